@@ -1,0 +1,84 @@
+# Two commands on a fresh machine: `make train` and `make test`. Both set up what is missing, and only that.
+#
+# Needed: Python >= 3.11 with pip and venv, make, a C compiler. No GPU, no account, no download but packages.
+#
+#   PYTHON       which Python makes the virtual environment          make train PYTHON=python3.12
+#   TORCH_BUILD  which build of PyTorch: cpu, cu130, rocm7.0, ...     make train TORCH_BUILD=cu130
+#   TORCH_INDEX  where that build is, if pip's own sources lack it    make train TORCH_INDEX=https://mirror/cpu
+#   RUN          what `make train` trains: a preset or file, and overrides
+#   TESTS        what pytest gets beside its settings                 make test TESTS='tests/moe -x'
+#
+# How PyTorch's build is chosen and why: docs/decisions/0002-install.md.
+
+PYTHON      ?= python3
+TORCH_BUILD ?= cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/$(TORCH_BUILD)
+RUN         ?= debug
+TESTS       ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# Triton comes with a GPU build of PyTorch, in that build's version. Beside a CPU build the tests bring this one.
+TRITON := triton==3.9.0
+TORCH  := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+
+# A stamp says what is installed. Its name holds a checksum of everything that decides what that is.
+KEY   := $(TORCH_BUILD)-$(shell cat constraints.txt pyproject.toml | cksum | cut -d ' ' -f 1)
+VENV  := .venv/stamps/made
+READY := .venv/stamps/run-$(KEY)
+DEV   := .venv/stamps/test-$(KEY)
+
+.PHONY: help setup train test lint docs clean
+
+help: ## show this
+	@echo "Penstock: make TARGET"
+	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' Makefile
+	@echo "Variables (PYTHON, TORCH_BUILD, ...) are explained at the top of the Makefile."
+
+train: $(READY) ## set up what is missing, then train the debug preset to the end
+	$(BIN)/penstock train $(RUN)
+
+test: lint ## set up what is missing, then run every check and every test
+	@echo "== pytest"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal $(TESTS)
+
+lint: $(DEV) ## the checks that run nothing: ruff, mypy, import-linter, house rules
+	@echo "== ruff check";  $(BIN)/ruff check --quiet .
+	@echo "== ruff format"; $(BIN)/ruff format --check --quiet .
+	@echo "== mypy";        $(BIN)/mypy
+	@echo "== layers";      $(BIN)/lint-imports --no-logo
+	@echo "== house rules"; $(BIN)/python -m tools.style
+
+docs: $(DEV) ## write the generated documents anew
+	$(BIN)/python -m tools.documents
+
+setup: $(DEV) ## the environment of `make test`, and nothing more
+	@echo "Ready: $(BIN)/penstock --help"
+
+clean: ## remove caches and build outputs; .venv and runs stay
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find penstock tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Penstock needs Python 3.11 or newer; $(PYTHON) is: $$($(PYTHON) --version 2>&1)." \
+	       "Name another: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/pip || { echo "Making .venv with $$($(PYTHON) --version)"; $(PYTHON) -m venv .venv; } || { \
+	  rm -rf .venv; echo "$(PYTHON) lacks its venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@mkdir -p $(@D) && touch $@
+
+$(READY): $(VENV)
+	@echo "Installing $(TORCH), build '$(TORCH_BUILD)', and what Penstock imports; a minute or two the first time"
+	@$(PIP) '$(TORCH)+$(TORCH_BUILD)' 2>/dev/null || { \
+	  echo "pip's own sources have no such build; looking at $(TORCH_INDEX)"; \
+	  $(PIP) --retries 2 --extra-index-url $(TORCH_INDEX) '$(TORCH)'; }
+	@$(PIP) setuptools
+	@$(PIP) --no-build-isolation --editable .
+	@rm -f .venv/stamps/run-* && touch $@
+
+$(DEV): $(READY)
+	@echo "Installing what the checks and tests need"
+	@$(BIN)/python -c 'import triton' 2>/dev/null || test "$$(uname -s)" != Linux || $(PIP) $(TRITON)
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@rm -f .venv/stamps/test-* && touch $@

@@ -1,0 +1,1 @@
+"""Penstock pretrains mixture-of-experts language models on PyTorch, from one laptop CPU to thousands of GPUs."""

@@ -1,0 +1,58 @@
+"""Errors that a user can cause and mend.
+
+Every one of them prints as one line: what is wrong, what was got, what is allowed, how to fix it. The command line shows
+that line and exits with code 2; anything else that escapes is a fault of ours and keeps its traceback.
+"""
+
+
+class PenstockError(ValueError):
+    """A mistake in what a user gave us.
+
+    Args:
+        what: the fact that is wrong, with the name of the field, file or option.
+        got: the offending value, if it is not in `what` already.
+        allowed: what would have been right.
+        fix: the command or change that mends it.
+    """
+
+    def __init__(self, what: str, *, got: object = None, allowed: object = None, fix: str | None = None) -> None:
+        self.what = what
+        self.got = got
+        self.allowed = allowed
+        self.fix = fix
+        parts = [what]
+        if got is not None:
+            parts.append(f"got {got}")
+        if allowed is not None:
+            parts.append(f"allowed: {allowed}")
+        if fix is not None:
+            parts.append(f"fix: {fix}")
+        super().__init__(" ".join("; ".join(parts).split()))
+
+
+class ConfigError(PenstockError):
+    """The description of a run is wrong: unknown preset or key, wrong type or range, impossible combination."""
+
+
+class DataError(PenstockError):
+    """Text or tokens cannot be used: missing, empty, not UTF-8, ids outside the vocabulary."""
+
+
+class CheckpointError(PenstockError):
+    """A checkpoint is damaged, foreign, or of another model, or cannot be written."""
+
+
+class RunFolderError(PenstockError):
+    """The folder of a run exists already, or is not there when it should be."""
+
+
+class DeviceError(PenstockError):
+    """The machine cannot do what the run asks for."""
+
+
+class KernelError(PenstockError):
+    """An operator was given shapes or types that no backend accepts."""
+
+
+class NonFiniteError(PenstockError):
+    """Loss or gradients became NaN or infinite."""

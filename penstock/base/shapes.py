@@ -1,0 +1,27 @@
+"""The one legend of dimension letters. A tensor's name ends in the letters of its shape: `x_TD` is tokens x hidden.
+
+A letter never changes its meaning between files. A small letter is the part of a dimension that one rank holds.
+`dim` is of a tensor, `axis` is of a device mesh.
+"""
+
+LEGEND: dict[str, str] = {
+    "B": "rows in a micro-batch",
+    "S": "positions in a row (sequence length)",
+    "T": "tokens in a micro-batch: B x S",
+    "D": "hidden size",
+    "V": "vocabulary",
+    "H": "query heads",
+    "G": "key/value heads",
+    "N": "query/key head dimension",
+    "P": "rotary part of a head dimension",
+    "M": "value head dimension",
+    "C": "rank of a latent projection (MLA)",
+    "E": "routed experts of a layer",
+    "e": "routed experts that this rank holds",
+    "K": "experts per token (top-k)",
+    "R": "rows routed to experts: T x K, plus padding",
+    "F": "width of a feed-forward network (dense, shared or expert)",
+    "Q": "groups of experts",
+    "L": "decoder layers",
+    "W": "ranks of a group",
+}

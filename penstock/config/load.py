@@ -1,0 +1,117 @@
+"""From a name or a file to a checked run, and back to a file.
+
+A target is a preset (`debug`), a variant of one (`deepseek-v2-lite-8l`), a TOML file, or the folder of a run, whose
+config.toml is read. A name that is a preset is the preset, even where a folder has the same name; write `./debug` for the
+folder. The steps are always the same: read a tree, lay the overrides over it, build the run, check the rules.
+
+A file may start from a preset with `preset = "debug"` at its top: what else it says wins, table by table. A file that
+gives no `name` is a run named after the file.
+"""
+
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from penstock.base.errors import ConfigError
+from penstock.config.merge import NONE, Tree, merge, parse_overrides, settle
+from penstock.config.presets.registry import is_preset, preset
+from penstock.config.rules import check
+from penstock.config.run import Run
+from penstock.config.schema import fields_of, nearest
+from penstock.config.section import Section
+from penstock.config.validation import build
+
+RUN_FILE = "config.toml"
+"""The resolved configuration in the folder of a run."""
+
+_PRESET = "preset"
+
+
+def load_run(target: str, overrides: Sequence[str] = ()) -> Run:
+    """The run that a user asks for, resolved and checked.
+
+    Args:
+        target: name of a preset, path of a TOML file, or path of the folder of a run.
+        overrides: `a.b=c` each; the later ones win.
+
+    Raises:
+        ConfigError: the target is not there or cannot be read, or what it describes is not a run.
+    """
+    tree = merge(Run, _read_target(target), parse_overrides(Run, overrides))
+    run = build(Run, tree)
+    check(run)
+    return run
+
+
+def dump_toml(run: Run) -> str:
+    """The run as a file, every field written out. Loading it gives an equal run."""
+    return tomli_w.dumps(_as_table(run))
+
+
+def _read_target(target: str) -> Tree:
+    if is_preset(target):
+        return preset(target).model_dump()
+    path = Path(target)
+    if path.is_dir():
+        if not (path / RUN_FILE).is_file():
+            raise ConfigError(f"{path} is not the folder of a run", allowed=f"a folder with a {RUN_FILE}")
+        return _read_file(path / RUN_FILE)
+    if path.exists() or path.suffix == ".toml" or len(path.parts) > 1:
+        return _read_file(path)
+    return preset(target).model_dump()  # It is none, and the error says which there are.
+
+
+def _read_file(path: Path) -> Tree:
+    """The settled tree of a file, laid over the preset that it starts from, if it does."""
+    table = _parse_file(path)
+    for key in table:
+        if key not in fields_of(Run) and key != _PRESET and nearest(key, (*fields_of(Run), _PRESET)) == _PRESET:
+            raise ConfigError(f"{path}: {key} is an unknown key", fix=f"did you mean {_PRESET}?")
+    name = table.pop(_PRESET, None)
+    if name is not None and not isinstance(name, str):
+        raise ConfigError(f"{path}: {_PRESET} must be the name of a preset", got=name)
+    base: Tree = {} if name is None else preset(name).model_dump()
+    return merge(Run, {**base, "name": path.stem}, settle(fields_of(Run), table))
+
+
+def _parse_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no file {path}", fix="check the path, or name a preset") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}:{line}: the file is not UTF-8 text", fix="save it as UTF-8") from error
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(_syntax_fault(path, text, str(error))) from error
+
+
+def _syntax_fault(path: Path, text: str, message: str) -> str:
+    """tomllib ends its message with `(at line 3, column 5)` or `(at end of document)`; editors jump to `file:3`."""
+    place = re.search(r" \(at (?:line (?P<line>\d+), column \d+|end of document)\)$", message)
+    if place is None:
+        return f"{path} is not TOML: {message}"
+    line = place["line"] or text.count("\n") + 1
+    return f"{path}:{line}: this is not TOML: {message[: place.start()]}"
+
+
+def _as_table(section: Section) -> Tree:
+    """TOML has no None: a field that is None is left out where that is its default, and written as "none" elsewhere."""
+    table: Tree = {}
+    for name, field in fields_of(type(section)).items():
+        value = vars(section)[name]
+        if isinstance(value, Section):
+            table[name] = _as_table(value)
+        elif value is not None:
+            table[name] = list(value) if isinstance(value, tuple) else value
+        elif field.required or field.default is not None:
+            table[name] = NONE
+    return table

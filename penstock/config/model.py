@@ -1,0 +1,138 @@
+"""The model: one decoder made of parts. A family (DeepSeek, Qwen, Mixtral, ...) is values of these fields, not code."""
+
+from typing import Annotated, Literal
+
+from pydantic import Discriminator
+
+from penstock.config.section import Section, knob
+
+
+class Yarn(Section):
+    """YaRN context extension (arXiv 2309.00071), as DeepSeek uses it."""
+
+    factor: float = knob(doc="How many times longer the context is than in pretraining.", low=1.0)
+    original_positions: int = knob(4096, doc="Context length of pretraining.", unit="positions", low=1)
+    beta_fast: float = knob(32.0, doc="Rotations over the original context above which a frequency is kept.", low=0.0)
+    beta_slow: float = knob(
+        1.0, doc="Rotations over the original context below which a frequency is divided by `factor`.", low=0.0
+    )
+    scale: float = knob(1.0, doc="Factor of the logarithmic temperature on cosine and sine (`mscale`).", low=0.0)
+    scale_all_dims: float = knob(
+        0.0, doc="The same for all dims, applied to the softmax scale (`mscale_all_dim`).", low=0.0
+    )
+
+
+class Rope(Section):
+    """Rotary position embedding on interleaved pairs."""
+
+    theta: float = knob(10000.0, doc="Base of the frequencies.", low=2.0)
+    yarn: Yarn | None = knob(None, doc="Context extension; none for plain rotary embedding.")
+
+
+class GroupedQueryAttention(Section):
+    """Attention whose query heads share key/value heads (arXiv 2305.13245)."""
+
+    kind: Literal["gqa"] = knob("gqa", doc="Grouped-query attention.")
+    heads: int = knob(doc="Query heads.", unit="heads", low=1)
+    kv_heads: int = knob(doc="Key/value heads; must divide `heads`.", unit="heads", low=1)
+    head_dim: int = knob(doc="Width of a head; even.", unit="features", low=2)
+    rope: Rope = knob(Rope(), doc="Position embedding.")
+
+
+class LatentAttention(Section):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1)."""
+
+    kind: Literal["mla"] = knob("mla", doc="Multi-head latent attention.")
+    heads: int = knob(doc="Heads.", unit="heads", low=1)
+    q_latent: int = knob(0, doc="Rank of the query projection; 0 projects queries directly.", unit="features", low=0)
+    kv_latent: int = knob(doc="Rank of the key/value projection.", unit="features", low=1)
+    plain_head_dim: int = knob(
+        doc="Part of a query/key head without position (`qk_nope_head_dim`).", unit="features", low=1
+    )
+    rotary_head_dim: int = knob(
+        doc="Part of a query/key head with position; even (`qk_rope_head_dim`).", unit="features", low=2
+    )
+    value_head_dim: int = knob(doc="Width of a value head.", unit="features", low=1)
+    rope: Rope = knob(Rope(), doc="Position embedding of the rotary part.")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a query/key head."""
+        return self.plain_head_dim + self.rotary_head_dim
+
+
+Attention = Annotated[GroupedQueryAttention | LatentAttention, Discriminator("kind")]
+
+
+class Router(Section):
+    """Which experts a token goes to, and with what weight. Always computed in float32."""
+
+    score: Literal["softmax", "sigmoid"] = knob("softmax", doc="What logits become: softmax over experts, or sigmoid.")
+    softmax_after_top_k: bool = knob(
+        False, doc="Choose by logits and take the softmax over the chosen experts only (Mixtral) instead of before."
+    )
+    groups: int = knob(1, doc="Equal groups of experts; 1 means no groups.", unit="groups", low=1)
+    groups_kept: int = knob(1, doc="Groups that one token may choose from.", unit="groups", low=1)
+    group_score: Literal["max", "top2"] = knob(
+        "max", doc="Judge a group by its best expert (DeepSeek-V2) or by its best two (DeepSeek-V3)."
+    )
+    normalize: bool = knob(False, doc="Divide the chosen weights by their sum.")
+    scale: float = knob(1.0, doc="Factor on the chosen weights (`routed_scaling_factor`).", low=0.0)
+    expert_bias: bool = knob(
+        False, doc="Balance without auxiliary loss: a bias for each expert steers the choice (arXiv 2408.15664)."
+    )
+    expert_bias_rate: float = knob(1e-3, doc="Step of the bias, once per global batch.", low=0.0)
+
+
+class Balance(Section):
+    """What keeps the experts evenly loaded."""
+
+    auxiliary: Literal["none", "micro-batch", "sequence", "global-batch"] = knob(
+        "none", doc="Over which tokens the auxiliary loss counts load: one micro-batch, one row, or the whole batch."
+    )
+    auxiliary_weight: float = knob(0.0, doc="Factor of the auxiliary loss; 0 switches it off.", low=0.0)
+    z_weight: float = knob(0.0, doc="Factor of the router z-loss (ST-MoE); 0 switches it off.", low=0.0)
+    capacity_factor: float = knob(
+        0.0, doc="Slots of an expert over its fair share; slots beyond are dropped. 0 means dropless.", low=0.0
+    )
+    pad_to_capacity: bool = knob(False, doc="Give every expert exactly its capacity of rows (drop and pad).")
+    force: bool = knob(
+        False, doc="BENCHMARK ONLY: ignore the router's choice and spread tokens evenly. Marked in every log."
+    )
+
+
+class Moe(Section):
+    """Mixture-of-experts feed-forward network."""
+
+    experts: int = knob(doc="Routed experts of a layer.", unit="experts", low=1)
+    top_k: int = knob(doc="Experts per token.", unit="experts", low=1)
+    ffn_size: int = knob(doc="Width of one expert.", unit="features", low=1)
+    shared_ffn_size: int = knob(
+        0, doc="Width of the shared expert that sees every token; 0 for none.", unit="features", low=0
+    )
+    router: Router = knob(Router(), doc="Choice of experts.")
+    balance: Balance = knob(Balance(), doc="Even load.")
+
+
+class Model(Section):
+    """A decoder-only language model."""
+
+    family: Literal["deepseek-v2", "deepseek-v3", "plain"] = knob(
+        doc="Whose names weights are exchanged in (plain: nobody's); the values below decide everything else."
+    )
+    vocabulary: int = knob(doc="Token ids.", unit="tokens", low=2)
+    hidden_size: int = knob(doc="Width of the residual stream.", unit="features", low=2)
+    layers: int = knob(doc="Decoder layers.", unit="layers", low=1)
+    dense_layers: int = knob(0, doc="First layers whose feed-forward network is dense.", unit="layers", low=0)
+    dense_ffn_size: int = knob(0, doc="Width of a dense feed-forward network.", unit="features", low=0)
+    attention: Attention = knob(doc="Attention of every layer.")
+    moe: Moe | None = knob(None, doc="Mixture of experts of the other layers; none for a dense model.")
+    mtp_layers: int = knob(0, doc="Multi-token prediction depth (DeepSeek-V3 section 2.2).", unit="layers", low=0)
+    norm_epsilon: float = knob(1e-6, doc="Epsilon of RMSNorm.", low=0.0)
+    tied_embeddings: bool = knob(False, doc="Output projection shares the embedding's weights.")
+    initial_std: float = knob(0.02, doc="Standard deviation of initial weights.", low=0.0)
+
+    @property
+    def moe_layers(self) -> int:
+        """Decoder layers with experts, without multi-token prediction."""
+        return 0 if self.moe is None else self.layers - self.dense_layers

@@ -1,0 +1,62 @@
+"""Small models that train on a laptop's CPU in about a minute, on the running Python's own source code."""
+
+from penstock.config.model import Balance, LatentAttention, Model, Moe, Rope, Router
+from penstock.config.run import Run
+from penstock.config.training import (
+    Checkpoint,
+    Evaluation,
+    Optimizer,
+    Schedule,
+    Training,
+)
+
+
+def debug() -> Run:
+    """A DeepSeek-V3 in miniature: latent attention, one dense layer, sigmoid router with expert bias, shared expert."""
+    return Run(
+        name="debug",
+        model=Model(
+            family="deepseek-v3",
+            vocabulary=257,
+            hidden_size=128,
+            layers=4,
+            dense_layers=1,
+            dense_ffn_size=384,
+            attention=LatentAttention(
+                heads=4,
+                q_latent=0,
+                kv_latent=64,
+                plain_head_dim=32,
+                rotary_head_dim=16,
+                value_head_dim=32,
+                rope=Rope(theta=10000.0),
+            ),
+            moe=Moe(
+                experts=8,
+                top_k=2,
+                ffn_size=128,
+                shared_ffn_size=128,
+                router=Router(score="sigmoid", normalize=True, expert_bias=True, expert_bias_rate=1e-3),
+                balance=Balance(auxiliary="sequence", auxiliary_weight=1e-4),
+            ),
+        ),
+        training=Training(steps=200, sequence_length=256, micro_batch=8, global_batch=8, precision="fp32"),
+        optimizer=Optimizer(learning_rate=3e-3),
+        schedule=Schedule(warmup_steps=20),
+        evaluation=Evaluation(every=50, rows=32),
+        checkpoint=Checkpoint(every=100, keep=2),
+    )
+
+
+def debug_softmax() -> Run:
+    """The same with a softmax router and an auxiliary loss (DeepSeek-V2 in miniature)."""
+    base = debug()
+    assert base.model.moe is not None, "the debug model has experts"
+    moe = base.model.moe.model_copy(
+        update={
+            "router": Router(score="softmax"),
+            "balance": Balance(auxiliary="sequence", auxiliary_weight=1e-2),
+        }
+    )
+    model = base.model.model_copy(update={"family": "deepseek-v2", "moe": moe})
+    return base.model_copy(update={"name": "debug-softmax", "model": model})

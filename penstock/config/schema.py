@@ -1,0 +1,171 @@
+"""The schema read as data: which fields a section has, and what may be written in each.
+
+Overrides, error messages, `penstock config explain` and the reference all ask here, so that none of them repeats the
+schema. It knows exactly the types that sections use: bool, int, float, str, `Literal` of texts, `tuple[str, ...]`, a
+section, alternative sections told apart by their field `kind`, and any of these or None.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Le
+from pydantic.fields import FieldInfo
+
+from penstock.config.section import Section
+
+KIND = "kind"
+"""The field that tells the alternatives of a section apart."""
+
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    tuple[str, ...]: "list of texts",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """One field of one section.
+
+    Attributes:
+        path: its name; from the top, such as `model.moe.top_k`, where it comes from `every_field` or `find`.
+        owner: the section that declares it.
+        doc: what it means.
+        unit: what its number counts; empty for names and switches.
+        type_text: its type in words, without range.
+        low: smallest allowed value, if there is one.
+        high: largest allowed value, if there is one.
+        choices: the only allowed texts, if there are such.
+        sections: the section that it holds, or the alternatives; empty for a value.
+        optional: may be none.
+        required: has no default.
+        default: value when none is given; None where there is no default.
+    """
+
+    path: str
+    owner: type[Section]
+    doc: str
+    unit: str
+    type_text: str
+    low: float | None
+    high: float | None
+    choices: tuple[str, ...]
+    sections: tuple[type[Section], ...]
+    optional: bool
+    required: bool
+    default: Any
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether its value is one text."""
+        return bool(self.choices) or self.type_text == _WORDS[str]
+
+    @property
+    def takes_list(self) -> bool:
+        """Whether its value is a list."""
+        return self.type_text == _WORDS[tuple[str, ...]]
+
+    @property
+    def range_text(self) -> str:
+        """Its bounds, without the unit: `>= 1`, `0 to 1`, or empty."""
+        if self.low is not None and self.high is not None:
+            return f"{self.low:.12g} to {self.high:.12g}"
+        if self.low is not None:
+            return f">= {self.low:.12g}"
+        return "" if self.high is None else f"<= {self.high:.12g}"
+
+    @property
+    def allowed_text(self) -> str:
+        """All that may be written: `whole number >= 1 (steps)`, or `softmax, sigmoid`."""
+        words = f"{self.type_text} {self.range_text}".rstrip() + (f" ({self.unit})" if self.unit else "")
+        return f"{words}, or none" if self.optional else words
+
+
+@cache
+def fields_of(section: type[Section]) -> Mapping[str, Field]:
+    """Fields of one section by name, in the order of declaration."""
+    return MappingProxyType({name: _field(section, name, info) for name, info in section.model_fields.items()})
+
+
+def _field(owner: type[Section], name: str, info: FieldInfo) -> Field:
+    is_union = get_origin(info.annotation) in (Union, UnionType)
+    types = get_args(info.annotation) if is_union else (info.annotation,)
+    sections = tuple(one for one in types if isinstance(one, type) and issubclass(one, Section))
+    values = [one for one in types if one not in sections and one is not NoneType]
+    choices = get_args(values[0]) if values and get_origin(values[0]) is Literal else ()
+    extra = info.json_schema_extra
+    assert isinstance(extra, dict), f"{owner.__name__}.{name} is declared by knob"
+    return Field(
+        path=name,
+        owner=owner,
+        doc=info.description or "",
+        unit=str(extra["unit"]),
+        type_text=", ".join(choices) if choices else "section" if sections else _WORDS[values[0]],
+        low=next((float(bound.ge) for bound in info.metadata if isinstance(bound, Ge)), None),  # type: ignore[arg-type]
+        high=next((float(bound.le) for bound in info.metadata if isinstance(bound, Le)), None),  # type: ignore[arg-type]
+        choices=choices,
+        sections=sections,
+        optional=NoneType in types,
+        required=info.is_required(),
+        default=None if info.is_required() else info.default,
+    )
+
+
+def kind_of(section: type[Section]) -> str | None:
+    """The value of `kind` that stands for this alternative, or None for a section without alternatives."""
+    field = fields_of(section).get(KIND)
+    return None if field is None else str(field.default)
+
+
+def alternative(sections: Iterable[type[Section]], kind: object) -> type[Section] | None:
+    """The section among alternatives that `kind` names; the only one, if there is only one; None for an unknown kind."""
+    sections = tuple(sections)
+    if len(sections) == 1:
+        return sections[0]
+    return next((section for section in sections if kind_of(section) == kind), None)
+
+
+def fields_under(sections: Iterable[type[Section]]) -> dict[str, Field]:
+    """Fields of all alternatives by name; the first alternative's where several have the name."""
+    return {name: field for section in reversed(tuple(sections)) for name, field in fields_of(section).items()}
+
+
+def every_field(root: type[Section], prefix: str = "") -> Iterator[Field]:
+    """Every field below `root`, depth first, sections before their fields; a path may come once for each alternative."""
+    for name, field in fields_of(root).items():
+        path = f"{prefix}{name}"
+        yield replace(field, path=path)
+        for section in field.sections:
+            yield from every_field(section, f"{path}.")
+
+
+def find(root: type[Section], path: str) -> tuple[Field, ...]:
+    """Fields at a path from the top: none for an unknown path, several where alternatives share the name."""
+    return tuple(field for field in every_field(root) if field.path == path)
+
+
+def nearest(name: object, names: Iterable[str]) -> str | None:
+    """The name that `name` is most likely meant to be, or None if none resembles it."""
+    return next(iter(get_close_matches(str(name), tuple(names), n=1)), None)
+
+
+def as_toml(value: object) -> str:
+    """A value as one would write it in a file or an override; None and whole sections are shown in the same spirit."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(as_toml(one) for one in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key} = {as_toml(one)}' for key, one in value.items())}}}"
+    return str(value)

@@ -1,0 +1,90 @@
+"""How a model is trained: batch, precision, optimizer, schedule, evaluation, checkpoints, records."""
+
+from typing import Literal
+
+from penstock.config.section import Section, knob
+
+
+class Training(Section):
+    """Batch, length, precision."""
+
+    steps: int = knob(doc="Optimizer steps.", unit="steps", low=1)
+    sequence_length: int = knob(doc="Positions of a row.", unit="positions", low=2)
+    micro_batch: int = knob(1, doc="Rows of one forward pass on one rank.", unit="rows", low=1)
+    global_batch: int = knob(1, doc="Rows of one optimizer step over all ranks.", unit="rows", low=1)
+    precision: Literal["bf16", "fp32"] = knob(
+        "bf16", doc="bf16: parameters and compute in bfloat16, master weights, moments and gradients in float32."
+    )
+    mtp_weight: float = knob(0.3, doc="Factor of the multi-token prediction loss.", low=0.0)
+    z_weight: float = knob(0.0, doc="Factor of the z-loss on the output logits.", low=0.0)
+    clip_norm: float = knob(1.0, doc="Largest global gradient norm; 0 does not clip.", low=0.0)
+    deterministic: bool = knob(False, doc="Use deterministic algorithms only; slower on GPUs.")
+    collect_garbage_every: int = knob(
+        50,
+        doc="Python garbage is collected every so many steps and never inside a step; 0 leaves it to Python.",
+        unit="steps",
+        low=0,
+    )
+
+
+class Optimizer(Section):
+    """AdamW (arXiv 1711.05101)."""
+
+    learning_rate: float = knob(doc="Peak learning rate.", low=0.0)
+    beta1: float = knob(0.9, doc="Decay of the first moment.", low=0.0, high=1.0)
+    beta2: float = knob(0.95, doc="Decay of the second moment.", low=0.0, high=1.0)
+    epsilon: float = knob(1e-8, doc="Added to the root of the second moment.", low=0.0)
+    weight_decay: float = knob(0.1, doc="Decoupled decay of matrices; norms and biases are never decayed.", low=0.0)
+
+
+class Schedule(Section):
+    """Learning rate over the steps: linear warm-up, then a decay."""
+
+    warmup_steps: int = knob(0, doc="Steps of linear warm-up from 0.", unit="steps", low=0)
+    decay: Literal["constant", "cosine", "linear", "wsd"] = knob(
+        "cosine",
+        doc="After warm-up: constant, cosine, linear, or warm-up-stable-decay (constant, then linear at the end).",
+    )
+    decay_steps: int = knob(
+        0, doc="Steps of the final decay of `wsd`; 0 means a tenth of all steps.", unit="steps", low=0
+    )
+    final_ratio: float = knob(0.1, doc="Learning rate at the last step over the peak.", low=0.0, high=1.0)
+
+
+class Evaluation(Section):
+    """Loss on held-out text."""
+
+    every: int = knob(0, doc="Steps between evaluations; 0 evaluates only at the end.", unit="steps", low=0)
+    rows: int = knob(64, doc="Rows of held-out text; 0 switches evaluation off.", unit="rows", low=0)
+
+
+class Checkpoint(Section):
+    """Saved states."""
+
+    every: int = knob(1000, doc="Steps between checkpoints; 0 saves only at the end.", unit="steps", low=0)
+    keep: int = knob(3, doc="Checkpoints that are kept, the newest first; 0 keeps all.", unit="checkpoints", low=0)
+    asynchronous: bool = knob(True, doc="Write in the background while training goes on.")
+
+
+class Data(Section):
+    """Text."""
+
+    source: Literal["standard-library", "text", "jsonl", "synthetic-random", "synthetic-learnable"] = knob(
+        "standard-library", doc="Where documents come from; standard-library is the source code of the running Python."
+    )
+    files: tuple[str, ...] = knob((), doc="Files of `text` (a document each) or `jsonl` (a document a line).")
+    validation_files: tuple[str, ...] = knob((), doc="Held-out files; none holds out a share of the documents.")
+    validation_share: float = knob(0.02, doc="Share of documents held out.", low=0.0, high=0.5)
+    tokenizer: str = knob("bytes", doc="`bytes`, or the path of a Hugging Face tokenizer.json.")
+    end_of_document: str = knob("", doc="Name of the token that ends a document; empty looks for the usual ones.")
+    text_field: str = knob("text", doc="Field of a JSON line that holds the text.")
+    document_mask: bool = knob(False, doc="Attention stays inside a document, positions restart at each.")
+    shuffle: bool = knob(True, doc="Visit documents in another order each epoch.")
+
+
+class Record(Section):
+    """What a run leaves behind besides checkpoints."""
+
+    folder: str = knob("runs", doc="Folder that holds one folder for each run.")
+    every: int = knob(1, doc="Steps between lines of metrics.jsonl.", unit="steps", low=1)
+    tensorboard: bool = knob(True, doc="Write TensorBoard events.")

@@ -1,0 +1,250 @@
+"""Grouped GEMM: every expert's rows times the expert's matrix, one launch for all experts, counts never on the host.
+
+Three products make forward and backward; `w` is stored as the model has it, F x D for each expert, and nothing is copied
+or transposed in memory:
+
+    forward           y_RF  = x_RD  @ w_eFD^T        contracts over D
+    input gradient    dx_RD = dy_RF @ w_eFD          contracts over F
+    weight gradient   dw_eFD = dy_RF^T @ x_RD        contracts over each expert's rows
+
+`index_R` fuses a gather of rows into the loads of x (forward, weight gradient), so that the tokens are never copied into
+expert order. `accumulate_into` adds a weight gradient to a float32 buffer, as micro-batches want it.
+
+Each product chooses its launch by itself (`penstock.kernels.tuning`), and they share one `TileTable`. Inputs are bfloat16 or
+float16 (or float32, slowly), sums are float32. Device code is in `penstock.kernels.grouped_gemm_kernels`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from penstock.base.errors import KernelError
+from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
+from penstock.kernels.tile_table import TileTable, tile_table
+from penstock.kernels.tuning import GemmLaunch, grouped_gemm_launch, programs_of
+
+
+def grouped_gemm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor | None = None) -> Tensor:
+    """Each expert's rows times the transpose of its matrix; differentiable in x and w.
+
+    Args:
+        x_RD: rows, expert by expert; or any rows, if `index_R` says which of them stands at each place.
+        w_eFD: one matrix for each expert.
+        counts_e: integer rows of each expert; may be zero, may sum to less than R.
+        index_R: integer row of `x` for each place (the gather), or None for the identity.
+
+    Returns:
+        y_RF; rows past the last expert's are zero.
+
+    Raises:
+        KernelError: shapes or dtypes that no launch accepts.
+    """
+    return _GroupedGemm.apply(x_RD, w_eFD, counts_e, index_R)
+
+
+class _GroupedGemm(torch.autograd.Function):
+    """Saves its inputs; the gradient of gathered rows is summed into their sources in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor | None) -> Tensor:
+        tiles = tile_table(counts_e, len(x_RD if index_R is None else index_R))
+        ctx.save_for_backward(x_RD, w_eFD, counts_e, index_R)
+        ctx.tiles = tiles
+        return grouped_gemm_forward(x_RD, w_eFD, counts_e, index_R, tiles=tiles)
+
+    @staticmethod
+    def backward(ctx: Any, dy_RF: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x_RD, w_eFD, counts_e, index_R = ctx.saved_tensors
+        dy_RF = dy_RF.contiguous()
+        dx_RD = dw_eFD = None
+        if ctx.needs_input_grad[0]:
+            dx_RD = grouped_gemm_input_gradient(dy_RF, w_eFD, counts_e, tiles=ctx.tiles)
+            if index_R is not None:
+                sums_RD = torch.zeros_like(x_RD, dtype=torch.float32)
+                dx_RD = sums_RD.index_add_(0, index_R, dx_RD.float()).to(x_RD.dtype)
+        if ctx.needs_input_grad[1]:
+            dw_eFD = grouped_gemm_weight_gradient(dy_RF, x_RD, counts_e, index_R, tiles=ctx.tiles)
+        return dx_RD, dw_eFD, None, None
+
+
+def grouped_gemm_forward(
+    x_RD: Tensor,
+    w_eFD: Tensor,
+    counts_e: Tensor,
+    index_R: Tensor | None = None,
+    *,
+    tiles: TileTable | None = None,
+    launch: GemmLaunch | None = None,
+) -> Tensor:
+    """y_RF = x_RD @ w_eFD^T, without autograd.
+
+    Args:
+        x_RD, w_eFD, counts_e, index_R: as in `grouped_gemm`; x and w contiguous.
+        tiles: `tile_table(counts_e, R)`, if the caller has it already.
+        launch: how to cut it, instead of the table's choice.
+
+    Returns:
+        y_RF in the dtype of x; rows past the last expert's are zero.
+    """
+    experts, width, depth = w_eFD.shape
+    rows = len(x_RD if index_R is None else index_R)
+    _check("forward", x_RD, w_eFD, (x_RD.shape[0], depth), (experts, width, depth), counts_e)
+    y_RF = x_RD.new_empty(rows, width)
+    if rows:
+        launch = launch or grouped_gemm_launch("forward", x_RD, rows, experts, width, depth)
+        _launch_rows(x_RD, w_eFD, y_RF, index_R, tiles or tile_table(counts_e, rows), launch, depth_first=False)
+    return y_RF
+
+
+def grouped_gemm_input_gradient(
+    dy_RF: Tensor,
+    w_eFD: Tensor,
+    counts_e: Tensor,
+    *,
+    tiles: TileTable | None = None,
+    launch: GemmLaunch | None = None,
+) -> Tensor:
+    """dx_RD = dy_RF @ w_eFD, in the order of the experts' rows (a gather is not undone here), without autograd.
+
+    Args:
+        dy_RF: gradient of the output; rows past the last expert's may hold anything.
+        w_eFD, counts_e, tiles, launch: as in `grouped_gemm_forward`.
+
+    Returns:
+        dx_RD in the dtype of dy; rows past the last expert's are zero.
+    """
+    experts, depth, width = w_eFD.shape
+    rows = len(dy_RF)
+    _check("input gradient", dy_RF, w_eFD, (rows, depth), (experts, depth, width), counts_e)
+    dx_RD = dy_RF.new_empty(rows, width)
+    if rows:
+        launch = launch or grouped_gemm_launch("input_gradient", dy_RF, rows, experts, width, depth)
+        _launch_rows(dy_RF, w_eFD, dx_RD, None, tiles or tile_table(counts_e, rows), launch, depth_first=True)
+    return dx_RD
+
+
+def grouped_gemm_weight_gradient(
+    dy_RF: Tensor,
+    x_RD: Tensor,
+    counts_e: Tensor,
+    index_R: Tensor | None = None,
+    *,
+    accumulate_into: Tensor | None = None,
+    tiles: TileTable | None = None,
+    launch: GemmLaunch | None = None,
+) -> Tensor:
+    """dw_eFD = dy_RF^T @ x_RD over each expert's rows, without autograd.
+
+    Args:
+        dy_RF: gradient of the output; rows past the last expert's may hold anything.
+        x_RD: rows, or with `index_R` their source, as they were given to forward.
+        counts_e, index_R, tiles, launch: as in `grouped_gemm_forward`.
+        accumulate_into: contiguous float32 e x F x D to add the gradient to, in place.
+
+    Returns:
+        dw_eFD in the dtype of x, zero for experts without rows; or `accumulate_into`.
+    """
+    rows, width = dy_RF.shape
+    depth, experts = x_RD.shape[1], counts_e.numel()
+    dw_eFD = x_RD.new_empty(experts, width, depth) if accumulate_into is None else accumulate_into
+    _check("weight gradient", dy_RF, x_RD, (rows, width), (x_RD.shape[0], depth), counts_e)
+    if accumulate_into is not None:
+        _check_accumulator(accumulate_into, (experts, width, depth))
+    elif not rows:
+        dw_eFD.zero_()
+    if rows:
+        launch = launch or grouped_gemm_launch("weight_gradient", x_RD, rows, experts, width, depth)
+        tiles = tiles or tile_table(counts_e, rows)
+        _launch_weights(dy_RF, x_RD, dw_eFD, index_R, tiles, launch, accumulate=accumulate_into is not None)
+    return dw_eFD
+
+
+def _launch_rows(
+    x: Tensor,
+    w: Tensor,
+    y: Tensor,
+    index: Tensor | None,
+    tiles: TileTable,
+    launch: GemmLaunch,
+    *,
+    depth_first: bool,
+) -> None:
+    """Run `rows_kernel`; w is experts x depth x columns if depth_first, else experts x columns x depth."""
+    (rows, columns), (experts, depth) = y.shape, (len(w), x.shape[1])
+    size = BLOCK_SIZES.index(launch.block_rows)
+    x_source, w_source, y_target = x, w, y
+    if launch.descriptors:
+        block_columns, block_depth = launch.block_columns, launch.block_depth
+        w_block = [1, block_depth, block_columns] if depth_first else [1, block_columns, block_depth]
+        w_source = TensorDescriptor.from_tensor(w, w_block)
+        y_target = create_ragged_descriptor(y, [launch.block_rows, block_columns // launch.pieces])
+        if index is None:
+            x_source = TensorDescriptor.from_tensor(x, [launch.block_rows, block_depth])
+    rows_kernel[(programs_of(launch, x.device),)](
+        x_source,
+        w_source,
+        y_target,
+        y,
+        index,
+        tiles.starts_e,
+        tiles.owners[size],
+        tiles.block_counts[size:],
+        rows,
+        columns,
+        depth,
+        experts,
+        DEPTH_FIRST=depth_first,
+        GATHER=index is not None,
+        **_constants(launch),
+    )
+
+
+def _launch_weights(
+    dy: Tensor,
+    x: Tensor,
+    dw: Tensor,
+    index: Tensor | None,
+    tiles: TileTable,
+    launch: GemmLaunch,
+    *,
+    accumulate: bool,
+) -> None:
+    """Run `weights_kernel`."""
+    experts, rows, columns = dw.shape
+    dy_source, x_source, dw_target = dy, x, dw
+    if launch.descriptors:
+        dy_source = create_ragged_descriptor(dy, [launch.block_depth, launch.block_rows])
+        dw_target = TensorDescriptor.from_tensor(dw, [1, launch.block_rows, launch.block_columns // launch.pieces])
+        if index is None:
+            x_source = create_ragged_descriptor(x, [launch.block_depth, launch.block_columns])
+    weights_kernel[(programs_of(launch, x.device),)](
+        dy_source,
+        x_source,
+        dw_target,
+        index,
+        tiles.starts_e,
+        rows,
+        columns,
+        experts,
+        GATHER=index is not None,
+        ACCUMULATE=accumulate,
+        **_constants(launch),
+    )
+
+
+def _constants(launch: GemmLaunch) -> dict[str, Any]:
+    """What both kernels are compiled with."""
+    return {
+        "BLOCK_ROWS": launch.block_rows,
+        "BLOCK_COLUMNS": launch.block_columns,
+        "BLOCK_DEPTH": launch.block_depth,
+        "GROUP": launch.group,
+        "PIECES": launch.pieces,
+        "DESCRIPTORS": launch.descriptors,
+        "num_warps": launch.warps,
+        "num_stages": launch.stages,
+    }

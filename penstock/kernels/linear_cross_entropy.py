@@ -1,0 +1,375 @@
+"""Output projection and cross entropy without the logits ever being whole ("loss fusion").
+
+The logits of a real vocabulary are the largest tensor of a training step: 8,192 tokens x 102,400 words are 1.7 GB in
+bfloat16, and their float32 copy and gradient several times that. Tokens are independent here, so they are taken in
+chunks, and everything that a chunk's logits are needed for is done while they exist:
+
+    logits = x head^T          cuBLAS, into one buffer that all chunks share
+    logits -> their gradient   one kernel, in place: pass 1 finds logsumexp, pass 2 writes softmax - onehot
+    dx     = dlogits head      cuBLAS
+    dhead += dlogits^T x       cuBLAS, summed over the chunks in float32
+
+So the gradients are made in forward, for an incoming gradient of 1, and backward only multiplies them by the real one.
+Nothing is recomputed, and nothing waits for the host: which tokens count is decided on the device.
+
+With a process group the vocabulary is split over its ranks. Each rank then finds logsumexp of its own columns, two
+small all-reduces make them whole, and the same kernel runs once more for the gradient alone.
+
+The row pass exists twice, in Triton and in plain torch (for a CPU), side by side below with the same parameters.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from penstock.base.errors import KernelError
+from penstock.kernels.reference import IGNORED_LABEL
+from penstock.kernels.tuning import Launch, target_of
+
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:  # A CPU trains without it.
+    triton = None
+
+LOGITS_BYTES = 2**30
+"""A chunk of 4,096 tokens is taken while its logits fit into this, else one of 2,048."""
+
+LAUNCHES: dict[str, Launch] = {
+    "sm_90": Launch(block_rows=1, block_columns=8192, warps=16),
+    "sm_100": Launch(block_rows=1, block_columns=8192, warps=16),
+    "gfx942": Launch(block_rows=1, block_columns=8192, warps=16),
+    "gfx950": Launch(block_rows=1, block_columns=8192, warps=16),
+}
+"""The row kernel by chip; a program always holds one row, `block_columns` of it at a time."""
+
+
+def linear_cross_entropy(
+    x_TD: Tensor,
+    head_VD: Tensor,
+    labels_T: Tensor,
+    z_weight: float = 0.0,
+    *,
+    chunk_tokens: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    accumulate_into: Tensor | None = None,
+    launch: Launch | None = None,
+) -> Tensor:
+    """Output projection and cross entropy, summed (not averaged) over the counted tokens.
+
+    Args:
+        x_TD: final hidden states, float32 or bfloat16.
+        head_VD: output projection in the dtype of x; with a group, this rank's rows of it (see there).
+        labels_T: int64; IGNORED_LABEL where the position is not counted. Any other label outside the vocabulary makes
+            the loss NaN (asking the device for it would stop the host).
+        z_weight: factor on logsumexp(logits)**2, added for each counted token.
+        chunk_tokens: tokens whose logits exist at a time; None for `default_chunk_tokens`.
+        group: ranks over which the vocabulary is split: equal parts, in rank order. x and labels are the same on all of
+            them and so is the loss. The gradient of x is this rank's part of a sum, because whoever copied or gathered
+            x to the ranks adds it up in its own backward.
+        accumulate_into: float32, V x D: backward adds the head's gradient here instead of returning it.
+        launch: of the Triton kernel; None takes the chip's own and, on a CPU, the form in plain torch.
+
+    Returns:
+        Scalar float32.
+
+    Raises:
+        KernelError: shapes or dtypes do not fit.
+    """
+    _check(x_TD, head_VD, labels_T, accumulate_into)
+    columns = head_VD.shape[0]
+    first, vocabulary = (0, columns) if group is None else (dist.get_rank(group) * columns, group.size() * columns)
+    plan = _Plan(
+        rule=_RowRule(first_label=first, vocabulary=vocabulary, z_weight=z_weight),
+        chunk_tokens=default_chunk_tokens(head_VD) if chunk_tokens is None else chunk_tokens,
+        group=group,
+        accumulate_into=accumulate_into,
+        launch=LAUNCHES.get(target_of(x_TD.device)) if launch is None else launch,
+    )
+    if torch.is_grad_enabled() and (x_TD.requires_grad or head_VD.requires_grad):
+        return _LinearCrossEntropy.apply(x_TD, head_VD, labels_T, plan)
+    return _walk_chunks(x_TD, head_VD, labels_T, plan, wants=(False, False)).loss
+
+
+def default_chunk_tokens(head_VD: Tensor) -> int:
+    """4,096 tokens while their logits fit into `LOGITS_BYTES`, else 2,048: fewer and the products lose speed."""
+    return 4096 if 4096 * head_VD.shape[0] * head_VD.element_size() <= LOGITS_BYTES else 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RowRule:
+    """What the row pass must know besides its tensors.
+
+    Attributes:
+        first_label: label of the first column here.
+        vocabulary: number of labels that exist, over all ranks.
+        z_weight: see `linear_cross_entropy`.
+    """
+
+    first_label: int
+    vocabulary: int
+    z_weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """Everything about a call that is not a tensor to differentiate; fields as in `linear_cross_entropy`."""
+
+    rule: _RowRule
+    chunk_tokens: int
+    group: dist.ProcessGroup | None
+    accumulate_into: Tensor | None
+    launch: Launch | None
+
+
+class _Outcome(NamedTuple):
+    """Loss, and its gradients for an incoming gradient of 1 where they were wanted (the head's in float32)."""
+
+    loss: Tensor
+    dx_TD: Tensor | None
+    dhead_VD: Tensor | None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Gradients are made in forward; backward scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan) -> Tensor:
+        wants_x, wants_head = ctx.needs_input_grad[:2]
+        outcome = _walk_chunks(x_TD, head_VD, labels_T, plan, wants=(wants_x, wants_head))
+        ctx.save_for_backward(outcome.dx_TD, outcome.dhead_VD)
+        ctx.head_dtype, ctx.accumulate_into = head_VD.dtype, plan.accumulate_into
+        return outcome.loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        dx_TD, dhead_VD = ctx.saved_tensors
+        # Two-dimensional, so that it takes part in type promotion and bfloat16 gradients are scaled in float32.
+        scale = dloss.view(1, 1)
+        if dx_TD is not None:
+            dx_TD = torch.mul(dx_TD, scale, out=torch.empty_like(dx_TD))
+        if dhead_VD is not None and ctx.accumulate_into is not None:
+            ctx.accumulate_into.addcmul_(dhead_VD, scale)
+            dhead_VD = None
+        if dhead_VD is not None:
+            dhead_VD = torch.mul(dhead_VD, scale, out=torch.empty_like(dhead_VD, dtype=ctx.head_dtype))
+        return dx_TD, dhead_VD, None, None
+
+
+def _walk_chunks(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan, wants: tuple[bool, bool]) -> _Outcome:
+    """The whole operator; `wants` says whether the gradients of x and of the head are needed.
+
+    Inside the loop T is a chunk's tokens; logits_TV becomes its own gradient half way down.
+    """
+    wants_x, wants_head = wants
+    tokens, columns = x_TD.shape[0], head_VD.shape[0]
+    buffer_TV = x_TD.new_empty(min(plan.chunk_tokens, tokens), columns)
+    logsumexp_T, target_T = x_TD.new_empty(2, tokens, dtype=torch.float32)
+    dx_TD = torch.empty_like(x_TD) if wants_x else None
+    # The first chunk overwrites it, so only a batch without tokens needs the zeros.
+    make_head_gradient = torch.empty_like if tokens else torch.zeros_like
+    dhead_VD = make_head_gradient(head_VD, dtype=torch.float32) if wants_head else None
+
+    for start in range(0, tokens, plan.chunk_tokens):
+        chunk = slice(start, start + plan.chunk_tokens)
+        logits_TV = buffer_TV[: labels_T[chunk].shape[0]]
+        torch.mm(x_TD[chunk], head_VD.T, out=logits_TV)
+        _pass_over_rows(logits_TV, labels_T[chunk], logsumexp_T[chunk], target_T[chunk], plan, wants_x or wants_head)
+        if dx_TD is not None:
+            torch.mm(logits_TV, head_VD, out=dx_TD[chunk])
+        if dhead_VD is not None:
+            _add_product(dhead_VD, logits_TV, x_TD[chunk], overwrite=start == 0)
+
+    loss_T = logsumexp_T - target_T + plan.rule.z_weight * logsumexp_T.square()
+    return _Outcome(torch.where(labels_T != IGNORED_LABEL, loss_T, 0.0).sum(), dx_TD, dhead_VD)
+
+
+def _add_product(sum_VD: Tensor, dlogits_TV: Tensor, x_TD: Tensor, overwrite: bool) -> None:
+    """`sum += dlogits^T x`, or = if it holds nothing yet, without a rounding to the dtype of x in between."""
+    beta = 0 if overwrite else 1
+    if x_TD.is_cuda and x_TD.dtype != sum_VD.dtype:
+        torch.addmm(sum_VD, dlogits_TV.T, x_TD, out_dtype=sum_VD.dtype, beta=beta, out=sum_VD)
+    else:
+        torch.addmm(sum_VD, dlogits_TV.T.to(sum_VD.dtype), x_TD.to(sum_VD.dtype), beta=beta, out=sum_VD)
+
+
+def _pass_over_rows(
+    logits_TV: Tensor, labels_T: Tensor, logsumexp_T: Tensor, target_T: Tensor, plan: _Plan, wants_gradient: bool
+) -> None:
+    """Fill logsumexp and target of each row, over the whole vocabulary; turn logits into their gradient if wanted."""
+
+    def run(statistics: bool, gradient: bool) -> None:
+        if plan.launch is None:
+            _rows_in_torch(logits_TV, labels_T, logsumexp_T, target_T, plan.rule, statistics, gradient)
+        else:
+            _rows_in_triton(logits_TV, labels_T, logsumexp_T, target_T, plan.rule, statistics, gradient, plan.launch)
+
+    if plan.group is None:
+        run(statistics=True, gradient=wants_gradient)
+        return
+    run(statistics=True, gradient=False)
+    _join_shards(logsumexp_T, target_T, plan.group)
+    if wants_gradient:
+        run(statistics=False, gradient=True)
+
+
+def _join_shards(logsumexp_T: Tensor, target_T: Tensor, group: dist.ProcessGroup) -> None:
+    """From each rank's columns to the whole vocabulary, in place. A rank without the label has 0 as its target."""
+    largest_T = logsumexp_T.clone()
+    dist.all_reduce(largest_T, dist.ReduceOp.MAX, group=group)
+    sums_2T = torch.stack(((logsumexp_T - largest_T).exp(), target_T))
+    dist.all_reduce(sums_2T, dist.ReduceOp.SUM, group=group)
+    torch.add(largest_T, sums_2T[0].log(), out=logsumexp_T)
+    target_T.copy_(sums_2T[1])
+
+
+def _rows_in_torch(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    logsumexp_T: Tensor,
+    target_T: Tensor,
+    rule: _RowRule,
+    statistics: bool,
+    gradient: bool,
+) -> None:
+    """The mathematics of `linear_cross_entropy_kernel`, line by line."""
+    values_TV = logits_TV.float()
+    counted_T = labels_T != IGNORED_LABEL
+    column_T = labels_T - rule.first_label
+    here_T = counted_T & (column_T >= 0) & (column_T < logits_TV.shape[1])
+    column_T1 = torch.where(here_T, column_T, 0)[:, None]
+    if statistics:
+        logsumexp_T.copy_(values_TV.logsumexp(-1))
+        exists_T = ~counted_T | ((labels_T >= 0) & (labels_T < rule.vocabulary))
+        elsewhere_T = torch.where(exists_T, 0.0, math.nan)
+        target_T.copy_(torch.where(here_T, values_TV.gather(1, column_T1)[:, 0], elsewhere_T))
+    if gradient:
+        factor_T = 1.0 + 2.0 * rule.z_weight * logsumexp_T
+        values_TV.sub_(logsumexp_T[:, None]).exp_().mul_(factor_T[:, None]).masked_fill_(~counted_T[:, None], 0.0)
+        values_TV.scatter_add_(1, column_T1, -here_T[:, None].float())
+        logits_TV.copy_(values_TV)
+
+
+def _rows_in_triton(
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    logsumexp_T: Tensor,
+    target_T: Tensor,
+    rule: _RowRule,
+    statistics: bool,
+    gradient: bool,
+    launch: Launch,
+) -> None:
+    """Launch `linear_cross_entropy_kernel`, one program for each row."""
+    linear_cross_entropy_kernel[(logits_TV.shape[0],)](
+        logits_TV,
+        labels_T,
+        logsumexp_T,
+        target_T,
+        logits_TV.shape[1],
+        rule.first_label,
+        rule.vocabulary,
+        rule.z_weight,
+        IGNORED=IGNORED_LABEL,
+        STATISTICS=statistics,
+        GRADIENT=gradient,
+        BLOCK=launch.block_columns,
+        num_warps=launch.warps,
+    )
+
+
+if triton is not None:
+
+    @triton.jit
+    def linear_cross_entropy_kernel(
+        logits_ptr,
+        labels_ptr,
+        logsumexp_ptr,
+        target_ptr,
+        columns,
+        first_label,
+        vocabulary,
+        z_weight,
+        IGNORED: tl.constexpr,
+        STATISTICS: tl.constexpr,
+        GRADIENT: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        """One row of logits: logsumexp and its label's logit (STATISTICS), then its gradient in its place (GRADIENT).
+
+        Without STATISTICS logsumexp is read instead of made. Example: the second of two shards of a vocabulary of 8 has
+        columns = 4 and first_label = 4; label 5 is its column 1, label 2 is no column of it and leaves 0 as its part of
+        the target, label 9 does not exist and leaves NaN.
+        """
+        LOG2_E: tl.constexpr = 1.4426950408889634
+        row = tl.program_id(0).to(tl.int64)
+        logits_ptr += row * columns
+        label = tl.load(labels_ptr + row)
+        counted = label != IGNORED
+        here = counted & (label >= first_label) & (label < first_label + columns)
+        column = tl.where(here, label - first_label, -1).to(tl.int32)
+        offsets = tl.arange(0, BLOCK)
+        # A row that is not counted is never read.
+        readable = tl.where(counted, columns, 0)
+
+        if STATISTICS:
+            # Read before the second pass overwrites it; the reductions in between are barriers.
+            target = tl.load(logits_ptr + column, mask=here, other=0.0).to(tl.float32)
+            exists = (label == IGNORED) | ((label >= 0) & (label < vocabulary))
+            # Finite, so that a first block of -inf does not become inf - inf.
+            largest = -1.0e30
+            sums = tl.zeros([BLOCK], tl.float32)
+            for start in range(0, readable, BLOCK):
+                in_row = start + offsets < readable
+                values = tl.load(logits_ptr + start + offsets, mask=in_row, other=float("-inf")).to(tl.float32)
+                previous = largest
+                largest = tl.maximum(previous, tl.max(values, 0))
+                # One sum for each lane: only the maximum is reduced in each block.
+                sums = sums * tl.exp2((previous - largest) * LOG2_E) + tl.exp2(values * LOG2_E - largest * LOG2_E)
+            logsumexp = tl.where(counted, largest + tl.log(tl.sum(sums, 0)), 0.0)
+            tl.store(logsumexp_ptr + row, logsumexp)
+            tl.store(target_ptr + row, tl.where(exists, target, float("nan")))
+        else:
+            logsumexp = tl.load(logsumexp_ptr + row)
+
+        if GRADIENT:
+            factor = 1.0 + 2.0 * z_weight * logsumexp
+            for start in range(0, columns, BLOCK):
+                values = tl.load(logits_ptr + start + offsets, mask=start + offsets < readable, other=0.0).to(
+                    tl.float32
+                )
+                slopes = tl.exp2(values * LOG2_E - logsumexp * LOG2_E) * factor
+                slopes = tl.where(start + offsets == column, slopes - 1.0, slopes)
+                slopes = tl.where(counted, slopes, 0.0).to(logits_ptr.dtype.element_ty)
+                tl.store(logits_ptr + start + offsets, slopes, mask=start + offsets < columns)
+
+
+def _check(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, accumulate_into: Tensor | None) -> None:
+    """Raise KernelError where shapes or dtypes do not fit each other."""
+    if x_TD.dim() != 2 or head_VD.dim() != 2 or x_TD.shape[1] != head_VD.shape[1]:
+        raise KernelError(
+            "linear_cross_entropy: x and head must be matrices of equal width",
+            got=f"x {tuple(x_TD.shape)}, head {tuple(head_VD.shape)}",
+        )
+    if x_TD.dtype != head_VD.dtype:
+        raise KernelError(
+            "linear_cross_entropy: x and head must have one dtype", got=f"{x_TD.dtype} and {head_VD.dtype}"
+        )
+    if labels_T.shape != x_TD.shape[:1] or labels_T.dtype != torch.int64:
+        raise KernelError(
+            "linear_cross_entropy: labels must be int64, one for each row of x",
+            got=f"{labels_T.dtype} {tuple(labels_T.shape)} for {x_TD.shape[0]} rows",
+        )
+    if accumulate_into is not None and (
+        accumulate_into.shape != head_VD.shape or accumulate_into.dtype != torch.float32
+    ):
+        raise KernelError(
+            "linear_cross_entropy: accumulate_into must be float32 in the shape of head",
+            got=f"{accumulate_into.dtype} {tuple(accumulate_into.shape)}",
+        )

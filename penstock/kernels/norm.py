@@ -1,0 +1,265 @@
+"""RMSNorm, alone or of a residual sum, each in one pass over memory forward and one backward.
+
+With r = 1 / sqrt(mean(x**2) + epsilon) and n = x r, the output is n * weight and
+
+    dx      = r (weight dy - n mean(weight dy n))
+    dweight = sum over tokens of dy n
+
+A program holds whole rows, so a mean is a reduction inside it. Backward walks several tiles of rows with one running sum
+for the weight in registers, writes it as one row of a small table, and the table is summed: no atomics, and how the sum is
+cut depends on the shape alone, so every chip and every run adds in the same order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from penstock.base.errors import KernelError
+from penstock.kernels.tuning import Launch
+
+LAUNCH = Launch(block_rows=1, block_columns=2048, warps=4)
+"""A tile of 2,048 elements by 4 warps; narrow rows (heads) share a tile, wide ones take a tile and its warps as often
+as they need."""
+
+TILES = 16
+"""Tiles that a program of backward walks: 8,192 rows of 2,048 make 512 programs and a table of 4 MB, 4 % of the bytes."""
+
+MOST_WARPS = 16
+"""1,024 threads of 64-wide waves, the largest program there is."""
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: Launch = LAUNCH) -> Tensor:
+    """`penstock.kernels.reference.rms_norm` in one kernel, and two backward.
+
+    Args:
+        x_TD: any leading dims; rows may lie apart (a slice of a wider tensor) but each must be contiguous.
+        weight_D: float32 or the dtype of x.
+        epsilon: added to the mean square.
+        launch: elements and warps of a tile.
+
+    Raises:
+        KernelError: the weight does not fit.
+    """
+    _check(x_TD, weight_D)
+    normed_TD, _ = _RmsNorm.apply(x_TD, None, weight_D, epsilon, launch)
+    return normed_TD
+
+
+def add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: Launch = LAUNCH
+) -> tuple[Tensor, Tensor]:
+    """`penstock.kernels.reference.add_rms_norm` in one kernel, and two backward.
+
+    Args:
+        x_TD: as in `rms_norm`.
+        residual_TD: in the shape of x.
+        weight_D: float32 or the dtype of x.
+        epsilon: added to the mean square.
+        launch: elements and warps of a tile.
+
+    Returns:
+        (normed_TD, x + residual).
+
+    Raises:
+        KernelError: the shapes do not fit.
+    """
+    _check(x_TD, weight_D)
+    if x_TD.shape != residual_TD.shape:
+        raise KernelError(
+            "add_rms_norm: x and residual must have one shape", got=f"{tuple(x_TD.shape)} and {tuple(residual_TD.shape)}"
+        )
+    return _RmsNorm.apply(x_TD, residual_TD, weight_D, epsilon, launch)
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Both forms; without a residual the second output is None. Saves the normed tensor's input and r of each row."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, epsilon: float, launch: Launch
+    ) -> tuple[Tensor, Tensor | None]:
+        x_rows, width = _rows(x_TD), x_TD.shape[-1]
+        tokens = x_rows.shape[0]
+        residual_rows, sum_TD = None, None
+        if residual_TD is not None:
+            residual_rows = _rows(residual_TD)
+            sum_TD = x_TD.new_empty(x_TD.shape, dtype=torch.promote_types(x_TD.dtype, residual_TD.dtype))
+        summed_dtype = x_TD.dtype if sum_TD is None else sum_TD.dtype
+        normed_TD = x_TD.new_empty(x_TD.shape, dtype=torch.promote_types(summed_dtype, weight_D.dtype))
+        scale_T = x_TD.new_empty(tokens, dtype=torch.float32)
+        block_rows, block_columns, warps = tile_of(width, launch)
+        rms_norm_kernel[(triton.cdiv(tokens, block_rows),)](
+            x_rows,
+            residual_rows,
+            weight_D,
+            normed_TD,
+            sum_TD,
+            scale_T,
+            tokens,
+            x_rows.stride(0),
+            0 if residual_rows is None else residual_rows.stride(0),
+            epsilon,
+            D=width,
+            BLOCK_T=block_rows,
+            BLOCK_D=block_columns,
+            num_warps=warps,
+        )
+        ctx.save_for_backward(x_TD if sum_TD is None else sum_TD, weight_D, scale_T)
+        ctx.launch = launch
+        ctx.dtypes = (x_TD.dtype, None if residual_TD is None else residual_TD.dtype)
+        ctx.set_materialize_grads(False)
+        return normed_TD, sum_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: FunctionCtx, dnormed_TD: Tensor | None, dsum_TD: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x_TD, weight_D, scale_T = ctx.saved_tensors
+        x_dtype, residual_dtype = ctx.dtypes
+        if dnormed_TD is None:
+            dx_TD, dweight_D = dsum_TD, None
+        else:
+            dx_TD, dweight_D = _backward(x_TD, weight_D, scale_T, dnormed_TD, dsum_TD, ctx.launch)
+        if dx_TD is None:
+            return None, None, None, None, None
+        dresidual_TD = None if residual_dtype is None else dx_TD.to(residual_dtype)
+        return dx_TD.to(x_dtype), dresidual_TD, dweight_D, None, None
+
+
+def _backward(
+    x_TD: Tensor, weight_D: Tensor, scale_T: Tensor, dnormed_TD: Tensor, dsum_TD: Tensor | None, launch: Launch
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the normed tensor's input (the residual's part added) and of the weight."""
+    x_rows, dnormed_rows = _rows(x_TD), _rows(dnormed_TD)
+    dsum_rows = None if dsum_TD is None else _rows(dsum_TD)
+    tokens, width = x_rows.shape
+    block_rows, block_columns, warps = tile_of(width, launch)
+    programs = triton.cdiv(tokens, block_rows * TILES)
+    dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    partial_D = x_TD.new_empty(programs, width, dtype=torch.float32)
+    rms_norm_backward_kernel[(programs,)](
+        x_rows,
+        weight_D,
+        scale_T,
+        dnormed_rows,
+        dsum_rows,
+        dx_TD,
+        partial_D,
+        tokens,
+        x_rows.stride(0),
+        dnormed_rows.stride(0),
+        0 if dsum_rows is None else dsum_rows.stride(0),
+        D=width,
+        BLOCK_T=block_rows,
+        BLOCK_D=block_columns,
+        TILES=TILES,
+        STAGES=launch.stages,
+        num_warps=warps,
+    )
+    return dx_TD, partial_D.sum(0).to(weight_D.dtype)
+
+
+def tile_of(width: int, launch: Launch) -> tuple[int, int, int]:
+    """Rows, columns and warps of the tile for rows of this width: (1, 2048, 4) makes (16, 128, 4) and (1, 8192, 16)."""
+    columns = triton.next_power_of_2(width)
+    elements = launch.block_rows * launch.block_columns
+    warps = launch.warps * max(1, columns // elements)
+    return max(1, elements // columns), columns, min(warps, MOST_WARPS)
+
+
+def _rows(x_TD: Tensor) -> Tensor:
+    """As a matrix whose rows are contiguous, without a copy where strides allow."""
+    rows = x_TD.reshape(-1, x_TD.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _check(x_TD: Tensor, weight_D: Tensor) -> None:
+    if weight_D.shape != x_TD.shape[-1:] or not weight_D.is_contiguous():
+        raise KernelError(
+            "rms_norm: the weight must be contiguous, one for each column",
+            got=f"weight {tuple(weight_D.shape)} for x {tuple(x_TD.shape)}",
+        )
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    normed_ptr,
+    sum_ptr,
+    scale_ptr,
+    tokens,
+    x_stride,
+    residual_stride,
+    epsilon,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Some rows. Example: the row [3, 4] with weight [1, 1] and epsilon 0 is divided by sqrt(12.5)."""
+    token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    column_D = tl.arange(0, BLOCK_D)
+    row_T1 = token_T.to(tl.int64)[:, None]
+    column_1D = column_D[None, :]
+    inside = (token_T < tokens)[:, None] & (column_1D < D)
+    x_TD = tl.load(x_ptr + row_T1 * x_stride + column_1D, mask=inside, other=0.0)
+    if residual_ptr is not None:
+        residual_TD = tl.load(residual_ptr + row_T1 * residual_stride + column_1D, mask=inside, other=0.0)
+        # Rounded first, so that the norm is of the very sum that is passed on.
+        x_TD = (x_TD.to(tl.float32) + residual_TD.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row_T1 * D + column_1D, x_TD, mask=inside)
+    rounded_to = x_TD.dtype
+    x_TD = x_TD.to(tl.float32)
+    scale_T = tl.rsqrt(tl.sum(x_TD * x_TD, 1) / D + epsilon)
+    tl.store(scale_ptr + token_T, scale_T, mask=token_T < tokens)
+    weight_D = tl.load(weight_ptr + column_D, mask=column_D < D, other=0.0).to(tl.float32)
+    normed_TD = (x_TD * scale_T[:, None]).to(rounded_to).to(tl.float32) * weight_D[None, :]
+    tl.store(normed_ptr + row_T1 * D + column_1D, normed_TD.to(normed_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rms_norm_backward_kernel(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    dnormed_ptr,
+    dsum_ptr,
+    dx_ptr,
+    partial_ptr,
+    tokens,
+    x_stride,
+    dnormed_stride,
+    dsum_stride,
+    D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Input gradient of TILES neighbouring tiles, and their sum for the weight as one row of the partial table."""
+    first = tl.program_id(0) * BLOCK_T * TILES
+    column_D = tl.arange(0, BLOCK_D)
+    column_1D = column_D[None, :]
+    weight_1D = tl.load(weight_ptr + column_1D, mask=column_1D < D, other=0.0).to(tl.float32)
+    dweight_TD = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        token_T = first + tile * BLOCK_T + tl.arange(0, BLOCK_T)
+        row_T1 = token_T.to(tl.int64)[:, None]
+        inside = (token_T < tokens)[:, None] & (column_1D < D)
+        x_TD = tl.load(x_ptr + row_T1 * x_stride + column_1D, mask=inside, other=0.0).to(tl.float32)
+        dnormed_TD = tl.load(dnormed_ptr + row_T1 * dnormed_stride + column_1D, mask=inside, other=0.0).to(tl.float32)
+        scale_T1 = tl.load(scale_ptr + token_T, mask=token_T < tokens, other=0.0)[:, None]
+        normed_TD = x_TD * scale_T1
+        dweight_TD += dnormed_TD * normed_TD
+        scaled_TD = dnormed_TD * weight_1D
+        mean_T = tl.sum(scaled_TD * normed_TD, 1) / D
+        dx_TD = (scaled_TD - normed_TD * mean_T[:, None]) * scale_T1
+        if dsum_ptr is not None:
+            dx_TD += tl.load(dsum_ptr + row_T1 * dsum_stride + column_1D, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + row_T1 * D + column_1D, dx_TD.to(dx_ptr.dtype.element_ty), mask=inside)
+    partial_ptrs = partial_ptr + tl.program_id(0).to(tl.int64) * D + column_D
+    tl.store(partial_ptrs, tl.sum(dweight_TD, 0), mask=column_D < D)

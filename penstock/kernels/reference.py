@@ -1,0 +1,291 @@
+"""The eager truth of every operator, short enough to read in one sitting.
+
+Each function here is the definition that a faster form must equal, output and all gradients. They run on any device and
+dtype, are written for reading and not for speed, and may synchronize with the host. The letters of the names are those of
+`penstock.base.shapes`; an expert's rows are contiguous and experts stand in order, so `counts_e` says all about a layout.
+
+A slot is one (token, choice) pair; its number is `token * K + choice`. An expert id of E (one past the last) marks a slot
+that was dropped: it has no row of its own and weight 0.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED_LABEL = -100
+"""Label of a position that is not counted in the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterRule:
+    """How scores become choices.
+
+    Attributes:
+        top_k: experts per token, K.
+        score: `softmax` over the experts, or `sigmoid` of each.
+        softmax_after_top_k: choose by logits and take the softmax over the K chosen only (score must be softmax).
+        groups: number of equal groups of experts; 1 means no groups.
+        groups_kept: groups that a token may choose from.
+        group_score: a group is judged by its best score (`max`, DeepSeek-V2) or its best two (`top2`, DeepSeek-V3).
+        normalize: divide the chosen weights by their sum.
+        scale: factor on the final weights.
+    """
+
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    softmax_after_top_k: bool = False
+    groups: int = 1
+    groups_kept: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    normalize: bool = False
+    scale: float = 1.0
+
+
+class Routed(NamedTuple):
+    """What the router kernel gives.
+
+    Attributes:
+        weights_TK: float32, differentiable.
+        experts_TK: int64, expert ids, best first.
+        counts_BE: int64, slots of each sequence on each expert.
+        mass_BE: float32, differentiable; normalized scores of each expert summed over the sequence's tokens.
+        z_B: float32, differentiable; logsumexp(logits)**2 summed over the sequence's tokens.
+    """
+
+    weights_TK: Tensor
+    experts_TK: Tensor
+    counts_BE: Tensor
+    mass_BE: Tensor
+    z_B: Tensor
+
+
+def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int) -> Routed:
+    """Scores, group limit, top-k, weights, and the sums that balance losses are made of.
+
+    Args:
+        logits_TE: router logits; computed in float32 whatever their dtype.
+        bias_E: float32, added to the scores for the choice only, never to the weights (DeepSeek-V3); None for no bias.
+        rule: how to choose.
+        sequences: B; the T tokens are B sequences of equal length, one after the other.
+    """
+    logits_TE = logits_TE.float()
+    T, E = logits_TE.shape
+    scores_TE = logits_TE.softmax(-1) if rule.score == "softmax" else logits_TE.sigmoid()
+    choice_TE = logits_TE if rule.softmax_after_top_k else scores_TE
+    choice_TE = choice_TE.detach() if bias_E is None else choice_TE.detach() + bias_E
+    if rule.groups > 1:
+        choice_TE = choice_TE.masked_fill(~_kept_groups(choice_TE, rule), float("-inf"))
+    experts_TK = choice_TE.topk(rule.top_k, dim=-1, sorted=True).indices
+    if rule.softmax_after_top_k:
+        weights_TK = logits_TE.gather(1, experts_TK).softmax(-1)
+    else:
+        weights_TK = scores_TE.gather(1, experts_TK)
+    if rule.normalize:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+    chosen_TE = torch.zeros_like(scores_TE, dtype=torch.int64).scatter_(1, experts_TK, 1)
+    shares_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20) if rule.score == "sigmoid" else scores_TE
+    return Routed(
+        weights_TK * rule.scale,
+        experts_TK,
+        chosen_TE.view(sequences, -1, E).sum(1),
+        shares_TE.view(sequences, -1, E).sum(1),
+        logits_TE.logsumexp(-1).square().view(sequences, -1).sum(1),
+    )
+
+
+def _kept_groups(choice_TE: Tensor, rule: RouterRule) -> Tensor:
+    """Boolean mask T x E of the experts whose group is among the token's best."""
+    T, E = choice_TE.shape
+    grouped_TQE = choice_TE.view(T, rule.groups, E // rule.groups)
+    if rule.group_score == "max":
+        group_scores_TQ = grouped_TQE.amax(-1)
+    else:
+        group_scores_TQ = grouped_TQE.topk(2, dim=-1).values.sum(-1)
+    kept = group_scores_TQ.topk(rule.groups_kept, dim=-1).indices
+    kept_TQ = torch.zeros_like(group_scores_TQ, dtype=torch.bool).scatter_(1, kept, True)
+    return kept_TQ.repeat_interleave(E // rule.groups, dim=1)
+
+
+class RowOrder(NamedTuple):
+    """Where each slot's row stands when rows are sorted by expert.
+
+    Attributes:
+        slots_R: int64, R = T x K: the slot whose row stands at each place; dropped slots come last.
+        places_TK: int64, the inverse: the place of each slot's row.
+        counts_E: int32, rows of each expert (dropped slots are counted nowhere).
+    """
+
+    slots_R: Tensor
+    places_TK: Tensor
+    counts_E: Tensor
+
+
+def order_rows(experts_TK: Tensor, experts: int) -> RowOrder:
+    """Sort slots by expert, stable in the slot number.
+
+    With experts_TK = [[1, 0], [1, 2]] and 3 experts, slots 0..3 go to experts 1, 0, 1, 2:
+    slots_R = [1, 0, 2, 3], places_TK = [[1, 0], [2, 3]], counts_E = [1, 2, 1].
+    """
+    flat_R = experts_TK.reshape(-1)
+    slots_R = flat_R.argsort(stable=True)
+    places_R = torch.empty_like(slots_R).scatter_(0, slots_R, torch.arange(slots_R.numel(), device=slots_R.device))
+    counts_E = torch.bincount(flat_R, minlength=experts + 1)[:experts].int()
+    return RowOrder(slots_R, places_R.view_as(experts_TK), counts_E)
+
+
+def permute(x_TD: Tensor, order: RowOrder) -> Tensor:
+    """Copy each token's row to the places of its slots; rows of dropped slots are zero. Returns x_RD."""
+    top_k = order.places_TK.shape[1]
+    x_RD = x_TD[order.slots_R // top_k]
+    return torch.where(_is_used(order)[:, None], x_RD, 0)
+
+
+def unpermute(y_RD: Tensor, order: RowOrder, weights_TK: Tensor | None = None) -> Tensor:
+    """Sum each token's rows, times its weights if given, in float32. Returns y_TD in the dtype of y_RD."""
+    y_RD = torch.where(_is_used(order)[:, None], y_RD, 0)
+    y_TKD = y_RD[order.places_TK].float()
+    if weights_TK is not None:
+        y_TKD = y_TKD * weights_TK[:, :, None]
+    return y_TKD.sum(1).to(y_RD.dtype)
+
+
+def _is_used(order: RowOrder) -> Tensor:
+    """Boolean mask R: the row belongs to an expert. Rows past the last expert's hold anything, NaN too."""
+    return torch.arange(order.slots_R.numel(), device=order.slots_R.device) < order.counts_E.sum()
+
+
+def grouped_gemm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor | None = None) -> Tensor:
+    """Each expert's rows times the transpose of its matrix.
+
+    Args:
+        x_RD: rows, expert by expert; or any rows, if `index_R` says which of them stands at each place.
+        w_eFD: one matrix for each expert.
+        counts_e: int32 rows of each expert; may be zero, may sum to less than R.
+        index_R: row of `x` for each place (the gather), or None for the identity.
+
+    Returns:
+        y_RF; rows past the last expert's are zero.
+    """
+    rows_RD = x_RD if index_R is None else x_RD[index_R]
+    pieces, start = [], 0
+    for expert, count in enumerate(counts_e.tolist()):
+        pieces.append(rows_RD[start : start + count] @ w_eFD[expert].T)
+        start += count
+    pieces.append(rows_RD.new_zeros(rows_RD.shape[0] - start, w_eFD.shape[1]))
+    return torch.cat(pieces)
+
+
+def swiglu(gate_up_RF: Tensor, weights_R: Tensor | None = None) -> Tensor:
+    """silu(gate) * up, times the row's routing weight if given, in float32.
+
+    Args:
+        gate_up_RF: gate in the first half of the last dim, up in the second (so its width is 2 F).
+        weights_R: float32, one for each row.
+
+    Returns:
+        h_RF, half as wide, in the dtype of the input.
+    """
+    gate_RF, up_RF = gate_up_RF.float().chunk(2, dim=-1)
+    h_RF = F.silu(gate_RF) * up_RF
+    if weights_R is not None:
+        h_RF = h_RF * weights_R[..., None]
+    return h_RF.to(gate_up_RF.dtype)
+
+
+def expert_ffn(
+    x_ND: Tensor,
+    gate_up_eFD: Tensor,
+    down_eDF: Tensor,
+    counts_e: Tensor,
+    weights_R: Tensor | None = None,
+    index_R: Tensor | None = None,
+) -> Tensor:
+    """The whole feed-forward network of each expert over its rows.
+
+    Args:
+        x_ND: source rows (see `grouped_gemm` for `index_R`).
+        gate_up_eFD: gate and up projections stacked, so 2 F x D for each expert.
+        down_eDF: down projection.
+        counts_e: int32 rows of each expert.
+        weights_R: float32 routing weight of each row, applied before the down projection (which is linear).
+        index_R: source row of each place, or None.
+
+    Returns:
+        y_RD; rows past the last expert's are zero.
+    """
+    gate_up_RF = grouped_gemm(x_ND, gate_up_eFD, counts_e, index_R)
+    return grouped_gemm(swiglu(gate_up_RF, weights_R), down_eDF, counts_e)
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
+    """x / sqrt(mean(x**2) + epsilon) * weight, the division in float32, the product in the dtype of x."""
+    x_float = x_TD.float()
+    normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + epsilon)
+    return weight_D * normed.to(x_TD.dtype)
+
+
+def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The residual sum and its norm: returns (normed_TD, x + residual)."""
+    sum_TD = x_TD + residual_TD
+    return rms_norm(sum_TD, weight_D, epsilon), sum_TD
+
+
+def rotate(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> Tensor:
+    """Rotary position embedding on interleaved pairs (x0, x1), (x2, x3), ...
+
+    Args:
+        x_BSHP: heads to rotate; P even.
+        cos_BSP: float32, cosine of each pair's angle, P / 2 wide; B may be 1.
+        sin_BSP: float32, sine.
+
+    Returns:
+        The rotated heads in the dtype of x: (x0 cos - x1 sin, x0 sin + x1 cos) for each pair.
+    """
+    even, odd = x_BSHP.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos_BSP[:, :, None], sin_BSP[:, :, None]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x_BSHP.dtype)
+
+
+def mla_heads(
+    q_BSHN: Tensor, kv_BSHN: Tensor, k_rope_BSP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotary embedding and assembly of latent attention's heads (DeepSeek-V2, section 2.1).
+
+    Args:
+        q_BSHN: queries, [no position | rotary] in the last dim.
+        kv_BSHN: what the latent was expanded to, [key without position | value] in the last dim.
+        k_rope_BSP: the one rotary key that all heads share.
+        cos_BSP, sin_BSP: as in `rotate`.
+
+    Returns:
+        q_BSHN rotated, k_BSHN = [key without position | rotated shared key], v_BSHM.
+    """
+    rotary = k_rope_BSP.shape[-1]
+    plain = q_BSHN.shape[-1] - rotary
+    q_plain, q_rotary = q_BSHN.split([plain, rotary], dim=-1)
+    k_plain, v_BSHM = kv_BSHN.split([plain, kv_BSHN.shape[-1] - plain], dim=-1)
+    k_rotary = rotate(k_rope_BSP[:, :, None], cos_BSP, sin_BSP).expand(-1, -1, q_BSHN.shape[2], -1)
+    q_rotated = torch.cat((q_plain, rotate(q_rotary, cos_BSP, sin_BSP)), dim=-1)
+    return q_rotated, torch.cat((k_plain, k_rotary), dim=-1), v_BSHM
+
+
+def linear_cross_entropy(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, z_weight: float = 0.0) -> Tensor:
+    """Output projection and cross entropy, summed (not averaged) over the counted tokens.
+
+    Args:
+        x_TD: final hidden states.
+        head_VD: output projection.
+        labels_T: int64; IGNORED_LABEL where the position is not counted.
+        z_weight: factor on logsumexp(logits)**2, added for each counted token.
+
+    Returns:
+        Scalar float32.
+    """
+    logits_TV = (x_TD @ head_VD.T).float()
+    loss = F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORED_LABEL, reduction="sum")
+    if z_weight:
+        loss = loss + z_weight * (logits_TV.logsumexp(-1).square() * (labels_T != IGNORED_LABEL)).sum()
+    return loss

@@ -1,0 +1,395 @@
+"""Rotary position embedding, and the assembly of latent attention's heads, each in one kernel forward and one backward.
+
+A rotation by an angle is undone by the rotation by minus that angle, so backward is the same turn with the sine negated.
+A program holds one token: its cosines and sines are loaded once and serve all heads, which it walks in blocks.
+
+`mla_heads` writes the rotated query and the assembled key where attention reads them: no half is cut out, rotated and
+glued back. The value is a view of `kv`, because attention kernels take any strides with a contiguous last dim; what the
+view costs comes back in backward, whose one kernel writes both halves of the gradient of `kv`.
+
+Inputs and incoming gradients may lie in any order of batch, position and head; only the last dim must be contiguous.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from penstock.base.errors import KernelError
+from penstock.kernels.tuning import Launch
+
+LAUNCH = Launch(block_rows=16, block_columns=0, warps=4)
+"""Heads that a program turns at a time: 16 heads of 128 in bfloat16 are two 16-byte loads for each of 128 threads."""
+
+
+def rotate(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, launch: Launch = LAUNCH) -> Tensor:
+    """`penstock.kernels.reference.rotate` in one kernel, and one kernel backward (none for the angles).
+
+    Args:
+        x_BSHP: heads to rotate; P even.
+        cos_BSP: float32, P / 2 wide; B may be 1.
+        sin_BSP: float32.
+        launch: heads of a block, and warps.
+
+    Returns:
+        The rotated heads, contiguous, in the dtype of x.
+
+    Raises:
+        KernelError: angles do not fit the heads.
+    """
+    _check(x_BSHP, cos_BSP, sin_BSP, x_BSHP.shape[-1])
+    return _Rotate.apply(x_BSHP, cos_BSP, sin_BSP, launch)
+
+
+def mla_heads(
+    q_BSHN: Tensor,
+    kv_BSHN: Tensor,
+    k_rope_BSP: Tensor,
+    cos_BSP: Tensor,
+    sin_BSP: Tensor,
+    *,
+    launch: Launch = LAUNCH,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`penstock.kernels.reference.mla_heads` in one kernel, and one kernel backward.
+
+    Args:
+        q_BSHN: queries, [no position | rotary] in the last dim.
+        kv_BSHN: [key without position | value] in the last dim.
+        k_rope_BSP: the one rotary key that all heads share.
+        cos_BSP: float32, P / 2 wide; B may be 1.
+        sin_BSP: float32.
+        launch: heads of a block, and warps.
+
+    Returns:
+        q_BSHN and k_BSHN, contiguous; v_BSHM, a view of kv: it must not be changed in place.
+
+    Raises:
+        KernelError: angles do not fit the rotary part, or widths do not fit each other.
+    """
+    _check(q_BSHN, cos_BSP, sin_BSP, k_rope_BSP.shape[-1])
+    if q_BSHN.shape[-1] <= k_rope_BSP.shape[-1] or kv_BSHN.shape[-1] <= q_BSHN.shape[-1] - k_rope_BSP.shape[-1]:
+        raise KernelError(
+            "mla_heads: a query must be wider than its rotary part, and kv wider than the rest of it",
+            got=f"query {q_BSHN.shape[-1]}, kv {kv_BSHN.shape[-1]}, rotary {k_rope_BSP.shape[-1]}",
+        )
+    return _MlaHeads.apply(q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP, sin_BSP, launch)
+
+
+class _Rotate(torch.autograd.Function):
+    """Saves the angles."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: Launch) -> Tensor:
+        ctx.save_for_backward(cos_BSP, sin_BSP)
+        ctx.launch = launch
+        return _turn(x_BSHP, cos_BSP, sin_BSP, launch, direction=1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dout_BSHP: Tensor) -> tuple[Tensor, None, None, None]:
+        cos_BSP, sin_BSP = ctx.saved_tensors
+        return _turn(dout_BSHP, cos_BSP, sin_BSP, ctx.launch, direction=-1.0), None, None, None
+
+
+def _turn(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: Launch, direction: float) -> Tensor:
+    """Rotate by the angles times `direction`, which is 1 or -1."""
+    batch, positions, heads, width = x_BSHP.shape
+    x_BSHP = _with_contiguous_rows(x_BSHP)
+    out_BSHP = torch.empty_like(x_BSHP, memory_format=torch.contiguous_format)
+    angles = _Angles(cos_BSP, sin_BSP, batch)
+    rotate_kernel[(positions, batch)](
+        x_BSHP,
+        *angles.tensors,
+        out_BSHP,
+        *x_BSHP.stride()[:3],
+        *angles.strides,
+        H=heads,
+        P=width,
+        DIRECTION=direction,
+        BLOCK_H=min(launch.block_rows, triton.next_power_of_2(heads)),
+        BLOCK_P=triton.next_power_of_2(width),
+        num_warps=launch.warps,
+    )
+    return out_BSHP
+
+
+class _MlaHeads(torch.autograd.Function):
+    """Saves the angles; the gradient of the shared rotary key is summed over the heads in the kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        q_BSHN: Tensor,
+        kv_BSHN: Tensor,
+        k_rope_BSP: Tensor,
+        cos_BSP: Tensor,
+        sin_BSP: Tensor,
+        launch: Launch,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        batch, positions, heads, width = q_BSHN.shape
+        rotary = k_rope_BSP.shape[-1]
+        q_BSHN, kv_BSHN, k_rope_BSP = map(_with_contiguous_rows, (q_BSHN, kv_BSHN, k_rope_BSP))
+        q_out_BSHN = torch.empty_like(q_BSHN, memory_format=torch.contiguous_format)
+        k_out_BSHN = torch.empty_like(q_out_BSHN)
+        angles = _Angles(cos_BSP, sin_BSP, batch)
+        mla_heads_kernel[(positions, batch)](
+            q_BSHN,
+            kv_BSHN,
+            k_rope_BSP,
+            *angles.tensors,
+            q_out_BSHN,
+            k_out_BSHN,
+            *q_BSHN.stride()[:3],
+            *kv_BSHN.stride()[:3],
+            *k_rope_BSP.stride()[:2],
+            *angles.strides,
+            H=heads,
+            PLAIN=width - rotary,
+            P=rotary,
+            BLOCK_H=min(launch.block_rows, triton.next_power_of_2(heads)),
+            BLOCK_N=triton.next_power_of_2(width - rotary),
+            BLOCK_P=triton.next_power_of_2(rotary),
+            num_warps=launch.warps,
+        )
+        ctx.save_for_backward(cos_BSP, sin_BSP)
+        ctx.launch = launch
+        return q_out_BSHN, k_out_BSHN, kv_BSHN[..., width - rotary :]
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: FunctionCtx, dq_BSHN: Tensor, dk_BSHN: Tensor, dv_BSHM: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+        cos_BSP, sin_BSP = ctx.saved_tensors
+        launch: Launch = ctx.launch
+        batch, positions, heads, width = dq_BSHN.shape
+        rotary, value = 2 * cos_BSP.shape[-1], dv_BSHM.shape[-1]
+        dq_BSHN, dk_BSHN, dv_BSHM = map(_with_contiguous_rows, (dq_BSHN, dk_BSHN, dv_BSHM))
+        dq_in_BSHN = torch.empty_like(dq_BSHN, memory_format=torch.contiguous_format)
+        dkv_BSHN = dk_BSHN.new_empty(batch, positions, heads, width - rotary + value)
+        dk_rope_BSP = dk_BSHN.new_empty(batch, positions, rotary)
+        angles = _Angles(cos_BSP, sin_BSP, batch)
+        mla_heads_backward_kernel[(positions, batch)](
+            dq_BSHN,
+            dk_BSHN,
+            dv_BSHM,
+            *angles.tensors,
+            dq_in_BSHN,
+            dkv_BSHN,
+            dk_rope_BSP,
+            *dq_BSHN.stride()[:3],
+            *dk_BSHN.stride()[:3],
+            *dv_BSHM.stride()[:3],
+            *angles.strides,
+            H=heads,
+            PLAIN=width - rotary,
+            P=rotary,
+            M=value,
+            BLOCK_H=min(launch.block_rows, triton.next_power_of_2(heads)),
+            BLOCK_N=triton.next_power_of_2(width - rotary),
+            BLOCK_P=triton.next_power_of_2(rotary),
+            BLOCK_M=triton.next_power_of_2(value),
+            num_warps=launch.warps,
+        )
+        return dq_in_BSHN, dkv_BSHN, dk_rope_BSP, None, None, None
+
+
+class _Angles:
+    """Cosine and sine with one pair of strides for both; a single row serves every batch by a stride of 0."""
+
+    def __init__(self, cos_BSP: Tensor, sin_BSP: Tensor, batch: int) -> None:
+        self.tensors = (cos_BSP.contiguous(), sin_BSP.contiguous())
+        positions_stride = cos_BSP.shape[2]
+        self.strides = (0 if cos_BSP.shape[0] < batch else cos_BSP.shape[1] * positions_stride, positions_stride)
+
+
+def _with_contiguous_rows(x: Tensor) -> Tensor:
+    """The kernels walk every dim by its stride except the last."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _check(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, rotary: int) -> None:
+    batch, positions = x_BSHP.shape[:2]
+    fits = cos_BSP.shape[0] in (1, batch) and cos_BSP.shape[1:] == (positions, rotary // 2) and rotary % 2 == 0
+    if not fits or sin_BSP.shape != cos_BSP.shape:
+        raise KernelError(
+            "rotate: cosine and sine must have one row for each position and one column for each pair",
+            got=f"{tuple(cos_BSP.shape)} and {tuple(sin_BSP.shape)} for {rotary} rotary columns of {tuple(x_BSHP.shape)}",
+        )
+
+
+@triton.jit
+def _turn_pairs(x_HP, cos_P, sin_P, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Neighbours (a, b) become (a cos - b sin, a sin + b cos); both lie in one thread, so nothing moves."""
+    even, odd = tl.split(tl.reshape(x_HP.to(tl.float32), [BLOCK_H, BLOCK_P // 2, 2]))
+    cos, sin = cos_P[None, :], sin_P[None, :]
+    return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), [BLOCK_H, BLOCK_P])
+
+
+@triton.jit
+def _load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Cosines and sines of this program's token."""
+    pair_P = tl.arange(0, BLOCK_P // 2)
+    start = tl.program_id(1) * cos_batch + tl.program_id(0) * cos_position
+    cos_P = tl.load(cos_ptr + start + pair_P, mask=pair_P < P // 2, other=0.0)
+    return cos_P, tl.load(sin_ptr + start + pair_P, mask=pair_P < P // 2, other=0.0)
+
+
+@triton.jit
+def _token_offset(batch_stride, position_stride):
+    """Where this program's token begins in a tensor with these strides."""
+    return tl.program_id(1).to(tl.int64) * batch_stride + tl.program_id(0).to(tl.int64) * position_stride
+
+
+@triton.jit
+def rotate_kernel(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    x_batch,
+    x_position,
+    x_head,
+    cos_batch,
+    cos_position,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    DIRECTION: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """One token. Example with P = 2 and a quarter turn (cos 0, sin 1): the head [1, 0] becomes [0, 1]."""
+    cos_P, sin_P = _load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
+    sin_P *= DIRECTION
+    x_ptr += _token_offset(x_batch, x_position)
+    out_ptr += _token_offset(tl.num_programs(0).to(tl.int64) * (H * P), H * P)
+    column_1P = tl.arange(0, BLOCK_P)[None, :]
+    for start in range(0, H, BLOCK_H):
+        head_H1 = start + tl.arange(0, BLOCK_H)[:, None]
+        inside = (head_H1 < H) & (column_1P < P)
+        x_HP = tl.load(x_ptr + head_H1 * x_head + column_1P, mask=inside, other=0.0)
+        out_HP = _turn_pairs(x_HP, cos_P, sin_P, BLOCK_H, BLOCK_P)
+        tl.store(out_ptr + head_H1 * P + column_1P, out_HP.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def mla_heads_kernel(
+    q_ptr,
+    kv_ptr,
+    k_rope_ptr,
+    cos_ptr,
+    sin_ptr,
+    q_out_ptr,
+    k_out_ptr,
+    q_batch,
+    q_position,
+    q_head,
+    kv_batch,
+    kv_position,
+    kv_head,
+    k_rope_batch,
+    k_rope_position,
+    cos_batch,
+    cos_position,
+    H: tl.constexpr,
+    PLAIN: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """One token: q = [q plain | turned q rotary] and k = [kv plain | turned shared key] for each head.
+
+    Example with PLAIN = 1, P = 2 and a quarter turn: q [5 | 1, 0], kv [6 | 7] and k_rope [0, 1] give q [5, 0, 1] and
+    k [6, -1, 0].
+    """
+    N: tl.constexpr = PLAIN + P
+    cos_P, sin_P = _load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
+    q_ptr += _token_offset(q_batch, q_position)
+    kv_ptr += _token_offset(kv_batch, kv_position)
+    k_rope_ptr += _token_offset(k_rope_batch, k_rope_position)
+    out = _token_offset(tl.num_programs(0).to(tl.int64) * (H * N), H * N)
+    plain_1N = tl.arange(0, BLOCK_N)[None, :]
+    rotary_1P = tl.arange(0, BLOCK_P)[None, :]
+    shared_1P = tl.load(k_rope_ptr + rotary_1P, mask=rotary_1P < P, other=0.0)
+    turned_1P = _turn_pairs(shared_1P, cos_P, sin_P, 1, BLOCK_P).to(k_out_ptr.dtype.element_ty)
+    for start in range(0, H, BLOCK_H):
+        head_H1 = start + tl.arange(0, BLOCK_H)[:, None]
+        is_plain = (head_H1 < H) & (plain_1N < PLAIN)
+        is_rotary = (head_H1 < H) & (rotary_1P < P)
+        plain_out = out + head_H1 * N + plain_1N
+        rotary_out = out + head_H1 * N + PLAIN + rotary_1P
+        q_HN = tl.load(q_ptr + head_H1 * q_head + plain_1N, mask=is_plain)
+        q_HP = tl.load(q_ptr + head_H1 * q_head + PLAIN + rotary_1P, mask=is_rotary, other=0.0)
+        k_HN = tl.load(kv_ptr + head_H1 * kv_head + plain_1N, mask=is_plain)
+        q_HP = _turn_pairs(q_HP, cos_P, sin_P, BLOCK_H, BLOCK_P)
+        tl.store(q_out_ptr + plain_out, q_HN, mask=is_plain)
+        tl.store(q_out_ptr + rotary_out, q_HP.to(q_out_ptr.dtype.element_ty), mask=is_rotary)
+        tl.store(k_out_ptr + plain_out, k_HN, mask=is_plain)
+        tl.store(k_out_ptr + rotary_out, tl.broadcast_to(turned_1P, [BLOCK_H, BLOCK_P]), mask=is_rotary)
+
+
+@triton.jit
+def mla_heads_backward_kernel(
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    cos_ptr,
+    sin_ptr,
+    dq_in_ptr,
+    dkv_ptr,
+    dk_rope_ptr,
+    dq_batch,
+    dq_position,
+    dq_head,
+    dk_batch,
+    dk_position,
+    dk_head,
+    dv_batch,
+    dv_position,
+    dv_head,
+    cos_batch,
+    cos_position,
+    H: tl.constexpr,
+    PLAIN: tl.constexpr,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """One token: dq turned back, dkv = [dk plain | dv], dk_rope = the heads' rotary dk summed, then turned back."""
+    N: tl.constexpr = PLAIN + P
+    WIDE: tl.constexpr = PLAIN + M
+    cos_P, sin_P = _load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
+    positions = tl.num_programs(0).to(tl.int64)
+    dq_ptr += _token_offset(dq_batch, dq_position)
+    dk_ptr += _token_offset(dk_batch, dk_position)
+    dv_ptr += _token_offset(dv_batch, dv_position)
+    dq_in_ptr += _token_offset(positions * (H * N), H * N)
+    dkv_ptr += _token_offset(positions * (H * WIDE), H * WIDE)
+    dk_rope_ptr += _token_offset(positions * P, P)
+    plain_1N = tl.arange(0, BLOCK_N)[None, :]
+    rotary_1P = tl.arange(0, BLOCK_P)[None, :]
+    value_1M = tl.arange(0, BLOCK_M)[None, :]
+    shared_HP = tl.zeros([BLOCK_H, BLOCK_P], tl.float32)
+    for start in range(0, H, BLOCK_H):
+        head_H1 = start + tl.arange(0, BLOCK_H)[:, None]
+        is_plain = (head_H1 < H) & (plain_1N < PLAIN)
+        is_rotary = (head_H1 < H) & (rotary_1P < P)
+        is_value = (head_H1 < H) & (value_1M < M)
+        dq_HN = tl.load(dq_ptr + head_H1 * dq_head + plain_1N, mask=is_plain)
+        dq_HP = tl.load(dq_ptr + head_H1 * dq_head + PLAIN + rotary_1P, mask=is_rotary, other=0.0)
+        dk_HN = tl.load(dk_ptr + head_H1 * dk_head + plain_1N, mask=is_plain)
+        dk_HP = tl.load(dk_ptr + head_H1 * dk_head + PLAIN + rotary_1P, mask=is_rotary, other=0.0)
+        dv_HM = tl.load(dv_ptr + head_H1 * dv_head + value_1M, mask=is_value)
+        shared_HP += dk_HP.to(tl.float32)
+        dq_HP = _turn_pairs(dq_HP, cos_P, -sin_P, BLOCK_H, BLOCK_P)
+        tl.store(dq_in_ptr + head_H1 * N + plain_1N, dq_HN, mask=is_plain)
+        tl.store(dq_in_ptr + head_H1 * N + PLAIN + rotary_1P, dq_HP.to(dq_in_ptr.dtype.element_ty), mask=is_rotary)
+        tl.store(dkv_ptr + head_H1 * WIDE + plain_1N, dk_HN, mask=is_plain)
+        tl.store(dkv_ptr + head_H1 * WIDE + PLAIN + value_1M, dv_HM, mask=is_value)
+    shared_1P = _turn_pairs(tl.sum(shared_HP, 0)[None, :], cos_P, -sin_P, 1, BLOCK_P)
+    tl.store(dk_rope_ptr + rotary_1P, shared_1P.to(dk_rope_ptr.dtype.element_ty), mask=rotary_1P < P)

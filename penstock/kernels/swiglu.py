@@ -1,0 +1,204 @@
+"""SwiGLU times the routing weight: silu(gate) * up * weight, one pass forward and one pass backward.
+
+The weight is applied before the down projection, which is linear, so the routed outputs need never be kept: the gradient
+of a weight is the dot product of its row's incoming gradient with silu(gate) * up, and backward has both in registers.
+Nothing but the pre-activation is saved. Backward can also give the weighted activation again, which the weight gradient
+of the down projection reads, for the price of writing it.
+
+A program holds some whole rows and walks them in blocks of columns; all arithmetic is in float32.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from penstock.base.errors import KernelError
+from penstock.kernels.tuning import Launch
+
+LAUNCH = Launch(block_rows=4, block_columns=512, warps=4)
+"""Sixteen bytes a thread and load, 512 columns: 1,408 (DeepSeek-V2-Lite) wastes 8 % of the lanes, 2,048 would waste 31 %."""
+
+
+def swiglu(gate_up_RF: Tensor, weights_R: Tensor | None = None, *, launch: Launch = LAUNCH) -> Tensor:
+    """`penstock.kernels.reference.swiglu` in one kernel, and one kernel backward.
+
+    Args:
+        gate_up_RF: gate in the first half of the last dim, up in the second; any leading dims.
+        weights_R: float32, one for each row, or None.
+        launch: rows and columns that a program holds at a time.
+
+    Returns:
+        h_RF, half as wide, contiguous, in the dtype of the input.
+
+    Raises:
+        KernelError: odd width, or not one weight for each row.
+    """
+    _check(gate_up_RF, weights_R)
+    return _Swiglu.apply(gate_up_RF, weights_R, launch)
+
+
+class SwigluGradients(NamedTuple):
+    """What `swiglu_backward` gives.
+
+    Attributes:
+        d_gate_up_RF: in shape and dtype of the pre-activation.
+        dweights_R: float32; None without weights.
+        h_RF: the output of `swiglu` once more; None if not asked for.
+    """
+
+    d_gate_up_RF: Tensor
+    dweights_R: Tensor | None
+    h_RF: Tensor | None
+
+
+def swiglu_backward(
+    gate_up_RF: Tensor, weights_R: Tensor | None, dh_RF: Tensor, *, recompute: bool = False, launch: Launch = LAUNCH
+) -> SwigluGradients:
+    """Gradients of `swiglu` from its inputs, without autograd.
+
+    Args:
+        gate_up_RF: as given to `swiglu`.
+        weights_R: as given to `swiglu`.
+        dh_RF: incoming gradient.
+        recompute: give h_RF too, from the same pass.
+        launch: rows and columns that a program holds at a time.
+    """
+    _check(gate_up_RF, weights_R)
+    gate_up_RF, dh_RF = gate_up_RF.contiguous(), dh_RF.contiguous()
+    width = dh_RF.shape[-1]
+    rows = dh_RF.numel() // max(width, 1)
+    d_gate_up_RF = torch.empty_like(gate_up_RF)
+    dweights_R = None if weights_R is None else torch.empty_like(weights_R, memory_format=torch.contiguous_format)
+    h_RF = torch.empty_like(dh_RF) if recompute else None
+    swiglu_backward_kernel[(triton.cdiv(rows, launch.block_rows),)](
+        gate_up_RF,
+        None if weights_R is None else weights_R.contiguous(),
+        dh_RF,
+        d_gate_up_RF,
+        dweights_R,
+        h_RF,
+        rows,
+        F=width,
+        BLOCK_R=launch.block_rows,
+        BLOCK_F=launch.block_columns,
+        num_warps=launch.warps,
+    )
+    return SwigluGradients(d_gate_up_RF, dweights_R, h_RF)
+
+
+class _Swiglu(torch.autograd.Function):
+    """Saves its inputs only."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, gate_up_RF: Tensor, weights_R: Tensor | None, launch: Launch) -> Tensor:
+        gate_up_RF = gate_up_RF.contiguous()
+        weights_R = None if weights_R is None else weights_R.contiguous()
+        width = gate_up_RF.shape[-1] // 2
+        h_RF = gate_up_RF.new_empty(*gate_up_RF.shape[:-1], width)
+        rows = h_RF.numel() // max(width, 1)
+        grid = (triton.cdiv(rows, launch.block_rows), triton.cdiv(width, launch.block_columns))
+        swiglu_kernel[grid](
+            gate_up_RF,
+            weights_R,
+            h_RF,
+            rows,
+            F=width,
+            BLOCK_R=launch.block_rows,
+            BLOCK_F=launch.block_columns,
+            num_warps=launch.warps,
+        )
+        ctx.save_for_backward(gate_up_RF, weights_R)
+        ctx.launch = launch
+        return h_RF
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dh_RF: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        gate_up_RF, weights_R = ctx.saved_tensors
+        gradients = swiglu_backward(gate_up_RF, weights_R, dh_RF, launch=ctx.launch)
+        return gradients.d_gate_up_RF, gradients.dweights_R, None
+
+
+def _check(gate_up_RF: Tensor, weights_R: Tensor | None) -> None:
+    if gate_up_RF.shape[-1] % 2:
+        raise KernelError("swiglu: the width must hold gate and up", got=gate_up_RF.shape[-1], allowed="an even number")
+    if weights_R is not None and (weights_R.shape != gate_up_RF.shape[:-1] or weights_R.dtype != torch.float32):
+        raise KernelError(
+            "swiglu: weights must be float32, one for each row",
+            got=f"{weights_R.dtype} {tuple(weights_R.shape)} for rows {tuple(gate_up_RF.shape[:-1])}",
+        )
+
+
+@triton.jit
+def swiglu_kernel(
+    gate_up_ptr,
+    weights_ptr,
+    h_ptr,
+    rows,
+    F: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """One block of h. Example with F = 2: gate_up [1, 2, 10, 20] and weight 0.5 give [0.5 silu(1) 10, 0.5 silu(2) 20]."""
+    row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    column_F = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    inside = (row_R < rows)[:, None] & (column_F < F)[None, :]
+    start_R1 = row_R.to(tl.int64)[:, None]
+    gate_ptrs = gate_up_ptr + start_R1 * (2 * F) + column_F[None, :]
+    gate_RF = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
+    up_RF = tl.load(gate_ptrs + F, mask=inside, other=0.0).to(tl.float32)
+    h_RF = gate_RF * tl.sigmoid(gate_RF) * up_RF
+    if weights_ptr is not None:
+        h_RF *= tl.load(weights_ptr + row_R, mask=row_R < rows, other=0.0)[:, None]
+    tl.store(h_ptr + start_R1 * F + column_F[None, :], h_RF.to(h_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def swiglu_backward_kernel(
+    gate_up_ptr,
+    weights_ptr,
+    dh_ptr,
+    d_gate_up_ptr,
+    dweights_ptr,
+    h_ptr,
+    rows,
+    F: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """Gradients of some whole rows, and their h where h_ptr is not None.
+
+    With s = sigmoid(gate): silu' = s (1 + gate (1 - s)).
+    """
+    row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    start_R1 = row_R.to(tl.int64)[:, None]
+    if weights_ptr is not None:
+        weight_R1 = tl.load(weights_ptr + row_R, mask=row_R < rows, other=0.0)[:, None]
+    products_RF = tl.zeros([BLOCK_R, BLOCK_F], tl.float32)
+    for start in range(0, F, BLOCK_F):
+        column_F = start + tl.arange(0, BLOCK_F)
+        inside = (row_R < rows)[:, None] & (column_F < F)[None, :]
+        wide = start_R1 * (2 * F) + column_F[None, :]
+        narrow = start_R1 * F + column_F[None, :]
+        gate_RF = tl.load(gate_up_ptr + wide, mask=inside, other=0.0).to(tl.float32)
+        up_RF = tl.load(gate_up_ptr + wide + F, mask=inside, other=0.0).to(tl.float32)
+        dh_RF = tl.load(dh_ptr + narrow, mask=inside, other=0.0).to(tl.float32)
+        sigmoid_RF = tl.sigmoid(gate_RF)
+        silu_RF = gate_RF * sigmoid_RF
+        h_RF = silu_RF * up_RF
+        if weights_ptr is not None:
+            products_RF += dh_RF * h_RF
+            h_RF *= weight_R1
+            dh_RF *= weight_R1
+        if h_ptr is not None:
+            tl.store(h_ptr + narrow, h_RF.to(h_ptr.dtype.element_ty), mask=inside)
+        dgate_RF = dh_RF * up_RF * sigmoid_RF * (1.0 + gate_RF * (1.0 - sigmoid_RF))
+        dup_RF = dh_RF * silu_RF
+        tl.store(d_gate_up_ptr + wide, dgate_RF.to(d_gate_up_ptr.dtype.element_ty), mask=inside)
+        tl.store(d_gate_up_ptr + wide + F, dup_RF.to(d_gate_up_ptr.dtype.element_ty), mask=inside)
+    if weights_ptr is not None:
+        tl.store(dweights_ptr + row_R, tl.sum(products_RF, 1), mask=row_R < rows)

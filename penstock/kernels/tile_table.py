@@ -1,0 +1,129 @@
+"""Which expert a block of rows belongs to, worked out once on the device for every grouped GEMM of a layer.
+
+Experts' rows stand one after the other, `counts_e` says how many each has, and only the device knows the counts. A GEMM
+program that picks up output tile number t must know whose tile that is. Searching the counts costs a scan over all experts
+in every tile, so one small kernel writes the answers down first. Its work in small integers, with blocks of 2 rows:
+
+    counts_e   [5, 0, 2]
+    starts_e   [0, 5, 5, 7]            first row of each expert, then the first row of the tail
+    block      0      1      2      3
+    owner      0      0      0      2  expert
+               0..5   0..5   0..5   5..7   the expert's rows
+               0      0      0      3  the expert's first block
+
+A block never holds rows of two experts, so an expert's last block may be partly empty (blocks 2 and 3 here). The number of
+blocks is known on the device only; the host knows the bound `rows // block_rows + experts`. One launch writes an owner table
+for each size of block that a GEMM may be cut into, so the forward and backward passes of a layer share one `TileTable`.
+"""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor, int32, int64
+
+from penstock.base.errors import KernelError
+
+BLOCK_SIZES = (64, 128, 256)
+"""Rows of a block, one owner table for each: powers of two, each twice the one before."""
+
+OWNER_FIELDS = 4
+"""int32 words of an owner: expert, its first row, the row past its last, its first block."""
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """Where every expert's rows and blocks are. All int32, on the device.
+
+    Attributes:
+        starts_e: first row of each expert, and one element more: the first row of the tail.
+        block_counts: number of blocks, one for each of `BLOCK_SIZES`.
+        owners: size of block x block x OWNER_FIELDS; rows past the number of blocks hold anything.
+    """
+
+    starts_e: Tensor
+    block_counts: Tensor
+    owners: Tensor
+
+
+def tile_table(counts_e: Tensor, rows: int) -> TileTable:
+    """Write the tables in one launch; no count comes to the host.
+
+    Args:
+        counts_e: int32 or int64 rows of each expert, on the device. Rows past `rows` are ignored.
+        rows: R, rows of the buffer that holds the experts' rows.
+
+    Raises:
+        KernelError: counts_e is not a vector of integers.
+    """
+    if counts_e.ndim != 1 or counts_e.numel() == 0 or counts_e.dtype not in (int32, int64):
+        raise KernelError(
+            "counts_e must hold one count for each expert",
+            got=f"{counts_e.dtype} of shape {tuple(counts_e.shape)}",
+            allowed="a vector of int32 or int64",
+        )
+    experts = counts_e.numel()
+    bound = rows // BLOCK_SIZES[0] + experts
+    table = TileTable(
+        starts_e=counts_e.new_empty(experts + 1, dtype=int32),
+        block_counts=counts_e.new_empty(len(BLOCK_SIZES), dtype=int32),
+        owners=counts_e.new_empty((len(BLOCK_SIZES), bound, OWNER_FIELDS), dtype=int32),
+    )
+    tile_table_kernel[(experts, len(BLOCK_SIZES))](
+        counts_e.contiguous(),
+        table.starts_e,
+        table.block_counts,
+        table.owners,
+        rows,
+        experts,
+        bound,
+        SMALLEST_BLOCK=BLOCK_SIZES[0],
+        EXPERTS_PADDED=triton.next_power_of_2(experts),
+        num_warps=1,
+    )
+    return table
+
+
+@triton.jit
+def tile_table_kernel(
+    counts_ptr,
+    starts_ptr,
+    block_counts_ptr,
+    owners_ptr,
+    rows,
+    experts,
+    bound,
+    SMALLEST_BLOCK: tl.constexpr,
+    EXPERTS_PADDED: tl.constexpr,
+):
+    """One program writes one expert's part of the owner table for one size of block."""
+    expert = tl.program_id(0)
+    size = tl.program_id(1)
+    block_rows = SMALLEST_BLOCK << size
+    ids = tl.arange(0, EXPERTS_PADDED)
+    counts = tl.load(counts_ptr + ids, mask=ids < experts, other=0).to(tl.int32)
+    ends = tl.cumsum(counts, 0)
+    starts = tl.minimum(ends - counts, rows)
+    ends = tl.minimum(ends, rows)
+    blocks = (ends - starts + block_rows - 1) // block_rows
+
+    start = tl.sum(tl.where(ids == expert, starts, 0))
+    end = tl.sum(tl.where(ids == expert, ends, 0))
+    first_block = tl.sum(tl.where(ids < expert, blocks, 0))
+    past_block = first_block + tl.sum(tl.where(ids == expert, blocks, 0))
+
+    if size == 0:
+        tl.store(starts_ptr + expert, start)
+    if expert == experts - 1:
+        tl.store(block_counts_ptr + size, past_block)
+        if size == 0:
+            tl.store(starts_ptr + experts, end)
+
+    for first in range(first_block, past_block, 32):
+        block = first + tl.arange(0, 32)
+        owner_ptr = owners_ptr + (size * bound + block) * 4
+        mine = block < past_block
+        tl.store(owner_ptr, expert, mask=mine)
+        tl.store(owner_ptr + 1, start, mask=mine)
+        tl.store(owner_ptr + 2, end, mask=mine)
+        tl.store(owner_ptr + 3, first_block, mask=mine)

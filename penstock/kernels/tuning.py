@@ -1,0 +1,63 @@
+"""How kernels are launched, as data: block sizes, warps and pipeline depth by chip and shape class.
+
+A `Launch` never changes what a kernel computes, only how fast. The tables are filled from measurements by hand or by
+`penstock kernels tune`; nothing here is tried out inside a training step.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+INTERPRETER = "interpreter"
+"""The target's name where kernels run in Triton's interpreter on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How one kernel is cut into programs.
+
+    Attributes:
+        block_rows: rows of the output (or of the tensor) that one program holds at a time.
+        block_columns: columns of the same.
+        block_depth: elements of the contracted dimension in one step; 0 where nothing is contracted.
+        warps: warps (waves) of one program.
+        stages: depth of software pipelining of loads.
+    """
+
+    block_rows: int
+    block_columns: int
+    block_depth: int = 0
+    warps: int = 4
+    stages: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmLaunch(Launch):
+    """How a persistent matrix product is cut and ordered.
+
+    Attributes:
+        group: output blocks that are walked down before the next column of blocks, for reuse in the L2 cache.
+        pieces: in how many pieces (1 or 2) an output block is written; 2 halves the shared memory that staging takes.
+        descriptors: copy blocks by descriptors (NVIDIA's tensor memory accelerator) instead of pointers.
+        programs: programs in flight; 0 is one for each multiprocessor. Fewer leave room for communication.
+    """
+
+    group: int = 8
+    pieces: int = 1
+    descriptors: bool = True
+    programs: int = 0
+
+
+@cache
+def target_of(device: torch.device) -> str:
+    """The chip of a device as launch tables and `tests/kernels/ahead_of_time.py` name it: `sm_90`, `gfx942`, ...
+
+    A CPU is `interpreter`: kernels can only be interpreted there.
+    """
+    if device.type != "cuda":
+        return INTERPRETER
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

@@ -1,0 +1,92 @@
+"""Parameters and FLOPs of a model, by walking the meta model that a run is built from: no table, no second formula.
+
+FLOPs are those of the matrix products of one trained token: forward once, backward twice, a product of M x K and K x N
+counted as 2 M K N. Causal attention is counted as half of the full square. Elementwise work and embedding look-ups are not
+counted. A token passes top-k of the routed experts, so only their share of the weights is active.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from penstock.config.model import Model
+from penstock.models.attention import GroupedQueryLayer
+from penstock.models.build import meta_model
+from penstock.models.mla import LatentLayer
+from penstock.moe.layer import MoE
+
+
+@dataclass(frozen=True)
+class Count:
+    """Size of a model.
+
+    Attributes:
+        parameters: all, without multi-token prediction (the convention of the published totals).
+        active_parameters: those that one token meets, embedding and output projection included.
+        mtp_parameters: multi-token prediction layers, beside the total.
+        flops_per_token: to train one token, multi-token prediction included.
+        attention_flops_per_token: the part of it that grows with the sequence length.
+    """
+
+    parameters: int
+    active_parameters: int
+    mtp_parameters: int
+    flops_per_token: float
+    attention_flops_per_token: float
+
+
+def count(config: Model, sequence_length: int) -> Count:
+    """Count a model at a sequence length.
+
+    Args:
+        config: the model.
+        sequence_length: positions of a row, S.
+    """
+    model = meta_model(config)
+    parts = [model.embed, model.blocks, model.norm] + ([] if model.head is None else [model.head])
+    head = 2 * model.head_VD.numel()
+    products = _product_flops(model.blocks) + head
+    attention = _attention_flops(model.blocks, sequence_length)
+    for depth in model.mtp:
+        products += _product_flops(depth) + head
+        attention += _attention_flops(depth, sequence_length)
+    return Count(
+        parameters=sum(_parameters(part) for part in parts),
+        active_parameters=sum(_parameters(part) - _idle_parameters(part) for part in parts),
+        mtp_parameters=_parameters(model.mtp),
+        flops_per_token=3 * (products + attention),
+        attention_flops_per_token=3 * attention,
+    )
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _idle_parameters(module: nn.Module) -> int:
+    """Weights of the routed experts that a token does not meet."""
+    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
+    return sum(round(_parameters(layer.experts) * (1 - layer.active_share)) for layer in layers)
+
+
+def _product_flops(module: nn.Module) -> float:
+    """FLOPs of one token's forward pass through the weights of a module."""
+    flops = 0.0
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            flops += 2 * layer.weight.numel()
+        elif isinstance(layer, MoE):
+            flops += 2 * layer.router.weight_ED.numel() + 2 * _parameters(layer.experts) * layer.active_share
+    return flops
+
+
+def _attention_flops(module: nn.Module, sequence_length: int) -> float:
+    """FLOPs of one token's forward pass through scores and weighted values, half of the square counted."""
+    flops = 0.0
+    for layer in module.modules():
+        if isinstance(layer, LatentLayer):
+            widths = layer.config.head_dim + layer.config.value_head_dim
+            flops += layer.config.heads * widths * sequence_length
+        elif isinstance(layer, GroupedQueryLayer):
+            flops += layer.config.heads * 2 * layer.config.head_dim * sequence_length
+    return flops

@@ -1,0 +1,48 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+Depth k sees the hidden states of depth k - 1 (the main model's, after its final norm, for k = 1) and the embedding of the
+token k further on; it joins the two, runs one more decoder layer and predicts the token after that one. Embedding and
+output projection are the main model's. The last k positions of a row have no such token: their labels are not counted.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from penstock.kernels.operators import Operators
+from penstock.models.block import Block
+from penstock.models.frame import Frame
+from penstock.models.norm import RMSNorm
+
+
+class MultiTokenPrediction(nn.Module):
+    """One depth of multi-token prediction.
+
+    Args:
+        hidden_size: D.
+        epsilon: of its three norms.
+        block: the decoder layer of this depth.
+        operators: kernels to run on.
+    """
+
+    def __init__(self, hidden_size: int, epsilon: float, block: Block, operators: Operators) -> None:
+        super().__init__()
+        self.embed_norm = RMSNorm(hidden_size, epsilon, operators)
+        self.hidden_norm = RMSNorm(hidden_size, epsilon, operators)
+        self.join = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.block = block
+        self.norm = RMSNorm(hidden_size, epsilon, operators)
+
+    def forward(self, previous_BSD: Tensor, ahead_BSD: Tensor, frame: Frame) -> Tensor:
+        """Predict one token further.
+
+        Args:
+            previous_BSD: hidden states of the depth before.
+            ahead_BSD: embeddings of the tokens k further on.
+            frame: the micro-batch.
+
+        Returns:
+            Hidden states after this depth's norm.
+        """
+        joined_BSD = self.join(torch.cat((self.embed_norm(ahead_BSD), self.hidden_norm(previous_BSD)), dim=-1))
+        out_BSD: Tensor = self.norm(self.block(joined_BSD, frame))
+        return out_BSD

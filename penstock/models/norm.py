@@ -1,0 +1,26 @@
+"""RMSNorm as a module."""
+
+import torch
+from torch import Tensor, nn
+
+from penstock.kernels.operators import Operators
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm with a learned scale (arXiv 1910.07467).
+
+    Args:
+        size: width of the last dim.
+        epsilon: added to the mean square.
+        operators: kernels to run on.
+    """
+
+    def __init__(self, size: int, epsilon: float, operators: Operators) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.operators = operators
+        self.weight_D = nn.Parameter(torch.empty(size))
+
+    def forward(self, x_D: Tensor) -> Tensor:
+        """Normalize the last dim, whatever stands before it."""
+        return self.operators.rms_norm(x_D, self.weight_D, self.epsilon)

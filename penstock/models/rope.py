@@ -1,0 +1,57 @@
+"""Angles of rotary position embedding, with YaRN context extension (arXiv 2309.00071, section 3.2).
+
+YaRN divides slow frequencies by the factor (they would meet angles never seen in pretraining), keeps fast ones, and ramps
+between the two; it also sharpens attention by a temperature that grows with the logarithm of the factor.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from penstock.config.model import Rope, Yarn
+
+
+def frequencies(rope: Rope, rotary_dim: int, device: torch.device) -> Tensor:
+    """Angle per position of each pair, float32, rotary_dim / 2 of them, fastest first."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
+    plain = rope.theta**-exponents
+    if rope.yarn is None:
+        return plain
+    low = _pair_that_turns(rope.yarn.beta_fast, rope, rope.yarn, rotary_dim)
+    high = _pair_that_turns(rope.yarn.beta_slow, rope, rope.yarn, rotary_dim)
+    first = max(math.floor(low), 0)
+    last = min(math.ceil(high), rotary_dim - 1)
+    pairs = torch.arange(rotary_dim // 2, dtype=torch.float32, device=device)
+    stretched = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
+    return plain / rope.yarn.factor * stretched + plain * (1 - stretched)
+
+
+def _pair_that_turns(rotations: float, rope: Rope, yarn: Yarn, rotary_dim: int) -> float:
+    """Index of the (fractional) pair that makes so many rotations over the original context."""
+    return rotary_dim * math.log(yarn.original_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+
+def _temperature(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def angle_scale(rope: Rope) -> float:
+    """Factor on cosine and sine; 1 without YaRN, and where both of YaRN's scales are equal."""
+    if rope.yarn is None:
+        return 1.0
+    return _temperature(rope.yarn.factor, rope.yarn.scale) / _temperature(rope.yarn.factor, rope.yarn.scale_all_dims)
+
+
+def softmax_scale(rope: Rope, head_dim: int) -> float:
+    """Factor on attention scores: 1 / sqrt(head_dim), times the square of YaRN's temperature for all dims."""
+    if rope.yarn is None or not rope.yarn.scale_all_dims:
+        return head_dim**-0.5
+    return head_dim**-0.5 * _temperature(rope.yarn.factor, rope.yarn.scale_all_dims) ** 2
+
+
+def angles(rope: Rope, rotary_dim: int, positions_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every pair at every position, float32, B x S x rotary_dim / 2 each."""
+    angles_BSP = positions_BS[..., None].float() * frequencies(rope, rotary_dim, positions_BS.device)
+    scale = angle_scale(rope)
+    return angles_BSP.cos() * scale, angles_BSP.sin() * scale

@@ -1,0 +1,1 @@
+"""The subject: mixture of experts. Reading order: `layer` (one screen), `router`, `balance`, `dispatch`, `experts`."""

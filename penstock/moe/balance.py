@@ -1,0 +1,196 @@
+"""What keeps experts evenly loaded: auxiliary losses, the expert bias, capacity, and the meter that counts load.
+
+An auxiliary loss never travels through the model's return values. `attach` hangs it onto the routing weights: they pass
+unchanged, and on the way back the loss gets a gradient of one, so it takes part wherever the weights do, on every pipeline
+stage and under recomputation. It must therefore be scaled like the main loss already, by the share of the global batch.
+
+With f the fraction of slots that expert e received and P the mean of its normalized scores, the loss of a set of tokens is
+E * sum_e f_e P_e, which is 1 when both are even (Switch Transformer, arXiv 2101.03961; per sequence: DeepSeek-V3, section
+2.1.2). The expert bias moves by a fixed step against the sign of each expert's excess load (arXiv 2408.15664).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config.model import Balance
+from penstock.kernels.reference import Routed
+from penstock.moe.routing import Routing, Scope
+
+
+class LoadMeter(nn.Module):
+    """Counts of one layer since the last reset; they live on the device and are read once a step.
+
+    Args:
+        experts: E.
+    """
+
+    slots_E: Tensor
+    dropped: Tensor
+    auxiliary_loss: Tensor
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.register_buffer("slots_E", torch.zeros(experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("dropped", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("auxiliary_loss", torch.zeros((), dtype=torch.float32), persistent=False)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Start a new step."""
+        self.slots_E.zero_()
+        self.dropped.zero_()
+        self.auxiliary_loss.zero_()
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """One layer's load since the last reset.
+
+    Attributes:
+        layer: index of the decoder layer; multi-token prediction layers count on after the last one.
+        slots_E: int64, slots that chose each expert, dropped ones too.
+        dropped: int64 scalar, slots over capacity.
+        auxiliary_loss: float32 scalar, already scaled by its weight.
+    """
+
+    layer: int
+    slots_E: Tensor
+    dropped: Tensor
+    auxiliary_loss: Tensor
+
+
+class _Attach(torch.autograd.Function):
+    """Identity on the first argument; the second, a scalar loss, receives a gradient of one."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, loss: Tensor) -> Tensor:
+        ctx.set_materialize_grads(True)
+        ctx.loss_dtype = loss.dtype
+        ctx.loss_device = loss.device
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], torch.ones((), dtype=ctx.loss_dtype, device=ctx.loss_device)
+
+
+def attach(carrier: Tensor, loss: Tensor) -> Tensor:
+    """Return `carrier` unchanged, with `loss` added to whatever is differentiated through it.
+
+    Args:
+        carrier: any differentiable tensor that reaches the main loss.
+        loss: scalar, scaled like the main loss.
+    """
+    attached: Tensor = _Attach.apply(carrier, loss)  # type: ignore[no-untyped-call]
+    return attached
+
+
+def auxiliary_loss(routed: Routed, tokens: int, balance: Balance, scope: Scope, step_slots_E: Tensor) -> Tensor:
+    """Weighted balance loss plus router z-loss of one micro-batch, scaled by its share of the global batch.
+
+    Args:
+        routed: sums that the router kernel gave.
+        tokens: T.
+        balance: which loss, and its weight.
+        scope: sequences and share of the micro-batch.
+        step_slots_E: int64 slots since the step began, this micro-batch included; `global-batch` counts load over them.
+            The first micro-batches of a step thus see only their own part of it, as in Megatron-Core.
+
+    Returns:
+        Scalar float32, differentiable.
+    """
+    experts = routed.mass_BE.shape[1]
+    mass_E = routed.mass_BE.sum(0)
+    if balance.auxiliary == "sequence":
+        even = experts / (routed.counts_BE.sum(1, keepdim=True).clamp(min=1))
+        per_sequence_B = (routed.counts_BE * even * routed.mass_BE * (scope.sequences / tokens)).sum(1)
+        loss = per_sequence_B.mean()
+    else:
+        slots_E = step_slots_E if balance.auxiliary == "global-batch" else routed.counts_BE.sum(0)
+        loss = (slots_E * (experts / slots_E.sum().clamp(min=1)) * (mass_E / tokens)).sum()
+    return (balance.auxiliary_weight * loss + balance.z_weight * routed.z_B.sum() / tokens) * scope.share
+
+
+def capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:
+    """Slots that one expert takes at most: its fair share times the factor, rounded up, at least one."""
+    return max(1, math.ceil(tokens * top_k * factor / experts))
+
+
+def drop_over_capacity(routing: Routing, experts: int, limit: int) -> Routing:
+    """Drop the slots with the smallest weights of every expert that has more than `limit`.
+
+    Args:
+        routing: choices; slots already dropped stay dropped.
+        experts: E.
+        limit: slots of an expert that are kept.
+
+    Returns:
+        A routing whose dropped slots have expert id E and weight 0.
+    """
+    T = routing.experts_TK.shape[0]
+    weights_TE = torch.full((T, experts + 1), -1.0, device=routing.experts_TK.device)
+    weights_TE.scatter_(1, routing.experts_TK, routing.weights_TK.detach().float())
+    best_cE = weights_TE.topk(min(limit, T), dim=0).indices
+    kept_TE = torch.zeros_like(weights_TE, dtype=torch.bool).scatter_(0, best_cE, True)
+    kept_TE[:, experts] = False
+    kept_TK = kept_TE.gather(1, routing.experts_TK)
+    return Routing(routing.weights_TK * kept_TK, routing.experts_TK.masked_fill(~kept_TK, experts))
+
+
+def spread_evenly(routing: Routing, experts: int) -> Routing:
+    """Replace the choice by one that loads every expert and every rank alike. For benchmarks only.
+
+    Slot i goes to expert i * stride mod E with a stride near the golden section of E and coprime to it: the K experts of a
+    token differ, neighbours are far apart, and every run of E slots meets every expert once.
+    """
+    stride = next(s for s in range(max(1, round(experts * 0.618)), 2 * experts + 1) if math.gcd(s, experts) == 1)
+    slots = torch.arange(routing.experts_TK.numel(), device=routing.experts_TK.device)
+    return Routing(routing.weights_TK, (slots * stride % experts).view_as(routing.experts_TK))
+
+
+class BalancedRouter(nn.Module):
+    """The part of a router that balance needs: its meter and its bias. `penstock.moe.router.Router` is the only heir.
+
+    Attributes:
+        layer: index of the decoder layer, for reports.
+        meter: load since the last reset.
+        expert_bias_E: float32 buffer, saved with the model; None where the layer balances otherwise.
+        expert_bias_rate: step of the bias.
+    """
+
+    layer: int
+    meter: LoadMeter
+    expert_bias_E: Tensor | None
+    expert_bias_rate: float
+
+
+def _routers(model: nn.Module) -> Iterator[BalancedRouter]:
+    return (module for module in model.modules() if isinstance(module, BalancedRouter))
+
+
+def layer_loads(model: nn.Module) -> list[LayerLoad]:
+    """Load of every MoE layer since the last reset, in layer order; tensors stay on their device."""
+    return [
+        LayerLoad(router.layer, router.meter.slots_E, router.meter.dropped, router.meter.auxiliary_loss)
+        for router in _routers(model)
+    ]
+
+
+@torch.no_grad()
+def update_expert_bias(model: nn.Module) -> None:
+    """Move every expert bias against the load of the global batch. Call once a step, before `reset_loads`."""
+    for router in _routers(model):
+        if router.expert_bias_E is not None:
+            slots_E = router.meter.slots_E.float()
+            router.expert_bias_E += router.expert_bias_rate * torch.sign(slots_E.mean() - slots_E)
+
+
+def reset_loads(model: nn.Module) -> None:
+    """Start counting anew in every MoE layer."""
+    for router in _routers(model):
+        router.meter.reset()

@@ -1,0 +1,39 @@
+"""The mixture-of-experts layer: route, dispatch, experts, combine, and the shared expert beside them."""
+
+from torch import Tensor, nn
+
+from penstock.moe.dispatch.contract import Dispatcher
+from penstock.moe.experts import Experts
+from penstock.moe.router import Router
+from penstock.moe.routing import Scope
+
+
+class MoE(nn.Module):
+    """A mixture-of-experts feed-forward network.
+
+    Args:
+        router: chooses experts.
+        dispatcher: brings tokens to them and back.
+        experts: those of this rank.
+        shared: network that every token passes, or None.
+    """
+
+    def __init__(self, router: Router, dispatcher: Dispatcher, experts: Experts, shared: nn.Module | None) -> None:
+        super().__init__()
+        self.router = router
+        self.dispatcher = dispatcher
+        self.experts = experts
+        self.shared = shared
+
+    @property
+    def active_share(self) -> float:
+        """Part of the layer's routed experts that one token meets."""
+        return self.router.top_k / self.router.experts
+
+    def forward(self, x_TD: Tensor, scope: Scope) -> Tensor:
+        """Mix the chosen experts for every token. Returns y_TD."""
+        routing = self.router(x_TD, scope)
+        rows, receipt = self.dispatcher.dispatch(x_TD, routing)
+        y_RD = self.experts(rows)
+        y_TD = self.dispatcher.combine(y_RD, receipt)
+        return y_TD if self.shared is None else y_TD + self.shared(x_TD)

@@ -1,0 +1,88 @@
+"""Router: hidden states to expert choices. Always in float32, whatever the model computes in.
+
+1. Logits, one for each expert.
+2. Choice and weights by the layer's rule (`penstock.kernels.reference.route`).
+3. Auxiliary losses, attached to the weights.
+4. Forced balance (benchmarks) or capacity, if asked for.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.config.model import Moe
+from penstock.kernels.reference import RouterRule, route
+from penstock.moe.balance import (
+    BalancedRouter,
+    LoadMeter,
+    attach,
+    auxiliary_loss,
+    capacity,
+    drop_over_capacity,
+    spread_evenly,
+)
+from penstock.moe.routing import Routing, Scope
+
+
+def router_rule(moe: Moe) -> RouterRule:
+    """The kernel's rule of a layer's configuration."""
+    router = moe.router
+    return RouterRule(
+        top_k=moe.top_k,
+        score=router.score,
+        softmax_after_top_k=router.softmax_after_top_k,
+        groups=router.groups,
+        groups_kept=router.groups_kept,
+        group_score=router.group_score,
+        normalize=router.normalize,
+        scale=router.scale,
+    )
+
+
+class Router(BalancedRouter):
+    """Chooses experts for every token.
+
+    Args:
+        moe: experts, rule and balance of the layer.
+        hidden_size: D.
+        layer: index of the decoder layer, for reports.
+    """
+
+    def __init__(self, moe: Moe, hidden_size: int, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.experts = moe.experts
+        self.top_k = moe.top_k
+        self.balance = moe.balance
+        self.rule = router_rule(moe)
+        self.expert_bias_rate = moe.router.expert_bias_rate
+        self.weight_ED = nn.Parameter(torch.empty(moe.experts, hidden_size, dtype=torch.float32))
+        bias = torch.zeros(moe.experts, dtype=torch.float32) if moe.router.expert_bias else None
+        self.register_buffer("expert_bias_E", bias)
+        self.meter = LoadMeter(moe.experts)
+
+    def forward(self, x_TD: Tensor, scope: Scope) -> Routing:
+        """Route tokens.
+
+        Args:
+            x_TD: hidden states in the compute dtype.
+            scope: rows and share of the micro-batch.
+        """
+        logits_TE = F.linear(x_TD.float(), self.weight_ED)
+        routed = route(logits_TE, self.expert_bias_E, self.rule, scope.sequences)
+        routing = Routing(routed.weights_TK, routed.experts_TK)
+        measured = self.training and torch.is_grad_enabled()
+        if measured:
+            self.meter.slots_E += routed.counts_BE.sum(0)
+        if measured and (self.balance.auxiliary_weight or self.balance.z_weight):
+            loss = auxiliary_loss(routed, x_TD.shape[0], self.balance, scope, self.meter.slots_E)
+            self.meter.auxiliary_loss += loss.detach()
+            routing = Routing(attach(routing.weights_TK, loss), routing.experts_TK)
+        if self.balance.force:
+            routing = spread_evenly(routing, self.experts)
+        if self.balance.capacity_factor:
+            limit = capacity(x_TD.shape[0], self.top_k, self.experts, self.balance.capacity_factor)
+            routing = drop_over_capacity(routing, self.experts, limit)
+            if measured:
+                self.meter.dropped += (routing.experts_TK == self.experts).sum()
+        return routing

@@ -1,0 +1,127 @@
+"""Where a NaN or infinity began.
+
+A loss that is not finite says nothing about its cause. The step has not been applied, so the model still is what it was
+before, and the same micro-batches can be run again under watch. In this order:
+
+1. Parameters. One that is not finite already spoils everything behind it.
+2. Forward, micro-batch by micro-batch, with a hook on every module. Hooks fire when a module returns, children before
+   parents, so the first output that is not finite belongs to the innermost module where it began.
+3. Loss. Hidden states are finite, the cross entropy is not.
+4. Gradients. Backward walks from the output to the input and a NaN goes with it, so it began at the deepest layer whose
+   parameters' gradients are not finite: the last ones in the order of forward.
+5. None of these: each micro-batch is finite by itself, so their sum or its norm left the range of float32, or the fault did
+   not happen again (then suspect the machine).
+
+Gradients are taken aside with autograd.grad: the optimizer's own are not touched.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from penstock.data.batch import Batch
+from penstock.models.decoder import Decoder
+from penstock.moe.balance import reset_loads
+from penstock.train.loss import GlobalBatch, LossRule, model_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where values stopped being finite.
+
+    Attributes:
+        place: what kind of value it was.
+        name: path of the module or parameter where it began, or empty if nothing was found.
+        layer: index of the decoder layer that `name` belongs to, or None.
+        micro_batch: which micro-batch of the step, from 0, or None.
+        parameters: every parameter that is not finite, or whose gradient is not, in the order of forward.
+    """
+
+    place: Literal["parameter", "output", "loss", "gradient", "sum of gradients"]
+    name: str
+    layer: int | None = None
+    micro_batch: int | None = None
+    parameters: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """One phrase, for messages."""
+        if not self.name:
+            return "every micro-batch is finite when it is run alone: the sum overflowed, or the fault is the machine's"
+        layer = "" if self.layer is None else f" (layer {self.layer})"
+        micro_batch = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
+        return f"it began in the {self.place} of {self.name}{layer}{micro_batch}"
+
+
+def find_origin(model: Decoder, whole: GlobalBatch, rule: LossRule) -> Origin:
+    """Run a step's micro-batches again and find where values stop being finite. Expert loads are reset.
+
+    Args:
+        model: as it was before the step, in training mode.
+        whole: the global batch of the step.
+        rule: of the loss.
+    """
+    broken = tuple(name for name, parameter in model.named_parameters() if not is_finite(parameter))
+    if broken:
+        return Origin(place="parameter", name=broken[0], layer=layer_of(broken[0]), parameters=broken)
+    reset_loads(model)
+    origins = (_watch(model, batch, whole, rule) for batch in whole.micro_batches)
+    found = next(((index, origin) for index, origin in enumerate(origins) if origin is not None), None)
+    reset_loads(model)
+    if found is None:
+        return Origin(place="sum of gradients", name="")
+    return replace(found[1], micro_batch=found[0])
+
+
+def _watch(model: Decoder, batch: Batch, whole: GlobalBatch, rule: LossRule) -> Origin | None:
+    """Forward and backward of one micro-batch; None if everything is finite."""
+    broken: list[str] = []
+
+    def look(name: str, module: nn.Module, inputs: object, output: object) -> None:
+        if not all(is_finite(tensor) for tensor in _tensors(output)):
+            broken.append(name or "the model")
+
+    hooks = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules()]
+    total = model_loss(model, batch, whole, rule).total
+    for hook in hooks:
+        hook.remove()
+    if broken:
+        return Origin(place="output", name=broken[0], layer=layer_of(broken[0]))
+    if not is_finite(total):
+        return Origin(place="loss", name="the output projection")
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+    broken = [
+        name
+        for name, gradient in zip(names, gradients, strict=True)
+        if gradient is not None and not is_finite(gradient)
+    ]
+    if broken:
+        return Origin(place="gradient", name=broken[-1], layer=layer_of(broken[-1]), parameters=tuple(broken))
+    return None
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no value is NaN or infinite. Waits for the device."""
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def layer_of(name: str) -> int | None:
+    """Index of the decoder layer in a module's or parameter's path, or None: 3 for `blocks.3.ffn.router`."""
+    match = re.search(r"blocks\.([0-9]+)", name)
+    return int(match[1]) if match else None
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """Every tensor in what a module may return."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from _tensors(tuple(vars(value).values()))

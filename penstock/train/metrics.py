@@ -1,0 +1,234 @@
+"""Figures of every step, written for machines: metrics.jsonl and TensorBoard events.
+
+metrics.jsonl holds one JSON object a line, in the order of steps, with the fields of `FIELDS`. A line is handed to the
+system in one unbuffered write, so a killed run leaves whole lines. What a run wrote after the checkpoint that it is resumed
+from never happened: `drop_after` cuts it off, and each step stands in the file once.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from penstock.base.errors import RunFolderError
+from penstock.train.observer import LayerReport, RunStart, StepReport
+
+
+@dataclass(frozen=True)
+class Field:
+    """A key of a line of metrics.jsonl.
+
+    Attributes:
+        unit: what the number counts; empty for ratios, lists and switches.
+        doc: what it says.
+    """
+
+    unit: str
+    doc: str
+
+
+FIELDS: dict[str, Field] = {
+    "step": Field("steps", "Optimizer steps done, this one included."),
+    "loss": Field("nats/token", "Mean over the counted tokens of the global batch, z-loss on the logits included."),
+    "mtp_losses": Field("nats/token", "The same for each depth of multi-token prediction, without their factor."),
+    "gradient_norm": Field("", "L2 norm of all gradients together, before clipping."),
+    "learning_rate": Field("", "Learning rate of the step."),
+    "tokens_seen": Field("tokens", "Tokens of all steps so far."),
+    "tokens_per_second_per_device": Field("tokens/s", "Tokens of the step over its time and the number of devices."),
+    "step_seconds": Field("s", "Time of the step, data included; evaluation, checkpoint and records are not."),
+    "model_flops_utilization": Field(
+        "", "Model FLOPs of the step over what the device could have done in bf16 meanwhile; null where that is unknown."
+    ),
+    "peak_memory_bytes": Field(
+        "bytes", "Most memory so far: handed out by the allocator on a GPU, resident set of the process on a CPU."
+    ),
+    "expert_load_max_over_mean": Field("", "Of the least even layer; 1 is even. Null for a dense model."),
+    "dropped_slots": Field("slots", "(token, expert) pairs over capacity, all layers together."),
+    "auxiliary_loss": Field("", "Balance losses, weighted, all layers together. Not part of `loss`."),
+    "forced_balance": Field("", "True if the router's choice is ignored (model.moe.balance.force): benchmark only."),
+    "layers": Field("", "One object for each MoE layer, see below."),
+    "evaluation_loss": Field("nats/token", "On held-out text after this step; only in lines of steps that evaluate."),
+    "evaluation_bits_per_byte": Field("bits/byte", "The same over the bytes of text that the tokens stand for."),
+}
+"""Keys of a line, in order."""
+
+LAYER_FIELDS: dict[str, Field] = {
+    "layer": Field("", "Index of the decoder layer; multi-token prediction layers count on after the last one."),
+    "max_over_mean": Field("", "Load of the fullest expert over the mean: 1 is even."),
+    "entropy": Field("", "Entropy of the load over that of an even one: 1 is even, 0 is all on one expert."),
+    "dropped_slots": Field("slots", "(token, expert) pairs over capacity."),
+    "auxiliary_loss": Field("", "Balance losses of the layer, weighted."),
+}
+"""Keys of each object in `layers`, in order."""
+
+
+def record(report: StepReport) -> dict[str, Any]:
+    """The line of a step, as JSON values."""
+    worst = report.worst_layer
+    line: dict[str, Any] = {
+        "step": report.step,
+        "loss": report.loss,
+        "mtp_losses": list(report.mtp_losses),
+        "gradient_norm": report.gradient_norm,
+        "learning_rate": report.learning_rate,
+        "tokens_seen": report.tokens_seen,
+        "tokens_per_second_per_device": report.tokens_per_second_per_device,
+        "step_seconds": report.step_seconds,
+        "model_flops_utilization": report.model_flops_utilization,
+        "peak_memory_bytes": report.peak_memory_bytes,
+        "expert_load_max_over_mean": None if worst is None else worst.max_over_mean,
+        "dropped_slots": sum(layer.dropped for layer in report.layers),
+        "auxiliary_loss": sum(layer.auxiliary_loss for layer in report.layers),
+        "forced_balance": report.forced_balance,
+        "layers": [_layer_record(layer) for layer in report.layers],
+    }
+    if report.evaluation is not None:
+        line["evaluation_loss"] = report.evaluation.loss
+        line["evaluation_bits_per_byte"] = report.evaluation.bits_per_byte
+    return line
+
+
+def _layer_record(layer: LayerReport) -> dict[str, Any]:
+    return {
+        "layer": layer.layer,
+        "max_over_mean": layer.max_over_mean,
+        "entropy": layer.entropy,
+        "dropped_slots": layer.dropped,
+        "auxiliary_loss": layer.auxiliary_loss,
+    }
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Cut a metrics file so that it ends with the last line of a step up to `step`.
+
+    Args:
+        path: metrics.jsonl; may be missing.
+        step: steps that the checkpoint holds.
+
+    Raises:
+        RunFolderError: the file is not one of ours, or cannot be changed.
+    """
+    if not path.exists():
+        return
+    keep = 0
+    try:
+        with path.open("r+b") as file:
+            for line in file:
+                if not line.endswith(b"\n") or _step_of(line) > step:
+                    break
+                keep += len(line)
+            file.truncate(keep)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"cannot read {path} as metrics", got=error, fix="move the file away to go on") from error
+
+
+def _step_of(line: bytes) -> int:
+    return int(json.loads(line)["step"])
+
+
+class MetricsFile:
+    """Observer that writes metrics.jsonl.
+
+    Args:
+        path: the file; lines are added at its end.
+        every: steps between lines; steps that evaluate are always written.
+    """
+
+    def __init__(self, path: Path, every: int) -> None:
+        self._path = path
+        self._every = every
+        self._file = path.open("ab", buffering=0)
+
+    def started(self, start: RunStart) -> None:
+        """Nothing to write: config.toml says it."""
+
+    def stepped(self, report: StepReport) -> None:
+        """Write the line of a step.
+
+        Raises:
+            RunFolderError: the disk takes no more.
+        """
+        if report.step % self._every and report.evaluation is None:
+            return
+        line = json.dumps(record(report), allow_nan=False) + "\n"
+        try:
+            self._file.write(line.encode())
+        except OSError as error:
+            raise RunFolderError(f"cannot write {self._path}", got=error.strerror, fix="free space, --resume") from error
+
+    def saved(self, step: int) -> None:
+        """Nothing to write."""
+
+    def closed(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Observer that writes TensorBoard events: each number of a line, and those of each layer under `layer N/`.
+
+    Args:
+        folder: where event files go.
+        every: steps between points.
+        steps_done: steps of the checkpoint; points after it, from a process that was killed, are hidden.
+    """
+
+    def __init__(self, folder: Path, every: int, steps_done: int) -> None:
+        self._every = every
+        self._writer = SummaryWriter(str(folder), purge_step=steps_done + 1)  # type: ignore[no-untyped-call]
+
+    def started(self, start: RunStart) -> None:
+        """Nothing to write."""
+
+    def stepped(self, report: StepReport) -> None:
+        """Write the points of a step."""
+        if report.step % self._every and report.evaluation is None:
+            return
+        line = record(report)
+        del line["step"]
+        for layer in line.pop("layers"):
+            index = layer.pop("layer")
+            self._write(layer, f"layer {index:02}/", report.step)
+        for depth, loss in enumerate(line.pop("mtp_losses"), start=1):
+            self._write({f"mtp_loss_{depth}": loss}, "train/", report.step)
+        self._write(line, "train/", report.step)
+
+    def _write(self, values: dict[str, float | None], prefix: str, step: int) -> None:
+        for name, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(prefix + name, value, step)  # type: ignore[no-untyped-call]
+
+    def saved(self, step: int) -> None:
+        """A checkpoint is a good moment to put the points on disk."""
+        self._writer.flush()  # type: ignore[no-untyped-call]
+
+    def closed(self) -> None:
+        """Close the event file."""
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+def reference_page() -> str:
+    """Content of docs/metrics.md."""
+    return "\n".join(
+        [
+            "# metrics.jsonl",
+            "",
+            "One JSON object a line, one line each `record.every` steps and for each step that evaluates.",
+            "",
+            *_table(FIELDS),
+            "",
+            "## `layers`",
+            "",
+            *_table(LAYER_FIELDS),
+            "",
+            "Generated from `penstock/train/metrics.py`.",
+            "",
+        ]
+    )
+
+
+def _table(fields: dict[str, Field]) -> list[str]:
+    rows = [f"| `{name}` | {field.unit} | {field.doc} |" for name, field in fields.items()]
+    return ["| field | unit | meaning |", "|---|---|---|", *rows]

@@ -1,0 +1,152 @@
+"""What a run tells: frozen values on the host, and the protocol of whoever listens.
+
+The loop knows no file, terminal or service. It makes one `StepReport` a step and hands it to every observer in turn:
+metrics.jsonl, TensorBoard, the live view. A report holds plain numbers only, so that an observer can keep it, print
+it or send it away without touching a device.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from penstock.config.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerReport:
+    """Load of one MoE layer in one step.
+
+    Attributes:
+        layer: index of the decoder layer.
+        slots: (token, choice) pairs that chose each expert, dropped ones too.
+        dropped: slots over capacity.
+        auxiliary_loss: balance losses of the layer, weighted.
+    """
+
+    layer: int
+    slots: tuple[int, ...]
+    dropped: int
+    auxiliary_loss: float
+
+    @property
+    def max_over_mean(self) -> float:
+        """Load of the fullest expert over the mean: 1 is even, the number of experts is all on one."""
+        total = sum(self.slots)
+        return max(self.slots) * len(self.slots) / total if total else 1.0
+
+    @property
+    def entropy(self) -> float:
+        """Entropy of the load over that of an even one: 1 is even, 0 is all on one expert."""
+        total = sum(self.slots)
+        if total == 0 or len(self.slots) == 1:
+            return 1.0
+        shares = [slots / total for slots in self.slots if slots]
+        return -sum(share * math.log(share) for share in shares) / math.log(len(self.slots))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutLoss:
+    """Held-out text, measured.
+
+    Attributes:
+        loss: cross entropy, nats per token.
+        bits_per_byte: the same text's cost in bits per byte of UTF-8, which no tokenizer can flatter.
+        tokens: counted tokens.
+        seconds: time that it took.
+    """
+
+    loss: float
+    bits_per_byte: float
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One optimizer step. Fields that also stand in metrics.jsonl are documented in `penstock.train.metrics.FIELDS`.
+
+    Attributes:
+        step: counted from 1.
+        elapsed_seconds: since this process began to train, evaluations and checkpoints included.
+        layers: one for each MoE layer; empty for a dense model.
+        evaluation: held-out loss after this step, or None if none was due.
+    """
+
+    step: int
+    loss: float
+    mtp_losses: tuple[float, ...]
+    gradient_norm: float
+    learning_rate: float
+    tokens_seen: int
+    tokens_per_second_per_device: float
+    step_seconds: float
+    elapsed_seconds: float
+    model_flops_utilization: float | None
+    peak_memory_bytes: int
+    forced_balance: bool
+    layers: tuple[LayerReport, ...]
+    evaluation: HeldOutLoss | None
+
+    @property
+    def worst_layer(self) -> LayerReport | None:
+        """The layer whose load is least even, or None for a dense model."""
+        return max(self.layers, key=lambda layer: layer.max_over_mean, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStart:
+    """What is known before the first step.
+
+    Attributes:
+        run: the configuration.
+        folder: where the run is recorded.
+        device_name: as the driver reports it.
+        parameters: all parameters of the model.
+        active_parameters: those that one token meets.
+        steps_done: steps of earlier processes; more than 0 after resuming.
+    """
+
+    run: Run
+    folder: Path
+    device_name: str
+    parameters: int
+    active_parameters: int
+    steps_done: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnd:
+    """How a run ended.
+
+    Attributes:
+        step: last finished step.
+        steps: steps that the run asks for.
+        seconds: time since this process began to train.
+        checkpoint: the newest checkpoint on disk, or None.
+        last: report of the last step, or None if this process made none.
+        stopped_by: name of the signal that asked for the stop, or None.
+    """
+
+    step: int
+    steps: int
+    seconds: float
+    checkpoint: Path | None
+    last: StepReport | None
+    stopped_by: str | None
+
+
+class Observer(Protocol):
+    """Whoever listens to a run. Calls come from the thread that trains, so they should be quick."""
+
+    def started(self, start: RunStart) -> None:
+        """Called once, before the first step."""
+
+    def stepped(self, report: StepReport) -> None:
+        """Called after every step, evaluation included, before a checkpoint of that step is written."""
+
+    def saved(self, step: int) -> None:
+        """Called when a checkpoint of that step was handed to the writer."""
+
+    def closed(self) -> None:
+        """Called last, also when the run failed; releases files and the terminal."""

@@ -1,0 +1,238 @@
+"""The folder of a run: everything that it leaves behind, and everything that it needs to go on.
+
+    runs/NAME/config.toml     the resolved configuration; a folder with this file is a run folder
+              metrics.jsonl   one JSON object a step
+              checkpoints/    one folder for each saved step
+              tensorboard/    event files
+              nonfinite.json  only after a NaN or infinity: where it began
+
+A folder is made under a hidden name beside its place, with its configuration in it, and then renamed. So it is there
+whole or not at all, and two runs that start at once cannot get the same one. Making it is the last thing before the
+first step: whatever can be wrong with configuration, data, device or model is found before.
+
+A run that is continued may change how it goes on (steps, learning rate, evaluation, ...), not what it is. `FIXED` and
+`FREE` say which is which.
+"""
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.base.errors import CheckpointError, RunFolderError
+from penstock.config.run import Run
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""Names that are one harmless path component everywhere."""
+
+FIXED = ("model", "data", "seed", "name", "record.folder", "training.sequence_length", "training.precision")
+"""Parts of a run that a checkpoint is bound to."""
+
+FREE = ("model.moe.balance", "model.moe.router.expert_bias_rate")
+"""Exceptions in FIXED: DeepSeek-V3 itself set the rate to 0 for its last part (arXiv 2412.19437, section 4.2)."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run.
+
+    Attributes:
+        path: the folder.
+    """
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Saved states."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def nonfinite(self) -> Path:
+        """Where a NaN or infinity began."""
+        return self.path / "nonfinite.json"
+
+    @property
+    def exists(self) -> bool:
+        """Whether this is the folder of a run."""
+        return self.config.is_file()
+
+    def write_config(self, text: str) -> None:
+        """Replace the configuration, whole or not at all.
+
+        Raises:
+            RunFolderError: the file cannot be written.
+        """
+        with _disk_errors(f"cannot write {self.config}"):
+            write_whole(self.config, text)
+
+
+def check_name(name: str) -> None:
+    """Refuse names that are not one path component.
+
+    Raises:
+        RunFolderError: as said.
+    """
+    if not NAME_PATTERN.fullmatch(name):
+        raise RunFolderError(
+            "the name of a run becomes a folder", got=repr(name), allowed="letters, digits, '.', '_', '-', not first"
+        )
+
+
+def check_is_free(parent: Path, name: str) -> None:
+    """Refuse a name that the user chose and that is taken.
+
+    Raises:
+        RunFolderError: as said.
+    """
+    path = parent / name
+    if path.exists():
+        raise RunFolderError(f"{path} exists already", fix="--resume to go on with it, or another --name")
+
+
+def create_run_folder(parent: Path, name: str, config_text: str, *, number_if_taken: bool) -> RunFolder:
+    """Make the folder of a new run.
+
+    Args:
+        parent: folder of all runs; made if it is not there.
+        name: wanted name.
+        config_text: content of config.toml, where `{name}`'s place is taken by the folder that was found free.
+        number_if_taken: if the name is taken, try name-2, name-3, ...; else refuse.
+
+    Raises:
+        RunFolderError: the name is taken or no folder can be made.
+    """
+    check_name(name)
+    with _disk_errors(f"cannot create a run folder in {parent}"):
+        parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
+        try:
+            draft.chmod(0o755)  # mkdtemp makes it private, a run folder is not
+            write_whole(draft / "config.toml", config_text)
+            while True:
+                path = parent / (free_name(parent, name) if number_if_taken else name)
+                if _renamed(draft, path):
+                    return RunFolder(path)
+                if not number_if_taken:
+                    check_is_free(parent, name)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _renamed(draft: Path, path: Path) -> bool:
+    """Give the draft its name unless somebody has it. Linux lets a folder replace an empty one, so look first."""
+    if path.exists():
+        return False
+    try:
+        draft.rename(path)
+    except FileExistsError:
+        return False
+    return True
+
+
+def free_name(parent: Path, name: str) -> str:
+    """The name itself, or the first free of name-2, name-3, ..."""
+    number = 1
+    while (parent / _numbered(name, number)).exists():
+        number += 1
+    return _numbered(name, number)
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}-{number}"
+
+
+def find_run_folder(parent: Path, name: str, *, newest: bool) -> RunFolder:
+    """The folder of a run that is to be continued.
+
+    Args:
+        parent: folder of all runs.
+        name: name of the run.
+        newest: take the highest of name, name-2, name-3, ...; else exactly `name`.
+
+    Raises:
+        RunFolderError: there is none.
+    """
+    check_name(name)
+    numbers = [1]
+    if newest and parent.is_dir():
+        matches = (re.fullmatch(re.escape(name) + r"-([0-9]+)", path.name) for path in parent.iterdir())
+        numbers += [int(match[1]) for match in matches if match]
+    found = [RunFolder(parent / _numbered(name, number)) for number in sorted(numbers, reverse=True)]
+    folder = next((folder for folder in found if folder.exists), None)
+    if folder is None:
+        raise RunFolderError(f"there is no run {name} in {parent} to resume", fix="leave out --resume to start it")
+    return folder
+
+
+def check_same_run(saved: Run, wanted: Run) -> None:
+    """Refuse to continue a run as something else.
+
+    Args:
+        saved: configuration in the run folder.
+        wanted: the same with the overrides of now.
+
+    Raises:
+        CheckpointError: a fixed field differs.
+    """
+    old, new = dict(_leaves(saved.model_dump())), dict(_leaves(wanted.model_dump()))
+    for key in sorted(old.keys() | new.keys()):
+        if old.get(key) != new.get(key) and _is_under(key, FIXED) and not _is_under(key, FREE):
+            raise CheckpointError(
+                f"a run cannot be resumed with another {key}",
+                got=new.get(key),
+                allowed=old.get(key),
+                fix="leave the override out, or start a new run",
+            )
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of nested mappings."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _is_under(key: str, parts: tuple[str, ...]) -> bool:
+    return any(key == part or key.startswith(part + ".") for part in parts)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a crash, finds the old content or the new, never a part."""
+    draft = path.with_name(f".{path.name}.draft")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+@contextmanager
+def _disk_errors(what: str) -> Iterator[None]:
+    """Say what the system refuses (no space, no permission, ...) as an error of the user's."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(what, got=error.strerror or error) from error

@@ -1,0 +1,211 @@
+"""Compile a Triton kernel for a chip that is not here, and say what the compiler made of it.
+
+`compile_for(kernel, signature, constexprs, target, ...)` gives a `Compiled`: assembly, registers, spills, shared memory,
+matrix instructions. It needs no GPU. The tests of this process may run kernels in Triton's interpreter, whose functions
+cannot be compiled, so the work is done by one other process that lives as long as the session; results are kept, so
+asking twice is free.
+
+    SIGNATURE = {"x_ptr": "*bf16:16", "out_ptr": "*bf16:16", "rows": "i32"}
+    compiled = compile_for(swiglu_kernel, SIGNATURE, {"BLOCK": 1024}, TARGETS["gfx942"])
+    assert compiled.spills == 0, compiled.summary
+
+Types: `*bf16` pointer, `i32` number, `tensordesc<bf16[128,64]>` host-made descriptor; `:16` behind a type says that the
+pointer or number is a multiple of 16, which the launcher finds out by itself at run time and which wide loads need.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+Constant = int | float | bool | str | None
+
+
+@dataclass(frozen=True)
+class Target:
+    """A chip to compile for.
+
+    Attributes:
+        name: as in `TARGETS`.
+        backend: Triton's word for the vendor, `cuda` or `hip`.
+        arch: compute capability times ten, or the gfx name.
+        warp_size: threads of a warp (wave).
+        matrix_instruction: regular expression of its matrix instruction in the assembly.
+        shared_bytes: shared memory (LDS) that one program can have.
+    """
+
+    name: str
+    backend: str
+    arch: int | str
+    warp_size: int
+    matrix_instruction: str
+    shared_bytes: int
+
+
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        Target("sm_90", "cuda", 90, 32, r"wgmma\.mma_async", 227 * 1024),
+        Target("sm_100", "cuda", 100, 32, r"tcgen05\.mma", 227 * 1024),
+        Target("gfx942", "hip", "gfx942", 64, r"v_mfma_", 64 * 1024),
+        Target("gfx950", "hip", "gfx950", 64, r"v_mfma_", 160 * 1024),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of one kernel for one target.
+
+    Attributes:
+        asm: PTX, or AMD's assembly.
+        ttgir: Triton's GPU dialect, where pipelining and layouts can be read.
+        registers: vector registers of each thread (accumulation registers included).
+        spills: bytes of each thread that did not fit into registers; 0 is what a launch table must have.
+        shared_bytes: shared memory of one program.
+        matrix_instructions: how often the target's matrix instruction stands in the assembly.
+    """
+
+    asm: str
+    ttgir: str
+    registers: int
+    spills: int
+    shared_bytes: int
+    matrix_instructions: int
+
+    @property
+    def summary(self) -> str:
+        """One line for test output."""
+        return (
+            f"{self.registers} registers, {self.spills} bytes spilled, {self.shared_bytes} bytes shared, "
+            f"{self.matrix_instructions} matrix instructions"
+        )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One compilation, as it travels to the other process: names and numbers only."""
+
+    module: str
+    kernel: str
+    signature: tuple[tuple[str, str], ...]
+    constexprs: tuple[tuple[str, Constant], ...]
+    target: Target
+    options: tuple[tuple[str, int], ...]
+
+
+def compile_for(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Constant],
+    target: Target,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    **options: int,
+) -> Compiled:
+    """Compile a module-level `@triton.jit` function for `target`.
+
+    Args:
+        kernel: the function as imported by the test, interpreted or not.
+        signature: type of every argument that is not a constexpr.
+        constexprs: value of every other argument; a dtype is written as a string, "tl.bfloat16".
+        target: one of `TARGETS`.
+        num_warps: warps of one program.
+        num_stages: depth of software pipelining.
+        options: further options of the target's backend, such as `waves_per_eu`.
+    """
+    options = {"num_warps": num_warps, "num_stages": num_stages, **options}
+    return _compile_elsewhere(
+        _Job(
+            kernel.fn.__module__,
+            kernel.fn.__name__,
+            tuple(signature.items()),
+            tuple(constexprs.items()),
+            target,
+            tuple(options.items()),
+        )
+    )
+
+
+@cache
+def _compile_elsewhere(job: _Job) -> Compiled:
+    return _compiler_process().submit(_compile, job).result()
+
+
+@cache
+def _compiler_process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn"), initializer=_leave_the_interpreter)
+
+
+def _leave_the_interpreter() -> None:
+    """First act of the other process: it must come before Triton is imported there."""
+    os.environ["TRITON_INTERPRET"] = "0"
+
+
+def _compile(job: _Job) -> Compiled:
+    """Runs in the other process."""
+    triton = import_module("triton")
+    compiler = import_module("triton.compiler")
+    backends = import_module("triton.backends.compiler")
+    kernel = getattr(import_module(job.module), job.kernel)
+    types = {name: kind.removesuffix(":16") for name, kind in job.signature}
+    constants = {name: _constant(value) for name, value in job.constexprs}
+    multiples = {
+        (kernel.arg_names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in job.signature
+        if kind.endswith(":16")
+    }
+    # The compiler wants every argument in the kernel's own order.
+    ordered = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    source = compiler.ASTSource(kernel, ordered, constexprs=constants, attrs=multiples)
+    target = backends.GPUTarget(job.target.backend, job.target.arch, job.target.warp_size)
+    built = triton.compile(source, target=target, options=dict(job.options))
+    asm = built.asm["ptx" if job.target.backend == "cuda" else "amdgcn"]
+    registers, spills = (
+        _resources_of_cubin(built.asm["cubin"]) if job.target.backend == "cuda" else _resources_of_amdgcn(asm)
+    )
+    return Compiled(
+        asm=asm,
+        ttgir=built.asm["ttgir"],
+        registers=registers,
+        spills=spills,
+        shared_bytes=built.metadata.shared,
+        matrix_instructions=len(re.findall(job.target.matrix_instruction, asm)),
+    )
+
+
+def _constant(value: Constant) -> Any:
+    """A constexpr as the compiler wants it: dtypes come as text because Triton's do not travel between processes."""
+    if isinstance(value, str) and value.startswith("tl."):
+        return getattr(import_module("triton.language"), value.removeprefix("tl."))
+    return value
+
+
+def _resources_of_cubin(cubin: bytes) -> tuple[int, int]:
+    """Registers and spilled bytes by the disassembler that Triton carries; the stack of a kernel holds its spills."""
+    tool = Path(import_module("triton").__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers = re.search(r"REG:(\d+)", report)
+    stack = re.search(r"STACK:(\d+)", report)
+    assert registers and stack, f"cuobjdump reported no resources: {report}"
+    return int(registers[1]), int(stack[1])
+
+
+def _resources_of_amdgcn(asm: str) -> tuple[int, int]:
+    """Registers and scratch bytes from the metadata at the end of the assembly.
+
+    Scalar registers may move into lanes of a vector register; that costs no memory and is not counted.
+    """
+    fields = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", asm))
+    return int(fields["vgpr_count"]), int(fields["private_segment_fixed_size"])

@@ -1,0 +1,262 @@
+"""The chunked loss against its definition: both row passes, all gradients, and a vocabulary split over ranks."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.base.errors import KernelError
+from penstock.kernels import reference
+from penstock.kernels.linear_cross_entropy import (
+    LAUNCHES,
+    default_chunk_tokens,
+    linear_cross_entropy,
+    linear_cross_entropy_kernel,
+)
+from penstock.kernels.reference import IGNORED_LABEL
+from penstock.kernels.tuning import Launch
+from tests.kernels.ahead_of_time import TARGETS, compile_for
+
+SMALL = Launch(block_rows=1, block_columns=32)
+"""Several blocks in a small row, the last one ragged."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch: `ignored` of its `tokens` labels are not counted."""
+
+    tokens: int = 21
+    ignored: int = 5
+    hidden: int = 16
+    vocabulary: int = 75
+    z_weight: float = 0.0
+
+    def draw(self, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+        """x, head and labels."""
+        x_TD = torch.randn(self.tokens, self.hidden, device=device, dtype=dtype)
+        head_VD = torch.randn(self.vocabulary, self.hidden, device=device, dtype=dtype)
+        labels_T = torch.randint(self.vocabulary, (self.tokens,), device=device)
+        labels_T[torch.randperm(self.tokens, device=device)[: self.ignored]] = IGNORED_LABEL
+        return x_TD, head_VD, labels_T
+
+
+CASES = {
+    "plain": Case(ignored=0),
+    "ignored labels": Case(),
+    "z-loss": Case(z_weight=0.1),
+    "all labels ignored": Case(tokens=9, ignored=9, z_weight=0.1),
+    "one token": Case(tokens=1, ignored=0),
+    "no tokens": Case(tokens=0, ignored=0),
+    "row smaller than a block": Case(vocabulary=7),
+    "one whole chunk": Case(tokens=8, ignored=1),
+}
+
+
+@pytest.fixture(params=["torch", "triton"])
+def launch(request: pytest.FixtureRequest, device: torch.device) -> Launch | None:
+    """Both row passes; the GPU has no use for the one in torch."""
+    if request.param == "torch" and device.type == "cuda":
+        pytest.skip("the row pass in torch is for CPUs")
+    return SMALL if request.param == "triton" else None
+
+
+def loss_and_gradients(function, x_TD: Tensor, head_VD: Tensor, *arguments, scale: float = 1.0, **options):
+    """Loss, and the gradients of `scale` times it with respect to x and head."""
+    x_TD, head_VD = x_TD.detach().requires_grad_(), head_VD.detach().requires_grad_()
+    loss = function(x_TD, head_VD, *arguments, **options)
+    (loss * scale).backward()
+    return loss.detach(), x_TD.grad, head_VD.grad
+
+
+def signal_to_noise(expected: Tensor, actual: Tensor) -> float:
+    """In decibels."""
+    noise = (expected.double() - actual.double()).square().sum()
+    return (10 * torch.log10(expected.double().square().sum() / noise)).item()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_loss_and_gradients_equal_the_reference(case: Case, launch: Launch | None, device: torch.device) -> None:
+    x_TD, head_VD, labels_T = case.draw(device)
+    expected = loss_and_gradients(
+        reference.linear_cross_entropy, x_TD.double(), head_VD.double(), labels_T, case.z_weight, scale=0.37
+    )
+    actual = loss_and_gradients(
+        linear_cross_entropy, x_TD, head_VD, labels_T, case.z_weight, scale=0.37, chunk_tokens=8, launch=launch
+    )
+    for one, other in zip(expected, actual, strict=True):
+        torch.testing.assert_close(other.double(), one.double(), rtol=2e-5, atol=2e-5)
+
+
+def test_bfloat16_stays_within_45_decibels_of_float64(launch: Launch | None, device: torch.device) -> None:
+    case = Case(tokens=64, ignored=7, hidden=64, vocabulary=256, z_weight=1e-3)
+    x_TD, head_VD, labels_T = case.draw(device, torch.bfloat16)
+    head_VD = head_VD / 8
+    expected = loss_and_gradients(
+        reference.linear_cross_entropy, x_TD.double(), head_VD.double(), labels_T, case.z_weight, scale=0.37
+    )
+    actual = loss_and_gradients(
+        linear_cross_entropy, x_TD, head_VD, labels_T, case.z_weight, scale=0.37, chunk_tokens=16, launch=launch
+    )
+    assert actual[0].dtype == torch.float32
+    assert actual[1].dtype == actual[2].dtype == torch.bfloat16
+    for one, other in zip(expected, actual, strict=True):
+        assert signal_to_noise(one, other) > 45
+
+
+def test_large_logits_and_masked_words_stay_finite(launch: Launch | None, device: torch.device) -> None:
+    """logsumexp must not overflow, and a word whose logit is -inf has probability 0 even if it fills a whole block."""
+    x_TD = torch.ones(2, 1, device=device)
+    head_VD = torch.full((80, 1), float("-inf"), device=device)
+    head_VD[40], head_VD[70] = 3.0e4, 3.0e4
+    labels_T = torch.tensor([40, 70], device=device)
+    loss = linear_cross_entropy(x_TD, head_VD, labels_T, launch=launch)
+    torch.testing.assert_close(loss, torch.tensor(2 * 0.6931472, device=device), rtol=0, atol=0.01)
+
+
+def test_a_label_outside_the_vocabulary_makes_the_loss_nan(launch: Launch | None, device: torch.device) -> None:
+    x_TD, head_VD, labels_T = Case(ignored=0).draw(device)
+    for wrong in (-1, 75, 10**12):
+        labels_T[3] = wrong
+        assert linear_cross_entropy(x_TD, head_VD, labels_T, launch=launch).isnan()
+
+
+def test_evaluation_makes_no_gradients(
+    launch: Launch | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x_TD, head_VD, labels_T = Case().draw(device)
+    head_VD.requires_grad_()
+    with torch.no_grad():
+        monkeypatch.setattr(torch, "empty_like", lambda *_, **__: pytest.fail("a gradient was allocated"))
+        loss = linear_cross_entropy(x_TD, head_VD, labels_T, launch=launch)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, reference.linear_cross_entropy(x_TD, head_VD, labels_T).detach())
+
+
+@pytest.mark.parametrize("wanted", ["x", "head"])
+def test_only_the_wanted_gradient_is_made(wanted: str, launch: Launch | None, device: torch.device) -> None:
+    x_TD, head_VD, labels_T = Case().draw(device)
+    tensors = {"x": x_TD, "head": head_VD}
+    tensors[wanted].requires_grad_()
+    expected = torch.autograd.grad(reference.linear_cross_entropy(x_TD, head_VD, labels_T), tensors[wanted])
+    actual = torch.autograd.grad(linear_cross_entropy(x_TD, head_VD, labels_T, launch=launch), tensors[wanted])
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_head_gradients_of_two_batches_add_up_in_float32(launch: Launch | None, device: torch.device) -> None:
+    _, head_VD, _ = Case().draw(device, torch.bfloat16)
+    head_VD.requires_grad_()
+    sum_VD = torch.zeros_like(head_VD, dtype=torch.float32)
+    expected_VD = torch.zeros_like(sum_VD, dtype=torch.float64)
+    for scale in (0.5, 3.0):
+        x_TD, _, labels_T = Case().draw(device, torch.bfloat16)
+        loss = linear_cross_entropy(x_TD, head_VD, labels_T, accumulate_into=sum_VD, launch=launch)
+        (loss * scale).backward()
+        *_, gradient = loss_and_gradients(
+            reference.linear_cross_entropy, x_TD.double(), head_VD.double(), labels_T, scale=scale
+        )
+        expected_VD += gradient
+    assert head_VD.grad is None
+    assert signal_to_noise(expected_VD, sum_VD) > 45
+
+
+def test_backward_can_run_twice(launch: Launch | None, device: torch.device) -> None:
+    x_TD, head_VD, labels_T = Case().draw(device)
+    x_TD.requires_grad_()
+    loss = linear_cross_entropy(x_TD, head_VD, labels_T, launch=launch)
+    (first,) = torch.autograd.grad(loss, x_TD, grad_outputs=torch.tensor(2.0, device=device), retain_graph=True)
+    (second,) = torch.autograd.grad(loss, x_TD, grad_outputs=torch.tensor(1.0, device=device))
+    torch.testing.assert_close(first, 2 * second)
+
+
+def test_chunks_shrink_with_a_large_vocabulary() -> None:
+    assert default_chunk_tokens(torch.empty(102_400, 1, dtype=torch.bfloat16)) == 4096
+    assert default_chunk_tokens(torch.empty(102_400, 1, dtype=torch.float32)) == 2048
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, head, labels: (x[:, 1:], head, labels), "equal width"),
+        (lambda x, head, labels: (x, head.double(), labels), "one dtype"),
+        (lambda x, head, labels: (x, head, labels[1:]), "one for each row"),
+        (lambda x, head, labels: (x, head, labels.int()), "int64"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message: str, device: torch.device) -> None:
+    with pytest.raises(KernelError, match=message):
+        linear_cross_entropy(*change(*Case().draw(device)))
+
+
+def test_a_cpu_needs_no_triton() -> None:
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch
+from penstock.kernels.linear_cross_entropy import linear_cross_entropy
+x_TD = torch.ones(3, 2, requires_grad=True)
+linear_cross_entropy(x_TD, torch.ones(4, 2), torch.tensor([0, 3, -100])).backward()
+assert x_TD.grad is not None
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+
+
+# A vocabulary that is split over two ranks.
+
+
+def run_shard(rank: int, folder: str, launch: Launch | None) -> None:
+    """One of two processes: its half of the vocabulary; what it finds is saved for the test."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    x_TD, head_VD, labels_T = torch.load(f"{folder}/batch.pt")
+    shard_VD = head_VD.chunk(2)[rank]
+    options = {"chunk_tokens": 8, "group": dist.group.WORLD, "launch": launch}
+    trained = loss_and_gradients(linear_cross_entropy, x_TD, shard_VD, labels_T, 0.1, **options)
+    evaluated = linear_cross_entropy(x_TD, shard_VD, labels_T, 0.1, **options)
+    labels_T[0] = head_VD.shape[0]
+    beyond = linear_cross_entropy(x_TD, shard_VD, labels_T, 0.1, **options)
+    torch.save((*trained, evaluated, beyond), f"{folder}/{launch is None}{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("launch", [None, SMALL], ids=["torch", "triton"])
+def test_two_shards_of_the_vocabulary_equal_the_whole(launch: Launch | None, tmp_path: Path) -> None:
+    case = Case(vocabulary=90, z_weight=0.1)
+    x_TD, head_VD, labels_T = case.draw(torch.device("cpu"))
+    torch.save((x_TD, head_VD, labels_T), tmp_path / "batch.pt")
+    torch.multiprocessing.spawn(run_shard, (str(tmp_path), launch), nprocs=2)
+    loss, dx_TD, dhead_VD = loss_and_gradients(reference.linear_cross_entropy, x_TD, head_VD, labels_T, 0.1)
+    ranks = [torch.load(tmp_path / f"{launch is None}{rank}.pt") for rank in range(2)]
+    for found, _, _, evaluated, beyond in ranks:
+        torch.testing.assert_close(found, loss)
+        torch.testing.assert_close(evaluated, loss)
+        assert beyond.isnan()
+    torch.testing.assert_close(ranks[0][1] + ranks[1][1], dx_TD, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat((ranks[0][2], ranks[1][2])), dhead_VD, rtol=1e-4, atol=1e-5)
+
+
+# Ahead-of-time compilation.
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS.keys())
+def test_every_target_compiles_without_spills(target) -> None:
+    launch = LAUNCHES[target.name]
+    signature = {
+        "logits_ptr": "*bf16:16",
+        "labels_ptr": "*i64:16",
+        "logsumexp_ptr": "*fp32:16",
+        "target_ptr": "*fp32:16",
+        "columns": "i32:16",
+        "first_label": "i32",
+        "vocabulary": "i32:16",
+        "z_weight": "fp32",
+    }
+    constexprs = {"IGNORED": IGNORED_LABEL, "STATISTICS": True, "GRADIENT": True, "BLOCK": launch.block_columns}
+    compiled = compile_for(linear_cross_entropy_kernel, signature, constexprs, target, num_warps=launch.warps)
+    assert compiled.spills == 0, compiled.summary
+    wide_load = "load_dwordx4" if target.backend == "hip" else "ld.global.v4.b32"
+    assert wide_load in compiled.asm, "logits must be read 16 bytes at a time"

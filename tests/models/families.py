@@ -1,0 +1,95 @@
+"""Tiny random models of each family, and the same model in `transformers`."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from penstock.config.model import Balance, LatentAttention, Model, Moe, Rope, Router, Yarn
+from penstock.config.run import Run
+from penstock.config.training import Optimizer, Training
+from penstock.kernels.operators import REFERENCE, Operators
+from penstock.models.build import build_model
+from penstock.models.decoder import Decoder
+from penstock.models.huggingface import save_huggingface
+
+
+def tiny_model(family: str = "deepseek-v3", **changes: object) -> Model:
+    """A model of a few thousand parameters; `changes` replace fields of Model."""
+    is_v3 = family == "deepseek-v3"
+    fields: dict[str, object] = {
+        "family": family,
+        "vocabulary": 61,
+        "hidden_size": 32,
+        "layers": 3,
+        "dense_layers": 1,
+        "dense_ffn_size": 48,
+        "attention": tiny_attention(),
+        "moe": Moe(
+            experts=8,
+            top_k=2,
+            ffn_size=16,
+            shared_ffn_size=32,
+            router=Router(
+                score="sigmoid" if is_v3 else "softmax",
+                groups=4 if is_v3 else 1,
+                groups_kept=2 if is_v3 else 1,
+                group_score="top2" if is_v3 else "max",
+                normalize=is_v3,
+                scale=2.5 if is_v3 else 1.0,
+                expert_bias=is_v3,
+            ),
+        ),
+        "initial_std": 0.2,
+    }
+    return Model.model_validate(fields | changes)
+
+
+def tiny_attention(*, q_latent: int = 0, yarn: Yarn | None = None) -> LatentAttention:
+    """Latent attention with heads of 12 + 8 and values of 10."""
+    return LatentAttention(
+        heads=4,
+        q_latent=q_latent,
+        kv_latent=24,
+        plain_head_dim=12,
+        rotary_head_dim=8,
+        value_head_dim=10,
+        rope=Rope(yarn=yarn),
+    )
+
+
+def tiny_run(model: Model, *, precision: str = "fp32", seed: int = 3) -> Run:
+    """A run that only serves to build the model."""
+    training = Training.model_validate({"steps": 1, "sequence_length": 16, "precision": precision})
+    return Run(name="tiny", seed=seed, model=model, training=training, optimizer=Optimizer(learning_rate=1e-3))
+
+
+def tiny_decoder(model: Model, operators: Operators = REFERENCE, *, precision: str = "fp32", seed: int = 3) -> Decoder:
+    """The model with weights, and a random expert bias where there is one."""
+    decoder = build_model(tiny_run(model, precision=precision, seed=seed), torch.device("cpu"), operators)
+    generator = torch.Generator().manual_seed(seed)
+    for name, buffer in decoder.named_buffers():
+        if name.endswith("expert_bias_E"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
+    return decoder
+
+
+def in_transformers(decoder: Decoder, folder: Path) -> PreTrainedModel:
+    """The same weights, loaded by `transformers` from the files that we write."""
+    save_huggingface(decoder, folder)
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+    model.config._attn_implementation = "eager"
+    model.config._experts_implementation = "eager"
+    return model.eval()
+
+
+def moe_with(base: Model, **changes: object) -> Model:
+    """The model with fields of its router (`router=`), balance (`balance=`) or Moe changed."""
+    assert base.moe is not None, "tiny models have experts"
+    return base.model_copy(update={"moe": base.moe.model_copy(update=changes)})
+
+
+def even_balance(**changes: object) -> Balance:
+    """A balance section with some fields changed."""
+    return Balance.model_validate(changes)

@@ -1,0 +1,60 @@
+"""Totals and FLOPs come from the meta model and agree with the published figures and with hand counts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.models.families import tiny_decoder, tiny_model
+from torch.utils.flop_counter import FlopCounterMode
+
+from penstock.config.model import GroupedQueryAttention
+from penstock.config.presets.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
+from penstock.kernels.operators import REFERENCE
+from penstock.models.count import count
+
+
+@pytest.mark.parametrize(
+    ("preset", "total", "active"),
+    [(deepseek_v2_lite, 15.7e9, 2.66e9), (deepseek_v2, 235.7e9, 21.4e9), (deepseek_v3, 671.0e9, 37.6e9)],
+)
+def test_published_models_have_their_published_sizes(preset: object, total: float, active: float) -> None:
+    run = preset()  # type: ignore[operator]
+    counted = count(run.model, 4096)
+    assert counted.parameters == pytest.approx(total, rel=2e-3)
+    assert counted.active_parameters == pytest.approx(active, rel=3e-3)
+
+
+def test_v2_lite_costs_16_4_gflop_per_token_at_4096() -> None:
+    counted = count(deepseek_v2_lite().model, 4096)
+    assert counted.flops_per_token == pytest.approx(16.4e9, rel=2e-3)
+    assert counted.attention_flops_per_token == 3 * 27 * 16 * (192 + 128) * 4096
+
+
+def test_the_mtp_layer_of_v3_is_counted_beside_the_total() -> None:
+    config = deepseek_v3().model
+    with_mtp, without = count(config, 4096), count(config.model_copy(update={"mtp_layers": 0}), 4096)
+    assert with_mtp.parameters == without.parameters
+    assert with_mtp.mtp_parameters > 11e9 and without.mtp_parameters == 0
+    assert with_mtp.flops_per_token > without.flops_per_token
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"mtp_layers": 2}])
+def test_the_count_equals_the_weights_of_the_built_model(changes: dict[str, object]) -> None:
+    config = tiny_model(**changes)
+    counted = count(config, 16)
+    built = sum(parameter.numel() for parameter in tiny_decoder(config).parameters())
+    assert counted.parameters + counted.mtp_parameters == built
+
+
+def test_products_are_those_that_torch_counts_when_the_dense_model_runs() -> None:
+    attention = GroupedQueryAttention(heads=4, kv_heads=2, head_dim=8)
+    config = tiny_model(family="plain", moe=None, dense_layers=3, attention=attention)
+    # by plain products: torch does not count its fused attention on the CPU
+    decoder = tiny_decoder(config, replace(REFERENCE, attention_backend="math"))
+    tokens_BS = torch.randint(61, (2, 16))
+    with FlopCounterMode(display=False) as counter:
+        decoder.logits(tokens_BS, torch.arange(16).expand(2, -1))
+    counted = count(config, 16)
+    forward = counter.get_total_flops() / tokens_BS.numel()
+    # torch counts the full square of attention, we count half of it
+    assert counted.flops_per_token / 3 + counted.attention_flops_per_token / 3 == pytest.approx(forward)

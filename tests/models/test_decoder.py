@@ -1,0 +1,103 @@
+"""The decoder's promises that hold for every family: causality, document borders, grouped heads, multi-token prediction."""
+
+import pytest
+import torch
+from tests.models.families import tiny_decoder, tiny_model
+from torch import Tensor
+
+from penstock.config.model import GroupedQueryAttention
+from penstock.kernels.operators import TORCH
+from penstock.models.decoder import Decoder
+
+GQA = GroupedQueryAttention(heads=4, kv_heads=2, head_dim=8)
+PLAIN = tiny_model(family="plain", attention=GQA)
+
+
+def _tokens(rows: int = 2, positions: int = 12) -> tuple[Tensor, Tensor]:
+    tokens_BS = torch.randint(61, (rows, positions), generator=torch.Generator().manual_seed(0))
+    return tokens_BS, torch.arange(positions).expand(rows, -1)
+
+
+@pytest.mark.parametrize("config", [tiny_model(), PLAIN], ids=["mla", "gqa"])
+def test_a_position_sees_nothing_behind_it(config: object) -> None:
+    decoder = tiny_decoder(config).eval()  # type: ignore[arg-type]
+    tokens_BS, positions_BS = _tokens()
+    changed_BS = tokens_BS.clone()
+    changed_BS[:, 7:] = (changed_BS[:, 7:] + 1) % 61
+    before, after = decoder.logits(tokens_BS, positions_BS), decoder.logits(changed_BS, positions_BS)
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:], after[:, 7:]), "the changed positions must differ"
+
+
+def test_masked_documents_in_one_row_equal_the_documents_alone() -> None:
+    decoder = tiny_decoder(tiny_model()).eval()
+    tokens_BS, _ = _tokens(rows=1)
+    positions_BS = torch.tensor([[*range(5), *range(7)]])
+    documents_BS = torch.tensor([[0] * 5 + [1] * 7])
+    packed = decoder(tokens_BS, positions_BS, documents_BS).main_BSD
+    first = decoder(tokens_BS[:, :5], positions_BS[:, :5]).main_BSD
+    second = decoder(tokens_BS[:, 5:], positions_BS[:, 5:]).main_BSD
+    torch.testing.assert_close(packed, torch.cat((first, second), dim=1))
+
+
+def test_grouped_heads_equal_full_heads_with_repeated_keys_and_values() -> None:
+    grouped = tiny_decoder(PLAIN).eval()
+    full_config = tiny_model(family="plain", attention=GroupedQueryAttention(heads=4, kv_heads=4, head_dim=8))
+    full = tiny_decoder(full_config).eval()
+    state = grouped.state_dict()
+    for name in [name for name in state if ".key." in name or ".value." in name]:
+        state[name] = state[name].view(2, 8, -1).repeat_interleave(2, dim=0).flatten(0, 1)
+    full.load_state_dict(state)
+    torch.testing.assert_close(grouped.logits(*_tokens()), full.logits(*_tokens()))
+
+
+def test_the_operators_of_torch_give_the_reference_in_bf16() -> None:
+    reference = tiny_decoder(tiny_model(), precision="bf16")
+    fused = tiny_decoder(tiny_model(), TORCH, precision="bf16")
+    expected, got = reference.logits(*_tokens()).float(), fused.logits(*_tokens()).float()
+    assert (expected - got).norm() / expected.norm() < 2e-2
+
+
+def _mtp_input(decoder: Decoder, previous_BSD: Tensor, tokens_BS: Tensor, depth: int) -> Tensor:
+    """What depth k joins, written out position by position."""
+    layer = decoder.mtp[depth - 1]
+    rows = []
+    for position in range(tokens_BS.shape[1] - depth):
+        ahead = layer.embed_norm(decoder.embed(tokens_BS[:, position + depth]))
+        rows.append(layer.join(torch.cat((ahead, layer.hidden_norm(previous_BSD[:, position])), dim=-1)))
+    return torch.stack(rows, dim=1)
+
+
+def test_each_mtp_depth_joins_the_depth_before_with_the_token_so_far_ahead() -> None:
+    decoder = tiny_decoder(tiny_model(mtp_layers=2)).eval()
+    tokens_BS, positions_BS = _tokens()
+    hidden = decoder(tokens_BS, positions_BS)
+    assert len(hidden.mtp) == 2
+    frame = decoder.frame(positions_BS, None, 1.0)
+    joined_BSD = _mtp_input(decoder, hidden.main_BSD, tokens_BS, depth=1)
+    short = decoder.frame(positions_BS[:, :-1], None, 1.0)
+    expected = decoder.mtp[0].norm(decoder.mtp[0].block(joined_BSD, short))
+    torch.testing.assert_close(hidden.mtp[0][:, :-1], expected)
+    second = decoder.mtp[1](hidden.mtp[0], decoder.embed(tokens_BS.roll(-2, dims=1)), frame)
+    torch.testing.assert_close(hidden.mtp[1], second)
+
+
+def test_weights_do_not_depend_on_what_else_the_model_holds() -> None:
+    long, short = tiny_decoder(tiny_model(layers=3)), tiny_decoder(tiny_model(layers=2))
+    for name, tensor in short.state_dict().items():
+        assert torch.equal(tensor, long.state_dict()[name]), f"{name} depends on other layers"
+    other = tiny_decoder(tiny_model(layers=2), seed=4)
+    assert not torch.equal(short.head_VD, other.head_VD), "another seed must give other weights"
+
+
+def test_bf16_weights_are_the_fp32_weights_rounded_and_the_router_stays_fp32() -> None:
+    rounded, exact = tiny_decoder(tiny_model(), precision="bf16"), tiny_decoder(tiny_model())
+    for name, tensor in rounded.state_dict().items():
+        assert tensor.dtype == (torch.float32 if ".router." in name else torch.bfloat16), name
+        assert torch.equal(tensor, exact.state_dict()[name].to(tensor.dtype)), name
+
+
+def test_tied_embeddings_have_one_weight() -> None:
+    decoder = tiny_decoder(tiny_model(tied_embeddings=True), precision="bf16")
+    assert decoder.head_VD is decoder.embed.weight
+    assert "head.weight" not in decoder.state_dict()

@@ -1,0 +1,140 @@
+"""Balance losses equal their formulas, travel without plumbing, and the bias evens the load."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.config.model import Balance, Moe, Router
+from penstock.kernels.reference import RouterRule, route
+from penstock.moe import router as router_module
+from penstock.moe.balance import (
+    attach,
+    auxiliary_loss,
+    capacity,
+    drop_over_capacity,
+    layer_loads,
+    reset_loads,
+    spread_evenly,
+    update_expert_bias,
+)
+from penstock.moe.routing import Routing, Scope
+
+E, K = 6, 2
+
+
+def _logits(tokens: int = 12, seed: int = 0) -> Tensor:
+    return torch.randn(tokens, E, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+
+
+def _switch_loss(logits_TE: Tensor) -> Tensor:
+    """E * sum_e f_e P_e of one set of tokens."""
+    scores_TE = logits_TE.softmax(-1)
+    chosen_TE = torch.zeros_like(scores_TE).scatter_(1, scores_TE.topk(K).indices, 1)
+    return E * (chosen_TE.sum(0) / chosen_TE.sum() * scores_TE.mean(0)).sum()
+
+
+def _loss(logits_TE: Tensor, balance: Balance, scope: Scope, seen_E: Tensor | None = None) -> Tensor:
+    routed = route(logits_TE, None, RouterRule(top_k=K), scope.sequences)
+    slots_E = routed.counts_BE.sum(0) if seen_E is None else seen_E + routed.counts_BE.sum(0)
+    return auxiliary_loss(routed, logits_TE.shape[0], balance, scope, slots_E)
+
+
+def test_the_loss_of_a_micro_batch_is_the_switch_loss_times_its_share() -> None:
+    logits_TE = _logits()
+    balance = Balance(auxiliary="micro-batch", auxiliary_weight=0.5)
+    torch.testing.assert_close(_loss(logits_TE, balance, Scope(share=0.25)), 0.125 * _switch_loss(logits_TE))
+
+
+def test_the_loss_per_sequence_is_the_mean_of_each_sequence_alone() -> None:
+    logits_TE = _logits()
+    balance = Balance(auxiliary="sequence", auxiliary_weight=1.0)
+    expected = torch.stack([_switch_loss(rows) for rows in logits_TE.chunk(3)]).mean()
+    torch.testing.assert_close(_loss(logits_TE, balance, Scope(sequences=3)), expected)
+
+
+def test_the_global_loss_counts_load_over_the_step_so_far() -> None:
+    logits_TE, seen_E = _logits(), torch.tensor([5, 0, 3, 1, 0, 7])
+    balance = Balance(auxiliary="global-batch", auxiliary_weight=1.0)
+    scores_TE = logits_TE.softmax(-1)
+    slots_E = seen_E + torch.bincount(scores_TE.topk(K).indices.flatten(), minlength=E)
+    expected = E * (slots_E / slots_E.sum() * scores_TE.mean(0)).sum()
+    torch.testing.assert_close(_loss(logits_TE, balance, Scope(), seen_E), expected)
+
+
+def test_the_z_loss_is_the_mean_squared_logsumexp() -> None:
+    logits_TE = _logits()
+    balance = Balance(z_weight=0.1)
+    torch.testing.assert_close(_loss(logits_TE, balance, Scope()), 0.1 * logits_TE.logsumexp(-1).square().mean())
+
+
+def test_even_load_and_even_scores_give_a_loss_of_one() -> None:
+    logits_TE = torch.eye(E).repeat(4, 1) * 1e-4
+    loss = _loss(logits_TE, Balance(auxiliary="micro-batch", auxiliary_weight=1.0), Scope())
+    assert loss.item() == pytest.approx(1.0, abs=1e-3)
+
+
+def test_an_attached_loss_changes_gradients_and_nothing_else() -> None:
+    weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    carrier = weight * 3
+    attached = attach(carrier, (weight**2).sum())
+    assert torch.equal(attached, carrier)
+    attached.sum().backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, 3 + 2 * weight.detach())
+
+
+def _router(rate: float = 0.1) -> router_module.Router:
+    rule = Router(score="sigmoid", expert_bias=True, expert_bias_rate=rate)
+    router = router_module.Router(Moe(experts=E, top_k=K, ffn_size=4, router=rule), hidden_size=8, layer=2)
+    nn.init.normal_(router.weight_ED, std=0.5, generator=torch.Generator().manual_seed(1))
+    return router
+
+
+def test_the_bias_moves_one_step_against_the_load() -> None:
+    router = _router()
+    router.meter.slots_E.copy_(torch.tensor([9, 1, 5, 5, 10, 0]))
+    update_expert_bias(nn.Sequential(router))
+    torch.testing.assert_close(router.expert_bias_E, torch.tensor([-0.1, 0.1, 0.0, 0.0, -0.1, 0.1]))
+
+
+def test_the_bias_evens_a_skewed_load() -> None:
+    router = _router(rate=0.01)
+    x_TD = torch.randn(256, 8, generator=torch.Generator().manual_seed(2)) + 1.0
+    uneven = []
+    for _ in range(100):
+        reset_loads(router)
+        router(x_TD, Scope())
+        slots_E = layer_loads(router)[0].slots_E.float()
+        uneven.append((slots_E.max() / slots_E.mean()).item())
+        update_expert_bias(router)
+    assert uneven[0] > 1.5 and uneven[-1] < 1.15, f"from {uneven[0]:.2f} to {uneven[-1]:.2f}"
+
+
+def test_loads_name_their_layer_and_start_anew() -> None:
+    router = _router()
+    router(torch.randn(10, 8), Scope())
+    (load,) = layer_loads(router)
+    assert load.layer == 2 and load.slots_E.sum().item() == 20
+    reset_loads(router)
+    assert layer_loads(router)[0].slots_E.sum().item() == 0
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(1.0, 4), (1.25, 5), (0.01, 1)])
+def test_capacity_is_the_fair_share_times_the_factor_rounded_up(factor: float, expected: int) -> None:
+    assert capacity(12, K, E, factor) == expected
+
+
+def test_a_dropped_slot_stays_dropped() -> None:
+    routing = Routing(torch.tensor([[0.5, 0.0], [0.4, 0.3]]), torch.tensor([[0, 2], [0, 1]]))
+    kept = drop_over_capacity(routing, experts=2, limit=1)
+    assert kept.experts_TK.tolist() == [[0, 2], [2, 1]]
+    torch.testing.assert_close(kept.weights_TK, torch.tensor([[0.5, 0.0], [0.0, 0.3]]))
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(64, 6), (256, 8), (128, 8), (8, 2), (160, 6), (7, 3)])
+def test_forced_balance_is_even_for_every_model(experts: int, top_k: int) -> None:
+    tokens = experts * 4
+    empty = Routing(torch.ones(tokens, top_k), torch.zeros(tokens, top_k, dtype=torch.int64))
+    forced = spread_evenly(empty, experts)
+    assert torch.bincount(forced.experts_TK.flatten(), minlength=experts).unique().numel() == 1
+    assert all(len(set(row)) == top_k for row in forced.experts_TK.tolist()), "a token's experts differ"

@@ -1,0 +1,136 @@
+"""Every way to choose experts equals a loop over tokens, written out."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.config.model import Balance, Moe, Router
+from penstock.kernels.reference import RouterRule, route
+from penstock.moe import router as router_module
+from penstock.moe.routing import Scope
+
+RULES = {
+    "softmax": RouterRule(top_k=3),
+    "softmax after top-k": RouterRule(top_k=3, softmax_after_top_k=True),
+    "softmax normalized and scaled": RouterRule(top_k=2, normalize=True, scale=2.5),
+    "softmax groups by max": RouterRule(top_k=3, groups=4, groups_kept=2, group_score="max", scale=16.0),
+    "sigmoid": RouterRule(top_k=3, score="sigmoid"),
+    "sigmoid groups by best two": RouterRule(
+        top_k=4, score="sigmoid", groups=4, groups_kept=2, group_score="top2", normalize=True, scale=2.5
+    ),
+    "one expert": RouterRule(top_k=1, score="sigmoid"),
+    "all experts": RouterRule(top_k=12),
+}
+E = 12
+
+
+def _by_hand(logits: list[float], bias: list[float], rule: RouterRule) -> dict[int, float]:
+    """Weights of the chosen experts of one token."""
+    if rule.score == "softmax":
+        total = sum(math.exp(x) for x in logits)
+        scores = [math.exp(x) / total for x in logits]
+    else:
+        scores = [1 / (1 + math.exp(-x)) for x in logits]
+    judged = [(x if rule.softmax_after_top_k else s) + b for x, s, b in zip(logits, scores, bias, strict=True)]
+    size = len(logits) // rule.groups
+    groups = [sorted(judged[g * size : (g + 1) * size], reverse=True) for g in range(rule.groups)]
+    merit = [sum(group[: 1 if rule.group_score == "max" else 2]) for group in groups]
+    kept = sorted(range(rule.groups), key=lambda g: -merit[g])[: rule.groups_kept] if rule.groups > 1 else [0]
+    allowed = [e for e in range(len(logits)) if e // size in kept]
+    chosen = sorted(allowed, key=lambda e: -judged[e])[: rule.top_k]
+    if rule.softmax_after_top_k:
+        total = sum(math.exp(logits[e]) for e in chosen)
+        weights = {e: math.exp(logits[e]) / total for e in chosen}
+    else:
+        weights = {e: scores[e] for e in chosen}
+    total = sum(weights.values()) if rule.normalize else 1.0
+    return {e: rule.scale * w / total for e, w in weights.items()}
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("name", RULES)
+def test_choice_and_weights_equal_a_loop_over_tokens(name: str, with_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(7)
+    logits_TE = torch.randn(20, E, generator=generator)
+    bias_E = 0.3 * torch.randn(E, generator=generator) if with_bias else None
+    routed = route(logits_TE, bias_E, RULES[name], sequences=2)
+    bias = [0.0] * E if bias_E is None else bias_E.tolist()
+    counts_BE = torch.zeros(2, E, dtype=torch.int64)
+    for token, logits in enumerate(logits_TE.tolist()):
+        expected = _by_hand(logits, bias, RULES[name])
+        got = dict(zip(routed.experts_TK[token].tolist(), routed.weights_TK[token].tolist(), strict=True))
+        assert got.keys() == expected.keys(), f"token {token}"
+        assert got == pytest.approx(expected, rel=1e-5)
+        for expert in expected:
+            counts_BE[token // 10, expert] += 1
+    assert torch.equal(routed.counts_BE, counts_BE)
+
+
+def test_the_bias_steers_the_choice_and_never_the_weights() -> None:
+    logits_TE = torch.randn(6, E, generator=torch.Generator().manual_seed(1))
+    bias_E = torch.zeros(E)
+    bias_E[5] = 10.0
+    routed = route(logits_TE, bias_E, RULES["sigmoid"], sequences=1)
+    assert (routed.experts_TK[:, 0] == 5).all(), "the favoured expert is everyone's first choice"
+    torch.testing.assert_close(routed.weights_TK[:, 0], logits_TE[:, 5].sigmoid())
+
+
+def test_mass_and_z_are_sums_over_each_sequence() -> None:
+    logits_TE = torch.randn(8, E, generator=torch.Generator().manual_seed(2))
+    routed = route(logits_TE, None, RULES["softmax"], sequences=2)
+    torch.testing.assert_close(routed.mass_BE[1], logits_TE[4:].softmax(-1).sum(0))
+    torch.testing.assert_close(routed.z_B[0], logits_TE[:4].exp().sum(-1).log().square().sum())
+
+
+def _router(balance: Balance, **changes: object) -> router_module.Router:
+    router = Router(score="sigmoid", expert_bias=True, normalize=True)
+    moe = Moe(experts=E, top_k=3, ffn_size=8, router=router, balance=balance)
+    module = router_module.Router(moe.model_copy(update=changes), hidden_size=16, layer=1)
+    torch.nn.init.normal_(module.weight_ED, generator=torch.Generator().manual_seed(3))
+    assert module.expert_bias_E is not None, "this router has a bias"
+    module.meter.reset()
+    return module
+
+
+def _x(tokens: int = 24) -> Tensor:
+    return torch.randn(tokens, 16, generator=torch.Generator().manual_seed(4))
+
+
+def test_the_router_decides_in_float32_whatever_its_input_is() -> None:
+    routing = _router(Balance())(_x().bfloat16(), Scope())
+    assert routing.weights_TK.dtype == torch.float32
+
+
+def test_forced_balance_gives_every_expert_the_same_number_of_distinct_slots() -> None:
+    routing = _router(Balance(force=True))(_x(), Scope())
+    assert torch.bincount(routing.experts_TK.flatten(), minlength=E).tolist() == [6] * E
+    assert all(len(set(row)) == 3 for row in routing.experts_TK.tolist()), "a token's experts differ"
+
+
+def test_over_capacity_the_smallest_weights_of_an_expert_are_dropped() -> None:
+    free = _router(Balance())(_x(), Scope())
+    router = _router(Balance(capacity_factor=0.5))
+    routing = router(_x(), Scope())
+    limit = 3  # 24 tokens x 3 choices / 12 experts x 0.5
+    dropped = 0
+    for expert in range(E):
+        asked = free.weights_TK[free.experts_TK == expert]
+        kept = routing.weights_TK[routing.experts_TK == expert]
+        assert len(kept) == min(limit, len(asked))
+        torch.testing.assert_close(kept.sort().values, asked.sort().values[len(asked) - len(kept) :])
+        dropped += len(asked) - len(kept)
+    assert dropped > 0, "this case must drop something"
+    assert router.meter.dropped.item() == dropped == (routing.experts_TK == E).sum().item()
+    assert (routing.weights_TK[routing.experts_TK == E] == 0).all()
+
+
+def test_load_is_measured_in_training_only() -> None:
+    router = _router(Balance())
+    router(_x(), Scope())
+    assert router.meter.slots_E.sum().item() == 24 * 3
+    router.eval()(_x(), Scope())
+    with torch.no_grad():
+        router.train()(_x(), Scope())
+    assert router.meter.slots_E.sum().item() == 24 * 3
