@@ -1,13 +1,14 @@
 """From a name or a file to a checked run, and back to a file.
 
 A target is a preset (`debug`), a variant of one (`deepseek-v2-lite-8l`), a TOML file, or the folder of a run, whose
-config.toml is read. A name that is a preset is the preset, even where a folder has the same name; write `./debug` for the
-folder. The steps are always the same: read a tree, lay the overrides over it, build the run, check the rules.
+config.toml is read. A name that is a preset is the preset, even where a folder has the same name; write `./debug` for
+the folder. The steps are always the same: read a tree, lay the overrides over it, build the run, check the rules.
 
 A file may start from a preset with `preset = "debug"` at its top: what else it says wins, table by table. A file that
 gives no `name` is a run named after the file.
 """
 
+import os.path
 import re
 import tomllib
 from collections.abc import Sequence
@@ -56,11 +57,11 @@ def _read_target(target: str) -> Tree:
     if is_preset(target):
         return preset(target).model_dump()
     path = Path(target)
-    if path.is_dir():
-        if not (path / RUN_FILE).is_file():
+    if os.path.isdir(path):
+        if not os.path.isfile(path / RUN_FILE):
             raise ConfigError(f"{path} is not the folder of a run", allowed=f"a folder with a {RUN_FILE}")
         return _read_file(path / RUN_FILE)
-    if path.exists() or path.suffix == ".toml" or len(path.parts) > 1:
+    if os.path.exists(path) or path.suffix == ".toml" or len(path.parts) > 1:
         return _read_file(path)
     return preset(target).model_dump()  # It is none, and the error says which there are.
 
@@ -80,7 +81,7 @@ def _read_file(path: Path) -> Tree:
 
 def _parse_file(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise ConfigError(f"there is no file {path}", fix="check the path, or name a preset") from error
     except OSError as error:
@@ -95,7 +96,7 @@ def _parse_file(path: Path) -> dict[str, Any]:
 
 
 def _syntax_fault(path: Path, text: str, message: str) -> str:
-    """tomllib ends its message with `(at line 3, column 5)` or `(at end of document)`; editors jump to `file:3`."""
+    """Python ends its message with `(at line 3, column 5)` or `(at end of document)`; editors jump to `file:3`."""
     place = re.search(r" \(at (?:line (?P<line>\d+), column \d+|end of document)\)$", message)
     if place is None:
         return f"{path} is not TOML: {message}"
@@ -106,8 +107,8 @@ def _syntax_fault(path: Path, text: str, message: str) -> str:
 def _as_table(section: Section) -> Tree:
     """TOML has no None: a field that is None is left out where that is its default, and written as "none" elsewhere."""
     table: Tree = {}
-    for name, field in fields_of(type(section)).items():
-        value = vars(section)[name]
+    for name, value in section:
+        field = fields_of(type(section))[name]
         if isinstance(value, Section):
             table[name] = _as_table(value)
         elif value is not None:

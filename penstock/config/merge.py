@@ -1,8 +1,8 @@
 """Trees of values, as read from a file or from overrides, laid over one another.
 
-A tree is what TOML gives: nested tables of plain values. `settle` turns what TOML cannot say or says otherwise into what
-the schema takes: lists become tuples, a lone text becomes a list where one is wanted, and the text "none" becomes None
-where a field may be none. Nothing here judges values: that is the schema's work, after everything has been laid together.
+A tree is what TOML gives: nested tables of plain values. `settle` turns what TOML cannot say, or says otherwise, into
+what the schema takes: lists become tuples, a lone text becomes a list where one is wanted, and the text "none" becomes
+None where a field may be none. Nothing here judges values: that is the schema's work, after all has been laid together.
 """
 
 import tomllib
@@ -35,6 +35,8 @@ def parse_overrides(root: type[Section], overrides: Sequence[str]) -> Tree:
             raise ConfigError(
                 f"override {override!r} is not an assignment", allowed="a.b=c, such as training.steps=100"
             )
+        if any("\ud800" <= letter <= "\udfff" for letter in text):  # How Python passes on bytes that are not UTF-8.
+            raise ConfigError(f"override {path} is not UTF-8 text", got=ascii(text))
         *parents, last = names
         table = tree
         for name in parents:
@@ -47,7 +49,7 @@ def parse_overrides(root: type[Section], overrides: Sequence[str]) -> Tree:
 
 
 def _parse_value(path: str, text: str, *, takes_text: bool) -> Any:
-    """A TOML value, or the text itself. A field of texts takes `2024` and `true` for texts too."""
+    """A TOML value, or the text itself. A field that takes text takes `2024` and `true` for texts too."""
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:
@@ -56,8 +58,9 @@ def _parse_value(path: str, text: str, *, takes_text: bool) -> Any:
                 f"override {path}: {text} is not a TOML value: {error}", fix="mind the shell's quotes"
             ) from error
         return text
-    is_one_value = len(table) == 1
-    return table["value"] if is_one_value and (isinstance(table["value"], str) or not takes_text) else text
+    value = table.pop("value")
+    is_several = bool(table)  # `1`, a new line, `seed = 2` is no single value.
+    return text if is_several or (takes_text and not isinstance(value, (str, list, dict))) else value
 
 
 def settle(fields: Mapping[str, Field], tree: Mapping[str, Any]) -> Tree:

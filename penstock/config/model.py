@@ -38,6 +38,11 @@ class GroupedQueryAttention(Section):
     head_dim: int = knob(doc="Width of a head; even.", unit="features", low=2)
     rope: Rope = knob(Rope(), doc="Position embedding.")
 
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the part of a head that is rotated: all of it."""
+        return self.head_dim
+
 
 class LatentAttention(Section):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1)."""
@@ -59,6 +64,11 @@ class LatentAttention(Section):
     def head_dim(self) -> int:
         """Width of a query/key head."""
         return self.plain_head_dim + self.rotary_head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Width of the part of a head that is rotated."""
+        return self.rotary_head_dim
 
 
 Attention = Annotated[GroupedQueryAttention | LatentAttention, Discriminator("kind")]

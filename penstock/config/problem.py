@@ -5,18 +5,22 @@ from dataclasses import dataclass
 
 from penstock.base.errors import ConfigError
 
+_MOST_OTHERS = 4
+
 
 @dataclass(frozen=True)
 class Problem:
     """One mistake.
 
     Attributes:
-        what: the fact, beginning with the full path of a field.
-        got: the offending value or values, if `what` does not show them.
+        field: full path of the field that is most likely to be changed.
+        what: what is wrong with it; reads on after the path.
+        got: the offending value, if `what` does not show it.
         allowed: what would have been right.
         fix: the change that mends it.
     """
 
+    field: str
     what: str
     got: str | None = None
     allowed: str | None = None
@@ -24,7 +28,7 @@ class Problem:
 
 
 def refuse(problems: Sequence[Problem]) -> None:
-    """Raise if anything is wrong. The first problem is told in full, of the others the fields.
+    """Raise if anything is wrong. The first problem is told in full, of the others the fields, a few of them.
 
     Raises:
         ConfigError: `problems` is not empty.
@@ -32,8 +36,7 @@ def refuse(problems: Sequence[Problem]) -> None:
     if not problems:
         return
     first, *others = problems
-    fix = first.fix
-    if others:
-        also = "also wrong: " + ", ".join(problem.what.split()[0] for problem in others)
-        fix = also if fix is None else f"{fix}; {also}"
-    raise ConfigError(first.what, got=first.got, allowed=first.allowed, fix=fix)
+    fields = [problem.field for problem in others[:_MOST_OTHERS]]
+    fields += ["..."] if len(others) > _MOST_OTHERS else []
+    also = f" (also wrong: {', '.join(fields)})" if fields else ""
+    raise ConfigError(f"{first.field} {first.what}{also}", got=first.got, allowed=first.allowed, fix=first.fix)

@@ -21,8 +21,8 @@ class Kernels(Section):
     experts: Literal["auto", "reference", "torch"] = knob(
         "auto", doc="Expert matrix products: a loop over experts (reference) or torch's grouped_mm."
     )
-    attention: Literal["auto", "math", "flash", "efficient", "cudnn"] = knob(
-        "auto", doc="Backend of scaled_dot_product_attention; auto takes cuDNN on NVIDIA GPUs."
+    attention: Literal["auto", "default", "math", "flash", "efficient", "cudnn"] = knob(
+        "auto", doc="Backend of scaled_dot_product_attention; auto prefers cuDNN, default leaves it to torch."
     )
     loss_chunk: int = knob(0, doc="Tokens whose logits exist at once; 0 chooses by size.", unit="tokens", low=0)
 

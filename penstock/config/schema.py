@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Le
 from pydantic.fields import FieldInfo
@@ -45,7 +45,7 @@ class Field:
         choices: the only allowed texts, if there are such.
         sections: the section that it holds, or the alternatives; empty for a value.
         optional: may be none.
-        required: has no default.
+        required: must be given.
         default: value when none is given; None where there is no default.
     """
 
@@ -95,8 +95,7 @@ def fields_of(section: type[Section]) -> Mapping[str, Field]:
 
 
 def _field(owner: type[Section], name: str, info: FieldInfo) -> Field:
-    is_union = get_origin(info.annotation) in (Union, UnionType)
-    types = get_args(info.annotation) if is_union else (info.annotation,)
+    types = _alternatives(info.annotation)
     sections = tuple(one for one in types if isinstance(one, type) and issubclass(one, Section))
     values = [one for one in types if one not in sections and one is not NoneType]
     choices = get_args(values[0]) if values and get_origin(values[0]) is Literal else ()
@@ -113,9 +112,19 @@ def _field(owner: type[Section], name: str, info: FieldInfo) -> Field:
         choices=choices,
         sections=sections,
         optional=NoneType in types,
-        required=info.is_required(),
+        # A kind decides what its section is, so it must be written, although in Python its only value is its default.
+        required=info.is_required() or name == KIND,
         default=None if info.is_required() else info.default,
     )
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """The types of a union, which may be nested in others and in `Annotated`; of any other type, the type itself."""
+    if get_origin(annotation) is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return tuple(inner for one in get_args(annotation) for inner in _alternatives(one))
+    return (annotation,)
 
 
 def kind_of(section: type[Section]) -> str | None:
@@ -125,7 +134,7 @@ def kind_of(section: type[Section]) -> str | None:
 
 
 def alternative(sections: Iterable[type[Section]], kind: object) -> type[Section] | None:
-    """The section among alternatives that `kind` names; the only one, if there is only one; None for an unknown kind."""
+    """The section that `kind` names among alternatives, or the only one there is; None for an unknown kind."""
     sections = tuple(sections)
     if len(sections) == 1:
         return sections[0]
@@ -138,7 +147,7 @@ def fields_under(sections: Iterable[type[Section]]) -> dict[str, Field]:
 
 
 def every_field(root: type[Section], prefix: str = "") -> Iterator[Field]:
-    """Every field below `root`, depth first, sections before their fields; a path may come once for each alternative."""
+    """Every field below `root`, a section before its fields; a path comes once for each alternative that has it."""
     for name, field in fields_of(root).items():
         path = f"{prefix}{name}"
         yield replace(field, path=path)

@@ -61,6 +61,7 @@ class Evaluation(Section):
 class Checkpoint(Section):
     """Saved states."""
 
+    enabled: bool = knob(True, doc="Save at all; a run without checkpoints cannot be resumed.")
     every: int = knob(1000, doc="Steps between checkpoints; 0 saves only at the end.", unit="steps", low=0)
     keep: int = knob(3, doc="Checkpoints that are kept, the newest first; 0 keeps all.", unit="checkpoints", low=0)
     asynchronous: bool = knob(True, doc="Write in the background while training goes on.")

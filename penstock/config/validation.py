@@ -1,4 +1,4 @@
-"""What pydantic found wrong, in the words of this project: field, what, got, allowed, and the name that was likely meant."""
+"""What pydantic found wrong, in this project's words: field, what, got, allowed, and the name that was likely meant."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -39,9 +39,9 @@ def _problem(root: type[Section], detail: ErrorDetails) -> Problem:
         return _unknown_key(root, path, owner)
     if fault == "missing":
         fix = 'write its fields, or start the file with preset = "debug"' if field.sections else None
-        return Problem(f"{path} is missing", allowed=field.allowed_text, fix=fix)
+        return Problem(path, "is missing", allowed=field.allowed_text, fix=fix)
     if fault == "union_tag_not_found":
-        return Problem(f"{path}.{KIND} is missing", allowed=", ".join(_kinds(field)))
+        return Problem(f"{path}.{KIND}", "is missing", allowed=", ".join(_kinds(field)))
     if fault == "union_tag_invalid":
         return _unknown_value(f"{path}.{KIND}", value[KIND], _kinds(field))
     if field.choices:
@@ -49,9 +49,9 @@ def _problem(root: type[Section], detail: ErrorDetails) -> Problem:
     if field.sections:
         examples = ", ".join(f"{path}.{name}" for name in list(fields_under(field.sections))[:3])
         allowed = "its fields, or none" if field.optional else "its fields"
-        return Problem(f"{path} is a section, not a value", _shown(value), allowed, fix=f"set {examples}, ...")
-    verb = "is out of range" if fault in _RANGE_ERRORS else "has the wrong type"
-    return Problem(f"{path} {verb}", _shown(value), field.allowed_text)
+        return Problem(path, "is a section, not a value", _shown(value), allowed, fix=f"set {examples}, ...")
+    what = "is out of range" if fault in _RANGE_ERRORS else "has the wrong type"
+    return Problem(path, what, _shown(value), field.allowed_text)
 
 
 class _Place(NamedTuple):
@@ -85,22 +85,22 @@ def _unknown_key(root: type[Section], path: str, owner: type[Section]) -> Proble
     """Suggest, in this order: another kind of the section, a like name beside it, the same name in another section."""
     parent, _, name = path.rpartition(".")
     siblings = fields_of(owner)
-    what = f"{path} is an unknown key"
+    what = "is an unknown key"
     if elsewhere := find(root, path):
         kinds = " or ".join(str(kind_of(field.owner)) for field in elsewhere)
-        return Problem(what, fix=f"leave it out: it belongs to {parent}.{KIND} = {kinds}")
+        return Problem(path, what, fix=f"leave it out: it belongs to {parent}.{KIND} = {kinds}")
     if (near := nearest(name, siblings)) is not None:
-        return Problem(what, fix=f"did you mean {f'{parent}.{near}'.lstrip('.')}?")
+        return Problem(path, what, fix=f"did you mean {f'{parent}.{near}'.lstrip('.')}?")
     if namesakes := {field.path: None for field in every_field(root) if field.path.rpartition(".")[2] == name}:
-        return Problem(what, fix=f"did you mean {' or '.join(namesakes)}?")
-    return Problem(what, allowed=", ".join(siblings))
+        return Problem(path, what, fix=f"did you mean {' or '.join(namesakes)}?")
+    return Problem(path, what, allowed=", ".join(siblings))
 
 
 def _unknown_value(path: str, value: object, choices: Iterable[str]) -> Problem:
     choices = tuple(choices)
     near = nearest(value, choices)
     fix = None if near is None else f"did you mean {near}?"
-    return Problem(f"{path} has an unknown value", _shown(value), ", ".join(choices), fix)
+    return Problem(path, "has an unknown value", _shown(value), ", ".join(choices), fix)
 
 
 def _kinds(field: Field) -> list[str]:

@@ -1,5 +1,6 @@
 """What the data hand to the model: rows of tokens, their labels, positions and documents."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,23 +39,21 @@ class Batch:
                 x_BS = x_BS.pin_memory()
             return x_BS.to(device, non_blocking=True)
 
-        return Batch(
-            tokens_BS=moved(self.tokens_BS),
-            labels_BS=moved(self.labels_BS),
-            positions_BS=moved(self.positions_BS),
-            documents_BS=None if self.documents_BS is None else moved(self.documents_BS),
-        )
+        return self._each(moved)
 
-    def rows_between(self, start: int, stop: int) -> "Batch":
-        """Returns rows start..stop-1 as views."""
-        return Batch(
-            tokens_BS=self.tokens_BS[start:stop],
-            labels_BS=self.labels_BS[start:stop],
-            positions_BS=self.positions_BS[start:stop],
-            documents_BS=None if self.documents_BS is None else self.documents_BS[start:stop],
-        )
+    def between(self, start: int, stop: int) -> "Batch":
+        """Returns rows start..stop-1, as views."""
+        return self._each(lambda x_BS: x_BS[start:stop])
 
     def micro_batches(self, rows: int) -> list["Batch"]:
         """Returns the batch cut into micro-batches of `rows` rows each, in order, as views."""
         assert self.rows % rows == 0, f"{self.rows} rows do not divide into micro-batches of {rows}"
-        return [self.rows_between(start, start + rows) for start in range(0, self.rows, rows)]
+        return [self.between(start, start + rows) for start in range(0, self.rows, rows)]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        return Batch(
+            tokens_BS=change(self.tokens_BS),
+            labels_BS=change(self.labels_BS),
+            positions_BS=change(self.positions_BS),
+            documents_BS=None if self.documents_BS is None else change(self.documents_BS),
+        )

@@ -3,22 +3,27 @@
 Losses of different tokenizers compare in bits per byte of text: the nats of all counted labels, over ln 2, over the
 bytes that these labels stand for. The bytes are exact: each label's own are summed, so that cut documents and labels
 that are not counted take no part. An end-of-document token costs nats and stands for no byte.
+
+Rows that follow each other are often of one document, and a few documents say little. So rows are taken evenly from a
+line of text that is longer than needed.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
 from penstock.data.batch import Batch
-from penstock.data.packing import pack
+from penstock.data.packing import PADDING, cut, pack
 from penstock.data.sources import Source, Tokens
-from penstock.data.stream import Span, document_order, with_end_token
+from penstock.data.stream import Span, document_order, joined, with_end_token
 from penstock.kernels.reference import IGNORED_LABEL
 
 _ORDER_SEED = 0
 """The order of documents, and so what is judged, is the same for all runs: their seed has no part in it."""
+
+_SPREAD = 8
+"""Rows that are read for each row that is taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +51,10 @@ def evaluation_batches(
     rank: int = 0,
     ranks: int = 1,
 ) -> Evaluation:
-    """Packs documents, in a fixed random order, into at most `limit_rows` rows; all of them, if they are fewer.
+    """Chooses at most `limit_rows` rows, spread over the documents; the whole text, if it has fewer.
 
-    Rows that are not filled, and rows that make the last batch as large as the others, are padded with end-of-document
-    tokens whose labels are not counted.
+    A row that the text does not fill, and rows that make the last batch as large as the others, are padded with
+    end-of-document tokens whose labels are not counted.
 
     Args:
         source: the documents of the validation split.
@@ -63,43 +68,52 @@ def evaluation_batches(
     Raises:
         DataError: a document cannot be read, or none holds text.
     """
-    assert rows % ranks == 0, f"a global batch of {rows} rows does not divide among {ranks} ranks"
+    assert rows % ranks == 0, f"a batch of {rows} rows does not divide among {ranks} ranks"
     assert limit_rows > 0, "an evaluation needs at least one row"
-    span, text_bytes = _read_whole_documents(source, limit_rows * sequence_length + 1)
-    used = len(span.tokens)
-    count = -(-(used - 1) // (rows * sequence_length)) * rows * sequence_length
-    padding = count + 1 - used
-    padded = Span(
-        tokens=np.pad(span.tokens, (0, padding), constant_values=source.end_of_document),
-        documents=np.pad(span.documents, (0, padding), constant_values=span.documents[-1] + 1),
+
+    # 1. Read a line of text; end it with a full row, and with as many empty rows as the last batch may want.
+    line, text_bytes = _read_line(source, _SPREAD * limit_rows * sequence_length + 1)
+    text_rows = -(-(len(line.tokens) - 1) // sequence_length)
+    taken = min(limit_rows, text_rows)
+    empty_rows = -taken % rows
+    padding = (text_rows + empty_rows) * sequence_length + 1 - len(line.tokens)
+    line = Span(
+        np.pad(line.tokens, (0, padding), constant_values=source.end_of_document),
+        np.pad(line.documents, (0, padding), constant_values=PADDING),
     )
-    whole = pack(padded, sequence_length=sequence_length, document_mask=document_mask, padding=padding)
-    counted = whole.labels_BS.flatten().numpy()[: used - 1] != IGNORED_LABEL
-    rank_rows = rows // ranks
+    text_bytes = np.pad(text_bytes, (0, padding))
+
+    # 2. Take rows at even distances, and the empty rows.
+    places = np.concatenate([np.arange(taken) * text_rows // taken, text_rows + np.arange(empty_rows)])
+    tokens, documents = cut(line, sequence_length)
+    whole = pack(Span(tokens[places], documents[places]), document_mask=document_mask)
+
+    # 3. Count what they predict, and keep our part.
+    label_bytes_BS = text_bytes[1:].reshape(-1, sequence_length)[places]
+    counted_BS = whole.labels_BS.numpy() != IGNORED_LABEL
+    ours = rows // ranks
     return Evaluation(
-        batches=tuple(
-            batch.rows_between(rank * rank_rows, (rank + 1) * rank_rows) for batch in whole.micro_batches(rows)
-        ),
-        tokens=int(counted.sum()),
-        text_bytes=int(text_bytes[1:][counted].sum()),
+        batches=tuple(batch.between(rank * ours, (rank + 1) * ours) for batch in whole.micro_batches(rows)),
+        tokens=int(counted_BS.sum()),
+        text_bytes=int(label_bytes_BS[counted_BS].sum()),
     )
 
 
-def _read_whole_documents(source: Source, limit: int) -> tuple[Span, NDArray[np.int64]]:
-    """Returns the first tokens of the fixed order, at most `limit`, and the bytes of text that each stands for."""
+def _read_line(source: Source, limit: int) -> tuple[Span, Tokens]:
+    """Returns at most `limit` tokens of the fixed order of documents, and the bytes of text that each stands for."""
     documents: list[Tokens] = []
     text_bytes: list[Tokens] = []
     count = 0
     for index in document_order(len(source), seed=_ORDER_SEED, epoch=0).tolist():
         document = with_end_token(source, index)
-        if len(document) > 0:
-            documents.append(document)
-            text_bytes.append(np.append(source.bytes_per_token(index), 0))
-            count += len(document)
+        if len(document) == 0:
+            continue
+        documents.append(document)
+        text_bytes.append(np.append(source.bytes_per_token(index), 0))
+        count += len(document)
         if count >= limit:
             break
-    if count == 0:
+    if not documents:
         raise DataError("the validation data hold no text: every document is empty", got=f"{len(source)} documents")
-    ordinals = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
-    span = Span(np.concatenate(documents).astype(np.int64)[:limit], ordinals[:limit])
-    return span, np.concatenate(text_bytes).astype(np.int64)[:limit]
+    tokens, numbers = joined(documents)
+    return Span(tokens[:limit], numbers[:limit]), np.concatenate(text_bytes)[:limit]

@@ -16,7 +16,7 @@ from typing import Protocol, Self
 
 from penstock.base.errors import DataError
 from penstock.data.batch import Batch
-from penstock.data.packing import pack
+from penstock.data.packing import cut, pack
 from penstock.data.sources import Source
 from penstock.data.stream import Cursor, Stream
 
@@ -95,7 +95,7 @@ class Loader:
         span, behind = self._stream.read(ours, self._tokens_ours)
         self._cursor = self._stream.advance(behind, self._tokens_behind)
         self._tokens_handed_out += self._tokens_before + self._tokens_ours + self._tokens_behind
-        return pack(span, sequence_length=self._sequence_length, document_mask=self._document_mask)
+        return pack(cut(span, self._sequence_length), document_mask=self._document_mask)
 
     def state(self) -> dict[str, int]:
         """Returns the cursor, the tokens handed out to all ranks so far, and what tells these data from others."""

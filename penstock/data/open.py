@@ -26,7 +26,7 @@ def open_source(  # noqa: PLR0913 - one argument for each field of the data sect
     tokenizer: str = "bytes",
     text_field: str = "text",
     end_of_document: str | None = None,
-    validation_share: float = 0.03,
+    validation_share: float = 0.02,
 ) -> Source:
     """Opens the documents of one split. All arguments but three are the fields of the config's data section.
 
@@ -39,7 +39,7 @@ def open_source(  # noqa: PLR0913 - one argument for each field of the data sect
         validation_files: text and jsonl only: files held out; training then has all of `files`.
         tokenizer: "bytes", or the path of a `tokenizer.json`; synthetic sources have none.
         text_field: jsonl only: the field that holds the text.
-        end_of_document: text of the token that ends a document; None looks for the usual ones.
+        end_of_document: text of the token that ends a document; None or empty looks for the usual ones.
         validation_share: share of the documents that is held out, by hash, where validation has no files of its own.
 
     Raises:

@@ -30,38 +30,45 @@ from penstock.data.batch import Batch
 from penstock.data.stream import Span
 from penstock.kernels.reference import IGNORED_LABEL
 
+PADDING = -1
+"""The document number of tokens that are not of the stream: no position predicts them."""
 
-def pack(span: Span, *, sequence_length: int, document_mask: bool, padding: int = 0) -> Batch:
-    """Cuts a span into rows.
 
-    Args:
-        span: B*S + 1 tokens; the last is only a label.
-        sequence_length: S.
-        document_mask: keep documents apart, as the module says.
-        padding: tokens at the span's end that are not of the stream, and that no position shall predict.
-
-    Returns:
-        B rows on the CPU. Nothing is shared with the span.
-    """
+def cut(span: Span, sequence_length: int) -> Span:
+    """Cuts a span of B*S + 1 tokens into rows of S + 1, as views; a row's last token is the next row's first."""
     count = len(span.tokens) - 1
     assert count % sequence_length == 0, f"{count} tokens do not fill rows of {sequence_length}"
-    shape = (count // sequence_length, sequence_length)
+    starts, width = slice(None, None, sequence_length), sequence_length + 1
+    return Span(
+        np.lib.stride_tricks.sliding_window_view(span.tokens, width)[starts],
+        np.lib.stride_tricks.sliding_window_view(span.documents, width)[starts],
+    )
 
-    labels = span.tokens[1:].copy()
-    if document_mask:
-        labels[span.documents[1:] != span.documents[:-1]] = IGNORED_LABEL
-    labels[count - padding :] = IGNORED_LABEL
 
-    positions_BS = np.broadcast_to(np.arange(sequence_length), shape)
-    documents_BS = span.documents[:-1].reshape(shape)
+def pack(rows: Span, *, document_mask: bool) -> Batch:
+    """Makes a batch of rows.
+
+    Args:
+        rows: B rows of S + 1 tokens; the last of a row is only a label.
+        document_mask: keep documents apart, as the module says.
+
+    Returns:
+        B rows of S tokens on the CPU. No memory is shared with `rows`.
+    """
+    tokens_BS, labels_BS = rows.tokens[:, :-1].astype(np.int64), rows.tokens[:, 1:].astype(np.int64)
+    documents_BS, label_documents_BS = rows.documents[:, :-1], rows.documents[:, 1:]
+    positions_BS = np.tile(np.arange(tokens_BS.shape[1]), (len(tokens_BS), 1))
+
+    labels_BS[label_documents_BS == PADDING] = IGNORED_LABEL
     if document_mask:
-        begins_BS = np.diff(documents_BS, axis=1, prepend=-1) != 0
-        positions_BS = positions_BS - np.maximum.accumulate(np.where(begins_BS, positions_BS, 0), axis=1)
-        documents_BS = documents_BS - documents_BS[:, :1]
+        labels_BS[label_documents_BS != documents_BS] = IGNORED_LABEL
+        begins_BS = np.diff(documents_BS, axis=1, prepend=PADDING) != 0
+        positions_BS -= np.maximum.accumulate(np.where(begins_BS, positions_BS, 0), axis=1)
+        documents_BS = np.cumsum(begins_BS, axis=1) - begins_BS[:, :1]
 
     return Batch(
-        tokens_BS=torch.tensor(span.tokens[:-1].reshape(shape)),
-        labels_BS=torch.tensor(labels.reshape(shape)),
-        positions_BS=torch.tensor(positions_BS),
-        documents_BS=torch.tensor(documents_BS) if document_mask else None,
+        tokens_BS=torch.from_numpy(tokens_BS),
+        labels_BS=torch.from_numpy(labels_BS),
+        positions_BS=torch.from_numpy(positions_BS),
+        documents_BS=torch.from_numpy(documents_BS) if document_mask else None,
     )

@@ -6,6 +6,7 @@ from (seed, epoch) alone, so three integers name a token for good: epoch, place 
 document.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,14 +32,14 @@ class Cursor(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Neighbouring tokens of a stream, one dimension.
+    """Neighbouring tokens of a stream: one line, or rows of it.
 
     Attributes:
-        tokens: int64, the ids; the last one is there to be the label of the one before.
-        documents: int64, 0 for the first document, and one more for each document that begins.
+        tokens: the ids; the last one is there to be the label of the one before.
+        documents: which document each token is of: 0 for the first, and one more for each document that begins.
     """
 
-    tokens: NDArray[np.int64]
+    tokens: Tokens
     documents: NDArray[np.int64]
 
 
@@ -63,6 +64,11 @@ def with_end_token(source: Source, index: int) -> Tokens:
     return document
 
 
+def joined(parts: Sequence[Tokens]) -> Span:
+    """Returns one line made of parts that are each of another document."""
+    return Span(np.concatenate(parts), np.repeat(np.arange(len(parts)), [len(part) for part in parts]))
+
+
 class Stream:
     """Reads the line of tokens. It has no position of its own; it keeps the latest document and the latest order.
 
@@ -85,9 +91,7 @@ class Stream:
             DataError: a document cannot be read, or the whole source holds no token.
         """
         parts, behind = self._parts(cursor, count)
-        tokens = np.concatenate(parts).astype(np.int64)
-        documents = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-        return Span(tokens, documents), behind
+        return joined(parts), behind
 
     def advance(self, cursor: Cursor, count: int) -> Cursor:
         """Returns the cursor that is `count` tokens further on; reads the documents between, for their lengths.

@@ -78,7 +78,7 @@ class MarkovTokens(SyntheticTokens):
 
     Any two symbols in a row may be followed by 4 symbols only, with chances 1/2, 1/4, 1/8 and 1/8. Given the two before
     it, a symbol has 1.75 bits (1.213 nats) of entropy. A model that sees only one symbol back cannot tell the 4: it
-    must attend to learn. Without any learning a symbol costs log2(vocabulary) bits; with their frequencies only, about 5.
+    must attend to learn. Untrained, a symbol costs log2(vocabulary) bits; with symbol frequencies alone, about 5.
 
     Two more things cost a perfect model something: the first two symbols of a document (5 bits each) and where it ends
     (10 bits). Over a mean document of 512 symbols that is 0.03 bits a token.

@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 
 from penstock.base.errors import DataError
@@ -44,10 +45,10 @@ class DocumentIndex:
     """
 
     files: tuple[Path, ...]
-    file_of: array[int]
-    line_of: array[int]
-    start_of: array[int]
-    size_of: array[int]
+    file_of: "array[int]"
+    line_of: "array[int]"
+    start_of: "array[int]"
+    size_of: "array[int]"
     fingerprint: int
 
     @staticmethod
@@ -206,7 +207,7 @@ class JsonLines(TextFiles):
                 f"{place} is not a JSON object", got=type(record).__name__, allowed="one JSON object a line"
             )
         if self._text_field not in record:
-            fields = ", ".join(map(ascii, record)) or "no field"
+            fields = ", ".join(map(ascii, islice(record, 10))) or "no field"
             raise DataError(
                 f"{place} has no field {self._text_field!a}",
                 got=fields,

@@ -75,7 +75,7 @@ class FileTokenizer:
 
         Args:
             path: a `tokenizer.json`.
-            end_of_document: the text of the token that ends a document; None looks for END_OF_DOCUMENT_NAMES.
+            end_of_document: the text of the token that ends a document; None or empty looks for END_OF_DOCUMENT_NAMES.
 
         Raises:
             DataError: the file is missing, is not a tokenizer, or has no such token.
@@ -145,7 +145,7 @@ def _read_json_text(path: Path) -> str:
 
 
 def _find_end_of_document(vocabulary: dict[str, int], name: str | None, path: str | Path) -> int:
-    names = END_OF_DOCUMENT_NAMES if name is None else (name,)
+    names = (name,) if name else END_OF_DOCUMENT_NAMES
     for candidate in names:
         if candidate in vocabulary:
             return vocabulary[candidate]

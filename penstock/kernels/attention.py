@@ -4,11 +4,14 @@ On Hopper only cuDNN's backend is fast for latent attention's heads (192 wide fo
 needs equal widths and would pad the value. `auto` therefore puts cuDNN first where it exists and lets torch fall back.
 """
 
+from contextlib import nullcontext
+
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _ORDERS: dict[str, list[SDPBackend]] = {
+    "default": [],
     "math": [SDPBackend.MATH],
     "flash": [SDPBackend.FLASH_ATTENTION],
     "efficient": [SDPBackend.EFFICIENT_ATTENTION],
@@ -34,13 +37,15 @@ def causal_attention(
         scale: factor on the scores before the softmax.
         allowed_BSS: boolean, True where query position (first S) may look at key position (second S); it must be causal
             already. None means causal over the whole row.
-        backend: `auto` or one of torch's backends by name; a named backend that cannot run raises torch's RuntimeError.
+        backend: `auto`, `default` (torch's own choice), or one of torch's backends by name; a named backend that cannot
+            run raises torch's RuntimeError.
 
     Returns:
         o_BSHM in the dtype of q.
     """
     q_BHSN, k_BGSN, v_BGSM = q_BSHN.transpose(1, 2), k_BSGN.transpose(1, 2), v_BSGM.transpose(1, 2)
-    with sdpa_kernel(_ORDERS[backend], set_priority=True):
+    order = _ORDERS[backend]
+    with sdpa_kernel(order, set_priority=True) if order else nullcontext():
         o_BHSM = F.scaled_dot_product_attention(
             q_BHSN,
             k_BGSN,

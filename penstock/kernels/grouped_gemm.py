@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.base.errors import KernelError
 from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
-from penstock.kernels.tile_table import TileTable, tile_table
+from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
 from penstock.kernels.tuning import GemmLaunch, grouped_gemm_launch, programs_of
 
 
@@ -92,7 +91,7 @@ def grouped_gemm_forward(
     """
     experts, width, depth = w_eFD.shape
     rows = len(x_RD if index_R is None else index_R)
-    _check("forward", x_RD, w_eFD, (x_RD.shape[0], depth), (experts, width, depth), counts_e)
+    _check("forward", counts_e, index_R, x_RD=(x_RD, (len(x_RD), depth)), w_eFD=(w_eFD, (experts, width, depth)))
     y_RF = x_RD.new_empty(rows, width)
     if rows:
         launch = launch or grouped_gemm_launch("forward", x_RD, rows, experts, width, depth)
@@ -119,7 +118,7 @@ def grouped_gemm_input_gradient(
     """
     experts, depth, width = w_eFD.shape
     rows = len(dy_RF)
-    _check("input gradient", dy_RF, w_eFD, (rows, depth), (experts, depth, width), counts_e)
+    _check("input gradient", counts_e, None, dy_RF=(dy_RF, (rows, depth)), w_eFD=(w_eFD, (experts, depth, width)))
     dx_RD = dy_RF.new_empty(rows, width)
     if rows:
         launch = launch or grouped_gemm_launch("input_gradient", dy_RF, rows, experts, width, depth)
@@ -149,18 +148,50 @@ def grouped_gemm_weight_gradient(
         dw_eFD in the dtype of x, zero for experts without rows; or `accumulate_into`.
     """
     rows, width = dy_RF.shape
-    depth, experts = x_RD.shape[1], counts_e.numel()
-    dw_eFD = x_RD.new_empty(experts, width, depth) if accumulate_into is None else accumulate_into
-    _check("weight gradient", dy_RF, x_RD, (rows, width), (x_RD.shape[0], depth), counts_e)
+    source_rows, depth = x_RD.shape
+    shape = (counts_e.numel(), width, depth)
+    operands = {"dy_RF": (dy_RF, (rows, width)), "x_RD": (x_RD, (source_rows, depth))}
+    _check("weight gradient", counts_e, index_R, **operands)
     if accumulate_into is not None:
-        _check_accumulator(accumulate_into, (experts, width, depth))
-    elif not rows:
-        dw_eFD.zero_()
+        _check("weight gradient's sum", counts_e, None, torch.float32, accumulate_into=(accumulate_into, shape))
+        dw_eFD = accumulate_into
+    else:
+        dw_eFD = x_RD.new_empty(shape) if rows else x_RD.new_zeros(shape)
     if rows:
-        launch = launch or grouped_gemm_launch("weight_gradient", x_RD, rows, experts, width, depth)
+        launch = launch or grouped_gemm_launch("weight_gradient", x_RD, rows, *shape)
         tiles = tiles or tile_table(counts_e, rows)
-        _launch_weights(dy_RF, x_RD, dw_eFD, index_R, tiles, launch, accumulate=accumulate_into is not None)
+        _launch_weights(dy_RF, x_RD, dw_eFD, index_R, tiles, launch, accumulate=accumulate_into is not None and getattr(accumulate_into,'MODE',1))
     return dw_eFD
+
+
+def _check(
+    product: str,
+    counts_e: Tensor,
+    index_R: Tensor | None,
+    dtype: torch.dtype | None = None,
+    **operands: tuple[Tensor, tuple[int, ...]],
+) -> None:
+    """Refuse what no launch can do: each operand comes with the shape that it must have."""
+    dtype = dtype or next(iter(operands.values()))[0].dtype
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise KernelError(f"grouped GEMM ({product})", got=dtype, allowed="bfloat16, float16 or float32")
+    for name, (operand, shape) in operands.items():
+        if operand.shape != shape or operand.dtype != dtype:
+            got = f"{operand.dtype} {tuple(operand.shape)}"
+            raise KernelError(f"grouped GEMM ({product}): {name} does not fit", got=got, allowed=f"{dtype} {shape}")
+        if not operand.is_contiguous() or operand.shape[-1] * operand.itemsize % 16:
+            raise KernelError(
+                f"grouped GEMM ({product}): {name} cannot be copied in blocks",
+                got=f"shape {tuple(operand.shape)}, strides {operand.stride()}",
+                allowed="contiguous tensors whose last dim is a multiple of 16 bytes",
+                fix="call .contiguous(), pad the width, or use penstock.kernels.reference.grouped_gemm",
+            )
+    experts = operands["w_eFD"][1][0] if "w_eFD" in operands else counts_e.numel()
+    if counts_e.shape != (experts,):
+        raise KernelError(f"grouped GEMM ({product}): counts_e", got=tuple(counts_e.shape), allowed=(experts,))
+    if index_R is not None and (index_R.ndim != 1 or index_R.dtype not in (torch.int32, torch.int64)):
+        got = f"{index_R.dtype} {tuple(index_R.shape)}"
+        raise KernelError(f"grouped GEMM ({product}): index_R", got=got, allowed="int32 or int64, one dim")
 
 
 def _launch_rows(

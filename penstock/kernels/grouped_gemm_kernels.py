@@ -5,16 +5,16 @@ expert's rows (weight gradient). A program takes every P-th output tile, P progr
 over the contracted dimension are flattened into one, so the pipeline of loads runs on across tiles: the next tile's first
 blocks are on their way while the last tile is written.
 
-Ragged ends cost no branch where the chip copies blocks by descriptor (`DESCRIPTORS`): a ragged descriptor lays an expert's
-last row at the end of the address range that the copy engine checks, so loads past it give zeros and stores past it are
-dropped (`triton.tools.ragged_tma` has the arithmetic). Elsewhere, and for gathered rows, plain pointers with masks.
+Ragged ends cost no branch where the chip copies blocks by descriptor (`DESCRIPTORS`). A ragged descriptor, made by
+`triton.tools.ragged_tma`, has two dimensions more, whose strides undo each other modulo 2**64: coordinates [2**30, end, 2**30 - count + row] lead to the row
+`end - count + row`, and the bound of 2**30 rows stands exactly at the expert's end. So loads past an expert's last row give
+zeros and stores past it are dropped. Elsewhere, and for gathered rows, the kernels use plain pointers with masks.
 
 Inside, the words are those of a matrix product: an output of rows x columns, contracted over depth.
 """
 
 import triton
 import triton.language as tl
-from triton.tools.ragged_tma import atomic_add_ragged, load_ragged, store_ragged  # noqa: F401
 
 
 @triton.jit
@@ -53,11 +53,11 @@ def rows_kernel(
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         expert, start, end, row, column = _locate_rows(owners_ptr, tile, tiles_across, BLOCK_ROWS, GROUP)
         column *= BLOCK_COLUMNS
-        place = start + row + tl.arange(0, BLOCK_ROWS)
-        if GATHER:
-            source = tl.load(index_ptr + place, mask=place < end, other=0).to(tl.int64)
-        else:
-            source = tl.minimum(place, end - 1).to(tl.int64)
+        if GATHER or not DESCRIPTORS:
+            place = start + row + tl.arange(0, BLOCK_ROWS)
+            # Rows past the expert's last are read from a row that exists and are never written.
+            source = tl.load(index_ptr + place, mask=place < end, other=0) if GATHER else tl.minimum(place, end - 1)
+            x_rows = x + source.to(tl.int64)[:, None] * depth
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         for step in tl.range(steps):
             first = step * BLOCK_DEPTH
@@ -65,7 +65,7 @@ def rows_kernel(
                 x_block = x.load([start + row, first])
             else:
                 depths = first + tl.arange(0, BLOCK_DEPTH)
-                x_block = tl.load(x + source[:, None] * depth + depths[None, :], mask=depths[None, :] < depth, other=0)
+                x_block = tl.load(x_rows + depths[None, :], mask=depths[None, :] < depth, other=0)
             w_block = _load_weights(
                 w, expert, first, column, depth, columns, BLOCK_DEPTH, BLOCK_COLUMNS, DEPTH_FIRST, DESCRIPTORS
             )
@@ -118,14 +118,16 @@ def weights_kernel(
         steps = tl.maximum(tl.cdiv(count, BLOCK_DEPTH), 1)
         tl.assume(steps > 0)
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+        if GATHER:
+            source = _load_index(index_ptr + start, 0, count, BLOCK_DEPTH)
+        else:
+            source = start
         for step in tl.range(steps):
             first = step * BLOCK_DEPTH
-            dy_block = _load_depths(
-                dy, index_ptr, start, count, first, row, rows, BLOCK_DEPTH, BLOCK_ROWS, False, DESCRIPTORS
-            )
-            x_block = _load_depths(
-                x, index_ptr, start, count, first, column, columns, BLOCK_DEPTH, BLOCK_COLUMNS, GATHER, DESCRIPTORS
-            )
+            dy_block = _load_depths(dy, start, start, count, first, row, rows, BLOCK_DEPTH, BLOCK_ROWS, False, DESCRIPTORS)
+            x_block = _load_depths(x, source, start, count, first, column, columns, BLOCK_DEPTH, BLOCK_COLUMNS, GATHER, DESCRIPTORS)
+            if GATHER:
+                source = _load_index(index_ptr + start, first + BLOCK_DEPTH, count, BLOCK_DEPTH)
             accumulator = tl.dot(dy_block.T, x_block, accumulator, input_precision="ieee")
         WIDTH: tl.constexpr = BLOCK_COLUMNS // PIECES
         if PIECES == 1:
@@ -194,9 +196,15 @@ def _load_weights(
 
 
 @triton.jit
+def _load_index(index_ptr, first, count, BLOCK_DEPTH: tl.constexpr):
+    place = first + tl.arange(0, BLOCK_DEPTH)
+    return tl.load(index_ptr + place, mask=place < count, other=0)
+
+
+@triton.jit
 def _load_depths(
     rows_in,
-    index_ptr,
+    source,
     start,
     count,
     first,
@@ -209,13 +217,13 @@ def _load_depths(
 ):
     """Rows `first` and on of an expert whose rows are contracted over; zeros past its last."""
     if DESCRIPTORS and not GATHER:
-        return load_ragged(rows_in, start, count, [first, column])
+        span, end, place = _ragged(start + count, count, first)
+        return rows_in.load([span, end, place, column]).reshape(BLOCK_DEPTH, BLOCK_COLUMNS)
     else:
         place = first + tl.arange(0, BLOCK_DEPTH)
         across = column + tl.arange(0, BLOCK_COLUMNS)
-        source = start + place
-        if GATHER:
-            source = tl.load(index_ptr + source, mask=place < count, other=0)
+        if not GATHER:
+            source = start + place
         inside = (place < count)[:, None] & (across < columns)[None, :]
         return tl.load(rows_in + source.to(tl.int64)[:, None] * columns + across[None, :], mask=inside, other=0)
 
@@ -235,7 +243,8 @@ def _store_rows(
 ):
     """Write the rows of a tile that are the expert's own."""
     if DESCRIPTORS:
-        store_ragged(y, start, end - start, [row, column], result)
+        span, end, place = _ragged(end, end - start, row)
+        y.store([span, end, place, column], result.reshape(1, 1, BLOCK_ROWS, BLOCK_COLUMNS))
     else:
         place = start + row + tl.arange(0, BLOCK_ROWS)
         across = column + tl.arange(0, BLOCK_COLUMNS)
@@ -260,7 +269,9 @@ def _store_weights(
     """Write or add a tile of an expert's gradient. One program owns each element, so the sum has a fixed order."""
     if DESCRIPTORS:
         block = result.to(dw.dtype).reshape(1, BLOCK_ROWS, BLOCK_COLUMNS)
-        if ACCUMULATE:
+        if ACCUMULATE == 2:
+            dw.store([expert, row, column], dw.load([expert, row, column]) + block)
+        elif ACCUMULATE:
             dw.atomic_add([expert, row, column], block)
         else:
             dw.store([expert, row, column], block)
@@ -275,10 +286,17 @@ def _store_weights(
 
 
 @triton.jit
+def _ragged(end, count, row):
+    """Coordinates in a ragged descriptor of a row of an expert that has `count` rows, the last of them before `end`."""
+    span = tl.full((), 2**30, tl.int32)
+    return span, end, span - count + row
+
+
+@triton.jit
 def _zero_tail(y_ptr, tail, rows, columns):
     """Rows past the last expert's are zero; a row is one program's."""
     for row in range(tail + tl.program_id(0), rows, tl.num_programs(0)):
         for first in range(0, columns, 2048):
             across = first + tl.arange(0, 2048)
-            row_ptr = y_ptr + row.to(tl.int64) * columns
+            row_ptr = y_ptr + row * columns.to(tl.int64)
             tl.store(row_ptr + across, tl.zeros((2048,), y_ptr.dtype.element_ty), mask=across < columns)

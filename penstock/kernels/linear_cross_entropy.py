@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
 from penstock.kernels.reference import IGNORED_LABEL
-from penstock.kernels.tuning import Launch, target_of
+from penstock.kernels.tuning import Launch
 
 try:
     import triton
@@ -40,13 +40,11 @@ except ModuleNotFoundError:  # A CPU trains without it.
 LOGITS_BYTES = 2**30
 """A chunk of 4,096 tokens is taken while its logits fit into this, else one of 2,048."""
 
-LAUNCHES: dict[str, Launch] = {
-    "sm_90": Launch(block_rows=1, block_columns=8192, warps=16),
-    "sm_100": Launch(block_rows=1, block_columns=8192, warps=16),
-    "gfx942": Launch(block_rows=1, block_columns=8192, warps=16),
-    "gfx950": Launch(block_rows=1, block_columns=8192, warps=16),
-}
-"""The row kernel by chip; a program always holds one row, `block_columns` of it at a time."""
+LAUNCH = Launch(block_rows=1, block_columns=8192, warps=16, stages=3)
+"""The row kernel: a program holds one row, `block_columns` of it at a time; loads run `stages` blocks ahead."""
+
+SCALE_BLOCK = 4096
+"""Elements of a program that scales a gradient."""
 
 
 def linear_cross_entropy(
@@ -73,7 +71,7 @@ def linear_cross_entropy(
             them and so is the loss. The gradient of x is this rank's part of a sum, because whoever copied or gathered
             x to the ranks adds it up in its own backward.
         accumulate_into: float32, V x D: backward adds the head's gradient here instead of returning it.
-        launch: of the Triton kernel; None takes the chip's own and, on a CPU, the form in plain torch.
+        launch: of the Triton kernel; None takes `LAUNCH` on a GPU and the form in plain torch on a CPU.
 
     Returns:
         Scalar float32.
@@ -89,7 +87,7 @@ def linear_cross_entropy(
         chunk_tokens=default_chunk_tokens(head_VD) if chunk_tokens is None else chunk_tokens,
         group=group,
         accumulate_into=accumulate_into,
-        launch=LAUNCHES.get(target_of(x_TD.device)) if launch is None else launch,
+        launch=LAUNCH if launch is None and x_TD.is_cuda else launch,
     )
     if torch.is_grad_enabled() and (x_TD.requires_grad or head_VD.requires_grad):
         return _LinearCrossEntropy.apply(x_TD, head_VD, labels_T, plan)
@@ -143,22 +141,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants_x, wants_head = ctx.needs_input_grad[:2]
         outcome = _walk_chunks(x_TD, head_VD, labels_T, plan, wants=(wants_x, wants_head))
         ctx.save_for_backward(outcome.dx_TD, outcome.dhead_VD)
-        ctx.head_dtype, ctx.accumulate_into = head_VD.dtype, plan.accumulate_into
+        ctx.head_dtype, ctx.plan = head_VD.dtype, plan
         return outcome.loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         dx_TD, dhead_VD = ctx.saved_tensors
-        # Two-dimensional, so that it takes part in type promotion and bfloat16 gradients are scaled in float32.
-        scale = dloss.view(1, 1)
+        sum_VD, in_triton = ctx.plan.accumulate_into, ctx.plan.launch is not None
         if dx_TD is not None:
-            dx_TD = torch.mul(dx_TD, scale, out=torch.empty_like(dx_TD))
-        if dhead_VD is not None and ctx.accumulate_into is not None:
-            ctx.accumulate_into.addcmul_(dhead_VD, scale)
+            dx_TD = _scale(dx_TD, dloss, torch.empty_like(dx_TD), in_triton)
+        if dhead_VD is not None and sum_VD is None:
+            dhead_VD = _scale(dhead_VD, dloss, torch.empty_like(dhead_VD, dtype=ctx.head_dtype), in_triton)
+        elif dhead_VD is not None:
+            _scale(dhead_VD, dloss, sum_VD, in_triton, add=True)
             dhead_VD = None
-        if dhead_VD is not None:
-            dhead_VD = torch.mul(dhead_VD, scale, out=torch.empty_like(dhead_VD, dtype=ctx.head_dtype))
         return dx_TD, dhead_VD, None, None
 
 
@@ -171,7 +168,7 @@ def _walk_chunks(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan, w
     tokens, columns = x_TD.shape[0], head_VD.shape[0]
     buffer_TV = x_TD.new_empty(min(plan.chunk_tokens, tokens), columns)
     logsumexp_T, target_T = x_TD.new_empty(2, tokens, dtype=torch.float32)
-    dx_TD = torch.empty_like(x_TD) if wants_x else None
+    dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format) if wants_x else None
     # The first chunk overwrites it, so only a batch without tokens needs the zeros.
     make_head_gradient = torch.empty_like if tokens else torch.zeros_like
     dhead_VD = make_head_gradient(head_VD, dtype=torch.float32) if wants_head else None
@@ -197,6 +194,17 @@ def _add_product(sum_VD: Tensor, dlogits_TV: Tensor, x_TD: Tensor, overwrite: bo
         torch.addmm(sum_VD, dlogits_TV.T, x_TD, out_dtype=sum_VD.dtype, beta=beta, out=sum_VD)
     else:
         torch.addmm(sum_VD, dlogits_TV.T.to(sum_VD.dtype), x_TD.to(sum_VD.dtype), beta=beta, out=sum_VD)
+
+
+def _scale(gradient: Tensor, scale: Tensor, out: Tensor, in_triton: bool, add: bool = False) -> Tensor:
+    """`out = gradient * scale`, or += with `add`, in float32 and in one pass; the scale stays on the device."""
+    if in_triton:
+        grid = (triton.cdiv(gradient.numel(), SCALE_BLOCK),)
+        scale_kernel[grid](gradient, scale, out, gradient.numel(), ADD=add, BLOCK=SCALE_BLOCK, num_warps=8)
+        return out
+    # Two-dimensional, so that the scale takes part in type promotion: a bfloat16 gradient is multiplied in float32.
+    scale = scale.view(1, 1)
+    return out.addcmul_(gradient, scale) if add else torch.mul(gradient, scale, out=out)
 
 
 def _pass_over_rows(
@@ -280,6 +288,7 @@ def _rows_in_triton(
         STATISTICS=statistics,
         GRADIENT=gradient,
         BLOCK=launch.block_columns,
+        STAGES=launch.stages,
         num_warps=launch.warps,
     )
 
@@ -300,6 +309,7 @@ if triton is not None:
         STATISTICS: tl.constexpr,
         GRADIENT: tl.constexpr,
         BLOCK: tl.constexpr,
+        STAGES: tl.constexpr,
     ):
         """One row of logits: logsumexp and its label's logit (STATISTICS), then its gradient in its place (GRADIENT).
 
@@ -325,7 +335,7 @@ if triton is not None:
             # Finite, so that a first block of -inf does not become inf - inf.
             largest = -1.0e30
             sums = tl.zeros([BLOCK], tl.float32)
-            for start in range(0, readable, BLOCK):
+            for start in tl.range(0, readable, BLOCK, num_stages=STAGES):
                 in_row = start + offsets < readable
                 values = tl.load(logits_ptr + start + offsets, mask=in_row, other=float("-inf")).to(tl.float32)
                 previous = largest
@@ -348,6 +358,16 @@ if triton is not None:
                 slopes = tl.where(start + offsets == column, slopes - 1.0, slopes)
                 slopes = tl.where(counted, slopes, 0.0).to(logits_ptr.dtype.element_ty)
                 tl.store(logits_ptr + start + offsets, slopes, mask=start + offsets < columns)
+
+    @triton.jit
+    def scale_kernel(gradient_ptr, scale_ptr, out_ptr, elements, ADD: tl.constexpr, BLOCK: tl.constexpr):
+        """One block of out = gradient * scale, or of out += gradient * scale."""
+        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = offsets < elements
+        scaled = tl.load(gradient_ptr + offsets, mask=inside).to(tl.float32) * tl.load(scale_ptr)
+        if ADD:
+            scaled += tl.load(out_ptr + offsets, mask=inside)
+        tl.store(out_ptr + offsets, scaled.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _check(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, accumulate_into: Tensor | None) -> None:

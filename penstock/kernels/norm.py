@@ -5,16 +5,18 @@ With r = 1 / sqrt(mean(x**2) + epsilon) and n = x r, the output is n * weight an
     dx      = r (weight dy - n mean(weight dy n))
     dweight = sum over tokens of dy n
 
-A program holds whole rows, so a mean is a reduction inside it. Backward walks several tiles of rows with one running sum
-for the weight in registers, writes it as one row of a small table, and the table is summed: no atomics, and how the sum is
-cut depends on the shape alone, so every chip and every run adds in the same order.
+A program holds whole rows, so a mean is a reduction inside it. Backward walks several tiles of rows with one running
+sum for the weight in registers, writes it as one row of a small table, and the table is summed: no atomics, and how the
+sum is cut depends on the shape alone, so every chip and every run adds in the same order.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
 from penstock.kernels.tuning import Launch
@@ -24,7 +26,7 @@ LAUNCH = Launch(block_rows=1, block_columns=2048, warps=4)
 as they need."""
 
 TILES = 16
-"""Tiles that a program of backward walks: 8,192 rows of 2,048 make 512 programs and a table of 4 MB, 4 % of the bytes."""
+"""Tiles that a program of backward walks: 8,192 rows of 2,048 make 512 programs and a table of 4 % of the bytes."""
 
 MOST_WARPS = 16
 """1,024 threads of 64-wide waves, the largest program there is."""
@@ -68,7 +70,8 @@ def add_rms_norm(
     _check(x_TD, weight_D)
     if x_TD.shape != residual_TD.shape:
         raise KernelError(
-            "add_rms_norm: x and residual must have one shape", got=f"{tuple(x_TD.shape)} and {tuple(residual_TD.shape)}"
+            "add_rms_norm: x and residual must have one shape",
+            got=f"{tuple(x_TD.shape)} and {tuple(residual_TD.shape)}",
         )
     return _RmsNorm.apply(x_TD, residual_TD, weight_D, epsilon, launch)
 
@@ -78,7 +81,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, epsilon: float, launch: Launch
+        ctx: Any, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, epsilon: float, launch: Launch
     ) -> tuple[Tensor, Tensor | None]:
         x_rows, width = _rows(x_TD), x_TD.shape[-1]
         tokens = x_rows.shape[0]
@@ -115,7 +118,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: FunctionCtx, dnormed_TD: Tensor | None, dsum_TD: Tensor | None
+        ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x_TD, weight_D, scale_T = ctx.saved_tensors
         x_dtype, residual_dtype = ctx.dtypes

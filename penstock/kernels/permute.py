@@ -1,21 +1,24 @@
 """Tokens into expert order and back, without a word to the host.
 
-    order_rows   count: each program counts the experts of its chunk of slots
-                 place: each program sorts its chunk, adds up the counts of the chunks before it, and writes places
+    order_rows   count: how many slots each chunk of 128 has on each expert
+                 scan:  how many the chunks before it have, and the counts
+                 place: first row of the expert + slots in earlier chunks + earlier slots of the chunk
     permute      each token's row is read once and written to its K places         (backward: sum of K rows)
     unpermute    K rows, times their weights, are summed for each token            (backward: spread, with dot products
                                                                                     for the weights from the same rows)
 
 Everything is organized by token, so x is read once whatever K is, every place is written exactly once (places are a
-permutation) and no sum needs an atomic. Sorting by (expert, slot number) is stable by construction. Rows past the last
-expert's belong to dropped slots: they are written as zeros, and what they hold is never used, NaN included.
+permutation) and no sum needs an atomic. Rows past the last expert's belong to dropped slots: they are written as zeros,
+and what they hold is never used, NaN included.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
 from penstock.kernels.reference import RowOrder
@@ -24,53 +27,49 @@ from penstock.kernels.tuning import Launch
 LAUNCH = Launch(block_rows=1, block_columns=1024, warps=4)
 """Columns of a row moved at a time: 16 bytes a thread for bfloat16, so that a sum over K stays within threads."""
 
-ORDER_LAUNCH = Launch(block_rows=512, block_columns=0, warps=4)
-"""Fewest slots of a chunk: a sort of 512 keys by 128 threads."""
-
-MOST_CHUNKS = 128
-"""Every program reads the counts of all chunks, so their number is bounded before the chunk's size is ..."""
-
-LARGEST_CHUNK = 4096
-"""... up to a sort of 4,096 keys."""
+ORDER_LAUNCH = Launch(block_rows=128, block_columns=8, warps=4)
+"""Slots of a chunk, whose ranks take a comparison of each with each, and experts of a program that scans the chunks."""
 
 
 def order_rows(experts_TK: Tensor, experts: int, *, launch: Launch = ORDER_LAUNCH) -> RowOrder:
-    """`penstock.kernels.reference.order_rows` in two kernels, deterministic.
+    """`penstock.kernels.reference.order_rows` in three small kernels, deterministic.
 
     Args:
         experts_TK: integer ids from 0 to `experts`; the last marks a dropped slot.
         experts: E.
-        launch: fewest slots of a chunk (a power of two), and warps.
+        launch: slots of a chunk and experts of a scan (powers of two), and warps.
     """
     experts_TK = experts_TK.contiguous()
-    slots = experts_TK.numel()
-    slots_R = torch.empty(slots, dtype=torch.int64, device=experts_TK.device)
+    slots, device = experts_TK.numel(), experts_TK.device
+    slots_R = torch.empty(slots, dtype=torch.int64, device=device)
     places_TK = torch.empty_like(experts_TK, dtype=torch.int64)
-    counts_E = torch.empty(experts, dtype=torch.int32, device=experts_TK.device)
-    wanted = triton.next_power_of_2(triton.cdiv(slots, MOST_CHUNKS))
-    chunk = min(max(wanted, launch.block_rows), LARGEST_CHUNK)
-    # Without slots one program still writes the counts.
-    chunks = max(triton.cdiv(slots, chunk), 1)
-    # One bin more for dropped slots, and one for the lanes past the last slot.
-    bins = triton.next_power_of_2(experts + 2)
-    tallies_CE = torch.empty(chunks, bins, dtype=torch.int32, device=experts_TK.device)
-    warps = launch.warps * max(1, chunk // 1024)
+    counts_E = torch.empty(experts, dtype=torch.int32, device=device)
+    chunk, bins = launch.block_rows, triton.next_power_of_2(experts + 1)
+    chunks = triton.cdiv(slots, chunk)
+    tallies_CE = torch.empty(chunks, experts + 1, dtype=torch.int32, device=device)
     count_kernel[(chunks,)](
         experts_TK, tallies_CE, slots, EXPERTS=experts, BINS=bins, CHUNK=chunk, num_warps=launch.warps
+    )
+    scan_kernel[(triton.cdiv(experts + 1, launch.block_columns),)](
+        tallies_CE,
+        counts_E,
+        chunks,
+        EXPERTS=experts,
+        BLOCK_C=256,
+        BLOCK_E=launch.block_columns,
+        num_warps=launch.warps,
     )
     place_kernel[(chunks,)](
         experts_TK,
         tallies_CE,
+        counts_E,
         slots_R,
         places_TK,
-        counts_E,
         slots,
-        chunks,
         EXPERTS=experts,
         BINS=bins,
         CHUNK=chunk,
-        BLOCK_C=max(1, 2048 // bins),
-        num_warps=min(warps, 8),
+        num_warps=launch.warps,
     )
     return RowOrder(slots_R, places_TK, counts_E)
 
@@ -87,9 +86,7 @@ def permute(x_TD: Tensor, order: RowOrder, *, launch: Launch = LAUNCH) -> Tensor
     return _Permute.apply(x_TD, order.places_TK, order.counts_E, launch)
 
 
-def unpermute(
-    y_RD: Tensor, order: RowOrder, weights_TK: Tensor | None = None, *, launch: Launch = LAUNCH
-) -> Tensor:
+def unpermute(y_RD: Tensor, order: RowOrder, weights_TK: Tensor | None = None, *, launch: Launch = LAUNCH) -> Tensor:
     """`penstock.kernels.reference.unpermute` in one kernel, and one kernel backward for both gradients.
 
     Args:
@@ -114,14 +111,14 @@ class _Permute(torch.autograd.Function):
     """Spread; backward is a sum without weights."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x_TD: Tensor, places_TK: Tensor, counts_E: Tensor, launch: Launch) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, places_TK: Tensor, counts_E: Tensor, launch: Launch) -> Tensor:
         ctx.save_for_backward(places_TK, counts_E)
         ctx.launch = launch
         return _spread(x_TD, places_TK, counts_E, launch)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dx_RD: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dx_RD: Tensor) -> tuple[Tensor, None, None, None]:
         places_TK, counts_E = ctx.saved_tensors
         return _sum_rows(dx_RD, None, places_TK, counts_E, ctx.launch), None, None, None
 
@@ -131,7 +128,7 @@ class _Unpermute(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, y_RD: Tensor, weights_TK: Tensor | None, places_TK: Tensor, counts_E: Tensor, launch: Launch
+        ctx: Any, y_RD: Tensor, weights_TK: Tensor | None, places_TK: Tensor, counts_E: Tensor, launch: Launch
     ) -> Tensor:
         ctx.save_for_backward(None if weights_TK is None else y_RD, weights_TK, places_TK, counts_E)
         ctx.launch = launch
@@ -139,7 +136,7 @@ class _Unpermute(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy_TD: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         y_RD, weights_TK, places_TK, counts_E = ctx.saved_tensors
         if weights_TK is None:
             return _spread(dy_TD, places_TK, counts_E, ctx.launch), None, None, None, None
@@ -167,9 +164,7 @@ def _spread_with_weights(
     return dy_RD, dweights_TK
 
 
-def _sum_rows(
-    y_RD: Tensor, weights_TK: Tensor | None, places_TK: Tensor, counts_E: Tensor, launch: Launch
-) -> Tensor:
+def _sum_rows(y_RD: Tensor, weights_TK: Tensor | None, places_TK: Tensor, counts_E: Tensor, launch: Launch) -> Tensor:
     """y_TD: the rows of each token's slots, times their weights, summed."""
     y_RD = y_RD.contiguous()
     weights_TK = None if weights_TK is None else weights_TK.contiguous()
@@ -211,62 +206,64 @@ def _check(tokens: int, order: RowOrder) -> None:
 
 
 @triton.jit
-def count_kernel(
-    experts_ptr, tallies_ptr, slots, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr
-):
-    """Slots of one chunk on each expert; bin EXPERTS holds dropped slots, the next bin the lanes past the last slot."""
+def count_kernel(experts_ptr, tallies_ptr, slots, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
+    """Slots of one chunk on each expert; bin EXPERTS holds dropped slots."""
     chunk = tl.program_id(0)
     slot_R = chunk * CHUNK + tl.arange(0, CHUNK)
-    expert_R = tl.load(experts_ptr + slot_R, mask=slot_R < slots, other=EXPERTS + 1).to(tl.int32)
-    tl.store(tallies_ptr + chunk * BINS + tl.arange(0, BINS), tl.histogram(expert_R, BINS))
+    exists_R = slot_R < slots
+    expert_R = tl.load(experts_ptr + slot_R, mask=exists_R, other=EXPERTS).to(tl.int32)
+    bin_E = tl.arange(0, BINS)
+    tally_E = tl.histogram(expert_R, BINS, exists_R)
+    tl.store(tallies_ptr + chunk * (EXPERTS + 1) + bin_E, tally_E, mask=bin_E <= EXPERTS)
+
+
+@triton.jit
+def scan_kernel(tallies_ptr, counts_ptr, chunks, EXPERTS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr):
+    """For some experts: replace each chunk's tally by the sum of the tallies before it; the whole sum is the count."""
+    expert_E = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    sum_E = tl.zeros([BLOCK_E], tl.int32)
+    for start in range(0, chunks, BLOCK_C):
+        chunk_C = start + tl.arange(0, BLOCK_C)
+        tally_ptrs = tallies_ptr + chunk_C[:, None] * (EXPERTS + 1) + expert_E[None, :]
+        inside = (chunk_C < chunks)[:, None] & (expert_E <= EXPERTS)[None, :]
+        tally_CE = tl.load(tally_ptrs, mask=inside, other=0)
+        tl.store(tally_ptrs, sum_E[None, :] + tl.cumsum(tally_CE, 0) - tally_CE, mask=inside)
+        sum_E += tl.sum(tally_CE, 0)
+    tl.store(counts_ptr + expert_E, sum_E, mask=expert_E < EXPERTS)
 
 
 @triton.jit
 def place_kernel(
     experts_ptr,
-    tallies_ptr,
+    earlier_ptr,
+    counts_ptr,
     slots_ptr,
     places_ptr,
-    counts_ptr,
     slots,
-    chunks,
     EXPERTS: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
 ):
     """Places of one chunk's slots.
 
-    After the sort, lane i of the chunk has the i-th slot by (expert, slot number). Its place is
-
-        rows of all smaller experts + rows of its expert in earlier chunks + (i - slots of smaller experts in this chunk)
-
-    With chunks of 4 and experts [1, 0, 1, 2 | 0, 1]: chunk 1 sorts to experts [0, 1]; expert 0 begins at place 0 and has
-    one row before, expert 1 begins at place 2 and has two: the places are 0 + 1 + (0 - 0) = 1 and 2 + 2 + (1 - 1) = 4.
+    A slot's place is the rows of all smaller experts + the slots of its expert in earlier chunks + those before it in
+    this chunk. With chunks of 4 and experts [1, 0, 1, 2 | 0, 1] the slots of chunk 1 go to 0 + 1 + 0 = 1 and
+    2 + 2 + 0 = 4. Dropped slots have the largest id, so they come last.
     """
     chunk = tl.program_id(0)
-    lane_R = tl.arange(0, CHUNK)
+    lane = tl.arange(0, CHUNK)
+    slot_R = chunk * CHUNK + lane
+    expert_R = tl.load(experts_ptr + slot_R, mask=slot_R < slots, other=EXPERTS).to(tl.int32)
+    # Summed down the columns: a thread holds a column whole, so no partial sum crosses threads.
+    is_before_RR = (expert_R[:, None] == expert_R[None, :]) & (lane[:, None] < lane[None, :])
+    rank_R = tl.sum(is_before_RR.to(tl.int32), 0)
     bin_E = tl.arange(0, BINS)
-    total_E = tl.zeros([BINS], tl.int32)
-    earlier_E = tl.zeros([BINS], tl.int32)
-    for start in range(0, chunks, BLOCK_C):
-        other_C = start + tl.arange(0, BLOCK_C)
-        tally_ptrs = tallies_ptr + other_C[:, None] * BINS + bin_E[None, :]
-        tally_CE = tl.load(tally_ptrs, mask=(other_C < chunks)[:, None], other=0)
-        total_E += tl.sum(tally_CE, 0)
-        earlier_E += tl.sum(tl.where((other_C < chunk)[:, None], tally_CE, 0), 0)
-    here_E = tl.load(tallies_ptr + chunk * BINS + bin_E)
-    first_E = (tl.cumsum(total_E, 0) - total_E) + earlier_E - (tl.cumsum(here_E, 0) - here_E)
-
-    slot_R = chunk * CHUNK + lane_R
-    expert_R = tl.load(experts_ptr + slot_R, mask=slot_R < slots, other=EXPERTS + 1).to(tl.int32)
-    key_R = tl.sort(expert_R * CHUNK + lane_R)
-    slot_R = (chunk * CHUNK + key_R % CHUNK).to(tl.int64)
-    place_R = (tl.gather(first_E, key_R // CHUNK, 0) + lane_R).to(tl.int64)
-    tl.store(slots_ptr + place_R, slot_R, mask=slot_R < slots)
+    count_E = tl.load(counts_ptr + bin_E, mask=bin_E < EXPERTS, other=0)
+    earlier_E = tl.load(earlier_ptr + chunk * (EXPERTS + 1) + bin_E, mask=bin_E <= EXPERTS, other=0)
+    first_E = tl.cumsum(count_E, 0) - count_E + earlier_E
+    place_R = (tl.gather(first_E, expert_R, 0) + rank_R).to(tl.int64)
+    tl.store(slots_ptr + place_R, slot_R.to(tl.int64), mask=slot_R < slots)
     tl.store(places_ptr + slot_R, place_R, mask=slot_R < slots)
-    if chunk == 0:
-        tl.store(counts_ptr + bin_E, total_E, mask=bin_E < EXPERTS)
 
 
 @triton.jit
@@ -287,8 +284,8 @@ def spread_kernel(
 ):
     """One token's row, times each slot's weight if there are weights, to its K places; zeros where a slot was dropped.
 
-    With weights also dweights = <row of y at the place, x>. Example: token 1 with places [2, 5], 5 rows used and weights
-    [0.5, 0.5]: row 2 becomes 0.5 x, row 5 becomes zeros.
+    With weights also dweights = <row of y at the place, x>. Example: token 1 with places [2, 5], 5 rows used and
+    weights [0.5, 0.5]: row 2 becomes 0.5 x, row 5 becomes zeros.
     """
     token = tl.program_id(0).to(tl.int64)
     choice_K = tl.arange(0, BLOCK_K)

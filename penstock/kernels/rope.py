@@ -1,7 +1,7 @@
 """Rotary position embedding, and the assembly of latent attention's heads, each in one kernel forward and one backward.
 
-A rotation by an angle is undone by the rotation by minus that angle, so backward is the same turn with the sine negated.
-A program holds one token: its cosines and sines are loaded once and serve all heads, which it walks in blocks.
+A rotation by an angle is undone by the rotation by minus that angle, so backward is the same turn with the sine
+negated. A program holds one token: its cosines and sines are loaded once and serve all heads, which it walks in blocks.
 
 `mla_heads` writes the rotated query and the assembled key where attention reads them: no half is cut out, rotated and
 glued back. The value is a view of `kv`, because attention kernels take any strides with a contiguous last dim; what the
@@ -10,11 +10,13 @@ view costs comes back in backward, whose one kernel writes both halves of the gr
 Inputs and incoming gradients may lie in any order of batch, position and head; only the last dim must be contiguous.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
 from penstock.kernels.tuning import Launch
@@ -80,14 +82,14 @@ class _Rotate(torch.autograd.Function):
     """Saves the angles."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: Launch) -> Tensor:
+    def forward(ctx: Any, x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: Launch) -> Tensor:
         ctx.save_for_backward(cos_BSP, sin_BSP)
         ctx.launch = launch
         return _turn(x_BSHP, cos_BSP, sin_BSP, launch, direction=1.0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dout_BSHP: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dout_BSHP: Tensor) -> tuple[Tensor, None, None, None]:
         cos_BSP, sin_BSP = ctx.saved_tensors
         return _turn(dout_BSHP, cos_BSP, sin_BSP, ctx.launch, direction=-1.0), None, None, None
 
@@ -119,7 +121,7 @@ class _MlaHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         q_BSHN: Tensor,
         kv_BSHN: Tensor,
         k_rope_BSP: Tensor,
@@ -159,7 +161,7 @@ class _MlaHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: FunctionCtx, dq_BSHN: Tensor, dk_BSHN: Tensor, dv_BSHM: Tensor
+        ctx: Any, dq_BSHN: Tensor, dk_BSHN: Tensor, dv_BSHM: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         cos_BSP, sin_BSP = ctx.saved_tensors
         launch: Launch = ctx.launch
@@ -215,7 +217,7 @@ def _check(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, rotary: int) -> Non
     if not fits or sin_BSP.shape != cos_BSP.shape:
         raise KernelError(
             "rotate: cosine and sine must have one row for each position and one column for each pair",
-            got=f"{tuple(cos_BSP.shape)} and {tuple(sin_BSP.shape)} for {rotary} rotary columns of {tuple(x_BSHP.shape)}",
+            got=f"{tuple(cos_BSP.shape)} and {tuple(sin_BSP.shape)} for {rotary} columns of {tuple(x_BSHP.shape)}",
         )
 
 

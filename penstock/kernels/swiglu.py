@@ -1,26 +1,26 @@
 """SwiGLU times the routing weight: silu(gate) * up * weight, one pass forward and one pass backward.
 
-The weight is applied before the down projection, which is linear, so the routed outputs need never be kept: the gradient
-of a weight is the dot product of its row's incoming gradient with silu(gate) * up, and backward has both in registers.
-Nothing but the pre-activation is saved. Backward can also give the weighted activation again, which the weight gradient
-of the down projection reads, for the price of writing it.
+The weight is applied before the down projection, which is linear, so the routed outputs need never be kept: the
+gradient of a weight is the dot product of its row's incoming gradient with silu(gate) * up, and backward has both in
+registers. Nothing but the pre-activation is saved. Backward can also give the weighted activation again, which the
+weight gradient of the down projection reads, for the price of writing it.
 
 A program holds some whole rows and walks them in blocks of columns; all arithmetic is in float32.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
 from penstock.kernels.tuning import Launch
 
 LAUNCH = Launch(block_rows=4, block_columns=512, warps=4)
-"""Sixteen bytes a thread and load, 512 columns: 1,408 (DeepSeek-V2-Lite) wastes 8 % of the lanes, 2,048 would waste 31 %."""
+"""Sixteen bytes a thread and load; of 3 x 512 columns 1,408 (DeepSeek-V2-Lite) leave 8 % idle, of 2,048 31 %."""
 
 
 def swiglu(gate_up_RF: Tensor, weights_R: Tensor | None = None, *, launch: Launch = LAUNCH) -> Tensor:
@@ -94,7 +94,7 @@ class _Swiglu(torch.autograd.Function):
     """Saves its inputs only."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, gate_up_RF: Tensor, weights_R: Tensor | None, launch: Launch) -> Tensor:
+    def forward(ctx: Any, gate_up_RF: Tensor, weights_R: Tensor | None, launch: Launch) -> Tensor:
         gate_up_RF = gate_up_RF.contiguous()
         weights_R = None if weights_R is None else weights_R.contiguous()
         width = gate_up_RF.shape[-1] // 2
@@ -117,7 +117,7 @@ class _Swiglu(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dh_RF: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, dh_RF: Tensor) -> tuple[Tensor, Tensor | None, None]:
         gate_up_RF, weights_R = ctx.saved_tensors
         gradients = swiglu_backward(gate_up_RF, weights_R, dh_RF, launch=ctx.launch)
         return gradients.d_gate_up_RF, gradients.dweights_R, None
@@ -143,7 +143,10 @@ def swiglu_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """One block of h. Example with F = 2: gate_up [1, 2, 10, 20] and weight 0.5 give [0.5 silu(1) 10, 0.5 silu(2) 20]."""
+    """One block of h.
+
+    Example with F = 2: gate_up [1, 2, 10, 20] and weight 0.5 give h = [5 silu(1), 10 silu(2)].
+    """
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column_F = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     inside = (row_R < rows)[:, None] & (column_F < F)[None, :]

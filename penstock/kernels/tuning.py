@@ -61,3 +61,16 @@ def target_of(device: torch.device) -> str:
         return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
+
+
+def programs_of(launch: GemmLaunch, device: torch.device) -> int:
+    """Programs that a persistent kernel starts; a few in the interpreter, where the loop over tiles must be seen too."""
+    if launch.programs:
+        return launch.programs
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def grouped_gemm_launch(product: str, x: torch.Tensor, rows: int, experts: int, width: int, depth: int) -> GemmLaunch:
+    if x.dtype == torch.float32:
+        return GemmLaunch(block_rows=64, block_columns=64, block_depth=32, warps=4, stages=2)
+    return GemmLaunch(block_rows=128, block_columns=256, block_depth=64, warps=8, stages=3)

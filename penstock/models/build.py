@@ -4,12 +4,14 @@ The model is made on the meta device (shapes only), given its dtypes, then memor
 is what counting and planning walk.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from penstock.config.model import LatentAttention, Model
-from penstock.config.run import Run
-from penstock.kernels.operators import REFERENCE, Operators
+from penstock.config.run import Kernels, Run
+from penstock.kernels.operators import REFERENCE, TORCH, Operators
 from penstock.models.attention import GroupedQueryLayer
 from penstock.models.block import Block
 from penstock.models.decoder import Decoder
@@ -37,14 +39,21 @@ def meta_model(config: Model, operators: Operators = REFERENCE) -> Decoder:
         )
 
 
-def build_model(run: Run, device: torch.device, operators: Operators) -> Decoder:
+def choose_operators(kernels: Kernels, device: torch.device) -> Operators:
+    """The operators that a run asks for; `auto` takes torch's fused forms on a GPU and the eager ones elsewhere."""
+    fused = kernels.experts == "torch" or (kernels.experts == "auto" and device.type == "cuda")
+    return replace(TORCH if fused else REFERENCE, attention_backend=kernels.attention)
+
+
+def build_model(run: Run, device: torch.device, operators: Operators | None = None) -> Decoder:
     """The model of a run with its initial weights, on a device.
 
     Args:
         run: the run; its seed decides the weights, its precision their dtype. Router weights stay float32.
         device: where to put it.
-        operators: kernels to run on.
+        operators: kernels to run on; None takes those that the run asks for.
     """
+    operators = operators or choose_operators(run.kernels, device)
     model = meta_model(run.model, operators)
     if run.training.precision == "bf16":
         _to_bf16(model)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.config.model import LatentAttention, Model
+from penstock.config.model import Model
 from penstock.models.block import Block
 from penstock.models.frame import Frame, attention_borders
 from penstock.models.mtp import MultiTokenPrediction
@@ -62,7 +62,7 @@ class Decoder(nn.Module):
         self.mtp = nn.ModuleList(mtp)
 
     @property
-    def head_VD(self) -> nn.Parameter:
+    def head_VD(self) -> Tensor:
         """Weights of the output projection."""
         return self.embed.weight if self.head is None else self.head.weight
 
@@ -91,9 +91,7 @@ class Decoder(nn.Module):
     def frame(self, positions_BS: Tensor, documents_BS: Tensor | None, share: float) -> Frame:
         """Angles, borders and share of a micro-batch, computed once for all layers."""
         attention = self.config.attention
-        is_latent = isinstance(attention, LatentAttention)
-        rotary_dim = attention.rotary_head_dim if is_latent else attention.head_dim
-        cos_BSP, sin_BSP = angles(attention.rope, rotary_dim, positions_BS)
+        cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, positions_BS)
         scope = Scope(sequences=positions_BS.shape[0], share=share)
         return Frame(cos_BSP, sin_BSP, attention_borders(documents_BS), scope)
 

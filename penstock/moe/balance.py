@@ -86,7 +86,7 @@ def attach(carrier: Tensor, loss: Tensor) -> Tensor:
         carrier: any differentiable tensor that reaches the main loss.
         loss: scalar, scaled like the main loss.
     """
-    attached: Tensor = _Attach.apply(carrier, loss)  # type: ignore[no-untyped-call]
+    attached: Tensor = _Attach.apply(carrier, loss)
     return attached
 
 

@@ -23,8 +23,8 @@ import torch
 
 from penstock.base.errors import DeviceError
 
-CGROUP_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max") """Linux, cgroup v2: `quota period` in microseconds, or `max
-period`. Containers are limited by this, not by affinity."""
+CGROUP_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+"""Linux, cgroup v2: `quota period` in microseconds, or `max period`. This limits a container, not its affinity."""
 
 CPU_INFO = Path("/proc/cpuinfo")
 """Linux: one `model name` line for each core."""

@@ -9,8 +9,8 @@ before, and the same micro-batches can be run again under watch. In this order:
 3. Loss. Hidden states are finite, the cross entropy is not.
 4. Gradients. Backward walks from the output to the input and a NaN goes with it, so it began at the deepest layer whose
    parameters' gradients are not finite: the last ones in the order of forward.
-5. None of these: each micro-batch is finite by itself, so their sum or its norm left the range of float32, or the fault did
-   not happen again (then suspect the machine).
+5. None of these: each micro-batch is finite by itself, so their sum or its norm left the range of float32, or the fault
+   did not happen again (then suspect the machine).
 
 Gradients are taken aside with autograd.grad: the optimizer's own are not touched.
 """

@@ -1,8 +1,8 @@
 """Figures of every step, written for machines: metrics.jsonl and TensorBoard events.
 
 metrics.jsonl holds one JSON object a line, in the order of steps, with the fields of `FIELDS`. A line is handed to the
-system in one unbuffered write, so a killed run leaves whole lines. What a run wrote after the checkpoint that it is resumed
-from never happened: `drop_after` cuts it off, and each step stands in the file once.
+system in one unbuffered write, so a killed run leaves whole lines. Lines after the checkpoint that a run resumes from
+tell of steps that will be made again: `drop_after` cuts them off, and each step stands in the file once.
 """
 
 import json
@@ -39,7 +39,8 @@ FIELDS: dict[str, Field] = {
     "tokens_per_second_per_device": Field("tokens/s", "Tokens of the step over its time and the number of devices."),
     "step_seconds": Field("s", "Time of the step, data included; evaluation, checkpoint and records are not."),
     "model_flops_utilization": Field(
-        "", "Model FLOPs of the step over what the device could have done in bf16 meanwhile; null where that is unknown."
+        "",
+        "Model FLOPs of the step over what the device could have done in bf16 meanwhile; null where that is unknown.",
     ),
     "peak_memory_bytes": Field(
         "bytes", "Most memory so far: handed out by the allocator on a GPU, resident set of the process on a CPU."
@@ -156,7 +157,9 @@ class MetricsFile:
         try:
             self._file.write(line.encode())
         except OSError as error:
-            raise RunFolderError(f"cannot write {self._path}", got=error.strerror, fix="free space, --resume") from error
+            raise RunFolderError(
+                f"cannot write {self._path}", got=error.strerror, fix="free space, --resume"
+            ) from error
 
     def saved(self, step: int) -> None:
         """Nothing to write."""
@@ -177,7 +180,7 @@ class TensorBoard:
 
     def __init__(self, folder: Path, every: int, steps_done: int) -> None:
         self._every = every
-        self._writer = SummaryWriter(str(folder), purge_step=steps_done + 1)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder), purge_step=steps_done + 1)
 
     def started(self, start: RunStart) -> None:
         """Nothing to write."""
@@ -198,15 +201,15 @@ class TensorBoard:
     def _write(self, values: dict[str, float | None], prefix: str, step: int) -> None:
         for name, value in values.items():
             if value is not None:
-                self._writer.add_scalar(prefix + name, value, step)  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(prefix + name, value, step)
 
     def saved(self, step: int) -> None:
         """A checkpoint is a good moment to put the points on disk."""
-        self._writer.flush()  # type: ignore[no-untyped-call]
+        self._writer.flush()
 
     def closed(self) -> None:
         """Close the event file."""
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 def reference_page() -> str:

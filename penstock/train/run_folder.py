@@ -14,17 +14,19 @@ A run that is continued may change how it goes on (steps, learning rate, evaluat
 `FREE` say which is which.
 """
 
+import errno
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from penstock.base.errors import CheckpointError, RunFolderError
+from penstock.config.compare import differences
+from penstock.config.load import RUN_FILE, dump_toml
 from penstock.config.run import Run
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -50,7 +52,7 @@ class RunFolder:
     @property
     def config(self) -> Path:
         """The resolved configuration."""
-        return self.path / "config.toml"
+        return self.path / RUN_FILE
 
     @property
     def metrics(self) -> Path:
@@ -77,14 +79,14 @@ class RunFolder:
         """Whether this is the folder of a run."""
         return self.config.is_file()
 
-    def write_config(self, text: str) -> None:
+    def write_config(self, run: Run) -> None:
         """Replace the configuration, whole or not at all.
 
         Raises:
             RunFolderError: the file cannot be written.
         """
         with _disk_errors(f"cannot write {self.config}"):
-            write_whole(self.config, text)
+            write_whole(self.config, dump_toml(run))
 
 
 def check_name(name: str) -> None:
@@ -110,43 +112,44 @@ def check_is_free(parent: Path, name: str) -> None:
         raise RunFolderError(f"{path} exists already", fix="--resume to go on with it, or another --name")
 
 
-def create_run_folder(parent: Path, name: str, config_text: str, *, number_if_taken: bool) -> RunFolder:
-    """Make the folder of a new run.
+def create_run_folder(run: Run, *, number_if_taken: bool) -> tuple[Run, RunFolder]:
+    """Make the folder of a new run, with its configuration in it.
 
     Args:
-        parent: folder of all runs; made if it is not there.
-        name: wanted name.
-        config_text: content of config.toml, where `{name}`'s place is taken by the folder that was found free.
+        run: its `record.folder` is made if it is not there; its name is the wanted name of the folder.
         number_if_taken: if the name is taken, try name-2, name-3, ...; else refuse.
+
+    Returns:
+        The run under the name that its folder got, and the folder.
 
     Raises:
         RunFolderError: the name is taken or no folder can be made.
     """
-    check_name(name)
-    with _disk_errors(f"cannot create a run folder in {parent}"):
+    check_name(run.name)
+    parent = Path(run.record.folder)
+    with _disk_errors(f"cannot make a run folder in {parent}"):
         parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=parent))
+        draft = Path(tempfile.mkdtemp(prefix=f".{run.name}.", dir=parent))
         try:
             draft.chmod(0o755)  # mkdtemp makes it private, a run folder is not
-            write_whole(draft / "config.toml", config_text)
             while True:
-                path = parent / (free_name(parent, name) if number_if_taken else name)
-                if _renamed(draft, path):
-                    return RunFolder(path)
-                if not number_if_taken:
-                    check_is_free(parent, name)
+                named = run.model_copy(update={"name": free_name(parent, run.name) if number_if_taken else run.name})
+                check_is_free(parent, named.name)
+                write_whole(draft / RUN_FILE, dump_toml(named))
+                if _take_name(draft, parent / named.name):
+                    return named, RunFolder(parent / named.name)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
 
 
-def _renamed(draft: Path, path: Path) -> bool:
-    """Give the draft its name unless somebody has it. Linux lets a folder replace an empty one, so look first."""
-    if path.exists():
-        return False
+def _take_name(draft: Path, path: Path) -> bool:
+    """Give the draft its name, unless another run took it since we looked."""
     try:
         draft.rename(path)
-    except FileExistsError:
-        return False
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            return False
+        raise
     return True
 
 
@@ -195,28 +198,23 @@ def check_same_run(saved: Run, wanted: Run) -> None:
     Raises:
         CheckpointError: a fixed field differs.
     """
-    old, new = dict(_leaves(saved.model_dump())), dict(_leaves(wanted.model_dump()))
-    for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key) and _is_under(key, FIXED) and not _is_under(key, FREE):
+    for difference in differences(saved, wanted):
+        if is_bound(difference.field):
             raise CheckpointError(
-                f"a run cannot be resumed with another {key}",
-                got=new.get(key),
-                allowed=old.get(key),
+                f"a run cannot be resumed with another {difference.field}",
+                got=difference.right or "none",
+                allowed=difference.left or "none",
                 fix="leave the override out, or start a new run",
             )
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of nested mappings."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+def is_bound(field: str) -> bool:
+    """Whether a checkpoint is bound to the value of a field, by its dotted path."""
+    return _is_under(field, FIXED) and not _is_under(field, FREE)
 
 
-def _is_under(key: str, parts: tuple[str, ...]) -> bool:
-    return any(key == part or key.startswith(part + ".") for part in parts)
+def _is_under(field: str, parts: tuple[str, ...]) -> bool:
+    return any(field == part or field.startswith(part + ".") for part in parts)
 
 
 def write_whole(path: Path, text: str) -> None:

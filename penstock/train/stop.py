@@ -14,6 +14,7 @@ A launcher that passes Ctrl-C on sends a second SIGINT right behind the terminal
 
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -24,11 +25,15 @@ SAME_PRESS_SECONDS = 1.0
 class StopRequest:
     """While it is entered, SIGINT and SIGTERM ask for a stop instead of ending the process.
 
+    Args:
+        notify: called once, when the first signal comes, between two operations of the thread that trains.
+
     Attributes:
         signal: the first signal that came, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, notify: Callable[[], None] = lambda: None) -> None:
+        self._notify = notify
         self.signal: signal.Signals | None = None
         self._first_seconds = 0.0
         self._previous: dict[signal.Signals, Any] = {}
@@ -54,5 +59,6 @@ class StopRequest:
         now = time.monotonic()
         if self.signal is None:
             self.signal, self._first_seconds = signal.Signals(number), now
+            self._notify()
         elif number == signal.SIGINT and now - self._first_seconds > SAME_PRESS_SECONDS:
             raise KeyboardInterrupt

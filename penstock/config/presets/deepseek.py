@@ -1,7 +1,7 @@
 """DeepSeek-V2-Lite, V2 and V3, as their authors published them.
 
-Sources: the Hugging Face configs of the three models (sizes, rotary scaling), arXiv 2405.04434 sections 3.1.2 and appendix
-B (V2, V2-Lite: optimizer, auxiliary loss), arXiv 2412.19437 sections 4.1 and 4.2 (V3).
+Sources: the Hugging Face configs of the three models (sizes, rotary scaling), arXiv 2405.04434 section 3.1.2 and
+appendix B (V2, V2-Lite: optimizer, auxiliary loss), arXiv 2412.19437 sections 4.1 and 4.2 (V3).
 """
 
 from penstock.config.model import (

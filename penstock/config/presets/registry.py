@@ -1,8 +1,8 @@
 """Every preset by name, and variants of any preset that keep its first N layers.
 
-`deepseek-v2-lite-8l` is deepseek-v2-lite with 8 layers. Dense layers come first in the model, so a cut keeps all of them
-if it can; a model with experts gives up dense layers where it must, so that at least one layer with experts stays. Layers
-of multi-token prediction come after the decoder and are kept.
+`deepseek-v2-lite-8l` is deepseek-v2-lite with 8 layers. Dense layers come first in the model, so a cut keeps all of
+them if it can; a model with experts gives up dense layers where it must, so that at least one layer with experts stays.
+Layers of multi-token prediction come after the decoder and are kept.
 """
 
 import re

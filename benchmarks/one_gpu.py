@@ -1,0 +1,82 @@
+"""Tokens per second of a truncated DeepSeek-V2-Lite on one GPU: torch's grouped products beside plain eager PyTorch.
+
+    python -m benchmarks.one_gpu --output benchmarks/results/one-gpu.json
+
+Both are the product itself, `penstock train`, on the same rows with the same seed; only `kernels.experts` differs. `reference`
+is eager PyTorch throughout: a loop over experts, RMSNorm and SwiGLU written out, torch's own choice of attention backend.
+The figures are medians of the run's own metrics.jsonl after warm-up. The losses of both are kept to show that they train
+the same model.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+
+VARIANTS = {
+    "eager": ["kernels.experts=reference", "kernels.attention=default"],
+    "torch": ["kernels.experts=torch", "kernels.attention=auto"],
+}
+
+
+def main() -> None:
+    options = parse_arguments()
+    measured: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, overrides in VARIANTS.items():
+            measured[name] = measure(options, name, overrides, Path(folder))
+    eager, fused = measured["eager"], measured["torch"]
+    ratio = fused["tokens_per_second"] / eager["tokens_per_second"]
+    for name, row in measured.items():
+        print(
+            f"{name:8} {row['tokens_per_second']:10,.0f} tokens/s  MFU {row['model_flops_utilization']:.3f}"
+            f"  peak {row['peak_memory_gib']:.1f} GiB  loss {row['first_loss']:.4f} -> {row['last_loss']:.4f}"
+        )
+    print(f"ratio {ratio:.2f}")
+    numbers = {"preset": options.preset, "overrides": options.overrides, "variants": measured, "speedup": ratio}
+    record.write(options, numbers, warm_up_steps=options.warm_up, steps=options.steps)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="deepseek-v2-lite-8l")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--warm-up", type=int, default=10, help="first steps that are not counted")
+    parser.add_argument("overrides", nargs="*", default=["training.global_batch=8", "training.micro_batch=4"])
+    record.add_arguments(parser)
+    return parser.parse_args()
+
+
+def measure(options: argparse.Namespace, name: str, overrides: list[str], folder: Path) -> dict[str, Any]:
+    """Train in a process of its own and read the run's metrics."""
+    fixed = [
+        f"training.steps={options.steps}",
+        "schedule.warmup_steps=10",
+        "checkpoint.enabled=false",
+        "evaluation.rows=0",
+        f"record.folder={folder}",
+    ]
+    command = [sys.executable, "-m", "penstock", "train", options.preset, *fixed, *options.overrides, *overrides]
+    subprocess.run([*command, "--name", name], check=True)
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    timed = lines[options.warm_up :]
+    return {
+        "tokens_per_second": statistics.median(line["tokens_per_second_per_device"] for line in timed),
+        "step_seconds": statistics.median(line["step_seconds"] for line in timed),
+        "step_seconds_lowest": min(line["step_seconds"] for line in timed),
+        "step_seconds_highest": max(line["step_seconds"] for line in timed),
+        "model_flops_utilization": statistics.median(line["model_flops_utilization"] for line in timed),
+        "peak_memory_gib": max(line["peak_memory_bytes"] for line in timed) / 2**30,
+        "first_loss": lines[0]["loss"],
+        "last_loss": lines[-1]["loss"],
+    }
+
+
+if __name__ == "__main__":
+    main()

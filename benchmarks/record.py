@@ -1,0 +1,69 @@
+"""How a measurement is written down: command, commit, environment, numbers, in one JSON file.
+
+Run benchmarks as modules from the root of the repository, `python -m benchmarks.one_gpu`. On a machine that has the files
+but not their history, `--commit` says which commit they are.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The two options that every benchmark has."""
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--commit", default="", help="commit of these files, where there is no repository")
+
+
+def write(options: argparse.Namespace, numbers: Mapping[str, Any], **environment: Any) -> None:
+    """Write what was measured to `options.output`; do nothing if that is not given.
+
+    Args:
+        options: with `output` and `commit`, from `add_arguments`.
+        numbers: the measurement.
+        environment: what else the numbers depend on.
+    """
+    if options.output is None:
+        return
+    result = {
+        "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
+        "commit": options.commit or commit(),
+        "environment": describe() | environment,
+        "numbers": numbers,
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _module() -> str:
+    """Name of the benchmark that runs, `benchmarks.one_gpu`."""
+    spec = sys.modules["__main__"].__spec__
+    return Path(sys.argv[0]).stem if spec is None else spec.name
+
+
+def commit() -> str:
+    """The commit of the working tree, with -dirty if files were changed."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"], capture_output=True, text=True
+    )
+    return described.stdout.strip() or "unknown"
+
+
+def describe() -> dict[str, Any]:
+    """The machine and the versions that decide speed."""
+    on_gpu = torch.cuda.is_available()
+    facts: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
+        "devices": torch.cuda.device_count() if on_gpu else 0,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    }
+    return facts

@@ -1,0 +1,67 @@
+"""The command line's verbs, its exit codes, and how errors are shown.
+
+Exit codes: 0 when done, 2 with one line on stderr when the user has something to mend, 130 when interrupted. A verb may
+return another code. What is neither is a fault of ours: it keeps its traceback and exits with 1.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+
+from penstock.base.errors import PenstockError
+from penstock.cli.verbs import Verb, group_of
+
+WRONG_INPUT = 2
+"""Exit code when the user can mend what is wrong."""
+
+VERBS = (
+    Verb("train", "penstock.cli.train", "train", "Train a model: a preset, a TOML file, or a run folder."),
+    Verb("config", "penstock.cli.config", "app", "List, show, explain, compare and check configurations."),
+)
+
+app = typer.Typer(cls=group_of(*VERBS), add_completion=False)
+
+
+@app.callback(invoke_without_command=True)
+def penstock(
+    context: typer.Context,
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Pretrain mixture-of-experts language models."""
+    if show_version:
+        print(f"penstock {_version()}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line.
+
+    Args:
+        arguments: what comes after `penstock`; None takes it from the process.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        outcome = typer.main.get_command(app).main(arguments, prog_name="penstock", standalone_mode=False)
+    except typer.TyperException as error:
+        return _refuse(f"{error.format_message().rstrip('.')} (see --help)")
+    except PenstockError as error:
+        return _refuse(str(error))
+    return outcome if isinstance(outcome, int) else 0
+
+
+def _refuse(message: str) -> int:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return WRONG_INPUT
+
+
+def _version() -> str:
+    try:
+        return version("penstock")
+    except PackageNotFoundError:
+        return "(not installed: running from source)"

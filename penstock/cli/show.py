@@ -1,0 +1,50 @@
+"""`penstock config show`: a run in full, and what the model that it describes weighs and costs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from penstock.cli.config import Json, Target
+from penstock.config.load import dump_toml, load_run
+from penstock.config.run import Run
+from penstock.models.count import Count, count
+
+
+def show(
+    target: Target,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Print a run in full, with its parameters and FLOPs per token. The output is a TOML file that can be trained."""
+    run = load_run(target, overrides or ())
+    counted = count(run.model, run.training.sequence_length)
+    if as_json:
+        print(json.dumps({"run": run.model_dump(), "count": asdict(counted)}, indent=2))
+    else:
+        print(f"{dump_toml(run)}\n{_count_lines(run, counted)}")
+
+
+def _count_lines(run: Run, counted: Count) -> str:
+    """Comments in TOML, so that the output as a whole is a file."""
+    length = run.training.sequence_length
+    lines = [f"parameters  {_scaled(counted.parameters, _COUNTS)}"]
+    if counted.mtp_parameters:
+        lines += [f"prediction  {_scaled(counted.mtp_parameters, _COUNTS)} more, for multi-token prediction"]
+    lines += [
+        f"active      {_scaled(counted.active_parameters, _COUNTS)} parameters for each token",
+        f"training    {_scaled(counted.flops_per_token, _FLOPS)} for each token, at sequence length {length}",
+    ]
+    return "\n".join(f"# {line}" for line in lines)
+
+
+_COUNTS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3), ("", 1.0))
+_FLOPS = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("KFLOP", 1e3), ("FLOP", 1.0))
+
+
+def _scaled(number: float, units: Sequence[tuple[str, float]]) -> str:
+    """Four digits and the largest unit that leaves at least one before the point: `15.71 B`."""
+    unit, size = next(((unit, size) for unit, size in units if number >= size), units[-1])
+    return f"{number / size:#.4g} {unit}"

@@ -1,0 +1,201 @@
+"""`penstock train`: start a run, or go on with one.
+
+    penstock train debug                         a new run in runs/debug, or runs/debug-2 if that exists
+    penstock train my.toml training.steps=500    a file, with an override
+    penstock train debug --name first            a new run in runs/first, which must not exist
+    penstock train runs/first --resume           go on with it; steps, learning rate and the like may be overridden
+    penstock train debug --resume                go on with the newest of runs/debug, runs/debug-2, ...
+    penstock train debug --dry-run               check everything, say what it would be, write nothing
+
+A run that goes on is described by the config.toml in its folder; the target only finds it. Exit codes: 0 when the last
+step is done, 2 for what the user can mend, 130 and 143 for a run that was stopped on request (penstock/train/stop.py).
+"""
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from penstock.base.errors import DeviceError, RunFolderError
+from penstock.cli.figures import DOT, bytes_text, count_text, duration_text
+from penstock.cli.view import FORCED_BALANCE, LiveView, PlainView
+from penstock.config.load import load_run
+from penstock.config.presets.registry import is_preset
+from penstock.config.run import Run
+from penstock.models.count import count
+from penstock.parallel.process import choose_device, device_name, read_environment
+from penstock.train.loop import Progress, open_store, resume, train_run
+from penstock.train.metrics import MetricsFile, TensorBoard
+from penstock.train.observer import Observer, RunEnd
+from penstock.train.run_folder import (
+    RunFolder,
+    check_is_free,
+    check_name,
+    check_same_run,
+    create_run_folder,
+    find_run_folder,
+)
+from penstock.train.setup import Session, open_texts, prepare, state_bytes
+from penstock.train.stop import StopRequest
+
+INTERRUPTED = 130
+"""Exit code of a run that a second Ctrl-C stopped at once."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a command line asks for.
+
+    Attributes:
+        run: the configuration.
+        folder: of the run that goes on; None for a new one.
+        is_named: the user chose the name, so it must be free.
+    """
+
+    run: Run
+    folder: RunFolder | None
+    is_named: bool
+
+
+def train(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the run and its folder.")] = None,
+    resumes: Annotated[bool, typer.Option("--resume", help="Go on with the run from its newest checkpoint.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and write nothing.")] = False,
+) -> int:
+    """Train a model: a preset, a TOML file, or a run folder."""
+    launch = (_find_run if resumes else _new_run)(target, overrides or [], name)
+    environment = read_environment()
+    console = Console(no_color=not environment.color, highlight=False)
+    if dry_run:
+        _print_plan(console, launch)
+        return 0
+    if launch.folder is not None and _is_finished(launch.run, launch.folder):
+        console.print(f"{launch.folder.path} is finished: all {launch.run.training.steps} steps are done")
+        console.print(f"go on:  penstock train {launch.folder.path} --resume training.steps=N", markup=False)
+        return 0
+    try:
+        with console.status("preparing data and model"):
+            session = prepare(launch.run, environment)
+        return _run(console, launch, session)
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            "the GPU is out of memory", got=str(error).partition(". ")[0], fix="a smaller training.micro_batch or model"
+        ) from error
+
+
+def _new_run(target: str, overrides: list[str], name: str | None) -> Launch:
+    """A run that starts from its first step."""
+    if _is_run_folder(target):
+        raise RunFolderError(
+            f"{target} is the folder of a run",
+            fix=f"add --resume to go on with it, or start anew from {target}/config.toml",
+        )
+    run = load_run(target, overrides)
+    if name is not None:
+        check_name(name)
+        run = run.model_copy(update={"name": name})
+        check_is_free(Path(run.record.folder), name)
+    return Launch(run, None, is_named=name is not None)
+
+
+def _find_run(target: str, overrides: list[str], name: str | None) -> Launch:
+    """A run that goes on."""
+    if _is_run_folder(target):
+        folder = RunFolder(Path(target))
+        if name is not None:
+            raise RunFolderError("a run folder and --name both say which run goes on", fix="leave one of them out")
+    else:
+        run = load_run(target, overrides)
+        folder = find_run_folder(Path(run.record.folder), name or run.name, newest=name is None)
+    saved = load_run(str(folder.config))
+    wanted = load_run(str(folder.config), overrides)
+    check_same_run(saved, wanted)
+    return Launch(wanted, folder, is_named=True)
+
+
+def _is_run_folder(target: str) -> bool:
+    return not is_preset(target) and RunFolder(Path(target)).exists
+
+
+def _is_finished(run: Run, folder: RunFolder) -> bool:
+    latest = open_store(run, folder).latest()
+    return latest is not None and latest >= run.training.steps
+
+
+def _run(console: Console, launch: Launch, session: Session) -> int:
+    """Take or make the folder, then train."""
+    if launch.folder is None:
+        run, folder = create_run_folder(session.run, number_if_taken=not launch.is_named)
+        session = replace(session, run=run)
+        store, begin = open_store(run, folder), Progress()
+    else:
+        folder = launch.folder
+        store = open_store(session.run, folder)
+        begin = resume(session, folder, store)
+    view = LiveView(console) if console.is_terminal and not console.is_dumb_terminal else PlainView(console)
+    record = session.run.record
+    observers: list[Observer] = [MetricsFile(folder.metrics, record.every)]
+    if record.tensorboard:
+        observers.append(TensorBoard(folder.tensorboard, record.every, begin.steps))
+    observers.append(view)
+    try:
+        with StopRequest(view.stopping) as stop:
+            end = train_run(session, folder, store, begin, observers, stop)
+    except KeyboardInterrupt:
+        newest = store.latest()
+        print(f"stopped at once; newest checkpoint: {'none' if newest is None else f'step {newest}'}", file=sys.stderr)
+        sys.stdout.flush()
+        # A checkpoint may be on its way to disk in a thread that Python would wait for. What is half written is hidden.
+        os._exit(INTERRUPTED)
+    _print_end(console, folder, end)
+    return stop.exit_code if end.stopped_by else 0
+
+
+def _print_end(console: Console, folder: RunFolder, end: RunEnd) -> None:
+    """How it went, and what to type next."""
+    if end.stopped_by:
+        saved = "no step was made" if end.checkpoint is None else f"saved in {end.checkpoint}"
+        lines = [f"stopped by {end.stopped_by} after step {end.step} of {end.steps}, {saved}"]
+        lines.append(f"go on:  penstock train {folder.path} --resume")
+    else:
+        lines = [f"done: {end.steps} steps in {duration_text(end.seconds)}, saved in {end.checkpoint}"]
+    if end.last is not None:
+        figures = [f"loss {end.last.loss:.4f} nats/token"]
+        if end.last.evaluation is not None:
+            figures.append(f"held out {end.last.evaluation.bits_per_byte:.3f} bits/byte")
+        if end.last.forced_balance:
+            figures.append(FORCED_BALANCE)
+        lines.insert(1, "  ".join(figures))
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _print_plan(console: Console, launch: Launch) -> None:
+    """Open the data, find the device, count the model; then say what would be trained."""
+    run = launch.run
+    device = choose_device(run.device)
+    texts = open_texts(run)
+    size = count(run.model, run.training.sequence_length)
+    parameters, active = count_text(size.parameters + size.mtp_parameters), count_text(size.active_parameters)
+    tokens = run.tokens_per_step * run.training.steps
+    flops = size.flops_per_token
+    held_out = "nothing" if texts.held_out is None else f"{texts.held_out.tokens:,} tokens"
+    facts = {
+        "model": f"{parameters} parameters, {active} active for a token {DOT} {run.training.precision}",
+        "compute": f"{count_text(flops)}FLOP a token, {count_text(flops * tokens)}FLOP in all",
+        "memory": f"{bytes_text(state_bytes(run))} for weights, gradients and optimizer, before activations",
+        "data": f"{len(texts.train):,} documents, {held_out} held out",
+        "batch": f"{run.tokens_per_step:,} tokens a step, {count_text(tokens)} in {run.training.steps:,} steps",
+        "device": f"{device_name(device)} ({device})",
+    }
+    where = f"goes on in {launch.folder.path}" if launch.folder else f"is new, in {run.record.folder}"
+    console.print(f"run {run.name} {where}; nothing was written", markup=False, soft_wrap=True)
+    for label, text in facts.items():
+        console.print(f"  {label:<8} {text}", markup=False, soft_wrap=True)

@@ -1,0 +1,306 @@
+"""What a person sees of a run: a live panel in a terminal, plain lines anywhere else.
+
+Both are observers of the loop and show the same figures. The panel is drawn at most `DRAWS_PER_SECOND` times a second
+by the thread that trains, between two steps: a thread of its own would fight it for Python's lock. Plain lines come for
+the first step, every evaluation and the last step, and else when some time has passed: soon in the beginning, at most
+every `SLOWEST_LINE_SECONDS` later on, so that a long run leaves a log that can be read.
+"""
+
+import time
+
+from rich.box import ROUNDED
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from penstock.cli.figures import DOT, Trail, bytes_text, count_text, duration_text, load_bars, spark_line
+from penstock.train.observer import LayerReport, RunStart, StepReport
+
+FORCED_BALANCE = "FORCED BALANCE, BENCHMARK ONLY"
+"""Stands wherever a figure of such a run is shown."""
+
+DRAWS_PER_SECOND = 5.0
+PANEL_WIDTH = 110
+"""Columns of the panel at most: longer lines are not easier to read."""
+
+FRAME_WIDTH = 4
+LABEL_WIDTH, VALUE_WIDTH, GAP = 8, 20, 2
+"""Columns of the panel's frame with its padding, and of its grid: label, value, and what is left for the detail."""
+
+STOPPING = "stopping after this step, with a checkpoint; Ctrl-C once more stops at once"
+
+LAYERS_SHOWN = 6
+UNEVEN, VERY_UNEVEN = 1.5, 2.5
+"""Load of the fullest expert over the mean from which it is drawn yellow, and red."""
+
+FIRST_LINE_SECONDS, SLOWEST_LINE_SECONDS = 2.0, 60.0
+
+
+def facts_of(start: RunStart) -> dict[str, str]:
+    """What is trained, on what, and how: the lines that head every view, by their label."""
+    run = start.run
+    size = f"{count_text(start.parameters)} parameters"
+    if start.active_parameters != start.parameters:
+        size += f", {count_text(start.active_parameters)} active for a token"
+    batch = f"{run.training.global_batch} x {run.training.sequence_length} tokens"
+    if run.micro_batches > 1:
+        batch += f" in {run.micro_batches} micro-batches"
+    return {"model": f"{size} {DOT} {run.training.precision}", "batch": batch, "device": start.device_name}
+
+
+def is_forced(start: RunStart) -> bool:
+    """Whether the router's choice is ignored, so that nothing here says anything about training."""
+    moe = start.run.model.moe
+    return moe is not None and moe.balance.force
+
+
+class LiveView:
+    """Observer that draws a panel and keeps it up to date.
+
+    Args:
+        console: a terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._panel: RunPanel | None = None
+        self._drawn_seconds = 0.0
+
+    def started(self, start: RunStart) -> None:
+        """Draw the empty panel."""
+        self._panel = RunPanel(start)
+        self._live.start()
+        self._draw()
+
+    def stepped(self, report: StepReport) -> None:
+        """Take a step in, and draw if it is time."""
+        assert self._panel is not None, "a run starts before it steps"
+        self._panel.add(report)
+        is_due = time.monotonic() - self._drawn_seconds >= 1 / DRAWS_PER_SECOND
+        if is_due or report.evaluation is not None or report.step == self._panel.steps:
+            self._draw()
+
+    def saved(self, step: int) -> None:
+        """Show that a checkpoint was made."""
+        assert self._panel is not None, "a run starts before it saves"
+        self._panel.saved_step = step
+        self._draw()
+
+    def stopping(self) -> None:
+        """Say that the request to stop was heard."""
+        if self._panel is not None:
+            self._panel.notice = STOPPING
+            self._draw()
+
+    def closed(self) -> None:
+        """Leave the last panel on the screen."""
+        if self._panel is not None:
+            self._draw()
+        self._live.stop()
+
+    def _draw(self) -> None:
+        assert self._panel is not None, "a run starts before it is drawn"
+        self._live.update(self._panel.render(self._live.console.width), refresh=True)
+        self._drawn_seconds = time.monotonic()
+
+
+class RunPanel:
+    """The panel's content. It is drawn from reports alone, so a test or a picture needs no run.
+
+    Args:
+        start: what is known before the first step.
+
+    Attributes:
+        steps: of the whole run.
+        saved_step: step of the newest checkpoint, or None.
+        notice: what the user must know now, or empty.
+    """
+
+    def __init__(self, start: RunStart) -> None:
+        self.steps = start.run.training.steps
+        self.saved_step = start.steps_done or None
+        self.notice = ""
+        self._start = start
+        self._losses = Trail()
+        self._held_out = Trail()
+        self._last: StepReport | None = None
+        self._evaluated: tuple[int, float] | None = None
+
+    def add(self, report: StepReport) -> None:
+        """Take a step in."""
+        self._last = report
+        self._losses.add(report.loss)
+        if report.evaluation is not None:
+            self._evaluated = report.step, report.evaluation.bits_per_byte
+            self._held_out.add(report.evaluation.bits_per_byte)
+
+    def render(self, width: int) -> RenderableType:
+        """Draw.
+
+        Args:
+            width: columns of the terminal.
+        """
+        width = min(width, PANEL_WIDTH)
+        detail_width = width - FRAME_WIDTH - LABEL_WIDTH - VALUE_WIDTH - 2 * GAP
+        forced = is_forced(self._start)
+        parts: list[RenderableType] = [Text(FORCED_BALANCE, style="bold red")] if forced else []
+        parts += [self._facts(width - FRAME_WIDTH), "", self._figures(detail_width)]
+        parts += [Text(self.notice, style="bold yellow")] if self.notice else []
+        return Panel(
+            Group(*parts),
+            title=Text.assemble(("penstock", "bold cyan"), f" {DOT} ", (self._start.run.name, "bold")),
+            title_align="left",
+            subtitle=Text(str(self._start.folder), style="dim"),
+            subtitle_align="right",
+            box=ROUNDED,
+            width=width,
+            padding=(0, 1),
+            border_style="red" if forced else "cyan",
+        )
+
+    def _facts(self, width: int) -> Table:
+        grid = Table.grid(padding=(0, GAP, 0, 0))
+        grid.add_column(width=LABEL_WIDTH, style="dim")
+        grid.add_column(width=width - LABEL_WIDTH - GAP, no_wrap=True, overflow="ellipsis")
+        for label, text in facts_of(self._start).items():
+            grid.add_row(label, text)
+        return grid
+
+    def _figures(self, detail_width: int) -> Table:
+        grid = Table.grid(padding=(0, GAP, 0, 0))
+        grid.add_column(width=LABEL_WIDTH, style="dim")
+        grid.add_column(width=VALUE_WIDTH, no_wrap=True)
+        grid.add_column(width=detail_width, no_wrap=True, overflow="ellipsis")
+        done = self._start.steps_done if self._last is None else self._last.step
+        grid.add_row("step", Text(f"{done:,} of {self.steps:,}", style="bold"), self._progress(done, detail_width))
+        if self._last is not None:
+            self._add_training(grid, self._last, detail_width)
+            self._add_experts(grid, self._last, detail_width)
+        if self.saved_step is not None:
+            grid.add_row("saved", f"step {self.saved_step:,}", "")
+        return grid
+
+    def _progress(self, done: int, width: int) -> RenderableType:
+        share, time_left = f"{done / self.steps:4.0%}", ""
+        if self._last is not None:
+            seconds = self._last.elapsed_seconds
+            left = seconds / (done - self._start.steps_done) * (self.steps - done)
+            time_left = f"{duration_text(left)} left" if done < self.steps else f"in {duration_text(seconds)}"
+        bar_width = width - len(share) - len(time_left) - 2 * GAP
+        row = Table.grid(padding=(0, GAP, 0, 0))
+        row.add_row(ProgressBar(total=self.steps, completed=done, width=bar_width), share, time_left)
+        return row
+
+    def _add_training(self, grid: Table, last: StepReport, width: int) -> None:
+        spark = Text(spark_line(self._losses.values, width), style="green")
+        grid.add_row("loss", _figure(f"{last.loss:.4f}", "nats/token"), spark)
+        if self._evaluated is not None:
+            step, bits = self._evaluated
+            when = f"after step {step:,}"
+            history = spark_line(self._held_out.values, width - len(when) - GAP)
+            grid.add_row("held out", _figure(f"{bits:.3f}", "bits/byte"), Text.assemble((history, "green"), "  ", when))
+        details = [f"{last.step_seconds:.3g} s a step"]
+        if last.model_flops_utilization is not None:
+            details.append(f"{last.model_flops_utilization:.1%} of peak FLOP/s")
+        speed = f"{last.tokens_per_second_per_device:,.0f}"
+        grid.add_row("speed", _figure(speed, "tokens/s"), ", ".join(details))
+        rate = f"learning rate {last.learning_rate:.2e}"
+        grid.add_row("update", _figure(f"{last.gradient_norm:.3g}", "gradient norm"), rate)
+        grid.add_row("memory", _figure(bytes_text(last.peak_memory_bytes), "at most"), "")
+
+    def _add_experts(self, grid: Table, last: StepReport, width: int) -> None:
+        worst = last.worst_layer
+        if worst is None:
+            return
+        entropy = min(layer.entropy for layer in last.layers)
+        dropped = sum(layer.dropped for layer in last.layers)
+        facts = f"entropy {entropy:.3f}, {dropped:,} dropped"
+        grid.add_row("experts", _figure(f"{worst.max_over_mean:.2f}", "max/mean"), facts)
+        shown = sorted(last.layers, key=lambda layer: layer.max_over_mean, reverse=True)[:LAYERS_SHOWN]
+        for layer in sorted(shown, key=lambda layer: layer.layer):
+            bars = Text(load_bars(layer.slots, width), style=_style_of(layer))
+            grid.add_row(f"layer {layer.layer}", f"{layer.max_over_mean:.2f}", bars)
+
+
+def _figure(number: str, unit: str) -> Text:
+    """A number that is read, and a unit that is glanced at."""
+    return Text.assemble((number, "bold"), f" {unit}")
+
+
+def _style_of(layer: LayerReport) -> str:
+    if layer.max_over_mean >= VERY_UNEVEN:
+        return "red"
+    return "yellow" if layer.max_over_mean >= UNEVEN else "cyan"
+
+
+class PlainView:
+    """Observer that prints aligned lines.
+
+    Args:
+        console: anything, a file too.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._start: RunStart | None = None
+        self._next_seconds = 0.0
+
+    def started(self, start: RunStart) -> None:
+        """Print what is trained, and the heads of the columns."""
+        self._start = start
+        self._print(f"penstock: {start.run.name} in {start.folder}{self._mark}")
+        for label, text in facts_of(start).items():
+            self._print(f"  {label:<7} {text}")
+        self._print("".join(f"{name:>{width}}" for name, width in COLUMNS.items()))
+
+    def stepped(self, report: StepReport) -> None:
+        """Print a line if it is time for one."""
+        assert self._start is not None, "a run starts before it steps"
+        is_last = report.step == self._start.run.training.steps
+        if is_last or report.evaluation is not None or report.elapsed_seconds >= self._next_seconds:
+            pause = min(max(report.elapsed_seconds / 20, FIRST_LINE_SECONDS), SLOWEST_LINE_SECONDS)
+            self._next_seconds = report.elapsed_seconds + pause
+            cells = zip(_cells(report), COLUMNS.values(), strict=True)
+            self._print("".join(f"{cell:>{width}}" for cell, width in cells) + self._mark)
+
+    def saved(self, step: int) -> None:
+        """Say nothing: the end says which checkpoint is the newest."""
+
+    def stopping(self) -> None:
+        """Say that the request to stop was heard."""
+        self._print(STOPPING)
+
+    def closed(self) -> None:
+        """Nothing to release."""
+
+    @property
+    def _mark(self) -> str:
+        return f"  {FORCED_BALANCE}" if self._start is not None and is_forced(self._start) else ""
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+COLUMNS = {
+    "step": 8, "loss": 9, "bits/byte": 11, "norm": 9, "rate": 10, "tokens/s": 11, "MFU": 8, "memory": 11, "load": 7,
+}  # fmt: skip
+"""Heads of the plain view's columns, and their widths. `load` is the largest max/mean of a layer's experts."""
+
+
+def _cells(report: StepReport) -> list[str]:
+    """A step as cells of the plain view; a dash stands for what is not known."""
+    worst, utilization = report.worst_layer, report.model_flops_utilization
+    return [
+        f"{report.step}",
+        f"{report.loss:.4f}",
+        "-" if report.evaluation is None else f"{report.evaluation.bits_per_byte:.3f}",
+        f"{report.gradient_norm:.3g}",
+        f"{report.learning_rate:.2e}",
+        f"{report.tokens_per_second_per_device:,.0f}",
+        "-" if utilization is None else f"{utilization:.1%}",
+        bytes_text(report.peak_memory_bytes),
+        "-" if worst is None else f"{worst.max_over_mean:.2f}",
+    ]

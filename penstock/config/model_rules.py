@@ -1,0 +1,261 @@
+"""Rules between fields of the model. Each docstring is the rule as users read it; `rules` says how they are used."""
+
+from penstock.config.model import GroupedQueryAttention, LatentAttention
+from penstock.config.problem import Problem
+from penstock.config.run import Run
+
+
+def dense_model_has_only_dense_layers(run: Run) -> Problem | None:
+    """A model without `model.moe` is dense: `model.dense_layers` equals `model.layers`."""
+    model = run.model
+    if model.moe is not None or model.dense_layers == model.layers:
+        return None
+    return Problem(
+        "model.dense_layers",
+        f"must equal model.layers ({model.layers}) in a model without model.moe",
+        got=f"{model.dense_layers}",
+        fix=f"set model.dense_layers to {model.layers}, or give model.moe",
+    )
+
+
+def experts_have_a_layer(run: Run) -> Problem | None:
+    """With `model.moe`, `model.dense_layers` is less than `model.layers`."""
+    model = run.model
+    if model.moe is None or model.dense_layers < model.layers:
+        return None
+    return Problem(
+        "model.dense_layers",
+        "leaves no layer for the experts of model.moe",
+        got=f"{model.dense_layers} of {model.layers} layers",
+        allowed=f"0 to {model.layers - 1}",
+        fix='lower it, or set model.moe to "none" for a dense model',
+    )
+
+
+def dense_layers_have_a_width(run: Run) -> Problem | None:
+    """Dense layers (`model.dense_layers` above 0) need `model.dense_ffn_size`."""
+    model = run.model
+    if model.dense_layers == 0 or model.dense_ffn_size > 0:
+        return None
+    return Problem(
+        "model.dense_ffn_size",
+        f"is the width of {model.dense_layers} dense layers (model.dense_layers)",
+        got="0",
+        allowed=">= 1",
+        fix="set it; 4 times model.hidden_size is a common choice",
+    )
+
+
+def kv_heads_divide_heads(run: Run) -> Problem | None:
+    """`model.attention.kv_heads` divides `model.attention.heads`."""
+    attention = run.model.attention
+    if not isinstance(attention, GroupedQueryAttention) or attention.heads % attention.kv_heads == 0:
+        return None
+    return Problem(
+        "model.attention.kv_heads",
+        f"must divide model.attention.heads ({attention.heads})",
+        got=f"{attention.kv_heads}",
+        allowed=_divisors(attention.heads),
+    )
+
+
+def rotary_width_is_even(run: Run) -> Problem | None:
+    """Rotary embedding turns pairs: `model.attention.head_dim`, `model.attention.rotary_head_dim` are even."""
+    attention = run.model.attention
+    if isinstance(attention, LatentAttention):
+        name, width = "rotary_head_dim", attention.rotary_head_dim
+    else:
+        name, width = "head_dim", attention.head_dim
+    if width % 2 == 0:
+        return None
+    return Problem(
+        f"model.attention.{name}",
+        "must be even, since rotary embedding turns pairs",
+        got=f"{width}",
+        fix=f"use {width - 1} or {width + 1}",
+    )
+
+
+def yarn_bounds_are_ordered(run: Run) -> Problem | None:
+    """`model.attention.rope.yarn.beta_slow` is above 0 and below `model.attention.rope.yarn.beta_fast`."""
+    yarn = run.model.attention.rope.yarn
+    if yarn is None or 0 < yarn.beta_slow < yarn.beta_fast:
+        return None
+    return Problem(
+        "model.attention.rope.yarn.beta_slow",
+        "must be above 0 and below beta_fast",
+        got=f"beta_slow {yarn.beta_slow:g}, beta_fast {yarn.beta_fast:g}",
+        fix="the usual values are 1 and 32",
+    )
+
+
+def sequence_is_within_yarn(run: Run) -> Problem | None:
+    """YaRN bounds `training.sequence_length` to `model.attention.rope.yarn.original_positions` times its factor."""
+    yarn = run.model.attention.rope.yarn
+    if yarn is None or run.training.sequence_length <= yarn.original_positions * yarn.factor:
+        return None
+    return Problem(
+        "training.sequence_length",
+        f"is beyond what YaRN stretches to ({yarn.original_positions} x {yarn.factor:g})",
+        got=f"{run.training.sequence_length}",
+        allowed=f"at most {int(yarn.original_positions * yarn.factor)}",
+        fix="shorten it, or raise model.attention.rope.yarn.factor",
+    )
+
+
+def top_k_is_within_experts(run: Run) -> Problem | None:
+    """`model.moe.top_k` is at most `model.moe.experts`."""
+    moe = run.model.moe
+    if moe is None or moe.top_k <= moe.experts:
+        return None
+    return Problem(
+        "model.moe.top_k", "is more than model.moe.experts", got=f"{moe.top_k}", allowed=f"1 to {moe.experts}"
+    )
+
+
+def groups_divide_experts(run: Run) -> Problem | None:
+    """`model.moe.router.groups` divides `model.moe.experts`."""
+    moe = run.model.moe
+    if moe is None or moe.experts % moe.router.groups == 0:
+        return None
+    return Problem(
+        "model.moe.router.groups",
+        f"must divide model.moe.experts ({moe.experts})",
+        got=f"{moe.router.groups}",
+        allowed=_divisors(moe.experts),
+    )
+
+
+def kept_groups_exist(run: Run) -> Problem | None:
+    """`model.moe.router.groups_kept` is at most `model.moe.router.groups`."""
+    moe = run.model.moe
+    if moe is None or moe.router.groups_kept <= moe.router.groups:
+        return None
+    return Problem(
+        "model.moe.router.groups_kept",
+        "is more than model.moe.router.groups",
+        got=f"{moe.router.groups_kept}",
+        allowed=f"1 to {moe.router.groups}",
+    )
+
+
+def kept_groups_hold_top_k(run: Run) -> Problem | None:
+    """The groups that are kept (`model.moe.router.groups_kept`) hold at least `model.moe.top_k` experts."""
+    moe = run.model.moe
+    if moe is None or moe.experts % moe.router.groups:
+        return None
+    reachable = moe.router.groups_kept * (moe.experts // moe.router.groups)
+    if moe.top_k <= reachable or moe.top_k > moe.experts:
+        return None
+    return Problem(
+        "model.moe.top_k",
+        f"is more than the {reachable} experts in the groups that a token may choose from",
+        got=f"{moe.top_k}",
+        allowed=f"1 to {reachable}",
+        fix=f"raise model.moe.router.groups_kept ({moe.router.groups_kept} of {moe.router.groups})",
+    )
+
+
+def groups_judged_by_two_have_two(run: Run) -> Problem | None:
+    """With `model.moe.router.group_score` top2, a group has at least 2 experts."""
+    moe = run.model.moe
+    if moe is None or moe.router.group_score != "top2" or moe.experts >= 2 * moe.router.groups:
+        return None
+    return Problem(
+        "model.moe.router.group_score",
+        "top2 needs groups of at least 2 experts",
+        got=f"{moe.experts} experts in {moe.router.groups} groups",
+        fix="use group_score max, or fewer groups",
+    )
+
+
+def softmax_after_top_k_is_a_softmax(run: Run) -> Problem | None:
+    """`model.moe.router.softmax_after_top_k` needs `model.moe.router.score` softmax."""
+    moe = run.model.moe
+    if moe is None or not moe.router.softmax_after_top_k or moe.router.score == "softmax":
+        return None
+    return Problem(
+        "model.moe.router.softmax_after_top_k",
+        "needs model.moe.router.score softmax",
+        got=f"score {moe.router.score}",
+        fix="set one of the two",
+    )
+
+
+def router_has_a_gradient(run: Run) -> Problem | None:
+    """With `model.moe.top_k` 1, neither `model.moe.router.softmax_after_top_k` nor `model.moe.router.normalize`."""
+    moe = run.model.moe
+    if moe is None or moe.top_k > 1 or not (moe.router.softmax_after_top_k or moe.router.normalize):
+        return None
+    cause = "softmax_after_top_k" if moe.router.softmax_after_top_k else "normalize"
+    return Problem(
+        f"model.moe.router.{cause}",
+        "makes the only weight of model.moe.top_k = 1 always 1: the router would not learn",
+        fix=f"set model.moe.router.{cause} to false, or model.moe.top_k to 2 or more",
+    )
+
+
+def expert_bias_goes_with_sigmoid(run: Run) -> Problem | None:
+    """`model.moe.router.expert_bias` needs `model.moe.router.score` sigmoid."""
+    moe = run.model.moe
+    if moe is None or not moe.router.expert_bias or moe.router.score == "sigmoid":
+        return None
+    return Problem(
+        "model.moe.router.expert_bias",
+        "needs model.moe.router.score sigmoid",
+        got=f"score {moe.router.score}",
+        fix="use sigmoid, or balance by model.moe.balance.auxiliary",
+    )
+
+
+def padding_needs_a_capacity(run: Run) -> Problem | None:
+    """`model.moe.balance.pad_to_capacity` needs `model.moe.balance.capacity_factor`."""
+    moe = run.model.moe
+    if moe is None or not moe.balance.pad_to_capacity or moe.balance.capacity_factor > 0:
+        return None
+    return Problem(
+        "model.moe.balance.pad_to_capacity",
+        "needs model.moe.balance.capacity_factor above 0",
+        got="0 (dropless)",
+        fix="set a capacity_factor such as 1.25, or leave the padding out",
+    )
+
+
+def auxiliary_weight_has_a_loss(run: Run) -> Problem | None:
+    """`model.moe.balance.auxiliary_weight` above 0 needs `model.moe.balance.auxiliary` to say over which tokens."""
+    moe = run.model.moe
+    if moe is None or moe.balance.auxiliary_weight == 0 or moe.balance.auxiliary != "none":
+        return None
+    return Problem(
+        "model.moe.balance.auxiliary_weight",
+        "is given, but model.moe.balance.auxiliary is none",
+        got=f"{moe.balance.auxiliary_weight:g}",
+        allowed="0, or auxiliary micro-batch, sequence, global-batch",
+    )
+
+
+def _divisors(number: int) -> str:
+    """The divisors of a number, or a few of them if they are many."""
+    divisors = [f"{one}" for one in range(1, number + 1) if number % one == 0]
+    return ", ".join(divisors if len(divisors) <= 12 else [*divisors[:11], "..."])
+
+
+MODEL_RULES = (
+    dense_model_has_only_dense_layers,
+    experts_have_a_layer,
+    dense_layers_have_a_width,
+    kv_heads_divide_heads,
+    rotary_width_is_even,
+    yarn_bounds_are_ordered,
+    sequence_is_within_yarn,
+    top_k_is_within_experts,
+    groups_divide_experts,
+    kept_groups_exist,
+    kept_groups_hold_top_k,
+    groups_judged_by_two_have_two,
+    softmax_after_top_k_is_a_softmax,
+    router_has_a_gradient,
+    expert_bias_goes_with_sigmoid,
+    padding_needs_a_capacity,
+    auxiliary_weight_has_a_loss,
+)

@@ -1,0 +1,417 @@
+"""Router: scores, group limit, top-k, weights and the sums of balance losses, in one pass over the logits.
+
+A program holds tiles of whole rows of logits, E experts wide. The choice is made on integers: a float32 score becomes
+an int32 key of the same order, two keys below every score say "not eligible" and "taken", and NaN has a place in the
+order. So K rounds of (maximum, lowest index of the maximum, mark as taken) give K different experts whatever the logits
+hold, and ties go to the lowest expert id.
+
+Groups need not be powers of two: each group is padded to one of its own, so a tile is Q groups of G columns and every
+column knows its expert. The best groups are those with fewer than `groups_kept` groups ahead of them.
+
+Counts, mass and z are first summed within a program, then over programs by a second small kernel: no atomics, and one
+order of addition on every chip, because how tokens are cut depends on their number alone. Backward recomputes scores
+from the logits, the only float tensor saved.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from penstock.base.errors import KernelError
+from penstock.kernels.reference import Routed, RouterRule
+from penstock.kernels.tuning import Launch
+
+LAUNCH = Launch(block_rows=16, block_columns=64, warps=4)
+"""Elements of a tile: eight for each of 128 threads, so that scores, keys and both sums stay in registers."""
+
+PROGRAMS = 512
+"""Programs of forward before each takes a second tile: more fill the chip, fewer make fewer partial sums."""
+
+
+def route(
+    logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int, *, launch: Launch = LAUNCH
+) -> Routed:
+    """`penstock.kernels.reference.route`: one kernel and a small sum forward, one kernel backward.
+
+    Args:
+        logits_TE: float32, bfloat16 or float16.
+        bias_E: float32, or None.
+        rule: how to choose.
+        sequences: B; the T tokens are B sequences of equal length, one after the other.
+        launch: elements (rows x columns, powers of two) and warps of a tile.
+
+    Raises:
+        KernelError: the rule or the bias does not fit the logits.
+    """
+    _check(logits_TE, bias_E, rule, sequences)
+    return Routed(*_Route.apply(logits_TE, bias_E, rule, sequences, launch))
+
+
+class _Route(torch.autograd.Function):
+    """Saves logits and choices."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int, launch: Launch
+    ) -> tuple[Tensor, ...]:
+        logits_TE = logits_TE.contiguous()
+        (tokens, experts), device = logits_TE.shape, logits_TE.device
+        length = tokens // sequences
+        constants = kernel_constants(experts, rule, launch)
+        tiles = max(1, tokens // (PROGRAMS * constants["BLOCK_T"]))
+        chunks = triton.cdiv(length, tiles * constants["BLOCK_T"])
+
+        weights_TK = torch.empty(tokens, rule.top_k, dtype=torch.float32, device=device)
+        experts_TK = torch.empty(tokens, rule.top_k, dtype=torch.int64, device=device)
+        part_counts_BCE = torch.empty(sequences, chunks, experts, dtype=torch.int32, device=device)
+        part_mass_BCE = torch.empty(sequences, chunks, experts, dtype=torch.float32, device=device)
+        part_z_BC = torch.empty(sequences, chunks, dtype=torch.float32, device=device)
+        parts = (part_counts_BCE, part_mass_BCE, part_z_BC)
+        route_kernel[(chunks, sequences)](
+            logits_TE, bias_E, weights_TK, experts_TK, *parts, length, tiles, **constants, num_warps=launch.warps
+        )
+        counts_BE = torch.empty(sequences, experts, dtype=torch.int64, device=device)
+        mass_BE = torch.empty(sequences, experts, dtype=torch.float32, device=device)
+        z_B = torch.empty(sequences, dtype=torch.float32, device=device)
+        sum_parts_kernel[(triton.cdiv(experts, 16), sequences)](
+            *parts, counts_BE, mass_BE, z_B, chunks, E=experts, BLOCK_E=16, BLOCK_C=128
+        )
+        ctx.save_for_backward(logits_TE, experts_TK)
+        ctx.rule, ctx.sequences, ctx.launch = rule, sequences, launch
+        ctx.mark_non_differentiable(experts_TK, counts_BE)
+        ctx.set_materialize_grads(False)
+        return weights_TK, experts_TK, counts_BE, mass_BE, z_B
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any,
+        dweights_TK: Tensor | None,
+        _dexperts_TK: None,
+        _dcounts_BE: None,
+        dmass_BE: Tensor | None,
+        dz_B: Tensor | None,
+    ) -> tuple[Tensor, None, None, None, None]:
+        logits_TE, experts_TK = ctx.saved_tensors
+        tokens, experts = logits_TE.shape
+        length = tokens // ctx.sequences
+        constants = backward_constants(experts, ctx.rule, ctx.launch)
+        incoming = (None if gradient is None else gradient.contiguous() for gradient in (dweights_TK, dmass_BE, dz_B))
+        dlogits_TE = torch.empty_like(logits_TE)
+        route_backward_kernel[(triton.cdiv(length, constants["BLOCK_T"]), ctx.sequences)](
+            logits_TE, experts_TK, *incoming, dlogits_TE, length, **constants, num_warps=ctx.launch.warps
+        )
+        return dlogits_TE, None, None, None, None
+
+
+def kernel_constants(experts: int, rule: RouterRule, launch: Launch) -> dict[str, Any]:
+    """The constants of `route_kernel`: the rule, and a tile of BLOCK_T rows x BLOCK_Q groups x BLOCK_G columns."""
+    groups = triton.next_power_of_2(rule.groups)
+    columns = triton.next_power_of_2(experts // rule.groups)
+    return {
+        "E": experts,
+        "K": rule.top_k,
+        "SIGMOID": rule.score == "sigmoid",
+        "AFTER": rule.softmax_after_top_k,
+        "GROUPS": rule.groups,
+        "GROUPS_KEPT": rule.groups_kept,
+        "TOP2": rule.group_score == "top2",
+        "NORMALIZE": rule.normalize,
+        "SCALE": rule.scale,
+        "BLOCK_T": _rows_of_tile(groups * columns, launch),
+        "BLOCK_Q": groups,
+        "BLOCK_G": columns,
+        "BLOCK_K": triton.next_power_of_2(rule.top_k),
+    }
+
+
+def backward_constants(experts: int, rule: RouterRule, launch: Launch) -> dict[str, Any]:
+    """The constants of `route_backward_kernel`, which knows no groups: a tile of BLOCK_T rows x BLOCK_E columns."""
+    constants = kernel_constants(experts, rule, launch)
+    width = triton.next_power_of_2(experts)
+    kept = ("E", "K", "SIGMOID", "AFTER", "NORMALIZE", "SCALE")
+    return {name: constants[name] for name in kept} | {"BLOCK_T": _rows_of_tile(width, launch), "BLOCK_E": width}
+
+
+def _rows_of_tile(width: int, launch: Launch) -> int:
+    return max(1, launch.block_rows * launch.block_columns // width)
+
+
+def _check(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int) -> None:
+    tokens, experts = logits_TE.shape
+    group = experts // rule.groups
+    if experts % rule.groups or rule.top_k > rule.groups_kept * group or rule.groups_kept > rule.groups:
+        raise KernelError(
+            "route: the groups kept must hold top_k experts, and groups must divide the experts",
+            got=f"{experts} experts in {rule.groups} groups, {rule.groups_kept} kept, top {rule.top_k}",
+        )
+    if rule.groups > 1 and rule.group_score == "top2" and group < 2:
+        raise KernelError("route: a group judged by its best two must have two", got=f"{group} expert in each group")
+    if rule.softmax_after_top_k and rule.score != "softmax":
+        raise KernelError("route: softmax_after_top_k needs the softmax score", got=rule.score)
+    if tokens % sequences:
+        raise KernelError("route: tokens must fill the sequences", got=f"{tokens} tokens for {sequences} sequences")
+    if bias_E is not None and (bias_E.shape != (experts,) or bias_E.dtype != torch.float32):
+        raise KernelError("route: the bias must be float32, one for each expert", got=f"{bias_E.dtype} {bias_E.shape}")
+
+
+@triton.jit
+def _sort_key(score):
+    """An int32 that is ordered as the float32 is, and greater than both marks below."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # The sum makes -0 to 0.
+    return tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), -(2**31) + 2)
+
+
+@triton.jit
+def _is_in_best_groups(
+    choice_TE,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    TOP2: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """Boolean T x E: fewer than KEPT groups are better than the expert's. Padding columns hold -inf."""
+    BLOCK_T: tl.constexpr = choice_TE.shape[0]
+    choice_TQG = tl.reshape(choice_TE, [BLOCK_T, BLOCK_Q, BLOCK_G])
+    best_TQ = tl.max(choice_TQG, 2)
+    group_Q = tl.arange(0, BLOCK_Q)
+    if TOP2:
+        column_G = tl.arange(0, BLOCK_G)[None, None, :]
+        first_TQ = tl.min(tl.where(choice_TQG == best_TQ[:, :, None], column_G, BLOCK_G), 2)
+        best_TQ += tl.max(tl.where(column_G == first_TQ[:, :, None], float("-inf"), choice_TQG), 2)
+    best_TQ = tl.where(group_Q[None, :] < GROUPS, best_TQ, float("-inf"))
+    mine_TQ1, other_T1Q = best_TQ[:, :, None], best_TQ[:, None, :]
+    is_earlier_QQ = (group_Q[None, :] < group_Q[:, None])[None, :, :]
+    ahead_TQ = tl.sum(((other_T1Q > mine_TQ1) | ((other_T1Q == mine_TQ1) & is_earlier_QQ)).to(tl.int32), 2)
+    kept_TQG = tl.broadcast_to((ahead_TQ < KEPT)[:, :, None], [BLOCK_T, BLOCK_Q, BLOCK_G])
+    return tl.reshape(kept_TQG, [BLOCK_T, BLOCK_Q * BLOCK_G])
+
+
+@triton.jit
+def route_kernel(
+    logits_ptr,
+    bias_ptr,
+    weights_ptr,
+    experts_ptr,
+    part_counts_ptr,
+    part_mass_ptr,
+    part_z_ptr,
+    length,
+    tiles,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    AFTER: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_KEPT: tl.constexpr,
+    TOP2: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Some tiles of one sequence's tokens, and their sums.
+
+    Example with softmax and K = 2: logits [0, ln 2, ln 5, 0] have scores [1, 2, 5, 1] / 9; the choice is experts [2, 1]
+    with weights [5/9, 2/9], or [5/7, 2/7] normalized.
+    """
+    TAKEN: tl.constexpr = -(2**31)
+    NOT_ELIGIBLE: tl.constexpr = -(2**31) + 1
+    GROUP: tl.constexpr = E // GROUPS
+    BLOCK_E: tl.constexpr = BLOCK_Q * BLOCK_G
+    chunk, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column_E = tl.arange(0, BLOCK_E)
+    expert_E = column_E // BLOCK_G * GROUP + column_E % BLOCK_G
+    exists_E = (column_E % BLOCK_G < GROUP) & (column_E < GROUPS * BLOCK_G)
+    expert_1E, exists_1E = expert_E[None, :], exists_E[None, :]
+    choice_1K = tl.arange(0, BLOCK_K)[None, :]
+    counts_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.int32)
+    mass_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    z_T = tl.zeros([BLOCK_T], tl.float32)
+
+    for tile in range(tiles):
+        position_T = (chunk * tiles + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
+        exists_T = position_T < length
+        token_T1 = (sequence * length + position_T)[:, None]
+        exists_T1 = exists_T[:, None]
+
+        # 1. Scores. Rows past the end are made of zeros, columns past the last expert of -inf.
+        logits_TE = tl.load(logits_ptr + token_T1 * E + expert_1E, mask=exists_T1 & exists_1E, other=0.0)
+        logits_TE = tl.where(exists_1E, logits_TE.to(tl.float32), float("-inf"))
+        largest_T1 = tl.max(logits_TE, 1)[:, None]
+        powers_TE = tl.exp(logits_TE - largest_T1)
+        total_T1 = tl.sum(powers_TE, 1)[:, None]
+        if SIGMOID:
+            scores_TE = tl.sigmoid(logits_TE)
+            shares_TE = scores_TE * (1.0 / (tl.sum(scores_TE, 1)[:, None] + 1e-20))
+        else:
+            scores_TE = powers_TE * (1.0 / total_T1)
+            shares_TE = scores_TE
+
+        # 2. Keys of the experts that may be chosen.
+        choice_TE = logits_TE if AFTER else scores_TE
+        if bias_ptr is not None:
+            choice_TE += tl.load(bias_ptr + expert_E, mask=exists_E, other=0.0)[None, :]
+        eligible_TE = exists_1E
+        if GROUPS > 1:
+            choice_TE = tl.where(exists_1E, choice_TE, float("-inf"))
+            eligible_TE = exists_1E & _is_in_best_groups(choice_TE, GROUPS, GROUPS_KEPT, TOP2, BLOCK_Q, BLOCK_G)
+        key_TE = tl.where(eligible_TE, _sort_key(choice_TE), NOT_ELIGIBLE)
+
+        # 3. K rounds: the best that is left, the lowest id among equals.
+        experts_TK = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
+        for k in range(K):
+            best_T = tl.max(key_TE, 1)
+            expert_T1 = tl.min(tl.where(key_TE == best_T[:, None], expert_1E, E), 1)[:, None]
+            key_TE = tl.where(expert_1E == expert_T1, TAKEN, key_TE)
+            experts_TK = tl.where(choice_1K == k, expert_T1, experts_TK)
+
+        # 4. Weights of the chosen, from their logits again: the cache has them, a search in registers costs more.
+        is_slot = exists_T1 & (choice_1K < K)
+        chosen_TK = tl.load(logits_ptr + token_T1 * E + experts_TK, mask=is_slot, other=0.0).to(tl.float32)
+        if AFTER:
+            chosen_TK = tl.where(choice_1K < K, chosen_TK, float("-inf"))
+            weights_TK = tl.exp(chosen_TK - tl.max(chosen_TK, 1)[:, None])
+            weights_TK /= tl.sum(weights_TK, 1)[:, None]
+        elif SIGMOID:
+            weights_TK = tl.sigmoid(chosen_TK)
+        else:
+            weights_TK = tl.exp(chosen_TK - largest_T1) * (1.0 / total_T1)
+        if NORMALIZE:
+            weights_TK /= tl.sum(tl.where(choice_1K < K, weights_TK, 0.0), 1)[:, None] + 1e-20
+        tl.store(weights_ptr + token_T1 * K + choice_1K, weights_TK * SCALE, mask=is_slot)
+        tl.store(experts_ptr + token_T1 * K + choice_1K, experts_TK.to(tl.int64), mask=is_slot)
+
+        # 5. Sums.
+        counts_TE += (exists_T1 & (key_TE == TAKEN)).to(tl.int32)
+        mass_TE += tl.where(exists_T1, shares_TE, 0.0)
+        logsumexp_T1 = largest_T1 + tl.log(total_T1)
+        z_T += tl.where(exists_T, tl.sum(logsumexp_T1 * logsumexp_T1, 1), 0.0)
+
+    part = sequence * tl.num_programs(0) + chunk
+    tl.store(part_counts_ptr + part * E + expert_E, tl.sum(counts_TE, 0), mask=exists_E)
+    tl.store(part_mass_ptr + part * E + expert_E, tl.sum(mass_TE, 0), mask=exists_E)
+    tl.store(part_z_ptr + part, tl.sum(z_T, 0))
+
+
+@triton.jit
+def sum_parts_kernel(
+    part_counts_ptr,
+    part_mass_ptr,
+    part_z_ptr,
+    counts_ptr,
+    mass_ptr,
+    z_ptr,
+    chunks,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Sums of one sequence over its chunks, for a block of experts; the first block also sums z."""
+    block, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    expert_E = block * BLOCK_E + tl.arange(0, BLOCK_E)
+    counts_CE = tl.zeros([BLOCK_C, BLOCK_E], tl.int32)
+    mass_CE = tl.zeros([BLOCK_C, BLOCK_E], tl.float32)
+    z_C = tl.zeros([BLOCK_C], tl.float32)
+    for start in range(0, chunks, BLOCK_C):
+        chunk_C = start + tl.arange(0, BLOCK_C)
+        part_C = sequence * chunks + chunk_C
+        offsets_CE = part_C[:, None] * E + expert_E[None, :]
+        inside = (chunk_C < chunks)[:, None] & (expert_E < E)[None, :]
+        counts_CE += tl.load(part_counts_ptr + offsets_CE, mask=inside, other=0)
+        mass_CE += tl.load(part_mass_ptr + offsets_CE, mask=inside, other=0.0)
+        z_C += tl.load(part_z_ptr + part_C, mask=chunk_C < chunks, other=0.0)
+    out_E = sequence * E + expert_E
+    tl.store(counts_ptr + out_E, tl.sum(counts_CE, 0).to(tl.int64), mask=expert_E < E)
+    tl.store(mass_ptr + out_E, tl.sum(mass_CE, 0), mask=expert_E < E)
+    if block == 0:
+        tl.store(z_ptr + sequence, tl.sum(z_C, 0))
+
+
+@triton.jit
+def route_backward_kernel(
+    logits_ptr,
+    experts_ptr,
+    dweights_ptr,
+    dmass_ptr,
+    dz_ptr,
+    dlogits_ptr,
+    length,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    AFTER: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Gradient of one tile of logits, from those of weights, mass and z, each of which may be missing.
+
+    The K gradients of the weights are first laid over the experts (0 where not chosen); then everything is elementwise
+    with row sums. With p = softmax and w = v / sum(v): dlogits = p (dp - sum(p dp)), dv = (dw - sum(w dw)) / sum(v).
+    """
+    sequence = tl.program_id(1).to(tl.int64)
+    position_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    expert_E = tl.arange(0, BLOCK_E)
+    expert_1E, exists_1E = expert_E[None, :], (expert_E < E)[None, :]
+    exists_T = position_T < length
+    token_T = sequence * length + position_T
+    inside = exists_T[:, None] & exists_1E
+    logits_TE = tl.load(logits_ptr + token_T[:, None] * E + expert_1E, mask=inside, other=0.0)
+    logits_TE = tl.where(exists_1E, logits_TE.to(tl.float32), float("-inf"))
+    largest_T1 = tl.max(logits_TE, 1)[:, None]
+    powers_TE = tl.exp(logits_TE - largest_T1)
+    total_T1 = tl.sum(powers_TE, 1)[:, None]
+    softmax_TE = powers_TE * (1.0 / total_T1)
+    scores_TE = tl.sigmoid(logits_TE) if SIGMOID else softmax_TE
+    dscores_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    dlogits_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+
+    if dweights_ptr is not None:
+        chosen_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.int1)
+        dvalues_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+        for k in range(K):
+            expert_T = tl.load(experts_ptr + token_T * K + k, mask=exists_T, other=0).to(tl.int32)
+            dweight_T = tl.load(dweights_ptr + token_T * K + k, mask=exists_T, other=0.0)
+            is_it_TE = expert_1E == expert_T[:, None]
+            chosen_TE |= is_it_TE
+            dvalues_TE = tl.where(is_it_TE, dweight_T[:, None] * SCALE, dvalues_TE)
+        if AFTER:
+            chosen_logits_TE = tl.where(chosen_TE, logits_TE, float("-inf"))
+            values_TE = tl.exp(chosen_logits_TE - tl.max(chosen_logits_TE, 1)[:, None])
+            values_TE /= tl.sum(values_TE, 1)[:, None]
+        else:
+            values_TE = tl.where(chosen_TE, scores_TE, 0.0)
+        if NORMALIZE:
+            sum_T1 = tl.sum(values_TE, 1)[:, None] + 1e-20
+            mean_T1 = tl.sum(values_TE / sum_T1 * dvalues_TE, 1)[:, None]
+            dvalues_TE = tl.where(chosen_TE, (dvalues_TE - mean_T1) / sum_T1, 0.0)
+        if AFTER:
+            dlogits_TE += values_TE * (dvalues_TE - tl.sum(values_TE * dvalues_TE, 1)[:, None])
+        else:
+            dscores_TE += dvalues_TE
+
+    if dmass_ptr is not None:
+        dmass_1E = tl.load(dmass_ptr + sequence * E + expert_E, mask=expert_E < E, other=0.0)[None, :]
+        if SIGMOID:
+            sum_T1 = tl.sum(scores_TE, 1)[:, None] + 1e-20
+            dscores_TE += (dmass_1E - tl.sum(scores_TE / sum_T1 * dmass_1E, 1)[:, None]) / sum_T1
+        else:
+            dscores_TE += dmass_1E
+
+    if SIGMOID:
+        dlogits_TE += dscores_TE * scores_TE * (1.0 - scores_TE)
+    else:
+        dlogits_TE += scores_TE * (dscores_TE - tl.sum(scores_TE * dscores_TE, 1)[:, None])
+    if dz_ptr is not None:
+        dlogits_TE += tl.load(dz_ptr + sequence) * 2.0 * (largest_T1 + tl.log(total_T1)) * softmax_TE
+    dlogits_ptrs = dlogits_ptr + token_T[:, None] * E + expert_1E
+    tl.store(dlogits_ptrs, dlogits_TE.to(dlogits_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,1 @@
+"""A run while it trains: steps, loss, optimizer, schedule, checkpoints, metrics, evaluation."""

@@ -1,0 +1,304 @@
+"""The loop: step, look, tell, save.
+
+    for each step
+        garbage    collected between steps every so often, never inside one
+        step       penstock/train/step.py; a step that is not finite ends the run, see below
+        evaluate   when due: after the first step, every `evaluation.every`, after the last
+        tell       one frozen report to every observer
+        save       when due: every `checkpoint.every`, after the last, and when somebody asks for a stop
+
+So a line of metrics is on disk before the checkpoint that contains its step, and what a killed run wrote after its last
+checkpoint is cut off when it resumes: file and state always agree.
+
+A step that is not finite was not applied. Data and random numbers are put back to before it, that state is saved, and
+only then the origin is looked for, which may cost memory. The run ends with the report in nonfinite.json.
+"""
+
+import gc
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from penstock.base.errors import NonFiniteError
+from penstock.config.run import Run
+from penstock.data.batch import Batch
+from penstock.parallel.process import peak_memory_bytes
+from penstock.train.checkpoint import CheckpointStore
+from penstock.train.diagnose import Origin, find_origin
+from penstock.train.evaluate import evaluate
+from penstock.train.loss import cut
+from penstock.train.metrics import drop_after
+from penstock.train.observer import HeldOutLoss, Observer, RunEnd, RunStart, StepReport
+from penstock.train.run_folder import RunFolder, write_whole
+from penstock.train.schedule import learning_rate
+from penstock.train.setup import Session
+from penstock.train.state import random_state, restore_random_state, restore_state, save_state
+from penstock.train.step import StepResult, step_rule, train_step
+from penstock.train.stop import StopRequest
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        steps: optimizer steps done.
+        tokens: tokens of these steps.
+    """
+
+    steps: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where data and random numbers stand between two steps."""
+
+    data: dict[str, int]
+    random: dict[str, Any]
+
+
+def open_store(run: Run, folder: RunFolder) -> CheckpointStore:
+    """The checkpoints of a run."""
+    return CheckpointStore(folder.checkpoints, run.checkpoint.keep, run.checkpoint.asynchronous)
+
+
+def resume(session: Session, folder: RunFolder, store: CheckpointStore) -> Progress:
+    """Go back to the newest checkpoint, or to the start if the run was killed before its first.
+
+    Nothing in the folder changes unless the checkpoint is good.
+
+    Args:
+        session: as for a new run; filled in place.
+        folder: of the run.
+        store: its checkpoints.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be used.
+        RunFolderError: the folder cannot be written.
+    """
+    latest = store.latest()
+    progress = Progress()
+    if latest is not None:
+        notes = restore_state(store, latest, session.state)
+        progress = Progress(latest, notes["tokens_seen"])
+    drop_after(folder.metrics, progress.steps)
+    folder.write_config(session.run)
+    return progress
+
+
+def train_run(
+    session: Session,
+    folder: RunFolder,
+    store: CheckpointStore,
+    begin: Progress,
+    observers: Sequence[Observer],
+    stop: StopRequest,
+) -> RunEnd:
+    """Train until the last step, or until somebody asks for a stop.
+
+    Args:
+        session: everything the run is made of, at the place that `begin` says.
+        folder: where nonfinite.json would go.
+        store: of the run; closed on return.
+        begin: what is done already.
+        observers: whom to tell; closed on return, also when the run fails.
+        stop: is asked after every step.
+
+    Raises:
+        NonFiniteError: a loss or gradient is NaN or infinite.
+        DataError: a document cannot be read.
+        CheckpointError: a checkpoint cannot be written.
+        RunFolderError: metrics cannot be written.
+    """
+    with ExitStack() as cleanup:
+        cleanup.callback(session.state.batches.close)
+        for observer in observers:
+            cleanup.callback(observer.closed)
+        cleanup.enter_context(_manual_garbage_collection(session.run.training.collect_garbage_every))
+        end = _Loop(session, folder, store, begin, observers).run(stop)
+        store.close()
+        return end
+
+
+class _Loop:
+    """What `train_run` holds between steps; arguments are those of `train_run`."""
+
+    def __init__(
+        self,
+        session: Session,
+        folder: RunFolder,
+        store: CheckpointStore,
+        begin: Progress,
+        observers: Sequence[Observer],
+    ) -> None:
+        self._session = session
+        self._run = session.run
+        self._rule = step_rule(session.run)
+        self._folder = folder
+        self._store = store
+        self._begin = begin
+        self._observers = observers
+        self._begin_seconds = time.perf_counter()
+
+    def run(self, stop: StopRequest) -> RunEnd:
+        """Make all steps that are left."""
+        steps = self._run.training.steps
+        self._announce()
+        done, saved, last = self._begin, self._begin.steps, None
+        while done.steps < steps and stop.signal is None:
+            last = self._step(done)
+            done = Progress(last.step, last.tokens_seen)
+            for observer in self._observers:
+                observer.stepped(last)
+            is_end = done.steps == steps or stop.signal is not None
+            if self._run.checkpoint.enabled and (is_end or _is_due(done.steps, self._run.checkpoint.every)):
+                self._save(done)
+                saved = done.steps
+            if _is_due(done.steps, self._run.training.collect_garbage_every):
+                gc.collect()
+        return RunEnd(
+            step=done.steps,
+            steps=steps,
+            seconds=time.perf_counter() - self._begin_seconds,
+            checkpoint=self._store.path(saved) if saved else None,
+            last=last,
+            stopped_by=stop.signal.name if stop.signal is not None and done.steps < steps else None,
+        )
+
+    def _announce(self) -> None:
+        size = self._session.size
+        start = RunStart(
+            run=self._run,
+            folder=self._folder.path,
+            device_name=self._session.device_name,
+            parameters=size.parameters + size.mtp_parameters,
+            active_parameters=size.active_parameters,
+            steps_done=self._begin.steps,
+        )
+        for observer in self._observers:
+            observer.started(start)
+
+    def _step(self, done: Progress) -> StepReport:
+        """Make the next step, evaluate if that is due, and report."""
+        state, step = self._session.state, done.steps + 1
+        before = Place(state.batches.state(), random_state())
+        begin_seconds = time.perf_counter()
+        batch = state.batches.next_batch()
+        rate = learning_rate(
+            done.steps, self._run.training.steps, self._run.optimizer.learning_rate, self._run.schedule
+        )
+        result = train_step(self._session.model, state.optimizer, batch, self._rule, rate)
+        seconds = time.perf_counter() - begin_seconds
+        if not result.is_finite:
+            raise self._halt(done, before, batch, result)
+        return self._report(done, result, rate, seconds, self._evaluate(step))
+
+    def _evaluate(self, step: int) -> HeldOutLoss | None:
+        """Held-out loss if it is due. The first step counts as due: a curve should show where it began."""
+        rows, every = self._session.held_out, self._run.evaluation.every
+        is_due = step == self._run.training.steps or (every and (step == 1 or step % every == 0))
+        if rows is None or not is_due:
+            return None
+        held_out = evaluate(self._session.model, rows, self._rule.loss.chunk_tokens)
+        if not math.isfinite(held_out.loss):
+            raise NonFiniteError(
+                f"the held-out loss after step {step} is {held_out.loss}, though the step itself was finite",
+                fix="resume from the checkpoint before with a lower optimizer.learning_rate",
+            )
+        return held_out
+
+    def _report(
+        self, done: Progress, result: StepResult, rate: float, seconds: float, evaluation: HeldOutLoss | None
+    ) -> StepReport:
+        tokens, peak = self._run.tokens_per_step, self._session.peak_flops
+        moe = self._run.model.moe
+        return StepReport(
+            step=done.steps + 1,
+            loss=result.loss,
+            mtp_losses=result.mtp_losses,
+            gradient_norm=result.gradient_norm,
+            learning_rate=rate,
+            tokens_seen=done.tokens + tokens,
+            tokens_per_second_per_device=tokens / seconds,
+            step_seconds=seconds,
+            elapsed_seconds=time.perf_counter() - self._begin_seconds,
+            model_flops_utilization=self._session.size.flops_per_token * tokens / seconds / peak if peak else None,
+            peak_memory_bytes=peak_memory_bytes(self._session.device),
+            forced_balance=moe is not None and moe.balance.force,
+            layers=result.layers,
+            evaluation=evaluation,
+        )
+
+    def _save(self, done: Progress) -> None:
+        save_state(self._store, done.steps, self._session.state, {"tokens_seen": done.tokens})
+        for observer in self._observers:
+            observer.saved(done.steps)
+
+    def _halt(self, done: Progress, before: Place, batch: Batch, result: StepResult) -> NonFiniteError:
+        """Save the state before the step, then look where it began."""
+        # 1. Parameters, moments and expert bias are as before the step; put data and random numbers back, too.
+        self._session.state.batches.restore(before.data)
+        restore_random_state(before.random)
+
+        # 2. Save, and wait until it is on disk.
+        self._store.wait()
+        if self._store.latest() != done.steps:
+            self._save(done)
+            self._store.wait()
+
+        # 3. Run the step again under watch.
+        origin = self._find_origin(batch)
+        figure = "gradient norm" if math.isfinite(result.loss) else "loss"
+        value = result.gradient_norm if math.isfinite(result.loss) else result.loss
+        report = {
+            "step": done.steps + 1,
+            "figure": figure,
+            "value": str(value),
+            "origin": None if origin is None else asdict(origin),
+            "checkpoint": str(self._store.path(done.steps)),
+        }
+        write_whole(self._folder.nonfinite, json.dumps(report, indent=1) + "\n")
+        where = "no memory was left to find out where it began" if origin is None else str(origin)
+        return NonFiniteError(
+            f"the {figure} of step {done.steps + 1} is {value} and the step was not applied: {where}",
+            fix=f"read {self._folder.nonfinite}; the state before the step is saved as step {done.steps}",
+        )
+
+    def _find_origin(self, batch: Batch) -> Origin | None:
+        rule = self._rule
+        try:
+            whole = cut(batch, rule.micro_batch, rule.loss.depths, self._session.device)
+            return find_origin(self._session.model, whole, rule.loss)
+        except torch.OutOfMemoryError:
+            return None
+
+
+def _is_due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps (0: never) happens after this one."""
+    return every > 0 and step % every == 0
+
+
+@contextmanager
+def _manual_garbage_collection(every: int) -> Iterator[None]:
+    """Keep Python's collector out of the steps; 0 leaves it on.
+
+    What lives before the first step lives until the last: it is frozen, so that no collection walks through the model.
+    """
+    if every == 0:
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

@@ -1,0 +1,168 @@
+"""What a run continues from: gathered into a checkpoint, and put back from it.
+
+    tensors    model.*           parameters and persistent buffers (such as the expert bias)
+               step, master.*, moment1.*, moment2.*    of the optimizer
+    facts      step, model       how many steps are done, and what was trained
+               loader            the place in the data
+               random            generators of PyTorch (CPU and GPU), Python and NumPy
+               notes             whatever else the caller wants back
+
+After `restore_state` the next step computes, on a CPU, the very bits that it would have computed without the stop.
+"""
+
+import json
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from penstock.base.errors import CheckpointError
+from penstock.data.loader import Batches
+from penstock.train.checkpoint import CheckpointStore
+from penstock.train.optimizer import MasterAdamW
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """The parts of a run that change while it trains.
+
+    Attributes:
+        identity: what a checkpoint is bound to, as JSON knows it: the model section of the configuration, less what may
+            change on the way.
+        model: what is trained.
+        optimizer: over the parameters of `model`.
+        batches: what it is trained on.
+    """
+
+    identity: Mapping[str, Any]
+    model: nn.Module
+    optimizer: MasterAdamW
+    batches: Batches
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The live tensors by their names in a checkpoint; a tied parameter comes once."""
+        persistent = self.model.state_dict().keys()
+        return {
+            **{f"model.{name}": parameter for name, parameter in self.model.named_parameters()},
+            **{f"model.{name}": buffer for name, buffer in self.model.named_buffers() if name in persistent},
+            **self.optimizer.tensors(),
+        }
+
+
+def save_state(store: CheckpointStore, step: int, state: TrainState, notes: Mapping[str, Any]) -> None:
+    """Save everything that the next step depends on.
+
+    Args:
+        store: where.
+        step: optimizer steps done.
+        state: of the run.
+        notes: what `restore_state` shall return, as JSON knows it.
+
+    Raises:
+        CheckpointError: see `CheckpointStore.save`.
+    """
+    facts = {
+        "step": step,
+        "model": state.identity,
+        "loader": state.batches.state(),
+        "random": random_state(),
+        "notes": notes,
+    }
+    store.save(step, state.tensors(), facts)
+
+
+def restore_state(store: CheckpointStore, step: int, state: TrainState) -> dict[str, Any]:
+    """Put a run back to where it was saved.
+
+    Args:
+        store: where.
+        step: which checkpoint.
+        state: freshly built as for a new run; filled in place.
+
+    Returns:
+        The notes that were saved.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model, or see `CheckpointStore.load`.
+        DataError: it is of other data.
+    """
+    check_same_model(step, store.read_facts(step)["model"], state.identity)
+    tensors = state.tensors()
+    facts = store.load(step, tensors)
+    state.optimizer.load(tensors)
+    state.batches.restore(facts["loader"])
+    restore_random_state(facts["random"])
+    notes: dict[str, Any] = facts["notes"]
+    return notes
+
+
+def check_same_model(step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of another model.
+
+    Args:
+        step: of the checkpoint, for the message.
+        saved: the identity in it.
+        wanted: the identity of this run.
+
+    Raises:
+        CheckpointError: fields differ; all of them are named.
+    """
+    old, new = (dict(_leaves(json.loads(json.dumps(identity)))) for identity in (saved, wanted))
+    fields = [field for field in {**old, **new} if old.get(field) != new.get(field)]
+    if fields:
+        raise CheckpointError(
+            f"the checkpoint of step {step} is of another model",
+            got=", ".join(f"{field} = {new.get(field)}" for field in fields),
+            allowed=", ".join(f"{field} = {old.get(field)}" for field in fields),
+            fix="resume with the configuration that it was saved with, or start a new run",
+        )
+
+
+def random_state() -> dict[str, Any]:
+    """Every global random generator of this process, as JSON knows it; of GPUs the current one, if it is in use."""
+    numpy_state = np.random.get_state(legacy=False)
+    return {
+        "torch": _to_text(torch.get_rng_state()),
+        "cuda": _to_text(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
+        "python": random.getstate(),
+        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
+    }
+
+
+def restore_random_state(state: Mapping[str, Any]) -> None:
+    """Set every global random generator.
+
+    Args:
+        state: what `random_state` returned, perhaps read from JSON. That of a GPU is left out where there is none.
+    """
+    torch.set_rng_state(_from_text(state["torch"]))
+    if state["cuda"] is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(_from_text(state["cuda"]))
+    version, internal, next_gauss = state["python"]
+    random.setstate((version, tuple(internal), next_gauss))
+    numpy_state = state["numpy"]
+    key = np.array(numpy_state["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
+
+
+def _to_text(state: Tensor) -> str:
+    """Hexadecimal digits of a uint8 vector."""
+    return state.numpy().tobytes().hex()
+
+
+def _from_text(text: str) -> Tensor:
+    """The uint8 vector of hexadecimal digits."""
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of nested mappings."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -1,0 +1,107 @@
+"""Verbs, exit codes, and how errors are shown."""
+
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from penstock.base.errors import DataError
+from penstock.cli.main import VERBS, main
+
+
+def outcome(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def replace_train(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None, code: object = None) -> None:
+    """Put a verb in place of `train` that raises or returns what it is told."""
+
+    def train() -> object:
+        if error is not None:
+            raise error
+        return code
+
+    module = ModuleType("penstock.cli.train")
+    module.train = train  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "penstock.cli.train", module)
+
+
+def test_nothing_typed_shows_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = outcome(capsys)
+    assert (code, err) == (0, "")
+    assert all(verb.name in out for verb in VERBS)
+
+
+def test_help_shows_the_verbs_and_their_summaries(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = outcome(capsys, "--help")
+    assert code == 0
+    assert "List, show, explain, compare and check configurations." in out
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = outcome(capsys, "--version")
+    assert code == 0
+    assert out.startswith("penstock ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "No such command 'trian'. Did you mean 'train'? (see --help)"),
+        (["config", "shwo"], "No such command 'shwo'. Did you mean 'show'? (see --help)"),
+        (["xyzzy"], "No such command 'xyzzy' (see --help)"),
+        (["--versoin"], "No such option: --versoin (Possible options: --version) (see --help)"),
+        (["config", "list", "--jsn"], "No such option: --jsn (Possible options: --json) (see --help)"),
+        (["config", "diff", "debug"], "Missing argument 'B' (see --help)"),
+        (["config", "list", "debug"], "Got unexpected extra argument(s) (debug) (see --help)"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert outcome(capsys, *arguments) == (2, "", f"error: {message}\n")
+
+
+def test_an_error_of_the_user_is_one_line_and_code_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_train(monkeypatch, DataError("the file\nis empty", fix="give another"))
+    assert outcome(capsys, "train") == (2, "", "error: the file is empty; fix: give another\n")
+
+
+def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_train(monkeypatch, ZeroDivisionError("ours"))
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        main(["train"])
+
+
+def test_an_interrupt_is_code_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_train(monkeypatch, KeyboardInterrupt())
+    code, out, _ = outcome(capsys, "train")
+    assert (code, out) == (130, "")
+
+
+@pytest.mark.parametrize(("returned", "code"), [(None, 0), (3, 3), ("text", 0)])
+def test_a_verb_may_choose_its_exit_code(monkeypatch: pytest.MonkeyPatch, returned: object, code: int) -> None:
+    replace_train(monkeypatch, code=returned)
+    assert main(["train"]) == code
+
+
+def test_the_module_runs_and_looking_at_configurations_needs_no_torch() -> None:
+    # One process for both, since each costs a second: `-X importtime` lists on stderr every module that is imported.
+    command = [sys.executable, "-X", "importtime", "-m", "penstock", "config", "list"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "deepseek-v3" in done.stdout
+    assert "penstock.config.load" in imported
+    assert not imported & {"torch", "triton", "numpy", "penstock.models.count"}
+
+
+def test_an_error_ends_the_process_with_code_2_and_no_traceback() -> None:
+    command = [sys.executable, "-m", "penstock", "config", "validate", "debgu"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: no preset is called 'debgu'; allowed: debug, ")

@@ -1,0 +1,91 @@
+"""Verbs that are imported when they are called."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import typer
+
+from penstock.cli.verbs import Verb, group_of
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
+    """A group whose verbs are a function, another group, one that cannot be imported, and one of its own."""
+
+    def double(number: int) -> int:
+        """Double a number."""
+        return 2 * number
+
+    inner = typer.Typer()
+
+    @inner.callback()
+    def tools() -> None:
+        """Tools."""
+
+    @inner.command("triple")
+    def triple(number: int) -> int:
+        return 3 * number
+
+    module = ModuleType("some_verbs")
+    vars(module).update(double=double, inner=inner)
+    monkeypatch.setitem(sys.modules, "some_verbs", module)
+    verbs = (
+        Verb("double", "some_verbs", "double", "Twice a number."),
+        Verb("inner", "some_verbs", "inner", "More verbs."),
+        Verb("broken", "no_such_module", "broken", "Cannot be imported."),
+    )
+    group = typer.Typer(cls=group_of(*verbs), add_completion=False)
+
+    @group.callback()
+    def top() -> None:
+        """All verbs."""
+
+    @group.command("own")
+    def own() -> int:
+        """A verb that is always there."""
+        return 7
+
+    return group
+
+
+def call(app: typer.Typer, *arguments: str) -> object:
+    return typer.main.get_command(app).main(arguments, prog_name="test", standalone_mode=False)
+
+
+def test_a_function_is_a_verb(app: typer.Typer) -> None:
+    assert call(app, "double", "4") == 8
+
+
+def test_a_group_is_a_verb(app: typer.Typer) -> None:
+    assert call(app, "inner", "triple", "4") == 12
+
+
+def test_a_group_keeps_its_own_verbs(app: typer.Typer) -> None:
+    assert call(app, "own") == 7
+
+
+def test_the_list_imports_nothing(app: typer.Typer, capsys: pytest.CaptureFixture[str]) -> None:
+    call(app, "--help")
+    text = capsys.readouterr().out
+    names = ("double", "inner", "broken", "own")
+    assert sorted(names, key=text.index) == list(names)
+    assert "Cannot be imported." in text
+
+
+def test_help_of_a_verb_comes_from_the_verb(app: typer.Typer, capsys: pytest.CaptureFixture[str]) -> None:
+    call(app, "double", "--help")
+    text = capsys.readouterr().out
+    assert "Double a number." in text
+    assert "test double" in text
+
+
+def test_a_verb_that_cannot_be_imported_fails_when_called(app: typer.Typer) -> None:
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        call(app, "broken")
+
+
+def test_a_wrong_argument_is_told_by_the_verb(app: typer.Typer) -> None:
+    with pytest.raises(typer.TyperException) as raised:
+        call(app, "double", "four")
+    assert "'number'" in raised.value.format_message()

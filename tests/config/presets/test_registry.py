@@ -1,0 +1,63 @@
+"""Presets by name, and variants that keep N layers."""
+
+import pytest
+
+from penstock.base.errors import ConfigError
+from penstock.config.presets.registry import PRESETS, is_preset, keep_layers, preset
+from tests.config.unchecked import unchecked_run
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_named_as_it_is_called(name: str) -> None:
+    assert preset(name).name == name
+    assert PRESETS[name].__doc__
+
+
+def test_a_variant_keeps_the_first_layers_and_everything_else() -> None:
+    whole, cut = preset("deepseek-v2-lite"), preset("deepseek-v2-lite-8l")
+    assert cut.name == "deepseek-v2-lite-8l"
+    assert (cut.model.layers, cut.model.dense_layers) == (8, 1)
+    restored = cut.model.model_copy(update={"layers": 27})
+    assert cut.model_copy(update={"name": whole.name, "model": restored}) == whole
+
+
+@pytest.mark.parametrize(("layers", "dense_layers"), [(1, 0), (2, 1), (3, 2), (4, 3), (5, 3), (61, 3)])
+def test_a_cut_leaves_a_layer_with_experts(layers: int, dense_layers: int) -> None:
+    model = preset(f"deepseek-v3-{layers}l").model
+    assert (model.layers, model.dense_layers, model.mtp_layers) == (layers, dense_layers, 1)
+
+
+def test_a_cut_dense_model_stays_dense() -> None:
+    dense = unchecked_run(["model.moe=none", "model.dense_layers=4"])
+    model = keep_layers(dense, 2).model
+    assert (model.layers, model.dense_layers) == (2, 2)
+
+
+@pytest.mark.parametrize("layers", [0, 5])
+def test_a_cut_to_layers_that_are_not_there_is_refused(layers: int) -> None:
+    with pytest.raises(ConfigError) as raised:
+        preset(f"debug-{layers}l")
+    assert str(raised.value) == f"debug-{layers}l: cannot keep {layers} layers of debug; allowed: 1 to 4"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("debgu", "debug"), ("deepseek-v2-light", "deepseek-v2-lite"), ("deepseek-v33-8l", "deepseek-v3-8l")],
+)
+def test_an_unknown_preset_is_refused_with_the_nearest_name(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        preset(name)
+    assert str(raised.value) == (
+        f"no preset is called {name!r}; allowed: {', '.join(PRESETS)}, or one of them with -8l to keep 8 layers; "
+        f"fix: did you mean {meant}?"
+    )
+
+
+def test_a_name_like_no_preset_gets_no_suggestion() -> None:
+    with pytest.raises(ConfigError, match=r"no preset is called 'zzz'.*keep 8 layers$"):
+        preset("zzz")
+
+
+@pytest.mark.parametrize(("name", "known"), [("debug", True), ("debug-99l", True), ("debug-l", False), ("x-2l", False)])
+def test_names_of_presets_are_known(name: str, known: bool) -> None:
+    assert is_preset(name) is known

@@ -1,0 +1,89 @@
+"""What `penstock config explain` says."""
+
+import pytest
+
+from penstock.base.errors import ConfigError
+from penstock.config.explain import default_text, explain
+from penstock.config.run import Run
+from penstock.config.schema import every_field, fields_of
+
+
+def test_a_field_is_explained_with_range_presets_and_rules() -> None:
+    text = explain("model.moe.router.groups_kept")
+    assert text.splitlines() == [
+        "model.moe.router.groups_kept",
+        "  Groups that one token may choose from.",
+        "",
+        "  type     whole number >= 1 (groups)",
+        "  default  1",
+        "  presets  3: deepseek-v2",
+        "           4: deepseek-v3",
+        "  rules    `model.moe.router.groups_kept` is at most `model.moe.router.groups`.",
+        "           The groups that are kept (`model.moe.router.groups_kept`) hold at least `model.moe.top_k` experts.",
+    ]
+
+
+def test_presets_that_leave_the_default_are_not_listed() -> None:
+    assert "presets" not in explain("data.shuffle")
+
+
+def test_a_field_of_one_kind_says_so() -> None:
+    assert "  only with  model.attention.kind = mla\n" in explain("model.attention.kv_latent")
+    assert "only with" not in explain("model.attention.heads")
+
+
+def test_a_kind_is_explained_with_all_its_values() -> None:
+    text = explain("model.attention.kind")
+    assert "  type     gqa or mla\n" in text
+    assert "  default  must be given\n" in text
+
+
+def test_a_section_lists_its_fields() -> None:
+    text = explain("schedule")
+    assert text.startswith("schedule\n  Learning rate over the steps")
+    assert "\n  final_ratio   number 0 to 1; default 0.1" in text
+
+
+def test_a_section_of_several_kinds_lists_each() -> None:
+    text = explain("model.attention")
+    assert "model.attention (kind = gqa)\n" in text
+    assert "model.attention (kind = mla)\n" in text
+    assert "\n  rope      section; may be left out" in text
+
+
+def test_defaults_in_words() -> None:
+    fields = fields_of(Run)
+    assert [default_text(fields[name]) for name in ("name", "schedule", "device")] == [
+        "must be given",
+        "may be left out",
+        '"auto"',
+    ]
+
+
+@pytest.mark.parametrize("path", sorted({field.path for field in every_field(Run)}))
+def test_every_field_can_be_explained(path: str) -> None:
+    assert explain(path).startswith(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("top_k", "model.moe.top_k"),
+        ("topk", "model.moe.top_k"),
+        ("trainig.steps", "training.steps"),
+        ("z_weight", "model.moe.balance.z_weight or training.z_weight"),
+        ("model.moes", "model.moe"),
+    ],
+)
+def test_an_unknown_field_is_refused_with_what_was_meant(path: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        explain(path)
+    assert str(raised.value) == (
+        f"there is no field {path!r}; allowed: full paths such as model.moe.top_k, or sections such as model.moe; "
+        f"fix: did you mean {meant}?"
+    )
+
+
+def test_a_field_like_no_other_gets_no_suggestion() -> None:
+    with pytest.raises(ConfigError, match=r"there is no field 'qqqq'.*such as model\.moe$"):
+        explain("qqqq")

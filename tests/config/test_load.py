@@ -1,0 +1,275 @@
+"""Targets, files, and the way there and back."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.base.errors import ConfigError
+from penstock.config.load import RUN_FILE, dump_toml, load_run
+from penstock.config.presets.debug import debug
+from penstock.config.presets.registry import PRESETS
+from penstock.config.run import Run
+from penstock.config.schema import every_field
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def message_of(target: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load_run(target, overrides)
+    return str(raised.value)
+
+
+# ------------------------------------------------------------------------------------------------------- targets
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_loaded_by_name(name: str) -> None:
+    assert load_run(name) == PRESETS[name]()
+
+
+def test_overrides_change_only_what_they_name() -> None:
+    run = load_run("debug", ["training.steps=50", "model.moe.experts=16"])
+    assert (run.training.steps, run.model.moe_layers) == (50, 3)
+    assert load_run("debug", ["training.steps=200"]) == debug()
+
+
+def test_overrides_are_applied_to_a_file_and_to_a_variant(tmp_path: Path) -> None:
+    path = write(tmp_path / "small.toml", 'preset = "debug"\ntraining.steps = 30\n')
+    assert load_run(path, ["training.steps=40"]).training.steps == 40
+    assert load_run("debug-2l", ["training.steps=40"]).model.layers == 2
+
+
+def test_the_folder_of_a_run_is_a_target(tmp_path: Path) -> None:
+    write(tmp_path / RUN_FILE, dump_toml(debug()))
+    assert load_run(str(tmp_path)) == debug()
+
+
+def test_a_preset_wins_over_a_folder_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "debug").mkdir()
+    assert load_run("debug") == debug()
+    assert message_of("./debug") == "debug is not the folder of a run; allowed: a folder with a config.toml"
+
+
+def test_a_file_needs_no_ending(tmp_path: Path) -> None:
+    path = write(tmp_path / "settings", 'preset = "debug"\n')
+    assert load_run(path).name == "settings"
+
+
+# --------------------------------------------------------------------------------------------------------- files
+
+
+def test_a_file_starts_from_a_preset_and_its_own_keys_win(tmp_path: Path) -> None:
+    text = 'preset = "debug"\nseed = 7\n[training]\nsteps = 30\n[model.moe]\ntop_k = 4\n'
+    run = load_run(write(tmp_path / "mine.toml", text))
+    assert (run.name, run.seed, run.training.steps) == ("mine", 7, 30)
+    assert run.model.moe is not None
+    assert (run.model.moe.top_k, run.model.moe.experts) == (4, 8)
+    assert run.model.attention == debug().model.attention
+
+
+def test_a_file_may_start_from_a_variant(tmp_path: Path) -> None:
+    run = load_run(write(tmp_path / "cut.toml", 'preset = "deepseek-v2-lite-8l"\n'))
+    assert (run.name, run.model.layers) == ("cut", 8)
+
+
+def test_a_file_may_say_its_name(tmp_path: Path) -> None:
+    assert load_run(write(tmp_path / "a.toml", 'preset = "debug"\nname = "b"\n')).name == "b"
+
+
+def test_a_file_may_take_another_kind_of_attention(tmp_path: Path) -> None:
+    text = 'preset = "debug"\n[model.attention]\nkind = "gqa"\nkv_heads = 2\nhead_dim = 32\n'
+    attention = load_run(write(tmp_path / "gqa.toml", text)).model.attention
+    assert attention.model_dump() == {
+        "kind": "gqa",
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "rope": {"theta": 10000.0, "yarn": None},
+    }
+
+
+def test_a_file_may_clear_a_section(tmp_path: Path) -> None:
+    text = 'preset = "debug"\n[model]\nmoe = "none"\ndense_layers = 4\n'
+    assert load_run(write(tmp_path / "dense.toml", text)).model.moe is None
+
+
+def test_lists_of_a_file_become_tuples(tmp_path: Path) -> None:
+    text = 'preset = "debug"\n[data]\nsource = "text"\nfiles = ["a.txt", "b.txt"]\nvalidation_files = "c.txt"\n'
+    data = load_run(write(tmp_path / "files.toml", text)).data
+    assert (data.files, data.validation_files) == (("a.txt", "b.txt"), ("c.txt",))
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "windows.toml"
+    path.write_bytes(b'\xef\xbb\xbfpreset = "debug"\r\nseed = 3\r\n')
+    assert load_run(str(path)).seed == 3
+
+
+def test_a_whole_file_needs_no_preset(tmp_path: Path) -> None:
+    text = dump_toml(debug())
+    assert "preset" not in text
+    assert load_run(write(tmp_path / "whole.toml", text)) == debug()
+
+
+# ------------------------------------------------------------------------------------------------------ bad files
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "gone.toml"
+    assert message_of(str(path)) == f"there is no file {path}; fix: check the path, or name a preset"
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
+    assert message_of(str(tmp_path)) == f"{tmp_path} is not the folder of a run; allowed: a folder with a config.toml"
+
+
+def test_a_file_used_as_a_folder_cannot_be_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", "")
+    assert message_of(f"{path}/b.toml") == f"cannot read {path}/b.toml: Not a directory"
+
+
+def test_a_target_too_long_for_a_path_is_no_preset() -> None:
+    assert "no preset is called" in message_of("x" * 5000)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "fault"),
+    [
+        ("seed = 1\n\n[training\nsteps = 3\n", 3, "Expected ']'"),
+        ("seed =\n", 1, "Invalid value"),
+        ("seed = 1\nseed = 2\n", 2, "Cannot overwrite a value"),
+        ("name = 'a", 1, "Expected"),
+    ],
+)
+def test_a_syntax_error_is_told_with_file_and_line(tmp_path: Path, text: str, line: int, fault: str) -> None:
+    path = write(tmp_path / "bad.toml", text)
+    message = message_of(path)
+    assert message.startswith(f"{path}:{line}: this is not TOML: {fault}"), message
+    assert "\n" not in message
+
+
+def test_a_file_that_is_not_utf8_is_told_with_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "latin.toml"
+    path.write_bytes(b'preset = "debug"\nname = "caf\xe9"\n')
+    assert message_of(str(path)) == f"{path}:2: the file is not UTF-8 text; fix: save it as UTF-8"
+
+
+def test_an_unknown_preset_in_a_file_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", 'preset = "debgu"\n')
+    assert message_of(path).startswith("no preset is called 'debgu'; allowed: debug, ")
+
+
+def test_a_preset_in_a_file_is_a_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", "preset = 3\n")
+    assert message_of(path) == f"{path}: preset must be the name of a preset; got 3"
+
+
+def test_a_misspelled_preset_key_is_suggested(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.toml", 'presett = "debug"\n')
+    assert message_of(path) == f"{path}: presett is an unknown key; fix: did you mean preset?"
+
+
+def test_an_empty_file_says_what_is_missing(tmp_path: Path) -> None:
+    assert message_of(write(tmp_path / "a.toml", "")) == (
+        "model is missing (also wrong: training, optimizer); allowed: section; "
+        'fix: write its fields, or start the file with preset = "debug"'
+    )
+
+
+def test_a_preset_is_no_override() -> None:
+    assert message_of("debug", "preset=deepseek-v3").startswith("preset is an unknown key; allowed: name, seed")
+
+
+# ------------------------------------------------------------------------------------------- the way there and back
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "debug-1l", "deepseek-v3-4l"])
+def test_a_written_run_is_read_back_the_same(name: str, tmp_path: Path) -> None:
+    run = load_run(name)
+    assert load_run(write(tmp_path / "other-name.toml", dump_toml(run))) == run
+
+
+def test_a_dense_run_with_files_is_read_back_the_same(tmp_path: Path) -> None:
+    overrides = ["model.moe=none", "model.dense_layers=4", "data.source=text", 'data.files=["a\\"b.txt", "c d.txt"]']
+    run = load_run("debug", overrides)
+    assert load_run(write(tmp_path / "a.toml", dump_toml(run))) == run
+
+
+def test_a_written_run_says_every_field_that_is_not_none() -> None:
+    written = set(paths_of(tomllib.loads(dump_toml(debug()))))
+    expected = {field.path for field in every_field(Run)}
+    assert written <= expected
+    left_out = {path for path in expected - written if not path.startswith("model.attention.rope.yarn")}
+    assert left_out == {"model.attention.kv_heads", "model.attention.head_dim"}
+
+
+def paths_of(table: dict[str, Any], prefix: str = "") -> list[str]:
+    paths = []
+    for key, value in table.items():
+        paths.append(prefix + key)
+        if isinstance(value, dict):
+            paths += paths_of(value, f"{prefix}{key}.")
+    return paths
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    text=st.text(max_size=20),
+    files=st.lists(st.text(min_size=1, max_size=10), max_size=3, unique=True),
+    number=st.floats(min_value=0, allow_nan=False, allow_infinity=False),
+    seed=st.integers(min_value=0, max_value=2**32 - 1),
+)
+def test_any_values_survive_the_way_there_and_back(
+    tmp_path_factory: pytest.TempPathFactory, text: str, files: list[str], number: float, seed: int
+) -> None:
+    base = debug()
+    data = base.data.model_copy(update={"text_field": text, "source": "text", "files": ("a", *files)})
+    optimizer = base.optimizer.model_copy(update={"learning_rate": number})
+    run = base.model_copy(update={"data": data, "optimizer": optimizer, "seed": seed})
+    path = tmp_path_factory.getbasetemp() / "any.toml"
+    path.write_text(dump_toml(run), encoding="utf-8")
+    assert load_run(str(path)) == run
+
+
+def test_a_field_that_is_none_against_its_default_is_written() -> None:
+    assert dump_toml(debug().model_copy(update={"seed": None})).startswith('name = "debug"\nseed = "none"\n')
+
+
+PATHS = sorted({field.path for field in every_field(Run)})
+JUNK = st.one_of(
+    st.text(max_size=8),
+    st.sampled_from(["none", "[]", "[1]", "{}", "{a=1}", "{kind=1}", "[[1]]", "1", "-1", "1e9", "nan", "inf", "true"]),
+    st.sampled_from(["1979-05-27", '"', "''", "{", "gqa", "mla", "[{}]", "99999999999999999999"]),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([*PATHS, "x", "model.x.y", "model.moe.x"]), JUNK), max_size=3))
+def test_whatever_is_typed_gives_a_run_or_one_clear_line(typed: list[tuple[str, str]]) -> None:
+    overrides = [f"{path}={value}" for path, value in typed]
+    try:
+        line = load_run("debug", overrides).name
+    except ConfigError as error:
+        line = str(error)
+    assert len(line.splitlines()) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(content=st.one_of(st.binary(max_size=40), st.text(max_size=40).map(lambda text: text.encode())))
+def test_whatever_a_file_holds_gives_a_run_or_one_clear_line(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "junk.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as raised:
+        load_run(str(path))
+    assert len(str(raised.value).splitlines()) == 1

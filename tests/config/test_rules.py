@@ -1,0 +1,62 @@
+"""The tuple of rules as a whole."""
+
+import re
+
+import pytest
+
+from penstock.base.errors import ConfigError
+from penstock.config import model_rules, run_rules
+from penstock.config.load import load_run
+from penstock.config.presets.registry import PRESETS
+from penstock.config.problem import Problem
+from penstock.config.rules import RULES, Rule, check, problems, rule_text
+from penstock.config.run import Run
+from penstock.config.schema import find
+from tests.config.unchecked import unchecked_run
+
+SEVERAL = ("training.micro_batch=3", "model.moe.top_k=9", "name=a b")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_obeys_every_rule(name: str) -> None:
+    check(PRESETS[name]())
+
+
+def test_a_broken_rule_is_refused_when_a_run_is_loaded() -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.moe\.top_k is more than model\.moe\.experts; got 9; allowed: 1 to 8"
+    ):
+        load_run("debug", ["model.moe.top_k=9"])
+
+
+def test_the_first_problem_is_told_in_full_and_the_others_by_field() -> None:
+    with pytest.raises(ConfigError) as raised:
+        check(unchecked_run(SEVERAL))
+    assert str(raised.value) == (
+        "model.moe.top_k is more than model.moe.experts (also wrong: name, training.global_batch); got 9; "
+        "allowed: 1 to 8"
+    )
+
+
+def test_problems_are_given_as_data() -> None:
+    found = problems(unchecked_run(SEVERAL))
+    assert [type(problem) for problem in found] == [Problem] * 3
+    assert all(find(Run, problem.field) for problem in found)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_text_of_a_rule_names_fields_that_exist(rule: Rule) -> None:
+    paths = re.findall(r"`([^`]+)`", rule_text(rule))
+    assert paths, "it names a field"
+    assert [path for path in paths if not find(Run, path)] == []
+
+
+def test_no_rule_is_left_out_of_the_tuple() -> None:
+    for module, listed in ((model_rules, model_rules.MODEL_RULES), (run_rules, run_rules.RUN_RULES)):
+        written = [
+            value
+            for name, value in vars(module).items()
+            if callable(value) and value.__module__ == module.__name__ and not name.startswith("_")
+        ]
+        assert written == list(listed)
+    assert len(set(RULES)) == len(RULES)

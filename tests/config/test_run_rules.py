@@ -1,0 +1,171 @@
+"""Every rule of batch, schedule, data and devices, by the line that the user reads."""
+
+import pytest
+
+from penstock.base.errors import ConfigError
+from penstock.config import run_rules as rules
+from penstock.config.problem import refuse
+from penstock.config.rules import Rule
+from tests.config.unchecked import unchecked_run
+
+TEXT = ("data.source=text", "data.files=a.txt")
+WSD = ("schedule.decay=wsd",)
+NAME_ALLOWED = "up to 100 letters, digits, '.', '_' and '-', the first a letter or digit"
+
+BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
+    (
+        rules.name_is_a_folder_name,
+        ("name=../up",),
+        f"name must be a plain folder name; got '../up'; allowed: {NAME_ALLOWED}",
+    ),
+    (
+        rules.micro_batches_fill_the_global_batch,
+        ("training.micro_batch=3",),
+        "training.global_batch must be a multiple of training.micro_batch (3); got 8; "
+        "fix: set training.global_batch to 6 or 9",
+    ),
+    (
+        rules.micro_batches_fill_the_global_batch,
+        ("training.micro_batch=9",),
+        "training.global_batch must be a multiple of training.micro_batch (9); got 8; "
+        "fix: set training.global_batch to 9",
+    ),
+    (
+        rules.rows_hold_every_prediction_depth,
+        ("model.mtp_layers=2", "training.sequence_length=2"),
+        "model.mtp_layers must be less than training.sequence_length (2); got 2",
+    ),
+    (
+        rules.warmup_ends,
+        ("training.steps=10",),
+        "schedule.warmup_steps is more than training.steps (10); got 20; allowed: 0 to 10; "
+        "fix: shorten the warm-up too: schedule.warmup_steps=1",
+    ),
+    (
+        rules.decay_comes_after_warmup,
+        (*WSD, "schedule.decay_steps=190"),
+        "schedule.decay_steps is more than the 180 steps after the warm-up; got 190; allowed: 0 to 180",
+    ),
+    (
+        rules.decay_steps_belong_to_wsd,
+        ("schedule.decay_steps=5",),
+        "schedule.decay_steps has no meaning for schedule.decay cosine; got 5; "
+        "fix: set schedule.decay to wsd, or schedule.decay_steps to 0",
+    ),
+    (
+        rules.moments_forget,
+        ("optimizer.beta2=1.0",),
+        "optimizer.beta2 must be below 1; got 1; fix: 0.9 and 0.95 are the usual values",
+    ),
+    (
+        rules.file_sources_have_files,
+        ("data.source=jsonl",),
+        "data.files is empty, but data.source jsonl reads files; fix: set data.files to the files to train on",
+    ),
+    (
+        rules.other_sources_have_no_files,
+        ("data.files=a.txt",),
+        "data.files is given, but data.source standard-library reads no files; got a.txt; "
+        "fix: set data.source to text or jsonl",
+    ),
+    (
+        rules.other_sources_have_no_files,
+        ("data.source=synthetic-random", "data.validation_files=a.txt"),
+        "data.validation_files is given, but data.source synthetic-random reads no files; got a.txt; "
+        "fix: set data.source to text or jsonl",
+    ),
+    (
+        rules.held_out_files_are_not_trained_on,
+        (*TEXT, 'data.validation_files=["b.txt", "a.txt"]'),
+        "data.validation_files has files of data.files: the model would be judged on what it learned; got a.txt; "
+        "fix: take them out of one of the two",
+    ),
+    (
+        rules.evaluation_has_text,
+        (*TEXT, "data.validation_share=0.0"),
+        "data.validation_share holds out no text for evaluation.rows; got 0; "
+        "fix: raise it, give data.validation_files, or set evaluation.rows to 0",
+    ),
+    (
+        rules.vocabulary_holds_every_byte,
+        ("model.vocabulary=256",),
+        "model.vocabulary is too small for data.tokenizer bytes; got 256; "
+        "allowed: >= 257 (256 bytes and the end of a document)",
+    ),
+    (
+        rules.vocabulary_holds_the_synthetic_language,
+        ("data.source=synthetic-learnable", "model.vocabulary=4"),
+        "model.vocabulary is too small for data.source synthetic-learnable; got 4; allowed: >= 5",
+    ),
+    (
+        rules.bytes_have_one_end,
+        ("data.end_of_document=</s>",),
+        "data.end_of_document names a token, but data.tokenizer bytes has its own end of a document; got '</s>'; "
+        "fix: leave it out, or set data.tokenizer to a tokenizer.json",
+    ),
+    (
+        rules.cpu_has_the_attention_backend,
+        ("device=cpu", "kernels.attention=cudnn"),
+        "kernels.attention names a backend that device cpu does not have; got cudnn; allowed: auto, math, flash",
+    ),
+    (
+        rules.flash_heads_are_equally_wide,
+        ("kernels.attention=flash",),
+        "kernels.attention flash needs model.attention.value_head_dim = plain_head_dim + rotary_head_dim; "
+        "got 32 and 48; fix: set kernels.attention to auto",
+    ),
+    (
+        rules.flash_on_a_gpu_has_no_mask,
+        ("kernels.attention=flash", "device=cuda", "data.document_mask=true"),
+        "kernels.attention flash takes no mask on a GPU, and data.document_mask needs one; "
+        "fix: set kernels.attention to auto",
+    ),
+]
+
+FINE = {
+    "a name with everything": ("name=V2-lite_8l.a",),
+    "one row at a time": ("training.micro_batch=1",),
+    "warm-up all the way": ("schedule.warmup_steps=200",),
+    "decay right after warm-up": (*WSD, "schedule.decay_steps=180"),
+    "a tenth of the steps by default": WSD,
+    "text files": TEXT,
+    "files held out": (*TEXT, "data.validation_files=b.txt", "data.validation_share=0.0"),
+    "no evaluation": (*TEXT, "data.validation_share=0.0", "evaluation.rows=0"),
+    "synthetic text needs no share": ("data.source=synthetic-random", "data.validation_share=0.0"),
+    "a tiny vocabulary for synthetic text": ("data.source=synthetic-learnable", "model.vocabulary=5"),
+    "a tokenizer file": ("data.tokenizer=t.json", "data.end_of_document=</s>", "model.vocabulary=64"),
+    "bf16 on a CPU, slow as it is": ("device=cpu", "training.precision=bf16"),
+    "flash with equal heads": ("kernels.attention=flash", "model.attention.value_head_dim=48", "device=cuda"),
+    "cuDNN where the device is not known yet": ("kernels.attention=cudnn",),
+}
+
+
+@pytest.mark.parametrize(("rule", "overrides", "message"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_broken_rule_says_what_is_wrong_and_what_would_be_right(
+    rule: Rule, overrides: tuple[str, ...], message: str
+) -> None:
+    problem = rule(unchecked_run(overrides))
+    assert problem is not None
+    with pytest.raises(ConfigError) as raised:
+        refuse([problem])
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("case", FINE)
+def test_what_is_possible_passes_every_rule(case: str) -> None:
+    run = unchecked_run(FINE[case])
+    assert [rule.__name__ for rule in rules.RUN_RULES if rule(run) is not None] == []
+
+
+def test_every_rule_has_a_test() -> None:
+    assert {rule for rule, _, _ in BROKEN} == set(rules.RUN_RULES)
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "-x", "a/b", "a b", "caf\u00e9", "a\nb", "x" * 101, ".."])
+def test_a_name_that_is_no_folder_is_refused(name: str) -> None:
+    run = unchecked_run(()).model_copy(update={"name": name})
+    assert rules.name_is_a_folder_name(run) is not None
+
+
+def test_decay_waits_for_the_warmup_to_be_mended() -> None:
+    assert rules.decay_comes_after_warmup(unchecked_run((*WSD, "schedule.decay_steps=5", "training.steps=10"))) is None

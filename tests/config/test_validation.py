@@ -1,0 +1,135 @@
+"""Each fault that pydantic can find, by the line that the user reads."""
+
+from typing import Any
+
+import pytest
+
+from penstock.base.errors import ConfigError
+from penstock.config.merge import Tree, merge, parse_overrides
+from penstock.config.presets.debug import debug
+from penstock.config.run import Run
+from penstock.config.validation import build
+
+SOURCES = "standard-library, text, jsonl, synthetic-random, synthetic-learnable"
+
+MESSAGES = {
+    # Unknown keys: a like name beside it, the same name elsewhere, another kind's field, no idea.
+    "training.stpes=3": "training.stpes is an unknown key; fix: did you mean training.steps?",
+    "sede=3": "sede is an unknown key; fix: did you mean seed?",
+    "model.moe.router.nromalize=true": (
+        "model.moe.router.nromalize is an unknown key; fix: did you mean model.moe.router.normalize?"
+    ),
+    "training.learning_rate=3": (
+        "training.learning_rate is an unknown key; fix: did you mean optimizer.learning_rate?"
+    ),
+    "heads=3": "heads is an unknown key; fix: did you mean model.attention.heads?",
+    "model.attention.kv_heads=2": (
+        "model.attention.kv_heads is an unknown key; fix: leave it out: it belongs to model.attention.kind = gqa"
+    ),
+    "record.xyzzy=2": "record.xyzzy is an unknown key; allowed: folder, every, tensorboard",
+    "xyzzy.a.b=2": (
+        "xyzzy is an unknown key; allowed: name, seed, device, model, training, optimizer, schedule, data, evaluation, "
+        "checkpoint, kernels, record"
+    ),
+    # Wrong types.
+    "training.steps=1e3": "training.steps has the wrong type; got 1000.0; allowed: whole number >= 1 (steps)",
+    "training.steps=many": 'training.steps has the wrong type; got "many"; allowed: whole number >= 1 (steps)',
+    "training.steps=true": "training.steps has the wrong type; got true; allowed: whole number >= 1 (steps)",
+    "training.clip_norm=1979-05-27": "training.clip_norm has the wrong type; got 1979-05-27; allowed: number >= 0",
+    "data.shuffle=1": "data.shuffle has the wrong type; got 1; allowed: true or false",
+    "data.files=3": "data.files has the wrong type; got 3; allowed: list of texts",
+    'data.files=["a", 3]': "data.files has the wrong type; got 3; allowed: list of texts",
+    'name=["a"]': 'name has the wrong type; got ["a"]; allowed: text',
+    "seed=[1, 2]": "seed has the wrong type; got [1, 2]; allowed: whole number 0 to 4294967295",
+    # Out of range.
+    "training.steps=0": "training.steps is out of range; got 0; allowed: whole number >= 1 (steps)",
+    "optimizer.beta1=1.5": "optimizer.beta1 is out of range; got 1.5; allowed: number 0 to 1",
+    "optimizer.learning_rate=nan": "optimizer.learning_rate is out of range; got nan; allowed: number >= 0",
+    "training.clip_norm=inf": "training.clip_norm is out of range; got inf; allowed: number >= 0",
+    "seed=-1": "seed is out of range; got -1; allowed: whole number 0 to 4294967295",
+    # Names that are not among the choices.
+    "training.precision=fp16": (
+        'training.precision has an unknown value; got "fp16"; allowed: bf16, fp32; fix: did you mean bf16?'
+    ),
+    "data.source=wikipedia": f'data.source has an unknown value; got "wikipedia"; allowed: {SOURCES}',
+    "model.attention.kind=mlp": (
+        'model.attention.kind has an unknown value; got "mlp"; allowed: gqa, mla; fix: did you mean mla?'
+    ),
+    # Sections.
+    "model=big": (
+        'model is a section, not a value; got "big"; allowed: its fields; '
+        "fix: set model.family, model.vocabulary, model.hidden_size, ..."
+    ),
+    "model.moe=8": (
+        "model.moe is a section, not a value; got 8; allowed: its fields, or none; "
+        "fix: set model.moe.experts, model.moe.top_k, model.moe.ffn_size, ..."
+    ),
+    "model.attention=mla": (
+        'model.attention is a section, not a value; got "mla"; allowed: its fields; '
+        "fix: set model.attention.kind, model.attention.heads, model.attention.q_latent, ..."
+    ),
+    "training.steps.x=3": "training.steps has the wrong type; got {x = 3}; allowed: whole number >= 1 (steps)",
+}
+
+
+def tree_with(*overrides: str) -> Tree:
+    return merge(Run, debug().model_dump(), parse_overrides(Run, overrides))
+
+
+def message_of(tree: Tree) -> str:
+    with pytest.raises(ConfigError) as raised:
+        build(Run, tree)
+    return str(raised.value)
+
+
+def test_a_whole_tree_becomes_a_run() -> None:
+    assert build(Run, debug().model_dump()) == debug()
+
+
+@pytest.mark.parametrize("override", MESSAGES)
+def test_a_fault_is_told_in_one_line(override: str) -> None:
+    assert message_of(tree_with(override)) == MESSAGES[override]
+
+
+def without(tree: Tree, *names: str) -> Tree:
+    table: Any = tree
+    for name in names[:-1]:
+        table = table[name]
+    del table[names[-1]]
+    return tree
+
+
+def test_a_missing_field_is_named_with_what_it_may_be() -> None:
+    tree = without(debug().model_dump(), "model", "moe", "top_k")
+    assert message_of(tree) == "model.moe.top_k is missing; allowed: whole number >= 1 (experts)"
+
+
+def test_a_missing_section_can_come_from_a_preset() -> None:
+    tree = without(debug().model_dump(), "optimizer")
+    assert message_of(tree) == (
+        'optimizer is missing; allowed: section; fix: write its fields, or start the file with preset = "debug"'
+    )
+
+
+def test_a_missing_kind_is_named_with_the_kinds() -> None:
+    tree = without(debug().model_dump(), "model", "attention", "kind")
+    assert message_of(tree) == "model.attention.kind is missing; allowed: gqa, mla"
+
+
+def test_another_kind_needs_its_own_fields() -> None:
+    assert message_of(tree_with("model.attention.kind=gqa")) == (
+        "model.attention.kv_heads is missing (also wrong: model.attention.head_dim); allowed: whole number >= 1 (heads)"
+    )
+
+
+def test_a_misspelled_key_is_told_before_the_key_that_it_leaves_missing() -> None:
+    tree = without(tree_with("model.moe.topk=2"), "model", "moe", "top_k")
+    assert message_of(tree) == (
+        "model.moe.topk is an unknown key (also wrong: model.moe.top_k); fix: did you mean model.moe.top_k?"
+    )
+
+
+def test_a_long_value_is_cut_short() -> None:
+    message = message_of(tree_with(f"training.steps={'x' * 500}"))
+    assert "x..." in message
+    assert len(message) < 200

@@ -1,0 +1,88 @@
+"""The rows that a model is judged by, and their bytes."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.base.errors import DataError
+from penstock.data.evaluation import Evaluation, evaluation_batches
+from penstock.data.stream import document_order
+from penstock.kernels.reference import IGNORED_LABEL
+from tests.data.in_memory import END, InMemory, numbered, sources
+
+
+def evaluate(source: InMemory, *, limit_rows: int = 1000, document_mask: bool = False, **other: int) -> Evaluation:
+    sizes = {"rows": 2, "sequence_length": 4} | other
+    return evaluation_batches(source, limit_rows=limit_rows, document_mask=document_mask, **sizes)
+
+
+def counted_labels(evaluation: Evaluation) -> list[int]:
+    labels = torch.cat([batch.labels_BS.flatten() for batch in evaluation.batches])
+    return labels[labels != IGNORED_LABEL].tolist()
+
+
+@given(sources, st.integers(1, 7), st.integers(1, 4))
+def test_without_a_limit_every_token_but_the_first_is_predicted(
+    source: InMemory, sequence_length: int, rows: int
+) -> None:
+    evaluation = evaluate(source, sequence_length=sequence_length, rows=rows)
+    order = [index for index in document_order(len(source), seed=0, epoch=0).tolist() if source.documents[index]]
+    line = [token for index in order for token in (*source.documents[index], END)]
+    assert counted_labels(evaluation) == line[1:]
+    assert evaluation.tokens == len(line) - 1
+    assert evaluation.text_bytes == sum(token % 4 for token in line[1:] if token != END)
+    assert all(batch.tokens_BS.shape == (rows, sequence_length) for batch in evaluation.batches)
+
+
+@given(sources, st.integers(1, 7))
+def test_with_a_mask_every_token_but_the_first_of_each_document_is_predicted(
+    source: InMemory, sequence_length: int
+) -> None:
+    evaluation = evaluate(source, sequence_length=sequence_length, document_mask=True)
+    full = [document for document in source.documents if document]
+    assert evaluation.tokens == sum(len(document) for document in full)
+    assert evaluation.text_bytes == sum(token % 4 for document in full for token in document[1:])
+
+
+@given(sources, st.integers(1, 5), st.booleans())
+def test_bytes_and_tokens_are_those_of_the_counted_labels(source: InMemory, limit: int, document_mask: bool) -> None:
+    evaluation = evaluate(source, limit_rows=limit, document_mask=document_mask)
+    labels = np.array(counted_labels(evaluation), dtype=np.int64)
+    assert evaluation.tokens == len(labels)
+    assert evaluation.text_bytes == (labels[labels != END] % 4).sum()
+
+
+def test_a_limit_takes_rows_from_all_over_the_text() -> None:
+    evaluation = evaluate(numbered(*[10] * 9), limit_rows=3, rows=3)
+    (batch,) = evaluation.batches
+    documents = [{token // 10 for token in row if token != END} for row in batch.tokens_BS.tolist()]
+    assert batch.rows == 3
+    assert not documents[0] & documents[1]
+    assert not documents[1] & documents[2]
+    assert evaluation.tokens == 12
+
+
+def test_the_last_batch_is_padded_to_full_size() -> None:
+    evaluation = evaluate(numbered(9), rows=2, sequence_length=3)
+    assert [batch.tokens_BS.tolist() for batch in evaluation.batches] == [
+        [[0, 1, 2], [3, 4, 5]],
+        [[6, 7, 8], [END, END, END]],
+    ]
+    assert evaluation.batches[1].labels_BS.tolist() == [[7, 8, END], [IGNORED_LABEL] * 3]
+    assert evaluation.tokens == 9
+
+
+@given(sources, st.sampled_from([2, 4]), st.booleans())
+def test_ranks_share_each_batch_and_agree_on_the_counts(source: InMemory, ranks: int, document_mask: bool) -> None:
+    whole = evaluate(source, rows=4, document_mask=document_mask)
+    parts = [evaluate(source, rows=4, document_mask=document_mask, rank=rank, ranks=ranks) for rank in range(ranks)]
+    for number, batch in enumerate(whole.batches):
+        assert torch.equal(torch.cat([part.batches[number].labels_BS for part in parts]), batch.labels_BS)
+    assert {(part.tokens, part.text_bytes) for part in parts} == {(whole.tokens, whole.text_bytes)}
+
+
+def test_text_that_is_all_empty_is_an_error() -> None:
+    with pytest.raises(DataError, match="validation data hold no text: every document is empty; got 2 documents"):
+        evaluate(numbered(0, 0))

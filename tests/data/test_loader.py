@@ -1,0 +1,164 @@
+"""Training batches: resuming, ranks, and the background thread."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.base.errors import DataError
+from penstock.data.batch import Batch
+from penstock.data.loader import Batches, Loader, Prefetch
+from tests.data.in_memory import InMemory, numbered, sources
+
+
+def loader_of(source: InMemory, *, rows: int = 4, sequence_length: int = 5, rank: int = 0, ranks: int = 1) -> Loader:
+    return Loader(
+        source, rows=rows, sequence_length=sequence_length, seed=3, document_mask=True, rank=rank, ranks=ranks
+    )
+
+
+def listed(batch: Batch) -> list[list[list[int]]]:
+    assert batch.documents_BS is not None
+    return [x.tolist() for x in (batch.tokens_BS, batch.labels_BS, batch.positions_BS, batch.documents_BS)]
+
+
+def take(batches: Batches, count: int) -> list[list[list[list[int]]]]:
+    return [listed(batches.next_batch()) for _ in range(count)]
+
+
+@given(sources, st.integers(0, 6), st.integers(1, 7))
+def test_a_resumed_loader_yields_the_same_batches(source: InMemory, steps: int, sequence_length: int) -> None:
+    loader = loader_of(source, sequence_length=sequence_length)
+    take(loader, steps)
+    state = loader.state()
+    resumed = loader_of(source, sequence_length=sequence_length)
+    resumed.restore(state)
+    assert resumed.state() == state
+    assert take(resumed, 4) == take(loader, 4)
+    assert resumed.state() == loader.state()
+
+
+@given(sources, st.sampled_from([(2, 1), (4, 2), (6, 3), (8, 8), (8, 4)]), st.integers(1, 6))
+def test_the_slices_of_all_ranks_are_the_global_batch(
+    source: InMemory, rows_ranks: tuple[int, int], sequence_length: int
+) -> None:
+    rows, ranks = rows_ranks
+    whole = loader_of(source, rows=rows, sequence_length=sequence_length)
+    parts = [
+        loader_of(source, rows=rows, sequence_length=sequence_length, rank=rank, ranks=ranks) for rank in range(ranks)
+    ]
+    for _ in range(3):
+        expected = whole.next_batch()
+        got = [part.next_batch() for part in parts]
+        assert torch.equal(torch.cat([batch.tokens_BS for batch in got]), expected.tokens_BS)
+        assert torch.equal(torch.cat([batch.labels_BS for batch in got]), expected.labels_BS)
+        assert [row for batch in got for row in listed(batch)[3]] == listed(expected)[3]
+        assert all(part.state() == whole.state() for part in parts), "any rank may save the state for all"
+
+
+@given(sources)
+def test_another_number_of_ranks_and_rows_continues_the_stream(source: InMemory) -> None:
+    one = loader_of(source, rows=4)
+    take(one, 3)
+    state = one.state()
+    expected = one.next_batch().tokens_BS
+    halves = [loader_of(source, rows=2, rank=rank, ranks=2) for rank in range(2)]
+    for half in halves:
+        half.restore(state)
+    got = [half.next_batch().tokens_BS for _ in range(2) for half in halves]
+    assert torch.equal(torch.cat(got), expected)
+
+
+def test_the_state_counts_tokens_of_all_ranks_and_is_plain_integers() -> None:
+    loader = loader_of(numbered(30, 40), rows=4, sequence_length=5, rank=1, ranks=2)
+    take(loader, 3)
+    state = loader.state()
+    assert state["tokens"] == 3 * 4 * 5
+    assert all(type(value) is int for value in state.values())
+    assert all(0 <= value < 2**63 for value in state.values())
+
+
+def test_without_shuffling_documents_come_by_number_in_every_epoch() -> None:
+    loader = Loader(numbered(2, 3), rows=1, sequence_length=7, seed=0, document_mask=False, shuffle=False)
+    first, second = loader.next_batch(), loader.next_batch()
+    assert first.tokens_BS.tolist() == second.tokens_BS.tolist() == [[0, 1, 99, 2, 3, 4, 99]]
+    assert loader.state()["epoch"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"source": 1},
+            r"other data: its documents changed; got source \d+, was 1; fix: resume with the data settings",
+        ),
+        ({"seed": 4}, "other data: its seed changed; got seed 3, was 4"),
+        ({"shuffle": 0}, "other data: its shuffling changed; got shuffle 1, was 0"),
+        ({"place": 2}, "saved place in the data is damaged"),
+        ({"offset": -1}, "saved place in the data is damaged"),
+    ],
+)
+def test_a_state_of_other_data_is_refused_and_changes_nothing(change: dict[str, int], message: str) -> None:
+    loader = loader_of(numbered(30, 40))
+    take(loader, 1)
+    before = loader.state()
+    with pytest.raises(DataError, match=message):
+        loader.restore(before | change)
+    assert loader.state() == before
+
+
+def test_a_state_with_other_fields_is_refused() -> None:
+    with pytest.raises(
+        DataError, match="damaged; got epoch; allowed: epoch, place, offset, tokens, seed, shuffle, source"
+    ):
+        loader_of(numbered(30)).restore({"epoch": 0})
+
+
+def test_rows_that_ranks_cannot_share_are_refused() -> None:
+    with pytest.raises(AssertionError, match="global batch of 4 rows does not divide among 3 ranks"):
+        loader_of(numbered(30), rows=4, ranks=3)
+
+
+@pytest.fixture
+def prefetch() -> Iterator[Prefetch]:
+    with Prefetch(loader_of(numbered(30, 40, 7))) as ahead:
+        yield ahead
+
+
+def test_a_prefetched_loader_gives_the_same_batches_and_states(prefetch: Prefetch) -> None:
+    plain = loader_of(numbered(30, 40, 7))
+    assert prefetch.state() == plain.state()
+    for _ in range(8):
+        assert take(prefetch, 1) == take(plain, 1)
+        assert prefetch.state() == plain.state(), "the state is of what was handed out, not of what was fetched"
+
+
+def test_a_prefetched_loader_resumes_and_can_be_set_back(prefetch: Prefetch) -> None:
+    take(prefetch, 2)
+    state = prefetch.state()
+    expected = take(prefetch, 3)
+    prefetch.restore(state)
+    assert prefetch.state() == state
+    assert take(prefetch, 3) == expected
+
+
+def test_a_refused_state_leaves_a_prefetched_loader_where_it_was(prefetch: Prefetch) -> None:
+    plain = loader_of(numbered(30, 40, 7))
+    with pytest.raises(DataError, match="seed changed"):
+        prefetch.restore(prefetch.state() | {"seed": 8})
+    assert take(prefetch, 2) == take(plain, 2)
+
+
+def test_an_error_in_the_thread_is_raised_where_the_batch_is_asked_for() -> None:
+    with Prefetch(loader_of(numbered(0, 0))) as prefetch, pytest.raises(DataError, match="every document is empty"):
+        prefetch.next_batch()
+
+
+def test_closing_ends_the_thread() -> None:
+    prefetch = Prefetch(loader_of(numbered(30)))
+    prefetch.next_batch()
+    prefetch.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-data")]

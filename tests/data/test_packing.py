@@ -1,0 +1,101 @@
+"""Rows from a span: nothing lost, and the rules of labels, positions and documents by example."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.data.packing import PADDING, cut, pack
+from penstock.data.stream import Cursor, Span, Stream
+from penstock.kernels.reference import IGNORED_LABEL
+from tests.data.in_memory import END, InMemory, numbered, sources
+
+NO = IGNORED_LABEL
+
+
+def rows_of(source: InMemory, rows: int, sequence_length: int) -> Span:
+    span, _ = Stream(source, seed=0, shuffle=False).read(Cursor(), rows * sequence_length)
+    return cut(span, sequence_length)
+
+
+def test_the_example_of_the_module_without_a_mask() -> None:
+    batch = pack(rows_of(numbered(3, 1, 3), 2, 4), document_mask=False)
+    assert batch.tokens_BS.tolist() == [[0, 1, 2, END], [3, END, 4, 5]]
+    assert batch.labels_BS.tolist() == [[1, 2, END, 3], [END, 4, 5, 6]]
+    assert batch.positions_BS.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
+    assert batch.documents_BS is None
+
+
+def test_the_example_of_the_module_with_a_mask() -> None:
+    batch = pack(rows_of(numbered(3, 1, 3), 2, 4), document_mask=True)
+    assert batch.tokens_BS.tolist() == [[0, 1, 2, END], [3, END, 4, 5]]
+    assert batch.labels_BS.tolist() == [[1, 2, END, NO], [END, NO, 5, 6]]
+    assert batch.positions_BS.tolist() == [[0, 1, 2, 3], [0, 1, 0, 1]]
+    assert batch.documents_BS is not None
+    assert batch.documents_BS.tolist() == [[0, 0, 0, 0], [0, 0, 1, 1]]
+
+
+def test_a_document_longer_than_a_row_goes_on_in_the_next() -> None:
+    batch = pack(rows_of(numbered(9, 2), 3, 4), document_mask=True)
+    assert batch.tokens_BS.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, END, 9, 10]]
+    assert batch.labels_BS.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [END, NO, 10, END]]
+    assert batch.positions_BS.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 0, 1]]
+    assert batch.documents_BS is not None
+    assert batch.documents_BS.tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1]]
+
+
+def test_padding_is_never_predicted() -> None:
+    line = Span(np.array([7, 8, END, END, END]), np.array([0, 0, 0, PADDING, PADDING]))
+    for document_mask in (False, True):
+        batch = pack(cut(line, 2), document_mask=document_mask)
+        assert batch.labels_BS.tolist() == [[8, END], [NO, NO]]
+
+
+@given(sources, st.integers(1, 5), st.integers(1, 9), st.booleans())
+def test_rows_hold_the_stream_and_labels_are_the_stream_one_on(
+    source: InMemory, rows: int, sequence_length: int, document_mask: bool
+) -> None:
+    span, _ = Stream(source, seed=0, shuffle=False).read(Cursor(), rows * sequence_length)
+    batch = pack(cut(span, sequence_length), document_mask=document_mask)
+    assert batch.tokens_BS.flatten().tolist() == span.tokens[:-1].tolist()
+    counted = batch.labels_BS.flatten() != NO
+    assert batch.labels_BS.flatten()[counted].tolist() == span.tokens[1:][counted.numpy()].tolist()
+    assert all(x is None or (x.dtype == torch.int64 and x.is_contiguous()) for x in vars(batch).values())
+    if not document_mask:
+        assert counted.all()
+
+
+@given(sources, st.integers(1, 5), st.integers(1, 9))
+def test_with_a_mask_positions_labels_and_documents_change_at_end_tokens_only(
+    source: InMemory, rows: int, sequence_length: int
+) -> None:
+    batch = pack(rows_of(source, rows, sequence_length), document_mask=True)
+    assert batch.documents_BS is not None
+    for tokens, labels, positions, documents in zip(
+        batch.tokens_BS.tolist(),
+        batch.labels_BS.tolist(),
+        batch.positions_BS.tolist(),
+        batch.documents_BS.tolist(),
+        strict=True,
+    ):
+        document, position = 0, 0
+        for s, token in enumerate(tokens):
+            assert (documents[s], positions[s]) == (document, position)
+            assert (labels[s] == NO) == (token == END)
+            document, position = (document + 1, 0) if token == END else (document, position + 1)
+
+
+def test_a_batch_shares_no_memory_with_the_stream() -> None:
+    rows = rows_of(numbered(8), 2, 4)
+    batch = pack(rows, document_mask=False)
+    batch.tokens_BS.zero_()
+    batch.positions_BS[0].zero_()
+    assert rows.tokens[0].tolist() == [0, 1, 2, 3, 4]
+    assert batch.labels_BS[0].tolist() == [1, 2, 3, 4]
+    assert batch.positions_BS[1].tolist() == [0, 1, 2, 3]
+
+
+def test_a_span_that_does_not_fill_its_rows_is_refused() -> None:
+    with pytest.raises(AssertionError, match="5 tokens do not fill rows of 4"):
+        cut(Span(np.arange(6), np.zeros(6, dtype=np.int64)), 4)

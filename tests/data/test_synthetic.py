@@ -1,0 +1,92 @@
+"""Documents made from a seed: stable, within the vocabulary, and of the entropy that is claimed."""
+
+from collections import Counter
+from itertools import pairwise
+from math import log2
+
+import numpy as np
+import pytest
+
+from penstock.base.errors import DataError
+from penstock.data.synthetic import LONGEST, MarkovTokens, RandomTokens, SyntheticTokens
+
+KINDS = [RandomTokens, MarkovTokens]
+
+
+def make(kind: type[SyntheticTokens], *, vocabulary_size: int = 257, seed: int = 1) -> SyntheticTokens:
+    return kind("train", vocabulary_size=vocabulary_size, seed=seed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_depend_on_seed_split_and_number_alone(kind: type[SyntheticTokens]) -> None:
+    source = make(kind)
+    first = source.read(5).tolist()
+    source.read(6)
+    assert source.read(5).tolist() == first == make(kind).read(5).tolist()
+    others = [make(kind, seed=2), kind("validation", vocabulary_size=257, seed=1)]
+    assert all(other.read(5).tolist() != first for other in others)
+    assert len({source.fingerprint, *(other.fingerprint for other in others)}) == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocabulary_size", [5, 33, 257, 129_280])
+def test_tokens_are_in_the_vocabulary_and_never_the_end(kind: type[SyntheticTokens], vocabulary_size: int) -> None:
+    source = make(kind, vocabulary_size=vocabulary_size)
+    tokens = np.concatenate([source.read(index) for index in range(20)])
+    assert tokens.min() >= 0
+    assert tokens.max() < source.end_of_document == vocabulary_size - 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lengths_are_even_over_their_range(kind: type[SyntheticTokens]) -> None:
+    source = make(kind)
+    lengths = [len(source.read(index)) for index in range(300)]
+    assert 1 <= min(lengths) < 50
+    assert LONGEST - 50 < max(lengths) <= LONGEST
+    assert 460 < sum(lengths) / 300 < 560
+    assert source.bytes_per_token(7).tolist() == [1] * lengths[7]
+
+
+def test_the_learnable_language_has_the_entropy_that_it_claims() -> None:
+    source = make(MarkovTokens)
+    followers: dict[tuple[int, int], Counter[int]] = {}
+    for index in range(1000):
+        tokens = source.read(index).tolist()
+        for before, last, symbol in zip(tokens, tokens[1:], tokens[2:], strict=False):
+            followers.setdefault((before, last), Counter())[symbol] += 1
+    assert max(map(len, followers.values())) == MarkovTokens.CHOICES
+    total = sum(counts.total() for counts in followers.values())
+    bits = sum(count * log2(counts.total() / count) for counts in followers.values() for count in counts.values())
+    assert bits / total == pytest.approx(MarkovTokens.ENTROPY_BITS, abs=0.02)
+
+
+def test_one_symbol_back_is_not_enough_to_learn_it() -> None:
+    source = make(MarkovTokens)
+    followers: dict[int, Counter[int]] = {}
+    for index in range(1000):
+        tokens = source.read(index).tolist()
+        for last, symbol in pairwise(tokens):
+            followers.setdefault(last, Counter())[symbol] += 1
+    total = sum(counts.total() for counts in followers.values())
+    bits = sum(count * log2(counts.total() / count) for counts in followers.values() for count in counts.values())
+    assert bits / total > 4
+
+
+def test_both_splits_speak_the_same_language() -> None:
+    def triples(source: MarkovTokens, documents: int) -> set[tuple[int, ...]]:
+        return {
+            triple
+            for index in range(documents)
+            for tokens in [source.read(index).tolist()]
+            for triple in zip(tokens, tokens[1:], tokens[2:], strict=False)
+        }
+
+    train = triples(MarkovTokens("train", vocabulary_size=257, seed=1), 1000)
+    assert triples(MarkovTokens("validation", vocabulary_size=257, seed=1), 5) <= train
+
+
+@pytest.mark.parametrize(("kind", "least"), [(RandomTokens, 2), (MarkovTokens, 5)])
+def test_a_vocabulary_that_is_too_small_is_refused(kind: type[SyntheticTokens], least: int) -> None:
+    make(kind, vocabulary_size=least).read(0)
+    with pytest.raises(DataError, match=f"too small for synthetic data; got {least - 1}; allowed: >= {least}"):
+        make(kind, vocabulary_size=least - 1)

@@ -1,0 +1,120 @@
+"""RMSNorm, alone and of a residual sum, against its reference, and what it becomes on every chip."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.base.errors import KernelError
+from penstock.kernels import reference
+from penstock.kernels.norm import (
+    LAUNCH,
+    TILES,
+    add_rms_norm,
+    rms_norm,
+    rms_norm_backward_kernel,
+    rms_norm_kernel,
+    tile_of,
+)
+from penstock.kernels.tuning import Launch
+from tests.kernels.ahead_of_time import TARGETS, compile_for
+from tests.kernels.parity import assert_parity
+
+SMALL = Launch(block_rows=2, block_columns=16, warps=1)
+EPSILON = 1e-5
+
+
+def _norm(x_TD: Tensor, weight_D: Tensor) -> Tensor:
+    return rms_norm(x_TD, weight_D, EPSILON, launch=SMALL)
+
+
+def _add_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
+    return add_rms_norm(x_TD, residual_TD, weight_D, EPSILON, launch=SMALL)
+
+
+def _with_epsilon(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *inputs: operator(*inputs, EPSILON)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(37, 16), (1, 24), (3, 5, 8), (2, 70)])
+def test_rms_norm_and_its_gradients_equal_the_reference(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    x_TD = torch.randn(shape, device=device, dtype=dtype)
+    weight_D = (1 + 0.1 * torch.randn(shape[-1], device=device)).to(dtype)
+    assert_parity(_norm, _with_epsilon(reference.rms_norm), [x_TD, weight_D])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(37, 16), (1, 24), (2, 3, 70)])
+def test_add_rms_norm_and_its_gradients_equal_the_reference(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    x_TD, residual_TD = torch.randn(2, *shape, device=device, dtype=dtype)
+    weight_D = (1 + 0.1 * torch.randn(shape[-1], device=device)).to(dtype)
+    assert_parity(_add_norm, _with_epsilon(reference.add_rms_norm), [x_TD, residual_TD, weight_D])
+
+
+def test_a_weight_of_another_dtype_promotes_as_the_reference_does(device: torch.device) -> None:
+    x_TD, weight_D = torch.randn(4, 16, device=device, dtype=torch.bfloat16), torch.ones(16, device=device)
+    normed_TD = _norm(x_TD, weight_D)
+    expected_TD = reference.rms_norm(x_TD, weight_D, EPSILON)
+    assert normed_TD.dtype == expected_TD.dtype == torch.float32
+    torch.testing.assert_close(normed_TD, expected_TD, rtol=2**-7, atol=0)
+
+
+def test_rows_that_lie_apart_are_read_where_they_are(device: torch.device) -> None:
+    weight_D = torch.rand(16, device=device)
+    truth = _with_epsilon(reference.rms_norm)
+    assert_parity(_norm, truth, [torch.randn(5, 24, device=device)[:, :16], weight_D])
+    assert_parity(_norm, truth, [torch.randn(16, 5, device=device).T, weight_D])
+
+
+def test_either_output_alone_may_be_used(device: torch.device) -> None:
+    x_TD, residual_TD = torch.randn(2, 5, 16, device=device)
+    weight_D = torch.ones(16, device=device)
+    for index in (0, 1):
+        assert_parity(
+            lambda *inputs, index=index: _add_norm(*inputs, weight_D)[index],
+            lambda *inputs, index=index: reference.add_rms_norm(*inputs, weight_D, EPSILON)[index],
+            [x_TD, residual_TD],
+        )
+
+
+def test_rows_of_zeros_give_zeros_and_finite_gradients(device: torch.device) -> None:
+    weight_D = torch.ones(16, device=device)
+    assert_parity(_norm, _with_epsilon(reference.rms_norm), [torch.zeros(3, 16, device=device), weight_D])
+
+
+def test_no_rows_leave_the_weight_without_gradient(device: torch.device) -> None:
+    x_TD, weight_D = torch.zeros(0, 16, device=device), torch.ones(16, device=device, requires_grad=True)
+    _norm(x_TD, weight_D).sum().backward()
+    assert weight_D.grad is not None and not weight_D.grad.any(), "a sum over no rows is zero"
+
+
+def test_misfits_are_refused() -> None:
+    with pytest.raises(KernelError, match="weight"):
+        rms_norm(torch.zeros(2, 8), torch.zeros(7), EPSILON)
+    with pytest.raises(KernelError, match="one shape"):
+        add_rms_norm(torch.zeros(2, 8), torch.zeros(1, 8), torch.zeros(8), EPSILON)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("width", [128, 2048, 7168])
+def test_the_kernels_compile_without_spills(width: int, target: str) -> None:
+    rows, columns, warps = tile_of(width, LAUNCH)
+    constants = {"D": width, "BLOCK_T": rows, "BLOCK_D": columns}
+    strides = {"x_stride": "i32:16", "residual_stride": "i32:16"}
+    pointers = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "normed_ptr", "sum_ptr"), "*bf16:16")
+    signature = pointers | {"scale_ptr": "*fp32:16", "tokens": "i32", "epsilon": "fp32"} | strides
+    forward = compile_for(rms_norm_kernel, signature, constants, TARGETS[target], num_warps=warps)
+    assert forward.spills == 0, forward.summary
+
+    constants |= {"TILES": TILES, "STAGES": LAUNCH.stages}
+    strides = dict.fromkeys(("x_stride", "dnormed_stride", "dsum_stride"), "i32:16")
+    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "dnormed_ptr", "dsum_ptr", "dx_ptr"), "*bf16:16")
+    signature = pointers | {"scale_ptr": "*fp32:16", "partial_ptr": "*fp32:16", "tokens": "i32"} | strides
+    backward = compile_for(rms_norm_backward_kernel, signature, constants, TARGETS[target], num_warps=warps)
+    assert backward.spills == 0, backward.summary

@@ -1,0 +1,163 @@
+"""Index build, permute and unpermute against their references, and what they become on every chip."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.base.errors import KernelError
+from penstock.kernels import reference
+from penstock.kernels.permute import (
+    LAUNCH,
+    ORDER_LAUNCH,
+    count_kernel,
+    order_rows,
+    permute,
+    place_kernel,
+    scan_kernel,
+    spread_kernel,
+    sum_rows_kernel,
+    unpermute,
+)
+from penstock.kernels.reference import RowOrder
+from penstock.kernels.tuning import Launch
+from tests.kernels.ahead_of_time import TARGETS, compile_for
+from tests.kernels.parity import assert_close, assert_parity
+
+CHUNKS_OF_8 = Launch(block_rows=8, block_columns=4, warps=1)
+SMALL = Launch(block_rows=1, block_columns=16, warps=1)
+
+
+def _experts(tokens: int, top_k: int, experts: int, device: torch.device, dropped: float = 0.0) -> Tensor:
+    """K different experts for each token; each slot is dropped (id E) with the given probability."""
+    experts_TK = torch.rand(tokens, experts).argsort(-1)[:, :top_k]
+    return torch.where(torch.rand(tokens, top_k) < dropped, experts, experts_TK).to(device)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(13, 3, 7), (1, 1, 1), (1, 4, 9), (40, 2, 16), (0, 2, 5)])
+@pytest.mark.parametrize("dropped", [0.0, 0.3, 1.0])
+def test_the_order_equals_a_stable_sort(
+    tokens: int, top_k: int, experts: int, dropped: float, device: torch.device
+) -> None:
+    experts_TK = _experts(tokens, top_k, experts, device, dropped)
+    got = order_rows(experts_TK, experts, launch=CHUNKS_OF_8)
+    expected = reference.order_rows(experts_TK, experts)
+    for name, a, b in zip(RowOrder._fields, got, expected, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b), f"{name} differs"
+
+
+def test_one_hot_expert_and_empty_experts_are_ordered(device: torch.device) -> None:
+    experts_TK = torch.full((30, 1), 4, device=device)
+    order = order_rows(experts_TK, 9, launch=CHUNKS_OF_8)
+    assert order.counts_E.tolist() == [0, 0, 0, 0, 30, 0, 0, 0, 0]
+    assert torch.equal(order.slots_R, torch.arange(30, device=device)), "equal experts keep the order of slots"
+
+
+def test_the_example_of_the_reference_holds(device: torch.device) -> None:
+    order = order_rows(torch.tensor([[1, 0], [1, 2]], device=device), 3)
+    assert order.slots_R.tolist() == [1, 0, 2, 3]
+    assert order.places_TK.tolist() == [[1, 0], [2, 3]]
+    assert order.counts_E.tolist() == [1, 2, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "width", "dropped"), [(9, 3, 40, 0.0), (5, 2, 7, 0.4), (1, 1, 16, 0.0), (6, 3, 24, 1.0)]
+)
+def test_permute_and_its_gradient_equal_the_reference(
+    tokens: int, top_k: int, width: int, dropped: float, dtype: torch.dtype, device: torch.device
+) -> None:
+    order = reference.order_rows(_experts(tokens, top_k, 6, device, dropped), 6)
+    x_TD = torch.randn(tokens, width, device=device, dtype=dtype)
+    assert_parity(lambda x: permute(x, order, launch=SMALL), lambda x: reference.permute(x, order), [x_TD])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "width", "dropped"), [(9, 3, 40, 0.0), (5, 2, 7, 0.4), (1, 1, 16, 0.0), (6, 3, 24, 1.0)]
+)
+def test_unpermute_and_its_gradients_equal_the_reference(
+    tokens: int, top_k: int, width: int, dropped: float, weighted: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    order = reference.order_rows(_experts(tokens, top_k, 6, device, dropped), 6)
+    y_RD = torch.randn(tokens * top_k, width, device=device, dtype=dtype)
+    weights_TK = torch.rand(tokens, top_k, device=device) if weighted else None
+    assert_parity(
+        lambda y, w: unpermute(y, order, w, launch=SMALL),
+        lambda y, w: reference.unpermute(y, order, w),
+        [y_RD, weights_TK],
+    )
+
+
+def test_nan_in_rows_of_dropped_slots_reaches_nothing(device: torch.device) -> None:
+    order = reference.order_rows(_experts(8, 3, 6, device, dropped=0.5), 6)
+    used = int(order.counts_E.sum())
+    assert 0 < used < 24, "the case needs dropped slots"
+    weights_TK = torch.rand(8, 3, device=device, requires_grad=True)
+    y_RD = torch.randn(24, 16, device=device)
+    y_RD[used:] = float("nan")
+    y_RD.requires_grad_()
+    y_TD = unpermute(y_RD, order, weights_TK, launch=SMALL)
+    y_TD.sum().backward()
+    assert y_RD.grad is not None and weights_TK.grad is not None
+    assert y_TD.isfinite().all() and weights_TK.grad.isfinite().all(), "a dropped slot's row must not be used"
+    assert y_RD.grad.isfinite().all() and not y_RD.grad[used:].any(), "its gradient is zero"
+
+    x_TD = torch.randn(8, 16, device=device, requires_grad=True)
+    x_RD = permute(x_TD, order, launch=SMALL)
+    incoming = torch.ones_like(x_RD)
+    incoming[used:] = float("nan")
+    x_RD.backward(incoming)
+    assert not x_RD[used:].any(), "rows of dropped slots are zero"
+    assert x_TD.grad is not None and x_TD.grad.isfinite().all(), "nor may its incoming gradient be used"
+
+
+def test_there_and_back_multiplies_by_k(device: torch.device) -> None:
+    order = order_rows(_experts(6, 2, 4, device), 4, launch=CHUNKS_OF_8)
+    x_TD = torch.randn(6, 16, device=device)
+    assert_close(unpermute(permute(x_TD, order, launch=SMALL), order, launch=SMALL), 2 * x_TD, "round trip")
+
+
+def test_misfits_are_refused(device: torch.device) -> None:
+    order = reference.order_rows(_experts(4, 2, 3, device), 3)
+    with pytest.raises(KernelError, match="places"):
+        permute(torch.zeros(5, 8, device=device), order)
+    with pytest.raises(KernelError, match="one row for each slot"):
+        unpermute(torch.zeros(7, 8, device=device), order)
+    with pytest.raises(KernelError, match="weights"):
+        unpermute(torch.zeros(8, 8, device=device), order, torch.zeros(4, 3, device=device))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("experts", [64, 256])
+def test_the_index_build_compiles_without_spills(experts: int, target: str) -> None:
+    chip, warps = TARGETS[target], ORDER_LAUNCH.warps
+    slots = {"EXPERTS": experts, "BINS": 2 * experts, "CHUNK": ORDER_LAUNCH.block_rows}
+    tiles = {"EXPERTS": experts, "BLOCK_C": 256, "BLOCK_E": ORDER_LAUNCH.block_columns}
+    counted = {"experts_ptr": "*i64:16", "tallies_ptr": "*i32:16", "slots": "i32"}
+    scanned = {"tallies_ptr": "*i32:16", "counts_ptr": "*i32:16", "chunks": "i32"}
+    placed = {"experts_ptr": "*i64:16", "earlier_ptr": "*i32:16", "counts_ptr": "*i32:16", "slots": "i32"}
+    placed |= {"slots_ptr": "*i64:16", "places_ptr": "*i64:16"}
+    for kernel, signature, constants in (
+        (count_kernel, counted, slots),
+        (scan_kernel, scanned, tiles),
+        (place_kernel, placed, slots),
+    ):
+        compiled = compile_for(kernel, signature, constants, chip, num_warps=warps)
+        assert compiled.spills == 0, f"{kernel.fn.__name__}: {compiled.summary}"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("width", "experts", "top_k"), [(2048, 64, 6), (7168, 256, 8)])
+def test_the_copies_compile_without_spills(width: int, experts: int, top_k: int, target: str) -> None:
+    constants = {"K": top_k, "D": width, "EXPERTS": experts, "BLOCK_K": 8, "BLOCK_E": experts}
+    constants |= {"BLOCK_D": LAUNCH.block_columns}
+    order = {"places_ptr": "*i64:16", "counts_ptr": "*i32:16"}
+    rows = dict.fromkeys(("x_ptr", "y_ptr", "rows_ptr"), "*bf16:16")
+    signature = rows | order | {"weights_ptr": "*fp32:16", "dweights_ptr": "*fp32:16"}
+    spread = compile_for(spread_kernel, signature, constants, TARGETS[target], num_warps=LAUNCH.warps)
+    assert spread.spills == 0, spread.summary
+    rows = dict.fromkeys(("rows_ptr", "out_ptr"), "*bf16:16")
+    signature = rows | order | {"weights_ptr": "*fp32:16"}
+    sums = compile_for(sum_rows_kernel, signature, constants, TARGETS[target], num_warps=LAUNCH.warps)
+    assert sums.spills == 0, sums.summary

@@ -1,0 +1,133 @@
+"""Rotary embedding and the assembly of latent attention's heads against their references, on every chip."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.base.errors import KernelError
+from penstock.kernels import reference
+from penstock.kernels.rope import LAUNCH, mla_heads, mla_heads_backward_kernel, mla_heads_kernel, rotate, rotate_kernel
+from penstock.kernels.tuning import Launch
+from tests.kernels.ahead_of_time import TARGETS, compile_for
+from tests.kernels.parity import assert_parity
+
+SMALL = Launch(block_rows=2, block_columns=0, warps=1)
+
+
+def _angles(batch: int, positions: int, rotary: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    angles_BSP = torch.rand(batch, positions, rotary // 2, device=device) * 6
+    return angles_BSP.cos(), angles_BSP.sin()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "batch"), [((2, 3, 5, 8), 2), ((2, 3, 4, 12), 1), ((1, 1, 1, 2), 1)])
+def test_rotate_and_its_gradient_equal_the_reference(
+    shape: tuple[int, int, int, int], batch: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    cos_BSP, sin_BSP = _angles(batch, shape[1], shape[3], device)
+    x_BSHP = torch.randn(shape, device=device, dtype=dtype)
+    assert_parity(
+        lambda x: rotate(x, cos_BSP, sin_BSP, launch=SMALL), lambda x: reference.rotate(x, cos_BSP, sin_BSP), [x_BSHP]
+    )
+
+
+def test_rotate_reads_heads_in_any_memory_order(device: torch.device) -> None:
+    cos_BSP, sin_BSP = _angles(2, 3, 8, device)
+    for x_BSHP in (
+        torch.randn(2, 5, 3, 8, device=device).transpose(1, 2),
+        torch.randn(2, 3, 5, 12, device=device)[..., :8],
+        torch.randn(8, 2, 3, 5, device=device).permute(1, 2, 3, 0),
+    ):
+        assert_parity(
+            lambda x: rotate(x, cos_BSP, sin_BSP, launch=SMALL),
+            lambda x: reference.rotate(x, cos_BSP, sin_BSP),
+            [x_BSHP],
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "plain", "rotary", "value", "batch"),
+    [(3, 8, 4, 8, 2), (4, 6, 8, 10, 1), (1, 1, 2, 1, 1), (5, 16, 6, 3, 2)],
+)
+def test_mla_heads_and_all_gradients_equal_the_reference(
+    heads: int, plain: int, rotary: int, value: int, batch: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    cos_BSP, sin_BSP = _angles(batch, 3, rotary, device)
+    q_BSHN = torch.randn(2, 3, heads, plain + rotary, device=device, dtype=dtype)
+    kv_BSHN = torch.randn(2, 3, heads, plain + value, device=device, dtype=dtype)
+    k_rope_BSP = torch.randn(2, 3, rotary, device=device, dtype=dtype)
+    assert_parity(
+        lambda q, kv, k_rope: mla_heads(q, kv, k_rope, cos_BSP, sin_BSP, launch=SMALL),
+        lambda q, kv, k_rope: reference.mla_heads(q, kv, k_rope, cos_BSP, sin_BSP),
+        [q_BSHN, kv_BSHN, k_rope_BSP],
+    )
+
+
+def test_mla_heads_reads_the_shared_key_where_the_projection_left_it(device: torch.device) -> None:
+    cos_BSP, sin_BSP = _angles(1, 3, 4, device)
+    latent_and_key = torch.randn(2, 3, 20, device=device)
+    q_BSHN, kv_BSHN = torch.randn(2, 3, 2, 10, device=device), torch.randn(2, 3, 2, 12, device=device)
+    assert_parity(
+        lambda q, kv, k_rope: mla_heads(q, kv, k_rope, cos_BSP, sin_BSP, launch=SMALL),
+        lambda q, kv, k_rope: reference.mla_heads(q, kv, k_rope, cos_BSP, sin_BSP),
+        [q_BSHN, kv_BSHN, latent_and_key[..., 16:]],
+    )
+
+
+def test_attention_takes_the_value_as_a_view(device: torch.device) -> None:
+    """Values and gradients through attention, whose gradients come back in its own memory order."""
+    cos_BSP, sin_BSP = _angles(1, 8, 16, device)
+    inputs = [torch.randn(2, 8, 2, 48, device=device), torch.randn(2, 8, 2, 64, device=device)]
+    inputs.append(torch.randn(2, 8, 16, device=device))
+
+    def attend(heads: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return F.scaled_dot_product_attention(*(head.transpose(1, 2) for head in heads), is_causal=True)
+
+    assert_parity(
+        lambda *x: attend(mla_heads(*x, cos_BSP, sin_BSP, launch=SMALL)),
+        lambda *x: attend(reference.mla_heads(*x, cos_BSP, sin_BSP)),
+        inputs,
+    )
+    q_BSHN, kv_BSHN, k_rope_BSP = inputs
+    v_BSHM = mla_heads(q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP, sin_BSP, launch=SMALL)[2]
+    assert v_BSHM.untyped_storage().data_ptr() == kv_BSHN.untyped_storage().data_ptr(), "the value must not be copied"
+
+
+def test_misfits_are_refused() -> None:
+    x_BSHP, cos_BSP = torch.zeros(2, 3, 4, 8), torch.zeros(1, 3, 4)
+    with pytest.raises(KernelError, match="each position"):
+        rotate(x_BSHP, cos_BSP[:, :2], cos_BSP[:, :2])
+    with pytest.raises(KernelError, match="each pair"):
+        rotate(x_BSHP, cos_BSP, cos_BSP[..., :3])
+    with pytest.raises(KernelError, match="wider"):
+        mla_heads(x_BSHP, x_BSHP, torch.zeros(2, 3, 8), cos_BSP, cos_BSP)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_kernels_compile_without_spills(target: str) -> None:
+    block = LAUNCH.block_rows
+    angles = {"cos_ptr": "*fp32:16", "sin_ptr": "*fp32:16", "cos_batch": "i32:16", "cos_position": "i32:16"}
+    strides = {f"x_{dim}": "i32:16" for dim in ("batch", "position", "head")}
+    signature = {"x_ptr": "*bf16:16", "out_ptr": "*bf16:16"} | angles | strides
+    constants = {"H": 32, "P": 128, "DIRECTION": 1.0, "BLOCK_H": block, "BLOCK_P": 128}
+    rotated = compile_for(rotate_kernel, signature, constants, TARGETS[target], num_warps=LAUNCH.warps)
+    assert rotated.spills == 0, rotated.summary
+
+    constants = {"H": 16, "PLAIN": 128, "P": 64, "BLOCK_H": block, "BLOCK_N": 128, "BLOCK_P": 64}
+    pointers = dict.fromkeys(("q_ptr", "kv_ptr", "k_rope_ptr", "q_out_ptr", "k_out_ptr"), "*bf16:16")
+    strides = {f"{x}_{dim}": "i32:16" for x in ("q", "kv") for dim in ("batch", "position", "head")}
+    strides |= {"k_rope_batch": "i32:16", "k_rope_position": "i32:16"}
+    forward = compile_for(
+        mla_heads_kernel, pointers | angles | strides, constants, TARGETS[target], num_warps=LAUNCH.warps
+    )
+    assert forward.spills == 0, forward.summary
+
+    pointers = dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr", "dq_in_ptr", "dkv_ptr", "dk_rope_ptr"), "*bf16:16")
+    strides = {f"{x}_{dim}": "i32:16" for x in ("dq", "dk", "dv") for dim in ("batch", "position", "head")}
+    constants |= {"M": 128, "BLOCK_M": 128}
+    backward = compile_for(
+        mla_heads_backward_kernel, pointers | angles | strides, constants, TARGETS[target], num_warps=LAUNCH.warps
+    )
+    assert backward.spills == 0, backward.summary

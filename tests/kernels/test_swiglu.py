@@ -1,0 +1,85 @@
+"""SwiGLU with routing weights against its reference, and what it becomes on every chip."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.base.errors import KernelError
+from penstock.kernels import reference
+from penstock.kernels.swiglu import LAUNCH, swiglu, swiglu_backward, swiglu_backward_kernel, swiglu_kernel
+from penstock.kernels.tuning import Launch
+from tests.kernels.ahead_of_time import TARGETS, compile_for
+from tests.kernels.parity import assert_close, assert_parity
+
+SMALL = Launch(block_rows=4, block_columns=16, warps=1)
+
+
+def _fast(gate_up_RF: Tensor, weights_R: Tensor | None = None) -> Tensor:
+    return swiglu(gate_up_RF, weights_R, launch=SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(("rows", "width"), [(9, 40), (1, 16), (4, 3)])
+def test_swiglu_and_its_gradients_equal_the_reference(
+    rows: int, width: int, weighted: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    gate_up_RF = torch.randn(rows, 2 * width, device=device, dtype=dtype)
+    weights_R = torch.rand(rows, device=device) if weighted else None
+    assert_parity(_fast, reference.swiglu, [gate_up_RF, weights_R])
+
+
+def test_swiglu_takes_leading_dims_and_transposed_memory(device: torch.device) -> None:
+    gate_up = torch.randn(2, 12, 3, device=device).transpose(1, 2)
+    assert_parity(_fast, reference.swiglu, [gate_up])
+    assert_parity(_fast, reference.swiglu, [gate_up, torch.rand(2, 3, device=device)])
+
+
+def test_large_gates_neither_overflow_nor_make_nan(device: torch.device) -> None:
+    gate_up_RF = torch.tensor([[-1e4, 1e4, -80.0, 2.0, 3.0, 1.0]], device=device)
+    assert_parity(_fast, reference.swiglu, [gate_up_RF, torch.ones(1, device=device)])
+
+
+def test_no_rows_give_no_rows(device: torch.device) -> None:
+    gate_up_RF = torch.randn(0, 8, device=device, requires_grad=True)
+    h_RF = _fast(gate_up_RF)
+    h_RF.sum().backward()
+    assert h_RF.shape == (0, 4), "an empty input has an empty output"
+    assert gate_up_RF.grad is not None and gate_up_RF.grad.shape == (0, 8), "and an empty gradient"
+
+
+def test_a_row_of_nan_stays_alone(device: torch.device) -> None:
+    gate_up_RF = torch.randn(6, 8, device=device)
+    gate_up_RF[4:] = float("nan")
+    weights_R = torch.rand(6, device=device)
+    gradients = swiglu_backward(gate_up_RF, weights_R, torch.randn(6, 4, device=device), launch=SMALL)
+    assert gradients.dweights_R is not None
+    assert _fast(gate_up_RF, weights_R)[:4].isfinite().all(), "NaN must not reach another row"
+    assert gradients.d_gate_up_RF[:4].isfinite().all() and gradients.dweights_R[:4].isfinite().all()
+
+
+def test_backward_gives_the_weighted_activation_again_if_asked(device: torch.device) -> None:
+    gate_up_RF, weights_R = torch.randn(5, 24, device=device), torch.rand(5, device=device)
+    dh_RF = torch.randn(5, 12, device=device)
+    gradients = swiglu_backward(gate_up_RF, weights_R, dh_RF, recompute=True, launch=SMALL)
+    assert gradients.h_RF is not None
+    assert_close(gradients.h_RF, reference.swiglu(gate_up_RF, weights_R), "recomputed h")
+    assert swiglu_backward(gate_up_RF, None, dh_RF, launch=SMALL).dweights_R is None
+    assert swiglu_backward(gate_up_RF, None, dh_RF, launch=SMALL).h_RF is None
+
+
+@pytest.mark.parametrize(("shape", "weights"), [((2, 7), None), ((2, 8), (3,))])
+def test_misfits_are_refused(shape: tuple[int, int], weights: tuple[int] | None) -> None:
+    with pytest.raises(KernelError, match="swiglu"):
+        swiglu(torch.zeros(shape), None if weights is None else torch.zeros(weights))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_kernels_compile_without_spills(target: str) -> None:
+    blocks = {"F": 1408, "BLOCK_R": LAUNCH.block_rows, "BLOCK_F": LAUNCH.block_columns}
+    signature = {"gate_up_ptr": "*bf16:16", "weights_ptr": "*fp32:16", "h_ptr": "*bf16:16", "rows": "i32"}
+    forward = compile_for(swiglu_kernel, signature, blocks, TARGETS[target], num_warps=LAUNCH.warps)
+    signature |= {"dh_ptr": "*bf16:16", "d_gate_up_ptr": "*bf16:16", "dweights_ptr": "*fp32:16"}
+    backward = compile_for(swiglu_backward_kernel, signature, blocks, TARGETS[target], num_warps=LAUNCH.warps)
+    assert forward.spills == 0, forward.summary
+    assert backward.spills == 0, backward.summary

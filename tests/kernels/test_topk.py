@@ -1,0 +1,152 @@
+"""The router's kernels against the reference, and what they become on every chip."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.base.errors import KernelError
+from penstock.kernels import reference
+from penstock.kernels.reference import RouterRule
+from penstock.kernels.topk import (
+    LAUNCH,
+    backward_constants,
+    kernel_constants,
+    route,
+    route_backward_kernel,
+    route_kernel,
+    sum_parts_kernel,
+)
+from penstock.kernels.tuning import Launch
+from tests.kernels.ahead_of_time import TARGETS, compile_for
+from tests.kernels.parity import assert_parity
+
+SMALL = Launch(block_rows=16, block_columns=8, warps=1)
+
+RULES = {
+    "V2-Lite": RouterRule(top_k=6),
+    "Mixtral": RouterRule(top_k=2, softmax_after_top_k=True),
+    "Qwen3": RouterRule(top_k=4, normalize=True),
+    "V2": RouterRule(top_k=3, groups=4, groups_kept=2, scale=16.0),
+    "V3": RouterRule(top_k=4, score="sigmoid", groups=4, groups_kept=2, group_score="top2", normalize=True, scale=2.5),
+    "sigmoid": RouterRule(top_k=1, score="sigmoid"),
+    "after, normalized": RouterRule(top_k=3, softmax_after_top_k=True, normalize=True, scale=2.0),
+}
+
+
+def _check(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int) -> None:
+    assert_parity(
+        lambda logits: route(logits, bias_E, rule, sequences, launch=SMALL),
+        lambda logits: reference.route(logits, bias_E, rule, sequences),
+        [logits_TE],
+    )
+
+
+@pytest.mark.parametrize(("experts", "biased"), [(12, False), (16, True), (20, True)])
+@pytest.mark.parametrize("name", RULES)
+def test_routing_and_its_gradients_equal_the_reference(
+    name: str, experts: int, biased: bool, device: torch.device
+) -> None:
+    logits_TE = torch.randn(2 * 9, experts, device=device)
+    _check(logits_TE, torch.randn(experts, device=device) * 0.1 if biased else None, RULES[name], sequences=2)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_bfloat16_logits_are_routed_in_float32(name: str, device: torch.device) -> None:
+    # Distinct in bfloat16, so that there are no ties.
+    logits_TE = (torch.rand(8, 40).argsort(-1)[:, :20] / 8).bfloat16().to(device)
+    _check(logits_TE, None, RULES[name], sequences=1)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "sequences"), [(1, 7, 1), (67, 9, 1), (3, 300, 3), (0, 8, 2)])
+def test_odd_sizes_are_routed(tokens: int, experts: int, sequences: int, device: torch.device) -> None:
+    _check(torch.randn(tokens, experts, device=device), None, RouterRule(top_k=3), sequences)
+
+
+@pytest.mark.parametrize("choice", [0, 3, 4])
+def test_each_output_alone_may_be_used(choice: int, device: torch.device) -> None:
+    for name in ("V3", "V2-Lite", "Mixtral"):
+        assert_parity(
+            lambda logits, rule=RULES[name]: route(logits, None, rule, 2, launch=SMALL)[choice],
+            lambda logits, rule=RULES[name]: reference.route(logits, None, rule, 2)[choice],
+            [torch.randn(6, 12, device=device)],
+        )
+
+
+def test_all_experts_may_be_chosen(device: torch.device) -> None:
+    _check(torch.randn(5, 6, device=device), None, RouterRule(top_k=6, groups=2, groups_kept=2), sequences=1)
+
+
+def test_ties_go_to_the_lowest_expert(device: torch.device) -> None:
+    routed = route(torch.zeros(3, 10, device=device), None, RouterRule(top_k=4), 1, launch=SMALL)
+    assert routed.experts_TK.tolist() == [[0, 1, 2, 3]] * 3
+    signed = torch.tensor([[-0.0, 0.0, -1.0, 0.0]], device=device)
+    rule = RouterRule(top_k=3, softmax_after_top_k=True)
+    assert route(signed, None, rule, 1, launch=SMALL).experts_TK.tolist() == [[0, 1, 3]], "-0 equals 0"
+    grouped = RouterRule(top_k=2, groups=4, groups_kept=1, group_score="top2")
+    assert route(torch.zeros(1, 12, device=device), None, grouped, 1, launch=SMALL).experts_TK.tolist() == [[0, 1]]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
+def test_choices_stay_valid_whatever_the_logits_hold(value: float, device: torch.device) -> None:
+    logits_TE = torch.randn(3, 12, device=device)
+    logits_TE[1] = value
+    routed = route(logits_TE, None, RULES["V2"], 1, launch=SMALL)
+    for chosen in routed.experts_TK.tolist():
+        assert len(set(chosen)) == 3 and all(0 <= expert < 12 for expert in chosen), f"not three experts: {chosen}"
+    assert int(routed.counts_BE.sum()) == 9, "every slot is counted once"
+
+
+def test_a_saturated_router_keeps_finite_gradients(device: torch.device) -> None:
+    logits_TE = torch.full((2, 8), -100.0, device=device)
+    logits_TE[:, 3] = 100.0
+    for name in ("Qwen3", "V3"):
+        leaf_TE = (logits_TE + torch.arange(8, device=device)).requires_grad_()
+        routed = route(leaf_TE, None, RULES[name], 1, launch=SMALL)
+        (routed.weights_TK.sum() + routed.mass_BE.square().sum() + routed.z_B.sum()).backward()
+        assert leaf_TE.grad is not None and leaf_TE.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize(
+    ("rule", "sequences", "words"),
+    [
+        (RouterRule(top_k=2, groups=3), 1, "groups"),
+        (RouterRule(top_k=5, groups=4, groups_kept=2), 1, "groups kept"),
+        (RouterRule(top_k=1, groups=8, groups_kept=2, group_score="top2"), 1, "best two"),
+        (RouterRule(top_k=1, score="sigmoid", softmax_after_top_k=True), 1, "softmax"),
+        (RouterRule(top_k=1), 4, "sequences"),
+    ],
+)
+def test_misfits_are_refused(rule: RouterRule, sequences: int, words: str) -> None:
+    with pytest.raises(KernelError, match=words):
+        route(torch.zeros(6, 8), None, rule, sequences)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("experts", "rule"),
+    [
+        (64, RouterRule(top_k=6)),
+        (256, RouterRule(top_k=8, score="sigmoid", groups=8, groups_kept=4, group_score="top2", normalize=True)),
+    ],
+)
+def test_the_kernels_compile_without_spills(experts: int, rule: RouterRule, target: str) -> None:
+    chosen = {"logits_ptr": "*fp32:16", "experts_ptr": "*i64:16", "length": "i32"}
+    floats = dict.fromkeys(("bias_ptr", "weights_ptr", "part_mass_ptr", "part_z_ptr"), "*fp32:16")
+    signature = chosen | floats | {"part_counts_ptr": "*i32:16", "tiles": "i32"}
+    constants = kernel_constants(experts, rule, LAUNCH)
+    forward = compile_for(route_kernel, signature, constants, TARGETS[target], num_warps=LAUNCH.warps)
+    assert forward.spills == 0, forward.summary
+
+    signature = chosen | dict.fromkeys(("dweights_ptr", "dmass_ptr", "dz_ptr", "dlogits_ptr"), "*fp32:16")
+    constants = backward_constants(experts, rule, LAUNCH)
+    backward = compile_for(route_backward_kernel, signature, constants, TARGETS[target], num_warps=LAUNCH.warps)
+    assert backward.spills == 0, backward.summary
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_sum_over_programs_compiles_without_spills(target: str) -> None:
+    pointers = {"part_counts_ptr": "*i32:16", "counts_ptr": "*i64:16"}
+    pointers |= dict.fromkeys(("part_mass_ptr", "part_z_ptr", "mass_ptr", "z_ptr"), "*fp32:16")
+    constants = {"E": 64, "BLOCK_E": 16, "BLOCK_C": 128}
+    sums = compile_for(sum_parts_kernel, pointers | {"chunks": "i32"}, constants, TARGETS[target])
+    assert sums.spills == 0, sums.summary

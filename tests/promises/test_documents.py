@@ -1,0 +1,204 @@
+"""Documents prove themselves: links lead somewhere, commands are real, what repeats the code is generated.
+
+A fenced block marked `bash` holds commands. Each line must be a command that this file knows how to check:
+
+    make TARGET           the target exists
+    penstock ...          verb, arguments and options exist; the presets and overrides of `train` are loaded as well
+    git, cd, pip, ...     shown as they are (`SHOWN_ONLY`)
+
+and anything else is refused. A block marked `bash run` is executed too, line by line, in an empty folder, and must
+succeed. Blocks marked `text`, `toml` or `python` are not commands.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import typer
+from typer.core import TyperGroup
+
+from penstock.cli.main import app, main
+from tools import documents
+
+SHOWN_ONLY = {"git", "cd", "pip", "tensorboard", "python", "torchrun"}
+BLOCK = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+PATH = re.compile(r"`(?P<path>(?:penstock|tests|tools|docs|benchmarks|\.ci)/[\w./-]*)(?::\d+)?`")
+FILES = documents.markdown_files()
+
+
+@dataclass(frozen=True)
+class Command:
+    """One line of a `bash` block."""
+
+    file: str
+    line: str
+    runs: bool
+
+    @property
+    def words(self) -> list[str]:
+        """The line as a shell splits it, without comment, variables in front, and the folder of the program."""
+        words = shlex.split(self.line, comments=True)
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words = words[1:]
+        return [Path(words[0]).name, *words[1:]] if words else []
+
+    @property
+    def starts_a_run(self) -> bool:
+        """It trains a preset. A file of one's own, or a run to go on with, is not here to be read."""
+        words = self.words
+        return words[:2] == ["penstock", "train"] and "--resume" not in words and not words[2].endswith(".toml")
+
+    def __str__(self) -> str:
+        return f"{self.file}: {' '.join(self.words)}"
+
+
+def commands_in(text: str, file: str = "") -> list[Command]:
+    """Every command of a document, lines joined where a backslash continues them."""
+    found = []
+    for block in BLOCK.finditer(text):
+        kind = block["kind"].split()
+        if kind[:1] == ["bash"]:
+            lines = block["body"].replace("\\\n", " ").splitlines()
+            found += [Command(file, line, "run" in kind) for line in lines if line.split("#")[0].strip()]
+    return found
+
+
+def name_of(path: Path) -> str:
+    """Path of a document below the root."""
+    return path.relative_to(documents.ROOT).as_posix()
+
+
+def all_commands() -> list[Command]:
+    """Every command of every document."""
+    return [c for path in FILES for c in commands_in(path.read_text(encoding="utf-8"), name_of(path))]
+
+
+def heading_names(text: str) -> set[str]:
+    """Anchors of a document's headings, as Markdown viewers make them."""
+    without_code = BLOCK.sub("", text)
+    titles = re.findall(r"^#+ +(.*)$", without_code, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def dead_links(path: Path) -> list[str]:
+    """Links and paths of a document that lead nowhere."""
+    text = path.read_text(encoding="utf-8")
+    found = []
+    for target in (match["target"] for match in LINK.finditer(BLOCK.sub("", text))):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        name, _, anchor = target.partition("#")
+        there = (path.parent / name).resolve() if name else path
+        if not there.exists():
+            found.append(f"{target}: no such file")
+        elif anchor and anchor not in heading_names(there.read_text(encoding="utf-8")):
+            found.append(f"{target}: no such heading")
+    found += [f"{m['path']}: no such file" for m in PATH.finditer(text) if not (documents.ROOT / m["path"]).exists()]
+    return found
+
+
+def parse_penstock(words: list[str]) -> None:
+    """Let the command line read the words without doing anything.
+
+    Raises:
+        typer.TyperException: an unknown verb or option, a missing argument or one too many.
+    """
+    context = typer.main.get_command(app).make_context("penstock", list(words))
+    # A group keeps what comes after its own options; its verb reads that.
+    while isinstance(context.command, TyperGroup):
+        rest = [*context._protected_args, *context.args]
+        name, verb, rest = context.command.resolve_command(context, rest)
+        context = verb.make_context(name, rest, parent=context)
+
+
+def fault(command: Command) -> str | None:
+    """Why a command is wrong, or None."""
+    program, *arguments = command.words
+    if program in SHOWN_ONLY:
+        return None
+    if program == "make":
+        targets = re.findall(r"^([a-z]+):", (documents.ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        return next((f"no target {a}" for a in arguments if "=" not in a and a not in targets), None)
+    if program != "penstock":
+        return f"{program} is not a program that documents may show"
+    try:
+        parse_penstock(arguments)
+    except typer.TyperException as error:
+        return error.format_message()
+    return None
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_link_and_path_leads_somewhere(path: Path) -> None:
+    assert dead_links(path) == []
+
+
+@pytest.mark.parametrize("command", all_commands(), ids=str)
+def test_every_command_is_one_that_exists(command: Command) -> None:
+    assert fault(command) is None
+
+
+@pytest.mark.parametrize("command", [c for c in all_commands() if c.starts_a_run], ids=str)
+def test_every_training_command_describes_a_run(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*command.words[1:], "--dry-run"]) == 0, capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_block_marked_run_runs(path: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for command in commands_in(path.read_text(encoding="utf-8")):
+        if command.runs:
+            result = subprocess.run(
+                ["bash", "-c", command.line], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            )
+            assert result.returncode == 0, f"{command.line}\n{result.stdout}{result.stderr}"
+
+
+@pytest.mark.parametrize("name", documents.GENERATED)
+def test_a_generated_document_is_fresh(name: str) -> None:
+    assert (documents.ROOT / name).read_text(encoding="utf-8") == documents.GENERATED[name](), "run `make docs`"
+
+
+def test_the_readme_shows_commands_and_runs_some() -> None:
+    readme = [command for command in all_commands() if command.file == "README.md"]
+    assert any(command.runs for command in readme)
+    assert any(command.words[0] == "make" for command in readme)
+
+
+@pytest.mark.parametrize(
+    "line", ["make bread", "penstock bake", "penstock train --oven debug", "penstock config show", "rm -rf x"]
+)
+def test_a_command_that_does_not_exist_is_seen(line: str) -> None:
+    assert fault(commands_in(f"```bash\n{line}\n```\n")[0]) is not None
+
+
+@pytest.mark.parametrize(
+    "text", ["[a](gone.md)", "[a](#gone)", "`penstock/base/gone.py`", "# Title\n[a](#titles)", "![a](gone.png)"]
+)
+def test_a_dead_link_is_seen(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.md").write_text(text)
+    assert len(dead_links(tmp_path / "a.md")) == 1
+
+
+def test_a_living_link_passes(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text(
+        "# A title, here\n[a](a.md#a-title-here) [b](https://x.org) `penstock/base/shapes.py:3`"
+    )
+    assert dead_links(tmp_path / "a.md") == []
+
+
+def test_comments_and_continued_lines_are_understood() -> None:
+    text = "```bash run\nX=1 .venv/bin/penstock train \\\n  debug  # quick\n# only a comment\n```\n```text\nrm x\n```\n"
+    commands = commands_in(text)
+    assert [command.words for command in commands] == [["penstock", "train", "debug"]]
+    assert commands[0].runs

@@ -1,0 +1,111 @@
+"""Imports point down only: import-linter reads the contract in pyproject.toml; what it cannot say is checked here."""
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import style
+
+BARRED = {
+    "penstock/layout/": ("torch.distributed", "layouts are arithmetic on integers"),
+    "penstock/config/": ("penstock.models", "a run is described without building it"),
+    "penstock/trace/": ("penstock.config", "traces of other systems can be read"),
+    "penstock/plan/": ("penstock.train", "a plan shares objects with the run, not its code path"),
+}
+"""Folder: (what nothing in it imports, why). Folders may be future ones, which import-linter does not allow."""
+
+
+def imported_modules(tree: ast.AST) -> list[str]:
+    """Full names of what is imported anywhere below a node; `from a import b` gives `a.b`."""
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def barred_imports(source: style.Source) -> list[str]:
+    """Imports that the file's folder must not have."""
+    return [
+        f"{source.path} imports {name}: {reason}"
+        for folder, (module, reason) in BARRED.items()
+        if source.path.startswith(folder)
+        for name in imported_modules(source.tree)
+        if f"{name}.".startswith(f"{module}.")
+    ]
+
+
+def deferred_imports(source: style.Source) -> list[str]:
+    """First-party imports inside functions: where cycles go to hide."""
+    return [
+        f"{source.path}:{function.lineno} imports {name} in {function.name}"
+        for function in source.functions
+        for name in imported_modules(function)
+        if name.split(".")[0] == "penstock"
+    ]
+
+
+def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run import-linter in a folder that holds pyproject.toml and penstock/."""
+    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--no-logo"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_the_layers_are_kept() -> None:
+    result = lint_imports(style.ROOT)
+    assert result.returncode == 0, result.stdout
+
+
+def test_the_contract_sees_an_import_that_points_up(tmp_path: Path) -> None:
+    shutil.copy(style.ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(style.ROOT / "penstock", tmp_path / "penstock", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "penstock/base/upward.py").write_text("from penstock.models.build import build_model\n")
+    result = lint_imports(tmp_path)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "penstock.base.upward -> penstock.models.build" in result.stdout
+
+
+def test_a_new_folder_must_find_its_layer(tmp_path: Path) -> None:
+    shutil.copy(style.ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(style.ROOT / "penstock", tmp_path / "penstock", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "penstock/elsewhere").mkdir()
+    (tmp_path / "penstock/elsewhere/__init__.py").write_text('"""A folder without a layer."""\n')
+    result = lint_imports(tmp_path)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "elsewhere" in result.stdout
+
+
+def test_no_first_party_import_hides_in_a_function() -> None:
+    assert [line for source in style.sources() if source.is_product for line in deferred_imports(source)] == []
+
+
+def test_no_folder_imports_what_it_must_not_know() -> None:
+    assert [line for source in style.sources() for line in barred_imports(source)] == []
+
+
+def test_nothing_in_the_product_imports_tests_or_tools() -> None:
+    found = [
+        f"{source.path}: {name}"
+        for source in style.sources()
+        if source.is_product
+        for name in imported_modules(source.tree)
+        if name.split(".")[0] in {"tests", "tools", "benchmarks"}
+    ]
+    assert found == []
+
+
+def test_a_deferred_import_is_seen_in_a_nested_function() -> None:
+    text = "def outer():\n    def inner():\n        from penstock.base import errors\n    return inner\n"
+    assert deferred_imports(style.parse("penstock/x.py", text))
+
+
+@pytest.mark.parametrize("line", ["import torch.distributed as dist", "from torch import distributed"])
+def test_torch_distributed_is_seen_in_a_layout(line: str) -> None:
+    assert barred_imports(style.parse("penstock/layout/grid.py", line))
+    assert not barred_imports(style.parse("penstock/parallel/mesh.py", line))

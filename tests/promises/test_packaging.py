@@ -1,0 +1,185 @@
+"""A fresh machine needs two commands, and `pip install .` never touches the PyTorch that a user chose."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tools import style
+
+PROJECT = tomllib.loads((style.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+CONSTRAINTS = (style.ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+FAKE_PYTHON = """#!/bin/sh
+echo "$*" >> calls
+case "$*" in
+  *+cpu*) test -e has_cpu_build ;;
+  *"import triton"*) exit 1 ;;
+esac
+"""
+"""Stands in for .venv/bin/python: writes down what it was asked, and has a CPU build only if the test says so."""
+
+
+def name_of(requirement: str) -> str:
+    """Name of a requirement, in the one spelling that package indexes compare by."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()  # type: ignore[index]
+
+
+def run_make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run make in a folder as a user would, free of what an outer make left in the environment."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder)}
+    return subprocess.run(
+        ["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with what the Makefile reads, and no environment."""
+    for name in ("Makefile", "constraints.txt", "pyproject.toml"):
+        shutil.copy(style.ROOT / name, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def fake_environment(checkout: Path) -> Path:
+    """The same with an environment whose Python only writes down what it is asked."""
+    python = checkout / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    (checkout / ".venv/stamps").mkdir()
+    (checkout / ".venv/stamps/made").touch()
+    return checkout
+
+
+def test_every_dependency_is_pinned() -> None:
+    requirements = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]
+    pinned = {name_of(line) for line in CONSTRAINTS if "==" in line}
+    # Triton's version belongs to PyTorch's build; the Makefile has it.
+    assert {name_of(requirement) for requirement in requirements} - pinned == {"triton"}
+
+
+def test_every_constraint_is_one_exact_version() -> None:
+    lines = [line for line in CONSTRAINTS if line and not line.startswith("#")]
+    assert [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.]+", line)] == []
+
+
+def test_dependencies_have_lower_bounds_only() -> None:
+    assert [line for line in PROJECT["dependencies"] if not re.fullmatch(r"[\w-]+>=[\d.]+", line)] == []
+    assert "torch>=2.11" in PROJECT["dependencies"]
+
+
+def test_the_product_imports_only_what_it_declares() -> None:
+    declared = {name_of(requirement) for requirement in PROJECT["dependencies"]}
+    declared |= {"penstock", "triton", "pydantic-core", "annotated-types"}  # the last two are parts of pydantic
+    found = set()
+    for source in style.sources():
+        if not source.is_product:
+            continue
+        for node in ast.walk(source.tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found |= {(name.split(".")[0], source.path) for name in names}
+    strange = {(name, path) for name, path in found if name not in sys.stdlib_module_names}
+    assert {(name, path) for name, path in strange if name_of(name) not in declared} == set()
+
+
+def test_training_starts_without_triton() -> None:
+    """A CPU needs no Triton, and some machines have none."""
+    code = "import sys; sys.modules['triton'] = None; from penstock.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "train", "debug", "--dry-run"]
+    result = subprocess.run(command, cwd=style.ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    tree, out = tmp_path / "tree", tmp_path / "out"
+    tree.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(style.ROOT / name, tree)
+    for name in ("penstock", "tools", "tests"):
+        shutil.copytree(style.ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(out),
+        ".",
+    ]
+    subprocess.run(command, cwd=tree, check=True)
+    with zipfile.ZipFile(next(out.glob("penstock-*.whl"))) as wheel:
+        names = wheel.namelist()
+        entry_points = wheel.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"penstock"}
+    assert "penstock/py.typed" in names
+    assert {name for name in names if name.endswith(".py")} == {s.path for s in style.sources() if s.is_product}
+    assert "penstock = penstock.cli.main:main" in entry_points
+
+
+def test_make_alone_says_what_it_can_do(checkout: Path) -> None:
+    result = run_make(checkout)
+    assert result.returncode == 0, result.stderr
+    for target in ("train", "test", "docs", "lint", "clean"):
+        assert f"  {target}\t" in result.stdout
+
+
+def test_an_old_python_is_refused_with_its_version(checkout: Path) -> None:
+    old = checkout / "old"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.2 && exit 0\nexit 1\n')
+    old.chmod(0o755)
+    result = run_make(checkout, "train", "PYTHON=./old")
+    assert result.returncode != 0
+    assert "needs Python 3.11 or newer; ./old is: Python 3.9.2" in result.stderr
+    assert "make train PYTHON=" in result.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_cpu_build_among_pips_own_sources_is_taken(fake_environment: Path) -> None:
+    (fake_environment / "has_cpu_build").touch()
+    result = run_make(fake_environment, "setup")
+    calls = (fake_environment / "calls").read_text()
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"torch==[\d.]+\+cpu$", calls, re.MULTILINE)
+    assert "--extra-index-url" not in calls
+
+
+def test_without_a_cpu_build_pytorchs_own_index_is_asked(fake_environment: Path) -> None:
+    result = run_make(fake_environment, "setup", "TORCH_INDEX=file:///elsewhere")
+    calls = (fake_environment / "calls").read_text()
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"--extra-index-url file:///elsewhere torch==[\d.]+$", calls, re.MULTILINE)
+
+
+def test_setting_up_again_does_nothing(fake_environment: Path) -> None:
+    run_make(fake_environment, "setup")
+    (fake_environment / "calls").unlink()
+    result = run_make(fake_environment, "setup")
+    assert result.returncode == 0, result.stderr
+    assert not (fake_environment / "calls").exists()
+
+
+def test_another_constraint_is_installed_at_the_next_call(fake_environment: Path) -> None:
+    run_make(fake_environment, "setup")
+    (fake_environment / "calls").unlink()
+    with (fake_environment / "constraints.txt").open("a") as file:
+        file.write("another==1.0\n")
+    run_make(fake_environment, "setup")
+    assert "--editable" in (fake_environment / "calls").read_text()
+
+
+def test_continuous_integration_runs_make_test() -> None:
+    script = style.ROOT / ".ci/run"
+    assert os.access(script, os.X_OK), ".ci/run is not executable"
+    assert script.read_text(encoding="utf-8").splitlines()[-1] == "make test"

@@ -1,0 +1,80 @@
+"""Every measurement says how it was made, and every figure that a document quotes is one of them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import documents
+
+RESULTS = sorted((documents.ROOT / documents.RESULTS).glob("*.json"))
+COMMIT = re.compile(r"[0-9a-f]{7,40}(-dirty)?")
+
+
+def numbers_in(value: Any) -> int:
+    """How many numbers stand anywhere below a value."""
+    if isinstance(value, dict):
+        return sum(numbers_in(part) for part in value.values())
+    if isinstance(value, list):
+        return sum(numbers_in(part) for part in value)
+    return int(isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def faults(result: Any) -> list[str]:
+    """What a result lacks to be believed and repeated: command, commit, environment, numbers."""
+    if not isinstance(result, dict):
+        return ["is no JSON object"]
+    found = [f"has no {key!r}" for key in ("command", "commit", "environment", "numbers") if not result.get(key)]
+    if "commit" in result and not COMMIT.fullmatch(str(result["commit"])):
+        found.append(f"commit {result['commit']!r} is no git hash (with -dirty if files were changed)")
+    if isinstance(result.get("environment"), dict) and not {"torch", "device"} <= result["environment"].keys():
+        found.append("environment names no 'torch' or no 'device'")
+    if numbers_in(result.get("numbers")) == 0:
+        found.append("holds no number")
+    return found
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_a_result_says_how_it_was_made(path: Path) -> None:
+    assert faults(json.loads(path.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize(
+    "path", documents.markdown_files(), ids=lambda path: path.relative_to(documents.ROOT).as_posix()
+)
+def test_every_quoted_figure_is_the_measured_one(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert documents.with_figures(text) == text, f"{path.name} quotes old figures; run `make docs`"
+
+
+def test_a_result_without_its_command_is_refused() -> None:
+    whole = {
+        "command": "python benchmarks/one_gpu.py",
+        "commit": "0123abc",
+        "environment": {"torch": "2.11.0", "device": "H200"},
+        "numbers": {"ratio": 1.5},
+    }
+    assert faults(whole) == []
+    assert faults({**whole, "command": ""}) == ["has no 'command'"]
+    assert faults({**whole, "commit": "today"})
+    assert faults({**whole, "environment": {"torch": "2.11.0"}})
+    assert faults({**whole, "numbers": {"ratio": "fast"}}) == ["holds no number"]
+
+
+def test_a_quoted_figure_is_renewed_from_its_result(tmp_path: Path) -> None:
+    folder = tmp_path / documents.RESULTS
+    folder.mkdir(parents=True)
+    (folder / "speed.json").write_text('{"numbers": {"cases": [{"ratio": 1.849}]}}')
+    marked = "It is <!--= speed.json numbers.cases.0.ratio .2f -->{}<!--/--> times faster."
+    assert documents.with_figures(marked.format("9.99"), tmp_path) == marked.format("1.85")
+
+
+@pytest.mark.parametrize("marker", ["other.json a", "speed.json numbers.absent", "speed.json numbers.ratio.deeper"])
+def test_a_figure_that_no_result_holds_is_refused(tmp_path: Path, marker: str) -> None:
+    folder = tmp_path / documents.RESULTS
+    folder.mkdir(parents=True)
+    (folder / "speed.json").write_text('{"numbers": {"ratio": 1.849}}')
+    with pytest.raises(LookupError, match=re.escape(marker.split()[0])):
+        documents.with_figures(f"<!--= {marker} .2f -->1<!--/-->", tmp_path)

@@ -1,0 +1,84 @@
+"""The house rules hold in every file, and each rule can fail: it is shown one example that breaks it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tools import style
+
+BROKEN = [
+    ("file_is_short", "penstock/long.py", "x = 1\n" * 401),
+    ("function_is_short", "penstock/a.py", "def f():\n" + "    x = 1\n" * 60),
+    ("function_is_short", "penstock/a.py", "@triton.jit(debug=True)\ndef f():\n" + "    x = 1\n" * 120),
+    ("module_says_what_it_is", "tools/a.py", "x = 1\n"),
+    ("module_says_what_it_is", "tests/a.py", '"""' + "word\n" * 31 + '"""\n'),
+    ("package_holds_no_code", "penstock/a/__init__.py", '"""What."""\nfrom a import b\n'),
+    ("text_is_ascii", "tests/a.py", "# 3 \N{MULTIPLICATION SIGN} 4\n"),
+    ("name_says_something", "penstock/loss_utils.py", ""),
+    ("name_says_something", "penstock/helpers/a.py", ""),
+    ("name_says_something", "penstock/a.py", "class StepManager: ...\n"),
+    ("assert_speaks", "penstock/a.py", "assert x\n"),
+    ("environment_is_read_in_one_file", "penstock/a.py", 'os.environ["X"]\n'),
+    ("environment_is_read_in_one_file", "penstock/a.py", "from os import getenv\n"),
+    ("attribute_has_no_default", "penstock/a.py", 'getattr(x, "name", None)\n'),
+    ("module_keeps_no_state", "penstock/a.py", "_CACHE: dict[str, int] = {}\n"),
+    ("others_are_not_changed", "penstock/a.py", "import torch\ntorch.nn.Linear = Mine\n"),
+    ("function_is_typed", "penstock/a.py", "def f(x) -> int: ...\n"),
+    ("function_is_typed", "penstock/a.py", "def f(*names: int): ...\n"),
+    ("shape_letters_are_in_the_legend", "penstock/a.py", "x_TZ = 1\n"),
+    ("shape_letters_are_in_the_legend", "penstock/a.py", "def f(x_TDj: int) -> int: ...\n"),
+]
+
+KEPT = [
+    ("function_is_short", "penstock/a.py", "@triton.jit\ndef f():\n" + "    x = 1\n" * 119),
+    ("package_holds_no_code", "penstock/a/__init__.py", '"""What."""\n'),
+    ("assert_speaks", "tests/a.py", "assert x\n"),
+    ("environment_is_read_in_one_file", style.ENVIRONMENT_READER, 'os.environ["X"]\n'),
+    ("others_are_not_changed", "penstock/a.py", "import torch\ntorch.backends.cudnn.benchmark = False\n"),
+    ("function_is_typed", "penstock/a.py", "@triton.jit\ndef f(x_ptr, BLOCK: tl.constexpr): ...\n"),
+    ("function_is_typed", "penstock/a.py", "class A:\n    def __init__(self, x: int): ...\n"),
+    ("shape_letters_are_in_the_legend", "penstock/a.py", "x_TD = used_R1 = weights_eFD = MAX_TZ = learning_rate = 1\n"),
+]
+
+
+def names_of(path: str, text: str) -> set[str]:
+    """Names of the rules that a text breaks."""
+    return {finding.rule for finding in style.findings_of(style.parse(path, text))}
+
+
+def test_every_file_keeps_the_house_rules() -> None:
+    assert "\n".join(map(str, style.findings())) == ""
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), BROKEN)
+def test_a_rule_sees_what_breaks_it(rule: str, path: str, text: str) -> None:
+    assert rule in names_of(path, text)
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), KEPT)
+def test_a_rule_lets_pass_what_it_allows(rule: str, path: str, text: str) -> None:
+    assert rule not in names_of(path, text)
+
+
+def test_every_rule_has_an_example_that_breaks_it() -> None:
+    assert {rule.__name__ for rule in style.RULES} == {rule for rule, _, _ in BROKEN}
+
+
+def test_many_long_functions_break_the_rule_about_the_whole() -> None:
+    long = style.parse("penstock/a.py", "".join(f"def f{n}():\n" + "    x = 1\n" * 45 for n in range(10)))
+    assert style.functions_are_short_as_a_rule([long])
+
+
+def test_ruff_refuses_what_the_house_forbids() -> None:
+    """The rules that are left to ruff are switched on for the product."""
+    text = (
+        '"""A module."""\nimport pickle\n\n\ndef public(x):\n    try:\n        print(pickle.loads(x))\n'
+        "    except Exception:\n        pass\n    exec(x)\n    # TODO: more\n"
+    )
+    command = [sys.executable, "-m", "ruff", "check", "--stdin-filename", "penstock/models/x.py", "--output-format"]
+    result = subprocess.run(
+        [*command, "concise", "-"], input=text, cwd=style.ROOT, capture_output=True, text=True, check=False
+    )
+    for code in ("D103", "T201", "BLE001", "S301", "S102", "FIX002", "TID251"):
+        assert code in result.stdout, f"{code} is not switched on\n{result.stdout}"

@@ -1,0 +1,399 @@
+"""A checkpoint is whole or not there, whatever happens while it is written, and only data are ever read from it."""
+
+import errno
+import json
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from penstock.base.errors import CheckpointError
+from penstock.train import checkpoint
+from penstock.train.checkpoint import CheckpointStore
+from penstock.train.manifest import FACTS, MANIFEST
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _tensors(step: int) -> dict[str, Tensor]:
+    """Every kind of tensor that a run has, with values that tell the step."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "step": torch.tensor(float(step)),
+        "model.weight": torch.randn(30, 7, generator=generator),
+        "model.low": torch.randn(5, generator=generator).bfloat16(),
+        "model.counts": torch.arange(4) + step,
+        "model.mask": torch.tensor([True, False]),
+        "model.nothing": torch.zeros(0, 3),
+        "model.turned": torch.randn(3, 5, generator=generator).t(),
+        "moment1.a.0.b": torch.randn(2, 3, 4, generator=generator),
+    }
+
+
+def _facts(step: int) -> dict[str, Any]:
+    return {"step": step, "loader": {"document": 3, "offset": 10**12}, "share": 0.1, "name": "\u00e9", "nothing": None}
+
+
+def _assert_holds(store: CheckpointStore, step: int) -> None:
+    """The checkpoint of a step is what `_tensors` and `_facts` give."""
+    into = {name: torch.full_like(tensor, 1) for name, tensor in _tensors(step).items()}
+    pointers = {name: tensor.data_ptr() for name, tensor in into.items()}
+    assert store.load(step, into) == _facts(step)
+    for name, tensor in _tensors(step).items():
+        assert torch.equal(into[name], tensor), name
+        assert into[name].data_ptr() == pointers[name], f"{name} was not filled in place"
+
+
+def _save(store: CheckpointStore, step: int) -> None:
+    """Save and see it through, in the background or not."""
+    store.save(step, _tensors(step), _facts(step))
+    store.wait()
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(params=[False, True], ids=["synchronous", "asynchronous"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CheckpointStore]:
+    """An empty store whose folder is not made yet."""
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=2, asynchronous=request.param)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> CheckpointStore:
+    """A store with steps 1 and 2."""
+    store = CheckpointStore(tmp_path, keep=0, asynchronous=False)
+    for step in (1, 2):
+        store.save(step, _tensors(step), _facts(step))
+    return store
+
+
+# ----------------------------------------------------------------------------------------------------------- round trip
+
+
+def test_what_is_saved_is_loaded_in_place_bit_for_bit(store: CheckpointStore) -> None:
+    assert store.latest() is None
+    for step in (10, 2_000_000):
+        store.save(step, _tensors(step), _facts(step))
+    store.wait()
+    assert (store.steps(), store.latest()) == ([10, 2_000_000], 2_000_000)
+    _assert_holds(store, 10)
+    _assert_holds(store, 2_000_000)
+    assert store.read_facts(10) == _facts(10)
+
+
+def test_parameters_are_saved_and_loaded_as_they_are(store: CheckpointStore) -> None:
+    parameter = torch.nn.Parameter(torch.arange(6.0))
+    store.save(1, {"weight": parameter}, {})
+    store.wait()
+    target = torch.nn.Parameter(torch.zeros(6))
+    store.load(1, {"weight": target})
+    assert target.requires_grad
+    assert target.grad_fn is None
+    assert torch.equal(target, parameter)
+
+
+def test_only_safetensors_and_json_are_in_a_checkpoint(saved: CheckpointStore) -> None:
+    names = _names(saved.path(1))
+    assert {Path(name).suffix for name in names} == {".safetensors", ".json"}
+    assert {FACTS, MANIFEST} < set(names)
+    assert json.loads((saved.path(1) / FACTS).read_text()) == _facts(1)
+
+
+def test_large_states_are_split_into_files(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 400)
+    _save(store, 1)
+    assert len(list(store.path(1).glob("*.safetensors"))) == 3
+    _assert_holds(store, 1)
+
+
+def test_no_pickle_is_written_or_read(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("pickle was used")
+
+    for name in ("load", "loads", "Unpickler", "dump", "dumps", "Pickler", "_Unpickler", "_Pickler"):
+        monkeypatch.setattr(f"pickle.{name}", refuse)
+    monkeypatch.setattr(torch, "load", refuse)
+    monkeypatch.setattr(torch, "save", refuse)
+    _save(store, 1)
+    _assert_holds(store, 1)
+
+
+def test_nothing_is_warned_about(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store = CheckpointStore(tmp_path, keep=0, asynchronous=False)
+        store.save(1, _tensors(1), _facts(1))
+        _assert_holds(store, 1)
+
+
+# ------------------------------------------------------------------------------------------------ keeping and replacing
+
+
+def test_the_last_few_are_kept(store: CheckpointStore) -> None:
+    for step in (1, 2, 3, 4):
+        store.save(step, _tensors(step), _facts(step))
+    store.wait()
+    assert store.steps() == [3, 4]
+    assert _names(store.path(4).parent) == ["step-000003", "step-000004"]
+
+
+def test_zero_keeps_all(saved: CheckpointStore) -> None:
+    saved.save(3, _tensors(3), _facts(3))
+    assert saved.steps() == [1, 2, 3]
+
+
+def test_a_run_that_went_back_keeps_what_it_saves(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1, asynchronous=False)
+    store.save(20, _tensors(20), _facts(20))
+    store.save(10, _tensors(10), _facts(10))
+    assert store.steps() == [10, 20]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(saved: CheckpointStore) -> None:
+    saved.save(2, _tensors(5), _facts(5))
+    into = _tensors(0)
+    assert saved.load(2, into) == _facts(5)
+    assert torch.equal(into["model.weight"], _tensors(5)["model.weight"])
+    assert _names(saved.path(2).parent) == ["step-000001", "step-000002"]
+
+
+def test_only_folders_with_our_names_count(saved: CheckpointStore) -> None:
+    for name in ("step-12", "step-000009.old", "logs", ".step-000009.partial-1"):
+        (saved.path(1).parent / name).mkdir()
+    assert saved.steps() == [1, 2]
+
+
+# ---------------------------------------------------------------------------------------------------- in the background
+
+
+def test_training_may_change_tensors_while_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write = Event()
+    write_tensors = checkpoint._write_tensors
+
+    def wait_and_write(folder: Path, tensors: dict[str, Tensor]) -> None:
+        assert may_write.wait(20), "nobody let the writer go on"
+        write_tensors(folder, tensors)
+
+    monkeypatch.setattr(checkpoint, "_write_tensors", wait_and_write)
+    store = CheckpointStore(tmp_path, keep=0, asynchronous=True)
+    tensors, facts = _tensors(1), _facts(1)
+    store.save(1, tensors, facts)
+    assert store.steps() == []
+    for tensor in tensors.values():
+        tensor.zero_()
+    facts["loader"]["offset"] = -1
+    may_write.set()
+    store.wait()
+    _assert_holds(store, 1)
+    store.close()
+
+
+def test_each_save_writes_its_own_values(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=0, asynchronous=True)
+    for step in range(5):
+        store.save(step, _tensors(step), _facts(step))
+    store.save(5, {"another": torch.ones(2)}, {})  # other tensors need other buffers
+    store.close()
+    for step in range(5):
+        _assert_holds(store, step)
+    into = {"another": torch.zeros(2)}
+    store.load(5, into)
+    assert into["another"].tolist() == [1.0, 1.0]
+
+
+def test_a_save_that_nobody_waits_for_ends_before_the_process_does(tmp_path: Path) -> None:
+    _python(
+        "from penstock.train.checkpoint import CheckpointStore\n"
+        "import torch, pathlib\n"
+        f"store = CheckpointStore(pathlib.Path({str(tmp_path)!r}), keep=0, asynchronous=True)\n"
+        "store.save(3, {'a': torch.ones(1000)}, {})\n"
+    ).wait(60)
+    into = {"a": torch.zeros(1000)}
+    CheckpointStore(tmp_path, keep=0, asynchronous=False).load(3, into)
+    assert into["a"].sum() == 1000
+
+
+# ---------------------------------------------------------------------------------------------------- what can go wrong
+
+
+@contextmanager
+def _full_disk() -> Iterator[None]:
+    """Every file of tensors is opened on a device that has no space left."""
+    create_stream = FileSystem.create_stream
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSystem, "create_stream", lambda self, path, mode: create_stream(self, "/dev/full", mode))
+        yield
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
+def test_a_full_disk_is_one_line_and_costs_nothing_else(store: CheckpointStore) -> None:
+    _save(store, 1)
+    with _full_disk(), pytest.raises(CheckpointError, match=r"cannot write .*step-000002; got No space left on device"):
+        _save(store, 2)
+    assert _names(store.path(1).parent) == ["step-000001"]
+    _assert_holds(store, 1)
+    _save(store, 3)
+    _assert_holds(store, 3)
+
+
+@pytest.mark.parametrize("phase", ["write_whole", "write_manifest", "_sync_folder"])
+def test_a_failure_in_any_phase_leaves_no_trace(
+    saved: CheckpointStore, phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, phase, fail)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        saved.save(3, _tensors(3), _facts(3))
+    assert _names(saved.path(1).parent) == ["step-000001", "step-000002"]
+
+
+@pytest.mark.parametrize("call", ["save", "load", "wait", "close"])
+def test_a_failure_in_the_background_is_raised_once_by_the_next_call(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    store = CheckpointStore(tmp_path, keep=0, asynchronous=True)
+    arguments: dict[str, tuple[object, ...]] = {"save": (2, _tensors(2), {}), "load": (1, _tensors(1))}
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_manifest", fail)
+        store.save(1, _tensors(1), {})
+        with pytest.raises(CheckpointError, match=r"step-000001; got Input/output error"):
+            getattr(store, call)(*arguments.get(call, ()))
+    store.wait()
+    store.close()
+
+
+def test_facts_that_json_does_not_know_are_refused_at_once(store: CheckpointStore) -> None:
+    for value in (float("nan"), object()):
+        with pytest.raises((ValueError, TypeError)):
+            store.save(1, _tensors(1), {"value": value})
+    assert store.steps() == []
+
+
+def test_a_step_without_checkpoint_is_refused_with_those_that_have_one(saved: CheckpointStore) -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 5 in .*; allowed: 1, 2"):
+        saved.load(5, _tensors(5))
+    with pytest.raises(CheckpointError, match="no checkpoint of step 5"):
+        saved.read_facts(5)
+
+
+@pytest.mark.parametrize("name", ["*.safetensors", FACTS, MANIFEST])
+@pytest.mark.parametrize("how", ["flipped", "cut", "gone"])
+def test_a_damaged_checkpoint_is_refused_and_fills_nothing(saved: CheckpointStore, name: str, how: str) -> None:
+    path = next(saved.path(2).glob(name))
+    content = bytearray(path.read_bytes())
+    if how == "flipped":
+        content[len(content) // 2] ^= 4
+    path.write_bytes(content[:-3] if how == "cut" else content)
+    if how == "gone":
+        path.unlink()
+    into = {name: torch.zeros_like(tensor) for name, tensor in _tensors(2).items()}
+    with pytest.raises(CheckpointError, match=f"{path.name}") as caught:
+        saved.load(2, into)
+    assert "\n" not in str(caught.value)
+    assert not any(tensor.any() for tensor in into.values())
+    _assert_holds(saved, 1)
+
+
+def test_a_checkpoint_of_another_program_is_refused(saved: CheckpointStore) -> None:
+    torch.save(_tensors(3), saved.path(3).parent / "model.pt")
+    saved.path(3).mkdir()
+    (saved.path(3) / ".metadata").write_bytes(b"\x80\x04.")
+    with pytest.raises(CheckpointError, match="is not a Penstock checkpoint; got a pickled one, which is never loaded"):
+        saved.load(3, _tensors(3))
+
+
+def test_a_file_of_tensors_that_was_slipped_in_is_refused(saved: CheckpointStore) -> None:
+    source = next(saved.path(1).glob("*.safetensors"))
+    (saved.path(2) / "zzz.safetensors").write_bytes(source.read_bytes())
+    with pytest.raises(CheckpointError, match=r"was not saved with it; got zzz\.safetensors"):
+        saved.load(2, _tensors(2))
+
+
+def test_other_tensors_are_refused_before_anything_is_read(saved: CheckpointStore) -> None:
+    into = _tensors(1)
+    into["model.weight"] = torch.zeros(30, 8)
+    with pytest.raises(CheckpointError, match=r"tensor model\.weight; got float32 \[30, 7\] in the checkpoint"):
+        saved.load(1, into)
+
+
+# -------------------------------------------------------------------------------------------------------------- kill -9
+
+SAVES_UNTIL_KILLED = """
+import itertools, pathlib, sys
+from penstock.train.checkpoint import CheckpointStore
+from tests.train.test_checkpoint import _facts, _tensors
+store = CheckpointStore(pathlib.Path(sys.argv[1]), keep=2, asynchronous=True)
+for step in itertools.count(1):
+    store.save(step, _tensors(step), _facts(step))
+"""
+
+DIES_AT_EACH_PHASE = """
+import os, pathlib, signal, sys
+from penstock.train import checkpoint
+from tests.train.test_checkpoint import _facts, _tensors
+store = checkpoint.CheckpointStore(pathlib.Path(sys.argv[1]), keep=1, asynchronous=False)
+store.save(1, _tensors(1), _facts(1))
+def die(*arguments, **named):
+    os.kill(os.getpid(), signal.SIGKILL)
+for phase in ("_write_tensors", "write_whole", "write_manifest", "_sync_folder", "CheckpointStore._publish"):
+    if os.fork() == 0:
+        owner, _, name = phase.rpartition(".")
+        setattr(getattr(checkpoint, owner) if owner else checkpoint, name, die)
+        store.save(2, _tensors(2), _facts(2))
+        os._exit(3)
+    _, status = os.wait()
+    assert os.WTERMSIG(status) == signal.SIGKILL, phase
+    names = sorted(os.listdir(sys.argv[1]))
+    assert len(names) == 2 and names[0].startswith(".step-000002.partial-") and names[1] == "step-000001", names
+    checkpoint.CheckpointStore(pathlib.Path(sys.argv[1]), keep=1, asynchronous=False).load(1, _tensors(0))
+store.save(3, _tensors(3), _facts(3))
+assert os.listdir(sys.argv[1]) == ["step-000003"], "leftovers stay"
+print("alive")
+"""
+
+
+def _python(program: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", program, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_process_killed_in_any_phase_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+    process = _python(DIES_AT_EACH_PHASE, str(tmp_path))
+    assert process.communicate(timeout=120)[0] == "alive\n"
+
+
+def test_a_process_killed_at_any_time_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+    process = _python(SAVES_UNTIL_KILLED, str(tmp_path))
+    deadline = time.monotonic() + 120
+    while not any(tmp_path.glob("step-000003")) or not any(tmp_path.glob(".step-*.partial-*")):
+        assert time.monotonic() < deadline, "the process does not save"
+        assert process.poll() is None, "the process ended by itself"
+        time.sleep(0.001)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    store = CheckpointStore(tmp_path, keep=2, asynchronous=False)
+    steps = store.steps()
+    assert len(steps) >= 2
+    for step in steps:
+        _assert_holds(store, step)
+    store.save(10**6, _tensors(10**6), _facts(10**6))
+    assert _names(tmp_path) == [f"step-{steps[-1]:06d}", "step-1000000"]

@@ -1,0 +1,217 @@
+"""AdamW equals PyTorch's, float32 masters lose nothing, and every parameter has a gradient and moments."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.train.optimizer import MasterAdamW, is_decayed
+from tests.train.small_model import SETTINGS, D, F, SmallModel, V, tokens
+
+RATES = (0.004, 0.01, 0.007)
+
+
+def _torch_adamw(parameters: dict[str, Tensor]) -> torch.optim.AdamW:
+    """PyTorch's own over the same groups."""
+    decayed = [tensor for name, tensor in parameters.items() if is_decayed(name, tensor)]
+    others = [tensor for name, tensor in parameters.items() if not is_decayed(name, tensor)]
+    groups = [{"params": decayed, "weight_decay": SETTINGS.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(SETTINGS.beta1, SETTINGS.beta2), eps=SETTINGS.epsilon, fused=True)
+
+
+def _step(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+
+
+def test_matrices_decay_and_norms_and_biases_do_not() -> None:
+    model = SmallModel()
+    decayed = {name for name, parameter in model.named_parameters() if is_decayed(name, parameter)}
+    assert decayed == {"embed.weight", "up.weight", "unused.weight", "down.weight", "router.weight"}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("blocks.0.experts.down_eDF", (4, 8, 16), True),
+        ("blocks.0.attention.query_norm.weight_HN", (2, 8), False),
+        ("blocks.0.experts.bias_eD", (4, 8), False),
+        ("blocks.0.norm.weight_D", (8,), False),
+        ("enormous_VD", (8, 8), True),
+    ],
+)
+def test_decay_goes_by_shape_and_name(name: str, shape: tuple[int, ...], expected: bool) -> None:
+    assert is_decayed(name, torch.zeros(shape)) is expected
+
+
+def test_float32_equals_torch_adamw_bit_for_bit() -> None:
+    ours, theirs = SmallModel().eval(), SmallModel().eval()
+    optimizer = MasterAdamW(ours.named_parameters(), SETTINGS)
+    reference = _torch_adamw(dict(theirs.named_parameters()))
+    for index, rate in enumerate(RATES):
+        optimizer.zero_gradients()
+        reference.zero_grad()
+        for micro in range(2):
+            ours(tokens(10 * index + micro)).backward()
+            theirs(tokens(10 * index + micro)).backward()
+        norm = optimizer.gradient_norm()
+        optimizer.clip(norm, 0.3)
+        # Its own norm may differ in the last bit: it leaves out the unused parameters' zeros.
+        nn.utils.clip_grads_with_norm_(theirs.parameters(), 0.3, norm)
+        optimizer.step(rate)
+        _step(reference, rate)
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert "unused" in name or torch.equal(mine, other), name
+
+
+def test_bfloat16_with_masters_equals_a_float32_run_of_the_same_gradients() -> None:
+    model = SmallModel(torch.bfloat16)
+    initial = {name: parameter.detach().clone().float() for name, parameter in model.named_parameters()}
+    optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
+    reference = _torch_adamw(initial)
+    for index, rate in enumerate(RATES):
+        optimizer.zero_gradients()
+        model(tokens(index)).backward()
+        for name, gradient in optimizer.gradients():
+            assert gradient.dtype == torch.float32, name
+            initial[name].grad = gradient.clone()
+        optimizer.step(rate)
+        _step(reference, rate)
+    saved = optimizer.tensors()
+    for name, parameter in model.named_parameters():
+        master = saved.get(f"master.{name}", parameter)
+        assert torch.equal(master, initial[name]), name
+        assert torch.equal(parameter, initial[name].to(parameter.dtype)), name
+    assert "master.router.weight" not in saved
+
+
+def test_gradients_of_micro_batches_add_up_in_float32() -> None:
+    parameter = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([("weight", parameter)], SETTINGS)
+    for _ in range(1000):  # a bfloat16 sum of ones stops at 256
+        parameter.sum().backward()
+    assert optimizer.gradient_of("weight").tolist() == [1000.0] * 4
+    assert parameter.grad is None
+
+
+def test_updates_too_small_for_bfloat16_are_not_lost() -> None:
+    parameter = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([("weight", parameter)], SETTINGS)
+    for _ in range(100):
+        optimizer.zero_gradients()
+        parameter.sum().backward()
+        optimizer.step(1e-4)
+    assert parameter[0, 0].item() == pytest.approx(0.99, abs=0.004)
+
+
+def test_the_norm_is_that_of_all_gradients_together() -> None:
+    model = SmallModel()
+    optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
+    model(tokens(0)).backward()
+    whole = torch.cat([gradient.flatten() for _, gradient in optimizer.gradients()])
+    torch.testing.assert_close(optimizer.gradient_norm(), whole.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_parameter_without_gradient_decays_and_has_moments(dtype: torch.dtype) -> None:
+    model = SmallModel(dtype)
+    optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
+    before = model.unused.weight.detach().clone().float()
+    bias = model.unused.bias.detach().clone()
+    model(tokens(0)).backward()
+    optimizer.step(0.5)
+    assert not optimizer.gradient_of("unused.weight").any()
+    assert not optimizer.tensors()["moment1.unused.weight"].any()
+    torch.testing.assert_close(model.unused.weight, (before * (1 - 0.5 * SETTINGS.weight_decay)).to(dtype))
+    assert torch.equal(model.unused.bias, bias)
+
+
+def test_a_frozen_parameter_is_left_alone() -> None:
+    model = SmallModel()
+    model.embed.weight.requires_grad_(False)
+    optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
+    before = model.embed.weight.clone()
+    model(tokens(0)).backward()
+    optimizer.step(0.1)
+    assert torch.equal(model.embed.weight, before)
+    assert "embed.weight" not in dict(optimizer.gradients())
+
+
+def test_a_kernel_may_add_to_the_gradient_buffer_itself() -> None:
+    model = SmallModel(torch.bfloat16)
+    optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
+    buffer = optimizer.gradient_of("unused.weight")
+    buffer += 1.0
+    optimizer.step(0.01)
+    assert optimizer.tensors()["moment1.unused.weight"].allclose(torch.tensor(1 - SETTINGS.beta1))
+    optimizer.zero_gradients()
+    assert optimizer.gradient_of("unused.weight") is buffer
+    assert not buffer.any()
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1.0, 1.0), (100.0, 13.0), (0.0, 13.0)])
+def test_clipping_scales_to_the_limit_and_never_up(limit: float, expected: float) -> None:
+    model = SmallModel(torch.bfloat16)
+    optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
+    optimizer.gradient_of("embed.weight")[0, 0] = 5.0
+    optimizer.gradient_of("router.weight")[0, 0] = 12.0
+    norm = optimizer.gradient_norm()
+    assert (norm.item(), norm.dtype, norm.shape) == (13.0, torch.float32, ())
+    optimizer.clip(norm, limit)
+    assert optimizer.gradient_norm().item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_saved_before_or_after_a_step_continues_bit_for_bit(dtype: torch.dtype) -> None:
+    for done in (0, 2):
+        first, second = SmallModel(dtype).eval(), SmallModel(dtype, seed=1).eval()
+        optimizers = [MasterAdamW(model.named_parameters(), SETTINGS) for model in (first, second)]
+        _train(first, optimizers[0], range(done))
+        second.load_state_dict(first.state_dict())
+        optimizers[1].load({name: tensor.clone() for name, tensor in optimizers[0].tensors().items()})
+        for model, optimizer in zip((first, second), optimizers, strict=True):
+            _train(model, optimizer, range(done, done + 2))
+        for mine, other in zip(first.parameters(), second.parameters(), strict=True):
+            assert torch.equal(mine, other)
+        saved = optimizers[1].tensors()
+        assert saved["step"].item() == done + 2
+        for name, tensor in optimizers[0].tensors().items():
+            assert torch.equal(tensor, saved[name]), name
+
+
+def test_loading_rounds_the_masters_into_their_parameters() -> None:
+    model = SmallModel(torch.bfloat16)
+    optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
+    saved = {name: torch.full_like(tensor, 1.001) for name, tensor in optimizer.tensors().items()}
+    optimizer.load(saved)
+    assert (model.down.weight == torch.tensor(1.001).bfloat16()).all()
+    assert not (model.router.weight == 1.001).any(), "a float32 parameter belongs to the model"
+
+
+def _train(model: SmallModel, optimizer: MasterAdamW, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_gradients()
+        model(tokens(step)).backward()
+        optimizer.step(0.01)
+
+
+def test_tensors_are_named_after_parameters() -> None:
+    saved = MasterAdamW(SmallModel(torch.bfloat16).named_parameters(), SETTINGS).tensors()
+    shapes = {name: tuple(tensor.shape) for name, tensor in saved.items() if "router" in name or "down" in name}
+    assert shapes == {
+        "master.down.weight": (V, F),
+        "moment1.down.weight": (V, F),
+        "moment2.down.weight": (V, F),
+        "moment1.router.weight": (F, D),
+        "moment2.router.weight": (F, D),
+    }
+    assert saved["step"].shape == ()
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+
+
+def test_taking_the_gradient_buffer_away_is_noticed() -> None:
+    model = SmallModel()
+    optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
+    model.zero_grad()
+    with pytest.raises(AssertionError, match=r"gradient buffer of embed\.weight"):
+        optimizer.step(0.1)

@@ -1,0 +1,1 @@
+"""What developers run to check and describe the code. Never installed; may import `penstock`, never the other way."""

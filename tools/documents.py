@@ -1,0 +1,129 @@
+"""Documents that repeat what the code says are written by this file, so that they cannot say something else.
+
+`GENERATED` maps a document to the function that writes it whole. Figures from measurements are quoted in hand-written
+documents between markers, and only the text between them is written:
+
+    reaches <!--= one-gpu.json numbers.ratio .2f -->1.85<!--/--> times the speed
+
+The marker names a file of benchmarks/results, the way to a number in it (keys and list positions, joined by dots), and
+a Python format. `make docs` writes everything; tests/promises/test_documents.py and test_results.py fail when a
+document is stale.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.base.shapes import LEGEND
+from penstock.base.spans import Span
+from penstock.config.reference import reference_markdown
+from penstock.train.metrics import reference_page
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path("benchmarks/results")
+FIGURE = re.compile(r"<!--= (?P<file>\S+) (?P<way>\S+) (?P<format>\S+) -->(?P<text>.*?)<!--/-->", re.DOTALL)
+SKIPPED = {".venv", ".git", "runs", "build", "dist", "node_modules"}
+
+
+def glossary() -> str:
+    """docs/glossary.md: one word for one thing."""
+    letters = [f"| `{letter}` | {meaning} |" for letter, meaning in LEGEND.items()]
+    spans = [f"{number}. `{span.value}`" for number, span in enumerate(Span, start=1)]
+    lines = [
+        "# Glossary",
+        "",
+        "Written by `make docs` from [penstock/base/shapes.py](../penstock/base/shapes.py) and",
+        "[penstock/base/spans.py](../penstock/base/spans.py); change it there.",
+        "",
+        "## Dimension letters",
+        "",
+        "A tensor's name ends in the letters of its shape: `x_TD` is tokens x hidden. A letter means the same in",
+        "every file. A small letter is the part of a dimension that one rank holds. `dim` is of a tensor, `axis` is of",
+        "a device mesh.",
+        "",
+        "| letter | dimension |",
+        "|---|---|",
+        *letters,
+        "",
+        "## Spans",
+        "",
+        "Names of the timed regions, in the order in which a step meets them. Plans, measurements and traces join on",
+        "them.",
+        "",
+        *spans,
+        "",
+    ]
+    return "\n".join(lines)
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "docs/config.md": reference_markdown,
+    "docs/glossary.md": glossary,
+    "docs/metrics.md": reference_page,
+}
+
+
+def markdown_files(root: Path = ROOT) -> list[Path]:
+    """Every Markdown file of the repository, generated ones included."""
+    return sorted(path for path in root.rglob("*.md") if not SKIPPED & set(path.relative_to(root).parts))
+
+
+def quoted(file: str, way: str, spec: str, root: Path = ROOT) -> str:
+    """A figure of a result, as a document shows it.
+
+    Args:
+        file: name in benchmarks/results.
+        way: keys and list positions that lead to a number, joined by dots.
+        spec: format of the number, such as `.2f` or `,.0f`.
+
+    Raises:
+        LookupError: there is no such file, or the way leads nowhere.
+    """
+    path = root / RESULTS / file
+    if not path.is_file():
+        raise LookupError(f"{RESULTS / file} is not there")
+    value = json.loads(path.read_text(encoding="utf-8"))
+    for key in way.split("."):
+        try:
+            value = value[int(key) if isinstance(value, list) else key]
+        except (KeyError, IndexError, ValueError, TypeError) as error:
+            raise LookupError(f"{file} has no {way}: nothing at {key!r}") from error
+    return format(value, spec)
+
+
+def with_figures(text: str, root: Path = ROOT) -> str:
+    """The text with every marked figure as the results have it today."""
+
+    def renewed(match: re.Match[str]) -> str:
+        figure = quoted(match["file"], match["way"], match["format"], root)
+        return f"<!--= {match['file']} {match['way']} {match['format']} -->{figure}<!--/-->"
+
+    return FIGURE.sub(renewed, text)
+
+
+def main() -> int:
+    """Write what is stale and say so; 1 if a figure cannot be found."""
+    for name, write in GENERATED.items():
+        (ROOT / name).parent.mkdir(parents=True, exist_ok=True)
+        (ROOT / name).write_text(write(), encoding="utf-8")
+        print(f"wrote {name}")
+    for path in markdown_files():
+        name = path.relative_to(ROOT).as_posix()
+        if name in GENERATED:
+            continue
+        try:
+            before = path.read_text(encoding="utf-8")
+            after = with_figures(before)
+        except LookupError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return 1
+        if after != before:
+            path.write_text(after, encoding="utf-8")
+            print(f"renewed the figures of {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

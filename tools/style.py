@@ -1,0 +1,298 @@
+"""The house rules that ruff and mypy cannot say, as small functions over one parsed file each.
+
+A rule takes a `Source` and yields `(line, message)`. `findings` runs every rule over every Python file of the
+repository and adds the one figure that is about the whole: the ninetieth percentile of function lengths in penstock/.
+
+    python tools/style.py            # prints `path:line: rule: message`, exits with 1 if there is any
+
+What ruff says already stands in pyproject.toml: docstrings, names, complexity, parameters, print, broad except, pickle,
+exec, global, commented code, relative imports.
+"""
+
+import ast
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from penstock.base.shapes import LEGEND
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("penstock", "tests", "benchmarks", "tools")
+
+FILE_LINES = 400
+FUNCTION_LINES = 60
+KERNEL_LINES = 120
+FUNCTION_LINES_P90 = 40
+DOCSTRING_LINES = 30
+ENVIRONMENT_READER = "penstock/parallel/process.py"
+EMPTY_NAMES = frozenset({"utils", "util", "common", "helpers", "helper", "manager", "misc"})
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Rule = Callable[["Source"], Iterator[tuple[int, str]]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file: path relative to the root with forward slashes, text, syntax tree."""
+
+    path: str
+    text: str
+    tree: ast.Module
+
+    @property
+    def is_product(self) -> bool:
+        """The file is part of the installed package."""
+        return self.path.startswith("penstock/")
+
+    @property
+    def functions(self) -> list[Function]:
+        """Every function and method, nested ones included."""
+        return [node for node in ast.walk(self.tree) if isinstance(node, Function)]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One place that breaks one rule."""
+
+    path: str
+    line: int
+    rule: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.rule}: {self.message}"
+
+
+def parse(path: str, text: str) -> Source:
+    """Source of one file.
+
+    Args:
+        path: relative to the root, with forward slashes.
+        text: what the file holds.
+    """
+    return Source(path, text, ast.parse(text, filename=path))
+
+
+def is_kernel(function: Function) -> bool:
+    """The function is compiled by Triton: decorated with `triton.jit`, with or without arguments."""
+    names = {ast.unparse(decorator).split("(")[0] for decorator in function.decorator_list}
+    return bool(names & {"triton.jit", "jit", "gluon.jit"})
+
+
+def length(function: Function) -> int:
+    """Lines from `def` to the end: signature and docstring count, decorators do not."""
+    return (function.end_lineno or function.lineno) - function.lineno + 1
+
+
+def line_of(node: ast.AST) -> int:
+    """First line of a node; 1 for the nodes that have no place."""
+    return node.lineno if isinstance(node, ast.expr | ast.stmt) else 1
+
+
+def file_is_short(source: Source) -> Iterator[tuple[int, str]]:
+    """A file can be read in one sitting."""
+    lines = source.text.count("\n")
+    if lines > FILE_LINES:
+        yield lines, f"{lines} lines, at most {FILE_LINES}"
+
+
+def function_is_short(source: Source) -> Iterator[tuple[int, str]]:
+    """A function fits on a screen; a Triton kernel on two."""
+    for function in source.functions:
+        limit = KERNEL_LINES if is_kernel(function) else FUNCTION_LINES
+        if length(function) > limit:
+            yield function.lineno, f"{function.name} has {length(function)} lines, at most {limit}"
+
+
+def module_says_what_it_is(source: Source) -> Iterator[tuple[int, str]]:
+    """Every module opens with a docstring, short enough to be read; longer reasons go to docs/decisions."""
+    docstring = ast.get_docstring(source.tree)
+    if not source.tree.body:
+        return
+    if docstring is None:
+        yield 1, "no module docstring"
+    elif docstring.count("\n") + 1 > DOCSTRING_LINES:
+        yield 1, f"module docstring has {docstring.count(chr(10)) + 1} lines, at most {DOCSTRING_LINES}"
+
+
+def package_holds_no_code(source: Source) -> Iterator[tuple[int, str]]:
+    """`__init__.py` is a docstring only: no one looks for code there."""
+    if not source.path.endswith("/__init__.py"):
+        return
+    for node in source.tree.body:
+        is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not is_docstring:
+            yield node.lineno, "code in __init__.py"
+
+
+def text_is_ascii(source: Source) -> Iterator[tuple[int, str]]:
+    """Code is ASCII; a test that needs other characters writes them as escapes."""
+    for number, line in enumerate(source.text.splitlines(), start=1):
+        if not line.isascii():
+            strange = next(character for character in line if not character.isascii())
+            yield number, f"character {strange!a}"
+
+
+def name_says_something(source: Source) -> Iterator[tuple[int, str]]:
+    """No file and no class is named for being of use."""
+    for part in source.path.removesuffix(".py").split("/"):
+        if EMPTY_NAMES & set(part.split("_")):
+            yield 1, f"file or folder {part!r}"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ClassDef) and node.name.lower().endswith(("utils", "helper", "helpers", "manager")):
+            yield node.lineno, f"class {node.name}"
+
+
+def assert_speaks(source: Source) -> Iterator[tuple[int, str]]:
+    """An assert of the product has a message. pytest writes the messages of tests."""
+    if not source.is_product:
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Assert) and node.msg is None:
+            yield node.lineno, "assert without a message"
+
+
+def environment_is_read_in_one_file(source: Source) -> Iterator[tuple[int, str]]:
+    """Only `penstock/parallel/process.py` knows environment variables."""
+    if not source.is_product or source.path == ENVIRONMENT_READER:
+        return
+    for node in ast.walk(source.tree):
+        named: set[str] = set()
+        if isinstance(node, ast.Attribute):
+            named = {ast.unparse(node)}
+        elif isinstance(node, ast.ImportFrom):
+            named = {f"{node.module}.{alias.name}" for alias in node.names}
+        if named & {"os.environ", "os.getenv"}:
+            yield line_of(node), f"environment outside {ENVIRONMENT_READER}"
+
+
+def attribute_has_no_default(source: Source) -> Iterator[tuple[int, str]]:
+    """`getattr(x, "name", default)` hides whether `x` has the attribute; our own objects always know."""
+    if not source.is_product:
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) == 3:
+            yield node.lineno, "getattr with a default"
+
+
+def module_keeps_no_state(source: Source) -> Iterator[tuple[int, str]]:
+    """No empty container stands at module level waiting to be filled."""
+    if not source.is_product:
+        return
+    for node in source.tree.body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        if ast.unparse(node.value) in {"[]", "{}", "set()", "dict()", "list()", "defaultdict(list)"}:
+            yield node.lineno, f"global mutable state: {ast.unparse(node)}"
+
+
+def others_are_not_changed(source: Source) -> Iterator[tuple[int, str]]:
+    """No value of ours is put into a module that is not ours; its documented switches may be set to a constant."""
+    if not source.is_product:
+        return
+    imported = {
+        (alias.asname or alias.name).split(".")[0]
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Assign) or isinstance(node.value, ast.Constant):
+            continue
+        for target in node.targets:
+            if isinstance(target, ast.Attribute) and ast.unparse(target).split(".")[0] in imported:
+                yield node.lineno, f"assigns to {ast.unparse(target)}"
+
+
+def function_is_typed(source: Source) -> Iterator[tuple[int, str]]:
+    """Every function is fully typed. mypy leaves the kernels folder out for Triton's sake; only kernels may be."""
+    if not source.is_product:
+        return
+    for function in source.functions:
+        if is_kernel(function):
+            continue
+        arguments = function.args
+        named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        starred = [argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
+        bare = [a.arg for a in (*named, *starred) if a.annotation is None and a.arg not in {"self", "cls"}]
+        if bare or (function.returns is None and function.name != "__init__"):
+            yield function.lineno, f"{function.name} is not fully typed ({', '.join(bare) or 'return value'})"
+
+
+def shape_letters_are_in_the_legend(source: Source) -> Iterator[tuple[int, str]]:
+    """The capitals at the end of a tensor's name stand in `penstock/base/shapes.py`; a small one is one rank's part."""
+    if not source.is_product:
+        return
+    inside_kernels = {id(node) for function in source.functions if is_kernel(function) for node in ast.walk(function)}
+    seen: set[str] = set()
+    for node in ast.walk(source.tree):
+        if id(node) in inside_kernels or not isinstance(node, ast.Name | ast.arg):
+            continue
+        name = node.id if isinstance(node, ast.Name) else node.arg
+        stem, _, suffix = name.rpartition("_")
+        if not stem or not stem.strip("_").islower() or not suffix[:1].isalpha() or suffix.islower() or name in seen:
+            continue
+        seen.add(name)
+        strange = {letter for letter in suffix if not letter.isdigit() and letter.upper() not in LEGEND}
+        if strange:
+            yield line_of(node), f"{name}: {', '.join(sorted(strange))} is not in the legend of dimensions"
+
+
+RULES: tuple[Rule, ...] = (
+    file_is_short,
+    function_is_short,
+    module_says_what_it_is,
+    package_holds_no_code,
+    text_is_ascii,
+    name_says_something,
+    assert_speaks,
+    environment_is_read_in_one_file,
+    attribute_has_no_default,
+    module_keeps_no_state,
+    others_are_not_changed,
+    function_is_typed,
+    shape_letters_are_in_the_legend,
+)
+
+
+def findings_of(source: Source) -> list[Finding]:
+    """Everything that one file breaks."""
+    return [Finding(source.path, line, rule.__name__, text) for rule in RULES for line, text in rule(source)]
+
+
+def functions_are_short_as_a_rule(sources: Sequence[Source]) -> list[Finding]:
+    """Nine of ten functions of the product stay well under the limit, so that the limit stays an exception."""
+    lengths = sorted(length(f) for source in sources if source.is_product for f in source.functions)
+    p90 = lengths[int(0.9 * (len(lengths) - 1))] if lengths else 0
+    if p90 <= FUNCTION_LINES_P90:
+        return []
+    return [
+        Finding("penstock", 0, "functions_are_short_as_a_rule", f"p90 is {p90} lines, at most {FUNCTION_LINES_P90}")
+    ]
+
+
+@cache
+def sources(root: Path = ROOT) -> tuple[Source, ...]:
+    """Every Python file of the repository's own folders, in a fixed order; read once."""
+    paths = sorted(path for folder in FOLDERS for path in (root / folder).rglob("*.py"))
+    return tuple(parse(path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")) for path in paths)
+
+
+def findings(root: Path = ROOT) -> list[Finding]:
+    """Everything that the repository breaks."""
+    files = sources(root)
+    return [finding for source in files for finding in findings_of(source)] + functions_are_short_as_a_rule(files)
+
+
+def main() -> int:
+    """Print what is wrong; 1 if anything is."""
+    found = findings()
+    for finding in found:
+        print(finding)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
