@@ -10,12 +10,12 @@ from penstock.config.run import Run
 from penstock.config.schema import KIND, Field, fields_of, kind_of
 from penstock.config.section import Section
 
-REGENERATE = "penstock config reference > docs/config.md"
-"""The command that writes the reference anew."""
+REGENERATE = "make docs"
+"""The command that writes the document anew; `penstock config reference` prints it."""
 
 _OPENING = f"""# Configuration
 
-<!-- Made by `{REGENERATE}` from penstock/config; do not edit. -->
+Written by `{REGENERATE}` from [penstock/config](../penstock/config); change it there.
 
 A run is a preset ({", ".join(f"`{name}`" for name in PRESETS)}), a preset cut to its first N layers
 (`deepseek-v2-lite-8l`), or a TOML file. Overrides change single fields: `penstock train debug training.steps=50`.

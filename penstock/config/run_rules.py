@@ -200,7 +200,7 @@ def cpu_has_the_attention_backend(run: Run) -> Problem | None:
         "kernels.attention",
         "names a backend that device cpu does not have",
         got=run.kernels.attention,
-        allowed="auto, math, flash",
+        allowed="auto, default, math, flash",
     )
 
 

@@ -36,6 +36,7 @@ def rows_kernel(
     BLOCK_DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     PIECES: tl.constexpr,
+    FLATTEN: tl.constexpr,
     DEPTH_FIRST: tl.constexpr,
     GATHER: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
@@ -50,7 +51,7 @@ def rows_kernel(
     tiles = tl.load(block_count_ptr) * tiles_across
     steps = tl.cdiv(depth, BLOCK_DEPTH)
     tl.assume(steps > 0)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         expert, start, end, row, column = _locate_rows(owners_ptr, tile, tiles_across, BLOCK_ROWS, GROUP)
         column *= BLOCK_COLUMNS
         if GATHER or not DESCRIPTORS:
@@ -96,6 +97,7 @@ def weights_kernel(
     BLOCK_DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     PIECES: tl.constexpr,
+    FLATTEN: tl.constexpr,
     GATHER: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
@@ -107,7 +109,7 @@ def weights_kernel(
     """
     tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
     tiles_each = tl.cdiv(rows, BLOCK_ROWS) * tiles_across
-    for tile in tl.range(tl.program_id(0), tiles_each * experts, tl.num_programs(0), flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles_each * experts, tl.num_programs(0), flatten=FLATTEN):
         expert = tile // tiles_each
         row, column = _swizzle(tile % tiles_each, tl.cdiv(rows, BLOCK_ROWS), tiles_across, GROUP)
         row *= BLOCK_ROWS

@@ -70,7 +70,7 @@ def linear_cross_entropy(
         group: ranks over which the vocabulary is split: equal parts, in rank order. x and labels are the same on all of
             them and so is the loss. The gradient of x is this rank's part of a sum, because whoever copied or gathered
             x to the ranks adds it up in its own backward.
-        accumulate_into: float32, V x D: backward adds the head's gradient here instead of returning it.
+        accumulate_into: contiguous float32, V x D: backward adds the head's gradient here instead of returning it.
         launch: of the Triton kernel; None takes `LAUNCH` on a GPU and the form in plain torch on a CPU.
 
     Returns:
@@ -90,8 +90,8 @@ def linear_cross_entropy(
         launch=LAUNCH if launch is None and x_TD.is_cuda else launch,
     )
     if torch.is_grad_enabled() and (x_TD.requires_grad or head_VD.requires_grad):
-        return _LinearCrossEntropy.apply(x_TD, head_VD, labels_T, plan)
-    return _walk_chunks(x_TD, head_VD, labels_T, plan, wants=(False, False)).loss
+        return _LinearCrossEntropy.apply(x_TD, head_VD, labels_T.contiguous(), plan)
+    return _walk_chunks(x_TD, head_VD, labels_T.contiguous(), plan, wants=(False, False)).loss
 
 
 def default_chunk_tokens(head_VD: Tensor) -> int:
@@ -387,9 +387,11 @@ def _check(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, accumulate_into: Ten
             got=f"{labels_T.dtype} {tuple(labels_T.shape)} for {x_TD.shape[0]} rows",
         )
     if accumulate_into is not None and (
-        accumulate_into.shape != head_VD.shape or accumulate_into.dtype != torch.float32
+        accumulate_into.shape != head_VD.shape
+        or accumulate_into.dtype != torch.float32
+        or not accumulate_into.is_contiguous()
     ):
         raise KernelError(
-            "linear_cross_entropy: accumulate_into must be float32 in the shape of head",
+            "linear_cross_entropy: accumulate_into must be contiguous float32 in the shape of head",
             got=f"{accumulate_into.dtype} {tuple(accumulate_into.shape)}",
         )

@@ -6,11 +6,22 @@ A `Launch` never changes what a kernel computes, only how fast. The tables are f
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import torch
 
 INTERPRETER = "interpreter"
 """The target's name where kernels run in Triton's interpreter on the CPU."""
+
+GemmProduct = Literal[
+    "forward",
+    "forward_gathered",
+    "input_gradient",
+    "weight_gradient",
+    "weight_gradient_gathered",
+    "weight_gradient_accumulated",
+]
+"""What a grouped GEMM computes; each is tuned by itself (gathered and accumulated: as gathered)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +51,17 @@ class GemmLaunch(Launch):
         group: output blocks that are walked down before the next column of blocks, for reuse in the L2 cache.
         pieces: in how many pieces (1 or 2) an output block is written; 2 halves the shared memory that staging takes.
         descriptors: copy blocks by descriptors (NVIDIA's tensor memory accelerator) instead of pointers.
-        programs: programs in flight; 0 is one for each multiprocessor. Fewer leave room for communication.
+        residency: programs that share a multiprocessor, so that one multiplies while the other writes.
+        idle_units: multiprocessors that are left to others, such as communication.
+        flatten: make one loop of tiles and steps, so that loads for the next tile are on their way while one is written.
     """
 
     group: int = 8
     pieces: int = 1
     descriptors: bool = True
-    programs: int = 0
+    residency: int = 1
+    idle_units: int = 0
+    flatten: bool = True
 
 
 @cache
@@ -65,9 +80,8 @@ def target_of(device: torch.device) -> str:
 
 def programs_of(launch: GemmLaunch, device: torch.device) -> int:
     """Programs that a persistent kernel starts; a few in the interpreter, where the loop over tiles must be seen too."""
-    if launch.programs:
-        return launch.programs
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    return max(units - launch.idle_units, 1) * launch.residency
 
 
 def grouped_gemm_launch(product: str, x: torch.Tensor, rows: int, experts: int, width: int, depth: int) -> GemmLaunch:

@@ -106,7 +106,8 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     (
         rules.cpu_has_the_attention_backend,
         ("device=cpu", "kernels.attention=cudnn"),
-        "kernels.attention names a backend that device cpu does not have; got cudnn; allowed: auto, math, flash",
+        "kernels.attention names a backend that device cpu does not have; got cudnn; "
+        "allowed: auto, default, math, flash",
     ),
     (
         rules.flash_heads_are_equally_wide,

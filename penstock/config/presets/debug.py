@@ -36,15 +36,15 @@ def debug() -> Run:
                 top_k=2,
                 ffn_size=128,
                 shared_ffn_size=128,
-                router=Router(score="sigmoid", normalize=True, expert_bias=True, expert_bias_rate=1e-3),
+                router=Router(score="sigmoid", normalize=True, expert_bias=True, expert_bias_rate=1e-2),
                 balance=Balance(auxiliary="sequence", auxiliary_weight=1e-4),
             ),
         ),
-        training=Training(steps=200, sequence_length=256, micro_batch=8, global_batch=8, precision="fp32"),
-        optimizer=Optimizer(learning_rate=3e-3),
-        schedule=Schedule(warmup_steps=20),
-        evaluation=Evaluation(every=50, rows=32),
-        checkpoint=Checkpoint(every=100, keep=2),
+        training=Training(steps=1200, sequence_length=128, micro_batch=4, global_batch=4, precision="fp32"),
+        optimizer=Optimizer(learning_rate=4e-3),
+        schedule=Schedule(warmup_steps=40),
+        evaluation=Evaluation(every=200, rows=64),
+        checkpoint=Checkpoint(every=400, keep=2),
     )
 
 

@@ -1,0 +1,140 @@
+"""A run so small that a step takes milliseconds, and everything around it that tests of training need."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.config.model import Balance, LatentAttention, Model, Moe, Router
+from penstock.config.run import Run
+from penstock.config.training import Checkpoint, Data, Evaluation, Optimizer, Record, Schedule, Training
+from penstock.data.batch import Batch
+from penstock.kernels.reference import IGNORED_LABEL
+from penstock.parallel.process import Environment
+from penstock.train.observer import HeldOutLoss, LayerReport, RunStart, StepReport
+
+ENVIRONMENT = Environment(color=False, threads=1, world_size=1)
+
+
+def tiny_model(**changes: Any) -> Model:
+    """One dense layer, one of experts with bias and sequence loss, one depth of multi-token prediction."""
+    fields: dict[str, Any] = {
+        "family": "deepseek-v3",
+        "vocabulary": 17,
+        "hidden_size": 16,
+        "layers": 2,
+        "dense_layers": 1,
+        "dense_ffn_size": 24,
+        "attention": LatentAttention(
+            heads=2, kv_latent=8, plain_head_dim=6, rotary_head_dim=4, value_head_dim=6
+        ),
+        "moe": Moe(
+            experts=4,
+            top_k=2,
+            ffn_size=8,
+            shared_ffn_size=8,
+            router=Router(score="sigmoid", normalize=True, expert_bias=True, expert_bias_rate=1e-2),
+            balance=Balance(auxiliary="sequence", auxiliary_weight=1e-2),
+        ),
+        "mtp_layers": 1,
+        "initial_std": 0.2,
+    }
+    return Model.model_validate(fields | changes)
+
+
+def tiny_run(folder: Path, **changes: Any) -> Run:
+    """Learnable synthetic data, four steps, everything on; `changes` replace sections of Run."""
+    fields: dict[str, Any] = {
+        "name": "tiny",
+        "device": "cpu",
+        "model": tiny_model(),
+        "training": Training(steps=4, sequence_length=12, micro_batch=2, global_batch=4, precision="fp32"),
+        "optimizer": Optimizer(learning_rate=1e-2),
+        "schedule": Schedule(warmup_steps=2),
+        "data": Data(source="synthetic-learnable"),
+        "evaluation": Evaluation(every=2, rows=3),
+        "checkpoint": Checkpoint(every=2, keep=0, asynchronous=False),
+        "record": Record(folder=str(folder), tensorboard=False),
+    }
+    return Run.model_validate(fields | changes)
+
+
+def random_batch(rows: int, length: int, *, vocabulary: int = 17, seed: int = 0, documents: bool = False) -> Batch:
+    """Random tokens; labels are the next ones, with uneven gaps: row r leaves out its first r labels."""
+    generator = torch.Generator().manual_seed(seed)
+    stream_BS = torch.randint(vocabulary, (rows, length + 1), generator=generator)
+    labels_BS = stream_BS[:, 1:].clone()
+    for row in range(rows):
+        labels_BS[row, : min(row, length - 1)] = IGNORED_LABEL
+    documents_BS: Tensor | None = None
+    if documents:
+        documents_BS = (torch.arange(length) >= length // 2).long().expand(rows, length).contiguous()
+    positions_BS = torch.arange(length).expand(rows, length).contiguous()
+    return Batch(
+        tokens_BS=stream_BS[:, :-1].contiguous(),
+        labels_BS=labels_BS,
+        positions_BS=positions_BS,
+        documents_BS=documents_BS,
+    )
+
+
+def step_report(step: int, **changes: Any) -> StepReport:
+    """A report with a plausible value in every field."""
+    fields: dict[str, Any] = {
+        "step": step,
+        "loss": 5.0 / step,
+        "mtp_losses": (6.0 / step,),
+        "gradient_norm": 0.5,
+        "learning_rate": 1e-3,
+        "tokens_seen": 48 * step,
+        "tokens_per_second_per_device": 1234.5,
+        "step_seconds": 0.25,
+        "elapsed_seconds": 0.3 * step,
+        "model_flops_utilization": None,
+        "peak_memory_bytes": 1_240_000_000,
+        "forced_balance": False,
+        "layers": (
+            LayerReport(layer=1, slots=(10, 20, 30, 40), dropped=3, auxiliary_loss=0.01),
+            LayerReport(layer=2, slots=(25, 25, 25, 25), dropped=0, auxiliary_loss=0.02),
+        ),
+        "evaluation": None,
+    }
+    return StepReport(**(fields | changes))
+
+
+HELD_OUT = HeldOutLoss(loss=2.0, bits_per_byte=2.885, tokens=36, seconds=0.1)
+
+
+def run_start(run: Run, *, steps_done: int = 0) -> RunStart:
+    """What the loop would announce."""
+    return RunStart(
+        run=run,
+        folder=Path(run.record.folder) / run.name,
+        device_name="a laptop",
+        parameters=1_240_000,
+        active_parameters=730_000,
+        steps_done=steps_done,
+    )
+
+
+class Recorder:
+    """Observer that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.starts: list[RunStart] = []
+        self.reports: list[StepReport] = []
+        self.saves: list[int] = []
+        self.is_closed = False
+
+    def started(self, start: RunStart) -> None:
+        self.starts.append(start)
+
+    def stepped(self, report: StepReport) -> None:
+        self.reports.append(report)
+
+    def saved(self, step: int) -> None:
+        self.saves.append(step)
+
+    def closed(self) -> None:
+        self.is_closed = True
