@@ -18,14 +18,14 @@ _OPENING = f"""# Configuration
 Written by `{REGENERATE}` from [penstock/config](../penstock/config); change it there.
 
 A run is a preset ({", ".join(f"`{name}`" for name in PRESETS)}), a preset cut to its first N layers
-(`deepseek-v2-lite-8l`), or a TOML file. Overrides change single fields: `penstock train debug training.steps=50`.
+(`deepseek-v2-lite-8l`), or a TOML file. Overrides change single fields: `penstock train debug training.steps=5000`.
 
 ```toml
 # small.toml: everything that is not said here is as in the preset
 preset = "debug"
 
 [training]
-steps = 50
+steps = 5000
 
 [model.moe]
 experts = 16

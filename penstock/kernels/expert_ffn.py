@@ -158,13 +158,15 @@ class _ExpertFfn(torch.autograd.Function):
         if wants_down:
             d_down_eDF = kernels.weight_gradient(dy_RD, h_RF, counts_e, None, accumulate_into=down_sum, tiles=tiles)
         del h_RF
+        if wants_x:
+            dx_RD = kernels.input_gradient(d_gate_up_RF, gate_up_eFD, counts_e, tiles=tiles)
+            dx_ND = _sum_over_places(dx_RD, x_ND, counts_e, index_R, ctx.extras)
+            del dx_RD
+        # Last, because it is the largest: everything above is free again by now.
         if wants_gate_up:
             d_gate_up_eFD = kernels.weight_gradient(
                 d_gate_up_RF, x_ND, counts_e, index_R, accumulate_into=gate_up_sum, tiles=tiles
             )
-        if wants_x:
-            dx_RD = kernels.input_gradient(d_gate_up_RF, gate_up_eFD, counts_e, tiles=tiles)
-            dx_ND = _sum_over_places(dx_RD, x_ND, counts_e, index_R, ctx.extras)
         return (
             dx_ND,
             None if gate_up_sum is not None else d_gate_up_eFD,

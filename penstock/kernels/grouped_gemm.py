@@ -160,7 +160,7 @@ def grouped_gemm_weight_gradient(
     if rows:
         launch = launch or grouped_gemm_launch("weight_gradient", x_RD, rows, *shape)
         tiles = tiles or tile_table(counts_e, rows)
-        _launch_weights(dy_RF, x_RD, dw_eFD, index_R, tiles, launch, accumulate=accumulate_into is not None and getattr(accumulate_into,'MODE',1))
+        _launch_weights(dy_RF, x_RD, dw_eFD, index_R, tiles, launch, accumulate=accumulate_into is not None)
     return dw_eFD
 
 

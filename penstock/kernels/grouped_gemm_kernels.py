@@ -271,9 +271,7 @@ def _store_weights(
     """Write or add a tile of an expert's gradient. One program owns each element, so the sum has a fixed order."""
     if DESCRIPTORS:
         block = result.to(dw.dtype).reshape(1, BLOCK_ROWS, BLOCK_COLUMNS)
-        if ACCUMULATE == 2:
-            dw.store([expert, row, column], dw.load([expert, row, column]) + block)
-        elif ACCUMULATE:
+        if ACCUMULATE:
             dw.atomic_add([expert, row, column], block)
         else:
             dw.store([expert, row, column], block)

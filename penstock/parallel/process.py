@@ -146,9 +146,3 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done everything that was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -88,7 +88,7 @@ def prepare(run: Run, environment: Environment) -> Session:
         shuffle=run.data.shuffle,
     )
     state = TrainState(
-        identity={name: value for name, value in leaves(run).items() if name.startswith("model.") and is_bound(name)},
+        identity={field: value for field, value in leaves(run.model, "model.").items() if is_bound(field)},
         model=model,
         optimizer=MasterAdamW(model.named_parameters(), run.optimizer),
         batches=Prefetch(loader),

@@ -55,11 +55,13 @@ def test_explain_refuses_an_unknown_field(capsys: pytest.CaptureFixture[str]) ->
 
 def test_diff_shows_fields_that_differ(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "dense.toml"
-    path.write_text('preset = "debug"\nname = "debug"\n[model]\nmoe = "none"\ndense_layers = 4\n', encoding="utf-8")
+    path.write_text(
+        'preset = "debug"\nname = "debug"\n[model]\nmoe = "none"\nlayers = 2\ndense_layers = 2\n', encoding="utf-8"
+    )
     rows = [line.split() for line in printed(capsys, "diff", "debug", str(path)).splitlines()]
     assert rows[0] == ["field", "debug", str(path)]
-    assert ["model.dense_layers", "1", "4"] in rows
-    assert ["model.moe.experts", "8", "-"] in rows
+    assert ["model.dense_layers", f"{debug().model.dense_layers}", "2"] in rows
+    assert ["model.moe", "-", "none"] in rows
 
 
 def test_diff_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,8 +80,8 @@ def test_diff_of_equal_runs_says_so(capsys: pytest.CaptureFixture[str], tmp_path
 def test_validate_says_what_would_be_trained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('preset = "debug"\n', encoding="utf-8")
-    assert printed(capsys, "validate", str(path), "training.steps=30") == (
-        f"{path} is valid: run mine, 30 steps of 2048 tokens\n"
+    assert printed(capsys, "validate", str(path), "training.steps=5000") == (
+        f"{path} is valid: run mine, 5000 steps of {debug().tokens_per_step} tokens\n"
     )
 
 
@@ -91,8 +93,8 @@ def test_validate_says_what_would_be_trained(capsys: pytest.CaptureFixture[str],
             "training.stpes is an unknown key; fix: did you mean training.steps?",
         ),
         (
-            'preset = "debug"\nmodel.moe.top_k = 9\n',
-            "model.moe.top_k is more than model.moe.experts; got 9; allowed: 1 to 8",
+            'preset = "deepseek-v3"\nmodel.moe.top_k = 999\n',
+            "model.moe.top_k is more than model.moe.experts; got 999; allowed: 1 to 256",
         ),
         ("[training", "{path}:1: this is not TOML: Expected ']' at the end of a table declaration"),
     ],

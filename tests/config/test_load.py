@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError
 from penstock.config.load import RUN_FILE, dump_toml, load_run
+from penstock.config.model import GroupedQueryAttention
 from penstock.config.presets.debug import debug
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
@@ -36,15 +37,16 @@ def test_a_preset_is_loaded_by_name(name: str) -> None:
 
 
 def test_overrides_change_only_what_they_name() -> None:
-    run = load_run("debug", ["training.steps=50", "model.moe.experts=16"])
-    assert (run.training.steps, run.model.moe_layers) == (50, 3)
-    assert load_run("debug", ["training.steps=200"]) == debug()
+    run = load_run("debug", ["training.steps=5000", "seed=3"])
+    expected = debug().training.model_copy(update={"steps": 5000})
+    assert run == debug().model_copy(update={"training": expected, "seed": 3})
 
 
 def test_overrides_are_applied_to_a_file_and_to_a_variant(tmp_path: Path) -> None:
-    path = write(tmp_path / "small.toml", 'preset = "debug"\ntraining.steps = 30\n')
-    assert load_run(path, ["training.steps=40"]).training.steps == 40
-    assert load_run("debug-2l", ["training.steps=40"]).model.layers == 2
+    path = write(tmp_path / "small.toml", 'preset = "debug"\nseed = 30\n')
+    assert load_run(path, ["seed=40"]).seed == 40
+    run = load_run("debug-2l", ["seed=40"])
+    assert (run.model.layers, run.seed) == (2, 40)
 
 
 def test_the_folder_of_a_run_is_a_target(tmp_path: Path) -> None:
@@ -68,12 +70,14 @@ def test_a_file_needs_no_ending(tmp_path: Path) -> None:
 
 
 def test_a_file_starts_from_a_preset_and_its_own_keys_win(tmp_path: Path) -> None:
-    text = 'preset = "debug"\nseed = 7\n[training]\nsteps = 30\n[model.moe]\ntop_k = 4\n'
+    text = 'preset = "debug"\nseed = 7\n[model.moe]\nshared_ffn_size = 96\n'
     run = load_run(write(tmp_path / "mine.toml", text))
-    assert (run.name, run.seed, run.training.steps) == ("mine", 7, 30)
+    base = debug()
+    assert (run.name, run.seed) == ("mine", 7)
+    assert run.training == base.training
     assert run.model.moe is not None
-    assert (run.model.moe.top_k, run.model.moe.experts) == (4, 8)
-    assert run.model.attention == debug().model.attention
+    assert base.model.moe is not None
+    assert run.model.moe == base.model.moe.model_copy(update={"shared_ffn_size": 96})
 
 
 def test_a_file_may_start_from_a_variant(tmp_path: Path) -> None:
@@ -86,19 +90,14 @@ def test_a_file_may_say_its_name(tmp_path: Path) -> None:
 
 
 def test_a_file_may_take_another_kind_of_attention(tmp_path: Path) -> None:
-    text = 'preset = "debug"\n[model.attention]\nkind = "gqa"\nkv_heads = 2\nhead_dim = 32\n'
+    text = 'preset = "debug"\n[model.attention]\nkind = "gqa"\nkv_heads = 1\nhead_dim = 32\n'
     attention = load_run(write(tmp_path / "gqa.toml", text)).model.attention
-    assert attention.model_dump() == {
-        "kind": "gqa",
-        "heads": 4,
-        "kv_heads": 2,
-        "head_dim": 32,
-        "rope": {"theta": 10000.0, "yarn": None},
-    }
+    base = debug().model.attention
+    assert attention == GroupedQueryAttention(heads=base.heads, kv_heads=1, head_dim=32, rope=base.rope)
 
 
 def test_a_file_may_clear_a_section(tmp_path: Path) -> None:
-    text = 'preset = "debug"\n[model]\nmoe = "none"\ndense_layers = 4\n'
+    text = 'preset = "debug"\n[model]\nmoe = "none"\nlayers = 2\ndense_layers = 2\n'
     assert load_run(write(tmp_path / "dense.toml", text)).model.moe is None
 
 
@@ -199,8 +198,8 @@ def test_a_written_run_is_read_back_the_same(name: str, tmp_path: Path) -> None:
 
 
 def test_a_dense_run_with_files_is_read_back_the_same(tmp_path: Path) -> None:
-    overrides = ["model.moe=none", "model.dense_layers=4", "data.source=text", 'data.files=["a\\"b.txt", "c d.txt"]']
-    run = load_run("debug", overrides)
+    dense = ["model.moe=none", "model.layers=2", "model.dense_layers=2"]
+    run = load_run("debug", [*dense, "data.source=text", 'data.files=["a\\"b.txt", "c d.txt"]'])
     assert load_run(write(tmp_path / "a.toml", dump_toml(run))) == run
 
 

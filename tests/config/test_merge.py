@@ -4,9 +4,9 @@ import pytest
 
 from penstock.base.errors import ConfigError
 from penstock.config.merge import merge, parse_overrides, settle
-from penstock.config.presets.debug import debug
 from penstock.config.run import Run
 from penstock.config.schema import fields_of
+from tests.config.small import SMALL
 
 
 def parsed(*overrides: str) -> dict[str, object]:
@@ -95,7 +95,7 @@ def test_settling_keeps_unknown_keys_for_the_error_that_names_them() -> None:
 
 
 def test_values_that_are_not_given_stay() -> None:
-    base = debug().model_dump()
+    base = SMALL.model_dump()
     merged = merge(Run, base, parsed("model.moe.experts=16"))
     assert merged["model"]["moe"]["experts"] == 16
     assert merged["model"]["moe"]["top_k"] == 2
@@ -103,15 +103,15 @@ def test_values_that_are_not_given_stay() -> None:
 
 
 def test_an_inline_table_is_laid_over_a_section() -> None:
-    merged = merge(Run, debug().model_dump(), parsed('model.moe.router={score="softmax", expert_bias=false}'))
+    merged = merge(Run, SMALL.model_dump(), parsed('model.moe.router={score="softmax", expert_bias=false}'))
     assert (
         merged["model"]["moe"]["router"] | {"score": "sigmoid", "expert_bias": True}
-        == (debug().model_dump()["model"]["moe"]["router"])
+        == (SMALL.model_dump()["model"]["moe"]["router"])
     )
 
 
 def test_another_kind_keeps_what_both_kinds_know() -> None:
-    merged = merge(Run, debug().model_dump(), parsed("model.attention.kv_heads=2", "model.attention.kind=gqa"))
+    merged = merge(Run, SMALL.model_dump(), parsed("model.attention.kv_heads=2", "model.attention.kind=gqa"))
     assert merged["model"]["attention"] == {
         "kind": "gqa",
         "heads": 4,
@@ -121,10 +121,10 @@ def test_another_kind_keeps_what_both_kinds_know() -> None:
 
 
 def test_a_field_of_the_old_kind_that_is_given_on_purpose_is_not_dropped() -> None:
-    merged = merge(Run, debug().model_dump(), parsed("model.attention.kind=gqa", "model.attention.q_latent=8"))
+    merged = merge(Run, SMALL.model_dump(), parsed("model.attention.kind=gqa", "model.attention.q_latent=8"))
     assert merged["model"]["attention"]["q_latent"] == 8
 
 
 def test_the_same_kind_drops_nothing() -> None:
-    base = debug().model_dump()
+    base = SMALL.model_dump()
     assert merge(Run, base, parsed("model.attention.kind=mla")) == base

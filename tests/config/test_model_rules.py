@@ -6,7 +6,7 @@ from penstock.base.errors import ConfigError
 from penstock.config import model_rules as rules
 from penstock.config.problem import refuse
 from penstock.config.rules import Rule
-from tests.config.unchecked import unchecked_run
+from tests.config.small import unchecked_run
 
 GQA = ("model.attention.kind=gqa", "model.attention.kv_heads=2", "model.attention.head_dim=32")
 YARN = ("model.attention.rope.yarn.factor=2", "model.attention.rope.yarn.original_positions=64")

@@ -48,7 +48,7 @@ def test_the_example_in_the_reference_is_a_run(tmp_path: Path) -> None:
     path = tmp_path / "small.toml"
     path.write_text(example, encoding="utf-8")
     run = load_run(str(path))
-    assert (run.name, run.training.steps) == ("small", 50)
+    assert (run.name, run.training.steps) == ("small", 5000)
     assert run.model.attention == debug().model.attention
 
 

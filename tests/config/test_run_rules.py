@@ -6,7 +6,7 @@ from penstock.base.errors import ConfigError
 from penstock.config import run_rules as rules
 from penstock.config.problem import refuse
 from penstock.config.rules import Rule
-from tests.config.unchecked import unchecked_run
+from tests.config.small import unchecked_run
 
 TEXT = ("data.source=text", "data.files=a.txt")
 WSD = ("schedule.decay=wsd",)

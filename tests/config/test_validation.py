@@ -6,9 +6,9 @@ import pytest
 
 from penstock.base.errors import ConfigError
 from penstock.config.merge import Tree, merge, parse_overrides
-from penstock.config.presets.debug import debug
 from penstock.config.run import Run
 from penstock.config.validation import build
+from tests.config.small import SMALL
 
 SOURCES = "standard-library, text, jsonl, synthetic-random, synthetic-learnable"
 
@@ -73,7 +73,7 @@ MESSAGES = {
 
 
 def tree_with(*overrides: str) -> Tree:
-    return merge(Run, debug().model_dump(), parse_overrides(Run, overrides))
+    return merge(Run, SMALL.model_dump(), parse_overrides(Run, overrides))
 
 
 def message_of(tree: Tree) -> str:
@@ -83,7 +83,7 @@ def message_of(tree: Tree) -> str:
 
 
 def test_a_whole_tree_becomes_a_run() -> None:
-    assert build(Run, debug().model_dump()) == debug()
+    assert build(Run, SMALL.model_dump()) == SMALL
 
 
 @pytest.mark.parametrize("override", MESSAGES)
@@ -100,19 +100,19 @@ def without(tree: Tree, *names: str) -> Tree:
 
 
 def test_a_missing_field_is_named_with_what_it_may_be() -> None:
-    tree = without(debug().model_dump(), "model", "moe", "top_k")
+    tree = without(SMALL.model_dump(), "model", "moe", "top_k")
     assert message_of(tree) == "model.moe.top_k is missing; allowed: whole number >= 1 (experts)"
 
 
 def test_a_missing_section_can_come_from_a_preset() -> None:
-    tree = without(debug().model_dump(), "optimizer")
+    tree = without(SMALL.model_dump(), "optimizer")
     assert message_of(tree) == (
         'optimizer is missing; allowed: section; fix: write its fields, or start the file with preset = "debug"'
     )
 
 
 def test_a_missing_kind_is_named_with_the_kinds() -> None:
-    tree = without(debug().model_dump(), "model", "attention", "kind")
+    tree = without(SMALL.model_dump(), "model", "attention", "kind")
     assert message_of(tree) == "model.attention.kind is missing; allowed: gqa, mla"
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.base.errors import ConfigError
 from penstock.config.presets.registry import PRESETS, is_preset, keep_layers, preset
-from tests.config.unchecked import unchecked_run
+from tests.config.small import unchecked_run
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -33,11 +33,11 @@ def test_a_cut_dense_model_stays_dense() -> None:
     assert (model.layers, model.dense_layers) == (2, 2)
 
 
-@pytest.mark.parametrize("layers", [0, 5])
+@pytest.mark.parametrize("layers", [0, 62])
 def test_a_cut_to_layers_that_are_not_there_is_refused(layers: int) -> None:
     with pytest.raises(ConfigError) as raised:
-        preset(f"debug-{layers}l")
-    assert str(raised.value) == f"debug-{layers}l: cannot keep {layers} layers of debug; allowed: 1 to 4"
+        preset(f"deepseek-v3-{layers}l")
+    assert str(raised.value) == f"deepseek-v3-{layers}l: cannot keep {layers} layers of deepseek-v3; allowed: 1 to 61"
 
 
 @pytest.mark.parametrize(

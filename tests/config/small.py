@@ -1,0 +1,38 @@
+"""A run whose values never change, so that tests may quote them; presets are tuned now and then."""
+
+from collections.abc import Sequence
+
+from penstock.config.merge import merge, parse_overrides
+from penstock.config.model import Balance, LatentAttention, Model, Moe, Router
+from penstock.config.run import Run
+from penstock.config.training import Optimizer, Schedule, Training
+from penstock.config.validation import build
+
+SMALL = Run(
+    name="small",
+    model=Model(
+        family="deepseek-v3",
+        vocabulary=257,
+        hidden_size=128,
+        layers=4,
+        dense_layers=1,
+        dense_ffn_size=384,
+        attention=LatentAttention(heads=4, kv_latent=64, plain_head_dim=32, rotary_head_dim=16, value_head_dim=32),
+        moe=Moe(
+            experts=8,
+            top_k=2,
+            ffn_size=128,
+            shared_ffn_size=128,
+            router=Router(score="sigmoid", normalize=True, expert_bias=True),
+            balance=Balance(auxiliary="sequence", auxiliary_weight=1e-4),
+        ),
+    ),
+    training=Training(steps=200, sequence_length=128, micro_batch=4, global_batch=8, precision="fp32"),
+    optimizer=Optimizer(learning_rate=3e-3),
+    schedule=Schedule(warmup_steps=20),
+)
+
+
+def unchecked_run(overrides: Sequence[str]) -> Run:
+    """The small run with overrides, of the right types, with no rule checked."""
+    return build(Run, merge(Run, SMALL.model_dump(), parse_overrides(Run, overrides)))

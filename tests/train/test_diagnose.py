@@ -1,0 +1,124 @@
+"""The place where a NaN or infinity is put is the place that is named."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.models.build import build_model
+from penstock.models.decoder import Decoder
+from penstock.moe.balance import layer_loads
+from penstock.train.diagnose import Origin, find_origin, layer_of
+from penstock.train.loss import GlobalBatch, LossRule, cut
+from tests.train.tiny_run import random_batch, tiny_run
+
+RULE = LossRule(depths=1, mtp_weight=0.3, z_weight=0.0, chunk_tokens=None)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Decoder:
+    built = build_model(tiny_run(tmp_path), torch.device("cpu"))
+    built.train()
+    return built
+
+
+@pytest.fixture
+def whole() -> GlobalBatch:
+    return cut(random_batch(4, 12), rows=2, depths=1, device=torch.device("cpu"))
+
+
+class _Spoil(torch.autograd.Function):
+    """Identity whose gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * math.inf
+
+
+def spoil_output(module: nn.Module, from_call: int = 0) -> None:
+    """Make a module return NaN from its n-th call on."""
+    calls = iter(range(1000))
+
+    def hook(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        return output * math.nan if next(calls) >= from_call else output
+
+    module.register_forward_hook(hook)
+
+
+def test_a_parameter_that_is_not_finite_comes_first(model: Decoder, whole: GlobalBatch) -> None:
+    with torch.no_grad():
+        model.blocks[1].ffn.experts.down_eDF[0, 0, 0] = math.inf  # type: ignore[union-attr, index]
+    origin = find_origin(model, whole, RULE)
+    assert (origin.place, origin.layer, origin.micro_batch) == ("parameter", 1, None)
+    assert origin.name == "blocks.1.ffn.experts.down_eDF"
+    assert origin.parameters == (origin.name,)
+
+
+def test_the_innermost_module_is_named(model: Decoder, whole: GlobalBatch) -> None:
+    spoil_output(model.get_submodule("blocks.1.ffn.experts"))
+    origin = find_origin(model, whole, RULE)
+    assert (origin.place, origin.name, origin.layer, origin.micro_batch) == ("output", "blocks.1.ffn.experts", 1, 0)
+    assert str(origin) == "it began in the output of blocks.1.ffn.experts (layer 1), micro-batch 0"
+
+
+def test_the_first_of_several_modules_is_named(model: Decoder, whole: GlobalBatch) -> None:
+    spoil_output(model.get_submodule("norm"))
+    spoil_output(model.get_submodule("blocks.0.ffn"))
+    assert find_origin(model, whole, RULE).name == "blocks.0.ffn"
+
+
+def test_the_micro_batch_is_named(model: Decoder, whole: GlobalBatch) -> None:
+    spoil_output(model.embed, from_call=2)  # called twice a micro-batch: for the model, and for one depth ahead
+    origin = find_origin(model, whole, RULE)
+    assert (origin.name, origin.layer, origin.micro_batch) == ("embed", None, 1)
+
+
+def test_a_loss_can_overflow_with_finite_hidden_states(model: Decoder, whole: GlobalBatch) -> None:
+    with torch.no_grad():
+        model.head_VD.fill_(3e38)
+    origin = find_origin(model, whole, RULE)
+    assert (origin.place, origin.name) == ("loss", "the output projection")
+
+
+def test_a_gradient_is_traced_to_the_deepest_layer(model: Decoder, whole: GlobalBatch) -> None:
+    model.get_submodule("blocks.1").register_forward_pre_hook(
+        lambda module, inputs: (_Spoil.apply(inputs[0]), *inputs[1:])  # type: ignore[no-untyped-call]
+    )
+    origin = find_origin(model, whole, RULE)
+    assert (origin.place, origin.layer, origin.micro_batch) == ("gradient", 0, 0)
+    assert origin.name.startswith("blocks.0.ffn")
+    assert "embed.weight" in origin.parameters
+    assert not any(name.startswith("blocks.1") for name in origin.parameters)
+
+
+def test_a_fault_that_does_not_happen_again_is_said_to_be_one(model: Decoder, whole: GlobalBatch) -> None:
+    origin = find_origin(model, whole, RULE)
+    assert (origin.place, origin.name) == ("sum of gradients", "")
+    assert "every micro-batch is finite" in str(origin)
+
+
+def test_looking_changes_nothing(model: Decoder, whole: GlobalBatch) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    find_origin(model, whole, RULE)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(int(load.slots_E.sum()) == 0 for load in layer_loads(model))
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"), [("blocks.3.ffn.router", 3), ("blocks.12", 12), ("embed", None), ("mtp.0.block.attention", None)]
+)
+def test_a_path_holds_its_layer(name: str, layer: int | None) -> None:
+    assert layer_of(name) == layer
+
+
+def test_a_phrase_without_layer_and_micro_batch() -> None:
+    assert str(Origin(place="parameter", name="embed.weight")) == "it began in the parameter of embed.weight"

@@ -1,0 +1,65 @@
+"""Held-out loss is exact, and measuring changes nothing."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from penstock.data.evaluation import Evaluation
+from penstock.models.build import build_model
+from penstock.models.decoder import Decoder
+from penstock.moe.balance import layer_loads
+from penstock.train.evaluate import evaluate
+from tests.train.tiny_run import random_batch, tiny_run
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Decoder:
+    built = build_model(tiny_run(tmp_path), torch.device("cpu"))
+    built.train()
+    return built
+
+
+def rows_of(size: int) -> Evaluation:
+    batch = random_batch(4, 12)
+    counted = int((batch.labels_BS != -100).sum())
+    return Evaluation(batches=tuple(batch.micro_batches(size)), tokens=counted, text_bytes=3 * counted)
+
+
+def test_the_loss_is_the_mean_over_counted_tokens(model: Decoder) -> None:
+    batch = random_batch(4, 12)
+    logits_BSV = model.logits(batch.tokens_BS, batch.positions_BS)
+    expected = F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten()).item()
+    held_out = evaluate(model, rows_of(2))
+    assert math.isclose(held_out.loss, expected, rel_tol=1e-6)
+    assert held_out.tokens == rows_of(2).tokens
+
+
+def test_bits_per_byte_are_nats_over_ln_2_and_bytes(model: Decoder) -> None:
+    held_out = evaluate(model, rows_of(4))
+    assert math.isclose(held_out.bits_per_byte, held_out.loss / math.log(2) / 3, rel_tol=1e-12)
+
+
+def test_the_loss_does_not_depend_on_the_cut(model: Decoder) -> None:
+    losses = [evaluate(model, rows_of(size)).loss for size in (1, 2, 4)]
+    assert math.isclose(losses[0], losses[1], rel_tol=1e-6)
+    assert math.isclose(losses[0], losses[2], rel_tol=1e-6)
+
+
+def test_measuring_leaves_weights_loads_gradients_and_mode_alone(model: Decoder) -> None:
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    evaluate(model, rows_of(2))
+    assert model.training
+    assert all(int(load.slots_E.sum()) == 0 for load in layer_loads(model))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+def test_an_untrained_model_costs_what_a_uniform_guess_costs(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    run = run.model_copy(update={"model": run.model.model_copy(update={"initial_std": 1e-4})})
+    untrained = build_model(run, torch.device("cpu"))
+    assert math.isclose(evaluate(untrained, rows_of(4)).loss, math.log(17), rel_tol=1e-4)

@@ -1,0 +1,169 @@
+"""What is written for machines: every field is documented, every line is whole, every step stands there once."""
+
+import errno
+import json
+import math
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from penstock.base.errors import RunFolderError
+from penstock.train.metrics import FIELDS, LAYER_FIELDS, MetricsFile, TensorBoard, drop_after, record, reference_page
+from penstock.train.observer import LayerReport, StepReport
+from tests.train.tiny_run import HELD_OUT, run_start, step_report, tiny_run
+
+
+def write(path: Path, reports: list[StepReport], every: int = 1) -> None:
+    metrics = MetricsFile(path, every)
+    metrics.started(run_start(tiny_run(path.parent)))
+    for report in reports:
+        metrics.stepped(report)
+        metrics.saved(report.step)
+    metrics.closed()
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_every_field_that_is_written_is_documented_in_its_order() -> None:
+    line = record(step_report(3, evaluation=HELD_OUT))
+    assert list(line) == list(FIELDS)
+    assert list(line["layers"][0]) == list(LAYER_FIELDS)
+    assert all(field.doc.endswith(".") for field in [*FIELDS.values(), *LAYER_FIELDS.values()])
+
+
+def test_evaluation_fields_stand_only_where_something_was_evaluated() -> None:
+    absent = set(FIELDS) - set(record(step_report(3)))
+    assert absent == {"evaluation_loss", "evaluation_bits_per_byte"}
+
+
+def test_a_line_says_what_the_step_was() -> None:
+    line = record(step_report(2, model_flops_utilization=0.41, forced_balance=True))
+    assert (line["step"], line["loss"], line["mtp_losses"], line["tokens_seen"]) == (2, 2.5, [3.0], 96)
+    assert line["model_flops_utilization"] == 0.41
+    assert line["forced_balance"] is True
+    assert math.isclose(line["expert_load_max_over_mean"], 1.6)
+    assert line["dropped_slots"] == 3
+    assert math.isclose(line["auxiliary_loss"], 0.03)
+
+
+def test_a_dense_model_has_no_expert_load() -> None:
+    line = record(step_report(1, layers=()))
+    assert line["expert_load_max_over_mean"] is None
+    assert (line["layers"], line["dropped_slots"], line["auxiliary_loss"]) == ([], 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("slots", "max_over_mean", "entropy"),
+    [
+        ((5, 5, 5, 5), 1.0, 1.0),
+        ((20, 0, 0, 0), 4.0, 0.0),
+        ((10, 10, 0, 0), 2.0, 0.5),
+        ((0, 0, 0, 0), 1.0, 1.0),
+        ((7,), 1.0, 1.0),
+    ],
+)
+def test_evenness_of_load(slots: tuple[int, ...], max_over_mean: float, entropy: float) -> None:
+    layer = LayerReport(layer=0, slots=slots, dropped=0, auxiliary_loss=0.0)
+    assert math.isclose(layer.max_over_mean, max_over_mean)
+    assert math.isclose(layer.entropy, entropy, abs_tol=1e-12)
+
+
+def test_each_step_is_a_line_that_is_on_disk_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, every=1)
+    for step in (1, 2, 3):
+        metrics.stepped(step_report(step))
+        assert steps_in(path)[-1] == step
+    metrics.closed()
+
+
+def test_steps_between_records_are_left_out_unless_they_evaluate(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, [step_report(step, evaluation=HELD_OUT if step == 5 else None) for step in range(1, 9)], every=4)
+    assert steps_in(path) == [4, 5, 8]
+
+
+def test_lines_after_the_checkpoint_are_dropped_exactly(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, [step_report(step) for step in (1, 2)])
+    kept = path.read_bytes()
+    write(path, [step_report(step) for step in (3, 4)])
+    drop_after(path, 2)
+    assert path.read_bytes() == kept
+    write(path, [step_report(3)])
+    assert steps_in(path) == [1, 2, 3]
+
+
+def test_a_line_that_a_killed_run_left_unfinished_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, [step_report(1), step_report(2)])
+    path.write_bytes(path.read_bytes()[:-7])
+    drop_after(path, 5)
+    assert steps_in(path) == [1]
+
+
+def test_nothing_is_dropped_where_nothing_was_written(tmp_path: Path) -> None:
+    drop_after(tmp_path / "metrics.jsonl", 5)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["hello\n", '{"loss": 1}\n', "[1]\n", '{"step": null}\n', "\xff\n"])
+def test_a_file_that_is_not_ours_is_refused_and_left_alone(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(RunFolderError, match="as metrics"):
+        drop_after(path, 5)
+    assert path.read_text(encoding="latin-1") == text
+
+
+class FullDisk:
+    """A file on a disk without space."""
+
+    def write(self, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self) -> None: ...
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", every=1)
+    metrics.closed()
+    monkeypatch.setattr(metrics, "_file", FullDisk())
+    with pytest.raises(RunFolderError, match="No space left on device") as refusal:
+        metrics.stepped(step_report(1))
+    assert "\n" not in str(refusal.value)
+
+
+def test_tensorboard_holds_the_same_figures(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path, every=2, steps_done=0)
+    board.started(run_start(tiny_run(tmp_path)))
+    for step in (1, 2, 3, 4):
+        board.stepped(step_report(step, evaluation=HELD_OUT if step == 3 else None))
+    board.saved(4)
+    board.closed()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        (step, pytest.approx(5.0 / step)) for step in (2, 3, 4)
+    ]
+    assert [event.step for event in events.Scalars("train/evaluation_bits_per_byte")] == [3]
+    assert events.Scalars("layer 01/max_over_mean")[0].value == pytest.approx(1.6)
+    assert events.Scalars("train/mtp_loss_1")[0].value == pytest.approx(3.0)
+
+
+def test_tensorboard_hides_points_after_the_checkpoint(tmp_path: Path) -> None:
+    for steps_done, steps in ((0, (1, 2, 3)), (1, (2,))):
+        board = TensorBoard(tmp_path, every=1, steps_done=steps_done)
+        for step in steps:
+            board.stepped(step_report(step, loss=float(steps_done)))
+        board.closed()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.0), (2, 1.0)]
+
+
+def test_the_reference_page_names_every_field() -> None:
+    page = reference_page()
+    assert all(f"| `{name}` |" in page for name in [*FIELDS, *LAYER_FIELDS])
+    assert page.isascii()

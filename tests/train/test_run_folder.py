@@ -1,0 +1,180 @@
+"""A run folder is there whole or not at all, has one owner, and goes on as what it was."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from penstock.base.errors import CheckpointError, RunFolderError
+from penstock.config.load import dump_toml, load_run
+from penstock.config.run import Run
+from penstock.train import run_folder
+from penstock.train.run_folder import (
+    RunFolder,
+    check_is_free,
+    check_name,
+    check_same_run,
+    create_run_folder,
+    find_run_folder,
+    free_name,
+    is_bound,
+    write_whole,
+)
+from tests.train.tiny_run import tiny_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return tiny_run(tmp_path / "runs")
+
+
+def test_a_new_folder_holds_the_resolved_configuration(run: Run) -> None:
+    named, folder = create_run_folder(run, number_if_taken=True)
+    assert folder.path == Path(run.record.folder) / "tiny"
+    assert folder.exists
+    assert [path.name for path in folder.path.iterdir()] == ["config.toml"]
+    assert load_run(str(folder.path)) == named == run
+
+
+def test_a_name_that_is_taken_gets_a_number(run: Run) -> None:
+    names = [create_run_folder(run, number_if_taken=True)[1].path.name for _ in range(3)]
+    assert names == ["tiny", "tiny-2", "tiny-3"]
+    assert load_run(str(Path(run.record.folder) / "tiny-3")).name == "tiny-3"
+
+
+def test_a_chosen_name_that_is_taken_is_refused(run: Run) -> None:
+    create_run_folder(run, number_if_taken=False)
+    with pytest.raises(RunFolderError, match="tiny exists already; fix: --resume"):
+        check_is_free(Path(run.record.folder), "tiny")
+    with pytest.raises(RunFolderError, match="exists already"):
+        create_run_folder(run, number_if_taken=False)
+    assert [path.name for path in Path(run.record.folder).iterdir()] == ["tiny"]
+
+
+def test_an_empty_folder_and_a_file_are_taken_too(run: Run) -> None:
+    parent = Path(run.record.folder)
+    (parent / "tiny").mkdir(parents=True)
+    (parent / "tiny-2").write_text("")
+    assert free_name(parent, "tiny") == "tiny-3"
+    with pytest.raises(RunFolderError, match="exists already"):
+        create_run_folder(run, number_if_taken=False)
+
+
+def test_two_runs_that_start_at_once_get_two_folders(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other run takes the name between our look and our rename."""
+    parent = Path(run.record.folder)
+
+    def late_look(parent: Path, name: str) -> str:
+        chosen = free_name(parent, name)
+        if chosen == "tiny":
+            create_run_folder_of_other()
+        return chosen
+
+    def create_run_folder_of_other() -> None:
+        (parent / "tiny").mkdir()
+        (parent / "tiny" / "config.toml").write_text("")
+
+    monkeypatch.setattr(run_folder, "free_name", late_look)
+    monkeypatch.setattr(run_folder, "check_is_free", lambda parent, name: None)
+    assert create_run_folder(run, number_if_taken=True)[1].path.name == "tiny-2"
+
+
+def test_nothing_is_left_behind_when_the_disk_is_full(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "write_whole", no_space)
+    with pytest.raises(RunFolderError, match="cannot make a run folder in .*; got No space left on device"):
+        create_run_folder(run, number_if_taken=True)
+    assert list(Path(run.record.folder).iterdir()) == []
+
+
+def test_a_parent_that_is_a_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(RunFolderError, match="cannot make a run folder") as refusal:
+        create_run_folder(tiny_run(tmp_path / "runs"), number_if_taken=True)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "-x", "a b", "\N{LATIN SMALL LETTER E WITH ACUTE}"])
+def test_a_name_that_is_no_folder_is_refused(name: str) -> None:
+    with pytest.raises(RunFolderError, match="becomes a folder"):
+        check_name(name)
+
+
+def test_the_newest_run_of_a_name_is_found(run: Run) -> None:
+    parent = Path(run.record.folder)
+    for name in ("tiny", "tiny-2", "tiny-10", "tiny-x", "other-11"):
+        (parent / name).mkdir(parents=True)
+        (parent / name / "config.toml").write_text("")
+    (parent / "tiny-11").mkdir()  # not the folder of a run
+    assert find_run_folder(parent, "tiny", newest=True).path.name == "tiny-10"
+    assert find_run_folder(parent, "tiny", newest=False).path.name == "tiny"
+
+
+def test_a_run_that_is_not_there_cannot_go_on(tmp_path: Path) -> None:
+    for newest in (True, False):
+        with pytest.raises(RunFolderError, match="there is no run tiny in .*; fix: leave out --resume"):
+            find_run_folder(tmp_path / "runs", "tiny", newest=newest)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.steps=9",
+        "optimizer.learning_rate=1.0",
+        "checkpoint.every=1",
+        "training.micro_batch=1",
+        "model.moe.balance.auxiliary_weight=0.5",
+        "model.moe.router.expert_bias_rate=0.0",
+    ],
+)
+def test_how_a_run_goes_on_may_change(override: str, run: Run) -> None:
+    _, folder = create_run_folder(run, number_if_taken=True)
+    check_same_run(run, load_run(str(folder.path), [override]))
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("model.layers=3", "model.layers"),
+        ("model.moe.top_k=1", "model.moe.top_k"),
+        ("seed=1", "seed"),
+        ("data.document_mask=true", "data.document_mask"),
+        ("training.precision=bf16", "training.precision"),
+        ("training.sequence_length=8", "training.sequence_length"),
+        ("record.folder=elsewhere", "record.folder"),
+    ],
+)
+def test_what_a_run_is_may_not_change(override: str, field: str, run: Run) -> None:
+    _, folder = create_run_folder(run, number_if_taken=True)
+    with pytest.raises(CheckpointError, match=f"cannot be resumed with another {field}; got .*; allowed: "):
+        check_same_run(run, load_run(str(folder.path), [override]))
+
+
+def test_a_field_is_bound_by_whole_words_of_its_path() -> None:
+    assert is_bound("model.layers")
+    assert is_bound("data.files")
+    assert not is_bound("model.moe.balance.force")
+    assert not is_bound("training.sequence")
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.toml"
+    write_whole(path, "old")
+
+    def crash(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("os.fsync", crash)
+    with pytest.raises(OSError, match="Input/output"):
+        write_whole(path, "new")
+    assert path.read_text() == "old"
+
+
+def test_an_overridden_configuration_is_written_for_the_next_time(run: Run) -> None:
+    _, folder = create_run_folder(run, number_if_taken=True)
+    longer = load_run(str(folder.path), ["training.steps=9"])
+    folder.write_config(longer)
+    assert folder.config.read_text() == dump_toml(longer)
+    assert RunFolder(folder.path).exists
