@@ -1,17 +1,17 @@
 """Grouped GEMM: every expert's rows times the expert's matrix, one launch for all experts, counts never on the host.
 
-Three products make forward and backward; `w` is stored as the model has it, F x D for each expert, and nothing is copied
-or transposed in memory:
+Three products make forward and backward; `w` is stored as the model has it, F x D for each expert, and nothing is
+copied or transposed in memory:
 
     forward           y_RF  = x_RD  @ w_eFD^T        contracts over D
     input gradient    dx_RD = dy_RF @ w_eFD          contracts over F
     weight gradient   dw_eFD = dy_RF^T @ x_RD        contracts over each expert's rows
 
-`index_R` fuses a gather of rows into the loads of x (forward, weight gradient), so that the tokens are never copied into
-expert order. `accumulate_into` adds a weight gradient to a float32 buffer, as micro-batches want it.
+`index_R` fuses a gather of rows into the loads of x (forward, weight gradient), so that the tokens are never copied
+into expert order. `accumulate_into` adds a weight gradient to a float32 buffer, as micro-batches want it.
 
-Each product chooses its launch by itself (`penstock.kernels.tuning`), and they share one `TileTable`. Inputs are bfloat16 or
-float16 (or float32, slowly), sums are float32. Device code is in `penstock.kernels.grouped_gemm_kernels`.
+Each product chooses its launch by itself (`penstock.kernels.tuning`), and they share one `TileTable`. Inputs are
+bfloat16 or float16 (or float32, slowly), sums are float32. Device code is in `penstock.kernels.grouped_gemm_kernels`.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from penstock.base.errors import KernelError
 from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
-from penstock.kernels.tuning import GemmLaunch, grouped_gemm_launch, programs_of
+from penstock.kernels.tuning import GemmLaunch, GemmProduct, grouped_gemm_launch, programs_of
 
 
 def grouped_gemm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor | None = None) -> Tensor:
@@ -94,7 +94,8 @@ def grouped_gemm_forward(
     _check("forward", counts_e, index_R, x_RD=(x_RD, (len(x_RD), depth)), w_eFD=(w_eFD, (experts, width, depth)))
     y_RF = x_RD.new_empty(rows, width)
     if rows:
-        launch = launch or grouped_gemm_launch("forward", x_RD, rows, experts, width, depth)
+        product: GemmProduct = "forward" if index_R is None else "forward_gathered"
+        launch = launch or grouped_gemm_launch(product, x_RD.device, x_RD.dtype, width * depth)
         _launch_rows(x_RD, w_eFD, y_RF, index_R, tiles or tile_table(counts_e, rows), launch, depth_first=False)
     return y_RF
 
@@ -121,7 +122,7 @@ def grouped_gemm_input_gradient(
     _check("input gradient", counts_e, None, dy_RF=(dy_RF, (rows, depth)), w_eFD=(w_eFD, (experts, depth, width)))
     dx_RD = dy_RF.new_empty(rows, width)
     if rows:
-        launch = launch or grouped_gemm_launch("input_gradient", dy_RF, rows, experts, width, depth)
+        launch = launch or grouped_gemm_launch("input_gradient", dy_RF.device, dy_RF.dtype, width * depth)
         _launch_rows(dy_RF, w_eFD, dx_RD, None, tiles or tile_table(counts_e, rows), launch, depth_first=True)
     return dx_RD
 
@@ -150,15 +151,17 @@ def grouped_gemm_weight_gradient(
     rows, width = dy_RF.shape
     source_rows, depth = x_RD.shape
     shape = (counts_e.numel(), width, depth)
-    operands = {"dy_RF": (dy_RF, (rows, width)), "x_RD": (x_RD, (source_rows, depth))}
-    _check("weight gradient", counts_e, index_R, **operands)
+    dy, x = (dy_RF, (rows, width)), (x_RD, (source_rows, depth))
+    _check("weight gradient", counts_e, index_R, dy_RF=dy, x_RD=x)
     if accumulate_into is not None:
         _check("weight gradient's sum", counts_e, None, torch.float32, accumulate_into=(accumulate_into, shape))
         dw_eFD = accumulate_into
     else:
         dw_eFD = x_RD.new_empty(shape) if rows else x_RD.new_zeros(shape)
     if rows:
-        launch = launch or grouped_gemm_launch("weight_gradient", x_RD, rows, *shape)
+        product: GemmProduct = "weight_gradient" if index_R is None else "weight_gradient_gathered"
+        product = product if accumulate_into is None else "weight_gradient_accumulated"
+        launch = launch or grouped_gemm_launch(product, x_RD.device, x_RD.dtype, width * depth)
         tiles = tiles or tile_table(counts_e, rows)
         _launch_weights(dy_RF, x_RD, dw_eFD, index_R, tiles, launch, accumulate=accumulate_into is not None)
     return dw_eFD

@@ -1,14 +1,15 @@
 """Device code of the grouped GEMM: two persistent kernels, one source for every chip.
 
-`rows_kernel` makes an output that has the experts' rows (forward, input gradient); `weights_kernel` contracts over each
-expert's rows (weight gradient). A program takes every P-th output tile, P programs in all. The loop over tiles and the loop
-over the contracted dimension are flattened into one, so the pipeline of loads runs on across tiles: the next tile's first
-blocks are on their way while the last tile is written.
+`rows_kernel` makes an output that has the experts' rows (forward, input gradient); `weights_kernel` contracts over the
+rows of each expert (weight gradient). A program takes every P-th output tile, P programs in all. The loop over tiles and
+the loop over the contracted dimension are flattened into one, so the pipeline of loads runs on across tiles: the next
+tile's first blocks are on their way while the last tile is written.
 
 Ragged ends cost no branch where the chip copies blocks by descriptor (`DESCRIPTORS`). A ragged descriptor, made by
-`triton.tools.ragged_tma`, has two dimensions more, whose strides undo each other modulo 2**64: coordinates [2**30, end, 2**30 - count + row] lead to the row
-`end - count + row`, and the bound of 2**30 rows stands exactly at the expert's end. So loads past an expert's last row give
-zeros and stores past it are dropped. Elsewhere, and for gathered rows, the kernels use plain pointers with masks.
+`triton.tools.ragged_tma`, has two dimensions more, whose strides undo each other modulo 2**64: the coordinates
+[2**30, end, 2**30 - count + row] lead to the row `end - count + row`, and the bound of 2**30 rows stands exactly at the
+expert's end. So loads past an expert's last row give zeros and stores past it are dropped. Elsewhere, and for gathered
+rows, the kernels use plain pointers with masks.
 
 Inside, the words are those of a matrix product: an output of rows x columns, contracted over depth.
 """
@@ -41,11 +42,10 @@ def rows_kernel(
     GATHER: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """y = x @ w of the row's expert.
+    """Multiply each row of x by the matrix of the row's expert; set the rows of the tail to zero.
 
-    `x` and `y` are rows x depth and rows x columns. `w` is experts x columns x depth, or experts x depth x columns if
-    DEPTH_FIRST. With DESCRIPTORS, `w`, `y` and (without GATHER) `x` are descriptors of blocks, else pointers; `y_ptr` is
-    always the pointer. Rows of the tail are set to zero.
+    x is rows x depth, y is rows x columns, w is experts x columns x depth, or experts x depth x columns if DEPTH_FIRST.
+    With DESCRIPTORS, w, y and (without GATHER) x are descriptors of blocks, else pointers; y_ptr is always the pointer.
     """
     tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
     tiles = tl.load(block_count_ptr) * tiles_across
@@ -56,7 +56,7 @@ def rows_kernel(
         column *= BLOCK_COLUMNS
         if GATHER or not DESCRIPTORS:
             place = start + row + tl.arange(0, BLOCK_ROWS)
-            # Rows past the expert's last are read from a row that exists and are never written.
+            # Past the expert's last row any row does: it is read and never written.
             source = tl.load(index_ptr + place, mask=place < end, other=0) if GATHER else tl.minimum(place, end - 1)
             x_rows = x + source.to(tl.int64)[:, None] * depth
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
@@ -65,9 +65,9 @@ def rows_kernel(
             if DESCRIPTORS and not GATHER:
                 x_block = x.load([start + row, first])
             else:
-                depths = first + tl.arange(0, BLOCK_DEPTH)
-                x_block = tl.load(x_rows + depths[None, :], mask=depths[None, :] < depth, other=0)
-            w_block = _load_weights(
+                deep = first + tl.arange(0, BLOCK_DEPTH)
+                x_block = tl.load(x_rows + deep[None, :], mask=deep[None, :] < depth, other=0)
+            w_block = _load_matrix(
                 w, expert, first, column, depth, columns, BLOCK_DEPTH, BLOCK_COLUMNS, DEPTH_FIRST, DESCRIPTORS
             )
             accumulator = tl.dot(x_block, w_block, accumulator, input_precision="ieee")
@@ -102,10 +102,10 @@ def weights_kernel(
     ACCUMULATE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """dw = transpose(dy) @ x over the rows of each expert; added to what `dw` holds if ACCUMULATE.
+    """Multiply the transpose of each expert's rows of dy by its rows of x; add to what dw holds if ACCUMULATE.
 
-    `dy` has `rows` columns and `x` has `columns` (the words of the output, experts x rows x columns). With DESCRIPTORS,
-    `dy`, `dw` and (without GATHER) `x` are descriptors of blocks, else pointers.
+    dw is experts x rows x columns, so dy is as wide as dw has rows, and x as wide as dw has columns. With DESCRIPTORS, dy,
+    dw and (without GATHER) x are descriptors of blocks, else pointers.
     """
     tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
     tiles_each = tl.cdiv(rows, BLOCK_ROWS) * tiles_across
@@ -119,33 +119,34 @@ def weights_kernel(
         # An expert without rows takes one step over zeros, so that its gradient is written too.
         steps = tl.maximum(tl.cdiv(count, BLOCK_DEPTH), 1)
         tl.assume(steps > 0)
-        accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         if GATHER:
-            source = _load_index(index_ptr + start, 0, count, BLOCK_DEPTH)
-        else:
-            source = start
+            source = _load_index(index_ptr, start, count, 0, BLOCK_DEPTH)
+        accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         for step in tl.range(steps):
             first = step * BLOCK_DEPTH
-            dy_block = _load_depths(dy, start, start, count, first, row, rows, BLOCK_DEPTH, BLOCK_ROWS, False, DESCRIPTORS)
-            x_block = _load_depths(x, source, start, count, first, column, columns, BLOCK_DEPTH, BLOCK_COLUMNS, GATHER, DESCRIPTORS)
+            dy_block = _load_depths(dy, start, count, first, row, rows, BLOCK_DEPTH, BLOCK_ROWS, DESCRIPTORS)
             if GATHER:
-                source = _load_index(index_ptr + start, first + BLOCK_DEPTH, count, BLOCK_DEPTH)
+                x_block = _load_rows(x, source, count - first, column, columns, BLOCK_DEPTH, BLOCK_COLUMNS)
+                # In registers one step ahead: the compiler would otherwise halve the depth of the pipeline for it.
+                source = _load_index(index_ptr, start, count, first + BLOCK_DEPTH, BLOCK_DEPTH)
+            else:
+                x_block = _load_depths(x, start, count, first, column, columns, BLOCK_DEPTH, BLOCK_COLUMNS, DESCRIPTORS)
             accumulator = tl.dot(dy_block.T, x_block, accumulator, input_precision="ieee")
         WIDTH: tl.constexpr = BLOCK_COLUMNS // PIECES
         if PIECES == 1:
-            _store_weights(
+            _store_matrix(
                 dw, expert, row, column, rows, columns, accumulator, BLOCK_ROWS, WIDTH, ACCUMULATE, DESCRIPTORS
             )
         else:
             left, right = accumulator.reshape(BLOCK_ROWS, 2, WIDTH).permute(0, 2, 1).split()
-            _store_weights(dw, expert, row, column, rows, columns, left, BLOCK_ROWS, WIDTH, ACCUMULATE, DESCRIPTORS)
+            _store_matrix(dw, expert, row, column, rows, columns, left, BLOCK_ROWS, WIDTH, ACCUMULATE, DESCRIPTORS)
             column += WIDTH
-            _store_weights(dw, expert, row, column, rows, columns, right, BLOCK_ROWS, WIDTH, ACCUMULATE, DESCRIPTORS)
+            _store_matrix(dw, expert, row, column, rows, columns, right, BLOCK_ROWS, WIDTH, ACCUMULATE, DESCRIPTORS)
 
 
 @triton.jit
 def _locate_rows(owners_ptr, tile, tiles_across, BLOCK_ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """Whose tile it is, the expert's first row and the row past its last, the tile's row in the expert, its column block.
+    """Say whose tile it is: expert, its first row, the row past its last, the tile's row in it, the column block.
 
     Tiles of one expert stand together, so `tile // tiles_across` is a block of the same expert, though the swizzle may
     then choose another one of its blocks.
@@ -161,7 +162,10 @@ def _locate_rows(owners_ptr, tile, tiles_across, BLOCK_ROWS: tl.constexpr, GROUP
 
 @triton.jit
 def _swizzle(tile, tiles_down, tiles_across, GROUP: tl.constexpr):
-    """Walk tiles down GROUP rows, then one column on: programs that run together share operands in the L2 cache."""
+    """Walk tiles down GROUP rows, then one column on: programs that run together share operands in the L2 cache.
+
+    With 3 tiles down, 2 across and GROUP = 2, tiles 0 to 5 are (0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1).
+    """
     group = tile // (GROUP * tiles_across)
     height = tl.minimum(tiles_down - group * GROUP, GROUP)
     within = tile % (GROUP * tiles_across)
@@ -169,7 +173,7 @@ def _swizzle(tile, tiles_down, tiles_across, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _load_weights(
+def _load_matrix(
     w,
     expert,
     first,
@@ -181,32 +185,26 @@ def _load_weights(
     DEPTH_FIRST: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """One block of an expert's matrix, depth x columns; zeros outside the matrix."""
+    """Load one block of an expert's matrix, depth x columns; zeros outside the matrix."""
     if DESCRIPTORS and DEPTH_FIRST:
-        return w.load([expert, first, column]).reshape(BLOCK_DEPTH, BLOCK_COLUMNS)
+        block = w.load([expert, first, column]).reshape(BLOCK_DEPTH, BLOCK_COLUMNS)
     elif DESCRIPTORS:
-        return w.load([expert, column, first]).reshape(BLOCK_COLUMNS, BLOCK_DEPTH).T
+        block = w.load([expert, column, first]).reshape(BLOCK_COLUMNS, BLOCK_DEPTH).T
     else:
-        depths = first + tl.arange(0, BLOCK_DEPTH)
+        deep = first + tl.arange(0, BLOCK_DEPTH)
         across = column + tl.arange(0, BLOCK_COLUMNS)
-        inside = (depths < depth)[:, None] & (across < columns)[None, :]
+        inside = (deep < depth)[:, None] & (across < columns)[None, :]
         matrix = w + expert.to(tl.int64) * depth * columns
         if DEPTH_FIRST:
-            return tl.load(matrix + depths[:, None] * columns + across[None, :], mask=inside, other=0)
+            block = tl.load(matrix + deep[:, None] * columns + across[None, :], mask=inside, other=0)
         else:
-            return tl.load(matrix + across[None, :] * depth + depths[:, None], mask=inside, other=0)
-
-
-@triton.jit
-def _load_index(index_ptr, first, count, BLOCK_DEPTH: tl.constexpr):
-    place = first + tl.arange(0, BLOCK_DEPTH)
-    return tl.load(index_ptr + place, mask=place < count, other=0)
+            block = tl.load(matrix + across[None, :] * depth + deep[:, None], mask=inside, other=0)
+    return block
 
 
 @triton.jit
 def _load_depths(
-    rows_in,
-    source,
+    x,
     start,
     count,
     first,
@@ -214,20 +212,31 @@ def _load_depths(
     columns,
     BLOCK_DEPTH: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    GATHER: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Rows `first` and on of an expert whose rows are contracted over; zeros past its last."""
-    if DESCRIPTORS and not GATHER:
+    """Load rows `first` and on of an expert whose rows are contracted over; zeros past its last."""
+    if DESCRIPTORS:
         span, end, place = _ragged(start + count, count, first)
-        return rows_in.load([span, end, place, column]).reshape(BLOCK_DEPTH, BLOCK_COLUMNS)
+        block = x.load([span, end, place, column]).reshape(BLOCK_DEPTH, BLOCK_COLUMNS)
     else:
-        place = first + tl.arange(0, BLOCK_DEPTH)
-        across = column + tl.arange(0, BLOCK_COLUMNS)
-        if not GATHER:
-            source = start + place
-        inside = (place < count)[:, None] & (across < columns)[None, :]
-        return tl.load(rows_in + source.to(tl.int64)[:, None] * columns + across[None, :], mask=inside, other=0)
+        source = start + first + tl.arange(0, BLOCK_DEPTH)
+        block = _load_rows(x, source, count - first, column, columns, BLOCK_DEPTH, BLOCK_COLUMNS)
+    return block
+
+
+@triton.jit
+def _load_rows(x, source, count, column, columns, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
+    """Load the rows `source`, of which `count` are real; zeros for the others."""
+    across = column + tl.arange(0, BLOCK_COLUMNS)
+    inside = (tl.arange(0, BLOCK_ROWS) < count)[:, None] & (across < columns)[None, :]
+    return tl.load(x + source.to(tl.int64)[:, None] * columns + across[None, :], mask=inside, other=0)
+
+
+@triton.jit
+def _load_index(index_ptr, start, count, first, BLOCK_DEPTH: tl.constexpr):
+    """Load where an expert's rows `first` and on are gathered from; 0 past its last."""
+    place = first + tl.arange(0, BLOCK_DEPTH)
+    return tl.load(index_ptr + start + place, mask=place < count, other=0)
 
 
 @triton.jit
@@ -255,7 +264,7 @@ def _store_rows(
 
 
 @triton.jit
-def _store_weights(
+def _store_matrix(
     dw,
     expert,
     row,
@@ -268,7 +277,7 @@ def _store_weights(
     ACCUMULATE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Write or add a tile of an expert's gradient. One program owns each element, so the sum has a fixed order."""
+    """Write or add a tile of an expert's gradient. One program owns each element, so a sum has one order."""
     if DESCRIPTORS:
         block = result.to(dw.dtype).reshape(1, BLOCK_ROWS, BLOCK_COLUMNS)
         if ACCUMULATE:
@@ -294,9 +303,9 @@ def _ragged(end, count, row):
 
 @triton.jit
 def _zero_tail(y_ptr, tail, rows, columns):
-    """Rows past the last expert's are zero; a row is one program's."""
+    """Set the rows past the last expert's to zero; programs take turns, a row at a time."""
     for row in range(tail + tl.program_id(0), rows, tl.num_programs(0)):
+        row_ptr = y_ptr + row * columns.to(tl.int64)
         for first in range(0, columns, 2048):
             across = first + tl.arange(0, 2048)
-            row_ptr = y_ptr + row * columns.to(tl.int64)
             tl.store(row_ptr + across, tl.zeros((2048,), y_ptr.dtype.element_ty), mask=across < columns)

@@ -1,8 +1,8 @@
 """Which expert a block of rows belongs to, worked out once on the device for every grouped GEMM of a layer.
 
 Experts' rows stand one after the other, `counts_e` says how many each has, and only the device knows the counts. A GEMM
-program that picks up output tile number t must know whose tile that is. Searching the counts costs a scan over all experts
-in every tile, so one small kernel writes the answers down first. Its work in small integers, with blocks of 2 rows:
+program that picks up output tile number t must know whose tile that is. Searching the counts costs a scan over all
+experts in every tile, so one small kernel writes the answers down first. With blocks of 2 rows it would write:
 
     counts_e   [5, 0, 2]
     starts_e   [0, 5, 5, 7]            first row of each expert, then the first row of the tail
@@ -11,9 +11,9 @@ in every tile, so one small kernel writes the answers down first. Its work in sm
                0..5   0..5   0..5   5..7   the expert's rows
                0      0      0      3  the expert's first block
 
-A block never holds rows of two experts, so an expert's last block may be partly empty (blocks 2 and 3 here). The number of
-blocks is known on the device only; the host knows the bound `rows // block_rows + experts`. One launch writes an owner table
-for each size of block that a GEMM may be cut into, so the forward and backward passes of a layer share one `TileTable`.
+A block never holds rows of two experts, so an expert's last block may be partly empty (blocks 2 and 3 here). The number
+of blocks is known on the device only; the host knows the bound `rows // block_rows + experts`. One launch writes an
+owner table for each size of block that a GEMM may be cut into, so that the passes of a layer share one `TileTable`.
 """
 
 from dataclasses import dataclass

@@ -25,11 +25,17 @@ from penstock.base.errors import KernelError
 from penstock.kernels.reference import Routed, RouterRule
 from penstock.kernels.tuning import Launch
 
-LAUNCH = Launch(block_rows=16, block_columns=64, warps=4)
-"""Elements of a tile: eight for each of 128 threads, so that scores, keys and both sums stay in registers."""
+LAUNCH = Launch(block_rows=4, block_columns=64, warps=1)
+"""Elements of a tile: eight for each thread of one warp, so that all stays in registers and nothing waits for others."""
 
-PROGRAMS = 512
+PROGRAMS = 1024
 """Programs of forward before each takes a second tile: more fill the chip, fewer make fewer partial sums."""
+
+
+# Marks on the keys of experts. All are below LOWEST_KEY, which has zeros where a column's number may stand.
+CHOSEN = tl.constexpr(-(2**31))
+NOT_ELIGIBLE = tl.constexpr(-(2**31) + 1023)
+LOWEST_KEY = tl.constexpr(-(2**31) + 1024)
 
 
 def route(
@@ -125,7 +131,6 @@ def kernel_constants(experts: int, rule: RouterRule, launch: Launch) -> dict[str
         "BLOCK_T": _rows_of_tile(groups * columns, launch),
         "BLOCK_Q": groups,
         "BLOCK_G": columns,
-        "BLOCK_K": triton.next_power_of_2(rule.top_k),
     }
 
 
@@ -161,9 +166,9 @@ def _check(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences
 
 @triton.jit
 def _sort_key(score):
-    """An int32 that is ordered as the float32 is, and greater than both marks below."""
-    bits = (score + 0.0).to(tl.int32, bitcast=True)  # The sum makes -0 to 0.
-    return tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), -(2**31) + 2)
+    """An int32 that is ordered as the float32 is, and not below LOWEST_KEY. The sum makes -0 to 0."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    return tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), LOWEST_KEY)
 
 
 @triton.jit
@@ -193,6 +198,33 @@ def _is_in_best_groups(
 
 
 @triton.jit
+def _mark_best(key_TE, eligible_TE, K: tl.constexpr):
+    """Int32 T x E: CHOSEN + k for the k-th best of the eligible, something greater for all others.
+
+    First with each column's number in the low bits of its key: a maximum then says where it stands, in one reduction.
+    That order is right unless two neighbours among the best K + 1 agree in all higher bits; then, for this tile, the
+    exact keys are searched for the lowest column that holds the maximum.
+    """
+    BLOCK_E: tl.constexpr = key_TE.shape[1]
+    column_1E = tl.arange(0, BLOCK_E)[None, :]
+    marks_TE = tl.where(eligible_TE, (key_TE & -BLOCK_E) | (BLOCK_E - 1 - column_1E), NOT_ELIGIBLE)
+    best_T = tl.max(marks_TE, 1)
+    doubtful_T = best_T != best_T
+    for k in range(K):
+        marks_TE = tl.where(marks_TE == best_T[:, None], CHOSEN + k, marks_TE)
+        next_T = tl.max(marks_TE, 1)
+        doubtful_T |= ((best_T ^ next_T) & -BLOCK_E) == 0
+        best_T = next_T
+    if tl.max(doubtful_T.to(tl.int32), 0) != 0:
+        marks_TE = tl.where(eligible_TE, key_TE, NOT_ELIGIBLE)
+        for k in range(K):
+            is_best_TE = marks_TE == tl.max(marks_TE, 1)[:, None]
+            column_T = tl.min(tl.where(is_best_TE, column_1E, BLOCK_E), 1)
+            marks_TE = tl.where(column_1E == column_T[:, None], CHOSEN + k, marks_TE)
+    return marks_TE
+
+
+@triton.jit
 def route_kernel(
     logits_ptr,
     bias_ptr,
@@ -215,32 +247,27 @@ def route_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    BLOCK_K: tl.constexpr,
 ):
     """Some tiles of one sequence's tokens, and their sums.
 
     Example with softmax and K = 2: logits [0, ln 2, ln 5, 0] have scores [1, 2, 5, 1] / 9; the choice is experts [2, 1]
     with weights [5/9, 2/9], or [5/7, 2/7] normalized.
     """
-    TAKEN: tl.constexpr = -(2**31)
-    NOT_ELIGIBLE: tl.constexpr = -(2**31) + 1
     GROUP: tl.constexpr = E // GROUPS
     BLOCK_E: tl.constexpr = BLOCK_Q * BLOCK_G
-    chunk, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    chunk, sequence = tl.program_id(0), tl.program_id(1)
     column_E = tl.arange(0, BLOCK_E)
     expert_E = column_E // BLOCK_G * GROUP + column_E % BLOCK_G
     exists_E = (column_E % BLOCK_G < GROUP) & (column_E < GROUPS * BLOCK_G)
     expert_1E, exists_1E = expert_E[None, :], exists_E[None, :]
-    choice_1K = tl.arange(0, BLOCK_K)[None, :]
     counts_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.int32)
     mass_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     z_T = tl.zeros([BLOCK_T], tl.float32)
 
     for tile in range(tiles):
         position_T = (chunk * tiles + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
-        exists_T = position_T < length
+        exists_T1 = (position_T < length)[:, None]
         token_T1 = (sequence * length + position_T)[:, None]
-        exists_T1 = exists_T[:, None]
 
         # 1. Scores. Rows past the end are made of zeros, columns past the last expert of -inf.
         logits_TE = tl.load(logits_ptr + token_T1 * E + expert_1E, mask=exists_T1 & exists_1E, other=0.0)
@@ -248,52 +275,40 @@ def route_kernel(
         largest_T1 = tl.max(logits_TE, 1)[:, None]
         powers_TE = tl.exp(logits_TE - largest_T1)
         total_T1 = tl.sum(powers_TE, 1)[:, None]
-        if SIGMOID:
-            scores_TE = tl.sigmoid(logits_TE)
-            shares_TE = scores_TE * (1.0 / (tl.sum(scores_TE, 1)[:, None] + 1e-20))
-        else:
-            scores_TE = powers_TE * (1.0 / total_T1)
-            shares_TE = scores_TE
+        scores_TE = tl.sigmoid(logits_TE) if SIGMOID else powers_TE * (1.0 / total_T1)
 
-        # 2. Keys of the experts that may be chosen.
+        # 2. Choice.
         choice_TE = logits_TE if AFTER else scores_TE
         if bias_ptr is not None:
             choice_TE += tl.load(bias_ptr + expert_E, mask=exists_E, other=0.0)[None, :]
-        eligible_TE = exists_1E
+        eligible_TE = tl.broadcast_to(exists_1E, [BLOCK_T, BLOCK_E])
         if GROUPS > 1:
             choice_TE = tl.where(exists_1E, choice_TE, float("-inf"))
-            eligible_TE = exists_1E & _is_in_best_groups(choice_TE, GROUPS, GROUPS_KEPT, TOP2, BLOCK_Q, BLOCK_G)
-        key_TE = tl.where(eligible_TE, _sort_key(choice_TE), NOT_ELIGIBLE)
+            eligible_TE &= _is_in_best_groups(choice_TE, GROUPS, GROUPS_KEPT, TOP2, BLOCK_Q, BLOCK_G)
+        marks_TE = _mark_best(_sort_key(choice_TE), eligible_TE, K)
+        chosen_TE = exists_T1 & (marks_TE < CHOSEN + K)
 
-        # 3. K rounds: the best that is left, the lowest id among equals.
-        experts_TK = tl.zeros([BLOCK_T, BLOCK_K], tl.int32)
-        for k in range(K):
-            best_T = tl.max(key_TE, 1)
-            expert_T1 = tl.min(tl.where(key_TE == best_T[:, None], expert_1E, E), 1)[:, None]
-            key_TE = tl.where(expert_1E == expert_T1, TAKEN, key_TE)
-            experts_TK = tl.where(choice_1K == k, expert_T1, experts_TK)
-
-        # 4. Weights of the chosen, from their logits again: the cache has them, a search in registers costs more.
-        is_slot = exists_T1 & (choice_1K < K)
-        chosen_TK = tl.load(logits_ptr + token_T1 * E + experts_TK, mask=is_slot, other=0.0).to(tl.float32)
+        # 3. Weights, from where they stand among the experts straight to their slots.
         if AFTER:
-            chosen_TK = tl.where(choice_1K < K, chosen_TK, float("-inf"))
-            weights_TK = tl.exp(chosen_TK - tl.max(chosen_TK, 1)[:, None])
-            weights_TK /= tl.sum(weights_TK, 1)[:, None]
-        elif SIGMOID:
-            weights_TK = tl.sigmoid(chosen_TK)
+            chosen_logits_TE = tl.where(chosen_TE, logits_TE, float("-inf"))
+            weights_TE = tl.exp(chosen_logits_TE - tl.max(chosen_logits_TE, 1)[:, None])
+            weights_TE *= 1.0 / tl.sum(weights_TE, 1)[:, None]
         else:
-            weights_TK = tl.exp(chosen_TK - largest_T1) * (1.0 / total_T1)
+            weights_TE = tl.where(chosen_TE, scores_TE, 0.0)
         if NORMALIZE:
-            weights_TK /= tl.sum(tl.where(choice_1K < K, weights_TK, 0.0), 1)[:, None] + 1e-20
-        tl.store(weights_ptr + token_T1 * K + choice_1K, weights_TK * SCALE, mask=is_slot)
-        tl.store(experts_ptr + token_T1 * K + choice_1K, experts_TK.to(tl.int64), mask=is_slot)
+            weights_TE *= 1.0 / (tl.sum(weights_TE, 1)[:, None] + 1e-20)
+        slot_TE = token_T1 * K + (marks_TE - CHOSEN)
+        tl.store(weights_ptr + slot_TE, weights_TE * SCALE, mask=chosen_TE)
+        tl.store(experts_ptr + slot_TE, tl.broadcast_to(expert_1E, [BLOCK_T, BLOCK_E]).to(tl.int64), mask=chosen_TE)
 
-        # 5. Sums.
-        counts_TE += (exists_T1 & (key_TE == TAKEN)).to(tl.int32)
-        mass_TE += tl.where(exists_T1, shares_TE, 0.0)
-        logsumexp_T1 = largest_T1 + tl.log(total_T1)
-        z_T += tl.where(exists_T, tl.sum(logsumexp_T1 * logsumexp_T1, 1), 0.0)
+        # 4. Sums.
+        share_T1 = tl.where(exists_T1, 1.0, 0.0)
+        if SIGMOID:
+            share_T1 /= tl.sum(scores_TE, 1)[:, None] + 1e-20
+        mass_TE += scores_TE * share_T1
+        counts_TE += chosen_TE.to(tl.int32)
+        logsumexp_T1 = tl.where(exists_T1, largest_T1 + tl.log(total_T1), 0.0)
+        z_T += tl.sum(logsumexp_T1 * logsumexp_T1, 1)
 
     part = sequence * tl.num_programs(0) + chunk
     tl.store(part_counts_ptr + part * E + expert_E, tl.sum(counts_TE, 0), mask=exists_E)
@@ -315,7 +330,7 @@ def sum_parts_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """Sums of one sequence over its chunks, for a block of experts; the first block also sums z."""
-    block, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block, sequence = tl.program_id(0), tl.program_id(1)
     expert_E = block * BLOCK_E + tl.arange(0, BLOCK_E)
     counts_CE = tl.zeros([BLOCK_C, BLOCK_E], tl.int32)
     mass_CE = tl.zeros([BLOCK_C, BLOCK_E], tl.float32)
@@ -358,7 +373,7 @@ def route_backward_kernel(
     The K gradients of the weights are first laid over the experts (0 where not chosen); then everything is elementwise
     with row sums. With p = softmax and w = v / sum(v): dlogits = p (dp - sum(p dp)), dv = (dw - sum(w dw)) / sum(v).
     """
-    sequence = tl.program_id(1).to(tl.int64)
+    sequence = tl.program_id(1)
     position_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert_E = tl.arange(0, BLOCK_E)
     expert_1E, exists_1E = expert_E[None, :], (expert_E < E)[None, :]

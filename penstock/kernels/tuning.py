@@ -4,9 +4,9 @@ A `Launch` never changes what a kernel computes, only how fast. The tables are f
 `penstock kernels tune`; nothing here is tried out inside a training step.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -21,7 +21,7 @@ GemmProduct = Literal[
     "weight_gradient_gathered",
     "weight_gradient_accumulated",
 ]
-"""What a grouped GEMM computes; each is tuned by itself (gathered and accumulated: as gathered)."""
+"""What a grouped GEMM computes, as far as launches differ; gathered and accumulated counts as accumulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class GemmLaunch(Launch):
         descriptors: copy blocks by descriptors (NVIDIA's tensor memory accelerator) instead of pointers.
         residency: programs that share a multiprocessor, so that one multiplies while the other writes.
         idle_units: multiprocessors that are left to others, such as communication.
-        flatten: make one loop of tiles and steps, so that loads for the next tile are on their way while one is written.
+        flatten: make one loop of tiles and steps, so that the next tile is on its way while one is written.
     """
 
     group: int = 8
@@ -79,12 +79,62 @@ def target_of(device: torch.device) -> str:
 
 
 def programs_of(launch: GemmLaunch, device: torch.device) -> int:
-    """Programs that a persistent kernel starts; a few in the interpreter, where the loop over tiles must be seen too."""
+    """Programs that a persistent kernel starts; a few in the interpreter, so that each sees several tiles there too."""
     units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
     return max(units - launch.idle_units, 1) * launch.residency
 
 
-def grouped_gemm_launch(product: str, x: torch.Tensor, rows: int, experts: int, width: int, depth: int) -> GemmLaunch:
-    if x.dtype == torch.float32:
-        return GemmLaunch(block_rows=64, block_columns=64, block_depth=32, warps=4, stages=2)
-    return GemmLaunch(block_rows=128, block_columns=256, block_depth=64, warps=8, stages=3)
+LaunchBySize = tuple[tuple[int, GemmLaunch], ...]
+"""Launches, each with the least elements of an expert's matrix (width x depth) that it is for; ascending, from 0."""
+
+# One program fills a multiprocessor, or two halves of one: while one half multiplies, the other writes its tile.
+_WIDE = GemmLaunch(block_rows=128, block_columns=256, block_depth=64, warps=8, stages=3)
+_PAIR = GemmLaunch(block_rows=128, block_columns=128, block_depth=64, warps=4, stages=3, pieces=2, residency=2)
+_WIDE_IN_PIECES = replace(_WIDE, pieces=2)
+# Where no copy engine reads descriptors. Twice as wide, the other products spill on one chip or another.
+_POINTERS = GemmLaunch(block_rows=128, block_columns=128, block_depth=64, warps=8, stages=2, descriptors=False)
+_POINTERS_WIDE = replace(_POINTERS, block_columns=256)
+
+_POINTERS_EVERYWHERE: dict[GemmProduct, LaunchBySize] = {
+    "forward": ((0, _POINTERS_WIDE),),
+    "forward_gathered": ((0, _POINTERS_WIDE),),
+    "input_gradient": ((0, _POINTERS),),
+    "weight_gradient": ((0, _POINTERS),),
+    "weight_gradient_gathered": ((0, _POINTERS),),
+    "weight_gradient_accumulated": ((0, _POINTERS),),
+}
+
+GROUPED_GEMM: dict[str, dict[GemmProduct, LaunchBySize]] = {
+    "sm_90": {
+        "forward": ((0, _PAIR), (1 << 24, _WIDE)),
+        "forward_gathered": ((0, _WIDE),),
+        "input_gradient": ((0, _PAIR), (1 << 24, _WIDE)),
+        "weight_gradient": ((0, _PAIR), (1 << 24, _WIDE)),
+        "weight_gradient_gathered": ((0, _PAIR),),
+        "weight_gradient_accumulated": ((0, _WIDE_IN_PIECES),),
+    },
+    "sm_100": dict.fromkeys(get_args(GemmProduct), ((0, _WIDE_IN_PIECES),)),
+    "gfx942": _POINTERS_EVERYWHERE,
+    "gfx950": _POINTERS_EVERYWHERE,
+}
+"""By target and product. sm_90: measured on one H200. Others: the largest that compile without spills, not measured."""
+
+_SMALL = GemmLaunch(block_rows=64, block_columns=64, block_depth=32, stages=2, descriptors=False, group=2)
+
+
+def grouped_gemm_launch(product: GemmProduct, device: torch.device, dtype: torch.dtype, matrix: int) -> GemmLaunch:
+    """The launch for one product of a grouped GEMM.
+
+    Args:
+        product: what is computed.
+        device: where.
+        dtype: of the operands.
+        matrix: elements of one expert's matrix.
+
+    Returns:
+        The table's choice; a small launch that runs anywhere for float32, the interpreter and chips without a table.
+    """
+    launches = GROUPED_GEMM.get(target_of(device))
+    if launches is None or dtype == torch.float32:
+        return _SMALL
+    return [launch for least, launch in launches[product] if matrix >= least][-1]

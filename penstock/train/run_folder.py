@@ -32,7 +32,7 @@ from penstock.config.run import Run
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """Names that are one harmless path component everywhere."""
 
-FIXED = ("model", "data", "seed", "name", "record.folder", "training.sequence_length", "training.precision")
+FIXED = ("model", "data", "seed", "name", "record.folder", "training.precision")
 """Parts of a run that a checkpoint is bound to."""
 
 FREE = ("model.moe.balance", "model.moe.router.expert_bias_rate")

@@ -1,9 +1,9 @@
 """Compile a Triton kernel for a chip that is not here, and say what the compiler made of it.
 
-`compile_for(kernel, signature, constexprs, target, ...)` gives a `Compiled`: assembly, registers, spills, shared memory,
-matrix instructions. It needs no GPU. The tests of this process may run kernels in Triton's interpreter, whose functions
-cannot be compiled, so the work is done by one other process that lives as long as the session; results are kept, so
-asking twice is free.
+`compile_for(kernel, signature, constexprs, target, ...)` gives a `Compiled`: assembly, registers, spills, shared
+memory, matrix instructions. It needs no GPU. The tests of this process may run kernels in Triton's interpreter, whose
+functions cannot be compiled, so the work is done by one other process that lives as long as the session; results are
+kept, so asking twice is free.
 
     SIGNATURE = {"x_ptr": "*bf16:16", "out_ptr": "*bf16:16", "rows": "i32"}
     compiled = compile_for(swiglu_kernel, SIGNATURE, {"BLOCK": 1024}, TARGETS["gfx942"])

@@ -20,7 +20,7 @@ def rows_of_blocks(table: TileTable, block_rows: int) -> list[tuple[int, range]]
     ]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(counts=st.lists(st.integers(0, 600), min_size=1, max_size=9), tail=st.integers(0, 300))
 def test_blocks_cover_the_rows_of_each_expert_once(device: torch.device, counts: list[int], tail: int) -> None:
     table = tile_table(torch.tensor(counts, dtype=torch.int32, device=device), sum(counts) + tail)
@@ -55,7 +55,7 @@ def test_counts_that_are_no_vector_of_integers_are_refused(device: torch.device)
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_table_kernel_compiles_without_spills(target: str) -> None:
-    pointers = {name: "*i32:16" for name in ("counts_ptr", "starts_ptr", "block_counts_ptr", "owners_ptr")}
+    pointers = dict.fromkeys(("counts_ptr", "starts_ptr", "block_counts_ptr", "owners_ptr"), "*i32:16")
     numbers = dict.fromkeys(("rows", "experts", "bound"), "i32")
     constants = {"SMALLEST_BLOCK": BLOCK_SIZES[0], "EXPERTS_PADDED": 256}
     compiled = compile_for(tile_table_kernel, pointers | numbers, constants, TARGETS[target], num_warps=1)

@@ -54,7 +54,7 @@ def spoil_output(module: nn.Module, from_call: int = 0) -> None:
 
 def test_a_parameter_that_is_not_finite_comes_first(model: Decoder, whole: GlobalBatch) -> None:
     with torch.no_grad():
-        model.blocks[1].ffn.experts.down_eDF[0, 0, 0] = math.inf  # type: ignore[union-attr, index]
+        model.get_parameter("blocks.1.ffn.experts.down_eDF")[0, 0, 0] = math.inf
     origin = find_origin(model, whole, RULE)
     assert (origin.place, origin.layer, origin.micro_batch) == ("parameter", 1, None)
     assert origin.name == "blocks.1.ffn.experts.down_eDF"
@@ -89,7 +89,7 @@ def test_a_loss_can_overflow_with_finite_hidden_states(model: Decoder, whole: Gl
 
 def test_a_gradient_is_traced_to_the_deepest_layer(model: Decoder, whole: GlobalBatch) -> None:
     model.get_submodule("blocks.1").register_forward_pre_hook(
-        lambda module, inputs: (_Spoil.apply(inputs[0]), *inputs[1:])  # type: ignore[no-untyped-call]
+        lambda module, inputs: (_Spoil.apply(inputs[0]), *inputs[1:])
     )
     origin = find_origin(model, whole, RULE)
     assert (origin.place, origin.layer, origin.micro_batch) == ("gradient", 0, 0)

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from penstock.base.errors import RunFolderError
 from penstock.train.metrics import FIELDS, LAYER_FIELDS, MetricsFile, TensorBoard, drop_after, record, reference_page
-from penstock.train.observer import LayerReport, StepReport
+from penstock.train.observer import StepReport
 from tests.train.tiny_run import HELD_OUT, run_start, step_report, tiny_run
 
 
@@ -53,22 +53,6 @@ def test_a_dense_model_has_no_expert_load() -> None:
     line = record(step_report(1, layers=()))
     assert line["expert_load_max_over_mean"] is None
     assert (line["layers"], line["dropped_slots"], line["auxiliary_loss"]) == ([], 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("slots", "max_over_mean", "entropy"),
-    [
-        ((5, 5, 5, 5), 1.0, 1.0),
-        ((20, 0, 0, 0), 4.0, 0.0),
-        ((10, 10, 0, 0), 2.0, 0.5),
-        ((0, 0, 0, 0), 1.0, 1.0),
-        ((7,), 1.0, 1.0),
-    ],
-)
-def test_evenness_of_load(slots: tuple[int, ...], max_over_mean: float, entropy: float) -> None:
-    layer = LayerReport(layer=0, slots=slots, dropped=0, auxiliary_loss=0.0)
-    assert math.isclose(layer.max_over_mean, max_over_mean)
-    assert math.isclose(layer.entropy, entropy, abs_tol=1e-12)
 
 
 def test_each_step_is_a_line_that_is_on_disk_at_once(tmp_path: Path) -> None:

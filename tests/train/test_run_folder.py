@@ -125,6 +125,7 @@ def test_a_run_that_is_not_there_cannot_go_on(tmp_path: Path) -> None:
         "optimizer.learning_rate=1.0",
         "checkpoint.every=1",
         "training.micro_batch=1",
+        "training.sequence_length=8",
         "model.moe.balance.auxiliary_weight=0.5",
         "model.moe.router.expert_bias_rate=0.0",
     ],
@@ -138,11 +139,10 @@ def test_how_a_run_goes_on_may_change(override: str, run: Run) -> None:
     ("override", "field"),
     [
         ("model.layers=3", "model.layers"),
-        ("model.moe.top_k=1", "model.moe.top_k"),
+        ("model.moe.top_k=3", "model.moe.top_k"),
         ("seed=1", "seed"),
         ("data.document_mask=true", "data.document_mask"),
         ("training.precision=bf16", "training.precision"),
-        ("training.sequence_length=8", "training.sequence_length"),
         ("record.folder=elsewhere", "record.folder"),
     ],
 )

@@ -26,10 +26,11 @@ def test_whoever_shows_the_run_is_told_once() -> None:
 
 def test_a_second_ctrl_c_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop_module, "SAME_PRESS_SECONDS", -1.0)
-    with StopRequest() as stop, pytest.raises(KeyboardInterrupt):
+    with StopRequest() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop.signal == signal.SIGINT
-        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_a_launcher_that_passes_ctrl_c_on_is_not_a_second_press() -> None:
@@ -49,9 +50,10 @@ def test_repeated_termination_never_insists(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_ctrl_c_insists_after_a_termination(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop_module, "SAME_PRESS_SECONDS", -1.0)
-    with StopRequest(), pytest.raises(KeyboardInterrupt):
+    with StopRequest():
         signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_handlers_are_put_back() -> None:

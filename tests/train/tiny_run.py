@@ -26,9 +26,7 @@ def tiny_model(**changes: Any) -> Model:
         "layers": 2,
         "dense_layers": 1,
         "dense_ffn_size": 24,
-        "attention": LatentAttention(
-            heads=2, kv_latent=8, plain_head_dim=6, rotary_head_dim=4, value_head_dim=6
-        ),
+        "attention": LatentAttention(heads=2, kv_latent=8, plain_head_dim=6, rotary_head_dim=4, value_head_dim=6),
         "moe": Moe(
             experts=4,
             top_k=2,

@@ -1,0 +1,344 @@
+"""`penstock train` from the outside: what it leaves, what it prints, what it refuses, and how it is stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.cli.main import main
+from penstock.config.load import dump_toml, load_run
+from penstock.train.metrics import FIELDS, MetricsFile
+from penstock.train.observer import StepReport
+from tests.train.tiny_run import tiny_run
+
+TIMED = {"tokens_per_second_per_device", "step_seconds", "peak_memory_bytes"}
+
+
+@pytest.fixture(autouse=True)
+def process_as_it_was() -> Iterator[None]:
+    """A run may switch determinism on and choose threads for the whole process."""
+    threads = torch.get_num_threads()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test starts in an empty folder with a small run in tiny.toml."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_text(dump_toml(tiny_run(Path("runs"))), encoding="utf-8")
+    return tmp_path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    outcome = main(["train", *arguments])
+    captured = capsys.readouterr()
+    assert (outcome, captured.err) == (code, "")
+    return captured.out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    outcome = main(["train", *arguments])
+    error = capsys.readouterr().err
+    assert outcome == 2
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error.removeprefix("error: ").rstrip("\n")
+
+
+def everything() -> dict[str, bytes]:
+    """Content of every file below the present folder."""
+    return {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+
+
+def metrics_of(folder: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMED} for line in lines]
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, *signals: signal.Signals) -> None:
+    """Send signals to this process when a step's metrics have been written."""
+    write = MetricsFile.stepped
+
+    def stepped(metrics: MetricsFile, report: StepReport) -> None:
+        write(metrics, report)
+        if report.step == step:
+            for number in signals:
+                signal.raise_signal(number)
+
+    monkeypatch.setattr(MetricsFile, "stepped", stepped)
+
+
+def run_and_signal(step: int, signals: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`penstock train` in a process of its own, which sends itself signals after a step's metrics were written."""
+    script = f"""
+import signal, sys
+from penstock.cli.main import main
+from penstock.train import stop
+from penstock.train.metrics import MetricsFile
+
+write = MetricsFile.stepped
+
+def stepped(metrics, report):
+    write(metrics, report)
+    if report.step == {step}:
+        for name in {signals}:
+            signal.raise_signal(getattr(signal, name))
+
+stop.SAME_PRESS_SECONDS = -1.0
+MetricsFile.stepped = stepped
+sys.exit(main(["train", *sys.argv[1:]]))
+"""
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+
+
+# A run from its start to its end
+
+
+def test_a_run_leaves_configuration_metrics_checkpoints_and_events(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "tiny.toml", "record.tensorboard=true")
+    folder = Path("runs/tiny")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoints", "config.toml", "metrics.jsonl", "tensorboard",
+    ]  # fmt: skip
+    assert load_run(str(folder)) == load_run("tiny.toml", ["record.tensorboard=true"])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert list(lines[-1]) == list(FIELDS)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+    assert list((folder / "tensorboard").iterdir())
+    assert "penstock: tiny in runs/tiny" in text
+    assert "done: 4 steps in 0:0" in text
+    assert "held out" in text
+
+
+def test_the_next_run_of_the_same_name_gets_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "tiny.toml", "training.steps=1", "schedule.warmup_steps=1")
+    assert "in runs/tiny-2" in printed(capsys, "tiny.toml", "training.steps=1", "schedule.warmup_steps=1")
+    assert load_run("runs/tiny-2").name == "tiny-2"
+
+
+def test_overrides_win(capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "tiny.toml", "training.steps=2", "--name", "short")
+    assert [line["step"] for line in metrics_of("runs/short")] == [1, 2]
+
+
+def test_deterministic_mode_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    printed(capsys, "tiny.toml", "training.deterministic=true")
+
+
+def test_two_runs_are_the_same_bit_for_bit(capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "tiny.toml")
+    printed(capsys, "tiny.toml")
+    assert metrics_of("runs/tiny") == metrics_of("runs/tiny-2")
+
+
+def test_a_dry_run_says_what_would_be_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    before = everything()
+    text = printed(capsys, "tiny.toml", "--dry-run")
+    assert everything() == before
+    assert "run tiny is new, in runs; nothing was written" in text
+    assert "FLOP a token" in text
+    assert "for weights, gradients and optimizer" in text
+    assert "48 tokens a step, 192 in 4 steps" in text
+
+
+# Stopping and going on
+
+
+def test_twenty_steps_are_ten_and_kill_9_and_ten(capsys: pytest.CaptureFixture[str]) -> None:
+    longer = ("training.steps=20", "checkpoint.every=10")
+    printed(capsys, "tiny.toml", *longer, "--name", "whole")
+    killed = run_and_signal(13, ["SIGKILL"], "tiny.toml", *longer, "--name", "broken")
+    assert killed.returncode == -signal.SIGKILL
+    assert [line["step"] for line in metrics_of("runs/broken")] == list(range(1, 14))
+    assert [path.name for path in Path("runs/broken/checkpoints").iterdir()] == ["step-000010"]
+    text = printed(capsys, "runs/broken", "--resume")
+    assert metrics_of("runs/broken") == metrics_of("runs/whole")
+    assert "done: 20 steps" in text
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_after_the_step_with_a_checkpoint(
+    number: signal.Signals, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_step(monkeypatch, 3, number)
+    text = printed(capsys, "tiny.toml", code=code)
+    assert "stopping after this step, with a checkpoint" in text
+    assert f"stopped by {number.name} after step 3 of 4, saved in runs/tiny/checkpoints/step-000003" in text
+    assert "go on:  penstock train runs/tiny --resume" in text
+    monkeypatch.undo()
+    os.chdir(Path("tiny.toml").resolve().parent)
+
+
+def test_a_stopped_run_goes_on_as_it_says(in_a_folder_of_its_own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 3, signal.SIGTERM)
+        text = printed(capsys, "tiny.toml", code=143)
+    command = text[text.index("penstock train ") :].split()[2:]
+    printed(capsys, *command)
+    printed(capsys, "tiny.toml", "--name", "whole")
+    assert metrics_of("runs/tiny") == metrics_of("runs/whole")
+
+
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    stopped = run_and_signal(3, ["SIGINT", "SIGINT"], "tiny.toml")
+    assert stopped.returncode == 130
+    assert stopped.stderr == "stopped at once; newest checkpoint: step 2\n"
+
+
+def test_the_newest_run_of_a_name_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        printed(capsys, "tiny.toml")
+    text = printed(capsys, "tiny.toml", "--resume", "training.steps=5")
+    assert "in runs/tiny-2" in text
+    assert [line["step"] for line in metrics_of("runs/tiny-2")] == [1, 2, 3, 4, 5]
+    assert len(metrics_of("runs/tiny")) == 4
+
+
+def test_a_named_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        printed(capsys, "tiny.toml")
+    assert "in runs/tiny\n" in printed(capsys, "tiny.toml", "--resume", "--name", "tiny", "training.steps=5")
+
+
+def test_a_finished_run_has_nothing_to_go_on_with(capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "tiny.toml")
+    before = everything()
+    text = printed(capsys, "runs/tiny", "--resume")
+    assert everything() == before
+    assert "runs/tiny is finished: all 4 steps are done" in text
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["debgu"], "did you mean debug"),
+        (["tiny.toml", "training.stepz=3"], "training.steps"),
+        (["tiny.toml", "training.steps=many"], "training.steps"),
+        (["tiny.toml", "training.micro_batch=3"], "training.global_batch must be a multiple of training.micro_batch"),
+        (["gone.toml"], "there is no file gone.toml"),
+        (["tiny.toml", "--name", "a/b"], "the name of a run becomes a folder"),
+        (["tiny.toml", "--resume"], "there is no run tiny in runs to resume"),
+        (["tiny.toml", "--resume", "--name", "other"], "there is no run other in runs to resume"),
+        (["tiny.toml", "--nmae", "x"], "--nmae"),
+        (["tiny.toml", "data.source=text", "data.files=['gone.txt']"], "gone.txt"),
+        (["tiny.toml", "data.source=text", "data.files=['empty.txt']"], "empty"),
+        (["tiny.toml", "data.source=text", "data.files=['latin.txt']"], "latin.txt"),
+        (["tiny.toml", "record.folder=tiny.toml"], "cannot make a run folder in tiny.toml"),
+    ],
+)
+def test_what_cannot_start_leaves_nothing_behind(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("empty.txt").write_bytes(b"")
+    Path("latin.txt").write_bytes("caf\N{LATIN SMALL LETTER E WITH ACUTE}".encode("latin-1"))
+    text = dump_toml(tiny_run(Path("runs"))).replace("vocabulary = 17", "vocabulary = 257")
+    Path("tiny.toml").write_text(text, encoding="utf-8")
+    before = everything()
+    assert message in refused(capsys, *arguments)
+    assert everything() == before
+    assert not Path("runs").exists()
+
+
+def test_a_missing_gpu_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "device is cuda, but there is no GPU to use" in refused(capsys, "tiny.toml", "device=cuda")
+    assert not Path("runs").exists()
+
+
+def test_a_launch_of_several_processes_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "a run trains on one device" in refused(capsys, "tiny.toml")
+    assert not Path("runs").exists()
+
+
+def test_a_name_that_is_taken_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "tiny.toml", "--name", "first")
+    before = everything()
+    message = refused(capsys, "tiny.toml", "--name", "first")
+    assert message == "runs/first exists already; fix: --resume to go on with it, or another --name"
+    assert everything() == before
+
+
+def test_a_run_folder_is_no_start(capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "tiny.toml")
+    assert "runs/tiny is the folder of a run; fix: add --resume" in refused(capsys, "runs/tiny")
+    assert "both say which run" in refused(capsys, "runs/tiny", "--resume", "--name", "tiny")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.layers=3", "a run cannot be resumed with another model.layers; got 3; allowed: 2"),
+        ("seed=5", "a run cannot be resumed with another seed; got 5; allowed: 0"),
+        ("training.precision=bf16", "a run cannot be resumed with another training.precision"),
+    ],
+)
+def test_another_model_or_other_data_are_refused(
+    override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed(capsys, "tiny.toml")
+    before = everything()
+    assert message in refused(capsys, "runs/tiny", "--resume", "training.steps=5", override)
+    assert everything() == before
+
+
+@pytest.mark.parametrize("name", ["facts.json", "manifest.json", "shard-00001-model-00001-of-00001.safetensors"])
+def test_a_damaged_checkpoint_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "tiny.toml")
+    path = Path("runs/tiny/checkpoints/step-000004") / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+    before = everything()
+    assert "is damaged" in refused(capsys, "runs/tiny", "--resume", "training.steps=5")
+    assert everything() == before
+
+
+def test_a_foreign_checkpoint_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "tiny.toml")
+    foreign = Path("runs/tiny/checkpoints/step-000009")
+    foreign.mkdir()
+    torch.save({"model": 1}, foreign / "model.pt")
+    message = refused(capsys, "runs/tiny", "--resume", "training.steps=12")
+    assert "step-000009 is not a Penstock checkpoint" in message
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_a_report(capsys: pytest.CaptureFixture[str]) -> None:
+    message = refused(capsys, "tiny.toml", "optimizer.learning_rate=1e38", "schedule.warmup_steps=0")
+    assert "of step 2 is nan and the step was not applied: it began in the" in message
+    assert "runs/tiny/nonfinite.json" in message
+    report = json.loads(Path("runs/tiny/nonfinite.json").read_text())
+    assert report["step"] == 2
+    assert report["checkpoint"] == "runs/tiny/checkpoints/step-000001"
+    assert Path(report["checkpoint"]).is_dir()
+    assert [line["step"] for line in metrics_of("runs/tiny")] == [1]
+
+
+def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    printed(capsys, "tiny.toml", "training.steps=2")
+    Path("runs/tiny/metrics.jsonl").unlink()
+    Path("runs/tiny/metrics.jsonl").symlink_to("/dev/full")
+    assert "No space left on device" in refused(capsys, "runs/tiny", "--resume", "training.steps=4")
+    Path("runs/tiny/metrics.jsonl").unlink()
+    printed(capsys, "runs/tiny", "--resume", "training.steps=4")

@@ -1,0 +1,164 @@
+"""The two views: what stands in them, and that they fit."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from penstock.cli.view import COLUMNS, FORCED_BALANCE, STOPPING, LiveView, PlainView, RunPanel
+from penstock.config.model import Balance
+from penstock.config.run import Run
+from penstock.train.observer import LayerReport
+from tests.train.tiny_run import HELD_OUT, run_start, step_report, tiny_model, tiny_run
+
+
+def forced(folder: Path) -> Run:
+    moe = tiny_model().moe
+    assert moe is not None
+    return tiny_run(folder, model=tiny_model(moe=moe.model_copy(update={"balance": Balance(force=True)})))
+
+
+def drawn(panel: RunPanel, width: int) -> list[str]:
+    file = io.StringIO()
+    Console(file=file, width=width).print(panel.render(width))
+    return file.getvalue().splitlines()
+
+
+def lines_of(run: Run, steps: int, *, seconds: float) -> list[str]:
+    """Plain lines of a run whose steps take so many seconds each."""
+    file = io.StringIO()
+    view = PlainView(Console(file=file, width=80))
+    view.started(run_start(run))
+    for step in range(1, steps + 1):
+        view.stepped(step_report(step, elapsed_seconds=step * seconds))
+    view.closed()
+    return file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_panel_fits_and_holds_every_figure(width: int, tmp_path: Path) -> None:
+    panel = RunPanel(run_start(tiny_run(tmp_path)))
+    panel.add(step_report(1))
+    panel.add(step_report(2, evaluation=HELD_OUT, model_flops_utilization=0.412))
+    panel.saved_step = 2
+    lines = drawn(panel, width)
+    assert all(len(line) <= width for line in lines)
+    assert len({len(line) for line in lines}) == 1
+    text = "\n".join(lines)
+    for figure in (
+        "1.24 M parameters, 730.0 k active",
+        "a laptop",
+        "2 of 4",
+        "50%",
+        "left",
+        "2.5000 nats/token",
+        "2.885 bits/byte",
+        "after step 2",
+        "1,234 tokens/s",
+        "41.2% of peak FLOP/s",
+        "0.5 gradient norm",
+        "learning rate 1.00e-03",
+        "1.24 GB",
+        "1.60 max/mean",
+        "3 dropped",
+        "layer 1",
+        "layer 2",
+        "saved",
+    ):
+        assert figure in text
+    assert "\u2026" not in text, "something was cut off"
+
+
+def test_the_panel_can_be_drawn_before_the_first_step(tmp_path: Path) -> None:
+    text = "\n".join(drawn(RunPanel(run_start(tiny_run(tmp_path), steps_done=2)), 80))
+    assert "2 of 4" in text
+    assert "left" not in text
+
+
+def test_a_dense_model_shows_no_experts(tmp_path: Path) -> None:
+    panel = RunPanel(run_start(tiny_run(tmp_path)))
+    panel.add(step_report(1, layers=()))
+    assert "experts" not in "\n".join(drawn(panel, 80))
+
+
+def test_of_many_layers_the_least_even_are_shown_in_order(tmp_path: Path) -> None:
+    panel = RunPanel(run_start(tiny_run(tmp_path)))
+    layers = tuple(
+        LayerReport(layer=layer, slots=(10 + layer % 7, 10, 10), dropped=0, auxiliary_loss=0.0) for layer in range(40)
+    )
+    panel.add(step_report(1, layers=layers))
+    shown = [line.split()[2] for line in drawn(panel, 80) if " layer " in line]
+    assert len(shown) == 6
+    assert shown == sorted(shown, key=int)
+    assert all(int(layer) % 7 >= 5 for layer in shown)
+
+
+def test_forced_balance_is_marked_everywhere(tmp_path: Path) -> None:
+    run = forced(tmp_path)
+    assert FORCED_BALANCE in "\n".join(drawn(RunPanel(run_start(run)), 80))
+    header, *_, line = lines_of(run, 1, seconds=1.0)
+    assert FORCED_BALANCE in header
+    assert FORCED_BALANCE in line
+
+
+def test_plain_lines_are_aligned(tmp_path: Path) -> None:
+    *_, heads, first, _ = lines_of(tiny_run(tmp_path), 2, seconds=9.0)
+    assert heads.split() == list(COLUMNS)
+    assert len(heads) == len(first) == sum(COLUMNS.values())
+    assert first.split() == ["1", "5.0000", "-", "0.5", "1.00e-03", "1,234", "-", "1.24", "GB", "1.60"]
+
+
+def test_a_long_run_does_not_print_thousands_of_lines(tmp_path: Path) -> None:
+    day = lines_of(tiny_run(tmp_path), 86_400, seconds=1.0)
+    assert 1000 < len(day) < 1600
+    assert len(lines_of(tiny_run(tmp_path), 1000, seconds=0.01)) < 15
+
+
+def test_steps_that_evaluate_are_always_printed(tmp_path: Path) -> None:
+    file = io.StringIO()
+    view = PlainView(Console(file=file, width=80))
+    view.started(run_start(tiny_run(tmp_path)))
+    for step in (1, 2, 3):
+        view.stepped(step_report(step, elapsed_seconds=0.001, evaluation=HELD_OUT if step == 2 else None))
+    assert [line.split()[0] for line in file.getvalue().splitlines()[-2:]] == ["1", "2"]
+
+
+def test_plain_lines_are_not_wrapped_and_hold_no_colors(tmp_path: Path) -> None:
+    file = io.StringIO()
+    view = PlainView(Console(file=file, width=20))
+    view.started(run_start(tiny_run(tmp_path)))
+    view.stepped(step_report(1))
+    view.stopping()
+    assert file.getvalue().splitlines()[-1] == STOPPING
+    assert "\x1b" not in file.getvalue()
+
+
+def test_the_live_view_draws_and_leaves_the_last_panel(tmp_path: Path) -> None:
+    file = io.StringIO()
+    view = LiveView(Console(file=file, width=80, force_terminal=True, color_system=None))
+    view.started(run_start(tiny_run(tmp_path)))
+    for step in range(1, 5):
+        view.stepped(step_report(step))
+        view.saved(step)
+    view.stopping()
+    view.closed()
+    screen = file.getvalue()
+    assert "0 of 4" in screen
+    last = screen[screen.rindex("penstock") :]
+    assert "4 of 4" in last
+    assert STOPPING in last
+
+
+def test_the_live_view_does_not_draw_at_every_step(tmp_path: Path) -> None:
+    file = io.StringIO()
+    view = LiveView(Console(file=file, width=80, force_terminal=True, color_system=None))
+    view.started(run_start(tiny_run(tmp_path)))
+    for step in range(1, 200):
+        view.stepped(step_report(step + 4))
+    view.closed()
+    assert file.getvalue().count("penstock") < 20
+
+
+def test_a_view_that_never_started_can_be_closed() -> None:
+    LiveView(Console(file=io.StringIO(), force_terminal=True)).closed()

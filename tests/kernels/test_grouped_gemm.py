@@ -1,0 +1,246 @@
+"""The grouped GEMM against its reference, on counts of every kind, and what it becomes on every chip."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.base.errors import KernelError
+from penstock.kernels import reference
+from penstock.kernels.grouped_gemm import (
+    grouped_gemm,
+    grouped_gemm_forward,
+    grouped_gemm_input_gradient,
+    grouped_gemm_weight_gradient,
+)
+from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
+from penstock.kernels.tile_table import tile_table
+from penstock.kernels.tuning import GROUPED_GEMM, GemmLaunch, GemmProduct, target_of
+from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
+from tests.kernels.parity import assert_close, assert_parity
+
+COUNTS = {
+    "balanced": [64, 64, 64],
+    "skewed": [5, 170, 1, 40],
+    "empty experts": [0, 70, 0, 33, 0],
+    "one hot expert": [0, 0, 150],
+    "one row": [0, 1, 0],
+    "no rows": [0, 0],
+}
+DEPTH, WIDTH, TAIL = 48, 72, 7
+
+POINTERS = GemmLaunch(block_rows=64, block_columns=64, block_depth=32, stages=2, group=2, descriptors=False)
+DESCRIPTORS = replace(POINTERS, block_columns=32, pieces=2, descriptors=True)
+BOTH_WAYS = pytest.mark.parametrize("launch", [POINTERS, DESCRIPTORS], ids=["pointers", "descriptors"])
+
+
+def draw(counts: list[int], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows with a tail of NaN, matrices, gradient of the output with a tail of NaN, counts."""
+    rows = sum(counts) + TAIL
+    x_RD = torch.randn(rows, DEPTH, device=device, dtype=dtype)
+    w_eFD = torch.randn(len(counts), WIDTH, DEPTH, device=device, dtype=dtype)
+    dy_RF = torch.randn(rows, WIDTH, device=device, dtype=dtype)
+    x_RD[sum(counts) :] = float("nan")
+    dy_RF[sum(counts) :] = float("nan")
+    return x_RD, w_eFD, dy_RF, torch.tensor(counts, dtype=torch.int32, device=device)
+
+
+def true_weight_gradient(dy_RF: Tensor, x_RD: Tensor, counts_e: Tensor) -> Tensor:
+    pieces = zip(dy_RF.float().split(rows := [*counts_e.tolist(), TAIL]), x_RD.float().split(rows), strict=True)
+    return torch.stack([dy.T @ x for dy, x in pieces][:-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_output_and_gradients_equal_the_reference(
+    counts: list[int], gathered: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    x_RD, w_eFD, _, counts_e = draw(counts, device, dtype)
+    rows = len(x_RD)
+    x_RD = torch.randn(40 if gathered else rows, DEPTH, device=device, dtype=dtype)
+    index_R = torch.randint(40, (rows,), device=device) if gathered else None
+    assert_parity(grouped_gemm, reference.grouped_gemm, [x_RD, w_eFD, counts_e, index_R])
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_each_product_ignores_a_tail_of_nan(counts: list[int], launch: GemmLaunch, device: torch.device) -> None:
+    x_RD, w_eFD, dy_RF, counts_e = draw(counts, device, torch.float32)
+    y_RF = grouped_gemm_forward(x_RD, w_eFD, counts_e, launch=launch)
+    assert_close(y_RF, reference.grouped_gemm(x_RD, w_eFD, counts_e), "forward")
+    dx_RD = grouped_gemm_input_gradient(dy_RF, w_eFD, counts_e, launch=launch)
+    assert_close(dx_RD, reference.grouped_gemm(dy_RF, w_eFD.transpose(1, 2), counts_e), "input gradient")
+    dw_eFD = grouped_gemm_weight_gradient(dy_RF, x_RD, counts_e, launch=launch)
+    assert_close(dw_eFD, true_weight_gradient(dy_RF, x_RD, counts_e), "weight gradient")
+    assert not y_RF[sum(counts) :].any() and not dx_RD[sum(counts) :].any(), "rows of the tail must be zero"
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_rows_are_gathered_while_they_are_loaded(
+    index_dtype: torch.dtype, launch: GemmLaunch, device: torch.device
+) -> None:
+    _, w_eFD, dy_RF, counts_e = draw(COUNTS["skewed"], device, torch.float32)
+    source_RD = torch.randn(30, DEPTH, device=device)
+    index_R = torch.randint(30, (len(dy_RF),), device=device, dtype=index_dtype)
+    y_RF = grouped_gemm_forward(source_RD, w_eFD, counts_e, index_R, launch=launch)
+    assert_close(y_RF, reference.grouped_gemm(source_RD, w_eFD, counts_e, index_R), "forward")
+    dw_eFD = grouped_gemm_weight_gradient(dy_RF, source_RD, counts_e, index_R, launch=launch)
+    assert_close(dw_eFD, true_weight_gradient(dy_RF, source_RD[index_R], counts_e), "weight gradient")
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_weight_gradient_is_added_to_a_float32_buffer(gathered: bool, device: torch.device) -> None:
+    x_RD, w_eFD, dy_RF, counts_e = draw(COUNTS["empty experts"], device, torch.bfloat16)
+    index_R = torch.randint(int(counts_e.sum()), (len(dy_RF),), device=device) if gathered else None
+    main_eFD = torch.randn(w_eFD.shape, device=device)
+    gathered_RD = x_RD if index_R is None else x_RD[index_R]
+    expected_eFD = main_eFD + true_weight_gradient(dy_RF, gathered_RD, counts_e)
+    returned_eFD = grouped_gemm_weight_gradient(dy_RF, x_RD, counts_e, index_R, accumulate_into=main_eFD)
+    assert returned_eFD is main_eFD, "the buffer itself must come back"
+    noise = (main_eFD - expected_eFD).norm() / expected_eFD.norm()
+    assert noise < 1e-5, f"relative error {noise:.1e}: bfloat16 products must be summed in float32"
+
+
+def test_one_tile_table_serves_all_products(device: torch.device) -> None:
+    x_RD, w_eFD, dy_RF, counts_e = draw(COUNTS["skewed"], device, torch.float32)
+    tiles = tile_table(counts_e, len(x_RD))
+    for block_rows in (64, 128):
+        launch = replace(POINTERS, block_rows=block_rows)
+        y_RF = grouped_gemm_forward(x_RD, w_eFD, counts_e, tiles=tiles, launch=launch)
+        assert_close(y_RF, reference.grouped_gemm(x_RD, w_eFD, counts_e), f"forward, blocks of {block_rows}")
+    dw_eFD = grouped_gemm_weight_gradient(dy_RF, x_RD, counts_e, tiles=tiles)
+    assert_close(dw_eFD, true_weight_gradient(dy_RF, x_RD, counts_e), "weight gradient")
+
+
+def test_an_empty_buffer_has_an_empty_output_and_zero_gradients(device: torch.device) -> None:
+    x_RD = torch.randn(0, DEPTH, device=device, requires_grad=True)
+    w_eFD = torch.randn(2, WIDTH, DEPTH, device=device, requires_grad=True)
+    y_RF = grouped_gemm(x_RD, w_eFD, torch.zeros(2, dtype=torch.int32, device=device))
+    y_RF.sum().backward()
+    assert y_RF.shape == (0, WIDTH) and x_RD.grad is not None and w_eFD.grad is not None
+    assert not w_eFD.grad.any(), "no rows, no gradient"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("product", ["rows", "weights"])
+def test_every_launch_of_this_chip_computes_the_same(product: str, device: torch.device) -> None:
+    counts = [700, 0, 3, 1025, 256]
+    rows, width, depth = sum(counts) + TAIL, 712, 328
+    counts_e = torch.tensor(counts, device=device)
+    x_RD = torch.randn(rows, depth, device=device, dtype=torch.bfloat16)
+    w_eFD = torch.randn(len(counts), width, depth, device=device, dtype=torch.bfloat16)
+    dy_RF = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
+    y_RF = reference.grouped_gemm(x_RD.double(), w_eFD.double(), counts_e)
+    dx_RD = reference.grouped_gemm(dy_RF.double(), w_eFD.double().transpose(1, 2), counts_e)
+    dw_eFD = true_weight_gradient(dy_RF.double(), x_RD.double(), counts_e)
+    identity_R = torch.arange(rows, device=device)
+    for launch in {entry for entries in GROUPED_GEMM[target_of(device)].values() for _, entry in entries}:
+        for index_R in (None, identity_R):
+            if product == "rows":
+                got_RF = grouped_gemm_forward(x_RD, w_eFD, counts_e, index_R, launch=launch)
+                assert_close(got_RF, y_RF, f"forward {launch}")
+                assert_close(grouped_gemm_input_gradient(dy_RF, w_eFD, counts_e, launch=launch), dx_RD, f"{launch}")
+            else:
+                got_eFD = grouped_gemm_weight_gradient(dy_RF, x_RD, counts_e, index_R, launch=launch)
+                assert_close(got_eFD, dw_eFD, f"weight gradient {launch}")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"w_eFD": torch.zeros(2, 16, 24)}, "x_RD does not fit"),
+        ({"w_eFD": torch.zeros(2, 16, 32, dtype=torch.bfloat16)}, "w_eFD does not fit"),
+        ({"w_eFD": torch.zeros(2, 32, 16).transpose(1, 2)}, "w_eFD cannot be copied in blocks"),
+        ({"counts_e": torch.zeros(3, dtype=torch.int32)}, "counts_e"),
+        ({"index_R": torch.zeros(4)}, "index_R"),
+        ({"x_RD": torch.zeros(4, 32, dtype=torch.int32)}, "bfloat16, float16 or float32"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused_by_name(change: dict[str, Tensor], says: str) -> None:
+    operands = {
+        "x_RD": torch.zeros(4, 32),
+        "w_eFD": torch.zeros(2, 16, 32),
+        "counts_e": torch.zeros(2, dtype=torch.int32),
+    }
+    with pytest.raises(KernelError, match=says):
+        grouped_gemm_forward(**(operands | change))
+
+
+def test_a_buffer_of_another_dtype_is_not_added_to() -> None:
+    counts_e = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(KernelError, match="accumulate_into does not fit"):
+        grouped_gemm_weight_gradient(
+            torch.zeros(4, 16), torch.zeros(4, 32), counts_e, accumulate_into=torch.zeros(2, 16, 32).half()
+        )
+
+
+CHOICES = [
+    (target, product, launch)
+    for target, products in GROUPED_GEMM.items()
+    for product, entries in products.items()
+    for _, launch in entries
+]
+
+
+@pytest.mark.parametrize(("target", "product", "launch"), CHOICES)
+def test_no_launch_of_a_table_spills_or_lacks_matrix_instructions(
+    target: str, product: GemmProduct, launch: GemmLaunch
+) -> None:
+    compiled = compile_product(product, launch, target)
+    print(f"{target} {product}: {compiled.summary}")
+    assert compiled.matrix_instructions > 0, "the product must be made by matrix instructions"
+    assert compiled.spills == 0, f"{launch} spills: {compiled.summary}"
+    shared = compiled.shared_bytes * launch.residency
+    assert shared <= TARGETS[target].shared_bytes, f"{launch} needs {shared} bytes of shared memory"
+
+
+def compile_product(product: GemmProduct, launch: GemmLaunch, target: str) -> Compiled:
+    """Compile as the launchers would for bfloat16 and widths that are multiples of 16."""
+    rows, columns, depth = launch.block_rows, launch.block_columns, launch.block_depth
+    gathered, accumulated = product.endswith("_gathered"), product.endswith("_accumulated")
+    result = "fp32" if accumulated else "bf16"
+
+    def operand(*block: int, dtype: str = "bf16") -> str:
+        return f"tensordesc<{dtype}{list(block)}>" if launch.descriptors else f"*{dtype}:16"
+
+    signature = {"starts_ptr": "*i32:16", "rows": "i32", "columns": "i32:16", "experts": "i32"}
+    constants = {
+        "BLOCK_ROWS": rows,
+        "BLOCK_COLUMNS": columns,
+        "BLOCK_DEPTH": depth,
+        "GROUP": launch.group,
+        "PIECES": launch.pieces,
+        "FLATTEN": launch.flatten,
+        "GATHER": gathered,
+        "DESCRIPTORS": launch.descriptors,
+    }
+    if gathered:
+        signature["index_ptr"] = "*i64:16"
+    else:
+        constants["index_ptr"] = None
+    if product.startswith("weight"):
+        signature |= {
+            "rows": "i32:16",
+            "dy": operand(1, 1, depth, rows),
+            "x": "*bf16:16" if gathered else operand(1, 1, depth, columns),
+            "dw": operand(1, rows, columns // launch.pieces, dtype=result),
+        }
+        constants["ACCUMULATE"] = accumulated
+        kernel = weights_kernel
+    else:
+        depth_first = product == "input_gradient"
+        signature |= {
+            "depth": "i32:16",
+            "x": "*bf16:16" if gathered else operand(rows, depth),
+            "w": operand(1, depth, columns) if depth_first else operand(1, columns, depth),
+            "y": operand(1, 1, rows, columns // launch.pieces),
+            "y_ptr": "*bf16:16",
+            "owners_ptr": "*i32:16",
+            "block_count_ptr": "*i32",
+        }
+        constants["DEPTH_FIRST"] = depth_first
+        kernel = rows_kernel
+    return compile_for(kernel, signature, constants, TARGETS[target], launch.warps, launch.stages)

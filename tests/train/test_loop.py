@@ -1,0 +1,314 @@
+"""The loop: what is due when, who is told, and that a run goes on as if it had never stopped."""
+
+import gc
+import json
+import math
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.base.errors import CheckpointError, NonFiniteError
+from penstock.config.model import Balance
+from penstock.config.run import Run
+from penstock.config.training import Checkpoint, Evaluation, Training
+from penstock.train import loop
+from penstock.train.loop import Progress, open_store, resume, train_run
+from penstock.train.metrics import MetricsFile
+from penstock.train.observer import Observer, RunEnd, StepReport
+from penstock.train.run_folder import RunFolder, create_run_folder
+from penstock.train.setup import Session, prepare
+from penstock.train.stop import StopRequest
+from tests.train.tiny_run import ENVIRONMENT, Recorder, tiny_model, tiny_run
+
+
+def start(run: Run, observers: Sequence[Observer] = (), stop: StopRequest | None = None) -> tuple[RunEnd, RunFolder]:
+    """Train a new run to its end."""
+    session = prepare(run, ENVIRONMENT)
+    _, folder = create_run_folder(run, number_if_taken=False)
+    return _train(session, folder, Progress(), observers, stop), folder
+
+
+def go_on(run: Run, folder: RunFolder, observers: Sequence[Observer] = ()) -> RunEnd:
+    """Train a run from its newest checkpoint to its end."""
+    session = prepare(run, ENVIRONMENT)
+    begin = resume(session, folder, open_store(run, folder))
+    return _train(session, folder, begin, observers, None)
+
+
+def _train(
+    session: Session, folder: RunFolder, begin: Progress, observers: Sequence[Observer], stop: StopRequest | None
+) -> RunEnd:
+    store = open_store(session.run, folder)
+    everyone = [MetricsFile(folder.metrics, 1), *observers]
+    return train_run(session, folder, store, begin, everyone, stop or StopRequest())
+
+
+def lines_of(folder: RunFolder) -> list[dict[str, object]]:
+    """Lines of metrics.jsonl without what depends on the clock or on the process."""
+    timed = {"tokens_per_second_per_device", "step_seconds", "peak_memory_bytes"}
+    lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in timed} for line in lines]
+
+
+def weights_of(run: Run, folder: RunFolder, step: int) -> dict[str, Tensor]:
+    session = prepare(run, ENVIRONMENT)
+    open_store(run, folder).load(step, session.state.tensors())
+    return session.state.tensors()
+
+
+def training(**changes: int) -> Training:
+    return Training.model_validate(
+        {"steps": 4, "sequence_length": 12, "micro_batch": 2, "global_batch": 4, "precision": "fp32"} | changes
+    )
+
+
+class StopAfter(Recorder):
+    """Observer that asks for a stop after a step, as a signal would."""
+
+    def __init__(self, stop: StopRequest, step: int) -> None:
+        super().__init__()
+        self._stop = stop
+        self._step = step
+
+    def stepped(self, report: StepReport) -> None:
+        super().stepped(report)
+        if report.step == self._step:
+            self._stop.signal = signal.SIGTERM
+
+
+class Killed(BaseException):
+    """As if the process had been killed: nothing catches it."""
+
+
+class KillAfter(Recorder):
+    """Observer that ends the run without any warning after a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._step = step
+
+    def stepped(self, report: StepReport) -> None:
+        if report.step == self._step:
+            raise Killed
+
+
+def test_a_run_makes_all_its_steps_and_tells_everybody(tmp_path: Path) -> None:
+    recorder = Recorder()
+    end, folder = start(tiny_run(tmp_path), [recorder])
+    assert [report.step for report in recorder.reports] == [1, 2, 3, 4]
+    assert [report.tokens_seen for report in recorder.reports] == [48, 96, 144, 192]
+    assert recorder.is_closed
+    assert recorder.starts[0].steps_done == 0
+    assert recorder.starts[0].parameters > recorder.starts[0].active_parameters
+    assert (end.step, end.steps, end.stopped_by, end.last) == (4, 4, None, recorder.reports[-1])
+    assert end.checkpoint == folder.checkpoints / "step-000004"
+    assert end.checkpoint.is_dir()
+
+
+def test_evaluation_is_due_first_every_so_often_and_last(tmp_path: Path) -> None:
+    for every, steps in ((2, [1, 2, 4, 5]), (0, [5]), (3, [1, 3, 5])):
+        recorder = Recorder()
+        run = tiny_run(tmp_path / str(every), training=training(steps=5), evaluation=Evaluation(every=every, rows=3))
+        start(run, [recorder])
+        assert [report.step for report in recorder.reports if report.evaluation] == steps
+
+
+def test_evaluation_can_be_switched_off(tmp_path: Path) -> None:
+    recorder = Recorder()
+    start(tiny_run(tmp_path, evaluation=Evaluation(every=2, rows=0)), [recorder])
+    assert all(report.evaluation is None for report in recorder.reports)
+
+
+def test_checkpoints_are_due_every_so_often_and_last(tmp_path: Path) -> None:
+    for every, steps in ((2, [2, 4, 5]), (0, [5])):
+        recorder = Recorder()
+        checkpoint = Checkpoint(every=every, keep=0, asynchronous=every == 2)
+        _, folder = start(
+            tiny_run(tmp_path / str(every), training=training(steps=5), checkpoint=checkpoint), [recorder]
+        )
+        assert recorder.saves == steps
+        assert sorted(path.name for path in folder.checkpoints.iterdir()) == [f"step-{step:06}" for step in steps]
+
+
+def test_figures_of_a_step(tmp_path: Path) -> None:
+    recorder = Recorder()
+    session = replace(prepare(tiny_run(tmp_path), ENVIRONMENT), peak_flops=1e9)
+    _, folder = create_run_folder(session.run, number_if_taken=False)
+    _train(session, folder, Progress(), [recorder], None)
+    for report in recorder.reports:
+        speed = 48 / report.step_seconds
+        assert math.isclose(report.tokens_per_second_per_device, speed)
+        assert report.model_flops_utilization is not None
+        assert math.isclose(report.model_flops_utilization, session.size.flops_per_token * speed / 1e9)
+        assert report.peak_memory_bytes > 1 << 20
+        assert report.elapsed_seconds >= report.step_seconds > 0
+    assert [report.learning_rate for report in recorder.reports][:2] == [5e-3, 1e-2]
+
+
+def test_a_device_without_a_known_peak_has_no_utilization(tmp_path: Path) -> None:
+    recorder = Recorder()
+    start(tiny_run(tmp_path), [recorder])
+    assert all(report.model_flops_utilization is None for report in recorder.reports)
+
+
+def test_forced_balance_is_marked_in_every_report(tmp_path: Path) -> None:
+    recorder = Recorder()
+    moe = tiny_model().moe
+    assert moe is not None
+    moe = moe.model_copy(update={"balance": Balance(force=True)})
+    _, folder = start(tiny_run(tmp_path, model=tiny_model(moe=moe)), [recorder])
+    assert all(report.forced_balance for report in recorder.reports)
+    assert all(line["forced_balance"] is True for line in lines_of(folder))
+
+
+def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    whole, broken = tiny_run(tmp_path / "whole"), tiny_run(tmp_path / "broken")
+    _, whole_folder = start(whole)
+    with pytest.raises(Killed):
+        start(broken, [KillAfter(3)])  # its newest checkpoint is of step 2, its newest line of step 3
+    folder = RunFolder(tmp_path / "broken" / "tiny")
+    assert [line["step"] for line in lines_of(folder)] == [1, 2, 3]
+    recorder = Recorder()
+    go_on(broken, folder, [recorder])
+    assert recorder.starts[0].steps_done == 2
+    assert [report.step for report in recorder.reports] == [3, 4]
+    assert lines_of(folder) == lines_of(whole_folder)
+    expected = weights_of(whole, whole_folder, 4)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights_of(broken, folder, 4).items())
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(tmp_path: Path) -> None:
+    _, whole_folder = start(tiny_run(tmp_path / "whole"))
+    run = tiny_run(tmp_path / "broken")
+    with pytest.raises(Killed):
+        start(run, [KillAfter(1)])
+    folder = RunFolder(tmp_path / "broken" / "tiny")
+    go_on(run, folder)
+    assert lines_of(folder) == lines_of(whole_folder)
+
+
+def test_a_request_to_stop_saves_the_step_that_was_running(tmp_path: Path) -> None:
+    stop = StopRequest()
+    watcher = StopAfter(stop, 3)
+    run = tiny_run(tmp_path / "broken")
+    end, folder = start(run, [watcher], stop)
+    assert (end.step, end.stopped_by) == (3, "SIGTERM")
+    assert end.checkpoint == folder.checkpoints / "step-000003"
+    assert watcher.saves == [2, 3]
+    go_on(run, folder)
+    _, whole_folder = start(tiny_run(tmp_path / "whole"))
+    assert lines_of(folder) == lines_of(whole_folder)
+
+
+def test_a_request_to_stop_during_the_last_step_finds_a_finished_run(tmp_path: Path) -> None:
+    stop = StopRequest()
+    end, _ = start(tiny_run(tmp_path), [StopAfter(stop, 4)], stop)
+    assert (end.step, end.stopped_by) == (4, None)
+
+
+def test_a_run_can_go_on_for_longer(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    _, folder = start(run)
+    longer = run.model_copy(update={"training": training(steps=6)})
+    assert go_on(longer, folder).step == 6
+    assert [line["tokens_seen"] for line in lines_of(folder)] == [48 * step for step in range(1, 7)]
+    assert "steps = 6" in folder.config.read_text()
+
+
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    _, folder = start(run)
+    shard = next(iter((folder.checkpoints / "step-000004").glob("*.safetensors")))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match="is damaged"):
+        go_on(run, folder)
+    assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    _, folder = start(run)
+    other = run.model_copy(update={"model": tiny_model(layers=3)})
+    with pytest.raises(CheckpointError, match=r"another model; got model.layers = 3; allowed: model.layers = 2"):
+        go_on(other, folder)
+
+
+@pytest.mark.parametrize(("figure", "place"), [("loss", "output"), ("gradient norm", "gradient")])
+def test_a_step_that_is_not_finite_ends_the_run_before_it(
+    figure: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, real = tiny_run(tmp_path / "broken"), loop.train_step
+
+    def spoiled(model: torch.nn.Module, *rest: object) -> object:
+        """From the third step on, a layer's output (for the loss) or only its gradient is spoiled."""
+        if real_steps.pop() == 3:
+            layer = model.get_submodule("blocks.1.ffn.experts")
+            layer.register_forward_hook(lambda module, inputs, y_RD: _spoil(y_RD, place))
+        return real(model, *rest)  # type: ignore[arg-type]
+
+    real_steps = [4, 3, 2, 1]
+    monkeypatch.setattr(loop, "train_step", spoiled)
+    recorder = Recorder()
+    with pytest.raises(NonFiniteError, match=f"the {figure} of step 3 is nan and the step was not applied") as refusal:
+        start(run, [recorder])
+    assert "\n" not in str(refusal.value)
+    assert recorder.is_closed
+
+    folder = RunFolder(tmp_path / "broken" / "tiny")
+    report = json.loads(folder.nonfinite.read_text())
+    assert (report["step"], report["figure"], report["value"]) == (3, figure, "nan")
+    assert report["checkpoint"].endswith("step-000002")
+    origin = report["origin"]
+    assert (origin["place"], origin["layer"], origin["micro_batch"]) == (place, 1, 0)
+    assert origin["name"].startswith("blocks.1.ffn.experts")
+
+    monkeypatch.undo()
+    go_on(run, folder)
+    _, whole_folder = start(tiny_run(tmp_path / "whole"))
+    assert lines_of(folder) == lines_of(whole_folder)
+
+
+def _spoil(y_RD: Tensor, place: str) -> Tensor:
+    if place == "gradient":
+        y_RD.register_hook(lambda gradient: gradient * math.nan)
+        return y_RD
+    return y_RD * math.nan
+
+
+def test_the_state_before_a_first_step_that_is_not_finite_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = loop.train_step
+
+    def spoiled(model: torch.nn.Module, *rest: object) -> object:
+        model.get_submodule("norm").register_forward_hook(lambda module, inputs, output: output * math.nan)
+        return real(model, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loop, "train_step", spoiled)
+    with pytest.raises(NonFiniteError, match="saved as step 0"):
+        start(tiny_run(tmp_path))
+    assert (tmp_path / "tiny" / "checkpoints" / "step-000000").is_dir()
+
+
+def test_garbage_is_collected_between_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    was_enabled: list[bool] = []
+    collected: list[int] = []
+
+    class Watcher(Recorder):
+        def stepped(self, report: StepReport) -> None:
+            was_enabled.append(gc.isenabled())
+
+    monkeypatch.setattr(loop.gc, "collect", lambda: collected.append(len(was_enabled)))
+    start(tiny_run(tmp_path / "manual", training=training(collect_garbage_every=2)), [Watcher()])
+    assert was_enabled == [False] * 4
+    assert collected == [0, 2, 4]
+    assert gc.isenabled()
+    start(tiny_run(tmp_path / "python", training=training(collect_garbage_every=0)), [Watcher()])
+    assert was_enabled[4:] == [True] * 4
+    assert collected == [0, 2, 4]
