@@ -16,7 +16,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/$(TORCH_BUILD)
 RUN         ?= debug
 TESTS       ?=
 
-BIN := .venv/bin
+BIN  := .venv/bin
+CODE := penstock tests benchmarks tools
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # Triton comes with a GPU build of PyTorch, in that build's version. Beside a CPU build the tests bring this one.
@@ -44,8 +45,8 @@ test: lint ## set up what is missing, then run every check and every test
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal $(TESTS)
 
 lint: $(DEV) ## the checks that run nothing: ruff, mypy, import-linter, house rules
-	@echo "== ruff check";  $(BIN)/ruff check --quiet .
-	@echo "== ruff format"; $(BIN)/ruff format --check --quiet .
+	@echo "== ruff check";  $(BIN)/ruff check --quiet $(CODE)
+	@echo "== ruff format"; $(BIN)/ruff format --check --quiet $(CODE)
 	@echo "== mypy";        $(BIN)/mypy
 	@echo "== layers";      $(BIN)/lint-imports --no-logo
 	@echo "== house rules"; $(BIN)/python -m tools.style
@@ -58,7 +59,7 @@ setup: $(DEV) ## the environment of `make test`, and nothing more
 
 clean: ## remove caches and build outputs; .venv and runs stay
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find penstock tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -82,7 +82,10 @@ def grouped_gemm_forward(
     """y_RF = x_RD @ w_eFD^T, without autograd.
 
     Args:
-        x_RD, w_eFD, counts_e, index_R: as in `grouped_gemm`; x and w contiguous.
+        x_RD: as in `grouped_gemm`, contiguous.
+        w_eFD: as in `grouped_gemm`, contiguous.
+        counts_e: rows of each expert.
+        index_R: row of `x` for each place, or None.
         tiles: `tile_table(counts_e, R)`, if the caller has it already.
         launch: how to cut it, instead of the table's choice.
 
@@ -111,8 +114,11 @@ def grouped_gemm_input_gradient(
     """dx_RD = dy_RF @ w_eFD, in the order of the experts' rows (a gather is not undone here), without autograd.
 
     Args:
-        dy_RF: gradient of the output; rows past the last expert's may hold anything.
-        w_eFD, counts_e, tiles, launch: as in `grouped_gemm_forward`.
+        dy_RF: gradient of the output, contiguous; rows past the last expert's may hold anything.
+        w_eFD: as in `grouped_gemm`, contiguous.
+        counts_e: rows of each expert.
+        tiles: `tile_table(counts_e, R)`, if the caller has it already.
+        launch: how to cut it, instead of the table's choice.
 
     Returns:
         dx_RD in the dtype of dy; rows past the last expert's are zero.
@@ -140,10 +146,13 @@ def grouped_gemm_weight_gradient(
     """dw_eFD = dy_RF^T @ x_RD over each expert's rows, without autograd.
 
     Args:
-        dy_RF: gradient of the output; rows past the last expert's may hold anything.
+        dy_RF: gradient of the output, contiguous; rows past the last expert's may hold anything.
         x_RD: rows, or with `index_R` their source, as they were given to forward.
-        counts_e, index_R, tiles, launch: as in `grouped_gemm_forward`.
+        counts_e: rows of each expert.
+        index_R: row of `x` for each place, or None.
         accumulate_into: contiguous float32 e x F x D to add the gradient to, in place.
+        tiles: `tile_table(counts_e, R)`, if the caller has it already.
+        launch: how to cut it, instead of the table's choice.
 
     Returns:
         dw_eFD in the dtype of x, zero for experts without rows; or `accumulate_into`.

@@ -1,7 +1,7 @@
 """Device code of the grouped GEMM: two persistent kernels, one source for every chip.
 
-`rows_kernel` makes an output that has the experts' rows (forward, input gradient); `weights_kernel` contracts over the
-rows of each expert (weight gradient). A program takes every P-th output tile, P programs in all. The loop over tiles and
+`rows_kernel` makes an output that has the experts' rows (forward, input gradient); `weights_kernel` contracts over
+each expert's rows (weight gradient). A program takes every P-th output tile, P programs in all. The loop over tiles and
 the loop over the contracted dimension are flattened into one, so the pipeline of loads runs on across tiles: the next
 tile's first blocks are on their way while the last tile is written.
 
@@ -104,8 +104,8 @@ def weights_kernel(
 ):
     """Multiply the transpose of each expert's rows of dy by its rows of x; add to what dw holds if ACCUMULATE.
 
-    dw is experts x rows x columns, so dy is as wide as dw has rows, and x as wide as dw has columns. With DESCRIPTORS, dy,
-    dw and (without GATHER) x are descriptors of blocks, else pointers.
+    dw is experts x rows x columns, so dy is as wide as dw has rows, and x as wide as dw has columns. With DESCRIPTORS,
+    dy, dw and (without GATHER) x are descriptors of blocks, else pointers.
     """
     tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
     tiles_each = tl.cdiv(rows, BLOCK_ROWS) * tiles_across

@@ -1,38 +1,67 @@
 """The operators that a model is built on, as one frozen value: modules get theirs when they are made.
 
-Two sets stand here. `REFERENCE` is the eager truth. `TORCH` takes PyTorch's own fused forms where it has them: grouped_mm
-for the experts, rms_norm, silu. A set is data, so a backend is chosen once and a module never asks which one it runs on.
+Two sets stand here and need nothing but PyTorch. `REFERENCE` is the eager truth. `TORCH` takes PyTorch's own fused forms
+where it has them: grouped_mm for the experts, rms_norm, silu. The third, `penstock.kernels.triton_operators.TRITON`, is our
+kernels. A set is data, so a backend is chosen once (`penstock.kernels.choose`), operator by operator, and a module never
+asks which one it runs on.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels import reference
+from penstock.kernels.reference import Routed, RowOrder
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operators:
-    """Callables with the signatures of `penstock.kernels.reference`.
+    """Callables with the signatures of the functions of the same name in `penstock.kernels.reference`.
 
     Attributes:
-        name: how logs call this set.
         attention_backend: see `penstock.kernels.attention.causal_attention`.
+        expert_ffn: takes `places_TK` besides, the inverse of its index (see `penstock.kernels.expert_ffn`).
+        swiglu: without weights, for the dense networks.
     """
 
-    name: str
     attention_backend: str
+    route: Callable[..., Routed]
+    order_rows: Callable[[Tensor, int], RowOrder]
+    unpermute: Callable[[Tensor, RowOrder], Tensor]
     expert_ffn: Callable[..., Tensor]
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     swiglu: Callable[[Tensor], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+    mla_heads: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def reference_expert_ffn(
+    x_ND: Tensor,
+    gate_up_eFD: Tensor,
+    down_eDF: Tensor,
+    counts_e: Tensor,
+    weights_R: Tensor | None = None,
+    index_R: Tensor | None = None,
+    *,
+    places_TK: Tensor | None = None,
+) -> Tensor:
+    """`reference.expert_ffn`; it finds the gradient of gathered rows without `places_TK`."""
+    return reference.expert_ffn(x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R)
 
 
 def torch_rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     """`reference.rms_norm` by torch's fused kernel."""
     return F.rms_norm(x_TD, (x_TD.shape[-1],), weight_D, epsilon)
+
+
+def torch_add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """`reference.add_rms_norm` with torch's fused norm."""
+    sum_TD = x_TD + residual_TD
+    return torch_rms_norm(sum_TD, weight_D, epsilon), sum_TD
 
 
 def torch_swiglu(gate_up_RF: Tensor) -> Tensor:
@@ -48,6 +77,8 @@ def torch_expert_ffn(
     counts_e: Tensor,
     weights_R: Tensor | None = None,
     index_R: Tensor | None = None,
+    *,
+    places_TK: Tensor | None = None,
 ) -> Tensor:
     """`reference.expert_ffn` by torch's grouped_mm: one launch for all experts, counts stay on the device.
 
@@ -66,17 +97,22 @@ def torch_expert_ffn(
 
 
 REFERENCE = Operators(
-    name="reference",
     attention_backend="auto",
-    expert_ffn=reference.expert_ffn,
-    rms_norm=reference.rms_norm,
+    route=reference.route,
+    order_rows=reference.order_rows,
+    unpermute=reference.unpermute,
+    expert_ffn=reference_expert_ffn,
     swiglu=reference.swiglu,
+    rms_norm=reference.rms_norm,
+    add_rms_norm=reference.add_rms_norm,
+    rotate=reference.rotate,
+    mla_heads=reference.mla_heads,
 )
 
-TORCH = Operators(
-    name="torch",
-    attention_backend="auto",
+TORCH = replace(
+    REFERENCE,
     expert_ffn=torch_expert_ffn,
-    rms_norm=torch_rms_norm,
     swiglu=torch_swiglu,
+    rms_norm=torch_rms_norm,
+    add_rms_norm=torch_add_rms_norm,
 )

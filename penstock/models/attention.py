@@ -5,7 +5,6 @@ from torch import Tensor, nn
 from penstock.config.model import GroupedQueryAttention
 from penstock.kernels.attention import causal_attention
 from penstock.kernels.operators import Operators
-from penstock.kernels.reference import rotate
 from penstock.models.frame import Frame
 from penstock.models.rope import softmax_scale
 
@@ -32,8 +31,8 @@ class GroupedQueryLayer(nn.Module):
     def forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
         """Attend. Returns B x S x D."""
         split = (-1, self.config.head_dim)
-        q_BSHN = rotate(self.query(x_BSD).unflatten(-1, split), frame.cos_BSP, frame.sin_BSP)
-        k_BSGN = rotate(self.key(x_BSD).unflatten(-1, split), frame.cos_BSP, frame.sin_BSP)
+        q_BSHN = self.operators.rotate(self.query(x_BSD).unflatten(-1, split), frame.cos_BSP, frame.sin_BSP)
+        k_BSGN = self.operators.rotate(self.key(x_BSD).unflatten(-1, split), frame.cos_BSP, frame.sin_BSP)
         v_BSGN = self.value(x_BSD).unflatten(-1, split)
         o_BSHN = causal_attention(
             q_BSHN,

@@ -35,7 +35,8 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
         """Returns the residual stream after the layer, B x S x D."""
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), frame)
-        x_TD = self.ffn_norm(x_BSD).flatten(0, 1)
+        attended_BSD = self.attention(self.attention_norm(x_BSD), frame)
+        normed_BSD, x_BSD = self.ffn_norm.add(attended_BSD, x_BSD)
+        x_TD = normed_BSD.flatten(0, 1)
         y_TD = self.ffn(x_TD, frame.scope) if isinstance(self.ffn, MoE) else self.ffn(x_TD)
         return x_BSD + y_TD.view_as(x_BSD)

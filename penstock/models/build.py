@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from penstock.config.model import LatentAttention, Model
+from penstock.config.model import LatentAttention, Model, Moe
 from penstock.config.run import Kernels, Run
 from penstock.kernels.operators import REFERENCE, TORCH, Operators
 from penstock.models.attention import GroupedQueryLayer
@@ -20,7 +20,8 @@ from penstock.models.init import initialize
 from penstock.models.mla import LatentLayer
 from penstock.models.mtp import MultiTokenPrediction
 from penstock.models.norm import RMSNorm
-from penstock.moe.dispatch.local import LocalDispatcher
+from penstock.moe.dispatch.contract import Dispatcher
+from penstock.moe.dispatch.local import LocalDispatcher, PaddedDispatcher
 from penstock.moe.experts import Experts
 from penstock.moe.layer import MoE
 from penstock.moe.router import Router
@@ -89,13 +90,18 @@ def _ffn(config: Model, layer: int, operators: Operators) -> FeedForward | MoE:
     moe = config.moe
     if moe is None or layer < config.dense_layers:
         return FeedForward(config.hidden_size, config.dense_ffn_size, operators)
-    factor = moe.balance.capacity_factor
     return MoE(
-        Router(moe, config.hidden_size, layer),
-        LocalDispatcher(moe.experts, may_drop=factor > 0, pad_factor=factor if moe.balance.pad_to_capacity else 0.0),
+        Router(moe, config.hidden_size, layer, operators),
+        _dispatcher(moe, operators),
         Experts(moe.experts, config.hidden_size, moe.ffn_size, operators),
         FeedForward(config.hidden_size, moe.shared_ffn_size, operators) if moe.shared_ffn_size else None,
     )
+
+
+def _dispatcher(moe: Moe, operators: Operators) -> Dispatcher:
+    if moe.balance.pad_to_capacity:
+        return PaddedDispatcher(moe.experts, moe.balance.capacity_factor, operators)
+    return LocalDispatcher(moe.experts, operators)
 
 
 def _mtp(config: Model, layer: int, operators: Operators) -> MultiTokenPrediction:

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from penstock.config.model import LatentAttention
 from penstock.kernels.attention import causal_attention
 from penstock.kernels.operators import Operators
-from penstock.kernels.reference import mla_heads
 from penstock.models.frame import Frame
 from penstock.models.norm import RMSNorm
 from penstock.models.rope import softmax_scale
@@ -71,7 +70,7 @@ class LatentLayer(nn.Module):
         q_BSHN = self.query(x_BSD).unflatten(-1, (config.heads, -1))
         latent_BSC, k_rotary_BSP = self.kv_down(x_BSD).split([config.kv_latent, config.rotary_head_dim], dim=-1)
         kv_BSHN = self.kv_up(self.kv_norm(latent_BSC)).unflatten(-1, (config.heads, -1))
-        q_BSHN, k_BSHN, v_BSHM = mla_heads(q_BSHN, kv_BSHN, k_rotary_BSP, frame.cos_BSP, frame.sin_BSP)
+        q_BSHN, k_BSHN, v_BSHM = self.operators.mla_heads(q_BSHN, kv_BSHN, k_rotary_BSP, frame.cos_BSP, frame.sin_BSP)
         o_BSHM = causal_attention(
             q_BSHN,
             k_BSHN,

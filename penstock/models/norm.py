@@ -24,3 +24,7 @@ class RMSNorm(nn.Module):
     def forward(self, x_D: Tensor) -> Tensor:
         """Normalize the last dim, whatever stands before it."""
         return self.operators.rms_norm(x_D, self.weight_D, self.epsilon)
+
+    def add(self, x_D: Tensor, residual_D: Tensor) -> tuple[Tensor, Tensor]:
+        """Add to the residual stream and normalize the sum: returns (normed, sum)."""
+        return self.operators.add_rms_norm(x_D, residual_D, self.weight_D, self.epsilon)

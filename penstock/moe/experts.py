@@ -26,5 +26,11 @@ class Experts(nn.Module):
     def forward(self, rows: ExpertRows) -> Tensor:
         """Apply each expert to its rows, times their routing weights. Returns y_RD in the dtype of the rows."""
         return self.operators.expert_ffn(
-            rows.x_ND, self.gate_up_eFD, self.down_eDF, rows.counts_e, rows.weights_R, rows.index_R
+            rows.x_ND,
+            self.gate_up_eFD,
+            self.down_eDF,
+            rows.counts_e,
+            rows.weights_R,
+            rows.index_R,
+            places_TK=rows.places_NK,
         )

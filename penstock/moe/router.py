@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config.model import Moe
-from penstock.kernels.reference import RouterRule, route
+from penstock.kernels.operators import Operators
+from penstock.kernels.reference import RouterRule
 from penstock.moe.balance import (
     BalancedRouter,
     LoadMeter,
@@ -46,10 +47,12 @@ class Router(BalancedRouter):
         moe: experts, rule and balance of the layer.
         hidden_size: D.
         layer: index of the decoder layer, for reports.
+        operators: kernels to run on.
     """
 
-    def __init__(self, moe: Moe, hidden_size: int, layer: int) -> None:
+    def __init__(self, moe: Moe, hidden_size: int, layer: int, operators: Operators) -> None:
         super().__init__()
+        self.operators = operators
         self.layer = layer
         self.experts = moe.experts
         self.top_k = moe.top_k
@@ -69,7 +72,7 @@ class Router(BalancedRouter):
             scope: rows and share of the micro-batch.
         """
         logits_TE = F.linear(x_TD.float(), self.weight_ED)
-        routed = route(logits_TE, self.expert_bias_E, self.rule, scope.sequences)
+        routed = self.operators.route(logits_TE, self.expert_bias_E, self.rule, scope.sequences)
         routing = Routing(routed.weights_TK, routed.experts_TK)
         measured = self.training and torch.is_grad_enabled()
         if measured:

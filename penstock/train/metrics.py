@@ -111,7 +111,7 @@ def drop_after(path: Path, step: int) -> None:
     Raises:
         RunFolderError: the file is not one of ours, or cannot be changed.
     """
-    if not path.exists():
+    if not path.is_file():
         return
     keep = 0
     try:

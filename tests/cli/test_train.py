@@ -1,5 +1,6 @@
 """`penstock train` from the outside: what it leaves, what it prints, what it refuses, and how it is stopped."""
 
+import errno
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import torch
 
 from penstock.cli.main import main
 from penstock.config.load import dump_toml, load_run
+from penstock.train import checkpoint, run_folder
 from penstock.train.metrics import FIELDS, MetricsFile
 from penstock.train.observer import StepReport
 from tests.train.tiny_run import tiny_run
@@ -31,11 +33,10 @@ def process_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test starts in an empty folder with a small run in tiny.toml."""
     monkeypatch.chdir(tmp_path)
     Path("tiny.toml").write_text(dump_toml(tiny_run(Path("runs"))), encoding="utf-8")
-    return tmp_path
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
@@ -179,8 +180,6 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(
     assert "stopping after this step, with a checkpoint" in text
     assert f"stopped by {number.name} after step 3 of 4, saved in runs/tiny/checkpoints/step-000003" in text
     assert "go on:  penstock train runs/tiny --resume" in text
-    monkeypatch.undo()
-    os.chdir(Path("tiny.toml").resolve().parent)
 
 
 def test_a_stopped_run_goes_on_as_it_says(in_a_folder_of_its_own: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,12 +332,25 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_a_report(capsys: pytest.Cap
     assert [line["step"] for line in metrics_of("runs/tiny")] == [1]
 
 
-def test_a_full_disk_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    if not Path("/dev/full").exists():
-        pytest.skip("this system has no /dev/full")
-    printed(capsys, "tiny.toml", "training.steps=2")
-    Path("runs/tiny/metrics.jsonl").unlink()
-    Path("runs/tiny/metrics.jsonl").symlink_to("/dev/full")
-    assert "No space left on device" in refused(capsys, "runs/tiny", "--resume", "training.steps=4")
-    Path("runs/tiny/metrics.jsonl").unlink()
-    printed(capsys, "runs/tiny", "--resume", "training.steps=4")
+def test_a_full_disk_is_one_line_and_the_run_can_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def no_space(folder: Path, tensors: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_write_tensors", no_space)
+        message = refused(capsys, "tiny.toml")
+    assert message == "cannot write runs/tiny/checkpoints/step-000002; got No space left on device"
+    assert list(Path("runs/tiny/checkpoints").iterdir()) == []
+    printed(capsys, "runs/tiny", "--resume")
+    assert [line["step"] for line in metrics_of("runs/tiny")] == [1, 2, 3, 4]
+
+
+def test_a_full_disk_at_the_start_leaves_nothing_behind(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "write_whole", no_space)
+    assert "cannot make a run folder in runs; got No space left on device" in refused(capsys, "tiny.toml")
+    assert list(Path("runs").iterdir()) == []

@@ -51,7 +51,14 @@ def true_weight_gradient(dy_RF: Tensor, x_RD: Tensor, counts_e: Tensor) -> Tenso
     return torch.stack([dy.T @ x for dy, x in pieces][:-1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
+    """Of operands. Triton's interpreter multiplies the bits of a bfloat16 as if they were an integer."""
+    if request.param == torch.bfloat16 and device.type == "cpu":
+        pytest.skip("no bfloat16 products in Triton's interpreter")
+    return request.param
+
+
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_output_and_gradients_equal_the_reference(
@@ -92,8 +99,10 @@ def test_rows_are_gathered_while_they_are_loaded(
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-def test_a_weight_gradient_is_added_to_a_float32_buffer(gathered: bool, device: torch.device) -> None:
-    x_RD, w_eFD, dy_RF, counts_e = draw(COUNTS["empty experts"], device, torch.bfloat16)
+def test_a_weight_gradient_is_added_to_a_float32_buffer(
+    gathered: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    x_RD, w_eFD, dy_RF, counts_e = draw(COUNTS["empty experts"], device, dtype)
     index_R = torch.randint(int(counts_e.sum()), (len(dy_RF),), device=device) if gathered else None
     main_eFD = torch.randn(w_eFD.shape, device=device)
     gathered_RD = x_RD if index_R is None else x_RD[index_R]
@@ -101,7 +110,7 @@ def test_a_weight_gradient_is_added_to_a_float32_buffer(gathered: bool, device: 
     returned_eFD = grouped_gemm_weight_gradient(dy_RF, x_RD, counts_e, index_R, accumulate_into=main_eFD)
     assert returned_eFD is main_eFD, "the buffer itself must come back"
     noise = (main_eFD - expected_eFD).norm() / expected_eFD.norm()
-    assert noise < 1e-5, f"relative error {noise:.1e}: bfloat16 products must be summed in float32"
+    assert noise < 1e-5, f"relative error {noise:.1e}: products must be summed in float32"
 
 
 def test_one_tile_table_serves_all_products(device: torch.device) -> None:
@@ -125,6 +134,7 @@ def test_an_empty_buffer_has_an_empty_output_and_zero_gradients(device: torch.de
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("product", ["rows", "weights"])
 def test_every_launch_of_this_chip_computes_the_same(product: str, device: torch.device) -> None:
     counts = [700, 0, 3, 1025, 256]
@@ -190,7 +200,6 @@ def test_no_launch_of_a_table_spills_or_lacks_matrix_instructions(
     target: str, product: GemmProduct, launch: GemmLaunch
 ) -> None:
     compiled = compile_product(product, launch, target)
-    print(f"{target} {product}: {compiled.summary}")
     assert compiled.matrix_instructions > 0, "the product must be made by matrix instructions"
     assert compiled.spills == 0, f"{launch} spills: {compiled.summary}"
     shared = compiled.shared_bytes * launch.residency

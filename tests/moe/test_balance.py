@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.model import Balance, Moe, Router
+from penstock.kernels.operators import REFERENCE
 from penstock.kernels.reference import RouterRule, route
 from penstock.moe import router as router_module
 from penstock.moe.balance import (
@@ -85,7 +86,9 @@ def test_an_attached_loss_changes_gradients_and_nothing_else() -> None:
 
 def _router(rate: float = 0.1) -> router_module.Router:
     rule = Router(score="sigmoid", expert_bias=True, expert_bias_rate=rate)
-    router = router_module.Router(Moe(experts=E, top_k=K, ffn_size=4, router=rule), hidden_size=8, layer=2)
+    router = router_module.Router(
+        Moe(experts=E, top_k=K, ffn_size=4, router=rule), hidden_size=8, layer=2, operators=REFERENCE
+    )
     nn.init.normal_(router.weight_ED, std=0.5, generator=torch.Generator().manual_seed(1))
     return router
 

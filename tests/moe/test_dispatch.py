@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.kernels.operators import REFERENCE, TORCH
 from penstock.kernels.reference import expert_ffn
 from penstock.moe.dispatch.contract import Dispatcher
-from penstock.moe.dispatch.local import LocalDispatcher
+from penstock.moe.dispatch.local import LocalDispatcher, PaddedDispatcher
 from penstock.moe.routing import Routing
 
 D, F = 8, 6
@@ -63,7 +64,7 @@ def test_tokens_meet_their_experts_and_return_with_the_right_gradients(
     top_k = min(top_k, experts)
     routing = _routing(tokens, experts, top_k, seed, dropped)
     # a factor of E gives every expert room for all slots, so padding itself drops none
-    dispatcher = LocalDispatcher(experts, may_drop=dropped > 0, pad_factor=float(experts) if padded else 0.0)
+    dispatcher = PaddedDispatcher(experts, float(experts), TORCH) if padded else LocalDispatcher(experts, REFERENCE)
     x_TD = torch.randn(tokens, D, generator=torch.Generator().manual_seed(seed), requires_grad=True)
     leaves = (x_TD, routing.weights_TK, *_weights(experts))
     got_TD = _mix(dispatcher, x_TD, routing, *leaves[2:])
@@ -82,7 +83,7 @@ def test_tokens_meet_their_experts_and_return_with_the_right_gradients(
 
 def test_rows_stand_expert_by_expert_with_their_counts() -> None:
     routing = _routing(30, 5, 2, seed=0)
-    rows, _ = LocalDispatcher(5).dispatch(torch.arange(30.0)[:, None].expand(-1, D), routing)
+    rows, _ = LocalDispatcher(5, REFERENCE).dispatch(torch.arange(30.0)[:, None].expand(-1, D), routing)
     assert rows.index_R is not None
     assert rows.counts_e.tolist() == torch.bincount(routing.experts_TK.flatten(), minlength=5).tolist()
     start = 0
@@ -93,24 +94,24 @@ def test_rows_stand_expert_by_expert_with_their_counts() -> None:
 
 
 def test_padding_gives_every_expert_the_same_number_of_rows() -> None:
-    dispatcher = LocalDispatcher(4, may_drop=True, pad_factor=2.0)
+    dispatcher = PaddedDispatcher(4, 2.0, REFERENCE)
     routing = _routing(10, 4, 2, seed=1)
     limit = 10  # 10 tokens x 2 choices / 4 experts x 2
     rows, _ = dispatcher.dispatch(torch.randn(10, D), routing)
     assert rows.counts_e.tolist() == [limit] * 4
-    assert rows.weights_R.shape == (4 * limit,)
+    assert rows.weights_R.shape == (4 * limit + 1,), "and one place for what was dropped"
     assert (rows.weights_R != 0).sum().item() == 20
 
 
 def test_a_token_all_of_whose_slots_were_dropped_gets_zero() -> None:
     routing = Routing(torch.zeros(3, 2), torch.full((3, 2), 4))
-    y_TD = _mix(LocalDispatcher(4, may_drop=True), torch.randn(3, D), routing, *_weights(4))
+    y_TD = _mix(LocalDispatcher(4, REFERENCE), torch.randn(3, D), routing, *_weights(4))
     assert torch.equal(y_TD, torch.zeros(3, D))
 
 
 def test_what_unused_rows_hold_never_reaches_a_token() -> None:
     routing = _routing(6, 3, 2, seed=2, dropped=0.5)
-    dispatcher = LocalDispatcher(3, may_drop=True)
+    dispatcher = LocalDispatcher(3, REFERENCE)
     rows, receipt = dispatcher.dispatch(torch.randn(6, D), routing)
     y_RD = torch.zeros(12, D)
     y_RD[int(rows.counts_e.sum()) :] = float("nan")
@@ -121,5 +122,5 @@ def test_what_unused_rows_hold_never_reaches_a_token() -> None:
 def test_one_token_is_enough(top_k: int) -> None:
     routing = _routing(1, 4, top_k, seed=3)
     x_TD, weights = torch.randn(1, D), _weights(4)
-    got = _mix(LocalDispatcher(4), x_TD, routing, *weights)
+    got = _mix(LocalDispatcher(4, REFERENCE), x_TD, routing, *weights)
     torch.testing.assert_close(got, _token_by_token(x_TD, routing, *weights), rtol=1e-4, atol=1e-5)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.model import Balance, Moe, Router
+from penstock.kernels.operators import REFERENCE
 from penstock.kernels.reference import RouterRule, route
 from penstock.moe import router as router_module
 from penstock.moe.routing import Scope
@@ -87,7 +88,7 @@ def test_mass_and_z_are_sums_over_each_sequence() -> None:
 def _router(balance: Balance, **changes: object) -> router_module.Router:
     router = Router(score="sigmoid", expert_bias=True, normalize=True)
     moe = Moe(experts=E, top_k=3, ffn_size=8, router=router, balance=balance)
-    module = router_module.Router(moe.model_copy(update=changes), hidden_size=16, layer=1)
+    module = router_module.Router(moe.model_copy(update=changes), hidden_size=16, layer=1, operators=REFERENCE)
     torch.nn.init.normal_(module.weight_ED, generator=torch.Generator().manual_seed(3))
     assert module.expert_bias_E is not None, "this router has a bias"
     module.meter.reset()

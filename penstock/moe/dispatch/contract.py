@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from penstock.kernels.reference import RowOrder
 from penstock.moe.routing import Routing
 
 
@@ -25,12 +26,15 @@ class ExpertRows:
         index_R: int64 source row of each place, or None if row i of `x_ND` is place i.
         weights_R: float32 routing weight of each place, differentiable; 0 at places that hold padding.
         counts_e: int32 places of each local expert, in order; may sum to less than R, and places past them hold nothing.
+        places_NK: int64, the inverse of `index_R`: the places that read each source row. None if that is not one number
+            of places for every row.
     """
 
     x_ND: Tensor
     index_R: Tensor | None
     weights_R: Tensor
     counts_e: Tensor
+    places_NK: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,11 @@ class Receipt:
     """What `combine` must know of its `dispatch`.
 
     Attributes:
-        places_TK: int64 place of each slot's row in the experts' output.
-        kept_TK: boolean, False where the slot was dropped; None if none was.
+        order: places of the slots' rows among those that the experts give back. The place of a dropped slot's row lies
+            past the last expert's, so it counts as zero.
     """
 
-    places_TK: Tensor
-    kept_TK: Tensor | None
+    order: RowOrder
 
 
 class Dispatcher(Protocol):

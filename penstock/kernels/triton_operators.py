@@ -1,0 +1,25 @@
+"""Our Triton kernels as one set of operators. Import this only where Triton is installed.
+
+`TRITON` differs from the other sets in every operator; attention stays with torch, whose cuDNN backend is the fast one.
+"""
+
+from penstock.kernels.expert_ffn import expert_ffn
+from penstock.kernels.norm import add_rms_norm, rms_norm
+from penstock.kernels.operators import Operators
+from penstock.kernels.permute import order_rows, unpermute
+from penstock.kernels.rope import mla_heads, rotate
+from penstock.kernels.swiglu import swiglu
+from penstock.kernels.topk import route
+
+TRITON = Operators(
+    attention_backend="auto",
+    route=route,
+    order_rows=order_rows,
+    unpermute=unpermute,
+    expert_ffn=expert_ffn,
+    swiglu=swiglu,
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+    rotate=rotate,
+    mla_heads=mla_heads,
+)
