@@ -131,6 +131,7 @@ def kernel_constants(experts: int, rule: RouterRule, launch: Launch) -> dict[str
         "BLOCK_T": _rows_of_tile(groups * columns, launch),
         "BLOCK_Q": groups,
         "BLOCK_G": columns,
+        "BLOCK_K": triton.next_power_of_2(rule.top_k),
     }
 
 
@@ -172,6 +173,43 @@ def _sort_key(score):
 
 
 @triton.jit
+def _best_columns(key_TE, eligible_TE, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Columns T x K of the K best eligible keys, best first, and the keys T x E with CHOSEN in their place.
+
+    First with each column's number in the low bits of its key: a maximum then says where it stands, in one reduction.
+    That order is right unless two neighbours among the best K + 1 agree in all higher bits; then, for this tile, the
+    whole keys are searched for the lowest column that holds the maximum.
+    """
+    BLOCK_E: tl.constexpr = key_TE.shape[1]
+    column_1E = tl.arange(0, BLOCK_E)[None, :]
+    choice_1K = tl.arange(0, BLOCK_K)[None, :]
+    columns_TK = tl.zeros([key_TE.shape[0], BLOCK_K], tl.int32)
+    left_TE = tl.where(eligible_TE, (key_TE & -BLOCK_E) | (BLOCK_E - 1 - column_1E), NOT_ELIGIBLE)
+    best_T = tl.max(left_TE, 1)
+    is_doubtful_T = best_T != best_T
+    for k in range(K):
+        columns_TK = tl.where(choice_1K == k, BLOCK_E - 1 - (best_T & (BLOCK_E - 1))[:, None], columns_TK)
+        left_TE = tl.where(left_TE == best_T[:, None], CHOSEN, left_TE)
+        next_T = tl.max(left_TE, 1)
+        is_doubtful_T |= ((best_T ^ next_T) & -BLOCK_E) == 0
+        best_T = next_T
+    if tl.max(is_doubtful_T.to(tl.int32), 0) != 0:
+        left_TE = tl.where(eligible_TE, key_TE, NOT_ELIGIBLE)
+        for k in range(K):
+            is_best_TE = left_TE == tl.max(left_TE, 1)[:, None]
+            column_T1 = tl.min(tl.where(is_best_TE, column_1E, BLOCK_E), 1)[:, None]
+            left_TE = tl.where(column_1E == column_T1, CHOSEN, left_TE)
+            columns_TK = tl.where(choice_1K == k, column_T1, columns_TK)
+    return columns_TK, left_TE
+
+
+@triton.jit
+def _two_best(best, second, other_best, other_second):
+    """The two best of two pairs, as a reduction wants it."""
+    return tl.maximum(best, other_best), tl.maximum(tl.minimum(best, other_best), tl.maximum(second, other_second))
+
+
+@triton.jit
 def _is_in_best_groups(
     choice_TE,
     GROUPS: tl.constexpr,
@@ -180,48 +218,19 @@ def _is_in_best_groups(
     BLOCK_Q: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """Boolean T x E: fewer than KEPT groups are better than the expert's. Padding columns hold -inf."""
+    """Boolean T x E: the expert's group is among the KEPT best. Padding columns hold -inf."""
     BLOCK_T: tl.constexpr = choice_TE.shape[0]
     choice_TQG = tl.reshape(choice_TE, [BLOCK_T, BLOCK_Q, BLOCK_G])
-    best_TQ = tl.max(choice_TQG, 2)
-    group_Q = tl.arange(0, BLOCK_Q)
     if TOP2:
-        column_G = tl.arange(0, BLOCK_G)[None, None, :]
-        first_TQ = tl.min(tl.where(choice_TQG == best_TQ[:, :, None], column_G, BLOCK_G), 2)
-        best_TQ += tl.max(tl.where(column_G == first_TQ[:, :, None], float("-inf"), choice_TQG), 2)
-    best_TQ = tl.where(group_Q[None, :] < GROUPS, best_TQ, float("-inf"))
-    mine_TQ1, other_T1Q = best_TQ[:, :, None], best_TQ[:, None, :]
-    is_earlier_QQ = (group_Q[None, :] < group_Q[:, None])[None, :, :]
-    ahead_TQ = tl.sum(((other_T1Q > mine_TQ1) | ((other_T1Q == mine_TQ1) & is_earlier_QQ)).to(tl.int32), 2)
-    kept_TQG = tl.broadcast_to((ahead_TQ < KEPT)[:, :, None], [BLOCK_T, BLOCK_Q, BLOCK_G])
+        lowest_TQG = tl.full([BLOCK_T, BLOCK_Q, BLOCK_G], float("-inf"), tl.float32)
+        best_TQ, second_TQ = tl.reduce((choice_TQG, lowest_TQG), 2, _two_best)
+        best_TQ += second_TQ
+    else:
+        best_TQ = tl.max(choice_TQG, 2)
+    is_group_TQ = tl.broadcast_to((tl.arange(0, BLOCK_Q) < GROUPS)[None, :], [BLOCK_T, BLOCK_Q])
+    _, left_TQ = _best_columns(_sort_key(best_TQ), is_group_TQ, KEPT, BLOCK_Q)
+    kept_TQG = tl.broadcast_to((left_TQ == CHOSEN)[:, :, None], [BLOCK_T, BLOCK_Q, BLOCK_G])
     return tl.reshape(kept_TQG, [BLOCK_T, BLOCK_Q * BLOCK_G])
-
-
-@triton.jit
-def _mark_best(key_TE, eligible_TE, K: tl.constexpr):
-    """Int32 T x E: CHOSEN + k for the k-th best of the eligible, something greater for all others.
-
-    First with each column's number in the low bits of its key: a maximum then says where it stands, in one reduction.
-    That order is right unless two neighbours among the best K + 1 agree in all higher bits; then, for this tile, the
-    exact keys are searched for the lowest column that holds the maximum.
-    """
-    BLOCK_E: tl.constexpr = key_TE.shape[1]
-    column_1E = tl.arange(0, BLOCK_E)[None, :]
-    marks_TE = tl.where(eligible_TE, (key_TE & -BLOCK_E) | (BLOCK_E - 1 - column_1E), NOT_ELIGIBLE)
-    best_T = tl.max(marks_TE, 1)
-    doubtful_T = best_T != best_T
-    for k in range(K):
-        marks_TE = tl.where(marks_TE == best_T[:, None], CHOSEN + k, marks_TE)
-        next_T = tl.max(marks_TE, 1)
-        doubtful_T |= ((best_T ^ next_T) & -BLOCK_E) == 0
-        best_T = next_T
-    if tl.max(doubtful_T.to(tl.int32), 0) != 0:
-        marks_TE = tl.where(eligible_TE, key_TE, NOT_ELIGIBLE)
-        for k in range(K):
-            is_best_TE = marks_TE == tl.max(marks_TE, 1)[:, None]
-            column_T = tl.min(tl.where(is_best_TE, column_1E, BLOCK_E), 1)
-            marks_TE = tl.where(column_1E == column_T[:, None], CHOSEN + k, marks_TE)
-    return marks_TE
 
 
 @triton.jit
@@ -247,6 +256,7 @@ def route_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
     """Some tiles of one sequence's tokens, and their sums.
 
@@ -260,6 +270,7 @@ def route_kernel(
     expert_E = column_E // BLOCK_G * GROUP + column_E % BLOCK_G
     exists_E = (column_E % BLOCK_G < GROUP) & (column_E < GROUPS * BLOCK_G)
     expert_1E, exists_1E = expert_E[None, :], exists_E[None, :]
+    choice_1K = tl.arange(0, BLOCK_K)[None, :]
     counts_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.int32)
     mass_TE = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     z_T = tl.zeros([BLOCK_T], tl.float32)
@@ -285,28 +296,32 @@ def route_kernel(
         if GROUPS > 1:
             choice_TE = tl.where(exists_1E, choice_TE, float("-inf"))
             eligible_TE &= _is_in_best_groups(choice_TE, GROUPS, GROUPS_KEPT, TOP2, BLOCK_Q, BLOCK_G)
-        marks_TE = _mark_best(_sort_key(choice_TE), eligible_TE, K)
-        chosen_TE = exists_T1 & (marks_TE < CHOSEN + K)
+        columns_TK, left_TE = _best_columns(_sort_key(choice_TE), eligible_TE, K, BLOCK_K)
+        experts_TK = columns_TK // BLOCK_G * GROUP + columns_TK % BLOCK_G
 
-        # 3. Weights, from where they stand among the experts straight to their slots.
+        # 3. Weights of the chosen, from their logits again: the cache has them, a search in registers costs more.
+        is_slot = exists_T1 & (choice_1K < K)
+        chosen_TK = tl.load(logits_ptr + token_T1 * E + experts_TK, mask=is_slot, other=0.0).to(tl.float32)
         if AFTER:
-            chosen_logits_TE = tl.where(chosen_TE, logits_TE, float("-inf"))
-            weights_TE = tl.exp(chosen_logits_TE - tl.max(chosen_logits_TE, 1)[:, None])
-            weights_TE *= 1.0 / tl.sum(weights_TE, 1)[:, None]
+            chosen_TK = tl.where(choice_1K < K, chosen_TK, float("-inf"))
+            weights_TK = tl.exp(chosen_TK - tl.max(chosen_TK, 1)[:, None])
+            weights_TK *= 1.0 / tl.sum(weights_TK, 1)[:, None]
+        elif SIGMOID:
+            weights_TK = tl.sigmoid(chosen_TK)
         else:
-            weights_TE = tl.where(chosen_TE, scores_TE, 0.0)
+            weights_TK = tl.exp(chosen_TK - largest_T1) * (1.0 / total_T1)
         if NORMALIZE:
-            weights_TE *= 1.0 / (tl.sum(weights_TE, 1)[:, None] + 1e-20)
-        slot_TE = token_T1 * K + (marks_TE - CHOSEN)
-        tl.store(weights_ptr + slot_TE, weights_TE * SCALE, mask=chosen_TE)
-        tl.store(experts_ptr + slot_TE, tl.broadcast_to(expert_1E, [BLOCK_T, BLOCK_E]).to(tl.int64), mask=chosen_TE)
+            weights_TK *= 1.0 / (tl.sum(tl.where(choice_1K < K, weights_TK, 0.0), 1)[:, None] + 1e-20)
+        slot_TK = token_T1 * K + choice_1K
+        tl.store(weights_ptr + slot_TK, weights_TK * SCALE, mask=is_slot)
+        tl.store(experts_ptr + slot_TK, experts_TK.to(tl.int64), mask=is_slot)
 
         # 4. Sums.
         share_T1 = tl.where(exists_T1, 1.0, 0.0)
         if SIGMOID:
             share_T1 /= tl.sum(scores_TE, 1)[:, None] + 1e-20
         mass_TE += scores_TE * share_T1
-        counts_TE += chosen_TE.to(tl.int32)
+        counts_TE += (exists_T1 & (left_TE == CHOSEN)).to(tl.int32)
         logsumexp_T1 = tl.where(exists_T1, largest_T1 + tl.log(total_T1), 0.0)
         z_T += tl.sum(logsumexp_T1 * logsumexp_T1, 1)
 

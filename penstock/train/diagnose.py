@@ -15,19 +15,23 @@ before, and the same micro-batches can be run again under watch. In this order:
 Gradients are taken aside with autograd.grad: the optimizer's own are not touched.
 """
 
+import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from penstock.base.errors import NonFiniteError
 from penstock.data.batch import Batch
 from penstock.models.decoder import Decoder
 from penstock.moe.balance import reset_loads
 from penstock.train.loss import GlobalBatch, LossRule, model_loss
+from penstock.train.run_folder import write_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,14 +61,56 @@ class Origin:
         return f"it began in the {self.place} of {self.name}{layer}{micro_batch}"
 
 
-def find_origin(model: Decoder, whole: GlobalBatch, rule: LossRule) -> Origin:
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A figure that is not finite, and what is known about it: content of nonfinite.json.
+
+    Attributes:
+        figure: what was not finite.
+        value: `nan`, `inf` or `-inf`; JSON has no such numbers.
+        step: the step that showed it.
+        origin: where it began, or None if there was no memory left to look.
+        checkpoint: the newest checkpoint, or None.
+    """
+
+    figure: Literal["loss", "gradient norm", "held-out loss"]
+    value: str
+    step: int
+    origin: Origin | None
+    checkpoint: str | None
+
+    def write(self, path: Path) -> NonFiniteError:
+        """Write the report.
+
+        Returns:
+            The error that ends the run.
+        """
+        write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
+        where = "no memory was left to find out where it began" if self.origin is None else str(self.origin)
+        return NonFiniteError(
+            f"the {self.figure} of step {self.step} is {self.value}: {where}",
+            fix=f"read {path}; newest checkpoint: {self.checkpoint or 'none'}",
+        )
+
+
+def find_origin(model: Decoder, whole: GlobalBatch, rule: LossRule) -> Origin | None:
     """Run a step's micro-batches again and find where values stop being finite. Expert loads are reset.
 
     Args:
         model: as it was before the step, in training mode.
         whole: the global batch of the step.
         rule: of the loss.
+
+    Returns:
+        The origin, or None if a GPU had no memory left for the search.
     """
+    try:
+        return _find_origin(model, whole, rule)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _find_origin(model: Decoder, whole: GlobalBatch, rule: LossRule) -> Origin:
     broken = tuple(name for name, parameter in model.named_parameters() if not is_finite(parameter))
     if broken:
         return Origin(place="parameter", name=broken[0], layer=layer_of(broken[0]), parameters=broken)

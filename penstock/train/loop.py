@@ -11,31 +11,29 @@ So a line of metrics is on disk before the checkpoint that contains its step, an
 checkpoint is cut off when it resumes: file and state always agree.
 
 A step that is not finite was not applied. Data and random numbers are put back to before it, that state is saved, and
-only then the origin is looked for, which may cost memory. The run ends with the report in nonfinite.json.
+only then the origin is looked for, which costs memory. The run ends with the report in nonfinite.json.
 """
 
 import gc
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from penstock.base.errors import NonFiniteError
 from penstock.config.run import Run
 from penstock.data.batch import Batch
+from penstock.data.evaluation import Evaluation
 from penstock.parallel.process import peak_memory_bytes
 from penstock.train.checkpoint import CheckpointStore
-from penstock.train.diagnose import Origin, find_origin
+from penstock.train.diagnose import Finding, find_origin
 from penstock.train.evaluate import evaluate
-from penstock.train.loss import cut
+from penstock.train.loss import GlobalBatch, cut
 from penstock.train.metrics import drop_after
 from penstock.train.observer import HeldOutLoss, Observer, RunEnd, RunStart, StepReport
-from penstock.train.run_folder import RunFolder, write_whole
+from penstock.train.run_folder import RunFolder
 from penstock.train.schedule import learning_rate
 from penstock.train.setup import Session
 from penstock.train.state import random_state, restore_random_state, restore_state, save_state
@@ -208,10 +206,7 @@ class _Loop:
             return None
         held_out = evaluate(self._session.model, rows, self._rule.loss.chunk_tokens)
         if not math.isfinite(held_out.loss):
-            raise NonFiniteError(
-                f"the held-out loss after step {step} is {held_out.loss}, though the step itself was finite",
-                fix="resume from the checkpoint before with a lower optimizer.learning_rate",
-            )
+            raise self._halt_after(step, rows, held_out)
         return held_out
 
     def _report(
@@ -242,7 +237,7 @@ class _Loop:
             observer.saved(done.steps)
 
     def _halt(self, done: Progress, before: Place, batch: Batch, result: StepResult) -> NonFiniteError:
-        """Save the state before the step, then look where it began."""
+        """Save the state before a step that was not applied, then look where it began."""
         # 1. Parameters, moments and expert bias are as before the step; put data and random numbers back, too.
         self._session.state.batches.restore(before.data)
         restore_random_state(before.random)
@@ -254,30 +249,31 @@ class _Loop:
             self._store.wait()
 
         # 3. Run the step again under watch.
-        origin = self._find_origin(batch)
-        figure = "gradient norm" if math.isfinite(result.loss) else "loss"
-        value = result.gradient_norm if math.isfinite(result.loss) else result.loss
-        report = {
-            "step": done.steps + 1,
-            "figure": figure,
-            "value": str(value),
-            "origin": None if origin is None else asdict(origin),
-            "checkpoint": str(self._store.path(done.steps)),
-        }
-        write_whole(self._folder.nonfinite, json.dumps(report, indent=1) + "\n")
-        where = "no memory was left to find out where it began" if origin is None else str(origin)
-        return NonFiniteError(
-            f"the {figure} of step {done.steps + 1} is {value} and the step was not applied: {where}",
-            fix=f"read {self._folder.nonfinite}; the state before the step is saved as step {done.steps}",
-        )
-
-    def _find_origin(self, batch: Batch) -> Origin | None:
         rule = self._rule
-        try:
-            whole = cut(batch, rule.micro_batch, rule.loss.depths, self._session.device)
-            return find_origin(self._session.model, whole, rule.loss)
-        except torch.OutOfMemoryError:
-            return None
+        whole = cut(batch, rule.micro_batch, rule.loss.depths, self._session.device)
+        finding = Finding(
+            figure="gradient norm" if math.isfinite(result.loss) else "loss",
+            value=str(result.gradient_norm if math.isfinite(result.loss) else result.loss),
+            step=done.steps + 1,
+            origin=find_origin(self._session.model, whole, rule.loss),
+            checkpoint=str(self._store.path(done.steps)),
+        )
+        return finding.write(self._folder.nonfinite)
+
+    def _halt_after(self, step: int, rows: Evaluation, held_out: HeldOutLoss) -> NonFiniteError:
+        """The step itself was finite, but its update spoiled the model: there is no state to save any more."""
+        self._store.wait()
+        latest = self._store.latest()
+        micro_batches = tuple(batch.to(self._session.device) for batch in rows.batches)
+        whole = GlobalBatch(micro_batches, (rows.tokens,) * (1 + self._rule.loss.depths))
+        finding = Finding(
+            figure="held-out loss",
+            value=str(held_out.loss),
+            step=step,
+            origin=find_origin(self._session.model, whole, self._rule.loss),
+            checkpoint=None if latest is None else str(self._store.path(latest)),
+        )
+        return finding.write(self._folder.nonfinite)
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -114,6 +114,7 @@ def parse_penstock(words: list[str]) -> None:
     while isinstance(context.command, TyperGroup):
         rest = [*context._protected_args, *context.args]
         name, verb, rest = context.command.resolve_command(context, rest)
+        assert verb is not None, "an unknown verb is an error by itself"
         context = verb.make_context(name, rest, parent=context)
 
 

@@ -1,5 +1,6 @@
 """The place where a NaN or infinity is put is the place that is named."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
 from penstock.moe.balance import layer_loads
-from penstock.train.diagnose import Origin, find_origin, layer_of
+from penstock.train.diagnose import Finding, Origin, find_origin, layer_of
 from penstock.train.loss import GlobalBatch, LossRule, cut
 from tests.train.tiny_run import random_batch, tiny_run
 
@@ -42,6 +43,12 @@ class _Spoil(torch.autograd.Function):
         return gradients[0] * math.inf
 
 
+def origin_in(model: Decoder, whole: GlobalBatch) -> Origin:
+    origin = find_origin(model, whole, RULE)
+    assert origin is not None
+    return origin
+
+
 def spoil_output(module: nn.Module, from_call: int = 0) -> None:
     """Make a module return NaN from its n-th call on."""
     calls = iter(range(1000))
@@ -55,7 +62,7 @@ def spoil_output(module: nn.Module, from_call: int = 0) -> None:
 def test_a_parameter_that_is_not_finite_comes_first(model: Decoder, whole: GlobalBatch) -> None:
     with torch.no_grad():
         model.get_parameter("blocks.1.ffn.experts.down_eDF")[0, 0, 0] = math.inf
-    origin = find_origin(model, whole, RULE)
+    origin = origin_in(model, whole)
     assert (origin.place, origin.layer, origin.micro_batch) == ("parameter", 1, None)
     assert origin.name == "blocks.1.ffn.experts.down_eDF"
     assert origin.parameters == (origin.name,)
@@ -63,7 +70,7 @@ def test_a_parameter_that_is_not_finite_comes_first(model: Decoder, whole: Globa
 
 def test_the_innermost_module_is_named(model: Decoder, whole: GlobalBatch) -> None:
     spoil_output(model.get_submodule("blocks.1.ffn.experts"))
-    origin = find_origin(model, whole, RULE)
+    origin = origin_in(model, whole)
     assert (origin.place, origin.name, origin.layer, origin.micro_batch) == ("output", "blocks.1.ffn.experts", 1, 0)
     assert str(origin) == "it began in the output of blocks.1.ffn.experts (layer 1), micro-batch 0"
 
@@ -71,19 +78,19 @@ def test_the_innermost_module_is_named(model: Decoder, whole: GlobalBatch) -> No
 def test_the_first_of_several_modules_is_named(model: Decoder, whole: GlobalBatch) -> None:
     spoil_output(model.get_submodule("norm"))
     spoil_output(model.get_submodule("blocks.0.ffn"))
-    assert find_origin(model, whole, RULE).name == "blocks.0.ffn"
+    assert origin_in(model, whole).name == "blocks.0.ffn"
 
 
 def test_the_micro_batch_is_named(model: Decoder, whole: GlobalBatch) -> None:
     spoil_output(model.embed, from_call=2)  # called twice a micro-batch: for the model, and for one depth ahead
-    origin = find_origin(model, whole, RULE)
+    origin = origin_in(model, whole)
     assert (origin.name, origin.layer, origin.micro_batch) == ("embed", None, 1)
 
 
 def test_a_loss_can_overflow_with_finite_hidden_states(model: Decoder, whole: GlobalBatch) -> None:
     with torch.no_grad():
         model.head_VD.fill_(3e38)
-    origin = find_origin(model, whole, RULE)
+    origin = origin_in(model, whole)
     assert (origin.place, origin.name) == ("loss", "the output projection")
 
 
@@ -91,7 +98,7 @@ def test_a_gradient_is_traced_to_the_deepest_layer(model: Decoder, whole: Global
     model.get_submodule("blocks.1").register_forward_pre_hook(
         lambda module, inputs: (_Spoil.apply(inputs[0]), *inputs[1:])
     )
-    origin = find_origin(model, whole, RULE)
+    origin = origin_in(model, whole)
     assert (origin.place, origin.layer, origin.micro_batch) == ("gradient", 0, 0)
     assert origin.name.startswith("blocks.0.ffn")
     assert "embed.weight" in origin.parameters
@@ -99,7 +106,7 @@ def test_a_gradient_is_traced_to_the_deepest_layer(model: Decoder, whole: Global
 
 
 def test_a_fault_that_does_not_happen_again_is_said_to_be_one(model: Decoder, whole: GlobalBatch) -> None:
-    origin = find_origin(model, whole, RULE)
+    origin = origin_in(model, whole)
     assert (origin.place, origin.name) == ("sum of gradients", "")
     assert "every micro-batch is finite" in str(origin)
 
@@ -122,3 +129,29 @@ def test_a_path_holds_its_layer(name: str, layer: int | None) -> None:
 
 def test_a_phrase_without_layer_and_micro_batch() -> None:
     assert str(Origin(place="parameter", name="embed.weight")) == "it began in the parameter of embed.weight"
+
+
+def test_a_gpu_without_memory_for_the_search_is_no_fault(
+    model: Decoder, whole: GlobalBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*arguments: object, **named: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(model, "forward", no_memory)
+    assert find_origin(model, whole, RULE) is None
+
+
+def test_a_finding_is_a_report_and_one_line(tmp_path: Path) -> None:
+    origin = Origin(place="output", name="blocks.1.ffn", layer=1, micro_batch=0)
+    path = tmp_path / "nonfinite.json"
+    finding = Finding(figure="loss", value="nan", step=7, origin=origin, checkpoint="runs/a/checkpoints/step-000006")
+    assert str(finding.write(path)) == (
+        "the loss of step 7 is nan: it began in the output of blocks.1.ffn (layer 1), micro-batch 0; "
+        f"fix: read {path}; newest checkpoint: runs/a/checkpoints/step-000006"
+    )
+    report = json.loads(path.read_text())
+    assert report["origin"] == {
+        "place": "output", "name": "blocks.1.ffn", "layer": 1, "micro_batch": 0, "parameters": [],
+    }  # fmt: skip
+    nothing = Finding(figure="loss", value="inf", step=1, origin=None, checkpoint=None)
+    assert "no memory was left to find out where it began" in str(nothing.write(path))

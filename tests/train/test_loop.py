@@ -255,7 +255,7 @@ def test_a_step_that_is_not_finite_ends_the_run_before_it(
     real_steps = [4, 3, 2, 1]
     monkeypatch.setattr(loop, "train_step", spoiled)
     recorder = Recorder()
-    with pytest.raises(NonFiniteError, match=f"the {figure} of step 3 is nan and the step was not applied") as refusal:
+    with pytest.raises(NonFiniteError, match=f"the {figure} of step 3 is nan: it began in the {place} of") as refusal:
         start(run, [recorder])
     assert "\n" not in str(refusal.value)
     assert recorder.is_closed
@@ -291,9 +291,30 @@ def test_the_state_before_a_first_step_that_is_not_finite_is_saved(
         return real(model, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loop, "train_step", spoiled)
-    with pytest.raises(NonFiniteError, match="saved as step 0"):
+    with pytest.raises(NonFiniteError, match="newest checkpoint: .*step-000000"):
         start(tiny_run(tmp_path))
     assert (tmp_path / "tiny" / "checkpoints" / "step-000000").is_dir()
+
+
+def test_an_update_that_spoils_the_model_is_found_by_the_next_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = loop.train_step
+
+    def spoiled(model: torch.nn.Module, *rest: object) -> object:
+        result = real(model, *rest)  # type: ignore[arg-type]
+        if rest[-1] == 1e-2 * 0.1:  # the learning rate of the last step
+            with torch.no_grad():
+                model.get_parameter("blocks.0.ffn.down.weight").fill_(math.inf)
+        return result
+
+    monkeypatch.setattr(loop, "train_step", spoiled)
+    message = "the held-out loss of step 4 is nan: it began in the parameter of blocks.0.ffn.down.weight .*step-000002"
+    with pytest.raises(NonFiniteError, match=message):
+        start(tiny_run(tmp_path))
+    report = json.loads((tmp_path / "tiny" / "nonfinite.json").read_text())
+    assert (report["step"], report["figure"]) == (4, "held-out loss")
+    assert [path.name for path in (tmp_path / "tiny" / "checkpoints").iterdir()] == ["step-000002"]
 
 
 def test_garbage_is_collected_between_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
