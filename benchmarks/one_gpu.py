@@ -2,10 +2,10 @@
 
     python -m benchmarks.one_gpu --output benchmarks/results/one-gpu.json
 
-Both are the product itself, `penstock train`, on the same rows with the same seed; only `kernels.experts` differs. `reference`
-is eager PyTorch throughout: a loop over experts, RMSNorm and SwiGLU written out, torch's own choice of attention backend.
-The figures are medians of the run's own metrics.jsonl after warm-up. The losses of both are kept to show that they train
-the same model.
+Both are the product itself, `penstock train`, on the same rows with the same seed; only `kernels.experts` differs.
+`reference` is eager PyTorch throughout: a loop over experts, RMSNorm and SwiGLU written out, torch's own choice of
+attention backend. The figures are medians of the run's own metrics.jsonl after warm-up. The losses of both are kept
+to show that they train the same model.
 """
 
 import argparse

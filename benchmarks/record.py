@@ -1,7 +1,7 @@
 """How a measurement is written down: command, commit, environment, numbers, in one JSON file.
 
-Run benchmarks as modules from the root of the repository, `python -m benchmarks.one_gpu`. On a machine that has the files
-but not their history, `--commit` says which commit they are.
+Run benchmarks as modules from the root of the repository, `python -m benchmarks.one_gpu`. On a machine that has the
+files but not their history, `--commit` says which commit they are.
 """
 
 import argparse

@@ -58,8 +58,33 @@ def glossary() -> str:
     return "\n".join(lines)
 
 
+def decisions() -> str:
+    """docs/decisions/README.md: the list of decisions, by the first line of each page."""
+    pages = sorted((ROOT / "docs/decisions").glob("[0-9]*.md"))
+    titles = [page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ") for page in pages]
+    rows = []
+    for page, title in zip(pages, titles, strict=True):
+        number, _, decision = title.partition(": ")
+        rows.append(f"| [{number}]({page.name}) | {decision} |")
+    lines = [
+        "# Decisions",
+        "",
+        "One page each: the question, the options, the choice and why, and what would change our mind. A decision",
+        "that rests on a measurement names its file in `benchmarks/results/`. Ideas that did not work are kept too:",
+        "they are expensive to have twice. A decision that is overturned stays here and says which one took its place.",
+        "The first line of a page is its number and the decision; this list is written from them by `make docs`.",
+        "",
+        "| number | decision |",
+        "|---|---|",
+        *rows,
+        "",
+    ]
+    return "\n".join(lines)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "docs/config.md": reference_markdown,
+    "docs/decisions/README.md": decisions,
     "docs/glossary.md": glossary,
     "docs/metrics.md": reference_page,
 }

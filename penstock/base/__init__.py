@@ -1,1 +1,1 @@
-"""Words that everything else uses: errors, units, the legend of dimension letters, span names, log. Imports nothing of ours."""
+"""Words that everything else uses: errors, the legend of dimension letters, span names. Imports nothing of ours."""

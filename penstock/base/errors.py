@@ -1,7 +1,7 @@
 """Errors that a user can cause and mend.
 
-Every one of them prints as one line: what is wrong, what was got, what is allowed, how to fix it. The command line shows
-that line and exits with code 2; anything else that escapes is a fault of ours and keeps its traceback.
+Every one of them prints as one line: what is wrong, what was got, what is allowed, how to fix it. The command line
+shows that line and exits with code 2; anything else that escapes is a fault of ours and keeps its traceback.
 """
 
 

@@ -4,26 +4,39 @@ Losses of different tokenizers compare in bits per byte of text: the nats of all
 bytes that these labels stand for. The bytes are exact: each label's own are summed, so that cut documents and labels
 that are not counted take no part. An end-of-document token costs nats and stands for no byte.
 
-Rows that follow each other are often of one document, and a few documents say little. So rows are taken evenly from a
-line of text that is longer than needed.
+A few documents say little, however many rows are cut from them. So rows are taken at even distances from a long line of
+documents: all of the split, if it is small. The line is measured first, and then only documents with a row in them are
+read again: no more than one of them is held.
 """
 
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
 from penstock.data.batch import Batch
-from penstock.data.packing import PADDING, cut, pack
-from penstock.data.sources import Source, Tokens
-from penstock.data.stream import Span, document_order, joined, with_end_token
+from penstock.data.packing import PADDING, pack
+from penstock.data.sources import Source
+from penstock.data.stream import Rows, document_order, with_end_token
 from penstock.kernels.reference import IGNORED_LABEL
 
 _ORDER_SEED = 0
 """The order of documents, and so what is judged, is the same for all runs: their seed has no part in it."""
 
 _SPREAD = 8
-"""Rows that are read for each row that is taken."""
+"""The line holds so many rows for each row that is taken, if the split does."""
+
+_DOCUMENTS = 512
+"""The line holds so many documents too, if the split does ..."""
+
+_ENOUGH_TOKENS = 64 * 2**20
+"""... and they are not so large that measuring them would keep a run from its start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,49 +84,91 @@ def evaluation_batches(
     assert rows % ranks == 0, f"a batch of {rows} rows does not divide among {ranks} ranks"
     assert limit_rows > 0, "an evaluation needs at least one row"
 
-    # 1. Read a line of text; end it with a full row, and with as many empty rows as the last batch may want.
-    line, text_bytes = _read_line(source, _SPREAD * limit_rows * sequence_length + 1)
-    text_rows = -(-(len(line.tokens) - 1) // sequence_length)
+    # 1. Take rows of the line at even distances, and behind its end as many empty ones as the last batch wants.
+    line = _measure(source, _SPREAD * limit_rows * sequence_length + 1)
+    text_rows = -(-(line.tokens - 1) // sequence_length)
     taken = min(limit_rows, text_rows)
-    empty_rows = -taken % rows
-    padding = (text_rows + empty_rows) * sequence_length + 1 - len(line.tokens)
-    line = Span(
-        np.pad(line.tokens, (0, padding), constant_values=source.end_of_document),
-        np.pad(line.documents, (0, padding), constant_values=PADDING),
-    )
-    text_bytes = np.pad(text_bytes, (0, padding))
+    starts = [number * text_rows // taken * sequence_length for number in range(taken)]
+    starts += [line.tokens] * (-taken % rows)
 
-    # 2. Take rows at even distances, and the empty rows.
-    places = np.concatenate([np.arange(taken) * text_rows // taken, text_rows + np.arange(empty_rows)])
-    tokens, documents = cut(line, sequence_length)
-    whole = pack(Span(tokens[places], documents[places]), document_mask=document_mask)
-
-    # 3. Count what they predict, and keep our part.
-    label_bytes_BS = text_bytes[1:].reshape(-1, sequence_length)[places]
+    # 2. Read them, and count what they predict.
+    read, text_bytes = _read_rows(source, line, starts, sequence_length)
+    whole = pack(read, document_mask=document_mask)
     counted_BS = whole.labels_BS.numpy() != IGNORED_LABEL
+
+    # 3. Keep our part.
     ours = rows // ranks
     return Evaluation(
         batches=tuple(batch.between(rank * ours, (rank + 1) * ours) for batch in whole.micro_batches(rows)),
         tokens=int(counted_BS.sum()),
-        text_bytes=int(label_bytes_BS[counted_BS].sum()),
+        text_bytes=int(text_bytes[:, 1:][counted_BS].sum()),
     )
 
 
-def _read_line(source: Source, limit: int) -> tuple[Span, Tokens]:
-    """Returns at most `limit` tokens of the fixed order of documents, and the bytes of text that each stands for."""
-    documents: list[Tokens] = []
-    text_bytes: list[Tokens] = []
-    count = 0
+class _Line(NamedTuple):
+    """Documents with their end tokens, one behind the other.
+
+    Attributes:
+        documents: their numbers in the source.
+        starts: where each begins on the line, and where the last one ends.
+    """
+
+    documents: list[int]
+    starts: list[int]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the line."""
+        return self.starts[-1]
+
+
+def _measure(source: Source, tokens: int) -> _Line:
+    """Returns a line of `tokens` tokens or more in the fixed order of documents, or of all documents."""
+    line = _Line([], [0])
     for index in document_order(len(source), seed=_ORDER_SEED, epoch=0).tolist():
-        document = with_end_token(source, index)
-        if len(document) == 0:
+        length = len(source.read(index))
+        if length == 0:
             continue
-        documents.append(document)
-        text_bytes.append(np.append(source.bytes_per_token(index), 0))
-        count += len(document)
-        if count >= limit:
+        line.documents.append(index)
+        line.starts.append(line.tokens + length + 1)
+        if line.tokens >= tokens and (len(line.documents) >= _DOCUMENTS or line.tokens >= _ENOUGH_TOKENS):
             break
-    if not documents:
+    if not line.documents:
         raise DataError("the validation data hold no text: every document is empty", got=f"{len(source)} documents")
-    tokens, numbers = joined(documents)
-    return Span(tokens[:limit], numbers[:limit]), np.concatenate(text_bytes)[:limit]
+    return line
+
+
+def _read_rows(
+    source: Source, line: _Line, starts: Sequence[int], sequence_length: int
+) -> tuple[Rows, NDArray[np.int64]]:
+    """Returns rows of the line, and the bytes of text that each of their tokens stands for.
+
+    Args:
+        source: the documents.
+        line: those of them that are on the line.
+        starts: where each row begins, in order; what reaches over the end of the line is padded.
+        sequence_length: tokens of a row, S; one more is read.
+    """
+    shape = len(starts), sequence_length + 1
+    rows = Rows(np.full(shape, source.end_of_document, dtype=np.int64), np.full(shape, PADDING, dtype=np.int64))
+    text_bytes = np.zeros(shape, dtype=np.int64)
+    for number, pieces in groupby(_pieces(line, starts, sequence_length + 1), key=itemgetter(0)):
+        begin, index = line.starts[number], line.documents[number]
+        document = with_end_token(source, index)
+        document_bytes = np.append(source.bytes_per_token(index), 0)
+        for _, row, first, last in pieces:
+            there, here = slice(first - starts[row], last - starts[row]), slice(first - begin, last - begin)
+            rows.tokens[row, there] = document[here]
+            rows.documents[row, there] = number
+            text_bytes[row, there] = document_bytes[here]
+    return rows, text_bytes
+
+
+def _pieces(line: _Line, starts: Sequence[int], width: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yields what rows have of documents: document and row by their places, and from where to where on the line."""
+    for row, start in enumerate(starts):
+        stop = min(start + width, line.tokens)
+        number = bisect_right(line.starts, start) - 1
+        while line.starts[number] < stop:
+            yield number, row, max(start, line.starts[number]), min(stop, line.starts[number + 1])
+            number += 1

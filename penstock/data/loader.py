@@ -1,24 +1,32 @@
-"""Batches for training: an endless stream of documents, cut into global batches, of which each rank takes its rows.
+"""Batches for training: the next rows of a stream are a global batch, of which each rank takes its part.
 
-The global batch of a step is the next rows*S tokens of the stream. It does not depend on the number of ranks: rank r of
-R takes rows r*rows/R .. (r+1)*rows/R - 1 of it, and skips the rest. To skip, a rank must know how long the documents
-are, so that every rank reads every document of the global batch. Reading bytes is cheap; where encoding is not (a large
-batch with a tokenizer), encode the corpus beforehand.
+With shuffling, the stream has up to LANES lanes, so that the rows of a batch are of as many documents; without, it has
+one, and the rows are neighbours.
 
-What has been handed out is one cursor. Saved and restored, it continues with the very next token, also when rows,
-sequence length or number of ranks have changed.
+The global batch of a step does not depend on the number of ranks: rank r of R takes rows r*rows/R .. (r+1)*rows/R - 1
+of it, and skips the rest. To skip, a rank must know how long the documents are, so that every rank reads every document
+of the global batch. Reading bytes is cheap; where encoding is not (a large batch with a tokenizer), encode the corpus
+beforehand.
+
+What has been handed out is one position of the stream. Saved and restored, each lane continues with its very next
+token, also when rows, sequence length or number of ranks have changed.
 """
 
-from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias
 
 from penstock.base.errors import DataError
 from penstock.data.batch import Batch
-from penstock.data.packing import cut, pack
+from penstock.data.packing import pack
 from penstock.data.sources import Source
-from penstock.data.stream import Cursor, Stream
+from penstock.data.stream import Cursor, Position, Stream
+
+SavedPlace: TypeAlias = dict[str, int | list[int]]
+"""A place in the data, and what it is a place in, as a checkpoint stores it."""
+
+LANES = 32
+"""Documents that a shuffled stream reads side by side; each lane keeps the one that it is in."""
 
 
 class Batches(Protocol):
@@ -31,10 +39,10 @@ class Batches(Protocol):
             DataError: a document cannot be read.
         """
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> SavedPlace:
         """Returns the place after the batch that was handed out last, and what it is a place in."""
 
-    def restore(self, state: Mapping[str, int]) -> None:
+    def restore(self, state: SavedPlace) -> None:
         """Continues where a state was taken.
 
         Raises:
@@ -74,15 +82,16 @@ class Loader:
         """
         assert rows % ranks == 0, f"a global batch of {rows} rows does not divide among {ranks} ranks"
         assert 0 <= rank < ranks, f"rank {rank} is not one of {ranks}"
-        self._stream = Stream(source, seed=seed, shuffle=shuffle)
+        lanes = min(LANES, len(source)) if shuffle else 1
+        self._stream = Stream(source, seed=seed, shuffle=shuffle, lanes=lanes)
         self._identity = {"seed": seed, "shuffle": int(shuffle), "source": source.fingerprint}
         self._documents = len(source)
         self._sequence_length = sequence_length
         self._document_mask = document_mask
-        rank_tokens = rows // ranks * sequence_length
-        self._tokens_before, self._tokens_ours = rank * rank_tokens, rank_tokens
-        self._tokens_behind = (ranks - rank - 1) * rank_tokens
-        self._cursor = Cursor()
+        self._rows_ours = rows // ranks
+        self._rows_before, self._rows_behind = rank * self._rows_ours, (ranks - rank - 1) * self._rows_ours
+        self._tokens_per_batch = rows * sequence_length
+        self._position = self._stream.start()
         self._tokens_handed_out = 0
 
     def next_batch(self) -> Batch:
@@ -91,17 +100,30 @@ class Loader:
         Raises:
             DataError: a document cannot be read; the next call tries again.
         """
-        ours = self._stream.advance(self._cursor, self._tokens_before)
-        span, behind = self._stream.read(ours, self._tokens_ours)
-        self._cursor = self._stream.advance(behind, self._tokens_behind)
-        self._tokens_handed_out += self._tokens_before + self._tokens_ours + self._tokens_behind
-        return pack(cut(span, self._sequence_length), document_mask=self._document_mask)
+        ours = self._stream.advance(self._position, self._rows_before, self._sequence_length)
+        rows, behind = self._stream.read(ours, self._rows_ours, self._sequence_length)
+        self._position = self._stream.advance(behind, self._rows_behind, self._sequence_length)
+        self._tokens_handed_out += self._tokens_per_batch
+        return pack(rows, document_mask=self._document_mask)
 
-    def state(self) -> dict[str, int]:
-        """Returns the cursor, the tokens handed out to all ranks so far, and what tells these data from others."""
-        return {**self._cursor._asdict(), "tokens": self._tokens_handed_out, **self._identity}
+    def state(self) -> SavedPlace:
+        """Returns the position, the tokens handed out to all ranks so far, and what tells these data from others.
 
-    def restore(self, state: Mapping[str, int]) -> None:
+        `epoch` and `place` are of the next document to be dealt; the three lists have one entry a lane.
+        """
+        undealt, lanes, rows = self._position
+        return {
+            "epoch": undealt.epoch,
+            "place": undealt.place,
+            "lane_epochs": [cursor.epoch for cursor in lanes],
+            "lane_places": [cursor.place for cursor in lanes],
+            "lane_offsets": [cursor.offset for cursor in lanes],
+            "rows": rows,
+            "tokens": self._tokens_handed_out,
+            **self._identity,
+        }
+
+    def restore(self, state: SavedPlace) -> None:
         """Continues where a state was taken.
 
         Raises:
@@ -120,11 +142,19 @@ class Loader:
                     got=f"{name} {self._identity[name]}, was {state[name]}",
                     fix="resume with the data settings and files of the run, or start a new run",
                 )
-        cursor = Cursor(state["epoch"], state["place"], state["offset"])
-        if min(cursor) < 0 or cursor.place >= self._documents:
-            raise DataError("the saved place in the data is damaged", got=dict(state))
-        self._cursor = cursor
-        self._tokens_handed_out = state["tokens"]
+        self._position, self._tokens_handed_out = self._saved_position(state), _number(state, "tokens")
+
+    def _saved_position(self, state: SavedPlace) -> Position:
+        """Returns the position in a state; an error if no stream over these documents can be there."""
+        undealt = Cursor(_number(state, "epoch"), _number(state, "place"))
+        columns = [_numbers(state, f"lane_{name}s", len(self._position.lanes)) for name in Cursor._fields]
+        lanes = tuple(Cursor(*entries) for entries in zip(*columns, strict=True))
+        dealt = {cursor[:2] for cursor in lanes}
+        if max(cursor.place for cursor in (undealt, *lanes)) >= self._documents:
+            raise _damaged(f"places in more than {self._documents} documents")
+        if len(dealt) != len(lanes) or max(dealt) >= undealt[:2]:
+            raise _damaged("a document dealt twice")
+        return Position(undealt, lanes, _number(state, "rows"))
 
     def close(self) -> None:
         """Does nothing: a Loader has nothing in the background."""
@@ -140,7 +170,7 @@ class Prefetch:
         self._state = loader.state()
         self._ahead = self._start()
 
-    def _start(self) -> Future[tuple[Batch, dict[str, int]]]:
+    def _start(self) -> Future[tuple[Batch, SavedPlace]]:
         return self._thread.submit(lambda: (self._loader.next_batch(), self._loader.state()))
 
     def next_batch(self) -> Batch:
@@ -153,11 +183,11 @@ class Prefetch:
         self._ahead = self._start()
         return batch
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> SavedPlace:
         """Returns the loader's state after the batch that was handed out last."""
         return dict(self._state)
 
-    def restore(self, state: Mapping[str, int]) -> None:
+    def restore(self, state: SavedPlace) -> None:
         """Drops the batch that is ahead and continues where a state was taken.
 
         Raises:
@@ -181,3 +211,23 @@ class Prefetch:
     ) -> None:
         """Closes."""
         self.close()
+
+
+def _number(state: SavedPlace, name: str) -> int:
+    """Returns a whole number >= 0 of a state."""
+    value = state[name]
+    if not isinstance(value, int) or value < 0:
+        raise _damaged(f"{name} {value}")
+    return value
+
+
+def _numbers(state: SavedPlace, name: str, count: int) -> list[int]:
+    """Returns `count` whole numbers >= 0 of a state."""
+    values = state[name]
+    if not isinstance(values, list) or len(values) != count:
+        raise _damaged(f"{name} {values}")
+    return [_number({name: value}, name) for value in values]
+
+
+def _damaged(got: str) -> DataError:
+    return DataError("the saved place in the data is damaged", got=got)

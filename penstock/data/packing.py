@@ -1,7 +1,7 @@
-"""A span of the token stream -> rows of S tokens with labels, positions and documents.
+"""Rows of S + 1 tokens -> a batch: S tokens a row, with labels, positions and documents.
 
-Rows are cut from the stream without a gap, documents or not: row r holds tokens r*S .. r*S+S-1. The label of a token is
-the next token of the stream, across the end of a row too, so that no token of the stream is passed over as a label.
+A lane of the stream is cut into rows without a gap, documents or not: its next row begins where this one ends. The
+label of a token is the next token of the lane, across the end of a row too, so that no token is passed over as a label.
 
 With `document_mask` a document sees nothing but itself:
 
@@ -14,9 +14,9 @@ With `document_mask` a document sees nothing but itself:
 Without, a row is one text: positions are 0..S-1, and an end-of-document token has the next document's first as its
 label.
 
-An example, rows of 4, the documents `a b c`, `d` and `e f g`, and `.` for the end-of-document token:
+An example, rows of 4 from one lane, the documents `a b c`, `d` and `e f g`, and `.` for the end-of-document token:
 
-    stream      a b c .   d . e f   g . ...
+    tokens      a b c .   d . e f   g . ...
     labels      b c . d   . e f g           without document_mask
     labels      b c . -   . - f g           with
     positions   0 1 2 3   0 1 0 1           with
@@ -27,25 +27,14 @@ import numpy as np
 import torch
 
 from penstock.data.batch import Batch
-from penstock.data.stream import Span
+from penstock.data.stream import Rows
 from penstock.kernels.reference import IGNORED_LABEL
 
 PADDING = -1
-"""The document number of tokens that are not of the stream: no position predicts them."""
+"""The document number of tokens that only fill a row: no position predicts them."""
 
 
-def cut(span: Span, sequence_length: int) -> Span:
-    """Cuts a span of B*S + 1 tokens into rows of S + 1, as views; a row's last token is the next row's first."""
-    count = len(span.tokens) - 1
-    assert count % sequence_length == 0, f"{count} tokens do not fill rows of {sequence_length}"
-    starts, width = slice(None, None, sequence_length), sequence_length + 1
-    return Span(
-        np.lib.stride_tricks.sliding_window_view(span.tokens, width)[starts],
-        np.lib.stride_tricks.sliding_window_view(span.documents, width)[starts],
-    )
-
-
-def pack(rows: Span, *, document_mask: bool) -> Batch:
+def pack(rows: Rows, *, document_mask: bool) -> Batch:
     """Makes a batch of rows.
 
     Args:

@@ -287,7 +287,6 @@ def _constants(launch: GemmLaunch) -> dict[str, Any]:
         "BLOCK_DEPTH": launch.block_depth,
         "GROUP": launch.group,
         "PIECES": launch.pieces,
-        "FLATTEN": launch.flatten,
         "DESCRIPTORS": launch.descriptors,
         "num_warps": launch.warps,
         "num_stages": launch.stages,

@@ -37,7 +37,6 @@ def rows_kernel(
     BLOCK_DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     PIECES: tl.constexpr,
-    FLATTEN: tl.constexpr,
     DEPTH_FIRST: tl.constexpr,
     GATHER: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
@@ -51,13 +50,13 @@ def rows_kernel(
     tiles = tl.load(block_count_ptr) * tiles_across
     steps = tl.cdiv(depth, BLOCK_DEPTH)
     tl.assume(steps > 0)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         expert, start, end, row, column = _locate_rows(owners_ptr, tile, tiles_across, BLOCK_ROWS, GROUP)
         column *= BLOCK_COLUMNS
         if GATHER or not DESCRIPTORS:
             place = start + row + tl.arange(0, BLOCK_ROWS)
             # Past the expert's last row any row does: it is read and never written.
-            source = tl.load(index_ptr + place, mask=place < end, other=0) if GATHER else tl.minimum(place, end - 1)
+            source = tl.load(index_ptr + place, mask=place < end, other=0).to(tl.int32) if GATHER else tl.minimum(place, end - 1)
             x_rows = x + source.to(tl.int64)[:, None] * depth
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         for step in tl.range(steps):
@@ -97,7 +96,6 @@ def weights_kernel(
     BLOCK_DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     PIECES: tl.constexpr,
-    FLATTEN: tl.constexpr,
     GATHER: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
@@ -109,7 +107,7 @@ def weights_kernel(
     """
     tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
     tiles_each = tl.cdiv(rows, BLOCK_ROWS) * tiles_across
-    for tile in tl.range(tl.program_id(0), tiles_each * experts, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(tl.program_id(0), tiles_each * experts, tl.num_programs(0), flatten=True):
         expert = tile // tiles_each
         row, column = _swizzle(tile % tiles_each, tl.cdiv(rows, BLOCK_ROWS), tiles_across, GROUP)
         row *= BLOCK_ROWS
@@ -121,14 +119,22 @@ def weights_kernel(
         tl.assume(steps > 0)
         if GATHER:
             source = _load_index(index_ptr, start, count, 0, BLOCK_DEPTH)
+            next_source = _load_index(index_ptr, start, count, BLOCK_DEPTH, BLOCK_DEPTH)
+            # Columns past the last are never written, so any will do. Without masks, and with both factors of the offset
+            # known to be positive, address arithmetic stays out of the way of the matrix units.
+            across = column + tl.arange(0, BLOCK_COLUMNS)
+            across = tl.max_contiguous(tl.multiple_of(tl.where(across < columns, across, 0), 8), 8)
+            x_columns = x + across[None, :]
+            width = columns.to(tl.uint32).to(tl.int64)
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         for step in tl.range(steps):
             first = step * BLOCK_DEPTH
             dy_block = _load_depths(dy, start, count, first, row, rows, BLOCK_DEPTH, BLOCK_ROWS, DESCRIPTORS)
             if GATHER:
-                x_block = _load_rows(x, source, count - first, column, columns, BLOCK_DEPTH, BLOCK_COLUMNS)
-                # In registers one step ahead: the compiler would otherwise halve the depth of the pipeline for it.
-                source = _load_index(index_ptr, start, count, first + BLOCK_DEPTH, BLOCK_DEPTH)
+                x_block = tl.load(x_columns + source.to(tl.int64)[:, None] * width)
+                # The index runs two steps ahead in registers; loaded where it is used, it halves the pipeline's depth.
+                source = next_source
+                next_source = _load_index(index_ptr, start, count, first + 2 * BLOCK_DEPTH, BLOCK_DEPTH)
             else:
                 x_block = _load_depths(x, start, count, first, column, columns, BLOCK_DEPTH, BLOCK_COLUMNS, DESCRIPTORS)
             accumulator = tl.dot(dy_block.T, x_block, accumulator, input_precision="ieee")
@@ -234,9 +240,9 @@ def _load_rows(x, source, count, column, columns, BLOCK_ROWS: tl.constexpr, BLOC
 
 @triton.jit
 def _load_index(index_ptr, start, count, first, BLOCK_DEPTH: tl.constexpr):
-    """Load where an expert's rows `first` and on are gathered from; 0 past its last."""
-    place = first + tl.arange(0, BLOCK_DEPTH)
-    return tl.load(index_ptr + start + place, mask=place < count, other=0)
+    """Load where an expert's rows `first` and on are gathered from; past its last, the last's again; 0 if it has none."""
+    place = tl.minimum(first + tl.arange(0, BLOCK_DEPTH), count - 1)
+    return tl.load(index_ptr + start + place, mask=place >= 0, other=0).to(tl.uint32)
 
 
 @triton.jit

@@ -25,21 +25,27 @@ LAUNCH = Launch(block_rows=1, block_columns=2048, warps=4)
 """A tile of 2,048 elements by 4 warps; narrow rows (heads) share a tile, wide ones take a tile and its warps as often
 as they need."""
 
-TILES = 16
-"""Tiles that a program of backward walks: 8,192 rows of 2,048 make 512 programs and a table of 4 % of the bytes."""
+BACKWARD_LAUNCH = Launch(block_rows=2, block_columns=2048, warps=8, stages=3)
+"""The same for backward, which loads tiles ahead of their use and needs more of them in flight."""
+
+PROGRAMS = 256
+"""Programs of backward before each walks a 17th tile: enough to fill the chip, few enough for a small table."""
+
+LEAST_TILES = 16
+"""Tiles that a program of backward walks at least, so that its pipeline fills and its row of the table is worth it."""
 
 MOST_WARPS = 16
 """1,024 threads of 64-wide waves, the largest program there is."""
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: Launch = LAUNCH) -> Tensor:
+def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: Launch | None = None) -> Tensor:
     """`penstock.kernels.reference.rms_norm` in one kernel, and two backward.
 
     Args:
         x_TD: any leading dims; rows may lie apart (a slice of a wider tensor) but each must be contiguous.
         weight_D: float32 or the dtype of x.
         epsilon: added to the mean square.
-        launch: elements and warps of a tile.
+        launch: elements and warps of a tile; None for `LAUNCH` and `BACKWARD_LAUNCH`.
 
     Raises:
         KernelError: the weight does not fit.
@@ -50,7 +56,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: Launch =
 
 
 def add_rms_norm(
-    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: Launch = LAUNCH
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: Launch | None = None
 ) -> tuple[Tensor, Tensor]:
     """`penstock.kernels.reference.add_rms_norm` in one kernel, and two backward.
 
@@ -59,7 +65,7 @@ def add_rms_norm(
         residual_TD: in the shape of x.
         weight_D: float32 or the dtype of x.
         epsilon: added to the mean square.
-        launch: elements and warps of a tile.
+        launch: elements and warps of a tile; None for `LAUNCH` and `BACKWARD_LAUNCH`.
 
     Returns:
         (normed_TD, x + residual).
@@ -81,7 +87,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, epsilon: float, launch: Launch
+        ctx: Any, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, epsilon: float, launch: Launch | None
     ) -> tuple[Tensor, Tensor | None]:
         x_rows, width = _rows(x_TD), x_TD.shape[-1]
         tokens = x_rows.shape[0]
@@ -92,7 +98,7 @@ class _RmsNorm(torch.autograd.Function):
         summed_dtype = x_TD.dtype if sum_TD is None else sum_TD.dtype
         normed_TD = x_TD.new_empty(x_TD.shape, dtype=torch.promote_types(summed_dtype, weight_D.dtype))
         scale_T = x_TD.new_empty(tokens, dtype=torch.float32)
-        block_rows, block_columns, warps = tile_of(width, launch)
+        block_rows, block_columns, warps = tile_of(width, launch or LAUNCH)
         rms_norm_kernel[(triton.cdiv(tokens, block_rows),)](
             x_rows,
             residual_rows,
@@ -125,7 +131,7 @@ class _RmsNorm(torch.autograd.Function):
         if dnormed_TD is None:
             dx_TD, dweight_D = dsum_TD, None
         else:
-            dx_TD, dweight_D = _backward(x_TD, weight_D, scale_T, dnormed_TD, dsum_TD, ctx.launch)
+            dx_TD, dweight_D = _backward(x_TD, weight_D, scale_T, dnormed_TD, dsum_TD, ctx.launch or BACKWARD_LAUNCH)
         if dx_TD is None:
             return None, None, None, None, None
         dresidual_TD = None if residual_dtype is None else dx_TD.to(residual_dtype)
@@ -140,9 +146,10 @@ def _backward(
     dsum_rows = None if dsum_TD is None else _rows(dsum_TD)
     tokens, width = x_rows.shape
     block_rows, block_columns, warps = tile_of(width, launch)
-    programs = triton.cdiv(tokens, block_rows * TILES)
+    tiles = max(LEAST_TILES, triton.cdiv(tokens, block_rows * PROGRAMS))
+    programs = triton.cdiv(tokens, block_rows * tiles)
     dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
-    partial_D = x_TD.new_empty(programs, width, dtype=torch.float32)
+    partial_PD = x_TD.new_empty(programs, width, dtype=torch.float32)
     rms_norm_backward_kernel[(programs,)](
         x_rows,
         weight_D,
@@ -150,19 +157,21 @@ def _backward(
         dnormed_rows,
         dsum_rows,
         dx_TD,
-        partial_D,
+        partial_PD,
         tokens,
+        tiles,
         x_rows.stride(0),
         dnormed_rows.stride(0),
         0 if dsum_rows is None else dsum_rows.stride(0),
         D=width,
         BLOCK_T=block_rows,
         BLOCK_D=block_columns,
-        TILES=TILES,
         STAGES=launch.stages,
         num_warps=warps,
     )
-    return dx_TD, partial_D.sum(0).to(weight_D.dtype)
+    dweight_D = torch.empty_like(weight_D)
+    sum_table_kernel[(triton.cdiv(width, 16),)](partial_PD, dweight_D, programs, D=width, BLOCK_P=256, BLOCK_D=16)
+    return dx_TD, dweight_D
 
 
 def tile_of(width: int, launch: Launch) -> tuple[int, int, int]:
@@ -234,22 +243,22 @@ def rms_norm_backward_kernel(
     dx_ptr,
     partial_ptr,
     tokens,
+    tiles,
     x_stride,
     dnormed_stride,
     dsum_stride,
     D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    TILES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Input gradient of TILES neighbouring tiles, and their sum for the weight as one row of the partial table."""
-    first = tl.program_id(0) * BLOCK_T * TILES
+    """Input gradient of some neighbouring tiles, and their sum for the weight as one row of the partial table."""
+    first = tl.program_id(0) * tiles * BLOCK_T
     column_D = tl.arange(0, BLOCK_D)
     column_1D = column_D[None, :]
     weight_1D = tl.load(weight_ptr + column_1D, mask=column_1D < D, other=0.0).to(tl.float32)
     dweight_TD = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    for tile in tl.range(0, TILES, num_stages=STAGES):
+    for tile in tl.range(0, tiles, num_stages=STAGES):
         token_T = first + tile * BLOCK_T + tl.arange(0, BLOCK_T)
         row_T1 = token_T.to(tl.int64)[:, None]
         inside = (token_T < tokens)[:, None] & (column_1D < D)
@@ -266,3 +275,15 @@ def rms_norm_backward_kernel(
         tl.store(dx_ptr + row_T1 * D + column_1D, dx_TD.to(dx_ptr.dtype.element_ty), mask=inside)
     partial_ptrs = partial_ptr + tl.program_id(0).to(tl.int64) * D + column_D
     tl.store(partial_ptrs, tl.sum(dweight_TD, 0), mask=column_D < D)
+
+
+@triton.jit
+def sum_table_kernel(table_ptr, out_ptr, rows, D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Sum of a float32 table over its rows, for some columns."""
+    column_D = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    sum_PD = tl.zeros([BLOCK_P, BLOCK_D], tl.float32)
+    for start in range(0, rows, BLOCK_P):
+        row_P = start + tl.arange(0, BLOCK_P)
+        inside = (row_P < rows)[:, None] & (column_D < D)[None, :]
+        sum_PD += tl.load(table_ptr + row_P[:, None] * D + column_D[None, :], mask=inside, other=0.0)
+    tl.store(out_ptr + column_D, tl.sum(sum_PD, 0).to(out_ptr.dtype.element_ty), mask=column_D < D)

@@ -1,9 +1,9 @@
 """The operators that a model is built on, as one frozen value: modules get theirs when they are made.
 
-Two sets stand here and need nothing but PyTorch. `REFERENCE` is the eager truth. `TORCH` takes PyTorch's own fused forms
-where it has them: grouped_mm for the experts, rms_norm, silu. The third, `penstock.kernels.triton_operators.TRITON`, is our
-kernels. A set is data, so a backend is chosen once (`penstock.kernels.choose`), operator by operator, and a module never
-asks which one it runs on.
+Two sets stand here and need nothing but PyTorch. `REFERENCE` is the eager truth. `TORCH` takes PyTorch's own fused
+forms where it has them: grouped_mm for the experts, rms_norm, silu. The third,
+`penstock.kernels.triton_operators.TRITON`, is our kernels. A set is data, so a backend is chosen once
+(`penstock.kernels.choose`), operator by operator, and a module never asks which one it runs on.
 """
 
 from collections.abc import Callable
@@ -82,7 +82,8 @@ def torch_expert_ffn(
 ) -> Tensor:
     """`reference.expert_ffn` by torch's grouped_mm: one launch for all experts, counts stay on the device.
 
-    grouped_mm leaves rows past the last expert's as they are in memory; the masks keep them out of outputs and gradients.
+    grouped_mm leaves rows past the last expert's as they are in memory; the masks keep them out of outputs and
+    gradients.
     """
     x_RD = x_ND if index_R is None else x_ND[index_R]
     ends_e = counts_e.cumsum(0, dtype=torch.int32)

@@ -1,6 +1,6 @@
 """Tokens into expert order and back, without a word to the host.
 
-    order_rows   count: how many slots each chunk of 128 has on each expert
+    order_rows   count: how many slots each chunk has on each expert
                  scan:  how many the chunks before it have, and the counts
                  place: first row of the expert + slots in earlier chunks + earlier slots of the chunk
     permute      each token's row is read once and written to its K places         (backward: sum of K rows)
@@ -24,11 +24,14 @@ from penstock.base.errors import KernelError
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.tuning import Launch
 
-LAUNCH = Launch(block_rows=1, block_columns=1024, warps=4)
-"""Columns of a row moved at a time: 16 bytes a thread for bfloat16, so that a sum over K stays within threads."""
+LAUNCH = Launch(block_rows=1, block_columns=2048, warps=4)
+"""Columns of K rows moved at a time: whole rows lie along the threads, so a sum over K needs no other thread."""
 
-ORDER_LAUNCH = Launch(block_rows=128, block_columns=8, warps=4)
-"""Slots of a chunk, whose ranks take a comparison of each with each, and experts of a program that scans the chunks."""
+ORDER_LAUNCH = Launch(block_rows=128, block_columns=4, warps=4)
+"""Slots of a tile, whose ranks take a comparison of each with each, and experts of a program that scans the chunks."""
+
+CHUNKS = 512
+"""Chunks of slots before each takes a second tile: more fill the chip, fewer make the scan over them short."""
 
 
 def order_rows(experts_TK: Tensor, experts: int, *, launch: Launch = ORDER_LAUNCH) -> RowOrder:
@@ -37,40 +40,26 @@ def order_rows(experts_TK: Tensor, experts: int, *, launch: Launch = ORDER_LAUNC
     Args:
         experts_TK: integer ids from 0 to `experts`; the last marks a dropped slot.
         experts: E.
-        launch: slots of a chunk and experts of a scan (powers of two), and warps.
+        launch: slots of a tile and experts of a scan (powers of two), and warps.
     """
     experts_TK = experts_TK.contiguous()
     slots, device = experts_TK.numel(), experts_TK.device
     slots_R = torch.empty(slots, dtype=torch.int64, device=device)
     places_TK = torch.empty_like(experts_TK, dtype=torch.int64)
     counts_E = torch.empty(experts, dtype=torch.int32, device=device)
-    chunk, bins = launch.block_rows, triton.next_power_of_2(experts + 1)
-    chunks = triton.cdiv(slots, chunk)
+    tiles = max(1, triton.cdiv(slots, CHUNKS * launch.block_rows))
+    chunks = triton.cdiv(slots, tiles * launch.block_rows)
     tallies_CE = torch.empty(chunks, experts + 1, dtype=torch.int32, device=device)
-    count_kernel[(chunks,)](
-        experts_TK, tallies_CE, slots, EXPERTS=experts, BINS=bins, CHUNK=chunk, num_warps=launch.warps
-    )
-    scan_kernel[(triton.cdiv(experts + 1, launch.block_columns),)](
-        tallies_CE,
-        counts_E,
-        chunks,
-        EXPERTS=experts,
-        BLOCK_C=256,
-        BLOCK_E=launch.block_columns,
-        num_warps=launch.warps,
-    )
-    place_kernel[(chunks,)](
-        experts_TK,
-        tallies_CE,
-        counts_E,
-        slots_R,
-        places_TK,
-        slots,
-        EXPERTS=experts,
-        BINS=bins,
-        CHUNK=chunk,
-        num_warps=launch.warps,
-    )
+    by_slot = {
+        "EXPERTS": experts,
+        "BINS": triton.next_power_of_2(experts + 1),
+        "BLOCK_R": launch.block_rows,
+        "num_warps": launch.warps,
+    }
+    by_expert = {"EXPERTS": experts, "BLOCK_C": 256, "BLOCK_E": launch.block_columns, "num_warps": launch.warps}
+    count_kernel[(chunks,)](experts_TK, tallies_CE, slots, tiles, **by_slot)
+    scan_kernel[(triton.cdiv(experts + 1, launch.block_columns),)](tallies_CE, counts_E, chunks, **by_expert)
+    place_kernel[(chunks,)](experts_TK, tallies_CE, counts_E, slots_R, places_TK, slots, tiles, **by_slot)
     return RowOrder(slots_R, places_TK, counts_E)
 
 
@@ -206,14 +195,17 @@ def _check(tokens: int, order: RowOrder) -> None:
 
 
 @triton.jit
-def count_kernel(experts_ptr, tallies_ptr, slots, EXPERTS: tl.constexpr, BINS: tl.constexpr, CHUNK: tl.constexpr):
-    """Slots of one chunk on each expert; bin EXPERTS holds dropped slots."""
+def count_kernel(
+    experts_ptr, tallies_ptr, slots, tiles, EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """Slots of one chunk (some tiles) on each expert; bin EXPERTS holds dropped slots."""
     chunk = tl.program_id(0)
-    slot_R = chunk * CHUNK + tl.arange(0, CHUNK)
-    exists_R = slot_R < slots
-    expert_R = tl.load(experts_ptr + slot_R, mask=exists_R, other=EXPERTS).to(tl.int32)
+    tally_E = tl.zeros([BINS], tl.int32)
+    for tile in range(tiles):
+        slot_R = (chunk * tiles + tile) * BLOCK_R + tl.arange(0, BLOCK_R)
+        expert_R = tl.load(experts_ptr + slot_R, mask=slot_R < slots, other=EXPERTS).to(tl.int32)
+        tally_E += tl.histogram(expert_R, BINS, slot_R < slots)
     bin_E = tl.arange(0, BINS)
-    tally_E = tl.histogram(expert_R, BINS, exists_R)
     tl.store(tallies_ptr + chunk * (EXPERTS + 1) + bin_E, tally_E, mask=bin_E <= EXPERTS)
 
 
@@ -240,30 +232,32 @@ def place_kernel(
     slots_ptr,
     places_ptr,
     slots,
+    tiles,
     EXPERTS: tl.constexpr,
     BINS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):
     """Places of one chunk's slots.
 
-    A slot's place is the rows of all smaller experts + the slots of its expert in earlier chunks + those before it in
-    this chunk. With chunks of 4 and experts [1, 0, 1, 2 | 0, 1] the slots of chunk 1 go to 0 + 1 + 0 = 1 and
+    A slot's place is the rows of all smaller experts + the slots of its expert in earlier chunks and tiles + those
+    before it in its tile. With tiles of 4 and experts [1, 0, 1, 2 | 0, 1] the last two slots go to 0 + 1 + 0 = 1 and
     2 + 2 + 0 = 4. Dropped slots have the largest id, so they come last.
     """
     chunk = tl.program_id(0)
-    lane = tl.arange(0, CHUNK)
-    slot_R = chunk * CHUNK + lane
-    expert_R = tl.load(experts_ptr + slot_R, mask=slot_R < slots, other=EXPERTS).to(tl.int32)
-    # Summed down the columns: a thread holds a column whole, so no partial sum crosses threads.
-    is_before_RR = (expert_R[:, None] == expert_R[None, :]) & (lane[:, None] < lane[None, :])
-    rank_R = tl.sum(is_before_RR.to(tl.int32), 0)
+    lane = tl.arange(0, BLOCK_R)
     bin_E = tl.arange(0, BINS)
     count_E = tl.load(counts_ptr + bin_E, mask=bin_E < EXPERTS, other=0)
     earlier_E = tl.load(earlier_ptr + chunk * (EXPERTS + 1) + bin_E, mask=bin_E <= EXPERTS, other=0)
     first_E = tl.cumsum(count_E, 0) - count_E + earlier_E
-    place_R = (tl.gather(first_E, expert_R, 0) + rank_R).to(tl.int64)
-    tl.store(slots_ptr + place_R, slot_R.to(tl.int64), mask=slot_R < slots)
-    tl.store(places_ptr + slot_R, place_R, mask=slot_R < slots)
+    for tile in range(tiles):
+        slot_R = (chunk * tiles + tile) * BLOCK_R + lane
+        expert_R = tl.load(experts_ptr + slot_R, mask=slot_R < slots, other=EXPERTS).to(tl.int32)
+        # Summed down the columns: a thread holds a column whole, so no partial sum crosses threads.
+        is_before_RR = (expert_R[:, None] == expert_R[None, :]) & (lane[:, None] < lane[None, :])
+        place_R = (tl.gather(first_E, expert_R, 0) + tl.sum(is_before_RR.to(tl.int32), 0)).to(tl.int64)
+        tl.store(slots_ptr + place_R, slot_R.to(tl.int64), mask=slot_R < slots)
+        tl.store(places_ptr + slot_R, place_R, mask=slot_R < slots)
+        first_E += tl.histogram(expert_R, BINS, slot_R < slots)
 
 
 @triton.jit

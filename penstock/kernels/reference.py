@@ -1,11 +1,12 @@
 """The eager truth of every operator, short enough to read in one sitting.
 
-Each function here is the definition that a faster form must equal, output and all gradients. They run on any device and
-dtype, are written for reading and not for speed, and may synchronize with the host. The letters of the names are those of
-`penstock.base.shapes`; an expert's rows are contiguous and experts stand in order, so `counts_e` says all about a layout.
+Each function here is the definition that a faster form must equal, output and all gradients. They run on any device
+and dtype, are written for reading and not for speed, and may synchronize with the host. The letters of the names are
+those of `penstock.base.shapes`; an expert's rows are contiguous and experts stand in order, so `counts_e` says all
+about a layout.
 
-A slot is one (token, choice) pair; its number is `token * K + choice`. An expert id of E (one past the last) marks a slot
-that was dropped: it has no row of its own and weight 0.
+A slot is one (token, choice) pair; its number is `token * K + choice`. An expert id of E (one past the last) marks a
+slot that was dropped: it has no row of its own and weight 0.
 """
 
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ def route(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences:
         sequences: B; the T tokens are B sequences of equal length, one after the other.
     """
     logits_TE = logits_TE.float()
-    T, E = logits_TE.shape
+    E = logits_TE.shape[1]
     scores_TE = logits_TE.softmax(-1) if rule.score == "softmax" else logits_TE.sigmoid()
     choice_TE = logits_TE if rule.softmax_after_top_k else scores_TE
     choice_TE = choice_TE.detach() if bias_E is None else choice_TE.detach() + bias_E
@@ -221,7 +222,7 @@ def expert_ffn(
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(mean(x**2) + epsilon) * weight, the division in float32, the product in the dtype of x."""
+    """Returns x / sqrt(mean(x**2) + epsilon) * weight, the division in float32, the product in the dtype of x."""
     x_float = x_TD.float()
     normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + epsilon)
     return weight_D * normed.to(x_TD.dtype)
@@ -258,7 +259,8 @@ def mla_heads(
         q_BSHN: queries, [no position | rotary] in the last dim.
         kv_BSHN: what the latent was expanded to, [key without position | value] in the last dim.
         k_rope_BSP: the one rotary key that all heads share.
-        cos_BSP, sin_BSP: as in `rotate`.
+        cos_BSP: as in `rotate`.
+        sin_BSP: as in `rotate`.
 
     Returns:
         q_BSHN rotated, k_BSHN = [key without position | rotated shared key], v_BSHM.

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from penstock.base.errors import KernelError
 from penstock.kernels.tuning import Launch
 
-LAUNCH = Launch(block_rows=16, block_columns=0, warps=4)
-"""Heads that a program turns at a time: 16 heads of 128 in bfloat16 are two 16-byte loads for each of 128 threads."""
+LAUNCH = Launch(block_rows=16, block_columns=0, warps=8)
+"""Heads that a program turns at a time: 16 heads of 128 in bfloat16 are one 16-byte load for each of 256 threads."""
 
 
 def rotate(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, launch: Launch = LAUNCH) -> Tensor:

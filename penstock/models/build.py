@@ -1,7 +1,7 @@
 """Configuration to model: the one page that puts parts together.
 
-The model is made on the meta device (shapes only), given its dtypes, then memory, then initial weights. The same meta model
-is what counting and planning walk.
+The model is made on the meta device (shapes only), given its dtypes, then memory, then initial weights. The same meta
+model is what counting and planning walk.
 """
 
 from dataclasses import replace

@@ -1,8 +1,8 @@
 """Parameters and FLOPs of a model, by walking the meta model that a run is built from: no table, no second formula.
 
-FLOPs are those of the matrix products of one trained token: forward once, backward twice, a product of M x K and K x N
-counted as 2 M K N. Causal attention is counted as half of the full square. Elementwise work and embedding look-ups are not
-counted. A token passes top-k of the routed experts, so only their share of the weights is active.
+FLOPs are those of the matrix products of one trained token: forward once, backward twice, a product of M x K and K x
+N counted as 2 M K N. Causal attention is counted as half of the full square. Elementwise work and embedding look-ups
+are not counted. A token passes top-k of the routed experts, so only their share of the weights is active.
 """
 
 from dataclasses import dataclass

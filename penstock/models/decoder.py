@@ -96,5 +96,5 @@ class Decoder(nn.Module):
         return Frame(cos_BSP, sin_BSP, attention_borders(documents_BS), scope)
 
     def logits(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
-        """All logits of the main prediction, B x S x V, in the compute dtype. For evaluation and tests, not training."""
+        """All logits of the main prediction, B x S x V, in the compute dtype. For tests, not for training."""
         return F.linear(self(tokens_BS, positions_BS).main_BSD, self.head_VD)

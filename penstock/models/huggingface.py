@@ -1,8 +1,9 @@
 """Weights to and from Hugging Face names, bit for bit.
 
-One table says everything: each of our tensors, or one expert's slice of it, is the concatenation along the first dim of one
-or more of theirs. Gate and up projections are two tensors there and one here; experts are many there and a stack here.
-Multi-token prediction layers stand behind the last decoder layer, as in the published DeepSeek-V3 weights.
+One table says everything: each of our tensors, or one expert's slice of it, is the concatenation along the first dim
+of one or more of theirs. Gate and up projections are two tensors there and one here; experts are many there and a
+stack here. Multi-token prediction layers stand behind the last decoder layer, as in the published DeepSeek-V3
+weights.
 """
 
 import json

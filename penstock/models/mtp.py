@@ -1,8 +1,9 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-Depth k sees the hidden states of depth k - 1 (the main model's, after its final norm, for k = 1) and the embedding of the
-token k further on; it joins the two, runs one more decoder layer and predicts the token after that one. Embedding and
-output projection are the main model's. The last k positions of a row have no such token: their labels are not counted.
+Depth k sees the hidden states of depth k - 1 (the main model's, after its final norm, for k = 1) and the embedding of
+the token k further on; it joins the two, runs one more decoder layer and predicts the token after that one. Embedding
+and output projection are the main model's. The last k positions of a row have no such token: their labels are not
+counted.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Angles of rotary position embedding, with YaRN context extension (arXiv 2309.00071, section 3.2).
 
-YaRN divides slow frequencies by the factor (they would meet angles never seen in pretraining), keeps fast ones, and ramps
-between the two; it also sharpens attention by a temperature that grows with the logarithm of the factor.
+YaRN divides slow frequencies by the factor (they would meet angles never seen in pretraining), keeps fast ones, and
+ramps between the two; it also sharpens attention by a temperature that grows with the logarithm of the factor.
 """
 
 import math

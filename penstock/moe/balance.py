@@ -1,11 +1,13 @@
 """What keeps experts evenly loaded: auxiliary losses, the expert bias, capacity, and the meter that counts load.
 
-An auxiliary loss never travels through the model's return values. `attach` hangs it onto the routing weights: they pass
-unchanged, and on the way back the loss gets a gradient of one, so it takes part wherever the weights do, on every pipeline
-stage and under recomputation. It must therefore be scaled like the main loss already, by the share of the global batch.
+An auxiliary loss never travels through the model's return values. `attach` hangs it onto the routing weights: they
+pass unchanged, and on the way back the loss gets a gradient of one, so it takes part wherever the weights do, on
+every pipeline stage and under recomputation. It must therefore be scaled like the main loss already, by the share of
+the global batch.
 
-With f the fraction of slots that expert e received and P the mean of its normalized scores, the loss of a set of tokens is
-E * sum_e f_e P_e, which is 1 when both are even (Switch Transformer, arXiv 2101.03961; per sequence: DeepSeek-V3, section
+With f the fraction of slots that expert e received and P the mean of its normalized scores, the loss of a set of
+tokens is E * sum_e f_e P_e, which is 1 when both are even (Switch Transformer, arXiv 2101.03961; per sequence:
+DeepSeek-V3, section
 2.1.2). The expert bias moves by a fixed step against the sign of each expert's excess load (arXiv 2408.15664).
 """
 
@@ -145,8 +147,8 @@ def drop_over_capacity(routing: Routing, experts: int, limit: int) -> Routing:
 def spread_evenly(routing: Routing, experts: int) -> Routing:
     """Replace the choice by one that loads every expert and every rank alike. For benchmarks only.
 
-    Slot i goes to expert i * stride mod E with a stride near the golden section of E and coprime to it: the K experts of a
-    token differ, neighbours are far apart, and every run of E slots meets every expert once.
+    Slot i goes to expert i * stride mod E with a stride near the golden section of E and coprime to it: the K experts
+    of a token differ, neighbours are far apart, and every run of E slots meets every expert once.
     """
     stride = next(s for s in range(max(1, round(experts * 0.618)), 2 * experts + 1) if math.gcd(s, experts) == 1)
     slots = torch.arange(routing.experts_TK.numel(), device=routing.experts_TK.device)

@@ -26,6 +26,7 @@ from penstock.base.errors import NonFiniteError
 from penstock.config.run import Run
 from penstock.data.batch import Batch
 from penstock.data.evaluation import Evaluation
+from penstock.data.loader import SavedPlace
 from penstock.parallel.process import peak_memory_bytes
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.diagnose import Finding, find_origin
@@ -58,7 +59,7 @@ class Progress:
 class Place:
     """Where data and random numbers stand between two steps."""
 
-    data: dict[str, int]
+    data: SavedPlace
     random: dict[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""Rows from a span: nothing lost, and the rules of labels, positions and documents by example."""
+"""Batches from rows: nothing lost, and the rules of labels, positions and documents by example."""
 
 import numpy as np
 import pytest
@@ -6,17 +6,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.packing import PADDING, cut, pack
-from penstock.data.stream import Cursor, Span, Stream
+from penstock.data.packing import PADDING, pack
+from penstock.data.stream import Rows, Stream
 from penstock.kernels.reference import IGNORED_LABEL
 from tests.data.in_memory import END, InMemory, numbered, sources
 
 NO = IGNORED_LABEL
 
 
-def rows_of(source: InMemory, rows: int, sequence_length: int) -> Span:
-    span, _ = Stream(source, seed=0, shuffle=False).read(Cursor(), rows * sequence_length)
-    return cut(span, sequence_length)
+def rows_of(source: InMemory, rows: int, sequence_length: int) -> Rows:
+    stream = Stream(source, seed=0, shuffle=False, lanes=1)
+    return stream.read(stream.start(), rows, sequence_length)[0]
 
 
 def test_the_example_of_the_module_without_a_mask() -> None:
@@ -46,21 +46,22 @@ def test_a_document_longer_than_a_row_goes_on_in_the_next() -> None:
 
 
 def test_padding_is_never_predicted() -> None:
-    line = Span(np.array([7, 8, END, END, END]), np.array([0, 0, 0, PADDING, PADDING]))
+    rows = Rows(np.array([[7, 8, END], [END, END, END]]), np.array([[0, 0, 0], [0, PADDING, PADDING]]))
     for document_mask in (False, True):
-        batch = pack(cut(line, 2), document_mask=document_mask)
+        batch = pack(rows, document_mask=document_mask)
         assert batch.labels_BS.tolist() == [[8, END], [NO, NO]]
 
 
 @given(sources, st.integers(1, 5), st.integers(1, 9), st.booleans())
-def test_rows_hold_the_stream_and_labels_are_the_stream_one_on(
+def test_rows_hold_the_lane_and_labels_are_the_lane_one_on(
     source: InMemory, rows: int, sequence_length: int, document_mask: bool
 ) -> None:
-    span, _ = Stream(source, seed=0, shuffle=False).read(Cursor(), rows * sequence_length)
-    batch = pack(cut(span, sequence_length), document_mask=document_mask)
-    assert batch.tokens_BS.flatten().tolist() == span.tokens[:-1].tolist()
-    counted = batch.labels_BS.flatten() != NO
-    assert batch.labels_BS.flatten()[counted].tolist() == span.tokens[1:][counted.numpy()].tolist()
+    found = rows_of(source, rows, sequence_length)
+    batch = pack(found, document_mask=document_mask)
+    assert batch.tokens_BS.tolist() == found.tokens[:, :-1].tolist()
+    assert batch.tokens_BS[1:, 0].tolist() == found.tokens[:-1, -1].tolist(), "a lane goes on where its row ended"
+    counted = (batch.labels_BS != NO).numpy()
+    assert batch.labels_BS.numpy()[counted].tolist() == found.tokens[:, 1:][counted].tolist()
     assert all(x is None or (x.dtype == torch.int64 and x.is_contiguous()) for x in vars(batch).values())
     if not document_mask:
         assert counted.all()
@@ -94,8 +95,3 @@ def test_a_batch_shares_no_memory_with_the_stream() -> None:
     assert rows.tokens[0].tolist() == [0, 1, 2, 3, 4]
     assert batch.labels_BS[0].tolist() == [1, 2, 3, 4]
     assert batch.positions_BS[1].tolist() == [0, 1, 2, 3]
-
-
-def test_a_span_that_does_not_fill_its_rows_is_refused() -> None:
-    with pytest.raises(AssertionError, match="5 tokens do not fill rows of 4"):
-        cut(Span(np.arange(6), np.zeros(6, dtype=np.int64)), 4)

@@ -1,60 +1,132 @@
-"""The endless line of tokens and its cursors."""
+"""The endless rows of documents, lane by lane, and positions between them."""
 
-import numpy as np
+from collections import Counter
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import DataError
-from penstock.data.stream import Cursor, Stream, document_order
+from penstock.data.sources import Tokens
+from penstock.data.stream import Cursor, Position, Stream, document_order
 from tests.data.in_memory import END, InMemory, numbered, sources
 
 
-def expected_line(source: InMemory, seed: int, shuffle: bool, count: int) -> list[int]:
-    """The same line, written down the obvious way."""
-    line: list[int] = []
+def stream_of(source: InMemory, *, lanes: int = 1, seed: int = 0, shuffle: bool = False) -> Stream:
+    return Stream(source, seed=seed, shuffle=shuffle, lanes=min(lanes, len(source)))
+
+
+def dealt(source: InMemory, seed: int, shuffle: bool) -> Iterator[list[int]]:
+    """Documents with their end tokens, epoch after epoch."""
     epoch = 0
-    while len(line) < count:
+    while True:
         order = document_order(len(source), seed=seed, epoch=epoch).tolist() if shuffle else range(len(source))
         for index in order:
-            if source.documents[index]:
-                line += [*source.documents[index], END]
+            yield [*source.documents[index], END] if source.documents[index] else []
         epoch += 1
-    return line[:count]
 
 
-@given(sources, st.integers(0, 5), st.booleans(), st.lists(st.integers(1, 30), min_size=1, max_size=6))
-def test_reading_in_pieces_gives_documents_and_end_tokens_in_order(
-    source: InMemory, seed: int, shuffle: bool, counts: list[int]
+def expected_rows(
+    source: InMemory, sequence_lengths: list[int], *, lanes: int, seed: int, shuffle: bool
+) -> list[list[int]]:
+    """The same rows, written down the obvious way."""
+    documents = dealt(source, seed, shuffle)
+    left = [next(documents) for _ in range(min(lanes, len(source)))]
+    rows = []
+    for number, length in enumerate(sequence_lengths):
+        lane = number % len(left)
+        while len(left[lane]) < length + 1:
+            left[lane] += next(documents)
+        rows.append(left[lane][: length + 1])
+        left[lane] = left[lane][length:]
+    return rows
+
+
+def times_read(source: InMemory, position: Position, seed: int) -> Counter[int]:
+    """How often each token lies behind a position, if every document that was dealt is read once."""
+    in_lanes = {cursor[:2]: cursor.offset for cursor in position.lanes}
+    behind: Counter[int] = Counter()
+    for epoch in range(position.undealt.epoch + 1):
+        for place, index in enumerate(document_order(len(source), seed=seed, epoch=epoch).tolist()):
+            if (epoch, place) < position.undealt[:2]:
+                document = (*source.documents[index], END) if source.documents[index] else ()
+                behind.update(document[: in_lanes.get((epoch, place), len(document))])
+    return behind
+
+
+@given(
+    sources,
+    st.integers(1, 8),
+    st.integers(0, 5),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=6),
+)
+def test_lanes_take_turns_and_are_dealt_documents_in_order(
+    source: InMemory, lanes: int, seed: int, shuffle: bool, reads: list[tuple[int, int]]
 ) -> None:
-    stream, cursor, line = Stream(source, seed=seed, shuffle=shuffle), Cursor(), []
-    for count in counts:
-        span, cursor = stream.read(cursor, count)
-        assert len(span.tokens) == count + 1
-        line += span.tokens[:count].tolist()
-        look_ahead = span.tokens[count]
-    assert [*line, look_ahead] == expected_line(source, seed, shuffle, sum(counts) + 1)
+    stream = stream_of(source, lanes=lanes, seed=seed, shuffle=shuffle)
+    position, got = stream.start(), []
+    for rows, sequence_length in reads:
+        found, position = stream.read(position, rows, sequence_length)
+        got += found.tokens.tolist()
+    lengths = [sequence_length for rows, sequence_length in reads for _ in range(rows)]
+    assert got == expected_rows(source, lengths, lanes=lanes, seed=seed, shuffle=shuffle)
+    assert position.rows == len(lengths)
 
 
-@given(sources, st.integers(0, 5), st.integers(0, 60), st.integers(1, 60))
-def test_advancing_and_reading_come_to_the_same_cursor(source: InMemory, seed: int, first: int, second: int) -> None:
-    stream = Stream(source, seed=seed, shuffle=True)
-    by_steps = stream.read(stream.advance(Cursor(), first), second)[1]
-    at_once = Stream(source, seed=seed, shuffle=True).advance(Cursor(), first + second)
-    assert by_steps == at_once
+@given(sources, st.integers(1, 8), st.integers(0, 5), st.integers(0, 120), st.integers(1, 7))
+def test_each_document_is_read_exactly_once_an_epoch(
+    source: InMemory, lanes: int, seed: int, rows: int, sequence_length: int
+) -> None:
+    stream = stream_of(source, lanes=lanes, seed=seed, shuffle=True)
+    found, position = stream.read(stream.start(), rows, sequence_length)
+    assert Counter(found.tokens[:, :-1].flatten().tolist()) == times_read(source, position, seed)
+
+
+@given(sources, st.booleans(), st.lists(st.integers(1, 30), min_size=1, max_size=6))
+def test_one_lane_is_one_line_of_documents(source: InMemory, shuffle: bool, sequence_lengths: list[int]) -> None:
+    stream = stream_of(source, seed=2, shuffle=shuffle)
+    position, line = stream.start(), [-1]
+    for sequence_length in sequence_lengths:
+        found, position = stream.read(position, 1, sequence_length)
+        line[-1:] = found.tokens[0].tolist()
+    documents, wanted = dealt(source, 2, shuffle), []
+    while len(wanted) < len(line):
+        wanted += next(documents)
+    assert line == wanted[: len(line)]
+
+
+@given(sources, st.integers(1, 8), st.integers(0, 5), st.integers(0, 20), st.integers(0, 20), st.integers(1, 9))
+def test_advancing_and_reading_come_to_the_same_position(
+    source: InMemory, lanes: int, seed: int, first: int, second: int, sequence_length: int
+) -> None:
+    stream, other = (stream_of(source, lanes=lanes, seed=seed, shuffle=True) for _ in range(2))
+    by_steps = stream.read(stream.advance(stream.start(), first, sequence_length), second, sequence_length)[1]
+    assert by_steps == other.advance(other.start(), first + second, sequence_length)
+
+
+def test_the_example_of_the_module() -> None:
+    stream = stream_of(numbered(4, 1, 3, 3), lanes=2)
+    found, position = stream.read(stream.start(), 4, 3)
+    assert found.tokens[:, :-1].tolist() == [[0, 1, 2], [4, END, 5], [3, END, 8], [6, 7, END]]
+    assert found.tokens[:, -1].tolist() == [3, 6, 9, 0]
+    assert position == Position(undealt=Cursor(1, 1), lanes=(Cursor(0, 3, 1), Cursor(1, 0, 0)), rows=4)
 
 
 def test_document_numbers_change_where_documents_end() -> None:
-    span, cursor = Stream(numbered(2, 0, 1, 3), seed=0, shuffle=False).read(Cursor(), 7)
-    assert span.tokens.tolist() == [0, 1, END, 2, END, 3, 4, 5]
-    assert span.documents.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
-    assert cursor == Cursor(epoch=0, place=3, offset=2)
+    stream = stream_of(numbered(2, 0, 1, 3))
+    found, position = stream.read(stream.start(), 1, 7)
+    assert found.tokens.tolist() == [[0, 1, END, 2, END, 3, 4, 5]]
+    assert found.documents.tolist() == [[0, 0, 0, 1, 1, 2, 2, 2]]
+    assert position.lanes == (Cursor(epoch=0, place=3, offset=2),)
 
 
 def test_two_visits_of_one_document_are_two_documents() -> None:
-    span, _ = Stream(numbered(1), seed=0, shuffle=True).read(Cursor(), 3)
-    assert span.tokens.tolist() == [0, END, 0, END]
-    assert span.documents.tolist() == [0, 0, 1, 1]
+    stream = stream_of(numbered(1), shuffle=True)
+    found, _ = stream.read(stream.start(), 1, 3)
+    assert found.tokens.tolist() == [[0, END, 0, END]]
+    assert found.documents.tolist() == [[0, 0, 1, 1]]
 
 
 def test_each_epoch_has_every_document_in_another_order() -> None:
@@ -71,29 +143,59 @@ def test_the_order_is_the_same_forever() -> None:
     )
 
 
-def test_a_read_opens_only_the_documents_that_it_needs() -> None:
+def watched(source: InMemory) -> tuple[InMemory, list[int]]:
+    """The same documents, and a list that grows by each one that is opened."""
     opened: list[int] = []
 
     class Watched(InMemory):
-        def read(self, index: int) -> np.ndarray:
+        def read(self, index: int) -> Tokens:
             opened.append(index)
             return super().read(index)
 
-    source = Watched(numbered(*[10] * 20).documents)
-    stream = Stream(source, seed=0, shuffle=False)
-    cursor = Cursor(epoch=5, place=7, offset=4)
+    return Watched(source.documents), opened
+
+
+def test_a_read_opens_only_the_documents_that_it_needs() -> None:
+    source, opened = watched(numbered(*[10] * 20))
+    stream = stream_of(source)
+    position = Position(undealt=Cursor(5, 8), lanes=(Cursor(5, 7, 4),), rows=30)
     for _ in range(3):
-        _, cursor = stream.read(cursor, 9)
+        _, position = stream.read(position, 1, 9)
     assert opened == [7, 8, 9], "resuming must not read what lies before, and a document must be read once"
 
 
-def test_a_source_without_any_token_is_an_error_and_not_a_hang() -> None:
+def test_every_lane_keeps_its_document() -> None:
+    source, opened = watched(numbered(*[20] * 4))
+    stream = stream_of(source, lanes=3)
+    position = stream.start()
+    for _ in range(12):
+        _, position = stream.read(position, 1, 4)
+    assert opened == [0, 1, 2], "a lane must not read its document anew at each turn"
+
+
+def test_lanes_of_several_epochs_resume() -> None:
+    source = numbered(1, 9, 9, 1)
+    stream = stream_of(source, lanes=2, shuffle=True)
+    position = Position(undealt=Cursor(4, 2), lanes=(Cursor(1, 3), Cursor(4, 1)), rows=8)
+    found, _ = stream.read(position, 2, 1)
+    orders = {epoch: document_order(4, seed=0, epoch=epoch) for epoch in (1, 4)}
+    assert found.tokens[:, 0].tolist() == [source.documents[orders[1][3]][0], source.documents[orders[4][1]][0]]
+
+
+def test_more_lanes_than_documents_are_refused() -> None:
+    with pytest.raises(AssertionError, match="3 lanes cannot read 2 documents side by side"):
+        Stream(numbered(1, 1), seed=0, shuffle=True, lanes=3)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_source_without_any_token_is_an_error_and_not_a_hang(lanes: int) -> None:
+    stream = stream_of(numbered(0, 0, 0), lanes=lanes, shuffle=True)
     with pytest.raises(DataError, match="every document is empty; got 3 documents"):
-        Stream(numbered(0, 0, 0), seed=0, shuffle=True).read(Cursor(), 1)
+        stream.read(stream.start(), 1, 1)
 
 
-@given(st.integers(0, 20))
-def test_one_document_with_text_among_many_empty_ones_is_found(seed: int) -> None:
-    source = InMemory(((),) * 9 + ((5,),))
-    span, _ = Stream(source, seed=seed, shuffle=True).read(Cursor(), 5)
-    assert span.tokens.tolist() == [5, END] * 3
+@given(st.integers(0, 20), st.integers(1, 10))
+def test_one_document_with_text_among_many_empty_ones_is_found(seed: int, lanes: int) -> None:
+    stream = stream_of(InMemory(((),) * 9 + ((5,),)), lanes=lanes, seed=seed, shuffle=True)
+    found, _ = stream.read(stream.start(), lanes, 5)
+    assert found.tokens.tolist() == [[5, END] * 3] * lanes

@@ -9,12 +9,13 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
 from penstock.kernels.norm import (
+    BACKWARD_LAUNCH,
     LAUNCH,
-    TILES,
     add_rms_norm,
     rms_norm,
     rms_norm_backward_kernel,
     rms_norm_kernel,
+    sum_table_kernel,
     tile_of,
 )
 from penstock.kernels.tuning import Launch
@@ -112,9 +113,17 @@ def test_the_kernels_compile_without_spills(width: int, target: str) -> None:
     forward = compile_for(rms_norm_kernel, signature, constants, TARGETS[target], num_warps=warps)
     assert forward.spills == 0, forward.summary
 
-    constants |= {"TILES": TILES, "STAGES": LAUNCH.stages}
+    rows, columns, warps = tile_of(width, BACKWARD_LAUNCH)
+    constants = {"D": width, "BLOCK_T": rows, "BLOCK_D": columns, "STAGES": BACKWARD_LAUNCH.stages}
     strides = dict.fromkeys(("x_stride", "dnormed_stride", "dsum_stride"), "i32:16")
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "dnormed_ptr", "dsum_ptr", "dx_ptr"), "*bf16:16")
-    signature = pointers | {"scale_ptr": "*fp32:16", "partial_ptr": "*fp32:16", "tokens": "i32"} | strides
+    signature = (
+        pointers | {"scale_ptr": "*fp32:16", "partial_ptr": "*fp32:16", "tokens": "i32", "tiles": "i32"} | strides
+    )
     backward = compile_for(rms_norm_backward_kernel, signature, constants, TARGETS[target], num_warps=warps)
     assert backward.spills == 0, backward.summary
+
+    constants = {"D": width, "BLOCK_P": 256, "BLOCK_D": 16}
+    signature = {"table_ptr": "*fp32:16", "out_ptr": "*bf16:16", "rows": "i32"}
+    sums = compile_for(sum_table_kernel, signature, constants, TARGETS[target])
+    assert sums.spills == 0, sums.summary

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
+from penstock.kernels import permute as permute_module
 from penstock.kernels import reference
 from penstock.kernels.permute import (
     LAUNCH,
@@ -23,7 +24,7 @@ from penstock.kernels.tuning import Launch
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 from tests.kernels.parity import assert_close, assert_parity
 
-CHUNKS_OF_8 = Launch(block_rows=8, block_columns=4, warps=1)
+TILES_OF_8 = Launch(block_rows=8, block_columns=4, warps=1)
 SMALL = Launch(block_rows=1, block_columns=16, warps=1)
 
 
@@ -39,15 +40,22 @@ def test_the_order_equals_a_stable_sort(
     tokens: int, top_k: int, experts: int, dropped: float, device: torch.device
 ) -> None:
     experts_TK = _experts(tokens, top_k, experts, device, dropped)
-    got = order_rows(experts_TK, experts, launch=CHUNKS_OF_8)
+    got = order_rows(experts_TK, experts, launch=TILES_OF_8)
     expected = reference.order_rows(experts_TK, experts)
     for name, a, b in zip(RowOrder._fields, got, expected, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b), f"{name} differs"
 
 
+def test_chunks_of_several_tiles_keep_the_order(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(permute_module, "CHUNKS", 2)
+    experts_TK = _experts(17, 3, 6, device, dropped=0.2)
+    got, expected = order_rows(experts_TK, 6, launch=TILES_OF_8), reference.order_rows(experts_TK, 6)
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), "51 slots in 2 chunks of 4 tiles"
+
+
 def test_one_hot_expert_and_empty_experts_are_ordered(device: torch.device) -> None:
     experts_TK = torch.full((30, 1), 4, device=device)
-    order = order_rows(experts_TK, 9, launch=CHUNKS_OF_8)
+    order = order_rows(experts_TK, 9, launch=TILES_OF_8)
     assert order.counts_E.tolist() == [0, 0, 0, 0, 30, 0, 0, 0, 0]
     assert torch.equal(order.slots_R, torch.arange(30, device=device)), "equal experts keep the order of slots"
 
@@ -113,7 +121,7 @@ def test_nan_in_rows_of_dropped_slots_reaches_nothing(device: torch.device) -> N
 
 
 def test_there_and_back_multiplies_by_k(device: torch.device) -> None:
-    order = order_rows(_experts(6, 2, 4, device), 4, launch=CHUNKS_OF_8)
+    order = order_rows(_experts(6, 2, 4, device), 4, launch=TILES_OF_8)
     x_TD = torch.randn(6, 16, device=device)
     assert_close(unpermute(permute(x_TD, order, launch=SMALL), order, launch=SMALL), 2 * x_TD, "round trip")
 
@@ -132,11 +140,17 @@ def test_misfits_are_refused(device: torch.device) -> None:
 @pytest.mark.parametrize("experts", [64, 256])
 def test_the_index_build_compiles_without_spills(experts: int, target: str) -> None:
     chip, warps = TARGETS[target], ORDER_LAUNCH.warps
-    slots = {"EXPERTS": experts, "BINS": 2 * experts, "CHUNK": ORDER_LAUNCH.block_rows}
+    slots = {"EXPERTS": experts, "BINS": 2 * experts, "BLOCK_R": ORDER_LAUNCH.block_rows}
     tiles = {"EXPERTS": experts, "BLOCK_C": 256, "BLOCK_E": ORDER_LAUNCH.block_columns}
-    counted = {"experts_ptr": "*i64:16", "tallies_ptr": "*i32:16", "slots": "i32"}
+    counted = {"experts_ptr": "*i64:16", "tallies_ptr": "*i32:16", "slots": "i32", "tiles": "i32"}
     scanned = {"tallies_ptr": "*i32:16", "counts_ptr": "*i32:16", "chunks": "i32"}
-    placed = {"experts_ptr": "*i64:16", "earlier_ptr": "*i32:16", "counts_ptr": "*i32:16", "slots": "i32"}
+    placed = {
+        "experts_ptr": "*i64:16",
+        "earlier_ptr": "*i32:16",
+        "counts_ptr": "*i32:16",
+        "slots": "i32",
+        "tiles": "i32",
+    }
     placed |= {"slots_ptr": "*i64:16", "places_ptr": "*i64:16"}
     for kernel, signature, constants in (
         (count_kernel, counted, slots),

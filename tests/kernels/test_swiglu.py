@@ -6,7 +6,14 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
-from penstock.kernels.swiglu import LAUNCH, swiglu, swiglu_backward, swiglu_backward_kernel, swiglu_kernel
+from penstock.kernels.swiglu import (
+    BACKWARD_LAUNCH,
+    LAUNCH,
+    swiglu,
+    swiglu_backward,
+    swiglu_backward_kernel,
+    swiglu_kernel,
+)
 from penstock.kernels.tuning import Launch
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 from tests.kernels.parity import assert_close, assert_parity
@@ -80,6 +87,8 @@ def test_the_kernels_compile_without_spills(target: str) -> None:
     signature = {"gate_up_ptr": "*bf16:16", "weights_ptr": "*fp32:16", "h_ptr": "*bf16:16", "rows": "i32"}
     forward = compile_for(swiglu_kernel, signature, blocks, TARGETS[target], num_warps=LAUNCH.warps)
     signature |= {"dh_ptr": "*bf16:16", "d_gate_up_ptr": "*bf16:16", "dweights_ptr": "*fp32:16"}
-    backward = compile_for(swiglu_backward_kernel, signature, blocks, TARGETS[target], num_warps=LAUNCH.warps)
+    blocks |= {"BLOCK_R": BACKWARD_LAUNCH.block_rows, "BLOCK_F": BACKWARD_LAUNCH.block_columns}
+    warps = BACKWARD_LAUNCH.warps
+    backward = compile_for(swiglu_backward_kernel, signature, blocks, TARGETS[target], num_warps=warps)
     assert forward.spills == 0, forward.summary
     assert backward.spills == 0, backward.summary

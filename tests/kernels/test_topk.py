@@ -7,15 +7,8 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
 from penstock.kernels.reference import RouterRule
-from penstock.kernels.topk import (
-    LAUNCH,
-    backward_constants,
-    kernel_constants,
-    route,
-    route_backward_kernel,
-    route_kernel,
-    sum_parts_kernel,
-)
+from penstock.kernels.topk import LAUNCH, backward_constants, kernel_constants, route
+from penstock.kernels.topk_kernels import route_backward_kernel, route_kernel, sum_parts_kernel
 from penstock.kernels.tuning import Launch
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 from tests.kernels.parity import assert_parity
@@ -86,6 +79,17 @@ def test_ties_go_to_the_lowest_expert(device: torch.device) -> None:
     assert route(torch.zeros(1, 12, device=device), None, grouped, 1, launch=SMALL).experts_TK.tolist() == [[0, 1]]
 
 
+@pytest.mark.parametrize("experts", [12, 300])
+def test_equal_and_almost_equal_scores_are_told_apart(experts: int, device: torch.device) -> None:
+    steps_TE = torch.randint(-2, 3, (12, experts), dtype=torch.int32)
+    # Neighbours in float32, far closer than the bits that are left where a key carries its column's number.
+    logits_TE = (torch.tensor(1.0).view(torch.int32) + steps_TE).view(torch.float32)
+    logits_TE[::2] = steps_TE[::2].float()
+    expected_TK = logits_TE.argsort(dim=1, descending=True, stable=True)[:, :5]
+    rule = RouterRule(top_k=5, softmax_after_top_k=True)
+    assert torch.equal(route(logits_TE.to(device), None, rule, 1, launch=SMALL).experts_TK.cpu(), expected_TK)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
 def test_choices_stay_valid_whatever_the_logits_hold(value: float, device: torch.device) -> None:
     logits_TE = torch.randn(3, 12, device=device)
@@ -147,6 +151,6 @@ def test_the_kernels_compile_without_spills(experts: int, rule: RouterRule, targ
 def test_the_sum_over_programs_compiles_without_spills(target: str) -> None:
     pointers = {"part_counts_ptr": "*i32:16", "counts_ptr": "*i64:16"}
     pointers |= dict.fromkeys(("part_mass_ptr", "part_z_ptr", "mass_ptr", "z_ptr"), "*fp32:16")
-    constants = {"E": 64, "BLOCK_E": 16, "BLOCK_C": 128}
-    sums = compile_for(sum_parts_kernel, pointers | {"chunks": "i32"}, constants, TARGETS[target])
+    constants = {"E": 64, "BLOCK_E": 8, "BLOCK_C": 512}
+    sums = compile_for(sum_parts_kernel, pointers | {"chunks": "i32"}, constants, TARGETS[target], num_warps=8)
     assert sums.spills == 0, sums.summary

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.models.families import tiny_decoder, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.config.model import GroupedQueryAttention
 from penstock.config.presets.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
 from penstock.kernels.operators import REFERENCE
 from penstock.models.count import count
+from tests.models.families import tiny_decoder, tiny_model
 
 
 @pytest.mark.parametrize(

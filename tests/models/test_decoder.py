@@ -1,13 +1,14 @@
-"""The decoder's promises that hold for every family: causality, document borders, grouped heads, multi-token prediction."""
+"""The decoder's promises that hold for every family: causality, document borders, grouped heads, multi-token
+prediction."""
 
 import pytest
 import torch
-from tests.models.families import tiny_decoder, tiny_model
 from torch import Tensor
 
 from penstock.config.model import GroupedQueryAttention
 from penstock.kernels.operators import TORCH
 from penstock.models.decoder import Decoder
+from tests.models.families import tiny_decoder, tiny_model
 
 GQA = GroupedQueryAttention(heads=4, kv_heads=2, head_dim=8)
 PLAIN = tiny_model(family="plain", attention=GQA)

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from tests.models.families import in_transformers, moe_with, tiny_attention, tiny_decoder, tiny_model
 
 from penstock.base.errors import CheckpointError, ConfigError
 from penstock.config.model import GroupedQueryAttention, Model, Router, Yarn
@@ -17,6 +16,7 @@ from penstock.models.huggingface import (
     to_huggingface,
     weight_names,
 )
+from tests.models.families import in_transformers, moe_with, tiny_attention, tiny_decoder, tiny_model
 
 YARN = Yarn(factor=8.0, original_positions=16, scale=0.707, scale_all_dims=0.707)
 V2, V3 = tiny_model("deepseek-v2"), tiny_model("deepseek-v3")

@@ -1,14 +1,15 @@
-"""What only a GPU can show: torch's fused operators and every attention backend equal the eager model. Skipped without one."""
+"""What only a GPU can show: torch's fused operators and every attention backend equal the eager model. Skipped
+without one."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from tests.models.families import tiny_decoder, tiny_model
 from torch import Tensor
 
 from penstock.config.model import GroupedQueryAttention, LatentAttention, Model
 from penstock.kernels.operators import REFERENCE, TORCH, Operators
+from tests.models.families import tiny_decoder, tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -1,11 +1,12 @@
 """The promise that every dispatcher keeps.
 
-`dispatch` brings each token's row to the experts that it chose and says how many rows each expert got; `combine` brings the
-experts' outputs back and sums them for each token. Between the two stands only the receipt, a frozen value: a dispatcher
-has no state of its own that a forward pass changes, so two micro-batches or two layers may be in flight at once.
+`dispatch` brings each token's row to the experts that it chose and says how many rows each expert got; `combine`
+brings the experts' outputs back and sums them for each token. Between the two stands only the receipt, a frozen
+value: a dispatcher has no state of its own that a forward pass changes, so two micro-batches or two layers may be in
+flight at once.
 
-Rows carry their routing weights to the expert, which applies them before its last (linear) product, so `combine` is a plain
-sum. An expert may live on several ranks and a rank may hold any experts: nothing here says which.
+Rows carry their routing weights to the expert, which applies them before its last (linear) product, so `combine` is a
+plain sum. An expert may live on several ranks and a rank may hold any experts: nothing here says which.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ class ExpertRows:
         x_ND: source rows in the compute dtype.
         index_R: int64 source row of each place, or None if row i of `x_ND` is place i.
         weights_R: float32 routing weight of each place, differentiable; 0 at places that hold padding.
-        counts_e: int32 places of each local expert, in order; may sum to less than R, and places past them hold nothing.
+        counts_e: int32 places of each local expert, in order; may sum to less than R, and places past them hold
+            nothing.
         places_NK: int64, the inverse of `index_R`: the places that read each source row. None if that is not one number
             of places for every row.
     """

@@ -55,7 +55,8 @@ class _InOrder(torch.autograd.Function):
 class PaddedDispatcher:
     """All experts are here, and every one gets exactly its capacity of rows: static shapes, at the price of padding.
 
-    Places that no slot fills read an extra source row of zeros. One place past the experts' rows takes the dropped slots.
+    Places that no slot fills read an extra source row of zeros. One place past the experts' rows takes the dropped
+    slots.
 
     Attributes:
         experts: E.
