@@ -20,6 +20,7 @@ WRONG_INPUT = 2
 VERBS = (
     Verb("train", "penstock.cli.train", "train", "Train a model: a preset, a TOML file, or a run folder."),
     Verb("config", "penstock.cli.config", "app", "List, show, explain, compare and check configurations."),
+    Verb("kernels", "penstock.cli.kernels", "app", "List which kernels will run and why; measure them on this GPU."),
 )
 
 app = typer.Typer(cls=group_of(*VERBS), add_completion=False)

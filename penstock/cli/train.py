@@ -69,7 +69,12 @@ def train(
     resumes: Annotated[bool, typer.Option("--resume", help="Go on with the run from its newest checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and write nothing.")] = False,
 ) -> int:
-    """Train a model: a preset, a TOML file, or a run folder."""
+    """Train a model: a preset, a TOML file, or (with --resume) a run folder.
+
+    Ctrl-C or SIGTERM stops after the current step with a checkpoint; a second Ctrl-C stops at once.
+
+    Exit codes: 0 all steps are done, 2 something is wrong that you can mend, 130 (Ctrl-C) or 143 (SIGTERM) stopped.
+    """
     launch = (_find_run if resumes else _new_run)(target, overrides or [], name)
     environment = read_environment()
     console = Console(no_color=not environment.color, highlight=False)
@@ -160,19 +165,20 @@ def _run(console: Console, launch: Launch, session: Session) -> int:
 
 def _print_end(console: Console, folder: RunFolder, end: RunEnd) -> None:
     """How it went, and what to type next."""
+    saved = f"saved in {end.checkpoint}" if end.checkpoint else "nothing is saved"
     if end.stopped_by:
-        saved = "no step was made" if end.checkpoint is None else f"saved in {end.checkpoint}"
         lines = [f"stopped by {end.stopped_by} after step {end.step} of {end.steps}, {saved}"]
-        lines.append(f"go on:  penstock train {folder.path} --resume")
     else:
-        lines = [f"done: {end.steps} steps in {duration_text(end.seconds)}, saved in {end.checkpoint}"]
+        lines = [f"done: {end.steps} steps in {duration_text(end.seconds)}, {saved}"]
     if end.last is not None:
         figures = [f"loss {end.last.loss:.4f} nats/token"]
         if end.last.evaluation is not None:
             figures.append(f"held out {end.last.evaluation.bits_per_byte:.3f} bits/byte")
         if end.last.forced_balance:
             figures.append(FORCED_BALANCE)
-        lines.insert(1, "  ".join(figures))
+        lines.append("  ".join(figures))
+    if end.stopped_by and end.checkpoint:
+        lines.append(f"go on:  penstock train {folder.path} --resume")
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
 

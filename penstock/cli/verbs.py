@@ -1,8 +1,8 @@
 """Verbs that are imported when they are called.
 
 Importing PyTorch takes seconds, and `penstock --help` and `penstock config list` need none of it. So a group knows its
-verbs by name, and this file, the only one that imports by name, loads the module of the one that is called. Nothing
-else in the project imports inside a function.
+verbs by name, and this file loads the module of the one that is called. Only kernels are imported by name as well
+(`penstock.kernels.backends`); nothing else in the project imports inside a function.
 """
 
 from dataclasses import dataclass

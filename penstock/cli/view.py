@@ -30,7 +30,7 @@ FRAME_WIDTH = 4
 LABEL_WIDTH, VALUE_WIDTH, GAP = 8, 20, 2
 """Columns of the panel's frame with its padding, and of its grid: label, value, and what is left for the detail."""
 
-STOPPING = "stopping after this step, with a checkpoint; Ctrl-C once more stops at once"
+STOPPING = "stopping after this step; Ctrl-C once more stops at once, unsaved"
 
 LAYERS_SHOWN = 6
 UNEVEN, VERY_UNEVEN = 1.5, 2.5

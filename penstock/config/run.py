@@ -16,15 +16,44 @@ from penstock.config.training import (
 
 
 class Kernels(Section):
-    """Which implementation runs; `auto` takes the best that the device has."""
+    """Which implementation of each operator runs; `penstock kernels list` shows what auto takes, and why.
 
-    experts: Literal["auto", "reference", "torch"] = knob(
-        "auto", doc="Expert matrix products: a loop over experts (reference) or torch's grouped_mm."
+    reference is the definition in eager PyTorch, torch what PyTorch has fused, triton our kernels.
+    """
+
+    all: Literal["auto", "reference", "torch", "triton"] = knob(
+        "auto", doc="What every other field that is auto takes; an operator without such a form takes reference."
+    )
+    route: Literal["auto", "reference", "triton"] = knob("auto", doc="Router: scores, choice, weights, counts.")
+    permute: Literal["auto", "reference", "triton"] = knob(
+        "auto", doc="Order of rows by expert, and the sum over a token's rows."
+    )
+    experts: Literal["auto", "reference", "torch", "triton"] = knob(
+        "auto", doc="The experts' matrix products: a loop over experts (reference), torch's grouped_mm, or ours."
+    )
+    experts_forward: Literal["auto", "reference", "torch", "triton"] = knob(
+        "auto", doc="The forward products only; auto follows `experts`."
+    )
+    experts_input_gradient: Literal["auto", "reference", "torch", "triton"] = knob(
+        "auto", doc="The gradient of the experts' inputs only; auto follows `experts`."
+    )
+    experts_weight_gradient: Literal["auto", "reference", "torch", "triton"] = knob(
+        "auto", doc="The gradient of the experts' weights only; auto follows `experts`."
+    )
+    swiglu: Literal["auto", "reference", "torch", "triton"] = knob(
+        "auto", doc="SwiGLU of dense networks and shared experts; inside the experts it goes with their products."
+    )
+    norm: Literal["auto", "reference", "torch", "triton"] = knob("auto", doc="RMSNorm, alone and of a residual sum.")
+    rope: Literal["auto", "reference", "triton"] = knob(
+        "auto", doc="Rotary position embedding, and the assembly of latent attention's heads."
     )
     attention: Literal["auto", "default", "math", "flash", "efficient", "cudnn"] = knob(
         "auto", doc="Backend of scaled_dot_product_attention; auto prefers cuDNN, default leaves it to torch."
     )
     loss_chunk: int = knob(0, doc="Tokens whose logits exist at once; 0 chooses by size.", unit="tokens", low=0)
+    measured: str = knob(
+        "", doc="File of `penstock kernels tune` to choose by; empty looks in ~/.config/penstock/kernels."
+    )
 
 
 class Run(Section):

@@ -192,6 +192,19 @@ def bytes_have_one_end(run: Run) -> Problem | None:
     )
 
 
+def cpu_has_no_triton(run: Run) -> Problem | None:
+    """With `device` cpu, no field of `kernels` (`kernels.all`, `kernels.experts`, ...) is triton: it needs a GPU."""
+    asking = [name for name, value in run.kernels if value == "triton"]
+    if run.device != "cpu" or not asking:
+        return None
+    return Problem(
+        f"kernels.{asking[0]}",
+        "names a backend that device cpu does not have",
+        got="triton",
+        fix=f"set kernels.{asking[0]} to auto",
+    )
+
+
 def cpu_has_the_attention_backend(run: Run) -> Problem | None:
     """With `device` cpu, `kernels.attention` is not efficient or cudnn: only GPUs have these."""
     if run.device != "cpu" or run.kernels.attention not in _GPU_BACKENDS:
@@ -244,6 +257,7 @@ RUN_RULES = (
     vocabulary_holds_every_byte,
     vocabulary_holds_the_synthetic_language,
     bytes_have_one_end,
+    cpu_has_no_triton,
     cpu_has_the_attention_backend,
     flash_heads_are_equally_wide,
     flash_on_a_gpu_has_no_mask,

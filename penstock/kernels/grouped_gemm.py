@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from penstock.base.errors import KernelError
 from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
-from penstock.kernels.tuning import GemmLaunch, GemmProduct, grouped_gemm_launch, programs_of
+from penstock.kernels.tuning import GemmLaunch, GemmProduct, GemmShape, grouped_gemm_launch, programs_of
 
 
 def grouped_gemm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor | None = None) -> Tensor:
@@ -98,7 +98,7 @@ def grouped_gemm_forward(
     y_RF = x_RD.new_empty(rows, width)
     if rows:
         product: GemmProduct = "forward" if index_R is None else "forward_gathered"
-        launch = launch or grouped_gemm_launch(product, x_RD.device, x_RD.dtype, width * depth)
+        launch = launch or grouped_gemm_launch(product, _shape(x_RD, rows, experts, width * depth))
         _launch_rows(x_RD, w_eFD, y_RF, index_R, tiles or tile_table(counts_e, rows), launch, depth_first=False)
     return y_RF
 
@@ -128,7 +128,7 @@ def grouped_gemm_input_gradient(
     _check("input gradient", counts_e, None, dy_RF=(dy_RF, (rows, depth)), w_eFD=(w_eFD, (experts, depth, width)))
     dx_RD = dy_RF.new_empty(rows, width)
     if rows:
-        launch = launch or grouped_gemm_launch("input_gradient", dy_RF.device, dy_RF.dtype, width * depth)
+        launch = launch or grouped_gemm_launch("input_gradient", _shape(dy_RF, rows, experts, width * depth))
         _launch_rows(dy_RF, w_eFD, dx_RD, None, tiles or tile_table(counts_e, rows), launch, depth_first=True)
     return dx_RD
 
@@ -170,10 +170,14 @@ def grouped_gemm_weight_gradient(
     if rows:
         product: GemmProduct = "weight_gradient" if index_R is None else "weight_gradient_gathered"
         product = product if accumulate_into is None else "weight_gradient_accumulated"
-        launch = launch or grouped_gemm_launch(product, x_RD.device, x_RD.dtype, width * depth)
+        launch = launch or grouped_gemm_launch(product, _shape(x_RD, rows, counts_e.numel(), width * depth))
         tiles = tiles or tile_table(counts_e, rows)
         _launch_weights(dy_RF, x_RD, dw_eFD, index_R, tiles, launch, accumulate=accumulate_into is not None)
     return dw_eFD
+
+
+def _shape(rows_in: Tensor, rows: int, experts: int, matrix: int) -> GemmShape:
+    return GemmShape(rows, experts, matrix, rows_in.dtype, rows_in.device)
 
 
 def _check(

@@ -56,7 +56,7 @@ def rows_kernel(
         if GATHER or not DESCRIPTORS:
             place = start + row + tl.arange(0, BLOCK_ROWS)
             # Past the expert's last row any row does: it is read and never written.
-            source = tl.load(index_ptr + place, mask=place < end, other=0).to(tl.int32) if GATHER else tl.minimum(place, end - 1)
+            source = tl.load(index_ptr + place, mask=place < end, other=0) if GATHER else tl.minimum(place, end - 1)
             x_rows = x + source.to(tl.int64)[:, None] * depth
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         for step in tl.range(steps):
@@ -71,13 +71,7 @@ def rows_kernel(
             )
             accumulator = tl.dot(x_block, w_block, accumulator, input_precision="ieee")
         result = accumulator.to(y_ptr.dtype.element_ty)
-        WIDTH: tl.constexpr = BLOCK_COLUMNS // PIECES
-        if PIECES == 1:
-            _store_rows(y, start, end, row, column, columns, result, BLOCK_ROWS, WIDTH, DESCRIPTORS)
-        else:
-            left, right = result.reshape(BLOCK_ROWS, 2, WIDTH).permute(0, 2, 1).split()
-            _store_rows(y, start, end, row, column, columns, left, BLOCK_ROWS, WIDTH, DESCRIPTORS)
-            _store_rows(y, start, end, row, column + WIDTH, columns, right, BLOCK_ROWS, WIDTH, DESCRIPTORS)
+        _store_rows(y, start, end, row, column, columns, result, BLOCK_ROWS, BLOCK_COLUMNS, PIECES, DESCRIPTORS)
     _zero_tail(y_ptr, tl.load(starts_ptr + experts), rows, columns)
 
 
@@ -120,34 +114,35 @@ def weights_kernel(
         if GATHER:
             source = _load_index(index_ptr, start, count, 0, BLOCK_DEPTH)
             next_source = _load_index(index_ptr, start, count, BLOCK_DEPTH, BLOCK_DEPTH)
-            # Columns past the last are never written, so any will do. Without masks, and with both factors of the offset
-            # known to be positive, address arithmetic stays out of the way of the matrix units.
-            across = column + tl.arange(0, BLOCK_COLUMNS)
-            across = tl.max_contiguous(tl.multiple_of(tl.where(across < columns, across, 0), 8), 8)
-            x_columns = x + across[None, :]
-            width = columns.to(tl.uint32).to(tl.int64)
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         for step in tl.range(steps):
             first = step * BLOCK_DEPTH
             dy_block = _load_depths(dy, start, count, first, row, rows, BLOCK_DEPTH, BLOCK_ROWS, DESCRIPTORS)
             if GATHER:
-                x_block = tl.load(x_columns + source.to(tl.int64)[:, None] * width)
+                across = column + tl.arange(0, BLOCK_COLUMNS)
+                # No mask of rows: past the expert's last, dy is zero and x is a row of its own again.
+                x_rows = x + source.to(tl.int64)[:, None] * columns
+                x_block = tl.load(x_rows + across[None, :], mask=across[None, :] < columns, other=0)
                 # The index runs two steps ahead in registers; loaded where it is used, it halves the pipeline's depth.
                 source = next_source
                 next_source = _load_index(index_ptr, start, count, first + 2 * BLOCK_DEPTH, BLOCK_DEPTH)
             else:
                 x_block = _load_depths(x, start, count, first, column, columns, BLOCK_DEPTH, BLOCK_COLUMNS, DESCRIPTORS)
             accumulator = tl.dot(dy_block.T, x_block, accumulator, input_precision="ieee")
-        WIDTH: tl.constexpr = BLOCK_COLUMNS // PIECES
-        if PIECES == 1:
-            _store_matrix(
-                dw, expert, row, column, rows, columns, accumulator, BLOCK_ROWS, WIDTH, ACCUMULATE, DESCRIPTORS
-            )
-        else:
-            left, right = accumulator.reshape(BLOCK_ROWS, 2, WIDTH).permute(0, 2, 1).split()
-            _store_matrix(dw, expert, row, column, rows, columns, left, BLOCK_ROWS, WIDTH, ACCUMULATE, DESCRIPTORS)
-            column += WIDTH
-            _store_matrix(dw, expert, row, column, rows, columns, right, BLOCK_ROWS, WIDTH, ACCUMULATE, DESCRIPTORS)
+        _store_matrix(
+            dw,
+            expert,
+            row,
+            column,
+            rows,
+            columns,
+            accumulator,
+            BLOCK_ROWS,
+            BLOCK_COLUMNS,
+            PIECES,
+            ACCUMULATE,
+            DESCRIPTORS,
+        )
 
 
 @triton.jit
@@ -240,9 +235,17 @@ def _load_rows(x, source, count, column, columns, BLOCK_ROWS: tl.constexpr, BLOC
 
 @triton.jit
 def _load_index(index_ptr, start, count, first, BLOCK_DEPTH: tl.constexpr):
-    """Load where an expert's rows `first` and on are gathered from; past its last, the last's again; 0 if it has none."""
+    """Load where an expert's rows `first` and on are gathered from; past its last, the last's; 0 if it has none."""
     place = tl.minimum(first + tl.arange(0, BLOCK_DEPTH), count - 1)
     return tl.load(index_ptr + start + place, mask=place >= 0, other=0).to(tl.uint32)
+
+
+@triton.jit
+def _halves(block):
+    """Split a block into its left and its right columns."""
+    rows: tl.constexpr = block.shape[0]
+    columns: tl.constexpr = block.shape[1]
+    return block.reshape(rows, 2, columns // 2).permute(0, 2, 1).split()
 
 
 @triton.jit
@@ -256,10 +259,16 @@ def _store_rows(
     result,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    PIECES: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Write the rows of a tile that are the expert's own."""
-    if DESCRIPTORS:
+    """Write the rows of a tile that are the expert's own, half by half until there are PIECES of them."""
+    HALF: tl.constexpr = BLOCK_COLUMNS // 2
+    if PIECES > 1:
+        left, right = _halves(result)
+        _store_rows(y, start, end, row, column, columns, left, BLOCK_ROWS, HALF, PIECES // 2, DESCRIPTORS)
+        _store_rows(y, start, end, row, column + HALF, columns, right, BLOCK_ROWS, HALF, PIECES // 2, DESCRIPTORS)
+    elif DESCRIPTORS:
         span, end, place = _ragged(end, end - start, row)
         y.store([span, end, place, column], result.reshape(1, 1, BLOCK_ROWS, BLOCK_COLUMNS))
     else:
@@ -280,11 +289,22 @@ def _store_matrix(
     result,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    PIECES: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
 ):
-    """Write or add a tile of an expert's gradient. One program owns each element, so a sum has one order."""
-    if DESCRIPTORS:
+    """Write or add a tile of an expert's gradient, in PIECES. One program owns each element, so a sum has one order."""
+    HALF: tl.constexpr = BLOCK_COLUMNS // 2
+    if PIECES > 1:
+        left, right = _halves(result)
+        _store_matrix(
+            dw, expert, row, column, rows, columns, left, BLOCK_ROWS, HALF, PIECES // 2, ACCUMULATE, DESCRIPTORS
+        )
+        column += HALF
+        _store_matrix(
+            dw, expert, row, column, rows, columns, right, BLOCK_ROWS, HALF, PIECES // 2, ACCUMULATE, DESCRIPTORS
+        )
+    elif DESCRIPTORS:
         block = result.to(dw.dtype).reshape(1, BLOCK_ROWS, BLOCK_COLUMNS)
         if ACCUMULATE:
             dw.atomic_add([expert, row, column], block)

@@ -25,14 +25,17 @@ LAUNCH = Launch(block_rows=1, block_columns=2048, warps=4)
 """A tile of 2,048 elements by 4 warps; narrow rows (heads) share a tile, wide ones take a tile and its warps as often
 as they need."""
 
-BACKWARD_LAUNCH = Launch(block_rows=2, block_columns=2048, warps=8, stages=3)
-"""The same for backward, which loads tiles ahead of their use and needs more of them in flight."""
+BACKWARD_LAUNCH = Launch(block_rows=4, block_columns=2048, warps=8, stages=3)
+"""The same for backward, which loads tiles ahead of their use and needs more in flight (docs/decisions/0111)."""
 
 PROGRAMS = 256
 """Programs of backward before each walks a 17th tile: enough to fill the chip, few enough for a small table."""
 
 LEAST_TILES = 16
 """Tiles that a program of backward walks at least, so that its pipeline fills and its row of the table is worth it."""
+
+STAGED_BYTES = 96 * 1024
+"""Shared memory for tiles loaded ahead, so that two programs fit on a multiprocessor of 227 KB."""
 
 MOST_WARPS = 16
 """1,024 threads of 64-wide waves, the largest program there is."""
@@ -166,7 +169,7 @@ def _backward(
         D=width,
         BLOCK_T=block_rows,
         BLOCK_D=block_columns,
-        STAGES=launch.stages,
+        STAGES=stages_of(block_rows * block_columns * x_TD.element_size(), launch),
         num_warps=warps,
     )
     dweight_D = torch.empty_like(weight_D)
@@ -180,6 +183,11 @@ def tile_of(width: int, launch: Launch) -> tuple[int, int, int]:
     elements = launch.block_rows * launch.block_columns
     warps = launch.warps * max(1, columns // elements)
     return max(1, elements // columns), columns, min(warps, MOST_WARPS)
+
+
+def stages_of(tile_bytes: int, launch: Launch) -> int:
+    """Pipeline depth of backward: one tile of each of its three inputs is staged for every stage past the first."""
+    return min(launch.stages, 1 + STAGED_BYTES // (3 * tile_bytes))
 
 
 def _rows(x_TD: Tensor) -> Tensor:

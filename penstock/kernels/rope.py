@@ -41,7 +41,7 @@ def rotate(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, launch: Launch =
         KernelError: angles do not fit the heads.
     """
     _check(x_BSHP, cos_BSP, sin_BSP, x_BSHP.shape[-1])
-    return _Rotate.apply(x_BSHP, cos_BSP, sin_BSP, launch)
+    return _Rotate.apply(x_BSHP, cos_BSP.contiguous(), sin_BSP.contiguous(), launch)
 
 
 def mla_heads(
@@ -75,7 +75,7 @@ def mla_heads(
             "mla_heads: a query must be wider than its rotary part, and kv wider than the rest of it",
             got=f"query {q_BSHN.shape[-1]}, kv {kv_BSHN.shape[-1]}, rotary {k_rope_BSP.shape[-1]}",
         )
-    return _MlaHeads.apply(q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP, sin_BSP, launch)
+    return _MlaHeads.apply(q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP.contiguous(), sin_BSP.contiguous(), launch)
 
 
 class _Rotate(torch.autograd.Function):
@@ -99,19 +99,18 @@ def _turn(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: Launch, dire
     batch, positions, heads, width = x_BSHP.shape
     x_BSHP = _with_contiguous_rows(x_BSHP)
     out_BSHP = torch.empty_like(x_BSHP, memory_format=torch.contiguous_format)
-    angles = _Angles(cos_BSP, sin_BSP, batch)
     rotate_kernel[(positions, batch)](
         x_BSHP,
-        *angles.tensors,
+        cos_BSP,
+        sin_BSP,
         out_BSHP,
         *x_BSHP.stride()[:3],
-        *angles.strides,
+        *_angle_strides(cos_BSP, batch),
         H=heads,
         P=width,
         DIRECTION=direction,
-        BLOCK_H=min(launch.block_rows, triton.next_power_of_2(heads)),
         BLOCK_P=triton.next_power_of_2(width),
-        num_warps=launch.warps,
+        **_heads_at_a_time(heads, launch),
     )
     return out_BSHP
 
@@ -134,25 +133,24 @@ class _MlaHeads(torch.autograd.Function):
         q_BSHN, kv_BSHN, k_rope_BSP = map(_with_contiguous_rows, (q_BSHN, kv_BSHN, k_rope_BSP))
         q_out_BSHN = torch.empty_like(q_BSHN, memory_format=torch.contiguous_format)
         k_out_BSHN = torch.empty_like(q_out_BSHN)
-        angles = _Angles(cos_BSP, sin_BSP, batch)
         mla_heads_kernel[(positions, batch)](
             q_BSHN,
             kv_BSHN,
             k_rope_BSP,
-            *angles.tensors,
+            cos_BSP,
+            sin_BSP,
             q_out_BSHN,
             k_out_BSHN,
             *q_BSHN.stride()[:3],
             *kv_BSHN.stride()[:3],
             *k_rope_BSP.stride()[:2],
-            *angles.strides,
+            *_angle_strides(cos_BSP, batch),
             H=heads,
             PLAIN=width - rotary,
             P=rotary,
-            BLOCK_H=min(launch.block_rows, triton.next_power_of_2(heads)),
             BLOCK_N=triton.next_power_of_2(width - rotary),
             BLOCK_P=triton.next_power_of_2(rotary),
-            num_warps=launch.warps,
+            **_heads_at_a_time(heads, launch),
         )
         ctx.save_for_backward(cos_BSP, sin_BSP)
         ctx.launch = launch
@@ -171,39 +169,40 @@ class _MlaHeads(torch.autograd.Function):
         dq_in_BSHN = torch.empty_like(dq_BSHN, memory_format=torch.contiguous_format)
         dkv_BSHN = dk_BSHN.new_empty(batch, positions, heads, width - rotary + value)
         dk_rope_BSP = dk_BSHN.new_empty(batch, positions, rotary)
-        angles = _Angles(cos_BSP, sin_BSP, batch)
         mla_heads_backward_kernel[(positions, batch)](
             dq_BSHN,
             dk_BSHN,
             dv_BSHM,
-            *angles.tensors,
+            cos_BSP,
+            sin_BSP,
             dq_in_BSHN,
             dkv_BSHN,
             dk_rope_BSP,
             *dq_BSHN.stride()[:3],
             *dk_BSHN.stride()[:3],
             *dv_BSHM.stride()[:3],
-            *angles.strides,
+            *_angle_strides(cos_BSP, batch),
             H=heads,
             PLAIN=width - rotary,
             P=rotary,
             M=value,
-            BLOCK_H=min(launch.block_rows, triton.next_power_of_2(heads)),
             BLOCK_N=triton.next_power_of_2(width - rotary),
             BLOCK_P=triton.next_power_of_2(rotary),
             BLOCK_M=triton.next_power_of_2(value),
-            num_warps=launch.warps,
+            **_heads_at_a_time(heads, launch),
         )
         return dq_in_BSHN, dkv_BSHN, dk_rope_BSP, None, None, None
 
 
-class _Angles:
-    """Cosine and sine with one pair of strides for both; a single row serves every batch by a stride of 0."""
+def _angle_strides(cos_BSP: Tensor, batch: int) -> tuple[int, int]:
+    """Strides of batch and position, for cosine and sine; a single row serves every batch by a stride of 0."""
+    return 0 if cos_BSP.shape[0] < batch else cos_BSP.stride(0), cos_BSP.stride(1)
 
-    def __init__(self, cos_BSP: Tensor, sin_BSP: Tensor, batch: int) -> None:
-        self.tensors = (cos_BSP.contiguous(), sin_BSP.contiguous())
-        positions_stride = cos_BSP.shape[2]
-        self.strides = (0 if cos_BSP.shape[0] < batch else cos_BSP.shape[1] * positions_stride, positions_stride)
+
+def _heads_at_a_time(heads: int, launch: Launch) -> dict[str, int]:
+    """Heads of a block and warps; a few heads take as many fewer warps."""
+    block = min(launch.block_rows, triton.next_power_of_2(heads))
+    return {"BLOCK_H": block, "num_warps": max(1, launch.warps * block // launch.block_rows)}
 
 
 def _with_contiguous_rows(x: Tensor) -> Tensor:

@@ -18,13 +18,13 @@ from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
 from penstock.kernels.reference import Routed, RouterRule
-from penstock.kernels.topk_kernels import route_backward_kernel, route_kernel, sum_parts_kernel
+from penstock.kernels.topk_kernels import MOST_COLUMNS, route_backward_kernel, route_kernel, sum_parts_kernel
 from penstock.kernels.tuning import Launch
 
 LAUNCH = Launch(block_rows=4, block_columns=64, warps=1)
 """A tile of 256 elements, eight for each thread of one warp: all stays in registers, and no warp waits for another."""
 
-PROGRAMS = 1024
+PROGRAMS = 2048
 """Programs of forward before each takes a second tile: more fill the chip, fewer make fewer partial sums."""
 
 
@@ -149,6 +149,9 @@ def _check(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences
         raise KernelError("route: a group judged by its best two must have two", got=f"{group} expert in each group")
     if rule.softmax_after_top_k and rule.score != "softmax":
         raise KernelError("route: softmax_after_top_k needs the softmax score", got=rule.score)
+    columns = triton.next_power_of_2(rule.groups) * triton.next_power_of_2(group)
+    if columns > MOST_COLUMNS.value:
+        raise KernelError("route: too many experts", got=f"{experts}", allowed=f"{MOST_COLUMNS.value} columns")
     if max(logits_TE.numel(), tokens * rule.top_k) >= 2**31:
         raise KernelError("route: logits are counted in 32 bits", got=f"{tokens} x {experts}", fix="cut the batch")
     if tokens % sequences:

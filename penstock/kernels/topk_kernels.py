@@ -5,16 +5,19 @@ tile has BLOCK_Q groups of BLOCK_G columns, and every column knows its expert.
 
 The choice is made on integers. A float32 score becomes an int32 key of the same order; two marks below every key say
 "chosen" and "not eligible", and NaN has a place in the order, so K rounds give K different experts whatever the logits
-hold. Ties go to the lowest expert id.
+hold. Ties go to the lowest expert id. Why the search goes as it does: docs/decisions/0110.
 """
 
 import triton
 import triton.language as tl
 
-# Marks on the keys of experts. All are below LOWEST_KEY, which has zeros where a column's number may stand.
+MOST_COLUMNS = tl.constexpr(1024)
+"""Of a tile: a column's number stands in the low bits of a key."""
+
 CHOSEN = tl.constexpr(-(2**31))
-NOT_ELIGIBLE = tl.constexpr(-(2**31) + 1023)
+NOT_ELIGIBLE = tl.constexpr(-(2**31) + 1)
 LOWEST_KEY = tl.constexpr(-(2**31) + 1024)
+"""Marks that take the place of a key, and the lowest key: above the marks whatever its low bits are."""
 
 
 @triton.jit
@@ -38,7 +41,7 @@ def _best_columns(key_TE, eligible_TE, K: tl.constexpr, BLOCK_K: tl.constexpr):
     columns_TK = tl.zeros([key_TE.shape[0], BLOCK_K], tl.int32)
     left_TE = tl.where(eligible_TE, (key_TE & -BLOCK_E) | (BLOCK_E - 1 - column_1E), NOT_ELIGIBLE)
     best_T = tl.max(left_TE, 1)
-    is_doubtful_T = best_T != best_T
+    is_doubtful_T = tl.zeros([key_TE.shape[0]], tl.int1)
     for k in range(K):
         columns_TK = tl.where(choice_1K == k, BLOCK_E - 1 - (best_T & (BLOCK_E - 1))[:, None], columns_TK)
         left_TE = tl.where(left_TE == best_T[:, None], CHOSEN, left_TE)

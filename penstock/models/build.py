@@ -4,19 +4,18 @@ The model is made on the meta device (shapes only), given its dtypes, then memor
 model is what counting and planning walk.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
 from penstock.config.model import LatentAttention, Model, Moe
-from penstock.config.run import Kernels, Run
-from penstock.kernels.operators import REFERENCE, TORCH, Operators
+from penstock.config.run import Run
+from penstock.kernels.operators import REFERENCE, Operators
 from penstock.models.attention import GroupedQueryLayer
 from penstock.models.block import Block
 from penstock.models.decoder import Decoder
 from penstock.models.ffn import FeedForward
 from penstock.models.init import initialize
+from penstock.models.kernels import choose_operators
 from penstock.models.mla import LatentLayer
 from penstock.models.mtp import MultiTokenPrediction
 from penstock.models.norm import RMSNorm
@@ -40,21 +39,18 @@ def meta_model(config: Model, operators: Operators = REFERENCE) -> Decoder:
         )
 
 
-def choose_operators(kernels: Kernels, device: torch.device) -> Operators:
-    """The operators that a run asks for; `auto` takes torch's fused forms on a GPU and the eager ones elsewhere."""
-    fused = kernels.experts == "torch" or (kernels.experts == "auto" and device.type == "cuda")
-    return replace(TORCH if fused else REFERENCE, attention_backend=kernels.attention)
-
-
 def build_model(run: Run, device: torch.device, operators: Operators | None = None) -> Decoder:
     """The model of a run with its initial weights, on a device.
 
     Args:
         run: the run; its seed decides the weights, its precision their dtype. Router weights stay float32.
         device: where to put it.
-        operators: kernels to run on; None takes those that the run asks for.
+        operators: kernels to run on; None chooses them for the run and the device.
+
+    Raises:
+        KernelError: the run asks for kernels that the device cannot run.
     """
-    operators = operators or choose_operators(run.kernels, device)
+    operators = operators or choose_operators(run, device)
     model = meta_model(run.model, operators)
     if run.training.precision == "bf16":
         _to_bf16(model)

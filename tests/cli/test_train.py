@@ -178,7 +178,7 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(
 ) -> None:
     at_step(monkeypatch, 3, number)
     text = printed(capsys, "tiny.toml", code=code)
-    assert "stopping after this step, with a checkpoint" in text
+    assert "stopping after this step; Ctrl-C once more" in text
     assert f"stopped by {number.name} after step 3 of 4, saved in runs/tiny/checkpoints/step-000003" in text
     assert "go on:  penstock train runs/tiny --resume" in text
 
@@ -191,6 +191,16 @@ def test_a_stopped_run_goes_on_as_it_says(in_a_folder_of_its_own: Path, capsys: 
     printed(capsys, *command)
     printed(capsys, "tiny.toml", "--name", "whole")
     assert metrics_of("runs/tiny") == metrics_of("runs/whole")
+
+
+def test_a_run_without_checkpoints_says_that_nothing_is_saved(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 3, signal.SIGTERM)
+        text = printed(capsys, "tiny.toml", "checkpoint.enabled=false", code=143)
+    assert "stopped by SIGTERM after step 3 of 4, nothing is saved" in text
+    assert "go on" not in text
+    assert not Path("runs/tiny/checkpoints").exists()
+    assert "done: 4 steps in 0:00, nothing is saved" in printed(capsys, "tiny.toml", "checkpoint.enabled=false")
 
 
 def test_a_second_ctrl_c_stops_at_once() -> None:

@@ -104,6 +104,12 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
         "fix: leave it out, or set data.tokenizer to a tokenizer.json",
     ),
     (
+        rules.cpu_has_no_triton,
+        ("device=cpu", "kernels.experts_forward=triton"),
+        "kernels.experts_forward names a backend that device cpu does not have; got triton; "
+        "fix: set kernels.experts_forward to auto",
+    ),
+    (
         rules.cpu_has_the_attention_backend,
         ("device=cpu", "kernels.attention=cudnn"),
         "kernels.attention names a backend that device cpu does not have; got cudnn; "
@@ -137,6 +143,7 @@ FINE = {
     "a tokenizer file": ("data.tokenizer=t.json", "data.end_of_document=</s>", "model.vocabulary=64"),
     "bf16 on a CPU, slow as it is": ("device=cpu", "training.precision=bf16"),
     "flash with equal heads": ("kernels.attention=flash", "model.attention.value_head_dim=48", "device=cuda"),
+    "Triton where the device is not known yet": ("kernels.all=triton",),
     "cuDNN where the device is not known yet": ("kernels.attention=cudnn",),
 }
 

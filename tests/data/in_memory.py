@@ -37,7 +37,7 @@ documents = st.lists(st.integers(0, END - 1), max_size=12).map(tuple)
 sources = st.lists(documents, min_size=1, max_size=8).filter(any).map(lambda chosen: InMemory(tuple(chosen)))
 """Sources with empty documents among others, and at least one that is not."""
 
-many_documents = st.lists(documents, min_size=35, max_size=50).filter(any).map(lambda chosen: InMemory(tuple(chosen)))
+larger_sources = st.lists(documents, min_size=35, max_size=50).filter(any).map(lambda chosen: InMemory(tuple(chosen)))
 """Sources with more documents than a loader has lanes."""
 
 

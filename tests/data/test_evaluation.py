@@ -12,6 +12,9 @@ from penstock.data.stream import document_order
 from penstock.kernels.reference import IGNORED_LABEL
 from tests.data.in_memory import END, InMemory, numbered, sources
 
+NINETY = InMemory(tuple((number,) * 29 for number in range(90)))
+"""Documents of 30 tokens with their end, which is the only token that is not the document's number."""
+
 
 def evaluate(source: InMemory, *, limit_rows: int = 1000, document_mask: bool = False, **other: int) -> Evaluation:
     sizes = {"rows": 2, "sequence_length": 4} | other
@@ -21,6 +24,14 @@ def evaluate(source: InMemory, *, limit_rows: int = 1000, document_mask: bool = 
 def counted_labels(evaluation: Evaluation) -> list[int]:
     labels = torch.cat([batch.labels_BS.flatten() for batch in evaluation.batches])
     return labels[labels != IGNORED_LABEL].tolist()
+
+
+def documents_in(evaluation: Evaluation) -> set[int]:
+    return set(torch.cat([batch.tokens_BS.flatten() for batch in evaluation.batches]).tolist()) - {END}
+
+
+def first_documents(count: int) -> set[int]:
+    return set(document_order(90, seed=0, epoch=0)[:count].tolist())
 
 
 @given(sources, st.integers(1, 7), st.integers(1, 4))
@@ -62,6 +73,34 @@ def test_a_limit_takes_rows_from_all_over_the_text() -> None:
     assert not documents[0] & documents[1]
     assert not documents[1] & documents[2]
     assert evaluation.tokens == 12
+
+
+def test_a_small_split_is_covered_whole_however_few_rows_are_wanted() -> None:
+    (batch,) = evaluate(NINETY, limit_rows=30, rows=30, sequence_length=2).batches
+    assert batch.tokens_BS[:, 0].tolist() == document_order(90, seed=0, epoch=0)[::3].tolist()
+
+
+def test_the_line_has_at_most_so_many_documents_if_they_hold_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.data.evaluation._DOCUMENTS", 4)
+    assert documents_in(evaluate(NINETY, limit_rows=8, sequence_length=1)) == first_documents(4)
+    wanted = 8 * 60 * 2 + 1
+    assert documents_in(evaluate(NINETY, limit_rows=60, sequence_length=2)) == first_documents(-(-wanted // 30))
+
+
+def test_large_documents_end_the_line_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.data.evaluation._ENOUGH_TOKENS", 100)
+    assert documents_in(evaluate(NINETY, limit_rows=8, sequence_length=1)) == first_documents(4)
+
+
+@given(sources, st.integers(1, 5), st.integers(1, 5))
+def test_rows_are_windows_of_the_line_at_even_distances(source: InMemory, limit: int, sequence_length: int) -> None:
+    order = [index for index in document_order(len(source), seed=0, epoch=0).tolist() if source.documents[index]]
+    line = [token for index in order for token in (*source.documents[index], END)]
+    whole = -(-(len(line) - 1) // sequence_length)
+    taken = min(limit, whole)
+    starts = [number * whole // taken * sequence_length for number in range(taken)]
+    labels = [label for start in starts for label in line[start + 1 : start + 1 + sequence_length]]
+    assert counted_labels(evaluate(source, limit_rows=limit, sequence_length=sequence_length)) == labels
 
 
 def test_the_last_batch_is_padded_to_full_size() -> None:

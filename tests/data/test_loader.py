@@ -1,5 +1,6 @@
-"""Training batches: resuming, ranks, and the background thread."""
+"""Training batches: documents side by side, resuming, ranks, and the background thread."""
 
+import json
 import threading
 from collections.abc import Iterator
 
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 
 from penstock.base.errors import DataError
 from penstock.data.batch import Batch
-from penstock.data.loader import Batches, Loader, Prefetch
-from tests.data.in_memory import InMemory, numbered, sources
+from penstock.data.loader import LANES, Batches, Loader, Prefetch, SavedPlace
+from tests.data.in_memory import END, InMemory, larger_sources, numbered, sources
 
 
 def loader_of(source: InMemory, *, rows: int = 4, sequence_length: int = 5, rank: int = 0, ranks: int = 1) -> Loader:
@@ -29,19 +30,40 @@ def take(batches: Batches, count: int) -> list[list[list[list[int]]]]:
     return [listed(batches.next_batch()) for _ in range(count)]
 
 
-@given(sources, st.integers(0, 6), st.integers(1, 7))
+def each_lane(loader: Loader) -> list[list[int]]:
+    """The next row of every lane, from a loader of one row a batch that stands before the first lane's turn."""
+    return [loader.next_batch().tokens_BS[0].tolist() for _ in range(LANES)]
+
+
+def up_to_the_end(tokens: list[int]) -> list[int]:
+    return tokens[: tokens.index(END) + 1] if END in tokens else tokens
+
+
+@given(st.lists(st.integers(1, 12), min_size=2 * LANES, max_size=90), st.sampled_from([2, 8, LANES]), st.integers(1, 9))
+def test_the_rows_of_a_batch_are_of_different_documents(sizes: list[int], rows: int, sequence_length: int) -> None:
+    source = InMemory(tuple((number,) * size for number, size in enumerate(sizes)))
+    loader = loader_of(source, rows=rows, sequence_length=sequence_length)
+    while True:
+        batch = loader.next_batch()
+        if loader.state()["epoch"] > 0:
+            break
+        documents = [set(row) - {END} for row in batch.tokens_BS.tolist()]
+        assert sum(map(len, documents)) == len(set().union(*documents)), "a document is in two rows"
+
+
+@given(sources | larger_sources, st.integers(0, 20), st.integers(1, 7))
 def test_a_resumed_loader_yields_the_same_batches(source: InMemory, steps: int, sequence_length: int) -> None:
     loader = loader_of(source, sequence_length=sequence_length)
     take(loader, steps)
     state = loader.state()
     resumed = loader_of(source, sequence_length=sequence_length)
-    resumed.restore(state)
+    resumed.restore(json.loads(json.dumps(state)))
     assert resumed.state() == state
-    assert take(resumed, 4) == take(loader, 4)
+    assert take(resumed, 12) == take(loader, 12)
     assert resumed.state() == loader.state()
 
 
-@given(sources, st.sampled_from([(2, 1), (4, 2), (6, 3), (8, 8), (8, 4)]), st.integers(1, 6))
+@given(sources | larger_sources, st.sampled_from([(2, 1), (4, 2), (6, 3), (8, 8), (8, 4)]), st.integers(1, 6))
 def test_the_slices_of_all_ranks_are_the_global_batch(
     source: InMemory, rows_ranks: tuple[int, int], sequence_length: int
 ) -> None:
@@ -50,7 +72,7 @@ def test_the_slices_of_all_ranks_are_the_global_batch(
     parts = [
         loader_of(source, rows=rows, sequence_length=sequence_length, rank=rank, ranks=ranks) for rank in range(ranks)
     ]
-    for _ in range(3):
+    for _ in range(6):
         expected = whole.next_batch()
         got = [part.next_batch() for part in parts]
         assert torch.equal(torch.cat([batch.tokens_BS for batch in got]), expected.tokens_BS)
@@ -59,10 +81,10 @@ def test_the_slices_of_all_ranks_are_the_global_batch(
         assert all(part.state() == whole.state() for part in parts), "any rank may save the state for all"
 
 
-@given(sources)
-def test_another_number_of_ranks_and_rows_continues_the_stream(source: InMemory) -> None:
+@given(sources | larger_sources, st.integers(0, 20))
+def test_another_number_of_ranks_and_rows_continues_the_stream(source: InMemory, steps: int) -> None:
     one = loader_of(source, rows=4)
-    take(one, 3)
+    take(one, steps)
     state = one.state()
     expected = one.next_batch().tokens_BS
     halves = [loader_of(source, rows=2, rank=rank, ranks=2) for rank in range(2)]
@@ -72,20 +94,57 @@ def test_another_number_of_ranks_and_rows_continues_the_stream(source: InMemory)
     assert torch.equal(torch.cat(got), expected)
 
 
+@given(larger_sources, st.integers(1, 20), st.integers(1, 9))
+def test_another_sequence_length_continues_each_lane_with_its_next_token(
+    source: InMemory, steps: int, sequence_length: int
+) -> None:
+    before = loader_of(source, rows=LANES)
+    take(before, steps)
+    state = before.state()
+    same, other = (loader_of(source, rows=1, sequence_length=length) for length in (9, sequence_length))
+    for loader in (same, other):
+        loader.restore(state)
+    for wanted, got in zip(each_lane(same), each_lane(other), strict=True):
+        # Behind the end of a document a lane reads what is dealt next, and when that is depends on the length.
+        assert up_to_the_end(got) == up_to_the_end(wanted)[:sequence_length]
+
+
+def test_rows_go_on_with_the_lane_whose_turn_it_is() -> None:
+    source = InMemory(tuple((number,) * 40 for number in range(LANES)))
+    threes, fives = loader_of(source, rows=3), loader_of(source, rows=5)
+    take(threes, 4)
+    fives.restore(threes.state())
+    turns = [row for batch in take(threes, 5) for row in batch[0]]
+    assert [row for batch in take(fives, 3) for row in batch[0]] == turns
+    assert len({row[0] for row in turns}) == 15
+
+
 def test_the_state_counts_tokens_of_all_ranks_and_is_plain_integers() -> None:
     loader = loader_of(numbered(30, 40), rows=4, sequence_length=5, rank=1, ranks=2)
     take(loader, 3)
     state = loader.state()
-    assert state["tokens"] == 3 * 4 * 5
-    assert all(type(value) is int for value in state.values())
-    assert all(0 <= value < 2**63 for value in state.values())
+    assert (state["rows"], state["tokens"]) == (3 * 4, 3 * 4 * 5)
+    values = [entry for value in state.values() for entry in (value if isinstance(value, list) else [value])]
+    assert all(type(value) is int for value in values)
+    assert all(0 <= value < 2**63 for value in values)
 
 
 def test_without_shuffling_documents_come_by_number_in_every_epoch() -> None:
     loader = Loader(numbered(2, 3), rows=1, sequence_length=7, seed=0, document_mask=False, shuffle=False)
     first, second = loader.next_batch(), loader.next_batch()
     assert first.tokens_BS.tolist() == second.tokens_BS.tolist() == [[0, 1, 99, 2, 3, 4, 99]]
-    assert loader.state()["epoch"] == 2
+    assert loader.state()["lane_epochs"] == [2]
+
+
+@given(larger_sources, st.integers(1, 4))
+def test_without_shuffling_rows_follow_each_other_in_one_line(source: InMemory, rows: int) -> None:
+    loader = Loader(source, rows=rows, sequence_length=5, seed=0, document_mask=False, shuffle=False)
+    batches = [loader.next_batch() for _ in range(6)]
+    tokens = torch.cat([batch.tokens_BS for batch in batches]).flatten().tolist()
+    labels = torch.cat([batch.labels_BS for batch in batches]).flatten().tolist()
+    epoch = [token for document in source.documents if document for token in (*document, END)]
+    line = (epoch * (1 + (len(tokens) + 1) // len(epoch)))[: len(tokens) + 1]
+    assert (tokens, labels) == (line[:-1], line[1:])
 
 
 @pytest.mark.parametrize(
@@ -97,11 +156,18 @@ def test_without_shuffling_documents_come_by_number_in_every_epoch() -> None:
         ),
         ({"seed": 4}, "other data: its seed changed; got seed 3, was 4"),
         ({"shuffle": 0}, "other data: its shuffling changed; got shuffle 1, was 0"),
-        ({"place": 2}, "saved place in the data is damaged"),
-        ({"offset": -1}, "saved place in the data is damaged"),
+        ({"place": 2}, "saved place in the data is damaged; got places in more than 2 documents"),
+        ({"lane_places": [0, 2]}, "damaged; got places in more than 2 documents"),
+        ({"lane_offsets": [3, -1]}, "damaged; got lane_offsets -1"),
+        ({"lane_offsets": [3]}, r"damaged; got lane_offsets \[3\]"),
+        ({"lane_epochs": 0}, "damaged; got lane_epochs 0"),
+        ({"lane_places": [1, 1]}, "damaged; got a document dealt twice"),
+        ({"lane_epochs": [0, 1]}, "damaged; got a document dealt twice"),
+        ({"rows": [3]}, r"damaged; got rows \[3\]"),
+        ({"tokens": -1}, "damaged; got tokens -1"),
     ],
 )
-def test_a_state_of_other_data_is_refused_and_changes_nothing(change: dict[str, int], message: str) -> None:
+def test_a_state_of_other_data_is_refused_and_changes_nothing(change: SavedPlace, message: str) -> None:
     loader = loader_of(numbered(30, 40))
     take(loader, 1)
     before = loader.state()
@@ -112,7 +178,8 @@ def test_a_state_of_other_data_is_refused_and_changes_nothing(change: dict[str, 
 
 def test_a_state_with_other_fields_is_refused() -> None:
     with pytest.raises(
-        DataError, match="damaged; got epoch; allowed: epoch, place, offset, tokens, seed, shuffle, source"
+        DataError,
+        match="damaged; got epoch; allowed: epoch, place, lane_epochs, lane_places, lane_offsets, rows, tokens, seed,",
     ):
         loader_of(numbered(30)).restore({"epoch": 0})
 

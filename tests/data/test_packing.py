@@ -1,7 +1,6 @@
 """Batches from rows: nothing lost, and the rules of labels, positions and documents by example."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -147,7 +147,7 @@ def test_every_launch_of_this_chip_computes_the_same(product: str, device: torch
     dx_RD = reference.grouped_gemm(dy_RF.double(), w_eFD.double().transpose(1, 2), counts_e)
     dw_eFD = true_weight_gradient(dy_RF.double(), x_RD.double(), counts_e)
     identity_R = torch.arange(rows, device=device)
-    for launch in {entry for entries in GROUPED_GEMM[target_of(device)].values() for _, entry in entries}:
+    for launch in {rule.launch for rules in GROUPED_GEMM[target_of(device)].values() for rule in rules}:
         for index_R in (None, identity_R):
             if product == "rows":
                 got_RF = grouped_gemm_forward(x_RD, w_eFD, counts_e, index_R, launch=launch)
@@ -188,10 +188,10 @@ def test_a_buffer_of_another_dtype_is_not_added_to() -> None:
 
 
 CHOICES = [
-    (target, product, launch)
+    pytest.param(target, product, rule.launch, id=f"{target}-{product}-{rule.launch.block_columns}")
     for target, products in GROUPED_GEMM.items()
-    for product, entries in products.items()
-    for _, launch in entries
+    for product, rules in products.items()
+    for rule in rules
 ]
 
 
@@ -202,8 +202,9 @@ def test_no_launch_of_a_table_spills_or_lacks_matrix_instructions(
     compiled = compile_product(product, launch, target)
     assert compiled.matrix_instructions > 0, "the product must be made by matrix instructions"
     assert compiled.spills == 0, f"{launch} spills: {compiled.summary}"
-    shared = compiled.shared_bytes * launch.residency
-    assert shared <= TARGETS[target].shared_bytes, f"{launch} needs {shared} bytes of shared memory"
+    # NVIDIA's multiprocessors keep 1 KiB more for each program, beyond what one program can have.
+    shared = (compiled.shared_bytes + 1024) * launch.residency
+    assert shared <= TARGETS[target].shared_bytes + 1024, f"{launch} needs {shared} bytes of shared memory"
 
 
 def compile_product(product: GemmProduct, launch: GemmLaunch, target: str) -> Compiled:
@@ -222,7 +223,6 @@ def compile_product(product: GemmProduct, launch: GemmLaunch, target: str) -> Co
         "BLOCK_DEPTH": depth,
         "GROUP": launch.group,
         "PIECES": launch.pieces,
-        "FLATTEN": launch.flatten,
         "GATHER": gathered,
         "DESCRIPTORS": launch.descriptors,
     }

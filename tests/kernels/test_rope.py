@@ -4,13 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
 from penstock.kernels.rope import LAUNCH, mla_heads, mla_heads_backward_kernel, mla_heads_kernel, rotate, rotate_kernel
 from penstock.kernels.tuning import Launch
 from tests.kernels.ahead_of_time import TARGETS, compile_for
-from tests.kernels.parity import assert_parity
+from tests.kernels.parity import assert_close, assert_parity
 
 SMALL = Launch(block_rows=2, block_columns=0, warps=1)
 
@@ -93,6 +94,25 @@ def test_attention_takes_the_value_as_a_view(device: torch.device) -> None:
     q_BSHN, kv_BSHN, k_rope_BSP = inputs
     v_BSHM = mla_heads(q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP, sin_BSP, launch=SMALL)[2]
     assert v_BSHM.untyped_storage().data_ptr() == kv_BSHN.untyped_storage().data_ptr(), "the value must not be copied"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="backends other than math need a GPU")
+@pytest.mark.parametrize("backend", ["CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"])
+def test_every_backend_of_attention_takes_the_value_as_a_view(backend: str) -> None:
+    cos_BSP, sin_BSP = _angles(1, 128, 64, torch.device("cuda"))
+    inputs = [torch.randn(2, 128, 4, width, device="cuda", dtype=torch.bfloat16) for width in (128, 192)]
+    inputs.append(torch.randn(2, 128, 64, device="cuda", dtype=torch.bfloat16))
+    inputs = [x.requires_grad_() for x in inputs]
+
+    def attend(as_view: bool) -> tuple[Tensor, ...]:
+        q_BSHN, k_BSHN, v_BSHM = mla_heads(*inputs, cos_BSP, sin_BSP)
+        heads = (q_BSHN, k_BSHN, v_BSHM if as_view else v_BSHM.contiguous())
+        with sdpa_kernel([SDPBackend.__members__[backend]]):
+            o_BHSM = F.scaled_dot_product_attention(*(head.transpose(1, 2) for head in heads), is_causal=True)
+        return o_BHSM, *torch.autograd.grad(o_BHSM.square().sum(), inputs)
+
+    for got, expected in zip(attend(as_view=True), attend(as_view=False), strict=True):
+        assert_close(got, expected, f"{backend} with a view")
 
 
 def test_misfits_are_refused() -> None:

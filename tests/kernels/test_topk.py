@@ -34,7 +34,7 @@ def _check(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences
     )
 
 
-@pytest.mark.parametrize(("experts", "biased"), [(12, False), (16, True), (20, True)])
+@pytest.mark.parametrize(("experts", "biased"), [(12, False), (20, True)])
 @pytest.mark.parametrize("name", RULES)
 def test_routing_and_its_gradients_equal_the_reference(
     name: str, experts: int, biased: bool, device: torch.device

@@ -1,0 +1,113 @@
+"""The implementations that operators can have, as data: what each has, where it is, what it needs.
+
+This is the one place where kernels are imported by name, and only when they were chosen: Triton may be absent, and
+then nothing that imports it may be imported.
+
+To add a library of kernels, add a row to `BACKENDS` (the operators that it has, and the module that holds them as an
+`Operators`, and as `ExpertKernels` if it has the experts' products), its package to
+`penstock.kernels.device_facts.PACKAGES`, and its name to the knobs in `penstock.config.run`. `choose` then weighs it
+wherever it can run and was measured.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor
+
+from penstock.kernels.device_facts import TRITON
+from penstock.kernels.operators import Operators
+from penstock.kernels.questions import PRODUCTS
+
+FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "route": ("route",),
+        "permute": ("order_rows", "unpermute"),
+        "experts": ("expert_ffn",),
+        "swiglu": ("swiglu",),
+        "norm": ("rms_norm", "add_rms_norm"),
+        "rope": ("rotate", "mla_heads"),
+    }
+)
+"""The operators that have a choice, and the fields of `Operators` that each stands for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One library of kernels.
+
+    Attributes:
+        ops: what it has of its own, from `FIELDS`.
+        operators: `module:NAME` of an `Operators`; fields that are not among its `ops` are never read.
+        expert_kernels: `module:NAME` of an `ExpertKernels`; empty if it has no experts.
+        package: what must be installed besides PyTorch; empty for nothing.
+        gpu_only: runs on GPUs only.
+    """
+
+    ops: tuple[str, ...]
+    operators: str
+    expert_kernels: str = ""
+    package: str = ""
+    gpu_only: bool = False
+
+
+BACKENDS: Mapping[str, Backend] = MappingProxyType(
+    {
+        "triton": Backend(
+            ops=tuple(FIELDS),
+            operators="penstock.kernels.triton_operators:TRITON",
+            expert_kernels="penstock.kernels.expert_ffn:TRITON",
+            package=TRITON,
+            gpu_only=True,
+        ),
+        "torch": Backend(
+            ops=("experts", "swiglu", "norm"),
+            operators="penstock.kernels.operators:TORCH",
+            expert_kernels="penstock.kernels.expert_ffn:TORCH",
+        ),
+        "reference": Backend(
+            ops=tuple(FIELDS),
+            operators="penstock.kernels.operators:REFERENCE",
+            expert_kernels="penstock.kernels.expert_ffn:REFERENCE",
+        ),
+    }
+)
+"""By name; what stands first is taken first where nothing is measured."""
+
+
+def operators_of(backend: str) -> Operators:
+    """The set of a backend. Imports it."""
+    found: Operators = _load(BACKENDS[backend].operators)
+    return found
+
+
+def expert_kernels_of(backend: str) -> Any:
+    """The `penstock.kernels.expert_ffn.ExpertKernels` of a backend. Imports Triton, whichever backend it is."""
+    return _load(BACKENDS[backend].expert_kernels)
+
+
+def expert_ffn_of(products: Mapping[str, str]) -> Callable[..., Tensor]:
+    """The experts' network whose products run on these backends. Imports them.
+
+    One backend for all three gives that backend's own network. A mixture goes into the autograd function of
+    `penstock.kernels.expert_ffn`; what is no product there (SwiGLU, the sum over a token's rows) is Triton's if one of
+    the products is.
+
+    Args:
+        products: backend of each of `PRODUCTS`.
+    """
+    names = {products[product] for product in PRODUCTS}
+    if len(names) == 1:
+        return operators_of(names.pop()).expert_ffn
+    frame = next(name for name in BACKENDS if name in names)
+    parts = {product: vars(expert_kernels_of(products[product]))[product] for product in PRODUCTS}
+    expert_ffn = _load("penstock.kernels.expert_ffn:expert_ffn")
+    return partial(expert_ffn, kernels=replace(expert_kernels_of(frame), **parts))
+
+
+def _load(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return vars(import_module(module))[name]

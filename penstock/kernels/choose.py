@@ -1,0 +1,243 @@
+"""Which implementation of each operator runs, and why: a pure function of wishes, device, shapes and measurements.
+
+Both passes of an operator choose as one, because one autograd function holds them. Only the experts' three products
+choose by themselves: forward, gradient of the input, gradient of the weights. In this order:
+
+1. What was asked for (`kernels.norm`, or `kernels.all`) is taken, or refused with the reason why it cannot run.
+2. What cannot run is left out: no GPU, not installed, a dtype or a width that the kernel does not take.
+3. Of what was measured on this chip, the fastest at the nearest shape; balanced and skewed loads count the same.
+4. Where nothing is measured: Triton before torch before the reference. On a GPU without a table of launches for
+   Triton's matrix products torch's come first. On a CPU torch's forms are as fast as the reference or faster.
+
+Every choice carries its reason; `penstock kernels list` prints them. Nothing here touches a device or imports a kernel
+except `operators`, which puts together what was chosen.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from penstock.base.errors import KernelError
+from penstock.kernels.backends import BACKENDS, FIELDS, expert_ffn_of, operators_of
+from penstock.kernels.device_facts import DeviceFacts
+from penstock.kernels.measured import Entry, Measurements
+from penstock.kernels.operators import REFERENCE, Operators
+from penstock.kernels.questions import QUESTIONS, Direction, Part, Question, Shapes, has, shape_of
+from penstock.kernels.tuning import GROUPED_GEMM
+
+AUTO = "auto"
+
+NOT_THERE = "the model has none"
+"""Reason of what is never called."""
+
+MOST_COLUMNS = 1024
+"""Widest tile of logits of Triton's router, which keeps an expert's number in ten bits."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What runs, and why.
+
+    Attributes:
+        op: operator, from `penstock.kernels.backends.FIELDS`, or `attention` or `loss`.
+        direction: both passes, or one of the experts' products.
+        backend: from `penstock.kernels.backends.BACKENDS`; for attention what `causal_attention` calls a backend.
+        reason: a short sentence without a full stop.
+    """
+
+    op: str
+    direction: Direction
+    backend: str
+    reason: str
+
+
+def choose(
+    wanted: Mapping[str, str], device: DeviceFacts, shapes: Shapes, measured: Measurements | None
+) -> tuple[Choice, ...]:
+    """What runs, for every operator.
+
+    Args:
+        wanted: backend or `auto` by knob of the section `kernels`; `all` answers for knobs that are `auto` or missing.
+        device: where it runs.
+        shapes: on what.
+        measured: times on this device, if there are any.
+
+    Raises:
+        KernelError: something was asked for that cannot run.
+    """
+    answers = tuple(_answer(question, wanted, device, shapes, measured) for question in QUESTIONS)
+    _refuse_mixture_without_triton(answers, device)
+    return (*answers, _attention(wanted, device), _loss(device))
+
+
+def operators(choices: Sequence[Choice]) -> Operators:
+    """The operators of a model, put together from the backends that were chosen. Imports these backends."""
+    backends = {choice.op: choice.backend for choice in choices}
+    parts: dict[str, Any] = {"attention_backend": backends["attention"]}
+    for op in FIELDS.keys() - {"experts"}:
+        source = vars(operators_of(backends[op]))
+        parts |= {field: source[field] for field in FIELDS[op]}
+    products: dict[str, str] = {choice.direction: choice.backend for choice in choices if choice.op == "experts"}
+    return replace(REFERENCE, expert_ffn=expert_ffn_of(products), **parts)
+
+
+def summary(choices: Sequence[Choice]) -> str:
+    """The choice in one line: `experts triton, route triton, norm torch, attention cuDNN first`."""
+    there = [choice for choice in choices if choice.reason != NOT_THERE]
+    products = list(dict.fromkeys(choice.backend for choice in there if choice.op == "experts"))
+    backends = {"experts": " and ".join(products)} if products else {}
+    backends |= {choice.op: shown(choice) for choice in there if choice.op != "experts"}
+    return ", ".join(f"{op} {backend}" for op, backend in backends.items())
+
+
+def shown(choice: Choice) -> str:
+    """A choice's backend as people read it."""
+    if choice.op != "attention":
+        return choice.backend
+    return {AUTO: choice.reason.partition(",")[0], "default": "torch's choice"}.get(choice.backend, choice.backend)
+
+
+def obstacle(op: str, backend: str, device: DeviceFacts, shapes: Shapes) -> str | None:
+    """Why an implementation cannot run, or None."""
+    needs = BACKENDS[backend]
+    if needs.gpu_only and device.kind == "cpu":
+        return "no GPU"
+    if needs.package and needs.package not in device.packages:
+        return f"{needs.package.capitalize()} is not installed"
+    if op == "experts" and backend in ("triton", "torch"):
+        return _product_obstacle(backend, device, shapes)
+    if op == "route" and backend == "triton" and shapes.experts:
+        return _router_obstacle(shapes)
+    return None
+
+
+def _product_obstacle(backend: str, device: DeviceFacts, shapes: Shapes) -> str | None:
+    """Both libraries copy rows in pieces of 16 bytes; torch's takes one dtype on a GPU."""
+    if backend == "torch" and device.kind == "cuda" and device.dtype != "bf16":
+        return "float32: torch's grouped_mm takes bfloat16 on a GPU only"
+    item = 2 if device.dtype == "bf16" else 4
+    narrow = [width for width in (shapes.hidden, shapes.ffn) if width * item % 16]
+    return f"rows of {narrow[0]} numbers are no multiple of 16 bytes" if narrow else None
+
+
+def _router_obstacle(shapes: Shapes) -> str | None:
+    """A tile has a power of two of groups, and of columns for each."""
+    columns = 1
+    for size in (shapes.expert_groups, -(-shapes.experts // shapes.expert_groups)):
+        columns *= 2 ** (size - 1).bit_length()
+    return f"{shapes.experts} experts are more than {MOST_COLUMNS} columns" if columns > MOST_COLUMNS else None
+
+
+def _answer(
+    question: Question,
+    wanted: Mapping[str, str],
+    device: DeviceFacts,
+    shapes: Shapes,
+    measured: Measurements | None,
+) -> Choice:
+    op, direction = question.op, question.direction
+    obstacles = {name: obstacle(op, name, device, shapes) for name in BACKENDS if op in BACKENDS[name].ops}
+    knob = _deciding_knob(question.knobs, wanted)
+    if knob is not None:
+        return Choice(op, direction, *_as_asked(op, knob, wanted[knob], obstacles))
+    parts = [part for part in question.parts if has(part.op, shapes)]
+    if not parts:
+        return Choice(op, direction, "reference", NOT_THERE)
+    possible = [name for name, problem in obstacles.items() if problem is None]
+    hindered = [problem for problem in obstacles.values() if problem is not None]
+    if measured is not None:
+        fastest = _fastest(parts, possible, device, shapes, measured)
+        if fastest is not None:
+            return Choice(op, direction, *fastest)
+    if device.kind == "cuda" and not hindered:
+        return Choice(op, direction, *_unmeasured(op, possible, device, is_known=measured is not None))
+    return Choice(op, direction, possible[0], "; ".join(hindered))
+
+
+def _deciding_knob(knobs: Sequence[str], wanted: Mapping[str, str]) -> str | None:
+    """The nearest knob that asks for something; `all` is the farthest."""
+    return next((knob for knob in (*knobs, "all") if wanted.get(knob, AUTO) != AUTO), None)
+
+
+def _as_asked(op: str, knob: str, backend: str, obstacles: Mapping[str, str | None]) -> tuple[str, str]:
+    """Backend and reason of what a knob asks for."""
+    if knob == "all" and backend not in obstacles:
+        return "reference", f"kernels.all={backend}, which has no {op} of its own"
+    if obstacles[backend] is not None:
+        possible = [name for name, problem in obstacles.items() if problem is None]
+        raise KernelError(
+            f"kernels.{knob}={backend} cannot be had for {op}",
+            got=obstacles[backend],
+            allowed=", ".join((AUTO, *possible)),
+            fix=f"kernels.{knob}={AUTO}",
+        )
+    return backend, f"kernels.{knob}={backend}"
+
+
+def _fastest(
+    parts: Sequence[Part], possible: Sequence[str], device: DeviceFacts, shapes: Shapes, measured: Measurements
+) -> tuple[str, str] | None:
+    """Backend and reason of the least sum over the parts; None if a part is not measured."""
+    sums = dict.fromkeys(possible, 0.0)
+    nearest: Sequence[Entry] = ()
+    for part in parts:
+        nearest = measured.nearest(part.op, part.direction, device.dtype, shape_of(part.op, shapes))
+        sums = {
+            name: total + fmean(entry.microseconds[name] for entry in nearest)
+            for name, total in sums.items()
+            if nearest and all(name in entry.microseconds for entry in nearest)
+        }
+    if not sums:
+        return None
+    best, *others = sorted(sums, key=lambda name: sums[name])
+    where = f"on {measured.device} at {_place(nearest[0].shape)}"
+    if not others:
+        return best, f"the only one measured {where}"
+    return best, f"measured {sums[others[0]] / sums[best]:.2f}x faster than {others[0]} {where}"
+
+
+def _place(shape: Mapping[str, int]) -> str:
+    """A measured shape in a few words."""
+    if "ffn" in shape:
+        return f"{shape['experts']} experts x {shape['tokens'] * shape['top_k'] // shape['experts']} rows"
+    return f"{shape['tokens']} tokens"
+
+
+def _unmeasured(op: str, possible: Sequence[str], device: DeviceFacts, *, is_known: bool) -> tuple[str, str]:
+    """Backend and reason on a GPU where everything could run and nothing says what is fastest."""
+    if op == "experts" and device.target not in GROUPED_GEMM:
+        return "torch", f"no measurement for this chip, and no launches of Triton's products for {device.target}"
+    unknown = f"not measured in {device.dtype}" if is_known else "no measurement for this chip"
+    return possible[0], f"{unknown}: {possible[0].capitalize()} by default"
+
+
+def _refuse_mixture_without_triton(choices: Sequence[Choice], device: DeviceFacts) -> None:
+    """The autograd function that takes a product from here and a product from there imports Triton."""
+    products = {choice.direction: choice.backend for choice in choices if choice.op == "experts"}
+    if len(set(products.values())) > 1 and not device.has_triton:
+        raise KernelError(
+            "the experts' products can only be mixed where Triton is installed",
+            got=", ".join(f"kernels.experts_{direction}={backend}" for direction, backend in products.items()),
+            fix="one kernels.experts for all three",
+        )
+
+
+def _attention(wanted: Mapping[str, str], device: DeviceFacts) -> Choice:
+    """Attention is torch's; what is chosen is which of its backends comes first."""
+    if wanted.get("attention", AUTO) != AUTO:
+        return Choice("attention", "both", wanted["attention"], f"kernels.attention={wanted['attention']}")
+    if wanted.get("all", AUTO) == "reference":
+        return Choice("attention", "both", "default", "kernels.all=reference: the order is torch's own")
+    if device.kind == "cpu":
+        return Choice("attention", "both", "default", "no GPU")
+    has_cudnn = not device.target.startswith("gfx")
+    order = "cuDNN first, then flash, efficient, math" if has_cudnn else "flash first, then efficient, math: no cuDNN"
+    return Choice("attention", "both", AUTO, order)
+
+
+def _loss(device: DeviceFacts) -> Choice:
+    """The loss has one form for a GPU and one for a CPU."""
+    if device.kind == "cpu" or not device.has_triton:
+        return Choice("loss", "both", "torch", "no GPU" if device.kind == "cpu" else "Triton is not installed")
+    return Choice("loss", "both", "triton", "its only form on a GPU")

@@ -1,0 +1,112 @@
+"""What the choice of kernels must know about a device, whether it is here or only known by name."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+
+from penstock.base.errors import DeviceError
+from penstock.kernels.tuning import target_of
+
+Dtype = Literal["bf16", "fp32"]
+"""What a model computes in, as `training.precision` has it."""
+
+TRITON = "triton"
+"""Name of Triton's package, which may be missing."""
+
+PACKAGES: tuple[str, ...] = (TRITON,)
+"""Packages that some backend needs besides PyTorch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """A device, and what is installed for it.
+
+    Attributes:
+        kind: `cuda` (AMD's too) or `cpu`.
+        name: as the driver reports it; `CPU` for every CPU.
+        target: the chip as launch tables name it.
+        packages: those of `PACKAGES` that are installed.
+        dtype: what the model computes in.
+    """
+
+    kind: Literal["cuda", "cpu"]
+    name: str
+    target: str
+    packages: frozenset[str]
+    dtype: Dtype
+
+    @property
+    def has_triton(self) -> bool:
+        """Triton is installed."""
+        return TRITON in self.packages
+
+
+@dataclass(frozen=True)
+class Chip:
+    """A GPU that we know without having it.
+
+    Attributes:
+        pattern: part of the driver's name, by which people know it.
+        target: as launch tables name it.
+        name: the driver's name.
+    """
+
+    pattern: str
+    target: str
+    name: str
+
+
+# The first match wins, so longer patterns stand before the shorter ones that they contain.
+CHIPS: tuple[Chip, ...] = (
+    Chip("MI300X", "gfx942", "AMD Instinct MI300X"),
+    Chip("MI325X", "gfx942", "AMD Instinct MI325X"),
+    Chip("MI355X", "gfx950", "AMD Instinct MI355X"),
+    Chip("GB200", "sm_100", "NVIDIA GB200"),
+    Chip("B200", "sm_100", "NVIDIA B200"),
+    Chip("H200", "sm_90", "NVIDIA H200"),
+    Chip("H100", "sm_90", "NVIDIA H100 80GB HBM3"),
+    Chip("A100", "sm_80", "NVIDIA A100-SXM4-80GB"),
+)
+
+
+def installed(packages: Iterable[str] = PACKAGES) -> frozenset[str]:
+    """Those of the packages that can be imported; imports none."""
+    return frozenset(package for package in packages if find_spec(package) is not None)
+
+
+def device_facts(device: torch.device, dtype: Dtype) -> DeviceFacts:
+    """The facts of a device that is here."""
+    is_gpu = device.type == "cuda"
+    return DeviceFacts(
+        kind="cuda" if is_gpu else "cpu",
+        name=torch.cuda.get_device_name(device) if is_gpu else "CPU",
+        target=target_of(device),
+        packages=installed(),
+        dtype=dtype,
+    )
+
+
+def named_device(name: str, dtype: Dtype) -> DeviceFacts:
+    """The facts of a GPU that need not be here, as if everything that backends need were installed.
+
+    Args:
+        name: the driver's name, or the part of it by which people know the chip: `H200`.
+        dtype: what the model computes in.
+
+    Raises:
+        DeviceError: no chip that we know has such a name.
+    """
+    chip = next((chip for chip in CHIPS if chip.pattern.lower() in name.lower()), None)
+    if chip is None:
+        known = ", ".join(chip.pattern for chip in CHIPS)
+        raise DeviceError("no device is known by this name", got=repr(name), allowed=f"auto, cpu, cuda, or {known}")
+    return DeviceFacts(
+        kind="cuda",
+        name=chip.name if name.lower() == chip.pattern.lower() else name,
+        target=chip.target,
+        packages=frozenset(PACKAGES),
+        dtype=dtype,
+    )

@@ -1,0 +1,201 @@
+"""What was measured on which chip: times of operators by backend, as data in JSON files, one for each device name.
+
+`penstock kernels tune` writes such a file; `penstock.kernels.choose` reads them and chooses by the nearest shape. Files
+for chips that we measured come with the package; a user's own stand in ~/.config/penstock/kernels:
+
+    {"device": "NVIDIA H200",
+     "environment": {"torch": "2.11.0", "triton": "3.6.0"},
+     "entries": [{"op": "swiglu", "direction": "forward", "dtype": "bf16", "skew": 0.0,
+                  "shape": {"tokens": 8192, "ffn": 2816}, "microseconds": {"torch": 71.2, "triton": 30.1}}, ...]}
+
+An entry is one operator in one direction. `skew` is the standard deviation of the experts' popularity in logarithms: 0
+is balanced, with 0.6 a busy expert has several times the rows of a quiet one.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.base.errors import KernelError
+
+PACKAGED = Path(__file__).with_name("measured_data")
+"""Measurements that come with the package."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One operator in one direction on one shape.
+
+    Attributes:
+        op: name of the operator as `penstock.kernels.choose` knows it.
+        direction: `forward`, `backward`, `input_gradient` or `weight_gradient`.
+        dtype: `bf16` or `fp32`.
+        skew: how unevenly experts are loaded; 0 for operators that it means nothing to.
+        shape: sizes by name, all above 0.
+        microseconds: median time of each backend that ran.
+    """
+
+    op: str
+    direction: str
+    dtype: str
+    skew: float
+    shape: Mapping[str, int]
+    microseconds: Mapping[str, float]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What was measured, without the result."""
+        return self.op, self.direction, self.dtype, self.skew, tuple(sorted(self.shape.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """What is known about one device.
+
+    Attributes:
+        device: its name, as the driver reports it.
+        environment: versions that the times depend on.
+        entries: where two are equally near to a shape, the first counts.
+    """
+
+    device: str
+    environment: Mapping[str, str]
+    entries: tuple[Entry, ...]
+
+    def nearest(self, op: str, direction: str, dtype: str, shape: Mapping[str, int]) -> tuple[Entry, ...]:
+        """The entries, one for each skew, of the measured shape that is nearest by ratio; empty if there is none.
+
+        Nearness is the sum over sizes of |log(measured / wanted)|: half as many tokens is as far as twice as many.
+        """
+        alike = [
+            entry
+            for entry in self.entries
+            if (entry.op, entry.direction, entry.dtype) == (op, direction, dtype) and entry.shape.keys() == shape.keys()
+        ]
+        if not alike:
+            return ()
+        best = min(alike, key=lambda entry: _distance(entry.shape, shape))
+        by_skew = {entry.skew: entry for entry in reversed(alike) if entry.shape == best.shape}
+        return tuple(by_skew[skew] for skew in sorted(by_skew))
+
+    def with_entries(self, found: Sequence[Entry]) -> "Measurements":
+        """The same with new entries, which take the place of old ones of the same thing."""
+        keys = {entry.key for entry in found}
+        kept = (entry for entry in self.entries if entry.key not in keys)
+        return replace(self, entries=(*kept, *found))
+
+
+def _distance(one: Mapping[str, int], other: Mapping[str, int]) -> float:
+    return sum(abs(math.log(one[name] / other[name])) for name in other)
+
+
+def slug(device_name: str) -> str:
+    """A device's name as a file name: `NVIDIA H200` is `nvidia-h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+
+
+def user_file(device_name: str) -> Path | None:
+    """Where a user's own measurements of a device are; None for a user without a home folder."""
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return None
+    return home / ".config" / "penstock" / "kernels" / f"{slug(device_name)}.json"
+
+
+def find(device_name: str, path: Path | None = None, *, packaged: Path = PACKAGED) -> Measurements | None:
+    """What is known about a device: the user's own entries, then the package's; None if there are neither.
+
+    Args:
+        device_name: as the driver reports it.
+        path: file to read instead of the one in the user's home; it must exist and be about this device.
+        packaged: folder of the package's files.
+
+    Raises:
+        KernelError: a file is damaged, or `path` is missing or about another device.
+    """
+    own = path or user_file(device_name)
+    files = [file for file in (own, packaged / f"{slug(device_name)}.json") if file is not None]
+    found = [load(file) for file in files if file == path or file.exists()]
+    for file, one in zip(files, found, strict=False):
+        if file == path and slug(one.device) != slug(device_name):
+            raise KernelError(f"{path} was measured on another device", got=one.device, allowed=device_name)
+    if not found:
+        return None
+    return replace(found[0], entries=tuple(entry for one in found for entry in one.entries))
+
+
+def load(path: Path) -> Measurements:
+    """Read a file.
+
+    Raises:
+        KernelError: it is missing or damaged.
+    """
+    fix = "measure again with `penstock kernels tune`, or delete the file"
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise KernelError(f"measurements {path} cannot be read", got=error.strerror, fix=fix) from error
+    except ValueError as error:
+        raise KernelError(f"measurements {path} are damaged", got=error, fix=fix) from error
+    fault = _fault(tree)
+    if fault is not None:
+        raise KernelError(f"measurements {path} are damaged", got=fault, fix=fix)
+    return Measurements(
+        device=tree["device"],
+        environment=tree["environment"],
+        entries=tuple(Entry(**entry) for entry in tree["entries"]),
+    )
+
+
+def save(path: Path, measurements: Measurements) -> None:
+    """Write a file, whole or not at all; one line for each entry, so that two files can be compared.
+
+    Raises:
+        KernelError: it cannot be written.
+    """
+    lines = ",\n".join(f"  {json.dumps(asdict(entry))}" for entry in measurements.entries)
+    head = f'"device": {json.dumps(measurements.device)},\n "environment": {json.dumps(dict(measurements.environment))}'
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(f'{{{head},\n "entries": [\n{lines}\n ]}}\n', encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise KernelError(f"measurements cannot be written to {path}", got=error.strerror) from error
+
+
+def _fault(tree: Any) -> str | None:
+    """What is wrong with a file that is valid JSON, or None."""
+    if not isinstance(tree, dict) or tree.keys() != {"device", "environment", "entries"}:
+        return "it does not hold exactly device, environment and entries"
+    if not isinstance(tree["device"], str) or not _is_table(tree["environment"], str):
+        return "device or environment is no text"
+    if not isinstance(tree["entries"], list):
+        return "entries is no list"
+    for number, entry in enumerate(tree["entries"]):
+        if not _is_entry(entry):
+            return f"entry {number} is not one"
+    return None
+
+
+def _is_entry(entry: Any) -> bool:
+    fields = Entry.__dataclass_fields__.keys()
+    return (
+        isinstance(entry, dict)
+        and entry.keys() == fields
+        and all(isinstance(entry[name], str) for name in ("op", "direction", "dtype"))
+        and isinstance(entry["skew"], (int, float))
+        and _is_table(entry["shape"], int)
+        and _is_table(entry["microseconds"], (int, float))
+        and all(number > 0 for table in ("shape", "microseconds") for number in entry[table].values())
+    )
+
+
+def _is_table(value: Any, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, kind) for one in value.values())

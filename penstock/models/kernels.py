@@ -1,0 +1,60 @@
+"""From a run to its kernels: what the configuration says, put as `penstock.kernels.choose` asks it."""
+
+from pathlib import Path
+
+import torch
+
+from penstock.config.model import LatentAttention
+from penstock.config.run import Kernels, Run
+from penstock.kernels.choose import Choice, choose, operators
+from penstock.kernels.device_facts import DeviceFacts, device_facts
+from penstock.kernels.measured import Measurements, find
+from penstock.kernels.operators import Operators
+from penstock.kernels.questions import Shapes
+
+
+def choose_operators(run: Run, device: torch.device) -> Operators:
+    """The operators that a run's model is built on.
+
+    Raises:
+        KernelError: the run asks for something that cannot run, or a file of measurements is damaged.
+    """
+    return operators(kernel_choices(run, device_facts(device, run.training.precision)))
+
+
+def kernel_choices(run: Run, device: DeviceFacts) -> tuple[Choice, ...]:
+    """What runs on a device, which need not be here, and why. `penstock.kernels.choose.summary` puts it in one line.
+
+    Raises:
+        KernelError: as above.
+    """
+    wanted = run.kernels.model_dump(exclude={"loss_chunk", "measured"})
+    return choose(wanted, device, shapes_of(run), measurements(run.kernels, device))
+
+
+def measurements(kernels: Kernels, device: DeviceFacts) -> Measurements | None:
+    """What is known about a device; nothing is measured on CPUs."""
+    if device.kind == "cpu":
+        return None
+    return find(device.name, Path(kernels.measured) if kernels.measured else None)
+
+
+def shapes_of(run: Run) -> Shapes:
+    """The sizes of one micro-batch of a run."""
+    model, moe = run.model, run.model.moe
+    attention = model.attention
+    dense_ffn = model.dense_ffn_size if moe is None else moe.shared_ffn_size or model.dense_ffn_size
+    return Shapes(
+        tokens=run.training.micro_batch * run.training.sequence_length,
+        hidden=model.hidden_size,
+        experts=0 if moe is None else moe.experts,
+        expert_groups=1 if moe is None else moe.router.groups,
+        top_k=0 if moe is None else moe.top_k,
+        ffn=0 if moe is None else moe.ffn_size,
+        dense_ffn=dense_ffn,
+        attention=attention.kind,
+        heads=attention.heads,
+        head_dim=attention.head_dim,
+        rotary_dim=attention.rotary_dim,
+        value_dim=attention.value_head_dim if isinstance(attention, LatentAttention) else attention.head_dim,
+    )

@@ -1,0 +1,129 @@
+"""`penstock kernels`: what will run and why, and measuring, with a clock that does not run anything."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.cli.kernels import tune_on
+from penstock.cli.main import main
+from penstock.config.load import load_run
+from penstock.kernels.device_facts import DeviceFacts
+from penstock.kernels.measured import load
+from penstock.tune.cases import Call
+
+FACTS = DeviceFacts(kind="cuda", name="NVIDIA H200", target="sm_90", packages=frozenset({"triton"}), dtype="bf16")
+TINY = ["model.hidden_size=32", "model.moe.ffn_size=16", "training.sequence_length=16"]
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    return tmp_path / "home"
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    code = main(["kernels", *arguments])
+    captured = capsys.readouterr()
+    assert (code, captured.err) == (0, "")
+    return captured.out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    code = main(["kernels", *arguments])
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err.removeprefix("error: ").rstrip("\n")
+
+
+def table(text: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """(runs, why) by (operator, direction)."""
+    rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in text.splitlines()[2:]]
+    return {(row[0], row[1]): (row[2], row[3]) for row in rows}
+
+
+def test_kernels_alone_shows_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys)
+    assert "list" in text
+    assert "tune" in text
+
+
+def test_list_says_what_runs_on_this_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "list", "--device", "cpu")
+    assert text.splitlines()[0] == "debug on CPU: fp32, 512 tokens in a micro-batch"
+    assert table(text)["experts", "weight gradient"] == ("torch", "no GPU")
+    assert table(text)["route", "both"] == ("reference", "no GPU")
+
+
+def test_list_says_what_would_run_on_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "list", "deepseek-v3", "--device", "MI355X")
+    assert text.startswith("deepseek-v3 on AMD Instinct MI355X: bf16, 4096 tokens in a micro-batch\n")
+    assert table(text)["experts", "forward"] == ("triton", "no measurement for this chip: Triton by default")
+    assert table(text)["attention", "both"][0] == "flash first"
+
+
+def test_list_obeys_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(capsys, "list", "debug", "kernels.norm=reference", "--device", "h200")
+    assert table(text)["norm", "both"] == ("reference", "kernels.norm=reference")
+
+
+def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(printed(capsys, "list", "deepseek-v2-lite", "--device", "H100", "--json"))
+    assert (found["run"], found["device"]["target"], found["shapes"]["experts"]) == ("deepseek-v2-lite", "sm_90", 64)
+    assert {"op": "loss", "direction": "both", "backend": "triton", "reason": "its only form on a GPU"} in found[
+        "choices"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--device", "Hopper"), "no device is known by this name; got 'Hopper'; allowed: auto, cpu, cuda, or MI300X"),
+        (("debug", "kernels.all=triton", "--device", "cpu"), "kernels.all=triton cannot be had for route; got no GPU"),
+        (("debug", "kernels.route=torch"), "kernels.route is none of the allowed; got"),
+        (("debug", "kernels.measured=gone.json", "--device", "H200"), "measurements gone.json cannot be read"),
+    ],
+)
+def test_list_refuses_in_one_line(capsys: pytest.CaptureFixture[str], arguments: Sequence[str], message: str) -> None:
+    assert refused(capsys, "list", *arguments).startswith(message)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_tune_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    message = refused(capsys, "tune", "debug", "--output", str(tmp_path / "m.json"))
+    assert message.startswith("kernels are measured on a GPU, and there is none; got PyTorch")
+    assert not (tmp_path / "m.json").exists()
+
+
+def test_a_measured_winner_is_what_list_shows_then(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    times = iter(range(1, 10_000))
+
+    def clock(calls: Sequence[Call]) -> float:
+        return float(next(times))
+
+    run, path = load_run("debug", [*TINY, "training.precision=bf16"]), tmp_path / "m.json"
+    tune_on(run, FACTS, torch.device("cpu"), clock, path)
+    out = capsys.readouterr().out
+    # Times only rise, so what is timed first wins.
+    assert out.splitlines()[0].split()[:3] == ["operator", "direction", "skew"]
+    assert out.splitlines()[1].split() == ["route", "forward", "0", "1.0", "2.0", "-", "triton"]
+    assert f"it takes effect with kernels.measured={path}" in out
+    assert len(load(path).entries) == 28
+
+    again = printed(
+        capsys, "list", "debug", *TINY, "training.precision=bf16", f"kernels.measured={path}", "--device", "H200"
+    )
+    assert table(again)["norm", "both"][1].endswith("x faster than torch on NVIDIA H200 at 64 tokens")
+
+
+def test_tuning_another_shape_adds_to_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+    for length in (16, 32, 32):
+        run = load_run("debug", [*TINY, "training.precision=bf16", f"training.sequence_length={length}"])
+        tune_on(run, FACTS, torch.device("cpu"), lambda calls: 1.0, path)
+    assert "28 entries of 56 in" in capsys.readouterr().out
+    assert {one.shape["tokens"] for one in load(path).entries} == {64, 128}

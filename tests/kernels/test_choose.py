@@ -1,0 +1,347 @@
+"""Which kernels run and why: wishes, obstacles, measurements, defaults; and the operators that come of it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+
+from penstock.base.errors import DeviceError, KernelError
+from penstock.config.run import Kernels
+from penstock.kernels import backends, reference
+from penstock.kernels.backends import BACKENDS, FIELDS
+from penstock.kernels.choose import Choice, choose, obstacle, operators, shown, summary
+from penstock.kernels.device_facts import CHIPS, DeviceFacts, device_facts, installed, named_device
+from penstock.kernels.measured import Entry, Measurements
+from penstock.kernels.operators import REFERENCE, TORCH
+from penstock.kernels.questions import PART_SIZES, PRODUCTS, QUESTIONS, Shapes, has, shape_of
+from penstock.kernels.tuning import GROUPED_GEMM
+
+SHAPES = Shapes(
+    tokens=8192,
+    hidden=2048,
+    experts=64,
+    expert_groups=1,
+    top_k=6,
+    ffn=1408,
+    dense_ffn=2816,
+    attention="mla",
+    heads=16,
+    head_dim=192,
+    rotary_dim=64,
+    value_dim=128,
+)
+DENSE = replace(SHAPES, experts=0, top_k=0, ffn=0)
+H200 = named_device("H200", "bf16")
+CPU = DeviceFacts(kind="cpu", name="CPU", target="interpreter", packages=frozenset({"triton"}), dtype="fp32")
+NO_TRITON = replace(H200, packages=frozenset())
+
+
+def chosen(
+    device: DeviceFacts = H200,
+    shapes: Shapes = SHAPES,
+    measured: Measurements | None = None,
+    **wanted: str,
+) -> dict[str, str]:
+    """Backend by question, `experts forward` for the first product."""
+    choices = choose(wanted, device, shapes, measured)
+    return {key(one): one.backend for one in choices}
+
+
+def reasons(
+    device: DeviceFacts = H200, shapes: Shapes = SHAPES, measured: Measurements | None = None, **wanted: str
+) -> dict[str, str]:
+    return {key(one): one.reason for one in choose(wanted, device, shapes, measured)}
+
+
+def key(choice: Choice) -> str:
+    return choice.op if choice.direction == "both" else f"{choice.op} {choice.direction}"
+
+
+def measured(times: Mapping[tuple[str, str], Mapping[str, float]], **changes: object) -> Measurements:
+    """Times of parts at half the tokens of `SHAPES`."""
+    half = replace(SHAPES, tokens=SHAPES.tokens // 2)
+    entries = tuple(
+        Entry(
+            **{
+                "op": op,
+                "direction": direction,
+                "dtype": "bf16",
+                "skew": 0.0,
+                "shape": shape_of(op, half),
+                "microseconds": microseconds,
+                **changes,
+            }
+        )
+        for (op, direction), microseconds in times.items()
+    )
+    return Measurements(device="NVIDIA H200", environment={}, entries=entries)
+
+
+def test_every_operator_is_answered_once() -> None:
+    choices = choose({}, H200, SHAPES, None)
+    assert {one.op for one in choices} == FIELDS.keys() | {"attention", "loss"}
+    assert [one.direction for one in choices if one.op == "experts"] == list(PRODUCTS)
+    assert len({key(one) for one in choices}) == len(choices)
+    assert all(one.reason and not one.reason.endswith(".") for one in choices)
+
+
+def test_a_gpu_that_nobody_measured_takes_triton() -> None:
+    b200 = named_device("B200", "bf16")
+    assert set(chosen(b200).values()) == {"triton", "auto"}
+    assert reasons(b200)["route"] == "no measurement for this chip: Triton by default"
+
+
+def test_a_cpu_takes_torchs_forms_where_it_has_them() -> None:
+    found = chosen(CPU)
+    assert {op for op, backend in found.items() if backend == "torch"} == {
+        *(f"experts {product}" for product in PRODUCTS),
+        "swiglu",
+        "norm",
+        "loss",
+    }
+    assert found["route"] == found["permute"] == found["rope"] == "reference"
+    assert set(reasons(CPU).values()) == {"no GPU"}
+
+
+def test_without_triton_a_gpu_takes_what_torch_has() -> None:
+    found = chosen(NO_TRITON)
+    assert (found["experts forward"], found["route"], found["loss"]) == ("torch", "reference", "torch")
+    assert reasons(NO_TRITON)["experts forward"] == "Triton is not installed"
+
+
+def test_a_chip_without_launches_for_our_products_takes_torchs() -> None:
+    a100 = named_device("A100", "bf16")
+    assert a100.target not in GROUPED_GEMM
+    assert {chosen(a100)[f"experts {product}"] for product in PRODUCTS} == {"torch"}
+    assert "no launches of Triton's products for sm_80" in reasons(a100)["experts forward"]
+    assert chosen(a100)["norm"] == "triton"
+
+
+def test_float32_on_a_gpu_is_not_for_grouped_mm() -> None:
+    fp32 = replace(H200, dtype="fp32")
+    assert chosen(fp32)["experts forward"] == "triton"
+    assert reasons(fp32)["experts forward"] == "float32: torch's grouped_mm takes bfloat16 on a GPU only"
+    assert chosen(replace(fp32, packages=frozenset()))["experts forward"] == "reference"
+
+
+@pytest.mark.parametrize("sizes", [{"hidden": 2050}, {"ffn": 1404}])
+def test_rows_that_cannot_be_copied_in_pieces_take_the_reference(sizes: dict[str, int]) -> None:
+    shapes = replace(SHAPES, **sizes)
+    assert chosen(shapes=shapes)["experts forward"] == "reference"
+    width = next(iter(sizes.values()))
+    assert f"rows of {width} numbers are no multiple of 16 bytes" in reasons(shapes=shapes)["experts forward"]
+    assert chosen(shapes=shapes)["norm"] == "triton"
+    assert chosen(CPU, replace(SHAPES, hidden=2052))["experts forward"] == "torch"
+
+
+def test_tiles_of_our_router_have_an_end() -> None:
+    assert obstacle("route", "triton", H200, replace(SHAPES, experts=1024)) is None
+    assert obstacle("route", "triton", H200, replace(SHAPES, experts=160, expert_groups=8)) is None
+    assert chosen(shapes=replace(SHAPES, experts=1025))["route"] == "reference"
+    assert chosen(shapes=replace(SHAPES, experts=9 * 65, expert_groups=9))["route"] == "reference"
+
+
+def test_a_dense_model_has_no_experts_to_choose_for() -> None:
+    found = reasons(shapes=DENSE)
+    assert found["route"] == found["permute"] == found["experts forward"] == "the model has none"
+    assert found["norm"] != "the model has none"
+    assert reasons(shapes=replace(SHAPES, dense_ffn=0))["swiglu"] == "the model has none"
+
+
+def test_what_is_asked_for_is_taken_and_the_rest_chosen() -> None:
+    found = chosen(norm="torch", rope="reference", experts_weight_gradient="reference")
+    assert (found["norm"], found["rope"], found["swiglu"]) == ("torch", "reference", "triton")
+    assert [found[f"experts {product}"] for product in PRODUCTS] == ["triton", "triton", "reference"]
+    assert reasons(norm="torch")["norm"] == "kernels.norm=torch"
+
+
+def test_a_product_follows_experts_and_experts_follows_all() -> None:
+    found = chosen(all="reference", experts="torch", experts_forward="triton")
+    assert [found[f"experts {product}"] for product in PRODUCTS] == ["triton", "torch", "torch"]
+    assert (found["norm"], found["route"], found["attention"]) == ("reference", "reference", "default")
+
+
+def test_all_gives_the_reference_where_a_backend_has_nothing_of_its_own() -> None:
+    found = chosen(all="torch")
+    assert (found["experts forward"], found["norm"], found["route"]) == ("torch", "torch", "reference")
+    assert reasons(all="torch")["route"] == "kernels.all=torch, which has no route of its own"
+
+
+@pytest.mark.parametrize(
+    ("device", "wanted", "message"),
+    [
+        (
+            CPU,
+            {"norm": "triton"},
+            "kernels.norm=triton cannot be had for norm; got no GPU; allowed: auto, torch, reference; "
+            "fix: kernels.norm=auto",
+        ),
+        (
+            NO_TRITON,
+            {"all": "triton"},
+            "kernels.all=triton cannot be had for route; got Triton is not installed; allowed: auto, reference; "
+            "fix: kernels.all=auto",
+        ),
+        (
+            replace(H200, dtype="fp32"),
+            {"experts": "torch"},
+            "kernels.experts=torch cannot be had for experts; got float32: torch's grouped_mm takes bfloat16 on a GPU "
+            "only; allowed: auto, triton, reference; fix: kernels.experts=auto",
+        ),
+        (
+            NO_TRITON,
+            {"experts_forward": "reference"},
+            "the experts' products can only be mixed where Triton is installed; "
+            "got kernels.experts_forward=reference, kernels.experts_input_gradient=torch, "
+            "kernels.experts_weight_gradient=torch; fix: one kernels.experts for all three",
+        ),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(device: DeviceFacts, wanted: dict[str, str], message: str) -> None:
+    with pytest.raises(KernelError) as raised:
+        choose(wanted, device, SHAPES, None)
+    assert str(raised.value) == message
+
+
+def test_the_fastest_sum_of_the_parts_is_taken() -> None:
+    times = measured(
+        {("swiglu", "forward"): {"torch": 5, "triton": 1}, ("swiglu", "backward"): {"torch": 1, "triton": 8}}
+    )
+    assert chosen(measured=times)["swiglu"] == "torch"
+    assert reasons(measured=times)["swiglu"] == "measured 1.50x faster than triton on NVIDIA H200 at 4096 tokens"
+
+
+def test_products_are_decided_by_themselves() -> None:
+    fast, slow = {"torch": 1.0, "triton": 2.0, "reference": 9.0}, {"torch": 2.1, "triton": 2.0, "reference": 9.0}
+    times = {(op, product): slow for op in ("gate_up", "down") for product in PRODUCTS}
+    times[("down", "weight_gradient")] = times[("gate_up", "weight_gradient")] = fast
+    found = measured(times)
+    assert [chosen(measured=found)[f"experts {product}"] for product in PRODUCTS] == ["triton", "triton", "torch"]
+    where = "on NVIDIA H200 at 64 experts x 384 rows"
+    assert reasons(measured=found)["experts forward"] == f"measured 1.05x faster than torch {where}"
+
+
+def test_balanced_and_skewed_loads_count_the_same() -> None:
+    even = measured({("down", "forward"): {"torch": 1, "triton": 2}, ("gate_up", "forward"): {"torch": 1, "triton": 2}})
+    uneven = measured(
+        {("down", "forward"): {"torch": 9, "triton": 2}, ("gate_up", "forward"): {"torch": 9, "triton": 2}}, skew=0.6
+    )
+    assert chosen(measured=even)["experts forward"] == "torch"
+    assert chosen(measured=replace(even, entries=even.entries + uneven.entries))["experts forward"] == "triton"
+
+
+def test_a_measured_backend_that_cannot_run_here_is_left_out() -> None:
+    times = measured(
+        {("swiglu", "forward"): {"torch": 5, "triton": 1}, ("swiglu", "backward"): {"torch": 1, "triton": 1}}
+    )
+    assert chosen(NO_TRITON, measured=times)["swiglu"] == "torch"
+    assert "the only one measured" in reasons(NO_TRITON, measured=times)["swiglu"]
+
+
+def test_what_is_measured_in_part_or_in_another_dtype_decides_nothing() -> None:
+    half = measured({("swiglu", "forward"): {"torch": 1, "triton": 5}})
+    assert chosen(measured=half)["swiglu"] == "triton"
+    assert reasons(measured=half)["swiglu"] == "not measured in bf16: Triton by default"
+    times = {("swiglu", "forward"): {"torch": 1, "triton": 5}, ("swiglu", "backward"): {"torch": 1, "triton": 5}}
+    assert chosen(measured=measured(times, dtype="fp32"))["swiglu"] == "triton"
+
+
+def test_attention_is_ordered_by_vendor_and_wish() -> None:
+    on_amd = next(one for one in choose({}, named_device("MI300X", "bf16"), SHAPES, None) if one.op == "attention")
+    assert (on_amd.backend, shown(on_amd)) == ("auto", "flash first")
+    assert chosen(all="triton")["attention"] == "auto"
+    assert chosen(all="reference", attention="flash")["attention"] == "flash"
+
+
+def test_the_summary_is_one_line() -> None:
+    assert summary(choose({}, H200, SHAPES, None)) == (
+        "experts triton, route triton, permute triton, swiglu triton, norm triton, rope triton, "
+        "attention cuDNN first, loss triton"
+    )
+    assert "experts torch and triton" in summary(choose({"experts_forward": "torch"}, H200, SHAPES, None))
+    assert "route" not in summary(choose({}, H200, DENSE, None))
+
+
+def test_operators_are_those_of_the_chosen_backends() -> None:
+    found = operators(choose({"rope": "reference", "norm": "torch", "all": "reference"}, CPU, SHAPES, None))
+    assert found.rms_norm is TORCH.rms_norm
+    assert found.add_rms_norm is TORCH.add_rms_norm
+    assert found == replace(
+        REFERENCE, rms_norm=TORCH.rms_norm, add_rms_norm=TORCH.add_rms_norm, attention_backend="default"
+    )
+    assert operators(choose({"all": "reference", "attention": "math"}, CPU, SHAPES, None)).attention_backend == "math"
+
+
+def test_triton_everywhere_is_tritons_own_set() -> None:
+    assert operators(choose({}, H200, SHAPES, None)) == backends.operators_of("triton")
+
+
+@pytest.mark.parametrize(
+    "products", [("triton", "torch", "reference"), ("reference", "torch", "torch"), ("torch",) * 3], ids=" ".join
+)
+def test_mixed_products_give_the_gradients_of_the_definition(products: tuple[str, ...]) -> None:
+    on_gpu = torch.cuda.is_available()
+    device, dtype, tolerance = ("cuda", torch.bfloat16, 0.05) if on_gpu else ("cpu", torch.float32, 1e-4)
+    ffn = backends.expert_ffn_of(dict(zip(PRODUCTS, products, strict=True)))
+    x_TD = torch.randn(12, 16, dtype=dtype, device=device)
+    gate_up_eFD = torch.randn(4, 32, 16, dtype=dtype, device=device)
+    down_eDF = torch.randn(4, 16, 16, dtype=dtype, device=device)
+    order = reference.order_rows(torch.rand(12, 4, device=device).topk(2).indices, 4)
+    weights_R = torch.rand(24, device=device)
+
+    def run(network: object) -> list[torch.Tensor]:
+        leaves = [one.detach().clone().requires_grad_() for one in (x_TD, gate_up_eFD, down_eDF, weights_R)]
+        y_RD = network(*leaves[:3], order.counts_E, leaves[3], order.slots_R // 2, places_TK=order.places_TK)  # type: ignore[operator]
+        y_RD.float().square().sum().backward()
+        return [y_RD.detach(), *(leaf.grad for leaf in leaves)]
+
+    for found, expected in zip(run(ffn), run(REFERENCE.expert_ffn), strict=True):
+        assert (found.float() - expected.float()).norm() <= tolerance * expected.float().norm()
+
+
+def test_every_operator_has_a_reference_and_every_backend_can_be_loaded() -> None:
+    assert all(backend.ops and set(backend.ops) <= FIELDS.keys() for backend in BACKENDS.values())
+    assert set(BACKENDS["reference"].ops) == FIELDS.keys()
+    for name, backend in BACKENDS.items():
+        found = backends.operators_of(name)
+        assert all(callable(vars(found)[field]) for op in backend.ops for field in FIELDS[op])
+        if "experts" in backend.ops:
+            assert all(callable(vars(backends.expert_kernels_of(name))[product]) for product in PRODUCTS)
+
+
+def test_the_knobs_offer_what_the_backends_have() -> None:
+    fields = Kernels.model_fields
+    for question in QUESTIONS:
+        offered = {"auto", *(name for name, backend in BACKENDS.items() if question.op in backend.ops)}
+        for knob in question.knobs:
+            assert set(get_args(fields[knob].annotation)) == offered, knob
+    assert set(get_args(fields["all"].annotation)) == {"auto", *BACKENDS}
+    knobs = {knob for question in QUESTIONS for knob in question.knobs}
+    assert fields.keys() == knobs | {"all", "attention", "loss_chunk", "measured"}
+
+
+def test_every_part_has_sizes_and_belongs_to_a_question() -> None:
+    assert {part.op for question in QUESTIONS for part in question.parts} == PART_SIZES.keys()
+    assert has("mla_heads", SHAPES)
+    assert not has("rotate", SHAPES)
+    assert not has("route", DENSE)
+
+
+def test_a_device_that_is_here_is_described() -> None:
+    facts = device_facts(torch.device("cpu"), "fp32")
+    assert (facts.kind, facts.name, facts.target) == ("cpu", "CPU", "interpreter")
+    assert facts.has_triton == ("triton" in installed())
+    assert installed(["torch", "no_such_package"]) == {"torch"}
+
+
+def test_a_device_is_known_by_its_name_or_a_part_of_it() -> None:
+    assert named_device("h200", "bf16").name == "NVIDIA H200"
+    assert named_device("NVIDIA H200 NVL", "bf16").name == "NVIDIA H200 NVL"
+    assert named_device("gb200", "bf16").name == "NVIDIA GB200"
+    assert {named_device(chip.name, "bf16").target for chip in CHIPS} >= set(GROUPED_GEMM)
+    with pytest.raises(
+        DeviceError, match="no device is known by this name; got 'Hopper'; allowed: auto, cpu, cuda, or"
+    ):
+        named_device("Hopper", "bf16")

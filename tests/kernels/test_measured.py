@@ -1,0 +1,173 @@
+"""Measurements: what is nearest, whose file counts, and what a damaged file says."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.base.errors import KernelError
+from penstock.kernels.measured import PACKAGED, Entry, Measurements, find, load, save, slug, user_file
+
+DEVICE = "NVIDIA H200"
+
+
+def entry(tokens: int = 1024, skew: float = 0.0, torch: float = 2.0, triton: float = 1.0, op: str = "swiglu") -> Entry:
+    return Entry(
+        op=op,
+        direction="forward",
+        dtype="bf16",
+        skew=skew,
+        shape={"tokens": tokens, "dense_ffn": 512},
+        microseconds={"torch": torch, "triton": triton},
+    )
+
+
+def measurements(*entries: Entry, device: str = DEVICE) -> Measurements:
+    return Measurements(device=device, environment={"torch": "2.11.0", "triton": "3.6.0"}, entries=entries)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    return tmp_path / "home"
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    saved = measurements(entry(), entry(skew=0.6), entry(tokens=2048, triton=1.25))
+    save(tmp_path / "deep" / "m.json", saved)
+    assert load(tmp_path / "deep" / "m.json") == saved
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["m.json"]
+
+
+def test_a_file_has_one_line_for_each_entry(tmp_path: Path) -> None:
+    save(tmp_path / "m.json", measurements(entry(), entry(skew=0.6)))
+    lines = (tmp_path / "m.json").read_text().splitlines()
+    assert [json.loads(line.rstrip(","))["skew"] for line in lines if '"op"' in line] == [0.0, 0.6]
+
+
+def test_nearest_is_by_ratio_and_gives_every_skew() -> None:
+    known = measurements(entry(1000), entry(1000, skew=0.6), entry(4000))
+    shape = {"tokens": 1900, "dense_ffn": 512}
+    assert [(one.shape["tokens"], one.skew) for one in known.nearest("swiglu", "forward", "bf16", shape)] == [
+        (1000, 0.0),
+        (1000, 0.6),
+    ]
+    assert known.nearest("swiglu", "forward", "bf16", {**shape, "tokens": 2100})[0].shape["tokens"] == 4000
+
+
+@pytest.mark.parametrize(
+    ("op", "direction", "dtype", "sizes"),
+    [
+        ("route", "forward", "bf16", ("tokens", "dense_ffn")),
+        ("swiglu", "backward", "bf16", ("tokens", "dense_ffn")),
+        ("swiglu", "forward", "fp32", ("tokens", "dense_ffn")),
+        ("swiglu", "forward", "bf16", ("tokens", "hidden")),
+    ],
+)
+def test_nothing_is_near_that_was_not_measured(op: str, direction: str, dtype: str, sizes: tuple[str, ...]) -> None:
+    assert measurements(entry()).nearest(op, direction, dtype, dict.fromkeys(sizes, 512)) == ()
+
+
+def test_new_entries_take_the_place_of_old_ones_of_the_same_thing() -> None:
+    both = measurements(entry(1000), entry(4000)).with_entries([entry(1000, triton=9.0)])
+    assert [(one.shape["tokens"], one.microseconds["triton"]) for one in both.entries] == [(4000, 1.0), (1000, 9.0)]
+
+
+def test_a_devices_name_becomes_a_file_name(home: Path) -> None:
+    assert slug("AMD Instinct MI300X (OAM)") == "amd-instinct-mi300x-oam"
+    assert user_file(DEVICE) == home / ".config/penstock/kernels/nvidia-h200.json"
+
+
+def test_a_users_own_entries_come_before_the_packages(tmp_path: Path, home: Path) -> None:
+    own = user_file(DEVICE)
+    assert own is not None
+    save(own, measurements(entry(1000, triton=5.0)))
+    save(tmp_path / "nvidia-h200.json", measurements(entry(1000), entry(4000)))
+    found = find(DEVICE, packaged=tmp_path)
+    assert found is not None
+    near = {
+        tokens: found.nearest("swiglu", "forward", "bf16", {"tokens": tokens, "dense_ffn": 512})
+        for tokens in (1000, 4000)
+    }
+    assert [near[1000][0].microseconds["triton"], near[4000][0].microseconds["triton"]] == [5.0, 1.0]
+
+
+def test_a_named_file_stands_in_for_the_users_own(tmp_path: Path, home: Path) -> None:
+    own = user_file(DEVICE)
+    assert own is not None
+    save(own, measurements(entry(1000, triton=5.0)))
+    save(tmp_path / "mine.json", measurements(entry(1000, triton=7.0)))
+    found = find(DEVICE, tmp_path / "mine.json", packaged=tmp_path)
+    assert found is not None
+    assert [one.microseconds["triton"] for one in found.entries] == [7.0]
+
+
+def test_an_unknown_device_has_no_measurements(tmp_path: Path, home: Path) -> None:
+    assert find("NVIDIA Nothing", packaged=tmp_path) is None
+
+
+def test_a_user_without_a_home_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert find(DEVICE, packaged=tmp_path) is None
+
+
+def test_a_named_file_must_exist_and_be_about_the_device(tmp_path: Path) -> None:
+    with pytest.raises(
+        KernelError, match=r"mine.json cannot be read; got No such file or directory; fix: measure again"
+    ):
+        find(DEVICE, tmp_path / "mine.json", packaged=tmp_path)
+    save(tmp_path / "mine.json", measurements(device="NVIDIA B200"))
+    with pytest.raises(KernelError, match="another device; got NVIDIA B200; allowed: NVIDIA H200"):
+        find(DEVICE, tmp_path / "mine.json", packaged=tmp_path)
+
+
+GOOD = {"op": "a", "direction": "b", "dtype": "bf16", "skew": 0, "shape": {"tokens": 1}, "microseconds": {"torch": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('{"device": "NV', "Unterminated string"),
+        ("\udcff", "codec can't decode"),
+        ("[]", "it does not hold exactly device, environment and entries"),
+        ('{"device": 3, "environment": {}, "entries": []}', "device or environment is no text"),
+        ('{"device": "a", "environment": {}, "entries": {}}', "entries is no list"),
+        *(
+            (json.dumps({"device": "a", "environment": {}, "entries": [GOOD, {**GOOD, **wrong}]}), "entry 1 is not one")
+            for wrong in (
+                {"op": 1},
+                {"more": 1},
+                {"shape": {"tokens": 0}},
+                {"microseconds": {"torch": "fast"}},
+                {"skew": ""},
+            )
+        ),
+    ],
+)
+def test_a_damaged_file_is_one_clear_line(tmp_path: Path, text: str, fault: str) -> None:
+    path = tmp_path / "m.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(KernelError) as raised:
+        load(path)
+    message = str(raised.value)
+    assert f"measurements {path} are damaged; got" in message
+    assert fault in message
+    assert message.endswith("fix: measure again with `penstock kernels tune`, or delete the file")
+    assert "\n" not in message
+
+
+def test_a_file_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(KernelError, match="measurements cannot be written to"):
+        save(tmp_path / "file" / "m.json", measurements())
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGED.glob("*.json")), ids=lambda path: path.stem)
+def test_a_packaged_file_is_about_the_device_that_it_is_named_for(path: Path) -> None:
+    found = load(path)
+    assert slug(found.device) == path.stem
+    assert found.entries
+    assert len({one.key for one in found.entries}) == len(found.entries)

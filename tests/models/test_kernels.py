@@ -1,0 +1,91 @@
+"""From a run to its kernels."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.base.errors import KernelError
+from penstock.config.load import load_run
+from penstock.config.presets.registry import PRESETS
+from penstock.kernels.device_facts import named_device
+from penstock.kernels.measured import Entry, Measurements, save
+from penstock.kernels.operators import REFERENCE, TORCH
+from penstock.kernels.questions import shape_of
+from penstock.models.build import build_model
+from penstock.models.kernels import choose_operators, kernel_choices, shapes_of
+from penstock.moe.experts import Experts
+from tests.config.small import SMALL
+
+CPU = torch.device("cpu")
+H200 = named_device("H200", "bf16")
+
+
+def test_shapes_are_those_of_a_micro_batch() -> None:
+    shapes = shapes_of(load_run("deepseek-v2-lite", ["training.micro_batch=2"]))
+    assert (shapes.tokens, shapes.hidden, shapes.experts, shapes.top_k, shapes.ffn) == (8192, 2048, 64, 6, 1408)
+    assert (shapes.attention, shapes.heads, shapes.head_dim, shapes.rotary_dim, shapes.value_dim) == (
+        "mla",
+        16,
+        192,
+        64,
+        128,
+    )
+    assert (shapes.dense_ffn, shapes.expert_groups) == (2816, 1)
+    assert shapes_of(load_run("deepseek-v3")).expert_groups == 8
+
+
+def test_a_dense_model_has_no_experts() -> None:
+    dense = SMALL.model_copy(update={"model": SMALL.model.model_copy(update={"moe": None})})
+    shapes = shapes_of(dense)
+    assert (shapes.experts, shapes.top_k, shapes.ffn, shapes.dense_ffn) == (0, 0, 0, SMALL.model.dense_ffn_size)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_has_a_choice_on_every_kind_of_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/nowhere"))
+    run = load_run(name)
+    for device in ("H200", "B200", "MI300X", "MI355X"):
+        choices = kernel_choices(run, named_device(device, run.training.precision))
+        assert {choice.backend for choice in choices if choice.op == "route"} == {"triton"}
+    assert choose_operators(run, CPU).rms_norm is TORCH.rms_norm
+
+
+def test_a_model_is_built_on_what_the_run_asks_for() -> None:
+    kernels = SMALL.kernels.model_copy(update={"all": "reference"})
+    for run, expected in ((SMALL, TORCH), (SMALL.model_copy(update={"kernels": kernels}), REFERENCE)):
+        model = build_model(run, CPU)
+        experts = [module for module in model.modules() if isinstance(module, Experts)]
+        assert {module.operators.expert_ffn for module in experts} == {expected.expert_ffn}
+
+
+def test_what_cannot_run_is_refused_before_the_model_is_made() -> None:
+    run = SMALL.model_copy(update={"kernels": SMALL.kernels.model_copy(update={"all": "triton"})})
+    with pytest.raises(KernelError, match="kernels.all=triton cannot be had for route; got no GPU"):
+        choose_operators(run, CPU)
+
+
+def test_a_runs_own_measurements_decide(tmp_path: Path) -> None:
+    shape = shape_of("swiglu", shapes_of(SMALL))
+    entries = tuple(
+        Entry(
+            op="swiglu",
+            direction=direction,
+            dtype="bf16",
+            skew=0.0,
+            shape=shape,
+            microseconds={"torch": 1.0, "triton": 3.0},
+        )
+        for direction in ("forward", "backward")
+    )
+    path = tmp_path / "mine.json"
+    save(path, Measurements(device="NVIDIA H200", environment={}, entries=entries))
+    run = SMALL.model_copy(update={"kernels": SMALL.kernels.model_copy(update={"measured": str(path)})})
+    swiglu = next(choice for choice in kernel_choices(run, H200) if choice.op == "swiglu")
+    assert (swiglu.backend, swiglu.reason) == (
+        "torch",
+        "measured 3.00x faster than triton on NVIDIA H200 at 512 tokens",
+    )
+    with pytest.raises(KernelError, match="was measured on another device"):
+        kernel_choices(run, replace(H200, name="NVIDIA B200"))
