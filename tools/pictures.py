@@ -22,10 +22,10 @@ from rich.console import Console
 
 from penstock.cli.view import RunPanel
 from penstock.config.load import load_run
-from penstock.parallel.process import read_environment
+from penstock.parallel.environment import read_environment
 from penstock.train.loop import Progress, open_store, train_run
 from penstock.train.metrics import MetricsFile
-from penstock.train.observer import RunStart, StepReport
+from penstock.train.observer import Observer, RunStart, StepReport
 from penstock.train.run_folder import create_run_folder
 from penstock.train.setup import prepare
 from penstock.train.stop import StopRequest
@@ -77,7 +77,7 @@ def main(overrides: list[str]) -> None:
         session = prepare(run, read_environment())
         run, folder = create_run_folder(session.run, number_if_taken=False)
         session = replace(session, run=run)
-        observers = [MetricsFile(folder.metrics, 1), Photographer(FOLDER / "live-view.svg")]
+        observers: list[Observer] = [MetricsFile(folder.metrics, 1), Photographer(FOLDER / "live-view.svg")]
         with StopRequest(lambda: None) as stop:
             end = train_run(session, folder, open_store(run, folder), Progress(), observers, stop)
         draw_curve(folder.metrics, FOLDER / "loss-curve.svg")

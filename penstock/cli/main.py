@@ -13,6 +13,7 @@ import typer
 
 from penstock.base.errors import PenstockError
 from penstock.cli.verbs import Verb, group_of
+from penstock.parallel.environment import prepare_environment
 
 WRONG_INPUT = 2
 """Exit code when the user can mend what is wrong."""
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    prepare_environment()
     try:
         outcome = typer.main.get_command(app).main(arguments, prog_name="penstock", standalone_mode=False)
     except typer.TyperException as error:

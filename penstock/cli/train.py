@@ -28,7 +28,8 @@ from penstock.config.load import load_run
 from penstock.config.presets.registry import is_preset
 from penstock.config.run import Run
 from penstock.models.count import count
-from penstock.parallel.process import choose_device, device_name, read_environment
+from penstock.parallel.environment import read_environment
+from penstock.parallel.process import choose_device, device_name
 from penstock.train.loop import Progress, open_store, resume, train_run
 from penstock.train.metrics import MetricsFile, TensorBoard
 from penstock.train.observer import Observer, RunEnd

@@ -7,8 +7,8 @@ copied or transposed in memory:
     input gradient    dx_RD = dy_RF @ w_eFD          contracts over F
     weight gradient   dw_eFD = dy_RF^T @ x_RD        contracts over each expert's rows
 
-`index_R` fuses a gather of rows into the loads of x (forward, weight gradient), so that the tokens are never copied
-into expert order. `accumulate_into` adds a weight gradient to a float32 buffer, as micro-batches want it.
+`index_R` fuses a gather of rows into the loads of x (forward, weight gradient), so that no copy of the tokens in expert
+order has to be kept. `accumulate_into` adds a weight gradient to a float32 buffer, as micro-batches want it.
 
 Each product chooses its launch by itself (`penstock.kernels.tuning`), and they share one `TileTable`. Inputs are
 bfloat16 or float16 (or float32, slowly), sums are float32. Device code is in `penstock.kernels.grouped_gemm_kernels`.
@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from penstock.base.errors import KernelError
 from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
-from penstock.kernels.tuning import GemmLaunch, GemmProduct, GemmShape, grouped_gemm_launch, programs_of
+from penstock.kernels.tuning import GemmLaunch, GemmProduct, grouped_gemm_launch, programs_of
 
 
 def grouped_gemm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor | None = None) -> Tensor:
@@ -98,7 +98,8 @@ def grouped_gemm_forward(
     y_RF = x_RD.new_empty(rows, width)
     if rows:
         product: GemmProduct = "forward" if index_R is None else "forward_gathered"
-        launch = launch or grouped_gemm_launch(product, _shape(x_RD, rows, experts, width * depth))
+        launch = launch or grouped_gemm_launch(product, x_RD.device, x_RD.dtype, width * depth)
+        x_RD, index_R = _gather(x_RD, index_R, launch)
         _launch_rows(x_RD, w_eFD, y_RF, index_R, tiles or tile_table(counts_e, rows), launch, depth_first=False)
     return y_RF
 
@@ -128,7 +129,7 @@ def grouped_gemm_input_gradient(
     _check("input gradient", counts_e, None, dy_RF=(dy_RF, (rows, depth)), w_eFD=(w_eFD, (experts, depth, width)))
     dx_RD = dy_RF.new_empty(rows, width)
     if rows:
-        launch = launch or grouped_gemm_launch("input_gradient", _shape(dy_RF, rows, experts, width * depth))
+        launch = launch or grouped_gemm_launch("input_gradient", dy_RF.device, dy_RF.dtype, width * depth)
         _launch_rows(dy_RF, w_eFD, dx_RD, None, tiles or tile_table(counts_e, rows), launch, depth_first=True)
     return dx_RD
 
@@ -170,14 +171,18 @@ def grouped_gemm_weight_gradient(
     if rows:
         product: GemmProduct = "weight_gradient" if index_R is None else "weight_gradient_gathered"
         product = product if accumulate_into is None else "weight_gradient_accumulated"
-        launch = launch or grouped_gemm_launch(product, _shape(x_RD, rows, counts_e.numel(), width * depth))
+        launch = launch or grouped_gemm_launch(product, x_RD.device, x_RD.dtype, width * depth)
+        x_RD, index_R = _gather(x_RD, index_R, launch)
         tiles = tiles or tile_table(counts_e, rows)
         _launch_weights(dy_RF, x_RD, dw_eFD, index_R, tiles, launch, accumulate=accumulate_into is not None)
     return dw_eFD
 
 
-def _shape(rows_in: Tensor, rows: int, experts: int, matrix: int) -> GemmShape:
-    return GemmShape(rows, experts, matrix, rows_in.dtype, rows_in.device)
+def _gather(x_RD: Tensor, index_R: Tensor | None, launch: GemmLaunch) -> tuple[Tensor, Tensor | None]:
+    """Rows and index for the kernel: as they are, or the rows in a copy of their own where that is faster."""
+    if index_R is None or not launch.copy_gathered:
+        return x_RD, index_R
+    return x_RD.index_select(0, index_R), None
 
 
 def _check(
@@ -195,11 +200,11 @@ def _check(
         if operand.shape != shape or operand.dtype != dtype:
             got = f"{operand.dtype} {tuple(operand.shape)}"
             raise KernelError(f"grouped GEMM ({product}): {name} does not fit", got=got, allowed=f"{dtype} {shape}")
-        if not operand.is_contiguous() or operand.shape[-1] * operand.itemsize % 16:
+        if not operand.is_contiguous() or operand.shape[-1] * operand.itemsize % 16 or operand.data_ptr() % 16:
             raise KernelError(
                 f"grouped GEMM ({product}): {name} cannot be copied in blocks",
                 got=f"shape {tuple(operand.shape)}, strides {operand.stride()}",
-                allowed="contiguous tensors whose last dim is a multiple of 16 bytes",
+                allowed="contiguous tensors whose rows are multiples of 16 bytes, and so is their address",
                 fix="call .contiguous(), pad the width, or use penstock.kernels.reference.grouped_gemm",
             )
     experts = operands["w_eFD"][1][0] if "w_eFD" in operands else counts_e.numel()

@@ -53,6 +53,7 @@ class GemmLaunch(Launch):
         descriptors: copy blocks by descriptors (NVIDIA's tensor memory accelerator) instead of pointers.
         residency: programs that share a multiprocessor, so that one multiplies while the other writes.
         idle_units: multiprocessors that are left to others, such as communication.
+        copy_gathered: gather rows into a copy first, instead of while they are loaded.
     """
 
     group: int = 8
@@ -60,6 +61,7 @@ class GemmLaunch(Launch):
     descriptors: bool = True
     residency: int = 1
     idle_units: int = 0
+    copy_gathered: bool = False
 
 
 @cache
@@ -82,94 +84,60 @@ def programs_of(launch: GemmLaunch, device: torch.device) -> int:
     return max(units - launch.idle_units, 1) * launch.residency
 
 
-@dataclass(frozen=True, kw_only=True)
-class GemmRule:
-    """A launch and the shapes that it is for.
-
-    Attributes:
-        launch: how to cut the product.
-        matrix_from: least elements (width x depth) of an expert's matrix.
-        rows_from: least rows of an expert, on average over the buffer.
-    """
-
-    launch: GemmLaunch
-    matrix_from: int = 0
-    rows_from: int = 0
-
+LaunchBySize = tuple[tuple[int, GemmLaunch], ...]
+"""Launches, each with the least elements of an expert's matrix (width x depth) that it is for; ascending from 0."""
 
 # Two programs halve a multiprocessor: while one writes its tile, the other multiplies. Or one program has all of it,
 # with tiles twice as wide, which need less traffic.
 _PAIR = GemmLaunch(block_rows=128, block_columns=128, block_depth=64, warps=4, stages=3, pieces=2, residency=2)
 _WIDE = GemmLaunch(block_rows=128, block_columns=256, block_depth=64, warps=8, stages=4, pieces=2)
-_PAIR_IN_FOUR = replace(_PAIR, pieces=4)
 # A tile of float32 takes twice the room to write.
-_WIDE_FLOAT32 = replace(_WIDE, stages=3)
-_SQUARE_FLOAT32 = replace(_WIDE, block_columns=128)
+_WIDE_FLOAT32 = replace(_WIDE, pieces=4)
 # Where no copy engine reads descriptors. Twice as wide, the other products spill on one chip or another.
 _POINTERS = GemmLaunch(block_rows=128, block_columns=128, block_depth=64, warps=8, stages=2, descriptors=False)
 _POINTERS_WIDE = replace(_POINTERS, block_columns=256)
 _SMALL = replace(_POINTERS, block_rows=64, block_columns=64, block_depth=32, warps=4)
 
-_HOPPER = (GemmRule(launch=_WIDE, matrix_from=1 << 24), GemmRule(launch=_PAIR))
-_BLACKWELL = (GemmRule(launch=_WIDE_FLOAT32),)
-_AMD: dict[GemmProduct, tuple[GemmRule, ...]] = {
-    "forward": (GemmRule(launch=_POINTERS_WIDE),),
-    "forward_gathered": (GemmRule(launch=_POINTERS_WIDE),),
-    "input_gradient": (GemmRule(launch=_POINTERS),),
-    "weight_gradient": (GemmRule(launch=_POINTERS),),
-    "weight_gradient_gathered": (GemmRule(launch=_POINTERS),),
-    "weight_gradient_accumulated": (GemmRule(launch=_POINTERS),),
+_HOPPER: LaunchBySize = ((0, _PAIR), (1 << 24, _WIDE))
+_AMD: dict[GemmProduct, LaunchBySize] = {
+    "forward": ((0, _POINTERS_WIDE),),
+    "forward_gathered": ((0, _POINTERS_WIDE),),
+    "input_gradient": ((0, _POINTERS),),
+    "weight_gradient": ((0, _POINTERS),),
+    "weight_gradient_gathered": ((0, _POINTERS),),
+    "weight_gradient_accumulated": ((0, _POINTERS),),
 }
 
-GROUPED_GEMM: dict[str, dict[GemmProduct, tuple[GemmRule, ...]]] = {
+GROUPED_GEMM: dict[str, dict[GemmProduct, LaunchBySize]] = {
     "sm_90": {
         "forward": _HOPPER,
-        "forward_gathered": (GemmRule(launch=_PAIR_IN_FOUR),),
+        "forward_gathered": ((0, replace(_WIDE, stages=3, pieces=1)),),
         "input_gradient": _HOPPER,
         "weight_gradient": _HOPPER,
-        "weight_gradient_gathered": (GemmRule(launch=_PAIR_IN_FOUR),),
-        "weight_gradient_accumulated": (
-            GemmRule(launch=_WIDE_FLOAT32, rows_from=2048),
-            GemmRule(launch=_SQUARE_FLOAT32),
-        ),
+        "weight_gradient_gathered": tuple((least, replace(launch, copy_gathered=True)) for least, launch in _HOPPER),
+        "weight_gradient_accumulated": ((0, replace(_WIDE_FLOAT32, copy_gathered=True)),),
     },
-    "sm_100": dict.fromkeys(get_args(GemmProduct), _BLACKWELL),
+    "sm_100": dict.fromkeys(get_args(GemmProduct), ((0, replace(_WIDE_FLOAT32, stages=3)),)),
     "gfx942": _AMD,
     "gfx950": _AMD,
 }
-"""By target and product; the first rule that fits is taken, and the last fits all.
-
-sm_90 is measured on one H200 (docs/decisions/0100). The others are not: they are the largest that do not spill.
-"""
+"""By target and product. sm_90 is measured on one H200 (docs/decisions/0100 to 0103). The others are not: they are the
+largest that do not spill."""
 
 
-@dataclass(frozen=True)
-class GemmShape:
-    """What the host knows of a grouped product: everything but the counts.
+def grouped_gemm_launch(product: GemmProduct, device: torch.device, dtype: torch.dtype, matrix: int) -> GemmLaunch:
+    """The launch for one product of a grouped GEMM.
 
-    Attributes:
-        rows: R, rows of the buffer.
-        experts: e, matrices.
-        matrix: elements of one of them.
+    Args:
+        product: what is computed.
+        device: where.
         dtype: of the operands.
-        device: where they are.
+        matrix: elements of one expert's matrix.
+
+    Returns:
+        The table's choice; a small launch that runs anywhere for float32, the interpreter and chips without a table.
     """
-
-    rows: int
-    experts: int
-    matrix: int
-    dtype: torch.dtype
-    device: torch.device
-
-
-def grouped_gemm_launch(product: GemmProduct, shape: GemmShape) -> GemmLaunch:
-    """The table's launch; a small one that runs anywhere for float32, the interpreter and chips without a table."""
-    rules = GROUPED_GEMM.get(target_of(shape.device))
-    if rules is None or shape.dtype == torch.float32:
+    launches = GROUPED_GEMM.get(target_of(device))
+    if launches is None or dtype == torch.float32:
         return _SMALL
-    fitting = (
-        rule.launch
-        for rule in rules[product]
-        if shape.matrix >= rule.matrix_from and shape.rows >= rule.rows_from * shape.experts
-    )
-    return next(fitting)
+    return [launch for least, launch in launches[product] if matrix >= least][-1]

@@ -1,78 +1,22 @@
-"""The process that trains: its environment, device, threads, seeds and memory.
-
-This is the only file that reads environment variables, so everything that a shell can change about a run is said here:
-
-    NO_COLOR         no colors in the terminal (any value but empty)
-    OMP_NUM_THREADS  threads of a CPU operator; without it, the cores that this process may use
-    WORLD_SIZE       set by torchrun and by Slurm wrappers; more than 1 is refused
-
-Deterministic mode also writes one variable, CUBLAS_WORKSPACE_CONFIG, because cuBLAS reads its workspace rule nowhere
-else.
-"""
+"""The process that trains: device, threads, seeds and memory. What the shell says about them is in `environment`."""
 
 import os
 import platform
 import random
 import resource
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from penstock.base.errors import DeviceError
+from penstock.parallel.environment import Environment, make_cublas_deterministic
 
 CGROUP_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 """Linux, cgroup v2: `quota period` in microseconds, or `max period`. This limits a container, not its affinity."""
 
 CPU_INFO = Path("/proc/cpuinfo")
 """Linux: one `model name` line for each core."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Environment:
-    """What the environment variables say.
-
-    Attributes:
-        color: terminal output may have colors.
-        threads: threads of a CPU operator, or None if nobody chose.
-        world_size: processes that were started together.
-    """
-
-    color: bool
-    threads: int | None
-    world_size: int
-
-
-def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
-    """Read every variable that Penstock listens to.
-
-    Raises:
-        DeviceError: a variable that should be a number is none, or several processes were started.
-    """
-    world_size = _whole_number(variables, "WORLD_SIZE") or 1
-    if world_size > 1:
-        raise DeviceError(
-            "a run trains on one device, in one process",
-            got=f"WORLD_SIZE={world_size}",
-            fix="start `penstock train` once, without torchrun",
-        )
-    return Environment(
-        color=not variables.get("NO_COLOR"),
-        threads=_whole_number(variables, "OMP_NUM_THREADS"),
-        world_size=world_size,
-    )
-
-
-def _whole_number(variables: Mapping[str, str], name: str) -> int | None:
-    """Value of a variable, or None if it is unset or empty."""
-    text = variables.get(name, "").strip()
-    if not text:
-        return None
-    if not text.isascii() or not text.isdigit() or int(text) == 0:
-        raise DeviceError(f"environment variable {name} must be a whole number", got=repr(text), allowed="1 and up")
-    return int(text)
 
 
 def choose_device(kind: str) -> torch.device:
@@ -132,7 +76,7 @@ def prepare_process(environment: Environment, *, seed: int, deterministic: bool)
     random.seed(seed)
     torch.manual_seed(seed)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        make_cublas_deterministic()
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = False
 

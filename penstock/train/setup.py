@@ -18,7 +18,8 @@ from penstock.models.build import build_model, meta_model
 from penstock.models.count import Count, count
 from penstock.models.decoder import Decoder
 from penstock.moe.router import Router
-from penstock.parallel.process import Environment, choose_device, device_name, prepare_process
+from penstock.parallel.environment import Environment
+from penstock.parallel.process import choose_device, device_name, prepare_process
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.run_folder import is_bound
 from penstock.train.state import TrainState

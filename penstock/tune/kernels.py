@@ -9,9 +9,10 @@ Here and not in a training step: a first step that searches is slow, differs bet
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
+from typing import Protocol
 
 import torch
 
@@ -19,27 +20,37 @@ from penstock.kernels.device_facts import DeviceFacts
 from penstock.kernels.measured import Entry, Measurements
 from penstock.tune.cases import Call, Case, Workload, cases
 
-ROTATION = 2**28
-"""Bytes over which calls rotate: several times the L2 cache."""
-
 MOST_COPIES = 16
 """Sets of inputs at most."""
 
 MOST_BUSY_SECONDS = 0.02
 """The device is kept busy no longer; calls that take the host so long wait for the device anyway."""
 
-Clock = Callable[[Sequence[Call]], float]
-"""Microseconds of one call, from calls that do the same on different inputs."""
+
+class Clock(Protocol):
+    """Times calls that do the same on different inputs.
+
+    Attributes:
+        rotation: bytes that the inputs of all calls should have together.
+    """
+
+    rotation: int
+
+    def __call__(self, calls: Sequence[Call]) -> float:
+        """Microseconds of one call."""
+        ...
 
 
 class GpuClock:
-    """Times calls on the current GPU by events of its stream.
+    """Times calls on the current GPU by events of its stream; inputs are several times as large as its L2 cache.
 
     Args:
         rounds: of which the median is taken.
         least_ms: device time that a round should have at least.
         most_calls: of a round; more would fill the device's queue.
     """
+
+    rotation = 2**28
 
     def __init__(self, rounds: int = 7, least_ms: float = 2.0, most_calls: int = 32) -> None:
         self._rounds = rounds
@@ -98,7 +109,7 @@ def _time(case: Case, backend: str, clock: Clock) -> float | None:
     try:
         torch.manual_seed(0)
         first = case.draw()
-        copies = math.ceil(ROTATION / sum(x.nbytes for x in first))
+        copies = math.ceil(clock.rotation / sum(x.nbytes for x in first))
         inputs = [first, *(case.draw() for _ in range(min(copies, MOST_COPIES) - 1))]
         return clock([case.bind(backend, one) for one in inputs])
     except torch.OutOfMemoryError:

@@ -31,7 +31,7 @@ COUNTS = {
 DEPTH, WIDTH, TAIL = 48, 72, 7
 
 POINTERS = GemmLaunch(block_rows=64, block_columns=64, block_depth=32, stages=2, group=2, descriptors=False)
-DESCRIPTORS = replace(POINTERS, block_columns=32, pieces=2, descriptors=True)
+DESCRIPTORS = replace(POINTERS, block_columns=32, pieces=4, descriptors=True)
 BOTH_WAYS = pytest.mark.parametrize("launch", [POINTERS, DESCRIPTORS], ids=["pointers", "descriptors"])
 
 
@@ -85,10 +85,12 @@ def test_each_product_ignores_a_tail_of_nan(counts: list[int], launch: GemmLaunc
 
 
 @BOTH_WAYS
+@pytest.mark.parametrize("copy", [False, True], ids=["fused", "copied"])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_rows_are_gathered_while_they_are_loaded(
-    index_dtype: torch.dtype, launch: GemmLaunch, device: torch.device
+def test_gathered_rows_are_multiplied(
+    index_dtype: torch.dtype, copy: bool, launch: GemmLaunch, device: torch.device
 ) -> None:
+    launch = replace(launch, copy_gathered=copy)
     _, w_eFD, dy_RF, counts_e = draw(COUNTS["skewed"], device, torch.float32)
     source_RD = torch.randn(30, DEPTH, device=device)
     index_R = torch.randint(30, (len(dy_RF),), device=device, dtype=index_dtype)
@@ -147,7 +149,7 @@ def test_every_launch_of_this_chip_computes_the_same(product: str, device: torch
     dx_RD = reference.grouped_gemm(dy_RF.double(), w_eFD.double().transpose(1, 2), counts_e)
     dw_eFD = true_weight_gradient(dy_RF.double(), x_RD.double(), counts_e)
     identity_R = torch.arange(rows, device=device)
-    for launch in {rule.launch for rules in GROUPED_GEMM[target_of(device)].values() for rule in rules}:
+    for launch in {launch for launches in GROUPED_GEMM[target_of(device)].values() for _, launch in launches}:
         for index_R in (None, identity_R):
             if product == "rows":
                 got_RF = grouped_gemm_forward(x_RD, w_eFD, counts_e, index_R, launch=launch)
@@ -188,10 +190,10 @@ def test_a_buffer_of_another_dtype_is_not_added_to() -> None:
 
 
 CHOICES = [
-    pytest.param(target, product, rule.launch, id=f"{target}-{product}-{rule.launch.block_columns}")
+    pytest.param(target, product, launch, id=f"{target}-{product}-{launch.block_columns}")
     for target, products in GROUPED_GEMM.items()
-    for product, rules in products.items()
-    for rule in rules
+    for product, launches in products.items()
+    for _, launch in launches
 ]
 
 
@@ -210,7 +212,9 @@ def test_no_launch_of_a_table_spills_or_lacks_matrix_instructions(
 def compile_product(product: GemmProduct, launch: GemmLaunch, target: str) -> Compiled:
     """Compile as the launchers would for bfloat16 and widths that are multiples of 16."""
     rows, columns, depth = launch.block_rows, launch.block_columns, launch.block_depth
-    gathered, accumulated = product.endswith("_gathered"), product.endswith("_accumulated")
+    accumulated = product.endswith("_accumulated")
+    # A sum is gathered or not with the same launch; gathered it needs more registers.
+    gathered = not launch.copy_gathered and (accumulated or product.endswith("_gathered"))
     result = "fp32" if accumulated else "bf16"
 
     def operand(*block: int, dtype: str = "bf16") -> str:

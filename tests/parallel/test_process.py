@@ -1,4 +1,4 @@
-"""Environment, device, threads, seeds and memory of the process."""
+"""Device, threads, seeds and memory of the process."""
 
 import os
 import random
@@ -10,15 +10,8 @@ import torch
 
 from penstock.base.errors import DeviceError
 from penstock.parallel import process
-from penstock.parallel.process import (
-    Environment,
-    choose_device,
-    device_name,
-    peak_memory_bytes,
-    prepare_process,
-    read_environment,
-    usable_cores,
-)
+from penstock.parallel.environment import Environment
+from penstock.parallel.process import choose_device, device_name, peak_memory_bytes, prepare_process, usable_cores
 
 PLAIN = Environment(color=True, threads=1, world_size=1)
 
@@ -30,27 +23,6 @@ def process_as_it_was() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
-
-
-def test_an_empty_environment_means_defaults() -> None:
-    assert read_environment({}) == Environment(color=True, threads=None, world_size=1)
-
-
-def test_what_the_shell_says_is_read() -> None:
-    environment = read_environment({"NO_COLOR": "1", "OMP_NUM_THREADS": "4", "WORLD_SIZE": "1"})
-    assert environment == Environment(color=False, threads=4, world_size=1)
-    assert read_environment({"NO_COLOR": "", "OMP_NUM_THREADS": ""}).color
-
-
-def test_several_processes_are_refused() -> None:
-    with pytest.raises(DeviceError, match="WORLD_SIZE=8.*without torchrun"):
-        read_environment({"WORLD_SIZE": "8"})
-
-
-@pytest.mark.parametrize("text", ["many", "0", "-1", "2.5", "\N{SUPERSCRIPT TWO}"])
-def test_a_number_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(DeviceError, match="OMP_NUM_THREADS must be a whole number"):
-        read_environment({"OMP_NUM_THREADS": text})
 
 
 def test_a_missing_gpu_is_refused_and_auto_does_without(monkeypatch: pytest.MonkeyPatch) -> None:

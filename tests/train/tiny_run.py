@@ -11,7 +11,7 @@ from penstock.config.run import Run
 from penstock.config.training import Checkpoint, Data, Evaluation, Optimizer, Record, Schedule, Training
 from penstock.data.batch import Batch
 from penstock.kernels.reference import IGNORED_LABEL
-from penstock.parallel.process import Environment
+from penstock.parallel.environment import Environment
 from penstock.train.observer import HeldOutLoss, LayerReport, RunStart, StepReport
 
 ENVIRONMENT = Environment(color=False, threads=1, world_size=1)

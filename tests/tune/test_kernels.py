@@ -18,7 +18,8 @@ from tests.tune.test_cases import AS_GPU, CPU, work
 class CountingClock:
     """Says 10, 20, 30 ... microseconds, and remembers how many sets of inputs it was given."""
 
-    def __init__(self) -> None:
+    def __init__(self, rotation: int = 1) -> None:
+        self.rotation = rotation
         self.copies: list[int] = []
 
     def __call__(self, calls: Sequence[Call]) -> float:
@@ -52,29 +53,28 @@ def test_every_case_becomes_an_entry_with_a_time_for_each_backend() -> None:
     assert {one.dtype for one in found} == {"bf16"}
 
 
-def test_small_inputs_are_rotated_and_not_without_end() -> None:
-    clock = CountingClock()
-    next(measure(work(), AS_GPU, clock))
-    assert set(clock.copies) == {16}
+@pytest.mark.parametrize(("rotation", "copies"), [(1, 1), (3000, 3), (2**40, 16)])
+def test_inputs_are_rotated_over_some_bytes_and_not_without_end(rotation: int, copies: int) -> None:
+    clock = CountingClock(rotation)
+    logits = next(measure(work(), AS_GPU, clock)).shape
+    assert logits["tokens"] * logits["experts"] * 4 == 1024
+    assert set(clock.copies) == {copies}
 
 
 def test_what_does_not_fit_into_memory_has_no_time() -> None:
-    def full(calls: Sequence[Call]) -> float:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+    class FullClock(CountingClock):
+        def __call__(self, calls: Sequence[Call]) -> float:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    first = next(measure(work(), AS_GPU, full))
+    first = next(measure(work(), AS_GPU, FullClock()))
     assert first.microseconds == {}
 
 
 def test_what_was_measured_decides_what_runs() -> None:
     workload = work()
-
-    def clock(calls: Sequence[Call]) -> float:
-        return 1.0
-
     entries = tuple(
         replace(one, microseconds={name: 1.0 + (name != "reference") for name in one.microseconds})
-        for one in measure(workload, AS_GPU, clock)
+        for one in measure(workload, AS_GPU, CountingClock())
     )
     known = Measurements(device=AS_GPU.name, environment={}, entries=entries)
     choices = choose({}, AS_GPU, workload.shapes, known)
