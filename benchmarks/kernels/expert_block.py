@@ -1,6 +1,6 @@
 """A whole expert block on one GPU, forward and backward: router to combine, without the router's matrix product.
 
-    python benchmarks/kernels/expert_block.py --output expert_block.json
+    python -m benchmarks.kernels.expert_block --output expert_block.json
 
 Ways to run it, for DeepSeek-V2-Lite at 8,192 tokens unless told otherwise:
 
@@ -17,14 +17,9 @@ and the same for all.
 """
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -32,6 +27,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from benchmarks import record
 from penstock.kernels import permute, reference, topk
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.reference import RouterRule
@@ -75,10 +71,8 @@ def main() -> None:
         row["ours_times_as_fast"] = row["ms"] / measured["ours"]["ms"]
         row["ours_keeps"] = measured["ours"]["kept_mib"] / row["kept_mib"]
         print(f"ours is {row['ours_times_as_fast']:.2f} x as fast as {name} and keeps {row['ours_keeps']:.2f} of it")
-    if options.output:
-        shape = {key: value for key, value in vars(options).items() if isinstance(value, int | float)}
-        report = {**provenance(), "shape": shape, "blocks": measured}
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    shape = {key: value for key, value in vars(options).items() if isinstance(value, int | float)}
+    record.write(options, {"shape": shape, "blocks": measured}, triton=triton.__version__)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -92,7 +86,7 @@ def parse_arguments() -> argparse.Namespace:
         "--skew", type=float, default=0.0, help="standard deviation of the experts' popularity (logits)"
     )
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each block")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    record.add_arguments(parser)
     return parser.parse_args()
 
 
@@ -209,22 +203,6 @@ def memory_of(block: Block, inputs: Inputs, dy_TD: Tensor, rule: RouterRule) -> 
 def forget_gradients(inputs: Inputs) -> None:
     for leaf in inputs:
         leaf.grad = None
-
-
-def provenance() -> dict[str, object]:
-    """Where these numbers come from."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "benchmark": "expert_block",
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit or "not in a repository",
-        "environment": {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "python": platform.python_version(),
-        },
-    }
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ Contenders = dict[str, Callable[[], Tensor]]
 
 @dataclass(frozen=True)
 class Share:
-    """The experts of one GPU: so many, each with so many rows when balanced, of tokens that choose `top_k` experts."""
+    """The experts of one GPU, the rows of each when balanced, and the tokens that rows are gathered from."""
 
     name: str
     experts: int

@@ -1,7 +1,7 @@
 """Output projection and loss, forward and backward: ours beside full logits (eager and compiled) and Liger.
 
-    python benchmarks/kernels/linear_cross_entropy.py --output linear_cross_entropy.json
-    python benchmarks/kernels/linear_cross_entropy.py --sweep        # the row kernel alone, under several launches
+    python -m benchmarks.kernels.linear_cross_entropy --output linear_cross_entropy.json
+    python -m benchmarks.kernels.linear_cross_entropy --sweep        # the row kernel alone, under several launches
 
 Every candidate takes bfloat16 hidden states and head and gives the mean loss and bfloat16 gradients. They take turns,
 so that clocks and heat are the same for all; the time is the median of all rounds. Peak memory is what a step
@@ -9,15 +9,10 @@ allocates beyond its inputs, gradients included. Liger is left out where it is n
 """
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +20,8 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from penstock.kernels.linear_cross_entropy import LAUNCH, linear_cross_entropy, linear_cross_entropy_kernel
+from benchmarks import record
+from penstock.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_kernel
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.kernels.tuning import Launch
 
@@ -64,10 +60,9 @@ def main() -> None:
         sweep.append({"launch": vars(launch), **time_row_kernel(launch, options.vocabulary)})
         how = "{block_columns} columns, {warps} warps, {stages} stages".format(**vars(launch))
         print(f"row kernel, {how}: {sweep[-1]['ms']:.3f} ms, {sweep[-1]['tb_per_s']:.2f} TB/s")
-    if options.output:
-        shape = {"tokens": options.tokens, "hidden": options.hidden, "vocabulary": options.vocabulary}
-        report = {**provenance(), "shape": shape, "candidates": measured, "row_kernel": sweep}
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    shape = {"tokens": options.tokens, "hidden": options.hidden, "vocabulary": options.vocabulary}
+    numbers = {"shape": shape, "candidates": measured, "row_kernel": sweep}
+    record.write(options, numbers, triton=triton.__version__)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -77,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=102400)
     parser.add_argument("--rounds", type=int, default=20, help="timed steps of each candidate")
     parser.add_argument("--sweep", action="store_true", help="also time the row kernel alone under several launches")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    record.add_arguments(parser)
     return parser.parse_args()
 
 
@@ -198,23 +193,6 @@ def time_row_kernel(launch: Launch, vocabulary: int, tokens: int = 4096) -> dict
     milliseconds = float(triton.testing.do_bench(run, warmup=10, rep=50, return_mode="median"))
     moved = 2 * logits_TV.numel() * logits_TV.element_size()
     return {"ms": milliseconds, "tb_per_s": moved / milliseconds / 1e9}
-
-
-def provenance() -> dict[str, object]:
-    """Where these numbers come from."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "benchmark": "linear_cross_entropy",
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit or "not in a repository",
-        "environment": {
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "python": platform.python_version(),
-            "launch": vars(LAUNCH),
-        },
-    }
 
 
 if __name__ == "__main__":
