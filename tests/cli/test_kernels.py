@@ -16,6 +16,7 @@ from penstock.kernels.measured import load
 from penstock.tune.cases import Call
 
 FACTS = DeviceFacts(kind="cuda", name="NVIDIA H200", target="sm_90", packages=frozenset({"triton"}), dtype="bf16")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TINY = ["model.hidden_size=32", "model.moe.ffn_size=16", "training.sequence_length=16"]
 
 
@@ -115,7 +116,7 @@ def test_tune_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str], tmp_p
 
 def test_a_measured_winner_is_what_list_shows_then(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run, path = load_run("debug", [*TINY, "training.precision=bf16"]), tmp_path / "m.json"
-    tune_on(run, FACTS, torch.device("cpu"), RisingClock(), path)
+    tune_on(run, FACTS, DEVICE, RisingClock(), path)
     out = capsys.readouterr().out
     # Times only rise, so what is timed first wins.
     assert out.splitlines()[0].split()[:3] == ["operator", "direction", "skew"]
@@ -133,6 +134,6 @@ def test_tuning_another_shape_adds_to_the_file(capsys: pytest.CaptureFixture[str
     path, facts = tmp_path / "m.json", replace(FACTS, packages=frozenset())
     for length in (16, 32, 32):
         run = load_run("debug", [*TINY, "training.precision=bf16", f"training.sequence_length={length}"])
-        tune_on(run, facts, torch.device("cpu"), RisingClock(), path)
+        tune_on(run, facts, DEVICE, RisingClock(), path)
     assert "16 entries of 32 in" in capsys.readouterr().out
     assert {one.shape["tokens"] for one in load(path).entries} == {64, 128}

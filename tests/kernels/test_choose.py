@@ -115,14 +115,18 @@ def test_a_chip_without_launches_for_our_products_takes_torchs() -> None:
     a100 = named_device("A100", "bf16")
     assert a100.target not in GROUPED_GEMM
     assert {chosen(a100)[f"experts {product}"] for product in PRODUCTS} == {"torch"}
-    assert "no launches of Triton's products for sm_80" in reasons(a100)["experts forward"]
+    assert reasons(a100)["experts forward"] == "no launches of Triton's products for bf16 on sm_80"
     assert chosen(a100)["norm"] == "triton"
 
 
-def test_float32_on_a_gpu_is_not_for_grouped_mm() -> None:
+def test_float32_on_a_gpu_is_for_no_library_of_products() -> None:
     fp32 = replace(H200, dtype="fp32")
-    assert chosen(fp32)["experts forward"] == "triton"
-    assert reasons(fp32)["experts forward"] == "float32: torch's grouped_mm takes bfloat16 on a GPU only"
+    assert chosen(fp32)["experts forward"] == "reference"
+    assert chosen(fp32)["norm"] == "triton"
+    assert reasons(fp32)["experts forward"] == "no launches of Triton's products for fp32 on sm_90"
+    assert (
+        obstacle("experts", "torch", fp32, SHAPES) == "float32: torch promises its grouped_mm in bfloat16 only on a GPU"
+    )
     assert chosen(replace(fp32, packages=frozenset()))["experts forward"] == "reference"
 
 
@@ -187,8 +191,8 @@ def test_all_gives_the_reference_where_a_backend_has_nothing_of_its_own() -> Non
         (
             replace(H200, dtype="fp32"),
             {"experts": "torch"},
-            "kernels.experts=torch cannot be had for experts; got float32: torch's grouped_mm takes bfloat16 on a GPU "
-            "only; allowed: auto, triton, reference; fix: kernels.experts=auto",
+            "kernels.experts=torch cannot be had for experts; got float32: torch promises its grouped_mm in bfloat16 "
+            "only on a GPU; allowed: auto, triton, reference; fix: kernels.experts=auto",
         ),
         (
             NO_TRITON,

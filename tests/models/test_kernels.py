@@ -1,5 +1,6 @@
 """From a run to its kernels."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,6 +51,21 @@ def test_every_preset_has_a_choice_on_every_kind_of_device(name: str, monkeypatc
         choices = kernel_choices(run, named_device(device, run.training.precision))
         assert {choice.backend for choice in choices if choice.op == "route"} == {"triton"}
     assert choose_operators(run, CPU).rms_norm is TORCH.rms_norm
+
+
+def test_the_h200_that_was_measured_runs_our_kernels_but_not_our_products_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/nowhere"))
+    run = load_run("deepseek-v2-lite", ["training.micro_batch=2"])
+    choices = kernel_choices(run, H200)
+    assert {choice.backend for choice in choices} == {"triton", "auto"}
+    told = re.compile(
+        r"measured \d+\.\d\dx faster than (torch|reference) on NVIDIA H200 at (8192 tokens|64 experts x 768 rows)"
+    )
+    assert [choice.op for choice in choices if not told.fullmatch(choice.reason)] == ["attention", "loss"]
+    in_float32 = {choice.op: choice.backend for choice in kernel_choices(run, replace(H200, dtype="fp32"))}
+    assert (in_float32["experts"], in_float32["norm"]) == ("reference", "triton")
 
 
 def test_a_model_is_built_on_what_the_run_asks_for() -> None:

@@ -12,14 +12,24 @@ from penstock.kernels.questions import QUESTIONS, shape_of
 from penstock.tune.cases import SKEWS, Case, Workload, cases, draw_choices, workload_of
 from tests.config.small import SMALL
 
-CPU = torch.device("cpu")
-TINY = ("model.hidden_size=32", "model.moe.ffn_size=16", "model.moe.shared_ffn_size=16", "training.sequence_length=16")
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+TOLERANCE = 0.02 if ON_GPU else 1e-5
+"""Of the norm. The interpreter's products know no bfloat16, and torch's no float32 on a GPU."""
+
+TINY = (
+    "model.hidden_size=32",
+    "model.moe.ffn_size=16",
+    "model.moe.shared_ffn_size=16",
+    "training.sequence_length=16",
+    f"training.precision={'bf16' if ON_GPU else 'fp32'}",
+)
 AS_GPU = DeviceFacts(kind="cuda", name="a GPU", target="sm_90", packages=frozenset({"triton"}), dtype="bf16")
 
 
 def work(*overrides: str) -> Workload:
-    """A tiny workload on the CPU, in float32 whatever the facts say: the interpreter's products know no bfloat16."""
-    return workload_of(load_run("debug", [*TINY, "training.micro_batch=2", *overrides]), CPU)
+    """A tiny workload."""
+    return workload_of(load_run("debug", [*TINY, "training.micro_batch=2", *overrides]), DEVICE)
 
 
 def floats(found: object) -> list[Tensor]:
@@ -45,7 +55,7 @@ def test_grouped_query_attention_is_timed_by_its_rotation() -> None:
     run = SMALL.model_copy(
         update={"model": load_run("debug", ["model.attention={kind='gqa', heads=4, kv_heads=2, head_dim=16}"]).model}
     )
-    found = {case.part.op for case in cases(workload_of(run, CPU), AS_GPU)}
+    found = {case.part.op for case in cases(workload_of(run, DEVICE), AS_GPU)}
     assert "rotate" in found
     assert "mla_heads" not in found
 
@@ -72,7 +82,7 @@ def test_every_backend_computes_the_same_on_the_same_inputs(case: Case) -> None:
     for backend, found in results.items():
         for one, expected in zip(found, results["reference"], strict=True):
             assert one.shape == expected.shape
-            torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4, msg=backend)
+            assert (one - expected).norm() <= TOLERANCE * expected.norm(), backend
 
 
 def test_a_call_can_be_repeated() -> None:
@@ -87,13 +97,13 @@ def test_a_case_is_looked_up_by_the_sizes_of_its_part() -> None:
 
 
 def test_balanced_choices_give_every_expert_as_many_tokens() -> None:
-    experts_TK = draw_choices(64, 8, 3, 0.0, CPU)
+    experts_TK = draw_choices(64, 8, 3, 0.0, DEVICE)
     assert torch.bincount(experts_TK.flatten(), minlength=8).tolist() == [24] * 8
     assert all(len(set(row)) == 3 for row in experts_TK.tolist())
 
 
 def test_skewed_choices_favour_some_experts_and_never_one_twice() -> None:
-    experts_TK = draw_choices(4096, 64, 6, 0.6, CPU)
+    experts_TK = draw_choices(4096, 64, 6, 0.6, DEVICE)
     assert all(len(set(row)) == 6 for row in experts_TK[:200].tolist())
     counts_E = torch.bincount(experts_TK.flatten(), minlength=64).float()
     assert 0.35 < counts_E.log().std() < 0.7

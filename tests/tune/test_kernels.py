@@ -12,7 +12,7 @@ from penstock.kernels.device_facts import device_facts, installed
 from penstock.kernels.measured import Entry, Measurements
 from penstock.tune.cases import Call, cases, workload_of
 from penstock.tune.kernels import GpuClock, environment, measure, merged, winner
-from tests.tune.test_cases import AS_GPU, CPU, work
+from tests.tune.test_cases import AS_GPU, work
 
 
 class CountingClock:
@@ -123,5 +123,5 @@ def test_every_case_runs_on_a_gpu() -> None:
 
 
 def test_the_cpu_is_no_place_to_tune_but_its_cases_run() -> None:
-    facts = device_facts(CPU, "fp32")
+    facts = device_facts(torch.device("cpu"), "fp32")
     assert all("triton" not in case.backends for case in cases(work(), facts))
