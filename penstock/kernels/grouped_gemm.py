@@ -251,6 +251,7 @@ def _launch_rows(
         experts,
         DEPTH_FIRST=depth_first,
         GATHER=index is not None,
+        WHOLE_DEPTH=depth % launch.block_depth == 0,
         **_constants(launch),
     )
 

@@ -189,19 +189,26 @@ def test_a_buffer_of_another_dtype_is_not_added_to() -> None:
         )
 
 
+def depths(product: GemmProduct, launch: GemmLaunch) -> tuple[bool, ...]:
+    """Whether the block's depth divides the matrix's: both kernels exist where rows are loaded by pointers."""
+    by_pointers = product == "forward_gathered" or not launch.descriptors
+    return (True, False) if by_pointers and not product.startswith("weight") else (True,)
+
+
 CHOICES = [
-    pytest.param(target, product, launch, id=f"{target}-{product}-{launch.block_columns}")
+    pytest.param(target, product, launch, whole, id=f"{target}-{product}-{launch.block_columns}-{whole}")
     for target, products in GROUPED_GEMM.items()
     for product, launches in products.items()
     for _, launch in launches
+    for whole in depths(product, launch)
 ]
 
 
-@pytest.mark.parametrize(("target", "product", "launch"), CHOICES)
+@pytest.mark.parametrize(("target", "product", "launch", "whole_depth"), CHOICES)
 def test_no_launch_of_a_table_spills_or_lacks_matrix_instructions(
-    target: str, product: GemmProduct, launch: GemmLaunch
+    target: str, product: GemmProduct, launch: GemmLaunch, whole_depth: bool
 ) -> None:
-    compiled = compile_product(product, launch, target)
+    compiled = compile_product(product, launch, target, whole_depth)
     assert compiled.matrix_instructions > 0, "the product must be made by matrix instructions"
     assert compiled.spills == 0, f"{launch} spills: {compiled.summary}"
     # NVIDIA's multiprocessors keep 1 KiB more for each program, beyond what one program can have.
@@ -209,7 +216,7 @@ def test_no_launch_of_a_table_spills_or_lacks_matrix_instructions(
     assert shared <= TARGETS[target].shared_bytes + 1024, f"{launch} needs {shared} bytes of shared memory"
 
 
-def compile_product(product: GemmProduct, launch: GemmLaunch, target: str) -> Compiled:
+def compile_product(product: GemmProduct, launch: GemmLaunch, target: str, whole_depth: bool) -> Compiled:
     """Compile as the launchers would for bfloat16 and widths that are multiples of 16."""
     rows, columns, depth = launch.block_rows, launch.block_columns, launch.block_depth
     accumulated = product.endswith("_accumulated")
@@ -254,6 +261,6 @@ def compile_product(product: GemmProduct, launch: GemmLaunch, target: str) -> Co
             "owners_ptr": "*i32:16",
             "block_count_ptr": "*i32",
         }
-        constants["DEPTH_FIRST"] = depth_first
+        constants |= {"DEPTH_FIRST": depth_first, "WHOLE_DEPTH": whole_depth}
         kernel = rows_kernel
     return compile_for(kernel, signature, constants, TARGETS[target], launch.warps, launch.stages)

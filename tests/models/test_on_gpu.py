@@ -55,7 +55,8 @@ def test_fused_operators_in_bf16_give_the_gradients_of_the_eager_fp32_model(
 
 @pytest.mark.parametrize("backend", ["default", "math", "efficient", "cudnn"])
 def test_every_attention_backend_gives_the_same_hidden_states(backend: str) -> None:
-    config = _model(MLA)
+    # dense: where experts are near a tie, rounding alone sends a token elsewhere
+    config = tiny_model(family="plain", attention=MLA, hidden_size=64, dense_layers=3, dense_ffn_size=96, moe=None)
     expected = _gradients(config, REFERENCE, "fp32", masked=False)["hidden"]
     found = _gradients(config, replace(TORCH, attention_backend=backend), "bf16", masked=False)["hidden"]
-    assert _relative(found, expected) < 0.1
+    assert _relative(found, expected) < 0.03
