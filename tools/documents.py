@@ -6,8 +6,13 @@ documents between markers, and only the text between them is written:
     reaches <!--= one-gpu.json numbers.ratio .2f -->1.85<!--/--> times the speed
 
 The marker names a file of benchmarks/results, the way to a number in it (keys and list positions, joined by dots), and
-a Python format. `make docs` writes everything; tests/promises/test_documents.py and test_results.py fail when a
-document is stale.
+a Python format. Whole tables stand between markers that name a result and a function of `tools.kernel_tables`:
+
+    <!--table kernels-h200.json pointwise-->
+    ...
+    <!--/table-->
+
+`make docs` writes everything; tests/promises/test_documents.py and test_results.py fail when a document is stale.
 """
 
 import json
@@ -15,15 +20,18 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from penstock.base.shapes import LEGEND
 from penstock.base.spans import Span
 from penstock.config.reference import reference_markdown
 from penstock.train.metrics import reference_page
+from tools.kernel_tables import TABLES
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results")
 FIGURE = re.compile(r"<!--= (?P<file>\S+) (?P<way>\S+) (?P<format>\S+) -->(?P<text>.*?)<!--/-->", re.DOTALL)
+TABLE = re.compile(r"^<!--table (?P<file>\S+) (?P<name>\S+)-->\n.*?^<!--/table-->$", re.DOTALL | re.MULTILINE)
 SKIPPED = {".venv", ".git", "runs", "build", "dist", "node_modules"}
 
 
@@ -106,10 +114,7 @@ def quoted(file: str, way: str, spec: str, root: Path = ROOT) -> str:
     Raises:
         LookupError: there is no such file, or the way leads nowhere.
     """
-    path = root / RESULTS / file
-    if not path.is_file():
-        raise LookupError(f"{RESULTS / file} is not there")
-    value = json.loads(path.read_text(encoding="utf-8"))
+    value = _result(file, root)
     for key in way.split("."):
         try:
             value = value[int(key) if isinstance(value, list) else key]
@@ -118,8 +123,40 @@ def quoted(file: str, way: str, spec: str, root: Path = ROOT) -> str:
     return format(value, spec)
 
 
+def _result(file: str, root: Path) -> Any:
+    """What a file of benchmarks/results holds."""
+    path = root / RESULTS / file
+    if not path.is_file():
+        raise LookupError(f"{RESULTS / file} is not there")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def with_measurements(text: str, root: Path = ROOT) -> str:
+    """The text with every marked figure and table as the results have it today.
+
+    Raises:
+        LookupError: a result is not there, lacks a number, or no function makes the table.
+    """
+    return with_tables(with_figures(text, root), root)
+
+
+def with_tables(text: str, root: Path = ROOT) -> str:
+    """The text with every marked table made anew; see `with_measurements`."""
+
+    def renewed(match: re.Match[str]) -> str:
+        if match["name"] not in TABLES:
+            raise LookupError(f"no table {match['name']}; there are {', '.join(TABLES)}")
+        try:
+            table = TABLES[match["name"]](_result(match["file"], root))
+        except KeyError as error:
+            raise LookupError(f"{match['file']} lacks {error} for the table {match['name']}") from error
+        return f"<!--table {match['file']} {match['name']}-->\n{table}\n<!--/table-->"
+
+    return TABLE.sub(renewed, text)
+
+
 def with_figures(text: str, root: Path = ROOT) -> str:
-    """The text with every marked figure as the results have it today."""
+    """The text with every marked figure made anew; see `with_measurements`."""
 
     def renewed(match: re.Match[str]) -> str:
         figure = quoted(match["file"], match["way"], match["format"], root)
@@ -129,7 +166,7 @@ def with_figures(text: str, root: Path = ROOT) -> str:
 
 
 def main() -> int:
-    """Write what is stale and say so; 1 if a figure cannot be found."""
+    """Write what is stale and say so; 1 if a figure or table cannot be made."""
     for name, write in GENERATED.items():
         (ROOT / name).parent.mkdir(parents=True, exist_ok=True)
         (ROOT / name).write_text(write(), encoding="utf-8")
@@ -140,13 +177,13 @@ def main() -> int:
             continue
         try:
             before = path.read_text(encoding="utf-8")
-            after = with_figures(before)
+            after = with_measurements(before)
         except LookupError as error:
             print(f"{name}: {error}", file=sys.stderr)
             return 1
         if after != before:
             path.write_text(after, encoding="utf-8")
-            print(f"renewed the figures of {name}")
+            print(f"renewed the measurements of {name}")
     return 0
 
 

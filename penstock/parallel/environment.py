@@ -2,12 +2,13 @@
 
     NO_COLOR         no colors in the terminal (any value but empty)
     OMP_NUM_THREADS  threads of a CPU operator; without it, the cores that this process may use
-    OMP_WAIT_POLICY  how threads of a CPU operator wait for each other; set to PASSIVE unless the shell has set it
+    GOMP_SPINCOUNT   how often a waiting thread of a CPU operator looks before it sleeps; set, unless the shell has
+                     set it or OMP_WAIT_POLICY
     WORLD_SIZE       set by torchrun and by Slurm wrappers; more than 1 is refused
 
-Two variables are set, because the libraries that read them read nothing else: OMP_WAIT_POLICY, before PyTorch is
-imported (so this file imports no PyTorch), and CUBLAS_WORKSPACE_CONFIG in deterministic mode. Threads that wait by
-spinning are a little faster on an idle machine and many times slower on one that does anything else
+Two variables are set, because the libraries that read them read nothing else: GOMP_SPINCOUNT, before PyTorch is
+imported (so this file imports no PyTorch), and CUBLAS_WORKSPACE_CONFIG in deterministic mode. Threads that spin for
+long hold up a machine that does anything else; threads that never spin are slow to wake
 (docs/decisions/0011-threads.md).
 """
 
@@ -16,6 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.base.errors import DeviceError
+
+
+SPIN_COUNT = "20000"
+"""Some tens of microseconds, about as long as a small operator takes; GNU OpenMP's default is 300,000."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +70,8 @@ def _whole_number(variables: Mapping[str, str], name: str) -> int | None:
 
 def prepare_environment() -> None:
     """Set what libraries read when they are loaded. Call before PyTorch is imported; the shell's choice stands."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 def make_cublas_deterministic() -> None:

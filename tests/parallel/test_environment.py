@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from penstock.base.errors import DeviceError
-from penstock.parallel.environment import Environment, prepare_environment, read_environment
+from penstock.parallel.environment import SPIN_COUNT, Environment, prepare_environment, read_environment
 
 
 def test_an_empty_environment_means_defaults() -> None:
@@ -31,13 +31,19 @@ def test_a_number_that_is_none_is_refused(text: str) -> None:
         read_environment({"OMP_NUM_THREADS": text})
 
 
-def test_waiting_threads_sleep_unless_the_shell_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_threads_sleep_soon_unless_the_shell_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     prepare_environment()
-    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     prepare_environment()
-    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert "GOMP_SPINCOUNT" not in os.environ
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    prepare_environment()
+    assert os.environ["GOMP_SPINCOUNT"] == SPIN_COUNT
+    monkeypatch.setenv("GOMP_SPINCOUNT", SPIN_COUNT)  # so that it is taken back after the test
 
 
 def test_the_command_line_sets_it_before_torch_is_loaded() -> None:

@@ -44,9 +44,9 @@ def test_a_result_says_how_it_was_made(path: Path) -> None:
 @pytest.mark.parametrize(
     "path", documents.markdown_files(), ids=lambda path: path.relative_to(documents.ROOT).as_posix()
 )
-def test_every_quoted_figure_is_the_measured_one(path: Path) -> None:
+def test_every_quoted_figure_and_table_is_the_measured_one(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert documents.with_figures(text) == text, f"{path.name} quotes old figures; run `make docs`"
+    assert documents.with_measurements(text) == text, f"{path.name} quotes old measurements; run `make docs`"
 
 
 def test_a_result_without_its_command_is_refused() -> None:
