@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from penstock.base.errors import DeviceError
 
-
 SPIN_COUNT = "20000"
 """Some tens of microseconds, about as long as a small operator takes; GNU OpenMP's default is 300,000."""
 
