@@ -87,7 +87,7 @@ def linear_cross_entropy(
         chunk_tokens=default_chunk_tokens(head_VD) if chunk_tokens is None else chunk_tokens,
         group=group,
         accumulate_into=accumulate_into,
-        launch=LAUNCH if launch is None and x_TD.is_cuda else launch,
+        launch=LAUNCH if launch is None and x_TD.is_cuda and triton is not None else launch,
     )
     if torch.is_grad_enabled() and (x_TD.requires_grad or head_VD.requires_grad):
         return _LinearCrossEntropy.apply(x_TD, head_VD, labels_T.contiguous(), plan)
