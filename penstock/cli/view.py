@@ -48,7 +48,12 @@ def facts_of(start: RunStart) -> dict[str, str]:
     batch = f"{run.training.global_batch} x {run.training.sequence_length} tokens"
     if run.micro_batches > 1:
         batch += f" in {run.micro_batches} micro-batches"
-    return {"model": f"{size} {DOT} {run.training.precision}", "batch": batch, "device": start.device_name}
+    return {
+        "model": f"{size} {DOT} {run.training.precision}",
+        "batch": batch,
+        "device": start.device_name,
+        "kernels": start.kernels,
+    }
 
 
 def is_forced(start: RunStart) -> bool:

@@ -177,6 +177,7 @@ class _Loop:
             run=self._run,
             folder=self._folder.path,
             device_name=self._session.device_name,
+            kernels=self._session.kernels,
             parameters=size.parameters + size.mtp_parameters,
             active_parameters=size.active_parameters,
             steps_done=self._begin.steps,

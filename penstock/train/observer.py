@@ -102,6 +102,7 @@ class RunStart:
         run: the configuration.
         folder: where the run is recorded.
         device_name: as the driver reports it.
+        kernels: which backend runs each operator, in one line.
         parameters: all parameters of the model.
         active_parameters: those that one token meets.
         steps_done: steps of earlier processes; more than 0 after resuming.
@@ -110,6 +111,7 @@ class RunStart:
     run: Run
     folder: Path
     device_name: str
+    kernels: str
     parameters: int
     active_parameters: int
     steps_done: int

@@ -14,9 +14,12 @@ from penstock.data.evaluation import Evaluation, evaluation_batches
 from penstock.data.loader import Loader, Prefetch
 from penstock.data.open import open_source
 from penstock.data.sources import Source, Split
+from penstock.kernels.choose import summary
+from penstock.kernels.device_facts import device_facts
 from penstock.models.build import build_model, meta_model
 from penstock.models.count import Count, count
 from penstock.models.decoder import Decoder
+from penstock.models.kernels import kernel_choices
 from penstock.moe.router import Router
 from penstock.parallel.environment import Environment
 from penstock.parallel.process import choose_device, device_name, prepare_process
@@ -33,6 +36,7 @@ class Session:
         run: the configuration.
         device: where it trains.
         device_name: as the driver reports it.
+        kernels: which backend runs each operator, in one line.
         peak_flops: dense bf16 FLOP per second of the device, or None where that is unknown.
         size: parameters and FLOPs of the model.
         model: what is trained, in training mode.
@@ -43,6 +47,7 @@ class Session:
     run: Run
     device: torch.device
     device_name: str
+    kernels: str
     peak_flops: float | None
     size: Count
     model: Decoder
@@ -98,6 +103,7 @@ def prepare(run: Run, environment: Environment) -> Session:
         run=run,
         device=device,
         device_name=name,
+        kernels=summary(kernel_choices(run, device_facts(device, run.training.precision))),
         peak_flops=peak_flops(name),
         size=count(run.model, run.training.sequence_length),
         model=model,

@@ -110,6 +110,7 @@ def run_start(run: Run, *, steps_done: int = 0) -> RunStart:
         run=run,
         folder=Path(run.record.folder) / run.name,
         device_name="a laptop",
+        kernels="norm torch, loss torch",
         parameters=1_240_000,
         active_parameters=730_000,
         steps_done=steps_done,

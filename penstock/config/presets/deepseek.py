@@ -31,7 +31,7 @@ def _latent_attention(*, heads: int, q_latent: int, yarn_scale: float) -> Latent
 
 
 def deepseek_v2_lite() -> Run:
-    """DeepSeek-V2-Lite: 15.7 B parameters, 2.7 B active; fits 2 GPUs for training."""
+    """DeepSeek-V2-Lite: 15.7 B parameters, 2.7 B active."""
     return Run(
         name="deepseek-v2-lite",
         model=Model(
