@@ -83,12 +83,12 @@ def operators(choices: Sequence[Choice]) -> Operators:
 
 
 def summary(choices: Sequence[Choice]) -> str:
-    """The choice in one line: `experts triton, route triton, norm torch, attention cuDNN first`."""
+    """The choice in one line: `triton: experts, route; torch: norm; cuDNN first: attention`."""
     there = [choice for choice in choices if choice.reason != NOT_THERE]
-    products = list(dict.fromkeys(choice.backend for choice in there if choice.op == "experts"))
-    backends = {"experts": " and ".join(products)} if products else {}
-    backends |= {choice.op: shown(choice) for choice in there if choice.op != "experts"}
-    return ", ".join(f"{op} {backend}" for op, backend in backends.items())
+    operators_by_backend: dict[str, dict[str, None]] = {}
+    for choice in there:
+        operators_by_backend.setdefault(shown(choice), {})[choice.op] = None
+    return "; ".join(f"{backend}: {', '.join(ops)}" for backend, ops in operators_by_backend.items())
 
 
 def shown(choice: Choice) -> str:
