@@ -87,7 +87,8 @@ def summary(choices: Sequence[Choice]) -> str:
     there = [choice for choice in choices if choice.reason != NOT_THERE]
     operators_by_backend: dict[str, dict[str, None]] = {}
     for choice in there:
-        operators_by_backend.setdefault(shown(choice), {})[choice.op] = None
+        backend = "torch" if choice.backend == "default" else shown(choice)
+        operators_by_backend.setdefault(backend, {})[choice.op] = None
     return "; ".join(f"{backend}: {', '.join(ops)}" for backend, ops in operators_by_backend.items())
 
 

@@ -263,6 +263,7 @@ def test_the_summary_is_one_line() -> None:
     assert summary(choose({}, H200, SHAPES, None)) == (
         "triton: route, permute, experts, swiglu, norm, rope, loss; cuDNN first: attention"
     )
+    assert summary(choose({"all": "reference"}, CPU, SHAPES, None)).endswith("; torch: attention, loss")
     mixed = summary(choose({"experts_forward": "torch"}, H200, SHAPES, None))
     assert "torch: experts" in mixed and "permute, experts" in mixed
     assert "route" not in summary(choose({}, H200, DENSE, None))
