@@ -80,7 +80,7 @@ class Data(Section):
     end_of_document: str = knob("", doc="Name of the token that ends a document; empty looks for the usual ones.")
     text_field: str = knob("text", doc="Field of a JSON line that holds the text.")
     document_mask: bool = knob(False, doc="Attention stays inside a document, positions restart at each.")
-    shuffle: bool = knob(True, doc="Visit documents in another order each epoch.")
+    shuffle: bool = knob(True, doc="Visit documents in another order each epoch, 32 side by side.")
 
 
 class Record(Section):

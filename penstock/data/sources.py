@@ -1,6 +1,6 @@
 """What a source is: numbered documents of token ids, each of which can be read by itself.
 
-Random access is the whole contract. It makes shuffling a permutation of numbers, and resuming a matter of three
+Random access is the whole contract. It makes shuffling a permutation of numbers, and resuming a matter of a few
 integers, with no document read twice and no buffer to save. A source never adds the end-of-document token; the stream
 does.
 

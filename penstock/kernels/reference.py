@@ -222,7 +222,10 @@ def expert_ffn(
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
-    """Returns x / sqrt(mean(x**2) + epsilon) * weight, the division in float32, the product in the dtype of x."""
+    """Returns x / sqrt(mean(x**2) + epsilon) * weight, the division in float32.
+
+    The product is in the dtype of x if the weight has it too, else in the wider of the two.
+    """
     x_float = x_TD.float()
     normed = x_float * torch.rsqrt(x_float.square().mean(-1, keepdim=True) + epsilon)
     return weight_D * normed.to(x_TD.dtype)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.base.devices import peak_flops
+from penstock.base.errors import DataError
 from penstock.config.compare import leaves
 from penstock.config.run import Run
 from penstock.data.evaluation import Evaluation, evaluation_batches
@@ -127,6 +128,11 @@ def open_texts(run: Run) -> Texts:
         limit_rows=run.evaluation.rows,
         document_mask=run.data.document_mask,
     )
+    if held_out.text_bytes == 0:
+        raise DataError(
+            "the held-out rows predict no text: each of their documents is one token long",
+            fix="hold out longer documents, or set evaluation.rows to 0",
+        )
     return Texts(train=_open_split(run, "train"), held_out=held_out)
 
 

@@ -69,3 +69,18 @@ def test_bytes_of_state_are_those_of_the_tensors(precision: str, tmp_path: Path)
     held = [*session.model.parameters(), *(tensor for _, tensor in session.state.optimizer.gradients())]
     held += [tensor for name, tensor in session.state.optimizer.tensors().items() if name != "step"]
     assert state_bytes(run) == sum(tensor.nbytes for tensor in held)
+
+
+def test_held_out_documents_of_one_token_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("some text to learn from " * 40)
+    (tmp_path / "held_out.txt").write_text("x")
+    data = Data(
+        source="text",
+        files=(str(tmp_path / "train.txt"),),
+        validation_files=(str(tmp_path / "held_out.txt"),),
+        document_mask=True,
+    )
+    run = tiny_run(tmp_path, data=data, evaluation=Evaluation(rows=2))
+    run = run.model_copy(update={"model": run.model.model_copy(update={"vocabulary": 257})})
+    with pytest.raises(DataError, match="predict no text.*evaluation.rows"):
+        open_texts(run)
