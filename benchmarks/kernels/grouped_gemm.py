@@ -1,6 +1,7 @@
 """Grouped GEMM on one GPU: ours against grouped_mm, cuBLAS bmm on equal groups and cuBLAS mm of the same size.
 
     python -m benchmarks.kernels.grouped_gemm --output grouped_gemm.json
+    python -m benchmarks.kernels.grouped_gemm --gather --output gather.json      # row gathers only, launch by launch
 
 Rows of each case are an expert-parallel share of DeepSeek-V2-Lite, DeepSeek-V3 or Qwen3-30B-A3B; gate-up and down
 projections; every expert the same number of rows, or skewed (log-normal, sigma 0.6). All in bfloat16 on random data.
@@ -15,6 +16,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +30,15 @@ from penstock.kernels.grouped_gemm import (
     grouped_gemm_weight_gradient,
 )
 from penstock.kernels.tile_table import tile_table
+from penstock.kernels.tuning import GemmLaunch
+
+GATHER_LAUNCHES = {
+    "two_programs": GemmLaunch(
+        block_rows=128, block_columns=128, block_depth=64, warps=4, stages=3, pieces=2, residency=2
+    ),
+    "one_program": GemmLaunch(block_rows=128, block_columns=256, block_depth=64, warps=8, stages=4, pieces=2),
+}
+"""Hopper's two ways to fill a multiprocessor, each tried for rows that are gathered while they are loaded."""
 
 PRODUCTS = ("forward", "input gradient", "weight gradient")
 BEST_DB = 45.0
@@ -79,15 +90,17 @@ class Case:
 def main() -> None:
     options = parse_arguments()
     burn(seconds=2.0)
+    if options.gather:
+        gathers = [row for case in draw_all(options.only) for row in measure_gathers(case, options.rounds)]
+        gather_summary = summarize_gathers(gathers)
+        print_gathers(gathers, gather_summary)
+        record.write(options, {"rows": gathers, "summary": gather_summary}, triton=triton.__version__)
+        return
     products, extras = [], []
-    for share in SHARES:
-        if options.only not in share.name:
-            continue
-        for balanced in (True, False):
-            for case in draw(share, balanced):
-                products += [measure_product(case, product, options.rounds) for product in PRODUCTS]
-                if balanced:
-                    extras.append(measure_extras(case, options.rounds))
+    for case in draw_all(options.only):
+        products += [measure_product(case, product, options.rounds) for product in PRODUCTS]
+        if case.balanced:
+            extras.append(measure_extras(case, options.rounds))
     summary = summarize(products, extras)
     print_tables(products, extras, summary)
     numbers = {"tflops": products, "extras": extras, "summary": summary}
@@ -97,9 +110,18 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6, help="turns that each contender takes")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="shares whose name contains this")
+    parser.add_argument("--gather", action="store_true", help="row gathers only, with each launch")
     record.add_arguments(parser)
     return parser.parse_args()
+
+
+def draw_all(only: str) -> Iterator[Case]:
+    """Every case of the shares whose name contains `only`."""
+    for share in SHARES:
+        if only in share.name:
+            yield from draw(share, balanced=True)
+            yield from draw(share, balanced=False)
 
 
 def draw(share: Share, balanced: bool) -> Iterator[Case]:
@@ -210,6 +232,34 @@ def measure_extras(case: Case, rounds: int) -> dict[str, object]:
     return {"case": case.name, "milliseconds": times}
 
 
+def measure_gathers(case: Case, rounds: int) -> list[dict[str, object]]:
+    """Milliseconds of both products that may gather: rows in place, copied first, gathered by each launch."""
+    w_eFD, dy_RF, counts_e, source_ND, index_R = case.w_eFD, case.dy_RF, case.counts_e, case.source_ND, case.index_R
+    tiles = tile_table(counts_e, len(case.x_RD))
+
+    def forward(x: Tensor, index: Tensor | None = None, launch: GemmLaunch | None = None) -> Tensor:
+        return grouped_gemm_forward(x, w_eFD, counts_e, index, tiles=tiles, launch=launch)
+
+    def weight_gradient(x: Tensor, index: Tensor | None = None, launch: GemmLaunch | None = None) -> Tensor:
+        return grouped_gemm_weight_gradient(dy_RF, x, counts_e, index, tiles=tiles, launch=launch)
+
+    def copied(product: Callable[[Tensor], Tensor]) -> Tensor:
+        return product(source_ND[index_R])
+
+    rows: list[dict[str, object]] = []
+    for name, product in (("forward", forward), ("weight_gradient", weight_gradient)):
+        contenders: Contenders = {
+            "in_place": partial(product, case.x_RD),
+            "copied": partial(copied, product),
+        }
+        for launch_name, launch in GATHER_LAUNCHES.items():
+            contenders[launch_name] = partial(product, source_ND, index_R, launch)
+            check_parity(contenders[launch_name](), contenders["copied"](), f"{case.name}, {name}, {launch_name}")
+        times = take_turns(contenders, rounds)
+        rows.append({"case": case.name, "balanced": case.balanced, "product": name, "milliseconds": times})
+    return rows
+
+
 def check_parity(got: Tensor, expected: Tensor, what: str) -> None:
     """Two ways of one product in bfloat16 must agree."""
     noise = (got.float() - expected.float()).square().sum()
@@ -272,6 +322,32 @@ def summarize(products: list[dict], extras: list[dict]) -> dict[str, object]:
         "weight gradient, sum fused over apart": extra("weight gradient, sum apart", "weight gradient, sum fused"),
         "by product": by_product,
     }
+
+
+def summarize_gathers(rows: list[dict]) -> dict[str, dict]:
+    """Speed of each way to gather as a fraction of the product on rows in place, by product and load."""
+    summary: dict[str, dict] = {}
+    for product in ("forward", "weight_gradient"):
+        for load, balanced in (("balanced", True), ("skewed", False)):
+            times = [r["milliseconds"] for r in rows if r["product"] == product and r["balanced"] == balanced]
+            for way in ("copied", *GATHER_LAUNCHES):
+                ratios = [one["in_place"] / one[way] for one in times]
+                figures = {"mean": statistics.geometric_mean(ratios), "least": min(ratios), "most": max(ratios)}
+                summary.setdefault(product, {}).setdefault(load, {})[way] = figures
+    return summary
+
+
+def print_gathers(rows: list[dict], summary: dict[str, dict]) -> None:
+    ways = ("copied", *GATHER_LAUNCHES)
+    print(f"{'speed over rows in place':36} {'product':16} " + " ".join(f"{way:>12}" for way in ways))
+    for row in rows:
+        times = row["milliseconds"]
+        ratios = " ".join(f"{times['in_place'] / times[way]:12.3f}" for way in ways)
+        print(f"{row['case']:36} {row['product']:16} {ratios}")
+    for product, loads in summary.items():
+        for load, figures in loads.items():
+            means = " ".join(f"{one['mean']:.3f} ({one['least']:.3f})" for one in figures.values())
+            print(f"{product:16} {load:9} geometric mean (least): {means}")
 
 
 def print_tables(products: list[dict], extras: list[dict], summary: dict) -> None:

@@ -26,6 +26,9 @@ from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
 from penstock.kernels.tuning import GemmLaunch, GemmProduct, grouped_gemm_launch, programs_of
 
+GATHER_LIMIT = 2**31
+"""Elements that rows can be gathered from while they are loaded: the kernels count them in 32 bits."""
+
 
 def grouped_gemm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor | None = None) -> Tensor:
     """Each expert's rows times the transpose of its matrix; differentiable in x and w.
@@ -179,10 +182,10 @@ def grouped_gemm_weight_gradient(
 
 
 def _gather(x_RD: Tensor, index_R: Tensor | None, launch: GemmLaunch) -> tuple[Tensor, Tensor | None]:
-    """Rows and index for the kernel: as they are, or the rows in a copy of their own where that is faster."""
-    if index_R is None or not launch.copy_gathered:
-        return x_RD, index_R
-    return x_RD.index_select(0, index_R), None
+    """Rows and index for the kernel: as they are, or the rows in a copy of their own where that is faster or needed."""
+    if index_R is not None and (launch.copy_gathered or x_RD.numel() >= GATHER_LIMIT):
+        return x_RD.index_select(0, index_R), None
+    return x_RD, index_R
 
 
 def _check(

@@ -8,8 +8,9 @@ tile's first blocks are on their way while the last tile is written.
 Ragged ends cost no branch where the chip copies blocks by descriptor (`DESCRIPTORS`). A ragged descriptor, made by
 `triton.tools.ragged_tma`, has two dimensions more, whose strides undo each other modulo 2**64: the coordinates
 [2**30, end, 2**30 - count + row] lead to the row `end - count + row`, and the bound of 2**30 rows stands exactly at the
-expert's end. So loads past an expert's last row give zeros and stores past it are dropped. Elsewhere, and for gathered
-rows, the kernels use plain pointers with masks.
+expert's end. So loads past an expert's last row give zeros and stores past it are dropped. Elsewhere, and to gather
+rows, the kernels use plain pointers. Masks do the same there, except where what is loaded past the last row cannot
+matter: then it is some other row, without a mask.
 
 Inside, the words are those of a matrix product: an output of rows x columns, contracted over depth.
 """
@@ -46,7 +47,8 @@ def rows_kernel(
 
     x is rows x depth, y is rows x columns, w is experts x columns x depth, or experts x depth x columns if DEPTH_FIRST.
     With DESCRIPTORS, w, y and (without GATHER) x are descriptors of blocks, else pointers; y_ptr is always the pointer.
-    WHOLE_DEPTH says that BLOCK_DEPTH divides depth: loads by pointers then need no mask, which costs a gather 2 %.
+    WHOLE_DEPTH says that BLOCK_DEPTH divides depth: loads of x by pointers then need no mask. With GATHER, x has fewer
+    than 2**31 elements, so that 32 bits count them: 64 make a gather slower (docs/decisions/0102).
     """
     tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
     tiles = tl.load(block_count_ptr) * tiles_across
@@ -57,9 +59,11 @@ def rows_kernel(
         column *= BLOCK_COLUMNS
         if GATHER or not DESCRIPTORS:
             place = start + row + tl.arange(0, BLOCK_ROWS)
-            # Past the expert's last row any row does: it is read and never written.
-            source = tl.load(index_ptr + place, mask=place < end, other=0) if GATHER else tl.minimum(place, end - 1)
-            x_rows = x + source.to(tl.int64)[:, None] * depth
+            # Past the expert's last row any row does: its product is never written. Each takes the one a block before,
+            # since one row for all made two programs that gather skewed loads a fifth slower (docs/decisions/0102).
+            place = tl.where(place < end, place, tl.maximum(place - BLOCK_ROWS, 0))
+            source = tl.load(index_ptr + place).to(tl.int32) if GATHER else place.to(tl.int64)
+            x_rows = source[:, None] * depth
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         for step in tl.range(steps):
             first = step * BLOCK_DEPTH
@@ -68,7 +72,7 @@ def rows_kernel(
             else:
                 deep = first + tl.arange(0, BLOCK_DEPTH)
                 inside = None if WHOLE_DEPTH else deep[None, :] < depth
-                x_block = tl.load(x_rows + deep[None, :], mask=inside, other=None if WHOLE_DEPTH else 0)
+                x_block = tl.load(x + (x_rows + deep[None, :]), mask=inside, other=None if WHOLE_DEPTH else 0)
             w_block = _load_matrix(
                 w, expert, first, column, depth, columns, BLOCK_DEPTH, BLOCK_COLUMNS, DEPTH_FIRST, DESCRIPTORS
             )
@@ -100,7 +104,8 @@ def weights_kernel(
     """Multiply the transpose of each expert's rows of dy by its rows of x; add to what dw holds if ACCUMULATE.
 
     dw is experts x rows x columns, so dy is as wide as dw has rows, and x as wide as dw has columns. With DESCRIPTORS,
-    dy, dw and (without GATHER) x are descriptors of blocks, else pointers.
+    dy, dw and (without GATHER) x are descriptors of blocks, else pointers. With GATHER, x has fewer than 2**31
+    elements, as in `rows_kernel`.
     """
     tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
     tiles_each = tl.cdiv(rows, BLOCK_ROWS) * tiles_across
@@ -124,8 +129,8 @@ def weights_kernel(
             if GATHER:
                 across = column + tl.arange(0, BLOCK_COLUMNS)
                 # No mask of rows: past the expert's last, dy is zero and x is a row of its own again.
-                x_rows = x + source.to(tl.int64)[:, None] * columns
-                x_block = tl.load(x_rows + across[None, :], mask=across[None, :] < columns, other=0)
+                x_rows = source.to(tl.int32)[:, None] * columns
+                x_block = tl.load(x + (x_rows + across[None, :]), mask=across[None, :] < columns, other=0)
                 # The index runs two steps ahead in registers; loaded where it is used, it halves the pipeline's depth.
                 source = next_source
                 next_source = _load_index(index_ptr, start, count, first + 2 * BLOCK_DEPTH, BLOCK_DEPTH)

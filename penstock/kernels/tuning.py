@@ -111,7 +111,7 @@ _AMD: dict[GemmProduct, LaunchBySize] = {
 GROUPED_GEMM: dict[str, dict[GemmProduct, LaunchBySize]] = {
     "sm_90": {
         "forward": _HOPPER,
-        "forward_gathered": ((0, replace(_WIDE, stages=3, pieces=1)),),
+        "forward_gathered": ((0, _PAIR),),
         "input_gradient": _HOPPER,
         "weight_gradient": _HOPPER,
         "weight_gradient_gathered": tuple((least, replace(launch, copy_gathered=True)) for least, launch in _HOPPER),

@@ -1,5 +1,6 @@
 """The grouped GEMM against its reference, on counts of every kind, and what it becomes on every chip."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,8 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
 from penstock.kernels.grouped_gemm import (
+    GATHER_LIMIT,
+    _gather,
     grouped_gemm,
     grouped_gemm_forward,
     grouped_gemm_input_gradient,
@@ -126,6 +129,31 @@ def test_one_tile_table_serves_all_products(device: torch.device) -> None:
     assert_close(dw_eFD, true_weight_gradient(dy_RF, x_RD, counts_e), "weight gradient")
 
 
+@pytest.mark.parametrize("launch", [POINTERS, DESCRIPTORS, replace(POINTERS, copy_gathered=True)])
+def test_rows_are_copied_where_32_bits_cannot_count_what_they_are_gathered_from(launch: GemmLaunch) -> None:
+    index_R = torch.empty(2, dtype=torch.int64, device="meta")
+    small_ND = torch.empty(GATHER_LIMIT // 2048 - 1, 2048, device="meta")
+    large_ND = torch.empty(GATHER_LIMIT // 2048, 2048, device="meta")
+    assert (_gather(small_ND, index_R, launch)[1] is None) == launch.copy_gathered
+    copy_RD, no_index = _gather(large_ND, index_R, launch)
+    assert copy_RD.shape == (2, 2048) and no_index is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("spare", [1, 0], ids=["just below", "at the limit"])
+def test_the_last_rows_of_a_large_source_are_gathered(spare: int, device: torch.device) -> None:
+    depth, width, rows = 2048, 256, 300
+    source_ND = torch.zeros(GATHER_LIMIT // depth - spare, depth, device=device, dtype=torch.bfloat16)
+    source_ND[-rows:].normal_()
+    w_eFD = torch.randn(1, width, depth, device=device, dtype=torch.bfloat16)
+    index_R = torch.randperm(rows, device=device) + len(source_ND) - rows
+    counts_e = torch.tensor([rows], device=device)
+    expected_RF = grouped_gemm_forward(source_ND[index_R], w_eFD, counts_e)
+    assert expected_RF.any(), "the rows must hold something"
+    assert torch.equal(grouped_gemm_forward(source_ND, w_eFD, counts_e, index_R), expected_RF)
+
+
 def test_an_empty_buffer_has_an_empty_output_and_zero_gradients(device: torch.device) -> None:
     x_RD = torch.randn(0, DEPTH, device=device, requires_grad=True)
     w_eFD = torch.randn(2, WIDTH, DEPTH, device=device, requires_grad=True)
@@ -214,6 +242,16 @@ def test_no_launch_of_a_table_spills_or_lacks_matrix_instructions(
     # NVIDIA's multiprocessors keep 1 KiB more for each program, beyond what one program can have.
     shared = (compiled.shared_bytes + 1024) * launch.residency
     assert shared <= TARGETS[target].shared_bytes + 1024, f"{launch} needs {shared} bytes of shared memory"
+
+
+def test_gathered_rows_are_copied_by_16_bytes_while_earlier_ones_are_multiplied() -> None:
+    (_, launch), *_ = GROUPED_GEMM["sm_90"]["forward_gathered"]
+    compiled = compile_product("forward_gathered", launch, "sm_90", whole_depth=True)
+    copies = re.findall(r"cp\.async\.cg\.shared\.global.* 0x10,", compiled.asm)
+    each_stage = launch.block_rows * launch.block_depth * 2 // 16 // (32 * launch.warps)
+    assert len(copies) == each_stage * launch.stages, f"{len(copies)} copies of 16 bytes in {launch.stages} stages"
+    in_flight = [int(number) for number in re.findall(r"ttg\.async_wait .*num = (\d+)", compiled.ttgir)]
+    assert in_flight[0] == launch.stages - 2, f"the loop leaves {in_flight[0]} steps' copies in flight"
 
 
 def compile_product(product: GemmProduct, launch: GemmLaunch, target: str, whole_depth: bool) -> Compiled:
