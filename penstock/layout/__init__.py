@@ -1,0 +1,1 @@
+"""Who holds what, in integers only, no torch. Reading order: `grid`, `pieces`, `stages`, `schedules`, `clock`."""

@@ -1,0 +1,182 @@
+"""The words of a pipeline schedule: an action, a schedule, and what makes one legal.
+
+A model is cut into stages, a batch into micro-batches. An action is one kind of work of one stage on one micro-batch,
+and a schedule is one list of actions for each pipeline rank, done in that order. Nothing else is said: when an action
+starts follows from its rank's list and from what it needs (`Action.needs`).
+
+    3F0  forward of stage 3 on micro-batch 0          needs 2F0
+    3B0  its backward, all of it                      needs 3F0 and the input gradient of stage 4
+    3I0  its input gradient only ...                  needs the same
+    3W0  ... and its weight gradients, any time later needs 3I0
+
+Ranks hold stages in one of two ways. With 4 ranks and 8 stages:
+
+    loop   rank 0: 0 4    rank 1: 1 5    rank 2: 2 6    rank 3: 3 7
+    v      rank 0: 0 7    rank 1: 1 6    rank 2: 2 5    rank 3: 3 4
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import product
+from typing import Literal, NamedTuple
+
+
+class Kind(StrEnum):
+    """What is computed. BACKWARD is INPUT and WEIGHT in one."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT = "I"
+    WEIGHT = "W"
+
+
+class Action(NamedTuple):
+    """One kind of work of one stage on one micro-batch."""
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+    @property
+    def gives(self) -> "Action":
+        """What others wait for: a backward gives the input gradient too, so it counts as one."""
+        return self._replace(kind=Kind.INPUT) if self.kind is Kind.BACKWARD else self
+
+    def needs(self, stages: int) -> tuple["Action", ...]:
+        """What must have been given (`gives`) before this action starts.
+
+        Args:
+            stages: of the whole pipeline; the last one has no successor to wait for.
+        """
+        stage, kind, micro_batch = self
+        if kind is Kind.FORWARD:
+            return (Action(stage - 1, kind, micro_batch),) if stage > 0 else ()
+        if kind is Kind.WEIGHT:
+            return (Action(stage, Kind.INPUT, micro_batch),)
+        forward = Action(stage, Kind.FORWARD, micro_batch)
+        return (forward, Action(stage + 1, Kind.INPUT, micro_batch)) if stage + 1 < stages else (forward,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Who does what in which order.
+
+    Attributes:
+        name: as in `pipeline.schedule`.
+        ranks: of the pipeline.
+        stages_per_rank: stages that each rank holds; 2 if the placement is a v.
+        placement: which ones, see the top of this file.
+        micro_batches: of a step.
+        actions: one list for each rank.
+        trains: every forward has its backward; an evaluation has forwards only.
+    """
+
+    name: str
+    ranks: int
+    stages_per_rank: int
+    placement: Literal["loop", "v"]
+    micro_batches: int
+    actions: tuple[tuple[Action, ...], ...]
+    trains: bool = True
+
+    @property
+    def stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.ranks * self.stages_per_rank
+
+    @property
+    def splits_backward(self) -> bool:
+        """Some stage computes its weight gradients apart from its input gradient."""
+        return any(action.kind is Kind.WEIGHT for actions in self.actions for action in actions)
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds a stage."""
+        rank = stage % self.ranks
+        return self.ranks - 1 - rank if self.placement == "v" and stage >= self.ranks else rank
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, in the order of the model."""
+        return stages_of(rank, ranks=self.ranks, stages_per_rank=self.stages_per_rank, placement=self.placement)
+
+
+def stages_of(rank: int, *, ranks: int, stages_per_rank: int, placement: Literal["loop", "v"]) -> tuple[int, ...]:
+    """The stages that a rank holds, in the order of the model."""
+    if placement == "v":
+        assert stages_per_rank == 2, f"a v has two stages on each rank, not {stages_per_rank}"
+        return rank, 2 * ranks - 1 - rank
+    return tuple(range(rank, ranks * stages_per_rank, ranks))
+
+
+def text(schedule: Schedule, rank: int) -> str:
+    """The list of one rank in one line: `0F0 0F1 0B0 0B1`."""
+    return " ".join(map(str, schedule.actions[rank]))
+
+
+def run_through(schedule: Schedule) -> tuple[list[tuple[int, Action]], dict[int, Action]]:
+    """Do every action as soon as its rank's list and its needs allow, without looking at a clock.
+
+    Returns:
+        The actions that were done with their ranks, in an order in which each comes after all that it needs; and for
+        each rank that waits for ever the action that it waits to start.
+    """
+    done: list[tuple[int, Action]] = []
+    given: set[Action] = set()
+    position = [0] * schedule.ranks
+    waiting: defaultdict[Action, list[int]] = defaultdict(list)
+    awake = deque(range(schedule.ranks))
+    while awake:
+        rank = awake.popleft()
+        actions = schedule.actions[rank]
+        while position[rank] < len(actions):
+            action = actions[position[rank]]
+            missing = [need for need in action.needs(schedule.stages) if need not in given]
+            if missing:
+                waiting[missing[0]].append(rank)
+                break
+            done.append((rank, action))
+            position[rank] += 1
+            given.add(action.gives)
+            awake.extend(waiting.pop(action.gives, ()))
+    left = {rank: actions[position[rank] :] for rank, actions in enumerate(schedule.actions)}
+    return done, {rank: actions[0] for rank, actions in left.items() if actions}
+
+
+def problems(schedule: Schedule) -> list[str]:
+    """What is illegal in a schedule, one line each; empty if nothing is.
+
+    Each stage does on each micro-batch one forward and, if the schedule trains, either one backward or one input
+    gradient and one weight gradient; all on the rank that holds it, and no rank waits for ever.
+    """
+    if len(schedule.actions) != schedule.ranks:
+        return [f"{len(schedule.actions)} lists for {schedule.ranks} ranks"]
+    return [*_misplaced(schedule), *_miscounted(schedule), *_blocked(schedule)]
+
+
+def _misplaced(schedule: Schedule) -> Iterator[str]:
+    for rank, actions in enumerate(schedule.actions):
+        for stage in sorted({action.stage for action in actions} - set(schedule.stages_of(rank))):
+            yield f"rank {rank} does stage {stage}, and holds {schedule.stages_of(rank)}"
+
+
+def _miscounted(schedule: Schedule) -> Iterator[str]:
+    counts = Counter(action for actions in schedule.actions for action in actions)
+    expected = ("FB", "FIW") if schedule.trains else ("F",)
+    places = set(product(range(schedule.stages), range(schedule.micro_batches)))
+    for stage, micro_batch in sorted(places | {(action.stage, action.micro_batch) for action in counts}):
+        done = "".join(kind * counts[Action(stage, kind, micro_batch)] for kind in Kind)
+        if (stage, micro_batch) not in places:
+            yield f"stage {stage}, micro-batch {micro_batch}: not of this schedule"
+        elif done not in expected:
+            yield f"stage {stage}, micro-batch {micro_batch}: does {done or 'nothing'}, not {' or '.join(expected)}"
+
+
+def _blocked(schedule: Schedule) -> Iterator[str]:
+    _, blocked = run_through(schedule)
+    for rank, action in blocked.items():
+        needs = " and ".join(map(str, action.needs(schedule.stages)))
+        yield f"rank {rank} never starts {action}: it needs {needs}"

@@ -1,0 +1,160 @@
+"""Plays a schedule against given times: when each action starts and ends, what is idle, what is held.
+
+A rank does its list in order and one action at a time. An action starts when its rank is free and all that it needs has
+arrived: at once from its own rank, `send` later from another one. Sending takes no time of the sender, so the clock
+assumes that communication runs beside computation and that links are never full.
+
+Held activations follow the order of the list, not the clock: a forward adds its stage's share, the backward (or the
+weight gradient) frees it. The unit is free; by default a rank's stages add up to 1, so that the first rank of 1F1B
+holds as many as there are ranks.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from penstock.layout.actions import Action, Kind, Schedule, run_through
+
+
+class DeadlockError(RuntimeError):
+    """Ranks of a schedule wait for one another, or for something that nobody does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """How long each kind of action takes, by stage, and what a stage holds.
+
+    Attributes:
+        forward: of each stage, in seconds or any other unit.
+        backward: of each stage; about `input` + `weight`.
+        input: of each stage.
+        weight: of each stage.
+        send: from the end of an action to the start of one on another rank that needs it.
+        activation: what each stage holds of a micro-batch; empty is 1 / stages_per_rank for every stage.
+        freed_by_input: share of that which the input gradient frees already.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    input: tuple[float, ...]
+    weight: tuple[float, ...]
+    send: float = 0.0
+    activation: tuple[float, ...] = ()
+    freed_by_input: float = 0.0
+
+    def of(self, action: Action) -> float:
+        """How long an action takes."""
+        match action.kind:
+            case Kind.FORWARD:
+                return self.forward[action.stage]
+            case Kind.BACKWARD:
+                return self.backward[action.stage]
+            case Kind.INPUT:
+                return self.input[action.stage]
+            case Kind.WEIGHT:
+                return self.weight[action.stage]
+
+
+def even_costs(stages: int, times: tuple[float, float, float] = (1.0, 1.0, 1.0), *, send: float = 0.0) -> Costs:
+    """Costs of stages that are all alike.
+
+    Args:
+        stages: of the whole pipeline.
+        times: of a forward, an input gradient and weight gradients; a whole backward takes the last two.
+        send: see `Costs`.
+    """
+    forward, input_gradient, weight = times
+    return Costs(
+        forward=(forward,) * stages,
+        backward=(input_gradient + weight,) * stages,
+        input=(input_gradient,) * stages,
+        weight=(weight,) * stages,
+        send=send,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """An action with its times."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Playback:
+    """What happened.
+
+    Attributes:
+        events: every action, by start and then rank.
+        span: end of the last action.
+        busy: time that each rank works.
+        peak_live: the most that each rank holds, in the unit of `Costs.activation`.
+    """
+
+    events: tuple[Event, ...]
+    span: float
+    busy: tuple[float, ...]
+    peak_live: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Share of all ranks' time in which nothing is done."""
+        return 1 - sum(self.busy) / (len(self.busy) * self.span) if self.span else 0.0
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """The same of each rank."""
+        return tuple(1 - busy / self.span if self.span else 0.0 for busy in self.busy)
+
+
+def play(schedule: Schedule, costs: Costs) -> Playback:
+    """Play a schedule.
+
+    Args:
+        schedule: any; it need not be one of `SCHEDULES`.
+        costs: of its stages.
+
+    Raises:
+        DeadlockError: with the actions that are never started.
+    """
+    assert len(costs.forward) == schedule.stages, f"costs of {len(costs.forward)} stages for {schedule.stages}"
+    order, blocked = run_through(schedule)
+    if blocked:
+        waits = ", ".join(
+            f"rank {rank} at {action} (needs {' and '.join(map(str, action.needs(schedule.stages)))})"
+            for rank, action in blocked.items()
+        )
+        raise DeadlockError(f"{schedule.name} never ends: {waits}")
+    events: list[Event] = []
+    given: dict[Action, tuple[int, float]] = {}
+    free = [0.0] * schedule.ranks
+    busy = [0.0] * schedule.ranks
+    for rank, action in order:
+        sources = (given[need] for need in action.needs(schedule.stages))
+        start = max([free[rank], *(end + costs.send * (source != rank) for source, end in sources)])
+        free[rank] = start + costs.of(action)
+        busy[rank] += costs.of(action)
+        given[action.gives] = rank, free[rank]
+        events.append(Event(rank=rank, action=action, start=start, end=free[rank]))
+    return Playback(
+        events=tuple(sorted(events, key=lambda event: (event.start, event.rank))),
+        span=max(free),
+        busy=tuple(busy),
+        peak_live=tuple(_peak_live(schedule, costs, rank) for rank in range(schedule.ranks)),
+    )
+
+
+def _peak_live(schedule: Schedule, costs: Costs, rank: int) -> float:
+    """The most that a rank holds at a time."""
+    # Without sizes whole stages are counted and divided at the end: a sum of thirds is no whole number.
+    sizes, unit = (costs.activation, 1) if costs.activation else ((1.0,) * schedule.stages, schedule.stages_per_rank)
+    shares = {
+        Kind.FORWARD: 1.0,
+        Kind.BACKWARD: -1.0,
+        Kind.INPUT: -costs.freed_by_input,
+        Kind.WEIGHT: costs.freed_by_input - 1.0,
+    }
+    changes = (shares[action.kind] * sizes[action.stage] for action in schedule.actions[rank])
+    return max(accumulate(changes), default=0.0) / unit

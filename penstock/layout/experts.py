@@ -1,0 +1,73 @@
+"""Which experts, and which part of each, the ranks of the expert axis hold.
+
+The axis has expert x expert_tensor places. `expert` shares the experts of a layer between groups of places, each with
+consecutive experts; inside a group `expert_tensor` shares every expert's width. With 8 experts, expert 2 and
+expert_tensor 2:
+
+    place             0              1              2              3
+    holds       0 1 2 3, left  0 1 2 3, right  4 5 6 7, left  4 5 6 7, right
+
+A row then travels to every place that holds a part of its expert. To a dispatcher that is no new case: each part is a
+virtual expert, numbered so that the ones of a place are consecutive. Above, expert 5 is the virtual experts 9 and 13.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertPlacement:
+    """Experts of a layer over the places of the expert axis.
+
+    Attributes:
+        experts: routed experts of a layer.
+        expert: places that share the experts.
+        expert_tensor: places that share each expert.
+    """
+
+    experts: int
+    expert: int = 1
+    expert_tensor: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.experts % self.expert == 0, f"{self} does not divide"
+
+    @property
+    def places(self) -> int:
+        """Size of the axis."""
+        return self.expert * self.expert_tensor
+
+    @property
+    def per_place(self) -> int:
+        """Experts of which a place holds a part; also its virtual experts."""
+        return self.experts // self.expert
+
+    @property
+    def virtual_experts(self) -> int:
+        """Parts of experts in all."""
+        return self.experts * self.expert_tensor
+
+    def experts_of(self, place: int) -> range:
+        """Experts of which a place holds a part."""
+        first = place // self.expert_tensor * self.per_place
+        return range(first, first + self.per_place)
+
+    def part_of(self, place: int) -> int:
+        """Which of the `expert_tensor` parts of its experts a place holds."""
+        return place % self.expert_tensor
+
+    def place_of(self, expert: int, part: int) -> int:
+        """The place that holds a part of an expert."""
+        return expert // self.per_place * self.expert_tensor + part
+
+    def virtual(self, expert: int, part: int) -> int:
+        """Number of a virtual expert."""
+        return self.place_of(expert, part) * self.per_place + expert % self.per_place
+
+    def virtual_of(self, place: int) -> range:
+        """Virtual experts of a place, in the order of `experts_of`."""
+        return range(place * self.per_place, (place + 1) * self.per_place)
+
+    def real(self, virtual: int) -> tuple[int, int]:
+        """Expert and part of a virtual expert: the inverse of `virtual`."""
+        place, local = divmod(virtual, self.per_place)
+        return self.experts_of(place)[local], self.part_of(place)

@@ -1,0 +1,92 @@
+"""The ranks of a run in two views."""
+
+import time
+from itertools import chain, combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.layout.grid import DENSE_AXES, EXPERT_AXES, Grid
+from tests.layout.grids import grids
+
+VIEWS = (DENSE_AXES, EXPERT_AXES)
+SUBSETS = [axes for view in VIEWS for count in range(1, 5) for axes in combinations(view, count)]
+FOLDED = Grid(world=8, tensor=2, expert=4)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@given(grid=grids(), data=st.data())
+def test_a_place_leads_back_to_its_rank(view: tuple[str, ...], grid: Grid, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, grid.world - 1))
+    place = grid.place(rank, view)
+    assert tuple(place) == view
+    assert all(0 <= place[axis] < getattr(grid, axis) for axis in view)
+    assert grid.rank_at(place, view) == rank
+
+
+@pytest.mark.parametrize("axes", SUBSETS, ids="-".join)
+@settings(max_examples=20)
+@given(grid=grids(largest=3))
+def test_groups_are_disjoint_and_cover_all_ranks(axes: tuple[str, ...], grid: Grid) -> None:
+    groups = grid.groups(axes)
+    assert sorted(chain(*groups)) == list(range(grid.world))
+    assert [group[0] for group in groups] == sorted(group[0] for group in groups)
+
+
+@pytest.mark.parametrize("axes", SUBSETS, ids="-".join)
+@settings(max_examples=20)
+@given(grid=grids(largest=3), data=st.data())
+def test_a_group_is_what_differs_on_its_axes_only(axes: tuple[str, ...], grid: Grid, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, grid.world - 1))
+    view = DENSE_AXES if set(axes) <= set(DENSE_AXES) else EXPERT_AXES
+    own = grid.place(rank, view)
+    alike = [
+        peer
+        for peer in range(grid.world)
+        if all(place == own[axis] for axis, place in grid.place(peer, view).items() if axis not in axes)
+    ]
+    assert grid.group(rank, axes) == tuple(alike)
+    assert grid.group(rank, axes) in grid.groups(axes)
+
+
+@given(grid=grids())
+def test_a_pipeline_stage_is_the_same_block_of_ranks_in_both_views(grid: Grid) -> None:
+    dense = grid.groups(("data", "context", "tensor"))
+    assert dense == grid.groups(("expert_data", "expert", "expert_tensor"))
+    size = grid.world // grid.pipeline
+    assert dense == tuple(tuple(range(stage * size, (stage + 1) * size)) for stage in range(grid.pipeline))
+
+
+@given(grid=grids())
+def test_both_views_agree_on_the_pipeline_place_of_every_rank(grid: Grid) -> None:
+    for rank in range(grid.world):
+        assert grid.place(rank, DENSE_AXES)["pipeline"] == grid.place(rank, EXPERT_AXES)["pipeline"]
+
+
+def test_tensor_ranks_are_neighbours_and_experts_fold_over_them() -> None:
+    assert FOLDED.place(5) == {"pipeline": 0, "data": 2, "context": 0, "tensor": 1}
+    assert FOLDED.place(5, EXPERT_AXES) == {"pipeline": 0, "expert_data": 1, "expert": 1, "expert_tensor": 0}
+    assert FOLDED.group(5, ("tensor",)) == (4, 5)
+    assert FOLDED.group(5, ("expert",)) == (4, 5, 6, 7)
+    assert FOLDED.groups(("expert_data",)) == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+def test_axes_of_two_views_make_no_group() -> None:
+    with pytest.raises(AssertionError, match="axes of two views"):
+        FOLDED.group(0, ("tensor", "expert"))
+
+
+@pytest.mark.parametrize("sizes", [{"tensor": 3}, {"expert": 3}, {"pipeline": 16}])
+def test_sizes_that_do_not_divide_the_ranks_make_no_grid(sizes: dict[str, int]) -> None:
+    with pytest.raises(AssertionError, match="does not divide"):
+        Grid(world=8, **sizes)
+
+
+def test_all_groups_of_16384_ranks_take_no_time() -> None:
+    grid = Grid(world=16384, tensor=8, context=2, pipeline=16, expert=64, expert_tensor=2)
+    begin = time.perf_counter()
+    for axes in SUBSETS:
+        grid.groups(axes)
+    # Comparing every rank with every other one would take minutes.
+    assert time.perf_counter() - begin < 5

@@ -1,0 +1,196 @@
+"""Every schedule is legal, ends, and holds no more than it says, for any sizes; wrong sizes get one line."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.base.errors import ConfigError
+from penstock.config.parallel import Pipeline
+from penstock.layout.clock import even_costs, play
+from penstock.layout.schedules import SCHEDULES, Action, Kind, Schedule, forward_only, problems, schedule, text
+from tests.layout.schedule_sizes import bound, even, schedules
+
+
+@given(schedules())
+def test_every_schedule_is_legal_and_never_blocks(one: Schedule):
+    assert problems(one) == []
+
+
+@given(schedules())
+def test_no_rank_ever_holds_more_than_the_schedule_allows(one: Schedule):
+    assert max(play(one, even_costs(one.stages)).peak_live) <= min(bound(one), one.micro_batches)
+
+
+@given(schedules(), st.integers(1, 40))
+def test_evaluation_is_legal_on_the_same_stages_with_any_number_of_micro_batches(one: Schedule, micro_batches: int):
+    evaluation = forward_only(one, micro_batches)
+    assert problems(evaluation) == []
+    assert {action.kind for actions in evaluation.actions for action in actions} == {Kind.FORWARD}
+    assert [evaluation.stages_of(rank) for rank in range(one.ranks)] == [
+        one.stages_of(rank) for rank in range(one.ranks)
+    ]
+    assert sum(map(len, evaluation.actions)) == one.stages * micro_batches
+
+
+@given(schedules())
+def test_a_stage_takes_micro_batches_in_order_so_that_none_overtakes_another_on_its_way(one: Schedule):
+    for actions in one.actions:
+        for stage in {action.stage for action in actions}:
+            for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT):
+                order = [action.micro_batch for action in actions if action.gives[:2] == (stage, kind)]
+                assert order == sorted(order)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_every_small_number_of_micro_batches_works(name: str, ranks: int):
+    least = max(1, SCHEDULES[name].micro_batches_per_rank * ranks)
+    for micro_batches in range(least, least + 2 * ranks + 2):
+        one = even(name, ranks, micro_batches)
+        assert problems(one) == []
+        assert max(play(one, even_costs(one.stages)).peak_live) <= bound(one)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_pipeline_of_40_ranks_works(name: str):
+    one = even(name, 40, 83)
+    assert problems(one) == []
+    assert max(play(one, even_costs(one.stages)).peak_live) <= bound(one)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("gpipe", 3), ("interleaved", 2), ("interleaved", 5)]
+)
+def test_1f1b_has_the_ideal_bubble_for_micro_batches_that_do_not_divide_too(name: str, chunks: int):
+    for ranks in (2, 3, 4, 7):
+        for micro_batches in range(ranks, 4 * ranks):
+            one = even(name, ranks, micro_batches, chunks)
+            ideal = 3 * (ranks - 1 + micro_batches * chunks)
+            assert play(one, even_costs(one.stages)).span == ideal, (ranks, micro_batches)
+
+
+def test_stages_lie_in_a_loop_or_in_a_v():
+    loop, v = even("interleaved", 4, 4), even("zb-v", 4, 4)
+    assert [loop.stages_of(rank) for rank in range(4)] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert [v.stages_of(rank) for rank in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
+    for one in (loop, v):
+        assert all(stage in one.stages_of(one.rank_of(stage)) for stage in range(one.stages))
+
+
+def test_the_second_of_four_ranks_starts_two_forwards_before_it_alternates():
+    assert text(even("1f1b", 4, 4), 1) == "1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3"
+
+
+def test_zero_bubble_delays_weight_gradients_more_the_later_the_rank():
+    one = even("zb-1f1b", 3, 4)
+    assert text(one, 0) == "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3"
+    assert text(one, 2) == "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3"
+
+
+def test_dualpipe_puts_forwards_of_one_stage_beside_backwards_of_the_other():
+    assert text(even("dualpipe-v", 2, 4), 0) == (
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3"
+    )
+
+
+def test_which_schedules_split_the_backward():
+    split = [name for name in SCHEDULES if even(name, 4, 8).splits_backward]
+    assert split == ["zb-1f1b", "zb-v", "v-half", "v-min", "dualpipe-v"]
+
+
+def test_the_configuration_and_the_schedules_have_the_same_names():
+    assert get_args(Pipeline.model_fields["schedule"].annotation) == tuple(SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "words"),
+    [
+        ("zigzag", (4, 1, 8), ("pipeline.schedule", "zigzag", "dualpipe-v")),
+        ("1f1b", (4, 2, 8), ("pipeline.stages_per_rank", "got 2", "allowed: 1", "pipeline.schedule=interleaved")),
+        ("zb-1f1b", (4, 3, 8), ("pipeline.stages_per_rank", "got 3")),
+        ("interleaved", (4, 1, 8), ("pipeline.stages_per_rank", "allowed: 2 or more", "pipeline.schedule=1f1b")),
+        ("zb-v", (4, 1, 8), ("pipeline.stages_per_rank", "allowed: 2;")),
+        ("v-half", (4, 3, 8), ("pipeline.stages_per_rank", "pipeline.stages_per_rank=2")),
+        ("gpipe", (4, 0, 8), ("pipeline.stages_per_rank", "got 0")),
+        ("dualpipe-v", (4, 2, 7), ("micro-batches", "got 7", "8 or more", "training.global_batch")),
+        ("1f1b", (4, 1, 0), ("micro-batches", "got 0", "1 or more")),
+        ("1f1b", (0, 1, 8), ("parallel.pipeline", "got 0")),
+    ],
+)
+def test_impossible_sizes_say_what_is_wrong_and_how_to_mend_it(
+    name: str, sizes: tuple[int, ...], words: tuple[str, ...]
+):
+    ranks, stages_per_rank, micro_batches = sizes
+    with pytest.raises(ConfigError) as error:
+        schedule(name, ranks=ranks, stages_per_rank=stages_per_rank, micro_batches=micro_batches)
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def changed(one: Schedule, rank: int, actions: list[Action]) -> Schedule:
+    """The schedule with another list for one rank."""
+    return replace(one, actions=(*one.actions[:rank], tuple(actions), *one.actions[rank + 1 :]))
+
+
+@given(schedules(largest=4), st.data())
+def test_an_action_left_out_or_done_twice_is_a_problem(one: Schedule, data: st.DataObject):
+    rank = data.draw(st.integers(0, one.ranks - 1))
+    actions = list(one.actions[rank])
+    place = data.draw(st.integers(0, len(actions) - 1))
+    assert problems(changed(one, rank, [*actions[:place], *actions[place + 1 :]]))
+    assert problems(changed(one, rank, [*actions, actions[place]]))
+
+
+def test_a_missing_list_is_a_problem():
+    one = even("1f1b", 3, 2)
+    assert problems(replace(one, actions=one.actions[:2])) == ["2 lists for 3 ranks"]
+
+
+def test_a_stage_on_a_foreign_rank_is_a_problem():
+    one = even("1f1b", 2, 2)
+    assert any("rank 0 does stage 1" in line for line in problems(replace(one, actions=one.actions[::-1])))
+
+
+def test_a_weight_gradient_before_its_input_gradient_is_a_problem():
+    one = even("zb-1f1b", 1, 1)
+    forward, gradient, weight = one.actions[0]
+    assert problems(changed(one, 0, [forward, weight, gradient])) == ["rank 0 never starts 0W0: it needs 0I0"]
+
+
+def test_a_backward_and_its_two_halves_are_not_done_both():
+    one = even("zb-1f1b", 1, 1)
+    both = changed(one, 0, [*one.actions[0], Action(0, Kind.BACKWARD, 0)])
+    assert problems(both) == ["stage 0, micro-batch 0: does FBIW, not FB or FIW"]
+
+
+def test_ranks_that_wait_for_one_another_are_a_problem():
+    one = even("1f1b", 2, 1)
+    turned = changed(one, 0, list(reversed(one.actions[0])))
+    assert problems(turned) == [
+        "rank 0 never starts 0B0: it needs 0F0 and 1I0",
+        "rank 1 never starts 1F0: it needs 0F0",
+    ]
+
+
+def test_a_training_step_without_any_backward_is_a_problem():
+    evaluation = forward_only(even("1f1b", 1, 4), 1)
+    assert problems(replace(evaluation, trains=True)) == ["stage 0, micro-batch 0: does F, not FB or FIW"]
+
+
+def test_a_micro_batch_that_is_not_of_the_step_is_a_problem():
+    one = even("gpipe", 1, 1)
+    assert "stage 0, micro-batch 1: not of this schedule" in problems(
+        changed(one, 0, [*one.actions[0], Action(0, Kind.FORWARD, 1)])
+    )
+
+
+def test_each_action_of_a_step_is_there_once():
+    one = even("interleaved", 3, 7)
+    counts = Counter(action for actions in one.actions for action in actions)
+    assert set(counts.values()) == {1}
+    assert len(counts) == 2 * one.stages * one.micro_batches
