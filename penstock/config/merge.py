@@ -80,7 +80,7 @@ def _settle_value(field: Field | None, value: Any) -> Any:
         return None
     if field.sections and isinstance(value, Mapping):
         return settle(fields_under(field.sections), value)
-    if field.takes_list and isinstance(value, str):
+    if field.takes_list and isinstance(value, (str, int)):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
 

@@ -1,7 +1,7 @@
 """Rules between fields of the model. Each docstring is the rule as users read it; `rules` says how they are used."""
 
 from penstock.config.model import GroupedQueryAttention, LatentAttention
-from penstock.config.problem import Problem
+from penstock.config.problem import Problem, divisors
 from penstock.config.run import Run
 
 
@@ -55,7 +55,7 @@ def kv_heads_divide_heads(run: Run) -> Problem | None:
         "model.attention.kv_heads",
         f"must divide model.attention.heads ({attention.heads})",
         got=f"{attention.kv_heads}",
-        allowed=_divisors(attention.heads),
+        allowed=divisors(attention.heads),
     )
 
 
@@ -122,7 +122,7 @@ def groups_divide_experts(run: Run) -> Problem | None:
         "model.moe.router.groups",
         f"must divide model.moe.experts ({moe.experts})",
         got=f"{moe.router.groups}",
-        allowed=_divisors(moe.experts),
+        allowed=divisors(moe.experts),
     )
 
 
@@ -232,12 +232,6 @@ def auxiliary_weight_has_a_loss(run: Run) -> Problem | None:
         got=f"{moe.balance.auxiliary_weight:g}",
         allowed="0, or auxiliary micro-batch, sequence, global-batch",
     )
-
-
-def _divisors(number: int) -> str:
-    """The divisors of a number, or a few of them if they are many."""
-    divisors = [f"{one}" for one in range(1, number + 1) if number % one == 0]
-    return ", ".join(divisors if len(divisors) <= 12 else [*divisors[:11], "..."])
 
 
 MODEL_RULES = (

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from penstock.base.errors import ConfigError
 
 _MOST_OTHERS = 4
+_MOST_DIVISORS = 12
 
 
 @dataclass(frozen=True)
@@ -40,3 +41,9 @@ def refuse(problems: Sequence[Problem]) -> None:
     fields += ["..."] if len(others) > _MOST_OTHERS else []
     also = f" (also wrong: {', '.join(fields)})" if fields else ""
     raise ConfigError(f"{first.field} {first.what}{also}", got=first.got, allowed=first.allowed, fix=first.fix)
+
+
+def divisors(number: int) -> str:
+    """The divisors of a number in words, or a few of them if they are many."""
+    found = [f"{one}" for one in range(1, number + 1) if number % one == 0]
+    return ", ".join(found if len(found) <= _MOST_DIVISORS else [*found[: _MOST_DIVISORS - 1], "..."])

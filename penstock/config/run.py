@@ -3,6 +3,7 @@
 from typing import Literal
 
 from penstock.config.model import Model
+from penstock.config.parallel import Host, Offload, Parallel, Pipeline, Recompute
 from penstock.config.section import Section, knob
 from penstock.config.training import (
     Checkpoint,
@@ -71,6 +72,11 @@ class Run(Section):
     checkpoint: Checkpoint = knob(Checkpoint(), doc="Saved states.")
     kernels: Kernels = knob(Kernels(), doc="Implementations.")
     record: Record = knob(Record(), doc="Metrics.")
+    parallel: Parallel = knob(Parallel(), doc="Ranks that share the work.")
+    pipeline: Pipeline = knob(Pipeline(), doc="Order and division of the pipeline.")
+    recompute: Recompute = knob(Recompute(), doc="What is computed twice to save memory.")
+    offload: Offload = knob(Offload(), doc="What waits in host memory.")
+    host: Host = knob(Host(), doc="Processes on their machine.")
 
     @property
     def micro_batches(self) -> int:

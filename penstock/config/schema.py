@@ -1,7 +1,8 @@
 """The schema read as data: which fields a section has, and what may be written in each.
 
 Overrides, error messages, `penstock config explain` and the reference all ask here, so that none of them repeats the
-schema. It knows exactly the types that sections use: bool, int, float, str, `Literal` of texts, `tuple[str, ...]`, a
+schema. It knows exactly the types that sections use: bool, int, float, str, `Literal` of texts, `tuple[str, ...]`,
+`tuple[int, ...]`, a
 section, alternative sections told apart by their field `kind`, and any of these or None.
 """
 
@@ -27,6 +28,7 @@ _WORDS: dict[Any, str] = {
     float: "number",
     str: "text",
     tuple[str, ...]: "list of texts",
+    tuple[int, ...]: "list of whole numbers",
 }
 
 
@@ -70,7 +72,7 @@ class Field:
     @property
     def takes_list(self) -> bool:
         """Whether its value is a list."""
-        return self.type_text == _WORDS[tuple[str, ...]]
+        return self.type_text in (_WORDS[tuple[str, ...]], _WORDS[tuple[int, ...]])
 
     @property
     def range_text(self) -> str:

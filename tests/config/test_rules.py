@@ -5,7 +5,7 @@ import re
 import pytest
 
 from penstock.base.errors import ConfigError
-from penstock.config import model_rules, run_rules
+from penstock.config import layout_rules, model_rules, run_rules
 from penstock.config.load import load_run
 from penstock.config.presets.registry import PRESETS
 from penstock.config.problem import Problem
@@ -52,7 +52,11 @@ def test_the_text_of_a_rule_names_fields_that_exist(rule: Rule) -> None:
 
 
 def test_no_rule_is_left_out_of_the_tuple() -> None:
-    for module, listed in ((model_rules, model_rules.MODEL_RULES), (run_rules, run_rules.RUN_RULES)):
+    for module, listed in (
+        (model_rules, model_rules.MODEL_RULES),
+        (run_rules, run_rules.RUN_RULES),
+        (layout_rules, layout_rules.LAYOUT_RULES),
+    ):
         written = [
             value
             for name, value in vars(module).items()

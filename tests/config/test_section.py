@@ -34,7 +34,8 @@ def test_every_field_has_a_doc_that_is_a_sentence(field: Field) -> None:
 
 
 def test_every_number_has_a_range() -> None:
-    numbers = [field for field in FIELDS if "number" in field.type_text]
+    # Lists of numbers name layers and stages; rules compare them with the model.
+    numbers = [field for field in FIELDS if "number" in field.type_text and not field.takes_list]
     assert len(numbers) > 40
     assert [field.path for field in numbers if field.low is None] == []
 

@@ -1,0 +1,82 @@
+"""How a run is spread over devices: who shares what, the pipeline, what is computed twice, what leaves the device."""
+
+from typing import Literal
+
+from penstock.config.section import Section, knob
+
+
+class Parallel(Section):
+    """Ranks that share the work. What is left of all ranks is data parallelism.
+
+    Attention and dense layers use tensor x context x data x pipeline, experts expert_tensor x expert x expert_data x
+    pipeline, over the same ranks.
+    """
+
+    tensor: int = knob(1, doc="Ranks that share each dense matrix, and the positions between them (TP, SP).", low=1)
+    context: int = knob(1, doc="Ranks that share each row of tokens (CP).", low=1)
+    pipeline: int = knob(1, doc="Ranks that share the layers (PP).", low=1)
+    expert: int = knob(1, doc="Ranks that share a layer's experts (EP).", low=1)
+    expert_tensor: int = knob(1, doc="Ranks that share each expert's matrices (ETP).", low=1)
+    shard: Literal["auto", "none", "optimizer", "full"] = knob(
+        "auto",
+        doc="What data-parallel ranks divide: none, the optimizer (ZeRO-1: weights stay whole, gradients are reduced "
+        "once a step), or full (FSDP2: weights, gradients and optimizer). auto takes the optimizer.",
+    )
+    shard_size: int = knob(
+        0, doc="Ranks that divide one copy (hybrid sharding); 0 divides among all data-parallel ranks.", low=0
+    )
+    reshard: Literal["forward", "backward"] = knob(
+        "forward", doc="With `shard` full: free gathered weights after forward and gather again, or after backward."
+    )
+    prefetch: int = knob(1, doc="With `shard` full: blocks whose weights are gathered ahead.", unit="blocks", low=0)
+    reduce: Literal["fp32", "bf16"] = knob("fp32", doc="Type in which gradients are summed over ranks.")
+    context_method: Literal["auto", "all-gather", "ulysses"] = knob(
+        "auto",
+        doc="How context-parallel ranks attend: gather keys and values (of latent attention: the latent), or exchange "
+        "positions for heads. auto exchanges where heads divide.",
+    )
+
+
+class Pipeline(Section):
+    """Order and division of a pipeline; read only if `parallel.pipeline` is above 1."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-1f1b", "zb-v", "v-half", "v-min", "dualpipe-v"] = knob(
+        "1f1b", doc="Order of forward and backward passes."
+    )
+    stages_per_rank: int = knob(
+        1, doc="Virtual stages of a rank (VPP); 2 with the schedules whose name has a v.", unit="stages", low=1
+    )
+    layout: str = knob(
+        "",
+        doc="What each stage holds, such as `Et*3|t*4|(t*4|)*13|t*2,mL`; empty balances by cost. See docs/layouts.md.",
+    )
+
+
+class Recompute(Section):
+    """What is freed after forward and computed again in backward."""
+
+    modules: tuple[str, ...] = knob(
+        (),
+        doc="Of norm, latent-up, attention, expert-activation, shared-expert, dense, moe, layer; their outputs are "
+        "freed too where nobody else needs them.",
+    )
+    layers: tuple[int, ...] = knob((), doc="Decoder layers where that happens; empty means all.")
+    stages: tuple[int, ...] = knob((), doc="Pipeline stages where that happens; empty means all.")
+
+
+class Offload(Section):
+    """What waits in host memory."""
+
+    activations: tuple[str, ...] = knob(
+        (), doc="Modules whose saved activations go to pinned host memory until backward: attention, dense, moe, layer."
+    )
+    optimizer: bool = knob(False, doc="Keep master weights and moments in host memory.")
+
+
+class Host(Section):
+    """Processes on their machine."""
+
+    numa: bool = knob(True, doc="Bind each process to the cores and memory next to its GPU (Linux).")
+    timeout_minutes: int = knob(
+        30, doc="How long a rank waits for the others before it gives up.", unit="minutes", low=1
+    )

@@ -1,0 +1,149 @@
+"""Runs and numbers of ranks that fit each other, and those that do not."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.base.errors import ConfigError
+from penstock.config.fit import context_method, grid_of, micro_batches, shard, smallest_world, stage_count
+from penstock.config.presets.registry import PRESETS
+from penstock.layout.grid import Grid
+from tests.config.small import unchecked_run
+
+FOLDED = ("parallel.tensor=2", "parallel.expert=4", "training.global_batch=64")
+DUALPIPE = (
+    "training.micro_batch=8",
+    "parallel.pipeline=4",
+    "pipeline.stages_per_rank=2",
+    "pipeline.schedule=dualpipe-v",
+)
+
+REFUSED = {
+    ("alone", 1, ("parallel.pipeline=2", "parallel.expert=2")): (
+        "parallel needs more ranks: the larger of pipeline 2 x tensor 1 x context 1 = 2 and "
+        "pipeline 2 x expert 2 x expert_tensor 1 = 4; got 1 rank; allowed: a multiple of 4; "
+        "fix: start 4 processes: penstock train ... --processes 4"
+    ),
+    ("too few for both views", 5, ("parallel.tensor=2", "parallel.expert=3")): (
+        "parallel needs more ranks: the least common multiple of pipeline 1 x tensor 2 x context 1 = 2 and "
+        "pipeline 1 x expert 3 x expert_tensor 1 = 3; got 5 ranks; allowed: a multiple of 6; "
+        "fix: start 6 processes: penstock train ... --processes 6"
+    ),
+    ("dense view", 8, ("parallel.tensor=3", "parallel.context=2")): (
+        "parallel does not divide the ranks: pipeline 1 x tensor 3 x context 2 = 6; got 8 ranks; "
+        "allowed: a multiple of 6; fix: run on 6 or 12 ranks, or change these sizes"
+    ),
+    ("expert view", 6, ("parallel.tensor=2", "parallel.expert=2", "parallel.expert_tensor=2")): (
+        "parallel does not divide the ranks: pipeline 1 x expert 2 x expert_tensor 2 = 4; got 6 ranks; "
+        "allowed: a multiple of 4; fix: run on 4 or 8 ranks, or change these sizes"
+    ),
+    ("batch", 4, ("training.global_batch=24",)): (
+        "training.global_batch must be a multiple of training.micro_batch x data-parallel ranks (4 x 4); "
+        "got 24 on 4 ranks; fix: set training.global_batch to 16 or 32"
+    ),
+    ("small batch", 4, ()): (
+        "training.global_batch must be a multiple of training.micro_batch x data-parallel ranks (4 x 4); "
+        "got 8 on 4 ranks; fix: set training.global_batch to 16"
+    ),
+    ("micro-batches", 8, (*DUALPIPE, "training.global_batch=112")): (
+        "pipeline.schedule dualpipe-v on 4 pipeline ranks has too few micro-batches; got 7; allowed: 8 or more; "
+        "fix: set training.global_batch=128, or pipeline.schedule=zb-v"
+    ),
+    ("shards of dense matrices", 8, ("training.global_batch=32", "parallel.shard_size=3")): (
+        "parallel.shard_size must divide the ranks that hold the same dense matrices (8); got 3 on 8 ranks; "
+        "allowed: 1, 2, 4, 8, or 0 for all"
+    ),
+    ("shards of experts", 12, ("training.global_batch=48", "parallel.expert=2", "parallel.shard_size=4")): (
+        "parallel.shard_size must divide the ranks that hold the same experts (6); got 4 on 12 ranks; "
+        "allowed: 1, 2, 3, 6, or 0 for all"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0])
+def test_ranks_that_do_not_fit_are_refused(case: tuple[str, int, tuple[str, ...]]) -> None:
+    _, world, overrides = case
+    with pytest.raises(ConfigError) as raised:
+        grid_of(unchecked_run(overrides), world)
+    assert str(raised.value) == REFUSED[case]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_fits_one_rank(name: str) -> None:
+    assert grid_of(PRESETS[name](), 1) == Grid()
+
+
+def test_a_grid_has_the_sizes_of_the_run() -> None:
+    overrides = ("parallel.pipeline=2", "parallel.context=2", "parallel.expert_tensor=2", "parallel.expert=2")
+    grid = grid_of(unchecked_run((*overrides, "training.global_batch=16")), 16)
+    assert grid == Grid(world=16, pipeline=2, context=2, expert=2, expert_tensor=2)
+    assert (grid.data, grid.expert_data) == (4, 2)
+
+
+def test_micro_batches_are_those_of_one_rank() -> None:
+    run = unchecked_run(FOLDED)
+    assert micro_batches(run, grid_of(run, 8)) == 4
+    assert micro_batches(run, grid_of(run, 32)) == 1
+    assert micro_batches(unchecked_run(()), Grid()) == unchecked_run(()).micro_batches
+
+
+@pytest.mark.parametrize("size", [0, 2, 4, 8, 100])
+def test_shards_divide_or_are_more_than_there_are(size: int) -> None:
+    run = unchecked_run(("training.global_batch=32", "parallel.expert=2", f"parallel.shard_size={size}"))
+    assert grid_of(run, 8).expert_data == 4
+
+
+@given(
+    tensor=st.integers(1, 4),
+    context=st.integers(1, 4),
+    pipeline=st.integers(1, 4),
+    expert=st.integers(1, 4),
+    expert_tensor=st.integers(1, 4),
+)
+def test_the_smallest_world_is_the_smallest_that_fits(
+    tensor: int, context: int, pipeline: int, expert: int, expert_tensor: int
+) -> None:
+    sizes = {"tensor": tensor, "context": context, "pipeline": pipeline, "expert": expert}
+    overrides = [f"parallel.{name}={size}" for name, size in (sizes | {"expert_tensor": expert_tensor}).items()]
+    run = unchecked_run((*overrides, "training.micro_batch=1", "training.global_batch=144"))
+    least = smallest_world(run)
+    assert least >= pipeline * max(tensor * context, expert * expert_tensor)
+    assert grid_of(run, least).world == least
+    for world in range(1, least):
+        with pytest.raises(ConfigError, match="parallel needs more ranks"):
+            grid_of(run, world)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "method"),
+    [
+        (("parallel.context=4",), "ulysses"),
+        (("parallel.context=8",), "all-gather"),
+        (("parallel.context=2", "parallel.tensor=4"), "all-gather"),
+        (("parallel.context=2", "parallel.context_method=all-gather"), "all-gather"),
+    ],
+)
+def test_ranks_exchange_heads_where_heads_divide(overrides: tuple[str, ...], method: str) -> None:
+    assert context_method(unchecked_run(overrides)) == method
+
+
+def test_key_and_value_heads_must_divide_as_well() -> None:
+    heads = ("model.attention.kind=gqa", "model.attention.heads=8", "model.attention.head_dim=32")
+    for kv_heads, method in ((4, "ulysses"), (2, "all-gather")):
+        run = unchecked_run((*heads, f"model.attention.kv_heads={kv_heads}", "parallel.context=4"))
+        assert context_method(run) == method
+
+
+def test_stages_are_counted_only_in_a_pipeline() -> None:
+    assert stage_count(unchecked_run(("pipeline.stages_per_rank=2",))) == 1
+    assert stage_count(unchecked_run(("pipeline.stages_per_rank=2", "parallel.pipeline=4"))) == 8
+
+
+def test_a_schedule_may_have_just_enough_micro_batches() -> None:
+    run = unchecked_run((*DUALPIPE, "training.global_batch=128"))
+    assert micro_batches(run, grid_of(run, 8)) == 8
+
+
+def test_auto_divides_the_optimizer() -> None:
+    assert shard(unchecked_run(())) == "optimizer"
+    assert shard(unchecked_run(("parallel.shard=full",))) == "full"
