@@ -3,9 +3,14 @@
 Tests run several processes side by side, so each keeps to one thread. Triton decides when a kernel is decorated whether
 it will be interpreted; a test far from the kernels may be the first to import one, so the decision is made here, before
 any test module is collected.
+
+Tests that take `ranks` share one pool of worker processes, so one of pytest's processes runs them all.
 """
 
 import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 for name, value in {
     "OMP_NUM_THREADS": "1",
@@ -18,6 +23,10 @@ for name, value in {
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from xdist.remote import Producer  # noqa: E402
+from xdist.scheduler import LoadScopeScheduling  # noqa: E402
+
+from tests.distributed.pool import Pool  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -31,3 +40,33 @@ settings.load_profile("penstock")
 def fixed_seed() -> None:
     """Every test draws the same numbers on every run."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Pool]:
+    """Runs a function on every rank of a fresh process group: `ranks.run(4, function, *args)`."""
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+class _RanksTogether(LoadScopeScheduling):
+    """Gives every test to the process that is free next, but all tests of files that use `ranks` to one process.
+
+    Marks `xdist_group` would say the same, but pytest-xdist 3.8 does not see them under pytest 9.2
+    (https://github.com/pytest-dev/pytest-xdist/issues/1386).
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "ranks" if _uses_ranks(self.config.rootpath / nodeid.partition("::")[0]) else nodeid
+
+
+@cache
+def _uses_ranks(path: Path) -> bool:
+    return "ranks: Pool" in path.read_text()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
+    """Only where the command asks for groups."""
+    return _RanksTogether(config, log) if config.getvalue("dist") == "loadgroup" else None

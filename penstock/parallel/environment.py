@@ -1,25 +1,43 @@
 """Environment variables: the only file that reads or sets any, so everything that a shell can change is said here.
 
-    NO_COLOR         no colors in the terminal (any value but empty)
-    OMP_NUM_THREADS  threads of a CPU operator; without it, the cores that this process may use
-    GOMP_SPINCOUNT   how often a waiting thread of a CPU operator looks before it sleeps; set, unless the shell has
-                     set it or OMP_WAIT_POLICY
-    WORLD_SIZE       set by torchrun and by Slurm wrappers; more than 1 is refused
+What is read stands in `READ`, what is set in `penstock.parallel.variables`; docs/environment.md shows both.
 
-Two variables are set, because the libraries that read them read nothing else: GOMP_SPINCOUNT, before PyTorch is
-imported (so this file imports no PyTorch), and CUBLAS_WORKSPACE_CONFIG in deterministic mode. Threads that spin for
-long hold up a machine that does anything else; threads that never spin are slow to wake
-(docs/decisions/0011-threads.md).
+A process learns from torchrun or from Slurm which of how many it is. torchrun's words (RANK, WORLD_SIZE, ...) come
+first; srun's count only inside a step that srun started: a batch script has SLURM_PROCID too, and is no rank.
+
+What is set, is set twice: before PyTorch is imported (so this file imports none) by what the machine is, and again
+before a GPU is used by what the run is. A launcher sets it once for all that it starts. The shell's choice stands.
 """
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from penstock.base.errors import DeviceError
+from penstock.parallel.host import gpu_vendor, usable_cores
+from penstock.parallel.variables import RULES, Facts, settings
 
-SPIN_COUNT = "20000"
-"""Some tens of microseconds, about as long as a small operator takes; GNU OpenMP's default is 300,000."""
+READ = {
+    "NO_COLOR": "no colors in the terminal (any value but empty)",
+    "OMP_NUM_THREADS": "threads of a CPU operator; without it, the cores that the process may use",
+    "RANK, WORLD_SIZE": "which rank a process is, and of how many; set by torchrun",
+    "LOCAL_RANK, LOCAL_WORLD_SIZE": "the same among the ranks of this machine",
+    "MASTER_ADDR, MASTER_PORT": "where ranks meet; set by torchrun, and by hand if srun's choice is wrong",
+    "TORCHELASTIC_RUN_ID": "name of the launch (`torchrun --rdzv-id`): a restart goes on with the run of its launch",
+    "TORCHELASTIC_RESTART_COUNT": "how often torchrun has started these ranks before",
+    "SLURM_PROCID, SLURM_STEP_NUM_TASKS": "rank and ranks, in a step of srun without torchrun",
+    "SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_TASKS_PER_NODE": "the same on this machine",
+    "SLURM_STEP_NODELIST": "its first machine is where ranks meet",
+    "SLURM_JOB_ID, SLURM_STEP_ID": "name of the launch, also after Slurm has requeued the job; the port to meet at",
+    "SLURM_CPUS_PER_TASK": "cores of a rank",
+}
+"""What Penstock listens to, for docs/environment.md."""
+
+_FIRST_PORT, _PORTS = 20_000, 20_000
+"""Ports at which ranks meet under srun: one by the number of the job, so that two jobs on a machine do not meet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,49 +48,242 @@ class Environment:
         color: terminal output may have colors.
         threads: threads of a CPU operator, or None if nobody chose.
         world_size: processes that were started together.
+        rank: which of them this is.
+        local_rank: which of those on this machine.
+        local_world_size: processes of this machine.
+        started_by: who started it as one of several; empty if a person did.
+        launch: name of the launch, the same after a restart; empty if it has none of its own.
+        restarts: how often these ranks were started before.
+        meeting_point: where ranks meet, as `host:port`; empty for one process.
+        cores_each: cores that whoever started it gives each rank, or None.
     """
 
     color: bool
     threads: int | None
     world_size: int
+    rank: int = 0
+    local_rank: int = 0
+    local_world_size: int = 1
+    started_by: Literal["", "torchrun", "srun"] = ""
+    launch: str = ""
+    restarts: int = 0
+    meeting_point: str = ""
+    cores_each: int | None = None
 
 
 def read_environment(variables: Mapping[str, str] = os.environ) -> Environment:
     """Read every variable that Penstock listens to.
 
     Raises:
-        DeviceError: a variable that should be a number is none, or several processes were started.
+        DeviceError: a variable that should be a number is none, or they contradict each other.
     """
-    world_size = _whole_number(variables, "WORLD_SIZE") or 1
-    if world_size > 1:
+    color, threads = not variables.get("NO_COLOR"), _whole_number(variables, "OMP_NUM_THREADS")
+    if variables.get("WORLD_SIZE", "").strip():
+        return _from_torchrun(variables, color, threads)
+    if variables.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        return _from_srun(variables, color, threads)
+    return Environment(color=color, threads=threads, world_size=1)
+
+
+def _from_torchrun(variables: Mapping[str, str], color: bool, threads: int | None) -> Environment:
+    """One of the processes that torchrun, or somebody who speaks like it, has started."""
+    world, rank = _whole_number(variables, "WORLD_SIZE") or 1, _whole_number(variables, "RANK", low=0) or 0
+    local_world = _whole_number(variables, "LOCAL_WORLD_SIZE") or 1
+    local_rank = _whole_number(variables, "LOCAL_RANK", low=0) or 0
+    _check_below("RANK", rank, world)
+    _check_below("LOCAL_RANK", local_rank, local_world)
+    host, port = variables.get("MASTER_ADDR", ""), _whole_number(variables, "MASTER_PORT")
+    if world > 1 and not (host and port):
         raise DeviceError(
-            "a run trains on one device, in one process",
-            got=f"WORLD_SIZE={world_size}",
-            fix="start `penstock train` once, without torchrun",
+            "several processes need MASTER_ADDR and MASTER_PORT to meet",
+            got=f"WORLD_SIZE={world}",
+            fix="start them with torchrun or srun, or one with `penstock train --processes`",
         )
+    name = variables.get("TORCHELASTIC_RUN_ID", "")
     return Environment(
-        color=not variables.get("NO_COLOR"),
-        threads=_whole_number(variables, "OMP_NUM_THREADS"),
-        world_size=world_size,
+        color=color,
+        threads=threads,
+        world_size=world,
+        rank=rank,
+        local_rank=local_rank,
+        local_world_size=local_world,
+        started_by="torchrun",
+        launch="" if name == "none" else name,  # torchrun's word for a launch without a name
+        restarts=_whole_number(variables, "TORCHELASTIC_RESTART_COUNT", low=0) or 0,
+        meeting_point=_address(host, port) if host and port else "",
     )
 
 
-def _whole_number(variables: Mapping[str, str], name: str) -> int | None:
+def _from_srun(variables: Mapping[str, str], color: bool, threads: int | None) -> Environment:
+    """One of the tasks of a step of Slurm."""
+    world, rank = _whole_number(variables, "SLURM_STEP_NUM_TASKS") or 1, _whole_number(variables, "SLURM_PROCID", low=0)
+    job, step = _whole_number(variables, "SLURM_JOB_ID") or 1, _whole_number(variables, "SLURM_STEP_ID", low=0) or 0
+    local_rank, node = (_whole_number(variables, name, low=0) or 0 for name in ("SLURM_LOCALID", "SLURM_NODEID"))
+    tasks = _tasks_per_node(variables.get("SLURM_STEP_TASKS_PER_NODE", "")) or [world]
+    _check_below("SLURM_PROCID", rank or 0, world)
+    _check_below("SLURM_NODEID", node, len(tasks))
+    _check_below("SLURM_LOCALID", local_rank, tasks[node])
+    host = variables.get("MASTER_ADDR") or _first_host(variables.get("SLURM_STEP_NODELIST", "")) or "localhost"
+    port = _whole_number(variables, "MASTER_PORT") or _FIRST_PORT + (job + step) % _PORTS
+    return Environment(
+        color=color,
+        threads=threads,
+        world_size=world,
+        rank=rank or 0,
+        local_rank=local_rank,
+        local_world_size=tasks[node],
+        started_by="srun",
+        launch=f"slurm-{job}.{step}",
+        restarts=_whole_number(variables, "SLURM_RESTART_COUNT", low=0) or 0,
+        meeting_point=_address(host, port),
+        cores_each=_whole_number(variables, "SLURM_CPUS_PER_TASK"),
+    )
+
+
+def _whole_number(variables: Mapping[str, str], name: str, *, low: int = 1) -> int | None:
     """Value of a variable, or None if it is unset or empty."""
     text = variables.get(name, "").strip()
     if not text:
         return None
-    if not text.isascii() or not text.isdigit() or int(text) == 0:
-        raise DeviceError(f"environment variable {name} must be a whole number", got=repr(text), allowed="1 and up")
+    if not text.isascii() or not text.isdigit() or int(text) < low:
+        raise DeviceError(
+            f"environment variable {name} must be a whole number", got=repr(text), allowed=f"{low} and up"
+        )
     return int(text)
 
 
-def prepare_environment() -> None:
-    """Set what libraries read when they are loaded. Call before PyTorch is imported; the shell's choice stands."""
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+def _check_below(name: str, number: int, count: int) -> None:
+    if number >= count:
+        raise DeviceError(
+            f"environment variable {name} contradicts the number of processes", got=number, allowed=f"0 to {count - 1}"
+        )
 
 
-def make_cublas_deterministic() -> None:
-    """Give cuBLAS the workspace rule that deterministic algorithms ask for. Call before a GPU is used."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Tasks of each machine, from Slurm's short form: `4(x2),1` is 4, 4, 1."""
+    tasks: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        tasks += [int(count)] * int(times or 1)
+    return tasks
+
+
+def _first_host(nodes: str) -> str:
+    """First machine of Slurm's short form: `gpu[03-05,9],login1` begins with gpu03."""
+    match = re.match(r"([^,\[]*)(?:\[([^\],-]*)[^\]]*\])?([^,\[]*)", nodes)
+    return "".join(part or "" for part in match.groups()) if match else ""
+
+
+def facts_of_machine(environment: Environment) -> Facts:
+    """What the rules can know before there is a run."""
+    each, local_world = environment.cores_each, environment.local_world_size
+    return Facts(
+        vendor=gpu_vendor(),
+        world=environment.world_size,
+        local_world=local_world,
+        cores=each * local_world if each else usable_cores(),
+    )
+
+
+def prepare_environment(facts: Facts | None = None) -> None:
+    """Set the variables that the facts ask for. What the shell has set, or set by another name, stands.
+
+    Args:
+        facts: of the run; None takes those of the machine, and must come before PyTorch is imported.
+    """
+    os.environ.update(_missing(facts_of_machine(read_environment()) if facts is None else facts))
+
+
+@contextmanager
+def environment_for_children(facts: Facts) -> Iterator[None]:
+    """While it is entered, processes that are started get the variables that their facts ask for.
+
+    Args:
+        facts: of each of them.
+    """
+    missing = _missing(facts)
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            del os.environ[name]
+
+
+def _missing(facts: Facts) -> dict[str, str]:
+    """What the facts ask for and the shell has not chosen."""
+    names = {rule.name: (rule.name, *rule.also) for rule in RULES}
+    return {
+        name: value for name, value in settings(facts).items() if not any(also in os.environ for also in names[name])
+    }
+
+
+def environment_line(facts: Facts, variables: Mapping[str, str] = os.environ) -> str:
+    """The variables of the table as they are now, in one line: first those that have our value, then the shell's.
+
+    Args:
+        facts: of the run.
+        variables: after `prepare_environment`.
+    """
+    wanted = settings(facts)
+    ours = [f"{name}={value}" for name, value in wanted.items() if variables.get(name) == value]
+    names = [name for rule in RULES for name in (rule.name, *rule.also)]
+    theirs = [
+        f"{name}={variables[name]}" for name in names if name in variables and variables[name] != wanted.get(name)
+    ]
+    return "; ".join(part for part in (" ".join(ours), f"from the shell: {' '.join(theirs)}" if theirs else "") if part)
+
+
+def environment_page() -> str:
+    """docs/environment.md: what is set, when and why, and what is read."""
+    cell = "| {} |".format
+    rules = [
+        cell(
+            " | ".join(
+                (
+                    f"`{rule.name}`",
+                    f"`{rule.value}`" if not rule.shown else rule.shown,
+                    rule.when,
+                    rule.why,
+                    rule.source,
+                )
+            )
+        )
+        for rule in RULES
+    ]
+    also = [
+        f"- `{rule.name}` is left alone if the shell has set {' or '.join(f'`{name}`' for name in rule.also)}."
+        for rule in RULES
+        if rule.also
+    ]
+    read = [
+        cell(f"{', '.join(f'`{name}`' for name in names.split(', '))} | {meaning}") for names, meaning in READ.items()
+    ]
+    return "\n".join([_PAGE, *rules, "", *also, "", _NOT_SET, *read, ""])
+
+
+_PAGE = """# Environment variables
+
+Written by `make docs` from [penstock/parallel/variables.py](../penstock/parallel/variables.py) and
+[penstock/parallel/environment.py](../penstock/parallel/environment.py); change it there.
+
+## What is set
+
+Libraries read some choices from the environment and nowhere else. Penstock sets them, for itself and for the ranks
+that it starts, where the run and the machine ask for it. A variable that the shell has set stays as it is, so each rule
+can be overridden: `NCCL_NVLS_ENABLE=1 penstock train ...`. Every run prints what is in force in its first line, and the
+scripts of `penstock launch` write it out ([launch.md](launch.md)).
+
+| variable | value | when | why | source |
+| --- | --- | --- | --- | --- |"""
+
+_NOT_SET = """`TORCH_NCCL_AVOID_RECORD_STREAMS`, which recipes for older versions set, is not: what it asks for is the
+default of every PyTorch that Penstock runs on, and the variable itself only brings a warning.
+
+## What is read
+
+| variable | meaning |
+| --- | --- |"""

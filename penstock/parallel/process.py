@@ -1,32 +1,32 @@
-"""The process that trains: device, threads, seeds and memory. What the shell says about them is in `environment`."""
+"""The process that trains: device, cores, threads, seeds, memory. What the shell says of them is in `environment`."""
 
-import os
 import platform
 import random
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from penstock.base.errors import DeviceError
-from penstock.parallel.environment import Environment, make_cublas_deterministic
-
-CGROUP_CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
-"""Linux, cgroup v2: `quota period` in microseconds, or `max period`. This limits a container, not its affinity."""
+from penstock.parallel.environment import Environment, prepare_environment
+from penstock.parallel.host import Binding, allowed_cores, bind, choose_binding, usable_cores
+from penstock.parallel.variables import Facts
 
 CPU_INFO = Path("/proc/cpuinfo")
 """Linux: one `model name` line for each core."""
 
 
-def choose_device(kind: str) -> torch.device:
-    """The device of a run.
+def choose_device(kind: str, environment: Environment | None = None) -> torch.device:
+    """The device of a run on this rank; a GPU becomes the current one.
 
     Args:
         kind: `cpu`, `cuda` (also the name of AMD GPUs in PyTorch), or `auto`: a GPU if there is one.
+        environment: which rank of this machine this is; None if it is the only one.
 
     Raises:
-        DeviceError: a GPU was asked for and there is none.
+        DeviceError: a GPU was asked for and there is none, or this machine has more ranks than GPUs.
     """
     has_gpu = torch.cuda.is_available()
     if kind == "cuda" and not has_gpu:
@@ -38,7 +38,17 @@ def choose_device(kind: str) -> torch.device:
         )
     if kind == "cpu" or not has_gpu:
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    if environment is None or environment.local_world_size == 1:
+        return torch.device("cuda", torch.cuda.current_device())
+    gpus, ranks = torch.cuda.device_count(), environment.local_world_size
+    if gpus == 1 and environment.started_by == "srun":
+        return torch.device("cuda", 0)  # Slurm shows each task its own GPU only
+    if ranks > gpus:
+        raise DeviceError(
+            "more processes than GPUs on this machine", got=ranks, allowed=gpus, fix="one process for each GPU"
+        )
+    torch.cuda.set_device(environment.local_rank)
+    return torch.device("cuda", environment.local_rank)
 
 
 def device_name(device: torch.device) -> str:
@@ -52,15 +62,31 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
-def usable_cores() -> int:
-    """CPU cores that this process may use: its affinity, and the quota of its container."""
-    # NOTE: sched_getaffinity is missing on macOS.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if CGROUP_CPU_LIMIT.exists():
-        quota, period = CGROUP_CPU_LIMIT.read_text().split()
-        if quota != "max":
-            cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
+def bind_near(device: torch.device, environment: Environment) -> Binding | None:
+    """Keep this process to the cores next to its GPU (penstock/parallel/host.py). Call before threads are started.
+
+    Args:
+        device: of this rank.
+        environment: which rank of this machine this is.
+
+    Returns:
+        What was bound, or None where there is nothing to gain.
+    """
+    if device.type != "cuda" or sys.platform != "linux":
+        return None
+    sees_all = torch.cuda.device_count() >= environment.local_world_size > 1
+    gpus = range(environment.local_world_size) if sees_all else [device.index]
+    bus_ids = [_bus_id(gpu) for gpu in gpus]
+    binding = choose_binding(bus_ids, environment.local_rank if sees_all else 0, allowed_cores())
+    if binding is not None:
+        bind(binding)
+    return binding
+
+
+def _bus_id(gpu: int) -> str:
+    """PCI address of a GPU as the system's files have it."""
+    facts: Any = torch.cuda.get_device_properties(gpu)  # PyTorch's stubs lack these three
+    return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
 
 
 def prepare_process(environment: Environment, *, seed: int, deterministic: bool) -> None:
@@ -75,8 +101,7 @@ def prepare_process(environment: Environment, *, seed: int, deterministic: bool)
     torch.set_num_threads(environment.threads or min(torch.get_num_threads(), usable_cores()))
     random.seed(seed)
     torch.manual_seed(seed)
-    if deterministic:
-        make_cublas_deterministic()
+    prepare_environment(Facts(deterministic=deterministic))
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = False
 

@@ -1,13 +1,49 @@
-"""What the shell says, and what libraries are told."""
+"""What the shell and the launchers say, and what libraries are told."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.base.errors import DeviceError
-from penstock.parallel.environment import SPIN_COUNT, Environment, prepare_environment, read_environment
+from penstock.parallel.environment import (
+    READ,
+    Environment,
+    environment_for_children,
+    environment_line,
+    environment_page,
+    facts_of_machine,
+    prepare_environment,
+    read_environment,
+)
+from penstock.parallel.variables import RULES, SPIN_COUNT, Facts, settings
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2",
+}  # fmt: skip
+SRUN = {
+    "SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "12", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x3)", "SLURM_STEP_NODELIST": "gpu[03-05],spare7", "SLURM_JOB_ID": "20077",
+    "SLURM_STEP_ID": "0", "SLURM_CPUS_PER_TASK": "6", "SLURM_RESTART_COUNT": "1",
+}  # fmt: skip
+NVIDIA = Facts(vendor="nvidia", world=16, local_world=8, cores=96)
+
+
+@pytest.fixture(autouse=True)
+def environment_as_it_was() -> Iterator[None]:
+    """Rules change the environment of the whole process."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+# What is read
 
 
 def test_an_empty_environment_means_defaults() -> None:
@@ -15,20 +51,89 @@ def test_an_empty_environment_means_defaults() -> None:
 
 
 def test_what_the_shell_says_is_read() -> None:
-    environment = read_environment({"NO_COLOR": "1", "OMP_NUM_THREADS": "4", "WORLD_SIZE": "1"})
+    environment = read_environment({"NO_COLOR": "1", "OMP_NUM_THREADS": "4"})
     assert environment == Environment(color=False, threads=4, world_size=1)
     assert read_environment({"NO_COLOR": "", "OMP_NUM_THREADS": ""}).color
 
 
-def test_several_processes_are_refused() -> None:
-    with pytest.raises(DeviceError, match="WORLD_SIZE=8.*without torchrun"):
-        read_environment({"WORLD_SIZE": "8"})
+def test_torchrun_says_which_rank_this_is() -> None:
+    assert read_environment(TORCHRUN) == Environment(
+        color=True,
+        threads=None,
+        world_size=8,
+        rank=5,
+        local_rank=1,
+        local_world_size=4,
+        started_by="torchrun",
+        launch="job",
+        restarts=2,
+        meeting_point="10.0.0.1:29500",
+    )
+
+
+def test_srun_says_which_rank_this_is() -> None:
+    assert read_environment(SRUN) == Environment(
+        color=True,
+        threads=None,
+        world_size=12,
+        rank=9,
+        local_rank=1,
+        local_world_size=4,
+        started_by="srun",
+        launch="slurm-20077.0",
+        restarts=1,
+        meeting_point="gpu03:20077",
+        cores_each=6,
+    )
+
+
+def test_torchrun_inside_a_step_of_slurm_is_believed() -> None:
+    assert read_environment(SRUN | TORCHRUN) == read_environment(TORCHRUN)
+
+
+def test_a_batch_script_is_no_rank() -> None:
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "1"}
+    assert read_environment(batch) == read_environment({})
+    assert read_environment({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}).started_by == ""
+
+
+def test_a_launch_without_a_name_has_none() -> None:
+    assert read_environment({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}).launch == ""
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("node7", "node7"), ("a1,a2", "a1"), ("n[012-014,20]", "n012"), ("x[3,9]-ib", "x3-ib"), ("", "localhost")],
+)
+def test_ranks_of_srun_meet_on_the_first_machine(nodes: str, first: str) -> None:
+    assert read_environment({**SRUN, "SLURM_STEP_NODELIST": nodes}).meeting_point == f"{first}:20077"
+    by_hand = {**SRUN, "MASTER_ADDR": "fe80::1", "MASTER_PORT": "5"}
+    assert read_environment(by_hand).meeting_point == "[fe80::1]:5"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({**TORCHRUN, "RANK": "8"}, "RANK contradicts the number of processes; got 8; allowed: 0 to 7"),
+        ({**TORCHRUN, "LOCAL_RANK": "4"}, "LOCAL_RANK contradicts"),
+        ({"WORLD_SIZE": "8"}, "need MASTER_ADDR and MASTER_PORT.*torchrun"),
+        ({**TORCHRUN, "WORLD_SIZE": "all"}, "WORLD_SIZE must be a whole number"),
+        ({**SRUN, "SLURM_PROCID": "12"}, "SLURM_PROCID contradicts"),
+        ({**SRUN, "SLURM_LOCALID": "4"}, "SLURM_LOCALID contradicts"),
+    ],
+)
+def test_contradictions_are_refused(wrong: dict[str, str], message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
+        read_environment(wrong)
 
 
 @pytest.mark.parametrize("text", ["many", "0", "-1", "2.5", "\N{SUPERSCRIPT TWO}"])
 def test_a_number_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(DeviceError, match="OMP_NUM_THREADS must be a whole number"):
         read_environment({"OMP_NUM_THREADS": text})
+
+
+# What is set
 
 
 def test_waiting_threads_sleep_soon_unless_the_shell_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +148,77 @@ def test_waiting_threads_sleep_soon_unless_the_shell_says_otherwise(monkeypatch:
     monkeypatch.delenv("OMP_WAIT_POLICY")
     prepare_environment()
     assert os.environ["GOMP_SPINCOUNT"] == SPIN_COUNT
-    monkeypatch.setenv("GOMP_SPINCOUNT", SPIN_COUNT)  # so that it is taken back after the test
+
+
+@pytest.mark.parametrize(
+    ("facts", "there", "not_there"),
+    [
+        (Facts(), {"GOMP_SPINCOUNT": SPIN_COUNT}, {"OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "GLOO_SOCKET_IFNAME"}),
+        (
+            Facts(world=4, local_world=4, cores=10),
+            {"OMP_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "lo"},
+            {"NCCL_NVLS_ENABLE", "HSA_KERNARG_POOL_SIZE"},
+        ),
+        (Facts(world=8, local_world=4), {}, {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"}),
+        (
+            NVIDIA,
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "12"},
+            {"CUDA_DEVICE_MAX_CONNECTIONS", "HSA_KERNARG_POOL_SIZE", "GPU_MAX_HW_QUEUES", "NCCL_ALGO"},
+        ),
+        (Facts(vendor="nvidia", tensor=2, world=2, local_world=2), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, set()),
+        (Facts(vendor="nvidia", context=2, shard="full"), {}, {"CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE"}),
+        (Facts(vendor="amd"), {"HSA_KERNARG_POOL_SIZE": "12582912"}, {"GPU_MAX_HW_QUEUES", "NCCL_NVLS_ENABLE"}),
+        (Facts(vendor="amd", world=8), {"GPU_MAX_HW_QUEUES": "2", "TORCH_NCCL_HIGH_PRIORITY": "1"}, set()),
+        (Facts(deterministic=True), {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, {"NCCL_ALGO"}),
+        (Facts(vendor="amd", world=2, deterministic=True), {"NCCL_ALGO": "Ring"}, set()),
+    ],
+)
+def test_the_facts_decide_what_is_set(facts: Facts, there: dict[str, str], not_there: set[str]) -> None:
+    wanted = settings(facts)
+    assert there.items() <= wanted.items()
+    assert not not_there & set(wanted)
+
+
+def test_every_rule_can_be_overridden_by_every_name_of_its_variable() -> None:
+    facts = Facts(vendor="nvidia", world=4, local_world=4, cores=8, tensor=2, deterministic=True)
+    for rule in RULES:
+        for name in (rule.name, *rule.also):
+            os.environ.clear()
+            os.environ[name] = "mine"
+            prepare_environment(facts)
+            assert os.environ[name] == "mine"
+            assert name == rule.name or rule.name not in os.environ
+
+
+def test_a_launcher_sets_it_for_its_ranks_only() -> None:
+    os.environ.clear()
+    os.environ["NCCL_NVLS_ENABLE"] = "1"
+    with environment_for_children(NVIDIA):
+        assert settings(NVIDIA) | {"NCCL_NVLS_ENABLE": "1"} == dict(os.environ)
+    assert dict(os.environ) == {"NCCL_NVLS_ENABLE": "1"}
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_processes_of_a_machine_never_start_more_threads_than_it_has_cores(cores: int, processes: int) -> None:
+    threads = int(settings(Facts(world=processes + 1, local_world=processes, cores=cores)).get("OMP_NUM_THREADS", "1"))
+    assert threads >= 1
+    assert threads * processes <= max(cores, processes)
+
+
+def test_slurm_says_how_many_cores_a_rank_has() -> None:
+    assert facts_of_machine(read_environment(SRUN)).cores_each == 6
+
+
+def test_one_line_says_what_is_in_force() -> None:
+    variables = {"GOMP_SPINCOUNT": SPIN_COUNT, "OMP_NUM_THREADS": "3", "PATH": "/bin"}
+    assert environment_line(Facts(), variables) == f"GOMP_SPINCOUNT={SPIN_COUNT}; from the shell: OMP_NUM_THREADS=3"
+    assert environment_line(Facts(), {"OMP_WAIT_POLICY": "PASSIVE"}) == "from the shell: OMP_WAIT_POLICY=PASSIVE"
+
+
+def test_the_page_names_every_variable_that_is_set_or_read() -> None:
+    page = environment_page()
+    assert all(f"| `{rule.name}` |" in page for rule in RULES)
+    assert all(f"`{name}`" in page for names in READ for name in names.split(", "))
 
 
 def test_the_command_line_sets_it_before_torch_is_loaded() -> None:

@@ -3,7 +3,8 @@
 import os
 import random
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,15 @@ import torch
 from penstock.base.errors import DeviceError
 from penstock.parallel import process
 from penstock.parallel.environment import Environment
-from penstock.parallel.process import choose_device, device_name, peak_memory_bytes, prepare_process, usable_cores
+from penstock.parallel.host import Binding
+from penstock.parallel.process import bind_near, choose_device, device_name, peak_memory_bytes, prepare_process
 
 PLAIN = Environment(color=True, threads=1, world_size=1)
+
+
+def rank_of_machine(rank: int, ranks: int) -> Environment:
+    """One of the ranks that torchrun started on a machine."""
+    return replace(PLAIN, world_size=ranks, rank=rank, local_rank=rank, local_world_size=ranks, started_by="torchrun")
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +50,48 @@ def test_the_cpu_has_a_name() -> None:
     assert device_name(torch.device("cpu"))
 
 
-def test_a_container_has_the_cores_of_its_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = tmp_path / "cpu.max"
-    monkeypatch.setattr(process, "CGROUP_CPU_LIMIT", limit)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert usable_cores() == 8
-    for text, cores in (("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("1600000 100000", 8)):
-        limit.write_text(text + "\n")
-        assert usable_cores() == cores
+def test_each_rank_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    devices = [choose_device("auto", rank_of_machine(rank, 4)) for rank in range(4)]
+    assert devices == [torch.device("cuda", rank) for rank in range(4)]
+    assert taken == [0, 1, 2, 3]
+    assert choose_device("cpu", rank_of_machine(3, 4)) == torch.device("cpu")
+    with pytest.raises(DeviceError, match="more processes than GPUs on this machine; got 5; allowed: 4"):
+        choose_device("cuda", rank_of_machine(0, 5))
+
+
+def test_a_task_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    task = replace(rank_of_machine(3, 4), started_by="srun")
+    assert choose_device("auto", task) == torch.device("cuda", 0)
+    with pytest.raises(DeviceError, match="more processes than GPUs"):
+        choose_device("auto", rank_of_machine(0, 4))
+
+
+def test_each_rank_is_bound_by_the_addresses_of_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, bound = [], []
+    binding = Binding(node=1, cores=(4, 5), sharers=2)
+
+    def choose(bus_ids: list[str], local_rank: int, allowed: frozenset[int]) -> Binding:
+        asked.append((bus_ids, local_rank))
+        return binding
+
+    def facts(gpu: int) -> SimpleNamespace:
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B + gpu, pci_device_id=0)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", facts)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(process, "choose_binding", choose)
+    monkeypatch.setattr(process, "bind", bound.append)
+    assert bind_near(torch.device("cuda", 1), rank_of_machine(1, 2)) is binding
+    assert bind_near(torch.device("cuda", 1), PLAIN) is binding
+    assert asked == [(["0000:1b:00.0", "0000:1c:00.0"], 1), (["0000:1c:00.0"], 0)]
+    assert bound == [binding, binding]
+    assert bind_near(torch.device("cpu"), PLAIN) is None
 
 
 def test_the_seed_decides_every_draw() -> None:

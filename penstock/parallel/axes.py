@@ -1,0 +1,162 @@
+"""The process groups of a run, by the axes of its grid: the only maker of process groups for training.
+
+    tensor       share each dense matrix             expert       share a layer's experts and each of them (EP x ETP)
+    context      share each row                      expert_data  hold the same experts, train on different tokens
+    sequence     context x tensor: together hold     pipeline     hold the other stages of the same rows
+                 every position of the same rows     stage        all ranks of one pipeline stage
+    data         train on different rows             world        everybody
+    dense_data   data x context: hold the same dense matrices, see different tokens
+    embedding    those of `pipeline` that hold the embedding, if several stages do
+    pipeline_back    the same ranks as `pipeline` in a second group, for messages to lower ranks
+
+An axis of one rank has no group, and code that meets such an axis does nothing: a run on one device makes none at all.
+Axes with the same ranks share a group.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch.distributed as dist
+
+from penstock.layout.grid import Grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """One rank's group on one axis.
+
+    Attributes:
+        name: of the axis.
+        ranks: global ranks of the group, in the order of their places on the axis.
+        rank: our place among them.
+        group: for collectives; None if we are alone.
+        inner: those of us who divide one copy between them, if that is not everybody (hybrid sharding).
+        outer: those who hold the same part of their copy as we do of ours, if there are several copies.
+    """
+
+    name: str
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    inner: "Axis | None" = None
+    outer: "Axis | None" = None
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return len(self.ranks)
+
+    @property
+    def shard(self) -> "Axis":
+        """Ranks that divide one copy between them, ourselves included."""
+        return self if self.inner is None else self.inner
+
+    @property
+    def replicate(self) -> "Axis":
+        """Ranks that hold the same part of a copy, ourselves included."""
+        return Axis(name="alone", ranks=(self.ranks[self.rank],)) if self.outer is None else self.outer
+
+
+NO_AXIS = Axis(name="none")
+"""Shared with nobody."""
+
+_AXES: dict[str, tuple[str, ...]] = {
+    "tensor": ("tensor",),
+    "context": ("context",),
+    "sequence": ("context", "tensor"),
+    "data": ("data",),
+    "dense_data": ("data", "context"),
+    "stage": ("data", "context", "tensor"),
+    "pipeline": ("pipeline",),
+    "expert": ("expert", "expert_tensor"),
+    "expert_data": ("expert_data",),
+    "world": ("pipeline", "data", "context", "tensor"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """All axes of one rank; see the table at the top of the file."""
+
+    grid: Grid = field(default_factory=Grid)
+    rank: int = 0
+    tensor: Axis = Axis(name="tensor")
+    context: Axis = Axis(name="context")
+    sequence: Axis = Axis(name="sequence")
+    data: Axis = Axis(name="data")
+    dense_data: Axis = Axis(name="dense_data")
+    stage: Axis = Axis(name="stage")
+    pipeline: Axis = Axis(name="pipeline")
+    expert: Axis = Axis(name="expert")
+    expert_data: Axis = Axis(name="expert_data")
+    world: Axis = Axis(name="world")
+    pipeline_back: Axis = Axis(name="pipeline_back")
+    embedding: Axis = Axis(name="embedding")
+
+
+ALONE = Axes()
+"""One rank that holds everything."""
+
+
+def make_axes(grid: Grid, embedding_places: tuple[int, ...] = (0,), shard_size: int = 0) -> Axes:
+    """Make every group of a grid. All ranks call it, after `init_process_group`.
+
+    Args:
+        grid: whose `world` is the number of processes.
+        embedding_places: places on `pipeline` that hold the embedding, ascending.
+        shard_size: neighbours on `dense_data` and on `expert_data` that divide one copy; 0, or as many as there are or
+            more, means all of them. Divides both.
+    """
+    if grid.world == 1:
+        return ALONE
+    assert dist.get_world_size() == grid.world, f"{dist.get_world_size()} processes for {grid}"
+    rank = dist.get_rank()
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(grid.world)): dist.group.WORLD}
+    axes = {}
+    for name, parts in _AXES.items():
+        groups = grid.groups(parts)
+        own = next(ranks for ranks in groups if rank in ranks)
+        _make_missing(groups, made)
+        axes[name] = Axis(name=name, ranks=own, rank=own.index(rank), group=made[own] if len(own) > 1 else None)
+    for name in ("dense_data", "expert_data"):
+        axes[name] = _divide(axes[name], grid.groups(_AXES[name]), shard_size, made)
+    if grid.pipeline > 1:
+        # Messages up and down wait for each other if they share a communicator, so each direction has its own.
+        for ranks in grid.groups(("pipeline",)):
+            group = dist.new_group(list(ranks))
+            if rank in ranks:
+                axes["pipeline_back"] = replace(axes["pipeline"], name="pipeline_back", group=group)
+    if len(embedding_places) > 1:
+        holders = tuple(tuple(ranks[place] for place in embedding_places) for ranks in grid.groups(("pipeline",)))
+        _make_missing(holders, made)
+        for ranks in holders:
+            if rank in ranks:
+                axes["embedding"] = Axis(name="embedding", ranks=ranks, rank=ranks.index(rank), group=made[ranks])
+    return Axes(grid=grid, rank=rank, **axes)
+
+
+def _divide(
+    axis: Axis, groups: Sequence[tuple[int, ...]], size: int, made: dict[tuple[int, ...], dist.ProcessGroup | None]
+) -> Axis:
+    """Copies go to blocks of neighbours; those at the same place in their blocks hold the same."""
+    if not 0 < size < axis.size:
+        return axis
+    assert axis.size % size == 0, f"{axis.size} ranks of {axis.name} are not divided by {size}"
+    me = axis.ranks[axis.rank]
+    divided = {}
+    for name, parts in {
+        "shard": [ranks[first : first + size] for ranks in groups for first in range(0, axis.size, size)],
+        "replicate": [ranks[place::size] for ranks in groups for place in range(size)],
+    }.items():
+        _make_missing(parts, made)
+        own = next(ranks for ranks in parts if me in ranks)
+        group = made[own] if len(own) > 1 else None
+        divided[name] = Axis(name=f"{axis.name}_{name}", ranks=own, rank=own.index(me), group=group)
+    return replace(axis, inner=divided["shard"], outer=divided["replicate"])
+
+
+def _make_missing(groups: Iterable[tuple[int, ...]], made: dict[tuple[int, ...], dist.ProcessGroup | None]) -> None:
+    """Every rank takes part in making every group, in the same order; that is torch's rule."""
+    for ranks in groups:
+        if len(ranks) > 1 and ranks not in made:
+            made[ranks] = dist.new_group(list(ranks))

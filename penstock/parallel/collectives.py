@@ -1,0 +1,254 @@
+"""Collectives that gradients pass, over one axis; on an axis of one rank each returns what it was given.
+
+    function        rank r gets                                    its gradient travels by
+    all_gather      the parts of all ranks, joined                 reduce_scatter
+    reduce_scatter  part r of the sum                              all_gather
+    all_reduce      the sum, which all ranks go on with alike      nothing: it is the same everywhere already
+    fan_out         what it had, for a use of its own              all_reduce
+    exchange_rows   rows that others chose to send                 exchange_rows, reversed
+    swap            all of one dim, a part of another              swap, reversed
+
+`all_gather`, `reduce_scatter`, `exchange_rows` and `swap` are exact for a loss that is the sum of what the ranks
+compute each. `all_reduce` and `fan_out` are the pair for a stretch that all ranks compute alike and count once.
+
+Sums are taken in the dtype of the tensor: a bfloat16 sum over 8 ranks rounds 7 times (a backend may round less often).
+Whoever needs more gives float32.
+
+Ranks' parts lie one after the other in memory on the wire, so gathering and scattering along dim 0 of a contiguous
+tensor copies nothing; along another dim it costs one copy. Simpler than DTensor: a tensor does not know its layout.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from penstock.parallel.axes import Axis
+
+# NOTE: torch 2.13 renamed both and warns of the old names; 2.11 has only those.
+_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Join the parts of all ranks along a dim, in the order of the axis.
+
+    Args:
+        x: our part; of one shape and dtype on all ranks.
+        axis: who takes part.
+        dim: to join along.
+
+    Returns:
+        The whole; its gradient is summed over the ranks, and each gets its part of that sum.
+    """
+    return x if axis.size == 1 else _AllGather.apply(x, axis, dim % x.ndim)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Sum over the ranks and take our part along a dim.
+
+    Args:
+        x: our summand; of one shape and dtype on all ranks.
+        axis: who takes part.
+        dim: to divide; its size is a multiple of the number of ranks.
+
+    Returns:
+        Our part; the gradients of all parts are gathered.
+    """
+    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim % x.ndim)
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Sum over the ranks. The gradient passes unchanged: what follows is the same on all ranks and counted once.
+
+    Args:
+        x: our summand.
+        axis: who takes part.
+    """
+    return x if axis.size == 1 else _AllReduce.apply(x, axis)
+
+
+def fan_out(x: Tensor, axis: Axis) -> Tensor:
+    """Return `x`, whose gradients from the ranks are summed: the mirror of `all_reduce`.
+
+    Args:
+        x: the same on all ranks, each of which does something else with it.
+        axis: who takes part.
+    """
+    return x if axis.size == 1 else _FanOut.apply(x, axis)
+
+
+def exchange_rows(
+    x_ND: Tensor, axis: Axis, receive: Sequence[int] | None = None, send: Sequence[int] | None = None
+) -> Tensor:
+    """Send rows to other ranks and receive theirs.
+
+    Args:
+        x_ND: rows (of any rank, 1 or more dims) in the order of the ranks that they are for.
+        axis: who takes part.
+        receive: rows that come from each rank; None if `x` is divided evenly, on all ranks.
+        send: rows that go to each rank; None together with `receive`.
+
+    Returns:
+        The rows that we received, in the order of the ranks that sent them.
+    """
+    assert (receive is None) == (send is None), "give both counts or neither"
+    assert send is None or sum(send) == x_ND.shape[0], f"{x_ND.shape[0]} rows to send as {send}"
+    return x_ND if axis.size == 1 else _ExchangeRows.apply(x_ND, axis, receive, send)
+
+
+def swap(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
+    """Go from a part of one dim and all of another to all of the one and a part of the other.
+
+    Args:
+        x: has a part of `join_dim`; of one shape and dtype on all ranks.
+        axis: who takes part.
+        split_dim: to divide; its size is a multiple of the number of ranks.
+        join_dim: to join along, in the order of the axis.
+    """
+    if axis.size == 1:
+        return x
+    return _Swap.apply(x, axis, split_dim % x.ndim, join_dim % x.ndim)
+
+
+@torch.no_grad()
+def sum_tensors(tensors: Iterable[Tensor], axis: Axis) -> None:
+    """Sum each tensor over the ranks, in place; one collective for all tensors of a dtype. Not differentiable.
+
+    Args:
+        tensors: in the same order, of the same shapes and dtypes on all ranks.
+        axis: who takes part.
+    """
+    if axis.size == 1:
+        return
+    buckets: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        buckets.setdefault(tensor.dtype, []).append(tensor)
+    for bucket in buckets.values():
+        if len(bucket) == 1 and bucket[0].is_contiguous():
+            dist.all_reduce(bucket[0], group=axis.group)
+            continue
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.all_reduce(flat, group=axis.group)
+        for tensor, summed in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(summed.view_as(tensor))
+
+
+def _parts_first(x: Tensor, parts: int, dim: int) -> Tensor:
+    """Divide a dim and put the parts one after the other in memory: (parts, ..., size / parts, ...)."""
+    assert x.shape[dim] % parts == 0, f"dim {dim} of {tuple(x.shape)} is not divided by {parts} ranks"
+    return x.unflatten(dim, (parts, x.shape[dim] // parts)).movedim(dim, 0).contiguous()
+
+
+def _joined(parts: Tensor, dim: int) -> Tensor:
+    """The inverse of `_parts_first`."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _all_gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    parts = x.new_empty(axis.size, *x.shape)
+    _gather(parts.flatten(0, 1), x.contiguous(), group=axis.group)
+    return _joined(parts, dim)
+
+
+def _reduce_scattered(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    parts = _parts_first(x, axis.size, dim)
+    part = torch.empty_like(parts[0])
+    _scatter(part, parts.flatten(0, 1), group=axis.group)
+    return part
+
+
+def _all_reduced(x: Tensor, axis: Axis) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=axis.group)
+    return total
+
+
+def _exchanged(x_ND: Tensor, axis: Axis, receive: Sequence[int] | None, send: Sequence[int] | None) -> Tensor:
+    rows = x_ND.shape[0] if receive is None else sum(receive)
+    received = x_ND.new_empty(rows, *x_ND.shape[1:])
+    sizes = [None if counts is None else list(counts) for counts in (receive, send)]
+    dist.all_to_all_single(received, x_ND.contiguous(), sizes[0], sizes[1], group=axis.group)
+    return received
+
+
+def _swapped(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
+    sent = _parts_first(x, axis.size, split_dim)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=axis.group)
+    return _joined(received, join_dim)
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.how = axis, dim
+        return _all_gathered(x, axis, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _reduce_scattered(gradient, *ctx.how), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.how = axis, dim
+        return _reduce_scattered(x, axis, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _all_gathered(gradient, *ctx.how), None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return _all_reduced(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _FanOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _all_reduced(gradient, ctx.axis), None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: Tensor, axis: Axis, receive: Sequence[int] | None, send: Sequence[int] | None
+    ) -> Tensor:
+        ctx.how = axis, send, receive
+        return _exchanged(x_ND, axis, receive, send)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(gradient, *ctx.how), None, None, None
+
+
+class _Swap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
+        ctx.how = axis, join_dim, split_dim
+        return _swapped(x, axis, split_dim, join_dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _swapped(gradient, *ctx.how), None, None, None

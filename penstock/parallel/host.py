@@ -1,0 +1,147 @@
+"""The machine around a process: its cores, its GPUs' vendor, and which cores are near which GPU (Linux).
+
+A GPU hangs on one socket. A process that feeds it from the other pays for every launch and every copy, so each process
+is bound to cores of its GPU's NUMA node before it starts threads and touches memory: Linux gives a page to the node of
+the core that touches it first, so the memory follows.
+
+    /sys/bus/pci/devices/0000:1b:00.0/numa_node              the node of a GPU of any vendor; -1 if nobody knows
+    /sys/devices/system/node/node0/cpulist                   its cores, such as 0-31,64-95
+    /sys/devices/system/cpu/cpu0/topology/thread_siblings_list    the hardware threads of one core, such as 0,64
+
+Processes whose GPUs share a node divide its cores evenly and keep hardware threads of a core together. Nobody gets a
+core that it may not use already, so a container's or Slurm's choice stands. Unlike numactl there is nothing to install,
+nothing to type, and a machine with one node is left alone.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Vendor = Literal["nvidia", "amd", "cpu"]
+
+ROOT = Path("/")
+"""Below it the system shows itself as files; tests have a tree of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """Which cores a process keeps to.
+
+    Attributes:
+        node: NUMA node of its GPU.
+        cores: numbers of the cores, ascending.
+        sharers: processes that divide the node's cores.
+    """
+
+    node: int
+    cores: tuple[int, ...]
+    sharers: int
+
+    def __str__(self) -> str:
+        shared = f", divided by {self.sharers}" if self.sharers > 1 else ""
+        return f"cores {ranges(self.cores)} of NUMA node {self.node}{shared}"
+
+
+def gpu_vendor(root: Path = ROOT) -> Vendor:
+    """Whose GPUs this machine has, by their driver: known before PyTorch is imported."""
+    if (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidiactl").exists():
+        return "nvidia"
+    return "amd" if (root / "dev/kfd").exists() else "cpu"
+
+
+def allowed_cores() -> frozenset[int]:
+    """Numbers of the cores that this process may use."""
+    # NOTE: sched_getaffinity is missing on macOS.
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """How many cores this process may use: its affinity, and the quota of its container (cgroup v2)."""
+    cores = len(allowed_cores())
+    limit = root / "sys/fs/cgroup/cpu.max"  # `quota period` in microseconds, or `max period`
+    if limit.exists():
+        quota, period = limit.read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
+
+
+def parse_ranges(text: str) -> tuple[int, ...]:
+    """Numbers of a list as the kernel writes it: `0-2,8` is 0, 1, 2, 8."""
+    numbers: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return tuple(numbers)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """The inverse of `parse_ranges`, for ascending numbers."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def choose_binding(
+    bus_ids: Sequence[str], local_rank: int, allowed: frozenset[int], root: Path = ROOT
+) -> Binding | None:
+    """Which cores a process should keep to.
+
+    Args:
+        bus_ids: PCI addresses of the GPUs of all processes of this machine, such as 0000:1b:00.0, in their order.
+        local_rank: whose cores are asked for.
+        allowed: cores that the process may use now.
+        root: of the system's files.
+
+    Returns:
+        None if there is nothing to choose: one NUMA node, one that nobody knows, or none of its cores is allowed.
+    """
+    if len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) < 2:
+        return None
+    nodes = [_node_of(bus_id, root) for bus_id in bus_ids]
+    node = nodes[local_rank]
+    if node is None:
+        return None
+    sharers = [rank for rank, other in enumerate(nodes) if other == node]
+    cores = _physical_cores(parse_ranges(_read(root / f"sys/devices/system/node/node{node}/cpulist")), allowed, root)
+    place, count = sharers.index(local_rank), len(sharers)
+    if len(cores) < count:
+        return None
+    own = cores[len(cores) * place // count : len(cores) * (place + 1) // count]
+    return Binding(node=node, cores=tuple(sorted(thread for core in own for thread in core)), sharers=count)
+
+
+def bind(binding: Binding) -> None:
+    """Keep every thread of this process, and all that they will start, to the cores of a binding."""
+    for thread in sorted(int(path.name) for path in Path("/proc/self/task").iterdir()):
+        try:
+            os.sched_setaffinity(thread, binding.cores)
+        except ProcessLookupError:
+            continue  # it ended since we looked
+
+
+def _node_of(bus_id: str, root: Path) -> int | None:
+    """NUMA node of a PCI device, or None where the system does not say."""
+    text = _read(root / "sys/bus/pci/devices" / bus_id.lower() / "numa_node")
+    return int(text) if text and int(text) >= 0 else None
+
+
+def _physical_cores(threads: Sequence[int], allowed: frozenset[int], root: Path) -> list[tuple[int, ...]]:
+    """The allowed ones of some hardware threads, grouped by core."""
+    cores: dict[tuple[int, ...], list[int]] = {}
+    for thread in threads:
+        if thread in allowed:
+            text = _read(root / f"sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list")
+            cores.setdefault(parse_ranges(text) or (thread,), []).append(thread)
+    return [tuple(core) for core in cores.values()]
+
+
+def _read(path: Path) -> str:
+    """Text of a small file of the system; empty if it is not there."""
+    return path.read_text().strip() if path.is_file() else ""

@@ -1,0 +1,178 @@
+"""Texts that start a run on many machines: a script for Slurm, a manifest for Kubernetes. Nothing is submitted here.
+
+Both start one torchrun on each machine, which starts a rank for each GPU. The launch has a name that outlives a
+restart, so whoever restarts the ranks (torchrun after a crash, Slurm after a machine was lost, Kubernetes after an
+eviction), they go on from the newest checkpoint. What the environment rules ask for is written out, and a shell that
+has set a variable keeps it. All machines must see the same folder of runs.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.parallel.host import Vendor
+from penstock.parallel.variables import Facts, settings
+
+STOP_SECONDS = 120
+"""Time for the step that runs and its checkpoint: Slurm asks for a stop so long before the end, a pod is given it."""
+
+_PORT, _PORTS = 20_000, 20_000
+_RESOURCE: dict[Vendor, str] = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run on many machines.
+
+    Attributes:
+        name: of the job.
+        words: what comes after `penstock`: train, the target, overrides.
+        nodes: machines.
+        gpus: of each machine, and so its ranks.
+        cpus: cores of each machine, or None to leave that to the cluster.
+        restarts: how often torchrun starts all ranks again after one has died.
+        facts: what the environment rules depend on.
+    """
+
+    name: str
+    words: tuple[str, ...]
+    nodes: int
+    gpus: int
+    cpus: int | None
+    restarts: int
+    facts: Facts
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What every rank's environment needs, and torchrun's: how long it waits for ranks that were asked to stop."""
+        return settings(self.facts) | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(STOP_SECONDS)}
+
+
+def slurm_script(job: Job, options: dict[str, str], container: str | None = None) -> str:
+    """A script for sbatch.
+
+    Args:
+        job: what to run.
+        options: further options of sbatch, such as {"time": "24:00:00"}.
+        container: an image for the pyxis plugin, or None to use what is installed.
+    """
+    wanted = {
+        "job-name": job.name,
+        "nodes": str(job.nodes),
+        "ntasks-per-node": "1",
+        "gpus-per-node": str(job.gpus),
+        **({"cpus-per-task": str(job.cpus)} if job.cpus else {}),
+        "signal": f"TERM@{STOP_SECONDS}",
+        "open-mode": "append",
+        **options,
+    }
+    inside = []
+    if container is not None:
+        inside = [f"--container-image={shlex.quote(container)}"]
+        inside += ['--container-mounts="$PWD:$PWD" --container-workdir="$PWD"']
+    command = [
+        "srun --kill-on-bad-exit=1" + (f" --cpus-per-task={job.cpus}" if job.cpus else ""),
+        *inside,
+        f"torchrun --nnodes={job.nodes} --nproc-per-node={job.gpus} --max-restarts={job.restarts}",
+        '--rdzv-id="slurm-$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$first:$port"',
+        f"-m penstock {shlex.join(job.words)}",
+    ]
+    lines = [
+        "#!/bin/bash",
+        f"# {job.nodes} machines x {job.gpus} GPUs = {job.facts.world} ranks. Submit it in a folder that all see.",
+        *(f"#SBATCH --{name}={value}" for name, value in wanted.items()),
+        "#SBATCH --requeue",
+        "",
+        "set -euo pipefail",
+        "",
+        "# What the rules of docs/environment.md ask for here; what is set already stays.",
+        *(f'export {name}="${{{name}:-{value}}}"' for name, value in job.variables.items()),
+        "",
+        "# The ranks meet on the first machine, at a port of this job. A job that is requeued keeps its number, so its",
+        "# run goes on from the newest checkpoint.",
+        'machines=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        "first=${machines%%$'\\n'*}",
+        f"port=$(({_PORT} + SLURM_JOB_ID % {_PORTS}))",
+        "",
+        " \\\n    ".join(command),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def kubernetes_manifest(job: Job, image: str, claim: str, namespace: str | None = None) -> str:
+    """A PyTorchJob (kubeflow.org/v1) in YAML.
+
+    Args:
+        job: what to run.
+        image: with PyTorch and Penstock in it.
+        claim: PersistentVolumeClaim that all pods share; they work in it, and runs stay in it.
+        namespace: where the job lives; None for kubectl's own choice.
+    """
+    assert job.facts.vendor != "cpu", "a cluster without GPUs is not planned for"
+    name = re.sub(r"[^a-z0-9-]+", "-", job.name.lower()).strip("-")
+    arguments = [
+        f"--nnodes={job.nodes}",
+        f"--nproc-per-node={job.gpus}",
+        f"--max-restarts={job.restarts}",
+        f"--rdzv-id={name}",
+        "-m",
+        "penstock",
+        *job.words,
+    ]
+    limits: dict[str, Any] = {_RESOURCE[job.facts.vendor]: job.gpus} | ({"cpu": job.cpus} if job.cpus else {})
+    container = {
+        "name": "pytorch",  # the operator looks for this name
+        "image": image,
+        "workingDir": "/workspace",
+        "command": ["torchrun"],
+        "args": arguments,
+        "env": [{"name": name, "value": value} for name, value in job.variables.items()],
+        "resources": {"limits": limits},
+        "volumeMounts": [
+            {"name": "workspace", "mountPath": "/workspace"},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
+    }
+    pod = {
+        "terminationGracePeriodSeconds": STOP_SECONDS,
+        "containers": [container],
+        "volumes": [
+            {"name": "workspace", "persistentVolumeClaim": {"claimName": claim}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    # The operator tells each pod where to meet (PET_RDZV_ENDPOINT); torchrun reads that.
+    elastic = {"rdzvBackend": "c10d", "rdzvId": name, "minReplicas": job.nodes, "maxReplicas": job.nodes}
+    worker = {"replicas": job.nodes, "restartPolicy": "OnFailure", "template": {"spec": pod}}
+    manifest = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": {"name": name} | ({"namespace": namespace} if namespace else {}),
+        "spec": {
+            "elasticPolicy": elastic | {"maxRestarts": job.restarts},
+            "pytorchReplicaSpecs": {"Worker": worker},
+        },
+    }
+    return "\n".join(_yaml(manifest)) + "\n"
+
+
+def _yaml(value: dict[str, Any] | Sequence[Any]) -> list[str]:
+    """Lines of YAML: maps and lists in blocks, everything else as JSON, which is YAML too."""
+    lines: list[str] = []
+    entries = (
+        [(f"{key}:", inner) for key, inner in value.items()] if isinstance(value, dict) else [("-", v) for v in value]
+    )
+    for head, inner in entries:
+        if not isinstance(inner, dict | list):
+            lines.append(f"{head} {json.dumps(inner)}")
+            continue
+        block = _yaml(inner)
+        if head == "-":
+            lines += [f"- {block[0]}", *(f"  {line}" for line in block[1:])]
+        else:
+            lines += [head, *(f"  {line}" for line in block)]
+    return lines

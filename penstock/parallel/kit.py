@@ -1,0 +1,50 @@
+"""What every module is built with besides its own sizes, as one frozen value."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from penstock.kernels.operators import REFERENCE, Operators
+from penstock.parallel import offload
+from penstock.parallel.axes import ALONE, Axes
+from penstock.parallel.later import Later
+from penstock.parallel.offload import OffloadRule
+from penstock.parallel.recompute import RecomputeRule
+
+NOTHING_AGAIN = RecomputeRule()
+NOTHING_AWAY = OffloadRule()
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kit:
+    """Kernels to run on, ranks to share with, and what becomes of activations.
+
+    Attributes:
+        operators: kernels.
+        axes: this rank's groups.
+        later: puts off weight gradients; None where the schedule never does.
+        context_method: how ranks that share a row attend.
+        recompute: what the layer frees after forward and computes again.
+        offload: what waits for backward in host memory.
+    """
+
+    operators: Operators = REFERENCE
+    axes: Axes = ALONE
+    later: Later | None = None
+    context_method: Literal["all-gather", "ulysses"] = "ulysses"
+    recompute: RecomputeRule = NOTHING_AGAIN
+    offload: OffloadRule = NOTHING_AWAY
+
+    def run(self, kind: str, function: Callable[..., Result], *arguments: object) -> Result:
+        """`function(*arguments)`: a part of a layer whose activations may be computed again, or wait on the host.
+
+        Args:
+            kind: of the part, as `recompute.modules` and `offload.activations` name it.
+            function: returns a tensor or a tuple with tensors; see `penstock.parallel.region`.
+            arguments: of the function.
+        """
+        if kind in offload.KINDS:
+            return self.offload.run(kind, self.recompute.run, kind, function, *arguments)
+        return self.recompute.run(kind, function, *arguments)

@@ -1,0 +1,209 @@
+"""Start the ranks of a run on this machine, through torchrun's API, and end with their exit code.
+
+    Ctrl-C, SIGTERM    go on to every rank, and the launcher waits as long as they need to save (penstock/train/stop.py)
+    a rank's mistake   exit code 2: a user must mend it, so nothing is restarted; the rank has said its line itself
+    a rank that dies   the others are ended; then all start again, `restarts` times, with the run of the same launch
+
+torchrun's agent does the starting, watching and ending. Its own restarts are not used: they also repeat what cannot
+succeed, and follow a requested stop. Its handlers of signals are not used either: they give a rank 30 seconds. What it
+logs about a rank that has failed is switched off, because the rank's own line is the one that helps.
+"""
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from penstock.base.errors import DeviceError
+from penstock.config.run import Run
+from penstock.parallel.environment import Environment, environment_for_children
+from penstock.parallel.variables import Facts
+
+WRONG_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+
+LOCALHOST = "127.0.0.1"
+"""An address, not a name: nothing is looked up."""
+
+Work = Callable[[Sequence[str]], int]
+"""What a rank does: takes the words of a command line, returns an exit code. It must stand at the top of a module."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalLaunch:
+    """Ranks to be started here.
+
+    Attributes:
+        processes: how many.
+        restarts: how often all are started again after one has died.
+        name: of the launch; no other launch has it.
+        facts: what the environment of the ranks is made from.
+        say: prints a line for the user.
+    """
+
+    processes: int
+    restarts: int
+    name: str
+    facts: Facts
+    say: Callable[[str], None]
+
+
+def facts_of_run(run: Run, machine: Facts) -> Facts:
+    """What the rules of the environment depend on, machine and run together."""
+    return replace(
+        machine,
+        vendor="cpu" if run.device == "cpu" else machine.vendor,
+        tensor=run.parallel.tensor,
+        context=run.parallel.context,
+        shard=run.parallel.shard,
+        deterministic=run.training.deterministic,
+    )
+
+
+def processes_to_start(run: Run, environment: Environment, asked: int | None) -> int:
+    """How many ranks a command starts on this machine; 1 means that it is the rank itself.
+
+    Args:
+        run: whose device decides whether GPUs count.
+        environment: says whether this is a rank already.
+        asked: `--processes`, or None for one process for each GPU.
+
+    Raises:
+        DeviceError: this is a rank already, or there are fewer GPUs than processes.
+    """
+    if environment.started_by:
+        if asked is not None:
+            raise DeviceError(
+                f"{environment.started_by} has started the processes already",
+                got=f"--processes {asked}",
+                fix="leave out --processes, or start one command without it",
+            )
+        return 1
+    gpus = 0 if run.device == "cpu" else torch.cuda.device_count()
+    if asked is not None and gpus and asked > gpus:
+        raise DeviceError(
+            "--processes is more than the GPUs of this machine", got=asked, allowed=gpus, fix="device=cpu runs on none"
+        )
+    return max(1, gpus) if asked is None else asked
+
+
+def run_processes(work: Work, words: Sequence[str], launch: LocalLaunch) -> int:
+    """Start the ranks and wait for them.
+
+    Args:
+        work: what each does.
+        words: what each is given.
+        launch: how many, and what happens when one dies.
+
+    Returns:
+        The exit code: the ranks' own, or 1 if one died too often.
+    """
+    with environment_for_children(launch.facts), _quiet_agent(), _Passing() as passing:
+        for attempt in range(launch.restarts + 1):
+            try:
+                codes = _run_once(work, words, launch)
+            except ChildFailedError as error:
+                rank, failure = error.get_first_failure()
+            else:
+                return max(codes.values())
+            if passing.signal is not None:
+                return 128 + passing.signal
+            if failure.exitcode == WRONG_INPUT:
+                return WRONG_INPUT
+            again = f"; restart {attempt + 1} of {launch.restarts}" if attempt < launch.restarts else ""
+            launch.say(f"rank {rank} {_end_of(failure)}{again}")
+    return FAILED
+
+
+def _run_once(work: Work, words: Sequence[str], launch: LocalLaunch) -> dict[int, int]:
+    """Exit code of each rank, all of which ended well or on request."""
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=launch.processes,
+            run_id=launch.name,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"{LOCALHOST}:0",
+            local_addr=LOCALHOST,
+            max_restarts=0,
+            start_method="spawn",
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            signals_to_handle="SIGHUP,SIGQUIT",
+        )
+        codes: dict[int, int] = elastic_launch(config, _be_a_rank)(work, list(words))
+        return codes
+
+
+def _be_a_rank(work: Work, words: Sequence[str]) -> int:
+    """Runs in the new process. A code that asks for an end of all ranks ends the process; others are handed back."""
+    try:
+        code = work(words)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except Exception:
+        traceback.print_exc()  # multiprocessing keeps it to itself
+        raise
+    if code in (WRONG_INPUT, FAILED):
+        sys.exit(code)
+    return code
+
+
+def _end_of(failure: ProcessFailure) -> str:
+    if failure.exitcode < 0:
+        return f"(process {failure.pid}) was ended by {signal.Signals(-failure.exitcode).name}"
+    return f"(process {failure.pid}) failed with exit code {failure.exitcode}"
+
+
+class _Passing:
+    """While it is entered, SIGINT and SIGTERM go on to the ranks instead of ending the launcher.
+
+    Attributes:
+        signal: the first that came, or None.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def __enter__(self) -> "_Passing":
+        self._previous = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+        for child in multiprocessing.active_children():
+            if child.pid is not None:
+                os.kill(child.pid, number)
+
+
+@contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """Keep the agent from logging what the ranks have said."""
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(_AGENT)]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+_AGENT = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")

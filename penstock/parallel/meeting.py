@@ -1,0 +1,241 @@
+"""Where the ranks of a launch find each other, agree, and fail with one voice. Then their process group starts.
+
+    with Meeting(environment) as meeting:
+        meeting.open(timeout_minutes=30)                  wait until everybody is there
+        folder = meeting.agree(make_the_folder)           rank 0 decides, all get its answer or its error
+        start_process_group(meeting, device)
+
+It needs the store of torchrun only, no process group and no device, so it comes first. What is agreed on is JSON;
+nothing is pickled, unlike in `broadcast_object_list`. A meeting of one rank asks nobody.
+
+torchrun keeps its store when it restarts the ranks, so old answers lie in it, and no counter is the same everywhere: a
+machine that was replaced has restarted less often. So each opening has a name of its own. Rank 0 writes down a new one,
+each rank answers under the name that it finds, with a word of its own, and rank 0 closes the list of these words. Who
+does not find its word in the list has read an old name, and looks again.
+
+When a run fails, its ranks fail one after the other, most of them because another one has gone. The first says why; the
+rest leave quietly, so that its line is not buried.
+"""
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from penstock.base.errors import DeviceError, PenstockError
+from penstock.parallel.environment import Environment
+
+Json = TypeVar("Json")
+
+WRONG_INPUT, FAILED = 2, 1
+"""Exit codes of a rank that leaves because another one has failed."""
+
+LOOK_SECONDS = 0.1
+LAST_WORD_SECONDS = 10.0
+"""How long a rank that failed before the meeting looks for the others."""
+
+LEAVE_SECONDS = 1.0
+"""How long a rank that is not the first to fail stays, so that the launcher sees the first one end."""
+
+_ERRORS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in PenstockError.__subclasses__()}
+
+
+class Meeting:
+    """See the top of the file.
+
+    Args:
+        environment: which rank this is, and where they meet.
+        leave: ends the process with an exit code and nothing else: threads of a broken group cannot be waited for.
+
+    Attributes:
+        rank: of this process.
+        world: number of ranks.
+        timeout: how long a rank waits for the others.
+        store: what all ranks read and write, after `open`; None if there is one rank.
+    """
+
+    def __init__(self, environment: Environment, leave: Callable[[int], object] = os._exit) -> None:
+        self.rank = environment.rank
+        self.world = environment.world_size
+        self.timeout = timedelta(seconds=LAST_WORD_SECONDS)
+        self.store: Store | None = None
+        self._environment = environment
+        self._leave = leave
+        self._agreements = 0
+
+    def open(self, timeout_minutes: float) -> None:
+        """Wait until every rank is there.
+
+        Args:
+            timeout_minutes: how long, here and wherever a rank waits for another.
+
+        Raises:
+            DeviceError: somebody did not come.
+        """
+        self.timeout = timedelta(minutes=timeout_minutes)
+        if self.world == 1:
+            return
+        try:
+            store = PrefixStore("penstock", self._connect())
+            name = self._call_the_roll(store) if self.rank == 0 else self._answer(store)
+        except RuntimeError as error:  # torch's DistError; its first line says what happened
+            raise DeviceError(
+                f"rank {self.rank} does not find the others at {self._environment.meeting_point}",
+                got=str(error).partition("\n")[0],
+                fix="look at the other ranks' output, and whether that machine can be reached",
+            ) from error
+        self.store = PrefixStore(name, store)
+
+    def agree(self, make: Callable[[], Json]) -> Json:
+        """What rank 0 decides, on every rank. All ranks must call it, in the same order.
+
+        Args:
+            make: called on rank 0 only; returns something that JSON can hold.
+
+        Raises:
+            PenstockError: rank 0's, on every rank.
+        """
+        if self.world == 1:
+            return make()
+        assert self.store is not None, "ranks must meet before they agree"
+        self._agreements += 1
+        key = f"agreed/{self._agreements}"
+        if self.rank > 0:
+            return _opened(json.loads(self.store.get(key)))
+        try:
+            value = make()
+        except PenstockError as error:
+            self.store.set(key, json.dumps({"error": type(error).__name__, "facts": _facts(error)}))
+            raise
+        self.store.set(key, json.dumps({"value": value}))
+        return value
+
+    def first_to_fail(self) -> bool:
+        """Whether this rank, which has failed, is the first that did. Each rank asks once."""
+        if self.world == 1:
+            return True
+        if self.store is None and self._environment.started_by != "torchrun":
+            return self.rank == 0  # rank 0 would hold the store: too early to count
+        try:
+            store = self.store or PrefixStore("early", self._connect())
+            return store.add("failures", 1) == 1
+        except RuntimeError:  # the store has gone with the rank that held it
+            return self.store is None and self.rank == 0
+
+    def _code_of_first(self, own: int) -> int:
+        """Exit code of the rank that failed first, so that a launcher sees one code whomever it sees first."""
+        try:
+            return int(self.store.get("code")) if self.store is not None and self.store.check(["code"]) else own
+        except RuntimeError:
+            return own
+
+    def __enter__(self) -> "Meeting":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.world == 1 or not isinstance(error, Exception):
+            return
+        code, is_first = WRONG_INPUT if isinstance(error, PenstockError) else FAILED, self.first_to_fail()
+        if is_first and self.store is not None:
+            self.store.set("code", str(code))
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            dist.destroy_process_group()  # its threads would abort the process at its end, after the error's own line
+        if not is_first:
+            time.sleep(LEAVE_SECONDS)
+            self._leave(self._code_of_first(code))
+
+    def _connect(self) -> Store:
+        address = f"tcp://{self._environment.meeting_point}"
+        store, _, _ = next(rendezvous(address, self.rank, self.world, timeout=self.timeout))
+        return store
+
+    def _call_the_roll(self, store: Store) -> str:
+        """Rank 0's part of the opening."""
+        name = uuid.uuid4().hex
+        store.set("name", name)
+        answers = [f"{name}/{rank}" for rank in range(1, self.world)]
+        try:
+            store.wait(answers, self.timeout)
+        except RuntimeError as error:
+            missing = [rank for rank, answer in enumerate(answers, start=1) if not store.check([answer])]
+            raise DeviceError(
+                f"not every rank came within {self.timeout.total_seconds() / 60:g} minutes",
+                got=f"{self.world - len(missing)} of {self.world}; missing: rank {', '.join(map(str, missing[:8]))}",
+                fix="look at the output of these ranks, or raise host.timeout_minutes",
+            ) from error
+        store.set(f"{name}/list", json.dumps([store.get(answer).decode() for answer in answers]))
+        return name
+
+    def _answer(self, store: Store) -> str:
+        """Everybody else's."""
+        word, deadline = uuid.uuid4().hex, time.monotonic() + self.timeout.total_seconds()
+        answered = ""
+        while time.monotonic() < deadline:
+            name = store.get("name").decode()
+            if name != answered:
+                store.set(f"{name}/{self.rank}", word)
+                answered = name
+            if store.check([f"{name}/list"]) and json.loads(store.get(f"{name}/list"))[self.rank - 1] == word:
+                return name
+            time.sleep(LOOK_SECONDS)
+        raise DeviceError("rank 0 waits for other ranks", got=f"{self.timeout} of waiting at rank {self.rank}")
+
+
+def _facts(error: PenstockError) -> dict[str, str | None]:
+    """What an error says, as text."""
+    texts = {"got": error.got, "allowed": error.allowed, "fix": error.fix}
+    return {"what": error.what, **{name: None if text is None else str(text) for name, text in texts.items()}}
+
+
+def _opened(message: dict[str, Any]) -> Any:
+    """What rank 0 has sent: its value, or its error."""
+    if "error" in message:
+        raise _ERRORS[message["error"]](message["facts"].pop("what"), **message["facts"])
+    return message["value"]
+
+
+def start_process_group(meeting: Meeting, device: torch.device) -> None:
+    """Make the group of all ranks: NCCL (on AMD, RCCL) between GPUs, gloo between CPUs. One rank needs none.
+
+    Args:
+        meeting: open.
+        device: of this rank.
+    """
+    if meeting.store is None:
+        return
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=PrefixStore("group", meeting.store),
+        rank=meeting.rank,
+        world_size=meeting.world,
+        timeout=meeting.timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def start_fake_process_group(rank: int, world: int) -> None:
+    """Pretend to be one of many ranks: every collective returns at once and moves nothing.
+
+    Args:
+        rank: whom to play.
+        world: number of ranks.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+
+
+def stop_process_group() -> None:
+    """End the group of all ranks, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

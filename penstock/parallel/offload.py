@@ -1,0 +1,272 @@
+"""Activation offload: what chosen modules save for backward waits in pinned host memory.
+
+    forward     a saved storage is copied out on one lane while compute goes on, and freed when the copy is over
+    backward    when a module's backward opens its first tensor, all of that call's start to come back on the other
+                lane, and those of the call before it too: they travel while this one computes
+
+Bounds. Device memory that waits for its copy is at most `IN_FLIGHT_BYTES`: beyond, the compute stream waits for the
+oldest copy. What backward asks for before its copy was given up is still there and does not travel (the last modules of
+a forward pass). On the way back at most two calls are on the device: the running one and the one before it.
+
+What moves is the storage, once, however many views of it are saved. Parameters, and storages under `SMALLEST_BYTES`,
+stay. Host memory comes from torch's pool of pinned blocks, which rounds sizes up to powers of two.
+
+Memory is given back to its stream only after that stream waits for the copy; `record_stream` would do it too, but then
+memory returns when the host happens to see the copy's end, and the peak is another one in each step.
+
+Inside a recomputed region nothing is saved, so nothing moves; but the region's inputs are, so a module that is both
+recomputed and offloaded keeps its inputs on the host: `offload.run(kind, recompute.run, kind, function, ...)`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from penstock.base.errors import ConfigError
+from penstock.config.parallel import Offload
+from penstock.parallel.copies import DONE, Lane, host_empty
+from penstock.parallel.keeping import Geometry, Keeper, Kept, current, keeping
+from penstock.parallel.region import is_inside, is_parameter
+
+KINDS = ("attention", "dense", "moe", "layer")
+"""Modules whose saved activations can be offloaded: `offload.activations`."""
+
+SMALLEST_BYTES = 1 << 20
+"""Of a storage that moves. At 50 GB/s 1 MiB takes 20 us, less than the host needs to start its two copies; and what is
+smaller is a small part of what a layer saves."""
+
+IN_FLIGHT_BYTES = 1 << 30
+"""Of device memory that waits for its copy to the host. It must hold about what one module saves, or compute waits for
+each copy; at 50 GB/s this much leaves in 20 ms."""
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadRule:
+    """Which modules' saved activations go to the host; models call `run` around each module that has a kind.
+
+    Attributes:
+        kinds: some of `KINDS`.
+        store: takes them; one for all layers of a process. None if there are no kinds.
+    """
+
+    kinds: frozenset[str] = frozenset()
+    store: HostStore | None = None
+
+    def run(self, kind: str, function: Callable[..., Result], *arguments: object) -> Result:
+        """`function(*arguments)`, with what it saves on the host if the rule names the kind."""
+        assert kind in KINDS, f"{kind} is not one of {KINDS}"
+        if self.store is None or kind not in self.kinds or is_inside() or not torch.is_grad_enabled():
+            return function(*arguments)
+        with keeping(self.store.call().keep):
+            return function(*arguments)
+
+
+def rule_for(config: Offload, device: torch.device) -> OffloadRule:
+    """What a run keeps on the host, as one rule for all its layers.
+
+    Raises:
+        ConfigError: there is no such kind.
+    """
+    for kind in config.activations:
+        if kind not in KINDS:
+            raise ConfigError("offload.activations names no module", got=kind, allowed=", ".join(KINDS))
+    store = HostStore(device) if config.activations else None
+    return OffloadRule(kinds=frozenset(config.activations), store=store)
+
+
+class HostStore:
+    """Takes storages to the host and back.
+
+    Args:
+        device: where activations are computed.
+        smallest: bytes of a storage that moves.
+        in_flight: bytes that may wait on the device for their copy.
+    """
+
+    def __init__(
+        self, device: torch.device, *, smallest: int = SMALLEST_BYTES, in_flight: int = IN_FLIGHT_BYTES
+    ) -> None:
+        self.device = device
+        self.smallest = smallest
+        self.in_flight = in_flight
+        self.outward, self.inward = Lane(device), Lane(device)
+        self._leaving: deque[tuple[weakref.ref[_Moved], int]] = deque()
+        self._leaving_bytes = 0
+        self._moved: dict[StorageWeakRef, weakref.ref[_Moved]] = {}
+        self._last_call: weakref.ref[_Call] | None = None
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Device memory that waited for its copy when somebody last looked."""
+        return self._leaving_bytes
+
+    def call(self) -> _Call:
+        """A keeper for one call of a module."""
+        self._moved = {storage: moved for storage, moved in self._moved.items() if moved() is not None}
+        call = _Call(self, current(), self._last_call)
+        self._last_call = weakref.ref(call)
+        return call
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether a tensor's storage moves."""
+        is_plain = tensor.layout is torch.strided and tensor.device.type == self.device.type
+        return is_plain and tensor.untyped_storage().nbytes() >= self.smallest and not is_parameter(tensor)
+
+    def send(self, tensor: Tensor) -> _Moved:
+        """Start a storage on its way, or find it there."""
+        key = StorageWeakRef(tensor.untyped_storage())
+        reference = self._moved.get(key)
+        moved = None if reference is None else reference()
+        if moved is not None and moved.version == tensor._version:
+            return moved
+        size = tensor.untyped_storage().nbytes()
+        self._make_room(size)
+        moved = _Moved(self, tensor.detach())
+        self._moved[key] = weakref.ref(moved)
+        self._leaving.append((weakref.ref(moved), size))
+        self._leaving_bytes += size
+        return moved
+
+    def _make_room(self, incoming: int) -> None:
+        """Free what has left; if that is too little, free more and let the compute stream wait for it."""
+        while self._leaving:
+            moved, size = self._leaving[0][0](), self._leaving[0][1]
+            if moved is not None and not moved.left.is_over() and self._leaving_bytes + incoming <= self.in_flight:
+                return
+            self._leaving.popleft()
+            self._leaving_bytes -= size
+            if moved is not None:
+                moved.leave()
+
+
+class _Moved:
+    """One storage that went to the host. Dies with the last slot in the graph that stands for a part of it.
+
+    Args:
+        store: who sends it.
+        saved: a tensor in the storage.
+
+    Attributes:
+        version: of the saved tensor.
+        left: the copy to the host.
+    """
+
+    def __init__(self, store: HostStore, saved: Tensor) -> None:
+        self.version = saved._version
+        self._store = store
+        self._saved: Tensor | None = saved
+        self._stream = torch.cuda.current_stream(saved.device) if saved.is_cuda else None
+        source = _bytes(saved)
+        self._host = host_empty(source.nbytes, saved.device)
+        self.left = store.outward.copy([(source, self._host)])
+        self._back: Tensor | None = None
+        self._came = DONE
+
+    def leave(self) -> None:
+        """Give the device memory up."""
+        self._check_version()
+        self.left.wait(self._stream)
+        self._saved = None
+
+    def start_back(self) -> None:
+        """Start the copy back, if it is needed."""
+        if self._saved is None and self._back is None:
+            # Made on the stream that will use it, so it is that stream's to free; the lane waits for that stream.
+            device = self._store.device
+            self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            self._back = torch.empty_like(self._host, device=device)
+            self._came = self._store.inward.copy([(self._host, self._back)], after=self.left)
+
+    def storage(self) -> torch.UntypedStorage:
+        """The bytes on the device, ready for the current stream."""
+        self._check_version()
+        self.start_back()
+        self._came.wait()
+        here = self._saved if self._saved is not None else self._back
+        assert here is not None, "a storage is neither on its way nor back"
+        if here.is_cuda and torch.cuda.current_stream(here.device) != self._stream:
+            here.record_stream(torch.cuda.current_stream(here.device))
+        return here.untyped_storage()
+
+    def _check_version(self) -> None:
+        # Afterwards nobody can tell, but then the copy is made.
+        changed = self._saved is not None and self._saved._version != self.version
+        assert not changed, "a tensor that waits for backward was changed in place"
+
+    def __del__(self) -> None:
+        # A graph may be thrown away while copies run: what gets the memory next must come after them.
+        if self._stream is not None:
+            self.left.wait(self._stream)
+            self._came.wait(self._stream)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The whole storage of a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Away:
+    """Stands in the graph for a tensor whose storage is on the host."""
+
+    moved: _Moved
+    geometry: Geometry
+    call: _Call
+
+    def bring(self) -> Tensor:
+        self.call.open()
+        return self.geometry.on(self.moved.storage())
+
+
+@dataclass(eq=False)
+class _Call:
+    """The keeper of one call of a module.
+
+    Attributes:
+        store: where its tensors go.
+        outer: who is asked first: what it takes needs no place on the host.
+        previous: the call before this one, whose backward comes next.
+        moved: what it sent, in order.
+        is_open: its backward has begun.
+    """
+
+    store: HostStore
+    outer: Keeper
+    previous: weakref.ref[_Call] | None
+    moved: list[weakref.ref[_Moved]] = field(default_factory=list)
+    is_open: bool = False
+
+    def keep(self, tensor: Tensor) -> Tensor | Kept:
+        kept = self.outer(tensor)
+        if not isinstance(kept, Tensor) or not self.store.takes(tensor):
+            return kept
+        moved = self.store.send(tensor)
+        self.moved.append(weakref.ref(moved))
+        return _Away(moved, Geometry.of(tensor), self)
+
+    def open(self) -> None:
+        """Backward has come here: bring what is left of this call, and begin with the one before it."""
+        if self.is_open:
+            return
+        self.is_open = True
+        self.start_back()
+        previous = None if self.previous is None else self.previous()
+        if previous is not None:
+            previous.start_back()
+
+    def start_back(self) -> None:
+        # What was saved last is needed first.
+        for reference in reversed(self.moved):
+            moved = reference()
+            if moved is not None:
+                moved.start_back()

@@ -1,0 +1,234 @@
+"""Runs the action list of a schedule on real stages: the list decides the order, this file moves tensors.
+
+    F   take the input (a message, or the output of a stage of our own), run the stage, send the output on
+    B   take the output's gradient, differentiate, send the input's gradient back
+    I   the same for the input alone; weight gradients become work for later (penstock/parallel/later.py)
+    W   that work
+
+Computing never waits for a send. Messages between two ranks in one direction travel in the order in which the sender
+makes them, which the receiver knows from the schedule: it posts its receives in that order, one ahead of need, and puts
+what comes too early aside. Messages up and down go through different groups, because on one NCCL communicator a send
+that waits for its receiver would hold up a receive behind it. So a run can only wait for what the schedule says, and a
+schedule that `penstock.layout.clock` can play does not hang here.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.layout.actions import Action, Kind, Schedule
+from penstock.layout.schedules import forward_only
+from penstock.parallel.axes import Axes, Axis
+from penstock.parallel.later import Later, Task
+
+StageCall = Callable[[int, Tensor | None], Tensor]
+"""(micro-batch, hidden states from the stage before, or None on the first) -> what the next stage gets; on the last
+stage the loss to differentiate, a scalar."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """What travels between stages: hidden states of one micro-batch, and their gradients.
+
+    Attributes:
+        shape: B x s x D.
+        dtype: compute dtype.
+        device: of the model.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class _Letter:
+    """One message: the input of a stage (upwards), or the gradient of its output (downwards), for a micro-batch."""
+
+    stage: int
+    is_gradient: bool
+    micro_batch: int
+
+
+class Pipeline:
+    """One rank's part of a pipeline.
+
+    Args:
+        schedule: for all ranks.
+        axes: of this rank.
+        message: what travels.
+        later: that the stages were built with; needed by schedules that split the backward pass.
+    """
+
+    def __init__(self, schedule: Schedule, axes: Axes, message: Message, later: Later | None = None) -> None:
+        assert later is not None or not schedule.splits_backward, f"{schedule.name} puts weight gradients off"
+        self.schedule = schedule
+        self._axes = axes
+        self._message = message
+        self._later = later
+
+    @property
+    def rank(self) -> int:
+        """Our place in the pipeline."""
+        return self._axes.pipeline.rank
+
+    def train(self, calls: Mapping[int, StageCall]) -> None:
+        """Forward and backward passes of one step; gradients are in the parameters afterwards.
+
+        Args:
+            calls: for each stage of this rank.
+        """
+        _Run(self.schedule, self._axes, self._message, self._later, calls).play(self.rank)
+
+    @torch.no_grad()
+    def evaluate(self, calls: Mapping[int, StageCall], micro_batches: int) -> None:
+        """Forward passes only.
+
+        Args:
+            calls: for each stage of this rank.
+            micro_batches: how many, on every rank.
+        """
+        schedule = forward_only(self.schedule, micro_batches)
+        _Run(schedule, self._axes, self._message, None, calls).play(self.rank)
+
+
+class _Run:
+    """What one run of a schedule holds; arguments as those of `Pipeline`."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        axes: Axes,
+        message: Message,
+        later: Later | None,
+        calls: Mapping[int, StageCall],
+    ) -> None:
+        self._schedule = schedule
+        self._later = later
+        self._calls = calls
+        self._last = schedule.stages - 1
+        self._post = _Post(schedule, axes, message)
+        self._passes: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self._work: dict[tuple[int, int], list[Task]] = {}
+
+    def play(self, rank: int) -> None:
+        """Do everything on our list."""
+        for action in self._schedule.actions[rank]:
+            match action.kind:
+                case Kind.FORWARD:
+                    self._forward(action)
+                case Kind.BACKWARD:
+                    self._backward(action)
+                case Kind.INPUT:
+                    self._backward_input(action)
+                case Kind.WEIGHT:
+                    for task in self._work.pop((action.stage, action.micro_batch)):
+                        task()
+        assert not self._passes and not self._work, "the schedule left something undone"
+        self._post.finish()
+
+    def _forward(self, action: Action) -> None:
+        stage, _, micro_batch = action
+        x = None
+        if stage > 0:
+            x = self._post.take(_Letter(stage, False, micro_batch))
+            x.requires_grad_(torch.is_grad_enabled())
+        output = self._calls[stage](micro_batch, x)
+        if torch.is_grad_enabled():
+            self._passes[stage, micro_batch] = (x, output)
+        if stage < self._last:
+            self._post.send(_Letter(stage + 1, False, micro_batch), output.detach())
+
+    def _backward(self, action: Action) -> None:
+        stage, _, micro_batch = action
+        x, output = self._passes.pop((stage, micro_batch))
+        gradient = None if stage == self._last else self._post.take(_Letter(stage, True, micro_batch))
+        torch.autograd.backward(output, gradient)
+        if x is not None:
+            assert x.grad is not None, f"stage {stage} does not depend on its input"
+            self._post.send(_Letter(stage - 1, True, micro_batch), x.grad)
+
+    def _backward_input(self, action: Action) -> None:
+        assert self._later is not None, "Pipeline.__init__ checks it"
+        with self._later.collecting() as work:
+            self._backward(action)
+        self._work[action.stage, action.micro_batch] = work
+
+
+class _Post:
+    """Messages of one rank: sent as they are made, received in the sender's order."""
+
+    def __init__(self, schedule: Schedule, axes: Axes, message: Message) -> None:
+        self._schedule = schedule
+        self._axes = axes
+        self._message = message
+        self._own = axes.pipeline.rank
+        self._local: dict[_Letter, Tensor] = {}
+        self._sent: list[tuple[Tensor, dist.Work]] = []
+        self._posted: dict[_Letter, tuple[Tensor, dist.Work]] = {}
+        self._coming: dict[int, Iterator[_Letter]] = {
+            peer: iter(_letters_between(schedule, peer, self._own)) for peer in range(schedule.ranks)
+        }
+        for peer in self._coming:
+            self._post_next(peer)
+
+    def send(self, letter: _Letter, tensor: Tensor) -> None:
+        """Start a message, or put it aside if it is for ourselves. The tensor is not changed afterwards."""
+        peer = self._schedule.rank_of(letter.stage)
+        if peer == self._own:
+            self._local[letter] = tensor
+            return
+        axis = self._axis(peer > self._own)
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, axis.ranks[peer], group=axis.group)
+        assert work is not None, "isend gives work to every rank of its group"
+        self._sent.append((tensor, work))
+
+    def take(self, letter: _Letter) -> Tensor:
+        """Wait for a message. On a GPU the stream waits, not the host."""
+        if letter in self._local:
+            return self._local.pop(letter).detach()
+        peer = self._sender(letter)
+        while letter not in self._posted:
+            assert self._post_next(peer), f"nobody sends {letter}"
+        tensor, work = self._posted.pop(letter)
+        work.wait()
+        self._post_next(peer)
+        return tensor
+
+    def finish(self) -> None:
+        """Wait until all that we sent has left."""
+        for _, work in self._sent:
+            work.wait()
+
+    def _sender(self, letter: _Letter) -> int:
+        return self._schedule.rank_of(letter.stage + 1 if letter.is_gradient else letter.stage - 1)
+
+    def _axis(self, upwards: bool) -> Axis:
+        return self._axes.pipeline if upwards else self._axes.pipeline_back
+
+    def _post_next(self, peer: int) -> bool:
+        """Post the receive of the next message from a rank; False if there are no more."""
+        letter = next(self._coming[peer], None)
+        if letter is None:
+            return False
+        axis = self._axis(self._own > peer)
+        tensor = torch.empty(self._message.shape, dtype=self._message.dtype, device=self._message.device)
+        work = dist.irecv(tensor, axis.ranks[peer], group=axis.group)
+        assert work is not None, "irecv gives work to every rank of its group"
+        self._posted[letter] = (tensor, work)
+        return True
+
+
+def _letters_between(schedule: Schedule, sender: int, receiver: int) -> list[_Letter]:
+    """All messages from one rank to another, in the order in which the sender makes them."""
+    letters = []
+    for stage, kind, micro_batch in schedule.actions[sender]:
+        if kind is Kind.FORWARD and stage + 1 < schedule.stages:
+            letters.append(_Letter(stage + 1, False, micro_batch))
+        elif kind in (Kind.BACKWARD, Kind.INPUT) and stage > 0:
+            letters.append(_Letter(stage - 1, True, micro_batch))
+    return [letter for letter in letters if sender != receiver == schedule.rank_of(letter.stage)]

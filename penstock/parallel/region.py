@@ -1,0 +1,343 @@
+"""A region's saved tensors are dropped after forward, and the region runs once more in backward.
+
+    h = recomputed(norm, x)      what norm saves becomes slots; x is kept by whoever keeps saved tensors around us
+    y = linear(h)                under `discarding`, linear's save of h becomes a slot of the region too
+
+A slot stands in the graph for a tensor. The first one that backward opens runs the region again from its inputs, and
+every slot still in the graph gets its tensor. A tensor then lives as long as its slot, that is until autograd frees the
+node: usually when it has run, and under `retain_graph` (deferred weight gradients) until the last of the passes. So a
+region is replayed once. A replay ends at the last tensor that somebody waits for: the last product of a network, or the
+way back of an exchange between ranks, does not run again.
+
+`discarding` recognises outputs by their storage, so views of them count. It spans one layer: an output that leaves the
+layer is kept, or each layer's replay would begin with the replay of all layers before it. A region inside a region is
+part of the outer one.
+
+The function must do the same when it runs again: same saves in the same order. It draws no random numbers, and what it
+counts on the side it counts only `if not is_replaying()`, with the operators of that part under `kept`. Tensors that it
+needs come as arguments; one that it closes over is held for as long as the region. State is per call, so calls of one
+module may wait for backward in any number. Nothing here waits for the device.
+
+Simpler than `torch.utils.checkpoint`, which frees what is saved inside but not the output, runs again for every
+backward pass over a retained graph, and keeps random state and autocast. Discarding outputs is Megatron-Core's idea,
+which resizes the storage.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum, auto
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from penstock.parallel.keeping import Geometry, Keeper, Kept, bring, current, keep_plainly, keeping
+
+Result = TypeVar("Result")
+
+
+class _Phase(Enum):
+    """Where this thread is."""
+
+    OUTSIDE = auto()
+    RECORDING = auto()
+    REPLAYING = auto()
+
+
+# autograd's threads begin with the default, and a replay runs whole in the thread that asked for it.
+_phase: ContextVar[_Phase] = ContextVar("phase", default=_Phase.OUTSIDE)
+_discarded: ContextVar[_Discarded | None] = ContextVar("discarded", default=None)
+
+
+def is_replaying() -> bool:
+    """Whether a region runs for the second time: what was counted and attached in forward must not be so again."""
+    return _phase.get() is _Phase.REPLAYING
+
+
+def is_inside() -> bool:
+    """Whether a region runs, for the first or the second time."""
+    return _phase.get() is not _Phase.OUTSIDE
+
+
+def kept() -> AbstractContextManager[None]:
+    """Inside a region: what is saved here is small, stays, and is not made again. Replays may skip this part."""
+    return keeping(keep_plainly) if is_inside() else nullcontext()
+
+
+def recomputed(function: Callable[..., Result], *arguments: object) -> Result:
+    """Run a function whose saved tensors are dropped and computed again in backward.
+
+    Args:
+        function: returns a tensor or a tuple with tensors; see the top of the file for what it must not do.
+        arguments: tensors, also those in a dataclass, are kept for backward by the surrounding keeper; anything else
+            is kept as it is.
+    """
+    if is_inside() or not torch.is_grad_enabled():
+        return function(*arguments)
+    region = _Region(function, tuple(_keep(argument) for argument in arguments), _stream_of(arguments))
+    with _in_phase(_Phase.RECORDING), keeping(region.drop):
+        result = function(*arguments)
+    discarded = _discarded.get()
+    if discarded is not None:
+        discarded.add(region, arguments, result)
+    return result
+
+
+@contextmanager
+def discarding() -> Iterator[None]:
+    """Over a layer: outputs of its regions are not kept for those who save them in here, but computed again."""
+    if is_inside() or not torch.is_grad_enabled():
+        yield
+        return
+    discarded = _Discarded(current())
+    token = _discarded.set(discarded)
+    try:
+        with keeping(discarded.keep):
+            yield
+    finally:
+        _discarded.reset(token)
+        discarded.results.clear()
+
+
+@contextmanager
+def _in_phase(phase: _Phase) -> Iterator[None]:
+    token = _phase.set(phase)
+    try:
+        yield
+    finally:
+        _phase.reset(token)
+
+
+def _stream_of(arguments: tuple[object, ...]) -> torch.cuda.Stream | None:
+    """The stream that a region runs on; None on a CPU."""
+    device = next((tensor.device for tensor in _tensors_in(arguments) if tensor.is_cuda), None)
+    return None if device is None else torch.cuda.current_stream(device)
+
+
+def _keep(argument: object) -> Callable[[], object]:
+    """Keep what a replay needs of an argument; returns what gives it again."""
+    if isinstance(argument, Tensor):
+        return _KeptTensor.of(argument).again
+    if is_dataclass(argument) and not isinstance(argument, type):
+        kind, parts = type(argument), {part.name: _keep(getattr(argument, part.name)) for part in fields(argument)}
+        return lambda: kind(**{name: again() for name, again in parts.items()})
+    return lambda: argument
+
+
+def _tensors_in(arguments: Iterable[object]) -> Iterator[Tensor]:
+    """The tensors among the arguments and in dataclasses among them."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif is_dataclass(argument):
+            yield from _tensors_in(getattr(argument, part.name) for part in fields(argument))
+
+
+@dataclass(frozen=True)
+class _KeptTensor:
+    """An input of a region, as it waits for the replay."""
+
+    kept: Tensor | Kept
+    requires_grad: bool
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _KeptTensor:
+        return cls(current()(tensor), tensor.requires_grad, tensor._version)
+
+    def again(self) -> Tensor:
+        tensor = bring(self.kept)
+        changed = isinstance(self.kept, Tensor) and tensor._version != self.version
+        assert not changed, "an input of a recomputed region was changed in place"
+        return tensor.detach().requires_grad_(self.requires_grad)
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class _Slot:
+    """Stands in the graph for a tensor of a region; `value` is there after the replay."""
+
+    region: _Region
+    value: Tensor | None = None
+    stream: torch.cuda.Stream | None = None
+
+    def fill(self, value: Tensor) -> None:
+        self.value = value
+        self.stream = torch.cuda.current_stream(value.device) if value.is_cuda else None
+
+    def bring(self) -> Tensor:
+        if self.value is None:
+            self.region.replay()
+        assert self.value is not None, "a replay did not give what it was asked for"
+        if self.stream is not None:
+            self._hand_over(self.value, self.stream)
+        return self.value
+
+    def _hand_over(self, value: Tensor, made_on: torch.cuda.Stream) -> None:
+        """Let the current stream, if it is another one, wait for the replay."""
+        now = torch.cuda.current_stream(value.device)
+        if now != made_on:
+            now.wait_event(self.region.events[made_on])
+            value.record_stream(now)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _OutputView:
+    """Stands in the graph for a region's output as a consumer saved it: a view of its storage."""
+
+    slot: _Slot
+    geometry: Geometry
+
+    def bring(self) -> Tensor:
+        return self.geometry.on(self.slot.bring().untyped_storage())
+
+
+@dataclass(frozen=True)
+class _Save:
+    """What a region saved, in its order."""
+
+    slot: weakref.ref[_Slot]
+    size: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass
+class _Output:
+    """An output that somebody outside saved."""
+
+    slot: weakref.ref[_Slot]
+    geometry: Geometry
+
+
+@dataclass(eq=False)
+class _Region:
+    """One call of a recomputed function. The graph holds it through slots; it holds slots weakly."""
+
+    function: Callable[..., object]
+    arguments: tuple[Callable[[], object], ...]
+    stream: torch.cuda.Stream | None
+    saves: list[_Save] = field(default_factory=list)
+    outputs: dict[int, _Output] = field(default_factory=dict)
+    events: dict[torch.cuda.Stream, torch.cuda.Event] = field(default_factory=dict)
+
+    def drop(self, tensor: Tensor) -> _Slot:
+        """The keeper while the function runs for the first time."""
+        slot = _Slot(self)
+        self.saves.append(_Save(weakref.ref(slot), tensor.shape, tensor.dtype))
+        return slot
+
+    def output_slot(self, index: int, geometry: Geometry) -> _Slot:
+        """The slot of an output; all who save it share one."""
+        slot = self.outputs[index].slot() if index in self.outputs else None
+        if slot is None:
+            slot = _Slot(self)
+            self.outputs[index] = _Output(weakref.ref(slot), geometry)
+        return slot
+
+    def replay(self) -> None:
+        """Run again and fill every slot that still waits."""
+        waiting = {index: slot for index, output in self.outputs.items() if (slot := output.slot()) is not None}
+        replay = _Replay(self.saves, ends_early=not waiting)
+        with torch.enable_grad(), torch.cuda.stream(self.stream), _in_phase(_Phase.REPLAYING):
+            arguments = [again() for again in self.arguments]
+            with keeping(replay.take), suppress(_Enough):
+                results = _tensors_of(self.function(*arguments))
+                replay.check_end()
+                for index, slot in waiting.items():
+                    assert Geometry.of(results[index]) == self.outputs[index].geometry, "an output has another shape"
+                    slot.fill(results[index].detach())
+        slots = [*waiting.values(), *(slot for save in self.saves if (slot := save.slot()) is not None)]
+        self.events = {stream: stream.record_event() for slot in slots if (stream := slot.stream) is not None}
+
+
+class _Enough(Exception):
+    """Ends a replay that has given all that somebody waits for."""
+
+
+class _Replay:
+    """The keeper while a function runs again: hands what it saves to the slots, in the order of the first run.
+
+    Args:
+        saves: of the first run.
+        ends_early: nobody waits for the outputs.
+    """
+
+    def __init__(self, saves: list[_Save], *, ends_early: bool) -> None:
+        self.saves = saves
+        self.next = 0
+        living = [index for index, save in enumerate(saves) if save.slot() is not None]
+        self.last = living[-1] if living and ends_early else None
+
+    def take(self, tensor: Tensor) -> Tensor:
+        index, self.next = self.next, self.next + 1
+        assert index < len(self.saves), f"a region that saved {len(self.saves)} tensors saves more when it runs again"
+        save, value = self.saves[index], tensor.detach()
+        assert (value.shape, value.dtype) == (save.size, save.dtype), (
+            f"tensor {index} of a region was {save.dtype} {tuple(save.size)} and is {value.dtype} {tuple(value.shape)}"
+        )
+        slot = save.slot()
+        if slot is not None:
+            slot.fill(value)
+        if index == self.last:
+            raise _Enough
+        return value
+
+    def check_end(self) -> None:
+        assert self.next == len(self.saves), f"a region saved {len(self.saves)} tensors, and {self.next} when run again"
+
+
+@dataclass(frozen=True)
+class _Result:
+    """Where an output came from, and its version: changed in place, it is no longer what a replay gives."""
+
+    region: _Region
+    index: int
+    geometry: Geometry
+    version: int
+
+
+class _Discarded:
+    """The keeper of a layer: knows the outputs of its regions while their storages live.
+
+    Args:
+        outer: who keeps everything else.
+    """
+
+    def __init__(self, outer: Keeper) -> None:
+        self.outer = outer
+        # A weak reference keeps a storage's address from being used again, so it cannot name another one.
+        self.results: dict[StorageWeakRef, _Result] = {}
+
+    def add(self, region: _Region, arguments: tuple[object, ...], result: object) -> None:
+        """Know a region's outputs, but for those that are views of its inputs or parameters: they live anyway."""
+        inputs = {_storage(tensor) for tensor in _tensors_in(arguments)}
+        for index, tensor in _tensors_of(result).items():
+            if _storage(tensor) not in inputs and not is_parameter(tensor):
+                found = _Result(region, index, Geometry.of(tensor), tensor._version)
+                self.results[_storage(tensor)] = found
+
+    def keep(self, tensor: Tensor) -> Tensor | Kept:
+        result = self.results.get(_storage(tensor))
+        if result is None or result.version != tensor._version:
+            return self.outer(tensor)
+        return _OutputView(result.region.output_slot(result.index, result.geometry), Geometry.of(tensor))
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def _tensors_of(result: object) -> dict[int, Tensor]:
+    """The tensors among the outputs, by their place."""
+    results = result if isinstance(result, tuple) else (result,)
+    return {index: tensor for index, tensor in enumerate(results) if isinstance(tensor, Tensor)}
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter or a view of one."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

@@ -1,0 +1,177 @@
+"""Weights, gradients and optimizer divided among the ranks that hold the same parameters: FSDP2 (`shard = full`).
+
+A unit is a module whose weights are gathered and freed together, one decoder block. Between steps a rank holds rows of
+every parameter in float32 (they are the masters); around forward and backward a unit's weights are gathered in the
+compute type, and its gradients are reduce-scattered as soon as they are there. Ranks see different tokens of one global
+batch and their losses are parts of one mean, so gradients are summed, never averaged.
+
+Modules inside units may be divided over an axis of their own: experts over the ranks that hold the same experts. Under
+hybrid sharding (`Axis.inner`) a copy is divided inside a block of ranks and gradients are summed over blocks too.
+
+What stays as it is, for the optimizer to treat as usual: parameters that are ignored (routers), and those whose axis
+has one rank to divide among.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from penstock.config.parallel import Parallel
+from penstock.layout.pieces import rows_of_shard
+from penstock.parallel.axes import Axis
+from penstock.parallel.buckets import reduce_flat
+
+
+def shard_fully(
+    units: Sequence[nn.Module],
+    root: nn.Module,
+    axis: Axis,
+    settings: Parallel,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    ignored: set[nn.Parameter],
+    inner: Mapping[nn.Module, Axis],
+) -> None:
+    """Divide the parameters of a model, in place.
+
+    Parameters become DTensors, so make holdings after this. On the meta device, `to_empty` of `root` and filling
+    `local_rows` of every parameter come after this too.
+
+    Args:
+        units: in the order of forward; none is inside another.
+        root: holds them, and what belongs to no unit (embedding, head), whose weights stay gathered from the start of
+            forward to the end of backward. What a rank's two roots share, both must ignore.
+        axis: ranks that hold the same units.
+        settings: reads `reshard`, `prefetch`, `reduce`.
+        device: where forward and backward run. Parameters are there or on the meta device, in float32.
+        compute_dtype: type in which weights are gathered.
+        ignored: parameters that are left alone.
+        inner: modules inside units that other ranks hold the same of, and these ranks.
+    """
+    ignored = ignored | {
+        parameter for module, own in inner.items() if own.shard.size == 1 for parameter in module.parameters()
+    }
+    divided = [name for name, one in root.named_parameters() if isinstance(one, DTensor) and one not in ignored]
+    assert not divided, f"{divided[0]} belongs to another root already"
+    for module, own in inner.items():
+        _divide(module, own, settings, device, compute_dtype, ignored)
+    if axis.shard.size == 1:
+        return
+    for unit in units:
+        _divide(unit, axis, settings, device, compute_dtype, ignored)
+    _divide(root, axis, settings, device, compute_dtype, ignored)
+    assert isinstance(root, FSDPModule), "it has just been made one"
+    root.set_reshard_after_forward(False, recurse=False)
+    _set_prefetch(root, units, settings.prefetch)
+
+
+def accumulate_only(root: nn.Module, flag: bool) -> None:
+    """Say whether the backward passes that follow only add up gradients, as all but a step's last one may do.
+
+    While they do, a rank keeps the gradients of all weights, in float32, and the weights once they are gathered.
+
+    Args:
+        root: what was divided; without FSDP2 in it nothing happens.
+        flag: False reduces gradients and frees weights in backward, as at the beginning.
+    """
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(not flag, recurse=False)
+            module.set_reshard_after_backward(not flag, recurse=False)
+
+
+def local_rows(parameter: Tensor) -> tuple[int, int]:
+    """First and last + 1 of the rows that this rank holds of a parameter that FSDP2 has divided."""
+    assert isinstance(parameter, DTensor), "FSDP2 has not divided this parameter"
+    assert parameter.placements[-1] == Shard(0), f"divided as {parameter.placements}"
+    mesh, dim = parameter.device_mesh, parameter.device_mesh.ndim - 1
+    place = mesh.get_coordinate()
+    assert place is not None, "this rank holds nothing of the parameter"
+    return rows_of_shard(parameter.shape[0], place[dim], mesh.size(dim))
+
+
+def own_rows(tensor: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """What this rank holds of a parameter, divided or not: the plain tensor, and first and last + 1 of its rows."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local(), local_rows(tensor)
+    return tensor, (0, tensor.shape[0] if tensor.ndim else 1)
+
+
+class _ReduceInBf16:
+    """Lets gradients travel as bfloat16, while they add up in float32 before and after; over copies they stay float32.
+
+    FSDP2's own `reduce_dtype` would add up the gradients of micro-batches in bfloat16 too.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        assert not async_op, "FSDP2 reduces in a stream of its own"
+        received = torch.empty_like(output_tensor, dtype=torch.bfloat16)
+        reduce_flat(received, input_tensor.bfloat16(), op=op, group=group)
+        output_tensor.copy_(received)
+
+
+def _divide(
+    module: nn.Module,
+    axis: Axis,
+    settings: Parallel,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    ignored: set[nn.Parameter],
+) -> None:
+    if axis.shard.size == 1:
+        return
+    fully_shard(
+        module,
+        mesh=_mesh(axis, device),
+        reshard_after_forward=settings.reshard == "forward",
+        # Modules choose the types of their inputs themselves: router probabilities stay float32.
+        mp_policy=MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
+        ignored_params=ignored,
+    )
+    assert isinstance(module, FSDPModule), "fully_shard makes it one"
+    module.set_gradient_divide_factor(1.0)
+    # Else FSDP2 multiplies by 1 inside the reduction, which gloo cannot.
+    module.set_force_sum_reduction_for_comms(True)
+    if settings.reduce == "bf16":
+        module.set_custom_reduce_scatter(_ReduceInBf16())  # type: ignore[arg-type] # its base has no public name
+
+
+def _mesh(axis: Axis, device: torch.device) -> DeviceMesh:
+    """FSDP2's name for an axis: divided along the last dim, copied along the first one if there are two."""
+    shard, replicate = axis.shard, axis.replicate
+    assert shard.group is not None, f"{shard} divides nothing"
+    if replicate.group is None:
+        return DeviceMesh.from_group(shard.group, device.type)
+    ranks = torch.tensor(axis.ranks, device="cpu").view(replicate.size, shard.size)
+    groups = [replicate.group, shard.group]
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def _set_prefetch(root: FSDPModule, units: Sequence[nn.Module], count: int) -> None:
+    """Gather `count` units ahead of the one that computes, with what is divided by itself inside them."""
+    if count == 0:
+        return
+    divided = [[part for part in unit.modules() if isinstance(part, FSDPModule)] for unit in units]
+    root.set_modules_to_forward_prefetch([part for parts in divided[:count] for part in parts])
+    for place, (own, *_) in enumerate(divided):
+        following = divided[place + 1 : place + 1 + count]
+        before = divided[max(0, place - count) : place][::-1]
+        own.set_modules_to_forward_prefetch([part for parts in following for part in parts])
+        own.set_modules_to_backward_prefetch([part for parts in before for part in parts])

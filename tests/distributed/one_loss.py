@@ -1,0 +1,266 @@
+"""One loss on every layout: a few steps of the debug model, on one process and on any layout, side by side.
+
+    python -m tests.distributed.one_loss        every case, into benchmarks/results/numerics.json
+
+All cases share one model in miniature with everything in it that could go wrong: latent attention, a dense layer, experts
+with a bias and a balance loss, a shared expert, multi-token prediction. Float32 on a CPU. The optimizer's epsilon is
+large, because AdamW with a small one turns a gradient that is nearly zero into a step of full size, whatever its sign.
+"""
+
+import argparse
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks import record
+from penstock.config.load import load_run
+from penstock.parallel.environment import Environment
+from penstock.train.evaluate import evaluate
+from penstock.train.setup import Session, prepare
+from penstock.train.step import train_step
+from tests.distributed.pool import Pool
+
+STEPS = 3
+BASE = (
+    "data.source=synthetic-learnable",
+    "model.vocabulary=64",
+    "model.layers=8",
+    "model.hidden_size=64",
+    "model.dense_ffn_size=128",
+    "model.moe.ffn_size=32",
+    "model.moe.shared_ffn_size=32",
+    "model.mtp_layers=1",
+    "model.moe.balance.auxiliary_weight=0.01",
+    "model.moe.balance.z_weight=0.001",
+    "training.sequence_length=32",
+    "training.global_batch=8",
+    "training.micro_batch=1",
+    "training.z_weight=0.0001",
+    "optimizer.epsilon=1e-3",
+    "schedule.warmup_steps=0",
+    "evaluation.rows=8",
+    "checkpoint.enabled=false",
+    "device=cpu",
+)
+
+TOLERANCES = {"loss": 2e-5, "gradient norm": 1e-4, "parameters": 1e-4, "held-out loss": 2e-5}
+"""Largest relative difference that passes; of parameters the norm of the difference over the norm of the change."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout.
+
+    Attributes:
+        name: of the layout, in the words of the field.
+        ranks: processes.
+        overrides: what makes the layout, on top of BASE.
+        model: what changes the model or the data, for the single process too.
+        core: whether it is in the core set that every test run plays.
+    """
+
+    name: str
+    ranks: int
+    overrides: tuple[str, ...]
+    model: tuple[str, ...] = ()
+    core: bool = False
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What some steps gave.
+
+    Attributes:
+        losses: of each step; then of each step those of multi-token prediction.
+        norms: gradient norms.
+        balance: sums of auxiliary losses and of dropped slots over the layers.
+        held_out: loss on held-out rows after the last step.
+        tensors: of the checkpoint: weights, buffers, moments.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    balance: list[float]
+    held_out: float
+    tensors: dict[str, Tensor] = field(repr=False)
+
+
+def play(overrides: tuple[str, ...], steps: int = STEPS) -> tuple[Trace, list[tuple[str, tuple[int, ...], list]]]:
+    """Train on this rank; returns what it saw, and the parts of the state that it would save."""
+    world = dist.get_world_size()
+    environment = Environment(color=False, threads=1, world_size=world, rank=dist.get_rank())
+    session = prepare(load_run("debug", BASE + overrides), environment)
+    losses, norms, balance = [], [], []
+    for _ in range(steps):
+        batch = session.state.batches.next_batch()
+        result = train_step(session.model, session.state.optimizer, batch, session.rule, 1e-2)
+        losses += [result.loss, *result.mtp_losses]
+        norms.append(result.gradient_norm)
+        balance += [sum(layer.auxiliary_loss for layer in result.layers), sum(layer.dropped for layer in result.layers)]
+    assert session.held_out is not None
+    held_out = evaluate(session.model, session.held_out, session.rule.cut, session.rule.loss).loss
+    session.state.batches.close()
+    return Trace(losses, norms, balance, held_out, {}), _saved(session)
+
+
+def _saved(session: Session) -> list[tuple[str, tuple[int, ...], list]]:
+    """Name, whole shape, and (offset, values) of every rectangle that this rank writes."""
+    saved = []
+    for name, part in session.state.parts().items():
+        if part.writes:
+            rectangles = []
+            for piece in part.pieces:
+                here = tuple(slice(start, start + size) for start, size in zip(piece.here, piece.sizes, strict=True))
+                rectangles.append((piece.whole, part.tensor.detach()[here].clone()))
+            saved.append((name, part.shape, rectangles))
+    return saved
+
+
+def trace(ranks: Pool, count: int, overrides: tuple[str, ...], steps: int = STEPS) -> Trace:
+    """Train on some ranks and put the state together; what all ranks must agree on is compared."""
+    results = ranks.run(count, play, overrides, steps)
+    first = results[0][0]
+    for seen, _ in results:
+        assert (seen.losses, seen.norms, seen.held_out) == (first.losses, first.norms, first.held_out), "ranks disagree"
+    tensors: dict[str, Tensor] = {}
+    for _, saved in results:
+        for name, shape, rectangles in saved:
+            whole = tensors.setdefault(name, torch.full(shape, float("nan")))
+            for offsets, values in rectangles:
+                region = tuple(slice(start, start + size) for start, size in zip(offsets, values.shape, strict=True))
+                assert whole[region].isnan().all(), f"{name} is saved twice"
+                whole[region] = values
+    for name, tensor in tensors.items():
+        assert tensor.isfinite().all(), f"{name} has values that nobody saved"
+    return Trace(first.losses, first.norms, first.balance, first.held_out, tensors)
+
+
+def differences(got: Trace, expected: Trace, start: dict[str, Tensor]) -> dict[str, float]:
+    """Largest relative difference of each figure.
+
+    Args:
+        got: of a layout.
+        expected: of one process.
+        start: weights before the first step.
+    """
+
+    def relative(left: list[float], right: list[float]) -> float:
+        return max(abs(one - other) / max(abs(other), 1e-6) for one, other in zip(left, right, strict=True))
+
+    assert got.tensors.keys() == expected.tensors.keys(), "checkpoints hold other tensors"
+    weights = [name for name in start if name in expected.tensors]
+    wrong = torch.stack([(got.tensors[name] - expected.tensors[name]).norm() for name in weights]).norm()
+    moved = torch.stack([(expected.tensors[name] - start[name]).norm() for name in weights]).norm()
+    return {
+        "loss": relative(got.losses + got.balance, expected.losses + expected.balance),
+        "gradient norm": relative(got.norms, expected.norms),
+        "parameters": float(wrong / moved),
+        "held-out loss": relative([got.held_out], [expected.held_out]),
+    }
+
+
+def layout(*settings: str) -> tuple[str, ...]:
+    """Overrides of the section `parallel`, and whole paths as they are."""
+    return tuple(setting if "." in setting else f"parallel.{setting}" for setting in settings)
+
+
+SCHEDULES_V = ("zb-v", "v-half", "v-min", "dualpipe-v")
+CAPACITY = ("model.moe.balance.capacity_factor=1.0",)
+PADDED = (*CAPACITY, "model.moe.balance.pad_to_capacity=true")
+GQA = (
+    'model.attention.kind="gqa"',
+    "model.attention.heads=4",
+    "model.attention.kv_heads=2",
+    "model.attention.head_dim=16",
+    'model.family="plain"',
+)
+DOCUMENTS = ("data.document_mask=true",)
+
+
+def pipeline(schedule: str, ranks: int = 4, *more: str) -> tuple[str, ...]:
+    """A pipeline by name of its schedule, with the stages per rank that it needs."""
+    stages = 2 if schedule in SCHEDULES_V or schedule == "interleaved" else 1
+    settings = (f"pipeline={ranks}", f"pipeline.schedule={schedule}", f"pipeline.stages_per_rank={stages}")
+    return layout(*settings, *more)
+
+
+CASES = (
+    Case("DP 2, optimizer whole", 2, layout("shard=none")),
+    Case("DP 4, ZeRO-1", 4, layout("shard=optimizer"), core=True),
+    Case("DP 4, ZeRO-1 in pairs", 4, layout("shard=optimizer", "shard_size=2")),
+    Case("DP 4, FSDP", 4, layout("shard=full"), core=True),
+    Case("DP 4, FSDP in pairs", 4, layout("shard=full", "shard_size=2")),
+    Case("EP 4", 4, layout("expert=4"), core=True),
+    Case("EP 2 x EDP 2, ZeRO-1", 4, layout("expert=2")),
+    Case("EP 2 x EDP 2, FSDP", 4, layout("expert=2", "shard=full"), core=True),
+    Case("ETP 2", 2, layout("expert_tensor=2")),
+    Case("EP 2 x ETP 2, FSDP", 8, layout("expert=2", "expert_tensor=2", "shard=full")),
+    Case("TP 2 + SP", 2, layout("tensor=2"), core=True),
+    Case("TP 4 + SP", 4, layout("tensor=4")),
+    Case("TP 2 + SP, grouped queries", 2, layout("tensor=2"), GQA),
+    Case("TP 2 folded with EP 4", 4, layout("tensor=2", "expert=4"), core=True),
+    Case("TP 2 x DP 4 folded with EP 4 x EDP 2, FSDP", 8, layout("tensor=2", "expert=4", "shard=full")),
+    Case("CP 2, heads exchanged", 2, layout("context=2", "context_method=ulysses"), core=True),
+    Case("CP 2, latent gathered", 2, layout("context=2", "context_method=all-gather"), core=True),
+    Case("CP 4, latent gathered, documents", 4, layout("context=4", "context_method=all-gather"), DOCUMENTS),
+    Case("CP 2, heads exchanged, documents", 2, layout("context=2", "context_method=ulysses"), DOCUMENTS),
+    Case("CP 2, keys gathered, grouped queries", 2, layout("context=2", "context_method=all-gather"), GQA),
+    Case("CP 2 x TP 2 folded with EP 4", 4, layout("context=2", "tensor=2", "expert=4")),
+    *(
+        Case(f"PP 4, {schedule}", 4, pipeline(schedule), core=schedule in ("1f1b", "zb-1f1b", "dualpipe-v"))
+        for schedule in ("gpipe", "1f1b", "interleaved", "zb-1f1b", "zb-v", "v-half", "v-min", "dualpipe-v")
+    ),
+    Case("PP 2 x EP 2", 4, pipeline("1f1b", 2, "expert=2"), core=True),
+    Case("PP 2 x VPP 2 x EP 2 x FSDP", 8, pipeline("interleaved", 2, "expert=2", "shard=full"), core=True),
+    Case("PP 2 x VPP 2 x EP 2, ZeRO-1", 8, pipeline("interleaved", 2, "expert=2")),
+    Case("PP 2 x TP 2 folded with EP 2, ZB-V", 4, pipeline("zb-v", 2, "tensor=2", "expert=2")),
+    Case("PP 2 x CP 2, 1F1B", 4, pipeline("1f1b", 2, "context=2")),
+    Case("PP 4, explicit layout", 4, pipeline("1f1b", 4, 'pipeline.layout="Et|t*4|t*2|t,mL"')),
+    Case("PP 2, tied embeddings", 2, pipeline("1f1b", 2), ("model.tied_embeddings=true",)),
+    Case("PP 2, ZB-V, tied embeddings", 2, pipeline("zb-v", 2), ("model.tied_embeddings=true",)),
+    Case("EP 4, capacity", 4, layout("expert=4"), CAPACITY),
+    Case("EP 4, drop and pad", 4, layout("expert=4"), PADDED),
+    Case("TP 2 folded with EP 4, drop and pad", 4, layout("tensor=2", "expert=4"), PADDED),
+    Case("CP 2 x EP 2, capacity", 2, layout("context=2", "expert=2"), CAPACITY),
+    Case("EP 4, micro-batch balance", 4, layout("expert=4"), ("model.moe.balance.auxiliary=micro-batch",)),
+    Case("TP 2, micro-batch balance", 2, layout("tensor=2"), ("model.moe.balance.auxiliary=micro-batch",)),
+    Case("CP 2, global-batch balance", 2, layout("context=2"), ("model.moe.balance.auxiliary=global-batch",)),
+    *(
+        Case(f"EP 2 x DP 2, recompute {kind}", 4, layout("expert=2", f"recompute.modules={kind}"), core=kind == "layer")
+        for kind in ("norm", "latent-up", "attention", "expert-activation", "shared-expert", "dense", "moe", "layer")
+    ),
+    Case(
+        "PP 2, ZB-V x EP 2, recompute norm and latent-up",
+        4,
+        pipeline("zb-v", 2, "expert=2", 'recompute.modules=["norm", "latent-up"]'),
+    ),
+)
+
+
+def main() -> None:
+    """Play every case and write what differs."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    record.add_arguments(parser)
+    arguments = parser.parse_args()
+    pool, rows, alone = Pool(), [], {}
+    for case in CASES:
+        if arguments.only in case.name:
+            if case.model not in alone:
+                alone[case.model] = (trace(pool, 1, case.model), trace(pool, 1, case.model, 0).tensors)
+            try:
+                found = differences(trace(pool, case.ranks, case.model + case.overrides), *alone[case.model])
+            except AssertionError as error:
+                print(f"{case.name:<55}{str(error)[-1500:]}", flush=True)
+                continue
+            rows.append({"case": case.name, "ranks": case.ranks, **found})
+            print(f"{case.name:<55}" + "".join(f"{value:>10.1e}" for value in found.values()), flush=True)
+    pool.close()
+    if not arguments.only:
+        record.write(arguments, {"tolerances": TOLERANCES, "cases": rows})
+
+
+if __name__ == "__main__":
+    main()

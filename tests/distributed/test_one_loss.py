@@ -1,0 +1,34 @@
+"""Every layout trains as one process does: losses, gradient norms, held-out loss, weights and moments agree."""
+
+from collections.abc import Callable
+
+import pytest
+from torch import Tensor
+
+from tests.distributed.one_loss import CASES, TOLERANCES, Case, Trace, differences, trace
+from tests.distributed.pool import Pool
+
+Alone = Callable[[tuple[str, ...]], tuple[Trace, dict[str, Tensor]]]
+
+
+@pytest.fixture(scope="session")
+def alone(ranks: Pool) -> Alone:
+    """What one process sees of a model, and the weights that it starts from; made once for each model."""
+    known: dict[tuple[str, ...], tuple[Trace, dict[str, Tensor]]] = {}
+
+    def of(model: tuple[str, ...]) -> tuple[Trace, dict[str, Tensor]]:
+        if model not in known:
+            known[model] = trace(ranks, 1, model), trace(ranks, 1, model, 0).tensors
+        return known[model]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=() if case.core else pytest.mark.slow) for case in CASES]
+)
+def test_a_layout_gives_the_figures_of_one_process(case: Case, ranks: Pool, alone: Alone) -> None:
+    expected, start = alone(case.model)
+    found = differences(trace(ranks, case.ranks, case.model + case.overrides), expected, start)
+    too_large = {figure: value for figure, value in found.items() if not value <= TOLERANCES[figure]}
+    assert not too_large, f"allowed: {TOLERANCES}"

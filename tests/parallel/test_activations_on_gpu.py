@@ -1,0 +1,158 @@
+"""What only a GPU can show of recomputation and offload: streams, autograd's own threads, freed memory, overlap."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.parallel.copies import ChunkStream
+from penstock.parallel.offload import KINDS, HostStore, OffloadRule
+from penstock.parallel.region import discarding, is_replaying, recomputed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+T, D = 4096, 1024
+ONE = T * D * 4
+"""Bytes of one activation."""
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    yield
+    torch.cuda.synchronize()
+
+
+def make(layers: int = 6) -> tuple[Tensor, nn.ModuleList]:
+    torch.manual_seed(0)
+    x_TD = torch.randn(T, D, device="cuda", requires_grad=True)
+    return x_TD, nn.ModuleList(nn.Linear(D, D, device="cuda") for _ in range(layers))
+
+
+def gradients(loss: Tensor, x_TD: Tensor, layers: nn.Module) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [x_TD, *layers.parameters()]))
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def norm(x_TD: Tensor) -> Tensor:
+    return F.rms_norm(x_TD, (D,))
+
+
+def forward(x_TD: Tensor, layers: nn.ModuleList, run: Callable[..., Tensor]) -> Tensor:
+    for layer in layers:
+        with discarding():
+            x_TD = x_TD + layer(run(norm, x_TD)).tanh()
+    return x_TD.square().sum()
+
+
+def plainly(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+    return function(*arguments)
+
+
+def held_after(make_loss: Callable[[], Tensor]) -> int:
+    """Bytes that a forward pass holds."""
+    before = torch.cuda.memory_allocated()
+    loss = make_loss()
+    held = torch.cuda.memory_allocated() - before
+    del loss
+    return held
+
+
+def test_recomputed_gradients_are_the_same_to_the_bit_and_memory_falls() -> None:
+    x_TD, layers = make()
+    expected = gradients(forward(x_TD, layers, plainly), x_TD, layers)
+    assert_same(gradients(forward(x_TD, layers, recomputed), x_TD, layers), expected)
+    plain = held_after(lambda: forward(x_TD, layers, plainly))
+    freed = plain - held_after(lambda: forward(x_TD, layers, recomputed))
+    assert freed >= len(layers) * ONE  # the norms' outputs
+
+
+def test_a_replay_knows_that_it_is_one_in_the_thread_of_autograd() -> None:
+    x_TD, seen = torch.randn(8, D, device="cuda", requires_grad=True), []
+
+    def part(x_TD: Tensor) -> Tensor:
+        seen.append((threading.get_ident(), is_replaying()))
+        return x_TD.tanh()
+
+    recomputed(part, x_TD).sum().backward()
+    (thread, first), (other, second) = seen
+    assert (first, second) == (False, True) and thread != other
+
+
+def test_regions_on_two_streams_wait_for_each_other() -> None:
+    x_TD, layers = make(2)
+    side = torch.cuda.Stream()
+
+    def both(run: Callable[..., Tensor]) -> Tensor:
+        here = torch.cuda.current_stream()
+        with discarding():
+            h_TD = run(lambda x: norm(x).exp(), x_TD)
+            side.wait_stream(here)
+            with torch.cuda.stream(side):
+                one_TD = run(lambda h: layers[0](h).tanh(), h_TD)
+            other_TD = layers[1](h_TD)
+            here.wait_stream(side)
+            one_TD.record_stream(here)
+            h_TD.record_stream(side)
+            return (one_TD * other_TD).square().sum()
+
+    expected = gradients(both(plainly), x_TD, layers)
+    for _ in range(5):
+        assert_same(gradients(both(recomputed), x_TD, layers), expected)
+
+
+@pytest.mark.parametrize("in_flight", [0, 2 * ONE, 100 * ONE])
+def test_offloaded_gradients_are_the_same_to_the_bit_and_memory_falls(in_flight: int) -> None:
+    x_TD, layers = make()
+    rule = OffloadRule(kinds=frozenset(KINDS), store=HostStore(torch.device("cuda"), in_flight=in_flight))
+
+    def run(function: Callable[..., Tensor], x_TD: Tensor) -> Tensor:
+        return rule.run("dense", function, x_TD)
+
+    def offloaded() -> Tensor:
+        h_TD = x_TD * 1
+        for layer in layers:
+            h_TD = run(lambda h, layer=layer: layer(norm(h).sigmoid()).tanh(), h_TD)
+        return h_TD.square().sum()
+
+    def plain() -> Tensor:
+        h_TD = x_TD * 1
+        for layer in layers:
+            h_TD = layer(norm(h_TD).sigmoid()).tanh()
+        return h_TD.square().sum()
+
+    expected = gradients(plain(), x_TD, layers)
+    for _ in range(4):
+        assert_same(gradients(offloaded(), x_TD, layers), expected)
+    held = held_after(offloaded)
+    assert held <= in_flight + 4 * ONE and (in_flight > 50 * ONE or held < held_after(plain) / 2)
+
+
+def test_a_graph_may_be_thrown_away_while_copies_run() -> None:
+    x_TD, layers = make()
+    rule = OffloadRule(kinds=frozenset(KINDS), store=HostStore(torch.device("cuda"), in_flight=2 * ONE))
+    expected = gradients(layers[0](x_TD).tanh().sum(), x_TD, layers[0])
+    for _ in range(10):
+        rule.run("dense", lambda x: layers[1](layers[0](x).tanh()).sigmoid(), x_TD * 1)
+        loss = rule.run("dense", lambda x: layers[0](x).tanh(), x_TD).sum()
+        assert_same(gradients(loss, x_TD, layers[0]), expected)
+
+
+def test_chunks_come_and_go_on_a_gpu() -> None:
+    host = [[torch.full((1 << 20,), float(i), pin_memory=True) for _ in range(3)] for i in range(7)]
+    stream = ChunkStream(torch.device("cuda"))
+    for _ in range(3):
+        stream.run(host, lambda index, tensors: [tensor.add_(index + 1) for tensor in tensors])
+    stream.finish()
+    for index, chunk in enumerate(host):
+        for tensor in chunk:
+            assert tensor.unique().tolist() == [index + 3 * (index + 1)]

@@ -1,0 +1,79 @@
+"""Rows are dealt out to ranks as FSDP2 deals them out, whatever the sizes of tensors and buckets."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.layout.pieces import rows_of_shard
+from penstock.parallel.axes import Axis
+from penstock.parallel.buckets import Cargo, _buckets, _empty, gather_rows, reduce_rows
+from tests.distributed.pool import Pool
+
+SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
+
+
+def _rows(tensor: Tensor, rank: int, ranks: int) -> Tensor:
+    return tensor[slice(*rows_of_shard(tensor.shape[0], rank, ranks))] if tensor.ndim else tensor
+
+
+@given(SHAPES, st.integers(1, 5), st.integers(1, 200))
+def test_every_value_goes_to_the_rank_that_owns_its_row_and_back(
+    shapes: list[tuple[int, ...]], ranks: int, values: int
+) -> None:
+    shapes = [shape for shape in shapes if shape or ranks == 1]  # a scalar is not divided
+    tensors = [torch.randn(shape) for shape in shapes]
+    owned = [[torch.full_like(_rows(tensor, rank, ranks), torch.nan) for tensor in tensors] for rank in range(ranks)]
+    filled = [torch.full_like(tensor, torch.nan) for tensor in tensors]
+    by_rank = [
+        list(_buckets([Cargo(whole, own) for whole, own in zip(filled, owned[rank], strict=True)], ranks, values))
+        for rank in range(ranks)
+    ]
+    for number, bucket in enumerate(_buckets([Cargo(tensor, tensor) for tensor in tensors], ranks, values)):
+        bucket_RC = _empty(bucket, ranks, torch.float32)
+        assert bucket_RC.numel() <= max(values, ranks)
+        for stripe in bucket:
+            for there, here in stripe.all_rows(bucket_RC):
+                there.copy_(here)
+        back_RC = torch.full_like(bucket_RC, torch.nan)
+        for rank in range(ranks):
+            for stripe in by_rank[rank][number]:
+                for there, here in stripe.own_row(bucket_RC[rank]):
+                    here.copy_(there)
+                for there, here in stripe.own_row(back_RC[rank]):
+                    there.copy_(here)
+        for stripe in by_rank[0][number]:
+            for there, here in stripe.all_rows(back_RC):
+                here.copy_(there)
+    for place, tensor in enumerate(tensors):
+        assert torch.equal(filled[place], tensor)
+        for rank in range(ranks):
+            assert torch.equal(owned[rank][place], _rows(tensor, rank, ranks))
+
+
+def _summed(values: int | None, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Own rows of sums of random numbers, and the whole sums gathered from them in bfloat16."""
+    world = torch.distributed.group.WORLD
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    axis = Axis(name="data", ranks=tuple(range(ranks)), rank=rank, group=world)
+    generator = torch.Generator().manual_seed(rank)
+    tensors = [torch.randn(shape, generator=generator) for shape in ((5, 3), (1,), (64,), (3, 2, 4))]
+    cargo = [Cargo(whole=tensor, own=_rows(tensor, rank, ranks)) for tensor in tensors]  # sums fall into the summands
+    reduce_rows(cargo, axis, Axis(name="alone"), dtype, values)
+    everything = [torch.empty(tensor.shape, dtype=torch.bfloat16) for tensor in tensors]
+    gather_rows([Cargo(whole, one.own) for whole, one in zip(everything, cargo, strict=True)], axis, values)
+    return [one.own.clone() for one in cargo], everything
+
+
+def test_sums_do_not_depend_on_the_size_of_buckets_or_on_the_run(ranks: Pool) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = ranks.run(2, _summed, None, dtype)
+        for values in (None, 10, 1):
+            for got, wanted in zip(ranks.run(2, _summed, values, dtype), expected, strict=True):
+                for one, other in zip(got[0] + got[1], wanted[0] + wanted[1], strict=True):
+                    assert torch.equal(one, other)
+        for place, whole in enumerate(expected[0][1]):
+            own = torch.cat([expected[rank][0][place] for rank in range(2)])
+            assert torch.equal(own.bfloat16(), whole)
+            assert dtype == torch.float32 or torch.equal(own, whole.float()), "it was added up in bfloat16"
+            assert torch.equal(expected[1][1][place], whole)

@@ -1,0 +1,197 @@
+"""Every collective against the math of one process that holds the tensors of all ranks, gradients too."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.layout.grid import Grid
+from penstock.parallel.axes import ALONE, Axis, make_axes
+from penstock.parallel.collectives import (
+    all_gather,
+    all_reduce,
+    exchange_rows,
+    fan_out,
+    reduce_scatter,
+    sum_tensors,
+    swap,
+)
+from tests.distributed.pool import Pool
+
+Collective = Callable[[Tensor, Axis], Tensor]
+
+SHAPE = (8, 4, 12)
+"""Every dim is a multiple of 4 ranks."""
+
+
+def _axis(size: int) -> Axis:
+    return make_axes(Grid(world=size, tensor=size)).tensor
+
+
+def _inputs(ranks: int, shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(ranks)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(ranks)]
+
+
+def _directions(outputs: list[Tensor]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(y.shape, generator=generator, dtype=y.dtype) for y in outputs]
+
+
+def _on_a_rank(collective: Collective, inputs: list[Tensor], directions: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Output and gradient, for a loss that is the sum of what the ranks compute each."""
+    axis = _axis(len(inputs))
+    x = inputs[axis.rank].requires_grad_()
+    y = collective(x, axis)
+    (gradient,) = torch.autograd.grad((y * directions[axis.rank]).sum(), x)
+    return y.detach(), gradient
+
+
+def _check(
+    ranks: Pool, collective: Collective, inputs: list[Tensor], math: Callable[[list[Tensor]], list[Tensor]]
+) -> None:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    expected = math(leaves)
+    directions = _directions(expected)
+    loss = torch.stack([(y * direction).sum() for y, direction in zip(expected, directions, strict=True)]).sum()
+    gradients = torch.autograd.grad(loss, leaves)
+    for rank, (y, gradient) in enumerate(ranks.run(len(inputs), _on_a_rank, collective, inputs, directions)):
+        torch.testing.assert_close(y, expected[rank], msg=f"output of rank {rank}")
+        torch.testing.assert_close(gradient, gradients[rank], msg=f"gradient of rank {rank}")
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+@pytest.mark.parametrize("size", [2, 4])
+def test_all_gather_joins_the_parts_of_all_ranks(ranks: Pool, size: int, dim: int) -> None:
+    _check(ranks, partial(all_gather, dim=dim), _inputs(size), lambda parts: [torch.cat(parts, dim)] * size)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("size", [2, 4])
+def test_reduce_scatter_gives_each_rank_its_part_of_the_sum(ranks: Pool, size: int, dim: int) -> None:
+    _check(ranks, partial(reduce_scatter, dim=dim), _inputs(size), lambda xs: list(sum(xs).chunk(size, dim)))
+
+
+def _sum_then_fan_out(x: Tensor, axis: Axis) -> Tensor:
+    return fan_out(all_reduce(x, axis), axis)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_sum_that_each_rank_uses_by_itself_needs_both_halves_of_the_pair(ranks: Pool, size: int) -> None:
+    _check(ranks, _sum_then_fan_out, _inputs(size), lambda xs: [sum(xs)] * size)
+
+
+def _pair(inputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    axis = _axis(len(inputs))
+    x = inputs[axis.rank].requires_grad_()
+    total, same = all_reduce(x, axis), fan_out(x, axis)
+    (one,) = torch.autograd.grad((total * 3).sum(), x)
+    (other,) = torch.autograd.grad((same * (axis.rank + 1)).sum(), x)
+    return total.detach(), one, same.detach(), other
+
+
+def test_all_reduce_passes_gradients_and_fan_out_sums_them(ranks: Pool) -> None:
+    inputs = _inputs(4)
+    for rank, (total, one, same, other) in enumerate(ranks.run(4, _pair, inputs)):
+        torch.testing.assert_close(total, sum(inputs))
+        assert torch.equal(one, torch.full_like(one, 3))
+        assert torch.equal(same, inputs[rank])
+        assert torch.equal(other, torch.full_like(other, 1 + 2 + 3 + 4))
+
+
+@pytest.mark.parametrize(("split", "join"), [(2, 1), (1, 2), (0, 1), (1, 0), (-1, -3)])
+@pytest.mark.parametrize("size", [2, 4])
+def test_swap_joins_one_dim_and_splits_the_other(ranks: Pool, size: int, split: int, join: int) -> None:
+    def math(xs: list[Tensor]) -> list[Tensor]:
+        return list(torch.cat(xs, join).chunk(size, split))
+
+    _check(ranks, partial(swap, split_dim=split, join_dim=join), _inputs(size), math)
+
+
+def test_swapping_back_gives_what_was(ranks: Pool) -> None:
+    inputs = _inputs(2)
+    _check(ranks, _there_and_back, inputs, lambda xs: [x + 0 for x in xs])
+
+
+def _there_and_back(x: Tensor, axis: Axis) -> Tensor:
+    return swap(swap(x, axis, split_dim=2, join_dim=1), axis, split_dim=1, join_dim=2)
+
+
+# Row counts from each rank (row of the matrix) to each (column); ranks and pairs with nothing to send among them.
+TRAFFIC = {2: [[3, 0], [2, 4]], 4: [[1, 2, 0, 3], [0, 0, 0, 0], [5, 0, 1, 0], [0, 0, 0, 2]]}
+
+
+def _by_traffic(x: Tensor, axis: Axis, traffic: list[list[int]]) -> Tensor:
+    return exchange_rows(x, axis, receive=[row[axis.rank] for row in traffic], send=traffic[axis.rank])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_rows_go_where_they_were_sent_whatever_their_number(ranks: Pool, size: int) -> None:
+    traffic = TRAFFIC[size]
+    inputs = [x[: sum(row)] for x, row in zip(_inputs(size, (8, 3)), traffic, strict=True)]
+
+    def math(xs: list[Tensor]) -> list[Tensor]:
+        pieces = [x.split(row) for x, row in zip(xs, traffic, strict=True)]
+        return [torch.cat([piece[rank] for piece in pieces]) for rank in range(size)]
+
+    _check(ranks, partial(_by_traffic, traffic=traffic), inputs, math)
+
+
+def test_rows_without_counts_are_divided_evenly(ranks: Pool) -> None:
+    def math(xs: list[Tensor]) -> list[Tensor]:
+        return [torch.cat([x.chunk(2)[rank] for x in xs]) for rank in range(2)]
+
+    _check(ranks, exchange_rows, _inputs(2), math)
+
+
+def _sum_of_everything(inputs: list[Tensor]) -> list[Tensor]:
+    axis = _axis(len(inputs))
+    x = inputs[axis.rank]
+    tensors = [x, x[0, 0].float(), torch.tensor(axis.rank), x.transpose(0, 1).clone().transpose(0, 1), torch.empty(0)]
+    sum_tensors(tensors, axis)
+    return tensors
+
+
+def test_tensors_of_any_shape_and_dtype_are_summed_in_place(ranks: Pool) -> None:
+    inputs = _inputs(4)
+    total = sum(x.clone() for x in inputs)
+    for got in ranks.run(4, _sum_of_everything, inputs):
+        torch.testing.assert_close(got[0], total)
+        torch.testing.assert_close(got[1], total[0, 0].float(), rtol=1e-5, atol=1e-5)
+        assert got[2].item() == 0 + 1 + 2 + 3
+        torch.testing.assert_close(got[3], total)
+
+
+def _in_bfloat16(x: Tensor) -> list[Tensor]:
+    axis = _axis(2)
+    return [
+        all_gather(x, axis, 0),
+        reduce_scatter(x, axis, 0),
+        all_reduce(x, axis),
+        exchange_rows(x, axis),
+        swap(x, axis, 1, 0),
+    ]
+
+
+def test_every_collective_takes_bfloat16(ranks: Pool) -> None:
+    x = torch.arange(8.0).view(4, 2).bfloat16()
+    for got in ranks.run(2, _in_bfloat16, x):
+        assert [y.dtype for y in got] == [torch.bfloat16] * 5
+        assert torch.equal(got[2], 2 * x)
+
+
+def test_an_axis_of_one_rank_changes_nothing() -> None:
+    x, axis = torch.ones(2, 3), ALONE.tensor
+    sum_tensors([x], axis)
+    for y in (
+        all_gather(x, axis, 1),
+        reduce_scatter(x, axis, 1),
+        all_reduce(x, axis),
+        fan_out(x, axis),
+        exchange_rows(x, axis),
+        exchange_rows(x, axis, [2], [2]),
+        swap(x, axis, 0, 1),
+    ):
+        assert y is x

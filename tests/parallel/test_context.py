@@ -1,0 +1,113 @@
+"""Ranks that share a row attend as one process does that holds all of it: outputs and gradients."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.attention import causal_attention
+from penstock.layout.grid import Grid
+from penstock.layout.sequence import Method, SequenceLayout
+from penstock.models.frame import attention_borders
+from penstock.parallel.axes import ALONE, Axes, make_axes
+from penstock.parallel.context import attend, attend_to_row, gather_positions
+from penstock.parallel.kit import Kit
+from tests.distributed.pool import Pool
+
+SCALE = 0.3
+
+SHAPES = {
+    "grouped-query": (1, 8, 4, 6, 6),
+    "grouped-query, three rows": (3, 4, 4, 6, 6),
+    "latent": (2, 4, 4, 12, 8),
+}
+"""Rows; heads of queries and of keys; widths of keys and of values."""
+
+LENGTH = 16
+
+
+def _heads(shape: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys and values of the whole row, and the direction in which the output is differentiated."""
+    B, H, G, N, M = SHAPES[shape]
+    generator = torch.Generator().manual_seed(3)
+    sizes = ((H, N), (G, N), (G, M), (H, M))
+    q, k, v, direction = (torch.randn(B, LENGTH, *size, generator=generator, dtype=torch.float64) for size in sizes)
+    return q, k, v, direction
+
+
+def _borders(documents: bool, rows: int) -> Tensor | None:
+    """Borders inside chunks and at their edges, other ones in each row."""
+    starts = torch.tensor([0, 3, 4, 9, 14])
+    documents_BS = torch.stack(
+        [torch.searchsorted(starts + row, torch.arange(LENGTH), right=True) for row in range(rows)]
+    )
+    return attention_borders(documents_BS if documents else None)
+
+
+def _axes(size: int) -> Axes:
+    return make_axes(Grid(world=size, context=size))
+
+
+def _own(axes: Axes, method: Method) -> list[int]:
+    return list(SequenceLayout(length=LENGTH, context=axes.context.size, method=method).of_context(axes.context.rank))
+
+
+def _on_a_rank(size: int, shape: str, method: Method, documents: bool) -> list[Tensor]:
+    axes = _axes(size)
+    own = _own(axes, method)
+    q, k, v, direction = (whole[:, own] for whole in _heads(shape))
+    allowed_BSS = _borders(documents, q.shape[0])
+    if allowed_BSS is not None and method == "all-gather":
+        allowed_BSS = allowed_BSS[:, own]
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    kit = replace(Kit(), axes=axes, context_method=method)
+    o_BSHM = attend(*leaves, kit, scale=SCALE, allowed_BSS=allowed_BSS)
+    return [o_BSHM.detach(), *torch.autograd.grad((o_BSHM * direction).sum(), leaves)]
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("method", ["ulysses", "all-gather"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_attend_together_as_one_does_alone(
+    ranks: Pool, size: int, method: Method, shape: str, documents: bool
+) -> None:
+    *inputs, direction = _heads(shape)
+    leaves = [x.requires_grad_() for x in inputs]
+    allowed_BSS = _borders(documents, direction.shape[0])
+    o_BSHM = causal_attention(*leaves, scale=SCALE, allowed_BSS=allowed_BSS, backend="math")
+    expected = [o_BSHM.detach(), *torch.autograd.grad((o_BSHM * direction).sum(), leaves)]
+    layout = SequenceLayout(length=LENGTH, context=size, method=method)
+    for rank, got in enumerate(ranks.run(size, _on_a_rank, size, shape, method, documents)):
+        own = list(layout.of_context(rank))
+        for name, mine, whole in zip(("output", "dq", "dk", "dv"), got, expected, strict=True):
+            torch.testing.assert_close(mine, whole[:, own], msg=f"{name} of rank {rank}")
+
+
+def _gathered_positions(size: int) -> tuple[Tensor, Tensor]:
+    """What is gathered, and the gradient where rank r uses it r + 1 times."""
+    axes = _axes(size)
+    own_BS = torch.tensor([_own(axes, "all-gather")] * 3, dtype=torch.float64).requires_grad_()
+    row_BS = gather_positions(own_BS, axes.context)
+    (gradient_BS,) = torch.autograd.grad((row_BS * row_BS.detach() * (axes.context.rank + 1)).sum(), own_BS)
+    return row_BS.detach(), gradient_BS
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gathered_positions_stand_in_the_order_of_the_row(ranks: Pool, size: int) -> None:
+    uses = sum(range(1, size + 1))
+    layout = SequenceLayout(length=LENGTH, context=size)
+    for rank, (row_BS, gradient_BS) in enumerate(ranks.run(size, _gathered_positions, size)):
+        assert row_BS.tolist() == [list(range(LENGTH))] * 3
+        assert gradient_BS.tolist() == [[position * uses for position in layout.of_context(rank)]] * 3
+
+
+def test_one_rank_alone_attends_to_its_row() -> None:
+    q, k, v, _ = _heads("latent")
+    allowed_BSS = _borders(True, 2)
+    expected = causal_attention(q, k, v, scale=SCALE, allowed_BSS=allowed_BSS, backend="math")
+    kit = Kit(axes=ALONE)
+    torch.testing.assert_close(attend(q, k, v, kit, scale=SCALE, allowed_BSS=allowed_BSS), expected)
+    torch.testing.assert_close(attend_to_row(q, k, v, kit, scale=SCALE, allowed_BSS=allowed_BSS), expected)
+    assert gather_positions(k, ALONE.context) is k

@@ -1,0 +1,94 @@
+"""Chunks of host memory that pass through the device."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.parallel.copies import ALIGNMENT, ChunkStream, Lane, Piece, cut_into_chunks
+
+CPU = torch.device("cpu")
+
+
+def test_a_lane_copies() -> None:
+    target = torch.zeros(3)
+    copied = Lane(CPU).copy([(torch.ones(3), target)])
+    copied.wait()
+    copied.wait_on_host()
+    assert copied.is_over() and target.tolist() == [1, 1, 1]
+
+
+@given(sizes=st.lists(st.integers(0, 40), max_size=8), limit=st.integers(1, 30))
+def test_chunks_hold_every_element_once_in_order_and_are_full_but_for_the_last(sizes: list[int], limit: int) -> None:
+    chunks = cut_into_chunks(sizes, limit)
+    elements = [(p.index, i) for chunk in chunks for p in chunk for i in range(p.start, p.stop)]
+    assert elements == [(index, i) for index, size in enumerate(sizes) for i in range(size)]
+    filled = [sum(p.stop - p.start for p in chunk) for chunk in chunks]
+    assert all(fill == limit for fill in filled[:-1]) and all(0 < fill <= limit for fill in filled)
+
+
+def test_a_piece_is_a_part_of_its_tensor() -> None:
+    tensors = [torch.zeros(2), torch.arange(6.0).view(2, 3)]
+    Piece(1, 2, 5).of(tensors).add_(10)
+    assert tensors[1].flatten().tolist() == [0, 1, 12, 13, 14, 5]
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 2, 3, 7])
+def test_every_chunk_comes_is_worked_on_once_and_goes_back(chunks: int) -> None:
+    host = [[torch.full((5,), float(i)), torch.full((2, 3), 10.0 * i, dtype=torch.float64)] for i in range(chunks)]
+    order = []
+
+    def work(index: int, tensors: list[Tensor]) -> None:
+        order.append(index)
+        assert [t.data_ptr() % ALIGNMENT - tensors[0].data_ptr() % ALIGNMENT for t in tensors] == [0, 0]
+        tensors[0] += 1
+        tensors[1] *= 2
+
+    stream = ChunkStream(CPU)
+    for _ in range(2):
+        stream.run(host, work)
+    stream.finish()
+    assert order == [*range(chunks), *range(chunks)]
+    for i, (one, other) in enumerate(host):
+        assert one.tolist() == [i + 2.0] * 5 and other.unique().tolist() == [40.0 * i]
+
+
+def test_two_buffers_serve_all_chunks_and_grow_with_the_largest() -> None:
+    stream, places = ChunkStream(CPU), []
+    stream.run([[torch.zeros(4)] for _ in range(6)], lambda _, tensors: places.append(tensors[0].data_ptr()))
+    assert len(set(places)) == 2
+    stream.run([[torch.zeros(1000)], [torch.zeros(1)]], lambda _, tensors: tensors[0].fill_(7))
+
+
+def adamw(master: Tensor, gradient: Tensor, moment1: Tensor, moment2: Tensor, step: int) -> None:
+    """One step in place: rate 0.1, decay 0.2, betas 0.9 and 0.999."""
+    master.mul_(1 - 0.1 * 0.2)
+    moment1.lerp_(gradient, 0.1)
+    moment2.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+    master.addcdiv_(moment1 / (1 - 0.9**step), (moment2 / (1 - 0.999**step)).sqrt_().add_(1e-8), value=-0.1)
+
+
+def test_adam_over_streamed_chunks_is_adam() -> None:
+    masters = [torch.randn(7, 5), torch.randn(3), torch.randn(11, 2)]
+    expected = [master.clone().requires_grad_() for master in masters]
+    moments1, moments2 = ([torch.zeros_like(master) for master in masters] for _ in range(2))
+    adam = torch.optim.AdamW(expected, lr=0.1, weight_decay=0.2)
+    pieces = cut_into_chunks([master.numel() for master in masters], 16)
+    chunks = [[piece.of(state) for piece in chunk for state in (masters, moments1, moments2)] for chunk in pieces]
+    stream = ChunkStream(CPU)
+    for step in range(1, 4):
+        gradients = [torch.randn_like(master) for master in masters]
+        for parameter, gradient in zip(expected, gradients, strict=True):
+            parameter.grad = gradient
+        adam.step()
+
+        def work(index: int, tensors: list[Tensor], step: int = step, gradients: list[Tensor] = gradients) -> None:
+            for place, piece in enumerate(pieces[index]):
+                master, moment1, moment2 = tensors[3 * place : 3 * place + 3]
+                adamw(master, piece.of(gradients), moment1, moment2, step)
+
+        stream.run(chunks, work)
+        stream.finish()
+    for master, parameter in zip(masters, expected, strict=True):
+        assert torch.allclose(master, parameter.detach(), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,121 @@
+"""NUMA binding, over small trees of files that look like /sys."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.parallel import host
+from penstock.parallel.host import Binding, choose_binding, gpu_vendor, parse_ranges, ranges, usable_cores
+
+BUS = ("0000:1b:00.0", "0000:2c:00.0", "0000:9a:00.0", "0000:ab:00.0")
+
+
+@pytest.fixture
+def two_sockets(tmp_path: Path) -> Path:
+    """Two nodes of four cores with two hardware threads each, two GPUs on each node."""
+    return make_two_sockets(tmp_path)
+
+
+def make_two_sockets(root: Path) -> Path:
+    """The files of such a machine."""
+    for node, cores in enumerate(("0-3,8-11", "4-7,12-15")):
+        put(root / f"sys/devices/system/node/node{node}/cpulist", cores)
+    for thread in range(16):
+        siblings = f"{thread % 8},{thread % 8 + 8}"
+        put(root / f"sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list", siblings)
+    for gpu, bus in enumerate(BUS):
+        put(root / f"sys/bus/pci/devices/{bus}/numa_node", str(gpu // 2))
+    return root
+
+
+def put(path: Path, text: str) -> None:
+    """Write a file as the kernel shows it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
+def cores_of(root: Path, rank: int, allowed: range | set[int] = range(16), bus: tuple[str, ...] = BUS) -> list[int]:
+    """Cores that a rank is bound to; empty if it is not."""
+    binding = choose_binding(bus, rank, frozenset(allowed), root)
+    return [] if binding is None else list(binding.cores)
+
+
+def test_ranks_share_the_cores_of_their_gpus_node_and_keep_hardware_threads_together(two_sockets: Path) -> None:
+    assert [cores_of(two_sockets, rank) for rank in range(4)] == [
+        [0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15],
+    ]  # fmt: skip
+
+
+def test_a_rank_alone_on_a_node_has_all_of_it(two_sockets: Path) -> None:
+    assert cores_of(two_sockets, 1, bus=BUS[1:3]) == [4, 5, 6, 7, 12, 13, 14, 15]
+    assert cores_of(two_sockets, 0, bus=(BUS[3],)) == [4, 5, 6, 7, 12, 13, 14, 15]
+
+
+@given(allowed=st.sets(st.integers(0, 15)), rank=st.integers(0, 3))
+def test_nobody_leaves_the_cores_that_it_may_use(
+    allowed: set[int], rank: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.getbasetemp() / "sockets"
+    own = cores_of(root if root.exists() else make_two_sockets(root), rank, allowed)
+    assert set(own) <= allowed
+    assert not set(own) & set(cores_of(root, rank ^ 1, allowed))
+
+
+def test_what_nobody_knows_is_left_alone(two_sockets: Path) -> None:
+    put(two_sockets / f"sys/bus/pci/devices/{BUS[0]}/numa_node", "-1")
+    assert cores_of(two_sockets, 0) == []
+    assert cores_of(two_sockets, 1) == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert cores_of(two_sockets, 0, bus=("0000:ff:00.0",)) == []
+
+
+def test_cores_elsewhere_are_no_cores(two_sockets: Path) -> None:
+    assert cores_of(two_sockets, 0, allowed={4, 5, 6, 7}) == []
+    assert cores_of(two_sockets, 0, allowed={2}) == []
+    assert cores_of(two_sockets, 0, allowed={2, 10, 3}) == [2, 10]
+
+
+def test_one_node_is_left_alone(two_sockets: Path) -> None:
+    (two_sockets / "sys/devices/system/node/node1/cpulist").unlink()
+    (two_sockets / "sys/devices/system/node/node1").rmdir()
+    assert cores_of(two_sockets, 0) == []
+    assert choose_binding(BUS, 0, frozenset(range(16)), two_sockets / "nothing here") is None
+
+
+def test_a_binding_says_itself_in_words() -> None:
+    assert str(Binding(node=1, cores=(4, 5, 6, 12), sharers=2)) == "cores 4-6,12 of NUMA node 1, divided by 2"
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_ranges_are_the_inverse_of_parse_ranges(numbers: set[int]) -> None:
+    ordered = tuple(sorted(numbers))
+    assert parse_ranges(ranges(ordered)) == ordered
+
+
+def test_a_process_is_bound_with_all_its_threads() -> None:
+    before = os.sched_getaffinity(0)
+    core = min(before)
+    try:
+        host.bind(Binding(node=0, cores=(core,), sharers=1))
+        threads = [int(path.name) for path in Path("/proc/self/task").iterdir()]
+        assert {frozenset(os.sched_getaffinity(thread)) for thread in threads} == {frozenset({core})}
+    finally:
+        host.bind(Binding(node=0, cores=tuple(before), sharers=1))
+
+
+def test_the_driver_says_whose_gpus_there_are(tmp_path: Path) -> None:
+    assert gpu_vendor(tmp_path) == "cpu"
+    put(tmp_path / "dev/kfd", "")
+    assert gpu_vendor(tmp_path) == "amd"
+    put(tmp_path / "proc/driver/nvidia/version", "NVRM")
+    assert gpu_vendor(tmp_path) == "nvidia"
+
+
+def test_a_container_has_the_cores_of_its_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert usable_cores(tmp_path) == 8
+    for text, cores in (("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("1600000 100000", 8)):
+        put(tmp_path / "sys/fs/cgroup/cpu.max", text)
+        assert usable_cores(tmp_path) == cores

@@ -1,0 +1,141 @@
+"""Job scripts and manifests: what they say, and that a shell and a YAML parser understand them."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.parallel.jobs import Job, _yaml, kubernetes_manifest, slurm_script
+from penstock.parallel.variables import Facts, settings
+
+JOB = Job(
+    name="Deep_Seek v2",
+    words=("train", "deepseek-v2-lite", "parallel.expert=8", "data.files=['a b.txt']"),
+    nodes=2,
+    gpus=8,
+    cpus=96,
+    restarts=3,
+    facts=Facts(vendor="nvidia", world=16, local_world=8, cores=96, tensor=2),
+)
+
+FAKE_SRUN = """#!/bin/bash
+shift  # its own options
+printf '%s\\n' "$@"
+echo "NVLS=$NCCL_NVLS_ENABLE OMP=$OMP_NUM_THREADS"
+"""
+
+
+def run_script(script: str, folder: Path, **variables: str) -> list[str]:
+    """Run a script with commands that stand in for Slurm's; what srun was asked to start, word by word."""
+    for name, text in {"srun": FAKE_SRUN, "scontrol": "#!/bin/bash\necho gpu03\necho gpu04\n"}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    environment = {
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "SLURM_JOB_ID": "20077", "SLURM_JOB_NODELIST": "gpu[03-04]",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment | variables, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
+
+
+def manifest(job: Job = JOB, **options: str) -> Any:
+    """The manifest as a parser reads it."""
+    return yaml.safe_load(kubernetes_manifest(job, image="registry/penstock:1", claim="shared", **options))
+
+
+def test_a_shell_understands_the_script() -> None:
+    for container in (None, "registry/penstock:1"):
+        script = slurm_script(JOB, {"time": "24:00:00"}, container)
+        subprocess.run(["bash", "-n", "-c", script], check=True)
+
+
+def test_the_script_starts_torchrun_on_each_machine(tmp_path: Path) -> None:
+    words = run_script(slurm_script(JOB, {}), tmp_path)
+    assert words[:2] == ["--cpus-per-task=96", "torchrun"]
+    assert words[2:8] == [
+        "--nnodes=2", "--nproc-per-node=8", "--max-restarts=3", "--rdzv-id=slurm-20077", "--rdzv-backend=c10d",
+        "--rdzv-endpoint=gpu03:20077",
+    ]  # fmt: skip
+    assert words[8:-1] == ["-m", "penstock", *JOB.words]
+    assert words[-1] == "NVLS=0 OMP=12"
+
+
+def test_what_the_shell_has_set_stays_in_the_job(tmp_path: Path) -> None:
+    assert run_script(slurm_script(JOB, {}), tmp_path, NCCL_NVLS_ENABLE="1")[-1] == "NVLS=1 OMP=12"
+
+
+def test_the_options_of_sbatch_come_before_the_first_command() -> None:
+    lines = slurm_script(JOB, {"time": "24:00:00", "partition": "gpu"}).splitlines()
+    options = [line for line in lines if line.startswith("#SBATCH")]
+    first_command = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    assert lines.index(options[-1]) < first_command
+    for option in ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--time=24:00:00", "--requeue"):
+        assert f"#SBATCH {option}" in options
+    assert not [line for line in lines if "mem=" in line]
+
+
+def test_both_write_out_every_rule_that_applies() -> None:
+    wanted = settings(JOB.facts)
+    assert {"CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF"} <= set(wanted)
+    script = slurm_script(JOB, {})
+    assert all(f'export {name}="${{{name}:-{value}}}"' in script for name, value in wanted.items())
+    container = manifest()["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    assert wanted.items() <= {entry["name"]: entry["value"] for entry in container["env"]}.items()
+
+
+def test_the_manifest_is_a_pytorchjob_of_as_many_workers_as_machines() -> None:
+    job = manifest(namespace="training")
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    assert job["metadata"] == {"name": "deep-seek-v2", "namespace": "training"}
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    assert (worker["replicas"], worker["restartPolicy"]) == (2, "OnFailure")
+    assert job["spec"]["elasticPolicy"] == {
+        "rdzvBackend": "c10d", "rdzvId": "deep-seek-v2", "minReplicas": 2, "maxReplicas": 2, "maxRestarts": 3,
+    }  # fmt: skip
+    container = worker["template"]["spec"]["containers"][0]
+    assert container["name"] == "pytorch"
+    assert container["command"] + container["args"] == [
+        "torchrun", "--nnodes=2", "--nproc-per-node=8", "--max-restarts=3", "--rdzv-id=deep-seek-v2",
+        "-m", "penstock", *JOB.words,
+    ]  # fmt: skip
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8, "cpu": 96}
+
+
+def test_amd_gpus_have_a_name_of_their_own() -> None:
+    job = Job(name="x", words=("train", "x"), nodes=1, gpus=8, cpus=None, restarts=0, facts=Facts(vendor="amd"))
+    container = manifest(job)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    assert container["resources"]["limits"] == {"amd.com/gpu": 8}
+    assert "namespace" not in manifest(job)["metadata"]
+
+
+TEXT = st.text(st.characters(max_codepoint=0xFFFF, exclude_categories=["Cs"]))  # as JSON writes these, YAML reads them
+SCALARS = TEXT | st.integers(-(2**40), 2**40) | st.booleans() | st.none()
+FILLED = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, min_size=1, max_size=3)
+        | st.dictionaries(st.from_regex(r"[a-z][a-zA-Z./]{2,8}x", fullmatch=True), inner, min_size=1, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z][a-zA-Z./]{2,8}x", fullmatch=True), FILLED, min_size=1, max_size=3))
+def test_a_parser_reads_what_was_written(value: dict[str, Any]) -> None:
+    assert yaml.safe_load("\n".join(_yaml(value))) == value
+
+
+@pytest.mark.parametrize("name", ["--x", "UPPER_case.name", "a b"])
+def test_names_become_names_of_kubernetes(name: str) -> None:
+    job = Job(name=name, words=("train", "x"), nodes=1, gpus=1, cpus=None, restarts=0, facts=Facts(vendor="amd"))
+    made = manifest(job)["metadata"]["name"]
+    assert made
+    assert made.replace("-", "a").isalnum()
+    assert made == made.lower().strip("-")

@@ -1,0 +1,130 @@
+"""Ranks that are started on this machine: real processes over gloo, two at a time."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.base.errors import DeviceError
+from penstock.config.load import load_run
+from penstock.parallel.environment import Environment
+from penstock.parallel.launch import LocalLaunch, facts_of_run, processes_to_start, run_processes
+from penstock.parallel.variables import Facts
+from tests.parallel.ranks import add_up
+
+SHELL = Environment(color=False, threads=None, world_size=1)
+
+
+def launch(word: str, folder: Path, *, restarts: int = 0) -> tuple[int, list[str]]:
+    """Exit code of two ranks, and what the launcher said."""
+    said: list[str] = []
+    plan = LocalLaunch(
+        processes=2,
+        restarts=restarts,
+        name="launch-1",
+        facts=Facts(world=2, local_world=2, cores=2),
+        say=said.append,
+    )
+    code = run_processes(add_up, [word, str(folder)], plan)
+    assert multiprocessing.active_children() == []
+    return code, said
+
+
+def notes(folder: Path) -> dict[str, str]:
+    """What each rank of each attempt wrote down."""
+    return {path.name: path.read_text() for path in sorted(folder.glob("attempt-*"))}
+
+
+def when_ready(folder: Path, act: Callable[[], None]) -> None:
+    """Do something as soon as both ranks wait."""
+
+    def watch() -> None:
+        while len(list(folder.glob("ready-*"))) < 2:
+            time.sleep(0.02)
+        act()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def test_ranks_add_up_and_end_well(tmp_path: Path) -> None:
+    before = dict(os.environ)
+    assert launch("add", tmp_path) == (0, [])
+    assert notes(tmp_path) == {"attempt-0-0": "3.0 2 launch-1 lo", "attempt-0-1": "3.0 2 launch-1 lo"}
+    assert {name: os.environ.get(name) for name in before} == before
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_a_rank_that_dies_is_started_again_with_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, said = launch("die-once", tmp_path, restarts=1)
+    assert code == 0
+    assert len(said) == 1
+    assert said[0].startswith("rank 1 (process ")
+    assert said[0].endswith(" was ended by SIGKILL; restart 1 of 1")
+    assert list(notes(tmp_path)) == ["attempt-0-0", "attempt-0-1", "attempt-1-0", "attempt-1-1"]
+    assert set(notes(tmp_path).values()) == {"3.0 2 launch-1 lo"}
+    assert "ChildFailedError" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [("mistake", "error: the text is bad"), ("mistake-of-one", "error: the text of rank 1 is bad")],
+)
+def test_a_mistake_is_one_line_and_nothing_is_restarted(
+    word: str, line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(word, tmp_path, restarts=3) == (2, [])
+    assert [text for text in capfd.readouterr().err.splitlines() if not text.startswith("[W")] == [line]
+    assert len(notes(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_reaches_the_ranks_and_their_code_comes_out(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    handler = signal.getsignal(number)
+    when_ready(tmp_path, lambda: os.kill(os.getpid(), number))
+    assert launch("wait", tmp_path, restarts=3) == (code, [])
+    assert len(notes(tmp_path)) == 2
+    assert signal.getsignal(number) is handler
+
+
+def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command += ["-m", "tests.parallel.ranks", "die-once", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert list(notes(tmp_path)) == ["attempt-0-0", "attempt-0-1", "attempt-1-0", "attempt-1-1"]
+    assert len(set(notes(tmp_path).values())) == 1, "a restart keeps the name of its launch"
+
+
+def test_one_rank_for_each_gpu_unless_somebody_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, on_cpu = load_run("debug"), load_run("debug", ["device=cpu"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert [processes_to_start(run, SHELL, asked) for asked in (None, 1, 4)] == [1, 1, 4]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert [processes_to_start(run, SHELL, asked) for asked in (None, 1, 4)] == [8, 1, 4]
+    assert [processes_to_start(on_cpu, SHELL, asked) for asked in (None, 12)] == [1, 12]
+    with pytest.raises(DeviceError, match="more than the GPUs of this machine; got 9; allowed: 8"):
+        processes_to_start(run, SHELL, 9)
+
+
+def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    rank = Environment(color=False, threads=None, world_size=1, started_by="torchrun")
+    assert processes_to_start(load_run("debug"), rank, None) == 1
+    with pytest.raises(DeviceError, match="torchrun has started the processes already; got --processes 2"):
+        processes_to_start(load_run("debug"), rank, 2)
+
+
+def test_the_run_adds_its_facts_to_the_machines() -> None:
+    machine = Facts(vendor="nvidia", world=4, local_world=4)
+    run = load_run("debug", ["parallel.shard=full", "training.deterministic=true"])
+    facts = facts_of_run(run, machine)
+    assert (facts.vendor, facts.world, facts.shard, facts.deterministic) == ("nvidia", 4, "full", True)
+    assert facts_of_run(load_run("debug", ["device=cpu"]), machine).vendor == "cpu"

@@ -1,0 +1,206 @@
+"""Ranks that find each other, agree and fail: as threads of one process, each with a meeting of its own."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from penstock.base.errors import ConfigError, DeviceError, PenstockError, RunFolderError
+from penstock.parallel import meeting as module
+from penstock.parallel.environment import Environment
+from penstock.parallel.meeting import (
+    Meeting,
+    start_fake_process_group,
+    start_process_group,
+    stop_process_group,
+)
+
+ALONE = Environment(color=False, threads=1, world_size=1)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
+    """The store that torchrun's agent would hold; it lives longer than the ranks."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(module, "LEAVE_SECONDS", 0.0)
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class LeavesError(Exception):
+    """Stands for the end of the process."""
+
+
+def meeting_of(rank: int, world: int, store: TCPStore) -> Meeting:
+    """The meeting of one rank; when the process should end, it raises."""
+
+    def leave(code: int) -> None:
+        raise LeavesError(code)
+
+    environment = Environment(
+        color=False,
+        threads=1,
+        world_size=world,
+        rank=rank,
+        started_by="torchrun",
+        meeting_point=f"127.0.0.1:{store.port}",
+    )
+    return Meeting(environment, leave)
+
+
+def on_ranks(world: int, store: TCPStore, act: Callable[[Meeting], Any]) -> list[Future[Any]]:
+    """What each rank did, in a thread of its own."""
+
+    def run(rank: int) -> Any:
+        with meeting_of(rank, world, store) as meeting:
+            return act(meeting)
+
+    with ThreadPoolExecutor(world) as pool:
+        return [pool.submit(run, rank) for rank in range(world)]
+
+
+def test_one_rank_asks_nobody() -> None:
+    with Meeting(ALONE) as meeting:
+        meeting.open(1)
+        assert meeting.agree(lambda: {"folder": "runs/x"}) == {"folder": "runs/x"}
+        start_process_group(meeting, torch.device("cpu"))
+        assert not dist.is_initialized()
+        stop_process_group()
+        assert meeting.first_to_fail()
+
+
+def test_rank_0_decides_and_all_get_its_answer(store: TCPStore) -> None:
+    asked = []
+
+    def act(meeting: Meeting) -> list[Any]:
+        meeting.open(1)
+
+        def decide() -> list[Any]:
+            asked.append(meeting.rank)
+            return ["runs/x", None, meeting.rank]
+
+        return [meeting.agree(decide), meeting.agree(lambda: meeting.rank + 7)]
+
+    results = [future.result() for future in on_ranks(4, store, act)]
+    assert results == [[["runs/x", None, 0], 7]] * 4
+    assert asked == [0]
+
+
+def test_an_error_of_rank_0_is_everybodys_and_one_rank_says_it(store: TCPStore) -> None:
+    def act(meeting: Meeting) -> None:
+        meeting.open(1)
+
+        def fail() -> None:
+            raise RunFolderError("runs/x exists already", got=Path("runs/x"), fix="--resume")
+
+        meeting.agree(fail)
+
+    errors = [future.exception() for future in on_ranks(4, store, act)]
+    said = [error for error in errors if isinstance(error, RunFolderError)]
+    assert [str(error) for error in said] == ["runs/x exists already; got runs/x; fix: --resume"]
+    left = [error for error in errors if isinstance(error, LeavesError)]
+    assert [error.args for error in left] == [(2,)] * 3
+
+
+def test_every_kind_of_error_travels() -> None:
+    assert set(module._ERRORS.values()) == set(PenstockError.__subclasses__())
+
+
+def test_the_first_to_fail_speaks_and_the_others_leave(store: TCPStore) -> None:
+    spoken = threading.Event()
+
+    def act(meeting: Meeting) -> None:
+        meeting.open(1)
+        if meeting.rank == 2:
+            spoken.set()
+            raise KeyError("a fault of ours")
+        spoken.wait()
+        time.sleep(0.3)
+        raise RuntimeError("connection closed by peer")
+
+    errors = [future.exception() for future in on_ranks(3, store, act)]
+    assert isinstance(errors[2], KeyError)
+    assert [error.args for error in errors[:2] if isinstance(error, LeavesError)] == [(1,), (1,)]
+
+
+def test_the_others_leave_with_the_code_of_the_first(store: TCPStore) -> None:
+    def act(meeting: Meeting) -> None:
+        meeting.open(1)
+        if meeting.rank == 1:
+            raise ConfigError("a mistake that only rank 1 sees")
+        time.sleep(0.5)
+        raise RuntimeError("connection closed by peer")
+
+    errors = [future.exception() for future in on_ranks(2, store, act)]
+    assert isinstance(errors[0], LeavesError)
+    assert errors[0].args == (2,)
+
+
+def test_an_error_before_the_meeting_is_said_once(store: TCPStore) -> None:
+    def act(meeting: Meeting) -> None:
+        raise ConfigError("an unknown field")
+
+    errors = [future.exception() for future in on_ranks(4, store, act)]
+    assert sorted(type(error).__name__ for error in errors) == [
+        "ConfigError",
+        "LeavesError",
+        "LeavesError",
+        "LeavesError",
+    ]
+
+
+def test_under_srun_rank_0_says_what_is_wrong_before_the_meeting() -> None:
+    ranks = [
+        Meeting(Environment(color=False, threads=1, world_size=2, rank=rank, started_by="srun", meeting_point="x:1"))
+        for rank in range(2)
+    ]
+    assert [meeting.first_to_fail() for meeting in ranks] == [True, False]
+
+
+def test_restarted_ranks_do_not_believe_what_the_store_still_says(store: TCPStore) -> None:
+    for round_number in range(3):
+
+        def act(meeting: Meeting, number: int = round_number) -> int:
+            if meeting.rank == 0:
+                time.sleep(0.3)  # the others find the old name first
+            meeting.open(1)
+            return meeting.agree(lambda: number)
+
+        assert [future.result() for future in on_ranks(3, store, act)] == [round_number] * 3
+
+
+def test_ranks_that_do_not_come_are_named(store: TCPStore) -> None:
+    def act(meeting: Meeting) -> None:
+        if meeting.rank not in (1, 3):
+            meeting.open(0.5 / 60)
+
+    errors = [future.exception() for future in on_ranks(4, store, act)]
+    # Whoever fails first speaks; all of them know.
+    said = next(error for error in errors if isinstance(error, DeviceError))
+    assert "not every rank came" in str(said) or "waits for other ranks" in str(said)
+    with pytest.raises(DeviceError, match="not every rank came within 0.01 minutes; got 1 of 3; missing: rank 1, 2"):
+        meeting_of(0, 3, store).open(0.01)
+
+
+def test_a_meeting_point_that_nobody_holds_is_an_error(store: TCPStore) -> None:
+    environment = Environment(
+        color=False, threads=1, world_size=2, rank=1, started_by="torchrun", meeting_point="127.0.0.1:1"
+    )
+    with pytest.raises(DeviceError, match="rank 1 does not find the others at 127.0.0.1:1"):
+        Meeting(environment).open(1 / 60)
+
+
+def test_a_fake_group_is_whatever_rank_it_is_told() -> None:
+    start_fake_process_group(rank=517, world=1024)
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (517, 1024)
+        dist.all_reduce(torch.ones(3))
+    finally:
+        stop_process_group()
+    assert not dist.is_initialized()

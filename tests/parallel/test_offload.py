@@ -1,0 +1,225 @@
+"""Saved activations that wait on the host: what moves, what stays, when it comes back."""
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.base.errors import ConfigError
+from penstock.config.parallel import Offload
+from penstock.parallel.keeping import current, keep_plainly
+from penstock.parallel.offload import KINDS, HostStore, OffloadRule, rule_for
+from penstock.parallel.recompute import RecomputeRule
+from penstock.parallel.region import discarding, recomputed
+from tests.parallel.alive import Alive
+
+CPU = torch.device("cpu")
+T, D = 32, 16
+ONE = T * D * 4
+"""Bytes of one activation; storages of this size move in these tests."""
+
+
+class Watched(HostStore):
+    """A store that writes down what it sends and brings."""
+
+    def __init__(self, in_flight: int = 100 * ONE) -> None:
+        super().__init__(CPU, smallest=ONE, in_flight=in_flight)
+        self.sent: list[int] = []
+        self.brought: list[int] = []
+        out, back = self.outward.copy, self.inward.copy
+        self.outward.copy = lambda pairs, **rest: (self.sent.extend(s.nbytes for s, _ in pairs), out(pairs, **rest))[1]
+        self.inward.copy = lambda pairs, **rest: (self.brought.extend(s.nbytes for s, _ in pairs), back(pairs, **rest))[
+            1
+        ]
+
+
+def rule_of(store: HostStore) -> OffloadRule:
+    return OffloadRule(kinds=frozenset(KINDS), store=store)
+
+
+def source() -> Tensor:
+    return torch.randn(T, D, requires_grad=True)
+
+
+def gradients(loss: Tensor, *of: Tensor | nn.Module) -> list[Tensor]:
+    tensors = [t for one in of for t in (one.parameters() if isinstance(one, nn.Module) else [one])]
+    return list(torch.autograd.grad(loss, tensors))
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D), nn.Sigmoid())
+
+
+@pytest.mark.parametrize("in_flight", [0, ONE, 100 * ONE])
+def test_gradients_are_the_same_to_the_bit(in_flight: int) -> None:
+    x_TD, nets, store = source(), [network() for _ in range(4)], Watched(in_flight)
+
+    def forward(run: Callable[..., Tensor]) -> Tensor:
+        h_TD = x_TD
+        for net in nets:
+            h_TD = run("dense", net, h_TD)
+        return h_TD.square().sum()
+
+    expected = gradients(forward(lambda _, net, h: net(h)), x_TD, *nets)
+    for _ in range(2):
+        for found, right in zip(gradients(forward(rule_of(store).run), x_TD, *nets), expected, strict=True):
+            assert torch.equal(found, right)
+    # Of each network: its input (twice: also the last one's output), tanh's output, its own output. Never a weight.
+    assert store.sent == [ONE] * (1 + 2 * 4) * 2
+    assert current() is keep_plainly
+
+
+def test_what_moved_is_freed_and_what_came_back_goes_with_the_graph() -> None:
+    x_TD, net = source(), network()
+    store = HostStore(CPU, smallest=ONE)
+    with Alive() as alive:
+        y_TD = rule_of(store).run("dense", net, x_TD * 1)
+        on_host = 3 * ONE
+        store._make_room(0)
+        assert alive.bytes() == on_host + ONE  # y
+        loss = y_TD.sum()
+        del y_TD
+        assert alive.bytes() == on_host + 4
+        loss.backward()
+        del loss
+        gc.disable()
+        assert alive.bytes() == sum(p.grad.nbytes for p in [x_TD, *net.parameters()])
+        gc.enable()
+
+
+def test_a_storage_moves_once_however_many_views_are_saved() -> None:
+    x_TD, store = source(), Watched()
+
+    def part(x_TD: Tensor) -> Tensor:
+        one, other = (x_TD * 1).chunk(2, dim=1)
+        return (one * other).sum() + one.square().sum() + other.exp().sum()
+
+    expected = gradients(part(x_TD), x_TD)
+    loss = rule_of(store).run("dense", part, x_TD)
+    assert store.sent == [ONE]
+    assert torch.equal(gradients(loss, x_TD)[0], expected[0])
+
+
+def test_a_storage_that_changes_before_its_copy_is_over_is_found_out() -> None:
+    x_TD, factor_TD = source(), torch.randn(T, D)
+    y_TD = rule_of(Watched()).run("dense", torch.mul, x_TD, factor_TD)
+    factor_TD.add_(1)
+    with pytest.raises(AssertionError, match="changed in place"):
+        y_TD.sum().backward()
+
+
+def test_what_is_small_or_a_parameter_stays() -> None:
+    store, weight = Watched(), nn.Parameter(torch.randn(T, D))
+    x_TD = torch.randn(4, D, requires_grad=True)
+    loss = rule_of(store).run("dense", lambda x: ((x @ weight.t()) @ weight).tanh(), x_TD).sum()
+    assert store.sent == []
+    loss.backward()
+
+
+def test_what_backward_asks_for_at_once_is_still_there() -> None:
+    store = Watched(in_flight=100 * ONE)
+    x_TD = source()
+    y_TD = rule_of(store).run("dense", torch.tanh, x_TD)
+    gradients(y_TD.sum(), x_TD)
+    assert store.sent == [ONE] and store.brought == []
+
+
+def test_memory_that_waits_for_its_copy_is_bounded() -> None:
+    class Slow(HostStore):
+        """Copies are never over by themselves."""
+
+        def call(self) -> object:
+            assert self.leaving_bytes <= 3 * ONE
+            return super().call()
+
+    store = Slow(CPU, smallest=ONE, in_flight=3 * ONE)
+    copy = store.outward.copy
+
+    class Never:
+        waits = 0
+
+        def is_over(self) -> bool:
+            return False
+
+        def wait(self, stream: object = None) -> None:
+            Never.waits += 1
+
+    store.outward.copy = lambda pairs, **rest: (copy(pairs, **rest), Never())[1]
+    x_TD, net = source(), nn.Sequential(*(nn.Tanh() for _ in range(10)))
+    expected = gradients(net(x_TD).sum(), x_TD)
+    y_TD = rule_of(store).run("dense", net, x_TD)
+    assert store.leaving_bytes == 3 * ONE and Never.waits == 7
+    assert torch.equal(gradients(y_TD.sum(), x_TD)[0], expected[0])
+
+
+def test_a_call_brings_the_one_before_it_and_no_more() -> None:
+    store, x_TD = Watched(in_flight=0), source()
+    h_TD, events = x_TD, []
+    for _ in range(4):
+        h_TD = rule_of(store).run("layer", lambda h: h.tanh().sigmoid(), h_TD)
+        h_TD.register_hook(lambda _: events.append(len(store.brought)))
+    store._make_room(ONE)
+    h_TD.sum().backward()
+    # Two activations of each call. The hook on a call's output runs before its backward.
+    assert events == [0, 4, 6, 8] and len(store.brought) == 8
+
+
+def test_calls_whose_graph_is_gone_are_not_brought() -> None:
+    store, x_TD = Watched(in_flight=0), source()
+    gone = rule_of(store).run("dense", torch.tanh, x_TD)
+    y_TD = rule_of(store).run("dense", torch.tanh, x_TD)
+    del gone
+    store._make_room(ONE)
+    y_TD.sum().backward()
+    assert store.brought == [ONE]
+
+
+def test_a_discarded_output_does_not_move_but_is_computed_again() -> None:
+    store, x_TD, net = Watched(), source(), nn.Linear(D, D)
+    with discarding():
+        h_TD = recomputed(lambda x: x * 2, x_TD * 1)
+        y_TD = rule_of(store).run("attention", net, h_TD)
+    assert store.sent == []
+    expected = gradients(net(x_TD * 2).sum(), x_TD, net)
+    for found, right in zip(gradients(y_TD.sum(), x_TD, net), expected, strict=True):
+        assert torch.equal(found, right)
+
+
+def test_a_module_that_is_recomputed_too_keeps_its_input_on_the_host() -> None:
+    store, x_TD, net = Watched(in_flight=0), source(), network()
+    recompute = RecomputeRule(kinds=frozenset({"layer"}))
+    expected = gradients(net(x_TD * 1).sum(), x_TD, net)
+    y_TD = rule_of(store).run("layer", recompute.run, "layer", net, x_TD * 1)
+    assert store.sent == [ONE]
+    for found, right in zip(gradients(y_TD.sum(), x_TD, net), expected, strict=True):
+        assert torch.equal(found, right)
+    assert store.brought == [] and len(store.sent) == 1  # a replay sends nothing
+
+
+def test_modules_that_are_not_named_and_passes_without_gradients_are_left_alone() -> None:
+    store, x_TD = Watched(), source()
+    rule = OffloadRule(kinds=frozenset({"moe"}), store=store)
+    rule.run("dense", torch.tanh, x_TD).sum().backward()
+    with torch.no_grad():
+        rule.run("moe", torch.tanh, x_TD)
+    assert OffloadRule().run("moe", torch.tanh, x_TD).requires_grad
+    assert store.sent == []
+
+
+def test_an_error_leaves_no_hook_behind() -> None:
+    def broken(x_TD: Tensor) -> Tensor:
+        raise RuntimeError(f"cannot use {tuple(x_TD.shape)}")
+
+    with pytest.raises(RuntimeError, match="cannot use"):
+        rule_of(Watched()).run("moe", broken, source())
+    assert current() is keep_plainly
+
+
+def test_a_run_says_what_is_offloaded() -> None:
+    assert rule_for(Offload(), CPU) == OffloadRule()
+    rule = rule_for(Offload(activations=("moe", "dense")), CPU)
+    assert rule.kinds == {"moe", "dense"} and rule.store is not None
+    with pytest.raises(ConfigError, match="offload.activations names no module; got norm; allowed: attention, dense"):
+        rule_for(Offload(activations=("norm",)), CPU)

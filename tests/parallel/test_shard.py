@@ -1,0 +1,199 @@
+"""FSDP2 divides what it is told to, sums what it reduces, and can be filled from whole tensors."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from penstock.config.parallel import Parallel
+from penstock.layout.grid import Grid
+from penstock.parallel.axes import Axes, make_axes
+from penstock.parallel.shard import accumulate_only, local_rows, shard_fully
+from tests.distributed.pool import Pool
+
+D, F = 5, 7
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """A matrix, a router that decides in float32, and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(D, F)
+        self.router = nn.Linear(F, 2, bias=False)
+        self.experts = nn.Linear(F, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.gelu(self.up(x))
+        gates = self.router(x.float()).sigmoid()
+        return self.experts(x * gates[:, :1].to(x.dtype))
+
+
+class Blocks(nn.Module):
+    """Blocks between two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(D, D)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def _divided(model: Blocks, axes: Axes, settings: Parallel, dtype: torch.dtype = torch.float32) -> Blocks:
+    ignored = {block.router.weight for block in model.blocks}
+    inner = {block.experts: axes.expert_data for block in model.blocks}
+    shard_fully(list(model.blocks), model, axes.dense_data, settings, CPU, dtype, ignored, inner)
+    return model
+
+
+def _fill(model: nn.Module) -> nn.Module:
+    """Initial values by name, as a model's owner draws them: whole, of which a rank keeps its rows."""
+    for place, (_, parameter) in enumerate(model.named_parameters()):
+        drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(place))
+        with torch.no_grad():
+            if isinstance(parameter, DTensor):
+                parameter.to_local().copy_(drawn[slice(*local_rows(parameter))])
+            else:
+                parameter.copy_(drawn)
+    return model
+
+
+def _inputs(rank: int, micro_batch: int) -> Tensor:
+    return torch.randn(3, D, generator=torch.Generator().manual_seed(100 + 10 * rank + micro_batch))
+
+
+def _gradients(settings: Parallel, expert: int, dtype: torch.dtype, accumulate: bool) -> dict[str, Tensor]:
+    """Whole gradients of two micro-batches; what is not divided over all ranks is summed here."""
+    world = dist.get_world_size()
+    axes = make_axes(Grid(world=world, expert=expert), shard_size=settings.shard_size)
+    with torch.device("meta"):
+        model = Blocks()
+    _divided(model, axes, settings, dtype).to_empty(device=CPU)
+    _fill(model)
+    for block in model.blocks:
+        if expert > 1 and axes.expert_data.size == 1:
+            block.experts.to(dtype)
+    for micro_batch in range(2):
+        accumulate_only(model, accumulate and micro_batch == 0)
+        model(_inputs(dist.get_rank(), micro_batch).to(dtype)).float().square().sum().backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        is_divided = isinstance(parameter, DTensor)
+        assert is_divided == ("router" not in name and not ("experts" in name and axes.expert_data.size == 1)), name
+        gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad.float()
+        rest = axes.expert if is_divided and "experts" in name else axes.world
+        if (not is_divided or "experts" in name) and rest.group is not None:
+            dist.all_reduce(gradient, group=rest.group)
+        found[name] = gradient
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "expert", "accumulate"),
+    [
+        pytest.param(Parallel(shard="full"), 1, False, id="full"),
+        pytest.param(Parallel(shard="full", reshard="backward", prefetch=2), 2, True, id="experts-apart"),
+        pytest.param(Parallel(shard="full", shard_size=2, prefetch=0), 2, True, id="hybrid-dense"),
+        pytest.param(Parallel(shard="full", shard_size=2), 1, True, id="hybrid"),
+        pytest.param(Parallel(shard="full", shard_size=2), 4, False, id="experts-not-divided"),
+    ],
+)
+def test_gradients_are_those_of_one_process_that_saw_every_row(
+    ranks: Pool, settings: Parallel, expert: int, accumulate: bool
+) -> None:
+    alone = _fill(Blocks())
+    for rank in range(4):
+        for micro_batch in range(2):
+            alone(_inputs(rank, micro_batch)).square().sum().backward()
+    for found in ranks.run(4, _gradients, settings, expert, torch.float32, accumulate):
+        for name, parameter in alone.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+def test_weights_gathered_in_bfloat16_have_gradients_that_add_up_in_float32(ranks: Pool, reduce: str) -> None:
+    settings = Parallel.model_validate({"shard": "full", "reduce": reduce})
+    alone = _fill(Blocks())
+    for rank in range(2):
+        for micro_batch in range(2):
+            alone(_inputs(rank, micro_batch)).square().sum().backward()
+    apart, together = (ranks.run(2, _gradients, settings, 1, torch.bfloat16, flag)[0] for flag in (False, True))
+    for name, parameter in alone.named_parameters():
+        assert parameter.grad is not None
+        for found in (apart[name], together[name]):
+            assert found.dtype == torch.float32
+            assert (found - parameter.grad).norm() < 0.05 * parameter.grad.norm(), name
+        if reduce == "bf16" and "router" not in name:
+            assert torch.equal(together[name], together[name].bfloat16().float()), "it travelled once, as bfloat16"
+            assert not torch.equal(apart[name], apart[name].bfloat16().float()), "two sums, added in float32"
+
+
+def _rows(shard_size: int) -> dict[str, tuple[tuple[int, int], tuple[int, ...]]]:
+    axes = make_axes(Grid(world=4), shard_size=shard_size)
+    model = _divided(Blocks(), axes, Parallel(shard="full"))
+    return {
+        name: (local_rows(parameter), tuple(parameter.to_local().shape))
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, DTensor)
+    }
+
+
+def test_rows_are_those_that_fsdp2_holds(ranks: Pool) -> None:
+    for shard_size, expected in (
+        (0, [(0, 2), (2, 4), (4, 6), (6, 7)]),
+        (2, [(0, 4), (4, 7), (0, 4), (4, 7)]),
+    ):
+        for rank, found in enumerate(ranks.run(4, _rows, shard_size)):
+            assert found["blocks.1.up.bias"][0] == expected[rank]
+            for (first, end), shape in found.values():
+                assert shape[0] == end - first
+
+
+def test_any_rank_of_many_can_be_divided_on_the_meta_device() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=13, world_size=64)
+    try:
+        axes = make_axes(Grid(world=64, expert=4), shard_size=8)
+        with torch.device("meta"):
+            model = _divided(Blocks(), axes, Parallel(shard="full"), torch.bfloat16)
+        assert local_rows(model.blocks[0].up.weight) == (5, 6)
+        assert local_rows(model.blocks[0].experts.weight) == (3, 4)
+        assert model.blocks[0].up.weight.to_local().shape == (1, D)
+        assert not isinstance(model.blocks[0].router.weight, DTensor)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_matrix_that_two_roots_share_is_left_whole_or_noticed() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        data = make_axes(Grid(world=4)).dense_data
+        for ignored in (True, False):
+            first, second = nn.Sequential(nn.Linear(D, D)), nn.Sequential(nn.Linear(D, D))
+            second[0] = first[0]
+            shared = set(first.parameters()) if ignored else set()
+            shard_fully([], first, data, Parallel(shard="full"), CPU, torch.float32, shared, {})
+            if ignored:
+                shard_fully([], second, data, Parallel(shard="full"), CPU, torch.float32, shared, {})
+                assert second[0].weight is first[0].weight
+                assert not isinstance(first[0].weight, DTensor)
+            else:
+                with pytest.raises(AssertionError, match=r"0\.weight belongs to another root"):
+                    shard_fully([], second, data, Parallel(shard="full"), CPU, torch.float32, set(), {})
+    finally:
+        dist.destroy_process_group()
+
+
+def test_where_nobody_shares_nothing_is_divided() -> None:
+    model = _divided(Blocks(), Axes(), Parallel(shard="full"))
+    accumulate_only(model, True)
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
