@@ -26,7 +26,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "route": ("route",),
         "permute": ("order_rows", "unpermute"),
-        "experts": ("expert_ffn",),
+        "experts": ("expert_ffn", "expert_ffn_recomputes"),
         "swiglu": ("swiglu",),
         "norm": ("rms_norm", "add_rms_norm"),
         "rope": ("rotate", "mla_heads"),
@@ -89,8 +89,8 @@ def expert_kernels_of(backend: str) -> Any:
     return _load(BACKENDS[backend].expert_kernels)
 
 
-def expert_ffn_of(products: Mapping[str, str]) -> Callable[..., Tensor]:
-    """The experts' network whose products run on these backends. Imports them.
+def experts_of(products: Mapping[str, str]) -> dict[str, Any]:
+    """The experts' fields of `Operators`, for products that run on these backends. Imports them.
 
     One backend for all three gives that backend's own network. A mixture goes into the autograd function of
     `penstock.kernels.expert_ffn`; what is no product there (SwiGLU, the sum over a token's rows) is Triton's if one of
@@ -101,11 +101,13 @@ def expert_ffn_of(products: Mapping[str, str]) -> Callable[..., Tensor]:
     """
     names = {products[product] for product in PRODUCTS}
     if len(names) == 1:
-        return operators_of(names.pop()).expert_ffn
+        source = vars(operators_of(names.pop()))
+        return {field: source[field] for field in FIELDS["experts"]}
     frame = next(name for name in BACKENDS if name in names)
     parts = {product: vars(expert_kernels_of(products[product]))[product] for product in PRODUCTS}
     expert_ffn = _load("penstock.kernels.expert_ffn:expert_ffn")
-    return partial(expert_ffn, kernels=replace(expert_kernels_of(frame), **parts))
+    kernels = replace(expert_kernels_of(frame), **parts)
+    return {"expert_ffn": partial(expert_ffn, kernels=kernels), "expert_ffn_recomputes": True}
 
 
 def _load(place: str) -> Any:

@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from penstock.base.errors import KernelError
-from penstock.kernels.backends import BACKENDS, FIELDS, expert_ffn_of, operators_of
+from penstock.kernels.backends import BACKENDS, FIELDS, experts_of, operators_of
 from penstock.kernels.device_facts import DeviceFacts
 from penstock.kernels.measured import Entry, Measurements
 from penstock.kernels.operators import REFERENCE, Operators
@@ -79,7 +79,7 @@ def operators(choices: Sequence[Choice]) -> Operators:
         source = vars(operators_of(backends[op]))
         parts |= {field: source[field] for field in FIELDS[op]}
     products: dict[str, str] = {choice.direction: choice.backend for choice in choices if choice.op == "experts"}
-    return replace(REFERENCE, expert_ffn=expert_ffn_of(products), **parts)
+    return replace(REFERENCE, **experts_of(products), **parts)
 
 
 def summary(choices: Sequence[Choice]) -> str:

@@ -17,7 +17,8 @@ product of two rows of width F that are at hand, and not of the outputs, and h c
     d_gate_up  = d_gate_up_RF^T @ x_ND[index_R]
 
 For DeepSeek-V2-Lite (D 2,048, F 1,408, 6 experts a token) this keeps 38 kB a token and layer; keeping the rows, both
-halves of the activation, h and the outputs as well would keep 104 kB.
+halves of the activation, h and the outputs as well would keep 104 kB. With `recompute` the pre-activation is freed too
+and backward begins with the first product; 4 kB are left.
 
 Each product chooses its backend by itself: an `ExpertKernels` holds the callables that are used.
 """
@@ -81,6 +82,7 @@ def expert_ffn(
     *,
     places_TK: Tensor | None = None,
     accumulate_into: tuple[Tensor, Tensor] | None = None,
+    recompute: bool = False,
     kernels: ExpertKernels | None = None,
 ) -> Tensor:
     """The whole feed-forward network of each expert over its rows; differentiable in x, both matrices and the weights.
@@ -96,6 +98,7 @@ def expert_ffn(
             `RowOrder`). With it the gradient of x is a sum in a fixed order; without it rows are added by atomics.
         accumulate_into: float32 sums in the shapes of gate_up and down; backward adds the matrices' gradients to them
             and returns none.
+        recompute: keep no pre-activation; each backward pass runs the first product again. Bit for bit the same.
         kernels: what to build it from; None takes `TRITON` on a GPU and `REFERENCE` on a CPU.
 
     Returns:
@@ -107,7 +110,9 @@ def expert_ffn(
     _check(x_ND, gate_up_eFD, down_eDF, index_R, places_TK)
     if kernels is None:
         kernels = TRITON if x_ND.is_cuda else REFERENCE
-    extras = _Extras(places_TK=places_TK, accumulate_into=accumulate_into, kernels=kernels)
+    extras = _Extras(
+        places_TK=places_TK, accumulate_into=accumulate_into, recompute=recompute, kernels=kernels
+    )
     return _ExpertFfn.apply(x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, extras)
 
 
@@ -117,11 +122,12 @@ class _Extras:
 
     places_TK: Tensor | None
     accumulate_into: tuple[Tensor, Tensor] | None
+    recompute: bool
     kernels: ExpertKernels
 
 
 class _ExpertFfn(torch.autograd.Function):
-    """Saves x, its index and the pre-activation."""
+    """Saves x, its index and, unless that is recomputed, the pre-activation."""
 
     @staticmethod
     def forward(
@@ -138,7 +144,9 @@ class _ExpertFfn(torch.autograd.Function):
         tiles = kernels.tile_table(counts_e, x_ND.shape[0] if index_R is None else index_R.shape[0])
         gate_up_RF = kernels.forward(x_ND, gate_up_eFD, counts_e, index_R, tiles=tiles)
         h_RF = kernels.swiglu(gate_up_RF, weights_R)
-        ctx.save_for_backward(x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, gate_up_RF)
+        kept_RF = None if extras.recompute else gate_up_RF
+        del gate_up_RF
+        ctx.save_for_backward(x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, kept_RF)
         ctx.extras, ctx.tiles = extras, tiles
         return kernels.forward(h_RF, down_eDF, counts_e, None, tiles=tiles)
 
@@ -152,9 +160,11 @@ class _ExpertFfn(torch.autograd.Function):
         dy_RD = dy_RD.contiguous()
         dx_ND = d_gate_up_eFD = d_down_eDF = None
 
+        if gate_up_RF is None:
+            gate_up_RF = kernels.forward(x_ND, gate_up_eFD, counts_e, index_R, tiles=tiles)
         dh_RF = kernels.input_gradient(dy_RD, down_eDF, counts_e, tiles=tiles)
         d_gate_up_RF, dweights_R, h_RF = kernels.swiglu_backward(gate_up_RF, weights_R, dh_RF, recompute=wants_down)
-        del dh_RF
+        del dh_RF, gate_up_RF
         if wants_down:
             d_down_eDF = kernels.weight_gradient(dy_RD, h_RF, counts_e, None, accumulate_into=down_sum, tiles=tiles)
         del h_RF
@@ -272,6 +282,8 @@ def _forward_by_grouped_mm(
 def _input_gradient_by_grouped_mm(
     dy_RF: Tensor, w_eFD: Tensor, counts_e: Tensor, *, tiles: TileTable | None = None
 ) -> Tensor:
+    if not len(dy_RF):  # grouped_mm refuses the strides of an expanded tensor without rows
+        return dy_RF.new_zeros(0, w_eFD.shape[2])
     return _used(F.grouped_mm(dy_RF, w_eFD, offs=counts_e.cumsum(0, dtype=torch.int32)), counts_e)
 
 
@@ -285,6 +297,9 @@ def _weight_gradient_by_grouped_mm(
     tiles: TileTable | None = None,
 ) -> Tensor:
     rows_RD = x_RD if index_R is None else x_RD.index_select(0, index_R)
+    if not len(rows_RD):  # as above
+        nothing_eFD = dy_RF.new_zeros(len(counts_e), dy_RF.shape[1], rows_RD.shape[1])
+        return _add_or_return(nothing_eFD, accumulate_into)
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
     return _add_or_return(F.grouped_mm(dy_RF.T, rows_RD, offs=ends_e), accumulate_into)
 

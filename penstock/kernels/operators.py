@@ -24,6 +24,7 @@ class Operators:
     Attributes:
         attention_backend: see `penstock.kernels.attention.causal_attention`.
         expert_ffn: takes `places_TK` besides, the inverse of its index (see `penstock.kernels.expert_ffn`).
+        expert_ffn_recomputes: it also takes `recompute` and then frees its pre-activation by itself.
         swiglu: without weights, for the dense networks.
     """
 
@@ -32,6 +33,7 @@ class Operators:
     order_rows: Callable[[Tensor, int], RowOrder]
     unpermute: Callable[[Tensor, RowOrder], Tensor]
     expert_ffn: Callable[..., Tensor]
+    expert_ffn_recomputes: bool
     swiglu: Callable[[Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -103,6 +105,7 @@ REFERENCE = Operators(
     order_rows=reference.order_rows,
     unpermute=reference.unpermute,
     expert_ffn=reference_expert_ffn,
+    expert_ffn_recomputes=False,
     swiglu=reference.swiglu,
     rms_norm=reference.rms_norm,
     add_rms_norm=reference.add_rms_norm,

@@ -17,6 +17,7 @@ TRITON = Operators(
     order_rows=order_rows,
     unpermute=unpermute,
     expert_ffn=expert_ffn,
+    expert_ffn_recomputes=True,
     swiglu=swiglu,
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from penstock.config.model import Model
+from penstock.layout.stages import StageCosts
 from penstock.models.attention import GroupedQueryLayer
 from penstock.models.build import meta_model
 from penstock.models.mla import LatentLayer
@@ -43,11 +44,11 @@ def count(config: Model, sequence_length: int) -> Count:
         sequence_length: positions of a row, S.
     """
     model = meta_model(config)
-    parts = [model.embed, model.blocks, model.norm] + ([] if model.head is None else [model.head])
+    parts = [part for part in (model.embed, model.blocks, model.norm, model.head) if part is not None]
     head = 2 * model.head_VD.numel()
     products = _product_flops(model.blocks) + head
     attention = _attention_flops(model.blocks, sequence_length)
-    for depth in model.mtp:
+    for depth in model.mtp.values():
         products += _product_flops(depth) + head
         attention += _attention_flops(depth, sequence_length)
     return Count(
@@ -56,6 +57,22 @@ def count(config: Model, sequence_length: int) -> Count:
         mtp_parameters=_parameters(model.mtp),
         flops_per_token=3 * (products + attention),
         attention_flops_per_token=3 * attention,
+    )
+
+
+def stage_costs(config: Model, sequence_length: int) -> StageCosts:
+    """FLOPs of one token's forward pass through each part that a pipeline stage may hold."""
+    model = meta_model(config)
+    head = 2 * model.head_VD.numel()
+
+    def cost(part: nn.Module) -> float:
+        return _product_flops(part) + _attention_flops(part, sequence_length)
+
+    return StageCosts(
+        embed=0.0,  # A look-up: no product.
+        layers=tuple(map(cost, model.blocks.values())),
+        mtp=tuple(cost(depth) + head for depth in model.mtp.values()),
+        head=head,
     )
 
 

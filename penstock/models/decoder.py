@@ -1,6 +1,8 @@
 """The decoder: embedding, blocks, final norm, output projection, and multi-token prediction beside them.
 
-A pipeline stage will be the same class with parts missing, so each part may be None and is then passed through.
+A pipeline stage is the same class with parts missing. Without an embedding it starts from the hidden states that the
+stage before sent; without a norm it gives those that the next one wants. Blocks and prediction layers are known by
+their number in the whole model, so a parameter has the same name wherever it is.
 """
 
 from typing import NamedTuple
@@ -10,7 +12,8 @@ from torch import Tensor, nn
 
 from penstock.config.model import Model
 from penstock.models.block import Block
-from penstock.models.frame import Frame, attention_borders
+from penstock.models.frame import Frame, Reading, ahead_of
+from penstock.models.linear import Embedding, Linear
 from penstock.models.mtp import MultiTokenPrediction
 from penstock.models.norm import RMSNorm
 from penstock.models.rope import angles
@@ -21,7 +24,7 @@ class Hidden(NamedTuple):
     """What the output projection reads.
 
     Attributes:
-        main_BSD: hidden states that predict the next token, after the final norm.
+        main_BSD: hidden states that predict the next token, after the final norm; or those for the next stage.
         mtp: hidden states of each multi-token prediction depth, after its norm; depth k predicts k tokens further on.
     """
 
@@ -35,66 +38,75 @@ class Decoder(nn.Module):
     The product with `head_VD` belongs to the loss, which never holds all logits at once.
 
     Args:
-        config: the model.
-        embed: token embedding.
-        blocks: decoder layers.
-        norm: final norm.
-        head: output projection; None if it is the embedding itself.
-        mtp: multi-token prediction layers.
+        config: the whole model.
+        embed: token embedding; None if the stage needs none.
+        blocks: decoder layers by number.
+        norm: final norm; None before the last stage.
+        head: output projection; None if it is the embedding itself, or not of this stage.
+        mtp: multi-token prediction layers by depth, from 0.
+        is_first: the stage begins with the embedding; one that has an embedding for its prediction layers may not.
     """
 
     def __init__(
         self,
         config: Model,
         *,
-        embed: nn.Embedding,
-        blocks: list[Block],
-        norm: RMSNorm,
-        head: nn.Linear | None,
-        mtp: list[MultiTokenPrediction],
+        embed: Embedding | None,
+        blocks: dict[int, Block],
+        norm: RMSNorm | None,
+        head: Linear | None,
+        mtp: dict[int, MultiTokenPrediction],
+        is_first: bool = True,
     ) -> None:
         super().__init__()
         self.config = config
+        self.is_first = is_first
         self.embed = embed
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
         self.norm = norm
         self.head = head
-        self.mtp = nn.ModuleList(mtp)
+        self.mtp = nn.ModuleDict({str(depth): layer for depth, layer in mtp.items()})
 
     @property
     def head_VD(self) -> Tensor:
-        """Weights of the output projection."""
-        return self.embed.weight if self.head is None else self.head.weight
+        """Weights of the output projection, or this rank's rows of them."""
+        owner = self.embed if self.head is None else self.head
+        assert owner is not None, "this stage has no output projection"
+        return owner.weight
 
-    def forward(
-        self, tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None = None, share: float = 1.0
-    ) -> Hidden:
-        """Hidden states of every position.
+    def forward(self, reading: Reading, x_BSD: Tensor | None = None) -> Hidden:
+        """Hidden states of our positions.
 
         Args:
-            tokens_BS: int64 token ids.
-            positions_BS: int64 positions.
-            documents_BS: int64 document ids if attention must stay inside a document, else None.
-            share: part of the global batch that this micro-batch is; auxiliary losses are attached, scaled by it.
+            reading: the micro-batch.
+            x_BSD: what the stage before gave; None on the first.
         """
-        frame = self.frame(positions_BS, documents_BS, share)
-        x_BSD = self.embed(tokens_BS)
-        for block in self.blocks:
+        frame = self.frame(reading)
+        if self.is_first:
+            x_BSD = self._embed(reading.tokens_BS)
+        assert x_BSD is not None, "a stage without embedding needs the hidden states of the stage before"
+        for block in self.blocks.values():
             x_BSD = block(x_BSD, frame)
-        main_BSD = self.norm(x_BSD)
+        main_BSD = x_BSD if self.norm is None else self.norm(x_BSD)
         previous_BSD, depths = main_BSD, []
-        for depth, layer in enumerate(self.mtp, start=1):
-            previous_BSD = layer(previous_BSD, self.embed(tokens_BS.roll(-depth, dims=1)), frame)
+        for layer, ahead_BS in zip(self.mtp.values(), reading.ahead, strict=False):  # other stages have no layers
+            previous_BSD = layer(previous_BSD, self._embed(ahead_BS), frame)
             depths.append(previous_BSD)
         return Hidden(main_BSD, tuple(depths))
 
-    def frame(self, positions_BS: Tensor, documents_BS: Tensor | None, share: float) -> Frame:
+    def _embed(self, tokens_BS: Tensor) -> Tensor:
+        assert self.embed is not None, "this stage has no embedding"
+        x_BSD: Tensor = self.embed(tokens_BS)
+        return x_BSD
+
+    def frame(self, reading: Reading) -> Frame:
         """Angles, borders and share of a micro-batch, computed once for all layers."""
         attention = self.config.attention
-        cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, positions_BS)
-        scope = Scope(sequences=positions_BS.shape[0], share=share)
-        return Frame(cos_BSP, sin_BSP, attention_borders(documents_BS), scope)
+        cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, reading.positions_BS)
+        scope = Scope(sequences=reading.positions_BS.shape[0], share=reading.share)
+        return Frame(cos_BSP, sin_BSP, reading.allowed_BSS, scope)
 
     def logits(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         """All logits of the main prediction, B x S x V, in the compute dtype. For tests, not for training."""
-        return F.linear(self(tokens_BS, positions_BS).main_BSD, self.head_VD)
+        reading = Reading(tokens_BS=tokens_BS, positions_BS=positions_BS, ahead=ahead_of(tokens_BS, len(self.mtp)))
+        return F.linear(self(reading).main_BSD, self.head_VD)

@@ -2,25 +2,32 @@
 
 from torch import Tensor, nn
 
-from penstock.kernels.operators import Operators
+from penstock.models.linear import Linear
+from penstock.parallel.collectives import all_gather, reduce_scatter
+from penstock.parallel.kit import Kit
 
 
 class FeedForward(nn.Module):
     """down(silu(gate(x)) * up(x)), gate and up in one product.
 
+    Tensor-parallel ranks hold a part of the width each. Every token must pass all of it, so their tokens are gathered
+    before and the partial outputs summed and divided after; the order of the tokens between does not matter.
+
     Args:
         hidden_size: D.
         ffn_size: F.
-        operators: kernels to run on.
+        kit: kernels and ranks.
     """
 
-    def __init__(self, hidden_size: int, ffn_size: int, operators: Operators) -> None:
+    def __init__(self, hidden_size: int, ffn_size: int, kit: Kit) -> None:
         super().__init__()
-        self.operators = operators
-        self.gate_up = nn.Linear(hidden_size, 2 * ffn_size, bias=False)
-        self.down = nn.Linear(ffn_size, hidden_size, bias=False)
+        self.operators = kit.operators
+        self.axis = kit.axes.tensor
+        self.gate_up = Linear(hidden_size, 2 * ffn_size, kit, split="outputs", blocks=2)
+        self.down = Linear(ffn_size, hidden_size, kit, split="inputs")
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Apply to every token. Returns y_TD."""
-        y_TD: Tensor = self.down(self.operators.swiglu(self.gate_up(x_TD)))
-        return y_TD
+        x_TD = all_gather(x_TD, self.axis, dim=0)
+        y_TD = self.down(self.operators.swiglu(self.gate_up(x_TD)))
+        return reduce_scatter(y_TD, self.axis, dim=0)

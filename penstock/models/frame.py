@@ -1,4 +1,4 @@
-"""What every layer must know about a micro-batch besides its hidden states. Made once a forward pass, never changed."""
+"""What a forward pass reads of a micro-batch, and what every layer must know about it. Made once, never changed."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,33 @@ from torch import Tensor
 from penstock.moe.routing import Scope
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """A micro-batch as one rank reads it. Where ranks share rows, S is the positions that this one holds.
+
+    Attributes:
+        tokens_BS: int64 token ids.
+        positions_BS: int64, for the rotary embedding.
+        ahead: for each multi-token prediction depth the tokens that many positions further on.
+        allowed_BSS: boolean, True where a query position (first S) may look at a key position; None for plain causal.
+        share: part of the global batch that this micro-batch is; auxiliary losses are scaled by it.
+    """
+
+    tokens_BS: Tensor
+    positions_BS: Tensor
+    ahead: tuple[Tensor, ...] = ()
+    allowed_BSS: Tensor | None = None
+    share: float = 1.0
+
+
 @dataclass(frozen=True)
 class Frame:
-    """Positions, attention borders and share of a micro-batch.
+    """Angles, attention borders and share of a micro-batch.
 
     Attributes:
         cos_BSP: float32 cosine of each rotary pair's angle, P / 2 wide.
         sin_BSP: float32 sine.
-        allowed_BSS: boolean, True where a query position (first S) may look at a key position; None for plain causal.
+        allowed_BSS: as in `Reading`.
         scope: what balance losses must know.
     """
 
@@ -23,6 +42,11 @@ class Frame:
     sin_BSP: Tensor
     allowed_BSS: Tensor | None
     scope: Scope
+
+
+def ahead_of(tokens_BS: Tensor, depths: int) -> tuple[Tensor, ...]:
+    """Tokens 1, 2, ... positions further on; at the row's end, where nothing is predicted, they wrap around."""
+    return tuple(tokens_BS.roll(-depth, dims=1) for depth in range(1, depths + 1))
 
 
 def attention_borders(documents_BS: Tensor | None) -> Tensor | None:

@@ -4,80 +4,140 @@ Keys and values are expanded from one narrow latent; position lives in a separat
 share. Queries may come from a latent too (V2, V3) or straight from the hidden states (V2-Lite).
 """
 
+from functools import partial
+
+import torch
 from torch import Tensor, nn
 
 from penstock.config.model import LatentAttention
-from penstock.kernels.attention import causal_attention
-from penstock.kernels.operators import Operators
 from penstock.models.frame import Frame
+from penstock.models.linear import Linear
 from penstock.models.norm import RMSNorm
 from penstock.models.rope import softmax_scale
+from penstock.parallel.collectives import all_gather, reduce_scatter
+from penstock.parallel.context import attend, attend_to_row, gather_positions
+from penstock.parallel.kit import Kit
 
 LATENT_NORM_EPSILON = 1e-6
 """The published models fix it for the norms of the latents, whatever the model's own epsilon is."""
 
 
 class LatentQuery(nn.Module):
-    """Queries through a latent: down, norm, up.
+    """Queries through a latent: down, norm, up. Tensor-parallel ranks exchange the narrow latent.
 
     Args:
         config: sizes.
         hidden_size: D.
-        operators: kernels to run on.
+        kit: kernels and ranks.
     """
 
-    def __init__(self, config: LatentAttention, hidden_size: int, operators: Operators) -> None:
+    def __init__(self, config: LatentAttention, hidden_size: int, kit: Kit) -> None:
         super().__init__()
-        self.down = nn.Linear(hidden_size, config.q_latent, bias=False)
-        self.norm = RMSNorm(config.q_latent, LATENT_NORM_EPSILON, operators)
-        self.up = nn.Linear(config.q_latent, config.heads * config.head_dim, bias=False)
+        self.axis = kit.axes.tensor
+        self.down = Linear(hidden_size, config.q_latent, kit)
+        self.norm = RMSNorm(config.q_latent, LATENT_NORM_EPSILON, kit.operators)
+        self.up = Linear(config.q_latent, config.heads * config.head_dim, kit, split="outputs")
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Project to all query heads. Returns B x S x (H N)."""
-        q: Tensor = self.up(self.norm(self.down(x_BSD)))
+        """The latent of every position of the tensor-parallel ranks, from our own."""
+        return all_gather(self.norm(self.down(x_BSD)), self.axis, dim=1)
+
+    def expand(self, latent_BSC: Tensor) -> Tensor:
+        """The queries of our heads, B x S x (H N)."""
+        q: Tensor = self.up(latent_BSC)
+        return q
+
+
+class DirectQuery(Linear):
+    """Queries straight from the hidden states, which tensor-parallel ranks exchange.
+
+    Args:
+        config: sizes.
+        hidden_size: D.
+        kit: kernels and ranks.
+    """
+
+    def __init__(self, config: LatentAttention, hidden_size: int, kit: Kit) -> None:
+        super().__init__(hidden_size, config.heads * config.head_dim, kit, split="outputs")
+        self.axis = kit.axes.tensor
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """The queries of our heads at every position of the tensor-parallel ranks, from our own positions."""
+        return super().forward(all_gather(x_BSD, self.axis, dim=1))
+
+    def expand(self, q: Tensor) -> Tensor:
+        """Nothing is left to do."""
         return q
 
 
 class LatentLayer(nn.Module):
     """Multi-head latent attention.
 
+    Tensor-parallel ranks hold some heads each; what they exchange is the latent, which is narrower than hidden states,
+    keys or values. Context-parallel ranks that gather keys and values gather the latent too, and expand it at every
+    position: some more products for far fewer bytes.
+
     Args:
         config: sizes.
         hidden_size: D.
-        operators: kernels to run on.
+        kit: kernels and ranks.
     """
 
-    def __init__(self, config: LatentAttention, hidden_size: int, operators: Operators) -> None:
+    def __init__(self, config: LatentAttention, hidden_size: int, kit: Kit) -> None:
         super().__init__()
         self.config = config
-        self.operators = operators
+        self.kit = kit
+        self.heads = config.heads // kit.axes.tensor.size
         self.scale = softmax_scale(config.rope, config.head_dim)
-        self.query: nn.Module
-        if config.q_latent:
-            self.query = LatentQuery(config, hidden_size, operators)
-        else:
-            self.query = nn.Linear(hidden_size, config.heads * config.head_dim, bias=False)
-        self.kv_down = nn.Linear(hidden_size, config.kv_latent + config.rotary_head_dim, bias=False)
-        self.kv_norm = RMSNorm(config.kv_latent, LATENT_NORM_EPSILON, operators)
-        self.kv_up = nn.Linear(
-            config.kv_latent, config.heads * (config.plain_head_dim + config.value_head_dim), bias=False
-        )
-        self.out = nn.Linear(config.heads * config.value_head_dim, hidden_size, bias=False)
+        self.query = (LatentQuery if config.q_latent else DirectQuery)(config, hidden_size, kit)
+        self.kv_down = Linear(hidden_size, config.kv_latent + config.rotary_head_dim, kit)
+        self.kv_norm = RMSNorm(config.kv_latent, LATENT_NORM_EPSILON, kit.operators)
+        per_head = config.plain_head_dim + config.value_head_dim
+        self.kv_up = Linear(config.kv_latent, config.heads * per_head, kit, split="outputs")
+        self.out = Linear(config.heads * config.value_head_dim, hidden_size, kit, split="inputs")
 
     def forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
-        """Attend. Returns B x S x D."""
-        config = self.config
-        q_BSHN = self.query(x_BSD).unflatten(-1, (config.heads, -1))
+        """Attend. Returns B x S x D, our own positions."""
+        config, tensor, run = self.config, self.kit.axes.tensor, self.kit.run
+        query = self.query(x_BSD)
         latent_BSC, k_rotary_BSP = self.kv_down(x_BSD).split([config.kv_latent, config.rotary_head_dim], dim=-1)
-        kv_BSHN = self.kv_up(self.kv_norm(latent_BSC)).unflatten(-1, (config.heads, -1))
-        q_BSHN, k_BSHN, v_BSHM = self.operators.mla_heads(q_BSHN, kv_BSHN, k_rotary_BSP, frame.cos_BSP, frame.sin_BSP)
-        o_BSHM = causal_attention(
-            q_BSHN,
-            k_BSHN,
-            v_BSHM,
-            scale=self.scale,
-            allowed_BSS=frame.allowed_BSS,
-            backend=self.operators.attention_backend,
-        )
-        out_BSD: Tensor = self.out(o_BSHM.flatten(-2))
-        return out_BSD
+        latent_BSC = run("norm", self.kv_norm, latent_BSC)
+        if tensor.size > 1:
+            latent_BSC, k_rotary_BSP = self._gathered(latent_BSC, k_rotary_BSP)
+        by_row = self.kit.axes.context.size > 1 and self.kit.context_method == "all-gather"
+        heads, attend_by = (self._heads_of_row, attend_to_row) if by_row else (self._heads, attend)
+        q_BSHN, k_BSHN, v_BSHM = run("latent-up", heads, query, latent_BSC, k_rotary_BSP, frame)
+        function = partial(attend_by, kit=self.kit, scale=self.scale, allowed_BSS=frame.allowed_BSS)
+        o_BSHM = run("attention", function, q_BSHN, k_BSHN, v_BSHM)
+        return reduce_scatter(self.out(o_BSHM.flatten(-2)), tensor, dim=1)
+
+    def _gathered(self, latent_BSC: Tensor, k_rotary_BSP: Tensor) -> tuple[Tensor, Tensor]:
+        """The same at the positions of all tensor-parallel ranks."""
+        joined_BSC = all_gather(torch.cat((latent_BSC, k_rotary_BSP), dim=-1), self.kit.axes.tensor, dim=1)
+        latent_BSC, k_rotary_BSP = joined_BSC.split([self.config.kv_latent, self.config.rotary_head_dim], dim=-1)
+        return latent_BSC, k_rotary_BSP
+
+    def _heads(
+        self, query: Tensor, latent_BSC: Tensor, k_rotary_BSP: Tensor, frame: Frame
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries, keys and values at the positions that this rank holds."""
+        q_BSHN = self.query.expand(query).unflatten(-1, (self.heads, -1))
+        kv_BSHN = self.kv_up(latent_BSC).unflatten(-1, (self.heads, -1))
+        return self.kit.operators.mla_heads(q_BSHN, kv_BSHN, k_rotary_BSP, frame.cos_BSP, frame.sin_BSP)
+
+    def _heads_of_row(
+        self, query: Tensor, latent_BSC: Tensor, k_rotary_BSP: Tensor, frame: Frame
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries at the positions that this rank holds, keys and values at every position of the row."""
+        config, rotate = self.config, self.kit.operators.rotate
+        cos_BSP, sin_BSP = frame.cos_BSP, frame.sin_BSP
+        q_BSHN = self.query.expand(query).unflatten(-1, (self.heads, -1))
+        q_plain, q_rotary = q_BSHN.split([config.plain_head_dim, config.rotary_head_dim], dim=-1)
+        q_BSHN = torch.cat((q_plain, rotate(q_rotary, cos_BSP, sin_BSP)), dim=-1)
+        k_rotary_BSP = rotate(k_rotary_BSP[:, :, None], cos_BSP, sin_BSP)[:, :, 0]
+        joined_BSC = gather_positions(torch.cat((latent_BSC, k_rotary_BSP), dim=-1), self.kit.axes.context)
+        latent_BSC, k_rotary_BSP = joined_BSC.split([config.kv_latent, config.rotary_head_dim], dim=-1)
+        kv_BSHN = self.kv_up(latent_BSC).unflatten(-1, (self.heads, -1))
+        k_plain, v_BSHM = kv_BSHN.split([config.plain_head_dim, config.value_head_dim], dim=-1)
+        k_BSHN = torch.cat((k_plain, k_rotary_BSP[:, :, None].expand(-1, -1, self.heads, -1)), dim=-1)
+        return q_BSHN, k_BSHN, v_BSHM

@@ -9,10 +9,11 @@ counted.
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.operators import Operators
 from penstock.models.block import Block
 from penstock.models.frame import Frame
+from penstock.models.linear import Linear
 from penstock.models.norm import RMSNorm
+from penstock.parallel.kit import Kit
 
 
 class MultiTokenPrediction(nn.Module):
@@ -22,16 +23,16 @@ class MultiTokenPrediction(nn.Module):
         hidden_size: D.
         epsilon: of its three norms.
         block: the decoder layer of this depth.
-        operators: kernels to run on.
+        kit: kernels and ranks.
     """
 
-    def __init__(self, hidden_size: int, epsilon: float, block: Block, operators: Operators) -> None:
+    def __init__(self, hidden_size: int, epsilon: float, block: Block, kit: Kit) -> None:
         super().__init__()
-        self.embed_norm = RMSNorm(hidden_size, epsilon, operators)
-        self.hidden_norm = RMSNorm(hidden_size, epsilon, operators)
-        self.join = nn.Linear(2 * hidden_size, hidden_size, bias=False)
+        self.embed_norm = RMSNorm(hidden_size, epsilon, kit.operators)
+        self.hidden_norm = RMSNorm(hidden_size, epsilon, kit.operators)
+        self.join = Linear(2 * hidden_size, hidden_size, kit)
         self.block = block
-        self.norm = RMSNorm(hidden_size, epsilon, operators)
+        self.norm = RMSNorm(hidden_size, epsilon, kit.operators)
 
     def forward(self, previous_BSD: Tensor, ahead_BSD: Tensor, frame: Frame) -> Tensor:
         """Predict one token further.

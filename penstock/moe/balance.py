@@ -7,12 +7,15 @@ the global batch.
 
 With f the fraction of slots that expert e received and P the mean of its normalized scores, the loss of a set of
 tokens is E * sum_e f_e P_e, which is 1 when both are even (Switch Transformer, arXiv 2101.03961; per sequence:
-DeepSeek-V3, section
-2.1.2). The expert bias moves by a fixed step against the sign of each expert's excess load (arXiv 2408.15664).
+DeepSeek-V3, section 2.1.2). The expert bias moves by a fixed step against the sign of each expert's excess load (arXiv
+2408.15664).
+
+Where several ranks share a row of tokens (tensor and context parallelism), f is counted over all of them and P over our
+own tokens: the ranks' losses add up to that of the whole row, and so do the gradients.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +25,8 @@ from torch import Tensor, nn
 from penstock.config.model import Balance
 from penstock.kernels.reference import Routed
 from penstock.moe.routing import Routing, Scope
+from penstock.parallel.axes import ALONE, Axes, Axis
+from penstock.parallel.collectives import all_gather, all_reduce
 
 
 class LoadMeter(nn.Module):
@@ -92,16 +97,46 @@ def attach(carrier: Tensor, loss: Tensor) -> Tensor:
     return attached
 
 
-def auxiliary_loss(routed: Routed, tokens: int, balance: Balance, scope: Scope, step_slots_E: Tensor) -> Tensor:
-    """Weighted balance loss plus router z-loss of one micro-batch, scaled by its share of the global batch.
+@dataclass(frozen=True)
+class Load:
+    """Slots that a balance loss counts, over all ranks whose tokens belong to it.
+
+    Attributes:
+        counts_BE: int64, of each sequence of the micro-batch.
+        step_slots_E: int64, of all micro-batches since the step began, this one included. The first micro-batches of a
+            step thus see only their own part of it, as in Megatron-Core.
+    """
+
+    counts_BE: Tensor
+    step_slots_E: Tensor
+
+
+def load_of(counts_BE: Tensor, meter: LoadMeter, balance: Balance, axes: Axes) -> Load:
+    """Sum what the balance loss counts over ranks; no collective where it does not need one.
 
     Args:
-        routed: sums that the router kernel gave.
-        tokens: T.
+        counts_BE: slots of our own tokens.
+        meter: with this micro-batch counted in.
+        balance: which loss.
+        axes: of this rank.
+    """
+    slots_E = meter.slots_E
+    if balance.auxiliary == "global-batch":
+        slots_E = all_reduce(slots_E, axes.stage)
+    elif balance.auxiliary != "none":
+        counts_BE = all_reduce(counts_BE, axes.sequence)
+    return Load(counts_BE, slots_E)
+
+
+def auxiliary_loss(routed: Routed, tokens: int, balance: Balance, scope: Scope, load: Load) -> Tensor:
+    """Weighted balance loss plus router z-loss of our tokens, scaled by their share of the global batch.
+
+    Args:
+        routed: sums over our tokens that the router kernel gave.
+        tokens: of the micro-batch, over all ranks that share its rows.
         balance: which loss, and its weight.
         scope: sequences and share of the micro-batch.
-        step_slots_E: int64 slots since the step began, this micro-batch included; `global-batch` counts load over them.
-            The first micro-batches of a step thus see only their own part of it, as in Megatron-Core.
+        load: slots that the loss counts.
 
     Returns:
         Scalar float32, differentiable.
@@ -109,11 +144,11 @@ def auxiliary_loss(routed: Routed, tokens: int, balance: Balance, scope: Scope, 
     experts = routed.mass_BE.shape[1]
     mass_E = routed.mass_BE.sum(0)
     if balance.auxiliary == "sequence":
-        even = experts / (routed.counts_BE.sum(1, keepdim=True).clamp(min=1))
-        per_sequence_B = (routed.counts_BE * even * routed.mass_BE * (scope.sequences / tokens)).sum(1)
+        even = experts / (load.counts_BE.sum(1, keepdim=True).clamp(min=1))
+        per_sequence_B = (load.counts_BE * even * routed.mass_BE * (scope.sequences / tokens)).sum(1)
         loss = per_sequence_B.mean()
     else:
-        slots_E = step_slots_E if balance.auxiliary == "global-batch" else routed.counts_BE.sum(0)
+        slots_E = load.step_slots_E if balance.auxiliary == "global-batch" else load.counts_BE.sum(0)
         loss = (slots_E * (experts / slots_E.sum().clamp(min=1)) * (mass_E / tokens)).sum()
     return (balance.auxiliary_weight * loss + balance.z_weight * routed.z_B.sum() / tokens) * scope.share
 
@@ -123,24 +158,27 @@ def capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:
     return max(1, math.ceil(tokens * top_k * factor / experts))
 
 
-def drop_over_capacity(routing: Routing, experts: int, limit: int) -> Routing:
+def drop_over_capacity(routing: Routing, experts: int, limit: int, axis: Axis = ALONE.sequence) -> Routing:
     """Drop the slots with the smallest weights of every expert that has more than `limit`.
 
     Args:
         routing: choices; slots already dropped stay dropped.
         experts: E.
-        limit: slots of an expert that are kept.
+        limit: slots of an expert that are kept, over all ranks of `axis`.
+        axis: ranks whose tokens compete for the same slots: each sees the choices of all.
 
     Returns:
         A routing whose dropped slots have expert id E and weight 0.
     """
-    T = routing.experts_TK.shape[0]
-    weights_TE = torch.full((T, experts + 1), -1.0, device=routing.experts_TK.device)
-    weights_TE.scatter_(1, routing.experts_TK, routing.weights_TK.detach().float())
+    weights_TK = all_gather(routing.weights_TK.detach().float(), axis, dim=0)
+    experts_TK = all_gather(routing.experts_TK, axis, dim=0)
+    T = experts_TK.shape[0]
+    weights_TE = torch.full((T, experts + 1), -1.0, device=experts_TK.device)
+    weights_TE.scatter_(1, experts_TK, weights_TK)
     best_cE = weights_TE.topk(min(limit, T), dim=0).indices
     kept_TE = torch.zeros_like(weights_TE, dtype=torch.bool).scatter_(0, best_cE, True)
     kept_TE[:, experts] = False
-    kept_TK = kept_TE.gather(1, routing.experts_TK)
+    kept_TK = kept_TE.gather(1, experts_TK).chunk(axis.size)[axis.rank]
     return Routing(routing.weights_TK * kept_TK, routing.experts_TK.masked_fill(~kept_TK, experts))
 
 
@@ -171,28 +209,34 @@ class BalancedRouter(nn.Module):
     expert_bias_rate: float
 
 
-def _routers(model: nn.Module) -> Iterator[BalancedRouter]:
-    return (module for module in model.modules() if isinstance(module, BalancedRouter))
+def _routers(modules: Iterable[nn.Module]) -> Iterator[BalancedRouter]:
+    return (module for model in modules for module in model.modules() if isinstance(module, BalancedRouter))
 
 
-def layer_loads(model: nn.Module) -> list[LayerLoad]:
-    """Load of every MoE layer since the last reset, in layer order; tensors stay on their device."""
+def layer_loads(modules: Iterable[nn.Module]) -> list[LayerLoad]:
+    """Load of every MoE layer of these modules since the last reset, by this rank; tensors stay on their device."""
     return [
         LayerLoad(router.layer, router.meter.slots_E, router.meter.dropped, router.meter.auxiliary_loss)
-        for router in _routers(model)
+        for router in _routers(modules)
     ]
 
 
 @torch.no_grad()
-def update_expert_bias(model: nn.Module) -> None:
-    """Move every expert bias against the load of the global batch. Call once a step, before `reset_loads`."""
-    for router in _routers(model):
+def update_expert_bias(modules: Iterable[nn.Module], loads: Iterable[LayerLoad]) -> None:
+    """Move every expert bias against the load of the global batch. Call once a step.
+
+    Args:
+        modules: whose routers move.
+        loads: of the whole global batch, over all ranks.
+    """
+    slots = {load.layer: load.slots_E for load in loads}
+    for router in _routers(modules):
         if router.expert_bias_E is not None:
-            slots_E = router.meter.slots_E.float()
+            slots_E = slots[router.layer].float()
             router.expert_bias_E += router.expert_bias_rate * torch.sign(slots_E.mean() - slots_E)
 
 
-def reset_loads(model: nn.Module) -> None:
+def reset_loads(modules: Iterable[nn.Module]) -> None:
     """Start counting anew in every MoE layer."""
-    for router in _routers(model):
+    for router in _routers(modules):
         router.meter.reset()

@@ -1,36 +1,64 @@
 """Routed experts: one SwiGLU network for each, held as two stacked matrices so that one launch serves all."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.operators import Operators
+from penstock.layout.pieces import Cut, local_shape
 from penstock.moe.dispatch.contract import ExpertRows
+from penstock.parallel.kit import Kit
+from penstock.parallel.later import deferrable
 
 
 class Experts(nn.Module):
-    """The experts that this rank holds.
+    """The experts that this rank holds, or its part of each of them.
 
     Args:
-        experts: how many, e.
+        experts: of the whole layer, E.
         hidden_size: D.
-        ffn_size: F.
-        operators: kernels to run on.
+        ffn_size: width of a whole expert, F.
+        kit: kernels, and the ranks that share the experts.
     """
 
-    def __init__(self, experts: int, hidden_size: int, ffn_size: int, operators: Operators) -> None:
+    def __init__(self, experts: int, hidden_size: int, ffn_size: int, kit: Kit) -> None:
         super().__init__()
-        self.operators = operators
-        self.gate_up_eFD = nn.Parameter(torch.empty(experts, 2 * ffn_size, hidden_size))
-        self.down_eDF = nn.Parameter(torch.empty(experts, hidden_size, ffn_size))
+        self.operators = kit.operators
+        self.later = kit.later
+        grid = kit.axes.grid
+        group, part = divmod(kit.axes.expert.rank, grid.expert_tensor)
+        of_experts = () if grid.expert == 1 else (Cut(0, group, grid.expert),)
+        of_gate_up = () if grid.expert_tensor == 1 else (Cut(1, part, grid.expert_tensor, blocks=2),)
+        of_down = () if grid.expert_tensor == 1 else (Cut(2, part, grid.expert_tensor),)
+        self.cuts = {"gate_up_eFD": of_experts + of_gate_up, "down_eDF": of_experts + of_down}
+        gate_up, down = (experts, 2 * ffn_size, hidden_size), (experts, hidden_size, ffn_size)
+        self.gate_up_eFD = nn.Parameter(torch.empty(local_shape(gate_up, self.cuts["gate_up_eFD"])))
+        self.down_eDF = nn.Parameter(torch.empty(local_shape(down, self.cuts["down_eDF"])))
 
-    def forward(self, rows: ExpertRows) -> Tensor:
-        """Apply each expert to its rows, times their routing weights. Returns y_RD in the dtype of the rows."""
-        return self.operators.expert_ffn(
-            rows.x_ND,
-            self.gate_up_eFD,
-            self.down_eDF,
-            rows.counts_e,
-            rows.weights_R,
-            rows.index_R,
-            places_TK=rows.places_NK,
-        )
+    def forward(self, rows: ExpertRows, *, recompute: bool = False) -> Tensor:
+        """Apply each expert to its rows, times their routing weights.
+
+        Args:
+            rows: what the dispatcher brought.
+            recompute: keep no pre-activation; only of operators that do this by themselves.
+
+        Returns:
+            y_RD in the dtype of the rows.
+        """
+        function = partial(self._ffn, rows, recompute)
+        return deferrable(function, (rows.x_ND, rows.weights_R), (self.gate_up_eFD, self.down_eDF), self.later)
+
+    def _ffn(
+        self,
+        rows: ExpertRows,
+        recompute: bool,
+        x_ND: Tensor,
+        weights_R: Tensor,
+        gate_up_eFD: Tensor,
+        down_eDF: Tensor,
+    ) -> Tensor:
+        ffn = self.operators.expert_ffn
+        if recompute:
+            assert self.operators.expert_ffn_recomputes, "this network cannot recompute by itself"
+            ffn = partial(ffn, recompute=True)
+        return ffn(x_ND, gate_up_eFD, down_eDF, rows.counts_e, weights_R, rows.index_R, places_TK=rows.places_NK)

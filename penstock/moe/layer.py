@@ -6,6 +6,7 @@ from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.experts import Experts
 from penstock.moe.router import Router
 from penstock.moe.routing import Scope
+from penstock.parallel.kit import Kit
 
 
 class MoE(nn.Module):
@@ -16,14 +17,23 @@ class MoE(nn.Module):
         dispatcher: brings tokens to them and back.
         experts: those of this rank.
         shared: network that every token passes, or None.
+        kit: what becomes of activations.
     """
 
-    def __init__(self, router: Router, dispatcher: Dispatcher, experts: Experts, shared: nn.Module | None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        dispatcher: Dispatcher,
+        experts: Experts,
+        shared: nn.Module | None,
+        kit: Kit,
+    ) -> None:
         super().__init__()
         self.router = router
         self.dispatcher = dispatcher
         self.experts = experts
         self.shared = shared
+        self.kit = kit
 
     @property
     def active_share(self) -> float:
@@ -34,6 +44,6 @@ class MoE(nn.Module):
         """Mix the chosen experts for every token. Returns y_TD."""
         routing = self.router(x_TD, scope)
         rows, receipt = self.dispatcher.dispatch(x_TD, routing)
-        y_RD = self.experts(rows)
+        y_RD = self.kit.run("expert-activation", self.experts, rows)
         y_TD = self.dispatcher.combine(y_RD, receipt)
-        return y_TD if self.shared is None else y_TD + self.shared(x_TD)
+        return y_TD if self.shared is None else y_TD + self.kit.run("shared-expert", self.shared, x_TD)

@@ -20,9 +20,12 @@ from penstock.moe.balance import (
     auxiliary_loss,
     capacity,
     drop_over_capacity,
+    load_of,
     spread_evenly,
 )
 from penstock.moe.routing import Routing, Scope
+from penstock.parallel.axes import ALONE, Axes
+from penstock.parallel.region import is_replaying, kept
 
 
 def router_rule(moe: Moe) -> RouterRule:
@@ -48,11 +51,13 @@ class Router(BalancedRouter):
         hidden_size: D.
         layer: index of the decoder layer, for reports.
         operators: kernels to run on.
+        axes: this rank's groups; ranks that share a row judge its balance and its capacity together.
     """
 
-    def __init__(self, moe: Moe, hidden_size: int, layer: int, operators: Operators) -> None:
+    def __init__(self, moe: Moe, hidden_size: int, layer: int, operators: Operators, axes: Axes = ALONE) -> None:
         super().__init__()
         self.operators = operators
+        self.axes = axes
         self.layer = layer
         self.experts = moe.experts
         self.top_k = moe.top_k
@@ -68,24 +73,28 @@ class Router(BalancedRouter):
         """Route tokens.
 
         Args:
-            x_TD: hidden states in the compute dtype.
+            x_TD: hidden states of our own tokens in the compute dtype.
             scope: rows and share of the micro-batch.
         """
         logits_TE = F.linear(x_TD.float(), self.weight_ED)
         routed = self.operators.route(logits_TE, self.expert_bias_E, self.rule, scope.sequences)
         routing = Routing(routed.weights_TK, routed.experts_TK)
-        measured = self.training and torch.is_grad_enabled()
+        tokens = x_TD.shape[0] * self.axes.sequence.size
+        # A replay sees tokens that were counted already; their loss hangs on the weights of the first time.
+        measured = self.training and torch.is_grad_enabled() and not is_replaying()
         if measured:
             self.meter.slots_E += routed.counts_BE.sum(0)
         if measured and (self.balance.auxiliary_weight or self.balance.z_weight):
-            loss = auxiliary_loss(routed, x_TD.shape[0], self.balance, scope, self.meter.slots_E)
+            with kept():
+                load = load_of(routed.counts_BE, self.meter, self.balance, self.axes)
+                loss = auxiliary_loss(routed, tokens, self.balance, scope, load)
             self.meter.auxiliary_loss += loss.detach()
             routing = Routing(attach(routing.weights_TK, loss), routing.experts_TK)
         if self.balance.force:
             routing = spread_evenly(routing, self.experts)
         if self.balance.capacity_factor:
-            limit = capacity(x_TD.shape[0], self.top_k, self.experts, self.balance.capacity_factor)
-            routing = drop_over_capacity(routing, self.experts, limit)
+            limit = capacity(tokens, self.top_k, self.experts, self.balance.capacity_factor)
+            routing = drop_over_capacity(routing, self.experts, limit, self.axes.sequence)
             if measured:
                 self.meter.dropped += (routing.experts_TK == self.experts).sum()
         return routing

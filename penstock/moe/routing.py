@@ -10,7 +10,7 @@ class Scope:
     """What balance losses must know about a micro-batch.
 
     Attributes:
-        sequences: rows B; the T tokens are B sequences of equal length, one after the other.
+        sequences: rows B; the T tokens are B sequences of equal length, one after the other (or our part of each).
         share: part of the global batch that this micro-batch is, so that losses of micro-batches sum to their mean.
     """
 

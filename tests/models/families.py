@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from penstock.config.model import Balance, LatentAttention, Model, Moe, Rope, Router, Yarn
@@ -11,6 +12,7 @@ from penstock.config.training import Optimizer, Training
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
+from penstock.models.frame import Reading, ahead_of, attention_borders
 from penstock.models.huggingface import save_huggingface
 
 
@@ -72,6 +74,18 @@ def tiny_decoder(model: Model, operators: Operators = REFERENCE, *, precision: s
         if name.endswith("expert_bias_E"):
             buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
     return decoder
+
+
+def reading_of(
+    tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None = None, *, depths: int = 0
+) -> Reading:
+    """Whole rows, as one rank reads them."""
+    return Reading(
+        tokens_BS=tokens_BS,
+        positions_BS=positions_BS,
+        ahead=ahead_of(tokens_BS, depths),
+        allowed_BSS=attention_borders(documents_BS),
+    )
 
 
 def in_transformers(decoder: Decoder, folder: Path) -> PreTrainedModel:

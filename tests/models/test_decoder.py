@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.config.model import GroupedQueryAttention
 from penstock.kernels.operators import TORCH
 from penstock.models.decoder import Decoder
-from tests.models.families import tiny_decoder, tiny_model
+from tests.models.families import reading_of, tiny_decoder, tiny_model
 
 GQA = GroupedQueryAttention(heads=4, kv_heads=2, head_dim=8)
 PLAIN = tiny_model(family="plain", attention=GQA)
@@ -35,9 +35,9 @@ def test_masked_documents_in_one_row_equal_the_documents_alone() -> None:
     tokens_BS, _ = _tokens(rows=1)
     positions_BS = torch.tensor([[*range(5), *range(7)]])
     documents_BS = torch.tensor([[0] * 5 + [1] * 7])
-    packed = decoder(tokens_BS, positions_BS, documents_BS).main_BSD
-    first = decoder(tokens_BS[:, :5], positions_BS[:, :5]).main_BSD
-    second = decoder(tokens_BS[:, 5:], positions_BS[:, 5:]).main_BSD
+    packed = decoder(reading_of(tokens_BS, positions_BS, documents_BS)).main_BSD
+    first = decoder(reading_of(tokens_BS[:, :5], positions_BS[:, :5])).main_BSD
+    second = decoder(reading_of(tokens_BS[:, 5:], positions_BS[:, 5:])).main_BSD
     torch.testing.assert_close(packed, torch.cat((first, second), dim=1))
 
 
@@ -61,7 +61,7 @@ def test_the_operators_of_torch_give_the_reference_in_bf16() -> None:
 
 def _mtp_input(decoder: Decoder, previous_BSD: Tensor, tokens_BS: Tensor, depth: int) -> Tensor:
     """What depth k joins, written out position by position."""
-    layer = decoder.mtp[depth - 1]
+    layer = decoder.mtp[str(depth - 1)]
     rows = []
     for position in range(tokens_BS.shape[1] - depth):
         ahead = layer.embed_norm(decoder.embed(tokens_BS[:, position + depth]))
@@ -72,14 +72,15 @@ def _mtp_input(decoder: Decoder, previous_BSD: Tensor, tokens_BS: Tensor, depth:
 def test_each_mtp_depth_joins_the_depth_before_with_the_token_so_far_ahead() -> None:
     decoder = tiny_decoder(tiny_model(mtp_layers=2)).eval()
     tokens_BS, positions_BS = _tokens()
-    hidden = decoder(tokens_BS, positions_BS)
+    reading = reading_of(tokens_BS, positions_BS, depths=2)
+    hidden = decoder(reading)
     assert len(hidden.mtp) == 2
-    frame = decoder.frame(positions_BS, None, 1.0)
+    frame = decoder.frame(reading)
     joined_BSD = _mtp_input(decoder, hidden.main_BSD, tokens_BS, depth=1)
-    short = decoder.frame(positions_BS[:, :-1], None, 1.0)
-    expected = decoder.mtp[0].norm(decoder.mtp[0].block(joined_BSD, short))
+    short = decoder.frame(reading_of(tokens_BS[:, :-1], positions_BS[:, :-1]))
+    expected = decoder.mtp["0"].norm(decoder.mtp["0"].block(joined_BSD, short))
     torch.testing.assert_close(hidden.mtp[0][:, :-1], expected)
-    second = decoder.mtp[1](hidden.mtp[0], decoder.embed(tokens_BS.roll(-2, dims=1)), frame)
+    second = decoder.mtp["1"](hidden.mtp[0], decoder.embed(tokens_BS.roll(-2, dims=1)), frame)
     torch.testing.assert_close(hidden.mtp[1], second)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.config.model import GroupedQueryAttention, LatentAttention, Model
 from penstock.kernels.operators import REFERENCE, TORCH, Operators
-from tests.models.families import tiny_decoder, tiny_model
+from tests.models.families import reading_of, tiny_decoder, tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -26,7 +26,7 @@ def _gradients(config: Model, operators: Operators, precision: str, masked: bool
     tokens_BS = torch.randint(61, (2, 64), generator=torch.Generator().manual_seed(1)).cuda()
     positions_BS = torch.arange(64, device="cuda").expand(2, -1)
     documents_BS = (positions_BS // 24) if masked else None
-    hidden = decoder(tokens_BS, positions_BS, documents_BS)
+    hidden = decoder(reading_of(tokens_BS, positions_BS, documents_BS, depths=1))
     generator = torch.Generator("cuda").manual_seed(2)
     direction_BSD = torch.randn(hidden.main_BSD.shape, generator=generator, device="cuda")
     (hidden.main_BSD.float() * direction_BSD).sum().backward()

@@ -9,6 +9,7 @@ from penstock.kernels.operators import REFERENCE
 from penstock.kernels.reference import RouterRule, route
 from penstock.moe import router as router_module
 from penstock.moe.balance import (
+    Load,
     attach,
     auxiliary_loss,
     capacity,
@@ -37,7 +38,8 @@ def _switch_loss(logits_TE: Tensor) -> Tensor:
 def _loss(logits_TE: Tensor, balance: Balance, scope: Scope, seen_E: Tensor | None = None) -> Tensor:
     routed = route(logits_TE, None, RouterRule(top_k=K), scope.sequences)
     slots_E = routed.counts_BE.sum(0) if seen_E is None else seen_E + routed.counts_BE.sum(0)
-    return auxiliary_loss(routed, logits_TE.shape[0], balance, scope, slots_E)
+    load = Load(counts_BE=routed.counts_BE, step_slots_E=slots_E)
+    return auxiliary_loss(routed, logits_TE.shape[0], balance, scope, load)
 
 
 def test_the_loss_of_a_micro_batch_is_the_switch_loss_times_its_share() -> None:
@@ -96,7 +98,7 @@ def _router(rate: float = 0.1) -> router_module.Router:
 def test_the_bias_moves_one_step_against_the_load() -> None:
     router = _router()
     router.meter.slots_E.copy_(torch.tensor([9, 1, 5, 5, 10, 0]))
-    update_expert_bias(nn.Sequential(router))
+    update_expert_bias([nn.Sequential(router)], layer_loads([router]))
     torch.testing.assert_close(router.expert_bias_E, torch.tensor([-0.1, 0.1, 0.0, 0.0, -0.1, 0.1]))
 
 
@@ -105,21 +107,22 @@ def test_the_bias_evens_a_skewed_load() -> None:
     x_TD = torch.randn(256, 8, generator=torch.Generator().manual_seed(2)) + 1.0
     uneven = []
     for _ in range(100):
-        reset_loads(router)
+        reset_loads([router])
         router(x_TD, Scope())
-        slots_E = layer_loads(router)[0].slots_E.float()
+        (load,) = layer_loads([router])
+        slots_E = load.slots_E.float()
         uneven.append((slots_E.max() / slots_E.mean()).item())
-        update_expert_bias(router)
+        update_expert_bias([router], [load])
     assert uneven[0] > 1.5 and uneven[-1] < 1.15, f"from {uneven[0]:.2f} to {uneven[-1]:.2f}"
 
 
 def test_loads_name_their_layer_and_start_anew() -> None:
     router = _router()
     router(torch.randn(10, 8), Scope())
-    (load,) = layer_loads(router)
+    (load,) = layer_loads([router])
     assert load.layer == 2 and load.slots_E.sum().item() == 20
-    reset_loads(router)
-    assert layer_loads(router)[0].slots_E.sum().item() == 0
+    reset_loads([router])
+    assert layer_loads([router])[0].slots_E.sum().item() == 0
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 4), (1.25, 5), (0.01, 1)])

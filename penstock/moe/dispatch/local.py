@@ -1,7 +1,6 @@
 """The promise kept on one rank that holds all experts: a sort by expert, and a gather and sum back."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder, unpermute
 from penstock.moe.balance import capacity
 from penstock.moe.dispatch.contract import ExpertRows, Receipt
+from penstock.moe.dispatch.gathers import reorder
 from penstock.moe.routing import Routing
 
 
@@ -29,26 +29,12 @@ class LocalDispatcher:
         """See `Dispatcher.dispatch`."""
         order = self.operators.order_rows(routing.experts_TK, self.experts)
         tokens_R = order.slots_R // routing.experts_TK.shape[1]
-        weights_R = _InOrder.apply(routing.weights_TK, order.slots_R, order.places_TK)
+        weights_R = reorder(routing.weights_TK.reshape(-1), order.slots_R, order.places_TK.reshape(-1))
         return ExpertRows(x_TD, tokens_R, weights_R, order.counts_E, order.places_TK), Receipt(order)
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         """See `Dispatcher.combine`."""
         return self.operators.unpermute(y_RD, receipt.order)
-
-
-class _InOrder(torch.autograd.Function):
-    """Weights in the order of rows. A permutation, so the gradient is a gather too, not a sum of scattered pieces."""
-
-    @staticmethod
-    def forward(ctx: Any, weights_TK: Tensor, slots_R: Tensor, places_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(places_TK)
-        return weights_TK.reshape(-1)[slots_R]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (places_TK,) = ctx.saved_tensors
-        return gradients[0][places_TK], None, None
 
 
 @dataclass(frozen=True)

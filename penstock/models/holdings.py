@@ -1,0 +1,57 @@
+"""What this rank holds of the model, parameter by parameter: read off the modules, which know their own cuts."""
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+
+from penstock.layout.pieces import Cut
+from penstock.models.decoder import Decoder
+from penstock.models.linear import Embedding, Linear
+from penstock.moe.experts import Experts
+from penstock.parallel.axes import Axes, Axis
+from penstock.parallel.holding import Holding
+
+
+def holdings(decoders: Iterable[Decoder], axes: Axes) -> list[Holding]:
+    """Every trained parameter of a rank, once each.
+
+    Args:
+        decoders: the rank's stages.
+        axes: its groups.
+    """
+    found: dict[str, Holding] = {}
+    for decoder in decoders:
+        for name, module, own_name, parameter in _parameters(decoder):
+            if name not in found:
+                found[name] = _holding(name, module, own_name, parameter, axes)
+    return list(found.values())
+
+
+def _parameters(decoder: Decoder) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    for path, module in decoder.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            yield f"{path}.{name}", module, name, parameter
+
+
+def _holding(name: str, module: nn.Module, own_name: str, parameter: nn.Parameter, axes: Axes) -> Holding:
+    cuts = module.cuts[own_name] if isinstance(module, (Linear, Embedding, Experts)) else ()
+    is_expert = isinstance(module, Experts)
+    # What tensor-parallel ranks hold whole they apply to different positions, so each has a part of its gradient.
+    partial: tuple[Axis, ...] = () if is_expert or cuts else (axes.tensor,)
+    if isinstance(module, Embedding):
+        partial += (axes.embedding,)
+    return Holding(
+        name=name,
+        parameter=parameter,
+        shape=_whole_shape(parameter, cuts),
+        cuts=cuts,
+        data=axes.expert_data if is_expert else axes.dense_data,
+        partial=tuple(axis for axis in partial if axis.size > 1),
+    )
+
+
+def _whole_shape(parameter: Tensor, cuts: tuple[Cut, ...]) -> tuple[int, ...]:
+    shape = list(parameter.shape)
+    for cut in cuts:
+        shape[cut.dim] *= cut.count
+    return tuple(shape)

@@ -1,0 +1,161 @@
+"""The model of one rank: its stages, the pipeline that runs them, and what it reads of a micro-batch."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from penstock.config.fit import context_method, micro_batches
+from penstock.config.run import Run
+from penstock.layout.actions import Schedule
+from penstock.layout.schedules import schedule
+from penstock.layout.sequence import Method, SequenceLayout
+from penstock.layout.stages import Stage, StageCosts, balanced_stages, parse_stages
+from penstock.models.build import materialize, meta_stages, needs_embedding, set_dtypes, whole_model
+from penstock.models.count import stage_costs
+from penstock.models.decoder import Decoder
+from penstock.models.kernels import choose_operators
+from penstock.parallel import offload
+from penstock.parallel.axes import ALONE, Axes
+from penstock.parallel.kit import Kit
+from penstock.parallel.later import Later
+from penstock.parallel.pipeline import Message, Pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankModel:
+    """Everything that one rank trains.
+
+    Attributes:
+        decoders: its stages by number; one that holds everything if there is no pipeline.
+        axes: its groups.
+        pipeline: runs the stages; None if there is one.
+        places: positions of a row that this rank reads; None for all.
+        context_method: how ranks that share a row attend.
+    """
+
+    decoders: Mapping[int, Decoder]
+    axes: Axes = ALONE
+    pipeline: Pipeline | None = None
+    places: tuple[int, ...] | None = None
+    context_method: Method = "ulysses"
+
+    @property
+    def modules(self) -> tuple[Decoder, ...]:
+        """The stages, first to last."""
+        return tuple(self.decoders.values())
+
+    @property
+    def whole(self) -> Decoder:
+        """The decoder of a run without pipeline."""
+        assert self.pipeline is None, "a pipeline's rank has no whole decoder"
+        (decoder,) = self.decoders.values()
+        return decoder
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Every parameter of this rank by its name in the whole model; a shared one once."""
+        found = {name: parameter for decoder in self.modules for name, parameter in decoder.named_parameters()}
+        yield from found.items()
+
+    def train(self, mode: bool = True) -> None:
+        """Set the mode of every stage."""
+        for decoder in self.modules:
+            decoder.train(mode)
+
+
+def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
+    """Build the part of a run's model that one rank holds, with its initial weights.
+
+    Args:
+        run: the run; `axes.grid` is what `penstock.config.fit.grid_of` gave for it.
+        axes: of this rank.
+        device: where to put it; the meta device gives shapes without memory.
+
+    Raises:
+        ConfigError: the layout does not fit the model.
+        KernelError: the run asks for kernels that the device cannot run.
+    """
+    plan = schedule_of(run, axes)
+    own = {0: whole_model(run.model)}
+    if plan is not None:
+        stages = stages_of(run)
+        own = {number: stages[number] for number in plan.stages_of(axes.pipeline.rank)}
+    later = Later() if plan is not None and plan.splits_backward else None
+    method = context_method(run)
+    operators = choose_operators(run, torch.device("cpu") if device.type == "meta" else device)
+    kit = Kit(
+        operators=operators,
+        axes=axes,
+        later=later,
+        context_method=method,
+        offload=offload.rule_for(run.offload, device),
+    )
+    decoders = meta_stages(run, kit, own)
+    set_dtypes(run, decoders.values(), axes, device)
+    if device.type != "meta":
+        materialize(run, device, decoders.values())
+    return RankModel(
+        decoders=decoders,
+        axes=axes,
+        pipeline=None if plan is None else Pipeline(plan, axes, message_of(run, axes, device), later),
+        places=_places(run, axes, method),
+        context_method=method,
+    )
+
+
+def _places(run: Run, axes: Axes, method: Method) -> tuple[int, ...] | None:
+    context, tensor = axes.context, axes.tensor
+    if context.size == 1:
+        return None
+    layout = SequenceLayout(
+        length=run.training.sequence_length, context=context.size, tensor=tensor.size, method=method
+    )
+    return layout.of_context(context.rank)
+
+
+def schedule_of(run: Run, axes: Axes) -> Schedule | None:
+    """The order of forward and backward passes, or None without a pipeline."""
+    if axes.grid.pipeline == 1:
+        return None
+    return schedule(
+        run.pipeline.schedule,
+        ranks=axes.grid.pipeline,
+        stages_per_rank=run.pipeline.stages_per_rank,
+        micro_batches=micro_batches(run, axes.grid),
+    )
+
+
+def stages_of(run: Run) -> tuple[Stage, ...]:
+    """What each stage of a run's pipeline holds: as `pipeline.layout` says, or balanced by cost.
+
+    Raises:
+        ConfigError: the layout is malformed or does not fit the model.
+    """
+    model = run.model
+    stages = run.parallel.pipeline * run.pipeline.stages_per_rank
+    if stages == 1:
+        return (whole_model(model),)
+    if run.pipeline.layout:
+        return parse_stages(run.pipeline.layout, layers=model.layers, mtp_layers=model.mtp_layers, stages=stages)
+    costs: StageCosts = stage_costs(model, run.training.sequence_length)
+    return balanced_stages(layers=model.layers, mtp_layers=model.mtp_layers, stages=stages, costs=costs)
+
+
+def embedding_places(run: Run) -> tuple[int, ...]:
+    """Places on the pipeline that hold the embedding: that of the first stage, and others that use its weights."""
+    ranks = run.parallel.pipeline
+    if ranks == 1:
+        return (0,)
+    # Where a stage stands does not depend on the micro-batches; twice the ranks is enough for every schedule.
+    sizes = {"ranks": ranks, "stages_per_rank": run.pipeline.stages_per_rank, "micro_batches": 2 * ranks}
+    plan = schedule(run.pipeline.schedule, **sizes)
+    holders = (number for number, stage in enumerate(stages_of(run)) if needs_embedding(run.model, stage))
+    return tuple(sorted({plan.rank_of(number) for number in holders}))
+
+
+def message_of(run: Run, axes: Axes, device: torch.device) -> Message:
+    """What travels between the stages of a run."""
+    positions_here = run.training.sequence_length // axes.sequence.size
+    dtype = torch.bfloat16 if run.training.precision == "bf16" else torch.float32
+    shape = (run.training.micro_batch, positions_here, run.model.hidden_size)
+    return Message(shape=shape, dtype=dtype, device=device)

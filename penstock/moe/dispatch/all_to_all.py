@@ -1,0 +1,209 @@
+"""The promise kept over ranks that share the experts: rows travel to where their experts are, and back.
+
+    dispatch   slots in the order of (virtual) experts, so in the order of ranks
+               how many rows each rank has for each expert: told to that rank, and the host reads the sums
+               rows and weights sent; they arrive by source rank, and from each by expert
+    experts    read them through an index, expert by expert: no copy brings them into that order
+    combine    outputs back in the order of arrival, sent back, summed at the token
+
+Where several ranks hold a part of each expert ("expert tensor parallelism"), a slot becomes one slot for each part,
+with the same weight: a row travels to all of them and the sum at the token adds up what the parts give.
+`ExpertPlacement` numbers the parts as virtual experts.
+
+`AllToAllDispatcher` sends the rows that there are, so the host must know their numbers before it can go on.
+`PaddedAllToAllDispatcher` sends the capacity for every expert: all shapes are known, and nothing is asked.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.operators import Operators
+from penstock.kernels.reference import RowOrder
+from penstock.layout.experts import ExpertPlacement
+from penstock.moe.balance import capacity
+from penstock.moe.dispatch.contract import ExpertRows, Receipt
+from penstock.moe.dispatch.gathers import collect_padded, reorder, spread, spread_padded
+from penstock.moe.routing import Routing
+from penstock.parallel.axes import Axis
+from penstock.parallel.collectives import exchange_rows
+
+
+@dataclass(frozen=True)
+class Journey(Receipt):
+    """A receipt for rows that travelled. Its order is that of our own slots; R counts the rows that arrived here.
+
+    Attributes:
+        arrived_R: int64, the row, in the order of arrival, that the experts read at each place.
+        places_R: int64, its inverse.
+        receive: rows that came from each rank; None if as many from each.
+        send: rows that went to each rank; None if as many to each.
+    """
+
+    arrived_R: Tensor
+    places_R: Tensor
+    receive: tuple[int, ...] | None = None
+    send: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class AllToAllDispatcher:
+    """Sends each row to the ranks of its expert; as many rows as there are.
+
+    Attributes:
+        placement: who holds which experts.
+        axis: its places.
+        operators: kernels to run on.
+    """
+
+    placement: ExpertPlacement
+    axis: Axis
+    operators: Operators
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
+        """See `Dispatcher.dispatch`. All ranks of the axis call it."""
+        # 1. Our slots in the order of the experts.
+        parts = _each_part(routing, self.placement)
+        order = self.operators.order_rows(parts.experts_TK, self.placement.virtual_experts)
+
+        # 2. How many rows go where, and come from where. The only time that the host waits.
+        counts_We = order.counts_E.view(self.axis.size, -1)
+        arriving_We = exchange_rows(counts_We, self.axis)
+        send, receive = torch.stack((counts_We.sum(1), arriving_We.sum(1))).tolist()
+
+        # 3. Rows and weights on their way. Dropped slots stand last and stay here.
+        kept = sum(send)
+        sent_RD = _first(spread(x_TD, order, self.operators), kept)
+        sent_R = _first(reorder(parts.weights_TK.reshape(-1), order.slots_R, order.places_TK.reshape(-1)), kept)
+        x_RD = exchange_rows(sent_RD, self.axis, receive, send)
+        weights_R = exchange_rows(sent_R, self.axis, receive, send)
+
+        # 4. Where the experts find them.
+        arrived_R, places_R = _by_expert(arriving_We, sum(receive))
+        weights_R = reorder(weights_R, arrived_R, places_R)
+        counts_e = arriving_We.sum(0, dtype=torch.int32)
+        rows = ExpertRows(x_RD, arrived_R, weights_R, counts_e, places_R[:, None])
+        return rows, Journey(order, arrived_R, places_R, tuple(receive), tuple(send))
+
+    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
+        """See `Dispatcher.combine`. All ranks of the axis call it."""
+        assert isinstance(receipt, Journey), f"not a receipt of this dispatcher: {receipt}"
+        arrived_RD = reorder(y_RD, receipt.places_R, receipt.arrived_R)
+        returned_RD = exchange_rows(arrived_RD, self.axis, receive=receipt.send, send=receipt.receive)
+        dropped = receipt.order.slots_R.numel() - returned_RD.shape[0]
+        if dropped:
+            returned_RD = F.pad(returned_RD, (0, 0, 0, dropped))
+        return self.operators.unpermute(returned_RD, receipt.order)
+
+
+@dataclass(frozen=True)
+class PaddedAllToAllDispatcher:
+    """Sends exactly as many rows for every expert as its capacity allows: static shapes, at the price of padding.
+
+    Every rank of the axis has the same number of tokens. A rank sends the whole capacity for each expert, because all
+    the slots that were kept may be its own. Slots over capacity must have been dropped already.
+
+    Attributes:
+        placement: who holds which experts.
+        axis: its places.
+        factor: capacity over the fair share of one rank's tokens.
+        operators: kernels to run on.
+    """
+
+    placement: ExpertPlacement
+    axis: Axis
+    factor: float
+    operators: Operators
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
+        """See `Dispatcher.dispatch`. All ranks of the axis call it."""
+        T, K = routing.experts_TK.shape
+        limit = min(T, capacity(T, K, self.placement.experts, self.factor))
+        parts = _each_part(routing, self.placement)
+        order = _padded_order(parts, self.placement.virtual_experts, limit, self.operators)
+        past = order.slots_R.numel()
+
+        sent_RD = spread_padded(x_TD, order.slots_R, order.places_TK)
+        sent_R = parts.weights_TK.new_zeros(past + 1).index_put((order.places_TK,), parts.weights_TK)[:past]
+        x_RD = exchange_rows(sent_RD, self.axis)
+        weights_R = exchange_rows(sent_R, self.axis)
+
+        arrived_R, places_R = _by_expert_evenly(self.axis.size, self.placement.per_place, limit, x_TD.device)
+        weights_R = reorder(weights_R, arrived_R, places_R)
+        counts_e = order.counts_E.new_full((self.placement.per_place,), self.axis.size * limit)
+        return ExpertRows(x_RD, arrived_R, weights_R, counts_e, places_R[:, None]), Journey(order, arrived_R, places_R)
+
+    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
+        """See `Dispatcher.combine`. All ranks of the axis call it."""
+        assert isinstance(receipt, Journey), f"not a receipt of this dispatcher: {receipt}"
+        arrived_RD = reorder(y_RD, receipt.places_R, receipt.arrived_R)
+        returned_RD = exchange_rows(arrived_RD, self.axis)
+        return collect_padded(returned_RD, receipt.order.slots_R, receipt.order.places_TK)
+
+
+def _each_part(routing: Routing, placement: ExpertPlacement) -> Routing:
+    """The slots with one for each part of their expert, by virtual expert; dropped ones have the id past the last."""
+    parts = placement.expert_tensor
+    if parts == 1:
+        return routing
+    e = placement.per_place
+    experts_TK1 = routing.experts_TK[:, :, None]
+    part = torch.arange(parts, device=experts_TK1.device)
+    virtual = (experts_TK1 // e * parts + part) * e + experts_TK1 % e  # ExpertPlacement.virtual
+    weights = routing.weights_TK[:, :, None].expand(-1, -1, parts)
+    return Routing(weights.flatten(1), virtual.clamp(max=placement.virtual_experts).flatten(1))
+
+
+def _first(rows_R: Tensor, count: int) -> Tensor:
+    return rows_R if count == rows_R.shape[0] else rows_R[:count]
+
+
+def _by_expert(arriving_We: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """From the order of arrival (source, expert) to the order of the experts (expert, source).
+
+    With 2 sources and 2 experts, arriving_We = [[1, 2], [1, 0]]: the rows a | b b | c are read as a c | b b, so
+    arrived_R = [0, 3, 1, 2] and places_R = [0, 2, 3, 1].
+
+    Args:
+        arriving_We: rows of each source for each expert here.
+        rows: their sum, which the host knows already.
+
+    Returns:
+        The row of each place and the place of each row, int64.
+    """
+    # A block is what came from one source for one expert: it lies together in both orders, only shifted.
+    by_source, by_expert = arriving_We.flatten(), arriving_We.T.flatten()
+    first_row_We = (by_source.cumsum(0) - by_source).view_as(arriving_We)
+    first_place_We = (by_expert.cumsum(0) - by_expert).view_as(arriving_We.T).T
+    shift_We = first_place_We - first_row_We
+    number_R = torch.arange(rows, device=arriving_We.device)
+    arrived_R = number_R - shift_We.T.flatten().repeat_interleave(by_expert, output_size=rows)
+    places_R = number_R + shift_We.flatten().repeat_interleave(by_source, output_size=rows)
+    return arrived_R, places_R
+
+
+def _by_expert_evenly(sources: int, experts: int, limit: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`_by_expert` where every source sent `limit` rows for every expert."""
+    number_R = torch.arange(sources * experts * limit, device=device)
+    arrived_R = number_R.view(sources, experts, limit).transpose(0, 1).flatten()
+    places_R = number_R.view(experts, sources, limit).transpose(0, 1).flatten()
+    return arrived_R, places_R
+
+
+def _padded_order(routing: Routing, experts: int, limit: int, operators: Operators) -> RowOrder:
+    """`order_rows` with `limit` places for every expert.
+
+    Here slots_R holds the TOKEN of each place, T where no slot fills it, and the place of a dropped slot is one past
+    the last.
+    """
+    T, K = routing.experts_TK.shape
+    past = experts * limit
+    order = operators.order_rows(routing.experts_TK, experts)
+    firsts_E = F.pad(order.counts_E.cumsum(0) - order.counts_E, (0, 1))
+    rank_TK = order.places_TK - firsts_E[routing.experts_TK]
+    places_TK = torch.where(routing.experts_TK < experts, routing.experts_TK * limit + rank_TK, past)
+    tokens_TK = torch.arange(T, device=places_TK.device)[:, None].expand(T, K)
+    tokens_R = torch.full((past + 1,), T, device=places_TK.device).index_put((places_TK,), tokens_TK)[:past]
+    return RowOrder(tokens_R, places_TK, torch.full_like(order.counts_E, limit))

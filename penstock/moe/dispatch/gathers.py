@@ -1,0 +1,134 @@
+"""Moves of rows whose gradient is a gather too: the inverse is at hand, so no sum of scattered pieces is needed.
+
+PyTorch's own gradient of a gather adds with atomics, or sorts first: slow, and on a GPU not the same twice.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from penstock.kernels.operators import Operators
+from penstock.kernels.reference import RowOrder
+
+
+def reorder(rows_R: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
+    """Permute dim 0.
+
+    Args:
+        rows_R: numbers or rows (1 or more dims).
+        index_R: int64, what stands at each place of the result.
+        inverse_R: int64, its inverse.
+    """
+    reordered: Tensor = _Reorder.apply(rows_R, index_R, inverse_R)
+    return reordered
+
+
+def spread(x_TD: Tensor, order: RowOrder, operators: Operators) -> Tensor:
+    """Copy each token's row to the places of its slots, dropped ones too; the gradient is the sum over the places.
+
+    Args:
+        x_TD: hidden states.
+        order: of their slots.
+        operators: whose `unpermute` sums.
+
+    Returns:
+        x_RD; the gradient at places of dropped slots is left out.
+    """
+    x_RD: Tensor = _Spread.apply(x_TD, order, operators)
+    return x_RD
+
+
+def spread_padded(x_TD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
+    """Copy each token's row to its places.
+
+    Args:
+        x_TD: hidden states.
+        tokens_R: int64, the token of each place; T where there is none.
+        places_TK: int64, the places of each token; R for one that it does not have.
+
+    Returns:
+        x_RD; zero where there is no token.
+    """
+    x_RD: Tensor = _SpreadPadded.apply(x_TD, tokens_R, places_TK)
+    return x_RD
+
+
+def collect_padded(y_RD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
+    """Sum the rows at each token's places, in float32: the mirror of `spread_padded`.
+
+    Args:
+        y_RD: outputs.
+        tokens_R: as in `spread_padded`.
+        places_TK: as in `spread_padded`.
+
+    Returns:
+        y_TD in the dtype of y.
+    """
+    y_TD: Tensor = _CollectPadded.apply(y_RD, tokens_R, places_TK)
+    return y_TD
+
+
+def _rows_or_zero(x_TD: Tensor, tokens_R: Tensor) -> Tensor:
+    return torch.cat((x_TD, x_TD.new_zeros(1, x_TD.shape[1]))).index_select(0, tokens_R)
+
+
+def _sum_at_places(y_RD: Tensor, places_TK: Tensor) -> Tensor:
+    """Choice by choice: all at once would take K x T x D numbers in float32."""
+    total_TD = y_RD.new_zeros(places_TK.shape[0], y_RD.shape[1], dtype=torch.float32)
+    for places_T in places_TK.unbind(1):
+        total_TD += _rows_or_zero(y_RD, places_T)
+    return total_TD.to(y_RD.dtype)
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_R: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse_R)
+        return rows_R.index_select(0, index_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_R: Tensor) -> tuple[Tensor, None, None]:
+        (inverse_R,) = ctx.saved_tensors
+        return gradient_R.index_select(0, inverse_R), None, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, order: RowOrder, operators: Operators) -> Tensor:
+        ctx.save_for_backward(*order)
+        ctx.operators = operators
+        return x_TD.index_select(0, order.slots_R // order.places_TK.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_RD: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.operators.unpermute(dx_RD, RowOrder(*ctx.saved_tensors)), None, None
+
+
+class _SpreadPadded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(places_TK)
+        return _rows_or_zero(x_TD, tokens_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_RD: Tensor) -> tuple[Tensor, None, None]:
+        (places_TK,) = ctx.saved_tensors
+        return _sum_at_places(dx_RD, places_TK), None, None
+
+
+class _CollectPadded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RD: Tensor, tokens_R: Tensor, places_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens_R)
+        return _sum_at_places(y_RD, places_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:
+        (tokens_R,) = ctx.saved_tensors
+        return _rows_or_zero(dy_TD, tokens_R), None, None
