@@ -18,6 +18,7 @@ TESTS       ?=
 
 BIN  := .venv/bin
 CODE := penstock tests benchmarks tools
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadgroup
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # Triton comes with a GPU build of PyTorch, in that build's version. Beside a CPU build the tests bring this one.
@@ -30,19 +31,23 @@ VENV  := .venv/stamps/made
 READY := .venv/stamps/run-$(KEY)
 DEV   := .venv/stamps/test-$(KEY)
 
-.PHONY: help setup train test lint docs clean
+.PHONY: help setup train test test-all lint docs clean
 
 help: ## show this
 	@echo "Penstock: make TARGET"
-	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile
 	@echo "Variables (PYTHON, TORCH_BUILD, ...) are explained at the top of the Makefile."
 
 train: $(READY) ## set up what is missing, then train the debug preset to the end
 	$(BIN)/penstock train $(RUN)
 
-test: lint ## set up what is missing, then run every check and every test
+test: lint ## set up what is missing, then run every check and every test that is not slow
 	@echo "== pytest"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal $(TESTS)
+	@$(PYTEST) -m 'not slow' $(TESTS)
+
+test-all: lint ## everything, the slow tests too
+	@echo "== pytest, slow tests too"
+	@$(PYTEST) $(TESTS)
 
 lint: $(DEV) ## the checks that run nothing: ruff, mypy, import-linter, house rules
 	@echo "== ruff check";  $(BIN)/ruff check --quiet $(CODE)

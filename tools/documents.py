@@ -25,6 +25,7 @@ from typing import Any
 from penstock.base.shapes import LEGEND
 from penstock.base.spans import Span
 from penstock.config.reference import reference_markdown
+from penstock.parallel.environment import environment_page
 from penstock.train.metrics import reference_page
 from tools.kernel_tables import TABLES
 
@@ -93,6 +94,7 @@ def decisions() -> str:
 GENERATED: dict[str, Callable[[], str]] = {
     "docs/config.md": reference_markdown,
     "docs/decisions/README.md": decisions,
+    "docs/environment.md": environment_page,
     "docs/glossary.md": glossary,
     "docs/metrics.md": reference_page,
 }

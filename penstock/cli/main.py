@@ -20,7 +20,10 @@ WRONG_INPUT = 2
 
 VERBS = (
     Verb("train", "penstock.cli.train", "train", "Train a model: a preset, a TOML file, or a run folder."),
+    Verb("export", "penstock.cli.export", "export", "Write a run's weights under Hugging Face names."),
+    Verb("launch", "penstock.cli.launch", "app", "Print a job script for Slurm, or a manifest for Kubernetes."),
     Verb("config", "penstock.cli.config", "app", "List, show, explain, compare and check configurations."),
+    Verb("layout", "penstock.cli.layout", "layout", "Show who holds what on any number of ranks, starting none."),
     Verb("kernels", "penstock.cli.kernels", "app", "List which kernels will run and why; measure them on this GPU."),
 )
 
@@ -48,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    prepare_environment()
     try:
+        prepare_environment()
         outcome = typer.main.get_command(app).main(arguments, prog_name="penstock", standalone_mode=False)
     except typer.TyperException as error:
         return _refuse(f"{error.format_message().rstrip('.')} (see --help)")

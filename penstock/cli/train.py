@@ -6,13 +6,19 @@
     penstock train runs/first --resume           go on with it; steps, learning rate and the like may be overridden
     penstock train debug --resume                go on with the newest of runs/debug, runs/debug-2, ...
     penstock train debug --dry-run               check everything, say what it would be, write nothing
+    penstock train debug --processes 4           four ranks on this machine; without it, one for each of its GPUs
 
 A run that goes on is described by the config.toml in its folder; the target only finds it. Exit codes: 0 when the last
 step is done, 2 for what the user can mend, 130 and 143 for a run that was stopped on request (penstock/train/stop.py).
+
+The same command is a launcher, which starts itself once for each rank (penstock/parallel/launch.py), or a rank: one
+that the launcher, torchrun or srun has started, or the only one. Ranks that are started again, by any of them, find the
+folder that their launch has made and go on there; rank 0 looks and tells the others.
 """
 
 import os
 import sys
+import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -23,13 +29,23 @@ from rich.console import Console
 
 from penstock.base.errors import DeviceError, RunFolderError
 from penstock.cli.figures import DOT, bytes_text, count_text, duration_text
+from penstock.cli.main import main
 from penstock.cli.view import FORCED_BALANCE, LiveView, PlainView
+from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.presets.registry import is_preset
 from penstock.config.run import Run
 from penstock.models.count import count
-from penstock.parallel.environment import read_environment
-from penstock.parallel.process import choose_device, device_name
+from penstock.parallel.environment import (
+    Environment,
+    environment_line,
+    facts_of_machine,
+    prepare_environment,
+    read_environment,
+)
+from penstock.parallel.launch import LocalLaunch, facts_of_run, processes_to_start, run_processes
+from penstock.parallel.meeting import Meeting, start_process_group, stop_process_group
+from penstock.parallel.process import bind_near, choose_device, device_name
 from penstock.train.loop import Progress, open_store, resume, train_run
 from penstock.train.metrics import MetricsFile, TensorBoard
 from penstock.train.observer import Observer, RunEnd
@@ -39,6 +55,7 @@ from penstock.train.run_folder import (
     check_name,
     check_same_run,
     create_run_folder,
+    find_launched,
     find_run_folder,
 )
 from penstock.train.setup import Session, open_texts, prepare, state_bytes
@@ -69,6 +86,10 @@ def train(
     name: Annotated[str | None, typer.Option("--name", help="Name of the run and its folder.")] = None,
     resumes: Annotated[bool, typer.Option("--resume", help="Go on with the run from its newest checkpoint.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and write nothing.")] = False,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="Ranks to start here; without it, one for each GPU.")
+    ] = None,
+    restarts: Annotated[int, typer.Option("--restarts", min=0, help="Start all again after a rank died.")] = 0,
 ) -> int:
     """Train a model: a preset, a TOML file, or (with --resume) a run folder.
 
@@ -76,24 +97,86 @@ def train(
 
     Exit codes: 0 all steps are done, 2 something is wrong that you can mend, 130 (Ctrl-C) or 143 (SIGTERM) stopped.
     """
-    launch = (_find_run if resumes else _new_run)(target, overrides or [], name)
     environment = read_environment()
-    console = Console(no_color=not environment.color, highlight=False)
-    if dry_run:
-        _print_plan(console, launch)
-        return 0
-    if launch.folder is not None and _is_finished(launch.run, launch.folder):
-        console.print(f"{launch.folder.path} is finished: all {launch.run.training.steps} steps are done")
+    console = Console(no_color=not environment.color, highlight=False, quiet=environment.rank > 0)
+    with Meeting(environment) as meeting:
+        launch = (_find_run if resumes else _new_run)(target, overrides or [], name)
+        started = processes_to_start(launch.run, environment, processes)
+        ranks = environment.world_size * started
+        grid_of(launch.run, ranks)
+        if dry_run:
+            _print_plan(console, launch, ranks)
+            return 0
+        if started > 1 or restarts:
+            if launch.is_named and launch.folder is None:
+                check_is_free(Path(launch.run.record.folder), launch.run.name)
+            options = [*(["--name", name] if name is not None else []), *(["--resume"] if resumes else [])]
+            words = ["train", target, *(overrides or []), *options]
+            return _start_ranks(console, launch.run, environment, started, restarts, words)
+        meeting.open(launch.run.host.timeout_minutes)
+        return _be_a_rank(console, environment, meeting, _launch_of_all(environment, meeting, launch, overrides or []))
+
+
+def _start_ranks(
+    console: Console, run: Run, environment: Environment, processes: int, restarts: int, words: list[str]
+) -> int:
+    """Be the launcher."""
+    machine = replace(facts_of_machine(environment), world=processes, local_world=processes)
+    launch = LocalLaunch(
+        processes=processes,
+        restarts=restarts,
+        name=f"local-{uuid.uuid4().hex}",
+        facts=facts_of_run(run, machine),
+        say=lambda line: console.print(line, markup=False, soft_wrap=True),
+    )
+    return run_processes(main, words, launch)
+
+
+def _be_a_rank(console: Console, environment: Environment, meeting: Meeting, launch: Launch) -> int:
+    """Train, as one of the ranks or as the only one."""
+    run = launch.run
+    if launch.folder is not None and _is_finished(run, launch.folder):
+        console.print(f"{launch.folder.path} is finished: all {run.training.steps} steps are done")
         console.print(f"go on:  penstock train {launch.folder.path} --resume training.steps=N", markup=False)
         return 0
+    facts = facts_of_run(run, facts_of_machine(environment))
+    prepare_environment(facts)
+    device = choose_device(run.device, environment)
+    binding = bind_near(device, environment) if run.host.numa else None
+    start_process_group(meeting, device)
+    console.print(f"environment: {environment_line(facts)}", markup=False, soft_wrap=True)
+    if binding is not None:
+        console.print(f"rank {environment.rank} keeps to {binding}", markup=False, soft_wrap=True)
     try:
         with console.status("preparing data and model"):
-            session = prepare(launch.run, environment)
-        return _run(console, launch, session)
+            session = prepare(run, environment)
+        code = _run(console, launch, session, environment, meeting)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             "the GPU is out of memory", got=str(error).partition(". ")[0], fix="a smaller training.micro_batch or model"
         ) from error
+    stop_process_group()
+    return code
+
+
+def _launch_of_all(environment: Environment, meeting: Meeting, launch: Launch, overrides: list[str]) -> Launch:
+    """What all ranks do: what the command line asks for, or go on with the folder that they made before a restart."""
+
+    def made_before() -> str | None:
+        if launch.folder is not None:
+            return None
+        parent = Path(launch.run.record.folder)
+        folder = find_launched(parent, environment.launch) if environment.launch else None
+        if folder is None and environment.restarts and not environment.launch:
+            raise RunFolderError(
+                "a restart does not know with which run it goes on", got="a launch without a name", fix="--rdzv-id NAME"
+            )
+        if folder is None and launch.is_named:
+            check_is_free(parent, launch.run.name)
+        return None if folder is None else str(folder.path)
+
+    path = meeting.agree(made_before)
+    return launch if path is None else _find_run(path, overrides, None)
 
 
 def _new_run(target: str, overrides: list[str], name: str | None) -> Launch:
@@ -107,7 +190,6 @@ def _new_run(target: str, overrides: list[str], name: str | None) -> Launch:
     if name is not None:
         check_name(name)
         run = run.model_copy(update={"name": name})
-        check_is_free(Path(run.record.folder), name)
     return Launch(run, None, is_named=name is not None)
 
 
@@ -135,33 +217,47 @@ def _is_finished(run: Run, folder: RunFolder) -> bool:
     return latest is not None and latest >= run.training.steps
 
 
-def _run(console: Console, launch: Launch, session: Session) -> int:
+def _run(console: Console, launch: Launch, session: Session, environment: Environment, meeting: Meeting) -> int:
     """Take or make the folder, then train."""
     if launch.folder is None:
-        run, folder = create_run_folder(session.run, number_if_taken=not launch.is_named)
-        session = replace(session, run=run)
-        store, begin = open_store(run, folder), Progress()
+
+        def make_folder() -> list[str]:
+            run, folder = create_run_folder(session.run, number_if_taken=not launch.is_named, launch=environment.launch)
+            return [run.name, str(folder.path)]
+
+        name, path = meeting.agree(make_folder)
+        session = replace(session, run=session.run.model_copy(update={"name": name}))
+        folder = RunFolder(Path(path))
+        store, begin = open_store(session.run, folder, session.axes.world), Progress()
     else:
         folder = launch.folder
-        store = open_store(session.run, folder)
+        store = open_store(session.run, folder, session.axes.world)
         begin = resume(session, folder, store)
     view = LiveView(console) if console.is_terminal and not console.is_dumb_terminal else PlainView(console)
-    record = session.run.record
-    observers: list[Observer] = [MetricsFile(folder.metrics, record.every)]
-    if record.tensorboard:
-        observers.append(TensorBoard(folder.tensorboard, record.every, begin.steps))
+    observers = _writers(session, folder, begin) if environment.rank == 0 else []
     observers.append(view)
     try:
         with StopRequest(view.stopping) as stop:
             end = train_run(session, folder, store, begin, observers, stop)
     except KeyboardInterrupt:
         newest = store.latest()
-        print(f"stopped at once; newest checkpoint: {'none' if newest is None else f'step {newest}'}", file=sys.stderr)
+        if environment.rank == 0:
+            found = "none" if newest is None else f"step {newest}"
+            print(f"stopped at once; newest checkpoint: {found}", file=sys.stderr)
         sys.stdout.flush()
         # A checkpoint may be on its way to disk in a thread that Python would wait for. What is half written is hidden.
         os._exit(INTERRUPTED)
     _print_end(console, folder, end)
     return stop.exit_code if end.stopped_by else 0
+
+
+def _writers(session: Session, folder: RunFolder, begin: Progress) -> list[Observer]:
+    """What the first rank writes for all."""
+    record = session.run.record
+    writers: list[Observer] = [MetricsFile(folder.metrics, record.every)]
+    if record.tensorboard:
+        writers.append(TensorBoard(folder.tensorboard, record.every, begin.steps))
+    return writers
 
 
 def _print_end(console: Console, folder: RunFolder, end: RunEnd) -> None:
@@ -184,7 +280,7 @@ def _print_end(console: Console, folder: RunFolder, end: RunEnd) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _print_plan(console: Console, launch: Launch) -> None:
+def _print_plan(console: Console, launch: Launch, ranks: int) -> None:
     """Open the data, find the device, count the model; then say what would be trained."""
     run = launch.run
     device = choose_device(run.device)
@@ -200,7 +296,7 @@ def _print_plan(console: Console, launch: Launch) -> None:
         "memory": f"{bytes_text(state_bytes(run))} for weights, gradients and optimizer, before activations",
         "data": f"{len(texts.train):,} documents, {held_out} held out",
         "batch": f"{run.tokens_per_step:,} tokens a step, {count_text(tokens)} in {run.training.steps:,} steps",
-        "device": f"{device_name(device)} ({device})",
+        "device": f"{device_name(device)} ({device})" + (f", {ranks} ranks" if ranks > 1 else ""),
     }
     where = f"goes on in {launch.folder.path}" if launch.folder else f"is new, in {run.record.folder}"
     console.print(f"run {run.name} {where}; nothing was written", markup=False, soft_wrap=True)

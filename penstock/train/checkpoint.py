@@ -1,75 +1,88 @@
-"""Checkpoints of a run: whole or not there, the last few of them, written while training goes on.
+"""Checkpoints of a run: whole or not there, the last few of them, written while training goes on, read by any layout.
 
 `save` goes through five phases; the last four run in a thread if the store is asynchronous:
 
-    1. stage     copy tensors to host memory (pinned for GPUs), so that training may change them
-    2. write     tensors by torch.distributed.checkpoint as safetensors, everything else as JSON, into
-                 `.step-000123.partial-PID`, and sync all of it to disk
-    3. seal      manifest.json: sizes and checksums (penstock/train/manifest.py)
-    4. publish   rename to `step-000123` and sync the folder
-    5. prune     hide (rename), then delete what is older than the last `keep`
+    1. stage     each rank copies what it writes to host memory (pinned for GPUs), so that training may change it
+    2. write     each rank writes its rectangles as safetensors into `.step-000123.partial-PID`, and syncs them to disk
+    3. seal      the first rank writes facts.json and manifest.json (penstock/train/manifest.py)
+    4. publish   it renames the folder to `step-000123` and syncs the folder above
+    5. prune     it hides (renames), then deletes what is older than the last `keep`
 
-A name without a leading dot therefore belongs to a whole checkpoint, wherever the process is killed. What a killed
+A name without a leading dot therefore belongs to a whole checkpoint, wherever a process is killed. What a killed
 process leaves under hidden names is deleted by the next save, and not sooner: whoever only reads must not touch what
 another process may be writing.
 
-One save runs at a time; the next one waits for it. An error in the thread is raised by the next `save`, `load`, `wait`
-or `close`. A failed save leaves no trace, and older checkpoints are deleted only after a newer one is whole.
+The ranks share a file system and end every phase together: an error on one is an error on all, with the same line. One
+save runs at a time; the next one waits for it. An error in the thread is raised by the next `save`, `load`, `wait` or
+`close`. A failed save leaves no trace, and older checkpoints are deleted only after a newer one is whole.
 
-Nothing is ever unpickled: tensors are read by safetensors, the rest by the json module.
+Nothing is ever unpickled: tensors are read by safetensors, the rest by the json module; ranks, too, talk in JSON.
 """
 
 import json
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from penstock.base.errors import CheckpointError
+from penstock.base.errors import CheckpointError, PenstockError
+from penstock.parallel.axes import ALONE, Axis
+from penstock.parallel.holding import Part
+from penstock.parallel.messages import Messages
 from penstock.train.manifest import (
     FACTS,
+    Written,
     check_files,
     check_no_more_tensors,
     check_tensors,
     describe,
+    files_of,
+    merge,
     parse_json,
     read_manifest,
     write_manifest,
 )
-from penstock.train.run_folder import write_whole
-
-FILE_BYTES = 256 << 20
-"""Tensors that share a file. The writer builds a file in memory first and holds Python's lock while it copies."""
+from penstock.train.parts import fill_parts, write_parts
+from penstock.train.run_folder import sync, write_whole
+from penstock.train.tensor_files import fingerprint
 
 
 class CheckpointStore:
     """The checkpoints in one folder, which is made by the first save.
 
+    With many ranks, all of them make the store and call `save`, `load`, `wait` and `close` in the same order. The other
+    methods look at the folder only.
+
     Args:
-        folder: holds `step-000123`, one folder for each checkpoint.
+        folder: holds `step-000123`, one folder for each checkpoint; all ranks see it.
         keep: how many stay after a save, the newest first; 0 keeps all.
-        asynchronous: write in the background. Costs host memory of the size of a checkpoint.
+        asynchronous: write in the background. Costs host memory of the size of what the rank writes.
+        world: all ranks of the run.
     """
 
-    def __init__(self, folder: Path, keep: int, asynchronous: bool) -> None:
+    def __init__(self, folder: Path, keep: int, asynchronous: bool, world: Axis = ALONE.world) -> None:
         self._folder = folder
         self._keep = keep
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._running: Future[None] | None = None
         self._staged: dict[str, Tensor] = {}
-        # To have no process group is on purpose. Filters set just around the calls would not be safe with threads.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        # Used by the thread while it runs, and else by `load`: never by two at once.
+        self._messages = Messages(world)
+        self._owner = self._messages.from_first(os.getpid())
+
+    @property
+    def rank(self) -> int:
+        """Ours among those that save together."""
+        return self._messages.rank
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, ascending. Only names are looked at."""
@@ -86,14 +99,14 @@ class CheckpointStore:
         """Folder of the checkpoint of a step, which may not be there."""
         return self._folder / f"step-{step:06d}"
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    def save(self, step: int, parts: Mapping[str, Part], facts: Mapping[str, Any]) -> None:
         """Save a checkpoint; one of the same step is replaced.
 
         Args:
             step: optimizer steps done.
-            tensors: of any type and shape, on any device; no two of them share memory. All are copied before this
-                returns (asynchronous) or written (else).
-            facts: everything else, as JSON knows it.
+            parts: what this rank holds. No two tensors that are written share memory, and all ranks together write each
+                tensor once. They are copied before this returns (asynchronous) or written (else).
+            facts: everything else, as JSON knows it; those of the first rank are saved.
 
         Raises:
             CheckpointError: this save, or the one before if that ran in the background, could not be written.
@@ -101,17 +114,18 @@ class CheckpointStore:
         self.wait()
         text = json.dumps(facts, allow_nan=False, indent=1)
         if self._thread is None:
-            self._write(step, {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, text)
+            self._write(step, parts, text)
         else:
-            self._stage(tensors)
-            self._running = self._thread.submit(self._write, step, self._staged, text)
+            self._running = self._thread.submit(self._write, step, self._stage(parts), text)
 
-    def load(self, step: int, into: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Fill tensors from a checkpoint. None of them is touched unless all of the checkpoint is good.
+    def load(self, step: int, into: Mapping[str, Part], *, all_of_it: bool = True) -> dict[str, Any]:
+        """Fill tensors from a checkpoint of any layout. None of them is touched unless all of it is good.
 
         Args:
             step: which checkpoint.
-            into: exactly the tensors that were saved: names, types, shapes; on any device.
+            into: what this rank holds, on any device. All ranks together hold exactly the tensors that were saved:
+                names, types, shapes.
+            all_of_it: False lets tensors of the checkpoint be left out; what is not needed is not read.
 
         Returns:
             The facts that were saved.
@@ -121,28 +135,35 @@ class CheckpointStore:
                 be read.
         """
         self.wait()
-        folder = self._existing(step)
-        with _user_errors(f"cannot read {folder}"):
-            manifest = read_manifest(folder)
-            check_tensors(folder, manifest.tensors, describe(into))
+        folder = self.path(step)
+        with self._phase(f"cannot read {folder}"):
+            manifest = read_manifest(self._existing(step))
+        wanted = _same_step(self._messages.all_gather([step, describe(into)]))
+        with self._phase(f"cannot read {folder}"):
+            saved = manifest.kinds if all_of_it else {name: manifest.kinds.get(name, "none") for name in wanted}
+            check_tensors(folder, saved, wanted)
             check_no_more_tensors(folder, manifest)
-            check_files(folder, manifest.files)
+            # Every file is read whole once, by one of the ranks, to be checked.
+            ours = files_of(manifest, wanted)[self.rank :: self._messages.ranks]
+            check_files(folder, {name: manifest.files[name] for name in ours})
             facts = _facts(folder)
-            targets = {name: tensor.detach() for name, tensor in into.items()}
-            state_dict_loader.load(targets, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-            return facts
+        with self._phase(f"cannot read {folder}"):
+            fill_parts(folder, manifest.tensors, into)
+        return facts
 
     def read_facts(self, step: int) -> dict[str, Any]:
-        """Facts of a checkpoint, without its tensors.
+        """Facts of a checkpoint, without its tensors. Each rank for itself.
 
         Raises:
             CheckpointError: as for `load`, as far as facts are concerned.
         """
         folder = self._existing(step)
-        with _user_errors(f"cannot read {folder}"):
+        try:
             manifest = read_manifest(folder)
             check_files(folder, {FACTS: manifest.files[FACTS]})
             return _facts(folder)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {folder}", got=error.strerror or error) from error
 
     def wait(self) -> None:
         """Return when nothing is being written.
@@ -165,6 +186,7 @@ class CheckpointStore:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
+            self._messages.close()
 
     def _existing(self, step: int) -> Path:
         folder = self.path(step)
@@ -173,35 +195,48 @@ class CheckpointStore:
             raise CheckpointError(f"there is no checkpoint of step {step} in {self._folder}", allowed=steps or "none")
         return folder
 
-    def _stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """Phase 1: copy tensors into host memory that is kept for the next save, since pinning is slow."""
-        if describe(tensors) != describe(self._staged):
+    def _stage(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+        """Phase 1: copy what we write into host memory that is kept for the next save, since pinning is slow."""
+        written = {name: part.tensor.detach() for name, part in parts.items() if part.writes}
+        if _sizes(written) != _sizes(self._staged):
             self._staged = {
                 name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                for name, tensor in tensors.items()
+                for name, tensor in written.items()
             }
-        for name, copy in self._staged.items():
-            copy.copy_(tensors[name].detach(), non_blocking=True)
-        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        for name, tensor in written.items():
+            self._staged[name].copy_(tensor, non_blocking=True)
+        for device in {tensor.device for tensor in written.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
+        return {name: replace(part, tensor=self._staged.get(name, part.tensor)) for name, part in parts.items()}
 
-    def _write(self, step: int, tensors: Mapping[str, Tensor], facts: str) -> None:
-        """Phases 2 to 5."""
+    def _write(self, step: int, parts: Mapping[str, Part], facts: str) -> None:
+        """Phases 2 to 5. All ranks leave together, after the first one has cleaned up."""
         partial = self._hidden(step, "partial")
-        with _user_errors(f"cannot write {self.path(step)}"):
+        with self._phase(f"cannot write {self.path(step)}"):
             try:
+                self._write_phases(step, parts, facts, partial)
+            finally:
+                if self.rank == 0:
+                    shutil.rmtree(partial, ignore_errors=True)  # not there any more if all went well
+
+    def _write_phases(self, step: int, parts: Mapping[str, Part], facts: str, partial: Path) -> None:
+        is_first = self.rank == 0
+        what = f"cannot write {self.path(step)}"
+        with self._phase(what):
+            if is_first:
                 self._remove_leftovers()
                 partial.mkdir(parents=True)
-                _write_tensors(partial, tensors)
-                write_whole(partial / FACTS, facts)
-                write_manifest(partial, step, describe(tensors))
-                _sync_folder(partial)
-                self._publish(step, partial)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)  # not there any more if all went well
-            if self._keep:
-                for old in [old for old in self.steps() if old <= step][: -self._keep]:
-                    self._remove(old)
+        with self._phase(what):
+            written = write_parts(partial, parts, self.rank)
+        ranks = self._messages.gather(asdict(written))
+        if is_first:
+            everything = merge([Written.from_json(one) for one in ranks])
+            write_whole(partial / FACTS, facts)
+            everything.files[FACTS] = fingerprint(partial / FACTS)
+            write_manifest(partial, step, everything)
+            sync(partial)
+            self._publish(step, partial)
+            self._prune(step)
 
     def _publish(self, step: int, partial: Path) -> None:
         # A folder cannot be renamed over another. Between the two renames neither is there, for microseconds.
@@ -209,65 +244,87 @@ class CheckpointStore:
         if self.path(step).exists():
             self.path(step).rename(replaced)
         partial.rename(self.path(step))
-        _sync_folder(self._folder)
+        sync(self._folder)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def _remove(self, step: int) -> None:
-        """Delete a checkpoint, which takes time, so that it is never half there."""
-        hidden = self._hidden(step, "removed")
-        self.path(step).rename(hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+    def _prune(self, step: int) -> None:
+        """Delete old checkpoints, which takes time, so that none is ever half there."""
+        if self._keep:
+            for old in [old for old in self.steps() if old <= step][: -self._keep]:
+                hidden = self._hidden(old, "removed")
+                self.path(old).rename(hidden)
+                shutil.rmtree(hidden, ignore_errors=True)
 
     def _hidden(self, step: int, why: str) -> Path:
-        return self._folder / f".{self.path(step).name}.{why}-{os.getpid()}"
+        return self._folder / f".{self.path(step).name}.{why}-{self._owner}"
 
     def _remove_leftovers(self) -> None:
         for path in self._folder.glob(".step-*"):
             shutil.rmtree(path, ignore_errors=True)
 
-
-@contextmanager
-def _user_errors(what: str) -> Iterator[None]:
-    """Turn what the system refuses (no space, no permission, a bad disk) into one line for the user."""
-    try:
-        yield
-    except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
-        if not isinstance(cause, OSError):
-            raise cause from error
-        raise CheckpointError(what, got=cause.strerror or cause) from cause
-    except OSError as error:
-        raise CheckpointError(what, got=error.strerror or error) from error
+    def _phase(self, what: str) -> "_Phase":
+        return _Phase(self._messages, what)
 
 
-def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=_files_of(tensors), save_distributed=True)
-    # Copying ahead runs on the thread's current GPU, which in a new thread is the first one and perhaps not ours.
-    writer.per_thread_copy_ahead = 0
-    state_dict_saver.save(dict(tensors), storage_writer=writer, no_dist=True)
+class _Phase:
+    """Something that all ranks do, and end together: well, or with the error of the first rank that has one.
+
+    What the system refuses (no space, no permission, a bad disk) becomes one line for the user. A fault of ours keeps
+    its traceback on the rank that has it.
+
+    Args:
+        messages: between the ranks.
+        what: cannot be done, if there is an error.
+    """
+
+    def __init__(self, messages: Messages, what: str) -> None:
+        self._messages = messages
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        own = self._line(error)
+        line = next(filter(None, self._messages.all_gather(own)), None)
+        is_said = isinstance(error, CheckpointError) and own == line
+        is_ours = error is not None and not isinstance(error, OSError | PenstockError | SafetensorError)
+        if line is not None and not is_said and not is_ours:
+            raise CheckpointError(line) from error
+
+    def _line(self, error: BaseException | None) -> str | None:
+        match error:
+            case None:
+                return None
+            case PenstockError():
+                return str(error)
+            case OSError():
+                return str(CheckpointError(self._what, got=error.strerror or error))
+            case _:
+                return str(CheckpointError(self._what, got=f"{type(error).__name__}: {error}"))
 
 
-def _files_of(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Number of the file for each tensor, from 1: in order, a new file when the next tensor would not fit."""
-    files: dict[str, int] = {}
-    number, filled = 1, 0
-    for name, tensor in tensors.items():
-        if filled and filled + tensor.nbytes > FILE_BYTES:
-            number, filled = number + 1, 0
-        files[name] = number
-        filled += tensor.nbytes
-    return files
+def _same_step(ranks: list[tuple[int, dict[str, str]]]) -> dict[str, str]:
+    """Kinds of the tensors that all ranks together want, each of which asks for the same step."""
+    steps = [step for step, _ in ranks]
+    if len(set(steps)) > 1:
+        raise CheckpointError(
+            "ranks want to read checkpoints of different steps",
+            got=steps,
+            fix="put the run folder where all machines see the same files",
+        )
+    wanted: dict[str, str] = {}
+    for _, kinds in ranks:
+        for name, kind in kinds.items():
+            assert wanted.setdefault(name, kind) == kind, f"{name} is {kind} on one rank, {wanted[name]} on another"
+    return wanted
+
+
+def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 def _facts(folder: Path) -> dict[str, Any]:
     facts: dict[str, Any] = parse_json(folder / FACTS)
     return facts
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make renames and new names in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,7 +17,7 @@ Gradients are taken aside with autograd.grad: the optimizer's own are not touche
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,17 @@ from torch import Tensor, nn
 
 from penstock.base.errors import NonFiniteError
 from penstock.data.batch import Batch
+from penstock.data.evaluation import Evaluation
 from penstock.models.decoder import Decoder
+from penstock.models.rank_model import RankModel
 from penstock.moe.balance import reset_loads
-from penstock.train.loss import GlobalBatch, LossRule, model_loss
+from penstock.parallel.messages import Messages
+from penstock.parallel.shard import own_rows
+from penstock.train.global_batch import GlobalBatch, MicroBatch, cut, read
+from penstock.train.loss import LossRule, model_loss
+from penstock.train.optimizer import MasterAdamW
 from penstock.train.run_folder import write_whole
+from penstock.train.step import StepRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +86,18 @@ class Finding:
     origin: Origin | None
     checkpoint: str | None
 
-    def write(self, path: Path) -> NonFiniteError:
+    def write(self, path: Path, *, writes: bool = True) -> NonFiniteError:
         """Write the report.
+
+        Args:
+            path: nonfinite.json.
+            writes: this rank does it.
 
         Returns:
             The error that ends the run.
         """
-        write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
+        if writes:
+            write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
         where = "no memory was left to find out where it began" if self.origin is None else str(self.origin)
         return NonFiniteError(
             f"the {self.figure} of step {self.step} is {self.value}: {where}",
@@ -93,37 +105,83 @@ class Finding:
         )
 
 
-def find_origin(model: Decoder, whole: GlobalBatch, rule: LossRule) -> Origin | None:
-    """Run a step's micro-batches again and find where values stop being finite. Expert loads are reset.
+def find_origin(model: RankModel, optimizer: MasterAdamW, batch: Batch, rule: StepRule) -> Origin | None:
+    """Find where the values of a step stopped being finite. Expert loads are reset.
+
+    A run on one device runs its micro-batches again under watch. Among several ranks a second run could leave some of
+    them waiting for others that have stopped, so they look at what the step has left: parameters, and the gradients
+    that were not applied.
 
     Args:
         model: as it was before the step, in training mode.
-        whole: the global batch of the step.
-        rule: of the loss.
+        optimizer: with the gradients of the step.
+        batch: our rows of the step.
+        rule: of the step.
 
     Returns:
         The origin, or None if a GPU had no memory left for the search.
     """
+    if model.axes.world.size > 1:
+        return _origin_among_ranks(model, optimizer)
     try:
-        return _find_origin(model, whole, rule)
+        return _watch_all(model.whole, cut(batch, rule.cut), rule.loss)
     except torch.OutOfMemoryError:
         return None
 
 
-def _find_origin(model: Decoder, whole: GlobalBatch, rule: LossRule) -> Origin:
+def find_held_out_origin(model: RankModel, rows: Evaluation, rule: StepRule) -> Origin | None:
+    """Find where the held-out loss stopped being finite; as `find_origin`."""
+    if model.axes.world.size > 1:
+        return _first_broken(model, dict(model.named_parameters()), "parameter")
+    counted = torch.full((1 + rule.loss.depths,), rows.tokens, dtype=torch.float64, device=rule.cut.device)
+    micro_batches = tuple(read(batch, rule.cut) for batch in rows.batches)
+    try:
+        return _watch_all(model.whole, GlobalBatch(micro_batches=micro_batches, counted=counted), rule.loss)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _origin_among_ranks(model: RankModel, optimizer: MasterAdamW) -> Origin:
+    """All ranks find the same: the first broken parameter of any, else the deepest broken gradient."""
+    origin = _first_broken(model, dict(model.named_parameters()), "parameter")
+    origin = origin or _first_broken(model, dict(optimizer.gradients()), "gradient")
+    return origin or Origin(place="sum of gradients", name="")
+
+
+def _first_broken(
+    model: RankModel, tensors: Mapping[str, Tensor], place: Literal["parameter", "gradient"]
+) -> Origin | None:
+    """Of all ranks. NaN goes from a layer's gradient to those of all before it, so of gradients the last one counts."""
+    own = [name for name, tensor in tensors.items() if not is_finite(own_rows(tensor)[0])]
+    messages = Messages(model.axes.world)
+    names = sorted({name for names in messages.all_gather(own) for name in names}, key=_depth)
+    messages.close()
+    if not names:
+        return None
+    name = names[0] if place == "parameter" else names[-1]
+    return Origin(place=place, name=name, layer=layer_of(name), parameters=tuple(names))
+
+
+def _depth(name: str) -> tuple[int, int, str]:
+    """Order of forward: embedding, layers, what stands behind them."""
+    layer = layer_of(name)
+    return (0, 0, name) if name.startswith("embed") else (2, 0, name) if layer is None else (1, layer, name)
+
+
+def _watch_all(model: Decoder, whole: GlobalBatch, rule: LossRule) -> Origin:
     broken = tuple(name for name, parameter in model.named_parameters() if not is_finite(parameter))
     if broken:
         return Origin(place="parameter", name=broken[0], layer=layer_of(broken[0]), parameters=broken)
-    reset_loads(model)
-    origins = (_watch(model, batch, whole, rule) for batch in whole.micro_batches)
+    reset_loads([model])
+    origins = (_watch(model, batch, whole.counted, rule) for batch in whole.micro_batches)
     found = next(((index, origin) for index, origin in enumerate(origins) if origin is not None), None)
-    reset_loads(model)
+    reset_loads([model])
     if found is None:
         return Origin(place="sum of gradients", name="")
     return replace(found[1], micro_batch=found[0])
 
 
-def _watch(model: Decoder, batch: Batch, whole: GlobalBatch, rule: LossRule) -> Origin | None:
+def _watch(model: Decoder, batch: MicroBatch, counted: Tensor, rule: LossRule) -> Origin | None:
     """Forward and backward of one micro-batch; None if everything is finite."""
     broken: list[str] = []
 
@@ -132,7 +190,7 @@ def _watch(model: Decoder, batch: Batch, whole: GlobalBatch, rule: LossRule) -> 
             broken.append(name or "the model")
 
     hooks = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules()]
-    total = model_loss(model, batch, whole, rule).total
+    total = model_loss(model, batch, counted, rule).total
     for hook in hooks:
         hook.remove()
     if broken:

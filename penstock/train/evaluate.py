@@ -9,31 +9,35 @@ import math
 import time
 
 import torch
+import torch.distributed as dist
 
 from penstock.data.evaluation import Evaluation
-from penstock.kernels.linear_cross_entropy import linear_cross_entropy
-from penstock.models.decoder import Decoder
+from penstock.models.rank_model import RankModel
+from penstock.train.global_batch import CutRule, read
+from penstock.train.loss import LossRule
 from penstock.train.observer import HeldOutLoss
+from penstock.train.passes import held_out_nats
 
 
 @torch.no_grad()
-def evaluate(model: Decoder, rows: Evaluation, chunk_tokens: int | None = None) -> HeldOutLoss:
-    """Measure a model. Its weights, expert loads and mode are what they were before.
+def evaluate(model: RankModel, rows: Evaluation, cut: CutRule, rule: LossRule) -> HeldOutLoss:
+    """Measure a model. Its weights, expert loads and mode are what they were before. All ranks measure together.
 
     Args:
         model: in training mode.
-        rows: held-out rows on the CPU, with the text that they stand for.
-        chunk_tokens: tokens whose logits exist at once; None leaves it to the kernel.
+        rows: our held-out rows on the CPU, with the text that all ranks' rows stand for.
+        cut: how rows are cut.
+        rule: of the loss.
     """
     begin = time.perf_counter()
-    device = model.head_VD.device
-    model.eval()  # routers do not count load
-    nats = torch.zeros((), dtype=torch.float64, device=device)
-    for cpu_batch in rows.batches:
-        batch = cpu_batch.to(device)
-        hidden_TD = model(batch.tokens_BS, batch.positions_BS, batch.documents_BS).main_BSD.flatten(0, 1)
-        nats += linear_cross_entropy(hidden_TD, model.head_VD, batch.labels_BS.flatten(), chunk_tokens=chunk_tokens)
+    model.train(False)  # routers do not count load
+    nats = held_out_nats(model, [read(batch, cut) for batch in rows.batches], rule)
     model.train()
+    world = model.axes.world
+    if world.group is not None:
+        # Ranks that share the vocabulary have the same sum; one of them says it.
+        nats = nats if model.axes.tensor.rank == 0 else torch.zeros_like(nats)
+        dist.all_reduce(nats, group=world.group)
     total = nats.item()
     return HeldOutLoss(
         loss=total / rows.tokens,

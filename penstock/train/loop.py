@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from signal import SIGTERM
 from typing import Any
 
 from penstock.base.errors import NonFiniteError
@@ -27,18 +28,18 @@ from penstock.config.run import Run
 from penstock.data.batch import Batch
 from penstock.data.evaluation import Evaluation
 from penstock.data.loader import SavedPlace
+from penstock.parallel.axes import ALONE, Axis
 from penstock.parallel.process import peak_memory_bytes
 from penstock.train.checkpoint import CheckpointStore
-from penstock.train.diagnose import Finding, find_origin
+from penstock.train.diagnose import Finding, find_held_out_origin, find_origin
 from penstock.train.evaluate import evaluate
-from penstock.train.loss import GlobalBatch, cut
 from penstock.train.metrics import drop_after
 from penstock.train.observer import HeldOutLoss, Observer, RunEnd, RunStart, StepReport
 from penstock.train.run_folder import RunFolder
 from penstock.train.schedule import learning_rate
 from penstock.train.setup import Session
 from penstock.train.state import random_state, restore_random_state, restore_state, save_state
-from penstock.train.step import StepResult, step_rule, train_step
+from penstock.train.step import StepResult, largest, train_step
 from penstock.train.stop import StopRequest
 
 
@@ -63,9 +64,15 @@ class Place:
     random: dict[str, Any]
 
 
-def open_store(run: Run, folder: RunFolder) -> CheckpointStore:
-    """The checkpoints of a run."""
-    return CheckpointStore(folder.checkpoints, run.checkpoint.keep, run.checkpoint.asynchronous)
+def open_store(run: Run, folder: RunFolder, world: Axis = ALONE.world) -> CheckpointStore:
+    """The checkpoints of a run.
+
+    Args:
+        run: says how many are kept, and whether they are written in the background.
+        folder: of the run.
+        world: all ranks, which call this together; one rank that only looks is alone.
+    """
+    return CheckpointStore(folder.checkpoints, run.checkpoint.keep, run.checkpoint.asynchronous, world)
 
 
 def resume(session: Session, folder: RunFolder, store: CheckpointStore) -> Progress:
@@ -87,8 +94,9 @@ def resume(session: Session, folder: RunFolder, store: CheckpointStore) -> Progr
     if latest is not None:
         notes = restore_state(store, latest, session.state)
         progress = Progress(latest, notes["tokens_seen"])
-    drop_after(folder.metrics, progress.steps)
-    folder.write_config(session.run)
+    if session.axes.rank == 0:
+        drop_after(folder.metrics, progress.steps)
+        folder.write_config(session.run)
     return progress
 
 
@@ -139,7 +147,7 @@ class _Loop:
     ) -> None:
         self._session = session
         self._run = session.run
-        self._rule = step_rule(session.run)
+        self._rule = session.rule
         self._folder = folder
         self._store = store
         self._begin = begin
@@ -150,13 +158,14 @@ class _Loop:
         """Make all steps that are left."""
         steps = self._run.training.steps
         self._announce()
-        done, saved, last = self._begin, self._begin.steps, None
-        while done.steps < steps and stop.signal is None:
+        done, saved, last, is_stopping = self._begin, self._begin.steps, None, False
+        while done.steps < steps and not is_stopping:
             last = self._step(done)
             done = Progress(last.step, last.tokens_seen)
             for observer in self._observers:
                 observer.stepped(last)
-            is_end = done.steps == steps or stop.signal is not None
+            is_stopping = self._agree_to_stop(stop)
+            is_end = done.steps == steps or is_stopping
             if self._run.checkpoint.enabled and (is_end or _is_due(done.steps, self._run.checkpoint.every)):
                 self._save(done)
                 saved = done.steps
@@ -168,7 +177,7 @@ class _Loop:
             seconds=time.perf_counter() - self._begin_seconds,
             checkpoint=self._store.path(saved) if saved else None,
             last=last,
-            stopped_by=stop.signal.name if stop.signal is not None and done.steps < steps else None,
+            stopped_by=(stop.signal or SIGTERM).name if is_stopping and done.steps < steps else None,
         )
 
     def _announce(self) -> None:
@@ -206,7 +215,7 @@ class _Loop:
         is_due = step == self._run.training.steps or (every and (step == 1 or step % every == 0))
         if rows is None or not is_due:
             return None
-        held_out = evaluate(self._session.model, rows, self._rule.loss.chunk_tokens)
+        held_out = evaluate(self._session.model, rows, self._rule.cut, self._rule.loss)
         if not math.isfinite(held_out.loss):
             raise self._halt_after(step, rows, held_out)
         return held_out
@@ -215,6 +224,7 @@ class _Loop:
         self, done: Progress, result: StepResult, rate: float, seconds: float, evaluation: HeldOutLoss | None
     ) -> StepReport:
         tokens, peak = self._run.tokens_per_step, self._session.peak_flops
+        per_device = tokens / seconds / self._session.axes.world.size
         moe = self._run.model.moe
         return StepReport(
             step=done.steps + 1,
@@ -223,15 +233,22 @@ class _Loop:
             gradient_norm=result.gradient_norm,
             learning_rate=rate,
             tokens_seen=done.tokens + tokens,
-            tokens_per_second_per_device=tokens / seconds,
+            tokens_per_second_per_device=per_device,
             step_seconds=seconds,
             elapsed_seconds=time.perf_counter() - self._begin_seconds,
-            model_flops_utilization=self._session.size.flops_per_token * tokens / seconds / peak if peak else None,
-            peak_memory_bytes=peak_memory_bytes(self._session.device),
+            model_flops_utilization=self._session.size.flops_per_token * per_device / peak if peak else None,
+            peak_memory_bytes=int(self._largest(peak_memory_bytes(self._session.device))),
             forced_balance=moe is not None and moe.balance.force,
             layers=result.layers,
             evaluation=evaluation,
         )
+
+    def _agree_to_stop(self, stop: StopRequest) -> bool:
+        """Whether any rank was asked to; all of them then stop after the same step."""
+        return self._largest(stop.signal is not None) > 0
+
+    def _largest(self, value: float) -> float:
+        return largest([value], self._session.axes.world, self._session.device)[0]
 
     def _save(self, done: Progress) -> None:
         save_state(self._store, done.steps, self._session.state, {"tokens_seen": done.tokens})
@@ -250,32 +267,28 @@ class _Loop:
             self._save(done)
             self._store.wait()
 
-        # 3. Run the step again under watch.
-        rule = self._rule
-        whole = cut(batch, rule.micro_batch, rule.loss.depths, self._session.device)
+        # 3. Look where it began.
         finding = Finding(
             figure="gradient norm" if math.isfinite(result.loss) else "loss",
             value=str(result.gradient_norm if math.isfinite(result.loss) else result.loss),
             step=done.steps + 1,
-            origin=find_origin(self._session.model, whole, rule.loss),
+            origin=find_origin(self._session.model, self._session.state.optimizer, batch, self._rule),
             checkpoint=str(self._store.path(done.steps)),
         )
-        return finding.write(self._folder.nonfinite)
+        return finding.write(self._folder.nonfinite, writes=self._session.axes.rank == 0)
 
     def _halt_after(self, step: int, rows: Evaluation, held_out: HeldOutLoss) -> NonFiniteError:
         """The step itself was finite, but its update spoiled the model: there is no state to save any more."""
         self._store.wait()
         latest = self._store.latest()
-        micro_batches = tuple(batch.to(self._session.device) for batch in rows.batches)
-        whole = GlobalBatch(micro_batches, (rows.tokens,) * (1 + self._rule.loss.depths))
         finding = Finding(
             figure="held-out loss",
             value=str(held_out.loss),
             step=step,
-            origin=find_origin(self._session.model, whole, self._rule.loss),
+            origin=find_held_out_origin(self._session.model, rows, self._rule),
             checkpoint=None if latest is None else str(self._store.path(latest)),
         )
-        return finding.write(self._folder.nonfinite)
+        return finding.write(self._folder.nonfinite, writes=self._session.axes.rank == 0)
 
 
 def _is_due(step: int, every: int) -> bool:

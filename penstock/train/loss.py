@@ -15,18 +15,19 @@ Depth k predicts at each position the token k further on than the main loss does
 row's labels become c d e -: what lies behind the row's end, or in another document, is not counted.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.base.errors import DataError
 from penstock.config.run import Run
-from penstock.data.batch import Batch
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
-from penstock.kernels.reference import IGNORED_LABEL
 from penstock.models.decoder import Decoder, Hidden
+from penstock.parallel.axes import ALONE, Axes, Axis
+from penstock.parallel.collectives import all_gather
+from penstock.train.global_batch import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,30 +39,14 @@ class LossRule:
         mtp_weight: factor on the mean over these depths.
         z_weight: factor on logsumexp(logits)**2 of each counted token.
         chunk_tokens: tokens whose logits exist at once; None leaves it to the kernel.
+        tensor: ranks that share the vocabulary; each gives the same loss, and its own part of the gradients.
     """
 
     depths: int
     mtp_weight: float
     z_weight: float
     chunk_tokens: int | None
-
-
-@dataclass(frozen=True)
-class GlobalBatch:
-    """The rows of one step, cut for the device.
-
-    Attributes:
-        micro_batches: equally many rows each.
-        counted: counted labels of all of them together: of the main loss, then of each depth.
-    """
-
-    micro_batches: tuple[Batch, ...]
-    counted: tuple[int, ...]
-
-    @property
-    def share(self) -> float:
-        """Part of the global batch that one micro-batch is."""
-        return 1 / len(self.micro_batches)
+    tensor: Axis = ALONE.tensor
 
 
 class MicroLoss(NamedTuple):
@@ -77,86 +62,53 @@ class MicroLoss(NamedTuple):
     parts: Tensor
 
 
-def loss_rule(run: Run) -> LossRule:
-    """The rule of a run."""
+def loss_rule(run: Run, axes: Axes = ALONE) -> LossRule:
+    """The rule of a run on one rank."""
     return LossRule(
         depths=run.model.mtp_layers,
         mtp_weight=run.training.mtp_weight,
         z_weight=run.training.z_weight,
         chunk_tokens=run.kernels.loss_chunk or None,
+        tensor=axes.tensor,
     )
 
 
-def labels_at_depth(batch: Batch, depth: int) -> Tensor:
-    """Labels of one prediction depth.
-
-    Args:
-        batch: rows with the labels of the main loss.
-        depth: 0 for the main loss, k for k tokens further on.
-
-    Returns:
-        int64, B x S.
-    """
-    if depth == 0:
-        return batch.labels_BS
-    labels_BS = torch.full_like(batch.labels_BS, IGNORED_LABEL)
-    labels_BS[:, :-depth] = batch.labels_BS[:, depth:]
-    if batch.documents_BS is not None:
-        crosses = batch.documents_BS[:, :-depth] != batch.documents_BS[:, depth:]
-        labels_BS[:, :-depth].masked_fill_(crosses, IGNORED_LABEL)
-    return labels_BS
-
-
-def cut(batch: Batch, rows: int, depths: int, device: torch.device) -> GlobalBatch:
-    """Count the labels of a global batch, cut it, and start the copies to the device.
-
-    Args:
-        batch: the global batch, on the CPU, where counting waits for nobody.
-        rows: of a micro-batch.
-        depths: multi-token prediction depths.
-        device: where the model is.
-
-    Raises:
-        DataError: the main loss has nothing to count.
-    """
-    counted = tuple(int((labels_at_depth(batch, depth) != IGNORED_LABEL).sum()) for depth in range(depths + 1))
-    if counted[0] == 0:
-        raise DataError("no token of the global batch is counted in the loss", fix="longer documents or a larger batch")
-    return GlobalBatch(tuple(part.to(device) for part in batch.micro_batches(rows)), counted)
-
-
-def batch_loss(hidden: Hidden, head_VD: Tensor, batch: Batch, counted: tuple[int, ...], rule: LossRule) -> MicroLoss:
+def batch_loss(hidden: Hidden, head_VD: Tensor, labels: Sequence[Tensor], counted: Tensor, rule: LossRule) -> MicroLoss:
     """Losses of a micro-batch as parts of the global batch's.
 
     Args:
-        hidden: what the decoder gave for the micro-batch.
-        head_VD: output projection.
-        batch: the micro-batch, on the model's device.
+        hidden: what the decoder gave for the micro-batch: this rank's positions.
+        head_VD: output projection, or this rank's rows of it.
+        labels: of the main loss, then of each depth; of the positions that tensor-parallel ranks hold together.
         counted: counted labels of the GLOBAL batch, main loss first (see `GlobalBatch`).
-        rule: factors.
+        rule: factors and ranks.
     """
     parts = []
     for depth, hidden_BSD in enumerate((hidden.main_BSD, *hidden.mtp)):
-        labels_T = labels_at_depth(batch, depth).flatten()
+        whole_BSD = all_gather(hidden_BSD, rule.tensor, dim=1)
         loss_sum = linear_cross_entropy(
-            hidden_BSD.flatten(0, 1), head_VD, labels_T, rule.z_weight, chunk_tokens=rule.chunk_tokens
+            whole_BSD.flatten(0, 1),
+            head_VD,
+            labels[depth].flatten(),
+            rule.z_weight,
+            chunk_tokens=rule.chunk_tokens,
+            group=rule.tensor.group,
         )
         # A depth that no row is long enough for has no token: its sum is 0.
-        parts.append(loss_sum / max(counted[depth], 1))
+        parts.append((loss_sum / counted[depth].clamp(min=1)).to(loss_sum.dtype))
     total = parts[0]
     if rule.depths:
         total = total + rule.mtp_weight / rule.depths * torch.stack(parts[1:]).sum()
     return MicroLoss(total, torch.stack(parts).detach())
 
 
-def model_loss(model: Decoder, batch: Batch, whole: GlobalBatch, rule: LossRule) -> MicroLoss:
-    """Forward pass and losses of one micro-batch.
+def model_loss(model: Decoder, batch: MicroBatch, counted: Tensor, rule: LossRule) -> MicroLoss:
+    """Forward pass and losses of one micro-batch, by a model that is in one piece.
 
     Args:
         model: the decoder.
-        batch: one of the micro-batches of `whole`.
-        whole: the global batch.
-        rule: factors.
+        batch: the micro-batch.
+        counted: as in `batch_loss`.
+        rule: factors and ranks.
     """
-    hidden = model(batch.tokens_BS, batch.positions_BS, batch.documents_BS, share=whole.share)
-    return batch_loss(hidden, model.head_VD, batch, whole.counted, rule)
+    return batch_loss(model(batch.reading), model.head_VD, batch.labels, counted, rule)

@@ -1,40 +1,84 @@
 """What makes a folder a whole checkpoint: `manifest.json`, the last file that is written into it.
 
-    shard-00001-model-00001-of-00002.safetensors    tensors
-    shard-00001-model-00002-of-00002.safetensors
-    facts.json                                      everything else: small, JSON, readable
-    manifest.json                                   what must be here, and a seal over itself
+    tensors-00000-00000.safetensors    rectangles of tensors, by the rank that wrote them and a number
+    tensors-00001-00000.safetensors
+    facts.json                         everything else: small, JSON, readable
+    manifest.json                      what must be here, and a seal over itself
 
-The manifest names every tensor with its type and shape, so that a checkpoint can be refused before it is read, and
-every file with its size and CRC-32, so that a flipped bit or a cut file is found and named. The checksums guard against
-accidents, not against people; what guards against people is that no file here can hold code. CRC-32 was chosen by
-measurement: 6.2 GB/s on one core, where SHA-256 has 1.8 and BLAKE2b 1.2.
+The manifest names every tensor with its type, its whole shape and the file of each rectangle, which together are
+exactly the tensor; in its file a rectangle is called `NAME[0:2, 4:8]`. So a checkpoint can be refused before it is
+read, and be read by ranks that hold other rectangles. It names every file with its size and CRC-32, so that a flipped
+bit or a cut file is found and named. The checksums guard against accidents, not against people; what guards against
+people is that no file here can hold code. CRC-32 was chosen by measurement: 6.2 GB/s on one core, where SHA-256 has 1.8
+and BLAKE2b 1.2.
 
 A later layout of the folder raises `VERSION`, so that an older Penstock says that it is too old instead of guessing.
 """
 
 import json
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from penstock.base.errors import CheckpointError
+from penstock.layout.rectangles import Rectangle, not_the_whole, parse_rectangle
+from penstock.parallel.holding import Part
 from penstock.train.run_folder import write_whole
+from penstock.train.tensor_files import fingerprint
 
 FORMAT = "penstock-checkpoint"
-VERSION = 1
+VERSION = 2
+"""1: whole tensors, by one process. 2: rectangles of tensors, by many ranks; weights once, in float32."""
 
 MANIFEST = "manifest.json"
 FACTS = "facts.json"
 TENSORS = "*.safetensors"
 
-READ_BYTES = 4 << 20
-"""Bytes read at once for a checksum."""
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor in a checkpoint.
+
+    Attributes:
+        kind: type and shape of the whole, such as `float32 [3, 4]`.
+        rectangles: text of each rectangle -> name of its file.
+    """
+
+    kind: str
+    rectangles: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor. Raises ValueError if `kind` does not say it."""
+        return tuple(int(size) for size in json.loads(self.kind.partition(" ")[2]))
+
+    def places(self) -> list[tuple[Rectangle, str]]:
+        """Rectangles and their files. Raises ValueError for a text that is no rectangle."""
+        return [(parse_rectangle(text), file) for text, file in self.rectangles.items()]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank has of a checkpoint.
+
+    Attributes:
+        tensors: each that the rank holds, with the rectangles that it wrote, which may be none.
+        files: that it wrote; name -> size and checksum.
+    """
+
+    tensors: dict[str, SavedTensor]
+    files: dict[str, str]
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Written":
+        """The inverse of `dataclasses.asdict`. Raises KeyError or TypeError if that is not what it is."""
+        return cls(
+            {name: SavedTensor(one["kind"], dict(one["rectangles"])) for name, one in content["tensors"].items()},
+            dict(content["files"]),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +90,7 @@ class Manifest:
         version: of the layout of the folder.
         penstock: version of the program that wrote it.
         step: optimizer steps done.
-        tensors: name -> type and shape, such as `float32 [3, 4]`.
+        tensors: all, by name.
         files: name -> size and checksum, such as `120 bytes, crc32 0a1b2c3d`; all but the manifest itself.
     """
 
@@ -54,28 +98,48 @@ class Manifest:
     version: int = VERSION
     penstock: str
     step: int
-    tensors: dict[str, str]
+    tensors: dict[str, SavedTensor]
     files: dict[str, str]
 
-
-def describe(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Type and shape of each tensor, by name."""
-    return {
-        name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in tensors.items()
-    }
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Type and shape of each tensor, by name."""
+        return {name: tensor.kind for name, tensor in self.tensors.items()}
 
 
-def write_manifest(folder: Path, step: int, tensors: dict[str, str]) -> None:
+def describe(parts: Mapping[str, Part]) -> dict[str, str]:
+    """Type and whole shape of each tensor, by name."""
+    return {name: f"{str(part.tensor.dtype).removeprefix('torch.')} {list(part.shape)}" for name, part in parts.items()}
+
+
+def merge(ranks: Sequence[Written]) -> Written:
+    """What all ranks have of a checkpoint together. That it is not each tensor exactly once is a fault of ours."""
+    tensors: dict[str, SavedTensor] = {}
+    files: dict[str, str] = {}
+    for written in ranks:
+        for name, one in written.tensors.items():
+            known = tensors.setdefault(name, SavedTensor(one.kind))
+            assert known.kind == one.kind, f"{name} is {known.kind} on one rank, {one.kind} on another"
+            twice = known.rectangles.keys() & one.rectangles.keys()
+            assert not twice, f"{name}{min(twice)} is written by two ranks"
+            known.rectangles.update(one.rectangles)
+        assert not files.keys() & written.files.keys(), f"ranks wrote the same files: {files.keys()}"
+        files.update(written.files)
+    for name, tensor in tensors.items():
+        reason = not_the_whole(tensor.shape, (rectangle for rectangle, _ in tensor.places()))
+        assert reason is None, f"the ranks together do not write {name} once, {tensor.kind}: {reason}"
+    return Written(tensors, files)
+
+
+def write_manifest(folder: Path, step: int, written: Written) -> None:
     """Seal a folder whose other files are all written.
 
     Args:
         folder: of the checkpoint.
         step: optimizer steps done.
-        tensors: what `describe` returned.
+        written: by all ranks.
     """
-    manifest = asdict(
-        Manifest(penstock=_own_version(), step=step, tensors=tensors, files=_fingerprints(sorted(folder.iterdir())))
-    )
+    manifest = asdict(Manifest(step=step, tensors=written.tensors, files=written.files, penstock=_own_version()))
     write_whole(folder / MANIFEST, json.dumps({**manifest, "seal": _seal(manifest)}, indent=1))
 
 
@@ -83,7 +147,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read what a folder should hold.
 
     Raises:
-        CheckpointError: it is not a checkpoint of Penstock's, or of a later one, or its manifest is damaged.
+        CheckpointError: it is not a checkpoint of Penstock's, or of another version, or its manifest is damaged.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -101,11 +165,37 @@ def read_manifest(folder: Path) -> Manifest:
             f"checkpoint {folder} has another format version",
             got=content.get("version"),
             allowed=VERSION,
-            fix=f"use the Penstock that wrote it ({content.get('penstock')}) or a later one",
+            fix=f"use the Penstock that wrote it ({content.get('penstock')})",
         )
     if content.pop("seal", None) != _seal(content):
         raise _damaged(path, "a checksum that does not match")
-    return Manifest(**content)
+    return _checked(path, content)
+
+
+def _checked(path: Path, content: dict[str, Any]) -> Manifest:
+    """The manifest, if each of its tensors is whole."""
+    try:
+        written = Written.from_json(content)
+        manifest = Manifest(step=content["step"], penstock=content["penstock"], **vars(written))
+        fault = next(_faults(manifest), None)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, f"not what a manifest holds: {error!r}") from error
+    if fault is not None:
+        raise _damaged(path, fault)
+    return manifest
+
+
+def _faults(manifest: Manifest) -> Iterator[str]:
+    for name in manifest.files:
+        if Path(name).name != name:
+            yield f"a file outside of the folder: {name}"
+    for name, tensor in manifest.tensors.items():
+        places = tensor.places()
+        reason = not_the_whole(tensor.shape, (rectangle for rectangle, _ in places))
+        if reason is not None:
+            yield f"{name}, {tensor.kind}, is not whole: {reason}"
+        if any(file not in manifest.files for _, file in places):
+            yield f"{name} is in a file that the manifest does not list"
 
 
 def check_files(folder: Path, files: Mapping[str, str]) -> None:
@@ -121,13 +211,14 @@ def check_files(folder: Path, files: Mapping[str, str]) -> None:
     for name in files:
         if not (folder / name).is_file():
             raise _damaged(folder / name, "no such file")
-    for name, found in _fingerprints([folder / name for name in files]).items():
-        if found != files[name]:
-            raise _damaged(folder / name, f"{found} instead of {files[name]}")
+    for name, expected in files.items():
+        found = fingerprint(folder / name)
+        if found != expected:
+            raise _damaged(folder / name, f"{found} instead of {expected}")
 
 
 def check_no_more_tensors(folder: Path, manifest: Manifest) -> None:
-    """Refuse files of tensors that somebody added: a reader would take tensors from them.
+    """Refuse files of tensors that somebody added: what else was changed?
 
     Raises:
         CheckpointError: there is one.
@@ -142,8 +233,8 @@ def check_tensors(folder: Path, saved: Mapping[str, str], wanted: Mapping[str, s
 
     Args:
         folder: of the checkpoint, for the message.
-        saved: the manifest's tensors.
-        wanted: `describe` of those to be filled.
+        saved: kinds of the manifest's tensors.
+        wanted: `describe` of those to be filled, on all ranks together.
 
     Raises:
         CheckpointError: a tensor is missing, too many, or of another type or shape; the first one is named.
@@ -157,6 +248,12 @@ def check_tensors(folder: Path, saved: Mapping[str, str], wanted: Mapping[str, s
             got=saved.get(names[0], "none") + " in the checkpoint",
             allowed=wanted.get(names[0], "none") + " in this run",
         )
+
+
+def files_of(manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """Files that hold some tensors, and that of the facts, in a fixed order."""
+    files = {file for name in names for file in manifest.tensors[name].rectangles.values()}
+    return sorted(files | {FACTS})
 
 
 def parse_json(path: Path) -> Any:
@@ -175,21 +272,6 @@ def _damaged(path: Path, got: str) -> CheckpointError:
     return CheckpointError(
         f"{path} is damaged", got=got, fix=f"delete {path.parent} to go on from the checkpoint before it"
     )
-
-
-def _fingerprints(paths: list[Path]) -> dict[str, str]:
-    """Size and CRC-32 of files, by file name."""
-    return {path.name: _fingerprint(path) for path in paths}
-
-
-def _fingerprint(path: Path) -> str:
-    checksum = size = 0
-    block = memoryview(bytearray(READ_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            checksum = zlib.crc32(block[:count], checksum)
-            size += count
-    return f"{size} bytes, crc32 {checksum:08x}"
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:

@@ -1,93 +1,139 @@
-"""AdamW with float32 masters, and gradients that add up in float32.
+"""AdamW with float32 masters, and gradients that add up in float32, over any number of ranks.
 
 Every trained parameter has a master (float32, what AdamW updates), a gradient (float32, one buffer for the whole run)
 and two moments. A float32 parameter is its own master. A bfloat16 parameter is a rounded copy of its master:
 
     backward     a hook on the parameter adds its bfloat16 gradient to the float32 buffer and frees it
-    step         AdamW updates the master, which is then rounded into the parameter
+    reduce       once a step, gradients are summed over the ranks that saw other tokens
+    step         AdamW updates the masters, which are then rounded into the parameters
 
 So a gradient that is summed over many micro-batches loses nothing, and neither does an update that is smaller than a
 bfloat16 can tell. A kernel that makes weight gradients itself may add to the buffer (`gradient_of`) and leave the
 parameter's own gradient alone.
+
+Ranks that hold the same parameter may divide its rows (`penstock/train/share.py`): each then has masters and moments of
+its own rows only, and after a step the new values are gathered.
 
 A parameter that took no part in a step has a gradient of zeros, not none: its moments fade, and it decays. This is what
 happens to it inside a larger tensor or a shard, so results do not depend on how parameters are laid out. Nothing here
 waits for the device.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from penstock.config.parallel import Parallel
 from penstock.config.training import Optimizer
+from penstock.parallel.axes import ALONE, NO_AXIS, Axis
+from penstock.parallel.buckets import Cargo, gather_rows, reduce_rows
+from penstock.parallel.holding import Holding, Part, whole
+from penstock.train.adamw import FusedAdamW
+from penstock.train.share import Share, share_of
+
+_DEFAULTS = Parallel()
 
 
-def is_decayed(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: to matrices and stacks of matrices, not to biases and norms.
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """Bytes that one rank holds from its first step to its last.
 
-    Args:
-        name: dotted path of the parameter.
-        parameter: of any shape.
+    Attributes:
+        weights: what is held of the parameters between steps.
+        gradients: float32 sums.
+        optimizer: moments, and masters where they are not the parameters themselves.
     """
-    *modules, last = name.lower().split(".")
-    return parameter.ndim >= 2 and "bias" not in last and not any("norm" in part for part in modules)
+
+    weights: int
+    gradients: int
+    optimizer: int
 
 
 class MasterAdamW:
-    """AdamW (arXiv 1711.05101) over named parameters that all live on one device.
+    """AdamW (arXiv 1711.05101) over the parameters of one rank, which all live on one device.
 
     Args:
-        parameters: names and parameters; those that need no gradient are left out. No parameter may come twice.
+        holdings: those that need no gradient are left out. No parameter and no name may come twice. Ranks that hold the
+            same parameters make their optimizers together.
         settings: everything but the learning rate, which comes with each step.
+        parallel: who divides what (`shard`), and the type in which gradients travel (`reduce`).
+        world: all ranks, for the norm of the whole gradient.
+        bucket_values: of a message; None for the usual size (penstock/parallel/buckets.py).
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], settings: Optimizer) -> None:
-        trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+    def __init__(
+        self,
+        holdings: Sequence[Holding],
+        settings: Optimizer,
+        *,
+        parallel: Parallel = _DEFAULTS,
+        world: Axis = ALONE.world,
+        bucket_values: int | None = None,
+    ) -> None:
+        trained = [holding for holding in holdings if holding.parameter.requires_grad]
         assert trained, "an optimizer needs a parameter that is trained"
-        self._masters = {name: _master_of(parameter) for name, parameter in trained.items()}
-        self._gradients = {name: torch.zeros_like(master) for name, master in self._masters.items()}
-        self._moments1 = {name: torch.zeros_like(master) for name, master in self._masters.items()}
-        self._moments2 = {name: torch.zeros_like(master) for name, master in self._masters.items()}
-        self._rounded = {name: parameter for name, parameter in trained.items() if parameter is not self._masters[name]}
-        for name, master in self._masters.items():
-            master.grad = self._gradients[name]
-        for name, parameter in self._rounded.items():
-            parameter.register_post_accumulate_grad_hook(partial(_move_gradient, self._gradients[name]))
-
-        decayed = [master for name, master in self._masters.items() if is_decayed(name, master)]
-        others = [master for name, master in self._masters.items() if not is_decayed(name, master)]
-        # Fused on CPUs too: each value is computed by itself, so it is deterministic, and it passes over memory once.
-        self._adamw = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=0.0,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.epsilon,
-            fused=True,
+        # In the order of names, so that messages match even between ranks that hold different layers.
+        self._shares = {one.name: share_of(one, parallel) for one in sorted(trained, key=lambda one: one.name)}
+        assert len({id(one.parameter) for one in trained}) == len(self._shares) == len(trained), "one comes twice"
+        self._world = world
+        self._reduce_dtype = torch.float32 if parallel.reduce == "fp32" else torch.bfloat16
+        self._bucket_values = bucket_values
+        for share in self._shares.values():
+            share.parameter.grad = share.attached
+            if share.attached is None:
+                share.parameter.register_post_accumulate_grad_hook(partial(_move_gradient, share.total))
+        self._adamw = FusedAdamW(
+            {name: share.master for name, share in self._shares.items()},
+            {name: share.gradient for name, share in self._shares.items()},
+            settings,
         )
-        # AdamW makes its state at the first step. Made here, a checkpoint can be loaded before there is one. It wants a
-        # step count for each parameter; they are views of one tensor and always equal.
-        self._steps = torch.zeros(len(self._masters), device=next(iter(self._masters.values())).device)
-        for index, (name, master) in enumerate(self._masters.items()):
-            self._adamw.state[master] = {
-                "step": self._steps[index],
-                "exp_avg": self._moments1[name],
-                "exp_avg_sq": self._moments2[name],
-            }
 
     def gradient_of(self, name: str) -> Tensor:
-        """The float32 buffer of a parameter's gradient, of the parameter's shape; it stays the same tensor for good."""
-        return self._gradients[name]
+        """The float32 buffer that a parameter's gradients are added to; it stays the same tensor for good."""
+        return self._shares[name].total
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Names of parameters and their float32 gradients as summed since `zero_gradients`."""
-        yield from self._gradients.items()
+        """Names of parameters and the gradients of the rows that this rank updates, which may be none.
+
+        Complete after `reduce_gradients`.
+        """
+        for name, share in self._shares.items():
+            yield name, share.gradient
+
+    @torch.no_grad()
+    def zero_gradients(self) -> None:
+        """Begin a new sum. Use this instead of `model.zero_grad`, which would take the buffers away."""
+        torch._foreach_zero_([share.total for share in self._shares.values()])
+
+    def reduce_gradients(self) -> None:
+        """Sum over all ranks that have a part of a gradient. Once a step, after the last backward pass."""
+        # All ranks take axes in the order of their names: none waits for one that waits for it.
+        by_axes: dict[tuple[str, str], list[Share]] = defaultdict(list)
+        for share in self._shares.values():
+            by_axes[share.shard.name, share.replicate.name].append(share)
+        for _, shares in sorted(by_axes.items()):
+            cargo = [Cargo(whole=share.total, own=share.gradient) for share in shares]
+            self._reduce(cargo, shares[0].shard, shares[0].replicate)
+        for axis, shares in self._by_partial_axis():
+            self._reduce([Cargo(whole=share.gradient, own=share.gradient) for share in shares], NO_AXIS, axis)
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """2-norm of all gradients together: float32 scalar on the device."""
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(self._gradients.values()))))
+        """2-norm of the gradient of the whole model, over all ranks: float32 scalar on the device."""
+        counted = [share.gradient for share in self._shares.values() if share.writes]
+        norms = torch._foreach_norm(counted) if counted else [torch.zeros_like(self._adamw.step)]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        if self._world.group is None:
+            return norm
+        square = norm.double().square()
+        dist.all_reduce(square, group=self._world.group)
+        return square.sqrt().float()
 
     @torch.no_grad()
     def clip(self, norm: Tensor, limit: float) -> None:
@@ -100,61 +146,77 @@ class MasterAdamW:
         if limit > 0.0:
             # At a norm below the limit the factor is exactly 1 and no gradient changes.
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(list(self._gradients.values()), factor)
+            torch._foreach_mul_([share.gradient for share in self._shares.values()], factor)
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Update every parameter from the gradients, which stay as they are."""
-        for name, master in self._masters.items():
-            assert master.grad is self._gradients[name], f"somebody took away the gradient buffer of {name}"
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        self._adamw.step()
-        self._round_masters()
+        for name, share in self._shares.items():
+            assert share.parameter.grad is share.attached, f"somebody took away the gradient buffer of {name}"
+        self._adamw.update(learning_rate)
+        self._spread_masters()
 
-    @torch.no_grad()
-    def zero_gradients(self) -> None:
-        """Begin a new sum. Use this instead of `model.zero_grad`, which would take the buffers away."""
-        torch._foreach_zero_(list(self._gradients.values()))
+    def parts(self) -> dict[str, Part]:
+        """All that a checkpoint needs of parameters and optimizer, in float32, by name; the very own tensors.
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint needs of the optimizer, in float32, by name.
-
-        `master.*` (only where it is not the parameter itself), `moment1.*` and `moment2.*` are its very own tensors;
-        `step` is a scalar copy of the count.
+        `model.*` is the master, `moment1.*` and `moment2.*` go with it, `step` counts updates. Call `loaded` after
+        filling them.
         """
-        return {
-            "step": self._steps[0].clone(),
-            **{f"master.{name}": self._masters[name] for name in self._rounded},
-            **{f"moment1.{name}": moment for name, moment in self._moments1.items()},
-            **{f"moment2.{name}": moment for name, moment in self._moments2.items()},
+        kinds = {"model": self._adamw.masters, "moment1": self._adamw.moments1, "moment2": self._adamw.moments2}
+        parts = {
+            f"{kind}.{name}": self._shares[name].part(tensor)
+            for kind, tensors in kinds.items()
+            for name, tensor in tensors.items()
         }
+        return {**parts, "step": whole(self._adamw.step, writes=self._world.rank == 0)}
+
+    def memory(self) -> StateBytes:
+        """What all this takes; also of parameters on the meta device."""
+        adamw, shares = self._adamw, self._shares.values()
+        apart = [adamw.masters[share.holding.name] for share in shares if share.attached is None]
+        weights = [share.master if isinstance(share.parameter, DTensor) else share.parameter for share in shares]
+        return StateBytes(
+            weights=_bytes(weights),
+            gradients=_bytes(share.total for share in shares),
+            optimizer=_bytes(apart) + _bytes(adamw.moments1.values()) + _bytes(adamw.moments2.values()),
+        )
+
+    def loaded(self) -> None:
+        """Go on from the tensors of `parts`, which somebody has filled: parameters follow their masters."""
+        self._adamw.loaded()
+        self._spread_masters()
+
+    def _reduce(self, cargo: Sequence[Cargo], shard: Axis, replicate: Axis) -> None:
+        reduce_rows(cargo, shard, replicate, self._reduce_dtype, self._bucket_values)
+
+    def _by_partial_axis(self) -> list[tuple[Axis, list[Share]]]:
+        """Axes over which gradients are summed besides data, and the parameters that this is about."""
+        axes = {axis.name: axis for share in self._shares.values() for axis in share.holding.partial}
+        return [
+            (axes[name], [share for share in self._shares.values() if axes[name] in share.holding.partial])
+            for name in sorted(axes)
+        ]
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors` returned, here or in another process, and round masters into their parameters.
-
-        Float32 parameters belong to the model and are not touched.
-
-        Args:
-            tensors: may hold more than the optimizer's, and its very own tensors, filled in place.
-        """
-        for name, own in self.tensors().items():
-            if own is not tensors[name]:
-                own.copy_(tensors[name])
-        self._steps.fill_(tensors["step"])
-        self._round_masters()
-
-    def _round_masters(self) -> None:
-        if self._rounded:
-            torch._foreach_copy_(list(self._rounded.values()), [self._masters[name] for name in self._rounded])
+    def _spread_masters(self) -> None:
+        """Round masters into the parameters: our own, and over the network those whose rows others update."""
+        masters = self._adamw.masters
+        rounded = [name for name, share in self._shares.items() if share.attached is None and share.rows is None]
+        if rounded:
+            torch._foreach_copy_(
+                [self._shares[name].parameter for name in rounded], [masters[name] for name in rounded]
+            )
+        divided: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for name, share in self._shares.items():
+            if share.shard.size > 1:
+                divided[share.shard.name, str(share.parameter.dtype)].append(name)
+        for _, names in sorted(divided.items()):
+            cargo = [Cargo(whole=self._shares[name].parameter.detach(), own=masters[name]) for name in names]
+            gather_rows(cargo, self._shares[names[0]].shard, self._bucket_values)
 
 
-def _master_of(parameter: nn.Parameter) -> Tensor:
-    """The parameter itself if it is precise enough, else a float32 copy."""
-    if parameter.dtype.itemsize >= torch.float32.itemsize:
-        return parameter
-    return parameter.detach().to(torch.float32)
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _move_gradient(total: Tensor, parameter: Tensor) -> None:

@@ -5,6 +5,7 @@
               checkpoints/    one folder for each saved step
               tensorboard/    event files
               nonfinite.json  only after a NaN or infinity: where it began
+              launch          only if several ranks were started together: the name of their launch
 
 A folder is made under a hidden name beside its place, with its configuration in it, and then renamed. So it is there
 whole or not at all, and two runs that start at once cannot get the same one. Making it is the last thing before the
@@ -75,6 +76,11 @@ class RunFolder:
         return self.path / "nonfinite.json"
 
     @property
+    def launch(self) -> Path:
+        """Name of the launch that made the folder, if it has one."""
+        return self.path / "launch"
+
+    @property
     def exists(self) -> bool:
         """Whether this is the folder of a run."""
         return self.config.is_file()
@@ -112,12 +118,13 @@ def check_is_free(parent: Path, name: str) -> None:
         raise RunFolderError(f"{path} exists already", fix="--resume to go on with it, or another --name")
 
 
-def create_run_folder(run: Run, *, number_if_taken: bool) -> tuple[Run, RunFolder]:
+def create_run_folder(run: Run, *, number_if_taken: bool, launch: str = "") -> tuple[Run, RunFolder]:
     """Make the folder of a new run, with its configuration in it.
 
     Args:
         run: its `record.folder` is made if it is not there; its name is the wanted name of the folder.
         number_if_taken: if the name is taken, try name-2, name-3, ...; else refuse.
+        launch: name of the launch, by which ranks that are started again find the folder; empty for none.
 
     Returns:
         The run under the name that its folder got, and the folder.
@@ -132,6 +139,8 @@ def create_run_folder(run: Run, *, number_if_taken: bool) -> tuple[Run, RunFolde
         draft = Path(tempfile.mkdtemp(prefix=f".{run.name}.", dir=parent))
         try:
             draft.chmod(0o755)  # mkdtemp makes it private, a run folder is not
+            if launch:
+                write_whole(draft / "launch", launch)
             while True:
                 named = run.model_copy(update={"name": free_name(parent, run.name) if number_if_taken else run.name})
                 check_is_free(parent, named.name)
@@ -188,6 +197,17 @@ def find_run_folder(parent: Path, name: str, *, newest: bool) -> RunFolder:
     return folder
 
 
+def find_launched(parent: Path, launch: str) -> RunFolder | None:
+    """The folder that a launch has made, or None if it has made none yet.
+
+    Args:
+        parent: folder of all runs.
+        launch: name of the launch.
+    """
+    folders = [RunFolder(path.parent) for path in sorted(parent.glob("[!.]*/launch"))]
+    return next((folder for folder in folders if folder.launch.read_text(encoding="utf-8") == launch), None)
+
+
 def check_same_run(saved: Run, wanted: Run) -> None:
     """Refuse to continue a run as something else.
 
@@ -225,6 +245,15 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
+
+
+def sync(path: Path) -> None:
+    """Make a file's content, or renames and new names in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 
 from penstock.base.devices import peak_flops
 from penstock.base.errors import DataError
-from penstock.config.compare import leaves
+from penstock.config.fit import grid_of
 from penstock.config.run import Run
 from penstock.data.evaluation import Evaluation, evaluation_batches
 from penstock.data.loader import Loader, Prefetch
@@ -17,21 +17,23 @@ from penstock.data.open import open_source
 from penstock.data.sources import Source, Split
 from penstock.kernels.choose import summary
 from penstock.kernels.device_facts import device_facts
-from penstock.models.build import build_model, meta_model
+from penstock.models.build import meta_model
 from penstock.models.count import Count, count
-from penstock.models.decoder import Decoder
+from penstock.models.holdings import holdings
 from penstock.models.kernels import kernel_choices
+from penstock.models.rank_model import RankModel, build_rank, embedding_places
 from penstock.moe.router import Router
+from penstock.parallel.axes import ALONE, Axes, make_axes
 from penstock.parallel.environment import Environment
 from penstock.parallel.process import choose_device, device_name, prepare_process
 from penstock.train.optimizer import MasterAdamW
-from penstock.train.run_folder import is_bound
-from penstock.train.state import TrainState
+from penstock.train.state import TrainState, identity_of
+from penstock.train.step import StepRule, step_rule
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """A run that is ready for its first step.
+    """A run that is ready for its first step, on one rank.
 
     Attributes:
         run: the configuration.
@@ -39,10 +41,11 @@ class Session:
         device_name: as the driver reports it.
         kernels: which backend runs each operator, in one line.
         peak_flops: dense bf16 FLOP per second of the device, or None where that is unknown.
-        size: parameters and FLOPs of the model.
-        model: what is trained, in training mode.
+        size: parameters and FLOPs of the whole model.
+        model: what this rank trains, in training mode.
+        rule: how a step is made.
         state: model, optimizer and data: what a checkpoint holds.
-        held_out: rows to judge by, or None if evaluation is off.
+        held_out: our rows to judge by, or None if evaluation is off.
     """
 
     run: Run
@@ -51,9 +54,15 @@ class Session:
     kernels: str
     peak_flops: float | None
     size: Count
-    model: Decoder
+    model: RankModel
+    rule: StepRule
     state: TrainState
     held_out: Evaluation | None
+
+    @property
+    def axes(self) -> Axes:
+        """Groups of this rank."""
+        return self.model.axes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,20 +79,23 @@ class Texts:
 
 
 def prepare(run: Run, environment: Environment) -> Session:
-    """Make everything that a run needs. Sets seeds, threads and determinism of the process.
+    """Make everything that a run needs on one rank. Sets seeds, threads and determinism of the process.
 
     Args:
         run: the configuration, checked.
-        environment: what the shell says.
+        environment: what the shell says. Of several ranks each calls this, after `start_process_group`.
 
     Raises:
+        ConfigError: the layout does not fit the ranks.
         DeviceError: the machine lacks what is asked for.
         DataError: the data cannot be used.
     """
-    device = choose_device(run.device)
+    grid = grid_of(run, environment.world_size)
+    device = choose_device(run.device, environment)
     prepare_process(environment, seed=run.seed, deterministic=run.training.deterministic)
-    texts = open_texts(run)
-    model = build_model(run, device)
+    axes = make_axes(grid, embedding_places(run), run.parallel.shard_size)
+    texts = open_texts(run, axes)
+    model = build_rank(run, axes, device)
     model.train()
     name = device_name(device)
     loader = Loader(
@@ -93,12 +105,16 @@ def prepare(run: Run, environment: Environment) -> Session:
         seed=run.seed,
         document_mask=run.data.document_mask,
         shuffle=run.data.shuffle,
+        rank=axes.data.rank,
+        ranks=axes.data.size,
     )
+    optimizer = MasterAdamW(holdings(model.modules, axes), run.optimizer, parallel=run.parallel, world=axes.world)
     state = TrainState(
-        identity={field: value for field, value in leaves(run.model, "model.").items() if is_bound(field)},
-        model=model,
-        optimizer=MasterAdamW(model.named_parameters(), run.optimizer),
+        identity=identity_of(run),
+        modules=model.modules,
+        optimizer=optimizer,
         batches=Prefetch(loader),
+        stage=axes.stage,
     )
     return Session(
         run=run,
@@ -108,13 +124,14 @@ def prepare(run: Run, environment: Environment) -> Session:
         peak_flops=peak_flops(name),
         size=count(run.model, run.training.sequence_length),
         model=model,
+        rule=step_rule(run, model, device),
         state=state,
         held_out=texts.held_out,
     )
 
 
-def open_texts(run: Run) -> Texts:
-    """Open the data of a run.
+def open_texts(run: Run, axes: Axes = ALONE) -> Texts:
+    """Open the data of a run, as one rank reads them.
 
     Raises:
         DataError: they cannot be used.
@@ -123,10 +140,12 @@ def open_texts(run: Run) -> Texts:
         return Texts(train=_open_split(run, "train"), held_out=None)
     held_out = evaluation_batches(
         _open_split(run, "validation"),
-        rows=run.training.micro_batch,
+        rows=run.training.micro_batch * axes.data.size,
         sequence_length=run.training.sequence_length,
         limit_rows=run.evaluation.rows,
         document_mask=run.data.document_mask,
+        rank=axes.data.rank,
+        ranks=axes.data.size,
     )
     if held_out.text_bytes == 0:
         raise DataError(

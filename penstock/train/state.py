@@ -1,18 +1,23 @@
 """What a run continues from: gathered into a checkpoint, and put back from it.
 
-    tensors    model.*           parameters and persistent buffers (such as the expert bias)
-               step, master.*, moment1.*, moment2.*    of the optimizer
+    tensors    model.*           float32 weights, and persistent buffers (such as the expert bias)
+               moment1.*, moment2.*, step    of the optimizer
     facts      step, model       how many steps are done, and what was trained
-               loader            the place in the data
-               random            generators of PyTorch (CPU and GPU), Python and NumPy
+               loader            the place in the data, of the global batch
+               random            the first rank's generators of PyTorch (CPU and GPU), Python and NumPy
                notes             whatever else the caller wants back
 
-After `restore_state` the next step computes, on a CPU, the very bits that it would have computed without the stop.
+Nothing of it depends on the layout: each rank saves and loads its parts of whole tensors. A weight is saved once, as
+the float32 master that AdamW updates; a bfloat16 parameter is made from it. Random numbers are drawn by no layer; where
+a run has many ranks, all of them go on with the first one's generators.
+
+After `restore_state` the next step computes, on a CPU and in the same layout, the very bits that it would have computed
+without the stop.
 """
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import CheckpointError
+from penstock.config.compare import leaves
+from penstock.config.run import Run
 from penstock.data.loader import Batches
+from penstock.parallel.axes import ALONE, Axis
+from penstock.parallel.holding import Part, whole
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.optimizer import MasterAdamW
+from penstock.train.run_folder import is_bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,28 +43,33 @@ class TrainState:
     Attributes:
         identity: what a checkpoint is bound to, as JSON knows it: the model section of the configuration, less what may
             change on the way.
-        model: what is trained.
-        optimizer: over the parameters of `model`.
+        modules: what is trained: this rank's stages of the model.
+        optimizer: over the parameters of `modules`.
         batches: what it is trained on.
+        stage: ranks that hold the same buffers; the first of them saves them.
     """
 
     identity: Mapping[str, Any]
-    model: nn.Module
+    modules: Sequence[nn.Module]
     optimizer: MasterAdamW
     batches: Batches
+    stage: Axis = ALONE.stage
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The live tensors by their names in a checkpoint; a tied parameter comes once."""
-        persistent = self.model.state_dict().keys()
-        return {
-            **{f"model.{name}": parameter for name, parameter in self.model.named_parameters()},
-            **{f"model.{name}": buffer for name, buffer in self.model.named_buffers() if name in persistent},
-            **self.optimizer.tensors(),
-        }
+    def parts(self) -> dict[str, Part]:
+        """What this rank holds, by names in a checkpoint: the live tensors. A tied parameter comes once."""
+        parts = self.optimizer.parts()
+        for module in self.modules:
+            for name, _ in module.named_parameters():
+                assert f"model.{name}" in parts, f"{name} is not trained, and would not be saved"
+            persistent = module.state_dict().keys()
+            for name, buffer in module.named_buffers():
+                if name in persistent:
+                    parts[f"model.{name}"] = whole(buffer, writes=self.stage.rank == 0)
+        return parts
 
 
 def save_state(store: CheckpointStore, step: int, state: TrainState, notes: Mapping[str, Any]) -> None:
-    """Save everything that the next step depends on.
+    """Save everything that the next step depends on. All ranks call it together.
 
     Args:
         store: where.
@@ -72,11 +87,11 @@ def save_state(store: CheckpointStore, step: int, state: TrainState, notes: Mapp
         "random": random_state(),
         "notes": notes,
     }
-    store.save(step, state.tensors(), facts)
+    store.save(step, state.parts(), facts)
 
 
 def restore_state(store: CheckpointStore, step: int, state: TrainState) -> dict[str, Any]:
-    """Put a run back to where it was saved.
+    """Put a run back to where it was saved, by any layout. All ranks call it together.
 
     Args:
         store: where.
@@ -91,13 +106,17 @@ def restore_state(store: CheckpointStore, step: int, state: TrainState) -> dict[
         DataError: it is of other data.
     """
     check_same_model(step, store.read_facts(step)["model"], state.identity)
-    tensors = state.tensors()
-    facts = store.load(step, tensors)
-    state.optimizer.load(tensors)
+    facts = store.load(step, state.parts())
+    state.optimizer.loaded()
     state.batches.restore(facts["loader"])
     restore_random_state(facts["random"])
     notes: dict[str, Any] = facts["notes"]
     return notes
+
+
+def identity_of(run: Run) -> dict[str, Any]:
+    """What a checkpoint of a run is bound to: the model, less what may change on the way."""
+    return {field: value for field, value in leaves(run.model, "model.").items() if is_bound(field)}
 
 
 def check_same_model(step: int, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

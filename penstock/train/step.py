@@ -10,15 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock.config.run import Run
 from penstock.data.batch import Batch
-from penstock.models.decoder import Decoder
+from penstock.models.rank_model import RankModel
 from penstock.moe.balance import LayerLoad, layer_loads, reset_loads, update_expert_bias
-from penstock.train.loss import LossRule, cut, loss_rule, model_loss
+from penstock.parallel.axes import Axis
+from penstock.train.global_batch import CutRule, cut
+from penstock.train.loss import LossRule, loss_rule
 from penstock.train.observer import LayerReport
 from penstock.train.optimizer import MasterAdamW
+from penstock.train.passes import forward_backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +30,18 @@ class StepRule:
     """How a step is made.
 
     Attributes:
-        micro_batch: rows of one forward pass.
+        cut: how a rank's rows are cut.
         clip_norm: largest gradient norm; 0 does not clip.
         loss: what is added to what.
+        moe_layers: numbers of all layers with experts, of every rank.
+        experts: of such a layer.
     """
 
-    micro_batch: int
+    cut: CutRule
     clip_norm: float
     loss: LossRule
+    moe_layers: tuple[int, ...]
+    experts: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,50 +66,100 @@ class StepResult:
         return all(map(math.isfinite, (self.loss, *self.mtp_losses, self.gradient_norm)))
 
 
-def step_rule(run: Run) -> StepRule:
-    """The rule of a run."""
-    training = run.training
-    return StepRule(micro_batch=training.micro_batch, clip_norm=training.clip_norm, loss=loss_rule(run))
+def step_rule(run: Run, model: RankModel, device: torch.device) -> StepRule:
+    """The rule of a run on one rank."""
+    axes = model.axes
+    cut_rule = CutRule(
+        micro_batch=run.training.micro_batch,
+        depths=run.model.mtp_layers,
+        device=device,
+        data=axes.data,
+        places=model.places,
+        sees_row=model.context_method == "ulysses",
+    )
+    first = run.model.layers if run.model.moe is None else run.model.dense_layers
+    last = run.model.layers if run.model.moe is None else run.model.layers + run.model.mtp_layers
+    return StepRule(
+        cut=cut_rule,
+        clip_norm=run.training.clip_norm,
+        loss=loss_rule(run, axes),
+        moe_layers=tuple(range(first, last)),
+        experts=0 if run.model.moe is None else run.model.moe.experts,
+    )
 
 
 def train_step(
-    model: Decoder, optimizer: MasterAdamW, batch: Batch, rule: StepRule, learning_rate: float
+    model: RankModel, optimizer: MasterAdamW, batch: Batch, rule: StepRule, learning_rate: float
 ) -> StepResult:
-    """Train on one global batch, unless its loss or gradients are not finite.
+    """Train on one global batch, unless its loss or gradients are not finite. All ranks make the step together.
 
     Args:
         model: in training mode.
         optimizer: of the model's parameters.
-        batch: the global batch, on the CPU.
+        batch: our rows of the global batch, on the CPU.
         rule: how.
         learning_rate: of this step.
+
+    Returns:
+        Figures of the global batch, the same on all ranks.
 
     Raises:
         DataError: no token of the batch is counted.
     """
-    # 1. Count the labels of the global batch, cut it, copy it to the device.
-    whole = cut(batch, rule.micro_batch, rule.loss.depths, model.head_VD.device)
+    # 1. Count the labels of the global batch, cut our rows, copy them to the device.
+    whole = cut(batch, rule.cut)
 
     # 2. Forward and backward, micro-batch by micro-batch.
-    reset_loads(model)
+    reset_loads(model.modules)
     optimizer.zero_gradients()
-    losses = []
-    for micro_batch in whole.micro_batches:
-        loss = model_loss(model, micro_batch, whole, rule.loss)
-        loss.total.backward()
-        losses.append(loss.parts)
+    losses = forward_backward(model, whole, rule.loss)
 
-    # 3. Read everything in one copy, and look at it.
+    # 3. Sum over ranks.
+    optimizer.reduce_gradients()
     norm = optimizer.gradient_norm()
-    result = _read(torch.stack(losses).sum(0), norm, layer_loads(model))
+    losses, loads = _sum_figures(losses, model, rule)
+
+    # 4. Read everything in one copy, and look at it.
+    result = _read(losses, norm, loads)
     if not result.is_finite:
         return result
 
-    # 4. Clip, 5. update, 6. move the expert bias: once a global batch.
+    # 5. Clip, 6. update, 7. move the expert bias: once a global batch.
     optimizer.clip(norm, rule.clip_norm)
     optimizer.step(learning_rate)
-    update_expert_bias(model)
+    update_expert_bias(model.modules, loads)
     return result
+
+
+def largest(values: Sequence[float], world: Axis, device: torch.device) -> list[float]:
+    """The largest of each value over all ranks, such as peak memory, or a wish to stop as 0 or 1. Waits for them."""
+    if world.group is None:
+        return list(values)
+    highest = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(highest, dist.ReduceOp.MAX, group=world.group)
+    return highest.tolist()
+
+
+def _sum_figures(losses: Tensor, model: RankModel, rule: StepRule) -> tuple[Tensor, list[LayerLoad]]:
+    """Losses and expert loads of the global batch, from those of every rank, in one all-reduce.
+
+    float64 holds counts up to 2**53 exactly.
+    """
+    loads = layer_loads(model.modules)
+    axes = model.axes
+    if axes.world.group is None:
+        return losses, loads
+    # Ranks that share the vocabulary have the same loss; one of them says it.
+    losses = losses.double() if axes.tensor.rank == 0 else torch.zeros_like(losses, dtype=torch.float64)
+    table = losses.new_zeros(len(rule.moe_layers), 2 + rule.experts)
+    for load in loads:
+        row = table[rule.moe_layers.index(load.layer)]
+        row[0], row[1], row[2:] = load.dropped, load.auxiliary_loss, load.slots_E
+    figures = torch.cat((losses, table.flatten()))
+    dist.all_reduce(figures, group=axes.world.group)
+    losses, table = figures[: losses.numel()], figures[losses.numel() :].view_as(table)
+    summed = [LayerLoad(layer, row[2:], row[0], row[1]) for layer, row in zip(rule.moe_layers, table, strict=True)]
+    return losses, summed
 
 
 def _read(losses: Tensor, norm: Tensor, loads: Sequence[LayerLoad]) -> StepResult:

@@ -154,6 +154,14 @@ def test_every_training_command_describes_a_run(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("command", [c for c in all_commands() if c.words[:2] == ["penstock", "launch"]], ids=str)
+def test_every_job_that_is_shown_fits_its_machines(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(command.words[1:]) == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_every_block_marked_run_runs(path: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}

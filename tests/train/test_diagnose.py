@@ -9,26 +9,35 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.models.build import build_model
+from penstock.config.training import Optimizer
+from penstock.data.batch import Batch
 from penstock.models.decoder import Decoder
+from penstock.models.holdings import holdings
+from penstock.models.rank_model import RankModel
 from penstock.moe.balance import layer_loads
 from penstock.train.diagnose import Finding, Origin, find_origin, layer_of
-from penstock.train.loss import GlobalBatch, LossRule, cut
-from tests.train.tiny_run import random_batch, tiny_run
+from penstock.train.loss import LossRule
+from penstock.train.optimizer import MasterAdamW
+from penstock.train.step import StepRule
+from tests.train.tiny_run import cut_rule, one_rank, random_batch, tiny_run
 
-RULE = LossRule(depths=1, mtp_weight=0.3, z_weight=0.0, chunk_tokens=None)
+RULE = StepRule(
+    cut=cut_rule(2),
+    clip_norm=1.0,
+    loss=LossRule(depths=1, mtp_weight=0.3, z_weight=0.0, chunk_tokens=None),
+    moe_layers=(1, 2),
+    experts=4,
+)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Decoder:
-    built = build_model(tiny_run(tmp_path), torch.device("cpu"))
-    built.train()
-    return built
+    return one_rank(tiny_run(tmp_path)).whole
 
 
 @pytest.fixture
-def whole() -> GlobalBatch:
-    return cut(random_batch(4, 12), rows=2, depths=1, device=torch.device("cpu"))
+def batch() -> Batch:
+    return random_batch(4, 12)
 
 
 class _Spoil(torch.autograd.Function):
@@ -43,8 +52,18 @@ class _Spoil(torch.autograd.Function):
         return gradients[0] * math.inf
 
 
-def origin_in(model: Decoder, whole: GlobalBatch) -> Origin:
-    origin = find_origin(model, whole, RULE)
+def search(model: Decoder, batch: Batch) -> Origin | None:
+    rank_model = RankModel(decoders={0: model})
+    optimizer = MasterAdamW(holdings(rank_model.modules, rank_model.axes), Optimizer(learning_rate=1e-3))
+    for _, gradient in optimizer.gradients():
+        gradient.fill_(7)
+    origin = find_origin(rank_model, optimizer, batch, RULE)
+    assert all(bool((gradient == 7).all()) for _, gradient in optimizer.gradients()), "the step's gradients changed"
+    return origin
+
+
+def origin_in(model: Decoder, batch: Batch) -> Origin:
+    origin = search(model, batch)
     assert origin is not None
     return origin
 
@@ -59,64 +78,64 @@ def spoil_output(module: nn.Module, from_call: int = 0) -> None:
     module.register_forward_hook(hook)
 
 
-def test_a_parameter_that_is_not_finite_comes_first(model: Decoder, whole: GlobalBatch) -> None:
+def test_a_parameter_that_is_not_finite_comes_first(model: Decoder, batch: Batch) -> None:
     with torch.no_grad():
         model.get_parameter("blocks.1.ffn.experts.down_eDF")[0, 0, 0] = math.inf
-    origin = origin_in(model, whole)
+    origin = origin_in(model, batch)
     assert (origin.place, origin.layer, origin.micro_batch) == ("parameter", 1, None)
     assert origin.name == "blocks.1.ffn.experts.down_eDF"
     assert origin.parameters == (origin.name,)
 
 
-def test_the_innermost_module_is_named(model: Decoder, whole: GlobalBatch) -> None:
+def test_the_innermost_module_is_named(model: Decoder, batch: Batch) -> None:
     spoil_output(model.get_submodule("blocks.1.ffn.experts"))
-    origin = origin_in(model, whole)
+    origin = origin_in(model, batch)
     assert (origin.place, origin.name, origin.layer, origin.micro_batch) == ("output", "blocks.1.ffn.experts", 1, 0)
     assert str(origin) == "it began in the output of blocks.1.ffn.experts (layer 1), micro-batch 0"
 
 
-def test_the_first_of_several_modules_is_named(model: Decoder, whole: GlobalBatch) -> None:
+def test_the_first_of_several_modules_is_named(model: Decoder, batch: Batch) -> None:
     spoil_output(model.get_submodule("norm"))
     spoil_output(model.get_submodule("blocks.0.ffn"))
-    assert origin_in(model, whole).name == "blocks.0.ffn"
+    assert origin_in(model, batch).name == "blocks.0.ffn"
 
 
-def test_the_micro_batch_is_named(model: Decoder, whole: GlobalBatch) -> None:
+def test_the_micro_batch_is_named(model: Decoder, batch: Batch) -> None:
     spoil_output(model.embed, from_call=2)  # called twice a micro-batch: for the model, and for one depth ahead
-    origin = origin_in(model, whole)
+    origin = origin_in(model, batch)
     assert (origin.name, origin.layer, origin.micro_batch) == ("embed", None, 1)
 
 
-def test_a_loss_can_overflow_with_finite_hidden_states(model: Decoder, whole: GlobalBatch) -> None:
+def test_a_loss_can_overflow_with_finite_hidden_states(model: Decoder, batch: Batch) -> None:
     with torch.no_grad():
         model.head_VD.fill_(3e38)
-    origin = origin_in(model, whole)
+    origin = origin_in(model, batch)
     assert (origin.place, origin.name) == ("loss", "the output projection")
 
 
-def test_a_gradient_is_traced_to_the_deepest_layer(model: Decoder, whole: GlobalBatch) -> None:
+def test_a_gradient_is_traced_to_the_deepest_layer(model: Decoder, batch: Batch) -> None:
     model.get_submodule("blocks.1").register_forward_pre_hook(
         lambda module, inputs: (_Spoil.apply(inputs[0]), *inputs[1:])
     )
-    origin = origin_in(model, whole)
+    origin = origin_in(model, batch)
     assert (origin.place, origin.layer, origin.micro_batch) == ("gradient", 0, 0)
     assert origin.name.startswith("blocks.0.ffn")
     assert "embed.weight" in origin.parameters
     assert not any(name.startswith("blocks.1") for name in origin.parameters)
 
 
-def test_a_fault_that_does_not_happen_again_is_said_to_be_one(model: Decoder, whole: GlobalBatch) -> None:
-    origin = origin_in(model, whole)
+def test_a_fault_that_does_not_happen_again_is_said_to_be_one(model: Decoder, batch: Batch) -> None:
+    origin = origin_in(model, batch)
     assert (origin.place, origin.name) == ("sum of gradients", "")
     assert "every micro-batch is finite" in str(origin)
 
 
-def test_looking_changes_nothing(model: Decoder, whole: GlobalBatch) -> None:
+def test_looking_changes_nothing(model: Decoder, batch: Batch) -> None:
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    find_origin(model, whole, RULE)
+    search(model, batch)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(int(load.slots_E.sum()) == 0 for load in layer_loads(model))
+    assert all(bool((parameter.grad == 7).all()) for parameter in model.parameters())
+    assert all(int(load.slots_E.sum()) == 0 for load in layer_loads([model]))
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -132,13 +151,13 @@ def test_a_phrase_without_layer_and_micro_batch() -> None:
 
 
 def test_a_gpu_without_memory_for_the_search_is_no_fault(
-    model: Decoder, whole: GlobalBatch, monkeypatch: pytest.MonkeyPatch
+    model: Decoder, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_memory(*arguments: object, **named: object) -> None:
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(model, "forward", no_memory)
-    assert find_origin(model, whole, RULE) is None
+    assert search(model, batch) is None
 
 
 def test_a_finding_is_a_report_and_one_line(tmp_path: Path) -> None:

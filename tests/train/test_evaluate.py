@@ -8,18 +8,19 @@ import torch
 import torch.nn.functional as F
 
 from penstock.data.evaluation import Evaluation
-from penstock.models.build import build_model
-from penstock.models.decoder import Decoder
+from penstock.models.rank_model import RankModel
 from penstock.moe.balance import layer_loads
 from penstock.train.evaluate import evaluate
-from tests.train.tiny_run import random_batch, tiny_run
+from penstock.train.loss import LossRule
+from penstock.train.observer import HeldOutLoss
+from tests.train.tiny_run import cut_rule, one_rank, random_batch, tiny_run
+
+RULE = LossRule(depths=1, mtp_weight=0.3, z_weight=0.1, chunk_tokens=None)
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Decoder:
-    built = build_model(tiny_run(tmp_path), torch.device("cpu"))
-    built.train()
-    return built
+def model(tmp_path: Path) -> RankModel:
+    return one_rank(tiny_run(tmp_path))
 
 
 def rows_of(size: int) -> Evaluation:
@@ -28,38 +29,41 @@ def rows_of(size: int) -> Evaluation:
     return Evaluation(batches=tuple(batch.micro_batches(size)), tokens=counted, text_bytes=3 * counted)
 
 
-def test_the_loss_is_the_mean_over_counted_tokens(model: Decoder) -> None:
+def measure(model: RankModel, rows: Evaluation) -> HeldOutLoss:
+    return evaluate(model, rows, cut_rule(1), RULE)
+
+
+def test_the_loss_is_the_mean_over_counted_tokens(model: RankModel) -> None:
     batch = random_batch(4, 12)
-    logits_BSV = model.logits(batch.tokens_BS, batch.positions_BS)
+    logits_BSV = model.whole.logits(batch.tokens_BS, batch.positions_BS)
     expected = F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten()).item()
-    held_out = evaluate(model, rows_of(2))
+    held_out = measure(model, rows_of(2))
     assert math.isclose(held_out.loss, expected, rel_tol=1e-6)
     assert held_out.tokens == rows_of(2).tokens
 
 
-def test_bits_per_byte_are_nats_over_ln_2_and_bytes(model: Decoder) -> None:
-    held_out = evaluate(model, rows_of(4))
+def test_bits_per_byte_are_nats_over_ln_2_and_bytes(model: RankModel) -> None:
+    held_out = measure(model, rows_of(4))
     assert math.isclose(held_out.bits_per_byte, held_out.loss / math.log(2) / 3, rel_tol=1e-12)
 
 
-def test_the_loss_does_not_depend_on_the_cut(model: Decoder) -> None:
-    losses = [evaluate(model, rows_of(size)).loss for size in (1, 2, 4)]
+def test_the_loss_does_not_depend_on_the_cut(model: RankModel) -> None:
+    losses = [measure(model, rows_of(size)).loss for size in (1, 2, 4)]
     assert math.isclose(losses[0], losses[1], rel_tol=1e-6)
     assert math.isclose(losses[0], losses[2], rel_tol=1e-6)
 
 
-def test_measuring_leaves_weights_loads_gradients_and_mode_alone(model: Decoder) -> None:
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    evaluate(model, rows_of(2))
-    assert model.training
-    assert all(int(load.slots_E.sum()) == 0 for load in layer_loads(model))
-    assert all(parameter.grad is None for parameter in model.parameters())
-    for name, tensor in model.state_dict().items():
+def test_measuring_leaves_weights_loads_gradients_and_mode_alone(model: RankModel) -> None:
+    before = {name: tensor.clone() for name, tensor in model.whole.state_dict().items()}
+    measure(model, rows_of(2))
+    assert model.whole.training
+    assert all(int(load.slots_E.sum()) == 0 for load in layer_loads(model.modules))
+    assert all(parameter.grad is None for parameter in model.whole.parameters())
+    for name, tensor in model.whole.state_dict().items():
         assert torch.equal(tensor, before[name])
 
 
 def test_an_untrained_model_costs_what_a_uniform_guess_costs(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
     run = run.model_copy(update={"model": run.model.model_copy(update={"initial_std": 1e-4})})
-    untrained = build_model(run, torch.device("cpu"))
-    assert math.isclose(evaluate(untrained, rows_of(4)).loss, math.log(17), rel_tol=1e-4)
+    assert math.isclose(measure(one_rank(run), rows_of(4)).loss, math.log(17), rel_tol=1e-4)

@@ -16,6 +16,7 @@ from penstock.base.errors import CheckpointError, NonFiniteError
 from penstock.config.model import Balance
 from penstock.config.run import Run
 from penstock.config.training import Checkpoint, Evaluation, Training
+from penstock.models.rank_model import RankModel
 from penstock.train import loop
 from penstock.train.loop import Progress, open_store, resume, train_run
 from penstock.train.metrics import MetricsFile
@@ -57,8 +58,9 @@ def lines_of(folder: RunFolder) -> list[dict[str, object]]:
 
 def weights_of(run: Run, folder: RunFolder, step: int) -> dict[str, Tensor]:
     session = prepare(run, ENVIRONMENT)
-    open_store(run, folder).load(step, session.state.tensors())
-    return session.state.tensors()
+    parts = session.state.parts()
+    open_store(run, folder).load(step, parts)
+    return {name: part.tensor for name, part in parts.items()}
 
 
 def training(**changes: int) -> Training:
@@ -245,10 +247,10 @@ def test_a_step_that_is_not_finite_ends_the_run_before_it(
 ) -> None:
     run, real = tiny_run(tmp_path / "broken"), loop.train_step
 
-    def spoiled(model: torch.nn.Module, *rest: object) -> object:
+    def spoiled(model: RankModel, *rest: object) -> object:
         """From the third step on, a layer's output (for the loss) or only its gradient is spoiled."""
         if real_steps.pop() == 3:
-            layer = model.get_submodule("blocks.1.ffn.experts")
+            layer = model.whole.get_submodule("blocks.1.ffn.experts")
             layer.register_forward_hook(lambda module, inputs, y_RD: _spoil(y_RD, place))
         return real(model, *rest)  # type: ignore[arg-type]
 
@@ -286,8 +288,8 @@ def test_the_state_before_a_first_step_that_is_not_finite_is_saved(
 ) -> None:
     real = loop.train_step
 
-    def spoiled(model: torch.nn.Module, *rest: object) -> object:
-        model.get_submodule("norm").register_forward_hook(lambda module, inputs, output: output * math.nan)
+    def spoiled(model: RankModel, *rest: object) -> object:
+        model.whole.get_submodule("norm").register_forward_hook(lambda module, inputs, output: output * math.nan)
         return real(model, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loop, "train_step", spoiled)
@@ -301,11 +303,11 @@ def test_an_update_that_spoils_the_model_is_found_by_the_next_evaluation(
 ) -> None:
     real = loop.train_step
 
-    def spoiled(model: torch.nn.Module, *rest: object) -> object:
+    def spoiled(model: RankModel, *rest: object) -> object:
         result = real(model, *rest)  # type: ignore[arg-type]
         if rest[-1] == 1e-2 * 0.1:  # the learning rate of the last step
             with torch.no_grad():
-                model.get_parameter("blocks.0.ffn.down.weight").fill_(math.inf)
+                model.whole.get_parameter("blocks.0.ffn.down.weight").fill_(math.inf)
         return result
 
     monkeypatch.setattr(loop, "train_step", spoiled)

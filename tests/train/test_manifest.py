@@ -8,28 +8,45 @@ import pytest
 import torch
 
 from penstock.base.errors import CheckpointError
+from penstock.parallel.holding import whole
 from penstock.train.manifest import (
     FORMAT,
     MANIFEST,
     VERSION,
+    SavedTensor,
+    Written,
     check_files,
     check_no_more_tensors,
     check_tensors,
     describe,
+    files_of,
+    merge,
     read_manifest,
     write_manifest,
 )
+from penstock.train.tensor_files import fingerprint
 
 TENSORS = {"model.a": torch.zeros(2, 3), "model.b": torch.zeros((), dtype=torch.bfloat16)}
+FILE = "a.safetensors"
+A = SavedTensor("float32 [2, 3]", {"[0:1, 0:3]": FILE, "[1:2, 0:3]": FILE})
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A sealed folder of two files."""
-    (tmp_path / "a.safetensors").write_bytes(bytes(range(256)) * 40)
+    (tmp_path / FILE).write_bytes(bytes(range(256)) * 40)
     (tmp_path / "facts.json").write_text("{}")
-    write_manifest(tmp_path, 7, describe(TENSORS))
+    _seal(tmp_path, {"model.a": A, "model.b": SavedTensor("bfloat16 []", {"[]": FILE})})
     return tmp_path
+
+
+def _seal(folder: Path, tensors: dict[str, SavedTensor]) -> None:
+    files = {path.name: fingerprint(path) for path in folder.iterdir() if path.name != MANIFEST}
+    write_manifest(folder, 7, Written(tensors, files))
+
+
+def _describe(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    return describe({name: whole(tensor) for name, tensor in tensors.items()})
 
 
 def _rewrite(folder: Path, **changes: Any) -> None:
@@ -40,7 +57,9 @@ def _rewrite(folder: Path, **changes: Any) -> None:
 def test_what_was_written_is_read(folder: Path) -> None:
     manifest = read_manifest(folder)
     assert (manifest.format, manifest.version, manifest.step) == (FORMAT, VERSION, 7)
-    assert manifest.tensors == {"model.a": "float32 [2, 3]", "model.b": "bfloat16 []"}
+    assert manifest.kinds == {"model.a": "float32 [2, 3]", "model.b": "bfloat16 []"} == _describe(TENSORS)
+    assert manifest.tensors["model.a"] == A
+    assert files_of(manifest, ["model.a"]) == [FILE, "facts.json"]
     assert manifest.files["facts.json"] == f"2 bytes, crc32 {_crc(b'{}')}"
     check_files(folder, manifest.files)
     check_no_more_tensors(folder, manifest)
@@ -98,8 +117,9 @@ def test_tensors_that_somebody_added_are_refused(folder: Path) -> None:
         ({"format": "other"}, "not a Penstock checkpoint: its manifest.json is something else's"),
         (
             {"version": VERSION + 1, "penstock": "9.9"},
-            r"another format version; got 2; allowed: 1; .* wrote it \(9\.9\)",
+            r"another format version; got 3; allowed: 2; .* wrote it \(9\.9\)",
         ),
+        ({"version": 1}, r"another format version; got 1; allowed: 2; fix: use the Penstock that wrote it"),
         ({"step": 8}, "manifest.json is damaged; got a checksum that does not match"),
         ({"seal": None}, "manifest.json is damaged"),
     ],
@@ -144,11 +164,56 @@ def test_other_tensors_are_refused_and_the_first_is_named(
     folder: Path, wanted: dict[str, torch.Tensor], message: str
 ) -> None:
     with pytest.raises(CheckpointError, match=message):
-        check_tensors(folder, read_manifest(folder).tensors, describe(wanted))
+        check_tensors(folder, read_manifest(folder).kinds, _describe(wanted))
 
 
-def test_a_file_larger_than_one_read_is_summed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a").write_bytes(bytes(range(200)))
-    monkeypatch.setattr("penstock.train.manifest.READ_BYTES", 64)
-    write_manifest(tmp_path, 0, {})
-    assert read_manifest(tmp_path).files["a"] == f"200 bytes, crc32 {_crc(bytes(range(200)))}"
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (SavedTensor("float32 [2, 3]", {"[0:1, 0:3]": FILE}), r"a, float32 \[2, 3\], is not whole: 3 of 6 elements"),
+        (SavedTensor("float32 [2]", {"[0:2]": FILE, "[1:2]": FILE}), r"\[0:2\] and \[1:2\] overlap"),
+        (SavedTensor("float32 [2]", {"[1:3]": FILE}), r"\[1:3\] does not lie in \[2\]"),
+        (SavedTensor("float32 [2]", {"[0:2]": "b.safetensors"}), "a is in a file that the manifest does not list"),
+        (SavedTensor("float32", {"[0:2]": FILE}), "not what a manifest holds"),
+        (SavedTensor("float32 [2]", {"0:2": FILE}), "not what a manifest holds: .*0:2 is no rectangle"),
+        (SavedTensor("float32 [2]", 3), "not what a manifest holds"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_sealed_manifest_of_tensors_that_are_not_whole_is_refused(
+    folder: Path, tensor: SavedTensor, reason: str
+) -> None:
+    (folder / MANIFEST).unlink()
+    _seal(folder, {"a": tensor})
+    with pytest.raises(CheckpointError, match=rf"manifest\.json is damaged; got .*{reason}"):
+        read_manifest(folder)
+
+
+def test_a_manifest_that_points_out_of_its_folder_is_refused(folder: Path) -> None:
+    write_manifest(folder, 7, Written({}, {"../secret": "2 bytes, crc32 00000000"}))
+    with pytest.raises(CheckpointError, match=r"a file outside of the folder: \.\./secret"):
+        read_manifest(folder)
+
+
+def _rank(kind: str, *rectangles: str, file: str) -> Written:
+    return Written({"a": SavedTensor(kind, dict.fromkeys(rectangles, file))}, {file: "1 bytes, crc32 00000000"})
+
+
+def test_what_the_ranks_wrote_is_merged() -> None:
+    merged = merge([_rank("float32 [4]", "[0:2]", file="x"), _rank("float32 [4]", "[2:4]", file="y")])
+    assert merged.tensors == {"a": SavedTensor("float32 [4]", {"[0:2]": "x", "[2:4]": "y"})}
+    assert merged.files.keys() == {"x", "y"}
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (_rank("float32 [4]", file="y"), "the ranks together do not write a once, .*: 2 of 4 elements"),
+        (_rank("float32 [4]", "[1:4]", file="y"), "overlap"),
+        (_rank("float32 [4]", "[0:2]", file="y"), r"a\[0:2\] is written by two ranks"),
+        (_rank("float32 [5]", "[2:4]", file="y"), r"a is float32 \[4\] on one rank, float32 \[5\] on another"),
+        (_rank("float32 [4]", "[2:4]", file="x"), "ranks wrote the same files"),
+    ],
+)
+def test_ranks_that_do_not_write_each_tensor_once_are_our_fault(other: Written, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        merge([_rank("float32 [4]", "[0:2]", file="x"), other])

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.train.optimizer import MasterAdamW, is_decayed
+from penstock.parallel.holding import Holding, holdings_of
+from penstock.train.adamw import is_decayed
+from penstock.train.optimizer import MasterAdamW
 from tests.train.small_model import SETTINGS, D, F, SmallModel, V, tokens
 
 RATES = (0.004, 0.01, 0.007)
@@ -22,6 +24,17 @@ def _step(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
+
+
+def _held(weight: nn.Parameter) -> list[Holding]:
+    """One parameter of this name."""
+    module = nn.Module()
+    module.register_parameter("weight", weight)
+    return holdings_of(module)
+
+
+def _saved(optimizer: MasterAdamW) -> dict[str, Tensor]:
+    return {name: part.tensor for name, part in optimizer.parts().items()}
 
 
 def test_matrices_decay_and_norms_and_biases_do_not() -> None:
@@ -46,7 +59,7 @@ def test_decay_goes_by_shape_and_name(name: str, shape: tuple[int, ...], expecte
 
 def test_float32_equals_torch_adamw_bit_for_bit() -> None:
     ours, theirs = SmallModel().eval(), SmallModel().eval()
-    optimizer = MasterAdamW(ours.named_parameters(), SETTINGS)
+    optimizer = MasterAdamW(holdings_of(ours), SETTINGS)
     reference = _torch_adamw(dict(theirs.named_parameters()))
     for index, rate in enumerate(RATES):
         optimizer.zero_gradients()
@@ -67,7 +80,7 @@ def test_float32_equals_torch_adamw_bit_for_bit() -> None:
 def test_bfloat16_with_masters_equals_a_float32_run_of_the_same_gradients() -> None:
     model = SmallModel(torch.bfloat16)
     initial = {name: parameter.detach().clone().float() for name, parameter in model.named_parameters()}
-    optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
+    optimizer = MasterAdamW(holdings_of(model), SETTINGS)
     reference = _torch_adamw(initial)
     for index, rate in enumerate(RATES):
         optimizer.zero_gradients()
@@ -77,17 +90,16 @@ def test_bfloat16_with_masters_equals_a_float32_run_of_the_same_gradients() -> N
             initial[name].grad = gradient.clone()
         optimizer.step(rate)
         _step(reference, rate)
-    saved = optimizer.tensors()
+    saved = _saved(optimizer)
     for name, parameter in model.named_parameters():
-        master = saved.get(f"master.{name}", parameter)
-        assert torch.equal(master, initial[name]), name
+        assert torch.equal(saved[f"model.{name}"], initial[name]), name
         assert torch.equal(parameter, initial[name].to(parameter.dtype)), name
-    assert "master.router.weight" not in saved
+    assert saved["model.router.weight"].data_ptr() == model.router.weight.data_ptr(), "float32 is its own master"
 
 
 def test_gradients_of_micro_batches_add_up_in_float32() -> None:
     parameter = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
-    optimizer = MasterAdamW([("weight", parameter)], SETTINGS)
+    optimizer = MasterAdamW(_held(parameter), SETTINGS)
     for _ in range(1000):  # a bfloat16 sum of ones stops at 256
         parameter.sum().backward()
     assert optimizer.gradient_of("weight").tolist() == [1000.0] * 4
@@ -96,7 +108,7 @@ def test_gradients_of_micro_batches_add_up_in_float32() -> None:
 
 def test_updates_too_small_for_bfloat16_are_not_lost() -> None:
     parameter = nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
-    optimizer = MasterAdamW([("weight", parameter)], SETTINGS)
+    optimizer = MasterAdamW(_held(parameter), SETTINGS)
     for _ in range(100):
         optimizer.zero_gradients()
         parameter.sum().backward()
@@ -106,7 +118,7 @@ def test_updates_too_small_for_bfloat16_are_not_lost() -> None:
 
 def test_the_norm_is_that_of_all_gradients_together() -> None:
     model = SmallModel()
-    optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
+    optimizer = MasterAdamW(holdings_of(model), SETTINGS)
     model(tokens(0)).backward()
     whole = torch.cat([gradient.flatten() for _, gradient in optimizer.gradients()])
     torch.testing.assert_close(optimizer.gradient_norm(), whole.norm())
@@ -115,13 +127,13 @@ def test_the_norm_is_that_of_all_gradients_together() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_parameter_without_gradient_decays_and_has_moments(dtype: torch.dtype) -> None:
     model = SmallModel(dtype)
-    optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
+    optimizer = MasterAdamW(holdings_of(model), SETTINGS)
     before = model.unused.weight.detach().clone().float()
     bias = model.unused.bias.detach().clone()
     model(tokens(0)).backward()
     optimizer.step(0.5)
     assert not optimizer.gradient_of("unused.weight").any()
-    assert not optimizer.tensors()["moment1.unused.weight"].any()
+    assert not _saved(optimizer)["moment1.unused.weight"].any()
     torch.testing.assert_close(model.unused.weight, (before * (1 - 0.5 * SETTINGS.weight_decay)).to(dtype))
     assert torch.equal(model.unused.bias, bias)
 
@@ -129,7 +141,7 @@ def test_a_parameter_without_gradient_decays_and_has_moments(dtype: torch.dtype)
 def test_a_frozen_parameter_is_left_alone() -> None:
     model = SmallModel()
     model.embed.weight.requires_grad_(False)
-    optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
+    optimizer = MasterAdamW(holdings_of(model), SETTINGS)
     before = model.embed.weight.clone()
     model(tokens(0)).backward()
     optimizer.step(0.1)
@@ -139,11 +151,11 @@ def test_a_frozen_parameter_is_left_alone() -> None:
 
 def test_a_kernel_may_add_to_the_gradient_buffer_itself() -> None:
     model = SmallModel(torch.bfloat16)
-    optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
+    optimizer = MasterAdamW(holdings_of(model), SETTINGS)
     buffer = optimizer.gradient_of("unused.weight")
     buffer += 1.0
     optimizer.step(0.01)
-    assert optimizer.tensors()["moment1.unused.weight"].allclose(torch.tensor(1 - SETTINGS.beta1))
+    assert _saved(optimizer)["moment1.unused.weight"].allclose(torch.tensor(1 - SETTINGS.beta1))
     optimizer.zero_gradients()
     assert optimizer.gradient_of("unused.weight") is buffer
     assert not buffer.any()
@@ -152,7 +164,7 @@ def test_a_kernel_may_add_to_the_gradient_buffer_itself() -> None:
 @pytest.mark.parametrize(("limit", "expected"), [(1.0, 1.0), (100.0, 13.0), (0.0, 13.0)])
 def test_clipping_scales_to_the_limit_and_never_up(limit: float, expected: float) -> None:
     model = SmallModel(torch.bfloat16)
-    optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
+    optimizer = MasterAdamW(holdings_of(model), SETTINGS)
     optimizer.gradient_of("embed.weight")[0, 0] = 5.0
     optimizer.gradient_of("router.weight")[0, 0] = 12.0
     norm = optimizer.gradient_norm()
@@ -165,27 +177,29 @@ def test_clipping_scales_to_the_limit_and_never_up(limit: float, expected: float
 def test_what_is_saved_before_or_after_a_step_continues_bit_for_bit(dtype: torch.dtype) -> None:
     for done in (0, 2):
         first, second = SmallModel(dtype).eval(), SmallModel(dtype, seed=1).eval()
-        optimizers = [MasterAdamW(model.named_parameters(), SETTINGS) for model in (first, second)]
+        optimizers = [MasterAdamW(holdings_of(model), SETTINGS) for model in (first, second)]
         _train(first, optimizers[0], range(done))
-        second.load_state_dict(first.state_dict())
-        optimizers[1].load({name: tensor.clone() for name, tensor in optimizers[0].tensors().items()})
+        for name, tensor in _saved(optimizers[1]).items():
+            tensor.copy_(_saved(optimizers[0])[name])
+        optimizers[1].loaded()
         for model, optimizer in zip((first, second), optimizers, strict=True):
             _train(model, optimizer, range(done, done + 2))
         for mine, other in zip(first.parameters(), second.parameters(), strict=True):
             assert torch.equal(mine, other)
-        saved = optimizers[1].tensors()
+        saved = _saved(optimizers[1])
         assert saved["step"].item() == done + 2
-        for name, tensor in optimizers[0].tensors().items():
+        for name, tensor in _saved(optimizers[0]).items():
             assert torch.equal(tensor, saved[name]), name
 
 
 def test_loading_rounds_the_masters_into_their_parameters() -> None:
     model = SmallModel(torch.bfloat16)
-    optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
-    saved = {name: torch.full_like(tensor, 1.001) for name, tensor in optimizer.tensors().items()}
-    optimizer.load(saved)
+    optimizer = MasterAdamW(holdings_of(model), SETTINGS)
+    for tensor in _saved(optimizer).values():
+        tensor.fill_(1.001)
+    optimizer.loaded()
     assert (model.down.weight == torch.tensor(1.001).bfloat16()).all()
-    assert not (model.router.weight == 1.001).any(), "a float32 parameter belongs to the model"
+    assert (model.router.weight == 1.001).all()
 
 
 def _train(model: SmallModel, optimizer: MasterAdamW, steps: range) -> None:
@@ -195,23 +209,53 @@ def _train(model: SmallModel, optimizer: MasterAdamW, steps: range) -> None:
         optimizer.step(0.01)
 
 
-def test_tensors_are_named_after_parameters() -> None:
-    saved = MasterAdamW(SmallModel(torch.bfloat16).named_parameters(), SETTINGS).tensors()
-    shapes = {name: tuple(tensor.shape) for name, tensor in saved.items() if "router" in name or "down" in name}
+def test_a_checkpoint_gets_masters_and_moments_whole_and_in_float32() -> None:
+    parts = MasterAdamW(holdings_of(SmallModel(torch.bfloat16)), SETTINGS).parts()
+    shapes = {name: part.shape for name, part in parts.items() if "router" in name or "down" in name}
     assert shapes == {
-        "master.down.weight": (V, F),
+        "model.down.weight": (V, F),
         "moment1.down.weight": (V, F),
         "moment2.down.weight": (V, F),
+        "model.router.weight": (F, D),
         "moment1.router.weight": (F, D),
         "moment2.router.weight": (F, D),
     }
-    assert saved["step"].shape == ()
-    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    assert parts["step"].shape == ()
+    assert all(part.writes and part.tensor.dtype == torch.float32 for part in parts.values())
+    assert all([piece.sizes for piece in part.pieces] == [part.shape] for part in parts.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_gradient_that_is_computed_later_arrives_too(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.zeros(2, 3, dtype=dtype))
+    optimizer = MasterAdamW(_held(weight), SETTINGS)
+    buffer = optimizer.gradient_of("weight")
+    for _ in range(2):
+        weight.view_as(weight).backward(torch.full((2, 3), 1.5, dtype=dtype))
+    assert optimizer.gradient_of("weight") is buffer
+    assert buffer.tolist() == [[3.0] * 3] * 2
+    optimizer.step(0.1)
+    assert (weight < 0).all()
+
+
+def test_on_one_rank_reducing_changes_nothing() -> None:
+    model = SmallModel()
+    optimizer = MasterAdamW(holdings_of(model), SETTINGS)
+    model(tokens(0)).backward()
+    before = {name: gradient.clone() for name, gradient in optimizer.gradients()}
+    optimizer.reduce_gradients()
+    assert all(torch.equal(gradient, before[name]) for name, gradient in optimizer.gradients())
+
+
+def test_a_parameter_that_comes_twice_is_noticed() -> None:
+    one = _held(nn.Parameter(torch.zeros(2)))
+    with pytest.raises(AssertionError, match="twice"):
+        MasterAdamW(one + one, SETTINGS)
 
 
 def test_taking_the_gradient_buffer_away_is_noticed() -> None:
     model = SmallModel()
-    optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
+    optimizer = MasterAdamW(holdings_of(model), SETTINGS)
     model.zero_grad()
-    with pytest.raises(AssertionError, match=r"gradient buffer of embed\.weight"):
+    with pytest.raises(AssertionError, match=r"gradient buffer of down\.weight"):
         optimizer.step(0.1)

@@ -2,7 +2,9 @@
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from torch import Tensor, nn
 
 from penstock.base.errors import CheckpointError, DataError
 from penstock.data.batch import Batch
+from penstock.parallel.axes import Axis
+from penstock.parallel.holding import holdings_of
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.state import (
@@ -53,8 +57,21 @@ def _fresh(dtype: torch.dtype, seed: int) -> TrainState:
     model = SmallModel(dtype, seed)
     random.seed(seed)
     np.random.seed(seed)
-    optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
-    return TrainState(identity=IDENTITY, model=model, optimizer=optimizer, batches=CountingBatches())
+    return _state(model)
+
+
+def _state(model: nn.Module, **changes: Any) -> TrainState:
+    fields = {
+        "identity": IDENTITY,
+        "modules": [model],
+        "optimizer": MasterAdamW(holdings_of(model), SETTINGS),
+        "batches": CountingBatches(),
+    }
+    return TrainState(**(fields | changes))
+
+
+def _tensors(state: TrainState) -> dict[str, Tensor]:
+    return {name: part.tensor for name, part in state.parts().items()}
 
 
 def _train(state: TrainState, steps: int) -> list[float]:
@@ -62,7 +79,7 @@ def _train(state: TrainState, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
         state.optimizer.zero_gradients()
-        loss = state.model(state.batches.next_batch().tokens_BS[0]) * (1.0 + random.random() + np.random.normal())
+        loss = state.modules[0](state.batches.next_batch().tokens_BS[0]) * (1.0 + random.random() + np.random.normal())
         loss.backward()
         state.optimizer.clip(state.optimizer.gradient_norm(), 1.0)
         state.optimizer.step(0.01)
@@ -88,8 +105,10 @@ def test_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, dtype: torc
     assert restore_state(store, 3, second) == {"tokens_seen": 72}
     assert losses + _train(second, 3) == expected
     store.close()
-    for name, tensor in whole.tensors().items():
-        assert torch.equal(second.tensors()[name], tensor), name
+    for name, tensor in _tensors(whole).items():
+        assert torch.equal(_tensors(second)[name], tensor), name
+    for name, tensor in whole.modules[0].state_dict().items():
+        assert torch.equal(second.modules[0].state_dict()[name], tensor), name
 
 
 def test_a_checkpoint_of_before_the_first_step_is_a_good_one(tmp_path: Path) -> None:
@@ -103,10 +122,37 @@ def test_a_checkpoint_of_before_the_first_step_is_a_good_one(tmp_path: Path) -> 
 
 def test_all_that_lasts_is_saved_and_nothing_else() -> None:
     state = _fresh(torch.bfloat16, seed=0)
-    names = {name.removeprefix("model.") for name in state.tensors() if name.startswith("model.")}
-    assert names == state.model.state_dict().keys()
+    names = {name.removeprefix("model.") for name in state.parts() if name.startswith("model.")}
+    assert names == state.modules[0].state_dict().keys()
     assert "counts_F" in names
     assert "scratch" not in names
+
+
+def test_a_weight_is_saved_once_in_float32_whatever_it_is_computed_in() -> None:
+    parts = _fresh(torch.bfloat16, seed=0).parts()
+    kinds = {name.partition(".")[0] for name in parts}
+    assert kinds == {"model", "moment1", "moment2", "step"}
+    assert parts["model.counts_F"].tensor.dtype == torch.int64
+    assert {part.tensor.dtype for name, part in parts.items() if name != "model.counts_F"} == {torch.float32}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_buffers_are_written_by_the_first_rank_of_a_stage(rank: int) -> None:
+    state = _state(SmallModel(), stage=Axis(name="stage", ranks=(4, 5), rank=rank))
+    assert state.parts()["model.counts_F"].writes == (rank == 0)
+
+
+def test_every_stage_of_a_rank_is_saved() -> None:
+    first, last = SmallModel(), nn.Module()
+    last.register_buffer("bias_E", torch.zeros(3))
+    assert {"model.counts_F", "model.bias_E"} < _state(first, modules=[first, last]).parts().keys()
+
+
+def test_a_parameter_that_would_not_be_saved_is_noticed() -> None:
+    model = SmallModel()
+    model.up.weight.requires_grad_(False)
+    with pytest.raises(AssertionError, match=r"up\.weight is not trained, and would not be saved"):
+        _state(model).parts()
 
 
 def test_a_tied_parameter_is_saved_once(tmp_path: Path) -> None:
@@ -115,14 +161,13 @@ def test_a_tied_parameter_is_saved_once(tmp_path: Path) -> None:
         head.weight = embed.weight
         nn.init.constant_(head.weight, value)
         model = nn.ModuleDict({"embed": embed, "head": head})
-        optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
-        return TrainState(identity=IDENTITY, model=model, optimizer=optimizer, batches=CountingBatches())
+        return _state(model)
 
     store = CheckpointStore(tmp_path, keep=0, asynchronous=False)
     save_state(store, 1, build(2.0), notes={})
     restored = build(0.0)
     restore_state(store, 1, restored)
-    assert restored.model.get_parameter("head.weight").tolist() == [[2.0] * 3] * 3
+    assert restored.modules[0].get_parameter("head.weight").tolist() == [[2.0] * 3] * 3
 
 
 def test_another_model_is_refused_and_every_field_that_differs_is_named(tmp_path: Path) -> None:
@@ -130,7 +175,7 @@ def test_another_model_is_refused_and_every_field_that_differs_is_named(tmp_path
     state = _fresh(torch.float32, seed=0)
     save_state(store, 7, state, notes={})
     other = {"layers": 3, "moe": {"top_k": 4, "experts": 16}, "heads": [1, 2], "mtp": 1}
-    changed = TrainState(identity=other, model=state.model, optimizer=state.optimizer, batches=state.batches)
+    changed = replace(state, identity=other)
     with pytest.raises(CheckpointError) as caught:
         restore_state(store, 7, changed)
     assert str(caught.value) == (
@@ -144,11 +189,17 @@ def test_the_same_model_is_the_same_before_and_after_json() -> None:
     check_same_model(0, {"heads": [1, 2], "rate": 1e-3}, {"heads": (1, 2), "rate": 1e-3})
 
 
-def test_other_precision_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_does_not_depend_on_the_precision_of_the_model(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=0, asynchronous=False)
-    save_state(store, 1, _fresh(torch.bfloat16, seed=0), notes={})
-    with pytest.raises(CheckpointError, match=r"tensor model\.embed\.weight .*got bfloat16 .* allowed: float32"):
-        restore_state(store, 1, _fresh(torch.float32, seed=0))
+    saved = _fresh(torch.bfloat16, seed=0)
+    _train(saved, 2)
+    save_state(store, 1, saved, notes={})
+    restored = _fresh(torch.float32, seed=1)
+    restore_state(store, 1, restored)
+    for name, tensor in _tensors(saved).items():
+        assert torch.equal(_tensors(restored)[name], tensor), name
+    for parameter, rounded in zip(restored.modules[0].parameters(), saved.modules[0].parameters(), strict=True):
+        assert torch.equal(parameter.to(rounded.dtype), rounded)
 
 
 @pytest.mark.parametrize(
@@ -170,12 +221,11 @@ def test_every_generator_continues_where_it_was(draw: Callable[[], Tensor]) -> N
 def test_a_state_on_a_gpu_is_saved_and_restored(tmp_path: Path, asynchronous: bool) -> None:
     def build(seed: int) -> TrainState:
         model = SmallModel(torch.bfloat16, seed).cuda()
-        optimizer = MasterAdamW(model.named_parameters(), SETTINGS)
-        return TrainState(identity=IDENTITY, model=model, optimizer=optimizer, batches=CountingBatches())
+        return _state(model)
 
     def train(state: TrainState) -> None:
         state.optimizer.zero_gradients()
-        state.model(state.batches.next_batch().tokens_BS[0].cuda()).backward()
+        state.modules[0](state.batches.next_batch().tokens_BS[0].cuda()).backward()
         state.optimizer.clip(state.optimizer.gradient_norm(), 1.0)
         state.optimizer.step(0.01)
 
@@ -183,12 +233,12 @@ def test_a_state_on_a_gpu_is_saved_and_restored(tmp_path: Path, asynchronous: bo
     state = build(0)
     train(state)
     save_state(store, 1, state, notes={})
-    expected = {name: tensor.detach().clone() for name, tensor in state.tensors().items()}
+    expected = {name: tensor.detach().clone() for name, tensor in _tensors(state).items()}
     following = torch.rand(4, device="cuda")
     train(state)  # changes every tensor while the checkpoint is written
     store.close()
     restored = build(1)
     restore_state(CheckpointStore(tmp_path, keep=0, asynchronous=False), 1, restored)
     assert torch.equal(torch.rand(4, device="cuda"), following)
-    for name, tensor in restored.tensors().items():
+    for name, tensor in _tensors(restored).items():
         assert torch.equal(tensor, expected[name]), name

@@ -12,30 +12,35 @@ from penstock.config.model import Balance
 from penstock.config.run import Run
 from penstock.config.training import Training
 from penstock.data.batch import Batch
-from penstock.models.build import build_model
-from penstock.models.decoder import Decoder
+from penstock.models.holdings import holdings
+from penstock.models.rank_model import RankModel
 from penstock.moe.balance import layer_loads
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.step import StepResult, StepRule, step_rule, train_step
-from tests.train.tiny_run import random_batch, tiny_model, tiny_run
+from tests.train.tiny_run import CPU, one_rank, random_batch, tiny_model, tiny_run
 
 Snapshot = dict[str, Tensor]
 
 
-def fresh(run: Run) -> tuple[Decoder, MasterAdamW]:
-    model = build_model(run, torch.device("cpu"))
-    model.train()
-    return model, MasterAdamW(model.named_parameters(), run.optimizer)
+def fresh(run: Run) -> tuple[RankModel, MasterAdamW, StepRule]:
+    model = one_rank(run)
+    optimizer = MasterAdamW(holdings(model.modules, model.axes), run.optimizer)
+    return model, optimizer, step_rule(run, model, CPU)
 
 
-def snapshot(model: Decoder, optimizer: MasterAdamW) -> Snapshot:
-    tensors = {**model.state_dict(), **optimizer.tensors()}
+def cut_into(rule: StepRule, rows: int) -> StepRule:
+    return replace(rule, cut=replace(rule.cut, micro_batch=rows))
+
+
+def snapshot(model: RankModel, optimizer: MasterAdamW) -> Snapshot:
+    tensors = {**model.whole.state_dict(), **{name: part.tensor for name, part in optimizer.parts().items()}}
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def gradients_of(run: Run, batch: Batch, rule: StepRule) -> tuple[dict[str, Tensor], StepResult]:
-    model, optimizer = fresh(run)
-    result = train_step(model, optimizer, batch, replace(rule, clip_norm=0.0), learning_rate=0.0)
+def gradients_of(run: Run, batch: Batch, rows: int) -> tuple[dict[str, Tensor], StepResult]:
+    model, optimizer, rule = fresh(run)
+    rule = replace(cut_into(rule, rows), clip_norm=0.0)
+    result = train_step(model, optimizer, batch, rule, learning_rate=0.0)
     return {name: gradient.clone() for name, gradient in optimizer.gradients()}, result
 
 
@@ -44,10 +49,10 @@ def test_one_micro_batch_of_eight_rows_and_eight_of_one_give_the_same_gradients(
     documents: bool, tmp_path: Path
 ) -> None:
     run = tiny_run(tmp_path)
-    batch, rule = random_batch(8, 12, documents=documents), step_rule(run)
-    whole, result = gradients_of(run, batch, replace(rule, micro_batch=8))
+    batch = random_batch(8, 12, documents=documents)
+    whole, result = gradients_of(run, batch, 8)
     for rows in (1, 2):
-        parts, parts_result = gradients_of(run, batch, replace(rule, micro_batch=rows))
+        parts, parts_result = gradients_of(run, batch, rows)
         for name, gradient in whole.items():
             # float32 sums in another order; the largest gradient says what is small.
             torch.testing.assert_close(parts[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max() + 1))
@@ -59,16 +64,16 @@ def test_one_micro_batch_of_eight_rows_and_eight_of_one_give_the_same_gradients(
 def test_a_mean_of_micro_batch_means_would_be_something_else(tmp_path: Path) -> None:
     """Shows that the labels of these tests are uneven enough for the exact average to matter."""
     run = tiny_run(tmp_path)
-    batch, rule = random_batch(8, 12), step_rule(run)
-    _, whole = gradients_of(run, batch, replace(rule, micro_batch=8))
-    means = [gradients_of(run, part, replace(rule, micro_batch=1))[1].loss for part in batch.micro_batches(1)]
+    batch = random_batch(8, 12)
+    _, whole = gradients_of(run, batch, 8)
+    means = [gradients_of(run, part, 1)[1].loss for part in batch.micro_batches(1)]
     assert not math.isclose(sum(means) / len(means), whole.loss, rel_tol=1e-4)
 
 
 def test_the_result_says_what_happened(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
-    model, optimizer = fresh(run)
-    result = train_step(model, optimizer, random_batch(4, 12), step_rule(run), 1e-2)
+    model, optimizer, rule = fresh(run)
+    result = train_step(model, optimizer, random_batch(4, 12), rule, 1e-2)
     assert result.is_finite
     assert 1.0 < result.loss < 10.0
     assert len(result.mtp_losses) == 1
@@ -79,16 +84,16 @@ def test_the_result_says_what_happened(tmp_path: Path) -> None:
 
 def test_a_step_learns(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
-    model, optimizer = fresh(run)
-    losses = [train_step(model, optimizer, random_batch(4, 12), step_rule(run), 1e-2).loss for _ in range(10)]
+    model, optimizer, rule = fresh(run)
+    losses = [train_step(model, optimizer, random_batch(4, 12), rule, 1e-2).loss for _ in range(10)]
     assert losses[-1] < losses[0] - 0.3
 
 
 def test_the_expert_bias_moves_once_a_global_batch(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
-    model, optimizer = fresh(run)
-    train_step(model, optimizer, random_batch(4, 12), replace(step_rule(run), micro_batch=1), 0.0)
-    biases = [tensor for name, tensor in model.state_dict().items() if name.endswith("expert_bias_E")]
+    model, optimizer, rule = fresh(run)
+    train_step(model, optimizer, random_batch(4, 12), cut_into(rule, 1), 0.0)
+    biases = [tensor for name, tensor in model.whole.state_dict().items() if name.endswith("expert_bias_E")]
     assert biases
     for bias_E in biases:
         assert set(bias_E.abs().tolist()) <= {0.0, torch.tensor(1e-2).item()}
@@ -97,8 +102,8 @@ def test_the_expert_bias_moves_once_a_global_batch(tmp_path: Path) -> None:
 
 def test_gradients_are_clipped_to_the_norm(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
-    model, optimizer = fresh(run)
-    result = train_step(model, optimizer, random_batch(4, 12), replace(step_rule(run), clip_norm=1e-2), 0.0)
+    model, optimizer, rule = fresh(run)
+    result = train_step(model, optimizer, random_batch(4, 12), replace(rule, clip_norm=1e-2), 0.0)
     assert result.gradient_norm > 1e-2
     assert math.isclose(float(optimizer.gradient_norm()), 1e-2, rel_tol=1e-3)
 
@@ -106,12 +111,12 @@ def test_gradients_are_clipped_to_the_norm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_changes_nothing(value: float, tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
-    model, optimizer = fresh(run)
-    train_step(model, optimizer, random_batch(4, 12), step_rule(run), 1e-2)
+    model, optimizer, rule = fresh(run)
+    train_step(model, optimizer, random_batch(4, 12), rule, 1e-2)
     with torch.no_grad():
-        model.norm.weight_D[0] = value
+        model.whole.norm.weight_D[0] = value
     before = snapshot(model, optimizer)
-    result = train_step(model, optimizer, random_batch(4, 12, seed=1), step_rule(run), 1e-2)
+    result = train_step(model, optimizer, random_batch(4, 12, seed=1), rule, 1e-2)
     assert not result.is_finite
     for name, tensor in snapshot(model, optimizer).items():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0, equal_nan=True)
@@ -119,11 +124,11 @@ def test_a_step_that_is_not_finite_changes_nothing(value: float, tmp_path: Path)
 
 def test_loads_are_those_of_one_step(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
-    model, optimizer = fresh(run)
+    model, optimizer, rule = fresh(run)
     for seed in range(2):
-        result = train_step(model, optimizer, random_batch(4, 12, seed=seed), step_rule(run), 1e-2)
+        result = train_step(model, optimizer, random_batch(4, 12, seed=seed), rule, 1e-2)
     assert [sum(layer.slots) for layer in result.layers] == [96, 96]
-    assert [tuple(load.slots_E.tolist()) for load in layer_loads(model)] == [layer.slots for layer in result.layers]
+    assert [tuple(load.slots_E.tolist()) for load in layer_loads(model.modules)] == [layer.slots for layer in result.layers]
 
 
 def test_dropped_slots_are_reported(tmp_path: Path) -> None:
@@ -131,15 +136,15 @@ def test_dropped_slots_are_reported(tmp_path: Path) -> None:
     assert moe is not None
     moe = moe.model_copy(update={"balance": Balance(capacity_factor=0.5)})
     run = tiny_run(tmp_path, model=tiny_model(moe=moe))
-    model, optimizer = fresh(run)
-    result = train_step(model, optimizer, random_batch(4, 12), step_rule(run), 1e-2)
+    model, optimizer, rule = fresh(run)
+    result = train_step(model, optimizer, random_batch(4, 12), rule, 1e-2)
     assert all(layer.dropped >= 48 for layer in result.layers)
 
 
 def test_a_dense_model_has_no_layers_to_report(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, model=tiny_model(moe=None, dense_layers=2, mtp_layers=0))
-    model, optimizer = fresh(run)
-    result = train_step(model, optimizer, random_batch(4, 12), step_rule(run), 1e-2)
+    model, optimizer, rule = fresh(run)
+    result = train_step(model, optimizer, random_batch(4, 12), rule, 1e-2)
     assert result.is_finite
     assert result.layers == ()
     assert result.mtp_losses == ()
@@ -148,7 +153,7 @@ def test_a_dense_model_has_no_layers_to_report(tmp_path: Path) -> None:
 def test_bf16_parameters_train(tmp_path: Path) -> None:
     training = Training(steps=4, sequence_length=12, micro_batch=2, global_batch=4, precision="bf16")
     run = tiny_run(tmp_path, training=training)
-    model, optimizer = fresh(run)
-    losses = [train_step(model, optimizer, random_batch(4, 12), step_rule(run), 1e-2).loss for _ in range(10)]
-    assert model.head_VD.dtype == torch.bfloat16
+    model, optimizer, rule = fresh(run)
+    losses = [train_step(model, optimizer, random_batch(4, 12), rule, 1e-2).loss for _ in range(10)]
+    assert model.whole.head_VD.dtype == torch.bfloat16
     assert losses[-1] < losses[0] - 0.3

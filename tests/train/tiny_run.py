@@ -11,10 +11,14 @@ from penstock.config.run import Run
 from penstock.config.training import Checkpoint, Data, Evaluation, Optimizer, Record, Schedule, Training
 from penstock.data.batch import Batch
 from penstock.kernels.reference import IGNORED_LABEL
+from penstock.models.build import build_model
+from penstock.models.rank_model import RankModel
 from penstock.parallel.environment import Environment
+from penstock.train.global_batch import CutRule
 from penstock.train.observer import HeldOutLoss, LayerReport, RunStart, StepReport
 
 ENVIRONMENT = Environment(color=False, threads=1, world_size=1)
+CPU = torch.device("cpu")
 
 
 def tiny_model(**changes: Any) -> Model:
@@ -56,6 +60,18 @@ def tiny_run(folder: Path, **changes: Any) -> Run:
         "record": Record(folder=str(folder), tensorboard=False),
     }
     return Run.model_validate(fields | changes)
+
+
+def one_rank(run: Run) -> RankModel:
+    """The whole model of a run, in training mode."""
+    model = RankModel(decoders={0: build_model(run, CPU)})
+    model.train()
+    return model
+
+
+def cut_rule(rows: int, depths: int = 1) -> CutRule:
+    """Micro-batches of so many rows, on the CPU."""
+    return CutRule(micro_batch=rows, depths=depths, device=CPU)
 
 
 def random_batch(rows: int, length: int, *, vocabulary: int = 17, seed: int = 0, documents: bool = False) -> Batch:

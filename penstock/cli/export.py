@@ -1,0 +1,43 @@
+"""`penstock export`: the weights of a run for other programs.
+
+    penstock export runs/debug weights                    the newest checkpoint, in the run's own precision
+    penstock export runs/debug weights --step 400         another one
+    penstock export runs/debug weights --precision fp32   the float32 weights that the optimizer updates
+
+The folder then holds `config.json` and `model.safetensors`, which `transformers` loads. How many processes trained the
+run, and in which layout, makes no difference. Nothing of the run is changed, so it may still be training.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.base.errors import CheckpointError, RunFolderError
+from penstock.config.load import load_run
+from penstock.train.export import Precision, export_huggingface
+from penstock.train.loop import open_store
+from penstock.train.run_folder import RunFolder
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; must not be there yet.")],
+    step: Annotated[int | None, typer.Option("--step", help="Which checkpoint; the newest if left out.")] = None,
+    precision: Annotated[Precision | None, typer.Option("--precision", help="Else that of the run.")] = None,
+) -> None:
+    """Write the weights of a run's checkpoint in Hugging Face format.
+
+    Needs memory for the whole model, 8 bytes a parameter.
+    """
+    source = RunFolder(run)
+    if not source.exists:
+        raise RunFolderError(f"{run} is not the folder of a run", fix="give one, such as runs/debug")
+    config = load_run(str(source.config))
+    store = open_store(config, source)
+    wanted = store.latest() if step is None else step
+    if wanted is None:
+        raise CheckpointError(f"{run} has no checkpoint yet", fix="wait for the first one, or let the run end")
+    precision = precision or config.training.precision
+    export_huggingface(config, store, wanted, folder, precision)
+    print(f"wrote {folder}: the weights of step {wanted} of {run}, in {precision}")

@@ -1,0 +1,129 @@
+"""`penstock launch`: print what starts a run on many machines.
+
+    penstock launch slurm deepseek-v2-lite --nodes 4 --gpus-per-node 8 --time 24:00:00 > job.sh
+    penstock launch kubernetes deepseek-v2-lite --nodes 4 --gpus-per-node 8 --image IMAGE --claim CLAIM
+
+The run is checked against its ranks first, so a layout that does not fit is refused here and not after an hour in the
+queue. On one machine nothing of this is needed: `penstock train` starts a rank for each GPU.
+"""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.base.errors import RunFolderError
+from penstock.config.fit import grid_of
+from penstock.config.load import load_run
+from penstock.parallel.jobs import Job, kubernetes_manifest, slurm_script
+from penstock.parallel.launch import facts_of_run
+from penstock.parallel.variables import Facts
+
+
+class Vendor(StrEnum):
+    """Whose GPUs the machines have."""
+
+    NVIDIA = "nvidia"
+    AMD = "amd"
+
+
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="A preset or a TOML file, as the machines see it.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")]
+Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Machines.")]
+Gpus = Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of each machine, and so its ranks.")]
+Cpus = Annotated[int | None, typer.Option("--cpus-per-node", min=1, help="CPU cores of each machine.")]
+Restarts = Annotated[int, typer.Option("--restarts", min=0, help="Start all ranks again after one died.")]
+WhoseGpus = Annotated[Vendor, typer.Option("--vendor", help="Whose GPUs they are.")]
+Output = Annotated[Path | None, typer.Option("--output", help="Write to this file instead of printing.")]
+Name = Annotated[str | None, typer.Option("--name", help="Name of the job, instead of the run's.")]
+
+app = typer.Typer(add_completion=False)
+
+
+@app.callback(invoke_without_command=True)
+def launch(context: typer.Context) -> None:
+    """Print a job script for Slurm, or a manifest for Kubernetes."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def slurm(  # noqa: PLR0913 (a parameter is an option)
+    target: Target,
+    nodes: Nodes,
+    gpus: Gpus,
+    overrides: Overrides = None,
+    cpus: Cpus = None,
+    restarts: Restarts = 3,
+    vendor: WhoseGpus = Vendor.NVIDIA,
+    name: Name = None,
+    time: Annotated[str | None, typer.Option("--time", help="Time limit, such as 24:00:00.")] = None,
+    partition: Annotated[str | None, typer.Option("--partition", help="Partition.")] = None,
+    account: Annotated[str | None, typer.Option("--account", help="Account.")] = None,
+    container: Annotated[str | None, typer.Option("--container", help="Image for the pyxis plugin.")] = None,
+    output: Output = None,
+) -> None:
+    """Print a script for sbatch."""
+    job = _job(target, overrides or [], nodes, gpus, cpus, restarts, vendor, name)
+    wanted = {"time": time, "partition": partition, "account": account}
+    options = {option: value for option, value in wanted.items() if value is not None}
+    _hand_over(slurm_script(job, options, container), output)
+
+
+@app.command()
+def kubernetes(  # noqa: PLR0913 (a parameter is an option)
+    target: Target,
+    nodes: Nodes,
+    gpus: Gpus,
+    image: Annotated[str, typer.Option("--image", help="Container image with PyTorch and Penstock.")],
+    claim: Annotated[str, typer.Option("--claim", help="PersistentVolumeClaim that all pods share.")],
+    overrides: Overrides = None,
+    cpus: Cpus = None,
+    restarts: Restarts = 3,
+    vendor: WhoseGpus = Vendor.NVIDIA,
+    name: Name = None,
+    namespace: Annotated[str | None, typer.Option("--namespace", help="Namespace of the job.")] = None,
+    output: Output = None,
+) -> None:
+    """Print a PyTorchJob (kubeflow.org/v1)."""
+    job = _job(target, overrides or [], nodes, gpus, cpus, restarts, vendor, name)
+    _hand_over(kubernetes_manifest(job, image, claim, namespace), output)
+
+
+def _job(
+    target: str,
+    overrides: list[str],
+    nodes: int,
+    gpus: int,
+    cpus: int | None,
+    restarts: int,
+    vendor: Vendor,
+    name: str | None,
+) -> Job:
+    """The run on its machines, checked."""
+    run = load_run(target, overrides)
+    world = nodes * gpus
+    grid_of(run, world)
+    machine = Facts(vendor=vendor.value, world=world, local_world=gpus, cores=cpus or 0)
+    return Job(
+        name=name or run.name,
+        words=("train", target, *overrides),
+        nodes=nodes,
+        gpus=gpus,
+        cpus=cpus,
+        restarts=restarts,
+        facts=facts_of_run(run, machine),
+    )
+
+
+def _hand_over(text: str, output: Path | None) -> None:
+    """Print it, or write it to a file."""
+    if output is None:
+        print(text, end="")
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunFolderError(f"cannot write {output}", got=error.strerror) from error
+    print(f"wrote {output}")

@@ -1,0 +1,231 @@
+"""`penstock layout`: who holds what, on any number of ranks, without starting one of them.
+
+    penstock layout deepseek-v3 parallel.pipeline=16 parallel.expert=64          the fewest ranks that fit
+    penstock layout deepseek-v3 parallel.pipeline=16 parallel.expert=64 --world 2048
+
+Parameters are counted on the meta model that each pipeline rank would build, so they are exact. The bubble is that of
+the schedule when each stage takes as long as its matrix products, backward twice as long as forward, and sending
+nothing. Ranks of one stage hold equally much, so a row stands for all of them.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from torch import nn
+
+from penstock.cli.config import Target
+from penstock.cli.figures import count_text
+from penstock.cli.table import print_table
+from penstock.config.fit import context_method, grid_of, micro_batches, shard, smallest_world
+from penstock.config.load import load_run
+from penstock.config.run import Run
+from penstock.layout.actions import Schedule
+from penstock.layout.clock import Costs, play
+from penstock.layout.experts import ExpertPlacement
+from penstock.layout.grid import DENSE_AXES, EXPERT_AXES, Grid
+from penstock.layout.schedules import schedule
+from penstock.layout.sequence import SequenceLayout
+from penstock.layout.stages import Stage, stages_text
+from penstock.models.build import meta_stages
+from penstock.models.count import stage_costs
+from penstock.models.rank_model import stages_of
+from penstock.moe.experts import Experts
+from penstock.parallel.axes import Axes, Axis
+from penstock.parallel.kit import Kit
+
+_LABEL_WIDTH = 10
+
+_SHOWN_RANKS = 6
+"""A longer group is shown by its first ranks and its last."""
+
+_ROUNDS = 6
+"""Micro-batches for each pipeline rank after which a schedule runs evenly."""
+
+
+def layout(
+    target: Target,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
+    world: Annotated[int | None, typer.Option("--world", min=1, help="Ranks; default: the fewest that fit.")] = None,
+) -> None:
+    """Show who holds what: stages, layers, experts, positions and parameters of each rank, and who shares them."""
+    run = load_run(target, overrides or ())
+    grid = grid_of(run, world or smallest_world(run))
+    stages = stages_of(run)
+    for label, text in _facts(run, grid, stages).items():
+        print(f"{label:<{_LABEL_WIDTH}}{text}")
+    print()
+    print_table(("pipeline", "ranks", "stages", "holds", "dense", "experts"), list(_stage_rows(run, grid, stages)))
+    print("dense, experts: parameters of one rank, before data-parallel ranks divide them")
+    if groups := list(_group_rows(grid)):
+        print()
+        print_table(("axis", "size", "groups", "of rank 0", f"of rank {grid.world - 1}"), groups)
+
+
+def _schedule(run: Run, grid: Grid, count: int) -> Schedule:
+    """The schedule of a step with so many micro-batches; without a pipeline one stage does everything."""
+    name, stages_per_rank = run.pipeline.schedule, run.pipeline.stages_per_rank
+    if grid.pipeline == 1:
+        name, stages_per_rank = "1f1b", 1
+    return schedule(name, ranks=grid.pipeline, stages_per_rank=stages_per_rank, micro_batches=count)
+
+
+def _facts(run: Run, grid: Grid, stages: tuple[Stage, ...]) -> dict[str, str]:
+    """What is true of all ranks, a line each."""
+    moe, training = run.model.moe, run.training
+    rows = f"{training.global_batch} rows = data {grid.data} x {micro_batches(run, grid)} micro-batches"
+    facts = {
+        "run": f"{run.name} on {_counted(grid.world)}",
+        "dense": f"{grid.world} = {_product(grid, DENSE_AXES)}",
+        "experts": f"{grid.world} = {_product(grid, EXPERT_AXES)}",
+        "batch": f"{rows} x {training.micro_batch}, of {training.sequence_length} positions",
+        "shard": f"{shard(run)}: {_shard_text(run, grid)}",
+    }
+    if grid.context * grid.tensor > 1:
+        facts["sequence"] = _sequence_text(run, grid)
+    if moe is not None:
+        placement = ExpertPlacement(experts=moe.experts, expert=grid.expert, expert_tensor=grid.expert_tensor)
+        part = "" if grid.expert_tensor == 1 else f", 1/{grid.expert_tensor} of each"
+        facts["routed"] = f"{placement.per_place} of {moe.experts} experts of a layer{part}"
+    if grid.pipeline > 1:
+        facts["stages"] = stages_text(stages)
+        facts["schedule"] = _schedule_text(run, grid, stages)
+    return facts
+
+
+def _counted(ranks: int) -> str:
+    return f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def _product(grid: Grid, axes: tuple[str, ...]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in zip(axes, grid.shape(axes), strict=True))
+
+
+def _shard_text(run: Run, grid: Grid) -> str:
+    """How many ranks hold the same parameters, and how many of them divide one copy."""
+    copies = {"dense matrices": grid.data * grid.context}
+    if run.model.moe is not None:
+        copies["experts"] = grid.expert_data
+    if shard(run) == "none":
+        return ", ".join(f"{what} on {_counted(ranks)}" for what, ranks in copies.items())
+    sizes = {what: min(run.parallel.shard_size or ranks, ranks) for what, ranks in copies.items()}
+    return ", ".join(
+        f"{what} by {_counted(ranks) if sizes[what] == ranks else f'{sizes[what]} of {ranks} ranks'}"
+        for what, ranks in copies.items()
+    )
+
+
+def _sequence_text(run: Run, grid: Grid) -> str:
+    """What a rank holds of a row between two layers."""
+    length, method = run.training.sequence_length, context_method(run)
+    held = SequenceLayout(length=length, context=grid.context, tensor=grid.tensor, method=method).of_rank(0, 0)
+    how = f" ({method})" if grid.context > 1 else ""
+    return f"{len(held)} of {length} positions of a row, rank 0: {_numbers(held)}{how}"
+
+
+def _schedule_text(run: Run, grid: Grid, stages: tuple[Stage, ...]) -> str:
+    """The schedule's name, its bubble, and how much the ranks keep at once."""
+    costs = stage_costs(run.model, run.training.sequence_length)
+    once = tuple(costs.of(stage) for stage in stages)
+    twice = tuple(2 * time for time in once)
+    bubble, live = step_figures(run, grid, Costs(forward=once, backward=twice, input=once, weight=once))
+    alive = f"{max(live):.4g}" if min(live) == max(live) else f"{min(live):.4g} to {max(live):.4g}"
+    return f"{run.pipeline.schedule}, bubble {bubble:.1%}, {alive} micro-batches alive on a rank"
+
+
+def step_figures(run: Run, grid: Grid, costs: Costs) -> tuple[float, tuple[float, ...]]:
+    """Bubble of a step, and the most micro-batches whose activations each rank keeps.
+
+    A step may have thousands of micro-batches, and from some number on each further round of them, one for each rank,
+    takes equally long. So a long step is told from two short ones that are a few rounds apart.
+
+    Args:
+        run: with a pipeline.
+        grid: of the run.
+        costs: of each stage.
+    """
+    count, rounds = micro_batches(run, grid), _ROUNDS * grid.pipeline
+    if count <= 2 * rounds or count % grid.pipeline:
+        played = play(_schedule(run, grid, count), costs)
+        return played.bubble, played.peak_live
+    short, longer = (play(_schedule(run, grid, few), costs) for few in (rounds, 2 * rounds))
+    further = (count - 2 * rounds) / rounds
+    span = longer.span + (longer.span - short.span) * further
+    live = zip(short.peak_live, longer.peak_live, strict=True)
+    busy = sum(longer.busy) / (2 * rounds) * count
+    return 1 - busy / (grid.pipeline * span), tuple(after + (after - before) * further for before, after in live)
+
+
+def _stage_rows(run: Run, grid: Grid, stages: tuple[Stage, ...]) -> Iterator[tuple[str, ...]]:
+    """A row for each pipeline rank."""
+    plan = _schedule(run, grid, _ROUNDS * grid.pipeline)  # Where stages stand does not depend on the micro-batches.
+    for place, ranks in enumerate(grid.groups(("data", "context", "tensor"))):
+        numbers = plan.stages_of(place)
+        dense, experts = _parameters(run, grid, ranks[0], {number: stages[number] for number in numbers})
+        held = "; ".join(_stage_text(stages[number]) for number in numbers)
+        shown = " ".join(f"{number}" for number in numbers)
+        yield f"{place}", _numbers(ranks), shown, held, count_text(dense), count_text(experts)
+
+
+def _stage_text(stage: Stage) -> str:
+    """Such as `embedding, layers 0-2`."""
+    parts = [
+        (stage.embed, "embedding"),
+        (stage.layers, f"{'layer' if len(stage.layers) == 1 else 'layers'} {_numbers(stage.layers)}"),
+        (stage.mtp, f"prediction {_numbers(stage.mtp)}"),
+        (stage.norm_and_head, "head"),
+    ]
+    return ", ".join(text for is_held, text in parts if is_held)
+
+
+def _parameters(run: Run, grid: Grid, rank: int, stages: dict[int, Stage]) -> tuple[int, int]:
+    """Parameters of a rank outside and inside of routed experts, counted on its meta model."""
+    axes = Axes(
+        grid=grid,
+        rank=rank,
+        tensor=_axis(grid, rank, "tensor"),
+        expert=_axis(grid, rank, "expert", "expert_tensor"),
+    )
+    decoders = meta_stages(run, Kit(axes=axes), stages)
+    # Two stages of a rank share their embedding.
+    modules = {id(module): module for decoder in decoders.values() for module in decoder.modules()}
+    own = [(module, _own_parameters(module)) for module in modules.values()]
+    experts = sum(count for module, count in own if isinstance(module, Experts))
+    return sum(count for _, count in own) - experts, experts
+
+
+def _own_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
+
+
+def _axis(grid: Grid, rank: int, *axes: str) -> Axis:
+    """A rank's place among others, without a process group: enough to build a model that never runs."""
+    ranks = grid.group(rank, axes)
+    return Axis(name=axes[0], ranks=ranks, rank=ranks.index(rank))
+
+
+def _group_rows(grid: Grid) -> Iterator[tuple[str, ...]]:
+    """A row for each axis that several ranks share, with the groups of the first and the last rank."""
+    for axis in (*DENSE_AXES, *EXPERT_AXES[1:]):
+        group = grid.group(0, (axis,))
+        if len(group) > 1:
+            last = grid.group(grid.world - 1, (axis,))
+            yield axis, f"{len(group)}", f"{grid.world // len(group)}", _members(group), _members(last)
+
+
+def _members(ranks: tuple[int, ...]) -> str:
+    """The ranks of a group, or the first ones and the last."""
+    if len(ranks) <= _SHOWN_RANKS:
+        return " ".join(f"{rank}" for rank in ranks)
+    return f"{' '.join(f'{rank}' for rank in ranks[: _SHOWN_RANKS - 1])} ... {ranks[-1]}"
+
+
+def _numbers(numbers: tuple[int, ...]) -> str:
+    """Ascending numbers, neighbours joined: `0-3 12-15`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return " ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

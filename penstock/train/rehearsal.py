@@ -1,0 +1,83 @@
+"""One rank of a world that is not there: its groups, model, shards, optimizer and schedule, without memory.
+
+Everything is made by the code that a real run makes it with, on the meta device and with a process group that moves
+nothing, so what is wrong with a layout shows on a laptop. Only forward and backward are left out.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.config.fit import grid_of
+from penstock.config.run import Run
+from penstock.layout.stages import Stage
+from penstock.models.holdings import holdings
+from penstock.models.rank_model import RankModel, build_rank, embedding_places, stages_of
+from penstock.moe.experts import Experts
+from penstock.parallel.axes import make_axes
+from penstock.parallel.meeting import start_fake_process_group, stop_process_group
+from penstock.train.optimizer import MasterAdamW
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """What one rank holds from its first step to its last.
+
+    Attributes:
+        model: its stages, on the meta device, with its groups and its schedule.
+        stages: what they hold, by number.
+        dense: parameters outside of routed experts that the rank computes with, before data-parallel ranks divide them.
+        expert: those of its experts.
+        weight_bytes: of the weights that it holds between steps.
+        gradient_bytes: of the float32 sums.
+        optimizer_bytes: of master weights (where they are not the weights) and moments.
+    """
+
+    model: RankModel
+    stages: dict[int, Stage]
+    dense: int
+    expert: int
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+
+def rehearse(run: Run, *, world: int, rank: int) -> Rehearsal:
+    """Build one rank of a run. Starts and ends a process group, so there must be none.
+
+    Args:
+        run: the run.
+        world: ranks to pretend.
+        rank: which of them to be.
+
+    Raises:
+        ConfigError: the layout does not fit the ranks or the model.
+    """
+    grid = grid_of(run, world)
+    start_fake_process_group(rank, world)
+    try:
+        axes = make_axes(grid, embedding_places(run), run.parallel.shard_size)
+        model = build_rank(run, axes, torch.device("meta"))
+        held = holdings(model.modules, axes)
+        optimizer = MasterAdamW(held, run.optimizer, parallel=run.parallel, world=axes.world)
+        memory = optimizer.memory()
+    finally:
+        stop_process_group()
+    stages = stages_of(run)
+    parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    experts = sum(
+        parameter.numel()
+        for decoder in model.modules
+        for module in decoder.modules()
+        if isinstance(module, Experts)
+        for parameter in module.parameters()
+    )
+    return Rehearsal(
+        model=model,
+        stages={number: stages[number] for number in model.decoders},
+        dense=sum(parameters.values()) - experts,
+        expert=experts,
+        weight_bytes=memory.weights,
+        gradient_bytes=memory.gradients,
+        optimizer_bytes=memory.optimizer,
+    )

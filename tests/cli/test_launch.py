@@ -1,0 +1,61 @@
+"""`penstock launch`: job scripts and manifests from the command line."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from penstock.cli.main import main
+
+LITE = ["deepseek-v2-lite", "parallel.expert=8", "--gpus-per-node", "8"]
+POD = ["--image", "image", "--claim", "claim"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_slurm_prints_a_script_that_a_shell_understands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "slurm", *LITE, "--nodes", "2", "--account", "moe", "--name", "night"]) == 0
+    script = capsys.readouterr().out
+    subprocess.run(["bash", "-n", "-c", script], check=True)
+    assert "#SBATCH --account=moe\n" in script
+    assert "#SBATCH --job-name=night\n" in script
+    assert "-m penstock train deepseek-v2-lite parallel.expert=8\n" in script
+    assert "HSA_KERNARG_POOL_SIZE" not in script
+
+
+def test_kubernetes_prints_a_manifest_for_the_vendors_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "kubernetes", *LITE, *POD, "--nodes", "2", "--vendor", "amd"]) == 0
+    job = yaml.safe_load(capsys.readouterr().out)
+    container = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
+    assert container["resources"]["limits"] == {"amd.com/gpu": 8}
+    assert {"name": "HSA_KERNARG_POOL_SIZE", "value": "12582912"} in container["env"]
+
+
+def test_what_is_written_is_what_would_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "slurm", *LITE, "--nodes", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert main(["launch", "slurm", *LITE, "--nodes", "2", "--output", "job.sh"]) == 0
+    assert capsys.readouterr().out == "wrote job.sh\n"
+    assert Path("job.sh").read_text() == printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["slurm", "deepseek-v2-lite", "parallel.expert=8", "--nodes", "1", "--gpus-per-node", "7"], "got 7 ranks"),
+        (["slurm", *LITE], "--nodes"),
+        (["slurm", *LITE, "--nodes", "1", "training.stepz=3"], "training.stepz"),
+        (["kubernetes", *LITE, "--nodes", "1", "--image", "x"], "--claim"),
+        (["slurm", *LITE, "--nodes", "1", "--output", "gone/job.sh"], "cannot write gone/job.sh"),
+    ],
+)
+def test_what_cannot_run_is_refused_here(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert list(Path.cwd().iterdir()) == []

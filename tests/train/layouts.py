@@ -1,0 +1,70 @@
+"""Ranks that hold parts of tensors in any layout, simulated in one process."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.layout.pieces import Cut, local_shape, pieces, rows_of_shard
+from penstock.parallel.holding import Part
+from penstock.train.manifest import Written, merge
+from penstock.train.parts import write_parts
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks divide one tensor.
+
+    Attributes:
+        counts: parts that each dim is cut into.
+        blocks: equal blocks that each dim is made of, each cut by itself.
+        shards: ranks that divide the rows of what the cuts leave.
+        copies: ranks that hold the same; the first one writes.
+    """
+
+    counts: tuple[int, ...]
+    blocks: tuple[int, ...]
+    shards: int = 1
+    copies: int = 1
+
+    def parts(self, whole: Tensor) -> Iterator[Part]:
+        """What each rank holds of a tensor; the values are copies."""
+        shape = tuple(whole.shape)
+        for indexes in product(*(range(count) for count in self.counts)):
+            cuts = tuple(
+                Cut(dim, index, count, blocks)
+                for dim, (index, count, blocks) in enumerate(zip(indexes, self.counts, self.blocks, strict=True))
+                if count > 1
+            )
+            for shard, copy in product(range(self.shards), range(self.copies)):
+                yield _part(whole, cuts, rows_of_shard((local_shape(shape, cuts) or (1,))[0], shard, self.shards), copy)
+
+
+def _part(whole: Tensor, cuts: tuple[Cut, ...], rows: tuple[int, int], copy: int) -> Part:
+    """By torch.chunk, not by the arithmetic of penstock.layout."""
+    local = whole
+    for cut in cuts:
+        blocks = local.chunk(cut.blocks, cut.dim)
+        local = torch.cat([block.chunk(cut.count, cut.dim)[cut.index] for block in blocks], cut.dim)
+    shape = tuple(whole.shape)
+    if not shape:
+        return Part(tensor=whole.clone(), shape=shape, pieces=pieces(shape, ()), writes=copy == 0 and rows == (0, 1))
+    return Part(tensor=local[slice(*rows)].clone(), shape=shape, pieces=pieces(shape, cuts, rows), writes=copy == 0)
+
+
+def ranks_of(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], ranks: int) -> list[dict[str, Part]]:
+    """What each of some ranks holds of several tensors: parts are dealt out, one after another."""
+    held: list[dict[str, Part]] = [{} for _ in range(ranks)]
+    for name, tensor in tensors.items():
+        for number, part in enumerate(layouts[name].parts(tensor)):
+            assert name not in held[number % ranks], f"{name} has more parts than there are ranks"
+            held[number % ranks][name] = part
+    return held
+
+
+def write_ranks(folder: Path, ranks: list[dict[str, Part]]) -> Written:
+    """What all ranks together write."""
+    return merge([write_parts(folder, parts, rank) for rank, parts in enumerate(ranks)])

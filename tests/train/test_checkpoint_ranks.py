@@ -1,0 +1,209 @@
+"""Many ranks save one checkpoint and fail together; ranks of another layout, or one process, read it."""
+
+import errno
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.base.errors import CheckpointError
+from penstock.parallel.holding import Part, whole
+from penstock.train import checkpoint
+from penstock.train.checkpoint import CheckpointStore
+from penstock.train.manifest import Written
+from tests.distributed.pool import Pool, WorkerError
+from tests.parallel.test_messages import world
+from tests.train.layouts import Layout, ranks_of
+
+ON_4 = {
+    "experts": Layout((4, 1, 1), (1, 1, 1)),
+    "gate_up": Layout((2, 1), (2, 1), shards=2),
+    "out": Layout((1, 2), (1, 1), copies=2),
+    "norm": Layout((1,), (1,), shards=4),
+    "first_stage": Layout((1, 1), (1, 1)),  # held by one rank alone
+    "step": Layout((), (), copies=4),
+}
+ON_2 = {
+    "experts": Layout((1, 2, 1), (1, 1, 1)),
+    "gate_up": Layout((1, 1), (1, 1), shards=2),
+    "out": Layout((2, 1), (1, 1)),
+    "norm": Layout((1,), (1,), copies=2),
+    "first_stage": Layout((1, 1), (1, 1)),
+    "step": Layout((), (), copies=2),
+}
+
+
+def _tensors(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "experts": torch.randn(4, 6, 2, generator=generator),
+        "gate_up": torch.randn(8, 3, generator=generator),
+        "out": torch.randn(4, 4, generator=generator).bfloat16(),
+        "norm": torch.randn(6, generator=generator),
+        "first_stage": torch.randn(5, 2, generator=generator),
+        "step": torch.tensor(float(step)),
+    }
+
+
+def _store(folder: str, *, asynchronous: bool = True) -> CheckpointStore:
+    return CheckpointStore(Path(folder), keep=2, asynchronous=asynchronous, world=world())
+
+
+def _ours(step: int, layouts: dict[str, Layout]) -> dict[str, Part]:
+    return ranks_of(_tensors(step), layouts, dist.get_world_size())[dist.get_rank()]
+
+
+def _save_while_training(folder: str) -> float:
+    store = _store(folder)
+    total = torch.ones(())
+    for step in (1, 2, 3):
+        parts = _ours(step, ON_4)
+        store.save(step, parts, {"step": step, "rank": dist.get_rank()})
+        for part in parts.values():
+            part.tensor.zero_()
+        dist.all_reduce(total)
+    store.close()
+    return total.item()
+
+
+def _load(folder: str, step: int) -> dict[str, Any]:
+    store = _store(folder)
+    expected = _ours(step, ON_2)
+    into = {
+        name: Part(tensor=torch.zeros_like(part.tensor), shape=part.shape, pieces=part.pieces)
+        for name, part in expected.items()
+    }
+    facts = store.load(step, into)
+    store.close()
+    assert all(torch.equal(into[name].tensor, part.tensor) for name, part in expected.items())
+    return facts
+
+
+def _filled_alone(folder: Path, step: int) -> dict[str, Tensor]:
+    into = {name: torch.zeros_like(tensor) for name, tensor in _tensors(step).items()}
+    store = CheckpointStore(folder, keep=0, asynchronous=False)
+    store.load(step, {name: whole(tensor) for name, tensor in into.items()})
+    return into
+
+
+def _assert_holds(folder: Path, step: int) -> None:
+    for name, tensor in _filled_alone(folder, step).items():
+        assert torch.equal(tensor, _tensors(step)[name]), name
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_four_ranks_save_while_they_train_and_others_read(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(4, _save_while_training, str(tmp_path)) == [64.0] * 4
+    assert _names(tmp_path) == ["step-000002", "step-000003"]
+    for step in (2, 3):
+        _assert_holds(tmp_path, step)
+    assert ranks.run(2, _load, str(tmp_path), 3) == [{"step": 3, "rank": 0}] * 2
+
+
+def _fail_on_rank_1(folder: str, *, is_ours: bool) -> tuple[str, str]:
+    """Type and line of the error of a save that fails on one rank, between two that do not."""
+    store = _store(folder)
+    store.save(1, _ours(1, ON_4), {})
+    store.wait()
+
+    def fail(*arguments: Any) -> Written:
+        write_parts(*arguments)
+        raise AssertionError("what a mess") if is_ours else OSError(errno.ENOSPC, "No space left on device")
+
+    write_parts = checkpoint.write_parts
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(checkpoint, "write_parts", fail)
+        store.save(2, _ours(2, ON_4), {})
+        with pytest.raises((CheckpointError, AssertionError)) as caught:
+            store.wait()
+    left = _names(Path(folder))
+    assert left == ["step-000001"], f"a failed save left {left}"
+    dist.barrier()
+    store.save(3, _ours(3, ON_4), {})
+    store.close()
+    return type(caught.value).__name__, str(caught.value)
+
+
+def _full_disk_on_rank_1(folder: str) -> tuple[str, str]:
+    return _fail_on_rank_1(folder, is_ours=False)
+
+
+def _fault_on_rank_1(folder: str) -> tuple[str, str]:
+    return _fail_on_rank_1(folder, is_ours=True)
+
+
+def test_an_error_on_one_rank_is_the_same_line_on_all_and_leaves_nothing(ranks: Pool, tmp_path: Path) -> None:
+    line = f"cannot write {tmp_path}/step-000002; got No space left on device"
+    assert ranks.run(4, _full_disk_on_rank_1, str(tmp_path)) == [("CheckpointError", line)] * 4
+    assert _names(tmp_path) == ["step-000001", "step-000003"]
+    _assert_holds(tmp_path, 3)
+
+
+def test_a_fault_of_ours_on_one_rank_fails_the_save_on_all(ranks: Pool, tmp_path: Path) -> None:
+    got = ranks.run(4, _fault_on_rank_1, str(tmp_path))
+    line = f"cannot write {tmp_path}/step-000002; got AssertionError: what a mess"
+    assert got.pop(1) == ("AssertionError", "what a mess")
+    assert got == [("CheckpointError", line)] * 3
+
+
+def _refused(folder: str, steps: list[int]) -> str:
+    """The error of loading, and that nothing was filled."""
+    store = _store(folder, asynchronous=False)
+    into = _ours(1, ON_2)
+    for part in into.values():
+        part.tensor.zero_()
+    with pytest.raises(CheckpointError) as caught:
+        store.load(steps[dist.get_rank()], into)
+    assert not any(part.tensor.any() for part in into.values())
+    store.close()
+    return str(caught.value)
+
+
+def test_damage_is_refused_by_all_ranks_with_one_line(ranks: Pool, tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=0, asynchronous=False)
+    for step in (1, 2):
+        store.save(step, {name: whole(tensor) for name, tensor in _tensors(step).items()}, {})
+    path = tmp_path / "step-000002" / "tensors-00000-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    first, second = ranks.run(2, _refused, str(tmp_path), [2, 2])
+    assert first == second
+    assert f"{path} is damaged" in first
+
+    first, second = ranks.run(2, _refused, str(tmp_path), [1, 2])
+    assert first == second
+    assert first.startswith("ranks want to read checkpoints of different steps; got [1, 2]; fix: ")
+
+
+def _save_then_rank_1_is_killed(folder: str) -> None:
+    store = _store(folder, asynchronous=False)
+    store.save(1, _ours(1, ON_2), {})
+    if dist.get_rank() == 1:
+        patch = pytest.MonkeyPatch()
+        patch.setattr(checkpoint, "write_parts", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+    store.save(2, _ours(2, ON_2), {})
+
+
+def test_a_rank_that_is_killed_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
+    pool = Pool(grace=20)
+    try:
+        with pytest.raises(WorkerError, match="on rank 1 of 2:\nthe process died") as caught:
+            pool.run(2, _save_then_rank_1_is_killed, str(tmp_path))
+        assert "DeviceError: another rank has ended" in str(caught.value)
+    finally:
+        pool.close()
+    assert [name for name in _names(tmp_path) if not name.startswith(".")] == ["step-000001"]
+    _assert_holds(tmp_path, 1)
+    store = CheckpointStore(tmp_path, keep=0, asynchronous=False)
+    store.save(3, {"w": whole(torch.ones(2))}, {})
+    assert _names(tmp_path) == ["step-000001", "step-000003"]

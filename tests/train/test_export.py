@@ -1,0 +1,149 @@
+"""Weights leave a run in Hugging Face format, the same whatever layout saved them."""
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from penstock.base.errors import CheckpointError, ConfigError
+from penstock.config.model import GroupedQueryAttention
+from penstock.config.run import Run
+from penstock.models import huggingface
+from penstock.models.build import build_model
+from penstock.models.decoder import Decoder
+from penstock.models.huggingface import load_huggingface, save_huggingface
+from penstock.parallel.holding import holdings_of, whole
+from penstock.train.checkpoint import CheckpointStore
+from penstock.train.export import export_huggingface
+from penstock.train.state import identity_of
+from tests.distributed.pool import Pool
+from tests.parallel.test_messages import world
+from tests.train.layouts import Layout, ranks_of
+from tests.train.tiny_run import tiny_model, tiny_run
+
+
+def _model(run: Run) -> Decoder:
+    """A model whose every tensor, buffers too, has values of its own."""
+    model = build_model(run, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    return model
+
+
+def _tensors(model: Decoder) -> dict[str, Tensor]:
+    """What a run saves, with moments of one value."""
+    trained = [holding.name for holding in holdings_of(model)]
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    return {**tensors, **{f"moment1.{name}": torch.ones_like(tensors[f"model.{name}"]) for name in trained}}
+
+
+def _save(store: CheckpointStore, run: Run, model: Decoder) -> None:
+    parts = {name: whole(tensor) for name, tensor in _tensors(model).items()}
+    store.save(1, parts, {"model": identity_of(run)})
+
+
+def _layout(name: str, tensor: Tensor) -> Layout:
+    """On 4 ranks: experts and gate-up matrices cut, in blocks too, norms and others in row shards or whole."""
+    if tensor.ndim == 3:
+        return Layout((2, 2, 1) if "gate_up" in name else (2, 1, 2), (1, 2, 1) if "gate_up" in name else (1, 1, 1))
+    if "gate_up" in name:
+        return Layout((2, 1), (2, 1), shards=2)
+    if tensor.ndim == 2:
+        return Layout((1, 2), (1, 1), shards=2)
+    return Layout((1,), (1,), copies=4) if "bias" in name else Layout((1,), (1,), shards=3)
+
+
+def _save_on_ranks(folder: str, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    store = CheckpointStore(Path(folder), keep=0, asynchronous=True, world=world())
+    layouts = {name: _layout(name, tensor) for name, tensor in tensors.items()}
+    store.save(1, ranks_of(tensors, layouts, 4)[store.rank], facts)
+    store.close()
+
+
+def _store(folder: Path) -> CheckpointStore:
+    return CheckpointStore(folder, keep=0, asynchronous=False)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_four_ranks_saved_is_exported_as_if_one_had(ranks: Pool, tmp_path: Path, precision: Any) -> None:
+    run = tiny_run(tmp_path)
+    model = _model(run)
+    _save(_store(tmp_path / "one"), run, model)
+    ranks.run(4, _save_on_ranks, str(tmp_path / "four"), _tensors(model), {"model": identity_of(run)})
+    assert len(list((tmp_path / "four" / "step-000001").glob("*.safetensors"))) == 4
+    for name in ("one", "four"):
+        export_huggingface(run, _store(tmp_path / name), 1, tmp_path / f"{name}-out", precision)
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "one-out" / file).read_bytes() == (tmp_path / "four-out" / file).read_bytes()
+
+    exported = load_file(tmp_path / "four-out" / "model.safetensors")
+    assert {name.rsplit(".", 1)[1] for name in exported if ".mlp.gate." in name} == {
+        "weight",
+        "e_score_correction_bias",
+    }
+    for name, tensor in exported.items():
+        is_float32 = precision == "fp32" or ".mlp.gate." in name
+        assert tensor.dtype == (torch.float32 if is_float32 else torch.bfloat16), name
+
+
+def test_an_export_holds_the_very_weights(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    model = _model(run)
+    _save(_store(tmp_path / "saved"), run, model)
+    export_huggingface(run, _store(tmp_path / "saved"), 1, tmp_path / "deep" / "out", "fp32")
+    save_huggingface(model, tmp_path / "direct")
+    for file in ("config.json", "model.safetensors"):
+        assert (tmp_path / "deep" / "out" / file).read_bytes() == (tmp_path / "direct" / file).read_bytes()
+    again = build_model(run, torch.device("cpu"))
+    load_huggingface(again, tmp_path / "deep" / "out")
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_others_may_read_an_export(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    _save(_store(tmp_path / "saved"), run, _model(run))
+    export_huggingface(run, _store(tmp_path / "saved"), 1, tmp_path / "out", "bf16")
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in [tmp_path / "out", *(tmp_path / "out").iterdir()]}
+    assert modes == {"out": 0o755, "config.json": 0o644, "model.safetensors": 0o644}
+
+
+def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match=r"out exists already; fix: give the name of a new folder"):
+        export_huggingface(tiny_run(tmp_path), _store(tmp_path / "saved"), 1, tmp_path / "out", "bf16")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny_run(tmp_path)
+    _save(_store(tmp_path / "saved"), run, _model(run))
+
+    def fail(weights: dict[str, Tensor], path: Path, metadata: object) -> None:
+        save_file(dict(list(weights.items())[:3]), path)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(huggingface, "save_file", fail)
+    with pytest.raises(CheckpointError, match="cannot write .*out; got No space left on device"):
+        export_huggingface(run, _store(tmp_path / "saved"), 1, tmp_path / "out", "fp32")
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_model_that_is_not_the_checkpoints_is_refused(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    _save(_store(tmp_path / "saved"), run, _model(run))
+    other = run.model_copy(update={"model": tiny_model(norm_epsilon=1e-3)})
+    with pytest.raises(CheckpointError, match=r"of another model; got model\.norm_epsilon = 0\.001"):
+        export_huggingface(other, _store(tmp_path / "saved"), 1, tmp_path / "out", "fp32")
+
+
+def test_a_model_without_hugging_face_form_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    attention = GroupedQueryAttention(heads=4, kv_heads=2, head_dim=8)
+    run = tiny_run(tmp_path, model=tiny_model(family="plain", attention=attention))
+    with pytest.raises(ConfigError, match="no Hugging Face form"):
+        export_huggingface(run, _store(tmp_path / "none"), 1, tmp_path / "out", "fp32")
