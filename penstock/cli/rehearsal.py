@@ -46,6 +46,8 @@ def _lines(run: Run, rehearsal: Rehearsal) -> list[tuple[str, str]]:
         ("gradients", bytes_text(rehearsal.gradient_bytes)),
         ("optimizer", bytes_text(rehearsal.optimizer_bytes)),
     ]
+    if rehearsal.host_bytes:
+        lines.append(("on the host", bytes_text(rehearsal.host_bytes)))
     if model.pipeline is not None:
         schedule = model.pipeline.schedule
         actions = text(schedule, axes.pipeline.rank).split()

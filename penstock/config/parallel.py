@@ -70,7 +70,11 @@ class Offload(Section):
     activations: tuple[str, ...] = knob(
         (), doc="Modules whose saved activations go to pinned host memory until backward: attention, dense, moe, layer."
     )
-    optimizer: bool = knob(False, doc="Keep master weights and moments in host memory.")
+    optimizer: bool = knob(
+        False,
+        doc="Keep moments, and the masters of bfloat16 weights, in host memory; they pass through the device in each "
+        "step. Weights held in float32, such as FSDP2's shards, stay on the device.",
+    )
 
 
 class Host(Section):

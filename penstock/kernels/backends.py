@@ -9,14 +9,12 @@ To add a library of kernels, add a row to `BACKENDS` (the operators that it has,
 wherever it can run and was measured.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
-
-from torch import Tensor
 
 from penstock.kernels.device_facts import TRITON
 from penstock.kernels.operators import Operators

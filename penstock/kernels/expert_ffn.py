@@ -110,9 +110,7 @@ def expert_ffn(
     _check(x_ND, gate_up_eFD, down_eDF, index_R, places_TK)
     if kernels is None:
         kernels = TRITON if x_ND.is_cuda else REFERENCE
-    extras = _Extras(
-        places_TK=places_TK, accumulate_into=accumulate_into, recompute=recompute, kernels=kernels
-    )
+    extras = _Extras(places_TK=places_TK, accumulate_into=accumulate_into, recompute=recompute, kernels=kernels)
     return _ExpertFfn.apply(x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, extras)
 
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from penstock.moe.dispatch.contract import Dispatcher
+from penstock.moe.dispatch.contract import Dispatcher, ExpertRows
 from penstock.moe.experts import Experts
 from penstock.moe.router import Router
 from penstock.moe.routing import Scope
@@ -44,6 +44,13 @@ class MoE(nn.Module):
         """Mix the chosen experts for every token. Returns y_TD."""
         routing = self.router(x_TD, scope)
         rows, receipt = self.dispatcher.dispatch(x_TD, routing)
-        y_RD = self.kit.run("expert-activation", self.experts, rows)
+        y_RD = self._run_experts(rows)
         y_TD = self.dispatcher.combine(y_RD, receipt)
         return y_TD if self.shared is None else y_TD + self.kit.run("shared-expert", self.shared, x_TD)
+
+    def _run_experts(self, rows: ExpertRows) -> Tensor:
+        """A recomputed region repeats both products; a network that recomputes by itself repeats only the first."""
+        if not self.kit.operators.expert_ffn_recomputes:
+            return self.kit.run("expert-activation", self.experts, rows)
+        y_RD: Tensor = self.experts(rows, recompute=self.kit.recompute.recomputes("expert-activation"))
+        return y_RD

@@ -6,6 +6,7 @@ the two directions do not disturb each other. Nothing here waits for the device 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from torch import Tensor
 CHUNK_BYTES = 1 << 26
 """Of device memory for one chunk of a `ChunkStream`. At 50 GB/s it takes 1.3 ms, much more than the host needs to start
 its copies and kernels; a larger one only makes the first way in and the last way out longer, which nothing covers."""
+
+BLOCK_BYTES = 1 << 30
+"""Of host memory that long-lived tensors share."""
 
 ALIGNMENT = 512
 """Bytes; the CUDA allocator's own, so that kernels find a chunk's tensors as aligned as any other."""
@@ -86,6 +90,31 @@ class Lane:
 def host_empty(bytes_: int, device: torch.device) -> Tensor:
     """Bytes of host memory, pinned for a GPU. torch pools them, and uses no block again while copies run."""
     return torch.empty(bytes_, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+def host_tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """Contiguous host tensors that stay, pinned for a GPU, not filled; on the meta device for that device.
+
+    torch rounds pinned memory up to a power of two, which of large tensors would be a third more on average. Here they
+    share blocks of such sizes.
+
+    Args:
+        shapes: of the tensors.
+        dtype: of all of them.
+        device: whose copies they shall be.
+    """
+    if device.type == "meta":
+        return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+    sizes = [prod(shape) * dtype.itemsize for shape in shapes]
+    left, tensors, block, start = sum(map(_aligned, sizes)), [], host_empty(0, device), 0
+    for shape, size in zip(shapes, sizes, strict=True):
+        if start + size > block.numel():
+            usual = 1 << (min(left, BLOCK_BYTES).bit_length() - 1)
+            block, start = host_empty(max(usual, ALIGNMENT, 1 << (size - 1).bit_length()), device), 0
+        tensors.append(block[start : start + size].view(dtype).view(shape))
+        start += _aligned(size)
+        left -= _aligned(size)
+    return tensors
 
 
 @dataclass(frozen=True)
@@ -172,7 +201,7 @@ class ChunkStream:
             left.wait_on_host()
 
     def _make_buffers(self, chunks: Sequence[Sequence[Tensor]]) -> None:
-        most = max((sum(_room(tensor) for tensor in chunk) for chunk in chunks), default=0)
+        most = buffer_bytes(chunks)
         if not self._buffers or self._buffers[0].numel() < most:
             for left in self._left:
                 left.wait()
@@ -188,10 +217,15 @@ class ChunkStream:
             assert tensor.device.type == "cpu" and tensor.is_contiguous(), "chunks are contiguous, on the host"
             piece = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             tensors.append(piece)
-            start += _room(tensor)
+            start += _aligned(tensor.nbytes)
         return tensors, self._inward.copy_early(list(zip(chunk, tensors, strict=True)), after=self._left[index % 2])
 
 
-def _room(tensor: Tensor) -> int:
-    """Bytes of a tensor in a buffer."""
-    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+def buffer_bytes(chunks: Sequence[Sequence[Tensor]]) -> int:
+    """Device memory of each of the two buffers of a `ChunkStream` that runs these chunks."""
+    return max((sum(_aligned(tensor.nbytes) for tensor in chunk) for chunk in chunks), default=0)
+
+
+def _aligned(bytes_: int) -> int:
+    """What a tensor of so many bytes takes in a buffer or block."""
+    return -(-bytes_ // ALIGNMENT) * ALIGNMENT

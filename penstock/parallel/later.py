@@ -99,7 +99,7 @@ class _Deferrable(torch.autograd.Function):
         output, ctx.output = ctx.output, None
         is_split = ctx.later.is_collecting
         wanted = inputs if is_split else [*inputs, *(own for own, _ in weights)]
-        found = iter(torch.autograd.grad((output,), wanted, (gradient,), retain_graph=is_split))
+        found = iter(torch.autograd.grad((output,), wanted, (gradient,), retain_graph=is_split) if wanted else ())
         by_input = tuple(None if edge is None else next(found) for edge in ctx.inputs)
         if is_split and weights:
             ctx.later.add(lambda: _weight_gradients(output, weights, gradient))

@@ -3,7 +3,7 @@
     norm                a norm before a projection; its input is the residual stream, which lives anyway
     latent-up           latent attention's up projections and the assembly of its heads, from the latents
     attention           core attention, without projections
-    expert-activation   what the experts' first product gives
+    expert-activation   what the experts' first product gives; a network that frees it by itself is no region
     shared-expert, dense, moe, layer    a whole network, mixture or block
 
 How a part is run again, and why what it returns is not kept either, is in `penstock.parallel.region`.

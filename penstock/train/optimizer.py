@@ -11,6 +11,9 @@ So a gradient that is summed over many micro-batches loses nothing, and neither 
 bfloat16 can tell. A kernel that makes weight gradients itself may add to the buffer (`gradient_of`) and leave the
 parameter's own gradient alone.
 
+With `offload.optimizer`, moments, and masters that are not the parameters themselves, stay in host memory and pass
+through the device during the step (`penstock/train/streamed_adamw.py`).
+
 Ranks that hold the same parameter may divide its rows (`penstock/train/share.py`): each then has masters and moments of
 its own rows only, and after a step the new values are gathered.
 
@@ -29,30 +32,34 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from penstock.config.parallel import Parallel
+from penstock.config.parallel import Offload, Parallel
 from penstock.config.training import Optimizer
 from penstock.parallel.axes import ALONE, NO_AXIS, Axis
 from penstock.parallel.buckets import Cargo, gather_rows, reduce_rows
 from penstock.parallel.holding import Holding, Part, whole
 from penstock.train.adamw import FusedAdamW
 from penstock.train.share import Share, share_of
+from penstock.train.streamed_adamw import StreamedAdamW
 
 _DEFAULTS = Parallel()
+_ON_DEVICE = Offload()
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes that one rank holds from its first step to its last.
+    """Bytes that one rank holds from its first step to its last, on the device if nothing else is said.
 
     Attributes:
         weights: what is held of the parameters between steps.
         gradients: float32 sums.
-        optimizer: moments, and masters where they are not the parameters themselves.
+        optimizer: moments, and masters where they are not the parameters themselves; or what these pass through.
+        host: of the optimizer in host memory.
     """
 
     weights: int
     gradients: int
     optimizer: int
+    host: int = 0
 
 
 class MasterAdamW:
@@ -65,6 +72,7 @@ class MasterAdamW:
         parallel: who divides what (`shard`), and the type in which gradients travel (`reduce`).
         world: all ranks, for the norm of the whole gradient.
         bucket_values: of a message; None for the usual size (penstock/parallel/buckets.py).
+        offload: whether the optimizer lives in host memory.
     """
 
     def __init__(
@@ -75,6 +83,7 @@ class MasterAdamW:
         parallel: Parallel = _DEFAULTS,
         world: Axis = ALONE.world,
         bucket_values: int | None = None,
+        offload: Offload = _ON_DEVICE,
     ) -> None:
         trained = [holding for holding in holdings if holding.parameter.requires_grad]
         assert trained, "an optimizer needs a parameter that is trained"
@@ -88,8 +97,8 @@ class MasterAdamW:
             share.parameter.grad = share.attached
             if share.attached is None:
                 share.parameter.register_post_accumulate_grad_hook(partial(_move_gradient, share.total))
-        self._adamw = FusedAdamW(
-            {name: share.master for name, share in self._shares.items()},
+        self._adamw = (StreamedAdamW if offload.optimizer else FusedAdamW)(
+            {name: share.values for name, share in self._shares.items()},
             {name: share.gradient for name, share in self._shares.items()},
             settings,
         )
@@ -154,14 +163,15 @@ class MasterAdamW:
         for name, share in self._shares.items():
             assert share.parameter.grad is share.attached, f"somebody took away the gradient buffer of {name}"
         self._adamw.update(learning_rate)
-        self._spread_masters()
+        self._gather_values()
 
     def parts(self) -> dict[str, Part]:
         """All that a checkpoint needs of parameters and optimizer, in float32, by name; the very own tensors.
 
         `model.*` is the master, `moment1.*` and `moment2.*` go with it, `step` counts updates. Call `loaded` after
-        filling them.
+        filling them. Read or fill them before the next step; where they are on the host, this waits for the last one.
         """
+        self._adamw.settle()
         kinds = {"model": self._adamw.masters, "moment1": self._adamw.moments1, "moment2": self._adamw.moments2}
         parts = {
             f"{kind}.{name}": self._shares[name].part(tensor)
@@ -172,19 +182,19 @@ class MasterAdamW:
 
     def memory(self) -> StateBytes:
         """What all this takes; also of parameters on the meta device."""
-        adamw, shares = self._adamw, self._shares.values()
-        apart = [adamw.masters[share.holding.name] for share in shares if share.attached is None]
-        weights = [share.master if isinstance(share.parameter, DTensor) else share.parameter for share in shares]
+        shares = self._shares.values()
+        weights = [share.values if isinstance(share.parameter, DTensor) else share.parameter for share in shares]
         return StateBytes(
             weights=_bytes(weights),
             gradients=_bytes(share.total for share in shares),
-            optimizer=_bytes(apart) + _bytes(adamw.moments1.values()) + _bytes(adamw.moments2.values()),
+            optimizer=self._adamw.device_bytes,
+            host=self._adamw.host_bytes,
         )
 
     def loaded(self) -> None:
         """Go on from the tensors of `parts`, which somebody has filled: parameters follow their masters."""
         self._adamw.loaded()
-        self._spread_masters()
+        self._gather_values()
 
     def _reduce(self, cargo: Sequence[Cargo], shard: Axis, replicate: Axis) -> None:
         reduce_rows(cargo, shard, replicate, self._reduce_dtype, self._bucket_values)
@@ -197,22 +207,15 @@ class MasterAdamW:
             for name in sorted(axes)
         ]
 
-    @torch.no_grad()
-    def _spread_masters(self) -> None:
-        """Round masters into the parameters: our own, and over the network those whose rows others update."""
-        masters = self._adamw.masters
-        rounded = [name for name, share in self._shares.items() if share.attached is None and share.rows is None]
-        if rounded:
-            torch._foreach_copy_(
-                [self._shares[name].parameter for name in rounded], [masters[name] for name in rounded]
-            )
-        divided: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for name, share in self._shares.items():
+    def _gather_values(self) -> None:
+        """Fetch the rows of parameters that other ranks have updated."""
+        divided: dict[tuple[str, str], list[Share]] = defaultdict(list)
+        for share in self._shares.values():
             if share.shard.size > 1:
-                divided[share.shard.name, str(share.parameter.dtype)].append(name)
-        for _, names in sorted(divided.items()):
-            cargo = [Cargo(whole=self._shares[name].parameter.detach(), own=masters[name]) for name in names]
-            gather_rows(cargo, self._shares[names[0]].shard, self._bucket_values)
+                divided[share.shard.name, str(share.parameter.dtype)].append(share)
+        for _, shares in sorted(divided.items()):
+            cargo = [Cargo(whole=share.parameter.detach(), own=share.values) for share in shares]
+            gather_rows(cargo, shares[0].shard, self._bucket_values)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -221,6 +224,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 def _move_gradient(total: Tensor, parameter: Tensor) -> None:
     """Add the parameter's gradient, which one backward pass has just finished, to the float32 sum."""
-    assert parameter.grad is not None, "autograd calls this hook after it has set the gradient"
+    if parameter.grad is None:
+        return  # A gradient that comes later (penstock/parallel/later.py); autograd calls again when it is there.
     total.add_(parameter.grad)
     parameter.grad = None

@@ -30,7 +30,8 @@ class Rehearsal:
         expert: those of its experts.
         weight_bytes: of the weights that it holds between steps.
         gradient_bytes: of the float32 sums.
-        optimizer_bytes: of master weights (where they are not the weights) and moments.
+        optimizer_bytes: of master weights (where they are not the weights) and moments, or of what they pass through.
+        host_bytes: of master weights and moments in host memory.
     """
 
     model: RankModel
@@ -40,6 +41,7 @@ class Rehearsal:
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    host_bytes: int
 
 
 def rehearse(run: Run, *, world: int, rank: int) -> Rehearsal:
@@ -59,7 +61,7 @@ def rehearse(run: Run, *, world: int, rank: int) -> Rehearsal:
         axes = make_axes(grid, embedding_places(run), run.parallel.shard_size)
         model = build_rank(run, axes, torch.device("meta"))
         held = holdings(model.modules, axes)
-        optimizer = MasterAdamW(held, run.optimizer, parallel=run.parallel, world=axes.world)
+        optimizer = MasterAdamW(held, run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload)
         memory = optimizer.memory()
     finally:
         stop_process_group()
@@ -80,4 +82,5 @@ def rehearse(run: Run, *, world: int, rank: int) -> Rehearsal:
         weight_bytes=memory.weights,
         gradient_bytes=memory.gradients,
         optimizer_bytes=memory.optimizer,
+        host_bytes=memory.host,
     )

@@ -108,7 +108,9 @@ def prepare(run: Run, environment: Environment) -> Session:
         rank=axes.data.rank,
         ranks=axes.data.size,
     )
-    optimizer = MasterAdamW(holdings(model.modules, axes), run.optimizer, parallel=run.parallel, world=axes.world)
+    optimizer = MasterAdamW(
+        holdings(model.modules, axes), run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload
+    )
     state = TrainState(
         identity=identity_of(run),
         modules=model.modules,

@@ -5,7 +5,7 @@
     sharded    holds and updates its rows only (FSDP2 gathers and reduces)    shard = full
 
 Backward adds to `total`, a float32 buffer for the whole run. After the sum over ranks, `gradient` is that of the global
-batch for the rows of `master`. It is a part of `total`, or all of it.
+batch for the rows of `values`. It is a part of `total`, or all of it.
 """
 
 from dataclasses import dataclass
@@ -19,6 +19,7 @@ from penstock.layout.pieces import rows_of_shard
 from penstock.parallel.axes import NO_AXIS, Axis
 from penstock.parallel.holding import Holding, Part
 from penstock.parallel.shard import local_rows
+from penstock.train.adamw import is_own_master
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class Share:
         rows: first and last + 1 of the rows of our part that we update; None for all.
         total: float32 sum of the gradients of our backward passes, of the shape of what the rank holds.
         gradient: the rows of `total` that we update.
-        master: float32 values of these rows; memory of the parameter itself where that is precise enough.
+        values: these rows of the parameter itself; their own master if they are float32 (`penstock.train.adamw`).
         attached: what `parameter.grad` is outside of backward: autograd adds to it, or a hook takes it away (None).
         shard: ranks that divide the rows, if reducing the gradient is left to us.
         replicate: ranks that update the same rows; the gradient is summed over them too, if that is left to us.
@@ -41,7 +42,7 @@ class Share:
     rows: tuple[int, int] | None
     total: Tensor
     gradient: Tensor
-    master: Tensor
+    values: Tensor
     attached: Tensor | None
     shard: Axis
     replicate: Axis
@@ -62,7 +63,7 @@ class Share:
 def share_of(holding: Holding, parallel: Parallel) -> Share:
     """Decide what this rank updates of a parameter, and make its gradient."""
     parameter, data = holding.parameter, holding.data
-    is_precise = parameter.dtype.itemsize >= torch.float32.itemsize
+    is_precise = is_own_master(parameter)
     rows: tuple[int, int] | None = None
     shard, replicate = NO_AXIS, data
     attached: Tensor | None = None
@@ -72,25 +73,24 @@ def share_of(holding: Holding, parallel: Parallel) -> Share:
         attached = torch.zeros_like(parameter)
         assert isinstance(attached, DTensor), "zeros like a DTensor are one"
         total = gradient = attached.to_local()
-        master = parameter.to_local().detach()
+        values = parameter.to_local().detach()
         replicate = NO_AXIS
     else:
         total = torch.zeros_like(parameter, dtype=parameter.dtype if is_precise else torch.float32)
         attached = total if is_precise else None
-        gradient, master, writer = total, parameter.detach(), data.rank == 0
+        gradient, values, writer = total, parameter.detach(), data.rank == 0
         if parallel.shard in ("auto", "optimizer") and data.shard.size > 1 and parameter.ndim:
             shard, replicate, writer = data.shard, data.replicate, data.replicate.rank == 0
             rows = rows_of_shard(parameter.shape[0], shard.rank, shard.size)
-            gradient, master = total[slice(*rows)], master[slice(*rows)]
-        master = master if is_precise else master.to(torch.float32)
+            gradient, values = total[slice(*rows)], values[slice(*rows)]
     return Share(
         holding=holding,
         rows=rows,
         total=total,
         gradient=gradient,
-        master=master,
+        values=values,
         attached=attached,
         shard=shard,
         replicate=replicate,
-        writes=writer and all(axis.rank == 0 for axis in holding.partial) and master.numel() > 0,
+        writes=writer and all(axis.rank == 0 for axis in holding.partial) and values.numel() > 0,
     )

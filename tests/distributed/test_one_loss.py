@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import Tensor
 
-from tests.distributed.one_loss import CASES, TOLERANCES, Case, Trace, differences, trace
+from tests.distributed.one_loss import CASES, TOLERANCES, Case, Trace, differences, pipeline, trace
 from tests.distributed.pool import Pool
 
 Alone = Callable[[tuple[str, ...]], tuple[Trace, dict[str, Tensor]]]
@@ -32,3 +33,12 @@ def test_a_layout_gives_the_figures_of_one_process(case: Case, ranks: Pool, alon
     found = differences(trace(ranks, case.ranks, case.model + case.overrides), expected, start)
     too_large = {figure: value for figure, value in found.items() if not value <= TOLERANCES[figure]}
     assert not too_large, f"allowed: {TOLERANCES}"
+
+
+def test_in_bf16_putting_weight_gradients_off_changes_nothing(ranks: Pool) -> None:
+    plain, split = (
+        trace(ranks, 2, ("training.precision=bf16", *pipeline(schedule, 2))) for schedule in ("1f1b", "zb-1f1b")
+    )
+    assert (split.losses, split.norms, split.held_out) == (plain.losses, plain.norms, plain.held_out)
+    for name, tensor in plain.tensors.items():
+        assert torch.equal(split.tensors[name], tensor), name

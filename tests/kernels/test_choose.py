@@ -289,7 +289,7 @@ def test_triton_everywhere_is_tritons_own_set() -> None:
 def test_mixed_products_give_the_gradients_of_the_definition(products: tuple[str, ...]) -> None:
     on_gpu = torch.cuda.is_available()
     device, dtype, tolerance = ("cuda", torch.bfloat16, 0.05) if on_gpu else ("cpu", torch.float32, 1e-4)
-    ffn = backends.expert_ffn_of(dict(zip(PRODUCTS, products, strict=True)))
+    ffn = backends.experts_of(dict(zip(PRODUCTS, products, strict=True)))["expert_ffn"]
     x_TD = torch.randn(12, 16, dtype=dtype, device=device)
     gate_up_eFD = torch.randn(4, 32, 16, dtype=dtype, device=device)
     down_eDF = torch.randn(4, 16, 16, dtype=dtype, device=device)
@@ -311,7 +311,7 @@ def test_every_operator_has_a_reference_and_every_backend_can_be_loaded() -> Non
     assert set(BACKENDS["reference"].ops) == FIELDS.keys()
     for name, backend in BACKENDS.items():
         found = backends.operators_of(name)
-        assert all(callable(vars(found)[field]) for op in backend.ops for field in FIELDS[op])
+        assert all(field in vars(found) for op in backend.ops for field in FIELDS[op])
         if "experts" in backend.ops:
             assert all(callable(vars(backends.expert_kernels_of(name))[product]) for product in PRODUCTS)
 

@@ -148,7 +148,8 @@ def test_rows_past_the_last_expert_poison_nothing(kernels: ExpertKernels, device
         assert result.isfinite().all()
 
 
-def test_only_x_and_the_pre_activation_are_kept(kernels: ExpertKernels, device: torch.device) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_only_x_and_the_pre_activation_are_kept(recompute: bool, kernels: ExpertKernels, device: torch.device) -> None:
     batch = draw("random", device)
     kept: list[Tensor] = []
 
@@ -158,10 +159,42 @@ def test_only_x_and_the_pre_activation_are_kept(kernels: ExpertKernels, device: 
 
     parameters = [batch.gate_up_eFD.requires_grad_(), batch.down_eDF.requires_grad_()]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        expert_ffn(batch.x_TD, *parameters, *batch.rest, places_TK=batch.order.places_TK, kernels=kernels)
+        options = {"places_TK": batch.order.places_TK, "recompute": recompute, "kernels": kernels}
+        expert_ffn(batch.x_TD, *parameters, *batch.rest, **options)
     known = {t.data_ptr() for t in batch.inputs}
     made = [tuple(t.shape) for t in kept if t.data_ptr() not in known and t.shape != batch.weights_R.shape]
-    assert made == [(33, 2 * WIDTH)], "nothing but gate_up_RF is made to be kept"
+    assert made == ([] if recompute else [(33, 2 * WIDTH)]), "nothing but gate_up_RF is made to be kept"
+
+
+@pytest.mark.parametrize("routing", ["random", "dropped slots", "all slots dropped"])
+def test_a_pre_activation_that_is_recomputed_gives_the_same_bits(
+    routing: str, kernels: ExpertKernels, device: torch.device
+) -> None:
+    batch, products = draw(routing, device), []
+
+    def counted(*arguments: Any, **options: Any) -> Tensor:
+        products.append(arguments)
+        return kernels.forward(*arguments, **options)
+
+    def run(*, recompute: bool) -> list[Tensor]:
+        inputs = batch.x_TD, batch.gate_up_eFD, batch.down_eDF, batch.weights_R.float()
+        leaves = [leaf.detach().clone().requires_grad_() for leaf in inputs]
+        y_RD = expert_ffn(
+            *leaves[:3],
+            batch.order.counts_E,
+            leaves[3],
+            batch.index_R,
+            places_TK=batch.order.places_TK,
+            recompute=recompute,
+            kernels=replace(kernels, forward=counted),
+        )
+        return [y_RD.detach(), *torch.autograd.grad(y_RD, leaves, torch.ones_like(y_RD))]
+
+    plain = run(recompute=False)
+    assert len(products) == 2
+    for found, expected in zip(run(recompute=True), plain, strict=True):
+        assert torch.equal(found, expected)
+    assert len(products) == 5, "the first product runs once more, the second does not"
 
 
 def test_gradients_of_two_micro_batches_add_up_in_float32(kernels: ExpertKernels, device: torch.device) -> None:

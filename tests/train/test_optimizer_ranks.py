@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from penstock.config.parallel import Parallel
+from penstock.config.parallel import Offload, Parallel
 from penstock.layout.grid import Grid
 from penstock.layout.pieces import Cut, Piece
 from penstock.parallel.axes import Axes, make_axes
 from penstock.parallel.holding import Holding, Part, holdings_of
 from penstock.parallel.shard import accumulate_only, shard_fully
-from penstock.train.optimizer import MasterAdamW, StateBytes
+from penstock.train.optimizer import MasterAdamW
 from tests.distributed.pool import Pool
 from tests.train.small_model import SETTINGS
 
@@ -48,6 +48,7 @@ class Case:
     bf16: bool = False
     bucket_values: int | None = None
     accumulate: bool = False
+    offload: bool = False
 
     @property
     def grid(self) -> Grid:
@@ -166,7 +167,12 @@ def _train(case: Case) -> Outcome:
         )
     holdings = [holding(name, parameter) for name, parameter in model.named_parameters()]
     optimizer = MasterAdamW(
-        holdings, SETTINGS, parallel=case.parallel, world=axes.world, bucket_values=case.bucket_values
+        holdings,
+        SETTINGS,
+        parallel=case.parallel,
+        world=axes.world,
+        bucket_values=case.bucket_values,
+        offload=Offload(optimizer=case.offload),
     )
     norms = []
     for step in range(STEPS):
@@ -208,6 +214,10 @@ def _cases() -> list[Case]:
                 cases.append(Case(parallel, bf16=shard_size == 2))
     cases += [Case(one.parallel.model_copy(update={"reduce": "bf16"}), bf16=True) for one in cases[:3]]
     cases.append(Case(Parallel(shard="optimizer", shard_size=2), bucket_values=5))
+    cases += [
+        Case(Parallel.model_validate({"shard": shard}), bf16=True, offload=True)
+        for shard in ("none", "optimizer", "full")
+    ]
     cases.append(Case(Parallel(shard="full", reshard="backward", prefetch=2), bf16=True, accumulate=True))
     cases.append(Case(Parallel(shard="full", prefetch=0, reduce="bf16"), bf16=True, accumulate=True))
     return cases
@@ -252,7 +262,8 @@ def _load(case: Case, saved: dict[str, Tensor]) -> dict[str, Tensor]:
         Holding(name=name, parameter=one, shape=SHAPES[name], cuts=(), data=axes.dense_data)
         for name, one in model.named_parameters()
     ]
-    optimizer = MasterAdamW(holdings, SETTINGS, parallel=case.parallel, world=axes.world)
+    offload = Offload(optimizer=case.offload)
+    optimizer = MasterAdamW(holdings, SETTINGS, parallel=case.parallel, world=axes.world, offload=offload)
     for name, part in optimizer.parts().items():
         part.tensor.copy_(_take(saved[name], part.pieces, tuple(part.tensor.shape)))
     optimizer.loaded()
@@ -262,9 +273,10 @@ def _load(case: Case, saved: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: one.detach() for name, one in model.named_parameters()}
 
 
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("shard", ["none", "optimizer"])
-def test_parameters_follow_masters_that_are_loaded(ranks: Pool, shard: str) -> None:
-    case = Case(Parallel.model_validate({"shard": shard}), bf16=True)
+def test_parameters_follow_masters_that_are_loaded(ranks: Pool, shard: str, offload: bool) -> None:
+    case = Case(Parallel.model_validate({"shard": shard}), bf16=True, offload=offload)
     alone = _alone(case)
     for parameters in ranks.run(4, _load, case, {name: part.tensor for name, part in alone.parts.items()}):
         for name, value in parameters.items():
@@ -275,7 +287,10 @@ def test_parameters_follow_masters_that_are_loaded(ranks: Pool, shard: str) -> N
     ("shard", "weights", "gradients", "optimizer"),
     [("none", 2, 4, 12), ("optimizer", 2, 4, 3), ("full", 1, 1, 2)],
 )
-def test_memory_is_known_before_there_is_any(shard: str, weights: int, gradients: int, optimizer: int) -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_memory_is_known_before_there_is_any(
+    shard: str, weights: int, gradients: int, optimizer: int, offload: bool
+) -> None:
     """Bytes for each value of a bfloat16 model, of which 4 ranks hold a copy."""
     settings = Parallel.model_validate({"shard": shard})
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
@@ -286,7 +301,13 @@ def test_memory_is_known_before_there_is_any(shard: str, weights: int, gradients
         if full:
             shard_fully([], model, data, settings, torch.device("cpu"), torch.bfloat16, ignored=set(), inner={})
         holding = Holding(name="weight", parameter=model.weight, shape=(16, 8), cuts=(), data=data)
-        memory = MasterAdamW([holding], SETTINGS, parallel=settings).memory()
+        memory = MasterAdamW([holding], SETTINGS, parallel=settings, offload=Offload(optimizer=offload)).memory()
     finally:
         dist.destroy_process_group()
-    assert memory == StateBytes(weights=128 * weights, gradients=128 * gradients, optimizer=128 * optimizer)
+    assert (memory.weights, memory.gradients) == (128 * weights, 128 * gradients)
+    if offload:
+        # All of it fits into one chunk, each of whose tensors begins at a multiple of 512 bytes.
+        assert memory.host == 128 * optimizer
+        assert memory.optimizer == 2 * (512 * 3 if optimizer != 2 else 512 * 2)
+    else:
+        assert (memory.optimizer, memory.host) == (128 * optimizer, 0)

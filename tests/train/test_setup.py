@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock.base.errors import DataError, DeviceError
+from penstock.config.parallel import Offload
 from penstock.config.run import Run
 from penstock.config.training import Data, Evaluation
 from penstock.train.setup import Session, open_texts, prepare, state_bytes
@@ -70,6 +71,13 @@ def test_bytes_of_state_are_those_of_the_tensors(precision: str, tmp_path: Path)
     held += [part.tensor for name, part in session.state.optimizer.parts().items() if name != "step"]
     # A float32 weight is its own master.
     assert state_bytes(run) == sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
+
+
+def test_a_run_may_keep_its_optimizer_on_the_host(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, offload=Offload(optimizer=True))
+    memory = session_of(run).state.optimizer.memory()
+    assert memory.host == 2 * memory.weights, "float32 weights stay, their moments go"
+    assert session_of(tiny_run(tmp_path)).state.optimizer.memory().host == 0
 
 
 def test_held_out_documents_of_one_token_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,196 @@
+"""What one rank of a run is made of: stages, order, messages, positions."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.base.errors import ConfigError
+from penstock.config.parallel import Parallel, Pipeline
+from penstock.config.run import Run
+from penstock.layout.grid import Grid
+from penstock.layout.stages import Stage
+from penstock.models.build import build_model
+from penstock.models.linear import Linear
+from penstock.models.rank_model import (
+    RankModel,
+    build_rank,
+    embedding_places,
+    message_of,
+    schedule_of,
+    stages_of,
+)
+from penstock.parallel.axes import ALONE, Axes
+from tests.models.layouts import CPU, META, MODELS, V3, every_rank_model, laid_out
+from tests.parallel.simulated import every_rank
+
+
+def _run(ranks: int, *, model: str = "v3", precision: str = "fp32", **pipeline: Any) -> Run:
+    run, _ = laid_out(MODELS[model], "one rank", precision)
+    changes = {"parallel": Parallel(pipeline=ranks), "pipeline": Pipeline.model_validate(pipeline)}
+    return run.model_copy(update=changes)
+
+
+def _axes(**sizes: int) -> list[Axes]:
+    world = sizes.get("pipeline", 1) * sizes.get("tensor", 1) * sizes.get("context", 1)
+    return list(every_rank(Grid(world=world, **sizes)))
+
+
+# Stages
+
+
+def test_without_a_pipeline_one_stage_holds_everything() -> None:
+    assert stages_of(_run(1)) == (Stage(embed=True, layers=(0, 1, 2), mtp=(0, 1), norm_and_head=True),)
+    model = build_rank(_run(1), ALONE, META)
+    assert model.pipeline is None
+    assert model.whole is model.modules[0]
+    assert list(model.decoders) == [0]
+
+
+def test_stages_are_those_that_the_layout_names() -> None:
+    first, second = stages_of(_run(2, layout="Et*2|t,m*2,L"))
+    assert (first.embed, first.layers, first.mtp, first.norm_and_head) == (True, (0, 1), (), False)
+    assert (second.embed, second.layers, second.mtp, second.norm_and_head) == (False, (2,), (0, 1), True)
+
+
+def test_a_layout_that_does_not_fit_the_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="decoder layers"):
+        stages_of(_run(2, layout="Et*2|t*2,m*2,L"))
+
+
+@pytest.mark.parametrize("stages_per_rank", [1, 2])
+def test_stages_without_a_layout_hold_every_part_once_in_the_order_of_the_model(stages_per_rank: int) -> None:
+    stages = stages_of(_run(2, schedule="gpipe", stages_per_rank=stages_per_rank))
+    assert len(stages) == 2 * stages_per_rank
+    assert [layer for stage in stages for layer in stage.layers] == [0, 1, 2]
+    assert [depth for stage in stages for depth in stage.mtp] == [0, 1]
+    assert [stage.embed for stage in stages] == [True] + [False] * (len(stages) - 1)
+    assert [stage.norm_and_head for stage in stages] == [False] * (len(stages) - 1) + [True]
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "v", "everything"])
+def test_every_stage_is_built_with_its_parts_and_no_others(layout: str) -> None:
+    run, world = laid_out(V3, layout)
+    stages = stages_of(run)
+    seen = set()
+    for model in every_rank_model(run, world, META):
+        for number, decoder in model.decoders.items():
+            stage = stages[number]
+            assert tuple(decoder.blocks) == tuple(map(str, stage.layers))
+            assert tuple(decoder.mtp) == tuple(map(str, stage.mtp))
+            assert (decoder.norm is not None, decoder.head is not None) == (stage.norm_and_head,) * 2
+            assert (decoder.is_first, decoder.embed is not None) == (stage.embed, stage.embed or bool(stage.mtp))
+            seen.add(number)
+    assert seen == set(range(len(stages)))
+
+
+def test_two_stages_of_a_rank_share_one_embedding() -> None:
+    run, world = laid_out(V3, "v")
+    first, _ = every_rank_model(run, world, CPU)
+    begin, end = first.modules
+    assert begin.embed is end.embed is not None
+    names = [name for name, _ in first.named_parameters()]
+    assert names.count("embed.weight") == 1 and len(set(names)) == len(names)
+
+
+def test_the_names_of_all_ranks_are_those_of_the_whole_model() -> None:
+    run, world = laid_out(V3, "interleaved")
+    names = {name for model in every_rank_model(run, world, META) for name, _ in model.named_parameters()}
+    assert names == {name for name, _ in build_model(run, CPU).named_parameters()}
+
+
+# Who holds the embedding
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "pipeline", "places"),
+    [
+        ("v3", 1, {}, (0,)),
+        ("grouped queries", 3, {}, (0,)),
+        ("v3", 3, {}, (0, 2)),
+        ("tied", 2, {}, (0, 1)),
+        ("v3", 2, {"schedule": "interleaved", "stages_per_rank": 2}, (0, 1)),
+        ("v3", 2, {"schedule": "zb-v", "stages_per_rank": 2}, (0,)),
+        ("tied", 2, {"schedule": "dualpipe-v", "stages_per_rank": 2}, (0,)),
+    ],
+)
+def test_the_embedding_is_where_a_stage_reads_it(
+    model: str, ranks: int, pipeline: dict[str, Any], places: tuple[int, ...]
+) -> None:
+    assert embedding_places(_run(ranks, model=model, **pipeline)) == places
+
+
+# Order and messages
+
+
+def test_a_run_without_pipeline_has_no_schedule() -> None:
+    assert schedule_of(_run(1), ALONE) is None
+
+
+def test_the_schedule_has_the_stages_and_micro_batches_of_the_run() -> None:
+    run = _run(2, schedule="interleaved", stages_per_rank=2)
+    for axes in _axes(pipeline=2):
+        plan = schedule_of(run, axes)
+        assert plan is not None
+        assert (plan.name, plan.ranks, plan.stages, plan.micro_batches) == ("interleaved", 2, 4, 24)
+
+
+def test_a_rank_has_the_stages_that_its_schedule_gives_it() -> None:
+    run, world = laid_out(V3, "v")
+    assert [tuple(model.decoders) for model in every_rank_model(run, world, META)] == [(0, 3), (1, 2)]
+
+
+@pytest.mark.parametrize(("schedule", "stages", "puts_off"), [("1f1b", 1, False), ("zb-1f1b", 1, True)])
+def test_weight_gradients_come_later_only_where_the_schedule_wants_it(
+    schedule: str, stages: int, puts_off: bool
+) -> None:
+    run = _run(2, schedule=schedule, stages_per_rank=stages)
+    for axes in every_rank(Grid(world=2, pipeline=2), embedding_places(run)):
+        model = build_rank(run, axes, META)
+        layers = [layer for decoder in model.modules for layer in (*decoder.blocks.values(), *decoder.mtp.values())]
+        matrices = [module for layer in layers for module in layer.modules() if isinstance(module, Linear)]
+        assert len({id(matrix.later) for matrix in matrices}) == 1, "one for each process"
+        assert (matrices[0].later is not None) == puts_off
+
+
+@pytest.mark.parametrize(
+    ("sizes", "positions"), [({}, 16), ({"tensor": 2}, 8), ({"context": 2}, 8), ({"context": 2, "tensor": 2}, 4)]
+)
+def test_a_message_is_the_positions_that_one_rank_holds(sizes: dict[str, int], positions: int) -> None:
+    for axes in _axes(pipeline=2, **sizes):
+        message = message_of(_run(2), axes, CPU)
+        assert (message.shape, message.dtype, message.device) == ((1, positions, 32), torch.float32, CPU)
+
+
+def test_a_message_is_in_the_compute_dtype() -> None:
+    assert message_of(_run(2, precision="bf16"), ALONE, CPU).dtype == torch.bfloat16
+
+
+# Positions and mode
+
+
+def test_only_ranks_that_share_rows_have_places_and_together_they_have_all() -> None:
+    assert build_rank(_run(1), ALONE, META).places is None
+    run, world = laid_out(V3, "context")
+    places = [model.places for model in every_rank_model(run, world, META)]
+    assert None not in places
+    first, second = sorted(set(places))
+    assert sorted(first + second) == list(range(16))
+    assert places.count(first) == 2, "tensor ranks read the same positions"
+
+
+def test_a_rank_of_a_pipeline_has_no_whole_decoder() -> None:
+    run, world = laid_out(V3, "pipeline")
+    for model in every_rank_model(run, world, META):
+        with pytest.raises(AssertionError, match="no whole decoder"):
+            _ = model.whole
+
+
+def test_the_mode_is_that_of_every_stage() -> None:
+    run, world = laid_out(V3, "v")
+    model: RankModel
+    for model in every_rank_model(run, world, META):
+        model.train(False)
+        assert not any(decoder.training for decoder in model.modules)
+        model.train()
+        assert all(decoder.training for decoder in model.modules)

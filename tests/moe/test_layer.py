@@ -1,0 +1,114 @@
+"""The layer runs its experts again in backward, as much as their network needs."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.config.model import Balance, Moe
+from penstock.config.model import Router as RouterRule
+from penstock.kernels import operators
+from penstock.kernels.expert_ffn import REFERENCE, expert_ffn
+from penstock.kernels.operators import Operators
+from penstock.moe.dispatch.local import LocalDispatcher
+from penstock.moe.experts import Experts
+from penstock.moe.layer import MoE
+from penstock.moe.router import Router
+from penstock.moe.routing import Scope
+from penstock.parallel.kit import Kit
+from penstock.parallel.later import Later
+from penstock.parallel.recompute import RecomputeRule
+from tests.parallel.alive import Alive
+
+T, D, F, E, K = 24, 8, 16, 4, 2
+PRE_ACTIVATION = T * K * 2 * F * 4
+MOE = Moe(
+    experts=E,
+    top_k=K,
+    ffn_size=F,
+    shared_ffn_size=0,
+    router=RouterRule(score="softmax", normalize=True, expert_bias=False),
+    balance=Balance(auxiliary="none", auxiliary_weight=0.0),
+)
+
+
+def _layer(network: Operators, kinds: tuple[str, ...], *, later: Later | None = None) -> MoE:
+    kit = Kit(operators=network, recompute=RecomputeRule(kinds=frozenset(kinds)), later=later)
+    layer = MoE(Router(MOE, D, 0, network), LocalDispatcher(E, network), Experts(E, D, F, kit), None, kit)
+    torch.manual_seed(1)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return layer
+
+
+def _whole(layer: MoE, run: Callable[..., Tensor] | None = None) -> list[Tensor]:
+    """Output, and gradients of the input and all parameters."""
+    x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    y_TD = (run or layer)(x_TD, Scope())
+    y_TD.square().sum().backward()
+    assert x_TD.grad is not None
+    return [y_TD.detach(), x_TD.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+def _by_itself(products: Counter[str]) -> Operators:
+    """Operators whose network is the autograd function; its products count themselves."""
+
+    def count(name: str) -> Callable[..., Tensor]:
+        def run(*arguments: Any, **options: Any) -> Tensor:
+            products[name] += 1
+            product: Callable[..., Tensor] = vars(REFERENCE)[name]
+            return product(*arguments, **options)
+
+        return run
+
+    kernels = replace(REFERENCE, forward=count("forward"), input_gradient=count("input_gradient"))
+    return replace(operators.REFERENCE, expert_ffn=partial(expert_ffn, kernels=kernels), expert_ffn_recomputes=True)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "forward"), [((), 2), (("expert-activation",), 3), (("expert-activation", "moe"), 4)]
+)
+def test_a_network_that_recomputes_by_itself_repeats_one_product(kinds: tuple[str, ...], forward: int) -> None:
+    """A region around it, here the whole layer's, repeats both."""
+    products: Counter[str] = Counter()
+    expected = _whole(_layer(_by_itself(Counter()), ()))
+    layer = _layer(_by_itself(products), kinds)
+    for found, right in zip(_whole(layer, partial(layer.kit.run, "moe", layer)), expected, strict=True):
+        assert torch.equal(found, right)
+    assert products == {"forward": forward, "input_gradient": 2}
+
+
+@pytest.mark.parametrize("network", [operators.REFERENCE, operators.TORCH, _by_itself(Counter())])
+def test_expert_activations_are_freed_whatever_the_network_is(network: Operators) -> None:
+    kept, found = [], []
+    for kinds in ((), ("expert-activation",)):
+        layer = _layer(network, kinds)
+        x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with Alive() as alive:
+            y_TD = layer(x_TD, Scope())
+            kept.append(alive.bytes())
+        y_TD.square().sum().backward()
+        found.append([x_TD.grad, *(parameter.grad for parameter in layer.parameters())])
+    assert kept[0] - kept[1] >= PRE_ACTIVATION
+    for plain, again in zip(*found, strict=True):
+        assert torch.equal(plain, again)
+
+
+def test_recomputed_experts_may_put_their_weight_gradients_off() -> None:
+    later, products = Later(), Counter()
+    expected = _whole(_layer(_by_itself(Counter()), ()))
+    layer = _layer(_by_itself(products), ("expert-activation",), later=later)
+    with later.collecting() as work:
+        found = _whole(layer)[:2]
+    assert layer.experts.down_eDF.grad is None
+    for task in work:
+        task()
+    found += [parameter.grad for parameter in layer.parameters()]
+    for one, right in zip(found, expected, strict=True):
+        assert torch.equal(one, right)
+    assert products["forward"] == 4, "each of the two passes begins with the first product"

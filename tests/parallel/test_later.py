@@ -1,0 +1,216 @@
+"""Weight gradients that come later are the ones that would have come at once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.config.training import Optimizer
+from penstock.parallel.axes import Axis
+from penstock.parallel.holding import Holding
+from penstock.parallel.later import Later, deferrable
+from penstock.train.optimizer import MasterAdamW
+from tests.parallel.alive import Alive
+
+T, D, WIDE = 6, 5, 64
+
+
+def _weights(count: int = 2) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [nn.Parameter(torch.randn(D, D, generator=generator)) for _ in range(count)]
+
+
+def _input() -> Tensor:
+    return torch.randn(T, D, generator=torch.Generator().manual_seed(2), requires_grad=True)
+
+
+def _two_products(x_TD: Tensor, scale_T: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """As experts are: inner stages between the output and the first weights, and a second input."""
+    return F.linear(F.silu(F.linear(x_TD, first)) * scale_T[:, None], second)
+
+
+def _chain(x_TD: Tensor, weights: list[nn.Parameter], later: Later | None) -> Tensor:
+    for weight in weights:
+        x_TD = deferrable(F.linear, (x_TD,), (weight,), later).tanh()
+    return x_TD.square().sum()
+
+
+def _ordinary(weights: list[nn.Parameter], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Gradients of the input and of the weights without anything put off."""
+    x_TD = _input().to(dtype)
+    return list(torch.autograd.grad(_chain(x_TD, weights, None), [x_TD, *weights]))
+
+
+def test_gradients_that_come_later_are_those_of_an_ordinary_backward_pass() -> None:
+    weights, x_TD, later = _weights(), _input(), Later()
+    loss = _chain(x_TD, weights, later)
+    with later.collecting() as work:
+        loss.backward()
+    for task in work:
+        task()
+    found = [x_TD.grad, *(weight.grad for weight in weights)]
+    for one, other in zip(found, _ordinary(weights), strict=True):
+        assert one is not None and torch.equal(one, other)
+
+
+def test_a_function_with_inner_stages_and_two_inputs_has_the_same_gradients() -> None:
+    weights, x_TD, scale_T, later = _weights(), _input(), torch.rand(T, requires_grad=True), Later()
+    tensors = [x_TD, scale_T, *weights]
+    expected = torch.autograd.grad(_two_products(*tensors).square().sum(), tensors)
+    output = deferrable(_two_products, (x_TD, scale_T), weights, later)
+    with later.collecting() as work:
+        output.square().sum().backward()
+    assert x_TD.grad is not None and scale_T.grad is not None
+    for task in work:
+        task()
+    for tensor, other in zip(tensors, expected, strict=True):
+        assert tensor.grad is not None and torch.equal(tensor.grad, other)
+
+
+def test_the_input_has_its_gradient_at_once_and_the_weights_have_none_before_their_turn() -> None:
+    weights, x_TD, later = _weights(3), _input(), Later()
+    loss = _chain(x_TD, weights, later)
+    with later.collecting() as work:
+        loss.backward()
+    assert x_TD.grad is not None
+    assert len(work) == 3
+    for number, task in enumerate(work):
+        # The last function of forward is the first of backward.
+        assert [weight.grad is not None for weight in reversed(weights)] == [place < number for place in range(3)]
+        task()
+    assert all(weight.grad is not None for weight in weights)
+
+
+def test_tasks_may_be_done_in_any_order_and_after_other_passes() -> None:
+    weights, later = _weights(), Later()
+    twice = [2 * gradient for gradient in _ordinary(weights)[1:]]
+    work = []
+    for _ in range(2):
+        loss = _chain(_input(), weights, later)
+        with later.collecting() as tasks:
+            loss.backward()
+        work += tasks
+    for task in reversed(work):
+        task()
+    for weight, expected in zip(weights, twice, strict=True):
+        torch.testing.assert_close(weight.grad, expected)
+
+
+def test_hooks_of_a_parameter_see_its_gradient_when_it_comes() -> None:
+    (weight,), later = _weights(1), Later()
+    expected = 2 * _ordinary([weight])[1]
+    seen: list[Tensor] = []
+
+    def look(parameter: Tensor) -> None:
+        if parameter.grad is not None:  # autograd calls it at the end of every pass that could have had one
+            seen.append(parameter.grad)
+            parameter.grad = None
+
+    weight.register_post_accumulate_grad_hook(look)
+    weight.register_hook(lambda gradient: None if gradient is None else 2 * gradient)
+    loss = _chain(_input(), [weight], later)
+    with later.collecting() as work:
+        loss.backward()
+    assert seen == []
+    work[0]()
+    (gradient,) = seen
+    assert torch.equal(gradient, expected)
+
+
+def test_gradients_that_come_later_add_up_in_the_optimizers_float32_buffers() -> None:
+    (weight,), later = _weights(1), Later()
+    weight = nn.Parameter(weight.detach().bfloat16())
+    holding = Holding(name="w", parameter=weight, shape=(D, D), cuts=(), data=Axis(name="data"))
+    optimizer = MasterAdamW([holding], Optimizer(learning_rate=1e-3))
+    work = []
+    for _ in range(2):
+        loss = _chain(_input().bfloat16(), [weight], later)
+        with later.collecting() as tasks:
+            loss.backward()
+        work += tasks
+    assert not optimizer.gradient_of("w").any()
+    for task in work:
+        task()
+    assert weight.grad is None
+    assert torch.equal(optimizer.gradient_of("w"), 2 * _ordinary([weight], torch.bfloat16)[1].float())
+
+
+def test_when_the_work_is_done_nothing_of_the_pass_is_left_in_memory() -> None:
+    later, weight = Later(), nn.Parameter(torch.randn(WIDE, WIDE))
+    x_TD = torch.randn(T, WIDE, requires_grad=True)
+    activation, gradient = T * WIDE * 4, WIDE * WIDE * 4
+    with Alive() as alive:
+        output = deferrable(F.linear, (x_TD.tanh(),), (weight,), later)
+        direction = torch.ones_like(output)
+        with later.collecting() as work:
+            output.backward(direction)
+        del output, direction
+        assert alive.bytes() > 2 * activation, "the work needs what forward has left"
+        while work:
+            work.pop()()
+        assert alive.bytes() <= activation + gradient, "only gradients of the input and of the weight are left"
+    assert x_TD.grad is not None and weight.grad is not None
+
+
+def test_where_nobody_collects_backward_is_an_ordinary_one() -> None:
+    weights, x_TD, later = _weights(), _input(), Later()
+    _chain(x_TD, weights, later).backward()
+    found = [x_TD.grad, *(weight.grad for weight in weights)]
+    for one, other in zip(found, _ordinary(weights), strict=True):
+        assert one is not None and torch.equal(one, other)
+    with later.collecting() as work:
+        pass
+    assert work == []
+
+
+def test_an_ordinary_pass_leaves_nothing_in_memory_but_gradients() -> None:
+    later, weight = Later(), nn.Parameter(torch.randn(WIDE, WIDE))
+    x_TD = torch.randn(T, WIDE, requires_grad=True)
+    with Alive() as alive:
+        deferrable(F.linear, (x_TD.tanh(),), (weight,), later).sum().backward()
+        assert alive.bytes() <= T * WIDE * 4 + WIDE * WIDE * 4
+
+
+def test_without_a_later_or_without_gradients_nothing_is_recorded() -> None:
+    weights, x_TD = _weights(), _input()
+    plain = deferrable(F.linear, (x_TD,), (weights[0],), None)
+    assert type(plain.grad_fn) is type(F.linear(x_TD, weights[0]).grad_fn)
+    with torch.no_grad():
+        assert deferrable(F.linear, (x_TD,), (weights[0],), Later()).grad_fn is None
+
+
+def test_an_input_without_gradient_puts_off_all_the_work() -> None:
+    (weight,), later, x_TD = _weights(1), Later(), _input().detach()
+    output = deferrable(F.linear, (x_TD,), (weight,), later)
+    with later.collecting() as work:
+        output.sum().backward()
+    assert weight.grad is None
+    (task,) = work
+    task()
+    torch.testing.assert_close(weight.grad, x_TD.sum(0).expand(D, -1))
+
+
+def test_a_weight_that_is_not_trained_is_no_work() -> None:
+    (weight,), later, x_TD = _weights(1), Later(), _input()
+    weight.requires_grad_(False)
+    output = deferrable(F.linear, (x_TD,), (weight,), later)
+    with later.collecting() as work:
+        output.sum().backward()
+    assert work == []
+    torch.testing.assert_close(x_TD.grad, weight.sum(0).expand(T, -1))
+
+
+def test_two_passes_cannot_collect_at_once() -> None:
+    later = Later()
+    with later.collecting(), pytest.raises(AssertionError, match="two backward passes"), later.collecting():
+        pass
+    assert not later.is_collecting
+
+
+def test_a_pass_that_fails_stops_collecting() -> None:
+    later = Later()
+    with pytest.raises(ValueError, match="too bad"), later.collecting():
+        raise ValueError("too bad")
+    assert not later.is_collecting
+    with pytest.raises(AssertionError, match="nobody collects"):
+        later.add(lambda: None)

@@ -1,0 +1,239 @@
+"""A pipeline of small stages on several ranks gives what one process gives that holds them all."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.layout.actions import Action, Kind, Schedule
+from penstock.layout.grid import Grid
+from penstock.layout.schedules import SCHEDULES, schedule
+from penstock.parallel.axes import ALONE, make_axes
+from penstock.parallel.later import Later, deferrable
+from penstock.parallel.pipeline import Message, Pipeline, StageCall
+from tests.distributed.pool import Pool
+
+B, S, D = 2, 3, 4
+MICRO_BATCHES = 6
+
+
+def _message(dtype: torch.dtype = torch.float32) -> Message:
+    return Message(shape=(B, S, D), dtype=dtype, device=torch.device("cpu"))
+
+
+def _weight(stage: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    generator = torch.Generator().manual_seed(stage)
+    return nn.Parameter(torch.randn(D, D, generator=generator).to(dtype))
+
+
+def _data(number: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(B, S, D, generator=torch.Generator().manual_seed(1000 + number)).to(dtype)
+
+
+def _stage(weight: Tensor, later: Later | None, stage: int, last: int, number: int, x_BSD: Tensor | None) -> Tensor:
+    """One product; the first stage reads the micro-batch, the last one weighs it."""
+    assert (x_BSD is None) == (stage == 0), f"stage {stage} got {x_BSD}"
+    x_BSD = _data(number, weight.dtype) if x_BSD is None else x_BSD
+    y_BSD = deferrable(F.linear, (x_BSD,), (weight,), later).tanh()
+    return y_BSD if stage < last else (y_BSD.float() * (number + 1)).sum()
+
+
+class Seen:
+    """Stages of a rank, and what came out of the last one."""
+
+    def __init__(self, stages: tuple[int, ...], count: int, later: Later | None, dtype: torch.dtype) -> None:
+        self.weights = {stage: _weight(stage, dtype) for stage in stages}
+        self.losses: dict[int, float] = {}
+        self.modes: set[bool] = set()
+        self.last = count - 1
+        self.later = later
+
+    def calls(self) -> dict[int, StageCall]:
+        return {stage: partial(self._call, stage) for stage in self.weights}
+
+    def _call(self, stage: int, number: int, x_BSD: Tensor | None) -> Tensor:
+        output = _stage(self.weights[stage], self.later, stage, self.last, number, x_BSD)
+        self.modes.add(output.requires_grad)
+        if stage == self.last:
+            self.losses[number] = float(output.detach())
+        return output
+
+    def gradients(self) -> dict[int, Tensor | None]:
+        return {stage: weight.grad for stage, weight in self.weights.items()}
+
+
+Result = tuple[dict[int, Tensor | None], dict[int, float]]
+
+
+def _plan(name: str, ranks: int) -> Schedule:
+    stages = max(SCHEDULES[name].fewest, 1)
+    return schedule(name, ranks=ranks, stages_per_rank=stages, micro_batches=max(MICRO_BATCHES, 2 * ranks))
+
+
+def _in_one_process(plan: Schedule, dtype: torch.dtype = torch.float32) -> Result:
+    whole = Seen(tuple(range(plan.stages)), plan.stages, None, dtype)
+    calls = whole.calls()
+    for number in range(plan.micro_batches):
+        x_BSD = None
+        for stage in range(plan.stages):
+            x_BSD = calls[stage](number, x_BSD)
+        assert x_BSD is not None
+        x_BSD.backward()
+    return whole.gradients(), whole.losses
+
+
+def _train(plan: Schedule, dtype: torch.dtype) -> list[Result]:
+    """Two steps with the same weights, each from no gradients."""
+    axes = make_axes(Grid(world=plan.ranks, pipeline=plan.ranks))
+    results = []
+    for _ in range(2):
+        later = Later() if plan.splits_backward else None
+        seen = Seen(plan.stages_of(axes.pipeline.rank), plan.stages, later, dtype)
+        Pipeline(plan, axes, _message(dtype), later).train(seen.calls())
+        results.append((seen.gradients(), seen.losses))
+    return results
+
+
+def _joined(results: list[Result]) -> Result:
+    gradients = {stage: gradient for found, _ in results for stage, gradient in found.items()}
+    return gradients, {number: loss for _, found in results for number, loss in found.items()}
+
+
+def _assert_same(found: Result, expected: Result, rtol: float = 1e-5) -> None:
+    assert found[0].keys() == expected[0].keys(), "every stage is somewhere"
+    assert found[1].keys() == expected[1].keys(), "every micro-batch has its loss"
+    for number, loss in expected[1].items():
+        assert found[1][number] == pytest.approx(loss, rel=1e-6)
+    for stage, gradient in expected[0].items():
+        torch.testing.assert_close(found[0][stage], gradient, rtol=rtol, atol=rtol, msg=f"stage {stage}")
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_gives_the_gradients_of_one_process(name: str, count: int, ranks: Pool) -> None:
+    plan = _plan(name, count)
+    results = ranks.run(count, _train, plan, torch.float32)
+    for step in range(2):
+        _assert_same(_joined([result[step] for result in results]), _in_one_process(plan))
+
+
+def test_messages_travel_in_the_compute_dtype(ranks: Pool) -> None:
+    plan = _plan("1f1b", 2)
+    results = ranks.run(2, _train, plan, torch.bfloat16)
+    _assert_same(_joined([result[0] for result in results]), _in_one_process(plan, torch.bfloat16), rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved", "zb-v", "dualpipe-v"])
+def test_stages_of_one_rank_hand_over_without_a_message(name: str) -> None:
+    plan = schedule(name, ranks=1, stages_per_rank=2, micro_batches=MICRO_BATCHES)
+    later = Later() if plan.splits_backward else None
+    seen = Seen((0, 1), 2, later, torch.float32)
+    Pipeline(plan, ALONE, _message(), later).train(seen.calls())
+    _assert_same((seen.gradients(), seen.losses), _in_one_process(plan))
+
+
+def _evaluate(plan: Schedule, micro_batches: int) -> tuple[dict[int, float], set[bool], list[bool]]:
+    axes = make_axes(Grid(world=plan.ranks, pipeline=plan.ranks))
+    later = Later() if plan.splits_backward else None
+    seen = Seen(plan.stages_of(axes.pipeline.rank), plan.stages, later, torch.float32)
+    Pipeline(plan, axes, _message(), later).evaluate(seen.calls(), micro_batches)
+    return seen.losses, seen.modes, [gradient is None for gradient in seen.gradients().values()]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 5])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
+def test_an_evaluation_runs_forward_only_on_any_number_of_micro_batches(
+    name: str, micro_batches: int, ranks: Pool
+) -> None:
+    plan = _plan(name, 2)
+    results = ranks.run(2, _evaluate, plan, micro_batches)
+    losses = {number: loss for found, _, _ in results for number, loss in found.items()}
+    expected = _in_one_process(plan)[1]
+    assert losses == pytest.approx({number: expected[number] for number in range(micro_batches)})
+    for _, records_graph, has_no_gradient in results:
+        assert records_graph == {False}
+        assert all(has_no_gradient)
+
+
+# What is wrong is said
+
+
+def _alone(actions: str, stages: int, later: Later | None = None) -> Pipeline:
+    """A pipeline of one rank that does what is written: `0F0 1F0 1B0 0B0`."""
+    spelled = tuple(Action(int(word[0]), Kind(word[1]), int(word[2:])) for word in actions.split())
+    plan = Schedule(
+        name="by hand",
+        ranks=1,
+        stages_per_rank=stages,
+        placement="loop",
+        micro_batches=1,
+        actions=(spelled,),
+    )
+    return Pipeline(plan, ALONE, _message(), later)
+
+
+def _calls(stages: int, later: Later | None = None) -> dict[int, StageCall]:
+    return Seen(tuple(range(stages)), stages, later, torch.float32).calls()
+
+
+def test_a_schedule_that_splits_needs_stages_that_can() -> None:
+    with pytest.raises(AssertionError, match="zb-1f1b puts weight gradients off"):
+        Pipeline(_plan("zb-1f1b", 2), ALONE, _message())
+
+
+@pytest.mark.parametrize("actions", ["0F0", "0F0 0I0"])
+def test_a_schedule_that_leaves_a_pass_or_work_undone_is_refused(actions: str) -> None:
+    later = Later()
+    with pytest.raises(AssertionError, match="left something undone"):
+        _alone(actions, 1, later).train(_calls(1, later))
+
+
+def test_a_stage_that_does_not_use_its_input_is_named() -> None:
+    calls = _calls(2)
+    weight = _weight(1)
+    calls[1] = lambda number, x_BSD: weight.sum()
+    with pytest.raises(AssertionError, match="stage 1 does not depend on its input"):
+        _alone("0F0 1F0 1B0 0B0", 2).train(calls)
+
+
+def test_a_message_that_nobody_sends_is_named() -> None:
+    with pytest.raises(AssertionError, match="nobody sends .*stage=1"):
+        _alone("1F0 0F0 1B0 0B0", 2).train(_calls(2))
+
+
+def test_weight_gradients_wait_for_their_turn() -> None:
+    later = Later()
+    seen = Seen((0,), 1, later, torch.float32)
+    order: list[str] = []
+    seen.weights[0].register_post_accumulate_grad_hook(partial(_take, order))
+    calls = {0: _told(seen.calls()[0], order)}
+    plan = replace(_plan("1f1b", 1), actions=(tuple(_split(3)),), micro_batches=3)
+    Pipeline(plan, ALONE, _message(), later).train(calls)
+    assert order == ["forward", "forward", "forward", "weight", "weight", "weight"]
+
+
+def _take(order: list[str], weight: Tensor) -> None:
+    if weight.grad is not None:
+        order.append("weight")
+        weight.grad = None
+
+
+def _told(call: StageCall, order: list[str]) -> Callable[[int, Tensor | None], Tensor]:
+    def forward(number: int, x_BSD: Tensor | None) -> Tensor:
+        order.append("forward")
+        return call(number, x_BSD)
+
+    return forward
+
+
+def _split(micro_batches: int) -> Iterator[Action]:
+    """Every forward and input gradient first, then all weight gradients."""
+    for number in range(micro_batches):
+        yield Action(0, Kind.FORWARD, number)
+        yield Action(0, Kind.INPUT, number)
+    for number in range(micro_batches):
+        yield Action(0, Kind.WEIGHT, number)
