@@ -64,6 +64,9 @@ from penstock.train.stop import StopRequest
 INTERRUPTED = 130
 """Exit code of a run that a second Ctrl-C stopped at once."""
 
+STOPPED = 143
+"""Exit code of a rank that was not asked itself: that of SIGTERM."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -248,7 +251,8 @@ def _run(console: Console, launch: Launch, session: Session, environment: Enviro
         # A checkpoint may be on its way to disk in a thread that Python would wait for. What is half written is hidden.
         os._exit(INTERRUPTED)
     _print_end(console, folder, end)
-    return stop.exit_code if end.stopped_by else 0
+    # A rank that stops because another one was asked to ends as that one does.
+    return (stop.exit_code or STOPPED) if end.stopped_by else 0
 
 
 def _writers(session: Session, folder: RunFolder, begin: Progress) -> list[Observer]:

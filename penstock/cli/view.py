@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.cli.figures import DOT, Trail, bytes_text, count_text, duration_text, load_bars, spark_line
+from penstock.config.run import Run
 from penstock.train.observer import LayerReport, RunStart, StepReport
 
 FORCED_BALANCE = "FORCED BALANCE, BENCHMARK ONLY"
@@ -46,14 +47,21 @@ def facts_of(start: RunStart) -> dict[str, str]:
     if start.active_parameters != start.parameters:
         size += f", {count_text(start.active_parameters)} active for a token"
     batch = f"{run.training.global_batch} x {run.training.sequence_length} tokens"
-    if run.micro_batches > 1:
-        batch += f" in {run.micro_batches} micro-batches"
+    if start.micro_batches > 1:
+        batch += f" in {start.micro_batches} micro-batches"
+    if start.ranks > _sharing(run):
+        batch += f" on each of {start.ranks // _sharing(run)}"
     return {
         "model": f"{size} {DOT} {run.training.precision}",
         "batch": batch,
-        "device": start.device_name,
+        "device": start.device_name if start.ranks == 1 else f"{start.ranks} x {start.device_name}",
         "kernels": start.kernels,
     }
+
+
+def _sharing(run: Run) -> int:
+    """Ranks that share the rows of one data-parallel rank."""
+    return run.parallel.tensor * run.parallel.context * run.parallel.pipeline
 
 
 def is_forced(start: RunStart) -> bool:

@@ -79,11 +79,6 @@ class Run(Section):
     host: Host = knob(Host(), doc="Processes on their machine.")
 
     @property
-    def micro_batches(self) -> int:
-        """Forward passes per optimizer step on one rank."""
-        return self.training.global_batch // self.training.micro_batch
-
-    @property
     def tokens_per_step(self) -> int:
         """Tokens of one optimizer step over all ranks."""
         return self.training.global_batch * self.training.sequence_length

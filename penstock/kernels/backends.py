@@ -24,7 +24,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "route": ("route",),
         "permute": ("order_rows", "unpermute"),
-        "experts": ("expert_ffn", "expert_ffn_recomputes"),
+        "experts": ("expert_ffn", "expert_ffn_is_ours"),
         "swiglu": ("swiglu",),
         "norm": ("rms_norm", "add_rms_norm"),
         "rope": ("rotate", "mla_heads"),
@@ -105,7 +105,7 @@ def experts_of(products: Mapping[str, str]) -> dict[str, Any]:
     parts = {product: vars(expert_kernels_of(products[product]))[product] for product in PRODUCTS}
     expert_ffn = _load("penstock.kernels.expert_ffn:expert_ffn")
     kernels = replace(expert_kernels_of(frame), **parts)
-    return {"expert_ffn": partial(expert_ffn, kernels=kernels), "expert_ffn_recomputes": True}
+    return {"expert_ffn": partial(expert_ffn, kernels=kernels), "expert_ffn_is_ours": True}
 
 
 def _load(place: str) -> Any:

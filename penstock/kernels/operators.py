@@ -24,7 +24,7 @@ class Operators:
     Attributes:
         attention_backend: see `penstock.kernels.attention.causal_attention`.
         expert_ffn: takes `places_TK` besides, the inverse of its index (see `penstock.kernels.expert_ffn`).
-        expert_ffn_recomputes: it also takes `recompute` and then frees its pre-activation by itself.
+        expert_ffn_is_ours: it is one autograd function, and takes `recompute` and `accumulate_into` besides.
         swiglu: without weights, for the dense networks.
     """
 
@@ -33,7 +33,7 @@ class Operators:
     order_rows: Callable[[Tensor, int], RowOrder]
     unpermute: Callable[[Tensor, RowOrder], Tensor]
     expert_ffn: Callable[..., Tensor]
-    expert_ffn_recomputes: bool
+    expert_ffn_is_ours: bool
     swiglu: Callable[[Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -105,7 +105,7 @@ REFERENCE = Operators(
     order_rows=reference.order_rows,
     unpermute=reference.unpermute,
     expert_ffn=reference_expert_ffn,
-    expert_ffn_recomputes=False,
+    expert_ffn_is_ours=False,
     swiglu=reference.swiglu,
     rms_norm=reference.rms_norm,
     add_rms_norm=reference.add_rms_norm,

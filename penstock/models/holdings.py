@@ -1,8 +1,10 @@
 """What this rank holds of the model, parameter by parameter: read off the modules, which know their own cuts."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from penstock.layout.pieces import Cut
 from penstock.models.decoder import Decoder
@@ -25,6 +27,34 @@ def holdings(decoders: Iterable[Decoder], axes: Axes) -> list[Holding]:
             if name not in found:
                 found[name] = _holding(name, module, own_name, parameter, axes)
     return list(found.values())
+
+
+def add_in_kernels(decoders: Iterable[Decoder], sum_of: Callable[[str], Tensor]) -> None:
+    """Let the experts' kernels add weight gradients to their float32 sums, which saves a bfloat16 copy and a pass.
+
+    Args:
+        decoders: the rank's stages.
+        sum_of: the sum of a parameter's gradients, by its name.
+    """
+    for decoder in decoders:
+        for path, module in decoder.named_modules():
+            # FSDP2 reduces what autograd gives it.
+            if isinstance(module, Experts) and not isinstance(module.gate_up_eFD, DTensor):
+                module.sums = (sum_of(f"{path}.gate_up_eFD"), sum_of(f"{path}.down_eDF"))
+
+
+@contextmanager
+def gradients_by_autograd(decoder: Decoder) -> Iterator[None]:
+    """While it lasts, all gradients go to autograd, and no sum changes."""
+    layers = [module for module in decoder.modules() if isinstance(module, Experts)]
+    sums = [layer.sums for layer in layers]
+    for layer in layers:
+        layer.sums = None
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, sums, strict=True):
+            layer.sums = own
 
 
 def _parameters(decoder: Decoder) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

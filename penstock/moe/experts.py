@@ -19,7 +19,13 @@ class Experts(nn.Module):
         hidden_size: D.
         ffn_size: width of a whole expert, F.
         kit: kernels, and the ranks that share the experts.
+
+    Attributes:
+        sums: float32 sums of the gradients of `gate_up_eFD` and `down_eDF`, for backward to add to instead of giving
+            gradients to autograd; None leaves that to autograd. Set by whoever owns the sums.
     """
+
+    sums: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, experts: int, hidden_size: int, ffn_size: int, kit: Kit) -> None:
         super().__init__()
@@ -58,7 +64,7 @@ class Experts(nn.Module):
         down_eDF: Tensor,
     ) -> Tensor:
         ffn = self.operators.expert_ffn
-        if recompute:
-            assert self.operators.expert_ffn_recomputes, "this network cannot recompute by itself"
-            ffn = partial(ffn, recompute=True)
+        if self.operators.expert_ffn_is_ours:
+            # Deferred gradients go through autograd: a kernel that adds them up would do so too early.
+            ffn = partial(ffn, recompute=recompute, accumulate_into=None if self.later else self.sums)
         return ffn(x_ND, gate_up_eFD, down_eDF, rows.counts_e, weights_R, rows.index_R, places_TK=rows.places_NK)

@@ -50,7 +50,7 @@ class MoE(nn.Module):
 
     def _run_experts(self, rows: ExpertRows) -> Tensor:
         """A recomputed region repeats both products; a network that recomputes by itself repeats only the first."""
-        if not self.kit.operators.expert_ffn_recomputes:
+        if not self.kit.operators.expert_ffn_is_ours:
             return self.kit.run("expert-activation", self.experts, rows)
         y_RD: Tensor = self.experts(rows, recompute=self.kit.recompute.recomputes("expert-activation"))
         return y_RD

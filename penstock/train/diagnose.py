@@ -30,6 +30,7 @@ from penstock.base.errors import NonFiniteError
 from penstock.data.batch import Batch
 from penstock.data.evaluation import Evaluation
 from penstock.models.decoder import Decoder
+from penstock.models.holdings import gradients_by_autograd
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import reset_loads
 from penstock.parallel.messages import Messages
@@ -174,7 +175,8 @@ def _watch_all(model: Decoder, whole: GlobalBatch, rule: LossRule) -> Origin:
         return Origin(place="parameter", name=broken[0], layer=layer_of(broken[0]), parameters=broken)
     reset_loads([model])
     origins = (_watch(model, batch, whole.counted, rule) for batch in whole.micro_batches)
-    found = next(((index, origin) for index, origin in enumerate(origins) if origin is not None), None)
+    with gradients_by_autograd(model):
+        found = next(((index, origin) for index, origin in enumerate(origins) if origin is not None), None)
     reset_loads([model])
     if found is None:
         return Origin(place="sum of gradients", name="")

@@ -24,6 +24,7 @@ from signal import SIGTERM
 from typing import Any
 
 from penstock.base.errors import NonFiniteError
+from penstock.config.fit import micro_batches
 from penstock.config.run import Run
 from penstock.data.batch import Batch
 from penstock.data.evaluation import Evaluation
@@ -190,6 +191,8 @@ class _Loop:
             parameters=size.parameters + size.mtp_parameters,
             active_parameters=size.active_parameters,
             steps_done=self._begin.steps,
+            ranks=self._session.axes.world.size,
+            micro_batches=micro_batches(self._run, self._session.axes.grid),
         )
         for observer in self._observers:
             observer.started(start)

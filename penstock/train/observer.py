@@ -106,6 +106,8 @@ class RunStart:
         parameters: all parameters of the model.
         active_parameters: those that one token meets.
         steps_done: steps of earlier processes; more than 0 after resuming.
+        ranks: processes that train together.
+        micro_batches: forward passes of one rank in a step.
     """
 
     run: Run
@@ -115,6 +117,8 @@ class RunStart:
     parameters: int
     active_parameters: int
     steps_done: int
+    ranks: int = 1
+    micro_batches: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from penstock.kernels.choose import summary
 from penstock.kernels.device_facts import device_facts
 from penstock.models.build import meta_model
 from penstock.models.count import Count, count
-from penstock.models.holdings import holdings
+from penstock.models.holdings import add_in_kernels, holdings
 from penstock.models.kernels import kernel_choices
 from penstock.models.rank_model import RankModel, build_rank, embedding_places
 from penstock.moe.router import Router
@@ -111,6 +111,7 @@ def prepare(run: Run, environment: Environment) -> Session:
     optimizer = MasterAdamW(
         holdings(model.modules, axes), run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload
     )
+    add_in_kernels(model.modules, optimizer.gradient_of)
     state = TrainState(
         identity=identity_of(run),
         modules=model.modules,

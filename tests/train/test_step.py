@@ -128,7 +128,9 @@ def test_loads_are_those_of_one_step(tmp_path: Path) -> None:
     for seed in range(2):
         result = train_step(model, optimizer, random_batch(4, 12, seed=seed), rule, 1e-2)
     assert [sum(layer.slots) for layer in result.layers] == [96, 96]
-    assert [tuple(load.slots_E.tolist()) for load in layer_loads(model.modules)] == [layer.slots for layer in result.layers]
+    assert [tuple(load.slots_E.tolist()) for load in layer_loads(model.modules)] == [
+        layer.slots for layer in result.layers
+    ]
 
 
 def test_dropped_slots_are_reported(tmp_path: Path) -> None:
