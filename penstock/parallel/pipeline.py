@@ -6,10 +6,13 @@
     W   that work
 
 Computing never waits for a send. Messages between two ranks in one direction travel in the order in which the sender
-makes them, which the receiver knows from the schedule: it posts its receives in that order, one ahead of need, and puts
+makes them, which the receiver knows from the schedule: it posts its receives in that order, when it needs one, and puts
 what comes too early aside. Messages up and down go through different groups, because on one NCCL communicator a send
 that waits for its receiver would hold up a receive behind it. So a run can only wait for what the schedule says, and a
 schedule that `penstock.layout.clock` can play does not hang here.
+
+No receive is posted ahead of need. NCCL's would run on the GPU, waiting, and while a kernel runs CUDA may refuse to load
+another one for the first time: the forward pass that must be computed before the message can come.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -172,8 +175,6 @@ class _Post:
         self._coming: dict[int, Iterator[_Letter]] = {
             peer: iter(_letters_between(schedule, peer, self._own)) for peer in range(schedule.ranks)
         }
-        for peer in self._coming:
-            self._post_next(peer)
 
     def send(self, letter: _Letter, tensor: Tensor) -> None:
         """Start a message, or put it aside if it is for ourselves. The tensor is not changed afterwards."""
@@ -196,7 +197,6 @@ class _Post:
             assert self._post_next(peer), f"nobody sends {letter}"
         tensor, work = self._posted.pop(letter)
         work.wait()
-        self._post_next(peer)
         return tensor
 
     def finish(self) -> None:
