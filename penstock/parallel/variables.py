@@ -138,17 +138,6 @@ RULES: tuple[Rule, ...] = (
         source="PyTorch, ProcessGroupNCCL variables; ROCm MI300X workload guide",
     ),
     Rule(
-        name="CUDA_DEVICE_MAX_CONNECTIONS",
-        value="1",
-        applies=lambda facts: (
-            facts.vendor == "nvidia" and max(facts.tensor, facts.context) > 1 and facts.shard != "full"
-        ),
-        when="NVIDIA, `parallel.tensor` or `parallel.context` above 1, `parallel.shard` not full",
-        why="Kernels start in the order of their launch, so collectives are not pushed behind computation. Under FSDP "
-        "the gathers must be free to overtake, so there it is left alone.",
-        source="Megatron-LM, arguments.py",
-    ),
-    Rule(
         name="HSA_KERNARG_POOL_SIZE",
         value=str(KERNARG_POOL_BYTES),
         applies=lambda facts: facts.vendor == "amd",

@@ -2,24 +2,30 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.config.model import Balance, Moe, Router
 from penstock.kernels.operators import REFERENCE
 from penstock.kernels.reference import RouterRule, route
+from penstock.layout.grid import Grid
 from penstock.moe import router as router_module
 from penstock.moe.balance import (
     Load,
+    LoadMeter,
     attach,
     auxiliary_loss,
     capacity,
     drop_over_capacity,
     layer_loads,
+    load_of,
     reset_loads,
     spread_evenly,
     update_expert_bias,
 )
 from penstock.moe.routing import Routing, Scope
+from penstock.parallel.axes import Axes, make_axes
+from tests.distributed.pool import Pool
 
 E, K = 6, 2
 
@@ -128,6 +134,58 @@ def test_loads_name_their_layer_and_start_anew() -> None:
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 4), (1.25, 5), (0.01, 1)])
 def test_capacity_is_the_fair_share_times_the_factor_rounded_up(factor: float, expected: int) -> None:
     assert capacity(12, K, E, factor) == expected
+
+
+def _whole_routing() -> Routing:
+    generator = torch.Generator().manual_seed(5)
+    experts_TK = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(12)])
+    return Routing(torch.rand(12, K, generator=generator), experts_TK)
+
+
+def _dropped_among_ranks(limit: int) -> tuple[Tensor, Tensor]:
+    whole, axis = _whole_routing(), _sequence_axes(dist.get_world_size()).sequence
+    own = Routing(*(part.chunk(axis.size)[axis.rank] for part in (whole.weights_TK, whole.experts_TK)))
+    kept = drop_over_capacity(own, E, limit, axis)
+    return kept.weights_TK, kept.experts_TK
+
+
+def _sequence_axes(size: int) -> Axes:
+    return make_axes(Grid(world=size, context=size))
+
+
+def test_tokens_of_ranks_that_share_a_row_compete_for_the_same_slots(ranks: Pool) -> None:
+    expected = drop_over_capacity(_whole_routing(), E, limit=2)
+    assert (expected.experts_TK == E).any(), "this case must drop something"
+    weights, experts = zip(*ranks.run(2, _dropped_among_ranks, 2), strict=True)
+    assert torch.equal(torch.cat(weights), expected.weights_TK)
+    assert torch.equal(torch.cat(experts), expected.experts_TK)
+
+
+def _loss_among_ranks(balance: Balance) -> tuple[Tensor, Tensor]:
+    """Loss of our tokens of each of three sequences, and its gradient."""
+    size = dist.get_world_size()
+    axes = _sequence_axes(size)
+    logits_BSE = _logits().detach().unflatten(0, (3, -1)).chunk(size, dim=1)[axes.rank]
+    logits_TE = logits_BSE.flatten(0, 1).requires_grad_()
+    routed = route(logits_TE, None, RouterRule(top_k=K), 3)
+    meter = LoadMeter(E)
+    meter.slots_E += routed.counts_BE.sum(0)
+    load = load_of(routed.counts_BE, meter, balance, axes)
+    loss = auxiliary_loss(routed, size * logits_TE.shape[0], balance, Scope(sequences=3, share=0.5), load)
+    loss.backward()
+    assert logits_TE.grad is not None
+    return loss.detach(), logits_TE.grad.unflatten(0, (3, -1))
+
+
+@pytest.mark.parametrize("auxiliary", ["micro-batch", "sequence", "global-batch"])
+def test_losses_of_ranks_that_share_rows_add_up_to_those_of_whole_rows(auxiliary: str, ranks: Pool) -> None:
+    balance = Balance.model_validate({"auxiliary": auxiliary, "auxiliary_weight": 0.5, "z_weight": 0.1})
+    logits_TE = _logits()
+    expected = _loss(logits_TE, balance, Scope(sequences=3, share=0.5))
+    expected.backward()
+    losses, gradients = zip(*ranks.run(2, _loss_among_ranks, balance), strict=True)
+    torch.testing.assert_close(sum(losses), expected.detach())
+    torch.testing.assert_close(torch.cat(gradients, dim=1).flatten(0, 1), logits_TE.grad)
 
 
 def test_a_dropped_slot_stays_dropped() -> None:

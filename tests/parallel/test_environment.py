@@ -163,10 +163,9 @@ def test_waiting_threads_sleep_soon_unless_the_shell_says_otherwise(monkeypatch:
         (
             NVIDIA,
             {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "12"},
-            {"CUDA_DEVICE_MAX_CONNECTIONS", "HSA_KERNARG_POOL_SIZE", "GPU_MAX_HW_QUEUES", "NCCL_ALGO"},
+            {"HSA_KERNARG_POOL_SIZE", "GPU_MAX_HW_QUEUES", "NCCL_ALGO"},
         ),
-        (Facts(vendor="nvidia", tensor=2, world=2, local_world=2), {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, set()),
-        (Facts(vendor="nvidia", context=2, shard="full"), {}, {"CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_NVLS_ENABLE"}),
+        (Facts(vendor="nvidia", context=2, shard="full"), {}, {"NCCL_NVLS_ENABLE"}),
         (Facts(vendor="amd"), {"HSA_KERNARG_POOL_SIZE": "12582912"}, {"GPU_MAX_HW_QUEUES", "NCCL_NVLS_ENABLE"}),
         (Facts(vendor="amd", world=8), {"GPU_MAX_HW_QUEUES": "2", "TORCH_NCCL_HIGH_PRIORITY": "1"}, set()),
         (Facts(deterministic=True), {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, {"NCCL_ALGO"}),

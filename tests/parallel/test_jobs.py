@@ -83,7 +83,7 @@ def test_the_options_of_sbatch_come_before_the_first_command() -> None:
 
 def test_both_write_out_every_rule_that_applies() -> None:
     wanted = settings(JOB.facts)
-    assert {"CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF"} <= set(wanted)
+    assert {"OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF"} <= set(wanted)
     script = slurm_script(JOB, {})
     assert all(f'export {name}="${{{name}:-{value}}}"' in script for name, value in wanted.items())
     container = manifest()["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
