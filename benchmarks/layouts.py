@@ -36,10 +36,10 @@ DEFAULTS = [
 ]
 
 LAYOUTS: dict[str, list[str]] = {
-    "EP 4, ZeRO-1": ["parallel.expert=4", "parallel.shard=optimizer", "training.micro_batch=4"],
     "EP 4, FSDP": ["parallel.expert=4", "parallel.shard=full", "training.micro_batch=4"],
     "PP 2 x EP 2": ["parallel.pipeline=2", "parallel.expert=2", "training.micro_batch=2"],
     "TP 2 folded with EP 4": ["parallel.tensor=2", "parallel.expert=4", "training.micro_batch=4"],
+    "EP 4, ZeRO-1": ["parallel.expert=4", "parallel.shard=optimizer", "training.micro_batch=4"],
 }
 """The largest micro-batch of each that leaves room; the global batch is the same for all."""
 
