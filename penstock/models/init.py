@@ -3,64 +3,81 @@
 So a weight does not depend on how many layers, stages or ranks stand before it: any layout starts from the same model.
 A rank that holds a part of a tensor draws the whole and keeps its part; experts are drawn one by one, and only those
 that the rank holds.
+
+Values are drawn in float32. A bfloat16 parameter starts from the rounded value, its master from the value itself: from
+a rounded one, it would have to move by half a step of bfloat16 before the first weight changes, and a layout whose
+weights are their own masters (FSDP2) would learn otherwise than one with rounded copies.
 """
 
 import hashlib
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from penstock.layout.pieces import Cut, pieces
+from penstock.layout.pieces import Piece, pieces
 from penstock.models.linear import Embedding, Linear
 from penstock.models.norm import RMSNorm
 from penstock.moe.experts import Experts
+from penstock.parallel.holding import Part
 from penstock.parallel.shard import own_rows
 
 
-def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest, "big"))
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Draw:
-    """The values of one tensor of the whole model.
+    """The values of one parameter of the whole model.
 
     Attributes:
         seed: of the run.
-        name: of the tensor.
+        name: of the parameter.
         std: standard deviation.
+        device: where to draw; a CPU and a GPU draw other numbers.
+        is_norm: all ones instead.
+        by_row: dim 0 counts tensors that are drawn one by one (experts).
     """
 
     seed: int
     name: str
     std: float
+    device: torch.device
+    is_norm: bool = False
+    by_row: bool = False
 
-    def __call__(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """All of them, float32."""
-        values = torch.empty(shape, dtype=torch.float32, device=device)
-        return values.normal_(0.0, self.std, generator=_generator(self.seed, self.name, device))
+    def fill(self, part: Part) -> None:
+        """Put the values of a part in place."""
+        if self.is_norm:
+            part.tensor.fill_(1.0)
+        elif self.by_row:
+            for row, own in _by_row(part.pieces):
+                values = self._values(f"{self.name}.{row}", part.shape[1:])
+                for place, piece in own:
+                    part.tensor[place][_region(piece.here[1:], piece)].copy_(values[_region(piece.whole[1:], piece)])
+        else:
+            values = self._values(self.name, part.shape)
+            for piece in part.pieces:
+                part.tensor[_region(piece.here, piece)].copy_(values[_region(piece.whole, piece)])
+
+    def _values(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """All of a tensor, float32."""
+        digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=7).digest()
+        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "big"))
+        return torch.empty(shape, device=self.device).normal_(0.0, self.std, generator=generator)
 
 
-def _draw(local: Tensor, part_shape: tuple[int, ...], rows: tuple[int, int], cuts: tuple[Cut, ...], draw: Draw) -> None:
-    """Fill what a rank holds of one tensor. Normal in float32, then rounded: bf16 and float32 start from equal numbers.
+def _by_row(rectangles: Iterable[Piece]) -> Iterator[tuple[int, list[tuple[int, Piece]]]]:
+    """Each row of the whole that is here, with the local row and the rectangle of each of its pieces."""
+    rows: dict[int, list[tuple[int, Piece]]] = {}
+    for piece in rectangles:
+        for offset in range(piece.sizes[0]):
+            rows.setdefault(piece.whole[0] + offset, []).append((piece.here[0] + offset, piece))
+    yield from rows.items()
 
-    Args:
-        local: rows of the rank's part.
-        part_shape: shape of the whole part.
-        rows: first and last + 1 of the rows in `local`.
-        cuts: of the part from the whole.
-        draw: gives the whole.
-    """
-    shape = list(part_shape)
-    for cut in cuts:
-        shape[cut.dim] *= cut.count
-    values = draw(tuple(shape), local.device)
-    for piece in pieces(tuple(shape), cuts, rows):
-        here = tuple(slice(start, start + size) for start, size in zip(piece.here, piece.sizes, strict=True))
-        there = tuple(slice(start, start + size) for start, size in zip(piece.whole, piece.sizes, strict=True))
-        local[here].copy_(values[there])
+
+def _region(offsets: tuple[int, ...], piece: Piece) -> tuple[slice, ...]:
+    """A rectangle's place; without dim 0 if `offsets` are."""
+    sizes = piece.sizes[len(piece.sizes) - len(offsets) :]
+    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
 
 @torch.no_grad()
@@ -72,29 +89,43 @@ def initialize(model: nn.Module, seed: int, std: float) -> None:
         seed: of the run.
         std: standard deviation.
     """
+    for module, name, parameter, draw in _draws(model, seed, std):
+        local, rows = own_rows(parameter)
+        cuts = module.cuts[name] if isinstance(module, (Linear, Embedding, Experts)) else ()
+        shape = list(parameter.shape)
+        for cut in cuts:
+            shape[cut.dim] *= cut.count
+        draw.fill(Part(tensor=local, shape=tuple(shape), pieces=pieces(tuple(shape), cuts, rows)))
+    for buffer in model.buffers():
+        buffer.zero_()
+
+
+@torch.no_grad()
+def initialize_masters(models: Iterable[nn.Module], parts: Mapping[str, Part], seed: int, std: float) -> None:
+    """Give masters the values that bfloat16 parameters were rounded from.
+
+    Args:
+        models: initialized.
+        parts: float32 masters by `model.NAME`, perhaps rows of parameters, on any device.
+        seed: of the run.
+        std: standard deviation.
+    """
+    for model in models:
+        for _, _, parameter, draw in _draws(model, seed, std):
+            if parameter.dtype != torch.float32:
+                draw.fill(parts[f"model.{draw.name}"])
+
+
+def _draws(model: nn.Module, seed: int, std: float) -> Iterator[tuple[nn.Module, str, nn.Parameter, Draw]]:
+    """Every parameter, with its module, its name there, and its values."""
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            local, rows = own_rows(parameter)
-            draw = Draw(seed, f"{path}.{name}", std)
-            if isinstance(module, RMSNorm):
-                local.fill_(1.0)
-            elif isinstance(module, Experts):
-                _draw_experts(local, tuple(parameter.shape), rows, module.cuts[name], draw)
-            else:
-                cuts = module.cuts[name] if isinstance(module, (Linear, Embedding)) else ()
-                _draw(local, tuple(parameter.shape), rows, cuts, draw)
-        for buffer in module.buffers(recurse=False):
-            buffer.zero_()
-
-
-def _draw_experts(
-    local: Tensor, part_shape: tuple[int, ...], rows: tuple[int, int], cuts: tuple[Cut, ...], draw: Draw
-) -> None:
-    """Each expert is a tensor of its own: dim 0 counts them, and the other cuts move one dim forward."""
-    group = next((cut.index for cut in cuts if cut.dim == 0), 0)
-    inner = tuple(replace(cut, dim=cut.dim - 1) for cut in cuts if cut.dim > 0)
-    for matrix, expert in zip(
-        local, range(group * part_shape[0] + rows[0], group * part_shape[0] + rows[1]), strict=True
-    ):
-        own = replace(draw, name=f"{draw.name}.{expert}")
-        _draw(matrix, part_shape[1:], (0, part_shape[1]), inner, own)
+            draw = Draw(
+                seed=seed,
+                name=f"{path}.{name}",
+                std=std,
+                device=parameter.device,
+                is_norm=isinstance(module, RMSNorm),
+                by_row=isinstance(module, Experts),
+            )
+            yield module, name, parameter, draw

@@ -20,6 +20,7 @@ from penstock.kernels.device_facts import device_facts
 from penstock.models.build import meta_model
 from penstock.models.count import Count, count
 from penstock.models.holdings import add_in_kernels, holdings
+from penstock.models.init import initialize_masters
 from penstock.models.kernels import kernel_choices
 from penstock.models.rank_model import RankModel, build_rank, embedding_places
 from penstock.moe.router import Router
@@ -111,6 +112,7 @@ def prepare(run: Run, environment: Environment) -> Session:
     optimizer = MasterAdamW(
         holdings(model.modules, axes), run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload
     )
+    initialize_masters(model.modules, optimizer.parts(), run.seed, run.model.initial_std)
     add_in_kernels(model.modules, optimizer.gradient_of)
     state = TrainState(
         identity=identity_of(run),
