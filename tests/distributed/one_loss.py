@@ -23,7 +23,7 @@ from penstock.train.setup import Session, prepare
 from penstock.train.step import train_step
 from tests.distributed.pool import Pool
 
-STEPS = 3
+STEPS, RATE = 3, 1e-2
 BASE = (
     "data.source=synthetic-learnable",
     "model.vocabulary=64",
@@ -88,7 +88,9 @@ class Trace:
     tensors: dict[str, Tensor] = field(repr=False)
 
 
-def play(overrides: tuple[str, ...], steps: int = STEPS) -> tuple[Trace, list[tuple[str, tuple[int, ...], list]]]:
+def play(
+    overrides: tuple[str, ...], steps: int = STEPS, rate: float = RATE
+) -> tuple[Trace, list[tuple[str, tuple[int, ...], list]]]:
     """Train on this rank; returns what it saw, and the parts of the state that it would save."""
     world = dist.get_world_size()
     environment = Environment(color=False, threads=1, world_size=world, rank=dist.get_rank())
@@ -96,7 +98,7 @@ def play(overrides: tuple[str, ...], steps: int = STEPS) -> tuple[Trace, list[tu
     losses, norms, balance = [], [], []
     for _ in range(steps):
         batch = session.state.batches.next_batch()
-        result = train_step(session.model, session.state.optimizer, batch, session.rule, 1e-2)
+        result = train_step(session.model, session.state.optimizer, batch, session.rule, rate)
         losses += [result.loss, *result.mtp_losses]
         norms.append(result.gradient_norm)
         balance += [sum(layer.auxiliary_loss for layer in result.layers), sum(layer.dropped for layer in result.layers)]
@@ -119,9 +121,9 @@ def _saved(session: Session) -> list[tuple[str, tuple[int, ...], list]]:
     return saved
 
 
-def trace(ranks: Pool, count: int, overrides: tuple[str, ...], steps: int = STEPS) -> Trace:
+def trace(ranks: Pool, count: int, overrides: tuple[str, ...], steps: int = STEPS, rate: float = RATE) -> Trace:
     """Train on some ranks and put the state together; what all ranks must agree on is compared."""
-    results = ranks.run(count, play, overrides, steps)
+    results = ranks.run(count, play, overrides, steps, rate)
     first = results[0][0]
     for seen, _ in results:
         assert (seen.losses, seen.norms, seen.held_out) == (first.losses, first.norms, first.held_out), "ranks disagree"
@@ -261,6 +263,7 @@ def main() -> None:
                 found = differences(trace(pool, case.ranks, case.model + case.overrides), *alone[case.model])
             except AssertionError as error:
                 print(f"{case.name:<55}{str(error)[-1500:]}", flush=True)
+                rows.append({"case": case.name, "ranks": case.ranks, "error": str(error).splitlines()[-1]})
                 continue
             rows.append({"case": case.name, "ranks": case.ranks, **found})
             print(f"{case.name:<55}" + "".join(f"{value:>10.1e}" for value in found.values()), flush=True)
