@@ -6,7 +6,8 @@ documents between markers, and only the text between them is written:
     reaches <!--= one-gpu.json numbers.ratio .2f -->1.85<!--/--> times the speed
 
 The marker names a file of benchmarks/results, the way to a number in it (keys and list positions, joined by dots), and
-a Python format. Whole tables stand between markers that name a result and a function of `tools.kernel_tables`:
+a Python format. Whole tables stand between markers that name a result and a function of `tools.kernel_tables` or
+`tools.layout_tables`:
 
     <!--table kernels-h200.json pointwise-->
     ...
@@ -25,10 +26,11 @@ from typing import Any
 from penstock.base.shapes import LEGEND
 from penstock.base.spans import Span
 from penstock.config.reference import reference_markdown
-from penstock.parallel.environment import environment_page
+from penstock.parallel.launch.environment import environment_page
 from penstock.train.metrics import reference_page
-from tools.kernel_tables import TABLES
+from tools import kernel_tables, layout_tables
 
+TABLES = {**kernel_tables.TABLES, **layout_tables.TABLES}
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results")
 FIGURE = re.compile(r"<!--= (?P<file>\S+) (?P<way>\S+) (?P<format>\S+) -->(?P<text>.*?)<!--/-->", re.DOTALL)

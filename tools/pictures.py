@@ -22,7 +22,7 @@ from rich.console import Console
 
 from penstock.cli.view import RunPanel
 from penstock.config.load import load_run
-from penstock.parallel.environment import read_environment
+from penstock.parallel.launch.environment import read_environment
 from penstock.train.loop import Progress, open_store, train_run
 from penstock.train.metrics import MetricsFile
 from penstock.train.observer import Observer, RunStart, StepReport

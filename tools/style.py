@@ -26,7 +26,7 @@ FUNCTION_LINES = 60
 KERNEL_LINES = 120
 FUNCTION_LINES_P90 = 40
 DOCSTRING_LINES = 30
-ENVIRONMENT_READER = "penstock/parallel/environment.py"
+ENVIRONMENT_READER = "penstock/parallel/launch/environment.py"
 EMPTY_NAMES = frozenset({"utils", "util", "common", "helpers", "helper", "manager", "misc"})
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -155,7 +155,7 @@ def assert_speaks(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def environment_is_read_in_one_file(source: Source) -> Iterator[tuple[int, str]]:
-    """Only `penstock/parallel/environment.py` knows environment variables."""
+    """Only `penstock/parallel/launch/environment.py` knows environment variables."""
     if not source.is_product or source.path == ENVIRONMENT_READER:
         return
     for node in ast.walk(source.tree):

@@ -28,8 +28,8 @@ from penstock.kernels.choose import shown
 from penstock.kernels.device_facts import DeviceFacts, device_facts, named_device
 from penstock.kernels.measured import Entry, Measurements, load, save, user_file
 from penstock.models.kernels import kernel_choices, shapes_of
-from penstock.parallel.environment import read_environment
-from penstock.parallel.process import choose_device
+from penstock.parallel.launch.environment import read_environment
+from penstock.parallel.launch.process import choose_device
 from penstock.tune.cases import workload_of
 from penstock.tune.kernels import Clock, GpuClock, environment, measure, merged, winner
 

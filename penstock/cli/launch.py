@@ -16,9 +16,9 @@ import typer
 from penstock.base.errors import RunFolderError
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
-from penstock.parallel.jobs import Job, kubernetes_manifest, slurm_script
-from penstock.parallel.launch import facts_of_run
-from penstock.parallel.variables import Facts
+from penstock.parallel.launch.jobs import Job, kubernetes_manifest, slurm_script
+from penstock.parallel.launch.local import facts_of_run
+from penstock.parallel.launch.variables import Facts
 
 
 class Vendor(StrEnum):

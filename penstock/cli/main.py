@@ -13,7 +13,7 @@ import typer
 
 from penstock.base.errors import PenstockError
 from penstock.cli.verbs import Verb, group_of
-from penstock.parallel.environment import prepare_environment
+from penstock.parallel.launch.environment import prepare_environment
 
 WRONG_INPUT = 2
 """Exit code when the user can mend what is wrong."""

@@ -6,13 +6,14 @@
     penstock train runs/first --resume           go on with it; steps, learning rate and the like may be overridden
     penstock train debug --resume                go on with the newest of runs/debug, runs/debug-2, ...
     penstock train debug --dry-run               check everything, say what it would be, write nothing
+    penstock train my.toml --fake-world 1024 --rank 517    what one rank of many would hold; needs none of them
     penstock train debug --processes 4           four ranks on this machine; without it, one for each of its GPUs
 
 A run that goes on is described by the config.toml in its folder; the target only finds it. Exit codes: 0 when the last
 step is done, 2 for what the user can mend, 130 and 143 for a run that was stopped on request (penstock/train/stop.py).
 
-The same command is a launcher, which starts itself once for each rank (penstock/parallel/launch.py), or a rank: one
-that the launcher, torchrun or srun has started, or the only one. Ranks that are started again, by any of them, find the
+The same command is a launcher, which starts itself once for each rank (penstock/parallel/launch/local.py), or a rank:
+one that the launcher, torchrun or srun has started, or the only one. Ranks that are started again, by any of them, find the
 folder that their launch has made and go on there; rank 0 looks and tells the others.
 """
 
@@ -30,22 +31,23 @@ from rich.console import Console
 from penstock.base.errors import DeviceError, RunFolderError
 from penstock.cli.figures import DOT, bytes_text, count_text, duration_text
 from penstock.cli.main import main
+from penstock.cli.rehearsal import print_rehearsal
 from penstock.cli.view import FORCED_BALANCE, LiveView, PlainView
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.presets.registry import is_preset
 from penstock.config.run import Run
 from penstock.models.count import count
-from penstock.parallel.environment import (
+from penstock.parallel.launch.environment import (
     Environment,
     environment_line,
     facts_of_machine,
     prepare_environment,
     read_environment,
 )
-from penstock.parallel.launch import LocalLaunch, facts_of_run, processes_to_start, run_processes
-from penstock.parallel.meeting import Meeting, start_process_group, stop_process_group
-from penstock.parallel.process import bind_near, choose_device, device_name
+from penstock.parallel.launch.local import LocalLaunch, facts_of_run, processes_to_start, run_processes
+from penstock.parallel.launch.meeting import Meeting, start_process_group, stop_process_group
+from penstock.parallel.launch.process import bind_near, choose_device, device_name
 from penstock.train.loop import Progress, open_store, resume, train_run
 from penstock.train.metrics import MetricsFile, TensorBoard
 from penstock.train.observer import Observer, RunEnd
@@ -83,7 +85,7 @@ class Launch:
     is_named: bool
 
 
-def train(
+def train(  # noqa: PLR0913 - one argument for each option
     target: Annotated[str, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Name of the run and its folder.")] = None,
@@ -93,6 +95,10 @@ def train(
         int | None, typer.Option("--processes", min=1, help="Ranks to start here; without it, one for each GPU.")
     ] = None,
     restarts: Annotated[int, typer.Option("--restarts", min=0, help="Start all again after a rank died.")] = 0,
+    fake_world: Annotated[
+        int | None, typer.Option("--fake-world", min=1, help="Build one rank of so many without memory, and show it.")
+    ] = None,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Which rank --fake-world builds.")] = 0,
 ) -> int:
     """Train a model: a preset, a TOML file, or (with --resume) a run folder.
 
@@ -104,6 +110,9 @@ def train(
     console = Console(no_color=not environment.color, highlight=False, quiet=environment.rank > 0)
     with Meeting(environment) as meeting:
         launch = (_find_run if resumes else _new_run)(target, overrides or [], name)
+        if fake_world is not None:
+            print_rehearsal(launch.run, world=fake_world, rank=rank)
+            return 0
         started = processes_to_start(launch.run, environment, processes)
         ranks = environment.world_size * started
         grid_of(launch.run, ranks)

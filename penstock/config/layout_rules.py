@@ -8,15 +8,13 @@ from collections.abc import Iterable, Sequence
 from penstock.base.errors import ConfigError
 from penstock.config.fit import SPLITTING_SCHEDULES, context_method, heads_of, shard, stage_count
 from penstock.config.model import LatentAttention
+from penstock.config.parallel import OFFLOADABLE, RECOMPUTABLE
 from penstock.config.problem import Problem, divisors
 from penstock.config.run import Run
 from penstock.config.schema import nearest
 from penstock.layout.schedules import SCHEDULES
 from penstock.layout.sequence import multiple_of
 from penstock.layout.stages import parse_stages
-
-_RECOMPUTED = ("norm", "latent-up", "attention", "expert-activation", "shared-expert", "dense", "moe", "layer")
-_OFFLOADED = ("attention", "dense", "moe", "layer")
 
 
 def experts_have_ranks_only_if_there_are_any(run: Run) -> Problem | None:
@@ -216,12 +214,12 @@ def recomputed_modules_exist(run: Run) -> Problem | None:
     attention (`model.attention.kv_latent`), expert-activation and moe are of `model.moe`, shared-expert of
     `model.moe.shared_ffn_size`, dense of `model.dense_layers`.
     """
-    return _unknown_part(run, "recompute.modules", run.recompute.modules, _RECOMPUTED)
+    return _unknown_part(run, "recompute.modules", run.recompute.modules, RECOMPUTABLE)
 
 
 def offloaded_modules_exist(run: Run) -> Problem | None:
     """`offload.activations` names parts that the model has: attention, dense, moe, layer."""
-    return _unknown_part(run, "offload.activations", run.offload.activations, _OFFLOADED)
+    return _unknown_part(run, "offload.activations", run.offload.activations, OFFLOADABLE)
 
 
 def recomputed_layers_exist(run: Run) -> Problem | None:

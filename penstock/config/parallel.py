@@ -4,6 +4,12 @@ from typing import Literal
 
 from penstock.config.section import Section, knob
 
+RECOMPUTABLE = ("norm", "latent-up", "attention", "expert-activation", "shared-expert", "dense", "moe", "layer")
+"""Parts of a layer that `recompute.modules` can name."""
+
+OFFLOADABLE = ("attention", "dense", "moe", "layer")
+"""Parts of a layer that `offload.activations` can name."""
+
 
 class Parallel(Section):
     """Ranks that share the work. What is left of all ranks is data parallelism.

@@ -32,14 +32,14 @@ from penstock.models.mtp import MultiTokenPrediction
 from penstock.models.norm import RMSNorm
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
-from penstock.moe.dispatch.local import LocalDispatcher, PaddedDispatcher
+from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.experts import Experts
 from penstock.moe.layer import MoE
 from penstock.moe.router import Router
-from penstock.parallel import offload
+from penstock.parallel.activations import offload
+from penstock.parallel.activations.recompute import RecomputeRule, rule_for
 from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.kit import Kit
-from penstock.parallel.recompute import RecomputeRule, rule_for
 from penstock.parallel.shard import shard_fully
 
 
@@ -213,14 +213,12 @@ def _ffn(config: Model, layer: int, kit: Kit) -> FeedForward | MoE:
 def _dispatcher(moe: Moe, kit: Kit) -> Dispatcher:
     # Ranks that share rows share their capacity too, and all of it may fall to one of them.
     factor = moe.balance.capacity_factor * kit.axes.sequence.size
-    if kit.axes.expert.size > 1:
-        grid = kit.axes.grid
-        placement = ExpertPlacement(experts=moe.experts, expert=grid.expert, expert_tensor=grid.expert_tensor)
-        if moe.balance.pad_to_capacity:
-            return PaddedAllToAllDispatcher(placement, kit.axes.expert, factor, kit.operators)
-        return AllToAllDispatcher(placement, kit.axes.expert, kit.operators)
+    grid, axis = kit.axes.grid, kit.axes.expert
+    placement = ExpertPlacement(experts=moe.experts, expert=grid.expert, expert_tensor=grid.expert_tensor)
     if moe.balance.pad_to_capacity:
-        return PaddedDispatcher(moe.experts, factor, kit.operators)
+        return PaddedAllToAllDispatcher(placement, axis, factor, kit.operators)
+    if axis.size > 1:
+        return AllToAllDispatcher(placement, axis, kit.operators)
     return LocalDispatcher(moe.experts, kit.operators)
 
 

@@ -15,7 +15,7 @@ from penstock.models.build import materialize, meta_stages, needs_embedding, set
 from penstock.models.count import stage_costs
 from penstock.models.decoder import Decoder
 from penstock.models.kernels import choose_operators
-from penstock.parallel import offload
+from penstock.parallel.activations import offload
 from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.kit import Kit
 from penstock.parallel.later import Later
@@ -82,16 +82,16 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
         own = {number: stages[number] for number in plan.stages_of(axes.pipeline.rank)}
     later = Later() if plan is not None and plan.splits_backward else None
     method = context_method(run)
-    operators = choose_operators(run, torch.device("cpu") if device.type == "meta" else device)
+    home = torch.device("cpu") if device.type == "meta" else device
     kit = Kit(
-        operators=operators,
+        operators=choose_operators(run, home),
         axes=axes,
         later=later,
         context_method=method,
-        offload=offload.rule_for(run.offload, device),
+        offload=offload.rule_for(run.offload, home),
     )
     decoders = meta_stages(run, kit, own)
-    set_dtypes(run, decoders.values(), axes, device)
+    set_dtypes(run, decoders.values(), axes, home)
     if device.type != "meta":
         materialize(run, device, decoders.values())
     return RankModel(

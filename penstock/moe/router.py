@@ -24,8 +24,8 @@ from penstock.moe.balance import (
     spread_evenly,
 )
 from penstock.moe.routing import Routing, Scope
+from penstock.parallel.activations.region import is_replaying, kept
 from penstock.parallel.axes import ALONE, Axes
-from penstock.parallel.region import is_replaying, kept
 
 
 def router_rule(moe: Moe) -> RouterRule:

@@ -26,10 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.parallel.axes import Axis
-
-# PyTorch 2.13 has new names for these two and warns of the old ones; 2.11 has the old ones only.
-reduce_flat = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-gather_flat = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+from penstock.parallel.collectives import gather_flat, reduce_flat
 
 BUCKET_VALUES = 40_000_000
 """Values of a bucket."""

@@ -29,8 +29,8 @@ from torch.autograd.function import once_differentiable
 from penstock.parallel.axes import Axis
 
 # NOTE: torch 2.13 renamed both and warns of the old names; 2.11 has only those.
-_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+gather_flat = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+reduce_flat = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -150,14 +150,14 @@ def _joined(parts: Tensor, dim: int) -> Tensor:
 
 def _all_gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
     parts = x.new_empty(axis.size, *x.shape)
-    _gather(parts.flatten(0, 1), x.contiguous(), group=axis.group)
+    gather_flat(parts.flatten(0, 1), x.contiguous(), group=axis.group)
     return _joined(parts, dim)
 
 
 def _reduce_scattered(x: Tensor, axis: Axis, dim: int) -> Tensor:
     parts = _parts_first(x, axis.size, dim)
     part = torch.empty_like(parts[0])
-    _scatter(part, parts.flatten(0, 1), group=axis.group)
+    reduce_flat(part, parts.flatten(0, 1), group=axis.group)
     return part
 
 

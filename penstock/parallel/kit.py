@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from penstock.config.parallel import OFFLOADABLE
 from penstock.kernels.operators import REFERENCE, Operators
-from penstock.parallel import offload
+from penstock.parallel.activations.offload import OffloadRule
+from penstock.parallel.activations.recompute import RecomputeRule
 from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.later import Later
-from penstock.parallel.offload import OffloadRule
-from penstock.parallel.recompute import RecomputeRule
 
 NOTHING_AGAIN = RecomputeRule()
 NOTHING_AWAY = OffloadRule()
@@ -42,9 +42,9 @@ class Kit:
 
         Args:
             kind: of the part, as `recompute.modules` and `offload.activations` name it.
-            function: returns a tensor or a tuple with tensors; see `penstock.parallel.region`.
+            function: returns a tensor or a tuple with tensors; see `penstock.parallel.activations.region`.
             arguments: of the function.
         """
-        if kind in offload.KINDS:
+        if kind in OFFLOADABLE:
             return self.offload.run(kind, self.recompute.run, kind, function, *arguments)
         return self.recompute.run(kind, function, *arguments)

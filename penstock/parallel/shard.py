@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from penstock.config.parallel import Parallel
 from penstock.layout.pieces import rows_of_shard
 from penstock.parallel.axes import Axis
-from penstock.parallel.buckets import reduce_flat
+from penstock.parallel.collectives import reduce_flat
 
 
 def shard_fully(

@@ -30,7 +30,7 @@ from penstock.data.batch import Batch
 from penstock.data.evaluation import Evaluation
 from penstock.data.loader import SavedPlace
 from penstock.parallel.axes import ALONE, Axis
-from penstock.parallel.process import peak_memory_bytes
+from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.diagnose import Finding, find_held_out_origin, find_origin
 from penstock.train.evaluate import evaluate

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.base.errors import ConfigError
 from penstock.config.fit import grid_of
 from penstock.config.run import Run
 from penstock.layout.stages import Stage
@@ -15,7 +16,7 @@ from penstock.models.holdings import holdings
 from penstock.models.rank_model import RankModel, build_rank, embedding_places, stages_of
 from penstock.moe.experts import Experts
 from penstock.parallel.axes import make_axes
-from penstock.parallel.meeting import start_fake_process_group, stop_process_group
+from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
 from penstock.train.optimizer import MasterAdamW
 
 
@@ -53,9 +54,11 @@ def rehearse(run: Run, *, world: int, rank: int) -> Rehearsal:
         rank: which of them to be.
 
     Raises:
-        ConfigError: the layout does not fit the ranks or the model.
+        ConfigError: the layout does not fit the ranks or the model, or there is no such rank.
     """
     grid = grid_of(run, world)
+    if rank >= world:
+        raise ConfigError("--rank is not a rank of --fake-world", got=rank, allowed=f"0 to {world - 1}")
     start_fake_process_group(rank, world)
     try:
         axes = make_axes(grid, embedding_places(run), run.parallel.shard_size)

@@ -25,8 +25,8 @@ from penstock.models.kernels import kernel_choices
 from penstock.models.rank_model import RankModel, build_rank, embedding_places
 from penstock.moe.router import Router
 from penstock.parallel.axes import ALONE, Axes, make_axes
-from penstock.parallel.environment import Environment
-from penstock.parallel.process import choose_device, device_name, prepare_process
+from penstock.parallel.launch.environment import Environment
+from penstock.parallel.launch.process import choose_device, device_name, prepare_process
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.state import TrainState, identity_of
 from penstock.train.step import StepRule, step_rule

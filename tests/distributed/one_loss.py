@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks import record
 from penstock.config.load import load_run
-from penstock.parallel.environment import Environment
+from penstock.parallel.launch.environment import Environment
 from penstock.train.evaluate import evaluate
 from penstock.train.setup import Session, prepare
 from penstock.train.step import train_step
@@ -88,13 +88,26 @@ class Trace:
     tensors: dict[str, Tensor] = field(repr=False)
 
 
-def play(
-    overrides: tuple[str, ...], steps: int = STEPS, rate: float = RATE
-) -> tuple[Trace, list[tuple[str, tuple[int, ...], list]]]:
+Saved = list[tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]]]
+"""Name and whole shape of tensors, and (offset, values) of every rectangle that a rank writes."""
+
+
+def play(overrides: tuple[str, ...], steps: int = STEPS, rate: float = RATE) -> tuple[Trace, Saved]:
     """Train on this rank; returns what it saw, and the parts of the state that it would save."""
-    world = dist.get_world_size()
-    environment = Environment(color=False, threads=1, world_size=world, rank=dist.get_rank())
-    session = prepare(load_run("debug", BASE + overrides), environment)
+    session = start_session(overrides)
+    seen = follow(session, steps, rate)
+    session.state.batches.close()
+    return seen, saved_by(session)
+
+
+def start_session(overrides: tuple[str, ...]) -> Session:
+    """The small run, on this rank."""
+    environment = Environment(color=False, threads=1, world_size=dist.get_world_size(), rank=dist.get_rank())
+    return prepare(load_run("debug", BASE + overrides), environment)
+
+
+def follow(session: Session, steps: int = STEPS, rate: float = RATE) -> Trace:
+    """Train for some steps; what was seen, without tensors."""
     losses, norms, balance = [], [], []
     for _ in range(steps):
         batch = session.state.batches.next_batch()
@@ -104,12 +117,11 @@ def play(
         balance += [sum(layer.auxiliary_loss for layer in result.layers), sum(layer.dropped for layer in result.layers)]
     assert session.held_out is not None
     held_out = evaluate(session.model, session.held_out, session.rule.cut, session.rule.loss).loss
-    session.state.batches.close()
-    return Trace(losses, norms, balance, held_out, {}), _saved(session)
+    return Trace(losses, norms, balance, held_out, {})
 
 
-def _saved(session: Session) -> list[tuple[str, tuple[int, ...], list]]:
-    """Name, whole shape, and (offset, values) of every rectangle that this rank writes."""
+def saved_by(session: Session) -> Saved:
+    """What this rank writes into a checkpoint."""
     saved = []
     for name, part in session.state.parts().items():
         if part.writes:
@@ -123,7 +135,11 @@ def _saved(session: Session) -> list[tuple[str, tuple[int, ...], list]]:
 
 def trace(ranks: Pool, count: int, overrides: tuple[str, ...], steps: int = STEPS, rate: float = RATE) -> Trace:
     """Train on some ranks and put the state together; what all ranks must agree on is compared."""
-    results = ranks.run(count, play, overrides, steps, rate)
+    return put_together(ranks.run(count, play, overrides, steps, rate))
+
+
+def put_together(results: list[tuple[Trace, Saved]]) -> Trace:
+    """One trace of all ranks, which must agree on everything that is not theirs alone."""
     first = results[0][0]
     for seen, _ in results:
         assert (seen.losses, seen.norms, seen.held_out) == (first.losses, first.norms, first.held_out), "ranks disagree"

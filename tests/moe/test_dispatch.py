@@ -20,7 +20,7 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
-from penstock.moe.dispatch.local import LocalDispatcher, PaddedDispatcher
+from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import ALONE, Axis, make_axes
 from tests.distributed.pool import Pool
@@ -81,7 +81,9 @@ def test_tokens_meet_their_experts_and_return_with_the_right_gradients(
     top_k = min(top_k, experts)
     routing = _routing(tokens, experts, top_k, seed, dropped)
     # a factor of E gives every expert room for all slots, so padding itself drops none
-    dispatcher = PaddedDispatcher(experts, float(experts), TORCH) if padded else LocalDispatcher(experts, REFERENCE)
+    placement = ExpertPlacement(experts=experts)
+    padding = PaddedAllToAllDispatcher(placement, ALONE.expert, float(experts), TORCH)
+    dispatcher: Dispatcher = padding if padded else LocalDispatcher(experts, REFERENCE)
     x_TD = torch.randn(tokens, D, generator=torch.Generator().manual_seed(seed), requires_grad=True)
     leaves = (x_TD, routing.weights_TK, *_weights(experts))
     got_TD = _mix(dispatcher, x_TD, routing, *leaves[2:])
@@ -108,16 +110,6 @@ def test_rows_stand_expert_by_expert_with_their_counts() -> None:
         tokens = rows.index_R[start : start + count].tolist()
         assert tokens == (routing.experts_TK == expert).any(1).nonzero().flatten().tolist()
         start += count
-
-
-def test_padding_gives_every_expert_the_same_number_of_rows() -> None:
-    dispatcher = PaddedDispatcher(4, 2.0, REFERENCE)
-    routing = _routing(10, 4, 2, seed=1)
-    limit = 10  # 10 tokens x 2 choices / 4 experts x 2
-    rows, _ = dispatcher.dispatch(torch.randn(10, D), routing)
-    assert rows.counts_e.tolist() == [limit] * 4
-    assert rows.weights_R.shape == (4 * limit + 1,), "and one place for what was dropped"
-    assert (rows.weights_R != 0).sum().item() == 20
 
 
 def test_a_token_all_of_whose_slots_were_dropped_gets_zero() -> None:
@@ -303,10 +295,11 @@ def test_our_kernels_order_and_sum_what_travels(ranks: Pool, expert_tensor: int)
 
 def test_a_padded_rank_sends_and_gets_the_same_whatever_the_routing() -> None:
     dispatcher = PaddedAllToAllDispatcher(WHOLE, ALONE.expert, 2.0, REFERENCE)
-    for kind in ("even", "all dropped"):
+    for kind, kept in (("even", 40), ("all dropped", 0)):
         rows, _ = dispatcher.dispatch(torch.randn(20, D), _adversarial(kind, 20))
         assert rows.counts_e.tolist() == [10] * 8  # 20 tokens x 2 choices / 8 experts x 2
         assert rows.x_ND.shape == (80, D)
+        assert (rows.weights_R != 0).sum().item() == kept
 
 
 @pytest.mark.parametrize(

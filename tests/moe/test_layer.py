@@ -20,9 +20,9 @@ from penstock.moe.experts import Experts
 from penstock.moe.layer import MoE
 from penstock.moe.router import Router
 from penstock.moe.routing import Scope
+from penstock.parallel.activations.recompute import RecomputeRule
 from penstock.parallel.kit import Kit
 from penstock.parallel.later import Later
-from penstock.parallel.recompute import RecomputeRule
 from tests.parallel.alive import Alive
 
 T, D, F, E, K = 24, 8, 16, 4, 2

@@ -8,7 +8,7 @@ from penstock.config.model import Balance, Moe
 from penstock.kernels.operators import REFERENCE
 from penstock.moe.router import Router
 from penstock.moe.routing import Scope
-from penstock.parallel.region import recomputed
+from penstock.parallel.activations.region import recomputed
 
 T, D, E = 24, 16, 8
 SCOPE = Scope(sequences=2, share=0.5)

@@ -13,7 +13,7 @@ from penstock.data.batch import Batch
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.models.build import build_model
 from penstock.models.rank_model import RankModel
-from penstock.parallel.environment import Environment
+from penstock.parallel.launch.environment import Environment
 from penstock.train.global_batch import CutRule
 from penstock.train.observer import HeldOutLoss, LayerReport, RunStart, StepReport
 

@@ -11,7 +11,8 @@ with the same weight: a row travels to all of them and the sum at the token adds
 `ExpertPlacement` numbers the parts as virtual experts.
 
 `AllToAllDispatcher` sends the rows that there are, so the host must know their numbers before it can go on.
-`PaddedAllToAllDispatcher` sends the capacity for every expert: all shapes are known, and nothing is asked.
+`PaddedAllToAllDispatcher` sends the capacity for every expert: all shapes are known, and nothing is asked. It also
+serves one rank that holds all experts; nothing is sent there.
 """
 
 from dataclasses import dataclass

@@ -33,7 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from penstock.base.errors import DeviceError, PenstockError
-from penstock.parallel.environment import Environment
+from penstock.parallel.launch.environment import Environment
 
 Json = TypeVar("Json")
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from penstock.base.errors import DeviceError
-from penstock.parallel import process
-from penstock.parallel.environment import Environment
-from penstock.parallel.host import Binding
-from penstock.parallel.process import bind_near, choose_device, device_name, peak_memory_bytes, prepare_process
+from penstock.parallel.launch import process
+from penstock.parallel.launch.environment import Environment
+from penstock.parallel.launch.host import Binding
+from penstock.parallel.launch.process import bind_near, choose_device, device_name, peak_memory_bytes, prepare_process
 
 PLAIN = Environment(color=True, threads=1, world_size=1)
 

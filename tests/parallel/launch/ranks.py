@@ -1,4 +1,4 @@
-"""What the ranks do in tests of launching: `python -m tests.parallel.ranks WORD FOLDER`, or the function by itself."""
+"""What ranks do in tests of launching: `python -m tests.parallel.launch.ranks WORD FOLDER`, or the function alone."""
 
 import os
 import signal
@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.base.errors import DataError, PenstockError
-from penstock.parallel.environment import read_environment
-from penstock.parallel.meeting import Meeting, start_process_group, stop_process_group
+from penstock.parallel.launch.environment import read_environment
+from penstock.parallel.launch.meeting import Meeting, start_process_group, stop_process_group
 from penstock.train.stop import StopRequest
 
 

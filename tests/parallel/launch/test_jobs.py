@@ -10,8 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.parallel.jobs import Job, _yaml, kubernetes_manifest, slurm_script
-from penstock.parallel.variables import Facts, settings
+from penstock.parallel.launch.jobs import Job, _yaml, kubernetes_manifest, slurm_script
+from penstock.parallel.launch.variables import Facts, settings
 
 JOB = Job(
     name="Deep_Seek v2",
@@ -20,7 +20,7 @@ JOB = Job(
     gpus=8,
     cpus=96,
     restarts=3,
-    facts=Facts(vendor="nvidia", world=16, local_world=8, cores=96, tensor=2),
+    facts=Facts(vendor="nvidia", world=16, local_world=8, cores=96),
 )
 
 FAKE_SRUN = """#!/bin/bash

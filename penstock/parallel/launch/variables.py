@@ -1,7 +1,7 @@
 """The environment variables that Penstock sets: one table that says which, when and why.
 
 Libraries read some choices from the environment and nowhere else. A rule gives a variable a value where the facts of a
-process ask for it; `penstock.parallel.environment` sets it unless the shell has chosen, the job scripts of
+process ask for it; `penstock.parallel.launch.environment` sets it unless the shell has chosen, the job scripts of
 `penstock launch` write it down, and docs/environment.md is this table. So there is no list of exports to copy from a
 guide, and what the shell says always stands.
 """
@@ -9,7 +9,7 @@ guide, and what the shell says always stands.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.parallel.host import Vendor
+from penstock.parallel.launch.host import Vendor
 
 SPIN_COUNT = "20000"
 """Some tens of microseconds, about as long as a small operator takes; GNU OpenMP's default is 300,000."""
@@ -26,9 +26,6 @@ class Facts:
         world: ranks of the run.
         local_world: ranks on this machine.
         cores: CPU cores that these ranks share; 0 if that is not known here.
-        tensor: ranks that share each dense matrix.
-        context: ranks that share each row.
-        shard: what data-parallel ranks divide, as in `parallel.shard`.
         deterministic: operators whose result depends on timing are refused.
     """
 
@@ -36,9 +33,6 @@ class Facts:
     world: int = 1
     local_world: int = 1
     cores: int = 0
-    tensor: int = 1
-    context: int = 1
-    shard: str = "auto"
     deterministic: bool = False
 
     @property

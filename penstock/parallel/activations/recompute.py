@@ -6,7 +6,7 @@
     expert-activation   what the experts' first product gives; a network that frees it by itself is no region
     shared-expert, dense, moe, layer    a whole network, mixture or block
 
-How a part is run again, and why what it returns is not kept either, is in `penstock.parallel.region`.
+How a part is run again, and why what it returns is not kept either, is in `penstock.parallel.activations.region`.
 """
 
 from collections.abc import Callable
@@ -14,12 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
-from penstock.base.errors import ConfigError
-from penstock.config.parallel import Recompute
-from penstock.parallel.region import discarding, is_inside, recomputed
-
-KINDS = ("norm", "latent-up", "attention", "expert-activation", "shared-expert", "dense", "moe", "layer")
-"""Parts of a layer that can be recomputed: `recompute.modules`."""
+from penstock.config.parallel import RECOMPUTABLE, Recompute
+from penstock.parallel.activations.region import discarding, is_inside, recomputed
 
 Result = TypeVar("Result")
 
@@ -29,10 +25,13 @@ class RecomputeRule:
     """What a layer recomputes; models call `run` around each part that has a kind.
 
     Attributes:
-        kinds: some of `KINDS`.
+        kinds: some of `RECOMPUTABLE`.
     """
 
     kinds: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        assert self.kinds <= {*RECOMPUTABLE}, f"{sorted(self.kinds)} are not all of {RECOMPUTABLE}"
 
     def run(self, kind: str, function: Callable[..., Result], *arguments: object) -> Result:
         """`function(*arguments)`, recomputed in backward if the rule names the kind."""
@@ -40,7 +39,7 @@ class RecomputeRule:
 
     def recomputes(self, kind: str) -> bool:
         """Whether a part recomputes by itself: the rule names it, and it is not inside a region already."""
-        assert kind in KINDS, f"{kind} is not one of {KINDS}"
+        assert kind in RECOMPUTABLE, f"{kind} is not one of {RECOMPUTABLE}"
         return kind in self.kinds and not is_inside()
 
     def discarding(self) -> AbstractContextManager[None]:
@@ -55,12 +54,6 @@ def rule_for(config: Recompute, layer: int, stage: int) -> RecomputeRule:
         config: kinds, and the layers and stages where they are recomputed; both must name the layer.
         layer: decoder layer; multi-token prediction layers count on after the last.
         stage: pipeline stage that holds it.
-
-    Raises:
-        ConfigError: there is no such kind.
     """
-    for kind in config.modules:
-        if kind not in KINDS:
-            raise ConfigError("recompute.modules names no part of a layer", got=kind, allowed=", ".join(KINDS))
     is_here = (not config.layers or layer in config.layers) and (not config.stages or stage in config.stages)
     return RecomputeRule(kinds=frozenset(config.modules) if is_here else frozenset())

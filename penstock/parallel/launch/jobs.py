@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.parallel.host import Vendor
-from penstock.parallel.variables import Facts, settings
+from penstock.parallel.launch.host import Vendor
+from penstock.parallel.launch.variables import Facts, settings
 
 STOP_SECONDS = 120
 """Time for the step that runs and its checkpoint: Slurm asks for a stop so long before the end, a pod is given it."""

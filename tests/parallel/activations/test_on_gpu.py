@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.config.parallel import OFFLOADABLE
+from penstock.parallel.activations.offload import HostStore, OffloadRule
+from penstock.parallel.activations.region import discarding, is_replaying, recomputed
 from penstock.parallel.copies import ChunkStream
-from penstock.parallel.offload import KINDS, HostStore, OffloadRule
-from penstock.parallel.region import discarding, is_replaying, recomputed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,7 +114,7 @@ def test_regions_on_two_streams_wait_for_each_other() -> None:
 @pytest.mark.parametrize("in_flight", [0, 2 * ONE, 100 * ONE])
 def test_offloaded_gradients_are_the_same_to_the_bit_and_memory_falls(in_flight: int) -> None:
     x_TD, layers = make()
-    rule = OffloadRule(kinds=frozenset(KINDS), store=HostStore(torch.device("cuda"), in_flight=in_flight))
+    rule = OffloadRule(kinds=frozenset(OFFLOADABLE), store=HostStore(torch.device("cuda"), in_flight=in_flight))
 
     def run(function: Callable[..., Tensor], x_TD: Tensor) -> Tensor:
         return rule.run("dense", function, x_TD)
@@ -139,7 +140,7 @@ def test_offloaded_gradients_are_the_same_to_the_bit_and_memory_falls(in_flight:
 
 def test_a_graph_may_be_thrown_away_while_copies_run() -> None:
     x_TD, layers = make()
-    rule = OffloadRule(kinds=frozenset(KINDS), store=HostStore(torch.device("cuda"), in_flight=2 * ONE))
+    rule = OffloadRule(kinds=frozenset(OFFLOADABLE), store=HostStore(torch.device("cuda"), in_flight=2 * ONE))
     expected = gradients(layers[0](x_TD).tanh().sum(), x_TD, layers[0])
     for _ in range(10):
         rule.run("dense", lambda x: layers[1](layers[0](x).tanh()).sigmoid(), x_TD * 1)

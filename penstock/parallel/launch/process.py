@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from penstock.base.errors import DeviceError
-from penstock.parallel.environment import Environment, prepare_environment
-from penstock.parallel.host import Binding, allowed_cores, bind, choose_binding, usable_cores
-from penstock.parallel.variables import Facts
+from penstock.parallel.launch.environment import Environment, prepare_environment
+from penstock.parallel.launch.host import Binding, allowed_cores, bind, choose_binding, usable_cores
+from penstock.parallel.launch.variables import Facts
 
 CPU_INFO = Path("/proc/cpuinfo")
 """Linux: one `model name` line for each core."""
@@ -63,7 +63,7 @@ def device_name(device: torch.device) -> str:
 
 
 def bind_near(device: torch.device, environment: Environment) -> Binding | None:
-    """Keep this process to the cores next to its GPU (penstock/parallel/host.py). Call before threads are started.
+    """Keep this process to the cores next to its GPU (penstock/parallel/launch/host.py), before threads are started.
 
     Args:
         device: of this rank.

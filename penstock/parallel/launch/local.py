@@ -28,8 +28,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.base.errors import DeviceError
 from penstock.config.run import Run
-from penstock.parallel.environment import Environment, environment_for_children
-from penstock.parallel.variables import Facts
+from penstock.parallel.launch.environment import Environment, environment_for_children
+from penstock.parallel.launch.variables import Facts
 
 WRONG_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -64,9 +64,6 @@ def facts_of_run(run: Run, machine: Facts) -> Facts:
     return replace(
         machine,
         vendor="cpu" if run.device == "cpu" else machine.vendor,
-        tensor=run.parallel.tensor,
-        context=run.parallel.context,
-        shard=run.parallel.shard,
         deterministic=run.training.deterministic,
     )
 

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.parallel.keeping import Geometry, Keeper, Kept, bring, current, keep_plainly, keeping
+from penstock.parallel.activations.keeping import Geometry, Keeper, Kept, bring, current, keep_plainly, keeping
 
 Result = TypeVar("Result")
 

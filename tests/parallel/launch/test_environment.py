@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import DeviceError
-from penstock.parallel.environment import (
+from penstock.parallel.launch.environment import (
     READ,
     Environment,
     environment_for_children,
@@ -20,7 +20,7 @@ from penstock.parallel.environment import (
     prepare_environment,
     read_environment,
 )
-from penstock.parallel.variables import RULES, SPIN_COUNT, Facts, settings
+from penstock.parallel.launch.variables import RULES, SPIN_COUNT, Facts, settings
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1",
@@ -165,7 +165,7 @@ def test_waiting_threads_sleep_soon_unless_the_shell_says_otherwise(monkeypatch:
             {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "12"},
             {"HSA_KERNARG_POOL_SIZE", "GPU_MAX_HW_QUEUES", "NCCL_ALGO"},
         ),
-        (Facts(vendor="nvidia", context=2, shard="full"), {}, {"NCCL_NVLS_ENABLE"}),
+        (Facts(vendor="nvidia"), {}, {"NCCL_NVLS_ENABLE"}),
         (Facts(vendor="amd"), {"HSA_KERNARG_POOL_SIZE": "12582912"}, {"GPU_MAX_HW_QUEUES", "NCCL_NVLS_ENABLE"}),
         (Facts(vendor="amd", world=8), {"GPU_MAX_HW_QUEUES": "2", "TORCH_NCCL_HIGH_PRIORITY": "1"}, set()),
         (Facts(deterministic=True), {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, {"NCCL_ALGO"}),
@@ -179,7 +179,7 @@ def test_the_facts_decide_what_is_set(facts: Facts, there: dict[str, str], not_t
 
 
 def test_every_rule_can_be_overridden_by_every_name_of_its_variable() -> None:
-    facts = Facts(vendor="nvidia", world=4, local_world=4, cores=8, tensor=2, deterministic=True)
+    facts = Facts(vendor="nvidia", world=4, local_world=4, cores=8, deterministic=True)
     for rule in RULES:
         for name in (rule.name, *rule.also):
             os.environ.clear()

@@ -30,14 +30,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from penstock.base.errors import ConfigError
-from penstock.config.parallel import Offload
+from penstock.config.parallel import OFFLOADABLE, Offload
+from penstock.parallel.activations.keeping import Geometry, Keeper, Kept, current, keeping
+from penstock.parallel.activations.region import is_inside, is_parameter
 from penstock.parallel.copies import DONE, Lane, host_empty
-from penstock.parallel.keeping import Geometry, Keeper, Kept, current, keeping
-from penstock.parallel.region import is_inside, is_parameter
-
-KINDS = ("attention", "dense", "moe", "layer")
-"""Modules whose saved activations can be offloaded: `offload.activations`."""
 
 SMALLEST_BYTES = 1 << 20
 """Of a storage that moves. At 50 GB/s 1 MiB takes 20 us, less than the host needs to start its two copies; and what is
@@ -55,16 +51,19 @@ class OffloadRule:
     """Which modules' saved activations go to the host; models call `run` around each module that has a kind.
 
     Attributes:
-        kinds: some of `KINDS`.
+        kinds: some of `OFFLOADABLE`.
         store: takes them; one for all layers of a process. None if there are no kinds.
     """
 
     kinds: frozenset[str] = frozenset()
     store: HostStore | None = None
 
+    def __post_init__(self) -> None:
+        assert self.kinds <= {*OFFLOADABLE}, f"{sorted(self.kinds)} are not all of {OFFLOADABLE}"
+
     def run(self, kind: str, function: Callable[..., Result], *arguments: object) -> Result:
         """`function(*arguments)`, with what it saves on the host if the rule names the kind."""
-        assert kind in KINDS, f"{kind} is not one of {KINDS}"
+        assert kind in OFFLOADABLE, f"{kind} is not one of {OFFLOADABLE}"
         if self.store is None or kind not in self.kinds or is_inside() or not torch.is_grad_enabled():
             return function(*arguments)
         with keeping(self.store.call().keep):
@@ -72,14 +71,7 @@ class OffloadRule:
 
 
 def rule_for(config: Offload, device: torch.device) -> OffloadRule:
-    """What a run keeps on the host, as one rule for all its layers.
-
-    Raises:
-        ConfigError: there is no such kind.
-    """
-    for kind in config.activations:
-        if kind not in KINDS:
-            raise ConfigError("offload.activations names no module", got=kind, allowed=", ".join(KINDS))
+    """What a run keeps on the host, as one rule for all its layers."""
     store = HostStore(device) if config.activations else None
     return OffloadRule(kinds=frozenset(config.activations), store=store)
 

@@ -1,6 +1,6 @@
 """Environment variables: the only file that reads or sets any, so everything that a shell can change is said here.
 
-What is read stands in `READ`, what is set in `penstock.parallel.variables`; docs/environment.md shows both.
+What is read stands in `READ`, what is set in `penstock.parallel.launch.variables`; docs/environment.md shows both.
 
 A process learns from torchrun or from Slurm which of how many it is. torchrun's words (RANK, WORLD_SIZE, ...) come
 first; srun's count only inside a step that srun started: a batch script has SLURM_PROCID too, and is no rank.
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.base.errors import DeviceError
-from penstock.parallel.host import gpu_vendor, usable_cores
-from penstock.parallel.variables import RULES, Facts, settings
+from penstock.parallel.launch.host import gpu_vendor, usable_cores
+from penstock.parallel.launch.variables import RULES, Facts, settings
 
 READ = {
     "NO_COLOR": "no colors in the terminal (any value but empty)",
@@ -267,8 +267,8 @@ def environment_page() -> str:
 
 _PAGE = """# Environment variables
 
-Written by `make docs` from [penstock/parallel/variables.py](../penstock/parallel/variables.py) and
-[penstock/parallel/environment.py](../penstock/parallel/environment.py); change it there.
+Written by `make docs` from [penstock/parallel/launch/variables.py](../penstock/parallel/launch/variables.py) and
+[penstock/parallel/launch/environment.py](../penstock/parallel/launch/environment.py); change it there.
 
 ## What is set
 

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from penstock.parallel.activations.region import discarding, recomputed
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, reduce_scatter
 from penstock.parallel.later import Later, deferrable
-from penstock.parallel.region import discarding, recomputed
 from tests.distributed.pool import Pool
+from tests.parallel.activations.regions import ONE, Counted, D, assert_same, gradients, linear, norm, source
 from tests.parallel.alive import Alive
-from tests.parallel.regions import ONE, Counted, D, assert_same, gradients, linear, norm, source
 
 
 def test_regions_in_a_chain_each_run_once_more() -> None:

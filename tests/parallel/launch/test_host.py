@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.parallel import host
-from penstock.parallel.host import Binding, choose_binding, gpu_vendor, parse_ranges, ranges, usable_cores
+from penstock.parallel.launch import host
+from penstock.parallel.launch.host import Binding, choose_binding, gpu_vendor, parse_ranges, ranges, usable_cores
 
 BUS = ("0000:1b:00.0", "0000:2c:00.0", "0000:9a:00.0", "0000:ab:00.0")
 

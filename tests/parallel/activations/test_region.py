@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from penstock.kernels import reference
 from penstock.kernels.expert_ffn import REFERENCE, expert_ffn
-from penstock.parallel.keeping import current, keep_plainly
-from penstock.parallel.region import discarding, is_inside, is_replaying, kept, recomputed
+from penstock.parallel.activations.keeping import current, keep_plainly
+from penstock.parallel.activations.region import discarding, is_inside, is_replaying, kept, recomputed
+from tests.parallel.activations.regions import ONE, Counted, D, T, assert_same, gradients, linear, norm, source
 from tests.parallel.alive import Alive
-from tests.parallel.regions import ONE, Counted, D, T, assert_same, gradients, linear, norm, source
 
 
 @pytest.fixture(autouse=True)

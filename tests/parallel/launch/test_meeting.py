@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from penstock.base.errors import ConfigError, DeviceError, PenstockError, RunFolderError
-from penstock.parallel import meeting as module
-from penstock.parallel.environment import Environment
-from penstock.parallel.meeting import (
+from penstock.parallel.launch import meeting as module
+from penstock.parallel.launch.environment import Environment
+from penstock.parallel.launch.meeting import (
     Meeting,
     start_fake_process_group,
     start_process_group,

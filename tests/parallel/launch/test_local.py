@@ -15,10 +15,10 @@ import torch
 
 from penstock.base.errors import DeviceError
 from penstock.config.load import load_run
-from penstock.parallel.environment import Environment
-from penstock.parallel.launch import LocalLaunch, facts_of_run, processes_to_start, run_processes
-from penstock.parallel.variables import Facts
-from tests.parallel.ranks import add_up
+from penstock.parallel.launch.environment import Environment
+from penstock.parallel.launch.local import LocalLaunch, facts_of_run, processes_to_start, run_processes
+from penstock.parallel.launch.variables import Facts
+from tests.parallel.launch.ranks import add_up
 
 SHELL = Environment(color=False, threads=None, world_size=1)
 
@@ -96,7 +96,7 @@ def test_a_signal_reaches_the_ranks_and_their_code_comes_out(number: signal.Sign
 
 def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    command += ["-m", "tests.parallel.ranks", "die-once", str(tmp_path)]
+    command += ["-m", "tests.parallel.launch.ranks", "die-once", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     assert list(notes(tmp_path)) == ["attempt-0-0", "attempt-0-1", "attempt-1-0", "attempt-1-1"]
@@ -124,7 +124,7 @@ def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_run_adds_its_facts_to_the_machines() -> None:
     machine = Facts(vendor="nvidia", world=4, local_world=4)
-    run = load_run("debug", ["parallel.shard=full", "training.deterministic=true"])
+    run = load_run("debug", ["training.deterministic=true"])
     facts = facts_of_run(run, machine)
-    assert (facts.vendor, facts.world, facts.shard, facts.deterministic) == ("nvidia", 4, "full", True)
+    assert (facts.vendor, facts.world, facts.deterministic) == ("nvidia", 4, True)
     assert facts_of_run(load_run("debug", ["device=cpu"]), machine).vendor == "cpu"
