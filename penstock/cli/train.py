@@ -13,8 +13,8 @@ A run that goes on is described by the config.toml in its folder; the target onl
 step is done, 2 for what the user can mend, 130 and 143 for a run that was stopped on request (penstock/train/stop.py).
 
 The same command is a launcher, which starts itself once for each rank (penstock/parallel/launch/local.py), or a rank:
-one that the launcher, torchrun or srun has started, or the only one. Ranks that are started again, by any of them, find the
-folder that their launch has made and go on there; rank 0 looks and tells the others.
+one that the launcher, torchrun or srun has started, or the only one. Ranks that are started again, by any of them, find
+the folder that their launch has made and go on there; rank 0 looks and tells the others.
 """
 
 import os

@@ -94,7 +94,8 @@ def torch_expert_ffn(
     gate_up_RF = F.grouped_mm(x_RD, gate_up_eFD.transpose(1, 2), offs=ends_e)
     h_RF = torch_swiglu(torch.where(used_R1, gate_up_RF, 0))
     if weights_R is not None:
-        h_RF = (h_RF * weights_R[:, None]).to(h_RF.dtype)
+        # The mask is for backward: grouped_mm's gradient is anything there, and the weights' would take it up.
+        h_RF = torch.where(used_R1, h_RF * weights_R[:, None], 0).to(h_RF.dtype)
     y_RD = F.grouped_mm(h_RF, down_eDF.transpose(1, 2), offs=ends_e)
     return torch.where(used_R1, y_RD, 0)
 

@@ -1,0 +1,202 @@
+"""A run that changes its layout on the way loses nothing: weights, moments, loss, and its place in the data.
+
+Each pair trains two steps on one layout, saves, and trains two more on another. What was saved must be what the other
+layout holds, bit for bit; what follows must be what one process without a stop saw, as far as float32 sums in another
+order allow.
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from penstock.cli.main import main
+from penstock.config.load import load_run
+from penstock.models.build import build_model
+from penstock.models.huggingface import load_huggingface
+from penstock.train.checkpoint import CheckpointStore
+from penstock.train.run_folder import RunFolder
+from penstock.train.state import restore_state, save_state
+from tests.distributed.one_loss import (
+    BASE,
+    TOLERANCES,
+    Saved,
+    Trace,
+    differences,
+    follow,
+    layout,
+    pipeline,
+    put_together,
+    saved_by,
+    start_session,
+)
+from tests.distributed.pool import Pool
+
+HALF, STEPS, RATE = 2, 4, 1e-2
+BF16 = ("training.precision=bf16",)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks and how they share the work."""
+
+    ranks: int
+    overrides: tuple[str, ...] = ()
+
+
+ALONE = Layout(1)
+EP4 = Layout(4, layout("expert=4", "shard=optimizer"))
+FSDP4 = Layout(4, layout("shard=full"))
+TP2 = Layout(2, layout("tensor=2"))
+PP2_EP2 = Layout(4, pipeline("interleaved", 2, "expert=2"))
+
+PAIRS = {
+    "EP 4, ZeRO-1 to PP 2 x EP 2, ZB-V": (EP4, Layout(4, pipeline("zb-v", 2, "expert=2"))),
+    "FSDP 4 to TP 2 folded with EP 2": (FSDP4, Layout(2, layout("tensor=2", "expert=2"))),
+    "TP 2 to EP 2 x EDP 2, FSDP": (TP2, Layout(4, layout("expert=2", "shard=full"))),
+    "PP 2, interleaved, x EP 2 to one process": (PP2_EP2, ALONE),
+    "one process to CP 2 x ETP 2": (ALONE, Layout(2, layout("context=2", "expert_tensor=2"))),
+    "PP 2, interleaved, x EP 2 to PP 4, explicit layout": (
+        PP2_EP2,
+        Layout(4, pipeline("1f1b", 4, 'pipeline.layout="Et|t*4|t*2|t,mL"')),
+    ),
+}
+
+IN_BF16 = {"loss": 2e-3, "gradient norm": 2e-2, "held-out loss": 2e-3}
+"""Largest relative difference of runs in bfloat16, whose losses lie 1e-3 apart when sums are taken in another order."""
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A part of a run on one layout.
+
+    Attributes:
+        begun: what the ranks held before the first step.
+        seen: what its steps gave, and what they held afterwards.
+        places: where each rank stood in the data before and after.
+    """
+
+    begun: Trace
+    seen: Trace
+    places: tuple[Mapping[str, Any], Mapping[str, Any]]
+
+
+def _ride(
+    overrides: tuple[str, ...], folder: str, begin: int, end: int
+) -> tuple[Saved, Trace, Saved, list[dict[str, Any]]]:
+    """Train from one step to another on this rank, with a checkpoint before and after."""
+    session = start_session(overrides)
+    state = session.state
+    store = CheckpointStore(Path(folder), keep=0, asynchronous=True, world=session.axes.world)
+    if begin:
+        restore_state(store, begin, state)
+    places, begun = [state.batches.state()], saved_by(session)
+    seen = follow(session, end - begin, RATE)
+    places.append(state.batches.state())
+    save_state(store, end, state, {})
+    store.close()
+    state.batches.close()
+    return begun, seen, saved_by(session), places
+
+
+def ride(ranks: Pool, on: Layout, folder: Path, begin: int, end: int, model: tuple[str, ...] = ()) -> Leg:
+    """Train from one step to another on a layout."""
+    results = ranks.run(on.ranks, _ride, model + on.overrides, str(folder), begin, end)
+    places = results[0][3]
+    assert all(other == places for *_, other in results), "ranks stand at different places"
+    begun = put_together([(replace(seen), before) for before, seen, _, _ in results])
+    seen = put_together([(seen, after) for _, seen, after, _ in results])
+    return Leg(begun, seen, (places[0], places[1]))
+
+
+@cache
+def _uninterrupted(ranks: Pool, folder: Path, model: tuple[str, ...] = ()) -> tuple[Leg, Trace]:
+    """One process that trains all steps; and what of it lies behind the stop of the others."""
+    whole = ride(ranks, ALONE, folder, 0, STEPS, model)
+    seen = whole.seen
+    figures = (figures[len(figures) // STEPS * HALF :] for figures in (seen.losses, seen.norms, seen.balance))
+    return whole, Trace(*figures, held_out=seen.held_out, tensors=seen.tensors)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for what several tests use."""
+    return tmp_path_factory.mktemp("uninterrupted")
+
+
+def _assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
+    name: str, ranks: Pool, kept: Path, tmp_path: Path
+) -> None:
+    whole, expected = _uninterrupted(ranks, kept)
+    before, after = PAIRS[name]
+    first = ride(ranks, before, tmp_path, 0, HALF)
+    second = ride(ranks, after, tmp_path, HALF, STEPS)
+
+    _assert_equal(second.begun.tensors, first.seen.tensors)
+    assert second.places[0] == first.places[1]
+    assert second.places[1] == whole.places[1]
+    assert second.places[1]["tokens"] == STEPS * 8 * 32
+    found = differences(second.seen, expected, whole.begun.tensors)
+    too_large = {figure: value for figure, value in found.items() if not value <= TOLERANCES[figure]}
+    assert not too_large, f"allowed: {TOLERANCES}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(EP4, Layout(2, pipeline("zb-1f1b", 2)), id="EP 4, ZeRO-1 to PP 2, zb-1f1b"),
+        pytest.param(Layout(2, layout("shard=full")), EP4, id="FSDP 2 to EP 4, ZeRO-1"),
+    ],
+)
+def test_in_bf16_a_run_goes_on_from_the_very_float32_weights(
+    before: Layout, after: Layout, ranks: Pool, kept: Path, tmp_path: Path
+) -> None:
+    whole, expected = _uninterrupted(ranks, kept / "bf16", BF16)
+    first = ride(ranks, before, tmp_path, 0, HALF, BF16)
+    second = ride(ranks, after, tmp_path, HALF, STEPS, BF16)
+
+    _assert_equal(second.begun.tensors, first.seen.tensors)
+    assert second.places == (first.places[1], whole.places[1])
+    found = differences(second.seen, expected, whole.begun.tensors)
+    too_large = {figure: value for figure, value in found.items() if not value <= IN_BF16.get(figure, 1)}
+    assert not too_large, f"{found}; allowed: {IN_BF16}"
+
+
+def test_what_a_pipeline_saved_is_exported_as_one_process_would(
+    ranks: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ride(ranks, PP2_EP2, tmp_path / "pipeline" / "checkpoints", 0, HALF)
+    shutil.copytree(tmp_path / "pipeline", tmp_path / "alone")
+    ride(ranks, ALONE, tmp_path / "alone" / "checkpoints", HALF, HALF)  # reads, and writes in its own way
+
+    for name, overrides in (("pipeline", PP2_EP2.overrides), ("alone", ())):
+        run = load_run("debug", BASE + overrides)
+        RunFolder(tmp_path / name).write_config(run)
+        assert main(["export", str(tmp_path / name), str(tmp_path / f"{name}-out")]) == 0
+        assert f"the weights of step {HALF} of" in capsys.readouterr().out
+    saved = [sorted(file.name for file in (tmp_path / name).rglob("*.safetensors")) for name in ("pipeline", "alone")]
+    assert [len(files) for files in saved] == [PP2_EP2.ranks, 1]
+    for file in ("config.json", "model.safetensors"):
+        one, other = (tmp_path / f"{name}-out" / file for name in ("pipeline", "alone"))
+        assert one.read_bytes() == other.read_bytes(), file
+
+    ours = build_model(run, torch.device("cpu"))
+    load_huggingface(ours, tmp_path / "pipeline-out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "pipeline-out", dtype=torch.float32).eval()
+    tokens_BS = torch.randint(run.model.vocabulary, (2, 24))
+    with torch.no_grad():
+        logits_BSV = ours.logits(tokens_BS, torch.arange(24).expand(2, -1))
+        torch.testing.assert_close(logits_BSV, theirs(tokens_BS, use_cache=False).logits, rtol=2e-5, atol=2e-5)
