@@ -33,7 +33,7 @@ from tools import kernel_tables, layout_tables
 TABLES = {**kernel_tables.TABLES, **layout_tables.TABLES}
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results")
-FIGURE = re.compile(r"<!--= (?P<file>\S+) (?P<way>\S+) (?P<format>\S+) -->(?P<text>.*?)<!--/-->", re.DOTALL)
+FIGURE = re.compile(r"<!--= (?P<file>\S+) (?P<way>\S[^<>]*?) (?P<format>\S+) -->(?P<text>.*?)<!--/-->", re.DOTALL)
 TABLE = re.compile(r"^<!--table (?P<file>\S+) (?P<name>\S+)-->\n.*?^<!--/table-->$", re.DOTALL | re.MULTILINE)
 SKIPPED = {".venv", ".git", "runs", "build", "dist", "node_modules"}
 
