@@ -1,1 +1,4 @@
-"""Words that everything else uses: errors, the legend of dimension letters, span names. Imports nothing of ours."""
+"""What everything else uses; imports nothing of ours.
+
+Reading order: `errors`, `shapes` (the legend of dimension letters), `spans` (names in traces), `devices` (peak FLOP/s).
+"""

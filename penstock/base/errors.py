@@ -1,8 +1,15 @@
 """Errors that a user can cause and mend.
 
 Every one of them prints as one line: what is wrong, what was got, what is allowed, how to fix it. The command line
-shows that line and exits with code 2; anything else that escapes is a fault of ours and keeps its traceback.
+shows that line and exits with code 2, or with 1 if another rank was lost; anything else that escapes is a fault of ours
+and keeps its traceback.
 """
+
+WRONG_INPUT = 2
+"""Exit code when a user has something to mend."""
+
+FAILED = 1
+"""Exit code when something else went wrong."""
 
 
 class PenstockError(ValueError):
@@ -13,7 +20,12 @@ class PenstockError(ValueError):
         got: the offending value, if it is not in `what` already.
         allowed: what would have been right.
         fix: the command or change that mends it.
+
+    Attributes:
+        exit_code: of a program that it ends.
     """
+
+    exit_code = WRONG_INPUT
 
     def __init__(self, what: str, *, got: object = None, allowed: object = None, fix: str | None = None) -> None:
         self.what = what
@@ -48,6 +60,12 @@ class RunFolderError(PenstockError):
 
 class DeviceError(PenstockError):
     """The machine cannot do what the run asks for."""
+
+
+class LostRankError(DeviceError):
+    """Another rank has ended or does not answer. Nothing can be mended here, and a restart may help."""
+
+    exit_code = FAILED
 
 
 class KernelError(PenstockError):

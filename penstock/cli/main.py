@@ -11,12 +11,9 @@ from typing import Annotated
 
 import typer
 
-from penstock.base.errors import PenstockError
+from penstock.base.errors import WRONG_INPUT, PenstockError
 from penstock.cli.verbs import Verb, group_of
 from penstock.parallel.launch.environment import prepare_environment
-
-WRONG_INPUT = 2
-"""Exit code when the user can mend what is wrong."""
 
 VERBS = (
     Verb("train", "penstock.cli.train", "train", "Train a model: a preset, a TOML file, or a run folder."),
@@ -57,13 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except typer.TyperException as error:
         return _refuse(f"{error.format_message().rstrip('.')} (see --help)")
     except PenstockError as error:
-        return _refuse(str(error))
+        return _refuse(str(error), error.exit_code)
     return outcome if isinstance(outcome, int) else 0
 
 
-def _refuse(message: str) -> int:
+def _refuse(message: str, code: int = WRONG_INPUT) -> int:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return WRONG_INPUT
+    return code
 
 
 def _version() -> str:

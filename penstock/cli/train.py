@@ -10,7 +10,8 @@
     penstock train debug --processes 4           four ranks on this machine; without it, one for each of its GPUs
 
 A run that goes on is described by the config.toml in its folder; the target only finds it. Exit codes: 0 when the last
-step is done, 2 for what the user can mend, 130 and 143 for a run that was stopped on request (penstock/train/stop.py).
+step is done, 2 for what the user can mend, 1 if another rank was lost, 130 and 143 for a run that was stopped on
+request (penstock/train/stop.py).
 
 The same command is a launcher, which starts itself once for each rank (penstock/parallel/launch/local.py), or a rank:
 one that the launcher, torchrun or srun has started, or the only one. Ranks that are started again, by any of them, find
@@ -48,6 +49,7 @@ from penstock.parallel.launch.environment import (
 from penstock.parallel.launch.local import LocalLaunch, facts_of_run, processes_to_start, run_processes
 from penstock.parallel.launch.meeting import Meeting, start_process_group, stop_process_group
 from penstock.parallel.launch.process import bind_near, choose_device, device_name
+from penstock.parallel.messages import lost_ranks
 from penstock.train.loop import Progress, open_store, resume, train_run
 from penstock.train.metrics import MetricsFile, TensorBoard
 from penstock.train.observer import Observer, RunEnd
@@ -98,7 +100,7 @@ def train(  # noqa: PLR0913 - one argument for each option
     fake_world: Annotated[
         int | None, typer.Option("--fake-world", min=1, help="Build one rank of so many without memory, and show it.")
     ] = None,
-    rank: Annotated[int, typer.Option("--rank", min=0, help="Which rank --fake-world builds.")] = 0,
+    rank: Annotated[int | None, typer.Option("--rank", min=0, help="Which rank --fake-world builds.")] = None,
 ) -> int:
     """Train a model: a preset, a TOML file, or (with --resume) a run folder.
 
@@ -111,8 +113,10 @@ def train(  # noqa: PLR0913 - one argument for each option
     with Meeting(environment) as meeting:
         launch = (_find_run if resumes else _new_run)(target, overrides or [], name)
         if fake_world is not None:
-            print_rehearsal(launch.run, world=fake_world, rank=rank)
+            print_rehearsal(launch.run, world=fake_world, rank=rank or 0)
             return 0
+        if rank is not None:
+            raise DeviceError("--rank says which rank --fake-world builds", fix="add --fake-world N")
         started = processes_to_start(launch.run, environment, processes)
         ranks = environment.world_size * started
         grid_of(launch.run, ranks)
@@ -160,9 +164,10 @@ def _be_a_rank(console: Console, environment: Environment, meeting: Meeting, lau
     if binding is not None:
         console.print(f"rank {environment.rank} keeps to {binding}", markup=False, soft_wrap=True)
     try:
-        with console.status("preparing data and model"):
-            session = prepare(run, environment)
-        code = _run(console, launch, session, environment, meeting)
+        with lost_ranks():
+            with console.status("preparing data and model"):
+                session = prepare(run, environment)
+            code = _run(console, launch, session, environment, meeting)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
             "the GPU is out of memory", got=str(error).partition(". ")[0], fix="a smaller training.micro_batch or model"

@@ -47,10 +47,11 @@ def facts_of(start: RunStart) -> dict[str, str]:
     if start.active_parameters != start.parameters:
         size += f", {count_text(start.active_parameters)} active for a token"
     batch = f"{run.training.global_batch} x {run.training.sequence_length} tokens"
-    if start.micro_batches > 1:
-        batch += f" in {start.micro_batches} micro-batches"
-    if start.ranks > _sharing(run):
-        batch += f" on each of {start.ranks // _sharing(run)}"
+    sharers = start.ranks // _sharing(run)
+    if start.micro_batches > 1 or sharers > 1:
+        batch += f" in {start.micro_batches} micro-batch{'es' if start.micro_batches > 1 else ''}"
+    if sharers > 1:
+        batch += f" on each of {sharers}"
     return {
         "model": f"{size} {DOT} {run.training.precision}",
         "batch": batch,

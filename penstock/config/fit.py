@@ -4,7 +4,7 @@ Rules (`penstock.config.rules`) judge a run by itself; here it meets the ranks t
 over by the sizes of `parallel` is data parallelism, so the sizes must divide.
 """
 
-from math import lcm, prod
+from math import gcd, lcm, prod
 from typing import Literal
 
 from penstock.config.model import Attention, GroupedQueryAttention
@@ -131,9 +131,16 @@ def _batch(run: Run, grid: Grid) -> list[Problem]:
             "training.global_batch",
             f"must be a multiple of training.micro_batch x data-parallel ranks ({training.micro_batch} x {grid.data})",
             got=f"{training.global_batch} on {_counted(grid.world)}",
-            fix=f"set training.global_batch to {near}",
+            fix=f"set training.global_batch to {near}{_smaller_micro_batch(run, grid)}",
         )
     ]
+
+
+def _smaller_micro_batch(run: Run, grid: Grid) -> str:
+    """What else helps if the batch is right."""
+    rows, left = divmod(run.training.global_batch, grid.data)
+    size = gcd(rows, run.training.micro_batch)
+    return f", or training.micro_batch to {size}" if rows and not left else ""
 
 
 def _schedule(run: Run, grid: Grid) -> list[Problem]:

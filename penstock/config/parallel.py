@@ -43,6 +43,30 @@ class Parallel(Section):
     )
 
 
+class Dispatch(Section):
+    """How tokens reach experts that other ranks hold; of one rank that holds all, only `sync_free` is read."""
+
+    method: Literal["auto", "all-to-all", "all-gather"] = knob(
+        "auto",
+        doc="Send each row to the ranks of its experts, or all tokens to all ranks that share the experts. auto sends "
+        "rows at `sync_free` 0 and 1, and gathers from 2 on.",
+    )
+    sync_free: int = knob(
+        0,
+        doc="Where the host never waits for the device: 0 promises nothing, 1 in router and permutation, 2 in dispatch "
+        "and experts too (buffers bounded by `bound`), 3 nowhere between router and combine (buffers for the worst "
+        "case). See docs/dispatch.md.",
+        low=0,
+        high=3,
+    )
+    bound: float = knob(
+        2.0,
+        doc="At `sync_free` 2: rows that a rank's experts have room for, over its even share. A step that needs more "
+        "is repeated with room for all.",
+        low=1.0,
+    )
+
+
 class Pipeline(Section):
     """Order and division of a pipeline; read only if `parallel.pipeline` is above 1."""
 

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from penstock.config.model import Model
-from penstock.config.parallel import Host, Offload, Parallel, Pipeline, Recompute
+from penstock.config.parallel import Dispatch, Host, Offload, Parallel, Pipeline, Recompute
 from penstock.config.section import Section, knob
 from penstock.config.training import (
     Checkpoint,
@@ -73,6 +73,7 @@ class Run(Section):
     kernels: Kernels = knob(Kernels(), doc="Implementations.")
     record: Record = knob(Record(), doc="Metrics.")
     parallel: Parallel = knob(Parallel(), doc="Ranks that share the work.")
+    dispatch: Dispatch = knob(Dispatch(), doc="How tokens reach their experts.")
     pipeline: Pipeline = knob(Pipeline(), doc="Order and division of the pipeline.")
     recompute: Recompute = knob(Recompute(), doc="What is computed twice to save memory.")
     offload: Offload = knob(Offload(), doc="What waits in host memory.")

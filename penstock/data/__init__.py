@@ -1,1 +1,4 @@
-"""Documents in, batches out. Read batch, sources, tokenizer, text, stream, packing, loader, evaluation, open."""
+"""Documents in, batches out.
+
+Reading order: `batch`, `sources`, `tokenizer`, `text`, `stream`, `packing`, `loader`, `evaluation`, `open`.
+"""

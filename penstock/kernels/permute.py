@@ -79,14 +79,15 @@ def unpermute(y_RD: Tensor, order: RowOrder, weights_TK: Tensor | None = None, *
     """`penstock.kernels.reference.unpermute` in one kernel, and one kernel backward for both gradients.
 
     Args:
-        y_RD: one row for each slot.
-        order: from `order_rows`; its places must be a permutation of all rows.
+        y_RD: one row for each place of the order.
+        order: from `order_rows`; or with fewer places than slots, where dropped slots share a place that is past the
+            last expert's. The gradient of rows that are nobody's place may then hold anything.
         weights_TK: float32, or None.
         launch: columns that a program moves at a time.
     """
     _check(order.places_TK.shape[0], order)
-    if y_RD.shape[0] != order.places_TK.numel():
-        raise KernelError("unpermute: y must have one row for each slot", got=f"{y_RD.shape[0]} rows")
+    if y_RD.shape[0] != order.slots_R.numel():
+        raise KernelError("unpermute: y must have one row for each place", got=f"{y_RD.shape[0]} rows")
     if weights_TK is not None and (weights_TK.shape != order.places_TK.shape or weights_TK.dtype != torch.float32):
         raise KernelError(
             "unpermute: weights must be float32, one for each slot",
@@ -103,7 +104,7 @@ class _Permute(torch.autograd.Function):
     def forward(ctx: Any, x_TD: Tensor, places_TK: Tensor, counts_E: Tensor, launch: Launch) -> Tensor:
         ctx.save_for_backward(places_TK, counts_E)
         ctx.launch = launch
-        return _spread(x_TD, places_TK, counts_E, launch)
+        return _spread(x_TD, places_TK, counts_E, launch, places_TK.numel())
 
     @staticmethod
     @once_differentiable
@@ -120,7 +121,7 @@ class _Unpermute(torch.autograd.Function):
         ctx: Any, y_RD: Tensor, weights_TK: Tensor | None, places_TK: Tensor, counts_E: Tensor, launch: Launch
     ) -> Tensor:
         ctx.save_for_backward(None if weights_TK is None else y_RD, weights_TK, places_TK, counts_E)
-        ctx.launch = launch
+        ctx.launch, ctx.rows = launch, y_RD.shape[0]
         return _sum_rows(y_RD, weights_TK, places_TK, counts_E, launch)
 
     @staticmethod
@@ -128,16 +129,16 @@ class _Unpermute(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         y_RD, weights_TK, places_TK, counts_E = ctx.saved_tensors
         if weights_TK is None:
-            return _spread(dy_TD, places_TK, counts_E, ctx.launch), None, None, None, None
+            return _spread(dy_TD, places_TK, counts_E, ctx.launch, ctx.rows), None, None, None, None
         dy_RD, dweights_TK = _spread_with_weights(dy_TD, y_RD, weights_TK, places_TK, counts_E, ctx.launch)
         return dy_RD, dweights_TK, None, None, None
 
 
-def _spread(x_TD: Tensor, places_TK: Tensor, counts_E: Tensor, launch: Launch) -> Tensor:
+def _spread(x_TD: Tensor, places_TK: Tensor, counts_E: Tensor, launch: Launch, rows: int) -> Tensor:
     """x_RD: each token's row at the places of its slots."""
     x_TD = x_TD.contiguous()
-    width, slots = x_TD.shape[1], places_TK.numel()
-    x_RD = x_TD.new_empty(slots, width)
+    width = x_TD.shape[1]
+    x_RD = x_TD.new_empty(rows, width)
     _launch_by_token(spread_kernel, (x_TD, None, None, x_RD, None), width, places_TK, counts_E, launch)
     return x_RD
 

@@ -56,6 +56,14 @@ def local_shape(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[int, ...
     return tuple(sizes)
 
 
+def whole_shape(local: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[int, ...]:
+    """The inverse of `local_shape`."""
+    sizes = list(local)
+    for cut in cuts:
+        sizes[cut.dim] *= cut.count
+    return tuple(sizes)
+
+
 def pieces(shape: tuple[int, ...], cuts: tuple[Cut, ...], rows: tuple[int, int] | None = None) -> tuple[Piece, ...]:
     """The rectangles of the whole that a rank holds.
 

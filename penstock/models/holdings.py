@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from penstock.layout.pieces import Cut
+from penstock.layout.pieces import Cut, whole_shape
 from penstock.models.decoder import Decoder
 from penstock.models.linear import Embedding, Linear
 from penstock.moe.experts import Experts
@@ -27,6 +27,16 @@ def holdings(decoders: Iterable[Decoder], axes: Axes) -> list[Holding]:
             if name not in found:
                 found[name] = _holding(name, module, own_name, parameter, axes)
     return list(found.values())
+
+
+def cuts_of(module: nn.Module, name: str) -> tuple[Cut, ...]:
+    """Which part of a parameter a module holds, as the module itself says.
+
+    Args:
+        module: that owns the parameter.
+        name: of the parameter in the module.
+    """
+    return module.cuts[name] if isinstance(module, (Linear, Embedding, Experts)) else ()
 
 
 def add_in_kernels(decoders: Iterable[Decoder], sum_of: Callable[[str], Tensor]) -> None:
@@ -64,7 +74,7 @@ def _parameters(decoder: Decoder) -> Iterator[tuple[str, nn.Module, str, nn.Para
 
 
 def _holding(name: str, module: nn.Module, own_name: str, parameter: nn.Parameter, axes: Axes) -> Holding:
-    cuts = module.cuts[own_name] if isinstance(module, (Linear, Embedding, Experts)) else ()
+    cuts = cuts_of(module, own_name)
     is_expert = isinstance(module, Experts)
     # What tensor-parallel ranks hold whole they apply to different positions, so each has a part of its gradient.
     partial: tuple[Axis, ...] = () if is_expert or cuts else (axes.tensor,)
@@ -73,15 +83,8 @@ def _holding(name: str, module: nn.Module, own_name: str, parameter: nn.Paramete
     return Holding(
         name=name,
         parameter=parameter,
-        shape=_whole_shape(parameter, cuts),
+        shape=whole_shape(tuple(parameter.shape), cuts),
         cuts=cuts,
         data=axes.expert_data if is_expert else axes.dense_data,
         partial=tuple(axis for axis in partial if axis.size > 1),
     )
-
-
-def _whole_shape(parameter: Tensor, cuts: tuple[Cut, ...]) -> tuple[int, ...]:
-    shape = list(parameter.shape)
-    for cut in cuts:
-        shape[cut.dim] *= cut.count
-    return tuple(shape)

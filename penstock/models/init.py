@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penstock.layout.pieces import Piece, pieces
-from penstock.models.linear import Embedding, Linear
+from penstock.layout.pieces import Piece, pieces, whole_shape
+from penstock.models.holdings import cuts_of
 from penstock.models.norm import RMSNorm
 from penstock.moe.experts import Experts
 from penstock.parallel.holding import Part
@@ -91,11 +91,9 @@ def initialize(model: nn.Module, seed: int, std: float) -> None:
     """
     for module, name, parameter, draw in _draws(model, seed, std):
         local, rows = own_rows(parameter)
-        cuts = module.cuts[name] if isinstance(module, (Linear, Embedding, Experts)) else ()
-        shape = list(parameter.shape)
-        for cut in cuts:
-            shape[cut.dim] *= cut.count
-        draw.fill(Part(tensor=local, shape=tuple(shape), pieces=pieces(tuple(shape), cuts, rows)))
+        cuts = cuts_of(module, name)
+        shape = whole_shape(tuple(parameter.shape), cuts)
+        draw.fill(Part(tensor=local, shape=shape, pieces=pieces(shape, cuts, rows)))
     for buffer in model.buffers():
         buffer.zero_()
 

@@ -1,9 +1,12 @@
 """From a run to its kernels: what the configuration says, put as `penstock.kernels.choose` asks it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from penstock.base.errors import KernelError
+from penstock.config.dispatch_rules import COUNTS_STAY
 from penstock.config.model import LatentAttention
 from penstock.config.run import Kernels, Run
 from penstock.kernels.choose import Choice, choose, operators
@@ -29,7 +32,22 @@ def kernel_choices(run: Run, device: DeviceFacts) -> tuple[Choice, ...]:
         KernelError: as above.
     """
     wanted = run.kernels.model_dump(exclude={"loss_chunk", "measured"})
-    return choose(wanted, device, shapes_of(run), measurements(run.kernels, device))
+    choices = choose(wanted, device, shapes_of(run), measurements(run.kernels, device))
+    if device.kind != "cpu" and run.model.moe is not None:
+        _refuse_waiting(run.dispatch.sync_free, choices)
+    return choices
+
+
+def _refuse_waiting(stage: int, choices: Sequence[Choice]) -> None:
+    """The reference counts rows on the host: in the permutation, and in each of the experts' products."""
+    for op, first in (("permute", 1), ("experts", COUNTS_STAY)):
+        if stage >= first and any(choice.op == op and choice.backend == "reference" for choice in choices):
+            raise KernelError(
+                f"dispatch.sync_free={stage} cannot be had: the reference form of {op} waits for the device",
+                allowed=", ".join(f"{one}" for one in range(first)),
+                fix=f"leave kernels.{op} and kernels.all at auto where Triton is installed, or set "
+                f"dispatch.sync_free={first - 1}",
+            )
 
 
 def measurements(kernels: Kernels, device: DeviceFacts) -> Measurements | None:

@@ -52,6 +52,11 @@ class RankModel:
         (decoder,) = self.decoders.values()
         return decoder
 
+    @property
+    def device(self) -> torch.device:
+        """Where the stages are."""
+        return next(self.modules[0].parameters()).device
+
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Every parameter of this rank by its name in the whole model; a shared one once."""
         found = {name: parameter for decoder in self.modules for name, parameter in decoder.named_parameters()}
@@ -88,6 +93,7 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
         axes=axes,
         later=later,
         context_method=method,
+        dispatch=run.dispatch,
         offload=offload.rule_for(run.offload, home),
     )
     decoders = meta_stages(run, kit, own)

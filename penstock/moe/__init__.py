@@ -1,1 +1,4 @@
-"""The subject: mixture of experts. Reading order: `layer` (one screen), `router`, `balance`, `dispatch`, `experts`."""
+"""The subject: mixture of experts.
+
+Reading order: `layer` (one screen), `routing`, `router`, `balance`, `dispatch`, `experts`.
+"""

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from penstock.moe.dispatch.contract import Dispatcher, ExpertRows
+from penstock.moe.dispatch.room import Room
 from penstock.moe.experts import Experts
 from penstock.moe.router import Router
 from penstock.moe.routing import Scope
@@ -18,6 +19,7 @@ class MoE(nn.Module):
         experts: those of this rank.
         shared: network that every token passes, or None.
         kit: what becomes of activations.
+        room: what the dispatcher asks for its number of rows, so that the layer's owner finds it; None if nothing.
     """
 
     def __init__(
@@ -27,6 +29,7 @@ class MoE(nn.Module):
         experts: Experts,
         shared: nn.Module | None,
         kit: Kit,
+        room: Room | None = None,
     ) -> None:
         super().__init__()
         self.router = router
@@ -34,6 +37,7 @@ class MoE(nn.Module):
         self.experts = experts
         self.shared = shared
         self.kit = kit
+        self.room = room
 
     @property
     def active_share(self) -> float:

@@ -3,13 +3,11 @@
     function        rank r gets                                    its gradient travels by
     all_gather      the parts of all ranks, joined                 reduce_scatter
     reduce_scatter  part r of the sum                              all_gather
-    all_reduce      the sum, which all ranks go on with alike      nothing: it is the same everywhere already
-    fan_out         what it had, for a use of its own              all_reduce
     exchange_rows   rows that others chose to send                 exchange_rows, reversed
     swap            all of one dim, a part of another              swap, reversed
+    all_reduce      the sum of numbers that have no gradient
 
-`all_gather`, `reduce_scatter`, `exchange_rows` and `swap` are exact for a loss that is the sum of what the ranks
-compute each. `all_reduce` and `fan_out` are the pair for a stretch that all ranks compute alike and count once.
+Gradients are exact for a loss that is the sum of what the ranks compute each.
 
 Sums are taken in the dtype of the tensor: a bfloat16 sum over 8 ranks rounds 7 times (a backend may round less often).
 Whoever needs more gives float32.
@@ -18,7 +16,7 @@ Ranks' parts lie one after the other in memory on the wire, so gathering and sca
 tensor copies nothing; along another dim it costs one copy. Simpler than DTensor: a tensor does not know its layout.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,23 +60,18 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Sum over the ranks. The gradient passes unchanged: what follows is the same on all ranks and counted once.
+    """Sum over the ranks.
 
     Args:
-        x: our summand.
+        x: our summand, without gradient.
         axis: who takes part.
     """
-    return x if axis.size == 1 else _AllReduce.apply(x, axis)
-
-
-def fan_out(x: Tensor, axis: Axis) -> Tensor:
-    """Return `x`, whose gradients from the ranks are summed: the mirror of `all_reduce`.
-
-    Args:
-        x: the same on all ranks, each of which does something else with it.
-        axis: who takes part.
-    """
-    return x if axis.size == 1 else _FanOut.apply(x, axis)
+    assert not x.requires_grad, "a sum that all ranks go on with has a gradient only if they say who counts it"
+    if axis.size == 1:
+        return x
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=axis.group)
+    return total
 
 
 def exchange_rows(
@@ -114,29 +107,6 @@ def swap(x: Tensor, axis: Axis, split_dim: int, join_dim: int) -> Tensor:
     return _Swap.apply(x, axis, split_dim % x.ndim, join_dim % x.ndim)
 
 
-@torch.no_grad()
-def sum_tensors(tensors: Iterable[Tensor], axis: Axis) -> None:
-    """Sum each tensor over the ranks, in place; one collective for all tensors of a dtype. Not differentiable.
-
-    Args:
-        tensors: in the same order, of the same shapes and dtypes on all ranks.
-        axis: who takes part.
-    """
-    if axis.size == 1:
-        return
-    buckets: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        buckets.setdefault(tensor.dtype, []).append(tensor)
-    for bucket in buckets.values():
-        if len(bucket) == 1 and bucket[0].is_contiguous():
-            dist.all_reduce(bucket[0], group=axis.group)
-            continue
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        dist.all_reduce(flat, group=axis.group)
-        for tensor, summed in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(summed.view_as(tensor))
-
-
 def _parts_first(x: Tensor, parts: int, dim: int) -> Tensor:
     """Divide a dim and put the parts one after the other in memory: (parts, ..., size / parts, ...)."""
     assert x.shape[dim] % parts == 0, f"dim {dim} of {tuple(x.shape)} is not divided by {parts} ranks"
@@ -159,12 +129,6 @@ def _reduce_scattered(x: Tensor, axis: Axis, dim: int) -> Tensor:
     part = torch.empty_like(parts[0])
     reduce_flat(part, parts.flatten(0, 1), group=axis.group)
     return part
-
-
-def _all_reduced(x: Tensor, axis: Axis) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=axis.group)
-    return total
 
 
 def _exchanged(x_ND: Tensor, axis: Axis, receive: Sequence[int] | None, send: Sequence[int] | None) -> Tensor:
@@ -204,28 +168,6 @@ class _ReduceScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return _all_gathered(gradient, *ctx.how), None, None
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return _all_reduced(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _FanOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _all_reduced(gradient, ctx.axis), None
 
 
 class _ExchangeRows(torch.autograd.Function):

@@ -11,7 +11,6 @@ The gradient of the global batch is therefore the sum over `data` and over every
 """
 
 from dataclasses import dataclass
-from math import prod
 
 from torch import Tensor, nn
 
@@ -44,11 +43,6 @@ class Holding:
         """Shape of our part, before `data` divides it."""
         return local_shape(self.shape, self.cuts)
 
-    @property
-    def partial_copies(self) -> int:
-        """Ranks along `partial` that hold the same values."""
-        return prod(axis.size for axis in self.partial)
-
     def pieces(self, rows: tuple[int, int] | None = None) -> tuple[Piece, ...]:
         """Where our part, or some of its rows, lies in the whole."""
         return pieces(self.shape, self.cuts, rows)
@@ -69,16 +63,6 @@ class Part:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     writes: bool = True
-
-
-def holdings_of(module: nn.Module) -> list[Holding]:
-    """The trained parameters of a module that one rank holds whole; a tied parameter comes once."""
-    data = Axis(name="data")
-    return [
-        Holding(name=name, parameter=parameter, shape=tuple(parameter.shape), cuts=(), data=data)
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-    ]
 
 
 def whole(tensor: Tensor, *, writes: bool = True) -> Part:

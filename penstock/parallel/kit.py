@@ -2,10 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-from penstock.config.parallel import OFFLOADABLE
+from penstock.config.parallel import OFFLOADABLE, Dispatch
 from penstock.kernels.operators import REFERENCE, Operators
+from penstock.layout.sequence import Method
 from penstock.parallel.activations.offload import OffloadRule
 from penstock.parallel.activations.recompute import RecomputeRule
 from penstock.parallel.axes import ALONE, Axes
@@ -13,6 +14,7 @@ from penstock.parallel.later import Later
 
 NOTHING_AGAIN = RecomputeRule()
 NOTHING_AWAY = OffloadRule()
+AUTO = Dispatch()
 
 Result = TypeVar("Result")
 
@@ -26,6 +28,7 @@ class Kit:
         axes: this rank's groups.
         later: puts off weight gradients; None where the schedule never does.
         context_method: how ranks that share a row attend.
+        dispatch: how tokens reach their experts.
         recompute: what the layer frees after forward and computes again.
         offload: what waits for backward in host memory.
     """
@@ -33,7 +36,8 @@ class Kit:
     operators: Operators = REFERENCE
     axes: Axes = ALONE
     later: Later | None = None
-    context_method: Literal["all-gather", "ulysses"] = "ulysses"
+    context_method: Method = "ulysses"
+    dispatch: Dispatch = AUTO
     recompute: RecomputeRule = NOTHING_AGAIN
     offload: OffloadRule = NOTHING_AWAY
 

@@ -14,6 +14,9 @@ The function is recorded as a graph of its own whose two halves are asked for ap
 nothing: its two gradients share no work. For a function with inner stages (the experts' two products) the stages
 between the output and the first weights are walked twice.
 
+A parameter's post-accumulate hooks are called at the end of the input pass too, with nothing new in `.grad`: to
+autograd the weights are inputs of the function, since nobody knows in forward whether backward will be split.
+
 Without a `Later`, which is every run without a split schedule, nothing here is in the way.
 """
 

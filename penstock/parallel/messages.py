@@ -10,6 +10,7 @@ A rank that is alone exchanges nothing.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.base.errors import DeviceError
+from penstock.base.errors import LostRankError
 from penstock.parallel.axes import Axis
 
 
@@ -67,11 +68,11 @@ class Messages:
             value: as JSON knows it; each rank's own.
 
         Raises:
-            DeviceError: a rank is gone.
+            LostRankError: a rank is gone.
         """
         if self._axis.group is None:
             return [value]
-        with _lost_ranks():
+        with lost_ranks():
             row, sizes = _padded(value, self._axis.group, self.ranks, torch.device("cpu"))
             rows = [torch.empty_like(row) for _ in sizes] if self.rank == 0 else None
             dist.gather(row, rows, dst=self._axis.ranks[0], group=self._axis.group)
@@ -84,13 +85,13 @@ class Messages:
             value: as JSON knows it; each rank's own.
 
         Raises:
-            DeviceError: a rank is gone.
+            LostRankError: a rank is gone.
         """
-        with _lost_ranks():
+        with lost_ranks():
             return exchange_json(value, self._axis)
 
     def from_first(self, value: Any) -> Any:
-        """The first rank's value, on all ranks. Raises DeviceError if a rank is gone."""
+        """The first rank's value, on all ranks. Raises LostRankError if a rank is gone."""
         return self.all_gather(value if self.rank == 0 else None)[0]
 
     def close(self) -> None:
@@ -115,9 +116,19 @@ def _value(row: Tensor, size: int) -> Any:
 
 
 @contextmanager
-def _lost_ranks() -> Iterator[None]:
-    """Gloo says with a RuntimeError that the connection to a rank broke, or that it did not answer in time."""
+def lost_ranks() -> Iterator[None]:
+    """One line for a collective that fails because the connection to a rank broke, or because it did not answer.
+
+    Gloo says so with a RuntimeError that names its own source file.
+
+    Raises:
+        LostRankError: that happened.
+    """
     try:
         yield
     except RuntimeError as error:
-        raise DeviceError("another rank has ended or does not answer", got=str(error).partition("\n")[0]) from error
+        line = str(error).partition("\n")[0]
+        if not isinstance(error, dist.DistError) and "gloo/transport" not in line:
+            raise
+        got = re.sub(r"^\[\S+\] ", "", line).partition(". ")[0]
+        raise LostRankError("another rank has ended or does not answer", got=got) from error

@@ -182,6 +182,7 @@ class _Post:
         if peer == self._own:
             self._local[letter] = tensor
             return
+        self._let_go()
         axis = self._axis(peer > self._own)
         tensor = tensor.contiguous()
         work = dist.isend(tensor, axis.ranks[peer], group=axis.group)
@@ -194,10 +195,20 @@ class _Post:
             return self._local.pop(letter).detach()
         peer = self._sender(letter)
         while letter not in self._posted:
-            assert self._post_next(peer), f"nobody sends {letter}"
+            self._post_next(peer, letter)
         tensor, work = self._posted.pop(letter)
         work.wait()
         return tensor
+
+    def _let_go(self) -> None:
+        """Give up the memory of messages that have left. Gloo cannot tell before a wait, so there they stay."""
+        under_way = []
+        for tensor, work in self._sent:
+            if work.is_completed():
+                work.wait()  # costs nothing now; NCCL's work holds the tensor until then
+            else:
+                under_way.append((tensor, work))
+        self._sent = under_way
 
     def finish(self) -> None:
         """Wait until all that we sent has left."""
@@ -210,17 +221,15 @@ class _Post:
     def _axis(self, upwards: bool) -> Axis:
         return self._axes.pipeline if upwards else self._axes.pipeline_back
 
-    def _post_next(self, peer: int) -> bool:
-        """Post the receive of the next message from a rank; False if there are no more."""
+    def _post_next(self, peer: int, wanted: _Letter) -> None:
+        """Post the receive of the next message from a rank, which may not be the one that is wanted."""
         letter = next(self._coming[peer], None)
-        if letter is None:
-            return False
+        assert letter is not None, f"nobody sends {wanted}"
         axis = self._axis(self._own > peer)
         tensor = torch.empty(self._message.shape, dtype=self._message.dtype, device=self._message.device)
         work = dist.irecv(tensor, axis.ranks[peer], group=axis.group)
         assert work is not None, "irecv gives work to every rank of its group"
         self._posted[letter] = (tensor, work)
-        return True
 
 
 def _letters_between(schedule: Schedule, sender: int, receiver: int) -> list[_Letter]:

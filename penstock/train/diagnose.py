@@ -17,7 +17,7 @@ Gradients are taken aside with autograd.grad: the optimizer's own are not touche
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,11 +33,12 @@ from penstock.models.decoder import Decoder
 from penstock.models.holdings import gradients_by_autograd
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import reset_loads
-from penstock.parallel.messages import Messages
+from penstock.parallel.messages import exchange_json
 from penstock.parallel.shard import own_rows
 from penstock.train.global_batch import GlobalBatch, MicroBatch, cut, read
 from penstock.train.loss import LossRule, model_loss
 from penstock.train.optimizer import MasterAdamW
+from penstock.train.passes import held_out_nats
 from penstock.train.run_folder import write_whole
 from penstock.train.step import StepRule
 
@@ -109,9 +110,9 @@ class Finding:
 def find_origin(model: RankModel, optimizer: MasterAdamW, batch: Batch, rule: StepRule) -> Origin | None:
     """Find where the values of a step stopped being finite. Expert loads are reset.
 
-    A run on one device runs its micro-batches again under watch. Among several ranks a second run could leave some of
-    them waiting for others that have stopped, so they look at what the step has left: parameters, and the gradients
-    that were not applied.
+    A run on one device runs its micro-batches again under watch, until something breaks. Several ranks run only forward
+    again, and all of them to the end, so that none waits for another that has stopped; of gradients they look at those
+    that the step has left.
 
     Args:
         model: as it was before the step, in training mode.
@@ -123,7 +124,12 @@ def find_origin(model: RankModel, optimizer: MasterAdamW, batch: Batch, rule: St
         The origin, or None if a GPU had no memory left for the search.
     """
     if model.axes.world.size > 1:
-        return _origin_among_ranks(model, optimizer)
+        return (
+            _first_broken(model, dict(model.named_parameters()), "parameter")
+            or _first_output(model, cut(batch, rule.cut).micro_batches, rule)
+            or _first_broken(model, dict(optimizer.gradients()), "gradient")
+            or Origin(place="sum of gradients", name="")
+        )
     try:
         return _watch_all(model.whole, cut(batch, rule.cut), rule.loss)
     except torch.OutOfMemoryError:
@@ -133,7 +139,9 @@ def find_origin(model: RankModel, optimizer: MasterAdamW, batch: Batch, rule: St
 def find_held_out_origin(model: RankModel, rows: Evaluation, rule: StepRule) -> Origin | None:
     """Find where the held-out loss stopped being finite; as `find_origin`."""
     if model.axes.world.size > 1:
-        return _first_broken(model, dict(model.named_parameters()), "parameter")
+        micro_batches = tuple(read(batch, rule.cut) for batch in rows.batches)
+        parameter = _first_broken(model, dict(model.named_parameters()), "parameter")
+        return parameter or _first_output(model, micro_batches, rule)
     counted = torch.full((1 + rule.loss.depths,), rows.tokens, dtype=torch.float64, device=rule.cut.device)
     micro_batches = tuple(read(batch, rule.cut) for batch in rows.batches)
     try:
@@ -142,25 +150,46 @@ def find_held_out_origin(model: RankModel, rows: Evaluation, rule: StepRule) -> 
         return None
 
 
-def _origin_among_ranks(model: RankModel, optimizer: MasterAdamW) -> Origin:
-    """All ranks find the same: the first broken parameter of any, else the deepest broken gradient."""
-    origin = _first_broken(model, dict(model.named_parameters()), "parameter")
-    origin = origin or _first_broken(model, dict(optimizer.gradients()), "gradient")
-    return origin or Origin(place="sum of gradients", name="")
-
-
 def _first_broken(
     model: RankModel, tensors: Mapping[str, Tensor], place: Literal["parameter", "gradient"]
 ) -> Origin | None:
     """Of all ranks. NaN goes from a layer's gradient to those of all before it, so of gradients the last one counts."""
     own = [name for name, tensor in tensors.items() if not is_finite(own_rows(tensor)[0])]
-    messages = Messages(model.axes.world)
-    names = sorted({name for names in messages.all_gather(own) for name in names}, key=_depth)
-    messages.close()
+    names = sorted({name for names in exchange_json(own, model.axes.world) for name in names}, key=_depth)
     if not names:
         return None
     name = names[0] if place == "parameter" else names[-1]
     return Origin(place=place, name=name, layer=layer_of(name), parameters=tuple(names))
+
+
+def _first_output(model: RankModel, batches: Sequence[MicroBatch], rule: StepRule) -> Origin | None:
+    """Of all ranks: the module, earliest in the order of forward, whose output is not finite, or else the loss."""
+    order = {name: number for number, name in enumerate(name for one in model.modules for name in _inner_first(one))}
+    broken: list[tuple[int, int, int, str]] = []
+
+    def look(name: str, module: nn.Module, inputs: object, output: object) -> None:
+        if not all(is_finite(tensor) for tensor in _tensors(output)):
+            broken.append((*_depth(name)[:2], order[name], name))
+
+    modules = [(name, module) for one in model.modules for name, module in one.named_modules() if name]
+    hooks = [module.register_forward_hook(partial(look, name)) for name, module in modules]
+    model.train(False)
+    nats = held_out_nats(model, batches, rule.loss)
+    model.train()
+    for hook in hooks:
+        hook.remove()
+    found = exchange_json([min(broken, default=None), is_finite(nats)], model.axes.world)
+    if outputs := [output for output, _ in found if output is not None]:
+        name = min(outputs)[-1]
+        return Origin(place="output", name=name, layer=layer_of(name))
+    return None if all(is_good for _, is_good in found) else Origin(place="loss", name="the output projection")
+
+
+def _inner_first(module: nn.Module, path: str = "") -> Iterator[str]:
+    """Paths of modules in the order in which they return: children before parents."""
+    for name, child in module.named_children():
+        yield from _inner_first(child, f"{path}.{name}" if path else name)
+    yield path
 
 
 def _depth(name: str) -> tuple[int, int, str]:

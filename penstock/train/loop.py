@@ -243,6 +243,7 @@ class _Loop:
             peak_memory_bytes=int(self._largest(peak_memory_bytes(self._session.device))),
             forced_balance=moe is not None and moe.balance.force,
             layers=result.layers,
+            left_out=result.left_out,
             evaluation=evaluation,
         )
 

@@ -47,6 +47,9 @@ FIELDS: dict[str, Field] = {
     ),
     "expert_load_max_over_mean": Field("", "Of the least even layer; 1 is even. Null for a dense model."),
     "dropped_slots": Field("slots", "(token, expert) pairs over capacity, all layers together."),
+    "rows_left_out": Field(
+        "rows", "Rows that found no room at their experts (dispatch.bound); if any, the step was made twice, for all."
+    ),
     "auxiliary_loss": Field("", "Balance losses, weighted, all layers together. Not part of `loss`."),
     "forced_balance": Field("", "True if the router's choice is ignored (model.moe.balance.force): benchmark only."),
     "layers": Field("", "One object for each MoE layer, see below."),
@@ -81,6 +84,7 @@ def record(report: StepReport) -> dict[str, Any]:
         "peak_memory_bytes": report.peak_memory_bytes,
         "expert_load_max_over_mean": None if worst is None else worst.max_over_mean,
         "dropped_slots": sum(layer.dropped for layer in report.layers),
+        "rows_left_out": report.left_out,
         "auxiliary_loss": sum(layer.auxiliary_loss for layer in report.layers),
         "forced_balance": report.forced_balance,
         "layers": [_layer_record(layer) for layer in report.layers],

@@ -86,6 +86,7 @@ class StepReport:
     peak_memory_bytes: int
     forced_balance: bool
     layers: tuple[LayerReport, ...]
+    left_out: int
     evaluation: HeldOutLoss | None
 
     @property

@@ -28,8 +28,7 @@ def forward_backward(model: RankModel, batch: GlobalBatch, rule: LossRule) -> Te
         float32, 1 + depths: losses of our rows as parts of the global batch's, main loss first. Only the rank whose
         stage holds the output projection has them; zero elsewhere.
     """
-    device = next(model.modules[0].parameters()).device
-    sums = torch.zeros(1 + rule.depths, device=device)
+    sums = torch.zeros(1 + rule.depths, device=model.device)
     if model.pipeline is None:
         for micro_batch in batch.micro_batches:
             loss = model_loss(model.whole, micro_batch, batch.counted, rule)
@@ -58,8 +57,7 @@ def held_out_nats(model: RankModel, batches: Sequence[MicroBatch], rule: LossRul
     Returns:
         float64 scalar: of our rows; zero on ranks without the output projection.
     """
-    device = next(model.modules[0].parameters()).device
-    nats = torch.zeros((), dtype=torch.float64, device=device)
+    nats = torch.zeros((), dtype=torch.float64, device=model.device)
 
     def loss_of(number: int, hidden: Hidden, decoder: Decoder) -> Tensor:
         whole_TD = all_gather(hidden.main_BSD, rule.tensor, dim=1).flatten(0, 1)

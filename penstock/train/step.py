@@ -2,12 +2,13 @@
 
 The host waits for the device once: when all gradients are there, loss, norm and expert loads are read in one copy. Only
 then is it decided whether to update. So a step that is not finite leaves parameters, moments and expert bias exactly as
-they were, and the update's kernels still run while the host prepares the next step.
+they were, and the update's kernels still run while the host prepares the next step. A step in which rows found no room
+at their experts, on any rank, is made again with room for all (penstock/moe/dispatch/room.py).
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,9 @@ from penstock.config.run import Run
 from penstock.data.batch import Batch
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import LayerLoad, layer_loads, reset_loads, update_expert_bias
+from penstock.moe.dispatch.room import forget_left_out, room_for_all, rows_left_out
 from penstock.parallel.axes import Axis
-from penstock.train.global_batch import CutRule, cut
+from penstock.train.global_batch import CutRule, GlobalBatch, cut
 from penstock.train.loss import LossRule, loss_rule
 from penstock.train.observer import LayerReport
 from penstock.train.optimizer import MasterAdamW
@@ -53,12 +55,14 @@ class StepResult:
         mtp_losses: the same for each multi-token prediction depth.
         gradient_norm: before clipping.
         layers: load of each MoE layer, before the expert bias moved.
+        left_out: rows that found no room at first, over all ranks and layers; above 0 the step was made twice.
     """
 
     loss: float
     mtp_losses: tuple[float, ...]
     gradient_norm: float
     layers: tuple[LayerReport, ...]
+    left_out: int = 0
 
     @property
     def is_finite(self) -> bool:
@@ -109,18 +113,13 @@ def train_step(
     # 1. Count the labels of the global batch, cut our rows, copy them to the device.
     whole = cut(batch, rule.cut)
 
-    # 2. Forward and backward, micro-batch by micro-batch.
-    reset_loads(model.modules)
-    optimizer.zero_gradients()
-    losses = forward_backward(model, whole, rule.loss)
-
-    # 3. Sum over ranks.
-    optimizer.reduce_gradients()
-    norm = optimizer.gradient_norm()
-    losses, loads = _sum_figures(losses, model, rule)
-
-    # 4. Read everything in one copy, and look at it.
-    result = _read(losses, norm, loads)
+    # 2. to 4. Gradients and figures, once more if some rows found no room.
+    result, norm, loads = _differentiate(model, optimizer, whole, rule)
+    if result.left_out:
+        left_out = result.left_out
+        with room_for_all(model.modules):
+            result, norm, loads = _differentiate(model, optimizer, whole, rule)
+        result = replace(result, left_out=left_out)
     if not result.is_finite:
         return result
 
@@ -129,6 +128,25 @@ def train_step(
     optimizer.step(learning_rate)
     update_expert_bias(model.modules, loads)
     return result
+
+
+def _differentiate(
+    model: RankModel, optimizer: MasterAdamW, whole: GlobalBatch, rule: StepRule
+) -> tuple[StepResult, Tensor, list[LayerLoad]]:
+    """Gradients of a global batch; returns the step's figures, and of these what goes on to the update."""
+    # 2. Forward and backward, micro-batch by micro-batch.
+    reset_loads(model.modules)
+    forget_left_out(model.modules)
+    optimizer.zero_gradients()
+    losses = forward_backward(model, whole, rule.loss)
+
+    # 3. Sum over ranks.
+    optimizer.reduce_gradients()
+    norm = optimizer.gradient_norm()
+    figures = _sum_figures(losses, model, rule)
+
+    # 4. Read everything in one copy.
+    return _read(figures, norm), norm, figures.loads
 
 
 def largest(values: Sequence[float], world: Axis, device: torch.device) -> list[float]:
@@ -140,43 +158,66 @@ def largest(values: Sequence[float], world: Axis, device: torch.device) -> list[
     return highest.tolist()
 
 
-def _sum_figures(losses: Tensor, model: RankModel, rule: StepRule) -> tuple[Tensor, list[LayerLoad]]:
-    """Losses and expert loads of the global batch, from those of every rank, in one all-reduce.
+@dataclass(frozen=True)
+class _Figures:
+    """Of the global batch, on the device.
+
+    Attributes:
+        losses: main loss, then those of multi-token prediction.
+        left_out: scalar, rows that found no room.
+        loads: of all MoE layers.
+    """
+
+    losses: Tensor
+    left_out: Tensor
+    loads: list[LayerLoad]
+
+
+def _sum_figures(losses: Tensor, model: RankModel, rule: StepRule) -> _Figures:
+    """Figures of the global batch, from those of every rank, in one all-reduce.
 
     float64 holds counts up to 2**53 exactly.
     """
     loads = layer_loads(model.modules)
+    left_out = rows_left_out(model.modules, losses.device)
     axes = model.axes
     if axes.world.group is None:
-        return losses, loads
+        return _Figures(losses, left_out, loads)
     # Ranks that share the vocabulary have the same loss; one of them says it.
     losses = losses.double() if axes.tensor.rank == 0 else torch.zeros_like(losses, dtype=torch.float64)
     table = losses.new_zeros(len(rule.moe_layers), 2 + rule.experts)
     for load in loads:
         row = table[rule.moe_layers.index(load.layer)]
         row[0], row[1], row[2:] = load.dropped, load.auxiliary_loss, load.slots_E
-    figures = torch.cat((losses, table.flatten()))
+    figures = torch.cat((losses, left_out.double()[None], table.flatten()))
     dist.all_reduce(figures, group=axes.world.group)
-    losses, table = figures[: losses.numel()], figures[losses.numel() :].view_as(table)
-    summed = [LayerLoad(layer, row[2:], row[0], row[1]) for layer, row in zip(rule.moe_layers, table, strict=True)]
-    return losses, summed
+    losses, left_out, table = figures.split((losses.numel(), 1, table.numel()))
+    rows = table.view(len(rule.moe_layers), 2 + rule.experts)
+    summed = [LayerLoad(layer, row[2:], row[0], row[1]) for layer, row in zip(rule.moe_layers, rows, strict=True)]
+    return _Figures(losses, left_out, summed)
 
 
-def _read(losses: Tensor, norm: Tensor, loads: Sequence[LayerLoad]) -> StepResult:
+def _read(figures: _Figures, norm: Tensor) -> StepResult:
     """Copy a step's figures to the host. float64 holds float32 values, and counts up to 2**53, exactly."""
-    pieces = [losses, norm]
-    for load in loads:
+    pieces = [figures.losses, norm, figures.left_out]
+    for load in figures.loads:
         pieces += [load.dropped, load.auxiliary_loss, load.slots_E]
     values = iter(torch.cat([piece.detach().double().reshape(-1) for piece in pieces]).tolist())
 
     def take(count: int) -> list[float]:
         return [next(values) for _ in range(count)]
 
-    main, *depths = take(losses.numel())
-    (gradient_norm,) = take(1)
+    main, *depths = take(figures.losses.numel())
+    gradient_norm, left_out = take(2)
     layers = []
-    for load in loads:
+    for load in figures.loads:
         dropped, auxiliary_loss = take(2)
         slots = tuple(map(int, take(load.slots_E.numel())))
         layers.append(LayerReport(layer=load.layer, slots=slots, dropped=int(dropped), auxiliary_loss=auxiliary_loss))
-    return StepResult(loss=main, mtp_losses=tuple(depths), gradient_norm=gradient_norm, layers=tuple(layers))
+    return StepResult(
+        loss=main,
+        mtp_losses=tuple(depths),
+        gradient_norm=gradient_norm,
+        layers=tuple(layers),
+        left_out=int(left_out),
+    )

@@ -71,10 +71,12 @@ def test_a_rank_that_is_killed_is_started_again_and_loses_nothing(capsys: pytest
     longer = ("training.steps=40", "checkpoint.every=10")
     printed(capsys, "tiny.toml", *longer, "--name", "whole")
 
+    others = multiprocessing.active_children()  # of the pool that other tests share
+
     def kill_after_the_first_checkpoint() -> None:
         while not Path("runs/broken/checkpoints/step-000010/manifest.json").exists():
             time.sleep(0.001)
-        for child in multiprocessing.active_children():
+        for child in set(multiprocessing.active_children()).difference(others):
             child.kill()
 
     watcher = threading.Thread(target=kill_after_the_first_checkpoint, daemon=True)

@@ -247,6 +247,7 @@ def test_a_finished_run_has_nothing_to_go_on_with(capsys: pytest.CaptureFixture[
         (["tiny.toml", "--resume"], "there is no run tiny in runs to resume"),
         (["tiny.toml", "--resume", "--name", "other"], "there is no run other in runs to resume"),
         (["tiny.toml", "--nmae", "x"], "--nmae"),
+        (["tiny.toml", "--rank", "3"], "--rank says which rank --fake-world builds"),
         (["tiny.toml", "data.source=text", "data.files=['gone.txt']"], "gone.txt"),
         (["tiny.toml", "data.source=text", "data.files=['empty.txt']"], "empty"),
         (["tiny.toml", "data.source=text", "data.files=['latin.txt']"], "latin.txt"),

@@ -1,12 +1,13 @@
 """The two views: what stands in them, and that they fit."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from penstock.cli.view import COLUMNS, FORCED_BALANCE, STOPPING, LiveView, PlainView, RunPanel
+from penstock.cli.view import COLUMNS, FORCED_BALANCE, STOPPING, LiveView, PlainView, RunPanel, facts_of
 from penstock.config.model import Balance
 from penstock.config.run import Run
 from penstock.train.observer import LayerReport
@@ -100,6 +101,21 @@ def test_forced_balance_is_marked_everywhere(tmp_path: Path) -> None:
     header, *_, line = lines_of(run, 1, seconds=1.0)
     assert FORCED_BALANCE in header
     assert FORCED_BALANCE in line
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro_batches", "text"),
+    [
+        (1, 1, "4 x 12 tokens"),
+        (1, 2, "4 x 12 tokens in 2 micro-batches"),
+        (2, 1, "4 x 12 tokens in 1 micro-batch on each of 2"),
+    ],
+)
+def test_the_batch_is_that_of_all_ranks_and_its_parts(
+    ranks: int, micro_batches: int, text: str, tmp_path: Path
+) -> None:
+    start = replace(run_start(tiny_run(tmp_path)), ranks=ranks, micro_batches=micro_batches)
+    assert facts_of(start)["batch"] == text
 
 
 def test_plain_lines_are_aligned(tmp_path: Path) -> None:

@@ -39,11 +39,11 @@ REFUSED = {
     ),
     ("batch", 4, ("training.global_batch=24",)): (
         "training.global_batch must be a multiple of training.micro_batch x data-parallel ranks (4 x 4); "
-        "got 24 on 4 ranks; fix: set training.global_batch to 16 or 32"
+        "got 24 on 4 ranks; fix: set training.global_batch to 16 or 32, or training.micro_batch to 2"
     ),
     ("small batch", 4, ()): (
         "training.global_batch must be a multiple of training.micro_batch x data-parallel ranks (4 x 4); "
-        "got 8 on 4 ranks; fix: set training.global_batch to 16"
+        "got 8 on 4 ranks; fix: set training.global_batch to 16, or training.micro_batch to 2"
     ),
     ("micro-batches", 8, (*DUALPIPE, "training.global_batch=112")): (
         "pipeline.schedule dualpipe-v on 4 pipeline ranks has too few micro-batches; got 7; allowed: 8 or more; "
@@ -84,7 +84,7 @@ def test_micro_batches_are_those_of_one_rank() -> None:
     run = unchecked_run(FOLDED)
     assert micro_batches(run, grid_of(run, 8)) == 4
     assert micro_batches(run, grid_of(run, 32)) == 1
-    assert micro_batches(unchecked_run(()), Grid()) == unchecked_run(()).micro_batches
+    assert micro_batches(unchecked_run(()), Grid()) == 2
 
 
 @pytest.mark.parametrize("size", [0, 2, 4, 8, 100])

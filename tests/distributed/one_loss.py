@@ -78,6 +78,7 @@ class Trace:
         norms: gradient norms.
         balance: sums of auxiliary losses and of dropped slots over the layers.
         held_out: loss on held-out rows after the last step.
+        left_out: rows that found no room at first, of each step.
         tensors: of the checkpoint: weights, buffers, moments.
     """
 
@@ -85,6 +86,7 @@ class Trace:
     norms: list[float]
     balance: list[float]
     held_out: float
+    left_out: list[int]
     tensors: dict[str, Tensor] = field(repr=False)
 
 
@@ -108,16 +110,17 @@ def start_session(overrides: tuple[str, ...]) -> Session:
 
 def follow(session: Session, steps: int = STEPS, rate: float = RATE) -> Trace:
     """Train for some steps; what was seen, without tensors."""
-    losses, norms, balance = [], [], []
+    losses, norms, balance, left_out = [], [], [], []
     for _ in range(steps):
         batch = session.state.batches.next_batch()
         result = train_step(session.model, session.state.optimizer, batch, session.rule, rate)
         losses += [result.loss, *result.mtp_losses]
         norms.append(result.gradient_norm)
+        left_out.append(result.left_out)
         balance += [sum(layer.auxiliary_loss for layer in result.layers), sum(layer.dropped for layer in result.layers)]
     assert session.held_out is not None
     held_out = evaluate(session.model, session.held_out, session.rule.cut, session.rule.loss).loss
-    return Trace(losses, norms, balance, held_out, {})
+    return Trace(losses, norms, balance, held_out, left_out, {})
 
 
 def saved_by(session: Session) -> Saved:
@@ -153,7 +156,7 @@ def put_together(results: list[tuple[Trace, Saved]]) -> Trace:
                 whole[region] = values
     for name, tensor in tensors.items():
         assert tensor.isfinite().all(), f"{name} has values that nobody saved"
-    return Trace(first.losses, first.norms, first.balance, first.held_out, tensors)
+    return Trace(first.losses, first.norms, first.balance, first.held_out, first.left_out, tensors)
 
 
 def differences(got: Trace, expected: Trace, start: dict[str, Tensor]) -> dict[str, float]:
@@ -211,6 +214,14 @@ def pipeline(schedule: str, ranks: int = 4, *more: str) -> tuple[str, ...]:
     return layout(*settings, *more)
 
 
+def gathered(stage: int, *settings: str) -> tuple[str, ...]:
+    """Tokens gathered, at a sync-free stage."""
+    return (*layout(*settings), "dispatch.method=all-gather", f"dispatch.sync_free={stage}")
+
+
+NO_ROOM = (*gathered(2, "expert=4"), "dispatch.bound=1.0")
+"""Room for even loads only: every step is made twice."""
+
 CASES = (
     Case("DP 2, optimizer whole", 2, layout("shard=none")),
     Case("DP 4, ZeRO-1", 4, layout("shard=optimizer"), core=True),
@@ -218,6 +229,15 @@ CASES = (
     Case("DP 4, FSDP", 4, layout("shard=full"), core=True),
     Case("DP 4, FSDP in pairs", 4, layout("shard=full", "shard_size=2")),
     Case("EP 4", 4, layout("expert=4"), core=True),
+    Case("EP 4, all-gather, counted", 4, gathered(0, "expert=4")),
+    Case("EP 4, all-gather, sync-free 2", 4, gathered(2, "expert=4")),
+    Case("EP 4, all-gather, sync-free 2, too little room", 4, NO_ROOM),
+    Case("EP 4, all-gather, sync-free 3", 4, gathered(3, "expert=4"), core=True),
+    Case("EP 2 x ETP 2, all-gather, sync-free 3", 4, gathered(3, "expert=2", "expert_tensor=2")),
+    Case("TP 2 folded with EP 4, all-gather, sync-free 2", 4, gathered(2, "tensor=2", "expert=4")),
+    Case("PP 2 x EP 2, ZB-V, all-gather, too little room", 4, (*pipeline("zb-v", 2, "expert=2"), *NO_ROOM[1:])),
+    Case("EP 2 x EDP 2, FSDP, all-gather, too little room", 4, (*layout("expert=2", "shard=full"), *NO_ROOM[1:])),
+    Case("EP 4, all-gather, recompute moe, too little room", 4, (*NO_ROOM, "recompute.modules=moe")),
     Case("EP 2 x EDP 2, ZeRO-1", 4, layout("expert=2")),
     Case("EP 2 x EDP 2, FSDP", 4, layout("expert=2", "shard=full"), core=True),
     Case("ETP 2", 2, layout("expert_tensor=2")),

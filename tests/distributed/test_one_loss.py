@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.one_loss import CASES, TOLERANCES, Case, Trace, differences, pipeline, trace
+from tests.distributed.one_loss import CASES, NO_ROOM, STEPS, TOLERANCES, Case, Trace, differences, pipeline, trace
 from tests.distributed.pool import Pool
 
 Alone = Callable[[tuple[str, ...]], tuple[Trace, dict[str, Tensor]]]
@@ -33,6 +33,18 @@ def test_a_layout_gives_the_figures_of_one_process(case: Case, ranks: Pool, alon
     found = differences(trace(ranks, case.ranks, case.model + case.overrides), expected, start)
     too_large = {figure: value for figure, value in found.items() if not value <= TOLERANCES[figure]}
     assert not too_large, f"allowed: {TOLERANCES}"
+
+
+def test_a_step_whose_rows_find_no_room_is_made_again_and_gives_the_same(ranks: Pool, alone: Alone) -> None:
+    expected, start = alone(())
+    got = trace(ranks, 4, NO_ROOM)
+    assert all(left_out > 0 for left_out in got.left_out), got.left_out
+    assert got.left_out == trace(ranks, 4, NO_ROOM).left_out
+    enough = trace(ranks, 4, (*NO_ROOM, "dispatch.bound=4.0"))
+    assert enough.left_out == [0] * STEPS
+    assert (got.losses, got.norms, got.held_out) == (enough.losses, enough.norms, enough.held_out)
+    found = differences(got, expected, start)
+    assert all(value <= TOLERANCES[figure] for figure, value in found.items()), found
 
 
 def test_in_bf16_putting_weight_gradients_off_changes_nothing(ranks: Pool) -> None:

@@ -68,8 +68,8 @@ PAIRS = {
     ),
 }
 
-IN_BF16 = {"loss": 2e-3, "gradient norm": 2e-2, "held-out loss": 2e-3}
-"""Largest relative difference of runs in bfloat16, whose losses lie 1e-3 apart when sums are taken in another order."""
+IN_BF16 = {"loss": 1e-3, "gradient norm": 2e-2, "parameters": 5e-2, "moments": 0.1, "held-out loss": 1e-3}
+"""The same for runs in bfloat16, where losses of different layouts were seen up to 6e-4 apart."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _uninterrupted(ranks: Pool, folder: Path, model: tuple[str, ...] = ()) -> tu
     whole = ride(ranks, ALONE, folder, 0, STEPS, model)
     seen = whole.seen
     figures = (figures[len(figures) // STEPS * HALF :] for figures in (seen.losses, seen.norms, seen.balance))
-    return whole, Trace(*figures, held_out=seen.held_out, tensors=seen.tensors)
+    return whole, Trace(*figures, held_out=seen.held_out, left_out=seen.left_out[HALF:], tensors=seen.tensors)
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +171,8 @@ def test_in_bf16_a_run_goes_on_from_the_very_float32_weights(
     _assert_equal(second.begun.tensors, first.seen.tensors)
     assert second.places == (first.places[1], whole.places[1])
     found = differences(second.seen, expected, whole.begun.tensors)
-    too_large = {figure: value for figure, value in found.items() if not value <= IN_BF16.get(figure, 1)}
-    assert not too_large, f"{found}; allowed: {IN_BF16}"
+    too_large = {figure: value for figure, value in found.items() if not value <= IN_BF16[figure]}
+    assert not too_large, f"allowed: {IN_BF16}"
 
 
 def test_what_a_pipeline_saved_is_exported_as_one_process_would(

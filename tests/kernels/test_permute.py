@@ -1,5 +1,7 @@
 """Index build, permute and unpermute against their references, and what they become on every chip."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -126,11 +128,34 @@ def test_there_and_back_multiplies_by_k(device: torch.device) -> None:
     assert_close(unpermute(permute(x_TD, order, launch=SMALL), order, launch=SMALL), 2 * x_TD, "round trip")
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_dropped_slots_may_share_a_place_in_an_order_of_fewer_rows(weighted: bool, device: torch.device) -> None:
+    whole = reference.order_rows(_experts(9, 3, 4, device), 4)
+    rows = 11
+    ends_E = whole.counts_E.cumsum(0).clamp(max=rows)
+    order = reference.RowOrder(
+        whole.slots_R[: rows + 1],
+        whole.places_TK.clamp(max=rows),
+        ends_E.diff(prepend=ends_E.new_zeros(1)).int(),
+    )
+    y_RD = torch.randn(rows + 1, 24, device=device)
+    y_RD[rows] = float("nan")  # nobody's
+    weights_TK = torch.rand(9, 3, device=device) if weighted else None
+    results = []
+    for sum_rows in (partial(unpermute, launch=SMALL), reference.unpermute):
+        leaves = [leaf.clone().requires_grad_() for leaf in (y_RD, weights_TK) if leaf is not None]
+        y_TD = sum_rows(leaves[0], order, *leaves[1:])
+        results.append((y_TD, *torch.autograd.grad(y_TD.square().sum(), leaves)))
+    for name, got, expected in zip(("y", "dy", "dweights"), *results, strict=False):
+        last = rows if name == "dy" else len(got)
+        assert_close(got[:last], expected[:last], name)
+
+
 def test_misfits_are_refused(device: torch.device) -> None:
     order = reference.order_rows(_experts(4, 2, 3, device), 3)
     with pytest.raises(KernelError, match="places"):
         permute(torch.zeros(5, 8, device=device), order)
-    with pytest.raises(KernelError, match="one row for each slot"):
+    with pytest.raises(KernelError, match="one row for each place"):
         unpermute(torch.zeros(7, 8, device=device), order)
     with pytest.raises(KernelError, match="weights"):
         unpermute(torch.zeros(8, 8, device=device), order, torch.zeros(4, 3, device=device))

@@ -1,5 +1,7 @@
 """On every layout the ranks together hold the whole model, and know who else holds the same."""
 
+from math import prod
+
 import pytest
 import torch
 from torch import Tensor
@@ -50,7 +52,7 @@ def test_the_pieces_of_all_ranks_tile_every_parameter_as_often_as_there_are_copi
             assert holding.shape == tuple(parameter.shape), name
             for _, there in rectangles(holding):
                 covered[there] += 1
-        copies = {holding.data.size * holding.partial_copies for _, holding in held[name]}
+        copies = {holding.data.size * prod(axis.size for axis in holding.partial) for _, holding in held[name]}
         assert len(copies) == 1, f"{name}: ranks disagree about {copies} copies"
         assert bool((covered == copies.pop()).all()), f"{name} is not covered evenly"
 

@@ -10,7 +10,7 @@ import torch
 from penstock.base.errors import KernelError
 from penstock.config.load import load_run
 from penstock.config.presets.registry import PRESETS
-from penstock.kernels.device_facts import named_device
+from penstock.kernels.device_facts import DeviceFacts, device_facts, named_device
 from penstock.kernels.measured import Entry, Measurements, save
 from penstock.kernels.operators import REFERENCE, TORCH
 from penstock.kernels.questions import shape_of
@@ -105,3 +105,32 @@ def test_a_runs_own_measurements_decide(tmp_path: Path) -> None:
     )
     with pytest.raises(KernelError, match="was measured on another device"):
         kernel_choices(run, replace(H200, name="NVIDIA B200"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "device", "message"),
+    [
+        (
+            ("dispatch.sync_free=1", "kernels.permute=reference"),
+            H200,
+            "dispatch.sync_free=1 cannot be had: the reference form of permute waits for the device; allowed: 0; "
+            "fix: leave kernels.permute and kernels.all at auto where Triton is installed, or set dispatch.sync_free=0",
+        ),
+        (
+            ("dispatch.sync_free=3", "kernels.experts=reference"),
+            H200,
+            "dispatch.sync_free=3 cannot be had: the reference form of experts waits for the device; allowed: 0, 1; "
+            "fix: leave kernels.experts and kernels.all at auto where Triton is installed, or set dispatch.sync_free=1",
+        ),
+    ],
+)
+def test_kernels_that_wait_for_a_gpu_are_refused_from_the_stage_on_that_leaves_them_out(
+    overrides: tuple[str, ...], device: DeviceFacts, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/nowhere"))
+    run = load_run("deepseek-v2-lite", overrides)
+    with pytest.raises(KernelError) as raised:
+        kernel_choices(run, device)
+    assert str(raised.value) == message
+    assert kernel_choices(run, device_facts(CPU, "bf16")), "a CPU waits for nobody"
+    assert kernel_choices(load_run("deepseek-v2-lite", ("dispatch.sync_free=1", "kernels.experts=reference")), device)

@@ -1,5 +1,6 @@
 """A pipeline of small stages on several ranks gives what one process gives that holds them all."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.grid import Grid
 from penstock.layout.schedules import SCHEDULES, schedule
-from penstock.parallel.axes import ALONE, make_axes
+from penstock.parallel.axes import ALONE, Axes, Axis, make_axes
 from penstock.parallel.later import Later, deferrable
 from penstock.parallel.pipeline import Message, Pipeline, StageCall
 from tests.distributed.pool import Pool
@@ -203,6 +204,29 @@ def test_a_stage_that_does_not_use_its_input_is_named() -> None:
 def test_a_message_that_nobody_sends_is_named() -> None:
     with pytest.raises(AssertionError, match="nobody sends .*stage=1"):
         _alone("1F0 0F0 1B0 0B0", 2).train(_calls(2))
+
+
+@pytest.mark.parametrize("has_left", [True, False])
+def test_a_message_that_has_left_gives_up_its_memory(monkeypatch: pytest.MonkeyPatch, has_left: bool) -> None:
+    sent: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    class Work:
+        def is_completed(self) -> bool:
+            return has_left
+
+        def wait(self) -> None: ...
+
+    def send(tensor: Tensor, *_: object, **__: object) -> Work:
+        sent.append(weakref.ref(tensor))
+        alive.append(sum(one() is not None for one in sent))
+        return Work()
+
+    monkeypatch.setattr("torch.distributed.isend", send)
+    axes = Axes(pipeline=Axis(name="pipeline", ranks=(0, 1)))
+    seen = Seen((0,), 2, None, torch.float32)
+    Pipeline(_plan("1f1b", 2), axes, _message()).evaluate(seen.calls(), 3)
+    assert alive == ([1, 1, 1] if has_left else [1, 2, 3])
 
 
 def test_weight_gradients_wait_for_their_turn() -> None:

@@ -211,3 +211,13 @@ def test_comments_and_continued_lines_are_understood() -> None:
     commands = commands_in(text)
     assert [command.words for command in commands] == [["penstock", "train", "debug"]]
     assert commands[0].runs
+
+
+ORDERS = [path for path in sorted(Path("penstock").rglob("__init__.py")) if "Reading order" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", ORDERS, ids=str)
+def test_a_reading_order_names_what_is_there(path: Path) -> None:
+    order = path.read_text().partition("Reading order")[2]
+    for name in re.findall(r"`(\w+)`", order):
+        assert (path.parent / f"{name}.py").is_file() or (path.parent / name).is_dir(), f"{path} names {name}"

@@ -199,7 +199,7 @@ def test_a_rank_that_is_killed_leaves_only_whole_checkpoints(tmp_path: Path) -> 
     try:
         with pytest.raises(WorkerError, match="on rank 1 of 2:\nthe process died") as caught:
             pool.run(2, _save_then_rank_1_is_killed, str(tmp_path))
-        assert "DeviceError: another rank has ended" in str(caught.value)
+        assert "LostRankError: another rank has ended" in str(caught.value)
     finally:
         pool.close()
     assert [name for name in _names(tmp_path) if not name.startswith(".")] == ["step-000001"]

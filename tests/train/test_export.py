@@ -16,13 +16,14 @@ from penstock.models import huggingface
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface import load_huggingface, save_huggingface
-from penstock.parallel.holding import holdings_of, whole
+from penstock.parallel.holding import whole
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.export import export_huggingface
 from penstock.train.state import identity_of
 from tests.distributed.pool import Pool
 from tests.parallel.test_messages import world
 from tests.train.layouts import Layout, ranks_of
+from tests.train.small_model import holdings_of
 from tests.train.tiny_run import tiny_model, tiny_run
 
 

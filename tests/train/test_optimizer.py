@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.parallel.holding import Holding, holdings_of
+from penstock.parallel.holding import Holding
 from penstock.train.adamw import is_decayed
 from penstock.train.optimizer import MasterAdamW
-from tests.train.small_model import SETTINGS, D, F, SmallModel, V, tokens
+from tests.train.small_model import SETTINGS, D, F, SmallModel, V, holdings_of, tokens
 
 RATES = (0.004, 0.01, 0.007)
 

@@ -20,11 +20,11 @@ from penstock.config.parallel import Offload, Parallel
 from penstock.layout.grid import Grid
 from penstock.layout.pieces import Cut, Piece
 from penstock.parallel.axes import Axes, make_axes
-from penstock.parallel.holding import Holding, Part, holdings_of
+from penstock.parallel.holding import Holding, Part
 from penstock.parallel.shard import accumulate_only, shard_fully
 from penstock.train.optimizer import MasterAdamW
 from tests.distributed.pool import Pool
-from tests.train.small_model import SETTINGS
+from tests.train.small_model import SETTINGS, holdings_of
 
 SHAPES = {
     "units.0.up": (6, 3),

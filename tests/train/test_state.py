@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from penstock.base.errors import CheckpointError, DataError
 from penstock.data.batch import Batch
 from penstock.parallel.axes import Axis
-from penstock.parallel.holding import holdings_of
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.state import (
@@ -25,7 +24,7 @@ from penstock.train.state import (
     restore_state,
     save_state,
 )
-from tests.train.small_model import SETTINGS, SmallModel, tokens
+from tests.train.small_model import SETTINGS, SmallModel, holdings_of, tokens
 
 IDENTITY = {"layers": 2, "moe": {"top_k": 4, "experts": 8}, "heads": (1, 2)}
 

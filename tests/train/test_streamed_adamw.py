@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from penstock.config.parallel import Offload
-from penstock.parallel.holding import holdings_of
 from penstock.train.adamw import FusedAdamW
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.streamed_adamw import BYTES, UNIT, StreamedAdamW
-from tests.train.small_model import SETTINGS, SmallModel, tokens
+from tests.train.small_model import SETTINGS, SmallModel, holdings_of, tokens
 
 CPU = torch.device("cpu")
 SHAPES = {

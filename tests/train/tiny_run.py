@@ -112,6 +112,7 @@ def step_report(step: int, **changes: Any) -> StepReport:
             LayerReport(layer=1, slots=(10, 20, 30, 40), dropped=3, auxiliary_loss=0.01),
             LayerReport(layer=2, slots=(25, 25, 25, 25), dropped=0, auxiliary_loss=0.02),
         ),
+        "left_out": 0,
         "evaluation": None,
     }
     return StepReport(**(fields | changes))

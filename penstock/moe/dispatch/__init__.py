@@ -1,1 +1,4 @@
-"""Tokens to their experts and back, behind one contract: `contract` says it, every other file keeps it."""
+"""Tokens to their experts and back, behind one contract.
+
+Reading order: `contract` (the promise), `local` (kept on one rank), `all_to_all` (kept by several), `gathers`.
+"""

@@ -25,6 +25,20 @@ def reorder(rows_R: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
     return reordered
 
 
+def pick_kept(values_TK: Tensor, order: RowOrder) -> Tensor:
+    """The number of each place's slot; zero at places of no expert.
+
+    Args:
+        values_TK: numbers.
+        order: of their slots; it may have fewer places than there are slots.
+
+    Returns:
+        values_R; its gradient is zero at dropped slots, whatever it was at their places.
+    """
+    values_R: Tensor = _PickKept.apply(values_TK, *order)
+    return values_R
+
+
 def spread(x_TD: Tensor, order: RowOrder, operators: Operators) -> Tensor:
     """Copy each token's row to the places of its slots, dropped ones too; the gradient is the sum over the places.
 
@@ -93,6 +107,21 @@ class _Reorder(torch.autograd.Function):
     def backward(ctx: Any, gradient_R: Tensor) -> tuple[Tensor, None, None]:
         (inverse_R,) = ctx.saved_tensors
         return gradient_R.index_select(0, inverse_R), None, None
+
+
+class _PickKept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values_TK: Tensor, slots_R: Tensor, places_TK: Tensor, counts_E: Tensor) -> Tensor:
+        ctx.save_for_backward(places_TK, counts_E)
+        is_used_R = torch.arange(slots_R.numel(), device=slots_R.device) < counts_E.sum()
+        return torch.where(is_used_R, values_TK.reshape(-1).index_select(0, slots_R), 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_R: Tensor) -> tuple[Tensor, None, None, None]:
+        places_TK, counts_E = ctx.saved_tensors
+        picked_TK = gradient_R.index_select(0, places_TK.reshape(-1)).view_as(places_TK)
+        return torch.where(places_TK < counts_E.sum(), picked_TK, 0), None, None, None
 
 
 class _Spread(torch.autograd.Function):

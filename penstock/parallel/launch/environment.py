@@ -36,8 +36,8 @@ READ = {
 }
 """What Penstock listens to, for docs/environment.md."""
 
-_FIRST_PORT, _PORTS = 20_000, 20_000
-"""Ports at which ranks meet under srun: one by the number of the job, so that two jobs on a machine do not meet."""
+FIRST_PORT, PORTS = 20_000, 20_000
+"""Ports at which ranks meet under Slurm: one by the number of the job, so that two jobs on a machine do not meet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def _from_srun(variables: Mapping[str, str], color: bool, threads: int | None) -
     _check_below("SLURM_NODEID", node, len(tasks))
     _check_below("SLURM_LOCALID", local_rank, tasks[node])
     host = variables.get("MASTER_ADDR") or _first_host(variables.get("SLURM_STEP_NODELIST", "")) or "localhost"
-    port = _whole_number(variables, "MASTER_PORT") or _FIRST_PORT + (job + step) % _PORTS
+    port = _whole_number(variables, "MASTER_PORT") or FIRST_PORT + (job + step) % PORTS
     return Environment(
         color=color,
         threads=threads,

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.parallel.launch.environment import FIRST_PORT, PORTS
 from penstock.parallel.launch.host import Vendor
 from penstock.parallel.launch.variables import Facts, settings
 
 STOP_SECONDS = 120
 """Time for the step that runs and its checkpoint: Slurm asks for a stop so long before the end, a pod is given it."""
 
-_PORT, _PORTS = 20_000, 20_000
 _RESOURCE: dict[Vendor, str] = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
 
 
@@ -95,7 +95,7 @@ def slurm_script(job: Job, options: dict[str, str], container: str | None = None
         "# run goes on from the newest checkpoint.",
         'machines=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         "first=${machines%%$'\\n'*}",
-        f"port=$(({_PORT} + SLURM_JOB_ID % {_PORTS}))",
+        f"port=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))",
         "",
         " \\\n    ".join(command),
         "",

@@ -26,12 +26,14 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from penstock.base.errors import DeviceError
+from penstock.base.errors import FAILED, WRONG_INPUT, ConfigError, DeviceError
+from penstock.config.fit import grid_of
 from penstock.config.run import Run
 from penstock.parallel.launch.environment import Environment, environment_for_children
 from penstock.parallel.launch.variables import Facts
 
-WRONG_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+INTERRUPTED = 130
+"""Exit code of a rank that Ctrl-C ended."""
 
 LOCALHOST = "127.0.0.1"
 """An address, not a name: nothing is looked up."""
@@ -74,7 +76,8 @@ def processes_to_start(run: Run, environment: Environment, asked: int | None) ->
     Args:
         run: whose device decides whether GPUs count.
         environment: says whether this is a rank already.
-        asked: `--processes`, or None for one process for each GPU.
+        asked: `--processes`, or None for one process for each GPU, or for as many of them as the run can use: a small
+            batch may not divide among all.
 
     Raises:
         DeviceError: this is a rank already, or there are fewer GPUs than processes.
@@ -92,7 +95,17 @@ def processes_to_start(run: Run, environment: Environment, asked: int | None) ->
         raise DeviceError(
             "--processes is more than the GPUs of this machine", got=asked, allowed=gpus, fix="device=cpu runs on none"
         )
-    return max(1, gpus) if asked is None else asked
+    if asked is not None:
+        return asked
+    return next((ranks for ranks in range(gpus, 0, -1) if _fits(run, ranks)), max(1, gpus))
+
+
+def _fits(run: Run, ranks: int) -> bool:
+    try:
+        grid_of(run, ranks)
+    except ConfigError:
+        return False
+    return True
 
 
 def run_processes(work: Work, words: Sequence[str], launch: LocalLaunch) -> int:
@@ -164,7 +177,7 @@ def _end_of(failure: ProcessFailure) -> str:
 
 
 class _Passing:
-    """While it is entered, SIGINT and SIGTERM go on to the ranks instead of ending the launcher.
+    """While it is entered, SIGINT and SIGTERM go on to processes started since, instead of ending the launcher.
 
     Attributes:
         signal: the first that came, or None.
@@ -174,6 +187,7 @@ class _Passing:
         self.signal: signal.Signals | None = None
 
     def __enter__(self) -> "_Passing":
+        self._others = multiprocessing.active_children()
         self._previous = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
@@ -185,7 +199,7 @@ class _Passing:
         if self.signal is None:
             self.signal = signal.Signals(number)
         for child in multiprocessing.active_children():
-            if child.pid is not None:
+            if child.pid is not None and child not in self._others:
                 os.kill(child.pid, number)
 
 

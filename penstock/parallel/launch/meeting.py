@@ -32,13 +32,10 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from penstock.base.errors import DeviceError, PenstockError
+from penstock.base.errors import FAILED, DeviceError, PenstockError
 from penstock.parallel.launch.environment import Environment
 
 Json = TypeVar("Json")
-
-WRONG_INPUT, FAILED = 2, 1
-"""Exit codes of a rank that leaves because another one has failed."""
 
 LOOK_SECONDS = 0.1
 LAST_WORD_SECONDS = 10.0
@@ -147,7 +144,7 @@ class Meeting:
     ) -> None:
         if self.world == 1 or not isinstance(error, Exception):
             return
-        code, is_first = WRONG_INPUT if isinstance(error, PenstockError) else FAILED, self.first_to_fail()
+        code, is_first = error.exit_code if isinstance(error, PenstockError) else FAILED, self.first_to_fail()
         if is_first and self.store is not None:
             self.store.set("code", str(code))
         if dist.is_initialized() and dist.get_backend() == "gloo":

@@ -1,0 +1,421 @@
+"""Dispatch and combine alone, on the GPUs of one node: right first, then fast.
+
+    torchrun --nproc-per-node 4 -m benchmarks.dispatch --output dispatch.json
+    torchrun --nproc-per-node 4 -m benchmarks.dispatch --only exact,steps              # minutes at most, to begin with
+    torchrun --nproc-per-node 4 -m benchmarks.dispatch --only vdev --output vdev.json  # NVSHMEM needs its own processes
+
+    exact     outputs and gradients of `symmetric` on adversarial routings, in whole numbers: bit for bit what they must be
+    close     the same in bfloat16 through real experts, against `all_to_all`
+    steps     1,000 steps with changing routing, two layers in flight, ranks delayed at random: bit for bit again
+    programs  how many programs a push needs
+    speed     dispatch and combine of `symmetric` (launched one by one, and replayed from a graph) and of `all_to_all`
+    vdev      torch's all_to_all_vdev_2d of the same rows, without de-duplication
+
+Times are those of the slowest rank. Useful bytes are those that must leave a rank: each token's row once for each other
+rank that needs it; `GB/s` divides them by the time whatever was really sent. Every section ends after `--patience`
+seconds, whatever hangs, and what was measured until then is in the file.
+"""
+
+import argparse
+import faulthandler
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _symmetric_memory
+
+from benchmarks import record
+from penstock.kernels.symmetric import PUSH_LAUNCH, RETURN_LAUNCH
+from penstock.kernels.triton_operators import TRITON
+from penstock.layout.experts import ExpertPlacement
+from penstock.layout.grid import Grid
+from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
+from penstock.moe.dispatch.contract import Dispatcher
+from penstock.moe.dispatch.room import Room
+from penstock.moe.dispatch.symmetric import SymmetricDispatcher, links_of
+from penstock.moe.routing import Routing
+from penstock.parallel.axes import Axis, make_axes
+from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers, allocate
+
+KINDS = ("even", "skewed", "all on the last rank", "one expert", "some dropped", "all dropped", "one sender")
+CALLS_OF_A_GRAPH = 8
+RUNS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What decides the cost; letters as in penstock/base/shapes.py."""
+
+    name: str
+    D: int
+    E: int
+    K: int
+
+
+V2_LITE = Shape(name="V2-Lite", D=2048, E=64, K=6)
+V3 = Shape(name="V3", D=7168, E=256, K=8)
+SMALL = Shape(name="small", D=512, E=16, K=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One rank's place, and what its sections share."""
+
+    axis: Axis
+    device: torch.device
+
+    def say(self, text: str) -> None:
+        if self.axis.rank == 0:
+            print(text, flush=True)
+
+    def placement(self, shape: Shape) -> ExpertPlacement:
+        return ExpertPlacement(experts=shape.E, expert=self.axis.size)
+
+    def buffers(self, shape: Shape, tokens: int, dtype: torch.dtype) -> SymmetricBuffers:
+        width = shape.D * dtype.itemsize
+        sizes = BufferSizes(tokens=tokens, top_k=shape.K, row_bytes=width, ranks=self.axis.size)
+        return allocate(sizes, self.axis, self.device)
+
+    def worst(self, value: float) -> float:
+        worst = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        return worst.item()
+
+
+def main() -> None:
+    options = parse_arguments()
+    dist.init_process_group("nccl")
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    axis = make_axes(Grid(world=dist.get_world_size(), expert=dist.get_world_size())).expert
+    machine = Machine(axis=axis, device=device)
+    numbers: dict[str, Any] = {}
+    for name in options.only.split(","):
+        machine.say(f"== {name}")
+        # The only clock that runs while the host waits for a device that hangs.
+        faulthandler.dump_traceback_later(options.patience, exit=True, file=sys.stderr)
+        rows = numbers[name] = []
+        for row in SECTIONS[name](machine, options):
+            rows.append(row)
+            machine.say("  " + "  ".join(f"{key} {number_text(value)}" for key, value in row.items()))
+            if axis.rank == 0:
+                record.write(options, numbers, ranks=axis.size)
+        faulthandler.cancel_dump_traceback_later()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="exact,close,steps,programs,speed", help="sections, in this order")
+    parser.add_argument("--patience", type=int, default=150, help="seconds of a section")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--tokens", default="1024,2048,4096,8192,16384,32768", help="of a rank")
+    record.add_arguments(parser)
+    return parser.parse_args()
+
+
+def number_text(value: object) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def choices(kind: str, shape: Shape, tokens: int, machine: Machine, seed: int = 0) -> Tensor:
+    """Choices of our tokens; the number of experts is a dropped slot."""
+    generator = torch.Generator(machine.device).manual_seed(seed * machine.axis.size + machine.axis.rank)
+    scores_TE = torch.rand(tokens, shape.E, generator=generator, device=machine.device)
+    if kind == "skewed":
+        # Gumbel noise on a load that falls by e over a quarter of the experts.
+        scores_TE = -(-scores_TE.clamp(1e-9, 1 - 1e-7).log()).log()
+        scores_TE -= torch.arange(shape.E, device=machine.device) / (shape.E / 4)
+    if kind == "all on the last rank":
+        scores_TE[:, : -(shape.E // machine.axis.size)] -= 2
+    experts_TK = scores_TE.topk(shape.K).indices
+    drop_TK = torch.zeros_like(experts_TK, dtype=torch.bool)
+    if kind == "one expert":
+        experts_TK[:, 0] = 1
+        drop_TK[:, 1:] = True
+    if kind == "some dropped":
+        drop_TK = torch.rand(experts_TK.shape, generator=generator, device=machine.device) < 0.4
+    if kind == "all dropped":
+        drop_TK[:] = True
+    if kind == "one sender":
+        drop_TK[:] = machine.axis.rank != 0
+    return experts_TK.masked_fill(drop_TK, shape.E)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exact:
+    """One layer in whole numbers: expert i multiplies by i % 3 + 1 and by the weight, 1 or 2; no sum is ever rounded."""
+
+    x_TD: Tensor
+    weights_TK: Tensor
+    experts_TK: Tensor
+    direction_TD: Tensor
+    experts: int
+
+    @staticmethod
+    def draw(shape: Shape, experts_TK: Tensor) -> "Exact":
+        small = [torch.randint(-4, 5, (len(experts_TK), shape.D), device=experts_TK.device).float() for _ in range(2)]
+        weights_TK = torch.randint(1, 3, experts_TK.shape, device=experts_TK.device).float()
+        weights_TK = weights_TK.masked_fill(experts_TK == shape.E, 0)
+        return Exact(
+            x_TD=small[0].requires_grad_(),
+            weights_TK=weights_TK.requires_grad_(),
+            experts_TK=experts_TK,
+            direction_TD=small[1],
+            experts=shape.E,
+        )
+
+    def begin(self, dispatcher: Dispatcher, first: int) -> Callable[[], Tensor]:
+        """Dispatch; the function that is returned does the rest."""
+        rows, receipt = dispatcher.dispatch(self.x_TD, Routing(self.weights_TK, self.experts_TK))
+        place_R = torch.arange(len(rows.weights_R), device=rows.x_ND.device)
+        ends_e = rows.counts_e.cumsum(0)
+        expert_R = torch.searchsorted(ends_e, place_R, right=True).clamp(max=len(ends_e) - 1)
+        factor_R = (expert_R + first) % 3 + 1.0
+        used_R1 = (place_R < ends_e[-1])[:, None]
+        y_RD = torch.where(used_R1, rows.x_ND[rows.index_R] * (rows.weights_R * factor_R)[:, None], 0)
+        return lambda: dispatcher.combine(y_RD, receipt)
+
+    def wrong(self, y_TD: Tensor, dx_TD: Tensor, dweights_TK: Tensor) -> Tensor:
+        """How many numbers are not what they must be; stays on the device."""
+        kept_TK = self.experts_TK < self.experts
+        factor_TK = (self.experts_TK % 3 + 1.0) * kept_TK
+        scale_T1 = (self.weights_TK * factor_TK).sum(1, keepdim=True)
+        dot_T1 = (self.x_TD * self.direction_TD).sum(1, keepdim=True)
+        pairs = [(y_TD, self.x_TD * scale_T1), (dx_TD, self.direction_TD * scale_T1), (dweights_TK, dot_T1 * factor_TK)]
+        return sum((one != other).sum() for one, other in pairs)
+
+
+def exact_step(machine: Machine, dispatcher: SymmetricDispatcher, layers: list[Exact]) -> Tensor:
+    """Forward and backward of layers that are all in flight at once; how many numbers are wrong."""
+    first = dispatcher.placement.experts_of(machine.axis.rank).start
+    outputs = [finish() for finish in [layer.begin(dispatcher, first) for layer in layers]]
+    leaves = [leaf for layer in layers for leaf in (layer.x_TD, layer.weights_TK)]
+    gradients = torch.autograd.grad(outputs, leaves, [layer.direction_TD for layer in layers])
+    parts = zip(layers, outputs, gradients[::2], gradients[1::2], strict=True)
+    return sum(layer.wrong(*results) for layer, *results in parts)
+
+
+def exact(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for shape in (SMALL, replace(SMALL, K=1), replace(SMALL, K=8)):
+        buffers = machine.buffers(shape, 512, torch.float32)
+        dispatcher = symmetric(machine, shape, buffers)
+        for kind in KINDS:
+            for tokens in (1, 7, 512):
+                layer = Exact.draw(shape, choices(kind, shape, tokens, machine))
+                wrong = machine.worst(float(exact_step(machine, dispatcher, [layer])))
+                buffers.check()
+                yield {"routing": kind, "top_k": shape.K, "tokens": tokens, "wrong_numbers": wrong}
+                assert wrong == 0, "rows were lost or mixed up"
+
+
+def steps(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    buffers = machine.buffers(SMALL, 1024, torch.float32)
+    dispatcher = symmetric(machine, SMALL, buffers)
+    wrong = torch.zeros((), dtype=torch.int64, device=machine.device)
+    delays = torch.Generator().manual_seed(machine.axis.rank)
+    for step in range(1, options.steps + 1):
+        kinds = (KINDS[step % 2], KINDS[step % len(KINDS)])
+        layers = [Exact.draw(SMALL, choices(kind, SMALL, 1024, machine, 2 * step + n)) for n, kind in enumerate(kinds)]
+        torch.cuda._sleep(int(torch.randint(0, 400_000, (), generator=delays)))
+        wrong += exact_step(machine, dispatcher, layers)
+        if step % 100 == 0:
+            buffers.check()
+            row = {"steps": step, "wrong_numbers": machine.worst(float(wrong))}
+            yield row
+            assert row["wrong_numbers"] == 0, "rows were lost or mixed up"
+
+
+def close(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    shape, tokens, width = V2_LITE, 2048, 256
+    buffers = machine.buffers(shape, tokens, torch.bfloat16)
+    placement = machine.placement(shape)
+    dispatchers = (symmetric(machine, shape, buffers), AllToAllDispatcher(placement, machine.axis, TRITON))
+    torch.manual_seed(machine.axis.rank)
+    normal = {"device": machine.device, "dtype": torch.bfloat16}
+    gate_up = torch.randn(placement.per_place, 2 * width, shape.D, **normal) * shape.D**-0.5
+    down = torch.randn(placement.per_place, shape.D, width, **normal) * width**-0.5
+    for kind in KINDS:
+        experts_TK = choices(kind, shape, tokens, machine)
+        weights_TK = torch.rand(experts_TK.shape, device=machine.device).masked_fill(experts_TK == shape.E, 0)
+        leaves = [torch.randn(tokens, shape.D, **normal), weights_TK, gate_up, down]
+        direction_TD = torch.randn(tokens, shape.D, **normal)
+        results = []
+        for dispatcher in dispatchers:
+            x_TD, weights, *matrices = [leaf.clone().requires_grad_() for leaf in leaves]
+            rows, receipt = dispatcher.dispatch(x_TD, Routing(weights, experts_TK))
+            y_RD = TRITON.expert_ffn(
+                rows.x_ND, *matrices, rows.counts_e, rows.weights_R, rows.index_R, places_TK=rows.places_NK
+            )
+            y_TD = dispatcher.combine(y_RD, receipt)
+            gradients = torch.autograd.grad((y_TD * direction_TD).sum(), (x_TD, weights, *matrices))
+            results.append((y_TD, gradients[0], gradients[1] * (experts_TK < shape.E), *gradients[2:]))
+        gaps = [relative_gap(one.float(), other.float()) for one, other in zip(*results, strict=True)]
+        buffers.check()
+        names = ("y", "dx", "dweights", "dgate_up", "ddown")
+        row = {name: machine.worst(gap) for name, gap in zip(names, gaps, strict=True)}
+        yield {"routing": kind, **row}
+        assert max(row.values()) < 0.02, "further apart than bfloat16 rounds"
+
+
+def relative_gap(one: Tensor, other: Tensor) -> float:
+    return ((one - other).norm() / other.norm().clamp(min=1e-20)).item()
+
+
+def symmetric(
+    machine: Machine, shape: Shape, buffers: SymmetricBuffers, programs: int = 0, bound: float = 0
+) -> SymmetricDispatcher:
+    placement = machine.placement(shape)
+    links = links_of(placement, buffers)
+    if programs:
+        push, back = (replace(launch, programs=programs) for launch in (PUSH_LAUNCH, RETURN_LAUNCH))
+        links = replace(links, push=push, back=back)
+    room = Room(placement, bound).to(machine.device) if bound else None
+    return SymmetricDispatcher(placement, links, TRITON, room)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """One routing at one size, and what it must move."""
+
+    shape: Shape
+    tokens: int
+    kind: str
+    x_TD: Tensor
+    routing: Routing
+    useful_bytes: float
+    bound: float
+
+    @staticmethod
+    def draw(machine: Machine, shape: Shape, tokens: int, kind: str) -> "Traffic":
+        experts_TK = choices(kind, shape, tokens, machine)
+        rank_TK = experts_TK // (shape.E // machine.axis.size)
+        needed_TW = torch.zeros(tokens, machine.axis.size, dtype=torch.bool, device=machine.device)
+        needed_TW.scatter_(1, rank_TK, True)
+        needed_TW[:, machine.axis.rank] = False
+        useful = needed_TW.sum().double() * shape.D * 2
+        counts_W = torch.bincount(rank_TK.flatten(), minlength=machine.axis.size)
+        dist.all_reduce(useful)
+        dist.all_reduce(counts_W)
+        return Traffic(
+            shape=shape,
+            tokens=tokens,
+            kind=kind,
+            x_TD=torch.randn(tokens, shape.D, device=machine.device, dtype=torch.bfloat16),
+            routing=Routing(torch.rand(experts_TK.shape, device=machine.device), experts_TK),
+            useful_bytes=useful.item() / machine.axis.size,
+            bound=1.05 * counts_W.max().item() / (tokens * shape.K),
+        )
+
+    def row(self, way: str, seconds: tuple[float, float]) -> dict[str, Any]:
+        row = {"shape": self.shape.name, "tokens": self.tokens, "routing": self.kind, "way": way}
+        for name, time in zip(("dispatch", "combine"), seconds, strict=True):
+            row[f"{name}_us"] = time * 1e6
+            row[f"{name}_GB/s"] = self.useful_bytes / time / 1e9
+        return row | {"useful_MB": self.useful_bytes / 1e6}
+
+
+@torch.no_grad()
+def time_both(machine: Machine, dispatcher: Dispatcher, traffic: Traffic, graph: bool) -> tuple[float, float]:
+    """Seconds of a dispatch and of a combine."""
+    rows, receipt = dispatcher.dispatch(traffic.x_TD, traffic.routing)
+    y_RD = torch.randn(len(rows.weights_R), traffic.shape.D, device=machine.device, dtype=torch.bfloat16)
+    calls = (
+        lambda: dispatcher.dispatch(traffic.x_TD, traffic.routing),
+        lambda: dispatcher.combine(y_RD, receipt),
+    )
+    first, second = (time_call(machine, call, graph) for call in calls)
+    return first, second
+
+
+def time_call(machine: Machine, call: Callable[[], object], graph: bool) -> float:
+    for _ in range(3):
+        call()
+    calls = 1
+    if graph:
+        captured, calls = torch.cuda.CUDAGraph(), CALLS_OF_A_GRAPH
+        with torch.cuda.graph(captured, capture_error_mode="thread_local"):
+            for _ in range(calls):
+                call()
+        call = captured.replay
+        call()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(RUNS + 1)]
+    torch.cuda.synchronize()
+    dist.barrier()
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    torch.cuda.synchronize()
+    times = [one.elapsed_time(other) for one, other in zip(events, events[1:], strict=False)]
+    return machine.worst(statistics.median(times)) / 1000 / calls
+
+
+def programs(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for shape in (V2_LITE, V3):
+        traffic = Traffic.draw(machine, shape, 8192, "even")
+        buffers = machine.buffers(shape, 8192, torch.bfloat16)
+        for count in (8, 16, 24, 32, 64, 132, 264):
+            dispatcher = symmetric(machine, shape, buffers, count, traffic.bound)
+            yield traffic.row("symmetric, graph", time_both(machine, dispatcher, traffic, True)) | {"programs": count}
+            buffers.check()
+
+
+def speed(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for shape in (V2_LITE, V3):
+        sizes = [int(size) for size in options.tokens.split(",")]
+        buffers = machine.buffers(shape, max(sizes), torch.bfloat16)
+        for tokens in sizes:
+            for kind in ("even", "skewed"):
+                traffic = Traffic.draw(machine, shape, tokens, kind)
+                ours = symmetric(machine, shape, buffers, 0, traffic.bound)
+                theirs = AllToAllDispatcher(machine.placement(shape), machine.axis, TRITON)
+                used = {"programs": [PUSH_LAUNCH.programs, RETURN_LAUNCH.programs]}
+                yield traffic.row("all_to_all", time_both(machine, theirs, traffic, False))
+                yield traffic.row("symmetric", time_both(machine, ours, traffic, False)) | used
+                yield traffic.row("symmetric, graph", time_both(machine, ours, traffic, True)) | used
+                buffers.check()
+        del buffers, ours
+
+
+def vdev(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One row for each choice, already in the order of the experts: the ordering is not in the time."""
+    _symmetric_memory.set_backend("NVSHMEM")
+    group = machine.axis.group.group_name
+    for shape in (V2_LITE, V3):
+        for tokens in (1024, 8192):
+            traffic = Traffic.draw(machine, shape, tokens, "even")
+            slots, experts = tokens * shape.K, shape.E
+            room = int(slots * traffic.bound) + 16 * experts
+            make = {"dtype": torch.bfloat16, "device": machine.device}
+            sent = _symmetric_memory.empty(slots, shape.D, **make)
+            received = _symmetric_memory.empty(room, shape.D, **make)
+            splits = _symmetric_memory.empty(experts, dtype=torch.int64, device=machine.device)
+            arrived = _symmetric_memory.empty(2, experts, dtype=torch.int64, device=machine.device)
+            for tensor in (sent, received, splits, arrived):
+                _symmetric_memory.rendezvous(tensor, group)
+            splits.copy_(torch.bincount(traffic.routing.experts_TK.flatten(), minlength=experts))
+            arguments = (sent, received, splits, arrived, group)
+            seconds = time_call(machine, lambda of=arguments: torch.ops.symm_mem.all_to_all_vdev_2d(*of), False)
+            row = traffic.row("all_to_all_vdev_2d", (seconds, seconds))
+            yield {key: value for key, value in row.items() if "combine" not in key}
+
+
+SECTIONS: dict[str, Callable[[Machine, argparse.Namespace], Iterator[dict[str, Any]]]] = {
+    "exact": exact,
+    "close": close,
+    "steps": steps,
+    "programs": programs,
+    "speed": speed,
+    "vdev": vdev,
+}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The promise kept by gathering: every rank sees all tokens and works on those that chose its experts.
+
+    dispatch   tokens of all ranks gathered; their choices and weights gathered, in one message
+               slots ordered by OUR experts; those of other ranks' experts come last, as if dropped
+    experts    read the gathered tokens through an index: no copy brings them into order
+    combine    what our experts give for each gathered token summed, in float32
+               sums of all ranks added up where the token came from (reduce-scatter)
+
+A token crosses once to every other rank, needed there or not, but never once for each choice. Of all shapes only the
+number of rows depends on the routing: with a `Room` it is what that says, without one the host reads how many there
+are. The parts of an expert that several ranks share ("expert tensor parallelism") need no case of their own: each rank
+takes its part of each expert's rows, and the sum at the token adds them up.
+
+Simpler than a dispatch that sends a token only where it is needed, which sends less; docs/dispatch.md has the numbers.
+Sums over ranks are taken in the dtype of the tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.operators import Operators
+from penstock.kernels.reference import RowOrder
+from penstock.layout.experts import ExpertPlacement
+from penstock.moe.dispatch.contract import ExpertRows, Receipt
+from penstock.moe.dispatch.gathers import pick_kept
+from penstock.moe.dispatch.room import Room
+from penstock.moe.routing import Routing
+from penstock.parallel.activations.region import is_replaying
+from penstock.parallel.axes import Axis
+from penstock.parallel.collectives import all_gather, reduce_scatter
+
+
+@dataclass(frozen=True)
+class AllGatherDispatcher:
+    """Gathers all tokens of the axis; each of its ranks has the same number of them.
+
+    Attributes:
+        placement: who holds which experts.
+        axis: its places.
+        operators: kernels to run on.
+        room: says how many rows the experts have room for; None asks the device, and the host waits.
+    """
+
+    placement: ExpertPlacement
+    axis: Axis
+    operators: Operators
+    room: Room | None = None
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
+        """See `Dispatcher.dispatch`. All ranks of the axis call it."""
+        x_ND = all_gather(x_TD, self.axis, dim=0)
+        weights_NK, experts_NK = _gather_choices(routing, self.axis)
+        own_NK = _as_local(experts_NK, self.placement, self.axis.rank)
+        order = self._make_room(self.operators.order_rows(own_NK, self.placement.per_place))
+        weights_R = pick_kept(weights_NK, order)
+        rows = ExpertRows(x_ND, order.slots_R // own_NK.shape[1], weights_R, order.counts_E, places_NK=order.places_TK)
+        return rows, Receipt(order)
+
+    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
+        """See `Dispatcher.combine`. All ranks of the axis call it."""
+        return reduce_scatter(self.operators.unpermute(y_RD, receipt.order), self.axis, dim=0)
+
+    def _make_room(self, order: RowOrder) -> RowOrder:
+        """The order with as many rows as there is room for."""
+        tokens, top_k = order.places_TK.shape
+        if self.room is None:
+            return first_rows(order, int(order.counts_E.sum()))
+        rows = self.room.rows(tokens, top_k)
+        if self.room.training and not is_replaying():
+            self.room.left_out += (order.counts_E.sum() - rows).clamp(min=0)
+        return first_rows(order, rows)
+
+
+def first_rows(order: RowOrder, rows: int) -> RowOrder:
+    """Keep the slots of the first rows; the others are dropped.
+
+    With places_TK = [[1, 0], [2, 3]] and counts_E = [1, 2, 1], two rows leave counts_E = [1, 1, 0] and
+    places_TK = [[1, 0], [2, 2]]: the third row is nobody's, and dropped slots share it.
+
+    Args:
+        order: of all slots.
+        rows: that are kept, if there are so many.
+
+    Returns:
+        An order of rows + 1 places, or the same if it has no more. Dropped slots may have one place together, past the
+        last expert's.
+    """
+    if rows >= order.slots_R.numel():
+        return order
+    ends_E = order.counts_E.cumsum(0).clamp(max=rows)
+    counts_E = ends_E.diff(prepend=ends_E.new_zeros(1)).int()
+    return RowOrder(order.slots_R[: rows + 1], order.places_TK.clamp(max=rows), counts_E)
+
+
+def _gather_choices(routing: Routing, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Weights and expert ids of all ranks' tokens, in one message: ids travel as the bits of float32 numbers."""
+    if axis.size == 1:
+        return routing.weights_TK, routing.experts_TK
+    bits_TK = routing.experts_TK.int().view(torch.float32)
+    packed = all_gather(torch.cat((routing.weights_TK, bits_TK), dim=1), axis, dim=0)
+    weights_NK, bits_NK = packed.chunk(2, dim=1)
+    return weights_NK, bits_NK.detach().view(torch.int32).long()
+
+
+def _as_local(experts_NK: Tensor, placement: ExpertPlacement, place: int) -> Tensor:
+    """Ids among the experts of a place; `per_place`, which marks a dropped slot, for all others."""
+    own = placement.experts_of(place)
+    is_own_NK = (experts_NK >= own.start) & (experts_NK < own.stop)
+    return torch.where(is_own_NK, experts_NK - own.start, placement.per_place)

@@ -1,0 +1,232 @@
+"""What goes wrong on one rank ends all of them, once, with one line and a checkpoint."""
+
+import json
+import math
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from penstock.base.errors import NonFiniteError
+from penstock.cli.main import main
+from penstock.config.load import dump_toml
+from penstock.config.training import Checkpoint, Evaluation, Training
+from penstock.train.loop import Progress, open_store, train_run
+from penstock.train.observer import StepReport
+from penstock.train.run_folder import RunFolder
+from penstock.train.setup import Session
+from penstock.train.state import restore_state
+from penstock.train.stop import StopRequest
+from tests.distributed.one_loss import Saved, layout, pipeline, saved_by, start_session, trace
+from tests.distributed.pool import Pool
+from tests.train.tiny_run import Recorder, tiny_run
+
+# A figure that is not finite
+
+
+class _Spoiler(Recorder):
+    """Does harm on one rank after the first step, and keeps the state that the second begins with."""
+
+    def __init__(self, session: Session, where: str, rank: int) -> None:
+        super().__init__()
+        self._session, self._where, self._does_harm = session, where, dist.get_rank() == rank
+
+    def stepped(self, report: StepReport) -> None:
+        super().stepped(report)
+        if self._does_harm:
+            kind, name = self._where.split()
+            _spoil(self._session, kind, name)
+        self.left = saved_by(self._session)
+        self.place = self._session.state.batches.state()
+
+
+def _spoil(session: Session, kind: str, name: str) -> None:
+    if kind == "parameter":
+        parameter = dict(session.model.named_parameters())[name]
+        with torch.no_grad():
+            parameter.view(-1)[-1] = math.inf
+        return
+    module = next(one for stage in session.model.modules for path, one in stage.named_modules() if path == name)
+    module.register_forward_hook(_spoiled_gradient if kind == "gradient" else _spoiled_output)
+
+
+def _spoiled_output(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    return output * math.nan
+
+
+def _spoiled_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient * math.nan)
+    return output
+
+
+def _halted(overrides: tuple[str, ...], folder: str, where: str, rank: int) -> tuple[str, bool]:
+    """The line that ends this rank, and whether what was saved is the state before the step."""
+    session = start_session((*overrides, f'record.folder="{folder}"'))
+    store = open_store(session.run, RunFolder(Path(folder)), session.axes.world)
+    spoiler = _Spoiler(session, where, rank)
+    with pytest.raises(NonFiniteError) as refusal:
+        train_run(session, RunFolder(Path(folder)), store, Progress(), [spoiler], StopRequest())
+
+    again = start_session((*overrides, f'record.folder="{folder}"'))
+    reader = open_store(again.run, RunFolder(Path(folder)), again.axes.world)
+    restore_state(reader, 1, again.state)
+    reader.close()
+    is_same = again.state.batches.state() == spoiler.place
+    again.state.batches.close()
+    return str(refusal.value), is_same and _equal(saved_by(again), spoiler.left)
+
+
+def _equal(one: Saved, other: Saved) -> bool:
+    return [entry[:2] for entry in one] == [entry[:2] for entry in other] and all(
+        offset == there and torch.equal(values, expected)
+        for (_, _, pieces), (_, _, wanted) in zip(one, other, strict=True)
+        for (offset, values), (there, expected) in zip(pieces, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("count", "overrides", "where", "rank"),
+    [
+        (2, layout("expert=2"), "parameter blocks.5.ffn.experts.down_eDF", 1),
+        (4, layout("expert=2", "shard=full"), "output blocks.3.attention", 2),
+        (4, pipeline("zb-v", 2, "expert=2"), "output blocks.4.ffn", 3),
+        (2, layout("shard=optimizer"), "gradient blocks.4.ffn.experts", 1),
+    ],
+)
+def test_what_breaks_on_one_rank_ends_all_with_its_place_and_the_state_before(
+    count: int, overrides: tuple[str, ...], where: str, rank: int, ranks: Pool, tmp_path: Path
+) -> None:
+    lines, same = zip(*ranks.run(count, _halted, overrides, str(tmp_path), where, rank), strict=True)
+    assert len(set(lines)) == 1
+    kind, name = where.split()
+    layer = int(name.split(".")[1])
+    report = json.loads((tmp_path / "nonfinite.json").read_text())
+    origin = report["origin"]
+    assert (report["step"], origin["place"], origin["layer"]) == (2, kind, layer)
+    assert origin["name"] == name if kind != "gradient" else origin["name"].startswith(f"blocks.{layer}.ffn")
+    assert report["checkpoint"] == str(tmp_path / "checkpoints" / "step-000001")
+    assert f"of step 2 is nan: it began in the {kind} of {origin['name']} (layer {layer}); fix: read " in lines[0]
+    assert all(same), "not the state before the step"
+
+
+# What comes from outside
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, the present one, with a small run of two experts' ranks in tiny.toml."""
+    monkeypatch.chdir(tmp_path)
+    run = tiny_run(
+        Path("runs"),
+        training=Training(steps=4000, sequence_length=12, micro_batch=2, global_batch=4, precision="fp32"),
+        checkpoint=Checkpoint(every=2, keep=2),
+        evaluation=Evaluation(rows=0),
+    )
+    (tmp_path / "tiny.toml").write_text(dump_toml(run), encoding="utf-8")
+    return tmp_path
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines of stderr, without warnings of PyTorch's C++ code."""
+    return [line for line in text.splitlines() if not line.startswith("[W")]
+
+
+def when(is_time: Callable[[], bool], act: Callable[[], None]) -> None:
+    """Do something as soon as it is time."""
+
+    def watch() -> None:
+        while not is_time():
+            time.sleep(0.005)
+        act()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def youngest_rank() -> int:
+    """Process of one of the ranks that this one has started."""
+    return max(child.pid or 0 for child in multiprocessing.active_children())
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(tiny / "runs" / "tiny")
+
+    def has_begun() -> bool:
+        return folder.metrics.exists() and folder.metrics.read_text().count("\n") > 2
+
+    when(has_begun, lambda: os.kill(youngest_rank(), signal.SIGTERM))
+    assert main(["train", "tiny.toml", "parallel.expert=2", "--processes", "2"]) == 128 + signal.SIGTERM
+    captured = capfd.readouterr()
+    found = re.search(r"stopped by SIGTERM after step (\d+) of 4000, saved in \S+/step-(\d+)", captured.out)
+    assert found is not None, captured.out
+    assert int(found[1]) == int(found[2]) == folder.metrics.read_text().count("\n")
+    assert (folder.checkpoints / f"step-{found[2]}" / "manifest.json").exists()
+    assert lines_of(captured.err) == []
+
+
+def test_a_rank_that_is_killed_is_one_line_of_the_others_and_a_restart(
+    tiny: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = RunFolder(tiny / "runs" / "tiny").checkpoints / "step-000010" / "manifest.json"
+    when(checkpoint.exists, lambda: os.kill(youngest_rank(), signal.SIGKILL))
+    options = ("training.steps=60", "checkpoint.every=10", "parallel.expert=2", "--processes", "2", "--restarts", "1")
+    assert main(["train", "tiny.toml", *options]) == 0
+    captured = capfd.readouterr()
+    assert re.search(r"rank \d \(process \d+\) was ended by SIGKILL; restart 1 of 1", captured.out)
+    assert "done: 60 steps" in captured.out
+    (line,) = lines_of(captured.err)
+    assert line.startswith("error: another rank has ended or does not answer; got ")
+    assert RunFolder(tiny / "runs" / "tiny").metrics.read_text().count("\n") == 60
+
+
+def test_a_run_that_diverges_on_two_ranks_says_so_once(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    diverging = ("optimizer.learning_rate=1e20", "schedule.warmup_steps=0", "parallel.expert=2")
+    assert main(["train", "tiny.toml", *diverging, "--processes", "2"]) == 2
+    (line,) = lines_of(capfd.readouterr().err)
+    assert re.match(r"error: the (loss|gradient norm) of step 2 is nan: it began in the \w+ of ", line)
+    assert json.loads(RunFolder(tiny / "runs" / "tiny").nonfinite.read_text())["step"] == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.files=['gone.txt']", "gone.txt"),  # every rank finds it
+        ("record.folder=tiny.toml", "cannot make a run folder in tiny.toml"),  # the first rank finds it
+    ],
+)
+def test_what_ranks_cannot_start_with_is_said_once(
+    override: str, message: str, tiny: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    more = ("data.source=text", "model.vocabulary=257") if "files" in override else ()
+    assert main(["train", "tiny.toml", override, *more, "parallel.expert=2", "--processes", "2"]) == 2
+    (line,) = lines_of(capfd.readouterr().err)
+    assert line.startswith("error: ")
+    assert message in line
+    assert sorted(path.name for path in tiny.iterdir()) == ["tiny.toml"]
+
+
+def test_a_batch_that_the_ranks_do_not_divide_is_refused_before_any_is_started(
+    tiny: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "tiny.toml", "--processes", "3"]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "training.global_batch must be a multiple of training.micro_batch x data-parallel ranks (2 x 3)" in line
+
+
+# What is less than the ranks
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_held_out_rows_need_not_be_as_many_as_ranks(rows: int, ranks: Pool) -> None:
+    few = (f"evaluation.rows={rows}",)
+    alone, shared = (trace(ranks, count, few, steps=0).held_out for count in (1, 4))
+    assert shared == pytest.approx(alone, rel=2e-5)

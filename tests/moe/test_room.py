@@ -1,0 +1,74 @@
+"""How many rows there is room for, and what becomes of an order of rows that has less."""
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kernels import expert_ffn as networks
+from penstock.kernels.operators import REFERENCE, TORCH, Operators
+from penstock.kernels.triton_operators import TRITON
+from penstock.layout.experts import ExpertPlacement
+from penstock.moe.dispatch.all_gather import first_rows
+from penstock.moe.dispatch.gathers import pick_kept
+from penstock.moe.dispatch.room import Room
+from penstock.moe.routing import Routing
+from tests.moe.mixture import D, random_routing, token_by_token, weights_of
+
+
+def test_a_layer_that_is_not_trained_has_room_for_all() -> None:
+    room = Room(ExpertPlacement(experts=64, expert=8), 1.0)
+    assert room.rows(1000, 6) == 751  # 6,000 / 8 and nobody's, in sixteens
+    assert room.eval().rows(1000, 6) == 6000
+
+
+def test_a_rank_never_needs_more_rows_of_a_token_than_it_has_experts() -> None:
+    assert Room(ExpertPlacement(experts=256, expert=64), math.inf).rows(1000, 8) == 4000
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tokens=st.integers(1, 9),
+    experts=st.integers(1, 4),
+    top_k=st.integers(1, 3),
+    rows=st.integers(0, 27),
+    dropped=st.sampled_from([0.0, 0.5]),
+    kernels=st.sampled_from([(REFERENCE, networks.REFERENCE), (TORCH, networks.TORCH), (TRITON, networks.TRITON)]),
+    seed=st.integers(0, 1000),
+)
+def test_an_order_of_fewer_rows_keeps_the_first_and_drops_the_rest(
+    tokens: int,
+    experts: int,
+    top_k: int,
+    rows: int,
+    dropped: float,
+    kernels: tuple[Operators, networks.ExpertKernels],
+    seed: int,
+) -> None:
+    operators, network = kernels
+    routing = random_routing(tokens, experts, min(top_k, experts), seed, dropped)
+    whole = operators.order_rows(routing.experts_TK, experts)
+    order = first_rows(whole, rows)
+    kept_TK = (whole.places_TK < rows) & (routing.experts_TK < experts)
+    x_TD = torch.randn(tokens, D, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    leaves = (x_TD, routing.weights_TK, *weights_of(experts))
+    index_R = order.slots_R // kept_TK.shape[1]
+    y_RD = networks.expert_ffn(
+        x_TD,
+        *leaves[2:],
+        order.counts_E,
+        pick_kept(routing.weights_TK, order),
+        index_R,
+        places_TK=order.places_TK,
+        kernels=network,
+    )
+    got_TD = operators.unpermute(y_RD, order)
+    expected_TD = token_by_token(
+        x_TD, Routing(routing.weights_TK, routing.experts_TK.masked_fill(~kept_TK, experts)), *leaves[2:]
+    )
+    torch.testing.assert_close(got_TD, expected_TD, rtol=1e-4, atol=1e-4)
+    got = torch.autograd.grad(got_TD.sum(), leaves)
+    expected = torch.autograd.grad(expected_TD.sum(), leaves, allow_unused=True, materialize_grads=True)
+    for name, one, other in zip(("x", "weights", "gate_up", "down"), got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3, msg=f"gradient of {name}")
