@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 -m benchmarks.dispatch --output dispatch.json
     torchrun --nproc-per-node 4 -m benchmarks.dispatch --only exact,steps              # minutes at most, to begin with
-    torchrun --nproc-per-node 4 -m benchmarks.dispatch --only vdev --output vdev.json  # NVSHMEM needs its own processes
+    torchrun --nproc-per-node 4 -m benchmarks.dispatch --only vdev --output vdev.json  # in processes of its own
 
-    exact     outputs and gradients of `symmetric` on adversarial routings, in whole numbers: bit for bit what they must be
+    exact     outputs and gradients of `symmetric` on adversarial routings, in whole numbers: bit for bit
     close     the same in bfloat16 through real experts, against `all_to_all`
     steps     1,000 steps with changing routing, two layers in flight, ranks delayed at random: bit for bit again
     programs  how many programs a push needs
@@ -18,6 +18,7 @@ seconds, whatever hangs, and what was measured until then is in the file.
 
 import argparse
 import faulthandler
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory
 
 from benchmarks import record
+from benchmarks.dispatch_cases import KINDS, SMALL, V2_LITE, V3, Exact, Shape, choices, wrong_numbers
 from penstock.kernels.symmetric import PUSH_LAUNCH, RETURN_LAUNCH
 from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
@@ -42,24 +44,8 @@ from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis, make_axes
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers, allocate
 
-KINDS = ("even", "skewed", "all on the last rank", "one expert", "some dropped", "all dropped", "one sender")
 CALLS_OF_A_GRAPH = 8
 RUNS = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What decides the cost; letters as in penstock/base/shapes.py."""
-
-    name: str
-    D: int
-    E: int
-    K: int
-
-
-V2_LITE = Shape(name="V2-Lite", D=2048, E=64, K=6)
-V3 = Shape(name="V3", D=7168, E=256, K=8)
-SMALL = Shape(name="small", D=512, E=16, K=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +99,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="exact,close,steps,programs,speed", help="sections, in this order")
-    parser.add_argument("--patience", type=int, default=150, help="seconds of a section")
+    parser.add_argument("--patience", type=int, default=240, help="seconds of a section")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--tokens", default="1024,2048,4096,8192,16384,32768", help="of a rank")
     record.add_arguments(parser)
@@ -124,92 +110,14 @@ def number_text(value: object) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
-def choices(kind: str, shape: Shape, tokens: int, machine: Machine, seed: int = 0) -> Tensor:
-    """Choices of our tokens; the number of experts is a dropped slot."""
-    generator = torch.Generator(machine.device).manual_seed(seed * machine.axis.size + machine.axis.rank)
-    scores_TE = torch.rand(tokens, shape.E, generator=generator, device=machine.device)
-    if kind == "skewed":
-        # Gumbel noise on a load that falls by e over a quarter of the experts.
-        scores_TE = -(-scores_TE.clamp(1e-9, 1 - 1e-7).log()).log()
-        scores_TE -= torch.arange(shape.E, device=machine.device) / (shape.E / 4)
-    if kind == "all on the last rank":
-        scores_TE[:, : -(shape.E // machine.axis.size)] -= 2
-    experts_TK = scores_TE.topk(shape.K).indices
-    drop_TK = torch.zeros_like(experts_TK, dtype=torch.bool)
-    if kind == "one expert":
-        experts_TK[:, 0] = 1
-        drop_TK[:, 1:] = True
-    if kind == "some dropped":
-        drop_TK = torch.rand(experts_TK.shape, generator=generator, device=machine.device) < 0.4
-    if kind == "all dropped":
-        drop_TK[:] = True
-    if kind == "one sender":
-        drop_TK[:] = machine.axis.rank != 0
-    return experts_TK.masked_fill(drop_TK, shape.E)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exact:
-    """One layer in whole numbers: expert i multiplies by i % 3 + 1 and by the weight, 1 or 2; no sum is ever rounded."""
-
-    x_TD: Tensor
-    weights_TK: Tensor
-    experts_TK: Tensor
-    direction_TD: Tensor
-    experts: int
-
-    @staticmethod
-    def draw(shape: Shape, experts_TK: Tensor) -> "Exact":
-        small = [torch.randint(-4, 5, (len(experts_TK), shape.D), device=experts_TK.device).float() for _ in range(2)]
-        weights_TK = torch.randint(1, 3, experts_TK.shape, device=experts_TK.device).float()
-        weights_TK = weights_TK.masked_fill(experts_TK == shape.E, 0)
-        return Exact(
-            x_TD=small[0].requires_grad_(),
-            weights_TK=weights_TK.requires_grad_(),
-            experts_TK=experts_TK,
-            direction_TD=small[1],
-            experts=shape.E,
-        )
-
-    def begin(self, dispatcher: Dispatcher, first: int) -> Callable[[], Tensor]:
-        """Dispatch; the function that is returned does the rest."""
-        rows, receipt = dispatcher.dispatch(self.x_TD, Routing(self.weights_TK, self.experts_TK))
-        place_R = torch.arange(len(rows.weights_R), device=rows.x_ND.device)
-        ends_e = rows.counts_e.cumsum(0)
-        expert_R = torch.searchsorted(ends_e, place_R, right=True).clamp(max=len(ends_e) - 1)
-        factor_R = (expert_R + first) % 3 + 1.0
-        used_R1 = (place_R < ends_e[-1])[:, None]
-        y_RD = torch.where(used_R1, rows.x_ND[rows.index_R] * (rows.weights_R * factor_R)[:, None], 0)
-        return lambda: dispatcher.combine(y_RD, receipt)
-
-    def wrong(self, y_TD: Tensor, dx_TD: Tensor, dweights_TK: Tensor) -> Tensor:
-        """How many numbers are not what they must be; stays on the device."""
-        kept_TK = self.experts_TK < self.experts
-        factor_TK = (self.experts_TK % 3 + 1.0) * kept_TK
-        scale_T1 = (self.weights_TK * factor_TK).sum(1, keepdim=True)
-        dot_T1 = (self.x_TD * self.direction_TD).sum(1, keepdim=True)
-        pairs = [(y_TD, self.x_TD * scale_T1), (dx_TD, self.direction_TD * scale_T1), (dweights_TK, dot_T1 * factor_TK)]
-        return sum((one != other).sum() for one, other in pairs)
-
-
-def exact_step(machine: Machine, dispatcher: SymmetricDispatcher, layers: list[Exact]) -> Tensor:
-    """Forward and backward of layers that are all in flight at once; how many numbers are wrong."""
-    first = dispatcher.placement.experts_of(machine.axis.rank).start
-    outputs = [finish() for finish in [layer.begin(dispatcher, first) for layer in layers]]
-    leaves = [leaf for layer in layers for leaf in (layer.x_TD, layer.weights_TK)]
-    gradients = torch.autograd.grad(outputs, leaves, [layer.direction_TD for layer in layers])
-    parts = zip(layers, outputs, gradients[::2], gradients[1::2], strict=True)
-    return sum(layer.wrong(*results) for layer, *results in parts)
-
-
 def exact(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for shape in (SMALL, replace(SMALL, K=1), replace(SMALL, K=8)):
         buffers = machine.buffers(shape, 512, torch.float32)
         dispatcher = symmetric(machine, shape, buffers)
         for kind in KINDS:
             for tokens in (1, 7, 512):
-                layer = Exact.draw(shape, choices(kind, shape, tokens, machine))
-                wrong = machine.worst(float(exact_step(machine, dispatcher, [layer])))
+                layer = Exact.draw(shape, choices(kind, shape, tokens, machine.axis, machine.device))
+                wrong = machine.worst(float(wrong_numbers(dispatcher, [layer])))
                 buffers.check()
                 yield {"routing": kind, "top_k": shape.K, "tokens": tokens, "wrong_numbers": wrong}
                 assert wrong == 0, "rows were lost or mixed up"
@@ -222,9 +130,12 @@ def steps(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, A
     delays = torch.Generator().manual_seed(machine.axis.rank)
     for step in range(1, options.steps + 1):
         kinds = (KINDS[step % 2], KINDS[step % len(KINDS)])
-        layers = [Exact.draw(SMALL, choices(kind, SMALL, 1024, machine, 2 * step + n)) for n, kind in enumerate(kinds)]
+        layers = [
+            Exact.draw(SMALL, choices(kind, SMALL, 1024, machine.axis, machine.device, 2 * step + n))
+            for n, kind in enumerate(kinds)
+        ]
         torch.cuda._sleep(int(torch.randint(0, 400_000, (), generator=delays)))
-        wrong += exact_step(machine, dispatcher, layers)
+        wrong += wrong_numbers(dispatcher, layers)
         if step % 100 == 0:
             buffers.check()
             row = {"steps": step, "wrong_numbers": machine.worst(float(wrong))}
@@ -242,7 +153,7 @@ def close(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, A
     gate_up = torch.randn(placement.per_place, 2 * width, shape.D, **normal) * shape.D**-0.5
     down = torch.randn(placement.per_place, shape.D, width, **normal) * width**-0.5
     for kind in KINDS:
-        experts_TK = choices(kind, shape, tokens, machine)
+        experts_TK = choices(kind, shape, tokens, machine.axis, machine.device)
         weights_TK = torch.rand(experts_TK.shape, device=machine.device).masked_fill(experts_TK == shape.E, 0)
         leaves = [torch.randn(tokens, shape.D, **normal), weights_TK, gate_up, down]
         direction_TD = torch.randn(tokens, shape.D, **normal)
@@ -294,7 +205,7 @@ class Traffic:
 
     @staticmethod
     def draw(machine: Machine, shape: Shape, tokens: int, kind: str) -> "Traffic":
-        experts_TK = choices(kind, shape, tokens, machine)
+        experts_TK = choices(kind, shape, tokens, machine.axis, machine.device)
         rank_TK = experts_TK // (shape.E // machine.axis.size)
         needed_TW = torch.zeros(tokens, machine.axis.size, dtype=torch.bool, device=machine.device)
         needed_TW.scatter_(1, rank_TK, True)
@@ -353,7 +264,7 @@ def time_call(machine: Machine, call: Callable[[], object], graph: bool) -> floa
         call()
         event.record()
     torch.cuda.synchronize()
-    times = [one.elapsed_time(other) for one, other in zip(events, events[1:], strict=False)]
+    times = [one.elapsed_time(other) for one, other in itertools.pairwise(events)]
     return machine.worst(statistics.median(times)) / 1000 / calls
 
 

@@ -72,3 +72,12 @@ def test_an_order_of_fewer_rows_keeps_the_first_and_drops_the_rest(
     expected = torch.autograd.grad(expected_TD.sum(), leaves, allow_unused=True, materialize_grads=True)
     for name, one, other in zip(("x", "weights", "gate_up", "down"), got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3, msg=f"gradient of {name}")
+
+
+def test_what_comes_back_at_places_of_dropped_slots_never_reaches_their_weights() -> None:
+    values_TK = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
+    order = first_rows(REFERENCE.order_rows(torch.tensor([[1, 0], [1, 2]]), 2), 2)
+    picked_R = pick_kept(values_TK, order)
+    assert picked_R.tolist() == [2.0, 1.0, 0.0]
+    (gradient_TK,) = torch.autograd.grad(picked_R, values_TK, torch.tensor([5.0, 6.0, math.nan]))
+    assert gradient_TK.tolist() == [[6.0, 5.0], [0.0, 0.0]]

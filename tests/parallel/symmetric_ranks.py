@@ -1,0 +1,142 @@
+"""Ranks that share symmetric memory, simulated: threads of one process, of which one runs at a time.
+
+Their memories are ordinary tensors, and the table of addresses points at them, so interpreted kernels read and write
+"the others' memory" as they would on a node. A rank gives up its turn before and after whatever the others can see, and
+the next one is drawn at random: each seed is another skew of the ranks. A rank whose wait is not over yet passes its
+turn on; if all wait, nobody can ever go on, and the simulation fails instead of hanging.
+
+What it cannot show: kernels of different ranks never run at the same time here, and memory has no caches.
+"""
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.parallel.symmetric import BufferSizes, Channel, Lane, SymmetricBuffers
+
+PATIENCE = 60.0
+"""Seconds until a thread that does not come back counts as lost."""
+
+
+class StuckError(AssertionError):
+    """All ranks wait for each other."""
+
+
+class Turns:
+    """Hands one baton round among threads.
+
+    Args:
+        ranks: number of threads.
+        seed: of who is next.
+    """
+
+    def __init__(self, ranks: int, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._running = set(range(ranks))
+        self._waiting: dict[int, Callable[[], bool]] = {}
+        self._changed = threading.Condition()
+        self._holder: int | None = None
+        self.error: BaseException | None = None
+
+    def begin(self, rank: int) -> None:
+        """Wait for the first turn."""
+        with self._changed:
+            if self._holder is None:
+                self._holder = 0
+            self._until_turn(rank)
+
+    def pass_on(self, rank: int, ready: Callable[[], bool] = lambda: True) -> None:
+        """Let another run; come back when drawn and `ready`."""
+        with self._changed:
+            self._waiting[rank] = ready
+            self._draw()
+            self._until_turn(rank)
+            del self._waiting[rank]
+
+    def end(self, rank: int, error: BaseException | None = None) -> None:
+        """This rank has done all, or failed."""
+        with self._changed:
+            self._running.discard(rank)
+            self.error = self.error or error
+            self._draw()
+
+    def _draw(self) -> None:
+        able = [rank for rank in sorted(self._running) if self._waiting.get(rank, lambda: True)()]
+        if self._running and not able:
+            self.error = self.error or StuckError(f"ranks {sorted(self._running)} all wait")
+        self._holder = self._random.choice(able) if able else None
+        self._changed.notify_all()
+
+    def _until_turn(self, rank: int) -> None:
+        came = self._changed.wait_for(lambda: self._holder == rank or self.error is not None, PATIENCE)
+        if self.error is not None or not came:
+            raise StuckError(f"rank {rank} cannot go on: {self.error}")
+
+
+class SimulatedBuffers(SymmetricBuffers):
+    """Symmetric memory of one simulated rank; see the top of the file."""
+
+    def __init__(self, sizes: BufferSizes, memories: list[Tensor], rank: int, turns: Turns, careless: bool) -> None:
+        # One look is all that a wait may need once it is its turn.
+        super().__init__(sizes, memories[rank], [memory.data_ptr() for memory in memories], rank, looks=1)
+        self._baton, self._careless = turns, careless
+
+    def take(self, lane: Lane) -> int:
+        if self._careless:
+            return 0
+        return super().take(lane)
+
+    def signal(self, channel: Channel) -> None:
+        self._pass_on()
+        super().signal(channel)
+        self._pass_on()
+
+    def wait(self, channel: Channel) -> None:
+        flags_W, expected = self._flags[channel], int(self._expected[channel]) + 1
+        self._pass_on(lambda: bool((flags_W >= expected).all()))
+        super().wait(channel)
+        self._pass_on()
+
+    def _pass_on(self, ready: Callable[[], bool] = lambda: True) -> None:
+        self._baton.pass_on(self.peers.rank, ready)
+
+
+def run_ranks(
+    function: Callable[..., Any], sizes: BufferSizes, *args: Any, seed: int = 0, careless: bool = False
+) -> list[Any]:
+    """`function(buffers, *args)` on every simulated rank; what each returned.
+
+    Args:
+        function: what a rank does.
+        sizes: of the buffers.
+        args: for every rank.
+        seed: of the order in which they go on.
+        careless: all transfers use one slot, to see that the simulation notices.
+    """
+    memories = [torch.zeros(sizes.total_bytes + 256, dtype=torch.uint8) for _ in range(sizes.ranks)]
+    memories = [memory[-memory.data_ptr() % 256 :][: sizes.total_bytes] for memory in memories]
+    turns, results = Turns(sizes.ranks, seed), [None] * sizes.ranks
+
+    def work(rank: int) -> None:
+        try:
+            turns.begin(rank)
+            buffers = SimulatedBuffers(sizes, memories, rank, turns, careless)
+            results[rank] = function(buffers, *args)
+            buffers.check()
+        except BaseException as error:  # noqa: BLE001 - handed to the caller
+            turns.end(rank, error)
+        else:
+            turns.end(rank)
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(sizes.ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    if turns.error is not None:
+        raise turns.error
+    return results
