@@ -2,13 +2,10 @@
 
 import pytest
 
-from penstock.base.errors import ConfigError
 from penstock.config import layout_rules as rules
 from penstock.config.fit import SPLITTING_SCHEDULES
-from penstock.config.problem import refuse
 from penstock.config.rules import Rule
 from penstock.layout.schedules import SCHEDULES, schedule
-from tests.config.small import unchecked_run
 
 DENSE = ("model.moe=none", "model.dense_layers=4")
 GROUPED = ("model.attention.kind=gqa", "model.attention.heads=8", "model.attention.kv_heads=4")
@@ -251,27 +248,6 @@ FINE = {
         "parallel.context=2",
     ),
 }
-
-
-@pytest.mark.parametrize(("rule", "overrides", "message"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_broken_rule_says_what_is_wrong_and_what_would_be_right(
-    rule: Rule, overrides: tuple[str, ...], message: str
-) -> None:
-    problem = rule(unchecked_run(overrides))
-    assert problem is not None
-    with pytest.raises(ConfigError) as raised:
-        refuse([problem])
-    assert str(raised.value) == message
-
-
-@pytest.mark.parametrize("case", FINE)
-def test_what_is_possible_passes_every_rule(case: str) -> None:
-    run = unchecked_run(FINE[case])
-    assert [rule.__name__ for rule in rules.LAYOUT_RULES if rule(run) is not None] == []
-
-
-def test_every_rule_has_a_test() -> None:
-    assert {rule for rule, _, _ in BROKEN} == set(rules.LAYOUT_RULES)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

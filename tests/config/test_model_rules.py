@@ -1,10 +1,6 @@
 """Every rule of the model, by the line that the user reads."""
 
-import pytest
-
-from penstock.base.errors import ConfigError
 from penstock.config import model_rules as rules
-from penstock.config.problem import refuse
 from penstock.config.rules import Rule
 from tests.config.small import unchecked_run
 
@@ -152,27 +148,6 @@ FINE = {
     "an auxiliary loss that is switched off": ("model.moe.balance.auxiliary_weight=0.0",),
     "tied embeddings": ("model.tied_embeddings=true",),
 }
-
-
-@pytest.mark.parametrize(("rule", "overrides", "message"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_broken_rule_says_what_is_wrong_and_what_would_be_right(
-    rule: Rule, overrides: tuple[str, ...], message: str
-) -> None:
-    problem = rule(unchecked_run(overrides))
-    assert problem is not None
-    with pytest.raises(ConfigError) as raised:
-        refuse([problem])
-    assert str(raised.value) == message
-
-
-@pytest.mark.parametrize("case", FINE)
-def test_what_is_possible_passes_every_rule(case: str) -> None:
-    run = unchecked_run(FINE[case])
-    assert [rule.__name__ for rule in rules.MODEL_RULES if rule(run) is not None] == []
-
-
-def test_every_rule_has_a_test() -> None:
-    assert {rule for rule, _, _ in BROKEN} == set(rules.MODEL_RULES)
 
 
 def test_many_divisors_are_cut_short() -> None:

@@ -2,9 +2,7 @@
 
 import pytest
 
-from penstock.base.errors import ConfigError
 from penstock.config import run_rules as rules
-from penstock.config.problem import refuse
 from penstock.config.rules import Rule
 from tests.config.small import unchecked_run
 
@@ -146,27 +144,6 @@ FINE = {
     "Triton where the device is not known yet": ("kernels.all=triton",),
     "cuDNN where the device is not known yet": ("kernels.attention=cudnn",),
 }
-
-
-@pytest.mark.parametrize(("rule", "overrides", "message"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_broken_rule_says_what_is_wrong_and_what_would_be_right(
-    rule: Rule, overrides: tuple[str, ...], message: str
-) -> None:
-    problem = rule(unchecked_run(overrides))
-    assert problem is not None
-    with pytest.raises(ConfigError) as raised:
-        refuse([problem])
-    assert str(raised.value) == message
-
-
-@pytest.mark.parametrize("case", FINE)
-def test_what_is_possible_passes_every_rule(case: str) -> None:
-    run = unchecked_run(FINE[case])
-    assert [rule.__name__ for rule in rules.RUN_RULES if rule(run) is not None] == []
-
-
-def test_every_rule_has_a_test() -> None:
-    assert {rule for rule, _, _ in BROKEN} == set(rules.RUN_RULES)
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "-x", "a/b", "a b", "caf\u00e9", "a\nb", "x" * 101, ".."])

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import FrameType
+from types import FrameType, TracebackType
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -158,16 +158,27 @@ def _run_once(work: Work, words: Sequence[str], launch: LocalLaunch) -> dict[int
 
 def _be_a_rank(work: Work, words: Sequence[str]) -> int:
     """Runs in the new process. A code that asks for an end of all ranks ends the process; others are handed back."""
-    try:
-        code = work(words)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-    except Exception:
-        traceback.print_exc()  # multiprocessing keeps it to itself
-        raise
+    with _Told():
+        try:
+            code = work(words)
+        except KeyboardInterrupt:
+            sys.exit(INTERRUPTED)
     if code in (WRONG_INPUT, FAILED):
         sys.exit(code)
     return code
+
+
+class _Told:
+    """Prints the traceback of what leaves it: multiprocessing keeps that to itself."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, SystemExit):
+            traceback.print_exception(error)
 
 
 def _end_of(failure: ProcessFailure) -> str:
