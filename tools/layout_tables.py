@@ -5,9 +5,6 @@ from typing import Any
 
 Result = dict[str, Any]
 
-BAR_FSDP = 15_200
-"""Tokens a second and GPU of TorchTitan 0.2.2 at its best, with balanced routing, on such a node."""
-
 SHOWN_STEPS = (1, 10, 20, 30, 40, 50)
 
 

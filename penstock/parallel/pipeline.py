@@ -11,8 +11,8 @@ what comes too early aside. Messages up and down go through different groups, be
 that waits for its receiver would hold up a receive behind it. So a run can only wait for what the schedule says, and a
 schedule that `penstock.layout.clock` can play does not hang here.
 
-No receive is posted ahead of need. NCCL's would run on the GPU, waiting, and while a kernel runs CUDA may not load
-another one for the first time: that of the forward pass which must come before the message.
+No receive is posted ahead of need. NCCL's would run on the GPU, waiting, and a first step hung then; probably because
+CUDA does not load a new kernel beside it, that of the forward pass which must come before the message (decision 0015).
 """
 
 from collections.abc import Callable, Iterator, Mapping

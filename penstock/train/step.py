@@ -2,8 +2,11 @@
 
 The host waits for the device once: when all gradients are there, loss, norm and expert loads are read in one copy. Only
 then is it decided whether to update. So a step that is not finite leaves parameters, moments and expert bias exactly as
-they were, and the update's kernels still run while the host prepares the next step. A step in which rows found no room
-at their experts, on any rank, is made again with room for all (penstock/moe/dispatch/room.py).
+they were, and on one device the update's kernels still run while the host prepares the next step; many ranks agree on
+peak memory and on a stop afterwards, and wait for that.
+
+A step in which rows found no room at their experts, on any rank, is made again with room for all
+(penstock/moe/dispatch/room.py).
 """
 
 import math
