@@ -62,12 +62,3 @@ class ExpertPlacement:
     def virtual(self, expert: int, part: int) -> int:
         """Number of a virtual expert."""
         return self.place_of(expert, part) * self.per_place + expert % self.per_place
-
-    def virtual_of(self, place: int) -> range:
-        """Virtual experts of a place, in the order of `experts_of`."""
-        return range(place * self.per_place, (place + 1) * self.per_place)
-
-    def real(self, virtual: int) -> tuple[int, int]:
-        """Expert and part of a virtual expert: the inverse of `virtual`."""
-        place, local = divmod(virtual, self.per_place)
-        return self.experts_of(place)[local], self.part_of(place)
