@@ -23,7 +23,7 @@ def sent_rows_are_counted_by_the_host(run: Run) -> Problem | None:
         "cannot be had with dispatch.method all-to-all, whose row counts the host reads",
         got=f"{run.dispatch.sync_free}",
         allowed="0, 1",
-        fix="set dispatch.method=all-gather",
+        fix="set dispatch.method=auto",
     )
 
 
@@ -32,12 +32,12 @@ def padded_rows_are_sent(run: Run) -> Problem | None:
 
     It sends the capacity of every expert, and has static shapes already.
     """
-    if run.dispatch.method != "all-gather" or not _pads(run):
+    if run.dispatch.method in ("auto", "all-to-all") or not _pads(run):
         return None
     return Problem(
         "dispatch.method",
-        "gathers tokens, but model.moe.balance.pad_to_capacity sends padded rows",
-        got="all-gather",
+        "sends no padding, but model.moe.balance.pad_to_capacity does",
+        got=run.dispatch.method,
         allowed="auto, all-to-all",
         fix="set dispatch.method=auto, or model.moe.balance.pad_to_capacity=false",
     )

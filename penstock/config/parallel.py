@@ -46,10 +46,12 @@ class Parallel(Section):
 class Dispatch(Section):
     """How tokens reach experts that other ranks hold; of one rank that holds all, only `sync_free` is read."""
 
-    method: Literal["auto", "all-to-all", "all-gather"] = knob(
+    method: Literal["auto", "all-to-all", "all-gather", "symmetric"] = knob(
         "auto",
-        doc="Send each row to the ranks of its experts, or all tokens to all ranks that share the experts. auto sends "
-        "rows at `sync_free` 0 and 1, and gathers from 2 on.",
+        doc="Send each row to the ranks of its experts (all-to-all); all tokens to all ranks that share the experts "
+        "(all-gather); or each token once to each rank that it needs, written by our own kernels into the memory of "
+        "the other GPUs of the node (symmetric). auto takes symmetric where it can run; elsewhere it sends rows at "
+        "`sync_free` 0 and 1, and gathers from 2 on.",
     )
     sync_free: int = knob(
         0,

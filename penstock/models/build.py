@@ -5,7 +5,6 @@ model is what counting and planning walk. A rank of a pipeline builds one decode
 parts that the stage holds; ranks that share matrices or experts build modules of their share (`Kit.axes`).
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -15,12 +14,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from penstock.config.dispatch_rules import COUNTS_STAY
-from penstock.config.model import LatentAttention, Model, Moe
+from penstock.config.model import LatentAttention, Model
 from penstock.config.parallel import Recompute
 from penstock.config.run import Run
 from penstock.kernels.operators import Operators
-from penstock.layout.experts import ExpertPlacement
 from penstock.layout.stages import Stage
 from penstock.models.attention import GroupedQueryLayer
 from penstock.models.block import Block
@@ -32,11 +29,7 @@ from penstock.models.linear import Embedding, Linear
 from penstock.models.mla import LatentLayer
 from penstock.models.mtp import MultiTokenPrediction
 from penstock.models.norm import RMSNorm
-from penstock.moe.dispatch.all_gather import AllGatherDispatcher
-from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
-from penstock.moe.dispatch.contract import Dispatcher
-from penstock.moe.dispatch.local import LocalDispatcher
-from penstock.moe.dispatch.room import Room
+from penstock.moe.dispatch.choose import make_dispatcher
 from penstock.moe.experts import Experts
 from penstock.moe.layer import MoE
 from penstock.moe.router import Router
@@ -209,47 +202,15 @@ def _ffn(config: Model, layer: int, kit: Kit) -> FeedForward | MoE:
     moe = config.moe
     if moe is None or layer < config.dense_layers:
         return FeedForward(config.hidden_size, config.dense_ffn_size, kit)
-    room = _room(moe, kit)
+    dispatcher, room = make_dispatcher(moe, kit)
     return MoE(
         Router(moe, config.hidden_size, layer, kit.operators, kit.axes),
-        _dispatcher(moe, kit, room),
+        dispatcher,
         Experts(moe.experts, config.hidden_size, moe.ffn_size, kit),
         FeedForward(config.hidden_size, moe.shared_ffn_size, kit) if moe.shared_ffn_size else None,
         kit,
         room,
     )
-
-
-def _placement(moe: Moe, kit: Kit) -> ExpertPlacement:
-    grid = kit.axes.grid
-    return ExpertPlacement(experts=moe.experts, expert=grid.expert, expert_tensor=grid.expert_tensor)
-
-
-def _gathers(moe: Moe, kit: Kit) -> bool:
-    """Whether ranks gather tokens: where the host must not read how many rows to send, or as asked."""
-    if kit.axes.expert.size == 1 or moe.balance.pad_to_capacity:
-        return False
-    method = kit.dispatch.method
-    return method == "all-gather" or (method == "auto" and kit.dispatch.sync_free >= COUNTS_STAY)
-
-
-def _room(moe: Moe, kit: Kit) -> Room | None:
-    if not _gathers(moe, kit) or kit.dispatch.sync_free < COUNTS_STAY:
-        return None
-    return Room(_placement(moe, kit), kit.dispatch.bound if kit.dispatch.sync_free == COUNTS_STAY else math.inf)
-
-
-def _dispatcher(moe: Moe, kit: Kit, room: Room | None) -> Dispatcher:
-    # Ranks that share rows share their capacity too, and all of it may fall to one of them.
-    factor = moe.balance.capacity_factor * kit.axes.sequence.size
-    placement, axis = _placement(moe, kit), kit.axes.expert
-    if moe.balance.pad_to_capacity:
-        return PaddedAllToAllDispatcher(placement, axis, factor, kit.operators)
-    if _gathers(moe, kit):
-        return AllGatherDispatcher(placement, axis, kit.operators, room)
-    if axis.size > 1:
-        return AllToAllDispatcher(placement, axis, kit.operators)
-    return LocalDispatcher(moe.experts, kit.operators)
 
 
 def _mtp(config: Model, layer: int, kit: Kit) -> MultiTokenPrediction:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +21,10 @@ from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.kit import Kit
 from penstock.parallel.later import Later
 from penstock.parallel.pipeline import Message, Pipeline
+from penstock.parallel.reach import shared_buffers
+
+if TYPE_CHECKING:  # it imports Triton, which may be absent
+    from penstock.parallel.symmetric import SymmetricBuffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +37,7 @@ class RankModel:
         pipeline: runs the stages; None if there is one.
         places: positions of a row that this rank reads; None for all.
         context_method: how ranks that share a row attend.
+        buffers: memory that the node's GPUs write into, if tokens travel through it.
     """
 
     decoders: Mapping[int, Decoder]
@@ -39,6 +45,7 @@ class RankModel:
     pipeline: Pipeline | None = None
     places: tuple[int, ...] | None = None
     context_method: Method = "ulysses"
+    buffers: "SymmetricBuffers | None" = None
 
     @property
     def modules(self) -> tuple[Decoder, ...]:
@@ -79,6 +86,7 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
     Raises:
         ConfigError: the layout does not fit the model.
         KernelError: the run asks for kernels that the device cannot run.
+        DeviceError: the run asks for memory that GPUs share, which cannot be had.
     """
     plan = schedule_of(run, axes)
     own = {0: whole_model(run.model)}
@@ -88,12 +96,14 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
     later = Later() if plan is not None and plan.splits_backward else None
     method = context_method(run)
     home = torch.device("cpu") if device.type == "meta" else device
+    buffers = shared_buffers(run, axes, device)
     kit = Kit(
         operators=choose_operators(run, home),
         axes=axes,
         later=later,
         context_method=method,
         dispatch=run.dispatch,
+        buffers=buffers,
         offload=offload.rule_for(run.offload, home),
     )
     decoders = meta_stages(run, kit, own)
@@ -106,6 +116,7 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
         pipeline=None if plan is None else Pipeline(plan, axes, message_of(run, axes, device), later),
         places=_places(run, axes, method),
         context_method=method,
+        buffers=buffers,
     )
 
 

@@ -8,6 +8,7 @@
     dense_data   data x context: hold the same dense matrices, see different tokens
     embedding    those of `pipeline` that hold the embedding, if several stages do
     pipeline_back    the same ranks as `pipeline` in a second group, for messages to lower ranks
+    expert_node      those of `expert` on our node; expert_across: those at our place on the other nodes
 
 An axis of one rank has no group, and code that meets such an axis does nothing: a run on one device makes none at all.
 Axes with the same ranks share a group.
@@ -92,13 +93,17 @@ class Axes:
     world: Axis = Axis(name="world")
     pipeline_back: Axis = Axis(name="pipeline_back")
     embedding: Axis = Axis(name="embedding")
+    expert_node: Axis = Axis(name="expert_node")
+    expert_across: Axis = Axis(name="expert_across")
 
 
 ALONE = Axes()
 """One rank that holds everything."""
 
 
-def make_axes(grid: Grid, embedding_places: tuple[int, ...] = (0,), shard_size: int = 0) -> Axes:
+def make_axes(
+    grid: Grid, embedding_places: tuple[int, ...] = (0,), shard_size: int = 0, ranks_per_node: int = 0
+) -> Axes:
     """Make every group of a grid. All ranks call it, after `init_process_group`.
 
     Args:
@@ -106,6 +111,7 @@ def make_axes(grid: Grid, embedding_places: tuple[int, ...] = (0,), shard_size: 
         embedding_places: places on `pipeline` that hold the embedding, ascending.
         shard_size: neighbours on `dense_data` and on `expert_data` that divide one copy; 0, or as many as there are or
             more, means all of them. Divides both.
+        ranks_per_node: neighbours that share a machine; 0 means all of them.
     """
     if grid.world == 1:
         return ALONE
@@ -120,6 +126,7 @@ def make_axes(grid: Grid, embedding_places: tuple[int, ...] = (0,), shard_size: 
         axes[name] = Axis(name=name, ranks=own, rank=own.index(rank), group=made[own] if len(own) > 1 else None)
     for name in ("dense_data", "expert_data"):
         axes[name] = _divide(axes[name], grid.groups(_AXES[name]), shard_size, made)
+    axes |= _by_node(axes["expert"], grid.groups(_AXES["expert"]), ranks_per_node or grid.world, made)
     if grid.pipeline > 1:
         # Messages up and down wait for each other if they share a communicator, so each direction has its own.
         for ranks in grid.groups(("pipeline",)):
@@ -153,6 +160,30 @@ def _divide(
         group = made[own] if len(own) > 1 else None
         divided[name] = Axis(name=f"{axis.name}_{name}", ranks=own, rank=own.index(me), group=group)
     return replace(axis, inner=divided["shard"], outer=divided["replicate"])
+
+
+def _by_node(
+    axis: Axis, groups: Sequence[tuple[int, ...]], per_node: int, made: dict[tuple[int, ...], dist.ProcessGroup | None]
+) -> dict[str, Axis]:
+    """The ranks of an axis on our node, and those at the same place of it on other nodes.
+
+    Where nodes hold unequal parts of a group, everybody counts as a node of its own.
+    """
+    me = axis.ranks[axis.rank]
+    parts: dict[str, list[tuple[int, ...]]] = {"node": [], "across": []}
+    for ranks in groups:
+        nodes = [tuple(rank for rank in ranks if rank // per_node == node) for node in {r // per_node for r in ranks}]
+        if len(set(map(len, nodes))) > 1:
+            nodes = [(rank,) for rank in ranks]
+        parts["node"] += sorted(nodes)
+        parts["across"] += zip(*sorted(nodes), strict=True)
+    found = {}
+    for name, all_ranks in parts.items():
+        _make_missing(all_ranks, made)
+        own = next(ranks for ranks in all_ranks if me in ranks)
+        group = made[own] if len(own) > 1 else None
+        found[f"expert_{name}"] = Axis(name=f"expert_{name}", ranks=own, rank=own.index(me), group=group)
+    return found
 
 
 def _make_missing(groups: Iterable[tuple[int, ...]], made: dict[tuple[int, ...], dist.ProcessGroup | None]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from penstock.config.parallel import OFFLOADABLE, Dispatch
 from penstock.kernels.operators import REFERENCE, Operators
@@ -11,6 +11,9 @@ from penstock.parallel.activations.offload import OffloadRule
 from penstock.parallel.activations.recompute import RecomputeRule
 from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.later import Later
+
+if TYPE_CHECKING:  # it imports Triton, which may be absent
+    from penstock.parallel.symmetric import SymmetricBuffers
 
 NOTHING_AGAIN = RecomputeRule()
 NOTHING_AWAY = OffloadRule()
@@ -29,6 +32,7 @@ class Kit:
         later: puts off weight gradients; None where the schedule never does.
         context_method: how ranks that share a row attend.
         dispatch: how tokens reach their experts.
+        buffers: memory that the node's GPUs write into, if tokens travel through it.
         recompute: what the layer frees after forward and computes again.
         offload: what waits for backward in host memory.
     """
@@ -38,6 +42,7 @@ class Kit:
     later: Later | None = None
     context_method: Method = "ulysses"
     dispatch: Dispatch = AUTO
+    buffers: "SymmetricBuffers | None" = None
     recompute: RecomputeRule = NOTHING_AGAIN
     offload: OffloadRule = NOTHING_AWAY
 

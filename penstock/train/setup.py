@@ -94,7 +94,7 @@ def prepare(run: Run, environment: Environment) -> Session:
     grid = grid_of(run, environment.world_size)
     device = choose_device(run.device, environment)
     prepare_process(environment, seed=run.seed, deterministic=run.training.deterministic)
-    axes = make_axes(grid, embedding_places(run), run.parallel.shard_size)
+    axes = make_axes(grid, embedding_places(run), run.parallel.shard_size, environment.local_world_size)
     texts = open_texts(run, axes)
     model = build_rank(run, axes, device)
     model.train()

@@ -149,7 +149,10 @@ def _differentiate(
     figures = _sum_figures(losses, model, rule)
 
     # 4. Read everything in one copy.
-    return _read(figures, norm), norm, figures.loads
+    result = _read(figures, norm)
+    if model.buffers is not None:
+        model.buffers.check()
+    return result, norm, figures.loads
 
 
 def largest(values: Sequence[float], world: Axis, device: torch.device) -> list[float]:
