@@ -6,8 +6,8 @@ documents between markers, and only the text between them is written:
     reaches <!--= one-gpu.json numbers.ratio .2f -->1.85<!--/--> times the speed
 
 The marker names a file of benchmarks/results, the way to a number in it (keys and list positions, joined by dots), and
-a Python format. Whole tables stand between markers that name a result and a function of `tools.kernel_tables` or
-`tools.layout_tables`:
+a Python format. Whole tables stand between markers that name a result and a function of `tools.kernel_tables`,
+`tools.layout_tables` or `tools.ladder_tables`; with `table?` the result may be missing, and the table says so:
 
     <!--table kernels-h200.json pointwise-->
     ...
@@ -28,13 +28,16 @@ from penstock.base.spans import Span
 from penstock.config.reference import reference_markdown
 from penstock.parallel.launch.environment import environment_page
 from penstock.train.metrics import reference_page
-from tools import kernel_tables, layout_tables
+from tools import kernel_tables, ladder_tables, layout_tables
 
-TABLES = {**kernel_tables.TABLES, **layout_tables.TABLES}
+TABLES = {**kernel_tables.TABLES, **layout_tables.TABLES, **ladder_tables.TABLES}
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results")
 FIGURE = re.compile(r"<!--= (?P<file>\S+) (?P<way>\S[^<>]*?) (?P<format>\S+) -->(?P<text>.*?)<!--/-->", re.DOTALL)
-TABLE = re.compile(r"^<!--table (?P<file>\S+) (?P<name>\S+)-->\n.*?^<!--/table-->$", re.DOTALL | re.MULTILINE)
+TABLE = re.compile(
+    r"^<!--(?P<mark>table\??) (?P<file>\S+) (?P<name>\S+)-->\n.*?^<!--/table-->$", re.DOTALL | re.MULTILINE
+)
+NOT_MEASURED = "Not measured yet."
 SKIPPED = {".venv", ".git", "runs", "build", "dist", "node_modules"}
 
 
@@ -150,11 +153,12 @@ def with_tables(text: str, root: Path = ROOT) -> str:
     def renewed(match: re.Match[str]) -> str:
         if match["name"] not in TABLES:
             raise LookupError(f"no table {match['name']}; there are {', '.join(TABLES)}")
+        is_missing = match["mark"] == "table?" and not (root / RESULTS / match["file"]).is_file()
         try:
-            table = TABLES[match["name"]](_result(match["file"], root))
+            table = NOT_MEASURED if is_missing else TABLES[match["name"]](_result(match["file"], root))
         except KeyError as error:
             raise LookupError(f"{match['file']} lacks {error} for the table {match['name']}") from error
-        return f"<!--table {match['file']} {match['name']}-->\n{table}\n<!--/table-->"
+        return f"<!--{match['mark']} {match['file']} {match['name']}-->\n{table}\n<!--/table-->"
 
     return TABLE.sub(renewed, text)
 

@@ -1,0 +1,77 @@
+"""How a measurement is written down: command, commit, environment, numbers, in one JSON file.
+
+The same form as in benchmarks/results, so that a document can quote it.
+"""
+
+import json
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import penstock
+from penstock.base.errors import ConfigError
+from penstock.parallel.launch.process import device_name
+from penstock.train.run_folder import write_whole
+from penstock.tune.kernels import environment as versions
+
+UNKNOWN = "unknown"
+"""Commit of files without a history."""
+
+
+def write(path: Path, *, command: str, commit: str, environment: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
+    """Write a measurement, whole or not at all.
+
+    Args:
+        path: JSON file.
+        command: that makes it.
+        commit: of the code; empty finds out.
+        environment: what the numbers depend on.
+        numbers: the measurement.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    result = {
+        "command": command,
+        "commit": commit or commit_of_code(),
+        "environment": dict(environment),
+        "numbers": dict(numbers),
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def commit_of_code() -> str:
+    """Commit of the repository that this package runs from, with -dirty if files were changed; `unknown` without."""
+    root = Path(penstock.__path__[0]).parent
+    if not (root / ".git").exists():
+        return UNKNOWN
+    words = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        described = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # no git
+        return UNKNOWN
+    return described.stdout.strip() or UNKNOWN
+
+
+def describe_machine(*, on_gpu: bool) -> dict[str, Any]:
+    """The machine and the versions that decide speed.
+
+    Args:
+        on_gpu: what is measured runs on GPUs.
+    """
+    return {
+        "device": device_name(torch.device("cuda" if on_gpu else "cpu")),
+        "devices": torch.cuda.device_count() if on_gpu else 0,
+        **versions(),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "python": platform.python_version(),
+    }

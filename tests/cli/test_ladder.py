@@ -1,0 +1,214 @@
+"""`penstock ladder` from the outside, with trials that are made up; and once, slowly, with real ones."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import ladder as verb
+from penstock.cli.main import main
+from penstock.tune.trial import Failure, Figures, Trial, run_trial
+from tests.tune.trials import figures
+
+SHORT = ("--steps", "3", "--warm-up", "1", "--processes", "1")
+
+MINE = """
+[[rung]]
+name = "ground"
+change = ["kernels.norm=reference"]
+[[rung]]
+name = "faster"
+what = "torch's norm"
+change = ["kernels.norm=torch"]
+[[rung]]
+name = "broken"
+change = ["kernels.rope=reference"]
+[[rung]]
+name = "later"
+change = ["oven.heat=3"]
+[[rung]]
+name = "larger"
+micro_batch_times = 2
+"""
+
+SPEEDS = {"ground": 1000.0, "faster": 2000.0, "larger": 3000.0}
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """An empty folder with a ladder in mine.toml; names of the trials that were asked for."""
+    names: list[str] = []
+
+    def measure(trial: Trial) -> Figures | Failure:
+        names.append(trial.name)
+        if trial.name not in SPEEDS:
+            return Failure(kind="failed", reason="no memory", seconds=1.0)
+        return figures(SPEEDS[trial.name], repeated_steps=2 if trial.name == "faster" else 0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(verb, "run_trial", measure)
+    Path("mine.toml").write_text(MINE, encoding="utf-8")
+    return names
+
+
+def climb(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    own = ("training.micro_batch=1", "device=cpu")
+    assert main(["ladder", "debug", *own, *SHORT, "--rungs", "mine.toml", *arguments]) == code
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["ladder", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error.removeprefix("error: ")
+
+
+def table(text: str) -> dict[str, dict[str, str]]:
+    """Cells by rung and column. A column begins where its name does."""
+    lines = text.splitlines()
+    top = next(place for place, line in enumerate(lines) if line.startswith("rung "))
+    names = [name.strip() for name in lines[top].split("  ") if name.strip()]
+    edges = [*(lines[top].index(name) for name in names), None]
+    rows = {}
+    for line in lines[top + 1 :]:
+        if not line:
+            break
+        cells = [line[low:high].strip() for low, high in pairwise(edges)]
+        rows[cells[0]] = dict(zip(names, cells, strict=True))
+    return rows
+
+
+def test_the_table_has_a_row_for_every_rung(capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
+    rows = table(climb(capsys))
+    assert list(rows) == ["ground", "faster", "broken", "later", "larger (size)"]
+    assert asked == ["ground", "faster", "broken", "larger"]
+    top = rows["larger (size)"]
+    assert top["tokens/s/process"] == "3,000"
+    assert (top["x before"], top["x optimization"], top["x size"], top["x first"]) == ("1.50", "2.00", "1.50", "3.00")
+    assert (top["step ms"], top["p99/p50"], top["MFU"], top["peak GiB"]) == ("100.0", "1.20", "25.0%", "3.0")
+    assert (top["loss"], top["gap"], top["changed"]) == ("6.0000 -> 4.0000", "0.0e+00", "training.micro_batch=2")
+
+
+def test_a_rung_that_did_not_run_says_why(capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
+    rows = table(climb(capsys))
+    assert (rows["broken"]["tokens/s/process"], rows["broken"]["changed"]) == ("failed", "no memory")
+    assert (rows["later"]["tokens/s/process"], rows["later"]["changed"]) == ("skipped", "this version has no oven.heat")
+
+
+def test_steps_that_were_made_twice_are_told(capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
+    assert table(climb(capsys))["faster"]["changed"] == "kernels.norm=torch (2 steps made twice)"
+
+
+def test_a_line_comes_as_soon_as_a_rung_has_ended_and_routing_is_told(
+    capsys: pytest.CaptureFixture[str], asked: list[str]
+) -> None:
+    head = climb(capsys).partition("\n\n")[0].splitlines()
+    assert head[0] == "ladder of debug: 5 rungs on 1 CPU process(es), 3 steps of 4 x 128 tokens each"
+    assert head[1] == "routing: natural routing, auxiliary loss 0.0001 by sequence, expert bias"
+    assert head[2] == "runs and what they print: runs/ladder-debug"
+    assert [line.split()[0] for line in head[3:]] == ["ground", "faster", "broken", "later", "larger"]
+    assert "2.00 x the rung before, 2.00 x the first  (2 s)" in head[4]
+
+
+def read(path: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    return found
+
+
+def test_everything_is_written_down(
+    capsys: pytest.CaptureFixture[str], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verb.sys, "argv", ["penstock", "ladder", "debug", "--json", "l.json"])
+    climb(capsys, "--json", "l.json", "--commit", "0123abc")
+    found = read("l.json")
+    assert (found["command"], found["commit"]) == ("penstock ladder debug --json l.json", "0123abc")
+    assert {"device", "torch", "python", "ranks", "steps", "warm_up_steps"} <= found["environment"].keys()
+    rungs = {rung["name"]: rung for rung in found["numbers"]["rungs"]}
+    assert rungs["larger"]["kind"] == "size"
+    assert rungs["larger"]["gain"]["by_size"] == 1.5
+    assert rungs["larger"]["figures"]["jitter"] == pytest.approx(1.2)
+    assert rungs["larger"]["figures"]["flops_per_second_per_device"] == 3000.0 * found["numbers"]["flops_per_token"]
+    assert (rungs["broken"]["state"], rungs["broken"]["figures"]) == ("failed", None)
+
+
+def test_a_ladder_that_was_ended_goes_on_and_measures_nothing_twice(
+    capsys: pytest.CaptureFixture[str], asked: list[str]
+) -> None:
+    climb(capsys, "--json", "l.json", "--only", "ground,faster")
+    asked.clear()
+    climb(capsys, "--json", "l.json", "--resume")
+    assert asked == ["broken", "larger"]
+    names = [rung["name"] for rung in read("l.json")["numbers"]["rungs"]]
+    assert names == ["ground", "faster", "broken", "later", "larger"]
+
+
+def test_a_ladder_of_other_steps_is_not_gone_on_with(capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
+    climb(capsys, "--json", "l.json", "--only", "ground")
+    told = refused(
+        capsys,
+        "debug",
+        "device=cpu",
+        "--processes",
+        "1",
+        "--steps",
+        "4",
+        "--warm-up",
+        "1",
+        "--json",
+        "l.json",
+        "--resume",
+    )
+    assert "another environment; got steps 3" in told
+    Path("l.json").write_text("{}")
+    assert "is no ladder to go on with" in refused(
+        capsys, "debug", "device=cpu", *SHORT, "--json", "l.json", "--resume"
+    )
+
+
+def test_a_ladder_of_which_nothing_ran_ends_with_one(capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
+    assert "failed" in climb(capsys, "--only", "broken", code=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("nothing",), "no preset is called 'nothing'"),
+        (("debug", "--steps", "5", "--warm-up", "5"), "--warm-up leaves no step to time; got 5 of 5; allowed: 0 to 4"),
+        (("debug", "--resume"), "fix: --json FILE"),
+        (("debug", "--only", "oven"), "--only names no rung of the ladder; got oven"),
+        (("debug", "--rungs", "gone.toml"), "cannot read gone.toml"),
+        (("debug", "device=cpu", "--processes", "3"), "training.global_batch must be a multiple"),
+    ],
+)
+def test_a_mistake_is_one_line_and_starts_nothing(
+    capsys: pytest.CaptureFixture[str], asked: list[str], arguments: tuple[str, ...], told: str
+) -> None:
+    assert told in refused(capsys, *arguments)
+    assert asked == []
+
+
+def test_a_rank_cannot_climb(
+    capsys: pytest.CaptureFixture[str], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert "a ladder starts its own processes" in refused(capsys, "debug")
+
+
+@pytest.mark.slow
+def test_two_real_rungs_on_two_ranks_have_one_loss(
+    capsys: pytest.CaptureFixture[str], asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verb, "run_trial", run_trial)
+    own = ("debug-2l", "training.micro_batch=1", "parallel.expert=2", "device=cpu", "--processes", "2")
+    words = ["ladder", *own, "--steps", "3", "--warm-up", "1", "--only", "baseline,sync-free-2", "--json", "l.json"]
+    assert main(words) == 0
+    rungs = read("l.json")["numbers"]["rungs"]
+    assert [rung["state"] for rung in rungs] == ["ran", "ran"]
+    assert rungs[1]["gain"]["loss_gap"] < 1e-4

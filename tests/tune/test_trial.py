@@ -1,0 +1,195 @@
+"""A trial: what it is cut from, what is read of it, why it failed, and that nothing of it stays behind."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config.load import load_run
+from penstock.train.schedule import learning_rate
+from penstock.tune import trial as trials
+from penstock.tune.trial import Failure, Figures, Trial, failure_of, figures_of, first_steps, run_trial
+
+STUBBORN = """#!/bin/sh
+trap '' TERM
+sleep 60 &
+echo $! > {folder}/child.new && mv {folder}/child.new {folder}/child
+wait
+"""
+"""A launcher that does not listen, with a rank."""
+
+
+def line(step: int, **changes: Any) -> dict[str, Any]:
+    fields = {
+        "tokens_per_second_per_device": 100.0 * step,
+        "step_seconds": 1.0 / step,
+        "model_flops_utilization": 0.1 * step,
+        "peak_memory_bytes": 1000 - step,
+        "expert_load_max_over_mean": 2.0,
+        "rows_left_out": 0,
+        "loss": 10.0 - step,
+    }
+    return fields | changes
+
+
+def trial_in(folder: Path, *overrides: str, most_seconds: float = 0.0) -> Trial:
+    return Trial(
+        name="first",
+        target="debug-2l",
+        overrides=overrides,
+        processes=1,
+        warm_up=1,
+        folder=folder / "ladder",
+        most_seconds=most_seconds,
+    )
+
+
+# --------------------------------------------------------------------------------------------------- first steps
+
+
+@pytest.mark.parametrize(
+    ("target", "steps"), [("deepseek-v2-lite", 50), ("deepseek-v2-lite", 2000), ("debug", 7), ("debug", 60)]
+)
+def test_first_steps_have_the_learning_rates_of_the_whole_run_until_it_decays(target: str, steps: int) -> None:
+    whole = load_run(target, ["schedule.decay=constant", "optimizer.learning_rate=0.002"])
+    cut = load_run(target, [*first_steps(whole, steps)])
+    for step in range(steps):
+        expected = learning_rate(step, whole.training.steps, whole.optimizer.learning_rate, whole.schedule)
+        assert learning_rate(step, steps, cut.optimizer.learning_rate, cut.schedule) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "wsd"])
+def test_first_steps_do_not_decay_and_do_nothing_but_steps(decay: str) -> None:
+    whole = load_run("debug", [f"schedule.decay={decay}", "schedule.decay_steps=0"])
+    cut = load_run("debug", [f"schedule.decay={decay}", *first_steps(whole, 25)])
+    assert (cut.schedule.decay, cut.training.steps) == ("constant", 25)
+    assert (cut.evaluation.rows, cut.checkpoint.enabled, cut.record.tensorboard) == (0, False, False)
+
+
+# ------------------------------------------------------------------------------------------------------- figures
+
+
+def test_figures_are_medians_of_the_steps_after_warm_up() -> None:
+    lines = [line(1, rows_left_out=3), line(2), line(3, rows_left_out=5), line(4)]
+    found = figures_of(lines, 1, 9.0)
+    assert found.tokens_per_second_per_device == 300.0
+    assert found.step_seconds == (1 / 2, 1 / 3, 1 / 4)
+    assert (found.step_seconds_median, found.step_seconds_highest) == (1 / 3, 1 / 2)
+    assert 1 / 3 < found.step_seconds_p99 <= 1 / 2
+    assert found.jitter == pytest.approx(found.step_seconds_p99 * 3)
+    assert found.model_flops_utilization == pytest.approx(0.3)
+    assert found.repeated_steps == 1
+    assert found.flops_per_second(10.0) == 3000.0
+
+
+def test_memory_and_losses_are_those_of_all_steps() -> None:
+    found = figures_of([line(1), line(2), line(3)], 2, 9.0)
+    assert (found.peak_memory_bytes, found.losses, found.seconds) == (999, (9.0, 8.0, 7.0), 9.0)
+
+
+def test_what_the_metrics_do_not_have_is_not_there() -> None:
+    dense = [line(step, expert_load_max_over_mean=None, model_flops_utilization=None) for step in (1, 2)]
+    found = figures_of(dense, 1, 9.0)
+    assert (found.expert_load_max_over_mean, found.model_flops_utilization) == (None, None)
+
+
+# ------------------------------------------------------------------------------------------------------- failures
+
+
+LOST = "error: another rank has ended or does not answer; got Connection closed by peer"
+MEMORY = "error: the GPU is out of memory; got CUDA out of memory; fix: a smaller training.micro_batch or model"
+RAISED = "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
+ENDED = "rank 2 (process 4242) was ended by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("log", "kind", "reason"),
+    [
+        ([LOST, "step 1", MEMORY, LOST], "refused", MEMORY.removeprefix("error: ")),
+        (["Traceback (most recent call last):", RAISED, LOST, ENDED], "failed", RAISED),
+        ([LOST, ENDED], "failed", ENDED),
+        ([LOST], "failed", LOST.removeprefix("error: ")),
+        (["KeyboardInterrupt"], "failed", "KeyboardInterrupt"),
+        (["nothing at all"], "failed", "exit code 7, and not a word about it"),
+    ],
+)
+def test_the_reason_is_the_line_of_the_rank_that_failed_first(log: list[str], kind: str, reason: str) -> None:
+    assert failure_of("\n".join(log), 7, 1.5) == Failure(kind=kind, reason=reason, seconds=1.5)  # type: ignore[arg-type]
+
+
+def test_a_long_reason_is_cut() -> None:
+    assert len(failure_of(f"error: {'x' * 1000}", 2, 0.0).reason) == trials.MOST_LETTERS + 3
+
+
+# ------------------------------------------------------------------------------------------------------ processes
+
+
+def is_alive(process: int) -> bool:
+    state = Path(f"/proc/{process}/stat")
+    return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.fixture
+def stubborn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program that stands in for Python; the file that holds the number of its child."""
+    program = tmp_path / "python"
+    program.write_text(STUBBORN.format(folder=tmp_path))
+    program.chmod(0o755)
+    monkeypatch.setattr(trials.sys, "executable", str(program))
+    monkeypatch.setattr(trials, "GRACE_SECONDS", 0.1)
+    return tmp_path / "child"
+
+
+def assert_ends(process: int) -> None:
+    deadline = time.monotonic() + 10
+    while is_alive(process) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(process)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="asks Linux whether a process lives")
+def test_a_trial_that_is_not_done_in_time_is_ended_with_all_of_its_ranks(tmp_path: Path, stubborn: Path) -> None:
+    found = run_trial(trial_in(tmp_path, most_seconds=1.0))
+    assert isinstance(found, Failure)
+    assert (found.kind, found.reason) == ("failed", "not done after 1 s")
+    assert_ends(int(stubborn.read_text()))
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="asks Linux whether a process lives")
+def test_a_trial_ends_with_the_process_that_asked_for_it(tmp_path: Path, stubborn: Path) -> None:
+    def stop() -> None:
+        while not stubborn.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(SystemExit) as raised:
+        run_trial(trial_in(tmp_path))
+    thread.join()
+    assert raised.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert_ends(int(stubborn.read_text()))
+
+
+@pytest.mark.slow
+def test_what_the_product_refuses_is_the_reason(tmp_path: Path) -> None:
+    found = run_trial(trial_in(tmp_path, "training.micro_batch=3"))
+    assert isinstance(found, Failure)
+    assert found.kind == "refused"
+    assert found.reason.startswith("training.global_batch must be a multiple")
+
+
+@pytest.mark.slow
+def test_a_trial_trains_and_its_figures_are_those_of_its_metrics(tmp_path: Path) -> None:
+    overrides = first_steps(load_run("debug-2l"), 3)
+    found = run_trial(trial_in(tmp_path, "device=cpu", *overrides))
+    assert isinstance(found, Figures)
+    assert len(found.losses) == 3
+    assert len(found.step_seconds) == 2
+    assert found.losses[0] > found.losses[2] > 0

@@ -1,0 +1,116 @@
+"""The tables of what optimizations are worth: ladder, scaling over expert ranks, jitter. As `tools.kernel_tables`."""
+
+from collections.abc import Callable
+from typing import Any
+
+Result = dict[str, Any]
+
+
+def ladder(result: Result) -> str:
+    """Every rung, those that did not run with the reason."""
+    numbers, environment = result["numbers"], result["environment"]
+    lines = [
+        f"{_origin(result)}; {environment['steps']} steps a rung, medians after {environment['warm_up_steps']}. "
+        f"`{' '.join([numbers['target'], *numbers['overrides']])}`; {numbers['routing']}.",
+        "",
+        "| rung | tokens/s/GPU | step, p99/p50 | MFU, TFLOP/s | peak memory | loss, largest gap | x before | by "
+        "optimization | by size | x first |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for rung in numbers["rungs"]:
+        name = f"{rung['name']} (size)" if rung["kind"] == "size" else rung["name"]
+        figures, gain = rung["figures"], rung["gain"]
+        if figures is None:
+            lines.append(f"| {name} | {rung['state']}: {_in_cell(rung['reason'])} |" + " |" * 8)
+            continue
+        loss = f"{figures['losses'][0]:.4f} -> {figures['losses'][-1]:.4f}, {gain['loss_gap']:.1e}"
+        ratios = " | ".join(f"{gain[key]:.2f}" for key in ("before", "by_optimization", "by_size", "first"))
+        lines.append(
+            f"| {name} | {figures['tokens_per_second_per_device']:,.0f} | "
+            f"{figures['step_seconds_median'] * 1e3:.1f} ms, {figures['jitter']:.2f} | {_compute(figures)} | "
+            f"{figures['peak_memory_bytes'] / 2**30:.1f} GiB | {loss} | {ratios} |"
+        )
+    return "\n".join(lines)
+
+
+def ladder_changes(result: Result) -> str:
+    """What each rung is, and what it changed."""
+    lines = ["| rung | what | changed |", "|---|---|---|"]
+    for rung in result["numbers"]["rungs"]:
+        changed = " ".join(f"`{one}`" for one in rung["changed"])
+        lines.append(f"| {rung['name']} | {rung['what']} | {changed or 'nothing: ' + rung['state']} |")
+    return "\n".join(lines)
+
+
+def scaling(result: Result) -> str:
+    """Throughput of each number of expert ranks over that of one and of two."""
+    numbers, environment = result["numbers"], result["environment"]
+    lines = [
+        f"{_origin(result)}; `{numbers['target']}`, {numbers['rows_per_device']} rows a step on each GPU in "
+        f"micro-batches of {numbers['micro_batch']}, {environment['steps']} steps, medians after "
+        f"{environment['warm_up_steps']}.",
+        "",
+        "| expert ranks | dispatch | tokens/s/GPU | over EP 1 | over EP 2 | peak memory |",
+        "|---:|---|---:|---:|---:|---:|",
+    ]
+    for case in numbers["cases"]:
+        ranks, method, figures = case["expert_ranks"], case["method"], case["figures"]
+        if figures is None:
+            lines.append(f"| {ranks} | {method} | {_in_cell(case['reason'])} | | | |")
+            continue
+        lines.append(
+            f"| {ranks} | {method} | {figures['tokens_per_second_per_device']:,.0f} | {_share(case['over_1'])} | "
+            f"{_share(case['over_2'])} | {figures['peak_memory_bytes'] / 2**30:.1f} GiB |"
+        )
+    return "\n".join(lines)
+
+
+def jitter(result: Result) -> str:
+    """Step times with and without collecting garbage by hand, and graphs."""
+    numbers, environment = result["numbers"], result["environment"]
+    lines = [
+        f"{_origin(result)}; `{' '.join([numbers['target'], *numbers['overrides']])}`, {environment['steps']} steps, "
+        f"the first {environment['warm_up_steps']} left out.",
+        "",
+        "| garbage | graphs | p50 | p99 | slowest | p99/p50 | slowest/p50 |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for case in numbers["cases"]:
+        figures = case["figures"]
+        if figures is None:
+            lines.append(f"| {case['garbage']} | {case['graphs']} | {_in_cell(case['reason'])} | | | | |")
+            continue
+        median, p99, slowest = (figures[f"step_seconds_{name}"] for name in ("median", "p99", "highest"))
+        lines.append(
+            f"| {case['garbage']} | {case['graphs']} | {median * 1e3:.1f} ms | {p99 * 1e3:.1f} ms | "
+            f"{slowest * 1e3:.1f} ms | {p99 / median:.3f} | {slowest / median:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def _origin(result: Result) -> str:
+    environment = result["environment"]
+    where = f"{environment['ranks']} x {environment['device']} (torch {environment['torch']})"
+    return f"Measured on {where}, commit `{result['commit']}`"
+
+
+def _compute(figures: dict[str, Any]) -> str:
+    utilization, rate = figures["model_flops_utilization"], figures["flops_per_second_per_device"] / 1e12
+    return f"{'-' if utilization is None else f'{utilization:.1%}'}, {rate:.3g}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _in_cell(text: str) -> str:
+    """A vertical bar would end the cell."""
+    return text.replace("|", "/")
+
+
+TABLES: dict[str, Callable[[Result], str]] = {
+    "ladder": ladder,
+    "ladder-changes": ladder_changes,
+    "scaling": scaling,
+    "jitter": jitter,
+}
