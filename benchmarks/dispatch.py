@@ -7,7 +7,7 @@
     exact     outputs and gradients of `symmetric` on adversarial routings, in whole numbers: bit for bit
     close     the same in bfloat16 through real experts, against `all_to_all`
     steps     1,000 steps with changing routing, two layers in flight, ranks delayed at random: bit for bit again
-    programs  how many programs a push needs
+    launches  how many programs, chunks and rows at a time
     speed     dispatch and combine of `symmetric` (launched one by one, and replayed from a graph) and of `all_to_all`
     vdev      torch's all_to_all_vdev_2d of the same rows, without de-duplication
 
@@ -32,20 +32,26 @@ from torch.distributed import _symmetric_memory
 
 from benchmarks import record
 from benchmarks.dispatch_cases import KINDS, SMALL, V2_LITE, V3, Exact, Shape, choices, wrong_numbers
-from penstock.kernels.symmetric import PUSH_LAUNCH, RETURN_LAUNCH
+from penstock.kernels.symmetric import PUSH_LAUNCH, RETURN_LAUNCH, SUM_LAUNCH, TAKE_LAUNCH
 from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.room import Room
-from penstock.moe.dispatch.symmetric import SymmetricDispatcher, links_of
+from penstock.moe.dispatch.symmetric import Links, SymmetricDispatcher, links_of
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis, make_axes
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers, allocate
 
 CALLS_OF_A_GRAPH = 8
 RUNS = 20
+
+CHANGES = (
+    "push.programs=16,push.programs=32,push.programs=132,take.programs=32,take.programs=132,back.programs=32,"
+    "back.programs=64,back.programs=264,sum.programs=32,sum.programs=132,chunks=1,chunks=4,chunks=8"
+)
+"""Of the launches: which one, its field and the value; or the number of chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +81,7 @@ class Machine:
 
 def main() -> None:
     options = parse_arguments()
-    dist.init_process_group("nccl")
-    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    axis = make_axes(Grid(world=dist.get_world_size(), expert=dist.get_world_size())).expert
-    machine = Machine(axis=axis, device=device)
+    machine = begin()
     numbers: dict[str, Any] = {}
     for name in options.only.split(","):
         machine.say(f"== {name}")
@@ -89,19 +91,31 @@ def main() -> None:
         for row in SECTIONS[name](machine, options):
             rows.append(row)
             machine.say("  " + "  ".join(f"{key} {number_text(value)}" for key, value in row.items()))
-            if axis.rank == 0:
-                record.write(options, numbers, ranks=axis.size)
+            if machine.axis.rank == 0:
+                record.write(options, numbers, ranks=machine.axis.size)
         faulthandler.cancel_dump_traceback_later()
     dist.barrier()
     dist.destroy_process_group()
 
 
+def begin() -> Machine:
+    """One process of each GPU."""
+    dist.init_process_group("nccl")
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    axis = make_axes(Grid(world=dist.get_world_size(), expert=dist.get_world_size())).expert
+    return Machine(axis=axis, device=device)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="exact,close,steps,programs,speed", help="sections, in this order")
+    parser.add_argument("--only", default="exact,close,steps,launches,speed", help="sections, in this order")
     parser.add_argument("--patience", type=int, default=240, help="seconds of a section")
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--top-k", default="1,4,8", help="of the exact section")
     parser.add_argument("--tokens", default="1024,2048,4096,8192,16384,32768", help="of a rank")
+    parser.add_argument("--shapes", type=int, default=2, help="1 leaves V3 out of launches and speed")
+    parser.add_argument("--changes", default=CHANGES, help="launches that are tried")
     record.add_arguments(parser)
     return parser.parse_args()
 
@@ -111,7 +125,8 @@ def number_text(value: object) -> str:
 
 
 def exact(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for shape in (SMALL, replace(SMALL, K=1), replace(SMALL, K=8)):
+    for top_k in options.top_k.split(","):
+        shape = replace(SMALL, K=int(top_k))
         buffers = machine.buffers(shape, 512, torch.float32)
         dispatcher = symmetric(machine, shape, buffers)
         for kind in KINDS:
@@ -180,15 +195,36 @@ def relative_gap(one: Tensor, other: Tensor) -> float:
 
 
 def symmetric(
-    machine: Machine, shape: Shape, buffers: SymmetricBuffers, programs: int = 0, bound: float = 0
+    machine: Machine, shape: Shape, buffers: SymmetricBuffers, bound: float = 0, change: "Change | None" = None
 ) -> SymmetricDispatcher:
     placement = machine.placement(shape)
     links = links_of(placement, buffers)
-    if programs:
-        push, back = (replace(launch, programs=programs) for launch in (PUSH_LAUNCH, RETURN_LAUNCH))
-        links = replace(links, push=push, back=back)
     room = Room(placement, bound).to(machine.device) if bound else None
-    return SymmetricDispatcher(placement, links, TRITON, room)
+    return SymmetricDispatcher(placement, links if change is None else change.of(links), TRITON, room)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What is launched otherwise than by default: fields of one launch, or the number of chunks."""
+
+    launch: str = ""
+    fields: tuple[tuple[str, int], ...] = ()
+    chunks: int = 0
+
+    @staticmethod
+    def parse(text: str) -> "Change":
+        """`push.programs=32/block_rows=4` or `chunks=8`."""
+        if text.startswith("chunks="):
+            return Change(chunks=int(text.removeprefix("chunks=")))
+        launch, _, rest = text.partition(".")
+        pairs = [field.split("=") for field in rest.split("/")]
+        return Change(launch=launch, fields=tuple((name, int(value)) for name, value in pairs))
+
+    def of(self, links: Links) -> Links:
+        if self.chunks:
+            return replace(links, chunks=self.chunks)
+        now = {"push": links.push, "take": links.take, "back": links.back, "sum": links.sum}[self.launch]
+        return replace(links, **{self.launch: replace(now, **dict(self.fields))})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,26 +304,30 @@ def time_call(machine: Machine, call: Callable[[], object], graph: bool) -> floa
     return machine.worst(statistics.median(times)) / 1000 / calls
 
 
-def programs(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for shape in (V2_LITE, V3):
+def launches(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for shape in (V2_LITE, V3)[: options.shapes]:
         traffic = Traffic.draw(machine, shape, 8192, "even")
         buffers = machine.buffers(shape, 8192, torch.bfloat16)
-        for count in (8, 16, 24, 32, 64, 132, 264):
-            dispatcher = symmetric(machine, shape, buffers, count, traffic.bound)
-            yield traffic.row("symmetric, graph", time_both(machine, dispatcher, traffic, True)) | {"programs": count}
+        for text in ("", *options.changes.split(",")):
+            change = Change.parse(text) if text else None
+            dispatcher = symmetric(machine, shape, buffers, traffic.bound, change)
+            row = traffic.row("symmetric, graph", time_both(machine, dispatcher, traffic, True))
+            yield row | {"changed": text or "nothing"}
             buffers.check()
 
 
 def speed(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    for shape in (V2_LITE, V3):
+    for shape in (V2_LITE, V3)[: options.shapes]:
         sizes = [int(size) for size in options.tokens.split(",")]
         buffers = machine.buffers(shape, max(sizes), torch.bfloat16)
         for tokens in sizes:
             for kind in ("even", "skewed"):
                 traffic = Traffic.draw(machine, shape, tokens, kind)
-                ours = symmetric(machine, shape, buffers, 0, traffic.bound)
+                ours = symmetric(machine, shape, buffers, traffic.bound)
                 theirs = AllToAllDispatcher(machine.placement(shape), machine.axis, TRITON)
-                used = {"programs": [PUSH_LAUNCH.programs, RETURN_LAUNCH.programs]}
+                used = {
+                    "programs": [launch.programs for launch in (PUSH_LAUNCH, TAKE_LAUNCH, RETURN_LAUNCH, SUM_LAUNCH)]
+                }
                 yield traffic.row("all_to_all", time_both(machine, theirs, traffic, False))
                 yield traffic.row("symmetric", time_both(machine, ours, traffic, False)) | used
                 yield traffic.row("symmetric, graph", time_both(machine, ours, traffic, True)) | used
@@ -322,7 +362,7 @@ SECTIONS: dict[str, Callable[[Machine, argparse.Namespace], Iterator[dict[str, A
     "exact": exact,
     "close": close,
     "steps": steps,
-    "programs": programs,
+    "launches": launches,
     "speed": speed,
     "vdev": vdev,
 }

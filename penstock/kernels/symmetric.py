@@ -1,108 +1,81 @@
 """Rows between the GPUs of one node, written by kernels straight into each other's memory.
 
-    push_metadata    choices and weights of our tokens to all ranks
-    push_rows        each of our rows once to each rank that holds an expert of its token
-    gather_rows      rows that came, at the places of the experts                 (backward of combine)
+    push_rows        choices and weights to all ranks; each row once to each other rank that holds an expert of it
+    wait             until everybody's choices are here
+    take_rows        rows that came, copied out, or to the places of the experts  (backward of combine)
     return_rows      for each row that came one row back, the sum over its places (combine; dispatch backward)
     sum_ranks        the rows that came back, summed for each token
-    signal, wait     say that all is written; wait until everybody has said so
 
 There is no sort, no count and no host between a row and where it goes: token t of rank r stands at row r x T + t of
 every receiver. A token crosses once to each rank, not once for each expert, and what its experts on one rank give is
 summed there before it travels back.
 
+Tokens travel in chunks. `push_rows` and `return_rows` say of each chunk that it is written, `take_rows` and `sum_ranks`
+wait for a chunk when they come to it: run side by side, the one reads while the other still writes.
+
 `penstock.parallel.symmetric` owns the memory and says in which order these may be called; nothing here checks that.
 """
 
-from dataclasses import dataclass
-
 import torch
-import triton
 from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels.symmetric_kernels import (
-    gather_rows_kernel,
-    push_metadata_kernel,
     push_rows_kernel,
     return_rows_kernel,
-    signal_kernel,
     sum_ranks_kernel,
+    take_rows_kernel,
     wait_kernel,
 )
-from penstock.kernels.tuning import Launch
-
-WORD_BYTES = 4
-ROW_MULTIPLE = 16
-"""Bytes that a row must be a multiple of: the widest store of one thread."""
-
-MOST_RANKS = 31
-"""Ranks of a token are bits of an int32."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PersistentLaunch(Launch):
-    """How a kernel that walks over tiles of rows is launched; columns are words of 4 bytes, or numbers if it sums.
-
-    Attributes:
-        programs: that walk; as many multiprocessors are taken from others as there are programs, or fewer.
-    """
-
-    programs: int
-
+from penstock.kernels.symmetric_transfer import (
+    ROW_MULTIPLE,
+    Awaited,
+    Choices,
+    Chunks,
+    Home,
+    Homes,
+    Peers,
+    PersistentLaunch,
+    Places,
+    Returned,
+    power_of_two,
+)
 
 PUSH_LAUNCH = PersistentLaunch(block_rows=8, block_columns=1024, warps=8, programs=32)
-"""Enough rows on their way to fill the links from a few multiprocessors. Not measured yet."""
+"""Enough rows on their way to fill the links; with 64 no faster on 2 GPUs."""
 
-RETURN_LAUNCH = PersistentLaunch(block_rows=4, block_columns=1024, warps=8, programs=64)
-"""Sums K rows for each that it sends, so it needs more programs than a push. Not measured yet."""
+TAKE_LAUNCH = PersistentLaunch(block_rows=8, block_columns=1024, warps=8, programs=132)
+"""Must keep up with the links; what is left when the last chunk has come is in nobody's shadow. On 2 GPUs half as many
+programs take a fifth longer."""
 
-LOCAL_LAUNCH = PersistentLaunch(block_rows=4, block_columns=1024, warps=8, programs=1024)
-"""For what reads and writes our own memory only. Not measured yet."""
+RETURN_LAUNCH = PersistentLaunch(block_rows=4, block_columns=1024, warps=8, programs=264)
+"""Sums K rows for each that it sends, so it needs more programs than a push; half as many take an eighth longer."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Peers:
-    """Where the memory of every rank begins, as this rank sees it.
-
-    Attributes:
-        addresses_W: int64, on the device, multiples of 16.
-        rank: our place among them.
-    """
-
-    addresses_W: Tensor
-    rank: int
-
-    @property
-    def size(self) -> int:
-        """Ranks, ourselves included."""
-        return self.addresses_W.numel()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Homes:
-    """Where experts live: id i on the ranks from i // per_rank x parts on, as many as there are parts.
-
-    Attributes:
-        per_rank: experts of which a rank holds a part.
-        parts: ranks that hold a part of the same expert.
-    """
-
-    per_rank: int
-    parts: int = 1
+SUM_LAUNCH = PersistentLaunch(block_rows=4, block_columns=1024, warps=4, programs=64)
+"""As `TAKE_LAUNCH`; half as many programs are slower, twice as many are not faster."""
 
 
 def push_rows(
-    x_TD: Tensor, experts_TK: Tensor, homes: Homes, peers: Peers, offset: int, *, launch: PersistentLaunch = PUSH_LAUNCH
+    x_TD: Tensor,
+    experts_TK: Tensor,
+    homes: Homes,
+    peers: Peers,
+    offsets: tuple[int, int],
+    chunks: Chunks,
+    choices: Choices | None = None,
+    *,
+    launch: PersistentLaunch = PUSH_LAUNCH,
 ) -> None:
-    """Write each row once to each rank that holds one of its experts, to row rank x T + t of the section at `offset`.
+    """Write each row once to each OTHER rank that holds one of its experts, to row rank x T + t of a section.
 
     Args:
         x_TD: rows of any dtype, a multiple of 16 bytes wide; packed scales may be part of a row.
         experts_TK: expert ids; the number of experts marks a dropped slot.
         homes: of the experts.
         peers: to whom.
-        offset: bytes, a multiple of 16.
+        offsets: bytes, of the section (a multiple of 16) and of the channel's flags.
+        chunks: of the tokens.
+        choices: what goes before; None if it is there already.
         launch: rows and words at a time, and programs.
 
     Raises:
@@ -110,205 +83,169 @@ def push_rows(
     """
     words_TD = _words(x_TD)
     tokens, words = words_TD.shape
-    push_rows_kernel[_grid(tokens, launch)](
+    push_rows_kernel[(launch.programs_for(tokens),)](
         words_TD,
         experts_TK.contiguous(),
+        None if choices is None else choices.weights_TK.contiguous(),
         peers.addresses_W,
-        offset,
+        offsets[0],
+        0 if choices is None else choices.ids_offset,
+        0 if choices is None else choices.weights_offset,
+        offsets[1],
+        0 if choices is None else choices.flags_offset,
         peers.rank,
         tokens,
+        chunks.rows,
+        chunks.first,
+        chunks.last,
         WORDS=words,
         K=experts_TK.shape[1],
         PER_RANK=homes.per_rank,
         PARTS=homes.parts,
-        W=peers.size,
-        **_block(words, launch),
-    )
-
-
-def push_metadata(experts_TK: Tensor, weights_TK: Tensor, peers: Peers, ids_offset: int, weights_offset: int) -> None:
-    """Write our choices (as int32) and weights (float32) to all ranks, T x K numbers at rank x T x K of each section.
-
-    Args:
-        experts_TK: integer expert ids.
-        weights_TK: float32.
-        peers: to whom.
-        ids_offset: bytes, a multiple of 16.
-        weights_offset: the same.
-    """
-    slots = experts_TK.numel()
-    push_metadata_kernel[(triton.cdiv(slots, 1024),)](
-        experts_TK.contiguous(),
-        weights_TK.contiguous(),
-        peers.addresses_W,
-        ids_offset,
-        weights_offset,
-        peers.rank,
-        slots,
-        W=peers.size,
         BLOCK_R=1024,
-    )
-
-
-def gather_rows(
-    rows_ND: Tensor, index_R: Tensor, counts_e: Tensor, *, launch: PersistentLaunch = LOCAL_LAUNCH
-) -> Tensor:
-    """The row of each place; places past the last expert's hold anything.
-
-    Args:
-        rows_ND: as in `push_rows`.
-        index_R: int64, the row of each place.
-        counts_e: int32 places of each expert.
-        launch: rows and words at a time, and programs.
-    """
-    words_ND = _words(rows_ND)
-    rows, words, experts = index_R.shape[0], words_ND.shape[1], counts_e.shape[0]
-    out_RD = rows_ND.new_empty(rows, rows_ND.shape[1])
-    gather_rows_kernel[_grid(rows, launch)](
-        words_ND,
-        index_R,
-        counts_e,
-        _words(out_RD),
-        rows,
-        WORDS=words,
-        EXPERTS=experts,
-        BLOCK_E=triton.next_power_of_2(experts),
+        **_ranks(peers.size),
         **_block(words, launch),
     )
-    return out_RD
 
 
-@dataclass(frozen=True, kw_only=True)
-class Returned:
-    """What `return_rows` sends.
+def wait(awaited: Awaited) -> None:
+    """Hold this stream until every rank has written the first chunk of a channel."""
+    wait_kernel[(1,)](*awaited.arguments, **_ranks(awaited.flags_CW.shape[1]), num_warps=1)
 
-    Attributes:
-        rows: y_RD at the places of the experts, to be summed; or one row for each that came, N x D.
-        is_summed: which of the two.
-        scalars_NK: float32, or None.
+
+def take_rows(
+    rows_ND: Tensor,
+    own_TD: Tensor,
+    places: Places,
+    out: Tensor,
+    awaited: Awaited,
+    chunks: Chunks,
+    *,
+    rank: int,
+    is_spread: bool,
+    launch: PersistentLaunch = TAKE_LAUNCH,
+) -> None:
+    """Copy rows that came, as they come, and our own, of which `push_rows` wrote none; only those with a place here.
+
+    Args:
+        rows_ND: where they come, N = W x T, as in `push_rows`.
+        own_TD: what we pushed.
+        places: here, of their choices.
+        out: N rows, or R if they are spread; what is not written holds anything.
+        awaited: who writes the rows.
+        chunks: of each rank's tokens.
+        rank: our own.
+        is_spread: a row goes to its places, instead of to the row of its number.
+        launch: rows and words at a time, and programs.
+
+    Raises:
+        KernelError: rows are not a multiple of 16 bytes.
     """
-
-    rows: Tensor
-    is_summed: bool
-    scalars_NK: Tensor | None = None
+    own_words_TD = _words(own_TD)
+    tokens, words = own_words_TD.shape
+    received = rows_ND.shape[0]
+    take_rows_kernel[(launch.programs_for(received),)](
+        _words(rows_ND),
+        own_words_TD,
+        *places.arguments,
+        _words(out),
+        *awaited.arguments,
+        rank,
+        tokens,
+        *chunks.arguments,
+        WORDS=words,
+        SPREAD=is_spread,
+        **places.constants,
+        **_ranks(awaited.flags_CW.shape[1]),
+        **_block(words, launch),
+    )
 
 
 def return_rows(
     returned: Returned,
-    places_NK: Tensor,
-    counts_e: Tensor,
+    places: Places,
     peers: Peers,
-    offset: int,
-    scalars_offset: int = 0,
+    offsets: tuple[int, int, int],
+    chunks: Chunks,
     *,
     launch: PersistentLaunch = RETURN_LAUNCH,
 ) -> None:
     """Send a row back for each one that came: to row rank x T + t of the section of the rank that had sent it.
 
-    Rows without a place here are not sent; scalars of all rows are.
+    Rows without a place here are not sent; scalars of all rows are, 0 for choices without a place here.
 
     Args:
         returned: rows and scalars.
-        places_NK: int64, N = W x T: places here of each choice of each row; those past the last expert's are elsewhere.
-        counts_e: int32 places of each expert here.
+        places: here, of the choices of the rows that came.
         peers: to whom.
-        offset: bytes, a multiple of 16.
-        scalars_offset: the same.
+        offsets: bytes, of the section of rows and of scalars (multiples of 16) and of the channel's flags.
+        chunks: of each rank's tokens.
         launch: rows and columns at a time, and programs.
 
     Raises:
         KernelError: rows are not a multiple of 16 bytes.
     """
-    rows, scalars_NK = returned.rows.contiguous(), returned.scalars_NK
+    rows, scalars_R = returned.rows.contiguous(), returned.scalars_R
     _words(rows)
-    received, top_k = places_NK.shape
-    width, experts = rows.shape[1], counts_e.shape[0]
-    return_rows_kernel[_grid(received, launch)](
+    received, top_k = places.places_NK.shape
+    width = rows.shape[1]
+    return_rows_kernel[(launch.programs_for(received),)](
         rows,
-        places_NK,
-        counts_e,
-        None if scalars_NK is None else scalars_NK.contiguous(),
+        *places.arguments,
+        None if scalars_R is None else scalars_R.contiguous(),
         peers.addresses_W,
-        offset,
-        scalars_offset,
+        *offsets,
         peers.rank,
         received // peers.size,
+        chunks.rows,
+        chunks.first,
+        chunks.last,
         SUMMED=returned.is_summed,
         D=width,
-        K=top_k,
-        EXPERTS=experts,
-        W=peers.size,
-        BLOCK_E=triton.next_power_of_2(experts),
+        **places.constants,
+        BLOCK_K=power_of_two(top_k),
+        **_ranks(peers.size),
         **_block(width, launch),
     )
 
 
 def sum_ranks(
-    parts_ND: Tensor,
+    home: Home,
     experts_TK: Tensor,
     homes: Homes,
-    scalars_NK: Tensor | None = None,
+    awaited: Awaited,
+    chunks: Chunks,
     *,
-    launch: PersistentLaunch = LOCAL_LAUNCH,
-) -> tuple[Tensor, Tensor | None]:
-    """Sum what the ranks sent back, in float32 and always in the same order.
+    launch: PersistentLaunch = SUM_LAUNCH,
+) -> None:
+    """Sum what the ranks send back as it comes, in float32 and always in the same order.
 
     Args:
-        parts_ND: N = W x T rows, those of rank r from r x T on; of a rank that had no expert of a token, anything.
+        home: where it comes, and where sums go.
         experts_TK: our choices, as in `push_rows`.
         homes: of the experts.
-        scalars_NK: float32, or None.
+        awaited: who sends.
+        chunks: of the tokens.
         launch: rows and columns at a time, and programs.
-
-    Returns:
-        y_TD in the dtype of the parts, zero where all slots were dropped; and for each of our choices the sum of
-        the scalars of the ranks that hold it, 0 for dropped slots (None without scalars).
     """
     tokens, top_k = experts_TK.shape
-    width = parts_ND.shape[1]
-    y_TD = parts_ND.new_empty(tokens, width)
-    scalars_TK = None if scalars_NK is None else scalars_NK.new_empty(tokens, top_k)
-    sum_ranks_kernel[_grid(tokens, launch)](
-        parts_ND,
-        scalars_NK,
+    width = home.y_TD.shape[1]
+    sum_ranks_kernel[(launch.programs_for(tokens),)](
+        home.parts_ND,
+        home.scalars_NK,
         experts_TK.contiguous(),
-        y_TD,
-        scalars_TK,
+        home.y_TD,
+        home.scalars_TK,
+        *awaited.arguments,
         tokens,
+        *chunks.arguments,
         D=width,
         K=top_k,
         PER_RANK=homes.per_rank,
         PARTS=homes.parts,
-        W=parts_ND.shape[0] // tokens,
+        **_ranks(awaited.flags_CW.shape[1]),
         **_block(width, launch),
     )
-    return y_TD, scalars_TK
-
-
-def signal(peers: Peers, offset: int) -> None:
-    """Count our flag up at every rank, after all that this stream did before.
-
-    Args:
-        peers: whose flags.
-        offset: bytes of the channel's flags, int64, one for each rank.
-    """
-    width = triton.next_power_of_2(peers.size)
-    signal_kernel[(1,)](peers.addresses_W, offset, peers.rank, W=peers.size, BLOCK_W=width, num_warps=1)
-
-
-def wait(flags: Tensor, expected: Tensor, late: Tensor, channel: int, *, looks: int) -> None:
-    """Hold this stream until every rank has signalled a channel once more.
-
-    Args:
-        flags: int64, our own flags, by channel and rank.
-        expected: int64, how often each channel was waited for; counted up.
-        late: int32; becomes channel + 1 if a rank does not come.
-        channel: to wait for.
-        looks: at the flags, before it is given up.
-    """
-    ranks = flags.shape[1]
-    width = triton.next_power_of_2(ranks)
-    wait_kernel[(1,)](flags, expected, late, channel, looks, W=ranks, BLOCK_W=width, num_warps=1)
 
 
 def _words(rows: Tensor) -> Tensor:
@@ -322,10 +259,10 @@ def _words(rows: Tensor) -> Tensor:
     return rows.view(torch.int32)
 
 
-def _grid(rows: int, launch: PersistentLaunch) -> tuple[int]:
-    return (max(1, min(launch.programs, triton.cdiv(rows, launch.block_rows))),)
+def _ranks(ranks: int) -> dict[str, int]:
+    return {"W": ranks, "BLOCK_W": power_of_two(ranks)}
 
 
 def _block(columns: int, launch: PersistentLaunch) -> dict[str, int]:
-    block = min(launch.block_columns, triton.next_power_of_2(columns))
+    block = min(launch.block_columns, power_of_two(columns))
     return {"BLOCK_T": launch.block_rows, "BLOCK_D": block, "num_warps": launch.warps}

@@ -7,26 +7,29 @@ Every rank allocates the same sections at the same offsets, once, and maps those
 
 A lane has two slots, used in turn. They hold nothing for long: what arrived is copied out or summed at once, and what a
 layer keeps for backward is ordinary memory; so their size does not grow with the layers and micro-batches in flight.
-One transfer is, on every rank and in the order of one stream,
+One transfer is, on every rank,
 
-    push     write into everybody's slot
-    signal   everything before is written
-    wait     until all ranks have signalled: our slot is full
-    read     before anything else is signalled
+    send      one kernel writes into everybody's slot, and says of each chunk of tokens that it is written
+    read      beside it, on a stream of our own, kernels that wait for a chunk of all ranks and read it
 
-Ranks may be skewed, but none is more than one transfer ahead: to leave transfer n it needs all others to have signalled
-n, and a rank signals n only after it has read what n - 1 brought. So whoever pushes n + 1 may meet readers of n, and of
-nothing older. Hence the one rule: TWO TRANSFERS IN A ROW USE DIFFERENT SLOTS. `take` sees to it; a captured graph must
-not end with the lane that it begins with, as a dispatch with its combine, or a whole step, never does.
+and it ends when both have. Transfers follow each other on one stream. Ranks may be skewed, but none is more than one
+transfer ahead: to leave transfer n it has seen all others say that all of n is written, and a rank begins to write n
+only after it has read what n - 1 brought. So whoever writes n + 1 may meet readers of n, and of nothing older. Hence
+the one rule: TWO TRANSFERS IN A ROW USE DIFFERENT SLOTS. `take` sees to it; a captured graph must not end with the lane
+that it begins with, as a dispatch with its combine, or a whole step, never does.
 
-Flags are counters that only grow; each has one writer. How often a channel was waited for is counted on the device too,
-so graphs can be replayed. All ranks make the same transfers in the same order on one stream, with the same number of
-tokens; another stream needs buffers of its own. A wait in vain ends after a while, and `check` says so.
+Flags are counters that only grow, one for each channel, chunk and writer. What they must have grown to is counted on
+the device too, so graphs can be replayed. All ranks make the same transfers in the same order, with the same number of
+tokens and as many programs that send; another stream needs buffers of its own. A kernel that waits is launched after
+the kernels of its own rank that it waits for and never fills the chip, so these always run. A wait in vain ends after a
+while, and `check` says so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -34,14 +37,23 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory
 
 from penstock.base.errors import DeviceError
-from penstock.kernels.symmetric import MOST_RANKS, ROW_MULTIPLE, Peers, signal, wait
+from penstock.kernels import symmetric_flags
+from penstock.kernels.symmetric import wait
+from penstock.kernels.symmetric_transfer import MOST_RANKS, ROW_MULTIPLE, Awaited, Chunks, Peers
 from penstock.parallel.axes import Axis
+
+MOST_CHUNKS: int = symmetric_flags.MOST_CHUNKS.value
+"""Chunks that a channel has flags for."""
 
 ALIGNMENT = 256
 """Bytes that every section begins at a multiple of."""
 
-LOOKS = 1 << 26
-"""Looks at the flags before a rank is given up; a look is an access to our own memory."""
+CHUNK_BYTES = 2 << 20
+"""Of a rank's tokens. Less would be read earlier, but after each chunk those who send wait until it is really there."""
+
+LOOKS = 1 << 29
+"""Looks at the flags before a rank is given up; a look is an access to our own memory, so that is some minutes: another
+rank may still compile a kernel, or write a checkpoint."""
 
 
 class Lane(IntEnum):
@@ -54,7 +66,7 @@ class Lane(IntEnum):
 class Channel(IntEnum):
     """What a flag says."""
 
-    META = 0
+    CHOICES = 0
     ROWS = 1
     BACK = 2
 
@@ -91,12 +103,17 @@ class BufferSizes:
         assert self.row_bytes % ROW_MULTIPLE == 0, f"rows of {self.row_bytes} bytes"
         assert 0 < self.ranks <= MOST_RANKS, f"{self.ranks} ranks"
 
-    @property
+    @cached_property
     def flag_bytes(self) -> int:
         """Flags stand first."""
-        return _aligned(len(Channel) * self.ranks * 8)
+        return _aligned(len(Channel) * self.channel_bytes)
 
-    @property
+    @cached_property
+    def channel_bytes(self) -> int:
+        """Flags of one channel."""
+        return MOST_CHUNKS * self.ranks * 8
+
+    @cached_property
     def section_bytes(self) -> tuple[int, ...]:
         """Of one slot, by `Section`."""
         received = self.ranks * self.tokens
@@ -112,6 +129,16 @@ class BufferSizes:
         """Where a section of a slot begins, in bytes."""
         assert 0 <= slot < self.slots, f"slot {slot} of {self.slots}"
         return self.flag_bytes + slot * sum(self.section_bytes) + sum(self.section_bytes[:section])
+
+
+def chunks_for(tokens: int, row_bytes: int) -> Chunks:
+    """How tokens are cut.
+
+    Args:
+        tokens: of a rank.
+        row_bytes: of one of them.
+    """
+    return Chunks.cut(tokens, max(1, min(tokens * row_bytes // CHUNK_BYTES, MOST_CHUNKS)))
 
 
 def _aligned(size: int) -> int:
@@ -141,11 +168,16 @@ class SymmetricBuffers:
         self.peers = Peers(addresses_W=torch.tensor(addresses, dtype=torch.int64, device=memory.device), rank=rank)
         self.late = torch.zeros((), dtype=torch.int32, device=memory.device)
         self._memory = memory
-        self._flags = memory[: len(Channel) * sizes.ranks * 8].view(torch.int64).view(len(Channel), sizes.ranks)
-        self._expected = torch.zeros(len(Channel), dtype=torch.int64, device=memory.device)
+        flags = memory[: len(Channel) * sizes.channel_bytes].view(torch.int64)
+        self._flags = flags.view(len(Channel), MOST_CHUNKS, sizes.ranks).unbind()
+        self._expected = torch.zeros(len(Channel), MOST_CHUNKS, dtype=torch.int64, device=memory.device).unbind()
+        self._left = torch.zeros(len(Channel), dtype=torch.int32, device=memory.device)
         self._looks = looks
+        self._views: dict[tuple[Section, int, tuple[int, int], torch.dtype], Tensor] = {}
         self._turns = dict.fromkeys(Lane, 0)
         self._last: tuple[Lane, int] | None = None
+        self._recorded: list[tuple[Lane, int]] | None = None
+        self._beside = torch.cuda.Stream(memory.device) if memory.is_cuda else None
 
     def take(self, lane: Lane) -> int:
         """The slot of the next transfer.
@@ -157,23 +189,107 @@ class SymmetricBuffers:
         self._turns[lane] += 1
         assert self._last != (lane, slot), f"two transfers in a row in slot {slot} of {lane.name}"
         self._last = lane, slot
+        if self._recorded is not None:
+            self._recorded.append(self._last)
         return slot
 
-    def signal(self, channel: Channel) -> None:
-        """Say it to all ranks, after everything that this stream did before."""
-        signal(self.peers, channel * self.sizes.ranks * 8)
+    @contextmanager
+    def recording(self) -> Iterator[list[tuple[Lane, int]]]:
+        """What is taken inside belongs to a graph that is captured: nothing moves until it is replayed.
 
-    def wait(self, channel: Channel) -> None:
-        """Hold the stream until all ranks have said it once more."""
-        wait(self._flags, self._expected, self.late, int(channel), looks=self._looks)
+        Returns:
+            The graph's transfers, complete at the end; `take` has then forgotten them.
+        """
+        assert self._recorded is None, "one graph is captured at a time"
+        before = dict(self._turns), self._last
+        self._recorded = []
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = None
+            self._turns, self._last = before
 
-    def view(self, section: Section, slot: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Our own memory of a section; to be read between `wait` and the next signal."""
-        rows, columns = shape
-        size = rows * columns * dtype.itemsize
-        assert size <= self.sizes.section_bytes[section], f"{tuple(shape)} of {dtype} in {section.name}"
-        start = self.sizes.offset(section, slot)
-        return self._memory[start : start + size].view(dtype).view(rows, columns)
+    def replayed(self, transfers: Sequence[tuple[Lane, int]]) -> None:
+        """Take what a captured graph takes, whenever it is put on the stream.
+
+        Args:
+            transfers: of the graph, in order.
+        """
+        if transfers:
+            lane, slot = transfers[0]
+            assert self._last != (lane, slot), (
+                f"a graph begins with slot {slot} of {lane.name}, as what came before ended"
+            )
+            self._last = transfers[-1]
+
+    def flags_at(self, channel: Channel) -> int:
+        """Where the flags of a channel begin, in bytes."""
+        return channel * self.sizes.channel_bytes
+
+    @contextmanager
+    def transfer(self, send: Callable[[Chunks], None], chunks: Chunks) -> Iterator[None]:
+        """Launch `send`; what is launched inside runs beside it, after everything before it. Both are done after it.
+
+        Args:
+            send: launches a kernel that writes to all ranks.
+            chunks: of the tokens.
+        """
+        if self._beside is None:
+            self._send(send, chunks)
+            yield
+            return
+        stream = torch.cuda.current_stream(self._beside.device)
+        before = stream.record_event()
+        self._send(send, chunks)
+        self._beside.wait_event(before)
+        with torch.cuda.stream(self._beside):
+            yield
+        stream.wait_stream(self._beside)
+
+    def wait(self, channel: Channel, signals: int) -> None:
+        """Hold the stream until all ranks have written the first chunk.
+
+        Args:
+            channel: to wait for.
+            signals: programs of each rank that write it.
+        """
+        wait(self._awaited(channel, signals))
+
+    def read(self, function: Callable[[Awaited, Chunks], None], channel: Channel, signals: int, chunks: Chunks) -> None:
+        """Launch a kernel that waits for chunks and reads them.
+
+        Args:
+            function: launches it.
+            channel: to wait for.
+            signals: programs of each rank that write.
+            chunks: of each rank's tokens.
+        """
+        function(self._awaited(channel, signals), chunks)
+
+    def _send(self, send: Callable[[Chunks], None], chunks: Chunks) -> None:
+        send(chunks)
+
+    def _awaited(self, channel: Channel, signals: int) -> Awaited:
+        return Awaited(
+            flags_CW=self._flags[channel],
+            expected=self._expected[channel],
+            left=self._left,
+            late=self.late,
+            channel=int(channel),
+            signals=signals,
+            looks=self._looks,
+        )
+
+    def view(self, section: Section, slot: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Our own memory of a section; to be read inside the transfer that fills it."""
+        key = section, slot, shape, dtype
+        if key not in self._views:
+            rows, columns = shape
+            size = rows * columns * dtype.itemsize
+            assert size <= self.sizes.section_bytes[section], f"{shape} of {dtype} in {section.name}"
+            start = self.sizes.offset(section, slot)
+            self._views[key] = self._memory[start : start + size].view(dtype).view(rows, columns)
+        return self._views[key]
 
     def check(self) -> None:
         """Look whether every wait ended as it should; the host waits for the device.

@@ -4,6 +4,7 @@ How ranks work together through them is in tests/moe/test_symmetric.py.
 """
 
 import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,29 +13,33 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels.symmetric import (
-    LOCAL_LAUNCH,
     PUSH_LAUNCH,
     RETURN_LAUNCH,
-    Homes,
-    Peers,
-    PersistentLaunch,
-    Returned,
-    gather_rows,
-    push_metadata,
+    SUM_LAUNCH,
+    TAKE_LAUNCH,
     push_rows,
     return_rows,
-    signal,
     sum_ranks,
+    take_rows,
     wait,
 )
 from penstock.kernels.symmetric_kernels import (
-    gather_rows_kernel,
-    push_metadata_kernel,
     push_rows_kernel,
     return_rows_kernel,
-    signal_kernel,
     sum_ranks_kernel,
+    take_rows_kernel,
     wait_kernel,
+)
+from penstock.kernels.symmetric_transfer import (
+    Awaited,
+    Choices,
+    Chunks,
+    Home,
+    Homes,
+    Peers,
+    PersistentLaunch,
+    Places,
+    Returned,
 )
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 
@@ -42,196 +47,260 @@ W, T, D = 2, 5, 12
 FEW = PersistentLaunch(block_rows=2, block_columns=8, warps=1, programs=2)
 """Tiles that end inside rows and columns, and more of them than programs."""
 
+ONE = Chunks.cut(T, 1)
+FLAGS_AT = 4096
+"""Bytes; flags stand behind everything else."""
+
 
 def _peers(rank: int, device: torch.device) -> tuple[list[Tensor], Peers]:
-    """Float32 memories of W ranks on one device."""
-    memories = [torch.full((256,), -1.0, device=device) for _ in range(W)]
+    """Float32 memories of W ranks on one device, the flags in the last part of each."""
+    memories = [torch.full((1024 + 64,), -1.0, device=device) for _ in range(W)]
+    for memory in memories:
+        memory[1024:] = 0
     addresses_W = torch.tensor([memory.data_ptr() for memory in memories], device=device)
     return memories, Peers(addresses_W=addresses_W, rank=rank)
 
 
-def test_a_row_goes_once_to_each_rank_that_holds_one_of_its_experts(device: torch.device) -> None:
-    memories, peers = _peers(1, device)
+def _flags(memory: Tensor) -> Tensor:
+    return memory[1024:].view(torch.int64).view(-1, W)
+
+
+def _awaited(flags_CW: Tensor, signals: int, looks: int = 1) -> Awaited:
+    device = flags_CW.device
+    return Awaited(
+        flags_CW=flags_CW,
+        expected=torch.zeros(16, dtype=torch.int64, device=device),
+        left=torch.zeros(3, dtype=torch.int32, device=device),
+        late=torch.zeros((), dtype=torch.int32, device=device),
+        channel=2,
+        signals=signals,
+        looks=looks,
+    )
+
+
+@pytest.mark.parametrize("rank", range(W))
+def test_a_row_goes_once_to_each_other_rank_that_holds_one_of_its_experts(rank: int, device: torch.device) -> None:
+    memories, peers = _peers(rank, device)
     x_TD = torch.randn(T, D, device=device)
     experts_TK = torch.tensor([[0, 1], [1, 2], [3, 2], [4, 4], [4, 0]], device=device)
-    push_rows(x_TD, experts_TK, Homes(per_rank=2), peers, offset=64, launch=FEW)
-    for memory, wanted in zip(memories, ([0, 1, 4], [1, 2]), strict=True):
-        rows_ND = memory[16 : 16 + W * T * D].view(W, T, D)
-        assert torch.equal(rows_ND[1, wanted], x_TD[wanted])
-        others = [token for token in range(T) if token not in wanted]
-        assert (rows_ND[1, others] == -1).all() and (rows_ND[0] == -1).all()
+    push_rows(x_TD, experts_TK, Homes(per_rank=2), peers, (64, FLAGS_AT), ONE, launch=FEW)
+    wanted = ([0, 1, 4], [1, 2])[1 - rank]
+    rows_ND = memories[1 - rank][16 : 16 + W * T * D].view(W, T, D)
+    assert torch.equal(rows_ND[rank, wanted], x_TD[wanted])
+    others = [token for token in range(T) if token not in wanted]
+    assert (rows_ND[rank, others] == -1).all() and (rows_ND[1 - rank] == -1).all()
+    assert (memories[rank][:1024] == -1).all(), "our own rows are read where they are"
+    assert all(_flags(memory)[0].tolist() == [2 * (rank == 0), 2 * (rank == 1)] for memory in memories)
 
 
 def test_a_row_goes_to_all_ranks_that_share_its_expert(device: torch.device) -> None:
     memories, peers = _peers(0, device)
     x_TD = torch.randn(2, D, device=device)
-    push_rows(x_TD, torch.tensor([[3], [4]], device=device), Homes(per_rank=4, parts=2), peers, 0, launch=FEW)
-    for memory in memories:
-        assert torch.equal(memory[:D], x_TD[0]) and (memory[D:] == -1).all()
+    experts_TK = torch.tensor([[3], [4]], device=device)
+    push_rows(x_TD, experts_TK, Homes(per_rank=4, parts=2), peers, (0, FLAGS_AT), ONE, launch=FEW)
+    assert torch.equal(memories[1][:D], x_TD[0]) and (memories[1][D:1024] == -1).all()
 
 
-def test_choices_and_weights_go_to_everybody(device: torch.device) -> None:
+def test_choices_and_weights_go_to_everybody_with_the_first_chunk(device: torch.device) -> None:
     memories, peers = _peers(1, device)
     experts_TK, weights_TK = torch.tensor([[3, 0], [1, 2]], device=device), torch.rand(2, 2, device=device)
-    push_metadata(experts_TK, weights_TK, peers, ids_offset=0, weights_offset=64)
+    choices = Choices(weights_TK=weights_TK, ids_offset=0, weights_offset=64, flags_offset=FLAGS_AT + 64)
+    x_TD, homes = torch.zeros(2, D, device=device), Homes(per_rank=2)
+    for part in (Chunks(rows=16, count=2, first=0, last=1), Chunks(rows=16, count=2, first=1, last=2)):
+        push_rows(x_TD, experts_TK, homes, peers, (256, FLAGS_AT), part, choices, launch=FEW)
     for memory in memories:
         assert memory.view(torch.int32)[4:8].tolist() == [3, 0, 1, 2]
         assert torch.equal(memory[20:24], weights_TK.flatten())
+        assert _flags(memory)[:5].tolist() == [[0, 1], [0, 1], [0, 0], [0, 0], [0, 1]]
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5])
+def test_chunks_cover_every_token_once_however_many_programs_walk(programs: int, device: torch.device) -> None:
+    tokens, chunks = 39, Chunks.cut(39, 3)
+    flags = torch.zeros(16, W, dtype=torch.int64, device=device)
+    launch = replace(FEW, programs=programs)
+    x_TD = torch.arange(1.0, 1 + tokens * 4, device=device).view(tokens, 4)
+    assert chunks == Chunks(rows=13, count=3, first=0, last=3)
+    awaited = _awaited(flags.fill_(programs), programs)
+    out = torch.full((W * tokens, 4), -1.0, device=device)
+    places_NK = torch.arange(W * tokens, device=device)[:, None]
+    places = Places(places_NK=places_NK, counts_e=torch.tensor([W * tokens], dtype=torch.int32, device=device))
+    came = torch.randn(W * tokens, 4, device=device)
+    take_rows(came, x_TD, places, out, awaited, chunks, rank=1, is_spread=False, launch=launch)
+    assert torch.equal(out, torch.cat((came[:tokens], x_TD))) and int(awaited.late) == 0
+    assert awaited.expected[:4].tolist() == [programs, programs, programs, 0] and not awaited.left.any()
 
 
 def test_sums_and_scalars_return_to_the_rows_they_belong_to(device: torch.device) -> None:
     memories, peers = _peers(0, device)
-    y_RD, scalars_NK = torch.randn(4, D, device=device), torch.rand(4, 2, device=device)
+    y_RD, scalars_R = torch.randn(4, D, device=device), torch.rand(4, device=device)
     places_NK = torch.tensor([[0, 3], [3, 3], [2, 1], [3, 1]], device=device)
-    counts_e = torch.tensor([1, 2], dtype=torch.int32, device=device)
-    returned = Returned(rows=y_RD, is_summed=True, scalars_NK=scalars_NK)
-    return_rows(returned, places_NK, counts_e, peers, 0, 512, launch=FEW)
+    places = Places(places_NK=places_NK, counts_e=torch.tensor([1, 2], dtype=torch.int32, device=device))
+    returned = Returned(rows=y_RD, is_summed=True, scalars_R=scalars_R)
+    return_rows(returned, places, peers, (0, 512, FLAGS_AT), Chunks.cut(2, 1), launch=FEW)
     torch.testing.assert_close(memories[0][:D], y_RD[0])
     assert (memories[0][D : 4 * D] == -1).all()
     torch.testing.assert_close(memories[1][: 2 * D].view(2, D), torch.stack((y_RD[2] + y_RD[1], y_RD[1])))
+    scalars_NK = torch.where(places_NK < 3, scalars_R[places_NK], 0)
     for memory, scalars in zip(memories, scalars_NK.chunk(2), strict=True):
         assert torch.equal(memory[128:132].view(2, 2), scalars)
+        assert _flags(memory)[0].tolist() == [2, 0]
 
 
 def test_sums_over_ranks_leave_out_those_that_had_no_expert_of_the_token(device: torch.device) -> None:
     parts_ND = torch.randn(6, D, device=device)
     parts_ND[3] = float("nan")  # rank 1 never had token 0
     experts_TK = torch.tensor([[0, 1], [1, 2], [4, 4]], device=device)
-    scalars_NK = torch.arange(12.0, device=device).view(6, 2)
-    y_TD, scalars_TK = sum_ranks(parts_ND, experts_TK, Homes(per_rank=2), scalars_NK, launch=FEW)
+    scalars_NK, scalars_TK = torch.arange(12.0, device=device).view(6, 2), torch.empty(3, 2, device=device)
+    y_TD = torch.empty(3, D, device=device)
+    home = Home(parts_ND=parts_ND, y_TD=y_TD, scalars_NK=scalars_NK, scalars_TK=scalars_TK)
+    awaited = _awaited(torch.ones(16, W, dtype=torch.int64, device=device), 1)
+    sum_ranks(home, experts_TK, Homes(per_rank=2), awaited, Chunks.cut(3, 1), launch=FEW)
     torch.testing.assert_close(y_TD, torch.stack((parts_ND[0], parts_ND[1] + parts_ND[4], torch.zeros_like(y_TD[0]))))
-    assert scalars_TK is not None and scalars_TK.tolist() == [[0, 1], [2, 9], [0, 0]]
+    assert scalars_TK.tolist() == [[0, 1], [2, 9], [0, 0]]
 
 
-def test_packed_bytes_are_gathered_as_they_are(device: torch.device) -> None:
-    rows_ND = torch.randint(0, 255, (7, 48), dtype=torch.uint8, device=device)
-    index_R = torch.tensor([6, 0, 3, 3, 1], device=device)
-    counts_e = torch.tensor([1, 0, 3], dtype=torch.int32, device=device)
-    out_RD = gather_rows(rows_ND, index_R, counts_e, launch=FEW)
-    assert torch.equal(out_RD[:4], rows_ND[index_R[:4]])
+def test_packed_bytes_are_taken_to_their_places_as_they_are(device: torch.device) -> None:
+    came, own = torch.randint(0, 255, (2, 4, 48), dtype=torch.uint8, device=device)
+    places_NK = torch.tensor([[4, 0], [1, 4], [4, 4], [2, 3]], device=device)
+    places = Places(places_NK=places_NK, counts_e=torch.tensor([1, 0, 3], dtype=torch.int32, device=device))
+    out = torch.zeros(5, 48, dtype=torch.uint8, device=device)
+    awaited = _awaited(torch.ones(16, W, dtype=torch.int64, device=device), 1)
+    take_rows(came, own[:2], places, out, awaited, Chunks.cut(2, 1), rank=0, is_spread=True, launch=FEW)
+    assert torch.equal(out, torch.stack((own[0], own[1], came[3], came[3], torch.zeros_like(own[0]))))
+
+
+def test_a_chunk_that_one_rank_has_not_written_is_noticed(device: torch.device) -> None:
+    awaited = _awaited(torch.full((16, W), 2, dtype=torch.int64, device=device), 2)
+    awaited.flags_CW[1, 1] = 1
+    home = Home(parts_ND=torch.zeros(6, D, device=device), y_TD=torch.empty(3, D, device=device))
+    experts_TK, homes = torch.zeros(3, 1, dtype=torch.int64, device=device), Homes(per_rank=2)
+    for last, late in ((1, 0), (2, 3)):
+        sum_ranks(home, experts_TK, homes, awaited, Chunks(rows=2, count=2, first=0, last=last), launch=FEW)
+        assert int(awaited.late) == late
 
 
 def test_rows_of_odd_width_are_refused(device: torch.device) -> None:
+    _, peers = _peers(0, device)
     with pytest.raises(KernelError, match="16 bytes"):
-        gather_rows(torch.zeros(2, 6, device=device), torch.zeros(1, dtype=torch.int64), torch.ones(1).int())
+        push_rows(torch.zeros(2, 6), torch.zeros(2, 1).long(), Homes(per_rank=1), peers, (0, 0), ONE)
 
 
-def test_a_wait_ends_when_all_have_signalled_and_gives_up_when_one_does_not(device: torch.device) -> None:
-    flags = [torch.zeros(3, W, dtype=torch.int64, device=device) for _ in range(W)]
-    addresses_W = torch.tensor([flag.data_ptr() for flag in flags], device=device)
-    expected, late = (
-        torch.zeros(3, dtype=torch.int64, device=device),
-        torch.zeros((), dtype=torch.int32, device=device),
-    )
-    for rank in range(W):
-        signal(Peers(addresses_W=addresses_W, rank=rank), offset=2 * W * 8)
-    assert all(flag.tolist() == [[0, 0], [0, 0], [1, 1]] for flag in flags)
-    wait(flags[0], expected, late, 2, looks=1)
-    assert int(late) == 0 and expected.tolist() == [0, 0, 1]
-    signal(Peers(addresses_W=addresses_W, rank=1), offset=2 * W * 8)
-    wait(flags[0], expected, late, 2, looks=100)
-    assert int(late) == 3 and expected.tolist() == [0, 0, 2]
+def test_a_wait_ends_when_all_have_written_and_gives_up_when_one_has_not(device: torch.device) -> None:
+    awaited = _awaited(torch.full((16, W), 3, dtype=torch.int64, device=device), 3)
+    wait(awaited)
+    assert int(awaited.late) == 0 and awaited.expected[:2].tolist() == [3, 0] and not awaited.left.any()
+    awaited.flags_CW[0, 1] += 3
+    wait(replace(awaited, looks=100))
+    assert int(awaited.late) == 3 and awaited.expected[:2].tolist() == [6, 0]
 
 
 HIDDEN, TOP_K, PER_RANK = 7168, 8, 64
 """V3 on 4 ranks."""
 
+RANKS = {"W": 4, "BLOCK_W": 4}
+NUMBERS = {"tokens": "i32:16", "chunk_rows": "i32:16", "first": "i32", "last": "i32"}
+SENDS = {"addresses_ptr": "*i64:16", "offset": "i64:16", "flags_offset": "i64:16", "rank": "i32", **NUMBERS}
+WAITS = {
+    "flags_ptr": "*i64:16",
+    "expected_ptr": "*i64:16",
+    "left_ptr": "*i32:16",
+    "late_ptr": "*i32:16",
+    "channel": "i32",
+    "signals": "i32:16",
+    "limit": "i32:16",
+}
+HOMES = {"K": TOP_K, "PER_RANK": PER_RANK, "PARTS": 1}
+EXPERTS = {"K": TOP_K, "EXPERTS": PER_RANK, "BLOCK_E": PER_RANK}
+PLACES = {"places_ptr": "*i64:16", "counts_ptr": "*i32:16"}
+WORDS, ROWS, IDS, SCALARS = "*i32:16", "*bf16:16", "*i64:16", "*fp32:16"
 
-def _block(launch: PersistentLaunch) -> dict[str, int]:
-    return {"BLOCK_T": launch.block_rows, "BLOCK_D": launch.block_columns}
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel as it is compiled ahead of time."""
+
+    kernel: Any
+    launch: PersistentLaunch
+    signature: dict[str, str]
+    constants: dict[str, int | None]
+
+
+CASES = {
+    "push": Case(
+        push_rows_kernel,
+        PUSH_LAUNCH,
+        {"words_ptr": WORDS, "ids_ptr": IDS, "weights_ptr": SCALARS, **SENDS}
+        | {"ids_offset": "i64:16", "weights_offset": "i64:16", "choice_flags_offset": "i64:16"},
+        {"WORDS": HIDDEN // 2, "BLOCK_R": 1024, **HOMES},
+    ),
+    "take": Case(
+        take_rows_kernel,
+        TAKE_LAUNCH,
+        {"words_ptr": WORDS, "own_ptr": WORDS, "out_ptr": WORDS, "rank": "i32", "chunks": "i32", **PLACES}
+        | {**WAITS, **NUMBERS},
+        {"WORDS": HIDDEN // 2, "SPREAD": False, **EXPERTS},
+    ),
+    "take to places": Case(
+        take_rows_kernel,
+        TAKE_LAUNCH,
+        {"words_ptr": WORDS, "own_ptr": WORDS, "out_ptr": WORDS, "rank": "i32", "chunks": "i32", **PLACES}
+        | {**WAITS, **NUMBERS},
+        {"WORDS": HIDDEN // 2, "SPREAD": True, **EXPERTS},
+    ),
+    "return of sums": Case(
+        return_rows_kernel,
+        RETURN_LAUNCH,
+        {"rows_ptr": ROWS, "scalars_offset": "i64:16", **PLACES, **SENDS},
+        {"scalars_ptr": None, "SUMMED": True, "D": HIDDEN, "BLOCK_K": TOP_K, **EXPERTS},
+    ),
+    "return of rows": Case(
+        return_rows_kernel,
+        RETURN_LAUNCH,
+        {"rows_ptr": ROWS, "scalars_ptr": SCALARS, "scalars_offset": "i64:16", **PLACES, **SENDS},
+        {"SUMMED": False, "D": HIDDEN, "BLOCK_K": TOP_K, **EXPERTS},
+    ),
+    "sum": Case(
+        sum_ranks_kernel,
+        SUM_LAUNCH,
+        {"parts_ptr": ROWS, "out_ptr": ROWS, "ids_ptr": IDS, "scalars_ptr": SCALARS, "out_scalars_ptr": SCALARS}
+        | {"chunks": "i32", **WAITS, **NUMBERS},
+        {"D": HIDDEN, **HOMES},
+    ),
+}
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_moves_compile_without_spills_and_with_wide_stores(target: str) -> None:
-    hidden, top_k, per_rank = HIDDEN, TOP_K, PER_RANK
-    homes = {"K": top_k, "PER_RANK": per_rank, "PARTS": 1, "W": 4}
-    experts = {"K": top_k, "D": hidden, "EXPERTS": per_rank, "BLOCK_E": per_rank, "W": 4}
-    table = {"addresses_ptr": "*i64:16", "offset": "i64:16", "rank": "i32", "tokens": "i32:16"}
-    places = {"places_ptr": "*i64:16", "counts_ptr": "*i32:16", "scalars_offset": "i64:16"}
-    words, rows, ids, scalars = "*i32:16", "*bf16:16", "*i64:16", "*fp32:16"
-    cases: dict[str, tuple[Any, PersistentLaunch, dict[str, str], dict[str, int | None]]] = {
-        "push": (
-            push_rows_kernel,
-            PUSH_LAUNCH,
-            {"words_ptr": words, "ids_ptr": ids, **table},
-            {"WORDS": hidden // 2, **homes},
-        ),
-        "return of sums": (
-            return_rows_kernel,
-            RETURN_LAUNCH,
-            {"rows_ptr": rows, **places, **table},
-            {"scalars_ptr": None, "SUMMED": True, **experts},
-        ),
-        "return of rows": (
-            return_rows_kernel,
-            RETURN_LAUNCH,
-            {"rows_ptr": rows, "scalars_ptr": scalars, **places, **table},
-            {"SUMMED": False, **experts},
-        ),
-        "sum": (
-            sum_ranks_kernel,
-            LOCAL_LAUNCH,
-            {"parts_ptr": rows, "out_ptr": rows, "ids_ptr": ids, "tokens": "i32:16"}
-            | {"scalars_ptr": scalars, "out_scalars_ptr": scalars},
-            {"D": hidden, **homes},
-        ),
-        "gather": (
-            gather_rows_kernel,
-            LOCAL_LAUNCH,
-            {"words_ptr": words, "out_ptr": words, "index_ptr": ids, "counts_ptr": words, "rows": "i32:16"},
-            {"WORDS": hidden // 2, "EXPERTS": per_rank, "BLOCK_E": per_rank},
-        ),
-    }
-    wide = r"st\.global\S*\.v4|st\.global\S*\.v2\.b64" if TARGETS[target].backend == "cuda" else r"_store_dwordx4"
-    for name, (kernel, launch, signature, constants) in cases.items():
-        block = {"BLOCK_T": launch.block_rows, "BLOCK_D": launch.block_columns}
-        compiled = compile_for(kernel, signature, constants | block, TARGETS[target], num_warps=launch.warps)
+def test_moves_compile_without_spills_with_wide_stores_and_ordered_flags(target: str) -> None:
+    is_nvidia = TARGETS[target].backend == "cuda"
+    wide = r"st\.global\S*\.v4|st\.global\S*\.v2\.b64" if is_nvidia else r"_store_dwordx4"
+    for name, case in CASES.items():
+        block = {"BLOCK_T": case.launch.block_rows, "BLOCK_D": case.launch.block_columns, **RANKS}
+        compiled = compile_for(
+            case.kernel, case.signature, case.constants | block, TARGETS[target], num_warps=case.launch.warps
+        )
         assert compiled.spills == 0, f"{name}: {compiled.summary}"
         assert re.search(wide, compiled.asm), f"{name} stores narrowly"
+        # All warps have written before one of them says so.
+        ordered = _SENDS_IN_ORDER if "addresses_ptr" in case.signature else _WAITS_IN_ORDER
+        assert re.search(ordered[is_nvidia], compiled.asm), f"{name}: flags have no order"
+
+
+# Of each, AMD's form and NVIDIA's. On AMD caches are written back before a flag is counted up, and forgotten after it
+# was seen.
+_SENDS_IN_ORDER = (
+    r"s_barrier(?s:.*)buffer_wbl2 sc0 sc1(?s:.*)global_atomic_add_x2",
+    r"bar\.sync(?s:.*)red\.global\.sys\.release\.add",
+)
+_WAITS_IN_ORDER = (
+    r"global_atomic_add_x2(?s:.*)buffer_inv sc0 sc1(?s:.*)s_barrier",
+    r"atom\.global\.sys\.acquire\.add(?s:.*)bar\.sync",
+)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_signals_release_and_waits_acquire_across_the_node(target: str) -> None:
-    one_warp = {"num_warps": 1}
-    pushed = compile_for(
-        push_metadata_kernel,
-        {
-            "ids_ptr": "*i64:16",
-            "weights_ptr": "*fp32:16",
-            "addresses_ptr": "*i64:16",
-            "ids_offset": "i64:16",
-            "weights_offset": "i64:16",
-            "rank": "i32",
-            "slots": "i32:16",
-        },
-        {"W": 4, "BLOCK_R": 1024},
-        TARGETS[target],
-    )
-    signalled = compile_for(
-        signal_kernel,
-        {"addresses_ptr": "*i64:16", "offset": "i64", "rank": "i32"},
-        {"W": 4, "BLOCK_W": 4},
-        TARGETS[target],
-        **one_warp,
-    )
-    waited = compile_for(
-        wait_kernel,
-        {
-            "flags_ptr": "*i64:16",
-            "expected_ptr": "*i64:16",
-            "late_ptr": "*i32:16",
-            "channel": "i32",
-            "limit": "i32",
-        },
-        {"W": 4, "BLOCK_W": 4},
-        TARGETS[target],
-        **one_warp,
-    )
-    assert pushed.spills == signalled.spills == waited.spills == 0
-    if TARGETS[target].backend == "cuda":
-        # Ours is the order in which Triton writes the qualifiers.
-        assert "red.global.sys.release.add" in signalled.asm and "atom.global.sys.acquire.add" in waited.asm
-    else:
-        # Caches are written back before the flag is counted up, and forgotten after it was seen.
-        assert re.search(r"buffer_wbl2 sc0 sc1(?s:.*)global_atomic_add_x2", signalled.asm)
-        assert re.search(r"global_atomic_add_x2(?s:.*)buffer_inv sc0 sc1", waited.asm)
+def test_a_wait_of_one_warp_acquires_across_the_node(target: str) -> None:
+    waited = compile_for(wait_kernel, WAITS, RANKS, TARGETS[target], num_warps=1)
+    is_nvidia = TARGETS[target].backend == "cuda"
+    acquire = r"atom\.global\.sys\.acquire\.add" if is_nvidia else r"global_atomic_add_x2(?s:.*)buffer_inv sc0 sc1"
+    assert waited.spills == 0 and re.search(acquire, waited.asm)

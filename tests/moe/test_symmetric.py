@@ -12,12 +12,13 @@ from benchmarks.dispatch_cases import KINDS as ROUTINGS
 from benchmarks.dispatch_cases import SMALL, Exact, choices, wrong_numbers
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.operators import REFERENCE
+from penstock.kernels.symmetric_transfer import PersistentLaunch
 from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, Receipt
 from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.dispatch.room import Room
-from penstock.moe.dispatch.symmetric import SymmetricDispatcher, links_of
+from penstock.moe.dispatch.symmetric import Links, SymmetricDispatcher, links_of
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
@@ -81,8 +82,14 @@ def _output_and_gradients(y_TD: Tensor, layer: Layer, leaves: list[Tensor]) -> l
     return [y_TD.detach(), *torch.autograd.grad((y_TD * layer.direction_TD).sum(), leaves)]
 
 
+def _in_large_tiles(links: Links) -> Links:
+    """The interpreter's time is that of the tiles, whatever is in them. Small ones are in tests/kernels."""
+    launch = PersistentLaunch(block_rows=8, block_columns=64, warps=1, programs=3)
+    return replace(links, push=launch, take=launch, back=launch, sum=launch)
+
+
 def _all_layers(
-    buffers: SymmetricBuffers, layers: list[Layer], triton: bool = False, bound: float = 0
+    buffers: SymmetricBuffers, layers: list[Layer], triton: bool = False, bound: float = 0, chunks: int = 0
 ) -> list[list[Tensor]]:
     """All layers dispatch before the first combines, and their backward passes are one: all are in flight at once."""
     flying = []
@@ -90,7 +97,8 @@ def _all_layers(
         layer = whole.of(buffers.peers.rank)
         room = Room(layer.placement, bound) if bound else None
         operators = TRITON if triton else REFERENCE
-        dispatcher = SymmetricDispatcher(layer.placement, links_of(layer.placement, buffers), operators, room)
+        links = replace(_in_large_tiles(links_of(layer.placement, buffers)), chunks=chunks)
+        dispatcher = SymmetricDispatcher(layer.placement, links, operators, room)
         leaves = layer.leaves
         flying.append((dispatcher, leaves, *dispatcher.dispatch(leaves[0], Routing(leaves[1], layer.experts_TK))))
     outputs = [_finish(*one) for one in flying]
@@ -168,6 +176,34 @@ def test_bfloat16_rows_go_through_our_kernels() -> None:
     placement = ExpertPlacement(experts=EXPERTS, expert=2)
     layers = [_layer(placement, _adversarial("some dropped", 12), torch.bfloat16)]
     _compare(layers, run_ranks(_all_layers, _sizes(placement, layers), layers, True), tolerance=0.06)
+
+
+@pytest.mark.parametrize("chunks", [3, 7])
+def test_chunks_are_read_while_others_are_still_written(chunks: int) -> None:
+    placement = ExpertPlacement(experts=EXPERTS, expert=2)
+    # 9 tokens a rank: three chunks of 3; or seven of 2, of which the fifth is not full and two are empty.
+    layers = [_layer(placement, _adversarial("some dropped", 18))]
+    _compare(layers, run_ranks(_all_layers, _sizes(placement, layers), layers, False, 0, chunks, seed=chunks))
+
+
+def _in_other_chunks(buffers: SymmetricBuffers, layers: list[Layer]) -> list[list[Tensor]]:
+    return [_all_layers(buffers, [layer], chunks=chunks)[0] for layer, chunks in zip(layers, (3, 1, 2), strict=True)]
+
+
+def test_transfers_may_differ_in_their_number_of_chunks() -> None:
+    placement = ExpertPlacement(experts=EXPERTS, expert=2)
+    layers = [_layer(placement, _adversarial(kind, 12)) for kind in KINDS[:3]]
+    _compare(layers, run_ranks(_in_other_chunks, _sizes(placement, layers), layers))
+
+
+def test_how_many_programs_send_can_be_chosen() -> None:
+    sizes = BufferSizes(tokens=1, top_k=1, row_bytes=16, ranks=2)
+    assert run_ranks(_programs, sizes, 5) == [(5, 5)] * 2
+
+
+def _programs(buffers: SymmetricBuffers, programs: int) -> tuple[int, int]:
+    links = links_of(ExpertPlacement(experts=EXPERTS, expert=2), buffers, programs)
+    return links.push.programs, links.back.programs
 
 
 @settings(max_examples=8)
@@ -250,6 +286,6 @@ def test_the_benchmarks_whole_numbers_are_right_and_a_wrong_one_is_counted() -> 
 def _wrong_in_whole_numbers(buffers: SymmetricBuffers) -> int:
     shape, axis = replace(SMALL, D=4), Axis(name="expert", ranks=(0, 1), rank=buffers.peers.rank)
     placement = ExpertPlacement(experts=shape.E, expert=2)
-    dispatcher = SymmetricDispatcher(placement, links_of(placement, buffers), REFERENCE)
+    dispatcher = SymmetricDispatcher(placement, _in_large_tiles(links_of(placement, buffers)), REFERENCE)
     drawn = [choices(kind, shape, 6, axis, torch.device("cpu"), seed) for seed, kind in enumerate(ROUTINGS)]
     return int(wrong_numbers(dispatcher, [Exact.draw(shape, experts_TK) for experts_TK in drawn]))

@@ -10,12 +10,14 @@ What it cannot show: kernels of different ranks never run at the same time here,
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.symmetric_transfer import Awaited, Chunks
 from penstock.parallel.symmetric import BufferSizes, Channel, Lane, SymmetricBuffers
 
 PATIENCE = 60.0
@@ -90,19 +92,34 @@ class SimulatedBuffers(SymmetricBuffers):
             return 0
         return super().take(lane)
 
-    def signal(self, channel: Channel) -> None:
-        self._pass_on()
-        super().signal(channel)
+    def wait(self, channel: Channel, signals: int) -> None:
+        self._pass_on(self._is_written(channel, signals, 0))
+        super().wait(channel, signals)
         self._pass_on()
 
-    def wait(self, channel: Channel) -> None:
-        flags_W, expected = self._flags[channel], int(self._expected[channel]) + 1
-        self._pass_on(lambda: bool((flags_W >= expected).all()))
-        super().wait(channel)
+    def read(self, function: Callable[[Awaited, Chunks], None], channel: Channel, signals: int, chunks: Chunks) -> None:
+        for one in _one_by_one(chunks):
+            self._pass_on(self._is_written(channel, signals, one.first))
+            super().read(function, channel, signals, one)
         self._pass_on()
+
+    def _send(self, send: Callable[[Chunks], None], chunks: Chunks) -> None:
+        for one in _one_by_one(chunks):
+            self._pass_on()
+            super()._send(send, one)
+        self._pass_on()
+
+    def _is_written(self, channel: Channel, signals: int, chunk: int) -> Callable[[], bool]:
+        flags_W, wanted = self._flags[channel][chunk], int(self._expected[channel][chunk]) + signals
+        return lambda: bool((flags_W >= wanted).all())
 
     def _pass_on(self, ready: Callable[[], bool] = lambda: True) -> None:
         self._baton.pass_on(self.peers.rank, ready)
+
+
+def _one_by_one(chunks: Chunks) -> Iterator[Chunks]:
+    """A launch for each chunk, so that others see some of them written and others not."""
+    return (replace(chunks, first=chunk, last=chunk + 1) for chunk in range(chunks.first, chunks.last))
 
 
 def run_ranks(

@@ -1,51 +1,57 @@
 """The promise kept inside one node by kernels that write into the other GPUs' memory.
 
-    dispatch   choices and weights pushed to all ranks; rows pushed once to each rank that holds an expert of theirs
-               slots of all ranks' tokens ordered by OUR experts, while rows are still on their way
-               rows copied out of the slot that they came in
+    dispatch   choices and weights pushed to all ranks; each row once to each other rank that holds an expert of it
+               beside it: slots of all ranks' tokens ordered by OUR experts, as soon as the choices are here;
+               rows copied out of the slot that they come in, chunk by chunk
     experts    read them through the index
-    combine    for each row that came, the sum of what our experts gave for it pushed back; the ranks' sums added up
+    combine    for each row that came, the sum of what our experts gave for it pushed back
+               beside it: the ranks' sums added up, chunk by chunk
 
 Backward is the same the other way: gradients of the outputs are pushed to the experts like rows (the choices are known
-there by now), and those of the rows and weights are pushed back and added up. Shapes depend on nothing but the number
-of tokens and the `Room`, the host reads nothing, and no collective is called.
-
-It is not offered by any configuration yet, because it has run in simulation only and on no GPU.
+there by now) and go straight to their places, and those of the rows and weights are pushed back and added up. Shapes
+depend on nothing but the number of tokens and the `Room`, the host reads nothing, and no collective is called.
 
 Simpler than DeepEP: a row's place at the receiver is its token's number, so there are no queues, counts or handles; the
-price is memory for all tokens of all ranks, and one copy of what arrived.
+price is memory for all tokens of all ranks, and one copy of what arrived, made while the rest is on its way.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from penstock.kernels.arrivals import Arrivals, order_arrivals
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.symmetric import (
     PUSH_LAUNCH,
     RETURN_LAUNCH,
-    Homes,
-    PersistentLaunch,
-    Returned,
-    gather_rows,
-    push_metadata,
+    SUM_LAUNCH,
+    TAKE_LAUNCH,
     push_rows,
     return_rows,
     sum_ranks,
+    take_rows,
+)
+from penstock.kernels.symmetric_transfer import (
+    Awaited,
+    Choices,
+    Chunks,
+    Home,
+    Homes,
+    PersistentLaunch,
+    Places,
+    Returned,
 )
 from penstock.layout.experts import ExpertPlacement
-from penstock.moe.dispatch.all_gather import first_rows
 from penstock.moe.dispatch.contract import ExpertRows, Receipt
-from penstock.moe.dispatch.gathers import pick_kept
 from penstock.moe.dispatch.room import Room
 from penstock.moe.routing import Routing
 from penstock.parallel.activations.region import is_replaying
-from penstock.parallel.symmetric import Channel, Lane, Section, SymmetricBuffers
+from penstock.parallel.symmetric import Channel, Lane, Section, SymmetricBuffers, chunks_for
 
 
 @dataclass(frozen=True)
@@ -56,13 +62,24 @@ class Links:
         buffers: where rows travel through.
         homes: of the experts.
         push: how rows are sent to experts.
+        take: how they are copied out there.
         back: how they are sent home.
+        sum: how they are added up there.
+        chunks: that tokens are cut into; 0 asks `chunks_for`.
     """
 
     buffers: SymmetricBuffers
     homes: Homes
     push: PersistentLaunch = PUSH_LAUNCH
+    take: PersistentLaunch = TAKE_LAUNCH
     back: PersistentLaunch = RETURN_LAUNCH
+    sum: PersistentLaunch = SUM_LAUNCH
+    chunks: int = 0
+
+    def cut(self, x_TD: Tensor) -> Chunks:
+        """The tokens of a rank in chunks."""
+        tokens, width = x_TD.shape
+        return Chunks.cut(tokens, self.chunks) if self.chunks else chunks_for(tokens, width * x_TD.element_size())
 
 
 @dataclass(frozen=True)
@@ -71,11 +88,14 @@ class Trip(Receipt):
 
     Attributes:
         experts_TK: our own choices.
-        index_R: the row that came, of each place.
     """
 
     experts_TK: Tensor
-    index_R: Tensor
+
+    @property
+    def places(self) -> Places:
+        """Where our experts have the rows of all ranks' tokens."""
+        return Places(places_NK=self.order.places_TK, counts_e=self.order.counts_E)
 
 
 @dataclass(frozen=True)
@@ -85,24 +105,22 @@ class SymmetricDispatcher:
     Attributes:
         placement: who holds which experts.
         links: the buffers, and how the kernels that use them are launched.
-        operators: kernels to run on.
-        room: says how many rows the experts have room for; None is the worst case.
+        operators: unused: what is done here has one set of kernels, `penstock.kernels.symmetric` and `arrivals`.
+        room: says how many rows the experts have room for; None asks the device, and the host waits.
     """
 
     placement: ExpertPlacement
     links: Links
-    operators: Operators
+    operators: Operators | None = None
     room: Room | None = None
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
-        gathered = _Dispatch.apply(x_TD, routing.weights_TK, routing.experts_TK, self.links, self._order)
-        x_ND, weights_NK, *order_tensors = gathered
-        order = RowOrder(*order_tensors)
-        index_R = order.slots_R // order.places_TK.shape[1]
-        weights_R = pick_kept(weights_NK, order)
-        rows = ExpertRows(x_ND, index_R, weights_R, order.counts_E, places_NK=order.places_TK)
-        return rows, Trip(order, routing.experts_TK, index_R)
+        x_ND, *arrived = _Dispatch.apply(x_TD, routing.weights_TK, routing.experts_TK, self.links, self._order)
+        arrivals = Arrivals(*arrived)
+        order = RowOrder(arrivals.slots_R, arrivals.places_NK, arrivals.counts_e)
+        rows = ExpertRows(x_ND, arrivals.index_R, arrivals.weights_R, arrivals.counts_e, places_NK=arrivals.places_NK)
+        return rows, Trip(order, routing.experts_TK)
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         """See `Dispatcher.combine`. All ranks of the axis call it."""
@@ -110,64 +128,98 @@ class SymmetricDispatcher:
         y_TD: Tensor = _Combine.apply(y_RD, receipt, self.links)
         return y_TD
 
-    def _order(self, experts_NK: Tensor) -> RowOrder:
+    def _order(self, experts_NK: Tensor, weights_NK: Tensor) -> Arrivals:
         """Places of all ranks' slots among our experts, as many as there is room for."""
-        own = self.placement.experts_of(self.links.buffers.peers.rank)
-        is_own_NK = (experts_NK >= own.start) & (experts_NK < own.stop)
-        own_NK = torch.where(is_own_NK, experts_NK - own.start, len(own))
-        order = self.operators.order_rows(own_NK, len(own))
+        own, (tokens, top_k) = self.placement.experts_of(self.links.buffers.peers.rank), experts_NK.shape
         if self.room is None:
-            return first_rows(order, experts_NK.shape[0] * min(experts_NK.shape[1], len(own)))
-        rows = self.room.rows(*experts_NK.shape)
-        if self.room.training and not is_replaying():
-            self.room.left_out += (order.counts_E.sum() - rows).clamp(min=0)
-        return first_rows(order, rows)
+            return _used(order_arrivals(experts_NK, weights_NK, own, tokens * min(top_k, len(own))))
+        is_counted = self.room.training and not is_replaying()
+        left_out = self.room.left_out if is_counted else None
+        return order_arrivals(experts_NK, weights_NK, own, self.room.rows(tokens, top_k), left_out)
 
 
-def links_of(placement: ExpertPlacement, buffers: SymmetricBuffers) -> Links:
+def links_of(placement: ExpertPlacement, buffers: SymmetricBuffers, programs: int = 0) -> Links:
     """Links of a layer with launches that were chosen beforehand.
 
     Args:
         placement: of the layer's experts; on as many ranks as the buffers.
         buffers: may be shared by all layers.
+        programs: of the kernels that send, the same on all ranks; 0 leaves the choice to us.
     """
     assert placement.places == buffers.peers.size, f"{placement} on {buffers.peers.size} ranks"
-    return Links(buffers, Homes(per_rank=placement.per_place, parts=placement.expert_tensor))
+    links = Links(buffers, Homes(per_rank=placement.per_place, parts=placement.expert_tensor))
+    if not programs:
+        return links
+    return replace(links, push=replace(PUSH_LAUNCH, programs=programs), back=replace(RETURN_LAUNCH, programs=programs))
 
 
-def _push(x_TD: Tensor, experts_TK: Tensor, slot: int, links: Links) -> None:
-    """Our rows into everybody's slot of the way out."""
+def _used(arrivals: Arrivals) -> Arrivals:
+    """Without the places that hold nothing, but for one. The host waits for their number."""
+    rows = int(arrivals.counts_e.sum())
+    slots_R, index_R, weights_R = (values_R[: rows + 1] for values_R in arrivals[:3])
+    return Arrivals(slots_R, index_R, weights_R, arrivals.places_NK.clamp(max=rows), arrivals.counts_e)
+
+
+def _arrived(shape: tuple[int, int], dtype: torch.dtype, section: Section, slot: int, links: Links) -> Tensor:
+    """A section of our slot, as what W ranks sent of this shape."""
+    return links.buffers.view(section, slot, (links.buffers.peers.size * shape[0], shape[1]), dtype)
+
+
+def _sender(
+    x_TD: Tensor, experts_TK: Tensor, slot: int, links: Links, choices: Choices | None = None
+) -> Callable[[Chunks], None]:
+    """Launches what writes our rows into everybody's slot of the way out."""
     buffers = links.buffers
-    offset = buffers.sizes.offset(Section.OUT_ROWS, slot)
-    push_rows(x_TD, experts_TK, links.homes, buffers.peers, offset, launch=links.push)
-    buffers.signal(Channel.ROWS)
+    offsets = buffers.sizes.offset(Section.OUT_ROWS, slot), buffers.flags_at(Channel.ROWS)
+
+    def send(chunks: Chunks) -> None:
+        push_rows(x_TD, experts_TK, links.homes, buffers.peers, offsets, chunks, choices, launch=links.push)
+
+    return send
 
 
-def _arrived(like: Tensor, section: Section, slot: int, links: Links) -> Tensor:
-    """Our slot, as rows of all ranks' tokens."""
-    received = links.buffers.peers.size * like.shape[0]
-    return links.buffers.view(section, slot, (received, like.shape[1]), like.dtype)
+def _take(x_TD: Tensor, slot: int, places: Places, out: Tensor, links: Links, *, is_spread: bool) -> None:
+    """Rows of all ranks out of the slot; `x_TD` are our own."""
+    buffers, tokens = links.buffers, x_TD.shape[0]
+    rows_ND = _arrived((tokens, x_TD.shape[1]), x_TD.dtype, Section.OUT_ROWS, slot, links)
+
+    def take(awaited: Awaited, chunks: Chunks) -> None:
+        rank = buffers.peers.rank
+        take_rows(rows_ND, x_TD, places, out, awaited, chunks, rank=rank, is_spread=is_spread, launch=links.take)
+
+    buffers.read(take, Channel.ROWS, links.push.programs_for(tokens), links.cut(x_TD))
 
 
-def _bring_back(returned: Returned, order: RowOrder, experts_TK: Tensor, links: Links) -> tuple[Tensor, Tensor | None]:
+def _bring_back(returned: Returned, places: Places, experts_TK: Tensor, links: Links) -> Home:
     """One row (and the scalars) back for each that came; what came back to us, summed."""
-    buffers, sizes = links.buffers, links.buffers.sizes
+    buffers, sizes, (tokens, width) = links.buffers, links.buffers.sizes, (experts_TK.shape[0], returned.rows.shape[1])
     slot = buffers.take(Lane.BACK)
-    rows_at, scalars_at = sizes.offset(Section.BACK_ROWS, slot), sizes.offset(Section.SCALARS, slot)
-    return_rows(returned, order.places_TK, order.counts_E, buffers.peers, rows_at, scalars_at, launch=links.back)
-    buffers.signal(Channel.BACK)
-    buffers.wait(Channel.BACK)
-    received = buffers.peers.size * experts_TK.shape[0]
-    shape = (received, returned.rows.shape[1])
-    parts_ND = buffers.view(Section.BACK_ROWS, slot, shape, returned.rows.dtype)
-    scalars_NK = None
-    if returned.scalars_NK is not None:
-        scalars_NK = buffers.view(Section.SCALARS, slot, (received, experts_TK.shape[1]), torch.float32)
-    return sum_ranks(parts_ND, experts_TK, links.homes, scalars_NK)
+    y_TD = returned.rows.new_empty(tokens, width)
+    home = Home(parts_ND=_arrived((tokens, width), y_TD.dtype, Section.BACK_ROWS, slot, links), y_TD=y_TD)
+    if returned.scalars_R is not None:
+        scalars_TK = returned.scalars_R.new_empty(experts_TK.shape)
+        scalars_NK = _arrived((tokens, experts_TK.shape[1]), torch.float32, Section.SCALARS, slot, links)
+        home = replace(home, scalars_NK=scalars_NK, scalars_TK=scalars_TK)
+    offsets = (
+        sizes.offset(Section.BACK_ROWS, slot),
+        sizes.offset(Section.SCALARS, slot),
+        buffers.flags_at(Channel.BACK),
+    )
+
+    def send(chunks: Chunks) -> None:
+        return_rows(returned, places, buffers.peers, offsets, chunks, launch=links.back)
+
+    def add(awaited: Awaited, chunks: Chunks) -> None:
+        sum_ranks(home, experts_TK, links.homes, awaited, chunks, launch=links.sum)
+
+    chunks = links.cut(y_TD)
+    with buffers.transfer(send, chunks):
+        buffers.read(add, Channel.BACK, links.back.programs_for(buffers.peers.size * tokens), chunks)
+    return home
 
 
 class _Dispatch(torch.autograd.Function):
-    """Rows and weights of all ranks' tokens, and the order of ours; backward brings gradients back."""
+    """Rows of all ranks' tokens, and the order and weights of ours; backward brings gradients back."""
 
     @staticmethod
     def forward(
@@ -176,37 +228,41 @@ class _Dispatch(torch.autograd.Function):
         weights_TK: Tensor,
         experts_TK: Tensor,
         links: Links,
-        make_order: Callable[[Tensor], RowOrder],
+        make_order: Callable[[Tensor, Tensor], Arrivals],
     ) -> tuple[Tensor, ...]:
-        buffers, sizes = links.buffers, links.buffers.sizes
+        buffers, sizes, shape = links.buffers, links.buffers.sizes, (experts_TK.shape[0], experts_TK.shape[1])
         slot = buffers.take(Lane.OUT)
-        ids_at, weights_at = sizes.offset(Section.IDS, slot), sizes.offset(Section.WEIGHTS, slot)
-        push_metadata(experts_TK, weights_TK, buffers.peers, ids_at, weights_at)
-        buffers.signal(Channel.META)
-        _push(x_TD, experts_TK, slot, links)
+        x_TD = x_TD.contiguous()
+        x_ND = x_TD.new_empty(buffers.peers.size * shape[0], x_TD.shape[1])
+        choices = Choices(
+            weights_TK=weights_TK,
+            ids_offset=sizes.offset(Section.IDS, slot),
+            weights_offset=sizes.offset(Section.WEIGHTS, slot),
+            flags_offset=buffers.flags_at(Channel.CHOICES),
+        )
+        with buffers.transfer(_sender(x_TD, experts_TK, slot, links, choices), links.cut(x_TD)):
+            buffers.wait(Channel.CHOICES, links.push.programs_for(shape[0]))
+            arrivals = make_order(
+                _arrived(shape, torch.int32, Section.IDS, slot, links),
+                _arrived(shape, torch.float32, Section.WEIGHTS, slot, links),
+            )
+            places = Places(places_NK=arrivals.places_NK, counts_e=arrivals.counts_e)
+            _take(x_TD, slot, places, x_ND, links, is_spread=False)
 
-        # Only the choices are needed here, so rows of other ranks may still be on their way.
-        buffers.wait(Channel.META)
-        order = make_order(_arrived(experts_TK.int(), Section.IDS, slot, links))
-        weights_NK = _arrived(weights_TK, Section.WEIGHTS, slot, links).clone()
-
-        buffers.wait(Channel.ROWS)
-        x_ND = _arrived(x_TD, Section.OUT_ROWS, slot, links).clone()
-
-        ctx.save_for_backward(experts_TK, *order)
+        ctx.save_for_backward(experts_TK, arrivals.places_NK, arrivals.counts_e)
         ctx.links = links
-        ctx.mark_non_differentiable(*order)
-        return x_ND, weights_NK, *order
+        ctx.mark_non_differentiable(arrivals.slots_R, arrivals.index_R, arrivals.places_NK, arrivals.counts_e)
+        return x_ND, *arrivals
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, dx_ND: Tensor, dweights_NK: Tensor, *_: Tensor
+        ctx: Any, dx_ND: Tensor, _slots: Tensor, _index: Tensor, dweights_R: Tensor, *_: Tensor
     ) -> tuple[Tensor, Tensor | None, None, None, None]:
-        experts_TK, *order = ctx.saved_tensors
-        returned = Returned(rows=dx_ND, is_summed=False, scalars_NK=dweights_NK)
-        dx_TD, dweights_TK = _bring_back(returned, RowOrder(*order), experts_TK, ctx.links)
-        return dx_TD, dweights_TK, None, None, None
+        experts_TK, places_NK, counts_e = ctx.saved_tensors
+        returned = Returned(rows=dx_ND, is_summed=False, scalars_R=dweights_R)
+        home = _bring_back(returned, Places(places_NK=places_NK, counts_e=counts_e), experts_TK, ctx.links)
+        return home.y_TD, home.scalars_TK, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -214,18 +270,18 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y_RD: Tensor, trip: Trip, links: Links) -> Tensor:
-        ctx.save_for_backward(trip.experts_TK, trip.index_R, trip.order.counts_E)
-        ctx.links = links
-        y_TD, _ = _bring_back(Returned(rows=y_RD, is_summed=True), trip.order, trip.experts_TK, links)
-        return y_TD
+        ctx.save_for_backward(trip.experts_TK, trip.places.places_NK, trip.places.counts_e)
+        ctx.links, ctx.rows = links, y_RD.shape[0]
+        return _bring_back(Returned(rows=y_RD, is_summed=True), trip.places, trip.experts_TK, links).y_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:
-        experts_TK, index_R, counts_e = ctx.saved_tensors
-        links, buffers = ctx.links, ctx.links.buffers
-        slot = buffers.take(Lane.OUT)
-        _push(dy_TD, experts_TK, slot, links)
-        buffers.wait(Channel.ROWS)
-        dy_RD = gather_rows(_arrived(dy_TD, Section.OUT_ROWS, slot, links), index_R, counts_e)
+        experts_TK, places_NK, counts_e = ctx.saved_tensors
+        links, dy_TD = ctx.links, dy_TD.contiguous()
+        slot = links.buffers.take(Lane.OUT)
+        dy_RD = dy_TD.new_empty(ctx.rows, dy_TD.shape[1])
+        with links.buffers.transfer(_sender(dy_TD, experts_TK, slot, links), links.cut(dy_TD)):
+            places = Places(places_NK=places_NK, counts_e=counts_e)
+            _take(dy_TD, slot, places, dy_RD, links, is_spread=True)
         return dy_RD, None, None

@@ -1,0 +1,181 @@
+"""Which place among our experts each slot of all ranks' tokens has: `order_rows` for the symmetric dispatcher.
+
+    count   how many slots each chunk has on each of our experts; those of other ranks' experts count as dropped
+    scan    how many the chunks before it have (`penstock.kernels.permute`)
+    place   place of each slot; slot, row and weight of each place; counts and places within the room that there is
+
+Three launches for what is a dozen in terms of tensors: with 1,024 tokens on a rank the host would take longer to ask
+for it than the links take to bring the rows.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.permute import CHUNKS, ORDER_LAUNCH, scan_kernel
+from penstock.kernels.symmetric_transfer import ceil_div, power_of_two
+from penstock.kernels.tuning import Launch
+
+
+class Arrivals(NamedTuple):
+    """The order of all ranks' slots, as our experts see them.
+
+    Attributes:
+        slots_R: int64, the slot of each place; 0 at places that hold nothing.
+        index_R: int64, the row of each place; 0 at places that hold nothing.
+        weights_R: float32, the weight of each place; 0 at places that hold nothing.
+        places_NK: int64, the place of each slot; R - 1 for those of other ranks' experts and those without room.
+        counts_e: int32 places of each expert here.
+    """
+
+    slots_R: Tensor
+    index_R: Tensor
+    weights_R: Tensor
+    places_NK: Tensor
+    counts_e: Tensor
+
+
+def order_arrivals(
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+    own: range,
+    rows: int,
+    left_out: Tensor | None = None,
+    *,
+    launch: Launch = ORDER_LAUNCH,
+) -> Arrivals:
+    """Order slots by our experts, stable in the slot number. With room for all it is `reference.order_rows`.
+
+    With experts_NK = [[1, 0], [1, 2], [3, 1]], own = 1 2 and 3 rows there are 4 places, of which the last is nobody's:
+    places_NK = [[0, 3], [1, 3], [3, 2]], counts_e = [3, 0] and index_R = [0, 1, 2, 0]; one row was left out.
+
+    Args:
+        experts_NK: integer expert ids.
+        weights_NK: float32.
+        own: ids of our experts.
+        rows: that there is room for.
+        left_out: int64 scalar, to which the number of rows that found no room is added; or None.
+        launch: slots of a tile and experts of a scan (powers of two), and warps.
+    """
+    slots, device, experts = experts_NK.numel(), experts_NK.device, len(own)
+    places = min(rows + 1, slots)
+    slots_R, index_R = torch.empty(2, places, dtype=torch.int64, device=device)
+    weights_R = torch.empty(places, dtype=torch.float32, device=device)
+    places_NK = torch.empty(experts_NK.shape, dtype=torch.int64, device=device)
+    counts_e, totals_e = torch.empty(2, experts, dtype=torch.int32, device=device)
+    tiles = max(1, ceil_div(slots, CHUNKS * launch.block_rows))
+    chunks = ceil_div(slots, tiles * launch.block_rows)
+    tallies_CE = torch.empty(chunks, experts + 1, dtype=torch.int32, device=device)
+    sizes = (own.start, slots, tiles)
+    by_slot = {
+        "EXPERTS": experts,
+        "BINS": power_of_two(experts + 1),
+        "BLOCK_R": launch.block_rows,
+        "num_warps": launch.warps,
+    }
+    by_expert = {"EXPERTS": experts, "BLOCK_C": 256, "BLOCK_E": launch.block_columns, "num_warps": launch.warps}
+    count_arrivals_kernel[(chunks,)](experts_NK, tallies_CE, *sizes, **by_slot)
+    scan_kernel[(ceil_div(experts + 1, launch.block_columns),)](tallies_CE, totals_e, chunks, **by_expert)
+    place_arrivals_kernel[(chunks,)](
+        experts_NK,
+        weights_NK,
+        tallies_CE,
+        totals_e,
+        slots_R,
+        index_R,
+        weights_R,
+        places_NK,
+        counts_e,
+        left_out,
+        *sizes,
+        rows,
+        places,
+        K=experts_NK.shape[1],
+        **by_slot,
+    )
+    return Arrivals(slots_R, index_R, weights_R, places_NK, counts_e)
+
+
+@triton.jit
+def _own_experts(ids_ptr, slot_R, slots, first, EXPERTS: tl.constexpr):
+    """Numbers among our experts; EXPERTS for all others."""
+    local_R = tl.load(ids_ptr + slot_R, mask=slot_R < slots, other=-1).to(tl.int32) - first
+    return tl.where((local_R >= 0) & (local_R < EXPERTS), local_R, EXPERTS)
+
+
+@triton.jit(do_not_specialize=["first"])
+def count_arrivals_kernel(
+    ids_ptr, tallies_ptr, first, slots, tiles, EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """Slots of one chunk (some tiles) on each of our experts; bin EXPERTS holds all others."""
+    chunk = tl.program_id(0)
+    tally_E = tl.zeros([BINS], tl.int32)
+    for tile in range(tiles):
+        slot_R = (chunk * tiles + tile) * BLOCK_R + tl.arange(0, BLOCK_R)
+        tally_E += tl.histogram(_own_experts(ids_ptr, slot_R, slots, first, EXPERTS), BINS, slot_R < slots)
+    bin_E = tl.arange(0, BINS)
+    tl.store(tallies_ptr + chunk * (EXPERTS + 1) + bin_E, tally_E, mask=bin_E <= EXPERTS)
+
+
+@triton.jit(do_not_specialize=["first"])
+def place_arrivals_kernel(
+    ids_ptr,
+    weights_ptr,
+    earlier_ptr,
+    totals_ptr,
+    slots_ptr,
+    index_ptr,
+    out_weights_ptr,
+    places_ptr,
+    counts_ptr,
+    left_out_ptr,
+    first,
+    slots,
+    tiles,
+    rows,
+    places,
+    EXPERTS: tl.constexpr,
+    K: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Places of one chunk's slots, as `permute.place_kernel` finds them, and what stands at them.
+
+    Places from `rows` on are nobody's. With 2 of our experts, totals 3 and 2 and 4 rows, the counts become 3 and 1.
+    """
+    chunk = tl.program_id(0)
+    lane = tl.arange(0, BLOCK_R)
+    bin_E = tl.arange(0, BINS)
+    count_E = tl.load(totals_ptr + bin_E, mask=bin_E < EXPERTS, other=0)
+    earlier_E = tl.load(earlier_ptr + chunk * (EXPERTS + 1) + bin_E, mask=bin_E <= EXPERTS, other=0)
+    end_E = tl.cumsum(count_E, 0)
+    first_E = end_E - count_E + earlier_E
+    total = tl.sum(count_E, 0)
+    used = tl.minimum(total, rows)
+    if chunk == 0:
+        kept_E = tl.minimum(end_E, rows) - tl.minimum(end_E - count_E, rows)
+        tl.store(counts_ptr + bin_E, kept_E, mask=bin_E < EXPERTS)
+        if left_out_ptr is not None:
+            tl.store(left_out_ptr, tl.load(left_out_ptr) + (total - used))
+    for tile in range(tiles):
+        slot_R = (chunk * tiles + tile) * BLOCK_R + lane
+        expert_R = _own_experts(ids_ptr, slot_R, slots, first, EXPERTS)
+        # Summed down the columns: a thread holds a column whole, so no partial sum crosses threads.
+        is_before_RR = (expert_R[:, None] == expert_R[None, :]) & (lane[:, None] < lane[None, :])
+        place_R = (tl.gather(first_E, expert_R, 0) + tl.sum(is_before_RR.to(tl.int32), 0)).to(tl.int64)
+        kept_R = (slot_R < slots) & (place_R < used)
+        weight_R = tl.load(weights_ptr + slot_R, mask=kept_R, other=0.0)
+        tl.store(slots_ptr + place_R, slot_R.to(tl.int64), mask=kept_R)
+        tl.store(index_ptr + place_R, (slot_R // K).to(tl.int64), mask=kept_R)
+        tl.store(out_weights_ptr + place_R, weight_R, mask=kept_R)
+        tl.store(places_ptr + slot_R, tl.where(kept_R, place_R, places - 1), mask=slot_R < slots)
+        first_E += tl.histogram(expert_R, BINS, slot_R < slots)
+    for block in range(chunk, tl.cdiv(places, BLOCK_R), tl.num_programs(0)):
+        place_R = block * BLOCK_R + lane
+        is_empty_R = (place_R >= used) & (place_R < places)
+        tl.store(slots_ptr + place_R, tl.zeros([BLOCK_R], tl.int64), mask=is_empty_R)
+        tl.store(index_ptr + place_R, tl.zeros([BLOCK_R], tl.int64), mask=is_empty_R)
+        tl.store(out_weights_ptr + place_R, tl.zeros([BLOCK_R], tl.float32), mask=is_empty_R)
