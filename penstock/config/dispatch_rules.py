@@ -12,17 +12,34 @@ COUNTS_STAY = 2
 
 
 def sent_rows_are_counted_by_the_host(run: Run) -> Problem | None:
-    """`dispatch.method` all-to-all goes with `dispatch.sync_free` 0 or 1, or with `model.moe.balance.pad_to_capacity`.
+    """`dispatch.method` all-to-all and deep-ep go with `dispatch.sync_free` 0 or 1; all-to-all at any with padding.
 
-    The host must know how many rows to send.
+    The host must know how many rows to send or receive. Padding is `model.moe.balance.pad_to_capacity`.
     """
-    if run.dispatch.method != "all-to-all" or run.dispatch.sync_free < COUNTS_STAY or _pads(run):
+    method = run.dispatch.method
+    if method not in ("all-to-all", "deep-ep") or run.dispatch.sync_free < COUNTS_STAY or _pads(run):
         return None
     return Problem(
         "dispatch.sync_free",
-        "cannot be had with dispatch.method all-to-all, whose row counts the host reads",
+        f"cannot be had with dispatch.method {method}, whose row counts the host reads",
         got=f"{run.dispatch.sync_free}",
         allowed="0, 1",
+        fix="set dispatch.method=auto",
+    )
+
+
+def the_library_moves_bfloat16(run: Run) -> Problem | None:
+    """`dispatch.method` deep-ep goes with `training.precision` bf16.
+
+    The library's kernels add up no other type.
+    """
+    if run.dispatch.method != "deep-ep" or run.training.precision == "bf16":
+        return None
+    return Problem(
+        "dispatch.method",
+        "moves rows in bfloat16 only",
+        got=f"deep-ep with training.precision {run.training.precision}",
+        allowed="training.precision=bf16",
         fix="set dispatch.method=auto",
     )
 
@@ -47,4 +64,4 @@ def _pads(run: Run) -> bool:
     return run.model.moe is not None and run.model.moe.balance.pad_to_capacity
 
 
-DISPATCH_RULES = (sent_rows_are_counted_by_the_host, padded_rows_are_sent)
+DISPATCH_RULES = (sent_rows_are_counted_by_the_host, the_library_moves_bfloat16, padded_rows_are_sent)

@@ -46,6 +46,19 @@ class ExpertPlacement:
         """Parts of experts in all."""
         return self.experts * self.expert_tensor
 
+    def divides_into(self, places: int) -> bool:
+        """Whether blocks of so many neighbouring places hold whole experts, or equal parts of the same."""
+        return self.places % places == 0 and (places % self.expert_tensor == 0 or self.expert_tensor % places == 0)
+
+    def block(self, places: int) -> "ExpertPlacement":
+        """How one of those blocks places its experts, counted from its first.
+
+        Above, a block of 2 places holds 4 experts by halves. A block of 1 holds halves of 4 and takes them as whole.
+        """
+        assert self.divides_into(places), f"{self} in blocks of {places}"
+        parts = min(places, self.expert_tensor)
+        return ExpertPlacement(experts=self.per_place * (places // parts), expert=places // parts, expert_tensor=parts)
+
     def experts_of(self, place: int) -> range:
         """Experts of which a place holds a part."""
         first = place // self.expert_tensor * self.per_place

@@ -1,4 +1,7 @@
-"""Memory that the GPUs of a node write into, made where it is asked for and can be had."""
+"""How far tokens go on their way to experts, and the memory they go through, made where it can be had.
+
+On the meta device there is none, and nothing is refused: a model there has shapes only.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -8,10 +11,37 @@ import torch
 from penstock.base.errors import DeviceError
 from penstock.config.run import Run
 from penstock.kernels.device_facts import TRITON, installed
+from penstock.layout.experts import ExpertPlacement
 from penstock.parallel.axes import Axes
+from penstock.parallel.deep_ep import DeepEpBuffer, make_buffer
 
 if TYPE_CHECKING:  # it imports Triton, which may be absent
     from penstock.parallel.symmetric import SymmetricBuffers
+
+
+def crosses_nodes(method: str, placement: ExpertPlacement, axes: Axes) -> bool:
+    """Whether tokens go to other nodes first and there to ranks.
+
+    Args:
+        method: `dispatch.method`; auto crosses first where several ranks of each node share the experts.
+        placement: of a layer's experts.
+        axes: of this rank.
+
+    Raises:
+        DeviceError: they are asked to by name, and the nodes hold unequal parts of the experts.
+    """
+    node, across = axes.expert_node.size, axes.expert_across.size
+    if across == 1 or method not in ("auto", "hierarchical"):
+        return False
+    if method == "auto":
+        return node > 1 and placement.divides_into(node)
+    if not placement.divides_into(node):
+        raise DeviceError(
+            "dispatch.method=hierarchical wants nodes that hold whole experts, or equal parts of the same",
+            got=f"{node} ranks on a node and parallel.expert_tensor {placement.expert_tensor}",
+            fix="set dispatch.method=auto",
+        )
+    return True
 
 
 def shared_buffers(run: Run, axes: Axes, device: torch.device) -> "SymmetricBuffers | None":
@@ -29,32 +59,63 @@ def shared_buffers(run: Run, axes: Axes, device: torch.device) -> "SymmetricBuff
         DeviceError: they are asked for by name and cannot be had.
     """
     moe, wanted = run.model.moe, run.dispatch.method
-    if moe is None or moe.balance.pad_to_capacity or axes.expert.size == 1 or wanted not in ("auto", "symmetric"):
+    if moe is None or moe.balance.pad_to_capacity or axes.expert.size == 1 or device.type == "meta":
         return None
-    obstacle = why_not(axes, device)
+    if wanted not in ("auto", "symmetric", "hierarchical"):
+        return None
+    grid = axes.grid
+    placement = ExpertPlacement(experts=moe.experts, expert=grid.expert, expert_tensor=grid.expert_tensor)
+    is_crossing = crosses_nodes(wanted, placement, axes)
+    obstacle = why_not(axes, device, is_crossing)
     if obstacle and wanted == "symmetric":
         raise DeviceError(
             "dispatch.method=symmetric cannot be had", got=obstacle, fix="set dispatch.method=auto, or all-to-all"
         )
     if obstacle:
         return None
+    # Tokens of all nodes may be on their way to the experts of ours.
+    tokens = run.training.micro_batch * run.training.sequence_length // axes.sequence.size * axes.expert_across.size
     symmetric = import_module("penstock.parallel.symmetric")
     width = run.model.hidden_size * (2 if run.training.precision == "bf16" else 4)
     sizes = symmetric.BufferSizes(
-        tokens=run.training.micro_batch * run.training.sequence_length // axes.sequence.size,
-        top_k=moe.top_k * axes.grid.expert_tensor,
+        tokens=tokens,
+        top_k=moe.top_k * grid.expert_tensor,
         row_bytes=width,
-        ranks=axes.expert.size,
+        ranks=axes.expert_node.size,
     )
-    buffers: SymmetricBuffers = symmetric.allocate(sizes, axes.expert, device)
+    buffers: SymmetricBuffers = symmetric.allocate(sizes, axes.expert_node, device)
     return buffers
 
 
-def why_not(axes: Axes, device: torch.device) -> str:
-    """What keeps the ranks that share experts from writing into each other's memory; empty if nothing does."""
+def library_buffer(run: Run, axes: Axes, device: torch.device) -> DeepEpBuffer | None:
+    """The DeepEP library's buffer. All ranks call it together.
+
+    Args:
+        run: says by `dispatch.method` whether it is wanted.
+        axes: of this rank.
+        device: where the model will be.
+
+    Raises:
+        DeviceError: it cannot be had.
+    """
+    if run.dispatch.method != "deep-ep" or run.model.moe is None or axes.expert.size == 1 or device.type == "meta":
+        return None
+    return make_buffer(axes, run.model.hidden_size, device)
+
+
+def why_not(axes: Axes, device: torch.device, is_crossing: bool) -> str:
+    """What keeps ranks from writing into each other's memory; empty if nothing does.
+
+    Args:
+        axes: of this rank.
+        device: its GPU.
+        is_crossing: those of our node are enough; else all that share experts.
+    """
     if device.type != "cuda":
         return f"device {device.type}, which is no GPU"
-    if axes.expert_node.size < axes.expert.size:
+    if axes.expert_node.size == 1:
+        return "one rank on each node"
+    if axes.expert_across.size > 1 and not is_crossing:
         return f"ranks {', '.join(map(str, axes.expert.ranks))} on several nodes"
     if not installed((TRITON,)):
         return "no Triton"

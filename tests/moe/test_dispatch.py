@@ -4,9 +4,7 @@ On one rank a dispatcher is compared with the mixture written out token by token
 all experts and all tokens.
 """
 
-import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import pytest
 import torch
@@ -15,20 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels import expert_ffn as networks
-from penstock.kernels.operators import REFERENCE, TORCH, Operators
+from penstock.kernels.operators import REFERENCE, TORCH
 from penstock.kernels.reference import expert_ffn
-from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
-from penstock.layout.grid import Grid
-from penstock.moe.dispatch.all_gather import AllGatherDispatcher
-from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
+from penstock.moe.dispatch.all_to_all import PaddedAllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.dispatch.room import Room, room_for_all
 from penstock.moe.routing import Routing
-from penstock.parallel.axes import ALONE, Axis, make_axes
+from penstock.parallel.axes import ALONE
 from tests.distributed.pool import Pool
-from tests.moe.mixture import D, random_routing, token_by_token, weights_of
+from tests.moe.mixture import D, Problem, compare, mix, problem, random_routing, token_by_token, weights_of
+from tests.moe.ways import OVER_GLOO, Gloo, Way, dispatchers_on_a_rank, solve
 
 WHOLE = ExpertPlacement(experts=8)
 """All on one rank."""
@@ -112,127 +108,11 @@ def test_one_token_is_enough(top_k: int) -> None:
 # On several ranks. Tokens and experts are divided; what comes out is put together again.
 
 
-Kind = Literal["sent", "padded", "gathered, counted", "gathered, bounded", "gathered, worst case"]
-DISPATCHERS: tuple[Kind, ...] = ("sent", "padded", "gathered, counted", "gathered, bounded", "gathered, worst case")
-
-
-@dataclass(frozen=True)
-class Case:
-    """What all ranks know: the whole problem, how its experts are divided, and who brings tokens to them.
-
-    `bound` is that of "gathered, bounded".
-    """
-
-    placement: ExpertPlacement
-    kind: Kind
-    triton: bool
-    bound: float
-    x_TD: Tensor
-    weights_TK: Tensor
-    experts_TK: Tensor
-    direction_TD: Tensor
-
-
-def _dispatcher(case: Case, axis: Axis, room: Room) -> Dispatcher:
-    operators: Operators = TRITON if case.triton else REFERENCE
-    if case.kind == "padded":
-        # a factor of E gives every expert room for all slots, so padding itself drops none
-        return PaddedAllToAllDispatcher(case.placement, axis, float(case.placement.experts), operators)
-    if case.kind == "sent":
-        return AllToAllDispatcher(case.placement, axis, operators)
-    return AllGatherDispatcher(case.placement, axis, operators, None if case.kind == "gathered, counted" else room)
-
-
-def _part(matrix: Tensor, place: int, placement: ExpertPlacement, *, dim: int, blocks: int) -> Tensor:
-    """What a place holds of a stacked matrix: some experts, and of each block of `dim` its part."""
-    experts = placement.experts_of(place)
-    own = matrix[experts.start : experts.stop]
-    parts = [block.chunk(placement.expert_tensor, dim)[placement.part_of(place)] for block in own.chunk(blocks, dim)]
-    return torch.cat(parts, dim)
-
-
-def _parts(matrices: tuple[Tensor, Tensor], place: int, placement: ExpertPlacement) -> tuple[Tensor, Tensor]:
-    gate_up_eFD, down_eDF = matrices
-    return _part(gate_up_eFD, place, placement, dim=1, blocks=2), _part(down_eDF, place, placement, dim=2, blocks=1)
-
-
-def _on_a_rank(cases: list[Case]) -> list[list[Tensor]]:
-    """Outputs of our tokens, and gradients of x, the weights and our matrices, for each case."""
-    return [_one_case(case, Room(case.placement, case.bound)) for case in cases]
-
-
-def _on_a_rank_again(case: Case) -> tuple[int, int, list[Tensor]]:
-    """Rows that found no room, those that found none with room for all, and the outputs and gradients of then."""
-    room = Room(case.placement, case.bound)
-    first = _one_case(case, room)
-    assert all(torch.isfinite(tensor).all() for tensor in first), "rows without room spoil others"
-    left_out = int(room.left_out)
-    room.left_out.zero_()
-    with room_for_all([room]):
-        again = _one_case(case, room)
-    return left_out, int(room.left_out), again
-
-
-def _one_case(case: Case, room: Room) -> list[Tensor]:
-    placement = case.placement
-    grid = Grid(world=placement.places, expert=placement.expert, expert_tensor=placement.expert_tensor)
-    axis = make_axes(grid).expert
-    x_TD, weights_TK, experts_TK, direction_TD = (
-        whole.chunk(axis.size)[axis.rank] for whole in (case.x_TD, case.weights_TK, case.experts_TK, case.direction_TD)
-    )
-    matrices = [part.detach() for part in _parts(weights_of(placement.experts), axis.rank, placement)]
-    leaves = [leaf.clone().requires_grad_() for leaf in (x_TD, weights_TK, *matrices)]
-    dispatcher = _dispatcher(case, axis, room)
-    rows, receipt = dispatcher.dispatch(leaves[0], Routing(leaves[1], experts_TK))
-    y_RD = networks.expert_ffn(
-        rows.x_ND, leaves[2], leaves[3], rows.counts_e, rows.weights_R, rows.index_R, places_TK=rows.places_NK
-    )
-    y_TD = dispatcher.combine(y_RD, receipt)
-    return [y_TD.detach(), *torch.autograd.grad((y_TD * direction_TD).sum(), leaves)]
-
-
-def _case(
-    placement: ExpertPlacement, routing: Routing, kind: Kind, *, triton: bool = False, bound: float = math.inf
-) -> Case:
-    T = routing.experts_TK.shape[0]
-    x_TD, direction_TD = torch.randn(T, D), torch.randn(T, D)
-    if kind == "gathered, bounded" and math.isinf(bound):
-        bound = float(placement.expert)  # all rows on one rank
-    return Case(placement, kind, triton, bound, x_TD, routing.weights_TK.detach(), routing.experts_TK, direction_TD)
-
-
-def _compare(case: Case, got: list[list[Tensor]]) -> None:
-    """`got` from every rank with one rank that holds everything."""
-    placement = case.placement
-    leaves = [
-        case.x_TD.clone().requires_grad_(),
-        case.weights_TK.clone().requires_grad_(),
-        *weights_of(placement.experts),
-    ]
-    y_TD = _mix(
-        LocalDispatcher(placement.experts, REFERENCE), leaves[0], Routing(leaves[1], case.experts_TK), *leaves[2:]
-    )
-    dx_TD, dweights_TK, *d_matrices = torch.autograd.grad((y_TD * case.direction_TD).sum(), leaves)
-    kept_TK = case.experts_TK < placement.experts
-    together = [torch.cat([one[index] for one in got]) for index in range(3)]
-    torch.testing.assert_close(together[0], y_TD, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(together[1], dx_TD, rtol=1e-4, atol=1e-4, msg="gradient of x")
-    torch.testing.assert_close(together[2][kept_TK], dweights_TK[kept_TK], rtol=1e-4, atol=1e-4)
-    for place, one in enumerate(got):
-        for mine, theirs in zip(one[3:], _parts((d_matrices[0], d_matrices[1]), place, placement), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4, msg=f"matrices of place {place}")
-
-
-def _run(ranks: Pool, cases: list[Case]) -> None:
-    by_rank = ranks.run(cases[0].placement.places, _on_a_rank, cases)
-    for case, *got in zip(cases, *by_rank, strict=True):
-        _compare(case, got)
-
-
-def _adversarial(kind: str, tokens: int) -> Routing:
-    """Routings of 8 experts, 2 choices."""
-    routing = random_routing(tokens, 8, 2, seed=5, dropped=0.4 if kind == "some dropped" else 0.0)
-    experts_TK, kept_TK = routing.experts_TK, torch.ones(tokens, 2, dtype=torch.bool)
+def adversarial(kind: str, tokens: int) -> Routing:
+    """Routings of 8 experts; all but two have 2 choices."""
+    top_k = {"one choice": 1, "all experts": 8}.get(kind, 2)
+    routing = random_routing(tokens, 8, top_k, seed=5, dropped=0.4 if kind == "some dropped" else 0.0)
+    experts_TK, kept_TK = routing.experts_TK, torch.ones(tokens, top_k, dtype=torch.bool)
     if kind == "skewed":
         experts_TK = torch.where(torch.arange(tokens)[:, None] % 5 == 0, experts_TK, torch.tensor([3, 4]))
     if kind == "all on the last rank":
@@ -246,18 +126,74 @@ def _adversarial(kind: str, tokens: int) -> Routing:
     return Routing(routing.weights_TK * kept_TK, experts_TK.masked_fill(~kept_TK, 8))
 
 
-KINDS = ("even", "skewed", "all on the last rank", "one expert", "some dropped", "all dropped", "one sender")
-LAYOUTS = ((1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (4, 2))
-"""Ranks that share the experts, and ranks that share each of them; their products divide F and are at most 8 ranks."""
+KINDS = (
+    "even",
+    "skewed",
+    "all on the last rank",
+    "one expert",
+    "some dropped",
+    "all dropped",
+    "one sender",
+    "one choice",
+    "all experts",
+)
+SIMULATED: tuple[Way, ...] = ("pushed", "by node, pushed")
+BY_NODE = tuple(way for way in OVER_GLOO if way.startswith("by node"))
+FLAT = tuple(way for way in OVER_GLOO if way not in BY_NODE and way != "DeepEP")
+FEW = ("skewed", "some dropped")
+
+# Ranks that share the experts, and ranks that share each of them: their products divide F and are at most 8 ranks.
+PROMISES: tuple[tuple[int, int, tuple[Way, ...], tuple[str, ...]], ...] = (
+    (1, 1, ("alone", *FLAT), KINDS),
+    (2, 1, (*FLAT, "DeepEP"), KINDS),
+    (1, 2, FLAT, KINDS),
+    (4, 1, (*OVER_GLOO, "pushed"), KINDS),
+    (4, 1, ("by node, pushed",), (*FEW, "one sender", "all experts")),
+    (2, 2, OVER_GLOO, KINDS),
+    (2, 2, SIMULATED, FEW),
+    (1, 4, (*FLAT, *BY_NODE), KINDS),
+    (4, 2, (*FLAT, *BY_NODE), KINDS),
+)
 
 
-@pytest.mark.parametrize("dispatcher", DISPATCHERS)
-@pytest.mark.parametrize(("expert", "expert_tensor"), LAYOUTS)
-def test_ranks_that_share_the_experts_give_what_one_rank_gives(
-    ranks: Pool, expert: int, expert_tensor: int, dispatcher: Kind
+def _skip_simulated_on_gpus(way: Way) -> None:
+    if way in SIMULATED and torch.cuda.is_available():
+        pytest.skip("ranks are simulated in Triton's interpreter")
+
+
+def _hold(ranks: Pool, way: Way, flights: list[list[Problem]], **options: Any) -> None:
+    """Compare every problem with one rank that holds everything."""
+    _skip_simulated_on_gpus(way)
+    by_rank = solve(ranks, way, flights, **options)
+    for whole, *got in zip([one for problems in flights for one in problems], *by_rank, strict=True):
+        compare(whole, got)
+
+
+@pytest.mark.parametrize(
+    ("expert", "expert_tensor", "way", "kinds"),
+    [(*sizes, way, kinds) for *sizes, ways, kinds in PROMISES for way in ways],
+    ids=lambda value: "" if isinstance(value, tuple) else str(value),
+)
+def test_whatever_was_chosen_ranks_that_share_the_experts_give_what_one_rank_gives(
+    ranks: Pool, expert: int, expert_tensor: int, way: Way, kinds: tuple[str, ...]
 ) -> None:
+    """All routings are layers of one model and in flight together."""
     placement = ExpertPlacement(experts=8, expert=expert, expert_tensor=expert_tensor)
-    _run(ranks, [_case(placement, _adversarial(kind, 16), dispatcher) for kind in KINDS])
+    tokens = 8 if way in SIMULATED else 16
+    _hold(ranks, way, [[problem(placement, adversarial(kind, tokens)) for kind in kinds]])
+
+
+@pytest.mark.parametrize("way", [*OVER_GLOO, *SIMULATED])
+def test_many_steps_with_changing_routing_leave_no_trace(ranks: Pool, way: Way) -> None:
+    placement, steps = ExpertPlacement(experts=8, expert=4), 2 if way in SIMULATED else 20
+    _hold(
+        ranks,
+        way,
+        [
+            [problem(placement, random_routing(8, 8, 3, seed=2 * step + layer, dropped=0.2)) for layer in range(2)]
+            for step in range(steps)
+        ],
+    )
 
 
 @settings(max_examples=20)
@@ -267,7 +203,7 @@ def test_ranks_that_share_the_experts_give_what_one_rank_gives(
     per_rank=st.integers(1, 3),
     top_k=st.integers(1, 4),
     dropped=st.sampled_from([0.0, 0.3]),
-    dispatcher=st.sampled_from(DISPATCHERS),
+    way=st.sampled_from(OVER_GLOO),
     seed=st.integers(0, 1000),
 )
 def test_any_number_of_tokens_and_experts_travels(
@@ -277,47 +213,86 @@ def test_any_number_of_tokens_and_experts_travels(
     per_rank: int,
     top_k: int,
     dropped: float,
-    dispatcher: Kind,
+    way: Way,
     seed: int,
 ) -> None:
     placement = ExpertPlacement(experts=per_rank * layout[0], expert=layout[0], expert_tensor=layout[1])
     top_k = min(top_k, placement.experts)
     routing = random_routing(tokens * placement.places, placement.experts, top_k, seed, dropped)
-    _run(ranks, [_case(placement, routing, dispatcher)])
+    _hold(ranks, way, [[problem(placement, routing)]])
 
 
-@pytest.mark.parametrize("dispatcher", ["sent", "gathered, counted", "gathered, worst case"])
+@pytest.mark.parametrize(
+    ("way", "expert"),
+    [
+        ("sent", 2),
+        ("gathered, counted", 2),
+        ("gathered, worst case", 2),
+        ("DeepEP", 2),
+        ("by node, sent", 4),
+        ("by node, bounded", 4),
+    ],
+)
 @pytest.mark.parametrize("expert_tensor", [1, 2])
-def test_our_kernels_order_and_sum_what_travels(ranks: Pool, expert_tensor: int, dispatcher: Kind) -> None:
-    placement = ExpertPlacement(experts=8, expert=2, expert_tensor=expert_tensor)
+def test_our_kernels_order_and_sum_what_travels(ranks: Pool, expert_tensor: int, way: Way, expert: int) -> None:
+    placement = ExpertPlacement(experts=8, expert=expert // expert_tensor, expert_tensor=expert_tensor)
     kinds = ("skewed", "some dropped", "all on the last rank")
-    _run(ranks, [_case(placement, _adversarial(kind, 16), dispatcher, triton=True) for kind in kinds])
+    _hold(ranks, way, [[problem(placement, adversarial(kind, 16)) for kind in kinds]], triton=True)
 
 
-@pytest.mark.parametrize("triton", [False, True], ids=["reference", "triton"])
-@pytest.mark.parametrize("expert_tensor", [1, 2])
-@pytest.mark.parametrize("kind", ["even", "skewed", "all on the last rank", "all dropped"])
+@pytest.mark.parametrize(
+    ("expert", "expert_tensor", "per_node"), [(8, 1, 2), (4, 1, 1), (4, 1, 4), (2, 4, 2), (2, 2, 1)]
+)
+@pytest.mark.parametrize("way", ["by node, sent", "by node, bounded"])
+def test_nodes_may_be_many_or_one_and_hold_experts_whole_or_in_part(
+    ranks: Pool, way: Way, expert: int, expert_tensor: int, per_node: int
+) -> None:
+    placement = ExpertPlacement(experts=8, expert=expert, expert_tensor=expert_tensor)
+    problems = [problem(placement, adversarial(kind, 16)) for kind in ("even", "some dropped", "one sender")]
+    _hold(ranks, way, [problems], per_node=per_node)
+
+
+@pytest.mark.parametrize(
+    ("way", "expert_tensor"), [("gathered, bounded", 1), ("gathered, bounded", 2), ("by node, bounded", 2)]
+)
+@pytest.mark.parametrize(
+    ("kind", "triton"),
+    [("even", False), ("skewed", True), ("all on the last rank", False), ("all dropped", False)],
+)
 def test_rows_that_find_no_room_are_counted_and_pass_when_there_is_room_for_all(
-    ranks: Pool, kind: str, expert_tensor: int, triton: bool
+    ranks: Pool, kind: str, triton: bool, way: Gloo, expert_tensor: int
 ) -> None:
     placement = ExpertPlacement(experts=8, expert=2, expert_tensor=expert_tensor)
-    case = _case(placement, _adversarial(kind, 64), "gathered, bounded", triton=triton, bound=1.0)
-    results = ranks.run(placement.places, _on_a_rank_again, case)
+    whole = problem(placement, adversarial(kind, 64))
+    results = ranks.run(placement.places, _without_and_with_room, way, whole, triton)
     room = Room(placement, 1.0).rows(64, 2)
     assert room == 79  # 64 x 2 / 2 rows and nobody's, in sixteens
     for place, (left_out, still_left_out, _) in enumerate(results):
         experts = placement.experts_of(place)
-        arriving = int(((case.experts_TK >= experts.start) & (case.experts_TK < experts.stop)).sum())
+        arriving = int(((whole.experts_TK >= experts.start) & (whole.experts_TK < experts.stop)).sum())
         assert (left_out, still_left_out) == (max(0, arriving - room), 0)
     if kind == "all on the last rank":
         assert any(left_out for left_out, _, _ in results)
-    _compare(case, [tensors for _, _, tensors in results])
+    compare(whole, [tensors for _, _, tensors in results])
+
+
+def _without_and_with_room(way: Gloo, whole: Problem, triton: bool) -> tuple[int, int, list[Tensor]]:
+    """On a rank: rows that found no room, those that found none with room for all, and what came out then."""
+    room = Room(whole.placement, 1.0)
+    dispatchers, place = dispatchers_on_a_rank(way, whole.placement, [room], triton)
+    (first,) = mix(dispatchers, [whole], place)
+    assert all(torch.isfinite(tensor).all() for tensor in first), "rows without room spoil others"
+    left_out = int(room.left_out)
+    room.left_out.zero_()
+    with room_for_all([room]):
+        (again,) = mix(dispatchers, [whole], place)
+    return left_out, int(room.left_out), again
 
 
 def test_a_padded_rank_sends_and_gets_the_same_whatever_the_routing() -> None:
     dispatcher = PaddedAllToAllDispatcher(WHOLE, ALONE.expert, 2.0, REFERENCE)
     for kind, kept in (("even", 40), ("all dropped", 0)):
-        rows, _ = dispatcher.dispatch(torch.randn(20, D), _adversarial(kind, 20))
+        rows, _ = dispatcher.dispatch(torch.randn(20, D), adversarial(kind, 20))
         assert rows.counts_e.tolist() == [10] * 8  # 20 tokens x 2 choices / 8 experts x 2
         assert rows.x_ND.shape == (80, D)
         assert (rows.weights_R != 0).sum().item() == kept

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from penstock.moe.dispatch.contract import Dispatcher
+from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
 from penstock.moe.layer import MoE
 from penstock.train.step import train_step
 from tests.distributed.one_loss import RATE, layout, start_session
@@ -31,8 +33,7 @@ def _waits(overrides: tuple[str, ...]) -> Counter[str]:
     for layer in layers:
         if session.run.kernels.all != "reference":
             # What a GPU takes by itself; a CPU takes the reference.
-            operators = replace(layer.dispatcher.operators, order_rows=unwatched_order_rows)
-            layer.dispatcher = replace(layer.dispatcher, operators=operators)
+            layer.dispatcher = _with_our_order(layer.dispatcher)
         waits.follow(layer)
     batches = [session.state.batches.next_batch() for _ in range(2)]
     session.state.batches.close()
@@ -41,6 +42,13 @@ def _waits(overrides: tuple[str, ...]) -> Counter[str]:
         waits.counts.clear()
         train_step(session.model, session.state.optimizer, batches[1], session.rule, RATE)
     return waits.counts
+
+
+def _with_our_order(dispatcher: Dispatcher) -> Dispatcher:
+    if isinstance(dispatcher, HierarchicalDispatcher):
+        dispatcher = replace(dispatcher, inner=_with_our_order(dispatcher.inner))
+    operators = replace(dispatcher.operators, order_rows=unwatched_order_rows)
+    return replace(dispatcher, operators=operators)
 
 
 def _dispatch(method: str, stage: int, *more: str) -> tuple[str, ...]:
@@ -55,6 +63,9 @@ EXPECTED: dict[str, tuple[tuple[str, ...], tuple[int, int, int, int, int]]] = {
     "all-gather, 1": (_dispatch("all-gather", 1), (0, 1, 0, 0, 0)),
     "all-gather, 2": (_dispatch("all-gather", 2), (0, 0, 0, 0, 0)),
     "all-gather, 3": (_dispatch("all-gather", 3), (0, 0, 0, 0, 0)),
+    "hierarchical, 1": (_dispatch("hierarchical", 1), (0, 2, 0, 0, 0)),
+    "hierarchical, 2": (_dispatch("hierarchical", 2), (0, 0, 0, 0, 0)),
+    "hierarchical, 3": (_dispatch("hierarchical", 3), (0, 0, 0, 0, 0)),
     "auto, 2": (_dispatch("auto", 2), (0, 0, 0, 0, 0)),
     "auto, 3": (_dispatch("auto", 3), (0, 0, 0, 0, 0)),
     "padded, 3": (_dispatch("auto", 3, *PADDED), (0, 0, 0, 0, 0)),

@@ -52,7 +52,7 @@ class AllGatherDispatcher:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         x_ND = all_gather(x_TD, self.axis, dim=0)
         weights_NK, experts_NK = _gather_choices(routing, self.axis)
-        own_NK = _as_local(experts_NK, self.placement, self.axis.rank)
+        own_NK = as_local(experts_NK, self.placement.experts_of(self.axis.rank))
         order = self._make_room(self.operators.order_rows(own_NK, self.placement.per_place))
         weights_R = pick_kept(weights_NK, order)
         rows = ExpertRows(x_ND, order.slots_R // own_NK.shape[1], weights_R, order.counts_E, places_NK=order.places_TK)
@@ -94,18 +94,25 @@ def first_rows(order: RowOrder, rows: int) -> RowOrder:
     return RowOrder(order.slots_R[: rows + 1], order.places_TK.clamp(max=rows), counts_E)
 
 
+def packed(routing: Routing) -> Tensor:
+    """Weights and ids as one message: ids travel as the bits of float32 numbers. Only the weights have a gradient."""
+    return torch.cat((routing.weights_TK, routing.experts_TK.int().view(torch.float32)), dim=1)
+
+
+def unpacked(choices: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights and the ids, int64, that were `packed`."""
+    weights_TK, bits_TK = choices.chunk(2, dim=1)
+    return weights_TK, bits_TK.detach().view(torch.int32).long()
+
+
+def as_local(experts_TK: Tensor, own: range) -> Tensor:
+    """Ids among our own experts; their number, which marks a dropped slot, for all others."""
+    is_own_TK = (experts_TK >= own.start) & (experts_TK < own.stop)
+    return torch.where(is_own_TK, experts_TK - own.start, len(own))
+
+
 def _gather_choices(routing: Routing, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Weights and expert ids of all ranks' tokens, in one message: ids travel as the bits of float32 numbers."""
+    """Weights and expert ids of all ranks' tokens."""
     if axis.size == 1:
         return routing.weights_TK, routing.experts_TK
-    bits_TK = routing.experts_TK.int().view(torch.float32)
-    packed = all_gather(torch.cat((routing.weights_TK, bits_TK), dim=1), axis, dim=0)
-    weights_NK, bits_NK = packed.chunk(2, dim=1)
-    return weights_NK, bits_NK.detach().view(torch.int32).long()
-
-
-def _as_local(experts_NK: Tensor, placement: ExpertPlacement, place: int) -> Tensor:
-    """Ids among the experts of a place; `per_place`, which marks a dropped slot, for all others."""
-    own = placement.experts_of(place)
-    is_own_NK = (experts_NK >= own.start) & (experts_NK < own.stop)
-    return torch.where(is_own_NK, experts_NK - own.start, placement.per_place)
+    return unpacked(all_gather(packed(routing), axis, dim=0))

@@ -66,7 +66,7 @@ class AllToAllDispatcher:
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         # 1. Our slots in the order of the experts.
-        parts = _each_part(routing, self.placement)
+        parts = each_part(routing, self.placement)
         order = self.operators.order_rows(parts.experts_TK, self.placement.virtual_experts)
 
         # 2. How many rows go where, and come from where. The only time that the host waits.
@@ -122,7 +122,7 @@ class PaddedAllToAllDispatcher:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         T, K = routing.experts_TK.shape
         limit = min(T, capacity(T, K, self.placement.experts, self.factor))
-        parts = _each_part(routing, self.placement)
+        parts = each_part(routing, self.placement)
         order = _padded_order(parts, self.placement.virtual_experts, limit, self.operators)
         past = order.slots_R.numel()
 
@@ -144,8 +144,13 @@ class PaddedAllToAllDispatcher:
         return collect_padded(returned_RD, receipt.order.slots_R, receipt.order.places_TK)
 
 
-def _each_part(routing: Routing, placement: ExpertPlacement) -> Routing:
-    """The slots with one for each part of their expert, by virtual expert; dropped ones have the id past the last."""
+def each_part(routing: Routing, placement: ExpertPlacement) -> Routing:
+    """The slots with one for each part of their expert, by virtual expert; dropped ones have the id past the last.
+
+    Args:
+        routing: by expert.
+        placement: numbers the parts.
+    """
     parts = placement.expert_tensor
     if parts == 1:
         return routing

@@ -2,8 +2,12 @@
 
 all experts here        local, or padded if every expert is given its capacity
 padded                  all-to-all of the capacity
+deep-ep                 as asked
+hierarchical            as asked, if there are several nodes; with auto, if several ranks of each share the experts
 symmetric               where memory is mapped (`Kit.buffers`)
-all-to-all, all-gather  as asked; auto gathers where the host must not read how many rows to send
+all-to-all, all-gather  as asked; else gathers where the host must not read how many rows to send
+
+The last two rows also say who spreads tokens inside a node for `hierarchical`.
 """
 
 import math
@@ -15,9 +19,13 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
+from penstock.moe.dispatch.deep_ep import DeepEpDispatcher
+from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, Nodes
 from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.dispatch.room import Room
+from penstock.parallel.axes import Axis
 from penstock.parallel.kit import Kit
+from penstock.parallel.reach import crosses_nodes
 
 
 def make_dispatcher(moe: Moe, kit: Kit) -> tuple[Dispatcher, Room | None]:
@@ -35,19 +43,33 @@ def make_dispatcher(moe: Moe, kit: Kit) -> tuple[Dispatcher, Room | None]:
         return PaddedAllToAllDispatcher(placement, axis, factor, operators), None
     if axis.size == 1:
         return LocalDispatcher(moe.experts, operators), None
+    if kit.deep_ep is not None:
+        return DeepEpDispatcher(placement, operators, kit.deep_ep), None
     room = _room(placement, kit)
+    if crosses_nodes(kit.dispatch.method, placement, kit.axes):
+        nodes = Nodes(placement, kit.axes.expert_node, kit.axes.expert_across)
+        inner = _inside(placement.block(nodes.node.size), nodes.node, kit, room)
+        is_even = not isinstance(inner, AllToAllDispatcher)
+        return HierarchicalDispatcher(nodes, inner, operators, is_counted=room is None, is_even=is_even), room
+    return _inside(placement, axis, kit, room), room
+
+
+def _inside(placement: ExpertPlacement, axis: Axis, kit: Kit, room: Room | None) -> Dispatcher:
+    """Among ranks none of which is special."""
+    method, counts_stay = kit.dispatch.method, kit.dispatch.sync_free >= COUNTS_STAY
     if kit.buffers is not None:
         # By name, because it needs Triton, which may be absent.
         symmetric = import_module("penstock.moe.dispatch.symmetric")
-        links = symmetric.links_of(placement, kit.buffers)
-        return symmetric.SymmetricDispatcher(placement, links, operators, room), room
-    if kit.dispatch.method == "all-gather" or (kit.dispatch.method == "auto" and kit.dispatch.sync_free >= COUNTS_STAY):
-        return AllGatherDispatcher(placement, axis, operators, room), room
-    return AllToAllDispatcher(placement, axis, operators), None
+        links = symmetric.links_of(placement, kit.buffers, kit.dispatch.sms)
+        mapped: Dispatcher = symmetric.SymmetricDispatcher(placement, links, kit.operators, room)
+        return mapped
+    if method == "all-gather" or (method != "all-to-all" and counts_stay):
+        return AllGatherDispatcher(placement, axis, kit.operators, room)
+    return AllToAllDispatcher(placement, axis, kit.operators)
 
 
 def _room(placement: ExpertPlacement, kit: Kit) -> Room | None:
-    """None where the host reads how many rows there are."""
+    """None where the host reads how many rows there are. Of all ranks together, also if nodes come first."""
     if kit.dispatch.sync_free < COUNTS_STAY:
         return None
     return Room(placement, kit.dispatch.bound if kit.dispatch.sync_free == COUNTS_STAY else math.inf)

@@ -79,5 +79,10 @@ def room_for_all(modules: Iterable[nn.Module]) -> Iterator[None]:
             room.is_lifted = False
 
 
+def has_room_for_all(modules: Iterable[nn.Module]) -> bool:
+    """Whether this is inside `room_for_all`, and there is a layer that asks."""
+    return any(room.is_lifted for room in _rooms(modules))
+
+
 def _rooms(modules: Iterable[nn.Module]) -> Iterator[Room]:
     return (module for model in modules for module in model.modules() if isinstance(module, Room))

@@ -1,0 +1,124 @@
+"""The promise kept by the DeepEP library where it is installed (github.com/deepseek-ai/DeepEP, deep_ep.Buffer).
+
+    dispatch   each row, with its choices and weights, once to each rank that holds an expert of its token
+               slots of the rows that came ordered by OUR experts; those of other ranks' experts come last
+    experts    read the rows through an index
+    combine    for each row that came the sum of what our experts gave for it sent back; the ranks' sums added up
+
+Backward is the same the other way, by the handle of the dispatch: gradients of outputs go where the rows went, those of
+rows and weights come back and are added up. The library's host code waits until it knows how many rows come.
+
+The parts of an expert that several ranks share are virtual experts, as in all-to-all. The library has never run with
+this file: tests put a simulation of its buffer in its place.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from penstock.kernels.operators import Operators
+from penstock.layout.experts import ExpertPlacement
+from penstock.moe.dispatch.all_gather import first_rows
+from penstock.moe.dispatch.all_to_all import each_part
+from penstock.moe.dispatch.contract import ExpertRows, Receipt
+from penstock.moe.dispatch.gathers import pick_kept
+from penstock.moe.routing import Routing
+from penstock.parallel.deep_ep import DeepEpBuffer
+
+NOWHERE = -1
+"""The library's id of a slot that was dropped, or whose expert is elsewhere."""
+
+
+@dataclass(frozen=True)
+class Handled(Receipt):
+    """A receipt for rows that the library moved.
+
+    Attributes:
+        handle: says where they came from; the library's own.
+    """
+
+    handle: Any
+
+
+@dataclass(frozen=True)
+class DeepEpDispatcher:
+    """Leaves the moving to the library.
+
+    Attributes:
+        placement: who holds which experts.
+        operators: kernels to run on.
+        buffer: of the library, over the ranks of the placement; all layers may use the same.
+    """
+
+    placement: ExpertPlacement
+    operators: Operators
+    buffer: DeepEpBuffer
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
+        """See `Dispatcher.dispatch`. All ranks of the buffer call it."""
+        parts, experts = each_part(routing, self.placement), self.placement.virtual_experts
+        ids_TK = parts.experts_TK.masked_fill(parts.experts_TK == experts, NOWHERE)
+        x_ND, weights_NK, ids_NK, counts, handle = _Dispatch.apply(x_TD, parts.weights_TK, ids_TK, experts, self.buffer)
+        own_NK = torch.where(ids_NK == NOWHERE, self.placement.per_place, ids_NK)
+        order = first_rows(self.operators.order_rows(own_NK, self.placement.per_place), sum(counts))
+        weights_R = pick_kept(weights_NK, order)
+        index_R = order.slots_R // own_NK.shape[1]
+        rows = ExpertRows(x_ND, index_R, weights_R, order.counts_E, places_NK=order.places_TK)
+        return rows, Handled(order, handle)
+
+    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
+        """See `Dispatcher.combine`. All ranks of the buffer call it."""
+        assert isinstance(receipt, Handled), f"not a receipt of this dispatcher: {receipt}"
+        y_ND = self.operators.unpermute(y_RD, receipt.order)
+        y_TD: Tensor = _Combine.apply(y_ND, receipt.handle, self.buffer)
+        return y_TD
+
+
+class _Dispatch(torch.autograd.Function):
+    """Rows, weights and local ids that came, how many rows each expert got, and the handle."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: int, buffer: DeepEpBuffer
+    ) -> tuple[Tensor, Tensor, Tensor, list[int], Any]:
+        by_rank, by_node, by_expert, is_sent_TW, _ = buffer.get_dispatch_layout(ids_TK, experts)
+        x_ND, ids_NK, weights_NK, counts, handle, _ = buffer.dispatch(
+            x_TD.contiguous(),
+            topk_idx=ids_TK,
+            topk_weights=weights_TK.contiguous(),
+            num_tokens_per_rank=by_rank,
+            num_tokens_per_rdma_rank=by_node,
+            num_tokens_per_expert=by_expert,
+            is_token_in_rank=is_sent_TW,
+        )
+        ctx.buffer, ctx.handle = buffer, handle
+        ctx.mark_non_differentiable(ids_NK)
+        return x_ND, weights_NK, ids_NK, counts, handle
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dx_ND: Tensor, dweights_NK: Tensor, *_: Any
+    ) -> tuple[Tensor, Tensor | None, None, None, None]:
+        dweights_NK = dweights_NK.contiguous()
+        dx_TD, dweights_TK, _ = ctx.buffer.combine(dx_ND.contiguous(), ctx.handle, topk_weights=dweights_NK)
+        return dx_TD, dweights_TK, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Outputs home and summed; backward sends their gradients to the experts by the same handle."""
+
+    @staticmethod
+    def forward(ctx: Any, y_ND: Tensor, handle: Any, buffer: DeepEpBuffer) -> Tensor:
+        ctx.buffer, ctx.handle = buffer, handle
+        y_TD, _, _ = buffer.combine(y_ND.contiguous(), handle)
+        return y_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:
+        dy_ND, *_ = ctx.buffer.dispatch(dy_TD.contiguous(), handle=ctx.handle)
+        return dy_ND, None, None

@@ -1,0 +1,167 @@
+"""The promise kept over several nodes: a token crosses to each node once, and another dispatcher spreads it there.
+
+    dispatch   the nodes that hold an expert of each token: slots (token, node), ordered by node
+               rows, choices and weights sent to the rank at our own place of each of them
+               what arrived is dispatched among the ranks of the node; experts of other nodes count as dropped there
+    combine    what the node's ranks give for a token summed by the inner dispatcher
+               one row for each token and node sent back, and summed over the nodes in float32
+
+Between nodes a rank speaks to those at its own place only, so each of its messages uses its own network card. The inner
+dispatcher may be any; it sees a node as if there was nothing else. Where the ranks that share each expert are more than
+a node has, a node holds a part of each of its experts, and a token goes to all nodes that hold the others.
+
+Counted: only tokens that need a node travel there; the host reads how many. Ranks then have different numbers of
+tokens, so an inner dispatcher that wants the same on each gets rows that chose nothing, as many as the fullest rank of
+the node has more. Not counted: every token goes to every node, so all shapes are known and the host reads nothing; with
+8 choices and few nodes nearly every token needs every node anyhow (docs/dispatch.md has the numbers).
+
+Simpler than DeepEP's kernels, which forward a token inside the node while others still cross: here one waits for the
+other.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.operators import Operators
+from penstock.kernels.reference import RowOrder
+from penstock.layout.experts import ExpertPlacement
+from penstock.moe.dispatch.all_gather import as_local, first_rows, packed, unpacked
+from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, Receipt
+from penstock.moe.dispatch.gathers import spread
+from penstock.moe.routing import Routing
+from penstock.parallel.axes import Axis
+from penstock.parallel.collectives import all_gather, exchange_rows
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The ranks that share the experts of a layer, by node.
+
+    Attributes:
+        placement: of the experts over all of them.
+        node: those on our node.
+        across: those at our place of every node.
+    """
+
+    placement: ExpertPlacement
+    node: Axis
+    across: Axis
+
+    def experts_of(self, node: int) -> range:
+        """Experts of which a node holds a part."""
+        first = self.placement.experts_of(node * self.node.size).start
+        return range(first, first + self.placement.block(self.node.size).experts)
+
+    def needed(self, experts_TK: Tensor) -> Tensor:
+        """The nodes that each token needs.
+
+        Returns:
+            nodes_TW: int64, the number of each node; the number of nodes where it is not needed.
+        """
+        node_W = torch.arange(self.across.size, device=experts_TK.device)
+        first_W = node_W * self.node.size // self.placement.expert_tensor * self.placement.per_place
+        last_W = first_W + len(self.experts_of(0))
+        experts_TK1 = experts_TK[:, :, None]
+        is_needed_TW = ((experts_TK1 >= first_W) & (experts_TK1 < last_W)).any(1)
+        return torch.where(is_needed_TW, node_W, self.across.size)
+
+
+@dataclass(frozen=True)
+class Crossing(Receipt):
+    """A receipt for tokens that crossed. Its order is that of their slots (token, node).
+
+    Attributes:
+        inner: of the dispatcher inside the node.
+        arrived: tokens that came here, without those that chose nothing.
+        receive: tokens that came from each node; None if as many from each.
+        send: tokens that went to each node; None if as many to each.
+    """
+
+    inner: Receipt
+    arrived: int
+    receive: tuple[int, ...] | None = None
+    send: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class HierarchicalDispatcher:
+    """Sends each token once to each node, and lets another dispatcher spread it there.
+
+    Attributes:
+        nodes: who holds which experts.
+        inner: dispatcher among `nodes.node`, with the placement `nodes.placement.block(nodes.node.size)`.
+        operators: kernels to run on.
+        is_counted: send only tokens that need a node; else all.
+        is_even: the inner dispatcher wants the same number of tokens on all ranks. Read only if they are counted.
+    """
+
+    nodes: Nodes
+    inner: Dispatcher
+    operators: Operators
+    is_counted: bool
+    is_even: bool = False
+
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
+        """See `Dispatcher.dispatch`. All ranks of both axes call it, each with the same number of tokens."""
+        # 1. Our tokens in the order of the nodes that they go to.
+        order, receive, send, rows = self._count(routing) if self.is_counted else self._all(routing)
+        arrived = rows if receive is None else sum(receive)
+
+        # 2. Across the nodes.
+        x_TD = self._cross(x_TD, order, receive, send)
+        weights_TK, experts_TK = unpacked(self._cross(packed(routing), order, receive, send))
+
+        # 3. Inside our node, where rows that fill up chose nothing.
+        own = self.nodes.experts_of(self.nodes.across.rank)
+        experts_TK = as_local(experts_TK, own)
+        more = rows - arrived
+        inside = Routing(_more_rows(weights_TK, more), _more_rows(experts_TK, more, len(own)))
+        expert_rows, inner = self.inner.dispatch(_more_rows(x_TD, more), inside)
+        return expert_rows, Crossing(order, inner, arrived, receive, send)
+
+    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
+        """See `Dispatcher.combine`. All ranks of both axes call it."""
+        assert isinstance(receipt, Crossing), f"not a receipt of this dispatcher: {receipt}"
+        y_TD = self.inner.combine(y_RD, receipt.inner)[: receipt.arrived]
+        returned_RD = exchange_rows(y_TD, self.nodes.across, receive=receipt.send, send=receipt.receive)
+        unsent = receipt.order.slots_R.numel() - returned_RD.shape[0]
+        return self.operators.unpermute(_more_rows(returned_RD, unsent), receipt.order)
+
+    def _count(self, routing: Routing) -> tuple[RowOrder, tuple[int, ...], tuple[int, ...], int]:
+        """The order of what is sent, tokens from and to each node, and tokens of the inner dispatch.
+
+        The only time that the host waits outside the inner dispatcher.
+        """
+        nodes, across = self.nodes, self.nodes.across
+        order = self.operators.order_rows(nodes.needed(routing.experts_TK), across.size)
+        arriving_W = exchange_rows(order.counts_E, across)
+        most = arriving_W.sum(dtype=torch.int32)[None]
+        if self.is_even:
+            most = all_gather(most, nodes.node, dim=0).amax(0, keepdim=True)
+        counts = torch.cat((arriving_W, order.counts_E, most)).tolist()
+        receive, send = tuple(counts[: across.size]), tuple(counts[across.size : -1])
+        # At least one, because no kernel likes an empty batch.
+        return first_rows(order, sum(send)), receive, send, max(1, counts[-1])
+
+    def _all(self, routing: Routing) -> tuple[RowOrder, None, None, int]:
+        """The same where every token goes to every node."""
+        T, W = routing.experts_TK.shape[0], self.nodes.across.size
+        number_R = torch.arange(T * W, device=routing.experts_TK.device)
+        counts_W = torch.full((W,), T, dtype=torch.int32, device=number_R.device)
+        order = RowOrder(number_R.view(T, W).T.flatten(), number_R.view(W, T).T.contiguous(), counts_W)
+        return order, None, None, T * W
+
+    def _cross(
+        self, values: Tensor, order: RowOrder, receive: tuple[int, ...] | None, send: tuple[int, ...] | None
+    ) -> Tensor:
+        """Each row to the nodes of its token; gradients are summed over the nodes in float32."""
+        sent = spread(values, order, self.operators)
+        return exchange_rows(sent if send is None else sent[: sum(send)], self.nodes.across, receive, send)
+
+
+def _more_rows(rows: Tensor, more: int, value: int = 0) -> Tensor:
+    """Rows of one value after the others; without any, no copy."""
+    return F.pad(rows, (0, 0, 0, more), value=value) if more else rows

@@ -1,0 +1,203 @@
+"""Who gets which dispatcher, where ranks that share experts are on several nodes, and the memory that it takes."""
+
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.base.errors import DeviceError
+from penstock.config.load import load_run
+from penstock.config.parallel import Dispatch
+from penstock.layout.experts import ExpertPlacement
+from penstock.layout.grid import Grid
+from penstock.moe.dispatch.all_gather import AllGatherDispatcher
+from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
+from penstock.moe.dispatch.choose import make_dispatcher
+from penstock.moe.dispatch.contract import Dispatcher
+from penstock.moe.dispatch.deep_ep import DeepEpDispatcher
+from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
+from penstock.moe.dispatch.room import Room
+from penstock.moe.dispatch.symmetric import SymmetricDispatcher
+from penstock.parallel import deep_ep, reach
+from penstock.parallel.axes import Axes
+from penstock.parallel.kit import Kit
+from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
+from tests.moe import simulated_deep_ep
+from tests.parallel.simulated import every_rank
+
+CPU, GPU, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
+EP8 = Grid(world=8, expert=8)
+MOE = load_run("deepseek-v2-lite", ()).model.moe
+
+
+def _axes(grid: Grid, per_node: int) -> Axes:
+    """Of rank 0; its groups are gone and never used."""
+    return next(every_rank(grid, ranks_per_node=per_node))
+
+
+def _made(axes: Axes, method: str, stage: int, **more: Any) -> tuple[Dispatcher, Room | None]:
+    assert MOE is not None
+    return make_dispatcher(MOE, Kit(axes=axes, dispatch=Dispatch(method=method, sync_free=stage), **more))
+
+
+@pytest.mark.parametrize("method", ["auto", "hierarchical"])
+@pytest.mark.parametrize(
+    ("stage", "inner"), [(0, AllToAllDispatcher), (1, AllToAllDispatcher), (2, AllGatherDispatcher)]
+)
+def test_several_ranks_on_several_nodes_go_to_nodes_first(method: str, stage: int, inner: type) -> None:
+    dispatcher, room = _made(_axes(EP8, 4), method, stage)
+    assert isinstance(dispatcher, HierarchicalDispatcher)
+    assert isinstance(dispatcher.inner, inner)
+    assert (dispatcher.is_counted, dispatcher.is_even) == (stage < 2, stage >= 2)
+    block = ExpertPlacement(experts=32, expert=4)
+    assert dispatcher.inner.placement == block
+    assert (room is None) == (stage < 2)
+    if isinstance(dispatcher.inner, AllGatherDispatcher):
+        assert dispatcher.inner.room is room
+        assert room is not None
+        assert room.placement.expert == 8, "the even share is that of all ranks, because all their tokens come"
+
+
+@pytest.mark.parametrize(
+    ("method", "per_node", "stage", "kind"),
+    [
+        ("auto", 8, 0, AllToAllDispatcher),
+        ("hierarchical", 8, 0, AllToAllDispatcher),
+        ("hierarchical", 8, 3, AllGatherDispatcher),
+        ("auto", 1, 0, AllToAllDispatcher),
+        ("auto", 3, 2, AllGatherDispatcher),  # unequal nodes
+        ("hierarchical", 1, 0, HierarchicalDispatcher),
+        ("all-to-all", 4, 0, AllToAllDispatcher),
+        ("all-gather", 4, 0, AllGatherDispatcher),
+    ],
+)
+def test_who_is_on_one_node_or_asks_for_something_else_does_not(
+    method: str, per_node: int, stage: int, kind: type
+) -> None:
+    assert isinstance(_made(_axes(EP8, per_node), method, stage)[0], kind)
+
+
+def test_auto_never_divides_an_expert_unequally_and_hierarchical_says_why() -> None:
+    axes = _axes(Grid(world=12, expert=4, expert_tensor=3), 4)
+    assert axes.expert_node.size == 4
+    assert isinstance(_made(axes, "auto", 0)[0], AllToAllDispatcher)
+    with pytest.raises(DeviceError, match="got 4 ranks on a node and parallel.expert_tensor 3; fix"):
+        _made(axes, "hierarchical", 0)
+
+
+@pytest.mark.parametrize(("stage", "is_counted"), [(0, True), (3, False)])
+def test_inside_a_node_rows_are_written_into_other_gpus_memory_where_it_is_mapped(stage: int, is_counted: bool) -> None:
+    sizes = BufferSizes(tokens=2, top_k=6, row_bytes=32, ranks=4)
+    memory = torch.zeros(sizes.total_bytes + 256, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 256 :][: sizes.total_bytes]
+    buffers = SymmetricBuffers(sizes, memory, [memory.data_ptr()] * 4, rank=0)
+    dispatcher, room = _made(_axes(EP8, 4), "auto", stage, buffers=buffers)
+    assert isinstance(dispatcher, HierarchicalDispatcher)
+    assert isinstance(dispatcher.inner, SymmetricDispatcher)
+    assert dispatcher.inner.room is room
+    assert (dispatcher.is_counted, dispatcher.is_even) == (is_counted, True)
+
+
+@pytest.mark.parametrize(
+    ("method", "per_node", "tokens", "ranks"),
+    [("auto", 4, 2 * 4096, 4), ("hierarchical", 2, 4 * 4096, 2), ("auto", 8, 4096, 8), ("symmetric", 8, 4096, 8)],
+)
+def test_buffers_hold_what_may_come_from_all_nodes(
+    monkeypatch: pytest.MonkeyPatch, method: str, per_node: int, tokens: int, ranks: int
+) -> None:
+    monkeypatch.setattr(reach, "why_not", lambda *_: "")
+    monkeypatch.setattr("penstock.parallel.symmetric.allocate", lambda sizes, axis, device: (sizes, axis))
+    axes = _axes(EP8, per_node)
+    run = load_run("deepseek-v2-lite", ("training.sequence_length=4096", f"dispatch.method={method}"))
+    found: Any = reach.shared_buffers(run, axes, GPU)
+    assert found == (BufferSizes(tokens=tokens, top_k=6, row_bytes=2 * 2048, ranks=ranks), axes.expert_node)
+    assert reach.shared_buffers(run, axes, META) is None
+
+
+@pytest.mark.parametrize(
+    ("per_node", "is_crossing", "reason"),
+    [(4, True, "device cpu, which is no GPU"), (4, False, "device cpu, which is no GPU")],
+)
+def test_no_memory_is_shared_without_gpus(per_node: int, is_crossing: bool, reason: str) -> None:
+    assert reach.why_not(_axes(EP8, per_node), CPU, is_crossing) == reason
+
+
+@pytest.mark.parametrize(
+    ("per_node", "is_crossing", "reason"),
+    [
+        (4, False, "ranks 0, 1, 2, 3, 4, 5, 6, 7 on several nodes"),
+        (1, True, "one rank on each node"),
+    ],
+)
+def test_no_memory_is_shared_between_nodes(per_node: int, is_crossing: bool, reason: str) -> None:
+    assert reach.why_not(_axes(EP8, per_node), GPU, is_crossing) == reason
+
+
+DEEP_EP = load_run("deepseek-v2-lite", ("dispatch.method=deep-ep",))
+
+
+def _without(name: str) -> Callable[[str], Any]:
+    def load(asked: str) -> Any:
+        if asked == name:
+            raise ModuleNotFoundError(f"No module named '{name}'")
+        return importlib.import_module(asked)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("world", "per_node", "device", "message"),
+    [
+        (8, 8, CPU, "dispatch.method=deep-ep runs on GPUs; got device cpu; fix: set dispatch.method=auto"),
+        (
+            8,
+            4,
+            GPU,
+            "over these nodes; got 4 on each; allowed: 8 on each, or all on one; fix: set dispatch.method=hier",
+        ),
+        (8, 8, GPU, "needs the DeepEP library; got No module named 'deep_ep'; allowed: a build of github.com"),
+    ],
+)
+def test_where_the_library_cannot_run_one_line_says_why(
+    monkeypatch: pytest.MonkeyPatch, world: int, per_node: int, device: torch.device, message: str
+) -> None:
+    monkeypatch.setattr(deep_ep, "import_module", _without("deep_ep"))
+    with pytest.raises(DeviceError) as raised:
+        reach.library_buffer(DEEP_EP, _axes(Grid(world=world, expert=world), per_node), device)
+    assert message in str(raised.value)
+
+
+def test_the_library_is_asked_for_a_buffer_of_the_size_that_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", simulated_deep_ep)
+    found = [
+        (buffer.num_nvl_bytes, buffer.num_rdma_bytes, buffer.group_size)
+        for axes in every_rank(EP8)
+        if isinstance(buffer := reach.library_buffer(DEEP_EP, axes, GPU), simulated_deep_ep.Buffer)
+    ]
+    assert found == [(2 * 2048 * 8 * 256, 0, 8)] * 8
+
+
+def test_the_library_has_no_settings_for_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", simulated_deep_ep)
+    with pytest.raises(DeviceError, match="no settings for so many ranks that share experts; got 32"):
+        reach.library_buffer(DEEP_EP, _axes(Grid(world=32, expert=32), 8), GPU)
+
+
+def test_who_asks_for_something_else_or_has_one_rank_or_shapes_only_never_loads_the_library() -> None:
+    axes = _axes(EP8, 8)
+    assert reach.library_buffer(load_run("deepseek-v2-lite", ()), axes, GPU) is None
+    assert reach.library_buffer(DEEP_EP, axes, META) is None
+    assert reach.library_buffer(DEEP_EP, replace(axes, expert=_axes(Grid(world=8), 8).expert), GPU) is None
+
+
+def test_the_librarys_buffer_moves_the_tokens() -> None:
+    assert MOE is not None
+    buffer: Any = object()
+    dispatcher, room = _made(_axes(EP8, 8), "deep-ep", 0, deep_ep=buffer)
+    assert isinstance(dispatcher, DeepEpDispatcher)
+    assert dispatcher.buffer is buffer
+    assert room is None

@@ -1,0 +1,176 @@
+"""Every way to experts and back, as tests try it on simulated or real ranks.
+
+way                     ranks                       nodes
+alone                   this process
+sent ... worst case     a process each, over gloo
+by node, ...            a process each, over gloo   half of the ranks are on each
+DeepEP                  a process each, over gloo   the library is simulated
+pushed                  a thread each, of which one runs at a time (tests/parallel/symmetric_ranks)
+by node, pushed         threads of two processes    a process is a node
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from penstock.kernels.operators import REFERENCE, Operators
+from penstock.kernels.symmetric_transfer import PersistentLaunch
+from penstock.kernels.triton_operators import TRITON
+from penstock.layout.experts import ExpertPlacement
+from penstock.layout.grid import Grid
+from penstock.moe.dispatch.all_gather import AllGatherDispatcher
+from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
+from penstock.moe.dispatch.contract import Dispatcher
+from penstock.moe.dispatch.deep_ep import DeepEpDispatcher
+from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, Nodes
+from penstock.moe.dispatch.local import LocalDispatcher
+from penstock.moe.dispatch.room import Room
+from penstock.moe.dispatch.symmetric import Links, SymmetricDispatcher, links_of
+from penstock.parallel.axes import Axes, Axis, make_axes
+from penstock.parallel.deep_ep import sized_buffer
+from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
+from tests.distributed.pool import Pool
+from tests.moe import simulated_deep_ep
+from tests.moe.mixture import D, Problem, mix
+from tests.parallel.symmetric_ranks import run_ranks
+
+Gloo = Literal[
+    "sent",
+    "padded",
+    "gathered, counted",
+    "gathered, bounded",
+    "gathered, worst case",
+    "by node, sent",
+    "by node, gathered",
+    "by node, bounded",
+    "by node, worst case",
+    "DeepEP",
+]
+Way = Gloo | Literal["alone", "pushed", "by node, pushed"]
+OVER_GLOO: tuple[Gloo, ...] = get_args(Gloo)
+
+Results = list[list[Tensor]]
+"""Of one rank, for each problem."""
+
+Flights = Sequence[Sequence[Problem]]
+"""Problems of a flight are layers and in flight at once; flights are steps, one after another."""
+
+
+def solve(
+    ranks: Pool,
+    way: Way,
+    flights: Flights,
+    *,
+    triton: bool = False,
+    bound: float = 0,
+    per_node: int = 0,
+) -> list[Results]:
+    """What `mix` gives on every rank.
+
+    Args:
+        ranks: processes.
+        way: to the experts.
+        flights: all of one placement.
+        triton: run on our kernels.
+        bound: of the room, where there is one; 0 has room for all rows on one rank.
+        per_node: ranks of a node; 0 is half of them.
+    """
+    placement = flights[0][0].placement
+    bound = bound or float(placement.expert)
+    if way == "alone":
+        dispatchers = [LocalDispatcher(placement.experts, TRITON if triton else REFERENCE) for _ in flights[0]]
+        return [[one for problems in flights for one in mix(dispatchers, problems, 0)]]
+    if way == "pushed":
+        return run_ranks(_pushed, _sizes(flights, nodes=1), flights, bound)
+    if way == "by node, pushed":
+        by_node = ranks.run(2, _node_of_pushed, flights, bound)
+        return [results for node in by_node for results in node]
+    return [results for results, _ in ranks.run(placement.places, over_gloo, way, flights, triton, bound, per_node)]
+
+
+def over_gloo(way: Gloo, flights: Flights, triton: bool, bound: float, per_node: int = 0) -> tuple[Results, list[int]]:
+    """On a rank: what `mix` gives, and rows of each layer that found no room."""
+    placement = flights[0][0].placement
+    rooms = [Room(placement, bound) for _ in flights[0]]
+    dispatchers, place = dispatchers_on_a_rank(way, placement, rooms, triton, per_node)
+    results = [one for problems in flights for one in mix(dispatchers, problems, place)]
+    return results, [int(room.left_out) for room in rooms]
+
+
+def dispatchers_on_a_rank(
+    way: Gloo, placement: ExpertPlacement, rooms: Sequence[Room], triton: bool, per_node: int = 0
+) -> tuple[list[Dispatcher], int]:
+    """A dispatcher for each room, and our place."""
+    grid = Grid(world=placement.places, expert=placement.expert, expert_tensor=placement.expert_tensor)
+    axes = make_axes(grid, ranks_per_node=per_node or max(1, placement.places // 2))
+    operators: Operators = TRITON if triton else REFERENCE
+    if way == "DeepEP":
+        buffer = sized_buffer(simulated_deep_ep, axes.expert, D * 2)
+        return [DeepEpDispatcher(placement, operators, buffer) for _ in rooms], axes.expert.rank
+    return [_dispatcher(way, placement, axes, operators, room) for room in rooms], axes.expert.rank
+
+
+def _dispatcher(way: Gloo, placement: ExpertPlacement, axes: Axes, operators: Operators, room: Room) -> Dispatcher:
+    if way == "padded":
+        # a factor of E gives every expert room for all slots, so padding itself drops none
+        return PaddedAllToAllDispatcher(placement, axes.expert, float(placement.experts), operators)
+    if way == "sent":
+        return AllToAllDispatcher(placement, axes.expert, operators)
+    if way.startswith("gathered"):
+        return AllGatherDispatcher(placement, axes.expert, operators, None if way == "gathered, counted" else room)
+    nodes = Nodes(placement, axes.expert_node, axes.expert_across)
+    block = placement.block(nodes.node.size)
+    if way == "by node, sent":
+        inner: Dispatcher = AllToAllDispatcher(block, nodes.node, operators)
+        return HierarchicalDispatcher(nodes, inner, operators, is_counted=True)
+    if way == "by node, gathered":
+        inner = AllGatherDispatcher(block, nodes.node, operators)
+        return HierarchicalDispatcher(nodes, inner, operators, is_counted=True, is_even=True)
+    inner = AllGatherDispatcher(block, nodes.node, operators, room)
+    return HierarchicalDispatcher(nodes, inner, operators, is_counted=False)
+
+
+def _sizes(flights: Flights, nodes: int) -> BufferSizes:
+    """Of buffers that tokens of all nodes may fill."""
+    placement, problems = flights[0][0].placement, [one for problems in flights for one in problems]
+    per_node = placement.places // nodes
+    return BufferSizes(
+        tokens=max(one.x_TD.shape[0] for one in problems) // per_node,
+        top_k=max(one.experts_TK.shape[1] for one in problems) * placement.expert_tensor,
+        row_bytes=D * problems[0].x_TD.element_size(),
+        ranks=per_node,
+    )
+
+
+def _links(placement: ExpertPlacement, buffers: SymmetricBuffers) -> Links:
+    """In large tiles: the interpreter's time is that of the tiles, whatever is in them."""
+    launch = PersistentLaunch(block_rows=8, block_columns=64, warps=1, programs=3)
+    return replace(links_of(placement, buffers), push=launch, take=launch, back=launch, sum=launch)
+
+
+def _pushed(buffers: SymmetricBuffers, flights: Flights, bound: float) -> Results:
+    placement = flights[0][0].placement
+    links = _links(placement, buffers)
+    dispatchers = [SymmetricDispatcher(placement, links, room=Room(placement, bound)) for _ in flights[0]]
+    return [one for problems in flights for one in mix(dispatchers, problems, buffers.peers.rank)]
+
+
+def _node_of_pushed(flights: Flights, bound: float) -> list[Results]:
+    """One of two nodes: what each of its ranks gives.
+
+    Both draw whose turn it is from one seed and make the same calls, so the same rank runs on both and meets itself in
+    the collectives between them.
+    """
+    return run_ranks(_by_node_pushed, _sizes(flights, nodes=2), flights, bound, make_axes(Grid(world=2)).world)
+
+
+def _by_node_pushed(buffers: SymmetricBuffers, flights: Flights, bound: float, across: Axis) -> Results:
+    placement, rank, per_node = flights[0][0].placement, buffers.peers.rank, buffers.peers.size
+    nodes = Nodes(placement, Axis(name="expert_node", ranks=tuple(range(per_node)), rank=rank), across)
+    block = placement.block(per_node)
+    inner = SymmetricDispatcher(block, _links(block, buffers), room=Room(placement, bound))
+    dispatchers = [HierarchicalDispatcher(nodes, inner, REFERENCE, is_counted=False) for _ in flights[0]]
+    place = across.rank * per_node + rank
+    return [one for problems in flights for one in mix(dispatchers, problems, place)]
