@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
+from penstock.kernels.float32_products import add_product
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.kernels.tuning import Launch
 
@@ -181,19 +182,10 @@ def _walk_chunks(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, plan: _Plan, w
         if dx_TD is not None:
             torch.mm(logits_TV, head_VD, out=dx_TD[chunk])
         if dhead_VD is not None:
-            _add_product(dhead_VD, logits_TV, x_TD[chunk], overwrite=start == 0)
+            add_product(dhead_VD, logits_TV.T, x_TD[chunk], overwrite=start == 0)
 
     loss_T = logsumexp_T - target_T + plan.rule.z_weight * logsumexp_T.square()
     return _Outcome(torch.where(labels_T != IGNORED_LABEL, loss_T, 0.0).sum(), dx_TD, dhead_VD)
-
-
-def _add_product(sum_VD: Tensor, dlogits_TV: Tensor, x_TD: Tensor, overwrite: bool) -> None:
-    """`sum += dlogits^T x`, or = if it holds nothing yet, without a rounding to the dtype of x in between."""
-    beta = 0 if overwrite else 1
-    if x_TD.is_cuda and x_TD.dtype != sum_VD.dtype:
-        torch.addmm(sum_VD, dlogits_TV.T, x_TD, out_dtype=sum_VD.dtype, beta=beta, out=sum_VD)
-    else:
-        torch.addmm(sum_VD, dlogits_TV.T.to(sum_VD.dtype), x_TD.to(sum_VD.dtype), beta=beta, out=sum_VD)
 
 
 def _scale(gradient: Tensor, scale: Tensor, out: Tensor, in_triton: bool, add: bool = False) -> Tensor:

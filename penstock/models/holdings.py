@@ -40,7 +40,7 @@ def cuts_of(module: nn.Module, name: str) -> tuple[Cut, ...]:
 
 
 def add_in_kernels(decoders: Iterable[Decoder], sum_of: Callable[[str], Tensor]) -> None:
-    """Let the experts' kernels add weight gradients to their float32 sums, which saves a bfloat16 copy and a pass.
+    """Let products add weight gradients to their float32 sums, which saves a bfloat16 copy, its rounding and a pass.
 
     Args:
         decoders: the rank's stages.
@@ -48,23 +48,37 @@ def add_in_kernels(decoders: Iterable[Decoder], sum_of: Callable[[str], Tensor])
     """
     for decoder in decoders:
         for path, module in decoder.named_modules():
-            # FSDP2 reduces what autograd gives it.
-            if isinstance(module, Experts) and not isinstance(module.gate_up_eFD, DTensor):
+            # FSDP2 reduces what autograd gives it, and what is not trained has no sum.
+            if any(isinstance(one, DTensor) or not one.requires_grad for one in module.parameters(recurse=False)):
+                continue
+            if isinstance(module, Experts):
                 module.sums = (sum_of(f"{path}.gate_up_eFD"), sum_of(f"{path}.down_eDF"))
+            elif isinstance(module, (Linear, Embedding)):
+                module.total = sum_of(f"{path}.weight")
 
 
 @contextmanager
 def gradients_by_autograd(decoder: Decoder) -> Iterator[None]:
     """While it lasts, all gradients go to autograd, and no sum changes."""
-    layers = [module for module in decoder.modules() if isinstance(module, Experts)]
-    sums = [layer.sums for layer in layers]
-    for layer in layers:
+    experts = {one: one.sums for one in decoder.modules() if isinstance(one, Experts)}
+    others = {one: one.total for one in decoder.modules() if isinstance(one, (Linear, Embedding))}
+    for layer in experts:
         layer.sums = None
+    for module in others:
+        module.total = None
     try:
         yield
     finally:
-        for layer, own in zip(layers, sums, strict=True):
-            layer.sums = own
+        for layer, sums in experts.items():
+            layer.sums = sums
+        for module, total in others.items():
+            module.total = total
+
+
+def head_total(decoder: Decoder) -> Tensor | None:
+    """Where the loss adds the gradient of the output projection; None leaves it to autograd."""
+    owner = decoder.embed if decoder.head is None else decoder.head
+    return None if owner is None else owner.total
 
 
 def _parameters(decoder: Decoder) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

@@ -2,17 +2,25 @@
 
 `cuts` says for each parameter which part (penstock/layout/pieces.py); initial weights, checkpoints and gradient sums
 read it there. A module without `cuts` holds its parameters whole.
+
+Whoever owns the float32 sums of gradients may set `total` (penstock/models/holdings.py): backward then adds to it what
+autograd would round to bfloat16, hand to a hook, and have added in another pass.
 """
+
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from penstock.kernels.float32_products import add_product
 from penstock.layout.pieces import Cut, local_shape
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import reduce_scatter
 from penstock.parallel.kit import Kit
-from penstock.parallel.later import deferrable
+from penstock.parallel.later import Later, deferrable
 
 
 class Linear(nn.Linear):
@@ -24,7 +32,12 @@ class Linear(nn.Linear):
         kit: ranks, and whether weight gradients may come later.
         split: `outputs` if tensor-parallel ranks divide the rows, `inputs` if the columns; None if each holds all.
         blocks: equal blocks that the output is made of, each divided by itself.
+
+    Attributes:
+        total: sum of the weight's gradients, for backward to add to; None leaves the gradient to autograd.
     """
+
+    total: Tensor | None = None
 
     def __init__(self, inputs: int, outputs: int, kit: Kit, *, split: str | None = None, blocks: int = 1) -> None:
         cuts = () if split is None else cut_over(kit.axes.tensor, dim=0 if split == "outputs" else 1, blocks=blocks)
@@ -35,7 +48,9 @@ class Linear(nn.Linear):
 
     def forward(self, x_D: Tensor) -> Tensor:
         """Multiply the last dim, whatever stands before it."""
-        return deferrable(F.linear, (x_D,), (self.weight,), self.later)
+        if self.total is None or not torch.is_grad_enabled():
+            return deferrable(F.linear, (x_D,), (self.weight,), self.later)
+        return linear_into(self.total, x_D, self.weight, self.later)
 
 
 class Embedding(nn.Embedding):
@@ -45,7 +60,12 @@ class Embedding(nn.Embedding):
         vocabulary: V.
         hidden_size: D.
         kit: ranks.
+
+    Attributes:
+        total: as of `Linear`; also for the product of a tied output projection.
     """
+
+    total: Tensor | None = None
 
     def __init__(self, vocabulary: int, hidden_size: int, kit: Kit) -> None:
         axis = kit.axes.tensor
@@ -65,12 +85,85 @@ class Embedding(nn.Embedding):
             This rank's positions (all of them if nobody shares them), B x s x D.
         """
         if self.axis.size == 1:
+            # On a CPU, or where most rows are another rank's and count for row 0, autograd's way is the faster one.
+            if self.total is not None and self.total.is_cuda and torch.is_grad_enabled():
+                return look_up_into(self.total, tokens_BS, self.weight)
             return F.embedding(tokens_BS, self.weight)
         first = self.axis.rank * self.num_embeddings
         local_BS = tokens_BS - first
         is_here_BS = (local_BS >= 0) & (local_BS < self.num_embeddings)
         x_BSD = F.embedding(torch.where(is_here_BS, local_BS, 0), self.weight)
         return reduce_scatter(torch.where(is_here_BS[..., None], x_BSD, 0), self.axis, dim=1)
+
+
+def linear_into(total: Tensor, x_D: Tensor, weight: Tensor, later: Later | None = None) -> Tensor:
+    """`F.linear(x, weight)` whose backward adds the weight's gradient to `total` and gives autograd none.
+
+    Args:
+        total: in the shape of the weight, float32 or the weight's dtype.
+        x_D: whatever stands before its last dim.
+        weight: output x input.
+        later: while it collects, the weight's gradient is a task of it.
+    """
+    y: Tensor = _LinearInto.apply(x_D, weight, total, later)
+    # Only now, behind the saves: a region that runs again to have them back ends with the last one, so it makes no
+    # product that nobody reads (penstock/parallel/activations/region.py).
+    with torch.no_grad():
+        torch.mm(x_D.flatten(0, -2), weight.T, out=y.flatten(0, -2))
+    return y
+
+
+class _LinearInto(torch.autograd.Function):
+    """Gives the room for the product; see `linear_into`."""
+
+    @staticmethod
+    def forward(ctx: Any, x_D: Tensor, weight: Tensor, total: Tensor, later: Later | None) -> Tensor:
+        ctx.save_for_backward(x_D, weight)
+        ctx.total, ctx.later = total, later
+        return x_D.new_empty(*x_D.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
+        x_D, weight = ctx.saved_tensors
+        dx_D = dy @ weight if ctx.needs_input_grad[0] else None
+        add = partial(add_product, ctx.total, dy.flatten(0, -2).T, x_D.flatten(0, -2))
+        if ctx.later is not None and ctx.later.is_collecting:
+            ctx.later.add(add)
+        else:
+            add()
+        return dx_D, None, None, None
+
+
+def look_up_into(total_VD: Tensor, tokens: Tensor, weight_VD: Tensor) -> Tensor:
+    """`F.embedding` whose backward adds to rows of `total` and makes no gradient of the whole vocabulary's size.
+
+    On a GPU the order of the sum is fixed; on a CPU it is in one thread.
+
+    Args:
+        total_VD: float32 or the weight's dtype.
+        tokens: int64, of any shape.
+        weight_VD: one row for each token of the vocabulary.
+    """
+    rows: Tensor = _LookUpInto.apply(tokens, weight_VD, total_VD)
+    return rows
+
+
+class _LookUpInto(torch.autograd.Function):
+    """See `look_up_into`."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight_VD: Tensor, total_VD: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.total_VD = total_VD
+        return F.embedding(tokens, weight_VD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, drows: Tensor) -> tuple[None, None, None]:
+        (tokens,) = ctx.saved_tensors
+        ctx.total_VD.index_put_((tokens,), drows.to(ctx.total_VD.dtype), accumulate=True)
+        return None, None, None
 
 
 def cut_over(axis: Axis, *, dim: int, blocks: int = 1) -> tuple[Cut, ...]:

@@ -7,10 +7,10 @@
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config.model import Moe
+from penstock.kernels.float32_products import float32_linear
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RouterRule
 from penstock.moe.balance import (
@@ -76,7 +76,7 @@ class Router(BalancedRouter):
             x_TD: hidden states of our own tokens in the compute dtype.
             scope: rows and share of the micro-batch.
         """
-        logits_TE = F.linear(x_TD.float(), self.weight_ED)
+        logits_TE = float32_linear(x_TD, self.weight_ED)
         routed = self.operators.route(logits_TE, self.expert_bias_E, self.rule, scope.sequences)
         routing = Routing(routed.weights_TK, routed.experts_TK)
         tokens = x_TD.shape[0] * self.axes.sequence.size

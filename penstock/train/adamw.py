@@ -39,7 +39,7 @@ class Update:
 
     Attributes:
         master: updated in place.
-        gradient: left as it is.
+        gradient: left as it is, but for the divisor.
         moment1: updated in place.
         moment2: updated in place.
         is_decayed: whether weight decay applies.
@@ -53,7 +53,9 @@ class Update:
 
 
 @torch.no_grad()
-def update_all(updates: Sequence[Update], step: Tensor, learning_rate: float, settings: Optimizer) -> None:
+def update_all(
+    updates: Sequence[Update], step: Tensor, learning_rate: float, settings: Optimizer, divisor: float = 1.0
+) -> None:
     """Do one step of AdamW. The host does not wait.
 
     Args:
@@ -61,7 +63,10 @@ def update_all(updates: Sequence[Update], step: Tensor, learning_rate: float, se
         step: float32 scalar on the same device: steps done before; left as it is.
         learning_rate: of this step.
         settings: everything else.
+        divisor: gradients are divided by it first, where they stand, in the same pass over memory.
     """
+    # Filled on the device: a copy from the host would wait for it.
+    scale = None if divisor == 1.0 else torch.full_like(step, divisor)
     for is_decayed_ in (True, False):
         group = [update for update in updates if update.is_decayed is is_decayed_]
         if not group:
@@ -76,6 +81,7 @@ def update_all(updates: Sequence[Update], step: Tensor, learning_rate: float, se
             # It counts one for each tensor: views of one vector, which are used up.
             list(step.repeat(len(group))),
             fused=True,
+            grad_scale=scale,
             amsgrad=False,
             beta1=settings.beta1,
             beta2=settings.beta2,
@@ -125,9 +131,9 @@ class FusedAdamW:
         apart = [self.masters[name] for name in self._rounded]
         self.device_bytes = sum(tensor.nbytes for tensor in (*apart, *self.moments1.values(), *self.moments2.values()))
 
-    def update(self, learning_rate: float) -> None:
-        """Update every master from its gradient, which stays as it is, and the values with it."""
-        update_all(self._updates, self.step, learning_rate, self._settings)
+    def update(self, learning_rate: float, divisor: float = 1.0) -> None:
+        """Update every master from its gradient, once that is divided by `divisor`, and the values with it."""
+        update_all(self._updates, self.step, learning_rate, self._settings, divisor)
         self.step += 1
         self._round()
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from penstock.config.run import Run
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.models.decoder import Decoder, Hidden
+from penstock.models.holdings import head_total
 from penstock.parallel.axes import ALONE, Axes, Axis
 from penstock.parallel.collectives import all_gather
 from penstock.train.global_batch import MicroBatch
@@ -73,7 +74,14 @@ def loss_rule(run: Run, axes: Axes = ALONE) -> LossRule:
     )
 
 
-def batch_loss(hidden: Hidden, head_VD: Tensor, labels: Sequence[Tensor], counted: Tensor, rule: LossRule) -> MicroLoss:
+def batch_loss(
+    hidden: Hidden,
+    head_VD: Tensor,
+    labels: Sequence[Tensor],
+    counted: Tensor,
+    rule: LossRule,
+    total_VD: Tensor | None = None,
+) -> MicroLoss:
     """Losses of a micro-batch as parts of the global batch's.
 
     Args:
@@ -82,6 +90,7 @@ def batch_loss(hidden: Hidden, head_VD: Tensor, labels: Sequence[Tensor], counte
         labels: of the main loss, then of each depth; of the positions that tensor-parallel ranks hold together.
         counted: counted labels of the GLOBAL batch, main loss first (see `GlobalBatch`).
         rule: factors and ranks.
+        total_VD: float32 sum that backward adds the head's gradient to; None leaves it to autograd.
     """
     parts = []
     for depth, hidden_BSD in enumerate((hidden.main_BSD, *hidden.mtp)):
@@ -93,6 +102,7 @@ def batch_loss(hidden: Hidden, head_VD: Tensor, labels: Sequence[Tensor], counte
             rule.z_weight,
             chunk_tokens=rule.chunk_tokens,
             group=rule.tensor.group,
+            accumulate_into=total_VD,
         )
         # A depth that no row is long enough for has no token: its sum is 0.
         parts.append((loss_sum / counted[depth].clamp(min=1)).to(loss_sum.dtype))
@@ -111,4 +121,4 @@ def model_loss(model: Decoder, batch: MicroBatch, counted: Tensor, rule: LossRul
         counted: as in `batch_loss`.
         rule: factors and ranks.
     """
-    return batch_loss(model(batch.reading), model.head_VD, batch.labels, counted, rule)
+    return batch_loss(model(batch.reading), model.head_VD, batch.labels, counted, rule, head_total(model))

@@ -5,11 +5,11 @@ and two moments. A float32 parameter is its own master. A bfloat16 parameter is 
 
     backward     a hook on the parameter adds its bfloat16 gradient to the float32 buffer and frees it
     reduce       once a step, gradients are summed over the ranks that saw other tokens
-    step         AdamW updates the masters, which are then rounded into the parameters
+    step         AdamW clips gradients, updates the masters, and rounds them into the parameters
 
 So a gradient that is summed over many micro-batches loses nothing, and neither does an update that is smaller than a
-bfloat16 can tell. A kernel that makes weight gradients itself may add to the buffer (`gradient_of`) and leave the
-parameter's own gradient alone.
+bfloat16 can tell. What makes weight gradients itself may add to the buffer (`gradient_of`) and leave the parameter's
+own gradient alone, as matrices and experts do (penstock/models/holdings.py).
 
 With `offload.optimizer`, moments, and masters that are not the parameters themselves, stay in host memory and pass
 through the device during the step (`penstock/train/streamed_adamw.py`).
@@ -145,24 +145,16 @@ class MasterAdamW:
         return square.sqrt().float()
 
     @torch.no_grad()
-    def clip(self, norm: Tensor, limit: float) -> None:
-        """Scale gradients down so that their norm is at most `limit`.
+    def step(self, learning_rate: float, divisor: float = 1.0) -> None:
+        """Update every parameter from the gradients.
 
         Args:
-            norm: what `gradient_norm` returned.
-            limit: 0 does not clip.
+            learning_rate: of this step.
+            divisor: gradients are divided by it on the way, see `clip_divisor`; 1 leaves them as they are.
         """
-        if limit > 0.0:
-            # At a norm below the limit the factor is exactly 1 and no gradient changes.
-            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_([share.gradient for share in self._shares.values()], factor)
-
-    @torch.no_grad()
-    def step(self, learning_rate: float) -> None:
-        """Update every parameter from the gradients, which stay as they are."""
         for name, share in self._shares.items():
             assert share.parameter.grad is share.attached, f"somebody took away the gradient buffer of {name}"
-        self._adamw.update(learning_rate)
+        self._adamw.update(learning_rate, divisor)
         self._gather_values()
 
     def parts(self) -> dict[str, Part]:
@@ -216,6 +208,16 @@ class MasterAdamW:
         for _, shares in sorted(divided.items()):
             cargo = [Cargo(whole=share.parameter.detach(), own=share.values) for share in shares]
             gather_rows(cargo, shares[0].shard, self._bucket_values)
+
+
+def clip_divisor(norm: float, limit: float) -> float:
+    """What gradients are divided by so that their norm is at most `limit`; exactly 1 if it is so already.
+
+    Args:
+        norm: of the whole gradient.
+        limit: 0 does not clip.
+    """
+    return max(1.0, (norm + 1e-6) / limit) if limit > 0.0 else 1.0
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

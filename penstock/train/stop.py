@@ -5,8 +5,9 @@
     torchrun, systemd)         until SIGKILL, and the checkpoint is what the patience is for.
 
 The code is not 0, because the run is not finished: a Kubernetes Job starts the pod again and a Slurm script can
-requeue, where 0 would be taken for a run that is complete. Both codes are the shell's own, 128 + signal. Give the
-step and the checkpoint time: `terminationGracePeriodSeconds`, or `sbatch --signal=TERM@120`.
+requeue, where 0 would be taken for a run that is complete. Both codes are the shell's own, 128 + signal. Several ranks
+may make one more step until all have heard of it (penstock/train/step.py). Give two steps and the checkpoint time:
+`terminationGracePeriodSeconds`, or `sbatch --signal=TERM@120`.
 
 A launcher that passes Ctrl-C on sends a second SIGINT right behind the terminal's own. Those within
 `SAME_PRESS_SECONDS` are one press.

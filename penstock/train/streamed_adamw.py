@@ -111,9 +111,9 @@ class StreamedAdamW:
         )
         self.device_bytes = 2 * buffer_bytes(self._state)
 
-    def update(self, learning_rate: float) -> None:
-        """Update every master from its gradient, which stays as it is, and the values with it."""
-        self._stream.run(self._state, partial(self._work, learning_rate))
+    def update(self, learning_rate: float, divisor: float = 1.0) -> None:
+        """Update every master from its gradient, once that is divided by `divisor`, and the values with it."""
+        self._stream.run(self._state, partial(self._work, learning_rate, divisor))
         self.step += 1
 
     def settle(self) -> None:
@@ -147,11 +147,11 @@ class StreamedAdamW:
         )
 
     @torch.no_grad()
-    def _work(self, learning_rate: float, index: int, state: list[Tensor]) -> None:
+    def _work(self, learning_rate: float, divisor: float, index: int, state: list[Tensor]) -> None:
         """Update one chunk, whose state is on the device."""
         slices, arrived = self._chunks[index], iter(state)
         updates = [one.update([next(arrived) for _ in one.state]) for one in slices]
-        update_all(updates, self.step, learning_rate, self._settings)
+        update_all(updates, self.step, learning_rate, self._settings, divisor)
         rounded = [
             (one.value, update.master)
             for one, update in zip(slices, updates, strict=True)

@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from penstock.models.build import meta_model
-from penstock.models.holdings import holdings
+from penstock.models.decoder import Decoder
+from penstock.models.holdings import add_in_kernels, gradients_by_autograd, head_total, holdings
+from penstock.models.linear import Embedding, Linear
+from penstock.moe.experts import Experts
 from penstock.parallel.axes import ALONE
 from penstock.parallel.holding import Holding
 from tests.models.layouts import LAYOUTS, META, MODELS, every_rank_model, laid_out, rectangles
@@ -92,6 +95,41 @@ def test_an_embedding_on_one_pipeline_rank_is_nobody_elses(model: str, layout: s
     held = _held(model, layout)["embed.weight"]
     assert {rank for rank, _ in held} == {0}
     assert all(holding.partial == () for _, holding in held)
+
+
+def _sums_of(decoder: Decoder) -> list[Tensor | tuple[Tensor, Tensor] | None]:
+    matrices = [module.total for module in decoder.modules() if isinstance(module, (Linear, Embedding))]
+    return [*matrices, *(module.sums for module in decoder.modules() if isinstance(module, Experts))]
+
+
+def test_products_add_to_the_sums_of_their_own_weights_unless_all_goes_to_autograd() -> None:
+    decoder = meta_model(MODELS["v3"])
+    sums = {name: torch.zeros_like(one) for name, one in decoder.named_parameters()}
+    add_in_kernels([decoder], sums.__getitem__)
+    assert len(_sums_of(decoder)) > 10
+    assert None not in _sums_of(decoder)
+    for path, module in decoder.named_modules():
+        if isinstance(module, (Linear, Embedding)):
+            assert module.total is sums[f"{path}.weight"]
+    with gradients_by_autograd(decoder):
+        assert set(_sums_of(decoder)) == {None}
+        assert head_total(decoder) is None
+    assert None not in _sums_of(decoder)
+
+
+@pytest.mark.parametrize(("model", "owner"), [("v3", "head.weight"), ("tied", "embed.weight")])
+def test_the_loss_adds_to_the_sum_of_whose_weights_are_the_output_projection(model: str, owner: str) -> None:
+    decoder = meta_model(MODELS[model])
+    sums = {name: torch.zeros_like(one) for name, one in decoder.named_parameters()}
+    add_in_kernels([decoder], sums.__getitem__)
+    assert head_total(decoder) is sums[owner]
+
+
+def test_what_is_not_trained_has_no_sum() -> None:
+    decoder = meta_model(MODELS["v3"])
+    decoder.requires_grad_(False)
+    add_in_kernels([decoder], lambda name: pytest.fail(f"{name} has no sum"))
+    assert set(_sums_of(decoder)) == {None}
 
 
 def test_one_rank_holds_everything_whole_and_alone() -> None:

@@ -1,6 +1,7 @@
 """Matrices and embeddings of which ranks hold parts give what whole ones give."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +11,14 @@ from torch import Tensor, nn
 from penstock.layout.grid import Grid
 from penstock.layout.pieces import Cut
 from penstock.models.ffn import FeedForward
-from penstock.models.linear import Embedding, Linear, cut_over
+from penstock.models.linear import Embedding, Linear, cut_over, look_up_into
+from penstock.parallel.activations.region import recomputed
 from penstock.parallel.axes import ALONE, Axes, Axis, make_axes
 from penstock.parallel.kit import Kit
+from penstock.parallel.later import Later
 from tests.distributed.pool import Pool
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 B, S, D, V = 2, 8, 6, 12
 INPUTS, OUTPUTS = 8, 16
@@ -80,6 +85,130 @@ def test_one_rank_cuts_nothing() -> None:
 def test_a_size_that_does_not_divide_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError, match="is not divided by"):
         Linear(INPUTS, 9, _kit(0, 2), split="outputs")
+
+
+# Into a sum
+
+
+def _matrix_and_input(dtype: torch.dtype, later: Later | None = None) -> tuple[Linear, Tensor]:
+    matrix = Linear(INPUTS, OUTPUTS, Kit(later=later)).to(dtype)
+    _fill(matrix.weight, _whole(OUTPUTS, INPUTS))
+    return matrix, torch.randn(2, 3, INPUTS, generator=torch.Generator().manual_seed(5)).to(dtype)
+
+
+def _passes(matrix: Linear, x: Tensor, count: int = 2) -> tuple[Tensor, Tensor]:
+    """Output, and gradient of the input, of the last of some passes."""
+    for _ in range(count):
+        x = x.detach().requires_grad_()
+        y = matrix(x)
+        y.square().sum().backward()
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_goes_into_the_sum_and_nowhere_else(dtype: torch.dtype) -> None:
+    matrix, x = _matrix_and_input(dtype)
+    expected = _passes(matrix, x)
+    matrix.weight.grad = None
+    matrix.total = torch.ones(OUTPUTS, INPUTS)
+    found = _passes(matrix, x)
+    for mine, other in zip(found, expected, strict=True):
+        assert torch.equal(mine, other)
+    assert matrix.weight.grad is None
+    exact = 2 * (2 * found[0].double().flatten(0, 1).to(dtype)).double().T @ x.double().flatten(0, 1)
+    torch.testing.assert_close(matrix.total.double(), 1.0 + exact, rtol=1e-6, atol=1e-5)
+
+
+def test_a_sum_and_a_gradient_by_autograd_may_come_of_one_weight() -> None:
+    """As where the embedding is the output projection, or a float32 parameter's gradient is the sum itself."""
+    matrix, x = _matrix_and_input(torch.float32)
+    matrix.weight.grad = matrix.total = torch.zeros(OUTPUTS, INPUTS)
+    (matrix(x).sum() + matrix.weight.square().sum()).backward()
+    assert matrix.weight.grad is matrix.total
+    expected = torch.ones(OUTPUTS, 6) @ x.flatten(0, 1) + 2 * matrix.weight.detach()
+    torch.testing.assert_close(matrix.total, expected)
+
+
+def test_without_gradients_a_matrix_with_a_sum_is_a_plain_product() -> None:
+    matrix, x = _matrix_and_input(torch.float32)
+    matrix.total = torch.zeros(OUTPUTS, INPUTS)
+    with torch.no_grad():
+        y = matrix(x)
+    assert torch.equal(y, F.linear(x, matrix.weight.detach()))
+    assert matrix(x).requires_grad
+
+
+def test_a_gradient_that_comes_later_goes_into_the_sum_when_it_comes() -> None:
+    later = Later()
+    matrix, x = _matrix_and_input(torch.bfloat16, later)
+    matrix.total = torch.zeros(OUTPUTS, INPUTS)
+    _, expected = _passes(matrix, x, 1)
+    at_once = matrix.total.clone()
+    with later.collecting() as work:
+        _, found = _passes(matrix, x, 1)
+    assert torch.equal(found, expected)
+    assert torch.equal(matrix.total, at_once), "nothing yet"
+    work.pop()()
+    assert not work
+    assert torch.equal(matrix.total, 2 * at_once)
+    assert matrix.weight.grad is None
+
+
+def test_a_replay_of_a_network_makes_no_last_product_and_adds_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, products, real = FeedForward(D, OUTPUTS, Kit()), [0], torch.mm
+
+    def counting(*operands: Tensor, **more: Tensor) -> Tensor:
+        products[0] += 1
+        return real(*operands, **more)
+
+    monkeypatch.setattr(torch, "mm", counting)
+    found = []
+    for run in (network, partial(recomputed, network)):
+        for matrix in (network.gate_up, network.down):
+            matrix.total = torch.zeros_like(matrix.weight)
+        x_TD, products[0] = _direction().flatten(0, 1).requires_grad_(), 0
+        run(x_TD).square().sum().backward()
+        assert x_TD.grad is not None
+        found.append((x_TD.grad, network.gate_up.total, network.down.total))
+        assert products[0] == (2 if run is network else 3), "of forward, and of a replay the first alone"
+    for plain, again in zip(*found, strict=True):
+        assert plain is not None
+        assert again is not None
+        assert torch.equal(plain, again)
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_look_up_adds_each_tokens_gradient_to_its_row(device: str) -> None:
+    tokens_BS = torch.tensor([[3, 1, 3], [0, 3, V - 1]], device=device)
+    weight_VD = _whole(V, D).bfloat16().to(device).requires_grad_()
+    gradient_BSD = torch.randn(2, 3, D, generator=torch.Generator().manual_seed(6)).bfloat16().to(device)
+    total_VD = torch.ones(V, D, device=device)
+    x_BSD = look_up_into(total_VD, tokens_BS, weight_VD)
+    assert torch.equal(x_BSD, F.embedding(tokens_BS, weight_VD))
+    x_BSD.backward(gradient_BSD)
+    exact_VD = torch.ones(V, D, dtype=torch.float64, device=device)
+    exact_VD.index_add_(0, tokens_BS.flatten(), gradient_BSD.double().flatten(0, 1))
+    torch.testing.assert_close(total_VD.double(), exact_VD, rtol=1e-6, atol=1e-6)
+    assert weight_VD.grad is None
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_the_embedding_adds_to_its_sum_the_same_bits_each_time() -> None:
+    embed = Embedding(V, D, Kit()).cuda()
+    found = []
+    for _ in range(2):
+        embed.total = torch.zeros(V, D, device="cuda")
+        tokens_BS = torch.randint(V, (8, 512), generator=torch.Generator().manual_seed(7)).cuda()
+        (embed(tokens_BS) * torch.linspace(-1, 1, 512, device="cuda")[:, None]).sum().backward()
+        found.append(embed.total)
+    assert embed.weight.grad is None
+    assert found[0].any()
+    assert torch.equal(*found)
 
 
 # Over ranks

@@ -1,0 +1,124 @@
+"""Products of bfloat16 operands with float32 results, for those who would else compute in float32 or round.
+
+A GPU multiplies bfloat16 many times as fast as float32, and sums the products in float32 all the same. Two results
+that want float32 need no other operands:
+
+    sum += dy^T x        a weight's gradient: the sum is the product's own accumulator, so no gradient is written,
+                         rounded and added by a pass of its own
+    logits = x w^T       the router's: x is bfloat16 already, and the float32 w is a sum of three bfloat16
+
+        w = w1 + w2 + w3       8 + 8 + 8 bits of its 24: nothing is left over
+        x w^T                  one product with [w1; w2; w3], whose three results are added
+        dw = dlogits^T x       the same, dlogits in three parts [g2 g3 g1]
+        dx = dlogits w         the six of nine pairs that float32 can tell: [g2 g3 g1 g1 g1 g2] [w1; w1; w1; w2; w3; w2]
+
+Each row of six is written once: the threes stand in it side by side.
+
+cuBLAS would compute the router's products in float32 without tensor cores. No bit of an operand is lost; tensor cores
+sum less carefully than float32 arithmetic does, but far better than TF32, which cuts the operands to 11 bits. Where
+torch cannot mix the two types, on a CPU, the same bfloat16 values are multiplied as float32.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+PARTS = 3
+"""Of a float32 value: bfloat16 has a third of its bits."""
+
+LEFT = (slice(2, 5), slice(0, 6, 5), slice(1, 2))
+"""Places of the first, second and third part among the six of the left operand."""
+
+RIGHT = (slice(0, 3), slice(3, 6, 2), slice(4, 5))
+"""The same in the right one."""
+
+
+@torch.no_grad()
+def add_product(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
+    """`total += left @ right` (or =), without a rounding to the dtype of the operands in between.
+
+    Args:
+        total: matrix, float32 or the dtype of the operands; changed in place.
+        left: matrix.
+        right: matrix of the same dtype.
+        overwrite: what stands in `total` does not count.
+    """
+    beta = 0 if overwrite else 1
+    if left.is_cuda and left.dtype != total.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        torch.addmm(total, left.to(total.dtype), right.to(total.dtype), beta=beta, out=total)
+
+
+def float32_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """`x @ weight^T`, neither of which is rounded; differentiable.
+
+    Args:
+        x_TD: of any floating dtype; bfloat16 on a GPU takes the fast way.
+        weight_ED: float32.
+
+    Returns:
+        Float32, T x E.
+    """
+    if x_TD.is_cuda and x_TD.dtype == torch.bfloat16:
+        return linear_in_parts(x_TD, weight_ED)
+    return F.linear(x_TD.float(), weight_ED)
+
+
+def linear_in_parts(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+    """`float32_linear` of a bfloat16 x, by bfloat16 products only."""
+    logits_TE: Tensor = _LinearInParts.apply(x_TD, weight_ED)
+    return logits_TE
+
+
+def in_parts(values: Tensor, dim: int, places: Sequence[slice]) -> Tensor:
+    """The three bfloat16 parts of a float32 tensor, whose sum it is: six of them, for the six pairs of a product.
+
+    Args:
+        values: float32; exact unless its last bits are below bfloat16's smallest number.
+        dim: of the result, along which the six stand.
+        places: of the largest, the middle and the smallest part, `LEFT` or `RIGHT`.
+    """
+    six = values.new_empty((*values.shape[:dim], 2 * PARTS, *values.shape[dim:]), dtype=torch.bfloat16)
+    first, second, third = (six[(slice(None),) * dim + (place,)] for place in places)
+    values = values.unsqueeze(dim)
+    first.copy_(values)
+    rest = values - first.narrow(dim, 0, 1)
+    second.copy_(rest)
+    torch.sub(rest, second.narrow(dim, 0, 1), out=third)
+    return six
+
+
+class _LinearInParts(torch.autograd.Function):
+    """Saves x, which is there anyway, and the parts of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor) -> Tensor:
+        E, D = weight_ED.shape
+        w_6ED = in_parts(weight_ED, 0, RIGHT)
+        ctx.save_for_backward(x_TD, w_6ED)
+        return _float32_product(x_TD, w_6ED[2:5].view(-1, D).T).view(-1, PARTS, E).sum(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_TD, w_6ED = ctx.saved_tensors
+        (T, E), D = dlogits_TE.shape, x_TD.shape[1]
+        g_T6E = in_parts(dlogits_TE, 1, LEFT).view(T, -1)
+        dx_TD = dweight_ED = None
+        if ctx.needs_input_grad[0]:
+            dx_TD = g_T6E @ w_6ED.view(-1, D)
+        if ctx.needs_input_grad[1]:
+            dweight_ED = _float32_product(g_T6E[:, : PARTS * E].T, x_TD).view(PARTS, E, D).sum(0)
+        return dx_TD, dweight_ED
+
+
+def _float32_product(left: Tensor, right: Tensor) -> Tensor:
+    """Of two bfloat16 matrices."""
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
