@@ -64,10 +64,10 @@ def layout(
 
 def _schedule(run: Run, grid: Grid, count: int) -> Schedule:
     """The schedule of a step with so many micro-batches; without a pipeline one stage does everything."""
-    name, stages_per_rank = run.pipeline.schedule, run.pipeline.stages_per_rank
+    name, stages_per_rank, pairs = run.pipeline.schedule, run.pipeline.stages_per_rank, run.dispatch.overlap == "passes"
     if grid.pipeline == 1:
         name, stages_per_rank = "1f1b", 1
-    return schedule(name, ranks=grid.pipeline, stages_per_rank=stages_per_rank, micro_batches=count)
+    return schedule(name, ranks=grid.pipeline, stages_per_rank=stages_per_rank, micro_batches=count, pairs=pairs)
 
 
 def _facts(run: Run, grid: Grid, stages: tuple[Stage, ...]) -> dict[str, str]:

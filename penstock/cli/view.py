@@ -57,7 +57,7 @@ def facts_of(start: RunStart) -> dict[str, str]:
         "batch": batch,
         "device": start.device_name if start.ranks == 1 else f"{start.ranks} x {start.device_name}",
         "kernels": start.kernels,
-    }
+    } | ({"graphs": start.graphs} if start.graphs else {})
 
 
 def _sharing(run: Run) -> int:
@@ -93,6 +93,8 @@ class LiveView:
         """Take a step in, and draw if it is time."""
         assert self._panel is not None, "a run starts before it steps"
         self._panel.add(report)
+        for notice in report.notices:
+            self._live.console.print(notice, markup=False, highlight=False)  # above the panel
         is_due = time.monotonic() - self._drawn_seconds >= 1 / DRAWS_PER_SECOND
         if is_due or report.evaluation is not None or report.step == self._panel.steps:
             self._draw()
@@ -273,6 +275,8 @@ class PlainView:
     def stepped(self, report: StepReport) -> None:
         """Print a line if it is time for one."""
         assert self._start is not None, "a run starts before it steps"
+        for notice in report.notices:
+            self._print(f"  {notice}")
         is_last = report.step == self._start.run.training.steps
         if is_last or report.evaluation is not None or report.elapsed_seconds >= self._next_seconds:
             pause = min(max(report.elapsed_seconds / 20, FIRST_LINE_SECONDS), SLOWEST_LINE_SECONDS)

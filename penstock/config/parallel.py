@@ -11,6 +11,10 @@ OFFLOADABLE = ("attention", "dense", "moe", "layer")
 """Parts of a layer that `offload.activations` can name."""
 
 
+Overlap = Literal["none", "shared", "halves", "passes"]
+"""What is computed while tokens are on their way."""
+
+
 class Parallel(Section):
     """Ranks that share the work. What is left of all ranks is data parallelism.
 
@@ -46,12 +50,14 @@ class Parallel(Section):
 class Dispatch(Section):
     """How tokens reach experts that other ranks hold; of one rank that holds all, only `sync_free` is read."""
 
-    method: Literal["auto", "all-to-all", "all-gather", "symmetric"] = knob(
+    method: Literal["auto", "all-to-all", "all-gather", "symmetric", "hierarchical", "deep-ep"] = knob(
         "auto",
         doc="Send each row to the ranks of its experts (all-to-all); all tokens to all ranks that share the experts "
-        "(all-gather); or each token once to each rank that it needs, written by our own kernels into the memory of "
-        "the other GPUs of the node (symmetric). auto takes symmetric where it can run; elsewhere it sends rows at "
-        "`sync_free` 0 and 1, and gathers from 2 on.",
+        "(all-gather); each token once to each rank that it needs, written by our own kernels into the memory of the "
+        "other GPUs of the node (symmetric); each token once to each node, and there in one of these ways "
+        "(hierarchical); or leave it to the DeepEP library where it is installed (deep-ep). auto takes hierarchical "
+        "if several ranks of each of several nodes share experts, and symmetric where it can run; elsewhere it sends "
+        "rows at `sync_free` 0 and 1, and gathers from 2 on.",
     )
     sync_free: int = knob(
         0,
@@ -66,6 +72,18 @@ class Dispatch(Section):
         doc="At `sync_free` 2: rows that a rank's experts have room for, over its even share. A step that needs more "
         "is repeated with room for all.",
         low=1.0,
+    )
+    sms: int = knob(
+        0,
+        doc="With `method` symmetric: multiprocessors that send, on every rank; 0 takes what was fastest alone.",
+        unit="multiprocessors",
+        low=0,
+    )
+    overlap: Overlap = knob(
+        "none",
+        doc="What is computed while tokens are on their way: nothing, the layer's shared expert (shared), the other "
+        "half of the micro-batch's rows too (halves), or the backward pass of another micro-batch of the pipeline "
+        "(passes). See docs/overlap.md.",
     )
 
 
@@ -106,6 +124,17 @@ class Offload(Section):
         False,
         doc="Keep moments, and the masters of bfloat16 weights, in host memory; they pass through the device in each "
         "step. Weights held in float32, such as FSDP2's shards, stay on the device.",
+    )
+
+
+class Graphs(Section):
+    """CUDA and HIP graphs: work of the device that is captured once and then launched in one call."""
+
+    capture: Literal["none", "passes", "auto"] = knob(
+        "none",
+        doc="Capture the whole forward and backward pass of a micro-batch in the second step and replay it for every "
+        "micro-batch from there on (passes). auto does so where it can, and says why where it cannot. See "
+        "docs/graphs.md.",
     )
 
 

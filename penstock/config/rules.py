@@ -9,15 +9,18 @@ To add a rule: write the function beside its like, put it into the tuple there, 
 from collections.abc import Callable
 
 from penstock.config.dispatch_rules import DISPATCH_RULES
+from penstock.config.graph_rules import GRAPH_RULES
 from penstock.config.layout_rules import LAYOUT_RULES
 from penstock.config.model_rules import MODEL_RULES
+from penstock.config.overlap_rules import OVERLAP_RULES
+from penstock.config.parallel import Graphs
 from penstock.config.problem import Problem, refuse
 from penstock.config.run import Run
 from penstock.config.run_rules import RUN_RULES
 
 Rule = Callable[[Run], Problem | None]
 
-RULES: tuple[Rule, ...] = (*MODEL_RULES, *RUN_RULES, *LAYOUT_RULES, *DISPATCH_RULES)
+RULES: tuple[Rule, ...] = (*MODEL_RULES, *RUN_RULES, *LAYOUT_RULES, *DISPATCH_RULES, *OVERLAP_RULES, *GRAPH_RULES)
 """All rules, in the order in which problems are told."""
 
 
@@ -33,6 +36,12 @@ def check(run: Run) -> None:
 def problems(run: Run) -> list[Problem]:
     """What the rules say against a run; empty if it is fine."""
     return [problem for rule in RULES if (problem := rule(run)) is not None]
+
+
+def capture_problem(run: Run) -> Problem | None:
+    """What keeps the passes of a run from being captured, whatever it asks for; None if no rule does."""
+    asked = run.model_copy(update={"graphs": Graphs(capture="passes")})
+    return next((problem for rule in GRAPH_RULES if (problem := rule(asked)) is not None), None)
 
 
 def rule_text(rule: Rule) -> str:

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from penstock.config.model import Model
-from penstock.config.parallel import Dispatch, Host, Offload, Parallel, Pipeline, Recompute
+from penstock.config.parallel import Dispatch, Graphs, Host, Offload, Parallel, Pipeline, Recompute
 from penstock.config.section import Section, knob
 from penstock.config.training import (
     Checkpoint,
@@ -77,6 +77,7 @@ class Run(Section):
     pipeline: Pipeline = knob(Pipeline(), doc="Order and division of the pipeline.")
     recompute: Recompute = knob(Recompute(), doc="What is computed twice to save memory.")
     offload: Offload = knob(Offload(), doc="What waits in host memory.")
+    graphs: Graphs = knob(Graphs(), doc="Work that is captured once and replayed.")
     host: Host = knob(Host(), doc="Processes on their machine.")
 
     @property

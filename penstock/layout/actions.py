@@ -13,13 +13,16 @@ Ranks hold stages in one of two ways. With 4 ranks and 8 stages:
 
     loop   rank 0: 0 4    rank 1: 1 5    rank 2: 2 6    rank 3: 3 7
     v      rank 0: 0 7    rank 1: 1 6    rank 2: 2 5    rank 3: 3 4
+
+A rank may do a forward and the backward behind it at once, piece by piece (`pair_up`): one computes while tokens of the
+other travel. Such a pair starts when both could, and gives what both give when it ends.
 """
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import product
+from itertools import pairwise, product
 from typing import Literal, NamedTuple
 
 
@@ -62,6 +65,10 @@ class Action(NamedTuple):
         return (forward, Action(stage + 1, Kind.INPUT, micro_batch)) if stage + 1 < stages else (forward,)
 
 
+Unit = tuple[Action, ...]
+"""What a rank does at once: an action, or a pair."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Who does what in which order.
@@ -74,6 +81,7 @@ class Schedule:
         micro_batches: of a step.
         actions: one list for each rank.
         trains: every forward has its backward; an evaluation has forwards only.
+        pairs: for each rank the places in its list where a pair begins; empty if no rank has any.
     """
 
     name: str
@@ -83,6 +91,14 @@ class Schedule:
     micro_batches: int
     actions: tuple[tuple[Action, ...], ...]
     trains: bool = True
+    pairs: tuple[frozenset[int], ...] = ()
+
+    def units(self, rank: int) -> tuple[Unit, ...]:
+        """The list of a rank, with its pairs."""
+        actions, begins = self.actions[rank], self.pairs[rank] if self.pairs else frozenset()
+        return tuple(
+            actions[place : place + 1 + (place in begins)] for place in range(len(actions)) if place - 1 not in begins
+        )
 
     @property
     def stages(self) -> int:
@@ -117,33 +133,54 @@ def text(schedule: Schedule, rank: int) -> str:
     return " ".join(map(str, schedule.actions[rank]))
 
 
-def run_through(schedule: Schedule) -> tuple[list[tuple[int, Action]], dict[int, Action]]:
+def run_through(schedule: Schedule) -> tuple[list[tuple[int, Unit]], dict[int, Unit]]:
     """Do every action as soon as its rank's list and its needs allow, without looking at a clock.
 
     Returns:
-        The actions that were done with their ranks, in an order in which each comes after all that it needs; and for
-        each rank that waits for ever the action that it waits to start.
+        What was done with its ranks, in an order in which each unit comes after all that it needs; and for each rank
+        that waits for ever the unit that it waits to start.
     """
-    done: list[tuple[int, Action]] = []
+    done: list[tuple[int, Unit]] = []
     given: set[Action] = set()
-    position = [0] * schedule.ranks
+    lists = [deque(schedule.units(rank)) for rank in range(len(schedule.actions))]
     waiting: defaultdict[Action, list[int]] = defaultdict(list)
     awake = deque(range(schedule.ranks))
     while awake:
         rank = awake.popleft()
-        actions = schedule.actions[rank]
-        while position[rank] < len(actions):
-            action = actions[position[rank]]
-            missing = [need for need in action.needs(schedule.stages) if need not in given]
+        while lists[rank]:
+            unit = lists[rank][0]
+            missing = [need for action in unit for need in action.needs(schedule.stages) if need not in given]
             if missing:
                 waiting[missing[0]].append(rank)
                 break
-            done.append((rank, action))
-            position[rank] += 1
-            given.add(action.gives)
-            awake.extend(waiting.pop(action.gives, ()))
-    left = {rank: actions[position[rank] :] for rank, actions in enumerate(schedule.actions)}
-    return done, {rank: actions[0] for rank, actions in left.items() if actions}
+            done.append((rank, lists[rank].popleft()))
+            for action in unit:
+                given.add(action.gives)
+                awake.extend(waiting.pop(action.gives, ()))
+    return done, {rank: units[0] for rank, units in enumerate(lists) if units}
+
+
+def pair_up(schedule: Schedule) -> Schedule:
+    """The same lists, in which a rank does a forward and the backward behind it at once wherever that can be.
+
+    It cannot be where the backward waits for the forward: by itself, on the last stage, or because another rank's list
+    has it so. Then the forward goes first, as the list says.
+    """
+    pairs = tuple(
+        frozenset(
+            place
+            for place, (one, other) in enumerate(pairwise(actions))
+            if (one.kind, other.kind) == (Kind.FORWARD, Kind.BACKWARD) and one not in other.needs(schedule.stages)
+        )
+        for actions in schedule.actions
+    )
+    paired = replace(schedule, pairs=pairs)
+    while blocked := run_through(paired)[1]:
+        rank, (begin, *_) = min((rank, unit) for rank, unit in blocked.items() if len(unit) > 1)
+        own = pairs[rank] - {schedule.actions[rank].index(begin)}
+        pairs = (*pairs[:rank], own, *pairs[rank + 1 :])
+        paired = replace(schedule, pairs=pairs)
+    return paired
 
 
 def problems(schedule: Schedule) -> list[str]:
@@ -177,6 +214,6 @@ def _miscounted(schedule: Schedule) -> Iterator[str]:
 
 def _blocked(schedule: Schedule) -> Iterator[str]:
     _, blocked = run_through(schedule)
-    for rank, action in blocked.items():
-        needs = " and ".join(map(str, action.needs(schedule.stages)))
-        yield f"rank {rank} never starts {action}: it needs {needs}"
+    for rank, unit in blocked.items():
+        needs = " and ".join(str(need) for action in unit for need in action.needs(schedule.stages))
+        yield f"rank {rank} never starts {' with '.join(map(str, unit))}: it needs {needs}"

@@ -2,7 +2,8 @@
 
 A rank does its list in order and one action at a time. An action starts when its rank is free and all that it needs has
 arrived: at once from its own rank, `send` later from another one. Sending takes no time of the sender, so the clock
-assumes that communication runs beside computation and that links are never full.
+assumes that communication runs beside computation and that links are never full. The two actions of a pair have one
+start and one end, and take as long as both.
 
 Held activations follow the order of the list, not the clock: a forward adds its stage's share, the backward (or the
 weight gradient) frees it. The unit is free; by default a rank's stages add up to 1, so that the first rank of 1F1B
@@ -124,20 +125,23 @@ def play(schedule: Schedule, costs: Costs) -> Playback:
     if blocked:
         waits = ", ".join(
             f"rank {rank} at {action} (needs {' and '.join(map(str, action.needs(schedule.stages)))})"
-            for rank, action in blocked.items()
+            for rank, unit in blocked.items()
+            for action in unit
         )
         raise DeadlockError(f"{schedule.name} never ends: {waits}")
     events: list[Event] = []
     given: dict[Action, tuple[int, float]] = {}
     free = [0.0] * schedule.ranks
     busy = [0.0] * schedule.ranks
-    for rank, action in order:
-        sources = (given[need] for need in action.needs(schedule.stages))
+    for rank, unit in order:
+        sources = [given[need] for action in unit for need in action.needs(schedule.stages)]
         start = max([free[rank], *(end + costs.send * (source != rank) for source, end in sources)])
-        free[rank] = start + costs.of(action)
-        busy[rank] += costs.of(action)
-        given[action.gives] = rank, free[rank]
-        events.append(Event(rank=rank, action=action, start=start, end=free[rank]))
+        takes = sum(map(costs.of, unit))
+        free[rank] = start + takes
+        busy[rank] += takes
+        for action in unit:
+            given[action.gives] = rank, free[rank]
+            events.append(Event(rank=rank, action=action, start=start, end=free[rank]))
     return Playback(
         events=tuple(sorted(events, key=lambda event: (event.start, event.rank))),
         span=max(free),

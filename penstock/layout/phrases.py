@@ -12,6 +12,7 @@ Each function below says the phrases of one rank; `spell` makes the actions. The
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from penstock.layout.actions import Action, Kind
 
@@ -32,15 +33,15 @@ def one_forward_one_backward(ranks: int, rank: int, chunks: int, micro_batches: 
     return [(ahead, "F0"), (micro_batches - ahead, "F0 B0"), (ahead, "B0")]
 
 
-def interleaved(ranks: int, rank: int, chunks: int, micro_batches: int) -> list[Phrase]:
+def interleaved(ranks: int, rank: int, chunks: int, micro_batches: int, more: int = 0) -> list[Phrase]:
     """Interleaved 1F1B (Megatron, arXiv 2104.04473): several stages a rank, for a shorter ramp.
 
     Any number of micro-batches: the groups are even. One short group at the end would let ranks wait for one another
-    for ever.
+    for ever. With `more` forwards ahead, those beside a backward are of a later micro-batch.
     """
     steps = chunks * micro_batches
     group = -(-micro_batches // groups_to_fill(ranks, micro_batches))
-    ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * group, steps)
+    ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * group + more, steps)
     return [(ahead, "F"), (steps - ahead, "F B"), (ahead, "B")]
 
 
@@ -106,6 +107,9 @@ GRAMMARS: dict[str, Grammar] = {
     "zb-1f1b": zero_bubble_1f1b,
     "dualpipe-v": dualpipe_v,
 }
+
+BESIDE: dict[str, Grammar] = {"interleaved": partial(interleaved, more=1), "dualpipe-v": dualpipe_v}
+"""The same, for schedules whose forwards and backwards can be done in pairs."""
 
 
 def groups_to_fill(ranks: int, micro_batches: int) -> int:

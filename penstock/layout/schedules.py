@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.base.errors import ConfigError
-from penstock.layout.actions import Action, Kind, Schedule, problems, stages_of, text
+from penstock.layout.actions import Action, Kind, Schedule, pair_up, problems, stages_of, text
 from penstock.layout.blocks import STRIDES, building_block, repeat, squeeze
-from penstock.layout.phrases import GRAMMARS, forwards, forwards_on_v, groups_to_fill, spell
+from penstock.layout.phrases import BESIDE, GRAMMARS, forwards, forwards_on_v, groups_to_fill, spell
 
-__all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "Shape", "forward_only", "problems", "schedule", "text"]
+__all__ = ["BESIDE", "SCHEDULES", "Action", "Kind", "Schedule", "Shape", "forward_only", "problems", "schedule", "text"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ SCHEDULES: dict[str, Shape] = {
 """Every schedule by its name in `pipeline.schedule`."""
 
 
-def schedule(name: str, *, ranks: int, stages_per_rank: int, micro_batches: int) -> Schedule:
+def schedule(name: str, *, ranks: int, stages_per_rank: int, micro_batches: int, pairs: bool = False) -> Schedule:
     """The actions of one training step.
 
     Args:
@@ -59,6 +59,7 @@ def schedule(name: str, *, ranks: int, stages_per_rank: int, micro_batches: int)
         ranks: of the pipeline.
         stages_per_rank: stages that each rank holds.
         micro_batches: of a step.
+        pairs: let ranks do a forward together with the backward of another micro-batch; of schedules in BESIDE.
 
     Raises:
         ConfigError: there is no such schedule, or it cannot have these sizes.
@@ -73,9 +74,9 @@ def schedule(name: str, *, ranks: int, stages_per_rank: int, micro_batches: int)
         actions = []
         for rank in range(ranks):
             stages = stages_of(rank, ranks=ranks, stages_per_rank=stages_per_rank, placement=shape.placement)
-            phrases = GRAMMARS[name](ranks, rank, stages_per_rank, micro_batches)
+            phrases = (BESIDE if pairs else GRAMMARS)[name](ranks, rank, stages_per_rank, micro_batches)
             actions.append(spell(phrases, stages, micro_batches, groups))
-    return Schedule(
+    plan = Schedule(
         name=name,
         ranks=ranks,
         stages_per_rank=stages_per_rank,
@@ -83,6 +84,7 @@ def schedule(name: str, *, ranks: int, stages_per_rank: int, micro_batches: int)
         micro_batches=micro_batches,
         actions=tuple(actions),
     )
+    return pair_up(plan) if pairs else plan
 
 
 def _checked(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> Shape:

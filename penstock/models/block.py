@@ -9,6 +9,7 @@ from penstock.models.mla import LatentLayer
 from penstock.models.norm import RMSNorm
 from penstock.moe.layer import MoE
 from penstock.parallel.kit import Kit
+from penstock.parallel.turns import Steps, within
 
 
 class Block(nn.Module):
@@ -42,7 +43,29 @@ class Block(nn.Module):
         with self.kit.recompute.discarding():
             return self.kit.run("layer", self._forward, x_BSD, frame)
 
+    def steps(self, x_BSD: Tensor, frame: Frame) -> Steps[Tensor]:
+        """`forward` that stops where a transfer is under way; a layer that is no region and not on the host."""
+        with self.kit.recompute.discarding_in_pieces() as piece:
+            with piece():
+                x_BSD, x_TD = self._attend(x_BSD, frame)
+            y_TD = yield from within(piece, self._mix(x_TD, frame))
+            return x_BSD + y_TD.view_as(x_BSD)
+
+    def _mix(self, x_TD: Tensor, frame: Frame) -> Steps[Tensor]:
+        if isinstance(self.ffn, MoE):
+            return (yield from self.ffn.steps(x_TD, frame.scope))
+        return self.kit.run("dense", self.ffn, x_TD)
+
     def _forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
+        x_BSD, x_TD = self._attend(x_BSD, frame)
+        if isinstance(self.ffn, MoE):
+            y_TD = self.kit.run("moe", self.ffn, x_TD, frame.scope)
+        else:
+            y_TD = self.kit.run("dense", self.ffn, x_TD)
+        return x_BSD + y_TD.view_as(x_BSD)
+
+    def _attend(self, x_BSD: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
+        """The residual stream after attention, and what the feed-forward network reads, T x D."""
         run = self.kit.run
         attended_BSD = self.attention(run("norm", self.attention_norm, x_BSD), frame)
         if self.kit.recompute.recomputes("norm"):
@@ -51,9 +74,4 @@ class Block(nn.Module):
             normed_BSD = run("norm", self.ffn_norm, x_BSD)
         else:
             normed_BSD, x_BSD = self.ffn_norm.add(attended_BSD, x_BSD)
-        x_TD = normed_BSD.flatten(0, 1)
-        if isinstance(self.ffn, MoE):
-            y_TD = run("moe", self.ffn, x_TD, frame.scope)
-        else:
-            y_TD = run("dense", self.ffn, x_TD)
-        return x_BSD + y_TD.view_as(x_BSD)
+        return x_BSD, normed_BSD.flatten(0, 1)

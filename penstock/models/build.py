@@ -36,6 +36,7 @@ from penstock.moe.router import Router
 from penstock.parallel.activations import offload
 from penstock.parallel.activations.recompute import RecomputeRule, rule_for
 from penstock.parallel.axes import ALONE, Axes
+from penstock.parallel.flight import Transfers
 from penstock.parallel.kit import Kit
 from penstock.parallel.shard import shard_fully
 
@@ -82,6 +83,7 @@ def meta_model(
             head=Linear(hidden, config.vocabulary, replace(kit, later=None), split="outputs") if has_head else None,
             mtp={depth: _mtp(config, config.layers + depth, kit_of(config.layers + depth)) for depth in stage.mtp},
             is_first=stage.embed,
+            overlap=kit.dispatch.overlap,
         )
 
 
@@ -99,12 +101,18 @@ def build_model(run: Run, device: torch.device, operators: Operators | None = No
     kit = Kit(
         operators=operators or choose_operators(run, device),
         dispatch=run.dispatch,
+        transfers=transfers_of(run, device),
         offload=offload.rule_for(run.offload, device),
     )
     decoders = meta_stages(run, kit, {0: whole_model(run.model)})
     set_dtypes(run, decoders.values(), ALONE, device)
     materialize(run, device, decoders.values())
     return decoders[0]
+
+
+def transfers_of(run: Run, device: torch.device) -> Transfers | None:
+    """Where the tokens of a run travel beside what it computes; None if it computes nothing meanwhile."""
+    return None if run.dispatch.overlap == "none" else Transfers(device)
 
 
 def meta_stages(run: Run, kit: Kit, stages: Mapping[int, Stage]) -> dict[int, Decoder]:

@@ -7,10 +7,12 @@ their number in the whole model, so a parameter has the same name wherever it is
 
 from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config.model import Model
+from penstock.config.parallel import Overlap
 from penstock.models.block import Block
 from penstock.models.frame import Frame, Reading, ahead_of
 from penstock.models.linear import Embedding, Linear
@@ -18,6 +20,10 @@ from penstock.models.mtp import MultiTokenPrediction
 from penstock.models.norm import RMSNorm
 from penstock.models.rope import angles
 from penstock.moe.routing import Scope
+from penstock.parallel.turns import Steps, drain, take_turns
+
+IN_PIECES: tuple[Overlap, ...] = ("halves", "passes")
+"""Overlaps in which other work is done between the pieces of a layer."""
 
 
 class Hidden(NamedTuple):
@@ -45,6 +51,7 @@ class Decoder(nn.Module):
         head: output projection; None if it is the embedding itself, or not of this stage.
         mtp: multi-token prediction layers by depth, from 0.
         is_first: the stage begins with the embedding; one that has an embedding for its prediction layers may not.
+        overlap: `dispatch.overlap` of the run.
     """
 
     def __init__(
@@ -57,10 +64,12 @@ class Decoder(nn.Module):
         head: Linear | None,
         mtp: dict[int, MultiTokenPrediction],
         is_first: bool = True,
+        overlap: Overlap = "none",
     ) -> None:
         super().__init__()
         self.config = config
         self.is_first = is_first
+        self.overlap = overlap
         self.embed = embed
         self.blocks = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
         self.norm = norm
@@ -81,12 +90,31 @@ class Decoder(nn.Module):
             reading: the micro-batch.
             x_BSD: what the stage before gave; None on the first.
         """
+        if self.overlap != "halves" or not self.training:
+            return drain(self.steps(reading, x_BSD))
+        parts_BSD = (None, None) if x_BSD is None else x_BSD.chunk(2)
+        halves = zip(reading.halves(), parts_BSD, strict=True)
+        one, other = take_turns([self.steps(half, part_BSD) for half, part_BSD in halves])
+        mtp = tuple(torch.cat(depth) for depth in zip(one.mtp, other.mtp, strict=True))
+        return Hidden(torch.cat((one.main_BSD, other.main_BSD)), mtp)
+
+    def call_in_steps(self, reading: Reading, x_BSD: Tensor | None = None) -> Steps[Hidden]:
+        """The module called, with all its hooks; or, if another pass runs in its stops, `steps`."""
+        if self.overlap == "passes":
+            return (yield from self.steps(reading, x_BSD))
+        hidden: Hidden = self(reading, x_BSD)
+        return hidden
+
+    def steps(self, reading: Reading, x_BSD: Tensor | None = None) -> Steps[Hidden]:
+        """`forward`; if the run's overlap has pieces, it stops where the transfers of a layer are under way."""
         frame = self.frame(reading)
         if self.is_first:
             x_BSD = self._embed(reading.tokens_BS)
         assert x_BSD is not None, "a stage without embedding needs the hidden states of the stage before"
         for block in self.blocks.values():
-            x_BSD = block(x_BSD, frame)
+            assert isinstance(block, Block), "nothing else is a decoder layer"
+            # A layer that is called as a module has its hooks, such as FSDP2's.
+            x_BSD = (yield from block.steps(x_BSD, frame)) if self.overlap in IN_PIECES else block(x_BSD, frame)
         main_BSD = x_BSD if self.norm is None else self.norm(x_BSD)
         previous_BSD, depths = main_BSD, []
         for layer, ahead_BS in zip(self.mtp.values(), reading.ahead, strict=False):  # other stages have no layers

@@ -28,6 +28,13 @@ class FeedForward(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Apply to every token. Returns y_TD."""
+        return self.narrow(self.widen(x_TD))
+
+    def widen(self, x_TD: Tensor) -> Tensor:
+        """Our part of the width, activation included, of the tokens of all tensor-parallel ranks. Returns h_TF."""
         x_TD = all_gather(x_TD, self.axis, dim=0)
-        y_TD = self.down(self.operators.swiglu(self.gate_up(x_TD)))
-        return reduce_scatter(y_TD, self.axis, dim=0)
+        return self.operators.swiglu(self.gate_up(x_TD))
+
+    def narrow(self, h_TF: Tensor) -> Tensor:
+        """From there to our own tokens. Returns y_TD."""
+        return reduce_scatter(self.down(h_TF), self.axis, dim=0)

@@ -26,6 +26,22 @@ class Reading:
     allowed_BSS: Tensor | None = None
     share: float = 1.0
 
+    def halves(self) -> tuple["Reading", "Reading"]:
+        """The first rows and the last; of an even number."""
+        rows = self.tokens_BS.shape[0]
+        assert rows % 2 == 0, f"{rows} rows have no halves"
+
+        def of(part: slice) -> Reading:
+            return Reading(
+                tokens_BS=self.tokens_BS[part],
+                positions_BS=self.positions_BS[part],
+                ahead=tuple(ahead_BS[part] for ahead_BS in self.ahead),
+                allowed_BSS=None if self.allowed_BSS is None else self.allowed_BSS[part],
+                share=self.share / 2,
+            )
+
+        return of(slice(rows // 2)), of(slice(rows // 2, None))
+
 
 @dataclass(frozen=True)
 class Frame:

@@ -12,7 +12,7 @@ from penstock.layout.actions import Schedule
 from penstock.layout.schedules import schedule
 from penstock.layout.sequence import Method, SequenceLayout
 from penstock.layout.stages import Stage, StageCosts, balanced_stages, parse_stages
-from penstock.models.build import materialize, meta_stages, needs_embedding, set_dtypes, whole_model
+from penstock.models.build import materialize, meta_stages, needs_embedding, set_dtypes, transfers_of, whole_model
 from penstock.models.count import stage_costs
 from penstock.models.decoder import Decoder
 from penstock.models.kernels import choose_operators
@@ -21,7 +21,7 @@ from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.kit import Kit
 from penstock.parallel.later import Later
 from penstock.parallel.pipeline import Message, Pipeline
-from penstock.parallel.reach import shared_buffers
+from penstock.parallel.reach import library_buffer, shared_buffers
 
 if TYPE_CHECKING:  # it imports Triton, which may be absent
     from penstock.parallel.symmetric import SymmetricBuffers
@@ -86,7 +86,7 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
     Raises:
         ConfigError: the layout does not fit the model.
         KernelError: the run asks for kernels that the device cannot run.
-        DeviceError: the run asks for memory that GPUs share, which cannot be had.
+        DeviceError: the run asks for memory that GPUs share, or for a library, which cannot be had.
     """
     plan = schedule_of(run, axes)
     own = {0: whole_model(run.model)}
@@ -97,6 +97,7 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
     method = context_method(run)
     home = torch.device("cpu") if device.type == "meta" else device
     buffers = shared_buffers(run, axes, device)
+    transfers = transfers_of(run, home)
     kit = Kit(
         operators=choose_operators(run, home),
         axes=axes,
@@ -104,6 +105,8 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
         context_method=method,
         dispatch=run.dispatch,
         buffers=buffers,
+        deep_ep=library_buffer(run, axes, device),
+        transfers=transfers,
         offload=offload.rule_for(run.offload, home),
     )
     decoders = meta_stages(run, kit, own)
@@ -113,7 +116,7 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
     return RankModel(
         decoders=decoders,
         axes=axes,
-        pipeline=None if plan is None else Pipeline(plan, axes, message_of(run, axes, device), later),
+        pipeline=None if plan is None else Pipeline(plan, axes, message_of(run, axes, device), later, transfers),
         places=_places(run, axes, method),
         context_method=method,
         buffers=buffers,
@@ -139,6 +142,7 @@ def schedule_of(run: Run, axes: Axes) -> Schedule | None:
         ranks=axes.grid.pipeline,
         stages_per_rank=run.pipeline.stages_per_rank,
         micro_batches=micro_batches(run, axes.grid),
+        pairs=run.dispatch.overlap == "passes",
     )
 
 
@@ -164,8 +168,8 @@ def embedding_places(run: Run) -> tuple[int, ...]:
     if ranks == 1:
         return (0,)
     # Where a stage stands does not depend on the micro-batches; twice the ranks is enough for every schedule.
-    sizes = {"ranks": ranks, "stages_per_rank": run.pipeline.stages_per_rank, "micro_batches": 2 * ranks}
-    plan = schedule(run.pipeline.schedule, **sizes)
+    of_rank = run.pipeline.stages_per_rank
+    plan = schedule(run.pipeline.schedule, ranks=ranks, stages_per_rank=of_rank, micro_batches=2 * ranks)
     holders = (number for number, stage in enumerate(stages_of(run)) if needs_embedding(run.model, stage))
     return tuple(sorted({plan.rank_of(number) for number in holders}))
 

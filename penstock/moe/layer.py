@@ -5,9 +5,11 @@ from torch import Tensor, nn
 from penstock.moe.dispatch.contract import Dispatcher, ExpertRows
 from penstock.moe.dispatch.room import Room
 from penstock.moe.experts import Experts
+from penstock.moe.overlap import Departures, SharedExpert
 from penstock.moe.router import Router
 from penstock.moe.routing import Scope
 from penstock.parallel.kit import Kit
+from penstock.parallel.turns import Steps, drain
 
 
 class MoE(nn.Module):
@@ -18,7 +20,7 @@ class MoE(nn.Module):
         dispatcher: brings tokens to them and back.
         experts: those of this rank.
         shared: network that every token passes, or None.
-        kit: what becomes of activations.
+        kit: what becomes of activations, and what runs beside what.
         room: what the dispatcher asks for its number of rows, so that the layer's owner finds it; None if nothing.
     """
 
@@ -27,7 +29,7 @@ class MoE(nn.Module):
         router: Router,
         dispatcher: Dispatcher,
         experts: Experts,
-        shared: nn.Module | None,
+        shared: SharedExpert | None,
         kit: Kit,
         room: Room | None = None,
     ) -> None:
@@ -46,11 +48,29 @@ class MoE(nn.Module):
 
     def forward(self, x_TD: Tensor, scope: Scope) -> Tensor:
         """Mix the chosen experts for every token. Returns y_TD."""
+        if self.kit.transfers is not None:
+            return drain(self.steps(x_TD, scope))
         routing = self.router(x_TD, scope)
         rows, receipt = self.dispatcher.dispatch(x_TD, routing)
         y_RD = self._run_experts(rows)
         y_TD = self.dispatcher.combine(y_RD, receipt)
         return y_TD if self.shared is None else y_TD + self.kit.run("shared-expert", self.shared, x_TD)
+
+    def steps(self, x_TD: Tensor, scope: Scope) -> Steps[Tensor]:
+        """`forward` with its transfers beside the shared expert; stops where they are under way."""
+        assert self.kit.transfers is not None, "nothing here leaves"
+        leaving, h_TF, shared_TD = Departures(self.dispatcher, self.kit.transfers), None, None
+        wait_for_rows = leaving.dispatch(x_TD, self.router(x_TD, scope))
+        if self.shared is not None:
+            h_TF = self.kit.run("shared-expert", self.shared.widen, x_TD)
+        yield
+        rows, receipt = wait_for_rows()
+        wait_for_sums = leaving.combine(self._run_experts(rows), receipt)
+        if self.shared is not None and h_TF is not None:
+            shared_TD = self.shared.narrow(h_TF)
+        yield
+        y_TD = wait_for_sums()
+        return y_TD if shared_TD is None else y_TD + shared_TD
 
     def _run_experts(self, rows: ExpertRows) -> Tensor:
         """A recomputed region repeats both products; a network that recomputes by itself repeats only the first."""

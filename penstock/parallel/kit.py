@@ -10,6 +10,8 @@ from penstock.layout.sequence import Method
 from penstock.parallel.activations.offload import OffloadRule
 from penstock.parallel.activations.recompute import RecomputeRule
 from penstock.parallel.axes import ALONE, Axes
+from penstock.parallel.deep_ep import DeepEpBuffer
+from penstock.parallel.flight import Transfers
 from penstock.parallel.later import Later
 
 if TYPE_CHECKING:  # it imports Triton, which may be absent
@@ -33,6 +35,8 @@ class Kit:
         context_method: how ranks that share a row attend.
         dispatch: how tokens reach their experts.
         buffers: memory that the node's GPUs write into, if tokens travel through it.
+        deep_ep: the DeepEP library's buffer, if it moves the tokens.
+        transfers: where tokens travel while something else is computed; None if nothing is.
         recompute: what the layer frees after forward and computes again.
         offload: what waits for backward in host memory.
     """
@@ -43,6 +47,8 @@ class Kit:
     context_method: Method = "ulysses"
     dispatch: Dispatch = AUTO
     buffers: "SymmetricBuffers | None" = None
+    deep_ep: DeepEpBuffer | None = None
+    transfers: Transfers | None = None
     recompute: RecomputeRule = NOTHING_AGAIN
     offload: OffloadRule = NOTHING_AWAY
 

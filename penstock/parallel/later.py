@@ -85,12 +85,12 @@ class _Deferrable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Tensor], later: Later, inputs: int, *tensors: Tensor) -> Tensor:
-        entered = [_entered(tensor) for tensor in tensors[:inputs]]
+        own = [entered(tensor) for tensor in tensors[:inputs]]
         weights = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors[inputs:]]
         with torch.enable_grad():
-            output = function(*entered, *weights)
+            output = function(*own, *weights)
         ctx.later, ctx.output = later, get_gradient_edge(output)
-        ctx.inputs = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in entered]
+        ctx.inputs = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in own]
         ctx.weights = list(zip(weights, tensors[inputs:], strict=True))
         return output.detach()
 
@@ -122,13 +122,13 @@ class _Entrance(torch.autograd.Function):
         raise AssertionError("gradients are asked for at the entrance and go no further")
 
 
-def _entered(tensor: Tensor) -> Tensor:
+def entered(tensor: Tensor) -> Tensor:
     """An input at the beginning of a graph of its own. A leaf would do, but the graph would hold it."""
     if not tensor.requires_grad:
         return tensor.detach()
     with torch.enable_grad():
-        entered: Tensor = _Entrance.apply(torch.empty(0, requires_grad=True), tensor.detach())
-    return entered
+        begin: Tensor = _Entrance.apply(torch.empty(0, requires_grad=True), tensor.detach())
+    return begin
 
 
 def _weight_gradients(output: GradientEdge, weights: list[tuple[Tensor, Tensor]], gradient: Tensor) -> None:

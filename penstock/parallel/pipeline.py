@@ -5,6 +5,12 @@
     I   the same for the input alone; weight gradients become work for later (penstock/parallel/later.py)
     W   that work
 
+A pair of the schedule, F and B, is done at once: whenever the backward pass has let a transfer leave, the forward pass
+goes on to its next stop (penstock/parallel/turns.py), inside autograd's own pass and on its thread.
+
+    compute     B loss | F attention   | B experts      | F experts     | B attention   | ...
+    transfers          | B combine     | F dispatch     | B dispatch    | F combine     | ...
+
 Computing never waits for a send. Messages between two ranks in one direction travel in the order in which the sender
 makes them, which the receiver knows from the schedule: it posts its receives in that order, when it needs one, and puts
 what comes too early aside. Messages up and down go through different groups, because on one NCCL communicator a send
@@ -17,6 +23,7 @@ CUDA does not load a new kernel beside it, that of the forward pass which must c
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,11 +32,13 @@ from torch import Tensor
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.schedules import forward_only
 from penstock.parallel.axes import Axes, Axis
+from penstock.parallel.flight import Transfers
 from penstock.parallel.later import Later, Task
+from penstock.parallel.turns import Steps, drain
 
-StageCall = Callable[[int, Tensor | None], Tensor]
-"""(micro-batch, hidden states from the stage before, or None on the first) -> what the next stage gets; on the last
-stage the loss to differentiate, a scalar."""
+StageCall = Callable[[int, Tensor | None], Steps[Tensor]]
+"""(micro-batch, hidden states from the stage before, or None on the first) -> steps to what the next stage gets; on the
+last stage to the loss to differentiate, a scalar."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +73,24 @@ class Pipeline:
         axes: of this rank.
         message: what travels.
         later: that the stages were built with; needed by schedules that split the backward pass.
+        transfers: that the stages were built with; needed by schedules with pairs.
     """
 
-    def __init__(self, schedule: Schedule, axes: Axes, message: Message, later: Later | None = None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        axes: Axes,
+        message: Message,
+        later: Later | None = None,
+        transfers: Transfers | None = None,
+    ) -> None:
         assert later is not None or not schedule.splits_backward, f"{schedule.name} puts weight gradients off"
+        assert transfers is not None or not schedule.pairs, f"{schedule.name} computes while tokens travel"
         self.schedule = schedule
         self._axes = axes
         self._message = message
         self._later = later
+        self._transfers = transfers
 
     @property
     def rank(self) -> int:
@@ -84,7 +103,8 @@ class Pipeline:
         Args:
             calls: for each stage of this rank.
         """
-        _Run(self.schedule, self._axes, self._message, self._later, calls).play(self.rank)
+        post = _Post(self.schedule, self._axes, self._message)
+        _Run(self.schedule, post, calls, self._later, self._transfers).play(self.rank)
 
     @torch.no_grad()
     def evaluate(self, calls: Mapping[int, StageCall], micro_batches: int) -> None:
@@ -95,7 +115,7 @@ class Pipeline:
             micro_batches: how many, on every rank.
         """
         schedule = forward_only(self.schedule, micro_batches)
-        _Run(schedule, self._axes, self._message, None, calls).play(self.rank)
+        _Run(schedule, _Post(schedule, self._axes, self._message), calls).play(self.rank)
 
 
 class _Run:
@@ -104,25 +124,30 @@ class _Run:
     def __init__(
         self,
         schedule: Schedule,
-        axes: Axes,
-        message: Message,
-        later: Later | None,
+        post: "_Post",
         calls: Mapping[int, StageCall],
+        later: Later | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
         self._schedule = schedule
         self._later = later
+        self._transfers = transfers
         self._calls = calls
         self._last = schedule.stages - 1
-        self._post = _Post(schedule, axes, message)
+        self._post = post
         self._passes: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._work: dict[tuple[int, int], list[Task]] = {}
 
     def play(self, rank: int) -> None:
         """Do everything on our list."""
-        for action in self._schedule.actions[rank]:
+        for unit in self._schedule.units(rank):
+            if len(unit) > 1:
+                self._both(*unit)
+                continue
+            (action,) = unit
             match action.kind:
                 case Kind.FORWARD:
-                    self._forward(action)
+                    drain(self._forward(action))
                 case Kind.BACKWARD:
                     self._backward(action)
                 case Kind.INPUT:
@@ -133,23 +158,36 @@ class _Run:
         assert not self._passes and not self._work, "the schedule left something undone"
         self._post.finish()
 
-    def _forward(self, action: Action) -> None:
+    def _forward(self, action: Action) -> Steps[None]:
         stage, _, micro_batch = action
         x = None
         if stage > 0:
             x = self._post.take(_Letter(stage, False, micro_batch))
             x.requires_grad_(torch.is_grad_enabled())
-        output = self._calls[stage](micro_batch, x)
+        output = yield from self._calls[stage](micro_batch, x)
         if torch.is_grad_enabled():
             self._passes[stage, micro_batch] = (x, output)
         if stage < self._last:
             self._post.send(_Letter(stage + 1, False, micro_batch), output.detach())
 
-    def _backward(self, action: Action) -> None:
+    def _both(self, forward: Action, backward: Action) -> None:
+        """A forward pass in the gaps of a backward pass.
+
+        Autograd runs nodes in the reverse order of their numbers, which each thread counts by itself: so all stays on
+        this one, or the forward pass, once it is differentiated, would be no mirror image of itself.
+        """
+        assert self._transfers is not None, "Pipeline.__init__ checks it"
+        steps = self._forward(forward)
+        with self._transfers.beside(partial(next, steps, None)), torch.autograd.set_multithreading_enabled(False):
+            self._backward(backward, before_sending=partial(drain, steps))
+
+    def _backward(self, action: Action, before_sending: Callable[[], None] | None = None) -> None:
         stage, _, micro_batch = action
         x, output = self._passes.pop((stage, micro_batch))
         gradient = None if stage == self._last else self._post.take(_Letter(stage, True, micro_batch))
         torch.autograd.backward(output, gradient)
+        if before_sending is not None:
+            before_sending()
         if x is not None:
             assert x.grad is not None, f"stage {stage} does not depend on its input"
             self._post.send(_Letter(stage - 1, True, micro_batch), x.grad)

@@ -10,6 +10,9 @@
 So a line of metrics is on disk before the checkpoint that contains its step, and what a killed run wrote after its last
 checkpoint is cut off when it resumes: file and state always agree.
 
+A request to stop reaches other ranks with the figures of a step, so all stop after the same one, and nobody waits for
+it. Of several ranks, a request that comes when these figures are on their way stops them one step later.
+
 A step that is not finite was not applied. Data and random numbers are put back to before it, that state is saved, and
 only then the origin is looked for, which costs memory. The run ends with the report in nonfinite.json.
 """
@@ -30,7 +33,6 @@ from penstock.data.batch import Batch
 from penstock.data.evaluation import Evaluation
 from penstock.data.loader import SavedPlace
 from penstock.parallel.axes import ALONE, Axis
-from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.diagnose import Finding, find_held_out_origin, find_origin
 from penstock.train.evaluate import evaluate
@@ -40,7 +42,7 @@ from penstock.train.run_folder import RunFolder
 from penstock.train.schedule import learning_rate
 from penstock.train.setup import Session
 from penstock.train.state import random_state, restore_random_state, restore_state, save_state
-from penstock.train.step import StepResult, largest, train_step
+from penstock.train.step import StepResult, train_step
 from penstock.train.stop import StopRequest
 
 
@@ -132,6 +134,8 @@ def train_run(
         cleanup.enter_context(_manual_garbage_collection(session.run.training.collect_garbage_every))
         end = _Loop(session, folder, store, begin, observers).run(stop)
         store.close()
+        if session.graphs is not None:  # Not after a failure: a rank that is lost would be waited for.
+            session.graphs.release()
         return end
 
 
@@ -161,11 +165,11 @@ class _Loop:
         self._announce()
         done, saved, last, is_stopping = self._begin, self._begin.steps, None, False
         while done.steps < steps and not is_stopping:
-            last = self._step(done)
+            last, wants_stop = self._step(done, stop)
             done = Progress(last.step, last.tokens_seen)
             for observer in self._observers:
                 observer.stepped(last)
-            is_stopping = self._agree_to_stop(stop)
+            is_stopping = wants_stop or self._may_stop_alone(stop)
             is_end = done.steps == steps or is_stopping
             if self._run.checkpoint.enabled and (is_end or _is_due(done.steps, self._run.checkpoint.every)):
                 self._save(done)
@@ -193,12 +197,13 @@ class _Loop:
             steps_done=self._begin.steps,
             ranks=self._session.axes.world.size,
             micro_batches=micro_batches(self._run, self._session.axes.grid),
+            graphs=self._session.graphs_note,
         )
         for observer in self._observers:
             observer.started(start)
 
-    def _step(self, done: Progress) -> StepReport:
-        """Make the next step, evaluate if that is due, and report."""
+    def _step(self, done: Progress, stop: StopRequest) -> tuple[StepReport, bool]:
+        """Make the next step, evaluate if that is due, and report; also whether a rank wants to stop."""
         state, step = self._session.state, done.steps + 1
         before = Place(state.batches.state(), random_state())
         begin_seconds = time.perf_counter()
@@ -206,11 +211,11 @@ class _Loop:
         rate = learning_rate(
             done.steps, self._run.training.steps, self._run.optimizer.learning_rate, self._run.schedule
         )
-        result = train_step(self._session.model, state.optimizer, batch, self._rule, rate)
+        result = train_step(self._session.model, state.optimizer, batch, self._rule, rate, stop)
         seconds = time.perf_counter() - begin_seconds
         if not result.is_finite:
             raise self._halt(done, before, batch, result)
-        return self._report(done, result, rate, seconds, self._evaluate(step))
+        return self._report(done, result, rate, seconds, self._evaluate(step)), result.wants_stop
 
     def _evaluate(self, step: int) -> HeldOutLoss | None:
         """Held-out loss if it is due. The first step counts as due: a curve should show where it began."""
@@ -228,7 +233,7 @@ class _Loop:
     ) -> StepReport:
         tokens, peak = self._run.tokens_per_step, self._session.peak_flops
         per_device = tokens / seconds / self._session.axes.world.size
-        moe = self._run.model.moe
+        moe, graphs = self._run.model.moe, self._session.graphs
         return StepReport(
             step=done.steps + 1,
             loss=result.loss,
@@ -240,19 +245,18 @@ class _Loop:
             step_seconds=seconds,
             elapsed_seconds=time.perf_counter() - self._begin_seconds,
             model_flops_utilization=self._session.size.flops_per_token * per_device / peak if peak else None,
-            peak_memory_bytes=int(self._largest(peak_memory_bytes(self._session.device))),
+            peak_memory_bytes=result.peak_memory_bytes,
             forced_balance=moe is not None and moe.balance.force,
             layers=result.layers,
             left_out=result.left_out,
             evaluation=evaluation,
+            graph_pool_bytes=0 if graphs is None else graphs.pool_bytes,
+            notices=() if graphs is None else graphs.take_notices(),
         )
 
-    def _agree_to_stop(self, stop: StopRequest) -> bool:
-        """Whether any rank was asked to; all of them then stop after the same step."""
-        return self._largest(stop.signal is not None) > 0
-
-    def _largest(self, value: float) -> float:
-        return largest([value], self._session.axes.world, self._session.device)[0]
+    def _may_stop_alone(self, stop: StopRequest) -> bool:
+        """Whether a request that came behind the step's figures counts: not where other ranks have not heard of it."""
+        return self._session.axes.world.group is None and stop.signal is not None
 
     def _save(self, done: Progress) -> None:
         save_state(self._store, done.steps, self._session.state, {"tokens_seen": done.tokens})
@@ -271,7 +275,8 @@ class _Loop:
             self._save(done)
             self._store.wait()
 
-        # 3. Look where it began.
+        # 3. Look where it began, with all the memory that there is.
+        self._give_graph_up()
         finding = Finding(
             figure="gradient norm" if math.isfinite(result.loss) else "loss",
             value=str(result.gradient_norm if math.isfinite(result.loss) else result.loss),
@@ -285,6 +290,7 @@ class _Loop:
         """The step itself was finite, but its update spoiled the model: there is no state to save any more."""
         self._store.wait()
         latest = self._store.latest()
+        self._give_graph_up()
         finding = Finding(
             figure="held-out loss",
             value=str(held_out.loss),
@@ -293,6 +299,10 @@ class _Loop:
             checkpoint=None if latest is None else str(self._store.path(latest)),
         )
         return finding.write(self._folder.nonfinite, writes=self._session.axes.rank == 0)
+
+    def _give_graph_up(self) -> None:
+        if self._session.graphs is not None:
+            self._session.graphs.release()
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -45,6 +45,7 @@ FIELDS: dict[str, Field] = {
     "peak_memory_bytes": Field(
         "bytes", "Most memory so far: handed out by the allocator on a GPU, resident set of the process on a CPU."
     ),
+    "graph_pool_bytes": Field("bytes", "Device memory that a captured pass keeps (graphs.capture); 0 without one."),
     "expert_load_max_over_mean": Field("", "Of the least even layer; 1 is even. Null for a dense model."),
     "dropped_slots": Field("slots", "(token, expert) pairs over capacity, all layers together."),
     "rows_left_out": Field(
@@ -82,6 +83,7 @@ def record(report: StepReport) -> dict[str, Any]:
         "step_seconds": report.step_seconds,
         "model_flops_utilization": report.model_flops_utilization,
         "peak_memory_bytes": report.peak_memory_bytes,
+        "graph_pool_bytes": report.graph_pool_bytes,
         "expert_load_max_over_mean": None if worst is None else worst.max_over_mean,
         "dropped_slots": sum(layer.dropped for layer in report.layers),
         "rows_left_out": report.left_out,

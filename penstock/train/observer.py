@@ -71,6 +71,7 @@ class StepReport:
         elapsed_seconds: since this process began to train, evaluations and checkpoints included.
         layers: one for each MoE layer; empty for a dense model.
         evaluation: held-out loss after this step, or None if none was due.
+        notices: what the user should know from now on, one line each; told once.
     """
 
     step: int
@@ -88,6 +89,8 @@ class StepReport:
     layers: tuple[LayerReport, ...]
     left_out: int
     evaluation: HeldOutLoss | None
+    graph_pool_bytes: int = 0
+    notices: tuple[str, ...] = ()
 
     @property
     def worst_layer(self) -> LayerReport | None:
@@ -109,6 +112,7 @@ class RunStart:
         steps_done: steps of earlier processes; more than 0 after resuming.
         ranks: processes that train together.
         micro_batches: forward passes of one rank in a step.
+        graphs: what is captured, or why nothing is; empty if nobody asked.
     """
 
     run: Run
@@ -120,6 +124,7 @@ class RunStart:
     steps_done: int
     ranks: int = 1
     micro_batches: int = 1
+    graphs: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

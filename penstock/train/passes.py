@@ -7,9 +7,11 @@ from torch import Tensor
 
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.models.decoder import Decoder, Hidden
+from penstock.models.holdings import head_total
 from penstock.models.rank_model import RankModel
 from penstock.parallel.collectives import all_gather
 from penstock.parallel.pipeline import StageCall
+from penstock.parallel.turns import Steps
 from penstock.train.global_batch import GlobalBatch, MicroBatch
 from penstock.train.loss import LossRule, batch_loss, model_loss
 
@@ -31,18 +33,34 @@ def forward_backward(model: RankModel, batch: GlobalBatch, rule: LossRule) -> Te
     sums = torch.zeros(1 + rule.depths, device=model.device)
     if model.pipeline is None:
         for micro_batch in batch.micro_batches:
-            loss = model_loss(model.whole, micro_batch, batch.counted, rule)
-            loss.total.backward()
-            sums += loss.parts
+            sums += differentiate(model, micro_batch, batch.counted, rule)
         return sums
 
     def loss_of(number: int, hidden: Hidden, decoder: Decoder) -> Tensor:
-        loss = batch_loss(hidden, decoder.head_VD, batch.micro_batches[number].labels, batch.counted, rule)
+        labels = batch.micro_batches[number].labels
+        loss = batch_loss(hidden, decoder.head_VD, labels, batch.counted, rule, head_total(decoder))
         sums.add_(loss.parts)
         return loss.total
 
     model.pipeline.train(_calls(model, batch.micro_batches, loss_of))
     return sums
+
+
+def differentiate(model: RankModel, batch: MicroBatch, counted: Tensor, rule: LossRule) -> Tensor:
+    """Forward and backward pass over one micro-batch, by a decoder that is in one piece; may be captured as a graph.
+
+    Args:
+        model: in training mode.
+        batch: the micro-batch.
+        counted: as in `GlobalBatch`.
+        rule: of the loss.
+
+    Returns:
+        See `MicroLoss.parts`.
+    """
+    loss = model_loss(model.whole, batch, counted, rule)
+    loss.total.backward()
+    return loss.parts
 
 
 @torch.no_grad()
@@ -80,8 +98,8 @@ def _calls(model: RankModel, batches: Sequence[MicroBatch], at_end: FromHidden) 
     """One call for each stage: its part of the decoder, and the loss where the stage has the output projection."""
 
     def call_of(decoder: Decoder) -> StageCall:
-        def call(number: int, x_BSD: Tensor | None) -> Tensor:
-            hidden = decoder(batches[number].reading, x_BSD)
+        def call(number: int, x_BSD: Tensor | None) -> Steps[Tensor]:
+            hidden = yield from decoder.call_in_steps(batches[number].reading, x_BSD)
             return hidden.main_BSD if decoder.norm is None else at_end(number, hidden, decoder)
 
         return call

@@ -27,7 +27,9 @@ from penstock.moe.router import Router
 from penstock.parallel.axes import ALONE, Axes, make_axes
 from penstock.parallel.launch.environment import Environment
 from penstock.parallel.launch.process import choose_device, device_name, prepare_process
+from penstock.train.captured import CapturedPasses, captured_passes
 from penstock.train.optimizer import MasterAdamW
+from penstock.train.passes import forward_backward
 from penstock.train.state import TrainState, identity_of
 from penstock.train.step import StepRule, step_rule
 
@@ -47,6 +49,8 @@ class Session:
         rule: how a step is made.
         state: model, optimizer and data: what a checkpoint holds.
         held_out: our rows to judge by, or None if evaluation is off.
+        graphs: makes the passes by replaying a graph; None if they are eager.
+        graphs_note: a word on that; empty if nobody asked for graphs.
     """
 
     run: Run
@@ -59,6 +63,8 @@ class Session:
     rule: StepRule
     state: TrainState
     held_out: Evaluation | None
+    graphs: CapturedPasses | None = None
+    graphs_note: str = ""
 
     @property
     def axes(self) -> Axes:
@@ -114,6 +120,8 @@ def prepare(run: Run, environment: Environment) -> Session:
     )
     initialize_masters(model.modules, optimizer.parts(), run.seed, run.model.initial_std)
     add_in_kernels(model.modules, optimizer.gradient_of)
+    choices = kernel_choices(run, device_facts(device, run.training.precision))
+    graphs, graphs_note = captured_passes(run, device, choices)
     state = TrainState(
         identity=identity_of(run),
         modules=model.modules,
@@ -125,13 +133,15 @@ def prepare(run: Run, environment: Environment) -> Session:
         run=run,
         device=device,
         device_name=name,
-        kernels=summary(kernel_choices(run, device_facts(device, run.training.precision))),
+        kernels=summary(choices),
         peak_flops=peak_flops(name),
         size=count(run.model, run.training.sequence_length),
         model=model,
-        rule=step_rule(run, model, device),
+        rule=step_rule(run, model, device, graphs or forward_backward),
         state=state,
         held_out=texts.held_out,
+        graphs=graphs,
+        graphs_note=graphs_note,
     )
 
 

@@ -2,15 +2,15 @@
 
 The host waits for the device once: when all gradients are there, loss, norm and expert loads are read in one copy. Only
 then is it decided whether to update. So a step that is not finite leaves parameters, moments and expert bias exactly as
-they were, and on one device the update's kernels still run while the host prepares the next step; many ranks agree on
-peak memory and on a stop afterwards, and wait for that.
+they were, and the update's kernels still run while the host prepares the next step. What else ranks must tell each
+other, their memory and whether somebody asked them to stop, is summed and read with these figures.
 
 A step in which rows found no room at their experts, on any rank, is made again with room for all
 (penstock/moe/dispatch/room.py).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,12 +22,16 @@ from penstock.data.batch import Batch
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import LayerLoad, layer_loads, reset_loads, update_expert_bias
 from penstock.moe.dispatch.room import forget_left_out, room_for_all, rows_left_out
-from penstock.parallel.axes import Axis
+from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.train.global_batch import CutRule, GlobalBatch, cut
 from penstock.train.loss import LossRule, loss_rule
 from penstock.train.observer import LayerReport
-from penstock.train.optimizer import MasterAdamW
+from penstock.train.optimizer import MasterAdamW, clip_divisor
 from penstock.train.passes import forward_backward
+from penstock.train.stop import StopRequest
+
+Passes = Callable[[RankModel, GlobalBatch, LossRule], Tensor]
+"""Makes the passes of a global batch, as `forward_backward` does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,7 @@ class StepRule:
         loss: what is added to what.
         moe_layers: numbers of all layers with experts, of every rank.
         experts: of such a layer.
+        passes: makes the forward and backward passes.
     """
 
     cut: CutRule
@@ -47,6 +52,7 @@ class StepRule:
     loss: LossRule
     moe_layers: tuple[int, ...]
     experts: int
+    passes: Passes = forward_backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +64,8 @@ class StepResult:
         mtp_losses: the same for each multi-token prediction depth.
         gradient_norm: before clipping.
         layers: load of each MoE layer, before the expert bias moved.
+        peak_memory_bytes: the most that a rank had taken when its passes were launched; an update shows in the next.
+        wants_stop: a rank had been asked to stop by then. All ranks hear the same, so all stop after the same step.
         left_out: rows that found no room at first, over all ranks and layers; above 0 the step was made twice.
     """
 
@@ -65,7 +73,9 @@ class StepResult:
     mtp_losses: tuple[float, ...]
     gradient_norm: float
     layers: tuple[LayerReport, ...]
-    left_out: int = 0
+    peak_memory_bytes: int
+    wants_stop: bool
+    left_out: int
 
     @property
     def is_finite(self) -> bool:
@@ -73,7 +83,7 @@ class StepResult:
         return all(map(math.isfinite, (self.loss, *self.mtp_losses, self.gradient_norm)))
 
 
-def step_rule(run: Run, model: RankModel, device: torch.device) -> StepRule:
+def step_rule(run: Run, model: RankModel, device: torch.device, passes: Passes = forward_backward) -> StepRule:
     """The rule of a run on one rank."""
     axes = model.axes
     cut_rule = CutRule(
@@ -92,11 +102,17 @@ def step_rule(run: Run, model: RankModel, device: torch.device) -> StepRule:
         loss=loss_rule(run, axes),
         moe_layers=tuple(range(first, last)),
         experts=0 if run.model.moe is None else run.model.moe.experts,
+        passes=passes,
     )
 
 
 def train_step(
-    model: RankModel, optimizer: MasterAdamW, batch: Batch, rule: StepRule, learning_rate: float
+    model: RankModel,
+    optimizer: MasterAdamW,
+    batch: Batch,
+    rule: StepRule,
+    learning_rate: float,
+    stop: StopRequest | None = None,
 ) -> StepResult:
     """Train on one global batch, unless its loss or gradients are not finite. All ranks make the step together.
 
@@ -106,6 +122,7 @@ def train_step(
         batch: our rows of the global batch, on the CPU.
         rule: how.
         learning_rate: of this step.
+        stop: asked when the passes are launched, for the other ranks to hear; None if nobody can ask.
 
     Returns:
         Figures of the global batch, the same on all ranks.
@@ -117,51 +134,41 @@ def train_step(
     whole = cut(batch, rule.cut)
 
     # 2. to 4. Gradients and figures, once more if some rows found no room.
-    result, norm, loads = _differentiate(model, optimizer, whole, rule)
+    result, loads = _differentiate(model, optimizer, whole, rule, stop)
     if result.left_out:
         left_out = result.left_out
         with room_for_all(model.modules):
-            result, norm, loads = _differentiate(model, optimizer, whole, rule)
+            result, loads = _differentiate(model, optimizer, whole, rule, stop)
         result = replace(result, left_out=left_out)
     if not result.is_finite:
         return result
 
-    # 5. Clip, 6. update, 7. move the expert bias: once a global batch.
-    optimizer.clip(norm, rule.clip_norm)
-    optimizer.step(learning_rate)
+    # 5. Clip and update, 6. move the expert bias: once a global batch.
+    optimizer.step(learning_rate, clip_divisor(result.gradient_norm, rule.clip_norm))
     update_expert_bias(model.modules, loads)
     return result
 
 
 def _differentiate(
-    model: RankModel, optimizer: MasterAdamW, whole: GlobalBatch, rule: StepRule
-) -> tuple[StepResult, Tensor, list[LayerLoad]]:
-    """Gradients of a global batch; returns the step's figures, and of these what goes on to the update."""
+    model: RankModel, optimizer: MasterAdamW, whole: GlobalBatch, rule: StepRule, stop: StopRequest | None
+) -> tuple[StepResult, list[LayerLoad]]:
+    """Gradients of a global batch; returns the step's figures, and of these what the expert bias needs."""
     # 2. Forward and backward, micro-batch by micro-batch.
     reset_loads(model.modules)
     forget_left_out(model.modules)
     optimizer.zero_gradients()
-    losses = forward_backward(model, whole, rule.loss)
+    losses = rule.passes(model, whole, rule.loss)
 
     # 3. Sum over ranks.
     optimizer.reduce_gradients()
     norm = optimizer.gradient_norm()
-    figures = _sum_figures(losses, model, rule)
+    figures = _sum_figures(losses, _own_words(model, stop), model, rule)
 
     # 4. Read everything in one copy.
     result = _read(figures, norm)
     if model.buffers is not None:
         model.buffers.check()
-    return result, norm, figures.loads
-
-
-def largest(values: Sequence[float], world: Axis, device: torch.device) -> list[float]:
-    """The largest of each value over all ranks, such as peak memory, or a wish to stop as 0 or 1. Waits for them."""
-    if world.group is None:
-        return list(values)
-    highest = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=world.group)
-    return highest.tolist()
+    return result, figures.loads
 
 
 @dataclass(frozen=True)
@@ -172,14 +179,26 @@ class _Figures:
         losses: main loss, then those of multi-token prediction.
         left_out: scalar, rows that found no room.
         loads: of all MoE layers.
+        words: float64, 1 + ranks: how many ranks were asked to stop, and each one's peak memory.
     """
 
     losses: Tensor
     left_out: Tensor
     loads: list[LayerLoad]
+    words: Tensor
 
 
-def _sum_figures(losses: Tensor, model: RankModel, rule: StepRule) -> _Figures:
+def _own_words(model: RankModel, stop: StopRequest | None) -> Tensor:
+    """This rank's summand of `_Figures.words`."""
+    world = model.axes.world
+    words = torch.zeros(1 + world.size, dtype=torch.float64, device=model.device)
+    # Filled on the device: a copy from the host would wait for it.
+    words[0].fill_(stop is not None and stop.signal is not None)
+    words[1 + world.rank].fill_(peak_memory_bytes(model.device))
+    return words
+
+
+def _sum_figures(losses: Tensor, words: Tensor, model: RankModel, rule: StepRule) -> _Figures:
     """Figures of the global batch, from those of every rank, in one all-reduce.
 
     float64 holds counts up to 2**53 exactly.
@@ -188,24 +207,24 @@ def _sum_figures(losses: Tensor, model: RankModel, rule: StepRule) -> _Figures:
     left_out = rows_left_out(model.modules, losses.device)
     axes = model.axes
     if axes.world.group is None:
-        return _Figures(losses, left_out, loads)
+        return _Figures(losses, left_out, loads, words)
     # Ranks that share the vocabulary have the same loss; one of them says it.
     losses = losses.double() if axes.tensor.rank == 0 else torch.zeros_like(losses, dtype=torch.float64)
     table = losses.new_zeros(len(rule.moe_layers), 2 + rule.experts)
     for load in loads:
         row = table[rule.moe_layers.index(load.layer)]
         row[0], row[1], row[2:] = load.dropped, load.auxiliary_loss, load.slots_E
-    figures = torch.cat((losses, left_out.double()[None], table.flatten()))
+    figures = torch.cat((losses, left_out.double()[None], words, table.flatten()))
     dist.all_reduce(figures, group=axes.world.group)
-    losses, left_out, table = figures.split((losses.numel(), 1, table.numel()))
+    losses, left_out, words, table = figures.split((losses.numel(), 1, words.numel(), table.numel()))
     rows = table.view(len(rule.moe_layers), 2 + rule.experts)
     summed = [LayerLoad(layer, row[2:], row[0], row[1]) for layer, row in zip(rule.moe_layers, rows, strict=True)]
-    return _Figures(losses, left_out, summed)
+    return _Figures(losses, left_out, summed, words)
 
 
 def _read(figures: _Figures, norm: Tensor) -> StepResult:
     """Copy a step's figures to the host. float64 holds float32 values, and counts up to 2**53, exactly."""
-    pieces = [figures.losses, norm, figures.left_out]
+    pieces = [figures.losses, norm, figures.left_out, figures.words]
     for load in figures.loads:
         pieces += [load.dropped, load.auxiliary_loss, load.slots_E]
     values = iter(torch.cat([piece.detach().double().reshape(-1) for piece in pieces]).tolist())
@@ -214,7 +233,8 @@ def _read(figures: _Figures, norm: Tensor) -> StepResult:
         return [next(values) for _ in range(count)]
 
     main, *depths = take(figures.losses.numel())
-    gradient_norm, left_out = take(2)
+    gradient_norm, left_out, wishes = take(3)
+    peaks = take(figures.words.numel() - 1)
     layers = []
     for load in figures.loads:
         dropped, auxiliary_loss = take(2)
@@ -225,5 +245,7 @@ def _read(figures: _Figures, norm: Tensor) -> StepResult:
         mtp_losses=tuple(depths),
         gradient_norm=gradient_norm,
         layers=tuple(layers),
+        peak_memory_bytes=int(max(peaks)),
+        wants_stop=wishes > 0,
         left_out=int(left_out),
     )

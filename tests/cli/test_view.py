@@ -118,6 +118,24 @@ def test_the_batch_is_that_of_all_ranks_and_its_parts(
     assert facts_of(start)["batch"] == text
 
 
+def test_what_became_of_graphs_stands_in_the_head_if_anybody_asked(tmp_path: Path) -> None:
+    start = run_start(tiny_run(tmp_path))
+    assert "graphs" not in facts_of(start)
+    assert facts_of(replace(start, graphs="none: device cpu has no graphs"))["graphs"].startswith("none: device cpu")
+
+
+def test_a_notice_is_told_once_by_both_views(tmp_path: Path) -> None:
+    notice, start = "graphs: one pass captured in 0.2 s; its pool keeps 5.05 GB", run_start(tiny_run(tmp_path))
+    for view_of in (PlainView, LiveView):
+        file = io.StringIO()
+        view = view_of(Console(file=file, width=80, force_terminal=view_of is LiveView))
+        view.started(start)
+        view.stepped(step_report(1, notices=(notice,)))
+        view.stepped(step_report(2))
+        view.closed()
+        assert file.getvalue().count(notice) == 1
+
+
 def test_plain_lines_are_aligned(tmp_path: Path) -> None:
     *_, heads, first, _ = lines_of(tiny_run(tmp_path), 2, seconds=9.0)
     assert heads.split() == list(COLUMNS)

@@ -1,7 +1,7 @@
 """Every rule between fields breaks as its table says, and what is possible passes them all.
 
-The tables stand in test_model_rules, test_run_rules, test_layout_rules and dispatch_rule_table, beside what else is
-tested of their rules.
+The tables stand in test_model_rules, test_run_rules and test_layout_rules, beside what else is tested of their rules,
+and in dispatch_rule_table, overlap_rule_table and graph_rule_table.
 """
 
 import pytest
@@ -9,10 +9,24 @@ import pytest
 from penstock.base.errors import ConfigError
 from penstock.config.problem import refuse
 from penstock.config.rules import RULES, Rule
-from tests.config import dispatch_rule_table, test_layout_rules, test_model_rules, test_run_rules
+from tests.config import (
+    dispatch_rule_table,
+    graph_rule_table,
+    overlap_rule_table,
+    test_layout_rules,
+    test_model_rules,
+    test_run_rules,
+)
 from tests.config.small import unchecked_run
 
-TABLES = (test_model_rules, test_run_rules, test_layout_rules, dispatch_rule_table)
+TABLES = (
+    test_model_rules,
+    test_run_rules,
+    test_layout_rules,
+    dispatch_rule_table,
+    overlap_rule_table,
+    graph_rule_table,
+)
 BROKEN = [row for table in TABLES for row in table.BROKEN]
 FINE = {name: overrides for table in TABLES for name, overrides in table.FINE.items()}
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from benchmarks import record
 from penstock.config.load import load_run
+from penstock.config.parallel import RECOMPUTABLE
 from penstock.parallel.launch.environment import Environment
 from penstock.train.evaluate import evaluate
 from penstock.train.setup import Session, prepare
@@ -103,8 +104,15 @@ def play(overrides: tuple[str, ...], steps: int = STEPS, rate: float = RATE) -> 
 
 
 def start_session(overrides: tuple[str, ...]) -> Session:
-    """The small run, on this rank."""
-    environment = Environment(color=False, threads=1, world_size=dist.get_world_size(), rank=dist.get_rank())
+    """The small run, on this rank. It is alone on its node, or one of those on two nodes if they are asked for."""
+    world = dist.get_world_size()
+    environment = Environment(
+        color=False,
+        threads=1,
+        world_size=world,
+        rank=dist.get_rank(),
+        local_world_size=max(1, world // 2) if TWO_NODES in overrides else 1,
+    )
     return prepare(load_run("debug", BASE + overrides), environment)
 
 
@@ -189,6 +197,9 @@ def differences(got: Trace, expected: Trace, start: dict[str, Tensor]) -> dict[s
     }
 
 
+TWO_NODES = "dispatch.method=hierarchical"
+
+
 def layout(*settings: str) -> tuple[str, ...]:
     """Overrides of the section `parallel`, and whole paths as they are."""
     return tuple(setting if "." in setting else f"parallel.{setting}" for setting in settings)
@@ -219,6 +230,23 @@ def gathered(stage: int, *settings: str) -> tuple[str, ...]:
     return (*layout(*settings), "dispatch.method=all-gather", f"dispatch.sync_free={stage}")
 
 
+def overlapped(overlap: str, *settings: str) -> tuple[str, ...]:
+    """Something is computed while tokens travel; two halves need two rows."""
+    rows = ("training.micro_batch=2",) if overlap == "halves" else ()
+    return (*layout(*settings), f"dispatch.overlap={overlap}", *rows)
+
+
+PARTS = RECOMPUTABLE[: RECOMPUTABLE.index("moe")]
+"""Of a layer, without the ways of the tokens."""
+
+
+def by_node(stage: int, *settings: str) -> tuple[str, ...]:
+    """Tokens sent to nodes first, at a sync-free stage."""
+    return (*layout(*settings), TWO_NODES, f"dispatch.sync_free={stage}")
+
+
+PASSES_FOLDED = overlapped("passes", *pipeline("interleaved", 2, "tensor=2", "expert=2"))
+
 NO_ROOM = (*gathered(2, "expert=4"), "dispatch.bound=1.0")
 """Room for even loads only: every step is made twice."""
 
@@ -238,6 +266,9 @@ CASES = (
     Case("PP 2 x EP 2, ZB-V, all-gather, too little room", 4, (*pipeline("zb-v", 2, "expert=2"), *NO_ROOM[1:])),
     Case("EP 2 x EDP 2, FSDP, all-gather, too little room", 4, (*layout("expert=2", "shard=full"), *NO_ROOM[1:])),
     Case("EP 4, all-gather, recompute moe, too little room", 4, (*NO_ROOM, "recompute.modules=moe")),
+    Case("EP 4 on 2 nodes", 4, (*layout("expert=4"), TWO_NODES), core=True),
+    Case("EP 2 x ETP 2 on 2 nodes, sync-free 3", 4, by_node(3, "expert=2", "expert_tensor=2")),
+    Case("EP 4 on 2 nodes, sync-free 2, too little room", 4, (*by_node(2, "expert=4"), "dispatch.bound=1.0")),
     Case("EP 2 x EDP 2, ZeRO-1", 4, layout("expert=2")),
     Case("EP 2 x EDP 2, FSDP", 4, layout("expert=2", "shard=full"), core=True),
     Case("ETP 2", 2, layout("expert_tensor=2")),
@@ -275,6 +306,34 @@ CASES = (
     *(
         Case(f"EP 2 x DP 2, recompute {kind}", 4, layout("expert=2", f"recompute.modules={kind}"), core=kind == "layer")
         for kind in ("norm", "latent-up", "attention", "expert-activation", "shared-expert", "dense", "moe", "layer")
+    ),
+    *(Case(f"one rank, overlap {overlap}", 1, overlapped(overlap)) for overlap in ("shared", "halves")),
+    *(
+        Case(f"EP 4, overlap {overlap}", 4, overlapped(overlap, "expert=4"), core=overlap == "halves")
+        for overlap in ("shared", "halves")
+    ),
+    *(
+        Case(f"PP 2 x EP 2, {schedule}, overlap passes", 4, overlapped("passes", *pipeline(schedule, 2, "expert=2")))
+        for schedule in ("interleaved", "dualpipe-v")
+    ),
+    Case("PP 2, interleaved, overlap passes", 2, overlapped("passes", *pipeline("interleaved", 2)), core=True),
+    Case("PP 2 x TP 2 folded with EP 2, interleaved, overlap passes", 4, PASSES_FOLDED),
+    Case("EP 2 x DP 2, FSDP, overlap shared", 4, overlapped("shared", "expert=2", "shard=full")),
+    Case("EP 2, overlap halves", 2, overlapped("halves", "expert=2")),
+    Case("EP 4, drop and pad, overlap shared", 4, overlapped("shared", "expert=4"), PADDED),
+    Case("EP 4, all-gather, sync-free 3, overlap halves", 4, overlapped("halves", *gathered(3, "expert=4"))),
+    Case("EP 4, all-gather, too little room, overlap halves", 4, overlapped("halves", *NO_ROOM)),
+    Case("TP 2 folded with EP 4, overlap halves", 4, overlapped("halves", "tensor=2", "expert=4")),
+    Case(
+        "PP 2 x EP 2, ZB-V, overlap halves",
+        4,
+        overlapped("halves", *pipeline("zb-v", 2, "expert=2"), "training.global_batch=16"),
+        ("training.global_batch=16",),
+    ),
+    Case(
+        "EP 4, overlap halves, recompute all parts",
+        4,
+        overlapped("halves", "expert=4", f"recompute.modules={[*PARTS]}"),
     ),
     Case(
         "PP 2, ZB-V x EP 2, recompute norm and latent-up",

@@ -1,7 +1,7 @@
 """A pipeline of small stages on several ranks gives what one process gives that holds them all."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +16,7 @@ from penstock.layout.schedules import SCHEDULES, schedule
 from penstock.parallel.axes import ALONE, Axes, Axis, make_axes
 from penstock.parallel.later import Later, deferrable
 from penstock.parallel.pipeline import Message, Pipeline, StageCall
+from penstock.parallel.turns import Steps, drain
 from tests.distributed.pool import Pool
 
 B, S, D = 2, 3, 4
@@ -35,8 +36,11 @@ def _data(number: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(B, S, D, generator=torch.Generator().manual_seed(1000 + number)).to(dtype)
 
 
-def _stage(weight: Tensor, later: Later | None, stage: int, last: int, number: int, x_BSD: Tensor | None) -> Tensor:
+def _stage(
+    weight: Tensor, later: Later | None, stage: int, last: int, number: int, x_BSD: Tensor | None
+) -> Steps[Tensor]:
     """One product; the first stage reads the micro-batch, the last one weighs it."""
+    yield
     assert (x_BSD is None) == (stage == 0), f"stage {stage} got {x_BSD}"
     x_BSD = _data(number, weight.dtype) if x_BSD is None else x_BSD
     y_BSD = deferrable(F.linear, (x_BSD,), (weight,), later).tanh()
@@ -56,8 +60,8 @@ class Seen:
     def calls(self) -> dict[int, StageCall]:
         return {stage: partial(self._call, stage) for stage in self.weights}
 
-    def _call(self, stage: int, number: int, x_BSD: Tensor | None) -> Tensor:
-        output = _stage(self.weights[stage], self.later, stage, self.last, number, x_BSD)
+    def _call(self, stage: int, number: int, x_BSD: Tensor | None) -> Steps[Tensor]:
+        output = yield from _stage(self.weights[stage], self.later, stage, self.last, number, x_BSD)
         self.modes.add(output.requires_grad)
         if stage == self.last:
             self.losses[number] = float(output.detach())
@@ -81,7 +85,7 @@ def _in_one_process(plan: Schedule, dtype: torch.dtype = torch.float32) -> Resul
     for number in range(plan.micro_batches):
         x_BSD = None
         for stage in range(plan.stages):
-            x_BSD = calls[stage](number, x_BSD)
+            x_BSD = drain(calls[stage](number, x_BSD))
         assert x_BSD is not None
         x_BSD.backward()
     return whole.gradients(), whole.losses
@@ -193,10 +197,14 @@ def test_a_schedule_that_leaves_a_pass_or_work_undone_is_refused(actions: str) -
         _alone(actions, 1, later).train(_calls(1, later))
 
 
+def _at_once(output: Tensor) -> Steps[Tensor]:
+    yield
+    return output
+
+
 def test_a_stage_that_does_not_use_its_input_is_named() -> None:
     calls = _calls(2)
-    weight = _weight(1)
-    calls[1] = lambda number, x_BSD: weight.sum()
+    calls[1] = lambda number, x_BSD: _at_once(_weight(1).sum())
     with pytest.raises(AssertionError, match="stage 1 does not depend on its input"):
         _alone("0F0 1F0 1B0 0B0", 2).train(calls)
 
@@ -246,10 +254,10 @@ def _take(order: list[str], weight: Tensor) -> None:
         weight.grad = None
 
 
-def _told(call: StageCall, order: list[str]) -> Callable[[int, Tensor | None], Tensor]:
-    def forward(number: int, x_BSD: Tensor | None) -> Tensor:
+def _told(call: StageCall, order: list[str]) -> StageCall:
+    def forward(number: int, x_BSD: Tensor | None) -> Steps[Tensor]:
         order.append("forward")
-        return call(number, x_BSD)
+        return (yield from call(number, x_BSD))
 
     return forward
 

@@ -305,7 +305,7 @@ def test_an_update_that_spoils_the_model_is_found_by_the_next_evaluation(
 
     def spoiled(model: RankModel, *rest: object) -> object:
         result = real(model, *rest)  # type: ignore[arg-type]
-        if rest[-1] == 1e-2 * 0.1:  # the learning rate of the last step
+        if rest[-2] == 1e-2 * 0.1:  # the learning rate of the last step
             with torch.no_grad():
                 model.whole.get_parameter("blocks.0.ffn.down.weight").fill_(math.inf)
         return result

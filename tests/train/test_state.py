@@ -15,7 +15,7 @@ from penstock.base.errors import CheckpointError, DataError
 from penstock.data.batch import Batch
 from penstock.parallel.axes import Axis
 from penstock.train.checkpoint import CheckpointStore
-from penstock.train.optimizer import MasterAdamW
+from penstock.train.optimizer import MasterAdamW, clip_divisor
 from penstock.train.state import (
     TrainState,
     check_same_model,
@@ -80,8 +80,7 @@ def _train(state: TrainState, steps: int) -> list[float]:
         state.optimizer.zero_gradients()
         loss = state.modules[0](state.batches.next_batch().tokens_BS[0]) * (1.0 + random.random() + np.random.normal())
         loss.backward()
-        state.optimizer.clip(state.optimizer.gradient_norm(), 1.0)
-        state.optimizer.step(0.01)
+        state.optimizer.step(0.01, clip_divisor(state.optimizer.gradient_norm().item(), 1.0))
         losses.append(loss.item())
     return losses
 
@@ -225,8 +224,7 @@ def test_a_state_on_a_gpu_is_saved_and_restored(tmp_path: Path, asynchronous: bo
     def train(state: TrainState) -> None:
         state.optimizer.zero_gradients()
         state.modules[0](state.batches.next_batch().tokens_BS[0].cuda()).backward()
-        state.optimizer.clip(state.optimizer.gradient_norm(), 1.0)
-        state.optimizer.step(0.01)
+        state.optimizer.step(0.01, clip_divisor(state.optimizer.gradient_norm().item(), 1.0))
 
     store = CheckpointStore(tmp_path, keep=0, asynchronous=asynchronous)
     state = build(0)

@@ -1,6 +1,7 @@
 """A step: the same gradients however the batch is cut, and nothing changed when they are not finite."""
 
 import math
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,14 +10,19 @@ import torch
 from torch import Tensor
 
 from penstock.config.model import Balance
+from penstock.config.parallel import Recompute
 from penstock.config.run import Run
 from penstock.config.training import Training
 from penstock.data.batch import Batch
-from penstock.models.holdings import holdings
+from penstock.models.holdings import add_in_kernels, holdings
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import layer_loads
+from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.step import StepResult, StepRule, step_rule, train_step
+from penstock.train.stop import StopRequest
+from tests.distributed.one_loss import layout, start_session
+from tests.distributed.pool import Pool
 from tests.train.tiny_run import CPU, one_rank, random_batch, tiny_model, tiny_run
 
 Snapshot = dict[str, Tensor]
@@ -37,8 +43,10 @@ def snapshot(model: RankModel, optimizer: MasterAdamW) -> Snapshot:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def gradients_of(run: Run, batch: Batch, rows: int) -> tuple[dict[str, Tensor], StepResult]:
+def gradients_of(run: Run, batch: Batch, rows: int, *, adds: bool = False) -> tuple[dict[str, Tensor], StepResult]:
     model, optimizer, rule = fresh(run)
+    if adds:
+        add_in_kernels(model.modules, optimizer.gradient_of)
     rule = replace(cut_into(rule, rows), clip_norm=0.0)
     result = train_step(model, optimizer, batch, rule, learning_rate=0.0)
     return {name: gradient.clone() for name, gradient in optimizer.gradients()}, result
@@ -61,6 +69,34 @@ def test_one_micro_batch_of_eight_rows_and_eight_of_one_give_the_same_gradients(
         assert [layer.slots for layer in parts_result.layers] == [layer.slots for layer in result.layers]
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("recompute", [(), ("layer",), ("moe", "dense", "latent-up")])
+def test_products_that_add_to_the_sums_give_the_gradients_of_autograd(
+    is_tied: bool, recompute: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = tiny_model(tied_embeddings=is_tied)
+    run = tiny_run(tmp_path, model=model, recompute=Recompute(modules=recompute))
+    batch = random_batch(8, 12)
+    expected, expected_result = gradients_of(run, batch, 2)
+    found, result = gradients_of(run, batch, 2, adds=True)
+    assert math.isclose(result.loss, expected_result.loss, rel_tol=1e-6)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6 * float(gradient.abs().max() + 1))
+
+
+def test_in_bf16_products_that_add_lose_less_than_gradients_that_are_rounded_first(tmp_path: Path) -> None:
+    """Against float32 arithmetic on the same bfloat16 weights: the head's gradient, which no other rounding spoils."""
+    training = Training(steps=4, sequence_length=12, micro_batch=2, global_batch=4, precision="bf16")
+    run = tiny_run(tmp_path, training=training)
+    batch = random_batch(8, 12)
+    one_pass, _ = gradients_of(run, batch, 8, adds=True)
+    errors = []
+    for adds in (False, True):
+        found, _ = gradients_of(run, batch, 1, adds=adds)
+        errors.append(float((found["head.weight"] - one_pass["head.weight"]).norm()))
+    assert errors[1] < errors[0]
+
+
 def test_a_mean_of_micro_batch_means_would_be_something_else(tmp_path: Path) -> None:
     """Shows that the labels of these tests are uneven enough for the exact average to matter."""
     run = tiny_run(tmp_path)
@@ -80,6 +116,39 @@ def test_the_result_says_what_happened(tmp_path: Path) -> None:
     assert [layer.layer for layer in result.layers] == [1, 2]
     assert all(sum(layer.slots) == 4 * 12 * 2 for layer in result.layers)
     assert all(layer.auxiliary_loss > 0 for layer in result.layers)
+
+
+def test_the_result_says_how_much_memory_was_taken_and_who_was_asked_to_stop(tmp_path: Path) -> None:
+    model, optimizer, rule = fresh(tiny_run(tmp_path))
+    stop = StopRequest()
+    before = peak_memory_bytes(CPU)
+    first = train_step(model, optimizer, random_batch(4, 12), rule, 1e-2, stop)
+    assert before <= first.peak_memory_bytes <= peak_memory_bytes(CPU)
+    assert not first.wants_stop
+    stop.signal = signal.SIGTERM
+    assert train_step(model, optimizer, random_batch(4, 12), rule, 1e-2, stop).wants_stop
+    assert not train_step(model, optimizer, random_batch(4, 12), rule, 1e-2).wants_stop, "nobody can ask"
+
+
+def _told(asked: int) -> tuple[tuple[bool, int], ...]:
+    """What a rank hears in three steps, of which rank `asked` is asked to stop in the second."""
+    session, stop = start_session(layout("expert=2", "evaluation.rows=0")), StopRequest()
+    heard = []
+    for step in range(3):
+        if step == 1 and session.axes.rank == asked:
+            stop.signal = signal.SIGINT
+        batch = session.state.batches.next_batch()
+        result = train_step(session.model, session.state.optimizer, batch, session.rule, 1e-4, stop)
+        heard.append((result.wants_stop, result.peak_memory_bytes))
+    session.state.batches.close()
+    return tuple(heard)
+
+
+def test_all_ranks_hear_the_same_in_the_step_that_one_was_asked_in(ranks: Pool) -> None:
+    first, second = ranks.run(2, _told, 1)
+    assert first == second
+    assert [wants_stop for wants_stop, _ in first] == [False, True, True]
+    assert all(peak > 1 << 20 for _, peak in first)
 
 
 def test_a_step_learns(tmp_path: Path) -> None:

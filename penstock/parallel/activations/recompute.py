@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from penstock.config.parallel import RECOMPUTABLE, Recompute
-from penstock.parallel.activations.region import discarding, is_inside, recomputed
+from penstock.parallel.activations.region import discarding, discarding_in_pieces, is_inside, recomputed
 
 Result = TypeVar("Result")
 
@@ -45,6 +45,10 @@ class RecomputeRule:
     def discarding(self) -> AbstractContextManager[None]:
         """`discarding` if the layer recomputes a part of itself. Stands around a layer's forward."""
         return discarding() if self.kinds else nullcontext()
+
+    def discarding_in_pieces(self) -> AbstractContextManager[Callable[[], AbstractContextManager[None]]]:
+        """The same around a layer that runs in pieces; gives what stands around each."""
+        return discarding_in_pieces() if self.kinds else nullcontext(nullcontext)
 
 
 def rule_for(config: Recompute, layer: int, stage: int) -> RecomputeRule:

@@ -31,6 +31,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -92,17 +93,31 @@ def recomputed(function: Callable[..., Result], *arguments: object) -> Result:
 @contextmanager
 def discarding() -> Iterator[None]:
     """Over a layer: outputs of its regions are not kept for those who save them in here, but computed again."""
-    if is_inside() or not torch.is_grad_enabled():
+    with discarding_in_pieces() as piece, piece():
         yield
+
+
+@contextmanager
+def discarding_in_pieces() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """`discarding` over a layer between whose pieces others run; yields what each piece enters."""
+    if is_inside() or not torch.is_grad_enabled():
+        yield nullcontext
         return
     discarded = _Discarded(current())
+    try:
+        yield partial(_shown_to, discarded)
+    finally:
+        discarded.results.clear()
+
+
+@contextmanager
+def _shown_to(discarded: _Discarded) -> Iterator[None]:
     token = _discarded.set(discarded)
     try:
         with keeping(discarded.keep):
             yield
     finally:
         _discarded.reset(token)
-        discarded.results.clear()
 
 
 @contextmanager

@@ -1,0 +1,125 @@
+"""What capturing passes saves, on one GPU: steps, launches, memory, and whether numbers are the same.
+
+    python -m benchmarks.graphs --output benchmarks/results/graphs-h200.json
+
+Every case runs the same steps twice, eager and captured (penstock/train/captured.py). `small` compares bits: it is
+deterministic, and losses, norms, loads, held-out loss and the sums of weights and moments must be equal; `masked` has a
+document mask and recomputes every layer. The others are DeepSeek-V2-Lite of few layers, with work for the GPU (`long`),
+or so little that the host decides (`short`); these are not deterministic, so a second eager run says how far apart
+losses are without graphs.
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import record
+from penstock.config.load import load_run
+from penstock.parallel.launch.environment import read_environment
+from penstock.parallel.launch.process import peak_memory_bytes
+from penstock.train.evaluate import evaluate
+from penstock.train.setup import Session, prepare
+from penstock.train.step import StepResult, train_step
+
+FIXED = ["data.source=synthetic-random", "checkpoint.enabled=false", "training.precision=bf16"]
+SMALL = ["training.deterministic=true", "training.global_batch=8", "evaluation.rows=8", "model.mtp_layers=1"]
+LITE = ["evaluation.rows=0", "training.global_batch=8"]
+CASES: dict[str, tuple[str, list[str]]] = {
+    "small": ("debug", SMALL),
+    "masked": ("debug", [*SMALL, "data.document_mask=true", 'recompute.modules=["layer"]']),
+    "long": ("deepseek-v2-lite-4l", [*LITE, "training.micro_batch=2", "training.sequence_length=4096"]),
+    "short": ("deepseek-v2-lite-4l", [*LITE, "training.micro_batch=1", "training.sequence_length=1024"]),
+}
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaMemsetAsync")
+STEPS, WARM = 8, 3
+"""Steps of a case, and those that are not timed: kernels are compiled in the first, the second captures."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    record.add_arguments(parser)
+    options = parser.parse_args()
+    numbers: dict[str, Any] = {}
+    for name, (preset, overrides) in CASES.items():
+        fixed = [*FIXED, *overrides]
+        eager, expected = measure(preset, fixed)
+        captured, found = measure(preset, [*fixed, "graphs.capture=passes"])
+        numbers[name] = {
+            "eager": eager,
+            "captured": captured,
+            "ratio": eager["step_ms"] / captured["step_ms"],
+            "same": found == expected,
+            "loss_apart": apart(found, expected),
+        }
+        if preset != "debug":
+            numbers[name]["loss_apart_of_two_eager_runs"] = apart(measure(preset, fixed)[1], expected)
+        print(name, numbers[name], flush=True)
+        record.write(options, numbers, steps=STEPS, warm=WARM)
+
+
+def measure(preset: str, overrides: list[str]) -> tuple[dict[str, Any], list[Any]]:
+    """Figures of a run, and everything that must be the same in another one."""
+    session = prepare(load_run(preset, overrides), read_environment())
+    torch.cuda.reset_peak_memory_stats()
+    results, seconds, held_out = [], [], []
+    for number in range(STEPS):
+        begin = time.perf_counter()
+        results.append(step(session, 1e-4 * (number + 1)))
+        seconds.append(time.perf_counter() - begin)
+        if session.held_out is not None and number % 3 == 2:
+            held_out.append(evaluate(session.model, session.held_out, session.rule.cut, session.rule.loss).loss)
+    kept = [(one.loss, one.mtp_losses, one.gradient_norm, one.layers) for one in results]
+    state = {name: float(part.tensor.double().sum()) for name, part in session.state.optimizer.parts().items()}
+    row: dict[str, Any] = {"step_ms": statistics.median(seconds[WARM:]) * 1e3, "second_step_ms": seconds[1] * 1e3}
+    row["peak_gb"] = peak_memory_bytes(session.device) / 1e9
+    row["reserved_gb"] = torch.cuda.memory_reserved() / 1e9
+    row |= launches_of(session) | update_of(session)
+    if session.graphs is not None:
+        row["pool_gb"] = session.graphs.pool_bytes / 1e9
+        session.graphs.release()
+    session.state.batches.close()
+    del session
+    gc.collect()
+    torch.cuda.empty_cache()
+    return row, [*kept, held_out, state]
+
+
+def step(session: Session, rate: float) -> StepResult:
+    """One step, to its end on the device."""
+    batch = session.state.batches.next_batch()
+    result = train_step(session.model, session.state.optimizer, batch, session.rule, rate)
+    torch.cuda.synchronize()
+    return result
+
+
+def launches_of(session: Session) -> dict[str, int]:
+    """What the host launches in a step, as the profiler sees it."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        step(session, 1e-6)
+    calls = Counter(event.name for event in seen.events())
+    return {"launches": sum(calls[name] for name in LAUNCHES), "graph_launches": calls["cudaGraphLaunch"]}
+
+
+def update_of(session: Session) -> dict[str, float]:
+    """Milliseconds of an update: of the host that launches it, and until it is done."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    session.state.optimizer.step(0.0)
+    launched = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return {"update_host_ms": launched * 1e3, "update_ms": (time.perf_counter() - begin) * 1e3}
+
+
+def apart(one: list[Any], other: list[Any]) -> float:
+    """Largest difference of two runs' losses."""
+    return max(abs(mine[0] - theirs[0]) for mine, theirs in zip(one[:STEPS], other[:STEPS], strict=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""Transfers that leave now and are waited for later, in forward and in backward.
+
+    flight = transfers.launch("dispatch", function, x_TD)   fork: a second stream waits for this one and runs function
+    ...                                                     runs beside it
+    (rows,), rest = flight.wait()                           join: this stream waits for the transfer
+
+Autograd sees two nodes. Backward takes nodes in the reverse order of forward, and these two change roles:
+
+    forward     launch: fork, transfer     compute      wait: join
+    backward    launch: join               its grads    wait: fork, transfer's gradients
+
+so what forward did between the two runs beside the transfer's gradients too. Between the nodes travel placeholders: the
+gradients that came to `wait`, of the right shape and worth nothing; the true ones wait in the `Flight`. The transfer
+itself is any differentiable function: it is recorded as a graph of its own and differentiated on the second stream.
+
+Memory. torch's allocator gives a freed block to the stream that it was allocated on, at once.
+    Blocks of this stream that the other one reads: the flight holds their tensors (inputs, and the function with all
+    that it closes over; then incoming gradients, and the transfer's whole graph) until the join. What reuses them comes
+    after the join, and so after the reads.
+    Blocks of the other stream that this one reads: they are free once the host drops them, after it has launched every
+    reader. The next transfer that can get them begins with a fork, which waits for all that this stream was given, and
+    while the host is in `function` it gives this stream nothing.
+Nobody calls `record_stream`, which would keep blocks of a captured graph from ever being used again.
+
+On a CPU there is one order of events: the transfer runs at its launch.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock.parallel.later import entered
+
+Rest = TypeVar("Rest")
+Result = TypeVar("Result")
+
+Transfer = Callable[..., tuple[tuple[Tensor, ...], Rest]]
+"""Tensors -> (tensors with gradients, anything that has none). It runs on one stream and gives the current one no work
+when the flight's stream is another."""
+
+
+class Transfers:
+    """The stream of one process that transfers run on, beside the one that computes.
+
+    Args:
+        device: that they run on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # Small kernels that others wait for: they go first wherever there is room.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._meanwhile: Callable[[], None] | None = None
+
+    def launch(self, name: str, function: "Transfer[Rest]", *inputs: Tensor) -> "Flight[Rest]":
+        """Let a transfer leave.
+
+        Args:
+            name: for reports.
+            function: see `Transfer`; what it closes over has no gradient.
+            inputs: its arguments; may have gradients.
+        """
+        flight: Flight[Rest] = Flight(self, name)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+            flight.outputs = _Launch.apply(flight, function, *inputs)
+        else:
+            flight.outputs = flight.leave(function, inputs)
+        return flight
+
+    @contextmanager
+    def beside(self, work: Callable[[], None]) -> Iterator[None]:
+        """Do `work` once whenever a backward pass inside has let a transfer leave."""
+        assert self._meanwhile is None, "two works beside one backward pass"
+        self._meanwhile = work
+        try:
+            yield
+        finally:
+            self._meanwhile = None
+
+    def meanwhile(self) -> None:
+        """Do what is to be done beside a transfer of the backward pass, if there is anything."""
+        if self._meanwhile is not None:
+            with torch.enable_grad():
+                self._meanwhile()
+
+    def fork(self, label: str, work: Callable[[], Result]) -> "tuple[Result, torch.cuda.Event | None]":
+        """Run `work` on the other stream, after all that the current one was given.
+
+        Returns:
+            What it gave, not to be read before `join`; and its end.
+        """
+        del label
+        if self._stream is None:
+            return work(), None
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            return work(), self._stream.record_event()
+
+    def join(self, label: str, end: "torch.cuda.Event | None") -> None:
+        """Let the current stream wait for the end of a work."""
+        del label
+        if end is not None and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(end)
+
+
+class Flight(Generic[Rest]):
+    """One transfer under way. Made by `Transfers.launch`; `wait` is called once, and backward comes once at most.
+
+    Args:
+        transfers: where it runs.
+        name: for reports.
+
+    Attributes:
+        outputs: what the transfer gave; not to be read before `wait`.
+    """
+
+    def __init__(self, transfers: Transfers, name: str) -> None:
+        self.transfers = transfers
+        self.name = name
+        self.outputs: tuple[Tensor, ...] = ()
+        self._rest: list[Rest] = []
+        self._end: torch.cuda.Event | None = None
+        self._held: tuple[object, ...] = ()
+        self._graph: tuple[list[GradientEdge], list[GradientEdge | None]] | None = None
+        self._gradients: tuple[Tensor | None, ...] = ()
+
+    def wait(self) -> tuple[tuple[Tensor, ...], Rest]:
+        """Join. Returns what the function gave."""
+        outputs, self.outputs = self.outputs, ()
+        if any(output.requires_grad for output in outputs):
+            outputs = _Wait.apply(self, *outputs)
+        else:
+            self.arrive()
+        return outputs, self._rest.pop()
+
+    def leave(self, function: "Transfer[Rest]", inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Begin, without a gradient."""
+        (outputs, rest), self._end = self.transfers.fork(self.name, lambda: function(*inputs))
+        self._rest, self._held = [rest], (function, *inputs)
+        return outputs
+
+    def leave_with_graph(self, function: "Transfer[Rest]", inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Begin, and keep the graph of the transfer."""
+
+        def work() -> tuple[tuple[Tensor, ...], Rest, list[GradientEdge], list[GradientEdge | None]]:
+            own = [entered(tensor) for tensor in inputs]
+            with torch.enable_grad():
+                outputs, rest = function(*own)
+            assert all(output.requires_grad for output in outputs), f"{self.name}: what has no gradient is of the rest"
+            ends = [get_gradient_edge(output) for output in outputs]
+            begins = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in own]
+            return tuple(output.detach() for output in outputs), rest, ends, begins
+
+        (outputs, rest, ends, begins), self._end = self.transfers.fork(self.name, work)
+        self._rest, self._held, self._graph = [rest], (function, *inputs), (ends, begins)
+        return outputs
+
+    def arrive(self) -> None:
+        """End."""
+        self.transfers.join(self.name, self._end)
+        self._held, self._end = (), None
+
+    def leave_back(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Begin the way back: the gradients of the inputs, from those of the outputs."""
+        assert self._graph is not None, f"{self.name}: a flight goes back once"
+        ends, begins = self._graph
+        known = [(end, gradient) for end, gradient in zip(ends, gradients, strict=True) if gradient is not None]
+        wanted = [begin for begin in begins if begin is not None]
+
+        def work() -> tuple[Tensor | None, ...]:
+            # The graph is kept: it may hold blocks of the current stream, which are read until the join.
+            roots, values = [end for end, _ in known], [value for _, value in known]
+            return torch.autograd.grad(roots, wanted, values, retain_graph=True, allow_unused=True)
+
+        found, self._end = self.transfers.fork(f"{self.name} back", work)
+        by_input = iter(found)
+        self._held = gradients
+        self._gradients = tuple(None if begin is None else next(by_input) for begin in begins)
+        self.transfers.meanwhile()
+
+    def arrive_back(self) -> tuple[Tensor | None, ...]:
+        """End the way back. Returns the gradients of the inputs."""
+        self.transfers.join(f"{self.name} back", self._end)
+        gradients, self._gradients = self._gradients, ()
+        self._held, self._graph, self._end = (), None, None
+        return gradients
+
+
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flight: Flight[Rest], function: "Transfer[Rest]", *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.flight = flight
+        ctx.set_materialize_grads(False)
+        return flight.leave_with_graph(function, inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *placeholders: Tensor | None) -> tuple[Tensor | None, ...]:
+        del placeholders
+        return None, None, *ctx.flight.arrive_back()
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flight: Flight[Rest], *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.flight = flight
+        ctx.set_materialize_grads(False)
+        flight.arrive()
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.flight.leave_back(gradients)
+        return None, *gradients

@@ -1,0 +1,266 @@
+"""Forward and backward of a micro-batch as one captured graph (`graphs.capture` passes), replayed for each of them.
+
+    first step     eager: kernels are compiled, communicators made
+    second step    the pass is captured, then as in every later step:
+    each pass      what the micro-batch reads is copied to where the graph reads it; replay; its losses are added up
+
+What a pass leaves behind, it leaves where it always does, in tensors whose addresses never change: gradients in the
+optimizer's float32 sums, loads in the routers' meters, rows without room in the layers' rooms. Capture itself runs
+nothing on the device, so it counts nothing. Parameters and expert bias are updated in place and read anew by each
+replay. One number of a micro-batch is part of the graph instead of an input of it, its share of the global batch, which
+is the same for all.
+
+Eager all the same: evaluation, the search for a value that is not finite, and a step that is made again with room for
+all, whose shapes are others. Before such a step the graph is given up, because memory might not be enough for both; the
+next step captures it anew. Clipping and update stay eager too: some hundred launches once a step, which the host is
+through with long before the device (docs/graphs.md).
+
+Transfers through the memory that GPUs share count on the device (penstock/parallel/symmetric.py), so they can be
+replayed; which slots they use is part of the graph.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from penstock.base.errors import DeviceError, KernelError
+from penstock.config.rules import capture_problem
+from penstock.config.run import Run
+from penstock.kernels.choose import Choice
+from penstock.models.rank_model import RankModel
+from penstock.moe.dispatch.room import has_room_for_all
+from penstock.parallel.graphs import Capture, Replayable, capture
+from penstock.parallel.messages import exchange_json
+from penstock.train.global_batch import GlobalBatch, MicroBatch
+from penstock.train.loss import LossRule
+from penstock.train.passes import differentiate, forward_backward
+
+if TYPE_CHECKING:  # it imports Triton, which may be absent
+    from penstock.parallel.symmetric import Lane
+
+READS_COUNTS = ("permute", "experts")
+"""Operators whose reference form brings row counts to the host."""
+
+
+class CapturedPasses:
+    """`forward_backward` by replaying a graph; called the same way.
+
+    Args:
+        is_asked_for: a graph that finds no memory is an error; else passes stay eager and a notice says so.
+        capture: of a pass.
+
+    Attributes:
+        pool_bytes: device memory that the graph holds; 0 while there is none.
+    """
+
+    def __init__(self, *, is_asked_for: bool, capture: Capture = capture) -> None:
+        self.pool_bytes = 0
+        self._is_asked_for = is_asked_for
+        self._capture = capture
+        self._is_warm = False
+        self._is_given_up = False
+        self._pass: _CapturedPass | None = None
+        self._notices: list[str] = []
+
+    def __call__(self, model: RankModel, batch: GlobalBatch, rule: LossRule) -> Tensor:
+        """See `forward_backward`.
+
+        Raises:
+            DeviceError: there is no memory for the graph, on any rank, and it was asked for.
+        """
+        if has_room_for_all(model.modules):
+            self.release()
+            return forward_backward(model, batch, rule)
+        if self._is_warm and not self._is_given_up and self._pass is None:
+            self._pass = self._make_pass(model, batch, rule)
+        self._is_warm = True
+        if self._pass is None:
+            return forward_backward(model, batch, rule)
+        sums = torch.zeros(1 + rule.depths, device=model.device)
+        for micro_batch in batch.micro_batches:
+            sums += self._pass.replay(micro_batch, batch.counted)
+        return sums
+
+    def take_notices(self) -> tuple[str, ...]:
+        """What a user should know and has not been told yet."""
+        notices, self._notices = tuple(self._notices), []
+        return notices
+
+    def release(self) -> None:
+        """Give the graph up, if there is one; the next step captures another. Before the process group ends."""
+        if self._pass is not None:
+            self._pass.graph.release()
+        self._pass, self.pool_bytes = None, 0
+
+    def _make_pass(self, model: RankModel, batch: GlobalBatch, rule: LossRule) -> "_CapturedPass | None":
+        """Capture on all ranks, or on none."""
+        made, obstacle = None, ""
+        try:
+            made = _capture_pass(self._capture, model, batch, rule)
+        except torch.OutOfMemoryError as error:
+            obstacle = str(error).partition(". ")[0]
+        obstacles = [one for one in exchange_json(obstacle, model.axes.world) if one]
+        if obstacles and made is not None:
+            made.graph.release()
+        if obstacles and self._is_asked_for:
+            raise DeviceError(
+                "graphs.capture=passes finds no memory for a pass",
+                got=obstacles[0],
+                fix="a smaller training.micro_batch, more recompute.modules, or graphs.capture=none",
+            )
+        if obstacles:
+            self._is_given_up = True
+            self._notices.append(f"graphs: passes stay eager, there is no memory for a graph ({obstacles[0]})")
+            return None
+        assert made is not None, "a capture gives a graph or an obstacle"
+        self.pool_bytes = made.graph.pool_bytes
+        self._notices.append(
+            f"graphs: one pass captured in {made.graph.seconds:.1f} s; its pool keeps {self.pool_bytes / 1e9:.2f} GB"
+        )
+        return made
+
+
+@dataclass(frozen=True)
+class _CapturedPass:
+    """A graph, and the tensors through which it is spoken with.
+
+    Attributes:
+        graph: of one pass.
+        model: whose pass it is.
+        batch: of one micro-batch: what the graph reads.
+        parts: what it writes, see `MicroLoss.parts`.
+        transfers: that it makes through memory that GPUs share.
+    """
+
+    graph: Replayable
+    model: RankModel
+    batch: GlobalBatch
+    parts: Tensor
+    transfers: "Sequence[tuple[Lane, int]]"
+
+    def replay(self, micro_batch: MicroBatch, counted: Tensor) -> Tensor:
+        """A pass over another micro-batch. Returns its losses, which the next pass overwrites."""
+        fill(self.batch.micro_batches[0], self.batch.counted, micro_batch, counted)
+        if self.model.buffers is not None:
+            self.model.buffers.replayed(self.transfers)
+        self.graph.replay()
+        return self.parts
+
+
+def _capture_pass(capture: Capture, model: RankModel, batch: GlobalBatch, rule: LossRule) -> _CapturedPass:
+    """Capture a pass over a copy of the first micro-batch."""
+    own = copy_of(batch.micro_batches[0])
+    counted = batch.counted.clone()
+    parts = torch.zeros(1 + rule.depths, device=model.device)
+
+    def work() -> None:
+        parts.copy_(differentiate(model, own, counted, rule))
+
+    transfers: list[tuple[Lane, int]] = []
+    with ExitStack() as around:
+        if model.buffers is not None:
+            transfers = around.enter_context(model.buffers.recording())
+        graph = capture(work)
+    return _CapturedPass(graph, model, GlobalBatch(micro_batches=(own,), counted=counted), parts, transfers)
+
+
+def copy_of(micro_batch: MicroBatch) -> MicroBatch:
+    """The same in memory of its own."""
+    reading, labels = micro_batch.reading, micro_batch.labels
+    allowed_BSS = reading.allowed_BSS
+    own = replace(
+        reading,
+        tokens_BS=reading.tokens_BS.clone(),
+        positions_BS=reading.positions_BS.clone(),
+        ahead=tuple(ahead_BS.clone() for ahead_BS in reading.ahead),
+        allowed_BSS=None if allowed_BSS is None else allowed_BSS.clone(),
+    )
+    return MicroBatch(reading=own, labels=tuple(labels_BS.clone() for labels_BS in labels))
+
+
+def fill(own: MicroBatch, own_counted: Tensor, micro_batch: MicroBatch, counted: Tensor) -> None:
+    """Copy what a micro-batch holds into another one of the same shapes.
+
+    Args:
+        own: is changed.
+        own_counted: is changed.
+        micro_batch: of which a graph was not captured.
+        counted: goes with it.
+    """
+    share, own_share = micro_batch.reading.share, own.reading.share
+    assert share == own_share, f"a graph of a share of {own_share} is replayed for one of {share}"
+    targets, sources = _tensors(own, own_counted), _tensors(micro_batch, counted)
+    assert targets.keys() == sources.keys(), f"a graph that reads {[*targets]} is given {[*sources]}"
+    for name, target in targets.items():
+        source = sources[name]
+        assert (source.shape, source.dtype) == (target.shape, target.dtype), (
+            f"{name} of a graph is {target.dtype} {tuple(target.shape)}, and {source.dtype} {tuple(source.shape)} came"
+        )
+        target.copy_(source)
+
+
+def _tensors(micro_batch: MicroBatch, counted: Tensor) -> dict[str, Tensor]:
+    """Everything that a pass reads of its micro-batch, by name."""
+    reading = micro_batch.reading
+    found = {"tokens_BS": reading.tokens_BS, "positions_BS": reading.positions_BS, "counted": counted}
+    found |= {f"ahead {depth}": ahead_BS for depth, ahead_BS in enumerate(reading.ahead, start=1)}
+    found |= {f"labels {depth}": labels_BS for depth, labels_BS in enumerate(micro_batch.labels)}
+    return found if reading.allowed_BSS is None else found | {"allowed_BSS": reading.allowed_BSS}
+
+
+def captured_passes(run: Run, device: torch.device, choices: Sequence[Choice]) -> tuple[CapturedPasses | None, str]:
+    """How a run makes its passes.
+
+    Args:
+        run: says what is asked for.
+        device: where.
+        choices: of kernels there.
+
+    Returns:
+        The passes, or None if they are eager; and a word on it for the user, empty if nobody asked.
+
+    Raises:
+        DeviceError: they are asked for, and the device has no graphs.
+        KernelError: they are asked for, and a kernel waits for the device.
+    """
+    wanted = run.graphs.capture
+    if wanted == "none":
+        return None, ""
+    if wanted == "passes":
+        _refuse(device, choices if run.model.moe is not None else ())
+    reason = why_not(run, device, choices)
+    if reason:
+        return None, f"none: {reason}"
+    return CapturedPasses(is_asked_for=wanted == "passes"), "passes, from the second step on"
+
+
+def why_not(run: Run, device: torch.device, choices: Sequence[Choice]) -> str:
+    """What keeps the passes of a run from being captured, in a few words; empty if nothing does."""
+    if device.type != "cuda":
+        return f"device {device.type} has no graphs"
+    problem = capture_problem(run)
+    if problem is not None:
+        return f"{problem.field} {problem.what}"
+    waiting = _waiting(choices) if run.model.moe is not None else ""
+    return f"the reference form of {waiting} reads counts on the host" if waiting else ""
+
+
+def _refuse(device: torch.device, choices: Sequence[Choice]) -> None:
+    """Raise if what was asked for cannot be had here; what cannot be had anywhere has been refused by a rule."""
+    if device.type != "cuda":
+        raise DeviceError("graphs.capture=passes needs a GPU", got=f"device {device.type}", fix="graphs.capture=auto")
+    waiting = _waiting(choices)
+    if waiting:
+        raise KernelError(
+            f"graphs.capture=passes cannot be had: the reference form of {waiting} reads counts on the host",
+            fix=f"leave kernels.{waiting} and kernels.all at auto, or set graphs.capture=none",
+        )
+
+
+def _waiting(choices: Sequence[Choice]) -> str:
+    """An operator that waits for the device in the form that was chosen; empty if there is none."""
+    return next((one.op for one in choices if one.op in READS_COUNTS and one.backend == "reference"), "")

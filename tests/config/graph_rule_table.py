@@ -1,0 +1,61 @@
+"""Every rule of graphs, by the line that the user reads."""
+
+from penstock.config import graph_rules as rules
+from penstock.config.rules import Rule
+
+PASSES = "graphs.capture=passes"
+PADDED = ("model.moe.balance.capacity_factor=1.5", "model.moe.balance.pad_to_capacity=true")
+
+BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
+    (
+        rules.captured_passes_are_not_cut_into_stages,
+        (PASSES, "parallel.pipeline=2"),
+        "parallel.pipeline has passes of several micro-batches under way, and graphs.capture passes has memory for "
+        "one; got 2; allowed: 1; fix: set graphs.capture=none",
+    ),
+    (
+        rules.captured_weights_stay_where_they_are,
+        (PASSES, "parallel.shard=full"),
+        "parallel.shard gathers weights into new memory in every pass, and graphs.capture passes reads them where they "
+        "were; got full; allowed: auto, none, optimizer; fix: set parallel.shard=optimizer, or graphs.capture=none",
+    ),
+    (
+        rules.captured_activations_stay_on_the_device,
+        (PASSES, 'offload.activations=["moe", "dense"]'),
+        "offload.activations starts copies from the host, which takes no part in what graphs.capture passes replays; "
+        "got moe, dense; allowed: nothing; fix: recompute them instead (recompute.modules), or set graphs.capture=none",
+    ),
+    (
+        rules.captured_shapes_are_known,
+        (PASSES, "parallel.expert=2", "dispatch.sync_free=1"),
+        "dispatch.sync_free lets the host read how many rows travel, and graphs.capture passes has one shape for all; "
+        "got 1; allowed: 2, 3; fix: set dispatch.sync_free=2, or graphs.capture=none",
+    ),
+    (
+        rules.captured_shapes_are_known,
+        (PASSES, "parallel.expert_tensor=2", "dispatch.method=all-gather"),
+        "dispatch.sync_free lets the host read how many rows travel, and graphs.capture passes has one shape for all; "
+        "got 0; allowed: 2, 3; fix: set dispatch.sync_free=2, or graphs.capture=none",
+    ),
+    (
+        rules.captured_work_is_of_a_gpu,
+        (PASSES, "device=cpu"),
+        "graphs.capture captures the work of a GPU, but device is cpu; got passes; allowed: none, auto",
+    ),
+]
+
+FINE: dict[str, tuple[str, ...]] = {
+    "passes of one rank are captured at every stage": (PASSES, "dispatch.sync_free=0"),
+    "passes that never read a count are captured": (PASSES, "parallel.expert=4", "dispatch.sync_free=2"),
+    "passes of symmetric dispatch are captured": (PASSES, "parallel.expert=4", "dispatch.method=symmetric"),
+    "passes of padded dispatch are captured": (PASSES, "parallel.expert=4", *PADDED),
+    "passes of ranks that share matrices and rows are captured": (
+        PASSES,
+        "model.vocabulary=258",
+        "parallel.tensor=2",
+        "parallel.context=2",
+    ),
+    "what is recomputed is captured": (PASSES, 'recompute.modules=["layer"]', "training.deterministic=true"),
+    "an optimizer on the host goes with captured passes": (PASSES, "offload.optimizer=true"),
+    "auto refuses nothing": ("graphs.capture=auto", "device=cpu", "parallel.pipeline=2", "parallel.shard=full"),
+}

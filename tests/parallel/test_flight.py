@@ -1,0 +1,256 @@
+"""A transfer that leaves and is waited for is the function that it runs; backward is the mirror image of forward."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.parallel.flight import Flight, Transfers
+from tests.parallel.alive import Alive
+from tests.parallel.recorded import Recorded, mirrored
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+T, D = 64, 32
+CYCLES = 2_000_000
+"""About a millisecond of a GPU."""
+
+
+def _scaled(x_TD: Tensor, scale_T: Tensor) -> tuple[tuple[Tensor, Tensor], int]:
+    """Two outputs, and a rest."""
+    return (x_TD * scale_T[:, None], scale_T.square()), x_TD.shape[0]
+
+
+def _inputs() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(T, D, generator=generator), torch.rand(T, generator=generator)
+
+
+def _leaves() -> list[Tensor]:
+    return [tensor.requires_grad_() for tensor in _inputs()]
+
+
+def test_a_flight_gives_the_outputs_the_rest_and_the_gradients_of_its_function() -> None:
+    x_TD, scale_T = expected = _leaves()
+    (y_TD, square_T), _ = _scaled(x_TD, scale_T)
+    (y_TD.sin().sum() + square_T.sum()).backward()
+    found = _leaves()
+    (got_TD, got_T), tokens = Transfers(torch.device("cpu")).launch("scale", _scaled, *found).wait()
+    assert torch.equal(got_TD, y_TD) and torch.equal(got_T, square_T) and tokens == T
+    (got_TD.sin().sum() + got_T.sum()).backward()
+    for one, other in zip(found, expected, strict=True):
+        assert one.grad is not None and torch.equal(one.grad, other.grad)
+
+
+def test_an_input_without_gradient_and_an_output_that_nobody_reads_are_left_out() -> None:
+    x_TD, scale_T = _inputs()
+    scale_T.requires_grad_()
+    transfers = Transfers(torch.device("cpu"))
+
+    def transfer(x_TD: Tensor, scale_T: Tensor) -> tuple[tuple[Tensor, Tensor], None]:
+        return (x_TD * scale_T[:, None], scale_T.exp()), None
+
+    (y_TD, _), _ = transfers.launch("scale", transfer, x_TD, scale_T).wait()
+    y_TD.sum().backward()
+    torch.testing.assert_close(scale_T.grad, x_TD.sum(1))
+
+
+def test_an_output_may_be_the_input_itself() -> None:
+    """Local dispatch gives the tokens as they are."""
+    x_TD, _ = _leaves()
+    (y_TD,), _ = Transfers(torch.device("cpu")).launch("nothing", lambda x_TD: ((x_TD,), None), x_TD).wait()
+    (3 * y_TD).sum().backward()
+    assert torch.equal(x_TD.grad, torch.full_like(x_TD, 3))
+
+
+def test_without_gradients_nothing_is_recorded() -> None:
+    transfers = Recorded()
+    with torch.no_grad():
+        flight = transfers.launch("scale", _scaled, *_leaves())
+        (y_TD, _), tokens = flight.wait()
+    assert y_TD.grad_fn is None and tokens == T
+    assert transfers.events == ["scale 0 leaves", "scale 0 arrives"]
+
+
+def test_what_runs_beside_a_transfer_in_forward_has_its_gradients_beside_it_in_backward() -> None:
+    transfers, (x_TD, _) = Recorded(), _leaves()
+    mark = transfers.mark
+    before_TD = mark("before", x_TD)
+    flight = transfers.launch("dispatch", lambda x_TD: ((x_TD.sin(),), None), before_TD)
+    beside_TD = mark("beside", before_TD)
+    (y_TD,), _ = flight.wait()
+    out_TD = mark("after", y_TD)
+    assert transfers.events == ["before", "dispatch 0 leaves", "beside", "dispatch 0 arrives", "after"]
+    transfers.events.clear()
+    (out_TD * beside_TD).sum().backward()
+    back = ["after", "dispatch 0 back leaves", "beside", "dispatch 0 back arrives", "before"]
+    assert [event.removesuffix(" back") for event in transfers.events] == back
+
+
+def test_two_flights_at_once_come_back_in_mirrored_order() -> None:
+    transfers, inputs = Recorded(), [_leaves()[0] for _ in range(2)]
+    flights = [transfers.launch("dispatch", lambda x_TD: ((x_TD.sin(),), None), x_TD) for x_TD in inputs]
+    outputs = [flight.wait()[0][0] for flight in flights]
+    forward, transfers.events = transfers.events, []
+    torch.cat(outputs).sum().backward()
+    assert transfers.events == mirrored(forward)
+    assert forward == [f"dispatch {number} {what}" for what in ("leaves", "arrives") for number in range(2)]
+
+
+def test_work_beside_a_backward_pass_is_done_whenever_a_transfer_has_left_and_records_its_own_graph() -> None:
+    transfers, (x_TD, _) = Recorded(), _leaves()
+    weight = nn.Parameter(torch.ones(D))
+    done: list[Tensor] = []
+
+    def work() -> None:
+        transfers.events.append("work")
+        done.append((weight * len(done)).sum())
+
+    hidden_TD = x_TD
+    for _ in range(2):
+        (hidden_TD,), _ = transfers.launch("dispatch", lambda x_TD: ((x_TD.sin(),), None), hidden_TD).wait()
+    transfers.events.clear()
+    with transfers.beside(work):
+        hidden_TD.sum().backward()
+    assert transfers.events == [
+        event
+        for number in (1, 0)
+        for event in (f"dispatch {number} back leaves", "work", f"dispatch {number} back arrives")
+    ]
+    assert weight.grad is None, "one pass is not the other's"
+    done[1].backward()
+    assert torch.equal(weight.grad, torch.ones(D))
+
+
+def test_two_works_cannot_run_beside_one_pass() -> None:
+    transfers = Transfers(torch.device("cpu"))
+    one, other = (transfers.beside(lambda: None) for _ in range(2))
+    with one, pytest.raises(AssertionError, match="two works"), other:
+        pass
+
+
+def test_what_the_transfer_reads_is_held_until_it_arrives_and_not_longer() -> None:
+    transfers, size = Transfers(torch.device("cpu")), T * D * 4
+    x_TD, _ = _leaves()
+    with Alive() as alive:
+        flight = transfers.launch("move", lambda y_TD: ((y_TD + 1,), None), x_TD * 1)
+        gc.collect()
+        assert alive.bytes() == 2 * size, "its input, which nobody else has, and its output"
+        (y_TD,), _ = flight.wait()
+        del flight
+        assert alive.bytes() == size
+        y_TD.sum().backward()
+        del y_TD
+        assert alive.bytes() == size, "the gradient of the leaf"
+
+
+def test_what_the_function_closes_over_is_held_too() -> None:
+    transfers, size = Transfers(torch.device("cpu")), T * 8
+    x_TD, _ = _leaves()
+
+    def launch() -> Flight[None]:
+        order_T = torch.arange(T).flip(0)
+        return transfers.launch("move", lambda x_TD: ((x_TD.sum() + order_T.sum(),), None), x_TD)
+
+    with Alive() as alive:
+        flight = launch()
+        before = alive.bytes()
+        flight.wait()
+        assert before - alive.bytes() >= size
+
+
+def test_a_flight_goes_back_once() -> None:
+    x_TD, _ = _leaves()
+    (y_TD,), _ = Transfers(torch.device("cpu")).launch("move", lambda x_TD: ((x_TD * 2,), None), x_TD).wait()
+    total = y_TD.sum()
+    total.backward(retain_graph=True)
+    with pytest.raises(AssertionError, match="goes back once"):
+        total.backward()
+
+
+def test_what_has_no_gradient_is_no_output() -> None:
+    with pytest.raises(AssertionError, match="is of the rest"):
+        Transfers(torch.device("cpu")).launch("move", lambda x_TD: ((x_TD.argmax(1),), None), _leaves()[0])
+
+
+class _Slow(torch.autograd.Function):
+    """Twice the input, long after it was asked for; of gradients the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor) -> Tensor:
+        torch.cuda._sleep(CYCLES)
+        return 2 * x_TD
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        torch.cuda._sleep(CYCLES)
+        return 2 * gradient
+
+
+class _Noise(torch.autograd.Function):
+    """Identity; takes blocks of memory and writes over them, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor) -> Tensor:
+        for _ in range(4):
+            torch.full_like(x_TD, 1e6)
+        return x_TD.view_as(x_TD)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        for _ in range(4):
+            torch.full_like(gradient, 1e6)
+        return gradient
+
+
+def _chain(x_TD: Tensor, transfers: Transfers | None) -> Tensor:
+    """Transfers with other work beside them, which sees to it that blocks are wanted while they are read."""
+    for _ in range(6):
+        beside_TD = x_TD.sin()
+        if transfers is None:
+            x_TD = 2 * (x_TD * 0.3) + beside_TD
+            continue
+        flight = transfers.launch("slow", lambda x_TD: ((_Slow.apply(x_TD),), None), x_TD * 0.3)
+        beside_TD = _Noise.apply(beside_TD)
+        (y_TD,), _ = flight.wait()
+        x_TD = y_TD + beside_TD
+    return x_TD.cos().sum()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_nothing_is_read_before_it_is_there_and_no_block_is_used_again_too_early() -> None:
+    device = torch.device("cuda")
+    start_TD = torch.randn(512, 1024, device=device, generator=torch.Generator(device).manual_seed(0))
+    expected, found = (start_TD.clone().requires_grad_() for _ in range(2))
+    plain = _chain(expected, None)
+    plain.backward()
+    loss = _chain(found, Transfers(device))
+    loss.backward()
+    assert torch.equal(loss, plain) and torch.equal(found.grad, expected.grad)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_both_directions_are_captured_and_replayed_with_other_inputs() -> None:
+    device = torch.device("cuda")
+    transfers, generator = Transfers(device), torch.Generator(device).manual_seed(0)
+    x_TD = torch.randn(512, 1024, device=device, generator=generator).requires_grad_()
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        _chain(x_TD, transfers).backward()
+    torch.cuda.current_stream().wait_stream(aside)
+    x_TD.grad, graph = None, torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = _chain(x_TD, transfers)
+        loss.backward()
+    other_TD = torch.randn(512, 1024, device=device, generator=generator).requires_grad_()
+    with torch.no_grad():
+        x_TD.copy_(other_TD)
+    graph.replay()
+    plain = _chain(other_TD, None)
+    plain.backward()
+    assert torch.equal(loss, plain) and torch.equal(x_TD.grad, other_TD.grad)

@@ -1,0 +1,289 @@
+"""Captured passes, with a graph that runs its work again: what is copied, counted, given up, and said."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.base.errors import DeviceError, KernelError
+from penstock.config.model import Balance
+from penstock.config.parallel import Dispatch, Graphs, Offload, Parallel
+from penstock.config.run import Kernels, Run
+from penstock.kernels.choose import Choice
+from penstock.layout.experts import ExpertPlacement
+from penstock.models.holdings import holdings
+from penstock.models.rank_model import RankModel
+from penstock.moe.dispatch.room import Room, room_for_all
+from penstock.train.captured import CapturedPasses, captured_passes, copy_of, fill, why_not
+from penstock.train.evaluate import evaluate
+from penstock.train.global_batch import cut
+from penstock.train.loop import Progress, open_store, train_run
+from penstock.train.optimizer import MasterAdamW
+from penstock.train.run_folder import create_run_folder
+from penstock.train.setup import prepare
+from penstock.train.step import StepResult, StepRule, step_rule, train_step
+from penstock.train.stop import StopRequest
+from tests.train.tiny_run import CPU, ENVIRONMENT, Recorder, one_rank, random_batch, tiny_model, tiny_run
+
+GPU = torch.device("cuda", 0)
+
+
+@dataclass
+class Again:
+    """A graph on a CPU: its replay does the work once more."""
+
+    work: Callable[[], None]
+    log: list[str]
+    pool_bytes: int = 1_500_000_000
+    seconds: float = 0.25
+
+    def replay(self) -> None:
+        self.log.append("replay")
+        self.work()
+
+    def release(self) -> None:
+        self.log.append("release")
+
+
+@dataclass
+class Recorded:
+    """Captures work, and writes down what happens to it."""
+
+    log: list[str] = field(default_factory=list)
+    fails: int = 0
+
+    def capture(self, work: Callable[[], None]) -> Again:
+        self.log.append("capture")
+        if self.fails:
+            self.fails -= 1
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB. Of the allocated memory nothing is left")
+        return Again(work, self.log)
+
+
+def started(run: Run, passes: CapturedPasses | None) -> tuple[RankModel, MasterAdamW, StepRule]:
+    torch.manual_seed(0)
+    model = one_rank(run)
+    optimizer = MasterAdamW(holdings(model.modules, model.axes), run.optimizer)
+    rule = step_rule(run, model, CPU) if passes is None else step_rule(run, model, CPU, passes)
+    return model, optimizer, rule
+
+
+def state_of(model: RankModel, optimizer: MasterAdamW) -> dict[str, Tensor]:
+    tensors = {**model.whole.state_dict(), **{name: part.tensor for name, part in optimizer.parts().items()}}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def steps(
+    run: Run, passes: CapturedPasses | None, count: int = 4, *, documents: bool = False
+) -> tuple[list[StepResult], dict[str, Tensor]]:
+    """Some steps over other data each, with an evaluation in between."""
+    model, optimizer, rule = started(run, passes)
+    session = prepare(run, ENVIRONMENT)
+    results = []
+    for seed in range(count):
+        batch = random_batch(4, 12, seed=seed, documents=documents)
+        results.append(train_step(model, optimizer, batch, rule, 1e-2))
+        assert session.held_out is not None
+        evaluate(model, session.held_out, rule.cut, rule.loss)
+    session.state.batches.close()
+    return results, state_of(model, optimizer)
+
+
+def same(one: list[StepResult], other: list[StepResult]) -> bool:
+    """But for the memory of this process."""
+    return [replace(result, peak_memory_bytes=0) for result in one] == [
+        replace(result, peak_memory_bytes=0) for result in other
+    ]
+
+
+def moe_of(**balance: Any) -> dict[str, Any]:
+    moe = tiny_model().moe
+    assert moe is not None
+    return {"model": tiny_model(moe=moe.model_copy(update={"balance": Balance(**balance)}))}
+
+
+def test_a_run_tells_of_its_graph_and_gives_it_back_at_the_end(tmp_path: Path) -> None:
+    run, recorded, told = tiny_run(tmp_path), Recorded(), Recorder()
+    session = prepare(run, ENVIRONMENT)
+    graphs = CapturedPasses(is_asked_for=True, capture=recorded.capture)
+    session = replace(session, graphs=graphs, graphs_note="passes", rule=replace(session.rule, passes=graphs))
+    _, folder = create_run_folder(run, number_if_taken=False)
+    train_run(session, folder, open_store(run, folder), Progress(), [told], StopRequest())
+    assert told.starts[0].graphs == "passes"
+    assert [report.graph_pool_bytes for report in told.reports] == [0, *[1_500_000_000] * 3]
+    assert [len(report.notices) for report in told.reports] == [0, 1, 0, 0]
+    assert recorded.log == ["capture", *["replay"] * 3 * 2, "release"]
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, moe_of(auxiliary="global-batch", auxiliary_weight=0.1), moe_of(capacity_factor=0.5)],
+    ids=["sequence loss", "loss over the global batch", "drops"],
+)
+def test_replayed_passes_train_as_eager_ones_do(changes: dict[str, Any], documents: bool, tmp_path: Path) -> None:
+    run, recorded = tiny_run(tmp_path, **changes), Recorded()
+    eager, eager_state = steps(run, None, documents=documents)
+    passes = CapturedPasses(is_asked_for=True, capture=recorded.capture)
+    replayed, replayed_state = steps(run, passes, documents=documents)
+    assert recorded.log == ["capture", *["replay"] * 3 * 2]
+    assert same(replayed, eager)
+    for name, tensor in eager_state.items():
+        assert torch.equal(replayed_state[name], tensor), name
+
+
+def test_the_first_step_is_eager_and_says_nothing(tmp_path: Path) -> None:
+    recorded = Recorded()
+    passes = CapturedPasses(is_asked_for=True, capture=recorded.capture)
+    steps(tiny_run(tmp_path), passes, 1)
+    assert recorded.log == []
+    assert (passes.pool_bytes, passes.take_notices()) == (0, ())
+
+
+def test_the_memory_of_a_graph_is_told_once(tmp_path: Path) -> None:
+    passes = CapturedPasses(is_asked_for=False, capture=Recorded().capture)
+    steps(tiny_run(tmp_path), passes, 3)
+    assert passes.pool_bytes == 1_500_000_000
+    assert passes.take_notices() == ("graphs: one pass captured in 0.2 s; its pool keeps 1.50 GB",)
+    assert passes.take_notices() == ()
+
+
+def test_a_step_that_is_made_again_gives_the_graph_up_and_the_next_one_captures_another(tmp_path: Path) -> None:
+    recorded = Recorded()
+    model, optimizer, rule = started(tiny_run(tmp_path), CapturedPasses(is_asked_for=True, capture=recorded.capture))
+    model.whole.room = Room(ExpertPlacement(experts=4), 1.0)
+    whole = [cut(random_batch(4, 12, seed=seed), rule.cut) for seed in range(4)]
+    for batch in whole[:2]:
+        rule.passes(model, batch, rule.loss)
+    with room_for_all(model.modules):
+        repeated = rule.passes(model, whole[2], rule.loss)
+    optimizer.zero_gradients()
+    rule.passes(model, whole[3], rule.loss)
+    assert recorded.log == ["capture", "replay", "replay", "release", "capture", "replay", "replay"]
+    assert repeated.isfinite().all()
+
+
+def test_without_memory_passes_stay_eager_and_the_user_hears_it_once(tmp_path: Path) -> None:
+    run, recorded = tiny_run(tmp_path), Recorded(fails=1)
+    eager, eager_state = steps(run, None)
+    passes = CapturedPasses(is_asked_for=False, capture=recorded.capture)
+    stayed, stayed_state = steps(run, passes)
+    assert recorded.log == ["capture"]
+    assert same(stayed, eager)
+    assert all(torch.equal(stayed_state[name], tensor) for name, tensor in eager_state.items())
+    assert passes.take_notices() == (
+        "graphs: passes stay eager, there is no memory for a graph (tried to allocate 2 GiB)",
+    )
+
+
+def test_a_graph_that_was_asked_for_and_finds_no_memory_is_an_error(tmp_path: Path) -> None:
+    passes = CapturedPasses(is_asked_for=True, capture=Recorded(fails=1).capture)
+    with pytest.raises(DeviceError, match="finds no memory for a pass; got tried to allocate 2 GiB; fix: a smaller"):
+        steps(tiny_run(tmp_path), passes, 2)
+
+
+def test_a_graph_is_released_once(tmp_path: Path) -> None:
+    recorded = Recorded()
+    passes = CapturedPasses(is_asked_for=True, capture=recorded.capture)
+    steps(tiny_run(tmp_path), passes, 2)
+    passes.release()
+    passes.release()
+    assert recorded.log.count("release") == 1
+    assert passes.pool_bytes == 0
+
+
+def test_what_a_graph_reads_is_filled_with_everything_of_another_micro_batch(tmp_path: Path) -> None:
+    _, _, rule = started(tiny_run(tmp_path), None)
+    first, second = (cut(random_batch(2, 12, seed=seed, documents=True), rule.cut) for seed in (0, 1))
+    own, own_counted = copy_of(first.micro_batches[0]), first.counted.clone()
+    addresses = [tensor.data_ptr() for tensor in (own.reading.tokens_BS, *own.labels, own_counted)]
+    other = second.micro_batches[0]
+    fill(own, own_counted, other, second.counted)
+    assert [tensor.data_ptr() for tensor in (own.reading.tokens_BS, *own.labels, own_counted)] == addresses
+    assert torch.equal(own_counted, second.counted)
+    for name in ("tokens_BS", "positions_BS", "allowed_BSS"):
+        assert torch.equal(getattr(own.reading, name), getattr(other.reading, name)), name
+    pairs = zip((*own.reading.ahead, *own.labels), (*other.reading.ahead, *other.labels), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+    assert not torch.equal(own.reading.tokens_BS, first.micro_batches[0].reading.tokens_BS)
+
+
+def test_another_shape_share_or_mask_is_refused(tmp_path: Path) -> None:
+    _, _, rule = started(tiny_run(tmp_path), None)
+    whole = cut(random_batch(2, 12), rule.cut)
+    own = copy_of(whole.micro_batches[0])
+    with pytest.raises(
+        AssertionError, match="tokens_BS of a graph is torch.int64 \\(2, 12\\), and .* \\(2, 10\\) came"
+    ):
+        fill(own, whole.counted, cut(random_batch(2, 10), rule.cut).micro_batches[0], whole.counted)
+    with pytest.raises(AssertionError, match="a graph of a share of 1.0 is replayed for one of 0.5"):
+        fill(own, whole.counted, cut(random_batch(4, 12), rule.cut).micro_batches[0], whole.counted)
+    with pytest.raises(AssertionError, match="a graph that reads"):
+        fill(own, whole.counted, cut(random_batch(2, 12, documents=True), rule.cut).micro_batches[0], whole.counted)
+
+
+def test_nobody_asks_nobody_is_told(tmp_path: Path) -> None:
+    assert captured_passes(tiny_run(tmp_path), GPU, ()) == (None, "")
+
+
+def test_on_a_gpu_passes_are_captured_whether_asked_for_or_left_to_us(tmp_path: Path) -> None:
+    for capture in ("passes", "auto"):
+        run = tiny_run(tmp_path, device="cuda", graphs=Graphs(capture=capture))
+        passes, note = captured_passes(run, GPU, ())
+        assert passes is not None
+        assert note == "passes, from the second step on"
+
+
+REFERENCE = (Choice("permute", "both", "reference", "kernels.all=reference"),)
+OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
+    "pipeline": ({"parallel": Parallel(pipeline=2)}, "parallel.pipeline has passes of several micro-batches under way"),
+    "shards": ({"parallel": Parallel(shard="full")}, "parallel.shard gathers weights into new memory"),
+    "host": ({"offload": Offload(activations=("moe",))}, "offload.activations starts copies from the host"),
+    "rows": (
+        {"parallel": Parallel(expert=2), "dispatch": Dispatch(method="all-to-all")},
+        "dispatch.sync_free lets the host read how many rows travel",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OBSTACLES)
+def test_auto_does_without_and_says_why(case: str, tmp_path: Path) -> None:
+    changes, reason = OBSTACLES[case]
+    run = tiny_run(tmp_path, device="cuda", graphs=Graphs(capture="auto"), **changes)
+    passes, note = captured_passes(run, GPU, ())
+    assert passes is None
+    assert note.startswith(f"none: {reason}")
+
+
+def test_kernels_that_read_counts_are_no_part_of_a_graph(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"device": "cuda", "kernels": Kernels(all="reference")}
+    auto = tiny_run(tmp_path, graphs=Graphs(capture="auto"), **changes)
+    assert captured_passes(auto, GPU, REFERENCE) == (
+        None,
+        "none: the reference form of permute reads counts on the host",
+    )
+    asked = tiny_run(tmp_path, graphs=Graphs(capture="passes"), **changes)
+    with pytest.raises(KernelError, match="the reference form of permute reads counts on the host; fix: leave kernels"):
+        captured_passes(asked, GPU, REFERENCE)
+
+
+def test_a_dense_model_is_captured_on_any_kernels(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, device="auto", model=tiny_model(moe=None, dense_layers=2, mtp_layers=0))
+    assert why_not(run, GPU, REFERENCE) == ""
+
+
+def test_a_cpu_has_no_graphs(tmp_path: Path) -> None:
+    auto = tiny_run(tmp_path, graphs=Graphs(capture="auto"))
+    session = prepare(auto, ENVIRONMENT)
+    session.state.batches.close()
+    assert session.graphs is None
+    assert session.graphs_note == "none: device cpu has no graphs"
+    asked = tiny_run(tmp_path, device="auto", graphs=Graphs(capture="passes"))
+    with pytest.raises(
+        DeviceError, match="graphs.capture=passes needs a GPU; got device cpu; fix: graphs.capture=auto"
+    ):
+        captured_passes(asked, CPU, ())
