@@ -9,6 +9,7 @@
     steps     1,000 steps with changing routing, two layers in flight, ranks delayed at random: bit for bit again
     launches  how many programs, chunks and rows at a time
     speed     dispatch and combine of `symmetric` (launched one by one, and replayed from a graph) and of `all_to_all`
+    engines   all tokens to all ranks by the GPUs' copy engines, which take no multiprocessor
     vdev      torch's all_to_all_vdev_2d of the same rows, without de-duplication
 
 Times are those of the slowest rank. Useful bytes are those that must leave a rank: each token's row once for each other
@@ -335,6 +336,33 @@ def speed(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, A
         del buffers, ours
 
 
+@torch.no_grad()
+def engines(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every row to every other rank, needed there or not: what a dispatch by copy engines would have to beat."""
+    axis = machine.axis
+    others = [(axis.rank + step) % axis.size for step in range(1, axis.size)]
+    streams = [torch.cuda.Stream(machine.device) for _ in others]
+    for shape in (V2_LITE, V3)[: options.shapes]:
+        for tokens in (int(size) for size in options.tokens.split(",")):
+            traffic = Traffic.draw(machine, shape, tokens, "even")
+            arrived = (axis.size, tokens, shape.D)
+            memory = _symmetric_memory.empty(*arrived, dtype=torch.bfloat16, device=machine.device)
+            mapped = _symmetric_memory.rendezvous(memory, axis.group.group_name)
+            places = [mapped.get_buffer(peer, arrived, torch.bfloat16)[axis.rank] for peer in others]
+
+            def copy(x_TD: Tensor = traffic.x_TD, places: list[Tensor] = places) -> None:
+                current = torch.cuda.current_stream()
+                for stream, place in zip(streams, places, strict=True):
+                    stream.wait_stream(current)
+                    with torch.cuda.stream(stream):
+                        place.copy_(x_TD, non_blocking=True)
+                    current.wait_stream(stream)
+
+            seconds = time_call(machine, copy, False)
+            row = traffic.row("copy engines, all rows", (seconds, seconds))
+            yield {key: value for key, value in row.items() if "combine" not in key}
+
+
 def vdev(machine: Machine, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One row for each choice, already in the order of the experts: the ordering is not in the time."""
     _symmetric_memory.set_backend("NVSHMEM")
@@ -364,6 +392,7 @@ SECTIONS: dict[str, Callable[[Machine, argparse.Namespace], Iterator[dict[str, A
     "steps": steps,
     "launches": launches,
     "speed": speed,
+    "engines": engines,
     "vdev": vdev,
 }
 
