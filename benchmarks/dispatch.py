@@ -12,9 +12,8 @@
     engines   all tokens to all ranks by the GPUs' copy engines, which take no multiprocessor
     vdev      torch's all_to_all_vdev_2d of the same rows, without de-duplication
 
-Times are those of the slowest rank. Useful bytes are those that must leave a rank: each token's row once for each other
-rank that needs it; `GB/s` divides them by the time whatever was really sent. Every section ends after `--patience`
-seconds, whatever hangs, and what was measured until then is in the file.
+Times are those of the slowest rank. Useful bytes are those that must leave a rank: each row once for each other rank
+that needs it; `GB/s` divides them by the time. Every section ends after `--patience` seconds, and what was measured stays.
 """
 
 import argparse

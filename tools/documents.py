@@ -28,9 +28,9 @@ from penstock.base.spans import Span
 from penstock.config.reference import reference_markdown
 from penstock.parallel.launch.environment import environment_page
 from penstock.train.metrics import reference_page
-from tools import kernel_tables, ladder_tables, layout_tables
+from tools import dispatch_tables, kernel_tables, ladder_tables, layout_tables
 
-TABLES = {**kernel_tables.TABLES, **layout_tables.TABLES, **ladder_tables.TABLES}
+TABLES = {**kernel_tables.TABLES, **layout_tables.TABLES, **ladder_tables.TABLES, **dispatch_tables.TABLES}
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results")
 FIGURE = re.compile(r"<!--= (?P<file>\S+) (?P<way>\S[^<>]*?) (?P<format>\S+) -->(?P<text>.*?)<!--/-->", re.DOTALL)

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
+from tools.dispatch_tables import origin
+
 Result = dict[str, Any]
 
 
@@ -10,7 +12,7 @@ def ladder(result: Result) -> str:
     """Every rung, those that did not run with the reason."""
     numbers, environment = result["numbers"], result["environment"]
     lines = [
-        f"{_origin(result)}; {environment['steps']} steps a rung, medians after {environment['warm_up_steps']}. "
+        f"{origin(result)}; {environment['steps']} steps a rung, medians after {environment['warm_up_steps']}. "
         f"`{' '.join([numbers['target'], *numbers['overrides']])}`; {numbers['routing']}.",
         "",
         "| rung | tokens/s/GPU | step, p99/p50 | MFU, TFLOP/s | peak memory | loss, largest gap | x before | by "
@@ -46,7 +48,7 @@ def scaling(result: Result) -> str:
     """Throughput of each number of expert ranks over that of one and of two."""
     numbers, environment = result["numbers"], result["environment"]
     lines = [
-        f"{_origin(result)}; `{numbers['target']}`, {numbers['rows_per_device']} rows a step on each GPU in "
+        f"{origin(result)}; `{numbers['target']}`, {numbers['rows_per_device']} rows a step on each GPU in "
         f"micro-batches of {numbers['micro_batch']}, {environment['steps']} steps, medians after "
         f"{environment['warm_up_steps']}.",
         "",
@@ -69,7 +71,7 @@ def jitter(result: Result) -> str:
     """Step times with and without collecting garbage by hand, and graphs."""
     numbers, environment = result["numbers"], result["environment"]
     lines = [
-        f"{_origin(result)}; `{' '.join([numbers['target'], *numbers['overrides']])}`, {environment['steps']} steps, "
+        f"{origin(result)}; `{' '.join([numbers['target'], *numbers['overrides']])}`, {environment['steps']} steps, "
         f"the first {environment['warm_up_steps']} left out.",
         "",
         "| garbage | graphs | p50 | p99 | slowest | p99/p50 | slowest/p50 |",
@@ -86,12 +88,6 @@ def jitter(result: Result) -> str:
             f"{slowest * 1e3:.1f} ms | {p99 / median:.3f} | {slowest / median:.3f} |"
         )
     return "\n".join(lines)
-
-
-def _origin(result: Result) -> str:
-    environment = result["environment"]
-    where = f"{environment['ranks']} x {environment['device']} (torch {environment['torch']})"
-    return f"Measured on {where}, commit `{result['commit']}`"
 
 
 def _compute(figures: dict[str, Any]) -> str:

@@ -1,0 +1,93 @@
+"""The tables of what it takes to bring tokens to their experts and back. As `tools.kernel_tables`."""
+
+from collections.abc import Callable
+from typing import Any
+
+Result = dict[str, Any]
+
+
+def dispatch_speed(result: Result) -> str:
+    """Microseconds and useful bandwidth of every way, and how much faster ours is than all-to-all."""
+    lines = [
+        origin(result) + ". Microseconds of the slowest rank, and useful bytes that leave a rank over the time.",
+        "",
+        "| shape | tokens of a rank | routing | way | dispatch | combine | useful GB/s | over all-to-all |",
+        "|---|---:|---|---|---:|---:|---:|---:|",
+    ]
+    rows = result["numbers"]["speed"]
+    base = {_case(row): row for row in rows if row["way"] == "all_to_all"}
+    for row in rows:
+        other = base[_case(row)]
+        ratios = (f"{other[f'{half}_us'] / row[f'{half}_us']:.1f}" for half in ("dispatch", "combine"))
+        lines.append(
+            f"| {row['shape']} | {row['tokens']:,} | {row['routing']} | {row['way']} | {row['dispatch_us']:,.0f} us | "
+            f"{row['combine_us']:,.0f} us | {row['dispatch_GB/s']:.0f}, {row['combine_GB/s']:.0f} | "
+            f"{', '.join(ratios)} |"
+        )
+    return "\n".join(lines)
+
+
+def dispatch_launches(result: Result) -> str:
+    """One launch at a time changed, against those that are the default."""
+    lines = [
+        origin(result) + ". 8,192 tokens of a rank, from a graph, one thing changed.",
+        "",
+        "| shape | changed | dispatch | combine |",
+        "|---|---|---:|---:|",
+    ]
+    for row in result["numbers"]["launches"]:
+        times = f"{row['dispatch_us']:,.0f} us | {row['combine_us']:,.0f} us"
+        lines.append(f"| {row['shape']} | {row['changed']} | {times} |")
+    return "\n".join(lines)
+
+
+def moe_layer(result: Result) -> str:
+    """Dispatch, experts and combine together."""
+    lines = [
+        origin(result) + ". FLOPs of the experts' products of the mean rank over the time of the slowest.",
+        "",
+        "| shape | routing | way | forward | TFLOP/s | backward | TFLOP/s |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    for row in result["numbers"]["layers"]:
+        lines.append(
+            f"| {row['shape']} | {row['routing']} | {row['way']} | {row['forward_us']:,.0f} us | "
+            f"{row['forward_TFLOP/s']:.0f} | {row['backward_us']:,.0f} us | {row['backward_TFLOP/s']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def host_waits(result: Result) -> str:
+    """Waits of the host in one step, by stage."""
+    environment = result["environment"]
+    lines = [
+        f"{origin(result)}; `{' '.join(environment['fixed'])}`, {environment['micro_batches']} micro-batches.",
+        "",
+        "| dispatch, stage, kernels | waits of a step | of each MoE layer and micro-batch | loss | gradient norm |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, row in result["numbers"].items():
+        lines.append(
+            f"| {name} | {row['waits']} | {row['of_a_layer_and_micro_batch']:g} | {row['loss']:.4f} | "
+            f"{row['gradient_norm']:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def origin(result: Result) -> str:
+    """Where and when it was measured."""
+    environment = result["environment"]
+    where = f"{environment['ranks']} x {environment['device']} (torch {environment['torch']})"
+    return f"Measured on {where}, commit `{result['commit']}`"
+
+
+def _case(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["shape"], row["tokens"], row["routing"]
+
+
+TABLES: dict[str, Callable[[Result], str]] = {
+    "dispatch-speed": dispatch_speed,
+    "dispatch-launches": dispatch_launches,
+    "moe-layer": moe_layer,
+    "host-waits": host_waits,
+}
