@@ -13,7 +13,7 @@
     vdev      torch's all_to_all_vdev_2d of the same rows, without de-duplication
 
 Times are those of the slowest rank. Useful bytes are those that must leave a rank: each row once for each other rank
-that needs it; `GB/s` divides them by the time. Every section ends after `--patience` seconds, and what was measured stays.
+that needs it; `GB/s` divides them by the time. A section ends after `--patience` seconds; what was measured stays.
 """
 
 import argparse

@@ -21,6 +21,7 @@ def ladder(result: Result) -> str:
     ]
     for rung in numbers["rungs"]:
         name = f"{rung['name']} (size)" if rung["kind"] == "size" else rung["name"]
+        name += " (slower, left out)" if rung["state"] == "slower" else ""
         figures, gain = rung["figures"], rung["gain"]
         if figures is None:
             lines.append(f"| {name} | {rung['state']}: {_in_cell(rung['reason'])} |" + " |" * 8)

@@ -188,6 +188,7 @@ def _line(outcome: Outcome, gain: Gain | None, plan: Plan) -> str:
     return (
         f"{outcome.rung.name:<16}{outcome.figures.tokens_per_second_per_device:>9,.0f} tokens/s/{_noun(plan)}  "
         f"{gain.before:.2f} x the rung before, {gain.first:.2f} x the first  ({outcome.seconds:.0f} s)"
+        f"{'  ' + outcome.reason if outcome.reason else ''}"
     )
 
 
@@ -206,6 +207,7 @@ def _row(outcome: Outcome, gain: Gain | None, plan: Plan) -> tuple[str, ...]:
     if figures is None or gain is None:
         return name, outcome.state, outcome.reason
     notes = [*outcome.changed, *([f"({figures.repeated_steps} steps made twice)"] if figures.repeated_steps else [])]
+    notes += [f"({outcome.reason})"] if outcome.reason else []
     utilization = figures.model_flops_utilization
     return (
         name,

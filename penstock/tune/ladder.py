@@ -4,17 +4,18 @@
     grouped    ran       baseline, grouped
     symmetric  skipped   the machine has no GPU
     sync-free  failed    baseline, grouped, sync-free: no memory
+    halves     slower    baseline, grouped, halves: it costs more than it gains here
     larger     ran       baseline, grouped, larger
 
-So a failure costs its own rung and no other. A rung that the user has left out (`--only`) is not measured, and stays in
-what comes after it.
+So a failure costs its own rung and no other, and what does not pay is not carried upwards. A rung that the user has left
+out (`--only`) is not measured, and stays in what comes after it.
 
 A rung that only makes the micro-batch larger is of another kind: it gives the device more work at once, and memory pays
 for it. The gains of both kinds are multiplied up apart, and the two products together are the gain over the first rung.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -29,7 +30,10 @@ from penstock.tune.trial import Failure, Figures, Trial
 Measure = Callable[[Trial], Figures | Failure]
 """`run_trial`, or what stands in for it."""
 
-State = Literal["ran", "skipped", "refused", "failed"]
+State = Literal["ran", "slower", "skipped", "refused", "failed"]
+
+NOISE = 0.02
+"""Part of the throughput by which a rung may seem slower without being it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +65,8 @@ class Outcome:
 
     Attributes:
         rung: the rung.
-        state: `ran`; else it was left out, refused, or failed, with the reason.
+        state: `ran`; or it ran and was slower than the last one that counts, so that later ones go without it; else it
+            was left out, refused, or failed, with the reason.
         reason: one line; empty if it ran.
         changed: what differs from the last rung that ran, `field=value` each; of the first one what it sets.
         overrides: all that are laid over the target, those of the ground included.
@@ -83,10 +88,11 @@ class Gain:
     """A rung's throughput for each device, as a ratio.
 
     Attributes:
-        before: over the last rung that ran.
+        before: over the last rung that ran and was kept.
         first: over the first that ran.
-        by_optimization: product of the gains of all rungs up to this one that do not change the micro-batch.
-        by_size: product of the gains of those that do.
+        by_optimization: product of the gains of this rung and of all that it stands on, but for those that change the
+            micro-batch.
+        by_size: product of the gains of those.
         loss_gap: largest relative difference of its losses from those of the first that ran, step by step.
     """
 
@@ -107,7 +113,7 @@ def climb(rungs: Sequence[Rung], wanted: frozenset[str], ground: Ground, measure
         measure: runs a trial.
     """
     held: tuple[str, ...] = ()
-    below, last = load_run(ground.target, ground.overrides), None
+    below, last, fastest = load_run(ground.target, ground.overrides), None, 0.0
     for place, rung in enumerate(rungs):
         change = (*held, *_change(rung, below))
         overrides = (*ground.overrides, *change)
@@ -115,10 +121,11 @@ def climb(rungs: Sequence[Rung], wanted: frozenset[str], ground: Ground, measure
         is_kept = place == 0 or rung.name not in wanted
         if rung.name in wanted:
             outcome = run if isinstance(run, Outcome) else _measured(rung, last, run, overrides, ground, measure)
+            outcome = _judged(outcome, fastest)
             yield outcome
             is_kept = is_kept or outcome.state == "ran"
-            if outcome.state == "ran" and isinstance(run, Run):
-                last = run
+            if outcome.state == "ran" and outcome.figures is not None and isinstance(run, Run):
+                last, fastest = run, outcome.figures.tokens_per_second_per_device
         if is_kept and isinstance(run, Run):
             held, below = change, run
 
@@ -170,6 +177,19 @@ def _measured(
     return Outcome(rung=rung, state="ran", changed=changed, overrides=overrides, figures=found, seconds=found.seconds)
 
 
+def _judged(outcome: Outcome, fastest: float) -> Outcome:
+    """Whether it pays.
+
+    Args:
+        outcome: of a rung.
+        fastest: throughput for each device of the last one that did.
+    """
+    figures = outcome.figures
+    if figures is None or figures.tokens_per_second_per_device >= (1 - NOISE) * fastest:
+        return outcome
+    return replace(outcome, state="slower", reason="slower than without it; later rungs go without it")
+
+
 def gains(outcomes: Sequence[Outcome]) -> list[Gain | None]:
     """The gain of each rung; None for those that did not run."""
     found: list[Gain | None] = []
@@ -190,7 +210,8 @@ def gains(outcomes: Sequence[Outcome]) -> list[Gain | None]:
             by_size=sizes * (1.0 if last is None else last[1].by_size),
             loss_gap=loss_gap(figures.losses, first.losses),
         )
-        last = figures, gain
+        if outcome.state == "ran":
+            last = figures, gain
         found.append(gain)
     return found
 

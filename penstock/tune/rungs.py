@@ -138,8 +138,8 @@ LADDER = (
     ),
     Rung(
         name="graphs",
-        what="forward and backward pass captured once and replayed",
-        change=("graphs.capture=passes",),
+        what="forward and backward pass captured once and replayed; bounded buffers, whose shapes are static too",
+        change=("graphs.capture=passes", "dispatch.sync_free=2"),
         needs=("gpu",),
     ),
     Rung(

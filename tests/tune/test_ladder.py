@@ -25,17 +25,18 @@ OWN = ("training.micro_batch=1",)
 
 
 class Bench:
-    """Every trial runs 100 tokens/s faster than the last, but for those that fail."""
+    """Every trial runs 100 tokens/s faster than the last, but for those that fail or have a speed of their own."""
 
-    def __init__(self, *failing: str) -> None:
+    def __init__(self, *failing: str, speeds: dict[str, float] | None = None) -> None:
         self.failing = failing
+        self.speeds = speeds or {}
         self.seen: dict[str, Trial] = {}
 
     def __call__(self, trial: Trial) -> Figures | Failure:
         self.seen[trial.name] = trial
         if trial.name in self.failing:
             return Failure(kind="failed", reason="no memory", seconds=1.0)
-        return figures(100.0 * len(self.seen))
+        return figures(self.speeds.get(trial.name, 100.0 * len(self.seen)))
 
 
 def ground(processes: int = 1, *, has_gpu: bool = False, own: tuple[str, ...] = OWN) -> Ground:
@@ -91,6 +92,17 @@ def test_a_larger_micro_batch_that_fails_is_forgotten() -> None:
     bench = Bench("larger")
     climbed(bench)
     assert load_run("debug", bench.seen["top"].overrides).training.micro_batch == 1
+
+
+def test_what_is_slower_is_told_and_left_out_of_later_rungs() -> None:
+    bench = Bench(speeds={"one": 90.0, "two": 99.0, "larger": 200.0})
+    outcomes = climbed(bench, RUNGS[:4])
+    assert [outcome.state for outcome in outcomes] == ["ran", "slower", "ran", "ran"], "one in a hundred is noise"
+    assert "dispatch.sync_free=1" not in bench.seen["two"].overrides
+    assert outcomes[2].changed == ("kernels.norm=torch",)
+    two, larger = gains(outcomes)[2:]
+    assert two is not None and larger is not None
+    assert (two.before, larger.by_optimization, larger.first) == pytest.approx((0.99, 0.99, 2.0))
 
 
 def test_the_ground_stays_even_if_it_fails() -> None:
