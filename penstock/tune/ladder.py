@@ -7,8 +7,8 @@
     halves     slower    baseline, grouped, halves: it costs more than it gains here
     larger     ran       baseline, grouped, larger
 
-So a failure costs its own rung and no other, and what does not pay is not carried upwards. A rung that the user has left
-out (`--only`) is not measured, and stays in what comes after it.
+So a failure costs its own rung and no other, and what does not pay is not carried upwards. A rung that the user has
+left out (`--only`) is not measured, and stays in what comes after it.
 
 A rung that only makes the micro-batch larger is of another kind: it gives the device more work at once, and memory pays
 for it. The gains of both kinds are multiplied up apart, and the two products together are the gain over the first rung.
