@@ -1,6 +1,8 @@
 """Bytes, and a tokenizer file that the test trains itself."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +87,17 @@ def test_text_that_spells_a_special_token_is_text(trained: FileTokenizer) -> Non
 
 def test_a_truncation_in_the_file_does_not_cut_documents(trained: FileTokenizer) -> None:
     assert len(trained.encode("turbine " * 100)) >= 100
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded(trained: FileTokenizer) -> None:
+    text = "the loss of a step falls, and the next one is the same\n" * 20_000
+    encoding = threading.Thread(target=trained.encode, args=(text,))
+    encoding.start()
+    turns = 0
+    while encoding.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 20, "whoever feeds a GPU waits for the thread that encodes"
 
 
 def test_the_vocabulary_reaches_past_the_largest_id(tmp_path: Path) -> None:
