@@ -2,7 +2,7 @@
 
 A graph is replayed with the addresses and the shapes that it was captured with, and the host takes no part in it. The
 same rules say where `graphs.capture` auto does without. What depends on the device, such as kernels that read counts on
-the host, is judged where they are chosen (penstock/train/captured.py).
+the host, is judged where they are chosen (penstock/train/choose_capture.py).
 """
 
 from penstock.config.dispatch_rules import COUNTS_STAY
@@ -10,9 +10,15 @@ from penstock.config.fit import shard
 from penstock.config.problem import Problem
 from penstock.config.run import Run
 
+_NOT_BEHIND_PARTS = {
+    "recompute.modules": ("norm", "latent-up", "attention", "moe", "layer"),
+    "offload.activations": ("attention", "moe", "layer"),
+}
+"""Modules that reach into the captured parts of a layer."""
+
 
 def captured_passes_are_not_cut_into_stages(run: Run) -> Problem | None:
-    """`graphs.capture` passes needs `parallel.pipeline` 1.
+    """`graphs.capture` passes and parts need `parallel.pipeline` 1.
 
     Ranks of a pipeline have passes of several micro-batches under way, each with activations of its own.
     """
@@ -20,7 +26,7 @@ def captured_passes_are_not_cut_into_stages(run: Run) -> Problem | None:
         return None
     return Problem(
         "parallel.pipeline",
-        "has passes of several micro-batches under way, and graphs.capture passes has memory for one",
+        f"has passes of several micro-batches under way, and graphs.capture {run.graphs.capture} has memory for one",
         got=f"{run.parallel.pipeline}",
         allowed="1",
         fix="set graphs.capture=none",
@@ -28,12 +34,13 @@ def captured_passes_are_not_cut_into_stages(run: Run) -> Problem | None:
 
 
 def captured_weights_stay_where_they_are(run: Run) -> Problem | None:
-    """`graphs.capture` passes does not go with `parallel.shard` full, which gathers weights into new memory."""
+    """`graphs.capture` passes and parts do not go with `parallel.shard` full, which gathers weights into new memory."""
     if not _captures(run) or shard(run) != "full":
         return None
     return Problem(
         "parallel.shard",
-        "gathers weights into new memory in every pass, and graphs.capture passes reads them where they were",
+        f"gathers weights into new memory in every pass, and graphs.capture {run.graphs.capture} reads them where they "
+        "were",
         got="full",
         allowed="auto, none, optimizer",
         fix="set parallel.shard=optimizer, or graphs.capture=none",
@@ -42,7 +49,7 @@ def captured_weights_stay_where_they_are(run: Run) -> Problem | None:
 
 def captured_activations_stay_on_the_device(run: Run) -> Problem | None:
     """`graphs.capture` passes does not go with `offload.activations`, whose copies the host starts."""
-    if not _captures(run) or not run.offload.activations:
+    if not _captures(run, "passes") or not run.offload.activations:
         return None
     return Problem(
         "offload.activations",
@@ -60,28 +67,102 @@ def captured_shapes_are_known(run: Run) -> Problem | None:
     """
     moe, shares = run.model.moe, run.parallel.expert * run.parallel.expert_tensor > 1
     is_static = run.dispatch.sync_free >= COUNTS_STAY or run.dispatch.method == "symmetric"
-    if not _captures(run) or moe is None or not shares or is_static or moe.balance.pad_to_capacity:
+    if not _captures(run, "passes") or moe is None or not shares or is_static or moe.balance.pad_to_capacity:
         return None
     return Problem(
         "dispatch.sync_free",
         "lets the host read how many rows travel, and graphs.capture passes has one shape for all",
         got=f"{run.dispatch.sync_free}",
         allowed="2, 3",
-        fix="set dispatch.sync_free=2, or graphs.capture=none",
+        fix="set dispatch.sync_free=2, or graphs.capture=parts",
+    )
+
+
+def captured_parts_are_kept(run: Run) -> Problem | None:
+    """`graphs.capture` parts does not go with what is done to activations of the captured parts.
+
+    That is `recompute.modules` norm, latent-up, attention, moe and layer, and `offload.activations` attention, moe and
+    layer.
+    """
+    if not _captures(run, "parts"):
+        return None
+    for field, refused in _NOT_BEHIND_PARTS.items():
+        chosen = run.recompute.modules if field == "recompute.modules" else run.offload.activations
+        found = [name for name in chosen if name in refused]
+        if found:
+            return Problem(
+                field,
+                "reaches into what graphs.capture parts captures",
+                got=", ".join(found),
+                allowed=f"all but {', '.join(refused)}",
+                fix="leave them out, or set graphs.capture=passes or none",
+            )
+    return None
+
+
+def captured_parts_are_of_one_rank(run: Run) -> Problem | None:
+    """`graphs.capture` parts needs `parallel.tensor` and `parallel.context` 1: its graphs hold no collectives."""
+    if not _captures(run, "parts"):
+        return None
+    for field, ranks in (("tensor", run.parallel.tensor), ("context", run.parallel.context)):
+        if ranks > 1:
+            return Problem(
+                f"parallel.{field}",
+                "lets ranks exchange in attention, and the graphs of graphs.capture parts hold no collectives",
+                got=f"{ranks}",
+                allowed="1",
+                fix="set graphs.capture=passes or none",
+            )
+    return None
+
+
+def captured_parts_are_judged_alone(run: Run) -> Problem | None:
+    """`graphs.capture` parts does not go with `model.moe.balance.auxiliary` global-batch, which sums over ranks.
+
+    It is read only if `model.moe.balance.auxiliary_weight` or `model.moe.balance.z_weight` is not 0.
+    """
+    moe = run.model.moe
+    if not _captures(run, "parts") or moe is None or moe.balance.auxiliary != "global-batch":
+        return None
+    if not (moe.balance.auxiliary_weight or moe.balance.z_weight):
+        return None
+    return Problem(
+        "model.moe.balance.auxiliary",
+        "sums over ranks in the router, and the graphs of graphs.capture parts hold no collectives",
+        got="global-batch",
+        allowed="none, micro-batch, sequence",
+        fix="set graphs.capture=passes or none",
+    )
+
+
+def captured_parts_run_once_in_a_pass(run: Run) -> Problem | None:
+    """`graphs.capture` parts does not go with `dispatch.overlap` halves and passes, which have two passes under way."""
+    overlap = run.dispatch.overlap
+    if not _captures(run, "parts") or overlap not in ("halves", "passes"):
+        return None
+    return Problem(
+        "dispatch.overlap",
+        "has two passes under way, and graphs.capture parts has memory for one",
+        got=overlap,
+        allowed="none, shared",
+        fix="set dispatch.overlap=shared, or graphs.capture=none",
     )
 
 
 def captured_work_is_of_a_gpu(run: Run) -> Problem | None:
-    """`graphs.capture` passes needs a GPU: `device` cpu has no graphs."""
+    """`graphs.capture` passes and parts need a GPU: `device` cpu has no graphs."""
     if not _captures(run) or run.device != "cpu":
         return None
     return Problem(
-        "graphs.capture", "captures the work of a GPU, but device is cpu", got="passes", allowed="none, auto"
+        "graphs.capture",
+        "captures the work of a GPU, but device is cpu",
+        got=run.graphs.capture,
+        allowed="none, auto",
     )
 
 
-def _captures(run: Run) -> bool:
-    return run.graphs.capture == "passes"
+def _captures(run: Run, *what: str) -> bool:
+    return run.graphs.capture in (what or ("passes", "parts"))
 
 
 GRAPH_RULES = (
@@ -89,5 +170,9 @@ GRAPH_RULES = (
     captured_weights_stay_where_they_are,
     captured_activations_stay_on_the_device,
     captured_shapes_are_known,
+    captured_parts_are_kept,
+    captured_parts_are_of_one_rank,
+    captured_parts_are_judged_alone,
+    captured_parts_run_once_in_a_pass,
     captured_work_is_of_a_gpu,
 )

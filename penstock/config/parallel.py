@@ -14,6 +14,9 @@ OFFLOADABLE = ("attention", "dense", "moe", "layer")
 Overlap = Literal["none", "shared", "halves", "passes"]
 """What is computed while tokens are on their way."""
 
+Captured = Literal["passes", "parts"]
+"""What a graph holds."""
+
 
 class Parallel(Section):
     """Ranks that share the work. What is left of all ranks is data parallelism.
@@ -75,8 +78,9 @@ class Dispatch(Section):
     )
     sms: int = knob(
         0,
-        doc="With `method` symmetric: multiprocessors that send, on every rank; 0 takes what was fastest alone.",
-        unit="multiprocessors",
+        doc="With `method` symmetric: programs of each kernel that sends or receives, on every rank; 0 takes what was "
+        "fastest alone, and fewer leave more of the chip to what is computed meanwhile.",
+        unit="programs",
         low=0,
     )
     overlap: Overlap = knob(
@@ -130,11 +134,12 @@ class Offload(Section):
 class Graphs(Section):
     """CUDA and HIP graphs: work of the device that is captured once and then launched in one call."""
 
-    capture: Literal["none", "passes", "auto"] = knob(
+    capture: Literal["none", "passes", "parts", "auto"] = knob(
         "none",
-        doc="Capture the whole forward and backward pass of a micro-batch in the second step and replay it for every "
-        "micro-batch from there on (passes). auto does so where it can, and says why where it cannot. See "
-        "docs/graphs.md.",
+        doc="Capture in the second step, and replay from there on, the whole forward and backward pass of a "
+        "micro-batch (passes); or of each layer attention, its norms, and the router with the order of its rows, where "
+        "the host reads row counts behind them (parts). auto does the first of these that it can, and says why where "
+        "it cannot. See docs/graphs.md.",
     )
 
 

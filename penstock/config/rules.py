@@ -13,7 +13,7 @@ from penstock.config.graph_rules import GRAPH_RULES
 from penstock.config.layout_rules import LAYOUT_RULES
 from penstock.config.model_rules import MODEL_RULES
 from penstock.config.overlap_rules import OVERLAP_RULES
-from penstock.config.parallel import Graphs
+from penstock.config.parallel import Captured, Graphs
 from penstock.config.problem import Problem, refuse
 from penstock.config.run import Run
 from penstock.config.run_rules import RUN_RULES
@@ -38,9 +38,9 @@ def problems(run: Run) -> list[Problem]:
     return [problem for rule in RULES if (problem := rule(run)) is not None]
 
 
-def capture_problem(run: Run) -> Problem | None:
-    """What keeps the passes of a run from being captured, whatever it asks for; None if no rule does."""
-    asked = run.model_copy(update={"graphs": Graphs(capture="passes")})
+def capture_problem(run: Run, what: Captured) -> Problem | None:
+    """What keeps a run's passes, or parts of its layers, from being captured, whatever it asks for; None if no rule."""
+    asked = run.model_copy(update={"graphs": Graphs(capture=what)})
     return next((problem for rule in GRAPH_RULES if (problem := rule(asked)) is not None), None)
 
 

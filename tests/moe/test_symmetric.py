@@ -196,14 +196,14 @@ def test_transfers_may_differ_in_their_number_of_chunks() -> None:
     _compare(layers, run_ranks(_in_other_chunks, _sizes(placement, layers), layers))
 
 
-def test_how_many_programs_send_can_be_chosen() -> None:
+def test_how_many_programs_run_can_be_chosen() -> None:
     sizes = BufferSizes(tokens=1, top_k=1, row_bytes=16, ranks=2)
-    assert run_ranks(_programs, sizes, 5) == [(5, 5)] * 2
+    assert run_ranks(_programs, sizes, 5) == [{5}] * 2
 
 
-def _programs(buffers: SymmetricBuffers, programs: int) -> tuple[int, int]:
+def _programs(buffers: SymmetricBuffers, programs: int) -> set[int]:
     links = links_of(ExpertPlacement(experts=EXPERTS, expert=2), buffers, programs)
-    return links.push.programs, links.back.programs
+    return {launch.programs for launch in (links.push, links.take, links.back, links.sum)}
 
 
 @settings(max_examples=8)

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from penstock.base.errors import ConfigError
 from penstock.config.presets.debug import debug, debug_softmax
 from penstock.config.presets.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
+from penstock.config.presets.proxies import moe_1t, moe_2t, moe_515b
 from penstock.config.run import Run
 from penstock.config.schema import nearest
 
@@ -22,6 +23,9 @@ PRESETS: Mapping[str, Callable[[], Run]] = MappingProxyType(
         "deepseek-v2-lite": deepseek_v2_lite,
         "deepseek-v2": deepseek_v2,
         "deepseek-v3": deepseek_v3,
+        "moe-515b": moe_515b,
+        "moe-1t": moe_1t,
+        "moe-2t": moe_2t,
     }
 )
 

@@ -25,6 +25,7 @@ from penstock.kernels.reference import RowOrder
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.contract import ExpertRows, Receipt
 from penstock.moe.dispatch.gathers import pick_kept
+from penstock.moe.dispatch.host_counts import READ, HostCounts
 from penstock.moe.dispatch.room import Room
 from penstock.moe.routing import Routing
 from penstock.parallel.activations.region import is_replaying
@@ -41,12 +42,14 @@ class AllGatherDispatcher:
         axis: its places.
         operators: kernels to run on.
         room: says how many rows the experts have room for; None asks the device, and the host waits.
+        counts: asks it.
     """
 
     placement: ExpertPlacement
     axis: Axis
     operators: Operators
     room: Room | None = None
+    counts: HostCounts = READ
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
@@ -66,7 +69,8 @@ class AllGatherDispatcher:
         """The order with as many rows as there is room for."""
         tokens, top_k = order.places_TK.shape
         if self.room is None:
-            return first_rows(order, int(order.counts_E.sum()))
+            share = tokens * top_k / self.placement.expert
+            return first_rows(order, self.counts.total(order.counts_E, share, tokens * top_k))
         rows = self.room.rows(tokens, top_k)
         if self.room.training and not is_replaying():
             self.room.left_out += (order.counts_E.sum() - rows).clamp(min=0)

@@ -27,7 +27,8 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.moe.balance import capacity
 from penstock.moe.dispatch.contract import ExpertRows, Receipt
 from penstock.moe.dispatch.gathers import collect_padded, reorder, spread, spread_padded
-from penstock.moe.routing import Routing
+from penstock.moe.dispatch.host_counts import READ, HostCounts
+from penstock.moe.routing import Routing, SortedSlots
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import exchange_rows
 
@@ -57,27 +58,29 @@ class AllToAllDispatcher:
         placement: who holds which experts.
         axis: its places.
         operators: kernels to run on.
+        counts: brings the numbers of rows to the host.
     """
 
     placement: ExpertPlacement
     axis: Axis
     operators: Operators
+    counts: HostCounts = READ
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         # 1. Our slots in the order of the experts.
-        parts = each_part(routing, self.placement)
-        order = self.operators.order_rows(parts.experts_TK, self.placement.virtual_experts)
+        slots = routing.sorted or self.sorted_slots(routing)
+        order = slots.order
 
         # 2. How many rows go where, and come from where. The only time that the host waits.
         counts_We = order.counts_E.view(self.axis.size, -1)
         arriving_We = exchange_rows(counts_We, self.axis)
-        send, receive = torch.stack((counts_We.sum(1), arriving_We.sum(1))).tolist()
+        send, receive = self.counts.exchanged(counts_We.sum(1), arriving_We.sum(1), order.slots_R.numel())
 
         # 3. Rows and weights on their way. Dropped slots stand last and stay here.
         kept = sum(send)
         sent_RD = _first(spread(x_TD, order, self.operators), kept)
-        sent_R = _first(reorder(parts.weights_TK.reshape(-1), order.slots_R, order.places_TK.reshape(-1)), kept)
+        sent_R = _first(slots.weights_R, kept)
         x_RD = exchange_rows(sent_RD, self.axis, receive, send)
         weights_R = exchange_rows(sent_R, self.axis, receive, send)
 
@@ -97,6 +100,12 @@ class AllToAllDispatcher:
         if dropped:
             returned_RD = F.pad(returned_RD, (0, 0, 0, dropped))
         return self.operators.unpermute(returned_RD, receipt.order)
+
+    def sorted_slots(self, routing: Routing) -> SortedSlots:
+        """See `Sorting.sorted_slots`."""
+        parts = each_part(routing, self.placement)
+        order = self.operators.order_rows(parts.experts_TK, self.placement.virtual_experts)
+        return SortedSlots(order, reorder(parts.weights_TK.reshape(-1), order.slots_R, order.places_TK.reshape(-1)))
 
 
 @dataclass(frozen=True)

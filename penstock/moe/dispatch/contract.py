@@ -10,12 +10,12 @@ plain sum. An expert may live on several ranks and a rank may hold any experts: 
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from penstock.kernels.reference import RowOrder
-from penstock.moe.routing import Routing
+from penstock.moe.routing import Routing, SortedSlots
 
 
 @dataclass(frozen=True)
@@ -75,5 +75,19 @@ class Dispatcher(Protocol):
 
         Returns:
             y_TD; zero for a token all of whose slots were dropped.
+        """
+        ...
+
+
+@runtime_checkable
+class Sorting(Protocol):
+    """A dispatcher that begins with a sort of our own slots; whoever has the routing may make it earlier."""
+
+    def sorted_slots(self, routing: Routing) -> SortedSlots:
+        """What `dispatch` makes first, and finds in `Routing.sorted` if it is there.
+
+        Args:
+            routing: as for `dispatch`. Nobody is asked for anything: neither another rank nor, with our kernels, the
+                host.
         """
         ...

@@ -31,6 +31,7 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import as_local, first_rows, packed, unpacked
 from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, Receipt
 from penstock.moe.dispatch.gathers import spread
+from penstock.moe.dispatch.host_counts import READ, HostCounts
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, exchange_rows
@@ -96,6 +97,7 @@ class HierarchicalDispatcher:
         operators: kernels to run on.
         is_counted: send only tokens that need a node; else all.
         is_even: the inner dispatcher wants the same number of tokens on all ranks. Read only if they are counted.
+        counts: brings the numbers of tokens to the host.
     """
 
     nodes: Nodes
@@ -103,6 +105,7 @@ class HierarchicalDispatcher:
     operators: Operators
     is_counted: bool
     is_even: bool = False
+    counts: HostCounts = READ
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
         """See `Dispatcher.dispatch`. All ranks of both axes call it, each with the same number of tokens."""
@@ -141,7 +144,7 @@ class HierarchicalDispatcher:
         most = arriving_W.sum(dtype=torch.int32)[None]
         if self.is_even:
             most = all_gather(most, nodes.node, dim=0).amax(0, keepdim=True)
-        counts = torch.cat((arriving_W, order.counts_E, most)).tolist()
+        counts = self.counts.crossing(torch.cat((arriving_W, order.counts_E, most)), routing.experts_TK.shape)
         receive, send = tuple(counts[: across.size]), tuple(counts[across.size : -1])
         # At least one, because no kernel likes an empty batch.
         return first_rows(order, sum(send)), receive, send, max(1, counts[-1])

@@ -7,7 +7,7 @@ from torch import Tensor
 from penstock.kernels.operators import Operators
 from penstock.moe.dispatch.contract import ExpertRows, Receipt
 from penstock.moe.dispatch.gathers import reorder
-from penstock.moe.routing import Routing
+from penstock.moe.routing import Routing, SortedSlots
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,14 @@ class LocalDispatcher:
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
         """See `Dispatcher.dispatch`."""
+        slots = routing.sorted or self.sorted_slots(routing)
+        order, tokens_R = slots.order, slots.order.slots_R // routing.experts_TK.shape[1]
+        return ExpertRows(x_TD, tokens_R, slots.weights_R, order.counts_E, order.places_TK), Receipt(order)
+
+    def sorted_slots(self, routing: Routing) -> SortedSlots:
+        """See `Sorting.sorted_slots`."""
         order = self.operators.order_rows(routing.experts_TK, self.experts)
-        tokens_R = order.slots_R // routing.experts_TK.shape[1]
-        weights_R = reorder(routing.weights_TK.reshape(-1), order.slots_R, order.places_TK.reshape(-1))
-        return ExpertRows(x_TD, tokens_R, weights_R, order.counts_E, order.places_TK), Receipt(order)
+        return SortedSlots(order, reorder(routing.weights_TK.reshape(-1), order.slots_R, order.places_TK.reshape(-1)))
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         """See `Dispatcher.combine`."""

@@ -48,6 +48,7 @@ from penstock.kernels.symmetric_transfer import (
 )
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.contract import ExpertRows, Receipt
+from penstock.moe.dispatch.host_counts import READ, HostCounts
 from penstock.moe.dispatch.room import Room
 from penstock.moe.routing import Routing
 from penstock.parallel.activations.region import is_replaying
@@ -107,12 +108,14 @@ class SymmetricDispatcher:
         links: the buffers, and how the kernels that use them are launched.
         operators: unused: what is done here has one set of kernels, `penstock.kernels.symmetric` and `arrivals`.
         room: says how many rows the experts have room for; None asks the device, and the host waits.
+        counts: asks it.
     """
 
     placement: ExpertPlacement
     links: Links
     operators: Operators | None = None
     room: Room | None = None
+    counts: HostCounts = READ
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
@@ -132,7 +135,9 @@ class SymmetricDispatcher:
         """Places of all ranks' slots among our experts, as many as there is room for."""
         own, (tokens, top_k) = self.placement.experts_of(self.links.buffers.peers.rank), experts_NK.shape
         if self.room is None:
-            return _used(order_arrivals(experts_NK, weights_NK, own, tokens * min(top_k, len(own))))
+            arrivals = order_arrivals(experts_NK, weights_NK, own, tokens * min(top_k, len(own)))
+            share = tokens * top_k / self.placement.expert
+            return _used(arrivals, self.counts.total(arrivals.counts_e, share, tokens * top_k))
         is_counted = self.room.training and not is_replaying()
         left_out = self.room.left_out if is_counted else None
         return order_arrivals(experts_NK, weights_NK, own, self.room.rows(tokens, top_k), left_out)
@@ -144,18 +149,19 @@ def links_of(placement: ExpertPlacement, buffers: SymmetricBuffers, programs: in
     Args:
         placement: of the layer's experts; on as many ranks as the buffers.
         buffers: may be shared by all layers.
-        programs: of the kernels that send, the same on all ranks; 0 leaves the choice to us.
+        programs: of each kernel, the same on all ranks; 0 takes those that are fastest alone. Fewer leave more of the
+            chip to what is computed meanwhile.
     """
     assert placement.places == buffers.peers.size, f"{placement} on {buffers.peers.size} ranks"
     links = Links(buffers, Homes(per_rank=placement.per_place, parts=placement.expert_tensor))
     if not programs:
         return links
-    return replace(links, push=replace(PUSH_LAUNCH, programs=programs), back=replace(RETURN_LAUNCH, programs=programs))
+    launches = {"push": PUSH_LAUNCH, "take": TAKE_LAUNCH, "back": RETURN_LAUNCH, "sum": SUM_LAUNCH}
+    return replace(links, **{name: replace(launch, programs=programs) for name, launch in launches.items()})
 
 
-def _used(arrivals: Arrivals) -> Arrivals:
-    """Without the places that hold nothing, but for one. The host waits for their number."""
-    rows = int(arrivals.counts_e.sum())
+def _used(arrivals: Arrivals, rows: int) -> Arrivals:
+    """Without the places that hold nothing, but for one."""
     slots_R, index_R, weights_R = (values_R[: rows + 1] for values_R in arrivals[:3])
     return Arrivals(slots_R, index_R, weights_R, arrivals.places_NK.clamp(max=rows), arrivals.counts_e)
 

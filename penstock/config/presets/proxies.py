@@ -1,0 +1,51 @@
+"""MoE-515B, MoE-1T and MoE-2T: models that AMD made up to plan and measure with, with grouped-query attention.
+
+Source: AMD's blog "MoE Training Best Practices on AMD GPUs" (December 2025). The three differ in their experts only.
+The active sizes that are advertised (44 B, 44 B, 80 B) leave out the query and output projections; the docstrings have
+what a token really meets, embedding and output projection counted. No such model was trained to the end, so nobody
+published a learning rate or a batch: they are set much as for DeepSeek-V3.
+"""
+
+from penstock.config.model import Balance, GroupedQueryAttention, Model, Moe, Rope, Router
+from penstock.config.run import Run
+from penstock.config.training import Optimizer, Schedule, Training
+
+
+def _proxy(name: str, *, experts: int, top_k: int) -> Run:
+    return Run(
+        name=name,
+        model=Model(
+            family="plain",
+            vocabulary=102400,
+            hidden_size=8192,
+            layers=96,
+            attention=GroupedQueryAttention(heads=64, kv_heads=8, head_dim=128, rope=Rope(theta=10000.0)),
+            moe=Moe(
+                experts=experts,
+                top_k=top_k,
+                ffn_size=1920,
+                shared_ffn_size=1920,
+                router=Router(score="softmax"),
+                balance=Balance(auxiliary="sequence", auxiliary_weight=1e-3),
+            ),
+            initial_std=0.006,
+        ),
+        training=Training(steps=10000, sequence_length=4096, micro_batch=1, global_batch=6144),
+        optimizer=Optimizer(learning_rate=2.2e-4),
+        schedule=Schedule(warmup_steps=2000),
+    )
+
+
+def moe_515b() -> Run:
+    """AMD's MoE-515B proxy: 528 B parameters, 57.0 B active."""
+    return _proxy("moe-515b", experts=112, top_k=8)
+
+
+def moe_1t() -> Run:
+    """AMD's MoE-1T proxy: 1,036 B parameters, 57.1 B active."""
+    return _proxy("moe-1t", experts=224, top_k=8)
+
+
+def moe_2t() -> Run:
+    """AMD's MoE-2T proxy: 2,050 B parameters, 93.5 B active."""
+    return _proxy("moe-2t", experts=448, top_k=16)
