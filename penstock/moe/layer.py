@@ -1,13 +1,15 @@
 """The mixture-of-experts layer: route, dispatch, experts, combine, and the shared expert beside them."""
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
-from penstock.moe.dispatch.contract import Dispatcher, ExpertRows
+from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, Sorting
 from penstock.moe.dispatch.room import Room
 from penstock.moe.experts import Experts
 from penstock.moe.overlap import Departures, SharedExpert
 from penstock.moe.router import Router
-from penstock.moe.routing import Scope
+from penstock.moe.routing import Routing, Scope
 from penstock.parallel.kit import Kit
 from penstock.parallel.turns import Steps, drain
 
@@ -48,19 +50,32 @@ class MoE(nn.Module):
 
     def forward(self, x_TD: Tensor, scope: Scope) -> Tensor:
         """Mix the chosen experts for every token. Returns y_TD."""
+        return self.mix(x_TD, self.route(x_TD, scope))
+
+    def route(self, x_TD: Tensor, scope: Scope) -> Routing:
+        """Choose experts, and sort the slots if dispatch would begin with that in any case.
+
+        A dispatch that leaves on a stream of its own sorts there.
+        """
+        routing: Routing = self.router(x_TD, scope)
+        if self.kit.transfers is None and isinstance(self.dispatcher, Sorting):
+            return replace(routing, sorted=self.dispatcher.sorted_slots(routing))
+        return routing
+
+    def mix(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        """`forward` behind `route`."""
         if self.kit.transfers is not None:
-            return drain(self.steps(x_TD, scope))
-        routing = self.router(x_TD, scope)
+            return drain(self.steps(x_TD, routing))
         rows, receipt = self.dispatcher.dispatch(x_TD, routing)
         y_RD = self._run_experts(rows)
         y_TD = self.dispatcher.combine(y_RD, receipt)
         return y_TD if self.shared is None else y_TD + self.kit.run("shared-expert", self.shared, x_TD)
 
-    def steps(self, x_TD: Tensor, scope: Scope) -> Steps[Tensor]:
-        """`forward` with its transfers beside the shared expert; stops where they are under way."""
+    def steps(self, x_TD: Tensor, routing: Routing) -> Steps[Tensor]:
+        """`mix` with its transfers beside the shared expert; stops where they are under way."""
         assert self.kit.transfers is not None, "nothing here leaves"
         leaving, h_TF, shared_TD = Departures(self.dispatcher, self.kit.transfers), None, None
-        wait_for_rows = leaving.dispatch(x_TD, self.router(x_TD, scope))
+        wait_for_rows = leaving.dispatch(x_TD, routing)
         if self.shared is not None:
             h_TF = self.kit.run("shared-expert", self.shared.widen, x_TD)
         yield

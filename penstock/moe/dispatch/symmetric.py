@@ -156,8 +156,9 @@ def links_of(placement: ExpertPlacement, buffers: SymmetricBuffers, programs: in
     links = Links(buffers, Homes(per_rank=placement.per_place, parts=placement.expert_tensor))
     if not programs:
         return links
-    launches = {"push": PUSH_LAUNCH, "take": TAKE_LAUNCH, "back": RETURN_LAUNCH, "sum": SUM_LAUNCH}
-    return replace(links, **{name: replace(launch, programs=programs) for name, launch in launches.items()})
+    alone = (PUSH_LAUNCH, TAKE_LAUNCH, RETURN_LAUNCH, SUM_LAUNCH)
+    push, take, back, add = (replace(launch, programs=programs) for launch in alone)
+    return replace(links, push=push, take=take, back=back, sum=add)
 
 
 def _used(arrivals: Arrivals, rows: int) -> Arrivals:
