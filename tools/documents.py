@@ -29,6 +29,7 @@ from penstock.config.reference import reference_markdown
 from penstock.parallel.launch.environment import environment_page
 from penstock.train.metrics import reference_page
 from tools import dispatch_tables, kernel_tables, ladder_tables, layout_tables
+from tools.hardware_page import hardware_page
 
 TABLES = {**kernel_tables.TABLES, **layout_tables.TABLES, **ladder_tables.TABLES, **dispatch_tables.TABLES}
 ROOT = Path(__file__).resolve().parents[1]
@@ -101,6 +102,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "docs/decisions/README.md": decisions,
     "docs/environment.md": environment_page,
     "docs/glossary.md": glossary,
+    "docs/hardware.md": hardware_page,
     "docs/metrics.md": reference_page,
 }
 

@@ -1,4 +1,4 @@
 """What everything else uses; imports nothing of ours.
 
-Reading order: `errors`, `shapes` (the legend of dimension letters), `spans` (names in traces), `devices` (peak FLOP/s).
+Reading order: `errors`, `shapes` (the legend of dimension letters), `spans` (names in traces), `devices` (known chips).
 """

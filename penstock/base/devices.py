@@ -1,39 +1,52 @@
-"""What devices can do at most: dense bf16 matrix products per second, from the vendors' data sheets.
+"""Chips that are known by name: what the driver calls them, what compilers call them, what their data sheets promise.
 
-Model FLOPs utilization divides by these peaks. A device that is not here has no utilization; none is guessed.
+Kernels are chosen by the compiler's name, also for a chip that is not here; model FLOPs utilization divides by the
+peak, and a device that is not here has none. What else a plan must know of a chip, and what it really reaches, stands
+in penstock/plan/hardware_data.
 """
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Peak:
-    """One device by a part of the name that its driver reports.
+class Chip:
+    """One GPU.
 
     Attributes:
-        pattern: part of the device's name.
-        bf16: dense bfloat16 FLOP per second.
-        source: where the figure comes from.
+        pattern: part of the driver's name, by which people know it.
+        target: as compilers and launch tables name it.
+        name: as the driver reports it.
+        bf16: peak of dense bfloat16 products in FLOP per second.
+        source: where the peak comes from.
     """
 
     pattern: str
+    target: str
+    name: str
     bf16: float
     source: str
 
 
-# The first match wins, so longer names stand before the shorter names that they contain.
-PEAKS: tuple[Peak, ...] = (
-    Peak("MI300X", 1307e12, "AMD Instinct MI300X data sheet"),
-    Peak("MI325X", 1307e12, "AMD Instinct MI325X data sheet"),
-    Peak("MI355X", 2517e12, "AMD Instinct MI355X data sheet"),
-    Peak("GB200", 2500e12, "NVIDIA GB200 NVL72 data sheet"),
-    Peak("GB300", 2500e12, "NVIDIA GB300 NVL72 data sheet"),
-    Peak("B200", 2250e12, "NVIDIA HGX B200 data sheet"),
-    Peak("H200", 989e12, "NVIDIA H200 data sheet"),
-    Peak("H100", 989e12, "NVIDIA H100 SXM data sheet"),
+# The first match wins, so longer patterns stand before the shorter ones that they contain.
+CHIPS: tuple[Chip, ...] = (
+    Chip("MI300X", "gfx942", "AMD Instinct MI300X", 1307e12, "AMD Instinct MI300X data sheet"),
+    Chip("MI325X", "gfx942", "AMD Instinct MI325X", 1307e12, "AMD Instinct MI325X data sheet"),
+    Chip("MI355X", "gfx950", "AMD Instinct MI355X", 2517e12, "AMD Instinct MI355X data sheet"),
+    Chip("GB200", "sm_100", "NVIDIA GB200", 2500e12, "NVIDIA GB200 NVL72 data sheet"),
+    Chip("GB300", "sm_103", "NVIDIA GB300", 2500e12, "NVIDIA GB300 NVL72 data sheet"),
+    Chip("B200", "sm_100", "NVIDIA B200", 2250e12, "NVIDIA HGX B200 data sheet"),
+    Chip("H200", "sm_90", "NVIDIA H200", 989e12, "NVIDIA H200 data sheet"),
+    Chip("H100", "sm_90", "NVIDIA H100 80GB HBM3", 989e12, "NVIDIA H100 SXM data sheet"),
+    Chip("A100", "sm_80", "NVIDIA A100-SXM4-80GB", 312e12, "NVIDIA A100 data sheet"),
 )
 
 
+def chip_named(name: str) -> Chip | None:
+    """The chip that a driver's name, or a part of it by which people know the chip, stands for; None if none does."""
+    return next((chip for chip in CHIPS if chip.pattern.lower() in name.lower()), None)
+
+
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP per second of a device, or None if it is not in the table."""
-    return next((peak.bf16 for peak in PEAKS if peak.pattern in device_name), None)
+    """Dense bf16 FLOP per second of a device, or None if it is not known."""
+    chip = chip_named(device_name)
+    return None if chip is None else chip.bf16

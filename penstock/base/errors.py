@@ -62,6 +62,10 @@ class DeviceError(PenstockError):
     """The machine cannot do what the run asks for."""
 
 
+class HardwareError(PenstockError):
+    """A description of hardware is wrong, or says nothing of what is asked."""
+
+
 class LostRankError(DeviceError):
     """Another rank has ended or does not answer. Nothing can be mended here, and a restart may help."""
 

@@ -22,6 +22,7 @@ VERBS = (
     Verb("config", "penstock.cli.config", "app", "List, show, explain, compare and check configurations."),
     Verb("layout", "penstock.cli.layout", "layout", "Show who holds what on any number of ranks, starting none."),
     Verb("ladder", "penstock.cli.ladder", "ladder", "Measure what each optimization is worth, on this machine."),
+    Verb("calibrate", "penstock.cli.calibrate", "calibrate", "Measure this machine, for plans of runs on it."),
     Verb("kernels", "penstock.cli.kernels", "app", "List which kernels will run and why; measure them on this GPU."),
 )
 

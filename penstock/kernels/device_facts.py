@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from penstock.base.devices import CHIPS, chip_named
 from penstock.base.errors import DeviceError
 from penstock.kernels.tuning import target_of
 
@@ -44,34 +45,6 @@ class DeviceFacts:
         return TRITON in self.packages
 
 
-@dataclass(frozen=True)
-class Chip:
-    """A GPU that we know without having it.
-
-    Attributes:
-        pattern: part of the driver's name, by which people know it.
-        target: as launch tables name it.
-        name: the driver's name.
-    """
-
-    pattern: str
-    target: str
-    name: str
-
-
-# The first match wins, so longer patterns stand before the shorter ones that they contain.
-CHIPS: tuple[Chip, ...] = (
-    Chip("MI300X", "gfx942", "AMD Instinct MI300X"),
-    Chip("MI325X", "gfx942", "AMD Instinct MI325X"),
-    Chip("MI355X", "gfx950", "AMD Instinct MI355X"),
-    Chip("GB200", "sm_100", "NVIDIA GB200"),
-    Chip("B200", "sm_100", "NVIDIA B200"),
-    Chip("H200", "sm_90", "NVIDIA H200"),
-    Chip("H100", "sm_90", "NVIDIA H100 80GB HBM3"),
-    Chip("A100", "sm_80", "NVIDIA A100-SXM4-80GB"),
-)
-
-
 def installed(packages: Iterable[str] = PACKAGES) -> frozenset[str]:
     """Those of the packages that can be imported; imports none."""
     return frozenset(package for package in packages if find_spec(package) is not None)
@@ -99,7 +72,7 @@ def named_device(name: str, dtype: Dtype) -> DeviceFacts:
     Raises:
         DeviceError: no chip that we know has such a name.
     """
-    chip = next((chip for chip in CHIPS if chip.pattern.lower() in name.lower()), None)
+    chip = chip_named(name)
     if chip is None:
         known = ", ".join(chip.pattern for chip in CHIPS)
         raise DeviceError("no device is known by this name", got=repr(name), allowed=f"auto, cpu, cuda, or {known}")

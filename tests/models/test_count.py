@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.config.model import GroupedQueryAttention
 from penstock.config.presets.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
+from penstock.config.presets.proxies import moe_1t, moe_2t, moe_515b
 from penstock.kernels.operators import REFERENCE
 from penstock.models.count import count
 from tests.models.families import tiny_decoder, tiny_model
@@ -22,6 +23,23 @@ def test_published_models_have_their_published_sizes(preset: object, total: floa
     counted = count(run.model, 4096)
     assert counted.parameters == pytest.approx(total, rel=2e-3)
     assert counted.active_parameters == pytest.approx(active, rel=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("preset", "total", "active"),
+    [(moe_515b, 528e9, 57.0e9), (moe_1t, 1036e9, 57.1e9), (moe_2t, 2050e9, 93.5e9)],
+)
+def test_the_proxies_have_their_true_active_sizes_and_not_the_advertised_ones(
+    preset: object, total: float, active: float
+) -> None:
+    run = preset()  # type: ignore[operator]
+    counted = count(run.model, 4096)
+    assert counted.parameters == pytest.approx(total, rel=1e-3)
+    assert counted.active_parameters == pytest.approx(active, rel=1e-3)
+    model = run.model
+    projections = 2 * model.layers * model.hidden_size * model.attention.heads * model.attention.head_dim
+    advertised = {"moe-515b": 44e9, "moe-1t": 44e9, "moe-2t": 80e9}[run.name]
+    assert counted.active_parameters - projections == pytest.approx(advertised, rel=0.02)
 
 
 def test_v2_lite_costs_16_4_gflop_per_token_at_4096() -> None:

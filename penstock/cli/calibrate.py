@@ -1,0 +1,138 @@
+"""`penstock calibrate`: measure this machine, and write the file by which `penstock plan` knows it.
+
+    penstock calibrate --output mine.toml                     one device
+    penstock calibrate --output mine.toml --processes 8       and the links between eight
+    torchrun ... -m penstock calibrate --output mine.toml     and the network, from ranks on several machines
+    penstock calibrate > mine.toml                            without --output the file is printed
+
+A chip that the package knows (`docs/hardware.md`) keeps its data sheet's peaks, and of collectives those that were not
+measured. Nothing else should run on the machine meanwhile. A GPU takes about a minute, a CPU some seconds.
+"""
+
+import sys
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from penstock.base.devices import chip_named
+from penstock.base.errors import DeviceError
+from penstock.cli.main import main
+from penstock.cli.table import print_table
+from penstock.kernels.device_facts import device_facts
+from penstock.parallel.launch.environment import (
+    Environment,
+    facts_of_machine,
+    prepare_environment,
+    read_environment,
+)
+from penstock.parallel.launch.host import gpu_vendor
+from penstock.parallel.launch.local import LocalLaunch, run_processes
+from penstock.parallel.launch.meeting import Meeting, start_process_group, stop_process_group
+from penstock.parallel.launch.process import choose_device, device_name, prepare_process
+from penstock.plan.calibrate import LARGE, SMALL, measure_device, memory_of
+from penstock.plan.calibrate_transfers import LARGE_BYTES, SMALL_BYTES, measure_transfers
+from penstock.plan.calibrated import Transfers, calibrated, rounded
+from penstock.plan.hardware import Hardware
+from penstock.plan.hardware_file import hardware_text, known_hardware, load_hardware, write_hardware
+
+TIMEOUT_MINUTES = 10.0
+
+
+def calibrate(
+    output: Annotated[Path | None, typer.Option("--output", help="File to write, instead of printing it.")] = None,
+    processes: Annotated[int, typer.Option("--processes", min=1, help="Ranks to start here.")] = 1,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
+    name: Annotated[str | None, typer.Option("--name", help="Name in the file, instead of the chip's.")] = None,
+) -> int:
+    """Measure this machine: products, attention, memory, launches, and collectives between processes."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise DeviceError("--device is unknown", got=device, allowed="auto, cpu, cuda")
+    environment = read_environment()
+    if processes > 1:
+        if environment.started_by:
+            raise DeviceError(f"{environment.started_by} has started the processes already", fix="no --processes")
+        on_cpu = device == "cpu" or not torch.cuda.is_available()
+        if not on_cpu and processes > torch.cuda.device_count():
+            raise DeviceError("--processes is more than GPUs", got=processes, allowed=torch.cuda.device_count())
+        words = ["calibrate", "--device", device, *(["--name", name] if name else [])]
+        words += ["--output", str(output)] if output else []
+        return run_processes(main, words, _launch(environment, processes, on_cpu=on_cpu))
+    hardware = _measure(environment, device, name)
+    if environment.rank == 0:
+        _hand_over(hardware, output)
+    return 0
+
+
+def _launch(environment: Environment, processes: int, *, on_cpu: bool) -> LocalLaunch:
+    facts = replace(facts_of_machine(environment), world=processes, local_world=processes)
+    return LocalLaunch(
+        processes=processes,
+        restarts=0,
+        name=f"local-{uuid.uuid4().hex}",
+        facts=replace(facts, vendor="cpu") if on_cpu else facts,
+        say=lambda line: print(line, file=sys.stderr),
+    )
+
+
+def _measure(environment: Environment, device_kind: str, name: str | None) -> Hardware:
+    """What all ranks do; the devices are measured at the same time, as a step would load them."""
+    with Meeting(environment) as meeting:
+        prepare_environment(facts_of_machine(environment))
+        device = choose_device(device_kind, environment)
+        meeting.open(TIMEOUT_MINUTES)
+        start_process_group(meeting, device)
+        prepare_process(environment, seed=0, deterministic=False)
+        on_gpu = device.type == "cuda"
+        facts = device_facts(device, "bf16" if on_gpu else "fp32")
+        findings = measure_device(device, facts, LARGE if on_gpu else SMALL)
+        transfers: Transfers = {}
+        if environment.world_size > 1:
+            buffers = LARGE_BYTES if on_gpu else SMALL_BYTES
+            transfers = measure_transfers(device, environment.local_world_size, buffers)
+            if on_gpu:  # the collectives' library has buffers of its own
+                findings = replace(findings, context_bytes=memory_of(device)[1])
+        stop_process_group()
+    chip = chip_named(facts.name) if on_gpu else None
+    known = chip is not None and chip.pattern in known_hardware()
+    shown = device_name(device)
+    described = f"{environment.world_size} x {shown}, torch {torch.__version__}"
+    return rounded(
+        calibrated(
+            name or (chip.pattern if chip else shown),
+            gpu_vendor() if on_gpu else "cpu",
+            findings,
+            transfers,
+            known=load_hardware(chip.pattern) if chip is not None and known else None,
+            where=described,
+        )
+    )
+
+
+def _hand_over(hardware: Hardware, output: Path | None) -> None:
+    comment = [f"{hardware.name}, measured by `penstock calibrate`."]
+    if output is None:
+        print(hardware_text(hardware, comment), end="")
+        return
+    write_hardware(output, hardware, comment)
+    print_table(("operator", "sizes", "reached"), _rows(hardware))
+    print(f"written to {output}; a cluster of 8 such devices is called 8x{output}")
+
+
+def _rows(hardware: Hardware) -> list[tuple[str, str, str]]:
+    rows = []
+    for measured in hardware.measured:
+        for point in measured.points:
+            values = dict(iter(point))
+            rate = values.get("flops_per_second")
+            reached = f"{rate / 1e12:.3g} TFLOP/s" if rate else f"{values['seconds'] * 1e6:.1f} us"
+            dtype = f" {values['dtype']}" if rate else ""
+            rows.append((f"{measured.operator}{dtype}", " x ".join(map(str, point.sizes)), reached))
+    memory = hardware.peaks.memory_bytes_per_second * hardware.efficiency.memory
+    rows.append(("copy", "", f"{memory / 1e9:.4g} GB/s"))
+    rows.append(("smallest kernel", "", f"{hardware.host.kernel_seconds * 1e6:.3g} us"))
+    rows.append(("host, an operator", "", f"{hardware.host.launch_seconds * 1e6:.3g} us"))
+    return rows

@@ -1,0 +1,310 @@
+"""Measures the device of this process: what its hardware file should say that no data sheet does.
+
+The operators are those that a training step calls: PyTorch's matrix product, the experts' products of our kernels (or
+by definition, where they cannot run), causal attention in the model's own layout, a copy, the smallest kernel, and the
+host's part of an operator with autograd. Sizes are those of training on a GPU, and small on a CPU, where all of it
+takes seconds. Each figure is a median of rounds of calls on the same inputs, of which small ones stay in a cache.
+Inputs are random: a product of zeros needs less power and runs faster than any training.
+
+A chip that the package knows keeps its data sheet's peaks. For any other the fastest product and the copy stand for the
+peaks, so that its efficiency says how far other sizes stay below that. Collectives: `calibrate_transfers`.
+"""
+
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from os import sysconf
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels import reference
+from penstock.kernels.attention import causal_attention
+from penstock.kernels.backends import expert_kernels_of
+from penstock.kernels.device_facts import DeviceFacts
+from penstock.kernels.tuning import GROUPED_GEMM
+from penstock.plan.hardware import AttentionPoint, ComputePoint, Dtype, GroupedPoint, ProductPoint
+
+Call = Callable[[], object]
+
+ROUNDS = 5
+
+GROUPED_PRODUCTS = (
+    "forward",
+    "forward_gathered",
+    "input_gradient",
+    "weight_gradient",
+    "weight_gradient_gathered",
+    "weight_gradient_accumulated",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is measured.
+
+    Attributes:
+        products: (m, n, k) each.
+        grouped: (groups, rows, n, k) each.
+        attention: (rows of the batch, heads, positions, width, value width) each.
+        copy_bytes: of a tensor that is copied.
+        round_seconds: that a round of calls should take at least.
+    """
+
+    products: tuple[tuple[int, int, int], ...]
+    grouped: tuple[tuple[int, int, int, int], ...]
+    attention: tuple[tuple[int, int, int, int, int], ...]
+    copy_bytes: int
+    round_seconds: float
+
+
+LARGE = Sizes(
+    products=(
+        (8192, 8192, 8192),
+        (8192, 2048, 2048),
+        (8192, 3072, 2048),
+        (4096, 7168, 7168),
+        (4096, 1536, 7168),
+        (16384, 8192, 2048),
+        (2048, 4096, 16384),
+        (1024, 4096, 4096),
+    ),
+    grouped=(
+        (8, 4096, 4096, 7168),
+        (8, 4096, 7168, 2048),
+        (16, 3072, 2816, 2048),
+        (16, 3072, 2048, 1408),
+        (64, 384, 2816, 2048),
+        (32, 512, 1536, 2048),
+    ),
+    attention=((4, 16, 4096, 192, 128), (1, 64, 4096, 128, 128), (1, 16, 16384, 192, 128)),
+    copy_bytes=2**30,
+    round_seconds=0.01,
+)
+"""For a GPU."""
+
+SMALL = Sizes(
+    products=((256, 256, 256), (512, 384, 128), (512, 1024, 512)),
+    grouped=((8, 64, 256, 128), (8, 64, 128, 128)),
+    attention=((4, 4, 128, 48, 32), (1, 4, 512, 64, 64)),
+    copy_bytes=2**25,
+    round_seconds=0.01,
+)
+"""For a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What the device of this process is and does.
+
+    Attributes:
+        points: of each operator.
+        capacity_bytes: of its memory.
+        context_bytes: that are gone before the first tensor.
+        memory_bytes_per_second: read and written by a large copy.
+        kernel_seconds: of the smallest kernel.
+        launch_seconds: of the host, for one operator with autograd.
+    """
+
+    points: Mapping[str, tuple[ComputePoint, ...]]
+    capacity_bytes: int
+    context_bytes: int
+    memory_bytes_per_second: float
+    kernel_seconds: float
+    launch_seconds: float
+
+
+def measure_device(device: torch.device, facts: DeviceFacts, sizes: Sizes) -> Findings:
+    """Measure everything that one process can.
+
+    Args:
+        device: of this process.
+        facts: of it; `facts.dtype` is what all is measured in.
+        sizes: what to measure.
+    """
+    torch.manual_seed(0)
+    before = memory_of(device)
+    bench = Bench(device, facts, sizes.round_seconds)
+    points: dict[str, tuple[ComputePoint, ...]] = {"product": tuple(bench.products(sizes))}
+    grouped = list(bench.grouped(sizes))
+    for product in GROUPED_PRODUCTS:
+        points[f"grouped_{product}"] = tuple(point for name, point in grouped if name == product)
+    attention = list(bench.attention(sizes))
+    for direction in ("forward", "backward"):
+        points[f"attention_{direction}"] = tuple(point for name, point in attention if name == direction)
+    # A GPU's context grows with the kernels that are loaded; a CPU's process with the tensors that were measured.
+    capacity, context = memory_of(device) if device.type == "cuda" else before
+    source = torch.randn(sizes.copy_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    return Findings(
+        points={name: found for name, found in points.items() if found},
+        capacity_bytes=capacity,
+        context_bytes=context,
+        memory_bytes_per_second=2 * source.nbytes / bench.seconds(lambda: target.copy_(source)),
+        kernel_seconds=bench.smallest_kernel(),
+        launch_seconds=bench.host_of_an_operator(),
+    )
+
+
+class Bench:
+    """Times calls on one device.
+
+    Args:
+        device: where.
+        facts: of it.
+        round_seconds: that a round of calls should take at least.
+    """
+
+    def __init__(self, device: torch.device, facts: DeviceFacts, round_seconds: float) -> None:
+        self._device = device
+        self._facts = facts
+        self._round_seconds = round_seconds
+
+    def seconds(self, call: Call) -> float:
+        """Seconds of one call, the host's part hidden where calls are long enough."""
+        call()
+        once = self._round(call, 1)
+        times = max(1, round(self._round_seconds / max(once, 1e-7)))
+        self._round(call, times)
+        return statistics.median(self._round(call, times) for _ in range(ROUNDS)) / times
+
+    def _round(self, call: Call, times: int) -> float:
+        self._wait()
+        began = time.perf_counter()
+        for _ in range(times):
+            call()
+        self._wait()
+        return time.perf_counter() - began
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _normal(self, *size: int, dtype: Dtype | None = None) -> Tensor:
+        return torch.randn(*size, device=self._device, dtype=TORCH_DTYPES[dtype or self._facts.dtype])
+
+    def products(self, sizes: Sizes) -> Iterator[ProductPoint]:
+        """PyTorch's matrix products; on a CPU in bfloat16 too, which some have units for and some have not."""
+        dtypes: tuple[Dtype, ...] = ("fp32", "bf16") if self._device.type == "cpu" else (self._facts.dtype,)
+        for dtype in dtypes:
+            for m, n, k in sizes.products:
+                x, w = self._normal(m, k, dtype=dtype), self._normal(n, k, dtype=dtype)
+                rate = 2 * m * n * k / self.seconds(partial(F.linear, x, w))
+                yield ProductPoint(dtype=dtype, flops_per_second=rate, m=m, n=n, k=k)
+
+    def grouped(self, sizes: Sizes) -> Iterator[tuple[str, GroupedPoint]]:
+        """The experts' products, with as many rows for each."""
+        has_kernels = self._facts.target in GROUPED_GEMM and self._facts.has_triton
+        make = self._by_kernels if has_kernels else self._by_definition
+        for groups, rows, n, k in sizes.grouped:
+            x_RD, w_eFD, dy_RF = (
+                self._normal(groups * rows, k),
+                self._normal(groups, n, k),
+                self._normal(groups * rows, n),
+            )
+            counts_e = torch.full((groups,), rows, dtype=torch.int32, device=self._device)
+            for name, call in make(x_RD, w_eFD, dy_RF, counts_e).items():
+                rate = 2 * groups * rows * n * k / self.seconds(call)
+                yield (
+                    name,
+                    GroupedPoint(dtype=self._facts.dtype, flops_per_second=rate, groups=groups, rows=rows, n=n, k=k),
+                )
+
+    def _by_kernels(self, x_RD: Tensor, w_eFD: Tensor, dy_RF: Tensor, counts_e: Tensor) -> dict[str, Call]:
+        kernels: Any = expert_kernels_of("triton")
+        tiles = kernels.tile_table(counts_e, len(x_RD))
+        index_R = torch.randperm(len(x_RD), device=self._device)
+        sum_eFD = torch.zeros_like(w_eFD, dtype=torch.float32)
+        weight_gradient = partial(kernels.weight_gradient, dy_RF, x_RD, counts_e, tiles=tiles)
+        return {
+            "forward": lambda: kernels.forward(x_RD, w_eFD, counts_e, None, tiles=tiles),
+            "forward_gathered": lambda: kernels.forward(x_RD, w_eFD, counts_e, index_R, tiles=tiles),
+            "input_gradient": lambda: kernels.input_gradient(dy_RF, w_eFD, counts_e, tiles=tiles),
+            "weight_gradient": lambda: weight_gradient(None),
+            "weight_gradient_gathered": lambda: weight_gradient(index_R),
+            "weight_gradient_accumulated": lambda: weight_gradient(None, accumulate_into=sum_eFD),
+        }
+
+    def _by_definition(self, x_RD: Tensor, w_eFD: Tensor, dy_RF: Tensor, counts_e: Tensor) -> dict[str, Call]:
+        x_RD, w_eFD = x_RD.requires_grad_(), w_eFD.requires_grad_()
+        y_RF = reference.grouped_gemm(x_RD, w_eFD, counts_e)
+        return {
+            "forward": torch.no_grad()(partial(reference.grouped_gemm, x_RD, w_eFD, counts_e)),
+            "input_gradient": lambda: torch.autograd.grad(y_RF, x_RD, dy_RF, retain_graph=True),
+            "weight_gradient": lambda: torch.autograd.grad(y_RF, w_eFD, dy_RF, retain_graph=True),
+        }
+
+    def attention(self, sizes: Sizes) -> Iterator[tuple[str, AttentionPoint]]:
+        """Causal attention over whole rows."""
+        backend = "default" if self._device.type == "cpu" else "auto"
+        for batch, heads, length, width, value_width in sizes.attention:
+            q, k = (self._normal(batch, length, heads, width).requires_grad_() for _ in range(2))
+            v = self._normal(batch, length, heads, value_width).requires_grad_()
+            attend = partial(causal_attention, q, k, v, scale=width**-0.5, allowed_BSS=None, backend=backend)
+            o_BSHM = attend()
+            do_BSHM = torch.randn_like(o_BSHM)
+            calls: dict[str, Call] = {
+                "forward": torch.no_grad()(attend),
+                "backward": partial(torch.autograd.grad, o_BSHM, (q, k, v), do_BSHM, retain_graph=True),
+            }
+            products = {"forward": width + value_width, "backward": 3 * width + 2 * value_width}
+            for direction, call in calls.items():
+                flops = batch * heads * length**2 * products[direction]
+                yield (
+                    direction,
+                    AttentionPoint(
+                        dtype=self._facts.dtype,
+                        flops_per_second=flops / self.seconds(call),
+                        heads=batch * heads,
+                        queries=length,
+                        keys=length,
+                        width=width,
+                        value_width=value_width,
+                    ),
+                )
+
+    def smallest_kernel(self) -> float:
+        """Seconds of a kernel that adds 1 to a few numbers, without the host where there is a GPU: by a graph."""
+        few, times = torch.zeros(64, device=self._device), 200
+        if self._device.type != "cuda":
+            return self.seconds(lambda: few.add_(1))
+        graph = torch.cuda.CUDAGraph()
+        few.add_(1)
+        self._wait()
+        with torch.cuda.graph(graph):
+            for _ in range(times):
+                few.add_(1)
+        return self.seconds(graph.replay) / times
+
+    def host_of_an_operator(self) -> float:
+        """Seconds of the host for one operator of a small network, forward and backward, with nothing to wait for."""
+        layers = 32
+        x = torch.zeros(8, 16, device=self._device)
+        weights = [torch.zeros(16, 16, device=self._device, requires_grad=True) for _ in range(layers)]
+
+        def step() -> None:
+            y = x
+            for weight in weights:
+                y = F.silu(F.linear(y, weight))
+            torch.autograd.grad(y.sum(), weights)
+
+        # forward: product and activation; backward: the activation's gradient and two products
+        return self.seconds(step) / (5 * layers)
+
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Bytes of its memory, and those of them that no tensor can have: on a CPU, all that this process ever had."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total, total - free - torch.cuda.memory_reserved(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return sysconf("SC_PHYS_PAGES") * sysconf("SC_PAGE_SIZE"), peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,344 @@
+"""Hardware as data: what a chip and its node promise, what was really reached, and where each figure comes from.
+
+A hardware file (penstock/plan/hardware_data, or a user's own) has two halves that are never mixed. Tables `memory`,
+`peaks` and `node` hold what data sheets and drivers say. Tables `overhead`, `host`, `efficiency`, `collective` and
+`measured` hold what programs reach. Each table has a `source`, which begins with one word:
+
+    measured:    by us, on this chip
+    reported:    measured by others, who are named
+    datasheet:   the vendor's promise
+    assumed:     nobody measured it; the text says by what it was guessed
+
+`penstock.plan.hardware_file` reads and writes such files, `penstock.plan.rates` turns them into seconds. Nothing here
+needs PyTorch. Bandwidths are of one direction. A node is what the fast links join: 8 GPUs, or 72 of an NVL72 rack.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, get_args
+
+from penstock.base.errors import HardwareError
+from penstock.config.section import Section, knob
+
+Dtype = Literal["bf16", "fp8", "fp32"]
+
+Operator = Literal[
+    "product",
+    "grouped_forward",
+    "grouped_forward_gathered",
+    "grouped_input_gradient",
+    "grouped_weight_gradient",
+    "grouped_weight_gradient_gathered",
+    "attention_forward",
+    "attention_backward",
+]
+"""What has an efficiency of its own. Gathered: the kernel looks its rows up among the tokens while it loads them."""
+
+Accumulated = Literal["grouped_weight_gradient_accumulated"]
+"""A weight gradient that is added to a float32 sum: it computes as fast as the plain one, and moves more bytes."""
+
+CollectiveKind = Literal["all-to-all", "all-gather", "reduce-scatter", "point-to-point", "symmetric", "deep-ep"]
+"""Symmetric: our kernels write into the other GPUs' memory. Deep-ep: the DeepEP library."""
+
+ORIGINS = ("measured", "reported", "datasheet", "assumed")
+"""First words of a source."""
+
+_SOURCE = "Where the figures come from; begins with measured:, reported:, datasheet: or assumed:."
+
+
+class Sourced(Section):
+    """A table whose figures come from one place."""
+
+    source: str = knob(doc=_SOURCE)
+
+    @property
+    def origin(self) -> str:
+        """First word of the source."""
+        return self.source.partition(":")[0]
+
+
+class Memory(Sourced):
+    """Memory of one device."""
+
+    capacity_bytes: int = knob(doc="All of it, as the driver reports it.", unit="bytes", low=1)
+
+
+class Peaks(Sourced):
+    """What a device can do at most."""
+
+    bf16: float = knob(doc="Dense bfloat16 products.", unit="FLOP/s", low=1)
+    fp8: float | None = knob(None, doc="Dense 8-bit products.", unit="FLOP/s", low=1)
+    fp32: float | None = knob(None, doc="Dense float32 products.", unit="FLOP/s", low=1)
+    memory_bytes_per_second: float = knob(doc="Bytes read and written.", unit="bytes/s", low=1)
+
+    def flops_per_second(self, dtype: Dtype) -> float | None:
+        """Dense products in a type, or None where that is not known."""
+        return {"bf16": self.bf16, "fp8": self.fp8, "fp32": self.fp32}[dtype]
+
+
+class Node(Sourced):
+    """Devices that fast links join, and their way to other nodes."""
+
+    devices: int = knob(doc="Devices of a node.", unit="devices", low=1)
+    links: Literal["switch", "mesh"] = knob(
+        doc="switch: a device has all its bandwidth to any other. mesh: an equal share of it to each other one."
+    )
+    link_bytes_per_second: float | None = knob(None, doc="Out of one device, over all links.", unit="bytes/s", low=1)
+    network_bytes_per_second: float | None = knob(None, doc="Out of one device, to other nodes.", unit="bytes/s", low=1)
+
+
+class Overhead(Sourced):
+    """Memory that no tensor can have."""
+
+    context_bytes: int = knob(doc="Driver context and libraries of one process.", unit="bytes", low=0)
+    reserve_share: float = knob(
+        doc="Share of the capacity that fragmentation and libraries' buffers take.", low=0, high=0.9
+    )
+
+
+class Host(Sourced):
+    """What starting work costs."""
+
+    launch_seconds: float = knob(
+        doc="Host time of one operator of a step that is not captured as a graph; Python and autograd counted.",
+        unit="seconds",
+        low=0,
+    )
+    kernel_seconds: float = knob(doc="Device time that the smallest kernel takes.", unit="seconds", low=0)
+
+
+class Efficiency(Sourced):
+    """Shares of the peak that operators of training size reach, where no measured point is near."""
+
+    product: float = knob(doc="Matrix product.", low=0.001, high=1)
+    grouped_forward: float = knob(doc="Grouped product, forward.", low=0.001, high=1)
+    grouped_forward_gathered: float = knob(doc="The same, rows gathered.", low=0.001, high=1)
+    grouped_input_gradient: float = knob(doc="Grouped product, gradient of the input.", low=0.001, high=1)
+    grouped_weight_gradient: float = knob(doc="Grouped product, gradient of the weights.", low=0.001, high=1)
+    grouped_weight_gradient_gathered: float = knob(doc="The same, rows gathered.", low=0.001, high=1)
+    attention_forward: float = knob(doc="Attention, forward; causal counted as half of the square.", low=0.001, high=1)
+    attention_backward: float = knob(doc="Attention, backward; 5 products where forward has 2.", low=0.001, high=1)
+    memory: float = knob(doc="Of the bandwidth of the memory, by kernels that compute little.", low=0.001, high=1)
+
+    def of(self, operator: Operator) -> float:
+        """The share of an operator."""
+        return float(dict(self)[operator])
+
+
+class Collective(Sourced):
+    """How one collective behaves: latency + peers x peer latency + bytes / (efficiency x bandwidth)."""
+
+    kind: CollectiveKind = knob(doc="Which one.")
+    reach: Literal["node", "cluster"] = knob(doc="Inside a node, or over several.")
+    latency_seconds: float = knob(doc="Of the smallest one, between two ranks.", unit="seconds", low=0)
+    peer_seconds: float = knob(0.0, doc="More for each further rank.", unit="seconds", low=0)
+    efficiency: float = knob(doc="Share of the links' or the network's bandwidth.", low=0.001, high=1)
+
+
+class Point(Section):
+    """One measurement."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes that it was measured at, in the order in which they are asked for."""
+        return tuple(value for _, value in self if isinstance(value, int))
+
+
+class ComputePoint(Point):
+    """How fast a product ran."""
+
+    dtype: Dtype = knob("bf16", doc="What it computes in.")
+    flops_per_second: float = knob(doc="Useful ones.", unit="FLOP/s", low=1)
+
+
+class ProductPoint(ComputePoint):
+    """A matrix product: m x k times k x n."""
+
+    m: int = knob(doc="Rows.", low=1)
+    n: int = knob(doc="Columns.", low=1)
+    k: int = knob(doc="What is summed over.", low=1)
+
+
+class GroupedPoint(ComputePoint):
+    """A product for each expert: in forward, rows x k times k x n."""
+
+    groups: int = knob(doc="Experts.", low=1)
+    rows: int = knob(doc="Rows of each.", low=1)
+    n: int = knob(doc="Width of the output.", low=1)
+    k: int = knob(doc="Width of the input.", low=1)
+
+
+class AttentionPoint(ComputePoint):
+    """Attention of some heads, causal."""
+
+    heads: int = knob(doc="Query heads of all rows of the batch.", low=1)
+    queries: int = knob(doc="Positions that ask.", low=1)
+    keys: int = knob(doc="Positions that are looked at.", low=1)
+    width: int = knob(doc="Of a query and a key.", low=1)
+    value_width: int = knob(doc="Of a value.", low=1)
+
+
+class TransferPoint(Point):
+    """How long a collective took."""
+
+    ranks: int = knob(doc="That took part.", low=2)
+    node_ranks: int = knob(doc="Of them in one node.", low=1)
+    leaving_bytes: int = knob(doc="Out of each rank.", unit="bytes", low=1)
+    seconds: float = knob(doc="Of all.", unit="seconds", low=1e-9)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks, nodes and bytes."""
+        return self.ranks, self.ranks // self.node_ranks, self.leaving_bytes
+
+
+POINTS: Mapping[str, type[Point]] = MappingProxyType(
+    {
+        "product": ProductPoint,
+        **{name: GroupedPoint for name in (*get_args(Operator), *get_args(Accumulated)) if name.startswith("grouped")},
+        "attention_forward": AttentionPoint,
+        "attention_backward": AttentionPoint,
+        **dict.fromkeys(get_args(CollectiveKind), TransferPoint),
+    }
+)
+"""What can be measured, and what a measurement of it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Measurements of one operator or collective from one place.
+
+    Attributes:
+        operator: a key of `POINTS`.
+        source: as in `Sourced`.
+        points: of the class that `POINTS` has for the operator.
+    """
+
+    operator: str
+    source: str
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One kind of device and its node.
+
+    Attributes:
+        name: by which people know it.
+        vendor: whose it is; cpu for a machine without GPUs.
+        memory: of one device.
+        peaks: promised.
+        node: promised.
+        overhead: reached, like all that follows.
+        host: what starting work costs.
+        efficiency: where no point is near.
+        collectives: at most one of a kind and reach.
+        measured: points, several tables for one operator allowed.
+    """
+
+    name: str
+    vendor: Literal["nvidia", "amd", "cpu"]
+    memory: Memory
+    peaks: Peaks
+    node: Node
+    overhead: Overhead
+    host: Host
+    efficiency: Efficiency
+    collectives: tuple[Collective, ...]
+    measured: tuple[Measured, ...]
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory of a device that tensors can have."""
+        capacity = self.memory.capacity_bytes
+        return int(capacity * (1 - self.overhead.reserve_share)) - self.overhead.context_bytes
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of one collective, as far as its time depends on who they are.
+
+    Attributes:
+        ranks: how many.
+        node_ranks: how many of them share a node; divides `ranks`.
+    """
+
+    ranks: int
+    node_ranks: int
+
+    @property
+    def nodes(self) -> int:
+        """Over how many nodes they lie."""
+        return self.ranks // self.node_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Devices of one kind.
+
+    Attributes:
+        devices: how many.
+        hardware: of which kind.
+    """
+
+    devices: int
+    hardware: Hardware
+
+    @property
+    def node_devices(self) -> int:
+        """Devices of a node that take part."""
+        return min(self.devices, self.hardware.node.devices)
+
+    @property
+    def nodes(self) -> int:
+        """How many."""
+        return self.devices // self.node_devices
+
+    def group(self, ranks: int, stride: int = 1) -> Group:
+        """Ranks that stand `stride` apart, the first at the beginning of a node.
+
+        Args:
+            ranks: how many; sizes of axes are such that a node holds a whole part of them.
+            stride: between neighbours: the product of the axes that change faster.
+        """
+        inside = max(1, min(ranks, self.node_devices // stride))
+        while ranks % inside:
+            inside -= 1
+        return Group(ranks, inside)
+
+
+CLUSTER = re.compile(r"\s*(?P<devices>\d+)\s*[xX]\s*(?P<hardware>\S.*?)\s*")
+"""Such as `768xMI300X`, or `16xmine.toml`."""
+
+
+def split_cluster(text: str) -> tuple[int, str]:
+    """How many devices, and the name or file of their hardware.
+
+    Raises:
+        HardwareError: the text is not of this form, or there is no device.
+    """
+    match = CLUSTER.fullmatch(text)
+    if match is None or int(match["devices"]) < 1:
+        raise HardwareError(
+            "a cluster is a number of devices, x, and their name", got=repr(text), allowed="768xMI300X, 8xmine.toml"
+        )
+    return int(match["devices"]), match["hardware"]
+
+
+def cluster_of(devices: int, hardware: Hardware) -> Cluster:
+    """So many devices: a part of one node, or whole nodes.
+
+    Raises:
+        HardwareError: they do not fill their nodes.
+    """
+    each = hardware.node.devices
+    if devices > each and devices % each:
+        low = devices // each * each
+        raise HardwareError(
+            f"{devices} {hardware.name} do not fill nodes of {each}",
+            allowed=f"up to {each}, or a multiple of it",
+            fix=f"say {low}x{hardware.name} or {low + each}x{hardware.name}, or give a file with another node.devices",
+        )
+    return Cluster(devices=devices, hardware=hardware)

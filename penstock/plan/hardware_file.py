@@ -1,0 +1,221 @@
+"""Hardware files: read by name or path, checked to the last key, and written.
+
+The tables are those of `penstock.plan.hardware.Hardware`. Lists stand as arrays of tables:
+
+    [[collective]]
+    kind = "all-to-all"
+    ...
+    [[measured]]
+    operator = "product"
+    source = "measured: ..."
+    points = [{m = 8192, n = 8192, k = 8192, flops_per_second = 793e12}]
+
+What is wrong is told in one line that begins with the file and the place in it.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import tomli_w
+
+from penstock.base.devices import chip_named
+from penstock.base.errors import ConfigError, HardwareError
+from penstock.config.merge import settle
+from penstock.config.schema import fields_of, nearest
+from penstock.config.section import Section, knob
+from penstock.config.validation import build
+from penstock.plan.hardware import (
+    ORIGINS,
+    POINTS,
+    Cluster,
+    Collective,
+    Efficiency,
+    Hardware,
+    Host,
+    Measured,
+    Memory,
+    Node,
+    Overhead,
+    Peaks,
+    cluster_of,
+    split_cluster,
+)
+
+PACKAGED = Path(__file__).with_name("hardware_data")
+"""A file for each chip that comes with the package."""
+
+_LISTS = ("collective", "measured")
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+class _Head(Section):
+    """All of a file but its lists."""
+
+    name: str = knob(doc="By which people know it.")
+    vendor: Literal["nvidia", "amd", "cpu"] = knob(doc="Whose it is.")
+    memory: Memory = knob(doc="Memory of a device.")
+    peaks: Peaks = knob(doc="What it can do at most.")
+    node: Node = knob(doc="What fast links join.")
+    overhead: Overhead = knob(doc="Memory that no tensor can have.")
+    host: Host = knob(doc="What starting work costs.")
+    efficiency: Efficiency = knob(doc="Shares of the peak.")
+
+
+def known_hardware() -> tuple[str, ...]:
+    """Names of the hardware that comes with the package, in alphabetical order."""
+    return tuple(sorted(path.stem.upper() for path in PACKAGED.glob("*.toml")))
+
+
+def load_hardware(name_or_path: str) -> Hardware:
+    """Hardware by name, or from a file.
+
+    Args:
+        name_or_path: `H200` in any case, the driver's name `NVIDIA H200`, or the path of a TOML file.
+
+    Raises:
+        HardwareError: there is no such hardware or file, or the file is not right.
+    """
+    path = Path(name_or_path)
+    if path.suffix == ".toml" or os.sep in name_or_path:
+        return read_hardware(path)
+    known = known_hardware()
+    chip = chip_named(name_or_path)
+    name = name_or_path.upper() if chip is None else chip.pattern
+    if name not in known:
+        near = nearest(name, known)
+        raise HardwareError(
+            f"no hardware is called {name_or_path!r}",
+            allowed=f"{', '.join(known)}, or a file that ends in .toml",
+            fix="describe it in a file: `penstock calibrate --output mine.toml` on such a machine"
+            if near is None
+            else f"did you mean {near}?",
+        )
+    return read_hardware(PACKAGED / f"{name.lower()}.toml")
+
+
+def parse_cluster(text: str) -> Cluster:
+    """Such as `768xMI300X` or `8xmine.toml`.
+
+    Raises:
+        HardwareError: the text is no cluster, its hardware is not known, or the devices do not fill their nodes.
+    """
+    devices, name = split_cluster(text)
+    return cluster_of(devices, load_hardware(name))
+
+
+def read_hardware(path: Path) -> Hardware:
+    """What a file describes.
+
+    Raises:
+        HardwareError: it cannot be read, or a key is missing, unknown or wrong.
+    """
+    tree = _parse(path)
+    lists = {name: tree.pop(name, []) for name in _LISTS}
+    for name, tables in lists.items():
+        if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+            raise HardwareError(f"{path}: {name} is no list of tables", fix=f"write [[{name}]]")
+    head = _built(_Head, tree, f"{path}: ")
+    for table in (head.memory, head.peaks, head.node, head.overhead, head.host, head.efficiency):
+        _check_source(table.source, f"{path}: {type(table).__name__.lower()}.source")
+    collectives = tuple(_collectives(lists["collective"], path))
+    measured = tuple(_measured(table, f"{path}: measured {at}") for at, table in enumerate(lists["measured"], start=1))
+    return Hardware(**dict(head), collectives=collectives, measured=measured)
+
+
+def write_hardware(path: Path, hardware: Hardware, comment: Sequence[str] = ()) -> None:
+    """Write a file that reads back as the same hardware, whole or not at all.
+
+    Args:
+        path: of the file.
+        hardware: what it shall say.
+        comment: first lines of the file, without their signs.
+
+    Raises:
+        HardwareError: it cannot be written.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(hardware_text(hardware, comment), encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise HardwareError(f"hardware cannot be written to {path}", got=error.strerror) from error
+
+
+def hardware_text(hardware: Hardware, comment: Sequence[str] = ()) -> str:
+    """The text of a file that reads back as the same hardware."""
+    tree: dict[str, Any] = {}
+    for name in _Head.model_fields:
+        value = vars(hardware)[name]
+        tree[name] = _as_table(value) if isinstance(value, Section) else value
+    if hardware.collectives:
+        tree["collective"] = [_as_table(one) for one in hardware.collectives]
+    if hardware.measured:
+        tree["measured"] = [
+            {"operator": one.operator, "source": one.source, "points": [_as_table(point) for point in one.points]}
+            for one in hardware.measured
+        ]
+    return "".join(f"# {line}\n" for line in comment) + tomli_w.dumps(tree)
+
+
+def _as_table(section: Section) -> dict[str, Any]:
+    return {name: value for name, value in section if value is not None}
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise HardwareError(f"there is no hardware file {path}") from error
+    except OSError as error:
+        raise HardwareError(f"cannot read hardware file {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise HardwareError(f"{path} is not TOML: {error}") from error
+
+
+def _built(section: type[AnySection], tree: Mapping[str, Any], place: str) -> AnySection:
+    try:
+        return build(section, settle(fields_of(section), tree))
+    except ConfigError as error:
+        raise HardwareError(f"{place}{error.what}", got=error.got, allowed=error.allowed, fix=error.fix) from error
+
+
+def _check_source(source: str, place: str) -> None:
+    if source.partition(":")[0] not in ORIGINS or not source.partition(":")[2].strip():
+        raise HardwareError(
+            f"{place} does not say what kind of source it is",
+            got=repr(source[:60]),
+            allowed=", ".join(f"{origin}: ..." for origin in ORIGINS),
+        )
+
+
+def _collectives(tables: Sequence[Mapping[str, Any]], path: Path) -> list[Collective]:
+    found: list[Collective] = []
+    for number, table in enumerate(tables, start=1):
+        place = f"{path}: collective {number}"
+        one = _built(Collective, table, f"{place}: ")
+        _check_source(one.source, f"{place}: source")
+        if any((one.kind, one.reach) == (other.kind, other.reach) for other in found):
+            raise HardwareError(f"{place}: {one.kind} in a {one.reach} comes twice", fix="leave one out")
+        found.append(one)
+    return found
+
+
+def _measured(table: Mapping[str, Any], place: str) -> Measured:
+    keys = ("operator", "source", "points")
+    if (strange := next((key for key in table if key not in keys), None)) is not None:
+        raise HardwareError(f"{place}: {strange} is an unknown key", allowed=", ".join(keys))
+    if (missing := next((key for key in keys if key not in table), None)) is not None:
+        raise HardwareError(f"{place}: {missing} is missing")
+    operator, source, points = (table[key] for key in keys)
+    if operator not in POINTS:
+        raise HardwareError(f"{place}: operator has an unknown value", got=repr(operator), allowed=", ".join(POINTS))
+    _check_source(str(source), f"{place}: source")
+    if not isinstance(points, list) or not all(isinstance(point, dict) for point in points):
+        raise HardwareError(f"{place}: points is no list of tables")
+    built = (_built(POINTS[operator], one, f"{place}, point {at}: ") for at, one in enumerate(points, start=1))
+    return Measured(operator=operator, source=source, points=tuple(built))

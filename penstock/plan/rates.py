@@ -1,0 +1,261 @@
+"""Seconds of the operators of a step on a device, from what a hardware file says.
+
+Every answer begins as a roofline: the longer of computing at the operator's stated share of the peak and of moving its
+bytes at the memory's. Where the file has measured points of the operator, each says how far the roofline is off at its
+sizes, and the answer is corrected by their mean, weighted by nearness:
+
+    roofline x product of (measured_i / roofline_i) ^ weight_i,      weight_i = d_i^-4 / (sum of d^-4 + log(4)^-4)
+
+with d_i the sum of |log(size / measured size)|. At a measured point the answer is the measurement; far from all of them
+it is the roofline, as if a point that agrees with it were everywhere a factor of 4 away. `Estimate.basis` says which it
+was. What the roofline leaves out (waves of tiles, caches) is wrong between points by what it changes between them.
+
+FLOPs of attention are those of its products, half of them where it is causal: 2 products in forward, 5 in backward,
+where the scores are computed again. A weight gradient that is added to a float32 sum reads and writes that sum.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Literal, NamedTuple, cast
+
+from penstock.base.errors import HardwareError
+from penstock.plan.hardware import Accumulated, ComputePoint, Dtype, Hardware, Operator
+
+NEAR = math.log(4)
+"""A measured point that is farther away counts less than the roofline."""
+
+EXACT = 1e-9
+
+BYTES: dict[Dtype, int] = {"bf16": 2, "fp8": 1, "fp32": 4}
+"""Of one number."""
+
+SUM_BYTES = 8
+"""Of one number of a float32 sum that is read and written."""
+
+GroupedProduct = Literal[
+    "forward",
+    "forward_gathered",
+    "input_gradient",
+    "weight_gradient",
+    "weight_gradient_gathered",
+    "weight_gradient_accumulated",
+]
+"""Products of experts; the names are those of `penstock.kernels.tuning.GemmProduct`."""
+
+Pass = Literal["forward", "backward"]
+Sizes = tuple[int, ...]
+
+
+class Estimate(NamedTuple):
+    """An answer.
+
+    Attributes:
+        seconds: of device time.
+        basis: measured if a measured point is near, else roofline.
+        source: of the point, or of the share of the peak.
+    """
+
+    seconds: float
+    basis: Literal["measured", "roofline"]
+    source: str
+
+
+class Correction(NamedTuple):
+    """What one measured point says about the roofline.
+
+    Attributes:
+        logs: logarithms of its sizes.
+        log_ratio: logarithm of measured over roofline.
+        source: of the point.
+    """
+
+    logs: tuple[float, ...]
+    log_ratio: float
+    source: str
+
+
+def corrected(seconds: float, sizes: Sequence[int], points: Sequence[Correction], source: str) -> Estimate:
+    """A roofline, corrected by measured points.
+
+    Args:
+        seconds: the roofline at these sizes.
+        sizes: all above 0, in the points' order.
+        points: of the same operator.
+        source: of the roofline.
+    """
+    logs = [math.log(size) for size in sizes]
+    nearest, from_where = math.inf, source
+    total, weights = 0.0, NEAR**-4
+    for point in points:
+        distance = sum(abs(a - b) for a, b in zip(logs, point.logs, strict=True))
+        if distance < nearest:
+            nearest, from_where = distance, point.source
+        if distance < EXACT:
+            return Estimate(seconds * math.exp(point.log_ratio), "measured", point.source)
+        weight = distance**-4
+        total, weights = total + weight * point.log_ratio, weights + weight
+    basis: Literal["measured", "roofline"] = "measured" if nearest < NEAR else "roofline"
+    return Estimate(seconds * math.exp(total / weights), basis, from_where if basis == "measured" else source)
+
+
+class Rates:
+    """Answers for one kind of hardware; each is computed once.
+
+    Args:
+        hardware: of the devices.
+
+    Attributes:
+        hardware: the same.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+        self._product = cache(self._make_product)
+        self._grouped = cache(self._make_grouped)
+        self._attention = cache(self._make_attention)
+        self._points: dict[tuple[str, Dtype], tuple[Correction, ...]] = {}
+
+    def product(self, m: int, n: int, k: int, dtype: Dtype = "bf16") -> Estimate:
+        """A matrix product: m x k times k x n.
+
+        Raises:
+            HardwareError: the peak of this type is not known, here and below.
+        """
+        return self._product(m, n, k, dtype)
+
+    def grouped(
+        self, product: GroupedProduct, groups: int, rows: int, n: int, k: int, dtype: Dtype = "bf16"
+    ) -> Estimate:
+        """A product for each expert.
+
+        Args:
+            product: which of the experts' products; sizes are those of its forward product for all.
+            groups: experts.
+            rows: of each of them; for uneven loads the mean.
+            n: width of the forward output.
+            k: width of the forward input.
+            dtype: what it computes in.
+        """
+        return self._grouped(product, groups, rows, n, k, dtype)
+
+    def attention(
+        self,
+        direction: Pass,
+        heads: int,
+        queries: int,
+        keys: int,
+        widths: tuple[int, int],
+        *,
+        causal: bool = True,
+        dtype: Dtype = "bf16",
+    ) -> Estimate:
+        """Attention of some heads.
+
+        Args:
+            direction: forward or backward.
+            heads: query heads of a device, of all rows of the micro-batch.
+            queries: positions that ask: the last ones of the keys, where it is causal.
+            keys: positions that are looked at.
+            widths: of a query or key, and of a value.
+            causal: a position looks at itself and at those before it only.
+            dtype: what it computes in.
+        """
+        return self._attention(direction, heads, queries, keys, widths, causal, dtype)
+
+    def memory_bound(self, moved_bytes: float) -> Estimate:
+        """A kernel that computes little: norms, activations, permutations, the optimizer.
+
+        Args:
+            moved_bytes: read and written.
+        """
+        efficiency = self.hardware.efficiency
+        return Estimate(self.hardware.host.kernel_seconds + self._moving(moved_bytes), "roofline", efficiency.source)
+
+    def _moving(self, moved_bytes: float) -> float:
+        return moved_bytes / (self.hardware.peaks.memory_bytes_per_second * self.hardware.efficiency.memory)
+
+    def _roofline(self, flops: float, moved_bytes: float, operator: Operator, dtype: Dtype) -> float:
+        """Seconds by the stated share of the peak."""
+        peak = self.hardware.peaks.flops_per_second(dtype)
+        if peak is None:
+            raise HardwareError(
+                f"nothing is known of {dtype} products on {self.hardware.name}",
+                fix=f"write peaks.{dtype} into a hardware file of your own",
+            )
+        computing = flops / (peak * self.hardware.efficiency.of(operator))
+        return max(computing, self._moving(moved_bytes) + self.hardware.host.kernel_seconds)
+
+    def _corrections(
+        self, name: str, dtype: Dtype, flops: Callable[[Sizes], float], roofline: Callable[[Sizes], float]
+    ) -> tuple[Correction, ...]:
+        """What the measured points of an operator say; computed once."""
+        if (name, dtype) not in self._points:
+            self._points[name, dtype] = tuple(
+                Correction(
+                    tuple(map(math.log, point.sizes)),
+                    math.log(flops(point.sizes) / point.flops_per_second / roofline(point.sizes)),
+                    measured.source,
+                )
+                for measured in self.hardware.measured
+                if measured.operator == name
+                for point in cast(tuple[ComputePoint, ...], measured.points)
+                if point.dtype == dtype
+            )
+        return self._points[name, dtype]
+
+    def _make_product(self, m: int, n: int, k: int, dtype: Dtype) -> Estimate:
+        def roofline(sizes: Sizes) -> float:
+            m, n, k = sizes
+            return self._roofline(2.0 * m * n * k, BYTES[dtype] * (m * n + m * k + n * k), "product", dtype)
+
+        points = self._corrections("product", dtype, lambda sizes: 2.0 * math.prod(sizes), roofline)
+        return corrected(roofline((m, n, k)), (m, n, k), points, self.hardware.efficiency.source)
+
+    def _make_grouped(self, product: GroupedProduct, groups: int, rows: int, n: int, k: int, dtype: Dtype) -> Estimate:
+        is_sum = product == "weight_gradient_accumulated"
+        operator = cast(Operator, "grouped_weight_gradient" if is_sum else f"grouped_{product}")
+        name = cast("Operator | Accumulated", f"grouped_{product}")
+
+        def roofline(sizes: Sizes) -> float:
+            groups, rows, n, k = sizes
+            weights, activations = groups * n * k, groups * rows * (n + k)
+            moved = BYTES[dtype] * (weights + activations)
+            extra = (SUM_BYTES - BYTES[dtype]) * weights if is_sum else 0
+            return self._roofline(2.0 * rows * weights, moved, operator, dtype) + self._moving(extra)
+
+        sizes = (groups, rows, n, k)
+        points = self._corrections(name, dtype, lambda sizes: 2.0 * math.prod(sizes), roofline)
+        return corrected(roofline(sizes), sizes, points, self.hardware.efficiency.source)
+
+    def _make_attention(
+        self,
+        direction: Pass,
+        heads: int,
+        queries: int,
+        keys: int,
+        widths: tuple[int, int],
+        causal: bool,
+        dtype: Dtype,
+    ) -> Estimate:
+        operator = cast(Operator, f"attention_{direction}")
+
+        def flops(sizes: Sizes, causal: bool = True) -> float:
+            heads, queries, keys, width, value_width = sizes
+            products = width + value_width if direction == "forward" else 3 * width + 2 * value_width
+            return 2.0 * heads * pairs(queries, keys, causal) * products
+
+        def roofline(sizes: Sizes, causal: bool = True) -> float:
+            heads, queries, keys, width, value_width = sizes
+            rows = heads * (queries + keys) * (width + value_width)
+            moved = BYTES[dtype] * rows * (1 if direction == "forward" else 2)
+            return self._roofline(flops(sizes, causal), moved, operator, dtype)
+
+        sizes = (heads, queries, keys, *widths)
+        points = self._corrections(operator, dtype, flops, roofline)
+        return corrected(roofline(sizes, causal), sizes, points, self.hardware.efficiency.source)
+
+
+def pairs(queries: int, keys: int, causal: bool) -> float:
+    """Pairs of positions that attention computes; where it is causal, the last queries' triangle counts as half."""
+    return queries * (keys - queries / 2) if causal else float(queries * keys)

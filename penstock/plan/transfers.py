@@ -1,0 +1,208 @@
+"""Seconds of collectives, and of a token's way to its experts by each dispatcher.
+
+A collective takes a latency, something more for each further rank, and its bytes at a share of the bandwidth that its
+ranks have. Inside a node with a switch that is all of a device's links; in a mesh only the links to ranks that take
+part. Over several nodes, bytes that stay inside and bytes that cross travel at the same time, and the slower counts:
+
+    all-to-all      of a rank's W parts, W - L cross, and L - 1 go to its own node                (W ranks, L in a node)
+    all-gather,     every part enters each other node once, by one of its L ranks, and is spread inside from there;
+    reduce-scatter  so a rank takes 1/L of what crosses
+    all-reduce      a reduce-scatter and an all-gather
+
+Points that were measured correct this as in `penstock.plan.rates`. How many copies of a token each dispatcher sends is
+explained in docs/dispatch.md; routing is taken as even, and a busier rank's surplus is for the caller to add.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, cast
+
+from penstock.base.errors import HardwareError
+from penstock.plan.hardware import Collective, CollectiveKind, Group, Hardware, TransferPoint
+from penstock.plan.rates import Correction, Estimate, corrected
+
+Kind = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce", "point-to-point"]
+
+Dispatcher = Literal["all-to-all", "all-gather", "symmetric", "hierarchical", "deep-ep"]
+
+Way = Literal["dispatch", "combine"]
+
+NOTHING = Estimate(0.0, "measured", "measured: one rank sends nothing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Travel:
+    """What goes to the experts of a layer.
+
+    Attributes:
+        tokens: of one rank.
+        copy_bytes: of one token: hidden size times bytes of a number.
+        experts: routed experts of the layer.
+        top_k: experts of a token.
+    """
+
+    tokens: int
+    copy_bytes: int
+    experts: int
+    top_k: int
+
+
+class Transfers:
+    """Answers for one kind of hardware; each is computed once.
+
+    Args:
+        hardware: of the devices and their links.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._collective = cache(self._make_collective)
+        self._dispatch = cache(self._make_dispatch)
+        self._rate = cache(self._find)
+        self._corrections = cache(self._make_corrections)
+
+    def collective(self, kind: Kind, buffer_bytes: float, group: Group) -> Estimate:
+        """One collective.
+
+        Args:
+            kind: which one; point-to-point is from one rank of the group to another.
+            buffer_bytes: the larger buffer of a rank: what it has after an all-gather, before a reduce-scatter, what it
+                sends in an all-to-all with its own part, what it reduces, or the message.
+            group: its ranks.
+
+        Raises:
+            HardwareError: the file says nothing of such a collective, here and below.
+        """
+        return self._collective(kind, buffer_bytes, group)
+
+    def dispatch(self, method: Dispatcher, way: Way, travel: Travel, group: Group) -> Estimate:
+        """Tokens to their experts, or the sums back; the backward pass does the same the other way round.
+
+        Args:
+            method: the dispatcher; symmetric stays inside a node.
+            way: there or back.
+            travel: what goes.
+            group: ranks that share the experts; each has as many of them.
+        """
+        return self._dispatch(method, way, travel, group)
+
+    def _make_collective(self, kind: Kind, buffer_bytes: float, group: Group) -> Estimate:
+        ranks, inside, nodes = group.ranks, group.node_ranks, group.nodes
+        if ranks == 1:
+            return NOTHING
+        if kind == "all-reduce":
+            both = [self._make_collective(one, buffer_bytes, group) for one in ("reduce-scatter", "all-gather")]
+            return Estimate(both[0].seconds + both[1].seconds, both[0].basis, both[0].source)
+        if kind == "point-to-point":
+            near, far = (buffer_bytes, 0.0) if nodes == 1 else (0.0, buffer_bytes)
+            return self._carry(kind, near, far, group)
+        if kind == "all-to-all":
+            return self._carry(
+                kind, buffer_bytes * (inside - 1) / ranks, buffer_bytes * (ranks - inside) / ranks, group
+            )
+        return self._carry(kind, buffer_bytes * (ranks - 1) / ranks, buffer_bytes * (nodes - 1) / nodes / inside, group)
+
+    def _carry(self, kind: CollectiveKind, near: float, far: float, group: Group) -> Estimate:
+        """So many bytes out of each rank to its own node, and so many to others, at the same time."""
+        if group.nodes == 1:
+            seconds = self._inside(kind, near, group)
+            sizes = (group.ranks, 1, max(1, round(near)))
+            return corrected(seconds, sizes, self._corrections(kind), self._rate(kind, "node").source)
+        rate = self._rate(kind, "cluster")
+        crossing = far / (self._network() * rate.efficiency)
+        staying = self._inside(kind, near, group, starts=False) if near else 0.0
+        start = rate.latency_seconds + rate.peer_seconds * (group.ranks - 2)
+        sizes = (group.ranks, group.nodes, max(1, round(near + far)))
+        return corrected(start + max(crossing, staying), sizes, self._corrections(kind), rate.source)
+
+    def _inside(self, kind: CollectiveKind, leaving: float, group: Group, *, starts: bool = True) -> float:
+        """Seconds of bytes that stay in a node; without the latency where something slower starts them."""
+        rate, node = self._rate(kind, "node"), self._hardware.node
+        links = self._known(node.link_bytes_per_second, "link")
+        if node.links == "mesh" and node.devices > 1:
+            peers = 1 if kind == "point-to-point" else max(1, group.node_ranks - 1)
+            links *= min(1.0, peers / (node.devices - 1))
+        start = rate.latency_seconds + rate.peer_seconds * (group.node_ranks - 2) if starts else 0.0
+        return start + leaving / (links * rate.efficiency)
+
+    def _network(self) -> float:
+        return self._known(self._hardware.node.network_bytes_per_second, "network")
+
+    def _known(self, bandwidth: float | None, what: str) -> float:
+        if bandwidth is None:
+            raise HardwareError(
+                f"the {what} bandwidth of {self._hardware.name} is not known",
+                fix=f"write node.{what}_bytes_per_second into a hardware file of your own",
+            )
+        return bandwidth
+
+    def _find(self, kind: CollectiveKind, reach: Literal["node", "cluster"]) -> Collective:
+        for one in self._hardware.collectives:
+            if (one.kind, one.reach) == (kind, reach):
+                return one
+        raise HardwareError(
+            f"nothing is known of {kind} in a {reach} of {self._hardware.name}",
+            fix="measure it with `penstock calibrate --processes N`, or write a [[collective]] into a file of your own",
+        )
+
+    def _make_corrections(self, kind: CollectiveKind) -> tuple[Correction, ...]:
+        """What the measured points of a collective say."""
+        found = []
+        for measured in self._hardware.measured:
+            for point in measured.points if measured.operator == kind else ():
+                one = cast(TransferPoint, point)
+                seconds = self._model(kind, one)
+                logs = tuple(map(math.log, one.sizes))
+                found.append(Correction(logs, math.log(one.seconds / seconds), measured.source))
+        return tuple(found)
+
+    def _model(self, kind: CollectiveKind, point: TransferPoint) -> float:
+        """What we would say of a point if nobody had measured it: everything that leaves goes the point's way."""
+        group = Group(point.ranks, point.node_ranks)
+        if group.nodes == 1:
+            return self._inside(kind, point.leaving_bytes, group)
+        rate = self._rate(kind, "cluster")
+        share = (group.ranks - group.node_ranks) / (group.ranks - 1) if kind == "all-to-all" else 1.0
+        crossing = share * point.leaving_bytes / (self._network() * rate.efficiency)
+        return rate.latency_seconds + rate.peer_seconds * (group.ranks - 2) + crossing
+
+    def _make_dispatch(self, method: Dispatcher, way: Way, travel: Travel, group: Group) -> Estimate:
+        if group.ranks == 1:
+            return NOTHING
+        token_bytes = float(travel.tokens * travel.copy_bytes)
+        if method == "all-to-all":
+            return self.collective("all-to-all", token_bytes * travel.top_k, group)
+        if method == "all-gather":
+            kind: Kind = "all-gather" if way == "dispatch" else "reduce-scatter"
+            return self.collective(kind, token_bytes * group.ranks, group)
+        if group.nodes == 1:
+            kind_inside: CollectiveKind = "deep-ep" if method == "deep-ep" else "symmetric"
+            return self._carry(kind_inside, token_bytes * copies(travel, group.ranks), 0.0, group)
+        assert method != "symmetric", "symmetric dispatch stays inside a node"
+        return self._over_nodes(method, token_bytes, travel, group)
+
+    def _over_nodes(self, method: Dispatcher, token_bytes: float, travel: Travel, group: Group) -> Estimate:
+        """Once to each node that is needed, and spread there: one after the other, or at the same time (DeepEP)."""
+        crossing = token_bytes * copies(travel, group.nodes)
+        reached = copies(travel, group.ranks) * (group.node_ranks - 1) / (group.ranks - 1)
+        spread = token_bytes * reached * group.nodes
+        if method == "deep-ep":
+            return self._carry("deep-ep", spread, crossing, group)
+        between = self._carry("all-to-all", 0.0, crossing, Group(group.nodes, 1))
+        if group.node_ranks == 1:
+            return between
+        inside = self._carry("symmetric", spread, 0.0, Group(group.node_ranks, group.node_ranks))
+        return Estimate(between.seconds + inside.seconds, between.basis, between.source)
+
+
+def copies(travel: Travel, places: int) -> float:
+    """Other places than its own that a token needs, when experts lie evenly on them and all choices are as likely.
+
+    Args:
+        travel: how many experts there are, and how many a token chooses.
+        places: ranks, or nodes.
+    """
+    elsewhere = travel.experts - travel.experts // places
+    missed = math.comb(elsewhere, travel.top_k) / math.comb(travel.experts, travel.top_k)
+    return (places - 1) * (1 - missed)

@@ -1,0 +1,51 @@
+"""`penstock calibrate`: a file or text that plans read, and refusals."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import main
+from penstock.plan.calibrate import Sizes
+from penstock.plan.hardware_file import read_hardware
+from tests.plan.test_calibrate import TINY
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> Sizes:
+    monkeypatch.setattr("penstock.cli.calibrate.SMALL", TINY)
+    return TINY
+
+
+def test_a_file_is_written_and_what_was_measured_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.toml"
+    assert main(["calibrate", "--device", "cpu", "--name", "Mine", "--output", str(path)]) == 0
+    hardware = read_hardware(path)
+    assert (hardware.name, hardware.vendor) == ("Mine", "cpu")
+    shown = capsys.readouterr().out
+    assert "grouped_forward fp32" in shown
+    assert f"8x{path}" in shown
+
+
+def test_without_a_file_the_text_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--device", "cpu"]) == 0
+    (tmp_path / "printed.toml").write_text(capsys.readouterr().out)
+    assert read_hardware(tmp_path / "printed.toml").node.devices == 1
+
+
+def test_an_unknown_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "--device", "tpu"]) == 2
+    assert capsys.readouterr().err == "error: --device is unknown; got tpu; allowed: auto, cpu, cuda\n"
+
+
+@pytest.mark.slow
+def test_two_processes_measure_what_is_between_them(tmp_path: Path) -> None:
+    path = tmp_path / "two.toml"
+    assert main(["calibrate", "--device", "cpu", "--processes", "2", "--output", str(path)]) == 0
+    hardware = read_hardware(path)
+    assert hardware.node.devices == 2
+    assert {one.kind for one in hardware.collectives} == {
+        "all-to-all",
+        "all-gather",
+        "reduce-scatter",
+        "point-to-point",
+    }

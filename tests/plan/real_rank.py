@@ -1,0 +1,132 @@
+"""A small run's passes with memory on CPU ranks, seen by the ledger that the plan uses, for comparison."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from penstock.config.fit import context_method, grid_of
+from penstock.config.load import load_run
+from penstock.config.run import Run
+from penstock.kernels import expert_ffn
+from penstock.kernels.device_facts import DeviceFacts
+from penstock.kernels.operators import REFERENCE, TORCH, Operators
+from penstock.kernels.triton_operators import TRITON
+from penstock.layout.grid import Grid
+from penstock.models.build import materialize, meta_stages, set_dtypes, transfers_of, whole_model
+from penstock.models.frame import Reading
+from penstock.models.holdings import add_in_kernels, holdings
+from penstock.models.rank_model import embedding_places
+from penstock.parallel.axes import Axes, Axis, make_axes
+from penstock.parallel.kit import Kit
+from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
+from penstock.parallel.symmetric import SymmetricBuffers
+from penstock.plan import stand_in as stand_in_module
+from penstock.plan.activations import Piece, activations_of
+from penstock.plan.stand_in import StandIn, Target, stand_in
+from penstock.train.global_batch import MicroBatch
+from penstock.train.optimizer import MasterAdamW
+
+CPU = torch.device("cpu")
+FACTS = DeviceFacts(kind="cuda", name="none", target="none", packages=frozenset({"triton"}), dtype="fp32")
+
+SMALL = [
+    # Every rank and every expert gets the same number of rows, so nothing is left to chance.
+    "model.moe.balance.force=true",
+    # As wide as a value, so that torch's fused attention of a CPU takes it.
+    "model.attention.value_head_dim=48",
+    "model.layers=3",
+    "training.sequence_length=32",
+    "training.micro_batch=2",
+    "evaluation.rows=0",
+]
+
+OPERATORS: dict[str, Operators] = {
+    "reference": REFERENCE,
+    "torch": TORCH,
+    # Off a GPU too the experts' products are Triton's: interpreted.
+    "triton": replace(TRITON, expert_ffn=partial(expert_ffn.expert_ffn, kernels=expert_ffn.TRITON)),
+}
+
+
+def small_run(overrides: Sequence[str] = ()) -> Run:
+    return load_run("debug", [*SMALL, *overrides])
+
+
+def pieces_with_memory(
+    overrides: Sequence[str], kernels: str, world: int, per_node: int = 0, buffers: SymmetricBuffers | None = None
+) -> tuple[Piece, ...]:
+    """On a rank: its pieces, of tensors that are there."""
+    run = small_run(overrides)
+    axes = _axes_without_groups(buffers) if buffers is not None else _axes(run, world, per_node)
+    return _pieces_of(run, axes, kernels, buffers)
+
+
+def _axes(run: Run, world: int, per_node: int) -> Axes:
+    return make_axes(grid_of(run, world), embedding_places(run), run.parallel.shard_size, per_node)
+
+
+def _axes_without_groups(buffers: SymmetricBuffers) -> Axes:
+    """Of ranks that share nothing but experts, and those through memory."""
+    ranks, rank = tuple(range(buffers.peers.size)), buffers.peers.rank
+    expert = Axis(name="expert", ranks=ranks, rank=rank)
+    grid = Grid(world=len(ranks), expert=len(ranks))
+    return Axes(grid=grid, rank=rank, expert=expert, expert_node=replace(expert, name="expert_node"))
+
+
+def _pieces_of(run: Run, axes: Axes, kernels: str, buffers: SymmetricBuffers | None) -> tuple[Piece, ...]:
+    kit = Kit(
+        operators=OPERATORS[kernels],
+        axes=axes,
+        context_method=context_method(run),
+        dispatch=run.dispatch,
+        buffers=buffers,
+        transfers=transfers_of(run, CPU),
+    )
+    decoders = meta_stages(run, kit, {0: whole_model(run.model)})
+    set_dtypes(run, decoders.values(), axes, CPU)
+    materialize(run, CPU, decoders.values())
+    optimizer = MasterAdamW(holdings(decoders.values(), axes), run.optimizer, parallel=run.parallel, world=axes.world)
+    add_in_kernels(decoders.values(), optimizer.gradient_of)
+    rank = StandIn(
+        run=run,
+        target=Target(device=FACTS),
+        axes=axes,
+        decoders=decoders,
+        state=optimizer.memory(),
+        moment_bytes=0,
+        divided=frozenset(),
+        optimizer=optimizer,
+        schedule=None,
+        later=None,
+        shared_bytes=0,
+    )
+    (stage,) = activations_of(rank, _batch(run, axes))
+    return stage.pieces
+
+
+def _batch(run: Run, axes: Axes) -> MicroBatch:
+    shape = run.training.micro_batch, run.training.sequence_length // axes.context.size
+    depths = run.model.mtp_layers
+    draw = partial(torch.randint, run.model.vocabulary, shape)
+    reading = Reading(tokens_BS=draw(), positions_BS=draw(), ahead=tuple(draw() for _ in range(depths)))
+    return MicroBatch(reading=reading, labels=tuple(draw() for _ in range(depths + 1)))
+
+
+def pieces_without_memory(
+    overrides: Sequence[str], kernels: str, world: int, monkeypatch: pytest.MonkeyPatch, per_node: int = 0
+) -> tuple[Piece, ...]:
+    """The same by the plan."""
+    run = small_run(overrides)
+    monkeypatch.setattr(stand_in_module, "operators", lambda choices: OPERATORS[kernels])
+    if world > 1:
+        start_fake_process_group(0, world)
+    try:
+        axes = _axes(run, world, per_node)
+        rank = stand_in(run, axes, Target(device=FACTS, ranks_per_node=per_node, imbalance=1.0))
+        (stage,) = activations_of(rank)
+    finally:
+        stop_process_group()
+    return stage.pieces

@@ -1,0 +1,161 @@
+"""Measuring this machine gives a hardware file that rates read back."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.base.errors import HardwareError
+from penstock.kernels.device_facts import device_facts
+from penstock.plan.calibrate import GROUPED_PRODUCTS, Findings, Sizes, measure_device, memory_of
+from penstock.plan.calibrate_transfers import measure_transfers
+from penstock.plan.calibrated import calibrated, fit, rounded
+from penstock.plan.hardware import GroupedPoint, Hardware, ProductPoint, TransferPoint
+from penstock.plan.hardware_file import load_hardware, read_hardware, write_hardware
+from penstock.plan.rates import Rates
+from penstock.plan.transfers import Group, Transfers
+from tests.distributed.pool import Pool
+
+CPU = torch.device("cpu")
+TINY = Sizes(
+    products=((16, 8, 32), (32, 32, 32)),
+    grouped=((2, 8, 16, 8),),
+    attention=((1, 2, 16, 12, 8),),
+    copy_bytes=2**16,
+    round_seconds=1e-4,
+)
+WHERE = "1 x a test, torch 0"
+
+
+def findings(**changes: object) -> Findings:
+    """What an invented GPU might have shown."""
+    points = {
+        "product": (
+            ProductPoint(m=4096, n=4096, k=4096, flops_per_second=700e12),
+            ProductPoint(m=1024, n=1024, k=1024, flops_per_second=300e12),
+        ),
+        "grouped_forward": (GroupedPoint(groups=8, rows=512, n=2048, k=2048, flops_per_second=500e12),),
+        "grouped_input_gradient": (GroupedPoint(groups=8, rows=512, n=2048, k=2048, flops_per_second=400e12),),
+        "grouped_weight_gradient": (GroupedPoint(groups=8, rows=512, n=2048, k=2048, flops_per_second=300e12),),
+        "attention_forward": (),
+        "attention_backward": (),
+    }
+    real = measure_device(CPU, device_facts(CPU, "fp32"), replace(TINY, products=(), grouped=()))
+    points |= {name: real.points[name] for name in ("attention_forward", "attention_backward")}  # type: ignore[dict-item]
+    found = Findings(
+        points=points,
+        capacity_bytes=150 * 10**9,
+        context_bytes=10**9,
+        memory_bytes_per_second=4e12,
+        kernel_seconds=2e-6,
+        launch_seconds=9e-6,
+    )
+    return replace(found, **changes)
+
+
+def described(found: Findings, transfers: dict[str, tuple[TransferPoint, ...]], known: Hardware | None) -> Hardware:
+    return calibrated("Ours", "nvidia", found, transfers, known=known, where=WHERE)  # type: ignore[arg-type]
+
+
+def test_a_cpu_is_measured_in_every_operator_that_runs_on_it() -> None:
+    found = measure_device(CPU, device_facts(CPU, "fp32"), TINY)
+    by_kernels_only = {"grouped_forward_gathered", "grouped_weight_gradient_gathered"}
+    by_kernels_only |= {"grouped_weight_gradient_accumulated"}
+    assert found.points.keys() == {
+        "product", "attention_forward", "attention_backward", *(f"grouped_{name}" for name in GROUPED_PRODUCTS)
+    } - by_kernels_only  # fmt: skip
+    assert {point.dtype for point in found.points["product"]} == {"fp32", "bf16"}
+    assert all(point.flops_per_second > 0 for points in found.points.values() for point in points)
+    assert 0 < found.context_bytes < found.capacity_bytes
+    assert min(found.memory_bytes_per_second, found.kernel_seconds, found.launch_seconds) > 0
+
+
+def test_what_is_measured_here_is_a_file_that_rates_read(tmp_path: Path) -> None:
+    found = measure_device(CPU, device_facts(CPU, "fp32"), TINY)
+    hardware = rounded(calibrated("A CPU", "cpu", found, {}, known=None, where=WHERE))
+    write_hardware(tmp_path / "cpu.toml", hardware)
+    again = read_hardware(tmp_path / "cpu.toml")
+    assert again == hardware
+    rates = Rates(again)
+    answer = rates.product(32, 32, 32, "fp32")
+    point = next(point for point in found.points["product"] if point.sizes == (32, 32, 32))
+    assert answer.seconds == pytest.approx(2 * 32**3 / point.flops_per_second, rel=1e-3)
+    assert answer.source == f"measured: {WHERE}"
+    assert rates.grouped("forward_gathered", 2, 8, 16, 8, "fp32").seconds > 0
+    with pytest.raises(HardwareError, match=r"nothing is known of all-to-all.*penstock calibrate --processes"):
+        Transfers(again).collective("all-to-all", 1e6, Group(2, 2))
+
+
+def test_memory_of_a_cpu_is_that_of_the_machine() -> None:
+    capacity, gone = memory_of(CPU)
+    assert 2**20 < gone < capacity
+
+
+def test_a_known_chip_keeps_its_peaks_and_what_was_not_measured() -> None:
+    h200 = load_hardware("H200")
+    point = TransferPoint(ranks=4, node_ranks=4, leaving_bytes=10**8, seconds=1e-3)
+    mine = described(findings(), {"all-to-all": (point,)}, h200)
+    assert (mine.peaks, mine.node) == (h200.peaks, h200.node)
+    assert mine.efficiency.product == pytest.approx(500e12 / 989e12)
+    assert mine.efficiency.grouped_forward_gathered == mine.efficiency.grouped_forward
+    assert mine.efficiency.memory == pytest.approx(4 / 4.8)
+    fresh = [one for one in mine.collectives if one.source.startswith(f"measured: {WHERE}")]
+    assert [(one.kind, one.reach) for one in fresh] == [("all-to-all", "node")]
+    assert len(mine.collectives) == len(h200.collectives)
+    assert mine.overhead.reserve_share == h200.overhead.reserve_share
+
+
+def test_the_fastest_product_of_an_unknown_chip_stands_for_its_peak() -> None:
+    mine = described(findings(), {}, None)
+    assert mine.peaks.bf16 == 700e12
+    assert mine.peaks.memory_bytes_per_second == 4e12
+    assert mine.efficiency.memory == 1
+    assert (mine.node.devices, mine.node.link_bytes_per_second) == (1, None)
+    assert "the fastest that was seen" in mine.peaks.source
+
+
+def test_collectives_between_machines_say_nothing_of_links() -> None:
+    points = tuple(
+        TransferPoint(ranks=4, node_ranks=2, leaving_bytes=size, seconds=1e-4 + size / 5e9) for size in (10**6, 10**8)
+    )
+    mine = described(findings(), {"all-gather": points}, None)
+    assert (mine.node.devices, mine.node.link_bytes_per_second) == (2, None)
+    assert mine.node.network_bytes_per_second == pytest.approx(5e9)
+    assert [(one.kind, one.reach) for one in mine.collectives] == [("all-gather", "cluster")]
+
+
+def test_a_mesh_is_judged_by_the_links_that_took_part() -> None:
+    mi300x = load_hardware("MI300X")
+    point = TransferPoint(ranks=4, node_ranks=4, leaving_bytes=10**9, seconds=1e9 / (0.7 * 3 * 64e9))
+    mine = described(findings(), {"all-to-all": (point,)}, mi300x)
+    assert mine.collectives[0].efficiency == pytest.approx(0.7)
+
+
+def test_a_fit_finds_latency_and_bandwidth_and_no_negative_latency() -> None:
+    exact = [
+        TransferPoint(ranks=2, node_ranks=2, leaving_bytes=size, seconds=30e-6 + size / 200e9)
+        for size in (10**5, 10**6, 10**8)
+    ]
+    assert fit(exact) == (pytest.approx(30e-6), pytest.approx(200e9))
+    assert fit(exact[:1]) == (0, pytest.approx(10**5 / exact[0].seconds))
+    steep = [
+        TransferPoint(ranks=2, node_ranks=2, leaving_bytes=size, seconds=seconds)
+        for size, seconds in ((10**6, 1e-6), (10**7, 1e-4))
+    ]
+    latency, bandwidth = fit(steep)
+    assert latency == 0
+    assert bandwidth > 0
+
+
+def _transfers() -> list[tuple[str, tuple[int, ...], float]]:
+    found = measure_transfers(CPU, 2, (2**12, 2**14))
+    return [(kind, point.sizes, point.seconds) for kind, points in found.items() for point in points]
+
+
+def test_processes_measure_every_collective_and_all_see_the_slowest(ranks: Pool) -> None:
+    first, second = ranks.run(2, _transfers)
+    assert first == second
+    half = [(2, 1, 2**11), (2, 1, 2**13)]
+    assert [sizes for _, sizes, _ in first] == [*half, *half, *half, (2, 1, 2**12), (2, 1, 2**14)]
+    assert all(seconds > 0 for _, _, seconds in first)

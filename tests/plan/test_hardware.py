@@ -1,0 +1,202 @@
+"""Hardware is data: every packaged file is whole and sourced, a wrong file is refused in one line."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from penstock.base.devices import CHIPS, peak_flops
+from penstock.base.errors import HardwareError
+from penstock.plan.hardware import ORIGINS, POINTS, Group, TransferPoint
+from penstock.plan.hardware_file import (
+    PACKAGED,
+    hardware_text,
+    known_hardware,
+    load_hardware,
+    parse_cluster,
+    read_hardware,
+    write_hardware,
+)
+
+KNOWN = ("MI300X", "MI325X", "MI355X", "H100", "H200", "B200", "GB200", "GB300")
+
+
+def changed(tmp_path: Path, **changes: object) -> Path:
+    """The H200's file with tables replaced or, where None, left out."""
+    tree = tomllib.loads((PACKAGED / "h200.toml").read_text()) | changes
+    path = tmp_path / "mine.toml"
+    path.write_text(tomli_w.dumps({key: value for key, value in tree.items() if value is not None}))
+    return path
+
+
+def table(name: str, **changes: object) -> dict[str, object]:
+    """A table of the H200's file with values replaced or, where None, left out."""
+    whole = tomllib.loads((PACKAGED / "h200.toml").read_text())[name] | changes
+    return {key: value for key, value in whole.items() if value is not None}
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(HardwareError) as raised:
+        read_hardware(path)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_the_chips_of_the_mission_are_known() -> None:
+    assert sorted(KNOWN) == list(known_hardware())
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_packaged_file_is_named_as_its_chip_and_peaks_are_those_that_utilization_divides_by(name: str) -> None:
+    hardware = load_hardware(name)
+    assert hardware.name == name
+    assert any(chip.pattern == name for chip in CHIPS)
+    assert hardware.peaks.bf16 == peak_flops(name)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_reached_stays_below_what_is_promised_and_memory_leaves_room(name: str) -> None:
+    hardware = load_hardware(name)
+    assert 0.9 * hardware.memory.capacity_bytes < hardware.usable_bytes < hardware.memory.capacity_bytes
+    for measured in hardware.measured:
+        for point in measured.points:
+            if not isinstance(point, TransferPoint):
+                assert point.flops_per_second < hardware.peaks.flops_per_second(point.dtype)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if name != "H200"])
+def test_nothing_is_called_measured_on_a_chip_that_nobody_has_measured(name: str) -> None:
+    text = (PACKAGED / f"{name.lower()}.toml").read_text()
+    assert not re.search(r'^source = "measured', text, re.MULTILINE)
+    assert load_hardware(name).measured == ()
+
+
+def test_every_collective_that_a_dispatcher_or_a_schedule_uses_is_in_every_packaged_file() -> None:
+    for name in KNOWN:
+        found = {(one.kind, one.reach) for one in load_hardware(name).collectives}
+        both = {"all-to-all", "all-gather", "reduce-scatter", "point-to-point", "deep-ep"}
+        assert found == {(kind, reach) for kind in both for reach in ("node", "cluster")} | {("symmetric", "node")}
+
+
+def test_the_grouped_products_of_the_h200_are_those_of_the_result_file() -> None:
+    rows = json.loads(Path("benchmarks/results/kernels-h200.json").read_text())["numbers"]["grouped_gemm"]["tflops"]
+    for operator, product in (
+        ("grouped_forward", "forward"),
+        ("grouped_input_gradient", "input gradient"),
+        ("grouped_weight_gradient", "weight gradient"),
+    ):
+        (measured,) = [one for one in load_hardware("H200").measured if one.operator == operator]
+        expected = [row["ours"] for row in rows if row["product"] == product and row["balanced"]]
+        found = [point.flops_per_second / 1e12 for point in measured.points]  # type: ignore[attr-defined]
+        assert found == pytest.approx(expected, abs=0.051)
+
+
+def test_a_chip_is_found_by_any_case_and_by_its_drivers_name() -> None:
+    assert load_hardware("h200") == load_hardware("NVIDIA H200") == load_hardware("H200")
+    assert load_hardware("NVIDIA GB200").name == "GB200"
+
+
+def test_an_unknown_chip_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(HardwareError, match="no hardware is called 'H300'; allowed: B200, .*; fix: did you mean"):
+        load_hardware("H300")
+    with pytest.raises(HardwareError, match=r"fix: describe it in a file: `penstock calibrate"):
+        load_hardware("abacus")
+
+
+def test_a_file_reads_back_as_what_was_written(tmp_path: Path) -> None:
+    hardware = load_hardware("H200")
+    write_hardware(tmp_path / "new" / "mine.toml", hardware, ["a comment"])
+    assert load_hardware(str(tmp_path / "new" / "mine.toml")) == hardware
+    assert (tmp_path / "new" / "mine.toml").read_text() == hardware_text(hardware, ["a comment"])
+
+
+def test_what_is_wrong_in_a_file_is_told_in_one_line_with_its_place(tmp_path: Path) -> None:
+    path = changed(tmp_path, memory=table("memory", capacity_byte=1))
+    assert refusal(path) == (
+        f"{path}: memory.capacity_byte is an unknown key; fix: did you mean memory.capacity_bytes?"
+    )
+    path = changed(tmp_path, peaks=table("peaks", bf16="fast"))
+    assert refusal(path).startswith(f'{path}: peaks.bf16 has the wrong type; got "fast"; allowed: number >= 1 (FLOP/s)')
+    assert "efficiency is missing" in refusal(changed(tmp_path, efficiency=None))
+    assert "out of range; got 1.2" in refusal(changed(tmp_path, efficiency=table("efficiency", memory=1.2)))
+    assert "unknown value" in refusal(changed(tmp_path, node=table("node", links="ring")))
+
+
+@pytest.mark.parametrize("source", ["", "datasheet", "datasheet: ", "somewhere: a page", "I measured: it"])
+def test_a_source_must_say_of_what_kind_it_is(tmp_path: Path, source: str) -> None:
+    text = refusal(changed(tmp_path, memory=table("memory", source=source)))
+    assert "memory.source does not say what kind of source it is" in text
+    assert all(origin in text for origin in ORIGINS)
+
+
+@pytest.mark.parametrize(
+    ("measured", "fault"),
+    [
+        ({"source": "assumed: x", "points": []}, "measured 1: operator is missing"),
+        ({"operator": "sum", "source": "assumed: x", "points": []}, "operator has an unknown value; got 'sum'"),
+        ({"operator": "product", "source": "assumed: x", "points": 3}, "points is no list"),
+        ({"operator": "product", "source": "assumed: x", "points": [], "by": 1}, "measured 1: by is an unknown key"),
+        ({"operator": "product", "source": "x", "points": []}, "does not say what kind"),
+        (
+            {"operator": "product", "source": "assumed: x", "points": [{"m": 1, "n": 1, "flops_per_second": 1e9}]},
+            "measured 1, point 1: k is missing",
+        ),
+    ],
+)
+def test_a_wrong_measurement_is_refused(tmp_path: Path, measured: dict[str, object], fault: str) -> None:
+    assert fault in refusal(changed(tmp_path, measured=[measured]))
+
+
+def test_a_collective_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    one = tomllib.loads((PACKAGED / "h200.toml").read_text())["collective"][0]
+    assert "collective 2: all-to-all in a node comes twice" in refusal(changed(tmp_path, collective=[one, one]))
+
+
+def test_files_that_are_not_there_or_no_toml_are_refused(tmp_path: Path) -> None:
+    assert "there is no hardware file" in refusal(tmp_path / "gone.toml")
+    (tmp_path / "bad.toml").write_text("name = ")
+    assert "is not TOML" in refusal(tmp_path / "bad.toml")
+    assert "collective is no list of tables" in refusal(changed(tmp_path, collective=3))
+
+
+def test_every_operator_of_a_file_has_points_of_one_kind() -> None:
+    for name in KNOWN:
+        for measured in load_hardware(name).measured:
+            assert {type(point) for point in measured.points} == {POINTS[measured.operator]}
+
+
+def test_a_cluster_is_a_number_and_a_name() -> None:
+    cluster = parse_cluster("768xMI300X")
+    assert (cluster.devices, cluster.nodes, cluster.node_devices, cluster.hardware.name) == (768, 96, 8, "MI300X")
+    assert parse_cluster(" 4 x h200 ").nodes == 1
+    assert parse_cluster("144xGB200").nodes == 2
+
+
+def test_a_cluster_may_be_of_ones_own_hardware(tmp_path: Path) -> None:
+    assert parse_cluster(f"16x{changed(tmp_path, name='Ours')}").hardware.name == "Ours"
+
+
+@pytest.mark.parametrize("text", ["", "MI300X", "768", "0xH200", "x8", "-8xH200", "8 H200"])
+def test_what_is_no_cluster_is_refused(text: str) -> None:
+    with pytest.raises(HardwareError, match="a cluster is a number of devices"):
+        parse_cluster(text)
+
+
+def test_devices_that_do_not_fill_their_nodes_are_refused() -> None:
+    with pytest.raises(HardwareError, match=r"100 GB200 do not fill nodes of 72; .*; fix: say 72xGB200 or 144xGB200"):
+        parse_cluster("100xGB200")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stride", "inside"),
+    [(8, 1, 8), (16, 1, 8), (64, 1, 8), (2, 4, 2), (4, 4, 2), (16, 8, 1), (4, 64, 1), (1, 1, 1), (6, 2, 3), (6, 1, 6)],
+)
+def test_a_group_knows_how_many_of_its_ranks_share_a_node(ranks: int, stride: int, inside: int) -> None:
+    assert parse_cluster("64xH200").group(ranks, stride) == Group(ranks, inside)
+
+
+def test_a_part_of_a_node_is_a_node() -> None:
+    assert parse_cluster("4xH200").group(4) == Group(4, 4)
