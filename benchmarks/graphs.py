@@ -1,8 +1,10 @@
-"""What capturing passes saves, on one GPU: steps, launches, memory, and whether numbers are the same.
+"""What captured passes and parts save, on one GPU: steps, launches, memory, and whether numbers are the same.
 
     python -m benchmarks.graphs --output benchmarks/results/graphs-h200.json
+    python -m benchmarks.graphs --cases small,short --output benchmarks/results/graph-parts-h200.json
 
-Every case runs the same steps twice, eager and captured (penstock/train/captured.py). `small` compares bits: it is
+Every case runs the same steps three times: eager, with passes captured (penstock/train/captured.py), and with the
+static parts of layers captured (penstock/train/captured_parts.py). `small` compares bits: it is
 deterministic, and losses, norms, loads, held-out loss and the sums of weights and moments must be equal; `masked` has a
 document mask and recomputes every layer. The others are DeepSeek-V2-Lite of few layers, with work for the GPU (`long`),
 or so little that the host decides (`short`); these are not deterministic, so a second eager run says how far apart
@@ -44,19 +46,24 @@ STEPS, WARM = 8, 3
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     record.add_arguments(parser)
+    parser.add_argument("--cases", type=lambda names: names.split(","), default=[*CASES], help="some of them, a,b")
     options = parser.parse_args()
     numbers: dict[str, Any] = {}
-    for name, (preset, overrides) in CASES.items():
+    for name in options.cases:
+        preset, overrides = CASES[name]
         fixed = [*FIXED, *overrides]
         eager, expected = measure(preset, fixed)
-        captured, found = measure(preset, [*fixed, "graphs.capture=passes"])
-        numbers[name] = {
-            "eager": eager,
-            "captured": captured,
-            "ratio": eager["step_ms"] / captured["step_ms"],
-            "same": found == expected,
-            "loss_apart": apart(found, expected),
-        }
+        numbers[name] = {"eager": eager}
+        for key, capture in (("captured", "passes"), ("parts", "parts")):
+            row, found = measure(preset, [*fixed, f"graphs.capture={capture}"])
+            print(name, key, row, flush=True)
+            compared = {
+                "ratio": eager["step_ms"] / row["step_ms"],
+                "same": found == expected,
+                "loss_apart": apart(found, expected),
+            }
+            # Figures of passes stand beside their row, those of parts in it.
+            numbers[name] |= {key: row, **compared} if key == "captured" else {key: row | compared}
         if preset != "debug":
             numbers[name]["loss_apart_of_two_eager_runs"] = apart(measure(preset, fixed)[1], expected)
         print(name, numbers[name], flush=True)

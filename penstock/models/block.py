@@ -1,4 +1,8 @@
-"""One decoder layer: attention and a feed-forward network, each behind a norm and around a residual sum."""
+"""One decoder layer: attention and a feed-forward network, each behind a norm and around a residual sum.
+
+Up to where tokens leave for their experts, shapes and addresses are the same in every pass: attention, both norms, the
+router, and the order of the slots. That part may be a captured graph (`Frame.parts`).
+"""
 
 from torch import Tensor, nn
 
@@ -8,7 +12,9 @@ from penstock.models.frame import Frame
 from penstock.models.mla import LatentLayer
 from penstock.models.norm import RMSNorm
 from penstock.moe.layer import MoE
+from penstock.moe.routing import Routing
 from penstock.parallel.kit import Kit
+from penstock.parallel.parts import Parts
 from penstock.parallel.turns import Steps, within
 
 
@@ -53,13 +59,30 @@ class Block(nn.Module):
 
     def _mix(self, x_TD: Tensor, frame: Frame) -> Steps[Tensor]:
         if isinstance(self.ffn, MoE):
-            return (yield from self.ffn.steps(x_TD, frame.scope))
+            return (yield from self.ffn.steps(x_TD, self.ffn.route(x_TD, frame.scope)))
         return self.kit.run("dense", self.ffn, x_TD)
 
     def _forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
+        if frame.parts is not None:
+            return self._behind_part(x_BSD, frame, frame.parts)
         x_BSD, x_TD = self._attend(x_BSD, frame)
         if isinstance(self.ffn, MoE):
             y_TD = self.kit.run("moe", self.ffn, x_TD, frame.scope)
+        else:
+            y_TD = self.kit.run("dense", self.ffn, x_TD)
+        return x_BSD + y_TD.view_as(x_BSD)
+
+    def _behind_part(self, x_BSD: Tensor, frame: Frame, parts: Parts) -> Tensor:
+        """`_forward` whose first part is replayed."""
+
+        def until_dispatch(x_BSD: Tensor) -> tuple[Tensor, ...]:
+            x_BSD, x_TD = self._attend(x_BSD, frame)
+            routing = self.ffn.route(x_TD, frame.scope).tensors() if isinstance(self.ffn, MoE) else ()
+            return x_BSD, x_TD, *routing
+
+        x_BSD, x_TD, *routing = parts.run(self, until_dispatch, x_BSD)
+        if isinstance(self.ffn, MoE):
+            y_TD = self.ffn.mix(x_TD, Routing.of(*routing))
         else:
             y_TD = self.kit.run("dense", self.ffn, x_TD)
         return x_BSD + y_TD.view_as(x_BSD)

@@ -132,7 +132,7 @@ class Decoder(nn.Module):
         attention = self.config.attention
         cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, reading.positions_BS)
         scope = Scope(sequences=reading.positions_BS.shape[0], share=reading.share)
-        return Frame(cos_BSP, sin_BSP, reading.allowed_BSS, scope)
+        return Frame(cos_BSP, sin_BSP, reading.allowed_BSS, scope, reading.parts).staying()
 
     def logits(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         """All logits of the main prediction, B x S x V, in the compute dtype. For tests, not for training."""

@@ -1,11 +1,12 @@
 """What a forward pass reads of a micro-batch, and what every layer must know about it. Made once, never changed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from penstock.moe.routing import Scope
+from penstock.parallel.parts import Parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,7 @@ class Reading:
         ahead: for each multi-token prediction depth the tokens that many positions further on.
         allowed_BSS: boolean, True where a query position (first S) may look at a key position; None for plain causal.
         share: part of the global batch that this micro-batch is; auxiliary losses are scaled by it.
+        parts: parts of the layers that are replayed as graphs; None if there are none.
     """
 
     tokens_BS: Tensor
@@ -25,11 +27,13 @@ class Reading:
     ahead: tuple[Tensor, ...] = ()
     allowed_BSS: Tensor | None = None
     share: float = 1.0
+    parts: Parts | None = None
 
     def halves(self) -> tuple["Reading", "Reading"]:
         """The first rows and the last; of an even number."""
         rows = self.tokens_BS.shape[0]
         assert rows % 2 == 0, f"{rows} rows have no halves"
+        assert self.parts is None, "parts that are graphs have memory for one pass, and halves are two"
 
         def of(part: slice) -> Reading:
             return Reading(
@@ -52,12 +56,26 @@ class Frame:
         sin_BSP: float32 sine.
         allowed_BSS: as in `Reading`.
         scope: what balance losses must know.
+        parts: as in `Reading`.
     """
 
     cos_BSP: Tensor
     sin_BSP: Tensor
     allowed_BSS: Tensor | None
     scope: Scope
+    parts: Parts | None = None
+
+    def staying(self) -> "Frame":
+        """The same values; if parts of the layers are graphs, where these read them."""
+        if self.parts is None:
+            return self
+        self.parts.check("scope of a micro-batch", self.scope)
+        return replace(
+            self,
+            cos_BSP=self.parts.hold("cos_BSP", self.cos_BSP),
+            sin_BSP=self.parts.hold("sin_BSP", self.sin_BSP),
+            allowed_BSS=None if self.allowed_BSS is None else self.parts.hold("allowed_BSS", self.allowed_BSS),
+        )
 
 
 def ahead_of(tokens_BS: Tensor, depths: int) -> tuple[Tensor, ...]:

@@ -71,7 +71,8 @@ class Lane:
         """
         if self._stream is None:
             for source, target in pairs:
-                target.copy_(source)
+                if not source.is_meta:
+                    target.copy_(source)
             return DONE
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return self.copy_early(pairs, after=after)
@@ -88,7 +89,12 @@ class Lane:
 
 
 def host_empty(bytes_: int, device: torch.device) -> Tensor:
-    """Bytes of host memory, pinned for a GPU. torch pools them, and uses no block again while copies run."""
+    """Bytes of host memory, pinned for a GPU. torch pools them, and uses no block again while copies run.
+
+    For the meta device a tensor of this size that takes one byte there: what is on the host is not on the device.
+    """
+    if device.type == "meta":
+        return torch.empty((), dtype=torch.uint8, device=device).expand(bytes_)
     return torch.empty(bytes_, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 

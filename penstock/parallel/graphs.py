@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 
@@ -44,8 +45,8 @@ class Replayable(Protocol):
         """Give the memory back; it cannot be replayed any more."""
 
 
-Capture = Callable[[Callable[[], None]], Replayable]
-"""Captures work: `capture`, or what a test puts in its place."""
+Capture = Callable[[Callable[[], object]], Replayable]
+"""Captures work: `capture`, or what a test puts in its place. What work returns is for tests."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class DeviceGraph:
         torch.cuda.empty_cache()
 
 
-def capture(work: Callable[[], None]) -> DeviceGraph:
+def capture(work: Callable[[], object], pool: Any = None) -> DeviceGraph:
     """Capture work of the current device without running it there.
 
     Memory that nobody uses is given back to the driver first, so that the pool does not come on top of the same amount
@@ -75,19 +76,32 @@ def capture(work: Callable[[], None]) -> DeviceGraph:
 
     Args:
         work: runs once in Python.
+        pool: of several graphs that are always replayed one after another in the order of their capture, see
+            `one_pool`; None for a pool of its own.
 
     Raises:
         torch.OutOfMemoryError: there is no memory for the pool; nothing is left of the attempt.
     """
     begin = time.perf_counter()
     torch.cuda.synchronize()
-    gc.collect()
+    if pool is None:
+        gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     graph = torch.cuda.CUDAGraph()
     with ExitStack() as undo:
         undo.callback(graph.reset)
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             work()
         undo.pop_all()
     return DeviceGraph(graph, torch.cuda.memory_reserved() - before, time.perf_counter() - begin)
+
+
+def one_pool() -> Capture:
+    """Captures graphs that share a pool. What one of them has freed by the time of the next capture, the next may use.
+
+    So they must be replayed in the order of their capture, none beside another; and a tensor that one gives stays its
+    own for as long as somebody holds it.
+    """
+    gc.collect()
+    return partial(capture, pool=torch.cuda.graph_pool_handle())

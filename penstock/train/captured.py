@@ -27,12 +27,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.base.errors import DeviceError, KernelError
-from penstock.config.rules import capture_problem
-from penstock.config.run import Run
-from penstock.kernels.choose import Choice
+from penstock.base.errors import DeviceError
 from penstock.models.rank_model import RankModel
 from penstock.moe.dispatch.room import has_room_for_all
+from penstock.parallel.axes import Axis
 from penstock.parallel.graphs import Capture, Replayable, capture
 from penstock.parallel.messages import exchange_json
 from penstock.train.global_batch import GlobalBatch, MicroBatch
@@ -41,9 +39,6 @@ from penstock.train.passes import differentiate, forward_backward
 
 if TYPE_CHECKING:  # it imports Triton, which may be absent
     from penstock.parallel.symmetric import Lane
-
-READS_COUNTS = ("permute", "experts")
-"""Operators whose reference form brings row counts to the host."""
 
 
 class CapturedPasses:
@@ -103,18 +98,14 @@ class CapturedPasses:
             made = _capture_pass(self._capture, model, batch, rule)
         except torch.OutOfMemoryError as error:
             obstacle = str(error).partition(". ")[0]
-        obstacles = [one for one in exchange_json(obstacle, model.axes.world) if one]
-        if obstacles and made is not None:
+        obstacle = first_obstacle(obstacle, model.axes.world)
+        if obstacle and made is not None:
             made.graph.release()
-        if obstacles and self._is_asked_for:
-            raise DeviceError(
-                "graphs.capture=passes finds no memory for a pass",
-                got=obstacles[0],
-                fix="a smaller training.micro_batch, more recompute.modules, or graphs.capture=none",
-            )
-        if obstacles:
+        if obstacle and self._is_asked_for:
+            raise no_memory("graphs.capture=passes finds no memory for a pass", obstacle)
+        if obstacle:
             self._is_given_up = True
-            self._notices.append(f"graphs: passes stay eager, there is no memory for a graph ({obstacles[0]})")
+            self._notices.append(f"graphs: passes stay eager, there is no memory for a graph ({obstacle})")
             return None
         assert made is not None, "a capture gives a graph or an obstacle"
         self.pool_bytes = made.graph.pool_bytes
@@ -122,6 +113,17 @@ class CapturedPasses:
             f"graphs: one pass captured in {made.graph.seconds:.1f} s; its pool keeps {self.pool_bytes / 1e9:.2f} GB"
         )
         return made
+
+
+def first_obstacle(obstacle: str, world: Axis) -> str:
+    """What keeps any rank from a graph; empty if nothing does. All ranks call it."""
+    return next((one for one in exchange_json(obstacle, world) if one), "")
+
+
+def no_memory(what: str, obstacle: str) -> DeviceError:
+    """The error of somebody who asked for graphs."""
+    fix = "a smaller training.micro_batch, more recompute.modules, or graphs.capture=none"
+    return DeviceError(what, got=obstacle, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -210,57 +212,3 @@ def _tensors(micro_batch: MicroBatch, counted: Tensor) -> dict[str, Tensor]:
     found |= {f"ahead {depth}": ahead_BS for depth, ahead_BS in enumerate(reading.ahead, start=1)}
     found |= {f"labels {depth}": labels_BS for depth, labels_BS in enumerate(micro_batch.labels)}
     return found if reading.allowed_BSS is None else found | {"allowed_BSS": reading.allowed_BSS}
-
-
-def captured_passes(run: Run, device: torch.device, choices: Sequence[Choice]) -> tuple[CapturedPasses | None, str]:
-    """How a run makes its passes.
-
-    Args:
-        run: says what is asked for.
-        device: where.
-        choices: of kernels there.
-
-    Returns:
-        The passes, or None if they are eager; and a word on it for the user, empty if nobody asked.
-
-    Raises:
-        DeviceError: they are asked for, and the device has no graphs.
-        KernelError: they are asked for, and a kernel waits for the device.
-    """
-    wanted = run.graphs.capture
-    if wanted == "none":
-        return None, ""
-    if wanted == "passes":
-        _refuse(device, choices if run.model.moe is not None else ())
-    reason = why_not(run, device, choices)
-    if reason:
-        return None, f"none: {reason}"
-    return CapturedPasses(is_asked_for=wanted == "passes"), "passes, from the second step on"
-
-
-def why_not(run: Run, device: torch.device, choices: Sequence[Choice]) -> str:
-    """What keeps the passes of a run from being captured, in a few words; empty if nothing does."""
-    if device.type != "cuda":
-        return f"device {device.type} has no graphs"
-    problem = capture_problem(run)
-    if problem is not None:
-        return f"{problem.field} {problem.what}"
-    waiting = _waiting(choices) if run.model.moe is not None else ""
-    return f"the reference form of {waiting} reads counts on the host" if waiting else ""
-
-
-def _refuse(device: torch.device, choices: Sequence[Choice]) -> None:
-    """Raise if what was asked for cannot be had here; what cannot be had anywhere has been refused by a rule."""
-    if device.type != "cuda":
-        raise DeviceError("graphs.capture=passes needs a GPU", got=f"device {device.type}", fix="graphs.capture=auto")
-    waiting = _waiting(choices)
-    if waiting:
-        raise KernelError(
-            f"graphs.capture=passes cannot be had: the reference form of {waiting} reads counts on the host",
-            fix=f"leave kernels.{waiting} and kernels.all at auto, or set graphs.capture=none",
-        )
-
-
-def _waiting(choices: Sequence[Choice]) -> str:
-    """An operator that waits for the device in the form that was chosen; empty if there is none."""
-    return next((one.op for one in choices if one.op in READS_COUNTS and one.backend == "reference"), "")

@@ -45,7 +45,7 @@ FIELDS: dict[str, Field] = {
     "peak_memory_bytes": Field(
         "bytes", "Most memory so far: handed out by the allocator on a GPU, resident set of the process on a CPU."
     ),
-    "graph_pool_bytes": Field("bytes", "Device memory that a captured pass keeps (graphs.capture); 0 without one."),
+    "graph_pool_bytes": Field("bytes", "Device memory that captured work keeps (graphs.capture); 0 without any."),
     "expert_load_max_over_mean": Field("", "Of the least even layer; 1 is even. Null for a dense model."),
     "dropped_slots": Field("slots", "(token, expert) pairs over capacity, all layers together."),
     "rows_left_out": Field(

@@ -27,7 +27,9 @@ from penstock.moe.router import Router
 from penstock.parallel.axes import ALONE, Axes, make_axes
 from penstock.parallel.launch.environment import Environment
 from penstock.parallel.launch.process import choose_device, device_name, prepare_process
-from penstock.train.captured import CapturedPasses, captured_passes
+from penstock.train.captured import CapturedPasses
+from penstock.train.captured_parts import CapturedParts
+from penstock.train.choose_capture import choose_capture
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.passes import forward_backward
 from penstock.train.state import TrainState, identity_of
@@ -49,7 +51,7 @@ class Session:
         rule: how a step is made.
         state: model, optimizer and data: what a checkpoint holds.
         held_out: our rows to judge by, or None if evaluation is off.
-        graphs: makes the passes by replaying a graph; None if they are eager.
+        graphs: makes the passes by replaying a graph, or graphs; None if they are eager.
         graphs_note: a word on that; empty if nobody asked for graphs.
     """
 
@@ -63,7 +65,7 @@ class Session:
     rule: StepRule
     state: TrainState
     held_out: Evaluation | None
-    graphs: CapturedPasses | None = None
+    graphs: CapturedPasses | CapturedParts | None = None
     graphs_note: str = ""
 
     @property
@@ -121,7 +123,7 @@ def prepare(run: Run, environment: Environment) -> Session:
     initialize_masters(model.modules, optimizer.parts(), run.seed, run.model.initial_std)
     add_in_kernels(model.modules, optimizer.gradient_of)
     choices = kernel_choices(run, device_facts(device, run.training.precision))
-    graphs, graphs_note = captured_passes(run, device, choices)
+    graphs, graphs_note = choose_capture(run, device, choices)
     state = TrainState(
         identity=identity_of(run),
         modules=model.modules,

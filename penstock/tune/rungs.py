@@ -112,6 +112,12 @@ LADDER = (
     ),
     Rung(name="chunked-loss", what="logits of some thousand tokens at once", change=("kernels.loss_chunk=0",)),
     Rung(
+        name="graph-parts",
+        what="attention, router and the order of rows captured once and replayed",
+        change=("graphs.capture=parts",),
+        needs=("gpu",),
+    ),
+    Rung(
         name="symmetric",
         what="tokens written straight into the node's other GPUs",
         change=("dispatch.method=symmetric",),

@@ -15,12 +15,14 @@ from penstock.config.model import Router as RouterRule
 from penstock.kernels import operators
 from penstock.kernels.expert_ffn import REFERENCE, expert_ffn
 from penstock.kernels.operators import Operators
+from penstock.kernels.reference import RowOrder
 from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.experts import Experts
 from penstock.moe.layer import MoE
 from penstock.moe.router import Router
-from penstock.moe.routing import Scope
+from penstock.moe.routing import Routing, Scope
 from penstock.parallel.activations.recompute import RecomputeRule
+from penstock.parallel.flight import Transfers
 from penstock.parallel.kit import Kit
 from penstock.parallel.later import Later
 from tests.parallel.alive import Alive
@@ -112,3 +114,27 @@ def test_recomputed_experts_may_put_their_weight_gradients_off() -> None:
     for one, right in zip(found, expected, strict=True):
         assert torch.equal(one, right)
     assert products["forward"] == 4, "each of the two passes begins with the first product"
+
+
+def test_slots_are_sorted_once_and_by_the_router_if_dispatch_begins_with_that() -> None:
+    sorts: list[Tensor] = []
+
+    def order_rows(experts_TK: Tensor, experts: int) -> RowOrder:
+        sorts.append(experts_TK)
+        return operators.REFERENCE.order_rows(experts_TK, experts)
+
+    layer = _layer(replace(operators.REFERENCE, order_rows=order_rows), ())
+    x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(0))
+    routing = layer.route(x_TD, Scope())
+    assert len(sorts) == 1
+    again = Routing.of(*routing.tensors())
+    assert again == routing
+    assert torch.equal(layer.mix(x_TD, again), layer.mix(x_TD, Routing(routing.weights_TK, routing.experts_TK)))
+    assert len(sorts) == 2
+    assert Routing.of(routing.weights_TK, routing.experts_TK).sorted is None
+
+
+def test_slots_are_sorted_by_a_dispatch_that_leaves_alone() -> None:
+    layer = _layer(operators.REFERENCE, ())
+    layer.kit = replace(layer.kit, transfers=Transfers(torch.device("cpu")))
+    assert layer.route(torch.ones(T, D), Scope()).sorted is None

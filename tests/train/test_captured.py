@@ -18,7 +18,9 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.models.holdings import holdings
 from penstock.models.rank_model import RankModel
 from penstock.moe.dispatch.room import Room, room_for_all
-from penstock.train.captured import CapturedPasses, captured_passes, copy_of, fill, why_not
+from penstock.train.captured import CapturedPasses, copy_of, fill
+from penstock.train.captured_parts import CapturedParts
+from penstock.train.choose_capture import choose_capture, why_not
 from penstock.train.evaluate import evaluate
 from penstock.train.global_batch import cut
 from penstock.train.loop import Progress, open_store, train_run
@@ -36,7 +38,7 @@ GPU = torch.device("cuda", 0)
 class Again:
     """A graph on a CPU: its replay does the work once more."""
 
-    work: Callable[[], None]
+    work: Callable[[], object]
     log: list[str]
     pool_bytes: int = 1_500_000_000
     seconds: float = 0.25
@@ -56,7 +58,7 @@ class Recorded:
     log: list[str] = field(default_factory=list)
     fails: int = 0
 
-    def capture(self, work: Callable[[], None]) -> Again:
+    def capture(self, work: Callable[[], object]) -> Again:
         self.log.append("capture")
         if self.fails:
             self.fails -= 1
@@ -227,26 +229,23 @@ def test_another_shape_share_or_mask_is_refused(tmp_path: Path) -> None:
 
 
 def test_nobody_asks_nobody_is_told(tmp_path: Path) -> None:
-    assert captured_passes(tiny_run(tmp_path), GPU, ()) == (None, "")
+    assert choose_capture(tiny_run(tmp_path), GPU, ()) == (None, "")
 
 
 def test_on_a_gpu_passes_are_captured_whether_asked_for_or_left_to_us(tmp_path: Path) -> None:
     for capture in ("passes", "auto"):
         run = tiny_run(tmp_path, device="cuda", graphs=Graphs(capture=capture))
-        passes, note = captured_passes(run, GPU, ())
+        passes, note = choose_capture(run, GPU, ())
         assert passes is not None
         assert note == "passes, from the second step on"
 
 
 REFERENCE = (Choice("permute", "both", "reference", "kernels.all=reference"),)
+EXPERTS_BY_REFERENCE = Choice("experts", "both", "reference", "kernels.experts=reference")
 OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline": ({"parallel": Parallel(pipeline=2)}, "parallel.pipeline has passes of several micro-batches under way"),
     "shards": ({"parallel": Parallel(shard="full")}, "parallel.shard gathers weights into new memory"),
     "host": ({"offload": Offload(activations=("moe",))}, "offload.activations starts copies from the host"),
-    "rows": (
-        {"parallel": Parallel(expert=2), "dispatch": Dispatch(method="all-to-all")},
-        "dispatch.sync_free lets the host read how many rows travel",
-    ),
 }
 
 
@@ -254,26 +253,45 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
 def test_auto_does_without_and_says_why(case: str, tmp_path: Path) -> None:
     changes, reason = OBSTACLES[case]
     run = tiny_run(tmp_path, device="cuda", graphs=Graphs(capture="auto"), **changes)
-    passes, note = captured_passes(run, GPU, ())
+    passes, note = choose_capture(run, GPU, ())
     assert passes is None
     assert note.startswith(f"none: {reason}")
+
+
+def test_auto_captures_parts_where_the_host_reads_how_many_rows_travel(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"parallel": Parallel(expert=2), "dispatch": Dispatch(method="all-to-all")}
+    run = tiny_run(tmp_path, device="cuda", graphs=Graphs(capture="auto"), **changes)
+    parts, note = choose_capture(run, GPU, ())
+    assert isinstance(parts, CapturedParts)
+    assert note.startswith("parts of layers, from the second step on; no passes: dispatch.sync_free lets the host read")
+
+
+def test_parts_are_captured_if_they_are_asked_for(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path, device="cuda", graphs=Graphs(capture="parts"))
+    parts, note = choose_capture(run, GPU, (EXPERTS_BY_REFERENCE,))
+    assert isinstance(parts, CapturedParts)
+    assert note == "parts of layers, from the second step on"
+    with pytest.raises(KernelError, match="graphs.capture=parts cannot be had: the reference form of permute reads"):
+        choose_capture(run, GPU, REFERENCE)
+    with pytest.raises(DeviceError, match="graphs.capture=parts needs a GPU; got device cpu"):
+        choose_capture(run, CPU, ())
 
 
 def test_kernels_that_read_counts_are_no_part_of_a_graph(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"device": "cuda", "kernels": Kernels(all="reference")}
     auto = tiny_run(tmp_path, graphs=Graphs(capture="auto"), **changes)
-    assert captured_passes(auto, GPU, REFERENCE) == (
+    assert choose_capture(auto, GPU, REFERENCE) == (
         None,
         "none: the reference form of permute reads counts on the host",
     )
     asked = tiny_run(tmp_path, graphs=Graphs(capture="passes"), **changes)
     with pytest.raises(KernelError, match="the reference form of permute reads counts on the host; fix: leave kernels"):
-        captured_passes(asked, GPU, REFERENCE)
+        choose_capture(asked, GPU, REFERENCE)
 
 
 def test_a_dense_model_is_captured_on_any_kernels(tmp_path: Path) -> None:
     run = tiny_run(tmp_path, device="auto", model=tiny_model(moe=None, dense_layers=2, mtp_layers=0))
-    assert why_not(run, GPU, REFERENCE) == ""
+    assert why_not("passes", run, GPU, REFERENCE) == ""
 
 
 def test_a_cpu_has_no_graphs(tmp_path: Path) -> None:
@@ -286,4 +304,4 @@ def test_a_cpu_has_no_graphs(tmp_path: Path) -> None:
     with pytest.raises(
         DeviceError, match="graphs.capture=passes needs a GPU; got device cpu; fix: graphs.capture=auto"
     ):
-        captured_passes(asked, CPU, ())
+        choose_capture(asked, CPU, ())

@@ -1,4 +1,4 @@
-"""Passes that a GPU replays give the very numbers of eager ones, over steps with other data each."""
+"""Passes, and parts of layers, that a GPU replays give the very numbers of eager ones, over steps with other data."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -67,9 +67,30 @@ def test_replayed_passes_give_the_bits_of_eager_ones(overrides: tuple[str, ...],
         assert torch.equal(state[name], tensor), name
 
 
-def test_a_graph_that_was_given_up_is_captured_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("data.document_mask=true", 'recompute.modules=["expert-activation", "shared-expert"]'),
+        ("kernels.experts=reference", "model.moe.balance.capacity_factor=1.0", "dispatch.overlap=shared"),
+    ],
+    ids=["plain", "documents, experts recomputed", "a host that waits between parts"],
+)
+def test_replayed_parts_give_the_bits_of_eager_layers(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    eager, eager_held_out, eager_state = _train(_start(tmp_path, *overrides))
+    session = _start(tmp_path, *overrides, "graphs.capture=parts")
+    replayed, held_out, state = _train(session)
+    assert session.graphs is not None
+    assert session.graphs.pool_bytes > 0
+    assert (replayed, held_out) == (eager, eager_held_out)
+    for name, tensor in eager_state.items():
+        assert torch.equal(state[name], tensor), name
+
+
+@pytest.mark.parametrize("capture", ["auto", "parts"])
+def test_a_graph_that_was_given_up_is_captured_again(capture: str, tmp_path: Path) -> None:
     eager, _, _ = _train(_start(tmp_path), 4)
-    session = _start(tmp_path, "graphs.capture=auto")
+    session = _start(tmp_path, f"graphs.capture={capture}")
     graphs = session.graphs
     assert graphs is not None
     results = [_step(session) for _ in range(3)]

@@ -1,0 +1,62 @@
+"""Parts are replayed between transfers whose sizes the host reads: ranks that share experts train as eager ones do."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.train.captured_parts import CapturedParts
+from tests.distributed.one_loss import Saved, Trace, follow, put_together, saved_by, start_session
+from tests.distributed.pool import Pool
+from tests.parallel.recorded_graph import Graphs
+from tests.parallel.same_addresses import SameAddresses
+
+SHARED = ("parallel.expert=2", "dispatch.method=all-to-all", "dispatch.sync_free=0")
+OVERLAPPED = (*SHARED, "dispatch.overlap=shared")
+IN_PARTS = ("parallel.expert_tensor=2", "dispatch.method=all-to-all", "parallel.expert=1")
+LAYERS = 9
+"""Of the small run, the one that predicts further included."""
+
+Seen = tuple[Trace, Saved, tuple[str, ...], int]
+
+
+def play(overrides: tuple[str, ...], replays: bool, fails_on: int) -> Seen:
+    """Train on this rank; what it saw, would save and would tell the user, and how often it captured.
+
+    Args:
+        overrides: of the small run.
+        replays: parts; else all is eager.
+        fails_on: rank that finds no memory for its fourth graph; -1 if none does.
+    """
+    session = start_session(overrides)
+    graphs = Graphs(LAYERS) if fails_on == -1 else SameAddresses(fails_at=3 if dist.get_rank() == fails_on else None)
+    parts = CapturedParts(is_asked_for=False, begin_pool=graphs.begin)
+    if replays:
+        session = replace(session, rule=replace(session.rule, passes=parts))
+    seen = follow(session)
+    session.state.batches.close()
+    return seen, saved_by(session), parts.take_notices(), graphs.captures
+
+
+def whole(results: list[Seen]) -> Trace:
+    return put_together([(seen, saved) for seen, saved, _, _ in results])
+
+
+@pytest.mark.parametrize("overrides", [SHARED, OVERLAPPED, IN_PARTS], ids=["rows", "beside the shared expert", "ETP"])
+def test_parts_give_the_bits_of_eager_layers_where_the_host_reads_row_counts(
+    overrides: tuple[str, ...], ranks: Pool
+) -> None:
+    expected, results = whole(ranks.run(2, play, overrides, False, -1)), ranks.run(2, play, overrides, True, -1)
+    found = whole(results)
+    assert (found.losses, found.norms, found.held_out) == (expected.losses, expected.norms, expected.held_out)
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items())
+    assert [captures for _, _, _, captures in results] == [2 * LAYERS] * 2
+
+
+def test_a_rank_without_memory_lets_all_ranks_stay_eager_and_none_waits(ranks: Pool) -> None:
+    expected, results = whole(ranks.run(2, play, SHARED, False, -1)), ranks.run(2, play, SHARED, True, 1)
+    assert whole(results).losses == expected.losses
+    told = "graphs: layers stay eager, there is no memory for a part (tried to allocate 2 GiB)"
+    assert [notices for _, _, notices, _ in results] == [(told,)] * 2
+    assert [captures for _, _, _, captures in results] == [2 * LAYERS, 4 + 3]

@@ -1,0 +1,138 @@
+"""Graphs of a CPU as close to a device's as Python comes: work runs once, when it is captured, and never again.
+
+    capture    every operator is written down with its tensors; what it has changed is put back, so nothing was run
+    replay     the same operators on the same tensors; what each allocates comes where its first result was
+
+What autograd has recorded during capture, and every number that Python has computed, is part of the graph. Once a
+backward graph has been replayed, what its forward graph has made is overwritten, as a pool does that others use.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operator's call."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    made: tuple[Tensor, ...]
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down what runs below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.known: set[int] = set()
+        self.before: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if function._schema.is_mutable:
+            for argument, value in zip(function._schema.arguments, args, strict=False):
+                self._keep(argument, value)
+            for argument in function._schema.arguments[len(args) :]:
+                self._keep(argument, options.get(argument.name))
+        result = function(*args, **options)
+        given = {pointer(tensor) for tensor in tensors_in((args, options))}
+        made = tuple(tensor for tensor in tensors_in(result) if pointer(tensor) not in given)
+        self.known |= {pointer(tensor) for tensor in made}
+        # Plain tensors of the same memory: autograd has nothing to do with a replay.
+        self.operations.append(Operation(function, plain(args), plain(options), tuple(one.data for one in made)))
+        return result
+
+    def _keep(self, argument: Any, value: Any) -> None:
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            return
+        for tensor in tensors_in(value):
+            if pointer(tensor) not in self.known:
+                self.before.append((tensor.data, tensor.data.clone()))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.data
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value))
+    return {name: plain(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
+def pointer(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@dataclass
+class Graphs:
+    """Captures forward and backward graphs; those that come in pairs are told apart by their number."""
+
+    parts: int
+    graphs: "list[Recording]" = field(default_factory=list)
+
+    def capture(self, work: Callable[[], object]) -> "Recording":
+        recorder = Recorder()
+        with recorder:
+            work()
+        for tensor, value in reversed(recorder.before):
+            tensor.copy_(value)
+        number = len(self.graphs)
+        mirror = self.graphs[2 * self.parts - 1 - number] if number >= self.parts else None
+        self.graphs.append(Recording(recorder.operations, mirror))
+        return self.graphs[-1]
+
+    @property
+    def captures(self) -> int:
+        """Graphs that there are."""
+        return len(self.graphs)
+
+    def begin(self) -> "Callable[[Callable[[], object]], Recording]":
+        return self.capture
+
+
+@dataclass
+class Recording:
+    """One of them.
+
+    Attributes:
+        operations: in their order.
+        forward: the graph of whose part this is the way back.
+    """
+
+    operations: list[Operation]
+    forward: "Recording | None"
+    pool_bytes: int = 1
+    seconds: float = 0.0
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for one in self.operations:
+            given = {pointer(tensor) for tensor in tensors_in((one.arguments, one.options))}
+            result = one.function(*one.arguments, **one.options)
+            made = [tensor for tensor in tensors_in(result) if pointer(tensor) not in given]
+            for own, tensor in zip(one.made, made, strict=True):
+                own.copy_(tensor)
+        if self.forward is not None:
+            self.forward.spoil()
+
+    def spoil(self) -> None:
+        """Somebody else takes what was allocated."""
+        for own in (own for one in self.operations for own in one.made):
+            own.fill_(float("nan") if own.is_floating_point() else 1)
+
+    def release(self) -> None:
+        self.operations = []
