@@ -1,6 +1,6 @@
 """How often the host waits for the device in a training step, at each sync-free stage, as the profiler sees it.
 
-    torchrun --nproc-per-node 4 -m benchmarks.host_waits --output benchmarks/results/host-waits-h200x4.json
+    torchrun --nproc-per-node 4 -m benchmarks.host_waits --output benchmarks/results/host-waits-h200x2.json
 
 DeepSeek-V2-Lite of few layers, the experts shared by all ranks; one step after a warm-up step. A wait is a call of the
 runtime that returns only when the device has caught up: a synchronize of stream, event or device, or a copy to pageable

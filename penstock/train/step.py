@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.base.errors import DeviceError
 from penstock.config.run import Run
 from penstock.data.batch import Batch
 from penstock.models.rank_model import RankModel
@@ -129,6 +130,7 @@ def train_step(
 
     Raises:
         DataError: no token of the batch is counted.
+        DeviceError: a GPU of a node did not come in time to where others waited for its rows.
     """
     # 1. Count the labels of the global batch, cut our rows, copy them to the device.
     whole = cut(batch, rule.cut)
@@ -165,10 +167,17 @@ def _differentiate(
     figures = _sum_figures(losses, _own_words(model, stop), model, rule)
 
     # 4. Read everything in one copy.
-    result = _read(figures, norm)
+    result, is_late = _read(figures, norm)
+    if is_late:
+        _refuse_late(model)
+    return result, figures.loads
+
+
+def _refuse_late(model: RankModel) -> None:
+    """Some rank waited in vain for rows from the GPUs of its node, so what was computed is wrong everywhere."""
     if model.buffers is not None:
         model.buffers.check()
-    return result, figures.loads
+    raise DeviceError("another rank waited in vain for the GPUs of its node", fix="look at what that rank says")
 
 
 @dataclass(frozen=True)
@@ -179,7 +188,8 @@ class _Figures:
         losses: main loss, then those of multi-token prediction.
         left_out: scalar, rows that found no room.
         loads: of all MoE layers.
-        words: float64, 1 + ranks: how many ranks were asked to stop, and each one's peak memory.
+        words: float64, 2 + ranks: how many ranks were asked to stop, how many waited in vain for other GPUs, and each
+            one's peak memory.
     """
 
     losses: Tensor
@@ -191,10 +201,12 @@ class _Figures:
 def _own_words(model: RankModel, stop: StopRequest | None) -> Tensor:
     """This rank's summand of `_Figures.words`."""
     world = model.axes.world
-    words = torch.zeros(1 + world.size, dtype=torch.float64, device=model.device)
+    words = torch.zeros(2 + world.size, dtype=torch.float64, device=model.device)
     # Filled on the device: a copy from the host would wait for it.
     words[0].fill_(stop is not None and stop.signal is not None)
-    words[1 + world.rank].fill_(peak_memory_bytes(model.device))
+    if model.buffers is not None:
+        words[1] = model.buffers.late.bool()
+    words[2 + world.rank].fill_(peak_memory_bytes(model.device))
     return words
 
 
@@ -222,8 +234,11 @@ def _sum_figures(losses: Tensor, words: Tensor, model: RankModel, rule: StepRule
     return _Figures(losses, left_out, summed, words)
 
 
-def _read(figures: _Figures, norm: Tensor) -> StepResult:
-    """Copy a step's figures to the host. float64 holds float32 values, and counts up to 2**53, exactly."""
+def _read(figures: _Figures, norm: Tensor) -> tuple[StepResult, bool]:
+    """Copy a step's figures to the host, and whether any rank waited in vain.
+
+    float64 holds float32 values, and counts up to 2**53, exactly.
+    """
     pieces = [figures.losses, norm, figures.left_out, figures.words]
     for load in figures.loads:
         pieces += [load.dropped, load.auxiliary_loss, load.slots_E]
@@ -233,14 +248,14 @@ def _read(figures: _Figures, norm: Tensor) -> StepResult:
         return [next(values) for _ in range(count)]
 
     main, *depths = take(figures.losses.numel())
-    gradient_norm, left_out, wishes = take(3)
-    peaks = take(figures.words.numel() - 1)
+    gradient_norm, left_out, wishes, late = take(4)
+    peaks = take(figures.words.numel() - 2)
     layers = []
     for load in figures.loads:
         dropped, auxiliary_loss = take(2)
         slots = tuple(map(int, take(load.slots_E.numel())))
         layers.append(LayerReport(layer=load.layer, slots=slots, dropped=int(dropped), auxiliary_loss=auxiliary_loss))
-    return StepResult(
+    result = StepResult(
         loss=main,
         mtp_losses=tuple(depths),
         gradient_norm=gradient_norm,
@@ -249,3 +264,4 @@ def _read(figures: _Figures, norm: Tensor) -> StepResult:
         wants_stop=wishes > 0,
         left_out=int(left_out),
     )
+    return result, late > 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.base.errors import DeviceError
 from penstock.config.model import Balance
 from penstock.config.parallel import Recompute
 from penstock.config.run import Run
@@ -18,6 +19,7 @@ from penstock.models.holdings import add_in_kernels, holdings
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import layer_loads
 from penstock.parallel.launch.process import peak_memory_bytes
+from penstock.parallel.symmetric import BufferSizes, Channel, SymmetricBuffers
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.step import StepResult, StepRule, step_rule, train_step
 from penstock.train.stop import StopRequest
@@ -149,6 +151,27 @@ def test_all_ranks_hear_the_same_in_the_step_that_one_was_asked_in(ranks: Pool) 
     assert first == second
     assert [wants_stop for wants_stop, _ in first] == [False, True, True]
     assert all(peak > 1 << 20 for _, peak in first)
+
+
+def _one_is_late(late: int) -> str:
+    """What a rank says of a step in which rank `late` waited in vain for other GPUs."""
+    session = start_session(layout("expert=2", "evaluation.rows=0"))
+    sizes = BufferSizes(tokens=1, top_k=1, row_bytes=16, ranks=1)
+    memory = torch.zeros(sizes.total_bytes, dtype=torch.uint8)
+    buffers = SymmetricBuffers(sizes, memory, [memory.data_ptr()], 0)
+    buffers.late.fill_(1 + Channel.ROWS if session.axes.rank == late else 0)
+    batch = session.state.batches.next_batch()
+    session.state.batches.close()
+    model = replace(session.model, buffers=buffers)
+    with pytest.raises(DeviceError) as raised:
+        train_step(model, session.state.optimizer, batch, session.rule, 1e-4)
+    return str(raised.value)
+
+
+def test_a_wait_in_vain_for_other_gpus_ends_the_step_of_every_rank(ranks: Pool) -> None:
+    first, second = ranks.run(2, _one_is_late, 1)
+    assert "no signal ROWS" in second
+    assert first == "another rank waited in vain for the GPUs of its node; fix: look at what that rank says"
 
 
 def test_a_step_learns(tmp_path: Path) -> None:
