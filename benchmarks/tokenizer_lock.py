@@ -1,4 +1,4 @@
-"""How long other threads wait while one encodes text: Python's lock is held by `encode`, and not by `encode_batch_fast`.
+"""How long other threads wait while one encodes text: `encode` holds Python's lock, `encode_batch_fast` does not.
 
     python -m benchmarks.tokenizer_lock --tokenizer tokenizer.json --output benchmarks/results/tokenizer-lock.json
 
