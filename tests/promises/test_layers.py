@@ -14,7 +14,7 @@ BARRED = {
     "penstock/layout/": ("torch.distributed", "layouts are arithmetic on integers"),
     "penstock/config/": ("penstock.models", "a run is described without building it"),
     "penstock/trace/": ("penstock.config", "traces of other systems can be read"),
-    "penstock/plan/": ("penstock.train", "a plan shares objects with the run, not its code path"),
+    "penstock/plan/": ("penstock.train.loop", "a plan shares objects with the run, and runs nothing"),
 }
 """Folder: (what nothing in it imports, why). Folders may be future ones, which import-linter does not allow."""
 
