@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.launching import start_kernel
 from penstock.kernels.permute import CHUNKS, ORDER_LAUNCH, scan_kernel
 from penstock.kernels.symmetric_transfer import ceil_div, power_of_two
 from penstock.kernels.tuning import Launch
@@ -66,6 +67,7 @@ def order_arrivals(
     weights_R = torch.empty(places, dtype=torch.float32, device=device)
     places_NK = torch.empty(experts_NK.shape, dtype=torch.int64, device=device)
     counts_e, totals_e = torch.empty(2, experts, dtype=torch.int32, device=device)
+    arrivals = Arrivals(slots_R, index_R, weights_R, places_NK, counts_e)
     tiles = max(1, ceil_div(slots, CHUNKS * launch.block_rows))
     chunks = ceil_div(slots, tiles * launch.block_rows)
     tallies_CE = torch.empty(chunks, experts + 1, dtype=torch.int32, device=device)
@@ -77,18 +79,16 @@ def order_arrivals(
         "num_warps": launch.warps,
     }
     by_expert = {"EXPERTS": experts, "BLOCK_C": 256, "BLOCK_E": launch.block_columns, "num_warps": launch.warps}
-    count_arrivals_kernel[(chunks,)](experts_NK, tallies_CE, *sizes, **by_slot)
-    scan_kernel[(ceil_div(experts + 1, launch.block_columns),)](tallies_CE, totals_e, chunks, **by_expert)
-    place_arrivals_kernel[(chunks,)](
+    start_kernel(count_arrivals_kernel, (chunks,), experts_NK, tallies_CE, *sizes, **by_slot)
+    start_kernel(scan_kernel, (ceil_div(experts + 1, launch.block_columns),), tallies_CE, totals_e, chunks, **by_expert)
+    start_kernel(
+        place_arrivals_kernel,
+        (chunks,),
         experts_NK,
         weights_NK,
         tallies_CE,
         totals_e,
-        slots_R,
-        index_R,
-        weights_R,
-        places_NK,
-        counts_e,
+        *arrivals,
         left_out,
         *sizes,
         rows,
@@ -96,7 +96,7 @@ def order_arrivals(
         K=experts_NK.shape[1],
         **by_slot,
     )
-    return Arrivals(slots_R, index_R, weights_R, places_NK, counts_e)
+    return arrivals
 
 
 @triton.jit

@@ -2,10 +2,14 @@
 
 On Hopper only cuDNN's backend is fast for latent attention's heads (192 wide for query and key, 128 for value); flash
 needs equal widths and would pad the value. `auto` therefore puts cuDNN first where it exists and lets torch fall back.
+
+For tensors of the meta device torch would take the backend that writes all scores down. There the operator of a fused
+backend is called by its own name; all of them keep query, key, value, output, and one float32 number for each row.
 """
 
 from contextlib import nullcontext
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -44,6 +48,8 @@ def causal_attention(
         o_BSHM in the dtype of q.
     """
     q_BHSN, k_BGSN, v_BGSM = q_BSHN.transpose(1, 2), k_BSGN.transpose(1, 2), v_BSGM.transpose(1, 2)
+    if q_BHSN.is_meta:
+        return _without_memory(q_BHSN, k_BGSN, v_BGSM, scale, allowed_BSS, backend).transpose(1, 2)
     order = _ORDERS[backend]
     with sdpa_kernel(order, set_priority=True) if order else nullcontext():
         o_BHSM = F.scaled_dot_product_attention(
@@ -56,3 +62,23 @@ def causal_attention(
             enable_gqa=q_BHSN.shape[1] != k_BGSN.shape[1],
         )
     return o_BHSM.transpose(1, 2)
+
+
+def _without_memory(
+    q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scale: float, allowed_BSS: Tensor | None, backend: str
+) -> Tensor:
+    """Attention of the meta device as a GPU's fused backend does it; only one that is asked for may be `math`."""
+    mask, is_causal = None, allowed_BSS is None
+    if allowed_BSS is not None:  # The fused backends add a mask of the queries' dtype.
+        mask = torch.where(allowed_BSS[:, None], 0.0, float("-inf")).to(q_BHSN.dtype)
+    aten, operands = torch.ops.aten, (q_BHSN, k_BGSN, v_BGSM)
+    o_BHSM: Tensor
+    if backend == "math":
+        groups = q_BHSN.shape[1] // k_BGSN.shape[1]
+        k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in operands[1:])
+        o_BHSM = aten._scaled_dot_product_attention_math(q_BHSN, k, v, mask, 0.0, is_causal, scale=scale)[0]
+    elif q_BHSN.dtype.itemsize == 2:
+        o_BHSM = aten._scaled_dot_product_cudnn_attention(*operands, mask, True, 0.0, is_causal, False, scale=scale)[0]
+    else:
+        o_BHSM = aten._scaled_dot_product_efficient_attention(*operands, mask, True, 0.0, is_causal, scale=scale)[0]
+    return o_BHSM

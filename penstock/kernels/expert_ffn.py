@@ -39,6 +39,7 @@ from penstock.kernels.grouped_gemm import (
     grouped_gemm_input_gradient,
     grouped_gemm_weight_gradient,
 )
+from penstock.kernels.launching import counts_on_host, on_gpu
 from penstock.kernels.permute import unpermute
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.swiglu import SwigluGradients, swiglu, swiglu_backward
@@ -109,7 +110,7 @@ def expert_ffn(
     """
     _check(x_ND, gate_up_eFD, down_eDF, index_R, places_TK)
     if kernels is None:
-        kernels = TRITON if x_ND.is_cuda else REFERENCE
+        kernels = TRITON if on_gpu(x_ND) else REFERENCE
     extras = _Extras(places_TK=places_TK, accumulate_into=accumulate_into, recompute=recompute, kernels=kernels)
     return _ExpertFfn.apply(x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, extras)
 
@@ -264,7 +265,8 @@ def _weight_gradient_by_definition(
     tiles: None = None,
 ) -> Tensor:
     rows_RD = x_RD if index_R is None else x_RD[index_R]
-    sizes = [*counts_e.tolist(), dy_RF.shape[0] - int(counts_e.sum())]
+    counts = counts_on_host(counts_e, dy_RF.shape[0])
+    sizes = [*counts, dy_RF.shape[0] - sum(counts)]
     pieces = list(zip(dy_RF.split(sizes), rows_RD.split(sizes), strict=True))[:-1]
     return _add_or_return(torch.stack([dy.T @ rows for dy, rows in pieces]), accumulate_into)
 

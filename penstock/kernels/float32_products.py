@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from penstock.kernels.launching import on_gpu
+
 PARTS = 3
 """Of a float32 value: bfloat16 has a third of its bits."""
 
@@ -48,7 +50,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool =
         overwrite: what stands in `total` does not count.
     """
     beta = 0 if overwrite else 1
-    if left.is_cuda and left.dtype != total.dtype:
+    if on_gpu(left) and left.dtype != total.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
     else:
         torch.addmm(total, left.to(total.dtype), right.to(total.dtype), beta=beta, out=total)
@@ -64,7 +66,7 @@ def float32_linear(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     Returns:
         Float32, T x E.
     """
-    if x_TD.is_cuda and x_TD.dtype == torch.bfloat16:
+    if on_gpu(x_TD) and x_TD.dtype == torch.bfloat16:
         return linear_in_parts(x_TD, weight_ED)
     return F.linear(x_TD.float(), weight_ED)
 
@@ -119,6 +121,6 @@ class _LinearInParts(torch.autograd.Function):
 
 def _float32_product(left: Tensor, right: Tensor) -> Tensor:
     """Of two bfloat16 matrices."""
-    if left.is_cuda:
+    if on_gpu(left):
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()

@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.base.errors import KernelError
 from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
+from penstock.kernels.launching import start_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
 from penstock.kernels.tuning import GemmLaunch, GemmProduct, grouped_gemm_launch, programs_of
 
@@ -239,7 +240,9 @@ def _launch_rows(
         y_target = create_ragged_descriptor(y, [launch.block_rows, block_columns // launch.pieces])
         if index is None:
             x_source = TensorDescriptor.from_tensor(x, [launch.block_rows, block_depth])
-    rows_kernel[(programs_of(launch, x.device),)](
+    start_kernel(
+        rows_kernel,
+        (programs_of(launch, x.device),),
         x_source,
         w_source,
         y_target,
@@ -277,7 +280,9 @@ def _launch_weights(
         dw_target = TensorDescriptor.from_tensor(dw, [1, launch.block_rows, launch.block_columns // launch.pieces])
         if index is None:
             x_source = create_ragged_descriptor(x, [launch.block_depth, launch.block_columns])
-    weights_kernel[(programs_of(launch, x.device),)](
+    start_kernel(
+        weights_kernel,
+        (programs_of(launch, x.device),),
         dy_source,
         x_source,
         dw_target,

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
 from penstock.kernels.float32_products import add_product
+from penstock.kernels.launching import on_gpu, start_kernel
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.kernels.tuning import Launch
 
@@ -88,7 +89,7 @@ def linear_cross_entropy(
         chunk_tokens=default_chunk_tokens(head_VD) if chunk_tokens is None else chunk_tokens,
         group=group,
         accumulate_into=accumulate_into,
-        launch=LAUNCH if launch is None and x_TD.is_cuda and triton is not None else launch,
+        launch=LAUNCH if launch is None and on_gpu(x_TD) and triton is not None else launch,
     )
     if torch.is_grad_enabled() and (x_TD.requires_grad or head_VD.requires_grad):
         return _LinearCrossEntropy.apply(x_TD, head_VD, labels_T.contiguous(), plan)
@@ -192,7 +193,9 @@ def _scale(gradient: Tensor, scale: Tensor, out: Tensor, in_triton: bool, add: b
     """`out = gradient * scale`, or += with `add`, in float32 and in one pass; the scale stays on the device."""
     if in_triton:
         grid = (triton.cdiv(gradient.numel(), SCALE_BLOCK),)
-        scale_kernel[grid](gradient, scale, out, gradient.numel(), ADD=add, BLOCK=SCALE_BLOCK, num_warps=8)
+        start_kernel(
+            scale_kernel, grid, gradient, scale, out, gradient.numel(), ADD=add, BLOCK=SCALE_BLOCK, num_warps=8
+        )
         return out
     # Two-dimensional, so that the scale takes part in type promotion: a bfloat16 gradient is multiplied in float32.
     scale = scale.view(1, 1)
@@ -267,7 +270,9 @@ def _rows_in_triton(
     launch: Launch,
 ) -> None:
     """Launch `linear_cross_entropy_kernel`, one program for each row."""
-    linear_cross_entropy_kernel[(logits_TV.shape[0],)](
+    start_kernel(
+        linear_cross_entropy_kernel,
+        (logits_TV.shape[0],),
         logits_TV,
         labels_T,
         logsumexp_T,

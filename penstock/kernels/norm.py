@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
+from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import Launch
 
 LAUNCH = Launch(block_rows=1, block_columns=2048, warps=4)
@@ -102,7 +103,9 @@ class _RmsNorm(torch.autograd.Function):
         normed_TD = x_TD.new_empty(x_TD.shape, dtype=torch.promote_types(summed_dtype, weight_D.dtype))
         scale_T = x_TD.new_empty(tokens, dtype=torch.float32)
         block_rows, block_columns, warps = tile_of(width, launch or LAUNCH)
-        rms_norm_kernel[(triton.cdiv(tokens, block_rows),)](
+        start_kernel(
+            rms_norm_kernel,
+            (triton.cdiv(tokens, block_rows),),
             x_rows,
             residual_rows,
             weight_D,
@@ -153,7 +156,9 @@ def _backward(
     programs = triton.cdiv(tokens, block_rows * tiles)
     dx_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     partial_PD = x_TD.new_empty(programs, width, dtype=torch.float32)
-    rms_norm_backward_kernel[(programs,)](
+    start_kernel(
+        rms_norm_backward_kernel,
+        (programs,),
         x_rows,
         weight_D,
         scale_T,
@@ -173,7 +178,9 @@ def _backward(
         num_warps=warps,
     )
     dweight_D = torch.empty_like(weight_D)
-    sum_table_kernel[(triton.cdiv(width, 16),)](partial_PD, dweight_D, programs, D=width, BLOCK_P=256, BLOCK_D=16)
+    start_kernel(
+        sum_table_kernel, (triton.cdiv(width, 16),), partial_PD, dweight_D, programs, D=width, BLOCK_P=256, BLOCK_D=16
+    )
     return dx_TD, dweight_D
 
 

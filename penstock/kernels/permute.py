@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
+from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.tuning import Launch
 
@@ -57,9 +58,11 @@ def order_rows(experts_TK: Tensor, experts: int, *, launch: Launch = ORDER_LAUNC
         "num_warps": launch.warps,
     }
     by_expert = {"EXPERTS": experts, "BLOCK_C": 256, "BLOCK_E": launch.block_columns, "num_warps": launch.warps}
-    count_kernel[(chunks,)](experts_TK, tallies_CE, slots, tiles, **by_slot)
-    scan_kernel[(triton.cdiv(experts + 1, launch.block_columns),)](tallies_CE, counts_E, chunks, **by_expert)
-    place_kernel[(chunks,)](experts_TK, tallies_CE, counts_E, slots_R, places_TK, slots, tiles, **by_slot)
+    start_kernel(count_kernel, (chunks,), experts_TK, tallies_CE, slots, tiles, **by_slot)
+    start_kernel(
+        scan_kernel, (triton.cdiv(experts + 1, launch.block_columns),), tallies_CE, counts_E, chunks, **by_expert
+    )
+    start_kernel(place_kernel, (chunks,), experts_TK, tallies_CE, counts_E, slots_R, places_TK, slots, tiles, **by_slot)
     return RowOrder(slots_R, places_TK, counts_E)
 
 
@@ -173,7 +176,9 @@ def _launch_by_token(
 ) -> None:
     """One program for each token; `tensors` are the kernel's own, which stand before the order."""
     tokens, top_k = places_TK.shape
-    kernel[(tokens,)](
+    start_kernel(
+        kernel,
+        (tokens,),
         *tensors,
         places_TK,
         counts_E,

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.launching import count_values, counts_on_host
+
 IGNORED_LABEL = -100
 """Label of a position that is not counted in the loss."""
 
@@ -133,7 +135,7 @@ def order_rows(experts_TK: Tensor, experts: int) -> RowOrder:
     flat_R = experts_TK.reshape(-1)
     slots_R = flat_R.argsort(stable=True)
     places_R = torch.empty_like(slots_R).scatter_(0, slots_R, torch.arange(slots_R.numel(), device=slots_R.device))
-    counts_E = torch.bincount(flat_R, minlength=experts + 1)[:experts].int()
+    counts_E = count_values(flat_R, experts + 1)[:experts].int()
     return RowOrder(slots_R, places_R.view_as(experts_TK), counts_E)
 
 
@@ -172,7 +174,7 @@ def grouped_gemm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor 
     """
     rows_RD = x_RD if index_R is None else x_RD[index_R]
     pieces, start = [], 0
-    for expert, count in enumerate(counts_e.tolist()):
+    for expert, count in enumerate(counts_on_host(counts_e, rows_RD.shape[0])):
         pieces.append(rows_RD[start : start + count] @ w_eFD[expert].T)
         start += count
     pieces.append(rows_RD.new_zeros(rows_RD.shape[0] - start, w_eFD.shape[1]))

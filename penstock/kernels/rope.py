@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
+from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import Launch
 
 LAUNCH = Launch(block_rows=16, block_columns=0, warps=8)
@@ -99,7 +100,9 @@ def _turn(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: Launch, dire
     batch, positions, heads, width = x_BSHP.shape
     x_BSHP = _with_contiguous_rows(x_BSHP)
     out_BSHP = torch.empty_like(x_BSHP, memory_format=torch.contiguous_format)
-    rotate_kernel[(positions, batch)](
+    start_kernel(
+        rotate_kernel,
+        (positions, batch),
         x_BSHP,
         cos_BSP,
         sin_BSP,
@@ -128,12 +131,12 @@ class _MlaHeads(torch.autograd.Function):
         sin_BSP: Tensor,
         launch: Launch,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        batch, positions, heads, width = q_BSHN.shape
-        rotary = k_rope_BSP.shape[-1]
+        (batch, positions, heads, width), rotary = q_BSHN.shape, k_rope_BSP.shape[-1]
         q_BSHN, kv_BSHN, k_rope_BSP = map(_with_contiguous_rows, (q_BSHN, kv_BSHN, k_rope_BSP))
-        q_out_BSHN = torch.empty_like(q_BSHN, memory_format=torch.contiguous_format)
-        k_out_BSHN = torch.empty_like(q_out_BSHN)
-        mla_heads_kernel[(positions, batch)](
+        q_out_BSHN, k_out_BSHN = (torch.empty_like(q_BSHN, memory_format=torch.contiguous_format) for _ in range(2))
+        start_kernel(
+            mla_heads_kernel,
+            (positions, batch),
             q_BSHN,
             kv_BSHN,
             k_rope_BSP,
@@ -162,14 +165,15 @@ class _MlaHeads(torch.autograd.Function):
         ctx: Any, dq_BSHN: Tensor, dk_BSHN: Tensor, dv_BSHM: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
         cos_BSP, sin_BSP = ctx.saved_tensors
-        launch: Launch = ctx.launch
         batch, positions, heads, width = dq_BSHN.shape
         rotary, value = 2 * cos_BSP.shape[-1], dv_BSHM.shape[-1]
         dq_BSHN, dk_BSHN, dv_BSHM = map(_with_contiguous_rows, (dq_BSHN, dk_BSHN, dv_BSHM))
         dq_in_BSHN = torch.empty_like(dq_BSHN, memory_format=torch.contiguous_format)
         dkv_BSHN = dk_BSHN.new_empty(batch, positions, heads, width - rotary + value)
         dk_rope_BSP = dk_BSHN.new_empty(batch, positions, rotary)
-        mla_heads_backward_kernel[(positions, batch)](
+        start_kernel(
+            mla_heads_backward_kernel,
+            (positions, batch),
             dq_BSHN,
             dk_BSHN,
             dv_BSHM,
@@ -189,7 +193,7 @@ class _MlaHeads(torch.autograd.Function):
             BLOCK_N=triton.next_power_of_2(width - rotary),
             BLOCK_P=triton.next_power_of_2(rotary),
             BLOCK_M=triton.next_power_of_2(value),
-            **_heads_at_a_time(heads, launch),
+            **_heads_at_a_time(heads, ctx.launch),
         )
         return dq_in_BSHN, dkv_BSHN, dk_rope_BSP, None, None, None
 

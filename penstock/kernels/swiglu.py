@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
+from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import Launch
 
 LAUNCH = Launch(block_rows=1, block_columns=2048, warps=4)
@@ -82,7 +83,9 @@ def swiglu_backward(
     d_gate_up_RF = torch.empty_like(gate_up_RF)
     dweights_R = None if weights_R is None else torch.empty_like(weights_R, memory_format=torch.contiguous_format)
     h_RF = torch.empty_like(dh_RF) if recompute else None
-    swiglu_backward_kernel[(triton.cdiv(rows, launch.block_rows),)](
+    start_kernel(
+        swiglu_backward_kernel,
+        (triton.cdiv(rows, launch.block_rows),),
         gate_up_RF,
         None if weights_R is None else weights_R.contiguous(),
         dh_RF,
@@ -112,7 +115,9 @@ class _Swiglu(torch.autograd.Function):
         ctx.launch = launch or BACKWARD_LAUNCH
         launch = launch or LAUNCH
         grid = (triton.cdiv(rows, launch.block_rows), triton.cdiv(width, launch.block_columns))
-        swiglu_kernel[grid](
+        start_kernel(
+            swiglu_kernel,
+            grid,
             gate_up_RF,
             weights_R,
             h_RF,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
+from penstock.kernels.launching import start_kernel
 from penstock.kernels.symmetric_kernels import (
     push_rows_kernel,
     return_rows_kernel,
@@ -83,7 +84,9 @@ def push_rows(
     """
     words_TD = _words(x_TD)
     tokens, words = words_TD.shape
-    push_rows_kernel[(launch.programs_for(tokens),)](
+    start_kernel(
+        push_rows_kernel,
+        (launch.programs_for(tokens),),
         words_TD,
         experts_TK.contiguous(),
         None if choices is None else choices.weights_TK.contiguous(),
@@ -110,7 +113,7 @@ def push_rows(
 
 def wait(awaited: Awaited) -> None:
     """Hold this stream until every rank has written the first chunk of a channel."""
-    wait_kernel[(1,)](*awaited.arguments, **_ranks(awaited.flags_CW.shape[1]), num_warps=1)
+    start_kernel(wait_kernel, (1,), *awaited.arguments, **_ranks(awaited.flags_CW.shape[1]), num_warps=1)
 
 
 def take_rows(
@@ -144,7 +147,9 @@ def take_rows(
     own_words_TD = _words(own_TD)
     tokens, words = own_words_TD.shape
     received = rows_ND.shape[0]
-    take_rows_kernel[(launch.programs_for(received),)](
+    start_kernel(
+        take_rows_kernel,
+        (launch.programs_for(received),),
         _words(rows_ND),
         own_words_TD,
         *places.arguments,
@@ -189,7 +194,9 @@ def return_rows(
     _words(rows)
     received, top_k = places.places_NK.shape
     width = rows.shape[1]
-    return_rows_kernel[(launch.programs_for(received),)](
+    start_kernel(
+        return_rows_kernel,
+        (launch.programs_for(received),),
         rows,
         *places.arguments,
         None if scalars_R is None else scalars_R.contiguous(),
@@ -230,7 +237,9 @@ def sum_ranks(
     """
     tokens, top_k = experts_TK.shape
     width = home.y_TD.shape[1]
-    sum_ranks_kernel[(launch.programs_for(tokens),)](
+    start_kernel(
+        sum_ranks_kernel,
+        (launch.programs_for(tokens),),
         home.parts_ND,
         home.scalars_NK,
         experts_TK.contiguous(),

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor, int32, int64
 
 from penstock.base.errors import KernelError
+from penstock.kernels.launching import start_kernel
 
 BLOCK_SIZES = (64, 128, 256)
 """Rows of a block, one owner table for each: powers of two, each twice the one before."""
@@ -69,7 +70,9 @@ def tile_table(counts_e: Tensor, rows: int) -> TileTable:
         block_counts=counts_e.new_empty(len(BLOCK_SIZES), dtype=int32),
         owners=counts_e.new_empty((len(BLOCK_SIZES), bound, OWNER_FIELDS), dtype=int32),
     )
-    tile_table_kernel[(experts, len(BLOCK_SIZES))](
+    start_kernel(
+        tile_table_kernel,
+        (experts, len(BLOCK_SIZES)),
         counts_e.contiguous(),
         table.starts_e,
         table.block_counts,

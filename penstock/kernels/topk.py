@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
+from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import Routed, RouterRule
 from penstock.kernels.topk_kernels import MOST_COLUMNS, route_backward_kernel, route_kernel, sum_parts_kernel
 from penstock.kernels.tuning import Launch
@@ -67,14 +68,34 @@ class _Route(torch.autograd.Function):
         part_mass_BCE = torch.empty(sequences, chunks, experts, dtype=torch.float32, device=device)
         part_z_BC = torch.empty(sequences, chunks, dtype=torch.float32, device=device)
         parts = (part_counts_BCE, part_mass_BCE, part_z_BC)
-        route_kernel[(chunks, sequences)](
-            logits_TE, bias_E, weights_TK, experts_TK, *parts, length, tiles, **constants, num_warps=launch.warps
+        start_kernel(
+            route_kernel,
+            (chunks, sequences),
+            logits_TE,
+            bias_E,
+            weights_TK,
+            experts_TK,
+            *parts,
+            length,
+            tiles,
+            **constants,
+            num_warps=launch.warps,
         )
         counts_BE = torch.empty(sequences, experts, dtype=torch.int64, device=device)
         mass_BE = torch.empty(sequences, experts, dtype=torch.float32, device=device)
         z_B = torch.empty(sequences, dtype=torch.float32, device=device)
-        sum_parts_kernel[(triton.cdiv(experts, 8), sequences)](
-            *parts, counts_BE, mass_BE, z_B, chunks, E=experts, BLOCK_E=8, BLOCK_C=512, num_warps=8
+        start_kernel(
+            sum_parts_kernel,
+            (triton.cdiv(experts, 8), sequences),
+            *parts,
+            counts_BE,
+            mass_BE,
+            z_B,
+            chunks,
+            E=experts,
+            BLOCK_E=8,
+            BLOCK_C=512,
+            num_warps=8,
         )
         ctx.save_for_backward(logits_TE, experts_TK)
         ctx.rule, ctx.sequences, ctx.launch = rule, sequences, launch
@@ -98,8 +119,16 @@ class _Route(torch.autograd.Function):
         constants = backward_constants(experts, ctx.rule, ctx.launch)
         incoming = (None if gradient is None else gradient.contiguous() for gradient in (dweights_TK, dmass_BE, dz_B))
         dlogits_TE = torch.empty_like(logits_TE)
-        route_backward_kernel[(triton.cdiv(length, constants["BLOCK_T"]), ctx.sequences)](
-            logits_TE, experts_TK, *incoming, dlogits_TE, length, **constants, num_warps=ctx.launch.warps
+        start_kernel(
+            route_backward_kernel,
+            (triton.cdiv(length, constants["BLOCK_T"]), ctx.sequences),
+            logits_TE,
+            experts_TK,
+            *incoming,
+            dlogits_TE,
+            length,
+            **constants,
+            num_warps=ctx.launch.warps,
         )
         return dlogits_TE, None, None, None, None
 

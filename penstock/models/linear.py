@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from penstock.kernels.float32_products import add_product
+from penstock.kernels.launching import on_gpu
 from penstock.layout.pieces import Cut, local_shape
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import reduce_scatter
@@ -86,7 +87,7 @@ class Embedding(nn.Embedding):
         """
         if self.axis.size == 1:
             # On a CPU, or where most rows are another rank's and count for row 0, autograd's way is the faster one.
-            if self.total is not None and self.total.is_cuda and torch.is_grad_enabled():
+            if self.total is not None and on_gpu(self.total) and torch.is_grad_enabled():
                 return look_up_into(self.total, tokens_BS, self.weight)
             return F.embedding(tokens_BS, self.weight)
         first = self.axis.rank * self.num_embeddings

@@ -220,7 +220,7 @@ class ChunkStream:
         """Copy a chunk into its buffer once the chunk before it in there has left."""
         buffer, start, tensors = self._buffers[index % 2], 0, []
         for tensor in chunk:
-            assert tensor.device.type == "cpu" and tensor.is_contiguous(), "chunks are contiguous, on the host"
+            assert tensor.device.type != "cuda" and tensor.is_contiguous(), "chunks are contiguous, on the host"
             piece = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             tensors.append(piece)
             start += _aligned(tensor.nbytes)

@@ -1,0 +1,65 @@
+"""Every launch of a Triton kernel goes through here, so that a step can be rehearsed without memory.
+
+A tensor of the meta device has a shape, a dtype and a storage of so many bytes, and no memory. A kernel that is given
+one is not launched: what its wrapper allocates is allocated all the same, so a count of storages is what a GPU
+would hold. Therefore such a tensor is taken for one of a GPU wherever code chooses between a GPU's way and a CPU's.
+
+Nothing stands behind a meta tensor that the host could read. Row counts are then taken to be even.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Kernel(Protocol):
+    """What `triton.jit` makes of a function."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        """What launches it with so many programs."""
+        ...
+
+
+def start_kernel(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Put a kernel on the current stream, unless its tensors have no memory.
+
+    Args:
+        kernel: to launch.
+        grid: programs in each dim.
+        arguments: of the kernel; the first is a tensor, or a descriptor of one.
+        constants: what it is compiled with, and its warps and stages.
+    """
+    first = arguments[0]
+    if isinstance(first, Tensor) and first.is_meta:
+        return
+    kernel[grid](*arguments, **constants)
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether a tensor is a GPU's, or stands for one."""
+    return tensor.is_cuda or tensor.is_meta
+
+
+def counts_on_host(counts_e: Tensor, rows: int) -> list[int]:
+    """Read how many rows each expert has; the host waits.
+
+    Args:
+        counts_e: integers.
+        rows: R, of the buffer that holds the experts' rows: even counts of a tensor without memory add up to it.
+    """
+    if not counts_e.is_meta:
+        counts: list[int] = counts_e.tolist()
+        return counts
+    share, more = divmod(rows, counts_e.numel())
+    return [share + (expert < more) for expert in range(counts_e.numel())]
+
+
+def count_values(values: Tensor, bins: int) -> Tensor:
+    """How often each number from 0 to `bins` - 1 stands in a tensor, int64; the host waits for a GPU.
+
+    Args:
+        values: int64, one dim.
+        bins: more than the largest.
+    """
+    return values.new_empty(bins) if values.is_meta else torch.bincount(values, minlength=bins)

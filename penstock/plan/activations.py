@@ -1,0 +1,379 @@
+"""What forward and backward hold beyond weights and sums, found by running them on the meta device.
+
+The rank's own decoder runs forward and backward once, with each kind of layer once, under a `Ledger`. Marks cut it into
+pieces, and a piece has three numbers:
+
+    kept        from its forward until its backward
+    forward     the most in its forward, over what was held before it
+    backward    the most in its backward, over what was held before its forward
+
+Layers of one kind have the same. So of a stage with all of its layers a pass holds, in piece i, what the pieces before
+i keep and the most of piece i; nothing is estimated. What overlaps or leaves for the host depends on its neighbours:
+there all layers run.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.models.block import Block
+from penstock.models.decoder import IN_PIECES, Decoder
+from penstock.models.frame import Reading
+from penstock.models.holdings import head_total
+from penstock.models.mtp import MultiTokenPrediction
+from penstock.models.rank_model import message_of
+from penstock.moe.layer import MoE
+from penstock.parallel.later import Task
+from penstock.plan.ledger import Ledger, Section
+from penstock.plan.stand_in import META, StandIn
+from penstock.train.global_batch import MicroBatch
+from penstock.train.loss import batch_loss, loss_rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A part of a stage: what stands before its layers, a layer, or what stands behind them. All in bytes.
+
+    Attributes:
+        name: `embed`, a layer's kind, or `head`.
+        kept: from forward to backward, by the name of the module that allocated it.
+        forward: see the top of the file.
+        backward: likewise.
+        at_forward: what the ledger held at the peak of forward, less what was held before.
+        at_backward: the same of backward.
+        left: what waits for weight gradients after a backward pass that puts them off.
+    """
+
+    name: str
+    kept: Mapping[str, int]
+    forward: int
+    backward: int
+    at_forward: Mapping[str, int]
+    at_backward: Mapping[str, int]
+    left: int = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """All that is kept."""
+        return sum(self.kept.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The most that a pass holds, over what was held before its micro-batch began.
+
+    Attributes:
+        bytes: all.
+        terms: by name of who allocated them; together all.
+    """
+
+    bytes: int
+    terms: Counter[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageActivations:
+    """One stage of a rank.
+
+    Attributes:
+        number: of the stage.
+        pieces: first to last; one for each layer.
+        weight: the most that put-off weight gradients take, over what waits for them.
+    """
+
+    number: int
+    pieces: tuple[Piece, ...]
+    weight: int = 0
+
+    @property
+    def kept(self) -> Counter[str]:
+        """From a micro-batch's forward to its backward."""
+        total: Counter[str] = Counter()
+        for piece in self.pieces:
+            total.update(piece.kept)
+        return total
+
+    @property
+    def kept_bytes(self) -> int:
+        """All of `kept`."""
+        return sum(piece.kept_bytes for piece in self.pieces)
+
+    @property
+    def left(self) -> int:
+        """From the gradient of a micro-batch's input to its weight gradients."""
+        return sum(piece.left for piece in self.pieces)
+
+    @property
+    def forward(self) -> Peak:
+        """Of a forward pass."""
+        return self._peak([piece.forward for piece in self.pieces], [piece.at_forward for piece in self.pieces])
+
+    @property
+    def backward(self) -> Peak:
+        """Of a backward pass."""
+        lefts = [sum(piece.left for piece in self.pieces[place + 1 :]) for place in range(len(self.pieces))]
+        sizes = [piece.backward + left for piece, left in zip(self.pieces, lefts, strict=True)]
+        return self._peak(sizes, [piece.at_backward for piece in self.pieces])
+
+    def _peak(self, sizes: Sequence[int], terms: Sequence[Mapping[str, int]]) -> Peak:
+        bases = list(accumulate((piece.kept_bytes for piece in self.pieces), initial=0))
+        place = max(range(len(sizes)), key=lambda place: bases[place] + sizes[place])
+        found = Counter(terms[place])
+        for piece in self.pieces[:place]:
+            found.update(piece.kept)
+        found["put off"] = bases[place] + sizes[place] - sum(found.values())
+        return Peak(
+            bytes=bases[place] + sizes[place], terms=Counter({name: size for name, size in found.items() if size})
+        )
+
+
+def activations_of(rank: StandIn, batch: MicroBatch | None = None) -> tuple[StageActivations, ...]:
+    """Run every stage of a rank once.
+
+    Args:
+        rank: its stages; on the meta device, or with memory, where they must give the same.
+        batch: what they read; None for a micro-batch without memory.
+    """
+    batch = batch or micro_batch_of(rank)
+    return tuple(_stage(rank, number, decoder, batch) for number, decoder in rank.decoders.items())
+
+
+def kind_of(block: Block) -> Hashable:
+    """Layers of one kind hold the same."""
+    return type(block.ffn).__name__, block.kit.recompute
+
+
+def micro_batch_of(rank: StandIn) -> MicroBatch:
+    """What a rank reads of a micro-batch, without memory."""
+    training, axes = rank.run.training, rank.axes
+    rows, here = training.micro_batch, training.sequence_length // axes.context.size
+    depths = rank.run.model.mtp_layers
+
+    def numbers() -> Tensor:
+        return torch.empty(rows, here, dtype=torch.int64, device=META)
+
+    allowed_BSS = None
+    if rank.run.data.document_mask:
+        queries = training.sequence_length if _sees_row(rank) else here
+        allowed_BSS = torch.empty(rows, queries, training.sequence_length, dtype=torch.bool, device=META)
+    reading = Reading(
+        tokens_BS=numbers(),
+        positions_BS=numbers(),
+        ahead=tuple(numbers() for _ in range(depths)),
+        allowed_BSS=allowed_BSS,
+    )
+    return MicroBatch(reading=reading, labels=tuple(numbers() for _ in range(depths + 1)))
+
+
+def _sees_row(rank: StandIn) -> bool:
+    decoder = next(iter(rank.decoders.values()))
+    block = next(module for module in decoder.modules() if isinstance(module, Block))
+    return block.kit.context_method == "ulysses"
+
+
+def _stage(rank: StandIn, number: int, decoder: Decoder, batch: MicroBatch) -> StageActivations:
+    blocks = {int(layer): block for layer, block in decoder.blocks.items() if isinstance(block, Block)}
+    runs_all = rank.run.dispatch.overlap in IN_PIECES or bool(rank.run.offload.activations)
+    kinds = {layer: (layer if runs_all else kind_of(block)) for layer, block in blocks.items()}
+    first_of: dict[Hashable, int] = {}
+    for layer, kind in kinds.items():
+        first_of.setdefault(kind, layer)
+    short = _shortened(decoder, {layer: blocks[layer] for layer in first_of.values()})
+    one = _Pass(rank, short, batch)
+    pieces = one.pieces()
+    if len(pieces) > 1:
+        before, *layers, behind = pieces
+        by_kind = dict(zip(first_of, layers, strict=True))
+        pieces = [before, *(by_kind[kind] for kind in kinds.values()), behind]
+    return StageActivations(number=number, pieces=tuple(pieces), weight=one.weight)
+
+
+def _shortened(decoder: Decoder, blocks: dict[int, Block]) -> Decoder:
+    """The same stage with some of its layers; modules are shared."""
+    return Decoder(
+        decoder.config,
+        embed=decoder.embed,
+        blocks=blocks,
+        norm=decoder.norm,
+        head=decoder.head,
+        mtp={int(depth): one for depth, one in decoder.mtp.items() if isinstance(one, MultiTokenPrediction)},
+        is_first=decoder.is_first,
+        overlap=decoder.overlap,
+    )
+
+
+class _Pass:
+    """One forward and backward pass of a stage under a ledger."""
+
+    def __init__(self, rank: StandIn, decoder: Decoder, batch: MicroBatch) -> None:
+        self.rank = rank
+        self.batch = batch
+        self.device = batch.reading.tokens_BS.device
+        self.decoder = decoder
+        self.ledger = Ledger()
+        self.weight = 0
+        # Halves of a micro-batch pass a layer in turns, so there a layer has no piece of its own.
+        is_cut = len(decoder.blocks) > 0 and rank.run.dispatch.overlap not in IN_PIECES
+        self.blocks = [block for block in decoder.blocks.values() if isinstance(block, Block)] if is_cut else []
+
+    def pieces(self) -> list[Piece]:
+        """Run, and put the sections together."""
+        run, ledger = self.rank.run, self.ledger
+        counted = torch.ones(1 + run.model.mtp_layers, dtype=torch.float64, device=self.device)
+        with _labelled(self.decoder, ledger), self._marked(), ledger:
+            output = self._forward(self.batch, counted)
+            ledger.mark("forward")
+            work = self._backward(output)
+            del output
+            ledger.mark("backward")
+            while work:
+                work.pop(0)()
+        names = ["embed", *map(kind_name, self.blocks), "head"] if self.blocks else ["stage"]
+        forward, backward = ledger.sections[: len(names)], ledger.sections[len(names) :][::-1]
+        assert len(backward) == len(names), f"{len(ledger.sections)} sections of {names}"
+        self.weight = ledger.mark("weight").passing
+        message = message_of(run, self.rank.axes, META)
+        travelling = 0 if self.rank.later is None else prod(message.shape) * message.dtype.itemsize
+        return _pieces(names, forward, backward, travelling)
+
+    def _forward(self, batch: MicroBatch, counted: Tensor) -> Tensor:
+        rank, decoder, x_BSD = self.rank, self.decoder, None
+        if not decoder.is_first:
+            message = message_of(rank.run, rank.axes, self.device)
+            with self.ledger.named("message"):
+                x_BSD = torch.zeros(message.shape, dtype=message.dtype, device=self.device, requires_grad=True)
+        hidden = decoder(batch.reading, x_BSD)
+        if decoder.norm is None:
+            return hidden.main_BSD
+        with self.ledger.named("loss"):
+            rule = loss_rule(rank.run, rank.axes)
+            return batch_loss(hidden, decoder.head_VD, batch.labels, counted, rule, head_total(decoder)).total
+
+    def _backward(self, output: Tensor) -> list[Task]:
+        """Returns what was put off."""
+        gradient, later = None, self.rank.later
+        if self.decoder.norm is None:
+            with self.ledger.named("message"):
+                gradient = torch.zeros_like(output)
+        work: list[Task] = []
+        with ExitStack() as around:
+            around.enter_context(self.ledger.named("gradients"))
+            if later is not None:
+                work = around.enter_context(later.collecting())
+            torch.autograd.backward(output, gradient)
+        return work
+
+    @contextmanager
+    def _marked(self) -> Iterator[None]:
+        """A mark before each layer and behind the last, on the way back too."""
+        divided = [
+            parameter
+            for name, parameter in self.decoder.named_parameters()
+            if name in self.rank.divided and name.startswith("blocks.")
+        ]
+
+        def ends(gradient: Tensor) -> None:
+            self.ledger.mark("backward")
+            for parameter in divided:  # FSDP2 reduces a layer's gradients and frees them.
+                parameter.grad = None
+
+        def before(block: nn.Module, arguments: tuple[Any, ...]) -> None:
+            self.ledger.mark("forward")
+            arguments[0].register_hook(ends)
+
+        def behind(block: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+            self.ledger.mark("forward")
+            output.register_hook(ends)
+
+        handles = [block.register_forward_pre_hook(before) for block in self.blocks]
+        if self.blocks:
+            handles.append(self.blocks[-1].register_forward_hook(behind))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@contextmanager
+def _labelled(decoder: Decoder, ledger: Ledger) -> Iterator[None]:
+    """What a module allocates is put down to it."""
+
+    def enter(name: str, *_: object) -> None:
+        ledger.enter(name)
+
+    def leave(*_: object) -> None:
+        ledger.leave()
+
+    handles = []
+    for path, module in decoder.named_modules():
+        handles.append(module.register_forward_pre_hook(partial(enter, _label(path, module))))
+        # Also if it is left by an exception, as the end of a region that runs again.
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _label(path: str, module: nn.Module) -> str:
+    """A module's name without the layer's number."""
+    if isinstance(module, Decoder):
+        return "angles"
+    _, is_in_layer, name = path.partition("blocks.")
+    if is_in_layer:
+        name = name.partition(".")[2]
+    else:
+        name = path
+    if isinstance(module, Block):
+        return f"{path.rpartition('.')[0]}.residual" if not is_in_layer else "residual"
+    return f"{name}.dispatch" if isinstance(module, MoE) else name
+
+
+def kind_name(block: Block) -> str:
+    """A layer's kind in a word."""
+    return "moe" if isinstance(block.ffn, MoE) else "dense"
+
+
+def _pieces(
+    names: Sequence[str], forward: Sequence[Section], backward: Sequence[Section], travelling: int
+) -> list[Piece]:
+    """From sections to pieces; those of backward in the order of forward.
+
+    Args:
+        names: of the pieces.
+        forward: their sections.
+        backward: likewise.
+        travelling: bytes of the gradient that a piece hands to the one before it, if weight gradients are put off;
+            else nothing is left behind, and nobody asks.
+    """
+    pieces: list[Piece] = []
+    behind = travelling
+    for name, there, back in reversed(list(zip(names, forward, backward, strict=True))):
+        left = back.end - there.start - behind + (travelling if name == names[0] else 0) if travelling else 0
+        pieces.append(
+            Piece(
+                name=name,
+                kept=_less(there.held, there.before),
+                forward=there.passing,
+                backward=back.peak - there.start - (behind - travelling),
+                at_forward=_less(there.at_peak, there.before),
+                at_backward=_less(back.at_peak, there.before),
+                left=left,
+            )
+        )
+        behind += left
+    return pieces[::-1]
+
+
+def _less(one: Counter[str], other: Counter[str]) -> dict[str, int]:
+    return {name: one[name] - other[name] for name in one.keys() | other.keys() if one[name] != other[name]}

@@ -1,0 +1,240 @@
+"""One rank of a run on the meta device, ready for passes: built as a real one is, for a device that is not here.
+
+What differs from `penstock.models.rank_model.build_rank`: kernels are those that the target would choose; the memory
+that GPUs of a node share has a size and no addresses; dispatchers that read row counts are told how many there are; and
+nothing is sharded, because FSDP2 gives a module whole weights whenever it computes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from penstock.config.fit import context_method
+from penstock.config.run import Run
+from penstock.kernels.choose import operators
+from penstock.kernels.device_facts import DeviceFacts
+from penstock.kernels.symmetric_transfer import MOST_RANKS
+from penstock.layout.actions import Schedule
+from penstock.layout.experts import ExpertPlacement
+from penstock.layout.stages import Stage
+from penstock.models.build import meta_stages, set_dtypes, transfers_of, whole_model
+from penstock.models.decoder import Decoder
+from penstock.models.holdings import add_in_kernels, holdings
+from penstock.models.kernels import kernel_choices
+from penstock.models.linear import Embedding, Linear
+from penstock.models.rank_model import schedule_of, stages_of
+from penstock.moe.dispatch.all_gather import AllGatherDispatcher
+from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
+from penstock.moe.dispatch.contract import Dispatcher
+from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
+from penstock.moe.dispatch.host_counts import HostCounts, part_that_crosses
+from penstock.moe.dispatch.symmetric import SymmetricDispatcher
+from penstock.moe.experts import Experts
+from penstock.moe.layer import MoE
+from penstock.parallel.activations import offload
+from penstock.parallel.axes import Axes
+from penstock.parallel.kit import Kit
+from penstock.parallel.later import Later
+from penstock.parallel.reach import crosses_nodes
+from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
+from penstock.train.optimizer import MasterAdamW, StateBytes
+
+META = torch.device("meta")
+HOME = torch.device("cpu")
+"""Where what has no tensors, such as streams, is made for a rank without memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where a rank will run, as far as its memory depends on it.
+
+    Attributes:
+        device: the chip.
+        ranks_per_node: that the fast links join; 0 for all.
+        imbalance: rows of the fullest rank's experts over the even share, for dispatchers that send what there is.
+    """
+
+    device: DeviceFacts
+    ranks_per_node: int = 8
+    imbalance: float = 1.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIn:
+    """A rank without memory.
+
+    Attributes:
+        run: what it trains.
+        target: where.
+        axes: its groups.
+        decoders: its stages by number, with whole weights.
+        state: what it holds from its first step to its last.
+        moment_bytes: of both moments, as part of that; 0 where they are on the host.
+        divided: names of parameters that FSDP2 gathers.
+        optimizer: of the weights that are not gathered; None if all are.
+        schedule: of the pipeline, or None.
+        later: collects weight gradients, if the schedule splits backward passes.
+        shared_bytes: of the memory that GPUs of the node write into.
+    """
+
+    run: Run
+    target: Target
+    axes: Axes
+    decoders: Mapping[int, Decoder]
+    state: StateBytes
+    moment_bytes: int
+    divided: frozenset[str]
+    optimizer: MasterAdamW | None
+    schedule: Schedule | None
+    later: Later | None
+    shared_bytes: int
+
+
+def stand_in(run: Run, axes: Axes, target: Target) -> StandIn:
+    """Build one rank.
+
+    Args:
+        run: its configuration; fits the grid of the axes.
+        axes: of the rank, of a process group that moves nothing.
+        target: where it will run.
+
+    Raises:
+        KernelError: the run asks for kernels that the target cannot run.
+    """
+    plan = schedule_of(run, axes)
+    stages = stages_of(run)
+    own = {0: whole_model(run.model)}
+    if plan is not None:
+        own = {number: stages[number] for number in plan.stages_of(axes.pipeline.rank)}
+    later = Later() if plan is not None and plan.splits_backward else None
+    buffers = _shared_buffers(run, axes)
+    kit = Kit(
+        operators=operators(kernel_choices(run, target.device)),
+        axes=axes,
+        later=later,
+        context_method=context_method(run),
+        dispatch=run.dispatch,
+        buffers=buffers,
+        transfers=transfers_of(run, HOME),
+        offload=offload.rule_for(run.offload, META),
+    )
+    decoders = meta_stages(run, kit, own)
+    set_dtypes(_unsharded(run), decoders.values(), axes, HOME)
+    divided, state_keeper = _divided_state(run, axes, kit, own)
+    held = [one for one in holdings(decoders.values(), axes) if one.name not in divided]
+    optimizer = None
+    if held:
+        # Of what FSDP2 leaves alone nothing is divided.
+        parallel = _unsharded(run).parallel if divided else run.parallel
+        optimizer = MasterAdamW(held, run.optimizer, parallel=parallel, world=axes.world, offload=run.offload)
+    _add_in_kernels(decoders, divided, optimizer)
+    for decoder in decoders.values():
+        _say_counts(decoder, target.imbalance)
+    state_keeper = state_keeper or optimizer
+    assert state_keeper is not None, "a rank has parameters"
+    return StandIn(
+        run=run,
+        target=target,
+        axes=axes,
+        decoders=decoders,
+        state=state_keeper.memory(),
+        moment_bytes=_moment_bytes(run, state_keeper),
+        divided=divided,
+        optimizer=optimizer,
+        schedule=plan,
+        later=later,
+        shared_bytes=0 if buffers is None else buffers.sizes.total_bytes,
+    )
+
+
+def _unsharded(run: Run) -> Run:
+    """The run without FSDP2."""
+    if run.parallel.shard != "full":
+        return run
+    return run.model_copy(update={"parallel": run.parallel.model_copy(update={"shard": "none"})})
+
+
+def _divided_state(
+    run: Run, axes: Axes, kit: Kit, own: Mapping[int, Stage]
+) -> tuple[frozenset[str], MasterAdamW | None]:
+    """Names of the parameters that FSDP2 divides, and an optimizer of all; nothing and None if it divides nothing."""
+    if run.parallel.shard != "full":
+        return frozenset(), None
+    decoders = meta_stages(run, kit, own)
+    set_dtypes(run, decoders.values(), axes, HOME)
+    held = holdings(decoders.values(), axes)
+    divided = frozenset(one.name for one in held if isinstance(one.parameter, DTensor))
+    return divided, MasterAdamW(held, run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload)
+
+
+def _moment_bytes(run: Run, optimizer: MasterAdamW) -> int:
+    if run.offload.optimizer:
+        return 0
+    return sum(part.tensor.nbytes for name, part in optimizer.parts().items() if name.startswith("moment"))
+
+
+def _shared_buffers(run: Run, axes: Axes) -> SymmetricBuffers | None:
+    """Memory of a node's GPUs that write into each other's; None if tokens travel in another way, or not at all.
+
+    As `penstock.parallel.reach.shared_buffers`, for GPUs that all reach each other.
+    """
+    moe, wanted = run.model.moe, run.dispatch.method
+    if moe is None or moe.balance.pad_to_capacity or wanted not in ("auto", "symmetric", "hierarchical"):
+        return None
+    sizes = buffer_sizes(run, axes)
+    if sizes is None:
+        return None
+    memory = torch.empty(sizes.total_bytes, dtype=torch.uint8, device=META)
+    return SymmetricBuffers(sizes, memory, [0] * sizes.ranks, axes.expert_node.rank)
+
+
+def buffer_sizes(run: Run, axes: Axes) -> BufferSizes | None:
+    """What such memory must hold; None where ranks that share experts cannot all write into each other's."""
+    grid = axes.grid
+    node, across = axes.expert_node.size, axes.expert_across.size
+    assert run.model.moe is not None, "no experts, no tokens on their way"
+    placement = ExpertPlacement(experts=run.model.moe.experts, expert=grid.expert, expert_tensor=grid.expert_tensor)
+    if node == 1 or node > MOST_RANKS or not (across == 1 or crosses_nodes(run.dispatch.method, placement, axes)):
+        return None
+    width = run.model.hidden_size * (2 if run.training.precision == "bf16" else 4)
+    return BufferSizes(
+        tokens=run.training.micro_batch * run.training.sequence_length // axes.sequence.size * across,
+        top_k=run.model.moe.top_k * grid.expert_tensor,
+        row_bytes=width,
+        ranks=node,
+    )
+
+
+def _add_in_kernels(decoders: Mapping[int, Decoder], divided: frozenset[str], optimizer: MasterAdamW | None) -> None:
+    """`add_in_kernels` for what is not divided."""
+    nobody = torch.empty(0, device=META)
+    if optimizer is not None:
+        gradient_of = optimizer.gradient_of
+        add_in_kernels(decoders.values(), lambda name: nobody if name in divided else gradient_of(name))
+    for decoder in decoders.values():
+        for path, module in decoder.named_modules():
+            if isinstance(module, Experts) and f"{path}.gate_up_eFD" in divided:
+                module.sums = None
+            elif isinstance(module, (Linear, Embedding)) and f"{path}.weight" in divided:
+                module.total = None
+
+
+def _say_counts(decoder: Decoder, imbalance: float) -> None:
+    for module in decoder.modules():
+        if isinstance(module, MoE):
+            module.dispatcher = with_counts(module.dispatcher, HostCounts(imbalance), module.router.top_k)
+
+
+def with_counts(dispatcher: Dispatcher, counts: HostCounts, top_k: int) -> Dispatcher:
+    """The dispatcher, told how many rows there are where it would read it."""
+    if isinstance(dispatcher, HierarchicalDispatcher):
+        # A token that came for some of its choices brings those of other nodes along.
+        nodes = dispatcher.nodes.across.size
+        part = counts.part / nodes / part_that_crosses(nodes, top_k)
+        inner = with_counts(dispatcher.inner, replace(counts, part=part), top_k)
+        return replace(dispatcher, counts=counts, inner=inner)
+    if isinstance(dispatcher, (AllToAllDispatcher, AllGatherDispatcher, SymmetricDispatcher)):
+        return replace(dispatcher, counts=counts)
+    return dispatcher

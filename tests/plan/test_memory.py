@@ -1,0 +1,94 @@
+"""Memory of a rank: its parts add up, and each setting moves the part that it should."""
+
+import time
+
+import pytest
+
+from penstock.config.load import load_run
+from penstock.kernels.device_facts import named_device
+from penstock.plan.memory import Memory, Overheads, memory_of, ranks_that_differ, worst_rank
+from penstock.plan.stand_in import Target
+
+TARGET = Target(device=named_device("H200", "bf16"), imbalance=1.0)
+FOUR_LAYERS = ("deepseek-v2-lite-4l", ["training.global_batch=8", "training.micro_batch=2"])
+
+
+def planned(*overrides: str, world: int = 1, rank: int = 0, target: Target = TARGET) -> Memory:
+    preset, base = FOUR_LAYERS
+    return memory_of(load_run(preset, [*base, *overrides]), world=world, rank=rank, target=target)
+
+
+def test_the_parts_are_the_whole() -> None:
+    memory = planned()
+    assert sum(memory.terms.values()) == memory.activations + memory.logits
+    state = memory.parameters + memory.gradients + memory.master + memory.moments
+    assert memory.total == memory.allocated == state + memory.activations + memory.logits + memory.buffers
+    # bfloat16 weights; everything else of a value is float32, but the routers' own masters.
+    assert memory.moments == pytest.approx(4 * memory.parameters, rel=1e-3)
+    assert memory.gradients == pytest.approx(memory.master, rel=1e-3)
+
+
+def test_overheads_of_the_hardware_come_on_top() -> None:
+    run = load_run(FOUR_LAYERS[0], FOUR_LAYERS[1])
+    overheads = Overheads(libraries=100, context=1000, unused=0.5)
+    memory = memory_of(run, world=1, rank=0, target=TARGET, overheads=overheads)
+    assert memory.allocated == planned().allocated + 100
+    assert memory.total == memory.allocated + 1000 + round(0.5 * memory.allocated)
+
+
+def test_what_is_recomputed_is_not_held() -> None:
+    assert planned('recompute.modules=["layer"]').activations < 0.6 * planned().activations
+
+
+def test_what_is_on_the_host_is_not_on_the_device() -> None:
+    plain, offloaded = planned(), planned('offload.activations=["layer"]')
+    assert offloaded.activations + offloaded.logits < 0.8 * (plain.activations + plain.logits)
+    streamed = planned("offload.optimizer=true")
+    assert streamed.host == plain.moments + plain.master and streamed.moments < 1 << 30
+
+
+def test_an_imbalance_counts_where_rows_are_as_many_as_they_are() -> None:
+    skewed = Target(device=TARGET.device, imbalance=2.0)
+    sent = ["parallel.expert=2", "dispatch.method=all-to-all"]
+    assert planned(*sent, world=2, target=skewed).activations > planned(*sent, world=2).activations
+    bounded = ["parallel.expert=2", "dispatch.method=all-gather", "dispatch.sync_free=2"]
+    assert planned(*bounded, world=2, target=skewed) == planned(*bounded, world=2)
+
+
+def test_memory_that_gpus_share_is_planned_where_a_node_has_several() -> None:
+    pushed = ["parallel.expert=2", "dispatch.method=symmetric"]
+    assert planned(*pushed, world=2).buffers > planned(world=1).buffers + (64 << 20)
+    apart = Target(device=TARGET.device, ranks_per_node=1)
+    assert planned("parallel.expert=2", world=2, target=apart).buffers < 64 << 20
+
+
+def test_a_pool_of_a_captured_pass_is_not_for_the_update() -> None:
+    assert planned("graphs.capture=passes", "parallel.shard=optimizer", world=2).graph_pool > 0
+
+
+PIPELINE = ["parallel.pipeline=2", "pipeline.layout=Ett|ttL"]
+
+
+def test_the_first_rank_of_a_pipeline_holds_a_micro_batch_while_it_works_on_another() -> None:
+    first, last = (planned(*PIPELINE, "pipeline.schedule=1f1b", world=2, rank=rank) for rank in range(2))
+    assert first.terms["held"] > 0 and last.terms["held"] == 0
+    assert worst_rank((first, last)) == max((first, last), key=lambda memory: memory.total)
+
+
+def test_weight_gradients_that_are_put_off_hold_what_they_need() -> None:
+    plain, split = (planned(*PIPELINE, f"pipeline.schedule={name}", world=2, rank=1) for name in ("1f1b", "zb-1f1b"))
+    assert plain.activations + plain.logits < split.activations + split.logits < 3 * (plain.activations + plain.logits)
+
+
+def test_ranks_of_one_stage_are_planned_once() -> None:
+    run = load_run(FOUR_LAYERS[0], [*FOUR_LAYERS[1], "parallel.pipeline=2", "parallel.expert=2"])
+    assert ranks_that_differ(run, 8) == (0, 4)
+
+
+def test_a_model_of_61_layers_takes_a_moment() -> None:
+    overrides = ["parallel.pipeline=8", "parallel.expert=8", "pipeline.schedule=interleaved"]
+    overrides += ["pipeline.stages_per_rank=2", "training.global_batch=1024"]
+    run = load_run("deepseek-v3", overrides)
+    begin = time.perf_counter()
+    memory_of(run, world=64, rank=0, target=TARGET)
+    assert time.perf_counter() - begin < 10
