@@ -122,7 +122,8 @@ penstock calibrate --output mine.toml                  # one device; a laptop ta
 penstock calibrate --output mine.toml --processes 8    # and the links between eight
 ```
 
-A file of one's own goes wherever a chip's name goes: `512xMI325X`, `16xmine.toml`. Capacity is in bytes as drivers
+A file of one's own goes wherever a chip's name goes: `512xMI325X`, `16xmine.toml`. So far the library reads them
+(`penstock/plan/`); a verb that plans is not there yet. Capacity is in bytes as drivers
 report it. A node is what fast links join: 8 GPUs, or the 72 of an NVL72 rack. In a *mesh* a GPU has an equal share of
 its links to each other one, so fewer ranks have less. Bandwidths are of one direction.
 
