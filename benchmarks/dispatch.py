@@ -200,7 +200,7 @@ def symmetric(
     placement = machine.placement(shape)
     links = links_of(placement, buffers)
     room = Room(placement, bound).to(machine.device) if bound else None
-    return SymmetricDispatcher(placement, links if change is None else change.of(links), TRITON, room)
+    return SymmetricDispatcher(placement, links if change is None else change.of(links), room)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,15 +5,15 @@ files but not their history, `--commit` says which commit they are.
 """
 
 import argparse
-import json
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from penstock.tune import evidence
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,28 +32,19 @@ def write(options: argparse.Namespace, numbers: Mapping[str, Any], **environment
     """
     if options.output is None:
         return
-    result = {
-        "command": " ".join(["python", "-m", _module(), *sys.argv[1:]]),
-        "commit": options.commit or commit(),
-        "environment": describe() | environment,
-        "numbers": numbers,
-    }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    evidence.write(
+        options.output,
+        command=" ".join(["python", "-m", _module(), *sys.argv[1:]]),
+        commit=options.commit,
+        environment=describe() | environment,
+        numbers=numbers,
+    )
 
 
 def _module() -> str:
     """Name of the benchmark that runs, `benchmarks.one_gpu`."""
     spec = sys.modules["__main__"].__spec__
     return Path(sys.argv[0]).stem if spec is None else spec.name
-
-
-def commit() -> str:
-    """The commit of the working tree, with -dirty if files were changed."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"], capture_output=True, text=True
-    )
-    return described.stdout.strip() or "unknown"
 
 
 def describe() -> dict[str, Any]:

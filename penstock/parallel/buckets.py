@@ -52,7 +52,7 @@ class Cargo:
 
 
 @dataclass(frozen=True)
-class _Stripe:
+class Stripe:
     """Columns `first` to `end` of a tensor that is dealt out in rows of `width`; they stand at `offset` in a bucket."""
 
     cargo: Cargo
@@ -92,7 +92,7 @@ def reduce_rows(
         values: of a bucket; None for the usual size.
     """
     if shard.group is not None or replicate.group is not None:
-        buckets = _buckets(cargo, shard.size, values)
+        buckets = stripes_in_buckets(cargo, shard.size, values)
         _overlap(_reduce(bucket, shard, replicate, dtype) for bucket in buckets)
 
 
@@ -105,11 +105,11 @@ def gather_rows(cargo: Sequence[Cargo], shard: Axis, values: int | None = None) 
         shard: ranks that own the rows.
         values: of a bucket; None for the usual size.
     """
-    _overlap(_gather(bucket, shard) for bucket in _buckets(cargo, shard.size, values))
+    _overlap(_gather(bucket, shard) for bucket in stripes_in_buckets(cargo, shard.size, values))
 
 
-def _reduce(bucket: list[_Stripe], shard: Axis, replicate: Axis, dtype: torch.dtype) -> Iterator[None]:
-    bucket_RC = _empty(bucket, shard.size, dtype)
+def _reduce(bucket: list[Stripe], shard: Axis, replicate: Axis, dtype: torch.dtype) -> Iterator[None]:
+    bucket_RC = empty_rows(bucket, shard.size, dtype)
     for stripe in bucket:
         for there, here in stripe.all_rows(bucket_RC):
             there.copy_(here)
@@ -128,8 +128,8 @@ def _reduce(bucket: list[_Stripe], shard: Axis, replicate: Axis, dtype: torch.dt
             here.copy_(there)
 
 
-def _gather(bucket: list[_Stripe], shard: Axis) -> Iterator[None]:
-    bucket_RC = _empty(bucket, shard.size, bucket[0].cargo.whole.dtype)
+def _gather(bucket: list[Stripe], shard: Axis) -> Iterator[None]:
+    bucket_RC = empty_rows(bucket, shard.size, bucket[0].cargo.whole.dtype)
     row_C = bucket_RC[shard.rank]
     for stripe in bucket:
         for there, here in stripe.own_row(row_C):
@@ -142,17 +142,17 @@ def _gather(bucket: list[_Stripe], shard: Axis) -> Iterator[None]:
             here.copy_(there)
 
 
-def _buckets(cargo: Sequence[Cargo], ranks: int, values: int | None) -> Iterator[list[_Stripe]]:
+def stripes_in_buckets(cargo: Sequence[Cargo], ranks: int, values: int | None) -> Iterator[list[Stripe]]:
     """Cut all columns into buckets of equal size; the last one is smaller."""
     columns = max(BUCKET_VALUES // ranks, ROW_VALUES) if values is None else max(values // ranks, 1)
-    bucket: list[_Stripe] = []
+    bucket: list[Stripe] = []
     filled = 0
     for one in cargo:
         width = _width(one.whole, ranks)
         first = 0
         while first < width:
             end = min(width, first + columns - filled)
-            bucket.append(_Stripe(one, width, first, end, filled))
+            bucket.append(Stripe(one, width, first, end, filled))
             filled += end - first
             first = end
             if filled == columns:
@@ -168,7 +168,8 @@ def _width(tensor: Tensor, ranks: int) -> int:
     return -(-rows // ranks) * (tensor.numel() // rows) if rows else 0
 
 
-def _empty(bucket: list[_Stripe], ranks: int, dtype: torch.dtype) -> Tensor:
+def empty_rows(bucket: list[Stripe], ranks: int, dtype: torch.dtype) -> Tensor:
+    """Memory for a bucket: a row for each rank, as long as its stripes together."""
     last = bucket[-1]
     columns = last.offset + last.end - last.first
     return torch.empty(ranks, columns, dtype=dtype, device=last.cargo.whole.device)

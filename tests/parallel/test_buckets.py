@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.layout.pieces import rows_of_shard
 from penstock.parallel.axes import Axis
-from penstock.parallel.buckets import Cargo, _buckets, _empty, gather_rows, reduce_rows
+from penstock.parallel.buckets import Cargo, empty_rows, gather_rows, reduce_rows, stripes_in_buckets
 from tests.distributed.pool import Pool
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -26,11 +26,15 @@ def test_every_value_goes_to_the_rank_that_owns_its_row_and_back(
     owned = [[torch.full_like(_rows(tensor, rank, ranks), torch.nan) for tensor in tensors] for rank in range(ranks)]
     filled = [torch.full_like(tensor, torch.nan) for tensor in tensors]
     by_rank = [
-        list(_buckets([Cargo(whole, own) for whole, own in zip(filled, owned[rank], strict=True)], ranks, values))
+        list(
+            stripes_in_buckets(
+                [Cargo(whole, own) for whole, own in zip(filled, owned[rank], strict=True)], ranks, values
+            )
+        )
         for rank in range(ranks)
     ]
-    for number, bucket in enumerate(_buckets([Cargo(tensor, tensor) for tensor in tensors], ranks, values)):
-        bucket_RC = _empty(bucket, ranks, torch.float32)
+    for number, bucket in enumerate(stripes_in_buckets([Cargo(tensor, tensor) for tensor in tensors], ranks, values)):
+        bucket_RC = empty_rows(bucket, ranks, torch.float32)
         assert bucket_RC.numel() <= max(values, ranks)
         for stripe in bucket:
             for there, here in stripe.all_rows(bucket_RC):

@@ -61,7 +61,7 @@ def _inside(placement: ExpertPlacement, axis: Axis, kit: Kit, room: Room | None)
         # By name, because it needs Triton, which may be absent.
         symmetric = import_module("penstock.moe.dispatch.symmetric")
         links = symmetric.links_of(placement, kit.buffers, kit.dispatch.sms)
-        mapped: Dispatcher = symmetric.SymmetricDispatcher(placement, links, kit.operators, room)
+        mapped: Dispatcher = symmetric.SymmetricDispatcher(placement, links, room)
         return mapped
     if method == "all-gather" or (method != "all-to-all" and counts_stay):
         return AllGatherDispatcher(placement, axis, kit.operators, room)

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.kernels.arrivals import Arrivals, order_arrivals
-from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.symmetric import (
     PUSH_LAUNCH,
@@ -106,14 +105,12 @@ class SymmetricDispatcher:
     Attributes:
         placement: who holds which experts.
         links: the buffers, and how the kernels that use them are launched.
-        operators: unused: what is done here has one set of kernels, `penstock.kernels.symmetric` and `arrivals`.
         room: says how many rows the experts have room for; None asks the device, and the host waits.
         counts: asks it.
     """
 
     placement: ExpertPlacement
     links: Links
-    operators: Operators | None = None
     room: Room | None = None
     counts: HostCounts = READ
 

@@ -157,10 +157,10 @@ def kubernetes_manifest(job: Job, image: str, claim: str, namespace: str | None 
             "pytorchReplicaSpecs": {"Worker": worker},
         },
     }
-    return "\n".join(_yaml(manifest)) + "\n"
+    return "\n".join(yaml_lines(manifest)) + "\n"
 
 
-def _yaml(value: dict[str, Any] | Sequence[Any]) -> list[str]:
+def yaml_lines(value: dict[str, Any] | Sequence[Any]) -> list[str]:
     """Lines of YAML: maps and lists in blocks, everything else as JSON, which is YAML too."""
     lines: list[str] = []
     entries = (
@@ -170,7 +170,7 @@ def _yaml(value: dict[str, Any] | Sequence[Any]) -> list[str]:
         if not isinstance(inner, dict | list):
             lines.append(f"{head} {json.dumps(inner)}")
             continue
-        block = _yaml(inner)
+        block = yaml_lines(inner)
         if head == "-":
             lines += [f"- {block[0]}", *(f"  {line}" for line in block[1:])]
         else:

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.parallel.launch.jobs import Job, _yaml, kubernetes_manifest, slurm_script
+from penstock.parallel.launch.jobs import Job, kubernetes_manifest, slurm_script, yaml_lines
 from penstock.parallel.launch.variables import Facts, settings
 
 JOB = Job(
@@ -129,7 +129,7 @@ FILLED = st.recursive(
 
 @given(st.dictionaries(st.from_regex(r"[a-z][a-zA-Z./]{2,8}x", fullmatch=True), FILLED, min_size=1, max_size=3))
 def test_a_parser_reads_what_was_written(value: dict[str, Any]) -> None:
-    assert yaml.safe_load("\n".join(_yaml(value))) == value
+    assert yaml.safe_load("\n".join(yaml_lines(value))) == value
 
 
 @pytest.mark.parametrize("name", ["--x", "UPPER_case.name", "a b"])
