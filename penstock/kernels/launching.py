@@ -5,6 +5,9 @@ one is not launched: what its wrapper allocates is allocated all the same, so a 
 would hold. Therefore such a tensor is taken for one of a GPU wherever code chooses between a GPU's way and a CPU's.
 
 Nothing stands behind a meta tensor that the host could read. Row counts are then taken to be even.
+
+What is not launched, and where the host would have waited, is told to torch's dispatcher as an operator that does
+nothing: `penstock::launched` and `penstock::waited`. So a mode of the dispatcher sees all of a rehearsed step.
 """
 
 from typing import Any, Protocol
@@ -12,9 +15,26 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+_LIBRARY = torch.library.Library("penstock", "DEF")
+_LIBRARY.define("launched(str kernel, Tensor[] tensors, str[] switches) -> ()")
+_LIBRARY.define("waited(Tensor counts) -> ()")
+
+
+def _nothing(*arguments: Any) -> None:
+    """What a rehearsed launch and a rehearsed wait do."""
+
+
+_LIBRARY.impl("launched", _nothing, "Meta")
+_LIBRARY.impl("waited", _nothing, "Meta")
+
 
 class Kernel(Protocol):
     """What `triton.jit` makes of a function."""
+
+    @property
+    def __name__(self) -> str:
+        """Of the function."""
+        ...
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         """What launches it with so many programs."""
@@ -32,8 +52,16 @@ def start_kernel(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **const
     """
     first = arguments[0]
     if isinstance(first, Tensor) and first.is_meta:
+        switches = [name for name, value in constants.items() if value is True]
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        torch.ops.penstock.launched(kernel.__name__, tensors, switches)
         return
     kernel[grid](*arguments, **constants)
+
+
+def rehearsed_wait(counts: Tensor) -> None:
+    """Say that the host would have waited here for a tensor that has no memory."""
+    torch.ops.penstock.waited(counts)
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -51,6 +79,7 @@ def counts_on_host(counts_e: Tensor, rows: int) -> list[int]:
     if not counts_e.is_meta:
         counts: list[int] = counts_e.tolist()
         return counts
+    rehearsed_wait(counts_e)
     share, more = divmod(rows, counts_e.numel())
     return [share + (expert < more) for expert in range(counts_e.numel())]
 
@@ -62,4 +91,7 @@ def count_values(values: Tensor, bins: int) -> Tensor:
         values: int64, one dim.
         bins: more than the largest.
     """
-    return values.new_empty(bins) if values.is_meta else torch.bincount(values, minlength=bins)
+    if not values.is_meta:
+        return torch.bincount(values, minlength=bins)
+    rehearsed_wait(values)
+    return values.new_empty(bins)

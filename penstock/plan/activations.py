@@ -1,7 +1,7 @@
-"""What forward and backward hold beyond weights and sums, found by running them on the meta device.
+"""What forward and backward hold beyond weights and sums, and what they do, found by running them on the meta device.
 
-The rank's own decoder runs forward and backward once, with each kind of layer once, under a `Ledger`. Marks cut it into
-pieces, and a piece has three numbers:
+The rank's own decoder runs forward and backward once, with each kind of layer once, under a `Ledger` and a `Tape`. Marks
+cut it into pieces. A piece has its operators, and three numbers:
 
     kept        from its forward until its backward
     forward     the most in its forward, over what was held before it
@@ -15,9 +15,9 @@ there all layers run.
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -34,6 +34,7 @@ from penstock.moe.layer import MoE
 from penstock.parallel.later import Task
 from penstock.plan.ledger import Ledger, Section
 from penstock.plan.stand_in import META, StandIn
+from penstock.plan.tape import Tape, Work
 from penstock.train.global_batch import MicroBatch
 from penstock.train.loss import batch_loss, loss_rule
 
@@ -50,6 +51,9 @@ class Piece:
         at_forward: what the ledger held at the peak of forward, less what was held before.
         at_backward: the same of backward.
         left: what waits for weight gradients after a backward pass that puts them off.
+        forward_work: operators of its forward.
+        backward_work: of its backward, but for weight gradients that are put off.
+        weight_work: those of the weight gradients that are.
     """
 
     name: str
@@ -59,6 +63,9 @@ class Piece:
     at_forward: Mapping[str, int]
     at_backward: Mapping[str, int]
     left: int = 0
+    forward_work: Work = ()
+    backward_work: Work = ()
+    weight_work: Work = ()
 
     @property
     def kept_bytes(self) -> int:
@@ -219,30 +226,59 @@ class _Pass:
         self.device = batch.reading.tokens_BS.device
         self.decoder = decoder
         self.ledger = Ledger()
+        self.tape = Tape(rank.target.ranks_per_node)
         self.weight = 0
+        self.works: list[Work] = []
+        self.work: list[Task] = []
+        self.tasks: list[int] = []
         # Halves of a micro-batch pass a layer in turns, so there a layer has no piece of its own.
         is_cut = len(decoder.blocks) > 0 and rank.run.dispatch.overlap not in IN_PIECES
         self.blocks = [block for block in decoder.blocks.values() if isinstance(block, Block)] if is_cut else []
 
     def pieces(self) -> list[Piece]:
         """Run, and put the sections together."""
-        run, ledger = self.rank.run, self.ledger
+        run = self.rank.run
         counted = torch.ones(1 + run.model.mtp_layers, dtype=torch.float64, device=self.device)
-        with _labelled(self.decoder, ledger), self._marked(), ledger:
-            output = self._forward(self.batch, counted)
-            ledger.mark("forward")
-            work = self._backward(output)
-            del output
-            ledger.mark("backward")
-            while work:
-                work.pop(0)()
         names = ["embed", *map(kind_name, self.blocks), "head"] if self.blocks else ["stage"]
-        forward, backward = ledger.sections[: len(names)], ledger.sections[len(names) :][::-1]
-        assert len(backward) == len(names), f"{len(ledger.sections)} sections of {names}"
-        self.weight = ledger.mark("weight").passing
+        with _labelled(self.decoder, self.ledger), self._marked(), self.ledger, self.tape:
+            output = self._forward(self.batch, counted)
+            self._mark("forward")
+            self._backward(output)
+            del output
+            self._end_of_backward()
+            weight_works = self._weights()
+        sections = self.ledger.sections
+        forward, backward = sections[: len(names)], sections[len(names) :][::-1]
+        assert len(backward) == len(names), f"{len(sections)} sections of {names}"
+        self.weight = self.ledger.mark("weight").passing
         message = message_of(run, self.rank.axes, META)
         travelling = 0 if self.rank.later is None else prod(message.shape) * message.dtype.itemsize
-        return _pieces(names, forward, backward, travelling)
+        works = zip(self.works[: len(names)], self.works[len(names) :][::-1], weight_works[::-1], strict=True)
+        return [
+            replace(piece, forward_work=there, backward_work=back, weight_work=weights)
+            for piece, (there, back, weights) in zip(
+                _pieces(names, forward, backward, travelling), works, strict=True
+            )
+        ]
+
+    def _mark(self, name: str) -> None:
+        """End a section."""
+        self.ledger.mark(name)
+        self.works.append(self.tape.cut())
+
+    def _end_of_backward(self) -> None:
+        """End a section of backward."""
+        self._mark("backward")
+        self.tasks.append(len(self.work))
+
+    def _weights(self) -> list[Work]:
+        """Do what was put off; its operators, by section of backward."""
+        works: list[Work] = []
+        for first, last in pairwise((0, *self.tasks)):
+            for _ in range(first, last):
+                self.work.pop(0)()
+            works.append(self.tape.cut())
+        return works
 
     def _forward(self, batch: MicroBatch, counted: Tensor) -> Tensor:
         rank, decoder, x_BSD = self.rank, self.decoder, None
@@ -257,19 +293,16 @@ class _Pass:
             rule = loss_rule(rank.run, rank.axes)
             return batch_loss(hidden, decoder.head_VD, batch.labels, counted, rule, head_total(decoder)).total
 
-    def _backward(self, output: Tensor) -> list[Task]:
-        """Returns what was put off."""
+    def _backward(self, output: Tensor) -> None:
         gradient, later = None, self.rank.later
         if self.decoder.norm is None:
             with self.ledger.named("message"):
                 gradient = torch.zeros_like(output)
-        work: list[Task] = []
         with ExitStack() as around:
             around.enter_context(self.ledger.named("gradients"))
             if later is not None:
-                work = around.enter_context(later.collecting())
+                self.work = around.enter_context(later.collecting())
             torch.autograd.backward(output, gradient)
-        return work
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
@@ -281,16 +314,16 @@ class _Pass:
         ]
 
         def ends(gradient: Tensor) -> None:
-            self.ledger.mark("backward")
+            self._end_of_backward()
             for parameter in divided:  # FSDP2 reduces a layer's gradients and frees them.
                 parameter.grad = None
 
         def before(block: nn.Module, arguments: tuple[Any, ...]) -> None:
-            self.ledger.mark("forward")
+            self._mark("forward")
             arguments[0].register_hook(ends)
 
         def behind(block: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
-            self.ledger.mark("forward")
+            self._mark("forward")
             output.register_hook(ends)
 
         handles = [block.register_forward_pre_hook(before) for block in self.blocks]

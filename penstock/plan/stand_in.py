@@ -39,6 +39,8 @@ from penstock.parallel.kit import Kit
 from penstock.parallel.later import Later
 from penstock.parallel.reach import crosses_nodes
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
+from penstock.plan.conventional import Saving, conventional_operators
+from penstock.plan.tape import RehearsedTransfers
 from penstock.train.optimizer import MasterAdamW, StateBytes
 
 META = torch.device("meta")
@@ -54,11 +56,13 @@ class Target:
         device: the chip.
         ranks_per_node: that the fast links join; 0 for all.
         imbalance: rows of the fullest rank's experts over the even share, for dispatchers that send what there is.
+        saving: what backward needs as our operators keep it, or as separate ones do (penstock/plan/conventional.py).
     """
 
     device: DeviceFacts
     ranks_per_node: int = 8
     imbalance: float = 1.2
+    saving: Saving = "run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,14 +114,15 @@ def stand_in(run: Run, axes: Axes, target: Target) -> StandIn:
         own = {number: stages[number] for number in plan.stages_of(axes.pipeline.rank)}
     later = Later() if plan is not None and plan.splits_backward else None
     buffers = _shared_buffers(run, axes)
+    chosen = operators(kernel_choices(run, target.device))
     kit = Kit(
-        operators=operators(kernel_choices(run, target.device)),
+        operators=chosen if target.saving == "run" else conventional_operators(chosen),
         axes=axes,
         later=later,
         context_method=context_method(run),
         dispatch=run.dispatch,
         buffers=buffers,
-        transfers=transfers_of(run, HOME),
+        transfers=None if transfers_of(run, HOME) is None else RehearsedTransfers(),
         offload=offload.rule_for(run.offload, META),
     )
     decoders = meta_stages(run, kit, own)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.kernels.launching import rehearsed_wait
+
 
 @dataclass(frozen=True)
 class HostCounts:
@@ -30,7 +32,10 @@ class HostCounts:
             share: this rank's, if all ranks had the same number.
             most: that there can be.
         """
-        return self.stated(share, most) if counts_E.is_meta else int(counts_E.sum())
+        if not counts_E.is_meta:
+            return int(counts_E.sum())
+        rehearsed_wait(counts_E)
+        return self.stated(share, most)
 
     def exchanged(self, sent_W: Tensor, arriving_W: Tensor, share: int) -> tuple[list[int], list[int]]:
         """Rows that go to each rank, and rows that come from each.
@@ -43,6 +48,7 @@ class HostCounts:
         if not sent_W.is_meta:
             send, receive = torch.stack((sent_W, arriving_W)).tolist()
             return send, receive
+        rehearsed_wait(sent_W)
         ranks = sent_W.numel()
         return _dealt(math.ceil(share * self.part), ranks), _dealt(self.stated(share, share * ranks), ranks)
 
@@ -56,6 +62,7 @@ class HostCounts:
         if not counts.is_meta:
             read: list[int] = counts.tolist()
             return read
+        rehearsed_wait(counts)
         nodes = counts.numel() // 2
         each = math.ceil(choices[0] * part_that_crosses(nodes, choices[1]))
         return [each] * (2 * nodes) + [each * nodes]

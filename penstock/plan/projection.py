@@ -1,0 +1,261 @@
+"""What a plan says of one run on one cluster: the values that the search ranks, verbs print and pictures draw.
+
+    Layout        sizes and choices of a run, as tables and other tools name them
+    Projection    a run on a cluster: memory of each place on the pipeline, and times
+    Refusal       a layout that was not projected, or does not fit, and why
+    Plan          what a search found
+
+Bytes, seconds, and shares of 1. A place on the pipeline is said by its first rank: all ranks of a stage need the same.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from penstock.config.run import Run
+from penstock.layout.actions import Schedule
+from penstock.layout.clock import Playback
+from penstock.layout.grid import Grid
+from penstock.plan.hardware import Cluster
+from penstock.plan.memory import Memory, worst_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a run lies on its ranks. Names are those of the JSON contract.
+
+    Attributes:
+        pp: pipeline ranks.
+        vpp: stages of each of them.
+        ep: ranks that share the experts of a layer.
+        etp: ranks that share each expert's matrices.
+        cp: ranks that share a row of tokens.
+        tp: ranks that share each dense matrix.
+        dp: ranks that train on different rows.
+        edp: ranks that hold the same experts.
+        schedule: of the pipeline; `none` without one.
+        micro_batch: rows of a pass.
+        recompute: `none`, `layer`, or other modules of `recompute.modules`, joined by +.
+        sync_free_stage: `dispatch.sync_free`.
+        dispatcher: that `dispatch.method` comes down to; `local` where a rank has all experts.
+        shard: what data-parallel ranks divide: none, optimizer, full.
+    """
+
+    pp: int
+    vpp: int
+    ep: int
+    etp: int
+    cp: int
+    tp: int
+    dp: int
+    edp: int
+    schedule: str
+    micro_batch: int
+    recompute: str
+    sync_free_stage: int
+    dispatcher: str
+    shard: str
+
+    def __str__(self) -> str:
+        sizes = " ".join(
+            f"{name.upper()}{size}"
+            for name, size in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp), ("ep", self.ep), ("etp", self.etp))
+            if size > 1
+        )
+        stages = f" x {self.vpp} {self.schedule}" if self.pp > 1 else ""
+        return f"{sizes or 'one rank'}{stages}, mb {self.micro_batch}, {self.dispatcher}, recompute {self.recompute}"
+
+
+def layout_of(run: Run, grid: Grid, dispatcher: str, shard: str) -> Layout:
+    """The layout of a run.
+
+    Args:
+        run: which one.
+        grid: of its ranks.
+        dispatcher: that it comes down to.
+        shard: that `parallel.shard` comes down to.
+    """
+    has_pipeline = grid.pipeline > 1
+    return Layout(
+        pp=grid.pipeline,
+        vpp=run.pipeline.stages_per_rank if has_pipeline else 1,
+        ep=grid.expert,
+        etp=grid.expert_tensor,
+        cp=grid.context,
+        tp=grid.tensor,
+        dp=grid.data,
+        edp=grid.expert_data,
+        schedule=run.pipeline.schedule if has_pipeline else "none",
+        micro_batch=run.training.micro_batch,
+        recompute="+".join(run.recompute.modules) or "none",
+        sync_free_stage=run.dispatch.sync_free,
+        dispatcher=dispatcher,
+        shard=shard,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTime:
+    """The step of one place on the pipeline, in seconds; all but `compute` and `communication` add up to the step.
+
+    Attributes:
+        rank: its first.
+        passes: that forward and backward take, without waiting for other stages.
+        waiting: for other stages, between the first pass of the step and its last anywhere.
+        update: sums of gradients over ranks, norm, optimizer, new weights.
+        compute: that the device computes, in passes and update.
+        communication: that collectives and transfers of tokens take.
+        exposed_communication: of that, what nothing is computed beside.
+        host: that the device has nothing to do because the host has not launched it yet; part of `passes` and `update`.
+        terms: seconds by what is done (`attention`, `experts`, `dispatch`, ...); add up to the step.
+    """
+
+    rank: int
+    passes: float
+    waiting: float
+    update: float
+    compute: float
+    communication: float
+    exposed_communication: float
+    host: float
+    terms: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """A step, in seconds.
+
+    Attributes:
+        step_seconds: of the slowest place.
+        tokens_per_second_per_device: trained.
+        model_flops_utilization: the model's FLOPs over what the devices' bf16 peak could do meanwhile.
+        bubble: share of the passes' time, over all places, that is spent waiting for other stages.
+        exposed_communication_seconds: of the place that has most.
+        ranks: one for each place on the pipeline.
+        schedule: of the pipeline, with its actions; None without one.
+        playback: of the schedule by the clock; None without one.
+    """
+
+    step_seconds: float
+    tokens_per_second_per_device: float
+    model_flops_utilization: float
+    bubble: float
+    exposed_communication_seconds: float
+    ranks: tuple[RankTime, ...]
+    schedule: Schedule | None = None
+    playback: Playback | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Projection:
+    """A run on a cluster.
+
+    Attributes:
+        run: with every choice that the layout names; trains as it is.
+        cluster: where.
+        layout: of the run.
+        memories: one for each place on the pipeline.
+        time: of a step.
+    """
+
+    run: Run
+    cluster: Cluster
+    layout: Layout
+    memories: tuple[Memory, ...]
+    time: StepTime
+
+    @property
+    def memory(self) -> Memory:
+        """Of the rank that needs most."""
+        return worst_rank(self.memories)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Of a device."""
+        return self.cluster.hardware.memory.capacity_bytes
+
+    @property
+    def over_bytes(self) -> int:
+        """What the fullest rank lacks; at most 0 if the run fits."""
+        return self.memory.total - self.capacity_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Every rank's memory is enough."""
+        return self.over_bytes <= 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A layout that is not among the candidates.
+
+    Attributes:
+        layout: which one; with `None` for what was not settled when it was refused.
+        rule: name of the rule (penstock/plan/rules.py), or `memory`.
+        reason: one line: which component overflows and by how much, or what the rule says.
+        count: layouts that the same refusal stands for.
+    """
+
+    layout: Mapping[str, Any]
+    rule: str
+    reason: str
+    count: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a search found.
+
+    Attributes:
+        model: name of the run.
+        cluster: that it was planned for.
+        candidates: what fits, fastest first; a single asked-for layout also if it does not fit.
+        refused: all others.
+        considered: layouts that were looked at, refused ones counted.
+    """
+
+    model: str
+    cluster: Cluster
+    candidates: tuple[Projection, ...]
+    refused: tuple[Refusal, ...]
+    considered: int
+
+
+def candidate_json(projection: Projection) -> dict[str, Any]:
+    """One candidate of the JSON contract: bytes and seconds, of the worst rank."""
+    memory, time = projection.memory, projection.time
+    return {
+        "layout": asdict(projection.layout),
+        "fits": projection.fits,
+        "memory": {
+            "parameters": memory.parameters,
+            "gradients": memory.gradients,
+            "master": memory.master,
+            "moments": memory.moments,
+            "activations": memory.activations,
+            "buffers": memory.buffers + memory.gathered + memory.communication + memory.graph_pool,
+            "logits": memory.logits,
+            "reserve": memory.reserve + memory.libraries,
+            "total": memory.total,
+            "rank": memory.rank,
+        },
+        "step_seconds": time.step_seconds,
+        "tokens_per_second_per_device": time.tokens_per_second_per_device,
+        "model_flops_utilization": time.model_flops_utilization,
+        "bubble": time.bubble,
+        "exposed_communication_seconds": time.exposed_communication_seconds,
+    }
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The JSON contract of `penstock plan --json`."""
+    return {
+        "model": plan.model,
+        "hardware": plan.cluster.hardware.name,
+        "world": plan.cluster.devices,
+        "candidates": [candidate_json(one) for one in plan.candidates],
+        "refused": [
+            {"layout": dict(one.layout), "rule": one.rule, "reason": one.reason, "count": one.count}
+            for one in plan.refused
+        ],
+    }

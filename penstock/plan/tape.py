@@ -1,0 +1,174 @@
+"""The operators of a piece of work in the order in which a host would give them to a device, found by running it.
+
+The work runs on the meta device, so nothing is computed: a mode of torch's dispatcher writes down what is called. It
+sees torch's own operators and collectives, launches of our kernels and places where the host would wait
+(penstock/kernels/launching.py), in forward and in backward. What only makes another view of a tensor, or allocates one,
+is no work of the device and is left out. `RehearsedTransfers` writes down what goes to a second stream.
+
+An `Operator` has the shapes and bytes of its tensors and knows nothing of any hardware: what it costs is said by
+penstock/plan/costs.py.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.parallel.flight import Result, Transfers
+from penstock.plan.hardware import Group
+
+FORK, END, JOIN, WAIT = "fork", "end", "join", "wait"
+"""Names of operators that move nothing: a second stream begins after all so far; ends; the first waits for that end; the
+host waits for the device."""
+
+_LIBRARY = torch.library.Library("penstock", "FRAGMENT")
+_LIBRARY.define("marked(str name, int number) -> ()")
+
+
+def _nothing(name: str, number: int) -> None:
+    """What a mark does."""
+
+
+_LIBRARY.impl("marked", _nothing, "CompositeExplicitAutograd")
+
+_SILENT = frozenset(
+    {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "promote_types", "_unsafe_view", "detach"}
+)
+"""Operators of torch that give the device nothing to do, and are not views by their schema."""
+
+
+class Operator(NamedTuple):
+    """One operator.
+
+    Attributes:
+        name: torch's without namespace and overload, a Triton kernel's, or one of this file.
+        shapes: of its tensors: first those that it is given, then its results.
+        sizes: bytes of each; a tensor that is changed in place stands among the first only.
+        itemsize: bytes of a number of the first tensor.
+        switches: constants of a kernel that are true; the number of a mark.
+        group: ranks of a collective.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...] = ()
+    sizes: tuple[int, ...] = ()
+    itemsize: int = 0
+    switches: tuple[str, ...] = ()
+    group: Group | None = None
+
+    @property
+    def moved_bytes(self) -> int:
+        """Every tensor once."""
+        return sum(self.sizes)
+
+
+Work = tuple[Operator, ...]
+
+
+class Tape(TorchDispatchMode):
+    """Writes operators down while it is entered.
+
+    Args:
+        ranks_per_node: that fast links join; 0 for all.
+    """
+
+    def __init__(self, ranks_per_node: int = 0) -> None:
+        super().__init__()
+        self._ranks_per_node = ranks_per_node
+        self._written: list[Operator] = []
+
+    def cut(self) -> Work:
+        """What was written since the cut before."""
+        work, self._written = tuple(self._written), []
+        return work
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See `TorchDispatchMode`."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "penstock":
+            self._written.append(_ours(name, args))
+        elif not (name in _SILENT or _is_view(func)):
+            group = self._group(args) if namespace.startswith("c10d") else None
+            self._written.append(_operator(name, [*args, *kwargs.values()], result, group))
+        return result
+
+    def _group(self, arguments: Iterable[Any]) -> Group:
+        (script,) = (one for one in arguments if isinstance(one, torch.ScriptObject) and _is_group(one))
+        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(script))
+        here = self._ranks_per_node or len(ranks)
+        inside = sum(rank // here == ranks[0] // here for rank in ranks)
+        return Group(len(ranks), inside if len(ranks) % inside == 0 else 1)
+
+
+class RehearsedTransfers(Transfers):
+    """Transfers that are written down as work of a second stream."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._number = 0
+
+    def fork(self, label: str, work: Callable[[], Result]) -> tuple[Result, Any]:
+        """See `Transfers`; the end is a number."""
+        self._number += 1
+        number = self._number
+        torch.ops.penstock.marked(FORK, number)
+        result = work()
+        torch.ops.penstock.marked(END, number)
+        return result, number
+
+    def join(self, label: str, end: Any) -> None:
+        """See `Transfers`."""
+        if end is not None:
+            torch.ops.penstock.marked(JOIN, end)
+
+
+def _ours(name: str, arguments: Sequence[Any]) -> Operator:
+    """What penstock's own operators say."""
+    if name == "waited":
+        return Operator(WAIT)
+    if name == "marked":
+        return Operator(arguments[0], switches=(str(arguments[1]),))
+    kernel, tensors, switches = arguments
+    return _with_tensors(kernel, tensors, tuple(switches), None)
+
+
+def _operator(name: str, arguments: Iterable[Any], result: Any, group: Group | None) -> Operator:
+    """One of torch's."""
+    given = list(_tensors_in(arguments))
+    known = {tensor.untyped_storage()._cdata for tensor in given}
+    made = [tensor for tensor in _tensors_in((result,)) if tensor.untyped_storage()._cdata not in known]
+    return _with_tensors(name, given + made, (), group)
+
+
+def _with_tensors(name: str, tensors: Sequence[Tensor], switches: tuple[str, ...], group: Group | None) -> Operator:
+    return Operator(
+        name=name,
+        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+        sizes=tuple(tensor.nbytes for tensor in tensors),
+        itemsize=tensors[0].itemsize if tensors else 0,
+        switches=switches,
+        group=group,
+    )
+
+
+def _is_view(func: Any) -> bool:
+    return any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+
+
+def _is_group(script: Any) -> bool:
+    return script._type().name() == "ProcessGroup"
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors_in(value)
