@@ -6,6 +6,7 @@ are not counted. A token passes top-k of the routed experts, so only their share
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import nn
 
@@ -36,6 +37,7 @@ class Count:
     attention_flops_per_token: float
 
 
+@lru_cache(maxsize=16)
 def count(config: Model, sequence_length: int) -> Count:
     """Count a model at a sequence length.
 
@@ -60,6 +62,7 @@ def count(config: Model, sequence_length: int) -> Count:
     )
 
 
+@lru_cache(maxsize=16)
 def stage_costs(config: Model, sequence_length: int) -> StageCosts:
     """FLOPs of one token's forward pass through each part that a pipeline stage may hold."""
     model = meta_model(config)

@@ -1,7 +1,7 @@
 """What forward and backward hold beyond weights and sums, and what they do, found by running them on the meta device.
 
-The rank's own decoder runs forward and backward once, with each kind of layer once, under a `Ledger` and a `Tape`. Marks
-cut it into pieces. A piece has its operators, and three numbers:
+The rank's own decoder runs forward and backward once, with each kind of layer once, under a `Ledger` and a `Tape`.
+Marks cut it into pieces. A piece has its operators, and three numbers:
 
     kept        from its forward until its backward
     forward     the most in its forward, over what was held before it
@@ -256,9 +256,7 @@ class _Pass:
         works = zip(self.works[: len(names)], self.works[len(names) :][::-1], weight_works[::-1], strict=True)
         return [
             replace(piece, forward_work=there, backward_work=back, weight_work=weights)
-            for piece, (there, back, weights) in zip(
-                _pieces(names, forward, backward, travelling), works, strict=True
-            )
+            for piece, (there, back, weights) in zip(_pieces(names, forward, backward, travelling), works, strict=True)
         ]
 
     def _mark(self, name: str) -> None:

@@ -15,18 +15,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
-
-from penstock.config.fit import grid_of, micro_batches
 from penstock.config.run import Run
 from penstock.layout.actions import Action, Kind
-from penstock.models.decoder import Decoder
-from penstock.models.rank_model import embedding_places
-from penstock.parallel.axes import make_axes
-from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
-from penstock.plan.activations import Peak, StageActivations, activations_of, micro_batch_of
-from penstock.plan.ledger import Ledger
-from penstock.plan.stand_in import StandIn, Target, stand_in
+from penstock.plan.activations import Peak, StageActivations
+from penstock.plan.rehearsal import Rehearsal, rehearsal_of, rehearsals_of
+from penstock.plan.stand_in import Target
 
 LOSS = "loss"
 """Name under which the ledger has logits and the loss's gradients."""
@@ -126,14 +119,12 @@ def memory_of(run: Run, *, world: int, rank: int, target: Target, overheads: Ove
         ConfigError: the layout does not fit the ranks or the model.
         KernelError: the run asks for kernels that the target cannot run.
     """
-    grid = grid_of(run, world)
-    if world > 1:
-        start_fake_process_group(rank, world)
-    try:
-        axes = make_axes(grid, embedding_places(run), run.parallel.shard_size, target.ranks_per_node)
-        return memory_of_stand_in(stand_in(run, axes, target), overheads)
-    finally:
-        stop_process_group()
+    return memory_of_rehearsal(rehearsal_of(run, world=world, rank=rank, target=target), overheads)
+
+
+def memories_of(run: Run, *, world: int, target: Target, overheads: Overheads = NO_OVERHEADS) -> tuple[Memory, ...]:
+    """What every place on the pipeline needs; see `memory_of`."""
+    return tuple(memory_of_rehearsal(one, overheads) for one in rehearsals_of(run, world, target))
 
 
 def worst_rank(memories: Iterable[Memory]) -> Memory:
@@ -150,16 +141,17 @@ def ranks_that_differ(run: Run, world: int) -> tuple[int, ...]:
     return tuple(range(0, world, stage))
 
 
-def memory_of_stand_in(rank: StandIn, overheads: Overheads = NO_OVERHEADS) -> Memory:
-    """The same of a rank that was built."""
-    state, buffers = rank.state, rank.shared_bytes + _batch_bytes(rank)
-    fullest = max(_moments(rank, activations_of(rank)), key=lambda moment: moment.bytes)
-    gathered, update = _gathered(rank), _update_bytes(rank)
+def memory_of_rehearsal(rehearsal: Rehearsal, overheads: Overheads = NO_OVERHEADS) -> Memory:
+    """The same of a rank that was rehearsed."""
+    rank = rehearsal.rank
+    state, buffers = rank.state, rank.shared_bytes + rehearsal.batch_bytes
+    fullest = max(_moments(rehearsal), key=lambda moment: moment.bytes)
+    gathered, update = rehearsal.gathered_bytes, rehearsal.update.peak_bytes
     is_captured = rank.run.graphs.capture == "passes"
     is_update = update > fullest.bytes + gathered and not is_captured
     logits = fullest.terms[LOSS]
     memory = Memory(
-        rank=rank.axes.rank,
+        rank=rehearsal.first_rank,
         parameters=state.weights,
         gradients=state.gradients,
         master=0 if state.host else state.optimizer - rank.moment_bytes,
@@ -179,10 +171,11 @@ def memory_of_stand_in(rank: StandIn, overheads: Overheads = NO_OVERHEADS) -> Me
     return replace(memory, reserve=overheads.context + round(overheads.unused * memory.allocated))
 
 
-def _moments(rank: StandIn, stages: tuple[StageActivations, ...]) -> list[_Moment]:
+def _moments(rehearsal: Rehearsal) -> list[_Moment]:
     """Every pass of the step at its fullest, with what other micro-batches hold meanwhile."""
+    schedule, stages = rehearsal.rank.schedule, rehearsal.stages
     by_number = {stage.number: stage for stage in stages}
-    if rank.schedule is None:
+    if schedule is None:
         (stage,) = stages
         return [
             _Moment(name="forward", bytes=stage.forward.bytes, terms=stage.forward.terms),
@@ -190,7 +183,7 @@ def _moments(rank: StandIn, stages: tuple[StageActivations, ...]) -> list[_Momen
         ]
     moments, held = [], 0
     peaks = {number: _peaks(stage) for number, stage in by_number.items()}
-    for unit in rank.schedule.units(rank.axes.pipeline.rank):
+    for unit in schedule.units(rehearsal.place):
         now, terms = held, Counter[str]()
         for action in unit:
             peak = peaks[action.stage][action.kind]
@@ -221,56 +214,3 @@ def _change(action: Action, stage: StageActivations) -> int:
             return stage.left - stage.kept_bytes
         case Kind.WEIGHT:
             return -stage.left
-
-
-def _batch_bytes(rank: StandIn) -> int:
-    """Rows of the whole step, which are all on the device."""
-    batch = micro_batch_of(rank)
-    reading = batch.reading
-    tensors = [reading.tokens_BS, reading.positions_BS, *reading.ahead, *batch.labels]
-    if reading.allowed_BSS is not None:
-        tensors.append(reading.allowed_BSS)
-    return micro_batches(rank.run, rank.axes.grid) * sum(tensor.nbytes for tensor in tensors)
-
-
-def _update_bytes(rank: StandIn) -> int:
-    """The most that sums over ranks, norm and update hold, run without memory."""
-    if rank.optimizer is None:
-        return 0
-    if rank.run.offload.optimizer:
-        rank.optimizer.step(0.0)  # Makes the buffers that the optimizer counts itself.
-    ledger = Ledger()
-    with ledger:
-        rank.optimizer.reduce_gradients()
-        rank.optimizer.gradient_norm()
-        rank.optimizer.step(0.0)
-        return ledger.mark("update").peak
-
-
-def _gathered(rank: StandIn) -> int:
-    """Whole weights with FSDP2, and gradients that are being reduced.
-
-    What belongs to no block stays from the start of forward to the end of backward. Of blocks there are: the weights of
-    the one that computes, the flat buffer that they came in, and those of the blocks gathered ahead; behind it the
-    float32 gradients of the block before, in one buffer.
-    """
-    if not rank.divided:
-        return 0
-    whole = 0
-    most = 0
-    for decoder in rank.decoders.values():
-        units = [*decoder.blocks.values(), *decoder.mtp.values()]
-        sizes = [_divided_bytes(rank, decoder, unit) for unit in units]
-        whole += _divided_bytes(rank, decoder, decoder) - sum(sizes)
-        most = max(most, *sizes)
-    values = most // (2 if rank.run.training.precision == "bf16" else 4)
-    return whole + most * (2 + rank.run.parallel.prefetch) + 4 * values
-
-
-def _divided_bytes(rank: StandIn, decoder: Decoder, part: torch.nn.Module) -> int:
-    own = {id(parameter) for parameter in part.parameters()}
-    return sum(
-        parameter.nbytes
-        for name, parameter in decoder.named_parameters()
-        if id(parameter) in own and name in rank.divided
-    )

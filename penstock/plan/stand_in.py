@@ -78,6 +78,7 @@ class StandIn:
         moment_bytes: of both moments, as part of that; 0 where they are on the host.
         divided: names of parameters that FSDP2 gathers.
         optimizer: of the weights that are not gathered; None if all are.
+        keeper: the optimizer of all weights.
         schedule: of the pipeline, or None.
         later: collects weight gradients, if the schedule splits backward passes.
         shared_bytes: of the memory that GPUs of the node write into.
@@ -91,6 +92,7 @@ class StandIn:
     moment_bytes: int
     divided: frozenset[str]
     optimizer: MasterAdamW | None
+    keeper: MasterAdamW
     schedule: Schedule | None
     later: Later | None
     shared_bytes: int
@@ -148,6 +150,7 @@ def stand_in(run: Run, axes: Axes, target: Target) -> StandIn:
         moment_bytes=_moment_bytes(run, state_keeper),
         divided=divided,
         optimizer=optimizer,
+        keeper=state_keeper,
         schedule=plan,
         later=later,
         shared_bytes=0 if buffers is None else buffers.sizes.total_bytes,

@@ -21,8 +21,8 @@ from penstock.parallel.flight import Result, Transfers
 from penstock.plan.hardware import Group
 
 FORK, END, JOIN, WAIT = "fork", "end", "join", "wait"
-"""Names of operators that move nothing: a second stream begins after all so far; ends; the first waits for that end; the
-host waits for the device."""
+"""Names of operators that move nothing: a second stream begins after all so far; ends; the first waits for that end;
+the host waits for the device."""
 
 _LIBRARY = torch.library.Library("penstock", "FRAGMENT")
 _LIBRARY.define("marked(str name, int number) -> ()")
@@ -35,7 +35,16 @@ def _nothing(name: str, number: int) -> None:
 _LIBRARY.impl("marked", _nothing, "CompositeExplicitAutograd")
 
 _SILENT = frozenset(
-    {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "promote_types", "_unsafe_view", "detach"}
+    {
+        "empty",
+        "new_empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty_strided",
+        "promote_types",
+        "_unsafe_view",
+        "detach",
+    }
 )
 """Operators of torch that give the device nothing to do, and are not views by their schema."""
 

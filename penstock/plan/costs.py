@@ -1,0 +1,271 @@
+"""Seconds of an operator of a tape: of the device, from rates and transfers; and what it counts as.
+
+    products          mm, addmm, bmm, the experts' kernels, attention: penstock/plan/rates.py, by shapes
+    communication     collectives, and the kernels that write into other GPUs' memory: penstock/plan/transfers.py
+    all others        the bytes of their tensors at the memory's rate
+
+Kernels of experts work on rows that came, whatever room there is: where a run has a bound on rows instead of a count,
+tensors with a row for each place count for the expected part of them. What a kernel reads or writes more than once, or
+only in part, is said in `_BYTES`; without an entry each tensor moves once.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from types import MappingProxyType
+from typing import NamedTuple
+
+from penstock.config.run import Run
+from penstock.plan.hardware import Dtype, Group, Hardware
+from penstock.plan.rates import SUM_BYTES, GroupedProduct, Rates
+from penstock.plan.tape import Operator, Work
+from penstock.plan.transfers import Kind, Transfers, Travel
+
+
+class Cost(NamedTuple):
+    """What an operator costs.
+
+    Attributes:
+        seconds: of the device.
+        term: what it counts as.
+        is_communication: nothing is computed by it.
+    """
+
+    seconds: float
+    term: str
+    is_communication: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """What goes to the experts of one rank in one pass.
+
+    Attributes:
+        tokens: of a rank, before they go.
+        experts: of a layer.
+        top_k: of a token; parts of experts count.
+        rows: that the fullest rank's experts get.
+        imbalance: those over the even share.
+    """
+
+    tokens: int
+    experts: int
+    top_k: int
+    rows: int
+    imbalance: float
+
+
+def experts_of(run: Run, imbalance: float) -> Experts | None:
+    """Of a run with experts.
+
+    Args:
+        run: which one.
+        imbalance: rows of the fullest rank over the even share; a rank that has all experts has the even share.
+    """
+    moe, parallel = run.model.moe, run.parallel
+    if moe is None:
+        return None
+    uneven = imbalance if parallel.expert > 1 else 1.0
+    tokens = run.training.micro_batch * run.training.sequence_length // (parallel.context * parallel.tensor)
+    slots = moe.top_k * parallel.expert_tensor
+    rows = round(tokens * slots * uneven)
+    return Experts(tokens=tokens, experts=moe.experts, top_k=slots, rows=rows, imbalance=uneven)
+
+
+def room_of(works: tuple[Work, ...]) -> int:
+    """Rows that the experts' buffers have room for; 0 if no expert computes by our kernels."""
+    return max((one.shapes[2][0] for work in works for one in work if one.name == "rows_kernel"), default=0)
+
+
+class Costs:
+    """Costs of the operators of a run on one kind of hardware; each is computed once.
+
+    Args:
+        hardware: of the devices.
+        experts: that the run has; None without.
+        room: see `room_of`.
+    """
+
+    def __init__(self, hardware: Hardware, experts: Experts | None, room: int) -> None:
+        self._rates = Rates(hardware)
+        self._transfers = Transfers(hardware)
+        self._experts = experts
+        self._room = room
+        self.of = cache(self._of)
+        """An operator's cost."""
+
+    def _of(self, operator: Operator) -> Cost:
+        name = operator.name
+        if operator.group is not None:
+            return self._collective(operator)
+        if name in _PRODUCTS:
+            return Cost(self._product(operator), "products")
+        if name in ("rows_kernel", "weights_kernel"):
+            return Cost(self._grouped(operator), "experts")
+        if name.startswith("_scaled_dot_product") and name != "_scaled_dot_product_attention_math":
+            return Cost(self._attention(operator), "attention")
+        if name in _SENDERS:
+            return Cost(self._send(operator), _SENDERS[name], is_communication=True)
+        return Cost(self._rates.memory_bound(self._bytes(operator)).seconds, _TERMS.get(name, "elementwise"))
+
+    def _product(self, operator: Operator) -> float:
+        given = _PRODUCTS[operator.name]
+        left, right = operator.shapes[given - 2 : given]
+        (m, k), n = left[-2:], right[-1]
+        dtype = _DTYPES[operator.sizes[given - 2] // max(1, prod(left))]
+        seconds = prod(left[:-2]) * self._rates.product(m, n, k, dtype).seconds
+        if given == 3 and dtype == "bf16" and operator.itemsize == 4:  # A weight gradient that is added to its sum.
+            seconds += (SUM_BYTES - 2) * m * n / self._bandwidth
+        return seconds
+
+    @property
+    def _bandwidth(self) -> float:
+        hardware = self._rates.hardware
+        return hardware.peaks.memory_bytes_per_second * hardware.efficiency.memory
+
+    def _grouped(self, operator: Operator) -> float:
+        first, second, third = operator.shapes[:3]
+        gathers, dtype = "GATHER" in operator.switches, _DTYPES[operator.itemsize]
+        if operator.name == "rows_kernel":
+            groups, rows = second[0], self._rows(third[0]) // second[0]
+            if "DEPTH_FIRST" in operator.switches:
+                return self._rates.grouped("input_gradient", groups, max(1, rows), first[1], third[1], dtype).seconds
+            product: GroupedProduct = "forward_gathered" if gathers else "forward"
+            return self._rates.grouped(product, groups, max(1, rows), third[1], first[1], dtype).seconds
+        groups, n, k = third
+        rows = max(1, self._rows(first[0]) // groups)
+
+        def seconds(product: GroupedProduct) -> float:
+            return self._rates.grouped(product, groups, rows, n, k, dtype).seconds
+
+        plain = seconds("weight_gradient")
+        more = seconds("weight_gradient_gathered") - plain if gathers else 0.0
+        summed = seconds("weight_gradient_accumulated") - plain if "ACCUMULATE" in operator.switches else 0.0
+        return plain + more + summed
+
+    def _attention(self, operator: Operator) -> float:
+        is_backward = "backward" in operator.name
+        query, key, value = operator.shapes[is_backward : is_backward + 3]
+        (rows, heads, queries, width), keys = query, key[-2]
+        has_mask = any(shape[-2:] == (queries, keys) for shape in operator.shapes[3 + 3 * is_backward :])
+        estimate = self._rates.attention(
+            "backward" if is_backward else "forward",
+            rows * heads,
+            queries,
+            keys,
+            (width, value[-1]),
+            causal=not has_mask,
+            dtype=_DTYPES[operator.itemsize],
+        )
+        return estimate.seconds
+
+    def _send(self, operator: Operator) -> float:
+        """A kernel that writes rows into the memory of others, and those that wait for it."""
+        experts = self._experts
+        assert experts is not None, "rows travel to experts"
+        rows, ranks = operator.shapes[0][0], operator.shapes[-1][0]
+        row_bytes = operator.sizes[0] // rows
+        tokens = round(experts.tokens * experts.imbalance)
+        travel = Travel(tokens=tokens, copy_bytes=row_bytes, experts=experts.experts, top_k=experts.top_k)
+        way = self._transfers.dispatch("symmetric", "dispatch", travel, Group(ranks, ranks)).seconds
+        if operator.name == "push_rows_kernel":
+            return way
+        return way + self._moving(operator, 0)
+
+    def _collective(self, operator: Operator) -> Cost:
+        assert operator.group is not None, operator
+        kind = _COLLECTIVES.get(operator.name, "all-reduce")
+        term = "dispatch" if kind == "all-to-all" else "exchange"
+        estimate = self._transfers.collective(kind, max(operator.sizes, default=0), operator.group)
+        return Cost(estimate.seconds, term, is_communication=True)
+
+    def _bytes(self, operator: Operator) -> float:
+        """That the memory moves."""
+        moved = sum(self._filled(operator, place) for place in range(len(operator.sizes)))
+        times = _BYTES.get(operator.name)
+        if times is not None:
+            return times(operator, moved)
+        if operator.name.endswith("_") and operator.sizes:
+            return moved + self._filled(operator, 0)
+        return moved
+
+    def _moving(self, operator: Operator, place: int) -> float:
+        return self._filled(operator, place) / self._bandwidth
+
+    def _filled(self, operator: Operator, place: int) -> float:
+        """Bytes of a tensor that hold something."""
+        shape, size = operator.shapes[place], operator.sizes[place]
+        if shape and shape[0] == self._room > 0:
+            return size * self._rows(shape[0]) / shape[0]
+        return size
+
+    def _rows(self, room: int) -> int:
+        """Of so many places those that hold a row."""
+        return room if self._experts is None or room != self._room else min(room, self._experts.rows)
+
+
+def _last_twice(operator: Operator, moved: float) -> float:
+    """What is picked is read and written."""
+    return 2.0 * operator.sizes[-1]
+
+
+def _nothing(operator: Operator, moved: float) -> float:
+    """Its bytes move while the transfer that it waits for arrives."""
+    return 0.0
+
+
+def _all(operator: Operator, moved: float) -> float:
+    """Each tensor is read or written, none both."""
+    return moved
+
+
+_BYTES: Mapping[str, Callable[[Operator, float], float]] = MappingProxyType(
+    {
+        "embedding": _last_twice,
+        "index_select": _last_twice,
+        "index": _last_twice,
+        "gather": _last_twice,
+        "index_put_": lambda operator, moved: 3.0 * operator.sizes[-1],
+        **dict.fromkeys(("copy_", "zero_", "fill_", "_foreach_zero_", "_foreach_copy_"), _all),
+        # Of parameter, gradient and two moments only the gradient stays as it is.
+        "_fused_adamw_": lambda operator, moved: 1.75 * moved,
+        # Logits are read for the sum, read again and written as gradients.
+        "linear_cross_entropy_kernel": lambda operator, moved: moved + 2.0 * operator.sizes[0],
+        **dict.fromkeys(("take_rows_kernel", "sum_ranks_kernel", "wait_kernel"), _nothing),
+    }
+)
+"""Bytes that the memory moves, from an operator and the sum of its tensors, where that is not the sum."""
+
+_PRODUCTS: Mapping[str, int] = MappingProxyType({"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3})
+"""Matrix products, and how many tensors they are given; the last two are multiplied."""
+
+_SENDERS: Mapping[str, str] = MappingProxyType({"push_rows_kernel": "dispatch", "return_rows_kernel": "dispatch"})
+"""Kernels that write into other GPUs' memory, and what they count as."""
+
+_TERMS: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("route_kernel", "route_backward_kernel", "sum_parts_kernel"), "route"),
+        **dict.fromkeys(("count_kernel", "scan_kernel", "place_kernel", "tile_table_kernel"), "route"),
+        **dict.fromkeys(("count_arrivals_kernel", "place_arrivals_kernel", "spread_kernel"), "route"),
+        **dict.fromkeys(("take_rows_kernel", "sum_ranks_kernel", "wait_kernel"), "dispatch"),
+        **dict.fromkeys(("_fused_adamw_", "_foreach_norm", "_foreach_zero_", "_foreach_copy_"), "optimizer"),
+        "linear_cross_entropy_kernel": "loss",
+    }
+)
+"""What operators that compute little count as, if not as elementwise."""
+
+_COLLECTIVES: Mapping[str, Kind] = MappingProxyType(
+    {
+        "alltoall_base_": "all-to-all",
+        "alltoall_": "all-to-all",
+        "_allgather_base_": "all-gather",
+        "allgather_": "all-gather",
+        "_reduce_scatter_base_": "reduce-scatter",
+        "reduce_scatter_": "reduce-scatter",
+    }
+)
+"""Torch's collectives; the others are all-reduces, or cost as much."""
+
+_DTYPES: Mapping[int, Dtype] = MappingProxyType({1: "fp8", 2: "bf16", 4: "fp32", 8: "fp32"})
+"""By the bytes of a number."""

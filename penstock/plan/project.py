@@ -1,0 +1,114 @@
+"""A run on a cluster: what it needs there and how long a step takes, by what the run itself would do."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.base.devices import chip_named
+from penstock.base.errors import HardwareError
+from penstock.config.fit import grid_of
+from penstock.config.fit import shard as shard_of
+from penstock.config.run import Run
+from penstock.kernels.device_facts import DeviceFacts, named_device
+from penstock.moe.dispatch.all_gather import AllGatherDispatcher
+from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
+from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
+from penstock.moe.dispatch.local import LocalDispatcher
+from penstock.moe.dispatch.symmetric import SymmetricDispatcher
+from penstock.moe.layer import MoE
+from penstock.plan.conventional import conventional
+from penstock.plan.hardware import Cluster, Hardware
+from penstock.plan.memory import Overheads, memory_of_rehearsal
+from penstock.plan.projection import Projection, layout_of
+from penstock.plan.rehearsal import Rehearsal, rehearsals_of
+from penstock.plan.stand_in import Target
+from penstock.plan.step_time import step_time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """What nobody can know before a run.
+
+    Attributes:
+        imbalance: rows of the fullest rank's experts over the even share, in the time of a layer.
+        kept_imbalance: the same in memory: of the fullest rank over all its layers; None takes `imbalance`.
+        saving: what backward finds kept: as the run does it, or as an implementation without fused kernels.
+    """
+
+    imbalance: float = 1.2
+    kept_imbalance: float | None = None
+    saving: Literal["run", "conventional"] = "run"
+
+
+USUAL = Assumptions()
+
+_NAMES = (
+    (LocalDispatcher, "local"),
+    (SymmetricDispatcher, "symmetric"),
+    (HierarchicalDispatcher, "hierarchical"),
+    (AllGatherDispatcher, "all-gather"),
+    (PaddedAllToAllDispatcher, "padded"),
+    (AllToAllDispatcher, "all-to-all"),
+)
+
+
+def project(run: Run, cluster: Cluster, assumptions: Assumptions = USUAL) -> Projection:
+    """Project one run.
+
+    Args:
+        run: its configuration; every place on its pipeline is rehearsed.
+        cluster: where it would run.
+        assumptions: of what the configuration does not say.
+
+    Raises:
+        ConfigError: the layout does not fit the devices or the model.
+        KernelError: the run asks for kernels that the devices cannot run.
+        HardwareError: the hardware file says nothing of something that the run does.
+    """
+    if assumptions.saving == "conventional":
+        run = conventional(run)
+    rehearsals = rehearsals_of(run, cluster.devices, target_of(run, cluster, assumptions))
+    return Projection(
+        run=run,
+        cluster=cluster,
+        layout=layout_of(run, grid_of(run, cluster.devices), dispatcher_of(rehearsals[0]), shard_of(run)),
+        memories=tuple(memory_of_rehearsal(one, overheads_of(cluster.hardware)) for one in rehearsals),
+        time=step_time(run, cluster, rehearsals, assumptions.imbalance),
+    )
+
+
+def target_of(run: Run, cluster: Cluster, assumptions: Assumptions) -> Target:
+    """Where the ranks of a run would be."""
+    kept = assumptions.imbalance if assumptions.kept_imbalance is None else assumptions.kept_imbalance
+    return Target(device=device_of(cluster.hardware, run), ranks_per_node=cluster.hardware.node.devices, imbalance=kept)
+
+
+def device_of(hardware: Hardware, run: Run) -> DeviceFacts:
+    """The device, as the choice of kernels must know it.
+
+    Raises:
+        HardwareError: a GPU has a name that no known chip has.
+    """
+    dtype = run.training.precision
+    if hardware.vendor == "cpu":
+        return DeviceFacts(kind="cpu", name="CPU", target="cpu", packages=frozenset(), dtype=dtype)
+    if chip_named(hardware.name) is None:
+        raise HardwareError(
+            "a hardware file needs the name of a known chip in its own",
+            got=repr(hardware.name),
+            allowed="such as my-H200",
+        )
+    return named_device(hardware.name, dtype)
+
+
+def overheads_of(hardware: Hardware) -> Overheads:
+    """What of a device's memory no tensor can have."""
+    return Overheads(context=hardware.memory.capacity_bytes - hardware.usable_bytes)
+
+
+def dispatcher_of(rehearsal: Rehearsal) -> str:
+    """By what way tokens reach their experts; `none` if there are no experts."""
+    for decoder in rehearsal.rank.decoders.values():
+        for module in decoder.modules():
+            if isinstance(module, MoE):
+                return next(name for kind, name in _NAMES if isinstance(module.dispatcher, kind))
+    return "none"

@@ -1,0 +1,244 @@
+"""How long a step takes, from the rehearsals of every place on the pipeline and the cost of their operators.
+
+    passes      each stage's forward and backward as a host and a device play them (penstock/plan/streams.py), in the
+                order of the schedule by penstock/layout/clock.py: bubbles come out of it
+    update      gradients become zero; sums over ranks beside the copies in and out of their messages; norm; optimizer;
+                new weights for the other ranks
+
+With FSDP2 weights are fetched and gradients reduced beside the passes: what takes longer counts. Messages between
+stages travel while both sides compute; a stage that waits for one waits for its latency and its bytes.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from penstock.config.fit import grid_of, micro_batches
+from penstock.config.run import Run
+from penstock.layout.actions import Action, Kind, Schedule
+from penstock.layout.clock import Costs as ClockCosts
+from penstock.layout.clock import Playback, play
+from penstock.models.count import count
+from penstock.models.rank_model import message_of
+from penstock.plan.activations import StageActivations
+from penstock.plan.costs import Costs, experts_of, room_of
+from penstock.plan.hardware import Cluster, Group
+from penstock.plan.projection import RankTime, StepTime
+from penstock.plan.rehearsal import Rehearsal, Update
+from penstock.plan.stand_in import META
+from penstock.plan.streams import Timing, added, steady
+from penstock.plan.tape import Operator, Work
+from penstock.plan.transfers import Transfers
+
+NOTHING = Timing()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageTime:
+    """Passes of one stage over one micro-batch.
+
+    Attributes:
+        forward: pass.
+        backward: pass, but for weight gradients that are put off.
+        weight: those.
+    """
+
+    forward: Timing
+    backward: Timing
+    weight: Timing = NOTHING
+
+    @property
+    def all(self) -> Timing:
+        """One after the other."""
+        return added(added(self.forward, self.backward), self.weight)
+
+
+class Clockwork:
+    """Times of one run on one cluster.
+
+    Args:
+        run: which one.
+        cluster: where.
+        imbalance: rows of the fullest rank's experts over the even share.
+        works: of its passes, for the room that experts have.
+    """
+
+    def __init__(self, run: Run, cluster: Cluster, imbalance: float, works: Iterable[Work]) -> None:
+        hardware = cluster.hardware
+        self._run = run
+        self._cluster = cluster
+        self._costs = Costs(hardware, experts_of(run, imbalance), room_of(tuple(works)))
+        self._transfers = Transfers(hardware)
+        is_captured = run.graphs.capture == "passes"
+        self._launch = 0.0 if is_captured else hardware.host.launch_seconds
+
+    def stage(self, stage: StageActivations, gathers: Sequence[int], shards: Group) -> StageTime:
+        """Passes of a stage.
+
+        Args:
+            stage: its pieces.
+            gathers: bytes of whole weights that FSDP2 fetches for each; empty without it.
+            shards: ranks that divide them.
+        """
+        there = [piece.forward_work for piece in stage.pieces]
+        back = [piece.backward_work for piece in reversed(stage.pieces)]
+        forward, backward = self._steady(there), self._steady(back)
+        weight = self._steady(piece.weight_work for piece in reversed(stage.pieces))
+        if self._run.parallel.pipeline == 1:
+            # Nothing stands between the two, so the host may be ahead from one to the other.
+            backward = added(self._steady(there + back), forward, times=-1)
+        if gathers:
+            fetch = self._transfers.collective("all-gather", sum(gathers), shards).seconds
+            reduce = self._transfers.collective("reduce-scatter", 2 * sum(gathers), shards).seconds
+            forward, backward = _beside(forward, fetch), _beside(backward, fetch + reduce)
+        return StageTime(forward=forward, backward=backward, weight=weight)
+
+    def _steady(self, works: Iterable[Work]) -> Timing:
+        return steady(works, self._costs.of, self._launch)
+
+    def update(self, update: Update) -> tuple[Timing, Timing]:
+        """Sums of gradients and new weights; and what is computed for the optimizer."""
+        reduce = self._bucketed(update.reduce)
+        gather = self._bucketed(tuple(one for one in update.step if _is_message(one)))
+        rest = tuple(one for one in update.step if not _is_message(one))
+        computed = steady((update.zero, update.norm, rest), self._costs.of, 0.0)
+        return added(reduce, gather), computed
+
+    def _bucketed(self, work: Work) -> Timing:
+        """Messages, and copies into and out of them: at the same time."""
+        costs = [self._costs.of(one) for one in work]
+        sent = sum(cost.seconds for cost in costs if cost.is_communication)
+        copied = sum(cost.seconds for cost in costs if not cost.is_communication)
+        exposed = max(0.0, sent - copied)
+        return Timing(
+            seconds=max(sent, copied),
+            compute=copied,
+            communication=sent,
+            exposed=exposed,
+            terms={"gradients": max(sent, copied)} if work else {},
+        )
+
+    def send(self, message_bytes: int) -> float:
+        """From one stage to the next."""
+        ranks = self._run.parallel.pipeline
+        if ranks == 1:
+            return 0.0
+        group = self._cluster.group(2, self._cluster.devices // ranks)
+        return self._transfers.collective("point-to-point", message_bytes, group).seconds
+
+
+def step_time(run: Run, cluster: Cluster, rehearsals: Sequence[Rehearsal], imbalance: float) -> StepTime:
+    """Time of a step.
+
+    Args:
+        run: its configuration.
+        cluster: where.
+        rehearsals: one for each place on the pipeline.
+        imbalance: rows of the fullest rank's experts over the even share.
+    """
+    grid = grid_of(run, cluster.devices)
+    every = {stage.number: (place, stage) for place in rehearsals for stage in place.stages}
+    works = (piece.forward_work for _, stage in every.values() for piece in stage.pieces)
+    clockwork = Clockwork(run, cluster, imbalance, works)
+    shards = cluster.group(min(run.parallel.shard_size or grid.data * grid.context, grid.data * grid.context))
+    known: dict[int, StageTime] = {}
+    stages = {}
+    for number, (place, stage) in sorted(every.items()):
+        key = id(stage.pieces)  # Places with the same parts share them.
+        if key not in known:
+            known[key] = clockwork.stage(stage, place.gathers.get(number, ()), shards)
+        stages[number] = known[key]
+    schedule = rehearsals[0].rank.schedule
+    count_of_passes = micro_batches(run, grid)
+    message = message_of(run, rehearsals[0].rank.axes, META)
+    send = clockwork.send(prod(message.shape) * message.dtype.itemsize)
+    playback = None if schedule is None else play(schedule, _clock_costs(stages, send))
+    ranks = []
+    for place in rehearsals:
+        passes = _passes(place, stages, schedule, count_of_passes)
+        span = passes.seconds if playback is None else playback.span
+        ranks.append(_rank_time(place, passes, span, clockwork.update(place.update)))
+    return _step(run, cluster, ranks, schedule, playback)
+
+
+def _passes(place: Rehearsal, stages: Mapping[int, StageTime], schedule: Schedule | None, micro_batches: int) -> Timing:
+    """All passes of a place in a step."""
+    if schedule is None:
+        return added(Timing(), stages[0].all, times=micro_batches)
+    total = Timing()
+    for action, times in Counter(action._replace(micro_batch=0) for action in schedule.actions[place.place]).items():
+        total = added(total, _timing_of(action, stages[action.stage]), times=times)
+    return total
+
+
+def _timing_of(action: Action, stage: StageTime) -> Timing:
+    match action.kind:
+        case Kind.FORWARD:
+            return stage.forward
+        case Kind.BACKWARD:
+            return added(stage.backward, stage.weight)
+        case Kind.INPUT:
+            return stage.backward
+        case Kind.WEIGHT:
+            return stage.weight
+
+
+def _clock_costs(stages: Mapping[int, StageTime], send: float) -> ClockCosts:
+    ordered = [stages[number] for number in sorted(stages)]
+    return ClockCosts(
+        forward=tuple(one.forward.seconds for one in ordered),
+        backward=tuple(one.backward.seconds + one.weight.seconds for one in ordered),
+        input=tuple(one.backward.seconds for one in ordered),
+        weight=tuple(one.weight.seconds for one in ordered),
+        send=send,
+    )
+
+
+def _rank_time(place: Rehearsal, passes: Timing, span: float, update: tuple[Timing, Timing]) -> RankTime:
+    whole = added(passes, added(*update))
+    waiting = max(0.0, span - passes.seconds)
+    terms = {**whole.terms, "bubble": waiting}
+    return RankTime(
+        rank=place.first_rank,
+        passes=passes.seconds,
+        waiting=waiting,
+        update=update[0].seconds + update[1].seconds,
+        compute=whole.compute,
+        communication=whole.communication,
+        exposed_communication=whole.exposed,
+        host=whole.idle,
+        terms={name: seconds for name, seconds in terms.items() if seconds},
+    )
+
+
+def _step(
+    run: Run, cluster: Cluster, ranks: Sequence[RankTime], schedule: Schedule | None, playback: Playback | None
+) -> StepTime:
+    seconds = max(rank.passes + rank.waiting + rank.update for rank in ranks)
+    tokens = run.training.global_batch * run.training.sequence_length
+    rate = tokens / seconds / cluster.devices
+    flops = count(run.model, run.training.sequence_length).flops_per_token
+    return StepTime(
+        step_seconds=seconds,
+        tokens_per_second_per_device=rate,
+        model_flops_utilization=rate * flops / cluster.hardware.peaks.bf16,
+        bubble=0.0 if playback is None else playback.bubble,
+        exposed_communication_seconds=max(rank.exposed_communication for rank in ranks),
+        ranks=tuple(ranks),
+        schedule=schedule,
+        playback=playback,
+    )
+
+
+def _beside(passes: Timing, seconds: float) -> Timing:
+    """Passes while FSDP2's collectives travel."""
+    late = max(0.0, seconds - passes.compute)
+    return added(
+        passes, Timing(seconds=late, communication=seconds, exposed=late, terms={"weights": late} if late else {})
+    )
+
+
+def _is_message(operator: Operator) -> bool:
+    """It is a collective of the update, or a copy into or out of its buffer."""
+    return operator.group is not None or operator.name == "copy_"

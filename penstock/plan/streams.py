@@ -1,0 +1,154 @@
+"""Plays a list of operators as a host and a device would: who waits for whom, and what the device spends its time on.
+
+The host launches operators one after the other, each in `host.launch_seconds`, and runs ahead of the device as far as
+it can. The device has two streams: operators of one run in order, each when it was launched and the one before is done.
+
+    device-bound     the host is ahead; the time is the sum of the operators
+    host-bound       the device waits for launches; the time is that of the host
+    a wait           the host stops until the device has done all so far, and the device then waits for the host
+
+A second stream carries transfers between `fork` and `join`; what the first one computes meanwhile hides them. Each
+slows the other down while both run: of what is hidden only `OVERLAP_GAIN` is gained. Work that was captured as a graph
+takes no time of the host.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from penstock.plan.costs import Cost
+from penstock.plan.tape import END, FORK, JOIN, WAIT, Operator, Work
+
+OVERLAP_GAIN = 0.5
+"""Of the time that a transfer and computation run side by side, what is gained by it; assumed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """A piece of work among others of its kind, in seconds.
+
+    Attributes:
+        seconds: from the end of what was before it to its own end.
+        compute: that the device computes.
+        communication: that transfers take.
+        exposed: of `seconds`, what only transfers go on in.
+        idle: of `seconds`, what nothing goes on in.
+        terms: `seconds` by what is done.
+    """
+
+    seconds: float = 0.0
+    compute: float = 0.0
+    communication: float = 0.0
+    exposed: float = 0.0
+    idle: float = 0.0
+    terms: Mapping[str, float] = field(default_factory=dict)
+
+
+class Streams:
+    """A host and a device.
+
+    Args:
+        cost_of: an operator's cost.
+        launch_seconds: of the host for each operator; 0 if the work is captured.
+    """
+
+    def __init__(self, cost_of: Callable[[Operator], Cost], launch_seconds: float) -> None:
+        self._cost_of = cost_of
+        self._launch = launch_seconds
+        self._host = self._main = self._side = 0.0
+        self._ends: dict[str, float] = {}
+        self._hidden = 0.0
+        self._compute = self._communication = self._exposed = self._idle = 0.0
+        self._terms: dict[str, float] = defaultdict(float)
+
+    @property
+    def timing(self) -> Timing:
+        """Of all so far."""
+        return Timing(
+            seconds=self._main,
+            compute=self._compute,
+            communication=self._communication,
+            exposed=self._exposed,
+            idle=self._idle,
+            terms=dict(self._terms),
+        )
+
+    def play(self, work: Work) -> None:
+        """Go on with more work."""
+        is_side = False
+        for operator in work:
+            if operator.name == WAIT:
+                self._host = max(self._host, self._main)
+            elif operator.name == FORK:
+                self._side, is_side = max(self._side, self._main), True
+            elif operator.name == END:
+                self._ends[operator.switches[0]], is_side = self._side, False
+            elif operator.name == JOIN:
+                self._join(operator.switches[0])
+            elif is_side:
+                self._travel(self._cost_of(operator))
+            else:
+                self._run(self._cost_of(operator))
+
+    def _run(self, cost: Cost) -> None:
+        """One operator of the first stream."""
+        self._host += self._launch
+        wait = max(0.0, self._host - self._main)
+        self._main += wait + cost.seconds
+        self._idle += wait
+        self._terms["host"] += wait
+        self._terms[cost.term] += cost.seconds
+        if cost.is_communication:
+            self._communication += cost.seconds
+            self._exposed += cost.seconds
+        else:
+            self._compute += cost.seconds
+
+    def _travel(self, cost: Cost) -> None:
+        """One of the second."""
+        self._host += self._launch
+        self._side = max(self._side, self._host) + cost.seconds
+        self._hidden += cost.seconds
+        self._communication += cost.seconds
+
+    def _join(self, number: str) -> None:
+        """The first stream waits for the second, and pays for what it has hidden."""
+        late = max(0.0, self._ends.pop(number) - self._main)
+        lost = (1 - OVERLAP_GAIN) * max(0.0, self._hidden - late)
+        self._hidden = 0.0
+        self._main += late + lost
+        self._exposed += late + lost
+        self._terms["dispatch"] += late + lost
+
+
+def steady(works: Iterable[Work], cost_of: Callable[[Operator], Cost], launch_seconds: float) -> Timing:
+    """Time of some works in their order, after the same works: the host is as far ahead as it gets.
+
+    Args:
+        works: one after the other.
+        cost_of: an operator's cost.
+        launch_seconds: see `Streams`.
+    """
+    every = list(works)
+    streams = Streams(cost_of, launch_seconds)
+    for work in every:
+        streams.play(work)
+    before = streams.timing
+    for work in every:
+        streams.play(work)
+    return added(streams.timing, before, times=-1)
+
+
+def added(one: Timing, other: Timing, times: float = 1) -> Timing:
+    """One timing and so many of another."""
+    terms = dict(one.terms)
+    for name, seconds in other.terms.items():
+        terms[name] = terms.get(name, 0.0) + seconds * times
+    return Timing(
+        seconds=one.seconds + times * other.seconds,
+        compute=one.compute + times * other.compute,
+        communication=one.communication + times * other.communication,
+        exposed=one.exposed + times * other.exposed,
+        idle=one.idle + times * other.idle,
+        terms=terms,
+    )
