@@ -3,7 +3,7 @@
 A rank does its list in order and one action at a time. An action starts when its rank is free and all that it needs has
 arrived: at once from its own rank, `send` later from another one. Sending takes no time of the sender, so the clock
 assumes that communication runs beside computation and that links are never full. The two actions of a pair have one
-start and one end, and take as long as both.
+start and one end, and take as long as both, less what they hide of each other.
 
 Held activations follow the order of the list, not the clock: a forward adds its stage's share, the backward (or the
 weight gradient) frees it. The unit is free; by default a rank's stages add up to 1, so that the first rank of 1F1B
@@ -13,7 +13,7 @@ holds as many as there are ranks.
 from dataclasses import dataclass
 from itertools import accumulate
 
-from penstock.layout.actions import Action, Kind, Schedule, run_through
+from penstock.layout.actions import Action, Kind, Schedule, Unit, run_through
 
 
 class DeadlockError(RuntimeError):
@@ -32,6 +32,8 @@ class Costs:
         send: from the end of an action to the start of one on another rank that needs it.
         activation: what each stage holds of a micro-batch; empty is 1 / stages_per_rank for every stage.
         freed_by_input: share of that which the input gradient frees already.
+        hidden: of each stage, what its forward and its backward take less beside the other half of a pair; empty is
+            nothing.
     """
 
     forward: tuple[float, ...]
@@ -41,6 +43,7 @@ class Costs:
     send: float = 0.0
     activation: tuple[float, ...] = ()
     freed_by_input: float = 0.0
+    hidden: tuple[tuple[float, float], ...] = ()
 
     def of(self, action: Action) -> float:
         """How long an action takes."""
@@ -53,6 +56,13 @@ class Costs:
                 return self.input[action.stage]
             case Kind.WEIGHT:
                 return self.weight[action.stage]
+
+    def of_unit(self, unit: Unit) -> float:
+        """How long an action takes, or a pair."""
+        alone = sum(map(self.of, unit))
+        if len(unit) == 1 or not self.hidden:
+            return alone
+        return alone - sum(self.hidden[action.stage][action.kind is not Kind.FORWARD] for action in unit)
 
 
 def even_costs(stages: int, times: tuple[float, float, float] = (1.0, 1.0, 1.0), *, send: float = 0.0) -> Costs:
@@ -136,7 +146,7 @@ def play(schedule: Schedule, costs: Costs) -> Playback:
     for rank, unit in order:
         sources = [given[need] for action in unit for need in action.needs(schedule.stages)]
         start = max([free[rank], *(end + costs.send * (source != rank) for source, end in sources)])
-        takes = sum(map(costs.of, unit))
+        takes = costs.of_unit(unit)
         free[rank] = start + takes
         busy[rank] += takes
         for action in unit:

@@ -11,10 +11,10 @@ two operators are put together from smaller ones, and the same meta model runs u
     dispatch   `auto` is all-to-all, one row for each choice
     logits     of all tokens at once
 
-All else that is kept is the same in both: residual sums, what products of attention and of dense networks read, queries,
-keys, values and the result of attention. Kernels are ours, so a fused form that many trainers have (SwiGLU with the
-routing weight, norms, attention) counts as one. A trainer that fuses less keeps more: `kernels.experts=torch` and
-`kernels.all=reference` are runs of ours that show how much.
+All else that is kept is the same in both: residual sums, what products of attention and of dense networks read,
+queries, keys, values and the result of attention. Kernels are ours, so a fused form that many trainers have (SwiGLU
+with the routing weight, norms, attention) counts as one. A trainer that fuses less keeps more: `kernels.experts=torch`
+and `kernels.all=reference` are runs of ours that show how much.
 """
 
 from dataclasses import replace

@@ -42,7 +42,7 @@ class Experts:
     """What goes to the experts of one rank in one pass.
 
     Attributes:
-        tokens: of a rank, before they go.
+        tokens: of a rank, before they go; those of half a micro-batch, if its halves go one after the other.
         experts: of a layer.
         top_k: of a token; parts of experts count.
         rows: that the fullest rank's experts get.
@@ -68,6 +68,8 @@ def experts_of(run: Run, imbalance: float) -> Experts | None:
         return None
     uneven = imbalance if parallel.expert > 1 else 1.0
     tokens = run.training.micro_batch * run.training.sequence_length // (parallel.context * parallel.tensor)
+    if run.dispatch.overlap == "halves":
+        tokens //= 2
     slots = moe.top_k * parallel.expert_tensor
     rows = round(tokens * slots * uneven)
     return Experts(tokens=tokens, experts=moe.experts, top_k=slots, rows=rows, imbalance=uneven)
@@ -101,13 +103,19 @@ class Costs:
             return self._collective(operator)
         if name in _PRODUCTS:
             return Cost(self._product(operator), "products")
+        if name == "_grouped_mm":
+            return Cost(self._torch_grouped(operator), "experts")
         if name in ("rows_kernel", "weights_kernel"):
             return Cost(self._grouped(operator), "experts")
         if name.startswith("_scaled_dot_product") and name != "_scaled_dot_product_attention_math":
             return Cost(self._attention(operator), "attention")
         if name in _SENDERS:
             return Cost(self._send(operator), _SENDERS[name], is_communication=True)
-        return Cost(self._rates.memory_bound(self._bytes(operator)).seconds, _TERMS.get(name, "elementwise"))
+        if name in _NOTHING:
+            return Cost(0.0, _TERMS.get(name, "elementwise"))
+        term = _TERMS.get(name, "elementwise")
+        moved = self._bytes(operator)
+        return Cost(self._rates.memory_bound(moved, is_update=term == "optimizer").seconds, term)
 
     def _product(self, operator: Operator) -> float:
         given = _PRODUCTS[operator.name]
@@ -115,9 +123,8 @@ class Costs:
         (m, k), n = left[-2:], right[-1]
         dtype = _DTYPES[operator.sizes[given - 2] // max(1, prod(left))]
         seconds = prod(left[:-2]) * self._rates.product(m, n, k, dtype).seconds
-        if given == 3 and dtype == "bf16" and operator.itemsize == 4:  # A weight gradient that is added to its sum.
-            seconds += (SUM_BYTES - 2) * m * n / self._bandwidth
-        return seconds
+        # A weight gradient that is added to its float32 sum: the sum moves while the product is computed.
+        return max(seconds, SUM_BYTES * m * n / self._bandwidth) if given == 3 and operator.itemsize == 4 else seconds
 
     @property
     def _bandwidth(self) -> float:
@@ -144,6 +151,17 @@ class Costs:
         summed = seconds("weight_gradient_accumulated") - plain if "ACCUMULATE" in operator.switches else 0.0
         return plain + more + summed
 
+    def _torch_grouped(self, operator: Operator) -> float:
+        """`torch.nn.functional.grouped_mm`: rows times a matrix for each expert, or both by rows."""
+        first, second = operator.shapes[:2]
+        if len(second) == 3:
+            groups, k, n = second
+            rows = max(1, self._rows(first[0]) // groups)
+            return self._rates.grouped("forward", groups, rows, n, k, _DTYPES[operator.itemsize]).seconds
+        groups, n, k = operator.shapes[-1]
+        rows = max(1, self._rows(first[1]) // groups)
+        return self._rates.grouped("weight_gradient", groups, rows, n, k, _DTYPES[operator.itemsize]).seconds
+
     def _attention(self, operator: Operator) -> float:
         is_backward = "backward" in operator.name
         query, key, value = operator.shapes[is_backward : is_backward + 3]
@@ -169,9 +187,7 @@ class Costs:
         tokens = round(experts.tokens * experts.imbalance)
         travel = Travel(tokens=tokens, copy_bytes=row_bytes, experts=experts.experts, top_k=experts.top_k)
         way = self._transfers.dispatch("symmetric", "dispatch", travel, Group(ranks, ranks)).seconds
-        if operator.name == "push_rows_kernel":
-            return way
-        return way + self._moving(operator, 0)
+        return way if operator.name == "push_rows_kernel" else max(way, self._moving(operator, 0))
 
     def _collective(self, operator: Operator) -> Cost:
         assert operator.group is not None, operator
@@ -194,9 +210,9 @@ class Costs:
         return self._filled(operator, place) / self._bandwidth
 
     def _filled(self, operator: Operator, place: int) -> float:
-        """Bytes of a tensor that hold something."""
+        """Bytes of a tensor that hold something, or all where a kernel does not look."""
         shape, size = operator.shapes[place], operator.sizes[place]
-        if shape and shape[0] == self._room > 0:
+        if shape and shape[0] == self._room > 0 and operator.name not in _WHOLE:
             return size * self._rows(shape[0]) / shape[0]
         return size
 
@@ -208,11 +224,6 @@ class Costs:
 def _last_twice(operator: Operator, moved: float) -> float:
     """What is picked is read and written."""
     return 2.0 * operator.sizes[-1]
-
-
-def _nothing(operator: Operator, moved: float) -> float:
-    """Its bytes move while the transfer that it waits for arrives."""
-    return 0.0
 
 
 def _all(operator: Operator, moved: float) -> float:
@@ -231,11 +242,16 @@ _BYTES: Mapping[str, Callable[[Operator, float], float]] = MappingProxyType(
         # Of parameter, gradient and two moments only the gradient stays as it is.
         "_fused_adamw_": lambda operator, moved: 1.75 * moved,
         # Logits are read for the sum, read again and written as gradients.
-        "linear_cross_entropy_kernel": lambda operator, moved: moved + 2.0 * operator.sizes[0],
-        **dict.fromkeys(("take_rows_kernel", "sum_ranks_kernel", "wait_kernel"), _nothing),
+        "linear_cross_entropy_kernel": lambda operator, moved: moved + 2.4 * operator.sizes[0],
     }
 )
 """Bytes that the memory moves, from an operator and the sum of its tensors, where that is not the sum."""
+
+_NOTHING = frozenset({"wait_kernel"})
+"""Kernels that move nothing."""
+
+_WHOLE = frozenset({"swiglu_kernel", "swiglu_backward_kernel"})
+"""Kernels that compute every row that there is room for."""
 
 _PRODUCTS: Mapping[str, int] = MappingProxyType({"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3})
 """Matrix products, and how many tensors they are given; the last two are multiplied."""

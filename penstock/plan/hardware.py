@@ -107,6 +107,16 @@ class Host(Sourced):
         low=0,
     )
     kernel_seconds: float = knob(doc="Device time that the smallest kernel takes.", unit="seconds", low=0)
+    gap_seconds: float = knob(
+        1.5e-6, doc="Device time between one kernel and the next, when both were launched.", unit="seconds", low=0
+    )
+    step_seconds: float = knob(
+        5e-3,
+        doc="Of a step, in which the device has nothing to do: after the step's figures are read, and around copies of "
+        "its rows.",
+        unit="seconds",
+        low=0,
+    )
 
 
 class Efficiency(Sourced):
@@ -121,6 +131,9 @@ class Efficiency(Sourced):
     attention_forward: float = knob(doc="Attention, forward; causal counted as half of the square.", low=0.001, high=1)
     attention_backward: float = knob(doc="Attention, backward; 5 products where forward has 2.", low=0.001, high=1)
     memory: float = knob(doc="Of the bandwidth of the memory, by kernels that compute little.", low=0.001, high=1)
+    optimizer: float = knob(
+        0.72, doc="The same, by operators over many tensors: norm, optimizer, rounding.", low=0.001, high=1
+    )
 
     def of(self, operator: Operator) -> float:
         """The share of an operator."""

@@ -1,7 +1,6 @@
 """A run on a cluster: what it needs there and how long a step takes, by what the run itself would do."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from penstock.base.devices import chip_named
 from penstock.base.errors import HardwareError
@@ -15,7 +14,7 @@ from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
 from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher
 from penstock.moe.layer import MoE
-from penstock.plan.conventional import conventional
+from penstock.plan.conventional import Saving, conventional
 from penstock.plan.hardware import Cluster, Hardware
 from penstock.plan.memory import Overheads, memory_of_rehearsal
 from penstock.plan.projection import Projection, layout_of
@@ -36,7 +35,7 @@ class Assumptions:
 
     imbalance: float = 1.2
     kept_imbalance: float | None = None
-    saving: Literal["run", "conventional"] = "run"
+    saving: Saving = "run"
 
 
 USUAL = Assumptions()
@@ -79,7 +78,12 @@ def project(run: Run, cluster: Cluster, assumptions: Assumptions = USUAL) -> Pro
 def target_of(run: Run, cluster: Cluster, assumptions: Assumptions) -> Target:
     """Where the ranks of a run would be."""
     kept = assumptions.imbalance if assumptions.kept_imbalance is None else assumptions.kept_imbalance
-    return Target(device=device_of(cluster.hardware, run), ranks_per_node=cluster.hardware.node.devices, imbalance=kept)
+    return Target(
+        device=device_of(cluster.hardware, run),
+        ranks_per_node=cluster.hardware.node.devices,
+        imbalance=kept,
+        saving=assumptions.saving,
+    )
 
 
 def device_of(hardware: Hardware, run: Run) -> DeviceFacts:

@@ -163,14 +163,18 @@ class Rates:
         """
         return self._attention(direction, heads, queries, keys, widths, causal, dtype)
 
-    def memory_bound(self, moved_bytes: float) -> Estimate:
+    def memory_bound(self, moved_bytes: float, *, is_update: bool = False) -> Estimate:
         """A kernel that computes little: norms, activations, permutations, the optimizer.
 
         Args:
             moved_bytes: read and written.
+            is_update: of many tensors at once, as the optimizer does it.
         """
         efficiency = self.hardware.efficiency
-        return Estimate(self.hardware.host.kernel_seconds + self._moving(moved_bytes), "roofline", efficiency.source)
+        moving = self._moving(moved_bytes)
+        if is_update:
+            moving *= efficiency.memory / efficiency.optimizer
+        return Estimate(self.hardware.host.kernel_seconds + moving, "roofline", efficiency.source)
 
     def _moving(self, moved_bytes: float) -> float:
         return moved_bytes / (self.hardware.peaks.memory_bytes_per_second * self.hardware.efficiency.memory)

@@ -204,7 +204,7 @@ def _gathered(rank: StandIn) -> int:
         units = [*decoder.blocks.values(), *decoder.mtp.values()]
         sizes = [_divided_bytes(rank, decoder, unit) for unit in units]
         whole += _divided_bytes(rank, decoder, decoder) - sum(sizes)
-        most = max(most, *sizes)
+        most = max([most, *sizes])  # A stage may have no block.
     values = most // (2 if rank.run.training.precision == "bf16" else 4)
     return whole + most * (2 + rank.run.parallel.prefetch) + 4 * values
 

@@ -11,8 +11,9 @@ stages travel while both sides compute; a stage that waits for one waits for its
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from types import MappingProxyType
 
 from penstock.config.fit import grid_of, micro_batches
 from penstock.config.run import Run
@@ -27,11 +28,14 @@ from penstock.plan.hardware import Cluster, Group
 from penstock.plan.projection import RankTime, StepTime
 from penstock.plan.rehearsal import Rehearsal, Update
 from penstock.plan.stand_in import META
-from penstock.plan.streams import Timing, added, steady
+from penstock.plan.streams import OVERLAP_GAIN, Streams, Timing, added, steady
 from penstock.plan.tape import Operator, Work
 from penstock.plan.transfers import Transfers
 
 NOTHING = Timing()
+
+_LAUNCHED: Mapping[str, float] = MappingProxyType({"none": 1.0, "parts": 0.5, "auto": 0.0, "passes": 0.0})
+"""Share of the operators of passes that the host launches one by one, by `graphs.capture`; that of parts is assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +74,7 @@ class Clockwork:
         self._cluster = cluster
         self._costs = Costs(hardware, experts_of(run, imbalance), room_of(tuple(works)))
         self._transfers = Transfers(hardware)
-        is_captured = run.graphs.capture == "passes"
-        self._launch = 0.0 if is_captured else hardware.host.launch_seconds
+        self._launch = hardware.host.launch_seconds * _LAUNCHED[run.graphs.capture]
 
     def stage(self, stage: StageActivations, gathers: Sequence[int], shards: Group) -> StageTime:
         """Passes of a stage.
@@ -81,29 +84,50 @@ class Clockwork:
             gathers: bytes of whole weights that FSDP2 fetches for each; empty without it.
             shards: ranks that divide them.
         """
-        there = [piece.forward_work for piece in stage.pieces]
-        back = [piece.backward_work for piece in reversed(stage.pieces)]
-        forward, backward = self._steady(there), self._steady(back)
-        weight = self._steady(piece.weight_work for piece in reversed(stage.pieces))
-        if self._run.parallel.pipeline == 1:
-            # Nothing stands between the two, so the host may be ahead from one to the other.
-            backward = added(self._steady(there + back), forward, times=-1)
+        pieces, back = stage.pieces, stage.pieces[::-1]
+        forward, backward, weight = steady(
+            (
+                [piece.forward_work for piece in pieces],
+                [piece.backward_work for piece in back],
+                [piece.weight_work for piece in back],
+            ),
+            self._streams(self._launch),
+        )
         if gathers:
-            fetch = self._transfers.collective("all-gather", sum(gathers), shards).seconds
-            reduce = self._transfers.collective("reduce-scatter", 2 * sum(gathers), shards).seconds
-            forward, backward = _beside(forward, fetch), _beside(backward, fetch + reduce)
+            fetch, reduce = self._fsdp(sum(gathers), shards)
+            forward, backward = _beside(forward, fetch), _beside(_beside(backward, fetch), reduce)
         return StageTime(forward=forward, backward=backward, weight=weight)
 
-    def _steady(self, works: Iterable[Work]) -> Timing:
-        return steady(works, self._costs.of, self._launch)
+    def _fsdp(self, whole_bytes: int, shards: Group) -> tuple[Timing, Timing]:
+        """Fetching whole weights, and reducing their float32 gradients: what is sent, and what is copied for it.
+
+        Weights are rounded from their float32 shards into the message, and copied out of it; gradients are copied into
+        a float32 message, and added to the shards' sums.
+        """
+        rate = self._cluster.hardware.peaks.memory_bytes_per_second * self._cluster.hardware.efficiency.memory
+        sent = self._transfers.collective("all-gather", whole_bytes, shards).seconds
+        back = self._transfers.collective("reduce-scatter", 2 * whole_bytes, shards).seconds
+        fetched, reduced = whole_bytes * (2 + 3 / shards.ranks) / rate, whole_bytes * (3 + 4 / shards.ranks) / rate
+        return (
+            Timing(seconds=sent + fetched, compute=fetched, communication=sent),
+            Timing(seconds=back + reduced, compute=reduced, communication=back),
+        )
+
+    def _streams(self, launch_seconds: float) -> Streams:
+        return Streams(self._costs.of, launch_seconds, self._cluster.hardware.host.gap_seconds)
 
     def update(self, update: Update) -> tuple[Timing, Timing]:
         """Sums of gradients and new weights; and what is computed for the optimizer."""
         reduce = self._bucketed(update.reduce)
         gather = self._bucketed(tuple(one for one in update.step if _is_message(one)))
         rest = tuple(one for one in update.step if not _is_message(one))
-        computed = steady((update.zero, update.norm, rest), self._costs.of, 0.0)
-        return added(reduce, gather), computed
+        streams = self._streams(0.0)
+        for work in (update.zero, update.norm, rest):
+            streams.play(work)
+        still = self._cluster.hardware.host.step_seconds
+        return added(reduce, gather), added(
+            streams.timing, Timing(seconds=still, idle=still, terms={"host": still} if still else {})
+        )
 
     def _bucketed(self, work: Work) -> Timing:
         """Messages, and copies into and out of them: at the same time."""
@@ -169,7 +193,9 @@ def _passes(place: Rehearsal, stages: Mapping[int, StageTime], schedule: Schedul
     total = Timing()
     for action, times in Counter(action._replace(micro_batch=0) for action in schedule.actions[place.place]).items():
         total = added(total, _timing_of(action, stages[action.stage]), times=times)
-    return total
+    paired = [action for unit in schedule.units(place.place) if len(unit) > 1 for action in unit]
+    hidden = sum(_hidden(_timing_of(action, stages[action.stage])) for action in paired)
+    return added(total, Timing(seconds=-hidden, exposed=-hidden, terms={"dispatch": -hidden} if hidden else {}))
 
 
 def _timing_of(action: Action, stage: StageTime) -> Timing:
@@ -192,7 +218,13 @@ def _clock_costs(stages: Mapping[int, StageTime], send: float) -> ClockCosts:
         input=tuple(one.backward.seconds for one in ordered),
         weight=tuple(one.weight.seconds for one in ordered),
         send=send,
+        hidden=tuple((_hidden(one.forward), _hidden(one.backward)) for one in ordered),
     )
+
+
+def _hidden(passes: Timing) -> float:
+    """What a pass takes less while the other half of a pair computes."""
+    return OVERLAP_GAIN * passes.exposed
 
 
 def _rank_time(place: Rehearsal, passes: Timing, span: float, update: tuple[Timing, Timing]) -> RankTime:
@@ -231,12 +263,12 @@ def _step(
     )
 
 
-def _beside(passes: Timing, seconds: float) -> Timing:
-    """Passes while FSDP2's collectives travel."""
-    late = max(0.0, seconds - passes.compute)
-    return added(
-        passes, Timing(seconds=late, communication=seconds, exposed=late, terms={"weights": late} if late else {})
-    )
+def _beside(passes: Timing, moved: Timing) -> Timing:
+    """Passes while something is sent; it is copied on the device that computes."""
+    hidden = min(moved.communication, passes.compute)
+    exposed = moved.communication - OVERLAP_GAIN * hidden
+    seconds = exposed + moved.compute
+    return added(passes, replace(moved, seconds=seconds, exposed=exposed, terms={"weights": seconds}))
 
 
 def _is_message(operator: Operator) -> bool:

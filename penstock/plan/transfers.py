@@ -40,12 +40,15 @@ class Travel:
         copy_bytes: of one token: hidden size times bytes of a number.
         experts: routed experts of the layer.
         top_k: experts of a token.
+        in_turn: each token takes the experts behind those of the token before, as benchmarks that force balance have
+            it; else every choice is equally likely.
     """
 
     tokens: int
     copy_bytes: int
     experts: int
     top_k: int
+    in_turn: bool = False
 
 
 class Transfers:
@@ -197,12 +200,22 @@ class Transfers:
 
 
 def copies(travel: Travel, places: int) -> float:
-    """Other places than its own that a token needs, when experts lie evenly on them and all choices are as likely.
+    """Other places than its own that a token needs, when experts lie evenly on them.
 
     Args:
-        travel: how many experts there are, and how many a token chooses.
+        travel: how many experts there are, and how many a token chooses, and how.
         places: ranks, or nodes.
     """
+    if travel.in_turn:
+        return _needed_in_turn(travel.experts, travel.top_k, places) * (places - 1) / places
     elsewhere = travel.experts - travel.experts // places
     missed = math.comb(elsewhere, travel.top_k) / math.comb(travel.experts, travel.top_k)
     return (places - 1) * (1 - missed)
+
+
+@cache
+def _needed_in_turn(experts: int, top_k: int, places: int) -> float:
+    """Places of `top_k` neighbouring experts, the mean over the tokens until the same experts come again."""
+    each, tokens = experts // places, experts // math.gcd(experts, top_k)
+    chosen = ((token * top_k + choice for choice in range(top_k)) for token in range(tokens))
+    return sum(len({expert % experts // each for expert in one}) for one in chosen) / tokens

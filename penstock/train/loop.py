@@ -252,6 +252,7 @@ class _Loop:
             evaluation=evaluation,
             graph_pool_bytes=0 if graphs is None else graphs.pool_bytes,
             notices=() if graphs is None else graphs.take_notices(),
+            expert_ranks=self._run.parallel.expert,
         )
 
     def _may_stop_alone(self, stop: StopRequest) -> bool:

@@ -47,6 +47,15 @@ FIELDS: dict[str, Field] = {
     ),
     "graph_pool_bytes": Field("bytes", "Device memory that captured work keeps (graphs.capture); 0 without any."),
     "expert_load_max_over_mean": Field("", "Of the least even layer; 1 is even. Null for a dense model."),
+    "expert_rank_load_max_over_mean": Field(
+        "",
+        "Load of the fullest expert rank over the mean, as a mean of layers: what the time sees. Over all groups of "
+        "expert ranks together. Null if ranks do not share experts.",
+    ),
+    "expert_rank_load_fullest": Field(
+        "",
+        "The same of one rank, the one whose mean of layers is highest: what its memory sees. At most the field above.",
+    ),
     "dropped_slots": Field("slots", "(token, expert) pairs over capacity, all layers together."),
     "rows_left_out": Field(
         "rows", "Rows that found no room at their experts (dispatch.bound); if any, the step was made twice, for all."
@@ -85,6 +94,8 @@ def record(report: StepReport) -> dict[str, Any]:
         "peak_memory_bytes": report.peak_memory_bytes,
         "graph_pool_bytes": report.graph_pool_bytes,
         "expert_load_max_over_mean": None if worst is None else worst.max_over_mean,
+        "expert_rank_load_max_over_mean": report.expert_rank_load_max_over_mean,
+        "expert_rank_load_fullest": report.expert_rank_load_fullest,
         "dropped_slots": sum(layer.dropped for layer in report.layers),
         "rows_left_out": report.left_out,
         "auxiliary_loss": sum(layer.auxiliary_loss for layer in report.layers),

@@ -8,6 +8,7 @@ it or send it away without touching a device.
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Protocol
 
 from penstock.config.run import Run
@@ -44,6 +45,13 @@ class LayerReport:
         shares = [slots / total for slots in self.slots if slots]
         return -sum(share * math.log(share) for share in shares) / math.log(len(self.slots))
 
+    def rank_loads(self, ranks: int) -> tuple[float, ...]:
+        """Load of each of the ranks that share the layer's experts, over their mean: 1 is even."""
+        total, each = sum(self.slots), len(self.slots) // ranks
+        if total == 0:
+            return (1.0,) * ranks
+        return tuple(sum(self.slots[first : first + each]) * ranks / total for first in range(0, ranks * each, each))
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutLoss:
@@ -72,6 +80,7 @@ class StepReport:
         layers: one for each MoE layer; empty for a dense model.
         evaluation: held-out loss after this step, or None if none was due.
         notices: what the user should know from now on, one line each; told once.
+        expert_ranks: that share the experts of a layer.
     """
 
     step: int
@@ -91,6 +100,25 @@ class StepReport:
     evaluation: HeldOutLoss | None
     graph_pool_bytes: int = 0
     notices: tuple[str, ...] = ()
+    expert_ranks: int = 1
+
+    @property
+    def expert_rank_load_max_over_mean(self) -> float | None:
+        """Of each layer the fullest expert rank's load over the mean, then the mean of layers: what the time sees.
+
+        None if ranks do not share experts.
+        """
+        if self.expert_ranks == 1 or not self.layers:
+            return None
+        return fmean(max(layer.rank_loads(self.expert_ranks)) for layer in self.layers)
+
+    @property
+    def expert_rank_load_fullest(self) -> float | None:
+        """Of each expert rank the mean of its layers' loads, then the fullest rank: what the memory sees. Or None."""
+        if self.expert_ranks == 1 or not self.layers:
+            return None
+        loads = (layer.rank_loads(self.expert_ranks) for layer in self.layers)
+        return max(map(fmean, zip(*loads, strict=True)))
 
     @property
     def worst_layer(self) -> LayerReport | None:

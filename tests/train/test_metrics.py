@@ -49,9 +49,17 @@ def test_a_line_says_what_the_step_was() -> None:
     assert math.isclose(line["auxiliary_loss"], 0.03)
 
 
+def test_a_line_says_how_uneven_ranks_were_that_share_experts() -> None:
+    line = record(step_report(1, expert_ranks=2))
+    assert math.isclose(line["expert_rank_load_max_over_mean"], 1.2)
+    assert math.isclose(line["expert_rank_load_fullest"], 1.2)
+    assert record(step_report(1))["expert_rank_load_fullest"] is None
+
+
 def test_a_dense_model_has_no_expert_load() -> None:
     line = record(step_report(1, layers=()))
     assert line["expert_load_max_over_mean"] is None
+    assert line["expert_rank_load_max_over_mean"] is None
     assert (line["layers"], line["dropped_slots"], line["auxiliary_loss"]) == ([], 0, 0)
 
 
