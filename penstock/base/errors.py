@@ -76,5 +76,9 @@ class KernelError(PenstockError):
     """An operator was given shapes or types that no backend accepts."""
 
 
+class PicturesError(PenstockError):
+    """A picture or page cannot be made here: a part that draws is missing, or the file cannot be written."""
+
+
 class NonFiniteError(PenstockError):
     """Loss or gradients became NaN or infinite."""

@@ -1,0 +1,205 @@
+"""What is tried last. Each rule gives a layout a rank; layouts of a higher rank count only if none of a lower fits.
+
+The rules stand from the dearest way out of a full memory to the cheapest, and are compared from the left: a layout that
+computes everything twice comes behind every layout that does not, whatever else they do. So the order is that of the
+workflow: fit with the least model parallelism, compute little twice before everything, keep what talks most inside the
+fast link, cut rows only where they are long. Rank 0 means that a rule has nothing to say.
+"""
+
+from penstock.plan.rules.rule import Rule
+from penstock.plan.rules.sizes import Sizes
+
+SMALL_MODEL = 20_000_000_000
+"""Parameters below which experts are all that is shared."""
+
+SHARD = 4096
+"""Positions of a row that context parallelism leaves a rank without objection."""
+
+HALF = 0.5
+
+
+def bubble_of(sizes: Sizes) -> float:
+    """Share of a pipeline's time that ranks wait, if F = I = W and links take no time; 0 where no formula is known.
+
+    With m micro-batches on p ranks of v stages: (p - 1) / (p - 1 + m v) for 1F1B, interleaved and GPipe, 3 m for
+    zb-1f1b and 6 m for zb-v and dualpipe-v in the place of m v (docs/schedules.md). v-half and v-min have none.
+    """
+    ramp = sizes.pp - 1
+    times = {"gpipe": sizes.vpp, "1f1b": 1, "interleaved": sizes.vpp, "zb-1f1b": 3, "zb-v": 6, "dualpipe-v": 6}
+    if ramp == 0 or sizes.schedule not in times:
+        return 0.0
+    return ramp / (ramp + sizes.micro_batches * times[sizes.schedule])
+
+
+def _doublings(times: int, unit: int) -> int:
+    """How often `unit` must be doubled to hold `times`."""
+    return (-(-times // unit) - 1).bit_length()
+
+
+def _bubble_rank(sizes: Sizes) -> int:
+    return int(bubble_of(sizes) > HALF)
+
+
+def _bubble(sizes: Sizes) -> str | None:
+    if not _bubble_rank(sizes):
+        return None
+    share = bubble_of(sizes)
+    return f"{sizes.micro_batches} micro-batches on PP {sizes.pp} x {sizes.vpp} {sizes.schedule} wait {share:.0%}"
+
+
+def _full_rank(sizes: Sizes) -> int:
+    return 2 if "layer" in sizes.recompute else int("moe" in sizes.recompute)
+
+
+def _full(sizes: Sizes) -> str | None:
+    rank = _full_rank(sizes)
+    if rank == 0:
+        return None
+    return "every forward pass is computed twice" if rank == 2 else "experts, and the way to them, are passed twice"
+
+
+def _tensor_rank(sizes: Sizes) -> int:
+    return _doublings(sizes.tp, 1)
+
+
+def _tensor(sizes: Sizes) -> str | None:
+    active = sizes.model.active_parameters / 1e9
+    return f"TP {sizes.tp} cuts matrices of a model of {active:.3g}B active parameters" if sizes.tp > 1 else None
+
+
+def _gathered_rank(sizes: Sizes) -> int:
+    return int(sizes.shard == "full" and sizes.pp > 1)
+
+
+def _gathered(sizes: Sizes) -> str | None:
+    if not _gathered_rank(sizes):
+        return None
+    return f"full shards gather weights for each of {sizes.micro_batches} micro-batches of a pipeline"
+
+
+def _small_rank(sizes: Sizes) -> int:
+    return _doublings(sizes.pp, 1) if sizes.model.total_parameters < SMALL_MODEL else 0
+
+
+def _small(sizes: Sizes) -> str | None:
+    if not _small_rank(sizes):
+        return None
+    return f"PP {sizes.pp} for a model of {sizes.model.total_parameters / 1e9:.3g}B parameters"
+
+
+def _expert_rank(sizes: Sizes) -> int:
+    if sizes.is_inside_node(sizes.expert_ranks):
+        return 0
+    return max(1, _doublings(sizes.expert_ranks, sizes.node_devices))
+
+
+def _expert(sizes: Sizes) -> str | None:
+    if not _expert_rank(sizes):
+        return None
+    return f"EP {sizes.ep} x ETP {sizes.etp} = {sizes.expert_ranks} crosses nodes of {sizes.node_devices} devices"
+
+
+def _context_node_rank(sizes: Sizes) -> int:
+    ranks = sizes.tp * sizes.cp
+    if sizes.cp == 1 or sizes.is_inside_node(ranks):
+        return 0
+    return max(1, _doublings(ranks, sizes.node_devices))
+
+
+def _context_node(sizes: Sizes) -> str | None:
+    if not _context_node_rank(sizes):
+        return None
+    return f"CP {sizes.cp} x TP {sizes.tp} = {sizes.cp * sizes.tp} crosses nodes of {sizes.node_devices} devices"
+
+
+def _context_rank(sizes: Sizes) -> int:
+    return 0 if sizes.cp == 1 else _doublings(sizes.cp * SHARD, sizes.sequence_length)
+
+
+def _context(sizes: Sizes) -> str | None:
+    if not _context_rank(sizes):
+        return None
+    left = sizes.sequence_length // sizes.cp
+    return f"CP {sizes.cp} cuts rows of {sizes.sequence_length} positions into {left}, fewer than {SHARD}"
+
+
+ORDER: tuple[Rule, ...] = (
+    Rule(
+        name="bubble-under-half",
+        kind="order",
+        doc="A pipeline whose ranks wait more than half of their time comes after everything else: "
+        "(p - 1) / (p - 1 + m v) for m micro-batches on p ranks of v stages.",
+        source="L12 (Megatron-Core); docs/schedules.md (by the clock); AMD measured 54.4 % at PP 16, VPP 1, 16 "
+        "micro-batches and 14.5 % at VPP 6",
+        check=_bubble,
+        rank=_bubble_rank,
+    ),
+    Rule(
+        name="selective-before-full",
+        kind="order",
+        doc="Parts of a layer are computed twice before all of its experts are, and those before the whole layer, "
+        "which costs about 30 % of the computing. Experts that are computed twice send their tokens twice.",
+        source="3.0, M5, M9 (Megatron Bridge, activation recompute)",
+        check=_full,
+        rank=_full_rank,
+        fix=('recompute.modules=["expert-activation"]',),
+    ),
+    Rule(
+        name="tensor-only-to-fit",
+        kind="order",
+        doc="TP is the last kind of model parallelism: 1 while anything fits so. Doubling it to save memory cost 28 % "
+        "of the speed of a dense model of 70B; AMD plans 93B active parameters without it.",
+        source="L8, L11 (Megatron Bridge, memory tuning); AMD's plans for 768 GPUs",
+        check=_tensor,
+        rank=_tensor_rank,
+        fix=("parallel.tensor=1",),
+    ),
+    Rule(
+        name="whole-weights-in-pipeline",
+        kind="order",
+        doc="In a pipeline, ranks divide the optimizer and keep their weights whole: FSDP2 gathers weights and sums "
+        "gradients in each micro-batch.",
+        source="docs/decisions/0013-sharing-the-optimizer.md",
+        check=_gathered,
+        rank=_gathered_rank,
+        fix=("parallel.shard=optimizer",),
+    ),
+    Rule(
+        name="small-model-without-pipeline",
+        kind="order",
+        doc="Below 20B parameters experts are all that is shared. DeepSeek-V2-Lite on four H200s: PP 2 x EP 2 trains "
+        "11 % fewer tokens/s than EP 4, and TP 2 folded with EP 4 trains 8 % fewer.",
+        source="L11 (Megatron Bridge, parallelisms); layouts-h200x4.json",
+        check=_small,
+        rank=_small_rank,
+        fix=("parallel.pipeline=1",),
+    ),
+    Rule(
+        name="expert-product-inside-node",
+        kind="order",
+        doc="EP x ETP stays inside the fast link, where tokens have 9 to 18 times the bandwidth; it crosses nodes if "
+        "nothing fits otherwise, by as few doublings as will do.",
+        source="L10 (Megatron-Core, MoE guide); docs/hardware.md (links over network)",
+        check=_expert,
+        rank=_expert_rank,
+    ),
+    Rule(
+        name="context-inside-node",
+        kind="order",
+        doc="CP x TP stays inside the fast link: ranks that share a row exchange it in every layer.",
+        source="3.0 (Megatron-Core, MoE guide)",
+        check=_context_node,
+        rank=_context_node_rank,
+    ),
+    Rule(
+        name="context-from-8k",
+        kind="order",
+        doc="CP begins with rows of 8,192 and leaves a rank 4,096 positions; shorter rows are cut if nothing fits "
+        "otherwise.",
+        source="L7 (Megatron Bridge, parallelisms and long context)",
+        check=_context,
+        rank=_context_rank,
+        fix=("parallel.context=1",),
+    ),
+)
+"""From the dearest to the cheapest."""

@@ -1,0 +1,222 @@
+"""What changes if: two runs side by side, one run on more devices, one run with another value.
+
+Every question takes a `Planner`, which says what a run on a cluster needs (`penstock.plan.project.project` with its
+assumptions), and gives values; `penstock.cli.plan_what_ifs` prints them. What is not asked about stays: the layout, so
+that further devices are further data-parallel ranks, and about the tokens of a step, so that a longer sequence is fewer
+rows. A question without an answer, such as more expert ranks than experts, gives a point with the refusal.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from penstock.base.errors import ConfigError, PenstockError
+from penstock.config.compare import Difference, differences
+from penstock.config.run import Run
+from penstock.config.schema import find, nearest
+from penstock.plan.asked_layout import FIELDS, FOLLOW, revised, settled, with_layout
+from penstock.plan.hardware import Cluster, cluster_of
+from penstock.plan.memory import Memory
+from penstock.plan.projection import Projection, RankTime, Refusal
+from penstock.plan.rules.book import config_refusal
+
+Planner = Callable[[Run, Cluster], Projection]
+"""What a run on a cluster needs. Raises a PenstockError where it cannot run."""
+
+COMPONENTS = (
+    "parameters",
+    "gradients",
+    "master",
+    "moments",
+    "gathered",
+    "activations",
+    "logits",
+    "buffers",
+    "communication",
+    "graph_pool",
+    "libraries",
+    "reserve",
+)
+"""Parts of a rank's memory; they add up to `Memory.total`."""
+
+CANNOT_START = "cannot-start"
+"""Rule of what no rule of the config refuses, and the run itself does when it is built for the cluster."""
+
+DISPATCHERS = ("all-to-all", "all-gather", "symmetric", "hierarchical", "deep-ep")
+"""Ways to send tokens that a sweep of expert ranks compares."""
+
+SHORT: Mapping[str, str] = {"sequence_length": "training.sequence_length", "global_batch": "training.global_batch"}
+"""What may be swept by a short name, besides the parts of a layout."""
+
+
+def components(memory: Memory) -> dict[str, int]:
+    """Bytes by component."""
+    return {name: vars(memory)[name] for name in COMPONENTS}
+
+
+def slowest(projection: Projection) -> RankTime:
+    """The place on the pipeline that waits least for the others: what is saved there is saved."""
+    return min(projection.time.ranks, key=lambda one: one.waiting)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One term of two runs, in bytes or seconds; 0 where a run does not have it."""
+
+    name: str
+    left: float
+    right: float
+
+    @property
+    def more(self) -> float:
+        """Of the right one."""
+        return self.right - self.left
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two runs side by side.
+
+    Attributes:
+        left: the first.
+        right: the second.
+        fields: in which their configurations differ.
+        memory: components of the fullest ranks; they add up to the totals.
+        activations: of these ranks, by the module that allocated them.
+        seconds: terms of the slowest places; they add up to the steps.
+    """
+
+    left: Projection
+    right: Projection
+    fields: tuple[Difference, ...]
+    memory: tuple[Change, ...]
+    activations: tuple[Change, ...]
+    seconds: tuple[Change, ...]
+
+
+def compare(left: Projection, right: Projection) -> Comparison:
+    """Which terms differ between two projections."""
+    return Comparison(
+        left=left,
+        right=right,
+        fields=tuple(differences(left.run, right.run)),
+        memory=_changes(components(left.memory), components(right.memory)),
+        activations=_changes(left.memory.terms, right.memory.terms),
+        seconds=_changes(slowest(left).terms, slowest(right).terms),
+    )
+
+
+def _changes(left: Mapping[str, float], right: Mapping[str, float]) -> tuple[Change, ...]:
+    names = dict.fromkeys((*left, *right))
+    return tuple(Change(name=name, left=left.get(name, 0), right=right.get(name, 0)) for name in names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One answer of a row of questions.
+
+    Attributes:
+        asked: what was asked, by name, such as `ep`: `16`.
+        answer: a projection, or why there is none.
+        efficiency: tokens per second of a device over those of the first point; None without an answer.
+    """
+
+    asked: Mapping[str, str]
+    answer: Projection | Refusal
+    efficiency: float | None = None
+
+
+def answer_to(run: Run, cluster: Cluster, plan: Planner) -> Projection | Refusal:
+    """A projection of a run, or the rule that keeps it from running and its reason."""
+    refusal = config_refusal(run, cluster.devices)
+    if refusal is None:
+        try:
+            return plan(run, cluster)
+        except PenstockError as error:
+            refusal = CANNOT_START, f"{error}"
+    rule, reason = refusal
+    return Refusal(layout=settled(run), rule=rule, reason=reason)
+
+
+def scale(
+    run: Run, cluster: Cluster, worlds: Sequence[int], plan: Planner, kind: Literal["strong", "weak"]
+) -> tuple[Point, ...]:
+    """One layout on several numbers of devices, which differ in their data-parallel ranks.
+
+    Args:
+        run: with its layout.
+        cluster: on which the run's global batch is as it is.
+        worlds: numbers of devices.
+        plan: answers.
+        kind: strong: the global batch stays. weak: it grows with the devices.
+
+    Raises:
+        HardwareError: a number of devices does not fill its nodes.
+    """
+    points = []
+    for world in worlds:
+        share = world / cluster.devices if kind == "weak" else 1.0
+        there = revised(run, (), world, run.tokens_per_step * share)
+        answer = answer_to(there, cluster_of(world, cluster.hardware), plan)
+        points.append(Point(asked={"devices": f"{world}"}, answer=answer))
+    first = next((point.answer for point in points if isinstance(point.answer, Projection)), None)
+    return tuple(point if first is None else _with_efficiency(point, first) for point in points)
+
+
+def _with_efficiency(point: Point, first: Projection) -> Point:
+    if isinstance(point.answer, Refusal):
+        return point
+    speed = point.answer.time.tokens_per_second_per_device
+    return replace(point, efficiency=speed / first.time.tokens_per_second_per_device)
+
+
+def sweep(run: Run, cluster: Cluster, name: str, values: Sequence[str], plan: Planner) -> tuple[Point, ...]:
+    """One run with several values of one thing, at about the tokens of a step that it has.
+
+    Args:
+        run: with its layout.
+        cluster: where.
+        name: a part of the layout, `sequence_length`, or the full path of a field; `ep` is asked for every dispatcher.
+        values: of it, as text.
+        plan: answers.
+
+    Raises:
+        ConfigError: there is nothing of this name, or it does not take a value.
+    """
+    field = _field(name)
+    questions = [asked for value in values for asked in _asked(name, value)]
+    return tuple(
+        Point(asked=asked, answer=answer_to(_with(run, cluster, field, asked), cluster, plan)) for asked in questions
+    )
+
+
+def _asked(name: str, value: str) -> list[dict[str, str]]:
+    if name != "ep" or value == "1":
+        return [{name: value}]
+    return [{name: value, "dispatcher": way} for way in DISPATCHERS]
+
+
+def _with(run: Run, cluster: Cluster, field: str | None, asked: Mapping[str, str]) -> Run:
+    """The run with what is asked for; without a field it is a part of the layout."""
+    if field is None:
+        return with_layout(run, asked, cluster.devices, run.tokens_per_step)
+    (value,) = asked.values()
+    keeps_batch = field == SHORT["global_batch"]
+    return revised(run, [f"{field}={value}"], cluster.devices, None if keeps_batch else run.tokens_per_step)
+
+
+def _field(name: str) -> str | None:
+    """The field of a name, or None for a part of the layout."""
+    if name in FIELDS:
+        return None
+    path = SHORT.get(name, name)
+    if find(Run, path):
+        return path
+    known = (*FIELDS, *SHORT)
+    near = nearest(name, known)
+    raise ConfigError(
+        f"{name} follows from the layout" if name in FOLLOW else "nothing of this name can be swept",
+        got=None if name in FOLLOW else name,
+        allowed=f"{', '.join(known)}, or the full path of a field",
+        fix=None if near is None or name in FOLLOW else f"did you mean {near}?",
+    )

@@ -1,0 +1,108 @@
+"""Colours, chosen so that neighbours differ for colour-blind readers, and on white as well as on black.
+
+Forward passes are blue and backward passes warm, so that their direction is seen before any name is read; the stages
+of one rank are shades of one hue. Parts of a stack keep their colour in every picture: what is compared is found by
+colour.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from penstock.layout.actions import Kind
+
+HUES: dict[Kind, str] = {
+    Kind.FORWARD: "#3579c8",
+    Kind.BACKWARD: "#e0812c",
+    Kind.INPUT: "#cf5446",
+    Kind.WEIGHT: "#d9ab2b",
+}
+"""Of each kind of action."""
+
+IDLE = "rgba(128,128,128,0.22)"
+"""Time in which a rank waits."""
+
+HELD = "#7a6fb3"
+"""What a rank holds meanwhile."""
+
+LIMIT = "#d64550"
+"""A line that must not be crossed."""
+
+SERIES = ("#3579c8", "#e0812c", "#2f9e77", "#b55fb0", "#7f8896", "#cf5446", "#d9ab2b", "#4cb3d4")
+"""Of curves, and of parts of a stack that have no colour of their own."""
+
+MEMORY_PARTS: dict[str, str] = {
+    "parameters": "#2c5f9e",
+    "gradients": "#4f93d6",
+    "master": "#8ab8e6",
+    "moments": "#b9d3ec",
+    "gathered": "#5a6fc0",
+    "activations": "#e0812c",
+    "logits": "#efb671",
+    "buffers": "#2f9e77",
+    "communication": "#7cc4a8",
+    "graph pool": "#b55fb0",
+    "libraries": "#a9afb9",
+    "reserve": "#7f8896",
+    "other": "#5c636d",
+}
+"""Of components of memory: state is blue, what passes hold is warm, what is sent is green."""
+
+TIME_PARTS: dict[str, str] = {
+    "passes": "#3579c8",
+    "attention": "#3579c8",
+    "products": "#7fb2e5",
+    "elementwise": "#bcd3ea",
+    "experts": "#e0812c",
+    "loss": "#efb671",
+    "route": "#d9ab2b",
+    "dispatch": "#2f9e77",
+    "exchange": "#56b891",
+    "gradients": "#93d1b8",
+    "optimizer": "#b55fb0",
+    "update": "#b55fb0",
+    "host": "#cf5446",
+    "bubble": "#a9afb9",
+    "waiting": "#a9afb9",
+    "other": "#5c636d",
+}
+"""Of terms of a step: dense work is blue, experts are warm, what is sent is green, waiting is grey."""
+
+_SHADE_RANGE = 0.55
+"""The last of many shades goes so far towards white."""
+
+
+def shade(colour: str, index: int, count: int) -> str:
+    """One of several shades of a colour, the first the colour itself, the last the lightest.
+
+    Args:
+        colour: as `#rrggbb`.
+        index: which shade.
+        count: of how many.
+    """
+    share = _SHADE_RANGE * index / max(count - 1, 2)
+    return "#" + "".join(f"{round(value + (255 - value) * share):02x}" for value in _channels(colour))
+
+
+def ink_on(colour: str) -> str:
+    """Black or white: what is read better on a colour. Luma of ITU-R BT.601."""
+    red, green, blue = _channels(colour)
+    return "#1a1d21" if 0.299 * red + 0.587 * green + 0.114 * blue > 150 else "#ffffff"
+
+
+def part_colours(names: Sequence[str], known: Mapping[str, str]) -> dict[str, str]:
+    """A colour for each part of a stack: its own if it has one, else one that no other part of the stack has.
+
+    Args:
+        names: of the parts.
+        known: colours by name.
+    """
+    taken = {known[name] for name in names if name in known}
+    free = [colour for colour in SERIES if colour not in taken]
+    strange = [name for name in names if name not in known]
+    # More strange parts than colours: lighter shades of the same ones.
+    own = {name: shade(free[place % len(free)], place // len(free), 4) for place, name in enumerate(strange)}
+    return {name: known.get(name) or own[name] for name in names}
+
+
+def _channels(colour: str) -> tuple[int, int, int]:
+    """Red, green and blue, 0 to 255."""
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)

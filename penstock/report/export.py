@@ -1,0 +1,150 @@
+"""Pictures as PNG or SVG, drawn by a Chromium without a window: the same code draws them as draws the page.
+
+Plotly's own way (kaleido) needs such a browser too, so the browser is asked directly: it opens a document that turns
+its pictures into images and leaves them in the document as data, and prints what the document is then.
+"""
+
+import re
+import shutil
+import subprocess
+import tempfile
+from base64 import b64decode
+from collections.abc import Sequence
+from dataclasses import replace
+from html import escape, unescape
+from pathlib import Path
+from typing import Literal
+from urllib.parse import unquote
+
+from penstock.base.errors import PicturesError
+from penstock.plan.projection import Plan
+from penstock.report.figure import Figure
+from penstock.report.page import as_script, document, plan_figures, write_whole
+
+BROWSERS = ("chromium", "chromium-browser", "chrome-headless-shell", "google-chrome", "google-chrome-stable", "chrome")
+"""Programs that are looked for, in this order."""
+
+PATIENCE_SECONDS = 60.0
+"""For which pictures may be drawn; a timeline of 8,192 passes takes 3 s."""
+
+_IMAGE = re.compile(
+    r'id="(?P<name>[^"]+)"[^>]*? data-image="data:image/(?:png|svg\+xml)(?P<packed>;base64)?,(?P<data>[^"]*)"'
+)
+_TROUBLE = re.compile(r'data-trouble="(?P<text>[^"]*)"')
+
+
+def find_browser() -> str:
+    """A browser that can draw without a window.
+
+    Raises:
+        PicturesError: there is none.
+    """
+    found = next((path for name in BROWSERS if (path := shutil.which(name)) is not None), None)
+    if found is None:
+        raise PicturesError(
+            "PNG and SVG are drawn by Chromium, and there is none on PATH",
+            allowed=", ".join(BROWSERS),
+            fix="install one (Debian, Ubuntu: apt install chromium), or write the page (--html), which needs none",
+        )
+    return found
+
+
+def write_images(
+    figures: Sequence[Figure],
+    folder: Path,
+    *,
+    kind: Literal["png", "svg"] = "svg",
+    theme: Literal["light", "dark"] = "light",
+    width: int = 1000,
+    scale: float = 2.0,
+) -> list[Path]:
+    """Write each picture to a file of its name.
+
+    Args:
+        figures: pictures; names differ.
+        folder: where; it must be there.
+        kind: of the files.
+        theme: colours of ground and text.
+        width: in pixels; the height is the picture's own.
+        scale: pixels of a PNG for each of them.
+
+    Returns:
+        The files, in the order of the pictures.
+
+    Raises:
+        PicturesError: there is no browser or no Plotly, or the browser did not draw.
+    """
+    browser = find_browser()
+    words = {figure.name: [escape(figure.title), escape(figure.caption)] for figure in figures}
+    export = {
+        "theme": theme,
+        "format": kind,
+        "width": width,
+        "scale": scale if kind == "png" else 1,
+        "words": words,
+    }
+    boxes = "".join(f'<div class="figure" id="{escape(figure.name)}"></div>' for figure in figures)
+    body = f'{boxes}<script type="application/json" id="export">{as_script(export)}</script>'
+    drawn = open_in_browser(browser, document("export", body, figures, script="export.js"))
+    images = {unescape(match["name"]): _content(match) for match in _IMAGE.finditer(drawn)}
+    missing = [figure.name for figure in figures if figure.name not in images]
+    if missing:
+        trouble = _TROUBLE.search(drawn)
+        raise PicturesError(
+            f"{browser} did not draw {', '.join(missing)}", got=trouble["text"] if trouble else "no answer"
+        )
+    paths = [folder / f"{figure.name}.{kind}" for figure in figures]
+    for figure, path in zip(figures, paths, strict=True):
+        write_whole(path, images[figure.name])
+    return paths
+
+
+def write_image(plan: Plan, path: Path, *, more: Sequence[Figure] = ()) -> list[Path]:
+    """Write each picture of a plan beside a path: `plan.svg` stands for `plan-memory.svg`, `plan-step-time.svg`, ...
+
+    Args:
+        plan: what was found.
+        path: ends in .png or .svg.
+        more: further pictures, see `penstock.report.page.page`.
+
+    Returns:
+        The files.
+
+    Raises:
+        PicturesError: nothing fits, so nothing can be drawn; or see `write_images`.
+    """
+    figures = [replace(figure, name=f"{path.stem}-{figure.name}") for figure in (*plan_figures(plan), *more)]
+    if not figures:
+        raise PicturesError(f"no layout of {plan.model} fits, so there is nothing to draw", fix="see --explain refused")
+    return write_images(figures, path.parent, kind="png" if path.suffix == ".png" else "svg")
+
+
+def open_in_browser(browser: str, html: str, *options: str) -> str:
+    """Let a browser open a document, run its scripts, and print what it is then.
+
+    Args:
+        browser: program.
+        html: the document.
+        options: more of the browser's own.
+
+    Raises:
+        PicturesError: the browser failed, or needed too long.
+    """
+    with tempfile.TemporaryDirectory(prefix="penstock-pictures-") as folder:
+        path = Path(folder) / "document.html"
+        path.write_text(html, encoding="utf-8")
+        # No sandbox: the document is ours, and the sandbox needs rights that containers lack.
+        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom"]
+        command += [f"--user-data-dir={folder}/profile", "--virtual-time-budget=20000", *options, path.as_uri()]
+        try:
+            result = subprocess.run(command, capture_output=True, timeout=PATIENCE_SECONDS, check=True)
+        except subprocess.TimeoutExpired as error:
+            raise PicturesError(f"{browser} did not finish within {PATIENCE_SECONDS:.0f} s") from error
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise PicturesError(f"{browser} failed", got=error) from error
+    return result.stdout.decode()
+
+
+def _content(match: re.Match[str]) -> bytes:
+    """What a file gets: the data of an image as the document has it."""
+    return b64decode(match["data"]) if match["packed"] else unquote(match["data"]).encode()

@@ -1,0 +1,197 @@
+"""Bars made of parts: memory by component against what the device has, and the step by what it is spent on.
+
+A bar for each layout, lying, with its name beside it; the layouts of one picture share most of their settings, and only
+those that differ are written (`names_of`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from penstock.plan.memory import Memory
+from penstock.plan.projection import Layout, Projection, RankTime
+from penstock.plan.what_if import components, slowest
+from penstock.report.colours import LIMIT, MEMORY_PARTS, TIME_PARTS, part_colours
+from penstock.report.figure import Figure, rounded, three_digits, time_unit
+
+SMALL = 0.004
+"""Parts that are below this share of the longest bar everywhere are drawn as one: `other`."""
+
+SIZES = ("pp", "vpp", "ep", "etp", "cp", "tp", "dp")
+"""Settings of a layout that are written as PP8."""
+
+
+def memory_parts(memory: Memory) -> dict[str, int]:
+    """The components of a rank's memory in bytes, in the order of a bar; they add up to its total."""
+    return {name.replace("_", " "): size for name, size in components(memory).items()}
+
+
+def time_parts(time: RankTime) -> dict[str, float]:
+    """The terms of a step in seconds; without terms its phases."""
+    if time.terms:
+        return dict(time.terms)
+    return {"passes": time.passes, "waiting": time.waiting, "update": time.update}
+
+
+def names_of(layouts: Sequence[Layout]) -> list[str]:
+    """A short name for each layout: its place, its sizes, and of its other settings those that are not all the same."""
+    tables = [asdict(layout) for layout in layouts]
+    differ = {name for table in tables for name, value in table.items() if value != tables[0][name]}
+    return [f"{place} \u00b7 {_short(table, differ)}" for place, table in enumerate(tables, start=1)]
+
+
+def _short(table: Mapping[str, Any], differ: set[str]) -> str:
+    """A layout without what all have, its sizes above its other settings."""
+    sizes = [f"{name.upper()}{table[name]}" for name in SIZES if name in differ or (table[name] > 1 and name != "dp")]
+    words = [str(table[name]) for name in ("schedule", "dispatcher", "shard") if name in differ]
+    if "micro_batch" in differ:
+        words.append(f"mb {table['micro_batch']}")
+    if "recompute" in differ and table["recompute"] != "none":
+        words.append(f"recompute {table['recompute']}")
+    if "sync_free_stage" in differ:
+        words.append(f"sync-free {table['sync_free_stage']}")
+    return "<br>".join([" ".join(sizes) or "one rank", *([f"<i>{', '.join(words)}</i>"] if words else [])])
+
+
+def memory_figure(projections: Sequence[Projection]) -> Figure:
+    """Memory of the fullest rank of each layout, by component, and the line that no bar may cross.
+
+    Args:
+        projections: on one cluster; at least one.
+    """
+    bars = [{name: size / 1e9 for name, size in memory_parts(one.memory).items()} for one in projections]
+    capacity = projections[0].capacity_bytes / 1e9
+    ranks = [f"rank {one.memory.rank}, in {one.memory.moment}" for one in projections]
+    most = max(capacity, *(sum(bar.values()) for bar in bars))
+    hardware = projections[0].cluster.hardware.name
+    return _stack(
+        Figure(
+            name="memory",
+            title="Memory of the fullest rank",
+            caption=f"At the fullest moment of a step. The line is the capacity of {hardware}: {capacity:.0f} GB.",
+            data=_bars(names_of([one.layout for one in projections]), bars, ranks, "GB", MEMORY_PARTS),
+            layout={
+                "xaxis": {"title": {"text": "GB"}, "range": [0, most * 1.13]},
+                "shapes": [_line(capacity)],
+            },
+            height=_height(len(bars)),
+        )
+    )
+
+
+def time_figure(projections: Sequence[Projection]) -> Figure:
+    """The step of each layout by what it is spent on, of the place that waits least.
+
+    Args:
+        projections: at least one.
+    """
+    ranks = [slowest(one) for one in projections]
+    size, unit = time_unit(max(one.time.step_seconds for one in projections))
+    bars = [{name: seconds / size for name, seconds in time_parts(rank).items()} for rank in ranks]
+    longest = max(sum(bar.values()) for bar in bars)
+    names, notes = names_of([one.layout for one in projections]), [f"rank {one.rank}" for one in ranks]
+    return _stack(
+        Figure(
+            name="step-time",
+            title="Time of a step",
+            caption="By what is done, on the pipeline rank that waits least for the others.",
+            data=_bars(names, bars, notes, unit, TIME_PARTS),
+            layout={"xaxis": {"title": {"text": unit}, "range": [0, longest * 1.13]}},
+            height=_height(len(bars)),
+        )
+    )
+
+
+def _height(bars: int) -> int:
+    return 130 + 38 * bars
+
+
+def _line(at: float) -> dict[str, Any]:
+    """A line from top to bottom that must not be crossed."""
+    place = {"type": "line", "xref": "x", "yref": "paper", "x0": at, "x1": at, "y0": 0, "y1": 1}
+    return place | {"line": {"color": LIMIT, "width": 2, "dash": "dash"}}
+
+
+def _bars(
+    names: Sequence[str], bars: Sequence[Mapping[str, float]], notes: Sequence[str], unit: str, known: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """One trace for each part, and one with the sums behind the bars.
+
+    Args:
+        names: of the bars.
+        bars: parts of each; a part that a bar lacks is 0.
+        notes: written under a bar's name on hover.
+        unit: of all numbers.
+        known: colours of parts.
+    """
+    bars = [_without_small(bar, _small_parts(bars)) for bar in bars]
+    parts = sorted({name for bar in bars for name in bar}, key=_order(bars, known))
+    colours = part_colours(parts, known)
+    totals = [sum(bar.values()) for bar in bars]
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": part,
+            "y": list(names),
+            "x": [rounded(bar.get(part, 0.0)) for bar in bars],
+            "customdata": [
+                [note, f"{bar.get(part, 0.0) / total:.1%}" if total else "", rounded(total, 4)]
+                for bar, note, total in zip(bars, notes, totals, strict=True)
+            ],
+            "marker": {"color": colours[part], "line": {"width": 0}},
+            "hovertemplate": f"<b>{part}</b> %{{x:.4g}} {unit}, %{{customdata[1]}} of %{{customdata[2]}} {unit}"
+            "<br>%{y}<br>%{customdata[0]}<extra></extra>",
+        }
+        for part in parts
+    ]
+    sums = {
+        "type": "scatter",
+        "mode": "text",
+        "y": list(names),
+        "x": [rounded(total) for total in totals],
+        "text": [f" {three_digits(total)}" for total in totals],
+        "textposition": "middle right",
+        "textfont": {"size": 11},
+        "cliponaxis": False,
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
+    return [*traces, sums]
+
+
+def _order(bars: Sequence[Mapping[str, float]], known: Mapping[str, str]) -> Callable[[str], tuple[int, int]]:
+    """Parts with a colour of their own stand in the order of their colours; the others behind them, as they come."""
+    places, found = list(known), list(dict.fromkeys(name for bar in bars for name in bar))
+    return lambda name: (places.index(name) if name in known else len(places), found.index(name))
+
+
+def _small_parts(bars: Sequence[Mapping[str, float]]) -> set[str]:
+    """Parts that could not be seen in any bar."""
+    longest = max(sum(bar.values()) for bar in bars)
+    return {name for bar in bars for name in bar if all(other.get(name, 0.0) < SMALL * longest for other in bars)}
+
+
+def _without_small(bar: Mapping[str, float], small: set[str]) -> dict[str, float]:
+    """A bar whose small parts are one."""
+    rest = sum(value for name, value in bar.items() if name in small)
+    return {name: value for name, value in bar.items() if name not in small} | ({"other": rest} if rest else {})
+
+
+def _stack(figure: Figure) -> Figure:
+    """What all pictures of bars have in their layout."""
+    layout = {
+        **figure.layout,
+        "barmode": "stack",
+        "bargap": 0.32,
+        "hovermode": "closest",
+        "yaxis": {"autorange": "reversed", "showgrid": False, "fixedrange": True, "tickfont": {"size": 11}},
+    }
+    return Figure(
+        name=figure.name,
+        title=figure.title,
+        caption=figure.caption,
+        data=figure.data,
+        layout=layout,
+        height=figure.height,
+    )

@@ -1,0 +1,347 @@
+"""Who does what when: a lane for each rank, with boxes for its passes, gaps where it waits, and what it holds below.
+
+A timeline is a list of lanes of named intervals. `planned` makes one from a schedule and the clock's playback of it; a
+measured one is laid over it by giving both to `timeline_figure`, which puts lanes of one rank under each other on one
+axis of time.
+
+A large step has 8,192 passes (16 ranks, 4 stages each, 64 micro-batches, forward and backward). As bars of Plotly each
+would be an element of the page; here all boxes of a colour are one outline with gaps, which draws and zooms at once.
+Plotly does not know the boxes then, so page.js finds the one under the pointer, and writes numbers where there is room.
+`meta` of a trace tells it their names. The outline of each box has `BOX_POINTS` points, the last an empty one.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from penstock.layout.actions import Action, Kind, Schedule
+from penstock.layout.clock import Playback
+from penstock.report.colours import HELD, HUES, IDLE, ink_on, shade
+from penstock.report.figure import Figure, rounded, time_text, time_unit
+
+BOX_POINTS = 6
+
+BOX_TOP, BOX_BOTTOM, HELD_TOP, HELD_BOTTOM = 0.46, -0.16, -0.2, -0.42
+"""Of a lane that is 1 high and whose middle is 0: its boxes, and below them what is held."""
+
+KIND_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "input", Kind.WEIGHT: "weight"}
+"""As in legends. Input and weight: the two halves of a backward pass, where they are apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """Something that is done for a while.
+
+    Attributes:
+        start: in seconds from the start of the step.
+        end: the same.
+        name: says in full what it is.
+        colour: of the box.
+        group: entry of the legend that it belongs to.
+        label: written into the box if there is room.
+        part: which part of the lane's height it takes, from 0 at the bottom to 1: two at once share it.
+    """
+
+    start: float
+    end: float
+    name: str
+    colour: str
+    group: str
+    label: str = ""
+    part: tuple[float, float] = (0.0, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """What one rank does.
+
+    Attributes:
+        name: beside it.
+        intervals: by start.
+        held: what it holds from a time on, by time; empty if that is not known.
+    """
+
+    name: str
+    intervals: Sequence[Interval]
+    held: Sequence[tuple[float, float]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A step, planned or measured.
+
+    Attributes:
+        name: `planned`, `measured`.
+        lanes: one for each rank.
+        held_unit: of what lanes hold, as it is written behind a number.
+    """
+
+    name: str
+    lanes: Sequence[Lane]
+    held_unit: str = "micro-batches"
+
+    @property
+    def span(self) -> float:
+        """End of the last interval."""
+        return max((one.end for lane in self.lanes for one in lane.intervals), default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """What stages hold of a micro-batch, as `layout.clock.Costs` says it.
+
+    Attributes:
+        activation: of each stage; empty is 1 / stages_per_rank for every stage.
+        freed_by_input: share of that which an input gradient frees already.
+        unit: of `activation`.
+    """
+
+    activation: tuple[float, ...] = ()
+    freed_by_input: float = 0.0
+    unit: str = "micro-batches"
+
+
+WHOLE_MICRO_BATCHES = Shares()
+
+
+def planned(schedule: Schedule, playback: Playback, shares: Shares = WHOLE_MICRO_BATCHES) -> Timeline:
+    """The timeline of a schedule that the clock has played.
+
+    Args:
+        schedule: what was played.
+        playback: of it.
+        shares: what stages hold; by default a rank counts its micro-batches.
+    """
+    intervals: defaultdict[int, list[Interval]] = defaultdict(list)
+    held: defaultdict[int, list[tuple[float, float]]] = defaultdict(lambda: [(0.0, 0.0)])
+    paired = {
+        (rank, action)
+        for rank in range(schedule.ranks)
+        for unit in schedule.units(rank)
+        if len(unit) > 1
+        for action in unit
+    }
+    sizes = shares.activation or (1 / schedule.stages_per_rank,) * schedule.stages
+    for event in playback.events:
+        is_pair = (event.rank, event.action) in paired
+        intervals[event.rank].append(_interval(schedule, event.rank, event.action, (event.start, event.end), is_pair))
+        kind = event.action.kind
+        change = _change(kind, shares.freed_by_input) * sizes[event.action.stage]
+        # A forward holds from its start on; what a backward frees is free at its end.
+        held[event.rank].append((event.start if kind is Kind.FORWARD else event.end, change))
+    lanes = [
+        Lane(name=f"rank {rank}", intervals=tuple(intervals[rank]), held=_summed(held[rank]))
+        for rank in range(schedule.ranks)
+    ]
+    return Timeline(name="planned", lanes=lanes, held_unit=shares.unit)
+
+
+def _interval(schedule: Schedule, rank: int, action: Action, times: tuple[float, float], is_pair: bool) -> Interval:
+    """A pass as an interval."""
+    chunk = schedule.stages_of(rank).index(action.stage)
+    colour = shade(HUES[action.kind], chunk, schedule.stages_per_rank)
+    group = KIND_NAMES[action.kind]
+    # The forward of a pair lies above its backward.
+    part = ((0.5, 1.0) if action.kind is Kind.FORWARD else (0.0, 0.5)) if is_pair else (0.0, 1.0)
+    return Interval(
+        start=times[0],
+        end=times[1],
+        name=f"{group} of stage {action.stage}, micro-batch {action.micro_batch}",
+        colour=colour,
+        group=group if schedule.stages_per_rank == 1 else f"{group}, chunk {chunk}",
+        label=str(action.micro_batch),
+        part=part,
+    )
+
+
+def _change(kind: Kind, freed_by_input: float) -> float:
+    """What a pass adds to what is held, in parts of its stage's share."""
+    changes = {Kind.FORWARD: 1.0, Kind.BACKWARD: -1.0, Kind.INPUT: -freed_by_input, Kind.WEIGHT: freed_by_input - 1.0}
+    return changes[kind]
+
+
+def _summed(changes: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """What is held after each change; at equal times what is freed goes first."""
+    total, result = 0.0, []
+    for time, change in sorted(changes):
+        total += change
+        result.append((time, round(total, 9)))
+    return tuple(result)
+
+
+def timeline_figure(name: str, title: str, timelines: Sequence[Timeline]) -> Figure:
+    """Draw timelines over one axis of time.
+
+    Args:
+        name: of the picture.
+        title: of it.
+        timelines: one, or several of the same ranks: planned and measured.
+    """
+    rows = _rows(timelines)
+    span = max(timeline.span for timeline in timelines)
+    size, _ = time_unit(span)
+    most = max((held for row in rows for _, held in row.lane.held), default=0.0)
+    data = [_waiting(rows, size), *_boxes(rows, size), *_held(rows, size, (most, timelines[0].held_unit))]
+    numbers = [f"{one.name} {time_text(one.span)}, {_idle_share(one):.1%} idle" for one in timelines]
+    below = f"Below each lane: {timelines[0].held_unit} held, at most {most:.3g}." if most else ""
+    return Figure(
+        name=name,
+        title=title,
+        caption=f"Passes: {'; '.join(numbers)}. Grey is waiting. {below}".strip(),
+        data=data,
+        layout=_layout(rows, span),
+        height=96 + max(30 if len(rows) > 8 else 44, 240 // len(rows)) * len(rows),
+        is_wide=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """A lane of a picture, from top to bottom; its step ends at `span` seconds."""
+
+    name: str
+    lane: Lane
+    span: float
+
+    @property
+    def idle(self) -> float:
+        """Share of the step in which nothing is done."""
+        return 1 - _covered(self.lane) / self.span if self.span else 0.0
+
+
+def _rows(timelines: Sequence[Timeline]) -> list[_Row]:
+    """Lanes of all timelines, those of one rank under each other."""
+    counts = {len(timeline.lanes) for timeline in timelines}
+    assert len(counts) == 1, f"timelines of {sorted(counts)} lanes are of different ranks"
+    several = len(timelines) > 1
+    return [
+        _Row(name=f"{lane.name} {timeline.name}" if several else lane.name, lane=lane, span=timeline.span)
+        for place in range(counts.pop())
+        for timeline in timelines
+        for lane in (timeline.lanes[place],)
+    ]
+
+
+def _idle_share(timeline: Timeline) -> float:
+    """Share of all lanes' time in which nothing is done."""
+    whole = timeline.span * len(timeline.lanes)
+    return 1 - sum(_covered(lane) for lane in timeline.lanes) / whole if whole else 0.0
+
+
+def _covered(lane: Lane) -> float:
+    """Time in which a lane has any interval."""
+    until = covered = 0.0
+    for one in sorted(lane.intervals, key=lambda interval: interval.start):
+        covered += max(0.0, one.end - max(one.start, until))
+        until = max(until, one.end)
+    return covered
+
+
+def _rectangle(left: float, right: float, bottom: float, top: float) -> tuple[list[float | None], list[float | None]]:
+    """Corners of a box and the gap behind it."""
+    left, right = rounded(left), rounded(right)
+    return [left, right, right, left, left, None], [bottom, bottom, top, top, bottom, None]
+
+
+def _outlines(boxes: list[tuple[list[float | None], list[float | None]]]) -> dict[str, Any]:
+    """Boxes as one trace."""
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "fill": "toself",
+        "x": [value for x, _ in boxes for value in x],
+        "y": [value for _, y in boxes for value in y],
+        "hoverinfo": "skip",
+    }
+
+
+def _waiting(rows: list[_Row], size: float) -> dict[str, Any]:
+    """The ground of every lane: what no box covers is waiting."""
+    boxes = [_rectangle(0.0, row.span / size, BOX_BOTTOM - place, BOX_TOP - place) for place, row in enumerate(rows)]
+    trace = _outlines(boxes) | {"name": "waiting", "fillcolor": IDLE, "line": {"width": 0}}
+    return trace | {"legendrank": 2000, "meta": {"role": "waiting"}}
+
+
+def _boxes(rows: list[_Row], size: float) -> list[dict[str, Any]]:
+    """One trace for each group, with the names of its boxes."""
+    groups: dict[str, list[tuple[int, Interval]]] = defaultdict(list)
+    for place, row in enumerate(rows):
+        for interval in row.lane.intervals:
+            groups[interval.group].append((place, interval))
+    traces = []
+    for name, members in sorted(groups.items(), key=lambda entry: _group_order(entry[0])):
+        high = BOX_TOP - BOX_BOTTOM
+        boxes = [
+            _rectangle(
+                one.start / size,
+                one.end / size,
+                round(BOX_BOTTOM + high * one.part[0] - place, 3),
+                round(BOX_BOTTOM + high * one.part[1] - place, 3),
+            )
+            for place, one in members
+        ]
+        colour = members[0][1].colour
+        edge = {"width": 0.5, "color": "rgba(0,0,0,0.35)"}
+        meta = {
+            "role": "boxes",
+            "lanes": [place for place, _ in members],
+            "names": [one.name for _, one in members],
+            "labels": [one.label for _, one in members],
+            "ink": ink_on(colour),
+        }
+        traces.append(_outlines(boxes) | {"name": name, "fillcolor": colour, "line": edge, "meta": meta})
+    return traces
+
+
+def _group_order(name: str) -> tuple[int, str]:
+    """Forward, backward, input, weight; then anything else by name."""
+    kinds = list(KIND_NAMES.values())
+    kind = name.partition(",")[0]
+    return (kinds.index(kind) if kind in kinds else len(kinds)), name
+
+
+def _held(rows: list[_Row], size: float, held: tuple[float, str]) -> list[dict[str, Any]]:
+    """What lanes hold, as steps below their boxes; all on one scale.
+
+    Args:
+        rows: the lanes.
+        size: seconds of the unit of the axis.
+        held: the most that a lane holds, and its unit.
+    """
+    most, unit = held
+    if not most:
+        return []
+    high = (HELD_TOP - HELD_BOTTOM) / most
+    xs: list[float | None] = []
+    ys: list[float | None] = []
+    for place, row in enumerate(rows):
+        bottom = HELD_BOTTOM - place
+        for (time, value), (until, _) in pairwise([*row.lane.held, (row.span, 0.0)]):
+            xs += [rounded(time / size), rounded(until / size)]
+            ys += [round(bottom + value * high, 4)] * 2
+        xs += [rounded(row.span / size), 0.0, None]
+        ys += [bottom, bottom, None]
+    trace = {"type": "scatter", "mode": "lines", "fill": "toself", "x": xs, "y": ys, "hoverinfo": "skip"}
+    style = {"name": "held", "fillcolor": HELD, "opacity": 0.9, "line": {"width": 0}, "legendrank": 2001}
+    return [trace | style | {"meta": {"role": "held", "bottom": HELD_BOTTOM, "scale": high, "unit": unit}}]
+
+
+def _layout(rows: list[_Row], span: float) -> Mapping[str, Any]:
+    """Axes: time to the right, ranks downwards."""
+    size, unit = time_unit(span)
+    return {
+        "xaxis": {"title": {"text": f"time in the step ({unit})"}, "range": [0, span / size], "showgrid": False},
+        "yaxis": {
+            "tickvals": [-place for place in range(len(rows))],
+            "ticktext": [f"{row.name} \u00b7 {row.idle:.0%} idle" for row in rows],
+            "range": [0.5 - len(rows), 0.5],
+            "fixedrange": True,
+            "showgrid": False,
+            "zeroline": False,
+        },
+        "hovermode": False,
+        "dragmode": "zoom",
+        "meta": {"role": "timeline", "unit": unit},
+    }

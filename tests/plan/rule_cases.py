@@ -1,0 +1,232 @@
+"""For each rule sizes that it has something against, and sizes as near as can be that it lets pass."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from penstock.plan.rules.sizes import ModelFacts, Sizes
+
+V3 = ModelFacts(
+    layers=61,
+    dense_layers=3,
+    vocabulary=129280,
+    head_counts=(128,),
+    experts=256,
+    top_k=8,
+    expert_width=2048,
+    shared_width=2048,
+    dense_width=18432,
+    is_latent=True,
+    forces_balance=False,
+    pads=False,
+    total_parameters=671_000_000_000,
+    active_parameters=37_600_000_000,
+)
+DENSE = replace(V3, experts=0, top_k=0, expert_width=0, shared_width=0, dense_layers=61, is_latent=False)
+SMALL = replace(V3, total_parameters=15_700_000_000, active_parameters=2_660_000_000)
+
+PLAIN = Sizes(
+    model=V3, world=1024, node_devices=8, vendor="nvidia", global_batch=8192, sequence_length=4096, shard="optimizer"
+)
+"""Every rank trains the whole model on rows of its own: no rule has anything against that."""
+
+EP8: dict[str, Any] = {"ep": 8, "dispatcher": "symmetric"}
+EP16: dict[str, Any] = {"ep": 16, "dispatcher": "hierarchical"}
+PP16: dict[str, Any] = {"pp": 16, "schedule": "1f1b"}
+PP8X2: dict[str, Any] = {"pp": 8, "vpp": 2, "schedule": "interleaved"}
+
+
+class Case(NamedTuple):
+    """Changes of PLAIN.
+
+    Attributes:
+        rule: name of it.
+        against: that it refuses, ranks above 0, or has advice for.
+        passes: that it has nothing to say to.
+        says: what its reason holds.
+    """
+
+    rule: str
+    against: dict[str, Any]
+    passes: dict[str, Any]
+    says: str
+
+
+LEGAL = (
+    Case("sizes-divide-the-ranks", {"tp": 3}, {"tp": 4}, "= 3 does not divide 1024 ranks"),
+    Case("sizes-divide-the-ranks", {"pp": 3, "ep": 2}, {"pp": 4, "ep": 2}, "PP 3 x CP 1 x TP 1"),
+    Case("sizes-divide-the-ranks", {"ep": 256, "pp": 8}, {"ep": 128, "pp": 8}, "PP 8 x EP 256 x ETP 1 = 2048"),
+    Case("micro-batches-are-whole", {"global_batch": 1000}, {"global_batch": 1024}, "does not divide 1000 rows"),
+    Case(
+        "schedule-has-its-micro-batches",
+        {"pp": 8, "vpp": 2, "schedule": "dualpipe-v", "global_batch": 1024},
+        {"pp": 8, "vpp": 2, "schedule": "dualpipe-v", "global_batch": 2048},
+        "needs 16 micro-batches, and there are 8",
+    ),
+    Case("experts-have-ranks-only-if-there-are-any", {"model": DENSE, **EP8}, {"model": DENSE}, "no experts"),
+    Case("expert-ranks-divide-experts", {"ep": 512}, {"ep": 256}, "EP 512 does not divide 256 experts"),
+    Case("expert-tensor-ranks-divide-an-expert", {"etp": 3}, {"etp": 4}, "ETP 3"),
+    Case("tensor-ranks-divide-heads", {"tp": 256}, {"tp": 128}, "128 heads"),
+    Case("tensor-ranks-divide-widths", {"tp": 4096}, {"tp": 2048}, "a network of 18432 features"),
+    Case("tensor-ranks-divide-the-vocabulary", {"tp": 512}, {"tp": 256}, "a vocabulary of 129280"),
+    Case(
+        "ranks-divide-the-sequence",
+        {"cp": 4, "sequence_length": 4100, "context_method": "all-gather"},
+        {"cp": 4, "sequence_length": 4104, "context_method": "all-gather"},
+        "a multiple of 8",
+    ),
+    Case(
+        "ulysses-divides-heads",
+        {"cp": 16, "tp": 16, "context_method": "ulysses"},
+        {"cp": 16, "tp": 16, "context_method": "auto"},
+        "= 256 does not divide 128 heads",
+    ),
+    Case("schedule-has-its-stages", {**PP16, "vpp": 2}, PP16, "1f1b has 1 stages a rank, not 2"),
+    Case("schedule-has-its-stages", {**PP8X2, "vpp": 1}, PP8X2, "2 or more"),
+    Case("pipeline-has-enough-layers", {"pp": 64, "schedule": "1f1b"}, PP16, "the model fills 63"),
+    Case(
+        "gathered-weights-meet-whole-backwards",
+        {"pp": 8, "schedule": "zb-1f1b", "shard": "full"},
+        {"pp": 8, "schedule": "1f1b", "shard": "full"},
+        "zb-1f1b splits backward",
+    ),
+    Case(
+        "recomputed-modules-exist",
+        {"model": DENSE, "recompute": ("norm", "latent-up")},
+        {"model": DENSE, "recompute": ("norm", "dense")},
+        "no latent-up",
+    ),
+    Case(
+        "sent-rows-are-counted-by-the-host",
+        {"ep": 8, "dispatcher": "all-to-all", "sync_free": 2},
+        {"ep": 8, "dispatcher": "symmetric", "sync_free": 2},
+        "stage 2 lets it read none",
+    ),
+    Case(
+        "padded-rows-are-sent",
+        {"model": replace(V3, pads=True), **EP8},
+        {"model": replace(V3, pads=True), "ep": 8, "dispatcher": "all-to-all"},
+        "symmetric sends no padding",
+    ),
+    Case(
+        "tokens-travel-to-experts",
+        {"model": replace(V3, shared_width=0), **EP8, "overlap": "shared"},
+        {**EP8, "overlap": "shared"},
+        "no shared expert",
+    ),
+    Case(
+        "travels-happen-once",
+        {**EP8, "overlap": "shared", "recompute": ("layer",)},
+        {**EP8, "overlap": "shared", "recompute": ("expert-activation",)},
+        "layer computed again",
+    ),
+    Case(
+        "halves-are-whole-rows",
+        {**EP8, "overlap": "halves"},
+        {**EP8, "overlap": "halves", "micro_batch": 2},
+        "1 rows has no halves",
+    ),
+    Case(
+        "pieces-have-their-weights",
+        {**EP8, "overlap": "halves", "micro_batch": 2, "shard": "full"},
+        {**EP8, "overlap": "shared", "shard": "full"},
+        "gathered weights of two passes",
+    ),
+    Case(
+        "passes-stand-beside-each-other",
+        {**EP8, **PP16, "overlap": "passes"},
+        {**EP8, **PP8X2, "overlap": "passes"},
+        "not 1f1b on 16 ranks",
+    ),
+    Case(
+        "captured-passes-are-not-cut-into-stages",
+        {**PP16, "capture": "parts"},
+        {"capture": "parts"},
+        "PP 16 has several",
+    ),
+)
+
+PRUNE = (
+    Case("tensor-inside-node", {"tp": 16}, {"tp": 8}, "TP 16 crosses nodes of 8"),
+    Case("tensor-inside-node", {"tp": 16, "node_devices": 72}, {"tp": 8, "node_devices": 72}, "nodes of 72"),
+    Case(
+        "expert-before-tensor",
+        {"ep": 4, "etp": 2, "dispatcher": "symmetric"},
+        {"ep": 256, "etp": 4, "dispatcher": "hierarchical"},
+        "EP 8 divides 256 experts, and ETP 2",
+    ),
+    Case("context-keeps-2k", {"cp": 4}, {"cp": 2}, "leaves 1024 of 4096 positions"),
+    Case(
+        "gathers-if-fewer-copies",
+        {"ep": 16, "dispatcher": "all-gather"},
+        {"ep": 8, "dispatcher": "all-gather"},
+        "15 copies of a token over 16 ranks, and rows to their experts are 7.5",
+    ),
+    Case("nodes-first-if-several", {**EP8, "dispatcher": "hierarchical"}, EP16, "lies inside nodes of 8"),
+    Case("mapped-memory-inside-node", {**EP16, "dispatcher": "symmetric"}, EP8, "crosses nodes of 8"),
+    Case("dispatcher-where-tokens-travel", {"dispatcher": "symmetric"}, EP8, "symmetric is local"),
+    Case("dispatcher-where-tokens-travel", {"ep": 8}, {}, "8 ranks share the experts"),
+    Case(
+        "deep-ep-on-nvidia",
+        {"ep": 8, "dispatcher": "deep-ep", "vendor": "amd"},
+        {"ep": 8, "dispatcher": "deep-ep"},
+        "these are amd",
+    ),
+    Case("stage-one-is-stage-zero", {**EP8, "sync_free": 1}, {**EP8, "sync_free": 2}, "stage 0"),
+    Case("stages-need-experts", {"model": DENSE, "sync_free": 2}, {"sync_free": 2}, "the model has none"),
+    Case("overlap-where-tokens-travel", {"overlap": "shared"}, {**EP8, "overlap": "shared"}, "a rank has all experts"),
+    Case(
+        "backward-soon",
+        {"pp": 16, "schedule": "gpipe"},
+        {"pp": 16, "schedule": "gpipe", "global_batch": 1024},
+        "holds all 128 micro-batches; 1f1b has its bubble and holds at most 16",
+    ),
+)
+
+ORDER = (
+    Case("bubble-under-half", {**PP16, "global_batch": 512}, {**PP16, "global_batch": 1024}, "wait 65%"),
+    Case("selective-before-full", {"recompute": ("layer",)}, {"recompute": ("attention",)}, "computed twice"),
+    Case("selective-before-full", {"recompute": ("moe",)}, {}, "passed twice"),
+    Case("tensor-only-to-fit", {"tp": 2}, {}, "a model of 37.6B active parameters"),
+    Case("whole-weights-in-pipeline", {**PP16, "shard": "full"}, {"shard": "full"}, "128 micro-batches"),
+    Case("small-model-without-pipeline", {"model": SMALL, **PP16}, PP16, "15.7B parameters"),
+    Case("expert-product-inside-node", EP16, EP8, "= 16 crosses nodes of 8"),
+    Case(
+        "context-inside-node", {"cp": 16, "sequence_length": 65536}, {"cp": 8, "sequence_length": 65536}, "= 16 crosses"
+    ),
+    Case("context-from-8k", {"cp": 2}, {"cp": 2, "sequence_length": 8192}, "into 2048, fewer than 4096"),
+)
+
+ADVICE = (
+    Case("stages-when-pipeline", {**PP16, "global_batch": 2048}, {**PP8X2, "global_batch": 2048}, "waits 32%, two 19%"),
+    Case(
+        "micro-batches-fill-the-pipeline",
+        {**PP8X2, "global_batch": 1024},
+        {**PP8X2, "global_batch": 4096},
+        "8 micro-batches on PP 8 x 2 interleaved: ranks wait 30%",
+    ),
+    Case("stages-are-even", {"pp": 32, "schedule": "1f1b", "model": replace(V3, layers=48)}, PP16, "the mean is 1.5"),
+    Case("context-for-long-rows", {"sequence_length": 32768}, {"sequence_length": 32768, "cp": 2}, "rows of 32768"),
+    Case(
+        "long-rows-attend-once",
+        {"sequence_length": 32768, "cp": 4, "recompute": ("attention",)},
+        {"sequence_length": 4096, "recompute": ("attention",)},
+        "32768 x 32768",
+    ),
+    Case("matrices-worth-cutting", {"model": SMALL, "tp": 2}, {"tp": 2}, "2.66B active parameters"),
+    Case("full-shards-with-tensor", {"shard": "full", "tp": 4}, {"shard": "full", "tp": 2}, "the sums of TP 4"),
+    Case("gathers-once-a-step", {"shard": "full"}, {"shard": "full", "global_batch": 1024}, "each of 8 micro-batches"),
+    Case("experts-over-nodes-want-overlap", EP16, {**EP16, "overlap": "shared"}, "crosses nodes of 8"),
+    Case(
+        "overlap-if-exposed",
+        {"ep": 4, "dispatcher": "symmetric", "overlap": "halves", "micro_batch": 2},
+        {**EP8, "overlap": "halves", "micro_batch": 2},
+        "stay among 4 ranks",
+    ),
+    Case("bring-up-without-deep-ep", {"ep": 8, "dispatcher": "deep-ep"}, EP8, "a simulation of its buffer"),
+    Case("room-for-the-worst-case", {**EP8, "sync_free": 3}, {**EP8, "sync_free": 2}, "8 times the even share"),
+    Case("sums-over-many-in-fp32", {"reduce": "bf16"}, {"reduce": "bf16", "world": 64}, "gradients of 1024 ranks"),
+    Case("natural-routing", {"model": replace(V3, forces_balance=True)}, {}, "by force"),
+    Case("optimizer-on-the-device", {"offloads_optimizer": True}, {}, "the host's link"),
+)
+
+CASES = (*LEGAL, *PRUNE, *ORDER, *ADVICE)

@@ -1,0 +1,108 @@
+"""A host and a device wait for each other as their streams say."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.plan.costs import Cost
+from penstock.plan.streams import OVERLAP_GAIN, Streams, Timing, steady
+from penstock.plan.tape import END, FORK, JOIN, WAIT, Operator, Work
+
+
+def compute(seconds: float) -> Operator:
+    return Operator("compute", switches=(str(seconds),))
+
+
+def send(seconds: float) -> Operator:
+    return Operator("send", switches=(str(seconds),))
+
+
+def cost_of(operator: Operator) -> Cost:
+    return Cost(float(operator.switches[0]), operator.name, is_communication=operator.name == "send")
+
+
+def played(*work: Operator, launch: float = 0.0, gap: float = 0.0) -> Timing:
+    streams = Streams(cost_of, launch, gap)
+    streams.play(work)
+    return streams.timing
+
+
+def again(*work: Operator, launch: float) -> Timing:
+    (timing,) = steady([[work]], Streams(cost_of, launch))
+    return timing
+
+
+def test_a_device_that_is_behind_takes_the_sum_of_its_operators() -> None:
+    timing = again(compute(3), send(2), compute(1), launch=0.5)
+    assert (timing.seconds, timing.compute, timing.communication, timing.exposed) == (6, 4, 2, 2)
+    assert timing.idle == 0 and timing.terms["host"] == 0
+
+
+def test_a_device_that_is_ahead_takes_as_long_as_the_host() -> None:
+    timing = again(compute(1), compute(1), launch=4)
+    assert (timing.seconds, timing.idle) == (8, 6)
+
+
+def test_a_host_that_is_ahead_pays_for_a_later_operator() -> None:
+    assert again(compute(5), *[compute(0)] * 4, launch=1).seconds == 5
+
+
+def test_a_host_that_waits_is_ahead_no_more() -> None:
+    # Five seconds of the device, then the host launches four times what takes no time.
+    assert again(compute(5), Operator(WAIT), *[compute(0)] * 4, launch=1).seconds == pytest.approx(1 + 5 + 4 - 1, abs=1)
+    assert again(compute(5), *[compute(0)] * 4, launch=1).seconds < again(
+        compute(5), Operator(WAIT), *[compute(0)] * 4, launch=1
+    ).seconds
+
+
+def test_between_two_operators_there_is_a_gap() -> None:
+    assert played(compute(1), compute(1), gap=0.25).seconds == 2.5
+
+
+def flight(travel: float, *beside: Operator) -> Work:
+    return (
+        Operator(FORK, switches=("1",)),
+        send(travel),
+        Operator(END, switches=("1",)),
+        *beside,
+        Operator(JOIN, switches=("1",)),
+    )
+
+
+def test_of_a_transfer_that_is_hidden_only_a_part_is_gained() -> None:
+    assert played(*flight(2)).seconds == 2
+    timing = played(*flight(2, compute(5)))
+    assert timing.seconds == pytest.approx(5 + (1 - OVERLAP_GAIN) * 2)
+    assert timing.exposed == pytest.approx((1 - OVERLAP_GAIN) * 2)
+
+
+def test_a_transfer_that_takes_longer_is_waited_for() -> None:
+    timing = played(*flight(8, compute(5)))
+    assert timing.seconds == pytest.approx(5 + 3 + (1 - OVERLAP_GAIN) * 5)
+
+
+works = st.lists(
+    st.one_of(
+        st.floats(0, 4).map(compute),
+        st.floats(0, 4).map(send),
+        st.just(Operator(WAIT)),
+    ),
+    max_size=12,
+)
+
+
+@given(works, st.floats(0, 2), st.floats(0, 0.1))
+def test_what_is_spent_adds_up_and_nobody_is_faster_than_the_device_or_the_host(
+    work: list[Operator], launch: float, gap: float
+) -> None:
+    timing = played(*work, launch=launch, gap=gap)
+    launched = [one for one in work if one.name != WAIT]
+    assert timing.seconds == pytest.approx(sum(timing.terms.values()))
+    assert timing.seconds == pytest.approx(timing.compute + timing.exposed + timing.idle)
+    assert timing.seconds >= max(len(launched) * launch, timing.compute + timing.communication) - 1e-9
+
+
+@given(works, st.floats(0, 2))
+def test_a_wait_makes_nothing_faster(work: list[Operator], launch: float) -> None:
+    without = [one for one in work if one.name != WAIT]
+    assert played(*work, launch=launch).seconds >= played(*without, launch=launch).seconds - 1e-9

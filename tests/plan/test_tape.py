@@ -1,0 +1,95 @@
+"""A tape has what a device would be given, in that order, and nothing else."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.kernels.launching import counts_on_host, start_kernel
+from penstock.parallel.flight import Transfers
+from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
+from penstock.plan.hardware import Group
+from penstock.plan.tape import END, FORK, JOIN, WAIT, RehearsedTransfers, Tape, Work
+
+
+def rows(*shape: int, trained: bool = False) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=trained)
+
+
+def written(work: Callable[[], object], ranks_per_node: int = 0) -> Work:
+    tape = Tape(ranks_per_node)
+    with tape:
+        work()
+    return tape.cut()
+
+
+class FakeKernel:
+    """Not launched, or the test fails."""
+
+    __name__ = "fake_kernel"
+
+    def __getitem__(self, grid: tuple[int, ...]) -> None:
+        raise AssertionError("launched")
+
+
+def test_a_product_is_written_with_shapes_and_bytes_and_its_result_is_the_last() -> None:
+    (one,) = written(lambda: rows(4, 8) @ rows(8, 2))
+    assert (one.name, one.shapes) == ("mm", ((4, 8), (8, 2), (4, 2)))
+    assert (one.sizes, one.itemsize, one.moved_bytes) == ((64, 32, 16), 2, 112)
+
+
+def test_views_and_memory_alone_give_a_device_nothing_to_do() -> None:
+    assert written(lambda: rows(4, 8).view(2, 16).transpose(0, 1)[:3]) == ()
+    assert written(lambda: rows(4, 8).new_empty(3)) == ()
+
+
+def test_a_tensor_that_is_changed_in_place_is_named_once() -> None:
+    x = rows(4, 8)
+    (one,) = written(lambda: x.add_(1))
+    assert (one.name, one.shapes) == ("add_", ((4, 8),))
+
+
+def test_a_backward_pass_is_written_too() -> None:
+    weight = rows(8, 2, trained=True)
+    names = [one.name for one in written(lambda: (rows(4, 8) @ weight).sum().backward())]
+    assert names[:2] == ["mm", "sum"]
+    assert names.count("mm") == 2, "the weight's gradient; the input has none"
+
+
+def test_a_launch_is_written_with_its_switches_and_not_made() -> None:
+    (one,) = written(lambda: start_kernel(FakeKernel(), (7,), rows(4, 8), 3, None, rows(2), GATHER=True, DEPTH=False))
+    assert (one.name, one.shapes, one.switches) == ("fake_kernel", ((4, 8), (2,)), ("GATHER",))
+
+
+def test_where_the_host_would_read_counts_it_waits() -> None:
+    counts = torch.empty(4, dtype=torch.int32, device="meta")
+    assert [one.name for one in written(lambda: counts_on_host(counts, 10))] == [WAIT]
+
+
+def test_a_transfer_stands_between_its_fork_and_its_end_and_is_joined_later() -> None:
+    transfers: Transfers = RehearsedTransfers()
+
+    def work() -> None:
+        flight = transfers.launch("dispatch", lambda x: ((x + 1,), None), rows(4, 8))
+        _ = rows(4, 8) @ rows(8, 2)
+        flight.wait()
+
+    assert [one.name for one in written(work)] == [FORK, "add", END, "mm", JOIN]
+
+
+@pytest.fixture
+def sixteen_ranks() -> Iterator[None]:
+    start_fake_process_group(0, 16)
+    yield
+    stop_process_group()
+
+
+def test_a_collective_knows_how_many_of_its_ranks_share_a_node(sixteen_ranks: None) -> None:
+    del sixteen_ranks
+    every_fourth = dist.new_group([0, 4, 8, 12])
+    (one,) = written(lambda: dist.all_reduce(rows(4, 8), group=every_fourth), ranks_per_node=8)
+    assert (one.name, one.group) == ("allreduce_", Group(4, 2))
+    (other,) = written(lambda: dist.all_reduce(rows(4, 8)), ranks_per_node=0)
+    assert other.group == Group(16, 16)

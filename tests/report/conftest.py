@@ -1,0 +1,22 @@
+"""A browser for the tests that look at what is drawn, and a plan to draw."""
+
+import pytest
+
+from penstock.plan.projection import Plan
+from penstock.report.export import PicturesError, find_browser
+from tests.report.plans import small_plan
+
+
+@pytest.fixture(scope="session")
+def browser() -> str:
+    """A Chromium; without one the test is skipped."""
+    try:
+        return find_browser()
+    except PicturesError as error:
+        pytest.skip(f"{error}")
+
+
+@pytest.fixture(scope="session")
+def plan() -> Plan:
+    """Four candidates on two pipeline ranks."""
+    return small_plan()

@@ -1,0 +1,184 @@
+"""A page holds everything that it needs, says what the plan says, and is drawn without an error."""
+
+import json
+import re
+from dataclasses import replace
+from html import unescape
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plotly.graph_objects import Figure as CheckedFigure
+
+from penstock.base.errors import PicturesError
+from penstock.layout.schedules import schedule
+from penstock.plan.projection import Plan, Refusal
+from penstock.report import plotly_script
+from penstock.report.curves import Axes, Check, Curve, Scaling, checks_figure, curves_figure, scaling_figure
+from penstock.report.export import open_in_browser
+from penstock.report.figure import THEMES, Figure, plotly_json
+from penstock.report.page import page, plan_figures, write_page
+from tests.report.plans import with_schedule
+
+LISTENING = """<script>
+const errors = [];
+addEventListener("error", (event) => errors.push(event.message));
+addEventListener("unhandledrejection", (event) => errors.push(String(event.reason)));
+for (const level of ["error", "warn"]) console[level] = (...words) => errors.push(words.join(" "));
+</script>"""
+"""Stands before all other scripts and collects what they complain about."""
+
+LOOKING = """<script>
+(async () => {
+  while (!document.documentElement.dataset.drawn) await new Promise((wake) => setTimeout(wake, 20));
+  const found = { errors, paper: {}, bars: 0, outlines: 0, texts: [] };
+  for (const element of document.querySelectorAll(".figure")) {
+    found.paper[element.id] = element._fullLayout.paper_bgcolor;
+    found.bars += element.querySelectorAll(".bars .point").length;
+  }
+  const timeline = document.getElementById("timeline-1");
+  if (timeline) {
+    found.outlines = timeline.querySelectorAll(".scatterlayer .js-fill").length;
+    found.texts = [...timeline.querySelectorAll(".textpoint")].map((text) => text.textContent);
+    const { xaxis, yaxis } = timeline._fullLayout, frame = timeline.getBoundingClientRect();
+    const box = timeline.data.find((trace) => /^(backward|input)/.test(trace.name));
+    const clientX = frame.left + xaxis._offset + xaxis.c2p((box.x[0] + box.x[1]) / 2);
+    const clientY = frame.top + yaxis._offset + yaxis.c2p((box.y[0] + box.y[2]) / 2);
+    timeline.dispatchEvent(new MouseEvent("mousemove", { clientX, clientY }));
+    found.hovered = timeline.querySelector(".tip").innerText;
+    found.pointed = box.meta.names[0];
+    Plotly.Fx.hover(document.getElementById("memory"), [{ curveNumber: 1, pointNumber: 0 }]);
+    found.memory = document.querySelector("#memory .hoverlayer").textContent;
+  }
+  document.documentElement.dataset.found = JSON.stringify(found);
+})();
+</script>"""
+"""Stands behind all other scripts and leaves in the document what it sees."""
+
+
+def looked_at(browser: str, html: str, *options: str) -> dict[str, Any]:
+    """What a page has become in a browser."""
+    prepared = html.replace("<body>", f"<body>{LISTENING}", 1).replace("</body>", f"{LOOKING}</body>", 1)
+    drawn = open_in_browser(browser, prepared, "--window-size=1400,2000", *options)
+    match = re.search(r'data-found="([^"]*)"', drawn)
+    assert match is not None, re.findall(r'class="trouble">[^<]*', drawn) or drawn[:500]
+    found: dict[str, Any] = json.loads(unescape(match[1]))
+    return found
+
+
+def what_ifs() -> list[Figure]:
+    """One of each picture that a plan does not have by itself."""
+    scaling = Scaling(name="weak", devices=[8, 16], tokens_per_second_per_device=[10.0, 9.0])
+    curve = Curve(name="a", xs=[1, 2, 4], ys=[1.0, None, 2.0], notes=["x", "y", "z"])
+    check = Check(name="run", group="all", measured=10.0, projected=11.0)
+    return [
+        scaling_figure("scaling", "Scaling", "", [scaling]),
+        curves_figure("curves", "Curves", "", Axes(x="x", y="y"), [curve]),
+        checks_figure("checks", "Checks", "GB", [check]),
+    ]
+
+
+def test_plotly_knows_every_word_of_every_picture(plan: Plan) -> None:
+    for figure in [*plan_figures(plan), *what_ifs()]:
+        for theme in THEMES.values():
+            picture = plotly_json(figure)
+            CheckedFigure({"data": picture["data"], "layout": picture["layout"] | {"template": {"layout": theme}}})
+
+
+def test_a_page_fetches_nothing(plan: Plan) -> None:
+    text = page(plan, more=what_ifs())
+    assert re.findall(r"https?://[^\"' ]*|\b(?:src|href)=|@import|url\(", text) == []
+
+
+def test_the_page_of_a_large_step_is_small(plan: Plan) -> None:
+    large = schedule("interleaved", ranks=16, stages_per_rank=4, micro_batches=64)
+    assert len(page(with_schedule(plan, large))) < 6e6
+
+
+def test_the_same_plan_gives_the_same_page(plan: Plan) -> None:
+    assert page(plan) == page(plan)
+
+
+def test_tables_say_what_the_plan_says(plan: Plan) -> None:
+    text = page(plan)
+    assert f"{plan.considered:,} layouts looked at" in text
+    assert text.count('<td class="memory"') == len(plan.candidates)
+    assert f"{plan.candidates[0].time.tokens_per_second_per_device:,.0f}" in text
+    assert "layers-divide" in text and "4 layers do not fill &lt;6&gt; stages" in text
+    assert text.index("layers-divide") < text.index("activations overflow by 12.3 GB"), "most layouts first"
+
+
+def test_many_refusals_are_folded_away(plan: Plan) -> None:
+    many = tuple(Refusal(layout={"pp": pp}, rule="memory", reason=f"{pp}", count=1) for pp in range(2, 32))
+    assert "18 more, of 18 layouts" in page(replace(plan, refused=many))
+
+
+def test_a_name_cannot_end_a_script(plan: Plan) -> None:
+    text = page(replace(plan, model="</script><b>"))
+    assert "<b></h1>" not in text and "</script><b>" not in text
+    curve = Curve(name="</script>", xs=[1], ys=[1])
+    assert page(plan, more=[curves_figure("c", "C", "", Axes(x="x", y="y"), [curve])]).count("</script>") == 3
+
+
+def test_a_plan_without_candidates_has_a_page(plan: Plan) -> None:
+    text = page(replace(plan, candidates=()))
+    assert "No layout fits" in text and 'class="figure"' not in text
+
+
+def test_a_layout_that_was_asked_for_and_does_not_fit_is_marked(plan: Plan) -> None:
+    first = plan.candidates[0]
+    large = replace(first, memories=tuple(replace(one, activations=300 * 10**9) for one in first.memories))
+    text = page(replace(plan, candidates=(large,)))
+    assert 'class="bar over"' in text and "asked for" in text and "fastest" not in text
+
+
+def test_without_plotly_the_error_says_what_to_install(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> ModuleSpec | None:
+        return None
+
+    monkeypatch.setattr(plotly_script, "find_spec", nothing)
+    with pytest.raises(PicturesError, match=r"fix: pip install 'penstock\[pictures\]'"):
+        page(plan)
+
+
+def test_a_page_that_cannot_be_written_is_one_line(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(PicturesError, match="cannot be written"):
+        write_page(plan, tmp_path / "nowhere" / "plan.html")
+
+
+@pytest.fixture(scope="module")
+def light(browser: str, plan: Plan) -> dict[str, Any]:
+    """What a browser on a light system makes of a page with every kind of picture."""
+    return looked_at(browser, page(plan, more=what_ifs()), "--blink-settings=preferredColorScheme=1")
+
+
+def test_a_page_is_drawn_without_a_complaint(light: dict[str, Any], plan: Plan) -> None:
+    figures = plan_figures(plan)
+    assert light["errors"] == []
+    assert set(light["paper"]) == {figure.name for figure in [*figures, *what_ifs()]}
+    bars = [trace for figure in figures for trace in figure.data if trace["type"] == "bar"]
+    assert light["bars"] == sum(len(trace["x"]) for trace in bars)
+    timeline = next(figure for figure in figures if figure.name == "timeline-1")
+    assert light["outlines"] == len(timeline.data)
+    labels = [label for trace in timeline.data for label in trace["meta"].get("labels", ())]
+    assert sorted(light["texts"]) == sorted(labels), "boxes of a small step all have room for their number"
+
+
+def test_the_pointer_finds_the_box_under_it(light: dict[str, Any]) -> None:
+    name, lane, times, held = light["hovered"].splitlines()
+    assert name == light["pointed"] and lane == "rank 0 \u00b7 16% idle"
+    assert re.fullmatch(r"from [\d.]+ ms, takes 20 ms", times) and held == "held: 2 micro-batches"
+    assert "gradients" in light["memory"] and "GB" in light["memory"]
+
+
+def test_a_page_follows_the_readers_system(browser: str, plan: Plan, light: dict[str, Any]) -> None:
+    dark = looked_at(browser, page(plan), "--blink-settings=preferredColorScheme=0")
+    assert set(light["paper"].values()) == {THEMES["light"]["paper_bgcolor"]}
+    assert set(dark["paper"].values()) == {THEMES["dark"]["paper_bgcolor"]}
+
+
+def test_sixteen_ranks_are_drawn(browser: str, plan: Plan) -> None:
+    large = schedule("zb-v", ranks=16, stages_per_rank=2, micro_batches=64)
+    found = looked_at(browser, page(with_schedule(plan, large)))
+    assert found["errors"] == [] and found["outlines"] == 8
