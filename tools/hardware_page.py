@@ -41,7 +41,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
 
 
-_PROMISED = ("chip", "memory, GB", "memory, TB/s", "bf16, TFLOP/s", "fp8", "node", "links, GB/s", "network, GB/s")
+_PROMISED = ("chip", "memory, GB", "memory, TB/s", "bf16, TFLOP/s", "fp8", "fp32", "node", "links, GB/s", "network, GB/s")
 
 
 def _promised(chip: Hardware) -> tuple[str, ...]:
@@ -52,6 +52,7 @@ def _promised(chip: Hardware) -> tuple[str, ...]:
         f"{peaks.memory_bytes_per_second / 1e12:g}",
         f"{peaks.bf16 / 1e12:,g}",
         "" if peaks.fp8 is None else f"{peaks.fp8 / 1e12:,g}",
+        "" if peaks.fp32 is None else f"{peaks.fp32 / 1e12:,g}",
         f"{node.devices}, {node.links}",
         _gigabytes(node.link_bytes_per_second),
         _gigabytes(node.network_bytes_per_second),
@@ -63,7 +64,7 @@ def _gigabytes(rate: float | None) -> str:
 
 
 def _shares(chips: Sequence[Hardware]) -> list[tuple[str, ...]]:
-    names = (*get_args(Operator), "memory")
+    names = (*get_args(Operator), "memory", "optimizer")
     rows = [(_words(name), *(f"{dict(iter(chip.efficiency))[name]:.2f}" for chip in chips)) for name in names]
     assert {name for name in Efficiency.model_fields if name != "source"} == set(names), "every share has a row"
     return [*rows, ("source", *(chip.efficiency.origin for chip in chips))]
@@ -73,6 +74,8 @@ def _overheads(chips: Sequence[Hardware]) -> list[tuple[str, ...]]:
     return [
         ("host time of an operator, us", *(f"{chip.host.launch_seconds * 1e6:g}" for chip in chips)),
         ("smallest kernel, us", *(f"{chip.host.kernel_seconds * 1e6:g}" for chip in chips)),
+        ("between two kernels, us", *(f"{chip.host.gap_seconds * 1e6:g}" for chip in chips)),
+        ("still in a step, ms", *(f"{chip.host.step_seconds * 1e3:g}" for chip in chips)),
         ("source", *(chip.host.origin for chip in chips)),
         ("memory that tensors can have, GB", *(f"{chip.usable_bytes / 1e9:.1f}" for chip in chips)),
         ("source", *(chip.overhead.origin for chip in chips)),
@@ -135,7 +138,8 @@ _REACHED = """
 
 Shares of the peak by operators of training size. A grouped product is that of a layer's experts; *gathered* looks its
 rows up among the tokens while it loads them. Attention counts half of the square where it is causal, and 5 products in
-backward where forward has 2. The row *memory* is the share of the memory's bandwidth, by kernels that compute little.
+backward where forward has 2. The rows *memory* and *optimizer* are shares of the
+memory's bandwidth: by kernels that compute little, and by those of the update.
 """
 
 _COLLECTIVES = """

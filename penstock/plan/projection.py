@@ -134,6 +134,7 @@ class StepTime:
         ranks: one for each place on the pipeline.
         schedule: of the pipeline, with its actions; None without one.
         playback: of the schedule by the clock; None without one.
+        kept_bytes: of each stage of the pipeline, what a micro-batch holds from its forward to its backward.
     """
 
     step_seconds: float
@@ -144,6 +145,7 @@ class StepTime:
     ranks: tuple[RankTime, ...]
     schedule: Schedule | None = None
     playback: Playback | None = None
+    kept_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +193,7 @@ class Refusal:
 
     Attributes:
         layout: which one; with `None` for what was not settled when it was refused.
-        rule: name of the rule (penstock/plan/rules.py), or `memory`.
+        rule: name of the rule (penstock/plan/rules), or `memory`.
         reason: one line: which component overflows and by how much, or what the rule says.
         count: layouts that the same refusal stands for.
     """

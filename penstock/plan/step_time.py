@@ -19,7 +19,7 @@ from penstock.config.fit import grid_of, micro_batches
 from penstock.config.run import Run
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.clock import Costs as ClockCosts
-from penstock.layout.clock import Playback, play
+from penstock.layout.clock import play
 from penstock.models.count import count
 from penstock.models.rank_model import message_of
 from penstock.plan.activations import StageActivations
@@ -177,13 +177,19 @@ def step_time(run: Run, cluster: Cluster, rehearsals: Sequence[Rehearsal], imbal
     count_of_passes = micro_batches(run, grid)
     message = message_of(run, rehearsals[0].rank.axes, META)
     send = clockwork.send(prod(message.shape) * message.dtype.itemsize)
-    playback = None if schedule is None else play(schedule, _clock_costs(stages, send))
+    kept = tuple(stage.kept_bytes for _, (_, stage) in sorted(every.items()))
+    playback = None if schedule is None else play(schedule, _clock_costs(stages, send, kept))
     ranks = []
     for place in rehearsals:
         passes = _passes(place, stages, schedule, count_of_passes)
         span = passes.seconds if playback is None else playback.span
         ranks.append(_rank_time(place, passes, span, clockwork.update(place.update)))
-    return _step(run, cluster, ranks, schedule, playback)
+    step = _step(run, cluster, ranks)
+    return (
+        replace(step, schedule=schedule, playback=playback, bubble=playback.bubble, kept_bytes=kept)
+        if playback
+        else step
+    )
 
 
 def _passes(place: Rehearsal, stages: Mapping[int, StageTime], schedule: Schedule | None, micro_batches: int) -> Timing:
@@ -210,7 +216,7 @@ def _timing_of(action: Action, stage: StageTime) -> Timing:
             return stage.weight
 
 
-def _clock_costs(stages: Mapping[int, StageTime], send: float) -> ClockCosts:
+def _clock_costs(stages: Mapping[int, StageTime], send: float, kept: tuple[int, ...]) -> ClockCosts:
     ordered = [stages[number] for number in sorted(stages)]
     return ClockCosts(
         forward=tuple(one.forward.seconds for one in ordered),
@@ -218,6 +224,7 @@ def _clock_costs(stages: Mapping[int, StageTime], send: float) -> ClockCosts:
         input=tuple(one.backward.seconds for one in ordered),
         weight=tuple(one.weight.seconds for one in ordered),
         send=send,
+        activation=tuple(map(float, kept)),
         hidden=tuple((_hidden(one.forward), _hidden(one.backward)) for one in ordered),
     )
 
@@ -244,9 +251,7 @@ def _rank_time(place: Rehearsal, passes: Timing, span: float, update: tuple[Timi
     )
 
 
-def _step(
-    run: Run, cluster: Cluster, ranks: Sequence[RankTime], schedule: Schedule | None, playback: Playback | None
-) -> StepTime:
+def _step(run: Run, cluster: Cluster, ranks: Sequence[RankTime]) -> StepTime:
     seconds = max(rank.passes + rank.waiting + rank.update for rank in ranks)
     tokens = run.training.global_batch * run.training.sequence_length
     rate = tokens / seconds / cluster.devices
@@ -255,11 +260,9 @@ def _step(
         step_seconds=seconds,
         tokens_per_second_per_device=rate,
         model_flops_utilization=rate * flops / cluster.hardware.peaks.bf16,
-        bubble=0.0 if playback is None else playback.bubble,
+        bubble=0.0,
         exposed_communication_seconds=max(rank.exposed_communication for rank in ranks),
         ranks=tuple(ranks),
-        schedule=schedule,
-        playback=playback,
     )
 
 

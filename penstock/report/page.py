@@ -22,7 +22,7 @@ from penstock.report.figure import THEMES, Figure, gigabytes, plotly_json, time_
 from penstock.report.plotly_script import packed_plotly
 from penstock.report.stacks import memory_figure, time_figure
 from penstock.report.tables import candidates_table, refusals_table
-from penstock.report.timeline import planned, timeline_figure
+from penstock.report.timeline import Shares, planned, timeline_figure
 
 BARS = 12
 """Layouts of a picture at most."""
@@ -47,8 +47,13 @@ def plan_figures(plan: Plan, timelines: int = TIMELINES) -> list[Figure]:
         if schedule is not None and playback is not None:
             stages = f"{schedule.ranks} ranks x {schedule.stages_per_rank}"
             title = f"Pipeline of layout {place}: {schedule.name}, {stages}, {schedule.micro_batches} micro-batches"
-            figures.append(timeline_figure(f"timeline-{place}", title, [planned(schedule, playback)]))
+            figures.append(timeline_figure(f"timeline-{place}", title, [planned(schedule, playback, _shares(one))]))
     return figures
+
+
+def _shares(projection: Projection) -> Shares:
+    """What stages hold of a micro-batch, in GB."""
+    return Shares(activation=tuple(kept / 1e9 for kept in projection.time.kept_bytes), unit="GB")
 
 
 def page(plan: Plan, *, more: Sequence[Figure] = (), timelines: int = TIMELINES) -> str:

@@ -50,9 +50,10 @@ def test_a_host_that_is_ahead_pays_for_a_later_operator() -> None:
 def test_a_host_that_waits_is_ahead_no_more() -> None:
     # Five seconds of the device, then the host launches four times what takes no time.
     assert again(compute(5), Operator(WAIT), *[compute(0)] * 4, launch=1).seconds == pytest.approx(1 + 5 + 4 - 1, abs=1)
-    assert again(compute(5), *[compute(0)] * 4, launch=1).seconds < again(
-        compute(5), Operator(WAIT), *[compute(0)] * 4, launch=1
-    ).seconds
+    assert (
+        again(compute(5), *[compute(0)] * 4, launch=1).seconds
+        < again(compute(5), Operator(WAIT), *[compute(0)] * 4, launch=1).seconds
+    )
 
 
 def test_between_two_operators_there_is_a_gap() -> None:

@@ -64,6 +64,7 @@ def step_time(plan: Schedule) -> StepTime:
         ranks=tuple(ranks),
         schedule=plan,
         playback=playback,
+        kept_bytes=(10**9,) * plan.stages,
     )
 
 

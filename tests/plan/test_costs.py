@@ -1,0 +1,114 @@
+"""What an operator of a tape costs."""
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.plan.costs import Costs, Experts, room_of
+from penstock.plan.hardware import Group
+from penstock.plan.hardware_file import load_hardware
+from penstock.plan.rates import Rates
+from penstock.plan.tape import Operator
+from penstock.plan.transfers import Transfers, Travel
+
+H200 = load_hardware("H200")
+RATES, TRANSFERS = Rates(H200), Transfers(H200)
+EXPERTS = Experts(tokens=1024, experts=8, top_k=2, rows=2048, imbalance=1.0)
+COSTS = Costs(H200, EXPERTS, room=4096)
+BANDWIDTH = H200.peaks.memory_bytes_per_second * H200.efficiency.memory
+
+
+def of_bf16(name: str, *shapes: tuple[int, ...], switches: tuple[str, ...] = ()) -> Operator:
+    sizes = tuple(2 * shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes)
+    return Operator(name, shapes, sizes, 2, switches)
+
+
+def experts_product(name: str, *shapes: tuple[int, ...], switches: tuple[str, ...] = ()) -> Operator:
+    return Operator(name, shapes, tuple(2 for _ in shapes), 2, switches)
+
+
+def test_a_product_takes_what_rates_say() -> None:
+    cost = COSTS.of(of_bf16("mm", (4096, 2048), (2048, 1024), (4096, 1024)))
+    assert cost == (RATES.product(4096, 1024, 2048).seconds, "products", False)
+
+
+def test_a_weight_gradient_of_few_rows_takes_as_long_as_its_sum_moves() -> None:
+    shapes = ((8192, 8192), (8192, 16), (16, 8192))
+    few = Operator("addmm", shapes, (4 * 8192**2, 2 * 8192 * 16, 2 * 16 * 8192), 4)
+    assert COSTS.of(few).seconds == pytest.approx(8 * 8192**2 / BANDWIDTH)
+    shapes = ((2048, 2048), (2048, 65536), (65536, 2048))
+    many = Operator("addmm", shapes, (4 * 2048**2, 2 * 2048 * 65536, 2 * 2048 * 65536), 4)
+    assert COSTS.of(many).seconds == RATES.product(2048, 2048, 65536).seconds
+
+
+def test_experts_compute_the_rows_that_came_whatever_room_there_is() -> None:
+    shapes = ((4096, 512), (8, 1024, 512), (4096, 1024))
+    cost = COSTS.of(experts_product("rows_kernel", *shapes))
+    assert cost == (RATES.grouped("forward", 8, 2048 // 8, 1024, 512).seconds, "experts", False)
+    every = replace(EXPERTS, rows=9999)
+    assert Costs(H200, every, room=4096).of(experts_product("rows_kernel", *shapes)).seconds > cost.seconds
+
+
+def test_the_experts_products_are_told_apart() -> None:
+    back = experts_product("rows_kernel", (4096, 1024), (8, 1024, 512), (4096, 512), switches=("DEPTH_FIRST",))
+    assert COSTS.of(back).seconds == RATES.grouped("input_gradient", 8, 256, 1024, 512).seconds
+    weights = experts_product("weights_kernel", (4096, 1024), (4096, 512), (8, 1024, 512), switches=("ACCUMULATE",))
+    assert COSTS.of(weights).seconds == pytest.approx(
+        RATES.grouped("weight_gradient_accumulated", 8, 256, 1024, 512).seconds
+    )
+    by_torch = experts_product("_grouped_mm", (4096, 512), (8, 512, 1024), (8,), (4096, 1024))
+    assert COSTS.of(by_torch).seconds == RATES.grouped("forward", 8, 256, 1024, 512).seconds
+
+
+def test_the_room_is_that_of_the_rows_of_the_experts_kernels() -> None:
+    work = (of_bf16("mm", (9999, 8), (8, 8)), experts_product("rows_kernel", (64, 8), (2, 8, 8), (80, 8)))
+    assert room_of((work,)) == 80
+    assert room_of(()) == 0
+
+
+def test_attention_is_causal_unless_it_is_given_a_mask() -> None:
+    heads = ((2, 16, 1024, 192), (2, 16, 1024, 192), (2, 16, 1024, 128))
+    name = "_scaled_dot_product_cudnn_attention"
+    causal = COSTS.of(experts_product(name, *heads))
+    assert causal == (RATES.attention("forward", 32, 1024, 1024, (192, 128)).seconds, "attention", False)
+    assert COSTS.of(experts_product(name, *heads, (2, 1, 1024, 1024))).seconds > 1.5 * causal.seconds
+    backward = experts_product(f"{name}_backward", (2, 16, 1024, 128), *heads, (2, 16, 1024, 128))
+    assert COSTS.of(backward).seconds == RATES.attention("backward", 32, 1024, 1024, (192, 128)).seconds
+
+
+def test_what_computes_little_takes_as_long_as_its_bytes_move() -> None:
+    plain = COSTS.of(of_bf16("swiglu_kernel", (1000, 2000), (1000, 1000)))
+    assert plain.seconds == pytest.approx(H200.host.kernel_seconds + 6e6 / BANDWIDTH)
+    in_place = COSTS.of(of_bf16("add_", (1000, 2000), (1000, 2000)))
+    assert in_place.seconds == pytest.approx(H200.host.kernel_seconds + 12e6 / BANDWIDTH)
+
+
+def test_rows_that_nobody_filled_are_not_moved_but_by_kernels_that_do_not_look() -> None:
+    half = COSTS.of(of_bf16("sum_rows_kernel", (4096, 512), (512, 512)))
+    assert half.seconds == pytest.approx(H200.host.kernel_seconds + 2 * 512 * (2048 + 512) / BANDWIDTH)
+    whole = COSTS.of(of_bf16("swiglu_kernel", (4096, 512), (512, 512)))
+    assert whole.seconds == pytest.approx(H200.host.kernel_seconds + 2 * 512 * (4096 + 512) / BANDWIDTH)
+
+
+def test_the_optimizer_has_a_rate_of_its_own() -> None:
+    cost = COSTS.of(Operator("_foreach_norm", ((1000, 1000),), (4_000_000,), 4))
+    rate = H200.peaks.memory_bytes_per_second * H200.efficiency.optimizer
+    assert cost.seconds == pytest.approx(H200.host.kernel_seconds + 4e6 / rate)
+    assert cost.term == "optimizer"
+
+
+def test_collectives_take_what_transfers_say() -> None:
+    group = Group(4, 4)
+    cost = COSTS.of(Operator("alltoall_base_", ((8,), (8,)), (3_000_000, 4_000_000), 2, group=group))
+    assert cost == (TRANSFERS.collective("all-to-all", 4e6, group).seconds, "dispatch", True)
+    cost = COSTS.of(Operator("_reduce_scatter_base_", ((8,), (32,)), (1_000_000, 4_000_000), 4, group=group))
+    assert cost == (TRANSFERS.collective("reduce-scatter", 4e6, group).seconds, "exchange", True)
+
+
+def test_rows_that_a_kernel_sends_cross_once_to_each_rank_that_needs_them() -> None:
+    sent = Operator("push_rows_kernel", ((1024, 256), (1024, 2), (4,)), (1024 * 1024, 8192, 32), 4)
+    travel = Travel(tokens=1024, copy_bytes=1024, experts=8, top_k=2)
+    cost = COSTS.of(sent)
+    assert cost == (TRANSFERS.dispatch("symmetric", "dispatch", travel, Group(4, 4)).seconds, "dispatch", True)
+    uneven = Costs(H200, replace(EXPERTS, imbalance=2.0), room=4096)
+    assert uneven.of(sent).seconds > cost.seconds
