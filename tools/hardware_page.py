@@ -74,6 +74,7 @@ def _overheads(chips: Sequence[Hardware]) -> list[tuple[str, ...]]:
     return [
         ("host time of an operator, us", *(f"{chip.host.launch_seconds * 1e6:g}" for chip in chips)),
         ("smallest kernel, us", *(f"{chip.host.kernel_seconds * 1e6:g}" for chip in chips)),
+        ("host time of what is put off, us", *(f"{chip.host.put_off_seconds * 1e6:g}" for chip in chips)),
         ("between two kernels, us", *(f"{chip.host.gap_seconds * 1e6:g}" for chip in chips)),
         ("still in a step, ms", *(f"{chip.host.step_seconds * 1e3:g}" for chip in chips)),
         ("source", *(chip.host.origin for chip in chips)),

@@ -91,13 +91,20 @@ def torch_expert_ffn(
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
     used_R1 = (torch.arange(x_RD.shape[0], device=x_RD.device) < ends_e[-1])[:, None]
     x_RD = torch.where(used_R1, x_RD, 0)
-    gate_up_RF = F.grouped_mm(x_RD, gate_up_eFD.transpose(1, 2), offs=ends_e)
+    gate_up_RF = _grouped_mm(x_RD, gate_up_eFD, ends_e)
     h_RF = torch_swiglu(torch.where(used_R1, gate_up_RF, 0))
     if weights_R is not None:
         # The mask is for backward: grouped_mm's gradient is anything there, and the weights' would take it up.
         h_RF = torch.where(used_R1, h_RF * weights_R[:, None], 0).to(h_RF.dtype)
-    y_RD = F.grouped_mm(h_RF, down_eDF.transpose(1, 2), offs=ends_e)
-    return torch.where(used_R1, y_RD, 0)
+    return torch.where(used_R1, _grouped_mm(h_RF, down_eDF, ends_e), 0)
+
+
+def _grouped_mm(x_RD: Tensor, w_eFD: Tensor, ends_e: Tensor) -> Tensor:
+    """Rows times their expert's matrix."""
+    if x_RD.is_meta and x_RD.dtype != torch.bfloat16:
+        # Tensors without memory have grouped_mm in bfloat16 only. All rows of one expert are as large and as much work.
+        return x_RD @ w_eFD[0].T
+    return F.grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=ends_e)
 
 
 REFERENCE = Operators(

@@ -38,6 +38,9 @@ from penstock.plan.tape import Tape, Work
 from penstock.train.global_batch import MicroBatch
 from penstock.train.loss import batch_loss, loss_rule
 
+PUT_OFF = "put off"
+"""Name of what waits for weight gradients."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
@@ -136,7 +139,7 @@ class StageActivations:
         found = Counter(terms[place])
         for piece in self.pieces[:place]:
             found.update(piece.kept)
-        found["put off"] = bases[place] + sizes[place] - sum(found.values())
+        found[PUT_OFF] = bases[place] + sizes[place] - sum(found.values())
         return Peak(
             bytes=bases[place] + sizes[place], terms=Counter({name: size for name, size in found.items() if size})
         )

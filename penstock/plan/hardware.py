@@ -107,6 +107,12 @@ class Host(Sourced):
         low=0,
     )
     kernel_seconds: float = knob(doc="Device time that the smallest kernel takes.", unit="seconds", low=0)
+    put_off_seconds: float = knob(
+        0.45e-3,
+        doc="Host time that a weight gradient takes besides, if it is put off: autograd is asked twice.",
+        unit="seconds",
+        low=0,
+    )
     gap_seconds: float = knob(
         1.5e-6, doc="Device time between one kernel and the next, when both were launched.", unit="seconds", low=0
     )

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from penstock.config.run import Run
-from penstock.layout.actions import Action, Kind
-from penstock.plan.activations import Peak, StageActivations
+from penstock.layout.actions import Kind
+from penstock.plan.activations import PUT_OFF, StageActivations
 from penstock.plan.rehearsal import Rehearsal, rehearsal_of, rehearsals_of
 from penstock.plan.stand_in import Target
 
@@ -63,7 +63,7 @@ class Memory:
         reserve: context, and what the allocator holds without handing it out.
         host: of the optimizer, on the host. Not in `total`.
         moment: of the step: `forward`, `backward`, ... and the stage, or `update`.
-        terms: of `activations` and `logits`, by the module that allocated them; `held` are other micro-batches.
+        terms: of `activations` and `logits`, by the module that allocated them, of all micro-batches that are held.
     """
 
     rank: int
@@ -181,36 +181,34 @@ def _moments(rehearsal: Rehearsal) -> list[_Moment]:
             _Moment(name="forward", bytes=stage.forward.bytes, terms=stage.forward.terms),
             _Moment(name="backward", bytes=stage.backward.bytes, terms=stage.backward.terms),
         ]
-    moments, held = [], 0
+    moments: list[_Moment] = []
+    held: Counter[str] = Counter()
     peaks = {number: _peaks(stage) for number, stage in by_number.items()}
+    changes = {number: _changes(stage) for number, stage in by_number.items()}
     for unit in schedule.units(rehearsal.place):
-        now, terms = held, Counter[str]()
+        terms = Counter(held)
         for action in unit:
-            peak = peaks[action.stage][action.kind]
-            now += peak.bytes
-            terms.update(peak.terms)
-            held += _change(action, by_number[action.stage])
-        terms["held"] = now - sum(terms.values())
+            terms.update(peaks[action.stage][action.kind])
+            held.update(changes[action.stage][action.kind])
         name = " and ".join(f"{action.kind} of stage {action.stage}" for action in unit)
-        moments.append(_Moment(name=name, bytes=now, terms=terms))
+        moments.append(_Moment(name=name, bytes=sum(terms.values()), terms=+terms))
     return moments
 
 
-def _peaks(stage: StageActivations) -> dict[Kind, Peak]:
+def _peaks(stage: StageActivations) -> dict[Kind, Counter[str]]:
     """Of each kind of action the most, over what was held before it; a backward pass finds its own share there."""
-    backward = Peak(bytes=stage.backward.bytes - stage.kept_bytes, terms=stage.backward.terms)
-    weight = Peak(bytes=stage.weight, terms=Counter({"put off": stage.weight}))
-    return {Kind.FORWARD: stage.forward, Kind.BACKWARD: backward, Kind.INPUT: backward, Kind.WEIGHT: weight}
+    backward = Counter(stage.backward.terms)
+    backward.subtract(stage.kept)
+    weight = Counter({PUT_OFF: stage.weight})
+    return {Kind.FORWARD: stage.forward.terms, Kind.BACKWARD: backward, Kind.INPUT: backward, Kind.WEIGHT: weight}
 
 
-def _change(action: Action, stage: StageActivations) -> int:
-    """What an action adds to what is held."""
-    match action.kind:
-        case Kind.FORWARD:
-            return stage.kept_bytes
-        case Kind.BACKWARD:
-            return -stage.kept_bytes
-        case Kind.INPUT:
-            return stage.left - stage.kept_bytes
-        case Kind.WEIGHT:
-            return -stage.left
+def _changes(stage: StageActivations) -> dict[Kind, dict[str, int]]:
+    """What each kind of action adds to what is held."""
+    freed = {name: -size for name, size in stage.kept.items()}
+    return {
+        Kind.FORWARD: dict(stage.kept),
+        Kind.BACKWARD: freed,
+        Kind.INPUT: {**freed, PUT_OFF: stage.left},
+        Kind.WEIGHT: {PUT_OFF: -stage.left},
+    }

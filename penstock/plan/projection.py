@@ -57,13 +57,17 @@ class Layout:
     shard: str
 
     def __str__(self) -> str:
-        sizes = " ".join(
-            f"{name.upper()}{size}"
-            for name, size in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp), ("ep", self.ep), ("etp", self.etp))
+        stages = f"PP{self.pp} x {self.vpp}" if self.vpp > 1 else f"PP{self.pp}"
+        sizes = [
+            f"{name}{size}"
+            for name, size in (("TP", self.tp), ("CP", self.cp), ("EP", self.ep), ("ETP", self.etp))
             if size > 1
-        )
-        stages = f" x {self.vpp} {self.schedule}" if self.pp > 1 else ""
-        return f"{sizes or 'one rank'}{stages}, mb {self.micro_batch}, {self.dispatcher}, recompute {self.recompute}"
+        ]
+        if self.pp > 1:
+            sizes = [*sizes[: (self.tp > 1) + (self.cp > 1)], stages, *sizes[(self.tp > 1) + (self.cp > 1) :]]
+        schedule = f"{self.schedule}, " if self.pp > 1 else ""
+        what = f"{schedule}mb {self.micro_batch}, {self.dispatcher}, recompute {self.recompute}"
+        return f"{' '.join(sizes) or 'data parallel'}, {what}"
 
 
 def layout_of(run: Run, grid: Grid, dispatcher: str, shard: str) -> Layout:

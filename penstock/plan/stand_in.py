@@ -40,7 +40,7 @@ from penstock.parallel.later import Later
 from penstock.parallel.reach import crosses_nodes
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
 from penstock.plan.conventional import Saving, conventional_operators
-from penstock.plan.tape import RehearsedTransfers
+from penstock.plan.tape import RehearsedLater, RehearsedTransfers
 from penstock.train.optimizer import MasterAdamW, StateBytes
 
 META = torch.device("meta")
@@ -114,8 +114,8 @@ def stand_in(run: Run, axes: Axes, target: Target) -> StandIn:
     own = {0: whole_model(run.model)}
     if plan is not None:
         own = {number: stages[number] for number in plan.stages_of(axes.pipeline.rank)}
-    later = Later() if plan is not None and plan.splits_backward else None
-    buffers = _shared_buffers(run, axes)
+    later = RehearsedLater() if plan is not None and plan.splits_backward else None
+    buffers = _shared_buffers(run, axes, target.device)
     chosen = operators(kernel_choices(run, target.device))
     kit = Kit(
         operators=chosen if target.saving == "run" else conventional_operators(chosen),
@@ -183,13 +183,15 @@ def _moment_bytes(run: Run, optimizer: MasterAdamW) -> int:
     return sum(part.tensor.nbytes for name, part in optimizer.parts().items() if name.startswith("moment"))
 
 
-def _shared_buffers(run: Run, axes: Axes) -> SymmetricBuffers | None:
+def _shared_buffers(run: Run, axes: Axes, device: DeviceFacts) -> SymmetricBuffers | None:
     """Memory of a node's GPUs that write into each other's; None if tokens travel in another way, or not at all.
 
     As `penstock.parallel.reach.shared_buffers`, for GPUs that all reach each other.
     """
     moe, wanted = run.model.moe, run.dispatch.method
     if moe is None or moe.balance.pad_to_capacity or wanted not in ("auto", "symmetric", "hierarchical"):
+        return None
+    if device.kind == "cpu":
         return None
     sizes = buffer_sizes(run, axes)
     if sizes is None:

@@ -114,7 +114,8 @@ class Clockwork:
         )
 
     def _streams(self, launch_seconds: float) -> Streams:
-        return Streams(self._costs.of, launch_seconds, self._cluster.hardware.host.gap_seconds)
+        host = self._cluster.hardware.host
+        return Streams(self._costs.of, launch_seconds, host.gap_seconds, host.put_off_seconds)
 
     def update(self, update: Update) -> tuple[Timing, Timing]:
         """Sums of gradients and new weights; and what is computed for the optimizer."""

@@ -1,7 +1,8 @@
 """Plays a list of operators as a host and a device would: who waits for whom, and what the device spends its time on.
 
-The host launches operators one after the other, each in `host.launch_seconds`, and runs ahead of the device as far as
-it can. The device has two streams: operators of one run in order, each when it was launched and the one before is done.
+The host launches operators one after the other, each in `host.launch_seconds`, collectives in twice as long, and runs
+ahead of the device as far as it can. The device has two streams: operators of one run in order, each when it was
+launched and the one before is done.
 
     device-bound     the host is ahead; the time is the sum of the operators
     host-bound       the device waits for launches; the time is that of the host
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.plan.costs import Cost
-from penstock.plan.tape import END, FORK, JOIN, WAIT, Operator, Work
+from penstock.plan.tape import END, FORK, JOIN, PUT_OFF, WAIT, Operator, Work
 
 OVERLAP_GAIN = 0.25
 """Of the time that a transfer and computation run side by side, what is gained by it; fitted to one run with FSDP2 on
@@ -52,12 +53,20 @@ class Streams:
         cost_of: an operator's cost.
         launch_seconds: of the host for each operator; 0 if the work is captured.
         gap_seconds: of the device between two operators.
+        put_off_seconds: of the host for each weight gradient that is put off.
     """
 
-    def __init__(self, cost_of: Callable[[Operator], Cost], launch_seconds: float, gap_seconds: float = 0.0) -> None:
+    def __init__(
+        self,
+        cost_of: Callable[[Operator], Cost],
+        launch_seconds: float,
+        gap_seconds: float = 0.0,
+        put_off_seconds: float = 0.0,
+    ) -> None:
         self._cost_of = cost_of
         self._launch = launch_seconds
         self._gap = gap_seconds
+        self._put_off = put_off_seconds
         self._host = self._main = self._side = 0.0
         self._ends: dict[str, float] = {}
         self._hidden = 0.0
@@ -82,6 +91,8 @@ class Streams:
         for operator in work:
             if operator.name == WAIT:
                 self._host = max(self._host, self._main)
+            elif operator.name == PUT_OFF:
+                self._host += self._put_off
             elif operator.name == FORK:
                 self._side, is_side = max(self._side, self._main), True
             elif operator.name == END:
@@ -95,7 +106,7 @@ class Streams:
 
     def _run(self, cost: Cost) -> None:
         """One operator of the first stream."""
-        self._host += self._launch
+        self._host += self._launch * (1 + cost.is_communication)
         wait = max(self._gap, self._host - self._main)
         self._main += wait + cost.seconds
         self._idle += wait
@@ -109,7 +120,7 @@ class Streams:
 
     def _travel(self, cost: Cost) -> None:
         """One of the second."""
-        self._host += self._launch
+        self._host += 2 * self._launch
         self._side = max(self._side, self._host) + cost.seconds
         self._hidden += cost.seconds
         self._communication += cost.seconds

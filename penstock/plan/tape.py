@@ -18,11 +18,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.parallel.flight import Result, Transfers
+from penstock.parallel.later import Later, Task
 from penstock.plan.hardware import Group
 
-FORK, END, JOIN, WAIT = "fork", "end", "join", "wait"
+FORK, END, JOIN, WAIT, PUT_OFF = "fork", "end", "join", "wait", "put off"
 """Names of operators that move nothing: a second stream begins after all so far; ends; the first waits for that end;
-the host waits for the device."""
+the host waits for the device; a weight gradient is put off (penstock/parallel/later.py)."""
 
 _LIBRARY = torch.library.Library("penstock", "FRAGMENT")
 _LIBRARY.define("marked(str name, int number) -> ()")
@@ -114,6 +115,15 @@ class Tape(TorchDispatchMode):
         here = self._ranks_per_node or len(ranks)
         inside = sum(rank // here == ranks[0] // here for rank in ranks)
         return Group(len(ranks), inside if len(ranks) % inside == 0 else 1)
+
+
+class RehearsedLater(Later):
+    """Writes down that something is put off."""
+
+    def add(self, task: Task) -> None:
+        """See `Later`."""
+        torch.ops.penstock.marked(PUT_OFF, 0)
+        super().add(task)
 
 
 class RehearsedTransfers(Transfers):
