@@ -108,7 +108,7 @@ class Host(Sourced):
     )
     kernel_seconds: float = knob(doc="Device time that the smallest kernel takes.", unit="seconds", low=0)
     put_off_seconds: float = knob(
-        0.45e-3,
+        0.36e-3,
         doc="Host time that a weight gradient takes besides, if it is put off: autograd is asked twice.",
         unit="seconds",
         low=0,
