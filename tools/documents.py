@@ -7,7 +7,8 @@ documents between markers, and only the text between them is written:
 
 The marker names a file of benchmarks/results, the way to a number in it (keys and list positions, joined by dots), and
 a Python format. Whole tables stand between markers that name a result and a function of `tools.kernel_tables`,
-`tools.layout_tables` or `tools.ladder_tables`; with `table?` the result may be missing, and the table says so:
+`tools.layout_tables`, `tools.ladder_tables`, `tools.dispatch_tables` or `tools.projection_tables`; with `table?` the
+result may be missing, and the table says so:
 
     <!--table kernels-h200.json pointwise-->
     ...
@@ -28,10 +29,18 @@ from penstock.base.spans import Span
 from penstock.config.reference import reference_markdown
 from penstock.parallel.launch.environment import environment_page
 from penstock.train.metrics import reference_page
-from tools import dispatch_tables, kernel_tables, ladder_tables, layout_tables
+from tools import dispatch_tables, kernel_tables, ladder_tables, layout_tables, projection_tables, published_tables
 from tools.hardware_page import hardware_page
+from tools.rules_page import rules_page
 
-TABLES = {**kernel_tables.TABLES, **layout_tables.TABLES, **ladder_tables.TABLES, **dispatch_tables.TABLES}
+TABLES = {
+    **kernel_tables.TABLES,
+    **layout_tables.TABLES,
+    **ladder_tables.TABLES,
+    **dispatch_tables.TABLES,
+    **projection_tables.TABLES,
+    **published_tables.TABLES,
+}
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results")
 FIGURE = re.compile(r"<!--= (?P<file>\S+) (?P<way>\S[^<>]*?) (?P<format>\S+) -->(?P<text>.*?)<!--/-->", re.DOTALL)
@@ -104,6 +113,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "docs/glossary.md": glossary,
     "docs/hardware.md": hardware_page,
     "docs/metrics.md": reference_page,
+    "docs/rules.md": rules_page,
 }
 
 

@@ -35,7 +35,7 @@ from penstock.plan.transfers import Transfers
 NOTHING = Timing()
 
 _LAUNCHED: Mapping[str, float] = MappingProxyType({"none": 1.0, "parts": 0.43, "auto": 0.0, "passes": 0.0})
-"""Share of the operators of passes that the host launches itself, by `graphs.capture`; of parts as benchmarks/graphs.py saw."""
+"""Share of the operators of passes that the host launches itself, by `graphs.capture` (benchmarks/graphs.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
