@@ -1,0 +1,178 @@
+"""A layout in the words of a command line, `pp=24,ep=8,cp=2`, laid over a run.
+
+Names are those of `penstock.plan.projection.Layout`. What is not named stays as it is in the run, but for what would no
+longer fit: a pipeline of other stages takes a schedule that can have them, loses `pipeline.layout`, and another
+recomputation begins with all layers. `dp` and `edp` follow from the others; saying them checks them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from math import floor
+
+from penstock.base.errors import ConfigError
+from penstock.config.fit import grid_of
+from penstock.config.merge import merge, parse_overrides
+from penstock.config.run import Run
+from penstock.config.schema import nearest
+from penstock.config.validation import build
+from penstock.layout.schedules import SCHEDULES
+from penstock.plan.projection import Layout
+
+FIELDS: Mapping[str, str] = {
+    "pp": "parallel.pipeline",
+    "vpp": "pipeline.stages_per_rank",
+    "ep": "parallel.expert",
+    "etp": "parallel.expert_tensor",
+    "cp": "parallel.context",
+    "tp": "parallel.tensor",
+    "schedule": "pipeline.schedule",
+    "micro_batch": "training.micro_batch",
+    "recompute": "recompute.modules",
+    "sync_free_stage": "dispatch.sync_free",
+    "dispatcher": "dispatch.method",
+    "shard": "parallel.shard",
+}
+"""Where a run says what a layout says."""
+
+FOLLOW: Mapping[str, str] = {"dp": "data", "edp": "expert_data"}
+"""What follows from the rest, by its name in the grid."""
+
+assert {*FIELDS, *FOLLOW} == {field.name for field in fields(Layout)}, "every word of a layout is known here"
+
+
+def parse_layout(text: str) -> dict[str, str]:
+    """What a text such as `pp=24,ep=8` says, by name.
+
+    Raises:
+        ConfigError: a part is no assignment, or names nothing that a layout has.
+    """
+    choices = {}
+    for part in text.split(","):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or not value:
+            raise ConfigError("a layout is a list of assignments", got=repr(part.strip()), allowed="pp=24,ep=8,cp=2")
+        check_name(name)
+        choices[name] = value
+    return choices
+
+
+def check_name(name: str) -> None:
+    """Refuse what a layout does not have.
+
+    Raises:
+        ConfigError: there is no such name.
+    """
+    known = (*FIELDS, *FOLLOW)
+    if name not in known:
+        near = nearest(name, known)
+        fix = None if near is None else f"did you mean {near}?"
+        raise ConfigError("a layout has no such part", got=name, allowed=", ".join(known), fix=fix)
+
+
+def with_layout(run: Run, choices: Mapping[str, str], world: int, tokens: float | None = None) -> Run:
+    """The run with these choices; rules are asked by whoever projects it.
+
+    Args:
+        run: any.
+        choices: texts by the names of a layout.
+        world: ranks.
+        tokens: of a step, as for `revised`.
+
+    Raises:
+        ConfigError: a value is not one that its field takes, or `dp` or `edp` is another.
+    """
+    changed = revised(run, list(_overrides(run, choices)), world, tokens)
+    for name, axis in FOLLOW.items():
+        if name in choices:
+            (size,) = grid_of(changed, world).shape((axis,))
+            if choices[name] != f"{size}":
+                raise ConfigError(f"{name} follows from the other sizes", got=choices[name], allowed=size)
+    return changed
+
+
+def settled(run: Run) -> dict[str, object]:
+    """The parts of a run's layout that it says itself, for a refusal."""
+    parallel, pipeline = run.parallel, run.pipeline
+    return {
+        "pp": parallel.pipeline,
+        "vpp": pipeline.stages_per_rank,
+        "ep": parallel.expert,
+        "etp": parallel.expert_tensor,
+        "cp": parallel.context,
+        "tp": parallel.tensor,
+        "schedule": pipeline.schedule,
+        "micro_batch": run.training.micro_batch,
+        "recompute": "+".join(run.recompute.modules) or "none",
+        "sync_free_stage": run.dispatch.sync_free,
+        "dispatcher": run.dispatch.method,
+        "shard": parallel.shard,
+    }
+
+
+def revised(run: Run, overrides: Sequence[str], world: int, tokens: float | None = None) -> Run:
+    """The run with overrides `a.b=c`; rules are asked by whoever projects it.
+
+    Args:
+        run: any.
+        overrides: the later ones win.
+        world: ranks.
+        tokens: of a step, about: the nearest batch that gives every data-parallel rank whole micro-batches is taken.
+            None leaves the batch as it is.
+
+    Raises:
+        ConfigError: there is no such field, or it does not take the value.
+    """
+    changed = build(Run, merge(Run, run.model_dump(), parse_overrides(Run, overrides)))
+    return changed if tokens is None else _with_tokens(changed, world, tokens)
+
+
+def _with_tokens(run: Run, world: int, tokens: float) -> Run:
+    parallel, training = run.parallel, run.training
+    data = max(1, world // (parallel.tensor * parallel.context * parallel.pipeline))
+    unit = training.micro_batch * data
+    rows = unit * max(1, floor(tokens / training.sequence_length / unit + 0.5))
+    return run.model_copy(update={"training": training.model_copy(update={"global_batch": rows})})
+
+
+def _overrides(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
+    for name, value in choices.items():
+        if name == "recompute":
+            modules = [] if value == "none" else value.split("+")
+            yield f"recompute.modules={modules}"
+            yield "recompute.layers=[]"
+            yield "recompute.stages=[]"
+        elif (name, value) == ("dispatcher", "local"):
+            yield "dispatch.method=auto"
+        elif name in FIELDS and (name, value) != ("schedule", "none"):
+            yield f"{FIELDS[name]}={value}"
+    if {"pp", "vpp"} & set(choices):
+        yield "pipeline.layout="
+    yield from _stages(run, choices)
+
+
+def _stages(run: Run, choices: Mapping[str, str]) -> Iterator[str]:
+    """A schedule that can have the stages, or stages that the schedule can have, where only one of them is said."""
+    stages = choices.get("vpp", f"{run.pipeline.stages_per_rank}")
+    named = choices.get("schedule", run.pipeline.schedule)
+    if named not in SCHEDULES or not stages.isdecimal():
+        return
+    shape = SCHEDULES[named]
+    if shape.fewest <= int(stages) <= (shape.most or int(stages)):
+        return
+    if "vpp" in choices and "schedule" not in choices:
+        yield f"pipeline.schedule={'1f1b' if int(stages) == 1 else 'interleaved'}"
+    elif "schedule" in choices and "vpp" not in choices:
+        yield f"pipeline.stages_per_rank={shape.fewest}"
+
+
+def rows_to_share(rows: float, world: int) -> int:
+    """A global batch of about so many rows that layouts with any number of data-parallel ranks can share.
+
+    Args:
+        rows: wanted.
+        world: ranks; a multiple of them is taken, or of a half, a quarter, ... of them where rows are fewer.
+    """
+    unit = world
+    while unit > max(1.0, rows):
+        unit //= 2
+    return unit * max(1, floor(rows / unit + 0.5))

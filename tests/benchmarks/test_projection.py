@@ -1,0 +1,144 @@
+"""Runs that the plan is held against: they are what the issue asks for, and their figures are read and shown right."""
+
+import json
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import projection
+from benchmarks.projection import rank_loads
+from benchmarks.projection_cases import CASES, FROZEN, MADE, Case, named
+from benchmarks.projection_compare import compared, summary
+from tools import documents, projection_tables
+
+STEPS = 9
+METHOD = "dispatch.method=all-to-all"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_is_a_run_that_loads(case: Case) -> None:
+    run = case.run(STEPS)
+    assert run.training.steps == STEPS
+    assert run.evaluation.rows == 0 and not run.checkpoint.enabled
+    assert case.processes % (run.parallel.pipeline * run.parallel.tensor * run.parallel.context) == 0
+
+
+def test_cases_differ_and_half_of_them_waited_for_the_freeze() -> None:
+    runs = [case.run(STEPS) for case in CASES]
+    assert len({(case.target, *case.overrides) for case in CASES}) == len({case.name for case in CASES}) == len(CASES)
+    chosen = Counter(case.chosen for case in CASES)
+    assert len(CASES) >= 16 and chosen[FROZEN] >= chosen[MADE]
+    assert {case.processes for case in CASES} == {1, 2, 4}
+    assert {run.parallel.expert for run in runs} == {1, 2, 4}
+    assert {run.training.micro_batch for run in runs} == {1, 2, 4, 8}
+    assert {run.dispatch.sync_free for run in runs} == {0, 1, 2, 3}
+    assert {run.pipeline.schedule for run in runs if run.parallel.pipeline == 2} >= {"1f1b", "interleaved"}
+    assert {run.model.hidden_size for run in runs} >= {2048, 7168}
+    assert {run.model.layers for run in runs} >= {27, 14, 4}
+    assert len({run.recompute.modules for run in runs}) >= 5
+
+
+def test_cases_are_taken_by_name_and_by_when_they_were_run() -> None:
+    name = CASES[0].name
+    assert named([name], "") == CASES[:1]
+    assert named([name], FROZEN) == ()
+    assert named([], MADE) + named([], FROZEN) == CASES
+
+
+def test_the_time_is_told_the_median_step_and_the_memory_the_fullest() -> None:
+    steps = [
+        {"expert_rank_load_max_over_mean": seen, "expert_rank_load_fullest": held}
+        for seen, held in ((1.9, 1.8), (1.1, 1.0), (1.2, 1.1), (1.4, 1.3))
+    ]
+    assert rank_loads(steps, 1) == {"expert_rank_load_max_over_mean": 1.2, "expert_rank_load_fullest": 1.8}
+    alone = [dict.fromkeys(steps[0])] * 3
+    assert set(rank_loads(alone, 1).values()) == {None}
+
+
+@pytest.mark.slow
+def test_two_real_ranks_say_how_uneven_they_were(tmp_path: Path) -> None:
+    sizes = ("training.global_batch=8", "training.sequence_length=32", "parallel.expert=2", METHOD, "device=cpu")
+    case = Case(name="tiny", target="debug-2l", overrides=sizes, processes=2, chosen=MADE)
+    options = Namespace(steps=3, warm_up=1, timeout=120.0, commit="0123abc")
+    row = projection.measured(options, case, tmp_path)
+    assert row["reason"] == ""
+    assert 1 <= row["figures"]["expert_rank_load_max_over_mean"] < 2
+    assert 1 <= row["figures"]["expert_rank_load_fullest"] < 2
+    assert len(row["figures"]["step_seconds"]) == 2
+
+
+def measured(chosen: str = MADE, **changes: Any) -> dict[str, Any]:
+    """A row of the file: a small run on two H200."""
+    figures = {
+        "step_seconds_median": 0.05,
+        "peak_memory_bytes": 10**9,
+        "expert_rank_load_max_over_mean": 1.1,
+        "expert_rank_load_fullest": 1.05,
+    }
+    row = {
+        "name": "small",
+        "target": "debug",
+        "overrides": ["training.global_batch=8", "training.precision=bf16", "parallel.expert=2", METHOD],
+        "processes": 2,
+        "chosen": chosen,
+        "commit": "0123abc",
+        "reason": "",
+        "figures": figures,
+    }
+    return row | changes
+
+
+def test_a_projection_stands_beside_its_measurement_with_its_error() -> None:
+    found = compared(measured(), "H200", STEPS)
+    projected, errors = found["projected"], found["errors"]
+    assert errors["step"] == pytest.approx(projected["step_seconds"] / 0.05 - 1)
+    assert errors["memory"] == pytest.approx(projected["peak_memory_bytes"] / 1e9 - 1)
+    assert projected["step_seconds"] > 0 and projected["peak_memory_bytes"] > 10**6
+    assert sum(projected["terms"].values()) == pytest.approx(projected["step_seconds"], rel=1e-6)
+    json.dumps(found, allow_nan=False)
+
+
+def test_what_the_run_recorded_of_its_router_counts() -> None:
+    even = compared(measured(), "H200", STEPS)["projected"]
+    skewed = measured()
+    skewed["figures"] |= {"expert_rank_load_max_over_mean": 2.0, "expert_rank_load_fullest": 1.9}
+    uneven = compared(skewed, "H200", STEPS)["projected"]
+    assert uneven["peak_memory_bytes"] > even["peak_memory_bytes"]
+    assert uneven["step_seconds"] >= even["step_seconds"]
+
+
+def with_errors(step: float, memory: float, chosen: str) -> dict[str, Any]:
+    projected = {"step_seconds": 0.05 * (1 + step), "peak_memory_bytes": 10**9 * (1 + memory)}
+    return measured(chosen, projected=projected, errors={"step": step, "memory": memory})
+
+
+def test_errors_are_summed_up_for_all_and_for_each_half() -> None:
+    rows = [with_errors(0.02, -0.06, MADE), with_errors(-0.12, 0.01, FROZEN), measured(figures=None, reason="lost")]
+    found = summary(rows)
+    assert {name: sizes["runs"] for name, sizes in found.items()} == {"all": 2, "made": 1, "frozen": 1}
+    assert found["all"]["step_median"] == pytest.approx(0.07)
+    assert (found["all"]["step_largest"], found["all"]["step_beyond"]) == (0.12, 1)
+    assert (found["made"]["memory_largest"], found["made"]["memory_beyond"]) == (0.06, 1)
+    assert found["frozen"]["memory_beyond"] == 0
+
+
+def test_tables_show_every_run_and_why_one_was_not_measured(tmp_path: Path) -> None:
+    rows = [with_errors(0.02, -0.06, MADE), measured(FROZEN, name="lost", figures=None, reason="a | b")]
+    numbers = {"cases": rows, "errors": summary(rows), "projected_by": {"commit": "4567def", "hardware": "H200"}}
+    environment = {"device": "NVIDIA H200", "torch": "2.11", "steps": STEPS, "warm_up_steps": 3}
+    result = {"command": "x", "commit": "0123abc", "environment": environment, "numbers": numbers}
+    shown = projection_tables.projection(result)
+    assert "| small | 2 |  | 1.10 | 50.0 ms | 51.0 ms | +2.0% | 1.0 GB | 0.9 GB | -6.0% |" in shown
+    assert "| lost | 2 | yes | a / b |" in shown
+    assert "by commit `4567def`" in shown
+    for name, table in projection_tables.TABLES.items():
+        lines = [line for line in table(result).splitlines() if line.startswith("|")]
+        assert len({line.count("|") for line in lines}) <= 1, name
+        assert documents.TABLES[name] is table
+    assert (
+        "| run while the model was made | 1 | 2.0% | 2.0% | 0 | 6.0% | 6.0% | 1 |"
+        in projection_tables.projection_errors(result)
+    )

@@ -1,0 +1,189 @@
+"""What AMD concluded of 768 GPUs from their plan follows from ours, and where it does not, the difference is known."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.planning import (
+    CONVENTIONAL,
+    DE_DUPLICATED,
+    LAYOUTS,
+    MODELS,
+    ROWS_SENT,
+    SHARDED,
+    WAYS_IN,
+    Variant,
+    memory,
+    memory_of_the_last,
+    run_of,
+    speed_row,
+    target_of,
+    usable_bytes,
+)
+from benchmarks.planning_published import SAVED_BYTES, WORLD, Layout, activation_bytes, state_bytes
+from benchmarks.planning_times import SWEPT, dispatch_sweep, travels_of, weak_scaling
+from penstock.config.load import load_run
+from penstock.plan.hardware import cluster_of
+from penstock.plan.hardware_file import load_hardware
+from penstock.plan.transfers import Dispatcher, Transfers, Travel, copies
+
+PLAIN = Layout(24, 8, 1)
+HALVED = Layout(24, 8, 2)
+
+
+def fits(model: str, chip: str, layout: Layout, variant: Variant = ROWS_SENT) -> bool:
+    return memory(model, layout, variant).total <= usable_bytes(chip)
+
+
+def saved(model: str, variant: Variant) -> int:
+    return memory(model, PLAIN, variant).activations - memory(model, HALVED, variant).activations
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("variant", [ROWS_SENT, CONVENTIONAL], ids=lambda one: one.name)
+def test_two_context_ranks_halve_the_activations_and_save_what_is_published(model: str, variant: Variant) -> None:
+    plain, halved = (memory(model, layout, variant).activations for layout in (PLAIN, HALVED))
+    assert 0.49 < halved / plain < 0.55
+    assert saved(model, variant) == pytest.approx(SAVED_BYTES[model], rel=0.10)
+
+
+def test_activations_are_the_most_of_the_memory() -> None:
+    for model in MODELS:
+        found = memory(model, PLAIN)
+        assert found.activations > 0.7 * found.total
+
+
+def test_the_first_rank_of_the_pipeline_needs_more_than_the_last() -> None:
+    assert memory("moe-2t", HALVED).total > 1.2 * memory_of_the_last("moe-2t", HALVED).total
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_separate_operators_keep_more_than_ours(model: str) -> None:
+    assert saved(model, CONVENTIONAL) > SAVED_BYTES[model] > 0.99 * saved(model, DE_DUPLICATED)
+    assert memory(model, PLAIN, CONVENTIONAL).activations > 1.05 * memory(model, PLAIN).activations
+
+
+def test_de_duplication_keeps_fewer_rows_than_choices_where_ranks_are_fewer_than_choices() -> None:
+    # 8 ranks, and 16 choices of a token.
+    assert memory("moe-2t", PLAIN, DE_DUPLICATED).activations < 0.8 * memory("moe-2t", PLAIN).activations
+    assert memory("moe-1t", PLAIN, DE_DUPLICATED).activations > 0.99 * memory("moe-1t", PLAIN).activations
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_more_expert_ranks_save_no_activations(model: str) -> None:
+    few, many = memory(model, HALVED), memory(model, Layout(24, 16, 2))
+    assert many.activations == pytest.approx(few.activations, rel=1e-4)
+    assert few.total - many.total < 0.15 * few.total
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_longer_pipeline_holds_more_activations_and_saves_next_to_nothing(model: str, context: int) -> None:
+    short, long = memory(model, Layout(24, 8, context)), memory(model, Layout(48, 8, context))
+    assert long.activations > 1.15 * short.activations
+    assert long.total > 0.97 * short.total
+
+
+def test_the_published_layouts_of_the_smaller_model_fit_and_the_next_cheaper_one_does_not() -> None:
+    for variant in (ROWS_SENT, CONVENTIONAL, DE_DUPLICATED):
+        assert not fits("moe-1t", "MI300X", PLAIN, variant)
+        assert fits("moe-1t", "MI300X", HALVED, variant)
+        assert fits("moe-1t", "MI355X", PLAIN, variant)
+
+
+def test_the_published_layout_of_the_larger_model_fits_the_larger_chip_alone() -> None:
+    for variant in (ROWS_SENT, CONVENTIONAL):
+        assert not fits("moe-2t", "MI355X", PLAIN, variant)
+        assert fits("moe-2t", "MI355X", HALVED, variant)
+        assert not fits("moe-2t", "MI300X", HALVED, variant)
+
+
+def test_sixteen_expert_ranks_fit_the_smaller_chip_if_gradients_are_summed_as_that_plan_counts_them() -> None:
+    found, usable = memory("moe-2t", Layout(24, 16, 2)), usable_bytes("MI300X")
+    assert found.total > usable
+    assert found.total - found.gradients // 2 <= usable
+    # Eight do not even then.
+    eight = memory("moe-2t", HALVED)
+    assert eight.total - eight.gradients // 2 > usable
+
+
+def test_sixteen_expert_ranks_fit_the_smaller_chip_with_float32_sums_where_data_parallel_ranks_divide_them() -> None:
+    assert fits("moe-2t", "MI300X", Layout(24, 16, 2), SHARDED)
+    assert not fits("moe-2t", "MI300X", HALVED, SHARDED)
+
+
+def test_sixteen_expert_ranks_fit_the_smaller_chip_with_the_optimizer_on_the_host() -> None:
+    _, (layout, offloaded), *_ = WAYS_IN
+    assert fits("moe-2t", "MI300X", layout, offloaded)
+    assert not fits("moe-2t", "MI300X", HALVED, offloaded)
+
+
+def test_the_published_savings_are_those_of_the_arithmetic_that_we_found() -> None:
+    for model in MODELS:
+        run = load_run(model, [])
+        assert activation_bytes(run, PLAIN) - activation_bytes(run, HALVED) == pytest.approx(
+            SAVED_BYTES[model], rel=0.01
+        )
+    # It says of the larger model on 192 GiB what they say.
+    run = load_run("moe-2t", [])
+    eight, sixteen = (state_bytes(run, one) + activation_bytes(run, one) for one in (HALVED, Layout(24, 16, 2)))
+    assert eight > 192 * 2**30 > sixteen
+
+
+def test_the_variants_are_of_one_model_on_as_many_ranks() -> None:
+    assert len({run_of("moe-1t", PLAIN, one).model.layers for one in (ROWS_SENT, CONVENTIONAL, SHARDED)}) == 1
+    assert target_of(CONVENTIONAL).saving == "conventional" and WORLD % (24 * 16) == 0
+
+
+def one_way(method: Dispatcher, ranks: int, *, in_turn: bool) -> float:
+    """Seconds to the experts of a layer of MoE-2T."""
+    travel = next(one for one in travels_of(load_run("moe-2t", [])) if one.in_turn == in_turn)
+    cluster = cluster_of(1024, load_hardware("MI300X"))
+    return Transfers(cluster.hardware).dispatch(method, "dispatch", travel, cluster.group(ranks)).seconds
+
+
+def test_rows_that_are_sent_take_longer_with_each_node_and_tokens_that_take_experts_in_turn_hardly_do() -> None:
+    rows = [one_way("all-to-all", ranks, in_turn=True) for ranks in SWEPT]
+    once = [one_way("deep-ep", ranks, in_turn=True) for ranks in SWEPT]
+    assert rows == sorted(rows) and rows[-1] > 8 * rows[0]
+    # What is more of it is small beside what a layer computes.
+    assert once[-1] - once[0] < 0.07 * (rows[-1] - rows[0])
+
+
+def test_where_every_choice_is_as_likely_de_duplication_saves_half_and_no_more() -> None:
+    assert 0.3 < one_way("hierarchical", 64, in_turn=False) / one_way("all-to-all", 64, in_turn=False) < 0.7
+
+
+@given(experts=st.sampled_from((64, 256, 448)), top_k=st.sampled_from((1, 6, 8, 16)), places=st.sampled_from((2, 4, 8)))
+def test_experts_in_turn_lie_on_as_few_places_as_can_be_and_never_on_more_than_by_chance(
+    experts: int, top_k: int, places: int
+) -> None:
+    even = Travel(tokens=1, copy_bytes=1, experts=experts, top_k=top_k)
+    turn = replace(even, in_turn=True)
+    fewest = -(-top_k // (experts // places)) * (places - 1) / places
+    assert fewest <= copies(turn, places) <= copies(even, places) + 1e-9
+
+
+@pytest.mark.slow
+def test_the_published_choices_are_the_fastest_that_fit() -> None:
+    for chip, best in (("MI300X", HALVED), ("MI355X", PLAIN)):
+        rows = {str(one): speed_row("moe-1t", chip, one, ROWS_SENT) for one in LAYOUTS}
+        fitting = {name: row["tokens_per_second_per_device"] for name, row in rows.items() if row["fits"]}
+        assert max(fitting, key=lambda name: fitting[name]) == str(best)
+
+
+@pytest.mark.slow
+def test_all_to_all_falls_steeply_and_de_duplication_of_experts_in_turn_stays_nearly_flat() -> None:
+    rows = dispatch_sweep()
+    plain = [row["tokens_per_second_per_device"] for row in rows if row["method"] == "all-to-all"]
+    turn = [row["in_turn"] for row in rows if row["method"] == "auto"]
+    assert plain[-1] < 0.55 * plain[0] and turn[-1] > 0.85 * turn[0]
+    assert all(once > sent for once, sent in zip(turn, plain, strict=True))
+
+
+@pytest.mark.slow
+def test_eight_times_as_many_devices_train_nearly_eight_times_as_fast() -> None:
+    efficiencies = {row["rows_a_rank"]: row["efficiency"] for row in weak_scaling() if row["devices"] == 1024}
+    assert 0.95 < efficiencies[32] < efficiencies[64] < 1.0
