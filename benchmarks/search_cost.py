@@ -1,0 +1,77 @@
+"""How long `penstock plan` searches, against the size of the cluster and the depth of the model.
+
+    python -m benchmarks.search_cost --out benchmarks/results/search-cost.json
+
+Each search runs in a process of its own, so that its time has the start of Python and torch in it and its memory is its
+own. Needs no GPU. One line of JSON is printed for each search, and all are written to `--out`.
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from penstock.config.load import load_run
+from penstock.plan.hardware_file import parse_cluster
+from penstock.plan.search import Question, search
+
+DEVICES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+LAYERS = (8, 16, 32, 48, 61)
+BARS = ({"model": "deepseek-v3", "on": "1024xMI300X"}, {"model": "moe-2t", "on": "8192xMI300X"})
+
+
+def cases() -> list[dict[str, str]]:
+    """Searches: those that have a bar, then one axis after the other."""
+    by_world = [{"model": "deepseek-v3", "on": f"{devices}xMI300X"} for devices in DEVICES]
+    by_layers = [{"model": f"deepseek-v3-{layers}l", "on": "256xMI300X"} for layers in LAYERS[:-1]]
+    found = [*BARS, *by_world, *by_layers, {"model": "deepseek-v3", "on": "256xMI300X"}]
+    return [case for number, case in enumerate(found) if case not in found[:number]]
+
+
+def one(model: str, on: str) -> dict[str, Any]:
+    """Search here; seconds are those of the search alone."""
+    begin = time.perf_counter()
+    plan = search(Question(run=load_run(model), cluster=parse_cluster(on)))
+    best = plan.candidates[0] if plan.candidates else None
+    return {
+        "search_seconds": time.perf_counter() - begin,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "considered": plan.considered,
+        "candidates": len(plan.candidates),
+        "refusals": len(plan.refused),
+        "best": "" if best is None else str(best.layout),
+    }
+
+
+def measured(case: dict[str, str]) -> dict[str, Any]:
+    """Search in a new process; `seconds` are those of all of it."""
+    begin = time.perf_counter()
+    command = [sys.executable, "-m", "benchmarks.search_cost", "--one", case["model"], case["on"]]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return {**case, "seconds": time.perf_counter() - begin, **json.loads(done.stdout)}
+
+
+def main() -> None:
+    """See the top of the file."""
+    parser = argparse.ArgumentParser(description="Time of searches")
+    parser.add_argument("--one", nargs=2, metavar=("MODEL", "ON"))
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(one(*options.one)))
+        return
+    found = []
+    for case in cases():
+        found.append(measured(case))
+        print(json.dumps(found[-1]), flush=True)
+    if options.out:
+        options.out.write_text(json.dumps({"cpus": os.cpu_count(), "searches": found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""`penstock plan`: which layout of a run fits a cluster, how fast it will be, and why the others are refused.
+
+    penstock plan deepseek-v3 --on 512xMI325X                          search, the fastest first
+    penstock plan moe-1t --on 768xMI300X --only micro_batch=1          search among some
+    penstock plan moe-1t --on 768xMI300X --layout pp=24,vpp=4,ep=8,cp=2    one layout, also if it does not fit
+    penstock plan mine.toml --on 8xH200 --layout own                   the run as it is written
+    penstock plan moe-1t --on 768xMI300X --write best.toml             and train it: penstock train best.toml
+    penstock plan --on 8xH200 --compare a.toml b.toml                  which term of two runs differs
+    penstock plan ... --scale 128,256,512 | --sweep ep=8,16,32         what if
+
+Nothing is started: a laptop plans for a cluster. docs/plan.md says how to read what is printed. Here it is settled what
+is asked; the answers come from penstock/plan/search.py (many layouts), project.py (one) and what_if.py.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.status import Status
+
+from penstock.base.errors import PenstockError
+from penstock.cli.config import Json
+from penstock.cli.plan_explain import check_topic, explain
+from penstock.cli.plan_files import check_file, write_pictures, write_run
+from penstock.cli.plan_options import (
+    Compared,
+    Html,
+    Imbalance,
+    Layout,
+    On,
+    Only,
+    Overrides,
+    Png,
+    Saving,
+    Scales,
+    Svg,
+    Swept,
+    Target,
+    Tokens,
+    Top,
+    Topic,
+    Write,
+)
+from penstock.cli.plan_print import print_plan
+from penstock.cli.plan_what_ifs import comparison_json, points_json, print_comparison, print_scaling, print_sweep
+from penstock.config.load import load_run
+from penstock.config.run import Run
+from penstock.plan.asked_layout import parse_layout, rows_to_share, with_layout
+from penstock.plan.hardware import Cluster
+from penstock.plan.hardware_file import parse_cluster
+from penstock.plan.project import Assumptions, project
+from penstock.plan.projection import Plan, Projection, Refusal, plan_json
+from penstock.plan.search import Question, search
+from penstock.plan.what_if import Planner, answer_to, compare, scale, sweep
+from penstock.report.figure import Figure
+from penstock.report.what_ifs import scaling_pictures, sweep_pictures
+
+OWN = "own"
+"""Asks for the layout that the run has."""
+
+KINDS: tuple[Literal["strong", "weak"], ...] = ("strong", "weak")
+"""Ways to scale."""
+
+
+def plan(  # noqa: PLR0913 - one argument for each option
+    on: On,
+    target: Target = None,
+    overrides: Overrides = None,
+    layout: Layout = None,
+    only: Only = "",
+    tokens: Tokens = None,
+    top: Top = 10,
+    topic: Topic = None,
+    compared: Compared = None,
+    scales: Scales = None,
+    swept: Swept = None,
+    imbalance: Imbalance = 1.2,
+    saving: Saving = "run",
+    as_json: Json = False,
+    write: Write = None,
+    html: Html = None,
+    png: Png = None,
+    svg: Svg = None,
+) -> None:
+    """Say which layout of a run fits a cluster, how fast it is, and why others are refused. Nothing is started."""
+    files = {"--write": write, "--html": html, "--png": png, "--svg": svg}
+    _check({"--explain": topic, "--compare": compared, "--scale": scales, "--sweep": swept}, files)
+    cluster, assumptions = parse_cluster(on), _assumptions(imbalance, saving, writes=write is not None)
+    planner = partial(project, assumptions=assumptions)
+    if compared is not None:
+        words = [*([target] if target else []), *(overrides or [])]
+        _write(_compare(compared, cluster, planner, words, as_json=as_json), (), files)
+        return
+    if target is None:
+        raise PenstockError("there is nothing to plan", fix="name it: penstock plan deepseek-v3 --on 512xMI325X")
+    run = load_run(target, overrides or ())
+    if layout is None:
+        fixed = parse_layout(only) if only else {}
+        rows = None if tokens is None else rows_to_share(tokens / run.training.sequence_length, cluster.devices)
+        question = Question(run=run, cluster=cluster, global_batch=rows, fixed=fixed, top=top, assumptions=assumptions)
+        with _working() as status:
+            found = search(question, status.update)
+    else:
+        found = _asked(run, cluster, {} if layout == OWN else parse_layout(layout), planner, tokens)
+    more: list[Figure] = []
+    if scales is not None or swept is not None:
+        more = _what_if(_first(found), planner, scales, swept, as_json=as_json)
+    elif as_json:
+        print(json.dumps(plan_json(found), indent=2))
+    elif topic is not None:
+        explain(found, topic)
+    else:
+        print_plan(found, _assumed(assumptions))
+    _write(found, more, files)
+
+
+def _check(questions: Mapping[str, object], files: Mapping[str, Path | None]) -> None:
+    """Refuse what could only fail later."""
+    asked = [option for option, value in questions.items() if value is not None]
+    if len(asked) > 1:
+        raise PenstockError(f"{' and '.join(asked)} are different questions", fix="ask one at a time")
+    topic = questions["--explain"]
+    if isinstance(topic, str):
+        check_topic(topic)
+    for option, path in files.items():
+        if path is not None:
+            if option == "--write" and questions["--compare"] is not None:
+                raise PenstockError(
+                    "--write writes a candidate, and --compare has two runs of yours", fix="leave it out"
+                )
+            check_file(path, option)
+
+
+def _assumptions(imbalance: float, saving: str, *, writes: bool) -> Assumptions:
+    if saving == "conventional" and writes:
+        raise PenstockError("--write writes a run, and no run of ours keeps what --saving conventional counts")
+    match saving:
+        case "run" | "conventional":
+            return Assumptions(imbalance=imbalance, saving=saving)
+    raise PenstockError("--saving is unknown", got=saving, allowed="run, conventional")
+
+
+def _assumed(assumptions: Assumptions) -> list[str]:
+    kept = {
+        "run": "activations are those that the run itself keeps (--saving)",
+        "conventional": "activations as operators that are not fused keep them (--saving)",
+    }
+    rows = f"the fullest rank's experts get {assumptions.imbalance:g} x their even share of rows (--imbalance)"
+    return [rows, kept[assumptions.saving]]
+
+
+def _asked(run: Run, cluster: Cluster, choices: Mapping[str, str], planner: Planner, tokens: int | None) -> Plan:
+    """One layout, also if it does not fit."""
+    there = with_layout(run, choices, cluster.devices, tokens)
+    with _working():
+        answer = answer_to(there, cluster, planner)
+    refused = (answer,) if isinstance(answer, Refusal) else ()
+    candidates = () if isinstance(answer, Refusal) else (answer,)
+    return Plan(model=run.name, cluster=cluster, candidates=candidates, refused=refused, considered=1)
+
+
+def _working() -> Status:
+    """What a terminal shows meanwhile; elsewhere nothing."""
+    return Console(stderr=True).status("projecting")
+
+
+def _first(found: Plan) -> Projection:
+    """The candidate that what-ifs start from."""
+    if found.candidates:
+        return found.candidates[0]
+    (reason, *_) = [f" ({one.rule}: {one.reason})" for one in found.refused] or [""]
+    raise PenstockError(f"no layout of {found.model} fits{reason}", fix="name one: --layout pp=8,ep=8")
+
+
+def _compare(
+    names: tuple[str, str], cluster: Cluster, planner: Planner, overrides: list[str], *, as_json: bool
+) -> Plan:
+    """Project two runs as they are, tell the terms apart, and give both for pictures."""
+    if any("=" not in one for one in overrides):
+        raise PenstockError("--compare names both runs", got=overrides[0], allowed="overrides a.b=c of both")
+    runs = [load_run(name, overrides) for name in names]
+    with _working():
+        left, right = (planner(run, cluster) for run in runs)
+    comparison = compare(left, right)
+    if as_json:
+        _print_json(left, comparison_json(comparison))
+    else:
+        print_comparison(comparison, *names)
+    model = " and ".join(dict.fromkeys(run.name for run in runs))
+    return Plan(model=model, cluster=cluster, candidates=(left, right), refused=(), considered=len(runs))
+
+
+def _what_if(
+    base: Projection, planner: Planner, scales: str | None, swept: str | None, *, as_json: bool
+) -> list[Figure]:
+    """Ask for more devices, or for other values, with the layout of a projection; gives pictures of the answers."""
+    if scales is not None:
+        worlds = [_whole(word) for word in scales.split(",")]
+        with _working():
+            kinds = {f"{kind}": scale(base.run, base.cluster, worlds, planner, kind) for kind in KINDS}
+        if as_json:
+            _print_json(base, {kind: points_json(points) for kind, points in kinds.items()})
+        else:
+            print_scaling(kinds, base)
+        return scaling_pictures(kinds, base)
+    name, equals, values = (swept or "").partition("=")
+    if not equals or not all(values.split(",")):
+        raise PenstockError("--sweep is no name with values", got=swept, allowed="micro_batch=1,2,4")
+    words = [value.strip() for value in values.split(",")]
+    with _working():
+        points = sweep(base.run, base.cluster, name.strip(), words, planner)
+    if as_json:
+        _print_json(base, {"sweep": name, "points": points_json(points)})
+    else:
+        print_sweep(points, base)
+    return sweep_pictures(points, base)
+
+
+def _print_json(base: Projection, answer: Mapping[str, object]) -> None:
+    """An answer under the names that every answer has."""
+    cluster = base.cluster
+    head = {"model": base.run.name, "hardware": cluster.hardware.name, "world": cluster.devices}
+    print(json.dumps({**head, **answer}, indent=2))
+
+
+def _whole(word: str) -> int:
+    if not word.strip().isdecimal() or int(word) < 1:
+        raise PenstockError("--scale is a list of numbers of devices", got=repr(word), allowed="128,256,512")
+    return int(word)
+
+
+def _write(found: Plan, more: Sequence[Figure], files: Mapping[str, Path | None]) -> None:
+    for option, path in files.items():
+        if path is None:
+            continue
+        written = [path]
+        if option == "--write":
+            write_run(path, found)
+        else:
+            written = write_pictures(path, found, more)
+        # Standard output may be JSON that a program reads.
+        print(f"written to {', '.join(str(one) for one in written)}", file=sys.stderr)

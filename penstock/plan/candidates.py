@@ -1,0 +1,269 @@
+"""Layouts that a search looks at, as `Sizes`: every grid of ranks, and on it every way to go through a step.
+
+    grid      tensor, context, pipeline, expert, expert_tensor ranks
+    pace      on a grid: schedule with its stages of a rank, rows of a micro-batch
+    way       on a grid: dispatcher with its sync-free stage
+    ladder    what is computed twice, from nothing to everything; each step holds less and takes longer
+
+Values that cannot be are listed too where people would ask for them, such as experts that do not divide: rules refuse
+them by name (`penstock.plan.rules`). What is named in `fixed` has that value only. `run_of` makes a run of a layout.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from math import prod
+from typing import get_args
+
+from penstock.base.errors import ConfigError
+from penstock.config.model import LatentAttention, Model
+from penstock.config.parallel import Graphs, Offload, Overlap, Pipeline, Recompute
+from penstock.config.run import Run
+from penstock.layout.experts import ExpertPlacement
+from penstock.layout.schedules import SCHEDULES
+from penstock.models.decoder import IN_PIECES
+from penstock.plan.asked_layout import check_name
+from penstock.plan.rules.sizes import NO_PIPELINE, Sizes
+from penstock.plan.transfers import Dispatcher
+
+GRID = ("tp", "cp", "pp", "ep", "etp")
+"""Sizes of a grid, by their names in a layout."""
+
+MOST_MICRO_BATCH = 8
+MOST_CONTEXT = 64
+MOST_STAGES = 8
+"""Stages of a rank."""
+
+ORDERS = ("1f1b", "interleaved", "zb-1f1b", "zb-v", "v-half", "v-min", "dualpipe-v")
+"""Schedules that are tried. GPipe holds more than 1F1B and is no faster."""
+
+_TEXTS: Mapping[str, tuple[str, ...]] = {
+    "schedule": (NO_PIPELINE, *SCHEDULES),
+    "dispatcher": ("local", *get_args(Dispatcher)),
+    "shard": ("auto", "none", "optimizer", "full"),
+}
+"""Parts of a layout that are no numbers."""
+
+ROOM_FOR_ALL = 3
+"""The sync-free stage that has room for the worst case."""
+
+
+def check_fixed(fixed: Mapping[str, str]) -> None:
+    """Refuse what is no part of a layout, or no value of one.
+
+    Args:
+        fixed: texts by the names of a layout.
+
+    Raises:
+        ConfigError: the first of them.
+    """
+    for name, text in fixed.items():
+        check_name(name)
+        allowed = _TEXTS.get(name)
+        if allowed is not None and text not in allowed:
+            raise ConfigError(f"{name} is unknown", got=text, allowed=", ".join(allowed))
+        if name not in (*_TEXTS, "recompute") and (not text.isdecimal() or int(text) < (name != "sync_free_stage")):
+            raise ConfigError(f"{name} is no number of the kind", got=text, allowed="a whole number >= 1")
+
+
+class Space:
+    """What is looked at.
+
+    Args:
+        neutral: sizes of the question, with one rank for everything.
+        run: whose layout is sought.
+        fixed: texts by the names of a layout.
+
+    Attributes:
+        ladder: what is computed twice, from nothing to everything.
+    """
+
+    def __init__(self, neutral: Sizes, run: Run, fixed: Mapping[str, str]) -> None:
+        self._neutral = neutral
+        self._run = run
+        self._fixed = dict(fixed)
+        self.ladder = ladder_of(run.model) if "recompute" not in fixed else (_modules(fixed["recompute"]),)
+
+    def grids(self) -> Iterator[Sizes]:
+        """Every grid, least model parallelism first; schedule and dispatcher are such as it may have."""
+        world = self._neutral.world
+        axes = [self._values(name) for name in GRID]
+        wanted = {name: int(self._fixed[name]) for name in ("dp", "edp") if name in self._fixed}
+        for tp, cp, pp, ep, etp in product(*axes):
+            if max(tp * cp, ep * etp) * pp > world or world % (tp * cp * pp) or world % (ep * etp * pp):
+                continue
+            grid = replace(self._neutral, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+            grid = replace(grid, schedule="1f1b" if pp > 1 else NO_PIPELINE, capture=self._capture(pp))
+            if all((grid.dp, grid.edp)[name == "edp"] == size for name, size in wanted.items()):
+                dispatcher, sync_free = self.ways(grid)[0]
+                yield replace(grid, dispatcher=dispatcher, sync_free=sync_free)
+
+    def size_of_grid(self, grid: Sizes) -> int:
+        """Layouts that a grid has."""
+        return prod(map(len, (self.orders(grid), self.rows(), self.ways(grid), self.ladder)))
+
+    def paces(self, grid: Sizes, order: tuple[str, int]) -> Iterator[Sizes]:
+        """A schedule, with its stages of a rank, on a grid, and rows of a micro-batch."""
+        schedule, vpp = order
+        for rows in self.rows():
+            yield replace(grid, schedule=schedule, vpp=vpp, micro_batch=rows)
+
+    def with_ways(self, grid: Sizes) -> Iterator[Sizes]:
+        """A grid with each way of the tokens."""
+        for dispatcher, sync_free in self.ways(grid):
+            yield replace(grid, dispatcher=dispatcher, sync_free=sync_free)
+
+    def orders(self, grid: Sizes) -> Sequence[tuple[str, int]]:
+        """Schedules, each with stages of a rank."""
+        if grid.pp == 1:
+            return ((NO_PIPELINE, 1),)
+        names = (self._fixed["schedule"],) if "schedule" in self._fixed else ORDERS
+        most = max(1, (self._neutral.model.layers + 2) // grid.pp)
+        found = []
+        for name in names:
+            shape = SCHEDULES[name]
+            stages = range(shape.fewest, (shape.most or min(MOST_STAGES, max(most, shape.fewest))) + 1)
+            found += [(name, count) for count in stages if self._fixed.get("vpp", f"{count}") == f"{count}"]
+        return found or [(names[0], int(self._fixed["vpp"]))]
+
+    def rows(self) -> Sequence[int]:
+        """Rows of a micro-batch."""
+        if "micro_batch" in self._fixed:
+            return (int(self._fixed["micro_batch"]),)
+        return [1 << power for power in range(MOST_MICRO_BATCH.bit_length())]
+
+    def ways(self, grid: Sizes) -> Sequence[tuple[str, int]]:
+        """Dispatchers, each with a sync-free stage."""
+        found = [
+            (name, stage)
+            for name, stage in _ways(grid)
+            if self._fixed.get("dispatcher", name) == name
+            and self._fixed.get("sync_free_stage", f"{stage}") == f"{stage}"
+        ]
+        if found:
+            return found
+        default = _ways(grid)[0]
+        return [(self._fixed.get("dispatcher", default[0]), int(self._fixed.get("sync_free_stage", f"{default[1]}")))]
+
+    def _is_wanted(self, name: str, value: str) -> bool:
+        return self._fixed.get(name, value) == value
+
+    def _capture(self, pipeline: int) -> str:
+        return "none" if pipeline > 1 else self._run.graphs.capture
+
+    def _values(self, name: str) -> Sequence[int]:
+        if name in self._fixed:
+            return (int(self._fixed[name]),)
+        model, world, node = self._neutral.model, self._neutral.world, self._neutral.node_devices
+        least = min(model.head_counts)
+        match name:
+            case "tp":
+                return [size for size in _divisors(world) if size <= 2 * node and least % size == 0]
+            case "cp":
+                return [size for size in _divisors(world) if size <= MOST_CONTEXT and size & (size - 1) == 0]
+            case "pp":
+                return [size for size in _divisors(world) if size <= model.layers + 2]
+            case "ep":
+                return [size for size in _divisors(world) if model.experts % size == 0] if model.experts else (1,)
+        return [size for size in _divisors(world) if size <= node and model.expert_width % size == 0] or (1,)
+
+
+def ladder_of(model: Model) -> tuple[tuple[str, ...], ...]:
+    """What may be computed twice, in the order of the workflow: what costs least first, whole layers last."""
+    parts: list[str] = []
+    found: list[tuple[str, ...]] = [()]
+    if model.moe is not None:
+        parts.append("expert-activation")
+        found.append(tuple(parts))
+    parts.append("norm")
+    if isinstance(model.attention, LatentAttention):
+        parts.append("latent-up")
+    found.append(tuple(parts))
+    if model.moe is not None:
+        found.append(("moe", *(part for part in parts if part != "expert-activation")))
+    return (*found, ("layer",))
+
+
+def run_of(run: Run, sizes: Sizes) -> Run:
+    """A run with a layout; what waits in host memory, and what is said of single layers or stages, is left out.
+
+    Args:
+        run: everything else.
+        sizes: the layout.
+    """
+    is_local = sizes.dispatcher == "local" or sizes.model.pads
+    changes = {
+        "parallel": {
+            "tensor": sizes.tp,
+            "context": sizes.cp,
+            "pipeline": sizes.pp,
+            "expert": sizes.ep,
+            "expert_tensor": sizes.etp,
+        },
+        "dispatch": {
+            "method": "auto" if is_local else sizes.dispatcher,
+            "sync_free": sizes.sync_free,
+            "overlap": sizes.overlap,
+        },
+        "training": {"micro_batch": sizes.micro_batch, "global_batch": sizes.global_batch},
+    }
+    update = {name: dict(run)[name].model_copy(update=values) for name, values in changes.items()}
+    order = {"schedule": sizes.schedule, "stages_per_rank": sizes.vpp} if sizes.pp > 1 else {}
+    return run.model_copy(
+        update={
+            **update,
+            "pipeline": Pipeline().model_copy(update=order),
+            "recompute": Recompute(modules=sizes.recompute),
+            "offload": Offload(),
+            "graphs": Graphs().model_copy(update={"capture": sizes.capture}),
+        }
+    )
+
+
+def with_recompute(sizes: Sizes, modules: tuple[str, ...]) -> Sizes:
+    """A layout that computes something twice; what travels twice is not overlapped."""
+    is_whole = "moe" in modules or "layer" in modules
+    return replace(sizes, recompute=modules, overlap="none" if is_whole else sizes.overlap)
+
+
+def worse_way(way: Sizes, ways: Sequence[tuple[str, int]]) -> tuple[str, str] | None:
+    """Name and reason of what speaks against a way of the tokens where there are others; None if nothing does."""
+    if len(ways) > 1 and way.sync_free == ROOM_FOR_ALL:
+        return "room-for-the-worst-case", "takes as long as stage 2, and has room for every token on one rank"
+    if way.dispatcher == "all-to-all" and any(name == "symmetric" for name, _ in ways):
+        copies = way.model.top_k * way.etp
+        reason = f"inside a node a token goes to each rank once by symmetric, and up to {copies} times by all-to-all"
+        return "symmetric-inside-node", reason
+    return None
+
+
+def searched_overlap(run: Run) -> Overlap:
+    """The overlap of a search: the run's, unless other passes take part in it."""
+    return "none" if run.dispatch.overlap in IN_PIECES else run.dispatch.overlap
+
+
+def _modules(text: str) -> tuple[str, ...]:
+    return () if text == "none" else tuple(text.split("+"))
+
+
+def _ways(grid: Sizes) -> Sequence[tuple[str, int]]:
+    """Dispatchers of a grid with their sync-free stages, the usual one first."""
+    ranks, node = grid.expert_ranks, grid.node_devices
+    if ranks == 1 or grid.model.experts == 0:
+        return (("local", 0),)
+    if grid.model.pads or grid.vendor == "cpu":
+        return (("all-to-all", 0),)
+    if grid.is_inside_node(ranks):
+        return (("symmetric", 2), ("symmetric", 0), ("symmetric", ROOM_FOR_ALL), ("all-to-all", 0))
+    inside = max(size for size in range(1, node + 1) if ranks % size == 0 and node % size == 0)
+    if inside == 1 or grid.model.experts % grid.ep or not _placement(grid).divides_into(inside):
+        return (("all-to-all", 0),)
+    return (("hierarchical", 0), ("hierarchical", 2), ("hierarchical", ROOM_FOR_ALL), ("all-to-all", 0))
+
+
+def _placement(grid: Sizes) -> ExpertPlacement:
+    return ExpertPlacement(experts=grid.model.experts, expert=grid.ep, expert_tensor=grid.etp)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

@@ -1,0 +1,321 @@
+"""A run put together from pieces: which stages hold what, which places hold which stages, and the memory of each.
+
+`penstock.plan.composer` finds the pieces. Here they are added up: the state of a rank from its parameters
+(penstock/plan/held_state.py), its passes from what its schedule holds (penstock/plan/held.py), as
+`penstock.plan.memory` does it with a rank that was built.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.config.fit import micro_batches
+from penstock.config.run import Run
+from penstock.layout.actions import Kind
+from penstock.layout.grid import Grid
+from penstock.layout.schedules import SCHEDULES
+from penstock.layout.stages import Stage
+from penstock.plan.activations import StageActivations
+from penstock.plan.held import Shape, Standing, standings
+from penstock.plan.held_state import (
+    LAYERS,
+    Facts,
+    PartState,
+    Shards,
+    together,
+    update_bytes,
+)
+from penstock.plan.memory import LOSS, Memory, Overheads
+from penstock.plan.miniature import Likeness, likeness
+from penstock.plan.stand_in import StandIn, Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What a miniature showed.
+
+    Attributes:
+        rank: without memory; of the miniature.
+        stage: of it, that was run.
+        shared_bytes: of memory that GPUs of a node write into.
+        batch_bytes: of the rows of one micro-batch.
+    """
+
+    rank: StandIn
+    stage: StageActivations
+    shared_bytes: int
+    batch_bytes: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Of a stage, what decides its size.
+
+    Attributes:
+        embed: it begins with the embedding.
+        dense: layers without experts.
+        moe: layers with experts.
+        head: it ends with norm, prediction layers, output projection and loss.
+    """
+
+    embed: bool
+    dense: int
+    moe: int
+    head: bool
+
+
+def contents_of(stage: Stage, dense_layers: int) -> Contents:
+    """Of a stage of a model whose first layers are dense."""
+    dense = sum(layer < dense_layers for layer in stage.layers)
+    return Contents(stage.embed, dense, len(stage.layers) - dense, stage.norm_and_head)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A stage in bytes; see `StageActivations` for what they are."""
+
+    kept: int
+    left: int
+    forward: int
+    backward: int
+    weight: int
+
+    def of(self, kind: Kind) -> int:
+        """What an action takes over what was held before; a backward pass finds its own share there."""
+        if kind is Kind.FORWARD:
+            return self.forward
+        return self.weight if kind is Kind.WEIGHT else self.backward - self.kept
+
+    def times(self, count: int) -> "Sizes":
+        """With so many times the rows."""
+        if count == 1:
+            return self
+        return Sizes(*(count * size for size in (self.kept, self.left, self.forward, self.backward, self.weight)))
+
+    def most(self, kind: Kind) -> int:
+        """The most of a pass of one micro-batch alone."""
+        return self.forward if kind is Kind.FORWARD else self.backward
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What ranks of a run hold from step to step."""
+
+    run: Run
+    facts: Facts
+    shards: Shards
+    states: Mapping[str, PartState]
+
+    def parts(self, stages: Sequence[Contents]) -> dict[str, int]:
+        """Parts of a rank that holds some stages, and how many of each; an embedding is never held twice."""
+        mtp = self.run.model.mtp_layers
+        has_head = any(one.head for one in stages)
+        needs_embedding = any(one.embed for one in stages) or (has_head and (mtp > 0 or self.run.model.tied_embeddings))
+        counts = {
+            "embed": int(needs_embedding),
+            "dense": sum(one.dense for one in stages),
+            "moe": sum(one.moe for one in stages),
+            "mtp": int(has_head and mtp > 0),
+            "head": int(has_head),
+        }
+        return {kind: count for kind, count in counts.items() if count}
+
+    def of(self, stages: Sequence[Contents]) -> PartState:
+        """All together."""
+        return together([(self.states[kind], count) for kind, count in self.parts(stages).items()])
+
+    def update_bytes(self, stages: Sequence[Contents]) -> int:
+        """What the update passes through."""
+        return update_bytes([(self.facts[kind], count) for kind, count in self.parts(stages).items()], self.shards)
+
+    def gathered(self, stages: Sequence[Contents]) -> int:
+        """Whole weights with FSDP2, and gradients on their way, as `penstock.plan.memory` counts them."""
+        parts = self.parts(stages)
+        if not any(self.states[kind].whole for kind in parts):
+            return 0
+        layers = [self.states[kind].whole for kind in parts if kind in LAYERS]
+        depths = self.states["mtp"].whole // self.run.model.mtp_layers if "mtp" in parts else 0
+        most = max(*layers, depths, 0)
+        always = sum(self.states[kind].whole for kind in parts if kind in ("embed", "head"))
+        values = most // (2 if self.run.training.precision == "bf16" else 4)
+        return always + most * (2 + self.run.parallel.prefetch) + 4 * values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed:
+    """A run put together from its pieces.
+
+    Attributes:
+        run: which.
+        grid: of its ranks.
+        contents: of every stage.
+        activations: of stages by their contents; their numbers are not set.
+        sizes: the same in bytes.
+        shown: by a miniature.
+        times: rows of a micro-batch for each of the miniature.
+        state: of its ranks.
+        shape: of its pipeline; None without one.
+        target: where it will run.
+        overheads: of the hardware.
+        played: run whose miniature showed the pieces: the run itself, or one that is nearly like it.
+    """
+
+    run: Run
+    grid: Grid
+    contents: tuple[Contents, ...]
+    activations: Mapping[Contents, StageActivations]
+    sizes: Mapping[Contents, Sizes]
+    shown: Shown
+    times: int
+    state: RankState
+    shape: Shape | None
+    target: Target
+    overheads: Overheads
+    played: Run
+
+    @property
+    def is_exact(self) -> bool:
+        """Pieces are the run's own."""
+        return self.played is self.run
+
+    @property
+    def alike(self) -> Likeness:
+        """What runs with the same pieces have in common."""
+        return likeness(self.played)
+
+    def stage(self, number: int) -> StageActivations:
+        """A stage by its number."""
+        return replace(self.activations[self.contents[number]], number=number)
+
+    def size(self, number: int) -> Sizes:
+        """Of a stage by its number."""
+        return self.sizes[self.contents[number]]
+
+    def gathers(self, number: int) -> tuple[int, ...]:
+        """Bytes of whole weights that FSDP2 fetches for a stage; empty without it."""
+        if self.run.parallel.shard != "full":
+            return ()
+        parts = self.state.parts([self.contents[number]])
+        sizes = tuple(self.state.states[kind].whole for kind, count in parts.items() for _ in range(count))
+        return sizes if any(sizes) else ()
+
+    def stages_of(self, place: int) -> tuple[int, ...]:
+        """Stages at a place on the pipeline."""
+        return (0,) if self.shape is None else self.shape.stages_of(place)
+
+    @property
+    def buffers(self) -> int:
+        """Memory that GPUs write into, and the rows of the step."""
+        rows = micro_batches(self.run, self.grid) * self.shown.batch_bytes
+        return self.times * (self.shown.shared_bytes + rows)
+
+    @property
+    def fullest(self) -> int:
+        """The place on the pipeline that needs most."""
+        first: dict[tuple[Contents, ...], int] = {}
+        for place in range(self.grid.pipeline):
+            key = tuple(self.contents[number] for number in self.stages_of(place))
+            # In a loop an earlier place holds more micro-batches than a later one with the same stages.
+            if self.shape is not None and SCHEDULES[self.shape.name].placement == "v":
+                key = (*key, Contents(False, place, 0, False))
+            first.setdefault(key, place)
+        return max(first.values(), key=self.total)
+
+    def passing(self, place: int) -> int:
+        """The most that forward and backward hold at a place."""
+        return max(size for size, _ in self._moments(place))
+
+    def memory(self, place: int) -> Memory:
+        """Of the first rank at a place on the pipeline."""
+        held = [self.contents[number] for number in self.stages_of(place)]
+        state, gathered, update = self.state.of(held), self.state.gathered(held), self.state.update_bytes(held)
+        size, standing = max(self._moments(place), key=lambda moment: moment[0])
+        terms = self._terms(size, standing)
+        logits, is_captured = terms[LOSS], self.run.graphs.capture == "passes"
+        is_update = update > size + gathered and not is_captured
+        memory = Memory(
+            rank=place * self.grid.world // self.grid.pipeline,
+            parameters=state.weights,
+            gradients=state.gradients,
+            master=state.master,
+            moments=state.moments,
+            gathered=0 if is_update else gathered,
+            activations=0 if is_update else size - logits,
+            buffers=self.buffers,
+            logits=0 if is_update else logits,
+            communication=update if is_update else 0,
+            graph_pool=update if is_captured else 0,
+            libraries=self.overheads.libraries,
+            reserve=0,
+            host=0,
+            moment="update" if is_update else _name_of(standing, is_alone=self.shape is None),
+            terms={} if is_update else dict(terms),
+        )
+        return replace(memory, reserve=self.overheads.context + round(self.overheads.unused * memory.allocated))
+
+    def total(self, place: int) -> int:
+        """`memory(place).total`, without its terms."""
+        held = [self.contents[number] for number in self.stages_of(place)]
+        update, passing = self.state.update_bytes(held), self.passing(place) + self.state.gathered(held)
+        most = passing + update if self.run.graphs.capture == "passes" else max(passing, update)
+        allocated = self.state.of(held).total + most + self.buffers + self.overheads.libraries
+        return allocated + self.overheads.context + round(self.overheads.unused * allocated)
+
+    def _moments(self, place: int) -> Iterator[tuple[int, Standing]]:
+        if self.shape is None:
+            for kind in (Kind.FORWARD, Kind.BACKWARD):
+                yield self.size(0).most(kind), Standing(((0, kind),), (int(kind is Kind.BACKWARD),), (0,))
+            return
+        own = [self.size(number) for number in self.stages_of(place)]
+        of = {stage: self.size(stage) for stage in self.stages_of(place)}
+        for standing in standings(self.shape, place):
+            held = sum(count * size.kept for count, size in zip(standing.kept, own, strict=True))
+            held += sum(count * size.left for count, size in zip(standing.left, own, strict=True))
+            yield held + sum(of[stage].of(kind) for stage, kind in standing.work), standing
+
+    def _terms(self, size: int, standing: Standing) -> Counter[str]:
+        """What is held at a moment, by the module that allocated it; `held` are other micro-batches."""
+        terms: Counter[str] = Counter()
+        for stage, kind in standing.work:
+            activations = self.activations[self.contents[stage]]
+            if kind is Kind.WEIGHT:
+                terms["put off"] += activations.weight
+            else:
+                terms.update((activations.forward if kind is Kind.FORWARD else activations.backward).terms)
+        if self.shape is not None:
+            terms["held"] = size - sum(terms.values())
+        return terms
+
+
+def _name_of(standing: Standing, *, is_alone: bool) -> str:
+    if is_alone:
+        return "forward" if standing.work[0][1] is Kind.FORWARD else "backward"
+    return " and ".join(f"{kind} of stage {stage}" for stage, kind in standing.work)
+
+
+def memory_of_state(state: PartState, rank: int, overheads: Overheads) -> Memory:
+    """Of a rank that does nothing.
+
+    Args:
+        state: what it holds.
+        rank: its number.
+        overheads: of the hardware.
+    """
+    memory = Memory(
+        rank=rank,
+        parameters=state.weights,
+        gradients=state.gradients,
+        master=state.master,
+        moments=state.moments,
+        gathered=0,
+        activations=0,
+        buffers=0,
+        logits=0,
+        communication=0,
+        graph_pool=0,
+        libraries=overheads.libraries,
+        reserve=0,
+        host=0,
+        moment="state",
+    )
+    return replace(memory, reserve=overheads.context + round(overheads.unused * memory.allocated))

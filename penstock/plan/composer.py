@@ -1,0 +1,289 @@
+"""Memory of every rank of a run, put together from a miniature of it: what a search asks for thousands of layouts.
+
+`penstock.plan.memory` builds a rank with all of its layers and runs it. Here each kind of part is run once, on the
+fewest ranks that show it (`penstock.plan.miniature`), and kept by what it depends on (`Likeness`). A stage is a list of
+such pieces, a rank holds its stages as its schedule has it (`penstock.plan.held`), and its state is a sum over its
+parameters (`penstock.plan.held_state`). Tests hold the result to half a percent of `memory_of`.
+
+What lets layers of one kind differ, or lets neighbours matter, cannot be composed: `is_composable`.
+"""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from penstock.config.fit import micro_batches
+from penstock.config.parallel import Pipeline
+from penstock.config.run import Run
+from penstock.layout.actions import stages_of
+from penstock.layout.grid import Grid
+from penstock.layout.schedules import SCHEDULES
+from penstock.layout.stages import Stage, balanced_stages, parse_stages
+from penstock.models.build import whole_model
+from penstock.models.count import stage_costs
+from penstock.models.decoder import IN_PIECES
+from penstock.plan.activations import StageActivations, activations_of, micro_batch_of
+from penstock.plan.bound import Load
+from penstock.plan.composed import Composed, Contents, RankState, Shown, Sizes, contents_of
+from penstock.plan.held import Shape, enough
+from penstock.plan.held_state import (
+    Facts,
+    PartState,
+    Shards,
+    facts_of,
+    part_state,
+    shards_of,
+)
+from penstock.plan.memory import NO_OVERHEADS, Memory, Overheads
+from penstock.plan.miniature import Likeness, View, likeness, rank_of_miniature
+from penstock.plan.stand_in import StandIn, Target
+
+_Sharing = tuple[int, int, int, bool]
+
+
+def _sharing(run: Run) -> _Sharing:
+    """What parameters of a layer depend on."""
+    parallel = run.parallel
+    return parallel.tensor, parallel.expert, parallel.expert_tensor, parallel.shard == "full"
+
+
+def is_composable(run: Run) -> bool:
+    """Whether layers of one kind hold the same in this run, and all that it holds is known here."""
+    is_whole = run.dispatch.overlap not in IN_PIECES and not run.offload.activations and not run.offload.optimizer
+    return is_whole and not run.recompute.layers and not run.recompute.stages
+
+
+class Composer:
+    """Composes runs of one model, sequence length and precision for one target; remembers what it rehearsed.
+
+    Args:
+        run: any run of the model.
+        target: where they will run.
+        overheads: of the hardware.
+
+    Attributes:
+        run: the same.
+        target: the same.
+        overheads: the same.
+        costs: FLOPs of the parts of the model.
+        rehearsals: how many there were.
+    """
+
+    def __init__(self, run: Run, target: Target, overheads: Overheads = NO_OVERHEADS) -> None:
+        self.run = run
+        self.target = target
+        self.overheads = overheads
+        self.costs = stage_costs(run.model, run.training.sequence_length)
+        self.rehearsals = 0
+        self._stages: dict[int, tuple[Stage, ...]] = {}
+        self._rehearsed: dict[tuple[Likeness, View], Shown] = {}
+        self._facts: dict[_Sharing, Facts] = {}
+        self._states: dict[tuple[_Sharing, Shards], dict[str, PartState]] = {}
+        self._contents: dict[tuple[str, int, int], tuple[Contents, ...]] = {}
+        self._places: dict[tuple[str, int, int, str], tuple[tuple[tuple[Contents, ...], Load], ...]] = {}
+        self._activations: dict[tuple[Likeness, Contents, bool], tuple[StageActivations, Sizes]] = {}
+
+    def stages(self, run: Run) -> tuple[Stage, ...]:
+        """As `penstock.models.rank_model.stages_of`, with costs that are counted once.
+
+        Raises:
+            ConfigError: `pipeline.layout` does not fit the model.
+        """
+        model, count = run.model, run.parallel.pipeline * run.pipeline.stages_per_rank
+        if run.parallel.pipeline == 1:
+            return (whole_model(model),)
+        if run.pipeline.layout:
+            return parse_stages(run.pipeline.layout, layers=model.layers, mtp_layers=model.mtp_layers, stages=count)
+        if count not in self._stages:
+            self._stages[count] = balanced_stages(
+                layers=model.layers, mtp_layers=model.mtp_layers, stages=count, costs=self.costs
+            )
+        return self._stages[count]
+
+    def contents(self, run: Run) -> tuple[Contents, ...]:
+        """Of every stage, in short."""
+        key = run.pipeline.layout, run.parallel.pipeline, run.pipeline.stages_per_rank
+        if key not in self._contents:
+            dense = self.run.model.dense_layers if self.run.model.moe is not None else self.run.model.layers
+            self._contents[key] = tuple(contents_of(stage, dense) for stage in self.stages(run))
+        return self._contents[key]
+
+    def places(self, run: Run) -> tuple[tuple[tuple[Contents, ...], Load], ...]:
+        """Of every place on the pipeline: what its stages hold, and what they do."""
+        ranks, count = run.parallel.pipeline, run.pipeline.stages_per_rank
+        placement = SCHEDULES[run.pipeline.schedule].placement
+        key = run.pipeline.layout, ranks, count, placement
+        if key not in self._places:
+            stages, contents = self.stages(run), self.contents(run)
+            found = []
+            for place in range(ranks):
+                own = stages_of(place, ranks=ranks, stages_per_rank=count, placement=placement) if ranks > 1 else (0,)
+                held = tuple(contents[number] for number in own)
+                flops = sum(self.costs.of(stages[number]) for number in own)
+                moe = sum(one.moe for one in held)
+                found.append((held, Load(flops, moe, moe + sum(one.dense for one in held))))
+            self._places[key] = tuple(found)
+        return self._places[key]
+
+    def memories(self, run: Run, grid: Grid) -> tuple[Memory, ...]:
+        """Of the first rank of each place on the pipeline, first to last.
+
+        Args:
+            run: composable, and of the composer's model.
+            grid: that fits it.
+        """
+        composed = self.composed(run, grid)
+        return tuple(composed.memory(place) for place in range(grid.pipeline))
+
+    def composed(self, run: Run, grid: Grid, *, closely: bool = True) -> Composed:
+        """A run put together.
+
+        Args:
+            run: composable, and of the composer's model.
+            grid: that fits it.
+            closely: with miniatures of rare stages too; without, such a stage is put together from pieces of others,
+                which are off by what one message takes.
+        """
+        assert is_composable(run), f"{run.name} has layers that differ from others of their kind"
+        return self._compose(run, grid, run, closely=closely)
+
+    def closer_and_closer(self, run: Run, grid: Grid) -> Iterator[Composed]:
+        """The run put together of pieces that are nearly its own, and at last of its own.
+
+        They are needed by more layouts. Pieces of a whole backward pass hold no more than those of one in two halves,
+        and pieces of one row say about what those of more rows hold.
+        """
+        one_row = {"training": run.training.model_copy(update={"micro_batch": 1})}
+        whole = run.model_copy(update={**one_row, "pipeline": Pipeline()})
+        seen: list[Likeness] = []
+        for played in (whole, run.model_copy(update=one_row), run):
+            if likeness(played) not in seen and (played is run or likeness(played) != likeness(run)):
+                seen.append(likeness(played))
+                yield self._compose(run, grid, played, closely=False)
+
+    def _compose(self, run: Run, grid: Grid, played: Run, *, closely: bool) -> Composed:
+        alike, contents = likeness(played), self.contents(run)
+        by_contents = {one: self._stage(played, alike, one, closely) for one in dict.fromkeys(contents)}
+        times = run.training.micro_batch // played.training.micro_batch
+        return Composed(
+            run=run,
+            grid=grid,
+            contents=contents,
+            activations={one: stage for one, (stage, _) in by_contents.items()},
+            sizes={one: size.times(times) for one, (_, size) in by_contents.items()},
+            shown=self.shown(played, "whole" if grid.pipeline == 1 else "first"),
+            times=times,
+            state=self.state(run, grid),
+            shape=shape_of(run, grid),
+            target=self.target,
+            overheads=self.overheads,
+            played=played,
+        )
+
+    def state(self, run: Run, grid: Grid) -> RankState:
+        """What the parts of a run's ranks hold from step to step."""
+        facts = self._facts_of(run)
+        shards = shards_of(run.parallel, grid.data * grid.context, grid.expert_data)
+        key = _sharing(run), shards
+        if key not in self._states:
+            self._states[key] = {kind: part_state(parameters, shards) for kind, parameters in facts.items()}
+        return RankState(run, facts, shards, self._states[key])
+
+    def shown(self, run: Run, view: View) -> Shown:
+        """One stage of a miniature of the run, made once for all runs that are alike."""
+        key = likeness(run), view
+        if key not in self._rehearsed:
+            self.rehearsals += 1
+            with rank_of_miniature(run, view, self.target) as rank:
+                (stage,) = activations_of(rank)
+                self._rehearsed[key] = Shown(
+                    rank=rank, stage=stage, shared_bytes=rank.shared_bytes, batch_bytes=_bytes_of_rows(rank)
+                )
+        return self._rehearsed[key]
+
+    def _facts_of(self, run: Run) -> Facts:
+        parallel, key = run.parallel, _sharing(run)
+        if key not in self._facts:
+            # Others that share a layer change nothing about its parameters.
+            alone = run.model_copy(update={"parallel": parallel.model_copy(update={"context": 1, "pipeline": 1})})
+            with rank_of_miniature(alone, "whole", self.target) as rank:
+                self._facts[key] = facts_of(rank)
+        return self._facts[key]
+
+    def _stage(self, run: Run, alike: Likeness, contents: Contents, closely: bool) -> tuple[StageActivations, Sizes]:
+        key = alike, contents, closely
+        if key not in self._activations:
+            stage = self._put_together(run, alike, contents, closely)
+            self._activations[key] = stage, _sizes_of(stage)
+        return self._activations[key]
+
+    def _put_together(self, run: Run, alike: Likeness, contents: Contents, closely: bool) -> StageActivations:
+        view = view_of(contents)
+        if not closely:
+            view = _COMMON.get(view, view)
+        if view in ("middle", "mixed") and not alike.splits:
+            # The two others have shown all of it.
+            first, last = (self.shown(run, one).stage for one in ("first", "last"))
+            # A layer directly behind `before` has less to do than one behind a layer of another kind.
+            layers = list(first.pieces[1:-1] if contents.dense else last.pieces[1:-1])
+            begin, end = last.pieces[0], first.pieces[-1]
+            weight = 0
+        else:
+            stage = self.shown(run, view).stage
+            if len(stage.pieces) == 1:
+                return stage
+            (begin, *layers, end), weight = stage.pieces, stage.weight
+        by_kind = {piece.name: piece for piece in layers}
+        for kind, count in (("dense", contents.dense), ("moe", contents.moe)):
+            if count and kind not in by_kind:
+                by_kind[kind] = next(one for one in self.shown(run, "first").stage.pieces if one.name == kind)
+        numbers = {"dense": contents.dense, "moe": contents.moe}
+        middle = [by_kind[kind] for kind, count in numbers.items() for _ in range(count)]
+        return StageActivations(number=0, pieces=(begin, *middle, end), weight=weight)
+
+
+_COMMON: Mapping[View, View] = MappingProxyType({"mixed": "middle", "embed": "first", "head": "last"})
+"""Views of rare stages, and those that show nearly the same."""
+
+
+def view_of(contents: Contents) -> View:
+    """Which stage of a miniature shows a stage."""
+    if contents.embed and contents.head:
+        return "whole"
+    if contents.embed:
+        return "first" if contents.dense + contents.moe else "embed"
+    if contents.head:
+        return "last" if contents.dense + contents.moe else "head"
+    return "mixed" if contents.dense and contents.moe else "middle"
+
+
+def _sizes_of(stage: StageActivations) -> Sizes:
+    return Sizes(
+        kept=stage.kept_bytes,
+        left=stage.left,
+        forward=stage.forward.bytes,
+        backward=stage.backward.bytes,
+        weight=stage.weight,
+    )
+
+
+def _bytes_of_rows(rank: StandIn) -> int:
+    batch = micro_batch_of(rank)
+    reading = batch.reading
+    tensors = [reading.tokens_BS, reading.positions_BS, *reading.ahead, *batch.labels]
+    if reading.allowed_BSS is not None:
+        tensors.append(reading.allowed_BSS)
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def shape_of(run: Run, grid: Grid) -> Shape | None:
+    """A run's schedule, as far as memory depends on it; None without a pipeline."""
+    if grid.pipeline == 1:
+        return None
+    name, ranks = run.pipeline.schedule, grid.pipeline
+    return Shape(
+        name=name,
+        ranks=ranks,
+        stages_per_rank=run.pipeline.stages_per_rank,
+        micro_batches=enough(name, ranks, micro_batches(run, grid)),
+        pairs=run.dispatch.overlap == "passes",
+    )

@@ -1,0 +1,275 @@
+"""`penstock plan` from the outside, with projections that are made up; and what it really says of a small run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli import plan as verb
+from penstock.cli import plan_files
+from penstock.cli.main import main
+from penstock.config.load import load_run
+from penstock.plan.hardware_file import load_hardware, write_hardware
+from penstock.plan.projection import Plan
+from penstock.plan.search import Progress, Question
+from tests.cli.made_plans import GB, MadeUp, projection, refusal, run_of
+
+ON = ("--on", "16xMI300X")
+LAID_OUT = ("debug", "parallel.pipeline=2", "parallel.expert=4", "training.global_batch=64")
+
+
+class Searched:
+    """A search that finds two layouts and refuses some, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.questions: list[Question] = []
+
+    def __call__(self, question: Question, progress: Progress) -> Plan:
+        self.questions.append(question)
+        progress("looking")
+        return Plan(
+            model=question.run.name,
+            cluster=question.cluster,
+            candidates=(projection(cluster=question.cluster), projection(run_of("training.micro_batch=2"), step=12.5)),
+            refused=(refusal("memory", "activations exceed by 23.4 GB", count=61, pp=8),),
+            considered=63,
+        )
+
+
+@pytest.fixture
+def planner(monkeypatch: pytest.MonkeyPatch) -> MadeUp:
+    made_up = MadeUp()
+    monkeypatch.setattr(verb, "project", made_up)
+    return made_up
+
+
+@pytest.fixture
+def searched(planner: MadeUp, monkeypatch: pytest.MonkeyPatch) -> Searched:
+    search = Searched()
+    monkeypatch.setattr(verb, "search", search)
+    return search
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    code = main(["plan", *arguments])
+    captured = capsys.readouterr()
+    assert (code, captured.err) == (0, "")
+    return captured.out
+
+
+def told_as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(shown(capsys, *arguments, "--json"))
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    return captured.err.removeprefix("error: ")
+
+
+def test_a_search_is_asked_what_the_command_line_says(capsys: pytest.CaptureFixture[str], searched: Searched) -> None:
+    options = ("--only", "micro_batch=1,cp=2", "--top", "3", "--imbalance", "1.5", "--saving", "conventional")
+    batch = ("--global-batch-tokens", "10000")
+    text = shown(capsys, "debug", "model.layers=2", *ON, *options, *batch)
+    (question,) = searched.questions
+    assert (question.run.model.layers, question.cluster.devices, question.top) == (2, 16, 3)
+    assert {name: f"{value}" for name, value in question.fixed.items()} == {"micro_batch": "1", "cp": "2"}
+    assert (question.assumptions.imbalance, question.assumptions.saving) == (1.5, "conventional")
+    assert question.global_batch == 80  # 78.1 rows of 128, and 16 devices can share 80.
+    assert "best: PP2 EP4" in text
+    assert "refused: 61 of 63 layouts" in text
+    assert "1.5 x their even share" in text
+
+
+def test_json_is_the_contract(capsys: pytest.CaptureFixture[str], searched: Searched) -> None:
+    found = told_as_json(capsys, "debug", *ON)
+    assert (found["model"], found["hardware"], found["world"]) == ("debug", "MI300X", 16)
+    first = found["candidates"][0]
+    assert first["layout"].keys() >= {
+        *("pp", "vpp", "ep", "etp", "cp", "tp", "dp", "edp"),
+        *("schedule", "micro_batch", "recompute", "sync_free_stage", "dispatcher"),
+    }
+    assert first["memory"].keys() == {
+        *("parameters", "gradients", "master", "moments", "activations"),
+        *("buffers", "logits", "reserve", "total", "rank"),
+    }
+    parts = [size for name, size in first["memory"].items() if name not in ("total", "rank")]
+    assert sum(parts) == first["memory"]["total"] == 95 * GB
+    assert (first["fits"], first["step_seconds"], first["bubble"]) == (True, 11.2, 0.067)
+    (one,) = found["refused"]
+    assert (one["layout"], one["rule"], one["reason"]) == ({"pp": 8}, "memory", "activations exceed by 23.4 GB")
+
+
+def test_a_layout_is_projected_alone(capsys: pytest.CaptureFixture[str], searched: Searched) -> None:
+    found = told_as_json(capsys, "debug", *ON, "--layout", "pp=2,ep=4,micro_batch=2", "training.global_batch=64")
+    assert searched.questions == []
+    (one,) = found["candidates"]
+    assert (one["layout"]["pp"], one["layout"]["ep"], one["layout"]["dp"], one["layout"]["micro_batch"]) == (2, 4, 8, 2)
+
+
+def test_a_layout_that_does_not_fit_is_a_candidate_all_the_same(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verb, "project", lambda run, cluster, assumptions: projection(run, cluster, 9.0, 200 * GB))
+    assert [one["fits"] for one in told_as_json(capsys, *LAID_OUT, *ON, "--layout", "own")["candidates"]] == [False]
+    assert "asked: PP2 EP4" in shown(capsys, *LAID_OUT, *ON, "--layout", "own")
+
+
+def test_a_layout_that_cannot_run_is_refused_with_the_rule(capsys: pytest.CaptureFixture[str], planner: MadeUp) -> None:
+    words = ("debug", "training.global_batch=64", *ON, "--layout", "ep=16")
+    found = told_as_json(capsys, *words)
+    assert found["candidates"] == []
+    (one,) = found["refused"]
+    assert (one["rule"], one["layout"]["ep"]) == ("expert-ranks-divide-experts", 16)
+    assert "expert-ranks-divide-experts" in shown(capsys, *words)
+    assert planner.asked == []
+
+
+def test_the_run_s_own_layout_is_left_as_it_is(capsys: pytest.CaptureFixture[str], planner: MadeUp) -> None:
+    shown(capsys, *LAID_OUT, *ON, "--layout", "own")
+    assert [run for run, _ in planner.asked] == [load_run(LAID_OUT[0], LAID_OUT[1:])]
+
+
+def test_tokens_of_a_step_become_rows_that_ranks_can_share(capsys: pytest.CaptureFixture[str], planner: MadeUp) -> None:
+    shown(capsys, "debug", *ON, "--layout", "pp=2,ep=4", "--global-batch-tokens", "10000")
+    (run, _), *_ = planner.asked
+    assert run.training.global_batch == 64  # 78.1 rows of 128, and 8 ranks take 4 at a time.
+
+
+def test_scaling_starts_from_the_first_candidate(capsys: pytest.CaptureFixture[str], searched: Searched) -> None:
+    text = shown(capsys, "debug", *ON, "--scale", "8,16,32")
+    assert "layout: PP2 EP4" in text
+    assert "strong scaling: 64 rows" in text
+    assert "weak scaling: 64 rows a step on 16 devices" in text
+    found = told_as_json(capsys, "debug", *ON, "--scale", "8,16,32")
+    assert [point["asked"]["devices"] for point in found["weak"]] == ["8", "16", "32"]
+    assert [point["global_batch"] for point in found["weak"]] == [32, 64, 128]
+    assert found["strong"][0]["efficiency"] == 1.0
+    assert (found["model"], found["hardware"], found["world"]) == ("debug", "MI300X", 16)
+
+
+def test_a_sweep_tells_answers_and_refusals(capsys: pytest.CaptureFixture[str], planner: MadeUp) -> None:
+    words = (*LAID_OUT, *ON, "--layout", "own", "--sweep", "micro_batch=1,2,8")
+    text = shown(capsys, *words)
+    assert [line.split()[:2] for line in text.splitlines()[3:]] == [["1", "64"], ["2", "64"], ["8", "64"]]
+    found = told_as_json(capsys, *LAID_OUT, *ON, "--layout", "own", "--sweep", "cp=2,3")
+    assert found["points"][0]["candidate"]["layout"]["cp"] == 2
+    assert found["points"][1]["refused"]["rule"] == "ranks-divide-the-sequence"
+
+
+def test_two_files_are_compared_with_overrides_of_both(
+    capsys: pytest.CaptureFixture[str], planner: MadeUp, tmp_path: Path
+) -> None:
+    for name, rows in (("a", 1), ("b", 2)):
+        (tmp_path / f"{name}.toml").write_text(f'preset = "debug"\n[training]\nmicro_batch = {rows}\n')
+    names = [str(tmp_path / name) for name in ("a.toml", "b.toml")]
+    text = shown(capsys, "training.global_batch=64", *ON, "--compare", *names)
+    assert "training.micro_batch  1" in text
+    assert {run.training.global_batch for run, _ in planner.asked} == {64}
+    found = told_as_json(capsys, "training.global_batch=64", *ON, "--compare", *names)
+    assert {one["field"] for one in found["fields"]} == {"name", "training.micro_batch"}
+
+
+def test_the_best_is_written_and_loads_as_it_was_projected(
+    capsys: pytest.CaptureFixture[str], searched: Searched, tmp_path: Path
+) -> None:
+    path = tmp_path / "best.toml"
+    assert main(["plan", "debug", *ON, "--json", "--write", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["world"] == 16
+    assert captured.err == f"written to {path}\n"
+    assert load_run(str(path)) == run_of()
+    assert path.read_text().startswith("# planned by penstock for 16 MI300X (2 nodes of 8), 206.1 GB each\n# PP2 EP4")
+    assert [one.name for one in tmp_path.iterdir()] == ["best.toml"]
+
+
+def test_nothing_is_written_where_nothing_fits(
+    capsys: pytest.CaptureFixture[str], planner: MadeUp, tmp_path: Path
+) -> None:
+    path = tmp_path / "best.toml"
+    assert main(["plan", "debug", *ON, "--layout", "ep=16", "--write", str(path)]) == 2
+    assert "no layout of debug fits" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pictures_are_written_by_their_suffix(
+    capsys: pytest.CaptureFixture[str], searched: Searched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[tuple[Plan, Path]] = []
+    monkeypatch.setattr(plan_files, "write_page", lambda plan, path, more: written.append((plan, path)))
+    page = tmp_path / "plan.html"
+    assert main(["plan", "debug", *ON, "--html", str(page)]) == 0
+    assert [(plan.model, path) for plan, path in written] == [("debug", page)]
+    assert f"written to {page}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("debug",), "--on"),
+        (ON, "there is nothing to plan"),
+        (("nothing", *ON), "no preset is called 'nothing'"),
+        (("debug", "--on", "MI300X"), "a cluster is a number of devices"),
+        (("debug", "--on", "16xMI999"), "no hardware is called"),
+        (("debug", "--on", "12xMI300X"), "do not fill nodes of 8"),
+        (("debug", *ON, "--layout", "pq=2"), "a layout has no such part; got pq"),
+        (("debug", *ON, "--only", "pp"), "a layout is a list of assignments"),
+        (("debug", *ON, "--saving", "all"), "--saving is unknown; got all; allowed: run, conventional"),
+        (("debug", *ON, "--imbalance", "0.5"), "--imbalance"),
+        (("debug", *ON, "--top", "0"), "--top"),
+        (("debug", *ON, "--global-batch-tokens", "0"), "--global-batch-tokens"),
+        (("debug", *ON, "--explain", "memory.activation"), "did you mean memory.activations?"),
+        (("debug", *ON, "--scale", "8,x"), "--scale is a list of numbers of devices; got 'x'"),
+        (("debug", *ON, "--scale", "9"), "do not fill nodes"),
+        (("debug", *ON, "--sweep", "ep"), "--sweep is no name with values"),
+        (("debug", *ON, "--sweep", "ep=2,"), "--sweep is no name with values"),
+        (("debug", *ON, "--sweep", "oven=2"), "nothing of this name can be swept"),
+        (("debug", *ON, "--sweep", "ep=2", "--scale", "8"), "--scale and --sweep are different questions"),
+        (("debug", *ON, "--compare", "debug", "debug"), "--compare names both runs; got debug"),
+        ((*ON, "--compare", "debug", "nothing"), "no preset is called 'nothing'"),
+        (
+            (*ON, "--compare", "debug", "debug", "--write", "x.toml"),
+            "--write writes a candidate, and --compare has two",
+        ),
+        (("debug", *ON, "--saving", "conventional", "--write", "x.toml"), "no run of ours keeps what"),
+        (("debug", *ON, "--write", "x.json"), "--write writes a file that ends in .toml"),
+        (("debug", *ON, "--html", "no/x.html"), "--html: there is no folder no"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    capsys: pytest.CaptureFixture[str], searched: Searched, arguments: tuple[str, ...], told: str
+) -> None:
+    assert told in refused(capsys, *arguments)
+
+
+@pytest.mark.slow
+def test_a_plan_for_this_machine_trains_as_it_is_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    chip = load_hardware("H200")
+    peaks = chip.peaks.model_copy(update={"fp32": 1e12})
+    write_hardware(Path("mine.toml"), replace(chip, name="mine", vendor="cpu", peaks=peaks, measured=()))
+    short = ("model.layers=2", "training.steps=2", "schedule.warmup_steps=0", "evaluation.rows=0", "device=cpu")
+    batch = ("training.global_batch=8", "kernels.experts=reference")
+    assert (
+        main(["plan", "debug", *short, *batch, "--on", "2xmine.toml", "--layout", "ep=2", "--write", "best.toml"]) == 0
+    )
+    assert load_run("best.toml").parallel.expert == 2
+    assert "asked: EP2, mb 4" in capsys.readouterr().out
+    assert main(["train", "best.toml", "--processes", "2"]) == 0
+    steps = Path("runs/debug/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in steps if "loss" in line][-1] == 2
+
+
+def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = shown(capsys, "--help")
+    assert len(text.splitlines()) <= 45
+    assert all(option in text for option in ("--on", "--layout", "--compare", "--scale", "--sweep", "--explain"))

@@ -1,0 +1,226 @@
+"""How a plan is printed, from figures that somebody chose."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.plan_explain import TOPICS, check_topic, explain
+from penstock.cli.plan_print import (
+    KNOWN_ERROR,
+    KnownError,
+    conclusion,
+    origins_text,
+    print_plan,
+    seconds_text,
+    shortened,
+    sizes_text,
+)
+from penstock.plan.hardware_file import parse_cluster
+from penstock.plan.projection import Plan
+from tests.cli.made_plans import GB, plan, projection, refusal, run_of
+
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "projection-h200.json"
+
+
+def printed(capsys: pytest.CaptureFixture[str], shown: Plan) -> list[str]:
+    print_plan(shown, ["rows are even"])
+    return capsys.readouterr().out.splitlines()
+
+
+def cells(line: str) -> list[str]:
+    return re.split(r"  +", line)
+
+
+def explained(capsys: pytest.CaptureFixture[str], shown: Plan, topic: str) -> list[str]:
+    explain(shown, topic)
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(11.24, "11.2 s"), (1.236, "1.24 s"), (0.0345, "34.5 ms"), (0.0, "0.00 s"), (123.0, "123.0 s")],
+)
+def test_a_time_has_three_digits_or_so(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+def test_the_conclusion_says_layout_time_speed_and_memory_of_what_there_is() -> None:
+    assert conclusion(projection()) == (
+        "PP2 EP4, 1f1b, mb 4, all-to-all, recompute none: 11.2 s a step, 46 tokens/s/GPU, 95.0 GB of 206.1 GB"
+    )
+
+
+def test_what_does_not_fit_says_by_how_much_and_which_part_is_largest() -> None:
+    told = conclusion(projection(activations=200 * GB))
+    assert "does not fit: 38.9 GB too much on rank 0, which needs 245.0 GB of 206.1 GB (activations 200.0 GB)" in told
+
+
+def test_the_first_lines_are_the_question_and_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, plan(projection(), projection(run_of("training.micro_batch=2"), step=12.5)))
+    assert lines[0] == "debug on 16 MI300X (2 nodes of 8), 206.1 GB each"
+    assert lines[1] == f"best: {conclusion(projection())}"
+
+
+def test_candidates_have_columns_for_what_differs_and_one_line_for_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, plan(projection(), projection(run_of("training.micro_batch=2"), step=12.5)))
+    assert lines[3].split() == (
+        ["layout", "micro-batch", "step", "tokens/s/GPU", "MFU", "bubble", "exposed", "memory", "left"]
+    )
+    assert lines[4].split() == [
+        "1",
+        "PP2",
+        "EP4",
+        "4",
+        "11.2",
+        "s",
+        "46",
+        "32.1%",
+        "6.7%",
+        "34",
+        "ms",
+        "95.0",
+        "GB",
+        "111.1",
+        "GB",
+    ]
+    assert lines[5].split()[:5] == ["2", "PP2", "EP4", "2", "12.5"]
+    assert lines[6] == ("all: schedule 1f1b, recompute none, sync-free stage 0, dispatcher all-to-all, shard optimizer")
+
+
+def test_the_best_is_told_by_component_and_by_part_of_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "\n".join(printed(capsys, plan(projection())))
+    assert "batch     64 rows of 128 = 8,192 tokens a step: 8 x 2 micro-batches of 4" in text
+    assert "parameters 10.0 GB, gradients 20.0 GB, master 5.00 GB, moments 10.0 GB, activations 50.0 GB; rank 0" in text
+    assert "passes 10.7 s, waiting 0.00 s, update 500 ms; rank 0, which waits least" in text
+
+
+def test_refusals_are_grouped_by_rule_the_most_frequent_first(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = (
+        refusal("ep-divides", "EP 3 does not divide 64 experts", ep=3, pp=None),
+        refusal("memory", "activations exceed by 23.4 GB", count=40, pp=8, vpp=4, ep=8, micro_batch=2),
+        refusal("memory", "activations exceed by 99.9 GB", count=21, pp=4),
+    )
+    lines = printed(capsys, plan(projection(), refused=refused))
+    at = lines.index("refused: 62 of 63 layouts; a reason of each rule (all: --explain refused)")
+    assert cells(lines[at + 2]) == ["memory", "61", "PP8 x 4 EP8, mb 2", "activations exceed by 23.4 GB"]
+    assert lines[at + 3].split()[:3] == ["ep-divides", "1", "EP3"]
+
+
+def test_nothing_that_fits_is_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = (refusal("memory", "moments exceed by 1.0 GB", 7, pp=2), refusal("ep-divides", "EP 3 does not", ep=3))
+    lines = printed(capsys, plan(refused=refused))
+    assert lines[1] == "nothing fits, of 8 layouts"
+    assert any("moments exceed by 1.0 GB" in line for line in lines)
+
+
+def test_one_layout_that_is_refused_gets_its_whole_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = f"{'long ' * 40}end"
+    lines = printed(capsys, plan(refused=(refusal("ep-divides", reason, ep=3),)))
+    assert lines[1] == f"asked: EP3: refused by ep-divides: {reason}"
+
+
+def test_a_plan_says_what_it_rests_on(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, plan(projection()))
+    assert "assumed: rows are even" in lines
+    figures = next(line for line in lines if line.startswith("figures of MI300X: reported memory, 2 of 11 collectives"))
+    assert "; assumed overhead, host, efficiency, 9 of 11 collectives (" in figures
+    assert lines[-1].startswith("error against ")
+    assert "docs/plan.md" in lines[-1]
+
+
+def test_an_error_is_told_as_shares_of_what_was_measured() -> None:
+    told = KnownError(runs="18 runs on H200", memory=(0.012, 0.043), step=(0.031, 0.094))
+    assert f"{told}" == "error against 18 runs on H200: memory 1.2% (median) to 4.3%, step 3.1% (median) to 9.4%"
+
+
+def test_the_known_error_is_that_of_the_measurements() -> None:
+    sizes = json.loads(MEASURED.read_text())["numbers"]["errors"]["all"]
+    assert KNOWN_ERROR.runs == f"{sizes['runs']} runs on H200"
+    for name, told in (("memory", KNOWN_ERROR.memory), ("step", KNOWN_ERROR.step)):
+        assert told == tuple(pytest.approx(sizes[f"{name}_{which}"], abs=5e-4) for which in ("median", "largest"))
+
+
+def test_measured_hardware_is_told_from_assumed_and_one_node_has_no_network() -> None:
+    told = origins_text(parse_cluster("4xH200")).split("; ")
+    assert told[0] == "measured memory, host, efficiency, 5 of 6 collectives"
+    assert told[-1] == "assumed overhead, 1 of 6 collectives"
+
+
+@pytest.mark.parametrize(
+    "given", [{"pp": 24, "vpp": 4, "ep": 8, "cp": 2, "tp": 1}, {"ep": 8, "pp": 24, "vpp": 4, "cp": 2}]
+)
+def test_sizes_stand_in_one_order_without_those_of_one(given: dict[str, object]) -> None:
+    assert sizes_text(given) == "CP2 PP24 x 4 EP8"
+
+
+def test_sizes_that_nobody_settled_are_not_taken_for_one() -> None:
+    assert sizes_text({"pp": None, "ep": 1}) == "any"
+    assert sizes_text(dict.fromkeys(("tp", "cp", "pp", "ep", "etp"), 1)) == "one rank for all"
+
+
+def test_a_long_reason_ends_between_words() -> None:
+    assert shortened("one two three", most=9) == "one two ..."
+    assert shortened("one two three", most=13) == "one two three"
+
+
+def test_memory_is_explained_by_place(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = explained(capsys, plan(projection()), "memory")
+    head = next(line for line in lines if line.startswith("component"))
+    assert head.split() == ["component", "rank", "0", "rank", "8"]
+    assert "activations  50.0 GB             49.0 GB" in lines
+    assert "total        95.0 GB             94.0 GB" in lines
+
+
+def test_a_long_pipeline_is_explained_with_a_row_for_each_place(capsys: pytest.CaptureFixture[str]) -> None:
+    one = projection()
+    many = replace(one, memories=tuple(replace(one.memory, rank=rank) for rank in range(6)))
+    lines = explained(capsys, plan(many), "memory")
+    assert sum(line.startswith("rank ") for line in lines) == 6
+    assert next(line for line in lines if line.startswith("place")).split()[:2] == ["place", "parameters"]
+
+
+def test_activations_are_explained_by_module_and_moment(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = explained(capsys, plan(projection()), "memory.activations")
+    assert "other micro-batches  47.0 GB  94.0%" in lines
+    assert "layers.1.moe         2.00 GB  4.0%" in lines
+    assert "together             50.0 GB" in lines
+    assert "rank 8  forward of stage 0  47.0 GB                 49.0 GB" not in lines
+    assert any(line.startswith("rank 8  forward of stage 0") and line.endswith("49.0 GB") for line in lines)
+
+
+def test_time_is_explained_by_place_and_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = explained(capsys, plan(projection(step=12.0)), "time")
+    rows = {line.split("  ")[0]: cells(line)[1:] for line in lines}
+    assert rows["experts"] == ["9.00 s", "8.00 s"]
+    assert rows["waiting"] == ["0.00 s", "1.00 s"]
+    assert rows["together"] == ["12.0 s", "12.0 s"]
+    assert rows["(exposed)"] == ["34 ms", "34 ms"]
+
+
+def test_every_refusal_can_be_read_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    reason = "x" * 200
+    lines = explained(
+        capsys, plan(refused=(refusal("memory", reason, pp=2), refusal("memory", "other", pp=4))), "refused"
+    )
+    assert any(line.endswith(reason) for line in lines)
+    assert any(line.endswith("other") for line in lines)
+
+
+def test_the_sources_of_the_hardware_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = explained(capsys, plan(projection()), "hardware")
+    assert any(line.startswith("memory ") and "rocm-smi" in line for line in lines)
+
+
+@pytest.mark.parametrize("topic", ["memory", "memory.activations", "time"])
+def test_without_a_candidate_there_is_nothing_to_explain(topic: str) -> None:
+    with pytest.raises(ValueError, match="no layout fits"):
+        explain(plan(), topic)
+
+
+def test_an_unknown_topic_names_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match="memory.activations, time, refused, hardware; fix: did you mean time") as told:
+        check_topic("times")
+    assert all(topic in str(told.value) for topic in TOPICS)

@@ -1,0 +1,133 @@
+"""A run put together from pieces of a miniature holds, and takes, what the run itself does."""
+
+import pytest
+
+from penstock.config.fit import grid_of
+from penstock.config.load import load_run
+from penstock.kernels.device_facts import named_device
+from penstock.plan.composed_time import Timekeeper
+from penstock.plan.composer import Composer, is_composable
+from penstock.plan.hardware_file import parse_cluster
+from penstock.plan.memory import memory_of, ranks_that_differ
+from penstock.plan.project import USUAL, overheads_of, project, target_of
+from penstock.plan.stand_in import Target
+
+TARGET = Target(device=named_device("H200", "bf16"))
+LITE, V3 = "deepseek-v2-lite-6l", "deepseek-v3-8l"
+
+CASES = {
+    "one rank": (LITE, 1, ["training.micro_batch=2"]),
+    "experts by symmetric": (LITE, 8, ["parallel.expert=4", "dispatch.sync_free=2"]),
+    "experts by all-to-all": (LITE, 8, ["parallel.expert=4", "dispatch.method=all-to-all"]),
+    "experts over nodes": (LITE, 32, ["parallel.pipeline=2", "parallel.expert=16"]),
+    "a context": (LITE, 16, ["parallel.pipeline=2", "parallel.context=2", "parallel.expert=4"]),
+    "1f1b": (LITE, 16, ["parallel.pipeline=4", "parallel.expert=2"]),
+    "interleaved": (
+        LITE,
+        8,
+        ["parallel.pipeline=2", "parallel.expert=2", "pipeline.schedule=interleaved", "pipeline.stages_per_rank=3"],
+    ),
+    "zb-1f1b, a stage with the head alone": (
+        LITE,
+        16,
+        ["parallel.pipeline=4", "parallel.expert=2", "pipeline.schedule=zb-1f1b"],
+    ),
+    "zb-v, parts computed twice": (
+        LITE,
+        16,
+        [
+            "parallel.pipeline=2",
+            "parallel.expert=2",
+            "pipeline.schedule=zb-v",
+            "pipeline.stages_per_rank=2",
+            'recompute.modules=["expert-activation","norm"]',
+        ],
+    ),
+    "v-half, tensor ranks, layers computed twice": (
+        LITE,
+        16,
+        [
+            "parallel.pipeline=2",
+            "parallel.tensor=2",
+            "parallel.expert=4",
+            "pipeline.schedule=v-half",
+            "pipeline.stages_per_rank=2",
+            'recompute.modules=["layer"]',
+        ],
+    ),
+    "gathered weights": (LITE, 16, ["parallel.expert=8", "parallel.shard=full"]),
+    "whole optimizers": (LITE, 16, ["parallel.expert=8", "parallel.shard=none"]),
+    "prediction layers": (V3, 32, ["parallel.pipeline=4", "parallel.expert=8"]),
+    "experts in halves": (
+        V3,
+        32,
+        [
+            "parallel.pipeline=4",
+            "parallel.expert=4",
+            "parallel.expert_tensor=2",
+            "parallel.tensor=2",
+            "pipeline.schedule=dualpipe-v",
+            "pipeline.stages_per_rank=2",
+        ],
+    ),
+    "several copies": (V3, 64, ["parallel.pipeline=8", "parallel.expert=8", "parallel.shard_size=2"]),
+    "grouped queries": ("moe-1t-4l", 32, ["parallel.pipeline=2", "parallel.expert=8", "parallel.context=2"]),
+    "no experts": (
+        "debug",
+        8,
+        ["model.moe=none", "model.dense_layers=4", "model.layers=4", "model.dense_ffn_size=256", "parallel.pipeline=2"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_composed_run_holds_what_the_run_holds(name: str) -> None:
+    preset, world, overrides = CASES[name]
+    run = load_run(preset, [*overrides, "training.global_batch=256"])
+    composer = Composer(run, TARGET)
+    memories = composer.memories(run, grid_of(run, world))
+    for memory, rank in zip(memories, ranks_that_differ(run, world), strict=True):
+        exact = memory_of(run, world=world, rank=rank, target=TARGET)
+        assert memory.rank == exact.rank
+        assert memory.total == pytest.approx(exact.total, rel=5e-3)
+        assert (memory.parameters, memory.gradients) == (exact.parameters, exact.gradients)
+        assert (memory.moments, memory.buffers) == (exact.moments, exact.buffers)
+        assert memory.master == pytest.approx(exact.master, abs=64)
+
+
+@pytest.mark.parametrize("name", ["experts by symmetric", "1f1b", "zb-v, parts computed twice", "several copies"])
+def test_a_composed_run_takes_as_long_as_the_run(name: str) -> None:
+    preset, world, overrides = CASES[name]
+    run, cluster = load_run(preset, [*overrides, "training.global_batch=256"]), parse_cluster(f"{world}xH200")
+    composer = Composer(run, target_of(run, cluster, USUAL), overheads_of(cluster.hardware))
+    composed, times = composer.composed(run, grid_of(run, world)), Timekeeper(cluster, USUAL.imbalance)
+    exact = project(run, cluster).time
+    assert times.exact(composed).step_seconds == pytest.approx(exact.step_seconds, rel=1e-2)
+    assert times.exact(composed).bubble == pytest.approx(exact.bubble, abs=1e-3)
+    assert times.rough(composed) == pytest.approx(exact.step_seconds, rel=0.1)
+
+
+def test_a_miniature_is_rehearsed_once_for_all_runs_that_are_alike() -> None:
+    runs = [
+        load_run(LITE, ["parallel.pipeline=2", f"training.global_batch={rows}", f"parallel.expert={experts}"])
+        for rows, experts in ((64, 2), (128, 2), (64, 4))
+    ]
+    composer = Composer(runs[0], TARGET)
+    done = []
+    for run in runs:
+        composer.memories(run, grid_of(run, 8))
+        done.append(composer.rehearsals)
+    assert done[0] == done[1] < done[2]
+
+
+def test_pieces_of_one_row_say_about_what_more_rows_hold() -> None:
+    run = load_run(LITE, ["parallel.pipeline=2", "parallel.expert=4", "training.micro_batch=4"])
+    found = list(Composer(run, TARGET).closer_and_closer(run, grid_of(run, 8)))
+    assert [one.is_exact for one in found] == [False, True]
+    assert found[0].total(0) == pytest.approx(found[1].total(0), rel=2e-2)
+
+
+def test_what_lets_layers_differ_is_not_composed() -> None:
+    assert is_composable(load_run(LITE))
+    for override in ('offload.activations=["layer"]', "dispatch.overlap=halves", "offload.optimizer=true"):
+        assert not is_composable(load_run(LITE, ["training.micro_batch=2", override]))

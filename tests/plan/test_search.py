@@ -1,0 +1,164 @@
+"""A search finds what fits, fastest first, and has a reason for everything else."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.base.errors import ConfigError
+from penstock.config.fit import grid_of
+from penstock.config.load import dump_toml, load_run
+from penstock.config.run import Run
+from penstock.plan.candidates import GRID, Space, ladder_of, run_of, with_recompute
+from penstock.plan.hardware_file import parse_cluster
+from penstock.plan.project import project
+from penstock.plan.projection import Plan
+from penstock.plan.rules.book import config_refusal, illegal, order_key
+from penstock.plan.rules.sizes import Sizes, facts_of, sizes_of
+from penstock.plan.search import Question, search
+
+LITE = load_run("deepseek-v2-lite-6l", ["training.global_batch=64"])
+V3 = load_run("deepseek-v3")
+
+
+@cache
+def found(devices: str = "8xH200", top: int = 5, **fixed: str) -> Plan:
+    return search(Question(run=LITE, cluster=parse_cluster(devices), fixed=fixed, top=top))
+
+
+def test_the_best_come_first_and_fit() -> None:
+    plan = found()
+    rates = [one.time.tokens_per_second_per_device for one in plan.candidates]
+    assert len(rates) == 5 and rates == sorted(rates, reverse=True)
+    assert all(one.fits for one in plan.candidates)
+    assert plan.model == LITE.name
+
+
+def test_what_is_printed_is_what_the_run_itself_projects() -> None:
+    for one in found().candidates[:2]:
+        exact = project(one.run, one.cluster)
+        assert one.memory.total == pytest.approx(exact.memory.total, rel=5e-3)
+        assert one.time.step_seconds == pytest.approx(exact.time.step_seconds, rel=1e-2)
+        assert one.layout == exact.layout
+
+
+def test_every_layout_is_counted_once() -> None:
+    plan = found()
+    space = Space(neutral("8xH200"), LITE, {})
+    assert plan.considered == sum(space.size_of_grid(grid) for grid in space.grids())
+    assert plan.considered == len(plan.candidates) + sum(one.count for one in plan.refused)
+
+
+def test_every_refusal_has_a_reason_and_they_are_few() -> None:
+    plan = found()
+    assert all(one.rule and one.reason and "\n" not in one.reason for one in plan.refused)
+    assert len(plan.refused) < 60 < plan.considered
+
+
+def test_what_does_not_fit_says_what_overflows_and_by_how_much() -> None:
+    run = load_run("deepseek-v3-16l")
+    plan = search(Question(run=run, cluster=parse_cluster("8xH100"), top=3))
+    assert plan.candidates == ()
+    reasons = [one.reason for one in plan.refused if one.rule == "memory"]
+    assert reasons and all("overflow by" in reason and "GB" in reason for reason in reasons)
+
+
+def test_a_written_layout_is_one_that_trains() -> None:
+    for one in found().candidates:
+        assert config_refusal(one.run, one.cluster.devices) is None
+
+
+def test_a_written_layout_reads_back(tmp_path: Path) -> None:
+    best = found().candidates[0].run
+    path = tmp_path / "best.toml"
+    path.write_text(dump_toml(best))
+    assert load_run(str(path)) == best
+
+
+def test_a_fixed_size_is_kept() -> None:
+    plan = found(pp="2", micro_batch="2")
+    assert plan.candidates
+    assert {(one.layout.pp, one.layout.micro_batch) for one in plan.candidates} == {(2, 2)}
+
+
+def test_what_is_fixed_need_not_be_worth_it() -> None:
+    plan = found(ep="2", etp="2")
+    assert plan.candidates and {one.layout.etp for one in plan.candidates} == {2}
+
+
+def test_a_layout_with_every_part_fixed_is_one_candidate_even_if_it_does_not_fit() -> None:
+    fixed = {"tp": "1", "cp": "1", "pp": "1", "vpp": "1", "ep": "1", "etp": "1", "schedule": "none"}
+    fixed |= {"micro_batch": "8", "recompute": "none", "sync_free_stage": "0", "dispatcher": "local"}
+    plan = search(Question(run=load_run("deepseek-v2-lite"), cluster=parse_cluster("8xH100"), fixed=fixed))
+    (only,) = plan.candidates
+    assert not only.fits and only.over_bytes > 0 and plan.considered == 1
+
+
+@pytest.mark.parametrize(
+    "fixed", [{"pq": "2"}, {"pp": "two"}, {"pp": "0"}, {"schedule": "2f2b"}, {"dispatcher": "pigeon"}]
+)
+def test_a_fixed_value_that_is_none_is_refused(fixed: dict[str, str]) -> None:
+    with pytest.raises(ConfigError):
+        search(Question(run=LITE, cluster=parse_cluster("8xH200"), fixed=fixed))
+
+
+def test_layouts_of_a_rank_in_the_order_are_looked_at_only_if_none_before_fits() -> None:
+    plan = found()
+    keys = {order_key(sizes_of(one.run, one.cluster, neutral("8xH200").model)) for one in plan.candidates}
+    assert len(keys) == 1 and not any(one.layout.tp > 1 for one in plan.candidates)
+
+
+def neutral(devices: str) -> Sizes:
+    facts = facts_of(LITE.model, total_parameters=4_000_000_000, active_parameters=1_000_000_000)
+    return sizes_of(LITE, parse_cluster(devices), facts)
+
+
+@cache
+def every_pace(devices: str) -> list[tuple[Space, Sizes]]:
+    space = Space(neutral(devices), LITE, {})
+    return [
+        (space, pace)
+        for grid in space.grids()
+        for order in space.orders(grid)
+        for pace in space.paces(grid, order)
+        if illegal(pace) is None
+    ]
+
+
+@settings(max_examples=60)
+@given(devices=st.sampled_from(["8xH200", "48xMI300X", "128xMI300X"]), data=st.data())
+def test_every_layout_that_no_rule_calls_illegal_is_a_run(devices: str, data: st.DataObject) -> None:
+    space, pace = data.draw(st.sampled_from(every_pace(devices)))
+    way = data.draw(st.sampled_from(list(space.with_ways(pace))))
+    sizes = with_recompute(way, data.draw(st.sampled_from(space.ladder)))
+    if illegal(sizes) is None:
+        run = run_of(LITE, sizes)
+        assert config_refusal(run, sizes.world) is None
+        assert all(getattr(sizes, name) == value for name, value in zip(GRID, _grid(run, sizes), strict=True))
+
+
+def _grid(run: Run, sizes: Sizes) -> tuple[int, ...]:
+    grid = grid_of(run, sizes.world)
+    return grid.tensor, grid.context, grid.pipeline, grid.expert, grid.expert_tensor
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_ladder_changes_the_order_alike_on_all_schedules(data: st.DataObject) -> None:
+    paces = [pace for _, pace in every_pace("48xMI300X")]
+    pace, other = data.draw(st.sampled_from(paces)), data.draw(st.sampled_from(paces))
+    modules = data.draw(st.sampled_from(ladder_of(LITE.model)))
+
+    def changed(sizes: Sizes) -> list[int | None]:
+        keys = order_key(sizes), order_key(with_recompute(sizes, modules))
+        return [after if before != after else None for before, after in zip(*keys, strict=True)]
+
+    assert changed(pace) == changed(other)
+
+
+def test_a_ladder_ends_with_whole_layers() -> None:
+    assert ladder_of(V3.model)[0] == () and ladder_of(V3.model)[-1] == ("layer",)
+    assert "latent-up" in ladder_of(V3.model)[2]
+    assert not any("latent-up" in step for step in ladder_of(load_run("moe-1t").model))
