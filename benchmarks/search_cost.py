@@ -1,9 +1,9 @@
 """How long `penstock plan` searches, against the size of the cluster and the depth of the model.
 
-    python -m benchmarks.search_cost --out benchmarks/results/search-cost.json
+    python -m benchmarks.search_cost --output benchmarks/results/search-cost.json
 
 Each search runs in a process of its own, so that its time has the start of Python and torch in it and its memory is its
-own. Needs no GPU. One line of JSON is printed for each search, and all are written to `--out`.
+own. Needs no GPU. One line of JSON is printed for each search, and all are written to `--output`.
 """
 
 import argparse
@@ -13,9 +13,9 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
+from benchmarks import record
 from penstock.config.load import load_run
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.search import Question, search
@@ -60,7 +60,7 @@ def main() -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser(description="Time of searches")
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "ON"))
-    parser.add_argument("--out", type=Path)
+    record.add_arguments(parser)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(one(*options.one)))
@@ -69,8 +69,7 @@ def main() -> None:
     for case in cases():
         found.append(measured(case))
         print(json.dumps(found[-1]), flush=True)
-    if options.out:
-        options.out.write_text(json.dumps({"cpus": os.cpu_count(), "searches": found}, indent=2) + "\n")
+    record.write(options, {"searches": found}, cpus=os.cpu_count())
 
 
 if __name__ == "__main__":

@@ -29,7 +29,15 @@ from penstock.base.spans import Span
 from penstock.config.reference import reference_markdown
 from penstock.parallel.launch.environment import environment_page
 from penstock.train.metrics import reference_page
-from tools import dispatch_tables, kernel_tables, ladder_tables, layout_tables, projection_tables, published_tables
+from tools import (
+    dispatch_tables,
+    kernel_tables,
+    ladder_tables,
+    layout_tables,
+    projection_tables,
+    published_tables,
+    search_tables,
+)
 from tools.hardware_page import hardware_page
 from tools.rules_page import rules_page
 
@@ -39,6 +47,7 @@ TABLES = {
     **ladder_tables.TABLES,
     **dispatch_tables.TABLES,
     **projection_tables.TABLES,
+    **search_tables.TABLES,
     **published_tables.TABLES,
 }
 ROOT = Path(__file__).resolve().parents[1]

@@ -41,7 +41,17 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
 
 
-_PROMISED = ("chip", "memory, GB", "memory, TB/s", "bf16, TFLOP/s", "fp8", "fp32", "node", "links, GB/s", "network, GB/s")
+_PROMISED = (
+    "chip",
+    "memory, GB",
+    "memory, TB/s",
+    "bf16, TFLOP/s",
+    "fp8",
+    "fp32",
+    "node",
+    "links, GB/s",
+    "network, GB/s",
+)
 
 
 def _promised(chip: Hardware) -> tuple[str, ...]:
@@ -126,10 +136,10 @@ penstock calibrate --output mine.toml                  # one device; a laptop ta
 penstock calibrate --output mine.toml --processes 8    # and the links between eight
 ```
 
-A file of one's own goes wherever a chip's name goes: `512xMI325X`, `16xmine.toml`. So far the library reads them
-(`penstock/plan/`); a verb that plans is not there yet. Capacity is in bytes as drivers
-report it. A node is what fast links join: 8 GPUs, or the 72 of an NVL72 rack. In a *mesh* a GPU has an equal share of
-its links to each other one, so fewer ranks have less. Bandwidths are of one direction.
+A file of one's own goes wherever a chip's name goes: `penstock plan deepseek-v3 --on 16xmine.toml` ([plan](plan.md)).
+Capacity is in bytes as drivers report it. A node is what fast links join: 8 GPUs, or the 72 of an NVL72 rack. In a
+*mesh* a GPU has an equal share of its links to each other one, so fewer ranks have less. Bandwidths are of one
+direction.
 
 ## Promised
 """

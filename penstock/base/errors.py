@@ -66,6 +66,10 @@ class HardwareError(PenstockError):
     """A description of hardware is wrong, or says nothing of what is asked."""
 
 
+class TraceError(PenstockError):
+    """A trace is damaged, empty, of another tool, or says nothing of what is asked."""
+
+
 class LostRankError(DeviceError):
     """Another rank has ended or does not answer. Nothing can be mended here, and a restart may help."""
 

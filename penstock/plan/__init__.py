@@ -1,6 +1,13 @@
 """What a run will need and how fast it will be, before anything is started.
 
 Reading order: `hardware` and `hardware_file` (chips, nodes and links as data), `rates` and `transfers` (seconds of an
-operator or a collective), `calibrate`, `calibrate_transfers` and `calibrated` (the same measured here); `ledger`,
-`stand_in`, `activations` and `memory` (the bytes of every rank, counted while its own model runs on the meta device).
+operator or a collective), `calibrate`, `calibrate_transfers` and `calibrated` (the same measured here). A rank is
+rehearsed without memory: `stand_in`, `ledger` (its bytes), `tape` (its operators), `pieces` and `activations`,
+`rehearsal`. From that come `memory`, and by `costs` and `streams` the `step_time`; `project` says both of a run on a
+cluster, as values of `projection`.
+
+The search: `candidates` and `rules` (what is legal and what is worth looking at, in whole numbers), `sieve`, `bound`,
+`refusals`, `search`. It composes layouts from pieces that were rehearsed once: `miniature`, `held`, `held_state`,
+`composed`, `composer`, `composed_update`, `composed_time`. Questions behind it: `asked_layout`, `what_if`,
+`conventional`.
 """

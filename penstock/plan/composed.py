@@ -15,7 +15,6 @@ from penstock.layout.actions import Kind
 from penstock.layout.grid import Grid
 from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage
-from penstock.plan.activations import StageActivations
 from penstock.plan.held import Shape, Standing, standings
 from penstock.plan.held_state import (
     LAYERS,
@@ -27,6 +26,7 @@ from penstock.plan.held_state import (
 )
 from penstock.plan.memory import LOSS, Memory, Overheads
 from penstock.plan.miniature import Likeness, likeness
+from penstock.plan.pieces import StageActivations
 from penstock.plan.stand_in import StandIn, Target
 
 

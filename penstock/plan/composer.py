@@ -21,7 +21,7 @@ from penstock.layout.stages import Stage, balanced_stages, parse_stages
 from penstock.models.build import whole_model
 from penstock.models.count import stage_costs
 from penstock.models.decoder import IN_PIECES
-from penstock.plan.activations import StageActivations, activations_of, micro_batch_of
+from penstock.plan.activations import activations_of, micro_batch_of
 from penstock.plan.bound import Load
 from penstock.plan.composed import Composed, Contents, RankState, Shown, Sizes, contents_of
 from penstock.plan.held import Shape, enough
@@ -35,6 +35,7 @@ from penstock.plan.held_state import (
 )
 from penstock.plan.memory import NO_OVERHEADS, Memory, Overheads
 from penstock.plan.miniature import Likeness, View, likeness, rank_of_miniature
+from penstock.plan.pieces import StageActivations
 from penstock.plan.stand_in import StandIn, Target
 
 _Sharing = tuple[int, int, int, bool]

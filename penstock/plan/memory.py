@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.config.run import Run
 from penstock.layout.actions import Kind
-from penstock.plan.activations import PUT_OFF, StageActivations
+from penstock.plan.pieces import PUT_OFF, StageActivations
 from penstock.plan.rehearsal import Rehearsal, rehearsal_of, rehearsals_of
 from penstock.plan.stand_in import Target
 

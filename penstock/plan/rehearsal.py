@@ -19,8 +19,9 @@ from penstock.models.decoder import Decoder
 from penstock.models.rank_model import embedding_places, stages_of
 from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
-from penstock.plan.activations import StageActivations, activations_of, micro_batch_of
+from penstock.plan.activations import activations_of, micro_batch_of
 from penstock.plan.ledger import Ledger
+from penstock.plan.pieces import StageActivations
 from penstock.plan.stand_in import StandIn, Target, stand_in
 from penstock.plan.tape import Tape, Work
 

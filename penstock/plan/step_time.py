@@ -22,9 +22,9 @@ from penstock.layout.clock import Costs as ClockCosts
 from penstock.layout.clock import play
 from penstock.models.count import count
 from penstock.models.rank_model import message_of
-from penstock.plan.activations import StageActivations
 from penstock.plan.costs import Costs, experts_of, room_of
 from penstock.plan.hardware import Cluster, Group
+from penstock.plan.pieces import StageActivations
 from penstock.plan.projection import RankTime, StepTime
 from penstock.plan.rehearsal import Rehearsal, Update
 from penstock.plan.stand_in import META

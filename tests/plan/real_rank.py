@@ -29,8 +29,9 @@ from penstock.parallel.kit import Kit
 from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
 from penstock.parallel.symmetric import SymmetricBuffers
 from penstock.plan import stand_in as stand_in_module
-from penstock.plan.activations import Piece, activations_of
+from penstock.plan.activations import activations_of
 from penstock.plan.ledger import Ledger, Section
+from penstock.plan.pieces import Piece
 from penstock.plan.stand_in import StandIn, Target, stand_in
 from penstock.train.global_batch import MicroBatch
 from penstock.train.optimizer import MasterAdamW

@@ -8,7 +8,7 @@ import torch
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
 from penstock.plan import activations
 from penstock.plan import stand_in as stand_in_module
-from penstock.plan.activations import Piece
+from penstock.plan.pieces import Piece
 from tests.distributed.pool import Pool
 from tests.parallel.symmetric_ranks import run_ranks
 from tests.plan.real_rank import pieces_with_memory, pieces_without_memory, small_run
