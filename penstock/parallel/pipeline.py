@@ -28,6 +28,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.schedules import forward_only
@@ -135,7 +136,7 @@ class _Run:
         self._calls = calls
         self._last = schedule.stages - 1
         self._post = post
-        self._passes: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self._passes: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = {}
         self._work: dict[tuple[int, int], list[Task]] = {}
 
     def play(self, rank: int) -> None:
@@ -166,7 +167,8 @@ class _Run:
             x.requires_grad_(torch.is_grad_enabled())
         output = yield from self._calls[stage](micro_batch, x)
         if torch.is_grad_enabled():
-            self._passes[stage, micro_batch] = (x, output)
+            # Behind the last stage is a scalar. Of others backward needs the place in the graph, not what was computed.
+            self._passes[stage, micro_batch] = (x, output if stage == self._last else get_gradient_edge(output))
         if stage < self._last:
             self._post.send(_Letter(stage + 1, False, micro_batch), output.detach())
 
@@ -183,9 +185,9 @@ class _Run:
 
     def _backward(self, action: Action, before_sending: Callable[[], None] | None = None) -> None:
         stage, _, micro_batch = action
-        x, output = self._passes.pop((stage, micro_batch))
+        x, end = self._passes.pop((stage, micro_batch))
         gradient = None if stage == self._last else self._post.take(_Letter(stage, True, micro_batch))
-        torch.autograd.backward(output, gradient)
+        torch.autograd.backward(end, gradient)
         if before_sending is not None:
             before_sending()
         if x is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.models.block import Block
 from penstock.models.decoder import IN_PIECES, Decoder
@@ -133,9 +134,11 @@ class _Pass:
         names = ["embed", *map(kind_name, self.blocks), "head"] if self.blocks else ["stage"]
         with _labelled(self.decoder, self.ledger), self._marked(), self.ledger, self.tape:
             output = self._forward(self.batch, counted)
+            end = output if self.decoder.norm is not None else get_gradient_edge(output)
+            del output  # As in penstock/parallel/pipeline.py, where it has been sent.
             self._mark("forward")
-            self._backward(output)
-            del output
+            self._backward(end)
+            del end
             self._end_of_backward()
             weight_works = self._weights()
         sections = self.ledger.sections
@@ -182,16 +185,17 @@ class _Pass:
             rule = loss_rule(rank.run, rank.axes)
             return batch_loss(hidden, decoder.head_VD, batch.labels, counted, rule, head_total(decoder)).total
 
-    def _backward(self, output: Tensor) -> None:
+    def _backward(self, end: Tensor | GradientEdge) -> None:
         gradient, later = None, self.rank.later
         if self.decoder.norm is None:
+            message = message_of(self.rank.run, self.rank.axes, self.device)
             with self.ledger.named("message"):
-                gradient = torch.zeros_like(output)
+                gradient = torch.zeros(message.shape, dtype=message.dtype, device=self.device)
         with ExitStack() as around:
             around.enter_context(self.ledger.named("gradients"))
             if later is not None:
                 self.work = around.enter_context(later.collecting())
-            torch.autograd.backward(output, gradient)
+            torch.autograd.backward(end, gradient)
 
     @contextmanager
     def _marked(self) -> Iterator[None]:

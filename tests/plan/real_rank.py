@@ -107,6 +107,7 @@ def _pieces_of(run: Run, axes: Axes, kernels: str, buffers: SymmetricBuffers | N
         moment_bytes=0,
         divided=frozenset(),
         optimizer=optimizer,
+        keeper=optimizer,
         schedule=None,
         later=None,
         shared_bytes=0,
