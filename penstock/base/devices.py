@@ -17,27 +17,35 @@ class Chip:
         target: as compilers and launch tables name it.
         name: as the driver reports it.
         bf16: peak of dense bfloat16 products in FLOP per second.
-        source: where the peak comes from.
+        fp8: the same of 8-bit products, or None if the chip has none.
+        fp32: the same of float32 products, or None where that is not known.
+        memory: bytes that its memory reads and writes in a second.
+        source: where the peaks come from.
     """
 
     pattern: str
     target: str
     name: str
     bf16: float
+    fp8: float | None
+    fp32: float | None
+    memory: float
     source: str
 
 
 # The first match wins, so longer patterns stand before the shorter ones that they contain.
 CHIPS: tuple[Chip, ...] = (
-    Chip("MI300X", "gfx942", "AMD Instinct MI300X", 1307e12, "AMD Instinct MI300X data sheet"),
-    Chip("MI325X", "gfx942", "AMD Instinct MI325X", 1307e12, "AMD Instinct MI325X data sheet"),
-    Chip("MI355X", "gfx950", "AMD Instinct MI355X", 2517e12, "AMD Instinct MI355X data sheet"),
-    Chip("GB200", "sm_100", "NVIDIA GB200", 2500e12, "NVIDIA GB200 NVL72 data sheet"),
-    Chip("GB300", "sm_103", "NVIDIA GB300", 2500e12, "NVIDIA GB300 NVL72 data sheet"),
-    Chip("B200", "sm_100", "NVIDIA B200", 2250e12, "NVIDIA HGX B200 data sheet"),
-    Chip("H200", "sm_90", "NVIDIA H200", 989e12, "NVIDIA H200 data sheet"),
-    Chip("H100", "sm_90", "NVIDIA H100 80GB HBM3", 989e12, "NVIDIA H100 SXM data sheet"),
-    Chip("A100", "sm_80", "NVIDIA A100-SXM4-80GB", 312e12, "NVIDIA A100 data sheet"),
+    Chip(
+        "MI300X", "gfx942", "AMD Instinct MI300X", 1307e12, 2615e12, 163.4e12, 5.3e12, "AMD Instinct MI300X data sheet"
+    ),
+    Chip("MI325X", "gfx942", "AMD Instinct MI325X", 1307e12, 2615e12, 163.4e12, 6e12, "AMD Instinct MI325X data sheet"),
+    Chip("MI355X", "gfx950", "AMD Instinct MI355X", 2517e12, 5033e12, 157.3e12, 8e12, "AMD Instinct MI355X data sheet"),
+    Chip("GB200", "sm_100", "NVIDIA GB200", 2500e12, 5000e12, 80e12, 8e12, "NVIDIA GB200 NVL72 data sheet"),
+    Chip("GB300", "sm_103", "NVIDIA GB300", 2500e12, 5000e12, None, 8e12, "NVIDIA GB300 NVL72 data sheet"),
+    Chip("B200", "sm_100", "NVIDIA B200", 2250e12, 4500e12, 75e12, 8e12, "NVIDIA HGX B200 data sheet"),
+    Chip("H200", "sm_90", "NVIDIA H200", 989e12, 1979e12, 67e12, 4.8e12, "NVIDIA H200 data sheet"),
+    Chip("H100", "sm_90", "NVIDIA H100 80GB HBM3", 989e12, 1979e12, 67e12, 3.35e12, "NVIDIA H100 SXM data sheet"),
+    Chip("A100", "sm_80", "NVIDIA A100-SXM4-80GB", 312e12, None, 19.5e12, 2.039e12, "NVIDIA A100 data sheet"),
 )
 
 

@@ -22,6 +22,8 @@ VERBS = (
     Verb("config", "penstock.cli.config", "app", "List, show, explain, compare and check configurations."),
     Verb("layout", "penstock.cli.layout", "layout", "Show who holds what on any number of ranks, starting none."),
     Verb("plan", "penstock.cli.plan", "plan", "Say which layout fits a cluster, how fast it is, and why others not."),
+    Verb("trace", "penstock.cli.trace", "app", "Say where the time of a step went, from a profiler's files."),
+    Verb("doctor", "penstock.cli.doctor", "doctor", "Say which wall stands before a run, and what would win most."),
     Verb("ladder", "penstock.cli.ladder", "ladder", "Measure what each optimization is worth, on this machine."),
     Verb("calibrate", "penstock.cli.calibrate", "calibrate", "Measure this machine, for plans of runs on it."),
     Verb("kernels", "penstock.cli.kernels", "app", "List which kernels will run and why; measure them on this GPU."),

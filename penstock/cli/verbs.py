@@ -1,8 +1,9 @@
 """Verbs that are imported when they are called.
 
 Importing PyTorch takes seconds, and `penstock --help` and `penstock config list` need none of it. So a group knows its
-verbs by name, and this file loads the module of the one that is called. Only kernels are imported by name as well
-(`penstock.kernels.backends`); nothing else in the project imports inside a function.
+verbs by name, and this file loads the module of the one that is called; a verb that needs PyTorch for some questions
+only loads that part in the same way. Only kernels are imported by name as well (`penstock.kernels.backends`); nothing
+else in the project imports inside a function.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,11 @@ from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+
+def load_by_name(module: str, attribute: str) -> Any:
+    """What a module calls so; the module is imported now."""
+    return vars(import_module(module))[attribute]
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Verb:
 
     def load(self) -> Any:
         """The command itself; its type is private to typer."""
-        target = vars(import_module(self.module))[self.attribute]
+        target = load_by_name(self.module, self.attribute)
         if not isinstance(target, typer.Typer):
             function, target = target, typer.Typer(add_completion=False)
             target.command(self.name)(function)

@@ -35,7 +35,7 @@ def grid_of(run: Run, world: int) -> Grid:
     Raises:
         ConfigError: the sizes do not divide the ranks, or what is left does not divide the batch or the shards.
     """
-    refuse(_ranks(run, world))
+    refuse(_ranks(run, world) + _recording(run, world))
     parallel = run.parallel
     grid = Grid(
         world=world,
@@ -108,6 +108,15 @@ def _ranks(run: Run, world: int) -> list[Problem]:
                 )
             ]
     return []
+
+
+def _recording(run: Run, world: int) -> list[Problem]:
+    """If steps are recorded, then on a rank that there is."""
+    ranks = run.profile.ranks
+    if run.profile.start == 0 or not ranks or min(ranks) < world:
+        return []
+    got = ", ".join(map(str, ranks))
+    return [Problem("profile.ranks", "names no rank that there is", got=got, allowed=f"0 to {world - 1}")]
 
 
 def _product(sizes: dict[str, int]) -> str:

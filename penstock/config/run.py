@@ -10,6 +10,7 @@ from penstock.config.training import (
     Data,
     Evaluation,
     Optimizer,
+    Profile,
     Record,
     Schedule,
     Training,
@@ -72,6 +73,7 @@ class Run(Section):
     checkpoint: Checkpoint = knob(Checkpoint(), doc="Saved states.")
     kernels: Kernels = knob(Kernels(), doc="Implementations.")
     record: Record = knob(Record(), doc="Metrics.")
+    profile: Profile = knob(Profile(), doc="Traces of a few steps.")
     parallel: Parallel = knob(Parallel(), doc="Ranks that share the work.")
     dispatch: Dispatch = knob(Dispatch(), doc="How tokens reach their experts.")
     pipeline: Pipeline = knob(Pipeline(), doc="Order and division of the pipeline.")

@@ -242,6 +242,29 @@ def flash_on_a_gpu_has_no_mask(run: Run) -> Problem | None:
     )
 
 
+def recorded_steps_are_made(run: Run) -> Problem | None:
+    """With `profile.start` above 0, all `profile.steps` from there on are among `training.steps`."""
+    profile, steps = run.profile, run.training.steps
+    if profile.start == 0 or profile.start + profile.steps - 1 <= steps:
+        return None
+    if profile.steps > steps:
+        return Problem("profile.steps", f"is more than training.steps ({steps})", got=f"{profile.steps}")
+    return Problem(
+        "profile.start",
+        f"leaves fewer than profile.steps ({profile.steps}) of training.steps ({steps})",
+        got=f"{profile.start}",
+        allowed=f"0 to {steps - profile.steps + 1}",
+    )
+
+
+def recording_ranks_are_ranks(run: Run) -> Problem | None:
+    """`profile.ranks` holds numbers from 0, each once."""
+    ranks = run.profile.ranks
+    if len({*ranks}) == len(ranks) and min(ranks, default=0) >= 0:
+        return None
+    return Problem("profile.ranks", "must be numbers of ranks, each once", got=f"{list(ranks)}", allowed="0, 1, 2, ...")
+
+
 RUN_RULES = (
     name_is_a_folder_name,
     micro_batches_fill_the_global_batch,
@@ -261,4 +284,6 @@ RUN_RULES = (
     cpu_has_the_attention_backend,
     flash_heads_are_equally_wide,
     flash_on_a_gpu_has_no_mask,
+    recorded_steps_are_made,
+    recording_ranks_are_ranks,
 )

@@ -89,3 +89,14 @@ class Record(Section):
     folder: str = knob("runs", doc="Folder that holds one folder for each run.")
     every: int = knob(1, doc="Steps between lines of metrics.jsonl.", unit="steps", low=1)
     tensorboard: bool = knob(True, doc="Write TensorBoard events.")
+
+
+class Profile(Section):
+    """What a few steps are made of, recorded by torch's profiler; see docs/trace.md."""
+
+    start: int = knob(0, doc="First step that is recorded; 0 records none.", unit="steps", low=0)
+    steps: int = knob(2, doc="Steps that are recorded.", unit="steps", low=1)
+    ranks: tuple[int, ...] = knob(
+        (0, 1, 2, 3, 4, 5, 6, 7), doc="Ranks that record, as far as the run has them; empty means all."
+    )
+    memory: bool = knob(True, doc="On a GPU, record every block that the allocator hands out or takes back.")

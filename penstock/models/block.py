@@ -6,6 +6,7 @@ router, and the order of the slots. That part may be a captured graph (`Frame.pa
 
 from torch import Tensor, nn
 
+from penstock.base.spans import Span
 from penstock.models.attention import GroupedQueryLayer
 from penstock.models.ffn import FeedForward
 from penstock.models.frame import Frame
@@ -15,6 +16,7 @@ from penstock.moe.layer import MoE
 from penstock.moe.routing import Routing
 from penstock.parallel.kit import Kit
 from penstock.parallel.parts import Parts
+from penstock.parallel.spans import span
 from penstock.parallel.turns import Steps, within
 
 
@@ -55,12 +57,16 @@ class Block(nn.Module):
             with piece():
                 x_BSD, x_TD = self._attend(x_BSD, frame)
             y_TD = yield from within(piece, self._mix(x_TD, frame))
-            return x_BSD + y_TD.view_as(x_BSD)
+            return _add(x_BSD, y_TD)
 
     def _mix(self, x_TD: Tensor, frame: Frame) -> Steps[Tensor]:
         if isinstance(self.ffn, MoE):
             return (yield from self.ffn.steps(x_TD, self.ffn.route(x_TD, frame.scope)))
-        return self.kit.run("dense", self.ffn, x_TD)
+        return self._dense(x_TD)
+
+    def _dense(self, x_TD: Tensor) -> Tensor:
+        with span(Span.DENSE):
+            return self.kit.run("dense", self.ffn, x_TD)
 
     def _forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
         if frame.parts is not None:
@@ -69,8 +75,8 @@ class Block(nn.Module):
         if isinstance(self.ffn, MoE):
             y_TD = self.kit.run("moe", self.ffn, x_TD, frame.scope)
         else:
-            y_TD = self.kit.run("dense", self.ffn, x_TD)
-        return x_BSD + y_TD.view_as(x_BSD)
+            y_TD = self._dense(x_TD)
+        return _add(x_BSD, y_TD)
 
     def _behind_part(self, x_BSD: Tensor, frame: Frame, parts: Parts) -> Tensor:
         """`_forward` whose first part is replayed."""
@@ -84,17 +90,25 @@ class Block(nn.Module):
         if isinstance(self.ffn, MoE):
             y_TD = self.ffn.mix(x_TD, Routing.of(*routing))
         else:
-            y_TD = self.kit.run("dense", self.ffn, x_TD)
-        return x_BSD + y_TD.view_as(x_BSD)
+            y_TD = self._dense(x_TD)
+        return _add(x_BSD, y_TD)
 
     def _attend(self, x_BSD: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
         """The residual stream after attention, and what the feed-forward network reads, T x D."""
         run = self.kit.run
-        attended_BSD = self.attention(run("norm", self.attention_norm, x_BSD), frame)
+        normed_BSD = run("norm", self.attention_norm, x_BSD)
+        with span(Span.ATTENTION):
+            attended_BSD = self.attention(normed_BSD, frame)
         if self.kit.recompute.recomputes("norm"):
             # Made again from the sum alone; the fused form would keep both of its terms.
-            x_BSD = attended_BSD + x_BSD
+            x_BSD = _add(attended_BSD, x_BSD)
             normed_BSD = run("norm", self.ffn_norm, x_BSD)
         else:
             normed_BSD, x_BSD = self.ffn_norm.add(attended_BSD, x_BSD)
         return x_BSD, normed_BSD.flatten(0, 1)
+
+
+def _add(x_BSD: Tensor, y_TD: Tensor) -> Tensor:
+    """The sum of two streams, in the shape of the first."""
+    with span(Span.RESIDUAL):
+        return x_BSD + y_TD.view_as(x_BSD)

@@ -5,12 +5,14 @@ stage before sent; without a norm it gives those that the next one wants. Blocks
 their number in the whole model, so a parameter has the same name wherever it is.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.base.spans import LAYER, Span
 from penstock.config.model import Model
 from penstock.config.parallel import Overlap
 from penstock.models.block import Block
@@ -20,7 +22,8 @@ from penstock.models.mtp import MultiTokenPrediction
 from penstock.models.norm import RMSNorm
 from penstock.models.rope import angles
 from penstock.moe.routing import Scope
-from penstock.parallel.turns import Steps, drain, take_turns
+from penstock.parallel.spans import span
+from penstock.parallel.turns import Steps, drain, take_turns, within
 
 IN_PIECES: tuple[Overlap, ...] = ("halves", "passes")
 """Overlaps in which other work is done between the pieces of a layer."""
@@ -111,28 +114,35 @@ class Decoder(nn.Module):
         if self.is_first:
             x_BSD = self._embed(reading.tokens_BS)
         assert x_BSD is not None, "a stage without embedding needs the hidden states of the stage before"
-        for block in self.blocks.values():
+        for number, block in self.blocks.items():
             assert isinstance(block, Block), "nothing else is a decoder layer"
-            # A layer that is called as a module has its hooks, such as FSDP2's.
-            x_BSD = (yield from block.steps(x_BSD, frame)) if self.overlap in IN_PIECES else block(x_BSD, frame)
+            if self.overlap in IN_PIECES:
+                x_BSD = yield from within(partial(span, LAYER, number), block.steps(x_BSD, frame))
+                continue
+            with span(LAYER, number):
+                x_BSD = block(x_BSD, frame)  # as a module: it has hooks, such as FSDP2's
         main_BSD = x_BSD if self.norm is None else self.norm(x_BSD)
         previous_BSD, depths = main_BSD, []
-        for layer, ahead_BS in zip(self.mtp.values(), reading.ahead, strict=False):  # other stages have no layers
-            previous_BSD = layer(previous_BSD, self._embed(ahead_BS), frame)
+        for (depth, layer), ahead_BS in zip(self.mtp.items(), reading.ahead, strict=False):  # other stages have none
+            ahead_BSD = self._embed(ahead_BS)
+            with span(LAYER, self.config.layers + int(depth)), span(Span.MTP):
+                previous_BSD = layer(previous_BSD, ahead_BSD, frame)
             depths.append(previous_BSD)
         return Hidden(main_BSD, tuple(depths))
 
     def _embed(self, tokens_BS: Tensor) -> Tensor:
         assert self.embed is not None, "this stage has no embedding"
-        x_BSD: Tensor = self.embed(tokens_BS)
-        return x_BSD
+        with span(Span.EMBED):
+            x_BSD: Tensor = self.embed(tokens_BS)
+            return x_BSD
 
     def frame(self, reading: Reading) -> Frame:
         """Angles, borders and share of a micro-batch, computed once for all layers."""
         attention = self.config.attention
-        cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, reading.positions_BS)
         scope = Scope(sequences=reading.positions_BS.shape[0], share=reading.share)
-        return Frame(cos_BSP, sin_BSP, reading.allowed_BSS, scope, reading.parts).staying()
+        with span(Span.EMBED):
+            cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, reading.positions_BS)
+            return Frame(cos_BSP, sin_BSP, reading.allowed_BSS, scope, reading.parts).staying()
 
     def logits(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         """All logits of the main prediction, B x S x V, in the compute dtype. For tests, not for training."""

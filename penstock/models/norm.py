@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor, nn
 
+from penstock.base.spans import Span
 from penstock.kernels.operators import Operators
+from penstock.parallel.spans import span
 
 
 class RMSNorm(nn.Module):
@@ -23,8 +25,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x_D: Tensor) -> Tensor:
         """Normalize the last dim, whatever stands before it."""
-        return self.operators.rms_norm(x_D, self.weight_D, self.epsilon)
+        with span(Span.NORM):
+            return self.operators.rms_norm(x_D, self.weight_D, self.epsilon)
 
     def add(self, x_D: Tensor, residual_D: Tensor) -> tuple[Tensor, Tensor]:
         """Add to the residual stream and normalize the sum: returns (normed, sum)."""
-        return self.operators.add_rms_norm(x_D, residual_D, self.weight_D, self.epsilon)
+        with span(Span.NORM):
+            return self.operators.add_rms_norm(x_D, residual_D, self.weight_D, self.epsilon)

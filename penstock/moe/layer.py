@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from penstock.base.spans import Span
 from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, Sorting
 from penstock.moe.dispatch.room import Room
 from penstock.moe.experts import Experts
@@ -11,6 +12,7 @@ from penstock.moe.overlap import Departures, SharedExpert
 from penstock.moe.router import Router
 from penstock.moe.routing import Routing, Scope
 from penstock.parallel.kit import Kit
+from penstock.parallel.spans import span
 from penstock.parallel.turns import Steps, drain
 
 
@@ -57,19 +59,25 @@ class MoE(nn.Module):
 
         A dispatch that leaves on a stream of its own sorts there.
         """
-        routing: Routing = self.router(x_TD, scope)
-        if self.kit.transfers is None and isinstance(self.dispatcher, Sorting):
-            return replace(routing, sorted=self.dispatcher.sorted_slots(routing))
-        return routing
+        with span(Span.ROUTE):
+            routing: Routing = self.router(x_TD, scope)
+            if self.kit.transfers is None and isinstance(self.dispatcher, Sorting):
+                return replace(routing, sorted=self.dispatcher.sorted_slots(routing))
+            return routing
 
     def mix(self, x_TD: Tensor, routing: Routing) -> Tensor:
         """`forward` behind `route`."""
         if self.kit.transfers is not None:
             return drain(self.steps(x_TD, routing))
-        rows, receipt = self.dispatcher.dispatch(x_TD, routing)
+        with span(Span.DISPATCH):
+            rows, receipt = self.dispatcher.dispatch(x_TD, routing)
         y_RD = self._run_experts(rows)
-        y_TD = self.dispatcher.combine(y_RD, receipt)
-        return y_TD if self.shared is None else y_TD + self.kit.run("shared-expert", self.shared, x_TD)
+        with span(Span.COMBINE):
+            y_TD = self.dispatcher.combine(y_RD, receipt)
+        if self.shared is None:
+            return y_TD
+        with span(Span.SHARED):
+            return y_TD + self.kit.run("shared-expert", self.shared, x_TD)
 
     def steps(self, x_TD: Tensor, routing: Routing) -> Steps[Tensor]:
         """`mix` with its transfers beside the shared expert; stops where they are under way."""
@@ -77,19 +85,25 @@ class MoE(nn.Module):
         leaving, h_TF, shared_TD = Departures(self.dispatcher, self.kit.transfers), None, None
         wait_for_rows = leaving.dispatch(x_TD, routing)
         if self.shared is not None:
-            h_TF = self.kit.run("shared-expert", self.shared.widen, x_TD)
+            with span(Span.SHARED):
+                h_TF = self.kit.run("shared-expert", self.shared.widen, x_TD)
         yield
         rows, receipt = wait_for_rows()
         wait_for_sums = leaving.combine(self._run_experts(rows), receipt)
         if self.shared is not None and h_TF is not None:
-            shared_TD = self.shared.narrow(h_TF)
+            with span(Span.SHARED):
+                shared_TD = self.shared.narrow(h_TF)
         yield
         y_TD = wait_for_sums()
-        return y_TD if shared_TD is None else y_TD + shared_TD
+        if shared_TD is None:
+            return y_TD
+        with span(Span.SHARED):
+            return y_TD + shared_TD
 
     def _run_experts(self, rows: ExpertRows) -> Tensor:
         """A recomputed region repeats both products; a network that recomputes by itself repeats only the first."""
-        if not self.kit.operators.expert_ffn_is_ours:
-            return self.kit.run("expert-activation", self.experts, rows)
-        y_RD: Tensor = self.experts(rows, recompute=self.kit.recompute.recomputes("expert-activation"))
-        return y_RD
+        with span(Span.EXPERTS):
+            if not self.kit.operators.expert_ffn_is_ours:
+                return self.kit.run("expert-activation", self.experts, rows)
+            y_RD: Tensor = self.experts(rows, recompute=self.kit.recompute.recomputes("expert-activation"))
+            return y_RD

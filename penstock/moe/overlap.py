@@ -17,9 +17,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from penstock.base.spans import Span
 from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, Receipt
 from penstock.moe.routing import Routing
 from penstock.parallel.flight import Transfers
+from penstock.parallel.spans import span
 
 
 class SharedExpert(Protocol):
@@ -58,10 +60,12 @@ class Departures:
             plain = replace(rows, x_ND=rows.x_ND.detach(), weights_R=rows.weights_R.detach())
             return (rows.x_ND, rows.weights_R), (plain, receipt)
 
-        flight = self.transfers.launch("dispatch", transfer, x_TD, routing.weights_TK)
+        with span(Span.DISPATCH):
+            flight = self.transfers.launch("dispatch", transfer, x_TD, routing.weights_TK)
 
         def wait() -> tuple[ExpertRows, Receipt]:
-            (x_ND, weights_R), (rows, receipt) = flight.wait()
+            with span(Span.DISPATCH):
+                (x_ND, weights_R), (rows, receipt) = flight.wait()
             return replace(rows, x_ND=x_ND, weights_R=weights_R), receipt
 
         return wait
@@ -72,10 +76,12 @@ class Departures:
         def transfer(y_RD: Tensor) -> tuple[tuple[Tensor], None]:
             return (self.dispatcher.combine(y_RD, receipt),), None
 
-        flight = self.transfers.launch("combine", transfer, y_RD)
+        with span(Span.COMBINE):
+            flight = self.transfers.launch("combine", transfer, y_RD)
 
         def wait() -> Tensor:
-            (y_TD,), _ = flight.wait()
+            with span(Span.COMBINE):
+                (y_TD,), _ = flight.wait()
             return y_TD
 
         return wait

@@ -22,6 +22,7 @@ CUDA does not load a new kernel beside it, that of the forward pass which must c
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -30,12 +31,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock.base.spans import ACTIONS, Span
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.schedules import forward_only
 from penstock.parallel.axes import Axes, Axis
 from penstock.parallel.flight import Transfers
 from penstock.parallel.later import Later, Task
-from penstock.parallel.turns import Steps, drain
+from penstock.parallel.spans import span
+from penstock.parallel.stopwatch import EnterPhase, untimed
+from penstock.parallel.turns import Steps, drain, within
 
 StageCall = Callable[[int, Tensor | None], Steps[Tensor]]
 """(micro-batch, hidden states from the stage before, or None on the first) -> steps to what the next stage gets; on the
@@ -98,14 +102,15 @@ class Pipeline:
         """Our place in the pipeline."""
         return self._axes.pipeline.rank
 
-    def train(self, calls: Mapping[int, StageCall]) -> None:
+    def train(self, calls: Mapping[int, StageCall], enter: EnterPhase = untimed) -> None:
         """Forward and backward passes of one step; gradients are in the parameters afterwards.
 
         Args:
             calls: for each stage of this rank.
+            enter: is told the phase of each action: forward, or backward, which a pair counts as too.
         """
         post = _Post(self.schedule, self._axes, self._message)
-        _Run(self.schedule, post, calls, self._later, self._transfers).play(self.rank)
+        _Run(self.schedule, post, calls, self._later, self._transfers).play(self.rank, enter)
 
     @torch.no_grad()
     def evaluate(self, calls: Mapping[int, StageCall], micro_batches: int) -> None:
@@ -139,25 +144,30 @@ class _Run:
         self._passes: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = {}
         self._work: dict[tuple[int, int], list[Task]] = {}
 
-    def play(self, rank: int) -> None:
+    def play(self, rank: int, enter: EnterPhase = untimed) -> None:
         """Do everything on our list."""
         for unit in self._schedule.units(rank):
-            if len(unit) > 1:
-                self._both(*unit)
-                continue
-            (action,) = unit
-            match action.kind:
-                case Kind.FORWARD:
-                    drain(self._forward(action))
-                case Kind.BACKWARD:
-                    self._backward(action)
-                case Kind.INPUT:
-                    self._backward_input(action)
-                case Kind.WEIGHT:
-                    for task in self._work.pop((action.stage, action.micro_batch)):
-                        task()
+            enter(Span.FORWARD if unit[-1].kind is Kind.FORWARD else Span.BACKWARD)
+            with _span_of(unit[-1]):
+                self._do(*unit)
         assert not self._passes and not self._work, "the schedule left something undone"
         self._post.finish()
+
+    def _do(self, *unit: Action) -> None:
+        if len(unit) > 1:
+            self._both(*unit)
+            return
+        (action,) = unit
+        match action.kind:
+            case Kind.FORWARD:
+                drain(self._forward(action))
+            case Kind.BACKWARD:
+                self._backward(action)
+            case Kind.INPUT:
+                self._backward_input(action)
+            case Kind.WEIGHT:
+                for task in self._work.pop((action.stage, action.micro_batch)):
+                    task()
 
     def _forward(self, action: Action) -> Steps[None]:
         stage, _, micro_batch = action
@@ -179,7 +189,7 @@ class _Run:
         this one, or the forward pass, once it is differentiated, would be no mirror image of itself.
         """
         assert self._transfers is not None, "Pipeline.__init__ checks it"
-        steps = self._forward(forward)
+        steps = within(partial(_span_of, forward), self._forward(forward))
         with self._transfers.beside(partial(next, steps, None)), torch.autograd.set_multithreading_enabled(False):
             self._backward(backward, before_sending=partial(drain, steps))
 
@@ -199,6 +209,10 @@ class _Run:
         with self._later.collecting() as work:
             self._backward(action)
         self._work[action.stage, action.micro_batch] = work
+
+
+def _span_of(action: Action) -> AbstractContextManager[object]:
+    return span(ACTIONS[action.kind], action.stage, action.micro_batch)
 
 
 class _Post:

@@ -28,11 +28,14 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import DeviceError
+from penstock.base.spans import MICRO_BATCH, Span
 from penstock.models.rank_model import RankModel
 from penstock.moe.dispatch.room import has_room_for_all
 from penstock.parallel.axes import Axis
 from penstock.parallel.graphs import Capture, Replayable, capture
 from penstock.parallel.messages import exchange_json
+from penstock.parallel.spans import span
+from penstock.parallel.stopwatch import EnterPhase, untimed
 from penstock.train.global_batch import GlobalBatch, MicroBatch
 from penstock.train.loss import LossRule
 from penstock.train.passes import differentiate, forward_backward
@@ -61,7 +64,7 @@ class CapturedPasses:
         self._pass: _CapturedPass | None = None
         self._notices: list[str] = []
 
-    def __call__(self, model: RankModel, batch: GlobalBatch, rule: LossRule) -> Tensor:
+    def __call__(self, model: RankModel, batch: GlobalBatch, rule: LossRule, enter: EnterPhase = untimed) -> Tensor:
         """See `forward_backward`.
 
         Raises:
@@ -69,15 +72,17 @@ class CapturedPasses:
         """
         if has_room_for_all(model.modules):
             self.release()
-            return forward_backward(model, batch, rule)
+            return forward_backward(model, batch, rule, enter)
         if self._is_warm and not self._is_given_up and self._pass is None:
             self._pass = self._make_pass(model, batch, rule)
         self._is_warm = True
         if self._pass is None:
-            return forward_backward(model, batch, rule)
+            return forward_backward(model, batch, rule, enter)
         sums = torch.zeros(1 + rule.depths, device=model.device)
-        for micro_batch in batch.micro_batches:
-            sums += self._pass.replay(micro_batch, batch.counted)
+        enter(Span.REPLAY)
+        for number, micro_batch in enumerate(batch.micro_batches):
+            with span(MICRO_BATCH, number), span(Span.REPLAY):
+                sums += self._pass.replay(micro_batch, batch.counted)
         return sums
 
     def take_notices(self) -> tuple[str, ...]:

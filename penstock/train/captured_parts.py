@@ -20,9 +20,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from penstock.base.spans import MICRO_BATCH
 from penstock.models.rank_model import RankModel
 from penstock.parallel.graphs import Capture, one_pool
 from penstock.parallel.parts import Parts
+from penstock.parallel.spans import span
+from penstock.parallel.stopwatch import EnterPhase, untimed
 from penstock.train.captured import first_obstacle, no_memory
 from penstock.train.global_batch import GlobalBatch, MicroBatch
 from penstock.train.loss import LossRule
@@ -49,7 +52,7 @@ class CapturedParts:
         self._parts: Parts | None = None
         self._notices: list[str] = []
 
-    def __call__(self, model: RankModel, batch: GlobalBatch, rule: LossRule) -> Tensor:
+    def __call__(self, model: RankModel, batch: GlobalBatch, rule: LossRule, enter: EnterPhase = untimed) -> Tensor:
         """See `forward_backward`.
 
         Raises:
@@ -57,10 +60,11 @@ class CapturedParts:
         """
         if not self._is_warm or self._is_given_up:
             self._is_warm = True
-            return forward_backward(model, batch, rule)
+            return forward_backward(model, batch, rule, enter)
         sums = torch.zeros(1 + rule.depths, device=model.device)
-        for micro_batch in batch.micro_batches:
-            sums += self._differentiate(model, micro_batch, batch.counted, rule)
+        for number, micro_batch in enumerate(batch.micro_batches):
+            with span(MICRO_BATCH, number):
+                sums += self._differentiate(model, micro_batch, batch.counted, rule, enter)
         return sums
 
     def take_notices(self) -> tuple[str, ...]:
@@ -74,14 +78,16 @@ class CapturedParts:
             self._parts.release()
         self._parts, self.pool_bytes = None, 0
 
-    def _differentiate(self, model: RankModel, micro_batch: MicroBatch, counted: Tensor, rule: LossRule) -> Tensor:
+    def _differentiate(
+        self, model: RankModel, micro_batch: MicroBatch, counted: Tensor, rule: LossRule, enter: EnterPhase
+    ) -> Tensor:
         if self._is_given_up:
-            return differentiate(model, micro_batch, counted, rule)
+            return differentiate(model, micro_batch, counted, rule, enter)
         is_new = self._parts is None
         if self._parts is None:
             self._parts = Parts(self._begin_pool())
         reading = replace(micro_batch.reading, parts=self._parts)
-        losses = differentiate(model, replace(micro_batch, reading=reading), counted, rule)
+        losses = differentiate(model, replace(micro_batch, reading=reading), counted, rule, enter)
         if is_new:
             self._judge(self._parts, model)
         return losses

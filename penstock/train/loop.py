@@ -22,22 +22,26 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from signal import SIGTERM
 from typing import Any
 
 from penstock.base.errors import NonFiniteError
+from penstock.base.spans import NUMBERED_STEP, Span
 from penstock.config.fit import micro_batches
 from penstock.config.run import Run
 from penstock.data.batch import Batch
 from penstock.data.evaluation import Evaluation
 from penstock.data.loader import SavedPlace
 from penstock.parallel.axes import ALONE, Axis
+from penstock.parallel.spans import span
+from penstock.parallel.stopwatch import Stopwatch
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.diagnose import Finding, find_held_out_origin, find_origin
 from penstock.train.evaluate import evaluate
 from penstock.train.metrics import drop_after
 from penstock.train.observer import HeldOutLoss, Observer, RunEnd, RunStart, StepReport
+from penstock.train.profile import Recorder
 from penstock.train.run_folder import RunFolder
 from penstock.train.schedule import learning_rate
 from penstock.train.setup import Session
@@ -158,6 +162,8 @@ class _Loop:
         self._begin = begin
         self._observers = observers
         self._begin_seconds = time.perf_counter()
+        self._watch = Stopwatch(session.device)
+        self._recorder = Recorder(session.run, folder.profile, session.device, session.axes.grid, session.axes.rank)
 
     def run(self, stop: StopRequest) -> RunEnd:
         """Make all steps that are left."""
@@ -176,6 +182,7 @@ class _Loop:
                 saved = done.steps
             if _is_due(done.steps, self._run.training.collect_garbage_every):
                 gc.collect()
+        self._recorder.finish()
         return RunEnd(
             step=done.steps,
             steps=steps,
@@ -206,16 +213,23 @@ class _Loop:
         """Make the next step, evaluate if that is due, and report; also whether a rank wants to stop."""
         state, step = self._session.state, done.steps + 1
         before = Place(state.batches.state(), random_state())
-        begin_seconds = time.perf_counter()
-        batch = state.batches.next_batch()
         rate = learning_rate(
             done.steps, self._run.training.steps, self._run.optimizer.learning_rate, self._run.schedule
         )
-        result = train_step(self._session.model, state.optimizer, batch, self._rule, rate, stop)
-        seconds = time.perf_counter() - begin_seconds
+        self._recorder.begin(step)
+        begin_seconds = time.perf_counter()
+        self._watch.start(Span.DATA)
+        with span(NUMBERED_STEP, step):
+            with span(Span.DATA):
+                batch = state.batches.next_batch()
+            model, enter = self._session.model, self._watch.enter
+            result = train_step(model, state.optimizer, batch, self._rule, rate, stop, enter)
+        seconds, phases = time.perf_counter() - begin_seconds, self._watch.stop()
+        self._recorder.end(step)
         if not result.is_finite:
             raise self._halt(done, before, batch, result)
-        return self._report(done, result, rate, seconds, self._evaluate(step)), result.wants_stop
+        report = self._report(done, result, rate, seconds, self._evaluate(step))
+        return replace(report, phase_seconds=phases), result.wants_stop
 
     def _evaluate(self, step: int) -> HeldOutLoss | None:
         """Held-out loss if it is due. The first step counts as due: a curve should show where it began."""
@@ -223,7 +237,8 @@ class _Loop:
         is_due = step == self._run.training.steps or (every and (step == 1 or step % every == 0))
         if rows is None or not is_due:
             return None
-        held_out = evaluate(self._session.model, rows, self._rule.cut, self._rule.loss)
+        with span(Span.EVALUATE):
+            held_out = evaluate(self._session.model, rows, self._rule.cut, self._rule.loss)
         if not math.isfinite(held_out.loss):
             raise self._halt_after(step, rows, held_out)
         return held_out
@@ -234,6 +249,7 @@ class _Loop:
         tokens, peak = self._run.tokens_per_step, self._session.peak_flops
         per_device = tokens / seconds / self._session.axes.world.size
         moe, graphs = self._run.model.moe, self._session.graphs
+        notices = self._recorder.take_notices()
         return StepReport(
             step=done.steps + 1,
             loss=result.loss,
@@ -251,7 +267,7 @@ class _Loop:
             left_out=result.left_out,
             evaluation=evaluation,
             graph_pool_bytes=0 if graphs is None else graphs.pool_bytes,
-            notices=() if graphs is None else graphs.take_notices(),
+            notices=notices if graphs is None else (*notices, *graphs.take_notices()),
             expert_ranks=self._run.parallel.expert,
         )
 
@@ -260,12 +276,15 @@ class _Loop:
         return self._session.axes.world.group is None and stop.signal is not None
 
     def _save(self, done: Progress) -> None:
-        save_state(self._store, done.steps, self._session.state, {"tokens_seen": done.tokens})
+        with span(Span.SAVE):
+            save_state(self._store, done.steps, self._session.state, {"tokens_seen": done.tokens})
         for observer in self._observers:
             observer.saved(done.steps)
 
     def _halt(self, done: Progress, before: Place, batch: Batch, result: StepResult) -> NonFiniteError:
         """Save the state before a step that was not applied, then look where it began."""
+        self._recorder.finish()
+
         # 1. Parameters, moments and expert bias are as before the step; put data and random numbers back, too.
         self._session.state.batches.restore(before.data)
         restore_random_state(before.random)

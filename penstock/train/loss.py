@@ -22,12 +22,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.base.spans import Span
 from penstock.config.run import Run
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.models.decoder import Decoder, Hidden
 from penstock.models.holdings import head_total
 from penstock.parallel.axes import ALONE, Axes, Axis
 from penstock.parallel.collectives import all_gather
+from penstock.parallel.spans import span
 from penstock.train.global_batch import MicroBatch
 
 
@@ -121,4 +123,6 @@ def model_loss(model: Decoder, batch: MicroBatch, counted: Tensor, rule: LossRul
         counted: as in `batch_loss`.
         rule: factors and ranks.
     """
-    return batch_loss(model(batch.reading), model.head_VD, batch.labels, counted, rule, head_total(model))
+    hidden = model(batch.reading)
+    with span(Span.LOSS):
+        return batch_loss(hidden, model.head_VD, batch.labels, counted, rule, head_total(model))

@@ -6,13 +6,16 @@ tell of steps that will be made again: `drop_after` cuts them off, and each step
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
 from penstock.base.errors import RunFolderError
+from penstock.base.spans import Span
 from penstock.train.observer import LayerReport, RunStart, StepReport
 
 
@@ -38,6 +41,10 @@ FIELDS: dict[str, Field] = {
     "tokens_seen": Field("tokens", "Tokens of all steps so far."),
     "tokens_per_second_per_device": Field("tokens/s", "Tokens of the step over its time and the number of devices."),
     "step_seconds": Field("s", "Time of the step, data included; evaluation, checkpoint and records are not."),
+    "phase_seconds": Field(
+        "s",
+        "Time of each phase of the STEP BEFORE on the first rank's device, see below; null in a process's first step.",
+    ),
     "model_flops_utilization": Field(
         "",
         "Model FLOPs of the step over what the device could have done in bf16 meanwhile; null where that is unknown.",
@@ -68,6 +75,18 @@ FIELDS: dict[str, Field] = {
 }
 """Keys of a line, in order."""
 
+PHASE_FIELDS: Mapping[Span, str] = MappingProxyType(
+    {
+        Span.DATA: "Rows are fetched, cut and copied to the device.",
+        Span.OPTIMIZER: "Gradients become zero; later, parameters and expert bias are updated.",
+        Span.FORWARD: "Forward passes with their losses; what they wait for counts.",
+        Span.BACKWARD: "Backward passes, what is computed again, and forward passes beside one (dispatch.overlap).",
+        Span.REPLAY: "Passes that are one captured graph (graphs.capture passes): forward and backward in one.",
+        Span.REDUCE: "Gradients are summed over ranks, their norm is taken, the host reads the step's figures.",
+    }
+)
+"""Keys of `phase_seconds`: what the device does, or waits for, until the next phase begins; together, the step."""
+
 LAYER_FIELDS: dict[str, Field] = {
     "layer": Field("", "Index of the decoder layer; multi-token prediction layers count on after the last one."),
     "max_over_mean": Field("", "Load of the fullest expert over the mean: 1 is even."),
@@ -90,6 +109,7 @@ def record(report: StepReport) -> dict[str, Any]:
         "tokens_seen": report.tokens_seen,
         "tokens_per_second_per_device": report.tokens_per_second_per_device,
         "step_seconds": report.step_seconds,
+        "phase_seconds": dict(report.phase_seconds) or None,
         "model_flops_utilization": report.model_flops_utilization,
         "peak_memory_bytes": report.peak_memory_bytes,
         "graph_pool_bytes": report.graph_pool_bytes,
@@ -211,6 +231,7 @@ class TensorBoard:
         for layer in line.pop("layers"):
             index = layer.pop("layer")
             self._write(layer, f"layer {index:02}/", report.step)
+        self._write(line.pop("phase_seconds") or {}, "phase/", report.step)
         for depth, loss in enumerate(line.pop("mtp_losses"), start=1):
             self._write({f"mtp_loss_{depth}": loss}, "train/", report.step)
         self._write(line, "train/", report.step)
@@ -242,6 +263,10 @@ def reference_page() -> str:
             "## `layers`",
             "",
             *_table(LAYER_FIELDS),
+            "",
+            "## `phase_seconds`",
+            "",
+            *_table({str(phase): Field("s", doc) for phase, doc in PHASE_FIELDS.items()}),
             "",
             "Generated from `penstock/train/metrics.py`.",
             "",

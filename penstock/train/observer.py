@@ -6,7 +6,8 @@ it or send it away without touching a device.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Protocol
@@ -81,6 +82,7 @@ class StepReport:
         evaluation: held-out loss after this step, or None if none was due.
         notices: what the user should know from now on, one line each; told once.
         expert_ranks: that share the experts of a layer.
+        phase_seconds: of the step before; empty if this process did not make it.
     """
 
     step: int
@@ -101,6 +103,7 @@ class StepReport:
     graph_pool_bytes: int = 0
     notices: tuple[str, ...] = ()
     expert_ranks: int = 1
+    phase_seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def expert_rank_load_max_over_mean(self) -> float | None:

@@ -5,12 +5,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from penstock.base.spans import MICRO_BATCH, Span
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.models.decoder import Decoder, Hidden
 from penstock.models.holdings import head_total
 from penstock.models.rank_model import RankModel
 from penstock.parallel.collectives import all_gather
 from penstock.parallel.pipeline import StageCall
+from penstock.parallel.spans import span
+from penstock.parallel.stopwatch import EnterPhase, untimed
 from penstock.parallel.turns import Steps
 from penstock.train.global_batch import GlobalBatch, MicroBatch
 from penstock.train.loss import LossRule, batch_loss, model_loss
@@ -18,13 +21,14 @@ from penstock.train.loss import LossRule, batch_loss, model_loss
 FromHidden = Callable[[int, Hidden, Decoder], Tensor]
 
 
-def forward_backward(model: RankModel, batch: GlobalBatch, rule: LossRule) -> Tensor:
+def forward_backward(model: RankModel, batch: GlobalBatch, rule: LossRule, enter: EnterPhase = untimed) -> Tensor:
     """Differentiate the loss of a global batch; gradients of our rows are in the parameters afterwards.
 
     Args:
         model: in training mode.
         batch: cut for this rank.
         rule: of the loss.
+        enter: is told when phases begin.
 
     Returns:
         float32, 1 + depths: losses of our rows as parts of the global batch's, main loss first. Only the rank whose
@@ -32,21 +36,25 @@ def forward_backward(model: RankModel, batch: GlobalBatch, rule: LossRule) -> Te
     """
     sums = torch.zeros(1 + rule.depths, device=model.device)
     if model.pipeline is None:
-        for micro_batch in batch.micro_batches:
-            sums += differentiate(model, micro_batch, batch.counted, rule)
+        for number, micro_batch in enumerate(batch.micro_batches):
+            with span(MICRO_BATCH, number):
+                sums += differentiate(model, micro_batch, batch.counted, rule, enter)
         return sums
 
     def loss_of(number: int, hidden: Hidden, decoder: Decoder) -> Tensor:
         labels = batch.micro_batches[number].labels
-        loss = batch_loss(hidden, decoder.head_VD, labels, batch.counted, rule, head_total(decoder))
-        sums.add_(loss.parts)
+        with span(Span.LOSS):
+            loss = batch_loss(hidden, decoder.head_VD, labels, batch.counted, rule, head_total(decoder))
+            sums.add_(loss.parts)
         return loss.total
 
-    model.pipeline.train(_calls(model, batch.micro_batches, loss_of))
+    model.pipeline.train(_calls(model, batch.micro_batches, loss_of), enter)
     return sums
 
 
-def differentiate(model: RankModel, batch: MicroBatch, counted: Tensor, rule: LossRule) -> Tensor:
+def differentiate(
+    model: RankModel, batch: MicroBatch, counted: Tensor, rule: LossRule, enter: EnterPhase = untimed
+) -> Tensor:
     """Forward and backward pass over one micro-batch, by a decoder that is in one piece; may be captured as a graph.
 
     Args:
@@ -54,12 +62,17 @@ def differentiate(model: RankModel, batch: MicroBatch, counted: Tensor, rule: Lo
         batch: the micro-batch.
         counted: as in `GlobalBatch`.
         rule: of the loss.
+        enter: is told when phases begin; not inside a graph, which has no time of its own.
 
     Returns:
         See `MicroLoss.parts`.
     """
-    loss = model_loss(model.whole, batch, counted, rule)
-    loss.total.backward()
+    enter(Span.FORWARD)
+    with span(Span.FORWARD):
+        loss = model_loss(model.whole, batch, counted, rule)
+    enter(Span.BACKWARD)
+    with span(Span.BACKWARD):
+        loss.total.backward()
     return loss.parts
 
 

@@ -4,6 +4,7 @@
               metrics.jsonl   one JSON object a step
               checkpoints/    one folder for each saved step
               tensorboard/    event files
+              profile/        traces of recorded steps, if any
               nonfinite.json  only after a NaN or infinity: where it began
               launch          only if several ranks were started together: the name of their launch
 
@@ -69,6 +70,11 @@ class RunFolder:
     def tensorboard(self) -> Path:
         """Event files."""
         return self.path / "tensorboard"
+
+    @property
+    def profile(self) -> Path:
+        """Traces of recorded steps."""
+        return self.path / "profile"
 
     @property
     def nonfinite(self) -> Path:

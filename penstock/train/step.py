@@ -18,12 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.base.errors import DeviceError
+from penstock.base.spans import Span
 from penstock.config.run import Run
 from penstock.data.batch import Batch
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import LayerLoad, layer_loads, reset_loads, update_expert_bias
 from penstock.moe.dispatch.room import forget_left_out, room_for_all, rows_left_out
 from penstock.parallel.launch.process import peak_memory_bytes
+from penstock.parallel.spans import span
+from penstock.parallel.stopwatch import EnterPhase, untimed
 from penstock.train.global_batch import CutRule, GlobalBatch, cut
 from penstock.train.loss import LossRule, loss_rule
 from penstock.train.observer import LayerReport
@@ -31,7 +34,7 @@ from penstock.train.optimizer import MasterAdamW, clip_divisor
 from penstock.train.passes import forward_backward
 from penstock.train.stop import StopRequest
 
-Passes = Callable[[RankModel, GlobalBatch, LossRule], Tensor]
+Passes = Callable[[RankModel, GlobalBatch, LossRule, EnterPhase], Tensor]
 """Makes the passes of a global batch, as `forward_backward` does."""
 
 
@@ -114,6 +117,7 @@ def train_step(
     rule: StepRule,
     learning_rate: float,
     stop: StopRequest | None = None,
+    enter: EnterPhase = untimed,
 ) -> StepResult:
     """Train on one global batch, unless its loss or gradients are not finite. All ranks make the step together.
 
@@ -124,6 +128,7 @@ def train_step(
         rule: how.
         learning_rate: of this step.
         stop: asked when the passes are launched, for the other ranks to hear; None if nobody can ask.
+        enter: is told when phases begin.
 
     Returns:
         Figures of the global batch, the same on all ranks.
@@ -133,41 +138,56 @@ def train_step(
         DeviceError: a GPU of a node did not come in time to where others waited for its rows.
     """
     # 1. Count the labels of the global batch, cut our rows, copy them to the device.
-    whole = cut(batch, rule.cut)
+    with span(Span.DATA):
+        whole = cut(batch, rule.cut)
 
     # 2. to 4. Gradients and figures, once more if some rows found no room.
-    result, loads = _differentiate(model, optimizer, whole, rule, stop)
+    result, loads = _differentiate(model, optimizer, whole, rule, stop, enter)
     if result.left_out:
         left_out = result.left_out
         with room_for_all(model.modules):
-            result, loads = _differentiate(model, optimizer, whole, rule, stop)
+            result, loads = _differentiate(model, optimizer, whole, rule, stop, enter)
         result = replace(result, left_out=left_out)
     if not result.is_finite:
         return result
 
     # 5. Clip and update, 6. move the expert bias: once a global batch.
-    optimizer.step(learning_rate, clip_divisor(result.gradient_norm, rule.clip_norm))
-    update_expert_bias(model.modules, loads)
+    enter(Span.OPTIMIZER)
+    with span(Span.OPTIMIZER):
+        optimizer.step(learning_rate, clip_divisor(result.gradient_norm, rule.clip_norm))
+    with span(Span.BALANCE):
+        update_expert_bias(model.modules, loads)
     return result
 
 
 def _differentiate(
-    model: RankModel, optimizer: MasterAdamW, whole: GlobalBatch, rule: StepRule, stop: StopRequest | None
+    model: RankModel,
+    optimizer: MasterAdamW,
+    whole: GlobalBatch,
+    rule: StepRule,
+    stop: StopRequest | None,
+    enter: EnterPhase,
 ) -> tuple[StepResult, list[LayerLoad]]:
     """Gradients of a global batch; returns the step's figures, and of these what the expert bias needs."""
     # 2. Forward and backward, micro-batch by micro-batch.
-    reset_loads(model.modules)
-    forget_left_out(model.modules)
-    optimizer.zero_gradients()
-    losses = rule.passes(model, whole, rule.loss)
+    enter(Span.OPTIMIZER)
+    with span(Span.ZERO):
+        reset_loads(model.modules)
+        forget_left_out(model.modules)
+        optimizer.zero_gradients()
+    losses = rule.passes(model, whole, rule.loss, enter)
 
     # 3. Sum over ranks.
-    optimizer.reduce_gradients()
-    norm = optimizer.gradient_norm()
-    figures = _sum_figures(losses, _own_words(model, stop), model, rule)
+    enter(Span.REDUCE)
+    with span(Span.REDUCE):
+        optimizer.reduce_gradients()
+    with span(Span.CLIP):
+        norm = optimizer.gradient_norm()
 
     # 4. Read everything in one copy.
-    result, is_late = _read(figures, norm)
+    with span(Span.READ):
+        figures = _sum_figures(losses, _own_words(model, stop), model, rule)
+        result, is_late = _read(figures, norm)
     if is_late:
         _refuse_late(model)
     return result, figures.loads

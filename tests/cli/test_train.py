@@ -21,7 +21,7 @@ from penstock.train.metrics import FIELDS, MetricsFile
 from penstock.train.observer import StepReport
 from tests.train.tiny_run import tiny_run
 
-TIMED = {"tokens_per_second_per_device", "step_seconds", "peak_memory_bytes"}
+TIMED = {"tokens_per_second_per_device", "step_seconds", "phase_seconds", "peak_memory_bytes"}
 
 
 @pytest.fixture(autouse=True)

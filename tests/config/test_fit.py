@@ -37,6 +37,9 @@ REFUSED = {
         "parallel does not divide the ranks: pipeline 1 x expert 2 x expert_tensor 2 = 4; got 6 ranks; "
         "allowed: a multiple of 4; fix: run on 4 or 8 ranks, or change these sizes"
     ),
+    ("recording", 4, ("profile.start=3", "profile.ranks=[4, 7]")): (
+        "profile.ranks names no rank that there is; got 4, 7; allowed: 0 to 3"
+    ),
     ("batch", 4, ("training.global_batch=24",)): (
         "training.global_batch must be a multiple of training.micro_batch x data-parallel ranks (4 x 4); "
         "got 24 on 4 ranks; fix: set training.global_batch to 16 or 32, or training.micro_batch to 2"

@@ -125,6 +125,26 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
         "kernels.attention flash takes no mask on a GPU, and data.document_mask needs one; "
         "fix: set kernels.attention to auto",
     ),
+    (
+        rules.recorded_steps_are_made,
+        ("profile.start=9", "profile.steps=3", "training.steps=10"),
+        "profile.start leaves fewer than profile.steps (3) of training.steps (10); got 9; allowed: 0 to 8",
+    ),
+    (
+        rules.recorded_steps_are_made,
+        ("profile.start=1", "profile.steps=11", "training.steps=10"),
+        "profile.steps is more than training.steps (10); got 11",
+    ),
+    (
+        rules.recording_ranks_are_ranks,
+        ("profile.ranks=[0, 2, 0]",),
+        "profile.ranks must be numbers of ranks, each once; got [0, 2, 0]; allowed: 0, 1, 2, ...",
+    ),
+    (
+        rules.recording_ranks_are_ranks,
+        ("profile.ranks=[-1]",),
+        "profile.ranks must be numbers of ranks, each once; got [-1]; allowed: 0, 1, 2, ...",
+    ),
 ]
 
 FINE = {
@@ -143,6 +163,8 @@ FINE = {
     "flash with equal heads": ("kernels.attention=flash", "model.attention.value_head_dim=48", "device=cuda"),
     "Triton where the device is not known yet": ("kernels.all=triton",),
     "cuDNN where the device is not known yet": ("kernels.attention=cudnn",),
+    "the last steps recorded, on all ranks": ("profile.start=199", "profile.ranks=[]"),
+    "many steps that are not recorded": ("profile.steps=1000",),
 }
 
 

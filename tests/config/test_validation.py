@@ -29,7 +29,7 @@ MESSAGES = {
     "record.xyzzy=2": "record.xyzzy is an unknown key; allowed: folder, every, tensorboard",
     "xyzzy.a.b=2": (
         "xyzzy is an unknown key; allowed: name, seed, device, model, training, optimizer, schedule, data, evaluation, "
-        "checkpoint, kernels, record, parallel, dispatch, pipeline, recompute, offload, graphs, host"
+        "checkpoint, kernels, record, profile, parallel, dispatch, pipeline, recompute, offload, graphs, host"
     ),
     # Wrong types.
     "training.steps=1e3": "training.steps has the wrong type; got 1000.0; allowed: whole number >= 1 (steps)",

@@ -31,6 +31,7 @@ def test_every_field_that_is_written_is_documented_in_its_order() -> None:
     line = record(step_report(3, evaluation=HELD_OUT))
     assert list(line) == list(FIELDS)
     assert list(line["layers"][0]) == list(LAYER_FIELDS)
+    assert line["phase_seconds"] is None
     assert all(field.doc.endswith(".") for field in [*FIELDS.values(), *LAYER_FIELDS.values()])
 
 
@@ -47,6 +48,10 @@ def test_a_line_says_what_the_step_was() -> None:
     assert math.isclose(line["expert_load_max_over_mean"], 1.6)
     assert line["dropped_slots"] == 3
     assert math.isclose(line["auxiliary_loss"], 0.03)
+
+
+def test_a_line_says_how_long_each_phase_took() -> None:
+    assert record(step_report(2, phase_seconds={"forward": 0.1}))["phase_seconds"] == {"forward": 0.1}
 
 
 def test_a_line_says_how_uneven_ranks_were_that_share_experts() -> None:

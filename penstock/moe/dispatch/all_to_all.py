@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.base.spans import Span
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.layout.experts import ExpertPlacement
@@ -31,6 +32,7 @@ from penstock.moe.dispatch.host_counts import READ, HostCounts
 from penstock.moe.routing import Routing, SortedSlots
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import exchange_rows
+from penstock.parallel.spans import span
 
 
 @dataclass(frozen=True)
@@ -103,9 +105,10 @@ class AllToAllDispatcher:
 
     def sorted_slots(self, routing: Routing) -> SortedSlots:
         """See `Sorting.sorted_slots`."""
-        parts = each_part(routing, self.placement)
-        order = self.operators.order_rows(parts.experts_TK, self.placement.virtual_experts)
-        return SortedSlots(order, reorder(parts.weights_TK.reshape(-1), order.slots_R, order.places_TK.reshape(-1)))
+        with span(Span.SORT):
+            parts = each_part(routing, self.placement)
+            order = self.operators.order_rows(parts.experts_TK, self.placement.virtual_experts)
+            return SortedSlots(order, reorder(parts.weights_TK.reshape(-1), order.slots_R, order.places_TK.reshape(-1)))
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock.base.spans import Span
 from penstock.kernels.operators import Operators
 from penstock.moe.dispatch.contract import ExpertRows, Receipt
 from penstock.moe.dispatch.gathers import reorder
 from penstock.moe.routing import Routing, SortedSlots
+from penstock.parallel.spans import span
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,10 @@ class LocalDispatcher:
 
     def sorted_slots(self, routing: Routing) -> SortedSlots:
         """See `Sorting.sorted_slots`."""
-        order = self.operators.order_rows(routing.experts_TK, self.experts)
-        return SortedSlots(order, reorder(routing.weights_TK.reshape(-1), order.slots_R, order.places_TK.reshape(-1)))
+        with span(Span.SORT):
+            order = self.operators.order_rows(routing.experts_TK, self.experts)
+            weights_R = reorder(routing.weights_TK.reshape(-1), order.slots_R, order.places_TK.reshape(-1))
+            return SortedSlots(order, weights_R)
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         """See `Dispatcher.combine`."""

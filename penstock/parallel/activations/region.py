@@ -38,7 +38,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from penstock.base.spans import Span
 from penstock.parallel.activations.keeping import Geometry, Keeper, Kept, bring, current, keep_plainly, keeping
+from penstock.parallel.spans import span
 
 Result = TypeVar("Result")
 
@@ -258,7 +260,7 @@ class _Region:
         """Run again and fill every slot that still waits."""
         waiting = {index: slot for index, output in self.outputs.items() if (slot := output.slot()) is not None}
         replay = _Replay(self.saves, ends_early=not waiting)
-        with torch.enable_grad(), torch.cuda.stream(self.stream), _in_phase(_Phase.REPLAYING):
+        with span(Span.RECOMPUTE), torch.enable_grad(), torch.cuda.stream(self.stream), _in_phase(_Phase.REPLAYING):
             arguments = [again() for again in self.arguments]
             with keeping(replay.take), suppress(_Enough):
                 results = _tensors_of(self.function(*arguments))

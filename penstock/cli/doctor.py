@@ -1,0 +1,78 @@
+"""`penstock doctor`: which wall stands before a run, by what evidence, and what each remedy would win.
+
+    penstock doctor runs/first                 a run: its metrics, its traces, and what a plan says of it
+    penstock doctor runs/first --on 8xH200     the same, where no trace says what it ran on
+    penstock doctor traces/                    traces of any program; less is known
+
+Same files, same verdict. The plan needs PyTorch, which takes seconds to import, so it is loaded by name and only for a
+run; a trace is judged without it.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.base.errors import TraceError
+from penstock.cli.doctor_print import print_verdict
+from penstock.cli.verbs import load_by_name
+from penstock.trace.answer import answer_to
+from penstock.tune.doctor import diagnose, verdict_json
+from penstock.tune.doctor_evidence import Evidence, Facts
+from penstock.tune.doctor_run import cluster_for, facts_of, is_run
+from penstock.tune.doctor_trace import evidence_of
+
+Place = Annotated[
+    list[Path], typer.Argument(metavar="PATH...", help="The folder of a run, or traces: files, a folder of ranks.")
+]
+On = Annotated[str | None, typer.Option("--on", metavar="NxCHIP", help="What the run is on: 8xH200, or 8xmine.toml.")]
+Step = Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Judge only this step.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def doctor(paths: Place, on: On = None, step: Step = None, as_json: Json = False) -> None:
+    """Say which wall stands (memory, communication, host, compute), and what each remedy would win."""
+    evidence = examine(paths, on=on, step=step)
+    verdict = diagnose(evidence)
+    if as_json:
+        print(json.dumps(verdict_json(verdict), indent=2, allow_nan=False))
+    else:
+        print_verdict(verdict, evidence)
+
+
+def examine(paths: list[Path], *, on: str | None = None, step: int | None = None) -> Evidence:
+    """All evidence that some paths hold.
+
+    Args:
+        paths: the folder of a run, or traces.
+        on: what the run is on; None takes it from the traces.
+        step: judge only this one.
+
+    Raises:
+        TraceError: a trace cannot be read, where the path is no run that can be judged by its plan.
+        ConfigError: the configuration of the run cannot be read.
+        HardwareError: `on` is no hardware.
+    """
+    folder = paths[0]
+    if len(paths) > 1 or not is_run(folder):
+        if on is not None:
+            raise TraceError(
+                "--on is for the folder of a run, of which it makes a plan", got=folder, fix="leave it out"
+            )
+        return evidence_of(answer_to(paths, step=step), Facts())
+    facts, missing = facts_of(folder)
+    try:
+        evidence = evidence_of(answer_to(paths, step=step), facts, missing)
+    except TraceError as error:
+        if step is not None:
+            raise
+        told = f"no trace: {error.what}; profile.start and profile.steps record one on a GPU"
+        evidence = Evidence(source="none", ranks=(), facts=facts, missing=(*missing, told))
+    cluster = cluster_for(evidence.facts, on)
+    if cluster is None:
+        told = "no plan: nothing says what the run is on; give --on 8xH200"
+        return replace(evidence, missing=(*evidence.missing, told))
+    planned: Evidence = load_by_name("penstock.tune.doctor_plan", "with_plan")(evidence, cluster)
+    return planned

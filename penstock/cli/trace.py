@@ -1,0 +1,77 @@
+"""`penstock trace`: where the time of a step went, from what a profiler has recorded.
+
+    penstock trace rank0.json.gz                one file, of any program that PyTorch's profiler has recorded
+    penstock trace traces/                      a folder with a file for each rank
+    penstock trace runs/first --step 12         what a run of ours has recorded, one step of it
+    penstock trace runs/first --json            the same for programs
+    penstock trace diff A B                     what became faster and slower
+    penstock trace replay PATH --op NAME        a script that runs one operator again
+
+A first word that is no verb is a path; a file that is called like a verb is `./diff`. What is asked is settled here,
+the answer comes from penstock/trace/answer.py. Nothing of it imports PyTorch, so a small file is answered before a
+training program would have started.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.trace_print import print_answer
+from penstock.cli.verbs import Verb, group_of
+from penstock.trace.answer import answer_json, answer_to
+
+READ = "PATH"
+"""Stands for the verb where none is named."""
+
+VERBS = (
+    Verb("diff", "penstock.cli.trace_diff", "diff", "What became faster and slower from one trace to another."),
+    Verb("replay", "penstock.cli.trace_replay", "replay", "Write a script that runs one operator of a trace again."),
+)
+
+Paths = Annotated[
+    list[Path], typer.Argument(metavar="PATH...", help="Files (.json, .json.gz), a folder of ranks, or a run.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Rank = Annotated[int | None, typer.Option("--rank", metavar="N", min=0, help="Only the tables of this rank.")]
+Step = Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Only this step, by its number.")]
+Layers = Annotated[bool, typer.Option("--layers", help="Phases by layer.")]
+
+_Verbs: Any = group_of(*VERBS)
+
+
+class _PathsOrVerb(_Verbs):
+    """A group in which a first word that is no verb is a path."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Put in the verb that is meant."""
+        return super().parse_args(ctx, args if args and args[0] in self.commands else [READ, *args])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Leave the verb out of the usage line where the user does."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return "" if name == READ else name, command, rest
+
+
+app = typer.Typer(cls=_PathsOrVerb, add_completion=False)
+
+
+@app.callback()
+def trace() -> None:
+    """Say where the time of a step went."""
+
+
+@app.command(READ, hidden=True)
+def read(paths: Paths, as_json: Json = False, rank: Rank = None, step: Step = None, layers: Layers = False) -> None:
+    """Say where the time of a step went.
+
+    Two more verbs: penstock trace diff A B, and penstock trace replay PATH --op NAME.
+    """
+    answer = answer_to(paths, step=step, rank=rank)
+    if as_json:
+        json.dump(answer_json(answer), sys.stdout, allow_nan=False)
+        print()
+    else:
+        print_answer(answer, by_layer=layers)

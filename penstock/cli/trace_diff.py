@@ -1,0 +1,129 @@
+"""`penstock trace diff A B`: what got faster, slower, new and gone, largest change first, in sums that close."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.base.errors import TraceError
+from penstock.cli.table import print_table
+from penstock.trace.compare import CLOSING, Comparison, Row, Verdict, compare
+from penstock.trace.events import Trace
+from penstock.trace.load import load_ranks
+from penstock.trace.named_work import work_of
+
+_TITLES = {
+    Verdict.SLOWER: "slower",
+    Verdict.NEW: "new in B",
+    Verdict.FASTER: "faster",
+    Verdict.GONE: "gone from A",
+}
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A file, a folder of ranks, or the folder of a run.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="What to compare with it.")],
+    rank: Annotated[int | None, typer.Option("--rank", help="Which rank of several; else the lowest.")] = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="Lines of each table.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every row as JSON.")] = False,
+) -> None:
+    """Compare two traces of one rank: matched by span, then by operator and shape; medians over steps."""
+    work_a, work_b = (work_of(one_rank(path, rank)) for path in (a, b))
+    compared = compare(work_a, work_b)
+    if as_json:
+        print(json.dumps(as_tree(compared)))
+    else:
+        _print(compared, top)
+
+
+def one_rank(path: Path, rank: int | None) -> Trace:
+    """The trace of a rank, or of the lowest that there is.
+
+    Raises:
+        TraceError: there is no such rank.
+    """
+    traces = load_ranks(path)
+    if rank is not None and rank not in traces:
+        raise TraceError(f"{path} has no trace of this rank", got=rank, allowed=", ".join(map(str, traces)))
+    return traces[next(iter(traces)) if rank is None else rank]
+
+
+def as_tree(compared: Comparison) -> dict[str, Any]:
+    """A comparison as JSON has it. The `change_us` of all rows add up to that of the whole, exactly."""
+    return {
+        "a": {"total_us": compared.a_us, "steps": compared.a_steps, "outside_steps_us": compared.a_outside_us},
+        "b": {"total_us": compared.b_us, "steps": compared.b_steps, "outside_steps_us": compared.b_outside_us},
+        "change_us": compared.change_us,
+        "matched_by_span": compared.by_span,
+        "rows": [_row_tree(row) for row in compared.rows],
+    }
+
+
+def _row_tree(row: Row) -> dict[str, Any]:
+    return {
+        **row.key._asdict(),
+        "verdict": row.verdict.value,
+        "change_us": row.change_us,
+        "clear": row.is_clear,
+        "a": asdict(row.a),
+        "b": asdict(row.b),
+    }
+
+
+def _print(compared: Comparison, top: int) -> None:
+    print(_headline(compared))
+    if not compared.by_span:
+        print("the traces share no phase: matched by operator and shape only")
+    steps = compared.a_steps > 0
+    for name, outside_us in (("A", compared.a_outside_us), ("B", compared.b_outside_us)):
+        if outside_us:
+            print(f"{name}: {outside_us / 1e3:,.3f} ms of GPU events belong to no step and are not compared")
+    for verdict, title in _TITLES.items():
+        rows = [row for row in compared.rows if row.verdict is verdict and row.key not in CLOSING]
+        if rows:
+            print(f"\n{title}: {sum(row.change_us for row in rows) / 1e3:+,.3f} ms in {_counted(rows)}")
+            _print_rows(rows[:top], steps)
+    print("\nwhat is no event")
+    _print_rows([row for row in compared.rows if row.key in CLOSING], steps)
+
+
+def _counted(rows: Sequence[Row]) -> str:
+    return "1 row" if len(rows) == 1 else f"{len(rows)} rows"
+
+
+def _headline(compared: Comparison) -> str:
+    """`A 12.345 ms, B 11.000 ms for a step (median of 3 and 3): -1.345 ms, -10.9 %`."""
+    what = "in all"
+    if compared.a_steps:
+        what = f"for a step (medians of {compared.a_steps} and {compared.b_steps})"
+    share = f", {compared.change_us / compared.a_us:+.1%}" if compared.a_us else ""
+    return (
+        f"A {compared.a_us / 1e3:,.3f} ms, B {compared.b_us / 1e3:,.3f} ms {what}: "
+        f"{compared.change_us / 1e3:+,.3f} ms{share}"
+    )
+
+
+def _print_rows(rows: Sequence[Row], steps: bool) -> None:
+    """A star marks what differs in every step, so that it is no noise of the steps."""
+    print_table(
+        ("change us", "A us", "B us", "events", "phase", "operator", "shape"),
+        [
+            (
+                f"{row.change_us:+,.1f}{'*' if steps and row.is_clear else ''}",
+                f"{row.a.time_us:,.1f}",
+                f"{row.b.time_us:,.1f}",
+                f"{row.a.events:g}" if row.a.events == row.b.events else f"{row.a.events:g} -> {row.b.events:g}",
+                row.key.span,
+                _shortened(row.key.operator),
+                _shortened(row.key.shape),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _shortened(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,0 +1,253 @@
+"""A trace as text: how time was spent, what for, who waited for whom, whether the host kept up.
+
+What every rank has is told in a row for each; phases, launches and roofline are those of one rank, the first that was
+asked for. Tables are cut, and the last row says what was left out: `--json` has all.
+"""
+
+from collections.abc import Callable, Sequence
+
+from penstock.cli.figures import bytes_text
+from penstock.cli.table import print_table
+from penstock.trace.answer import Answer, RankAnswer
+from penstock.trace.collectives import bandwidths
+from penstock.trace.phases import Phase
+from penstock.trace.timeline import Timeline
+
+PHASES, STEPS, ROOFS, WAITS, ROWS = 24, 12, 12, 6, 12
+"""Rows of each table."""
+
+SHORT_NAME = 48
+
+
+def ms(time_us: float) -> str:
+    """Milliseconds, to a microsecond."""
+    return f"{time_us / 1e3:,.3f}"
+
+
+def print_answer(answer: Answer, *, by_layer: bool) -> None:
+    """Print all tables.
+
+    Args:
+        answer: what was said of the traces.
+        by_layer: a row of phases for each layer.
+    """
+    first = answer.ranks[0]
+    device = first.trace.device_name or "an unknown device"
+    others = "" if len(answer.loaded) == 1 else f", {len(answer.loaded)} ranks"
+    print(f"{first.trace.path.parent if others else first.trace.path}: {device}{others}")
+    for one in answer.ranks:
+        for note in one.trace.notes:
+            print(f"note: rank {one.rank}: {note}")
+    _timelines(answer.ranks)
+    _steps(first)
+    _phases(first, by_layer=by_layer, of=_of(answer, first))
+    _communication(answer)
+    _experts(answer)
+    _launches(first, _of(answer, first))
+    _roofline(first, _of(answer, first))
+
+
+def _of(answer: Answer, first: RankAnswer) -> str:
+    return "" if len(answer.loaded) == 1 else f" of rank {first.rank}"
+
+
+def _head(title: str) -> None:
+    print()
+    print(title)
+
+
+def _cut(rows: Sequence[Sequence[str]], most: int, last: Callable[[int], Sequence[str]]) -> list[Sequence[str]]:
+    """At most so many rows, and one that says what was left out."""
+    return [*rows[:most], last(len(rows) - most)] if len(rows) > most else list(rows)
+
+
+def _timelines(ranks: Sequence[RankAnswer]) -> None:
+    _head("time on the device, ms; linked: only what was launched inside the recording")
+    rows = []
+    for one in ranks:
+        same = one.timelines["all"] == one.timelines["linked"]
+        for name, timeline in one.timelines.items():
+            if name == "all" or not same:
+                rows.append((f"{one.rank}", "all, linked" if same else name, *_spent(timeline)))
+    head = ("rank", "events", "total", "busy", "compute", "communication", "exposed", "copies", "exposed", "idle")
+    print_table(head, rows)
+
+
+def _spent(one: Timeline) -> tuple[str, ...]:
+    def share(time_us: float) -> str:
+        return f"{ms(time_us)} ({time_us / one.total_us:.1%})" if one.total_us else ms(time_us)
+
+    return (
+        ms(one.total_us),
+        ms(one.busy_us),
+        share(one.compute_us),
+        ms(one.communication_us),
+        share(one.exposed_communication_us),
+        ms(one.memcpy_us),
+        ms(one.exposed_memcpy_us),
+        share(one.idle_us),
+    )
+
+
+def _steps(first: RankAnswer) -> None:
+    if not first.steps:
+        return
+    _head(f"steps of rank {first.rank}, ms on the device")
+    rows = [(step.name, *(ms(time) for time in _of_step(step.timeline))) for step in first.steps]
+    head = ("step", "total", "compute", "exposed communication", "exposed copies", "idle")
+    print_table(head, _cut(rows, STEPS, lambda left: (f"{left} more", *[""] * 5)))
+
+
+def _of_step(one: Timeline) -> tuple[float, ...]:
+    return (one.total_us, one.compute_us, one.exposed_communication_us, one.exposed_memcpy_us, one.idle_us)
+
+
+def _phases(first: RankAnswer, *, by_layer: bool, of: str) -> None:
+    found = first.phases.rows(by_layer=by_layer)
+    _head(f"phases{of}; exposed: device time that nothing before it in the order compute, communication, copies fills")
+    rows = [_phase(one) for one in found]
+    left = found[PHASES:]
+    rest = (
+        f"{len(left)} more",
+        *[""] * 2,
+        ms(sum(one.kernel_us for one in left)),
+        ms(sum(one.exposed_us for one in left)),
+        f"{sum(one.share for one in left):.1%}",
+        f"{sum(one.count for one in left):,}",
+    )
+    print_table(
+        ("phase", "layer", "pass", "kernels ms", "exposed ms", "share", "events"), _cut(rows, PHASES, lambda _: rest)
+    )
+    print(f"other: {first.phases.other_share:.1%} of this time has no name")
+
+
+def _phase(one: Phase) -> tuple[str, ...]:
+    layer = "" if one.layer is None else f"{one.layer}"
+    return (one.name, layer, one.pass_, ms(one.kernel_us), ms(one.exposed_us), f"{one.share:.1%}", f"{one.count:,}")
+
+
+def _communication(answer: Answer) -> None:
+    collectives = answer.collectives
+    if not len(collectives.calls):
+        return
+    if len(answer.loaded) == 1:
+        _head("communication: one rank cannot tell waiting from transfer; give a folder with all ranks")
+        return
+    _head("communication across ranks, ms: pure is transfer, waiting is for ranks that came later")
+    totals = collectives.totals_us()
+    late = {one.rank: one for one in collectives.stragglers()}
+    rows = []
+    for rank, (pure_us, wait_us) in totals.items():
+        last = (f"{late[rank].times_last}", ms(late[rank].caused_wait_us)) if rank in late else ("0", ms(0.0))
+        rows.append((f"{rank}", ms(pure_us), ms(wait_us), *last))
+    print_table(("rank", "pure", "waiting", "times last", "others waited for it"), _cut(rows, 4 * ROWS, _more(5)))
+    _bandwidths(answer)
+    _unmatched(answer)
+
+
+def _bandwidths(answer: Answer) -> None:
+    told = sorted(bandwidths(answer.collectives), key=lambda one: -one.pure_us * one.count)
+    if not told:
+        return
+    _head("matched collectives by size")
+    rows = [
+        (
+            one.name,
+            f"{one.ranks}",
+            f"{one.count}",
+            bytes_text(one.message_bytes),
+            ms(one.pure_us),
+            f"{one.algorithm_gb_s:.1f}",
+            f"{one.bus_gb_s:.1f}",
+        )
+        for one in told
+    ]
+    print_table(("name", "ranks", "count", "bytes", "pure ms", "GB/s", "bus GB/s"), _cut(rows, ROWS, _more(7)))
+
+
+def _unmatched(answer: Answer) -> None:
+    calls, unmatched = answer.collectives.calls, answer.collectives.unmatched
+    if not unmatched:
+        print("unmatched: none")
+        return
+    _head(f"unmatched: {len(unmatched)} collectives, of which no waiting is told")
+    rows = [
+        (
+            one.group,
+            f"{one.seq}",
+            _short(one.name),
+            ", ".join(f"{calls.ranks[calls.rank[row]]}" for row in one.rows),
+            one.why,
+        )
+        for one in unmatched
+    ]
+    print_table(("group", "number", "name", "ranks", "because"), _cut(rows, ROWS, _more(5)))
+
+
+def _more(columns: int) -> Callable[[int], Sequence[str]]:
+    return lambda left: (f"{left} more", *[""] * (columns - 1))
+
+
+def _experts(answer: Answer) -> None:
+    load = answer.experts
+    rows_text = None if load.max_over_mean is None else f"{load.max_over_mean:.2f} in {load.unit} ({load.source})"
+    time_text = None if load.kernel_max_over_mean is None else f"{load.kernel_max_over_mean:.2f} in time of products"
+    texts = [text for text in (rows_text, time_text) if text]
+    if texts:
+        full = "" if load.fullest_rank is None else f"; rank {load.fullest_rank} has most"
+        _head(f"experts: fullest rank over the mean {', '.join(texts)}{full}")
+
+
+def _launches(first: RankAnswer, of: str) -> None:
+    one = first.launches
+    gaps, queue = one.gaps, one.queue
+    _head(f"launches{of}")
+    print(f"  {one.short_count:,} of {one.kernel_count:,} kernels under 10 us, {ms(one.short_us)} ms together")
+    print(
+        f"  {gaps.count:,} gaps over 10 us, {gaps.long_count:,} over 100 us, the longest {ms(gaps.max_us)} ms; of "
+        f"{ms(gaps.total_us)} ms idle the host was late in {ms(gaps.hosts_us)}, work was there in {ms(gaps.devices_us)}"
+    )
+    if queue is not None:
+        print(
+            f"  queue: {queue.mean:.1f} deep in the mean, {queue.max:,} at most, empty {queue.empty_share:.1%} of the "
+            f"time; from launch to start {ms(queue.median_delay_us)} ms in the median"
+        )
+    if one.waits:
+        rows = [
+            (wait.call, f"{wait.count:,}", ms(wait.total_us), " > ".join(_short(name) for name in wait.where[-2:]))
+            for wait in one.waits
+        ]
+        print_table(("the host waits in", "times", "ms", "from"), _cut(rows, WAITS, _more(4)))
+    for memory in first.memory:
+        most, held = int(memory.allocated.max()), int(memory.reserved.max())
+        print(f"  memory of device {memory.device}: {bytes_text(most)} handed out at most, {bytes_text(held)} reserved")
+
+
+def _roofline(first: RankAnswer, of: str) -> None:
+    found = first.roofline
+    if not found.rows:
+        return
+    chip = "a device whose peaks are not known" if found.chip is None else found.chip.name
+    _head(f"roofline{of}, on {chip}: {found.modelled_share:.0%} of the computing has a model")
+    rows = [
+        (
+            _short(row.operator),
+            _short(
+                " ".join("x".join(map(str, shape)) for shape in row.shapes if shape and not isinstance(shape[0], tuple))
+            ),
+            f"{row.count:,}",
+            ms(row.kernel_us),
+            f"{row.share:.1%}",
+            "" if row.flops_per_second is None else f"{row.flops_per_second / 1e12:,.0f}",
+            "" if row.bytes_per_second is None else f"{row.bytes_per_second / 1e9:,.0f}",
+            row.bound or "",
+            "" if row.reached is None else f"{row.reached:.0%}",
+        )
+        for row in found.rows
+    ]
+    head = ("operator", "shapes", "calls", "ms", "share", "TFLOP/s", "GB/s", "bound by", "reached")
+    print_table(head, _cut(rows, ROOFS, _more(9)))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHORT_NAME else f"{text[: SHORT_NAME - 3]}..."

@@ -1,0 +1,48 @@
+"""`penstock trace replay PATH --op NAME`: a script that runs one operator, collective or kernel of a trace again."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.base.errors import TraceError
+from penstock.trace.load import load_ranks
+from penstock.trace.replay import Question
+from penstock.trace.replay import replay as script_of
+
+
+def replay(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, a folder of ranks, or the folder of a run.")],
+    op: Annotated[str, typer.Option("--op", help="An operator, a collective, or a part of a kernel's name.")],
+    shape: Annotated[
+        str | None, typer.Option("--shape", help="Sizes, as `888x2880 2880x640`; else those that took most time.")
+    ] = None,
+    counts: Annotated[
+        str | None, typer.Option("--counts", metavar="N,N,...", help="Rows of each expert; else even.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option("--rank", help="Whose call, of several; else the lowest.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="File to write; else the script is printed.")] = None,
+) -> None:
+    """Write a script that runs one call of a trace again, with its sizes, dtypes and splits, and times it."""
+    question = Question(op=op, shape=shape, counts=None if counts is None else _numbers(counts))
+    traces = load_ranks(path, gpu_required=False)
+    if rank is not None:
+        if rank not in traces:
+            raise TraceError(f"{path} has no trace of this rank", got=rank, allowed=", ".join(map(str, traces)))
+        traces = {rank: traces[rank]} | traces
+    script = script_of(traces, question)
+    if out is None:
+        print(script, end="")
+        return
+    try:
+        out.write_text(script, encoding="utf-8")
+    except OSError as error:
+        raise TraceError(f"cannot write {out}: {error.strerror}") from error
+    print(f"wrote {out}")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise TraceError("--counts takes whole numbers", got=text, allowed="3,0,5") from None

@@ -1,0 +1,261 @@
+"""All that is said of some traces, in one value, and as the JSON that `penstock trace --json` prints.
+
+    traces  ->  each rank:    timelines, steps, phases, roofline, launches
+            ->  all together: collectives, stragglers, experts
+
+Files of one rank give a flat object; of several, what is said of a rank stands under `ranks`, by its number. Times are
+microseconds, sizes bytes, shares of 1. What is not known is null: it is never left out and never 0.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.base.errors import TraceError
+from penstock.trace.calls import Calls, Way
+from penstock.trace.collectives import Collectives, bandwidths, collectives_of, unevenness
+from penstock.trace.events import NONE, Floats, Trace
+from penstock.trace.experts import ExpertLoad, expert_load
+from penstock.trace.launches import Launches, Memory, find_launches, find_memory
+from penstock.trace.load import load_ranks
+from penstock.trace.matching import Unmatched
+from penstock.trace.phases import Phases, find_phases
+from penstock.trace.roofline import Roofline, roofline
+from penstock.trace.timeline import Step, Timeline, steps_of, timelines
+from penstock.trace.tree import place
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankAnswer:
+    """What is said of one rank.
+
+    Attributes:
+        rank: its number.
+        trace: the events.
+        timelines: `all` and `linked`.
+        steps: those that the trace marks.
+        phases: what each event is for.
+        roofline: how fast operators ran.
+        launches: whether the host kept up.
+        memory: of the allocator, if it was recorded.
+    """
+
+    rank: int
+    trace: Trace
+    timelines: Mapping[str, Timeline]
+    steps: tuple[Step, ...]
+    phases: Phases
+    roofline: Roofline
+    launches: Launches
+    memory: tuple[Memory, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answer:
+    """What is said of all traces.
+
+    Attributes:
+        ranks: one for each rank that was asked for, in ascending order.
+        loaded: ranks that were compared; more than `ranks` if one was asked for.
+        collectives: of all loaded ranks.
+        experts: how evenly those of all loaded ranks are loaded.
+    """
+
+    ranks: tuple[RankAnswer, ...]
+    loaded: tuple[int, ...]
+    collectives: Collectives
+    experts: ExpertLoad
+
+
+def answer_to(paths: Sequence[Path], *, step: int | None = None, rank: int | None = None) -> Answer:
+    """Read traces and say everything.
+
+    Args:
+        paths: files, folders, the folder of a run.
+        step: only what this step did on the device; None for all that was recorded.
+        rank: only the tables of this one; others are read all the same, to compare.
+
+    Raises:
+        TraceError: a file cannot be read, or there is no such rank or step.
+    """
+    traces = load_ranks(paths)
+    if rank is not None and rank not in traces:
+        raise TraceError(f"no trace is of rank {rank}", allowed=", ".join(map(str, traces)))
+    if step is not None:
+        traces = {one: _only_step(trace, step) for one, trace in traces.items()}
+    return answer_of(traces, rank=rank)
+
+
+def answer_of(traces: Mapping[int, Trace], *, rank: int | None = None) -> Answer:
+    """The same of traces that were read.
+
+    Args:
+        traces: by rank.
+        rank: only the tables of this one.
+    """
+    collectives = collectives_of(traces)
+    waited_us = _waited(traces, collectives)
+    shown = traces if rank is None else {rank: traces[rank]}
+    return Answer(
+        ranks=tuple(_of_rank(one, trace, waited_us[one]) for one, trace in shown.items()),
+        loaded=tuple(traces),
+        collectives=collectives,
+        experts=expert_load(traces, collectives),
+    )
+
+
+def _of_rank(rank: int, trace: Trace, waited_us: Floats) -> RankAnswer:
+    placement = place(trace)
+    return RankAnswer(
+        rank=rank,
+        trace=trace,
+        timelines=timelines(trace),
+        steps=steps_of(trace),
+        phases=find_phases(trace, placement, waited_us=waited_us if waited_us.any() else None),
+        roofline=roofline(trace, placement),
+        launches=find_launches(trace),
+        memory=find_memory(trace),
+    )
+
+
+def _only_step(trace: Trace, number: int) -> Trace:
+    """The trace with what the device did in the window of one step."""
+    steps = {one.number: one for one in steps_of(trace)}
+    if number not in steps:
+        some = ", ".join(map(str, steps)) or "none: no step is marked"
+        raise TraceError(f"{trace.path} has no step {number}", allowed=some)
+    start_us, end_us = steps[number].window_us
+    linked = trace.gpu.take(trace.gpu.is_linked)
+    gpu = linked.take(linked.starting_in(start_us, end_us))
+    if not len(gpu):
+        raise TraceError(f"{trace.path}: step {number} started nothing on the device that was recorded")
+    return replace(trace, gpu=gpu)
+
+
+def _waited(traces: Mapping[int, Trace], collectives: Collectives) -> dict[int, Floats]:
+    """For each rank and GPU event, how long it waited for other ranks; 0 where that is not known."""
+    calls, rows_MR = collectives.calls, collectives.meetings.met
+    waited = {rank: np.zeros(len(trace.gpu)) for rank, trace in traces.items()}
+    for number, rank in enumerate(calls.ranks):
+        met = rows_MR[:, number] != NONE
+        waited[rank][calls.gpu_row[rows_MR[met, number]]] = np.nan_to_num(collectives.wait_us[met, number])
+    return waited
+
+
+# -------------------------------------------------------------------------------------------------------------- JSON
+
+
+def answer_json(answer: Answer) -> dict[str, Any]:
+    """The JSON contract of `penstock trace --json`."""
+    of_ranks = {f"{one.rank}": _rank_json(one) for one in answer.ranks}
+    together = _together_json(answer)
+    if len(answer.loaded) == 1:
+        (only,) = of_ranks.values()
+        return only | together
+    return {"ranks": of_ranks} | together
+
+
+def _rank_json(one: RankAnswer) -> dict[str, Any]:
+    return {
+        "timeline": {name: asdict(timeline) for name, timeline in one.timelines.items()},
+        "steps": [asdict(step) for step in one.steps],
+        "phases": [row.as_json() for row in one.phases.rows()],
+        "other_share": one.phases.other_share,
+        "roofline": one.roofline.as_json(),
+        "modelled_share": one.roofline.modelled_share,
+        "launches": asdict(one.launches),
+        "memory": [_memory_json(memory) for memory in one.memory],
+        "device": one.trace.device_name,
+        "file": str(one.trace.path),
+        "notes": list(one.trace.notes),
+    }
+
+
+def _memory_json(memory: Memory) -> dict[str, Any]:
+    """The most that was held: the curve has a point for each allocation."""
+    return {
+        "device": memory.device,
+        "changes": len(memory.time_us),
+        "most_allocated_bytes": int(memory.allocated.max()),
+        "most_reserved_bytes": int(memory.reserved.max()),
+    }
+
+
+def _together_json(answer: Answer) -> dict[str, Any]:
+    collectives, shown = answer.collectives, {one.rank for one in answer.ranks}
+    return {
+        "collectives": [row for row in _collectives_json(collectives) if row["rank"] in shown],
+        "unmatched": [_unmatched_json(collectives.calls, one) for one in collectives.unmatched],
+        "stragglers": [asdict(one) for one in collectives.stragglers()],
+        "clocks": _clocks_json(collectives),
+        "bandwidth": [_told(asdict(one)) for one in bandwidths(collectives)],
+        "uneven": [_told(asdict(one)) for one in unevenness(collectives)],
+        "experts": answer.experts.as_json(),
+    }
+
+
+def _collectives_json(collectives: Collectives) -> list[dict[str, Any]]:
+    """A row for each matched collective and rank, and for sends and receives, of which only their time is known."""
+    calls, meetings = collectives.calls, collectives.meetings
+    rows = []
+    for meeting, rank in np.argwhere(meetings.met != NONE).tolist():
+        row = int(meetings.met[meeting, rank])
+        split = {
+            "pure_us": _number(collectives.pure_us[meeting]),
+            "wait_us": _number(collectives.wait_us[meeting, rank]),
+        }
+        rows.append(_call_json(calls, row, int(meetings.seq[meeting])) | split)
+    pairs = np.flatnonzero(calls.way == Way.PAIR).tolist()
+    return rows + [_call_json(calls, row, int(calls.seq[row])) | {"pure_us": None, "wait_us": None} for row in pairs]
+
+
+def _call_json(calls: Calls, row: int, seq: int) -> dict[str, Any]:
+    group, size = calls.group[row], _number(np.fmax(calls.sent_bytes[row], calls.received_bytes[row]))
+    return {
+        "rank": calls.ranks[calls.rank[row]],
+        "group": None if group == NONE else calls.groups[group].name,
+        "seq": None if seq == NONE else seq,
+        "name": calls.name(row),
+        "bytes": None if size is None else int(size),
+        "start_us": float(calls.start_us[row]),
+        "duration_us": float(calls.duration_us[row]),
+    }
+
+
+def _unmatched_json(calls: Calls, one: Unmatched) -> dict[str, Any]:
+    kernels = [_call_json(calls, row, one.seq) for row in one.rows]
+    return {
+        "group": one.group or None,
+        "seq": one.seq,
+        "name": one.name,
+        "why": one.why,
+        "missing": list(one.missing),
+        "kernels": [{name: kernel[name] for name in ("rank", "start_us", "duration_us")} for kernel in kernels],
+    }
+
+
+def _clocks_json(collectives: Collectives) -> list[dict[str, Any]]:
+    clocks = collectives.meetings.clocks
+    return [
+        {
+            "rank": rank,
+            "ahead_us": float(clocks.ahead_us[number]),
+            "island": int(clocks.island[number]),
+            "moments": int(clocks.shared[number]),
+            "spread_us": float(clocks.spread_us[number]),
+        }
+        for number, rank in enumerate(collectives.calls.ranks)
+    ]
+
+
+def _number(value: float) -> float | None:
+    """JSON has no nan."""
+    return float(value) if math.isfinite(value) else None
+
+
+def _told(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: _number(value) if isinstance(value, float) else value for name, value in row.items()}

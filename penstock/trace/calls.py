@@ -1,0 +1,322 @@
+"""Every kernel that talked to other ranks, of all ranks in one table, with what the profiler wrote down about it.
+
+A collective says who it is (group, number, sizes) in the `args` of its kernel; if not there, in those of the
+`record_param_comms` that launched it, found by `External id` or, where a tool left that out, by who was running on the
+launching thread at that moment. Kernels of other libraries, replayed graphs and old profilers say nothing: their
+group is NONE and `matching` goes by order and time.
+
+What a kernel's end means is told by its `Way`. Ranks leave an all-reduce together, so its ends are a common event on
+all clocks. A broadcast's root leaves early, and kernels that write into other devices' memory leave when they like.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import lru_cache
+from typing import Annotated, Any, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.trace.events import NONE, Floats, GpuEvents, GpuKind, HostEvents, Integers, Trace
+from penstock.trace.kinds import function_of, library_of
+
+
+class Way(IntEnum):
+    """How ranks wait for each other in a kernel.
+
+    `TOGETHER` nobody leaves before the last has come, and all leave at once; `UNEVEN` the same, but who has less to
+    do may leave a little earlier (all-to-all of unequal parts, or a kernel of NCCL that does not say what it is);
+    `ROOTED` only some wait (broadcast, reduce); `PAIR` two ranks (send, receive); `DEVICE` waits for other devices'
+    flags, without a library that numbers it; `ALONE` writes to other devices and waits for nobody.
+    """
+
+    TOGETHER = 0
+    UNEVEN = 1
+    ROOTED = 2
+    PAIR = 3
+    DEVICE = 4
+    ALONE = 5
+
+    @property
+    def is_met(self) -> bool:
+        """All ranks of the group are inside at one moment."""
+        return self <= Way.UNEVEN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A process group.
+
+    Attributes:
+        name: as PyTorch has it; several groups of disjoint ranks may share one.
+        members: ranks of the run; empty if the trace does not say.
+        size: number of members; 0 if the trace does not say.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Calls:
+    """Columns, one row for each kernel; rows of a rank stand together and are sorted by start.
+
+    Attributes:
+        ranks: that are there; `rank` counts them.
+        groups: that `group` counts.
+        names: of collectives (`all_to_allv`) or kernels, that `name_id` counts.
+        rank: index into `ranks`.
+        start_us: on the clock of the rank.
+        end_us: on the clock of the rank.
+        group: index into `groups`, or NONE.
+        seq: number of the collective in its group as PyTorch counts, or NONE.
+        name_id: index into `names`.
+        way: Way.
+        stream: of the device.
+        sent_bytes: by this rank; nan if unknown.
+        received_bytes: by this rank; nan if unknown.
+        sent_rows: sum of the parts of an uneven all-to-all if these are counted in rows; NONE otherwise.
+        received_rows: the same of what came.
+        gpu_row: row in `Trace.gpu` of its rank.
+    """
+
+    ranks: tuple[int, ...]
+    groups: tuple[Group, ...]
+    names: tuple[str, ...]
+    rank: Integers
+    start_us: Floats
+    end_us: Floats
+    group: Integers
+    seq: Integers
+    name_id: Integers
+    way: NDArray[np.int8]
+    stream: Integers
+    sent_bytes: Floats
+    received_bytes: Floats
+    sent_rows: Integers
+    received_rows: Integers
+    gpu_row: Integers
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    @property
+    def duration_us(self) -> Floats:
+        """End minus start."""
+        return self.end_us - self.start_us
+
+    def name(self, row: int) -> str:
+        """Of one call."""
+        return self.names[self.name_id[row]]
+
+    def take(self, rows: Any) -> Self:
+        """The same table with only these rows."""
+        return replace(self, **{name: one[rows] for name, one in vars(self).items() if isinstance(one, np.ndarray)})
+
+
+def calls_of(traces: Mapping[int, Trace]) -> Calls:
+    """The table of all ranks.
+
+    Args:
+        traces: by rank.
+    """
+    table = _Table()
+    for number, rank in enumerate(sorted(traces)):
+        table.add(number, traces[rank])
+    return table.calls(tuple(sorted(traces)))
+
+
+_Count = Annotated[int, msgspec.Meta(ge=NONE, le=2**40)]
+"""Larger ones are damage."""
+
+_MOST_RANKS = 2**20
+
+
+class _About(msgspec.Struct, gc=False):
+    """What the profiler writes about a collective. Sizes are numbers of elements."""
+
+    name: str = msgspec.field(name="Collective name", default="")
+    group: str = msgspec.field(name="Process Group Name", default="")
+    ranks: msgspec.Raw = msgspec.field(name="Process Group Ranks", default=msgspec.Raw())
+    size: _Count = msgspec.field(name="Group size", default=0)
+    first: _Count = msgspec.field(name="Global rank start", default=NONE)
+    stride: _Count = msgspec.field(name="Global rank stride", default=NONE)
+    seq: _Count = msgspec.field(name="Seq", default=NONE)
+    sent: _Count = msgspec.field(name="In msg nelems", default=NONE)
+    received: _Count = msgspec.field(name="Out msg nelems", default=NONE)
+    dtype: str = ""
+    sent_parts: msgspec.Raw = msgspec.field(name="In split size", default=msgspec.Raw())
+    received_parts: msgspec.Raw = msgspec.field(name="Out split size", default=msgspec.Raw())
+
+
+_ABOUT = msgspec.json.Decoder(_About, strict=False)
+_INTEGERS = msgspec.json.Decoder(list[_Count])
+_UNKNOWN = _About()
+_DAMAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+_BYTES = {"byte": 1, "char": 1, "bool": 1, "half": 2, "bfloat16": 2, "short": 2, "float": 4, "int": 4, "double": 8} | {
+    "long": 8,
+    "complexfloat": 8,
+    "complexdouble": 16,
+}
+
+_WAYS: tuple[tuple[Way, str], ...] = (
+    (Way.UNEVEN, r"all_?to_?all_?v|sendrecv|generic"),
+    (Way.TOGETHER, r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier"),
+    (Way.PAIR, r"send|recv|p2p"),
+    (Way.ROOTED, r"broadcast|reduce|gather|scatter"),
+)
+_ALONE = ("push_rows_kernel", "return_rows_kernel")
+
+
+@lru_cache(maxsize=4096)
+def _way(name: str) -> Way:
+    return next((way for way, pattern in _WAYS if re.search(pattern, name, re.IGNORECASE)), Way.UNEVEN)
+
+
+def _way_of_kernel(kernel: str) -> Way:
+    """Of a kernel that does not say which collective it is part of."""
+    function = function_of(kernel)
+    if function in _ALONE:
+        return Way.ALONE
+    return _way(function) if library_of(kernel) == "nccl" else Way.DEVICE
+
+
+class _Table:
+    """Columns on their way, and what they count."""
+
+    def __init__(self) -> None:
+        self.parts: list[dict[str, NDArray[Any]]] = []
+        self.groups: dict[tuple[str, bytes, int, int], Group] = {}
+        self.numbers: dict[tuple[str, bytes, int, int], int] = {}
+        self.names: dict[str, int] = {}
+
+    def add(self, number: int, trace: Trace) -> None:
+        """Append a rank."""
+        rows = np.flatnonzero(trace.gpu.kind == GpuKind.COMMUNICATION)
+        kernels = trace.gpu.take(rows)
+        ways, names = self._of_kernels(kernels)
+        about = _joined(trace, kernels, [_decoded(kernels.raw[i]) for i in range(len(rows))])
+        said = [self._said(one) for one in about]
+        is_named = np.array([bool(one.name) for one in about], dtype=bool)
+        self.parts.append(
+            {
+                "rank": np.full(len(rows), number),
+                "start_us": kernels.start_us,
+                "end_us": kernels.end_us,
+                "stream": kernels.stream,
+                "gpu_row": rows,
+                "way": np.where(is_named, _column([one[0] for one in said]), ways),
+                "name_id": np.where(is_named, _column([one[1] for one in said]), names),
+                "group": _column([one[2] for one in said]),
+                "seq": _column([one.seq for one in about]),
+                "sent_bytes": np.array([one[3] for one in said], dtype=np.float64),
+                "received_bytes": np.array([one[4] for one in said], dtype=np.float64),
+                "sent_rows": _column([_rows(one.sent_parts, one.sent) for one in about]),
+                "received_rows": _column([_rows(one.received_parts, one.received) for one in about]),
+            }
+        )
+
+    def calls(self, ranks: tuple[int, ...]) -> Calls:
+        """The table of all that was added."""
+        columns = {name: np.concatenate([part[name] for part in self.parts]) for name in self.parts[0]}
+        columns["way"] = columns["way"].astype(np.int8)
+        return Calls(ranks=ranks, groups=tuple(self.groups.values()), names=tuple(self.names), **columns)
+
+    def _of_kernels(self, kernels: GpuEvents) -> tuple[Integers, Integers]:
+        """Way and name of each kernel, going by its own name; every name is looked at once."""
+        used, inverse = np.unique(kernels.name_id, return_inverse=True)
+        texts = [kernels.names[i] for i in used]
+        ways = _column([_way_of_kernel(text) for text in texts])
+        names = _column([self._name(function_of(text)) for text in texts])
+        return ways[inverse], names[inverse]
+
+    def _name(self, text: str) -> int:
+        return self.names.setdefault(text, len(self.names))
+
+    def _said(self, about: _About) -> tuple[int, int, int, float, float]:
+        """Way, name, group and bytes of a collective that says who it is."""
+        if not about.name:
+            return NONE, NONE, NONE, np.nan, np.nan
+        width = _width(about.dtype)
+        sent, received = (one * width if one >= 0 else np.nan for one in (about.sent, about.received))
+        return int(_way(about.name)), self._name(about.name), self._group(about), sent, received
+
+    def _group(self, about: _About) -> int:
+        if not about.group:
+            return NONE
+        key = (about.group, bytes(about.ranks), about.first, about.stride)
+        if key not in self.numbers:
+            self.numbers[key] = len(self.numbers)
+            members: Sequence[int] = _integers(about.ranks)
+            if not members and about.first >= 0 and about.stride > 0 and about.size <= _MOST_RANKS:
+                members = range(about.first, about.first + about.size * about.stride, about.stride)
+            self.groups[key] = Group(name=about.group, members=tuple(members), size=about.size or len(members))
+        return self.numbers[key]
+
+
+def _column(numbers: Iterable[int]) -> Integers:
+    return np.fromiter(numbers, dtype=np.int64)
+
+
+def _decoded(text: bytes) -> _About:
+    """What the `args` of a kernel or operator say; nothing if they are of other types than they should be."""
+    if b"Collective name" not in text:
+        return _UNKNOWN
+    try:
+        return _ABOUT.decode(text)
+    except _DAMAGE:
+        return _UNKNOWN
+
+
+def _joined(trace: Trace, kernels: GpuEvents, about: list[_About]) -> list[_About]:
+    """Fill in from `record_param_comms` what kernels do not say."""
+    blank = [i for i, one in enumerate(about) if not one.name and library_of(kernels.name(i)) == "nccl"]
+    asked = trace.host.take(trace.host.called("record_param_comms"))
+    if not blank or not len(asked):
+        return about
+    by_id = {int(asked.external_id[i]): i for i in range(len(asked)) if asked.external_id[i] != NONE}
+    by_thread = {int(thread): np.flatnonzero(asked.thread == thread) for thread in np.unique(asked.thread)}
+    found = list(about)
+    for i in blank:
+        launch = int(kernels.launch[i])
+        ids = [int(kernels.external_id[i])] + ([] if launch == NONE else [int(trace.host.external_id[launch])])
+        row = next((by_id[one] for one in ids if one in by_id), None)
+        if row is None and launch != NONE:
+            row = _around(asked, by_thread.get(int(trace.host.thread[launch])), trace.host.start_us[launch])
+        if row is not None:
+            found[i] = _decoded(asked.raw[row])
+    return found
+
+
+def _around(asked: HostEvents, rows: Integers | None, moment_us: float) -> int | None:
+    """The last of these operators that had begun at a moment, if it still ran."""
+    if rows is None:
+        return None
+    last = int(np.searchsorted(asked.start_us[rows], moment_us, side="right")) - 1
+    return int(rows[last]) if last >= 0 and moment_us < asked.end_us[rows[last]] else None
+
+
+def _width(dtype: str) -> float:
+    """Bytes of a number; nan if the type is unknown."""
+    name = dtype.removeprefix("c10::").lower()
+    return 1.0 if name.startswith("float8") else float(_BYTES.get(name, np.nan))
+
+
+def _integers(raw: msgspec.Raw) -> list[int]:
+    """A list of whole numbers, or its text; empty if it is neither or cut short."""
+    text = bytes(raw).strip(b'"')
+    try:
+        return _INTEGERS.decode(text) if text else []
+    except _DAMAGE:
+        return []
+
+
+def _rows(parts: msgspec.Raw, elements: int) -> int:
+    """Sum of the parts of an all-to-all, unless they are counted in elements like the message itself."""
+    total = sum(_integers(parts))
+    return total if total and total != elements else NONE

@@ -1,0 +1,318 @@
+"""What changed between two traces: GPU time by span, operator and shape, in sums that close.
+
+The time of a step is what its events on the GPU took, less what ran at once, plus what was idle:
+
+    step = events - overlap + idle
+
+That holds to the last digit for every step. A row of the comparison is one (span, operator, shape); its time is the
+median over the steps of the sum of its events in a step. Medians do not add up to the median of the steps, and what is
+missing stands in a row of its own, `(uneven)`. So the changes of all rows add up to the change of the total:
+
+1. Times are rounded to 2^-20 us. Sums of such numbers below an hour are exact in float64, in whatever order.
+2. A step lasts from the end of the steps before it to its own last event, so nothing between steps is left out.
+3. Rows are matched by span, operator and shape. Shapes that come and go between steps (rows of an expert), and shapes
+   of one operator that stand in one trace only while both have such, are one row.
+4. If the traces share no span, spans are not compared; if one has no steps, each is taken as one step.
+
+This is simpler than matching two trees of calls: a row has a meaning without the other trace, and what has no partner
+is new or gone.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from penstock.trace.events import NONE, Floats, Integers
+from penstock.trace.named_work import Key, Work
+
+GRID_US = 2.0**-20
+"""Times are multiples of this, so that float64 adds them without error."""
+
+SPREAD = 0.5
+"""A shape belongs to a row of its own if more than this share of the steps has it."""
+
+
+IDLE = Key("", "(idle)", "")
+OVERLAP = Key("", "(overlap)", "")
+UNEVEN = Key("", "(uneven)", "")
+"""Rows that are not events: nothing ran, several ran at once, and what medians leave over."""
+
+CLOSING = (OVERLAP, IDLE, UNEVEN)
+
+
+class Verdict(StrEnum):
+    """What became of a row."""
+
+    FASTER = "faster"
+    SLOWER = "slower"
+    NEW = "new"
+    GONE = "gone"
+    SAME = "same"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a row took in a typical step of one trace.
+
+    Attributes:
+        time_us: median over steps; of `(overlap)` negative.
+        least_us: in the step where it took least.
+        most_us: in the step where it took most.
+        events: median number in a step.
+    """
+
+    time_us: float = 0.0
+    least_us: float = 0.0
+    most_us: float = 0.0
+    events: float = 0.0
+
+
+ABSENT = Cost()
+"""Of a row that the trace does not have: this very object."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of a comparison."""
+
+    key: Key
+    a: Cost
+    b: Cost
+
+    @property
+    def change_us(self) -> float:
+        """What B took more than A, exact."""
+        return self.b.time_us - self.a.time_us
+
+    @property
+    def verdict(self) -> Verdict:
+        """By presence first, by time second; rows that are not events are never new or gone."""
+        if self.key not in CLOSING and self.a is ABSENT:
+            return Verdict.NEW
+        if self.key not in CLOSING and self.b is ABSENT:
+            return Verdict.GONE
+        if not self.change_us:
+            return Verdict.SAME
+        return Verdict.FASTER if self.change_us < 0 else Verdict.SLOWER
+
+    @property
+    def is_clear(self) -> bool:
+        """Every step of one trace took less than every step of the other."""
+        return self.a.most_us < self.b.least_us or self.b.most_us < self.a.least_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two traces side by side.
+
+    Attributes:
+        a_us: a typical step of A (or all of it if steps are not compared), from start to end.
+        b_us: of B.
+        a_steps: steps that were compared, 0 if the whole traces were.
+        b_steps: of B.
+        a_outside_us: GPU time of events that belong to no step of A, which rows leave out.
+        b_outside_us: of B.
+        by_span: spans were matched too.
+        rows: largest change first.
+    """
+
+    a_us: float
+    b_us: float
+    a_steps: int
+    b_steps: int
+    a_outside_us: float
+    b_outside_us: float
+    by_span: bool
+    rows: tuple[Row, ...]
+
+    @property
+    def change_us(self) -> float:
+        """What B took more than A: the sum of the changes of all rows, exact."""
+        return self.b_us - self.a_us
+
+
+def compare(a: Work, b: Work) -> Comparison:
+    """Say what changed from A to B.
+
+    Args:
+        a: the trace to compare with.
+        b: the trace to judge.
+    """
+    by_span = not {key.span for key in a.keys if key.span}.isdisjoint(key.span for key in b.keys)
+    by_step = a.steps > 0 and b.steps > 0
+    sides = [_Side.of(work, by_span=by_span, by_step=by_step) for work in (a, b)]
+    pools = _pools([side.present() for side in sides])
+    costs_a, costs_b = (side.costs(pools) for side in sides)
+    rows = [
+        Row(key=key, a=costs_a.get(key, ABSENT), b=costs_b.get(key, ABSENT))
+        for key in dict.fromkeys([*costs_a, *costs_b])
+    ]
+    totals = [float(np.median(side.steps_us)) if len(side.steps_us) else 0.0 for side in sides]
+    uneven = [
+        Cost(time_us=total - sum(cost.time_us for cost in costs.values()))
+        for total, costs in zip(totals, (costs_a, costs_b), strict=True)
+    ]
+    rows.append(Row(key=UNEVEN, a=uneven[0], b=uneven[1]))
+    return Comparison(
+        a_us=totals[0],
+        b_us=totals[1],
+        a_steps=a.steps if by_step else 0,
+        b_steps=b.steps if by_step else 0,
+        a_outside_us=sides[0].outside_us,
+        b_outside_us=sides[1].outside_us,
+        by_span=by_span,
+        rows=tuple(sorted(rows, key=lambda row: (-abs(row.change_us), -max(row.a.time_us, row.b.time_us), row.key))),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Side:
+    """One trace, its times on the grid and its events by step.
+
+    Attributes:
+        keys: without spans if those are not compared.
+        pairs: key and step of each cell that has events, as key x steps + step; sorted.
+        cells_us: sum of the events of each cell.
+        cells_events: how many these are.
+        steps_us: how long each step lasted.
+        busy_us: how much of each step anything ran.
+        outside_us: sum of the events of no step.
+    """
+
+    keys: tuple[Key, ...]
+    pairs: Integers
+    cells_us: Floats
+    cells_events: Floats
+    steps_us: Floats
+    busy_us: Floats
+    outside_us: float
+
+    @classmethod
+    def of(cls, work: Work, *, by_span: bool, by_step: bool) -> "_Side":
+        keys, common = _distinct(work.keys, by_span=by_span)
+        count = len(work.start_us)
+        step_of = work.step_of if by_step else np.zeros(count, dtype=np.int64)
+        steps = work.steps if by_step else min(1, count)
+        inside = step_of != NONE
+        start_us = _on_grid(work.start_us - (work.start_us.min() if count else 0.0))[inside]
+        duration_us = _on_grid(work.duration_us)
+        end_us = start_us + duration_us[inside]
+        pairs, cell_of = np.unique(common[work.key_of[inside]] * steps + step_of[inside], return_inverse=True)
+        edges = _step_edges(start_us, end_us, step_of[inside], steps)
+        return cls(
+            keys=keys,
+            pairs=pairs,
+            cells_us=_summed(cell_of, duration_us[inside], len(pairs)),
+            cells_events=_summed(cell_of, np.ones(len(cell_of)), len(pairs)),
+            steps_us=np.diff(edges),
+            busy_us=np.diff(_busy_until(start_us, end_us, edges)),
+            outside_us=float(duration_us[~inside].sum()),
+        )
+
+    def present(self) -> dict[Key, int]:
+        """In how many steps each key stands; 0 says in few of them, so it comes and goes."""
+        steps = len(self.steps_us)
+        rows, counts = np.unique(self.pairs // max(steps, 1), return_counts=True)
+        return {
+            self.keys[row]: int(count if count > SPREAD * steps else 0) for row, count in zip(rows, counts, strict=True)
+        }
+
+    def costs(self, pools: Mapping[Key, Key]) -> dict[Key, Cost]:
+        """Cost of each row, overlap and idle among them."""
+        steps = len(self.steps_us)
+        used = np.unique(self.pairs // max(steps, 1)).tolist()
+        index: dict[Key, int] = {}
+        row_of = np.zeros(len(self.keys), dtype=np.int64)
+        for row in used:
+            row_of[row] = index.setdefault(pools.get(self.keys[row], self.keys[row]), len(index))
+        names = list(index)
+        cell = row_of[self.pairs // max(steps, 1)] * steps + self.pairs % max(steps, 1)
+        times, events = (
+            _summed(cell, weights, len(names) * steps).reshape(len(names), steps)
+            for weights in (self.cells_us, self.cells_events)
+        )
+        costs = _costs(names, times, events)
+        if steps:
+            overlap_us, idle_us = times.sum(axis=0) - self.busy_us, self.steps_us - self.busy_us
+            costs |= _costs([OVERLAP, IDLE], np.stack([-overlap_us, idle_us]), np.zeros((2, steps)))
+        return costs
+
+
+def _summed(place: Integers, values: Floats, size: int) -> Floats:
+    """Values added up by place, which need not be any."""
+    return np.bincount(place, weights=values, minlength=size).astype(np.float64)
+
+
+def _distinct(keys: Sequence[Key], *, by_span: bool) -> tuple[tuple[Key, ...], Integers]:
+    """Distinct keys, and the index among them of each one given."""
+    index: dict[Key, int] = {}
+    found = [index.setdefault(key if by_span else key._replace(span=""), len(index)) for key in keys]
+    return tuple(index), np.array(found, dtype=np.int64)
+
+
+def _on_grid(times_us: Floats) -> Floats:
+    return np.round(times_us / GRID_US) * GRID_US
+
+
+def _step_edges(start_us: Floats, end_us: Floats, step_of: Integers, steps: int) -> Floats:
+    """Where each step begins, and where the last ends: at the latest end so far."""
+    if not len(start_us):
+        return np.zeros(steps + 1)
+    ends_us = np.full(steps, start_us.min())
+    np.maximum.at(ends_us, step_of, end_us)
+    return np.concatenate([[start_us.min()], np.maximum.accumulate(ends_us)])
+
+
+def _busy_until(start_us: Floats, end_us: Floats, edges_us: Floats) -> Floats:
+    """For how long anything ran before each edge."""
+    if not len(start_us):
+        return np.zeros_like(edges_us)
+    order = np.argsort(start_us, kind="stable")
+    start_us, reach_us = start_us[order], np.maximum.accumulate(end_us[order])
+    first = np.flatnonzero(np.concatenate([[True], start_us[1:] > reach_us[:-1]]))
+    starts, ends = start_us[first], reach_us[np.append(first[1:] - 1, len(reach_us) - 1)]
+    before = np.concatenate([[0.0], np.cumsum(ends - starts)])
+    last = np.searchsorted(starts, edges_us, side="right") - 1
+    within = np.minimum(edges_us, ends[last]) - starts[last]
+    return np.where(last < 0, 0.0, before[last] + within)
+
+
+def _costs(keys: Sequence[Key], times: Floats, events: Floats) -> dict[Key, Cost]:
+    """Cost of each key from its times and numbers of events by step."""
+    if not times.size:
+        return {}
+    columns = (np.median(times, axis=1), times.min(axis=1), times.max(axis=1), np.median(events, axis=1))
+    return {
+        key: Cost(time_us=time, least_us=least, most_us=most, events=number)
+        for key, time, least, most, number in zip(keys, *(column.tolist() for column in columns), strict=True)
+    }
+
+
+def _pools(present: Sequence[Mapping[Key, int]]) -> dict[Key, Key]:
+    """Keys that are counted under another: shapes of one operator that have no steady partner.
+
+    Args:
+        present: for each trace, in how many steps each key stands, 0 if in few.
+    """
+    shapes: dict[Key, tuple[dict[str, int], dict[str, int]]] = defaultdict(lambda: ({}, {}))
+    for side, keys in enumerate(present):
+        for key, steps in keys.items():
+            shapes[key._replace(shape="")][side][key.shape] = steps
+    pools: dict[Key, Key] = {}
+    for key, sides in shapes.items():
+        pooled = {shape for side in sides for shape, steps in side.items() if not steps}
+        lonely = [sides[0].keys() - sides[1].keys(), sides[1].keys() - sides[0].keys()]
+        if all(lonely):
+            pooled |= lonely[0] | lonely[1]
+        name = key._replace(shape=_pool_name(*(sorted(pooled & side.keys()) for side in sides)))
+        pools |= {key._replace(shape=shape): name for shape in pooled}
+    return pools
+
+
+def _pool_name(a: Sequence[str], b: Sequence[str]) -> str:
+    """`[8, 16] -> [9, 16]`, or how many shapes there are where they are many."""
+    texts = [shapes[0] if len(shapes) == 1 else f"{len(shapes)} shapes" for shapes in (a, b) if shapes]
+    return " -> ".join(texts) if len(texts) == 2 and a != b else "".join(texts[:1])

@@ -1,0 +1,272 @@
+"""Whether the host kept up: short kernels, gaps on the device and whose they are, waits of the host, the queue.
+
+A gap is a time in which no event of the GPU runs. It is the host's if the event behind it was launched after it had
+begun: the queue was empty. Otherwise the work was there and the device waited, for another stream or for its own start.
+
+The queue is what has been launched and has not begun. Waits of the host are calls of the runtime that return when the
+device has done something; where they come from is the chain of operators and spans around them.
+"""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.trace.events import NONE, Flags, Floats, HostKind, Integers, Trace
+from penstock.trace.intervals import union
+from penstock.trace.tree import Tree, nest
+
+SHORT_US = 10.0
+"""Kernels below this take about as long to launch as to run."""
+
+GAP_US = 10.0
+LONG_GAP_US = 100.0
+
+WAITS = re.compile(
+    r"^(cuda|hip)(Device|Stream|Event)Synchronize|^(cu|hip)(Ctx|Stream|Event)Synchronize|^(cuda|hip)Memcpy(DtoH)?$"
+    r"|^(cuda|hip)(Free|Malloc)(Host)?$"
+)
+"""Calls that return when the device has done something. Allocations may, and cost the host time in any case."""
+
+_NAMED = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """A time without work on the device.
+
+    Attributes:
+        start_us: on the clock of the trace.
+        duration_us: of the gap.
+        is_hosts: whether the event behind it was launched after it had begun; None if that launch is not in the trace.
+        before: name of the event that ended at its start.
+        after: name of the event that ended it.
+        host: the outermost operator or span, but for steps, in which the launch behind the gap was made; empty if none.
+    """
+
+    start_us: float
+    duration_us: float
+    is_hosts: bool | None
+    before: str
+    after: str
+    host: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gaps:
+    """All gaps of a trace.
+
+    Attributes:
+        count: above 10 us.
+        long_count: above 100 us.
+        total_us: of all gaps, the short ones too.
+        hosts_us: of those that are the host's.
+        devices_us: of those in which the work had been launched.
+        unknown_us: of those before an event whose launch is not in the trace.
+        max_us: the longest.
+        longest: the longest ones, longest first.
+    """
+
+    count: int
+    long_count: int
+    total_us: float
+    hosts_us: float
+    devices_us: float
+    unknown_us: float
+    max_us: float
+    longest: tuple[Gap, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """Calls of one kind from one place that let the host wait.
+
+    Attributes:
+        call: of the runtime.
+        where: operators and spans around it, from the outside in.
+        count: calls.
+        total_us: that the host spent in them.
+        max_us: in one.
+    """
+
+    call: str
+    where: tuple[str, ...]
+    count: int
+    total_us: float
+    max_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """Work that was launched and had not begun.
+
+    Attributes:
+        mean: over the time from the first launch to the last start.
+        max: at once.
+        empty_share: of that time, when there was none.
+        median_delay_us: from the end of a launch to the start of its work.
+    """
+
+    mean: float
+    max: int
+    empty_share: float
+    median_delay_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What the allocator of one device held.
+
+    Attributes:
+        device: its number.
+        time_us: of each change.
+        allocated: bytes after it.
+        reserved: bytes after it.
+    """
+
+    device: int
+    time_us: Floats
+    allocated: Integers
+    reserved: Integers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launches:
+    """How the host drove the device.
+
+    Attributes:
+        short_count: kernels below 10 us.
+        short_us: their durations added.
+        kernel_count: all kernels.
+        gaps: on the device.
+        waits: of the host, longest first.
+        queue: or None if no launch is in the trace.
+    """
+
+    short_count: int
+    short_us: float
+    kernel_count: int
+    gaps: Gaps
+    waits: tuple[Wait, ...]
+    queue: Queue | None
+
+
+def find_launches(trace: Trace) -> Launches:
+    """Look at launches, gaps and waits of one rank."""
+    kernels = trace.gpu.duration_us[trace.gpu.is_kernel]
+    is_short = kernels < SHORT_US
+    return Launches(
+        short_count=int(is_short.sum()),
+        short_us=float(kernels[is_short].sum()),
+        kernel_count=len(kernels),
+        gaps=_gaps(trace),
+        waits=_waits(trace),
+        queue=_queue(trace),
+    )
+
+
+def _gaps(trace: Trace) -> Gaps:
+    gpu = trace.gpu
+    gaps = union(gpu.start_us, gpu.end_us).gaps()
+    lengths = gaps.end_us - gaps.start_us
+    # An event of no duration starts no interval of the union, so the one behind a gap is looked for by its start.
+    after = np.searchsorted(gpu.start_us, gaps.end_us)
+    launch = gpu.launch[after]
+    launched_us = np.append(trace.host.start_us, np.nan)[np.where(launch == NONE, len(trace.host), launch)]
+    is_hosts, is_known = launched_us > gaps.start_us, launch != NONE
+    order = np.argsort(-lengths, kind="stable")[:_NAMED]
+    by_end = np.argsort(gpu.end_us, kind="stable")
+    before = by_end[np.searchsorted(gpu.end_us[by_end], gaps.start_us[order], side="right") - 1]
+    tree = _tree(trace, launch[order][is_known[order]])
+    longest = tuple(
+        Gap(
+            start_us=float(gaps.start_us[one]),
+            duration_us=float(lengths[one]),
+            is_hosts=bool(is_hosts[one]) if is_known[one] else None,
+            before=gpu.name(int(last)),
+            after=gpu.name(int(after[one])),
+            host=next(iter(_around(trace, tree, int(launch[one]))), "") if is_known[one] else "",
+        )
+        for one, last in zip(order.tolist(), before.tolist(), strict=True)
+    )
+    return Gaps(
+        count=int((lengths > GAP_US).sum()),
+        long_count=int((lengths > LONG_GAP_US).sum()),
+        total_us=float(lengths.sum()),
+        hosts_us=float(lengths[is_known & is_hosts].sum()),
+        devices_us=float(lengths[is_known & ~is_hosts].sum()),
+        unknown_us=float(lengths[~is_known].sum()),
+        max_us=float(lengths.max(initial=0.0)),
+        longest=longest,
+    )
+
+
+def _waits(trace: Trace) -> tuple[Wait, ...]:
+    host = trace.host
+    is_wait = np.fromiter((bool(WAITS.match(name)) for name in trace.names), dtype=bool, count=len(trace.names))
+    rows = np.flatnonzero((host.kind == HostKind.RUNTIME) & is_wait[host.name_id])
+    tree = _tree(trace, rows)
+    places: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+    for row in rows.tolist():
+        places.setdefault((host.name(row), _around(trace, tree, row)), []).append(float(host.duration_us[row]))
+    found = [
+        Wait(call=call, where=where, count=len(times), total_us=sum(times), max_us=max(times))
+        for (call, where), times in places.items()
+    ]
+    return tuple(sorted(found, key=lambda wait: (-wait.total_us, wait.call, wait.where)))
+
+
+def _tree(trace: Trace, rows: Integers) -> Tree:
+    """What is around these calls, functions of Python too, if they were loaded."""
+    host = trace.host
+    is_node: Flags = np.isin(host.kind, [HostKind.OPERATOR, HostKind.SPAN, HostKind.PYTHON])
+    is_node[rows] = True
+    return nest(host, np.flatnonzero(is_node))
+
+
+def _around(trace: Trace, tree: Tree, row: int) -> tuple[str, ...]:
+    """Names around a call, from the outside in, without the profiler's steps."""
+    names = [trace.host.name(one) for one in tree.above(row)[1:]]
+    return tuple(name for name in reversed(names) if not name.startswith("ProfilerStep#"))
+
+
+def _queue(trace: Trace) -> Queue | None:
+    gpu, host = trace.gpu, trace.host
+    rows = np.flatnonzero(gpu.is_linked)
+    if not len(rows):
+        return None
+    launched, returned, begun = host.start_us[gpu.launch[rows]], host.end_us[gpu.launch[rows]], gpu.start_us[rows]
+    # Clocks of host and device differ a little: nothing begins before it is launched.
+    launched = np.minimum(launched, begun)
+    times = np.concatenate([launched, begun])
+    steps = np.concatenate([np.ones(len(rows), dtype=np.int64), np.full(len(rows), -1)])
+    order = np.argsort(times, kind="stable")
+    depth, lasts = np.cumsum(steps[order])[:-1], np.diff(times[order])
+    total = float(lasts.sum())
+    return Queue(
+        mean=float((depth * lasts).sum() / total) if total else 0.0,
+        max=int(depth.max(initial=0)),
+        empty_share=float(lasts[depth == 0].sum() / total) if total else 0.0,
+        median_delay_us=float(np.median(np.maximum(begun - returned, 0.0))),
+    )
+
+
+def find_memory(trace: Trace) -> tuple[Memory, ...]:
+    """What each GPU's allocator held over the trace; empty if memory was not recorded."""
+    host = trace.host
+    rows = np.flatnonzero((host.kind == HostKind.INSTANT) & host.called("[memory]"))
+    changes: dict[int, list[tuple[float, int, int]]] = {}
+    for row in rows.tolist():
+        args = host.args(row)
+        device, held, reserved = args.get("Device Id", NONE), args.get("Total Allocated"), args.get("Total Reserved")
+        if isinstance(device, int) and device >= 0 and isinstance(held, int) and isinstance(reserved, int):
+            changes.setdefault(device, []).append((float(host.start_us[row]), held, reserved))
+    return tuple(
+        Memory(
+            device=device,
+            time_us=np.array([one[0] for one in found]),
+            allocated=np.array([one[1] for one in found], dtype=np.int64),
+            reserved=np.array([one[2] for one in found], dtype=np.int64),
+        )
+        for device, found in sorted(changes.items())
+    )

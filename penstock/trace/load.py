@@ -1,0 +1,175 @@
+"""Files of traces: one, a folder with one for each rank, or the folder of a run.
+
+    load_trace(Path("rank0.json.gz"))          # one rank
+    load_ranks([Path("runs/debug")])           # every rank that runs/debug/profile/rank-*.json.gz holds
+
+Which rank a file is of stands in its name (`rank-3.json.gz`, `rank3_trace.json`); if the names do not tell, in the file
+(`distributedInfo`). Files are read and unpacked in a thread of their own, one ahead of the one that is being parsed.
+"""
+
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.base.errors import TraceError
+from penstock.trace.columns import columns_of
+from penstock.trace.decode import parse
+from penstock.trace.events import Trace
+
+PROFILE = "profile"
+"""Where in the folder of a run its traces are."""
+
+_ENDINGS = (".json", ".json.gz")
+_RANK = re.compile(r"rank[-_ ]?(\d+)", re.IGNORECASE)
+_GZIP = 31
+"""Of zlib: a header as gzip writes it, and the largest window."""
+
+
+def load_trace(path: Path, *, python_functions: bool = False, gpu_required: bool = True) -> Trace:
+    """One file.
+
+    Args:
+        path: ends in .json, or in .json.gz; what is packed is known by its first bytes, not by its name.
+        python_functions: whether functions of Python shall be among the events of the host.
+        gpu_required: whether a trace without any event on a GPU is an error.
+
+    Raises:
+        TraceError: it cannot be read, is damaged or of another tool, or has no event on a GPU.
+    """
+    text = read_text(path)
+    return decode_trace(text, path=path, python_functions=python_functions, gpu_required=gpu_required)
+
+
+def decode_trace(
+    text: bytes, *, path: Path = Path("trace"), python_functions: bool = False, gpu_required: bool = True
+) -> Trace:
+    """The same for the text of a file, which `path` names in errors."""
+    return columns_of(parse(text, path), path, python_functions=python_functions, gpu_required=gpu_required)
+
+
+def load_ranks(
+    paths: Path | Sequence[Path], *, python_functions: bool = False, gpu_required: bool = True
+) -> dict[int, Trace]:
+    """Traces of many ranks, by rank, in ascending order.
+
+    Args:
+        paths: a file, a folder of files, the folder of a run, or several files.
+        python_functions: whether functions of Python shall be among the events of the host.
+        gpu_required: whether a trace without any event on a GPU is an error.
+
+    Raises:
+        TraceError: a file is wrong, there is none, or two are of the same rank.
+    """
+    files = trace_files(paths)
+    traces = [
+        decode_trace(text, path=path, python_functions=python_functions, gpu_required=gpu_required)
+        for path, text in _texts(files)
+    ]
+    ranks = _ranks(traces)
+    return {rank: replace(trace, rank=rank) for rank, trace in sorted(zip(ranks, traces, strict=True))}
+
+
+def trace_files(paths: Path | Sequence[Path]) -> tuple[Path, ...]:
+    """The files that a file, a folder, the folder of a run, or a list of files stands for.
+
+    Raises:
+        TraceError: there is none.
+    """
+    several = (paths,) if isinstance(paths, Path) else tuple(paths)
+    found = [file for path in several for file in _files(path)]
+    if not found:
+        raise TraceError("no trace was given", allowed="a file, a folder of files, or the folder of a run")
+    return tuple(dict.fromkeys(found))
+
+
+def read_text(path: Path) -> bytes:
+    """What is in a file, unpacked if it is packed.
+
+    Raises:
+        TraceError: it cannot be read, or is packed and damaged.
+    """
+    try:
+        packed = path.read_bytes()
+    except OSError as error:
+        raise TraceError(f"cannot read {path}: {error.strerror}") from error
+    if packed[:2] != b"\x1f\x8b":
+        return packed
+    return _unpacked(packed, path)
+
+
+def _unpacked(packed: bytes, path: Path) -> bytes:
+    """Every member of a file of gzip, checked to the last byte."""
+    parts: list[bytes] = []
+    try:
+        while packed:
+            member = zlib.decompressobj(_GZIP)
+            parts.append(member.decompress(packed))
+            if not member.eof:
+                raise TraceError(f"{path} was cut off: its gzip data do not end", fix="copy or record it again")
+            packed = member.unused_data.lstrip(b"\0")
+    except zlib.error as error:
+        raise TraceError(
+            f"{path} is damaged: its gzip data are wrong ({error})", fix="copy or record it again"
+        ) from error
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    for folder in (path / PROFILE, path):
+        ended = [file for file in folder.glob("*") if _ends_like_a_trace(file)]
+        below = [file for file in folder.glob("*/*") if _ends_like_a_trace(file)]
+        for found in (_ranked(ended), _ranked(below), ended):
+            if found:
+                return sorted(found)
+    raise TraceError(
+        f"{path} holds no trace",
+        allowed="files that end in .json or .json.gz, in it or in its `profile`",
+        fix="if it is of a run, record some steps: profile.start",
+    )
+
+
+def _ends_like_a_trace(path: Path) -> bool:
+    return path.name.endswith(_ENDINGS) and not path.name.startswith(".") and path.is_file()
+
+
+def _ranked(paths: Iterable[Path]) -> list[Path]:
+    """Those that have a rank in their name: what else ends in .json beside them is no trace."""
+    return [path for path in paths if _rank_in(path) is not None]
+
+
+def _rank_in(path: Path) -> int | None:
+    found = _RANK.findall(path.name) or _RANK.findall(path.parent.name)
+    return int(found[-1]) if found else None
+
+
+def _texts(files: Sequence[Path]) -> Iterator[tuple[Path, bytes]]:
+    """Files with their text; the next is read while the caller works on this one."""
+    with ThreadPoolExecutor(max_workers=1) as reader:
+        ahead = reader.submit(read_text, files[0])
+        for at, file in enumerate(files):
+            text = ahead.result()
+            if at + 1 < len(files):
+                ahead = reader.submit(read_text, files[at + 1])
+            yield file, text
+
+
+def _ranks(traces: Sequence[Trace]) -> list[int]:
+    """The rank of each: from the names if all tell, or else from the files."""
+    named = [_rank_in(trace.path) for trace in traces]
+    told = [trace.rank for trace in traces]
+    ranks = named if None not in named and len(set(named)) == len(named) else told
+    if len(traces) == 1:
+        ranks = [told[0] if told[0] is not None else named[0] or 0]
+    sure = [rank for rank in ranks if rank is not None]
+    if len(set(sure)) < len(traces):
+        raise TraceError(
+            f"{traces[0].path.parent}: it is not clear which rank each of {len(traces)} files is of",
+            got=ranks,
+            fix="name them rank-0.json.gz, rank-1.json.gz, ...",
+        )
+    return sure

@@ -1,0 +1,341 @@
+"""Which kernels of different ranks were one collective.
+
+1. By number: PyTorch counts the collectives of a group, and the count is in the trace. Same group, same number, same
+   name is the same collective.
+2. Clocks are aligned by those (`clocks`).
+3. By order and time, where there is no number: the k-th of one rank is the k-th of another if they end together. Long
+   series come first, because they tell the clocks of ranks that nothing else told. If an event is missing, later ones
+   are shifted against each other; a shift is believed from `RUN` neighbours in a row on, because a single pair may end
+   together by chance. Kernels that write into other devices' memory need not end together: the nearest in time is the
+   same, with the same care for the order.
+4. A collective that lacks a rank, or whose ranks were not inside it at one moment, is not matched. It is listed with
+   the reason, and nobody computes a wait from it.
+
+Simpler than matching intervals by overlap in general: order is evidence, and only what order and time both say is
+taken.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.trace.calls import Calls, Way
+from penstock.trace.clocks import Clocks, clocks_of
+from penstock.trace.events import NONE, Flags, Floats, Integers
+
+RUN = 3
+"""Neighbours in a row that must end together before a shift of the order is believed."""
+
+TOLERANCE_US = 50.0
+"""Ends of one collective are seen this far apart on aligned clocks, at least."""
+
+TOLERANCE_SHARE = 0.03
+"""The same, of the shorter duration: a long transfer's last parts do not come to all at once."""
+
+_SHIFTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmatched:
+    """Kernels that should have been one collective and are not shown to be.
+
+    Attributes:
+        group: of the collective; "" if it does not say.
+        seq: its number in the group, or its place among the rank's kernels that have no number.
+        why: what is missing or does not fit.
+        rows: of `Calls`.
+        missing: ranks that lack it.
+    """
+
+    group: str
+    seq: int
+    name: str
+    why: str
+    rows: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Meetings:
+    """Collectives that all ranks of their group were found in; kernels of `Way.PAIR` are in none.
+
+    Attributes:
+        calls: the kernels.
+        met: [meeting, rank], row of `calls`; NONE if the rank is not of the group.
+        seq: [meeting], number in the group, or place.
+        clocks: by which times of different ranks are compared.
+        unmatched: what was not found on all ranks.
+    """
+
+    calls: Calls
+    met: Integers
+    seq: Integers
+    clocks: Clocks
+    unmatched: tuple[Unmatched, ...]
+
+    def __len__(self) -> int:
+        return len(self.met)
+
+
+@dataclass
+class _Found:
+    """Meetings on their way."""
+
+    rows: list[Integers] = field(default_factory=list)
+    seq: list[Integers] = field(default_factory=list)
+    unmatched: list[Unmatched] = field(default_factory=list)
+
+    def add(self, met: Integers, seqs: Integers) -> None:
+        self.rows.append(met)
+        self.seq.append(seqs)
+
+    def met(self, ranks: int) -> Integers:
+        return np.concatenate([np.empty((0, ranks), dtype=np.int64), *self.rows])
+
+    def numbers(self) -> Integers:
+        return np.concatenate([np.empty(0, dtype=np.int64), *self.seq])
+
+
+def meet(calls: Calls) -> Meetings:
+    """Match the kernels of all ranks."""
+    found, ranks = _Found(), len(calls.ranks)
+    open_to_all = calls.way != Way.PAIR
+    is_numbered = open_to_all & (calls.group != NONE) & (calls.seq != NONE)
+    _by_number(calls, np.flatnonzero(is_numbered), found)
+    clocks = clocks_of(calls, found.met(ranks))
+    for rows in sorted(_series(calls, np.flatnonzero(open_to_all & ~is_numbered)), key=len, reverse=True):
+        _by_order(calls, rows, clocks, found)
+        if len(np.unique(clocks.island)) > 1:
+            clocks = clocks_of(calls, found.met(ranks))
+    clocks = clocks_of(calls, found.met(ranks))
+    met, seqs = found.met(ranks), found.numbers()
+    together = _are_together(calls, met, clocks)
+    for rows, seq in zip(met[~together], seqs[~together], strict=True):
+        present = tuple(int(row) for row in rows if row != NONE)
+        found.unmatched.append(_unmatched(calls, int(seq), present, (), "its ranks were not inside at one moment"))
+    met, seqs = met[together], seqs[together]
+    order = np.argsort(calls.start_us[met.max(axis=1, initial=0)], kind="stable")
+    found.unmatched.sort(key=lambda one: float(calls.start_us[one.rows[0]]))
+    return Meetings(calls=calls, met=met[order], seq=seqs[order], clocks=clocks, unmatched=tuple(found.unmatched))
+
+
+def _unmatched(calls: Calls, seq: int, rows: tuple[int, ...], missing: tuple[int, ...], why: str) -> Unmatched:
+    group = calls.group[rows[0]]
+    return Unmatched(
+        group="" if group == NONE else calls.groups[group].name,
+        seq=seq,
+        name=calls.name(rows[0]),
+        why=why,
+        rows=rows,
+        missing=missing,
+    )
+
+
+def _expected(calls: Calls, rows: Integers) -> Flags:
+    """For each group, which of our ranks should take part."""
+    table = np.zeros((len(calls.groups), len(calls.ranks)), dtype=bool)
+    table[calls.group[rows], calls.rank[rows]] = True
+    for number, group in enumerate(calls.groups):
+        if group.members:
+            table[number] |= np.isin(calls.ranks, group.members)
+    return table
+
+
+def _by_number(calls: Calls, rows: Integers, found: _Found) -> None:
+    """Meetings of kernels that say their number. A number that a rank has twice counts by occurrence."""
+    if not len(rows):
+        return
+    rows = rows[np.lexsort((calls.start_us[rows], calls.rank[rows], calls.seq[rows], calls.group[rows]))]
+    occurrence = _occurrence(calls.group[rows], calls.seq[rows], calls.rank[rows])
+    by_meeting = np.lexsort((calls.rank[rows], occurrence, calls.seq[rows], calls.group[rows]))
+    rows, occurrence = rows[by_meeting], occurrence[by_meeting]
+    is_new = _changes(calls.group[rows], calls.seq[rows], occurrence)
+    firsts, meeting = np.flatnonzero(is_new), np.cumsum(is_new) - 1
+    met = np.full((len(firsts), len(calls.ranks)), NONE)
+    met[meeting, calls.rank[rows]] = rows
+    groups, seqs = calls.group[rows[firsts]], calls.seq[rows[firsts]]
+    names = calls.name_id[rows]
+    of_one_name = np.minimum.reduceat(names, firsts) == np.maximum.reduceat(names, firsts)
+    lacking = _expected(calls, rows)[groups] & (met == NONE)
+    whole = of_one_name & ~lacking.any(axis=1)
+    found.add(met[whole], seqs[whole])
+    recorded = _recorded(calls, rows)
+    for one in np.flatnonzero(~whole):
+        present = tuple(int(row) for row in met[one] if row != NONE)
+        absent = np.flatnonzero(lacking[one])
+        why = "its ranks call it by different names"
+        if of_one_name[one]:
+            why = "; ".join(_absence(calls, recorded, int(groups[one]), int(seqs[one]), int(rank)) for rank in absent)
+        missing = tuple(calls.ranks[rank] for rank in absent)
+        found.unmatched.append(_unmatched(calls, int(seqs[one]), present, missing, why))
+
+
+def _recorded(calls: Calls, rows: Integers) -> dict[tuple[int, int], tuple[int, int]]:
+    """Least and greatest number that each rank has of each group; rows are sorted by group and number."""
+    bounds: dict[tuple[int, int], tuple[int, int]] = {}
+    for group, rank, seq in zip(calls.group[rows], calls.rank[rows], calls.seq[rows], strict=True):
+        key = (int(group), int(rank))
+        bounds[key] = (bounds[key][0] if key in bounds else int(seq), int(seq))
+    return bounds
+
+
+def _absence(calls: Calls, recorded: dict[tuple[int, int], tuple[int, int]], group: int, seq: int, rank: int) -> str:
+    """Why a rank lacks a collective, as far as its own numbers tell."""
+    name = f"rank {calls.ranks[rank]}"
+    if (group, rank) not in recorded:
+        return f"{name} has none of this group"
+    first, last = recorded[group, rank]
+    if seq < first:
+        return f"the recording of {name} begins later"
+    return f"the recording of {name} ends earlier" if seq > last else f"{name} has no event for it"
+
+
+def _changes(*columns: Integers) -> Flags:
+    """Rows that differ from the one before in any column; the first does."""
+    change = np.ones(len(columns[0]), dtype=bool)
+    change[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    return change
+
+
+def _occurrence(*columns: Integers) -> Integers:
+    """How many equal rows stand directly before each."""
+    numbers = np.arange(len(columns[0]))
+    begins = np.where(_changes(*columns), numbers, 0)
+    count: Integers = numbers - np.maximum.accumulate(begins)
+    return count
+
+
+# -------------------------------------------------------------------------------------------------- by order and time
+
+
+def _series(calls: Calls, rows: Integers) -> list[Integers]:
+    """Kernels without number, in lists whose order should be the same on all ranks.
+
+    Those of a group make a list; of a library without groups those of a name; of NCCL those of a stream, if all ranks
+    use the same streams.
+    """
+    labels = np.zeros((3, len(rows)), dtype=np.int64)
+    labels[0] = calls.group[rows]
+    is_device = calls.way[rows] >= Way.DEVICE
+    labels[1] = np.where(is_device, calls.name_id[rows], NONE)
+    bare = (calls.group[rows] == NONE) & ~is_device
+    streams = [set(calls.stream[rows[bare & (calls.rank[rows] == rank)]].tolist()) for rank in range(len(calls.ranks))]
+    if all(one == streams[0] for one in streams):
+        labels[2] = np.where(bare, calls.stream[rows], NONE)
+    _, kind = np.unique(labels, axis=1, return_inverse=True)
+    return [rows[kind.reshape(-1) == one] for one in range(int(kind.max(initial=NONE)) + 1)]
+
+
+def _by_order(calls: Calls, rows: Integers, clocks: Clocks, found: _Found) -> None:
+    """Meetings of one series."""
+    ranks = len(calls.ranks)
+    own = [rows[calls.rank[rows] == rank] for rank in range(ranks)]
+    group = calls.group[rows[0]]
+    taking_part = np.array([len(one) > 0 for one in own])
+    if group != NONE and calls.groups[group].members:
+        taking_part |= np.isin(calls.ranks, calls.groups[group].members)
+    lead = int(np.argmax([len(one) for one in own]))
+    met = np.full((len(own[lead]), ranks), NONE)
+    met[:, lead] = own[lead]
+    for rank in np.flatnonzero(taking_part):
+        if rank != lead:
+            places, partners = _pairs(calls, own[lead], own[rank], clocks)
+            met[places, rank] = own[rank][partners]
+    whole = ((met != NONE) == taking_part).all(axis=1)
+    places = _places(calls, own[lead])
+    found.add(met[whole], places[whole])
+    if taking_part.sum() > 1:
+        _list_the_rest(calls, own, met[whole], taking_part, found)
+
+
+def _places(calls: Calls, rows: Integers) -> Integers:
+    """Place of these rows among all kernels of their rank that have neither number nor own series."""
+    if not len(rows):
+        return rows
+    first = rows[0]
+    alike = (calls.rank == calls.rank[first]) & (calls.group == calls.group[first]) & (calls.seq == NONE)
+    if calls.way[first] >= Way.DEVICE:
+        alike &= calls.name_id == calls.name_id[first]
+    else:
+        alike &= calls.way < Way.DEVICE
+    places: Integers = np.searchsorted(np.flatnonzero(alike), rows)
+    return places
+
+
+def _list_the_rest(calls: Calls, own: list[Integers], met: Integers, taking_part: Flags, found: _Found) -> None:
+    """What is in no meeting of the series, by place in it: kernels of the same place are one entry."""
+    matched = set(met.reshape(-1).tolist())
+    left: dict[int, list[int]] = {}
+    for rows in own:
+        for place, row in enumerate(rows.tolist()):
+            if row not in matched:
+                left.setdefault(place, []).append(row)
+    for present in left.values():
+        have = {int(calls.rank[row]) for row in present}
+        missing = tuple(calls.ranks[rank] for rank in np.flatnonzero(taking_part) if rank not in have)
+        why = "no number, and kernels of this place do not end together"
+        if missing:
+            why = f"no kernel of rank {', '.join(map(str, missing))} ends with it"
+        place = int(_places(calls, np.array(present[:1]))[0])
+        found.unmatched.append(_unmatched(calls, place, tuple(present), missing, why))
+
+
+def _pairs(calls: Calls, lead: Integers, other: Integers, clocks: Clocks) -> tuple[Integers, Integers]:
+    """Places in `lead` and `other` that are the same collective."""
+    if not len(other):
+        return other, other
+    is_device = calls.way[lead[0]] >= Way.DEVICE
+    in_order = np.arange(len(lead))
+    if is_device and clocks.island[calls.rank[lead[0]]] != clocks.island[calls.rank[other[0]]]:
+        return (in_order, in_order) if len(lead) == len(other) else (lead[:0], lead[:0])
+    ends, end = calls.end_us[lead], calls.end_us[other] - _apart(calls, lead, other, clocks)
+    partner, back = _nearest(ends, end), _nearest(end, ends)
+    shorter = np.minimum(calls.duration_us[lead][partner], calls.duration_us[other])
+    near = np.abs(ends[partner] - end) <= np.maximum(TOLERANCE_US, TOLERANCE_SHARE * shorter)
+    found = np.flatnonzero((near | is_device) & (back[partner] == np.arange(len(other))))
+    shift = found - partner[found]
+    if is_device and len(lead) == len(other) and np.count_nonzero(shift == 0) > len(lead) / 2:
+        return in_order, in_order
+    breaks = np.ones(len(found), dtype=bool)
+    breaks[1:] = (np.diff(found) != 1) | (np.diff(shift) != 0)
+    run = np.cumsum(breaks) - 1
+    believed = (shift == 0) | (np.bincount(run)[run] >= RUN) if len(found) else breaks
+    return partner[found[believed]], found[believed]
+
+
+def _nearest(times_us: Floats, wanted_us: Floats) -> Integers:
+    """Index of the nearest of some times to each of others."""
+    order = np.argsort(times_us, kind="stable")
+    times_us = times_us[order]
+    after = np.clip(np.searchsorted(times_us, wanted_us), 1, max(1, len(order) - 1))
+    before, after = after - 1, np.minimum(after, len(order) - 1)
+    nearer_before = wanted_us - times_us[before] <= times_us[after] - wanted_us
+    return order[np.where(nearer_before, before, after)]
+
+
+def _apart(calls: Calls, lead: Integers, other: Integers, clocks: Clocks) -> float:
+    """How far the other rank's clock is ahead: known, or the difference of ends that most pairs of one shift share."""
+    first, second = calls.rank[lead[0]], calls.rank[other[0]]
+    if clocks.island[first] == clocks.island[second]:
+        return float(clocks.ahead_us[second] - clocks.ahead_us[first])
+    window = max(TOLERANCE_US, TOLERANCE_SHARE * float(np.median(calls.duration_us[np.concatenate([lead, other])])))
+    best, most = 0.0, RUN - 1
+    for shift in sorted(range(-_SHIFTS, _SHIFTS + 1), key=abs):
+        ours, theirs = lead[max(0, -shift) :], other[max(0, shift) :]
+        count = min(len(ours), len(theirs))
+        differences = np.sort(calls.end_us[theirs[:count]] - calls.end_us[ours[:count]])
+        inside = np.searchsorted(differences, differences + window, side="right") - np.arange(count)
+        if count and int(inside.max()) > most:
+            begin, most = int(inside.argmax()), int(inside.max())
+            best = float(np.median(differences[begin : begin + most]))
+    return best
+
+
+def _are_together(calls: Calls, met: Integers, clocks: Clocks) -> Flags:
+    """Whether a moment exists at which all ranks of each meeting were inside; where that need not be, True."""
+    present = met != NONE
+    latest = np.where(present, clocks.start_us(calls)[met], -np.inf).max(axis=1, initial=-np.inf)
+    earliest = np.where(present, clocks.end_us(calls)[met], np.inf).min(axis=1, initial=np.inf)
+    way = np.where(present, calls.way[met], NONE).max(axis=1, initial=NONE)
+    together: Flags = (latest <= earliest + TOLERANCE_US) | (way > Way.UNEVEN) | ~clocks.is_joined(present)
+    return together

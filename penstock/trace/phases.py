@@ -1,0 +1,307 @@
+"""The time of a trace by phase, layer and pass; `penstock.trace.hierarchy` goes on to operators, shapes and kernels.
+
+A phase is named by the span around the launch. Inside the spans of a mixture of experts the kernel says more: indices,
+permutation, activation, products forward and both gradients, waiting. Where there is no span, names of kernels and
+operators do (penstock.trace.kernel_names); the same words, so that tables of both kinds join. What nothing names is
+"other", and `Phases.other_share` says how much that is.
+
+Two times stand in each row. `kernel_us` is the sum of the durations. `exposed_us` is the part of the device's busy time
+that the phase is charged with: every moment is charged once, to compute before communication before copies, and of
+equals to the one that began first. So the exposed times add up to the busy time, and those of communication to what the
+timeline calls exposed communication.
+"""
+
+import math
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.base.spans import Span
+from penstock.trace.events import NONE, Floats, GpuKind, Integers, Trace
+from penstock.trace.intervals import union
+from penstock.trace.kernel_names import COLLECTIVES, Part, general, telling
+from penstock.trace.tree import PARTS, SPANS, Placement, place
+
+PASSES = ("", "forward", "backward", "recompute", "update")
+"""Of a training step. Empty: not known, because the launch is not in the trace and the name does not say."""
+
+EXPERTS = frozenset({Span.ROUTE, Span.DISPATCH, Span.EXPERTS, Span.COMBINE})
+"""Spans in which kernels are told apart."""
+
+UPDATES = frozenset({one.value for one in (Span.OPTIMIZER, Span.CLIP, Span.BALANCE, Span.ZERO, Span.REDUCE)})
+"""Phases of the update, which is no pass through the model."""
+
+SPOKEN = {Span.SORT: Part.INDEX.value}
+"""Spans whose phase has another name, because a sort may be anything."""
+
+PRODUCTS = frozenset({Part.GROUPED, Part.GROUPED_WEIGHTS})
+WAITING = " waiting"
+BACKWARD = re.compile(r"backward|bwd|bprop|dgrad|wgrad|_wrw_|_grad\b", re.IGNORECASE)
+
+_NAMED = {Part.POSITIONS: Part.ATTENTION.value, Part.CACHE: Part.ATTENTION.value}
+_WITHIN = frozenset({Part.INDEX, Part.PERMUTE, Part.ACTIVATION, Part.ROUTE})
+_PRIORITY = {GpuKind.COMPUTE: 0, GpuKind.SET: 0, GpuKind.COMMUNICATION: 1, GpuKind.COPY: 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One row of the table.
+
+    Attributes:
+        name: of the phase.
+        layer: its number, or None.
+        pass_: one of `PASSES`.
+        kernel_us: durations added.
+        exposed_us: busy time of the device that is charged to it.
+        share: of all `kernel_us`.
+        count: GPU events.
+    """
+
+    name: str
+    layer: int | None
+    pass_: str
+    kernel_us: float
+    exposed_us: float
+    share: float
+    count: int
+
+    def as_json(self) -> dict[str, Any]:
+        """With the key `pass`, which is no name in Python."""
+        return {key.rstrip("_"): value for key, value in asdict(self).items()}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Phases:
+    """All GPU events of a trace, named. An event of which a part was waiting has two entries.
+
+    Attributes:
+        names: of phases.
+        event: row in `Trace.gpu`.
+        name_id: index into `names`.
+        pass_id: index into `PASSES`.
+        layer: number, or NONE.
+        kernel_us: durations.
+        exposed_us: busy time that each is charged with.
+        placement: where the events come from, one entry for each row of `Trace.gpu`.
+    """
+
+    names: tuple[str, ...]
+    event: Integers
+    name_id: Integers
+    pass_id: Integers
+    layer: Integers
+    kernel_us: Floats
+    exposed_us: Floats
+    placement: Placement
+
+    @property
+    def other_share(self) -> float:
+        """Of all time on the device, what nothing names."""
+        total = self.kernel_us.sum()
+        if Part.OTHER.value not in self.names or not total:
+            return 0.0
+        return float(self.kernel_us[self.name_id == self.names.index(Part.OTHER.value)].sum() / total)
+
+    def rows(self, *, by_layer: bool = True) -> list[Phase]:
+        """The table, longest first; layers added up unless `by_layer`."""
+        layer = self.layer if by_layer else np.full(len(self.layer), NONE)
+        groups, group = grouped(self.name_id, layer, self.pass_id)
+        kernel_us = np.bincount(group, self.kernel_us, len(groups))
+        exposed_us = np.bincount(group, self.exposed_us, len(groups))
+        counts, total = np.bincount(group, minlength=len(groups)), self.kernel_us.sum()
+        found = [
+            Phase(
+                name=self.names[name],
+                layer=None if number == NONE else number,
+                pass_=PASSES[pass_],
+                kernel_us=float(kernel_us[one]),
+                exposed_us=float(exposed_us[one]),
+                share=float(kernel_us[one] / total) if total else 0.0,
+                count=int(counts[one]),
+            )
+            for one, (name, number, pass_) in enumerate(groups)
+        ]
+        return sorted(found, key=lambda row: (-row.kernel_us, row.name, row.pass_, row.layer or 0))
+
+
+def grouped(*columns: Integers) -> tuple[list[tuple[int, ...]], Integers]:
+    """The different rows of some columns of numbers from NONE up, and which of them each row is.
+
+    A row is packed into one number first, because sorting numbers is much faster than sorting rows.
+    """
+    widths = [int(column.max(initial=NONE)) + 2 for column in columns]
+    assert math.prod(widths) < 2**62, "the columns hold too many different values for one number"
+    packed = np.zeros(len(columns[0]), dtype=np.int64)
+    for column, width in zip(columns, widths, strict=True):
+        packed = packed * width + (column - NONE)
+    _, first, group = np.unique(packed, return_index=True, return_inverse=True)
+    distinct = np.stack([column[first] for column in columns], axis=1)
+    return [tuple(row) for row in distinct.tolist()], group
+
+
+def find_phases(trace: Trace, placement: Placement | None = None, *, waited_us: Floats | None = None) -> Phases:
+    """Name every event of the GPU.
+
+    Args:
+        trace: of one rank.
+        placement: of its events, if it is there already.
+        waited_us: for each row of `Trace.gpu`, the part of its duration in which it waited for other ranks. That part
+            then stands in rows of its own ("dispatch waiting").
+    """
+    placement = place(trace) if placement is None else placement
+    names, name_id, pass_id = _name_all(trace, placement)
+    found = Phases(
+        names=names,
+        event=np.arange(len(trace.gpu)),
+        name_id=name_id,
+        pass_id=pass_id,
+        layer=placement.layer,
+        kernel_us=trace.gpu.duration_us,
+        exposed_us=charge(trace),
+        placement=placement,
+    )
+    return found if waited_us is None else _with_waiting(found, waited_us)
+
+
+def _with_waiting(phases: Phases, waited_us: Floats) -> Phases:
+    """Entries split in two where an event waited: exposed time in the same proportion."""
+    waited = np.clip(waited_us, 0.0, phases.kernel_us)
+    some = np.flatnonzero((waited > 0) & ~np.char.endswith(np.array(phases.names), WAITING)[phases.name_id])
+    share = np.zeros(len(waited))
+    share[some] = waited[some] / phases.kernel_us[some]
+    names = list(phases.names)
+    of_waiting = {one: _index_in(names, names[one] + WAITING) for one in np.unique(phases.name_id[some]).tolist()}
+    return Phases(
+        names=tuple(names),
+        event=np.append(phases.event, some),
+        name_id=np.append(phases.name_id, [of_waiting[one] for one in phases.name_id[some].tolist()]).astype(np.int64),
+        pass_id=np.append(phases.pass_id, phases.pass_id[some]),
+        layer=np.append(phases.layer, phases.layer[some]),
+        kernel_us=np.append(phases.kernel_us * (1 - share), waited[some]),
+        exposed_us=np.append(phases.exposed_us * (1 - share), (phases.exposed_us * share)[some]),
+        placement=phases.placement,
+    )
+
+
+def _index_in(names: list[str], name: str) -> int:
+    """Where a name stands in a list; it is added if it does not."""
+    if name not in names:
+        names.append(name)
+    return names.index(name)
+
+
+def charge(trace: Trace) -> Floats:
+    """For each GPU event the busy time that it is charged with: compute first, then communication, then copies."""
+    gpu = trace.gpu
+    level_of = np.array([_PRIORITY[kind] for kind in GpuKind])[gpu.kind]
+    charged, taken = np.zeros(len(gpu)), union(np.zeros(0), np.zeros(0))
+    for level in range(3):
+        rows = np.flatnonzero(level_of == level)
+        end = gpu.end_us[rows]
+        before = np.append(-np.inf, np.maximum.accumulate(end))[: len(end)]
+        start = np.minimum(np.maximum(gpu.start_us[rows], before), end)
+        charged[rows] = (end - start) - taken.covered_us(start, end)
+        taken = taken | union(start, end)
+    return charged
+
+
+def _name_all(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], Integers, Integers]:
+    """Names, and for each event the index of its name and pass; found once for each different kind of event."""
+    gpu = trace.gpu
+    operator = np.append(trace.host.name_id, NONE)[placement.operator]
+    ran = np.where(placement.is_recomputed, 2, np.where(placement.is_backward, 1, 0))
+    ran = np.where(gpu.is_linked & ~placement.is_replayed, ran, 3)
+    talks = gpu.kind == GpuKind.COMMUNICATION
+    said = np.where(talks, placement.collective, placement.part)
+    kinds, kind = grouped(gpu.name_id, talks.astype(np.int64), operator, placement.span, said, ran)
+    names: list[str] = []
+    found = []
+    for name, kind_of, operator_name, span, part, how in kinds:
+        event = _Event(
+            kernel=trace.names[name],
+            is_communication=bool(kind_of),
+            operator="" if operator_name == NONE else trace.names[operator_name],
+            span=None if span == NONE else SPANS[span],
+            part=None if part == NONE else PARTS[part],
+            ran=("forward", "backward", "recompute", "")[how],
+        )
+        phase, pass_ = _name(event)
+        found.append((_index_in(names, phase), PASSES.index(pass_)))
+    table = np.array(found, dtype=np.int64).reshape(-1, 2)
+    name_id, pass_id = table[kind, 0], table[kind, 1]
+    return _exchanges(names, name_id, pass_id)
+
+
+def _exchanges(names: list[str], name_id: Integers, pass_id: Integers) -> tuple[tuple[str, ...], Integers, Integers]:
+    """An all-to-all without a span is dispatch if products of experts follow before the next one, else combine.
+
+    In backward it is the other way round: gradients reach the experts through the combine.
+    """
+    products = np.array([one.startswith(Span.EXPERTS) for one in names], dtype=bool)[name_id]
+    exchange = name_id == (names.index(Part.ALL_TO_ALL) if Part.ALL_TO_ALL in names else NONE)
+    if not exchange.any() or not products.any():
+        return tuple(names), name_id, pass_id
+    marks = np.flatnonzero(products | exchange)
+    to_experts = np.append(products[marks[1:]], False)[exchange[marks]]
+    rows = marks[exchange[marks]]
+    is_dispatch = to_experts ^ (pass_id[rows] == PASSES.index("backward"))
+    named = name_id.copy()
+    named[rows] = np.where(is_dispatch, _index_in(names, Span.DISPATCH.value), _index_in(names, Span.COMBINE.value))
+    return tuple(names), named, pass_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Event:
+    """What is known of a kind of event. `part` is what operators around it say, `ran` the pass that the tree found."""
+
+    kernel: str
+    is_communication: bool
+    operator: str
+    span: Span | None
+    part: Part | None
+    ran: str
+
+
+def _name(event: _Event) -> tuple[str, str]:
+    """Phase and pass."""
+    own = telling(event.kernel)
+    does = own or general(event.kernel) or general(event.operator) or Part.OTHER
+    if event.is_communication and does in {Part.COLLECTIVE, Part.OTHER}:
+        does = event.part or Part.COLLECTIVE
+    pass_ = event.ran
+    if pass_ in ("", "forward") and (
+        own is Part.GROUPED_WEIGHTS or BACKWARD.search(event.kernel + " " + event.operator)
+    ):
+        pass_ = "backward"
+    if event.span is None:
+        named = does if event.is_communication else own or event.part or does
+        name = _experts(named, pass_) if named in PRODUCTS else _NAMED.get(named, named.value)
+    elif event.span in EXPERTS:
+        name = _inside_experts(event.span, own, does, pass_)
+    else:
+        name = (
+            does.value if event.is_communication and does in COLLECTIVES else SPOKEN.get(event.span, event.span.value)
+        )
+    return name, "update" if name in UPDATES and pass_ in ("", "forward") else pass_
+
+
+def _inside_experts(span: Span, own: Part | None, does: Part, pass_: str) -> str:
+    """The phase of a kernel under a span of a mixture of experts."""
+    if own is Part.WAIT:
+        return span.value + WAITING
+    if own in _WITHIN:
+        return own.value
+    if does is Part.LOOK_UP and span is not Span.ROUTE:
+        return Part.PERMUTE.value
+    if span is Span.EXPERTS and does in PRODUCTS | {Part.PRODUCTS}:
+        return _experts(does, pass_)
+    return span.value
+
+
+def _experts(part: Part, pass_: str) -> str:
+    """Products of experts: forward, or which gradient."""
+    if part is Part.GROUPED_WEIGHTS:
+        return "experts weight gradient"
+    return "experts input gradient" if pass_ == "backward" and part is Part.GROUPED else Span.EXPERTS.value

@@ -1,0 +1,136 @@
+"""How fast each different call ran, beside what the device could do: FLOP/s, bytes/s, and which of the two bounds it.
+
+`penstock.trace.work` says how much a call computes and moves. The roof of a call is the longer of its FLOPs at the peak
+of its type and its bytes at the bandwidth of the memory (penstock.base.devices); `reached` is the roof over the time of
+its kernels. A short kernel reaches little of either, however good it is: the time that it takes to start is not in it.
+
+Calls are grouped (penstock.trace.operators), so a model of work runs once for each different call. Calls without one
+stand in the table with their time and no FLOPs, and `modelled_share` says how much of the time has a model.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from penstock.base.devices import Chip, chip_named
+from penstock.trace.events import NONE, GpuKind, Trace
+from penstock.trace.operators import Call, calls_made
+from penstock.trace.tree import Placement, place
+from penstock.trace.work import Work, work_of
+
+Bound = Literal["compute", "memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """All calls of an operator on the same shapes.
+
+    Attributes:
+        operator: its name.
+        shapes: of its arguments.
+        types: of its arguments.
+        count: calls.
+        kernel_us: of all their kernels.
+        share: of the time of all kernels that compute.
+        flops: of one call, or None without a model.
+        bytes: that one call has to read and write at least, or None.
+        flops_per_second: reached.
+        bytes_per_second: reached.
+        bound: what its roof is made of, or None if the work or the device is not known.
+        reached: roof over time, or None.
+    """
+
+    operator: str
+    shapes: tuple[Any, ...]
+    types: tuple[str, ...]
+    count: int
+    kernel_us: float
+    share: float
+    flops: float | None
+    bytes: float | None
+    flops_per_second: float | None
+    bytes_per_second: float | None
+    bound: Bound | None
+    reached: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """The table, longest first, and of what.
+
+    Attributes:
+        rows: one for each different call.
+        chip: whose peaks are taken, or None if the trace's device is not known.
+        modelled_share: of the time, what has a model of its work.
+    """
+
+    rows: tuple[Row, ...]
+    chip: Chip | None
+    modelled_share: float
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """The rows as plain values."""
+        return [asdict(row) for row in self.rows]
+
+
+def roofline(trace: Trace, placement: Placement | None = None, *, used_rows: float = 1.0) -> Roofline:
+    """Work and time of every different call whose kernels compute.
+
+    Args:
+        trace: of one rank.
+        placement: of its events, if it is there already.
+        used_rows: of the rows that grouped products were given, the share that held tokens. Dispatchers that do not
+            wait for the host hand over buffers for the worst case; counts of tokens by expert say how full they were.
+    """
+    placement = place(trace) if placement is None else placement
+    gpu, table = trace.gpu, calls_made(trace, placement)
+    is_asked = (gpu.kind == GpuKind.COMPUTE) | gpu.called("Memcpy DtoD (Device -> Device)")
+    total = float(gpu.duration_us[is_asked].sum())
+    is_asked &= (table.call_of != NONE) & ~placement.is_replayed
+    if not is_asked.any():
+        return Roofline(rows=(), chip=_chip(trace), modelled_share=0.0)
+    call_of = table.call_of[is_asked]
+    kernel_us = np.bincount(call_of, gpu.duration_us[is_asked], len(table.calls))
+    pairs = np.unique(np.stack([call_of, table.row_of[is_asked]]), axis=1)
+    counts = np.bincount(pairs[0], minlength=len(table.calls))
+    chip = _chip(trace)
+    rows = [
+        _row(call, float(us), int(count), work_of(call, used_rows=used_rows), chip, total)
+        for call, us, count in zip(table.calls, kernel_us.tolist(), counts.tolist(), strict=True)
+        if count
+    ]
+    modelled = sum(row.kernel_us for row in rows if row.flops is not None)
+    ordered = sorted(rows, key=lambda row: (-row.kernel_us, row.operator))
+    return Roofline(rows=tuple(ordered), chip=chip, modelled_share=modelled / total if total else 0.0)
+
+
+def _chip(trace: Trace) -> Chip | None:
+    return None if trace.device_name is None else chip_named(trace.device_name)
+
+
+def _row(call: Call, kernel_us: float, count: int, work: Work | None, chip: Chip | None, total_us: float) -> Row:
+    seconds = kernel_us * 1e-6
+    roof = None if work is None or chip is None else _roof(work, chip)
+    known = work is not None and seconds > 0
+    return Row(
+        operator=call.name,
+        shapes=call.shapes,
+        types=call.types,
+        count=count,
+        kernel_us=kernel_us,
+        share=kernel_us / total_us if total_us else 0.0,
+        flops=None if work is None else work.flops,
+        bytes=None if work is None else work.bytes,
+        flops_per_second=work.flops * count / seconds if work is not None and known else None,
+        bytes_per_second=work.bytes * count / seconds if work is not None and known else None,
+        bound=None if roof is None else roof[1],
+        reached=roof[0] * count / seconds if roof is not None and known else None,
+    )
+
+
+def _roof(work: Work, chip: Chip) -> tuple[float, Bound]:
+    """Seconds that one call needs at least, and because of what. An unknown peak counts as that of bfloat16."""
+    peak = {"fp8": chip.fp8, "fp32": chip.fp32, "bf16": chip.bf16}[work.dtype] or chip.bf16
+    computing, moving = work.flops / peak, work.bytes / chip.memory
+    return (computing, "compute") if computing > moving else (moving, "memory")

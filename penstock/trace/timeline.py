@@ -1,0 +1,178 @@
+"""How the time of a device was spent: busy, compute, communication, copies, idle; for a whole trace and for each step.
+
+    total = compute + exposed communication + exposed copies + idle
+
+- total: from the start of the first event on the GPU to the end of the last one,
+- busy: the union of all events,
+- compute: the union of kernels that do not communicate, and fills,
+- communication and copies (memcpy): unions too, so what runs at once on two streams counts once,
+- exposed communication: where nothing computes; exposed copies: where nothing computes or communicates,
+- idle: total without busy.
+
+A profiler's window cuts: kernels that were launched before it opened still run in it. `timelines` therefore gives two
+answers, `all` events and `linked` ones, whose launch is in the trace.
+
+Steps are the regions `ProfilerStep#N` of torch.profiler, or our own spans `step N`. The host runs ahead of the device,
+so a step's window on the device begins with the first event that the step launched and ends where that of the next
+begins; windows leave nothing out between the first step and the last.
+"""
+
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.base.spans import Span
+from penstock.trace.events import Floats, GpuEvents, GpuKind, HostEvents, HostKind, Trace
+from penstock.trace.intervals import Intervals, union
+
+_PROFILER_STEP = re.compile(r"ProfilerStep\s*#(\d+)")
+_OWN_STEP = re.compile(rf"{Span.STEP}(?:[ #:](\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """How a stretch of time was spent, in microseconds; what each word means says the module's docstring."""
+
+    total_us: float
+    busy_us: float
+    compute_us: float
+    communication_us: float
+    exposed_communication_us: float
+    memcpy_us: float
+    exposed_memcpy_us: float
+    idle_us: float
+    events: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of a training run.
+
+    Attributes:
+        name: of the region, such as `ProfilerStep#15`.
+        number: of the step, from the name, or counted from 0.
+        start_us: when the host began it.
+        duration_us: how long the host was in it.
+        window_us: start and end on the device.
+        timeline: of that window, from linked events.
+    """
+
+    name: str
+    number: int
+    start_us: float
+    duration_us: float
+    window_us: tuple[float, float]
+    timeline: Timeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Busy:
+    """When a device computed, communicated and copied."""
+
+    compute: Intervals
+    communication: Intervals
+    copies: Intervals
+
+    def within(self, start_us: float, end_us: float) -> "Busy":
+        """The part between two times."""
+        parts = (part.within(start_us, end_us) for part in (self.compute, self.communication, self.copies))
+        compute, communication, copies = parts
+        return Busy(compute=compute, communication=communication, copies=copies)
+
+
+def busy_of(events: GpuEvents) -> Busy:
+    """When events of a GPU computed, communicated and copied."""
+
+    def when(*kinds: GpuKind) -> Intervals:
+        rows = np.isin(events.kind, kinds)
+        return union(events.start_us[rows], events.end_us[rows])
+
+    return Busy(
+        compute=when(GpuKind.COMPUTE, GpuKind.SET),
+        communication=when(GpuKind.COMMUNICATION),
+        copies=when(GpuKind.COPY),
+    )
+
+
+def timeline_of(events: GpuEvents) -> Timeline:
+    """The timeline of these events, from the first to the last; all zeros without any."""
+    if not len(events):
+        return _spent(busy_of(events), 0.0, 0)
+    total_us = float(events.end_us.max() - events.start_us[0])
+    return _spent(busy_of(events), total_us, len(events))
+
+
+def timelines(trace: Trace) -> dict[str, Timeline]:
+    """`all`: of every event on the GPU. `linked`: of those whose launch is in the trace."""
+    return {"all": timeline_of(trace.gpu), "linked": timeline_of(trace.gpu.take(trace.gpu.is_linked))}
+
+
+def steps_of(trace: Trace) -> tuple[Step, ...]:
+    """The steps of a trace in their order; none if it has no regions for them."""
+    regions = step_spans(trace)
+    linked = trace.gpu.take(trace.gpu.is_linked)
+    launched_us = trace.host.start_us[linked.launch]
+    busy = busy_of(linked)
+    windows = _windows(regions, linked, launched_us)
+    return tuple(
+        Step(
+            name=regions.name(row),
+            number=_number(regions.name(row), row),
+            start_us=float(regions.start_us[row]),
+            duration_us=float(regions.duration_us[row]),
+            window_us=(start_us, end_us),
+            timeline=_spent(busy.within(start_us, end_us), end_us - start_us, _begun(linked, start_us, end_us)),
+        )
+        for row, (start_us, end_us) in enumerate(windows)
+    )
+
+
+def step_spans(trace: Trace) -> HostEvents:
+    """The regions of steps on the host: `ProfilerStep#N`, or if there are none our own spans."""
+    spans = trace.host.take(trace.host.kind == HostKind.SPAN)
+    for pattern in (_PROFILER_STEP, _OWN_STEP):
+        is_step = np.array([pattern.fullmatch(name) is not None for name in spans.names], dtype=bool)
+        if (found := is_step[spans.name_id]).any():
+            return spans.take(found)
+    return spans.take(slice(0, 0))
+
+
+def _windows(regions: HostEvents, linked: GpuEvents, launched_us: Floats) -> list[tuple[float, float]]:
+    """Start and end of every step on the device. A step that launched nothing has an empty window."""
+    if not len(regions):
+        return []
+    step = np.searchsorted(regions.start_us, launched_us, side="right") - 1
+    inside = (step >= 0) & (launched_us < regions.end_us[step])
+    first_us = np.full(len(regions), np.inf)
+    np.minimum.at(first_us, step[inside], linked.start_us[inside])
+    last_us = linked.end_us[inside].max(initial=-np.inf) if inside.any() else regions.end_us[-1]
+    bounds = np.minimum.accumulate(np.append(first_us, last_us)[::-1])[::-1]
+    return list(pairwise(bounds.tolist()))
+
+
+def _spent(busy: Busy, total_us: float, events: int) -> Timeline:
+    working = busy.compute | busy.communication
+    busy_us = (working | busy.copies).length_us
+    return Timeline(
+        total_us=total_us,
+        busy_us=busy_us,
+        compute_us=busy.compute.length_us,
+        communication_us=busy.communication.length_us,
+        exposed_communication_us=(busy.communication - busy.compute).length_us,
+        memcpy_us=busy.copies.length_us,
+        exposed_memcpy_us=(busy.copies - working).length_us,
+        idle_us=total_us - busy_us,
+        events=events,
+    )
+
+
+def _number(name: str, row: int) -> int:
+    digits = re.search(r"(\d+)$", name)
+    return int(digits[1]) if digits else row
+
+
+def _begun(events: GpuEvents, start_us: float, end_us: float) -> int:
+    rows = events.starting_in(start_us, end_us)
+    return int(rows.stop - rows.start)

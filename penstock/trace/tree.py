@@ -1,0 +1,287 @@
+"""Which operator, span, layer, pipeline action and step started each event of the GPU.
+
+The profiler writes what the host did as intervals on threads. `build_tree` turns them into parents: on one thread, the
+depth of an event is how many began before it minus how many ended by then, and its parent is the last event before it
+that is one level higher. All of that is sorting; there is no stack and no loop over events.
+
+`place` then asks, for every GPU event, what was open around the call that launched it:
+
+- the innermost operator, and the innermost span that names a phase (penstock.base.spans) or a layer ("layer 3"),
+- in backward, the node of the graph. Its sequence number leads to the operator that made it, whose span and layer it
+  takes; forward operators that are recorded inside a node, with a number of their own, are recomputation,
+- step and pipeline action, by time: they cover the threads of autograd as well.
+
+An event whose launch is not in the trace has none of these; its name must do (penstock.trace.kernel_names).
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.base.spans import Span
+from penstock.trace.events import NONE, Flags, Floats, HostEvents, HostKind, Integers, Trace
+from penstock.trace.kernel_names import COLLECTIVES, Part, general, telling
+
+NODE = "autograd::engine::evaluate_function: "
+"""What the name of a node of the backward graph begins with."""
+
+SPANS = tuple(Span)
+PARTS = tuple(Part)
+FRAMES = frozenset({Span.STEP, Span.FORWARD, Span.BACKWARD, Span.RECOMPUTE, Span.REPLAY, Span.MTP})
+"""Spans around many phases. A kernel that has no other span is named by what it does."""
+
+PROFILER_STEP = re.compile(r"^ProfilerStep#\d+$")
+STEP = re.compile(rf"^{Span.STEP}( \d+)?$")
+ACTION = re.compile(r"\bof (virtual )?stage \d+|^micro-batch \d+$")
+GRADIENTS = re.compile(r"^(backward|input gradient|weight gradient) of stage \d+")
+LAYER = re.compile(r"\blayers?[ ._](\d+)\b")
+GRAPH = re.compile(r"GraphLaunch")
+
+_NOTHING = -2
+"""In a column that is inherited: here it ends, and nothing stands instead."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tree:
+    """What the host did, nested. Arrays have one entry for each row of `Trace.host`.
+
+    Attributes:
+        parent: row of the event around it, or NONE.
+        levels: rows of the tree by depth; those of a level have their parents in the one before.
+    """
+
+    parent: Integers
+    levels: tuple[Integers, ...]
+
+    def inherit(self, own: Integers) -> Integers:
+        """The value of the nearest event around each, itself included, that has one; NONE where none has."""
+        value = own.copy()
+        for rows in self.levels[1:]:
+            value[rows] = np.where(own[rows] == NONE, value[self.parent[rows]], own[rows])
+        return value
+
+    def above(self, row: int) -> list[int]:
+        """A row and everything around it, from the inside out."""
+        found = [row]
+        while (up := int(self.parent[found[-1]])) != NONE:
+            found.append(up)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Placement:
+    """Where each GPU event comes from: one entry for each row of `Trace.gpu`.
+
+    Attributes:
+        operator: row in `Trace.host` of the innermost operator, or NONE.
+        maker: in backward, row of the forward operator that made the node, or NONE.
+        span: index into `SPANS` of the innermost span that names a phase, or NONE.
+        layer: its number, or NONE.
+        part: index into `PARTS`: what the operators around it say that it is, or NONE.
+        collective: the same of those that say which collective they call.
+        action: row in `Trace.host` of the pipeline action, or NONE.
+        step: row in `Trace.host` of the step, or NONE.
+        is_backward: whether a node of the backward graph, or an action that computes gradients only, started it.
+        is_recomputed: whether it ran forward again, inside a node.
+        is_replayed: whether it is one of many that a captured graph started at once.
+    """
+
+    operator: Integers
+    maker: Integers
+    span: Integers
+    layer: Integers
+    part: Integers
+    collective: Integers
+    action: Integers
+    step: Integers
+    is_backward: Flags
+    is_recomputed: Flags
+    is_replayed: Flags
+
+
+def build_tree(trace: Trace) -> Tree:
+    """Nest operators, spans and those calls of the runtime that started something."""
+    host = trace.host
+    is_node = (host.kind == HostKind.OPERATOR) | (host.kind == HostKind.SPAN)
+    is_node[trace.gpu.launch[trace.gpu.is_linked]] = True
+    return nest(host, np.flatnonzero(is_node))
+
+
+def nest(host: HostEvents, rows: Integers) -> Tree:
+    """Nest these rows of the host's events, each thread by itself."""
+    parent, depth = np.full(len(host), NONE), np.zeros(len(host), dtype=np.int64)
+    by_thread = rows[np.argsort(host.thread[rows], kind="stable")]
+    cuts = np.flatnonzero(np.diff(host.thread[by_thread])) + 1
+    for mine in np.split(by_thread, cuts):
+        depth[mine], parent[mine] = _nested(host, mine)
+    by_depth = rows[np.argsort(depth[rows], kind="stable")]
+    sizes = np.bincount(depth[rows], minlength=1)
+    return Tree(parent=parent, levels=tuple(np.split(by_depth, np.cumsum(sizes)[:-1])))
+
+
+def _nested(host: HostEvents, rows: Integers) -> tuple[Integers, Integers]:
+    """Depth and parent of the events of one thread, which are sorted by start and, of equal ones, the longer first."""
+    start, place_ = host.start_us[rows], np.arange(len(rows))
+    end = np.maximum(host.end_us[rows], np.nextafter(start, np.inf))
+    depth = place_ - np.searchsorted(np.sort(end), start, side="right")
+    key = depth * len(rows) + place_
+    order = np.argsort(key)
+    found = np.searchsorted(key[order], (depth - 1) * len(rows) + place_) - 1
+    above = order[np.maximum(found, 0)]
+    # Events that overlap without nesting leave gaps between levels. Who finds nobody open there stands alone.
+    has_parent = (depth > 0) & (depth[above] == depth - 1) & (end[above] > start)
+    above = np.where(has_parent, above, NONE)
+    return _depths(above), np.where(has_parent, rows[above], NONE)
+
+
+def _depths(above: Integers) -> Integers:
+    """How many events stand around each, from who stands directly around it."""
+    depth = np.zeros(len(above), dtype=np.int64)
+    up = above
+    while (up != NONE).any():
+        depth += up != NONE
+        up = np.where(up == NONE, NONE, above[up])
+    return depth
+
+
+def place(trace: Trace, tree: Tree | None = None) -> Placement:
+    """Ask the tree about every event of the GPU."""
+    tree = build_tree(trace) if tree is None else tree
+    host, gpu = trace.host, trace.gpu
+    facts = _facts(trace, tree)
+    started = np.where(gpu.is_linked, gpu.launch, len(host))
+
+    def of_launch(values: Integers) -> Integers:
+        found: Integers = np.append(values, NONE)[started]
+        return found
+
+    asked = np.append(host.start_us, np.nan)[started]
+    action = _open_at(trace, lambda name: bool(ACTION.search(name)), asked)
+    is_gradient = _of_names(trace, lambda name: bool(GRADIENTS.match(name)))
+    gradients = np.append(is_gradient[host.name_id], False)[np.where(action == NONE, len(host), action)]
+    is_recomputed = of_launch(facts.remade) != NONE
+    return Placement(
+        operator=of_launch(facts.operator),
+        maker=of_launch(facts.maker),
+        span=of_launch(facts.span),
+        layer=of_launch(facts.layer),
+        part=of_launch(facts.part),
+        collective=of_launch(facts.collective),
+        action=action,
+        step=_steps(trace, asked),
+        is_backward=((of_launch(facts.node) != NONE) | gradients) & ~is_recomputed,
+        is_recomputed=is_recomputed,
+        is_replayed=np.append(_of_names(trace, lambda name: bool(GRAPH.search(name)))[host.name_id], False)[started],
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Facts:
+    """What each row of the host has around it, or NONE."""
+
+    operator: Integers
+    node: Integers
+    maker: Integers
+    remade: Integers
+    span: Integers
+    layer: Integers
+    part: Integers
+    collective: Integers
+
+
+def _facts(trace: Trace, tree: Tree) -> _Facts:
+    host, names = trace.host, trace.names
+    row, is_operator, is_span = np.arange(len(host)), host.kind == HostKind.OPERATOR, host.kind == HostKind.SPAN
+    is_node = is_operator & _of_names(trace, lambda name: name.startswith(NODE))[host.name_id]
+    node = tree.inherit(np.where(is_node, row, NONE))
+    used = np.unique(host.name_id[is_operator | is_span])
+    said = np.full((len(names), 4), NONE)
+    for one in used:
+        said[one] = _said_by(names[one])
+    again = host.called(Span.RECOMPUTE) & is_span
+    own_span, own_layer = (np.where(is_span, said[host.name_id, one], NONE) for one in (0, 1))
+    own_part, own_collective = (np.where(is_operator | is_span, said[host.name_id, one], NONE) for one in (2, 3))
+    in_node = node != NONE
+    is_call = _of_names(trace, lambda name: "::" in name and not name.startswith(NODE))[host.name_id]
+    numbered = is_operator & is_call & (host.sequence != NONE) & (host.sequence != host.sequence[node])
+    remade = tree.inherit(np.where(in_node & (numbered | again | (own_span != NONE)), row, NONE))
+    made_by = np.where(is_node, _makers(host, is_node, in_node), NONE)
+    maker = tree.inherit(np.where(is_node & (made_by == NONE), _NOTHING, made_by))
+
+    def handed_back(own: Integers) -> Integers:
+        """Inherited; a node has what its maker had, unless it says something itself."""
+        forward = np.append(tree.inherit(own), NONE)[made_by]
+        begun = np.where(is_node & (own == NONE), np.where(forward == NONE, _NOTHING, forward), own)
+        value = tree.inherit(begun)
+        return np.where(value == _NOTHING, NONE, value)
+
+    return _Facts(
+        operator=tree.inherit(np.where(is_operator, row, NONE)),
+        node=node,
+        maker=np.where(maker == _NOTHING, NONE, maker),
+        remade=remade,
+        span=handed_back(own_span),
+        layer=handed_back(own_layer),
+        part=handed_back(own_part),
+        collective=tree.inherit(own_collective),
+    )
+
+
+def _said_by(name: str) -> tuple[int, int, int, int]:
+    """Span, layer, part and collective that the name of an operator or span tells, NONE for what it does not."""
+    span = SPANS.index(Span(name)) if name in SPANS and name not in FRAMES else NONE
+    layer = LAYER.search(name)
+    part = telling(name.removeprefix(NODE))
+    does = general(name)
+    calls = does is not None and does in COLLECTIVES and does is not Part.COLLECTIVE
+    return (
+        span,
+        NONE if layer is None else int(layer[1]),
+        NONE if part is None else PARTS.index(part),
+        PARTS.index(does) if calls and does is not None else NONE,
+    )
+
+
+def _makers(host: HostEvents, is_node: Flags, in_node: Flags) -> Integers:
+    """Row of the operator that made the node with the sequence number of each row: the last to begin with it."""
+    candidates = (host.kind == HostKind.OPERATOR) & (host.sequence != NONE)
+    made = np.full(len(host), NONE)
+    wanted = np.flatnonzero(is_node & (host.sequence != NONE))
+    for rows in (np.flatnonzero(candidates & ~in_node), np.flatnonzero(candidates & in_node & ~is_node)):
+        if not len(rows):
+            continue
+        by_number = rows[np.argsort(host.sequence[rows], kind="stable")]
+        numbers = host.sequence[by_number]
+        found = np.searchsorted(numbers, host.sequence[wanted], side="right") - 1
+        maker = by_number[np.maximum(found, 0)]
+        fits = (host.sequence[maker] == host.sequence[wanted]) & (host.start_us[maker] < host.start_us[wanted])
+        open_ = fits & (made[wanted] == NONE)
+        made[wanted[open_]] = maker[open_]
+    return made
+
+
+def _of_names(trace: Trace, test: Callable[[str], bool]) -> Flags:
+    """For each name of the trace whether it passes."""
+    return np.fromiter((test(name) for name in trace.names), dtype=bool, count=len(trace.names))
+
+
+def _steps(trace: Trace, asked_us: Floats) -> Integers:
+    """The profiler's steps, or ours where it was not told of them."""
+    by_profiler = _open_at(trace, lambda name: bool(PROFILER_STEP.match(name)), asked_us)
+    if (by_profiler != NONE).any():
+        return by_profiler
+    return _open_at(trace, lambda name: bool(STEP.match(name)), asked_us)
+
+
+def _open_at(trace: Trace, test: Callable[[str], bool], asked_us: Floats) -> Integers:
+    """Row of the last span with such a name that had begun and was open at each time, or NONE."""
+    host = trace.host
+    rows = np.flatnonzero((host.kind == HostKind.SPAN) & _of_names(trace, test)[host.name_id])
+    if not len(rows):
+        return np.full(len(asked_us), NONE)
+    found = np.searchsorted(host.start_us[rows], asked_us, side="right") - 1
+    row = rows[np.maximum(found, 0)]
+    is_open = (found >= 0) & (asked_us < host.end_us[row])
+    return np.where(is_open, row, NONE)

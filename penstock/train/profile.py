@@ -1,0 +1,199 @@
+"""Records what a few steps are made of (`profile` of a run): one trace for each rank that records.
+
+    step start - 1    the profiler is set up, which takes long the first time; what it sees is thrown away
+    step start        the device is waited for once, then operators, kernels, shapes and spans are recorded
+    last step         the device is waited for, and files are written; the other ranks wait in the next step
+
+    runs/NAME/profile/rank-0.json.gz     Chrome's format, for `penstock trace`, chrome://tracing or Perfetto
+                      memory-0.jsonl     on a GPU, a line for each span: what the allocator held, see `memory_lines`
+
+The run's own description stands in the trace under the key `penstock`. Neither what a step computes nor its order
+changes: a recorded run has the losses of one that is not. Torch's memory snapshots are pickles, which can run any code;
+the trace has the same blocks as events, and the lines what they come to.
+
+A run that goes on behind `profile.start` records nothing; one that ends early writes what it has.
+"""
+
+import gzip
+import json
+import os
+import warnings
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from penstock.base.errors import RunFolderError
+from penstock.base.spans import NUMBERED_STEP
+from penstock.config.fit import micro_batches
+from penstock.config.run import Run
+from penstock.layout.grid import Grid
+
+GZIP_LEVEL = 3
+"""A third larger than at the usual 9 and eight times as fast (17.6 MB of a trace): the other ranks wait."""
+
+
+class Recorder:
+    """The recording of one rank; does nothing outside of its steps.
+
+    Args:
+        run: says which steps and ranks.
+        folder: for the files; made when it is needed.
+        device: of the rank.
+        grid: the layout, for the trace.
+        rank: which one.
+    """
+
+    def __init__(self, run: Run, folder: Path, device: torch.device, grid: Grid, rank: int) -> None:
+        wanted = run.profile
+        is_ours = wanted.start > 0 and (not wanted.ranks or rank in wanted.ranks)
+        self._steps = range(wanted.start, wanted.start + wanted.steps) if is_ours else range(0)
+        self._is_gpu = device.type == "cuda"
+        self._with_memory = wanted.memory and self._is_gpu
+        self._folder = folder
+        self._rank = rank
+        self._facts = {
+            "run": run.name,
+            "rank": rank,
+            "device": torch.cuda.get_device_name(device) if self._is_gpu else "cpu",
+            "micro_batches": micro_batches(run, grid),
+            "grid": asdict(grid),
+            "config": run.model_dump(mode="json"),
+        }
+        self._profiler: profile | None = None
+        self._recorded: list[int] = []
+        self._notices: list[str] = []
+
+    def begin(self, step: int) -> None:
+        """Call before a step."""
+        if not self._steps:
+            return
+        if self._profiler is None and step in (self._steps.start - 1, self._steps.start):
+            self._profiler = self._prepared()
+        if self._profiler is not None and step == self._steps.start:
+            self._settle()
+            self._profiler.start_trace()
+        if self._profiler is not None and step in self._steps:
+            self._recorded.append(step)
+
+    def end(self, step: int) -> None:
+        """Call after a step.
+
+        Raises:
+            RunFolderError: the files cannot be written.
+        """
+        if self._recorded and step == self._steps[-1]:
+            self.finish()
+
+    def finish(self) -> None:
+        """Write what is recorded, if a recording is under way. Call when the run ends.
+
+        Raises:
+            RunFolderError: the files cannot be written.
+        """
+        profiler, self._profiler = self._profiler, None
+        if profiler is None or not self._recorded:
+            return
+        self._settle()
+        profiler.add_metadata_json("penstock", json.dumps(self._facts | {"steps": self._recorded}))
+        profiler.stop_trace()
+        try:
+            size = self._write(profiler)
+        except OSError as error:
+            raise RunFolderError(f"cannot write {self._folder}", got=error.strerror, fix="free space") from error
+        first, last = self._recorded[0], self._recorded[-1]
+        self._notices.append(f"profile: steps {first} to {last} of this rank in {self._folder}, {size / 1e6:.1f} MB")
+
+    def take_notices(self) -> tuple[str, ...]:
+        """What a user should know and has not been told yet."""
+        notices, self._notices = tuple(self._notices), []
+        return notices
+
+    def _prepared(self) -> profile:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._is_gpu else [])]
+        profiler = profile(activities=activities, record_shapes=True, profile_memory=self._with_memory)
+        with warnings.catch_warnings():
+            # It would keep events as Python objects as well: seconds for what the file has anyway.
+            warnings.filterwarnings("ignore", message=".*clears events at the end of each cycle")
+            profiler.prepare_trace()
+        return profiler
+
+    def _settle(self) -> None:
+        if self._is_gpu:
+            torch.cuda.synchronize()
+
+    def _write(self, profiler: profile) -> int:
+        """Write both files, each whole or not at all. Returns the bytes of the trace."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        draft = self._folder / f".rank-{self._rank}.json"
+        try:
+            profiler.export_chrome_trace(str(draft))
+            text = draft.read_bytes()
+        finally:
+            draft.unlink(missing_ok=True)
+        packed = gzip.compress(text, GZIP_LEVEL)
+        _replace(self._folder / f"rank-{self._rank}.json.gz", packed)
+        if self._with_memory:
+            lines = memory_lines(json.loads(text)["traceEvents"])
+            written = "".join(json.dumps(line) + "\n" for line in lines)
+            _replace(self._folder / f"memory-{self._rank}.jsonl", written.encode())
+        return len(packed)
+
+
+def memory_lines(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What the allocator of a GPU held at the end of each span, and at most inside, from the events of a trace.
+
+    Args:
+        events: of one rank, as the trace has them.
+
+    Yields:
+        For each span of each step, in the order in which they begin: `step`; `span`, a path from the step's own span
+        downwards; `begin_us` and `end_us`, times of the trace; `allocated_bytes` and `reserved_bytes` at its end, and
+        `peak_bytes`, the most allocated. Spans before the first event of the allocator are left out.
+    """
+    found = [event for event in events if event.get("name") == "[memory]" and event["args"]["Device Type"] != 0]
+    blocks = sorted(found, key=lambda event: float(event["ts"]))
+    times = [float(event["ts"]) for event in blocks]
+    allocated = [int(event["args"]["Total Allocated"]) for event in blocks]
+    reserved = [int(event["args"]["Total Reserved"]) for event in blocks]
+    for path, begin, end in _paths(events):
+        first, last = bisect_right(times, begin) - 1, bisect_right(times, end) - 1
+        if last < 0:
+            continue
+        yield {
+            "step": int(path[0].removeprefix(NUMBERED_STEP.format(""))),
+            "span": "/".join(path),
+            "begin_us": begin,
+            "end_us": end,
+            "allocated_bytes": allocated[last],
+            "reserved_bytes": reserved[last],
+            "peak_bytes": max(allocated[max(first, 0) : last + 1]),
+        }
+
+
+def _paths(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, ...], float, float]]:
+    """Spans inside steps, on the thread that makes them: names from the step downwards, begin, end."""
+    prefix = NUMBERED_STEP.format("")
+    spans = [event for event in events if event.get("cat") == "user_annotation" and event.get("ph") == "X"]
+    threads = {event["tid"] for event in spans if event["name"].startswith(prefix)}
+    own = [event for event in spans if event["tid"] in threads]
+    open_spans: list[tuple[str, float]] = []
+    for event in sorted(own, key=lambda event: (float(event["ts"]), -float(event["dur"]))):
+        begin, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+        while open_spans and open_spans[-1][1] <= begin:
+            open_spans.pop()
+        if not open_spans and not event["name"].startswith(prefix):
+            continue
+        open_spans.append((event["name"], end))
+        yield tuple(name for name, _ in open_spans), begin, end
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file so that a reader finds the old content or the new, never a part."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_bytes(content)
+    os.replace(draft, path)

@@ -1,0 +1,78 @@
+"""Remedies of the memory wall, and of computing: less is computed twice, copied, kept, or computed by slow kernels."""
+
+from penstock.tune.doctor_evidence import Evidence
+from penstock.tune.doctor_remedy import PLAN_SOURCES, Remedy, first_accepted
+from penstock.tune.doctor_walls import Walls
+
+REFERENCE_COSTS = 1 - 14545 / 75116
+"""Share of the computing that our kernels spare in a run with eager ones (one-gpu.json, tokens/s)."""
+
+TORCH_COSTS = 1 - 53110 / 75116
+"""The same of a run with PyTorch's fused forms (one-gpu.json)."""
+
+SELECTIVE = 'recompute.modules=["norm","expert-activation"]'
+"""What is cheap to compute again, for much that is kept."""
+
+
+def recompute_less(evidence: Evidence, walls: Walls) -> Remedy | None:
+    """Only what is cheap is computed again."""
+    run = evidence.facts.run
+    change: str | None = "compute less of forward again in backward"
+    if run is not None:
+        change = first_accepted(evidence, SELECTIVE) if {"layer", "moe"} & set(run.recompute.modules) else None
+    if change is None:
+        return None
+    return Remedy(
+        change=change,
+        what="compute again only what is cheap for its bytes (norms, activations), if memory allows",
+        gain_us=min(evidence.mean("recompute_us"), walls.memory_us),
+        rule="selective-before-full",
+        source=PLAN_SOURCES["selective-before-full"],
+    )
+
+
+def optimizer_on_device(evidence: Evidence, walls: Walls) -> Remedy | None:
+    """Copies to the host and back end."""
+    run = evidence.facts.run
+    if run is None or not (run.offload.optimizer or run.offload.activations):
+        return None
+    change = "offload.optimizer=false" if run.offload.optimizer else "offload.activations=[]"
+    return Remedy(
+        change=change,
+        what="keep on the device what is copied to the host and back, if memory allows",
+        gain_us=min(evidence.mean("exposed_copies_us"), walls.memory_us),
+        rule="optimizer-on-the-device",
+        source=PLAN_SOURCES["optimizer-on-the-device"],
+    )
+
+
+def kernels(evidence: Evidence, walls: Walls) -> Remedy | None:
+    """Our kernels compute."""
+    run = evidence.facts.run
+    if run is None or run.kernels.all not in ("reference", "torch"):
+        return None
+    share = REFERENCE_COSTS if run.kernels.all == "reference" else TORCH_COSTS
+    return Remedy(
+        change='kernels.all="auto"',
+        what=f"compute with our kernels instead of {run.kernels.all} forms",
+        gain_us=share * walls.compute_us,
+        rule="kernels-by-measurement",
+        source="README.md, How fast; one-gpu.json",
+    )
+
+
+def make_it_fit(evidence: Evidence) -> list[Remedy]:
+    """What each change frees, of a run that does not fit; the one that frees most first."""
+    freed = sorted(evidence.facts.freed_bytes.items(), key=lambda item: -item[1])
+    return [
+        Remedy(
+            change=change,
+            what=f"needs {size / 1e9:.1f} GB less on the fullest rank, by the plan",
+            gain_us=0.0,
+            gain_bytes=size,
+            rule="selective-before-full" if change.startswith("recompute") else "fits-by-plan",
+            source="penstock plan, memory of the fullest rank",
+        )
+        for change, size in freed
+        if size > 0
+    ]

@@ -1,0 +1,137 @@
+"""`penstock doctor` from the outside: traces, and the folders of runs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli.main import main
+from penstock.config.load import RUN_FILE, dump_toml, load_run
+from penstock.plan.hardware_file import load_hardware, write_hardware
+from tests.trace.synthetic import Job, make
+
+LINE = {
+    "step_seconds": 0.25,
+    "tokens_per_second_per_device": 2048.0,
+    "peak_memory_bytes": 9_000_000_000,
+    "phase_seconds": {"forward": 0.1, "data": 0.001},
+}
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+    code = main(["doctor", *map(str, arguments), "--json"])
+    captured = capsys.readouterr()
+    assert (code, captured.err) == (0, "")
+    answer: dict[str, Any] = json.loads(captured.out)
+    return answer
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    code = main(["doctor", *map(str, arguments)])
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def run_folder(path: Path, *overrides: str, steps: int = 4, rest: str = "") -> Path:
+    path.mkdir()
+    run = load_run("debug", overrides)
+    (path / RUN_FILE).write_text(dump_toml(run))
+    speed = run.tokens_per_step / LINE["step_seconds"]  # type: ignore[operator]
+    lines = [json.dumps({"step": step} | LINE | {"tokens_per_second_per_device": speed}) for step in range(steps)]
+    (path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines) + rest)
+    return path
+
+
+def test_traces_alone_have_a_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = told(capsys, make(Job(hot_rank=2)).write(tmp_path))
+    assert answer["wall"] == "communication"
+    assert "rank 2 (its experts)" in answer["verdict"]
+    gains = [one["gain_us"] for one in answer["remedies"]]
+    assert gains == sorted(gains, reverse=True)
+    assert all(one["rule"] and one["source"] and one["change"] for one in answer["remedies"])
+
+
+def test_text_has_the_conclusion_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make(Job(stall_us=1_300.0)).write(tmp_path)
+    assert main(["doctor", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("host: the device is idle")
+    assert any(line.startswith("gains do not add up") for line in lines)
+
+
+def test_a_run_is_judged_by_its_traces_metrics_and_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_folder(tmp_path / "run", "training.global_batch=64")
+    make(Job(ranks=1, stall_us=1_300.0)).write(folder / "profile")
+    answer = told(capsys, folder, "--on", "1xH200")
+    assert answer["wall"] == "host"
+    changes = [one["change"] for one in answer["remedies"]]
+    assert 'graphs.capture="passes"' in changes
+    assert "training.micro_batch=8" in changes
+    whats = " ".join(one["what"] for one in answer["evidence"])
+    assert "by the plan" in whats
+    assert "of it forward, first rank" in whats
+    assert 9_000_000_000 in [one["bytes"] for one in answer["evidence"]]
+
+
+def test_a_run_without_traces_is_judged_by_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = told(capsys, run_folder(tmp_path / "run"), "--on", "1xH200")
+    assert answer["wall"] == "host"
+    assert any(line.startswith("no trace: ") for line in answer["missing"])
+    assert any("times are those of the plan" in line for line in answer["missing"])
+
+
+def test_a_run_that_nobody_knows_the_place_of_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_folder(tmp_path / "run")
+    assert "neither a trace nor a plan" in refused(capsys, folder)
+    make(Job(ranks=1)).write(folder / "profile")
+    missing = told(capsys, folder)["missing"]
+    assert isinstance(missing, list)
+
+
+def test_a_run_that_does_not_fit_is_told_what_would_make_it_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hardware = load_hardware("H200")
+    little = hardware.memory.model_copy(update={"capacity_bytes": hardware.memory.capacity_bytes // 2000})
+    write_hardware(tmp_path / "little.toml", replace(hardware, memory=little))
+    folder = run_folder(tmp_path / "run", "training.micro_batch=16", "training.global_batch=16", steps=0)
+    answer = told(capsys, folder, "--on", f"1x{tmp_path / 'little.toml'}")
+    assert answer["wall"] == "memory"
+    freed = [one["gain_bytes"] for one in answer["remedies"] if one["gain_bytes"]]
+    assert freed
+    assert freed == sorted(freed, reverse=True)
+
+
+def test_half_a_last_line_of_metrics_is_what_a_kill_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told(capsys, run_folder(tmp_path / "run", rest='{"step": 5, "lo'), "--on", "1xH200")["wall"] == "host"
+
+
+def test_a_line_that_is_no_json_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_folder(tmp_path / "run", rest="nonsense\n{}\n")
+    assert "line 5, is no JSON" in refused(capsys, folder, "--on", "1xH200")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("/nowhere",), "cannot read /nowhere"),
+        (("/nowhere", "--on", "8xH200"), "--on is for the folder of a run"),
+    ],
+)
+def test_a_wrong_question_is_one_line(
+    arguments: tuple[str, ...], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert error in refused(capsys, *arguments)
+
+
+def test_unknown_hardware_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "abacus" in refused(capsys, run_folder(tmp_path / "run"), "--on", "1xabacus")
+
+
+def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--help"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) <= 25

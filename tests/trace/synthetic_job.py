@@ -1,0 +1,132 @@
+"""What is trained in a synthetic trace: sizes, faults, and the operators of a layer with their times on every rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+MATMUL_FLOPS_PER_US = 3.7e8
+MEMORY_BYTES_PER_US = 2.6e6
+GEMM = "nvjet_tst_192x128_64x5_1x2_h_bz_NNT"
+GROUPED = "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<GroupedGemm> >"
+POINTWISE = "triton_poi_fused_mul_silu_3"
+TOPK = "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is trained, and what is wrong with it.
+
+    Attributes:
+        dispatch: how rows travel: NCCL's all-to-all, our kernels, or DeepEP's.
+        metadata: where collectives say who they are: at the kernel, at `record_param_comms`, or nowhere.
+        has_sequence: sequence numbers are part of that.
+        is_even: every rank sends as many rows to every other.
+        slow_rank: whose attention takes `slow` times as long.
+        hot_rank: whose experts are chosen `hot` times as often.
+        offsets_us: how far each rank's clock is ahead.
+        missing: (rank, place) of collectives whose kernel is not in the file.
+        stall_us: the host does something else before every layer.
+    """
+
+    ranks: int = 4
+    steps: int = 2
+    layers: int = 3
+    tokens: int = 1536
+    hidden: int = 1024
+    expert_hidden: int = 768
+    experts: int = 16
+    top_k: int = 4
+    dispatch: Literal["all_to_all", "symmetric", "deep_ep"] = "all_to_all"
+    metadata: Literal["kernel", "launch", "none"] = "kernel"
+    has_sequence: bool = True
+    is_even: bool = False
+    seed: int = 11
+    slow_rank: int | None = None
+    slow: float = 1.3
+    hot_rank: int | None = None
+    hot: float = 2.2
+    offsets_us: tuple[float, ...] = ()
+    missing: tuple[tuple[int, int], ...] = ()
+    stall_us: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One operator of one kernel.
+
+    Attributes:
+        span: that it belongs to.
+        us: what it takes on each rank, forward.
+        dims: of its inputs on each rank.
+    """
+
+    span: str
+    op: str
+    kernel: str
+    us: Sequence[float]
+    dims: Sequence[list[Any]]
+
+
+def rows_sent(job: Job, random: np.random.Generator) -> np.ndarray:
+    """Rows from each rank (row) to each (column)."""
+    slots = job.tokens * job.top_k
+    if job.is_even:
+        return np.full((job.ranks, job.ranks), slots // job.ranks)
+    share_D = np.ones(job.ranks)
+    if job.hot_rank is not None:
+        share_D[job.hot_rank] = job.hot
+    return random.multinomial(slots, share_D / share_D.sum(), size=job.ranks)
+
+
+def matmul(job: Job, span: str, op: str, kernel: str, sizes: tuple[int, int, int], factor: float = 1.0) -> Work:
+    """A matrix product of the same size on every rank; only attention is slow on the slow one."""
+    rows, inner, columns = sizes
+    us = 2 * rows * inner * columns / MATMUL_FLOPS_PER_US * factor + 2.1
+    slow = [job.slow if span == "attention" and rank == job.slow_rank else 1.0 for rank in range(job.ranks)]
+    return Work(
+        span=span,
+        op=op,
+        kernel=kernel,
+        us=[round(us * one, 3) for one in slow],
+        dims=[[[rows, inner], [inner, columns]]] * job.ranks,
+    )
+
+
+def attention(job: Job) -> list[Work]:
+    flash = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64, 4> >"
+    attend = "aten::_scaled_dot_product_flash_attention"
+    return [
+        matmul(job, "attention", "aten::mm", GEMM, (job.tokens, job.hidden, 3 * job.hidden)),
+        matmul(job, "attention", attend, flash, (job.tokens, 2 * job.hidden, job.tokens), 1.4),
+        matmul(job, "attention", "aten::mm", GEMM, (job.tokens, job.hidden, job.hidden)),
+        matmul(job, "route", "aten::mm", GEMM, (job.tokens, job.hidden, job.experts)),
+        matmul(job, "route", "aten::topk", TOPK, (1, 1, 1)),
+    ]
+
+
+def experts(job: Job, rows_D: np.ndarray) -> list[Work]:
+    own, hidden, inner = job.experts // job.ranks, job.hidden, job.expert_hidden
+    rows = [int(n) for n in rows_D]
+    sizes = ((hidden, 2 * inner), (inner, hidden))
+    up, down = (
+        Work(
+            span="experts",
+            op="aten::_grouped_mm",
+            kernel=GROUPED,
+            us=[round(2 * n * a * b / MATMUL_FLOPS_PER_US + 3.9, 3) for n in rows],
+            dims=[[[n, a], [own, a, b], [own]] for n in rows],
+        )
+        for a, b in sizes
+    )
+    us = [round(6 * n * inner / MEMORY_BYTES_PER_US + 1.7, 3) for n in rows]
+    dims = [[[n, inner], [n, inner]] for n in rows]
+    return [up, Work(span="experts", op="aten::mul", kernel=POINTWISE, us=us, dims=dims), down]
+
+
+def unpermute(job: Job) -> Work:
+    us = round(2 * job.tokens * job.hidden * (job.top_k + 1) / MEMORY_BYTES_PER_US, 3)
+    dims = [[[job.tokens, job.hidden], [], [job.tokens * job.top_k]]] * job.ranks
+    kernel = "void at::native::indexFuncLargeIndex<c10::BFloat16, long, unsigned int, 2, 2, -2, true>"
+    return Work(span="combine", op="aten::index_add_", kernel=kernel, us=[us] * job.ranks, dims=dims)

@@ -1,0 +1,109 @@
+"""What a kernel says of the collective that it is part of."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.trace.calls import Calls, Way, calls_of
+from penstock.trace.events import NONE
+from penstock.trace.load import decode_trace
+
+SAID = {
+    "Collective name": "all_to_allv",
+    "Process Group Name": "3",
+    "Process Group Ranks": "[0, 2, 4]",
+    "Group size": 3,
+    "Seq": 17,
+    "In msg nelems": 600,
+    "Out msg nelems": 900,
+    "dtype": "BFloat16",
+    "In split size": "[1, 2, 3]",
+    "Out split size": "[4, 0, 5]",
+}
+
+
+def calls_with(args: dict[str, Any], kernel: str = "ncclDevKernel_SendRecv(ncclDevKernelArgs)") -> Calls:
+    """The table of one kernel with these args."""
+    event = {"ph": "X", "cat": "kernel", "name": kernel, "ts": 10.0, "dur": 5.0, "pid": 0, "tid": 7}
+    text = json.dumps({"traceEvents": [event | {"args": {"stream": 7, "device": 0} | args}]})
+    return calls_of({0: decode_trace(text.encode(), path=Path("one"))})
+
+
+def test_group_number_sizes_and_rows_are_read() -> None:
+    calls = calls_with(SAID)
+    assert (calls.name(0), calls.seq[0], calls.way[0]) == ("all_to_allv", 17, Way.UNEVEN)
+    assert (calls.groups[0].name, calls.groups[0].members, calls.groups[0].size) == ("3", (0, 2, 4), 3)
+    assert (calls.sent_bytes[0], calls.received_bytes[0]) == (1200.0, 1800.0)
+    assert (calls.sent_rows[0], calls.received_rows[0]) == (6, 9)
+
+
+def test_parts_that_are_counted_in_elements_are_no_rows() -> None:
+    calls = calls_with(SAID | {"In split size": "[100, 200, 300]", "Out split size": "[]"})
+    assert (calls.sent_rows[0], calls.received_rows[0]) == (NONE, NONE)
+
+
+def test_members_of_a_large_group_are_told_by_first_and_stride_where_the_list_is_cut_short() -> None:
+    cut = {"Process Group Ranks": "[0, 8, 16, ...]", "Global rank start": 0, "Global rank stride": 8, "Group size": 64}
+    assert calls_with(SAID | cut).groups[0].members == tuple(range(0, 512, 8))
+    assert calls_with(SAID | cut | {"Global rank stride": -1}).groups[0].members == ()
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("Float", 4), ("Float8_e4m3fn", 1), ("Long", 8), ("c10::Half", 2)])
+def test_bytes_follow_the_type(dtype: str, width: int) -> None:
+    assert calls_with(SAID | {"dtype": dtype}).sent_bytes[0] == 600 * width
+
+
+@pytest.mark.parametrize("damage", [{"dtype": "Quaternion"}, {"In msg nelems": -1, "Out msg nelems": -1}])
+def test_bytes_that_cannot_be_told_are_nan(damage: dict[str, Any]) -> None:
+    assert np.isnan(calls_with(SAID | damage).sent_bytes[0])
+
+
+@pytest.mark.parametrize("damage", [{"Seq": "x"}, {"Seq": 10**30}, {"Group size": None}, {"Process Group Name": []}])
+def test_args_of_other_types_say_nothing(damage: dict[str, Any]) -> None:
+    calls = calls_with(SAID | damage)
+    assert (calls.group[0], calls.seq[0], calls.name(0)) == (NONE, NONE, "ncclDevKernel_SendRecv")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "way"),
+    [
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)", Way.TOGETHER),
+        ("ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*)", Way.TOGETHER),
+        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)", Way.TOGETHER),
+        ("ncclDevKernel_SendRecv(ncclDevKernelArgs)", Way.UNEVEN),
+        ("ncclDevKernel_Generic(ncclDevKernelArgs)", Way.UNEVEN),
+        ("ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgs)", Way.ROOTED),
+        ("push_rows_kernel", Way.ALONE),
+        ("return_rows_kernel", Way.ALONE),
+        ("wait_kernel", Way.DEVICE),
+        ("sum_ranks_kernel", Way.DEVICE),
+        ("void deep_ep::intranode::combine<__nv_bfloat16, 8, 768, 4096>(void*)", Way.DEVICE),
+        ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(c10::BFloat16*)", Way.DEVICE),
+    ],
+)
+def test_a_kernel_that_says_nothing_is_known_by_its_name(kernel: str, way: Way) -> None:
+    calls = calls_with({}, kernel)
+    assert calls.way[0] == way
+    assert calls.group[0] == NONE
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("allreduce_coalesced", Way.TOGETHER),
+        ("_allgather_base", Way.TOGETHER),
+        ("_reduce_scatter_base", Way.TOGETHER),
+        ("all_to_all", Way.TOGETHER),
+        ("all_to_allv", Way.UNEVEN),
+        ("broadcast", Way.ROOTED),
+        ("reduce", Way.ROOTED),
+        ("gather", Way.ROOTED),
+        ("send", Way.PAIR),
+        ("recv", Way.PAIR),
+    ],
+)
+def test_what_a_collective_is_called_tells_who_waits(name: str, way: Way) -> None:
+    assert calls_with(SAID | {"Collective name": name}).way[0] == way

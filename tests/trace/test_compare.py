@@ -1,0 +1,209 @@
+"""Two traces side by side: sums close exactly, nothing is lost, and what changed is what was changed."""
+
+import time
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.trace.compare import IDLE, OVERLAP, UNEVEN, Comparison, Row, Verdict, compare
+from penstock.trace.events import NONE
+from penstock.trace.load import load_ranks
+from penstock.trace.named_work import Key, Work, shape_text, work_of
+from tests.trace.synthetic import Job, make
+
+Event = tuple[Key, float, float, int]
+
+EXPERTS = Key("experts forward", "aten::_grouped_mm", "96x64 4x64x32")
+NORM = Key("norm forward", "aten::rms_norm", "128x64")
+
+
+def work(events: Sequence[Event], steps: int = 0) -> Work:
+    """A trace from (key, start, duration, step)."""
+    keys = sorted({event[0] for event in events})
+    return Work(
+        keys=keys,
+        key_of=np.array([keys.index(event[0]) for event in events], dtype=np.int64),
+        start_us=np.array([event[1] for event in events], dtype=np.float64),
+        duration_us=np.array([event[2] for event in events], dtype=np.float64),
+        step_of=np.array([event[3] for event in events], dtype=np.int64),
+        steps=steps,
+    )
+
+
+def row_of(found: Comparison, key: Key) -> Row:
+    return next(row for row in found.rows if row.key == key)
+
+
+def assert_closes(found: Comparison) -> None:
+    """Rows add up to the total without any rounding, whatever the order."""
+    assert sum(Fraction(row.change_us) for row in found.rows) == Fraction(found.change_us)
+    assert sum(row.change_us for row in reversed(found.rows)) == found.change_us
+    assert sum(Fraction(row.a.time_us) for row in found.rows) == Fraction(found.a_us)
+    assert sum(Fraction(row.b.time_us) for row in found.rows) == Fraction(found.b_us)
+
+
+keys = st.builds(Key, st.sampled_from(["", "experts", "norm"]), st.sampled_from("fgh"), st.sampled_from(["", "8", "9"]))
+events = st.lists(st.tuples(keys, st.floats(0, 1e6), st.floats(0, 1e4), st.integers(NONE, 3)), max_size=40)
+
+
+@given(events, events, st.booleans())
+def test_changes_of_rows_add_up_to_the_change_of_the_total_exactly(
+    a: list[Event], b: list[Event], has_steps: bool
+) -> None:
+    assert_closes(compare(work(a, 4 * has_steps), work(b, 4 * has_steps)))
+
+
+@given(events, st.booleans())
+def test_a_trace_against_itself_is_exactly_zero(a: list[Event], has_steps: bool) -> None:
+    found = compare(work(a, 4 * has_steps), work(a, 4 * has_steps))
+    assert found.change_us == 0
+    assert {row.verdict for row in found.rows} == {Verdict.SAME}
+    assert all(row.a == row.b for row in found.rows)
+
+
+def test_rows_are_faster_slower_new_and_gone() -> None:
+    new, gone = Key("clip", "aten::norm", "5"), Key("loss forward", "aten::exp", "")
+    a = work([(EXPERTS, 0, 30, NONE), (NORM, 30, 10, NONE), (gone, 40, 5, NONE)])
+    b = work([(EXPERTS, 100, 20, NONE), (NORM, 120, 14, NONE), (new, 134, 7, NONE)])
+    found = compare(a, b)
+    verdicts = {row.key: (row.verdict, row.change_us) for row in found.rows}
+    assert verdicts[EXPERTS] == (Verdict.FASTER, -10)
+    assert verdicts[NORM] == (Verdict.SLOWER, 4)
+    assert verdicts[new] == (Verdict.NEW, 7)
+    assert verdicts[gone] == (Verdict.GONE, -5)
+    assert [row.key for row in found.rows[:4]] == [EXPERTS, new, gone, NORM]
+
+
+def test_idle_time_and_overlap_have_rows_of_their_own() -> None:
+    a = work([(EXPERTS, 0, 30, NONE), (NORM, 10, 30, NONE), (NORM, 50, 10, NONE)])
+    b = work([(EXPERTS, 0, 30, NONE), (NORM, 30, 30, NONE), (NORM, 65, 10, NONE)])
+    found = compare(a, b)
+    assert (found.a_us, found.b_us) == (60, 75)
+    assert (row_of(found, OVERLAP).a.time_us, row_of(found, OVERLAP).b.time_us) == (-20, 0)
+    assert (row_of(found, IDLE).a.time_us, row_of(found, IDLE).b.time_us) == (10, 5)
+    assert row_of(found, NORM).verdict is Verdict.SAME
+
+
+def test_a_row_is_the_median_over_steps_and_the_rest_is_named() -> None:
+    slow_once = [(EXPERTS, 100.0 * step, 90.0 if step == 1 else 10.0, step) for step in range(5)]
+    steady = [(EXPERTS, 100.0 * step, 12.0, step) for step in range(3)]
+    found = compare(work(slow_once, 5), work(steady, 3))
+    row = row_of(found, EXPERTS)
+    assert (row.a.time_us, row.a.most_us, row.b.time_us, row.change_us) == (10, 90, 12, 2)
+    assert not row.is_clear
+    assert (found.a_steps, found.b_steps) == (5, 3)
+    assert row_of(found, UNEVEN).key == UNEVEN
+    assert_closes(found)
+
+
+def test_what_differs_in_every_step_is_clear() -> None:
+    a = work([(NORM, 100.0 * step, 10.0 + step, step) for step in range(3)], 3)
+    b = work([(NORM, 100.0 * step, 13.0 + step, step) for step in range(3)], 3)
+    assert row_of(compare(a, b), NORM).is_clear
+
+
+def test_time_between_steps_belongs_to_the_later_step() -> None:
+    found = compare(
+        work([(NORM, 0, 10, 0), (NORM, 10, 10, 1), (NORM, 20, 10, 2)], 3),
+        work([(NORM, 0, 10, 0), (NORM, 50, 10, 1), (NORM, 100, 10, 2)], 3),
+    )
+    assert (found.a_us, found.b_us) == (10, 50)
+    assert row_of(found, IDLE).change_us == 40
+
+
+def test_events_of_no_step_are_left_out_and_counted() -> None:
+    found = compare(work([(NORM, 0, 7, NONE), (NORM, 10, 10, 0)], 1), work([(NORM, 10, 10, 0)], 1))
+    assert (found.a_outside_us, found.b_outside_us, found.change_us) == (7, 0, 0)
+
+
+def test_whole_traces_are_compared_if_one_has_no_steps() -> None:
+    found = compare(work([(NORM, 0, 10, 0), (NORM, 10, 10, 1)], 2), work([(NORM, 0, 10, NONE)]))
+    assert (found.a_steps, found.b_steps, found.change_us) == (0, 0, -10)
+
+
+def test_shapes_of_one_operator_that_have_no_partner_are_one_row() -> None:
+    a_shape, b_shape = EXPERTS._replace(shape="90x64"), EXPERTS._replace(shape="99x64")
+    found = compare(work([(EXPERTS, 0, 5, 0), (a_shape, 5, 10, 0)]), work([(EXPERTS, 0, 5, 0), (b_shape, 5, 12, 0)]))
+    assert row_of(found, EXPERTS).verdict is Verdict.SAME
+    assert row_of(found, EXPERTS._replace(shape="90x64 -> 99x64")).change_us == 2
+
+
+def test_shapes_that_come_and_go_between_steps_are_one_row() -> None:
+    def steps(time: float) -> Work:
+        uneven = [(EXPERTS._replace(shape=f"{90 + step}x64"), 50.0 * step, time, step) for step in range(4)]
+        return work(uneven, 4)
+
+    found = compare(steps(10), steps(11))
+    row = row_of(found, EXPERTS._replace(shape="4 shapes"))
+    assert (row.a.time_us, row.b.time_us, row.is_clear) == (10, 11, True)
+
+
+def test_a_shape_without_partner_is_new_if_the_other_trace_has_none_to_spare() -> None:
+    more = EXPERTS._replace(shape="7x64")
+    found = compare(work([(EXPERTS, 0, 5, NONE)]), work([(EXPERTS, 0, 5, NONE), (more, 5, 3, NONE)]))
+    assert row_of(found, more).verdict is Verdict.NEW
+
+
+def test_spans_are_not_compared_if_the_traces_share_none() -> None:
+    found = compare(work([(NORM, 0, 10, NONE)]), work([(NORM._replace(span=""), 0, 12, NONE)]))
+    assert not found.by_span
+    assert row_of(found, NORM._replace(span="")).change_us == 2
+
+
+def test_shapes_are_written_like_sizes() -> None:
+    assert shape_text(((888, 2880), (), ((4, 8), (3,)), (2,))) == "888x2880 [4x8 3] 2"
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two runs that differ in rank 1's attention only."""
+    folder = tmp_path_factory.mktemp("jobs")
+    job = Job(ranks=2, steps=3, layers=2, is_even=True)
+    slow = Job(ranks=2, steps=3, layers=2, is_even=True, slow_rank=1, slow=1.5)
+    return make(job).write(folder / "a"), make(slow).write(folder / "b")
+
+
+def test_slower_attention_is_found_in_a_training_step(jobs: tuple[Path, Path]) -> None:
+    a, b = (work_of(load_ranks(folder)[1]) for folder in jobs)
+    found = compare(a, b)
+    assert_closes(found)
+    assert (found.a_steps, found.b_steps) == (3, 3)
+    row = max(found.rows, key=lambda row: row.change_us)
+    assert row.key.operator == "aten::_scaled_dot_product_flash_attention"
+    assert row.key.span == "attention forward"
+    assert row.b.time_us / row.a.time_us == pytest.approx(1.5, rel=1e-3)
+    assert row.is_clear
+
+
+def test_who_waits_for_a_slow_rank_spends_more_in_collectives(jobs: tuple[Path, Path]) -> None:
+    a, b = (work_of(load_ranks(folder)[0]) for folder in jobs)
+    found = compare(a, b)
+    assert_closes(found)
+    worst = max(found.rows, key=lambda row: row.change_us)
+    assert worst.key.operator == "record_param_comms"
+
+
+def test_a_large_trace_is_compared_within_a_second() -> None:
+    random = np.random.default_rng(5)
+    count, names = 132_000, [Key(f"phase {one % 7}", f"operator {one % 90}", f"{one}x64") for one in range(2000)]
+
+    def large() -> Work:
+        return Work(
+            keys=names,
+            key_of=random.integers(0, len(names), count),
+            start_us=np.sort(random.uniform(0, 1e6, count)),
+            duration_us=random.uniform(0, 20, count),
+            step_of=np.sort(random.integers(0, 20, count)),
+            steps=20,
+        )
+
+    a, b = large(), large()
+    begin = time.perf_counter()
+    found = compare(a, b)
+    assert time.perf_counter() - begin < 1.0
+    assert_closes(found)

@@ -1,0 +1,334 @@
+"""Files become columns; whatever is wrong with a file is told in one line."""
+
+import gzip
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.base.errors import TraceError
+from penstock.trace.events import NONE, GpuKind, HostKind, Trace
+from penstock.trace.load import decode_trace, load_ranks, load_trace, trace_files
+from penstock.trace.timeline import steps_of, timelines
+from tests.trace.mutation import damaged
+from tests.trace.tiny import event, kernel, launch, text_of, tiny, trace_of, write
+
+
+def decoded(*events: dict[str, Any]) -> Trace:
+    return decode_trace(text_of(trace_of(*events)))
+
+
+def told(path: Path) -> str:
+    with pytest.raises(TraceError) as caught:
+        load_ranks(path)
+    return str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------- columns
+
+
+def test_events_of_the_gpu_are_sorted_and_know_kind_stream_and_launch() -> None:
+    gpu = decode_trace(text_of(tiny())).gpu
+    assert [(gpu.name(row)[:6], gpu.kind[row], gpu.stream[row]) for row in range(5)] == [
+        ("leaked", GpuKind.COMPUTE, 7),
+        ("ampere", GpuKind.COMPUTE, 7),
+        ("ncclDe", GpuKind.COMMUNICATION, 20),
+        ("Memcpy", GpuKind.COPY, 7),
+        ("Memset", GpuKind.SET, 7),
+    ]
+    assert gpu.is_linked.tolist() == [False] + [True] * 8
+    assert (np.diff(gpu.start_us) >= 0).all()
+
+
+def test_the_launch_of_an_event_has_its_correlation() -> None:
+    trace = decode_trace(text_of(tiny()))
+    linked = trace.gpu.take(trace.gpu.is_linked)
+    assert trace.host.correlation[linked.launch].tolist() == linked.correlation.tolist()
+    assert set(trace.host.kind[linked.launch].tolist()) == {HostKind.RUNTIME}
+
+
+def test_events_of_the_host_know_thread_sequence_and_external_id() -> None:
+    trace = decode_trace(text_of(tiny()))
+    operators = trace.operators()
+    assert [operators.name(row) for row in range(len(operators))] == ["aten::mm"] * 2
+    assert (operators.external_id.tolist(), operators.sequence.tolist()) == ([1, 11], [5, 5])
+    assert trace.threads[operators.thread[0]].name == "thread 77 (python)"
+    assert trace.spans().sequence.tolist() == [NONE, NONE]
+
+
+def test_functions_of_python_are_there_only_if_asked_for() -> None:
+    text = text_of(tiny())
+    assert HostKind.PYTHON not in decode_trace(text).host.kind
+    assert (decode_trace(text, python_functions=True).host.kind == HostKind.PYTHON).sum() == 2
+
+
+def test_of_host_events_that_start_together_the_longer_is_first() -> None:
+    trace = decoded(event("cpu_op", "inner", 0, 1), event("cpu_op", "outer", 0, 9), kernel("one", 5, 5, correlation=1))
+    assert [trace.host.name(row) for row in range(2)] == ["outer", "inner"]
+
+
+def test_args_are_decoded_when_asked_for_and_stay_with_their_events() -> None:
+    gpu = decode_trace(text_of(tiny())).gpu
+    copies = gpu.take(gpu.kind == GpuKind.COPY)
+    assert copies.args(1) == {"device": 0, "stream": 7, "correlation": 13, "bytes": 4096}
+    bare = decode_trace(text_of(trace_of({"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 2}))).gpu
+    assert (bare.args(0), bare.correlation[0], bare.stream[0]) == ({}, NONE, 0)
+
+
+def test_a_part_of_a_table_has_ends_of_its_own() -> None:
+    gpu = decode_trace(text_of(tiny())).gpu
+    whole = gpu.end_us
+    assert gpu.take(slice(2, 4)).end_us.tolist() == whole[2:4].tolist()
+
+
+def test_rows_are_found_by_name_and_by_start() -> None:
+    gpu = decode_trace(text_of(tiny())).gpu
+    assert gpu.called("ampere_bf16_gemm", "nothing").sum() == 2
+    assert len(gpu.take(gpu.starting_in(gpu.start_us[1], gpu.start_us[3]))) == 2
+
+
+def test_machine_and_rank_are_known() -> None:
+    trace = decode_trace(text_of(tiny(rank=3)))
+    assert (trace.rank, trace.world, trace.device_name) == (3, 8, "NVIDIA H100 80GB HBM3")
+
+
+def test_arrows_link_what_has_no_correlation() -> None:
+    call = launch(5, correlation=0)
+    there = kernel("k", 50, 5, correlation=0)
+    arrow = {"cat": "ac2g", "name": "ac2g", "id": 9}
+    ends = [arrow | {"ph": "s"} | place(call), arrow | {"ph": "f", "bp": "e"} | place(there)]
+    trace = decoded(call, there, kernel("no arrow", 60, 5, correlation=0), *ends)
+    assert trace.gpu.launch.tolist() == [0, NONE]
+
+
+def place(of: dict[str, Any]) -> dict[str, Any]:
+    return {key: of[key] for key in ("pid", "tid", "ts")}
+
+
+def test_of_calls_with_one_correlation_the_first_is_the_launch() -> None:
+    trace = decoded(launch(9, correlation=4), launch(3, correlation=4), kernel("k", 50, 5, correlation=4))
+    assert trace.host.start_us[trace.gpu.launch[0]] == 1_000_003
+
+
+def test_old_names_of_categories_are_known() -> None:
+    trace = decoded(
+        {**event("Kernel", "gemm", 20, 5, stream=7, correlation=3)},
+        {**event("Runtime", "cudaLaunchKernel", 2, 5, correlation=3, **{"external id": 6})},
+    )
+    assert trace.gpu.is_linked.all()
+    assert trace.host.external_id.tolist() == [6]
+
+
+def test_numbers_without_a_sign_wrap_around() -> None:
+    operator = event("cpu_op", "aten::mm", 0, 5, **{"External id": 2**64 - 1})
+    assert decoded(operator, kernel("k", 50, 5, correlation=4)).host.external_id.tolist() == [NONE]
+
+
+def test_what_was_odd_stands_in_the_notes() -> None:
+    trace = decoded(
+        kernel("backwards", 50, -5, correlation=4),
+        event("kernel", "elsewhere", 70, 5, stream=1, device=1),
+    )
+    assert trace.gpu.duration_us.tolist() == [0, 5]
+    assert len(trace.notes) == 2
+    assert "end before they start" in trace.notes[0]
+    assert "2 devices" in trace.notes[1]
+
+
+# ------------------------------------------------------------------------------------------------- odd but readable
+
+
+def test_a_bare_list_of_events_is_a_trace() -> None:
+    assert len(decode_trace(text_of(tiny()["traceEvents"])).gpu) == 9
+
+
+@pytest.mark.parametrize("number", [b"inf", b"-nan", b"NaN", b"Infinity"])
+def test_numbers_that_are_none_are_read_as_missing(number: bytes) -> None:
+    text = text_of(trace_of(event("gpu_memcpy", "Memcpy", 0, 5, stream=7, bandwidth=7777)))
+    assert decode_trace(text.replace(b"7777", number)).gpu.args(0)["bandwidth"] is None
+
+
+def test_bytes_that_are_no_text_are_marked() -> None:
+    text = text_of(trace_of(kernel("NAME", 0, 5, correlation=1), event("cpu_op", "a", 0, 5, kernel="NAME")))
+    trace = decode_trace(text.replace(b"NAME", b"k\xff"))
+    assert trace.gpu.name(0) == trace.host.args(0)["kernel"] == "k\ufffd"
+
+
+def test_a_packed_file_of_several_members_is_read_whole(tmp_path: Path) -> None:
+    text = text_of(tiny())
+    path = tmp_path / "rank-0.json"
+    path.write_bytes(gzip.compress(text[:900]) + gzip.compress(text[900:]))
+    assert len(load_trace(path).gpu) == 9
+
+
+# ------------------------------------------------------------------------------------------------------- many ranks
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("rank-{}.json.gz", "nothing.json"),
+        ("rank{}_trace.json", "truth.json"),
+        ("profile/rank-{}.json.gz", "config.json"),
+        ("rank_{}/host.pt.trace.json", "facts.json"),
+    ],
+)
+def test_a_folder_holds_a_trace_for_each_rank(tmp_path: Path, names: tuple[str, str]) -> None:
+    for rank in (10, 2):
+        write(tmp_path / names[0].format(rank), tiny(rank))
+    write(tmp_path / names[1], {"not": "a trace"})
+    ranks = load_ranks(tmp_path)
+    assert [(rank, trace.rank) for rank, trace in ranks.items()] == [(2, 2), (10, 10)]
+
+
+def test_ranks_come_from_the_files_if_names_do_not_tell(tmp_path: Path) -> None:
+    for name, rank in (("a.pt.trace.json", 5), ("b.pt.trace.json.gz", 4)):
+        write(tmp_path / name, tiny(rank))
+    assert list(load_ranks(tmp_path)) == [4, 5]
+
+
+def test_names_of_files_go_before_what_copies_of_one_file_say(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"rank-{rank}.json", tiny(rank=0)) for rank in range(3)]
+    ranks = load_ranks(paths)
+    assert [(rank, trace.rank) for rank, trace in ranks.items()] == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_a_file_without_a_rank_is_rank_0(tmp_path: Path) -> None:
+    trace = tiny()
+    del trace["distributedInfo"]
+    assert list(load_ranks(write(tmp_path / "trace.json", trace))) == [0]
+
+
+def test_drafts_of_a_recorder_are_left_alone(tmp_path: Path) -> None:
+    write(tmp_path / ".rank-1.json", tiny(1))
+    write(tmp_path / "rank-0.json", tiny(0))
+    assert [path.name for path in trace_files(tmp_path)] == ["rank-0.json"]
+
+
+def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
+    for name in ("a.json", "b.json"):
+        write(tmp_path / name, tiny(4))
+    assert "not clear which rank" in told(tmp_path)
+
+
+def test_files_of_which_one_has_no_rank_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.json", tiny(4))
+    write(tmp_path / "b.json", {"traceEvents": tiny()["traceEvents"]})
+    assert "not clear which rank" in told(tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_file_or_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+    assert "cannot read" in told(tmp_path / "nothing.json")
+    assert "holds no trace" in told(tmp_path)
+    with pytest.raises(TraceError, match="no trace was given"):
+        load_ranks([])
+
+
+def test_the_folder_of_a_run_without_a_recording_says_how_to_record(tmp_path: Path) -> None:
+    write(tmp_path / "checkpoints/step-5/facts.json", {})
+    assert "profile.start" in told(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"SQLite format 3\x00", "no trace of torch.profiler"),
+        (b"\x80\x04\x95pickled", "no trace of torch.profiler"),
+        (b'{"a": 1}', "missing required field `traceEvents`"),
+        (b"7", "Expected `object`, got `int`"),
+        (b'{"traceEvents": {}}', "Expected `array`"),
+        (b'{"traceEvents": []}', "no trace of torch.profiler; got 0 events"),
+        (b"[" * 100_000, "no trace of torch.profiler"),
+        (b'[{"ph": "X", "cat": "Op", "name": "jit", "ts": 1, "dur": 2}]', "'Op'"),
+        (b'[{"ph": "X", "cat": "kernel", "name": "k", "ts": "soon"}]', "Expected `float | null`, got `str`"),
+        (b'[{"ph": "X", "cat": "kernel", "name": "k"}]', "'k' has no start"),
+        (b'[{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 1e300}]', "a time that cannot be"),
+        (b'[{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "args": {"stream": []}}]', "args of an event"),
+    ],
+)
+def test_what_is_no_trace_is_refused_in_one_line(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "rank-0.json"
+    path.write_bytes(content)
+    message = told(path)
+    assert says in message
+    assert str(path) in message
+    assert "\n" not in message
+
+
+def test_a_trace_of_the_host_alone_is_refused_unless_wanted() -> None:
+    text = text_of(trace_of(event("cpu_op", "aten::mm", 0, 5)))
+    with pytest.raises(TraceError, match="no event on a GPU, only 1 of the host"):
+        decode_trace(text)
+    trace = decode_trace(text, gpu_required=False)
+    assert (len(trace.gpu), len(trace.host), trace.device_name) == (0, 1, "NVIDIA H100 80GB HBM3")
+    assert timelines(trace)["all"].total_us == 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_file_that_was_cut_off_is_refused_wherever_the_cut_is(tmp_path: Path, packed: bool) -> None:
+    text = gzip.compress(text_of(tiny()), mtime=0) if packed else text_of(tiny())
+    path = tmp_path / "rank-0.json"
+    for length in range(0, len(text) - 1, 97):
+        path.write_bytes(text[:length])
+        assert "cop" in told(path) or length < 3
+
+
+def test_packed_data_with_one_wrong_byte_are_refused(tmp_path: Path) -> None:
+    text = bytearray(gzip.compress(text_of(tiny()), mtime=0))
+    text[len(text) // 2] ^= 0x10
+    path = tmp_path / "rank-0.json.gz"
+    path.write_bytes(text)
+    assert "gzip data are wrong" in told(path)
+
+
+def test_damaged_args_are_told_when_they_are_asked_for() -> None:
+    text = text_of(trace_of(kernel("k", 0, 5, correlation=1), event("cpu_op", "a", 0, 5, shapes=7777)))
+    trace = decode_trace(text.replace(b"7777", b"1e999"))
+    with pytest.raises(TraceError, match="args of 'a' are damaged"):
+        trace.host.args(0)
+
+
+# ------------------------------------------------------------------------------------------------------------- fuzz
+
+
+def read_all(path: Path) -> None:
+    """Everything that these modules do with a file."""
+    trace = load_ranks(path)[load_trace(path).rank or 0]
+    assert all(np.isfinite(value) for value in vars(timelines(trace)["all"]).values())
+    assert trace.device_name is None or isinstance(trace.device_name, str)
+    steps_of(trace)
+    for table in (trace.gpu, trace.host):
+        for row in range(len(table)):
+            table.args(row)
+
+
+def survive(path: Path, seeds: range) -> int:
+    """Damage a file once for each seed; how often it could still be read."""
+    readable = 0
+    for seed in seeds:
+        path.write_bytes(damaged(tiny(), random.Random(seed)))
+        refusal = ""
+        try:
+            read_all(path)
+        except TraceError as error:
+            refusal = str(error)
+        assert "\n" not in refusal, seed
+        readable += not refusal
+    return readable
+
+
+def test_damaged_files_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    assert 10 < survive(tmp_path / "rank-0.json", range(400)) < 390
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error")
+def test_ten_thousand_damaged_files_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    assert 250 < survive(tmp_path / "rank-0.json", range(10_000)) < 9_750

@@ -1,0 +1,141 @@
+"""Time by phase: names from spans, operators and kernels, and exposed time that adds up to the busy time."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.base.spans import Span
+from penstock.trace.events import Trace
+from penstock.trace.kernel_names import Part, general, telling
+from penstock.trace.load import decode_trace
+from penstock.trace.phases import Phases, charge, find_phases
+from penstock.trace.timeline import timeline_of
+from tests.trace.test_tree import NODE, decoded, operator, span, started
+from tests.trace.tiny import kernel, text_of, tiny, trace_of
+
+GEMM = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"
+ALL_TO_ALL = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def named(trace: Trace) -> list[tuple[str, str]]:
+    """Phase and pass of each GPU event in order."""
+    found = find_phases(trace)
+    order = np.argsort(found.event, kind="stable")
+    passes = ("", "forward", "backward", "recompute", "update")
+    return [(found.names[found.name_id[one]], passes[found.pass_id[one]]) for one in order]
+
+
+@pytest.mark.parametrize(
+    ("around", "name", "phase"),
+    [
+        (Span.EXPERTS, "rows_kernel", "experts"),
+        (Span.EXPERTS, "swiglu_kernel", "activation"),
+        (Span.EXPERTS, "tile_table_kernel", "index"),
+        (Span.EXPERTS, "sum_rows_kernel", "permute"),
+        (Span.SORT, "some_kernel", "index"),
+        (Span.DISPATCH, "push_rows_kernel", "dispatch"),
+        (Span.DISPATCH, ALL_TO_ALL, "dispatch"),
+        (Span.DISPATCH, "wait_kernel", "dispatch waiting"),
+        (Span.COMBINE, "wait_kernel", "combine waiting"),
+        (Span.ATTENTION, GEMM, "attention"),
+        (Span.ATTENTION, "ncclDevKernel_AllGather_RING_LL(args)", "all-gather"),
+        (Span.SHARED, "swiglu_kernel", "shared"),
+    ],
+)
+def test_a_span_names_the_phase_and_inside_a_mixture_of_experts_the_kernel_says_more(
+    around: str, name: str, phase: str
+) -> None:
+    assert named(decoded(span(around, 0, 50), *started(5, 1, name))) == [(phase, "forward")]
+
+
+def test_products_of_experts_are_told_apart_in_backward() -> None:
+    numbers = {"Sequence number": 8, "Fwd thread id": 1}
+    node = operator(NODE + "_ExpertFfnBackward", 200, 50, **numbers)
+    trace = decoded(node, *started(205, 1, "rows_kernel"), *started(220, 2, "weights_kernel"))
+    assert named(trace) == [("experts input gradient", "backward"), ("experts weight gradient", "backward")]
+
+
+def test_an_operator_around_the_launch_names_a_kernel_that_does_not_tell() -> None:
+    loss = operator("_LinearCrossEntropy", 0, 50)
+    trace = decoded(loss, operator("aten::mm", 2, 20), *started(5, 1, GEMM), *started(100, 2, GEMM))
+    assert named(trace) == [("loss", "forward"), ("matrix products", "forward")]
+
+
+def test_an_exchange_without_a_span_is_dispatch_before_the_experts_and_combine_behind_them() -> None:
+    kernels = [ALL_TO_ALL, "grouped_gemm_kernel", ALL_TO_ALL]
+    trace = decoded(*(one for place, name in enumerate(kernels) for one in started(100 * place, place + 1, name)))
+    assert [phase for phase, _ in named(trace)] == ["dispatch", "experts", "combine"]
+
+
+def test_what_nothing_names_is_other_and_its_share_is_said() -> None:
+    trace = decoded(*started(0, 1, "zorbl", lasts=30), *started(100, 2, GEMM, lasts=90))
+    found = find_phases(trace)
+    assert found.other_share == pytest.approx(0.25)
+    assert [row.name for row in found.rows()] == ["matrix products", "other"]
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        (
+            "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFloat16> >(int)",
+            "elementwise",
+        ),
+        ("void fbgemm_gpu::permute_2D_data_kernel<false, int, int>(int)", "gather and scatter"),
+        ("Cijk_Ailk_Bljk_BBS_BH_MT64x64x64_MI16x16x16x1_SN_1LDSB0", "matrix products"),
+        ("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", "other collectives"),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4> >()",
+            "optimizer",
+        ),
+        ("igemm_wrw_gtcx3_nhwc_bf16_bx0_ex1_bt64x64x64", "convolution"),
+        ("void deep_ep::internode::dispatch<false, 8>(int4*)", "dispatch"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "attention"),
+    ],
+)
+def test_kernels_of_libraries_are_known_by_name(name: str, part: str) -> None:
+    assert (telling(name) or general(name) or Part.OTHER).value == part
+
+
+def test_exposed_time_is_charged_to_compute_before_communication_before_copies() -> None:
+    trace = decode_trace(text_of(tiny()))
+    rows = {row.name: row.exposed_us for row in find_phases(trace).rows(by_layer=False) if row.name != "other"}
+    assert rows == pytest.approx({"matrix products": 80, "all-reduce": 60, "copy": 20, "fill": 10})
+
+
+def test_waiting_stands_in_rows_of_its_own_and_sums_stay() -> None:
+    trace = decoded(span(Span.DISPATCH, 0, 50), *started(5, 1, ALL_TO_ALL, lasts=40))
+    found = find_phases(trace, waited_us=np.array([30.0]))
+    assert {row.name: row.kernel_us for row in found.rows()} == pytest.approx({"dispatch waiting": 30, "dispatch": 10})
+    assert found.exposed_us.sum() == pytest.approx(40)
+
+
+def test_rows_carry_layers_or_their_sum() -> None:
+    events = [one for layer in range(3) for one in (span(f"layer {layer}", 100 * layer, 90),)]
+    launches = [one for layer in range(3) for one in started(100 * layer + 5, layer + 1, GEMM)]
+    found: Phases = find_phases(decoded(*events, *launches))
+    assert sorted(row.layer or 0 for row in found.rows()) == [0, 1, 2]
+    (row,) = found.rows(by_layer=False)
+    assert (row.layer, row.count, row.share) == (None, 3, pytest.approx(1.0))
+    assert row.as_json()["pass"] == "forward"
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([GEMM, ALL_TO_ALL]), st.integers(0, 60), st.integers(0, 25), st.integers(0, 3)),
+        min_size=1,
+        max_size=25,
+    )
+)
+def test_exposed_times_add_up_to_what_the_timeline_says(made: list[tuple[str, int, int, int]]) -> None:
+    events = [
+        kernel(name, start, lasts, correlation=900 + one, stream=stream)
+        for one, (name, start, lasts, stream) in enumerate(made)
+    ]
+    trace = decode_trace(text_of(trace_of(*events)))
+    charged, expected = charge(trace), timeline_of(trace.gpu)
+    assert (charged >= -1e-6).all()
+    assert charged.sum() == pytest.approx(expected.busy_us, abs=1e-6)
+    talks = np.array([trace.gpu.name(row) == ALL_TO_ALL for row in range(len(trace.gpu))])
+    assert charged[talks].sum() == pytest.approx(expected.exposed_communication_us, abs=1e-6)

@@ -1,0 +1,396 @@
+"""Scripts written from traces: they hold what was recorded, and they run."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from penstock.base.errors import TraceError
+from penstock.kernels import norm, permute
+from penstock.trace.load import decode_trace
+from penstock.trace.recorded_call import DTYPES, recorded_arguments
+from penstock.trace.replay import Question, replay
+from penstock.trace.replay_collective import Collective, collective_of, exchanged
+from penstock.trace.replay_kernels import RECIPES
+from penstock.trace.replay_script import literal
+from tests.trace.tiny import event, kernel, launch, text_of, trace_of
+
+ROOT = Path(__file__).resolve().parents[2]
+BF16, FP8, LONG = "c10::BFloat16", "c10::Float8_e4m3fn", "long int"
+
+
+def shapes(kinds: list[str], dims: list[Any], strides: list[Any] | None = None, texts: list[str] | None = None) -> Any:
+    return {
+        "Input type": kinds,
+        "Input Dims": dims,
+        "Input Strides": strides or [[] for _ in kinds],
+        "Concrete Inputs": texts or ["" for _ in kinds],
+    }
+
+
+def script(*calls: tuple[str, Any], op: str, rank: int = 0, **question: Any) -> str:
+    """The script for one of some operators, each of which launched a kernel that ran ten times its place."""
+    events = []
+    for at, (name, args) in enumerate(calls, start=1):
+        events += [
+            event("cpu_op", name, 100.0 * at, 20, **args),
+            launch(100.0 * at + 5, correlation=at),
+            kernel(f"some_{name.rpartition(':')[2]}_kernel", 100.0 * at + 30, 10.0 * at, correlation=at),
+        ]
+    trace = decode_trace(text_of(trace_of(*events, rank=rank)))
+    return replay({rank: trace}, Question(op=op, **question))
+
+
+def run(text: str, folder: Path, **environment: str) -> str:
+    """What a script prints, in a process of its own; with few repetitions."""
+    path = folder / "replayed.py"
+    path.write_text(text.replace("warm_up=10, times=50", "warm_up=1, times=2"), encoding="utf-8")
+    command = [sys.executable, str(path)]
+    found = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment,
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def refusal(*calls: tuple[str, Any], op: str, **question: Any) -> str:
+    with pytest.raises(TraceError) as caught:
+        script(*calls, op=op, **question)
+    return str(caught.value)
+
+
+MM = ("aten::mm", shapes([BF16, BF16], [[4, 8], [8, 3]], [[8, 1], [1, 8]]))
+ADDMM = (
+    "aten::addmm",
+    shapes([BF16, BF16, BF16, "Scalar", "Scalar"], [[3], [4, 8], [8, 3], [], []], texts=["", "", "", "1", "0.5"]),
+)
+GROUPED = (
+    "aten::_grouped_mm",
+    shapes([BF16, BF16, "int", "", ""], [[11, 16], [3, 16, 32], [3], [], []], [[16, 1], [512, 32, 1], [1], [], []]),
+)
+
+
+def test_a_script_holds_the_sizes_strides_and_dtypes_of_the_trace() -> None:
+    text = script(MM, op="aten::mm")
+    assert "tensor(torch.bfloat16, (4, 8), (8, 1))" in text
+    assert "tensor(torch.bfloat16, (8, 3), (1, 8))" in text
+    assert "10.0 us in the trace" in text
+
+
+def test_an_operator_is_found_without_its_namespace_and_by_its_kernel() -> None:
+    assert script(MM, op="mm") == script(MM, op="aten::mm")
+    assert "It launched some_mm_kernel." in script(ADDMM, MM, op="some_mm")
+
+
+def test_the_shape_with_most_time_is_taken_unless_one_is_named() -> None:
+    other = ("aten::mm", shapes([BF16, BF16], [[5, 8], [8, 3]]))
+    assert "(5, 8)" in script(MM, other, op="aten::mm")
+    assert "(4, 8)" in script(MM, other, op="aten::mm", shape="4x8 8x3")
+    assert "allowed: 5x8 8x3; 4x8 8x3" in refusal(MM, other, op="aten::mm", shape="9x9")
+
+
+def test_even_offsets_of_groups_end_at_the_last_row_and_counts_can_be_given() -> None:
+    assert "torch.tensor([4, 8, 11], dtype=torch.int32" in script(GROUPED, op="aten::_grouped_mm")
+    assert "torch.tensor([9, 9, 11], dtype=torch.int32" in script(GROUPED, op="aten::_grouped_mm", counts=(9, 0, 2))
+    for counts in ((9, 3), (9, 0, 3), (9, -1, 3)):
+        assert "3 experts with at most 11 rows" in refusal(GROUPED, op="aten::_grouped_mm", counts=counts)
+
+
+def test_offsets_of_a_weight_gradient_count_columns() -> None:
+    call = ("aten::_grouped_mm", shapes([BF16, BF16, "int"], [[16, 12], [12, 32], [3]]))
+    assert "torch.tensor([4, 8, 12]" in script(call, op="aten::_grouped_mm")
+
+
+def test_counts_are_refused_where_there_are_no_experts() -> None:
+    assert "leave --counts out" in refusal(MM, op="aten::mm", counts=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "below"),
+    [
+        ("aten::embedding", shapes([BF16, LONG], [[70, 8], [5]]), "(5,), (1,), below=70"),
+        ("aten::index_select", shapes([BF16, "Scalar", LONG], [[8, 90], [], [5]], texts=["", "1", ""]), "below=90"),
+        ("aten::gather", shapes([BF16, "Scalar", LONG], [[8, 90], [], [5, 2]], texts=["", "-1", ""]), "below=90"),
+        ("aten::nll_loss_forward", shapes([BF16, LONG], [[5, 33], [5]]), "below=33"),
+        ("aten::add", shapes([LONG, LONG], [[7], [7]]), "below=7"),
+        ("aten::where", shapes(["bool", BF16], [[7], [7]]), "tensor(torch.bool, (7,), (1,), below=2)"),
+    ],
+)
+def test_integers_are_in_range_of_what_they_index(name: str, args: Any, below: str) -> None:
+    assert below in script((name, args), op=name)
+
+
+def test_every_dtype_is_one_of_pytorch() -> None:
+    assert all(isinstance(getattr(torch, dtype, None), torch.dtype) for dtype in DTYPES.values())
+
+
+@pytest.mark.parametrize(("value", "text"), [(float("-inf"), 'float("-inf")'), ([1, 2], "[1, 2]"), (None, "None")])
+def test_plain_values_are_written_as_python(value: Any, text: str) -> None:
+    assert literal(value) == text
+
+
+def test_what_the_trace_does_not_hold_is_said_in_one_line() -> None:
+    scalar = ("aten::topk", shapes([BF16, "Scalar"], [[4, 8], []]))
+    assert "argument 1 of aten::topk is a number whose value is not in this trace" in refusal(scalar, op="topk")
+    assert "has no shapes" in refusal(("aten::mm", {}), op="mm")
+    index = ("aten::index", shapes([BF16, ""], [[4, 8], []]))
+    assert "do not record its list of indices" in refusal(index, op="aten::index")
+    lists = ("aten::cat", shapes(["TensorList", "Scalar"], [[], []], texts=["", "0"]))
+    assert "sizes in its lists" in refusal(lists, op="cat")
+    symmetric = ("symm_mem::one_shot_all_reduce", shapes([BF16], [[4]]))
+    assert "memory of other ranks" in refusal(symmetric, op="one_shot_all_reduce")
+    damaged = ("aten::mm", shapes([BF16, BF16], [[4, 8]]))
+    assert "differ in length" in refusal(damaged, op="mm")
+    strange = ("aten::mm", shapes([BF16, BF16], [[4, "x"], [8, 3]]))
+    assert "is damaged" in refusal(strange, op="mm")
+
+
+def test_an_unknown_name_is_refused_with_one_that_is_near() -> None:
+    assert "did you mean aten::addmm" in refusal(ADDMM, op="aten::adm")
+
+
+def test_a_node_of_the_backward_graph_is_refused_with_what_is_inside() -> None:
+    events = [event("cpu_op", "MmBackward0", 0, 50), event("cpu_op", "aten::mm", 10, 20, **MM[1])]
+    trace = decode_trace(text_of(trace_of(*events)), gpu_required=False)
+    with pytest.raises(TraceError, match="name one of those inside it: aten::mm"):
+        replay({0: trace}, Question(op="MmBackward0"))
+
+
+def recorded(work: Any) -> str:
+    """What torch's profiler writes of some work on this CPU."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        work()
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return path.read_text()
+
+
+def cpu_script(work: Any, op: str, **question: Any) -> str:
+    trace = decode_trace(recorded(work).encode(), gpu_required=False)
+    return replay({0: trace}, Question(op=op, **question))
+
+
+def a_step() -> None:
+    """Operators of all kinds: keyword-only numbers, lists, indices, fp8, numbers for tensors, views."""
+    x = torch.randn(6, 16, dtype=torch.bfloat16)
+    torch.addmm(x[0], x[:, :8], torch.randn(16, 8, dtype=torch.bfloat16).t(), beta=0.5)
+    torch.cat([x.float(), x.float()], 1)
+    F.embedding(torch.tensor([5, 2]), x)
+    x.float().to(torch.float8_e4m3fn)
+    torch.add(x, 1.5, alpha=2)
+    torch.topk(x.float(), 3)
+    x.float().masked_fill(x > 0, float("-inf"))
+    F.grouped_mm(x, torch.randn(2, 16, 24, dtype=torch.bfloat16), offs=torch.tensor([2, 6], dtype=torch.int32))
+    left, right = torch.randn(16, 16).to(torch.float8_e4m3fn), torch.randn(16, 16).to(torch.float8_e4m3fn).t()
+    torch.ops.aten._scaled_mm(left, right, torch.tensor(1.0), torch.tensor(1.0), out_dtype=torch.bfloat16)
+    F.scaled_dot_product_attention(*(torch.randn(1, 2, 8, 16) for _ in range(3)), is_causal=True)
+    torch.empty(7, 3)
+    torch._foreach_add_([x.float(), x.float()], 2.0)
+
+
+OPS = [
+    "aten::addmm",
+    "aten::cat",
+    "aten::embedding",
+    "aten::_to_copy",
+    "aten::add",
+    "aten::topk",
+    "aten::masked_fill",
+    "aten::_grouped_mm",
+    "aten::_scaled_mm",
+    "aten::scaled_dot_product_attention",
+    "aten::empty",
+    "aten::_foreach_add_",
+    "aten::copy_",
+]
+
+
+def test_scripts_of_operators_run_and_print_their_time(tmp_path: Path) -> None:
+    text = recorded(a_step)
+    trace = decode_trace(text.encode(), gpu_required=False)
+    whole = "\n".join(
+        f"exec({replay({0: trace}, Question(op=op)).replace('warm_up=10, times=50', 'warm_up=1, times=2')!r}, {{}})"
+        for op in OPS
+    )
+    lines = run(whole, tmp_path).splitlines()
+    assert [line.split(":", 3)[2] for line in lines] == [op.split("::")[1] for op in OPS]
+    assert all("us on cpu" in line for line in lines)
+
+
+def test_a_scripts_argument_is_laid_out_as_recorded(tmp_path: Path) -> None:
+    text = cpu_script(lambda: torch.randn(4, 6).t()[1:].clone(), "aten::clone")
+    assert "tensor(torch.float32, (5, 4), (1, 6))" in text
+    assert "aten::clone" in run(text, tmp_path)
+
+
+def test_a_library_that_is_not_imported_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "replayed.py"
+    path.write_text(script(("vllm::moe_forward", shapes([BF16], [[4, 8]])), op="vllm::moe_forward"))
+    found = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 1
+    assert "this PyTorch has no vllm::moe_forward" in found.stderr
+
+
+def test_an_argument_that_was_not_recorded_ends_the_script_with_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "replayed.py"
+    path.write_text(cpu_script(lambda: torch.einsum("ij,kj->ik", torch.ones(2, 3), torch.ones(2, 3)), "einsum"))
+    found = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 1
+    assert "no overload of aten::einsum takes what the trace holds" in found.stderr
+
+
+def test_every_recipe_is_of_a_function_that_we_have() -> None:
+    for name, recipe in RECIPES.items():
+        module = import_module(f"penstock.kernels.{recipe.module}")
+        assert issubclass(vars(module)[name], torch.autograd.Function)
+        assert callable(vars(module)[recipe.call.partition("(")[0]])
+    assert all(name.startswith("_") for name in RECIPES)
+
+
+needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="runs our kernels under Triton's interpreter")
+
+
+@needs_interpreter
+def test_our_norm_is_replayed_backward_with_the_arguments_of_forward(tmp_path: Path) -> None:
+    arguments = shapes(["float", "", "float", "Scalar", ""], [[4, 8], [], [8], [], []], texts=["", "", "", "1e-05", ""])
+    forward = event("cpu_op", "_RmsNorm", 0, 20, **arguments, **{"Sequence number": 7})
+    backward = event("cpu_op", "_RmsNormBackward", 50, 20, **shapes(["float"], [[4, 8]]), **{"Sequence number": 7})
+    trace = decode_trace(text_of(trace_of(forward, backward)), gpu_required=False)
+    text = replay({0: trace}, Question(op="_RmsNormBackward"))
+    assert "norm.rms_norm(arguments[0], arguments[2], arguments[3])" in text
+    assert run(text, tmp_path).startswith("_RmsNormBackward: ")
+
+
+@needs_interpreter
+def test_our_permutation_is_replayed_with_the_rows_of_each_expert(tmp_path: Path) -> None:
+    call = ("_Permute", shapes(["float", LONG, "int", ""], [[6, 8], [6, 2], [4], []]))
+    text = script(call, op="_Permute", counts=(5, 0, 6, 1))
+    assert "order = shuffled_order([5, 0, 6, 1], 6, 2)" in text
+    assert run(text, tmp_path).startswith("_Permute: ")
+
+
+def test_our_grouped_product_is_replayed_with_the_rows_of_each_expert() -> None:
+    call = ("_GroupedGemm", shapes([BF16, BF16, "int", LONG], [[6, 8], [3, 16, 8], [3], [12]]))
+    text = script(call, op="_GroupedGemm")
+    assert "torch.tensor([4, 4, 4], dtype=torch.int32" in text
+    assert "tensor(torch.int64, (12,), (1,), below=6)" in text
+
+
+def about(rank: int, name: str = "all_to_allv", **changed: Any) -> dict[str, Any]:
+    """Metadata of a rank's collective: rank r sends r + 1 rows of two to itself and 3 to the other."""
+    sends = [rank + 1 if other == rank else 3 for other in range(2)]
+    known = {
+        "Collective name": name,
+        "dtype": "Float",
+        "In msg nelems": 2 * sum(sends),
+        "Out msg nelems": 2 * sum(sends),
+        "In split size": json.dumps(sends),
+        "Out split size": json.dumps(sends),
+        "Group size": 2,
+        "Process Group Name": "5",
+        "Process Group Ranks": "[0, 1]",
+        "Seq": 4,
+    }
+    return known | changed
+
+
+def collective_trace(rank: int, **changed: Any) -> Any:
+    call = event("cpu_op", "record_param_comms", 10, 20, **about(rank, **changed))
+    ran = kernel("ncclDevKernel_SendRecv(x)", 50, 33, correlation=9, stream=20)
+    return decode_trace(text_of(trace_of(call, launch(15, correlation=9), ran, rank=rank)))
+
+
+@pytest.mark.parametrize("op", ["all_to_allv", "record_param_comms", "SendRecv", "c10d::alltoall_base_"])
+def test_an_exchange_has_the_splits_of_all_ranks_in_elements(op: str) -> None:
+    text = replay({rank: collective_trace(rank) for rank in range(2)}, Question(op=op))
+    assert "SENT = [\n    [2, 6],\n    [6, 4],\n]" in text
+    assert "33.0 us, waiting for other ranks included" in text
+    assert "even shares" not in text
+
+
+def test_what_other_ranks_sent_each_other_is_guessed_only_where_it_is_not_recorded() -> None:
+    lone = Collective(
+        name="all_to_allv", dtype="float32", sent=9, got=6, ranks=3, place=1, sends=(4, 3, 2), gets=(1, 3, 2)
+    )
+    assert exchanged([lone]) == ([[3, 1, 3], [4, 3, 2], [3, 2, 3]], False)
+    text = replay(
+        {0: collective_trace(0, **{"Group size": 3, "Process Group Ranks": "[0, 1, 2]"})}, Question(op="SendRecv")
+    )
+    assert "even shares" in text
+
+
+def test_a_collective_without_sizes_cannot_be_replayed() -> None:
+    call = event("cpu_op", "c10d::allreduce_", 10, 20)
+    ran = kernel("ncclKernel_AllReduce", 50, 33, correlation=9, stream=20)
+    trace = decode_trace(text_of(trace_of(call, launch(15, correlation=9), ran)))
+    for op in ("c10d::allreduce_", "ncclKernel"):
+        with pytest.raises(TraceError, match="sizes of collectives are not in this trace"):
+            replay({0: trace}, Question(op=op))
+
+
+def test_damaged_metadata_of_a_collective_are_a_clear_error() -> None:
+    with pytest.raises(TraceError, match="damaged"):
+        collective_of(about(0, **{"Group size": "many"}), 0)
+    with pytest.raises(TraceError, match="dtype"):
+        collective_of(about(0, dtype="Odd"), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["all_to_allv", "allreduce", "_allgather_base", "_reduce_scatter_base"])
+def test_the_script_of_a_collective_runs_under_torchrun(name: str, tmp_path: Path) -> None:
+    sizes = {"_allgather_base": (6, 12), "_reduce_scatter_base": (12, 6)}.get(name)
+    changed = {} if sizes is None else dict(zip(("In msg nelems", "Out msg nelems"), sizes, strict=True))
+    text = replay({rank: collective_trace(rank, name=name, **changed) for rank in range(2)}, Question(op=name))
+    path = tmp_path / "replayed.py"
+    path.write_text(text)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stderr
+    assert f"{name}: " in found.stdout and "on 2 ranks of cpu, 33.0 us on 2 in the trace" in found.stdout
+
+
+def test_a_recorded_value_comes_back_as_it_was() -> None:
+    args = shapes(
+        ["TensorList", "ScalarList", "Scalar", "double", FP8],
+        [[[2, 3], [4]], [], [], [], [5]],
+        [[[3, 1], [1]], [], [], [], [2]],
+        ["", "[True, False]", "-inf", "", ""],
+    )
+    pair, flags, low, number, small = recorded_arguments("aten::some", args, list_dtype="bfloat16")
+    assert isinstance(pair, tuple) and [one.size for one in pair] == [(2, 3), (4,)]
+    assert pair[0].dtype == "bfloat16"
+    assert (flags, low) == ([True, False], float("-inf"))
+    assert literal(number) == "torch.tensor(1, dtype=torch.float64)"
+    assert literal(small) == "tensor(torch.float8_e4m3fn, (5,), (2,))"
+
+
+def test_a_name_in_a_profile_of_our_norm_is_the_one_that_recipes_know() -> None:
+    """The interpreter runs the kernels; what counts is what the profiler calls the function and what it records."""
+    pytest.importorskip("triton")
+
+    def work() -> None:
+        x_TD: Tensor = torch.randn(4, 8, requires_grad=True)
+        norm.rms_norm(x_TD, torch.ones(8), 1e-5).sum().backward()
+        permute.permute(x_TD.detach(), permute.order_rows(torch.tensor([[0, 1]] * 4), 3))
+
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    trace = decode_trace(recorded(work).encode(), gpu_required=False)
+    for op in ("_RmsNorm", "_RmsNormBackward", "_Permute"):
+        assert f'"""{op} as a trace has it' in replay({0: trace}, Question(op=op))

@@ -1,0 +1,141 @@
+"""Work of operators from shapes, and what of the roof was reached."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock.plan
+from penstock.base.devices import CHIPS
+from penstock.plan.hardware import Hardware
+from penstock.plan.hardware_file import read_hardware
+from penstock.trace.operators import Call
+from penstock.trace.roofline import roofline
+from penstock.trace.work import Work, work_of
+from tests.trace.test_tree import NODE, decoded, operator, started
+
+BF16, FLOAT, LONG = "c10::BFloat16", "float", "long int"
+
+
+def call(name: str, *arguments: tuple[Any, str], plain: tuple[str, ...] = (), made_by: Call | None = None) -> Call:
+    shapes, types = tuple(one[0] for one in arguments), tuple(one[1] for one in arguments)
+    return Call(name=name, shapes=shapes, types=types, plain=plain, made_by=made_by)
+
+
+def tensors(*shapes: tuple[int, ...]) -> tuple[tuple[Any, str], ...]:
+    return tuple((shape, BF16) for shape in shapes)
+
+
+def work(one: Call, **options: float) -> Work:
+    found = work_of(one, **options)
+    assert found is not None, "no model"
+    return found
+
+
+EXPERTS = call("_ExpertFfn", *tensors((16, 8), (4, 12, 8), (4, 8, 6)), ((4,), LONG), ((32,), FLOAT), ((32,), LONG))
+
+
+@pytest.mark.parametrize(
+    ("one", "flops"),
+    [
+        (call("aten::mm", *tensors((3, 5), (5, 7))), 2 * 3 * 5 * 7),
+        (call("aten::addmm", *tensors((640,), (888, 2880), (2880, 640))), 2 * 888 * 640 * 2880),
+        (call("aten::bmm", *tensors((4, 3, 5), (4, 5, 7))), 4 * 2 * 3 * 5 * 7),
+        (call("aten::_grouped_mm", *tensors((30, 5), (4, 5, 7)), ((4,), "int")), 2 * 30 * 5 * 7),
+        (call("aten::_grouped_mm", *tensors((5, 30), (30, 7)), ((4,), "int")), 2 * 30 * 5 * 7),
+        (EXPERTS, 2 * 32 * 8 * (12 + 6)),
+        (call("_ExpertFfnBackward", *tensors((16, 8)), made_by=EXPERTS), 4 * 32 * 8 * (12 + 6)),
+        (
+            call(
+                "aten::convolution_backward",
+                *tensors((10, 64, 56, 56), (10, 64, 56, 56), (64, 64, 3, 3)),
+                plain=("",) * 10 + ("[True, True, False]",),
+            ),
+            4.6242e9,
+        ),
+        (
+            call(
+                "aten::miopen_convolution",
+                *tensors((10, 64, 56, 56), (64, 64, 3, 3)),
+                plain=("", "", "", "[1, 1]", "[1, 1]", "[1, 1]", "1"),
+            ),
+            2.3121e9,
+        ),
+    ],
+)
+def test_products_count_two_flops_for_each_multiplication(one: Call, flops: float) -> None:
+    assert work(one).flops == pytest.approx(flops, rel=1e-4)
+
+
+def test_rows_that_hold_no_tokens_are_no_work() -> None:
+    assert work(EXPERTS, used_rows=0.5).flops == work(EXPERTS).flops / 2
+
+
+def test_a_causal_mask_halves_attention_and_backward_has_five_products_for_two() -> None:
+    shapes = ((2, 4, 64, 24), (2, 4, 64, 24), (2, 4, 64, 16))
+    forward = call("aten::_cudnn_attention_forward", *tensors(*shapes))
+    causal = call("aten::_cudnn_attention_forward", *tensors(*shapes), plain=("",) * 10 + ("True",))
+    backward = call("aten::_cudnn_attention_backward", *tensors((2, 4, 64, 16), *shapes))
+    scores = 2 * 4 * 64 * 64
+    assert work(forward).flops == 2 * scores * (24 + 16)
+    assert work(causal).flops == scores * (24 + 16)
+    assert work(backward).flops == 2 * scores * (3 * 24 + 2 * 16)
+
+
+def test_elementwise_operators_move_what_they_read_and_write() -> None:
+    assert work(call("aten::add", *tensors((6, 5), (6, 5)))).bytes == 3 * 30 * 2
+    assert work(call("aten::copy_", ((6, 5), FLOAT), ((6, 5), BF16))).bytes == 30 * (4 + 2)
+    assert work(call("aten::mul", *tensors((6, 1), (6, 5)))).bytes == (6 + 30 + 30) * 2
+
+
+def test_the_optimizer_reads_four_tensors_of_a_parameter_and_writes_three() -> None:
+    lists = (((8, 8), (8,)), "TensorList")
+    assert work(call("aten::_fused_adamw_", lists, lists, lists, lists)).bytes == 7 * 72 * 4
+
+
+@pytest.mark.parametrize(
+    "one", [call("vllm::moe_forward", *tensors((888, 3072))), call("aten::mm"), call("aten::mm", ((), ""), ((), ""))]
+)
+def test_an_operator_without_a_model_or_shapes_has_no_work(one: Call) -> None:
+    assert work_of(one) is None
+
+
+def product(start: float, number: int, lasts: float) -> list[dict[str, Any]]:
+    args = {"Input Dims": [[4096, 8192], [8192, 1024]], "Input type": [BF16, BF16], "Concrete Inputs": ["", ""]}
+    return [operator("aten::mm", start, 10, **args), *started(start + 1, number, "nvjet", lasts=lasts)]
+
+
+def test_calls_on_the_same_shapes_are_one_row_with_what_they_reached() -> None:
+    found = roofline(decoded(*product(0, 1, 100), *product(200, 2, 150), *started(400, 3, "rogue", lasts=50)))
+    (row,) = found.rows
+    flops = 2 * 4096 * 8192 * 1024
+    assert (row.count, row.kernel_us, row.bound) == (2, pytest.approx(250), "compute")
+    assert row.flops_per_second == pytest.approx(2 * flops / 250e-6)
+    assert row.reached == pytest.approx(2 * flops / 989e12 / 250e-6)
+    assert found.modelled_share == pytest.approx(250 / 300)
+    assert found.as_json()[0]["operator"] == "aten::mm"
+
+
+def test_gradients_of_a_python_function_take_the_shapes_of_its_forward() -> None:
+    forward = {"Input Dims": [[16, 8], [4, 12, 8], [4, 8, 6], [4], [32], [32]]}
+    types = {"Input type": [BF16, BF16, BF16, LONG, FLOAT, LONG]}
+    trace = decoded(
+        operator("_ExpertFfn", 0, 10, **forward, **types, **{"Sequence number": 3}),
+        *started(2, 1, "rows_kernel"),
+        operator(NODE + "_ExpertFfnBackward", 100, 20, **{"Sequence number": 3}),
+        operator(
+            "_ExpertFfnBackward", 101, 18, **{"Sequence number": 3, "Input Dims": [[16, 8]], "Input type": [BF16]}
+        ),
+        *started(102, 2, "weights_kernel"),
+    )
+    rows = {row.operator: row.flops for row in roofline(trace).rows}
+    assert rows["_ExpertFfnBackward"] == 2 * (rows["_ExpertFfn"] or 0)
+
+
+@pytest.mark.parametrize("path", sorted((Path(penstock.plan.__path__[0]) / "hardware_data").glob("*.toml")), ids=str)
+def test_peaks_of_chips_are_those_of_the_hardware_files(path: Path) -> None:
+    hardware: Hardware = read_hardware(path)
+    (chip,) = (one for one in CHIPS if one.pattern == hardware.name)
+    peaks = hardware.peaks
+    assert (chip.bf16, chip.fp8, chip.fp32) == (peaks.bf16, peaks.fp8, peaks.fp32)
+    assert chip.memory == peaks.memory_bytes_per_second

@@ -1,0 +1,138 @@
+"""Where the time of a device went: by definition, on a trace written by hand, and on real ones."""
+
+from dataclasses import asdict, astuple
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.trace.events import GpuKind, Trace
+from penstock.trace.load import decode_trace, load_ranks, load_trace
+from penstock.trace.timeline import Timeline, steps_of, timeline_of, timelines
+from tests.trace.tiny import event, kernel, launch, text_of, tiny, trace_of
+
+DATA = Path(__file__).parent / "data"
+PARTS = ("total", "busy", "compute", "communication", "exposed_communication", "memcpy", "exposed_memcpy", "idle")
+
+REAL = (
+    ("mi300x_resnet", 0, "all", (86567.708, 84002.069, 26175.002, 71516.523, 55371.218, 2538.598, 2455.848, 2565.639)),
+    ("mi300x_resnet", 0, "linked", (56517.603, 56234.083, 19561.969, 47200.31, 35088.481, 1633.433, 1583.632, 283.521)),
+    ("dlrm", 0, "all", (1222847, 547656, 210348, 396199, 336981, 1297, 327, 675191)),
+    ("dlrm", 1, "linked", (1231186, 580050, 272004, 379053, 303520, 16473, 4526, 651136)),
+    ("b200_gpt_oss", 0, "all", (84487.178, 11596.479, 8652.136, 2141.5, 2141.5, 802.843, 802.843, 72890.698)),
+)
+"""Folder of the data, rank, which events, microseconds of PARTS: from a calculator of its own, on the whole files."""
+
+KINDS = {
+    "kernel": ("gemm", GpuKind.COMPUTE),
+    "collective": ("ncclDevKernel_AllGather", GpuKind.COMMUNICATION),
+    "gpu_memcpy": ("Memcpy", GpuKind.COPY),
+    "gpu_memset": ("Memset", GpuKind.SET),
+}
+
+
+def decoded(*events: dict[str, object]) -> Trace:
+    return decode_trace(text_of(trace_of(*events)))
+
+
+def spent(timeline: Timeline) -> tuple[float, ...]:
+    return tuple(round(value, 3) for value in astuple(timeline)[:-1])
+
+
+@pytest.mark.parametrize(("folder", "rank", "which", "expected"), REAL)
+def test_a_real_trace_is_timed_to_the_microsecond(
+    folder: str, rank: int, which: str, expected: tuple[float, ...]
+) -> None:
+    found = asdict(timelines(load_ranks(DATA / folder)[rank])[which])
+    assert [found[f"{part}_us"] for part in PARTS] == pytest.approx(expected, abs=0.01)
+
+
+def test_kernels_that_were_launched_before_the_profiler_began_are_in_one_of_two_answers() -> None:
+    both = timelines(load_trace(DATA / "mi300x_resnet/rank-0.json.gz"))
+    assert both["all"].events - both["linked"].events == 968
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, 30), st.integers(0, 9)), min_size=1, max_size=14)
+)
+def test_every_part_of_a_timeline_is_a_set_of_moments(some: list[tuple[str, int, int]]) -> None:
+    events = [
+        event("kernel" if category == "collective" else category, KINDS[category][0], start, duration, stream=row)
+        for row, (category, start, duration) in enumerate(some)
+    ]
+    held: dict[GpuKind, set[int]] = {kind: set() for kind in GpuKind}
+    for category, start, duration in some:
+        held[KINDS[category][1]].update(range(start, start + duration))
+    compute = held[GpuKind.COMPUTE] | held[GpuKind.SET]
+    sent, copied = held[GpuKind.COMMUNICATION], held[GpuKind.COPY]
+    busy = compute | sent | copied
+    total = max(start + duration for _, start, duration in some) - min(start for _, start, _ in some)
+    parts = (busy, compute, sent, sent - compute, copied, copied - compute - sent)
+    assert spent(timeline_of(decoded(*events).gpu)) == (total, *map(len, parts), total - len(busy))
+
+
+def test_a_trace_by_hand_adds_up() -> None:
+    both = timelines(decode_trace(text_of(tiny())))
+    assert spent(both["all"]) == (315, 180, 100, 100, 60, 40, 20, 135)
+    assert spent(both["linked"]) == (295, 170, 90, 100, 60, 40, 20, 125)
+
+
+def test_windows_of_steps_leave_nothing_out() -> None:
+    trace = decode_trace(text_of(tiny()))
+    steps = steps_of(trace)
+    assert [(step.number, step.duration_us, step.timeline.events) for step in steps] == [(3, 190, 4), (4, 190, 4)]
+    assert [step.timeline.total_us for step in steps] == [200, 95]
+    linked = timelines(trace)["linked"]
+    sums = [sum(values) for values in zip(*(astuple(step.timeline) for step in steps), strict=True)]
+    assert sums == pytest.approx(astuple(linked))
+
+
+def test_a_step_is_what_it_launched_however_late_that_runs() -> None:
+    trace = decoded(
+        *(event("user_annotation", f"step {number}", 100 * at, 100) for at, number in enumerate((7, 8))),
+        launch(10, correlation=1),
+        launch(110, correlation=2),
+        kernel("late", 150, 100, correlation=1),
+        kernel("later", 300, 50, correlation=2),
+    )
+    assert [(step.name, *step.window_us) for step in steps_of(trace)] == [
+        ("step 7", 1_000_150, 1_000_300),
+        ("step 8", 1_000_300, 1_000_350),
+    ]
+    assert [step.timeline.idle_us for step in steps_of(trace)] == [50, 0]
+
+
+def test_a_step_that_launched_nothing_has_an_empty_window() -> None:
+    trace = decoded(
+        *(event("user_annotation", f"ProfilerStep#{number}", 100 * number, 100) for number in range(3)),
+        launch(10, correlation=1),
+        launch(210, correlation=2),
+        kernel("first", 20, 10, correlation=1),
+        kernel("last", 220, 10, correlation=2),
+    )
+    assert [step.timeline.total_us for step in steps_of(trace)] == [200, 0, 10]
+    assert [step.timeline.events for step in steps_of(trace)] == [1, 0, 1]
+
+
+def test_steps_of_the_profiler_go_before_spans_of_the_same_name() -> None:
+    trace = decoded(
+        event("user_annotation", "step 1", 0, 10),
+        event("user_annotation", "ProfilerStep#1", 0, 20),
+        kernel("one", 30, 5, correlation=1),
+    )
+    assert [step.name for step in steps_of(trace)] == ["ProfilerStep#1"]
+
+
+def test_names_that_only_begin_like_steps_are_none() -> None:
+    trace = decoded(
+        *(event("user_annotation", name, 0, 10) for name in ("stepping", "step one", "ProfilerStep", "Optimizer.step")),
+        kernel("one", 30, 5, correlation=1),
+    )
+    assert steps_of(trace) == ()
+
+
+def test_a_trace_without_linked_events_has_a_timeline_of_zeros() -> None:
+    trace = decoded(event("user_annotation", "step 1", 0, 10), kernel("one", 30, 5, correlation=1))
+    assert spent(timelines(trace)["linked"]) == (0,) * 8
+    assert steps_of(trace)[0].timeline.total_us == 0

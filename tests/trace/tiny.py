@@ -1,0 +1,74 @@
+"""A trace of a few events, written by hand, for tests that change it."""
+
+import copy
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+TIME_US = 1_000_000.0
+
+
+def event(category: str, name: str, start: float, duration: float, **args: Any) -> dict[str, Any]:
+    """An event that lasts; `start` counts from the beginning of the trace. Events of the GPU name `stream`."""
+    device = {"device": 0} if "stream" in args else {}
+    place = {"pid": 0, "tid": args["stream"]} if device else {"pid": 77, "tid": 77}
+    times = {"ts": TIME_US + start, "dur": duration}
+    return {"ph": "X", "cat": category, "name": name, **place, **times, "args": {**device, **args}}
+
+
+def kernel(name: str, start: float, duration: float, *, correlation: int, stream: int = 7) -> dict[str, Any]:
+    return event("kernel", name, start, duration, stream=stream, correlation=correlation)
+
+
+def launch(start: float, *, correlation: int) -> dict[str, Any]:
+    return event("cuda_runtime", "cudaLaunchKernel", start, 2.0, correlation=correlation)
+
+
+def trace_of(*events: dict[str, Any], rank: int = 0) -> dict[str, Any]:
+    return {
+        "schemaVersion": 1,
+        "deviceProperties": [{"id": 0, "name": "NVIDIA H100 80GB HBM3", "numSms": 132}],
+        "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 8},
+        "traceEvents": [
+            {"ph": "M", "name": "thread_name", "pid": 77, "tid": 77, "ts": 0, "args": {"name": "thread 77 (python)"}},
+            *events,
+        ],
+    }
+
+
+def tiny(rank: int = 0) -> dict[str, Any]:
+    """Two steps of a product, an all-reduce on a stream of its own, a copy and a fill; one kernel has no launch.
+
+    On the device, from the first event: leaked 0-10, product 20-60, all-reduce 40-90, copy 80-100, fill 110-115; and
+    the same without the leaked one 200 us later.
+    """
+    events = [kernel("leaked_kernel", 10, 10, correlation=999)]
+    for step in range(2):
+        host, gpu, at = 200.0 * step, 200.0 * step + 10, 10 * step
+        events += [
+            event("user_annotation", f"ProfilerStep#{step + 3}", host, 190),
+            event("cpu_op", "aten::mm", host + 1, 6, **{"External id": at + 1, "Sequence number": 5}),
+            launch(host + 2, correlation=at + 1),
+            launch(host + 8, correlation=at + 2),
+            event("cuda_runtime", "cudaMemcpyAsync", host + 11, 2, correlation=at + 3),
+            event("cuda_runtime", "cudaMemsetAsync", host + 14, 2, correlation=at + 4),
+            event("python_function", "train.py(1): step", host, 180),
+            kernel("ampere_bf16_gemm", gpu + 20, 40, correlation=at + 1),
+            kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(args)", gpu + 40, 50, correlation=at + 2, stream=20),
+            event("gpu_memcpy", "Memcpy DtoD", gpu + 80, 20, stream=7, correlation=at + 3, bytes=4096),
+            event("gpu_memset", "Memset (Device)", gpu + 110, 5, stream=7, correlation=at + 4),
+        ]
+    return trace_of(*copy.deepcopy(events), rank=rank)
+
+
+def text_of(trace: Any) -> bytes:
+    return json.dumps(trace).encode()
+
+
+def write(path: Path, trace: Any) -> Path:
+    """Write a trace, packed if its name ends in .gz."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = text_of(trace)
+    path.write_bytes(gzip.compress(text, 1) if path.name.endswith(".gz") else text)
+    return path

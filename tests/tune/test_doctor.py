@@ -1,0 +1,258 @@
+"""The verdict on evidence that is made by hand."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from penstock.base.errors import TraceError
+from penstock.config.load import load_run
+from penstock.config.run import Run
+from penstock.tune.doctor import Verdict, diagnose, verdict_json
+from penstock.tune.doctor_evidence import Evidence, Facts, Late, Launches, RankCosts
+from penstock.tune.doctor_walls import ALSO, STANDS, walls_of
+
+TOTAL = 100_000.0
+
+
+def costs(rank: int = 0, **spent: Any) -> RankCosts:
+    """A rank of 100 ms; what nothing else takes is computing."""
+    losses = {"exposed_communication_us": 0.0, "exposed_copies_us": 0.0, "idle_us": 0.0} | spent
+    compute = TOTAL - sum(losses[name] for name in ("exposed_communication_us", "exposed_copies_us", "idle_us"))
+    return RankCosts(rank=rank, total_us=TOTAL, compute_us=compute, **losses)
+
+
+def evidence(*ranks: RankCosts, **more: Any) -> Evidence:
+    return Evidence(source="trace", ranks=ranks or (costs(),), **more)
+
+
+def run_of(*overrides: str) -> Run:
+    return load_run("deepseek-v2-lite", ("training.global_batch=32", "parallel.expert=8", *overrides))
+
+
+def with_run(found: Evidence, *overrides: str, world: int = 8) -> Evidence:
+    return replace(found, facts=replace(found.facts, run=run_of(*overrides), world=world))
+
+
+def gain(verdict: Verdict, rule: str) -> float:
+    (one,) = [remedy for remedy in verdict.remedies if remedy.rule == rule]
+    return one.gain_us
+
+
+def rules(verdict: Verdict) -> list[str]:
+    return [remedy.rule for remedy in verdict.remedies]
+
+
+SENT = costs(exposed_communication_us=40_000.0, communication_us={"all-to-all": 40_000.0})
+
+
+@pytest.mark.parametrize(
+    ("spent", "wall"),
+    [
+        ({"exposed_communication_us": 64_000.0}, "communication"),
+        ({"idle_us": 55_000.0, "exposed_communication_us": 27_000.0}, "host"),
+        ({"recompute_us": 31_000.0, "idle_us": 12_000.0}, "memory"),
+        ({"exposed_copies_us": 24_000.0, "exposed_communication_us": 23_000.0}, "memory"),
+        ({"idle_us": 19_000.0, "exposed_communication_us": 19_500.0}, "compute"),
+    ],
+)
+def test_the_largest_loss_is_the_wall_if_it_is_large_enough(spent: dict[str, float], wall: str) -> None:
+    verdict = diagnose(evidence(costs(**spent)))
+    assert verdict.wall == wall
+    assert verdict.sentence.startswith(f"{wall}: ")
+
+
+def test_a_loss_stands_from_its_threshold_on() -> None:
+    assert diagnose(evidence(costs(idle_us=STANDS * TOTAL))).wall == "host"
+    assert diagnose(evidence(costs(idle_us=STANDS * TOTAL - 1))).wall == "compute"
+
+
+def test_smaller_losses_are_told_beside_the_wall() -> None:
+    verdict = diagnose(evidence(costs(idle_us=55_000.0, exposed_communication_us=27_000.0)))
+    assert verdict.then == ("communication",)
+    assert "then communication 27.0%" in verdict.sentence
+    small = diagnose(evidence(costs(idle_us=55_000.0, exposed_communication_us=ALSO * TOTAL - 1)))
+    assert small.then == ()
+
+
+def test_the_four_walls_add_up_to_the_step() -> None:
+    late = (Late(rank=1, times_last=3, caused_wait_us=9_000.0, cause="host"),)
+    ranks = (
+        costs(0, exposed_communication_us=30_000.0, wait_us=18_000.0, idle_us=7_000.0, recompute_us=2_000.0),
+        costs(1, exposed_communication_us=10_000.0, wait_us=0.0, idle_us=25_000.0, exposed_copies_us=1_500.0),
+    )
+    walls = walls_of(evidence(*ranks, late=late))
+    parts = walls.communication_us + walls.host_us + walls.memory_us + walls.compute_us
+    assert parts == pytest.approx(walls.total_us)
+
+
+def test_waiting_for_a_rank_whose_host_is_late_is_the_hosts() -> None:
+    waits = costs(0, exposed_communication_us=36_000.0, wait_us=30_000.0)
+    stalls = costs(1, exposed_communication_us=6_000.0, wait_us=0.0, idle_us=30_000.0)
+    late = Late(rank=1, times_last=20, caused_wait_us=30_000.0, cause="host", detail="idle 30 ms longer")
+    verdict = diagnose(evidence(waits, stalls, late=(late,)))
+    assert verdict.wall == "host"
+    assert verdict.walls.late_host_us == 15_000.0
+    assert gain(verdict, "no-host-is-late") == 15_000.0
+    assert "rank 1 (its host)" in verdict.sentence
+    slow = diagnose(evidence(waits, stalls, late=(replace(late, cause="compute"),)))
+    assert slow.wall == "communication"
+
+
+def test_each_late_rank_wins_what_others_wait_for_it() -> None:
+    ranks = [costs(rank, exposed_communication_us=50_000.0, wait_us=20_000.0) for rank in range(4)]
+    late = (
+        Late(rank=2, times_last=24, caused_wait_us=60_000.0, cause="experts", detail="1.62 times the mean rows"),
+        Late(rank=3, times_last=24, caused_wait_us=20_000.0, cause="compute", detail="attention 15 % slower"),
+    )
+    verdict = diagnose(evidence(*ranks, late=late))
+    assert gain(verdict, "even-experts") == 15_000.0
+    assert gain(verdict, "no-rank-is-late") == 5_000.0
+    assert "20.0% of the step is waiting" in verdict.sentence
+    assert "rank 2 (its experts), rank 3 (its computing)" in verdict.sentence
+
+
+def test_remedies_are_ordered_by_gain() -> None:
+    found = costs(idle_us=30_000.0, exposed_communication_us=30_000.0, communication_us={"all-to-all": 30_000.0})
+    gains = [one.gain_us for one in diagnose(evidence(found)).remedies]
+    assert len(gains) >= 3
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_no_gain_is_larger_than_what_stands_there() -> None:
+    found = costs(
+        idle_us=21_000.0,
+        exposed_communication_us=23_000.0,
+        sync_idle_us=9_000.0,
+        communication_us={"all-to-all": 13_000.0, "all-reduce": 10_000.0},
+        recompute_us=5_000.0,
+    )
+    verdict = diagnose(evidence(found))
+    loss = {
+        "tokens-travel-once": 13_000.0,
+        "overlap-if-exposed": 13_000.0,
+        "sums-once-for-more-rows": 10_000.0,
+        "launches-in-one-call": 12_000.0,
+        "larger-passes": 12_000.0,
+        "host-never-waits": 9_000.0,
+        "selective-before-full": 5_000.0,
+    }
+    assert set(rules(verdict)) == set(loss)
+    assert all(0 < one.gain_us <= loss[one.rule] for one in verdict.remedies)
+
+
+def test_a_gain_below_noise_is_not_told() -> None:
+    assert rules(diagnose(evidence(costs(idle_us=300.0)))) == []
+
+
+def test_dispatch_symmetric_wins_the_copies_that_it_spares() -> None:
+    verdict = diagnose(with_run(evidence(SENT), 'dispatch.method="all-to-all"'))
+    (one,) = [remedy for remedy in verdict.remedies if remedy.rule == "tokens-travel-once"]
+    assert one.change == 'dispatch.method="symmetric"'
+    assert one.gain_us == pytest.approx(40_000.0 * (1 - 3.97 / 5.25), rel=0.002)
+
+
+def test_what_a_run_does_already_is_not_offered() -> None:
+    overrides = (
+        "dispatch.method=symmetric",
+        "dispatch.sync_free=2",
+        "graphs.capture=passes",
+        "dispatch.overlap=shared",
+    )
+    found = costs(idle_us=30_000.0, sync_idle_us=9_000.0, **vars_of(SENT))
+    assert rules(diagnose(with_run(evidence(found), *overrides))) == ["larger-passes"]
+
+
+def vars_of(rank: RankCosts) -> dict[str, Any]:
+    return {name: vars(rank)[name] for name in ("exposed_communication_us", "communication_us")}
+
+
+def test_what_the_config_would_refuse_is_not_offered() -> None:
+    """A pipeline cannot be captured, and full shards do not go with passes that stop in the middle."""
+    found = with_run(evidence(costs(idle_us=50_000.0)), "parallel.pipeline=2", "training.global_batch=64", world=16)
+    assert "launches-in-one-call" not in rules(diagnose(found))
+
+
+def test_graphs_of_a_run_whose_host_counts_rows_come_with_a_bound() -> None:
+    found = evidence(costs(idle_us=50_000.0))
+    counted = diagnose(with_run(found, "dispatch.method=all-gather"))
+    assert 'graphs.capture="passes" dispatch.sync_free=2' in [one.change for one in counted.remedies]
+    free = diagnose(with_run(found, "dispatch.method=symmetric"))
+    assert 'graphs.capture="passes"' in [one.change for one in free.remedies]
+
+
+def test_kernels_that_a_graph_launched_need_no_graph() -> None:
+    launches = Launches(kernels=1_000, small_kernels=700, from_graphs=900)
+    assert "launches-in-one-call" not in rules(diagnose(evidence(costs(idle_us=50_000.0), launches=launches)))
+
+
+def test_overlap_is_not_offered_among_few_ranks() -> None:
+    found = with_run(evidence(SENT), "parallel.expert=4", world=4)
+    assert "overlap-if-exposed" not in rules(diagnose(found))
+    assert "overlap-if-exposed" in rules(diagnose(with_run(evidence(SENT), "training.micro_batch=2")))
+
+
+def test_a_full_device_is_not_given_larger_passes() -> None:
+    facts = Facts(peak_bytes=90_000_000_000, capacity_bytes=141_000_000_000)
+    found = evidence(costs(idle_us=50_000.0), facts=facts)
+    assert "larger-passes" not in rules(diagnose(found))
+    assert "larger-passes" in rules(diagnose(replace(found, facts=replace(facts, peak_bytes=20_000_000_000))))
+
+
+def test_full_recomputation_has_a_cheaper_form() -> None:
+    found = with_run(evidence(costs(recompute_us=28_000.0)), 'recompute.modules=["layer"]')
+    verdict = diagnose(found)
+    (one,) = verdict.remedies
+    assert (one.rule, one.gain_us) == ("selective-before-full", 28_000.0)
+    assert one.change == 'recompute.modules=["norm","expert-activation"]'
+    assert "M5" in one.source
+
+
+def test_slow_kernels_are_what_a_computing_run_changes() -> None:
+    verdict = diagnose(with_run(evidence(costs()), "kernels.all=reference"))
+    assert (verdict.wall, rules(verdict)) == ("compute", ["kernels-by-measurement"])
+
+
+def test_a_pipeline_wins_by_stages() -> None:
+    found = evidence(costs(exposed_communication_us=30_000.0, communication_us={"send-recv": 30_000.0}))
+    verdict = diagnose(with_run(found, "parallel.pipeline=2", "training.global_batch=64", world=16))
+    assert gain(verdict, "stages-when-pipeline") == 15_000.0
+
+
+def test_a_run_that_does_not_fit_stands_before_memory() -> None:
+    facts = Facts(
+        planned_bytes=160_000_000_000,
+        capacity_bytes=141_000_000_000,
+        freed_bytes={"training.micro_batch=1": 12_000_000_000, "offload.optimizer=true": 30_000_000_000},
+        has_steps=False,
+    )
+    verdict = diagnose(evidence(facts=facts))
+    assert verdict.wall == "memory"
+    assert "lacks 19.0 GB" in verdict.sentence
+    assert [one.change for one in verdict.remedies] == ["offload.optimizer=true", "training.micro_batch=1"]
+    assert diagnose(evidence(facts=replace(facts, has_steps=True))).wall == "compute"
+
+
+def test_nothing_known_is_an_error() -> None:
+    with pytest.raises(TraceError, match="neither a trace nor a plan"):
+        diagnose(Evidence(source="none", ranks=()))
+
+
+def test_the_same_evidence_gives_the_same_verdict() -> None:
+    found = with_run(evidence(replace(SENT, idle_us=20_000.0, compute_us=40_000.0)))
+    assert verdict_json(diagnose(found)) == verdict_json(diagnose(found))
+
+
+def test_json_has_the_names_of_the_contract() -> None:
+    told = verdict_json(diagnose(evidence(SENT, missing=("no memory was recorded",))))
+    assert told["wall"] == "communication"
+    assert told["missing"] == ["no memory was recorded"]
+    assert {"change", "gain_us", "rule", "source"} <= set(told["remedies"][0])
+    assert told["evidence"][0]["milliseconds"] == 40.0
+
+
+def test_sizes_of_memory_are_evidence() -> None:
+    facts = Facts(peak_bytes=70_500_000_000, capacity_bytes=141_000_000_000)
+    (line,) = [one for one in verdict_json(diagnose(evidence(facts=facts)))["evidence"] if one["bytes"]]
+    assert line["bytes"] == 70_500_000_000
+    assert "50% of the device" in line["what"]

@@ -1,0 +1,154 @@
+"""The verdict on traces of jobs with known faults."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.config.load import load_run
+from penstock.trace.answer import answer_to
+from penstock.tune.doctor import Verdict, diagnose
+from penstock.tune.doctor_evidence import Evidence, Facts
+from penstock.tune.doctor_trace import evidence_of, kind_of
+from tests.trace.synthetic import Job, Traces, _Run, make
+
+
+def examined(traces: Traces, folder: Path) -> tuple[Evidence, Verdict]:
+    evidence = evidence_of(answer_to([traces.write(folder)]), Facts())
+    return evidence, diagnose(evidence)
+
+
+class _OneHostStalls(_Run):
+    """A job in which the host of one rank does something else before each layer."""
+
+    late = 1
+
+    def forward(self, layer: int):
+        self.ranks[self.late].host_us += 1_700.0
+        return super().forward(layer)
+
+
+def one_host_stalls(job: Job) -> Traces:
+    run = _OneHostStalls(job)
+    for step in range(job.steps):
+        run.step(step)
+    return Traces(tuple(run.content(rank) for rank in range(job.ranks)), run.truth())
+
+
+def test_a_slow_rank_is_named_and_its_cost_is_the_truth(tmp_path: Path) -> None:
+    traces = make(Job(slow_rank=2, slow=1.6))
+    evidence, verdict = examined(traces, tmp_path)
+    (late,) = evidence.late
+    assert (late.rank, late.cause) == (2, "compute")
+    assert "attention" in late.detail
+    assert late.caused_wait_us == pytest.approx(traces.truth.caused_wait_us()[2], abs=1.0)
+    assert verdict.wall == "communication"
+    assert "rank 2 (its computing)" in verdict.sentence
+
+
+def test_a_rank_with_hot_experts_is_named_and_balance_is_what_wins(tmp_path: Path) -> None:
+    evidence, verdict = examined(make(Job(hot_rank=1)), tmp_path)
+    (late,) = evidence.late
+    assert (late.rank, late.cause) == (1, "experts")
+    assert verdict.remedies[0].rule == "even-experts"
+    assert verdict.remedies[0].gain_us <= evidence.mean("wait_us")
+
+
+def test_two_faults_are_two_late_ranks(tmp_path: Path) -> None:
+    evidence, _ = examined(make(Job(ranks=6, slow_rank=2, slow=1.8, hot_rank=4)), tmp_path)
+    assert {late.rank: late.cause for late in evidence.late} == {2: "compute", 4: "experts"}
+
+
+def test_a_job_without_faults_names_nobody(tmp_path: Path) -> None:
+    evidence, _ = examined(make(Job()), tmp_path)
+    assert evidence.late == ()
+    assert evidence.other_wait_us > 0
+
+
+def test_hosts_that_stall_are_the_wall(tmp_path: Path) -> None:
+    evidence, verdict = examined(make(Job(stall_us=1_300.0)), tmp_path)
+    assert verdict.wall == "host"
+    assert verdict.then == ("communication",)
+    assert verdict.remedies[0].change == 'graphs.capture="passes"'
+    assert 0 < evidence.mean("sync_idle_us") < evidence.mean("idle_us")
+
+
+def test_one_host_that_stalls_is_the_wall_though_others_wait_in_collectives(tmp_path: Path) -> None:
+    evidence, verdict = examined(one_host_stalls(Job()), tmp_path)
+    assert [(late.rank, late.cause) for late in evidence.late] == [(1, "host")]
+    assert verdict.wall == "host"
+    assert verdict.remedies[0].rule == "no-host-is-late"
+    idle = [one.idle_us / one.total_us for one in evidence.ranks]
+    assert max(idle[:1] + idle[2:]) < idle[1], "the others wait, and are not idle"
+
+
+def test_clocks_that_are_apart_change_no_verdict(tmp_path: Path) -> None:
+    offsets = (0.0, 410.0, -260.0, 95.0)
+    evidence, _ = examined(make(Job(slow_rank=3, slow=1.6, offsets_us=offsets)), tmp_path)
+    assert [(late.rank, late.cause) for late in evidence.late] == [(3, "compute")]
+
+
+def test_a_collective_that_is_missing_is_told(tmp_path: Path) -> None:
+    evidence, verdict = examined(make(Job(hot_rank=1, missing=((2, 5),))), tmp_path)
+    assert evidence.unmatched == 1
+    assert any("match none of another rank" in line for line in verdict.missing)
+    assert [late.rank for late in evidence.late] == [1]
+
+
+@pytest.mark.parametrize(("dispatch", "kind"), [("symmetric", "symmetric"), ("deep_ep", "deep-ep")])
+def test_tokens_that_no_library_of_collectives_sends_are_communication(
+    tmp_path: Path, dispatch: str, kind: str
+) -> None:
+    evidence, verdict = examined(make(Job(dispatch=dispatch, hot_rank=3)), tmp_path)  # type: ignore[arg-type]
+    assert evidence.communication(kind) > 0
+    assert verdict.wall == "communication"
+    assert "tokens-travel-once" not in [one.rule for one in verdict.remedies]
+    assert [(late.rank, late.cause) for late in evidence.late] == [(3, "experts")]
+
+
+def test_one_rank_cannot_tell_waiting_from_transfer(tmp_path: Path) -> None:
+    folder = make(Job(hot_rank=1)).write(tmp_path)
+    evidence = evidence_of(answer_to([folder / "rank0_trace.json.gz"]), Facts())
+    verdict = diagnose(evidence)
+    assert not evidence.waits_are_known
+    assert verdict.walls.waiting_us == 0
+    assert any(line.startswith("one rank of 4") for line in verdict.missing)
+
+
+def test_costs_of_a_rank_are_those_of_its_timeline(tmp_path: Path) -> None:
+    traces = make(Job())
+    evidence, _ = examined(traces, tmp_path)
+    for one, truth in zip(evidence.ranks, traces.truth.timelines, strict=True):
+        assert one.total_us == pytest.approx(truth["total"], abs=1.0)
+        assert one.exposed_communication_us == pytest.approx(truth["exposed_communication"], abs=1.0)
+        assert sum(one.communication_us.values()) == pytest.approx(one.exposed_communication_us, abs=1.0)
+
+
+def test_a_recording_of_ours_carries_its_configuration(tmp_path: Path) -> None:
+    run = load_run("debug", ["training.global_batch=64"])
+    traces = make(Job(stall_us=1_300.0))
+    for file in traces.files:
+        file["penstock"] = {"config": run.model_dump(mode="json")}
+    evidence, verdict = examined(traces, tmp_path)
+    assert evidence.facts.run == run
+    assert "training.micro_batch=8" in [one.change for one in verdict.remedies]
+
+
+def test_a_configuration_of_another_version_is_left_alone(tmp_path: Path) -> None:
+    traces = make(Job())
+    for file in traces.files:
+        file["penstock"] = {"config": {"tomorrow": 1}}
+    assert examined(traces, tmp_path)[0].facts.run is None
+
+
+@pytest.mark.parametrize(
+    ("collective", "kernel", "kind"),
+    [
+        ("all_to_allv", "ncclDevKernel_SendRecv(int)", "all-to-all"),
+        ("_reduce_scatter_base", "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(int)", "reduce-scatter"),
+        ("ncclKernel_SendRecv", "ncclKernel_SendRecv(ncclDevComm*)", "send-recv"),
+        ("wait_kernel", "wait_kernel", "symmetric"),
+        ("ncclDevKernel_Generic", "ncclDevKernel_Generic(int)", "without a name"),
+    ],
+)
+def test_kinds_of_communication_are_known_by_name(collective: str, kernel: str, kind: str) -> None:
+    assert kind_of(collective, kernel) == kind
