@@ -10,6 +10,7 @@ penstock/plan/costs.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -101,10 +102,10 @@ class Tape(TorchDispatchMode):
         """See `TorchDispatchMode`."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        namespace, _, name = func._schema.name.partition("::")
+        namespace, name, is_silent = _facts(func)
         if namespace == "penstock":
             self._written.append(_ours(name, args))
-        elif not (name in _SILENT or _is_view(func)):
+        elif not is_silent:
             group = self._group(args) if namespace.startswith("c10d") else None
             self._written.append(_operator(name, [*args, *kwargs.values()], result, group))
         return result
@@ -177,8 +178,13 @@ def _with_tensors(name: str, tensors: Sequence[Tensor], switches: tuple[str, ...
     )
 
 
-def _is_view(func: Any) -> bool:
-    return any(one.alias_info is not None and not one.alias_info.is_write for one in func._schema.returns)
+@cache
+def _facts(func: Any) -> tuple[str, str, bool]:
+    """Namespace and name of an operator of torch, and whether it gives a device nothing to do."""
+    schema = func._schema
+    namespace, _, name = schema.name.partition("::")
+    is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns)
+    return namespace, name, is_view or name in _SILENT
 
 
 def _is_group(script: Any) -> bool:

@@ -42,6 +42,9 @@ GRAPH = re.compile(r"GraphLaunch")
 _NOTHING = -2
 """In a column that is inherited: here it ends, and nothing stands instead."""
 
+ROUNDING_US = 1e-3
+"""Clocks count nanoseconds; sums of floating-point microseconds are off by less."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tree:
@@ -124,7 +127,8 @@ def nest(host: HostEvents, rows: Integers) -> Tree:
 def _nested(host: HostEvents, rows: Integers) -> tuple[Integers, Integers]:
     """Depth and parent of the events of one thread, which are sorted by start and, of equal ones, the longer first."""
     start, place_ = host.start_us[rows], np.arange(len(rows))
-    end = np.maximum(host.end_us[rows], np.nextafter(start, np.inf))
+    # Start and duration add up to an end that may lie a rounding behind the start of a neighbour that only touches.
+    end = np.maximum(host.end_us[rows] - ROUNDING_US, np.nextafter(start, np.inf))
     depth = place_ - np.searchsorted(np.sort(end), start, side="right")
     key = depth * len(rows) + place_
     order = np.argsort(key)

@@ -98,9 +98,8 @@ def _tensor(call: Call, index: int) -> _Tensor | None:
 
 
 def _dtype(tensors: list[_Tensor | None]) -> Literal["bf16", "fp8", "fp32"]:
-    """The type of the first argument that is a matrix."""
-    widths = [one.width for one in tensors if one is not None and len(one.shape) > 1]
-    width = widths[0] if widths else 2
+    """The narrowest type of the matrices: a sum that products are added to is wider than what is multiplied."""
+    width = min((one.width for one in tensors if one is not None and len(one.shape) > 1), default=2)
     return "fp8" if width == 1 else "bf16" if width == 2 else "fp32"
 
 

@@ -215,6 +215,9 @@ def _communication(evidence: Evidence, walls: Walls) -> Iterator[Fact]:
             one.caused_wait_us / others,
             walls,
         )
+    load = evidence.max_over_mean or evidence.facts.expert_load
+    if load is not None:
+        yield Fact(what=f"rows of the fullest rank's experts: {load:.2f} times the mean", wall="communication")
     if evidence.unmatched:
         yield Fact(what=f"{evidence.unmatched} collectives match no other rank's: not waiting", wall="communication")
 

@@ -50,7 +50,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "No such command 'trian'. Did you mean 'train'? (see --help)"),
+        (["trian"], "No such command 'trian'. Did you mean 'train', 'trace'? (see --help)"),
         (["config", "shwo"], "No such command 'shwo'. Did you mean 'show'? (see --help)"),
         (["xyzzy"], "No such command 'xyzzy' (see --help)"),
         (["--versoin"], "No such option: --versoin (Possible options: --version) (see --help)"),

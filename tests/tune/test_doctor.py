@@ -168,7 +168,7 @@ def vars_of(rank: RankCosts) -> dict[str, Any]:
 
 
 def test_what_the_config_would_refuse_is_not_offered() -> None:
-    """A pipeline cannot be captured, and full shards do not go with passes that stop in the middle."""
+    """A pipeline cannot be captured."""
     found = with_run(evidence(costs(idle_us=50_000.0)), "parallel.pipeline=2", "training.global_batch=64", world=16)
     assert "launches-in-one-call" not in rules(diagnose(found))
 
@@ -256,3 +256,9 @@ def test_sizes_of_memory_are_evidence() -> None:
     (line,) = [one for one in verdict_json(diagnose(evidence(facts=facts)))["evidence"] if one["bytes"]]
     assert line["bytes"] == 70_500_000_000
     assert "50% of the device" in line["what"]
+
+
+def test_uneven_experts_are_evidence_by_trace_or_by_metrics() -> None:
+    for found in (evidence(max_over_mean=1.62), evidence(facts=Facts(expert_load=1.62))):
+        whats = [one["what"] for one in verdict_json(diagnose(found))["evidence"]]
+        assert "rows of the fullest rank's experts: 1.62 times the mean" in whats
