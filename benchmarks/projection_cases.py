@@ -137,8 +137,8 @@ CASES = (
     ),
     _case("lite-10-layers-fsdp", "deepseek-v2-lite-10l", "8 x 4 x 4096", "parallel.shard=full", processes=2),
     _case("lite-8-layers-cp2", "deepseek-v2-lite-8l", "4 x 1 x 16384", "parallel.context=2", processes=2),
-    # From here on chosen and run after the model was frozen. Two were beyond 10 % then, and what they had shown went into
-    # the model: so they count as made with it now. The last of those for two GPUs were chosen after that.
+    # From here on chosen and run after the model was frozen. Two were beyond 10 % then, and what they had shown went
+    # into the model: so they count as made with it now. The last of those for two GPUs were chosen after that.
     _case("lite-7-layers-micro-batch-8-of-2048", "deepseek-v2-lite-7l", "16 x 8 x 2048", chosen=FROZEN),
     _case(
         "lite-6-layers-experts-recomputed",
