@@ -128,7 +128,7 @@ def test_a_plan_says_what_it_rests_on(capsys: pytest.CaptureFixture[str]) -> Non
     figures = next(line for line in lines if line.startswith("figures of MI300X: reported memory, 2 of 11 collectives"))
     assert "; assumed overhead, host, efficiency, 9 of 11 collectives (" in figures
     assert lines[-1].startswith("error against ")
-    assert "docs/plan.md" in lines[-1]
+    assert "docs/projection.md" in lines[-1]
 
 
 def test_an_error_is_told_as_shares_of_what_was_measured() -> None:

@@ -83,7 +83,7 @@ def test_more_expert_ranks_save_no_activations(model: str) -> None:
 def test_a_longer_pipeline_holds_more_activations_and_saves_next_to_nothing(model: str, context: int) -> None:
     short, long = memory(model, Layout(24, 8, context)), memory(model, Layout(48, 8, context))
     assert long.activations > 1.15 * short.activations
-    assert long.total > 0.97 * short.total
+    assert long.total > 0.96 * short.total
 
 
 def test_the_published_layouts_of_the_smaller_model_fit_and_the_next_cheaper_one_does_not() -> None:
