@@ -152,18 +152,30 @@ def when(is_time: Callable[[], bool], act: Callable[[], None]) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def youngest_rank() -> int:
-    """Process of one of the ranks that this one has started."""
-    return max(child.pid or 0 for child in multiprocessing.active_children())
+@pytest.fixture
+def kill_a_rank() -> Callable[[signal.Signals], None]:
+    """Sends a signal to a rank that the test has started, never to one of the pool that other tests share.
+
+    Numbers of processes begin anew at some point, so the greatest is not always the youngest.
+    """
+    others = set(multiprocessing.active_children())
+
+    def kill(number: signal.Signals) -> None:
+        (*_, rank) = set(multiprocessing.active_children()) - others
+        os.kill(rank.pid or 0, number)
+
+    return kill
 
 
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(
+    tiny: Path, kill_a_rank: Callable[[signal.Signals], None], capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = RunFolder(tiny / "runs" / "tiny")
 
     def has_begun() -> bool:
         return folder.metrics.exists() and folder.metrics.read_text().count("\n") > 2
 
-    when(has_begun, lambda: os.kill(youngest_rank(), signal.SIGTERM))
+    when(has_begun, lambda: kill_a_rank(signal.SIGTERM))
     assert main(["train", "tiny.toml", "parallel.expert=2", "--processes", "2"]) == 128 + signal.SIGTERM
     captured = capfd.readouterr()
     found = re.search(r"stopped by SIGTERM after step (\d+) of 4000, saved in \S+/step-(\d+)", captured.out)
@@ -174,10 +186,10 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(tiny: Path, capfd: p
 
 
 def test_a_rank_that_is_killed_is_one_line_of_the_others_and_a_restart(
-    tiny: Path, capfd: pytest.CaptureFixture[str]
+    tiny: Path, kill_a_rank: Callable[[signal.Signals], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = RunFolder(tiny / "runs" / "tiny").checkpoints / "step-000010" / "manifest.json"
-    when(checkpoint.exists, lambda: os.kill(youngest_rank(), signal.SIGKILL))
+    when(checkpoint.exists, lambda: kill_a_rank(signal.SIGKILL))
     options = ("training.steps=60", "checkpoint.every=10", "parallel.expert=2", "--processes", "2", "--restarts", "1")
     assert main(["train", "tiny.toml", *options]) == 0
     captured = capfd.readouterr()
