@@ -20,13 +20,45 @@ class Yarn(Section):
     scale_all_dims: float = knob(
         0.0, doc="The same for all dims, applied to the softmax scale (`mscale_all_dim`).", low=0.0
     )
+    whole_pairs: bool = knob(True, doc="Whether the ramp begins and ends at whole pairs (`truncate`).")
+
+
+class Llama3Rope(Section):
+    """Context extension of Llama 3.1 (arXiv 2407.21783): slow frequencies are divided, fast ones kept."""
+
+    factor: float = knob(8.0, doc="What slow frequencies are divided by.", low=1.0)
+    original_positions: int = knob(8192, doc="Context length of pretraining.", unit="positions", low=1)
+    slow: float = knob(
+        1.0, doc="Rotations over the original context below which a frequency is divided (`low_freq_factor`).", low=0.0
+    )
+    fast: float = knob(
+        4.0, doc="Rotations over the original context above which a frequency is kept (`high_freq_factor`).", low=0.0
+    )
 
 
 class Rope(Section):
     """Rotary position embedding on interleaved pairs."""
 
     theta: float = knob(10000.0, doc="Base of the frequencies.", low=2.0)
-    yarn: Yarn | None = knob(None, doc="Context extension; none for plain rotary embedding.")
+    yarn: Yarn | None = knob(None, doc="Context extension by YaRN; none for plain rotary embedding.")
+    llama3: Llama3Rope | None = knob(None, doc="Context extension as in Llama 3.1; at most one of the two.")
+
+
+class LocalAttention(Section):
+    """Layers that see a part of the row only, between layers that see all of it."""
+
+    kind: Literal["window", "chunk"] = knob(
+        "window", doc="`window`: the last `size` positions, one's own included; `chunk`: one's own block of `size`."
+    )
+    size: int = knob(doc="Positions that a layer sees at most.", unit="positions", low=1)
+    global_every: int = knob(
+        0, doc="Every n-th layer, the n-th first, sees the whole row instead; 0: none does.", unit="layers", low=0
+    )
+    global_rope: bool = knob(True, doc="Whether layers that see the whole row rotate positions (Llama 4: no).")
+    global_temperature: float = knob(
+        0.0, doc="Queries of those layers grow by this times log(1 + floor(position / `temperature_floor`)).", low=0.0
+    )
+    temperature_floor: int = knob(8192, doc="Positions, from 1, below which they do not grow.", unit="positions", low=1)
 
 
 class GroupedQueryAttention(Section):
@@ -37,6 +69,23 @@ class GroupedQueryAttention(Section):
     kv_heads: int = knob(doc="Key/value heads; must divide `heads`.", unit="heads", low=1)
     head_dim: int = knob(doc="Width of a head; even.", unit="features", low=2)
     rope: Rope = knob(Rope(), doc="Position embedding.")
+    qk_norm: Literal["none", "head", "projection", "rotated-head"] = knob(
+        "none",
+        doc="RMSNorm of queries and keys: of each head (Qwen 3), of all heads as one (OLMoE), "
+        "or of each head after rotation and without weights, in layers that rotate (Llama 4).",
+    )
+    bias: bool = knob(False, doc="Biases on all four projections.")
+    sinks: bool = knob(False, doc="A learned logit for each head that takes part in the softmax and has no value.")
+    local: LocalAttention | None = knob(None, doc="Layers that see a part of the row; none: all see all of it.")
+
+    def is_global(self, layer: int) -> bool:
+        """Whether the layer of this number, from 0, sees the whole row."""
+        every = 1 if self.local is None else self.local.global_every
+        return every > 0 and (layer + 1) % every == 0
+
+    def rotates(self, layer: int) -> bool:
+        """Whether the layer of this number, from 0, has position embedding."""
+        return self.local is None or self.local.global_rope or not self.is_global(layer)
 
     @property
     def rotary_dim(self) -> int:
@@ -92,6 +141,10 @@ class Router(Section):
         False, doc="Balance without auxiliary loss: a bias for each expert steers the choice (arXiv 2408.15664)."
     )
     expert_bias_rate: float = knob(1e-3, doc="Step of the bias, once per global batch.", low=0.0)
+    logit_bias: bool = knob(False, doc="A learned bias on the logits (gpt-oss).")
+    weigh: Literal["output", "input"] = knob(
+        "output", doc="What a chosen weight multiplies: the expert's output, or its input (Llama 4)."
+    )
 
 
 class Balance(Section):
@@ -111,6 +164,13 @@ class Balance(Section):
     )
 
 
+class ClampedSwiglu(Section):
+    """gpt-oss's activation: (up + 1) * gate * sigmoid(alpha * gate), with both clamped first."""
+
+    alpha: float = knob(1.702, doc="Factor inside the sigmoid.", low=0.0)
+    limit: float = knob(7.0, doc="Gate is at most this, up at most this and at least its negative.", low=0.0)
+
+
 class Moe(Section):
     """Mixture-of-experts feed-forward network."""
 
@@ -120,6 +180,11 @@ class Moe(Section):
     shared_ffn_size: int = knob(
         0, doc="Width of the shared expert that sees every token; 0 for none.", unit="features", low=0
     )
+    every: int = knob(
+        1, doc="Experts in every n-th layer behind the first dense ones, the n-th first.", unit="layers", low=1
+    )
+    bias: bool = knob(False, doc="Biases on both products of every routed expert.")
+    clamped: ClampedSwiglu | None = knob(None, doc="gpt-oss's activation in routed experts; none for SwiGLU.")
     router: Router = knob(Router(), doc="Choice of experts.")
     balance: Balance = knob(Balance(), doc="Even load.")
 
@@ -127,13 +192,24 @@ class Moe(Section):
 class Model(Section):
     """A decoder-only language model."""
 
-    family: Literal["deepseek-v2", "deepseek-v3", "plain"] = knob(
-        doc="Whose names weights are exchanged in (plain: nobody's); the values below decide everything else."
-    )
+    family: Literal[
+        "deepseek-v2",
+        "deepseek-v3",
+        "mixtral",
+        "qwen3-moe",
+        "olmoe",
+        "llama4",
+        "gpt-oss",
+        "llama",
+        "qwen3",
+        "plain",
+    ] = knob(doc="Whose names weights are exchanged in (plain: nobody's); the values below decide everything else.")
     vocabulary: int = knob(doc="Token ids.", unit="tokens", low=2)
     hidden_size: int = knob(doc="Width of the residual stream.", unit="features", low=2)
     layers: int = knob(doc="Decoder layers.", unit="layers", low=1)
-    dense_layers: int = knob(0, doc="First layers whose feed-forward network is dense.", unit="layers", low=0)
+    dense_layers: int = knob(
+        0, doc="First layers whose feed-forward network is dense; `moe.every` may leave more.", unit="layers", low=0
+    )
     dense_ffn_size: int = knob(0, doc="Width of a dense feed-forward network.", unit="features", low=0)
     attention: Attention = knob(doc="Attention of every layer.")
     moe: Moe | None = knob(None, doc="Mixture of experts of the other layers; none for a dense model.")
@@ -142,7 +218,13 @@ class Model(Section):
     tied_embeddings: bool = knob(False, doc="Output projection shares the embedding's weights.")
     initial_std: float = knob(0.02, doc="Standard deviation of initial weights.", low=0.0)
 
+    def is_dense(self, layer: int) -> bool:
+        """Whether the layer of this number, from 0, has no experts; layers behind the last are of token prediction."""
+        if self.moe is None or layer < self.dense_layers:
+            return True
+        return layer < self.layers and (layer - self.dense_layers + 1) % self.moe.every != 0
+
     @property
     def moe_layers(self) -> int:
         """Decoder layers with experts, without multi-token prediction."""
-        return 0 if self.moe is None else self.layers - self.dense_layers
+        return 0 if self.moe is None else (self.layers - self.dense_layers) // self.moe.every

@@ -32,14 +32,29 @@ def experts_have_a_layer(run: Run) -> Problem | None:
     )
 
 
-def dense_layers_have_a_width(run: Run) -> Problem | None:
-    """Dense layers (`model.dense_layers` above 0) need `model.dense_ffn_size`."""
+def every_nth_layer_exists(run: Run) -> Problem | None:
+    """`model.moe.every` is at most the number of layers behind `model.dense_layers`."""
     model = run.model
-    if model.dense_layers == 0 or model.dense_ffn_size > 0:
+    if model.moe is None or model.dense_layers >= model.layers or model.moe_layers > 0:
+        return None
+    behind = model.layers - model.dense_layers
+    return Problem(
+        "model.moe.every",
+        "leaves no layer for the experts of model.moe",
+        got=f"every {model.moe.every} of {behind} layers",
+        allowed=f"1 to {behind}",
+    )
+
+
+def dense_layers_have_a_width(run: Run) -> Problem | None:
+    """Dense layers (`model.dense_layers` above 0, or `model.moe.every` above 1) need `model.dense_ffn_size`."""
+    model = run.model
+    dense = model.layers - model.moe_layers
+    if dense == 0 or model.dense_ffn_size > 0:
         return None
     return Problem(
         "model.dense_ffn_size",
-        f"is the width of {model.dense_layers} dense layers (model.dense_layers)",
+        f"is the width of {dense} dense layers (model.dense_layers, model.moe.every)",
         got="0",
         allowed=">= 1",
         fix="set it; 4 times model.hidden_size is a common choice",
@@ -86,6 +101,29 @@ def yarn_bounds_are_ordered(run: Run) -> Problem | None:
         "must be above 0 and below beta_fast",
         got=f"beta_slow {yarn.beta_slow:g}, beta_fast {yarn.beta_fast:g}",
         fix="the usual values are 1 and 32",
+    )
+
+
+def context_is_extended_one_way(run: Run) -> Problem | None:
+    """At most one of `model.attention.rope.yarn` and `model.attention.rope.llama3` is given."""
+    rope = run.model.attention.rope
+    if rope.yarn is None or rope.llama3 is None:
+        return None
+    return Problem(
+        "model.attention.rope.llama3", "is given beside model.attention.rope.yarn", fix='set one of the two to "none"'
+    )
+
+
+def llama3_bounds_are_ordered(run: Run) -> Problem | None:
+    """`model.attention.rope.llama3.slow` is above 0 and below `model.attention.rope.llama3.fast`."""
+    llama3 = run.model.attention.rope.llama3
+    if llama3 is None or 0 < llama3.slow < llama3.fast:
+        return None
+    return Problem(
+        "model.attention.rope.llama3.slow",
+        "must be above 0 and below fast",
+        got=f"slow {llama3.slow:g}, fast {llama3.fast:g}",
+        fix="the usual values are 1 and 4",
     )
 
 
@@ -237,10 +275,13 @@ def auxiliary_weight_has_a_loss(run: Run) -> Problem | None:
 MODEL_RULES = (
     dense_model_has_only_dense_layers,
     experts_have_a_layer,
+    every_nth_layer_exists,
     dense_layers_have_a_width,
     kv_heads_divide_heads,
     rotary_width_is_even,
     yarn_bounds_are_ordered,
+    context_is_extended_one_way,
+    llama3_bounds_are_ordered,
     sequence_is_within_yarn,
     top_k_is_within_experts,
     groups_divide_experts,

@@ -24,9 +24,14 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
         'fix: lower it, or set model.moe to "none" for a dense model',
     ),
     (
+        rules.every_nth_layer_exists,
+        ("model.layers=3", "model.moe.every=3"),
+        "model.moe.every leaves no layer for the experts of model.moe; got every 3 of 2 layers; allowed: 1 to 2",
+    ),
+    (
         rules.dense_layers_have_a_width,
         ("model.dense_ffn_size=0",),
-        "model.dense_ffn_size is the width of 1 dense layers (model.dense_layers); got 0; allowed: >= 1; "
+        "model.dense_ffn_size is the width of 1 dense layers (model.dense_layers, model.moe.every); got 0; allowed: >= 1; "
         "fix: set it; 4 times model.hidden_size is a common choice",
     ),
     (
@@ -55,6 +60,17 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
         (*YARN, "model.attention.rope.yarn.beta_slow=0"),
         "model.attention.rope.yarn.beta_slow must be above 0 and below beta_fast; got beta_slow 0, beta_fast 32; "
         "fix: the usual values are 1 and 32",
+    ),
+    (
+        rules.context_is_extended_one_way,
+        (*YARN, "model.attention.rope.llama3.factor=8"),
+        "model.attention.rope.llama3 is given beside model.attention.rope.yarn; fix: set one of the two to \"none\"",
+    ),
+    (
+        rules.llama3_bounds_are_ordered,
+        ("model.attention.rope.llama3.slow=4",),
+        "model.attention.rope.llama3.slow must be above 0 and below fast; got slow 4, fast 4; "
+        "fix: the usual values are 1 and 4",
     ),
     (
         rules.sequence_is_within_yarn,
