@@ -31,7 +31,7 @@ VENV  := .venv/stamps/made
 READY := .venv/stamps/run-$(KEY)
 DEV   := .venv/stamps/test-$(KEY)
 
-.PHONY: help setup train test test-all lint docs clean
+.PHONY: help setup train test test-all lint docs site clean
 
 help: ## show this
 	@echo "Penstock: make TARGET"
@@ -58,6 +58,10 @@ lint: $(DEV) ## the checks that run nothing: ruff, mypy, import-linter, house ru
 
 docs: $(DEV) ## write the generated documents anew
 	$(BIN)/python -m tools.documents
+
+site: $(DEV) ## the documents as pages: build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Ready: build/site/index.html"
 
 setup: $(DEV) ## the environment of `make test`, and nothing more
 	@echo "Ready: $(BIN)/penstock --help"

@@ -1,0 +1,47 @@
+"""The documents are a site whose links all lead somewhere, and every page can be found from the first."""
+
+import re
+from pathlib import Path, PurePosixPath
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+from tools.documents import ROOT
+from tools.site import for_site, with_bars, without_ways_out
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path)))
+    start = (tmp_path / "start.html").read_text(encoding="utf-8")
+    assert "penstock doctor runs/first" in re.sub(r"<[^>]*>", "", start)
+    assert "../README.md" not in (tmp_path / "coming-from.html").read_text(encoding="utf-8")
+
+
+def test_a_page_of_the_site_fetches_nothing(tmp_path: Path) -> None:
+    build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path)))
+    for page in tmp_path.rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        assert not any(mark in text for mark in ('src="http', "src='http", 'rel="stylesheet" href="http')), page.name
+
+
+@pytest.mark.parametrize(
+    ("text", "folder", "shown"),
+    [
+        ("[code](../penstock/a.py)", ".", "code"),
+        ("[page](plan.md#here)", ".", "[page](plan.md#here)"),
+        ("[up](../plan.md)", "decisions", "[up](../plan.md)"),
+        ("[code](../../tests/a.py)", "decisions", "code"),
+        ("[far](https://a.b/../c)", ".", "[far](https://a.b/../c)"),
+    ],
+)
+def test_a_link_out_of_the_documents_is_its_text(text: str, folder: str, shown: str) -> None:
+    assert without_ways_out(text, PurePosixPath(folder)) == shown
+
+
+def test_an_escaped_bar_in_code_is_a_bar() -> None:
+    assert with_bars(r"| `Et\|<t` | `a` |") == "| <code>Et&#124;&lt;t</code> | `a` |"
+
+
+def test_a_mark_of_generated_text_begins_no_paragraph() -> None:
+    assert for_site("ends at\n<!--= a.json b .1f -->2.5<!--/--> bits", PurePosixPath()) == "ends at\n2.5 bits"
