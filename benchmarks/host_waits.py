@@ -88,7 +88,7 @@ def measure(overrides: list[str], options: argparse.Namespace) -> dict[str, Any]
     session.state.batches.close()
     calls = Counter(event.name for event in seen.events())
     assert result is not None and run.model.moe is not None
-    layers = run.model.layers - run.model.dense_layers
+    layers = run.model.moe_layers
     waits = sum(calls[name] for name in WAITING)
     row = {
         "waits": waits,

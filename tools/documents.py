@@ -7,8 +7,8 @@ documents between markers, and only the text between them is written:
 
 The marker names a file of benchmarks/results, the way to a number in it (keys and list positions, joined by dots), and
 a Python format. Whole tables stand between markers that name a result and a function of `tools.kernel_tables`,
-`tools.layout_tables`, `tools.ladder_tables`, `tools.dispatch_tables` or `tools.projection_tables`; with `table?` the
-result may be missing, and the table says so:
+`tools.layout_tables`, `tools.ladder_tables`, `tools.dispatch_tables`, `tools.family_tables` or
+`tools.projection_tables`; with `table?` the result may be missing, and the table says so:
 
     <!--table kernels-h200.json pointwise-->
     ...
@@ -28,17 +28,23 @@ from penstock.base.shapes import LEGEND
 from penstock.base.spans import Span
 from penstock.config.reference import reference_markdown
 from penstock.parallel.launch.environment import environment_page
-from penstock.train.metrics import reference_page
+from penstock.train.metrics_page import metrics_page
 from tools import (
     dispatch_tables,
+    family_tables,
     kernel_tables,
     ladder_tables,
     layout_tables,
+    packing_tables,
     projection_tables,
     published_tables,
     search_tables,
+    trace_tables,
 )
+from tools.commands_page import commands_json, commands_page
+from tools.grafana import dashboard
 from tools.hardware_page import hardware_page
+from tools.models_page import models_page
 from tools.rules_page import rules_page
 
 TABLES = {
@@ -48,7 +54,10 @@ TABLES = {
     **dispatch_tables.TABLES,
     **projection_tables.TABLES,
     **search_tables.TABLES,
+    **packing_tables.TABLES,
     **published_tables.TABLES,
+    **family_tables.TABLES,
+    **trace_tables.TABLES,
 }
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results")
@@ -116,13 +125,17 @@ def decisions() -> str:
 
 
 GENERATED: dict[str, Callable[[], str]] = {
+    "docs/commands.md": commands_page,
     "docs/config.md": reference_markdown,
     "docs/decisions/README.md": decisions,
     "docs/environment.md": environment_page,
     "docs/glossary.md": glossary,
+    "docs/grafana.json": dashboard,
     "docs/hardware.md": hardware_page,
-    "docs/metrics.md": reference_page,
+    "docs/metrics.md": metrics_page,
+    "docs/models.md": models_page,
     "docs/rules.md": rules_page,
+    "penstock/cli/commands.json": commands_json,
 }
 
 

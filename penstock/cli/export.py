@@ -3,9 +3,11 @@
     penstock export runs/debug weights                    the newest checkpoint, in the run's own precision
     penstock export runs/debug weights --step 400         another one
     penstock export runs/debug weights --precision fp32   the float32 weights that the optimizer updates
+    penstock export runs/debug weights --verify           and let transformers compute the same logits with them
 
-The folder then holds `config.json` and `model.safetensors`, which `transformers` loads. How many processes trained the
-run, and in which layout, makes no difference. Nothing of the run is changed, so it may still be training.
+The folder then holds `config.json` and safetensors, which `transformers` loads; a large model has several files and an
+index. How many processes trained the run, and in which layout, makes no difference. Nothing of the run is changed, so
+it may still be training.
 """
 
 from pathlib import Path
@@ -18,6 +20,7 @@ from penstock.config.load import load_run
 from penstock.train.export import Precision, export_huggingface
 from penstock.train.loop import open_store
 from penstock.train.run_folder import RunFolder
+from penstock.train.verify_export import verify_export
 
 
 def export(
@@ -25,11 +28,11 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; must not be there yet.")],
     step: Annotated[int | None, typer.Option("--step", help="Which checkpoint; the newest if left out.")] = None,
     precision: Annotated[Precision | None, typer.Option("--precision", help="Else that of the run.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare logits with those of transformers, on the CPU.")] = (
+        False
+    ),
 ) -> None:
-    """Write the weights of a run's checkpoint in Hugging Face format.
-
-    Needs memory for the whole model, 8 bytes a parameter.
-    """
+    """Write the weights of a run's checkpoint in Hugging Face format."""
     source = RunFolder(run)
     if not source.exists:
         raise RunFolderError(f"{run} is not the folder of a run", fix="give one, such as runs/debug")
@@ -41,3 +44,5 @@ def export(
     precision = precision or config.training.precision
     export_huggingface(config, store, wanted, folder, precision)
     print(f"wrote {folder}: the weights of step {wanted} of {run}, in {precision}")
+    if verify:
+        print(f"transformers computes the same logits: {verify_export(config, folder):.1e} apart")

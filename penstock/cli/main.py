@@ -1,35 +1,54 @@
 """The command line's verbs, its exit codes, and how errors are shown.
 
+`penstock --install-completion` teaches the shell to finish verbs, presets and fields (penstock/cli/completion.py).
+
 Exit codes: 0 when done, 2 with one line on stderr when the user has something to mend, 130 when interrupted. A verb may
 return another code. What is neither is a fault of ours: it keeps its traceback and exits with 1.
 """
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from penstock.base.errors import WRONG_INPUT, PenstockError
-from penstock.cli.verbs import Verb, group_of
+from penstock.cli.help import on_one_screen
+from penstock.cli.verbs import Verb, group_of, load_by_name
 from penstock.parallel.launch.environment import prepare_environment
 
 VERBS = (
+    Verb("init", "penstock.cli.init", "init", "Ask five questions, and write a file that trains as it is."),
     Verb("train", "penstock.cli.train", "train", "Train a model: a preset, a TOML file, or a run folder."),
+    Verb("import", "penstock.cli.import_weights", "import_", "Start a run from weights with Hugging Face names."),
     Verb("export", "penstock.cli.export", "export", "Write a run's weights under Hugging Face names."),
     Verb("launch", "penstock.cli.launch", "app", "Print a job script for Slurm, or a manifest for Kubernetes."),
+    Verb("data", "penstock.cli.data", "app", "Show what batches hold, pack text, train tokenizers.", computes=False),
     Verb("config", "penstock.cli.config", "app", "List, show, explain, compare and check configurations."),
     Verb("layout", "penstock.cli.layout", "layout", "Show who holds what on any number of ranks, starting none."),
-    Verb("plan", "penstock.cli.plan", "plan", "Say which layout fits a cluster, how fast it is, and why others not."),
-    Verb("trace", "penstock.cli.trace", "app", "Say where the time of a step went, from a profiler's files."),
-    Verb("doctor", "penstock.cli.doctor", "doctor", "Say which wall stands before a run, and what would win most."),
+    Verb("plan", "penstock.cli.plan", "plan", "Say which layouts fit a cluster, how fast, and why others do not."),
+    Verb(
+        "trace",
+        "penstock.cli.trace",
+        "app",
+        "Say where the time of a step went, from a profiler's files.",
+        computes=False,
+    ),
+    Verb(
+        "doctor",
+        "penstock.cli.doctor",
+        "doctor",
+        "Say which wall stands before a run, and what would win most.",
+        computes=False,
+    ),
+    Verb("report", "penstock.cli.report", "report", "Write one HTML page of a run, planned beside measured."),
     Verb("ladder", "penstock.cli.ladder", "ladder", "Measure what each optimization is worth, on this machine."),
+    Verb("preflight", "penstock.cli.preflight", "preflight", "Look at this machine, and say what is wrong with it."),
     Verb("calibrate", "penstock.cli.calibrate", "calibrate", "Measure this machine, for plans of runs on it."),
     Verb("kernels", "penstock.cli.kernels", "app", "List which kernels will run and why; measure them on this GPU."),
 )
 
-app = typer.Typer(cls=group_of(*VERBS), add_completion=False)
+app = typer.Typer(cls=on_one_screen(group_of(*VERBS)), rich_markup_mode=None, add_completion=False)
 
 
 @app.callback(invoke_without_command=True)
@@ -55,12 +74,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     try:
         prepare_environment()
-        outcome = typer.main.get_command(app).main(arguments, prog_name="penstock", standalone_mode=False)
+        outcome = _command(arguments).main(arguments, prog_name="penstock", standalone_mode=False)
     except typer.TyperException as error:
         return _refuse(f"{error.format_message().rstrip('.')} (see --help)")
     except PenstockError as error:
         return _refuse(str(error), error.exit_code)
     return outcome if isinstance(outcome, int) else 0
+
+
+def _command(arguments: Sequence[str] | None) -> Any:
+    """The program; with options of completion where no verb is named, since typer needs time to make them."""
+    command = typer.main.get_command(app)
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words or words[0].startswith("-"):
+        command.params += typer.main.get_install_completion_arguments()
+    return command
 
 
 def _refuse(message: str, code: int = WRONG_INPUT) -> int:
@@ -69,7 +97,8 @@ def _refuse(message: str, code: int = WRONG_INPUT) -> int:
 
 
 def _version() -> str:
+    """Of the package as it was installed; the error when it is not is one of imports."""
     try:
-        return version("penstock")
-    except PackageNotFoundError:
+        return str(load_by_name("importlib.metadata", "version")("penstock"))
+    except ModuleNotFoundError:
         return "(not installed: running from source)"

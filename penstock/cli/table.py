@@ -1,19 +1,18 @@
-"""Tables for people: drawn on a terminal, aligned plain text everywhere else."""
+"""Tables for people: drawn on a terminal, aligned plain text everywhere else.
+
+What draws is imported when a terminal is there: it takes longer than to print all tables of a small trace.
+"""
 
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
+from penstock.cli.verbs import load_by_name
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows under their columns' names to stdout."""
     if sys.stdout.isatty():
-        table = Table(*columns)
-        for row in rows:
-            table.add_row(*row)
-        Console(markup=False, highlight=False).print(table)
+        load_by_name("penstock.cli.table_drawn", "draw_table")(columns, rows)
         return
     widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):

@@ -13,7 +13,6 @@ training program would have started.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,8 +22,10 @@ from penstock.cli.trace_print import print_answer
 from penstock.cli.verbs import Verb, group_of
 from penstock.trace.answer import answer_json, answer_to
 
-READ = "PATH"
-"""Stands for the verb where none is named."""
+READ, READ_ALL = "PATH", "PATHS"
+"""Stand for the verb where none is named: the second if nothing but paths and flags follow."""
+
+JSON, LAYERS = "--json", "--layers"
 
 VERBS = (
     Verb("diff", "penstock.cli.trace_diff", "diff", "What became faster and slower from one trace to another."),
@@ -34,10 +35,10 @@ VERBS = (
 Paths = Annotated[
     list[Path], typer.Argument(metavar="PATH...", help="Files (.json, .json.gz), a folder of ranks, or a run.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, typer.Option(JSON, help="Print JSON.")]
 Rank = Annotated[int | None, typer.Option("--rank", metavar="N", min=0, help="Only the tables of this rank.")]
 Step = Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Only this step, by its number.")]
-Layers = Annotated[bool, typer.Option("--layers", help="Phases by layer.")]
+Layers = Annotated[bool, typer.Option(LAYERS, help="Phases by layer.")]
 
 _Verbs: Any = group_of(*VERBS)
 
@@ -47,12 +48,16 @@ class _PathsOrVerb(_Verbs):
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Put in the verb that is meant."""
-        return super().parse_args(ctx, args if args and args[0] in self.commands else [READ, *args])
+        if args and args[0] in self.commands:
+            return super().parse_args(ctx, args)
+        options = {word for word in args if word.startswith("-")}
+        is_plain = options <= {JSON, LAYERS} and len(options) < len(args)
+        return super().parse_args(ctx, [READ_ALL if is_plain else READ, *args])
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Leave the verb out of the usage line where the user does."""
         name, command, rest = super().resolve_command(ctx, args)
-        return "" if name == READ else name, command, rest
+        return "" if name in (READ, READ_ALL) else name, command, rest
 
 
 app = typer.Typer(cls=_PathsOrVerb, add_completion=False)
@@ -71,7 +76,15 @@ def read(paths: Paths, as_json: Json = False, rank: Rank = None, step: Step = No
     """
     answer = answer_to(paths, step=step, rank=rank)
     if as_json:
-        json.dump(answer_json(answer), sys.stdout, allow_nan=False)
-        print()
+        print(json.dumps(answer_json(answer), allow_nan=False))
     else:
         print_answer(answer, by_layer=layers)
+
+
+@app.command(READ_ALL, hidden=True, context_settings={"allow_extra_args": True})
+def read_all(context: typer.Context, as_json: Json = False, layers: Layers = False) -> None:
+    """The same where nothing has to be checked but flags.
+
+    typer checks all other values with pydantic, and to import that takes as long as to answer for a small trace.
+    """
+    read([Path(word) for word in context.args], as_json=as_json, layers=layers)

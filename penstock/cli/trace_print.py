@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 
 from penstock.cli.figures import bytes_text
 from penstock.cli.table import print_table
+from penstock.cli.trace_memory import print_memory
 from penstock.trace.answer import Answer, RankAnswer
 from penstock.trace.collectives import bandwidths
+from penstock.trace.named_work import shape_text
 from penstock.trace.phases import Phase
 from penstock.trace.timeline import Timeline
 
@@ -44,6 +46,8 @@ def print_answer(answer: Answer, *, by_layer: bool) -> None:
     _communication(answer)
     _experts(answer)
     _launches(first, _of(answer, first))
+    for memory in first.memory:
+        print_memory(memory, _of(answer, first))
     _roofline(first, _of(answer, first))
 
 
@@ -119,6 +123,8 @@ def _phases(first: RankAnswer, *, by_layer: bool, of: str) -> None:
         ("phase", "layer", "pass", "kernels ms", "exposed ms", "share", "events"), _cut(rows, PHASES, lambda _: rest)
     )
     print(f"other: {first.phases.other_share:.1%} of this time has no name")
+    if first.phases.replays is not None:
+        print(first.phases.replays.told)
 
 
 def _phase(one: Phase) -> tuple[str, ...]:
@@ -196,6 +202,11 @@ def _experts(answer: Answer) -> None:
     if texts:
         full = "" if load.fullest_rank is None else f"; rank {load.fullest_rank} has most"
         _head(f"experts: fullest rank over the mean {', '.join(texts)}{full}")
+    for one in answer.recorded[-1:]:
+        if one.layers:
+            layer = max(one.layers, key=lambda layer: one.layers[layer])
+            print(f"by the metrics of step {one.step}: in layer {layer} the fullest expert has ", end="")
+            print(f"{one.layers[layer]:.2f} times the mean, the most of all layers")
 
 
 def _launches(first: RankAnswer, of: str) -> None:
@@ -218,9 +229,6 @@ def _launches(first: RankAnswer, of: str) -> None:
             for wait in one.waits
         ]
         print_table(("the host waits in", "times", "ms", "from"), _cut(rows, WAITS, _more(4)))
-    for memory in first.memory:
-        most, held = int(memory.allocated.max()), int(memory.reserved.max())
-        print(f"  memory of device {memory.device}: {bytes_text(most)} handed out at most, {bytes_text(held)} reserved")
 
 
 def _roofline(first: RankAnswer, of: str) -> None:
@@ -232,9 +240,7 @@ def _roofline(first: RankAnswer, of: str) -> None:
     rows = [
         (
             _short(row.operator),
-            _short(
-                " ".join("x".join(map(str, shape)) for shape in row.shapes if shape and not isinstance(shape[0], tuple))
-            ),
+            _short(shape_text([one for one in row.shapes if isinstance(one, tuple) and not _is_list(one)])),
             f"{row.count:,}",
             ms(row.kernel_us),
             f"{row.share:.1%}",
@@ -247,6 +253,13 @@ def _roofline(first: RankAnswer, of: str) -> None:
     ]
     head = ("operator", "shapes", "calls", "ms", "share", "TFLOP/s", "GB/s", "bound by", "reached")
     print_table(head, _cut(rows, ROOFS, _more(9)))
+    if first.used_rows is not None:
+        print(first.used_rows.told)
+
+
+def _is_list(shape: tuple[object, ...]) -> bool:
+    """Whether these are shapes of a list of tensors."""
+    return bool(shape) and isinstance(shape[0], tuple)
 
 
 def _short(text: str) -> str:

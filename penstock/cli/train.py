@@ -50,9 +50,8 @@ from penstock.parallel.launch.local import LocalLaunch, facts_of_run, processes_
 from penstock.parallel.launch.meeting import Meeting, start_process_group, stop_process_group
 from penstock.parallel.launch.process import bind_near, choose_device, device_name
 from penstock.parallel.messages import lost_ranks
-from penstock.train.loop import Progress, open_store, resume, train_run
-from penstock.train.metrics import MetricsFile, TensorBoard
-from penstock.train.observer import Observer, RunEnd
+from penstock.train.loop import open_store, resume, start, train_run
+from penstock.train.observer import RunEnd
 from penstock.train.run_folder import (
     RunFolder,
     check_is_free,
@@ -63,6 +62,7 @@ from penstock.train.run_folder import (
     find_run_folder,
 )
 from penstock.train.setup import Session, open_texts, prepare, state_bytes
+from penstock.train.sinks import check_sinks, open_sinks
 from penstock.train.stop import StopRequest
 
 INTERRUPTED = 130
@@ -120,6 +120,8 @@ def train(  # noqa: PLR0913 - one argument for each option
         started = processes_to_start(launch.run, environment, processes)
         ranks = environment.world_size * started
         grid_of(launch.run, ranks)
+        if not environment.started_by:
+            check_sinks(launch.run)
         if dry_run:
             _print_plan(console, launch, ranks)
             return 0
@@ -180,6 +182,8 @@ def _launch_of_all(environment: Environment, meeting: Meeting, launch: Launch, o
     """What all ranks do: what the command line asks for, or go on with the folder that they made before a restart."""
 
     def made_before() -> str | None:
+        if environment.started_by:
+            check_sinks(launch.run)
         if launch.folder is not None:
             return None
         parent = Path(launch.run.record.folder)
@@ -237,6 +241,7 @@ def _is_finished(run: Run, folder: RunFolder) -> bool:
 def _run(console: Console, launch: Launch, session: Session, environment: Environment, meeting: Meeting) -> int:
     """Take or make the folder, then train."""
     if launch.folder is None:
+        begin = start(session)  # before there is a folder: weights that it names may not be there
 
         def make_folder() -> list[str]:
             run, folder = create_run_folder(session.run, number_if_taken=not launch.is_named, launch=environment.launch)
@@ -245,17 +250,16 @@ def _run(console: Console, launch: Launch, session: Session, environment: Enviro
         name, path = meeting.agree(make_folder)
         session = replace(session, run=session.run.model_copy(update={"name": name}))
         folder = RunFolder(Path(path))
-        store, begin = open_store(session.run, folder, session.axes.world), Progress()
+        store = open_store(session.run, folder, session.axes.world)
     else:
         folder = launch.folder
         store = open_store(session.run, folder, session.axes.world)
         begin = resume(session, folder, store)
     view = LiveView(console) if console.is_terminal and not console.is_dumb_terminal else PlainView(console)
-    observers = _writers(session, folder, begin) if environment.rank == 0 else []
-    observers.append(view)
+    sinks = open_sinks(session.run, folder, begin.steps, view.note) if environment.rank == 0 else []
     try:
         with StopRequest(view.stopping) as stop:
-            end = train_run(session, folder, store, begin, observers, stop)
+            end = train_run(session, folder, store, begin, [*sinks, view], stop)
     except KeyboardInterrupt:
         newest = store.latest()
         if environment.rank == 0:
@@ -267,15 +271,6 @@ def _run(console: Console, launch: Launch, session: Session, environment: Enviro
     _print_end(console, folder, end)
     # A rank that stops because another one was asked to ends as that one does.
     return (stop.exit_code or STOPPED) if end.stopped_by else 0
-
-
-def _writers(session: Session, folder: RunFolder, begin: Progress) -> list[Observer]:
-    """What the first rank writes for all."""
-    record = session.run.record
-    writers: list[Observer] = [MetricsFile(folder.metrics, record.every)]
-    if record.tensorboard:
-        writers.append(TensorBoard(folder.tensorboard, record.every, begin.steps))
-    return writers
 
 
 def _print_end(console: Console, folder: RunFolder, end: RunEnd) -> None:
@@ -312,7 +307,7 @@ def _print_plan(console: Console, launch: Launch, ranks: int) -> None:
         "model": f"{parameters} parameters, {active} active for a token {DOT} {run.training.precision}",
         "compute": f"{count_text(flops)}FLOP a token, {count_text(flops * tokens)}FLOP in all",
         "memory": f"{bytes_text(state_bytes(run))} for weights, gradients and optimizer, before activations",
-        "data": f"{len(texts.train):,} documents, {held_out} held out",
+        "data": f"{texts.train}, {held_out} held out",
         "batch": f"{run.tokens_per_step:,} tokens a step, {count_text(tokens)} in {run.training.steps:,} steps",
         "device": f"{device_name(device)} ({device})" + (f", {ranks} ranks" if ranks > 1 else ""),
     }

@@ -13,6 +13,11 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from penstock.parallel.launch.environment import prepare_environment
+from penstock.parallel.launch.variables import Facts
+
+HELP = "--help"
+
 
 def load_by_name(module: str, attribute: str) -> Any:
     """What a module calls so; the module is imported now."""
@@ -28,31 +33,63 @@ class Verb:
         module: dotted name of the module.
         attribute: name there of a `typer.Typer`, or of a function with typer's annotations.
         summary: the line in the list of verbs.
+        computes: whether it may multiply matrices; else libraries are told to start no threads for that.
     """
 
     name: str
     module: str
     attribute: str
     summary: str
+    computes: bool = True
 
     def load(self) -> Any:
         """The command itself; its type is private to typer."""
+        if not self.computes:
+            prepare_environment(Facts(computes=False))
         target = load_by_name(self.module, self.attribute)
         if not isinstance(target, typer.Typer):
             function, target = target, typer.Typer(add_completion=False)
             target.command(self.name)(function)
-        return typer.main.get_command(target)
+        return _with_plain_help(typer.main.get_command(target))
+
+
+def _with_plain_help(command: Any) -> Any:
+    """The command, and all below it, with help that fits a screen: frames around it take half of one."""
+    command.rich_markup_mode = None
+    if isinstance(command, TyperGroup):
+        for inner in command.commands.values():
+            _with_plain_help(inner)
+    return command
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """What a shell may put in the place of an unfinished word, in the form that typer's shells take."""
+
+    value: str
+    help: str
+    type: str = "plain"
+
+
+_ANY_WORDS = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 
 
 class _Unloaded(TyperCommand):
     """Stands for a verb in lists; parsing its arguments is handed on to the verb itself."""
 
     def __init__(self, verb: Verb) -> None:
-        super().__init__(name=verb.name, help=verb.summary)
+        super().__init__(name=verb.name, help=verb.summary, add_help_option=False, context_settings=_ANY_WORDS)
         self._verb = verb
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """What could come next, without loading the verb: who presses a key does not wait for PyTorch."""
+        proposals = load_by_name("penstock.cli.completion", "proposals")
+        return [_Proposal(word, text) for word, text in proposals(self.name, ctx.args, incomplete)]
+
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Load the verb and let it parse."""
+        """Load the verb and let it parse; a shell that only asks what could come next needs neither."""
+        if extra.get("resilient_parsing"):
+            return super().make_context(info_name, args, parent, **extra)
         return self._verb.load().make_context(info_name, args, parent, **extra)
 
 
@@ -63,5 +100,12 @@ def group_of(*verbs: Verb) -> type[TyperGroup]:
         def __init__(self, **attributes: Any) -> None:
             super().__init__(**attributes)
             self.commands = {verb.name: _Unloaded(verb) for verb in verbs} | dict(self.commands)
+
+        def parse_args(self, ctx: Any, args: list[str]) -> Any:
+            # typer checks every value with pydantic, also that of `--help`, which it has for each verb. The import of
+            # pydantic takes longer than to answer for a small trace, so the option is there if somebody asks for it.
+            if args and HELP not in args and not ctx.resilient_parsing:
+                ctx.help_option_names = []
+            return super().parse_args(ctx, args)
 
     return LazyGroup

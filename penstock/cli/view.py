@@ -94,10 +94,14 @@ class LiveView:
         assert self._panel is not None, "a run starts before it steps"
         self._panel.add(report)
         for notice in report.notices:
-            self._live.console.print(notice, markup=False, highlight=False)  # above the panel
+            self.note(notice)
         is_due = time.monotonic() - self._drawn_seconds >= 1 / DRAWS_PER_SECOND
         if is_due or report.evaluation is not None or report.step == self._panel.steps:
             self._draw()
+
+    def note(self, line: str) -> None:
+        """Print a line above the panel."""
+        self._live.console.print(line, markup=False, highlight=False)
 
     def saved(self, step: int) -> None:
         """Show that a checkpoint was made."""
@@ -276,13 +280,17 @@ class PlainView:
         """Print a line if it is time for one."""
         assert self._start is not None, "a run starts before it steps"
         for notice in report.notices:
-            self._print(f"  {notice}")
+            self.note(notice)
         is_last = report.step == self._start.run.training.steps
         if is_last or report.evaluation is not None or report.elapsed_seconds >= self._next_seconds:
             pause = min(max(report.elapsed_seconds / 20, FIRST_LINE_SECONDS), SLOWEST_LINE_SECONDS)
             self._next_seconds = report.elapsed_seconds + pause
             cells = zip(_cells(report), COLUMNS.values(), strict=True)
             self._print("".join(f"{cell:>{width}}" for cell, width in cells) + self._mark)
+
+    def note(self, line: str) -> None:
+        """Print a line between those of steps."""
+        self._print(f"  {line}")
 
     def saved(self, step: int) -> None:
         """Say nothing: the end says which checkpoint is the newest."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.config.run import Run
-from penstock.config.schema import as_toml
+from penstock.config.schema import as_toml, fields_of
 from penstock.config.section import Section
 
 
@@ -29,7 +29,13 @@ def leaves(section: Section, prefix: str = "") -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in section:
         path = f"{prefix}{name}"
-        values |= leaves(value, f"{path}.") if isinstance(value, Section) else {path: value}
+        if isinstance(value, Section):
+            values |= leaves(value, f"{path}.")
+        elif fields_of(type(section))[name].named:
+            for one, inner in value.items():
+                values |= leaves(inner, f"{path}.{one}.")
+        else:
+            values[path] = value
     return values
 
 

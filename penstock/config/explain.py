@@ -7,7 +7,7 @@ from penstock.config.compare import leaves
 from penstock.config.presets.registry import PRESETS
 from penstock.config.rules import RULES, rule_text
 from penstock.config.run import Run
-from penstock.config.schema import KIND, Field, as_toml, every_field, fields_of, find, kind_of, nearest
+from penstock.config.schema import KIND, NAME, Field, as_toml, every_field, fields_of, find, kind_of, nearest
 from penstock.config.section import Section
 
 
@@ -30,7 +30,7 @@ def default_text(field: Field) -> str:
     """The default as in TOML, or that there is none; a section may be left out if all its fields have one."""
     if field.required:
         return "must be given"
-    return "may be left out" if isinstance(field.default, Section) else as_toml(field.default)
+    return "may be left out" if isinstance(field.default, Section) or field.named else as_toml(field.default)
 
 
 def _explain_value(fields: Sequence[Field]) -> str:
@@ -51,14 +51,15 @@ def _explain_section(field: Field) -> str:
     pages = []
     for section in field.sections:
         kind = kind_of(section)
-        title = field.path if kind is None else f"{field.path} ({KIND} = {kind})"
+        path = f"{field.path}.{NAME}" if field.named else field.path
+        title = path if kind is None else f"{path} ({KIND} = {kind})"
         rows = [(name, f"{one.allowed_text}; {_default_clause(one)}") for name, one in fields_of(section).items()]
         pages.append(_page(title, " ".join((section.__doc__ or "").split()), rows))
     return "\n\n".join(pages)
 
 
 def _default_clause(field: Field) -> str:
-    has_value = not field.required and not isinstance(field.default, Section)
+    has_value = not field.required and not isinstance(field.default, Section) and not field.named
     return f"default {default_text(field)}" if has_value else default_text(field)
 
 

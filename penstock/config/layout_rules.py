@@ -52,7 +52,7 @@ def tensor_ranks_divide_heads(run: Run) -> Problem | None:
 def tensor_ranks_divide_widths(run: Run) -> Problem | None:
     """`parallel.tensor` divides `model.dense_ffn_size` and `model.moe.shared_ffn_size`, where there are such."""
     model = run.model
-    widths = {"model.dense_ffn_size": model.dense_ffn_size} if model.dense_layers else {}
+    widths = {"model.dense_ffn_size": model.dense_ffn_size} if model.moe_layers < model.layers else {}
     if model.moe is not None:
         widths["model.moe.shared_ffn_size"] = model.moe.shared_ffn_size
     return _first(_must_divide(run, "tensor", name, width) for name, width in widths.items())
@@ -212,7 +212,7 @@ def recomputed_modules_exist(run: Run) -> Problem | None:
 
     They are norm, latent-up, attention, expert-activation, shared-expert, dense, moe, layer. latent-up is of latent
     attention (`model.attention.kv_latent`), expert-activation and moe are of `model.moe`, shared-expert of
-    `model.moe.shared_ffn_size`, dense of `model.dense_layers`.
+    `model.moe.shared_ffn_size`, dense of `model.dense_layers` or of layers that `model.moe.every` leaves.
     """
     return _unknown_part(run, "recompute.modules", run.recompute.modules, RECOMPUTABLE)
 
@@ -280,7 +280,7 @@ def _missing_parts(run: Run) -> dict[str, str]:
         missing |= dict.fromkeys(("moe", "expert-activation", "shared-expert"), "the model has no model.moe")
     elif model.moe.shared_ffn_size == 0:
         missing["shared-expert"] = "model.moe.shared_ffn_size is 0"
-    if model.dense_layers == 0:
+    if model.moe_layers == model.layers:
         missing["dense"] = "model.dense_layers is 0"
     return missing
 

@@ -5,13 +5,14 @@ config.toml is read. A name that is a preset is the preset, even where a folder 
 the folder. The steps are always the same: read a tree, lay the overrides over it, build the run, check the rules.
 
 A file may start from a preset with `preset = "debug"` at its top: what else it says wins, table by table. A file that
-gives no `name` is a run named after the file.
+gives no `name` is a run named after the file. `version` at its top is that of penstock/config/versions.py.
 """
 
 import os.path
 import re
 import tomllib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from penstock.config.merge import NONE, Tree, merge, parse_overrides, settle
 from penstock.config.presets.registry import is_preset, preset
 from penstock.config.rules import check
 from penstock.config.run import Run
-from penstock.config.schema import fields_of, nearest
+from penstock.config.schema import every_field, fields_of, nearest
 from penstock.config.section import Section
 from penstock.config.validation import build
+from penstock.config.versions import VERSION, VERSION_KEY, brought_up_to_date, pop_version, refuse_old
 
 RUN_FILE = "config.toml"
 """The resolved configuration in the folder of a run."""
@@ -42,15 +44,33 @@ def load_run(target: str, overrides: Sequence[str] = ()) -> Run:
     Raises:
         ConfigError: the target is not there or cannot be read, or what it describes is not a run.
     """
-    tree = merge(Run, _read_target(target), parse_overrides(Run, overrides))
-    run = build(Run, tree)
+    return _built(_read_target(target), overrides)
+
+
+def with_overrides(run: Run, overrides: Sequence[str]) -> Run:
+    """Another run, checked.
+
+    Args:
+        run: to start from.
+        overrides: `a.b=c` each; the later ones win.
+
+    Raises:
+        ConfigError: an override is wrong, or what comes out is not a run.
+    """
+    return _built(run.model_dump(), overrides)
+
+
+def _built(tree: Tree, overrides: Sequence[str]) -> Run:
+    changes = parse_overrides(Run, overrides)
+    refuse_old(changes, VERSION, "override", _paths())
+    run = build(Run, merge(Run, tree, changes))
     check(run)
     return run
 
 
 def dump_toml(run: Run) -> str:
     """The run as a file, every field written out. Loading it gives an equal run."""
-    return tomli_w.dumps(_as_table(run))
+    return tomli_w.dumps({VERSION_KEY: VERSION, **_as_table(run)})
 
 
 def _read_target(target: str) -> Tree:
@@ -69,6 +89,11 @@ def _read_target(target: str) -> Tree:
 def _read_file(path: Path) -> Tree:
     """The settled tree of a file, laid over the preset that it starts from, if it does."""
     table = _parse_file(path)
+    version = pop_version(table, str(path))
+    if path.name == RUN_FILE:
+        table = brought_up_to_date(table, version, str(path))
+    else:
+        refuse_old(table, version, str(path), _paths())
     for key in table:
         if key not in fields_of(Run) and key != _PRESET and nearest(key, (*fields_of(Run), _PRESET)) == _PRESET:
             raise ConfigError(f"{path}: {key} is an unknown key", fix=f"did you mean {_PRESET}?")
@@ -77,6 +102,12 @@ def _read_file(path: Path) -> Tree:
         raise ConfigError(f"{path}: {_PRESET} must be the name of a preset", got=name)
     base: Tree = {} if name is None else preset(name).model_dump()
     return merge(Run, {**base, "name": path.stem}, settle(fields_of(Run), table))
+
+
+@cache
+def _paths() -> tuple[str, ...]:
+    """Full paths of all fields and sections."""
+    return tuple(dict.fromkeys(field.path for field in every_field(Run)))
 
 
 def _parse_file(path: Path) -> dict[str, Any]:
@@ -111,6 +142,8 @@ def _as_table(section: Section) -> Tree:
         field = fields_of(type(section))[name]
         if isinstance(value, Section):
             table[name] = _as_table(value)
+        elif field.named:
+            table[name] = {one: _as_table(inner) for one, inner in value.items()}
         elif value is not None:
             table[name] = list(value) if isinstance(value, tuple) else value
         elif field.required or field.default is not None:

@@ -79,7 +79,10 @@ def _settle_value(field: Field | None, value: Any) -> Any:
     if field.optional and value == NONE:
         return None
     if field.sections and isinstance(value, Mapping):
-        return settle(fields_under(field.sections), value)
+        fields = fields_under(field.sections)
+        if field.named:
+            return {name: settle(fields, one) if isinstance(one, Mapping) else one for name, one in value.items()}
+        return settle(fields, value)
     if field.takes_list and isinstance(value, (str, int)):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
@@ -107,6 +110,8 @@ def merge(section: type[Section], base: Mapping[str, Any], overlay: Mapping[str,
 
 
 def _merge_section(field: Field, base: Mapping[str, Any], overlay: Mapping[str, Any]) -> Tree:
+    if field.named:
+        return dict(base) | {name: _merge_named(field, base.get(name), one) for name, one in overlay.items()}
     kind = overlay.get(KIND, base.get(KIND))
     section = alternative(field.sections, kind)
     if section is None:  # An unknown kind: the schema will refuse it and name the known ones.
@@ -114,3 +119,8 @@ def _merge_section(field: Field, base: Mapping[str, Any], overlay: Mapping[str, 
     if kind != base.get(KIND):
         base = {key: value for key, value in base.items() if key in fields_of(section) and key != KIND}
     return merge(section, base, overlay)
+
+
+def _merge_named(field: Field, below: Any, value: Any) -> Any:
+    both = isinstance(below, Mapping) and isinstance(value, Mapping)
+    return merge(field.sections[0], below, value) if both else value

@@ -4,6 +4,9 @@ from penstock.config.model import GroupedQueryAttention, LatentAttention
 from penstock.config.problem import Problem, divisors
 from penstock.config.run import Run
 
+USUAL_GLOBAL_EVERY = 4
+"""Of Llama 4."""
+
 
 def dense_model_has_only_dense_layers(run: Run) -> Problem | None:
     """A model without `model.moe` is dense: `model.dense_layers` equals `model.layers`."""
@@ -115,15 +118,33 @@ def context_is_extended_one_way(run: Run) -> Problem | None:
 
 
 def llama3_bounds_are_ordered(run: Run) -> Problem | None:
-    """`model.attention.rope.llama3.slow` is above 0 and below `model.attention.rope.llama3.fast`."""
+    """`model.attention.rope.llama3.slow` is above 0 and at most `model.attention.rope.llama3.fast`."""
     llama3 = run.model.attention.rope.llama3
-    if llama3 is None or 0 < llama3.slow < llama3.fast:
+    if llama3 is None or 0 < llama3.slow <= llama3.fast:
         return None
     return Problem(
         "model.attention.rope.llama3.slow",
-        "must be above 0 and below fast",
+        "must be above 0 and at most fast",
         got=f"slow {llama3.slow:g}, fast {llama3.fast:g}",
         fix="the usual values are 1 and 4",
+    )
+
+
+def global_layers_exist_that_differ(run: Run) -> Problem | None:
+    """`model.attention.local.global_every` above 0 is needed by what is said of such layers.
+
+    That is `model.attention.local.global_rope` false, or `model.attention.local.global_temperature` above 0.
+    """
+    attention = run.model.attention
+    local = attention.local if isinstance(attention, GroupedQueryAttention) else None
+    if local is None or local.global_every > 0 or (local.global_rope and local.global_temperature == 0):
+        return None
+    name = "global_temperature" if local.global_rope else "global_rope"
+    return Problem(
+        f"model.attention.local.{name}",
+        "is of layers that see the whole row, and model.attention.local.global_every 0 has none",
+        got=f"{local.global_temperature:g}" if local.global_rope else "false",
+        fix=f"leave it out, or set model.attention.local.global_every to {USUAL_GLOBAL_EVERY}",
     )
 
 
@@ -246,6 +267,18 @@ def expert_bias_goes_with_sigmoid(run: Run) -> Problem | None:
     )
 
 
+def biases_stand_behind_unweighted_inputs(run: Run) -> Problem | None:
+    """`model.moe.bias` needs `model.moe.router.weigh` output: no weight could be put behind a product with a bias."""
+    moe = run.model.moe
+    if moe is None or not moe.bias or moe.router.weigh == "output":
+        return None
+    return Problem(
+        "model.moe.bias",
+        "is given, but model.moe.router.weigh is input",
+        fix='set model.moe.bias to false, or model.moe.router.weigh to "output"',
+    )
+
+
 def padding_needs_a_capacity(run: Run) -> Problem | None:
     """`model.moe.balance.pad_to_capacity` needs `model.moe.balance.capacity_factor`."""
     moe = run.model.moe
@@ -282,6 +315,7 @@ MODEL_RULES = (
     yarn_bounds_are_ordered,
     context_is_extended_one_way,
     llama3_bounds_are_ordered,
+    global_layers_exist_that_differ,
     sequence_is_within_yarn,
     top_k_is_within_experts,
     groups_divide_experts,
@@ -291,6 +325,7 @@ MODEL_RULES = (
     softmax_after_top_k_is_a_softmax,
     router_has_a_gradient,
     expert_bias_goes_with_sigmoid,
+    biases_stand_behind_unweighted_inputs,
     padding_needs_a_capacity,
     auxiliary_weight_has_a_loss,
 )

@@ -7,8 +7,9 @@ from penstock.config.explain import default_text
 from penstock.config.presets.registry import PRESETS
 from penstock.config.rules import RULES, rule_text
 from penstock.config.run import Run
-from penstock.config.schema import KIND, Field, fields_of, kind_of
+from penstock.config.schema import KIND, NAME, Field, fields_of, kind_of
 from penstock.config.section import Section
+from penstock.config.versions import VERSION, VERSION_KEY
 
 REGENERATE = "make docs"
 """The command that writes the document anew; `penstock config reference` prints it."""
@@ -22,6 +23,7 @@ A run is a preset ({", ".join(f"`{name}`" for name in PRESETS)}), a preset cut t
 
 ```toml
 # small.toml: everything that is not said here is as in the preset
+version = 1
 preset = "debug"
 
 [training]
@@ -31,6 +33,8 @@ steps = 5000
 experts = 16
 ```
 
+- `version` says what fields were called when the file was written; a file without it is of version 1. A file of another
+  version is refused with what to write instead, and runs that were started with it go on.
 - A file that names no `preset` must give every field without a default. A file without `name` is named after itself.
 - `"none"` in a file, `none` in an override, clears a field or a section that may be none.
 - A section of another `{KIND}` keeps the fields that both kinds know; the other fields of the new kind must be given.
@@ -49,15 +53,22 @@ def reference_markdown() -> str:
 
 def json_schema() -> dict[str, Any]:
     """JSON schema (draft 2020-12) of a resolved run, as `penstock config show` prints it."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Run.model_json_schema()}
+    schema = Run.model_json_schema()
+    version = {"const": VERSION, "description": "Of the file; see penstock/config/versions.py.", "type": "integer"}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "properties": {VERSION_KEY: version, **schema["properties"]},
+    }
 
 
 def _sections(section: type[Section], path: str) -> Iterator[tuple[str, type[Section]]]:
     """Every section with its path, each once: a section that stands under two kinds is told under the first."""
     found: dict[tuple[str, type[Section]], None] = {(path, section): None}
     for name, field in fields_of(section).items():
+        below = f"{path}.{name}.{NAME}" if field.named else f"{path}.{name}"
         for inner in field.sections:
-            found |= dict.fromkeys(_sections(inner, f"{path}.{name}".lstrip(".")))
+            found |= dict.fromkeys(_sections(inner, below.lstrip(".")))
     yield from found
 
 

@@ -8,6 +8,7 @@ To add a rule: write the function beside its like, put it into the tuple there, 
 
 from collections.abc import Callable
 
+from penstock.config.data_rules import DATA_RULES
 from penstock.config.dispatch_rules import DISPATCH_RULES
 from penstock.config.graph_rules import GRAPH_RULES
 from penstock.config.layout_rules import LAYOUT_RULES
@@ -20,7 +21,15 @@ from penstock.config.run_rules import RUN_RULES
 
 Rule = Callable[[Run], Problem | None]
 
-RULES: tuple[Rule, ...] = (*MODEL_RULES, *RUN_RULES, *LAYOUT_RULES, *DISPATCH_RULES, *OVERLAP_RULES, *GRAPH_RULES)
+RULES: tuple[Rule, ...] = (
+    *MODEL_RULES,
+    *RUN_RULES,
+    *DATA_RULES,
+    *LAYOUT_RULES,
+    *DISPATCH_RULES,
+    *OVERLAP_RULES,
+    *GRAPH_RULES,
+)
 """All rules, in the order in which problems are told."""
 
 

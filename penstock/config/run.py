@@ -2,12 +2,12 @@
 
 from typing import Literal
 
+from penstock.config.data import Data
 from penstock.config.model import Model
 from penstock.config.parallel import Dispatch, Graphs, Host, Offload, Parallel, Pipeline, Recompute
 from penstock.config.section import Section, knob
 from penstock.config.training import (
     Checkpoint,
-    Data,
     Evaluation,
     Optimizer,
     Profile,

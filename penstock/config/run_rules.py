@@ -1,21 +1,14 @@
-"""Rules between fields of batch, schedule, data and devices. Each docstring is the rule as users read it."""
+"""Rules between fields of batch, schedule and devices. Each docstring is the rule as users read it."""
 
 import re
 
-from penstock.config.model import LatentAttention
+from penstock.config.fit import context_method
+from penstock.config.model import GroupedQueryAttention, LatentAttention
 from penstock.config.problem import Problem
 from penstock.config.run import Run
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_FILE_SOURCES = ("text", "jsonl")
-_SYNTHETIC_SOURCES = ("synthetic-random", "synthetic-learnable")
 _GPU_BACKENDS = ("efficient", "cudnn")
-
-_BYTES_VOCABULARY = 257
-"""256 values of a byte and the end of a document."""
-
-_LEARNABLE_VOCABULARY = 5
-"""The synthetic language continues in one of 4 ways, and needs an end of document."""
 
 
 def name_is_a_folder_name(run: Run) -> Problem | None:
@@ -102,96 +95,6 @@ def moments_forget(run: Run) -> Problem | None:
     return None
 
 
-def file_sources_have_files(run: Run) -> Problem | None:
-    """`data.source` text and jsonl need `data.files`."""
-    data = run.data
-    if data.source not in _FILE_SOURCES or data.files:
-        return None
-    return Problem(
-        "data.files",
-        f"is empty, but data.source {data.source} reads files",
-        fix="set data.files to the files to train on",
-    )
-
-
-def other_sources_have_no_files(run: Run) -> Problem | None:
-    """`data.files` and `data.validation_files` are for `data.source` text and jsonl only."""
-    data = run.data
-    if data.source in _FILE_SOURCES or not (data.files or data.validation_files):
-        return None
-    name, files = ("files", data.files) if data.files else ("validation_files", data.validation_files)
-    return Problem(
-        f"data.{name}",
-        f"is given, but data.source {data.source} reads no files",
-        got=", ".join(files[:3]),
-        fix="set data.source to text or jsonl",
-    )
-
-
-def held_out_files_are_not_trained_on(run: Run) -> Problem | None:
-    """No file is in both `data.files` and `data.validation_files`."""
-    shared = [name for name in run.data.files if name in run.data.validation_files]
-    if not shared:
-        return None
-    return Problem(
-        "data.validation_files",
-        "has files of data.files: the model would be judged on what it learned",
-        got=", ".join(shared[:3]),
-        fix="take them out of one of the two",
-    )
-
-
-def evaluation_has_text(run: Run) -> Problem | None:
-    """`evaluation.rows` above 0 need held-out text: `data.validation_files`, or `data.validation_share` above 0."""
-    data = run.data
-    is_held_out = bool(data.validation_files) or data.validation_share > 0 or data.source in _SYNTHETIC_SOURCES
-    if run.evaluation.rows == 0 or is_held_out:
-        return None
-    return Problem(
-        "data.validation_share",
-        "holds out no text for evaluation.rows",
-        got="0",
-        fix="raise it, give data.validation_files, or set evaluation.rows to 0",
-    )
-
-
-def vocabulary_holds_every_byte(run: Run) -> Problem | None:
-    """With `data.tokenizer` bytes, `model.vocabulary` is at least 257: 256 bytes and the end of a document."""
-    is_read = run.data.source not in _SYNTHETIC_SOURCES and run.data.tokenizer == "bytes"
-    if not is_read or run.model.vocabulary >= _BYTES_VOCABULARY:
-        return None
-    return Problem(
-        "model.vocabulary",
-        "is too small for data.tokenizer bytes",
-        got=f"{run.model.vocabulary}",
-        allowed=f">= {_BYTES_VOCABULARY} (256 bytes and the end of a document)",
-    )
-
-
-def vocabulary_holds_the_synthetic_language(run: Run) -> Problem | None:
-    """With `data.source` synthetic-learnable, `model.vocabulary` is at least 5."""
-    if run.data.source != "synthetic-learnable" or run.model.vocabulary >= _LEARNABLE_VOCABULARY:
-        return None
-    return Problem(
-        "model.vocabulary",
-        "is too small for data.source synthetic-learnable",
-        got=f"{run.model.vocabulary}",
-        allowed=f">= {_LEARNABLE_VOCABULARY}",
-    )
-
-
-def bytes_have_one_end(run: Run) -> Problem | None:
-    """`data.end_of_document` names a token of a tokenizer file: with `data.tokenizer` bytes it stays empty."""
-    if not run.data.end_of_document or run.data.tokenizer != "bytes":
-        return None
-    return Problem(
-        "data.end_of_document",
-        "names a token, but data.tokenizer bytes has its own end of a document",
-        got=f"{run.data.end_of_document!r}",
-        fix="leave it out, or set data.tokenizer to a tokenizer.json",
-    )
-
-
 def cpu_has_no_triton(run: Run) -> Problem | None:
     """With `device` cpu, no field of `kernels` (`kernels.all`, `kernels.experts`, ...) is triton: it needs a GPU."""
     asking = [name for name, value in run.kernels if value == "triton"]
@@ -232,14 +135,31 @@ def flash_heads_are_equally_wide(run: Run) -> Problem | None:
 
 
 def flash_on_a_gpu_has_no_mask(run: Run) -> Problem | None:
-    """`data.document_mask` does not go with `kernels.attention` flash, which takes no mask on a GPU (`device` cuda)."""
-    if run.kernels.attention != "flash" or run.device != "cuda" or not run.data.document_mask:
+    """`kernels.attention` flash takes no mask on a GPU (`device` cuda).
+
+    Masks are needed by `data.document_mask`, `parallel.context_method` all-gather, and windows of
+    `model.attention.local.size` below `training.sequence_length`.
+    """
+    asking = _masked_by(run)
+    if run.kernels.attention != "flash" or run.device != "cuda" or asking is None:
         return None
     return Problem(
         "kernels.attention",
-        "flash takes no mask on a GPU, and data.document_mask needs one",
+        f"flash takes no mask on a GPU, and {asking} needs one",
         fix="set kernels.attention to auto",
     )
+
+
+def _masked_by(run: Run) -> str | None:
+    """What asks for a mask in attention."""
+    if run.data.document_mask:
+        return "data.document_mask"
+    if run.parallel.context > 1 and context_method(run) == "all-gather":
+        return "parallel.context_method all-gather"
+    attention = run.model.attention
+    local = attention.local if isinstance(attention, GroupedQueryAttention) else None
+    is_window = local is not None and local.kind == "window" and local.size < run.training.sequence_length
+    return "model.attention.local, a window," if is_window else None
 
 
 def recorded_steps_are_made(run: Run) -> Problem | None:
@@ -273,13 +193,6 @@ RUN_RULES = (
     decay_comes_after_warmup,
     decay_steps_belong_to_wsd,
     moments_forget,
-    file_sources_have_files,
-    other_sources_have_no_files,
-    held_out_files_are_not_trained_on,
-    evaluation_has_text,
-    vocabulary_holds_every_byte,
-    vocabulary_holds_the_synthetic_language,
-    bytes_have_one_end,
     cpu_has_no_triton,
     cpu_has_the_attention_backend,
     flash_heads_are_equally_wide,

@@ -2,8 +2,8 @@
 
 Overrides, error messages, `penstock config explain` and the reference all ask here, so that none of them repeats the
 schema. It knows exactly the types that sections use: bool, int, float, str, `Literal` of texts, `tuple[str, ...]`,
-`tuple[int, ...]`, a
-section, alternative sections told apart by their field `kind`, and any of these or None.
+`tuple[int, ...]`, a section, alternative sections told apart by their field `kind`, `dict[str, Section]` (any number of
+them, each under a name that a user chose), and any of these or None.
 """
 
 import json
@@ -21,6 +21,9 @@ from penstock.config.section import Section
 
 KIND = "kind"
 """The field that tells the alternatives of a section apart."""
+
+NAME = "NAME"
+"""Stands in a path for a name that a user chose."""
 
 _WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -46,6 +49,7 @@ class Field:
         high: largest allowed value, if there is one.
         choices: the only allowed texts, if there are such.
         sections: the section that it holds, or the alternatives; empty for a value.
+        named: holds any number of such sections, by name.
         optional: may be none.
         required: must be given.
         default: value when none is given; None where there is no default.
@@ -60,6 +64,7 @@ class Field:
     high: float | None
     choices: tuple[str, ...]
     sections: tuple[type[Section], ...]
+    named: bool
     optional: bool
     required: bool
     default: Any
@@ -98,6 +103,9 @@ def fields_of(section: type[Section]) -> Mapping[str, Field]:
 
 def _field(owner: type[Section], name: str, info: FieldInfo) -> Field:
     types = _alternatives(info.annotation)
+    named = any(get_origin(one) is dict for one in types)
+    if named:
+        types = tuple(get_args(one)[1] for one in types)
     sections = tuple(one for one in types if isinstance(one, type) and issubclass(one, Section))
     values = [one for one in types if one not in sections and one is not NoneType]
     choices = get_args(values[0]) if values and get_origin(values[0]) is Literal else ()
@@ -108,16 +116,21 @@ def _field(owner: type[Section], name: str, info: FieldInfo) -> Field:
         owner=owner,
         doc=info.description or "",
         unit=str(extra["unit"]),
-        type_text=", ".join(choices) if choices else "section" if sections else _WORDS[values[0]],
+        type_text=_type_text(choices, sections, named) or _WORDS[values[0]],
         low=next((float(bound.ge) for bound in info.metadata if isinstance(bound, Ge)), None),  # type: ignore[arg-type]
         high=next((float(bound.le) for bound in info.metadata if isinstance(bound, Le)), None),  # type: ignore[arg-type]
         choices=choices,
         sections=sections,
+        named=named,
         optional=NoneType in types,
         # A kind decides what its section is, so it must be written, although in Python its only value is its default.
         required=info.is_required() or name == KIND,
         default=None if info.is_required() else info.default,
     )
+
+
+def _type_text(choices: tuple[str, ...], sections: tuple[type[Section], ...], named: bool) -> str:
+    return ", ".join(choices) or ("sections by name" if named else "section" if sections else "")
 
 
 def _alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -154,12 +167,17 @@ def every_field(root: type[Section], prefix: str = "") -> Iterator[Field]:
         path = f"{prefix}{name}"
         yield replace(field, path=path)
         for section in field.sections:
-            yield from every_field(section, f"{path}.")
+            yield from every_field(section, f"{path}.{NAME}." if field.named else f"{path}.")
 
 
 def find(root: type[Section], path: str) -> tuple[Field, ...]:
     """Fields at a path from the top: none for an unknown path, several where alternatives share the name."""
-    return tuple(field for field in every_field(root) if field.path == path)
+    names = path.split(".")
+    return tuple(field for field in every_field(root) if _fits(names, field.path.split(".")))
+
+
+def _fits(names: list[str], path: list[str]) -> bool:
+    return len(names) == len(path) and all(place in (name, NAME) for name, place in zip(names, path, strict=True))
 
 
 def nearest(name: object, names: Iterable[str]) -> str | None:

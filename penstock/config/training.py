@@ -15,6 +15,10 @@ class Training(Section):
     precision: Literal["bf16", "fp32"] = knob(
         "bf16", doc="bf16: parameters and compute in bfloat16, master weights, moments and gradients in float32."
     )
+    initial_weights: str = knob(
+        "",
+        doc="Folder of `penstock import`, or of a run, whose weights a new run starts with; empty draws them at random.",
+    )
     mtp_weight: float = knob(0.3, doc="Factor of the multi-token prediction loss.", low=0.0)
     z_weight: float = knob(0.0, doc="Factor of the z-loss on the output logits.", low=0.0)
     clip_norm: float = knob(1.0, doc="Largest global gradient norm; 0 does not clip.", low=0.0)
@@ -67,28 +71,25 @@ class Checkpoint(Section):
     asynchronous: bool = knob(True, doc="Write in the background while training goes on.")
 
 
-class Data(Section):
-    """Text."""
-
-    source: Literal["standard-library", "text", "jsonl", "synthetic-random", "synthetic-learnable"] = knob(
-        "standard-library", doc="Where documents come from; standard-library is the source code of the running Python."
-    )
-    files: tuple[str, ...] = knob((), doc="Files of `text` (a document each) or `jsonl` (a document a line).")
-    validation_files: tuple[str, ...] = knob((), doc="Held-out files; none holds out a share of the documents.")
-    validation_share: float = knob(0.02, doc="Share of documents held out.", low=0.0, high=0.5)
-    tokenizer: str = knob("bytes", doc="`bytes`, or the path of a Hugging Face tokenizer.json.")
-    end_of_document: str = knob("", doc="Name of the token that ends a document; empty looks for the usual ones.")
-    text_field: str = knob("text", doc="Field of a JSON line that holds the text.")
-    document_mask: bool = knob(False, doc="Attention stays inside a document, positions restart at each.")
-    shuffle: bool = knob(True, doc="Visit documents in another order each epoch, 32 side by side.")
-
-
 class Record(Section):
     """What a run leaves behind besides checkpoints."""
 
     folder: str = knob("runs", doc="Folder that holds one folder for each run.")
     every: int = knob(1, doc="Steps between lines of metrics.jsonl.", unit="steps", low=1)
     tensorboard: bool = knob(True, doc="Write TensorBoard events.")
+    wandb: Literal["off", "offline", "online"] = knob(
+        "off", doc="Tell Weights & Biases: in files for `wandb sync`, or over the network; needs penstock[wandb]."
+    )
+    wandb_project: str = knob("penstock", doc="Project there.")
+    prometheus_port: int = knob(
+        0,
+        doc="Port of an endpoint for Prometheus on the first rank's machine; 0 has none; needs penstock[prometheus].",
+        low=0,
+        high=65535,
+    )
+    prometheus_address: str = knob(
+        "127.0.0.1", doc="Address where it listens: the loopback is for this machine only, 0.0.0.0 is for everybody."
+    )
 
 
 class Profile(Section):

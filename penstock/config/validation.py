@@ -7,7 +7,18 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from penstock.config.problem import Problem, refuse
-from penstock.config.schema import KIND, Field, as_toml, every_field, fields_of, fields_under, find, kind_of, nearest
+from penstock.config.schema import (
+    KIND,
+    NAME,
+    Field,
+    as_toml,
+    every_field,
+    fields_of,
+    fields_under,
+    find,
+    kind_of,
+    nearest,
+)
 from penstock.config.section import Section
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -33,7 +44,7 @@ def build(root: type[AnySection], tree: Mapping[str, Any]) -> AnySection:
 
 
 def _problem(root: type[Section], detail: ErrorDetails) -> Problem:
-    path, field, owner = _locate(root, detail["loc"])
+    path, field, owner, wants_name = _locate(root, detail["loc"])
     fault, value = detail["type"], detail["input"]
     if field is None:
         return _unknown_key(root, path, owner)
@@ -47,7 +58,8 @@ def _problem(root: type[Section], detail: ErrorDetails) -> Problem:
     if field.choices:
         return _unknown_value(path, value, field.choices)
     if field.sections:
-        examples = ", ".join(f"{path}.{name}" for name in list(fields_under(field.sections))[:3])
+        inside = f"{path}.{NAME}" if wants_name else path
+        examples = ", ".join(f"{inside}.{name}" for name in list(fields_under(field.sections))[:3])
         allowed = "its fields, or none" if field.optional else "its fields"
         return Problem(path, "is a section, not a value", _shown(value), allowed, fix=f"set {examples}, ...")
     what = "is out of range" if fault in _RANGE_ERRORS else "has the wrong type"
@@ -55,22 +67,31 @@ def _problem(root: type[Section], detail: ErrorDetails) -> Problem:
 
 
 class _Place(NamedTuple):
-    """Where a fault is: the path, its field (None for an unknown key), and the section that has or lacks the field."""
+    """Where a fault is: the path, its field (None for an unknown key), and the section that has or lacks the field.
+
+    After the path of sections by name, `wants_name` says that none of them is named.
+    """
 
     path: str
     field: Field | None
     owner: type[Section]
+    wants_name: bool
 
 
 def _locate(root: type[Section], location: tuple[int | str, ...]) -> _Place:
     """Follow pydantic's location, which names a kind after a section with alternatives, and the index in a list."""
     names: list[str] = []
     field: Field | None = None
+    wants_name = False
     owner = root
     sections: tuple[type[Section], ...] = (root,)
     for part in location:
         if isinstance(part, int):
             break
+        if wants_name:
+            names.append(part)
+            wants_name = False
+            continue
         if len(sections) > 1:
             sections = tuple(section for section in sections if kind_of(section) == part)
             continue
@@ -78,7 +99,8 @@ def _locate(root: type[Section], location: tuple[int | str, ...]) -> _Place:
         names.append(part)
         field = fields_of(owner).get(part)
         sections = () if field is None else field.sections
-    return _Place(".".join(names), field, owner)
+        wants_name = field is not None and field.named
+    return _Place(".".join(names), field, owner, wants_name)
 
 
 def _unknown_key(root: type[Section], path: str, owner: type[Section]) -> Problem:

@@ -21,9 +21,14 @@ from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
 from penstock.data.batch import Batch
+from penstock.data.lanes import with_end
+from penstock.data.order import order_of
 from penstock.data.packing import PADDING, pack
+from penstock.data.rows import Rows
+from penstock.data.sample import Sample
+from penstock.data.shards import Shards
 from penstock.data.sources import Source
-from penstock.data.stream import Rows, document_order, with_end_token
+from penstock.data.texts import Part, Text
 from penstock.kernels.reference import IGNORED_LABEL
 
 _ORDER_SEED = 0
@@ -55,7 +60,7 @@ class Evaluation:
 
 
 def evaluation_batches(
-    source: Source,
+    text: Source | Text,
     *,
     rows: int,
     sequence_length: int,
@@ -66,11 +71,11 @@ def evaluation_batches(
 ) -> Evaluation:
     """Chooses at most `limit_rows` rows, spread over the documents; the whole text, if it has fewer.
 
-    A row that the text does not fill, and rows that make the last batch as large as the others, are padded with
-    end-of-document tokens whose labels are not counted.
+    Of a mixture, rows are shared among the parts by their weights. A row that the text does not fill, and rows that
+    make the last batch as large as the others, are padded with end-of-document tokens whose labels are not counted.
 
     Args:
-        source: the documents of the validation split.
+        text: the documents of the validation split.
         rows: rows of a batch, of all ranks together; a multiple of `ranks`.
         sequence_length: tokens of a row, S.
         limit_rows: the most rows that hold text, > 0.
@@ -84,15 +89,16 @@ def evaluation_batches(
     assert rows % ranks == 0, f"a batch of {rows} rows does not divide among {ranks} ranks"
     assert limit_rows > 0, "an evaluation needs at least one row"
 
-    # 1. Take rows of the line at even distances, and behind its end as many empty ones as the last batch wants.
-    line = _measure(source, _SPREAD * limit_rows * sequence_length + 1)
-    text_rows = -(-(line.tokens - 1) // sequence_length)
-    taken = min(limit_rows, text_rows)
-    starts = [number * text_rows // taken * sequence_length for number in range(taken)]
-    starts += [line.tokens] * (-taken % rows)
+    # 1. Take rows of each part, and behind them as many empty ones as the last batch wants.
+    parts = text.parts if isinstance(text, Text) else (Part(documents=text),)
+    shares = zip(parts, _shared(limit_rows, [part.weight for part in parts]), strict=True)
+    chosen = [_choose(part.documents, limit, sequence_length) for part, limit in shares if limit > 0]
+    taken = sum(len(one.rows.tokens) for one in chosen)
+    chosen.append(_nothing(-taken % rows, sequence_length, parts[0].documents.end_of_document))
 
-    # 2. Read them, and count what they predict.
-    read, text_bytes = _read_rows(source, line, starts, sequence_length)
+    # 2. Count what they predict.
+    read = Rows(*(np.concatenate(column) for column in zip(*(one.rows for one in chosen), strict=True)))
+    text_bytes = np.concatenate([one.text_bytes for one in chosen])
     whole = pack(read, document_mask=document_mask)
     counted_BS = whole.labels_BS.numpy() != IGNORED_LABEL
 
@@ -103,6 +109,34 @@ def evaluation_batches(
         tokens=int(counted_BS.sum()),
         text_bytes=int(text_bytes[:, 1:][counted_BS].sum()),
     )
+
+
+class _Chosen(NamedTuple):
+    """Rows, and the bytes of text that each of their tokens stands for."""
+
+    rows: Rows
+    text_bytes: NDArray[np.int64]
+
+
+def _shared(rows: int, weights: Sequence[float]) -> list[int]:
+    """Returns how many of the rows each part has: the next is always of the part that has fewest for its weight."""
+    shares = [0] * len(weights)
+    for _ in range(rows):
+        turn = min(range(len(weights)), key=lambda part: (shares[part] + 1) / weights[part])
+        shares[turn] += 1
+    return shares
+
+
+def _choose(documents: Source | Shards, limit_rows: int, sequence_length: int) -> _Chosen:
+    """Takes rows of a line of documents at even distances."""
+    wanted = _SPREAD * limit_rows * sequence_length + 1
+    if isinstance(documents, Shards):
+        documents = Sample(documents, documents=_DOCUMENTS, tokens=wanted, most_tokens=_ENOUGH_TOKENS)
+    line = _measure(documents, wanted)
+    text_rows = -(-(line.tokens - 1) // sequence_length)
+    taken = min(limit_rows, text_rows)
+    starts = [number * text_rows // taken * sequence_length for number in range(taken)]
+    return _read_rows(documents, line, starts, sequence_length)
 
 
 class _Line(NamedTuple):
@@ -125,7 +159,9 @@ class _Line(NamedTuple):
 def _measure(source: Source, tokens: int) -> _Line:
     """Returns a line of `tokens` tokens or more in the fixed order of documents, or of all documents."""
     line = _Line([], [0])
-    for index in document_order(len(source), seed=_ORDER_SEED, epoch=0).tolist():
+    order = order_of(source, seed=_ORDER_SEED, epoch=0)
+    for place in range(len(source)):
+        index = order[place]
         length = len(source.read(index))
         if length == 0:
             continue
@@ -138,9 +174,14 @@ def _measure(source: Source, tokens: int) -> _Line:
     return line
 
 
-def _read_rows(
-    source: Source, line: _Line, starts: Sequence[int], sequence_length: int
-) -> tuple[Rows, NDArray[np.int64]]:
+def _nothing(rows: int, sequence_length: int, end_of_document: int) -> _Chosen:
+    """Returns rows that hold nothing but padding."""
+    shape = rows, sequence_length + 1
+    padding = Rows(np.full(shape, end_of_document, dtype=np.int64), np.full(shape, PADDING, dtype=np.int64))
+    return _Chosen(padding, np.zeros(shape, dtype=np.int64))
+
+
+def _read_rows(source: Source, line: _Line, starts: Sequence[int], sequence_length: int) -> _Chosen:
     """Returns rows of the line, and the bytes of text that each of their tokens stands for.
 
     Args:
@@ -149,19 +190,17 @@ def _read_rows(
         starts: where each row begins, in order; what reaches over the end of the line is padded.
         sequence_length: tokens of a row, S; one more is read.
     """
-    shape = len(starts), sequence_length + 1
-    rows = Rows(np.full(shape, source.end_of_document, dtype=np.int64), np.full(shape, PADDING, dtype=np.int64))
-    text_bytes = np.zeros(shape, dtype=np.int64)
+    chosen = _nothing(len(starts), sequence_length, source.end_of_document)
     for number, pieces in groupby(_pieces(line, starts, sequence_length + 1), key=itemgetter(0)):
         begin, index = line.starts[number], line.documents[number]
-        document = with_end_token(source, index)
+        document = with_end(source.read(index), source.end_of_document, source.vocabulary_size)
         document_bytes = np.append(source.bytes_per_token(index), 0)
         for _, row, first, last in pieces:
             there, here = slice(first - starts[row], last - starts[row]), slice(first - begin, last - begin)
-            rows.tokens[row, there] = document[here]
-            rows.documents[row, there] = number
-            text_bytes[row, there] = document_bytes[here]
-    return rows, text_bytes
+            chosen.rows.tokens[row, there] = document[here]
+            chosen.rows.documents[row, there] = number
+            chosen.text_bytes[row, there] = document_bytes[here]
+    return chosen
 
 
 def _pieces(line: _Line, starts: Sequence[int], width: int) -> Iterator[tuple[int, int, int, int]]:

@@ -1,7 +1,7 @@
 """Batches for training: the next rows of a stream are a global batch, of which each rank takes its part.
 
-With shuffling, the stream has up to LANES lanes, so that the rows of a batch are of as many documents; without, it has
-one, and the rows are neighbours.
+With shuffling, a stream has up to LANES lanes, so that the rows of a batch are of as many documents; without, it has
+one, and the rows are neighbours. Of a mixture, each part has its own stream.
 
 The global batch of a step does not depend on the number of ranks: rank r of R takes rows r*rows/R .. (r+1)*rows/R - 1
 of it, and skips the rest. To skip, a rank must know how long the documents are, so that every rank reads every document
@@ -14,19 +14,15 @@ token, also when rows, sequence length or number of ranks have changed.
 
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Protocol, Self, TypeAlias
+from typing import Any, NamedTuple, Protocol, Self
 
 from penstock.base.errors import DataError
 from penstock.data.batch import Batch
 from penstock.data.packing import pack
+from penstock.data.rows import RowStream
+from penstock.data.saved import SavedPlace, check_names, number
 from penstock.data.sources import Source
-from penstock.data.stream import Cursor, Position, Stream
-
-SavedPlace: TypeAlias = dict[str, int | list[int]]
-"""A place in the data, and what it is a place in, as a checkpoint stores it."""
-
-LANES = 32
-"""Documents that a shuffled stream reads side by side; each lane keeps the one that it is in."""
+from penstock.data.texts import Part, Text, stream_of
 
 
 class Batches(Protocol):
@@ -49,6 +45,12 @@ class Batches(Protocol):
             DataError: the state is of other data, or damaged; nothing has changed then.
         """
 
+    def skipped(self) -> int:
+        """Returns how many records could not be read and were skipped, up to the batch that was handed out last."""
+
+    def take_notices(self) -> tuple[str, ...]:
+        """Returns what the user should know of the data since the last call, a line each."""
+
     def close(self) -> None:
         """Ends what runs in the background."""
 
@@ -58,7 +60,7 @@ class Loader:
 
     def __init__(
         self,
-        source: Source,
+        text: Source | Text,
         *,
         rows: int,
         sequence_length: int,
@@ -71,7 +73,7 @@ class Loader:
         """Starts at the first token of the first epoch.
 
         Args:
-            source: the documents.
+            text: the documents, or all that a run trains on.
             rows: rows of the global batch, of all ranks together; a multiple of `ranks`.
             sequence_length: tokens of a row, S.
             seed: of the order of documents, >= 0.
@@ -82,10 +84,10 @@ class Loader:
         """
         assert rows % ranks == 0, f"a global batch of {rows} rows does not divide among {ranks} ranks"
         assert 0 <= rank < ranks, f"rank {rank} is not one of {ranks}"
-        lanes = min(LANES, len(source)) if shuffle else 1
-        self._stream = Stream(source, seed=seed, shuffle=shuffle, lanes=lanes)
-        self._identity = {"seed": seed, "shuffle": int(shuffle), "source": source.fingerprint}
-        self._documents = len(source)
+        text = text if isinstance(text, Text) else Text((Part(documents=text),))
+        self._stream: RowStream[Any] = stream_of(text, seed=seed, shuffle=shuffle)
+        self._identity = {"seed": seed, "shuffle": int(shuffle), "source": self._stream.fingerprint}
+        self._corrupt = text.corrupt
         self._sequence_length = sequence_length
         self._document_mask = document_mask
         self._rows_ours = rows // ranks
@@ -107,19 +109,11 @@ class Loader:
         return pack(rows, document_mask=self._document_mask)
 
     def state(self) -> SavedPlace:
-        """Returns the position, the tokens handed out to all ranks so far, and what tells these data from others.
-
-        `epoch` and `place` are of the next document to be dealt; the three lists have one entry a lane.
-        """
-        undealt, lanes, rows = self._position
+        """Returns the position, the tokens handed out to all ranks so far, and what tells these data from others."""
         return {
-            "epoch": undealt.epoch,
-            "place": undealt.place,
-            "lane_epochs": [cursor.epoch for cursor in lanes],
-            "lane_places": [cursor.place for cursor in lanes],
-            "lane_offsets": [cursor.offset for cursor in lanes],
-            "rows": rows,
+            **self._stream.save(self._position),
             "tokens": self._tokens_handed_out,
+            "skipped": self._corrupt.skipped,
             **self._identity,
         }
 
@@ -129,35 +123,37 @@ class Loader:
         Raises:
             DataError: the state is of other data, or damaged; nothing has changed then.
         """
-        if state.keys() != self.state().keys():
-            raise DataError(
-                "the saved place in the data is damaged",
-                got=", ".join(state) or "nothing",
-                allowed=", ".join(self.state()),
-            )
-        for name, meaning in (("source", "its documents"), ("seed", "its seed"), ("shuffle", "its shuffling")):
+        check_names(state, self.state())
+        for name, meaning in (("source", self._stream.changed), ("seed", "its seed"), ("shuffle", "its shuffling")):
             if state[name] != self._identity[name]:
+                what = meaning if isinstance(meaning, str) else meaning(state)
                 raise DataError(
-                    f"the run was saved with other data: {meaning} changed",
+                    f"the run was saved with other data: {what} changed",
                     got=f"{name} {self._identity[name]}, was {state[name]}",
                     fix="resume with the data settings and files of the run, or start a new run",
                 )
-        self._position, self._tokens_handed_out = self._saved_position(state), _number(state, "tokens")
+        position, tokens, skipped = self._stream.restore(state), number(state, "tokens"), number(state, "skipped")
+        self._position, self._tokens_handed_out, self._corrupt.skipped = position, tokens, skipped
 
-    def _saved_position(self, state: SavedPlace) -> Position:
-        """Returns the position in a state; an error if no stream over these documents can be there."""
-        undealt = Cursor(_number(state, "epoch"), _number(state, "place"))
-        columns = [_numbers(state, f"lane_{name}s", len(self._position.lanes)) for name in Cursor._fields]
-        lanes = tuple(Cursor(*entries) for entries in zip(*columns, strict=True))
-        dealt = {cursor[:2] for cursor in lanes}
-        if max(cursor.place for cursor in (undealt, *lanes)) >= self._documents:
-            raise _damaged(f"places in more than {self._documents} documents")
-        if len(dealt) != len(lanes) or max(dealt) >= undealt[:2]:
-            raise _damaged("a document dealt twice")
-        return Position(undealt, lanes, _number(state, "rows"))
+    def skipped(self) -> int:
+        """Returns how many records were skipped so far, by all processes of the run one after the other."""
+        return self._corrupt.skipped
+
+    def take_notices(self) -> tuple[str, ...]:
+        """Returns which records were skipped since the last call."""
+        return self._corrupt.take_notices()
 
     def close(self) -> None:
         """Does nothing: a Loader has nothing in the background."""
+
+
+class _Ready(NamedTuple):
+    """A batch, and the loader right after it."""
+
+    batch: Batch
+    state: SavedPlace
+    skipped: int
+    notices: tuple[str, ...]
 
 
 class Prefetch:
@@ -167,11 +163,16 @@ class Prefetch:
         """Takes over the loader, which nobody else may use from now on, and starts the first batch."""
         self._loader = loader
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-data")
-        self._state = loader.state()
+        self._state, self._skipped = loader.state(), loader.skipped()
+        self._notices: tuple[str, ...] = ()
         self._ahead = self._start()
 
-    def _start(self) -> Future[tuple[Batch, SavedPlace]]:
-        return self._thread.submit(lambda: (self._loader.next_batch(), self._loader.state()))
+    def _start(self) -> Future[_Ready]:
+        return self._thread.submit(self._next)
+
+    def _next(self) -> _Ready:
+        batch = self._loader.next_batch()
+        return _Ready(batch, self._loader.state(), self._loader.skipped(), self._loader.take_notices())
 
     def next_batch(self) -> Batch:
         """Returns the batch that is ready, or waits for it, and starts the next.
@@ -179,7 +180,8 @@ class Prefetch:
         Raises:
             DataError: what the loader raised.
         """
-        batch, self._state = self._ahead.result()
+        batch, self._state, self._skipped, notices = self._ahead.result()
+        self._notices += notices
         self._ahead = self._start()
         return batch
 
@@ -195,8 +197,17 @@ class Prefetch:
         """
         wait([self._ahead])
         self._loader.restore(state)
-        self._state = self._loader.state()
+        self._state, self._skipped = self._loader.state(), self._loader.skipped()
         self._ahead = self._start()
+
+    def skipped(self) -> int:
+        """Returns how many records were skipped up to the batch that was handed out last."""
+        return self._skipped
+
+    def take_notices(self) -> tuple[str, ...]:
+        """Returns which records were skipped since the last call."""
+        notices, self._notices = self._notices, ()
+        return notices
 
     def close(self) -> None:
         """Ends the thread; there are no batches after that."""
@@ -211,23 +222,3 @@ class Prefetch:
     ) -> None:
         """Closes."""
         self.close()
-
-
-def _number(state: SavedPlace, name: str) -> int:
-    """Returns a whole number >= 0 of a state."""
-    value = state[name]
-    if not isinstance(value, int) or value < 0:
-        raise _damaged(f"{name} {value}")
-    return value
-
-
-def _numbers(state: SavedPlace, name: str, count: int) -> list[int]:
-    """Returns `count` whole numbers >= 0 of a state."""
-    values = state[name]
-    if not isinstance(values, list) or len(values) != count:
-        raise _damaged(f"{name} {values}")
-    return [_number({name: value}, name) for value in values]
-
-
-def _damaged(got: str) -> DataError:
-    return DataError("the saved place in the data is damaged", got=got)

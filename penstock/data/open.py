@@ -1,101 +1,173 @@
-"""The data settings of a run -> the source that they name. The only file that knows all sources."""
+"""The data settings of a run -> the text that they name. The only file that knows all sources.
 
-from collections.abc import Sequence
-from functools import partial
+Training and held-out text are opened by the same rule, part by part: held out are files or a split of their own, or
+else the share of all documents that a hash chooses.
+"""
+
+from functools import cached_property
 from pathlib import Path
-from typing import Literal, get_args
 
 from penstock.base.errors import DataError
-from penstock.data.sources import Source, Split, in_split
+from penstock.config.data import Data, Documents
+from penstock.data.corrupt import Corrupt
+from penstock.data.files import matched
+from penstock.data.fill_in_middle import FillInMiddle, find_marks
+from penstock.data.hub import DatasetOnDisk, Name, StreamedDataset
+from penstock.data.packed import open_packed
+from penstock.data.shards import Shards
+from penstock.data.sources import Keep, Source, Split
 from penstock.data.standard_library import open_standard_library
 from penstock.data.synthetic import MarkovTokens, RandomTokens
-from penstock.data.text import JsonLines, Keep, PlainText, TextFiles, keep_all
+from penstock.data.tables import ARROW, PARQUET, Tables
+from penstock.data.text import JsonLines, PlainText
+from penstock.data.texts import Part, Text
 from penstock.data.tokenizer import Tokenizer, open_tokenizer
 
-SourceName = Literal["standard-library", "text", "jsonl", "synthetic-random", "synthetic-learnable"]
+SUFFIXES = {
+    "text": (),
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "parquet": (PARQUET, *ARROW),
+    "packed": (".idx",),
+}
+"""What names of files in a folder must end in, by source."""
 
 
-def open_source(  # noqa: PLR0913 - one argument for each field of the data section, by its name
-    *,
-    source: SourceName,
-    split: Split,
-    vocabulary_size: int,
-    seed: int,
-    files: Sequence[str] = (),
-    validation_files: Sequence[str] = (),
-    tokenizer: str = "bytes",
-    text_field: str = "text",
-    end_of_document: str | None = None,
-    validation_share: float = 0.02,
-) -> Source:
-    """Opens the documents of one split. All arguments but three are the fields of the config's data section.
+def open_text(data: Data, split: Split, *, vocabulary_size: int, seed: int, cache: Path) -> Text:
+    """Opens the documents of one split.
 
     Args:
-        source: kind of source.
-        split: which part of it.
+        data: the settings, checked.
+        split: which part of the documents.
         vocabulary_size: of the model; ids at or above it cannot be embedded.
-        seed: of synthetic documents.
-        files: text and jsonl only: files for training, and for validation too if that has none of its own.
-        validation_files: text and jsonl only: files held out; training then has all of `files`.
-        tokenizer: "bytes", or the path of a `tokenizer.json`; synthetic sources have none.
-        text_field: jsonl only: the field that holds the text.
-        end_of_document: text of the token that ends a document; None or empty looks for the usual ones.
-        validation_share: share of the documents that is held out, by hash, where validation has no files of its own.
+        seed: of synthetic documents, and of what is cut.
+        cache: folder of decompressed copies.
 
     Raises:
         DataError: files are missing, empty, or not text; no document is in the split; the tokenizer does not fit the
-            model.
+            model; a package is missing.
     """
-    if source not in get_args(SourceName):
-        raise DataError("data.source is unknown", got=source, allowed=", ".join(get_args(SourceName)))
-    match source:
-        case "synthetic-random":
-            return RandomTokens(split, vocabulary_size=vocabulary_size, seed=seed)
-        case "synthetic-learnable":
-            return MarkovTokens(split, vocabulary_size=vocabulary_size, seed=seed)
-
-    encoder = _open_fitting_tokenizer(tokenizer, end_of_document, vocabulary_size)
-    opened: TextFiles
-    if source == "standard-library":
-        opened = open_standard_library(split, encoder, validation_share=validation_share)
-    else:
-        paths, keep = _choose_files(split, files, validation_files, validation_share)
-        if source == "jsonl":
-            opened = JsonLines(paths, encoder, text_field=text_field, keep=keep)
-        else:
-            opened = PlainText(paths, encoder, keep)
-    if len(opened) == 0:
+    opener = _Opener(data, split, vocabulary_size, seed, cache)
+    parts = []
+    for name, part in data.mixture.items():
+        if split == "train" or data.validation_share > 0 or _has_its_own(part):
+            parts.append(opener.part(name, part, part.weight))
+    if not data.mixture:
+        parts.append(opener.part("", data, 1.0))
+    ends = {part.documents.end_of_document: part.name for part in parts}
+    if len(ends) != 1:
         raise DataError(
-            f"the {split} split holds no document",
-            got=f"data.validation_share {validation_share:g}",
-            fix="set data.validation_files, or change data.validation_share, or give more documents",
+            "parts of data.mixture end their documents with different tokens, or none holds out text",
+            got=", ".join(f"{name} with {end}" for end, name in ends.items()) or "no part",
+            fix="encode all parts with one tokenizer",
         )
-    return opened
+    return Text(tuple(parts), opener.corrupt)
 
 
-def _open_fitting_tokenizer(tokenizer: str, end_of_document: str | None, vocabulary_size: int) -> Tokenizer:
-    """Returns the tokenizer, if the model can embed every id that it gives."""
-    encoder = open_tokenizer(tokenizer, end_of_document)
-    if encoder.vocabulary_size > vocabulary_size:
-        raise DataError(
-            f"data.tokenizer {tokenizer} has token ids outside the model's vocabulary",
-            got=f"ids up to {encoder.vocabulary_size - 1} and a vocabulary of {vocabulary_size}",
-            fix=f"give the model a vocabulary of {encoder.vocabulary_size} or more, or take another tokenizer",
+class _Opener:
+    """Opens the parts of one split."""
+
+    def __init__(self, data: Data, split: Split, vocabulary_size: int, seed: int, cache: Path) -> None:
+        self._data = data
+        self._split: Split = split
+        self._vocabulary_size = vocabulary_size
+        self._seed = seed
+        self._cache = cache
+        self.corrupt = Corrupt(data.corrupt)
+
+    def part(self, name: str, place: Documents, weight: float) -> Part:
+        """Opens one part."""
+        path = f"data.mixture.{name}" if name else "data"
+        documents = self._documents(place, path)
+        if len(documents) == 0:
+            raise DataError(
+                f"the {self._split} split of {path} holds no document",
+                got=f"data.validation_share {self._data.validation_share:g}",
+                fix="set data.validation_files, or change data.validation_share, or give more documents",
+            )
+        return Part(name=name, weight=weight, documents=documents, middle=self._middle)
+
+    def _documents(self, place: Documents, path: str) -> Source | Shards:
+        match place.source:
+            case "synthetic-random":
+                return RandomTokens(self._split, vocabulary_size=self._vocabulary_size, seed=self._seed)
+            case "synthetic-learnable":
+                return MarkovTokens(self._split, vocabulary_size=self._vocabulary_size, seed=self._seed)
+            case "standard-library":
+                share = self._data.validation_share
+                return open_standard_library(self._split, self._tokenizer, validation_share=share)
+            case "huggingface":
+                return self._dataset(place)
+        files = self._files(place, path)
+        keep = self._keep(is_apart=bool(place.validation_files))
+        if place.source == "packed":
+            return open_packed(
+                files,
+                keep=keep,
+                vocabulary_size=self._vocabulary_size,
+                tokenizer=self._data.tokenizer,
+                end_of_document=self._data.end_of_document or None,
+            )
+        return self._text(place, files, keep)
+
+    def _text(self, place: Documents, files: list[Path], keep: Keep) -> Source:
+        field, corrupt, cache = place.text_field, self.corrupt, self._cache
+        if place.source == "text":
+            return PlainText(files, self._tokenizer, keep=keep, corrupt=corrupt, cache=cache)
+        if place.source == "jsonl":
+            return JsonLines(files, self._tokenizer, text_field=field, keep=keep, corrupt=corrupt, cache=cache)
+        return Tables(files, self._tokenizer, text_field=field, keep=keep, corrupt=corrupt)
+
+    def _dataset(self, place: Documents) -> Source | Shards:
+        is_apart = bool(place.validation_split)
+        split = place.validation_split if is_apart and self._split == "validation" else place.split
+        name = Name(place.dataset, place.dataset_config, split, place.revision)
+        keep, field = self._keep(is_apart=is_apart), place.text_field
+        if place.streaming:
+            block = self._data.shuffle_block
+            return StreamedDataset(
+                name, self._tokenizer, text_field=field, block=block, keep=keep, corrupt=self.corrupt
+            )
+        return DatasetOnDisk(name, self._tokenizer, text_field=field, keep=keep, corrupt=self.corrupt)
+
+    def _keep(self, *, is_apart: bool) -> Keep:
+        """Returns which documents belong to the split: all, if held-out ones are apart from the others."""
+        return Keep() if is_apart else Keep(self._split, self._data.validation_share)
+
+    def _files(self, place: Documents, path: str) -> list[Path]:
+        """Returns the files of the split."""
+        suffixes = SUFFIXES[place.source]
+        train = matched(place.files, suffixes, field=f"{path}.files")
+        held_out = matched(place.validation_files, suffixes, field=f"{path}.validation_files")
+        both = {one.resolve() for one in train} & {one.resolve() for one in held_out}
+        if both:
+            raise DataError(
+                f"data file {min(both)} is in {path}.files and in {path}.validation_files", fix="take it out of one"
+            )
+        return held_out if held_out and self._split == "validation" else train
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        """The tokenizer, if the model can embed every id that it gives."""
+        tokenizer = open_tokenizer(self._data.tokenizer, self._data.end_of_document or None)
+        if tokenizer.vocabulary_size > self._vocabulary_size:
+            raise DataError(
+                f"data.tokenizer {self._data.tokenizer} has token ids outside the model's vocabulary",
+                got=f"ids up to {tokenizer.vocabulary_size - 1} and a vocabulary of {self._vocabulary_size}",
+                fix=f"give the model a vocabulary of {tokenizer.vocabulary_size} or more, or take another tokenizer",
+            )
+        return tokenizer
+
+    @cached_property
+    def _middle(self) -> FillInMiddle | None:
+        """What cuts training documents, if any are cut."""
+        data = self._data
+        if data.fill_in_middle == 0 or self._split == "validation":
+            return None
+        marks = find_marks(self._tokenizer, data.tokenizer, data.fill_in_middle_tokens)
+        return FillInMiddle(
+            self._tokenizer, marks, rate=data.fill_in_middle, spm=data.fill_in_middle_spm, seed=self._seed
         )
-    return encoder
 
 
-def _choose_files(
-    split: Split, files: Sequence[str], validation_files: Sequence[str], validation_share: float
-) -> tuple[list[Path], Keep]:
-    """Returns the files of a split, and which of their documents belong to it."""
-    chosen = validation_files if split == "validation" and validation_files else files
-    if not chosen:
-        raise DataError("data.files is empty", fix="set data.files to the files to train on")
-    both = {Path(name).resolve() for name in files} & {Path(name).resolve() for name in validation_files}
-    if both:
-        raise DataError(
-            f"data file {min(both)} is in data.files and in data.validation_files", fix="take it out of one"
-        )
-    keep = keep_all if validation_files else partial(in_split, split, validation_share=validation_share)
-    return [Path(name) for name in chosen], keep
+def _has_its_own(part: Documents) -> bool:
+    return bool(part.validation_files or part.validation_split)

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from penstock.data.batch import Batch
-from penstock.data.stream import Rows
+from penstock.data.rows import Rows
 from penstock.kernels.reference import IGNORED_LABEL
 
 PADDING = -1

@@ -2,17 +2,23 @@
 
 Random access is the whole contract. It makes shuffling a permutation of numbers, and resuming a matter of a few
 integers, with no document read twice and no buffer to save. A source never adds the end-of-document token; the stream
-does.
+does. (A dataset that is read over the network has no random access: see `shards`.)
 
 Training and validation documents are told apart by a hash of the document (its text, or its name where names are
-stable), not by its number, so that the split stays the same when documents are added, removed or moved.
+stable), not by its number, so that the split stays the same when documents are added, removed or moved. A source either
+looks at every document when it is opened and leaves out those of the other split, or, where that would take too long,
+holds them as documents without tokens.
 """
 
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal, Protocol, TypeAlias
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
+
+from penstock.base.errors import DataError
 
 Tokens: TypeAlias = NDArray[np.integer[Any]]
 """Token ids of one document, one dimension, of any integer type."""
@@ -49,12 +55,48 @@ class Source(Protocol):
         """Returns the bytes of UTF-8 text that each token of `read(index)` stands for; their sum is the document."""
 
 
+class RecordError(DataError):
+    """One record cannot be read; others of the same source can."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which documents belong to a split, by a hash of their content.
+
+    Attributes:
+        split: the split; None keeps every document.
+        validation_share: share of all documents that is held out, 0 <= share < 1.
+    """
+
+    split: Split | None = None
+    validation_share: float = 0.0
+
+    def document(self, text: str) -> bool:
+        """Tells whether a document belongs to the split, by its text."""
+        return self.split is None or bool(self.each(np.array([crc32(text.encode())]))[0])
+
+    def each(self, checksums: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+        """Tells the same of many documents by their CRC-32."""
+        if self.split is None:
+            return np.ones(len(checksums), dtype=np.bool_)
+        is_held_out = _mixed(checksums.astype(np.uint64)) < self.validation_share * 2.0**64
+        return is_held_out == (self.split == "validation")
+
+
+def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Returns words that look random, one for each: the end of SplitMix64, which maps no two words to one."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
 def in_split(split: Split, key: bytes, validation_share: float) -> bool:
     """Tells whether the document that `key` names belongs to `split`.
 
     Args:
         split: the split that is being opened.
-        key: what names the document for good: its text, or its path where that never changes.
+        key: what names the document for good: its path, where that never changes.
         validation_share: the share of all documents that is held out, 0 <= share < 1.
     """
     hashed = int.from_bytes(blake2b(key, digest_size=8).digest(), "big")

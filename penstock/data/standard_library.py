@@ -10,8 +10,9 @@ import sysconfig
 from pathlib import Path
 
 from penstock.base.errors import DataError
+from penstock.data.files import unreadable
 from penstock.data.sources import Split, in_split
-from penstock.data.text import PlainText, unreadable
+from penstock.data.text import PlainText
 from penstock.data.tokenizer import Tokenizer
 
 _FOREIGN_FOLDERS = ("__pycache__", "site-packages", "dist-packages")

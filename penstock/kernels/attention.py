@@ -3,34 +3,30 @@
 On Hopper only cuDNN's backend is fast for latent attention's heads (192 wide for query and key, 128 for value); flash
 needs equal widths and would pad the value. `auto` therefore puts cuDNN first where it exists and lets torch fall back.
 
+A mask rules flash out, and the efficient backend does not know heads that share keys. Where torch would therefore write
+all scores down, keys and values are given to each head instead.
+
 For tensors of the meta device torch would take the backend that writes all scores down. There the operator of a fused
 backend is called by its own name; all of them keep query, key, value, output, and one float32 number for each row.
 """
 
-from contextlib import nullcontext
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-_ORDERS: dict[str, list[SDPBackend]] = {
-    "default": [],
-    "math": [SDPBackend.MATH],
-    "flash": [SDPBackend.FLASH_ATTENTION],
-    "efficient": [SDPBackend.EFFICIENT_ATTENTION],
-    "cudnn": [SDPBackend.CUDNN_ATTENTION],
-    "auto": [
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ],
-}
+from penstock.kernels.attention_backends import Scores, aten, for_each_head, in_order, with_own_keys
+from penstock.kernels.attention_sinks import attention_with_sinks
 
 
 def causal_attention(
-    q_BSHN: Tensor, k_BSGN: Tensor, v_BSGM: Tensor, *, scale: float, allowed_BSS: Tensor | None, backend: str
+    q_BSHN: Tensor,
+    k_BSGN: Tensor,
+    v_BSGM: Tensor,
+    *,
+    scale: float,
+    allowed_BSS: Tensor | None,
+    backend: str,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of each position over itself and the positions before it.
 
@@ -43,21 +39,26 @@ def causal_attention(
             already. None means causal over the whole row.
         backend: `auto`, `default` (torch's own choice), or one of torch's backends by name; a named backend that cannot
             run raises torch's RuntimeError.
+        sinks_H: a logit for each query head that takes part in the softmax and has no value; None for a plain softmax.
 
     Returns:
         o_BSHM in the dtype of q.
     """
     q_BHSN, k_BGSN, v_BGSM = q_BSHN.transpose(1, 2), k_BSGN.transpose(1, 2), v_BSGM.transpose(1, 2)
+    scores = Scores(scale=scale, allowed=None if allowed_BSS is None else allowed_BSS[:, None])
+    if sinks_H is not None:
+        return attention_with_sinks(q_BHSN, k_BGSN, v_BGSM, sinks_H, scores, backend).transpose(1, 2)
     if q_BHSN.is_meta:
         return _without_memory(q_BHSN, k_BGSN, v_BGSM, scale, allowed_BSS, backend).transpose(1, 2)
-    order = _ORDERS[backend]
-    with sdpa_kernel(order, set_priority=True) if order else nullcontext():
+    if q_BHSN.is_cuda and scores.allowed is not None and q_BHSN.shape[1] != k_BGSN.shape[1]:
+        _, k_BGSN, v_BGSM = with_own_keys(q_BHSN, k_BGSN, v_BGSM, scores, backend)
+    with in_order(backend):
         o_BHSM = F.scaled_dot_product_attention(
             q_BHSN,
             k_BGSN,
             v_BGSM,
-            attn_mask=None if allowed_BSS is None else allowed_BSS[:, None],
-            is_causal=allowed_BSS is None,
+            attn_mask=scores.allowed,
+            is_causal=scores.is_causal,
             scale=scale,
             enable_gqa=q_BHSN.shape[1] != k_BGSN.shape[1],
         )
@@ -71,14 +72,14 @@ def _without_memory(
     mask, is_causal = None, allowed_BSS is None
     if allowed_BSS is not None:  # The fused backends add a mask of the queries' dtype.
         mask = torch.where(allowed_BSS[:, None], 0.0, float("-inf")).to(q_BHSN.dtype)
-    aten, operands = torch.ops.aten, (q_BHSN, k_BGSN, v_BGSM)
     o_BHSM: Tensor
-    if backend == "math":
-        groups = q_BHSN.shape[1] // k_BGSN.shape[1]
-        k, v = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in operands[1:])
-        o_BHSM = aten._scaled_dot_product_attention_math(q_BHSN, k, v, mask, 0.0, is_causal, scale=scale)[0]
-    elif q_BHSN.dtype.itemsize == 2:
+    if backend != "math" and q_BHSN.dtype.itemsize == 2:
+        operands = (q_BHSN, k_BGSN, v_BGSM)
         o_BHSM = aten._scaled_dot_product_cudnn_attention(*operands, mask, True, 0.0, is_causal, False, scale=scale)[0]
+        return o_BHSM
+    own = (q_BHSN, *(for_each_head(x, q_BHSN.shape[1]) for x in (k_BGSN, v_BGSM)))
+    if backend == "math":
+        o_BHSM = aten._scaled_dot_product_attention_math(*own, mask, 0.0, is_causal, scale=scale)[0]
     else:
-        o_BHSM = aten._scaled_dot_product_efficient_attention(*operands, mask, True, 0.0, is_causal, scale=scale)[0]
+        o_BHSM = aten._scaled_dot_product_efficient_attention(*own, mask, True, 0.0, is_causal, scale=scale)[0]
     return o_BHSM

@@ -57,19 +57,19 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
         "triton": Backend(
             ops=tuple(FIELDS),
             operators="penstock.kernels.triton_operators:TRITON",
-            expert_kernels="penstock.kernels.expert_ffn:TRITON",
+            expert_kernels="penstock.kernels.expert_kernels:TRITON",
             package=TRITON,
             gpu_only=True,
         ),
         "torch": Backend(
             ops=("experts", "swiglu", "norm"),
             operators="penstock.kernels.operators:TORCH",
-            expert_kernels="penstock.kernels.expert_ffn:TORCH",
+            expert_kernels="penstock.kernels.expert_kernels:TORCH",
         ),
         "reference": Backend(
             ops=tuple(FIELDS),
             operators="penstock.kernels.operators:REFERENCE",
-            expert_kernels="penstock.kernels.expert_ffn:REFERENCE",
+            expert_kernels="penstock.kernels.expert_kernels:REFERENCE",
         ),
     }
 )
@@ -83,7 +83,7 @@ def operators_of(backend: str) -> Operators:
 
 
 def expert_kernels_of(backend: str) -> Any:
-    """The `penstock.kernels.expert_ffn.ExpertKernels` of a backend. Imports Triton, whichever backend it is."""
+    """The `penstock.kernels.expert_kernels.ExpertKernels` of a backend. Imports Triton, whichever backend it is."""
     return _load(BACKENDS[backend].expert_kernels)
 
 

@@ -8,7 +8,8 @@ copied or transposed in memory:
     weight gradient   dw_eFD = dy_RF^T @ x_RD        contracts over each expert's rows
 
 `index_R` fuses a gather of rows into the loads of x (forward, weight gradient), so that no copy of the tokens in expert
-order has to be kept. `accumulate_into` adds a weight gradient to a float32 buffer, as micro-batches want it.
+order has to be kept. Forward adds a bias while it writes; penstock/kernels/bias_gradient.py has its gradient.
+`accumulate_into` adds a weight gradient to a float32 buffer, as micro-batches want it.
 
 Each product chooses its launch by itself (`penstock.kernels.tuning`), and they share one `TileTable`. Inputs are
 bfloat16 or float16 (or float32, slowly), sums are float32. Device code is in `penstock.kernels.grouped_gemm_kernels`.
@@ -80,6 +81,8 @@ def grouped_gemm_forward(
     counts_e: Tensor,
     index_R: Tensor | None = None,
     *,
+    bias_eF: Tensor | None = None,
+    weights_R: Tensor | None = None,
     tiles: TileTable | None = None,
     launch: GemmLaunch | None = None,
 ) -> Tensor:
@@ -90,6 +93,8 @@ def grouped_gemm_forward(
         w_eFD: as in `grouped_gemm`, contiguous.
         counts_e: rows of each expert.
         index_R: row of `x` for each place, or None.
+        bias_eF: added to each row of its expert in float32; None for none.
+        weights_R: float32, what the bias of each row is multiplied with; None for 1.
         tiles: `tile_table(counts_e, R)`, if the caller has it already.
         launch: how to cut it, instead of the table's choice.
 
@@ -99,12 +104,14 @@ def grouped_gemm_forward(
     experts, width, depth = w_eFD.shape
     rows = len(x_RD if index_R is None else index_R)
     _check("forward", counts_e, index_R, x_RD=(x_RD, (len(x_RD), depth)), w_eFD=(w_eFD, (experts, width, depth)))
+    _check_bias(bias_eF, weights_R, (experts, width), rows)
     y_RF = x_RD.new_empty(rows, width)
     if rows:
         product: GemmProduct = "forward" if index_R is None else "forward_gathered"
         launch = launch or grouped_gemm_launch(product, x_RD.device, x_RD.dtype, width * depth)
         x_RD, index_R = _gather(x_RD, index_R, launch)
-        _launch_rows(x_RD, w_eFD, y_RF, index_R, tiles or tile_table(counts_e, rows), launch, depth_first=False)
+        tiles, bias = tiles or tile_table(counts_e, rows), (bias_eF, weights_R)
+        _launch_rows(x_RD, w_eFD, y_RF, index_R, tiles, launch, depth_first=False, bias=bias)
     return y_RF
 
 
@@ -219,6 +226,16 @@ def _check(
         raise KernelError(f"grouped GEMM ({product}): index_R", got=got, allowed="int32 or int64, one dim")
 
 
+def _check_bias(bias_eF: Tensor | None, weights_R: Tensor | None, shape: tuple[int, int], rows: int) -> None:
+    """Refuse what the epilogue would read wrongly."""
+    if bias_eF is not None and (bias_eF.shape != shape or not bias_eF.is_contiguous()):
+        got = f"shape {tuple(bias_eF.shape)}, strides {bias_eF.stride()}"
+        raise KernelError("grouped GEMM (forward): bias_eF does not fit", got=got, allowed=f"contiguous {shape}")
+    if weights_R is not None and (weights_R.shape != (rows,) or weights_R.dtype != torch.float32):
+        got = f"{weights_R.dtype} {tuple(weights_R.shape)}"
+        raise KernelError("grouped GEMM (forward): weights_R does not fit", got=got, allowed=f"float32 ({rows},)")
+
+
 def _launch_rows(
     x: Tensor,
     w: Tensor,
@@ -228,8 +245,13 @@ def _launch_rows(
     launch: GemmLaunch,
     *,
     depth_first: bool,
+    bias: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
-    """Run `rows_kernel`; w is experts x depth x columns if depth_first, else experts x columns x depth."""
+    """Run `rows_kernel`; w is experts x depth x columns if depth_first, else experts x columns x depth.
+
+    The bias comes with the rows' weights, which nobody reads without it.
+    """
+    bias_eF, weights_R = bias
     (rows, columns), (experts, depth) = y.shape, (len(w), x.shape[1])
     size = BLOCK_SIZES.index(launch.block_rows)
     x_source, w_source, y_target = x, w, y
@@ -251,6 +273,8 @@ def _launch_rows(
         tiles.starts_e,
         tiles.owners[size],
         tiles.block_counts[size:],
+        bias_eF,
+        None if bias_eF is None or weights_R is None else weights_R.contiguous(),
         rows,
         columns,
         depth,

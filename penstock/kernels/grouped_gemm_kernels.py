@@ -29,6 +29,8 @@ def rows_kernel(
     starts_ptr,
     owners_ptr,
     block_count_ptr,
+    bias_ptr,
+    weights_ptr,
     rows,
     columns,
     depth,
@@ -48,7 +50,8 @@ def rows_kernel(
     x is rows x depth, y is rows x columns, w is experts x columns x depth, or experts x depth x columns if DEPTH_FIRST.
     With DESCRIPTORS, w, y and (without GATHER) x are descriptors of blocks, else pointers; y_ptr is always the pointer.
     WHOLE_DEPTH says that BLOCK_DEPTH divides depth: loads of x by pointers then need no mask. With GATHER, x has fewer
-    than 2**31 elements, so that 32 bits count them: 64 make a gather slower (docs/decisions/0102).
+    than 2**31 elements, so that 32 bits count them: 64 make a gather slower (docs/decisions/0102). A bias, experts x
+    columns, is added to each row of its expert, times the row's weight if there are weights.
     """
     tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
     tiles = tl.load(block_count_ptr) * tiles_across
@@ -77,6 +80,10 @@ def rows_kernel(
                 w, expert, first, column, depth, columns, BLOCK_DEPTH, BLOCK_COLUMNS, DEPTH_FIRST, DESCRIPTORS
             )
             accumulator = tl.dot(x_block, w_block, accumulator, input_precision="ieee")
+        if bias_ptr is not None:
+            accumulator += _load_bias(
+                bias_ptr, weights_ptr, expert, start + row, end, column, columns, BLOCK_ROWS, BLOCK_COLUMNS
+            )
         result = accumulator.to(y_ptr.dtype.element_ty)
         _store_rows(y, start, end, row, column, columns, result, BLOCK_ROWS, BLOCK_COLUMNS, PIECES, DESCRIPTORS)
     _zero_tail(y_ptr, tl.load(starts_ptr + experts), rows, columns)
@@ -209,6 +216,27 @@ def _load_matrix(
         else:
             block = tl.load(matrix + across[None, :] * depth + deep[:, None], mask=inside, other=0)
     return block
+
+
+@triton.jit
+def _load_bias(
+    bias_ptr,
+    weights_ptr,
+    expert,
+    row,
+    end,
+    column,
+    columns,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Load an expert's bias for some columns, times the weights of the rows before `end` if there are weights."""
+    across = column + tl.arange(0, BLOCK_COLUMNS)
+    bias = tl.load(bias_ptr + expert * columns + across, mask=across < columns, other=0).to(tl.float32)[None, :]
+    if weights_ptr is not None:
+        place = row + tl.arange(0, BLOCK_ROWS)
+        bias = bias * tl.load(weights_ptr + place, mask=place < end, other=0)[:, None]
+    return bias
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels import reference
-from penstock.kernels.reference import Routed, RowOrder
+from penstock.kernels.reference import SWIGLU, ExpertRule, Routed, RowOrder, check_biases
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,11 @@ def reference_expert_ffn(
     index_R: Tensor | None = None,
     *,
     places_TK: Tensor | None = None,
+    biases: tuple[Tensor, Tensor | None] | None = None,
+    rule: ExpertRule = SWIGLU,
 ) -> Tensor:
     """`reference.expert_ffn`; it finds the gradient of gathered rows without `places_TK`."""
-    return reference.expert_ffn(x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R)
+    return reference.expert_ffn(x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, biases=biases, rule=rule)
 
 
 def torch_rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
@@ -66,10 +68,27 @@ def torch_add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsi
     return torch_rms_norm(sum_TD, weight_D, epsilon), sum_TD
 
 
-def torch_swiglu(gate_up_RF: Tensor) -> Tensor:
+def torch_swiglu(gate_up_RF: Tensor, rule: ExpertRule = SWIGLU) -> Tensor:
     """`reference.swiglu` without weights, in the dtype of the input throughout."""
     gate_RF, up_RF = gate_up_RF.chunk(2, dim=-1)
-    return F.silu(gate_RF) * up_RF
+    if rule.limit is None:
+        return F.silu(gate_RF) * up_RF
+    gate_RF, up_RF = gate_RF.clamp(max=rule.limit), up_RF.clamp(-rule.limit, rule.limit)
+    return (up_RF + 1) * gate_RF * torch.sigmoid(rule.alpha * gate_RF)
+
+
+def torch_add_bias(y_RF: Tensor, bias_eF: Tensor, counts_e: Tensor, weights_R: Tensor | None = None) -> Tensor:
+    """`reference.add_bias` whose counts stay on the device: a product brings each row its bias, and back.
+
+    Gradients of rows past the last expert's must be finite: mask what this gives.
+    """
+    ends_e = counts_e.cumsum(0)
+    row_R1 = torch.arange(y_RF.shape[0], device=y_RF.device)[:, None]
+    is_of_Re = (row_R1 >= ends_e - counts_e) & (row_R1 < ends_e)
+    bias_RF = is_of_Re.to(bias_eF.dtype) @ bias_eF
+    if weights_R is not None:
+        bias_RF = bias_RF * torch.where(row_R1 < ends_e[-1], weights_R[:, None], 0)
+    return (y_RF + bias_RF).to(y_RF.dtype)
 
 
 def torch_expert_ffn(
@@ -81,22 +100,36 @@ def torch_expert_ffn(
     index_R: Tensor | None = None,
     *,
     places_TK: Tensor | None = None,
+    biases: tuple[Tensor, Tensor | None] | None = None,
+    rule: ExpertRule = SWIGLU,
 ) -> Tensor:
     """`reference.expert_ffn` by torch's grouped_mm: one launch for all experts, counts stay on the device.
 
     grouped_mm leaves rows past the last expert's as they are in memory; the masks keep them out of outputs and
     gradients.
     """
+    check_biases(biases is not None, rule)
     x_RD = x_ND if index_R is None else x_ND[index_R]
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
     used_R1 = (torch.arange(x_RD.shape[0], device=x_RD.device) < ends_e[-1])[:, None]
-    x_RD = torch.where(used_R1, x_RD, 0)
-    gate_up_RF = _grouped_mm(x_RD, gate_up_eFD, ends_e)
-    h_RF = torch_swiglu(torch.where(used_R1, gate_up_RF, 0))
-    if weights_R is not None:
+
+    def weighted(rows_RF: Tensor) -> Tensor:
         # The mask is for backward: grouped_mm's gradient is anything there, and the weights' would take it up.
-        h_RF = torch.where(used_R1, h_RF * weights_R[:, None], 0).to(h_RF.dtype)
-    return torch.where(used_R1, _grouped_mm(h_RF, down_eDF, ends_e), 0)
+        return rows_RF if weights_R is None else torch.where(used_R1, rows_RF * weights_R[:, None], 0).to(rows_RF.dtype)
+
+    gate_up_bias_eF, down_bias_eD = biases or (None, None)
+    gate_up_RF = _grouped_mm(torch.where(used_R1, x_RD, 0), gate_up_eFD, ends_e)
+    if gate_up_bias_eF is not None:
+        gate_up_RF = torch_add_bias(gate_up_RF, gate_up_bias_eF, counts_e)
+    gate_up_RF = torch.where(used_R1, gate_up_RF, 0)
+    if rule.weighs_input:
+        h_RF = torch_swiglu(weighted(gate_up_RF), rule)
+    else:
+        h_RF = weighted(torch_swiglu(gate_up_RF, rule))
+    y_RD = _grouped_mm(h_RF, down_eDF, ends_e)
+    if down_bias_eD is not None:
+        y_RD = torch_add_bias(y_RD, down_bias_eD, counts_e, weights_R)
+    return torch.where(used_R1, y_RD, 0)
 
 
 def _grouped_mm(x_RD: Tensor, w_eFD: Tensor, ends_e: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ Direction = Literal["both", "forward", "input_gradient", "weight_gradient"]
 """Both passes of an operator, or one of the experts' products."""
 
 PRODUCTS: tuple[Direction, ...] = ("forward", "input_gradient", "weight_gradient")
-"""The experts' products, by their fields in `penstock.kernels.expert_ffn.ExpertKernels`."""
+"""The experts' products, by their fields in `penstock.kernels.expert_kernels.ExpertKernels`."""
 
 
 @dataclass(frozen=True, kw_only=True)

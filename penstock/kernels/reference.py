@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.base.errors import KernelError
 from penstock.kernels.launching import count_values, counts_on_host
 
 IGNORED_LABEL = -100
@@ -181,19 +182,69 @@ def grouped_gemm(x_RD: Tensor, w_eFD: Tensor, counts_e: Tensor, index_R: Tensor 
     return torch.cat(pieces)
 
 
-def swiglu(gate_up_RF: Tensor, weights_R: Tensor | None = None) -> Tensor:
-    """silu(gate) * up, times the row's routing weight if given, in float32.
+def add_bias(y_RF: Tensor, bias_eF: Tensor, counts_e: Tensor, weights_R: Tensor | None = None) -> Tensor:
+    """Each expert's bias added to its rows, in float32.
+
+    Args:
+        y_RF: rows, expert by expert.
+        bias_eF: one bias for each expert.
+        counts_e: int32 rows of each expert.
+        weights_R: float32, what the bias of each row is multiplied with; None for 1.
+
+    Returns:
+        y_RF in its dtype; rows past the last expert's as they were.
+    """
+    counts = counts_on_host(counts_e, y_RF.shape[0])
+    used = sum(counts)
+    bias_RF = torch.cat([bias_F.float().expand(count, -1) for bias_F, count in zip(bias_eF, counts, strict=True)])
+    if weights_R is not None:
+        bias_RF = bias_RF * weights_R[:used, None]
+    return torch.cat(((y_RF[:used] + bias_RF).to(y_RF.dtype), y_RF[used:]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertRule:
+    """What an expert computes between its two products.
+
+    Attributes:
+        weighs_input: the routing weight multiplies what goes into the expert (Llama 4), not what comes out of it.
+        limit: of gate from above and of up from both sides, with the activation of gpt-oss; None for SwiGLU.
+        alpha: factor inside the sigmoid; read only with a limit.
+    """
+
+    weighs_input: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
+
+
+SWIGLU = ExpertRule()
+"""SwiGLU, and weights on outputs."""
+
+
+def swiglu(gate_up_RF: Tensor, weights_R: Tensor | None = None, rule: ExpertRule = SWIGLU) -> Tensor:
+    """The activation of a feed-forward network, times the row's routing weight if given, in float32.
+
+    It is silu(gate) * up; with a limit (up + 1) * gate * sigmoid(alpha * gate), gate and up clamped before. A weight on
+    the input stands here before the activation: the product before it is linear.
 
     Args:
         gate_up_RF: gate in the first half of the last dim, up in the second (so its width is 2 F).
         weights_R: float32, one for each row.
+        rule: which activation, and where the weight stands.
 
     Returns:
         h_RF, half as wide, in the dtype of the input.
     """
-    gate_RF, up_RF = gate_up_RF.float().chunk(2, dim=-1)
-    h_RF = F.silu(gate_RF) * up_RF
-    if weights_R is not None:
+    wide_RF = gate_up_RF.float()
+    if weights_R is not None and rule.weighs_input:
+        wide_RF = wide_RF * weights_R[..., None]
+    gate_RF, up_RF = wide_RF.chunk(2, dim=-1)
+    if rule.limit is None:
+        h_RF = F.silu(gate_RF) * up_RF
+    else:
+        gate_RF, up_RF = gate_RF.clamp(max=rule.limit), up_RF.clamp(-rule.limit, rule.limit)
+        h_RF = (up_RF + 1) * gate_RF * torch.sigmoid(rule.alpha * gate_RF)
+    if weights_R is not None and not rule.weighs_input:
         h_RF = h_RF * weights_R[..., None]
     return h_RF.to(gate_up_RF.dtype)
 
@@ -205,6 +256,9 @@ def expert_ffn(
     counts_e: Tensor,
     weights_R: Tensor | None = None,
     index_R: Tensor | None = None,
+    *,
+    biases: tuple[Tensor, Tensor | None] | None = None,
+    rule: ExpertRule = SWIGLU,
 ) -> Tensor:
     """The whole feed-forward network of each expert over its rows.
 
@@ -213,14 +267,34 @@ def expert_ffn(
         gate_up_eFD: gate and up projections stacked, so 2 F x D for each expert.
         down_eDF: down projection.
         counts_e: int32 rows of each expert.
-        weights_R: float32 routing weight of each row, applied before the down projection (which is linear).
+        weights_R: float32 routing weight of each row. On outputs it is applied before the down projection, which is
+            linear, and to that projection's bias.
         index_R: source row of each place, or None.
+        biases: of gate and up, 2 F for each expert, and of down, D for each; the second None where others add it.
+        rule: what is computed between the products.
 
     Returns:
         y_RD; rows past the last expert's are zero.
+
+    Raises:
+        KernelError: biases with weights on the input.
     """
+    check_biases(biases is not None, rule)
+    gate_up_bias_eF, down_bias_eD = biases or (None, None)
     gate_up_RF = grouped_gemm(x_ND, gate_up_eFD, counts_e, index_R)
-    return grouped_gemm(swiglu(gate_up_RF, weights_R), down_eDF, counts_e)
+    if gate_up_bias_eF is not None:
+        gate_up_RF = add_bias(gate_up_RF, gate_up_bias_eF, counts_e)
+    y_RD = grouped_gemm(swiglu(gate_up_RF, weights_R, rule), down_eDF, counts_e)
+    return y_RD if down_bias_eD is None else add_bias(y_RD, down_bias_eD, counts_e, weights_R)
+
+
+def check_biases(has_biases: bool, rule: ExpertRule) -> None:
+    """Raise KernelError where a weight on the input would have to pass by a bias."""
+    if has_biases and rule.weighs_input:
+        raise KernelError(
+            "expert_ffn: experts with biases cannot have their inputs weighted",
+            fix='set model.moe.router.weigh="output", or model.moe.bias=false',
+        )
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:

@@ -1,5 +1,8 @@
 """SwiGLU times the routing weight: silu(gate) * up * weight, one pass forward and one pass backward.
 
+An `ExpertRule` may clamp gate and up, or put the weight before the activation. Both are constants of the compiler, so
+the kernels of SwiGLU know nothing of them.
+
 The weight is applied before the down projection, which is linear, so the routed outputs need never be kept: the
 gradient of a weight is the dot product of its row's incoming gradient with silu(gate) * up, and backward has both in
 registers. Nothing but the pre-activation is saved. Backward can also give the weighted activation again, which the
@@ -18,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
 from penstock.kernels.launching import start_kernel
+from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tuning import Launch
 
 LAUNCH = Launch(block_rows=1, block_columns=2048, warps=4)
@@ -27,12 +31,15 @@ BACKWARD_LAUNCH = Launch(block_rows=2, block_columns=512, warps=4)
 """One load of each of three tensors is enough; of 3 x 512 columns 1,408 (DeepSeek-V2-Lite) leave only 8 % idle."""
 
 
-def swiglu(gate_up_RF: Tensor, weights_R: Tensor | None = None, *, launch: Launch | None = None) -> Tensor:
+def swiglu(
+    gate_up_RF: Tensor, weights_R: Tensor | None = None, rule: ExpertRule = SWIGLU, *, launch: Launch | None = None
+) -> Tensor:
     """`penstock.kernels.reference.swiglu` in one kernel, and one kernel backward.
 
     Args:
         gate_up_RF: gate in the first half of the last dim, up in the second; any leading dims.
         weights_R: float32, one for each row, or None.
+        rule: which activation, and where the weight stands.
         launch: rows and columns that a program holds at a time; None for `LAUNCH` and `BACKWARD_LAUNCH`.
 
     Returns:
@@ -42,7 +49,7 @@ def swiglu(gate_up_RF: Tensor, weights_R: Tensor | None = None, *, launch: Launc
         KernelError: odd width, or not one weight for each row.
     """
     _check(gate_up_RF, weights_R)
-    return _Swiglu.apply(gate_up_RF, weights_R, launch)
+    return _Swiglu.apply(gate_up_RF, weights_R, rule, launch)
 
 
 class SwigluGradients(NamedTuple):
@@ -63,6 +70,7 @@ def swiglu_backward(
     gate_up_RF: Tensor,
     weights_R: Tensor | None,
     dh_RF: Tensor,
+    rule: ExpertRule = SWIGLU,
     *,
     recompute: bool = False,
     launch: Launch = BACKWARD_LAUNCH,
@@ -73,6 +81,7 @@ def swiglu_backward(
         gate_up_RF: as given to `swiglu`.
         weights_R: as given to `swiglu`.
         dh_RF: incoming gradient.
+        rule: as given to `swiglu`.
         recompute: give h_RF too, from the same pass.
         launch: rows and columns that a program holds at a time.
     """
@@ -96,23 +105,31 @@ def swiglu_backward(
         F=width,
         BLOCK_R=launch.block_rows,
         BLOCK_F=launch.block_columns,
+        **rule_constants(rule),
         num_warps=launch.warps,
     )
     return SwigluGradients(d_gate_up_RF, dweights_R, h_RF)
+
+
+def rule_constants(rule: ExpertRule) -> dict[str, Any]:
+    """What both kernels are compiled with for a rule."""
+    return {"LIMIT": rule.limit, "ALPHA": rule.alpha, "WEIGHS_INPUT": rule.weighs_input}
 
 
 class _Swiglu(torch.autograd.Function):
     """Saves its inputs only."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up_RF: Tensor, weights_R: Tensor | None, launch: Launch | None) -> Tensor:
+    def forward(
+        ctx: Any, gate_up_RF: Tensor, weights_R: Tensor | None, rule: ExpertRule, launch: Launch | None
+    ) -> Tensor:
         gate_up_RF = gate_up_RF.contiguous()
         weights_R = None if weights_R is None else weights_R.contiguous()
         width = gate_up_RF.shape[-1] // 2
         h_RF = gate_up_RF.new_empty(*gate_up_RF.shape[:-1], width)
         rows = h_RF.numel() // max(width, 1)
         ctx.save_for_backward(gate_up_RF, weights_R)
-        ctx.launch = launch or BACKWARD_LAUNCH
+        ctx.rule, ctx.launch = rule, launch or BACKWARD_LAUNCH
         launch = launch or LAUNCH
         grid = (triton.cdiv(rows, launch.block_rows), triton.cdiv(width, launch.block_columns))
         start_kernel(
@@ -125,16 +142,17 @@ class _Swiglu(torch.autograd.Function):
             F=width,
             BLOCK_R=launch.block_rows,
             BLOCK_F=launch.block_columns,
+            **rule_constants(rule),
             num_warps=launch.warps,
         )
         return h_RF
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dh_RF: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, dh_RF: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         gate_up_RF, weights_R = ctx.saved_tensors
-        gradients = swiglu_backward(gate_up_RF, weights_R, dh_RF, launch=ctx.launch)
-        return gradients.d_gate_up_RF, gradients.dweights_R, None
+        gradients = swiglu_backward(gate_up_RF, weights_R, dh_RF, ctx.rule, launch=ctx.launch)
+        return gradients.d_gate_up_RF, gradients.dweights_R, None, None
 
 
 def _check(gate_up_RF: Tensor, weights_R: Tensor | None) -> None:
@@ -156,10 +174,14 @@ def swiglu_kernel(
     F: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    WEIGHS_INPUT: tl.constexpr,
 ):
     """One block of h.
 
-    Example with F = 2: gate_up [1, 2, 10, 20] and weight 0.5 give h = [5 silu(1), 10 silu(2)].
+    Example with F = 2: gate_up [1, 2, 10, 20] and weight 0.5 give h = [5 silu(1), 10 silu(2)]; with WEIGHS_INPUT
+    h = [5 silu(0.5), 10 silu(1)].
     """
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column_F = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -168,8 +190,16 @@ def swiglu_kernel(
     gate_ptrs = gate_up_ptr + start_R1 * (2 * F) + column_F[None, :]
     gate_RF = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
     up_RF = tl.load(gate_ptrs + F, mask=inside, other=0.0).to(tl.float32)
-    h_RF = gate_RF * tl.sigmoid(gate_RF) * up_RF
-    if weights_ptr is not None:
+    if weights_ptr is not None and WEIGHS_INPUT:
+        weight_R1 = tl.load(weights_ptr + row_R, mask=row_R < rows, other=0.0)[:, None]
+        gate_RF *= weight_R1
+        up_RF *= weight_R1
+    if LIMIT is not None:
+        gate_RF, up_RF, _, _ = _clamp(gate_RF, up_RF, LIMIT)
+        h_RF = gate_RF * tl.sigmoid(ALPHA * gate_RF) * up_RF
+    else:
+        h_RF = gate_RF * tl.sigmoid(gate_RF) * up_RF
+    if weights_ptr is not None and not WEIGHS_INPUT:
         h_RF *= tl.load(weights_ptr + row_R, mask=row_R < rows, other=0.0)[:, None]
     tl.store(h_ptr + start_R1 * F + column_F[None, :], h_RF.to(h_ptr.dtype.element_ty), mask=inside)
 
@@ -186,10 +216,13 @@ def swiglu_backward_kernel(
     F: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    WEIGHS_INPUT: tl.constexpr,
 ):
     """Gradients of some whole rows, and their h where h_ptr is not None.
 
-    With s = sigmoid(gate): silu' = s (1 + gate (1 - s)).
+    With s = sigmoid(gate): silu' = s (1 + gate (1 - s)). What was clamped has no gradient.
     """
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     start_R1 = row_R.to(tl.int64)[:, None]
@@ -204,18 +237,41 @@ def swiglu_backward_kernel(
         gate_RF = tl.load(gate_up_ptr + wide, mask=inside, other=0.0).to(tl.float32)
         up_RF = tl.load(gate_up_ptr + wide + F, mask=inside, other=0.0).to(tl.float32)
         dh_RF = tl.load(dh_ptr + narrow, mask=inside, other=0.0).to(tl.float32)
-        sigmoid_RF = tl.sigmoid(gate_RF)
+        if weights_ptr is not None and WEIGHS_INPUT:
+            given_gate_RF, given_up_RF = gate_RF, up_RF
+            gate_RF *= weight_R1
+            up_RF *= weight_R1
+        if LIMIT is not None:
+            gate_RF, up_RF, gate_is_over_RF, up_is_over_RF = _clamp(gate_RF, up_RF, LIMIT)
+        steep_RF = gate_RF if LIMIT is None else ALPHA * gate_RF
+        sigmoid_RF = tl.sigmoid(steep_RF)
         silu_RF = gate_RF * sigmoid_RF
         h_RF = silu_RF * up_RF
-        if weights_ptr is not None:
+        if weights_ptr is not None and not WEIGHS_INPUT:
             products_RF += dh_RF * h_RF
             h_RF *= weight_R1
             dh_RF *= weight_R1
         if h_ptr is not None:
             tl.store(h_ptr + narrow, h_RF.to(h_ptr.dtype.element_ty), mask=inside)
-        dgate_RF = dh_RF * up_RF * sigmoid_RF * (1.0 + gate_RF * (1.0 - sigmoid_RF))
+        dgate_RF = dh_RF * up_RF * sigmoid_RF * (1.0 + steep_RF * (1.0 - sigmoid_RF))
         dup_RF = dh_RF * silu_RF
+        if LIMIT is not None:
+            dgate_RF = tl.where(gate_is_over_RF, 0.0, dgate_RF)
+            dup_RF = tl.where(up_is_over_RF, 0.0, dup_RF)
+        if weights_ptr is not None and WEIGHS_INPUT:
+            products_RF += dgate_RF * given_gate_RF + dup_RF * given_up_RF
+            dgate_RF *= weight_R1
+            dup_RF *= weight_R1
         tl.store(d_gate_up_ptr + wide, dgate_RF.to(d_gate_up_ptr.dtype.element_ty), mask=inside)
         tl.store(d_gate_up_ptr + wide + F, dup_RF.to(d_gate_up_ptr.dtype.element_ty), mask=inside)
     if weights_ptr is not None:
         tl.store(dweights_ptr + row_R, tl.sum(products_RF, 1), mask=row_R < rows)
+
+
+@triton.jit
+def _clamp(gate, up, LIMIT: tl.constexpr):
+    """Clamp both; say where that changed them, and add the 1 of up. NaN stays NaN."""
+    gate_is_over, up_is_over = gate > LIMIT, tl.abs(up) > LIMIT
+    gate = tl.where(gate_is_over, LIMIT, gate)
+    up = tl.where(up_is_over, tl.where(up > 0, LIMIT, -LIMIT), up) + 1.0
+    return gate, up, gate_is_over, up_is_over

@@ -44,13 +44,17 @@ class SequenceLayout:
         """What divides a length that can be laid out so."""
         return multiple_of(self.context, self.tensor, self.method)
 
-    def of_context(self, context_rank: int) -> tuple[int, ...]:
-        """Positions of all tensor ranks of a context rank, in the order in which they are held; ascending."""
+    def chunks(self, context_rank: int) -> tuple[range, ...]:
+        """Positions of a context rank as ranges that lie together: one, or one near and one far."""
         chunks = [context_rank]
         if self.method == "all-gather" and self.context > 1:
             chunks.append(2 * self.context - 1 - context_rank)
         size = self.length // (self.context * len(chunks))
-        return tuple(position for chunk in chunks for position in range(chunk * size, (chunk + 1) * size))
+        return tuple(range(chunk * size, (chunk + 1) * size) for chunk in chunks)
+
+    def of_context(self, context_rank: int) -> tuple[int, ...]:
+        """Positions of all tensor ranks of a context rank, in the order in which they are held; ascending."""
+        return tuple(position for chunk in self.chunks(context_rank) for position in chunk)
 
     def of_rank(self, context_rank: int, tensor_rank: int) -> tuple[int, ...]:
         """Positions of one rank, ascending."""

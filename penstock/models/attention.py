@@ -1,15 +1,24 @@
-"""Grouped-query attention, and the step that it shares with latent attention: attending among several ranks."""
+"""Grouped-query attention, with what families do to queries and keys on their way.
+
+    project, add biases -> norm over a head or over all heads -> rotate -> norm without weights -> grow -> attend
+
+Each is there or not by the layer's configuration and number. Layers of one model may differ in two things: how far back
+they look (`reach`), and whether they know positions. Masks and growth are the frame's, made once for all layers.
+"""
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
-from penstock.config.model import GroupedQueryAttention
+from penstock.config.model import GroupedQueryAttention, LocalAttention
+from penstock.kernels.reach import Reach
 from penstock.models.frame import Frame
-from penstock.models.linear import Linear
+from penstock.models.linear import Linear, cut_over
+from penstock.models.norm import RMSNorm, SplitNorm, norm_together
 from penstock.models.rope import softmax_scale
 from penstock.parallel.collectives import all_gather, reduce_scatter
-from penstock.parallel.context import attend
+from penstock.parallel.context import attend, attend_locally
 from penstock.parallel.kit import Kit
 
 
@@ -22,27 +31,100 @@ class GroupedQueryLayer(nn.Module):
         config: sizes.
         hidden_size: D.
         kit: kernels and ranks.
+        layer: number in the model, from 0; layers of multi-token prediction count on.
+        epsilon: of norms.
+
+    Attributes:
+        reach: how far back it looks; None for all of the row.
+        is_tempered: its queries grow with their position in the row.
+        sinks_H: a logit of each of our heads that takes part in the softmax; None without.
     """
 
-    def __init__(self, config: GroupedQueryAttention, hidden_size: int, kit: Kit) -> None:
+    def __init__(
+        self, config: GroupedQueryAttention, hidden_size: int, kit: Kit, *, layer: int, epsilon: float
+    ) -> None:
         super().__init__()
+        local, is_global = config.local, config.is_global(layer)
         self.config = config
         self.kit = kit
+        self.epsilon = epsilon
         self.scale = softmax_scale(config.rope, config.head_dim)
-        self.query = Linear(hidden_size, config.heads * config.head_dim, kit, split="outputs")
-        self.key = Linear(hidden_size, config.kv_heads * config.head_dim, kit, split="outputs")
-        self.value = Linear(hidden_size, config.kv_heads * config.head_dim, kit, split="outputs")
-        self.out = Linear(config.heads * config.head_dim, hidden_size, kit, split="inputs")
+        self.reach = None if local is None or is_global else reach_of(local)
+        self.is_rotated = config.rotates(layer)
+        self.is_tempered = local is not None and is_global and local.global_temperature > 0
+        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.query = Linear(hidden_size, queries, kit, split="outputs", bias=config.bias)
+        self.key = Linear(hidden_size, keys, kit, split="outputs", bias=config.bias)
+        self.value = Linear(hidden_size, keys, kit, split="outputs", bias=config.bias)
+        self.out = Linear(queries, hidden_size, kit, split="inputs", bias=config.bias)
+        self.query_norm, self.key_norm = (self._norm(width) for width in (queries, keys))
+        tensor = kit.axes.tensor
+        self.cuts = {"sinks_H": cut_over(tensor, dim=0)}
+        self.sinks_H = nn.Parameter(torch.empty(config.heads // tensor.size)) if config.sinks else None
+
+    def _norm(self, width: int) -> RMSNorm | None:
+        """The norm with weights of queries or keys, if they have one."""
+        if self.config.qk_norm == "head":
+            return RMSNorm(self.config.head_dim, self.epsilon, self.kit.operators)
+        return SplitNorm(width, self.epsilon, self.kit) if self.config.qk_norm == "projection" else None
 
     def forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
         """Attend. Returns B x S x D, our own positions."""
         tensor = self.kit.axes.tensor
         x_BSD = all_gather(x_BSD, tensor, dim=1)
-        split = (-1, self.config.head_dim)
-        rotate = self.kit.operators.rotate
-        q_BSHN = rotate(self.query(x_BSD).unflatten(-1, split), frame.cos_BSP, frame.sin_BSP)
-        k_BSGN = rotate(self.key(x_BSD).unflatten(-1, split), frame.cos_BSP, frame.sin_BSP)
-        v_BSGN = self.value(x_BSD).unflatten(-1, split)
-        function = partial(attend, kit=self.kit, scale=self.scale, allowed_BSS=frame.allowed_BSS)
-        o_BSHN = self.kit.run("attention", function, q_BSHN, k_BSGN, v_BSGN)
-        return reduce_scatter(self.out(o_BSHN.flatten(-2)), tensor, dim=1)
+        q_BSHN, k_BSGN = self._positioned(*self._projected(x_BSD), frame)
+        v_BSGN = self.value(x_BSD).unflatten(-1, (-1, self.config.head_dim))
+        o_BSHN = self.kit.run("attention", partial(self._attended, frame=frame), q_BSHN, k_BSGN, v_BSGN)
+        return self.out.shifted(reduce_scatter(self.out(o_BSHN.flatten(-2)), tensor, dim=1))
+
+    def _projected(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys by head, normed if they are so before they are rotated."""
+        q, k, split = self.query(x_BSD), self.key(x_BSD), (-1, self.config.head_dim)
+        query_norm, key_norm = self.query_norm, self.key_norm
+        if isinstance(query_norm, SplitNorm) and isinstance(key_norm, SplitNorm):
+            q, k = norm_together(((query_norm, q), (key_norm, k)), self.kit.axes.tensor)
+        q_BSHN, k_BSGN = q.unflatten(-1, split), k.unflatten(-1, split)
+        if self.config.qk_norm == "head":
+            assert query_norm is not None and key_norm is not None, "norms of heads have weights"
+            q_BSHN, k_BSGN = query_norm(q_BSHN), key_norm(k_BSGN)
+        return q_BSHN, k_BSGN
+
+    def _positioned(self, q_BSHN: Tensor, k_BSGN: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
+        """Queries and keys that know where they stand, as far as they do in this layer."""
+        if self.is_rotated:
+            rotate = self.kit.operators.rotate
+            q_BSHN, k_BSGN = (rotate(x, frame.cos_BSP, frame.sin_BSP) for x in (q_BSHN, k_BSGN))
+            if self.config.qk_norm == "rotated-head":
+                q_BSHN, k_BSGN = self._plainly_normed(q_BSHN), self._plainly_normed(k_BSGN)
+        if self.is_tempered:
+            assert frame.tempered_S is not None, "a frame says how queries grow"
+            q_BSHN = (q_BSHN * frame.tempered_S[:, None, None]).to(q_BSHN.dtype)
+        return q_BSHN, k_BSGN
+
+    def _plainly_normed(self, x_BSHN: Tensor) -> Tensor:
+        """The norm of each head without weights."""
+        return self.kit.operators.rms_norm(x_BSHN, x_BSHN.new_ones(x_BSHN.shape[-1]), self.epsilon)
+
+    def _attended(self, q_BSHN: Tensor, k_BSGN: Tensor, v_BSGN: Tensor, frame: Frame) -> Tensor:
+        """Core attention. Sinks are read here, because weights that ranks divide are elsewhere when it runs again."""
+        sinks_H = self.sinks_H
+        heads, kit, scale = (q_BSHN, k_BSGN, v_BSGN), self.kit, self.scale
+        if self.reach is None or not frame.nears:
+            return attend(*heads, kit, scale=scale, allowed_BSS=frame.allowed_BSS, sinks_H=sinks_H)
+        return attend_locally(*heads, kit, scale=scale, nears=frame.nears, sinks_H=sinks_H)
+
+
+def reach_of(local: LocalAttention) -> Reach:
+    """How far back layers look that see a part of the row."""
+    return Reach(kind=local.kind, size=local.size)
+
+
+def temperature(local: LocalAttention, places_S: Tensor) -> Tensor:
+    """What queries grow by in layers that see the whole row (arXiv 2501.19399), float32.
+
+    Args:
+        local: reads `global_temperature` and `temperature_floor`.
+        places_S: where in the row they stand, from 0.
+    """
+    steps_S = ((places_S.float() + 1) / local.temperature_floor).floor()
+    return steps_S.log1p() * local.global_temperature + 1

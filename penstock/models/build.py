@@ -30,7 +30,7 @@ from penstock.models.mla import LatentLayer
 from penstock.models.mtp import MultiTokenPrediction
 from penstock.models.norm import RMSNorm
 from penstock.moe.dispatch.choose import make_dispatcher
-from penstock.moe.experts import Experts
+from penstock.moe.experts import Experts, expert_rule
 from penstock.moe.layer import MoE
 from penstock.moe.router import Router
 from penstock.parallel.activations import offload
@@ -82,8 +82,8 @@ def meta_model(
             norm=RMSNorm(hidden, epsilon, kit.operators) if stage.norm_and_head else None,
             head=Linear(hidden, config.vocabulary, replace(kit, later=None), split="outputs") if has_head else None,
             mtp={depth: _mtp(config, config.layers + depth, kit_of(config.layers + depth)) for depth in stage.mtp},
+            kit=kit,
             is_first=stage.embed,
-            overlap=kit.dispatch.overlap,
         )
 
 
@@ -193,28 +193,28 @@ def to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 def _block(config: Model, layer: int, kit: Kit) -> Block:
     return Block(
         RMSNorm(config.hidden_size, config.norm_epsilon, kit.operators),
-        _attention(config, kit),
+        _attention(config, layer, kit),
         RMSNorm(config.hidden_size, config.norm_epsilon, kit.operators),
         _ffn(config, layer, kit),
         kit,
     )
 
 
-def _attention(config: Model, kit: Kit) -> GroupedQueryLayer | LatentLayer:
+def _attention(config: Model, layer: int, kit: Kit) -> GroupedQueryLayer | LatentLayer:
     if isinstance(config.attention, LatentAttention):
         return LatentLayer(config.attention, config.hidden_size, kit)
-    return GroupedQueryLayer(config.attention, config.hidden_size, kit)
+    return GroupedQueryLayer(config.attention, config.hidden_size, kit, layer=layer, epsilon=config.norm_epsilon)
 
 
 def _ffn(config: Model, layer: int, kit: Kit) -> FeedForward | MoE:
     moe = config.moe
-    if moe is None or layer < config.dense_layers:
+    if moe is None or config.is_dense(layer):
         return FeedForward(config.hidden_size, config.dense_ffn_size, kit)
     dispatcher, room = make_dispatcher(moe, kit)
     return MoE(
         Router(moe, config.hidden_size, layer, kit.operators, kit.axes),
         dispatcher,
-        Experts(moe.experts, config.hidden_size, moe.ffn_size, kit),
+        Experts(moe.experts, config.hidden_size, moe.ffn_size, kit, rule=expert_rule(moe), bias=moe.bias),
         FeedForward(config.hidden_size, moe.shared_ffn_size, kit) if moe.shared_ffn_size else None,
         kit,
         room,

@@ -1,8 +1,9 @@
 """Parameters and FLOPs of a model, by walking the meta model that a run is built from: no table, no second formula.
 
 FLOPs are those of the matrix products of one trained token: forward once, backward twice, a product of M x K and K x
-N counted as 2 M K N. Causal attention is counted as half of the full square. Elementwise work and embedding look-ups
-are not counted. A token passes top-k of the routed experts, so only their share of the weights is active.
+N counted as 2 M K N. Causal attention is counted as half of the full square, and of layers that see a part of the row
+only that part is. Elementwise work and embedding look-ups are not counted. A token passes top-k of the routed experts,
+so only their share of the weights is active.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class Count:
         active_parameters: those that one token meets, embedding and output projection included.
         mtp_parameters: multi-token prediction layers, beside the total.
         flops_per_token: to train one token, multi-token prediction included.
-        attention_flops_per_token: the part of it that grows with the sequence length.
+        attention_flops_per_token: the part of it that is scores and weighted values.
     """
 
     parameters: int
@@ -96,17 +97,18 @@ def _product_flops(module: nn.Module) -> float:
         if isinstance(layer, nn.Linear):
             flops += 2 * layer.weight.numel()
         elif isinstance(layer, MoE):
-            flops += 2 * layer.router.weight_ED.numel() + 2 * _parameters(layer.experts) * layer.active_share
+            flops += 2 * layer.router.weight_ED.numel() + 2 * layer.experts.matrix_values * layer.active_share
     return flops
 
 
 def _attention_flops(module: nn.Module, sequence_length: int) -> float:
-    """FLOPs of one token's forward pass through scores and weighted values, half of the square counted."""
+    """FLOPs of one token's forward pass through scores and weighted values, of those that are needed."""
     flops = 0.0
     for layer in module.modules():
         if isinstance(layer, LatentLayer):
             widths = layer.config.head_dim + layer.config.value_head_dim
             flops += layer.config.heads * widths * sequence_length
         elif isinstance(layer, GroupedQueryLayer):
-            flops += layer.config.heads * 2 * layer.config.head_dim * sequence_length
+            seen = sequence_length / 2 if layer.reach is None else layer.reach.pairs(sequence_length) / sequence_length
+            flops += layer.config.heads * 2 * 2 * layer.config.head_dim * seen
     return flops

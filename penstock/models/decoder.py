@@ -5,6 +5,7 @@ stage before sent; without a norm it gives those that the next one wants. Blocks
 their number in the whole model, so a parameter has the same name wherever it is.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -13,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.base.spans import LAYER, Span
-from penstock.config.model import Model
+from penstock.config.model import GroupedQueryAttention, LocalAttention, Model
 from penstock.config.parallel import Overlap
+from penstock.models.attention import GroupedQueryLayer, reach_of, temperature
 from penstock.models.block import Block
 from penstock.models.frame import Frame, Reading, ahead_of
 from penstock.models.linear import Embedding, Linear
@@ -22,6 +24,8 @@ from penstock.models.mtp import MultiTokenPrediction
 from penstock.models.norm import RMSNorm
 from penstock.models.rope import angles
 from penstock.moe.routing import Scope
+from penstock.parallel.context import held_positions, nears_of
+from penstock.parallel.kit import Kit
 from penstock.parallel.spans import span
 from penstock.parallel.turns import Steps, drain, take_turns, within
 
@@ -54,7 +58,11 @@ class Decoder(nn.Module):
         head: output projection; None if it is the embedding itself, or not of this stage.
         mtp: multi-token prediction layers by depth, from 0.
         is_first: the stage begins with the embedding; one that has an embedding for its prediction layers may not.
-        overlap: `dispatch.overlap` of the run.
+        kit: ranks, and what is computed while tokens travel.
+
+    Attributes:
+        has_reach: some of its layers see a part of the row only.
+        is_tempered: in some of its layers queries grow with their position.
     """
 
     def __init__(
@@ -66,18 +74,23 @@ class Decoder(nn.Module):
         norm: RMSNorm | None,
         head: Linear | None,
         mtp: dict[int, MultiTokenPrediction],
+        kit: Kit,
         is_first: bool = True,
-        overlap: Overlap = "none",
     ) -> None:
         super().__init__()
         self.config = config
+        self.kit = kit
         self.is_first = is_first
-        self.overlap = overlap
+        self.overlap = kit.dispatch.overlap
         self.embed = embed
         self.blocks = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
         self.norm = norm
         self.head = head
         self.mtp = nn.ModuleDict({str(depth): layer for depth, layer in mtp.items()})
+        attentions = [block.attention for block in (*blocks.values(), *(layer.block for layer in mtp.values()))]
+        grouped = [one for one in attentions if isinstance(one, GroupedQueryLayer)]
+        self.has_reach = any(one.reach is not None for one in grouped)
+        self.is_tempered = any(one.is_tempered for one in grouped)
 
     @property
     def head_VD(self) -> Tensor:
@@ -138,11 +151,23 @@ class Decoder(nn.Module):
 
     def frame(self, reading: Reading) -> Frame:
         """Angles, borders and share of a micro-batch, computed once for all layers."""
-        attention = self.config.attention
-        scope = Scope(sequences=reading.positions_BS.shape[0], share=reading.share)
+        attention, positions_BS = self.config.attention, reading.positions_BS
+        scope = Scope(sequences=positions_BS.shape[0], share=reading.share)
         with span(Span.EMBED):
-            cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, reading.positions_BS)
-            return Frame(cos_BSP, sin_BSP, reading.allowed_BSS, scope, reading.parts).staying()
+            cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, positions_BS)
+            frame = Frame(cos_BSP, sin_BSP, reading.allowed_BSS, scope, reading.parts)
+            if isinstance(attention, GroupedQueryAttention) and attention.local is not None:
+                frame = self._with_local(frame, attention.local, positions_BS)
+            return frame.staying()
+
+    def _with_local(self, frame: Frame, local: LocalAttention, positions_BS: Tensor) -> Frame:
+        """What layers that see a part of the row must know besides, and those between them."""
+        (rows, held), device = positions_BS.shape, positions_BS.device
+        if self.has_reach:
+            frame = replace(frame, nears=nears_of(self.kit, reach_of(local), held, rows, frame.allowed_BSS, device))
+        if self.is_tempered:
+            frame = replace(frame, tempered_S=temperature(local, held_positions(self.kit, held, device)))
+        return frame
 
     def logits(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         """All logits of the main prediction, B x S x V, in the compute dtype. For tests, not for training."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from penstock.kernels.local_attention import Near
 from penstock.moe.routing import Scope
 from penstock.parallel.parts import Parts
 
@@ -57,6 +58,8 @@ class Frame:
         allowed_BSS: as in `Reading`.
         scope: what balance losses must know.
         parts: as in `Reading`.
+        nears: what layers may look at that see a part of the row; empty if there are none, or they see all of it.
+        tempered_S: float32, what queries of our positions grow by in layers that see the whole row; None for nothing.
     """
 
     cos_BSP: Tensor
@@ -64,17 +67,28 @@ class Frame:
     allowed_BSS: Tensor | None
     scope: Scope
     parts: Parts | None = None
+    nears: tuple[Near, ...] = ()
+    tempered_S: Tensor | None = None
 
     def staying(self) -> "Frame":
         """The same values; if parts of the layers are graphs, where these read them."""
         if self.parts is None:
             return self
         self.parts.check("scope of a micro-batch", self.scope)
+
+        def hold(name: str, value: Tensor | None) -> Tensor | None:
+            return None if value is None or self.parts is None else self.parts.hold(name, value)
+
         return replace(
             self,
             cos_BSP=self.parts.hold("cos_BSP", self.cos_BSP),
             sin_BSP=self.parts.hold("sin_BSP", self.sin_BSP),
-            allowed_BSS=None if self.allowed_BSS is None else self.parts.hold("allowed_BSS", self.allowed_BSS),
+            allowed_BSS=hold("allowed_BSS", self.allowed_BSS),
+            nears=tuple(
+                replace(near, masks=tuple(hold(f"mask {range_} {kind}", mask) for kind, mask in enumerate(near.masks)))
+                for range_, near in enumerate(self.nears)
+            ),
+            tempered_S=hold("tempered_S", self.tempered_S),
         )
 
 

@@ -7,8 +7,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.layout.pieces import Cut, whole_shape
+from penstock.models.attention import GroupedQueryLayer
 from penstock.models.decoder import Decoder
 from penstock.models.linear import Embedding, Linear
+from penstock.models.norm import SplitNorm
 from penstock.moe.experts import Experts
 from penstock.parallel.axes import Axes, Axis
 from penstock.parallel.holding import Holding
@@ -36,7 +38,9 @@ def cuts_of(module: nn.Module, name: str) -> tuple[Cut, ...]:
         module: that owns the parameter.
         name: of the parameter in the module.
     """
-    return module.cuts[name] if isinstance(module, (Linear, Embedding, Experts)) else ()
+    if isinstance(module, (Linear, Embedding, Experts, GroupedQueryLayer, SplitNorm)):
+        return module.cuts[name]
+    return ()
 
 
 def add_in_kernels(decoders: Iterable[Decoder], sum_of: Callable[[str], Tensor]) -> None:
@@ -52,7 +56,7 @@ def add_in_kernels(decoders: Iterable[Decoder], sum_of: Callable[[str], Tensor])
             if any(isinstance(one, DTensor) or not one.requires_grad for one in module.parameters(recurse=False)):
                 continue
             if isinstance(module, Experts):
-                module.sums = (sum_of(f"{path}.gate_up_eFD"), sum_of(f"{path}.down_eDF"))
+                module.sums = tuple(sum_of(f"{path}.{name}") for name, _ in module.named_parameters(recurse=False))
             elif isinstance(module, (Linear, Embedding)):
                 module.total = sum_of(f"{path}.weight")
 

@@ -20,6 +20,7 @@ from penstock.layout.pieces import Piece, pieces, whole_shape
 from penstock.models.holdings import cuts_of
 from penstock.models.norm import RMSNorm
 from penstock.moe.experts import Experts
+from penstock.moe.router import Router
 from penstock.parallel.holding import Part
 from penstock.parallel.shard import own_rows
 
@@ -33,7 +34,7 @@ class Draw:
         name: of the parameter.
         std: standard deviation.
         device: where to draw; a CPU and a GPU draw other numbers.
-        is_norm: all ones instead.
+        constant: this value instead, for all of them.
         by_row: dim 0 counts tensors that are drawn one by one (experts).
     """
 
@@ -41,13 +42,13 @@ class Draw:
     name: str
     std: float
     device: torch.device
-    is_norm: bool = False
+    constant: float | None = None
     by_row: bool = False
 
     def fill(self, part: Part) -> None:
         """Put the values of a part in place."""
-        if self.is_norm:
-            part.tensor.fill_(1.0)
+        if self.constant is not None:
+            part.tensor.fill_(self.constant)
         elif self.by_row:
             for row, own in _by_row(part.pieces):
                 values = self._values(f"{self.name}.{row}", part.shape[1:])
@@ -82,7 +83,7 @@ def _region(offsets: tuple[int, ...], piece: Piece) -> tuple[slice, ...]:
 
 @torch.no_grad()
 def initialize(model: nn.Module, seed: int, std: float) -> None:
-    """Fill all parameters: norms with one, everything else with normal values. Buffers become zero.
+    """Fill all parameters: norms with one, biases with zero, all else with normal values. Buffers become zero.
 
     Args:
         model: on a real device, contents undefined; parameters may be parts of the whole, sharded by FSDP2 besides.
@@ -123,7 +124,14 @@ def _draws(model: nn.Module, seed: int, std: float) -> Iterator[tuple[nn.Module,
                 name=f"{path}.{name}",
                 std=std,
                 device=parameter.device,
-                is_norm=isinstance(module, RMSNorm),
+                constant=_constant(module, name),
                 by_row=isinstance(module, Experts),
             )
             yield module, name, parameter, draw
+
+
+def _constant(module: nn.Module, name: str) -> float | None:
+    """What a parameter begins with if it is not drawn. A router's bias is: its experts must not begin alike."""
+    if isinstance(module, RMSNorm):
+        return 1.0
+    return 0.0 if "bias" in name and not isinstance(module, Router) else None

@@ -33,6 +33,7 @@ class Linear(nn.Linear):
         kit: ranks, and whether weight gradients may come later.
         split: `outputs` if tensor-parallel ranks divide the rows, `inputs` if the columns; None if each holds all.
         blocks: equal blocks that the output is made of, each divided by itself.
+        bias: whether something is added to the product; with `inputs` behind the sum over the ranks, by `shifted`.
 
     Attributes:
         total: sum of the weight's gradients, for backward to add to; None leaves the gradient to autograd.
@@ -40,18 +41,29 @@ class Linear(nn.Linear):
 
     total: Tensor | None = None
 
-    def __init__(self, inputs: int, outputs: int, kit: Kit, *, split: str | None = None, blocks: int = 1) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, kit: Kit, *, split: str | None = None, blocks: int = 1, bias: bool = False
+    ) -> None:
         cuts = () if split is None else cut_over(kit.axes.tensor, dim=0 if split == "outputs" else 1, blocks=blocks)
         rows, columns = local_shape((outputs, inputs), cuts)
-        super().__init__(columns, rows, bias=False)
+        super().__init__(columns, rows, bias=bias)
         self.cuts = {"weight": cuts}
+        if bias:
+            self.cuts["bias"] = cuts if split == "outputs" else ()
         self.later = kit.later
+        self.is_summed = split == "inputs"
 
     def forward(self, x_D: Tensor) -> Tensor:
-        """Multiply the last dim, whatever stands before it."""
+        """Multiply the last dim, whatever stands before it, and add the bias unless the product is yet to be summed."""
+        bias = None if self.is_summed else self.bias
         if self.total is None or not torch.is_grad_enabled():
-            return deferrable(F.linear, (x_D,), (self.weight,), self.later)
-        return linear_into(self.total, x_D, self.weight, self.later)
+            return deferrable(F.linear, (x_D,), (self.weight,) if bias is None else (self.weight, bias), self.later)
+        return linear_into(self.total, x_D, self.weight, self.later, bias)
+
+    def shifted(self, y_D: Tensor) -> Tensor:
+        """The sum of the ranks' products, with the bias if there is one."""
+        assert self.is_summed, "the bias is in the product already"
+        return y_D if self.bias is None else y_D + self.bias
 
 
 class Embedding(nn.Embedding):
@@ -97,20 +109,26 @@ class Embedding(nn.Embedding):
         return reduce_scatter(torch.where(is_here_BS[..., None], x_BSD, 0), self.axis, dim=1)
 
 
-def linear_into(total: Tensor, x_D: Tensor, weight: Tensor, later: Later | None = None) -> Tensor:
-    """`F.linear(x, weight)` whose backward adds the weight's gradient to `total` and gives autograd none.
+def linear_into(
+    total: Tensor, x_D: Tensor, weight: Tensor, later: Later | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """`F.linear(x, weight, bias)` whose backward adds the weight's gradient to `total` and gives autograd none.
 
     Args:
         total: in the shape of the weight, float32 or the weight's dtype.
         x_D: whatever stands before its last dim.
         weight: output x input.
         later: while it collects, the weight's gradient is a task of it.
+        bias: its gradient goes to autograd.
     """
-    y: Tensor = _LinearInto.apply(x_D, weight, total, later)
+    y: Tensor = _LinearInto.apply(x_D, weight, bias, total, later)
     # Only now, behind the saves: a region that runs again to have them back ends with the last one, so it makes no
     # product that nobody reads (penstock/parallel/activations/region.py).
     with torch.no_grad():
-        torch.mm(x_D.flatten(0, -2), weight.T, out=y.flatten(0, -2))
+        if bias is None:
+            torch.mm(x_D.flatten(0, -2), weight.T, out=y.flatten(0, -2))
+        else:
+            torch.addmm(bias, x_D.flatten(0, -2), weight.T, out=y.flatten(0, -2))
     return y
 
 
@@ -118,22 +136,25 @@ class _LinearInto(torch.autograd.Function):
     """Gives the room for the product; see `linear_into`."""
 
     @staticmethod
-    def forward(ctx: Any, x_D: Tensor, weight: Tensor, total: Tensor, later: Later | None) -> Tensor:
+    def forward(
+        ctx: Any, x_D: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor, later: Later | None
+    ) -> Tensor:
         ctx.save_for_backward(x_D, weight)
         ctx.total, ctx.later = total, later
         return x_D.new_empty(*x_D.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x_D, weight = ctx.saved_tensors
         dx_D = dy @ weight if ctx.needs_input_grad[0] else None
+        dbias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         add = partial(add_product, ctx.total, dy.flatten(0, -2).T, x_D.flatten(0, -2))
         if ctx.later is not None and ctx.later.is_collecting:
             ctx.later.add(add)
         else:
             add()
-        return dx_D, None, None, None
+        return dx_D, None, dbias, None, None
 
 
 def look_up_into(total_VD: Tensor, tokens: Tensor, weight_VD: Tensor) -> Tensor:

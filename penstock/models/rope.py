@@ -1,7 +1,9 @@
-"""Angles of rotary position embedding, with YaRN context extension (arXiv 2309.00071, section 3.2).
+"""Angles of rotary position embedding, with the context extensions of YaRN and of Llama 3.1.
 
-YaRN divides slow frequencies by the factor (they would meet angles never seen in pretraining), keeps fast ones, and
-ramps between the two; it also sharpens attention by a temperature that grows with the logarithm of the factor.
+Both divide slow frequencies by a factor (they would meet angles never seen in pretraining), keep fast ones, and go from
+one to the other in between: YaRN (arXiv 2309.00071, section 3.2) by the number of the pair, Llama 3.1 by how often the
+pair turns over the original context. YaRN also sharpens attention by a temperature that grows with the logarithm of the
+factor.
 """
 
 import math
@@ -9,22 +11,32 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.config.model import Rope, Yarn
+from penstock.config.model import Llama3Rope, Rope, Yarn
 
 
 def frequencies(rope: Rope, rotary_dim: int, device: torch.device) -> Tensor:
     """Angle per position of each pair, float32, rotary_dim / 2 of them, fastest first."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
     plain = rope.theta**-exponents
+    if rope.llama3 is not None:
+        return _by_turns(plain, rope.llama3)
     if rope.yarn is None:
         return plain
     low = _pair_that_turns(rope.yarn.beta_fast, rope, rope.yarn, rotary_dim)
     high = _pair_that_turns(rope.yarn.beta_slow, rope, rope.yarn, rotary_dim)
-    first = max(math.floor(low), 0)
-    last = min(math.ceil(high), rotary_dim - 1)
+    if rope.yarn.whole_pairs:
+        low, high = math.floor(low), math.ceil(high)
+    first, last = max(low, 0), min(high, rotary_dim - 1)
     pairs = torch.arange(rotary_dim // 2, dtype=torch.float32, device=device)
     stretched = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)
     return plain / rope.yarn.factor * stretched + plain * (1 - stretched)
+
+
+def _by_turns(plain: Tensor, llama3: Llama3Rope) -> Tensor:
+    """Frequencies that turn often over the original context kept, those that turn seldom divided."""
+    turns = plain * (llama3.original_positions / (2 * math.pi))
+    kept = ((turns - llama3.slow) / (llama3.fast - llama3.slow)).clamp(0, 1)
+    return plain / llama3.factor * (1 - kept) + plain * kept
 
 
 def _pair_that_turns(rotations: float, rope: Rope, yarn: Yarn, rotary_dim: int) -> float:

@@ -1,14 +1,28 @@
-"""Routed experts: one SwiGLU network for each, held as two stacked matrices so that one launch serves all."""
+"""Routed experts: one feed-forward network for each, held as two stacked matrices so that one launch serves all.
+
+Ranks that hold a part of each expert sum what they give ("expert tensor parallelism"), so the down projection's bias is
+held, whole, by the first of them alone. That of gate and up is cut as its matrix is.
+"""
 
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from penstock.config.model import Moe
+from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.layout.pieces import Cut, local_shape
 from penstock.moe.dispatch.contract import ExpertRows
 from penstock.parallel.kit import Kit
 from penstock.parallel.later import deferrable
+
+
+def expert_rule(moe: Moe) -> ExpertRule:
+    """The kernel's rule of a layer's configuration."""
+    weighs_input, clamped = moe.router.weigh == "input", moe.clamped
+    if clamped is None:
+        return ExpertRule(weighs_input=weighs_input)
+    return ExpertRule(weighs_input=weighs_input, limit=clamped.limit, alpha=clamped.alpha)
 
 
 class Experts(nn.Module):
@@ -19,27 +33,54 @@ class Experts(nn.Module):
         hidden_size: D.
         ffn_size: width of a whole expert, F.
         kit: kernels, and the ranks that share the experts.
+        rule: what is computed between the two products, and what a routing weight multiplies.
+        bias: whether both products have biases.
 
     Attributes:
-        sums: float32 sums of the gradients of `gate_up_eFD` and `down_eDF`, for backward to add to instead of giving
+        sums: float32 sums of the gradients of our parameters, in their order, for backward to add to instead of giving
             gradients to autograd; None leaves that to autograd. Set by whoever owns the sums.
     """
 
-    sums: tuple[Tensor, Tensor] | None = None
+    sums: tuple[Tensor, ...] | None = None
 
-    def __init__(self, experts: int, hidden_size: int, ffn_size: int, kit: Kit) -> None:
+    def __init__(
+        self,
+        experts: int,
+        hidden_size: int,
+        ffn_size: int,
+        kit: Kit,
+        *,
+        rule: ExpertRule = SWIGLU,
+        bias: bool = False,
+    ) -> None:
         super().__init__()
         self.operators = kit.operators
         self.later = kit.later
+        self.rule = rule
         grid = kit.axes.grid
         group, part = divmod(kit.axes.expert.rank, grid.expert_tensor)
         of_experts = () if grid.expert == 1 else (Cut(0, group, grid.expert),)
         of_gate_up = () if grid.expert_tensor == 1 else (Cut(1, part, grid.expert_tensor, blocks=2),)
         of_down = () if grid.expert_tensor == 1 else (Cut(2, part, grid.expert_tensor),)
-        self.cuts = {"gate_up_eFD": of_experts + of_gate_up, "down_eDF": of_experts + of_down}
-        gate_up, down = (experts, 2 * ffn_size, hidden_size), (experts, hidden_size, ffn_size)
-        self.gate_up_eFD = nn.Parameter(torch.empty(local_shape(gate_up, self.cuts["gate_up_eFD"])))
-        self.down_eDF = nn.Parameter(torch.empty(local_shape(down, self.cuts["down_eDF"])))
+        self.cuts = {
+            "gate_up_eFD": of_experts + of_gate_up,
+            "down_eDF": of_experts + of_down,
+            "gate_up_bias_eF": of_experts + of_gate_up,
+            "down_bias_eD": of_experts,
+        }
+
+        def parameter(name: str, *shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(local_shape(shape, self.cuts[name])))
+
+        self.gate_up_eFD = parameter("gate_up_eFD", experts, 2 * ffn_size, hidden_size)
+        self.down_eDF = parameter("down_eDF", experts, hidden_size, ffn_size)
+        self.gate_up_bias_eF = parameter("gate_up_bias_eF", experts, 2 * ffn_size) if bias else None
+        self.down_bias_eD = parameter("down_bias_eD", experts, hidden_size) if bias and part == 0 else None
+
+    @property
+    def matrix_values(self) -> int:
+        """Numbers of both matrices, without biases."""
+        return self.gate_up_eFD.numel() + self.down_eDF.numel()
 
     def forward(self, rows: ExpertRows, *, recompute: bool = False) -> Tensor:
         """Apply each expert to its rows, times their routing weights.
@@ -52,19 +93,16 @@ class Experts(nn.Module):
             y_RD in the dtype of the rows.
         """
         function = partial(self._ffn, rows, recompute)
-        return deferrable(function, (rows.x_ND, rows.weights_R), (self.gate_up_eFD, self.down_eDF), self.later)
+        held = (self.gate_up_eFD, self.down_eDF, self.gate_up_bias_eF, self.down_bias_eD)
+        parameters = tuple(parameter for parameter in held if parameter is not None)
+        return deferrable(function, (rows.x_ND, rows.weights_R), parameters, self.later)
 
-    def _ffn(
-        self,
-        rows: ExpertRows,
-        recompute: bool,
-        x_ND: Tensor,
-        weights_R: Tensor,
-        gate_up_eFD: Tensor,
-        down_eDF: Tensor,
-    ) -> Tensor:
-        ffn = self.operators.expert_ffn
+    def _ffn(self, rows: ExpertRows, recompute: bool, x_ND: Tensor, weights_R: Tensor, *parameters: Tensor) -> Tensor:
+        """The network, of parameters in the order in which the module has them."""
+        gate_up_eFD, down_eDF, *of_biases = parameters
+        biases = (of_biases[0], of_biases[1] if len(of_biases) > 1 else None) if of_biases else None
+        ffn = partial(self.operators.expert_ffn, biases=biases, rule=self.rule, places_TK=rows.places_NK)
         if self.operators.expert_ffn_is_ours:
             # Deferred gradients go through autograd: a kernel that adds them up would do so too early.
             ffn = partial(ffn, recompute=recompute, accumulate_into=None if self.later else self.sums)
-        return ffn(x_ND, gate_up_eFD, down_eDF, rows.counts_e, weights_R, rows.index_R, places_TK=rows.places_NK)
+        return ffn(x_ND, gate_up_eFD, down_eDF, rows.counts_e, weights_R, rows.index_R)

@@ -1,6 +1,6 @@
 """Router: hidden states to expert choices. Always in float32, whatever the model computes in.
 
-1. Logits, one for each expert.
+1. Logits, one for each expert, and their biases if these are learned.
 2. Choice and weights by the layer's rule (`penstock.kernels.reference.route`).
 3. Auxiliary losses, attached to the weights.
 4. Forced balance (benchmarks) or capacity, if asked for.
@@ -65,6 +65,8 @@ class Router(BalancedRouter):
         self.rule = router_rule(moe)
         self.expert_bias_rate = moe.router.expert_bias_rate
         self.weight_ED = nn.Parameter(torch.empty(moe.experts, hidden_size, dtype=torch.float32))
+        logit_bias = torch.empty(moe.experts, dtype=torch.float32) if moe.router.logit_bias else None
+        self.logit_bias_E = None if logit_bias is None else nn.Parameter(logit_bias)
         bias = torch.zeros(moe.experts, dtype=torch.float32) if moe.router.expert_bias else None
         self.register_buffer("expert_bias_E", bias)
         self.meter = LoadMeter(moe.experts)
@@ -77,6 +79,8 @@ class Router(BalancedRouter):
             scope: rows and share of the micro-batch.
         """
         logits_TE = float32_linear(x_TD, self.weight_ED)
+        if self.logit_bias_E is not None:
+            logits_TE = logits_TE + self.logit_bias_E
         routed = self.operators.route(logits_TE, self.expert_bias_E, self.rule, scope.sequences)
         routing = Routing(routed.weights_TK, routed.experts_TK)
         tokens = x_TD.shape[0] * self.axes.sequence.size

@@ -8,19 +8,32 @@
 With all-gather a rank has two chunks of queries, one from the front and one from the back of the row, and each sees the
 keys up to its own end. Simpler than ring attention, which hides the exchange behind the products and merges partial
 softmaxes for it.
+
+Layers that see a part of the row (`attend_locally`) need the keys of a part only, and all are gathered still: one kind
+of exchange for all layers.
 """
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.attention import causal_attention
+from penstock.kernels.local_attention import Near, local_attention, near
+from penstock.kernels.reach import Reach
+from penstock.layout.sequence import SequenceLayout
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, swap
 from penstock.parallel.kit import Kit
 
 
 def attend(
-    q_BSHN: Tensor, k_BSGN: Tensor, v_BSGM: Tensor, kit: Kit, *, scale: float, allowed_BSS: Tensor | None
+    q_BSHN: Tensor,
+    k_BSGN: Tensor,
+    v_BSGM: Tensor,
+    kit: Kit,
+    *,
+    scale: float,
+    allowed_BSS: Tensor | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of our own positions over the whole row, by the method of the kit.
 
@@ -32,19 +45,110 @@ def attend(
         scale: factor on the scores.
         allowed_BSS: boolean, which query position (first S) may look at which of the row's key positions. Its queries
             are all positions of the row with ulysses, ours with all-gather. None for plain causal.
+        sinks_H: of our queries' heads; None for a plain softmax.
 
     Returns:
         o_BSHM of our positions.
     """
     axis, backend = kit.axes.context, kit.operators.attention_backend
-    if axis.size == 1:
-        return causal_attention(q_BSHN, k_BSGN, v_BSGM, scale=scale, allowed_BSS=allowed_BSS, backend=backend)
-    if kit.context_method == "all-gather":
+    if axis.size > 1 and kit.context_method == "all-gather":
         k_BSGN, v_BSGM = gather_positions(k_BSGN, axis), gather_positions(v_BSGM, axis)
-        return attend_to_row(q_BSHN, k_BSGN, v_BSGM, kit, scale=scale, allowed_BSS=allowed_BSS)
+        return attend_to_row(q_BSHN, k_BSGN, v_BSGM, kit, scale=scale, allowed_BSS=allowed_BSS, sinks_H=sinks_H)
     q_BSHN, k_BSGN, v_BSGM = (swap(x, axis, split_dim=2, join_dim=1) for x in (q_BSHN, k_BSGN, v_BSGM))
-    o_BSHM = causal_attention(q_BSHN, k_BSGN, v_BSGM, scale=scale, allowed_BSS=allowed_BSS, backend=backend)
+    sinks_H = _of_own_heads(sinks_H, axis)
+    o_BSHM = causal_attention(
+        q_BSHN, k_BSGN, v_BSGM, scale=scale, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H
+    )
     return swap(o_BSHM, axis, split_dim=1, join_dim=2)
+
+
+def attend_locally(
+    q_BSHN: Tensor,
+    k_BSGN: Tensor,
+    v_BSGM: Tensor,
+    kit: Kit,
+    *,
+    scale: float,
+    nears: tuple[Near, ...],
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Attention of our own positions over the part of the row that each sees, by the method of the kit.
+
+    Args:
+        q_BSHN: queries of our positions.
+        k_BSGN: keys of our positions.
+        v_BSGM: values of our positions.
+        kit: kernels and ranks.
+        scale: factor on the scores.
+        nears: what `nears_of` gave for the layer's reach.
+        sinks_H: of our queries' heads; None for a plain softmax.
+
+    Returns:
+        o_BSHM of our positions.
+    """
+    axis, backend = kit.axes.context, kit.operators.attention_backend
+    gathers = axis.size > 1 and kit.context_method == "all-gather"
+    if gathers:
+        k_BSGN, v_BSGM = gather_positions(k_BSGN, axis), gather_positions(v_BSGM, axis)
+    else:
+        q_BSHN, k_BSGN, v_BSGM = (swap(x, axis, split_dim=2, join_dim=1) for x in (q_BSHN, k_BSGN, v_BSGM))
+        sinks_H = _of_own_heads(sinks_H, axis)
+    found = [
+        local_attention(own_BSHN, k_BSGN, v_BSGM, one, scale=scale, backend=backend, sinks_H=sinks_H)
+        for own_BSHN, one in zip(q_BSHN.chunk(len(nears), dim=1), nears, strict=True)
+    ]
+    return torch.cat(found, dim=1) if gathers else swap(found[0], axis, split_dim=1, join_dim=2)
+
+
+def nears_of(
+    kit: Kit, reach: Reach, held: int, rows: int, allowed_BSS: Tensor | None, device: torch.device
+) -> tuple[Near, ...]:
+    """What `attend_locally` needs to know about a micro-batch, the same for all layers of one reach.
+
+    Args:
+        kit: ranks.
+        reach: of the layers.
+        held: positions that this context-parallel rank holds.
+        rows: of the micro-batch.
+        allowed_BSS: as of `attend`.
+        device: for masks.
+
+    Returns:
+        One of each range of queries; none if the row is no longer than the reach: then such a layer sees all of it.
+    """
+    layout = _layout(kit, held)
+    if layout.length <= reach.size:
+        return ()
+    # With ulysses a rank attends for all of the row, whatever it holds.
+    whole = (range(layout.length),)
+    ranges = whole if kit.context_method == "ulysses" else layout.chunks(kit.axes.context.rank)
+    allowed = (None,) * len(ranges) if allowed_BSS is None else allowed_BSS.chunk(len(ranges), dim=1)
+    return tuple(
+        near(reach, queries.start, len(queries), own, rows=rows, device=device)
+        for queries, own in zip(ranges, allowed, strict=True)
+    )
+
+
+def held_positions(kit: Kit, held: int, device: torch.device) -> Tensor:
+    """Where in the row the positions of this context-parallel rank stand, int64.
+
+    Args:
+        kit: ranks.
+        held: how many they are.
+        device: for the result.
+    """
+    chunks = _layout(kit, held).chunks(kit.axes.context.rank)
+    return torch.cat([torch.arange(one.start, one.stop, device=device) for one in chunks])
+
+
+def _layout(kit: Kit, held: int) -> SequenceLayout:
+    context = kit.axes.context.size
+    return SequenceLayout(length=held * context, context=context, method=kit.context_method)
+
+
+def _of_own_heads(sinks_H: Tensor | None, axis: Axis) -> Tensor | None:
+    """Of the heads that a rank has when ranks have exchanged positions for heads."""
+    return sinks_H if sinks_H is None or axis.size == 1 else sinks_H.chunk(axis.size)[axis.rank]
 
 
 def gather_positions(x_BS: Tensor, axis: Axis) -> Tensor:
@@ -65,7 +169,14 @@ def gather_positions(x_BS: Tensor, axis: Axis) -> Tensor:
 
 
 def attend_to_row(
-    q_BSHN: Tensor, k_BSGN: Tensor, v_BSGM: Tensor, kit: Kit, *, scale: float, allowed_BSS: Tensor | None
+    q_BSHN: Tensor,
+    k_BSGN: Tensor,
+    v_BSGM: Tensor,
+    kit: Kit,
+    *,
+    scale: float,
+    allowed_BSS: Tensor | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of our two chunks over keys and values of the whole row.
 
@@ -76,6 +187,7 @@ def attend_to_row(
         kit: kernels and ranks.
         scale: factor on the scores.
         allowed_BSS: boolean, our query positions x all key positions, causal already; None for plain causal.
+        sinks_H: as of `attend`.
 
     Returns:
         o_BSHM of our positions.
@@ -100,6 +212,7 @@ def attend_to_row(
                 scale=scale,
                 allowed_BSS=allowed,
                 backend=kit.operators.attention_backend,
+                sinks_H=sinks_H,
             )
         )
     return torch.cat(chunks, dim=1)

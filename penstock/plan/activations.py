@@ -26,6 +26,7 @@ from penstock.models.mtp import MultiTokenPrediction
 from penstock.models.rank_model import message_of
 from penstock.moe.layer import MoE
 from penstock.parallel.later import Task
+from penstock.plan.layer_kinds import layer_kind
 from penstock.plan.ledger import Ledger, Section
 from penstock.plan.pieces import Piece, StageActivations
 from penstock.plan.stand_in import META, StandIn
@@ -45,9 +46,9 @@ def activations_of(rank: StandIn, batch: MicroBatch | None = None) -> tuple[Stag
     return tuple(_stage(rank, number, decoder, batch) for number, decoder in rank.decoders.items())
 
 
-def kind_of(block: Block) -> Hashable:
+def kind_of(decoder: Decoder, layer: int, block: Block) -> Hashable:
     """Layers of one kind hold the same."""
-    return type(block.ffn).__name__, block.kit.recompute
+    return layer_kind(decoder.config, layer), block.kit.recompute
 
 
 def micro_batch_of(rank: StandIn) -> MicroBatch:
@@ -81,7 +82,7 @@ def _sees_row(rank: StandIn) -> bool:
 def _stage(rank: StandIn, number: int, decoder: Decoder, batch: MicroBatch) -> StageActivations:
     blocks = {int(layer): block for layer, block in decoder.blocks.items() if isinstance(block, Block)}
     runs_all = rank.run.dispatch.overlap in IN_PIECES or bool(rank.run.offload.activations)
-    kinds = {layer: (layer if runs_all else kind_of(block)) for layer, block in blocks.items()}
+    kinds = {layer: (layer if runs_all else kind_of(decoder, layer, block)) for layer, block in blocks.items()}
     first_of: dict[Hashable, int] = {}
     for layer, kind in kinds.items():
         first_of.setdefault(kind, layer)
@@ -104,8 +105,8 @@ def _shortened(decoder: Decoder, blocks: dict[int, Block]) -> Decoder:
         norm=decoder.norm,
         head=decoder.head,
         mtp={int(depth): one for depth, one in decoder.mtp.items() if isinstance(one, MultiTokenPrediction)},
+        kit=decoder.kit,
         is_first=decoder.is_first,
-        overlap=decoder.overlap,
     )
 
 
@@ -126,12 +127,13 @@ class _Pass:
         # Halves of a micro-batch pass a layer in turns, so there a layer has no piece of its own.
         is_cut = len(decoder.blocks) > 0 and rank.run.dispatch.overlap not in IN_PIECES
         self.blocks = [block for block in decoder.blocks.values() if isinstance(block, Block)] if is_cut else []
+        self.kinds = [layer_kind(decoder.config, int(layer)) for layer in decoder.blocks] if is_cut else []
 
     def pieces(self) -> list[Piece]:
         """Run, and put the sections together."""
         run = self.rank.run
         counted = torch.ones(1 + run.model.mtp_layers, dtype=torch.float64, device=self.device)
-        names = ["embed", *map(kind_name, self.blocks), "head"] if self.blocks else ["stage"]
+        names = ["embed", *self.kinds, "head"] if self.blocks else ["stage"]
         with _labelled(self.decoder, self.ledger), self._marked(), self.ledger, self.tape:
             output = self._forward(self.batch, counted)
             end = output if self.decoder.norm is not None else get_gradient_edge(output)
@@ -263,11 +265,6 @@ def _label(path: str, module: nn.Module) -> str:
     if isinstance(module, Block):
         return f"{path.rpartition('.')[0]}.residual" if not is_in_layer else "residual"
     return f"{name}.dispatch" if isinstance(module, MoE) else name
-
-
-def kind_name(block: Block) -> str:
-    """A layer's kind in a word."""
-    return "moe" if isinstance(block.ffn, MoE) else "dense"
 
 
 def _pieces(

@@ -8,8 +8,10 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from penstock.config.fit import micro_batches
+from penstock.config.model import Model
 from penstock.config.run import Run
 from penstock.layout.actions import Kind
 from penstock.layout.grid import Grid
@@ -17,13 +19,14 @@ from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage
 from penstock.plan.held import Shape, Standing, standings
 from penstock.plan.held_state import (
-    LAYERS,
+    OTHERS,
     Facts,
     PartState,
     Shards,
     together,
     update_bytes,
 )
+from penstock.plan.layer_kinds import has_experts, layer_kind
 from penstock.plan.memory import LOSS, Memory, Overheads
 from penstock.plan.miniature import Likeness, likeness
 from penstock.plan.pieces import StageActivations
@@ -53,21 +56,34 @@ class Contents:
 
     Attributes:
         embed: it begins with the embedding.
-        dense: layers without experts.
-        moe: layers with experts.
+        layers: kinds of its layers as they stand, and how many of each stand together.
         head: it ends with norm, prediction layers, output projection and loss.
     """
 
     embed: bool
-    dense: int
-    moe: int
+    layers: tuple[tuple[str, int], ...]
     head: bool
 
+    @property
+    def moe(self) -> int:
+        """Layers with experts."""
+        return sum(count for kind, count in self.layers if has_experts(kind))
 
-def contents_of(stage: Stage, dense_layers: int) -> Contents:
-    """Of a stage of a model whose first layers are dense."""
-    dense = sum(layer < dense_layers for layer in stage.layers)
-    return Contents(stage.embed, dense, len(stage.layers) - dense, stage.norm_and_head)
+    @property
+    def count(self) -> int:
+        """Layers."""
+        return sum(count for _, count in self.layers)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of its layers, in the order in which they come first."""
+        return tuple(dict.fromkeys(kind for kind, _ in self.layers))
+
+
+def contents_of(stage: Stage, model: Model) -> Contents:
+    """Of a stage of a model."""
+    together = groupby(layer_kind(model, layer) for layer in stage.layers)
+    return Contents(stage.embed, tuple((kind, len(list(same))) for kind, same in together), stage.norm_and_head)
 
 
 @dataclass(frozen=True)
@@ -111,13 +127,10 @@ class RankState:
         mtp = self.run.model.mtp_layers
         has_head = any(one.head for one in stages)
         needs_embedding = any(one.embed for one in stages) or (has_head and (mtp > 0 or self.run.model.tied_embeddings))
-        counts = {
-            "embed": int(needs_embedding),
-            "dense": sum(one.dense for one in stages),
-            "moe": sum(one.moe for one in stages),
-            "mtp": int(has_head and mtp > 0),
-            "head": int(has_head),
-        }
+        counts = Counter({"embed": int(needs_embedding), "mtp": int(has_head and mtp > 0), "head": int(has_head)})
+        for one in stages:
+            for kind, count in one.layers:
+                counts[kind] += count
         return {kind: count for kind, count in counts.items() if count}
 
     def of(self, stages: Sequence[Contents]) -> PartState:
@@ -133,7 +146,7 @@ class RankState:
         parts = self.parts(stages)
         if not any(self.states[kind].whole for kind in parts):
             return 0
-        layers = [self.states[kind].whole for kind in parts if kind in LAYERS]
+        layers = [self.states[kind].whole for kind in parts if kind not in OTHERS]
         depths = self.states["mtp"].whole // self.run.model.mtp_layers if "mtp" in parts else 0
         most = max(*layers, depths, 0)
         always = sum(self.states[kind].whole for kind in parts if kind in ("embed", "head"))
@@ -212,13 +225,12 @@ class Composed:
     @property
     def fullest(self) -> int:
         """The place on the pipeline that needs most."""
-        first: dict[tuple[Contents, ...], int] = {}
+        first: dict[tuple[tuple[Contents, ...], int], int] = {}
+        # In a loop an earlier place holds more micro-batches than a later one with the same stages.
+        is_loop = self.shape is None or SCHEDULES[self.shape.name].placement != "v"
         for place in range(self.grid.pipeline):
-            key = tuple(self.contents[number] for number in self.stages_of(place))
-            # In a loop an earlier place holds more micro-batches than a later one with the same stages.
-            if self.shape is not None and SCHEDULES[self.shape.name].placement == "v":
-                key = (*key, Contents(False, place, 0, False))
-            first.setdefault(key, place)
+            held = tuple(self.contents[number] for number in self.stages_of(place))
+            first.setdefault((held, 0 if is_loop else place), place)
         return max(first.values(), key=self.total)
 
     def passing(self, place: int) -> int:

@@ -33,8 +33,9 @@ from penstock.plan.held_state import (
     part_state,
     shards_of,
 )
+from penstock.plan.layer_kinds import first_of_kinds
 from penstock.plan.memory import NO_OVERHEADS, Memory, Overheads
-from penstock.plan.miniature import Likeness, View, likeness, rank_of_miniature
+from penstock.plan.miniature import Likeness, View, kinds_of, later_kinds, likeness, rank_of_miniature
 from penstock.plan.pieces import StageActivations
 from penstock.plan.stand_in import StandIn, Target
 
@@ -66,6 +67,7 @@ class Composer:
         target: the same.
         overheads: the same.
         costs: FLOPs of the parts of the model.
+        leading: kinds of layers that stand at the beginning of the model only.
         rehearsals: how many there were.
     """
 
@@ -74,9 +76,10 @@ class Composer:
         self.target = target
         self.overheads = overheads
         self.costs = stage_costs(run.model, run.training.sequence_length)
+        self.leading = frozenset(first_of_kinds(run.model, range(run.model.layers))) - later_kinds(run.model).keys()
         self.rehearsals = 0
         self._stages: dict[int, tuple[Stage, ...]] = {}
-        self._rehearsed: dict[tuple[Likeness, View], Shown] = {}
+        self._rehearsed: dict[tuple[Likeness, View, tuple[str, ...]], Shown] = {}
         self._facts: dict[_Sharing, Facts] = {}
         self._states: dict[tuple[_Sharing, Shards], dict[str, PartState]] = {}
         self._contents: dict[tuple[str, int, int], tuple[Contents, ...]] = {}
@@ -104,8 +107,7 @@ class Composer:
         """Of every stage, in short."""
         key = run.pipeline.layout, run.parallel.pipeline, run.pipeline.stages_per_rank
         if key not in self._contents:
-            dense = self.run.model.dense_layers if self.run.model.moe is not None else self.run.model.layers
-            self._contents[key] = tuple(contents_of(stage, dense) for stage in self.stages(run))
+            self._contents[key] = tuple(contents_of(stage, self.run.model) for stage in self.stages(run))
         return self._contents[key]
 
     def places(self, run: Run) -> tuple[tuple[tuple[Contents, ...], Load], ...]:
@@ -121,7 +123,7 @@ class Composer:
                 held = tuple(contents[number] for number in own)
                 flops = sum(self.costs.of(stages[number]) for number in own)
                 moe = sum(one.moe for one in held)
-                found.append((held, Load(flops, moe, moe + sum(one.dense for one in held))))
+                found.append((held, Load(flops, moe, sum(one.count for one in held))))
             self._places[key] = tuple(found)
         return self._places[key]
 
@@ -189,12 +191,18 @@ class Composer:
             self._states[key] = {kind: part_state(parameters, shards) for kind, parameters in facts.items()}
         return RankState(run, facts, shards, self._states[key])
 
-    def shown(self, run: Run, view: View) -> Shown:
-        """One stage of a miniature of the run, made once for all runs that are alike."""
-        key = likeness(run), view
+    def shown(self, run: Run, view: View, kinds: tuple[str, ...] = ()) -> Shown:
+        """One stage of a miniature of the run, made once for all runs that are alike.
+
+        Args:
+            run: whose.
+            view: which stage.
+            kinds: of its layers, in the order of some stage of the run; none for those that the view shows.
+        """
+        key = likeness(run), view, kinds or kinds_of(run.model, view)
         if key not in self._rehearsed:
             self.rehearsals += 1
-            with rank_of_miniature(run, view, self.target) as rank:
+            with rank_of_miniature(run, view, self.target, key[2]) as rank:
                 (stage,) = activations_of(rank)
                 self._rehearsed[key] = Shown(
                     rank=rank, stage=stage, shared_bytes=rank.shared_bytes, batch_bytes=_bytes_of_rows(rank)
@@ -218,43 +226,54 @@ class Composer:
         return self._activations[key]
 
     def _put_together(self, run: Run, alike: Likeness, contents: Contents, closely: bool) -> StageActivations:
-        view = view_of(contents)
+        view = view_of(contents, self.leading)
         if not closely:
             view = _COMMON.get(view, view)
-        if view in ("middle", "mixed") and not alike.splits:
+        # A layer directly behind `before` has less to do than one behind a layer of another kind.
+        order = () if not closely or self._is_usual(view, contents) else contents.kinds
+        if view in ("middle", "mixed") and not (alike.splits or order):
             # The two others have shown all of it.
             first, last = (self.shown(run, one).stage for one in ("first", "last"))
-            # A layer directly behind `before` has less to do than one behind a layer of another kind.
-            layers = list(first.pieces[1:-1] if contents.dense else last.pieces[1:-1])
+            is_led = any(kind in self.leading for kind in contents.kinds)
+            layers = list(first.pieces[1:-1] if is_led else last.pieces[1:-1])
             begin, end = last.pieces[0], first.pieces[-1]
             weight = 0
         else:
-            stage = self.shown(run, view).stage
+            stage = self.shown(run, view, order).stage
             if len(stage.pieces) == 1:
                 return stage
             (begin, *layers, end), weight = stage.pieces, stage.weight
         by_kind = {piece.name: piece for piece in layers}
-        for kind, count in (("dense", contents.dense), ("moe", contents.moe)):
-            if count and kind not in by_kind:
+        for kind in contents.kinds:
+            if kind not in by_kind:
                 by_kind[kind] = next(one for one in self.shown(run, "first").stage.pieces if one.name == kind)
-        numbers = {"dense": contents.dense, "moe": contents.moe}
-        middle = [by_kind[kind] for kind, count in numbers.items() for _ in range(count)]
+        middle = [by_kind[kind] for kind, count in contents.layers for _ in range(count)]
         return StageActivations(number=0, pieces=(begin, *middle, end), weight=weight)
+
+    def _is_usual(self, view: View, contents: Contents) -> bool:
+        """Whether a view shows its layers in the order of a stage; what it does not show stands elsewhere."""
+        usual, kinds = kinds_of(self.run.model, view), contents.kinds
+        return kinds == usual[: len(kinds)] or not set(kinds) <= set(usual)
 
 
 _COMMON: Mapping[View, View] = MappingProxyType({"mixed": "middle", "embed": "first", "head": "last"})
 """Views of rare stages, and those that show nearly the same."""
 
 
-def view_of(contents: Contents) -> View:
-    """Which stage of a miniature shows a stage."""
+def view_of(contents: Contents, leading: frozenset[str]) -> View:
+    """Which stage of a miniature shows a stage.
+
+    Args:
+        contents: of the stage.
+        leading: kinds of layers that stand at the beginning of the model only.
+    """
     if contents.embed and contents.head:
         return "whole"
     if contents.embed:
-        return "first" if contents.dense + contents.moe else "embed"
+        return "first" if contents.layers else "embed"
     if contents.head:
-        return "last" if contents.dense + contents.moe else "head"
-    return "mixed" if contents.dense and contents.moe else "middle"
+        return "last" if contents.layers else "head"
+    return "mixed" if len({kind in leading for kind, _ in contents.layers}) > 1 else "middle"
 
 
 def _sizes_of(stage: StageActivations) -> Sizes:

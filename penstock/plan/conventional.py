@@ -24,7 +24,8 @@ from torch import Tensor
 
 from penstock.config.run import Run
 from penstock.kernels.grouped_gemm import grouped_gemm
-from penstock.kernels.operators import Operators
+from penstock.kernels.operators import Operators, torch_add_bias
+from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
 from penstock.kernels.swiglu import swiglu
 
 Saving = Literal["run", "conventional"]
@@ -56,7 +57,7 @@ def conventional_operators(operators: Operators) -> Operators:
     return replace(operators, expert_ffn=separate_expert_ffn, expert_ffn_is_ours=False)
 
 
-def separate_expert_ffn(
+def separate_expert_ffn(  # noqa: PLR0913 (it stands in for an operator)
     x_ND: Tensor,
     gate_up_eFD: Tensor,
     down_eDF: Tensor,
@@ -65,6 +66,8 @@ def separate_expert_ffn(
     index_R: Tensor | None = None,
     *,
     places_TK: Tensor | None = None,
+    biases: tuple[Tensor, Tensor | None] | None = None,
+    rule: ExpertRule = SWIGLU,
 ) -> Tensor:
     """`penstock.kernels.expert_ffn.expert_ffn` as a copy and three operators, of which each saves its inputs.
 
@@ -76,11 +79,17 @@ def separate_expert_ffn(
         weights_R: float32 routing weight of each row, or None for 1.
         index_R: source row of each place, or None if x stands in the experts' order already.
         places_TK: not read; autograd finds the gradient of the copy by itself.
+        biases: of gate and up, and of down; the second None where others add it.
+        rule: what is computed between the products.
 
     Returns:
         y_RD; rows past the last expert's are zero.
     """
+    check_biases(biases is not None, rule)
     x_RD = x_ND if index_R is None else x_ND.index_select(0, index_R)
+    gate_up_bias_eF, down_bias_eD = biases or (None, None)
     gate_up_RF = grouped_gemm(x_RD, gate_up_eFD, counts_e)
-    h_RF = swiglu(gate_up_RF, weights_R)
-    return grouped_gemm(h_RF, down_eDF, counts_e)
+    if gate_up_bias_eF is not None:
+        gate_up_RF = torch_add_bias(gate_up_RF, gate_up_bias_eF, counts_e)
+    y_RD = grouped_gemm(swiglu(gate_up_RF, weights_R, rule), down_eDF, counts_e)
+    return y_RD if down_bias_eD is None else torch_add_bias(y_RD, down_bias_eD, counts_e, weights_R)

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from penstock.config.parallel import Parallel
 from penstock.layout.pieces import rows_of_shard
-from penstock.models.block import Block
 from penstock.models.holdings import holdings
 from penstock.parallel.buckets import BUCKET_VALUES, IN_FLIGHT, ROW_VALUES
-from penstock.plan.activations import kind_name
+from penstock.plan.layer_kinds import layer_kind
 from penstock.plan.stand_in import StandIn
 
 MOMENT_BYTES = 8
@@ -56,11 +55,11 @@ class Fact:
         return (end - begin) * self.width
 
 
-LAYERS = ("dense", "moe")
-"""Kinds of decoder layers, as `penstock.plan.activations.kind_name` has them."""
+OTHERS = ("embed", "mtp", "head")
+"""Parts that are no decoder layers; these are called by their kind (`penstock.plan.layer_kinds`)."""
 
 Facts = Mapping[str, tuple[Fact, ...]]
-"""Parameters of each kind of part: embed, dense, moe, mtp, head."""
+"""Parameters of each kind of part: embed, each kind of layer, mtp, head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +196,7 @@ def facts_of(rank: StandIn) -> Facts:
         kind, path = kind_of(one.name)
         facts = found.setdefault(kind, {})
         # One layer of each kind is enough.
-        if kind in LAYERS and any(not name.startswith(path) for name in facts):
+        if kind not in OTHERS and any(not name.startswith(path) for name in facts):
             continue
         shape = one.parameter.shape
         rows = shape[0] if shape else 1
@@ -215,10 +214,9 @@ def facts_of(rank: StandIn) -> Facts:
 def _kinds(rank: StandIn) -> Callable[[str], tuple[str, str]]:
     """From a parameter's name to its part, and what begins the names of that part."""
     blocks = {
-        f"blocks.{layer}.": kind_name(block)
+        f"blocks.{layer}.": layer_kind(decoder.config, int(layer))
         for decoder in rank.decoders.values()
-        for layer, block in decoder.blocks.items()
-        if isinstance(block, Block)
+        for layer in decoder.blocks
     }
 
     def kind_of(name: str) -> tuple[str, str]:

@@ -1,19 +1,20 @@
 """A run on the fewest ranks and layers that show all that a stage of it holds: what it is rehearsed on.
 
-What a layer holds depends on who shares it (tensor, context, expert, expert_tensor ranks), on the micro-batch and on
-what is done to activations; not on how many layers and stages there are, and not on data-parallel ranks. So a run is
-cut down to one replica and one layer of a kind, and one stage of it is run. Which one is its `View`:
+What a layer holds depends on its kind (`penstock.plan.layer_kinds`), on who shares it (tensor, context, expert,
+expert_tensor ranks), on the micro-batch and on what is done to activations; not on how many layers and stages there
+are, and not on data-parallel ranks. So a run is cut down to one replica, and one stage of it is run, with one layer of
+a kind. Which stage is its `View`; t t are all kinds, t those behind the first dense layers, or others if asked for:
 
     whole     E t t m L               no pipeline
-    first     E t t | t m L           begins with the embedding; t t are a dense layer and one with experts
-    last      E t t | t m L           ends with the head
-    middle    E t | t | m L           has neither
-    mixed     E t | t t | m L         has neither, and dense layers before others
-    embed     E | t t | m L           the embedding alone
-    head      E | t t | m L           the head alone
+    first     E t t |                 begins with the embedding
+    last            | t m L           ends with the head
+    middle    E | t | m L             has neither
+    mixed     E | t t | m L           has neither, and first dense layers before others
+    embed     E | | m L               the embedding alone
+    head      E | | m L               the head alone
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import lcm
@@ -21,11 +22,14 @@ from types import MappingProxyType
 from typing import Literal
 
 from penstock.config.fit import SPLITTING_SCHEDULES, grid_of
+from penstock.config.model import Model
 from penstock.config.parallel import Graphs, Offload, Pipeline
 from penstock.config.run import Run
-from penstock.models.rank_model import embedding_places
+from penstock.layout.stages import Stage
+from penstock.models.build import needs_embedding
 from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
+from penstock.plan.layer_kinds import first_of_kinds, layers_in_order
 from penstock.plan.stand_in import StandIn, Target, stand_in
 
 View = Literal["whole", "first", "last", "middle", "mixed", "embed", "head"]
@@ -69,41 +73,38 @@ def likeness(run: Run) -> Likeness:
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a view divides a miniature: dense layers and layers with experts of each stage, and the stage that is run."""
+    """How a view divides a miniature: stages, the one that is run, and the layers that this has one of each kind of."""
 
-    stages: tuple[tuple[int, int], ...]
+    stages: int
     place: int
+    layers: Literal["all", "later", "none"]
 
 
 _CUTS: Mapping[View, _Cut] = MappingProxyType(
     {
-        "whole": _Cut(((1, 1),), 0),
-        "first": _Cut(((1, 1), (0, 1)), 0),
-        "last": _Cut(((1, 1), (0, 1)), 1),
-        "middle": _Cut(((1, 0), (0, 1), (0, 0)), 1),
-        "mixed": _Cut(((1, 0), (1, 1), (0, 0)), 1),
-        "embed": _Cut(((0, 0), (1, 1), (0, 0)), 0),
-        "head": _Cut(((0, 0), (1, 1), (0, 0)), 2),
+        "whole": _Cut(1, 0, "all"),
+        "first": _Cut(2, 0, "all"),
+        "last": _Cut(2, 1, "later"),
+        "middle": _Cut(3, 1, "later"),
+        "mixed": _Cut(3, 1, "all"),
+        "embed": _Cut(3, 0, "none"),
+        "head": _Cut(3, 2, "none"),
     }
 )
 
 
+def later_kinds(model: Model) -> dict[str, int]:
+    """Kinds of the layers behind the first dense ones, and the first layer of each: what most stages hold."""
+    return first_of_kinds(model, range(model.dense_layers if model.moe_layers else 0, model.layers))
+
+
 def miniature(run: Run, view: View) -> Run:
-    """The run cut down; it fits `ranks_of` it."""
-    model, count = run.model, len(_CUTS[view].stages)
-    has_dense, has_moe = model.dense_layers > 0, model.moe is not None
-    # A dense model has no other layers, so they stand in for those with experts.
-    layers = [dense * has_dense + moe if has_moe else max(dense, moe) for dense, moe in _CUTS[view].stages]
-    dense_layers = sum(dense * has_dense for dense, _ in _CUTS[view].stages) if has_moe else sum(layers)
-    ends = ["E", *[""] * (count - 1)], [*[""] * (count - 1), f"{'m' * model.mtp_layers}L"]
-    texts = [begin + "t" * number + end for number, begin, end in zip(layers, *ends, strict=True)]
+    """The run cut down; it fits `ranks_of` it. Its model is the same, of which `stages_of_miniature` hold a part."""
     schedule = "zb-1f1b" if run.pipeline.schedule in SPLITTING_SCHEDULES else "1f1b"
-    order = {"schedule": schedule, "layout": "|".join(texts)} if count > 1 else {}
     small = run.model_copy(
         update={
-            "model": model.model_copy(update={"layers": sum(layers), "dense_layers": dense_layers}),
-            "parallel": run.parallel.model_copy(update={"pipeline": count, "shard_size": 0}),
-            "pipeline": Pipeline().model_copy(update=order),
+            "parallel": run.parallel.model_copy(update={"pipeline": _CUTS[view].stages, "shard_size": 0}),
+            "pipeline": Pipeline().model_copy(update={"schedule": schedule} if _CUTS[view].stages > 1 else {}),
             "graphs": Graphs(),
             "offload": Offload(),
             "recompute": run.recompute.model_copy(update={"layers": (), "stages": ()}),
@@ -114,6 +115,27 @@ def miniature(run: Run, view: View) -> Run:
     return small.model_copy(update={"training": run.training.model_copy(update={"global_batch": rows})})
 
 
+def kinds_of(model: Model, view: View) -> tuple[str, ...]:
+    """Kinds of the layers that a view shows, in their order."""
+    kinds = {"all": first_of_kinds(model, range(model.layers)), "later": later_kinds(model), "none": {}}
+    return tuple(kinds[_CUTS[view].layers])
+
+
+def stages_of_miniature(model: Model, view: View, kinds: Sequence[str]) -> tuple[Stage, ...]:
+    """Stages of a view; only the one that is run holds layers, one of each kind."""
+    cut = _CUTS[view]
+    layers, last = layers_in_order(model, kinds), cut.stages - 1
+    return tuple(
+        Stage(
+            embed=place == 0,
+            layers=layers if place == cut.place else (),
+            mtp=tuple(range(model.mtp_layers)) if place == last else (),
+            norm_and_head=place == last,
+        )
+        for place in range(cut.stages)
+    )
+
+
 def ranks_of(small: Run) -> int:
     """Ranks that a miniature needs; two that hold the same where weights are divided among such."""
     parallel = small.parallel
@@ -122,21 +144,24 @@ def ranks_of(small: Run) -> int:
 
 
 @contextmanager
-def rank_of_miniature(run: Run, view: View, target: Target) -> Iterator[StandIn]:
+def rank_of_miniature(run: Run, view: View, target: Target, kinds: Sequence[str] | None = None) -> Iterator[StandIn]:
     """The first rank that holds the stage of a view. Starts and ends a process group.
 
     Args:
         run: whose miniature it is.
         view: of it.
         target: where the run will be.
+        kinds: of its layers, in the order of some stage of the run; None for those that the view shows.
     """
-    small = miniature(run, view)
+    kinds = kinds_of(run.model, view) if kinds is None else kinds
+    small, stages = miniature(run, view), stages_of_miniature(run.model, view, kinds)
     world = ranks_of(small)
     rank = _CUTS[view].place * world // small.parallel.pipeline
+    holders = tuple(place for place, stage in enumerate(stages) if needs_embedding(run.model, stage))
     if world > 1:
         start_fake_process_group(rank, world)
     try:
-        axes = make_axes(grid_of(small, world), embedding_places(small), 0, target.ranks_per_node)
-        yield stand_in(small, axes, target)
+        axes = make_axes(grid_of(small, world), holders, 0, target.ranks_per_node)
+        yield stand_in(small, axes, target, stages)
     finally:
         stop_process_group()

@@ -20,6 +20,7 @@ from penstock.models.rank_model import embedding_places, stages_of
 from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
 from penstock.plan.activations import activations_of, micro_batch_of
+from penstock.plan.layer_kinds import layer_kind
 from penstock.plan.ledger import Ledger
 from penstock.plan.pieces import StageActivations
 from penstock.plan.stand_in import StandIn, Target, stand_in
@@ -147,7 +148,7 @@ def _parts_of(run: Run, stages: tuple[Stage, ...], place: int) -> Hashable:
 
     def parts(number: int) -> Hashable:
         stage = stages[number]
-        layers = tuple((layer < run.model.dense_layers, layer in again.layers) for layer in stage.layers)
+        layers = tuple((layer_kind(run.model, layer), layer in again.layers) for layer in stage.layers)
         return stage.embed, layers, len(stage.mtp), stage.norm_and_head, number in again.stages
 
     placement = SCHEDULES[run.pipeline.schedule].placement

@@ -5,7 +5,7 @@ that GPUs of a node share has a size and no addresses; dispatchers that read row
 nothing is sharded, because FSDP2 gives a module whole weights whenever it computes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +19,7 @@ from penstock.kernels.symmetric_transfer import MOST_RANKS
 from penstock.layout.actions import Schedule
 from penstock.layout.experts import ExpertPlacement
 from penstock.layout.stages import Stage
-from penstock.models.build import meta_stages, set_dtypes, transfers_of, whole_model
+from penstock.models.build import meta_stages, set_dtypes, transfers_of
 from penstock.models.decoder import Decoder
 from penstock.models.holdings import add_in_kernels, holdings
 from penstock.models.kernels import kernel_choices
@@ -98,20 +98,21 @@ class StandIn:
     shared_bytes: int
 
 
-def stand_in(run: Run, axes: Axes, target: Target) -> StandIn:
+def stand_in(run: Run, axes: Axes, target: Target, stages: Sequence[Stage] | None = None) -> StandIn:
     """Build one rank.
 
     Args:
         run: its configuration; fits the grid of the axes.
         axes: of the rank, of a process group that moves nothing.
         target: where it will run.
+        stages: what each stage holds, of which the whole model need not consist; None for those of the run.
 
     Raises:
         KernelError: the run asks for kernels that the target cannot run.
     """
     plan = schedule_of(run, axes)
-    stages = stages_of(run)
-    own = {0: whole_model(run.model)}
+    stages = stages_of(run) if stages is None else stages
+    own = {0: stages[0]}
     if plan is not None:
         own = {number: stages[number] for number in plan.stages_of(axes.pipeline.rank)}
     later = RehearsedLater() if plan is not None and plan.splits_backward else None

@@ -66,8 +66,79 @@ TIME_PARTS: dict[str, str] = {
 }
 """Of terms of a step: dense work is blue, experts are warm, what is sent is green, waiting is grey."""
 
+PHASES: dict[str, str] = {
+    "data": "#7f8896",
+    "forward": HUES[Kind.FORWARD],
+    "backward": HUES[Kind.BACKWARD],
+    "replay": "#4cb3d4",
+    "reduce": "#2f9e77",
+    "optimizer": "#b55fb0",
+}
+"""Of phases of a step that are always timed."""
+
+KERNELS: dict[str, str] = {
+    "attention": "#3579c8",
+    "dense": "#7fb2e5",
+    "norm": "#bcd3ea",
+    "route": "#d9ab2b",
+    "permute": "#efd27a",
+    "experts": "#e0812c",
+    "activation": "#f6cda6",
+    "dispatch": "#2f9e77",
+    "combine": "#7cc4a8",
+    "collectives": "#1d6b50",
+    "waiting": "#cf5446",
+    "loss": "#efb671",
+    "optimizer": "#b55fb0",
+    "copies": "#7f8896",
+    "other": "#5c636d",
+}
+"""Of what a device does, in groups of phases: hues as in `TIME_PARTS`; waiting for other ranks is red."""
+
+_KERNEL_GROUPS: dict[str, str] = {
+    "positions": "attention",
+    "key-value cache": "attention",
+    "shared": "dense",
+    "matrix products": "dense",
+    "convolution": "dense",
+    "embed": "norm",
+    "residual": "norm",
+    "elementwise": "norm",
+    "reductions": "norm",
+    "quantize": "norm",
+    "pooling": "norm",
+    "index": "route",
+    "sort": "route",
+    "gather and scatter": "permute",
+    "grouped products": "experts",
+    "grouped products of weight gradients": "experts",
+    "all-to-all": "collectives",
+    "all-reduce": "collectives",
+    "all-gather": "collectives",
+    "reduce-scatter": "collectives",
+    "broadcast": "collectives",
+    "send and receive": "collectives",
+    "other collectives": "collectives",
+    "reduce": "collectives",
+    "clip": "optimizer",
+    "zero": "optimizer",
+    "balance": "optimizer",
+    "gradient sums": "optimizer",
+    "copy": "copies",
+    "fill": "copies",
+}
+"""Phases of a trace that have no group of their own name."""
+
 _SHADE_RANGE = 0.55
 """The last of many shades goes so far towards white."""
+
+
+def kernel_group(phase: str) -> str:
+    """The group of a phase of a trace: `experts weight gradient` is `experts`."""
+    if phase.endswith("waiting"):
+        return "waiting"
+    found = _KERNEL_GROUPS.get(phase, phase)
+    return next((name for name in KERNELS if found.startswith(name)), "other")
 
 
 def shade(colour: str, index: int, count: int) -> str:

@@ -19,7 +19,8 @@ from urllib.parse import unquote
 from penstock.base.errors import PicturesError
 from penstock.plan.projection import Plan
 from penstock.report.figure import Figure
-from penstock.report.page import as_script, document, plan_figures, write_whole
+from penstock.report.frame import as_script, document, write_whole
+from penstock.report.page import plan_figures
 
 BROWSERS = ("chromium", "chromium-browser", "chrome-headless-shell", "google-chrome", "google-chrome-stable", "chrome")
 """Programs that are looked for, in this order."""

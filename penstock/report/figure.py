@@ -25,6 +25,7 @@ class Figure:
         layout: Plotly's layout, without what a theme says.
         height: in pixels.
         is_wide: it needs the whole width of a page.
+        hint: what the reader can do, behind the caption.
     """
 
     name: str
@@ -34,10 +35,20 @@ class Figure:
     layout: Mapping[str, Any]
     height: int = 380
     is_wide: bool = False
+    hint: str = ""
 
 
-def _theme(ink: str, faint: str, grid: str, paper: str, raised: str) -> dict[str, Any]:
-    """What a theme says, as the layout of a Plotly template."""
+def _theme(ink: str, faint: str, grid: str, paper: str, raised: str, hues: Sequence[str]) -> dict[str, Any]:
+    """What a theme says, as the layout of a Plotly template.
+
+    Args:
+        ink: of text.
+        faint: of what stands beside.
+        grid: of lines.
+        paper: of the ground.
+        raised: ground of what lies above it.
+        hues: of heat maps: nothing, half and all of a scale that begins at nothing, and what is below nothing.
+    """
     axis = {
         "gridcolor": grid,
         "linecolor": grid,
@@ -62,13 +73,31 @@ def _theme(ink: str, faint: str, grid: str, paper: str, raised: str) -> dict[str
             "yanchor": "bottom",
             "traceorder": "normal",
         },
+        "colorscale": {
+            "sequential": [[0, hues[0]], [0.5, hues[1]], [1, hues[2]]],
+            "diverging": [[0, hues[3]], [0.5, hues[0]], [1, hues[1]]],
+        },
         "margin": {"l": 14, "r": 16, "t": 8, "b": 8},
     }
 
 
 THEMES: dict[str, dict[str, Any]] = {
-    "light": _theme(ink="#1f2328", faint="#59636e", grid="#e4e7eb", paper="#ffffff", raised="#ffffff"),
-    "dark": _theme(ink="#e6e8eb", faint="#9aa4b0", grid="#2e343c", paper="#171a1f", raised="#22272e"),
+    "light": _theme(
+        ink="#1f2328",
+        faint="#59636e",
+        grid="#e4e7eb",
+        paper="#ffffff",
+        raised="#ffffff",
+        hues=("#f1f3f6", "#e0812c", "#8c1d2f", "#3579c8"),
+    ),
+    "dark": _theme(
+        ink="#e6e8eb",
+        faint="#9aa4b0",
+        grid="#2e343c",
+        paper="#171a1f",
+        raised="#22272e",
+        hues=("#22272e", "#e0812c", "#ffd9b0", "#3579c8"),
+    ),
 }
 """What a picture does not say itself."""
 
@@ -108,6 +137,21 @@ def time_text(seconds: float) -> str:
     """A time with three digits: `1.24 s`, `38.2 ms`."""
     size, name = time_unit(seconds)
     return f"{three_digits(seconds / size)} {name}"
+
+
+def bytes_text(size: float) -> str:
+    """Bytes in the unit in which they are at least 1: `14.9 MB`, `45.7 GB`."""
+    unit, name = next((one for one in BYTE_UNITS if size >= one[0]), (1.0, "B"))
+    return f"{three_digits(size / unit)} {name}"
+
+
+BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+"""Bytes, and how they are written."""
+
+
+def counted(number: int, thing: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def gigabytes(size: float) -> str:

@@ -3,23 +3,16 @@
     write_page(plan, Path("plan.html"))
     write_page(plan, Path("plan.html"), more=[scaling_figure(...), curves_figure(...)])
 
-The file holds style (assets/page.css), pictures as JSON, Plotly compressed and assets/page.js, which draws the pictures
-in the colours that the reader's system asks for. Nothing in it is fetched, and nothing is sent.
+What makes it one file stands in penstock/report/frame.py.
 """
 
-import json
-import os
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
-from penstock.base.errors import PicturesError
 from penstock.plan.projection import Plan, Projection
-from penstock.report.figure import THEMES, Figure, gigabytes, plotly_json, time_text
-from penstock.report.plotly_script import packed_plotly
+from penstock.report.figure import Figure, gigabytes, time_text
+from penstock.report.frame import card, document, key_figures, scrolling, write_whole
 from penstock.report.stacks import memory_figure, time_figure
 from penstock.report.tables import candidates_table, refusals_table
 from penstock.report.timeline import Shares, planned, timeline_figure
@@ -81,9 +74,9 @@ def page(plan: Plan, *, more: Sequence[Figure] = (), timelines: int = TIMELINES)
 {_key_figures(plan.candidates[0]) if plan.candidates else ""}
 </header>
 <main>
-<section class="wide"><h2>Candidates</h2>{_scrolling(candidates_table(plan)) if plan.candidates else _NOTHING}</section>
-{"".join(_section(figure) for figure in [*narrow[:2], *wide, *narrow[2:]])}
-{refused}<h2>Refused</h2>{_scrolling(refusals_table(plan.refused))}</section>
+<section class="wide"><h2>Candidates</h2>{scrolling(candidates_table(plan)) if plan.candidates else _NOTHING}</section>
+{"".join(card(figure) for figure in [*narrow[:2], *wide, *narrow[2:]])}
+{refused}<h2>Refused</h2>{scrolling(refusals_table(plan.refused))}</section>
 </main>"""
     return document(f"{plan.model} on {where}", body, figures)
 
@@ -106,82 +99,6 @@ def write_page(plan: Plan, path: Path, *, more: Sequence[Figure] = (), timelines
     write_whole(path, page(plan, more=more, timelines=timelines).encode())
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        PicturesError: it cannot be written.
-    """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_bytes(content)
-        beside.replace(path)
-    except OSError as error:
-        raise PicturesError("the file cannot be written", got=f"{path}: {error.strerror}") from error
-
-
-def document(title: str, body: str, figures: Sequence[Figure], script: str = "page.js") -> str:
-    """A whole HTML document with its style, pictures and scripts.
-
-    Args:
-        title: of the window.
-        body: HTML, in which a picture has an element `<div class="figure" id=NAME>`.
-        figures: pictures; names differ.
-        script: file of assets that draws them.
-
-    Raises:
-        PicturesError: Plotly is not installed.
-    """
-    names = [figure.name for figure in figures]
-    assert len(set(names)) == len(names), f"pictures have the same name: {names}"
-    pictures = {"themes": THEMES, "figures": {figure.name: plotly_json(figure) for figure in figures}}
-    return f"""<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(title)}</title>
-<style>
-{asset("page.css")}</style>
-<body>
-{body}
-<script type="application/json" id="pictures">{as_script(pictures)}</script>
-<script type="text/plain" id="plotly">{packed_plotly()}</script>
-<script>
-{asset("draw.js")}{asset(script)}</script>
-</body>
-</html>
-"""
-
-
-def as_script(value: Mapping[str, Any]) -> str:
-    """A value as JSON that can stand in a script element."""
-    # In JSON `<` stands only within texts, where its escape means the same; `</script>` would end the element.
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-
-
-@cache
-def asset(name: str) -> str:
-    """A file of assets/."""
-    return (files("penstock.report") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _scrolling(table: str) -> str:
-    return f'<div class="scroll">{table}</div>'
-
-
-def _section(figure: Figure) -> str:
-    """A picture with its words."""
-    width = ' class="wide"' if figure.is_wide else ""
-    hint = " Drag to zoom, double-click to see all again." if figure.is_wide else ""
-    return f"""<section{width}>{_SAVE}<h2>{escape(figure.title)}</h2><p class="faint">{escape(figure.caption)}{hint}</p>
-<div class="figure" id="{escape(figure.name)}" style="min-height:{figure.height}px"></div></section>
-"""
-
-
-_SAVE = '<div class="save"><button value="svg">SVG</button> <button value="png">PNG</button></div>'
-
-
 def _key_figures(best: Projection) -> str:
     """What is read first of the first candidate."""
     time = best.time
@@ -193,9 +110,4 @@ def _key_figures(best: Projection) -> str:
         "bubble": f"{time.bubble:.1%}",
         "memory": f"{gigabytes(best.memory.total)} of {gigabytes(best.capacity_bytes)}",
     }
-    over = "" if best.fits else ' class="over"'
-    cells = (
-        f"<div><dt>{name}</dt><dd{over if name == 'memory' else ''}>{escape(text)}</dd></div>"
-        for name, text in facts.items()
-    )
-    return f"<dl>{''.join(cells)}</dl>"
+    return key_figures(facts, over="" if best.fits else "memory")

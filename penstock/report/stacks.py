@@ -64,17 +64,17 @@ def memory_figure(projections: Sequence[Projection]) -> Figure:
     ranks = [f"rank {one.memory.rank}, in {one.memory.moment}" for one in projections]
     most = max(capacity, *(sum(bar.values()) for bar in bars))
     hardware = projections[0].cluster.hardware.name
-    return _stack(
+    return stacked(
         Figure(
             name="memory",
             title="Memory of the fullest rank",
             caption=f"At the fullest moment of a step. The line is the capacity of {hardware}: {capacity:.0f} GB.",
-            data=_bars(names_of([one.layout for one in projections]), bars, ranks, "GB", MEMORY_PARTS),
+            data=part_bars(names_of([one.layout for one in projections]), bars, ranks, "GB", MEMORY_PARTS),
             layout={
                 "xaxis": {"title": {"text": "GB"}, "range": [0, most * 1.13]},
-                "shapes": [_line(capacity)],
+                "shapes": [limit_line(capacity)],
             },
-            height=_height(len(bars)),
+            height=height_of(len(bars)),
         )
     )
 
@@ -90,29 +90,30 @@ def time_figure(projections: Sequence[Projection]) -> Figure:
     bars = [{name: seconds / size for name, seconds in time_parts(rank).items()} for rank in ranks]
     longest = max(sum(bar.values()) for bar in bars)
     names, notes = names_of([one.layout for one in projections]), [f"rank {one.rank}" for one in ranks]
-    return _stack(
+    return stacked(
         Figure(
             name="step-time",
             title="Time of a step",
             caption="By what is done, on the pipeline rank that waits least for the others.",
-            data=_bars(names, bars, notes, unit, TIME_PARTS),
+            data=part_bars(names, bars, notes, unit, TIME_PARTS),
             layout={"xaxis": {"title": {"text": unit}, "range": [0, longest * 1.13]}},
-            height=_height(len(bars)),
+            height=height_of(len(bars)),
         )
     )
 
 
-def _height(bars: int) -> int:
+def height_of(bars: int) -> int:
+    """Of a picture of so many bars, in pixels."""
     return 130 + 38 * bars
 
 
-def _line(at: float) -> dict[str, Any]:
+def limit_line(at: float) -> dict[str, Any]:
     """A line from top to bottom that must not be crossed."""
     place = {"type": "line", "xref": "x", "yref": "paper", "x0": at, "x1": at, "y0": 0, "y1": 1}
     return place | {"line": {"color": LIMIT, "width": 2, "dash": "dash"}}
 
 
-def _bars(
+def part_bars(
     names: Sequence[str], bars: Sequence[Mapping[str, float]], notes: Sequence[str], unit: str, known: Mapping[str, str]
 ) -> list[dict[str, Any]]:
     """One trace for each part, and one with the sums behind the bars.
@@ -178,12 +179,12 @@ def _without_small(bar: Mapping[str, float], small: set[str]) -> dict[str, float
     return {name: value for name, value in bar.items() if name not in small} | ({"other": rest} if rest else {})
 
 
-def _stack(figure: Figure) -> Figure:
+def stacked(figure: Figure) -> Figure:
     """What all pictures of bars have in their layout."""
     layout = {
         **figure.layout,
         "barmode": "stack",
-        "bargap": 0.32,
+        "bargap": 0.32 if len(figure.data[0]["y"]) > 1 else 0.75,
         "hovermode": "closest",
         "yaxis": {"autorange": "reversed", "showgrid": False, "fixedrange": True, "tickfont": {"size": 11}},
     }

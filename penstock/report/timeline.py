@@ -18,13 +18,16 @@ from typing import Any
 
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.clock import Playback
-from penstock.report.colours import HELD, HUES, IDLE, ink_on, shade
+from penstock.report.colours import HELD, HUES, IDLE, KERNELS, ink_on, shade
 from penstock.report.figure import Figure, rounded, time_text, time_unit
 
 BOX_POINTS = 6
 
 BOX_TOP, BOX_BOTTOM, HELD_TOP, HELD_BOTTOM = 0.46, -0.16, -0.2, -0.42
 """Of a lane that is 1 high and whose middle is 0: its boxes, and below them what is held."""
+
+ZOOM = "Drag to zoom, double-click to see all again."
+"""Of a picture whose details are smaller than a pixel."""
 
 KIND_NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "input", Kind.WEIGHT: "weight"}
 """As in legends. Input and weight: the two halves of a backward pass, where they are apart."""
@@ -61,11 +64,13 @@ class Lane:
         name: beside it.
         intervals: by start.
         held: what it holds from a time on, by time; empty if that is not known.
+        place: lanes of several timelines with one place are drawn together; None is the lane's number.
     """
 
     name: str
     intervals: Sequence[Interval]
     held: Sequence[tuple[float, float]] = ()
+    place: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +81,17 @@ class Timeline:
         name: `planned`, `measured`.
         lanes: one for each rank.
         held_unit: of what lanes hold, as it is written behind a number.
+        gaps: what a share of time without any interval is called.
+        ground: what time without any interval is.
+        has_edges: boxes have edges where there is room; those of kernels are too many.
     """
 
     name: str
     lanes: Sequence[Lane]
     held_unit: str = "micro-batches"
+    gaps: str = "idle"
+    ground: str = "waiting"
+    has_edges: bool = True
 
     @property
     def span(self) -> float:
@@ -140,18 +151,40 @@ def planned(schedule: Schedule, playback: Playback, shares: Shares = WHOLE_MICRO
 
 def _interval(schedule: Schedule, rank: int, action: Action, times: tuple[float, float], is_pair: bool) -> Interval:
     """A pass as an interval."""
-    chunk = schedule.stages_of(rank).index(action.stage)
-    colour = shade(HUES[action.kind], chunk, schedule.stages_per_rank)
-    group = KIND_NAMES[action.kind]
+    stages = schedule.stages_of(rank)
+    what = Pass(kind=action.kind, stage=action.stage, micro_batch=action.micro_batch)
+    return pass_interval(what, times, (stages.index(action.stage), len(stages)), is_pair=is_pair)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """What a rank of a pipeline does, planned or measured."""
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+
+
+def pass_interval(what: Pass, times: tuple[float, float], chunk: tuple[int, int], *, is_pair: bool) -> Interval:
+    """A pass as an interval.
+
+    Args:
+        what: the pass.
+        times: start and end, in seconds.
+        chunk: which of the rank's stages it is, and how many the rank has.
+        is_pair: another pass is done at the same time.
+    """
+    number, count = chunk
+    group = KIND_NAMES[what.kind]
     # The forward of a pair lies above its backward.
-    part = ((0.5, 1.0) if action.kind is Kind.FORWARD else (0.0, 0.5)) if is_pair else (0.0, 1.0)
+    part = ((0.5, 1.0) if what.kind is Kind.FORWARD else (0.0, 0.5)) if is_pair else (0.0, 1.0)
     return Interval(
         start=times[0],
         end=times[1],
-        name=f"{group} of stage {action.stage}, micro-batch {action.micro_batch}",
-        colour=colour,
-        group=group if schedule.stages_per_rank == 1 else f"{group}, chunk {chunk}",
-        label=str(action.micro_batch),
+        name=f"{group} of stage {what.stage}, micro-batch {what.micro_batch}",
+        colour=shade(HUES[what.kind], number, count),
+        group=group if count == 1 else f"{group}, chunk {number}",
+        label=str(what.micro_batch),
         part=part,
     )
 
@@ -183,18 +216,28 @@ def timeline_figure(name: str, title: str, timelines: Sequence[Timeline]) -> Fig
     span = max(timeline.span for timeline in timelines)
     size, _ = time_unit(span)
     most = max((held for row in rows for _, held in row.lane.held), default=0.0)
-    data = [_waiting(rows, size), *_boxes(rows, size), *_held(rows, size, (most, timelines[0].held_unit))]
-    numbers = [f"{one.name} {time_text(one.span)}, {_idle_share(one):.1%} idle" for one in timelines]
+    # Without anything held the boxes have all of the lane.
+    bottom = BOX_BOTTOM if most else HELD_BOTTOM
+    ground = _ground(rows, size, bottom) | {"name": timelines[0].ground}
+    boxes = _boxes(rows, size, bottom, has_edges=timelines[0].has_edges)
+    data = [ground, *boxes, *_held(rows, size, (most, timelines[0].held_unit))]
+    numbers = [f"{one.name} {time_text(one.span)}, {_idle_share(one):.1%} {one.gaps}" for one in timelines]
     below = f"Below each lane: {timelines[0].held_unit} held, at most {most:.3g}." if most else ""
     return Figure(
         name=name,
         title=title,
-        caption=f"Passes: {'; '.join(numbers)}. Grey is waiting. {below}".strip(),
+        caption=f"Passes: {'; '.join(numbers)}. Grey is {timelines[0].ground}. {below}".strip(),
         data=data,
         layout=_layout(rows, span),
-        height=96 + max(30 if len(rows) > 8 else 44, 240 // len(rows)) * len(rows),
+        height=96 + max(_least_height(len(rows)), 240 // len(rows)) * len(rows),
         is_wide=True,
+        hint=ZOOM,
     )
+
+
+def _least_height(rows: int) -> int:
+    """Of a lane, in pixels."""
+    return 44 if rows <= 8 else 30 if rows <= 24 else 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +247,7 @@ class _Row:
     name: str
     lane: Lane
     span: float
+    gaps: str
 
     @property
     def idle(self) -> float:
@@ -212,15 +256,21 @@ class _Row:
 
 
 def _rows(timelines: Sequence[Timeline]) -> list[_Row]:
-    """Lanes of all timelines, those of one rank under each other."""
-    counts = {len(timeline.lanes) for timeline in timelines}
-    assert len(counts) == 1, f"timelines of {sorted(counts)} lanes are of different ranks"
+    """Lanes of all timelines, those of one place under each other."""
     several = len(timelines) > 1
+    placed = [
+        (number if lane.place is None else lane.place, order, lane)
+        for order, timeline in enumerate(timelines)
+        for number, lane in enumerate(timeline.lanes)
+    ]
     return [
-        _Row(name=f"{lane.name} {timeline.name}" if several else lane.name, lane=lane, span=timeline.span)
-        for place in range(counts.pop())
-        for timeline in timelines
-        for lane in (timeline.lanes[place],)
+        _Row(
+            name=f"{lane.name} {timelines[order].name}" if several else lane.name,
+            lane=lane,
+            span=timelines[order].span,
+            gaps=timelines[order].gaps,
+        )
+        for _, order, lane in sorted(placed, key=lambda one: one[:2])
     ]
 
 
@@ -257,14 +307,14 @@ def _outlines(boxes: list[tuple[list[float | None], list[float | None]]]) -> dic
     }
 
 
-def _waiting(rows: list[_Row], size: float) -> dict[str, Any]:
+def _ground(rows: list[_Row], size: float, bottom: float) -> dict[str, Any]:
     """The ground of every lane: what no box covers is waiting."""
-    boxes = [_rectangle(0.0, row.span / size, BOX_BOTTOM - place, BOX_TOP - place) for place, row in enumerate(rows)]
-    trace = _outlines(boxes) | {"name": "waiting", "fillcolor": IDLE, "line": {"width": 0}}
+    boxes = [_rectangle(0.0, row.span / size, bottom - place, BOX_TOP - place) for place, row in enumerate(rows)]
+    trace = _outlines(boxes) | {"fillcolor": IDLE, "line": {"width": 0}}
     return trace | {"legendrank": 2000, "meta": {"role": "waiting"}}
 
 
-def _boxes(rows: list[_Row], size: float) -> list[dict[str, Any]]:
+def _boxes(rows: list[_Row], size: float, bottom: float, *, has_edges: bool) -> list[dict[str, Any]]:
     """One trace for each group, with the names of its boxes."""
     groups: dict[str, list[tuple[int, Interval]]] = defaultdict(list)
     for place, row in enumerate(rows):
@@ -272,32 +322,33 @@ def _boxes(rows: list[_Row], size: float) -> list[dict[str, Any]]:
             groups[interval.group].append((place, interval))
     traces = []
     for name, members in sorted(groups.items(), key=lambda entry: _group_order(entry[0])):
-        high = BOX_TOP - BOX_BOTTOM
+        high = BOX_TOP - bottom
         boxes = [
             _rectangle(
                 one.start / size,
                 one.end / size,
-                round(BOX_BOTTOM + high * one.part[0] - place, 3),
-                round(BOX_BOTTOM + high * one.part[1] - place, 3),
+                round(bottom + high * one.part[0] - place, 3),
+                round(bottom + high * one.part[1] - place, 3),
             )
             for place, one in members
         ]
         colour = members[0][1].colour
-        edge = {"width": 0.5, "color": "rgba(0,0,0,0.35)"}
+        edge = {"width": 0.5 if has_edges else 0, "color": "rgba(0,0,0,0.35)"}
         meta = {
             "role": "boxes",
             "lanes": [place for place, _ in members],
             "names": [one.name for _, one in members],
             "labels": [one.label for _, one in members],
             "ink": ink_on(colour),
+            "edges": has_edges,
         }
         traces.append(_outlines(boxes) | {"name": name, "fillcolor": colour, "line": edge, "meta": meta})
     return traces
 
 
 def _group_order(name: str) -> tuple[int, str]:
-    """Forward, backward, input, weight; then anything else by name."""
-    kinds = list(KIND_NAMES.values())
+    """Forward, backward, input, weight; then groups of kernels in their order; then anything else by name."""
+    kinds = [*KIND_NAMES.values(), *KERNELS]
     kind = name.partition(",")[0]
     return (kinds.index(kind) if kind in kinds else len(kinds)), name
 
@@ -335,7 +386,7 @@ def _layout(rows: list[_Row], span: float) -> Mapping[str, Any]:
         "xaxis": {"title": {"text": f"time in the step ({unit})"}, "range": [0, span / size], "showgrid": False},
         "yaxis": {
             "tickvals": [-place for place in range(len(rows))],
-            "ticktext": [f"{row.name} \u00b7 {row.idle:.0%} idle" for row in rows],
+            "ticktext": [f"{row.name} \u00b7 {row.idle:.0%} {row.gaps}" for row in rows],
             "range": [0.5 - len(rows), 0.5],
             "fixedrange": True,
             "showgrid": False,

@@ -19,10 +19,12 @@ from penstock.base.errors import TraceError
 from penstock.trace.calls import Calls, Way
 from penstock.trace.collectives import Collectives, bandwidths, collectives_of, unevenness
 from penstock.trace.events import NONE, Floats, Trace
-from penstock.trace.experts import ExpertLoad, expert_load
-from penstock.trace.launches import Launches, Memory, find_launches, find_memory
+from penstock.trace.expert_rows import UsedRows, used_rows
+from penstock.trace.experts import ExpertLoad, RecordedLoad, expert_load, recorded_loads
+from penstock.trace.launches import Launches, find_launches
 from penstock.trace.load import load_ranks
 from penstock.trace.matching import Unmatched
+from penstock.trace.memory import Memory, find_memory, memory_json
 from penstock.trace.phases import Phases, find_phases
 from penstock.trace.roofline import Roofline, roofline
 from penstock.trace.timeline import Step, Timeline, steps_of, timelines
@@ -39,6 +41,7 @@ class RankAnswer:
         timelines: `all` and `linked`.
         steps: those that the trace marks.
         phases: what each event is for.
+        used_rows: of grouped products, and what says so; None if there are none.
         roofline: how fast operators ran.
         launches: whether the host kept up.
         memory: of the allocator, if it was recorded.
@@ -49,6 +52,7 @@ class RankAnswer:
     timelines: Mapping[str, Timeline]
     steps: tuple[Step, ...]
     phases: Phases
+    used_rows: UsedRows | None
     roofline: Roofline
     launches: Launches
     memory: tuple[Memory, ...]
@@ -63,12 +67,14 @@ class Answer:
         loaded: ranks that were compared; more than `ranks` if one was asked for.
         collectives: of all loaded ranks.
         experts: how evenly those of all loaded ranks are loaded.
+        recorded: what the run's metrics say of that, of the steps in the traces.
     """
 
     ranks: tuple[RankAnswer, ...]
     loaded: tuple[int, ...]
     collectives: Collectives
     experts: ExpertLoad
+    recorded: tuple[RecordedLoad, ...] = ()
 
 
 def answer_to(paths: Sequence[Path], *, step: int | None = None, rank: int | None = None) -> Answer:
@@ -87,7 +93,10 @@ def answer_to(paths: Sequence[Path], *, step: int | None = None, rank: int | Non
         raise TraceError(f"no trace is of rank {rank}", allowed=", ".join(map(str, traces)))
     if step is not None:
         traces = {one: _only_step(trace, step) for one, trace in traces.items()}
-    return answer_of(traces, rank=rank)
+    answer = answer_of(traces, rank=rank)
+    seen = {one.number for found in answer.ranks for one in found.steps}
+    recorded = [one for path in paths for one in recorded_loads(path) if one.step in seen]
+    return replace(answer, recorded=tuple(recorded))
 
 
 def answer_of(traces: Mapping[int, Trace], *, rank: int | None = None) -> Answer:
@@ -101,22 +110,24 @@ def answer_of(traces: Mapping[int, Trace], *, rank: int | None = None) -> Answer
     waited_us = _waited(traces, collectives)
     shown = traces if rank is None else {rank: traces[rank]}
     return Answer(
-        ranks=tuple(_of_rank(one, trace, waited_us[one]) for one, trace in shown.items()),
+        ranks=tuple(_of_rank(one, trace, waited_us[one], collectives.calls) for one, trace in shown.items()),
         loaded=tuple(traces),
         collectives=collectives,
         experts=expert_load(traces, collectives),
     )
 
 
-def _of_rank(rank: int, trace: Trace, waited_us: Floats) -> RankAnswer:
-    placement = place(trace)
+def _of_rank(rank: int, trace: Trace, waited_us: Floats, calls: Calls) -> RankAnswer:
+    phases = find_phases(trace, place(trace), waited_us=waited_us if waited_us.any() else None)
+    used = used_rows(trace, calls, rank, phases)
     return RankAnswer(
         rank=rank,
         trace=trace,
         timelines=timelines(trace),
         steps=steps_of(trace),
-        phases=find_phases(trace, placement, waited_us=waited_us if waited_us.any() else None),
-        roofline=roofline(trace, placement),
+        phases=phases,
+        used_rows=used,
+        roofline=roofline(trace, phases.placement, used_rows=1.0 if used is None else used.share),
         launches=find_launches(trace),
         memory=find_memory(trace),
     )
@@ -165,23 +176,15 @@ def _rank_json(one: RankAnswer) -> dict[str, Any]:
         "steps": [asdict(step) for step in one.steps],
         "phases": [row.as_json() for row in one.phases.rows()],
         "other_share": one.phases.other_share,
+        "replays": None if one.phases.replays is None else asdict(one.phases.replays),
         "roofline": one.roofline.as_json(),
         "modelled_share": one.roofline.modelled_share,
+        "grouped_rows": None if one.used_rows is None else asdict(one.used_rows),
         "launches": asdict(one.launches),
-        "memory": [_memory_json(memory) for memory in one.memory],
+        "memory": [memory_json(memory, one.steps) for memory in one.memory],
         "device": one.trace.device_name,
         "file": str(one.trace.path),
         "notes": list(one.trace.notes),
-    }
-
-
-def _memory_json(memory: Memory) -> dict[str, Any]:
-    """The most that was held: the curve has a point for each allocation."""
-    return {
-        "device": memory.device,
-        "changes": len(memory.time_us),
-        "most_allocated_bytes": int(memory.allocated.max()),
-        "most_reserved_bytes": int(memory.reserved.max()),
     }
 
 
@@ -194,7 +197,7 @@ def _together_json(answer: Answer) -> dict[str, Any]:
         "clocks": _clocks_json(collectives),
         "bandwidth": [_told(asdict(one)) for one in bandwidths(collectives)],
         "uneven": [_told(asdict(one)) for one in unevenness(collectives)],
-        "experts": answer.experts.as_json(),
+        "experts": answer.experts.as_json() | {"recorded": [asdict(one) for one in answer.recorded] or None},
     }
 
 

@@ -23,9 +23,7 @@ import numpy as np
 from penstock.base.errors import TraceError
 from penstock.trace.collectives import Collectives
 from penstock.trace.events import NONE, Flags, Floats, GpuEvents, HostEvents, HostKind, Trace
-from penstock.trace.kernel_names import Part, telling
-
-_PRODUCTS = (Part.GROUPED, Part.GROUPED_WEIGHTS)
+from penstock.trace.expert_rows import is_exchange, is_product, products_of
 
 METRICS = "metrics.jsonl"
 """In the folder of a run."""
@@ -94,7 +92,7 @@ def expert_load(traces: Mapping[int, Trace], collectives: Collectives) -> Expert
         collectives: of the same traces.
     """
     ranks = collectives.calls.ranks
-    by_shape = _lists([_rows_of_products(traces[rank]) for rank in ranks])
+    by_shape = _lists([products_of(traces[rank]).rows.tolist() for rank in ranks])
     by_bytes, unit = _loads_of_exchanges(collectives)
     is_by_shape = len(by_shape) > 0 and (not len(by_bytes) or _mean(by_shape) >= _mean(by_bytes) * 0.999)
     return ExpertLoad(
@@ -130,42 +128,11 @@ def _lists(rows: Sequence[list[int]]) -> Floats:
     return np.array(rows, dtype=np.float64).T
 
 
-class _Shapes(msgspec.Struct, gc=False):
-    dims: list[Any] = msgspec.field(name="Input Dims", default_factory=list)
-
-
-_SHAPES = msgspec.json.Decoder(_Shapes)
-_MOST_ROWS = 2**40
-
-
-def _is_product(names: Sequence[str]) -> Flags:
-    return np.array([telling(name) in _PRODUCTS for name in names], dtype=bool)
-
-
-def _rows_of_products(trace: Trace) -> list[int]:
-    """Rows of each product of a matrix and a stack of weights, in the order of time."""
-    host = trace.host
-    grouped = _is_product(trace.names)[host.name_id] & (host.kind == HostKind.OPERATOR)
-    found = [_rows(host, int(row)) for row in np.flatnonzero(grouped)]
-    return [one for one in found if one != NONE]
-
-
-def _rows(host: HostEvents, row: int) -> int:
-    """Rows of a grouped product by the shapes of its inputs, or NONE if these are others (gradients of weights)."""
-    try:
-        first, second, *_ = _SHAPES.decode(host.raw[row] or b"{}").dims
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
-        return NONE
-    is_grouped = isinstance(first, list) and isinstance(second, list) and (len(first), len(second)) == (2, 3)
-    rows = first[0] if is_grouped else NONE
-    return rows if isinstance(rows, int) and 0 <= rows < _MOST_ROWS else NONE
-
-
 def _product_us(trace: Trace) -> float:
     """Time of the kernels of grouped products, known by their own names or by the operator that launched them."""
     kernels = trace.gpu.take(trace.gpu.is_kernel)
-    is_product = _is_product(trace.names)
-    chosen = is_product[kernels.name_id] | _launched_by(kernels, trace.host, is_product)
+    multiplies = np.array([is_product(name) for name in trace.names], dtype=bool)
+    chosen = multiplies[kernels.name_id] | _launched_by(kernels, trace.host, multiplies)
     return float(kernels.duration_us[chosen].sum())
 
 
@@ -179,10 +146,10 @@ def _launched_by(kernels: GpuEvents, host: HostEvents, wanted: Flags) -> Flags:
 def _loads_of_exchanges(collectives: Collectives) -> tuple[Floats, Literal["rows", "bytes"]]:
     """What ranks' experts had, by the sizes of all-to-alls that all ranks took part in."""
     calls, met = collectives.calls, collectives.meetings.met
-    is_exchange = np.array(["all_to_all" in name or "alltoall" in name for name in calls.names], dtype=bool)
+    exchanges = is_exchange(calls)
     whole = (met != NONE).all(axis=1) & (len(calls.ranks) > 1)
     rows = met[whole]
-    rows = rows[is_exchange[calls.name_id[rows[:, 0]]]]
+    rows = rows[exchanges[rows[:, 0]]]
     in_rows = len(rows) > 0 and bool(((calls.sent_rows[rows] != NONE) & (calls.received_rows[rows] != NONE)).all())
     sent = (calls.sent_rows[rows] if in_rows else calls.sent_bytes[rows]).astype(np.float64)
     received = (calls.received_rows[rows] if in_rows else calls.received_bytes[rows]).astype(np.float64)
@@ -224,7 +191,7 @@ _LINE = msgspec.json.Decoder(_Line)
 
 
 def recorded_loads(folder: Path) -> tuple[RecordedLoad, ...]:
-    """Loads of all steps of a run; none if it has no metrics.
+    """Loads of all steps of a run; none if it has no metrics. A last line that is cut, by a kill, is left out.
 
     Args:
         folder: of the run.
@@ -236,7 +203,7 @@ def recorded_loads(folder: Path) -> tuple[RecordedLoad, ...]:
     if not path.is_file():
         return ()
     try:
-        lines = [_LINE.decode(line) for line in path.read_bytes().splitlines() if line.strip()]
+        lines = _lines(path.read_bytes())
     except (OSError, msgspec.DecodeError) as error:
         raise TraceError(f"cannot read {path} as metrics", got=error) from error
     return tuple(
@@ -247,3 +214,13 @@ def recorded_loads(folder: Path) -> tuple[RecordedLoad, ...]:
         )
         for line in lines
     )
+
+
+def _lines(text: bytes) -> list[_Line]:
+    """All lines; whether the last one is whole is told by the newline behind it."""
+    whole, _, cut = text.rpartition(b"\n")
+    lines = [_LINE.decode(line) for line in whole.splitlines() if line.strip()]
+    try:
+        return [*lines, _LINE.decode(cut)] if cut.strip() else lines
+    except msgspec.DecodeError:
+        return lines

@@ -81,6 +81,7 @@ TELLING: tuple[tuple[Part, str], ...] = (
     (Part.GROUPED_WEIGHTS, r"^weights_kernel$"),
     (Part.GROUPED, r"^rows_kernel$|^_(GroupedGemm|ExpertFfn)(Backward)?$"),
     (Part.ACTIVATION, r"^swiglu(_backward)?_kernel$|^_Swiglu"),
+    (Part.EXPERTS, r"^bias_(parts|sums)_kernel$"),
     (Part.NORM, r"^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm"),
     (Part.ATTENTION, r"^mla_heads_(backward_)?kernel$|^_MlaHeads"),
     (Part.POSITIONS, r"^rotate_kernel$|^_Rotate"),
@@ -175,6 +176,10 @@ GENERAL: tuple[tuple[Part, str], ...] = (
         r"|aten::(add|mul|sub|div|neg|pow|sqrt|exp|sigmoid|tanh|clamp|eq|ne|lt|gt)_?\b|nan_to_num|AddBackward|MulBackward",
     ),
 )
+
+
+BACKWARD = re.compile(r"backward|bwd|bprop|dgrad|wgrad|_wrw_|_grad\b", re.IGNORECASE)
+"""Names of kernels and operators that compute gradients, whatever of."""
 
 
 def _compiled(table: tuple[tuple[Part, str], ...]) -> tuple[tuple[Part, re.Pattern[str]], ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.trace.events import NONE, Flags, Floats, HostKind, Integers, Trace
+from penstock.trace.events import NONE, Flags, HostKind, Integers, Trace
 from penstock.trace.intervals import union
 from penstock.trace.tree import Tree, nest
 
@@ -111,23 +111,6 @@ class Queue:
     max: int
     empty_share: float
     median_delay_us: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """What the allocator of one device held.
-
-    Attributes:
-        device: its number.
-        time_us: of each change.
-        allocated: bytes after it.
-        reserved: bytes after it.
-    """
-
-    device: int
-    time_us: Floats
-    allocated: Integers
-    reserved: Integers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,25 +231,4 @@ def _queue(trace: Trace) -> Queue | None:
         max=int(depth.max(initial=0)),
         empty_share=float(lasts[depth == 0].sum() / total) if total else 0.0,
         median_delay_us=float(np.median(np.maximum(begun - returned, 0.0))),
-    )
-
-
-def find_memory(trace: Trace) -> tuple[Memory, ...]:
-    """What each GPU's allocator held over the trace; empty if memory was not recorded."""
-    host = trace.host
-    rows = np.flatnonzero((host.kind == HostKind.INSTANT) & host.called("[memory]"))
-    changes: dict[int, list[tuple[float, int, int]]] = {}
-    for row in rows.tolist():
-        args = host.args(row)
-        device, held, reserved = args.get("Device Id", NONE), args.get("Total Allocated"), args.get("Total Reserved")
-        if isinstance(device, int) and device >= 0 and isinstance(held, int) and isinstance(reserved, int):
-            changes.setdefault(device, []).append((float(host.start_us[row]), held, reserved))
-    return tuple(
-        Memory(
-            device=device,
-            time_us=np.array([one[0] for one in found]),
-            allocated=np.array([one[1] for one in found], dtype=np.int64),
-            reserved=np.array([one[2] for one in found], dtype=np.int64),
-        )
-        for device, found in sorted(changes.items())
     )

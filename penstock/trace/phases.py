@@ -12,7 +12,6 @@ timeline calls exposed communication.
 """
 
 import math
-import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +20,8 @@ import numpy as np
 from penstock.base.spans import Span
 from penstock.trace.events import NONE, Floats, GpuKind, Integers, Trace
 from penstock.trace.intervals import union
-from penstock.trace.kernel_names import COLLECTIVES, Part, general, telling
+from penstock.trace.kernel_names import BACKWARD, COLLECTIVES, Part, general, telling
+from penstock.trace.replayed import Replays, infer_replays
 from penstock.trace.tree import PARTS, SPANS, Placement, place
 
 PASSES = ("", "forward", "backward", "recompute", "update")
@@ -38,7 +38,6 @@ SPOKEN = {Span.SORT: Part.INDEX.value}
 
 PRODUCTS = frozenset({Part.GROUPED, Part.GROUPED_WEIGHTS})
 WAITING = " waiting"
-BACKWARD = re.compile(r"backward|bwd|bprop|dgrad|wgrad|_wrw_|_grad\b", re.IGNORECASE)
 
 _NAMED = {Part.POSITIONS: Part.ATTENTION.value, Part.CACHE: Part.ATTENTION.value}
 _WITHIN = frozenset({Part.INDEX, Part.PERMUTE, Part.ACTIVATION, Part.ROUTE})
@@ -57,6 +56,7 @@ class Phase:
         exposed_us: busy time of the device that is charged to it.
         share: of all `kernel_us`.
         count: GPU events.
+        inferred: layer and pass of some of them were not seen but inferred, because a captured graph launched them.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Phase:
     exposed_us: float
     share: float
     count: int
+    inferred: bool
 
     def as_json(self) -> dict[str, Any]:
         """With the key `pass`, which is no name in Python."""
@@ -85,6 +86,7 @@ class Phases:
         kernel_us: durations.
         exposed_us: busy time that each is charged with.
         placement: where the events come from, one entry for each row of `Trace.gpu`.
+        replays: what is known of captured graphs, or None if the trace has none.
     """
 
     names: tuple[str, ...]
@@ -95,6 +97,7 @@ class Phases:
     kernel_us: Floats
     exposed_us: Floats
     placement: Placement
+    replays: Replays | None
 
     @property
     def other_share(self) -> float:
@@ -111,6 +114,7 @@ class Phases:
         kernel_us = np.bincount(group, self.kernel_us, len(groups))
         exposed_us = np.bincount(group, self.exposed_us, len(groups))
         counts, total = np.bincount(group, minlength=len(groups)), self.kernel_us.sum()
+        inferred = np.bincount(group, self.placement.is_inferred[self.event], len(groups)) > 0
         found = [
             Phase(
                 name=self.names[name],
@@ -120,6 +124,7 @@ class Phases:
                 exposed_us=float(exposed_us[one]),
                 share=float(kernel_us[one] / total) if total else 0.0,
                 count=int(counts[one]),
+                inferred=bool(inferred[one]),
             )
             for one, (name, number, pass_) in enumerate(groups)
         ]
@@ -150,7 +155,7 @@ def find_phases(trace: Trace, placement: Placement | None = None, *, waited_us: 
         waited_us: for each row of `Trace.gpu`, the part of its duration in which it waited for other ranks. That part
             then stands in rows of its own ("dispatch waiting").
     """
-    placement = place(trace) if placement is None else placement
+    placement, replays = infer_replays(trace, place(trace) if placement is None else placement)
     names, name_id, pass_id = _name_all(trace, placement)
     found = Phases(
         names=names,
@@ -161,6 +166,7 @@ def find_phases(trace: Trace, placement: Placement | None = None, *, waited_us: 
         kernel_us=trace.gpu.duration_us,
         exposed_us=charge(trace),
         placement=placement,
+        replays=replays,
     )
     return found if waited_us is None else _with_waiting(found, waited_us)
 
@@ -182,6 +188,7 @@ def _with_waiting(phases: Phases, waited_us: Floats) -> Phases:
         kernel_us=np.append(phases.kernel_us * (1 - share), waited[some]),
         exposed_us=np.append(phases.exposed_us * (1 - share), (phases.exposed_us * share)[some]),
         placement=phases.placement,
+        replays=phases.replays,
     )
 
 
@@ -212,7 +219,8 @@ def _name_all(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], Inte
     gpu = trace.gpu
     operator = np.append(trace.host.name_id, NONE)[placement.operator]
     ran = np.where(placement.is_recomputed, 2, np.where(placement.is_backward, 1, 0))
-    ran = np.where(gpu.is_linked & ~placement.is_replayed, ran, 3)
+    is_told = ~placement.is_replayed | placement.is_inferred | placement.is_backward | (placement.layer != NONE)
+    ran = np.where(gpu.is_linked & is_told, ran, 3)
     talks = gpu.kind == GpuKind.COMMUNICATION
     said = np.where(talks, placement.collective, placement.part)
     kinds, kind = grouped(gpu.name_id, talks.astype(np.int64), operator, placement.span, said, ran)

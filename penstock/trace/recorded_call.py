@@ -71,8 +71,11 @@ _INDEXES: dict[str, tuple[int, int, int]] = {
 }
 """Position of the index, of the tensor that it indexes, and which dim of that."""
 
-_GROUPED = {"aten::_grouped_mm": 2, "aten::_scaled_grouped_mm": 4}
+GROUPED = {"aten::_grouped_mm": 2, "aten::_scaled_grouped_mm": 4}
 """Position of the group offsets."""
+
+MOST_GROUPS = 1 << 20
+"""Calls that say to have more experts are damaged."""
 
 _NUMBERS = ("double", "long int")
 """Types of the tensors without dims that Python numbers become."""
@@ -217,7 +220,7 @@ def _in_range(name: str, found: Sequence[Argument]) -> list[Argument]:
 
 def _with_offsets(name: str, found: list[Argument], counts: Sequence[int] | None) -> list[Argument]:
     """Where each group of a grouped product ends."""
-    position = _GROUPED.get(name)
+    position = GROUPED.get(name)
     offsets = found[position] if position is not None and position < len(found) else None
     if position is None or not isinstance(offsets, TensorArgument):
         if counts is not None:
@@ -242,8 +245,10 @@ def rows_of_groups(rows: int, groups: int, counts: Sequence[int] | None) -> list
         counts: what is known.
 
     Raises:
-        TraceError: the counts are of another number of experts, or of more rows.
+        TraceError: the counts are of another number of experts, or of more rows, or nobody has so many experts.
     """
+    if groups > MOST_GROUPS:
+        raise TraceError("the sizes of a grouped product are damaged in this trace", got=f"{groups:.3g} experts")
     if counts is None:
         share, more = divmod(rows, max(1, groups))
         return [share + (group < more) for group in range(groups)]

@@ -25,6 +25,7 @@ from penstock.trace.events import NONE, HostKind, Trace
 from penstock.trace.named_work import shape_text
 from penstock.trace.recorded_call import recorded_arguments
 from penstock.trace.replay_collective import Collective, call_of, collective_of, collective_script
+from penstock.trace.replay_counts import loads_of
 from penstock.trace.replay_kernels import BACKWARD, is_ours, kernel_script
 from penstock.trace.replay_script import operator_script
 from penstock.trace.tree import build_tree
@@ -43,7 +44,7 @@ class Question:
         op: name of an operator, a collective or a kernel.
         shape: sizes as `penstock trace diff` prints them; the call must have them next to each other. Of a collective,
             its elements. None takes the shape with most GPU time.
-        counts: rows of each expert, which profilers do not record; None makes them even.
+        counts: rows of each expert; None takes what the trace says of them (penstock.trace.replay_counts).
     """
 
     op: str
@@ -83,7 +84,7 @@ def replay(traces: Mapping[int, Trace], question: Question) -> str:
     rank, trace = next(iter(traces.items()))
     names = _operators(trace, question.op)
     if names and not _only_pass_on(names):
-        return _of_operator(trace, names, question)
+        return _of_operator(rank, trace, names, question)
     if wanted := _wanted(_met(trace, rank), question.op):
         return _of_collective(traces, wanted, question)
     if names:
@@ -148,7 +149,7 @@ def _chosen(calls: Sequence[_Seen], op: str, shape: str | None) -> _Seen:
     raise TraceError(f"{op} has no such shape in this trace", got=shape, allowed="; ".join(there[:8]))
 
 
-def _of_operator(trace: Trace, names: Sequence[str], question: Question, launched: str | None = None) -> str:
+def _of_operator(rank: int, trace: Trace, names: Sequence[str], question: Question, launched: str | None = None) -> str:
     """A script for an operator; `launched` is the kernel that was asked for, if it was one."""
     calls = _calls(trace, names)
     if not calls:
@@ -157,11 +158,12 @@ def _of_operator(trace: Trace, names: Sequence[str], question: Question, launche
     row, name = call.rows[0], trace.host.name(call.rows[0])
     seen = [*([] if launched is None else [f"It launched {launched[:100]}."]), *call.lines()]
     if is_ours(name):
-        forward, args = _forward(trace, row, name)
-        arguments = recorded_arguments(forward, args)
-        if question.counts is None:
-            seen.append("Rows of experts, where there are any, are not in a trace: even here (--counts gives them).")
-        return kernel_script(name, arguments, counts=question.counts, seen=seen, recorded_us=call.typical_us)
+        made = _forward(trace, row, name)
+        forward = trace.host.name(made)
+        arguments = recorded_arguments(forward, trace.host.args(made))
+        loads = loads_of(rank, trace, made, question.counts)
+        seen += filter(None, [loads.told])
+        return kernel_script(name, arguments, counts=loads.counts, seen=seen, recorded_us=call.typical_us)
     if "::" not in name:
         raise TraceError(
             f"{name} is a node of the backward graph and no operator",
@@ -171,23 +173,23 @@ def _of_operator(trace: Trace, names: Sequence[str], question: Question, launche
     args = trace.host.args(row)
     if "TensorList" in _listed(args, "Input type"):
         seen.append(f"Dtypes of tensors in lists are not in a trace: {list_dtype} here, by the kernels' names.")
-    if question.counts is None and "grouped_mm" in name:
-        seen.append("Rows of experts are not in a trace: even here (--counts gives them).")
-    arguments = recorded_arguments(name, args, list_dtype=list_dtype, counts=question.counts)
+    loads = loads_of(rank, trace, row, question.counts)
+    seen += filter(None, [loads.told])
+    arguments = recorded_arguments(name, args, list_dtype=list_dtype, counts=loads.counts)
     return operator_script(name, arguments, seen=seen, recorded_us=call.typical_us)
 
 
-def _forward(trace: Trace, row: int, name: str) -> tuple[str, dict[str, Any]]:
-    """The autograd function whose forward or backward a row is, and the arguments of forward."""
+def _forward(trace: Trace, row: int, name: str) -> int:
+    """The row of the autograd function whose forward or backward a row is: forward has the arguments."""
     forward = name.removesuffix(BACKWARD)
     if forward == name:
-        return forward, trace.host.args(row)
+        return row
     host = trace.host
     made = np.flatnonzero(host.called(forward) & (host.sequence == host.sequence[row]) & (host.sequence != NONE))
     before = made[host.start_us[made] <= host.start_us[row]]
     if not len(before):
         raise TraceError(f"the forward of {name} is not in this trace, and only it has the arguments")
-    return forward, host.args(int(before[-1]))
+    return int(before[-1])
 
 
 def _inside(trace: Trace, row: int) -> list[str]:
@@ -280,6 +282,8 @@ def _of_collective(traces: Mapping[int, Trace], met: Sequence[_Met], question: Q
         f"The slowest of {len(sized)} on rank {rank}: {chosen.time_us:.1f} us, waiting for other ranks included.",
         f"{chosen.collective.sent} elements in, {chosen.collective.got} out.",
     ]
+    if chosen.collective.sends:
+        seen.append(f"Parts: real ones, as {len(known)} of {chosen.collective.ranks} ranks recorded them.")
     return collective_script(known, seen=seen, recorded_us=chosen.time_us)
 
 
@@ -313,7 +317,7 @@ def _of_kernel(traces: Mapping[int, Trace], question: Question) -> str:
     if _only_pass_on([name]):
         raise TraceError(f"{question.op} cannot be replayed: sizes of collectives are not in this trace")
     kernel = gpu.name(int(launched[gpu.duration_us[launched].argmax()]))
-    return _of_operator(trace, [name], question, launched=kernel)
+    return _of_operator(rank, trace, [name], question, launched=kernel)
 
 
 def _absent(trace: Trace, op: str) -> TraceError:

@@ -8,7 +8,7 @@ Calls are grouped (penstock.trace.operators), so a model of work runs once for e
 stand in the table with their time and no FLOPs, and `modelled_share` says how much of the time has a model.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -39,6 +39,7 @@ class Row:
         bytes_per_second: reached.
         bound: what its roof is made of, or None if the work or the device is not known.
         reached: roof over time, or None.
+        inferred: some of its kernels are of a captured graph, and the operator is that of an eager pass.
     """
 
     operator: str
@@ -53,6 +54,7 @@ class Row:
     bytes_per_second: float | None
     bound: Bound | None
     reached: float | None
+    inferred: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,17 +89,22 @@ def roofline(trace: Trace, placement: Placement | None = None, *, used_rows: flo
     gpu, table = trace.gpu, calls_made(trace, placement)
     is_asked = (gpu.kind == GpuKind.COMPUTE) | gpu.called("Memcpy DtoD (Device -> Device)")
     total = float(gpu.duration_us[is_asked].sum())
-    is_asked &= (table.call_of != NONE) & ~placement.is_replayed
+    is_asked &= (table.call_of != NONE) & (~placement.is_replayed | placement.is_inferred)
     if not is_asked.any():
         return Roofline(rows=(), chip=_chip(trace), modelled_share=0.0)
     call_of = table.call_of[is_asked]
     kernel_us = np.bincount(call_of, gpu.duration_us[is_asked], len(table.calls))
-    pairs = np.unique(np.stack([call_of, table.row_of[is_asked]]), axis=1)
+    inferred = np.bincount(call_of, placement.is_inferred[is_asked], len(table.calls)) > 0
+    # All calls of a graph share its launch; of those that the host makes each has launches of its own.
+    graph = np.where(placement.is_replayed, gpu.launch, NONE)[is_asked]
+    pairs = np.unique(np.stack([call_of, table.row_of[is_asked], graph]), axis=1)
     counts = np.bincount(pairs[0], minlength=len(table.calls))
     chip = _chip(trace)
     rows = [
-        _row(call, float(us), int(count), work_of(call, used_rows=used_rows), chip, total)
-        for call, us, count in zip(table.calls, kernel_us.tolist(), counts.tolist(), strict=True)
+        replace(_row(call, float(us), int(count), work_of(call, used_rows=used_rows), chip, total), inferred=graphs)
+        for call, us, count, graphs in zip(
+            table.calls, kernel_us.tolist(), counts.tolist(), inferred.tolist(), strict=True
+        )
         if count
     ]
     modelled = sum(row.kernel_us for row in rows if row.flops is not None)
@@ -126,6 +133,7 @@ def _row(call: Call, kernel_us: float, count: int, work: Work | None, chip: Chip
         bytes_per_second=work.bytes * count / seconds if work is not None and known else None,
         bound=None if roof is None else roof[1],
         reached=roof[0] * count / seconds if roof is not None and known else None,
+        inferred=False,
     )
 
 

@@ -16,12 +16,12 @@ An event whose launch is not in the trace has none of these; its name must do (p
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from penstock.base.spans import Span
-from penstock.trace.events import NONE, Flags, Floats, HostEvents, HostKind, Integers, Trace
+from penstock.trace.events import NONE, Flags, Floats, GpuEvents, GpuKind, HostEvents, HostKind, Integers, Trace
 from penstock.trace.kernel_names import COLLECTIVES, Part, general, telling
 
 NODE = "autograd::engine::evaluate_function: "
@@ -86,9 +86,11 @@ class Placement:
         collective: the same of those that say which collective they call.
         action: row in `Trace.host` of the pipeline action, or NONE.
         step: row in `Trace.host` of the step, or NONE.
-        is_backward: whether a node of the backward graph, or an action that computes gradients only, started it.
+        is_backward: whether a node of the backward graph started it, or it was started while a span or an action was
+            open that computes gradients only (autograd adds gradients up between nodes).
         is_recomputed: whether it ran forward again, inside a node.
         is_replayed: whether it is one of many that a captured graph started at once.
+        is_inferred: whether what stands here of such an event was not seen but inferred (penstock.trace.replayed).
     """
 
     operator: Integers
@@ -102,6 +104,7 @@ class Placement:
     is_backward: Flags
     is_recomputed: Flags
     is_replayed: Flags
+    is_inferred: Flags
 
 
 def build_tree(trace: Trace) -> Tree:
@@ -165,6 +168,7 @@ def place(trace: Trace, tree: Tree | None = None) -> Placement:
     action = _open_at(trace, lambda name: bool(ACTION.search(name)), asked)
     is_gradient = _of_names(trace, lambda name: bool(GRADIENTS.match(name)))
     gradients = np.append(is_gradient[host.name_id], False)[np.where(action == NONE, len(host), action)]
+    gradients |= _open_at(trace, Span.BACKWARD.__eq__, asked) != NONE
     is_recomputed = of_launch(facts.remade) != NONE
     return Placement(
         operator=of_launch(facts.operator),
@@ -178,6 +182,7 @@ def place(trace: Trace, tree: Tree | None = None) -> Placement:
         is_backward=((of_launch(facts.node) != NONE) | gradients) & ~is_recomputed,
         is_recomputed=is_recomputed,
         is_replayed=np.append(_of_names(trace, lambda name: bool(GRAPH.search(name)))[host.name_id], False)[started],
+        is_inferred=np.zeros(len(gpu), dtype=bool),
     )
 
 
@@ -289,3 +294,28 @@ def _open_at(trace: Trace, test: Callable[[str], bool], asked_us: Floats) -> Int
     row = rows[np.maximum(found, 0)]
     is_open = (found >= 0) & (asked_us < host.end_us[row])
     return np.where(is_open, row, NONE)
+
+
+def as_launches(trace: Trace, rows: Integers) -> Trace:
+    """The trace with rows of the host where events of the GPU stand, so that `place` says where these rows are.
+
+    Args:
+        trace: of one rank.
+        rows: of `Trace.host`, ascending.
+    """
+    host = trace.host
+    nothing = np.full(len(rows), NONE)
+    events = GpuEvents(
+        names=trace.names,
+        name_id=host.name_id[rows],
+        start_us=host.start_us[rows],
+        duration_us=np.zeros(len(rows)),
+        correlation=nothing,
+        external_id=nothing,
+        raw=host.raw.take(rows),
+        kind=np.full(len(rows), GpuKind.COMPUTE, dtype=np.int8),
+        device=nothing,
+        stream=nothing,
+        launch=rows,
+    )
+    return replace(trace, gpu=events)

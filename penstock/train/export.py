@@ -1,32 +1,47 @@
 """A checkpoint of any layout as weights that other programs load: Hugging Face names, safetensors, `config.json`.
 
-It is read into one model on the CPU, whatever layout wrote it: 4 bytes a parameter, and as much again while it is
-written. It is written under a hidden name, so that the folder is there whole or not at all.
+Weights are read, brought into their form and written one at a time, so that a model of any size passes. The folder is
+written under a hidden name, so that it is there whole or not at all.
 """
 
+import json
 import shutil
 import tempfile
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from penstock.base.errors import CheckpointError
+from penstock.config.model import Model
 from penstock.config.run import Run
 from penstock.models.build import meta_model, to_dtype
-from penstock.models.decoder import Decoder
-from penstock.models.huggingface import huggingface_config, save_huggingface
-from penstock.parallel.holding import whole
+from penstock.models.huggingface.config import huggingface_config
+from penstock.models.huggingface.names import WeightName, weight_names
+from penstock.models.huggingface.weights import WEIGHTS_FILE
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.run_folder import sync
+from penstock.train.saved_weights import SavedWeights
 from penstock.train.state import check_same_model, identity_of
+from penstock.train.tensor_files import Entry, write_entries
 
 Precision: TypeAlias = Literal["bf16", "fp32"]
 """As in `training.precision`."""
 
+SHARD_BYTES = 5_000_000_000
+"""Of a file; a larger model has several, and an index."""
 
-def export_huggingface(run: Run, store: CheckpointStore, step: int, folder: Path, precision: Precision) -> None:
+INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+_METADATA = {"format": "pt"}
+
+
+def export_huggingface(
+    run: Run, store: CheckpointStore, step: int, folder: Path, precision: Precision, shard_bytes: int = SHARD_BYTES
+) -> None:
     """Write the weights of a checkpoint for `transformers`.
 
     Args:
@@ -35,6 +50,7 @@ def export_huggingface(run: Run, store: CheckpointStore, step: int, folder: Path
         step: which checkpoint.
         folder: is made; must not be there.
         precision: of the weights in it. Router weights stay float32, as in training.
+        shard_bytes: of a file, at most, unless one weight is larger.
 
     Raises:
         ConfigError: the model has no Hugging Face form.
@@ -42,36 +58,79 @@ def export_huggingface(run: Run, store: CheckpointStore, step: int, folder: Path
     """
     if folder.exists():
         raise CheckpointError(f"{folder} exists already", fix="give the name of a new folder")
-    huggingface_config(run.model)  # refuses a model without a Hugging Face form before anything is read
-    model = _load(run, store, step)
-    to_dtype(model, torch.bfloat16 if precision == "bf16" else torch.float32)
+    # Refuses a model without a Hugging Face form before anything is read.
+    fields = huggingface_config(run.model, run.training.sequence_length)
+    fields["dtype"] = "bfloat16" if precision == "bf16" else "float32"
+    check_same_model(step, store.read_facts(step)["model"], identity_of(run))
+    entries = _entries(run.model, store, step, torch.bfloat16 if precision == "bf16" else torch.float32)
     try:
-        _write(model, folder)
+        _write(entries, json.dumps(fields, indent=2) + "\n", folder, shard_bytes)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {folder}", got=error) from error
 
 
-def _load(run: Run, store: CheckpointStore, step: int) -> Decoder:
-    """The whole model with the weights of a checkpoint, in float32."""
-    check_same_model(step, store.read_facts(step)["model"], identity_of(run))
-    model = meta_model(run.model).to_empty(device=torch.device("cpu"))
-    into = {f"model.{name}": whole(tensor) for name, tensor in model.state_dict().items()}
-    store.load(step, into, all_of_it=False)
-    return model
+def _entries(model: Model, store: CheckpointStore, step: int, dtype: torch.dtype) -> list[Entry]:
+    """Every weight in their form, to be made when it is written."""
+    decoder = meta_model(model)
+    kinds = {name: f"float32 {list(tensor.shape)}" for name, tensor in decoder.state_dict().items()}
+    to_dtype(decoder, dtype)
+    dtypes = {name: tensor.dtype for name, tensor in decoder.state_dict().items()}
+    saved = SavedWeights(store, step, kinds)
+    return [
+        Entry(
+            name=line.theirs,
+            dtype=dtypes[line.ours],
+            shape=line.shape,
+            make=partial(_values, line, saved, dtypes[line.ours]),
+        )
+        for line in weight_names(model)
+    ]
 
 
-def _write(model: Decoder, folder: Path) -> None:
+def _values(line: WeightName, saved: SavedWeights, dtype: torch.dtype) -> Tensor:
+    ours = saved.read(line.ours, line.rectangle).to(dtype)
+    return line.write(ours if line.expert is None else ours[0])
+
+
+def _write(entries: list[Entry], config: str, folder: Path, shard_bytes: int) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        save_huggingface(model, draft)
-        # Both mkdtemp and the safetensors library make what they make private.
-        draft.chmod(0o755)
-        for path in draft.iterdir():
-            path.chmod(0o644)
-            sync(path)
+        _write_files(entries, draft, shard_bytes)
+        (draft / "config.json").write_text(config)
+        sync(draft / "config.json")
+        draft.chmod(0o755)  # mkdtemp makes what it makes private
         sync(draft)
         draft.rename(folder)
         sync(folder.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)  # not there any more if all went well
+
+
+def _write_files(entries: list[Entry], folder: Path, shard_bytes: int) -> None:
+    shards = list(_shards(entries, shard_bytes))
+    if len(shards) == 1:
+        write_entries(folder / WEIGHTS_FILE, entries, _METADATA)
+        return
+    stem, suffix = WEIGHTS_FILE.split(".")
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
+        write_entries(folder / name, shard, _METADATA)
+        places |= {entry.name: name for entry in shard}
+    index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": places}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+    sync(folder / INDEX_FILE)
+
+
+def _shards(entries: list[Entry], most_bytes: int) -> Iterator[list[Entry]]:
+    """Entries that share a file, in order."""
+    shard: list[Entry] = []
+    size = 0
+    for entry in entries:
+        if shard and size + entry.nbytes > most_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(entry)
+        size += entry.nbytes
+    yield shard

@@ -32,7 +32,7 @@ from penstock.config.fit import micro_batches
 from penstock.config.run import Run
 from penstock.data.batch import Batch
 from penstock.data.evaluation import Evaluation
-from penstock.data.loader import SavedPlace
+from penstock.data.saved import SavedPlace
 from penstock.parallel.axes import ALONE, Axis
 from penstock.parallel.spans import span
 from penstock.parallel.stopwatch import Stopwatch
@@ -43,6 +43,7 @@ from penstock.train.metrics import drop_after
 from penstock.train.observer import HeldOutLoss, Observer, RunEnd, RunStart, StepReport
 from penstock.train.profile import Recorder
 from penstock.train.run_folder import RunFolder
+from penstock.train.saved_weights import load_initial_weights
 from penstock.train.schedule import learning_rate
 from penstock.train.setup import Session
 from penstock.train.state import random_state, restore_random_state, restore_state, save_state
@@ -82,6 +83,23 @@ def open_store(run: Run, folder: RunFolder, world: Axis = ALONE.world) -> Checkp
     return CheckpointStore(folder.checkpoints, run.checkpoint.keep, run.checkpoint.asynchronous, world)
 
 
+def start(session: Session) -> Progress:
+    """Begin a new run: with the weights that it names, or with those that it has drawn.
+
+    Args:
+        session: of the run; filled in place.
+
+    Raises:
+        CheckpointError: the weights that it names cannot be used.
+    """
+    source, world = session.run.training.initial_weights, session.axes.world
+    if source:
+        load_initial_weights(
+            source, session.state, lambda folder: CheckpointStore(folder, keep=0, asynchronous=False, world=world)
+        )
+    return Progress()
+
+
 def resume(session: Session, folder: RunFolder, store: CheckpointStore) -> Progress:
     """Go back to the newest checkpoint, or to the start if the run was killed before its first.
 
@@ -97,8 +115,9 @@ def resume(session: Session, folder: RunFolder, store: CheckpointStore) -> Progr
         RunFolderError: the folder cannot be written.
     """
     latest = store.latest()
-    progress = Progress()
-    if latest is not None:
+    if latest is None:
+        progress = start(session)
+    else:
         notes = restore_state(store, latest, session.state)
         progress = Progress(latest, notes["tokens_seen"])
     if session.axes.rank == 0:
@@ -162,6 +181,7 @@ class _Loop:
         self._begin = begin
         self._observers = observers
         self._begin_seconds = time.perf_counter()
+        self._notices = session.notices
         self._watch = Stopwatch(session.device)
         self._recorder = Recorder(session.run, folder.profile, session.device, session.axes.grid, session.axes.rank)
 
@@ -249,7 +269,8 @@ class _Loop:
         tokens, peak = self._run.tokens_per_step, self._session.peak_flops
         per_device = tokens / seconds / self._session.axes.world.size
         moe, graphs = self._run.model.moe, self._session.graphs
-        notices = self._recorder.take_notices()
+        notices = (*self._notices, *self._recorder.take_notices(), *self._session.state.batches.take_notices())
+        self._notices = ()
         return StepReport(
             step=done.steps + 1,
             loss=result.loss,
@@ -265,6 +286,7 @@ class _Loop:
             forced_balance=moe is not None and moe.balance.force,
             layers=result.layers,
             left_out=result.left_out,
+            records_skipped=self._session.state.batches.skipped(),
             evaluation=evaluation,
             graph_pool_bytes=0 if graphs is None else graphs.pool_bytes,
             notices=notices if graphs is None else (*notices, *graphs.take_notices()),

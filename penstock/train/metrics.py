@@ -1,8 +1,10 @@
-"""Figures of every step, written for machines: metrics.jsonl and TensorBoard events.
+"""Figures of every step, written for machines: metrics.jsonl, and what other sinks say of the same by name.
 
 metrics.jsonl holds one JSON object a line, in the order of steps, with the fields of `FIELDS`. A line is handed to the
 system in one unbuffered write, so a killed run leaves whole lines. Lines after the checkpoint that a run resumes from
 tell of steps that will be made again: `drop_after` cuts them off, and each step stands in the file once.
+
+The other sinks are opened in penstock/train/sinks.py, docs/metrics.md is made in penstock/train/metrics_page.py.
 """
 
 import json
@@ -11,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-from torch.utils.tensorboard import SummaryWriter
 
 from penstock.base.errors import RunFolderError
 from penstock.base.spans import Span
@@ -67,6 +67,9 @@ FIELDS: dict[str, Field] = {
     "rows_left_out": Field(
         "rows", "Rows that found no room at their experts (dispatch.bound); if any, the step was made twice, for all."
     ),
+    "records_skipped": Field(
+        "records", "Records of text that could not be read and were skipped so far (data.corrupt); each epoch anew."
+    ),
     "auxiliary_loss": Field("", "Balance losses, weighted, all layers together. Not part of `loss`."),
     "forced_balance": Field("", "True if the router's choice is ignored (model.moe.balance.force): benchmark only."),
     "layers": Field("", "One object for each MoE layer, see below."),
@@ -118,6 +121,7 @@ def record(report: StepReport) -> dict[str, Any]:
         "expert_rank_load_fullest": report.expert_rank_load_fullest,
         "dropped_slots": sum(layer.dropped for layer in report.layers),
         "rows_left_out": report.left_out,
+        "records_skipped": report.records_skipped,
         "auxiliary_loss": sum(layer.auxiliary_loss for layer in report.layers),
         "forced_balance": report.forced_balance,
         "layers": [_layer_record(layer) for layer in report.layers],
@@ -136,6 +140,29 @@ def _layer_record(layer: LayerReport) -> dict[str, Any]:
         "dropped_slots": layer.dropped,
         "auxiliary_loss": layer.auxiliary_loss,
     }
+
+
+def scalars(report: StepReport) -> dict[str, float]:
+    """Every number of a line under a name for people, as TensorBoard and W&B group them: by what stands before `/`."""
+    line = record(report)
+    del line["step"]
+    groups: dict[str, dict[str, float | None]] = {}
+    for layer in line.pop("layers"):
+        groups[f"layer {layer.pop('layer'):02}/"] = layer
+    groups["phase/"] = line.pop("phase_seconds") or {}
+    losses = {f"mtp_loss_{depth}": loss for depth, loss in enumerate(line.pop("mtp_losses"), start=1)}
+    groups["train/"] = losses | line
+    return {
+        prefix + name: float(value)
+        for prefix, values in groups.items()
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def is_recorded(report: StepReport, every: int) -> bool:
+    """Whether a step is written down by who writes every so many: those that evaluate always are."""
+    return report.step % every == 0 or report.evaluation is not None
 
 
 def drop_after(path: Path, step: int) -> None:
@@ -188,7 +215,7 @@ class MetricsFile:
         Raises:
             RunFolderError: the disk takes no more.
         """
-        if report.step % self._every and report.evaluation is None:
+        if not is_recorded(report, self._every):
             return
         line = json.dumps(record(report), allow_nan=False) + "\n"
         try:
@@ -204,76 +231,3 @@ class MetricsFile:
     def closed(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-class TensorBoard:
-    """Observer that writes TensorBoard events: each number of a line, and those of each layer under `layer N/`.
-
-    Args:
-        folder: where event files go.
-        every: steps between points.
-        steps_done: steps of the checkpoint; points after it, from a process that was killed, are hidden.
-    """
-
-    def __init__(self, folder: Path, every: int, steps_done: int) -> None:
-        self._every = every
-        self._writer = SummaryWriter(str(folder), purge_step=steps_done + 1)
-
-    def started(self, start: RunStart) -> None:
-        """Nothing to write."""
-
-    def stepped(self, report: StepReport) -> None:
-        """Write the points of a step."""
-        if report.step % self._every and report.evaluation is None:
-            return
-        line = record(report)
-        del line["step"]
-        for layer in line.pop("layers"):
-            index = layer.pop("layer")
-            self._write(layer, f"layer {index:02}/", report.step)
-        self._write(line.pop("phase_seconds") or {}, "phase/", report.step)
-        for depth, loss in enumerate(line.pop("mtp_losses"), start=1):
-            self._write({f"mtp_loss_{depth}": loss}, "train/", report.step)
-        self._write(line, "train/", report.step)
-
-    def _write(self, values: dict[str, float | None], prefix: str, step: int) -> None:
-        for name, value in values.items():
-            if value is not None:
-                self._writer.add_scalar(prefix + name, value, step)
-
-    def saved(self, step: int) -> None:
-        """A checkpoint is a good moment to put the points on disk."""
-        self._writer.flush()
-
-    def closed(self) -> None:
-        """Close the event file."""
-        self._writer.close()
-
-
-def reference_page() -> str:
-    """Content of docs/metrics.md."""
-    return "\n".join(
-        [
-            "# metrics.jsonl",
-            "",
-            "One JSON object a line, one line each `record.every` steps and for each step that evaluates.",
-            "",
-            *_table(FIELDS),
-            "",
-            "## `layers`",
-            "",
-            *_table(LAYER_FIELDS),
-            "",
-            "## `phase_seconds`",
-            "",
-            *_table({str(phase): Field("s", doc) for phase, doc in PHASE_FIELDS.items()}),
-            "",
-            "Generated from `penstock/train/metrics.py`.",
-            "",
-        ]
-    )
-
-
-def _table(fields: dict[str, Field]) -> list[str]:
-    rows = [f"| `{name}` | {field.unit} | {field.doc} |" for name, field in fields.items()]
-    return ["| field | unit | meaning |", "|---|---|---|", *rows]

@@ -100,6 +100,7 @@ class StepReport:
     layers: tuple[LayerReport, ...]
     left_out: int
     evaluation: HeldOutLoss | None
+    records_skipped: int = 0
     graph_pool_bytes: int = 0
     notices: tuple[str, ...] = ()
     expert_ranks: int = 1

@@ -2,8 +2,10 @@
 
     runs/NAME/config.toml     the resolved configuration; a folder with this file is a run folder
               metrics.jsonl   one JSON object a step
+              starts.jsonl    one JSON object for each start: command, device, versions
               checkpoints/    one folder for each saved step
               tensorboard/    event files
+              wandb/          what Weights & Biases keeps here, if it is asked to (record.wandb)
               profile/        traces of recorded steps, if any
               nonfinite.json  only after a NaN or infinity: where it began
               launch          only if several ranks were started together: the name of their launch
@@ -37,8 +39,9 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 FIXED = ("model", "data", "seed", "name", "record.folder", "training.precision")
 """Parts of a run that a checkpoint is bound to."""
 
-FREE = ("model.moe.balance", "model.moe.router.expert_bias_rate")
-"""Exceptions in FIXED: DeepSeek-V3 itself set the rate to 0 for its last part (arXiv 2412.19437, section 4.2)."""
+FREE = ("model.moe.balance", "model.moe.router.expert_bias_rate", "data.corrupt", "data.cache")
+"""Exceptions in FIXED: DeepSeek-V3 itself set the rate to 0 for its last part (arXiv 2412.19437, section 4.2), and a
+run that stopped at a corrupt record may go on without it."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def starts(self) -> Path:
+        """One JSON object a start."""
+        return self.path / "starts.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         """Saved states."""
         return self.path / "checkpoints"
@@ -70,6 +78,11 @@ class RunFolder:
     def tensorboard(self) -> Path:
         """Event files."""
         return self.path / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        """Files of Weights & Biases."""
+        return self.path / "wandb"
 
     @property
     def profile(self) -> Path:

@@ -4,6 +4,7 @@ What can be wrong with a machine, its data or a model shows here, so a run folde
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -13,8 +14,9 @@ from penstock.config.fit import grid_of
 from penstock.config.run import Run
 from penstock.data.evaluation import Evaluation, evaluation_batches
 from penstock.data.loader import Loader, Prefetch
-from penstock.data.open import open_source
-from penstock.data.sources import Source, Split
+from penstock.data.open import open_text
+from penstock.data.sources import Split
+from penstock.data.texts import Text
 from penstock.kernels.choose import summary
 from penstock.kernels.device_facts import device_facts
 from penstock.models.build import meta_model
@@ -53,6 +55,7 @@ class Session:
         held_out: our rows to judge by, or None if evaluation is off.
         graphs: makes the passes by replaying a graph, or graphs; None if they are eager.
         graphs_note: a word on that; empty if nobody asked for graphs.
+        notices: what the user should know before the first step, a line each.
     """
 
     run: Run
@@ -67,6 +70,7 @@ class Session:
     held_out: Evaluation | None
     graphs: CapturedPasses | CapturedParts | None = None
     graphs_note: str = ""
+    notices: tuple[str, ...] = ()
 
     @property
     def axes(self) -> Axes:
@@ -79,12 +83,14 @@ class Texts:
     """The data of a run.
 
     Attributes:
-        train: documents to train on.
+        train: what to train on.
         held_out: rows to judge by, or None if evaluation is off.
+        notices: which records of held-out text were skipped, a line each.
     """
 
-    train: Source
+    train: Text
     held_out: Evaluation | None
+    notices: tuple[str, ...] = ()
 
 
 def prepare(run: Run, environment: Environment) -> Session:
@@ -144,6 +150,7 @@ def prepare(run: Run, environment: Environment) -> Session:
         held_out=texts.held_out,
         graphs=graphs,
         graphs_note=graphs_note,
+        notices=texts.notices,
     )
 
 
@@ -154,9 +161,10 @@ def open_texts(run: Run, axes: Axes = ALONE) -> Texts:
         DataError: they cannot be used.
     """
     if run.evaluation.rows == 0:
-        return Texts(train=_open_split(run, "train"), held_out=None)
+        return Texts(train=open_split(run, "train"), held_out=None)
+    text = open_split(run, "validation")
     held_out = evaluation_batches(
-        _open_split(run, "validation"),
+        text,
         rows=run.training.micro_batch * axes.data.size,
         sequence_length=run.training.sequence_length,
         limit_rows=run.evaluation.rows,
@@ -169,22 +177,17 @@ def open_texts(run: Run, axes: Axes = ALONE) -> Texts:
             "the held-out rows predict no text: each of their documents is one token long",
             fix="hold out longer documents, or set evaluation.rows to 0",
         )
-    return Texts(train=_open_split(run, "train"), held_out=held_out)
+    return Texts(train=open_split(run, "train"), held_out=held_out, notices=text.corrupt.take_notices())
 
 
-def _open_split(run: Run, split: Split) -> Source:
-    return open_source(
-        source=run.data.source,
-        split=split,
-        vocabulary_size=run.model.vocabulary,
-        seed=run.seed,
-        files=run.data.files,
-        validation_files=run.data.validation_files,
-        tokenizer=run.data.tokenizer,
-        text_field=run.data.text_field,
-        end_of_document=run.data.end_of_document or None,
-        validation_share=run.data.validation_share,
-    )
+def open_split(run: Run, split: Split) -> Text:
+    """Open the documents of one split of a run.
+
+    Raises:
+        DataError: they cannot be used.
+    """
+    cache = Path(run.data.cache or Path(run.record.folder, "cache"))
+    return open_text(run.data, split, vocabulary_size=run.model.vocabulary, seed=run.seed, cache=cache)
 
 
 def state_bytes(run: Run) -> int:

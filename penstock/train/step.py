@@ -98,13 +98,12 @@ def step_rule(run: Run, model: RankModel, device: torch.device, passes: Passes =
         places=model.places,
         sees_row=model.context_method == "ulysses",
     )
-    first = run.model.layers if run.model.moe is None else run.model.dense_layers
-    last = run.model.layers if run.model.moe is None else run.model.layers + run.model.mtp_layers
+    model_layers = range(run.model.layers + run.model.mtp_layers)
     return StepRule(
         cut=cut_rule,
         clip_norm=run.training.clip_norm,
         loss=loss_rule(run, axes),
-        moe_layers=tuple(range(first, last)),
+        moe_layers=tuple(layer for layer in model_layers if not run.model.is_dense(layer)),
         experts=0 if run.model.moe is None else run.model.moe.experts,
         passes=passes,
     )

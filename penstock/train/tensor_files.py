@@ -11,8 +11,11 @@ the system's errors through as they are, and leaves a file that others may read 
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from math import prod
 from pathlib import Path
 
 import torch
@@ -39,6 +42,28 @@ BLOCK_BYTES = 4 << 20
 """Written and summed at once: small enough to be summed while it is in the cache."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A tensor of a file that is made when it is its turn to be written.
+
+    Attributes:
+        name: in the file.
+        dtype: of it.
+        shape: of it.
+        make: gives it, on any device.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return self.dtype.itemsize * prod(self.shape)
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     """Write a file and sync it to disk.
 
@@ -52,17 +77,34 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     Raises:
         OSError: the file cannot be written.
     """
-    header, offset = {}, 0
-    for name, tensor in tensors.items():
-        entry = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}
-        header[name] = entry | {"data_offsets": [offset, offset + tensor.nbytes]}
-        offset += tensor.nbytes
+    entries = [
+        Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), make=partial(torch.Tensor.detach, tensor))
+        for name, tensor in tensors.items()
+    ]
+    return write_entries(path, entries)
+
+
+def write_entries(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) -> str:
+    """`write_tensors` of tensors that are never in memory together.
+
+    Args:
+        path: of a file that is not there yet.
+        entries: what to write, in this order.
+        metadata: texts in the header.
+    """
+    entries = list(entries)
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for entry in entries:
+        described = {"dtype": DTYPES[entry.dtype], "shape": list(entry.shape)}
+        header[entry.name] = described | {"data_offsets": [offset, offset + entry.nbytes]}
+        offset += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     checksum = size = 0
     with path.open("xb", buffering=0) as file:
         begin_of_file = memoryview(len(text).to_bytes(8, "little") + text)
-        for view in chain([begin_of_file], map(_bytes_of, tensors.values())):
+        for view in chain([begin_of_file], _values(entries)):
             for begin in range(0, len(view), BLOCK_BYTES):
                 part = view[begin : begin + BLOCK_BYTES]
                 checksum = zlib.crc32(part, checksum)
@@ -71,6 +113,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
                     part = part[file.write(part) :]
         os.fsync(file.fileno())
     return describe_file(size, checksum)
+
+
+def _values(entries: Iterable[Entry]) -> Iterator[memoryview]:
+    for entry in entries:
+        tensor = entry.make()
+        assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), f"{entry.name} is not what it said"
+        yield _bytes_of(tensor)
 
 
 def fingerprint(path: Path) -> str:

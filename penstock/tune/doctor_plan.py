@@ -37,9 +37,21 @@ def with_plan(evidence: Evidence, cluster: Cluster) -> Evidence:
         planned = project(run, cluster)
     except (ConfigError, HardwareError, KernelError) as error:
         return replace(evidence, missing=(*evidence.missing, f"no plan of the run: {error}"))
+    return with_projection(evidence, planned)
+
+
+def with_projection(evidence: Evidence, planned: Projection) -> Evidence:
+    """The same with a plan that is there already.
+
+    Args:
+        evidence: of a run whose configuration is known.
+        planned: that run, where it ran.
+    """
+    run = evidence.facts.run
+    assert run is not None, "a plan needs a configuration"
     facts = _facts(evidence.facts, planned)
     if not facts.has_steps and not planned.fits:
-        facts = replace(facts, freed_bytes=_freed(run, cluster, planned))
+        facts = replace(facts, freed_bytes=_freed(run, planned.cluster, planned))
     if evidence.ranks:
         return replace(evidence, facts=facts)
     step = planned.time.step_seconds * 1e6

@@ -1,10 +1,11 @@
 """What the folder of a run says: configuration, and what its metrics have recorded. Nothing here imports PyTorch."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import msgspec
 
 from penstock.base.devices import chip_named
 from penstock.base.errors import RunFolderError
@@ -15,6 +16,9 @@ from penstock.tune.doctor_evidence import Facts
 
 METRICS = "metrics.jsonl"
 
+STARTS = "starts.jsonl"
+"""A line for each process that made steps of a run; older runs have none (penstock/train/starts.py)."""
+
 USUAL = 0.5
 """Share of the recorded steps, the last ones, that stand for the usual step: the first compile, capture and warm up."""
 
@@ -24,20 +28,24 @@ def is_run(path: Path) -> bool:
     return (path / RUN_FILE).is_file()
 
 
-def facts_of(folder: Path) -> tuple[Facts, tuple[str, ...]]:
+def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tuple[Facts, tuple[str, ...]]:
     """What is known of a run, and what is missing.
 
     Args:
         folder: with its configuration in it.
+        lines: of its metrics, if they are read already.
 
     Raises:
         ConfigError: the configuration cannot be read.
         RunFolderError: the metrics cannot be read.
     """
     run = load_run(str(folder.absolute()))
-    lines = _lines(folder / METRICS)
+    lines = json_lines(folder / METRICS) if lines is None else lines
+    device = next((one["device"] for one in reversed(json_lines(folder / STARTS)) if "device" in one), None)
     if not lines:
-        return Facts(run=run, has_steps=False), (f"no step of the run is recorded: {folder / METRICS} has no line",)
+        return Facts(run=run, device=device, has_steps=False), (
+            f"no step of the run is recorded: {folder / METRICS} has no line",
+        )
     usual = lines[int(len(lines) * USUAL) :]
     step_seconds = _median(usual, "step_seconds")
     speed = _median(usual, "tokens_per_second_per_device")
@@ -45,6 +53,7 @@ def facts_of(folder: Path) -> tuple[Facts, tuple[str, ...]]:
     return (
         Facts(
             run=run,
+            device=device,
             world=round(run.tokens_per_step / (speed * step_seconds)) if speed and step_seconds else None,
             peak_bytes=max(peaks, default=None),
             step_seconds=step_seconds,
@@ -74,24 +83,35 @@ def cluster_for(facts: Facts, on: str | None) -> Cluster | None:
     return cluster_of(facts.world, load_hardware(chip.pattern))
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines that are whole: a run that was killed may have left half of one, at the end."""
+def json_lines(path: Path, layers: int = 0) -> list[dict[str, Any]]:
+    """The lines of a file of a run that are whole: one that was killed may have left half of one, at the end.
+
+    Args:
+        path: one JSON object a line; none if it is not there.
+        layers: of the lines of metrics, so many keep their `layers`, evenly, the last among them: they are most of what
+            a long run has written down.
+
+    Raises:
+        RunFolderError: it cannot be read, or a line before the last is damaged.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        rows = path.read_bytes().splitlines()
     except FileNotFoundError:
         return []
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise RunFolderError(f"cannot read {path}: {error}") from error
-    found = []
-    rows = text.splitlines()
+    found: list[dict[str, Any]] = []
+    every = -(-len(rows) // layers) if layers else 0
     for number, row in enumerate(rows, start=1):
         try:
-            line = json.loads(row)
-        except ValueError as error:
+            line = msgspec.json.decode(row)
+        except (ValueError, RecursionError) as error:
             if number == len(rows):
                 break
             raise RunFolderError(f"{path}, line {number}, is no JSON: {error}") from error
         if isinstance(line, dict):
+            if not every or (len(rows) - number) % every:
+                line.pop("layers", None)
             found.append(line)
     return found
 

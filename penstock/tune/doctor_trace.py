@@ -4,8 +4,8 @@ Between two collectives every rank works for itself, so why a rank came late to 
 the first ended, against the median of the others:
 
     idle longer, for at least half of the delay    its host was late
-    computed longer                                its experts, if they took most of what it computed longer
-                                                   over the whole trace, or else what did
+    computed longer                                its experts, if they took most of what it computed longer than
+                                                   by being slow at everything, or else its computing
 
 A rank that lets others wait again and again has one cause here, the one that cost most.
 """
@@ -42,7 +42,7 @@ IDLE_DECIDES = 0.5
 MOMENT_US = 5.0
 """A gap that begins so long before a wait of the host still began with it: clocks of host and device differ."""
 
-EXPERTS = frozenset({"experts", "grouped products", "grouped products of weight gradients"})
+EXPERTS = frozenset({"experts", "experts input gradient", "experts weight gradient"})
 """Phases that are experts."""
 
 AROUND_EXPERTS = EXPERTS | {"activation", "permute"}
@@ -301,19 +301,30 @@ def _ends_before(calls: Calls, rows: Integers, first_us: float) -> Floats:
 
 
 def _slowest_phase(answer: Answer, rank: int) -> tuple[Cause, str]:
-    """What a rank computed longer than the median of the others, over all that was traced."""
+    """What a rank computed longer than the median of the others, over all that was traced.
+
+    A rank that is slow at everything is slow in its experts too, so these are the cause only if they take longer than
+    by the factor that everything else does.
+    """
     times = {one.rank: _computed_by_phase(one) for one in answer.ranks}
     if rank not in times or len(times) == 1:
         return "unknown", "others were not read"
-    names = times[rank]
-    others = {name: float(np.median([times[one].get(name, 0.0) for one in times if one != rank])) for name in names}
-    longer = {name: names[name] - others[name] for name in names}
-    name = max(longer, key=lambda one: longer[one])
-    if longer[name] <= 0:
+    mine = times[rank]
+    others = {name: float(np.median([times[one].get(name, 0.0) for one in times if one != rank])) for name in mine}
+    longer = {name: mine[name] - others[name] for name in mine}
+    is_expert = {name: name in AROUND_EXPERTS for name in mine}
+    expert_us, expert_usual_us = (sum(us for name, us in one.items() if is_expert[name]) for one in (mine, others))
+    rest_us, rest_usual_us = (sum(us for name, us in one.items() if not is_expert[name]) for one in (mine, others))
+    slower = rest_us / rest_usual_us if rest_usual_us else 1.0
+    cause: Cause = "compute"
+    if expert_us - expert_usual_us * max(slower, 1.0) > max(rest_us - rest_usual_us, 0.0):
+        cause = "experts"
+    asked = [name for name in mine if is_expert[name] == (cause == "experts")]
+    name = max(asked, key=lambda one: longer[one], default="")
+    if not name or longer[name] <= 0:
         return "unknown", "it computes no longer than others"
-    ratio = f"{names[name] / others[name] - 1:.0%} longer" if others[name] else "and no other rank does"
-    text = f"{name} takes {longer[name] / 1e3:.2f} ms more than on the median rank, {ratio}"
-    return ("experts" if name in AROUND_EXPERTS else "compute"), text
+    ratio = f"{mine[name] / others[name] - 1:.0%} longer" if others[name] else "and no other rank does"
+    return cause, f"{name} takes {longer[name] / 1e3:.2f} ms more than on the median rank, {ratio}"
 
 
 def _computed_by_phase(one: RankAnswer) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Verbs that are imported when they are called."""
 
+import os
 import sys
 from types import ModuleType
 
@@ -73,6 +74,19 @@ def test_the_list_imports_nothing(app: typer.Typer, capsys: pytest.CaptureFixtur
     assert "Cannot be imported." in text
 
 
+def test_help_tells_of_itself_at_every_level(app: typer.Typer, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ((), ("double",), ("inner",), ("inner", "triple"), ("own",)):
+        call(app, *words, "--help")
+        assert "Show this message and exit." in capsys.readouterr().out
+
+
+def test_verbs_and_their_options_are_completed(app: typer.Typer) -> None:
+    command = typer.main.get_command(app)
+    with command.make_context("test", ["double"], resilient_parsing=True) as context:
+        assert {one.value for one in command.shell_complete(context, "")} == {"double", "inner", "broken", "own"}
+        assert [one.value for one in command.shell_complete(context, "--he")] == ["--help"]
+
+
 def test_help_of_a_verb_comes_from_the_verb(app: typer.Typer, capsys: pytest.CaptureFixture[str]) -> None:
     call(app, "double", "--help")
     text = capsys.readouterr().out
@@ -83,6 +97,15 @@ def test_help_of_a_verb_comes_from_the_verb(app: typer.Typer, capsys: pytest.Cap
 def test_a_verb_that_cannot_be_imported_fails_when_called(app: typer.Typer) -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         call(app, "broken")
+
+
+def test_a_verb_that_computes_nothing_starts_no_threads_for_it(
+    app: typer.Typer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.environ", {})
+    light = Verb("own", "some_verbs", "double", "Reads.", computes=False)
+    light.load()
+    assert os.environ["OPENBLAS_NUM_THREADS"] == "1"
 
 
 def test_a_wrong_argument_is_told_by_the_verb(app: typer.Typer) -> None:

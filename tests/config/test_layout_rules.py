@@ -194,6 +194,11 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
         "fix: leave dense out",
     ),
     (
+        rules.tensor_ranks_divide_widths,
+        ("model.dense_layers=0", "model.moe.every=2", "model.dense_ffn_size=383", "parallel.tensor=2"),
+        "parallel.tensor must divide model.dense_ffn_size (383); got 2; allowed: 1, 383",
+    ),
+    (
         rules.recomputed_layers_exist,
         ("recompute.modules=layer", "recompute.layers=[0, 4, -1]"),
         "recompute.layers has numbers that do not exist; got 4, -1; allowed: 0 to 3",

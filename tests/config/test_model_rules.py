@@ -31,8 +31,8 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     (
         rules.dense_layers_have_a_width,
         ("model.dense_ffn_size=0",),
-        "model.dense_ffn_size is the width of 1 dense layers (model.dense_layers, model.moe.every); got 0; allowed: >= 1; "
-        "fix: set it; 4 times model.hidden_size is a common choice",
+        "model.dense_ffn_size is the width of 1 dense layers (model.dense_layers, model.moe.every); got 0; "
+        "allowed: >= 1; fix: set it; 4 times model.hidden_size is a common choice",
     ),
     (
         rules.kv_heads_divide_heads,
@@ -64,13 +64,27 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     (
         rules.context_is_extended_one_way,
         (*YARN, "model.attention.rope.llama3.factor=8"),
-        "model.attention.rope.llama3 is given beside model.attention.rope.yarn; fix: set one of the two to \"none\"",
+        'model.attention.rope.llama3 is given beside model.attention.rope.yarn; fix: set one of the two to "none"',
     ),
     (
         rules.llama3_bounds_are_ordered,
-        ("model.attention.rope.llama3.slow=4",),
-        "model.attention.rope.llama3.slow must be above 0 and below fast; got slow 4, fast 4; "
+        ("model.attention.rope.llama3.slow=5",),
+        "model.attention.rope.llama3.slow must be above 0 and at most fast; got slow 5, fast 4; "
         "fix: the usual values are 1 and 4",
+    ),
+    (
+        rules.global_layers_exist_that_differ,
+        (*GQA, "model.attention.local={size=64, global_rope=false}"),
+        "model.attention.local.global_rope is of layers that see the whole row, and "
+        "model.attention.local.global_every 0 has none; got false; fix: leave it out, or set "
+        "model.attention.local.global_every to 4",
+    ),
+    (
+        rules.global_layers_exist_that_differ,
+        (*GQA, "model.attention.local={size=64, global_temperature=0.1}"),
+        "model.attention.local.global_temperature is of layers that see the whole row, and "
+        "model.attention.local.global_every 0 has none; got 0.1; fix: leave it out, or set "
+        "model.attention.local.global_every to 4",
     ),
     (
         rules.sequence_is_within_yarn,
@@ -131,6 +145,12 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
         "fix: use sigmoid, or balance by model.moe.balance.auxiliary",
     ),
     (
+        rules.biases_stand_behind_unweighted_inputs,
+        ("model.moe.bias=true", f"{ROUTER}weigh=input"),
+        "model.moe.bias is given, but model.moe.router.weigh is input; "
+        'fix: set model.moe.bias to false, or model.moe.router.weigh to "output"',
+    ),
+    (
         rules.padding_needs_a_capacity,
         ("model.moe.balance.pad_to_capacity=true",),
         "model.moe.balance.pad_to_capacity needs model.moe.balance.capacity_factor above 0; got 0 (dropless); "
@@ -145,9 +165,23 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
 ]
 
 FINE = {
+    "experts of gpt-oss": ("model.moe.bias=true", "model.moe.clamped.limit=7", f"{ROUTER}logit_bias=true"),
+    "experts of Llama 4": (f"{ROUTER}weigh=input", "model.moe.every=3"),
     "a dense model": ("model.moe=none", "model.dense_layers=4"),
     "no dense layer": ("model.dense_layers=0", "model.dense_ffn_size=0"),
     "grouped-query attention": GQA,
+    "windows in all layers": (*GQA, "model.attention.local.size=64"),
+    "attention of Llama 4": (
+        *GQA,
+        "model.attention.qk_norm=rotated-head",
+        "model.attention.local={kind='chunk', size=64, global_every=4, global_rope=false, global_temperature=0.1}",
+    ),
+    "attention of gpt-oss": (
+        *GQA,
+        "model.attention.bias=true",
+        "model.attention.sinks=true",
+        "model.attention.local={size=64, global_every=2}",
+    ),
     "multi-query attention": (*GQA, "model.attention.kv_heads=1"),
     "a row as long as YaRN allows": (*YARN, "training.sequence_length=128"),
     "all experts chosen": ("model.moe.top_k=8",),

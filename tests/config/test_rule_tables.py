@@ -1,7 +1,7 @@
 """Every rule between fields breaks as its table says, and what is possible passes them all.
 
 The tables stand in test_model_rules, test_run_rules and test_layout_rules, beside what else is tested of their rules,
-and in dispatch_rule_table, overlap_rule_table and graph_rule_table.
+and in data_rule_table, dispatch_rule_table, overlap_rule_table and graph_rule_table.
 """
 
 import pytest
@@ -10,6 +10,7 @@ from penstock.base.errors import ConfigError
 from penstock.config.problem import refuse
 from penstock.config.rules import RULES, Rule
 from tests.config import (
+    data_rule_table,
     dispatch_rule_table,
     graph_rule_table,
     overlap_rule_table,
@@ -23,6 +24,7 @@ TABLES = (
     test_model_rules,
     test_run_rules,
     test_layout_rules,
+    data_rule_table,
     dispatch_rule_table,
     overlap_rule_table,
     graph_rule_table,

@@ -1,4 +1,4 @@
-"""Every rule of batch, schedule, data and devices, by the line that the user reads."""
+"""Every rule of batch, schedule and devices, by the line that the user reads."""
 
 import pytest
 
@@ -6,8 +6,9 @@ from penstock.config import run_rules as rules
 from penstock.config.rules import Rule
 from tests.config.small import unchecked_run
 
-TEXT = ("data.source=text", "data.files=a.txt")
 WSD = ("schedule.decay=wsd",)
+GQA = ("model.attention.kind=gqa", "model.attention.kv_heads=2", "model.attention.head_dim=32")
+ON_FLASH = ("kernels.attention=flash", "device=cuda")
 NAME_ALLOWED = "up to 100 letters, digits, '.', '_' and '-', the first a letter or digit"
 
 BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
@@ -56,52 +57,6 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
         "optimizer.beta2 must be below 1; got 1; fix: 0.9 and 0.95 are the usual values",
     ),
     (
-        rules.file_sources_have_files,
-        ("data.source=jsonl",),
-        "data.files is empty, but data.source jsonl reads files; fix: set data.files to the files to train on",
-    ),
-    (
-        rules.other_sources_have_no_files,
-        ("data.files=a.txt",),
-        "data.files is given, but data.source standard-library reads no files; got a.txt; "
-        "fix: set data.source to text or jsonl",
-    ),
-    (
-        rules.other_sources_have_no_files,
-        ("data.source=synthetic-random", "data.validation_files=a.txt"),
-        "data.validation_files is given, but data.source synthetic-random reads no files; got a.txt; "
-        "fix: set data.source to text or jsonl",
-    ),
-    (
-        rules.held_out_files_are_not_trained_on,
-        (*TEXT, 'data.validation_files=["b.txt", "a.txt"]'),
-        "data.validation_files has files of data.files: the model would be judged on what it learned; got a.txt; "
-        "fix: take them out of one of the two",
-    ),
-    (
-        rules.evaluation_has_text,
-        (*TEXT, "data.validation_share=0.0"),
-        "data.validation_share holds out no text for evaluation.rows; got 0; "
-        "fix: raise it, give data.validation_files, or set evaluation.rows to 0",
-    ),
-    (
-        rules.vocabulary_holds_every_byte,
-        ("model.vocabulary=256",),
-        "model.vocabulary is too small for data.tokenizer bytes; got 256; "
-        "allowed: >= 257 (256 bytes and the end of a document)",
-    ),
-    (
-        rules.vocabulary_holds_the_synthetic_language,
-        ("data.source=synthetic-learnable", "model.vocabulary=4"),
-        "model.vocabulary is too small for data.source synthetic-learnable; got 4; allowed: >= 5",
-    ),
-    (
-        rules.bytes_have_one_end,
-        ("data.end_of_document=</s>",),
-        "data.end_of_document names a token, but data.tokenizer bytes has its own end of a document; got '</s>'; "
-        "fix: leave it out, or set data.tokenizer to a tokenizer.json",
-    ),
-    (
         rules.cpu_has_no_triton,
         ("device=cpu", "kernels.experts_forward=triton"),
         "kernels.experts_forward names a backend that device cpu does not have; got triton; "
@@ -123,6 +78,18 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
         rules.flash_on_a_gpu_has_no_mask,
         ("kernels.attention=flash", "device=cuda", "data.document_mask=true"),
         "kernels.attention flash takes no mask on a GPU, and data.document_mask needs one; "
+        "fix: set kernels.attention to auto",
+    ),
+    (
+        rules.flash_on_a_gpu_has_no_mask,
+        (*ON_FLASH, "parallel.context=2", "parallel.context_method=all-gather"),
+        "kernels.attention flash takes no mask on a GPU, and parallel.context_method all-gather needs one; "
+        "fix: set kernels.attention to auto",
+    ),
+    (
+        rules.flash_on_a_gpu_has_no_mask,
+        (*ON_FLASH, *GQA, "model.attention.local.size=127"),
+        "kernels.attention flash takes no mask on a GPU, and model.attention.local, a window, needs one; "
         "fix: set kernels.attention to auto",
     ),
     (
@@ -153,14 +120,10 @@ FINE = {
     "warm-up all the way": ("schedule.warmup_steps=200",),
     "decay right after warm-up": (*WSD, "schedule.decay_steps=180"),
     "a tenth of the steps by default": WSD,
-    "text files": TEXT,
-    "files held out": (*TEXT, "data.validation_files=b.txt", "data.validation_share=0.0"),
-    "no evaluation": (*TEXT, "data.validation_share=0.0", "evaluation.rows=0"),
-    "synthetic text needs no share": ("data.source=synthetic-random", "data.validation_share=0.0"),
-    "a tiny vocabulary for synthetic text": ("data.source=synthetic-learnable", "model.vocabulary=5"),
-    "a tokenizer file": ("data.tokenizer=t.json", "data.end_of_document=</s>", "model.vocabulary=64"),
     "bf16 on a CPU, slow as it is": ("device=cpu", "training.precision=bf16"),
     "flash with equal heads": ("kernels.attention=flash", "model.attention.value_head_dim=48", "device=cuda"),
+    "flash and a window as long as the row": (*ON_FLASH, *GQA, "model.attention.local.size=128"),
+    "flash and chunks": (*ON_FLASH, *GQA, "model.attention.local={kind='chunk', size=32}"),
     "Triton where the device is not known yet": ("kernels.all=triton",),
     "cuDNN where the device is not known yet": ("kernels.attention=cudnn",),
     "the last steps recorded, on all ranks": ("profile.start=199", "profile.ranks=[]"),

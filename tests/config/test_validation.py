@@ -10,7 +10,7 @@ from penstock.config.run import Run
 from penstock.config.validation import build
 from tests.config.small import SMALL
 
-SOURCES = "standard-library, text, jsonl, synthetic-random, synthetic-learnable"
+SOURCES = "standard-library, text, jsonl, parquet, packed, huggingface, synthetic-random, synthetic-learnable"
 
 MESSAGES = {
     # Unknown keys: a like name beside it, the same name elsewhere, another kind's field, no idea.

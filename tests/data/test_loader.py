@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from penstock.base.errors import DataError
 from penstock.data.batch import Batch
-from penstock.data.loader import LANES, Batches, Loader, Prefetch, SavedPlace
+from penstock.data.loader import Batches, Loader, Prefetch
+from penstock.data.rows import LANES
+from penstock.data.saved import SavedPlace
 from tests.data.in_memory import END, InMemory, larger_sources, numbered, sources
 
 
@@ -179,7 +181,7 @@ def test_a_state_of_other_data_is_refused_and_changes_nothing(change: SavedPlace
 def test_a_state_with_other_fields_is_refused() -> None:
     with pytest.raises(
         DataError,
-        match="damaged; got epoch; allowed: epoch, place, lane_epochs, lane_places, lane_offsets, rows, tokens, seed,",
+        match="damaged; got epoch; allowed: epoch, place, lane_epochs, lane_places, lane_offsets, rows, tokens, skip",
     ):
         loader_of(numbered(30)).restore({"epoch": 0})
 

@@ -1,27 +1,28 @@
-"""From the settings of a run to a source, and what is refused on the way."""
+"""From the settings of a run to a text, and what is refused on the way."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.base.errors import DataError
-from penstock.data.open import SourceName, open_source
+from penstock.config.data import Data, Part
+from penstock.data.open import open_text
 from penstock.data.sources import Source, Split
+from penstock.data.texts import Text
+
+
+def opened(data: Data, split: Split, *, vocabulary_size: int = 257, cache: Path = Path("unused")) -> Text:
+    return open_text(data, split, vocabulary_size=vocabulary_size, seed=0, cache=cache)
 
 
 def open_files(
-    source: SourceName, split: Split, files: list[str], *, validation_files: tuple[str, ...] = (), share: float = 0.3
-) -> Source:
-    return open_source(
-        source=source,
-        split=split,
-        vocabulary_size=257,
-        seed=0,
-        files=files,
-        validation_files=validation_files,
-        validation_share=share,
-    )
+    source: Any, split: Split, files: list[str], *, held_out: tuple[str, ...] = (), share: float = 0.3
+) -> Any:
+    data = Data(source=source, files=tuple(files), validation_files=held_out, validation_share=share)
+    (part,) = opened(data, split).parts
+    return part.documents
 
 
 def contents(source: Source) -> list[bytes]:
@@ -45,10 +46,10 @@ def plain(tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize("source", ["standard-library", "synthetic-random", "synthetic-learnable"])
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_sources_that_need_no_files_open(source: SourceName, split: Split) -> None:
-    opened = open_source(source=source, split=split, vocabulary_size=300, seed=0)
-    assert len(opened) > 0
-    assert opened.read(0).max() < opened.vocabulary_size <= 300
+def test_sources_that_need_no_files_open(source: Any, split: Split) -> None:
+    (part,) = opened(Data(source=source), split, vocabulary_size=300).parts
+    assert len(part.documents) > 0
+    assert part.documents.read(0).max() < part.documents.vocabulary_size <= 300
 
 
 def test_lines_are_split_by_content_whatever_their_order(lines: str) -> None:
@@ -68,24 +69,34 @@ def test_plain_files_are_split_by_content(plain: list[str]) -> None:
 
 def test_validation_files_of_its_own_leave_all_files_to_training(plain: list[str]) -> None:
     own = tuple(plain[30:])
-    assert len(open_files("text", "train", plain[:30], validation_files=own)) == 30
-    assert len(open_files("text", "validation", plain[:30], validation_files=own)) == 10
+    assert len(open_files("text", "train", plain[:30], held_out=own)) == 30
+    assert len(open_files("text", "validation", plain[:30], held_out=own)) == 10
+
+
+def test_a_folder_and_a_glob_stand_for_their_files(plain: list[str]) -> None:
+    folder = str(Path(plain[0]).parent)
+    whole = open_files("text", "train", [folder], share=0.0)
+    assert len(whole) == 40
+    assert contents(open_files("text", "train", [f"{folder}/1?.txt"], share=0.0)) == [
+        f"text {number}".encode() for number in range(10, 20)
+    ]
+    assert open_files("text", "train", [f"{folder}/*.txt", plain[3]], share=0.0).fingerprint == whole.fingerprint
 
 
 def test_a_file_in_both_splits_is_refused(plain: list[str]) -> None:
     again = plain[0].replace("0.txt", "./0.txt")
     with pytest.raises(DataError, match=r"0\.txt is in data\.files and in data\.validation_files; fix: take it out"):
-        open_files("text", "train", plain, validation_files=(again,))
+        open_files("text", "train", plain, held_out=(again,))
 
 
-def test_no_files_are_refused() -> None:
-    with pytest.raises(DataError, match=r"data\.files is empty; fix: set data\.files"):
-        open_files("text", "train", [])
+def test_a_folder_that_holds_the_held_out_files_is_refused(plain: list[str]) -> None:
+    with pytest.raises(DataError, match=r"39\.txt is in data\.files and in data\.validation_files"):
+        open_files("text", "train", [str(Path(plain[0]).parent)], held_out=(plain[39],))
 
 
 def test_a_split_without_a_document_is_refused(plain: list[str]) -> None:
     with pytest.raises(
-        DataError, match=r"the validation split holds no document; got data\.validation_share 0; fix: set"
+        DataError, match=r"the validation split of data holds no document; got data\.validation_share 0; fix: set"
     ):
         open_files("text", "validation", plain, share=0.0)
 
@@ -96,14 +107,68 @@ def test_ids_outside_the_vocabulary_of_the_model_are_refused() -> None:
         match=r"data\.tokenizer bytes has token ids outside the model's vocabulary; "
         r"got ids up to 256 and a vocabulary of 256; fix: give the model a vocabulary of 257 or more",
     ):
-        open_source(source="standard-library", split="train", vocabulary_size=256, seed=0)
-
-
-def test_an_unknown_source_is_refused() -> None:
-    with pytest.raises(DataError, match=r"data\.source is unknown; got web; allowed: standard-library, text, jsonl"):
-        open_source(source="web", split="train", vocabulary_size=257, seed=0)  # type: ignore[arg-type]
+        opened(Data(), "train", vocabulary_size=256)
 
 
 def test_a_tokenizer_that_is_not_there_is_refused_before_any_file_is_read(lines: str) -> None:
-    with pytest.raises(DataError, match=r"cannot read data\.tokenizer missing\.json"):
-        open_source(source="jsonl", split="train", vocabulary_size=257, seed=0, files=[lines], tokenizer="missing.json")
+    with pytest.raises(DataError, match=r"missing\.json"):
+        opened(Data(source="jsonl", files=(lines,), tokenizer="missing.json"), "train")
+
+
+@pytest.fixture
+def mixture(lines: str, plain: list[str]) -> dict[str, Part]:
+    return {
+        "web": Part(source="jsonl", files=(lines,), weight=3.0),
+        "code": Part(source="text", files=tuple(plain), weight=1.0),
+    }
+
+
+def test_each_part_of_a_mixture_is_split_by_the_same_rule(mixture: dict[str, Part]) -> None:
+    train, held_out = (opened(Data(mixture=mixture, validation_share=0.3), split) for split in ("train", "validation"))
+    assert [(part.name, part.weight) for part in held_out.parts] == [("web", 3.0), ("code", 1.0)]
+    for one, other in zip(train.parts, held_out.parts, strict=True):
+        assert len(one.documents) + len(other.documents) == 40
+    assert (
+        str(train)
+        == f"{len(train.parts[0].documents)} documents of web, {len(train.parts[1].documents)} documents of code"
+    )
+
+
+def test_without_a_share_only_parts_with_files_of_their_own_are_held_out(
+    mixture: dict[str, Part], plain: list[str]
+) -> None:
+    update = {"files": tuple(plain[:30]), "validation_files": tuple(plain[30:])}
+    mixture["code"] = mixture["code"].model_copy(update=update)
+    (part,) = opened(Data(mixture=mixture, validation_share=0.0), "validation").parts
+    assert (part.name, len(part.documents)) == ("code", 10)
+
+
+def test_an_error_names_the_part(mixture: dict[str, Part]) -> None:
+    mixture["web"] = mixture["web"].model_copy(update={"files": ("nothing/*.jsonl",)})
+    with pytest.raises(DataError, match=r"data\.mixture\.web\.files: the glob nothing/\*\.jsonl has no file"):
+        opened(Data(mixture=mixture), "train")
+
+
+def test_held_out_text_is_never_cut_for_fill_in_the_middle(lines: str, tmp_path: Path) -> None:
+    tokenizer = {
+        "model": {
+            "type": "WordLevel",
+            "vocab": {"[UNK]": 0, "<p>": 1, "<s>": 2, "<m>": 3, "</s>": 4},
+            "unk_token": "[UNK]",
+        }
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    data = Data(
+        source="jsonl",
+        files=(lines,),
+        tokenizer=str(tmp_path / "tokenizer.json"),
+        fill_in_middle=1.0,
+        fill_in_middle_tokens=("<p>", "<s>", "<m>"),
+    )
+    assert opened(data, "train").parts[0].middle is not None
+    assert opened(data, "validation").parts[0].middle is None
+    missing = data.model_copy(update={"fill_in_middle_tokens": ("<p>", "<s>", "<x>")})
+    with pytest.raises(DataError, match=r"tokenizer\.json has no token <x>; fix: correct data\.fill_in_middle_tokens"):
+        opened(missing, "train")
+    with pytest.raises(DataError, match="has no tokens for fill-in-the-middle"):
+        opened(data.model_copy(update={"fill_in_middle_tokens": ()}), "train")

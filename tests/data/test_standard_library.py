@@ -37,7 +37,7 @@ def test_the_splits_share_no_file_and_cover_all(tmp_path: Path, monkeypatch: pyt
     for number in range(200):
         (library / f"module_{number}.py").write_text(f"number = {number}\n")
     parts = {
-        split: {source.text(index) for index in range(len(source))}
+        split: {source.record(index) for index in range(len(source))}
         for split in ("train", "validation")
         for source in [open_split(split)]
     }
@@ -67,7 +67,7 @@ def test_only_source_files_that_every_build_has_are_taken(tmp_path: Path, monkey
     (library / "empty.py").touch()
     (library / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n# caf\xe9\n")
     source = open_standard_library("train", ByteTokenizer(), validation_share=0.0)
-    assert [source.text(index) for index in range(len(source))] == ["a/tests/test_z.py", "a/z.py", "a.py", "b.py"]
+    assert [source.record(index) for index in range(len(source))] == ["a/tests/test_z.py", "a/z.py", "a.py", "b.py"]
 
 
 def test_two_machines_with_the_same_files_have_the_same_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_json_lines_give_their_texts_in_order(
 def test_json_lines_can_be_read_in_any_order_and_from_another_field(tmp_path: Path) -> None:
     path = write(tmp_path / "corpus.jsonl", '\n  {"body": "a"}\n\n{"body": "\\u4e16"}  \n{"body": ""}')
     source = JsonLines([path], BYTES, text_field="body")
-    assert [source.text(index) for index in (2, 0, 1)] == ["", "a", "\u4e16"]
+    assert [source.record(index) for index in (2, 0, 1)] == ["", "a", "\u4e16"]
 
 
 def test_a_byte_order_mark_before_the_first_line_is_dropped(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_bad_first_line_is_refused_when_opened(tmp_path: Path, line: str, mess
 @pytest.mark.parametrize(("line", "message"), BAD_LINES)
 def test_a_bad_line_further_down_is_named_when_read(tmp_path: Path, line: str, message: str) -> None:
     source = JsonLines([write(tmp_path / "corpus", '{"text": "a"}\n\n{"text": "b"}\n' + line)], BYTES)
-    assert source.text(1) == "b"
+    assert source.record(1) == "b"
     with pytest.raises(DataError, match=r"corpus:4:? " + message) as caught:
         source.read(2)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Bytes, and a tokenizer file that the test trains itself."""
+"""What every tokenizer promises, on text that is hard; and which one a setting names."""
 
 import json
 import threading
@@ -9,89 +9,105 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from penstock.base.errors import DataError
-from penstock.data.tokenizer import END_OF_DOCUMENT_NAMES, ByteTokenizer, FileTokenizer, open_tokenizer
+from penstock.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from tests.data.vocabularies import HARD_TEXTS, json_file, sentencepiece_model, tiktoken_file
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
-
-
-def train(path: Path, *, special: str = "<|endoftext|>", strip: bool = False) -> Path:
-    tokenizer = Tokenizer(models.BPE())
-    if strip:
-        tokenizer.normalizer = normalizers.Strip()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=290,
-        special_tokens=[special],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the penstock feeds the turbine, the turbine feeds the town"] * 4, trainer)
-    tokenizer.enable_truncation(3)
-    tokenizer.save(str(path))
-    return path
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.sampled_from(HARD_TEXTS)
+KINDS = ("bytes", "json", "sentencepiece", "normalizing", "cl100k", "o200k", "llama3", "gpt2")
+LOSSLESS = tuple(kind for kind in KINDS if kind != "normalizing")
+SPECIAL = {"json": "<|endoftext|>", "sentencepiece": "</s>", "llama3": "<|end_of_text|>", "cl100k": "<|fim_prefix|>"}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
-    return FileTokenizer(train(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"))
+def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What `data.tokenizer` is for each kind."""
+    folder = tmp_path_factory.mktemp("vocabularies")
+    ranks = tiktoken_file(folder / "ranks.tiktoken")
+    return {
+        "bytes": "bytes",
+        "json": str(json_file(folder / "tokenizer.json")),
+        "sentencepiece": str(sentencepiece_model(folder / "lossless.model")),
+        "normalizing": str(sentencepiece_model(folder / "normalizing.model", lossless=False)),
+        **{name: f"{ranks}:{name}" for name in ("cl100k", "o200k", "llama3", "gpt2")},
+    }
 
 
-@given(TEXTS)
-def test_bytes_go_there_and_back(text: str) -> None:
-    tokenizer = ByteTokenizer()
+@pytest.fixture(scope="module")
+def tokenizers(names: dict[str, str]) -> dict[str, Tokenizer]:
+    return {kind: open_tokenizer(name) for kind, name in names.items()}
+
+
+@pytest.mark.parametrize("kind", LOSSLESS)
+@given(text=TEXTS)
+def test_text_goes_there_and_back(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
+    tokenizer = tokenizers[kind]
     tokens = tokenizer.encode(text)
-    assert tokens.tolist() == list(text.encode())
+    assert tokens.ndim == 1
+    assert np.issubdtype(tokens.dtype, np.integer)
     assert tokenizer.decode(np.append(tokens, tokenizer.end_of_document)) == text
-    assert tokenizer.bytes_per_token(text).sum() == len(text.encode())
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @given(text=TEXTS)
-def test_a_tokenizer_file_goes_there_and_back(trained: FileTokenizer, text: str) -> None:
-    tokens = trained.encode(text)
-    assert tokens.dtype == np.int64
-    assert trained.decode(tokens) == text
-
-
-@given(text=TEXTS)
-def test_the_bytes_of_tokens_sum_to_the_text(trained: FileTokenizer, text: str) -> None:
-    text_bytes = trained.bytes_per_token(text)
-    assert len(text_bytes) == len(trained.encode(text))
-    assert text_bytes.sum() == len(text.encode())
+def test_the_bytes_of_tokens_sum_to_the_text(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
+    tokenizer = tokenizers[kind]
+    tokens, text_bytes = tokenizer.encode(text), tokenizer.bytes_per_token(text)
+    assert len(text_bytes) == len(tokens)
+    assert text_bytes.sum() == (len(text.encode()) if len(tokens) else 0)
     assert (text_bytes >= 0).all()
 
 
-def test_each_token_has_its_own_bytes(trained: FileTokenizer) -> None:
-    text = "the \u00e9\U0001f600 turbine"
-    tokens = trained.encode(text)
-    spelled = [trained.decode(tokens[place : place + 1]) for place in range(len(tokens))]
-    for piece, size in zip(spelled, trained.bytes_per_token(text).tolist(), strict=True):
-        if "\ufffd" not in piece:
-            assert size == len(piece.encode()), f"{piece!r} was given {size} bytes"
+@pytest.mark.parametrize("kind", LOSSLESS)
+@given(text=TEXTS)
+def test_the_bytes_are_known_from_the_tokens_alone(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
+    tokenizer = tokenizers[kind]
+    tokens = tokenizer.encode(text)
+    marked = np.concatenate([[tokenizer.end_of_document], tokens.astype(np.int64)])
+    assert tokenizer.bytes_of(tokens).sum() == len(text.encode())
+    assert tokenizer.bytes_of(marked).tolist() == [0, *tokenizer.bytes_of(tokens).tolist()]
 
 
-def test_what_a_tokenizer_strips_still_counts_as_text(tmp_path: Path) -> None:
-    tokenizer = FileTokenizer(train(tmp_path / "tokenizer.json", strip=True))
-    assert tokenizer.bytes_per_token("  the town  ").sum() == len("  the town  ")
-    assert tokenizer.bytes_per_token("   ").tolist() == []
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=TEXTS)
+def test_every_id_is_below_the_vocabulary_and_no_text_ends_a_document(
+    tokenizers: dict[str, Tokenizer], kind: str, text: str
+) -> None:
+    tokenizer = tokenizers[kind]
+    tokens = tokenizer.encode(f"{text} {SPECIAL.get(kind, 'a')}")
+    assert tokens.max() < tokenizer.vocabulary_size
+    assert tokenizer.end_of_document < tokenizer.vocabulary_size
+    assert tokenizer.end_of_document not in tokens
 
 
-def test_text_that_spells_a_special_token_is_text(trained: FileTokenizer) -> None:
-    tokens = trained.encode("a <|endoftext|> b")
-    assert trained.end_of_document not in tokens
-    assert trained.decode(tokens) == "a <|endoftext|> b"
+@pytest.mark.parametrize(("kind", "name"), SPECIAL.items())
+def test_special_tokens_are_found_by_name_and_never_made_from_text(
+    tokenizers: dict[str, Tokenizer], kind: str, name: str
+) -> None:
+    tokenizer = tokenizers[kind]
+    number = tokenizer.token_id(name)
+    assert number is not None
+    assert number not in tokenizer.encode(f"a {name} b")
+    assert tokenizer.decode(tokenizer.encode(f"a {name} b")) == f"a {name} b"
+    assert tokenizer.token_id("<|no such token|>") is None
 
 
-def test_a_truncation_in_the_file_does_not_cut_documents(trained: FileTokenizer) -> None:
-    assert len(trained.encode("turbine " * 100)) >= 100
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokenizer_that_is_opened_again_has_the_same_fingerprint(
+    tokenizers: dict[str, Tokenizer], names: dict[str, str], kind: str
+) -> None:
+    assert open_tokenizer(names[kind]).fingerprint == tokenizers[kind].fingerprint
 
 
-def test_other_threads_go_on_while_a_long_text_is_encoded(trained: FileTokenizer) -> None:
+def test_fingerprints_tell_tokenizers_apart(tokenizers: dict[str, Tokenizer]) -> None:
+    assert len({tokenizer.fingerprint for tokenizer in tokenizers.values()}) == len(tokenizers)
+
+
+@pytest.mark.parametrize("kind", ["json", "sentencepiece", "cl100k"])
+def test_other_threads_go_on_while_a_long_text_is_encoded(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     text = "the loss of a step falls, and the next one is the same\n" * 20_000
-    encoding = threading.Thread(target=trained.encode, args=(text,))
+    encoding = threading.Thread(target=tokenizers[kind].encode, args=(text,))
     encoding.start()
     turns = 0
     while encoding.is_alive():
@@ -100,56 +116,61 @@ def test_other_threads_go_on_while_a_long_text_is_encoded(trained: FileTokenizer
     assert turns > 20, "whoever feeds a GPU waits for the thread that encodes"
 
 
-def test_the_vocabulary_reaches_past_the_largest_id(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    Tokenizer(models.WordLevel({"turbine": 0, "</s>": 7}, unk_token="turbine")).save(str(path))
-    tokenizer = FileTokenizer(path)
-    assert (tokenizer.vocabulary_size, tokenizer.end_of_document) == (8, 7)
+def test_bytes_have_one_token_each() -> None:
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode("\u00e9\U0001f600").tolist() == list("\u00e9\U0001f600".encode())
+    assert (tokenizer.vocabulary_size, tokenizer.end_of_document) == (257, 256)
 
 
-@pytest.mark.parametrize("name", END_OF_DOCUMENT_NAMES)
-def test_the_usual_end_tokens_are_found(tmp_path: Path, name: str) -> None:
-    assert FileTokenizer(train(tmp_path / "tokenizer.json", special=name)).end_of_document == 0
+def test_a_folder_gives_what_is_in_it(tmp_path: Path, names: dict[str, str]) -> None:
+    for kind, file in (("json", "tokenizer.json"), ("sentencepiece", "tokenizer.model")):
+        folder = tmp_path / kind
+        folder.mkdir()
+        (folder / file).write_bytes(Path(names[kind]).read_bytes())
+        assert open_tokenizer(str(folder)).fingerprint == open_tokenizer(names[kind]).fingerprint
 
 
-def test_the_end_token_can_be_named(tmp_path: Path) -> None:
-    path = train(tmp_path / "tokenizer.json", special="<stop>")
-    assert open_tokenizer(str(path), "<stop>").end_of_document == 0
-    with pytest.raises(
-        DataError, match=r"no end-of-document token \(looked for '<\|endoftext\|>', '</s>'.*; fix: set data"
-    ):
-        open_tokenizer(str(path), "")
-    with pytest.raises(DataError, match=r"no end-of-document token \(looked for '<end>'\)"):
-        open_tokenizer(str(path), "<end>")
+def test_a_folder_with_a_tokenizer_json_is_not_read_otherwise(tmp_path: Path, names: dict[str, str]) -> None:
+    json_file(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.model").write_bytes(b"not needed")
+    assert open_tokenizer(str(tmp_path)).fingerprint == open_tokenizer(names["json"]).fingerprint
 
 
-def test_fingerprints_tell_tokenizers_apart(tmp_path: Path, trained: FileTokenizer) -> None:
-    other = FileTokenizer(train(tmp_path / "tokenizer.json", strip=True))
-    assert len({other.fingerprint, trained.fingerprint, ByteTokenizer().fingerprint}) == 3
+def test_a_folder_says_which_token_ends_a_document(tmp_path: Path) -> None:
+    json_file(tmp_path / "tokenizer.json", special=["<|endoftext|>", "<|im_end|>"])
+    assert open_tokenizer(str(tmp_path)).end_of_document == 0
+    for stated in ("<|im_end|>", {"content": "<|im_end|>", "lstrip": False}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": stated}))
+        assert open_tokenizer(str(tmp_path)).end_of_document == 1
+    assert open_tokenizer(str(tmp_path), "<|endoftext|>").end_of_document == 0
+    assert open_tokenizer(str(tmp_path / "tokenizer.json")).end_of_document == 0
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("config", "message"),
     [
-        (b"not json", r"is not a tokenizer: it is not JSON \(Expecting value"),
-        (b"\xff\xfe", "is not a tokenizer: it is not JSON .*utf-8"),
-        (b"", "is not a tokenizer: it is not JSON"),
-        (json.dumps({"model": "x"}).encode(), r"tokenizer\.json is not a tokenizer: .*; allowed: a tokenizer\.json"),
-        (b"[]", "is not a tokenizer"),
+        ('{"eos_token": "<none>"}', r"no end-of-document token \(looked for '<none>'\)"),
+        ('{"eos_token": 3}', "eos_token of .*tokenizer_config.json is no token; got 3"),
+        ("{", "tokenizer_config.json is not a tokenizer: it is not JSON"),
     ],
 )
-def test_a_file_that_is_no_tokenizer_is_refused_in_one_line(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "tokenizer.json"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
-        open_tokenizer(str(path))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_missing_tokenizer_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"cannot read data\.tokenizer .*none\.json: No such file or directory; fix: give"
-    ):
-        open_tokenizer(str(tmp_path / "none.json"))
-    with pytest.raises(DataError, match=r"Is a directory"):
+def test_a_folder_that_contradicts_itself_is_refused(tmp_path: Path, config: str, message: str) -> None:
+    json_file(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(DataError, match=message):
         open_tokenizer(str(tmp_path))
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is a folder without a tokenizer; got none; allowed: tokenizer.json, or one"):
+        open_tokenizer(str(tmp_path))
+    for name in ("a.model", "b.tiktoken"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match="got a.model, b.tiktoken"):
+        open_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["none.json", "none.model", "none.tiktoken", "none.tiktoken:cl100k", "none"])
+def test_a_missing_file_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match=r"cannot read data\.tokenizer .*none.*: No such file or directory; fix: give"):
+        open_tokenizer(str(tmp_path / name))

@@ -22,6 +22,10 @@ from penstock.parallel.launch.environment import Environment
 from penstock.train.evaluate import evaluate
 from penstock.train.setup import Session, prepare
 from penstock.train.step import train_step
+from tests.distributed.attention_cases import ATTENTION_CASES
+from tests.distributed.case import DOCUMENTS, GQA, Case, layout, pipeline
+from tests.distributed.expert_cases import EXPERT_CASES
+from tests.distributed.family_cases import FAMILY_CASES
 from tests.distributed.pool import Pool
 
 STEPS, RATE = 3, 1e-2
@@ -49,25 +53,6 @@ BASE = (
 
 TOLERANCES = {"loss": 2e-5, "gradient norm": 1e-4, "parameters": 1e-4, "moments": 1e-4, "held-out loss": 2e-5}
 """Largest relative difference that passes; of tensors the norm of the difference over the norm of the change."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One layout.
-
-    Attributes:
-        name: of the layout, in the words of the field.
-        ranks: processes.
-        overrides: what makes the layout, on top of BASE.
-        model: what changes the model or the data, for the single process too.
-        core: whether it is in the core set that every test run plays.
-    """
-
-    name: str
-    ranks: int
-    overrides: tuple[str, ...]
-    model: tuple[str, ...] = ()
-    core: bool = False
 
 
 @dataclass(frozen=True)
@@ -200,29 +185,8 @@ def differences(got: Trace, expected: Trace, start: dict[str, Tensor]) -> dict[s
 TWO_NODES = "dispatch.method=hierarchical"
 
 
-def layout(*settings: str) -> tuple[str, ...]:
-    """Overrides of the section `parallel`, and whole paths as they are."""
-    return tuple(setting if "." in setting else f"parallel.{setting}" for setting in settings)
-
-
-SCHEDULES_V = ("zb-v", "v-half", "v-min", "dualpipe-v")
 CAPACITY = ("model.moe.balance.capacity_factor=1.0",)
 PADDED = (*CAPACITY, "model.moe.balance.pad_to_capacity=true")
-GQA = (
-    'model.attention.kind="gqa"',
-    "model.attention.heads=4",
-    "model.attention.kv_heads=2",
-    "model.attention.head_dim=16",
-    'model.family="plain"',
-)
-DOCUMENTS = ("data.document_mask=true",)
-
-
-def pipeline(schedule: str, ranks: int = 4, *more: str) -> tuple[str, ...]:
-    """A pipeline by name of its schedule, with the stages per rank that it needs."""
-    stages = 2 if schedule in SCHEDULES_V or schedule == "interleaved" else 1
-    settings = (f"pipeline={ranks}", f"pipeline.schedule={schedule}", f"pipeline.stages_per_rank={stages}")
-    return layout(*settings, *more)
 
 
 def gathered(stage: int, *settings: str) -> tuple[str, ...]:
@@ -340,6 +304,9 @@ CASES = (
         4,
         pipeline("zb-v", 2, "expert=2", 'recompute.modules=["norm", "latent-up"]'),
     ),
+    *FAMILY_CASES,
+    *ATTENTION_CASES,
+    *EXPERT_CASES,
 )
 
 

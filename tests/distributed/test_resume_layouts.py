@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from penstock.cli.main import main
 from penstock.config.load import load_run
 from penstock.models.build import build_model
-from penstock.models.huggingface import load_huggingface
+from penstock.models.huggingface.weights import load_huggingface
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.run_folder import RunFolder
 from penstock.train.state import restore_state, save_state

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
-from penstock.kernels.expert_ffn import REFERENCE, TORCH, TRITON, ExpertKernels, expert_ffn
+from penstock.kernels.expert_ffn import expert_ffn
+from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON, ExpertKernels
 from penstock.kernels.permute import order_rows, unpermute
 from penstock.kernels.reference import RouterRule, RowOrder
 from penstock.kernels.topk import route

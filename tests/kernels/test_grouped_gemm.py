@@ -1,6 +1,7 @@
 """The grouped GEMM against its reference, on counts of every kind, and what it becomes on every chip."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -118,6 +119,33 @@ def test_a_weight_gradient_is_added_to_a_float32_buffer(
     assert noise < 1e-5, f"relative error {noise:.1e}: products must be summed in float32"
 
 
+@BOTH_WAYS
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_a_bias_is_added_to_the_rows_of_its_expert(
+    counts: list[int], weighted: bool, launch: GemmLaunch, device: torch.device
+) -> None:
+    x_RD, w_eFD, _, counts_e = draw(counts, device, torch.float32)
+    bias_eF = torch.randn(len(counts), WIDTH, device=device)
+    weights_R = torch.rand(len(x_RD), device=device) if weighted else None
+    y_RF = grouped_gemm_forward(x_RD, w_eFD, counts_e, bias_eF=bias_eF, weights_R=weights_R, launch=launch)
+    plain_RF = reference.grouped_gemm(x_RD, w_eFD, counts_e)
+    assert_close(y_RF, reference.add_bias(plain_RF, bias_eF, counts_e, weights_R), "product and bias")
+    assert not y_RF[sum(counts) :].any(), "rows of the tail have no expert, so no bias"
+
+
+@pytest.mark.parametrize(
+    ("bias", "weights", "says"), [((2, 16), None, "bias_eF does not fit"), ((3, 72), (4,), "weights_R does not fit")]
+)
+def test_a_bias_that_does_not_fit_is_refused(
+    bias: tuple[int, ...], weights: tuple[int, ...] | None, says: str, device: torch.device
+) -> None:
+    x_RD, w_eFD, _, counts_e = draw(COUNTS["balanced"], device, torch.float32)
+    weights_R = None if weights is None else torch.zeros(weights, device=device)
+    with pytest.raises(KernelError, match=says):
+        grouped_gemm_forward(x_RD, w_eFD, counts_e, bias_eF=torch.zeros(bias, device=device), weights_R=weights_R)
+
+
 def test_one_tile_table_serves_all_products(device: torch.device) -> None:
     x_RD, w_eFD, dy_RF, counts_e = draw(COUNTS["skewed"], device, torch.float32)
     tiles = tile_table(counts_e, len(x_RD))
@@ -230,13 +258,25 @@ CHOICES = [
     for _, launch in launches
     for whole in depths(product, launch)
 ]
+FORWARDS = [choice for choice in CHOICES if choice.values[1].startswith("forward")]
 
 
 @pytest.mark.parametrize(("target", "product", "launch", "whole_depth"), CHOICES)
 def test_no_launch_of_a_table_spills_or_lacks_matrix_instructions(
     target: str, product: GemmProduct, launch: GemmLaunch, whole_depth: bool
 ) -> None:
-    compiled = compile_product(product, launch, target, whole_depth)
+    assert_fits(compile_product(product, launch, target, whole_depth), launch, target)
+
+
+@pytest.mark.parametrize(("target", "product", "launch", "whole_depth"), FORWARDS)
+def test_a_weighted_bias_makes_no_launch_of_a_table_spill(
+    target: str, product: GemmProduct, launch: GemmLaunch, whole_depth: bool
+) -> None:
+    bias = {"bias_ptr": "*bf16:16", "weights_ptr": "*fp32:16"}
+    assert_fits(compile_product(product, launch, target, whole_depth, bias), launch, target)
+
+
+def assert_fits(compiled: Compiled, launch: GemmLaunch, target: str) -> None:
     assert compiled.matrix_instructions > 0, "the product must be made by matrix instructions"
     assert compiled.spills == 0, f"{launch} spills: {compiled.summary}"
     # NVIDIA's multiprocessors keep 1 KiB more for each program, beyond what one program can have.
@@ -254,7 +294,9 @@ def test_gathered_rows_are_copied_by_16_bytes_while_earlier_ones_are_multiplied(
     assert in_flight[0] == launch.stages - 2, f"the loop leaves {in_flight[0]} steps' copies in flight"
 
 
-def compile_product(product: GemmProduct, launch: GemmLaunch, target: str, whole_depth: bool) -> Compiled:
+def compile_product(
+    product: GemmProduct, launch: GemmLaunch, target: str, whole_depth: bool, bias: Mapping[str, str] | None = None
+) -> Compiled:
     """Compile as the launchers would for bfloat16 and widths that are multiples of 16."""
     rows, columns, depth = launch.block_rows, launch.block_columns, launch.block_depth
     accumulated = product.endswith("_accumulated")
@@ -299,6 +341,8 @@ def compile_product(product: GemmProduct, launch: GemmLaunch, target: str, whole
             "owners_ptr": "*i32:16",
             "block_count_ptr": "*i32",
         }
+        signature |= bias or {}
+        constants |= {name: None for name in ("bias_ptr", "weights_ptr") if name not in signature}
         constants |= {"DEPTH_FIRST": depth_first, "WHOLE_DEPTH": whole_depth}
         kernel = rows_kernel
     return compile_for(kernel, signature, constants, TARGETS[target], launch.warps, launch.stages)

@@ -1,14 +1,18 @@
 """SwiGLU with routing weights against its reference, and what it becomes on every chip."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
+from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.swiglu import (
     BACKWARD_LAUNCH,
     LAUNCH,
+    rule_constants,
     swiglu,
     swiglu_backward,
     swiglu_backward_kernel,
@@ -19,6 +23,11 @@ from tests.kernels.ahead_of_time import TARGETS, compile_for
 from tests.kernels.parity import assert_close, assert_parity
 
 SMALL = Launch(block_rows=4, block_columns=16, warps=1)
+RULES = {
+    "weighted inputs": ExpertRule(weighs_input=True),
+    "clamped": ExpertRule(limit=0.7, alpha=1.702),
+    "clamped, weighted inputs": ExpertRule(limit=0.4, alpha=0.5, weighs_input=True),
+}
 
 
 def _fast(gate_up_RF: Tensor, weights_R: Tensor | None = None) -> Tensor:
@@ -34,6 +43,50 @@ def test_swiglu_and_its_gradients_equal_the_reference(
     gate_up_RF = torch.randn(rows, 2 * width, device=device, dtype=dtype)
     weights_R = torch.rand(rows, device=device) if weighted else None
     assert_parity(_fast, reference.swiglu, [gate_up_RF, weights_R])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_other_activations_and_their_gradients_equal_the_reference(
+    rule: ExpertRule, weighted: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    gate_up_RF = torch.randn(9, 80, device=device, dtype=dtype)
+    # Values at the bounds are not beyond them: they have a gradient.
+    gate_up_RF[0] = rule.limit or 1.0
+    gate_up_RF[1] = -(rule.limit or 1.0)
+    weights_R = torch.rand(9, device=device) if weighted else None
+
+    def fast(gate_up_RF: Tensor, weights_R: Tensor | None) -> Tensor:
+        return swiglu(gate_up_RF, weights_R, rule, launch=SMALL)
+
+    def truth(gate_up_RF: Tensor, weights_R: Tensor | None) -> Tensor:
+        return reference.swiglu(gate_up_RF, weights_R, rule)
+
+    assert_parity(fast, truth, [gate_up_RF, weights_R])
+
+
+def test_a_clamp_keeps_numbers_within_bounds_and_hides_no_nan(device: torch.device) -> None:
+    rule = ExpertRule(limit=7.0, alpha=1.702)
+    gate_up_RF = torch.tensor([[1e4, -1e4, 2.0, torch.nan, 1e4, -1e4, 1.0, 1.0]], device=device)
+    expected_F = [8 * 7.0, 0.0, 2 * 2 / (1 + math.exp(-1.702 * 2))]
+    for h_RF in (_fast_by(rule, gate_up_RF), reference.swiglu(gate_up_RF, None, rule)):
+        assert h_RF[0, :3].tolist() == pytest.approx(expected_F, abs=1e-3)
+        assert h_RF[0, 3].isnan()
+
+
+def _fast_by(rule: ExpertRule, gate_up_RF: Tensor) -> Tensor:
+    return swiglu(gate_up_RF, None, rule, launch=SMALL)
+
+
+def test_a_weight_of_zero_on_the_input_has_a_gradient(device: torch.device) -> None:
+    """Its row's activation is zero; but what a small weight would make of it is not, if it is linear near zero."""
+    rule = ExpertRule(limit=7.0, alpha=1.702, weighs_input=True)
+    assert_parity(
+        lambda *inputs: swiglu(*inputs, rule, launch=SMALL),
+        lambda *inputs: reference.swiglu(*inputs, rule),
+        [torch.randn(3, 16, device=device), torch.tensor([0.0, 1.0, 0.0], device=device)],
+    )
 
 
 def test_swiglu_takes_leading_dims_and_transposed_memory(device: torch.device) -> None:
@@ -81,9 +134,10 @@ def test_misfits_are_refused(shape: tuple[int, int], weights: tuple[int] | None)
         swiglu(torch.zeros(shape), None if weights is None else torch.zeros(weights))
 
 
+@pytest.mark.parametrize("rule", [SWIGLU, *RULES.values()], ids=["SwiGLU", *RULES])
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_kernels_compile_without_spills(target: str) -> None:
-    blocks = {"F": 1408, "BLOCK_R": LAUNCH.block_rows, "BLOCK_F": LAUNCH.block_columns}
+def test_the_kernels_compile_without_spills(target: str, rule: ExpertRule) -> None:
+    blocks = {"F": 1408, "BLOCK_R": LAUNCH.block_rows, "BLOCK_F": LAUNCH.block_columns, **rule_constants(rule)}
     signature = {"gate_up_ptr": "*bf16:16", "weights_ptr": "*fp32:16", "h_ptr": "*bf16:16", "rows": "i32"}
     forward = compile_for(swiglu_kernel, signature, blocks, TARGETS[target], num_warps=LAUNCH.warps)
     signature |= {"dh_ptr": "*bf16:16", "d_gate_up_ptr": "*bf16:16", "dweights_ptr": "*fp32:16"}

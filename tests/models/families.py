@@ -13,7 +13,7 @@ from penstock.kernels.operators import REFERENCE, Operators
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
 from penstock.models.frame import Reading, ahead_of, attention_borders
-from penstock.models.huggingface import save_huggingface
+from penstock.models.huggingface.weights import save_huggingface
 
 
 def tiny_model(family: str = "deepseek-v3", **changes: object) -> Model:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.fit import grid_of
-from penstock.config.model import GroupedQueryAttention, Model
+from penstock.config.model import ClampedSwiglu, GroupedQueryAttention, Model, Moe, Router
 from penstock.config.parallel import Parallel, Pipeline
 from penstock.config.run import Run
 from penstock.config.training import Optimizer, Training
@@ -24,6 +24,21 @@ MODELS = {
     "tied": tiny_model(vocabulary=64, tied_embeddings=True, mtp_layers=1),
     "grouped queries": tiny_model(
         family="plain", vocabulary=64, attention=GroupedQueryAttention(heads=4, kv_heads=2, head_dim=8)
+    ),
+    "biases in every second layer": tiny_model(
+        family="plain",
+        vocabulary=64,
+        layers=5,
+        attention=GroupedQueryAttention(heads=4, kv_heads=2, head_dim=8, bias=True, sinks=True, qk_norm="projection"),
+        moe=Moe(
+            experts=8,
+            top_k=2,
+            ffn_size=16,
+            every=2,
+            bias=True,
+            clamped=ClampedSwiglu(),
+            router=Router(softmax_after_top_k=True, logit_bias=True),
+        ),
     ),
 }
 

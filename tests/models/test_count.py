@@ -11,6 +11,7 @@ from penstock.config.presets.deepseek import deepseek_v2, deepseek_v2_lite, deep
 from penstock.config.presets.proxies import moe_1t, moe_2t, moe_515b
 from penstock.kernels.operators import REFERENCE
 from penstock.models.count import count
+from tests.models.attentions import ATTENTIONS
 from tests.models.families import tiny_decoder, tiny_model
 
 
@@ -56,7 +57,18 @@ def test_the_mtp_layer_of_v3_is_counted_beside_the_total() -> None:
     assert with_mtp.flops_per_token > without.flops_per_token
 
 
-@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"mtp_layers": 2}])
+@pytest.mark.parametrize(("family", "local"), [("gpt-oss", 5**2 / 2 + 11 * 4.5), ("llama4", 2 * 6**2 / 2 + 4**2 / 2)])
+def test_of_layers_that_see_a_part_of_the_row_only_that_part_is_counted(family: str, local: float) -> None:
+    attention = ATTENTIONS[family]
+    counted = count(tiny_model(family="plain", attention=attention, layers=4), 16)
+    pairs = 2 * (local + 16**2 / 2)
+    per_pair = 3 * 2 * 2 * attention.heads * attention.head_dim
+    assert counted.attention_flops_per_token == pytest.approx(per_pair * pairs / 16)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"attention": ATTENTIONS["gpt-oss"]}, {"tied_embeddings": True}, {"mtp_layers": 2}]
+)
 def test_the_count_equals_the_weights_of_the_built_model(changes: dict[str, object]) -> None:
     config = tiny_model(**changes)
     counted = count(config, 16)

@@ -83,6 +83,34 @@ def test_what_tensor_ranks_hold_whole_they_have_a_partial_gradient_of() -> None:
     assert partial["embed.weight"] == []
 
 
+def test_the_last_bias_of_an_expert_is_held_by_the_first_of_those_that_share_it() -> None:
+    held = _held("biases in every second layer", "expert tensor")
+    ranks = {name.rpartition(".")[2]: [rank for rank, _ in one] for name, one in held.items() if "blocks.2." in name}
+    assert ranks["gate_up_bias_eF"] == ranks["down_eDF"] == [0, 1, 2, 3]
+    assert ranks["down_bias_eD"] == [0, 2]
+    assert {holding.shape for _, holding in held["blocks.2.ffn.experts.gate_up_bias_eF"]} == {(8, 32)}
+
+
+def test_sinks_and_what_is_said_of_all_heads_are_divided_as_the_heads_are() -> None:
+    held = _held("biases in every second layer", "tensor")
+    of = {name.partition("attention.")[2]: one for name, one in held.items() if name.startswith("blocks.0.attention.")}
+    whole = {"sinks_H": 4, "query.bias": 32, "key.bias": 16, "query_norm.weight_D": 32, "key_norm.weight_D": 16}
+    for name, size in whole.items():
+        assert {holding.shape for _, holding in of[name]} == {(size,)}
+        assert [holding.cuts[0].index for _, holding in of[name]] == [0, 1]
+        assert all(holding.partial == () for _, holding in of[name])
+    # Added behind the sum, by each rank at its own positions.
+    assert [(holding.cuts, [axis.name for axis in holding.partial]) for _, holding in of["out.bias"]] == [
+        ((), ["tensor"]),
+        ((), ["tensor"]),
+    ]
+
+
+def test_every_nth_layer_has_experts() -> None:
+    names = {name for name, _ in meta_model(MODELS["biases in every second layer"]).named_parameters()}
+    assert {name.split(".")[1] for name in names if ".experts." in name} == {"2", "4"}
+
+
 @pytest.mark.parametrize(("model", "layout"), [("tied", "pipeline"), ("v3", "pipeline"), ("v3", "interleaved")])
 def test_an_embedding_on_two_pipeline_ranks_is_summed_over_both(model: str, layout: str) -> None:
     held = _held(model, layout)["embed.weight"]
@@ -97,9 +125,19 @@ def test_an_embedding_on_one_pipeline_rank_is_nobody_elses(model: str, layout: s
     assert all(holding.partial == () for _, holding in held)
 
 
-def _sums_of(decoder: Decoder) -> list[Tensor | tuple[Tensor, Tensor] | None]:
+def _sums_of(decoder: Decoder) -> list[Tensor | tuple[Tensor, ...] | None]:
     matrices = [module.total for module in decoder.modules() if isinstance(module, (Linear, Embedding))]
     return [*matrices, *(module.sums for module in decoder.modules() if isinstance(module, Experts))]
+
+
+def test_experts_add_to_the_sums_of_all_their_parameters_in_their_order() -> None:
+    decoder = meta_model(MODELS["biases in every second layer"])
+    sums = {name: torch.zeros_like(one) for name, one in decoder.named_parameters()}
+    add_in_kernels([decoder], sums.__getitem__)
+    path, experts = next((path, one) for path, one in decoder.named_modules() if isinstance(one, Experts))
+    names = ("gate_up_eFD", "down_eDF", "gate_up_bias_eF", "down_bias_eD")
+    assert experts.sums is not None and len(experts.sums) == len(names)
+    assert all(total is sums[f"{path}.{name}"] for total, name in zip(experts.sums, names, strict=True))
 
 
 def test_products_add_to_the_sums_of_their_own_weights_unless_all_goes_to_autograd() -> None:

@@ -12,6 +12,7 @@ from penstock.models.rank_model import build_rank
 from penstock.parallel.axes import make_axes
 from penstock.parallel.shard import own_rows
 from tests.distributed.pool import Pool
+from tests.models.attentions import ATTENTIONS
 from tests.models.families import tiny_decoder, tiny_model
 from tests.models.layouts import CPU, LAYOUTS, MODELS, V3, every_rank_model, laid_out, part_of
 
@@ -87,3 +88,19 @@ def test_no_two_tensors_begin_alike() -> None:
     decoder = tiny_decoder(tiny_model(layers=4))
     one, other = (decoder.get_parameter(f"blocks.{layer}.attention.out.weight") for layer in (2, 3))
     assert not torch.equal(one, other)
+
+
+def test_biases_of_attention_begin_with_zero_and_sinks_do_not() -> None:
+    decoder = tiny_decoder(tiny_model(family="plain", attention=ATTENTIONS["gpt-oss"]))
+    parameters = dict(decoder.named_parameters())
+    biases = [name for name in parameters if ".attention." in name and name.endswith(".bias")]
+    assert len(biases) == 4 * len(decoder.blocks)
+    assert not any(parameters[name].any() for name in biases)
+    assert all(block.attention.sinks_H.all() for block in decoder.blocks.values())
+
+
+def test_norms_of_queries_and_keys_begin_with_one() -> None:
+    for family in ("qwen3", "olmoe"):
+        decoder = tiny_decoder(tiny_model(family="plain", attention=ATTENTIONS[family]))
+        found = [parameter for name, parameter in decoder.named_parameters() if "query_norm" in name]
+        assert found and all((parameter == 1).all() for parameter in found)

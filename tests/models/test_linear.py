@@ -87,6 +87,59 @@ def test_a_size_that_does_not_divide_is_our_own_mistake() -> None:
         Linear(INPUTS, 9, _kit(0, 2), split="outputs")
 
 
+# Biases
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_bias_is_added_once_whoever_shares_the_matrix(size: int) -> None:
+    by_outputs, by_inputs = _whole(OUTPUTS, INPUTS), _whole(INPUTS, OUTPUTS)
+    first_O, second_I, x = torch.randn(OUTPUTS), torch.randn(INPUTS), torch.randn(3, INPUTS)
+    summands = []
+    for rank in range(size):
+        first = Linear(INPUTS, OUTPUTS, _kit(rank, size), split="outputs", bias=True)
+        second = Linear(OUTPUTS, INPUTS, _kit(rank, size), split="inputs", bias=True)
+        assert first.cuts["bias"] == first.cuts["weight"]
+        assert second.cuts["bias"] == ()
+        _fill(first.weight, by_outputs.chunk(size)[rank])
+        _fill(second.weight, by_inputs.chunk(size, dim=1)[rank])
+        _fill(first.bias, first_O.chunk(size)[rank])
+        _fill(second.bias, second_I)
+        summands.append(second(first(x)))
+    found = second.shifted(torch.stack(summands).sum(0))
+    torch.testing.assert_close(found, F.linear(F.linear(x, by_outputs, first_O), by_inputs, second_I))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_has_its_gradient_when_that_of_the_matrix_goes_into_a_sum(dtype: torch.dtype) -> None:
+    matrix = Linear(INPUTS, OUTPUTS, Kit(), bias=True).to(dtype)
+    _fill(matrix.weight, _whole(OUTPUTS, INPUTS))
+    _fill(matrix.bias, torch.randn(OUTPUTS))
+    x = torch.randn(2, 3, INPUTS).to(dtype)
+    expected = *_passes(matrix, x, 1), matrix.bias.grad
+    matrix.weight.grad = matrix.bias.grad = None
+    matrix.total = torch.zeros(OUTPUTS, INPUTS)
+    found = *_passes(matrix, x, 1), matrix.bias.grad
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other)
+    assert matrix.weight.grad is None and matrix.total.any()
+
+
+def test_a_bias_has_its_gradient_when_that_of_the_matrix_comes_later() -> None:
+    later = Later()
+    matrix = Linear(INPUTS, OUTPUTS, Kit(later=later), bias=True)
+    _fill(matrix.weight, _whole(OUTPUTS, INPUTS))
+    _fill(matrix.bias, torch.randn(OUTPUTS))
+    x = torch.randn(2, 3, INPUTS)
+    _passes(matrix, x, 1)
+    expected = matrix.weight.grad, matrix.bias.grad
+    matrix.weight.grad = matrix.bias.grad = None
+    with later.collecting() as work:
+        _passes(matrix, x, 1)
+    for task in work:
+        task()
+    torch.testing.assert_close((matrix.weight.grad, matrix.bias.grad), expected)
+
+
 # Into a sum
 
 

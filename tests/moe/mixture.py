@@ -2,18 +2,28 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.operators import REFERENCE
+from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.routing import Routing
 
 D, F = 8, 8
+
+Family = Literal["plain", "gpt-oss", "llama4"]
+RULES = {
+    "plain": SWIGLU,
+    "gpt-oss": ExpertRule(limit=1.0, alpha=1.702),
+    "llama4": ExpertRule(weighs_input=True),
+}
+"""Experts of gpt-oss have biases besides."""
 
 
 def random_routing(tokens: int, experts: int, top_k: int, seed: int, dropped: float = 0.0) -> Routing:
@@ -46,7 +56,7 @@ def token_by_token(x_TD: Tensor, routing: Routing, gate_up_eFD: Tensor, down_eDF
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer's problem, of all ranks together. Its matrices are `weights_of`.
+    """One layer's problem, of all ranks together. Its matrices are `weights_of`, its biases `biases_of`.
 
     Attributes:
         placement: of its experts.
@@ -54,6 +64,7 @@ class Problem:
         weights_TK: of their choices; zero where a slot was dropped.
         experts_TK: the choices.
         direction_TD: gradient of the output.
+        family: what its experts are like.
     """
 
     placement: ExpertPlacement
@@ -61,31 +72,44 @@ class Problem:
     weights_TK: Tensor
     experts_TK: Tensor
     direction_TD: Tensor
+    family: Family = "plain"
 
     @property
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        """Of all experts."""
-        gate_up_eFD, down_eDF = weights_of(self.placement.experts)
-        return gate_up_eFD.detach(), down_eDF.detach()
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Of all experts: matrices, and biases if there are such."""
+        experts = self.placement.experts
+        biases = biases_of(experts) if self.family == "gpt-oss" else ()
+        return tuple(one.detach() for one in (*weights_of(experts), *biases))
 
     def of(self, place: int) -> "Problem":
         """With the tokens of one place."""
         whole = (self.x_TD, self.weights_TK, self.experts_TK, self.direction_TD)
-        return Problem(self.placement, *(tensor.chunk(self.placement.places)[place] for tensor in whole))
+        own = (tensor.chunk(self.placement.places)[place] for tensor in whole)
+        return Problem(self.placement, *own, family=self.family)
 
 
-def problem(placement: ExpertPlacement, routing: Routing) -> Problem:
+def biases_of(experts: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(12)
+    return torch.randn(experts, 2 * F, generator=generator), torch.randn(experts, D, generator=generator)
+
+
+def problem(placement: ExpertPlacement, routing: Routing, family: Family = "plain") -> Problem:
     """A routing with tokens and a direction, drawn."""
     T = routing.experts_TK.shape[0]
-    return Problem(placement, torch.randn(T, D), routing.weights_TK.detach(), routing.experts_TK, torch.randn(T, D))
+    weights_TK, experts_TK = routing.weights_TK.detach(), routing.experts_TK
+    return Problem(placement, torch.randn(T, D), weights_TK, experts_TK, torch.randn(T, D), family)
 
 
-def parts_of(matrices: tuple[Tensor, Tensor], place: int, placement: ExpertPlacement) -> tuple[Tensor, Tensor]:
-    """What a place holds of the matrices: some experts, and of each its part of the width."""
+def parts_of(parameters: Sequence[Tensor], place: int, placement: ExpertPlacement) -> list[Tensor]:
+    """What a place holds: some experts, and of each its part of the width; the last bias with the first part only."""
     own, part, parts = placement.experts_of(place), placement.part_of(place), placement.expert_tensor
-    gate_up_eFD, down_eDF = (matrix[own.start : own.stop] for matrix in matrices)
-    gate_up_eFD = gate_up_eFD.unflatten(1, (2, parts, -1))[:, :, part].flatten(1, 2)
-    return gate_up_eFD, down_eDF.chunk(parts, 2)[part]
+    gate_up_eFD, down_eDF, *biases = (parameter[own.start : own.stop] for parameter in parameters)
+
+    def cut(gate_up: Tensor) -> Tensor:
+        return gate_up.unflatten(1, (2, parts, -1))[:, :, part].flatten(1, 2)
+
+    held = [cut(gate_up_eFD), down_eDF.chunk(parts, 2)[part]]
+    return held + [cut(bias) for bias in biases[:1]] + ([] if part else biases[1:])
 
 
 def mix(dispatchers: Sequence[Dispatcher], problems: Sequence[Problem], place: int) -> list[list[Tensor]]:
@@ -96,30 +120,35 @@ def mix(dispatchers: Sequence[Dispatcher], problems: Sequence[Problem], place: i
     flying = []
     for dispatcher, whole in zip(dispatchers, problems, strict=True):
         own = whole.of(place)
-        matrices = parts_of(whole.matrices, place, whole.placement)
-        leaves = [leaf.clone().requires_grad_() for leaf in (own.x_TD, own.weights_TK, *matrices)]
-        flying.append((dispatcher, leaves, *dispatcher.dispatch(leaves[0], Routing(leaves[1], own.experts_TK))))
+        parameters = parts_of(whole.parameters, place, whole.placement)
+        leaves = [leaf.clone().requires_grad_() for leaf in (own.x_TD, own.weights_TK, *parameters)]
+        sent = dispatcher.dispatch(leaves[0], Routing(leaves[1], own.experts_TK))
+        flying.append((dispatcher, leaves, RULES[whole.family], *sent))
     outputs = []
-    for dispatcher, leaves, rows, receipt in flying:
-        y_RD = expert_ffn(
-            rows.x_ND, leaves[2], leaves[3], rows.counts_e, rows.weights_R, rows.index_R, places_TK=rows.places_NK
-        )
-        outputs.append(dispatcher.combine(y_RD, receipt))
+    for dispatcher, leaves, rule, rows, receipt in flying:
+        _, _, gate_up_eFD, down_eDF, *held = leaves
+        biases = (held[0], held[1] if len(held) > 1 else None) if held else None
+        rest = rows.counts_e, rows.weights_R, rows.index_R
+        options = {"places_TK": rows.places_NK, "biases": biases, "rule": rule}
+        outputs.append(dispatcher.combine(expert_ffn(rows.x_ND, gate_up_eFD, down_eDF, *rest, **options), receipt))
     directions = [whole.of(place).direction_TD for whole in problems]
     gradients = iter(torch.autograd.grad(outputs, [leaf for one in flying for leaf in one[1]], directions))
-    return [[y_TD.detach(), *(next(gradients) for _ in range(4))] for y_TD in outputs]
+    return [
+        [y_TD.detach(), *(next(gradients) for _ in leaves)]
+        for y_TD, (_, leaves, *_) in zip(outputs, flying, strict=True)
+    ]
 
 
 def compare(whole: Problem, got: Sequence[Sequence[Tensor]]) -> None:
     """What `mix` gave on every place, with one rank that holds all experts and tokens."""
     placement = whole.placement
     alone = replace(whole, placement=ExpertPlacement(experts=placement.experts))
-    y_TD, dx_TD, dweights_TK, *matrices = mix([LocalDispatcher(placement.experts, REFERENCE)], [alone], 0)[0]
+    y_TD, dx_TD, dweights_TK, *parameters = mix([LocalDispatcher(placement.experts, REFERENCE)], [alone], 0)[0]
     is_kept_TK = whole.experts_TK < placement.experts
     together = [torch.cat([one[index] for one in got]) for index in range(3)]
     torch.testing.assert_close(together[0], y_TD, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(together[1], dx_TD, rtol=1e-4, atol=1e-4, msg=lambda text: f"gradient of x: {text}")
     torch.testing.assert_close(together[2][is_kept_TK], dweights_TK[is_kept_TK], rtol=1e-4, atol=1e-4)
     for place, one in enumerate(got):
-        for mine, theirs in zip(one[3:], parts_of((matrices[0], matrices[1]), place, placement), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4, msg=f"matrices of place {place}")
+        for mine, theirs in zip(one[3:], parts_of(parameters, place, placement), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4, msg=f"parameters of place {place}")

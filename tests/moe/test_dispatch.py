@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.kernels import expert_ffn as networks
+from penstock.kernels import expert_kernels as networks
+from penstock.kernels.expert_ffn import expert_ffn as fused_expert_ffn
 from penstock.kernels.operators import REFERENCE, TORCH
 from penstock.kernels.reference import expert_ffn
 from penstock.layout.experts import ExpertPlacement
@@ -23,7 +24,7 @@ from penstock.moe.dispatch.room import Room, room_for_all
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import ALONE
 from tests.distributed.pool import Pool
-from tests.moe.mixture import D, Problem, compare, mix, problem, random_routing, token_by_token, weights_of
+from tests.moe.mixture import D, Family, Problem, compare, mix, problem, random_routing, token_by_token, weights_of
 from tests.moe.ways import OVER_GLOO, Gloo, Way, dispatchers_on_a_rank, solve
 
 WHOLE = ExpertPlacement(experts=8)
@@ -183,6 +184,16 @@ def test_whatever_was_chosen_ranks_that_share_the_experts_give_what_one_rank_giv
     _hold(ranks, way, [[problem(placement, adversarial(kind, tokens)) for kind in kinds]])
 
 
+@pytest.mark.parametrize(("expert", "expert_tensor"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("way", [*FLAT, "DeepEP", "by node, sent", "by node, bounded", "pushed"])
+def test_experts_of_any_family_are_divided_by_every_way(ranks: Pool, way: Way, expert: int, expert_tensor: int) -> None:
+    """Biases are added once, by whichever rank, and weights on inputs find their rows."""
+    placement = ExpertPlacement(experts=8, expert=expert, expert_tensor=expert_tensor)
+    families: tuple[Family, ...] = ("gpt-oss", "llama4")
+    tokens, kinds = 8 if way in SIMULATED else 16, ("some dropped", "one choice")
+    _hold(ranks, way, [[problem(placement, adversarial(kind, tokens), one) for kind in kinds for one in families]])
+
+
 @pytest.mark.parametrize("way", [*OVER_GLOO, *SIMULATED])
 def test_many_steps_with_changing_routing_leave_no_trace(ranks: Pool, way: Way) -> None:
     placement, steps = ExpertPlacement(experts=8, expert=4), 2 if way in SIMULATED else 20
@@ -304,9 +315,7 @@ def test_a_padded_rank_sends_and_gets_the_same_whatever_the_routing() -> None:
 def test_experts_without_a_single_row_have_gradients_of_zero(kernels: networks.ExpertKernels) -> None:
     leaves = [torch.zeros(0, D, requires_grad=True), *weights_of(3), torch.zeros(0, requires_grad=True)]
     nothing_R, counts_e = torch.zeros(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
-    y_RD = networks.expert_ffn(
-        *leaves[:3], counts_e, leaves[3], nothing_R, places_TK=nothing_R[:, None], kernels=kernels
-    )
+    y_RD = fused_expert_ffn(*leaves[:3], counts_e, leaves[3], nothing_R, places_TK=nothing_R[:, None], kernels=kernels)
     assert y_RD.shape == (0, D)
     for leaf, gradient in zip(leaves, torch.autograd.grad(y_RD.sum(), leaves), strict=True):
         assert torch.equal(gradient, torch.zeros_like(leaf))

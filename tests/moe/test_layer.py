@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from penstock.config.model import Balance, Moe
 from penstock.config.model import Router as RouterRule
 from penstock.kernels import operators
-from penstock.kernels.expert_ffn import REFERENCE, expert_ffn
+from penstock.kernels.expert_ffn import expert_ffn
+from penstock.kernels.expert_kernels import REFERENCE
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.moe.dispatch.local import LocalDispatcher

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels import expert_ffn as networks
+from penstock.kernels import expert_kernels as networks
+from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.operators import REFERENCE, TORCH, Operators
 from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
@@ -54,7 +55,7 @@ def test_an_order_of_fewer_rows_keeps_the_first_and_drops_the_rest(
     x_TD = torch.randn(tokens, D, generator=torch.Generator().manual_seed(seed), requires_grad=True)
     leaves = (x_TD, routing.weights_TK, *weights_of(experts))
     index_R = order.slots_R // kept_TK.shape[1]
-    y_RD = networks.expert_ffn(
+    y_RD = expert_ffn(
         x_TD,
         *leaves[2:],
         order.counts_E,

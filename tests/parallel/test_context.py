@@ -7,13 +7,22 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import causal_attention
+from penstock.kernels.reach import Reach
 from penstock.layout.grid import Grid
 from penstock.layout.sequence import Method, SequenceLayout
 from penstock.models.frame import attention_borders
 from penstock.parallel.axes import ALONE, Axes, make_axes
-from penstock.parallel.context import attend, attend_to_row, gather_positions
+from penstock.parallel.context import (
+    attend,
+    attend_locally,
+    attend_to_row,
+    gather_positions,
+    held_positions,
+    nears_of,
+)
 from penstock.parallel.kit import Kit
 from tests.distributed.pool import Pool
+from tests.kernels.eager_attention import eager_attention, seen_by, with_gradients
 
 SCALE = 0.3
 
@@ -111,3 +120,68 @@ def test_one_rank_alone_attends_to_its_row() -> None:
     torch.testing.assert_close(attend(q, k, v, kit, scale=SCALE, allowed_BSS=allowed_BSS), expected)
     torch.testing.assert_close(attend_to_row(q, k, v, kit, scale=SCALE, allowed_BSS=allowed_BSS), expected)
     assert gather_positions(k, ALONE.context) is k
+
+
+REACHES = {
+    "window within a chunk of a rank": Reach(kind="window", size=3),
+    "window over several": Reach(kind="window", size=7),
+    "chunks within one": Reach(kind="chunk", size=2),
+    "chunks over several": Reach(kind="chunk", size=6),
+    "the whole row": None,
+}
+SINKS_H = torch.tensor([0.5, -1.0, 2.0, 0.0, 0.1, 0.2, -0.3, 1.0], dtype=torch.float64)
+
+
+def _documents(rows: int) -> Tensor:
+    starts = torch.tensor([0, 3, 4, 9, 14])
+    return torch.stack([torch.searchsorted(starts + row, torch.arange(LENGTH), right=True) for row in range(rows)])
+
+
+def _near_on_a_rank(size: int, method: Method, documents: bool) -> list[list[Tensor]]:
+    """Of each reach: output and gradients; the sinks' gradient last, which ranks have parts of."""
+    axes = _axes(size)
+    own = _own(axes, method)
+    q, k, v, direction = (whole[:, own] for whole in _heads("grouped-query"))
+    allowed_BSS = attention_borders(_documents(1)) if documents else None
+    if allowed_BSS is not None and method == "all-gather":
+        allowed_BSS = allowed_BSS[:, own]
+    kit = replace(Kit(), axes=axes, context_method=method)
+    assert held_positions(kit, len(own), torch.device("cpu")).tolist() == own
+    found = []
+    for reach in REACHES.values():
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, SINKS_H)]
+        if reach is None:
+            o_BSHM = attend(*leaves[:3], kit, scale=SCALE, allowed_BSS=allowed_BSS, sinks_H=leaves[3])
+        else:
+            nears = nears_of(kit, reach, len(own), 1, allowed_BSS, q.device)
+            o_BSHM = attend_locally(*leaves[:3], kit, scale=SCALE, nears=nears, sinks_H=leaves[3])
+        found.append(with_gradients(o_BSHM, direction, leaves))
+    return found
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("method", ["ulysses", "all-gather"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_see_a_part_of_the_row_together_as_one_does_alone(
+    ranks: Pool, size: int, method: Method, documents: bool
+) -> None:
+    *inputs, direction = _heads("grouped-query")
+    layout = SequenceLayout(length=LENGTH, context=size, method=method)
+    results = ranks.run(size, _near_on_a_rank, size, method, documents)
+    for number, (name, reach) in enumerate(REACHES.items()):
+        leaves = [x.clone().requires_grad_() for x in (*inputs, SINKS_H)]
+        seen_BSS = seen_by(reach, LENGTH, _documents(1) if documents else None)
+        o_BSHM = eager_attention(*leaves[:3], seen_BSS, SCALE, leaves[3])
+        *expected, dsinks_H = with_gradients(o_BSHM, direction, leaves)
+        of_ranks = [found[number] for found in results]
+        for rank, (*got, _) in enumerate(of_ranks):
+            own = list(layout.of_context(rank))
+            for what, mine, whole in zip(("output", "dq", "dk", "dv"), got, expected, strict=True):
+                torch.testing.assert_close(mine, whole[:, own], msg=f"{name}: {what} of rank {rank}")
+        torch.testing.assert_close(sum(found[-1] for found in of_ranks), dsinks_H, msg=f"{name}: dsinks")
+
+
+def test_a_row_no_longer_than_the_reach_needs_no_masks() -> None:
+    kit, device = Kit(), torch.device("cpu")
+    assert nears_of(kit, Reach(kind="window", size=LENGTH), LENGTH, 1, None, device) == ()
+    assert len(nears_of(kit, Reach(kind="window", size=LENGTH - 1), LENGTH, 1, None, device)) == 1

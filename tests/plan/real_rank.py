@@ -13,8 +13,9 @@ from torch import Tensor
 from penstock.config.fit import context_method, grid_of
 from penstock.config.load import load_run
 from penstock.config.run import Run
-from penstock.kernels import expert_ffn
+from penstock.kernels import expert_kernels
 from penstock.kernels.device_facts import DeviceFacts
+from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.float32_products import float32_linear, linear_in_parts
 from penstock.kernels.operators import REFERENCE, TORCH, Operators
 from penstock.kernels.triton_operators import TRITON
@@ -55,7 +56,7 @@ OPERATORS: dict[str, Operators] = {
     "reference": REFERENCE,
     "torch": TORCH,
     # Off a GPU too the experts' products are Triton's: interpreted.
-    "triton": replace(TRITON, expert_ffn=partial(expert_ffn.expert_ffn, kernels=expert_ffn.TRITON)),
+    "triton": replace(TRITON, expert_ffn=partial(expert_ffn, kernels=expert_kernels.TRITON)),
 }
 
 

@@ -58,11 +58,48 @@ def test_whatever_is_recomputed_a_pass_without_memory_keeps_the_same_bytes(
     )
 
 
+FAMILIES = {
+    "gpt-oss": ["model.moe.bias=true", "model.moe.clamped.limit=7", "model.moe.router.logit_bias=true"],
+    "llama4": ["model.moe.router.weigh=input", "model.moe.every=2", "model.dense_layers=0"],
+}
+
+
+@pytest.mark.parametrize("kernels", ["reference", "torch", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_of_any_family_keep_the_same_bytes(family: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = [*FAMILIES[family], f"training.precision={PRECISION[kernels]}"]
+    compare(
+        pieces_with_memory(overrides, kernels, world=1),
+        pieces_without_memory(overrides, kernels, 1, monkeypatch),
+        also_peaks=kernels == "reference",
+    )
+
+
 def test_a_prediction_layer_keeps_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["model.mtp_layers=1"]
     expected = pieces_with_memory(overrides, "reference", world=1)
     compare(expected, pieces_without_memory(overrides, "reference", 1, monkeypatch))
     assert any(name.startswith("mtp") for name in expected[-1].kept)
+
+
+HEADS = "kind='gqa', heads=4, kv_heads=4, head_dim=16"
+ATTENTIONS = {
+    "windows with sinks and biases": "bias=true, sinks=true, local={size=32, global_every=2}",
+    "chunks": "qk_norm='rotated-head', local={kind='chunk', size=32, global_every=2, global_temperature=0.1}",
+    "a norm of all heads": "qk_norm='projection'",
+    "a norm of each head": "qk_norm='head'",
+}
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_attention_of_every_family_keeps_the_same_bytes(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["model.family='plain'", f"model.attention={{{HEADS}, {ATTENTIONS[attention]}}}"]
+    overrides.append("training.sequence_length=128")
+    compare(
+        pieces_with_memory(overrides, "reference", world=1),
+        pieces_without_memory(overrides, "reference", 1, monkeypatch),
+        also_peaks=True,
+    )
 
 
 WAYS = {
@@ -126,5 +163,5 @@ def test_rows_that_are_pushed_keep_the_same_bytes(stage: int, monkeypatch: pytes
 def test_a_stage_of_many_layers_is_put_together_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["model.layers=6", "model.dense_layers=2"]
     together = pieces_without_memory(overrides, "reference", 1, monkeypatch)
-    monkeypatch.setattr(activations, "kind_of", lambda block: id(block))
+    monkeypatch.setattr(activations, "kind_of", lambda decoder, layer, block: layer)
     assert pieces_without_memory(overrides, "reference", 1, monkeypatch) == together

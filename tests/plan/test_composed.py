@@ -5,15 +5,21 @@ import pytest
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.kernels.device_facts import named_device
+from penstock.layout.stages import Stage
+from penstock.plan.composed import contents_of
 from penstock.plan.composed_time import Timekeeper
 from penstock.plan.composer import Composer, is_composable
 from penstock.plan.hardware_file import parse_cluster
+from penstock.plan.layer_kinds import first_of_kinds, layers_in_order
 from penstock.plan.memory import memory_of, ranks_that_differ
 from penstock.plan.project import USUAL, overheads_of, project, target_of
 from penstock.plan.stand_in import Target
 
 TARGET = Target(device=named_device("H200", "bf16"))
 LITE, V3 = "deepseek-v2-lite-6l", "deepseek-v3-8l"
+EVERY = ["model.moe.every=2"]
+LOCAL = [f"model.attention.local.{one}" for one in ("kind=window", "size=1024", "global_every=3")]
+FOUR_KINDS = [*EVERY, *LOCAL, "model.dense_ffn_size=4096", "parallel.expert=8", "parallel.pipeline=2"]
 
 CASES = {
     "one rank": (LITE, 1, ["training.micro_batch=2"]),
@@ -72,6 +78,32 @@ CASES = {
     ),
     "several copies": (V3, 64, ["parallel.pipeline=8", "parallel.expert=8", "parallel.shard_size=2"]),
     "grouped queries": ("moe-1t-4l", 32, ["parallel.pipeline=2", "parallel.expert=8", "parallel.context=2"]),
+    "experts in every second layer": (LITE, 16, [*EVERY, "parallel.pipeline=4", "parallel.expert=2"]),
+    "experts in every second layer, gathered weights": (LITE, 16, [*EVERY, "parallel.expert=8", "parallel.shard=full"]),
+    "biases, experts in halves": (
+        LITE,
+        16,
+        [
+            "model.moe.bias=true",
+            "model.moe.clamped.limit=7",
+            "model.moe.router.logit_bias=true",
+            "parallel.pipeline=2",
+            "parallel.expert=2",
+            "parallel.expert_tensor=2",
+            "pipeline.schedule=zb-1f1b",
+        ],
+    ),
+    "local layers": ("moe-1t-8l", 32, [*LOCAL, "parallel.pipeline=4", "parallel.expert=8"]),
+    "four kinds, zb-v": (
+        "moe-1t-8l",
+        32,
+        [*FOUR_KINDS, "pipeline.schedule=zb-v", "pipeline.stages_per_rank=2"],
+    ),
+    "four kinds, interleaved": (
+        "moe-1t-8l",
+        32,
+        [*FOUR_KINDS, "pipeline.schedule=interleaved", "pipeline.stages_per_rank=4"],
+    ),
     "no experts": (
         "debug",
         8,
@@ -95,7 +127,11 @@ def test_a_composed_run_holds_what_the_run_holds(name: str) -> None:
         assert memory.master == pytest.approx(exact.master, abs=64)
 
 
-@pytest.mark.parametrize("name", ["experts by symmetric", "1f1b", "zb-v, parts computed twice", "several copies"])
+TIMED = ["experts by symmetric", "1f1b", "zb-v, parts computed twice", "several copies"]
+TIMED += ["experts in every second layer", "local layers", "four kinds, zb-v"]
+
+
+@pytest.mark.parametrize("name", TIMED)
 def test_a_composed_run_takes_as_long_as_the_run(name: str) -> None:
     preset, world, overrides = CASES[name]
     run, cluster = load_run(preset, [*overrides, "training.global_batch=256"]), parse_cluster(f"{world}xH200")
@@ -125,6 +161,22 @@ def test_pieces_of_one_row_say_about_what_more_rows_hold() -> None:
     found = list(Composer(run, TARGET).closer_and_closer(run, grid_of(run, 8)))
     assert [one.is_exact for one in found] == [False, True]
     assert found[0].total(0) == pytest.approx(found[1].total(0), rel=2e-2)
+
+
+def test_kinds_of_layers_follow_the_model() -> None:
+    model = load_run("moe-1t-8l", [*FOUR_KINDS, "model.dense_layers=1"]).model
+    stage = Stage(layers=tuple(range(8)))
+    assert contents_of(stage, model).layers == (
+        ("local dense", 2),
+        ("moe", 1),
+        ("local dense", 1),
+        ("local moe", 1),
+        ("dense", 1),
+        ("local moe", 1),
+        ("local dense", 1),
+    )
+    assert first_of_kinds(model, range(8)) == {"local dense": 0, "moe": 2, "local moe": 4, "dense": 5}
+    assert layers_in_order(model, ("dense", "local moe")) == (5, 6)
 
 
 def test_what_lets_layers_differ_is_not_composed() -> None:

@@ -183,6 +183,7 @@ def runs(draw: st.DrawFn) -> tuple[Run, int]:
         f"dispatch.overlap={draw(st.sampled_from(('none', 'shared', 'halves', 'passes')))}",
         f"graphs.capture={draw(st.sampled_from(('none', 'passes', 'parts')))}",
         f"model.dense_layers={draw(st.sampled_from((0, 1)))}",
+        f"model.moe.every={draw(st.sampled_from((1, 1, 3)))}",
         f"model.moe.shared_ffn_size={draw(st.sampled_from((0, 128)))}",
     ]
     kind = draw(st.sampled_from(("plain", "plain", "plain", "pads", "dense")))

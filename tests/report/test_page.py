@@ -1,9 +1,7 @@
 """A page holds everything that it needs, says what the plan says, and is drawn without an error."""
 
-import json
 import re
 from dataclasses import replace
-from html import unescape
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -16,23 +14,13 @@ from penstock.layout.schedules import schedule
 from penstock.plan.projection import Plan, Refusal
 from penstock.report import plotly_script
 from penstock.report.curves import Axes, Check, Curve, Scaling, checks_figure, curves_figure, scaling_figure
-from penstock.report.export import open_in_browser
 from penstock.report.figure import THEMES, Figure, plotly_json
 from penstock.report.page import page, plan_figures, write_page
+from tests.report.looking import looked_at
 from tests.report.plans import with_schedule
 
-LISTENING = """<script>
-const errors = [];
-addEventListener("error", (event) => errors.push(event.message));
-addEventListener("unhandledrejection", (event) => errors.push(String(event.reason)));
-for (const level of ["error", "warn"]) console[level] = (...words) => errors.push(words.join(" "));
-</script>"""
-"""Stands before all other scripts and collects what they complain about."""
-
-LOOKING = """<script>
-(async () => {
-  while (!document.documentElement.dataset.drawn) await new Promise((wake) => setTimeout(wake, 20));
-  const found = { errors, paper: {}, bars: 0, outlines: 0, texts: [] };
+LOOKING = """
+  Object.assign(found, { paper: {}, bars: 0, outlines: 0, texts: [] });
   for (const element of document.querySelectorAll(".figure")) {
     found.paper[element.id] = element._fullLayout.paper_bgcolor;
     found.bars += element.querySelectorAll(".bars .point").length;
@@ -51,20 +39,8 @@ LOOKING = """<script>
     Plotly.Fx.hover(document.getElementById("memory"), [{ curveNumber: 1, pointNumber: 0 }]);
     found.memory = document.querySelector("#memory .hoverlayer").textContent;
   }
-  document.documentElement.dataset.found = JSON.stringify(found);
-})();
-</script>"""
-"""Stands behind all other scripts and leaves in the document what it sees."""
-
-
-def looked_at(browser: str, html: str, *options: str) -> dict[str, Any]:
-    """What a page has become in a browser."""
-    prepared = html.replace("<body>", f"<body>{LISTENING}", 1).replace("</body>", f"{LOOKING}</body>", 1)
-    drawn = open_in_browser(browser, prepared, "--window-size=1400,2000", *options)
-    match = re.search(r'data-found="([^"]*)"', drawn)
-    assert match is not None, re.findall(r'class="trouble">[^<]*', drawn) or drawn[:500]
-    found: dict[str, Any] = json.loads(unescape(match[1]))
-    return found
+"""
+"""What these tests want to know of a page of a plan."""
 
 
 def what_ifs() -> list[Figure]:
@@ -150,7 +126,7 @@ def test_a_page_that_cannot_be_written_is_one_line(plan: Plan, tmp_path: Path) -
 @pytest.fixture(scope="module")
 def light(browser: str, plan: Plan) -> dict[str, Any]:
     """What a browser on a light system makes of a page with every kind of picture."""
-    return looked_at(browser, page(plan, more=what_ifs()), "--blink-settings=preferredColorScheme=1")
+    return looked_at(browser, page(plan, more=what_ifs()), LOOKING, "--blink-settings=preferredColorScheme=1")
 
 
 def test_a_page_is_drawn_without_a_complaint(light: dict[str, Any], plan: Plan) -> None:
@@ -173,12 +149,12 @@ def test_the_pointer_finds_the_box_under_it(light: dict[str, Any]) -> None:
 
 
 def test_a_page_follows_the_readers_system(browser: str, plan: Plan, light: dict[str, Any]) -> None:
-    dark = looked_at(browser, page(plan), "--blink-settings=preferredColorScheme=0")
+    dark = looked_at(browser, page(plan), LOOKING, "--blink-settings=preferredColorScheme=0")
     assert set(light["paper"].values()) == {THEMES["light"]["paper_bgcolor"]}
     assert set(dark["paper"].values()) == {THEMES["dark"]["paper_bgcolor"]}
 
 
 def test_sixteen_ranks_are_drawn(browser: str, plan: Plan) -> None:
     large = schedule("zb-v", ranks=16, stages_per_rank=2, micro_batches=64)
-    found = looked_at(browser, page(with_schedule(plan, large)))
+    found = looked_at(browser, page(with_schedule(plan, large)), LOOKING)
     assert found["errors"] == [] and found["outlines"] == 8

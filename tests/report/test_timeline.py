@@ -99,10 +99,23 @@ def test_a_measured_timeline_lies_under_the_planned_one() -> None:
     assert set(forwards["meta"]["lanes"]) == {0, 1, 2, 3}
 
 
-def test_timelines_of_different_ranks_are_not_laid_over_each_other() -> None:
-    other = timeline_of(schedule("1f1b", ranks=3, stages_per_rank=1, micro_batches=3))
-    with pytest.raises(AssertionError, match="different ranks"):
-        timeline_figure("t", "T", [timeline_of(ONE_F_ONE_B), other])
+def test_lanes_stand_under_the_place_that_they_name() -> None:
+    interval = Interval(start=0.0, end=0.5, name="forward of stage 0", colour="#3579c8", group="forward")
+    lanes = [Lane(name=f"rank {rank}", intervals=[interval], place=rank // 2) for rank in range(4)]
+    figure = timeline_figure("t", "T", [timeline_of(ONE_F_ONE_B), Timeline(name="measured", lanes=lanes)])
+    names = [text.split(" \u00b7")[0] for text in figure.layout["yaxis"]["ticktext"]]
+    assert names[:3] == ["rank 0 planned", "rank 0 measured", "rank 1 measured"]
+    assert names[3:] == ["rank 1 planned", "rank 2 measured", "rank 3 measured"]
+
+
+def test_without_anything_held_boxes_have_the_whole_lane() -> None:
+    interval = Interval(start=0.0, end=0.5, name="a", colour="#3579c8", group="a")
+    timeline = Timeline(name="measured", lanes=[Lane(name="rank 0", intervals=[interval])], ground="idle")
+    figure = timeline_figure("t", "T", [timeline])
+    ((_, _, top, _, _, _),) = [trace["y"] for trace in boxes(figure)]
+    (bottom, *_) = boxes(figure)[0]["y"]
+    assert top - bottom == pytest.approx(0.88)
+    assert figure.data[0]["name"] == "idle" and "Grey is idle" in figure.caption
 
 
 def test_a_large_step_has_one_trace_for_each_colour() -> None:

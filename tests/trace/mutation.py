@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.trace.tiny import text_of
 
-_STRANGE: tuple[Any, ...] = (
+STRANGE: tuple[Any, ...] = (
     None, True, -1, 0, 2**63, -(2**63) - 1, 2**64 - 1, 10**40, 1.5, -1e300, 1e308, "", "7", "\ud800", "\u00e9", [],
     {}, [[]], {"a": 1}, [1, None], "kernel", "X",
 )  # fmt: skip
@@ -54,18 +54,17 @@ def _spoiled(text: bytes, random_: random.Random) -> bytes:
 def _with_strange_values(trace: dict[str, Any], random_: random.Random) -> Any:
     """JSON that is right, with values that are not."""
     changed = copy.deepcopy(trace)
-    places = list(_places(changed))
-    for holder, key in random_.sample(places, random_.randint(1, 4)):
+    for holder, key in random_.sample(list(places(changed)), random_.randint(1, 4)):
         if random_.random() < 0.2:
             holder[key] = [holder[key]]
         else:
-            holder[key] = random_.choice(_STRANGE)
+            holder[key] = random_.choice(STRANGE)
     return random_.choice((changed, changed, changed, changed["traceEvents"]))
 
 
-def _places(node: Any) -> Any:
+def places(node: Any) -> Any:
     """Everything that can be replaced, as what holds it and the key there."""
     keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
     for key in keys:
         yield node, key
-        yield from _places(node[key])
+        yield from places(node[key])

@@ -27,9 +27,11 @@ from tests.trace.synthetic_job import (
     Job,
     Work,
     attention,
+    distinct,
     experts,
     matmul,
     rows_sent,
+    shared,
     unpermute,
 )
 from tests.trace.synthetic_truth import Meeting, Truth, timeline
@@ -121,7 +123,7 @@ class _Run:
             rank.host_us += job.stall_us
         sent_SD = rows_sent(job, self.random)
         self.rows[-1].append(tuple(int(n) for n in sent_SD.sum(axis=0)))
-        before, inside, after = attention(job), experts(job, sent_SD.sum(axis=0)), unpermute(job)
+        before, inside, after = attention(job), experts(job, sent_SD.sum(axis=0)), [unpermute(job), *shared(job)]
         for span in ("attention", "route"):
             with self.span(span):
                 for work in (one for one in before if one.span == span):
@@ -135,18 +137,21 @@ class _Run:
                 self.compute(work)
         with self.span("combine"):
             self.exchange("combine", sent_SD.T)
-            self.compute(after)
-        return sent_SD, [*before, *inside, after]
+            self.compute(after[0])
+        for work in after[1:]:
+            with self.span(work.span):
+                self.compute(work)
+        return sent_SD, [*before, *inside, *after]
 
     def backward(self, sent_SD: np.ndarray, works: list[Work]) -> None:
         """Undo a layer: combine's gradient goes out like rows, dispatch's comes home."""
-        for work in reversed([one for one in works if one.span == "combine"]):
-            self.compute(work, 1.0)
+        for work in reversed([one for one in works if one.span in ("combine", "shared")]):
+            self.compute(work, 2.0 if work.span == "shared" else 1.0)
         self.exchange("dispatch", sent_SD)
         for work in reversed([one for one in works if one.span == "experts"]):
             self.compute(work, 2.0)
         self.exchange("combine", sent_SD.T)
-        for work in reversed([one for one in works if one.span not in ("experts", "combine")]):
+        for work in reversed([one for one in works if one.span not in ("experts", "combine", "shared")]):
             self.compute(work, 2.2)
         size = 3 * self.job.hidden * self.job.hidden * self.job.ranks
         self.collective(WORLD, "_reduce_scatter_base", GRADIENTS, (size, size // self.job.ranks))
@@ -183,8 +188,10 @@ class _Run:
 
     def compute(self, work: Work, factor: float = 1.0) -> None:
         for number, rank in enumerate(self.ranks):
-            us = round(work.us[number] * factor, 3)
-            self.launch(rank, work.op, work.kernel, us, **{"Input Dims": work.dims[number]})
+            slow = self.job.slow if self.job.slows_all and number == self.job.slow_rank else 1.0
+            us = round(work.us[number] * factor * slow, 3)
+            kinds = ["c10::BFloat16"] * len(work.dims[number])
+            self.launch(rank, work.op, work.kernel, us, **{"Input Dims": work.dims[number], "Input type": kinds})
 
     def launch(
         self, rank: _Rank, op: str, kernel: str, us: float, stream: int = MAIN, category: str = "kernel", **args: Any
@@ -232,7 +239,8 @@ class _Run:
             name = "all_to_all" if self.job.is_even else "all_to_allv"
             self.collective(EXPERT_GROUP, name, EXCHANGE, (0, 0), sent_SD)
             return
-        us = [LATENCY_US + float(n) * row / LINK_BYTES_PER_US for n in sent_SD.sum(axis=1)]
+        sent = sent_SD.sum(axis=1) * distinct(self.job)
+        us = [LATENCY_US + float(n) * row / LINK_BYTES_PER_US for n in sent]
         if self.job.dispatch == "deep_ep":
             name = f"void deep_ep::intranode::{direction}<{self.job.ranks}, 768, 8192>(int4*, float*, int*, int)"
             self.meet(name, EXCHANGE, max(us))

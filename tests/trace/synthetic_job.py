@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 from typing import Any, Literal
 
 import numpy as np
@@ -23,11 +24,13 @@ class Job:
         metadata: where collectives say who they are: at the kernel, at `record_param_comms`, or nowhere.
         has_sequence: sequence numbers are part of that.
         is_even: every rank sends as many rows to every other.
-        slow_rank: whose attention takes `slow` times as long.
+        slow_rank: whose attention takes `slow` times as long, or all that it computes if `slows_all`.
         hot_rank: whose experts are chosen `hot` times as often.
         offsets_us: how far each rank's clock is ahead.
         missing: (rank, place) of collectives whose kernel is not in the file.
         stall_us: the host does something else before every layer.
+        shared: width of the experts that every token passes; 0 if there are none.
+        bound: experts get a buffer of so many times their mean rows, whatever is in it; 0 is as many as there are.
     """
 
     ranks: int = 4
@@ -45,11 +48,27 @@ class Job:
     seed: int = 11
     slow_rank: int | None = None
     slow: float = 1.3
+    slows_all: bool = False
     hot_rank: int | None = None
     hot: float = 2.2
     offsets_us: tuple[float, ...] = ()
     missing: tuple[tuple[int, int], ...] = ()
     stall_us: float = 0.0
+    shared: int = 0
+    bound: float = 0.0
+
+
+V2_LITE = Job(
+    ranks=4,
+    layers=6,
+    tokens=8192,
+    hidden=2048,
+    expert_hidden=1408,
+    experts=64,
+    top_k=6,
+    shared=2816,
+)
+"""In the proportions of DeepSeek-V2-Lite at two rows of 4,096 tokens on each of four H200, with fewer layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +99,18 @@ def rows_sent(job: Job, random: np.random.Generator) -> np.ndarray:
     return random.multinomial(slots, share_D / share_D.sum(), size=job.ranks)
 
 
+def distinct(job: Job) -> float:
+    """Tokens over rows, if each token goes once to each rank that has one of its experts, all chosen as often."""
+    elsewhere = comb(job.experts - job.experts // job.ranks, job.top_k) / comb(job.experts, job.top_k)
+    return (1 - elsewhere) * job.ranks / job.top_k
+
+
 def matmul(job: Job, span: str, op: str, kernel: str, sizes: tuple[int, int, int], factor: float = 1.0) -> Work:
     """A matrix product of the same size on every rank; only attention is slow on the slow one."""
     rows, inner, columns = sizes
     us = 2 * rows * inner * columns / MATMUL_FLOPS_PER_US * factor + 2.1
-    slow = [job.slow if span == "attention" and rank == job.slow_rank else 1.0 for rank in range(job.ranks)]
+    is_slow = span == "attention" and not job.slows_all
+    slow = [job.slow if is_slow and rank == job.slow_rank else 1.0 for rank in range(job.ranks)]
     return Work(
         span=span,
         op=op,
@@ -109,6 +135,7 @@ def attention(job: Job) -> list[Work]:
 def experts(job: Job, rows_D: np.ndarray) -> list[Work]:
     own, hidden, inner = job.experts // job.ranks, job.hidden, job.expert_hidden
     rows = [int(n) for n in rows_D]
+    room = [int(job.bound * job.tokens * job.top_k)] * job.ranks if job.bound else rows
     sizes = ((hidden, 2 * inner), (inner, hidden))
     up, down = (
         Work(
@@ -116,13 +143,21 @@ def experts(job: Job, rows_D: np.ndarray) -> list[Work]:
             op="aten::_grouped_mm",
             kernel=GROUPED,
             us=[round(2 * n * a * b / MATMUL_FLOPS_PER_US + 3.9, 3) for n in rows],
-            dims=[[[n, a], [own, a, b], [own]] for n in rows],
+            dims=[[[n, a], [own, a, b], [own]] for n in room],
         )
         for a, b in sizes
     )
     us = [round(6 * n * inner / MEMORY_BYTES_PER_US + 1.7, 3) for n in rows]
     dims = [[[n, inner], [n, inner]] for n in rows]
     return [up, Work(span="experts", op="aten::mul", kernel=POINTWISE, us=us, dims=dims), down]
+
+
+def shared(job: Job) -> list[Work]:
+    """The experts that every token passes."""
+    if not job.shared:
+        return []
+    sizes = ((job.tokens, job.hidden, 2 * job.shared), (job.tokens, job.shared, job.hidden))
+    return [matmul(job, "shared", "aten::mm", GEMM, one) for one in sizes]
 
 
 def unpermute(job: Job) -> Work:

@@ -1,10 +1,10 @@
-"""Launches: short kernels, gaps and whose they are, waits of the host, the queue, memory."""
+"""Launches: short kernels, gaps and whose they are, waits of the host, the queue."""
 
 import pytest
 
-from penstock.trace.launches import find_launches, find_memory
+from penstock.trace.launches import find_launches
 from tests.trace.test_tree import decoded, operator, span
-from tests.trace.tiny import TIME_US, event, kernel
+from tests.trace.tiny import event, kernel
 
 
 def call(start: float, number: int, lasts: float = 2.0) -> dict[str, object]:
@@ -70,15 +70,3 @@ def test_the_queue_is_what_was_launched_and_has_not_begun() -> None:
 
 def test_without_launches_there_is_no_queue() -> None:
     assert find_launches(decoded(kernel("a", 0, 10, correlation=1))).queue is None
-
-
-def test_memory_is_what_the_allocator_of_a_gpu_held_after_each_change() -> None:
-    def change(at: float, device: int, held: int) -> dict[str, object]:
-        args = {"Device Id": device, "Device Type": 1, "Total Allocated": held, "Total Reserved": 900, "Bytes": 1}
-        times = {"ts": TIME_US + at, "s": "t", "pid": 77, "tid": 77}
-        return {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", **times, "args": args}
-
-    trace = decoded(kernel("a", 0, 10, correlation=1), change(5, 0, 300), change(9, 0, 700), change(7, -1, 50))
-    (memory,) = find_memory(trace)
-    assert (memory.device, memory.allocated.tolist(), memory.reserved.tolist()) == (0, [300, 700], [900, 900])
-    assert memory.time_us.tolist() == [TIME_US + 5, TIME_US + 9]

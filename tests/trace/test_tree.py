@@ -84,6 +84,12 @@ def test_step_and_action_cover_the_threads_of_autograd() -> None:
     assert backward == ["backward of stage 1, micro-batch 2"] * 2
 
 
+def test_what_autograd_starts_between_nodes_is_backward() -> None:
+    between = [on(AUTOGRAD, one) for one in (operator("aten::add_", 130, 10), started(132, 2)[0])]
+    trace = decoded(span("forward", 0, 90), *started(5, 1), span("backward", 100, 80), *between, started(132, 2)[1])
+    assert place(trace).is_backward.tolist() == [False, True]
+
+
 def test_a_backward_kernel_has_the_span_and_layer_of_the_operator_that_made_its_node() -> None:
     trace = training()
     found = place(trace)

@@ -29,6 +29,7 @@ from penstock.train.run_folder import create_run_folder
 from penstock.train.setup import prepare
 from penstock.train.step import StepResult, StepRule, step_rule, train_step
 from penstock.train.stop import StopRequest
+from tests.models.attentions import ATTENTIONS
 from tests.train.tiny_run import CPU, ENVIRONMENT, Recorder, one_rank, random_batch, tiny_model, tiny_run
 
 GPU = torch.device("cuda", 0)
@@ -124,8 +125,14 @@ def test_a_run_tells_of_its_graph_and_gives_it_back_at_the_end(tmp_path: Path) -
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(
     "changes",
-    [{}, moe_of(auxiliary="global-batch", auxiliary_weight=0.1), moe_of(capacity_factor=0.5)],
-    ids=["sequence loss", "loss over the global batch", "drops"],
+    [
+        {},
+        moe_of(auxiliary="global-batch", auxiliary_weight=0.1),
+        moe_of(capacity_factor=0.5),
+        {"model": tiny_model(attention=ATTENTIONS["gpt-oss"])},
+        {"model": tiny_model(attention=ATTENTIONS["llama4"])},
+    ],
+    ids=["sequence loss", "loss over the global batch", "drops", "windows", "chunks"],
 )
 def test_replayed_passes_train_as_eager_ones_do(changes: dict[str, Any], documents: bool, tmp_path: Path) -> None:
     run, recorded = tiny_run(tmp_path, **changes), Recorded()

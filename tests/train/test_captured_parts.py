@@ -18,6 +18,7 @@ from penstock.train.evaluate import evaluate
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.setup import prepare
 from penstock.train.step import Passes, StepResult, step_rule, train_step
+from tests.models.attentions import ATTENTIONS
 from tests.parallel.recorded_graph import Graphs
 from tests.parallel.same_addresses import SameAddresses
 from tests.train.tiny_run import CPU, ENVIRONMENT, one_rank, random_batch, tiny_model, tiny_run
@@ -69,8 +70,19 @@ def captured(graphs: SameAddresses, *, is_asked_for: bool = True) -> CapturedPar
         {"recompute": Recompute(modules=("expert-activation", "shared-expert", "dense"))},
         {"offload": Offload(activations=("dense",))},
         {"model": tiny_model(moe=None, dense_layers=2, mtp_layers=0)},
+        {"model": tiny_model(attention=ATTENTIONS["gpt-oss"])},
+        {"model": tiny_model(attention=ATTENTIONS["llama4"])},
     ],
-    ids=["sequence loss", "loss over the micro-batch", "drops", "recomputed", "offloaded", "dense"],
+    ids=[
+        "sequence loss",
+        "loss over the micro-batch",
+        "drops",
+        "recomputed",
+        "offloaded",
+        "dense",
+        "windows",
+        "chunks",
+    ],
 )
 def test_replayed_parts_train_as_eager_layers_do(changes: dict[str, Any], documents: bool, tmp_path: Path) -> None:
     run, graphs = tiny_run(tmp_path, **changes), SameAddresses()

@@ -1,25 +1,27 @@
 """Weights leave a run in Hugging Face format, the same whatever layout saved them."""
 
+import json
 import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.base.errors import CheckpointError, ConfigError
 from penstock.config.model import GroupedQueryAttention
 from penstock.config.run import Run
-from penstock.models import huggingface
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
-from penstock.models.huggingface import load_huggingface, save_huggingface
+from penstock.models.huggingface.weights import load_huggingface, save_huggingface
 from penstock.parallel.holding import whole
+from penstock.train import export
 from penstock.train.checkpoint import CheckpointStore
-from penstock.train.export import export_huggingface
+from penstock.train.export import INDEX_FILE, export_huggingface
 from penstock.train.state import identity_of
+from penstock.train.tensor_files import Entry, write_entries
 from tests.distributed.pool import Pool
 from tests.parallel.test_messages import world
 from tests.train.layouts import Layout, ranks_of
@@ -98,9 +100,12 @@ def test_an_export_holds_the_very_weights(tmp_path: Path) -> None:
     model = _model(run)
     _save(_store(tmp_path / "saved"), run, model)
     export_huggingface(run, _store(tmp_path / "saved"), 1, tmp_path / "deep" / "out", "fp32")
-    save_huggingface(model, tmp_path / "direct")
-    for file in ("config.json", "model.safetensors"):
-        assert (tmp_path / "deep" / "out" / file).read_bytes() == (tmp_path / "direct" / file).read_bytes()
+    save_huggingface(model, tmp_path / "direct", run.training.sequence_length)
+    exported, direct = tmp_path / "deep" / "out", tmp_path / "direct"
+    assert (exported / "config.json").read_text() == (direct / "config.json").read_text()
+    written, expected = (load_file(folder / "model.safetensors") for folder in (exported, direct))
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
     again = build_model(run, torch.device("cpu"))
     load_huggingface(again, tmp_path / "deep" / "out")
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
@@ -125,11 +130,11 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run = tiny_run(tmp_path)
     _save(_store(tmp_path / "saved"), run, _model(run))
 
-    def fail(weights: dict[str, Tensor], path: Path, metadata: object) -> None:
-        save_file(dict(list(weights.items())[:3]), path)
+    def fail(path: Path, entries: list[Entry], metadata: object) -> None:
+        write_entries(path, entries[:3])
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(huggingface, "save_file", fail)
+    monkeypatch.setattr(export, "write_entries", fail)
     with pytest.raises(CheckpointError, match="cannot write .*out; got No space left on device"):
         export_huggingface(run, _store(tmp_path / "saved"), 1, tmp_path / "out", "fp32")
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
@@ -148,3 +153,19 @@ def test_a_model_without_hugging_face_form_is_refused_before_anything_is_read(tm
     run = tiny_run(tmp_path, model=tiny_model(family="plain", attention=attention))
     with pytest.raises(ConfigError, match="no Hugging Face form"):
         export_huggingface(run, _store(tmp_path / "none"), 1, tmp_path / "out", "fp32")
+
+
+def test_a_large_model_has_several_files_and_an_index(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    model = _model(run)
+    _save(_store(tmp_path / "saved"), run, model)
+    export_huggingface(run, _store(tmp_path / "saved"), 1, tmp_path / "out", "fp32", shard_bytes=4000)
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors" and len(files) > 2
+    index = json.loads((tmp_path / "out" / INDEX_FILE).read_text())
+    tensors = {name: file for file in files for name in load_file(tmp_path / "out" / file)}
+    assert index["weight_map"] == tensors
+    assert index["metadata"]["total_size"] == sum(4 * t.numel() for t in model.state_dict().values())
+    again = build_model(run, torch.device("cpu"))
+    load_huggingface(again, tmp_path / "out")
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())

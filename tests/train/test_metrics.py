@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from penstock.base.errors import RunFolderError
-from penstock.train.metrics import FIELDS, LAYER_FIELDS, MetricsFile, TensorBoard, drop_after, record, reference_page
+from penstock.train.metrics import FIELDS, LAYER_FIELDS, MetricsFile, drop_after, record, scalars
+from penstock.train.metrics_page import metrics_page
 from penstock.train.observer import StepReport
 from tests.train.tiny_run import HELD_OUT, run_start, step_report, tiny_run
 
@@ -134,33 +134,19 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "\n" not in str(refusal.value)
 
 
-def test_tensorboard_holds_the_same_figures(tmp_path: Path) -> None:
-    board = TensorBoard(tmp_path, every=2, steps_done=0)
-    board.started(run_start(tiny_run(tmp_path)))
-    for step in (1, 2, 3, 4):
-        board.stepped(step_report(step, evaluation=HELD_OUT if step == 3 else None))
-    board.saved(4)
-    board.closed()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
-        (step, pytest.approx(5.0 / step)) for step in (2, 3, 4)
-    ]
-    assert [event.step for event in events.Scalars("train/evaluation_bits_per_byte")] == [3]
-    assert events.Scalars("layer 01/max_over_mean")[0].value == pytest.approx(1.6)
-    assert events.Scalars("train/mtp_loss_1")[0].value == pytest.approx(3.0)
-
-
-def test_tensorboard_hides_points_after_the_checkpoint(tmp_path: Path) -> None:
-    for steps_done, steps in ((0, (1, 2, 3)), (1, (2,))):
-        board = TensorBoard(tmp_path, every=1, steps_done=steps_done)
-        for step in steps:
-            board.stepped(step_report(step, loss=float(steps_done)))
-        board.closed()
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 0.0), (2, 1.0)]
+def test_every_number_of_a_line_has_a_name_for_people() -> None:
+    named = scalars(step_report(2, evaluation=HELD_OUT, phase_seconds={"forward": 0.1}, forced_balance=True))
+    assert named["train/loss"] == 2.5
+    assert named["train/mtp_loss_1"] == 3.0
+    assert named["train/evaluation_loss"] == 2.0
+    assert named["train/forced_balance"] == 1.0
+    assert named["phase/forward"] == 0.1
+    assert math.isclose(named["layer 01/max_over_mean"], 1.6)
+    assert "train/model_flops_utilization" not in named
+    assert {name.partition("/")[0] for name in named} == {"train", "phase", "layer 01", "layer 02"}
 
 
 def test_the_reference_page_names_every_field() -> None:
-    page = reference_page()
+    page = metrics_page()
     assert all(f"| `{name}` |" in page for name in [*FIELDS, *LAYER_FIELDS])
     assert page.isascii()

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from penstock.base.errors import DataError, DeviceError
+from penstock.config.data import Data
 from penstock.config.parallel import Offload
 from penstock.config.run import Run
-from penstock.config.training import Data, Evaluation
+from penstock.config.training import Evaluation
 from penstock.train.setup import Session, open_texts, prepare, state_bytes
 from tests.train.tiny_run import ENVIRONMENT, tiny_run
 

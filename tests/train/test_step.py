@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import DeviceError
-from penstock.config.model import Balance
+from penstock.config.model import Balance, ClampedSwiglu, Router
 from penstock.config.parallel import Recompute
 from penstock.config.run import Run
 from penstock.config.training import Training
@@ -242,6 +242,32 @@ def test_a_dense_model_has_no_layers_to_report(tmp_path: Path) -> None:
     assert result.is_finite
     assert result.layers == ()
     assert result.mtp_losses == ()
+
+
+def test_layers_with_experts_are_reported_by_their_numbers(tmp_path: Path) -> None:
+    moe = tiny_model().moe
+    assert moe is not None
+    run = tiny_run(tmp_path, model=tiny_model(layers=6, moe=moe.model_copy(update={"every": 2})))
+    model, optimizer, rule = fresh(run)
+    result = train_step(model, optimizer, random_batch(4, 12), rule, 1e-2)
+    assert [layer.layer for layer in result.layers] == [2, 4, 6], "every second one behind the first, and a prediction"
+    assert rule.moe_layers == (2, 4, 6)
+
+
+def test_bf16_parameters_of_experts_with_biases_train(tmp_path: Path) -> None:
+    moe = tiny_model().moe
+    assert moe is not None
+    router = Router(softmax_after_top_k=True, logit_bias=True)
+    moe = moe.model_copy(update={"bias": True, "clamped": ClampedSwiglu(limit=0.5), "router": router})
+    training = Training(steps=4, sequence_length=12, micro_batch=2, global_batch=4, precision="bf16")
+    run = tiny_run(tmp_path, training=training, model=tiny_model(moe=moe))
+    model, optimizer, rule = fresh(run)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if "bias" in name}
+    assert len(before) == 2 * 3 and all(not one.any() for name, one in before.items() if "experts" in name)
+    losses = [train_step(model, optimizer, random_batch(4, 12), rule, 1e-2).loss for _ in range(10)]
+    assert losses[-1] < losses[0] - 0.3
+    for name, parameter in model.named_parameters():
+        assert name not in before or not torch.equal(parameter, before[name]), f"{name} is not trained"
 
 
 def test_bf16_parameters_train(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.config.data import Data
 from penstock.config.model import Balance, LatentAttention, Model, Moe, Router
 from penstock.config.run import Run
-from penstock.config.training import Checkpoint, Data, Evaluation, Optimizer, Record, Schedule, Training
+from penstock.config.training import Checkpoint, Evaluation, Optimizer, Record, Schedule, Training
 from penstock.data.batch import Batch
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.models.build import build_model

@@ -1,8 +1,8 @@
 """Every preset by name, and variants of any preset that keep its first N layers.
 
-`deepseek-v2-lite-8l` is deepseek-v2-lite with 8 layers. Dense layers come first in the model, so a cut keeps all of
-them if it can; a model with experts gives up dense layers where it must, so that at least one layer with experts stays.
-Layers of multi-token prediction come after the decoder and are kept.
+`deepseek-v2-lite-8l` is deepseek-v2-lite with 8 layers. Layers keep their kind: dense ones come first or between those
+with experts, and every n-th sees the whole row. A model with experts gives up dense layers where it must, so that at
+least one layer with experts stays. Layers of multi-token prediction come after the decoder and are kept.
 """
 
 import re
@@ -12,7 +12,21 @@ from types import MappingProxyType
 from penstock.base.errors import ConfigError
 from penstock.config.presets.debug import debug, debug_softmax
 from penstock.config.presets.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
+from penstock.config.presets.gpt_oss import gpt_oss_20b, gpt_oss_120b
+from penstock.config.presets.llama import llama4_maverick, llama4_scout, llama_3_1_8b
+from penstock.config.presets.mixtral import mixtral_8x7b, mixtral_8x22b
+from penstock.config.presets.olmoe import olmoe_1b_7b
 from penstock.config.presets.proxies import moe_1t, moe_2t, moe_515b
+from penstock.config.presets.qwen3 import (
+    qwen3_0_6b,
+    qwen3_1_7b,
+    qwen3_4b,
+    qwen3_8b,
+    qwen3_14b,
+    qwen3_30b_a3b,
+    qwen3_32b,
+    qwen3_235b_a22b,
+)
 from penstock.config.run import Run
 from penstock.config.schema import nearest
 
@@ -23,6 +37,22 @@ PRESETS: Mapping[str, Callable[[], Run]] = MappingProxyType(
         "deepseek-v2-lite": deepseek_v2_lite,
         "deepseek-v2": deepseek_v2,
         "deepseek-v3": deepseek_v3,
+        "mixtral-8x7b": mixtral_8x7b,
+        "mixtral-8x22b": mixtral_8x22b,
+        "qwen3-30b-a3b": qwen3_30b_a3b,
+        "qwen3-235b-a22b": qwen3_235b_a22b,
+        "olmoe-1b-7b": olmoe_1b_7b,
+        "llama4-scout": llama4_scout,
+        "llama4-maverick": llama4_maverick,
+        "gpt-oss-20b": gpt_oss_20b,
+        "gpt-oss-120b": gpt_oss_120b,
+        "llama3.1-8b": llama_3_1_8b,
+        "qwen3-0.6b": qwen3_0_6b,
+        "qwen3-1.7b": qwen3_1_7b,
+        "qwen3-4b": qwen3_4b,
+        "qwen3-8b": qwen3_8b,
+        "qwen3-14b": qwen3_14b,
+        "qwen3-32b": qwen3_32b,
         "moe-515b": moe_515b,
         "moe-1t": moe_1t,
         "moe-2t": moe_2t,
@@ -72,6 +102,9 @@ def keep_layers(run: Run, layers: int) -> Run:
     name = f"{run.name}-{layers}l"
     if not 1 <= layers <= model.layers:
         raise ConfigError(f"{name}: cannot keep {layers} layers of {run.name}", allowed=f"1 to {model.layers}")
-    most_dense = layers if model.moe is None else layers - 1
-    update = {"layers": layers, "dense_layers": min(model.dense_layers, most_dense)}
+    update: dict[str, object] = {"layers": layers, "dense_layers": layers}
+    if model.moe is not None:
+        every = min(model.moe.every, layers)
+        moe = model.moe.model_copy(update={"every": every})
+        update |= {"dense_layers": min(model.dense_layers, layers - every), "moe": moe}
     return run.model_copy(update={"name": name, "model": model.model_copy(update=update)})

@@ -5,8 +5,8 @@ brings the experts' outputs back and sums them for each token. Between the two s
 value: a dispatcher has no state of its own that a forward pass changes, so two micro-batches or two layers may be in
 flight at once.
 
-Rows carry their routing weights to the expert, which applies them before its last (linear) product, so `combine` is a
-plain sum. An expert may live on several ranks and a rank may hold any experts: nothing here says which.
+Rows carry their routing weights to the expert, which applies them before its last (linear) product, or to its input, so
+`combine` is a plain sum. An expert may live on several ranks and a rank may hold any experts: nothing here says which.
 """
 
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ before a GPU is used by what the run is. A launcher sets it once for all that it
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -211,6 +211,16 @@ def environment_for_children(facts: Facts) -> Iterator[None]:
     finally:
         for name in missing:
             del os.environ[name]
+
+
+def shell_variables(names: Iterable[str], variables: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Those of some variables that are set, as they are; for who only tells of them.
+
+    Args:
+        names: of the variables.
+        variables: all.
+    """
+    return {name: variables[name] for name in names if name in variables}
 
 
 def _missing(facts: Facts) -> dict[str, str]:

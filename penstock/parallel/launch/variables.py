@@ -27,6 +27,7 @@ class Facts:
         local_world: ranks on this machine.
         cores: CPU cores that these ranks share; 0 if that is not known here.
         deterministic: operators whose result depends on timing are refused.
+        computes: the process may multiply matrices; if not, it only reads files and counts.
     """
 
     vendor: Vendor = "cpu"
@@ -34,6 +35,7 @@ class Facts:
     local_world: int = 1
     cores: int = 0
     deterministic: bool = False
+    computes: bool = True
 
     @property
     def has_gpu(self) -> bool:
@@ -89,6 +91,15 @@ RULES: tuple[Rule, ...] = (
         when="several processes on a machine",
         why="Else each process starts a thread for every core. torchrun has its own rule, 1, and comes first.",
         source="OpenMP specification",
+    ),
+    Rule(
+        name="OPENBLAS_NUM_THREADS",
+        value="1",
+        applies=lambda facts: not facts.computes,
+        when="`penstock trace`, `penstock doctor`",
+        why="Else numpy starts a thread for every core when it is imported, which takes longer than to read a small "
+        "trace; nothing there multiplies matrices.",
+        source="OpenBLAS, runtime variables",
     ),
     Rule(
         name="GLOO_SOCKET_IFNAME",

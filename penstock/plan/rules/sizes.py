@@ -165,14 +165,14 @@ def facts_of(model: Model, *, total_parameters: int, active_parameters: int) -> 
     moe = model.moe
     return ModelFacts(
         layers=model.layers,
-        dense_layers=model.dense_layers,
+        dense_layers=model.layers - model.moe_layers,
         vocabulary=model.vocabulary,
         head_counts=tuple(heads_of(model.attention).values()),
         experts=0 if moe is None else moe.experts,
         top_k=0 if moe is None else moe.top_k,
         expert_width=0 if moe is None else moe.ffn_size,
         shared_width=0 if moe is None else moe.shared_ffn_size,
-        dense_width=model.dense_ffn_size if model.dense_layers else 0,
+        dense_width=model.dense_ffn_size if model.moe_layers < model.layers else 0,
         is_latent=isinstance(model.attention, LatentAttention),
         forces_balance=moe is not None and moe.balance.force,
         pads=moe is not None and moe.balance.pad_to_capacity,

@@ -59,7 +59,7 @@ async function writeTexts(element) {
       color.push(trace.meta.ink);
     }
     wide.boxes.push(index);
-    wide.widths.push(widest < EDGE_WIDTH ? 0 : 0.7);
+    wide.widths.push(widest < EDGE_WIDTH || !trace.meta.edges ? 0 : 0.7);
   });
   const last = element.data.length - 1, none = wide.boxes.map(() => undefined); // undefined: as it is.
   const change = { x, y, text, "textfont.color": color, "textfont.size": 10 };
@@ -83,7 +83,7 @@ function boxAt(element, lane, time, height) {
       if (start > time) after = Math.min(after, start);
     }
   }
-  return { name: "waiting", start: before, end: after };
+  return { name: element.data.find((trace) => trace.meta?.role === "waiting").name, start: before, end: after };
 }
 
 function heldAt(element, lane, time) {

@@ -9,6 +9,7 @@ async function drawOne(element) {
   if (drawn.has(element)) return;
   drawn.add(element);
   if (isTimeline(figure)) pointAt(element);
+  if (figure.layout.meta?.choices?.length > 1) offerChoice(element, figure.layout.meta.choices);
   for (const button of element.parentElement.querySelectorAll("button")) {
     const format = button.value, scale = format === "png" ? 2 : 1;
     button.addEventListener("click", () => {
@@ -16,6 +17,19 @@ async function drawOne(element) {
       Plotly.downloadImage(element, { format, scale, width, height, filename: element.id });
     });
   }
+}
+
+// Of several pictures in one place, one is seen: the reader says which.
+function offerChoice(element, names) {
+  const choice = document.createElement("select");
+  choice.className = "choice";
+  choice.setAttribute("aria-label", "what is shown");
+  for (const name of names) choice.add(new Option(name));
+  choice.addEventListener("change", () => {
+    pictures.figures[element.id].data.forEach((trace, index) => { trace.visible = index === choice.selectedIndex; });
+    drawOne(element);
+  });
+  element.before(choice);
 }
 
 function pointAt(element) {

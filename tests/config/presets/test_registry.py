@@ -1,8 +1,11 @@
 """Presets by name, and variants that keep N layers."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from penstock.base.errors import ConfigError
+from penstock.config.model import GroupedQueryAttention
 from penstock.config.presets.registry import PRESETS, is_preset, keep_layers, preset
 from tests.config.small import unchecked_run
 
@@ -25,6 +28,34 @@ def test_a_variant_keeps_the_first_layers_and_everything_else() -> None:
 def test_a_cut_leaves_a_layer_with_experts(layers: int, dense_layers: int) -> None:
     model = preset(f"deepseek-v3-{layers}l").model
     assert (model.layers, model.dense_layers, model.mtp_layers) == (layers, dense_layers, 1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "every", "with_experts"), [(1, 1, [0]), (2, 2, [1]), (5, 2, [1, 3]), (48, 2, range(1, 48, 2))]
+)
+def test_a_cut_keeps_dense_layers_between_those_with_experts(
+    layers: int, every: int, with_experts: Sequence[int]
+) -> None:
+    model = preset(f"llama4-maverick-{layers}l").model
+    assert model.moe is not None
+    assert model.moe.every == every
+    assert [layer for layer in range(layers) if not model.is_dense(layer)] == list(with_experts)
+
+
+def test_a_cut_gives_up_the_first_dense_layers_before_those_in_between() -> None:
+    run = preset("llama4-maverick")
+    run = run.model_copy(update={"model": run.model.model_copy(update={"dense_layers": 3})})
+    cuts = {layers: keep_layers(run, layers).model for layers in (1, 2, 3, 4, 6)}
+    found = {layers: [layer for layer in range(layers) if not cut.is_dense(layer)] for layers, cut in cuts.items()}
+    assert found == {1: [0], 2: [1], 3: [2], 4: [3], 6: [4]}
+
+
+@pytest.mark.parametrize("name", ["llama4-scout", "gpt-oss-20b"])
+def test_a_cut_keeps_what_each_layer_sees(name: str) -> None:
+    whole, cut = preset(name).model.attention, preset(f"{name}-5l").model.attention
+    assert isinstance(whole, GroupedQueryAttention)
+    assert isinstance(cut, GroupedQueryAttention)
+    assert [cut.is_global(layer) for layer in range(5)] == [whole.is_global(layer) for layer in range(5)]
 
 
 def test_a_cut_dense_model_stays_dense() -> None:

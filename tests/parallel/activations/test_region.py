@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.kernels import reference
-from penstock.kernels.expert_ffn import REFERENCE, expert_ffn
+from penstock.kernels.expert_ffn import expert_ffn
+from penstock.kernels.expert_kernels import REFERENCE
 from penstock.parallel.activations.keeping import current, keep_plainly
 from penstock.parallel.activations.region import discarding, is_inside, is_replaying, kept, recomputed
 from tests.parallel.activations.regions import ONE, Counted, D, T, assert_same, gradients, linear, norm, source

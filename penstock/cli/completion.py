@@ -1,0 +1,106 @@
+"""What a shell may put in the place of an unfinished word, known without loading the verb that it belongs to.
+
+A key that waits three seconds for PyTorch is not pressed again. So verbs, options and arguments are read from
+commands.json, which `make docs` writes from the verbs themselves, and only presets, fields and chips are looked up,
+in modules that load quickly. Where nothing is proposed the shell offers its files.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.verbs import load_by_name
+from penstock.config.presets.registry import PRESETS
+from penstock.config.run import Run
+from penstock.config.schema import NAME, every_field
+
+COMMANDS = Path(__file__).with_name("commands.json")
+
+Word = tuple[str, str]
+"""What may be put there, and a few words on it."""
+
+DEVICES = "8"
+"""Stands in a cluster where nobody has said how many devices yet."""
+
+
+def proposals(verb: str, words: Sequence[str], begun: str) -> list[Word]:
+    """What may stand in the place of the last word of a command line.
+
+    Args:
+        verb: of `penstock`.
+        words: between the verb and the last word.
+        begun: what there is of the last word; may be empty.
+    """
+    node, option, given, arguments = json.loads(COMMANDS.read_text(encoding="utf-8"))[verb], "", set(), 0
+    values_left = 0
+    for word in words:
+        if values_left:
+            values_left -= 1
+        elif word in node["verbs"] and not arguments:
+            node = node["verbs"][word]
+        elif word.startswith("-"):
+            option, equals, _ = word.partition("=")
+            given.add(option)
+            values_left = 0 if equals else len(node["options"].get(option, {"value": ""})["value"].split())
+        else:
+            arguments += 1
+    if values_left:
+        found = _values(node["options"][option]["value"], begun)
+    elif begun.startswith("-"):
+        found = ((name, one["help"]) for name, one in node["options"].items() if name not in given)
+    else:
+        found = _of_argument(node, arguments, begun)
+    return [(word, text) for word, text in found if word.startswith(begun)]
+
+
+def _of_argument(node: Mapping[str, Any], place: int, begun: str) -> Iterator[Word]:
+    """Verbs below this one, and what its argument of this place may be; the last one may be there several times."""
+    if place == 0:
+        yield from ((name, inner["summary"]) for name, inner in node["verbs"].items())
+    names = node["arguments"]
+    if place < len(names) or (names and names[-1].endswith("...")):
+        yield from _values(names[min(place, len(names) - 1)], begun)
+
+
+def _values(name: str, begun: str) -> Iterator[Word]:
+    """Values of an option or argument, by the name that help gives to its value."""
+    if "|" in name:
+        return ((choice, "") for choice in name.strip("<>").split("|"))
+    return next((make(begun) for pattern, make in _KNOWN.items() if re.fullmatch(pattern, name)), iter(()))
+
+
+def _presets(begun: str) -> Iterator[Word]:
+    for name, make in PRESETS.items():
+        yield name, " ".join((make.__doc__ or "").split()).partition(". ")[0].rstrip(".")
+
+
+def _overrides(begun: str) -> Iterator[Word]:
+    """Fields, and the values of one that has been named."""
+    path = begun.partition("=")[0]
+    for field in every_field(Run):
+        if field.sections or NAME in field.path:
+            continue
+        if field.path == path and "=" in begun:
+            yield from ((f"{path}={choice}", "") for choice in field.choices)
+        elif "=" not in begun:
+            yield f"{field.path}=", field.doc
+
+
+def _fields(begun: str) -> Iterator[Word]:
+    return ((path, "") for path in dict.fromkeys(field.path for field in every_field(Run)))
+
+
+def _clusters(begun: str) -> Iterator[Word]:
+    number = begun.partition("x")[0] or DEVICES
+    return ((f"{number}x{name}", "") for name in load_by_name("penstock.plan.hardware_file", "known_hardware")())
+
+
+_KNOWN: dict[str, Callable[[str], Iterator[Word]]] = {
+    r"TARGET|A|B|A B": _presets,
+    r"\[a\.b=c\]\.\.\.": _overrides,
+    r"FIELD": _fields,
+    r"NxCHIP": _clusters,
+}
+"""Who knows the values of a name."""

@@ -1,0 +1,154 @@
+"""`penstock data inspect`: what the batches of a run really hold.
+
+    penstock data inspect debug                         the first batch of a preset
+    penstock data inspect run.toml data.document_mask=true --step 100 --rows 2
+    penstock data inspect runs/debug --step 1500        begins at the newest checkpoint before that step
+    penstock data inspect debug --held-out              the rows that the model is judged by
+
+Rows are read as training reads them. A text is shown as Python writes a string, so that every character can be seen.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.base.errors import ConfigError
+from penstock.cli.table import print_table
+from penstock.config.load import load_run
+from penstock.config.run import Run
+from penstock.data.contents import Piece, Row
+from penstock.train.batch_contents import BatchContents, held_out_contents, training_contents
+from penstock.train.loop import open_store
+from penstock.train.run_folder import RunFolder
+from penstock.train.setup import open_split
+
+_SHOWN = 160
+"""Characters of a piece, unless all are asked for: most from its beginning, some from its end."""
+
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")]
+Step = Annotated[int, typer.Option("--step", min=1, help="Which batch.")]
+Rows = Annotated[int, typer.Option("--rows", min=0, help="Rows to show; all are counted.")]
+HeldOut = Annotated[bool, typer.Option("--held-out", help="The rows that the model is judged by.")]
+Full = Annotated[bool, typer.Option("--full", help="Show the whole text of each piece.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def inspect(
+    target: Target,
+    overrides: Overrides = None,
+    step: Step = 1,
+    rows: Rows = 2,
+    held_out: HeldOut = False,
+    full: Full = False,
+    as_json: Json = False,
+) -> None:
+    """Show what the batches of a run really hold.
+
+    Rows are decoded piece by piece, with positions, labels that are not counted, padding, and parts of a mixture.
+    """
+    run = load_run(target, overrides or ())
+    if held_out:
+        if run.evaluation.rows == 0:
+            raise ConfigError("the run has no held-out rows: evaluation.rows is 0", fix="set evaluation.rows")
+        what = f"held-out rows of {run.name}"
+        contents = held_out_contents(run, open_split(run, "validation"))
+    else:
+        what = f"step {step} of {run.name}"
+        folder = RunFolder(Path(target))
+        store = open_store(run, folder) if folder.exists else None
+        contents = training_contents(run, open_split(run, "train"), step, store)
+    if as_json:
+        print(json.dumps({"what": what, **_summary(run, contents), "shown": _shown(contents, rows)}, indent=1))
+        return
+    print(f"{what}: {contents.batch_rows:,} rows of {run.training.sequence_length:,} tokens\n")
+    _print_summary(run, contents)
+    for number, row in enumerate(contents.rows[:rows]):
+        _print_row(number, row, contents.parts[number], full)
+
+
+def _summary(run: Run, contents: BatchContents) -> dict[str, Any]:
+    """Counts over all rows that were looked at."""
+    return {
+        "batch_rows": contents.batch_rows,
+        "counted_rows": len(contents.rows),
+        "tokens": contents.tokens,
+        "pieces": contents.pieces,
+        "pieces_per_row": contents.pieces / len(contents.rows),
+        "bytes_per_token": contents.bytes_per_token,
+        "padding_share": contents.padding_share,
+        "ignored_share": contents.ignored_share,
+        "attention": "document" if run.data.document_mask else "row",
+        "skipped_records": contents.skipped,
+        "parts": {
+            name: {"weight": contents.weights[name], "share": share} for name, share in contents.part_shares.items()
+        },
+    }
+
+
+def _shown(contents: BatchContents, rows: int) -> list[dict[str, Any]]:
+    return [
+        {"part": part, **asdict(row)} for part, row in zip(contents.parts[:rows], contents.rows[:rows], strict=True)
+    ]
+
+
+def _print_summary(run: Run, contents: BatchContents) -> None:
+    counted = len(contents.rows)
+    size = contents.bytes_per_token
+    facts = [
+        (
+            "counted",
+            f"{counted:,} rows, {contents.tokens:,} tokens" + ("" if counted == contents.batch_rows else " (*)"),
+        ),
+        ("pieces of documents", f"{contents.pieces:,}, {contents.pieces / counted:.2f} a row"),
+        ("attention sees", "one document" if run.data.document_mask else "the whole row"),
+        ("text", "unknown" if size is None else f"{size:.3f} bytes a token"),
+        ("padding", f"{contents.padding_share:.2%} of the tokens"),
+        ("labels not counted", f"{contents.ignored_share:.2%}"),
+    ]
+    facts += [("records skipped", f"{contents.skipped:,}")] if contents.skipped else []
+    for name, fact in facts:
+        print(f"{name:<20} {fact}")
+    for notice in contents.notices:
+        print(notice)
+    if counted != contents.batch_rows:
+        print(f"(*) of {contents.batch_rows:,} rows, the first")
+    if contents.weights:
+        print()
+        total = sum(contents.weights.values())
+        shares = contents.part_shares.items()
+        print_table(
+            ("part", "rows here", "by weight"),
+            [(name, f"{share:.1%}", f"{contents.weights[name] / total:.1%}") for name, share in shares],
+        )
+
+
+def _print_row(number: int, row: Row, part: str, full: bool) -> None:
+    count = f"{len(row.pieces)} piece" + ("" if len(row.pieces) == 1 else "s")
+    print(f"\nrow {number}" + (f" of {part}" if part else "") + f": {count}")
+    for piece in row.pieces:
+        print(f"  {_place(piece)}\n    {_text(piece, full)}")
+    if row.padding:
+        print(f"  {row.tokens - row.padding}..{row.tokens - 1}: padding")
+
+
+def _place(piece: Piece) -> str:
+    """Where a piece stands, what the model is told of it, and how it ends."""
+    first, last = piece.positions
+    facts = [f"{piece.first}..{piece.first + piece.tokens - 1}", f"positions {first}..{last}"]
+    if piece.ignored:
+        facts.append(f"label not counted at {', '.join(map(str, piece.ignored[:8]))}")
+    facts.append("[end of document]" if piece.ends else "[cut by the row]")
+    return ", ".join(facts)
+
+
+def _text(piece: Piece, full: bool) -> str:
+    """The text as Python writes it; ids where there is none."""
+    shown = repr(piece.text) if piece.text is not None else f"ids {' '.join(map(str, piece.ids))}"
+    if full or len(shown) <= _SHOWN:
+        return shown
+    behind = _SHOWN // 4
+    return f"{shown[: _SHOWN - behind]} ... {shown[-behind:]}"

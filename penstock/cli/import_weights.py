@@ -1,0 +1,76 @@
+"""`penstock import`: weights of other programs as the start of a run.
+
+    penstock import Qwen3-30B-A3B --output qwen                      a folder with config.json and safetensors
+    penstock import weights --preset mixtral-8x7b --output mixtral   without config.json, or with a preset's training
+    penstock import Llama-3.1-8B --output moe --copies 8 --chosen 2  a model with experts from a dense one
+
+What is written is a folder with `run.toml`, which says how a run starts with these weights, in any layout:
+
+    penstock train qwen/run.toml parallel.expert=8 data.source=jsonl data.files=text.jsonl --processes 8
+
+Weights that are kept in float8 blocks (DeepSeek-V3) or MXFP4 (gpt-oss) are read as what they stand for. Tensors are
+read and written one by one, so memory for one of them is enough.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.base.errors import ConfigError
+from penstock.cli.figures import count_text
+from penstock.config.load import load_run, with_overrides
+from penstock.config.model import Model
+from penstock.config.run import Run
+from penstock.config.training import Optimizer, Schedule, Training
+from penstock.models.count import count
+from penstock.models.huggingface.config import facts_of
+from penstock.models.huggingface.stored import WeightFolder
+from penstock.train.import_weights import Upcycling, import_weights, model_in
+from penstock.train.saved_weights import RUN_FILE
+
+TOKENIZER = "tokenizer.json"
+STEPS = 1000
+LEARNING_RATE = 2e-5
+"""Small: weights that have learned once are easily lost."""
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="FOLDER", help="With safetensors, and config.json or --preset.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Fields of the run.")] = None,
+    *,
+    output: Annotated[Path, typer.Option("--output", metavar="FOLDER", help="Is made; must not be there yet.")],
+    preset: Annotated[
+        str | None, typer.Option("--preset", help="The run, and the model of the weights.")
+    ] = None,
+    copies: Annotated[
+        int, typer.Option("--copies", help="Experts of a layer, from a dense model.")
+    ] = 0,
+    chosen: Annotated[int, typer.Option("--chosen", help="Of them, those that a token meets.", min=1)] = 1,
+    granularity: Annotated[int, typer.Option("--granularity", help="Experts that a copy is cut into.", min=1)] = 1,
+) -> None:
+    """Make weights with Hugging Face names the start of a run."""
+    base = load_run(preset) if preset else _base(model_in(source), output.name)
+    upcycling = Upcycling(copies=copies, chosen=chosen, granularity=granularity) if copies else None
+    model = upcycling.model(base.model) if upcycling else base.model
+    own = [f'training.initial_weights="{output}"']
+    if (source / TOKENIZER).is_file():
+        own.append(f'data.tokenizer="{source / TOKENIZER}"')
+    run = with_overrides(base.model_copy(update={"model": model}), [*own, *(overrides or ())])
+    if facts_of(run.model) != facts_of(model):
+        raise ConfigError("the weights decide the model", fix="leave out overrides of model, but for its balance")
+    import_weights(WeightFolder(source), base.model, run, upcycling, output)
+    size = count(run.model, run.training.sequence_length)
+    print(f"wrote {output}: {count_text(size.parameters + size.mtp_parameters)} parameters, {run.model.family}")
+    print(f"train it:  penstock train {output / RUN_FILE}")
+
+
+def _base(model: Model, name: str) -> Run:
+    """A run with the least that it needs; what is trained on, and how long, is for the user to say."""
+    return Run(
+        name=name,
+        model=model,
+        training=Training(steps=STEPS, sequence_length=2048),
+        optimizer=Optimizer(learning_rate=LEARNING_RATE),
+        schedule=Schedule(warmup_steps=STEPS // 20),
+    )

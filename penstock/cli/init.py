@@ -1,0 +1,135 @@
+"""`penstock init`: five questions, and a file that trains as it is.
+
+    penstock init                                  asks, and writes run.toml
+    penstock init mine.toml                        the same, another file
+    penstock init mine.toml --model deepseek-v2-lite --on 8xH200 --data corpus/ --tokenizer t.json --tokens 20B
+    penstock init mine.toml --model debug --yes optimizer.learning_rate=1e-3    the usual answer to what is not said
+
+What is answered by an option is not asked. With a cluster the planner chooses the layout. The text is opened and the
+run is checked before anything is written.
+"""
+
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from penstock.base.errors import ConfigError, PenstockError
+from penstock.cli.init_file import run_text, write_run
+from penstock.cli.init_run import (
+    HERE,
+    STANDARD_LIBRARY,
+    Answers,
+    cluster_named,
+    make_run,
+    text_fields,
+    tokens_of,
+    usual_tokens,
+)
+from penstock.config.presets.registry import PRESETS, preset
+from penstock.data.tokenizer import BYTES, open_tokenizer
+
+FILE = Path("run.toml")
+
+QUESTIONS = {
+    "model": "Which model?",
+    "on": f"Where? `{HERE}` is this machine, 64xMI300X a cluster",
+    "data": f"Which text? `{STANDARD_LIBRARY}`, a file, folder or glob, or a dataset such as allenai/c4",
+    "tokenizer": f"Which tokenizer? `{BYTES}`, or the path of one",
+    "tokens": "How much text? Such as 500M or 2B tokens, or for how long: 12h, 3d",
+}
+
+
+def init(  # noqa: PLR0913 - one argument for each option
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write; its name is the run's.")] = FILE,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="TARGET", help="A preset.")] = None,
+    on: Annotated[str | None, typer.Option("--on", metavar="NxCHIP", help=f"{HERE}, or a cluster: 64xMI300X.")] = None,
+    data: Annotated[str | None, typer.Option("--data", metavar="TEXT", help="A file, folder, glob or dataset.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", metavar="FILE", help=f"{BYTES}, or a tokenizer's file.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option("--tokens", metavar="N", help="How much text: 2B; or how long: 3d.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing; take the usual answer.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+) -> None:
+    """Ask five questions, and write a file that trains as it is."""
+    _check_file(file, force=force)
+    given = {"model": model, "on": on, "data": data, "tokenizer": tokenizer, "tokens": tokens}
+    answers = _answers(given, asks=not yes)
+    with Console(stderr=True).status("planning and opening the text"):
+        made = make_run(answers, file.stem, overrides or ())
+    options = [word for name, value in vars(answers).items() for word in (f"--{name}", value)]
+    words = shlex.join(["penstock", "init", str(file), *options, *(overrides or [])])
+    write_run(file, run_text(made, answers.model, file, words))
+    for note in made.notes:
+        print(f"note: {note}")
+    print(f"wrote {file}; train it:  penstock train {file}")
+
+
+def _check_file(file: Path, *, force: bool) -> None:
+    if file.suffix != ".toml":
+        raise ConfigError("init writes a file that ends in .toml", got=file)
+    if file.exists() and not force:
+        raise ConfigError(f"{file} is there already", fix="another name, or --force to write over it")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {file.parent}", fix="make it first")
+
+
+def _answers(given: dict[str, str | None], *, asks: bool) -> Answers:
+    """Every answer: an option's, a person's, or the usual one; each is looked at before the next question."""
+    missing = [name for name, value in given.items() if value is None]
+    if missing and asks and not sys.stdin.isatty():
+        options = " ".join(f"--{name}" for name in missing)
+        raise ConfigError("nobody is there to answer", got=f"no {options}", fix=f"{options}, or --yes")
+    answers: dict[str, str] = {}
+    for name, value in given.items():
+        if value is not None:
+            _look(name, value, answers)
+            answers[name] = value
+        else:
+            usual = _usual(name, answers)
+            answers[name] = _asked(name, usual, answers) if asks else usual
+    return Answers(**answers)
+
+
+def _asked(name: str, usual: str, answers: dict[str, str]) -> str:
+    """A person's answer. One that cannot be used is said to be so, and the question is asked again."""
+    if name == "model":
+        print(f"Presets: {', '.join(PRESETS)}; `penstock config list` says what they are.")
+    while True:
+        try:
+            answer = input(f"{QUESTIONS[name]} [{usual}] ").strip() or usual
+        except EOFError:
+            raise ConfigError("no answer", got="the end of the input", fix=f"--{name}, or --yes") from None
+        try:
+            _look(name, answer, answers)
+        except PenstockError as error:
+            print(f"  {error}")
+        else:
+            return answer
+
+
+def _look(name: str, answer: str, answers: dict[str, str]) -> None:
+    """Refuse an answer that cannot be used, as far as that can be said at once."""
+    looks: dict[str, Callable[[str], object]] = {
+        "model": preset,
+        "on": cluster_named,
+        "data": text_fields,
+        "tokenizer": open_tokenizer,
+    }
+    if name in looks:
+        looks[name](answer)
+    elif answer.strip()[-1:] not in set("smhd") or cluster_named(answers["on"]) is None:
+        tokens_of(answer)  # A time becomes tokens when there is a plan.
+
+
+def _usual(name: str, answers: dict[str, str]) -> str:
+    usual = {"model": "debug", "on": HERE, "data": STANDARD_LIBRARY, "tokenizer": BYTES}
+    return usual[name] if name in usual else usual_tokens(answers["model"])

@@ -1,0 +1,297 @@
+"""Five answers -> a run that trains as it is.
+
+    model       a preset                                        everything that is not asked
+    data        what the name of a file, folder or dataset says about how it is read
+    tokenizer   `bytes` or a file; a model gets room for ids that its preset has no room for
+    on          this machine, or a cluster by name              the layout, by the planner; a CPU gets small steps
+    tokens      a number, or a time at the planned speed        steps, and a warm-up that they have room for
+
+What can be tried here is tried: the text is opened, and a model that cannot fit into this machine is refused.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from glob import glob, has_magic
+from math import ceil
+from pathlib import Path
+
+import torch
+
+from penstock.base.devices import chip_named
+from penstock.base.errors import ConfigError, DataError, DeviceError
+from penstock.cli.figures import bytes_text, count_text
+from penstock.config.data import SourceName
+from penstock.config.merge import Tree, merge, parse_overrides, settle
+from penstock.config.presets.registry import preset
+from penstock.config.rules import check
+from penstock.config.run import Run
+from penstock.config.schema import fields_of
+from penstock.config.validation import build
+from penstock.data.files import matched, stem
+from penstock.data.open import SUFFIXES
+from penstock.data.tokenizer import BYTES, open_tokenizer
+from penstock.parallel.launch.process import device_name
+from penstock.plan.calibrate import memory_of
+from penstock.plan.hardware import Cluster, cluster_of
+from penstock.plan.hardware_file import known_hardware, load_hardware, parse_cluster
+from penstock.plan.projection import Projection
+from penstock.plan.search import Question, search
+from penstock.train.setup import open_texts, state_bytes
+
+HERE = "here"
+STANDARD_LIBRARY = "standard-library"
+
+CPU_LENGTH, CPU_ROWS = 512, 8
+"""Positions and rows of a step on a CPU, where a preset's step would take hours."""
+
+WARMUP_SHARE = 10
+"""A warm-up takes at most one step of so many."""
+
+ROUND = 128
+"""A vocabulary is a multiple of it: widths of matrix products, and room to divide by ranks."""
+
+_DATASET = re.compile(r"[\w-]+/[\w-]+")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_NUMBERS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_AMOUNT = re.compile(r"(?P<number>\d[\d_,]*(\.\d+)?(e\d+)?) ?(?P<unit>[kKMBTsmhd]?)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What was answered.
+
+    Attributes:
+        model: a preset, or one with fewer layers.
+        on: `here`, or a cluster such as `64xMI300X`.
+        data: `standard-library`, a file, folder or glob, or the name of a dataset.
+        tokenizer: `bytes`, or a file.
+        tokens: how much text, such as `2B`, or how long, such as `3d`.
+    """
+
+    model: str
+    on: str
+    data: str
+    tokenizer: str
+    tokens: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A run, and what there is to say about it.
+
+    Attributes:
+        run: what was asked for.
+        projection: what the planner expects; None where nothing was planned.
+        notes: what the user should know, one line each.
+    """
+
+    run: Run
+    projection: Projection | None
+    notes: tuple[str, ...]
+
+
+def make_run(answers: Answers, name: str, overrides: Sequence[str] = ()) -> Made:
+    """The run that five answers describe.
+
+    Args:
+        answers: all of them.
+        name: of the run.
+        overrides: `a.b=c` each; they win over the answers.
+
+    Raises:
+        PenstockError: an answer cannot be used, or the run cannot be trained where it should be.
+    """
+    data = {**text_fields(answers.data), "tokenizer": answers.tokenizer}
+    run, notes = _with_vocabulary(_with(preset(answers.model), {"name": name, "data": data}))
+    cluster, projection = cluster_named(answers.on), None
+    if cluster is None and not torch.cuda.is_available():
+        run, small = _on_cpu(run)
+        notes += small
+    chosen = parse_overrides(Run, overrides)
+    run = _with(run, chosen)
+    if cluster is None:
+        _check_memory(run)
+    else:
+        projection = _planned(run, cluster)
+        run = projection.run
+    run, text_notes = _with_text(run, is_here=answers.on == HERE)
+    steps = ceil(tokens_of(answers.tokens, projection) / run.tokens_per_step)
+    run = _with(_with_steps(run, chosen.get("training", {}).get("steps", max(1, steps))), chosen)
+    check(run)
+    return Made(run=run, projection=projection, notes=(*notes, *text_notes))
+
+
+def _with(run: Run, changes: Tree) -> Run:
+    """The run with some fields otherwise; rules are asked at the end."""
+    return build(Run, merge(Run, run.model_dump(), settle(fields_of(Run), changes)))
+
+
+def cluster_named(on: str) -> Cluster | None:
+    """The cluster that is meant; None for this machine, if nothing is known of its devices.
+
+    Raises:
+        HardwareError: there is no such hardware.
+    """
+    if on != HERE:
+        return parse_cluster(on)
+    if not torch.cuda.is_available():
+        return None
+    chip = chip_named(device_name(torch.device("cuda", 0)))
+    if chip is None or chip.pattern not in known_hardware():
+        return None
+    return cluster_of(torch.cuda.device_count(), load_hardware(chip.pattern))
+
+
+def _planned(run: Run, cluster: Cluster) -> Projection:
+    """The fastest layout of a run on a cluster."""
+    found = search(Question(run=run, cluster=cluster, top=1))
+    if not found.candidates:
+        raise ConfigError(
+            f"no layout of {run.name} fits {cluster.devices} x {cluster.hardware.name}",
+            fix="more devices, or a smaller model (-8l keeps 8 layers); penstock plan says why",
+        )
+    return found.candidates[0]
+
+
+def _on_cpu(run: Run) -> tuple[Run, tuple[str, ...]]:
+    """The run with steps that a CPU makes in minutes, if its own are larger."""
+    if run.tokens_per_step <= CPU_LENGTH * CPU_ROWS:
+        return run, ()
+    length = min(run.training.sequence_length, CPU_LENGTH)
+    rows = {"micro_batch": 1, "global_batch": CPU_ROWS, "sequence_length": length}
+    return _with(run, {"training": rows}), (f"steps are small, {length * CPU_ROWS:,} tokens: this machine has no GPU",)
+
+
+def _check_memory(run: Run) -> None:
+    """Refuse what this machine cannot hold."""
+    needed = state_bytes(run)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    there = memory_of(device)[0] * max(1, torch.cuda.device_count())
+    if needed > there:
+        raise DeviceError(
+            f"{run.name} needs {bytes_text(needed)} for weights, gradients and optimizer alone",
+            got=f"{bytes_text(there)} here",
+            fix="a smaller model (-8l keeps 8 layers), or --on 64xMI300X for a cluster",
+        )
+
+
+def text_fields(text: str) -> Tree:
+    """Fields of the section `data`, by what a name looks like.
+
+    Args:
+        text: the answer to the question for text.
+
+    Raises:
+        DataError: it is nothing that can be read, or a folder or glob has no file.
+    """
+    if text == STANDARD_LIBRARY:
+        return {"source": STANDARD_LIBRARY}
+    path = Path(text).expanduser()
+    if path.is_dir() and any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json")):
+        return {"source": "huggingface", "dataset": str(path)}
+    if path.exists() or has_magic(text) or text.startswith(("~", ".", "/")) or path.suffix:
+        return {"source": _source_of_all(path), "files": str(path)}
+    if _DATASET.fullmatch(text):
+        return {"source": "huggingface", "dataset": text, "streaming": True}
+    raise DataError(
+        "this is no text that can be read",
+        got=repr(text),
+        allowed=f"{STANDARD_LIBRARY}, a file, a folder, a glob, or a Hugging Face dataset such as allenai/c4",
+    )
+
+
+def _source_of_all(path: Path) -> SourceName:
+    """How most files of a folder or glob are read. A name that says it itself need not be on this machine."""
+    own = _source(path)
+    if own != "text" or not (path.is_dir() or has_magic(str(path))):
+        return own
+    kinds = [_source(file) for file in matched([str(path)])]
+    return max(dict.fromkeys(kinds), key=kinds.count)
+
+
+def _source(path: Path) -> SourceName:
+    """How a file is read, by the end of its name without that of its compression."""
+    suffix = ".idx" if path.suffix == ".bin" else stem(path).suffix
+    sources: tuple[SourceName, ...] = ("jsonl", "parquet", "packed")
+    return next((source for source in sources if suffix in SUFFIXES[source]), "text")
+
+
+def _with_vocabulary(run: Run) -> tuple[Run, tuple[str, ...]]:
+    """The run with room for every id of its tokenizer."""
+    if run.data.tokenizer == BYTES or run.data.source == "packed":
+        return run, ()
+    size = open_tokenizer(run.data.tokenizer, run.data.end_of_document or None).vocabulary_size
+    if size <= run.model.vocabulary:
+        return run, ()
+    room = ceil(size / ROUND) * ROUND
+    return (
+        _with(run, {"model": {"vocabulary": room}}),
+        (
+            f"model.vocabulary is {room:,}: the tokenizer has {size:,} ids, "
+            f"and the preset room for {run.model.vocabulary:,}",
+        ),
+    )
+
+
+def _with_text(run: Run, *, is_here: bool) -> tuple[Run, tuple[str, ...]]:
+    """The run after its text was opened; one that has none to hold out is not evaluated."""
+    if run.data.streaming:
+        return run, ("the dataset was not looked at: that needs the network",)
+    missing = [name for name in run.data.files if not Path(name).exists() and not has_magic(name)]
+    missing += [name for name in run.data.files if has_magic(name) and not glob(name, recursive=True)]
+    if missing and not is_here:
+        return run, (f"{missing[0]} is not on this machine, so it was not looked at",)
+    try:
+        open_texts(run)
+    except DataError as error:
+        without = _with(run, {"evaluation": {"rows": 0}})
+        try:
+            open_texts(without)
+        except DataError:
+            raise error from None
+        return without, (f"nothing is evaluated: {error.what}",)
+    return run, ()
+
+
+def _with_steps(run: Run, steps: int) -> Run:
+    """The run with so many steps, and a schedule that has room in them."""
+    warmup = min(run.schedule.warmup_steps, steps // WARMUP_SHARE)
+    decay = run.schedule.decay_steps if run.schedule.decay_steps <= steps - warmup else 0
+    return _with(run, {"training": {"steps": steps}, "schedule": {"warmup_steps": warmup, "decay_steps": decay}})
+
+
+def tokens_of(text: str, projection: Projection | None = None) -> float:
+    """The number of tokens that an answer means.
+
+    Args:
+        text: a number, with K, M, B or T behind it; or a time, with s, m, h or d.
+        projection: tells how many tokens a time is.
+
+    Raises:
+        ConfigError: it is neither, or a time where no speed is known.
+    """
+    match = _AMOUNT.fullmatch(text.strip())
+    number = float(match["number"].replace("_", "").replace(",", "")) if match is not None else 0.0
+    if match is None or number == 0:
+        raise ConfigError(
+            "this says neither how many tokens nor how long",
+            got=repr(text),
+            allowed="a number such as 500M or 2B, or a time such as 90m, 12h or 3d",
+        )
+    if match["unit"] in _NUMBERS:
+        return number * _NUMBERS[match["unit"]]
+    if projection is None:
+        raise ConfigError(
+            "how much text a time is cannot be said of this machine before it has trained",
+            got=repr(text),
+            fix="say how many tokens, or name hardware that is known: --on 8xH200",
+        )
+    each = projection.time.tokens_per_second_per_device
+    return number * _SECONDS[match["unit"]] * each * projection.cluster.devices
+
+
+def usual_tokens(model: str) -> str:
+    """How much text a preset asks for by itself, as an answer."""
+    run = preset(model)
+    return count_text(run.tokens_per_step * run.training.steps).replace(" ", "")

@@ -1,0 +1,205 @@
+"""`penstock preflight`: look at this machine before a run does, and say what is wrong with it.
+
+    penstock preflight                               devices, links, host, disk, versions; some seconds
+    penstock preflight deepseek-v2-lite              and whether the disk has room for the checkpoints of this run
+    penstock preflight --hardware mine.toml          measured against a file of `penstock calibrate`
+    penstock preflight --processes 1                 one device only, nothing between devices
+    penstock preflight --json                        for programs
+    torchrun --nnodes=2 --nproc-per-node=8 -m penstock preflight    and the network; each machine tells of itself
+
+Exit codes: 0 nothing failed, warnings aside; 1 something did; 2 the question itself is wrong. Without GPUs everything
+that a CPU has is looked at. What is looked at, and the thresholds, stand in penstock/tune/preflight.
+"""
+
+import json
+import platform
+import sys
+import tempfile
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from penstock.base.devices import chip_named
+from penstock.base.errors import FAILED, DeviceError
+from penstock.cli.config import Json
+from penstock.cli.main import main
+from penstock.cli.verbs import load_by_name
+from penstock.config.load import load_run
+from penstock.config.run import Run
+from penstock.config.training import Record
+from penstock.parallel.launch.environment import (
+    Environment,
+    facts_of_machine,
+    prepare_environment,
+    read_environment,
+    shell_variables,
+)
+from penstock.parallel.launch.host import gpu_vendor
+from penstock.parallel.launch.local import LocalLaunch, run_processes
+from penstock.parallel.launch.meeting import Meeting, start_process_group, stop_process_group
+from penstock.parallel.launch.process import choose_device, prepare_process
+from penstock.plan.hardware import Hardware
+from penstock.plan.hardware_file import known_hardware, load_hardware, read_hardware
+from penstock.tune.preflight.check import Check, Status
+from penstock.tune.preflight.devices import Gpu, judge_gpus, read_gpus
+from penstock.tune.preflight.disk import judge_disk, read_disk
+from penstock.tune.preflight.environment import HURTFUL, check_environment
+from penstock.tune.preflight.host import judge_host, read_host
+from penstock.tune.preflight.transfers import judge_measured, measure, measured_json, parse_measured
+from penstock.tune.preflight.versions import check_versions
+
+CPU_RANKS = 2
+"""Started where there is no GPU: enough to see that processes find each other."""
+
+TIMEOUT_MINUTES = 2.0
+"""For which ranks wait for each other; links that hang are found by it."""
+
+STATE_BYTES = 12
+"""Of a parameter in a checkpoint: its float32 master and two moments."""
+
+STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+
+
+def preflight(
+    target: Annotated[
+        str | None, typer.Argument(metavar="TARGET", help="The run that is meant, if there is one.")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
+    hardware: Annotated[
+        Path | None, typer.Option("--hardware", metavar="F.toml", help="What to compare with, instead of the chip's.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="Ranks to start; without it, one for each GPU, or 2.")
+    ] = None,
+    as_json: Json = False,
+    result: Annotated[Path | None, typer.Option("--result", hidden=True)] = None,
+) -> int:
+    """Look at this machine: devices, links, host, disk, versions. Say what is wrong, and how to mend it."""
+    environment = read_environment()
+    if result is not None:
+        result.write_text(_be_a_rank(environment, processes or 0), encoding="utf-8")
+        return 0
+    run = load_run(target, overrides or ()) if target is not None else None
+    # Of the ranks of a machine one looks, and before the others use its GPUs: they would be taken for strangers.
+    looks = environment.local_rank == 0
+    gpus = read_gpus() if looks else []
+    known = _known(gpus, hardware)
+    checks = _look(run, gpus, known) if looks else []
+    if environment.started_by:
+        if processes is not None:
+            raise DeviceError(f"{environment.started_by} has started the processes already", fix="no --processes")
+        measured = _be_a_rank(environment, 0)
+    else:
+        measured = _measured(environment, processes or len(gpus) or CPU_RANKS, len(gpus))
+    if measured:
+        checks += judge_measured(parse_measured(measured), known)
+    else:
+        checks.append(_broken())
+    if looks:
+        print_checks(checks, environment, as_json=as_json)
+    return FAILED if any(check.status == "failed" for check in checks) else 0
+
+
+def _known(gpus: Sequence[Gpu], file: Path | None) -> Hardware | None:
+    """What is known of the devices here."""
+    if file is not None:
+        return read_hardware(file)
+    chip = chip_named(gpus[0].name) if gpus else None
+    return load_hardware(chip.pattern) if chip is not None and chip.pattern in known_hardware() else None
+
+
+def _look(run: Run | None, gpus: Sequence[Gpu], known: Hardware | None) -> list[Check]:
+    """Everything that needs no other process."""
+    record = Record() if run is None else run.record
+    checkpoint = 0 if run is None else _checkpoint_bytes(run)
+    kept = 1 if run is None else max(1, run.checkpoint.keep)
+    return [
+        *check_versions(),
+        *check_environment(shell_variables(one.name for one in HURTFUL), has_gpu=bool(gpus)),
+        *judge_host(read_host(len(gpus), sum(gpu.total_bytes for gpu in gpus))),
+        *judge_disk(read_disk(Path(record.folder)), checkpoint, kept),
+        *judge_gpus(gpus, gpu_vendor(), known),
+    ]
+
+
+def _checkpoint_bytes(run: Run) -> int:
+    """Of one checkpoint of a run; only who names a run waits for the model's code."""
+    size = load_by_name("penstock.models.count", "count")(run.model, run.training.sequence_length)
+    return STATE_BYTES * int(size.parameters + size.mtp_parameters)
+
+
+def _measured(environment: Environment, ranks: int, gpus: int) -> str:
+    """What ranks of this machine find together, as text; empty if they did not come to an end."""
+    if gpus and ranks > gpus:
+        raise DeviceError("--processes is more than GPUs", got=ranks, allowed=gpus)
+    if ranks == 1:
+        return _be_a_rank(environment, 0)
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        result = Path(folder) / "measured.json"
+        facts = replace(facts_of_machine(environment), world=ranks, local_world=ranks)
+        launch = LocalLaunch(
+            processes=ranks,
+            restarts=0,
+            name=f"local-{uuid.uuid4().hex}",
+            facts=facts if gpus else replace(facts, vendor="cpu"),
+            say=lambda line: print(line, file=sys.stderr),
+        )
+        code = run_processes(main, ["preflight", "--result", str(result), "--processes", str(ranks)], launch)
+        return result.read_text(encoding="utf-8") if code == 0 else ""
+
+
+def _be_a_rank(environment: Environment, expected: int) -> str:
+    """Measure, alone or with others."""
+    assert expected in (0, environment.world_size), "the launcher starts as many ranks as it was asked for"
+    with Meeting(environment) as meeting:
+        prepare_environment(facts_of_machine(environment))
+        device = choose_device("auto", environment)
+        meeting.open(TIMEOUT_MINUTES)
+        start_process_group(meeting, device)
+        prepare_process(environment, seed=0, deterministic=False)
+        found = measure(device, environment.local_world_size)
+        stop_process_group()
+    return measured_json(found)
+
+
+def _broken() -> Check:
+    return Check(
+        area="transfers",
+        name="ranks together",
+        status="failed",
+        got="they did not come to an end; what they said stands above",
+        expected=f"collectives of all ranks within {TIMEOUT_MINUTES:g} minutes",
+        fix="NCCL_DEBUG=INFO penstock preflight; iommu=pt and ACS off; shared memory and peer access above",
+    )
+
+
+def print_checks(checks: Sequence[Check], environment: Environment, *, as_json: bool) -> None:
+    """Print what was found, in one piece, so that several machines do not speak into each other's words.
+
+    Args:
+        checks: in the order in which they are told.
+        environment: says whether colors are wanted.
+        as_json: for programs.
+    """
+    counts = {status: sum(check.status == status for check in checks) for status in STYLES}
+    if as_json:
+        head = {"host": platform.node(), "passed": not counts["failed"], "counts": counts}
+        print(json.dumps({**head, "checks": [asdict(check) for check in checks]}, indent=2))
+        return
+    text = Text()
+    for check in checks:
+        text.append(f"{check.status:<8} ", STYLES[check.status])
+        text.append(f"{check.area:<12} {check.name:<16} {check.got}\n")
+        indent = " " * 39
+        if check.expected:
+            text.append(f"{indent}expected: {check.expected}\n")
+        if check.fix:
+            text.append(f"{indent}fix: {check.fix}\n")
+    text.append(", ".join(f"{count} {status}" for status, count in counts.items()) + f" on {platform.node()}")
+    Console(no_color=not environment.color, highlight=False, soft_wrap=True).print(text)

@@ -1,0 +1,46 @@
+"""`penstock report`: one HTML page of a run, with what it did beside what was planned. It opens without a network.
+
+    penstock report runs/first                   writes runs/first/report.html
+    penstock report runs/first --html first.html
+    penstock report runs/first --on 8xH200       where neither traces nor starts say what it ran on
+    penstock report traces/ --html traces.html   traces of any program; less is known
+
+docs/report.md says what is in it. The page is made by penstock/report/run_page.py; here only files are settled.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from penstock.base.errors import PenstockError
+from penstock.cli.plan_files import check_file
+from penstock.report.run_evidence import gather
+from penstock.report.run_page import write_run_page
+
+PAGE = "report.html"
+"""In the folder of the run, unless another file is asked for."""
+
+Place = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The folder of a run; or traces: a file, a folder of ranks.")
+]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Where to; report.html in RUN if left out.")]
+On = Annotated[str | None, typer.Option("--on", metavar="NxCHIP", help="What the run is on: 8xH200, or 8xmine.toml.")]
+NoPlan = Annotated[bool, typer.Option("--no-plan", help="Do not project the run.")]
+
+
+def report(path: Place, html: Html = None, on: On = None, no_plan: NoPlan = False) -> None:
+    """Write one HTML page of a run: verdict, curves, memory, timeline, flame, roofline, ranks, experts."""
+    if not path.exists():
+        raise PenstockError(f"there is no {path}", allowed="the folder of a run, or traces")
+    if html is None and not path.is_dir():
+        raise PenstockError(f"{path} is a file, so the page needs a place", fix="--html report.html")
+    target = path / PAGE if html is None else html
+    check_file(target, "--html")
+    if on is not None and no_plan:
+        raise PenstockError("--on says what to plan for, and --no-plan plans nothing", fix="leave one of them out")
+    with Console(stderr=True).status("reading"):
+        write_run_page(gather(path, on=on, plans=not no_plan), target)
+    print(f"written to {target}", file=sys.stderr)

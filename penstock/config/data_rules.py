@@ -1,0 +1,256 @@
+"""Rules between fields of `data`. Each docstring is the rule as users read it.
+
+Fields that say where documents come from stand in `data`, or in each part of `data.mixture`: most rules look at all of
+these places.
+"""
+
+import re
+from collections.abc import Iterator
+
+from penstock.config.data import Documents
+from penstock.config.problem import Problem
+from penstock.config.run import Run
+from penstock.config.schema import fields_of
+
+FILE_SOURCES = ("text", "jsonl", "parquet", "packed")
+"""Sources that read `files`."""
+
+SYNTHETIC_SOURCES = ("synthetic-random", "synthetic-learnable")
+"""Sources without text."""
+
+_DATASET_FIELDS = ("dataset", "dataset_config", "split", "validation_split", "revision", "streaming")
+_PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,49}")
+
+_BYTES_VOCABULARY = 257
+"""256 values of a byte and the end of a document."""
+
+_LEARNABLE_VOCABULARY = 5
+"""The synthetic language continues in one of 4 ways, and needs an end of document."""
+
+
+def _places(run: Run) -> Iterator[tuple[str, Documents]]:
+    """Every place that documents come from, with the path of its fields."""
+    if not run.data.mixture:
+        yield "data", run.data
+    for name, part in run.data.mixture.items():
+        yield f"data.mixture.{name}", part
+
+
+def a_mixture_is_of_parts_only(run: Run) -> Problem | None:
+    """With `data.mixture`, fields of `data` that its parts have too, such as `data.source`, stay as they are."""
+    if not run.data.mixture:
+        return None
+    given = dict(run.data)
+    for name, field in fields_of(Documents).items():
+        if given[name] != field.default:
+            return Problem(
+                f"data.{name}",
+                "is given beside data.mixture, whose parts have their own",
+                fix=f"leave it out, or move it to data.mixture.{next(iter(run.data.mixture))}.{name}",
+            )
+    return None
+
+
+def parts_have_plain_names(run: Run) -> Problem | None:
+    """Names in `data.mixture` are letters, digits, dashes and underscores."""
+    for name in run.data.mixture:
+        if not _PART_NAME.fullmatch(name):
+            return Problem(
+                "data.mixture",
+                "has a part without a plain name",
+                got=f"{name[:60]!r}",
+                allowed="up to 50 letters, digits, '_' and '-', the first a letter or digit",
+            )
+    return None
+
+
+def parts_have_weight(run: Run) -> Problem | None:
+    """Each `data.mixture.NAME.weight` is above 0."""
+    for name, part in run.data.mixture.items():
+        if part.weight == 0:
+            return Problem(f"data.mixture.{name}.weight", "must be above 0", got="0", fix="or leave the part out")
+    return None
+
+
+def file_sources_have_files(run: Run) -> Problem | None:
+    """`data.source` text, jsonl, parquet and packed need `data.files`; the same of parts of `data.mixture`."""
+    for path, place in _places(run):
+        if place.source in FILE_SOURCES and not place.files:
+            return Problem(
+                f"{path}.files",
+                f"is empty, but {path}.source {place.source} reads files",
+                fix=f"set {path}.files to the files to train on",
+            )
+    return None
+
+
+def other_sources_have_no_files(run: Run) -> Problem | None:
+    """`data.files` and `data.validation_files` are for sources that read files only."""
+    for path, place in _places(run):
+        if place.source not in FILE_SOURCES and (place.files or place.validation_files):
+            name = "files" if place.files else "validation_files"
+            return Problem(
+                f"{path}.{name}",
+                f"is given, but {path}.source {place.source} reads no files",
+                got=", ".join((place.files or place.validation_files)[:3]),
+                fix=f"set {path}.source to text, jsonl, parquet or packed",
+            )
+    return None
+
+
+def held_out_files_are_not_trained_on(run: Run) -> Problem | None:
+    """No file is in both `data.files` and `data.validation_files`."""
+    for path, place in _places(run):
+        shared = [name for name in place.files if name in place.validation_files]
+        if shared:
+            return Problem(
+                f"{path}.validation_files",
+                f"has files of {path}.files: the model would be judged on what it learned",
+                got=", ".join(shared[:3]),
+                fix="take them out of one of the two",
+            )
+    return None
+
+
+def datasets_have_a_name(run: Run) -> Problem | None:
+    """`data.source` huggingface needs `data.dataset` and `data.split`; other sources have no field of a dataset."""
+    for path, place in _places(run):
+        values = dict(place)
+        if place.source == "huggingface":
+            missing = next((name for name in ("dataset", "split") if not values[name]), None)
+            if missing is not None:
+                return Problem(f"{path}.{missing}", f"is empty, but {path}.source huggingface needs it")
+            continue
+        for name in _DATASET_FIELDS:
+            if values[name] != fields_of(Documents)[name].default:
+                return Problem(
+                    f"{path}.{name}",
+                    f"is given, but {path}.source {place.source} is no dataset of Hugging Face",
+                    fix=f"leave it out, or set {path}.source to huggingface",
+                )
+    return None
+
+
+def held_out_splits_are_not_trained_on(run: Run) -> Problem | None:
+    """`data.validation_split` is not `data.split`."""
+    for path, place in _places(run):
+        if place.source == "huggingface" and place.validation_split == place.split:
+            return Problem(
+                f"{path}.validation_split",
+                f"is {path}.split: the model would be judged on what it learned",
+                got=place.split,
+                fix="leave it out to hold out a share of the documents",
+            )
+    return None
+
+
+def evaluation_has_text(run: Run) -> Problem | None:
+    """`evaluation.rows` above 0 need held-out text: `data.validation_files`, or `data.validation_share` above 0."""
+    is_held_out = run.data.validation_share > 0 or any(
+        place.validation_files or place.validation_split or place.source in SYNTHETIC_SOURCES
+        for _, place in _places(run)
+    )
+    if run.evaluation.rows == 0 or is_held_out:
+        return None
+    return Problem(
+        "data.validation_share",
+        "holds out no text for evaluation.rows",
+        got="0",
+        fix="raise it, give data.validation_files, or set evaluation.rows to 0",
+    )
+
+
+def vocabulary_holds_every_byte(run: Run) -> Problem | None:
+    """With `data.tokenizer` bytes, `model.vocabulary` is at least 257: 256 bytes and the end of a document."""
+    is_encoded = any(place.source not in (*SYNTHETIC_SOURCES, "packed") for _, place in _places(run))
+    if not is_encoded or run.data.tokenizer != "bytes" or run.model.vocabulary >= _BYTES_VOCABULARY:
+        return None
+    return Problem(
+        "model.vocabulary",
+        "is too small for data.tokenizer bytes",
+        got=f"{run.model.vocabulary}",
+        allowed=f">= {_BYTES_VOCABULARY} (256 bytes and the end of a document)",
+    )
+
+
+def vocabulary_holds_the_synthetic_language(run: Run) -> Problem | None:
+    """With `data.source` synthetic-learnable, `model.vocabulary` is at least 5."""
+    if run.data.source != "synthetic-learnable" or run.model.vocabulary >= _LEARNABLE_VOCABULARY:
+        return None
+    return Problem(
+        "model.vocabulary",
+        "is too small for data.source synthetic-learnable",
+        got=f"{run.model.vocabulary}",
+        allowed=f">= {_LEARNABLE_VOCABULARY}",
+    )
+
+
+def bytes_have_one_end(run: Run) -> Problem | None:
+    """With `data.tokenizer` bytes, `data.end_of_document` stays empty; of packed tokens it may be an id in digits."""
+    end = run.data.end_of_document
+    packed = [place for _, place in _places(run) if place.source == "packed"]
+    if not end or run.data.tokenizer != "bytes" or (packed and end.isdecimal()):
+        return None
+    return Problem(
+        "data.end_of_document",
+        "names a token, but data.tokenizer bytes has its own end of a document",
+        got=f"{run.data.end_of_document!r}",
+        fix="leave it out, or set data.tokenizer to a tokenizer.json",
+    )
+
+
+def middles_are_of_text(run: Run) -> Problem | None:
+    """`data.fill_in_middle` above 0 needs text: `data.source` is not packed and not synthetic."""
+    if run.data.fill_in_middle == 0:
+        return None
+    for path, place in _places(run):
+        if place.source == "packed" or place.source in SYNTHETIC_SOURCES:
+            return Problem(
+                "data.fill_in_middle",
+                f"cuts text, and {path}.source {place.source} has tokens",
+                got=f"{run.data.fill_in_middle:g}",
+                fix="set it to 0, or train on the text itself",
+            )
+    return None
+
+
+def middles_have_tokens(run: Run) -> Problem | None:
+    """`data.fill_in_middle` above 0 needs three tokens that `data.tokenizer` bytes does not have."""
+    if run.data.fill_in_middle == 0 or run.data.tokenizer != "bytes":
+        return None
+    return Problem(
+        "data.fill_in_middle",
+        "needs tokens before prefix, suffix and middle, which data.tokenizer bytes does not have",
+        fix="set it to 0, or set data.tokenizer to a tokenizer.json",
+    )
+
+
+def middles_have_three_tokens(run: Run) -> Problem | None:
+    """`data.fill_in_middle_tokens` are three different names, or none."""
+    names = run.data.fill_in_middle_tokens
+    if not names or len(names) == len({*names}) == 3:
+        return None
+    return Problem(
+        "data.fill_in_middle_tokens",
+        "must be three different names, of the tokens before prefix, suffix and middle",
+        got=", ".join(names),
+    )
+
+
+DATA_RULES = (
+    a_mixture_is_of_parts_only,
+    parts_have_plain_names,
+    parts_have_weight,
+    file_sources_have_files,
+    other_sources_have_no_files,
+    held_out_files_are_not_trained_on,
+    datasets_have_a_name,
+    held_out_splits_are_not_trained_on,
+    evaluation_has_text,
+    vocabulary_holds_every_byte,
+    vocabulary_holds_the_synthetic_language,
+    bytes_have_one_end,
+    middles_are_of_text,
+    middles_have_tokens,
+    middles_have_three_tokens,
+)

@@ -1,0 +1,29 @@
+"""How a model is trained whose authors published its sizes but not how they trained it.
+
+Learning rate and batch are common choices for such a size, 4 million tokens in each step; a preset says so where its
+authors published better.
+"""
+
+from penstock.config.model import Model
+from penstock.config.run import Run
+from penstock.config.training import Optimizer, Schedule, Training
+
+
+def pretrain(name: str, model: Model, *, learning_rate: float, sequence_length: int = 4096, warmup: int = 2000) -> Run:
+    """A run that trains a model from random weights.
+
+    Args:
+        name: of the preset.
+        model: what to train.
+        learning_rate: peak.
+        sequence_length: positions of a row; a step has 4 Mi tokens.
+        warmup: steps of linear warm-up.
+    """
+    rows = 2**22 // sequence_length
+    return Run(
+        name=name,
+        model=model,
+        training=Training(steps=10000, sequence_length=sequence_length, micro_batch=1, global_batch=rows),
+        optimizer=Optimizer(learning_rate=learning_rate),
+        schedule=Schedule(warmup_steps=warmup),
+    )

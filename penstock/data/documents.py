@@ -1,0 +1,75 @@
+"""What sources of text have in common: a record is read as text, and text is encoded.
+
+A record that cannot be read is met as `data.corrupt` says. What is skipped, or belongs to the other split, is a
+document without tokens, which a stream passes over: numbers of documents do not depend on it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from penstock.data.corrupt import NOTHING, Corrupt
+from penstock.data.sources import Keep, RecordError, Tokens, fingerprint_of
+from penstock.data.tokenizer import Tokenizer
+
+
+class TextDocuments(ABC):
+    """A source of documents of text. Subclasses say what one is."""
+
+    def __init__(self, tokenizer: Tokenizer, content: int, *, corrupt: Corrupt, keep: Keep) -> None:
+        """Takes what encodes the text.
+
+        Args:
+            tokenizer: what encodes the text.
+            content: fingerprint of all documents.
+            corrupt: what to do with records that cannot be read.
+            keep: which documents belong to this source, where that is not known before they are read.
+        """
+        self._tokenizer = tokenizer
+        self._corrupt = corrupt
+        self._keep = keep
+        self.vocabulary_size = tokenizer.vocabulary_size
+        self.end_of_document = tokenizer.end_of_document
+        self.fingerprint = fingerprint_of(content, tokenizer.fingerprint, keep)
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of documents."""
+
+    @abstractmethod
+    def record(self, index: int) -> str:
+        """Returns the text of a document.
+
+        Raises:
+            RecordError: this one cannot be read.
+            DataError: nothing can be read any more.
+        """
+
+    def read(self, index: int) -> Tokens:
+        """Returns the token ids of a document; none if it was skipped, or belongs to the other split."""
+        return self.encoded(index, self._tokenizer.encode)
+
+    def bytes_per_token(self, index: int) -> Tokens:
+        """Returns the bytes of text behind each token of `read(index)`."""
+        return self.encoded(index, self._tokenizer.bytes_per_token)
+
+    def encoded(self, index: int, encode: Callable[[str], Tokens]) -> Tokens:
+        """Returns what `encode` makes of the text of a document; nothing of one that was skipped, or is not ours."""
+        return self._corrupt.survived(lambda: self._encoded(self.record(index), encode), NOTHING)
+
+    def _encoded(self, text: str, encode: Callable[[str], Tokens]) -> Tokens:
+        return encode(text) if text and self._keep.document(text) else NOTHING
+
+
+def checked_text(value: object, place: str) -> str:
+    """Returns the value of a record, if it is a text that can be written as UTF-8.
+
+    Raises:
+        RecordError: it is something else; the error names `place`.
+    """
+    if not isinstance(value, str):
+        raise RecordError(f"{place} is not text", got=type(value).__name__)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RecordError(f"{place} holds half of a surrogate pair") from error
+    return value

@@ -1,0 +1,113 @@
+"""Fill-in-the-middle: some training documents are cut in three and their middle comes last (arXiv 2207.14255).
+
+A document is cut at two random characters, and each part is encoded by itself. Half of these documents, or as many as
+`data.fill_in_middle_spm` says, come in the second order, where a model is given prefix and middle in one piece:
+
+    PSM    <prefix> PREFIX <suffix> SUFFIX <middle> MIDDLE
+    SPM    <prefix> <suffix> SUFFIX <middle> PREFIX MIDDLE
+
+The end-of-document token follows as always. The cut is made before documents are packed into rows ("document level" in
+the paper). Whether and where a document is cut follows from the seed, the epoch and the document alone. Held-out text
+is never cut.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.random import PCG64
+
+from penstock.base.errors import DataError
+from penstock.data.sources import Tokens, fingerprint_of
+from penstock.data.tokenizer import Tokenizer
+
+USUAL_NAMES = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),
+)
+"""Tokens before prefix, suffix and middle of GPT-4 and Qwen, StarCoder, DeepSeek, Code Llama."""
+
+_TAG = 0xF1
+"""Keeps these random numbers apart from those of the order of documents."""
+
+
+class Marks(NamedTuple):
+    """Ids of the tokens before each part."""
+
+    prefix: int
+    suffix: int
+    middle: int
+
+
+class FillInMiddle:
+    """Encodes training documents, some of them cut."""
+
+    def __init__(self, tokenizer: Tokenizer, marks: Marks, *, rate: float, spm: float, seed: int) -> None:
+        """Takes what encodes the parts.
+
+        Args:
+            tokenizer: of the text.
+            marks: ids of the tokens before each part.
+            rate: share of documents that are cut, 0 to 1.
+            spm: share of these in the order SPM, 0 to 1.
+            seed: of the choice, >= 0.
+        """
+        self._tokenizer = tokenizer
+        self._marks = marks
+        self._rate = rate
+        self._spm = spm
+        self._seed = seed
+        self.fingerprint = fingerprint_of(tuple(marks), rate, spm)
+
+    def encode(self, text: str, document: Sequence[int]) -> Tokens:
+        """Returns the tokens of a text.
+
+        Args:
+            text: any text.
+            document: whole numbers that name it: epoch and number.
+        """
+        draws = PCG64([self._seed, *document, _TAG]).random_raw(4)
+        chances = draws[:2] / 2.0**64
+        if chances[0] >= self._rate:
+            return self._tokenizer.encode(text)
+        first, second = sorted(int(draw) % (len(text) + 1) for draw in draws[2:])
+        prefix, middle, suffix = text[:first], text[first:second], text[second:]
+        marks = self._marks
+        if chances[1] < self._spm:
+            return self._joined(marks.prefix, marks.suffix, suffix, marks.middle, prefix, middle)
+        return self._joined(marks.prefix, prefix, marks.suffix, suffix, marks.middle, middle)
+
+    def _joined(self, *parts: int | str) -> Tokens:
+        tokens = [np.array([part]) if isinstance(part, int) else self._encoded(part) for part in parts]
+        return np.concatenate(tokens)
+
+    def _encoded(self, text: str) -> Tokens:
+        return self._tokenizer.encode(text) if text else np.zeros(0, dtype=np.int64)
+
+
+def find_marks(tokenizer: Tokenizer, name: str, names: Sequence[str] = ()) -> Marks:
+    """Returns the tokens before prefix, suffix and middle.
+
+    Args:
+        tokenizer: that may have them.
+        name: of the tokenizer, for errors.
+        names: their names; none looks for USUAL_NAMES.
+
+    Raises:
+        DataError: the tokenizer does not have them.
+    """
+    for candidates in (tuple(names),) if names else USUAL_NAMES:
+        ids = [tokenizer.token_id(candidate) for candidate in candidates]
+        found = [one for one in ids if one is not None]
+        if len(found) == len(ids):
+            return Marks(*found)
+        if names:
+            missing = ", ".join(one for one, number in zip(candidates, ids, strict=True) if number is None)
+            raise DataError(f"data.tokenizer {name} has no token {missing}", fix="correct data.fill_in_middle_tokens")
+    raise DataError(
+        f"data.tokenizer {name} has no tokens for fill-in-the-middle",
+        got="none of " + ", ".join(candidates[0] for candidates in USUAL_NAMES),
+        fix="set data.fill_in_middle_tokens to its names, or data.fill_in_middle to 0",
+    )

@@ -1,0 +1,194 @@
+"""Datasets of Hugging Face: by name on the hub, or in a folder that `datasets` can read or has written.
+
+On disk a dataset is Arrow, mapped into memory, and its documents can be read in any order. Streamed, it stays on the
+network and comes in shards (see `shards`): nothing is stored, and every rank reads all of it.
+
+What tells a dataset from another is its size and some of its documents, spread evenly; of a stream the first ones. The
+newest revision on the hub may change: `data.revision` holds a run to one.
+"""
+
+import os.path
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from penstock.base.errors import DataError
+from penstock.data.corrupt import Corrupt
+from penstock.data.documents import TextDocuments, checked_text
+from penstock.data.optional import require
+from penstock.data.shards import Shards
+from penstock.data.sources import Keep, fingerprint_of
+from penstock.data.tokenizer import Tokenizer
+
+_SAMPLES = 1024
+_SAVED = ("state.json", "dataset_dict.json")
+"""Files that `save_to_disk` leaves."""
+
+
+class Name(NamedTuple):
+    """Which dataset.
+
+    Attributes:
+        dataset: name on the hub, or folder.
+        config: its configuration; empty for the default.
+        split: its split.
+        revision: of the hub; empty for the newest.
+    """
+
+    dataset: str
+    config: str
+    split: str
+    revision: str
+
+    def __str__(self) -> str:
+        """As errors call it."""
+        return f"dataset {self.dataset}" + (f" ({self.config})" if self.config else "")
+
+
+class DatasetOnDisk(TextDocuments):
+    """The rows of a dataset."""
+
+    def __init__(self, name: Name, tokenizer: Tokenizer, *, text_field: str, keep: Keep, corrupt: Corrupt) -> None:
+        """Opens the dataset; fetches it first if it is not on this machine.
+
+        Args:
+            name: which dataset.
+            tokenizer: what encodes the text.
+            text_field: name of the column that holds the text.
+            keep: which documents belong to this source.
+            corrupt: what to do with rows without text.
+
+        Raises:
+            DataError: `datasets` is missing, or the dataset is, or its column, or it is empty.
+        """
+        self._name = name
+        self._field = text_field
+        self._errors = _errors(str(name))
+        rows = _load(name, streaming=False)
+        _check_columns(name, rows.column_names, text_field)
+        self._rows = rows.select_columns([text_field])
+        if len(self._rows) == 0:
+            raise _no_documents(name)
+        step = max(1, len(self._rows) // _SAMPLES)
+        samples = self._rows[0::step][text_field] if step == 1 else self._rows[list(range(0, len(self), step))]
+        super().__init__(tokenizer, fingerprint_of(len(self._rows), samples), corrupt=corrupt, keep=keep)
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        return len(self._rows)
+
+    def record(self, index: int) -> str:
+        """Returns the text of a row."""
+        try:
+            value = self._rows[index][self._field]
+        except self._errors as error:
+            raise _unreachable(self._name, error) from error
+        return checked_text(value, f"{self._name}, {self._name.split}: row {index}: column {self._field!a}")
+
+
+class StreamedDataset(Shards):
+    """The documents of a dataset that is read over the network."""
+
+    def __init__(
+        self, name: Name, tokenizer: Tokenizer, *, text_field: str, block: int, keep: Keep, corrupt: Corrupt
+    ) -> None:
+        """Finds out which shards there are, and reads the first documents.
+
+        Args:
+            name: which dataset.
+            tokenizer: what encodes the text.
+            text_field: name of the field that holds the text.
+            block: neighbouring documents that are read together, and shuffled.
+            keep: which documents belong to this source.
+            corrupt: what to do with documents without text.
+
+        Raises:
+            DataError: `datasets` is missing, or the dataset is, or its field, or it is empty.
+        """
+        self._name = name
+        self._field = text_field
+        self._errors = _errors(str(name))
+        rows = _load(name, streaming=True)
+        try:
+            first = next(iter(rows), None)
+        except self._errors as error:
+            raise _unreachable(name, error) from error
+        if first is None:
+            raise _no_documents(name)
+        _check_columns(name, list(first), text_field)
+        self._rows = rows.select_columns([text_field]).with_format("arrow")
+        content = fingerprint_of(self._rows.num_shards, name.config, name.split, name.revision, first[text_field])
+        super().__init__(tokenizer, content, block=block, corrupt=corrupt, keep=keep)
+
+    def __len__(self) -> int:
+        """Number of shards."""
+        return int(self._rows.num_shards)
+
+    def blocks(self, shard: int, first: int) -> Iterator[Sequence[object]]:
+        """Yields the documents of a shard in blocks, from one of them on."""
+        rows = self._rows.shard(num_shards=len(self), index=shard)
+        try:
+            for table in islice(rows.iter(batch_size=self.block), first, None):
+                yield table.column(self._field).to_pylist()
+        except self._errors as error:
+            raise _unreachable(self._name, error) from error
+
+    def place(self, shard: int, document: int) -> str:
+        """Returns where a document stands, for people."""
+        return f"{self._name}, {self._name.split}: document {document} of shard {shard}: field {self._field!a}"
+
+
+def _load(name: Name, *, streaming: bool) -> Any:
+    """Returns a Dataset or IterableDataset."""
+    datasets = require("datasets", extra="huggingface", purpose="data.source huggingface")
+    datasets.disable_progress_bars()
+    try:
+        if not any(os.path.isfile(os.path.join(name.dataset, file)) for file in _SAVED):
+            config, revision = name.config or None, name.revision or None
+            return datasets.load_dataset(name.dataset, config, split=name.split, revision=revision, streaming=streaming)
+        saved = datasets.load_from_disk(name.dataset)
+    except _errors(str(name)) as error:
+        raise DataError(
+            f"cannot open {name}: {_first_line(error)}",
+            fix="correct data.dataset, data.dataset_config, data.split or data.revision, or see that it can be reached",
+        ) from error
+    return _saved_split(name, saved, streaming=streaming)
+
+
+def _saved_split(name: Name, saved: Any, *, streaming: bool) -> Any:
+    """Returns a split of what `save_to_disk` has written: one, or all of them by name."""
+    splits = saved if isinstance(saved, dict) else {"train": saved}
+    if name.split not in splits:
+        raise DataError(f"{name} has no split {name.split}", allowed=", ".join(splits), fix="correct data.split")
+    rows = splits[name.split]
+    return rows.to_iterable_dataset(num_shards=max(1, min(len(rows), len(rows.cache_files)))) if streaming else rows
+
+
+def _errors(purpose: str) -> tuple[type[Exception], ...]:
+    """Returns what `datasets` raises if a dataset cannot be found or read."""
+    exceptions = require("datasets.exceptions", extra="huggingface", purpose=purpose)
+    hub = require("huggingface_hub.errors", extra="huggingface", purpose=purpose)
+    return OSError, ValueError, RuntimeError, exceptions.DatasetsError, hub.HfHubHTTPError
+
+
+def _check_columns(name: Name, columns: Sequence[str], text_field: str) -> None:
+    if text_field not in columns:
+        raise DataError(
+            f"{name} has no column {text_field!a}",
+            got=", ".join(map(ascii, columns[:10])) or "no column",
+            fix="set data.text_field to the column with the text",
+        )
+
+
+def _no_documents(name: Name) -> DataError:
+    return DataError(f"split {name.split} of {name} is empty", fix="correct data.split")
+
+
+def _unreachable(name: Name, error: Exception) -> DataError:
+    return DataError(
+        f"{name} cannot be read: {_first_line(error)}", fix="resume the run when the dataset can be reached"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,112 @@
+"""Rows of several texts, mixed by weight.
+
+The next row is of the part that has had the least for its weight: of the part for which tokens, this row's included,
+over weight are fewest. So at any moment each part's share of all tokens is its weight over the sum of weights, up to a
+row, however long its documents are. Each part is a stream of its own, with its own lanes, order and epochs: a part
+begins anew when it has been read, whatever the others do. A row is of one part.
+
+An example, weights 2 and 1: the parts come as `a a b a a b ...`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from penstock.data.rows import RowStream
+from penstock.data.saved import SavedPlace, damaged, number, numbers
+from penstock.data.sources import Tokens, fingerprint_of
+
+
+class MixedPosition(NamedTuple):
+    """A place between two rows.
+
+    Attributes:
+        parts: the place in each part, a position of its stream.
+        tokens: how many tokens lie behind, of each part.
+        rows: how many rows lie behind, of all.
+    """
+
+    parts: tuple[Any, ...]
+    tokens: tuple[int, ...]
+    rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """A part of a mixture.
+
+    Attributes:
+        name: as the user calls it.
+        weight: above 0.
+        stream: its rows.
+    """
+
+    name: str
+    weight: float
+    stream: RowStream[Any]
+
+
+class Mixture(RowStream[MixedPosition]):
+    """Reads the rows of all parts."""
+
+    def __init__(self, components: Sequence[Component]) -> None:
+        """Takes the parts, at least one, with different names."""
+        assert len({component.name for component in components}) == len(components) > 0, "parts have names"
+        self._components = tuple(components)
+        self.vocabulary_size = max(component.stream.vocabulary_size for component in components)
+        self.fingerprint = fingerprint_of([self._identity(component) for component in components])
+
+    def start(self) -> MixedPosition:
+        """Returns the position before the first row."""
+        starts = tuple(component.stream.start() for component in self._components)
+        return MixedPosition(starts, (0,) * len(starts), 0)
+
+    def next_row(self, position: MixedPosition, sequence_length: int) -> tuple[Sequence[Tokens], MixedPosition]:
+        """Returns the next row of the part whose turn it is."""
+        turn = min(
+            range(len(self._components)),
+            key=lambda part: (position.tokens[part] + sequence_length) / self._components[part].weight,
+        )
+        row, behind = self._components[turn].stream.next_row(position.parts[turn], sequence_length)
+        parts, tokens = list(position.parts), list(position.tokens)
+        parts[turn] = behind
+        tokens[turn] += sequence_length
+        return row, MixedPosition(tuple(parts), tuple(tokens), position.rows + 1)
+
+    def save(self, position: MixedPosition) -> SavedPlace:
+        """Returns the place in every part by its name, and how many tokens each has given."""
+        parts: SavedPlace = {
+            component.name: component.stream.save(place) | {"source": component.stream.fingerprint}
+            for component, place in zip(self._components, position.parts, strict=True)
+        }
+        return {"parts": parts, "part_tokens": list(position.tokens), "rows": position.rows}
+
+    def restore(self, state: SavedPlace) -> MixedPosition:
+        """Returns the position in a state; an error if no mixture of these parts can be there."""
+        parts = state["parts"]
+        if not isinstance(parts, dict) or list(parts) != [component.name for component in self._components]:
+            raise damaged("other parts")
+        places = []
+        for component in self._components:
+            part = parts[component.name]
+            expected = component.stream.save(component.stream.start()) | {"source": 0}
+            if not isinstance(part, dict) or part.keys() != expected.keys():
+                raise damaged(f"of part {component.name} something else")
+            places.append(component.stream.restore(part))
+        tokens = tuple(numbers(state, "part_tokens", len(places)))
+        return MixedPosition(tuple(places), tokens, number(state, "rows"))
+
+    def changed(self, state: SavedPlace) -> str:
+        """Returns which part is another text."""
+        parts = state["parts"]
+        if not isinstance(parts, dict) or list(parts) != [component.name for component in self._components]:
+            return "the parts of its mixture"
+        for component in self._components:
+            part = parts[component.name]
+            if not isinstance(part, dict) or part.get("source") != component.stream.fingerprint:
+                return f"documents of part {component.name}"
+        return "the weights of its mixture"
+
+    @staticmethod
+    def _identity(component: Component) -> tuple[str, float, int]:
+        return component.name, component.weight, component.stream.fingerprint

@@ -1,0 +1,100 @@
+"""The order in which an epoch visits documents: a permutation that follows from (seed, epoch) alone.
+
+Documents that can be read one by one are permuted freely. Where they lie in blocks that are read whole (the row groups
+of a table), visiting them freely would read a block for each document. There, blocks are permuted, so many of them as
+fit into memory are a pool, and the documents of a pool are permuted. Each block is read once an epoch, and nothing is
+held but the numbers of blocks and of one pool's documents.
+
+An example, blocks `a b`, `c d`, `e f` and `g h`, pools of two blocks: `f a e b`, then `h c d g`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.random import PCG64
+from numpy.typing import NDArray
+
+from penstock.data.sources import Source
+
+
+class Order(Protocol):
+    """Numbers of documents by their place in an epoch."""
+
+    def __getitem__(self, place: int, /) -> int:
+        """Returns the number of the document at a place."""
+
+
+class InBlocks(ABC):
+    """Documents that are read a block at a time."""
+
+    @property
+    @abstractmethod
+    def block_sizes(self) -> NDArray[np.int64]:
+        """Documents of each block; numbers of documents count through the blocks."""
+
+    @property
+    @abstractmethod
+    def pool(self) -> int:
+        """Blocks that are held at a time, at least 1."""
+
+
+def document_order(documents: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Returns a permutation of 0..documents-1 that depends on nothing but the arguments.
+
+    Raw generator output is sorted: NumPy promises that this output never changes, but not that its own shuffle does
+    not.
+    """
+    return permutation(documents, [seed, epoch])
+
+
+def permutation(count: int, key: Sequence[int]) -> NDArray[np.int64]:
+    """Returns a permutation of 0..count-1 that depends on nothing but the key."""
+    return np.argsort(PCG64(list(key)).random_raw(count), kind="stable")
+
+
+def order_of(source: Source, *, seed: int, epoch: int) -> Order:
+    """Returns the order in which an epoch visits the documents of a source."""
+    if isinstance(source, InBlocks):
+        return BlockOrder(source.block_sizes, source.pool, seed=seed, epoch=epoch)
+    return _Listed(document_order(len(source), seed=seed, epoch=epoch))
+
+
+class _Listed:
+    def __init__(self, order: NDArray[np.int64]) -> None:
+        self._order = order
+
+    def __getitem__(self, place: int) -> int:
+        return int(self._order[place])
+
+
+class BlockOrder:
+    """Documents in a random order inside of pools of blocks. The two pools that were asked for last are kept."""
+
+    def __init__(self, block_sizes: NDArray[np.int64], pool: int, *, seed: int, epoch: int) -> None:
+        """Takes the blocks, how many of them are a pool, and the key of the order."""
+        self._key = [seed, epoch]
+        self._sizes = block_sizes
+        self._firsts = np.cumsum(block_sizes) - block_sizes
+        self._blocks = permutation(len(block_sizes), self._key)
+        self._pool = pool
+        pools = range(0, len(block_sizes), pool)
+        self._ends = np.cumsum([block_sizes[self._blocks[start : start + pool]].sum() for start in pools])
+        self._latest: dict[int, NDArray[np.int64]] = {}
+
+    def __getitem__(self, place: int) -> int:
+        """Returns the number of the document at a place."""
+        number = int(np.searchsorted(self._ends, place, side="right"))
+        documents = self._documents(number)
+        return int(documents[place - (int(self._ends[number]) - len(documents))])
+
+    def _documents(self, number: int) -> NDArray[np.int64]:
+        if number not in self._latest:
+            if len(self._latest) == 2:
+                del self._latest[min(self._latest)]
+            blocks = self._blocks[number * self._pool : (number + 1) * self._pool]
+            inside = [np.arange(self._firsts[block], self._firsts[block] + self._sizes[block]) for block in blocks]
+            documents = np.concatenate(inside)
+            self._latest[number] = documents[permutation(len(documents), [*self._key, number + 1])]
+        return self._latest[number]

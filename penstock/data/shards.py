@@ -1,0 +1,163 @@
+"""Text that can only be read one document after the other, in shards: a dataset that stays on the network.
+
+A lane is dealt a shard (see `lanes`) and reads it to its end. Shuffled, shards come in a random order, and each shard's
+documents in blocks of neighbours whose documents are in random order. Both orders follow from the seed: a place is the
+number of a shard and of a document in it, whatever was read before, and no buffer is saved. To go on at a place, the
+shard is opened and read up to the block of that document, without encoding.
+
+A shuffle buffer as others have it, from which one document is drawn whenever another comes in, mixes as far, but what
+is in it depends on all draws before.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from penstock.data.corrupt import NOTHING, Corrupt
+from penstock.data.documents import checked_text
+from penstock.data.fill_in_middle import FillInMiddle
+from penstock.data.lanes import LaneStream, ShardCursor, with_end
+from penstock.data.order import document_order, permutation
+from penstock.data.sources import Keep, Tokens, fingerprint_of
+from penstock.data.tokenizer import Tokenizer
+
+
+class Shards(ABC):
+    """Documents of text in shards. Subclasses say where they are."""
+
+    def __init__(self, tokenizer: Tokenizer, content: int, *, block: int, corrupt: Corrupt, keep: Keep) -> None:
+        """Takes what encodes the text.
+
+        Args:
+            tokenizer: what encodes the text.
+            content: fingerprint of all documents, as far as it is known.
+            block: neighbouring documents that are read together, and shuffled.
+            corrupt: what to do with documents that cannot be read.
+            keep: which documents belong to this source.
+        """
+        self.tokenizer = tokenizer
+        self.block = block
+        self.corrupt = corrupt
+        self.keep = keep
+        self.vocabulary_size = tokenizer.vocabulary_size
+        self.end_of_document = tokenizer.end_of_document
+        self.fingerprint = fingerprint_of(content, tokenizer.fingerprint, keep, block)
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of shards, at least 1."""
+
+    @abstractmethod
+    def blocks(self, shard: int, first: int) -> Iterator[Sequence[object]]:
+        """Yields the documents of a shard in blocks; only the last may be shorter than the others.
+
+        Args:
+            shard: its number.
+            first: blocks that are passed over.
+
+        Raises:
+            DataError: they cannot be read.
+        """
+
+    @abstractmethod
+    def place(self, shard: int, document: int) -> str:
+        """Returns where a document stands, for people."""
+
+    def read(self, shard: int, document: int, value: object, encode: Callable[[str], Tokens]) -> tuple[str, Tokens]:
+        """Returns the text of a document and its tokens; nothing if it is skipped, or belongs to the other split.
+
+        Args:
+            shard: number of its shard.
+            document: its number there.
+            value: what `blocks` gave.
+            encode: makes the tokens.
+        """
+
+        def read() -> tuple[str, Tokens]:
+            text = checked_text(value, self.place(shard, document))
+            return (text, encode(text)) if text and self.keep.document(text) else ("", NOTHING)
+
+        return self.corrupt.survived(read, ("", NOTHING))
+
+
+@dataclass
+class _Reader:
+    """A shard that is being read by a lane, and its latest block."""
+
+    epoch: int
+    place: int
+    shard: int
+    blocks: Iterator[Sequence[object]]
+    number: int
+    block: Sequence[object]
+    order: Sequence[int]
+
+
+class ShardStream(LaneStream[ShardCursor]):
+    """Reads the rows of shards. It keeps each lane's latest block and document."""
+
+    def __init__(
+        self, shards: Shards, *, seed: int, shuffle: bool, lanes: int, middle: FillInMiddle | None = None
+    ) -> None:
+        """Takes the shards, the seed (>= 0) of their order, and whether they are put in that order at all."""
+        super().__init__(ShardCursor(0, 0), units=len(shards), lanes=lanes, counted=f"{len(shards)} shards")
+        self._shards = shards
+        self._seed = seed
+        self._shuffle = shuffle
+        self._middle = middle
+        self.vocabulary_size = shards.vocabulary_size
+        self.fingerprint = (
+            shards.fingerprint if middle is None else fingerprint_of(shards.fingerprint, middle.fingerprint)
+        )
+        self._readers: dict[int, _Reader] = {}
+        self._latest_documents: dict[int, tuple[ShardCursor, Tokens]] = {}
+
+    def document(self, lane: int, cursor: ShardCursor) -> Tokens:
+        """Returns the document that a cursor stands in; the latest of each lane is kept."""
+        start = cursor._replace(offset=0)
+        if lane not in self._latest_documents or self._latest_documents[lane][0] != start:
+            self._latest_documents[lane] = start, self._read(lane, cursor)
+        return self._latest_documents[lane][1]
+
+    def following(self, lane: int, cursor: ShardCursor) -> ShardCursor | None:
+        """Returns the start of the next document of the shard; None behind the last."""
+        following = cursor._replace(document=cursor.document + 1, offset=0)
+        return following if self._has(lane, following) else None
+
+    def _has(self, lane: int, cursor: ShardCursor) -> bool:
+        return cursor.document % self._shards.block < len(self._at(lane, cursor).block)
+
+    def _read(self, lane: int, cursor: ShardCursor) -> Tokens:
+        if not self._has(lane, cursor):
+            return NOTHING
+        reader = self._at(lane, cursor)
+        inside = reader.order[cursor.document % self._shards.block]
+        document = reader.number * self._shards.block + inside
+        encode = self._shards.tokenizer.encode
+        if self._middle is not None:
+            encode = partial(self._middle.encode, document=(cursor.epoch, reader.shard, document))
+        _, tokens = self._shards.read(reader.shard, document, reader.block[inside], encode)
+        return with_end(tokens, self._shards.end_of_document, self.vocabulary_size)
+
+    def _at(self, lane: int, cursor: ShardCursor) -> _Reader:
+        """Returns the lane's reader, with the block that a cursor stands in."""
+        number = cursor.document // self._shards.block
+        reader = self._readers.get(lane)
+        is_same = reader is not None and (reader.epoch, reader.place) == (cursor.epoch, cursor.place)
+        if reader is None or not is_same or number not in (reader.number, reader.number + 1):
+            reader = self._readers[lane] = self._opened(cursor, number)
+        if reader.number != number:
+            block = next(reader.blocks, ())
+            order = list(range(len(block)))
+            if self._shuffle:
+                order = permutation(len(block), [self._seed, cursor.epoch, reader.shard, number + 1]).tolist()
+            reader.number, reader.block, reader.order = number, block, order
+        return reader
+
+    def _opened(self, cursor: ShardCursor, number: int) -> _Reader:
+        """Returns a reader before the block of that number."""
+        order = document_order(len(self._shards), seed=self._seed, epoch=cursor.epoch) if self._shuffle else None
+        shard = cursor.place if order is None else int(order[cursor.place])
+        blocks = self._shards.blocks(shard, number)
+        return _Reader(cursor.epoch, cursor.place, shard, blocks, number - 1, (), ())

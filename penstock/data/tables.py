@@ -1,0 +1,266 @@
+"""Documents in columns: Parquet files, a document a row, and Arrow files, which `datasets` and others write.
+
+Opening reads the ends of Parquet files only, where the sizes of their row groups stand. A row group is read whole, and
+only the column with the text; those that were read last are kept. The order of documents knows of that (see `order`).
+Arrow files are mapped into memory, and their record batches are the blocks.
+
+Which split a document belongs to is known when it has been read. The fingerprint is of the ends of Parquet files, which
+hold sizes and extremes of every column of every row group, and of some documents of Arrow files, spread evenly: to read
+a terabyte before the first step would be the price of all.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.base.errors import DataError
+from penstock.data.corrupt import Corrupt
+from penstock.data.documents import TextDocuments, checked_text
+from penstock.data.files import empty, unreadable
+from penstock.data.optional import require
+from penstock.data.order import InBlocks
+from penstock.data.sources import Keep, RecordError, fingerprint_of
+from penstock.data.tokenizer import Tokenizer
+
+PARQUET, ARROW = ".parquet", (".arrow", ".feather", ".ipc")
+"""Suffixes of the two kinds."""
+
+POOL_BYTES = 128 << 20
+"""Text that is held at a time, if blocks are not larger than that."""
+
+_SAMPLES = 64
+_OPEN = 16
+
+
+class Block(NamedTuple):
+    """A row group or a record batch.
+
+    Attributes:
+        file: number of its file.
+        number: in that file.
+        rows: documents.
+        size: bytes of their text, in memory.
+    """
+
+    file: int
+    number: int
+    rows: int
+    size: int
+
+
+class Table(Protocol):
+    """A file that holds a column of text in blocks."""
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """Returns rows and bytes of each block."""
+
+    def column(self, block: int) -> Any:
+        """Returns the column of a block, as a pyarrow Array or ChunkedArray."""
+
+    def fingerprint(self) -> bytes:
+        """Returns what tells the file from others."""
+
+
+class Tables(TextDocuments, InBlocks):
+    """The rows of Parquet and Arrow files, in the order of the files."""
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        tokenizer: Tokenizer,
+        *,
+        text_field: str = "text",
+        keep: Keep,
+        corrupt: Corrupt,
+    ) -> None:
+        """Opens all files once.
+
+        Args:
+            files: the files, in this order.
+            tokenizer: what encodes the text.
+            text_field: name of the column that holds the text.
+            keep: which rows belong to this source.
+            corrupt: what to do with rows without text.
+
+        Raises:
+            DataError: pyarrow is missing, a file cannot be read, is no table or has no such column, or none has a row.
+        """
+        self._arrow = require("pyarrow", extra="parquet", purpose="data.source parquet")
+        self._parquet = require("pyarrow.parquet", extra="parquet", purpose="data.source parquet")
+        self._files = tuple(files)
+        self._text_field = text_field
+        self._open: OrderedDict[int, Table] = OrderedDict()
+        self._columns: OrderedDict[int, Any] = OrderedDict()
+        self._blocks: list[Block] = []
+        digest = blake2b(digest_size=16)
+        for number in range(len(self._files)):
+            table = self._table(number)
+            self._blocks += [Block(number, place, *sizes) for place, sizes in enumerate(table.blocks())]
+            digest.update(table.fingerprint())
+        self._block_sizes = np.array([block.rows for block in self._blocks], dtype=np.int64)
+        self._ends = np.cumsum(self._block_sizes)
+        if len(self) == 0:
+            raise empty(self._files[0])
+        mean = max(1, sum(block.size for block in self._blocks) // len(self._blocks))
+        self._pool = max(1, min(len(self._blocks), POOL_BYTES // mean))
+        super().__init__(tokenizer, fingerprint_of(digest.digest(), text_field), corrupt=corrupt, keep=keep)
+
+    @property
+    def block_sizes(self) -> NDArray[np.int64]:
+        """Documents of each block."""
+        return self._block_sizes
+
+    @property
+    def pool(self) -> int:
+        """Blocks that are held at a time."""
+        return self._pool
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def record(self, index: int) -> str:
+        """Returns the text of a row."""
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        block = self._blocks[number]
+        row = index - int(self._ends[number]) + block.rows
+        place = f"{self._files[block.file]}: row {row} of block {block.number}"
+        try:
+            value = self._column(number)[row].as_py()
+        except OSError as error:
+            if error.errno is not None:  # The system has lost the file. Arrow's own word for damage is an OSError too.
+                raise unreadable(self._files[block.file], error) from error
+            raise RecordError(f"{place} cannot be read: {error}") from error
+        except self._arrow.ArrowException as error:
+            raise RecordError(f"{place} cannot be read: {error}") from error
+        except UnicodeDecodeError as error:
+            raise RecordError(f"{place} is not UTF-8: {error.reason} at byte {error.start}") from error
+        return checked_text(value, f"{place}: column {self._text_field!a}")
+
+    def _column(self, number: int) -> Any:
+        """Returns the text of a block; the latest blocks are kept."""
+        if number not in self._columns:
+            block = self._blocks[number]
+            self._columns[number] = self._table(block.file).column(block.number)
+            while len(self._columns) > self._pool:
+                self._columns.popitem(last=False)
+        self._columns.move_to_end(number)
+        return self._columns[number]
+
+    def _table(self, number: int) -> Table:
+        """Returns an open file; the latest files stay open."""
+        if number not in self._open:
+            self._open[number] = self._opened(self._files[number])
+            while len(self._open) > _OPEN:
+                self._open.popitem(last=False)
+        self._open.move_to_end(number)
+        return self._open[number]
+
+    def _opened(self, path: Path) -> Table:
+        try:
+            with path.open("rb"):  # For the words of the system if it cannot be read.
+                pass
+            if path.suffix == PARQUET:
+                return ParquetTable(self._parquet, path, self._text_field)
+            return ArrowTable(self._arrow, path, self._text_field)
+        except (OSError, self._arrow.ArrowException) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise unreadable(path, error) from error
+            raise DataError(f"data file {path} is not a table: {error}", allowed="Parquet, or Arrow IPC") from error
+
+
+class ParquetTable:
+    """A Parquet file; its row groups are the blocks."""
+
+    def __init__(self, parquet: Any, path: Path, text_field: str) -> None:
+        """Reads the end of the file."""
+        self._path = path
+        self._file = parquet.ParquetFile(path)
+        self._field = text_field
+        check_column(self._file.schema_arrow, text_field, path)
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """Returns rows and bytes of each row group."""
+        metadata = self._file.metadata
+        names = [metadata.schema.column(place).path for place in range(metadata.num_columns)]
+        place = names.index(self._field)
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        return [(group.num_rows, group.column(place).total_uncompressed_size) for group in groups]
+
+    def column(self, block: int) -> Any:
+        """Reads the text of a row group."""
+        return self._file.read_row_group(block, columns=[self._field]).column(0)
+
+    def fingerprint(self) -> bytes:
+        """Returns the size of the file and a hash of its end: the last 8 bytes say how long that is."""
+        with self._path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(size - 8)
+            length = int.from_bytes(file.read(4), "little")
+            file.seek(size - 8 - length)
+            return size.to_bytes(8, "little") + blake2b(file.read(length)).digest()
+
+
+class ArrowTable:
+    """An Arrow IPC file or stream; its record batches are the blocks.
+
+    What is not compressed stays on disk. Of a compressed file one batch is decompressed at a time; a compressed stream
+    has no such places, and is decompressed whole.
+    """
+
+    def __init__(self, arrow: Any, path: Path, text_field: str) -> None:
+        """Maps the file."""
+        source = arrow.memory_map(str(path))
+        try:
+            reader = arrow.ipc.open_file(source)
+            self._batches, self._batch = reader.num_record_batches, reader.get_batch
+        except arrow.ArrowInvalid:
+            source.seek(0)
+            reader = arrow.ipc.open_stream(source)
+            batches = list(reader)
+            self._batches, self._batch = len(batches), batches.__getitem__
+        check_column(reader.schema, text_field, path)
+        self._place = reader.schema.get_field_index(text_field)
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """Returns rows and bytes of each batch."""
+        columns = map(self.column, range(self._batches))
+        return [(len(column), column.nbytes) for column in columns]
+
+    def column(self, block: int) -> Any:
+        """Returns the text of a batch."""
+        return self._batch(block).column(self._place)
+
+    def fingerprint(self) -> bytes:
+        """Returns a hash of rows and bytes of each batch, and of some documents."""
+        sizes = self.blocks()
+        filled = [block for block, (rows, _) in enumerate(sizes) if rows]
+        step = max(1, len(filled) // _SAMPLES)
+        samples = [self.column(block)[sizes[block][0] // 2].as_py() for block in filled[::step]]
+        return fingerprint_of(sizes, samples).to_bytes(8, "little")
+
+
+def check_column(schema: Any, text_field: str, path: Path) -> None:
+    """Refuses a table without a column of text.
+
+    Raises:
+        DataError: as said.
+    """
+    if text_field not in schema.names:
+        raise DataError(
+            f"data file {path} has no column {text_field!a}",
+            got=", ".join(map(ascii, schema.names[:10])) or "no column",
+            fix="set data.text_field to the column with the text",
+        )
+    kind = str(schema.field(text_field).type)
+    if "string" not in kind or kind.startswith(("list", "struct", "map")):
+        raise DataError(
+            f"data file {path}: column {text_field!a} is not text",
+            got=kind,
+            fix="set data.text_field to the column with the text",
+        )

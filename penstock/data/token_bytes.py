@@ -1,0 +1,83 @@
+"""How many bytes of text a token stands for: what losses of different tokenizers are compared by.
+
+Two questions. With the text at hand, a tokenizer says where in it each token ends, and `bytes_between` counts. Of
+tokens alone (packed files hold no text) the bytes are known if each id always stands for the same ones, as in
+byte-level vocabularies; otherwise `bytes_by_repeating` gets the text back and asks the first question.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.base.errors import DataError
+from penstock.data.sources import Tokens
+
+
+class Codec(Protocol):
+    """The part of a tokenizer that goes to text and back."""
+
+    def encode(self, text: str) -> Tokens:
+        """Returns the ids of a text."""
+
+    def decode(self, tokens: Tokens) -> str:
+        """Returns the text of ids; special tokens are left out."""
+
+    def bytes_per_token(self, text: str) -> Tokens:
+        """Returns the bytes behind each token of `encode(text)`."""
+
+
+def byte_offsets(text: str) -> NDArray[np.int64]:
+    """Returns where each character starts in the UTF-8 of the text, and the number of bytes last."""
+    code_points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+    widths = 1 + (code_points >= 0x80) + (code_points >= 0x800) + (code_points >= 0x10000)
+    return np.concatenate([[0], np.cumsum(widths)]).astype(np.int64)
+
+
+def bytes_between(ends: Sequence[int] | NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    """Returns the bytes of each token from where it ends in the text.
+
+    A token stands for the bytes from where the token before it ended to where it ends. Several tokens may share one
+    character: all its bytes belong to one of them. What no token covers (spaces that the tokenizer strips) belongs to
+    the next token, or at the end of the text to the last one.
+
+    Args:
+        ends: byte of the text at which each token ends.
+        length: bytes of the text.
+    """
+    if len(ends) == 0:
+        return np.zeros(0, dtype=np.int64)
+    reached = np.maximum.accumulate(np.asarray(ends, dtype=np.int64))
+    reached[-1] = length
+    return np.diff(reached, prepend=0)
+
+
+def bytes_by_repeating(codec: Codec, tokens: Tokens) -> Tokens:
+    """Returns the bytes behind tokens whose text is not at hand, by decoding and encoding them again.
+
+    Tokens that stand for nothing (a begin-of-text token that another program put there) have none.
+
+    Raises:
+        DataError: the text of the tokens is not encoded as these tokens.
+    """
+    text = codec.decode(tokens)
+    again, sizes = codec.encode(text), codec.bytes_per_token(text)
+    if np.array_equal(again, tokens):
+        return sizes
+    found = np.zeros(len(tokens), dtype=np.int64)
+    matched = 0
+    for place in range(len(tokens)):
+        if matched < len(again) and tokens[place] == again[matched]:
+            found[place] = sizes[matched]
+            matched += 1
+        elif codec.decode(tokens[place : place + 1]):
+            break
+    else:
+        if matched == len(again):
+            return found
+    raise DataError(
+        "the bytes behind packed tokens cannot be told: their text is not encoded as these tokens",
+        got=f"another token at {matched} of {len(tokens)}",
+        fix="hold out documents as text (data.validation_files), or set evaluation.rows to 0",
+    )

@@ -1,0 +1,122 @@
+"""The tokenizers of Hugging Face: a `tokenizer.json`, or a folder that holds one.
+
+A folder, as `transformers` saves it, also says which token ends a document: `eos_token` of its
+`tokenizer_config.json`. A file alone does not, and the usual names are looked for.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from penstock.base.errors import DataError
+from penstock.data.end_of_document import find_end_of_document
+from penstock.data.sources import Tokens, fingerprint_of
+from penstock.data.token_bytes import byte_offsets, bytes_between, bytes_by_repeating
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+
+
+class FileTokenizer:
+    """The tokenizer that a Hugging Face `tokenizer.json` describes."""
+
+    def __init__(self, path: str | Path, *, end_of_document: str | None = None) -> None:
+        """Reads the file.
+
+        Args:
+            path: a `tokenizer.json`, or a folder with one.
+            end_of_document: the text of the token that ends a document; None or empty takes what the folder says, or
+                looks for END_OF_DOCUMENT_NAMES.
+
+        Raises:
+            DataError: the file is missing, is not a tokenizer, or has no such token.
+        """
+        path = Path(path)
+        if path.is_dir():
+            end_of_document = end_of_document or _stated_end(path / CONFIG_FILE)
+            path = path / TOKENIZER_FILE
+        content = _read_json_text(path)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content)
+        except Exception as error:  # The library raises the bare Exception class: there is nothing narrower to catch.
+            raise _no_tokenizer(path, error) from error
+        self._tokenizer.encode_special_tokens = True
+        # A stored truncation or padding would silently cut documents.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocabulary_size = max(vocabulary.values(), default=-1) + 1
+        self.end_of_document = find_end_of_document(self.token_id, end_of_document, path)
+        self.fingerprint = fingerprint_of(content, self.end_of_document)
+        self._bytes_of_id = self._known_bytes(json.loads(content).get("decoder"))
+
+    def encode(self, text: str) -> Tokens:
+        """Returns the ids, int64, with no token added before or after."""
+        # `encode` holds Python's lock, for up to 0.1 s a document: the thread that feeds the GPU would wait meanwhile.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.int64)
+
+    def decode(self, tokens: Tokens) -> str:
+        """Returns the text of the ids; special tokens are left out."""
+        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+
+    def bytes_per_token(self, text: str) -> Tokens:
+        """Returns int64; of several tokens that share a character, the first has its bytes (see `bytes_between`)."""
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+        offsets = byte_offsets(text)
+        return bytes_between(offsets[[end for _, end in encoding.offsets]], int(offsets[-1]))
+
+    def bytes_of(self, tokens: Tokens) -> Tokens:
+        """Returns int64; of a byte-level vocabulary each token's own bytes, else as `bytes_by_repeating`."""
+        return bytes_by_repeating(self, tokens) if self._bytes_of_id is None else self._bytes_of_id[tokens]
+
+    def token_id(self, name: str) -> int | None:
+        """Returns the id of a token, special or not."""
+        return self._tokenizer.token_to_id(name)
+
+    def _known_bytes(self, decoder: dict[str, Any] | None) -> NDArray[np.int64] | None:
+        """Returns the bytes that each id stands for if the vocabulary is byte-level: one character is one byte."""
+        if decoder is None or decoder["type"] != "ByteLevel":
+            return None
+        known = np.zeros(self.vocabulary_size, dtype=np.int64)
+        for token, number in self._tokenizer.get_vocab(with_added_tokens=False).items():
+            known[number] = len(token)
+        for number, added in self._tokenizer.get_added_tokens_decoder().items():
+            known[number] = 0 if added.special else len(added.content.encode())
+        return known
+
+
+def _stated_end(config: Path) -> str | None:
+    """Returns the token that a `tokenizer_config.json` calls the end of a sequence, if there is one."""
+    if not config.exists():
+        return None
+    values = json.loads(_read_json_text(config))
+    stated = values.get("eos_token") if isinstance(values, dict) else None
+    # Older files hold the token with its settings.
+    stated = stated.get("content") if isinstance(stated, dict) else stated
+    if stated is not None and not isinstance(stated, str):
+        raise DataError(f"eos_token of {config} is no token", got=stated, allowed="a text, or an object with `content`")
+    return stated
+
+
+def _read_json_text(path: Path) -> str:
+    try:
+        content = path.read_text(encoding="utf-8")
+        json.loads(content)
+    except OSError as error:
+        raise DataError(
+            f"cannot read data.tokenizer {path}: {error.strerror}", fix=f'give a {TOKENIZER_FILE}, or "bytes"'
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise _no_tokenizer(path, f"it is not JSON ({error})") from error
+    return content
+
+
+def _no_tokenizer(path: Path, why: object) -> DataError:
+    return DataError(
+        f"data.tokenizer {path} is not a tokenizer: {why}", allowed="a tokenizer.json of Hugging Face tokenizers"
+    )

@@ -1,0 +1,216 @@
+"""Gradient of the experts' biases: the sum of each expert's rows, in one read of them and without atomics.
+
+    bias_parts_kernel     sums blocks of 64 rows of one expert, as the tile table cuts them
+    bias_sums_kernel      adds up each expert's blocks, first to last
+
+So the order of a sum depends on the counts alone, and one expert with nearly all rows keeps as many programs busy as
+even loads do. Sums of blocks take little room: one float32 row for each block.
+
+A bias behind the last product stands in each row times the row's routing weight. Then the sum takes rows times their
+weights, and a weight's gradient has the product of its row with the bias: both come from the same read.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.base.errors import KernelError
+from penstock.kernels.launching import start_kernel
+from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
+
+BLOCK_ROWS = BLOCK_SIZES[0]
+"""Rows of a block: the first of the tile table's sizes."""
+
+BLOCK_COLUMNS = 64
+"""Columns that a program holds at a time: a tile of 32 elements for each of 128 threads."""
+
+WALKED_COLUMNS = 512
+"""Columns that a program walks if nobody wants products of whole rows."""
+
+BLOCK_PARTS = 32
+"""Sums of blocks that the second kernel holds at a time."""
+
+
+class Weighed(NamedTuple):
+    """What belongs to a bias that stands in each row times the row's weight.
+
+    Attributes:
+        bias_eF: the bias.
+        weights_R: float32 weight of each row.
+        dweights_R: float32 gradient of the weights so far; the bias's part is added in place. Contiguous.
+    """
+
+    bias_eF: Tensor
+    weights_R: Tensor
+    dweights_R: Tensor
+
+
+def bias_gradient(
+    dy_RF: Tensor,
+    counts_e: Tensor,
+    weighed: Weighed | None = None,
+    *,
+    accumulate_into: Tensor | None = None,
+    tiles: TileTable | None = None,
+) -> Tensor:
+    """The sum of each expert's rows, without autograd.
+
+    Args:
+        dy_RF: gradient of the rows that the bias was added to; rows past the last expert's may hold anything.
+        counts_e: rows of each expert.
+        weighed: weights that the bias was multiplied with, and their gradient to add to; None for none.
+        accumulate_into: float32 e x F to add the sums to, in place.
+        tiles: `tile_table(counts_e, R)`, if the caller has it already.
+
+    Returns:
+        dbias_eF in the dtype of dy, zero for experts without rows; or `accumulate_into`.
+
+    Raises:
+        KernelError: a part of `weighed`, or the sum, does not fit.
+    """
+    (rows, width), experts = dy_RF.shape, counts_e.numel()
+    _check(dy_RF, experts, weighed, accumulate_into)
+    tiles = tiles or tile_table(counts_e, rows)
+    parts_PF = _parts(dy_RF.contiguous(), weighed, tiles)
+    dbias_eF = dy_RF.new_empty(experts, width) if accumulate_into is None else accumulate_into
+    start_kernel(
+        bias_sums_kernel,
+        (experts, triton.cdiv(width, BLOCK_COLUMNS)),
+        parts_PF,
+        dbias_eF,
+        tiles.starts_e,
+        experts,
+        F=width,
+        BLOCK_R=BLOCK_ROWS,
+        BLOCK_P=BLOCK_PARTS,
+        BLOCK_F=BLOCK_COLUMNS,
+        BLOCK_E=triton.next_power_of_2(experts),
+        ACCUMULATE=accumulate_into is not None,
+        num_warps=4,
+    )
+    return dbias_eF
+
+
+def _parts(dy_RF: Tensor, weighed: Weighed | None, tiles: TileTable) -> Tensor:
+    """Sums of blocks of rows, float32; those past the last block hold anything."""
+    width, blocks = dy_RF.shape[1], tiles.owners.shape[1]
+    parts_PF = torch.empty(blocks, width, dtype=torch.float32, device=dy_RF.device)
+    walked = width if weighed is not None else WALKED_COLUMNS
+    start_kernel(
+        bias_parts_kernel,
+        (blocks, triton.cdiv(width, walked)),
+        dy_RF,
+        None if weighed is None else weighed.bias_eF.contiguous(),
+        None if weighed is None else weighed.weights_R.contiguous(),
+        None if weighed is None else weighed.dweights_R,
+        parts_PF,
+        tiles.owners[0],
+        tiles.block_counts,
+        F=width,
+        WALKED=walked,
+        BLOCK_R=BLOCK_ROWS,
+        BLOCK_F=BLOCK_COLUMNS,
+        num_warps=4,
+    )
+    return parts_PF
+
+
+def _check(dy_RF: Tensor, experts: int, weighed: Weighed | None, accumulate_into: Tensor | None) -> None:
+    rows, width = dy_RF.shape
+    sums: list[tuple[str, Tensor, tuple[int, ...]]] = []
+    if accumulate_into is not None:
+        sums.append(("accumulate_into", accumulate_into, (experts, width)))
+    if weighed is not None:
+        sums.append(("dweights_R", weighed.dweights_R, (rows,)))
+        sums.append(("weights_R", weighed.weights_R.contiguous(), (rows,)))
+        if weighed.bias_eF.shape != (experts, width):
+            got = tuple(weighed.bias_eF.shape)
+            raise KernelError("bias gradient: bias_eF does not fit", got=got, allowed=(experts, width))
+    for name, tensor, shape in sums:
+        if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            got_text = f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}"
+            allowed = f"contiguous float32 {shape}"
+            raise KernelError(f"bias gradient: {name} does not fit", got=got_text, allowed=allowed)
+
+
+@triton.jit
+def bias_parts_kernel(
+    dy_ptr,
+    bias_ptr,
+    weights_ptr,
+    dots_ptr,
+    parts_ptr,
+    owners_ptr,
+    block_count_ptr,
+    F: tl.constexpr,
+    WALKED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """One block of an expert's rows: their sum, and their products with the expert's bias where dots_ptr is not None.
+
+    Example: rows [1, 2] and [3, 4] with weights [0.5, 1] and bias [10, 20] sum to [3.5, 5] and add [50, 110] to dots.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    if block >= tl.load(block_count_ptr):
+        return
+    expert = tl.load(owners_ptr + block * 4).to(tl.int64)
+    end = tl.load(owners_ptr + block * 4 + 2)
+    first_row = tl.load(owners_ptr + block * 4 + 1) + (block - tl.load(owners_ptr + block * 4 + 3)) * BLOCK_R
+    row_R = first_row + tl.arange(0, BLOCK_R)
+    is_own_R = row_R < end
+    if dots_ptr is not None:
+        weight_R = tl.load(weights_ptr + row_R, mask=is_own_R, other=0.0)
+        dots_R = tl.load(dots_ptr + row_R, mask=is_own_R, other=0.0)
+    for start in range(0, WALKED, BLOCK_F):
+        column_F = tl.program_id(1) * WALKED + start + tl.arange(0, BLOCK_F)
+        inside = is_own_R[:, None] & (column_F < F)[None, :]
+        dy_RF = tl.load(dy_ptr + row_R[:, None] * F + column_F[None, :], mask=inside, other=0.0).to(tl.float32)
+        if dots_ptr is not None:
+            bias_F = tl.load(bias_ptr + expert * F + column_F, mask=column_F < F, other=0.0).to(tl.float32)
+            dots_R += tl.sum(dy_RF * bias_F[None, :], 1)
+            dy_RF *= weight_R[:, None]
+        tl.store(parts_ptr + block * F + column_F, tl.sum(dy_RF, 0), mask=column_F < F)
+    if dots_ptr is not None:
+        tl.store(dots_ptr + row_R, dots_R, mask=is_own_R)
+
+
+@triton.jit
+def bias_sums_kernel(
+    parts_ptr,
+    sums_ptr,
+    starts_ptr,
+    experts,
+    F: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """Add up the blocks of one expert, for some columns.
+
+    Where they are is counted as the tile table counts it: experts with 100, 0 and 3 rows have blocks 0 and 1, none,
+    and 2.
+    """
+    expert = tl.program_id(0)
+    column_F = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    expert_E = tl.arange(0, BLOCK_E)
+    start_E = tl.load(starts_ptr + expert_E, mask=expert_E < experts, other=0)
+    end_E = tl.load(starts_ptr + expert_E + 1, mask=expert_E < experts, other=0)
+    blocks_E = (end_E - start_E + BLOCK_R - 1) // BLOCK_R
+    first = tl.sum(tl.where(expert_E < expert, blocks_E, 0))
+    past = first + tl.sum(tl.where(expert_E == expert, blocks_E, 0))
+    sums_PF = tl.zeros([BLOCK_P, BLOCK_F], tl.float32)
+    for block in range(first, past, BLOCK_P):
+        part_P = block + tl.arange(0, BLOCK_P)
+        inside = (part_P < past)[:, None] & (column_F < F)[None, :]
+        sums_PF += tl.load(parts_ptr + part_P.to(tl.int64)[:, None] * F + column_F[None, :], mask=inside, other=0.0)
+    sum_F = tl.sum(sums_PF, 0)
+    sums_ptrs = sums_ptr + expert * F + column_F
+    if ACCUMULATE:
+        sum_F += tl.load(sums_ptrs, mask=column_F < F, other=0.0)
+    tl.store(sums_ptrs, sum_F.to(sums_ptr.dtype.element_ty), mask=column_F < F)

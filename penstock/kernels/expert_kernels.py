@@ -1,0 +1,238 @@
+"""The parts that the experts' feed-forward networks are built from, by backend: products, activation, biases.
+
+`penstock.kernels.expert_ffn` puts them together as one autograd function; nothing here knows autograd. `REFERENCE` is
+written from the definitions and brings the counts to the host, `TORCH` leaves them on the device, `TRITON` is our
+kernels. A mixture is made by `dataclasses.replace`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels import reference
+from penstock.kernels.bias_gradient import Weighed, bias_gradient
+from penstock.kernels.grouped_gemm import (
+    grouped_gemm_forward,
+    grouped_gemm_input_gradient,
+    grouped_gemm_weight_gradient,
+)
+from penstock.kernels.launching import counts_on_host
+from penstock.kernels.operators import torch_add_bias
+from penstock.kernels.permute import unpermute
+from penstock.kernels.reference import ExpertRule, RowOrder
+from penstock.kernels.swiglu import SwigluGradients, swiglu, swiglu_backward
+from penstock.kernels.tile_table import TileTable, tile_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertKernels:
+    """The parts that `expert_ffn` is built from; replace one with `dataclasses.replace`.
+
+    The three products have the signatures of `penstock.kernels.grouped_gemm` without `launch`; all take `tiles`, which
+    those of other backends have no use for. Rows past the last expert's are zero in what they give and unread in what
+    they take.
+
+    Attributes:
+        forward: (x_RD, w_eFD, counts_e, index_R, *, bias_eF, weights_R, tiles) -> y_RF; the weights are the bias's.
+        input_gradient: (dy_RF, w_eFD, counts_e, *, tiles) -> dx_RD.
+        weight_gradient: (dy_RF, x_RD, counts_e, index_R, *, accumulate_into, tiles) -> dw_eFD.
+        swiglu: (gate_up_RF, weights_R, rule) -> h_RF.
+        swiglu_backward: (gate_up_RF, weights_R, dh_RF, rule, *, recompute) -> SwigluGradients.
+        bias_gradient: (dy_RF, counts_e, weighed, *, accumulate_into, tiles) -> dbias_eF, as in
+            `penstock.kernels.bias_gradient`.
+        unpermute: (y_RD, order) -> y_TD, the sum over each token's places.
+        tile_table: (counts_e, rows) -> what the products of both passes share, None if they share nothing.
+    """
+
+    forward: Callable[..., Tensor]
+    input_gradient: Callable[..., Tensor]
+    weight_gradient: Callable[..., Tensor]
+    swiglu: Callable[[Tensor, Tensor | None, ExpertRule], Tensor]
+    swiglu_backward: Callable[..., SwigluGradients]
+    bias_gradient: Callable[..., Tensor]
+    unpermute: Callable[[Tensor, RowOrder], Tensor]
+    tile_table: Callable[[Tensor, int], TileTable | None]
+
+
+def _no_tile_table(counts_e: Tensor, rows: int) -> None:
+    """Only Triton's products share one."""
+
+
+def _used(rows_RD: Tensor, counts_e: Tensor) -> Tensor:
+    """The same with the rows past the last expert's set to zero, whatever they held."""
+    is_used_R = torch.arange(rows_RD.shape[0], device=rows_RD.device) < counts_e.sum()
+    return torch.where(is_used_R[:, None], rows_RD, 0)
+
+
+def _add_or_return(dw_eFD: Tensor, accumulate_into: Tensor | None) -> Tensor:
+    return dw_eFD if accumulate_into is None else accumulate_into.add_(dw_eFD)
+
+
+def _swiglu_backward_in_torch(
+    gate_up_RF: Tensor, weights_R: Tensor | None, dh_RF: Tensor, rule: ExpertRule, *, recompute: bool
+) -> SwigluGradients:
+    """By autograd through the reference."""
+    with torch.enable_grad():
+        inputs = [gate_up_RF := gate_up_RF.detach().requires_grad_()]
+        if weights_R is not None:
+            inputs.append(weights_R := weights_R.detach().requires_grad_())
+        h_RF = reference.swiglu(gate_up_RF, weights_R, rule)
+    d_gate_up_RF, *rest = torch.autograd.grad(h_RF, inputs, dh_RF)
+    return SwigluGradients(d_gate_up_RF, rest[0] if rest else None, h_RF.detach() if recompute else None)
+
+
+def _forward_by_definition(
+    x_RD: Tensor,
+    w_eFD: Tensor,
+    counts_e: Tensor,
+    index_R: Tensor | None = None,
+    *,
+    bias_eF: Tensor | None = None,
+    weights_R: Tensor | None = None,
+    tiles: None = None,
+) -> Tensor:
+    y_RF = reference.grouped_gemm(x_RD, w_eFD, counts_e, index_R)
+    return y_RF if bias_eF is None else reference.add_bias(y_RF, bias_eF, counts_e, weights_R)
+
+
+def _input_gradient_by_definition(dy_RF: Tensor, w_eFD: Tensor, counts_e: Tensor, *, tiles: None = None) -> Tensor:
+    return reference.grouped_gemm(dy_RF, w_eFD.transpose(1, 2), counts_e)
+
+
+def _weight_gradient_by_definition(
+    dy_RF: Tensor,
+    x_RD: Tensor,
+    counts_e: Tensor,
+    index_R: Tensor | None = None,
+    *,
+    accumulate_into: Tensor | None = None,
+    tiles: None = None,
+) -> Tensor:
+    rows_RD = x_RD if index_R is None else x_RD[index_R]
+    counts = counts_on_host(counts_e, dy_RF.shape[0])
+    sizes = [*counts, dy_RF.shape[0] - sum(counts)]
+    pieces = list(zip(dy_RF.split(sizes), rows_RD.split(sizes), strict=True))[:-1]
+    return _add_or_return(torch.stack([dy.T @ rows for dy, rows in pieces]), accumulate_into)
+
+
+def _bias_gradient_by_definition(
+    dy_RF: Tensor,
+    counts_e: Tensor,
+    weighed: Weighed | None = None,
+    *,
+    accumulate_into: Tensor | None = None,
+    tiles: None = None,
+) -> Tensor:
+    counts = counts_on_host(counts_e, dy_RF.shape[0])
+    rows_RF = dy_RF[: sum(counts)].float()
+    if weighed is not None:
+        bias_eF, weights_R, dweights_R = weighed
+        pieces = zip(rows_RF.split(counts), bias_eF.float(), strict=True)
+        dweights_R[: len(rows_RF)] += torch.cat([rows @ bias_F for rows, bias_F in pieces])
+        rows_RF = rows_RF * weights_R[: len(rows_RF), None]
+    sums_eF = torch.stack([rows.sum(0) for rows in rows_RF.split(counts)])
+    return _add_or_return(sums_eF.to(dy_RF.dtype) if accumulate_into is None else sums_eF, accumulate_into)
+
+
+def _forward_by_grouped_mm(
+    x_RD: Tensor,
+    w_eFD: Tensor,
+    counts_e: Tensor,
+    index_R: Tensor | None = None,
+    *,
+    bias_eF: Tensor | None = None,
+    weights_R: Tensor | None = None,
+    tiles: TileTable | None = None,
+) -> Tensor:
+    rows_RD = x_RD if index_R is None else x_RD.index_select(0, index_R)
+    ends_e = counts_e.cumsum(0, dtype=torch.int32)
+    y_RF = F.grouped_mm(rows_RD, w_eFD.transpose(1, 2), offs=ends_e)
+    return _used(y_RF if bias_eF is None else torch_add_bias(y_RF, bias_eF, counts_e, weights_R), counts_e)
+
+
+def _input_gradient_by_grouped_mm(
+    dy_RF: Tensor, w_eFD: Tensor, counts_e: Tensor, *, tiles: TileTable | None = None
+) -> Tensor:
+    if not len(dy_RF):  # grouped_mm refuses the strides of an expanded tensor without rows
+        return dy_RF.new_zeros(0, w_eFD.shape[2])
+    return _used(F.grouped_mm(dy_RF, w_eFD, offs=counts_e.cumsum(0, dtype=torch.int32)), counts_e)
+
+
+def _weight_gradient_by_grouped_mm(
+    dy_RF: Tensor,
+    x_RD: Tensor,
+    counts_e: Tensor,
+    index_R: Tensor | None = None,
+    *,
+    accumulate_into: Tensor | None = None,
+    tiles: TileTable | None = None,
+) -> Tensor:
+    rows_RD = x_RD if index_R is None else x_RD.index_select(0, index_R)
+    if not len(rows_RD):  # as above
+        nothing_eFD = dy_RF.new_zeros(len(counts_e), dy_RF.shape[1], rows_RD.shape[1])
+        return _add_or_return(nothing_eFD, accumulate_into)
+    ends_e = counts_e.cumsum(0, dtype=torch.int32)
+    return _add_or_return(F.grouped_mm(dy_RF.T, rows_RD, offs=ends_e), accumulate_into)
+
+
+def _bias_gradient_in_torch(
+    dy_RF: Tensor,
+    counts_e: Tensor,
+    weighed: Weighed | None = None,
+    *,
+    accumulate_into: Tensor | None = None,
+    tiles: TileTable | None = None,
+) -> Tensor:
+    """By autograd through the sum with the bias."""
+    dy_RF = _used(dy_RF, counts_e)
+    bias_eF = dy_RF.new_zeros(counts_e.numel(), dy_RF.shape[1]) if weighed is None else weighed.bias_eF
+    with torch.enable_grad():
+        inputs = [bias_eF := bias_eF.detach().requires_grad_()]
+        weights_R = None
+        if weighed is not None:
+            inputs.append(weights_R := weighed.weights_R.detach().requires_grad_())
+        rows_RF = torch_add_bias(torch.zeros_like(dy_RF), bias_eF, counts_e, weights_R)
+    dbias_eF, *rest = torch.autograd.grad(rows_RF, inputs, dy_RF)
+    if weighed is not None:
+        weighed.dweights_R.add_(rest[0])
+    return _add_or_return(dbias_eF, accumulate_into)
+
+
+REFERENCE = ExpertKernels(
+    forward=_forward_by_definition,
+    input_gradient=_input_gradient_by_definition,
+    weight_gradient=_weight_gradient_by_definition,
+    swiglu=reference.swiglu,
+    swiglu_backward=_swiglu_backward_in_torch,
+    bias_gradient=_bias_gradient_by_definition,
+    unpermute=reference.unpermute,
+    tile_table=_no_tile_table,
+)
+"""Written from the definitions; for CPUs and tests."""
+
+TORCH = ExpertKernels(
+    forward=_forward_by_grouped_mm,
+    input_gradient=_input_gradient_by_grouped_mm,
+    weight_gradient=_weight_gradient_by_grouped_mm,
+    swiglu=reference.swiglu,
+    swiglu_backward=_swiglu_backward_in_torch,
+    bias_gradient=_bias_gradient_in_torch,
+    unpermute=reference.unpermute,
+    tile_table=_no_tile_table,
+)
+"""torch's grouped_mm; bfloat16 on a GPU."""
+
+TRITON = ExpertKernels(
+    forward=grouped_gemm_forward,
+    input_gradient=grouped_gemm_input_gradient,
+    weight_gradient=grouped_gemm_weight_gradient,
+    swiglu=swiglu,
+    swiglu_backward=swiglu_backward,
+    bias_gradient=bias_gradient,
+    unpermute=unpermute,
+    tile_table=tile_table,
+)
+"""Our kernels."""

@@ -1,0 +1,108 @@
+"""How far back a layer looks that does not see the whole row, and which keys its queries need, block by block.
+
+    window of 3    a position sees itself and the 2 before it
+    chunk of 3     a position sees those of its own chunk up to itself: 0 1 2 | 3 4 5 | 6 7
+
+Attention over a whole square would compute what nobody sees. So queries are cut into equal blocks, and each block is
+given the keys that end with its last query. Blocks of one shape are computed together, as rows of a batch are:
+
+    chunks, row of 8     2 blocks of 3 queries with their own 3 keys; 1 block of 2 with 2: plain causal attention
+    window, row of 8     3 blocks of 3 queries with 6 keys; before the first and behind the last position is padding
+
+A block of a window has one other block before it, so twice the keys that a query sees. With fewer queries a block would
+compute less and copy more keys. Where a row holds several documents, chunks are counted from the beginning of each, so
+they may begin anywhere, and need the blocks of a window.
+
+Everything here is in positions of the row; queries may be any range of it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """How far back a position looks.
+
+    Attributes:
+        kind: `window`: the last `size` positions, its own included; `chunk`: its own chunk of `size`, counted from the
+            beginning of the row, or of its document.
+        size: positions that it sees at most.
+    """
+
+    kind: Literal["window", "chunk"]
+    size: int
+
+    def first_seen(self, position: int) -> int:
+        """The first position that one sees."""
+        return max(0, position - self.size + 1) if self.kind == "window" else position - position % self.size
+
+    def pairs(self, length: int) -> float:
+        """Pairs of query and key that a row of this length has, the pair of a position with itself counted half."""
+        if self.kind == "window":
+            seen = min(self.size, length)
+            return seen**2 / 2 + (length - seen) * (seen - 0.5)
+        chunks, rest = divmod(length, self.size)
+        return chunks * self.size**2 / 2 + rest**2 / 2
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Equal blocks of queries behind one another.
+
+    Attributes:
+        first: position of the first query.
+        count: of blocks.
+        queries: of a block.
+        keys: of a block; the last one has the position of the block's last query.
+    """
+
+    first: int
+    count: int
+    queries: int
+    keys: int
+
+    @property
+    def end(self) -> int:
+        """Position behind the last query; it may be behind the last that there is."""
+        return self.first + self.count * self.queries
+
+    @property
+    def is_square(self) -> bool:
+        """A block's queries have their own keys and no others, and see all of them that are not ahead."""
+        return self.keys == self.queries
+
+
+def blocks_of(reach: Reach, first: int, count: int, *, by_document: bool = False) -> tuple[Blocks, ...]:
+    """Blocks for a range of queries.
+
+    Args:
+        reach: of the layer.
+        first: position of the first query.
+        count: of queries.
+        by_document: the row may hold several documents.
+    """
+    if reach.kind == "window" or by_document:
+        return (_of_window(reach.size, first, count),)
+    return tuple(_of_chunks(reach, first, count))
+
+
+def _of_window(size: int, first: int, count: int) -> Blocks:
+    if count <= size:
+        return Blocks(first, 1, count, min(first, size - 1) + count)
+    return Blocks(first, -(-count // size), size, 2 * size)
+
+
+def _of_chunks(reach: Reach, first: int, count: int) -> Iterator[Blocks]:
+    """The end of a chunk that began before, whole chunks, the beginning of one."""
+    end = first + count
+    before = min(-first % reach.size, count)
+    whole = (count - before) // reach.size
+    behind = count - before - whole * reach.size
+    if before:
+        yield Blocks(first, 1, before, first + before - reach.first_seen(first))
+    if whole:
+        yield Blocks(first + before, whole, reach.size, reach.size)
+    if behind:
+        yield Blocks(end - behind, 1, behind, behind)

@@ -1,0 +1,147 @@
+"""`config.json` from a model and back.
+
+What is written is read again at once, and a model that does not come back as it was is refused with the field that the
+format cannot say. So an export never means another model than the one that was trained, whatever the family.
+
+Choices of training are not in the format; `TRAINING_ONLY` have their defaults after reading. Ids of special tokens
+belong to the tokenizer: they are written as null, because the defaults of `transformers` would be another tokenizer's.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from penstock.base.errors import ConfigError
+from penstock.config.compare import leaves
+from penstock.config.model import GroupedQueryAttention, Model
+from penstock.config.schema import as_toml, find
+from penstock.models.huggingface.config_parts import KEYS_OF_PARTS, Keys, Values, refused
+from penstock.models.huggingface.families import FAMILIES, Family, family_of
+
+TRAINING_ONLY = ("moe.balance.", "moe.router.expert_bias_rate")
+"""Beginnings of the paths, below `model`, that no `config.json` says."""
+
+_POSITIONS = 4096
+
+
+def huggingface_config(config: Model, positions: int | None = None) -> dict[str, Any]:
+    """The `config.json` with which `transformers` builds the same model.
+
+    Args:
+        config: the model.
+        positions: longest row that it has seen; None if nobody knows. A rotary embedding that was stretched says more.
+
+    Raises:
+        ConfigError: the family has no Hugging Face form, or the model has something that the family's form cannot say.
+    """
+    family = family_of(config)
+    values = leaves(config)
+    fields: Values = {"architectures": [family.architecture], "model_type": family.model_type}
+    for key, path in family.values.items():
+        if path not in values:
+            raise ConfigError(f"model.{path} is missing: every model of the family {config.family} has it")
+        fields[key] = values[path]
+    for part in family.parts:
+        fields |= part.write(config)
+    fields |= family.fixed
+    fields["max_position_embeddings"] = _positions(config, positions)
+    fields |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    _refuse_another(config, model_of_config(fields))
+    return fields
+
+
+def model_of_config(fields: Mapping[str, Any]) -> Model:
+    """The model that a `config.json` describes, published ones included.
+
+    Args:
+        fields: the file. Of a model of text and pictures, the text part is taken. Of keys that say nothing of the
+            model, such as token ids, no notice is taken.
+
+    Raises:
+        ConfigError: the family is unknown, or a key is missing or has a value that cannot be said here.
+    """
+    text = fields.get("text_config", fields)
+    if not isinstance(text, Mapping):
+        raise refused("text_config", text, "a table of keys")
+    name, family = _family_named(text.get("model_type", fields.get("model_type")))
+    keys = Keys({family.renamed.get(key, key): value for key, value in text.items()})
+    for key, only in family.fixed.items():
+        if (value := keys.get(key, only)) != only:
+            raise refused(key, value, as_toml(only))
+    said: Values = {"family": name, **family.always}
+    for key, path in family.values.items():
+        said[path] = _whole(keys.get(key, family.absent[key]) if key in family.absent else keys.need(key), path)
+    for part in family.parts:
+        said |= part.read(keys)
+    return _built(said, {path: key for key, path in family.values.items()})
+
+
+def _family_named(model_type: object) -> tuple[str, Family]:
+    for name, family in FAMILIES.items():
+        if model_type in (family.model_type, family.model_type.removesuffix("_text")):
+            return name, family
+    known = ", ".join(family.model_type for family in FAMILIES.values())
+    raise ConfigError("config.json: model_type is not known here", got=model_type, allowed=known)
+
+
+def _whole(value: Any, path: str) -> Any:
+    """Files hold `8192.0` where a whole number is meant."""
+    is_whole = find(Model, path)[0].type_text == "whole number"
+    return int(value) if is_whole and isinstance(value, float) and value.is_integer() else value
+
+
+def _built(said: Values, keys: Mapping[str, str]) -> Model:
+    """The model of values by path; what its fields refuse is told by the key."""
+    tree: dict[str, Any] = {}
+    for path, value in said.items():
+        *parents, last = path.split(".")
+        table = tree
+        for name in parents:
+            table = table.setdefault(name, {})
+        table[last] = value
+    try:
+        return Model.model_validate(tree)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        path = ".".join(str(name) for name in fault["loc"] if name not in ("gqa", "mla"))
+        allowed = next((field.allowed_text for field in find(Model, path)), fault["msg"])
+        raise refused(keys.get(path, KEYS_OF_PARTS.get(path, path)), fault["input"], allowed) from error
+
+
+def _positions(config: Model, positions: int | None) -> int:
+    rope = config.attention.rope
+    stretch = rope.yarn or rope.llama3
+    return positions or _POSITIONS if stretch is None else round(stretch.original_positions * stretch.factor)
+
+
+def _refuse_another(config: Model, returned: Model) -> None:
+    """Raise ConfigError unless both are the same model in all that the format is about."""
+    ours, theirs = facts_of(config), facts_of(returned)
+    for path in {**ours, **theirs}:
+        if ours.get(path) != theirs.get(path):
+            raise ConfigError(
+                f"model.{path} cannot be said in the config.json of {config.family}",
+                got=as_toml(ours.get(path)),
+                allowed=as_toml(theirs.get(path)),
+                fix="change it, or choose the family that has it",
+            )
+
+
+def facts_of(config: Model) -> dict[str, Any]:
+    """What a model computes, by path: its fields, less those of training and those that have no effect in it."""
+    facts = {path: value for path, value in leaves(config).items() if not path.startswith(TRAINING_ONLY)}
+    dense = [config.is_dense(layer) for layer in range(config.layers)]
+    facts |= {"dense_layers": dense, "moe.every": dense if config.moe is not None else None}
+    silent = [] if any(dense) else ["dense_ffn_size"]
+    if config.moe is not None and config.moe.router.groups == 1:
+        silent.append("moe.router.group_score")
+    attention = config.attention
+    if isinstance(attention, GroupedQueryAttention) and attention.local is not None:
+        is_global = [attention.is_global(layer) for layer in range(config.layers)]
+        facts["attention.local.global_every"] = is_global
+        if not any(is_global):
+            silent += [f"attention.local.{name}" for name in ("global_rope", "global_temperature")]
+        if not any(is_global) or not attention.local.global_temperature:
+            silent.append("attention.local.temperature_floor")
+    return {path: value for path, value in facts.items() if path not in silent}

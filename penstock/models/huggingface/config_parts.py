@@ -1,0 +1,369 @@
+"""What `config.json` says in its own way, each part in both directions: heads, rotary embedding, which layers are what.
+
+A part reads keys and gives values of our fields by path, or reads a model and gives keys. Whatever it meets there and
+cannot say here is refused with the name of the key. `Keys` takes a key that is null for one that is left out.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from penstock.base.errors import ConfigError
+from penstock.config.model import GroupedQueryAttention, Llama3Rope, Model, Yarn
+from penstock.config.schema import as_toml
+
+Values: TypeAlias = dict[str, Any]
+"""Values by key there, or by path of our field."""
+
+
+_MOST_LAYERS = 10_000
+
+KEYS_OF_PARTS = {
+    "attention.rope.theta": "rope_theta",
+    **{f"attention.rope.{kind}.factor": "factor" for kind in ("yarn", "llama3")},
+    **{f"attention.rope.{kind}.original_positions": "original_max_position_embeddings" for kind in ("yarn", "llama3")},
+    "attention.rope.yarn.beta_fast": "beta_fast",
+    "attention.rope.yarn.beta_slow": "beta_slow",
+    "attention.rope.yarn.scale": "mscale",
+    "attention.rope.yarn.scale_all_dims": "mscale_all_dim",
+    "attention.rope.llama3.slow": "low_freq_factor",
+    "attention.rope.llama3.fast": "high_freq_factor",
+    "attention.local.global_temperature": "attn_scale",
+    "attention.heads": "num_attention_heads",
+    "attention.kv_heads": "num_key_value_heads",
+    "attention.head_dim": "head_dim",
+    "attention.q_latent": "q_lora_rank",
+    "moe.shared_ffn_size": "n_shared_experts",
+    "moe.router.groups": "n_group",
+    "moe.router.groups_kept": "topk_group",
+    "dense_layers": "num_hidden_layers",
+}
+"""Keys behind the fields that parts read, for complaints about a range."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of a `config.json`."""
+
+    values: Mapping[str, Any]
+
+    def get(self, key: str, default: Any) -> Any:
+        """The value of a key, or the default."""
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def need(self, key: str) -> Any:
+        """The value of a key. Raises ConfigError if it is not there."""
+        value = self.get(key, None)
+        if value is None:
+            raise ConfigError(f"config.json lacks {key}")
+        return value
+
+    def whole(self, key: str, default: int | None = None, *, low: int = 0) -> int:
+        """A whole number, as which `8.0` counts too; needed if there is no default."""
+        value = self.need(key) if default is None else self.get(key, default)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise refused(key, value, f"whole number >= {low}")
+        return value
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers; so few that one may count them."""
+        layers = self.whole("num_hidden_layers", low=1)
+        if layers > _MOST_LAYERS:
+            raise refused("num_hidden_layers", layers, f"1 to {_MOST_LAYERS}")
+        return layers
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number; needed if there is no default."""
+        value = self.need(key) if default is None else self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise refused(key, value, "number")
+        return float(value)
+
+    def numbers_of_layers(self, key: str) -> list[int] | None:
+        """A list of whole numbers; None if it is not there."""
+        value = self.get(key, None)
+        if value is not None and not (isinstance(value, list) and all(type(one) is int for one in value)):
+            raise refused(key, value, "a list of whole numbers")
+        return None if value is None else list(value)
+
+    def section(self, key: str) -> "Keys":
+        """The keys below a key, none if it is not there."""
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            raise refused(key, value, "a table of keys")
+        return Keys(value)
+
+    def of_layers(self, key: str, layers: int) -> list[Any] | None:
+        """A list with a value for each layer; None if it is not there or empty."""
+        value = self.get(key, None) or None
+        if value is not None and not (isinstance(value, list) and len(value) >= layers):
+            raise refused(key, value, f"a list of {layers}")
+        return None if value is None else value[:layers]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part in both directions.
+
+    Attributes:
+        read: values of our fields, by path.
+        write: keys of `config.json`.
+    """
+
+    read: Callable[[Keys], Values]
+    write: Callable[[Model], Values]
+
+
+def refused(key: str, got: object, allowed: str) -> ConfigError:
+    """What to raise for a key whose value cannot be said here."""
+    text = as_toml(got)
+    shown = text if len(text) <= 80 else f"{text[:80]}..."
+    return ConfigError(f"config.json: {key} cannot be used", got=shown, allowed=allowed)
+
+
+# ------------------------------------------------------------------------------------------------------------- heads
+
+
+def _read_heads(keys: Keys) -> Values:
+    heads = keys.whole("num_attention_heads")
+    return {
+        "attention.kind": "gqa",
+        "attention.heads": heads,
+        "attention.kv_heads": keys.whole("num_key_value_heads", heads),
+        "attention.head_dim": keys.whole("head_dim", keys.whole("hidden_size") // max(heads, 1)),
+    }
+
+
+def _write_heads(model: Model) -> Values:
+    attention = _grouped(model)
+    heads = {"num_attention_heads": attention.heads, "num_key_value_heads": attention.kv_heads}
+    return heads | {"head_dim": attention.head_dim}
+
+
+def _write_equal_heads(model: Model) -> Values:
+    return {key: value for key, value in _write_heads(model).items() if key != "head_dim"}
+
+
+def _grouped(model: Model) -> GroupedQueryAttention:
+    if not isinstance(model.attention, GroupedQueryAttention):
+        raise ConfigError(f"{model.family} has no latent attention", got="model.attention.kind mla", allowed="gqa")
+    return model.attention
+
+
+HEADS = Part(_read_heads, _write_heads)
+EQUAL_HEADS = Part(_read_heads, _write_equal_heads)
+"""Heads that together are as wide as the hidden states."""
+
+
+# -------------------------------------------------------------------------------------------------- rotary embedding
+
+
+def rotary(default_theta: float, *, scales_scores: bool = False) -> Part:
+    """Rotary embedding in today's form (`rope_parameters`) and in the older one (`rope_theta`, `rope_scaling`).
+
+    Args:
+        default_theta: of a file that names none.
+        scales_scores: the family's YaRN scales attention scores as well (`mscale_all_dim`).
+    """
+
+    def read(keys: Keys) -> Values:
+        scaling = keys.section("rope_parameters" if keys.get("rope_parameters", None) else "rope_scaling")
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind not in ("default", "yarn", "llama3"):
+            raise refused("rope_type", kind, "default, yarn, llama3")
+        if (part := scaling.get("partial_rotary_factor", keys.get("partial_rotary_factor", 1.0))) != 1.0:
+            raise refused("partial_rotary_factor", part, "1.0")
+        theta = scaling.number("rope_theta", keys.number("rope_theta", default_theta))
+        stretch = {"yarn": _read_yarn(scaling, scales_scores)} if kind == "yarn" else {}
+        stretch |= {"llama3": _read_llama3(scaling)} if kind == "llama3" else {}
+        return {"attention.rope": {"theta": theta, **stretch}}
+
+    def write(model: Model) -> Values:
+        rope = model.attention.rope
+        fields: Values = {"rope_type": "default", "rope_theta": rope.theta}
+        if rope.yarn is not None:
+            fields |= _write_yarn(rope.yarn)
+        if rope.llama3 is not None:
+            fields |= _write_llama3(rope.llama3)
+        return {"rope_parameters": fields}
+
+    return Part(read, write)
+
+
+def _read_yarn(scaling: Keys, scales_scores: bool) -> Values:
+    scale, scale_all = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
+    if scale_all and not (scales_scores and scale):
+        raise refused("mscale_all_dim", scale_all, "none, or beside mscale in a DeepSeek model")
+    if (given := scaling.get("attention_factor", None)) is not None:
+        raise refused("attention_factor", given, "none: it follows from the factor")
+    return {
+        "factor": scaling.number("factor"),
+        "original_positions": scaling.whole("original_max_position_embeddings"),
+        "beta_fast": scaling.number("beta_fast", 32.0),
+        "beta_slow": scaling.number("beta_slow", 1.0),
+        "scale": scale if scale and scale_all else 1.0,
+        "scale_all_dims": scale_all,
+        "whole_pairs": bool(scaling.get("truncate", True)),
+    }
+
+
+def _write_yarn(yarn: Yarn) -> Values:
+    scales = {"mscale": yarn.scale, "mscale_all_dim": yarn.scale_all_dims} if yarn.scale_all_dims else {}
+    return {
+        "rope_type": "yarn",
+        "factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_positions,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "truncate": yarn.whole_pairs,
+        **scales,
+    }
+
+
+def _read_llama3(scaling: Keys) -> Values:
+    return {
+        "factor": scaling.number("factor"),
+        "original_positions": scaling.whole("original_max_position_embeddings"),
+        "slow": scaling.number("low_freq_factor"),
+        "fast": scaling.number("high_freq_factor"),
+    }
+
+
+def _write_llama3(llama3: Llama3Rope) -> Values:
+    return {
+        "rope_type": "llama3",
+        "factor": llama3.factor,
+        "original_max_position_embeddings": llama3.original_positions,
+        "low_freq_factor": llama3.slow,
+        "high_freq_factor": llama3.fast,
+    }
+
+
+# ----------------------------------------------------------------------------------- layers that see a part of the row
+
+
+def global_every(is_global: Sequence[bool], key: str) -> int:
+    """How often a layer sees the whole row: every n-th, the n-th first; 0 for never.
+
+    Raises:
+        ConfigError: the layers are in no such order.
+    """
+    every = is_global.index(True) + 1 if True in is_global else 0
+    expected = [every > 0 and (layer + 1) % every == 0 for layer in range(len(is_global))]
+    if list(is_global) != expected:
+        raise refused(key, list(is_global), "layers that see the whole row at every n-th place")
+    return every
+
+
+def _read_window(keys: Keys) -> Values:
+    size = keys.get("sliding_window", None)
+    return {} if size is None else {"attention.local": {"size": keys.whole("sliding_window", low=1)}}
+
+
+def _write_window(model: Model) -> Values:
+    local = _grouped(model).local
+    return {"sliding_window": None if local is None else local.size}
+
+
+def _read_switched_window(keys: Keys) -> Values:
+    return _read_window(keys) if keys.get("use_sliding_window", False) else {}
+
+
+def _write_switched_window(model: Model) -> Values:
+    return {"use_sliding_window": _grouped(model).local is not None, **_write_window(model)}
+
+
+def _read_window_types(keys: Keys, default: Sequence[str]) -> Values:
+    types = keys.of_layers("layer_types", keys.layers) or default
+    if unknown := [kind for kind in types if kind not in ("full_attention", "sliding_attention")]:
+        raise refused("layer_types", unknown[0], "full_attention, sliding_attention")
+    if "sliding_attention" not in types:
+        return {}
+    every = global_every([kind == "full_attention" for kind in types], "layer_types")
+    return {"attention.local": {"size": keys.whole("sliding_window", low=1), "global_every": every}}
+
+
+def _read_qwen3_window(keys: Keys) -> Values:
+    layers = keys.layers
+    if not keys.get("use_sliding_window", False):
+        return {}
+    first = keys.whole("max_window_layers", 28)
+    return _read_window_types(keys, ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first))
+
+
+def _write_qwen3_window(model: Model) -> Values:
+    return {"use_sliding_window": _grouped(model).local is not None, **_write_window_types(model)}
+
+
+def _read_gpt_oss_window(keys: Keys) -> Values:
+    kinds = ("sliding_attention", "full_attention")
+    return _read_window_types(keys, [kinds[layer % 2] for layer in range(keys.layers)])
+
+
+def _write_window_types(model: Model) -> Values:
+    return {"layer_types": layer_types(model, "sliding_attention"), **_write_window(model)}
+
+
+def layer_types(model: Model, local: str) -> list[str]:
+    """What each layer is called there; `local` is the word for one that sees a part of the row."""
+    attention = _grouped(model)
+    return ["full_attention" if attention.is_global(layer) else local for layer in range(model.layers)]
+
+
+def _read_chunks(keys: Keys) -> Values:
+    layers = keys.layers
+    interval = keys.whole("no_rope_layer_interval", 4, low=1)
+    rotates = keys.of_layers("no_rope_layers", layers) or [(layer + 1) % interval != 0 for layer in range(layers)]
+    names = {True: "chunked_attention", False: "full_attention"}
+    types = keys.of_layers("layer_types", layers) or [names[bool(one)] for one in rotates]
+    if unknown := [kind for kind in types if kind not in names.values()]:
+        raise refused("layer_types", unknown[0], ", ".join(names.values()))
+    is_global = [kind == "full_attention" for kind in types]
+    if all(rotates) and all(is_global):
+        return {}
+    if not all(rotates) and [not one for one in rotates] != is_global:
+        raise refused("no_rope_layers", rotates, "0 for the layers that see the whole row, 1 for the others; or all 1")
+    is_tuned = bool(keys.get("attn_temperature_tuning", True)) and not all(rotates)
+    local = {
+        "kind": "chunk",
+        "size": keys.whole("attention_chunk_size", 8192, low=1),
+        "global_every": global_every(is_global, "layer_types"),
+        "global_rope": all(rotates),
+        "global_temperature": keys.number("attn_scale", 0.1) if is_tuned else 0.0,
+        "temperature_floor": keys.whole("floor_scale", 8192, low=1),
+    }
+    return {"attention.local": local}
+
+
+def _write_chunks(model: Model) -> Values:
+    attention = _grouped(model)
+    local = attention.local
+    fields: Values = {
+        "attention_chunk_size": None if local is None else local.size,
+        "layer_types": layer_types(model, "chunked_attention"),
+        "no_rope_layers": [int(attention.rotates(layer)) for layer in range(model.layers)],
+        "attn_temperature_tuning": local is not None and local.global_temperature > 0,
+    }
+    if local is None or not local.global_temperature:
+        return fields
+    return fields | {"attn_scale": local.global_temperature, "floor_scale": local.temperature_floor}
+
+
+def _read_qk_norm(keys: Keys) -> Values:
+    return {"attention.qk_norm": "rotated-head" if keys.get("use_qk_norm", True) else "none"}
+
+
+def _write_qk_norm(model: Model) -> Values:
+    return {"use_qk_norm": _grouped(model).qk_norm == "rotated-head"}
+
+
+WINDOW = Part(_read_window, _write_window)
+SWITCHED_WINDOW = Part(_read_switched_window, _write_switched_window)
+WINDOW_OF_QWEN3 = Part(_read_qwen3_window, _write_qwen3_window)
+WINDOW_OF_GPT_OSS = Part(_read_gpt_oss_window, _write_window_types)
+CHUNKS = Part(_read_chunks, _write_chunks)
+QK_NORM_OF_LLAMA4 = Part(_read_qk_norm, _write_qk_norm)

@@ -1,0 +1,380 @@
+"""The families as data: what each calls its weights, and what its `config.json` says of a model.
+
+Names of weights are those of the published files. Within a layer, a tensor of ours is filled by one of theirs, or by
+several that stand below each other; `{expert}` marks names that are there once for each expert. `forms` are the
+rearrangements of `penstock.models.huggingface.forms`.
+
+`config.json` says a field of ours by a key (`values`), by a part with its own way (`parts`), or not at all, because no
+model of the family differs in it (`always`). What it does not know at all are choices of training: `model.moe.balance`
+and `model.moe.router.expert_bias_rate` have their defaults after reading.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from penstock.base.errors import ConfigError
+from penstock.config.model import Model
+from penstock.models.huggingface.config_experts import (
+    DENSE,
+    EXCEPTIONS,
+    GROUPS_OF_V2,
+    LATENTS,
+    LIST,
+    ONE_SHARED,
+    SHARED,
+)
+from penstock.models.huggingface.config_parts import (
+    CHUNKS,
+    EQUAL_HEADS,
+    HEADS,
+    QK_NORM_OF_LLAMA4,
+    SWITCHED_WINDOW,
+    WINDOW,
+    WINDOW_OF_GPT_OSS,
+    WINDOW_OF_QWEN3,
+    Part,
+    Values,
+    rotary,
+)
+from penstock.models.huggingface.forms import FormOf, halves, interleaved, transposed
+
+Names = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How the models of one family are kept.
+
+    Attributes:
+        model_type: of `config.json`.
+        architecture: class in `transformers`.
+        names: of a layer's weights, ours to theirs.
+        forms: of those that stand otherwise there, in the order of reading.
+        prediction: names in a layer of multi-token prediction, beside its decoder layer.
+        values: key of `config.json` to the path of our field.
+        renamed: keys that newer files have, to the published ones.
+        absent: values of keys that published files leave out.
+        always: path of our field to what it is in every model of the family.
+        fixed: keys with the only value that can be said here.
+        parts: what else `config.json` says.
+        prefix: stands before all names of a model that has more than text.
+        left_out: names of tensors that are no weights of the text model, as a regular expression.
+    """
+
+    model_type: str
+    architecture: str
+    names: Names
+    forms: Mapping[str, tuple[FormOf, ...]] = field(default_factory=dict)
+    prediction: Names = field(default_factory=dict)
+    values: Mapping[str, str]
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    absent: Values = field(default_factory=dict)
+    always: Values = field(default_factory=dict)
+    fixed: Values = field(default_factory=dict)
+    parts: tuple[Part, ...]
+    prefix: str = ""
+    left_out: str = r".*\.rotary_emb\.inv_freq"
+
+    def text_name(self, name: str) -> str | None:
+        """A name in a file as the table has it; None for a tensor that is no weight of the text model."""
+        return None if re.fullmatch(self.left_out, name) else name.removeprefix(self.prefix)
+
+
+# -------------------------------------------------------------------------------------------------- names of weights
+
+MODEL: Names = {
+    "embed.weight": ("model.embed_tokens.weight",),
+    "norm.weight_D": ("model.norm.weight",),
+    "head.weight": ("lm_head.weight",),
+}
+
+_NORMS: Names = {
+    "attention_norm.weight_D": ("input_layernorm.weight",),
+    "ffn_norm.weight_D": ("post_attention_layernorm.weight",),
+}
+
+_ATTENTION: Names = {
+    **_NORMS,
+    **{
+        f"attention.{ours}.{kind}": (f"self_attn.{theirs}.{kind}",)
+        for ours, theirs in {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}.items()
+        for kind in ("weight", "bias")
+    },
+    "attention.query_norm.weight_D": ("self_attn.q_norm.weight",),
+    "attention.key_norm.weight_D": ("self_attn.k_norm.weight",),
+    "attention.sinks_H": ("self_attn.sinks",),
+}
+
+_HALVES: Mapping[str, tuple[FormOf, ...]] = {
+    f"attention.{ours}": (halves,)
+    for ours in ("query.weight", "query.bias", "key.weight", "key.bias", "query_norm.weight_D", "key_norm.weight_D")
+}
+
+_LATENT_ATTENTION: Names = {
+    **_NORMS,
+    "attention.query.weight": ("self_attn.q_proj.weight",),
+    "attention.query.down.weight": ("self_attn.q_a_proj.weight",),
+    "attention.query.norm.weight_D": ("self_attn.q_a_layernorm.weight",),
+    "attention.query.up.weight": ("self_attn.q_b_proj.weight",),
+    "attention.kv_down.weight": ("self_attn.kv_a_proj_with_mqa.weight",),
+    "attention.kv_norm.weight_D": ("self_attn.kv_a_layernorm.weight",),
+    "attention.kv_up.weight": ("self_attn.kv_b_proj.weight",),
+    "attention.out.weight": ("self_attn.o_proj.weight",),
+}
+
+
+def _dense(ours: str, theirs: str) -> Names:
+    return {
+        f"{ours}.gate_up.weight": (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"),
+        f"{ours}.down.weight": (f"{theirs}.down_proj.weight",),
+    }
+
+
+def _experts(theirs: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Names:
+    stem = f"{theirs}.experts.{{expert}}"
+    return {
+        "ffn.router.weight_ED": (f"{theirs}.gate.weight",),
+        "ffn.experts.gate_up_eFD": (f"{stem}.{gate}.weight", f"{stem}.{up}.weight"),
+        "ffn.experts.down_eDF": (f"{stem}.{down}.weight",),
+    }
+
+
+def _stacks(theirs: str) -> Names:
+    return {
+        "ffn.router.weight_ED": (f"{theirs}.router.weight",),
+        "ffn.router.logit_bias_E": (f"{theirs}.router.bias",),
+        "ffn.experts.gate_up_eFD": (f"{theirs}.experts.gate_up_proj",),
+        "ffn.experts.gate_up_bias_eF": (f"{theirs}.experts.gate_up_proj_bias",),
+        "ffn.experts.down_eDF": (f"{theirs}.experts.down_proj",),
+        "ffn.experts.down_bias_eD": (f"{theirs}.experts.down_proj_bias",),
+    }
+
+
+_DEEPSEEK: Names = {
+    **_LATENT_ATTENTION,
+    **_dense("ffn", "mlp"),
+    **_dense("ffn.shared", "mlp.shared_experts"),
+    **_experts("mlp"),
+    "ffn.router.expert_bias_E": ("mlp.gate.e_score_correction_bias",),
+}
+
+_PREDICTION: Names = {
+    "embed_norm.weight_D": ("enorm.weight",),
+    "hidden_norm.weight_D": ("hnorm.weight",),
+    "join.weight": ("eh_proj.weight",),
+    "norm.weight_D": ("shared_head.norm.weight",),
+}
+
+# ---------------------------------------------------------------------------------------------- keys of config.json
+
+_MODEL_VALUES = {
+    "vocab_size": "vocabulary",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "layers",
+    "rms_norm_eps": "norm_epsilon",
+    "tie_word_embeddings": "tied_embeddings",
+    "initializer_range": "initial_std",
+}
+_MODEL_ABSENT: Values = {"tie_word_embeddings": False, "initializer_range": 0.02}
+_MODEL_FIXED: Values = {"hidden_act": "silu", "attention_dropout": 0.0}
+
+_BIAS = {"attention_bias": "attention.bias"}
+_BIAS_ABSENT: Values = {"attention_bias": False}
+_DENSE_VALUES = {**_MODEL_VALUES, **_BIAS, "intermediate_size": "dense_ffn_size"}
+_TOP_K = {"num_experts_per_tok": "moe.top_k"}
+
+_DEEPSEEK_VALUES = {
+    **_MODEL_VALUES,
+    **_TOP_K,
+    "intermediate_size": "dense_ffn_size",
+    "first_k_dense_replace": "dense_layers",
+    "num_attention_heads": "attention.heads",
+    "kv_lora_rank": "attention.kv_latent",
+    "qk_nope_head_dim": "attention.plain_head_dim",
+    "qk_rope_head_dim": "attention.rotary_head_dim",
+    "v_head_dim": "attention.value_head_dim",
+    "n_routed_experts": "moe.experts",
+    "moe_intermediate_size": "moe.ffn_size",
+    "routed_scaling_factor": "moe.router.scale",
+}
+_DEEPSEEK_FIXED: Values = {**_MODEL_FIXED, "attention_bias": False, "moe_layer_freq": 1}
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "deepseek-v2": Family(
+            model_type="deepseek_v2",
+            architecture="DeepseekV2ForCausalLM",
+            names=_DEEPSEEK,
+            values=_DEEPSEEK_VALUES,
+            absent=_MODEL_ABSENT,
+            fixed={**_DEEPSEEK_FIXED, "norm_topk_prob": False, "scoring_func": "softmax"},
+            parts=(LATENTS, rotary(10000.0, scales_scores=True), SHARED, GROUPS_OF_V2),
+        ),
+        "deepseek-v3": Family(
+            model_type="deepseek_v3",
+            architecture="DeepseekV3ForCausalLM",
+            names=_DEEPSEEK,
+            prediction=_PREDICTION,
+            values={
+                **_DEEPSEEK_VALUES,
+                "n_group": "moe.router.groups",
+                "topk_group": "moe.router.groups_kept",
+                "norm_topk_prob": "moe.router.normalize",
+                "num_nextn_predict_layers": "mtp_layers",
+            },
+            absent={**_MODEL_ABSENT, "num_nextn_predict_layers": 0},
+            always={
+                "moe.router.score": "sigmoid",
+                "moe.router.expert_bias": True,
+                "moe.router.group_score": "top2",
+            },
+            fixed={
+                **_DEEPSEEK_FIXED,
+                "rope_interleave": True,
+                "scoring_func": "sigmoid",
+                "topk_method": "noaux_tc",
+            },
+            parts=(LATENTS, rotary(10000.0, scales_scores=True), SHARED),
+            # The published files repeat embedding and output projection for multi-token prediction.
+            left_out=r".*\.rotary_emb\.inv_freq|model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight",
+        ),
+        "mixtral": Family(
+            model_type="mixtral",
+            architecture="MixtralForCausalLM",
+            names={**_ATTENTION, **_experts("block_sparse_moe", "w1", "w3", "w2")},
+            forms=_HALVES,
+            values={
+                **_MODEL_VALUES,
+                **_TOP_K,
+                "num_local_experts": "moe.experts",
+                "intermediate_size": "moe.ffn_size",
+            },
+            absent=_MODEL_ABSENT,
+            always={"moe.router.softmax_after_top_k": True},
+            fixed={**_MODEL_FIXED, "router_jitter_noise": 0.0},
+            parts=(HEADS, rotary(1e6), WINDOW),
+        ),
+        "qwen3-moe": Family(
+            model_type="qwen3_moe",
+            architecture="Qwen3MoeForCausalLM",
+            names={**_ATTENTION, **_dense("ffn", "mlp"), **_experts("mlp")},
+            forms=_HALVES,
+            values={
+                **_DENSE_VALUES,
+                **_TOP_K,
+                "num_experts": "moe.experts",
+                "moe_intermediate_size": "moe.ffn_size",
+                "norm_topk_prob": "moe.router.normalize",
+            },
+            renamed={"num_local_experts": "num_experts"},
+            absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "norm_topk_prob": False},
+            always={"attention.qk_norm": "head"},
+            fixed=_MODEL_FIXED,
+            parts=(HEADS, rotary(10000.0), SWITCHED_WINDOW, EXCEPTIONS),
+        ),
+        "olmoe": Family(
+            model_type="olmoe",
+            architecture="OlmoeForCausalLM",
+            names={**_ATTENTION, **_experts("mlp")},
+            forms=_HALVES,
+            values={
+                **_MODEL_VALUES,
+                **_BIAS,
+                **_TOP_K,
+                "num_experts": "moe.experts",
+                "intermediate_size": "moe.ffn_size",
+                "norm_topk_prob": "moe.router.normalize",
+            },
+            absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "norm_topk_prob": False},
+            always={"attention.qk_norm": "projection"},
+            fixed={**_MODEL_FIXED, "clip_qkv": None},
+            parts=(EQUAL_HEADS, rotary(10000.0)),
+        ),
+        "llama4": Family(
+            model_type="llama4_text",
+            architecture="Llama4ForCausalLM",
+            names={
+                **_ATTENTION,
+                **_dense("ffn", "feed_forward"),
+                **_dense("ffn.shared", "feed_forward.shared_expert"),
+                **_stacks("feed_forward"),
+            },
+            forms={"ffn.experts.gate_up_eFD": (transposed,), "ffn.experts.down_eDF": (transposed,)},
+            values={
+                **_MODEL_VALUES,
+                **_BIAS,
+                **_TOP_K,
+                "num_local_experts": "moe.experts",
+                "intermediate_size": "moe.ffn_size",
+                "intermediate_size_mlp": "dense_ffn_size",
+            },
+            absent={**_MODEL_ABSENT, **_BIAS_ABSENT},
+            always={"moe.router.score": "sigmoid", "moe.router.weigh": "input"},
+            fixed={**_MODEL_FIXED, "router_jitter_noise": 0.0},
+            parts=(HEADS, rotary(500000.0), CHUNKS, QK_NORM_OF_LLAMA4, LIST, ONE_SHARED),
+            prefix="language_model.",
+            left_out=r".*\.rotary_emb\.inv_freq|(vision_model|multi_modal_projector)\..*",
+        ),
+        "gpt-oss": Family(
+            model_type="gpt_oss",
+            architecture="GptOssForCausalLM",
+            names={**_ATTENTION, **_stacks("mlp")},
+            forms={
+                **_HALVES,
+                "ffn.experts.gate_up_eFD": (transposed, interleaved),
+                "ffn.experts.gate_up_bias_eF": (interleaved,),
+                "ffn.experts.down_eDF": (transposed,),
+            },
+            values={
+                **_MODEL_VALUES,
+                **_BIAS,
+                **_TOP_K,
+                "num_local_experts": "moe.experts",
+                "intermediate_size": "moe.ffn_size",
+                "swiglu_alpha": "moe.clamped.alpha",
+                "swiglu_limit": "moe.clamped.limit",
+            },
+            absent={**_MODEL_ABSENT, "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+            always={
+                "attention.sinks": True,
+                "moe.bias": True,
+                "moe.router.logit_bias": True,
+                "moe.router.softmax_after_top_k": True,
+            },
+            fixed=_MODEL_FIXED,
+            parts=(HEADS, rotary(150000.0), WINDOW_OF_GPT_OSS),
+        ),
+        "llama": Family(
+            model_type="llama",
+            architecture="LlamaForCausalLM",
+            names={**_ATTENTION, **_dense("ffn", "mlp")},
+            forms=_HALVES,
+            values=_DENSE_VALUES,
+            absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "rms_norm_eps": 1e-6},
+            fixed={**_MODEL_FIXED, "mlp_bias": False},
+            parts=(HEADS, rotary(10000.0), DENSE),
+        ),
+        "qwen3": Family(
+            model_type="qwen3",
+            architecture="Qwen3ForCausalLM",
+            names={**_ATTENTION, **_dense("ffn", "mlp")},
+            forms=_HALVES,
+            values=_DENSE_VALUES,
+            absent={**_MODEL_ABSENT, **_BIAS_ABSENT},
+            always={"attention.qk_norm": "head"},
+            fixed=_MODEL_FIXED,
+            parts=(HEADS, rotary(10000.0), WINDOW_OF_QWEN3, DENSE),
+        ),
+    }
+)
+
+
+def family_of(config: Model) -> Family:
+    """The family of a model. Raises ConfigError if it has no Hugging Face form."""
+    if config.family not in FAMILIES:
+        raise ConfigError(
+            "this model has no Hugging Face form", got=f"model.family={config.family}", allowed=", ".join(FAMILIES)
+        )
+    return FAMILIES[config.family]

@@ -1,0 +1,113 @@
+"""What pages have in common: the document around them, the cards of pictures, key figures, and files written whole.
+
+A page is one HTML file with style (assets/page.css), pictures as JSON, Plotly compressed and assets/page.js, which
+draws the pictures in the colours that the reader's system asks for. Nothing in it is fetched, and nothing is sent.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from penstock.base.errors import PicturesError
+from penstock.report.figure import THEMES, Figure, plotly_json
+from penstock.report.plotly_script import packed_plotly
+
+_SAVE = '<div class="save"><button value="svg">SVG</button> <button value="png">PNG</button></div>'
+
+
+def document(title: str, body: str, figures: Sequence[Figure], script: str = "page.js") -> str:
+    """A whole HTML document with its style, pictures and scripts.
+
+    Args:
+        title: of the window.
+        body: HTML, in which a picture has an element `<div class="figure" id=NAME>`.
+        figures: pictures; names differ.
+        script: file of assets that draws them.
+
+    Raises:
+        PicturesError: Plotly is not installed.
+    """
+    names = [figure.name for figure in figures]
+    assert len(set(names)) == len(names), f"pictures have the same name: {names}"
+    pictures = {"themes": THEMES, "figures": {figure.name: plotly_json(figure) for figure in figures}}
+    return f"""<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{escape(title)}</title>
+<style>
+{asset("page.css")}</style>
+<body>
+{body}
+<script type="application/json" id="pictures">{as_script(pictures)}</script>
+<script type="text/plain" id="plotly">{packed_plotly()}</script>
+<script>
+{asset("draw.js")}{asset(script)}</script>
+</body>
+</html>
+"""
+
+
+def as_script(value: Mapping[str, Any]) -> str:
+    """A value as JSON that can stand in a script element."""
+    # In JSON `<` stands only within texts, where its escape means the same; `</script>` would end the element.
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+@cache
+def asset(name: str) -> str:
+    """A file of assets/."""
+    return (files("penstock.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def card(figure: Figure, *, is_wide: bool = False) -> str:
+    """A picture with its words.
+
+    Args:
+        figure: the picture.
+        is_wide: it takes the whole width of the page, also if it does not need it.
+    """
+    width = ' class="wide"' if figure.is_wide or is_wide else ""
+    hint = f" {figure.hint}" if figure.hint else ""
+    return f"""<section{width}>{_SAVE}<h2>{escape(figure.title)}</h2><p class="faint">{escape(figure.caption)}{hint}</p>
+<div class="figure" id="{escape(figure.name)}" style="min-height:{figure.height}px"></div></section>
+"""
+
+
+def scrolling(table: str) -> str:
+    """A table that may be wider than the page."""
+    return f'<div class="scroll">{table}</div>'
+
+
+def key_figures(facts: Mapping[str, str], over: str = "") -> str:
+    """What is read first.
+
+    Args:
+        facts: texts by name.
+        over: name of the fact that is marked as too much; empty for none.
+    """
+    cells = (
+        f"<div><dt>{escape(name)}</dt><dd{' class=over' if name == over else ''}>{escape(text)}</dd></div>"
+        for name, text in facts.items()
+    )
+    return f"<dl>{''.join(cells)}</dl>"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        PicturesError: it cannot be written.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_bytes(content)
+        beside.replace(path)
+    except OSError as error:
+        raise PicturesError("the file cannot be written", got=f"{path}: {error.strerror}") from error

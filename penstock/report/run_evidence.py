@@ -1,0 +1,203 @@
+"""All that is known of a run, read once: configuration, metrics, starts, traces, plan, verdict; and why one lacks.
+
+    the folder of a run   ->  config.toml, metrics.jsonl, starts.jsonl, profile/
+    traces of any program ->  what the traces say; there is neither a plan nor a metric then
+
+Nothing here is an error but a file that is damaged: what is not there is a line in `lacks`, which stands in the page
+where the picture would be. Traces of a CPU are read as if it were the device (penstock/trace/host_work.py). The doctor
+does not judge these, because its walls are those of devices.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.base.errors import ConfigError, DeviceError, HardwareError, KernelError, TraceError
+from penstock.config.run import Run
+from penstock.plan.hardware import Cluster
+from penstock.plan.project import project
+from penstock.plan.projection import Projection
+from penstock.trace.answer import Answer, RankAnswer, answer_of
+from penstock.trace.host_work import on_host
+from penstock.trace.load import load_ranks
+from penstock.tune.doctor import Verdict, diagnose
+from penstock.tune.doctor_evidence import Evidence, Facts
+from penstock.tune.doctor_plan import with_projection
+from penstock.tune.doctor_run import METRICS, STARTS, cluster_for, facts_of, is_run, json_lines
+from penstock.tune.doctor_trace import evidence_of
+
+RECORD = "record some steps: penstock train ... profile.start=20 profile.steps=2"
+"""How a trace is made."""
+
+
+LAYERS = 400
+"""Recorded steps whose layers are looked at, evenly, the last among them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lacks:
+    """Why something is not there, in one line each, without a full stop; empty where it is.
+
+    Attributes:
+        steps: of the metrics.
+        trace: of any rank.
+        plan: of the run.
+        verdict: of the doctor.
+    """
+
+    steps: str = ""
+    trace: str = ""
+    plan: str = ""
+    verdict: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunEvidence:
+    """What a page is made of.
+
+    Attributes:
+        path: of the run, or of traces.
+        judged: what the doctor looks at.
+        lines: of metrics.jsonl; not all of them with their layers.
+        starts: of starts.jsonl.
+        answer: what the traces say.
+        is_host: the traces are of a CPU, which stands for the device.
+        projection: of the run, where it ran.
+        verdict: of the doctor.
+        lacks: reasons.
+    """
+
+    path: Path
+    judged: Evidence
+    lines: tuple[Mapping[str, Any], ...] = ()
+    starts: tuple[Mapping[str, Any], ...] = ()
+    answer: Answer | None = None
+    is_host: bool = False
+    projection: Projection | None = None
+    verdict: Verdict | None = None
+    lacks: Lacks = field(default_factory=Lacks)
+
+    @property
+    def facts(self) -> Facts:
+        """What is known of the run besides times."""
+        return self.judged.facts
+
+    @property
+    def run(self) -> Run | None:
+        """The configuration, from the folder or from a trace."""
+        return self.facts.run
+
+    @property
+    def name(self) -> str:
+        """Of the run, or of what was given."""
+        return self.path.absolute().name
+
+    @property
+    def ranks(self) -> tuple[RankAnswer, ...]:
+        """Those with a trace."""
+        return () if self.answer is None else self.answer.ranks
+
+
+def sentence(reason: str) -> str:
+    """A reason with a capital and a full stop."""
+    return f"{reason[:1].upper()}{reason[1:].rstrip('.')}." if reason else ""
+
+
+def gather(path: Path, *, on: str | None = None, plans: bool = True) -> RunEvidence:
+    """Read everything.
+
+    Args:
+        path: the folder of a run; or a trace, or a folder of traces.
+        on: what the run is on (`8xH200`); None takes what its traces or starts say.
+        plans: project the run.
+
+    Raises:
+        TraceError: a trace is damaged, or the path holds neither a run nor a trace.
+        ConfigError: the configuration of the run cannot be read.
+        RunFolderError: its metrics or starts cannot be read.
+        HardwareError: `on` is no hardware.
+    """
+    found = _of_run(path) if is_run(path) else RunEvidence(path=path, judged=_judged_by(Facts()), lacks=_NO_RUN)
+    found = _with_traces(found)
+    if found.answer is None and not is_run(path):
+        raise TraceError(found.lacks.trace)
+    evidence = _judged(found)
+    cluster = cluster_for(evidence.facts, on) if plans and evidence.facts.run is not None else None
+    projection, lack = _projected(evidence, cluster, plans=plans)
+    if projection is not None:
+        evidence = with_projection(evidence, projection)
+    verdict, refused = _verdict(evidence, found)
+    return replace(
+        found,
+        judged=evidence,
+        projection=projection,
+        verdict=verdict,
+        lacks=replace(found.lacks, plan=lack, verdict=refused),
+    )
+
+
+def _judged_by(facts: Facts) -> Evidence:
+    """Evidence without times."""
+    return Evidence(source="none", ranks=(), facts=facts)
+
+
+_NO_RUN = Lacks(steps="these are traces, not the folder of a run, so there are no metrics")
+
+
+def _of_run(path: Path) -> RunEvidence:
+    lines = [line for line in json_lines(path / METRICS, LAYERS) if isinstance(line.get("step"), int)]
+    facts, missing = facts_of(path, lines)
+    starts = tuple(json_lines(path / STARTS))
+    return RunEvidence(
+        path=path, judged=_judged_by(facts), lines=tuple(lines), starts=starts, lacks=Lacks(steps="; ".join(missing))
+    )
+
+
+def _with_traces(found: RunEvidence) -> RunEvidence:
+    """Traces of devices, or else of the host."""
+    try:
+        traces = load_ranks(found.path, gpu_required=False)
+    except TraceError as error:
+        if is_run(found.path) and "holds no trace" in error.what:
+            return replace(found, lacks=replace(found.lacks, trace=f"no step was traced; {RECORD}"))
+        raise
+    with_device = {rank: trace for rank, trace in traces.items() if len(trace.gpu)}
+    if with_device:
+        return replace(found, answer=answer_of(with_device))
+    if not any(len(trace.host) for trace in traces.values()):
+        return replace(found, lacks=replace(found.lacks, trace=f"the traces hold no event; {RECORD}"))
+    return replace(found, answer=answer_of({rank: on_host(trace) for rank, trace in traces.items()}), is_host=True)
+
+
+def _judged(found: RunEvidence) -> Evidence:
+    """The doctor's evidence: only traces of devices count as such."""
+    if found.answer is None or found.is_host:
+        return found.judged
+    return evidence_of(found.answer, found.facts)
+
+
+def _projected(evidence: Evidence, cluster: Cluster | None, *, plans: bool) -> tuple[Projection | None, str]:
+    """The plan, or why there is none."""
+    run = evidence.facts.run
+    if not plans:
+        return None, "no plan was asked for (--no-plan)"
+    if run is None:
+        return None, "no plan: the configuration of the run is not known"
+    if cluster is None:
+        device = evidence.facts.device
+        what = "nothing says what the run is on" if device is None else f"no hardware file is of {device}"
+        return None, f"no plan: {what}; --on names the devices, such as 8xH200"
+    try:
+        return project(run, cluster), ""
+    except (ConfigError, DeviceError, HardwareError, KernelError) as error:
+        return None, f"no plan on {cluster.devices} x {cluster.hardware.name}: {error}"
+
+
+def _verdict(evidence: Evidence, found: RunEvidence) -> tuple[Verdict | None, str]:
+    """The doctor's, or why there is none."""
+    try:
+        return diagnose(evidence), ""
+    except TraceError:
+        traces = "traces of a CPU are not judged" if found.is_host else found.lacks.trace
+        return None, f"no verdict: {traces}; and without a plan there is nothing else to judge by"

@@ -1,0 +1,211 @@
+"""Where a recorded step went, as an icicle: step, pipeline action or pass, layer, phase, operator, kernel.
+
+The width of a block is busy time of the device that is charged to it, every moment once: to computing before
+communication before copies. So blocks side by side add up to the one above them, with idle time beside them to the
+step, and communication that is hidden behind computing takes no width; hovering tells the time of its kernels as well.
+Micro-batches of one action are added up: what they differ in shows in the timeline. Blocks below `SMALL` of the step
+are joined to one.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.layout.actions import Kind
+from penstock.report.colours import HUES, KERNELS, ink_on, kernel_group
+from penstock.report.figure import Figure, rounded, time_text
+from penstock.report.run_evidence import RunEvidence
+from penstock.report.run_steps import last_step, step_name, window_us
+from penstock.trace.answer import RankAnswer
+from penstock.trace.hierarchy import Leaf, hierarchy
+
+RANKS = 8
+"""That can be chosen at most: each is a picture of its own."""
+
+SMALL = 0.0008
+"""Share of the step below which blocks are joined."""
+
+NAME_LETTERS = 90
+"""Of the name of a kernel."""
+
+_PASSES: Mapping[str, str] = {
+    "forward": HUES[Kind.FORWARD],
+    "backward": HUES[Kind.BACKWARD],
+    "recompute": "#d9ab2b",
+    "update": "#b55fb0",
+    "input": HUES[Kind.INPUT],
+    "weight": HUES[Kind.WEIGHT],
+}
+_GROUND, _IDLE, _LAYER = "#8a939f", "#5c636d", "#a9b1bc"
+_ORDER = ("forward", "recompute", "backward", "input", "weight", "update")
+
+
+@dataclass
+class _Block:
+    """A block on its way."""
+
+    colour: str
+    exposed_us: float = 0.0
+    kernel_us: float = 0.0
+    events: int = 0
+    inside: dict[str, "_Block"] = field(default_factory=dict)
+
+    def add(self, leaf: Leaf) -> None:
+        """Count a leaf."""
+        self.exposed_us += leaf.exposed_us
+        self.kernel_us += leaf.kernel_us
+        self.events += leaf.events
+
+
+def flame_figure(evidence: RunEvidence) -> Figure | None:
+    """The icicle of the last recorded step, of a rank that the reader chooses.
+
+    Returns:
+        The picture, or None without a trace.
+    """
+    if not evidence.ranks:
+        return None
+    ranks = _chosen(evidence.ranks)
+    number = last_step(ranks)
+    idle = "outside of operators" if evidence.is_host else "idle"
+    data = [_icicle(one, number, idle) | {"visible": one is ranks[0]} for one in ranks]
+    some = (
+        f" {len(ranks)} of {len(evidence.ranks)} recorded ranks can be chosen."
+        if len(ranks) < len(evidence.ranks)
+        else ""
+    )
+    unit = "operators of the process" if evidence.is_host else "the device"
+    return Figure(
+        name="flame",
+        title="Where the time went" if number is None else f"Where step {number} went",
+        caption=f"Width: busy time of {unit}, every moment charged once; blocks add up to the one above.{some}",
+        data=data,
+        layout={
+            "uniformtext": {"minsize": 10, "mode": "hide"},
+            "meta": {"role": "choice", "choices": [f"rank {one.rank}" for one in ranks]},
+            "hovermode": "closest",
+        },
+        height=430,
+        is_wide=True,
+        hint="Click a block to open it, the bar above it to go back.",
+    )
+
+
+def _chosen(ranks: Sequence[RankAnswer]) -> list[RankAnswer]:
+    """All, or evenly many with the first and the last."""
+    if len(ranks) <= RANKS:
+        return list(ranks)
+    return [ranks[round(at * (len(ranks) - 1) / (RANKS - 1))] for at in range(RANKS)]
+
+
+def _icicle(one: RankAnswer, number: int | None, idle: str) -> dict[str, Any]:
+    """The blocks of a rank as a trace."""
+    root = _blocks(one, number, idle)
+    table: dict[str, list[Any]] = defaultdict(list)
+    name = step_name(one, number) or "recorded"
+    _write(root, name, "", (root.exposed_us, table))
+    table["customdata"] = [list(row) for row in table.pop("facts")]
+    return {
+        "type": "icicle",
+        "name": f"rank {one.rank}",
+        "ids": table["ids"],
+        "labels": table["labels"],
+        "parents": table["parents"],
+        "values": table["values"],
+        "customdata": table["customdata"],
+        "branchvalues": "remainder",
+        "sort": False,
+        "marker": {"colors": table["colors"], "line": {"width": 0.6, "color": "rgba(0,0,0,0.35)"}},
+        "tiling": {"orientation": "v", "pad": 0},
+        "pathbar": {"visible": True, "thickness": 20},
+        "leaf": {"opacity": 1},
+        "insidetextfont": {"color": [ink_on(colour) for colour in table["colors"]]},
+        "texttemplate": "%{label}",
+        "hovertemplate": "<b>%{label}</b><br>%{customdata[0]}<extra></extra>",
+    }
+
+
+def _blocks(one: RankAnswer, number: int | None, idle: str) -> _Block:
+    """The tree of a step, with what is left of it as `idle`."""
+    name = step_name(one, number)
+    leaves = [leaf for leaf in hierarchy(one.trace, one.phases) if name is None or leaf.step == name]
+    root = _Block(colour=_GROUND)
+    for leaf in leaves:
+        block = root
+        block.add(leaf)
+        for label, colour in _path(leaf):
+            block = block.inside.setdefault(label, _Block(colour=colour))
+            block.add(leaf)
+    start, end = window_us(one, number)
+    idle_us = max(0.0, end - start - root.exposed_us)
+    if idle_us:
+        root.inside[idle] = _Block(colour=_IDLE, exposed_us=idle_us)
+        root.exposed_us += idle_us
+    return root
+
+
+def _path(leaf: Leaf) -> list[tuple[str, str]]:
+    """Names and colours from below the step down to the kernel."""
+    action = leaf.action.partition(", micro-batch")[0]
+    is_pass = not action or action.startswith("micro-batch")
+    top = (leaf.pass_ or "not launched in the trace") if is_pass else action
+    colour = KERNELS[kernel_group(leaf.phase)]
+    path = [(top, _PASSES.get(top.split(" ")[0], _GROUND))]
+    if leaf.layer is not None:
+        path.append((f"layer {leaf.layer}", _LAYER))
+    phase = leaf.phase if is_pass or not leaf.pass_ or leaf.pass_ in top else f"{leaf.phase}, {leaf.pass_}"
+    path.append((phase, colour))
+    if leaf.operator:
+        path.append((leaf.operator[:NAME_LETTERS], colour))
+    if leaf.kernel != leaf.operator:
+        path.append((leaf.kernel[:NAME_LETTERS], colour))
+    return path
+
+
+def _write(block: _Block, label: str, parent: str, into: tuple[float, dict[str, list[Any]]]) -> None:
+    """Append a block and what is inside, small ones as one."""
+    whole_us, table = into
+    own = f"{len(table['ids'])}"
+    kept = _without_small(block, SMALL * whole_us)
+    # Plotly adds up what is inside; sums of rounded numbers might be more than a total of ours, which it refuses.
+    rest_us = max(0.0, block.exposed_us - sum(one.exposed_us for one in kept.values()))
+    table["ids"].append(own)
+    table["labels"].append(label)
+    table["parents"].append(parent)
+    table["values"].append(rounded(rest_us))
+    table["colors"].append(block.colour)
+    share = block.exposed_us / whole_us if whole_us else 0.0
+    words = f"{time_text(block.exposed_us / 1e6)}, {share:.1%} of the step"
+    if block.events:
+        words += f"<br>{block.events:,} events of {time_text(block.kernel_us / 1e6)}"
+    table["facts"].append([words])
+    for name, one in _in_order(kept):
+        _write(one, name, own, into)
+
+
+def _without_small(block: _Block, least_us: float) -> dict[str, _Block]:
+    """What is inside a block, with small blocks as one, if they are not small together."""
+    kept = {name: one for name, one in block.inside.items() if one.exposed_us >= least_us}
+    small = [one for name, one in block.inside.items() if name not in kept]
+    rest = _Block(
+        colour=_GROUND,
+        exposed_us=sum(one.exposed_us for one in small),
+        kernel_us=sum(one.kernel_us for one in small),
+        events=sum(one.events for one in small),
+    )
+    return kept | ({f"{len(small)} small ones": rest} if kept and rest.exposed_us >= least_us else {})
+
+
+def _in_order(blocks: Mapping[str, _Block]) -> list[tuple[str, _Block]]:
+    """Passes in the order of a step, layers by number, and behind them by size what belongs to none."""
+
+    def key(entry: tuple[str, _Block]) -> tuple[int, float, float]:
+        label, block = entry
+        first, *_, last = label.split(" ") if " " in label else (label, label)
+        number = float(last) if last.isdecimal() else 0.0
+        if first in _ORDER:
+            return (0, _ORDER.index(first), number)
+        return (1, number, 0.0) if first == "layer" else (2, -block.exposed_us, 0.0)
+
+    return sorted(blocks.items(), key=key)

@@ -1,0 +1,175 @@
+"""Who waited for whom, and who sent how much to whom: a square for each pair of ranks.
+
+Waiting comes from matched collectives (penstock/trace/collectives.py). Bytes come from all-to-alls whose kernels carry
+the sizes of their parts, or send equal parts; of kernels that write into other devices' memory nobody wrote down where
+to, so these are not in it, and the caption says how much of the exchanges is.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.report.figure import Figure, rounded
+from penstock.report.run_evidence import RunEvidence
+from penstock.trace.calls import Calls
+from penstock.trace.collectives import Collectives
+from penstock.trace.events import NONE, Floats, Trace
+
+RANKS = 64
+"""Rows and columns at most; neighbours are added up beyond."""
+
+GAPS = 24
+"""Rows up to which there is a gap between squares."""
+
+LISTED = "[]"
+"""Sizes of parts that are all the same."""
+
+
+def rank_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
+    """The pictures that there is evidence for, and what is missing."""
+    answer = evidence.answer
+    if answer is None:
+        return [], [f"Nothing is known of what ranks did to each other: {evidence.lacks.trace}."]
+    if len(answer.loaded) < 2:
+        world = evidence.facts.world or 1
+        if world == 1:
+            return [], ["The run has one rank."]
+        return [], ["Only one rank was traced, and one rank cannot tell: record all (profile.ranks=[])."]
+    figures, missing = [], []
+    waiting = waiting_figure(answer.collectives)
+    if waiting is not None:
+        figures.append(waiting)
+    else:
+        missing.append(
+            "No waiting is known: collectives of a CPU say neither their group nor their number."
+            if evidence.is_host
+            else "No collective could be matched across ranks, so nobody's waiting is known."
+        )
+    sent = bytes_figure(answer.collectives, {one.rank: one.trace for one in answer.ranks})
+    if sent is not None:
+        figures.append(sent)
+    else:
+        missing.append("No bytes from rank to rank are known: no all-to-all says the sizes of its parts.")
+    return figures, missing
+
+
+def waiting_figure(collectives: Collectives) -> Figure | None:
+    """Milliseconds that each rank waited for each other, or None if no waiting is known."""
+    known = np.isfinite(collectives.wait_us).any(axis=1)
+    if not known.any():
+        return None
+    cost_ms = collectives.cost_us / 1e3
+    worst = collectives.stragglers()
+    words = f"{known.sum():,} collectives were matched"
+    if collectives.unmatched:
+        words += f", {len(collectives.unmatched):,} were not and are not in it"
+    if worst:
+        first = worst[0]
+        words += f". Rank {first.rank} came last {first.times_last:,} times, and others waited"
+        words += f" {first.caused_wait_us / 1e3:,.1f} ms for it"
+    return _square(
+        "waiting",
+        "Who waited for whom",
+        f"Time that a rank (row) waited for the one that came last (column), in all that was traced. {words}.",
+        (cost_ms, "ms"),
+        collectives.calls.ranks,
+        ("waited for", "rank that waited"),
+    )
+
+
+def bytes_figure(collectives: Collectives, traces: dict[int, Trace]) -> Figure | None:
+    """Bytes that all-to-alls sent from rank to rank, or None if no all-to-all tells.
+
+    Args:
+        collectives: of all ranks.
+        traces: by rank.
+    """
+    calls = collectives.calls
+    ranks = calls.ranks
+    sent, told, asked = np.zeros((len(ranks), len(ranks))), 0, 0
+    is_exchange = np.array(["all_to_all" in name or "alltoall" in name for name in calls.names], dtype=bool)
+    for row in np.flatnonzero(is_exchange[calls.name_id]).tolist():
+        asked += 1
+        parts = _parts(calls, row, traces[ranks[calls.rank[row]]])
+        if parts is None:
+            continue
+        told += 1
+        for member, size in parts:
+            if member in ranks:
+                sent[calls.rank[row], ranks.index(member)] += size
+    if not sent.any():
+        return None
+    size, unit = (1e9, "GB") if sent.max() >= 1e9 else (1e6, "MB")
+    words = f"{told:,} of {asked:,} all-to-alls say the sizes of their parts"
+    return _square(
+        "bytes",
+        "Who sent how much to whom",
+        f"By all-to-alls, from rank (row) to rank (column), in all that was traced; {words}.",
+        (sent / size, unit),
+        ranks,
+        ("to rank", "from rank"),
+    )
+
+
+def _parts(calls: Calls, row: int, trace: Trace) -> list[tuple[int, float]] | None:
+    """Ranks of the group and the bytes that one all-to-all sent to each, or None if it does not say."""
+    group, total = calls.group[row], float(calls.sent_bytes[row])
+    if group == NONE or not calls.groups[group].members or not np.isfinite(total):
+        return None
+    members = calls.groups[group].members
+    listed = trace.gpu.args(int(calls.gpu_row[row])).get("In split size")
+    if listed == LISTED:
+        return [(member, total / len(members)) for member in members]
+    try:
+        shares = [int(word) for word in str(listed).strip("[] ").split(",")]
+    except ValueError:
+        return None
+    whole = sum(shares)
+    if len(shares) != len(members) or not whole:
+        return None
+    return [(member, total * share / whole) for member, share in zip(members, shares, strict=True)]
+
+
+def _square(
+    name: str,
+    title: str,
+    caption: str,
+    values: tuple[Floats, str],
+    ranks: Sequence[int],
+    axes: tuple[str, str],
+) -> Figure:
+    """A heat map of ranks by ranks."""
+    table, unit = values
+    names = [str(rank) for rank in ranks]
+    if len(ranks) > RANKS:
+        each = -(-len(ranks) // RANKS)
+        table, names = _joined(table, each), names[::each]
+        caption += f" A square is {each} by {each} ranks, added up, under the name of the first."
+    trace: dict[str, Any] = {
+        "type": "heatmap",
+        "autocolorscale": True,
+        "z": [[rounded(value, 4) for value in row] for row in table.tolist()],
+        "x": names,
+        "y": names,
+        "zmin": 0,
+        "zmax": float(table.max()) or 1.0,
+        "xgap": int(len(names) <= GAPS),
+        "ygap": int(len(names) <= GAPS),
+        "colorbar": {"title": {"text": unit}, "thickness": 12, "outlinewidth": 0},
+        "hovertemplate": f"{axes[1]} %{{y}}, {axes[0]} %{{x}}<br><b>%{{z:,.4~g}} {unit}</b><extra></extra>",
+    }
+    if len(names) <= 10:
+        trace["texttemplate"] = "%{z:.3~g}"
+    layout = {
+        "xaxis": {"title": {"text": axes[0]}, "type": "category", "showgrid": False},
+        "yaxis": {"title": {"text": axes[1]}, "type": "category", "autorange": "reversed", "showgrid": False},
+    }
+    return Figure(name=name, title=title, caption=caption, data=[trace], layout=layout, height=420)
+
+
+def _joined(table: Floats, each: int) -> Floats:
+    """The sums of squares of neighbours."""
+    at = np.arange(0, len(table), each)
+    joined: Floats = np.add.reduceat(np.add.reduceat(table, at, axis=0), at, axis=1)
+    return joined

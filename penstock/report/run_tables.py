@@ -1,0 +1,209 @@
+"""The words of a run's page: what is read first, the doctor's verdict, configuration and environment."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from penstock.config.fit import grid_of
+from penstock.config.load import dump_toml
+from penstock.config.run import Run
+from penstock.report.figure import bytes_text, counted, three_digits, time_text
+from penstock.report.frame import scrolling
+from penstock.report.run_curves import usual_of
+from penstock.report.run_evidence import RunEvidence
+from penstock.tune.doctor import Fact, Verdict
+from penstock.tune.doctor_evidence import Evidence
+
+FACTS = 12
+"""Lines of evidence that are shown; the rest is folded away."""
+
+
+def summary(evidence: RunEvidence) -> dict[str, str]:
+    """Key figures by name; what is not known is left out."""
+    lines = evidence.lines
+    facts: dict[str, str] = {}
+    if lines:
+        last = lines[-1]
+        steps = evidence.run.training.steps if evidence.run is not None else None
+        facts["steps"] = f"{last['step']:,}" + (f" of {steps:,}" if steps else "")
+        facts["tokens"] = count_text(last["tokens_seen"])
+        facts["loss"] = f"{last['loss']:.4f}"
+        held_out = [line for line in lines if "evaluation_loss" in line]
+        if held_out:
+            facts["held out"] = f"{held_out[-1]['evaluation_loss']:.4f}"
+    facts |= _speeds(evidence)
+    if evidence.facts.peak_bytes is not None:
+        facts["peak memory"] = bytes_text(evidence.facts.peak_bytes)
+    if evidence.verdict is not None:
+        facts["wall"] = evidence.verdict.wall
+    return facts
+
+
+def _speeds(evidence: RunEvidence) -> dict[str, str]:
+    """Of the usual step."""
+    texts = {
+        "tokens_per_second_per_device": ("tokens/s/device", three_digits),
+        "step_seconds": ("step", time_text),
+        "model_flops_utilization": ("MFU", "{:.1%}".format),
+    }
+    found = {}
+    for field, (name, text) in texts.items():
+        usual = usual_of(evidence.lines, field)
+        if usual is not None:
+            found[name] = text(usual)
+    return found
+
+
+def where_text(evidence: RunEvidence) -> str:
+    """Ranks, device and layout, as far as they are known."""
+    facts, run = evidence.facts, evidence.run
+    ranks = facts.world or len(evidence.ranks) or None
+    device = facts.device or ("CPU" if evidence.is_host else None)
+    where = f"{ranks:,} x {device}" if ranks and device else f"{ranks:,} ranks" if ranks else device or ""
+    layout = _layout_text(run, facts.world) if run is not None and facts.world else ""
+    return f"{where}, {layout}" if where and layout else where
+
+
+def _layout_text(run: Run, world: int) -> str:
+    """Sizes above 1."""
+    grid = grid_of(run, world)
+    sizes = {"PP": grid.pipeline, "EP": grid.expert, "TP": grid.tensor, "CP": grid.context, "DP": grid.data}
+    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+
+
+def count_text(number: float) -> str:
+    """A count: `15.7 B`, `2.71 M`, `512`."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:,.0f}"
+
+
+def verdict_html(verdict: Verdict, judged: Evidence) -> str:
+    """The sentence, the remedies, the evidence, and what could not be looked at.
+
+    Args:
+        verdict: of the doctor.
+        judged: of what.
+    """
+    steps = f", {counted(judged.steps, 'step')}" if judged.steps else ""
+    times = f"Times are of {_SOURCES[judged.source]}: {time_text(verdict.walls.total_us / 1e6)}{steps}, mean of ranks."
+    remedies = _remedies(verdict) if verdict.remedies else "<p>No change that is known wins more than noise.</p>"
+    shown, folded = verdict.facts[:FACTS], verdict.facts[FACTS:]
+    more = f"<details><summary>{len(folded)} more</summary>{_facts(folded)}</details>" if folded else ""
+    lacking = "".join(f"<li>{escape(line)}</li>" for line in verdict.missing)
+    return f"""<p class="verdict"><b class="wall {verdict.wall}">{escape(verdict.wall)}</b>
+{escape(verdict.sentence.partition(": ")[2])}</p>
+<p class="faint">{times if judged.ranks else ""}</p>
+<h3>Remedies</h3>{remedies}
+<h3>Evidence</h3>{_facts(shown)}{more}
+{f'<h3>Not looked at</h3><ul class="faint">{lacking}</ul>' if lacking else ""}"""
+
+
+_SOURCES = {"trace": "the traces", "plan": "the plan", "none": "nothing"}
+
+
+def _remedies(verdict: Verdict) -> str:
+    rows = "".join(
+        f"<tr><td>{f'-{bytes_text(one.gain_bytes)}' if one.gain_bytes else f'{one.gain_us / 1e3:,.2f} ms'}</td>"
+        f"<td>{verdict.walls.share(one.gain_us):.1%}</td><td class=text><code>{escape(one.change)}</code></td>"
+        f"<td class=reason>{escape(one.what)}</td><td class=text><code>{escape(one.rule)}</code></td></tr>"
+        for one in verdict.remedies
+    )
+    heads = (
+        "<th>at most</th><th>of the step</th><th class=text>change</th><th class=text>what</th><th class=text>rule</th>"
+    )
+    note = '<p class="faint">Gains do not add up: several changes may take away the same time.</p>'
+    return scrolling(f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>") + note
+
+
+def _facts(facts: Sequence[Fact]) -> str:
+    rows = "".join(
+        f"<tr><td class=text>{escape(fact.wall)}</td><td class=reason>{escape(fact.what)}</td>"
+        f"<td>{'' if fact.time_us is None else time_text(fact.time_us / 1e6)}</td>"
+        f"<td>{'' if fact.share is None else f'{fact.share:.1%}'}</td>"
+        f"<td>{'' if fact.size is None else bytes_text(fact.size)}</td></tr>"
+        for fact in facts
+    )
+    heads = "<th class=text>wall</th><th class=text>what</th><th>time</th><th>of the step</th><th>bytes</th>"
+    return scrolling(f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>")
+
+
+def config_html(evidence: RunEvidence) -> str:
+    """The whole configuration, folded away under what is most asked for."""
+    run = evidence.run
+    if run is None:
+        return '<p class="faint">The configuration is not known: no trace carries it.</p>'
+    training, parallel, moe = run.training, run.parallel, run.model.moe
+    model = f"{run.model.family}, {run.model.layers} layers, hidden {run.model.hidden_size:,}"
+    if moe is not None:
+        model += f", {moe.experts} experts, {moe.top_k} for a token"
+    batch = f"{training.global_batch:,} rows of {training.sequence_length:,} tokens, {training.micro_batch} at once"
+    ranks = ", ".join(f"{name} {size}" for name, size in parallel if isinstance(size, int) and size > 1)
+    facts = {
+        "model": model,
+        "batch": batch,
+        "precision": training.precision,
+        "parallel": ranks or "data parallel only",
+        "data": run.data.source,
+        "recompute": ", ".join(run.recompute.modules) or "nothing",
+        "graphs": run.graphs.capture,
+        "dispatch": f"{run.dispatch.method}, sync-free {run.dispatch.sync_free}, overlap {run.dispatch.overlap}",
+    }
+    toml = escape(dump_toml(run))
+    return f"{pairs(facts)}<details><summary>config.toml, every field</summary><pre>{toml}</pre></details>"
+
+
+def environment_html(evidence: RunEvidence) -> str:
+    """Where and how the run was started, each time."""
+    known = {**_of_traces(evidence), "recorded": counted(len(evidence.lines), "step") if evidence.lines else ""}
+    if not evidence.starts:
+        note = "No start is recorded (starts.jsonl is not there), so neither the command nor versions are known."
+        return pairs({name: text for name, text in known.items() if text}) + f'<p class="faint">{note}</p>'
+    shown = evidence.starts[-1]
+    facts = {name.replace("_", " "): _text(value) for name, value in shown.items() if value is not None}
+    facts |= known
+    earlier = "".join(f"<li>{escape(_line(one))}</li>" for one in evidence.starts[:-1])
+    before = (
+        f"<details><summary>{counted(len(evidence.starts) - 1, 'earlier start')}</summary><ul>{earlier}</ul></details>"
+    )
+    return pairs({name: text for name, text in facts.items() if text}) + (before if earlier else "")
+
+
+def _of_traces(evidence: RunEvidence) -> dict[str, str]:
+    """What the traces say of the machine."""
+    if not evidence.ranks:
+        return {}
+    trace = evidence.ranks[0].trace
+    versions = [f"{name} {trace.header[key]}" for key, name in _VERSIONS.items() if key in trace.header]
+    return {
+        "device of the traces": trace.device_name or ("CPU" if evidence.is_host else ""),
+        "backend": str(trace.distributed.get("backend", "")),
+        "driver and runtime": ", ".join(versions),
+        "traced": f"{counted(len(evidence.ranks), 'rank')}, {counted(len(evidence.ranks[0].steps), 'step')}",
+    }
+
+
+_VERSIONS = {
+    "cuda_runtime_version": "CUDA runtime",
+    "cuda_driver_version": "CUDA driver",
+    "hip_runtime_version": "HIP runtime",
+    "hip_driver_version": "HIP driver",
+}
+
+
+def _text(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _line(start: Mapping[str, Any]) -> str:
+    return f"{start.get('time', '')}: {start.get('command', '')} ({start.get('device', '')})"
+
+
+def pairs(facts: Mapping[str, str]) -> str:
+    """Names and values, under each other."""
+    rows = "".join(
+        f"<tr><th class=text>{escape(name)}</th><td class=reason>{escape(text)}</td></tr>"
+        for name, text in facts.items()
+    )
+    return scrolling(f'<table class="pairs"><tbody>{rows}</tbody></table>')

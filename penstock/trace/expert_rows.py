@@ -1,0 +1,262 @@
+"""How many of the rows that experts were given held tokens, and which expert had how many, as far as a trace says.
+
+A dispatcher that does not wait for the host gives experts a buffer for the worst case, and so the shapes of grouped
+products say how large the buffer is. What was in it is told, in this order, by
+
+    all-to-all      the rows that came by the exchange before, from its recorded splits
+    configuration   tokens of a micro-batch times choices of each: what a rank gets in the mean over ranks
+
+Values of tensors, such as counts of rows by expert, are never in a trace. Programs that split rows into lists hand
+counts over as numbers, and these are (`aten::split_with_sizes`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from penstock.base.spans import Span
+from penstock.trace.calls import Calls
+from penstock.trace.events import NONE, Floats, HostEvents, HostKind, Integers, Trace
+from penstock.trace.kernel_names import Part, telling
+from penstock.trace.phases import PASSES, Phases
+
+SPLIT = "aten::split_with_sizes"
+
+AGREE = 0.005
+"""Shares that differ by less are the same."""
+
+_PRODUCTS = (Part.GROUPED, Part.GROUPED_WEIGHTS)
+_MOST_ROWS = 2**40
+_INDEX = {"_GroupedGemm": 3, "_ExpertFfn": 5}
+"""Of our own: the argument that says which rows of the first are taken, if it is there."""
+
+_WIDTHS = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "c10::Float8_e4m3fn": 1, "c10::Float8_e4m3fnuz": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class UsedRows:
+    """Rows of grouped products that held tokens.
+
+    Attributes:
+        share: of the rows that they were given, as a mean over all.
+        source: what says so; `shapes` if nothing does: then all rows count.
+    """
+
+    share: float
+    source: Literal["all-to-all", "configuration", "shapes"]
+
+    @property
+    def told(self) -> str:
+        """A line for people."""
+        match self.source:
+            case "all-to-all":
+                return f"grouped products: {self.share:.1%} of their rows held tokens, by the all-to-alls before them"
+            case "configuration":
+                return f"grouped products: {self.share:.1%} of their rows held tokens, by the configuration (mean rank)"
+            case "shapes":
+                return "grouped products: every row that they were given counts; nothing says how many held tokens"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Products:
+    """Grouped products of a matrix and a stack of weights, in the order of time.
+
+    Attributes:
+        row: in `Trace.host`.
+        rows: of the matrix.
+        row_bytes: of one row of it; 0 if its type is not known.
+    """
+
+    row: Integers
+    rows: Integers
+    row_bytes: Integers
+
+
+class _Shapes(msgspec.Struct, gc=False):
+    dims: list[Any] = msgspec.field(name="Input Dims", default_factory=list)
+    types: list[Any] = msgspec.field(name="Input type", default_factory=list)
+
+
+_SHAPES = msgspec.json.Decoder(_Shapes)
+
+
+def is_product(name: str) -> bool:
+    """Whether a kernel or operator multiplies rows of experts."""
+    return telling(name) in _PRODUCTS
+
+
+def products_of(trace: Trace) -> Products:
+    """The grouped products whose shapes were recorded."""
+    host = trace.host
+    is_named = np.array([is_product(name) for name in trace.names], dtype=bool)[host.name_id]
+    found = []
+    for row in np.flatnonzero(is_named & (host.kind == HostKind.OPERATOR)).tolist():
+        rows, row_bytes = _sizes(host, row)
+        if rows != NONE:
+            found.append((row, rows, row_bytes))
+    columns = np.array(found, dtype=np.int64).reshape(-1, 3)
+    return Products(row=columns[:, 0], rows=columns[:, 1], row_bytes=columns[:, 2])
+
+
+def _sizes(host: HostEvents, row: int) -> tuple[int, int]:
+    """Rows of a grouped product and bytes of one, or NONE if its inputs are others (gradients of weights)."""
+    try:
+        shapes = _SHAPES.decode(host.raw[row] or b"{}")
+        first, second, *_ = shapes.dims
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+        return NONE, 0
+    is_grouped = isinstance(first, list) and isinstance(second, list) and (len(first), len(second)) == (2, 3)
+    if not is_grouped or not all(isinstance(one, int) and 0 <= one < _MOST_ROWS for one in first):
+        return NONE, 0
+    kind = shapes.types[0] if shapes.types and isinstance(shapes.types[0], str) else ""
+    place = _INDEX.get(host.name(row), NONE)
+    index = shapes.dims[place] if 0 < place < len(shapes.dims) else None
+    rows = first[0]
+    if isinstance(index, list) and len(index) == 1 and isinstance(index[0], int):
+        (rows,) = index
+    return (rows if 0 <= rows < _MOST_ROWS else NONE), first[1] * _WIDTHS.get(kind, 0)
+
+
+def used_rows(trace: Trace, calls: Calls, rank: int, phases: Phases) -> UsedRows | None:
+    """Which share of the rows of grouped products held tokens; None if the trace has no grouped product.
+
+    Args:
+        trace: of one rank.
+        calls: what ranks sent each other, this one among them.
+        rank: its number.
+        phases: of the trace.
+    """
+    products = products_of(trace)
+    if not len(products.rows):
+        return None
+    given = float(products.rows.mean())
+    came = _came(trace, calls, rank, phases, products) if rows_travel(trace.header) else None
+    configured = configured_rows(trace.header)
+    for source, rows in (("all-to-all", came), ("configuration", configured)):
+        if rows is not None and given and rows / given < 1 + AGREE:
+            share = 1.0 if rows / given > 1 - AGREE else rows / given
+            return UsedRows(share=share, source="all-to-all" if source == "all-to-all" else "configuration")
+    return UsedRows(share=1.0, source="shapes")
+
+
+def _came(trace: Trace, calls: Calls, rank: int, phases: Phases, products: Products) -> float | None:
+    """Mean rows that exchanges in dispatch brought, forward; None if they do not say."""
+    mine = np.flatnonzero((calls.rank == calls.ranks.index(rank)) & is_exchange(calls))
+    names = phases.name_id[calls.gpu_row[mine]]
+    is_dispatch = np.array([name == Span.DISPATCH for name in phases.names], dtype=bool)[names]
+    forward = mine[is_dispatch & (phases.pass_id[calls.gpu_row[mine]] == PASSES.index("forward"))]
+    came = received_rows(trace, calls, forward, products)
+    return float(came.mean()) if len(came) and np.isfinite(came).all() else None
+
+
+def is_exchange(calls: Calls) -> Any:
+    """Which calls are all-to-alls."""
+    named = [("all_to_all" in name or "alltoall" in name) for name in calls.names]
+    return np.array(named, dtype=bool)[calls.name_id]
+
+
+def received_rows(trace: Trace, calls: Calls, rows: Integers, products: Products) -> Floats:
+    """Rows that exchanges brought: as they count their parts, or by bytes; nan where neither says.
+
+    Args:
+        trace: of one rank.
+        calls: with those of that rank.
+        rows: of `calls`, all of that rank.
+        products: of the trace. The first one behind an exchange takes what it brought, and says how wide a row is.
+    """
+    behind = np.searchsorted(trace.host.start_us[products.row], _launched_us(trace, calls, rows))
+    row_bytes = np.append(products.row_bytes, 0)[behind].astype(np.float64)
+    by_bytes = np.divide(calls.received_bytes[rows], row_bytes, out=np.full(len(rows), np.nan), where=row_bytes > 0)
+    whole = np.where(by_bytes == np.floor(by_bytes), by_bytes, np.nan)
+    return np.where(calls.received_rows[rows] == NONE, whole, calls.received_rows[rows])
+
+
+def _launched_us(trace: Trace, calls: Calls, rows: Integers) -> Floats:
+    """When the host launched some calls of one rank; infinite if that is not in the trace."""
+    launch = trace.gpu.launch[calls.gpu_row[rows]]
+    found: Floats = np.append(trace.host.start_us, np.inf)[launch]
+    return found
+
+
+def configured_rows(header: Mapping[str, Any]) -> float | None:
+    """Rows of a rank and layer in the mean, by the configuration in a recording of ours; None if rows are dropped."""
+    config = _config(header)
+    try:
+        training, parallel, moe = config["training"], config["parallel"], config["model"]["moe"]
+        is_plain = parallel["tensor"] == parallel["expert_tensor"] == 1 and not moe["balance"]["capacity_factor"]
+        tokens = training["micro_batch"] * training["sequence_length"] / parallel["context"]
+        return float(tokens * moe["top_k"]) if is_plain else None
+    except (KeyError, TypeError, ArithmeticError):
+        return None
+
+
+def rows_travel(header: Mapping[str, Any]) -> bool:
+    """Whether what all-to-alls bring are rows of experts, as they are without a configuration of ours that says else.
+
+    Other dispatchers send tokens once to several experts, and padding travels like rows.
+    """
+    config = _config(header)
+    try:
+        pads = config["model"]["moe"]["balance"]["pad_to_capacity"]
+        return not config or (config["dispatch"]["method"] == "all-to-all" and not pads)
+    except (KeyError, TypeError):
+        return not config
+
+
+def _config(header: Mapping[str, Any]) -> Any:
+    """The configuration in a recording of ours, or nothing."""
+    told = header.get("penstock")
+    return (told.get("config") if isinstance(told, Mapping) else None) or {}
+
+
+# ------------------------------------------------------------------------------------------------------ of one product
+
+
+def split_counts(trace: Trace, row: int, groups: int, most: int) -> tuple[int, ...] | None:
+    """Rows of each expert in one product: the list of numbers that rows were split by nearest to it, if it fits.
+
+    Args:
+        trace: of one rank.
+        row: of the product in `Trace.host`.
+        groups: experts.
+        most: rows that they have room for.
+    """
+    host = trace.host
+    near = np.flatnonzero(host.called(SPLIT) & (host.thread == host.thread[row]) & (host.kind == HostKind.OPERATOR))
+    for one in near[np.argsort(np.abs(host.start_us[near] - host.start_us[row]), kind="stable")].tolist():
+        counts = _listed(host, one)
+        if len(counts) == groups and 0 < sum(counts) <= most and min(counts) >= 0:
+            return counts
+    return None
+
+
+def _listed(host: HostEvents, row: int) -> tuple[int, ...]:
+    """The sizes that an operator was given as a list of numbers."""
+    plain = host.args(row).get("Concrete Inputs")
+    if not isinstance(plain, list) or len(plain) < 2 or not isinstance(plain[1], str):
+        return ()
+    try:
+        return tuple(msgspec.json.decode(plain[1], type=list[int]))
+    except msgspec.MsgspecError:
+        return ()
+
+
+def rows_before(trace: Trace, calls: Calls, row: int) -> int | None:
+    """Rows that the last all-to-all brought which was launched before one product; None if that is not known.
+
+    Args:
+        trace: of one rank.
+        calls: of that rank alone.
+        row: of the product in `Trace.host`.
+    """
+    exchanges = np.flatnonzero(is_exchange(calls)) if rows_travel(trace.header) else np.zeros(0, dtype=np.int64)
+    launched_us = _launched_us(trace, calls, exchanges)
+    before = np.flatnonzero(launched_us < trace.host.start_us[row])
+    if not len(before):
+        return None
+    last = exchanges[before[launched_us[before].argmax()]]
+    came = received_rows(trace, calls, np.array([last]), products_of(trace))[0]
+    return int(came) if np.isfinite(came) else None

@@ -1,0 +1,338 @@
+"""Memory of a device while it was recorded: what its allocator held, when most, where that was, and what for.
+
+The profiler writes an event for each block that is handed out or taken back: its size, its address, and what is held
+then. An event is placed like a kernel (penstock.trace.tree): by the operators and spans around it, in backward by the
+operator that made the node. A block lives from one event to the other, and how long it lives says what it is:
+
+    before       it was there when the recording began: weights, gradients and moments that outlive a step
+    activations  handed out in forward or recompute, still there when backward works
+    gradients    handed out in backward, still there when the update works, or to the end of the recording
+    optimizer    handed out in the update, still there after it
+    kept         handed out in forward, still there when the update works
+    temporary    the rest: taken back in the pass that it was handed out in
+
+Where a trace has no addresses there are no blocks: then only the curve is known, its peak, and where that was. The
+device runs behind the host; memory is handed out by the host, so all times here are the host's. A graph that is
+replayed asks for nothing: what it needs was handed out when it was captured, and is `before`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from penstock.trace.events import NONE, Flags, Floats, HostKind, Integers, Trace
+from penstock.trace.phases import PASSES, Phases, find_phases, grouped
+from penstock.trace.timeline import Step
+from penstock.trace.tree import as_launches, build_tree, place
+
+COMPONENTS = ("before", "activations", "gradients", "optimizer", "kept", "temporary")
+"""What a block is; `before` are all bytes that no recorded block has."""
+
+POINTS = 256
+"""Of a curve in JSON."""
+
+_BEFORE, _ACTIVATIONS, _GRADIENTS, _OPTIMIZER, _KEPT, _TEMPORARY = range(len(COMPONENTS))
+_FORWARD, _BACKWARD, _RECOMPUTE, _UPDATE = (
+    PASSES.index(name) for name in ("forward", "backward", "recompute", "update")
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Blocks:
+    """What was handed out while it was recorded.
+
+    Attributes:
+        size: bytes.
+        born: row of the change that handed it out.
+        died: row of the change that took it back, or NONE.
+        component: index into `COMPONENTS`.
+    """
+
+    size: Integers
+    born: Integers
+    died: Integers
+    component: Integers
+
+    def alive(self, row: int) -> Flags:
+        """Which are held after a change."""
+        return (self.born <= row) & ((self.died == NONE) | (self.died > row))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRow:
+    """What a phase does to memory in all that was recorded.
+
+    Attributes:
+        name: of the phase.
+        pass_: of the step.
+        layer: its number, or None.
+        handed_out_bytes: of all blocks that were handed out in it.
+        kept_bytes: handed out in it, less what was taken back in it, of this phase or another.
+        most_bytes: the most that was held, by whomever, while it worked.
+        at_peak_bytes: of blocks that were handed out in it and are there at the peak; None if blocks are not known.
+    """
+
+    name: str
+    pass_: str
+    layer: int | None
+    handed_out_bytes: int
+    kept_bytes: int
+    most_bytes: int
+    at_peak_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The fullest moment.
+
+    Attributes:
+        time_us: on the clock of the trace.
+        allocated_bytes: handed out then.
+        reserved_bytes: held by the allocator then.
+        phase: in which it was.
+        pass_: of the step.
+        layer: its number, or None.
+        spans: open around it, from the outside in.
+        components: bytes by component, the largest first; empty if blocks are not known.
+    """
+
+    time_us: float
+    allocated_bytes: int
+    reserved_bytes: int
+    phase: str
+    pass_: str
+    layer: int | None
+    spans: tuple[str, ...]
+    components: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Memory:
+    """What the allocator of one device did; arrays have one entry for each change.
+
+    Attributes:
+        device: its number.
+        time_us: of the change.
+        allocated: bytes that are handed out after it.
+        reserved: bytes that the allocator holds after it.
+        changed: bytes handed out, or less than 0 if they were taken back.
+        phases: what the host did at each change.
+        blocks: or None if the trace has no addresses.
+        spans: open around the fullest moment, from the outside in.
+    """
+
+    device: int
+    time_us: Floats
+    allocated: Integers
+    reserved: Integers
+    changed: Integers
+    phases: Phases
+    blocks: Blocks | None
+    spans: tuple[str, ...]
+
+    @property
+    def peak_row(self) -> int:
+        """The first change after which most is handed out."""
+        return int(self.allocated.argmax())
+
+    @property
+    def peak(self) -> Peak:
+        """The fullest moment."""
+        return self.at(self.peak_row, self.spans)
+
+    def at(self, row: int, spans: tuple[str, ...] = ()) -> Peak:
+        """The moment after a change."""
+        layer = int(self.phases.layer[row])
+        return Peak(
+            time_us=float(self.time_us[row]),
+            allocated_bytes=int(self.allocated[row]),
+            reserved_bytes=int(self.reserved[row]),
+            phase=self.phases.names[self.phases.name_id[row]],
+            pass_=PASSES[self.phases.pass_id[row]],
+            layer=None if layer == NONE else layer,
+            spans=spans,
+            components=self.components(row),
+        )
+
+    def components(self, row: int) -> dict[str, int]:
+        """What is held after a change, by component, the largest first; the sum is what is handed out."""
+        if self.blocks is None:
+            return {}
+        alive = self.blocks.alive(row)
+        sizes = np.bincount(self.blocks.component[alive], self.blocks.size[alive], len(COMPONENTS)).astype(np.int64)
+        sizes[_BEFORE] = self.allocated[row] - sizes.sum()
+        return {COMPONENTS[one]: int(sizes[one]) for one in np.argsort(-sizes, kind="stable").tolist() if sizes[one]}
+
+    def rows(self, *, by_layer: bool = False) -> list[MemoryRow]:
+        """What each phase does to memory, in the order in which they first change it."""
+        layer = self.phases.layer if by_layer else np.full(len(self.time_us), NONE)
+        groups, group = grouped(self.phases.name_id, self.phases.pass_id, layer)
+        handed_out = np.bincount(group, np.maximum(self.changed, 0), len(groups))
+        kept = np.bincount(group, self.changed, len(groups))
+        most, first = np.zeros(len(groups), dtype=np.int64), np.full(len(groups), len(group))
+        np.maximum.at(most, group, self.allocated)
+        np.minimum.at(first, group, np.arange(len(group)))
+        there = None
+        if self.blocks is not None:
+            alive = self.blocks.alive(self.peak_row)
+            there = np.bincount(group[self.blocks.born[alive]], self.blocks.size[alive], len(groups))
+        return [
+            MemoryRow(
+                name=self.phases.names[groups[one][0]],
+                pass_=PASSES[groups[one][1]],
+                layer=None if groups[one][2] == NONE else groups[one][2],
+                handed_out_bytes=int(handed_out[one]),
+                kept_bytes=int(kept[one]),
+                most_bytes=int(most[one]),
+                at_peak_bytes=None if there is None else int(there[one]),
+            )
+            for one in np.argsort(first, kind="stable").tolist()
+        ]
+
+    def curve(self, points: int = POINTS) -> list[tuple[float, int, int]]:
+        """Time, allocated and reserved bytes: all changes, or of equal parts of time the fullest moment of each."""
+        rows = np.arange(len(self.time_us))
+        if len(rows) > points:
+            span_us = self.time_us[-1] - self.time_us[0]
+            part = ((self.time_us - self.time_us[0]) / max(span_us, 1e-9) * (points - 1)).astype(np.int64)
+            by_part = np.lexsort((-self.allocated, part))
+            rows = by_part[np.append(True, np.diff(part[by_part]) > 0)]
+        return list(
+            zip(self.time_us[rows].tolist(), self.allocated[rows].tolist(), self.reserved[rows].tolist(), strict=True)
+        )
+
+
+_Bytes = Annotated[int, msgspec.Meta(ge=-(2**50), le=2**50)]
+"""More is damage."""
+
+_Address = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class _Args(msgspec.Struct, gc=False):
+    """What the profiler writes about a change; the device of the host has a number below 0."""
+
+    device: int = msgspec.field(name="Device Id", default=NONE)
+    changed: _Bytes | None = msgspec.field(name="Bytes", default=None)
+    allocated: _Bytes | None = msgspec.field(name="Total Allocated", default=None)
+    reserved: _Bytes | None = msgspec.field(name="Total Reserved", default=None)
+    address: _Address | None = msgspec.field(name="Addr", default=None)
+
+
+_DECODER = msgspec.json.Decoder(_Args)
+
+
+def find_memory(trace: Trace) -> tuple[Memory, ...]:
+    """What each GPU's allocator held over the trace; empty if memory was not recorded."""
+    host = trace.host
+    rows = np.flatnonzero((host.kind == HostKind.INSTANT) & host.called("[memory]"))
+    changes: dict[int, list[tuple[int, _Args]]] = {}
+    for row in rows.tolist():
+        try:
+            args = _DECODER.decode(host.raw[row] or b"{}")
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue
+        if args.device >= 0 and args.allocated is not None and args.reserved is not None:
+            changes.setdefault(args.device, []).append((row, args))
+    return tuple(_memory(trace, device, found) for device, found in sorted(changes.items()))
+
+
+def _memory(trace: Trace, device: int, found: Sequence[tuple[int, _Args]]) -> Memory:
+    rows = np.array([row for row, _ in found])
+    allocated = np.array([args.allocated for _, args in found], dtype=np.int64)
+    changed = np.array([args.changed or 0 for _, args in found], dtype=np.int64)
+    placed = as_launches(trace, rows)
+    tree = build_tree(placed)
+    phases = find_phases(placed, place(placed, tree))
+    has_blocks = all(args.address is not None and args.changed is not None for _, args in found)
+    addresses = np.array([args.address or 0 for _, args in found], dtype=np.int64)
+    around = tree.above(int(rows[allocated.argmax()]))[:0:-1]
+    return Memory(
+        device=device,
+        time_us=trace.host.start_us[rows],
+        allocated=allocated,
+        reserved=np.array([args.reserved for _, args in found], dtype=np.int64),
+        changed=changed,
+        phases=phases,
+        blocks=_blocks(addresses, changed, phases) if has_blocks else None,
+        spans=tuple(trace.host.name(row) for row in around if trace.host.kind[row] == HostKind.SPAN),
+    )
+
+
+def _blocks(addresses: Integers, changed: Integers, phases: Phases) -> Blocks:
+    """Each block from the change that hands it out to the next one at its address, if that takes it back."""
+    order = np.lexsort((np.arange(len(changed)), addresses))
+    is_next = np.append(addresses[order][1:] == addresses[order][:-1], False)
+    after = np.append(order[1:], NONE)
+    is_taken = is_next & (np.append(changed[order][1:], 0) < 0)
+    is_born = changed[order] > 0
+    born = order[is_born]
+    died = np.where(is_taken, after, NONE)[is_born]
+    return Blocks(size=changed[born], born=born, died=died, component=_components(born, died, phases.pass_id))
+
+
+def _components(born: Integers, died: Integers, pass_id: Integers) -> Integers:
+    """What each block is, by the passes that work while it is there."""
+
+    def sees(pass_: int) -> Flags:
+        """Whether a change of this pass lies between birth and death, both included but for the birth."""
+        seen = np.cumsum(pass_id == pass_)
+        last = np.where(died == NONE, len(pass_id) - 1, died)
+        met: Flags = seen[last] > seen[born]
+        return met
+
+    begins = pass_id[born]
+    in_forward = np.isin(begins, (_FORWARD, _RECOMPUTE))
+    return np.select(
+        [
+            in_forward & sees(_UPDATE),
+            in_forward & sees(_BACKWARD),
+            (begins == _BACKWARD) & (sees(_UPDATE) | (died == NONE)),
+            (begins == _UPDATE) & (sees(_FORWARD) | (died == NONE)),
+        ],
+        [_KEPT, _ACTIVATIONS, _GRADIENTS, _OPTIMIZER],
+        _TEMPORARY,
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- JSON
+
+
+def memory_json(memory: Memory, steps: Sequence[Step]) -> dict[str, Any]:
+    """A device's memory as plain values."""
+    return {
+        "device": memory.device,
+        "changes": len(memory.time_us),
+        "most_allocated_bytes": int(memory.allocated.max()),
+        "most_reserved_bytes": int(memory.reserved.max()),
+        "peak": _peak_json(memory.peak),
+        "steps": [_step_json(memory, step) for step in steps],
+        "phases": [_spoken(asdict(row)) for row in memory.rows(by_layer=True)],
+        "curve": memory.curve(),
+    }
+
+
+def _peak_json(peak: Peak) -> dict[str, Any]:
+    return _spoken(asdict(peak)) | {"components": dict(peak.components) or None, "spans": list(peak.spans)}
+
+
+def _step_json(memory: Memory, step: Step) -> dict[str, Any]:
+    """What the host's part of a step begins and ends with, and its fullest moment; null without a change in it."""
+    low, high = np.searchsorted(memory.time_us, [step.start_us, step.start_us + step.duration_us]).tolist()
+    told: dict[str, Any] = {"name": step.name, "number": step.number, "begin_bytes": None, "end_bytes": None}
+    if low == high:
+        return told | {"peak": None}
+    fullest = low + int(memory.allocated[low:high].argmax())
+    begin = int(memory.allocated[low] - memory.changed[low])
+    return told | {
+        "begin_bytes": begin,
+        "end_bytes": int(memory.allocated[high - 1]),
+        "peak": _peak_json(memory.at(fullest)),
+    }
+
+
+def _spoken(row: dict[str, Any]) -> dict[str, Any]:
+    """With the key `pass`, which is no name in Python."""
+    return {name.rstrip("_"): value for name, value in row.items()}

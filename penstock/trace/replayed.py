@@ -1,0 +1,299 @@
+"""Layers and passes of kernels that a captured graph launched: inferred, because the host says nothing of them.
+
+A graph is launched in one call, so no operator and no span stands around its kernels. Three things may tell what they
+are, and the first that does is believed:
+
+    eager pass        the same pass without a graph is in the trace (the first step of a run). The kernels of both are
+                      aligned by name, and each takes the place of its partner.
+    capture           the trace has the graph being captured: launches that started nothing, between the begin and the
+                      end of a capture. If there are as many as the replay has events, copies and fills at the same
+                      places, they are the same.
+    repeating layers  the model's layers are known (a recording of ours says how many), and the names of the kernels
+                      repeat just as often, forward and then backward. So layers and passes are told, not operators.
+
+Otherwise nothing is told, and `Replays.told` says why. Graphs of parts of a layer are launched inside the layer's spans
+and need none of this. What runs again in backward (recomputation) looks like forward, and counts as backward if only
+repeating layers tell.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from penstock.trace.events import NONE, Flags, GpuKind, HostKind, Integers, Trace
+from penstock.trace.repeats import layers_of
+from penstock.trace.tree import Placement, as_launches, place
+
+Source = Literal["eager pass", "capture", "repeating layers"]
+
+MATCHED = 0.9
+"""Share of a replay's events that must have a partner in the eager pass, or agree with the capture."""
+
+LEAST = 16
+"""Events of a graph that is looked at: fewer may look like anything."""
+
+MOST = 20_000
+"""Events of a graph that is aligned; larger ones must be equal to be the same."""
+
+_CAPTURES = ("StreamBeginCapture", "StreamEndCapture")
+_LAUNCHES = ("LaunchKernel", "LaunchCooperativeKernel", "MemcpyAsync", "MemsetAsync", "Memset2DAsync", "Memcpy2DAsync")
+_TAKEN = ("operator", "maker", "span", "layer", "part", "collective", "is_backward", "is_recomputed")
+"""Fields of a placement that an event takes over from its partner."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replays:
+    """What is known of the graphs that a trace replays.
+
+    Attributes:
+        graphs: launches of graphs.
+        events: that they started on the device.
+        placed: of these, events whose layer or pass is known.
+        source: what told; None if nothing did, or if spans around the launches do.
+        told: the same as a line for people.
+    """
+
+    graphs: int
+    events: int
+    placed: int
+    source: Source | None
+    told: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Found:
+    """What was found out about the events of one graph, in their order: values for fields of a placement."""
+
+    source: Source
+    known: Flags
+    values: Mapping[str, Any]
+
+
+def infer_replays(trace: Trace, placement: Placement) -> tuple[Placement, Replays | None]:
+    """Place the kernels of captured graphs, as far as that can be inferred.
+
+    Args:
+        trace: of one rank.
+        placement: of its events.
+
+    Returns:
+        The placement with what was inferred, and what there is to say of it; None if no graph was replayed.
+    """
+    rows = np.flatnonzero(placement.is_replayed)
+    if not len(rows):
+        return placement, None
+    launches = np.unique(trace.gpu.launch[rows])
+    open_ = rows[(placement.layer[rows] == NONE) & ~placement.is_backward[rows]]
+    graphs = _graphs(trace, open_)
+    columns = {name: vars(placement)[name].copy() for name in _TAKEN}
+    is_inferred = placement.is_inferred.copy()
+    sources: dict[Source, int] = {}
+    answers: dict[bytes, _Found | None] = {}
+    for graph in graphs:
+        key = trace.gpu.name_id[graph].tobytes()
+        if key not in answers:
+            answers[key] = _find(trace, placement, graph)
+        found = answers[key]
+        if found is None:
+            continue
+        sources[found.source] = sources.get(found.source, 0) + int(found.known.sum())
+        is_inferred[graph[found.known]] = True
+        for name, values in found.values.items():
+            columns[name][graph[found.known]] = values[found.known]
+    placed = replace(placement, is_inferred=is_inferred, **columns)
+    replays = _summary(trace, len(launches), len(rows), len(rows) - len(open_), sources)
+    return placed, replays
+
+
+def _graphs(trace: Trace, rows: Integers) -> list[Integers]:
+    """Events by the launch of their graph, in the order of time."""
+    order = rows[np.argsort(trace.gpu.launch[rows], kind="stable")]
+    cuts = np.flatnonzero(np.diff(trace.gpu.launch[order])) + 1
+    return [graph for graph in np.split(order, cuts) if len(graph) >= LEAST]
+
+
+def _find(trace: Trace, placement: Placement, graph: Integers) -> _Found | None:
+    return _by_eager(trace, placement, graph) or _by_capture(trace, graph) or _by_repeats(trace, graph)
+
+
+def _summary(trace: Trace, graphs: int, events: int, by_spans: int, sources: Mapping[Source, int]) -> Replays:
+    inferred = sum(sources.values())
+    source = max(sources.items(), key=lambda item: item[1])[0] if sources else None
+    head = f"{graphs:,} {'replay' if graphs == 1 else 'replays'} of graphs with {events:,} events"
+    if source is not None:
+        ways = {
+            "eager pass": "from a pass without graphs in this trace",
+            "capture": "from the capture, which is in this trace",
+            "repeating layers": "from names that repeat as often as the model has layers",
+        }
+        told = f"{head}; layers and passes of {inferred:,} are inferred {ways[source]}"
+    elif by_spans == events:
+        told = f"{head}, placed by the spans around the launches"
+    else:
+        told = f"{head}; layers and passes are not told: {_why_not(trace)}"
+    return Replays(graphs=graphs, events=events, placed=by_spans + inferred, source=source, told=told)
+
+
+def _why_not(trace: Trace) -> str:
+    if _model(trace) is None:
+        return "no pass without graphs, no capture and no number of layers is in this trace"
+    return "no pass without graphs and no capture is in this trace, and names do not repeat as often as layers should"
+
+
+# -------------------------------------------------------------------------------------------------------- eager pass
+
+
+def _by_eager(trace: Trace, placement: Placement, graph: Integers) -> _Found | None:
+    """By the eager pass whose kernels are most like the graph's."""
+    mine = trace.gpu.name_id[graph]
+    best = np.full(len(graph), NONE)
+    for segment in _eager_passes(trace, placement, len(graph)):
+        partner = aligned(mine, trace.gpu.name_id[segment])
+        if (partner != NONE).sum() > (best != NONE).sum():
+            best = np.where(partner == NONE, NONE, segment[partner])
+        if (best != NONE).all():
+            break
+    if (best != NONE).mean() < MATCHED:
+        return None
+    values = {name: np.append(vars(placement)[name], _empty(name))[best] for name in _TAKEN}
+    return _Found(source="eager pass", known=_between(best, values), values=values)
+
+
+def _empty(name: str) -> int | bool:
+    return False if name.startswith("is_") else NONE
+
+
+def _between(partner: Integers, values: Mapping[str, Any]) -> Flags:
+    """Which events are known: those with a partner, and those between two that stand at the same place.
+
+    The values of the latter are written into `values`.
+    """
+    known = partner != NONE
+    have = np.flatnonzero(known)
+    for low, high in pairwise(have.tolist()):
+        same = all(values[name][low] == values[name][high] for name in ("span", "layer", "is_backward"))
+        if high - low > 1 and same:
+            known[low + 1 : high] = True
+            for name in ("span", "layer", "part", "is_backward", "is_recomputed"):
+                values[name][low + 1 : high] = values[name][low]
+    return known
+
+
+def _eager_passes(trace: Trace, placement: Placement, size: int) -> list[Integers]:
+    """Events of passes without graphs, of about this number: by micro-batch, or by step where none is marked."""
+    is_eager = trace.gpu.is_linked & ~placement.is_replayed
+    for marks in (placement.action, placement.step, np.where(is_eager, 0, NONE)):
+        rows = np.flatnonzero(is_eager & (marks != NONE))
+        order = rows[np.argsort(marks[rows], kind="stable")]
+        cuts = np.flatnonzero(np.diff(marks[order])) + 1
+        passes = [one for one in np.split(order, cuts) if MATCHED * size <= len(one) <= 3 * size]
+        if passes:
+            return sorted(passes, key=lambda one: abs(len(one) - size))[:3]
+    return []
+
+
+def aligned(mine: Integers, theirs: Integers) -> Integers:
+    """For each of some numbers which of others is the same in the same order, or NONE: blocks of both that are equal.
+
+    Args:
+        mine: numbers of names.
+        theirs: the same.
+    """
+    if len(mine) == len(theirs) and (mine == theirs).all():
+        return np.arange(len(mine))
+    partner = np.full(len(mine), NONE)
+    if max(len(mine), len(theirs)) > MOST or not _are_alike(mine, theirs):
+        return partner
+    matcher = SequenceMatcher(None, mine.tolist(), theirs.tolist(), autojunk=False)
+    for block in matcher.get_matching_blocks():
+        partner[block.a : block.a + block.size] = np.arange(block.b, block.b + block.size)
+    return partner
+
+
+def _are_alike(mine: Integers, theirs: Integers) -> bool:
+    """Whether most of mine is among theirs, in whatever order: unlike lists take long to align, for nothing."""
+    size = int(max(mine.max(initial=0), theirs.max(initial=0))) + 1
+    shared = np.minimum(np.bincount(mine, minlength=size), np.bincount(theirs, minlength=size)).sum()
+    return bool(shared >= MATCHED * len(mine))
+
+
+# ----------------------------------------------------------------------------------------------------------- capture
+
+
+def _by_capture(trace: Trace, graph: Integers) -> _Found | None:
+    """By launches that only recorded a graph, if they are of the same number and kinds."""
+    kinds = trace.gpu.kind[graph]
+    for launches in _captured(trace):
+        if len(launches) != len(graph):
+            continue
+        names = [trace.host.name(int(row)) for row in launches]
+        expected = np.array([_kind_of_call(name) for name in names])
+        told = np.where(kinds == GpuKind.COMMUNICATION, GpuKind.COMPUTE, kinds)
+        if (told == expected).mean() >= MATCHED:
+            found = place(as_launches(trace, launches))
+            values = {name: vars(found)[name] for name in _TAKEN}
+            return _Found(source="capture", known=np.ones(len(graph), dtype=bool), values=values)
+    return None
+
+
+def _kind_of_call(name: str) -> GpuKind:
+    return GpuKind.COPY if "Memcpy" in name else GpuKind.SET if "Memset" in name else GpuKind.COMPUTE
+
+
+def _captured(trace: Trace) -> list[Integers]:
+    """For each capture that the trace has, the launches in it that started nothing."""
+    host = trace.host
+    called = [np.array([part in name for name in trace.names], dtype=bool)[host.name_id] for part in _CAPTURES]
+    begins, ends = (np.flatnonzero(one & (host.kind == HostKind.RUNTIME)) for one in called)
+    if not len(begins) or not len(ends):
+        return []
+    is_launch = np.array([any(part in name for part in _LAUNCHES) for name in trace.names], dtype=bool)[host.name_id]
+    is_launch &= host.kind == HostKind.RUNTIME
+    is_launch[trace.gpu.launch[trace.gpu.is_linked]] = False
+    rows = np.flatnonzero(is_launch)
+    found = []
+    for begin in begins.tolist():
+        later = ends[ends > begin]
+        if len(later):
+            low, high = np.searchsorted(host.start_us[rows], [host.start_us[begin], host.start_us[later[0]]])
+            found.append(rows[low:high])
+    return found
+
+
+# -------------------------------------------------------------------------------------------------- repeating layers
+
+
+def _by_repeats(trace: Trace, graph: Integers) -> _Found | None:
+    """By names that repeat once for each layer."""
+    model = _model(trace)
+    if model is None:
+        return None
+    names = [trace.gpu.name(int(row)) for row in graph]
+    regions = layers_of(names, layers=model[0], dense_layers=model[1])
+    if not regions:
+        return None
+    layer, known, is_backward = np.full(len(graph), NONE), np.zeros(len(graph), dtype=bool), np.zeros(len(graph), bool)
+    for region in regions:
+        part = slice(region.begin, region.end)
+        known[part], is_backward[part] = True, region.is_backward
+        layer[part] = NONE if region.layer is None else region.layer
+    return _Found(source="repeating layers", known=known, values={"layer": layer, "is_backward": is_backward})
+
+
+def _model(trace: Trace) -> tuple[int, int] | None:
+    """Layers and dense layers of the model, if the recording says so and experts are in every other layer."""
+    told: Any = trace.header
+    for key in ("penstock", "config", "model"):
+        told = told.get(key) if isinstance(told, Mapping) else None
+    if not isinstance(told, Mapping):
+        return None
+    moe = told.get("moe")
+    layers, dense = told.get("layers"), told.get("dense_layers", 0)
+    is_regular = not isinstance(moe, Mapping) or moe.get("every", 1) == 1
+    if not isinstance(layers, int) or not isinstance(dense, int) or not is_regular or not 0 <= dense <= layers:
+        return None
+    return layers, dense if isinstance(moe, Mapping) else 0

@@ -1,0 +1,199 @@
+"""What the batch of a step really holds, read as training reads it.
+
+The same loader as in training is put to the step: from the newest checkpoint of the run before it, or from the start.
+What lies between is read for its lengths. Then rows are drawn one by one, so that it is known which part of a mixture
+each is of.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from penstock.base.errors import CheckpointError
+from penstock.config.run import Run
+from penstock.data.contents import Row, row_of
+from penstock.data.evaluation import evaluation_batches
+from penstock.data.loader import Loader
+from penstock.data.packed import PackedTokens
+from penstock.data.saved import SavedPlace
+from penstock.data.synthetic import SyntheticTokens
+from penstock.data.texts import Text
+from penstock.data.tokenizer import Tokenizer, open_tokenizer
+from penstock.train.checkpoint import CheckpointStore
+
+MOST_ROWS = 1024
+"""Rows of a batch that are looked at; a batch of thousands of long rows would take minutes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchContents:
+    """A batch, taken apart.
+
+    Attributes:
+        rows: that were looked at, all of the batch or MOST_ROWS of it.
+        parts: the part of the mixture that each row is of; empty names without a mixture.
+        weights: of the parts of the mixture.
+        batch_rows: of the whole batch.
+        has_text: whether the tokens were decoded.
+        skipped: corrupt records that were met on the way.
+        notices: which ones, a line each.
+    """
+
+    rows: tuple[Row, ...]
+    parts: tuple[str, ...]
+    weights: dict[str, float]
+    batch_rows: int
+    has_text: bool
+    skipped: int = 0
+    notices: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the rows."""
+        return sum(row.tokens for row in self.rows)
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of documents in the rows."""
+        return sum(len(row.pieces) for row in self.rows)
+
+    @property
+    def padding_share(self) -> float:
+        """Share of the tokens that only fill rows."""
+        return sum(row.padding for row in self.rows) / self.tokens
+
+    @property
+    def ignored_share(self) -> float:
+        """Share of the labels that are not counted."""
+        return sum(row.ignored for row in self.rows) / self.tokens
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text that a token stands for in the mean, padding not among them; None if nobody knows."""
+        sizes = [row.text_bytes for row in self.rows if row.text_bytes is not None]
+        filled = sum(row.tokens - row.padding for row in self.rows)
+        return sum(sizes) / filled if len(sizes) == len(self.rows) and filled > 0 else None
+
+    @property
+    def part_shares(self) -> dict[str, float]:
+        """Share of the rows that each part of the mixture has; nothing without a mixture."""
+        counted = Counter(self.parts)
+        return {name: counted[name] / len(self.rows) for name in self.weights}
+
+
+def training_contents(run: Run, text: Text, step: int, store: CheckpointStore | None = None) -> BatchContents:
+    """Takes the batch of a step apart.
+
+    Args:
+        run: the settings.
+        text: what it trains on.
+        step: from 1.
+        store: checkpoints of the run, to begin at; None begins at the first step.
+
+    Raises:
+        DataError: a document cannot be read.
+    """
+    place, skipped = _place_before(run, text, step, store)
+    reader = _loader(run, text, rows=1)
+    reader.restore(place)
+    tokenizer, end = tokenizer_of(run, text), text.parts[0].documents.end_of_document
+    rows, parts = [], []
+    before = reader.state()
+    for _ in range(min(run.training.global_batch, MOST_ROWS)):
+        rows.append(row_of(reader.next_batch(), 0, end_of_document=end, tokenizer=tokenizer))
+        behind = reader.state()
+        parts.append(_part_read(text, before, behind))
+        before = behind
+    return BatchContents(
+        rows=tuple(rows),
+        parts=tuple(parts),
+        weights=_weights(text),
+        batch_rows=run.training.global_batch,
+        has_text=tokenizer is not None,
+        skipped=reader.skipped() - skipped,
+        notices=text.corrupt.take_notices(),
+    )
+
+
+def held_out_contents(run: Run, text: Text) -> BatchContents:
+    """Takes the rows that a model is judged by apart.
+
+    Args:
+        run: the settings, with `evaluation.rows` above 0.
+        text: held-out documents.
+
+    Raises:
+        DataError: a document cannot be read.
+    """
+    judged = evaluation_batches(
+        text,
+        rows=run.training.micro_batch,
+        sequence_length=run.training.sequence_length,
+        limit_rows=min(run.evaluation.rows, MOST_ROWS),
+        document_mask=run.data.document_mask,
+    )
+    tokenizer, end = tokenizer_of(run, text), text.parts[0].documents.end_of_document
+    rows = [
+        row_of(batch, number, end_of_document=end, tokenizer=tokenizer)
+        for batch in judged.batches
+        for number in range(batch.rows)
+    ]
+    return BatchContents(
+        rows=tuple(rows),
+        parts=("",) * len(rows),
+        weights={},
+        batch_rows=len(rows),
+        has_text=tokenizer is not None,
+        skipped=text.corrupt.skipped,
+        notices=text.corrupt.take_notices(),
+    )
+
+
+def tokenizer_of(run: Run, text: Text) -> Tokenizer | None:
+    """Returns what decodes the tokens of a run; None if they stand for no text, or the tokenizer is not at hand."""
+    documents = text.parts[0].documents
+    if isinstance(documents, SyntheticTokens):
+        return None
+    if isinstance(documents, PackedTokens):
+        return documents.tokenizer
+    return open_tokenizer(run.data.tokenizer, run.data.end_of_document or None)
+
+
+def _place_before(run: Run, text: Text, step: int, store: CheckpointStore | None) -> tuple[SavedPlace, int]:
+    """Returns the place before a step, and how many records had been skipped where reading began."""
+    # Of as many ranks as rows, the first takes one row and passes over the others, which is quicker than to make them.
+    loader = _loader(run, text, rows=run.training.global_batch, ranks=run.training.global_batch)
+    done = max((saved for saved in store.steps() if saved < step), default=0) if store is not None else 0
+    if store is not None and done > 0:
+        facts = store.read_facts(done)
+        if "loader" not in facts:
+            raise CheckpointError(f"the checkpoint of step {done} says nothing of the data")
+        loader.restore(facts["loader"])
+    skipped = loader.skipped()
+    for _ in range(done, step - 1):
+        loader.next_batch()
+    return loader.state(), skipped
+
+
+def _loader(run: Run, text: Text, *, rows: int, ranks: int = 1) -> Loader:
+    return Loader(
+        text,
+        rows=rows,
+        sequence_length=run.training.sequence_length,
+        seed=run.seed,
+        document_mask=run.data.document_mask,
+        shuffle=run.data.shuffle,
+        ranks=ranks,
+    )
+
+
+def _part_read(text: Text, before: SavedPlace, behind: SavedPlace) -> str:
+    """Returns the name of the part that the row between two states is of."""
+    tokens = [state.get("part_tokens") for state in (before, behind)]
+    if not all(isinstance(one, list) for one in tokens):
+        return ""
+    (grown,) = [place for place, (old, new) in enumerate(zip(*tokens, strict=True)) if new > old]
+    return text.parts[grown].name
+
+
+def _weights(text: Text) -> dict[str, float]:
+    return {part.name: part.weight for part in text.parts} if len(text.parts) > 1 else {}

@@ -1,0 +1,208 @@
+"""Weights of other programs become the start of a run: read one tensor at a time, whatever their size.
+
+    1. model    config.json of the folder says which model it is, or a preset does
+    2. check    every tensor of the family's table is there, in its shape; nothing has been written yet
+    3. pieces   a tensor there is a rectangle of one of ours (penstock/models/huggingface/names.py)
+    4. write    into a hidden folder, which is renamed when it is whole
+
+Of a dense model one with experts can be made ("upcycling", arXiv 2212.05055, 2410.07524): see `Upcycling`.
+"""
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from penstock.base.errors import CheckpointError, ConfigError
+from penstock.config.load import dump_toml
+from penstock.config.model import Model, Moe, Router
+from penstock.config.run import Run
+from penstock.layout.rectangles import Rectangle
+from penstock.models.huggingface.config import model_of_config
+from penstock.models.huggingface.names import WeightName, weight_names
+from penstock.models.huggingface.stored import WeightFolder
+from penstock.models.huggingface.weights import names_of, refuse_other_weights
+from penstock.models.init import Draw
+from penstock.parallel.holding import whole
+from penstock.train.run_folder import sync, write_whole
+from penstock.train.saved_weights import RUN_FILE, STEP, WEIGHTS, WeightPiece, write_weights
+from penstock.train.state import identity_of
+
+CONFIG_FILE = "config.json"
+_DENSE = re.compile(r"(?P<layer>blocks\.\d+)\.ffn\.(?P<product>gate_up|down)\.weight")
+_TARGETS = {"gate_up": "gate_up_eFD", "down": "down_eDF"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upcycling:
+    """A model with experts from a dense one that computes the same function at first.
+
+    Every expert is a copy of the dense network, and the weights of the chosen ones sum to 1. With `granularity` G a
+    copy is cut into G experts, each with a part of its width. The G parts have the same logit at first, so a token
+    meets all parts of a copy or none; each has 1 / G of the copy's weight, which the router's scale makes up for.
+
+    Attributes:
+        copies: of the dense network in each layer.
+        chosen: copies that a token meets.
+        granularity: experts that a copy is cut into.
+        seed: of the router's weights.
+    """
+
+    copies: int
+    chosen: int
+    granularity: int = 1
+    seed: int = 0
+
+    def model(self, dense: Model) -> Model:
+        """The model that is made.
+
+        Raises:
+            ConfigError: the other one is not dense, or cannot be cut so.
+        """
+        if dense.moe is not None:
+            raise ConfigError("only a dense model can be made one with experts", got=f"a {dense.family} with experts")
+        if not 1 <= self.chosen <= self.copies or dense.dense_ffn_size % self.granularity:
+            raise ConfigError(
+                "a dense model cannot be made one with such experts",
+                got=f"{self.chosen} of {self.copies} copies, each cut into {self.granularity}",
+                allowed=f"1 to {self.copies} of {self.copies}; a number that divides {dense.dense_ffn_size}",
+            )
+        family = {"llama": "mixtral", "qwen3": "qwen3-moe"}.get(dense.family, "plain")
+        after = family == "mixtral"
+        # The one weight of one choice is 1 whatever the logits are: only a softmax over all lets the router learn.
+        normalize = not after and self.chosen * self.granularity > 1
+        moe = Moe(
+            experts=self.copies * self.granularity,
+            top_k=self.chosen * self.granularity,
+            ffn_size=dense.dense_ffn_size // self.granularity,
+            router=Router(softmax_after_top_k=after, normalize=normalize, scale=float(self.granularity)),
+        )
+        return dense.model_copy(update={"family": family, "dense_layers": 0, "dense_ffn_size": 0, "moe": moe})
+
+    def pieces(self, dense: Model, pieces: Iterator[WeightPiece]) -> Iterator[WeightPiece]:
+        """The weights of the model that is made, from those of the dense one."""
+        for piece in pieces:
+            match = _DENSE.fullmatch(piece.name)
+            if match is None:
+                yield piece
+                continue
+            yield from self._experts(dense, piece, match["layer"], match["product"])
+            if match["product"] == "down":
+                yield self._router(dense, f"{match['layer']}.ffn.router.weight_ED")
+
+    def _experts(self, dense: Model, piece: WeightPiece, layer: str, product: str) -> Iterator[WeightPiece]:
+        """One of the two halves of `gate_up`, or `down`, for every expert."""
+        width = dense.dense_ffn_size // self.granularity
+        dim = 0 if product == "gate_up" else 1
+        experts = self.copies * self.granularity
+        shape = (experts, 2 * width, dense.hidden_size) if dim == 0 else (experts, dense.hidden_size, width)
+        half = piece.rectangle.begin[0] // dense.dense_ffn_size if dim == 0 else 0
+        for expert in range(experts):
+            part = expert % self.granularity
+            begin, sizes = [expert, 0, 0], [1, *shape[1:]]
+            begin[1 + dim], sizes[1 + dim] = half * width, width
+            yield WeightPiece(
+                name=f"{layer}.ffn.experts.{_TARGETS[product]}",
+                shape=shape,
+                rectangle=Rectangle(tuple(begin), tuple(sizes)),
+                make=partial(_part_of, piece, dim, part * width, width),
+            )
+
+    def _router(self, dense: Model, name: str) -> WeightPiece:
+        experts = self.copies * self.granularity
+        shape = (experts, dense.hidden_size)
+
+        def make() -> Tensor:
+            copies = torch.zeros(self.copies, dense.hidden_size)
+            draw = Draw(seed=self.seed, name=name, std=dense.initial_std, device=torch.device("cpu"))
+            draw.fill(whole(copies))
+            return copies.repeat_interleave(self.granularity, 0)
+
+        return WeightPiece(name=name, shape=shape, rectangle=Rectangle((0, 0), shape), make=make)
+
+
+def _part_of(piece: WeightPiece, dim: int, begin: int, size: int) -> Tensor:
+    return piece.make().narrow(dim, begin, size)[None]
+
+
+def model_in(folder: Path) -> Model:
+    """The model that a folder's `config.json` describes.
+
+    Raises:
+        CheckpointError: there is no such file, or it is no JSON.
+        ConfigError: it is of a family that is not known, or of a model that cannot be said here.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {path}", got=error.strerror, fix="give a folder with config.json, or name the preset"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON", got=error, fix="fetch it again") from error
+    if not isinstance(fields, Mapping):
+        raise CheckpointError(f"{path} is no table of keys", got=type(fields).__name__)
+    return model_of_config(fields)
+
+
+def import_weights(weights: WeightFolder, source: Model, run: Run, upcycling: Upcycling | None, folder: Path) -> None:
+    """Write weights as the start of a run, and a file that starts it.
+
+    Args:
+        weights: with Hugging Face names.
+        source: the model that they are of.
+        run: what shall start with them; its `training.initial_weights` names the folder.
+        upcycling: makes the run's model of `source`; None if they are the same.
+        folder: is made; must not be there.
+
+    Raises:
+        CheckpointError: the weights are not those of the model, cannot be read, or the disk refuses.
+    """
+    if folder.exists():
+        raise CheckpointError(f"{folder} exists already", fix="give the name of a new folder")
+    names = names_of(source, weights)
+    lines = weight_names(source)
+    refuse_other_weights(lines, weights, names)
+    pieces = _pieces(lines, weights, names)
+    if upcycling is not None:
+        pieces = upcycling.pieces(source, pieces)
+    facts: dict[str, Any] = {"step": STEP, "model": identity_of(run)}
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            write_weights(draft / WEIGHTS / f"step-{STEP:06d}", pieces, facts)
+            write_whole(draft / RUN_FILE, dump_toml(run))
+            draft.chmod(0o755)
+            sync(draft)
+            draft.rename(folder)
+            sync(folder.parent)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)  # not there any more if all went well
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {folder}", got=error) from error
+
+
+def _pieces(lines: list[WeightName], weights: WeightFolder, names: Mapping[str, str]) -> Iterator[WeightPiece]:
+    for line in lines:
+        rectangle = line.rectangle
+        yield WeightPiece(
+            name=line.ours,
+            shape=line.whole,
+            rectangle=rectangle,
+            make=partial(_values, line, weights, names[line.theirs], rectangle.sizes),
+        )
+
+
+def _values(line: WeightName, weights: WeightFolder, name: str, sizes: tuple[int, ...]) -> Tensor:
+    return line.read(weights[name]).float().reshape(sizes)

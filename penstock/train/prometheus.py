@@ -1,0 +1,191 @@
+"""Prometheus: an endpoint at which a cluster's monitoring asks how the run is doing.
+
+`curl http://127.0.0.1:PORT/metrics` shows it. Whoever asks gets the last step that the run has told; a question costs
+the run nothing, because telling is one assignment and the answer is written by a thread of the endpoint's own. Names
+follow Prometheus' conventions: the program first, base units last, `_total` for what only grows. A counter starts
+anew with what a resumed run has done before, which Prometheus takes for a restart.
+
+What is told at every step stands in `penstock.train.metrics.FIELDS`; its names here are `EXPORTED`.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+from penstock.train.metrics import FIELDS, LAYER_FIELDS, Field, record
+from penstock.train.observer import RunStart, StepReport
+
+EXPORTED: Mapping[str, str] = MappingProxyType(
+    {
+        "step": "penstock_steps_total",
+        "loss": "penstock_loss_nats",
+        "mtp_losses": "penstock_mtp_loss_nats",
+        "gradient_norm": "penstock_gradient_norm",
+        "learning_rate": "penstock_learning_rate",
+        "tokens_seen": "penstock_tokens_total",
+        "tokens_per_second_per_device": "penstock_device_tokens_per_second",
+        "step_seconds": "penstock_step_seconds",
+        "phase_seconds": "penstock_phase_seconds",
+        "model_flops_utilization": "penstock_model_flops_utilization_ratio",
+        "peak_memory_bytes": "penstock_peak_memory_bytes",
+        "graph_pool_bytes": "penstock_graph_pool_bytes",
+        "expert_load_max_over_mean": "penstock_expert_load_max_over_mean_ratio",
+        "expert_rank_load_max_over_mean": "penstock_expert_rank_load_max_over_mean_ratio",
+        "expert_rank_load_fullest": "penstock_expert_rank_load_fullest_ratio",
+        "dropped_slots": "penstock_dropped_slots",
+        "rows_left_out": "penstock_left_out_rows",
+        "records_skipped": "penstock_skipped_records",
+        "auxiliary_loss": "penstock_auxiliary_loss",
+        "forced_balance": "penstock_forced_balance",
+        "evaluation_loss": "penstock_evaluation_loss_nats",
+        "evaluation_bits_per_byte": "penstock_evaluation_bits_per_byte",
+    }
+)
+"""Names of the fields of a line. `phase_seconds` has a label `phase`, `mtp_losses` a label `depth`."""
+
+EXPORTED_OF_LAYER: Mapping[str, str] = MappingProxyType(
+    {
+        "max_over_mean": "penstock_layer_expert_load_max_over_mean_ratio",
+        "entropy": "penstock_layer_expert_load_entropy_ratio",
+        "dropped_slots": "penstock_layer_dropped_slots",
+        "auxiliary_loss": "penstock_layer_auxiliary_loss",
+    }
+)
+"""Names of the parts of `layers`, which have a label `layer`."""
+
+RUN_INFO = "penstock_run_info"
+WANTED_STEPS = "penstock_wanted_steps"
+STEP_TIME = "penstock_step_timestamp_seconds"
+SAVED_STEP = "penstock_saved_step"
+SAVED_TIME = "penstock_checkpoint_timestamp_seconds"
+
+ENDPOINT_FIELDS: Mapping[str, Field] = MappingProxyType(
+    {
+        RUN_INFO: Field("", "Always 1; its labels are the model's family, the device, the ranks, and the run's name."),
+        WANTED_STEPS: Field("steps", "Steps that the run asks for."),
+        STEP_TIME: Field("s", "When the last step ended, since 1970; of a run that hangs it stays behind."),
+        SAVED_STEP: Field("steps", "Step of the newest checkpoint of this process; absent before the first."),
+        SAVED_TIME: Field("s", "When that was handed to the writer, since 1970."),
+    }
+)
+"""What only the endpoint tells."""
+
+_LABELS = {"phase_seconds": "phase", "mtp_losses": "depth"}
+_KEPT = ("evaluation_loss", "evaluation_bits_per_byte")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """What the run has told so far.
+
+    Attributes:
+        start: of this process.
+        line: of the last step, with the last evaluation; empty before the first.
+        step_time: when that was, in seconds since 1970.
+        saved_step: of the newest checkpoint, or 0.
+        saved_time: when that was.
+    """
+
+    start: RunStart
+    line: Mapping[str, Any]
+    step_time: float = 0.0
+    saved_step: int = 0
+    saved_time: float = 0.0
+
+
+class PrometheusEndpoint:
+    """Observer that answers a monitoring system over HTTP.
+
+    Args:
+        address: of the network interface to listen at.
+        port: to listen at; 0 takes a free one.
+
+    Attributes:
+        port: where it listens.
+
+    Raises:
+        OSError: the port is taken, or the address is none of this machine.
+    """
+
+    def __init__(self, address: str, port: int) -> None:
+        client: Any = import_module("prometheus_client")
+        self._core: Any = import_module("prometheus_client.core")
+        self._told: _Told | None = None
+        registry = client.CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        self._server, self._thread = client.start_http_server(port, addr=address, registry=registry)
+        self.port = int(self._server.server_port)
+
+    def started(self, start: RunStart) -> None:
+        """From now on there is an answer."""
+        self._told = _Told(start=start, line={})
+
+    def stepped(self, report: StepReport) -> None:
+        """Keep the figures of a step; those of an evaluation until the next one."""
+        assert self._told is not None, "a run starts before it steps"
+        kept = {name: self._told.line[name] for name in _KEPT if name in self._told.line}
+        self._told = replace(self._told, line=kept | record(report), step_time=time.time())
+
+    def saved(self, step: int) -> None:
+        """Keep which checkpoint is the newest."""
+        assert self._told is not None, "a run starts before it saves"
+        self._told = replace(self._told, saved_step=step, saved_time=time.time())
+
+    def closed(self) -> None:
+        """Stop answering, and free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def collect(self) -> Iterator[Any]:
+        """Metric families of prometheus_client, called by its thread for each question."""
+        told = self._told
+        if told is None:
+            return
+        run = told.start.run
+        info = {"model": run.model.family, "device": told.start.device_name, "ranks": f"{told.start.ranks}"}
+        yield self._family(told, RUN_INFO, {tuple(info.values()): 1.0}, labels=tuple(info))
+        yield self._family(told, WANTED_STEPS, {(): float(run.training.steps)})
+        if told.saved_step:
+            yield self._family(told, SAVED_STEP, {(): float(told.saved_step)})
+            yield self._family(told, SAVED_TIME, {(): told.saved_time})
+        if not told.line:
+            return
+        yield self._family(told, STEP_TIME, {(): told.step_time})
+        for field, name in EXPORTED.items():
+            label = _LABELS.get(field)
+            yield self._family(told, name, _samples(told.line.get(field)), FIELDS[field].doc, (label,) if label else ())
+        for field, name in EXPORTED_OF_LAYER.items():
+            layers: dict[tuple[str, ...], float] = {
+                (f"{layer['layer']}",): float(layer[field]) for layer in told.line["layers"]
+            }
+            yield self._family(told, name, layers, LAYER_FIELDS[field].doc, ("layer",))
+
+    def _family(
+        self,
+        told: _Told,
+        name: str,
+        samples: Mapping[tuple[str, ...], float],
+        doc: str = "",
+        labels: tuple[str, ...] = (),
+    ) -> Any:
+        """One metric with the values of its labels; each sample says of which run it is."""
+        kind = self._core.CounterMetricFamily if name.endswith("_total") else self._core.GaugeMetricFamily
+        family = kind(name, doc or ENDPOINT_FIELDS[name].doc, labels=("run", *labels))
+        for values, number in samples.items():
+            family.add_metric((told.start.run.name, *values), number)
+        return family
+
+
+def _samples(value: Any) -> dict[tuple[str, ...], float]:
+    """Samples of a field by the values of its label; none where the field is null or absent."""
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return {(str(key),): float(number) for key, number in value.items()}
+    if isinstance(value, list):
+        return {(f"{depth}",): float(number) for depth, number in enumerate(value, start=1)}
+    return {(): float(value)}

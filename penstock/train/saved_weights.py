@@ -1,0 +1,186 @@
+"""The weights of a checkpoint without the rest: read one piece at a time, or written one piece at a time.
+
+Any model, however large, passes in pieces of one tensor, or of one expert's part of it. What is written is a checkpoint
+of step 0 that holds `model.*` and nothing else, in float32 as every checkpoint has it; a run starts with it by
+`training.initial_weights`, in any layout.
+
+    WEIGHTS/run.toml                a run that starts with them
+            weights/step-000000     tensors, facts.json, manifest.json: penstock/train/manifest.py
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from penstock.base.errors import CheckpointError
+from penstock.layout.pieces import Piece
+from penstock.layout.rectangles import Rectangle
+from penstock.parallel.holding import Part
+from penstock.train.checkpoint import CheckpointStore
+from penstock.train.manifest import (
+    FACTS,
+    Manifest,
+    SavedTensor,
+    Written,
+    check_files,
+    check_tensors,
+    files_of,
+    merge,
+    read_manifest,
+    write_manifest,
+)
+from penstock.train.parts import FILE_BYTES, fill_parts
+from penstock.train.run_folder import RunFolder, sync, write_whole
+from penstock.train.state import TrainState, check_same_model
+from penstock.train.tensor_files import Entry, fingerprint, write_entries
+
+RUN_FILE = "run.toml"
+WEIGHTS = "weights"
+STEP = 0
+PREFIX = "model."
+"""Of the names of weights in a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightPiece:
+    """A rectangle of one of our weights, float32.
+
+    Attributes:
+        name: of the weight in `Decoder.state_dict()`.
+        shape: of the whole weight.
+        rectangle: of it.
+        make: gives the values; called once, when they are written.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rectangle: Rectangle
+    make: Callable[[], Tensor]
+
+
+def write_weights(folder: Path, pieces: Iterable[WeightPiece], facts: Mapping[str, Any]) -> None:
+    """Write a checkpoint of step 0 that holds weights alone. Whoever calls this makes the folder appear whole.
+
+    Args:
+        folder: of the checkpoint; is made.
+        pieces: each weight exactly once, in any order; few of them should share a file and be far apart.
+        facts: what it is bound to, as JSON knows it.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True)
+    written = Written({}, {})
+    for number, group in enumerate(_files(pieces)):
+        name = f"tensors-{number:05d}.safetensors"
+        entries = [_entry(piece) for piece in group]
+        written.files[name] = write_entries(folder / name, entries)
+        for piece in group:
+            kind = f"float32 {list(piece.shape)}"
+            saved = written.tensors.setdefault(PREFIX + piece.name, SavedTensor(kind))
+            saved.rectangles[str(piece.rectangle)] = name
+    write_whole(folder / FACTS, json.dumps(facts, allow_nan=False, indent=1))
+    written.files[FACTS] = fingerprint(folder / FACTS)
+    write_manifest(folder, STEP, merge([written]))
+    sync(folder)
+
+
+def _entry(piece: WeightPiece) -> Entry:
+    name = f"{PREFIX}{piece.name}{piece.rectangle}"
+    return Entry(name=name, dtype=torch.float32, shape=piece.rectangle.sizes, make=piece.make)
+
+
+def _files(pieces: Iterable[WeightPiece]) -> Iterable[list[WeightPiece]]:
+    """Pieces that share a file."""
+    group: list[WeightPiece] = []
+    size = 0
+    for piece in pieces:
+        more = 4 * piece.rectangle.elements
+        if group and size + more > FILE_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(piece)
+        size += more
+    if group:
+        yield group
+
+
+class SavedWeights:
+    """The weights of a whole, undamaged checkpoint.
+
+    Args:
+        store: the checkpoints of a run.
+        step: which one.
+        kinds: type and shape of each weight that is wanted, by name in the model.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it lacks one of them.
+    """
+
+    def __init__(self, store: CheckpointStore, step: int, kinds: Mapping[str, str]) -> None:
+        self._folder = store.path(step)
+        wanted = {PREFIX + name: kind for name, kind in kinds.items()}
+        self._tensors: Mapping[str, SavedTensor] = _checked(self._folder, wanted).tensors
+
+    def read(self, name: str, rectangle: Rectangle) -> Tensor:
+        """A rectangle of a weight, float32.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        saved = self._tensors[PREFIX + name]
+        tensor = torch.empty(rectangle.sizes, dtype=torch.float32)
+        here = (0,) * len(rectangle.sizes)
+        piece = Piece(here=here, whole=rectangle.begin, sizes=rectangle.sizes)
+        part = Part(tensor=tensor, shape=saved.shape, pieces=(piece,))
+        try:
+            fill_parts(self._folder, self._tensors, {PREFIX + name: part})
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {self._folder}", got=error) from error
+        return tensor
+
+
+def _checked(folder: Path, wanted: Mapping[str, str]) -> Manifest:
+    try:
+        manifest = read_manifest(folder)
+        check_tensors(folder, {name: manifest.kinds.get(name, "none") for name in wanted}, wanted)
+        names = files_of(manifest, wanted)
+        check_files(folder, {name: manifest.files[name] for name in names})
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder}", got=error.strerror or error) from error
+    return manifest
+
+
+def load_initial_weights(source: str, state: TrainState, store_of: Callable[[Path], CheckpointStore]) -> None:
+    """Start a new run with the weights of another one, or with imported ones. All ranks call it together.
+
+    Args:
+        source: folder that `penstock import` wrote, or of a run, whose newest checkpoint is meant.
+        state: freshly built; its weights are filled in place, nothing else.
+        store_of: opens a folder of checkpoints.
+
+    Raises:
+        CheckpointError: there are none, they are of another model, or damaged.
+    """
+    folder = Path(source)
+    imported = folder / WEIGHTS
+    store = store_of(imported if imported.is_dir() else RunFolder(folder).checkpoints)
+    try:
+        step = store.latest()
+        if step is None:
+            raise CheckpointError(
+                f"training.initial_weights: {source} has no weights",
+                allowed="a folder of `penstock import`, or of a run with a checkpoint",
+            )
+        check_same_model(step, store.read_facts(step)["model"], state.identity)
+        weights = {name: part for name, part in state.parts().items() if name.startswith(PREFIX)}
+        store.load(step, weights, all_of_it=False)
+    finally:
+        store.close()
+    state.optimizer.loaded()

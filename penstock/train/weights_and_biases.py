@@ -1,0 +1,94 @@
+"""Weights & Biases: the same figures in somebody's project, over the network (online) or in files (offline).
+
+    runs/NAME/wandb/id                which run of which project this one is there: PROJECT/ID
+                    step              the last step that was sent
+                    offline-run-...   what `wandb sync` sends later
+
+A run that goes on is the same run at W&B. W&B's history only goes forward: after a kill, steps are made again that were
+sent before, to the same figures, and these are not sent twice. W&B reads its own variables (WANDB_API_KEY,
+WANDB_BASE_URL, WANDB_ENTITY, ...) and `wandb login`; the mode is that of `record.wandb`.
+"""
+
+import uuid
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from penstock.train.metrics import is_recorded, scalars
+from penstock.train.observer import RunStart, StepReport
+from penstock.train.run_folder import RunFolder, write_whole
+
+
+class WeightsAndBiases:
+    """Observer that sends figures to Weights & Biases.
+
+    Args:
+        folder: of the run.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._wandb: Any = import_module("wandb")
+        self._folder = folder
+        self._step_file = folder.wandb / "step"
+        self._run: Any = None
+        self._every, self._wanted, self._last, self._sent = 1, 0, 0, 0
+
+    def started(self, start: RunStart) -> None:
+        """Open the run there, or go on with it."""
+        record = start.run.record
+        self._folder.wandb.mkdir(exist_ok=True)
+        self._every, self._wanted = record.every, start.run.training.steps
+        self._last = start.steps_done
+        name = _known_id(self._folder.wandb / "id", record.wandb_project)
+        if name is None:
+            name = uuid.uuid4().hex[:12]
+            write_whole(self._folder.wandb / "id", f"{record.wandb_project}/{name}\n")
+        else:
+            self._sent = _number(self._step_file)
+        self._run = self._wandb.init(
+            project=record.wandb_project,
+            id=name,
+            name=start.run.name,
+            dir=str(self._folder.path),
+            mode=record.wandb,
+            resume="allow",
+            reinit="create_new",
+            config={
+                **start.run.model_dump(mode="json"),
+                "device_name": start.device_name,
+                "ranks": start.ranks,
+                "parameters": start.parameters,
+                "active_parameters": start.active_parameters,
+            },
+            # The terminal shows our own view, and what it prints is no log.
+            settings=self._wandb.Settings(console="off", silent=True, save_code=False),
+        )
+
+    def stepped(self, report: StepReport) -> None:
+        """Send a step that was not sent before."""
+        self._last = report.step
+        if report.step <= self._sent or not is_recorded(report, self._every):
+            return
+        self._run.log(scalars(report), step=report.step, commit=True)
+        self._sent = report.step
+        self._step_file.write_text(f"{report.step}\n")
+
+    def saved(self, step: int) -> None:
+        """Nothing to send."""
+
+    def closed(self) -> None:
+        """Send what is left. A run that has not made all its steps is marked as failed, until it goes on."""
+        if self._run is not None:
+            self._run.finish(exit_code=0 if self._last >= self._wanted else 1)
+
+
+def _known_id(path: Path, project: str) -> str | None:
+    """Id of the run in its project, or None if that does not know it yet."""
+    known, _, name = path.read_text().strip().rpartition("/") if path.is_file() else ("", "", "")
+    return name if known == project and name else None
+
+
+def _number(path: Path) -> int:
+    """The number in a file; 0 if there is none, or a crash has left half of it."""
+    text = path.read_text().strip() if path.is_file() else ""
+    return int(text) if text.isascii() and text.isdigit() else 0

@@ -1,0 +1,224 @@
+"""Speed of devices and links, and whether sums over ranks are right: what ranks measure together.
+
+Every rank multiplies a large matrix, all of them time the collectives of `penstock.plan.calibrate_transfers`, and sum
+numbers whose sum is known: links that lose or mix up data are found here and not in a loss curve. What was measured is
+compared with what plans expect of the hardware, and devices with each other, since all wait for the slowest.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from penstock.base.errors import HardwareError
+from penstock.kernels.device_facts import Dtype, device_facts
+from penstock.plan.calibrate import TORCH_DTYPES, Bench
+from penstock.plan.calibrate_transfers import measure_transfers
+from penstock.plan.hardware import CollectiveKind, Group, Hardware, TransferPoint
+from penstock.plan.rates import Rates
+from penstock.plan.transfers import Transfers
+from penstock.tune.preflight.check import Check, fine
+
+GPU_SIDE, CPU_SIDE = 8192, 512
+"""Of the square matrices."""
+
+GPU_BUFFERS, CPU_BUFFERS = (2**22, 2**28), (2**14, 2**22)
+"""Bytes: where latency still counts, and where only bandwidth does."""
+
+SLOW, VERY_SLOW = 1.5, 3.0
+"""Times of what plans expect. Clocks, temperature and other jobs explain less than the first; a link that is down, or a
+path through the host, is the second."""
+
+BEHIND = 0.9
+"""Of the fastest device: equal chips are within a few percent of each other."""
+
+SUMMED = 1 << 20
+"""Numbers that are summed over ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the ranks have found.
+
+    Attributes:
+        dtype: of the products.
+        side: of the square matrices.
+        flops: FLOP per second of each rank's product.
+        transfers: seconds of each collective; empty for one rank.
+        wrong_sums: of each rank, numbers that were not the sum over ranks.
+    """
+
+    dtype: Dtype
+    side: int
+    flops: tuple[float, ...]
+    transfers: Mapping[CollectiveKind, tuple[TransferPoint, ...]]
+    wrong_sums: tuple[int, ...]
+
+
+def measure(device: torch.device, node_ranks: int) -> Measured:
+    """What each rank does, all at the same time.
+
+    Args:
+        device: of this rank; if there are several, their process group is started.
+        node_ranks: ranks of each machine.
+
+    Returns:
+        The same on all ranks.
+    """
+    on_gpu = device.type == "cuda"
+    dtype: Dtype = "bf16" if on_gpu else "fp32"
+    side = GPU_SIDE if on_gpu else CPU_SIDE
+    x, w = (torch.randn(side, side, device=device, dtype=TORCH_DTYPES[dtype]) for _ in range(2))
+    seconds = Bench(device, device_facts(device, dtype), round_seconds=0.02).seconds(partial(F.linear, x, w))
+    flops = 2 * side**3 / seconds
+    if not dist.is_initialized():
+        return Measured(dtype=dtype, side=side, flops=(flops,), transfers={}, wrong_sums=(0,))
+    transfers = measure_transfers(device, node_ranks, GPU_BUFFERS if on_gpu else CPU_BUFFERS)
+    wrong = _of_every_rank(_wrong_sums(device), device)
+    return Measured(
+        dtype=dtype,
+        side=side,
+        flops=_of_every_rank(flops, device),
+        transfers=transfers,
+        wrong_sums=tuple(round(count) for count in wrong),
+    )
+
+
+def _of_every_rank(number: float, device: torch.device) -> tuple[float, ...]:
+    """A number of each rank, on all of them; gathered and not summed, since sums may be what is broken."""
+    own = torch.tensor([number], dtype=torch.float64, device=device)
+    numbers_W = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(numbers_W, own)
+    return tuple(one.item() for one in numbers_W)
+
+
+def _wrong_sums(device: torch.device) -> int:
+    """How many of a million sums of small whole numbers are not what they must be."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    small = torch.arange(SUMMED, device=device) % 64
+    summed = (small + rank).float()
+    dist.all_reduce(summed)
+    return int((summed != small * world + world * (world - 1) // 2).sum().item())
+
+
+def measured_json(found: Measured) -> str:
+    """As text, for another process."""
+    transfers = {kind: [point.model_dump() for point in points] for kind, points in found.transfers.items()}
+    return json.dumps({**vars(found), "transfers": transfers})
+
+
+def parse_measured(text: str) -> Measured:
+    """The inverse of `measured_json`."""
+    found = json.loads(text)
+    transfers = {kind: tuple(map(TransferPoint.model_validate, points)) for kind, points in found["transfers"].items()}
+    lists = {name: tuple(found[name]) for name in ("flops", "wrong_sums")}
+    return Measured(**{**found, **lists, "transfers": transfers})
+
+
+def judge_measured(found: Measured, known: Hardware | None) -> list[Check]:
+    """Everything that was measured.
+
+    Args:
+        found: by the ranks.
+        known: what plans expect of this hardware; None if nothing is known of it.
+    """
+    return [*_products(found, known), *_sums(found), *_collectives(found, known)]
+
+
+def _products(found: Measured, known: Hardware | None) -> Iterator[Check]:
+    fastest, slowest = max(found.flops), min(found.flops)
+    got = f"{slowest / 1e12:.3g} TFLOP/s in {found.dtype}" + (" on the slowest" if len(found.flops) > 1 else "")
+    rate = None if known is None else _expected_flops(found, known)
+    behind = [f"rank {rank}" for rank, flops in enumerate(found.flops) if flops < BEHIND * fastest]
+    if rate is not None and rate > SLOW * slowest:
+        yield Check(
+            area="transfers",
+            name="products",
+            status="failed" if rate > VERY_SLOW * slowest else "warning",
+            got=got,
+            expected=f"{rate / 1e12:.3g} TFLOP/s",
+            fix="look for other processes, power limits and temperature (nvidia-smi -q, amd-smi metric)",
+        )
+    elif behind and known is not None:
+        yield Check(
+            area="transfers",
+            name="products",
+            status="warning",
+            got=f"{', '.join(behind)} below {BEHIND:.0%} of the fastest ({fastest / 1e12:.3g} TFLOP/s)",
+            expected="devices of one speed: all wait for the slowest",
+            fix="look for other processes, power limits and temperature there",
+        )
+    else:
+        yield fine("transfers", "products", got)
+
+
+def _expected_flops(found: Measured, known: Hardware) -> float | None:
+    try:
+        return 2 * found.side**3 / Rates(known).product(found.side, found.side, found.side, found.dtype).seconds
+    except HardwareError:
+        return None
+
+
+def _sums(found: Measured) -> Iterator[Check]:
+    if len(found.flops) == 1:
+        return
+    wrong = {rank: count for rank, count in enumerate(found.wrong_sums) if count}
+    if not wrong:
+        yield fine("transfers", "sums over ranks", f"right on all {len(found.flops)}")
+        return
+    yield Check(
+        area="transfers",
+        name="sums over ranks",
+        status="failed",
+        got=", ".join(f"{count:,} of {SUMMED:,} wrong on rank {rank}" for rank, count in wrong.items()),
+        expected="none wrong",
+        fix="IOMMU in passthrough (iommu=pt) and ACS off; NCCL_P2P_DISABLE=1 shows whether direct links are to blame",
+    )
+
+
+def _collectives(found: Measured, known: Hardware | None) -> Iterator[Check]:
+    for kind, points in found.transfers.items():
+        largest = points[-1]
+        rate = largest.leaving_bytes / largest.seconds
+        got = f"{rate / 1e9:.3g} GB/s out of each rank, {points[0].seconds * 1e6:,.0f} us for {_size(points[0])}"
+        slow = [] if known is None else list(_slow(kind, points, known))
+        if not slow:
+            yield fine("transfers", kind, got)
+            continue
+        times = max(point.seconds / expected for point, expected in slow)
+        yield Check(
+            area="transfers",
+            name=kind,
+            status="failed" if times > VERY_SLOW else "warning",
+            got=got,
+            expected="; ".join(f"{expected * 1e6:,.0f} us for {_size(point)}" for point, expected in slow)
+            + f", which took up to {times:.1f} times that",
+            fix="NCCL_DEBUG=INFO shows which links are used; see peer access and the variables above",
+        )
+
+
+def _slow(
+    kind: CollectiveKind, points: Sequence[TransferPoint], known: Hardware
+) -> Iterator[tuple[TransferPoint, float]]:
+    """Points that took longer than plans expect, with what they expect."""
+    if kind == "symmetric" or kind == "deep-ep":  # ways of tokens and not collectives; nobody measures them here
+        return
+    transfers = Transfers(known)
+    for point in points:
+        # What leaves a rank is all of its buffer but its own part.
+        share = 1 if kind == "point-to-point" else point.ranks / (point.ranks - 1)
+        group = Group(ranks=point.ranks, node_ranks=point.node_ranks)
+        try:
+            expected = transfers.collective(kind, point.leaving_bytes * share, group).seconds
+        except HardwareError:
+            return
+        if point.seconds > SLOW * expected:
+            yield point, expected
+
+
+def _size(point: TransferPoint) -> str:
+    return f"{point.leaving_bytes / 1e6:.3g} MB"

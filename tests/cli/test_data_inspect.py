@@ -1,0 +1,159 @@
+"""`penstock data inspect`: what it shows of presets, files and run folders."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import main
+from penstock.config.load import dump_toml
+from tests.train.test_batch_contents import text_run
+from tests.train.test_loop import start
+
+
+def outcome(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    code = main(["data", "inspect", *map(str, words)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+GOOD_INDEX = b"MMIDIDX\0\0" + struct.pack("<QBQQiqqq", 1, 8, 1, 2, 1, 0, 0, 1)
+"""One document of one token."""
+
+SHOWN = """\
+step 1 of tiny: 4 rows of 12 tokens
+
+counted              4 rows, 48 tokens
+pieces of documents  8, 2.00 a row
+attention sees       one document
+text                 0.917 bytes a token
+padding              0.00% of the tokens
+labels not counted   8.33%
+
+row 0: 2 pieces
+  0..4, positions 0..4, label not counted at 4, [end of document]
+    'a 1 '
+  5..11, positions 0..6, [cut by the row]
+    'a 2 a 2'
+"""
+
+
+@pytest.fixture
+def described(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(dump_toml(text_run(tmp_path, document_mask=True)))
+    return path
+
+
+def test_rows_are_shown_with_borders_positions_and_labels_that_do_not_count(
+    described: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("data.shuffle=false", "data.validation_share=0", "evaluation.rows=0", "--rows", 1)
+    assert outcome(capsys, described, *words) == (0, SHOWN, "")
+
+
+def test_programs_get_the_same_as_json(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = outcome(capsys, described, "--rows", 3, "--step", 2, "--json")
+    told = json.loads(out)
+    assert (code, told["what"], told["counted_rows"], told["attention"]) == (0, "step 2 of tiny", 4, "document")
+    assert len(told["shown"]) == 3
+    ids = [token for piece in told["shown"][0]["pieces"] for token in piece["ids"]]
+    assert len(ids) == 12
+    assert bytes(token for token in ids if token < 256).decode() == "".join(
+        piece["text"] for piece in told["shown"][0]["pieces"]
+    )
+
+
+def test_a_run_folder_is_read_with_its_own_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, folder = start(text_run(tmp_path))
+    code, out, _ = outcome(capsys, folder.path, "--step", 4, "--rows", 1)
+    assert code == 0
+    assert out.startswith("step 4 of tiny: 4 rows of 12 tokens")
+    assert "\n    'a " in out
+
+
+def test_tokens_without_text_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = outcome(capsys, "debug", "data.source=synthetic-random", "--rows", 1)
+    assert code == 0
+    assert "text                 unknown" in out
+    assert "\n    ids " in out
+
+
+def test_held_out_rows_show_their_padding(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("data.validation_share=0.3", "evaluation.rows=400", "--held-out", "--rows", 400)
+    code, out, _ = outcome(capsys, described, *words)
+    assert code == 0
+    assert out.startswith("held-out rows of tiny: ")
+    assert "11: padding" in out
+
+
+def test_long_texts_are_cut_unless_asked_for(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (described, "training.sequence_length=4000", "data.files=[]", "data.source=standard-library", "--rows", 1)
+    short, full = outcome(capsys, *words)[1], outcome(capsys, *words, "--full")[1]
+    assert " ... " in short
+    assert max(map(len, short.splitlines())) < 200
+    assert len(full) > len(short)
+
+
+def test_parts_of_a_mixture_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text_run(tmp_path)
+    mixture = [
+        word
+        for name, weight in (("a", 3), ("b", 1))
+        for word in (
+            f"data.mixture.{name}.source=jsonl",
+            f"data.mixture.{name}.files={tmp_path}/{name}.jsonl",
+            f"data.mixture.{name}.weight={weight}",
+        )
+    ]
+    code, out, _ = outcome(capsys, "debug", *mixture, "evaluation.rows=0")
+    assert code == 0
+    assert "a     75.0%      75.0%" in out
+    assert "row 0 of a: " in out
+
+
+@pytest.mark.parametrize(
+    ("index", "content", "message"),
+    [
+        (b"", b"", "data file a.idx is empty"),
+        (b"no index", b"\0\0", "a.idx is no index of packed tokens"),
+        (None, None, "cannot read data file a.idx: No such file"),
+        (GOOD_INDEX, None, "cannot read data file a.bin: No such file"),
+        (GOOD_INDEX, b"\0", "a.idx cannot be used: the two files are not of one pair, or cut"),
+        (GOOD_INDEX, b"\0\0", "nothing says what the ids of a are; fix: set data.tokenizer"),
+    ],
+)
+def test_a_packed_file_that_cannot_be_used_is_one_line(
+    tmp_path: Path,
+    index: bytes | None,
+    content: bytes | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, part in (("a.idx", index), ("a.bin", content)):
+        if part is not None:
+            Path(name).write_bytes(part)
+    code, out, err = outcome(capsys, "debug", "data.source=packed", "data.files=a.bin")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("debug", "--held-out", "evaluation.rows=0"), "the run has no held-out rows: evaluation.rows is 0"),
+        (("debug", "--step", "0"), "Invalid value for '--step'"),
+        (("debug", "data.source=jsonl", "data.files=none.jsonl"), "cannot read data file none.jsonl"),
+        (("debug", "data.tokenizer=none.json"), "cannot read data.tokenizer none.json"),
+        (("none",), "no preset is called 'none'"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_line(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = outcome(capsys, *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err

@@ -1,0 +1,250 @@
+"""`penstock data pack` and `penstock data tokenizer train`: what they write and say, and what they refuse."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import main
+from penstock.data.packed import open_packed
+from penstock.data.packed_files import Pair
+from penstock.data.sources import Keep
+from penstock.data.tokenizer import open_tokenizer
+from tests.data.vocabularies import RANKS, tiktoken_lines
+
+TEXTS = [f"the penstock feeds turbine {number}" for number in range(30)]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text, "other": "x"}) + "\n" for text in TEXTS))
+    return path
+
+
+def outcome(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    code = main(["data", *map(str, words)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def packed_texts(prefix: Path) -> list[str]:
+    source = open_packed([prefix], keep=Keep(), vocabulary_size=100_000)
+    assert source.tokenizer is not None
+    return [source.tokenizer.decode(source.read(number)) for number in range(len(source))]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_lines_become_a_pair_of_files(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = tmp_path / "packed" / "corpus"
+    code, out, err = outcome(capsys, "pack", corpus, "--output", prefix, "--tokenizer", "bytes", "--processes", 1)
+    text_bytes = sum(map(len, TEXTS))
+    assert (code, err) == (0, "")
+    assert out.startswith(
+        f"wrote {prefix}.bin and {prefix}.idx: 30 documents, {text_bytes + 30} tokens, {text_bytes} B"
+    )
+    assert "MB/s" in out
+    assert "tokens/s" in out
+    assert names(prefix.parent) == ["corpus.bin", "corpus.idx", "corpus.packed.json"]
+    assert packed_texts(prefix) == TEXTS
+
+
+def test_the_result_can_be_read_by_programs(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("pack", corpus, "--output", f"{tmp_path / 'a'}.bin", "--tokenizer", "bytes", "--processes", 2, "--json")
+    code, out, _ = outcome(capsys, *words)
+    told = json.loads(out)
+    assert (code, told["documents"], told["prefix"], told["empty"]) == (0, 30, str(tmp_path / "a"), 0)
+    assert told["tokens"] == len((tmp_path / "a.bin").read_bytes()) // 2
+
+
+def test_files_can_be_documents_and_fields_have_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(TEXTS[:3]):
+        (tmp_path / "texts" / f"{number}.txt").write_text(text)
+    prefix = tmp_path / "a"
+    words = ("pack", tmp_path / "texts", "--output", prefix, "--tokenizer", "bytes", "--source", "text")
+    assert outcome(capsys, *words, "--processes", 1)[0] == 0
+    assert packed_texts(prefix) == TEXTS[:3]
+    (tmp_path / "b.jsonl").write_text('{"body": "b"}')
+    words = ("pack", tmp_path / "b.jsonl", "--output", tmp_path / "b", "--tokenizer", "bytes", "--text-field", "body")
+    assert outcome(capsys, *words, "--processes", 1)[0] == 0
+    assert packed_texts(tmp_path / "b") == ["b"]
+
+
+def test_rows_of_a_table_are_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.table({"body": [*TEXTS, None]}), tmp_path / "a.parquet", row_group_size=7)
+    words = ("pack", tmp_path / "a.parquet", "--source", "parquet", "--text-field", "body", "--tokenizer", "bytes")
+    code, out, _ = outcome(capsys, *words, "--output", tmp_path / "a", "--corrupt", "skip", "--processes", 1)
+    assert code == 0
+    assert "1 corrupt documents were left out" in out
+    assert packed_texts(tmp_path / "a") == TEXTS
+
+
+def test_corrupt_lines_stop_or_are_named(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with corpus.open("ab") as file:
+        file.write(b'{"text": "\xff"}\n{"text": ""}\n{"text": \n')
+    words = ("pack", corpus, "--output", tmp_path / "out" / "a", "--tokenizer", "bytes", "--processes", 1)
+    code, out, err = outcome(capsys, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {corpus}:31 is not UTF-8")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists() or names(tmp_path / "out") == []
+    code, out, _ = outcome(capsys, *words, "--corrupt", "skip")
+    assert code == 0
+    assert "1 empty documents were left out\n2 corrupt documents were left out, all of them named in" in out
+    assert f"{corpus}:31 is not UTF-8" in out
+    origin = Pair(tmp_path / "out" / "a").origin()
+    assert [fault.split(" ")[0] for fault in origin.left_out] == [f"{corpus}:31", f"{corpus}:33"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("none.jsonl", "--tokenizer", "bytes"), "cannot read data file none.jsonl: No such file"),
+        (("*.none", "--tokenizer", "bytes"), "data.files: the glob *.none has no file"),
+        (("corpus.jsonl", "--tokenizer", "none.model"), "cannot read data.tokenizer none.model: No such file"),
+        (
+            ("corpus.jsonl", "--tokenizer", "corpus.jsonl"),
+            "data.tokenizer corpus.jsonl is not a tokenizer: it is not JSON",
+        ),
+        (("corpus.jsonl", "--tokenizer", "bytes", "--text-field", "body"), "corpus.jsonl:1 has no field 'body'"),
+        (("corpus.jsonl",), "Missing option '--tokenizer'"),
+    ],
+)
+def test_what_cannot_be_packed_is_one_line_and_leaves_nothing(
+    corpus: Path,
+    words: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(corpus.parent)
+    code, out, err = outcome(capsys, "pack", *words, "--output", "a", "--processes", 1)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: {message}")
+    assert names(corpus.parent) == ["corpus.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.json", "{}", "data.tokenizer t.json is not a tokenizer: "),
+        ("t.model", "no model", "data.tokenizer t.model is not a tokenizer; allowed: a .model file of sentencepiece"),
+        ("t.tiktoken", "IQ== 0", "data.tokenizer t.tiktoken is damaged; got no rank for byte 0"),
+        ("t.tiktoken:gpt9", tiktoken_lines(RANKS), "data.tokenizer t.tiktoken:gpt9: unknown pattern; allowed: gpt2"),
+        ("t.tiktoken", tiktoken_lines(RANKS), "data.tokenizer t.tiktoken does not say how text is cut"),
+        ("folder", None, "data.tokenizer folder is a folder without a tokenizer"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_used_is_one_line(
+    corpus: Path,
+    name: str,
+    content: str | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(corpus.parent)
+    path = Path(name.split(":")[0])
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_text(content)
+    code, out, err = outcome(capfd, "pack", corpus, "--output", "a", "--tokenizer", name, "--processes", 2)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: {message}")
+    assert names(corpus.parent) == ["corpus.jsonl", path.name]
+
+
+def test_a_pair_that_is_there_is_kept(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("pack", corpus, "--output", tmp_path / "a", "--tokenizer", "bytes", "--processes", 1)
+    assert outcome(capsys, *words)[0] == 0
+    assert outcome(capsys, *words)[::2] == (
+        2,
+        f"error: {tmp_path}/a.bin is there already; fix: give another name, or remove it\n",
+    )
+
+
+@pytest.mark.parametrize(("ended_by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_no_file_and_no_process(tmp_path: Path, ended_by: signal.Signals, code: int) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text((json.dumps({"text": "the penstock feeds the turbine " * 2000}) + "\n") * 400)
+    program = "import sys; from penstock.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    words = ["data", "pack", str(corpus), "--output", str(tmp_path / "out" / "a"), "--tokenizer", "bytes"]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *words, "--processes", "2"],
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        draft = tmp_path / "out"
+        while process.poll() is None and not (draft.exists() and any(path.stat().st_size for path in draft.iterdir())):
+            time.sleep(0.01)
+        os.killpg(process.pid, ended_by) if ended_by == signal.SIGINT else process.send_signal(ended_by)
+        assert process.wait(30) == code, process.stderr.read().decode()
+    assert names(tmp_path / "out") == []
+    deadline = time.monotonic() + 10
+    while living_processes(process.pid):
+        assert time.monotonic() < deadline, "processes that encode are still there"
+        time.sleep(0.05)
+
+
+def living_processes(group: int) -> list[int]:
+    """Processes of a group that have not ended, from Linux's list."""
+    living = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group = path.read_text().rpartition(")")[2].split()[:3]
+            living += [int(path.parent.name)] if int(its_group) == group and state != "Z" else []
+    return living
+
+
+def test_a_tokenizer_is_trained_and_packs(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out" / "tokenizer.json"
+    words = ("tokenizer", "train", corpus, "--vocabulary", 280, "--output", path, "--special", "<|fim_prefix|>")
+    assert outcome(capsys, *words) == (0, f"wrote {path}: 280 tokens, <|endoftext|> ends a document\n", "")
+    trained = open_tokenizer(str(path))
+    assert (trained.end_of_document, trained.token_id("<|fim_prefix|>")) == (0, 1)
+    first = path.read_bytes()
+    path.unlink()
+    assert outcome(capsys, *words)[0] == 0
+    assert path.read_bytes() == first
+    words = ("pack", corpus, "--output", tmp_path / "a", "--tokenizer", path.parent, "--processes", 1)
+    assert outcome(capsys, *words)[0] == 0
+    assert packed_texts(tmp_path / "a") == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("corpus.jsonl", "--vocabulary", 256), "the vocabulary is too small; got 256; allowed: >= 257"),
+        (("corpus.jsonl", "--vocabulary", 280, "--output", "corpus.jsonl"), "corpus.jsonl is there already"),
+        (("corpus.jsonl", "--vocabulary", 280, "--output", "corpus.jsonl/a"), "cannot write corpus.jsonl/a"),
+        (("none.jsonl", "--vocabulary", 280), "cannot read data file none.jsonl"),
+        (("short.jsonl", "--vocabulary", 280), "no two characters of the texts stand side by side"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_one_line(
+    corpus: Path,
+    words: tuple[object, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(corpus.parent)
+    Path("short.jsonl").write_text('{"text": "a"}')
+    words = words if "--output" in words else (*words, "--output", "t.json")
+    code, out, err = outcome(capsys, "tokenizer", "train", *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"error: {message}")
+    assert names(corpus.parent) == ["corpus.jsonl", "short.jsonl"]

@@ -1,0 +1,72 @@
+"""Help fits a screen, every verb's too, and has no colors where nobody wants them."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from penstock.cli.main import VERBS, main
+from penstock.cli.preflight import print_checks
+from penstock.parallel.launch.environment import read_environment
+from penstock.tune.preflight.check import Check
+from tools.commands_page import commands_page
+
+COLOR = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-9]|4[0-9]|9[0-7])[;m]")
+
+
+def verbs_below(words: list[str], command: Any) -> Iterator[list[str]]:
+    yield words
+    for name, inner in vars(command).get("commands", {}).items():
+        if not inner.hidden:
+            yield from verbs_below([*words, name], inner.load() if hasattr(inner, "load") else inner)
+
+
+def all_verbs() -> list[list[str]]:
+    return [words for verb in VERBS for words in verbs_below([verb.name], verb.load())]
+
+
+def lines_of(capsys: pytest.CaptureFixture[str], words: list[str]) -> list[str]:
+    assert main([*words, "--help"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.fixture(autouse=True)
+def a_screen_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_the_first_screen_is_no_larger_than_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of(capsys, [])
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert not any("..." in line for line in lines[1:]), "no summary is cut"
+    assert lines[-1] == "Options: --version, --install-completion, --show-completion, --help."
+    for verb in VERBS:
+        assert f"  {verb.name} " in "\n".join(lines)
+
+
+def test_the_help_of_every_verb_fits_a_screen_or_little_more(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {" ".join(words): lines_of(capsys, words) for words in all_verbs()}
+    assert {verb: len(lines) for verb, lines in sizes.items() if len(lines) > 40} == {}
+    assert [verb for verb, lines in sizes.items() if max(map(len, lines)) > 80] == []
+    assert [verb for verb, lines in sizes.items() if not lines[0].startswith(f"Usage: penstock {verb}")] == []
+
+
+def test_every_verb_and_option_says_what_it_is() -> None:
+    page = commands_page()
+    assert [" ".join(words) for words in all_verbs() if f"## penstock {' '.join(words)}\n" not in page] == []
+    assert [line for line in page.splitlines() if re.fullmatch(r"\| `[^`]+` \|\s*\|", line)] == []
+
+
+@pytest.mark.parametrize(("no_color", "is_colored"), [("1", False), ("", True)])
+def test_colors_are_for_who_wants_them(
+    no_color: str, is_colored: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"FORCE_COLOR": "1", "NO_COLOR": no_color, "TERM": "xterm-256color"}.items():
+        monkeypatch.setenv(name, value)  # The first makes rich believe in a terminal.
+    bad = Check(area="disk", name="room", status="failed", got="none")
+    print_checks([bad], read_environment(), as_json=False)
+    out = capsys.readouterr().out
+    assert "failed" in out
+    assert bool(COLOR.search(out)) is is_colored

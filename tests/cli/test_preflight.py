@@ -1,0 +1,125 @@
+"""`penstock preflight` from the outside: what it prints, its exit codes, and ranks that find each other or do not."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.cli import preflight
+from penstock.cli.main import main
+from penstock.tune.preflight.check import Check
+from penstock.tune.preflight.disk import read_disk
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    monkeypatch.chdir(tmp_path)
+    # A small file, and as much room on every machine.
+    monkeypatch.setattr(preflight, "read_disk", lambda folder: replace(read_disk(folder, 1 << 20), free_bytes=10**12))
+    yield
+    torch.set_num_threads(threads)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    outcome = main(["preflight", "--processes", "1", *arguments])
+    captured = capsys.readouterr()
+    assert (outcome, captured.err) == (code, "")
+    return captured.out
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    found = json.loads(printed(capsys, *arguments, "--json", code=code))
+    assert isinstance(found, dict)
+    return found
+
+
+def test_every_area_is_looked_at_and_nothing_is_left_behind(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys)
+    assert {one["area"] for one in found["checks"]} == {
+        "versions", "environment", "host", "disk", "devices", "transfers",
+    }  # fmt: skip
+    assert found["passed"]
+    assert sum(found["counts"].values()) == len(found["checks"])
+    assert set(found["checks"][0]) == {"area", "name", "status", "got", "expected", "fix"}
+    assert list(Path().iterdir()) == []
+
+
+def test_people_read_a_line_for_each_check_and_a_sum(capsys: pytest.CaptureFixture[str]) -> None:
+    *lines, last = printed(capsys).splitlines()
+    assert any(line.startswith("ok       versions     Python") for line in lines)
+    assert " 0 failed on " in last
+    assert "\x1b" not in "".join(lines)
+
+
+def test_what_failed_is_exit_code_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = Check(area="disk", name="room", status="failed", got="none", expected="some", fix="buy a disk")
+    monkeypatch.setattr(preflight, "judge_disk", lambda *_: [bad])
+    text = printed(capsys, code=1)
+    assert "failed   disk         room             none\n" in text
+    assert f"\n{' ' * 39}expected: some\n{' ' * 39}fix: buy a disk\n" in text
+
+
+def test_a_variable_that_hurts_is_seen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    (found,) = (one for one in answer(capsys)["checks"] if one["name"] == "NCCL_P2P_DISABLE")
+    assert (found["status"], found["fix"]) == ("warning", "unset NCCL_P2P_DISABLE")
+
+
+def test_a_run_that_is_named_says_how_much_room_its_checkpoints_need(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(capsys, "deepseek-v3", "checkpoint.keep=9", code=1)
+    (room,) = (one for one in found["checks"] if one["name"] == "room")
+    # 671 B parameters and a layer of multi-token prediction, 12 bytes each
+    assert room["expected"].endswith("10 checkpoints of 8,191.6 GB")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-preset"], "no preset is called 'no-such-preset'"),
+        (["--hardware", "gone.toml"], "gone.toml"),
+        (["--processes", "0"], "--processes"),
+    ],
+)
+def test_a_wrong_question_is_one_line_and_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["preflight", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert message in captured.err
+
+
+def test_ranks_find_each_other_and_are_compared_with_a_file(tmp_path: Path) -> None:
+    """The whole of it, in a process of its own: two ranks over gloo, and a file that promises too much."""
+    file = tmp_path / "fast.toml"
+    h200 = Path(preflight.__file__).parents[1] / "plan/hardware_data/h200.toml"
+    file.write_text(h200.read_text(encoding="utf-8"), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "preflight", "--hardware", str(file), "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    )
+    found = {one["name"]: one for one in json.loads(done.stdout)["checks"]}
+    assert found["sums over ranks"]["got"] == "right on all 2"
+    assert found["all-gather"]["status"] == "failed", "gloo is slower than the links of an H200"
+    assert "times that" in found["all-gather"]["expected"]
+    assert done.returncode == 1
+
+
+def test_ranks_that_do_not_come_to_an_end_fail(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "run_processes", lambda *_: 1)
+    assert main(["preflight", "--processes", "2", "--json"]) == 1
+    (broken,) = (one for one in json.loads(capsys.readouterr().out)["checks"] if one["status"] == "failed")
+    assert (broken["area"], broken["name"]) == ("transfers", "ranks together")

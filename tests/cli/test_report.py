@@ -1,0 +1,55 @@
+"""`penstock report` from the outside: where the page goes, and one line where it cannot."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import main
+from tests.report.made_runs import run_folder
+from tests.trace.tiny import tiny, write
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    code = main(["report", *map(str, arguments)])
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_the_page_stands_in_the_folder_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_folder(tmp_path / "first")
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().err == f"written to {folder / 'report.html'}\n"
+    assert "<title>first</title>" in (folder / "report.html").read_text()
+
+
+def test_another_place_may_be_named(tmp_path: Path) -> None:
+    trace = write(tmp_path / "rank-0.json", tiny())
+    assert main(["report", str(trace), "--html", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").stat().st_size > 1e6
+
+
+def test_devices_may_be_named(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "first")
+    assert main(["report", str(folder), "--on", "1xH200"]) == 0
+    assert "The line is the capacity of H200" in (folder / "report.html").read_text()
+
+
+def test_what_cannot_be_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_folder(tmp_path / "first")
+    trace = write(tmp_path / "traces" / "rank-0.json", tiny())
+    assert "there is no" in refused(capsys, tmp_path / "gone")
+    assert "the page needs a place" in refused(capsys, trace)
+    assert "ends in .html" in refused(capsys, folder, "--html", tmp_path / "page.pdf")
+    assert "there is no folder" in refused(capsys, folder, "--html", tmp_path / "gone" / "page.html")
+    assert "leave one of them out" in refused(capsys, folder, "--on", "1xH200", "--no-plan")
+    (tmp_path / "empty").mkdir()
+    assert "holds no trace" in refused(capsys, tmp_path / "empty")
+
+
+def test_a_page_that_cannot_be_made_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_folder(tmp_path / "first")
+    (folder / "metrics.jsonl").write_text("{\n{}\n")
+    assert "is no JSON" in refused(capsys, folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.toml", "metrics.jsonl"]

@@ -1,0 +1,178 @@
+"""`penstock train` on text of every source: what it trains on, what it skips, and what it refuses with one line."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import zstandard
+
+from penstock.cli.main import main
+from penstock.config.data import Data
+from penstock.config.load import dump_toml
+from penstock.data.sources import Keep
+from tests.train.tiny_run import tiny_run
+
+MIXTURE = """
+[data]
+validation_share = 0.2
+[data.mixture.web]
+source = "jsonl"
+files = "web/"
+weight = 2.0
+
+[data.mixture.code]
+source = "parquet"
+files = "code.parquet"
+text_field = "content"
+weight = 1.0
+"""
+
+
+@pytest.fixture(autouse=True)
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder with text of every kind, whole and damaged, and a small run in tiny.toml."""
+    threads = torch.get_num_threads()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path.parent / f"{tmp_path.name}-hub"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    texts = [f"document {number} of a corpus " * 4 for number in range(60)]
+    lines = [json.dumps({"text": text}) for text in texts]
+    Path("web").mkdir()
+    Path("web/a.jsonl").write_text("\n".join(lines[:30]))
+    Path("web/b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[30:]).encode()))
+    pq.write_table(pa.table({"content": texts}), "code.parquet", row_group_size=8)
+    bad = next(f"no json {number}" for number in range(99) if Keep("train", 0.2).document(f"no json {number}"))
+    Path("bad.jsonl").write_text("\n".join([*lines[:4], bad, *lines[4:]]))
+    Path("latin.jsonl").write_bytes(b"\n".join([*(line.encode() for line in lines), b'{"text": "caf\xe9"}']))
+    Path("junk.parquet").write_bytes(b"no table")
+    Path("empty.jsonl").touch()
+    Path("cut.jsonl.gz").write_bytes(Path("web/b.jsonl.gz").read_bytes()[:-20])
+    Path("junk.jsonl.zst").write_bytes(zstandard.compress(b"text")[:-3])
+    Path("junk.bin").write_bytes(b"no pair")
+    Path("junk.idx").write_bytes(b"no pair")
+    Path("nothing").mkdir()
+    run = tiny_run(Path("runs"))
+    update = {
+        "model": run.model.model_copy(update={"vocabulary": 257}),
+        "data": Data(validation_share=0.2),
+    }
+    Path("tiny.toml").write_text(dump_toml(run.model_copy(update=update)))
+    text = Path("tiny.toml").read_text()
+    start = text.index("[data]")
+    Path("mixed.toml").write_text(text[:start] + text[text.index("[evaluation]") :] + MIXTURE)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    outcome = main(["train", *arguments])
+    captured = capsys.readouterr()
+    assert (outcome, captured.err) == (0, "")
+    return captured.out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    outcome = main(["train", *arguments])
+    error = capsys.readouterr().err
+    assert outcome == 2
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def everything() -> dict[str, bytes]:
+    return {str(path): path.read_bytes() if path.is_file() else b"" for path in Path().rglob("*")}
+
+
+def metrics_of(folder: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+REFUSED = [
+    (["data.source=text", "data.files=nothing/"], "data.files: the folder nothing/ has no file"),
+    (["data.source=text", "data.files=*.md"], "data.files: the glob *.md has no file"),
+    (["data.source=jsonl", "data.files=gone.jsonl"], "cannot read data file gone.jsonl: No such file or directory"),
+    (["data.source=jsonl", "data.files=empty.jsonl"], "data file empty.jsonl is empty"),
+    (["data.source=jsonl", "data.files=latin.jsonl"], "latin.jsonl:61 is not UTF-8"),
+    (["data.source=jsonl", "data.files=code.parquet"], "code.parquet:1 is not UTF-8"),
+    (["data.source=jsonl", "data.files=web/", "data.text_field=body"], "web/a.jsonl:1 has no field 'body'"),
+    (["data.source=jsonl", "data.files=web/a.jsonl", "data.corrupt=ignore"], "data.corrupt has an unknown value"),
+    (["data.source=jsonl", "data.files=cut.jsonl.gz"], "data file cut.jsonl.gz cannot be decompressed"),
+    (["data.source=jsonl", "data.files=junk.jsonl.zst"], "data file junk.jsonl.zst cannot be decompressed"),
+    (["data.source=parquet", "data.files=junk.parquet"], "data file junk.parquet is not a table"),
+    (["data.source=parquet", "data.files=code.parquet"], "data file code.parquet has no column 'text'; got 'content'"),
+    (["data.source=parquet", "data.files=gone.parquet"], "cannot read data file gone.parquet"),
+    (["data.source=packed", "data.files=gone"], "gone"),
+    (["data.source=packed", "data.files=junk"], "junk.idx"),
+    (["data.source=huggingface", "data.dataset=gone"], "cannot open dataset gone"),
+    (["data.source=huggingface", "data.dataset=gone", "data.streaming=true"], "cannot open dataset gone"),
+    (["data.source=huggingface", "data.dataset=nothing"], "cannot open dataset nothing"),
+    (["data.source=huggingface"], "data.dataset is empty"),
+    (["data.fill_in_middle=0.5"], "data.fill_in_middle needs tokens before prefix, suffix and middle"),
+    (["data.mixture.a.source=text", "data.mixture.a.files=gone.txt"], "data.mixture.a.weight is missing"),
+    (
+        ["data.mixture.a.source=text", "data.mixture.a.files=gone.txt", "data.mixture.a.weight=1.0"],
+        "cannot read data file gone.txt",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_cannot_be_read_is_refused_with_one_line_and_leaves_nothing_behind(
+    overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = everything()
+    assert message in refused(capsys, "tiny.toml", *overrides)
+    assert everything() == before
+
+
+def test_a_mixture_trains_and_goes_on_to_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = printed(capsys, "mixed.toml", "--dry-run")
+    assert "documents of web, 60 documents of code" in plan
+    printed(capsys, "mixed.toml", "--name", "whole", "training.steps=6")
+    printed(capsys, "mixed.toml", "--name", "parts", "training.steps=6", "checkpoint.every=1")
+    for newer in sorted(Path("runs/parts/checkpoints").iterdir())[3:]:
+        for file in newer.iterdir():
+            file.unlink()
+        newer.rmdir()
+    printed(capsys, "mixed.toml", "--name", "parts", "--resume", "training.steps=6", "checkpoint.every=1")
+    assert [line["loss"] for line in metrics_of("runs/parts")] == [line["loss"] for line in metrics_of("runs/whole")]
+
+
+def test_compressed_files_are_read_from_copies_beside_the_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "mixed.toml")
+    (copy,) = Path("runs/cache").iterdir()
+    assert copy.read_bytes() == gzip.decompress(Path("web/b.jsonl.gz").read_bytes())
+    printed(capsys, "mixed.toml", "data.cache=elsewhere")
+    assert len(list(Path("elsewhere").iterdir())) == 1
+
+
+def test_skipped_records_are_named_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ("data.source=jsonl", "data.files=bad.jsonl", "training.sequence_length=100", "training.steps=20")
+    text = printed(capsys, "tiny.toml", *own, "data.corrupt=skip")
+    assert "data: skipped a record: bad.jsonl:5 is not JSON" in text
+    counts = [line["records_skipped"] for line in metrics_of("runs/tiny")]
+    assert counts == sorted(counts)
+    assert counts[-1] >= 1
+    error = refused(capsys, "tiny.toml", *own, "--name", "stopped")
+    assert "bad.jsonl:5 is not JSON" in error
+    resumed = printed(capsys, "tiny.toml", *own, "--name", "stopped", "--resume", "data.corrupt=skip")
+    assert "done: 20 steps" in resumed
+    assert [line["loss"] for line in metrics_of("runs/stopped")] == [line["loss"] for line in metrics_of("runs/tiny")]
+
+
+@pytest.mark.parametrize("streaming", ["true", "false"])
+def test_a_dataset_trains(capsys: pytest.CaptureFixture[str], streaming: str) -> None:
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_dict({"text": [f"document {number} of a dataset" for number in range(60)]})
+    rows.save_to_disk("set", num_shards=3)
+    own = ("data.source=huggingface", "data.dataset=set", f"data.streaming={streaming}")
+    assert "done: 4 steps" in printed(capsys, "tiny.toml", *own)

@@ -1,0 +1,72 @@
+"""Presets have the sizes that their authors published: every parameter, and as many active ones as are advertised."""
+
+import pytest
+
+from penstock.config.presets.registry import PRESETS, preset
+from penstock.models.count import count
+from penstock.models.huggingface.config import huggingface_config
+
+IMAGES = 871_932_416
+"""Parameters of Llama 4's image encoder and of its projection, which the published totals include."""
+
+TOTALS = {
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "olmoe-1b-7b": 6_919_161_856,
+    "llama4-scout": 108_641_793_536 - IMAGES,
+    "llama4-maverick": 401_583_781_376 - IMAGES,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "llama3.1-8b": 8_030_261_248,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+"""Sums over the tensors of the published files, each tensor counted once."""
+
+ACTIVE = {
+    "mixtral-8x7b": 12.9e9,
+    "mixtral-8x22b": 39e9,
+    "qwen3-30b-a3b": 3.3e9,
+    "qwen3-235b-a22b": 22e9,
+    "olmoe-1b-7b": 1.3e9,
+    "llama4-scout": 17e9,
+    "llama4-maverick": 17e9,
+    "gpt-oss-20b": 3.61e9,
+    "gpt-oss-120b": 5.13e9,
+}
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_a_published_model_has_its_published_size(name: str) -> None:
+    assert count(preset(name).model, 4096).parameters == TOTALS[name]
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_as_many_parameters_are_active_as_is_advertised(name: str) -> None:
+    model = preset(name).model
+    active = count(model, 4096).active_parameters
+    embedding = model.vocabulary * model.hidden_size if model.family == "gpt-oss" else 0  # which OpenAI leaves out
+    assert active - embedding == pytest.approx(ACTIVE[name], rel=0.02)
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_the_first_line_of_a_preset_says_its_size(name: str) -> None:
+    doc = (PRESETS[name].__doc__ or "").splitlines()[0]
+    counted = count(preset(name).model, 4096)
+    billions = counted.parameters / 1e9
+    assert any(f"{billions:.{digits}f} B parameters" in doc for digits in (0, 1, 2)), (doc, billions)
+    if preset(name).model.moe is not None:
+        active = counted.active_parameters / 1e9
+        assert any(f"{active:.{digits}f} B active" in doc for digits in (0, 1, 2)), (doc, active)
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_a_published_model_and_its_cuts_have_a_hugging_face_form(name: str) -> None:
+    for layers in (1, 2, 5):
+        assert huggingface_config(preset(f"{name}-{layers}l").model)["num_hidden_layers"] == layers

@@ -1,0 +1,187 @@
+"""Datasets of Hugging Face, in folders that `datasets` has written: on disk and streamed."""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import datasets
+import pytest
+
+from penstock.base.errors import DataError
+from penstock.data.corrupt import Corrupt
+from penstock.data.hub import DatasetOnDisk, Name, StreamedDataset
+from penstock.data.loader import Loader
+from penstock.data.sources import Keep
+from penstock.data.texts import Part, Text
+from penstock.data.tokenizer import ByteTokenizer
+
+BYTES = ByteTokenizer()
+DOCUMENTS = [f"document {number:03}" for number in range(120)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+
+
+def parquet(folder: Path, texts: list[str | None]) -> None:
+    rows = datasets.Dataset.from_dict({"id": list(range(len(texts))), "text": texts})
+    folder.mkdir()
+    for shard in range(4):
+        rows.shard(4, shard).to_parquet(str(folder / f"train-{shard:05}-of-00004.parquet"))
+    rows.select(range(10)).to_parquet(str(folder / "validation-00000-of-00001.parquet"))
+
+
+def lines(folder: Path, texts: list[str | None]) -> None:
+    folder.mkdir()
+    for shard in range(4):
+        rows = [json.dumps({"id": number, "text": text}) for number, text in enumerate(texts)]
+        (folder / f"train-{shard}.jsonl").write_text(
+            "\n".join(rows[shard * len(rows) // 4 : (shard + 1) * len(rows) // 4])
+        )
+    (folder / "validation.jsonl").write_text("\n".join(rows[:10]))
+
+
+def saved(folder: Path, texts: list[str | None]) -> None:
+    rows = datasets.Dataset.from_dict({"id": list(range(len(texts))), "text": texts})
+    datasets.DatasetDict({"train": rows, "validation": rows.select(range(10))}).save_to_disk(
+        str(folder), num_shards={"train": 4, "validation": 1}
+    )
+
+
+KINDS = pytest.mark.parametrize("write", [parquet, lines, saved])
+Write = Callable[[Path, list[str | None]], None]
+
+
+def name_of(folder: Path, *, split: str = "train", config: str = "") -> Name:
+    return Name(str(folder), config, split, "")
+
+
+def on_disk(name: Name, *, text_field: str = "text", corrupt: Corrupt | None = None) -> DatasetOnDisk:
+    return DatasetOnDisk(name, BYTES, text_field=text_field, keep=Keep(), corrupt=corrupt or Corrupt())
+
+
+def streamed(
+    name: Name, *, text_field: str = "text", block: int = 7, corrupt: Corrupt | None = None
+) -> StreamedDataset:
+    return StreamedDataset(name, BYTES, text_field=text_field, block=block, keep=Keep(), corrupt=corrupt or Corrupt())
+
+
+@KINDS
+def test_a_dataset_on_disk_is_read_in_any_order(tmp_path: Path, write: Write) -> None:
+    write(tmp_path / "set", list(DOCUMENTS))
+    source = on_disk(name_of(tmp_path / "set"))
+    assert len(source) == 120
+    assert [source.record(index) for index in (119, 0, 60)] == ["document 119", "document 000", "document 060"]
+    assert len(on_disk(name_of(tmp_path / "set", split="validation"))) == 10
+    assert on_disk(name_of(tmp_path / "set")).fingerprint == source.fingerprint
+
+
+def test_the_fingerprint_of_a_dataset_follows_its_documents(tmp_path: Path) -> None:
+    prints = []
+    for number, texts in enumerate([DOCUMENTS, DOCUMENTS[1:], [*DOCUMENTS[:-1], "other"]]):
+        saved(tmp_path / f"{number}", list(texts))
+        prints.append(on_disk(name_of(tmp_path / f"{number}")).fingerprint)
+    assert len(set(prints)) == 3
+
+
+@KINDS
+def test_a_stream_has_every_document_once_an_epoch(tmp_path: Path, write: Write) -> None:
+    write(tmp_path / "set", list(DOCUMENTS))
+    source = streamed(name_of(tmp_path / "set"))
+    assert len(source) == 4
+    found = [text for shard in range(4) for block in source.blocks(shard, 0) for text in block]
+    assert Counter(found) == Counter(DOCUMENTS)
+    for shard in range(4):
+        whole = list(source.blocks(shard, 0))
+        assert all(len(block) == 7 for block in whole[:-1]), "only the last block is short"
+        assert list(source.blocks(shard, 2)) == whole[2:], "going on passes over blocks"
+
+
+def loader_of(name: Name, *, rows: int = 4, rank: int = 0, ranks: int = 1) -> Loader:
+    text = Text((Part(documents=streamed(name)),))
+    return Loader(text, rows=rows, sequence_length=20, seed=1, document_mask=True, rank=rank, ranks=ranks)
+
+
+@KINDS
+def test_a_stream_goes_on_at_the_very_token_on_any_number_of_ranks(tmp_path: Path, write: Write) -> None:
+    write(tmp_path / "set", list(DOCUMENTS))
+    name = name_of(tmp_path / "set")
+    one = loader_of(name)
+    states, rows = [], []
+    for _ in range(30):
+        states.append(json.loads(json.dumps(one.state())))
+        rows += one.next_batch().tokens_BS.tolist()
+    assert one.state()["epoch"] >= 1, "more than an epoch was dealt"
+    for step, ranks in ((0, 2), (11, 4), (19, 1), (23, 2)):
+        readers = [loader_of(name, rows=4, rank=rank, ranks=ranks) for rank in range(ranks)]
+        for reader in readers:
+            reader.restore(states[step])
+        got = [row for _ in range(3) for reader in readers for row in reader.next_batch().tokens_BS.tolist()]
+        assert got == rows[4 * step : 4 * step + 12]
+
+
+@pytest.mark.parametrize("open_it", [on_disk, streamed])
+def test_a_row_without_text_stops_or_is_skipped(tmp_path: Path, open_it: Callable[..., object]) -> None:
+    parquet(tmp_path / "set", ["a", None, *DOCUMENTS])
+    name = name_of(tmp_path / "set")
+    for corrupt in (Corrupt("skip"), Corrupt("stop")):
+        text = Text((Part(documents=open_it(name, corrupt=corrupt)),), corrupt)
+        loader = Loader(text, rows=1, sequence_length=40, seed=0, document_mask=False, shuffle=False)
+        if corrupt.skips:
+            loader.next_batch()
+            assert loader.skipped() == 1
+            assert "is not text" in loader.take_notices()[0]
+            continue
+        with pytest.raises(DataError, match=r"dataset .*set, train: .* '?text'? is not text; got NoneType"):
+            loader.next_batch()
+
+
+@pytest.mark.parametrize("open_it", [on_disk, streamed])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dataset": "gone"}, "cannot open dataset gone: .*; fix: correct data.dataset"),
+        ({"split": "test"}, "cannot open dataset .*set: .*test.*; fix: correct data.dataset"),
+        ({"config": "en"}, r"cannot open dataset .*set \(en\): BuilderConfig 'en' not found.*; fix"),
+        ({"dataset": "saved", "split": "test"}, "dataset saved has no split test; allowed: train, validation"),
+        ({"dataset": "empty"}, "cannot open dataset empty: .*; fix: correct data.dataset"),
+    ],
+)
+def test_a_dataset_that_is_not_there_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    open_it: Callable[..., object],
+    change: dict[str, str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    parquet(Path("set"), list(DOCUMENTS))
+    saved(Path("saved"), list(DOCUMENTS))
+    Path("empty").mkdir()
+    with pytest.raises(DataError, match=message) as caught:
+        open_it(name_of(tmp_path / "set")._replace(**change))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("open_it", [on_disk, streamed])
+def test_a_dataset_without_the_column_is_refused(tmp_path: Path, open_it: Callable[..., object]) -> None:
+    parquet(tmp_path / "set", list(DOCUMENTS))
+    with pytest.raises(
+        DataError, match=r"dataset .*set has no column 'body'; got 'id', 'text'; fix: set data\.text_fi"
+    ):
+        open_it(name_of(tmp_path / "set"), text_field="body")
+
+
+@pytest.mark.parametrize("open_it", [on_disk, streamed])
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_it: Callable[..., object]
+) -> None:
+    for module in ("datasets", "datasets.exceptions"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(DataError, match=r"needs the package datasets, .*; fix: pip install 'penstock\[huggingface\]'"):
+        open_it(name_of(tmp_path))

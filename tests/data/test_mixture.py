@@ -1,0 +1,145 @@
+"""Texts mixed by weight: shares of tokens, and a place in every part."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.base.errors import DataError
+from penstock.data.evaluation import evaluation_batches
+from penstock.data.loader import Loader
+from penstock.data.texts import Part, Text
+from tests.data.in_memory import InMemory, numbered, sources
+from tests.data.words import InShards
+
+WEB = InMemory(tuple((1,) * size for size in (400, 3, 50, 7)))
+CODE = InMemory(tuple((2,) * size for size in (5, 6, 90)))
+BOOKS = InMemory(((3,) * 2000,))
+
+
+def mixed(*parts: tuple[InMemory, float]) -> Text:
+    return Text(
+        tuple(
+            Part(documents=source, name=name, weight=weight)
+            for name, (source, weight) in zip("abcdef", parts, strict=False)
+        )
+    )
+
+
+def loader_of(text: Text, *, rows: int = 4, rank: int = 0, ranks: int = 1, sequence_length: int = 8) -> Loader:
+    return Loader(text, rows=rows, sequence_length=sequence_length, seed=3, document_mask=True, rank=rank, ranks=ranks)
+
+
+weights = st.floats(0.01, 100.0)
+
+
+@given(st.tuples(weights, weights, weights), st.integers(1, 40))
+def test_shares_of_tokens_are_the_weights_whatever_the_documents_are(chosen: tuple[float, ...], batches: int) -> None:
+    loader = loader_of(mixed(*zip((WEB, CODE, BOOKS), chosen, strict=True)), rows=1)
+    for _ in range(batches):
+        loader.next_batch()
+    tokens = loader.state()["part_tokens"]
+    assert sum(tokens) == 8 * batches
+    for share, weight in zip(tokens, chosen, strict=True):
+        assert abs(share - 8 * batches * weight / sum(chosen)) <= 8 * len(chosen), "within a row for each part"
+
+
+def test_the_order_of_parts_is_even() -> None:
+    loader = loader_of(mixed((BOOKS, 2.0), (WEB, 1.0)), rows=1)
+    turns = [int(loader.next_batch().tokens_BS[0, 0] == 3) for _ in range(9)]
+    assert turns == [1, 1, 0] * 3
+
+
+def test_a_part_begins_anew_when_it_has_been_read_and_the_others_go_on() -> None:
+    loader = loader_of(mixed((numbered(5), 1.0), (BOOKS, 1.0)), rows=2)
+    for _ in range(20):
+        loader.next_batch()
+    parts = loader.state()["parts"]
+    assert parts["a"]["lane_epochs"] > [10]
+    assert parts["b"]["lane_epochs"] == [0]
+
+
+@given(sources, sources, st.integers(0, 15), st.sampled_from([(4, 1), (4, 2), (8, 4), (2, 2)]))
+def test_any_number_of_ranks_goes_on_with_every_part(
+    one: InMemory, other: InMemory, steps: int, rows_ranks: tuple[int, int]
+) -> None:
+    text = mixed((one, 1.0), (other, 2.5))
+    loader = loader_of(text)
+    for _ in range(steps):
+        loader.next_batch()
+    state = json.loads(json.dumps(loader.state()))
+    rows, ranks = rows_ranks
+    readers = [loader_of(text, rows=rows, rank=rank, ranks=ranks) for rank in range(ranks)]
+    for reader in readers:
+        reader.restore(state)
+    got: list[list[int]] = []
+    while len(got) < 8:
+        got += [row for reader in readers for row in reader.next_batch().tokens_BS.tolist()]
+    assert got == [row for _ in range(len(got) // 4) for row in loader.next_batch().tokens_BS.tolist()]
+
+
+def test_a_part_in_shards_goes_with_others() -> None:
+    text = Text((Part(documents=InShards([["abc"] * 9]), name="a"), Part(documents=InShards([["xyz"] * 9]), name="b")))
+    batch = loader_of(text, rows=2).next_batch()
+    assert [bytes(row[:3]) for row in batch.tokens_BS.tolist()] == [b"abc", b"xyz"]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (mixed((WEB, 1.0), (BOOKS, 1.0)), "documents of part b changed"),
+        (mixed((WEB, 1.0), (CODE, 2.0)), "the weights of its mixture changed"),
+        (mixed((WEB, 1.0), (CODE, 1.0), (BOOKS, 1.0)), "the parts of its mixture changed"),
+    ],
+)
+def test_a_place_in_another_mixture_is_refused_and_says_what_changed(other: Text, message: str) -> None:
+    state = loader_of(mixed((WEB, 1.0), (CODE, 1.0))).state()
+    with pytest.raises(DataError, match=f"saved with other data: {message}; got source"):
+        loader_of(other).restore(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"part_tokens": [8]}, r"part_tokens \[8\]"),
+        ({"parts": {"a": {}}}, "other parts"),
+        ({"parts": {"a": {}, "b": {}}}, "of part a something else"),
+    ],
+)
+def test_a_damaged_place_is_refused(change: dict[str, object], message: str) -> None:
+    loader = loader_of(mixed((WEB, 1.0), (CODE, 1.0)))
+    with pytest.raises(DataError, match=f"saved place in the data is damaged; got {message}"):
+        loader.restore(loader.state() | change)
+
+
+def test_held_out_rows_are_shared_among_parts_by_weight() -> None:
+    evaluation = evaluation_batches(
+        mixed((WEB, 3.0), (BOOKS, 1.0)), rows=4, sequence_length=8, limit_rows=12, document_mask=False
+    )
+    rows = [row for batch in evaluation.batches for row in batch.tokens_BS.tolist()]
+    assert [sum(part in row for row in rows) for part in (1, 3)] == [9, 3]
+
+
+def test_a_part_with_little_held_out_text_gives_all_it_has() -> None:
+    small = numbered(6)
+    evaluation = evaluation_batches(
+        mixed((small, 1.0), (BOOKS, 1.0)), rows=2, sequence_length=4, limit_rows=20, document_mask=False
+    )
+    rows = [row for batch in evaluation.batches for row in batch.tokens_BS.tolist()]
+    assert sum(3 in row for row in rows[2:]) == 10
+    assert rows[:2] == [[0, 1, 2, 3], [4, 5, 99, 99]]
+
+
+def test_held_out_rows_of_shards_are_read_from_a_sample() -> None:
+    text = Text((Part(documents=InShards([["abcdefgh"] * 9] * 3)),))
+    evaluation = evaluation_batches(text, rows=2, sequence_length=4, limit_rows=4, document_mask=False)
+    assert evaluation.tokens == 16
+    assert 12 <= evaluation.text_bytes <= 16
+
+
+def test_parts_come_in_the_order_that_the_user_wrote() -> None:
+    text = mixed((WEB, 1.0), (CODE, 1.0))
+    assert str(text) == "4 documents of a, 3 documents of b"
+    assert all(one.name < other.name for one, other in pairwise(text.parts))

@@ -1,0 +1,175 @@
+"""Packed documents as a source: one end each, the right tokenizer, bytes of text, splits."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.base.errors import DataError
+from penstock.data.evaluation import evaluation_batches
+from penstock.data.packed import PackedTokens, open_packed
+from penstock.data.packed_files import Origin
+from penstock.data.sources import Keep, Source
+from penstock.data.stream import Stream
+from penstock.data.tokenizer import ByteTokenizer, open_tokenizer
+from tests.data.megatron_files import write_pair
+from tests.data.vocabularies import json_file
+
+ALL = Keep()
+END = 256
+BYTES = Origin(
+    tokenizer="bytes",
+    fingerprint=ByteTokenizer.fingerprint,
+    vocabulary_size=257,
+    end_of_document=END,
+    documents=1,
+    tokens=1,
+    text_bytes=1,
+)
+
+
+def write(prefix: Path, *documents: list[int], origin: Origin | None = BYTES) -> Path:
+    write_pair(prefix, [[document] for document in documents])
+    if origin is not None:
+        prefix.with_name(f"{prefix.name}.packed.json").write_text(json.dumps(asdict(origin)))
+    return prefix
+
+
+def opened(*prefixes: Path, keep: Keep = ALL, vocabulary: int = 1000, **settings: str) -> PackedTokens:
+    return open_packed(prefixes, keep=keep, vocabulary_size=vocabulary, **settings)
+
+
+def tokens_of(source: Source) -> list[list[int]]:
+    return [source.read(number).tolist() for number in range(len(source))]
+
+
+@given(st.lists(st.integers(0, 3), max_size=6), st.integers(0, 3))
+def test_every_document_has_one_end_in_the_stream(
+    tmp_path_factory: pytest.TempPathFactory, tokens: list[int], ends: int
+) -> None:
+    while tokens and tokens[-1] == 0:
+        tokens.pop()
+    source = opened(
+        write(tmp_path_factory.mktemp("a") / "a", [*tokens, *[0] * ends], [7, 0], origin=None), end_of_document="0"
+    )
+    assert tokens_of(source) == [tokens, [7]]
+    stream = Stream(source, seed=0, shuffle=False, lanes=1)
+    rows, _ = stream.read(stream.start(), 1, 20)
+    line = [*tokens, 0, 7, 0] if tokens else [7, 0]
+    assert rows.tokens[0].tolist() == (line * 21)[:21]
+
+
+def test_several_pairs_are_one_source_and_a_pair_counts_once(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", [1, END], [2, END]), write(tmp_path / "b", [3, END], origin=None)
+    source = opened(tmp_path / "a.bin", tmp_path / "a.idx", tmp_path / "b.idx")
+    assert tokens_of(source) == [[1], [2], [3]]
+    assert source.place(2) == f"{b}.bin, document 0"
+    assert source.fingerprint == opened(a, b).fingerprint != opened(b, a).fingerprint
+
+
+def test_splits_share_no_document_and_stay_when_documents_are_appended(tmp_path: Path) -> None:
+    documents = [[number % 200, number // 200, END] for number in range(1000)]
+    short, long = write(tmp_path / "short", *documents[:600]), write(tmp_path / "long", *documents)
+    found = {
+        (prefix, split): tokens_of(opened(prefix, keep=Keep(split, 0.1)))
+        for prefix in (short, long)
+        for split in ("train", "validation")
+    }
+    assert sorted(found[long, "train"] + found[long, "validation"]) == sorted(document[:-1] for document in documents)
+    assert 60 <= len(found[long, "validation"]) <= 140
+    kept = found[short, "validation"]
+    assert found[long, "validation"][: len(kept)] == kept
+    assert opened(long, keep=Keep("train", 0.1)).fingerprint != opened(long, keep=Keep("validation", 0.1)).fingerprint
+
+
+def test_files_of_ours_name_their_tokenizer(tmp_path: Path) -> None:
+    source = opened(write(tmp_path / "a", [*"\u00e9".encode(), END]))
+    assert (source.vocabulary_size, source.end_of_document) == (257, END)
+    assert source.bytes_per_token(0).tolist() == [1, 1]
+
+
+def origin_of(tokenizer: Path) -> Origin:
+    read = open_tokenizer(str(tokenizer))
+    return replace(
+        BYTES,
+        tokenizer=str(tokenizer),
+        fingerprint=read.fingerprint,
+        vocabulary_size=read.vocabulary_size,
+        end_of_document=read.end_of_document,
+    )
+
+
+def test_a_tokenizer_that_is_still_there_need_not_be_named(tmp_path: Path) -> None:
+    tokenizer = json_file(tmp_path / "tokenizer.json")
+    text = "the \u4e16 town"
+    tokens = open_tokenizer(str(tokenizer)).encode(text).tolist()
+    prefix = write(tmp_path / "a", [*tokens, 0], origin=origin_of(tokenizer))
+    for settings in ({}, {"tokenizer": str(tokenizer)}):
+        source = opened(prefix, **settings)
+        assert (tokens_of(source), source.end_of_document) == ([tokens], 0)
+        assert source.bytes_per_token(0).sum() == len(text.encode())
+
+
+def test_without_the_tokenizer_a_run_can_train_and_not_judge(tmp_path: Path) -> None:
+    tokenizer = json_file(tmp_path / "tokenizer.json")
+    prefix = write(tmp_path / "a", [5, 6, 0], origin=origin_of(tokenizer))
+    tokenizer.unlink()
+    source = opened(prefix)
+    assert (tokens_of(source), source.end_of_document, source.vocabulary_size) == ([[5, 6]], 0, 283)
+    with pytest.raises(
+        DataError, match=r"bits per byte of .*a need the tokenizer .*; fix: .*, or evaluation\.rows to 0"
+    ):
+        evaluation_batches(source, rows=1, sequence_length=4, limit_rows=1, document_mask=False)
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", [5, 6, END])
+    other = json_file(tmp_path / "tokenizer.json")
+    with pytest.raises(
+        DataError, match=r"a was packed with another tokenizer.*; got data.tokenizer .*, and bytes in a"
+    ):
+        opened(prefix, tokenizer=str(other))
+    mixed = write(tmp_path / "b", [5, 6, 0], origin=origin_of(other))
+    with pytest.raises(DataError, match=r"b and .*a were packed with different tokenizers; got .*json and bytes"):
+        opened(prefix, mixed)
+
+
+def test_files_of_others_need_a_tokenizer_or_the_id_that_ends_documents(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", [5, 6, 0], origin=None)
+    with pytest.raises(DataError, match=r"nothing says what the ids of .*a are; fix: set data\.tokenizer"):
+        opened(prefix)
+    tokenizer = json_file(tmp_path / "tokenizer.json")
+    named = opened(prefix, tokenizer=str(tokenizer))
+    assert (tokens_of(named), named.vocabulary_size) == ([[5, 6]], 283)
+    assert named.bytes_per_token(0).tolist() == [1, 1]
+    stated = opened(prefix, end_of_document="6")
+    assert (tokens_of(stated), stated.vocabulary_size, stated.tokenizer) == ([[5, 6, 0]], 1000, None)
+
+
+def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", [5, 300, END])
+    with pytest.raises(DataError, match="outside the model's vocabulary; got ids up to 256 and a vocabulary of 200"):
+        opened(prefix, vocabulary=200)
+    with pytest.raises(
+        DataError, match=r"document 0 of .*a\.bin has an id outside the vocabulary; got 300; .*0 to 256"
+    ):
+        opened(prefix).read(0)
+    negative = write_pair(tmp_path / "b", [[[5, -1]]], 4)
+    with pytest.raises(DataError, match="outside the vocabulary; got -1"):
+        opened(negative, end_of_document="0").read(0)
+
+
+def test_tokens_are_judged_by_the_same_bytes_as_their_text(tmp_path: Path) -> None:
+    texts = ["the penstock feeds the turbine", "\u4e16\u754c \U0001f600", "a"]
+    tokenizer = json_file(tmp_path / "tokenizer.json")
+    read = open_tokenizer(str(tokenizer))
+    prefix = write(tmp_path / "a", *([*read.encode(text).tolist(), 0] for text in texts), origin=None)
+    source = opened(prefix, tokenizer=str(tokenizer))
+    judged = evaluation_batches(source, rows=1, sequence_length=8, limit_rows=100, document_mask=False)
+    first = int(np.argmax(judged.batches[0].tokens_BS.numpy() >= 0))
+    unpredicted = int(source.tokenizer.bytes_of(judged.batches[0].tokens_BS.numpy()[0, first : first + 1])[0])
+    assert judged.text_bytes == sum(len(text.encode()) for text in texts) - unpredicted

@@ -1,0 +1,196 @@
+"""Attention with sinks equals the softmax with one more logit, on whatever backend; none of them is left to luck."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from penstock.base.errors import KernelError
+from penstock.kernels import attention_backends
+from penstock.kernels.attention import causal_attention
+from penstock.kernels.attention_backends import Scores, Softmax, backend_for, backward, forward, with_own_keys
+from penstock.kernels.local_attention import local_attention, near
+from penstock.kernels.reach import Reach
+from tests.kernels.eager_attention import eager_attention, random_documents, random_heads, seen_by, with_gradients
+
+SCALE = 0.3
+ROWS, LENGTH = 2, 24
+
+
+def _allowed(has_documents: bool) -> Tensor | None:
+    return seen_by(None, LENGTH, random_documents(ROWS, LENGTH)) if has_documents else None
+
+
+@pytest.mark.parametrize("backend", ["auto", "default", "flash", "math"])
+@pytest.mark.parametrize("has_documents", [False, True], ids=["one document", "documents"])
+def test_a_sink_takes_part_in_the_softmax(backend: str, has_documents: bool) -> None:
+    q, k, v, sinks_H, direction = random_heads(ROWS, LENGTH)
+    leaves, allowed_BSS = [x.requires_grad_() for x in (q, k, v, sinks_H)], _allowed(has_documents)
+    seen_BSS = seen_by(None, LENGTH) if allowed_BSS is None else allowed_BSS
+    expected = with_gradients(eager_attention(q, k, v, seen_BSS, SCALE, sinks_H), direction, leaves)
+    o_BSHM = causal_attention(q, k, v, scale=SCALE, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H)
+    torch.testing.assert_close(with_gradients(o_BSHM, direction, leaves), expected)
+
+
+@pytest.mark.parametrize("backend", ["auto", "math"])
+def test_rounding_costs_no_more_than_rounding(backend: str) -> None:
+    q, k, v, sinks_H, direction = random_heads(ROWS, LENGTH, torch.bfloat16)
+    wide = [x.double().requires_grad_() for x in (q, k, v, sinks_H)]
+    expected = with_gradients(
+        eager_attention(*wide[:3], seen_by(None, LENGTH), SCALE, wide[3]), direction.double(), wide
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v, sinks_H)]
+    o_BSHM = causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend=backend, sinks_H=sinks_H)
+    for got, truth in zip(with_gradients(o_BSHM, direction, leaves), expected, strict=True):
+        assert got.dtype == torch.bfloat16
+        assert (got - truth).norm() < 0.01 * truth.norm()
+
+
+def test_a_far_sink_changes_nothing_and_a_near_one_leaves_nothing() -> None:
+    q, k, v, sinks_H, _ = random_heads(ROWS, LENGTH)
+    plain = causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend="auto")
+    far, near = (
+        causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend="auto", sinks_H=torch.full_like(sinks_H, s))
+        for s in (-1e4, 1e4)
+    )
+    torch.testing.assert_close(far, plain)
+    assert not near.any()
+
+
+def test_a_named_backend_that_cannot_run_is_not_replaced() -> None:
+    q, k, v, sinks_H, _ = random_heads(ROWS, LENGTH)
+    with pytest.raises(RuntimeError, match="No viable backend"):
+        causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend="cudnn", sinks_H=sinks_H)
+
+
+def test_where_torch_says_that_nothing_runs_so_do_we(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **kwargs: SDPBackend.ERROR.value)
+    q, k, v, _, _ = (x.transpose(1, 2) if x.ndim == 4 else x for x in random_heads(ROWS, LENGTH))
+    with pytest.raises(KernelError, match="backend cudnn cannot"):
+        backend_for(q, k, v, Scores(scale=SCALE), "cudnn")
+
+
+def test_heads_get_their_own_keys_rather_than_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose only fused backend with masks does not know heads that share keys."""
+    real, asked = torch._fused_sdp_choice, []
+
+    def choice(q: Tensor, k: Tensor, *args: object, **kwargs: object) -> int:
+        asked.append(k.shape[1])
+        return SDPBackend.MATH.value if q.shape[1] != k.shape[1] else real(q, k, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+    q, k, v, sinks_H, direction = random_heads(ROWS, LENGTH)
+    leaves, seen_BSS = [x.requires_grad_() for x in (q, k, v, sinks_H)], _allowed(True)
+    expected = with_gradients(eager_attention(q, k, v, seen_BSS, SCALE, sinks_H), direction, leaves)
+    o_BSHM = causal_attention(q, k, v, scale=SCALE, allowed_BSS=seen_BSS, backend="auto", sinks_H=sinks_H)
+    torch.testing.assert_close(with_gradients(o_BSHM, direction, leaves), expected)
+    assert asked == [2, 4]
+
+
+def test_keys_stay_shared_where_that_is_known_or_all_scores_are_asked_for() -> None:
+    q, k, v = (x.transpose(1, 2) for x in random_heads(ROWS, LENGTH)[:3])
+    for backend, expected in (("auto", SDPBackend.FLASH_ATTENTION), ("math", SDPBackend.MATH)):
+        found, own_k, own_v = with_own_keys(q, k, v, Scores(scale=SCALE), backend)
+        assert found == expected and own_k is k and own_v is v
+    meta = [x.to("meta") for x in (q.float(), k.float(), v.float())]
+    assert with_own_keys(*meta, Scores(scale=SCALE), "efficient")[1].shape == q.shape
+
+
+GPU_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+
+
+@pytest.mark.parametrize("backend", GPU_BACKENDS, ids=lambda one: one.name.lower())
+@pytest.mark.parametrize("has_mask", [False, True], ids=["causal", "masked"])
+def test_backends_of_a_gpu_take_what_they_are_given(backend: SDPBackend, has_mask: bool) -> None:
+    """Without memory: names, order and shapes of what goes in and comes out, forward and back."""
+    if has_mask and backend == SDPBackend.FLASH_ATTENTION:
+        pytest.skip("flash has no masks")
+    operands = tuple(torch.empty(2, 4, 24, 8, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    allowed = torch.empty(2, 1, 24, 24, dtype=torch.bool, device="meta") if has_mask else None
+    scores = Scores(scale=SCALE, allowed=allowed)
+    softmax = forward(backend, *operands, scores)
+    assert softmax.o_BHSM.shape == operands[0].shape
+    assert softmax.log_sums.dtype == torch.float32
+    assert softmax.log_sums.shape[:2] == (2, 4)
+    gradients = backward(backend, torch.empty_like(softmax.o_BHSM), operands, scores, softmax)
+    assert [one.shape for one in gradients] == [one.shape for one in operands]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("backend", ["auto", "math"])
+def test_a_plan_has_sinks_without_memory(dtype: torch.dtype, backend: str) -> None:
+    leaves = [x.to("meta").requires_grad_() for x in random_heads(ROWS, LENGTH, dtype)[:4]]
+    q, k, v, sinks_H = leaves
+    o_BSHM = causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend=backend, sinks_H=sinks_H)
+    assert (o_BSHM.shape, o_BSHM.dtype) == (q.shape, dtype)
+    assert [x.shape for x in torch.autograd.grad(o_BSHM.sum(), leaves)] == [x.shape for x in leaves]
+
+
+def test_padding_of_logarithms_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The efficient backend has more logarithms than queries, infinite ones at the end; cuDNN's have one more dim."""
+
+    def widened(*arguments: object) -> Softmax:
+        plain = forward(*arguments)  # type: ignore[arg-type]
+        return Softmax(plain.o_BHSM, torch.nn.functional.pad(plain.log_sums, (0, 8), value=float("inf")), plain.rest)
+
+    def narrowed(backend: SDPBackend, do: Tensor, operands: tuple, scores: Scores, softmax: Softmax) -> tuple:
+        assert softmax.log_sums.shape[-1] == LENGTH + 8
+        kept = Softmax(softmax.o_BHSM, softmax.log_sums[..., :LENGTH].contiguous(), softmax.rest)
+        return backward(backend, do, operands, scores, kept)
+
+    monkeypatch.setattr("penstock.kernels.attention_sinks.forward", widened)
+    monkeypatch.setattr("penstock.kernels.attention_sinks.backward", narrowed)
+    q, k, v, sinks_H, direction = random_heads(ROWS, LENGTH)
+    leaves = [x.requires_grad_() for x in (q, k, v, sinks_H)]
+    expected = with_gradients(eager_attention(q, k, v, seen_by(None, LENGTH), SCALE, sinks_H), direction, leaves)
+    o_BSHM = causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend="auto", sinks_H=sinks_H)
+    torch.testing.assert_close(with_gradients(o_BSHM, direction, leaves), expected)
+
+
+def test_a_bias_is_as_its_backend_wants_it() -> None:
+    scores = Scores(scale=SCALE, allowed=seen_by(None, 9)[:, None])
+    q_BHSN = torch.zeros(1, 4, 9, 8)
+    efficient = attention_backends.bias_of(scores, q_BHSN, SDPBackend.EFFICIENT_ATTENTION)
+    assert efficient is not None
+    assert efficient.shape == (1, 4, 9, 9) and efficient.stride(2) == attention_backends.BIAS_STRIDE
+    assert efficient[0, 0].isinf().sum() == 36
+    cudnn = attention_backends.bias_of(scores, q_BHSN, SDPBackend.CUDNN_ATTENTION)
+    assert cudnn is not None
+    assert cudnn.isfinite().all() and (cudnn < -65000).sum() == 36
+    assert attention_backends.bias_of(Scores(scale=SCALE), q_BHSN, SDPBackend.CUDNN_ATTENTION) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("backend", ["auto", "cudnn", "flash", "efficient"])
+@pytest.mark.parametrize("reach", [None, Reach(kind="window", size=32), Reach(kind="chunk", size=48)])
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("has_documents", [False, True], ids=["one document", "documents"])
+def test_a_gpu_gives_what_the_definition_says(
+    backend: str, reach: Reach | None, has_sinks: bool, has_documents: bool
+) -> None:
+    has_mask = has_documents or (reach is not None and reach.kind == "window")
+    if backend == "flash" and has_mask:
+        pytest.skip("flash has no masks")
+    rows, length, device = 2, 128, torch.device("cuda")
+    generator = torch.Generator(device).manual_seed(3)
+    groups = 4 if backend == "efficient" else 2
+    shapes = ((rows, length, 4, 64), (rows, length, groups, 64), (rows, length, groups, 64), (4,))
+    given = [torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for shape in shapes]
+    direction = torch.randn(shapes[0], generator=generator, device=device, dtype=torch.bfloat16)
+    documents_BS = random_documents(rows, length).to(device) if has_documents else None
+    kept = 4 if has_sinks else 3
+    wide = [x.double().requires_grad_() for x in given[:kept]]
+    seen_BSS = seen_by(reach, length, None if documents_BS is None else documents_BS.cpu()).to(device)
+    expected = with_gradients(eager_attention(*wide[:3], seen_BSS, 0.125, *wide[3:]), direction.double(), wide)
+    leaves = [x.requires_grad_() for x in given[:kept]]
+    q, k, v, *sinks = leaves
+    sinks_H = sinks[0] if sinks else None
+    allowed_BSS = None if documents_BS is None else seen_by(None, length, documents_BS.cpu()).to(device)
+    if reach is None:
+        o_BSHM = causal_attention(q, k, v, scale=0.125, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H)
+    else:
+        seen = near(reach, 0, length, allowed_BSS, rows=rows, device=device)
+        o_BSHM = local_attention(q, k, v, seen, scale=0.125, backend=backend, sinks_H=sinks_H)
+    for got, truth in zip(with_gradients(o_BSHM, direction, leaves), expected, strict=True):
+        assert (got - truth).norm() < 0.02 * truth.norm()

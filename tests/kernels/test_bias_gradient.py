@@ -1,0 +1,133 @@
+"""Sums of each expert's rows against the definition, with and without weights, and what the kernels become."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.base.errors import KernelError
+from penstock.kernels.bias_gradient import (
+    BLOCK_COLUMNS,
+    BLOCK_PARTS,
+    BLOCK_ROWS,
+    WALKED_COLUMNS,
+    Weighed,
+    bias_gradient,
+    bias_parts_kernel,
+    bias_sums_kernel,
+)
+from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON, ExpertKernels
+from tests.kernels.ahead_of_time import TARGETS, compile_for
+from tests.kernels.parity import assert_close
+
+COUNTS = {
+    "balanced": [64, 64, 64],
+    "skewed": [5, 170, 1, 40],
+    "empty experts": [0, 70, 0, 33, 0],
+    "one hot expert": [0, 0, 150],
+    "no rows": [0, 0],
+}
+WIDTH, TAIL = 72, 7
+BACKENDS = {"reference": REFERENCE, "torch": TORCH, "triton": TRITON}
+
+
+def draw(counts: list[int], device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Weighed]:
+    """Gradients with a tail of NaN, counts, and what a weighted bias has."""
+    rows = sum(counts) + TAIL
+    dy_RF = torch.randn(rows, WIDTH, device=device, dtype=dtype)
+    weights_R, dweights_R = torch.rand(rows, device=device), torch.randn(rows, device=device)
+    dy_RF[sum(counts) :] = weights_R[sum(counts) :] = torch.nan
+    weighed = Weighed(torch.randn(len(counts), WIDTH, device=device, dtype=dtype), weights_R, dweights_R)
+    return dy_RF, torch.tensor(counts, dtype=torch.int32, device=device), weighed
+
+
+def sums_of(dy_RF: Tensor, counts: list[int], weights_R: Tensor | None = None) -> Tensor:
+    rows_RF = dy_RF[: sum(counts)].double()
+    if weights_R is not None:
+        rows_RF = rows_RF * weights_R[: sum(counts), None]
+    return torch.stack([rows.sum(0) for rows in rows_RF.split(counts)])
+
+
+@pytest.fixture(params=BACKENDS.values(), ids=BACKENDS)
+def kernels(request: pytest.FixtureRequest) -> ExpertKernels:
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_rows_of_each_expert_are_summed_and_a_tail_of_nan_is_not(
+    counts: list[int], dtype: torch.dtype, kernels: ExpertKernels, device: torch.device
+) -> None:
+    dy_RF, counts_e, _ = draw(counts, device, dtype)
+    sums_eF = kernels.bias_gradient(dy_RF, counts_e, tiles=kernels.tile_table(counts_e, len(dy_RF)))
+    assert sums_eF.dtype == dtype
+    assert_close(sums_eF, sums_of(dy_RF, counts), "sums")
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_a_weighted_bias_has_weighted_sums_and_adds_to_the_gradient_of_the_weights(
+    counts: list[int], kernels: ExpertKernels, device: torch.device
+) -> None:
+    dy_RF, counts_e, weighed = draw(counts, device)
+    before_R = weighed.dweights_R.clone()
+    tiles = kernels.tile_table(counts_e, len(dy_RF))
+    sums_eF = kernels.bias_gradient(dy_RF, counts_e, weighed, tiles=tiles)
+    assert_close(sums_eF, sums_of(dy_RF, counts, weighed.weights_R), "weighted sums")
+    used = sum(counts)
+    bias_RF = torch.cat([weighed.bias_eF[e].expand(count, -1) for e, count in enumerate(counts)])
+    dots_R = (dy_RF[:used] * bias_RF).sum(1)
+    assert_close(weighed.dweights_R[:used], before_R[:used] + dots_R, "gradient of the weights")
+
+
+def test_sums_are_added_to_a_float32_buffer(kernels: ExpertKernels, device: torch.device) -> None:
+    counts = COUNTS["empty experts"]
+    dy_RF, counts_e, _ = draw(counts, device)
+    total_eF = torch.randn(len(counts), WIDTH, device=device)
+    expected_eF = total_eF.double() + sums_of(dy_RF, counts)
+    tiles = kernels.tile_table(counts_e, len(dy_RF))
+    assert kernels.bias_gradient(dy_RF, counts_e, accumulate_into=total_eF, tiles=tiles) is total_eF
+    assert_close(total_eF, expected_eF, "added sums")
+
+
+def test_wide_rows_are_walked_by_several_programs(device: torch.device) -> None:
+    dy_RF = torch.randn(70, WALKED_COLUMNS + 40, device=device)
+    counts_e = torch.tensor([3, 66], device=device)
+    sums_eF = bias_gradient(dy_RF, counts_e)
+    assert_close(sums_eF, sums_of(dy_RF, [3, 66]), "sums of wide rows")
+
+
+def test_the_order_of_a_sum_is_always_the_same(device: torch.device) -> None:
+    dy_RF, counts_e, _ = draw(COUNTS["skewed"], device)
+    first_eF, second_eF = bias_gradient(dy_RF, counts_e), bias_gradient(dy_RF, counts_e)
+    assert torch.equal(first_eF, second_eF)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"bias_eF": torch.zeros(2, 8)}, "bias_eF"),
+        ({"weights_R": torch.zeros(3)}, "weights_R"),
+        ({"dweights_R": torch.zeros(6, 2)[:, 0]}, "dweights_R"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(changes: dict[str, Tensor], says: str) -> None:
+    weighed = Weighed(torch.zeros(2, 16), torch.zeros(6), torch.zeros(6))
+    with pytest.raises(KernelError, match=says):
+        bias_gradient(torch.zeros(6, 16), torch.zeros(2, dtype=torch.int32), weighed._replace(**changes))
+    with pytest.raises(KernelError, match="accumulate_into"):
+        bias_gradient(torch.zeros(6, 16), torch.zeros(2, dtype=torch.int32), accumulate_into=torch.zeros(2, 16).half())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_kernels_compile_without_spills(target: str, weighted: bool) -> None:
+    pointers = {"dy_ptr": "*bf16:16", "parts_ptr": "*fp32:16", "owners_ptr": "*i32:16", "block_count_ptr": "*i32:16"}
+    of_weights = {"bias_ptr": "*bf16:16", "weights_ptr": "*fp32:16", "dots_ptr": "*fp32:16"}
+    blocks = {"F": 2880, "WALKED": 2880 if weighted else WALKED_COLUMNS, "BLOCK_R": BLOCK_ROWS}
+    constants = {**blocks, "BLOCK_F": BLOCK_COLUMNS} | ({} if weighted else dict.fromkeys(of_weights))
+    signature = pointers | (of_weights if weighted else {})
+    parts = compile_for(bias_parts_kernel, signature, constants, TARGETS[target], num_warps=4)
+    assert parts.spills == 0, parts.summary
+    signature = {"parts_ptr": "*fp32:16", "sums_ptr": "*fp32:16", "starts_ptr": "*i32:16", "experts": "i32"}
+    constants = {"F": 2880, "BLOCK_R": BLOCK_ROWS, "BLOCK_P": BLOCK_PARTS, "BLOCK_F": BLOCK_COLUMNS, "BLOCK_E": 32}
+    sums = compile_for(bias_sums_kernel, signature, constants | {"ACCUMULATE": True}, TARGETS[target], num_warps=4)
+    assert sums.spills == 0, sums.summary

@@ -1,0 +1,187 @@
+"""Experts with biases, clamps and weighted inputs against their definition: output and all gradients, every form."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.base.errors import KernelError
+from penstock.kernels import operators, reference
+from penstock.kernels.expert_ffn import expert_ffn
+from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON, ExpertKernels
+from penstock.kernels.reference import SWIGLU, ExpertRule
+from penstock.plan.conventional import separate_expert_ffn
+from penstock.plan.tape import WAIT, Tape
+from tests.kernels.parity import assert_close, assert_parity
+from tests.kernels.test_expert_ffn import BACKENDS, HIDDEN, ROUTINGS, WIDTH, Batch, draw
+
+GPT_OSS = ExpertRule(limit=1.5, alpha=1.702)
+LLAMA4 = ExpertRule(weighs_input=True)
+
+Ffn = Callable[..., Tensor]
+
+
+def _ours(kernels: ExpertKernels) -> Ffn:
+    return lambda *inputs, **options: expert_ffn(*inputs, kernels=kernels, **options)
+
+
+FORMS: dict[str, Ffn] = {
+    **{f"one function, {name}": _ours(kernels) for name, kernels in BACKENDS.items()},
+    "operators, reference": operators.reference_expert_ffn,
+    "operators, torch": operators.torch_expert_ffn,
+}
+
+
+@pytest.fixture(params=FORMS.values(), ids=FORMS)
+def ffn(request: pytest.FixtureRequest) -> Ffn:
+    return request.param
+
+
+def biases_of(batch: Batch) -> tuple[Tensor, Tensor]:
+    experts, like = len(batch.gate_up_eFD), batch.x_TD
+    return torch.randn(experts, 2 * WIDTH).to(like), torch.randn(experts, HIDDEN).to(like)
+
+
+def with_biases(ffn: Ffn, **options: Any) -> Ffn:
+    """Biases behind the other inputs, and weights in the dtype of the other tensors (as in test_expert_ffn)."""
+
+    def run(*inputs: Any) -> Tensor:
+        *before, weights_R, index_R, gate_up_bias_eF, down_bias_eD = inputs
+        weights_R = None if weights_R is None else weights_R.float()
+        biases = None if gate_up_bias_eF is None else (gate_up_bias_eF, down_bias_eD)
+        return ffn(*before, weights_R, index_R, biases=biases, **options)
+
+    return run
+
+
+def compare(ffn: Ffn, inputs: list[Tensor | None], rule: ExpertRule, **options: Any) -> None:
+    assert_parity(with_biases(ffn, rule=rule, **options), with_biases(reference.expert_ffn, rule=rule), inputs)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_experts_with_biases_and_clamps_equal_the_reference(routing: str, ffn: Ffn, device: torch.device) -> None:
+    batch = draw(routing, device)
+    compare(ffn, [*batch.inputs, *biases_of(batch)], GPT_OSS, places_TK=batch.order.places_TK)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_experts_with_weighted_inputs_equal_the_reference(routing: str, ffn: Ffn, device: torch.device) -> None:
+    batch = draw(routing, device)
+    compare(ffn, [*batch.inputs, None, None], LLAMA4, places_TK=batch.order.places_TK)
+
+
+@pytest.mark.parametrize("given", ["gate and up", "both, without weights", "rows in order"])
+def test_a_part_of_the_inputs_may_be_missing(given: str, ffn: Ffn, device: torch.device) -> None:
+    """The down projection's bias where another rank adds it; weights; the index."""
+    batch = draw("dropped slots", device)
+    inputs = [*batch.inputs, *biases_of(batch)]
+    if given == "gate and up":
+        inputs[7] = None
+    if given == "both, without weights":
+        inputs[4] = None
+    if given == "rows in order":
+        inputs[0], inputs[5] = reference.permute(batch.x_TD, batch.order), None
+    compare(ffn, inputs, SWIGLU)
+
+
+@pytest.mark.parametrize("rule", [GPT_OSS, LLAMA4], ids=["gpt-oss", "llama4"])
+def test_a_plan_of_separate_operators_computes_the_same(rule: ExpertRule, device: torch.device) -> None:
+    batch = draw("dropped slots", device)
+    biases = (None, None) if rule.weighs_input else biases_of(batch)
+    compare(separate_expert_ffn, [*batch.inputs, *biases], rule)
+
+
+def test_rows_past_the_last_expert_poison_no_bias(ffn: Ffn, device: torch.device) -> None:
+    batch = draw("dropped slots", device)
+    used = int(batch.order.counts_E.sum())
+    x_RD, weights_R = reference.permute(batch.x_TD, batch.order), batch.weights_R.float()
+    x_RD[used:] = weights_R[used:] = torch.nan
+    leaves = [leaf.requires_grad_() for leaf in (x_RD, batch.gate_up_eFD, batch.down_eDF, weights_R)]
+    biases = tuple(bias.requires_grad_() for bias in biases_of(batch))
+    y_RD = ffn(*leaves[:3], batch.order.counts_E, weights_R, None, biases=biases, rule=GPT_OSS)
+    dy_RD = torch.ones_like(y_RD)
+    dy_RD[used:] = torch.nan
+    dx_RD, *others, dweights_R, d_gate_up_bias_eF, d_down_bias_eD = torch.autograd.grad(y_RD, [*leaves, *biases], dy_RD)
+    assert not y_RD[used:].any(), "no expert, no bias"
+    assert not dx_RD[used:].any()
+    for result in (y_RD, dx_RD, *others, dweights_R[:used], d_gate_up_bias_eF, d_down_bias_eD):
+        assert result.isfinite().all()
+
+
+@pytest.mark.parametrize("kernels", BACKENDS.values(), ids=BACKENDS)
+def test_gradients_of_two_micro_batches_are_added_to_float32_sums(kernels: ExpertKernels, device: torch.device) -> None:
+    batch = draw("random", device)
+    biases = biases_of(batch)
+    parameters = [one.requires_grad_() for one in (batch.gate_up_eFD, batch.down_eDF, *biases)]
+    sums = tuple(torch.zeros_like(one, dtype=torch.float32) for one in parameters)
+    expected = [torch.zeros_like(one) for one in sums]
+    for scale in (1.0, 0.25):
+        x_TD = batch.x_TD * scale
+        options = {"accumulate_into": sums, "biases": biases, "rule": GPT_OSS, "kernels": kernels}
+        y_RD = expert_ffn(x_TD, *parameters[:2], *batch.rest, **options)
+        dy_RD = torch.randn_like(y_RD)
+        y_RD.backward(dy_RD)
+        wide = [one.detach().float().requires_grad_() for one in parameters]
+        y_RD = reference.expert_ffn(x_TD.float(), *wide[:2], *batch.rest, biases=(wide[2], wide[3]), rule=GPT_OSS)
+        for total, gradient in zip(expected, torch.autograd.grad(y_RD, wide, dy_RD.float()), strict=True):
+            total += gradient
+    assert all(one.grad is None for one in parameters), "the sums take the gradients' place"
+    for total, right in zip(sums, expected, strict=True):
+        assert_close(total.to(batch.x_TD.dtype), right, "sum of gradients")
+
+
+@pytest.mark.parametrize("rule", [GPT_OSS, LLAMA4], ids=["gpt-oss", "llama4"])
+@pytest.mark.parametrize("kernels", [REFERENCE, TORCH, TRITON], ids=["reference", "torch", "triton"])
+def test_a_pre_activation_that_is_recomputed_gives_the_same_bits(
+    kernels: ExpertKernels, rule: ExpertRule, device: torch.device
+) -> None:
+    batch = draw("dropped slots", device)
+    biases = () if rule.weighs_input else biases_of(batch)
+
+    def run(*, recompute: bool) -> list[Tensor]:
+        inputs = batch.x_TD, batch.gate_up_eFD, batch.down_eDF, batch.weights_R.float(), *biases
+        leaves = [leaf.detach().clone().requires_grad_() for leaf in inputs]
+        options = {"recompute": recompute, "kernels": kernels, "places_TK": batch.order.places_TK, "rule": rule}
+        given = (leaves[4], leaves[5]) if biases else None
+        rest = batch.order.counts_E, leaves[3], batch.index_R
+        y_RD = expert_ffn(*leaves[:3], *rest, biases=given, **options)
+        return [y_RD.detach(), *torch.autograd.grad(y_RD, leaves, torch.ones_like(y_RD))]
+
+    for found, expected in zip(run(recompute=True), run(recompute=False), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_biases_behind_weighted_inputs_are_refused(ffn: Ffn, device: torch.device) -> None:
+    batch = draw("random", device)
+    with pytest.raises(KernelError, match="weighted"):
+        ffn(*batch.inputs, biases=biases_of(batch), rule=LLAMA4)
+
+
+def launches_of(rule: ExpertRule, *, has_biases: bool) -> list[str]:
+    """What a GPU would be given by both passes, on tensors without memory."""
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    x_TD = torch.empty(64, HIDDEN, **meta, requires_grad=True)
+    parameters = [torch.empty(4, 2 * WIDTH, HIDDEN, **meta), torch.empty(4, HIDDEN, WIDTH, **meta)]
+    parameters += [torch.empty(4, 2 * WIDTH, **meta), torch.empty(4, HIDDEN, **meta)] if has_biases else []
+    leaves = [parameter.requires_grad_() for parameter in parameters]
+    sums = tuple(torch.empty_like(leaf, dtype=torch.float32) for leaf in leaves)
+    weights_R = torch.empty(64, device="meta", requires_grad=True)
+    counts_e = torch.empty(4, device="meta", dtype=torch.int32)
+    biases = (leaves[2], leaves[3]) if has_biases else None
+    with Tape(8) as tape:
+        options = {"biases": biases, "rule": rule, "accumulate_into": sums}
+        expert_ffn(x_TD, leaves[0], leaves[1], counts_e, weights_R, **options).sum().backward()
+    return [operator.name for operator in tape.cut() if operator.name.endswith("_kernel") or operator.name == WAIT]
+
+
+def test_biases_add_two_launches_each_and_clamps_and_weighted_inputs_none() -> None:
+    products = ["rows_kernel", "swiglu_backward_kernel", "weights_kernel"]
+    plain = ["tile_table_kernel", "rows_kernel", "swiglu_kernel", "rows_kernel", *products, "rows_kernel"]
+    plain.append("weights_kernel")
+    assert launches_of(SWIGLU, has_biases=False) == plain
+    assert launches_of(LLAMA4, has_biases=False) == plain
+    assert launches_of(GPT_OSS, has_biases=False) == plain
+    of_biases = ["bias_parts_kernel", "bias_sums_kernel"] * 2
+    assert launches_of(GPT_OSS, has_biases=True) == [*plain[:-2], *of_biases, *plain[-2:]]

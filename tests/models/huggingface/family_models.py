@@ -1,0 +1,130 @@
+"""A tiny random model of every family and variants of it, by name: family, then what is special.
+
+Parity is shown on rows of 24 tokens; windows, chunks and the floor of the temperature are shorter than that.
+"""
+
+from penstock.config.model import (
+    ClampedSwiglu,
+    GroupedQueryAttention,
+    Llama3Rope,
+    LocalAttention,
+    Model,
+    Moe,
+    Rope,
+    Router,
+    Yarn,
+)
+from tests.models.families import moe_with, tiny_attention, tiny_model
+
+YARN = Yarn(factor=8.0, original_positions=16)
+LLAMA3 = Llama3Rope(factor=4.0, original_positions=32, slow=1.0, fast=4.0)
+WINDOW = LocalAttention(size=7)
+
+
+def attention(**changes: object) -> GroupedQueryAttention:
+    """Four query heads and two key/value heads of 8."""
+    return GroupedQueryAttention.model_validate({"heads": 4, "kv_heads": 2, "head_dim": 8} | changes)
+
+
+def moe(**changes: object) -> Moe:
+    """Top 2 of 8 experts of width 16."""
+    return Moe.model_validate({"experts": 8, "top_k": 2, "ffn_size": 16} | changes)
+
+
+def model(family: str, **changes: object) -> Model:
+    """Three layers of width 32."""
+    fields = {"family": family, "vocabulary": 61, "hidden_size": 32, "layers": 3, "initial_std": 0.2}
+    return Model.model_validate({**fields, "attention": attention(), **changes})
+
+
+def dense(family: str, **changes: object) -> Model:
+    """The same with dense layers only."""
+    return model(family, **{"dense_layers": 3, "dense_ffn_size": 48, **changes})
+
+
+def mixtral(**changes: object) -> Model:
+    """Softmax over the chosen experts."""
+    return model("mixtral", **{"moe": moe(router=Router(softmax_after_top_k=True)), **changes})
+
+
+def qwen3_moe(**changes: object) -> Model:
+    """Norms of heads; weights divided by their sum."""
+    experts = changes.pop("moe", moe(router=Router(normalize=True)))
+    fields = {"attention": attention(qk_norm="head"), "moe": experts, "dense_ffn_size": 48}
+    return model("qwen3-moe", **{**fields, **changes})
+
+
+def olmoe(**changes: object) -> Model:
+    """Norms over all heads; heads together as wide as the hidden states."""
+    return model("olmoe", **{"attention": attention(qk_norm="projection"), "moe": moe(), **changes})
+
+
+def llama4(*, local: LocalAttention | None, qk_norm: str, rope: Rope, **changes: object) -> Model:
+    """One expert of 4 by sigmoid, weighed on its input, and a shared one."""
+    router = Router(score="sigmoid", weigh="input")
+    experts = moe(experts=4, top_k=1, shared_ffn_size=16, router=router, every=changes.pop("every", 1))
+    heads = attention(qk_norm=qk_norm, local=local, rope=rope)
+    return model("llama4", **{"layers": 4, "dense_ffn_size": 48, "attention": heads, "moe": experts, **changes})
+
+
+def gpt_oss(*, rope: Rope, **changes: object) -> Model:
+    """Sinks, biases everywhere, clamped activation, every second layer sees a window."""
+    local = LocalAttention(size=7, global_every=2)
+    router = Router(softmax_after_top_k=True, logit_bias=True)
+    experts = moe(bias=True, clamped=ClampedSwiglu(limit=0.7), router=router)
+    heads = attention(bias=True, sinks=True, local=local, rope=rope)
+    return model("gpt-oss", **{"layers": 4, "attention": heads, "moe": experts, **changes})
+
+
+def nope(every: int) -> LocalAttention:
+    """Chunks of 9; every n-th layer sees all, does not rotate, and grows its queries."""
+    return LocalAttention(
+        kind="chunk", size=9, global_every=every, global_rope=False, global_temperature=0.3, temperature_floor=5
+    )
+
+
+LATENT_YARN = tiny_attention(
+    q_latent=20, yarn=Yarn(factor=8.0, original_positions=16, scale=0.707, scale_all_dims=0.707)
+)
+V2, V3 = tiny_model("deepseek-v2"), tiny_model("deepseek-v3")
+GROUPED_V2 = Router(score="softmax", groups=4, groups_kept=2, group_score="max", scale=16.0)
+RAW_V3 = Router(score="sigmoid", expert_bias=True, group_score="top2")
+
+VARIANTS: dict[str, Model] = {
+    "deepseek-v2": V2,
+    "deepseek-v2, latent queries, YaRN": V2.model_copy(update={"attention": LATENT_YARN}),
+    "deepseek-v2, groups, scale": moe_with(V2, router=GROUPED_V2),
+    "deepseek-v2, two dense layers": V2.model_copy(update={"dense_layers": 2}),
+    "deepseek-v3": V3,
+    "deepseek-v3, latent queries, YaRN": V3.model_copy(update={"attention": LATENT_YARN}),
+    "deepseek-v3, raw weights, no groups": moe_with(V3, router=RAW_V3),
+    "deepseek-v3, top 4": moe_with(V3, top_k=4),
+    "llama": dense("llama", attention=attention(rope=Rope(llama3=LLAMA3))),
+    "llama, frequencies divided or kept": dense(
+        "llama",
+        attention=attention(rope=Rope(llama3=Llama3Rope(factor=16.0, original_positions=8, slow=1.0, fast=1.0))),
+    ),
+    "llama, plain rotary embedding, biases": dense("llama", attention=attention(bias=True)),
+    "llama, tied embeddings, YaRN": dense("llama", tied_embeddings=True, attention=attention(rope=Rope(yarn=YARN))),
+    "qwen3": dense("qwen3", attention=attention(qk_norm="head", rope=Rope(theta=1e6))),
+    "qwen3, tied embeddings": dense("qwen3", attention=attention(qk_norm="head"), tied_embeddings=True),
+    "qwen3, window but for every 2nd layer": dense(
+        "qwen3", attention=attention(qk_norm="head", local=LocalAttention(size=7, global_every=2))
+    ),
+    "mixtral": mixtral(),
+    "mixtral, window": mixtral(attention=attention(local=WINDOW)),
+    "mixtral, top 4, YaRN": mixtral(
+        moe=moe(top_k=4, router=Router(softmax_after_top_k=True)), attention=attention(rope=Rope(yarn=YARN))
+    ),
+    "qwen3-moe": qwen3_moe(),
+    "qwen3-moe, experts every 2nd layer": qwen3_moe(layers=4, moe=moe(every=2, router=Router(normalize=True))),
+    "qwen3-moe, raw weights, first layer dense, window": qwen3_moe(
+        moe=moe(), dense_layers=1, attention=attention(qk_norm="head", local=WINDOW)
+    ),
+    "olmoe": olmoe(),
+    "olmoe, weights divided by their sum": olmoe(moe=moe(router=Router(normalize=True))),
+    "llama4": llama4(local=nope(4), qk_norm="rotated-head", rope=Rope(theta=5e5, llama3=LLAMA3)),
+    "llama4, experts every 2nd layer, no norm": llama4(local=nope(2), qk_norm="none", rope=Rope(theta=5e5), every=2),
+    "gpt-oss": gpt_oss(rope=Rope(theta=1.5e5, yarn=Yarn(factor=8.0, original_positions=16, whole_pairs=False))),
+    "gpt-oss, plain rotary embedding": gpt_oss(rope=Rope()),
+}

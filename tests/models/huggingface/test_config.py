@@ -1,0 +1,317 @@
+"""`config.json` both ways: a model comes back as it was, published files are read, what cannot be said is refused."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig
+
+from penstock.base.errors import ConfigError
+from penstock.config.model import Balance, GroupedQueryAttention, LocalAttention, Model, Moe, Router, Yarn
+from penstock.config.presets.registry import preset
+from penstock.models.huggingface.config import TRAINING_ONLY, facts_of, huggingface_config, model_of_config
+from tests.models.families import moe_with, tiny_attention, tiny_model
+from tests.models.huggingface.family_models import (
+    V2,
+    V3,
+    VARIANTS,
+    attention,
+    dense,
+    llama4,
+    mixtral,
+    moe,
+    nope,
+    olmoe,
+    qwen3_moe,
+)
+from tests.models.huggingface.published_configs import PUBLISHED
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_model_comes_back_as_it_was(name: str) -> None:
+    assert model_of_config(huggingface_config(VARIANTS[name])) == VARIANTS[name]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_file_that_transformers_wrote_is_read(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(huggingface_config(VARIANTS[name])))
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "theirs")
+    theirs = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert facts_of(model_of_config(theirs)) == facts_of(VARIANTS[name])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_file_is_the_preset(name: str) -> None:
+    read = model_of_config(PUBLISHED[name])
+    expected = preset(name).model
+    assert facts_of(read.model_copy(update={"initial_std": expected.initial_std})) == facts_of(expected)
+
+
+def test_choices_of_training_have_their_defaults_after_reading() -> None:
+    config = moe_with(
+        V3,
+        balance=Balance(auxiliary="sequence", auxiliary_weight=0.1),
+        router=Router(score="sigmoid", expert_bias=True, expert_bias_rate=0.5, group_score="top2"),
+    )
+    read = model_of_config(huggingface_config(config)).moe
+    assert read is not None
+    assert read.balance == Balance()
+    assert read.router.expert_bias_rate == Router().expert_bias_rate
+    assert {path.rpartition(".")[0] or path for path in TRAINING_ONLY} == {"moe.balance", "moe.router"}
+
+
+@given(st.data())
+def test_any_model_that_is_written_comes_back(data: st.DataObject) -> None:
+    layers, every = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
+    dense_first, heads = data.draw(st.integers(0, 3)), data.draw(st.sampled_from((2, 4, 8)))
+    kv_heads, head_dim = data.draw(st.sampled_from((1, 2))), data.draw(st.sampled_from((4, 16)))
+    experts = moe(every=every, experts=data.draw(st.integers(2, 9)), router=Router(normalize=data.draw(st.booleans())))
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    if dense_first + every > layers:
+        return
+    counts = {"layers": layers, "dense_layers": dense_first}
+    heads_of_qwen = attention(**sizes, qk_norm="head", bias=data.draw(st.booleans()))
+    one = qwen3_moe(moe=experts, attention=heads_of_qwen, **counts)
+    other = llama4(
+        local=nope(data.draw(st.integers(1, layers))) if layers > 1 else None,
+        qk_norm=data.draw(st.sampled_from(("none", "rotated-head"))),
+        rope=attention().rope,
+        every=every,
+        **counts,
+    )
+    for config in (one, other):
+        assert facts_of(model_of_config(huggingface_config(config))) == facts_of(config)
+
+
+@pytest.mark.parametrize(
+    ("positions", "config", "written"),
+    [
+        (None, VARIANTS["mixtral"], 4096),
+        (8192, VARIANTS["mixtral"], 8192),
+        (8192, VARIANTS["mixtral, top 4, YaRN"], 128),
+        (None, VARIANTS["llama"], 128),
+    ],
+)
+def test_the_context_is_what_the_model_saw_or_was_stretched_to(
+    positions: int | None, config: Model, written: int
+) -> None:
+    assert huggingface_config(config, positions)["max_position_embeddings"] == written
+
+
+LOCAL = LocalAttention(size=7)
+CANNOT_BE_SAID = {
+    "queries normed in a mixtral": (
+        mixtral(attention=attention(qk_norm="head")),
+        'model.attention.qk_norm cannot be said in the config.json of mixtral; got "head"; allowed: "none"',
+    ),
+    "a shared expert in a mixtral": (
+        mixtral(moe=moe(shared_ffn_size=16, router=Router(softmax_after_top_k=True))),
+        "model.moe.shared_ffn_size cannot be said in the config.json of mixtral; got 16; allowed: 0",
+    ),
+    "softmax over all experts in a mixtral": (
+        mixtral(moe=moe()),
+        "model.moe.router.softmax_after_top_k cannot be said in the config.json of mixtral; got false; allowed: true",
+    ),
+    "a window in an olmoe": (
+        olmoe(attention=attention(qk_norm="projection", local=LOCAL)),
+        "model.attention.local.kind cannot be said in the config.json of olmoe",
+    ),
+    "heads of another width in an olmoe": (
+        olmoe(attention=attention(qk_norm="projection", head_dim=16)),
+        "model.attention.head_dim cannot be said in the config.json of olmoe; got 16; allowed: 8",
+    ),
+    "experts in a llama": (
+        dense("llama", dense_layers=0, moe=moe()),
+        "model.dense_layers cannot be said in the config.json of llama",
+    ),
+    "no experts in a mixtral": (
+        mixtral(moe=None, dense_layers=3, dense_ffn_size=8),
+        "model.moe.top_k is missing: every model of the family mixtral has it",
+    ),
+    "prediction of more tokens in a V2": (
+        V2.model_copy(update={"mtp_layers": 1}),
+        "model.mtp_layers cannot be said in the config.json of deepseek-v2; got 1; allowed: 0",
+    ),
+    "a V3 without expert bias": (
+        moe_with(V3, router=Router(score="sigmoid", group_score="top2")),
+        "model.moe.router.expert_bias cannot be said in the config.json of deepseek-v3; got false; allowed: true",
+    ),
+    "a shared expert of one and a half": (
+        moe_with(V3, shared_ffn_size=24),
+        "model.moe.shared_ffn_size cannot be said in the config.json of deepseek-v3; got 24; allowed: 16",
+    ),
+    "grouped queries in a V3": (
+        tiny_model("deepseek-v3", attention=attention()),
+        "model.attention.kv_latent is missing: every model of the family deepseek-v3 has it",
+    ),
+    "latent attention in a llama": (
+        dense("llama", attention=tiny_attention()),
+        "model.attention.bias is missing: every model of the family llama has it",
+    ),
+    "scores scaled by YaRN in a llama": (
+        dense("llama", attention=attention(rope={"yarn": Yarn(factor=2.0, scale_all_dims=1.0)})),
+        "config.json: mscale_all_dim cannot be used; got 1.0; allowed: none, or beside mscale in a DeepSeek model",
+    ),
+    "chunks in a gpt-oss": (
+        VARIANTS["gpt-oss"].model_copy(
+            update={"attention": attention(bias=True, sinks=True, local=LocalAttention(kind="chunk", size=7))}
+        ),
+        'model.attention.local.kind cannot be said in the config.json of gpt-oss; got "chunk"; allowed: "window"',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT_BE_SAID)
+def test_what_the_format_cannot_say_is_refused_by_field(name: str) -> None:
+    config, message = CANNOT_BE_SAID[name]
+    with pytest.raises(ConfigError) as raised:
+        huggingface_config(config)
+    assert str(raised.value).startswith(message)
+
+
+def _changed(name: str, **changes: Any) -> dict[str, Any]:
+    """A file of a variant with keys changed; None removes one."""
+    fields = huggingface_config(VARIANTS[name]) | changes
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+CANNOT_BE_READ = {
+    "an unknown family": (
+        _changed("llama", model_type="gemma3"),
+        "config.json: model_type is not known here; got gemma3; allowed: deepseek_v2, deepseek_v3, mixtral, qwen3_moe, "
+        "olmoe, llama4_text, gpt_oss, llama, qwen3",
+    ),
+    "no family": ({}, "config.json: model_type is not known here; allowed: deepseek_v2, "),
+    "a key that is not there": (_changed("llama", hidden_size=None), "config.json lacks hidden_size"),
+    "another activation": (
+        _changed("llama", hidden_act="gelu"),
+        'config.json: hidden_act cannot be used; got "gelu"; allowed: "silu"',
+    ),
+    "biases of dense layers": (
+        _changed("llama", mlp_bias=True),
+        "config.json: mlp_bias cannot be used; got true; allowed: false",
+    ),
+    "clipped projections": (
+        _changed("olmoe", clip_qkv=8.0),
+        "config.json: clip_qkv cannot be used; got 8.0; allowed: none",
+    ),
+    "a stretch of another kind": (
+        _changed("llama", rope_parameters={"rope_type": "longrope", "factor": 4.0}),
+        'config.json: rope_type cannot be used; got "longrope"; allowed: default, yarn, llama3',
+    ),
+    "a stretch without factor": (
+        _changed("llama", rope_parameters={"rope_type": "yarn", "original_max_position_embeddings": 8}),
+        "config.json lacks factor",
+    ),
+    "a head turned in part": (
+        _changed("llama", partial_rotary_factor=0.5),
+        "config.json: partial_rotary_factor cannot be used; got 0.5; allowed: 1.0",
+    ),
+    "windows at other places": (
+        _changed("gpt-oss", layer_types=["full_attention", "sliding_attention"] * 2),
+        "config.json: layer_types cannot be used; got [true, false, true, false]; allowed: layers that see the whole",
+    ),
+    "layers of another kind": (
+        _changed("gpt-oss", layer_types=["linear_attention"] * 4),
+        'config.json: layer_types cannot be used; got "linear_attention"; allowed: full_attention, sliding_attention',
+    ),
+    "experts at other places": (
+        _changed("qwen3-moe", mlp_only_layers=[1]),
+        "config.json: mlp_only_layers cannot be used; got [0, 2]; allowed: dense layers first, then every n-th layer",
+    ),
+    "no layer with experts": (
+        _changed("llama4", moe_layers=[]),
+        "config.json: moe_layers cannot be used; got []; allowed: dense layers first",
+    ),
+    "chunks that do not rotate": (
+        _changed("llama4", no_rope_layers=[1, 0, 1, 0]),
+        "config.json: no_rope_layers cannot be used; got [1, 0, 1, 0]; allowed: 0 for the layers that see the",
+    ),
+    "a number that is text": (
+        _changed("mixtral", num_local_experts="8"),
+        'config.json: num_local_experts cannot be used; got "8"; allowed: whole number >= 1 (experts)',
+    ),
+    "heads that are text": (
+        _changed("mixtral", num_attention_heads="4"),
+        'config.json: num_attention_heads cannot be used; got "4"; allowed: whole number >= 0',
+    ),
+    "no layers": (
+        _changed("mixtral", num_hidden_layers=0),
+        "config.json: num_hidden_layers cannot be used; got 0; allowed: whole number >= 1",
+    ),
+    "a stretch that is text": (
+        _changed("llama", rope_parameters={"rope_type": "llama3", "factor": "8"}),
+        'config.json: factor cannot be used; got "8"; allowed: number',
+    ),
+    "a stretch that shortens": (
+        _changed(
+            "gpt-oss", rope_parameters=huggingface_config(VARIANTS["gpt-oss"])["rope_parameters"] | {"factor": 0.5}
+        ),
+        "config.json: factor cannot be used; got 0.5; allowed: number >= 1",
+    ),
+    "a window of nothing": (
+        _changed("mixtral", sliding_window=0),
+        "config.json: sliding_window cannot be used; got 0; allowed: whole number >= 1",
+    ),
+    "layers that are no numbers": (
+        _changed("llama4", moe_layers=["first"]),
+        'config.json: moe_layers cannot be used; got ["first"]; allowed: a list of whole numbers',
+    ),
+    "a list of layers that is too short": (
+        _changed("gpt-oss", layer_types=["full_attention"]),
+        'config.json: layer_types cannot be used; got ["full_attention"]; allowed: a list of 4',
+    ),
+    "a text part that is none": (
+        {"model_type": "llama4", "text_config": 3},
+        "config.json: text_config cannot be used; got 3; allowed: a table of keys",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT_BE_READ)
+def test_what_cannot_be_said_here_is_refused_by_key(name: str) -> None:
+    fields, message = CANNOT_BE_READ[name]
+    with pytest.raises(ConfigError) as raised:
+        model_of_config(fields)
+    assert str(raised.value).startswith(message)
+
+
+JUNK = st.sampled_from(
+    [-1, 0, 3, 0.5, 1e300, "x", "", [], ["x"], [1, None], {}, {"rope_type": 3}, {"factor": []}, True]
+)
+
+
+@given(name=st.sampled_from(sorted(VARIANTS)), data=st.data(), junk=JUNK)
+def test_a_file_with_junk_in_it_is_read_or_refused(name: str, data: st.DataObject, junk: object) -> None:
+    fields = huggingface_config(VARIANTS[name])
+    inside = fields["rope_parameters"]
+    key = data.draw(st.sampled_from([*fields, *inside, "rope_scaling", "mlp_only_layers", "layer_types", "head_dim"]))
+    changed = fields | ({"rope_parameters": inside | {key: junk}} if key in inside else {key: junk})
+    with contextlib.suppress(ConfigError):
+        model_of_config(changed)
+
+
+def test_of_a_model_of_text_and_pictures_the_text_is_read() -> None:
+    text = huggingface_config(VARIANTS["llama4"])
+    whole = {"model_type": "llama4", "text_config": text, "vision_config": {"hidden_size": 7}}
+    assert model_of_config(whole) == VARIANTS["llama4"]
+
+
+def test_numbers_that_are_whole_may_be_written_with_a_point() -> None:
+    assert model_of_config(_changed("llama4", floor_scale=5.0, num_local_experts=4.0)) == VARIANTS["llama4"]
+
+
+def test_heads_without_a_width_share_the_hidden_states() -> None:
+    fields = _changed("llama", head_dim=None, num_key_value_heads=None)
+    read = model_of_config(fields).attention
+    assert isinstance(read, GroupedQueryAttention)
+    assert (read.head_dim, read.kv_heads) == (8, 4)
+
+
+def test_every_family_has_experts_or_none() -> None:
+    for name, config in VARIANTS.items():
+        assert isinstance(config.moe, Moe) == (name.split(",")[0] not in ("llama", "qwen3")), name

@@ -1,0 +1,219 @@
+"""Attention of every family equals that of `transformers`, layer by layer: output and all gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.llama4 import modeling_llama4 as llama4
+from transformers.models.olmoe import modeling_olmoe as olmoe
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from penstock.config.model import GroupedQueryAttention
+from penstock.kernels.reach import Reach
+from penstock.models.attention import GroupedQueryLayer, temperature
+from penstock.models.frame import attention_borders
+from tests.kernels.eager_attention import eager_attention, random_documents, seen_by, with_gradients
+from tests.models.attentions import ATTENTIONS
+from tests.models.families import reading_of, tiny_decoder, tiny_model
+
+ROWS, LENGTH, HIDDEN, LAYERS = 2, 14, 32, 2
+
+COMMON: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "vocab_size": 61,
+    "rms_norm_eps": 1e-6,
+    "attn_implementation": "eager",
+}
+THEIRS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: llama.LlamaConfig(
+        **COMMON,
+        num_key_value_heads=2,
+        head_dim=8,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+    ),
+    "qwen3": lambda: qwen3.Qwen3Config(
+        **COMMON,
+        num_key_value_heads=2,
+        head_dim=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    "olmoe": lambda: olmoe.OlmoeConfig(
+        **COMMON, num_key_value_heads=4, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}
+    ),
+    "gpt-oss": lambda: gpt_oss.GptOssConfig(
+        **COMMON,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=5,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 8,
+        },
+    ),
+    "llama4": lambda: llama4.Llama4TextConfig(
+        **COMMON,
+        num_key_value_heads=2,
+        head_dim=8,
+        attention_chunk_size=6,
+        no_rope_layer_interval=2,
+        attn_scale=0.3,
+        floor_scale=3,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+    ),
+}
+MODULES: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {
+    "llama": (llama.LlamaAttention, llama.LlamaRotaryEmbedding),
+    "qwen3": (qwen3.Qwen3Attention, qwen3.Qwen3RotaryEmbedding),
+    "olmoe": (olmoe.OlmoeAttention, olmoe.OlmoeRotaryEmbedding),
+    "gpt-oss": (gpt_oss.GptOssAttention, gpt_oss.GptOssRotaryEmbedding),
+    "llama4": (llama4.Llama4TextAttention, llama4.Llama4TextRotaryEmbedding),
+}
+NAMES = {
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "out": "o_proj",
+    "query_norm.weight_D": "q_norm.weight",
+    "key_norm.weight_D": "k_norm.weight",
+    "sinks_H": "sinks",
+}
+
+
+def _attention(attention: GroupedQueryAttention, layer: int) -> tuple[Any, GroupedQueryLayer]:
+    """A decoder, and one of its attentions with random weights."""
+    config = tiny_model(
+        family="plain", attention=attention, hidden_size=HIDDEN, layers=LAYERS, dense_layers=LAYERS, moe=None
+    )
+    decoder = tiny_decoder(config)
+    module = decoder.blocks[str(layer)].attention
+    assert isinstance(module, GroupedQueryLayer)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return decoder, module
+
+
+def _inputs(has_documents: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Hidden states, a direction, positions that begin again with each document, and documents."""
+    generator = torch.Generator().manual_seed(4)
+    x_BSD, direction_BSD = (torch.randn(ROWS, LENGTH, HIDDEN, generator=generator) for _ in range(2))
+    places_BS = torch.arange(LENGTH).expand(ROWS, -1)
+    if not has_documents:
+        return x_BSD, direction_BSD, places_BS, None
+    documents_BS = random_documents(ROWS, LENGTH)
+    starts_BS = torch.where(documents_BS.diff(dim=1, prepend=documents_BS[:, :1] - 1) != 0, places_BS, 0)
+    return x_BSD, direction_BSD, places_BS - starts_BS.cummax(dim=1).values, documents_BS
+
+
+def _their_order(name: str, weight: Tensor, head_dim: int, in_pairs: bool) -> Tensor:
+    """Rows of queries and keys as they stand there: the two of a pair lie half a head apart."""
+    if in_pairs or not name.startswith(("query", "key")):
+        return weight
+    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+@pytest.mark.parametrize("has_documents", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("family", ATTENTIONS)
+def test_a_layer_equals_that_of_transformers(family: str, layer: int, has_documents: bool) -> None:
+    attention = ATTENTIONS[family]
+    decoder, ours = _attention(attention, layer)
+    config = THEIRS[family]()
+    if attention.bias:
+        config.attention_bias = True
+    module, rotary = MODULES[family]
+    theirs = module(config, layer)
+    x_BSD, direction_BSD, positions_BS, documents_BS = _inputs(has_documents)
+
+    pairs = {}
+    for name, parameter in ours.named_parameters():
+        stem, _, kind = name.rpartition(".")
+        pairs[name] = NAMES.get(name) or f"{NAMES[stem]}.{kind}"
+        target = theirs.get_parameter(pairs[name])
+        target.data.copy_(_their_order(name, parameter.data, attention.head_dim, family == "llama4"))
+    assert {*pairs.values()} == {name for name, _ in theirs.named_parameters()}
+
+    reach = None if attention.is_global(layer) or attention.local is None else attention.local
+    seen = seen_by(reach and Reach(kind=reach.kind, size=reach.size), LENGTH, documents_BS)
+    mask = torch.where(seen[:, None], 0.0, float("-inf"))
+    leaves = [x_BSD.clone().requires_grad_(), *(theirs.get_parameter(name) for name in pairs.values())]
+    out, _ = theirs(
+        hidden_states=leaves[0],
+        position_embeddings=rotary(config)(x_BSD, positions_BS),
+        attention_mask=mask,
+    )
+    expected = with_gradients(out, direction_BSD, leaves)
+
+    frame = decoder.frame(reading_of(torch.zeros(ROWS, LENGTH, dtype=torch.int64), positions_BS, documents_BS))
+    leaves = [x_BSD.clone().requires_grad_(), *ours.parameters()]
+    got = with_gradients(ours(leaves[0], frame), direction_BSD, leaves)
+    for name, one, other in zip(("output", "x", *pairs), got, expected, strict=True):
+        mine = _their_order(name, one, attention.head_dim, family == "llama4")
+        assert (mine - other).norm() < 1e-5 * other.norm(), name
+
+
+@pytest.mark.parametrize("kind", ["window", "chunk"])
+def test_layers_that_see_as_much_as_the_row_has_are_plain(kind: str) -> None:
+    local = {"kind": kind, "size": LENGTH}
+    decoder, ours = _attention(
+        GroupedQueryAttention.model_validate({"heads": 4, "kv_heads": 2, "head_dim": 8, "local": local}), 0
+    )
+    x_BSD, _, positions_BS, documents_BS = _inputs(True)
+    frame = decoder.frame(reading_of(torch.zeros(ROWS, LENGTH, dtype=torch.int64), positions_BS, documents_BS))
+    assert frame.nears == ()
+    ours.reach, narrow = None, ours(x_BSD, frame)
+    assert torch.equal(ours(x_BSD, frame), narrow)
+
+
+def test_masks_are_made_once_and_only_where_a_layer_reads_them() -> None:
+    decoder, _ = _attention(ATTENTIONS["gpt-oss"], 0)
+    reading = reading_of(torch.zeros(ROWS, LENGTH, dtype=torch.int64), torch.arange(LENGTH).expand(ROWS, -1))
+    (near,) = decoder.frame(reading).nears
+    (mask,) = near.masks
+    assert mask is not None and mask.shape == (ROWS * 3, 5, 10)
+    plain, _ = _attention(ATTENTIONS["qwen3"], 0)
+    assert plain.frame(reading).nears == ()
+    assert plain.frame(reading).tempered_S is None
+
+
+def test_queries_grow_by_their_place_in_the_row() -> None:
+    local = ATTENTIONS["llama4"].local
+    assert local is not None
+    grown = temperature(local, torch.tensor([0, 1, 2, 5, 8]))
+    expected = [1.0, 1.0, 1 + 0.3 * 0.693147, 1 + 0.3 * 1.098612, 1 + 0.3 * 1.386294]
+    torch.testing.assert_close(grown, torch.tensor(expected))
+
+
+def test_borders_and_reach_meet_in_a_block() -> None:
+    """Eagerly by hand: a packed row whose documents end inside windows."""
+    decoder, ours = _attention(
+        GroupedQueryAttention.model_validate(
+            {"heads": 4, "kv_heads": 2, "head_dim": 8, "sinks": True, "local": {"size": 4}}
+        ),
+        0,
+    )
+    x_BSD, _, positions_BS, documents_BS = _inputs(True)
+    frame = decoder.frame(reading_of(torch.zeros(ROWS, LENGTH, dtype=torch.int64), positions_BS, documents_BS))
+    assert torch.equal(frame.allowed_BSS, attention_borders(documents_BS))
+    q_BSHN, k_BSGN = ours._positioned(*ours._projected(x_BSD), frame)
+    v_BSGN = ours.value(x_BSD).unflatten(-1, (-1, 8))
+    seen = seen_by(Reach(kind="window", size=4), LENGTH, documents_BS)
+    expected = eager_attention(q_BSHN, k_BSGN, v_BSGN, seen, ours.scale, ours.sinks_H)
+    torch.testing.assert_close(ours._attended(q_BSHN, k_BSGN, v_BSGN, frame), expected)

@@ -1,0 +1,196 @@
+"""The layer with experts of gpt-oss and of Llama 4 equals that of `transformers`: output and all gradients."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.llama4.configuration_llama4 import Llama4TextConfig
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
+
+from penstock.config.model import ClampedSwiglu, Moe, Router
+from penstock.kernels import operators
+from penstock.kernels.expert_ffn import expert_ffn
+from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON
+from penstock.kernels.operators import Operators
+from penstock.models.ffn import FeedForward
+from penstock.moe import router as router_module
+from penstock.moe.dispatch.choose import make_dispatcher
+from penstock.moe.experts import Experts, expert_rule
+from penstock.moe.layer import MoE
+from penstock.moe.routing import Scope
+from penstock.parallel.activations.recompute import RecomputeRule
+from penstock.parallel.kit import Kit
+from penstock.parallel.later import Later
+
+T, D, F, E = 13, 16, 8, 6
+
+FORMS: dict[str, Operators] = {
+    "reference": operators.REFERENCE,
+    "torch": operators.TORCH,
+    **{
+        f"one function, {name}": replace(
+            operators.REFERENCE, expert_ffn=partial(expert_ffn, kernels=kernels), expert_ffn_is_ours=True
+        )
+        for name, kernels in {"reference": REFERENCE, "torch": TORCH, "triton": TRITON}.items()
+    },
+}
+
+
+def gpt_oss(top_k: int) -> Moe:
+    router = Router(softmax_after_top_k=top_k > 1, logit_bias=True)
+    clamped = ClampedSwiglu(alpha=1.702, limit=0.5)
+    return Moe(experts=E, top_k=top_k, ffn_size=F, bias=True, clamped=clamped, router=router)
+
+
+def llama4(top_k: int) -> Moe:
+    return Moe(experts=E, top_k=top_k, ffn_size=F, shared_ffn_size=F, router=Router(score="sigmoid", weigh="input"))
+
+
+def layer_of(moe: Moe, kit: Kit) -> MoE:
+    dispatcher, room = make_dispatcher(moe, kit)
+    experts = Experts(E, D, F, kit, rule=expert_rule(moe), bias=moe.bias)
+    shared = FeedForward(D, moe.shared_ffn_size, kit) if moe.shared_ffn_size else None
+    layer = MoE(router_module.Router(moe, D, 0, kit.operators), dispatcher, experts, shared, kit, room)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+Named = dict[str, Tensor]
+
+
+def as_gpt_oss(ours: Named) -> Named:
+    """Gate and up alternate, and matrices are multiplied from the right."""
+    alternate = ours["experts.gate_up_eFD"].unflatten(1, (2, F)).transpose(1, 2).flatten(1, 2)
+    return {
+        "router.weight": ours["router.weight_ED"],
+        "router.bias": ours["router.logit_bias_E"],
+        "experts.gate_up_proj": alternate.transpose(1, 2),
+        "experts.gate_up_proj_bias": ours["experts.gate_up_bias_eF"].unflatten(1, (2, F)).transpose(1, 2).flatten(1, 2),
+        "experts.down_proj": ours["experts.down_eDF"].transpose(1, 2),
+        "experts.down_proj_bias": ours["experts.down_bias_eD"],
+    }
+
+
+def as_llama4(ours: Named) -> Named:
+    gate, up = ours["shared.gate_up.weight"].chunk(2)
+    return {
+        "router.weight": ours["router.weight_ED"],
+        "experts.gate_up_proj": ours["experts.gate_up_eFD"].transpose(1, 2),
+        "experts.down_proj": ours["experts.down_eDF"].transpose(1, 2),
+        "shared_expert.gate_proj.weight": gate,
+        "shared_expert.up_proj.weight": up,
+        "shared_expert.down_proj.weight": ours["shared.down.weight"],
+    }
+
+
+def compare(layer: MoE, theirs: nn.Module, renamed: Callable[[Named], Named]) -> None:
+    theirs.load_state_dict({name: value.detach() for name, value in renamed(dict(layer.named_parameters())).items()})
+    x_TD = torch.randn(T, D)
+    direction_TD = torch.randn(T, D)
+    inputs = [x_TD.clone().requires_grad_() for _ in range(2)]
+    y_TD = layer(inputs[0], Scope())
+    right_TD, _ = theirs(inputs[1][None])
+    torch.testing.assert_close(y_TD, right_TD.view(T, D), rtol=1e-5, atol=1e-5)
+    (y_TD * direction_TD).sum().backward()
+    (right_TD.view(T, D) * direction_TD).sum().backward()
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-4, atol=1e-5)
+    found = renamed(
+        {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}
+    )
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(found.pop(name), parameter.grad, rtol=1e-4, atol=1e-5, msg=f"gradient of {name}")
+    assert not found
+
+
+@pytest.mark.parametrize("top_k", [2, 4])
+@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
+def test_the_layer_of_gpt_oss_equals_that_of_transformers(forms: Operators, top_k: int) -> None:
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        hidden_size=D,
+        intermediate_size=F,
+        num_local_experts=E,
+        num_experts_per_tok=top_k,
+        swiglu_limit=0.5,
+        num_hidden_layers=1,
+    )
+    config._experts_implementation = "eager"
+    compare(layer_of(gpt_oss(top_k), Kit(operators=forms)), GptOssMLP(config), as_gpt_oss)
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
+def test_the_layer_of_llama4_equals_that_of_transformers(forms: Operators, top_k: int) -> None:
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=top_k, num_hidden_layers=1
+    )
+    compare(layer_of(llama4(top_k), Kit(operators=forms)), Llama4TextMoe(config), as_llama4)
+
+
+FAMILIES = pytest.mark.parametrize("moe", [gpt_oss(2), llama4(1)], ids=["gpt-oss", "llama4"])
+
+
+def trained(layer: MoE) -> list[Tensor]:
+    """Output, and the gradient of the input."""
+    x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    y_TD = layer.kit.run("moe", layer, x_TD, Scope())
+    y_TD.square().sum().backward()
+    assert x_TD.grad is not None
+    return [y_TD.detach(), x_TD.grad]
+
+
+def gradients(layer: MoE) -> list[Tensor]:
+    found = [parameter.grad for parameter in layer.parameters()]
+    assert all(gradient is not None for gradient in found), "every parameter takes part"
+    return [gradient for gradient in found if gradient is not None]
+
+
+@FAMILIES
+@pytest.mark.parametrize("kinds", [("expert-activation",), ("moe",)], ids=["experts", "layer"])
+@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
+def test_what_is_recomputed_gives_the_same_bits(forms: Operators, kinds: tuple[str, ...], moe: Moe) -> None:
+    found = []
+    for rule in (frozenset[str](), frozenset(kinds)):
+        torch.manual_seed(0)
+        layer = layer_of(moe, Kit(operators=forms, recompute=RecomputeRule(kinds=rule)))
+        found.append([*trained(layer), *gradients(layer)])
+    for plain, again in zip(*found, strict=True):
+        assert torch.equal(plain, again)
+
+
+@FAMILIES
+@pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
+def test_gradients_of_weights_and_biases_may_be_put_off(forms: Operators, moe: Moe) -> None:
+    later = Later()
+    torch.manual_seed(0)
+    at_once = layer_of(moe, Kit(operators=forms))
+    torch.manual_seed(0)
+    layer = layer_of(moe, Kit(operators=forms, later=later))
+    expected = [*trained(at_once), *gradients(at_once)]
+    with later.collecting() as work:
+        found = trained(layer)
+    assert all(parameter.grad is None for parameter in layer.experts.parameters())
+    for task in work:
+        task()
+    for one, right in zip([*found, *gradients(layer)], expected, strict=True):
+        assert torch.equal(one, right)
+
+
+def test_a_learned_bias_of_logits_is_trained_and_chooses() -> None:
+    layer = layer_of(gpt_oss(2), Kit())
+    router = layer.router
+    assert router.logit_bias_E is not None and router.logit_bias_E.dtype == torch.float32
+    with torch.no_grad():
+        router.logit_bias_E.zero_()
+        router.logit_bias_E[4] = 100.0
+    routing = router(torch.randn(T, D), Scope())
+    assert (routing.experts_TK[:, 0] == 4).all()
+    routing.weights_TK[:, 0].sum().backward()
+    assert router.logit_bias_E.grad is not None

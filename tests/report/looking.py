@@ -1,0 +1,44 @@
+"""What a page has become in a browser: scripts that listen, look and act, and a reader of what they found."""
+
+import json
+import re
+from html import unescape
+from typing import Any
+
+from penstock.report.export import open_in_browser
+
+LISTENING = """<script>
+const errors = [];
+addEventListener("error", (event) => errors.push(event.message));
+addEventListener("unhandledrejection", (event) => errors.push(String(event.reason)));
+for (const level of ["error", "warn"]) console[level] = (...words) => errors.push(words.join(" "));
+</script>"""
+"""Stands before all other scripts and collects what they complain about."""
+
+LOOKING = """<script>
+(async () => {{
+  while (!document.documentElement.dataset.drawn) await new Promise((wake) => setTimeout(wake, 20));
+  const found = {{ errors }};
+  {looking}
+  document.documentElement.dataset.found = JSON.stringify(found);
+}})();
+</script>"""
+"""Stands behind all other scripts and leaves in the document what it sees."""
+
+
+def looked_at(browser: str, html: str, looking: str, *options: str) -> dict[str, Any]:
+    """What a page has become in a browser.
+
+    Args:
+        browser: program.
+        html: the page.
+        looking: statements of JavaScript that fill `found`, in which `errors` are those of the page.
+        options: more of the browser's own.
+    """
+    script = LOOKING.format(looking=looking)
+    prepared = html.replace("<body>", f"<body>{LISTENING}", 1).replace("</body>", f"{script}</body>", 1)
+    drawn = open_in_browser(browser, prepared, "--window-size=1400,2000", *options)
+    match = re.search(r'data-found="([^"]*)"', drawn)
+    assert match is not None, re.findall(r'class="trouble">[^<]*', drawn) or drawn[:500]
+    found: dict[str, Any] = json.loads(unescape(match[1]))
+    return found

@@ -1,0 +1,197 @@
+"""The page of a run opens offline, is drawn without a complaint in light and dark, and does what a reader wants."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plotly.graph_objects import Figure as CheckedFigure
+
+from penstock.report.figure import THEMES, plotly_json
+from penstock.report.run_evidence import RunEvidence, gather
+from penstock.report.run_page import PARTS, parts_of, run_page, write_run_page
+from tests.report.looking import looked_at
+from tests.report.made_runs import host_folder, metrics_line, piped_folder, run_folder, traced_folder
+from tests.trace.synthetic import Job, make
+
+MOST_BYTES = 6e6
+
+ACTING = """
+  const pause = (ms) => new Promise((wake) => setTimeout(wake, ms));
+  const figure = (name) => document.getElementById(name);
+  const figures = [...document.querySelectorAll(".figure")];
+  found.paper = figures.map((one) => [one.id, one._fullLayout.paper_bgcolor]);
+  found.empty = figures.filter((one) => !one.querySelector("svg path")).map((one) => one.id);
+  found.wide = document.documentElement.scrollWidth - innerWidth;
+
+  // Point at a box of the timeline.
+  const timeline = figure("timeline"), { xaxis, yaxis } = timeline._fullLayout;
+  const place = (time, level) => {
+    const frame = timeline.getBoundingClientRect();
+    const x = frame.left + xaxis._offset + xaxis.c2p(time), y = frame.top + yaxis._offset + yaxis.c2p(level);
+    return { clientX: x, clientY: y, bubbles: true, cancelable: true, buttons: 0, view: window };
+  };
+  const boxes = timeline.data.find((trace) => trace.meta?.role === "boxes");
+  const middle = place((boxes.x[0] + boxes.x[1]) / 2, (boxes.y[0] + boxes.y[2]) / 2);
+  timeline.dispatchEvent(new MouseEvent("mousemove", middle));
+  found.pointed = timeline.querySelector(".tip").innerText.split("\\n");
+  found.box = boxes.meta.names[0];
+
+  // Drag over the first tenth of it, then click twice to see all again.
+  const drag = timeline.querySelector(".nsewdrag"), whole = xaxis.range[1];
+  const press = (kind, share) => {
+    const target = kind === "mousedown" ? drag : document.querySelector(".dragcover") ?? document;
+    target.dispatchEvent(new MouseEvent(kind, { ...place(whole * share, -2 * share), buttons: 1 }));
+  };
+  press("mousedown", 0);
+  press("mousemove", 0.05);
+  press("mousemove", 0.1);
+  press("mouseup", 0.1);
+  await pause(400);
+  found.zoomed = timeline._fullLayout.xaxis.range[1] / whole;
+  await Plotly.relayout(timeline, { "xaxis.range": [0, whole] });
+
+  // Choose another rank of the flame, open a block, and hover over curves and squares.
+  const choice = document.querySelector("select.choice");
+  if (choice) {
+    choice.selectedIndex = 1;
+    choice.dispatchEvent(new Event("change"));
+    await pause(300);
+    found.chosen = figure("flame")._fullData.filter((trace) => trace.visible === true).map((trace) => trace.name);
+  }
+  const sector = [...figure("flame").querySelectorAll("g.slice")][1];
+  found.sectors = figure("flame").querySelectorAll("g.slice").length;
+  sector.dispatchEvent(new MouseEvent("click", { bubbles: true }));
+  await pause(1200);
+  const opened = figure("flame")._fullData.find((trace) => trace.visible === true);
+  found.opened = opened.labels[opened.ids.indexOf(opened.level)];
+  for (const name of ["loss", "experts", "waiting"]) {
+    if (!figure(name)) continue;
+    Plotly.Fx.hover(figure(name), name === "loss" ? [{ curveNumber: 0, pointNumber: 1 }] : { xval: 1, yval: 1 });
+    found[name] = figure(name).querySelector(".hoverlayer").textContent;
+  }
+"""
+"""A reader."""
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> RunEvidence:
+    return gather(traced_folder(tmp_path_factory.mktemp("traced") / "first"))
+
+
+@pytest.fixture(scope="module")
+def light(browser: str, traced: RunEvidence) -> dict[str, Any]:
+    return looked_at(browser, run_page(traced), ACTING, "--blink-settings=preferredColorScheme=1")
+
+
+def test_plotly_knows_every_word_of_every_picture(tmp_path: Path, traced: RunEvidence) -> None:
+    for found in (
+        traced,
+        gather(piped_folder(tmp_path / "piped"), on="2xH200"),
+        gather(host_folder(tmp_path / "host")),
+    ):
+        for figure in (one for part in parts_of(found) for one in part.figures):
+            picture = json.loads(json.dumps(plotly_json(figure), allow_nan=False))
+            for theme in THEMES.values():
+                CheckedFigure({"data": picture["data"], "layout": picture["layout"] | {"template": {"layout": theme}}})
+
+
+def test_the_page_has_ten_parts_and_a_way_to_each(traced: RunEvidence) -> None:
+    text = run_page(traced)
+    assert len(PARTS) == 10
+    assert re.findall(r'<a href="#(part-\w+)"', text) == re.findall(r'class="part" id="(part-\w+)"', text)
+
+
+def test_the_page_fetches_nothing_and_is_small(traced: RunEvidence) -> None:
+    text = run_page(traced)
+    assert re.findall(r"https?://[^\"' ]*|\b(?:src)=|@import|url\(", text) == []
+    assert len(text) < MOST_BYTES
+
+
+def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    assert run_page(gather(folder)) == run_page(gather(folder))
+
+
+def test_it_is_drawn_without_a_complaint(light: dict[str, Any], traced: RunEvidence) -> None:
+    assert light["errors"] == []
+    names = [figure.name for part in parts_of(traced) for figure in part.figures]
+    assert [name for name, _ in light["paper"]] == names
+    assert {"loss", "gradient", "speed", "step", "memory", "timeline", "flame", "waiting", "bytes", "experts"} <= set(
+        names
+    )
+    assert light["empty"] == [] and light["wide"] <= 0
+
+
+def test_a_reader_points_at_a_box(light: dict[str, Any]) -> None:
+    assert light["pointed"][0] == light["box"]
+    assert light["pointed"][1].startswith("rank 0") and "takes" in light["pointed"][2]
+
+
+def test_a_reader_drags_to_zoom(light: dict[str, Any]) -> None:
+    assert light["zoomed"] == pytest.approx(0.1, abs=0.02)
+
+
+def test_a_reader_chooses_a_rank_and_opens_a_block(light: dict[str, Any]) -> None:
+    assert light["chosen"] == ["rank 1"] and light["sectors"] > 10
+    assert light["opened"] == "forward"
+
+
+def test_a_reader_hovers_over_curves_and_squares(light: dict[str, Any]) -> None:
+    assert "train 6.5000" in light["loss"]
+    assert "x the mean" in light["experts"]
+    assert "waited for 1" in light["waiting"] and "ms" in light["waiting"]
+
+
+def test_it_follows_the_readers_system(browser: str, light: dict[str, Any], tmp_path: Path) -> None:
+    found = gather(piped_folder(tmp_path / "run"), on="2xH200")
+    dark = looked_at(browser, run_page(found), ACTING, "--blink-settings=preferredColorScheme=0")
+    assert dark["errors"] == [] and dark["empty"] == []
+    assert {paper for _, paper in light["paper"]} == {THEMES["light"]["paper_bgcolor"]}
+    assert {paper for _, paper in dark["paper"]} == {THEMES["dark"]["paper_bgcolor"]}
+
+
+def test_a_run_without_traces_says_what_to_record(browser: str, tmp_path: Path) -> None:
+    text = run_page(gather(run_folder(tmp_path / "run", device="NVIDIA H200")))
+    assert text.count("profile.start=20") >= 4
+    assert "Times are of the plan" in text and "penstock train debug" in text
+    found = looked_at(browser, text, "found.figures = document.querySelectorAll('.figure svg.main-svg').length;")
+    assert found["errors"] == [] and found["figures"] > 0
+
+
+def test_a_run_on_a_cpu_has_a_page(browser: str, tmp_path: Path) -> None:
+    text = run_page(gather(host_folder(tmp_path / "run", ranks=2)))
+    assert "traces of a CPU are not judged" in text and "on 2 x AMD EPYC, EP2 DP2" in text
+    assert looked_at(browser, text, "")["errors"] == []
+
+
+def test_a_run_that_made_no_step_has_a_page(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", steps=0)
+    text = run_page(gather(folder))
+    assert text.count("No step of the run is recorded") == 2
+
+
+def test_many_ranks_and_many_steps_fit_into_a_page(browser: str, tmp_path: Path) -> None:
+    job = make(Job(ranks=72, experts=72, steps=1, layers=8, hot_rank=5))
+    folder = run_folder(tmp_path / "run", steps=1)
+    lines = [metrics_line(step, layers=30) for step in range(1, 6_001)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job.write(folder / "profile")
+    text = run_page(gather(folder, plans=False))
+    assert len(text) < MOST_BYTES
+    assert "64 of 72 recorded ranks" in text and "A point is the mean of 6 recorded steps" in text
+    assert looked_at(browser, text, "")["errors"] == []
+
+
+def test_names_that_others_wrote_are_only_text(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", device="</script><b>x")
+    text = run_page(gather(folder))
+    assert "<b>x" not in text and "&lt;b&gt;x" in text
+
+
+def test_a_page_replaces_the_one_before(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    for _ in range(2):
+        write_run_page(gather(folder), folder / "report.html")
+    assert [path.name for path in sorted(folder.iterdir())] == ["config.toml", "metrics.jsonl", "report.html"]

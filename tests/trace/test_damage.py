@@ -1,0 +1,63 @@
+"""Strange values in arguments and in the configuration: what reads them leaves them out, or refuses in a line."""
+
+import copy
+import json
+import random
+from typing import Any
+
+import pytest
+
+from penstock.base.errors import TraceError
+from penstock.cli.trace_print import print_answer
+from penstock.trace.answer import answer_json, answer_of
+from penstock.trace.load import decode_trace
+from penstock.trace.replay import Question, replay
+from tests.trace.mutation import STRANGE, places
+from tests.trace.synthetic_graph import Recording
+from tests.trace.test_expert_rows import grouped_events, recording
+from tests.trace.test_memory import a_step
+from tests.trace.tiny import kernel, text_of, trace_of
+
+MORE = (*STRANGE, 3, 12, "[3, 4]", [7, 8], [[1]])
+
+
+def graphs() -> dict[str, Any]:
+    several = Recording(layers=3)
+    several.replay()
+    return several.content()
+
+
+BASES = {
+    "memory": trace_of(kernel("a", 0, 10, correlation=1), *a_step()),
+    "graphs": graphs(),
+    "counts": trace_of(*grouped_events()) | {"penstock": recording()},
+}
+
+
+def damaged(content: dict[str, Any], seed: int) -> bytes:
+    changed, chance = copy.deepcopy(content), random.Random(seed)
+    found = [place for event in changed["traceEvents"] for place in places(event.get("args", {}))]
+    found += places(changed.get("penstock", {}))
+    for holder, key in chance.sample(found, chance.randint(1, 3)):
+        holder[key] = chance.choice(MORE)
+    return text_of(changed)
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_damaged_arguments_never_end_in_a_traceback(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    readable = 0
+    for seed in range(60):
+        refusal = ""
+        try:
+            trace = decode_trace(damaged(BASES[name], seed))
+            answer = answer_of({0: trace})
+            json.dumps(answer_json(answer), allow_nan=False)
+            print_answer(answer, by_layer=True)
+            readable += 1
+            if name == "counts":
+                replay({0: trace}, Question(op="aten::_grouped_mm"))
+        except TraceError as error:
+            refusal = str(error)
+        assert "\n" not in refusal, seed
+    assert readable > 10
+    assert "time on the device" in capsys.readouterr().out

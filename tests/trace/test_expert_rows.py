@@ -1,0 +1,211 @@
+"""Rows that held tokens, and rows of each expert: by exchanges, by the configuration, by lists of numbers."""
+
+import json
+from typing import Any
+
+import pytest
+
+from penstock.trace.answer import answer_json, answer_of
+from penstock.trace.calls import calls_of
+from penstock.trace.events import Trace
+from penstock.trace.expert_rows import UsedRows, products_of, split_counts, used_rows
+from penstock.trace.load import decode_trace
+from penstock.trace.phases import find_phases
+from penstock.trace.replay import Question, replay
+from tests.trace.synthetic import make
+from tests.trace.synthetic_job import Job
+from tests.trace.test_replay import BF16, LONG, shapes
+from tests.trace.tiny import event, kernel, launch, text_of, trace_of
+
+
+def traces_of(job: Job, **header: Any) -> dict[int, Trace]:
+    files = make(job).files
+    return {rank: decode_trace(json.dumps(content | header).encode()) for rank, content in enumerate(files)}
+
+
+def used(traces: dict[int, Trace], rank: int) -> UsedRows | None:
+    return used_rows(traces[rank], calls_of(traces), rank, find_phases(traces[rank]))
+
+
+def recording(**changed: Any) -> dict[str, Any]:
+    """What a recording of ours says of its configuration."""
+    config: dict[str, Any] = {
+        "training": {"micro_batch": 3, "sequence_length": 512},
+        "parallel": {"tensor": 1, "expert_tensor": 1, "context": 1},
+        "dispatch": {"method": "all-to-all"},
+        "model": {"moe": {"top_k": 4, "balance": {"capacity_factor": 0.0, "pad_to_capacity": False}}},
+    }
+    return {"config": config | changed}
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_exchanges_say_how_full_the_buffers_of_experts_were(rank: int) -> None:
+    job = Job(hot_rank=2, bound=2.0)
+    traces, truth = traces_of(job), make(job).truth
+    rows = [layer[rank] for step in truth.rows for layer in step]
+    found = used(traces, rank)
+    assert found is not None
+    assert found.source == "all-to-all"
+    assert found.share == pytest.approx(sum(rows) / len(rows) / (2 * 1536 * 4))
+
+
+def test_without_a_bound_every_row_holds_a_token() -> None:
+    assert used(traces_of(Job(hot_rank=2)), 1) == UsedRows(share=1.0, source="all-to-all")
+
+
+def test_even_exchanges_count_bytes_and_say_it_as_well() -> None:
+    found = used(traces_of(Job(is_even=True, bound=1.6)), 3)
+    assert found is not None
+    assert (found.source, found.share) == ("all-to-all", pytest.approx(1 / 1.6, rel=1e-3))
+
+
+@pytest.mark.parametrize("dispatch", ["symmetric", "deep_ep"])
+def test_where_rows_do_not_travel_by_exchange_the_configuration_tells_the_mean(dispatch: Any) -> None:
+    job = Job(dispatch=dispatch, bound=2.0)
+    assert used(traces_of(job), 1) == UsedRows(share=1.0, source="shapes")
+    found = used(traces_of(job, penstock=recording()), 1)
+    assert found == UsedRows(share=pytest.approx(0.5), source="configuration")
+
+
+def test_what_travels_once_for_several_experts_is_not_taken_for_rows() -> None:
+    job = Job(bound=4.0, hot_rank=1)
+    other = recording(dispatch={"method": "hierarchical"})
+    found = used(traces_of(job, penstock=other), 1)
+    assert found == UsedRows(share=pytest.approx(0.25), source="configuration")
+
+
+def test_dropped_rows_and_damaged_configurations_tell_nothing() -> None:
+    balance = {"capacity_factor": 1.5, "pad_to_capacity": True}
+    job = Job(dispatch="deep_ep", bound=2.0)
+    for told in (recording(model={"moe": {"top_k": 4, "balance": balance}}), {"config": {"model": 7}}, 3):
+        assert used(traces_of(job, penstock=told), 0) == UsedRows(share=1.0, source="shapes")
+
+
+def test_a_trace_without_grouped_products_has_none() -> None:
+    trace = decode_trace(text_of(trace_of(kernel("a", 0, 10, correlation=1))))
+    assert used({0: trace}, 0) is None
+
+
+def test_the_roofline_counts_rows_that_held_tokens() -> None:
+    job = Job(bound=2.0, is_even=True)
+    told = answer_json(answer_of(traces_of(job)))["ranks"]["1"]
+    assert told["grouped_rows"] == {"share": pytest.approx(0.5), "source": "all-to-all"}
+    grouped = [row for row in told["roofline"] if row["operator"] == "aten::_grouped_mm"]
+    slots = 1536 * 4
+    assert {row["flops"] for row in grouped} == {2.0 * slots * 1024 * 1536, 2.0 * slots * 768 * 1024}
+
+
+def test_our_own_products_count_the_rows_that_they_pick() -> None:
+    call = (
+        "_ExpertFfn",
+        shapes([BF16, BF16, BF16, "int", "float", LONG], [[6, 8], [3, 16, 8], [3, 8, 8], [3], [12], [12]]),
+    )
+    trace = decode_trace(text_of(trace_of(event("cpu_op", call[0], 0, 9, **call[1]), kernel("a", 0, 9, correlation=1))))
+    assert products_of(trace).rows.tolist() == [12]
+
+
+# ------------------------------------------------------------------------------------------------------------- replay
+
+
+def grouped_trace(*before: dict[str, Any], rows: int = 12, penstock: Any = None) -> Trace:
+    """A grouped product of three experts at 100 us, and what was before it."""
+    content = trace_of(*before, *product(rows))
+    return decode_trace(text_of(content if penstock is None else content | {"penstock": penstock}))
+
+
+def product(rows: int = 12) -> list[dict[str, Any]]:
+    args = shapes([BF16, BF16, "int"], [[rows, 16], [3, 16, 32], [3]])
+    return [
+        event("cpu_op", "aten::_grouped_mm", 100, 20, **args),
+        launch(105, correlation=1),
+        kernel("some_grouped_mm_kernel", 130, 10, correlation=1),
+    ]
+
+
+def grouped_events() -> list[dict[str, Any]]:
+    """A grouped product, and everything that may tell its rows."""
+    return [split(80, [7, 0, 5]), *exchange(50, [3, 4]), *product()]
+
+
+def script(trace: Trace, op: str = "aten::_grouped_mm", **question: Any) -> str:
+    return replay({0: trace}, Question(op=op, **question))
+
+
+def split(at: float, sizes: list[int]) -> dict[str, Any]:
+    args = shapes([BF16, "ScalarList", "Scalar"], [[sum(sizes), 16], [], []], texts=["", str(sizes), "0"])
+    return event("cpu_op", "aten::split_with_sizes", at, 3, **args)
+
+
+def exchange(at: float, parts: list[int]) -> list[dict[str, Any]]:
+    """An all-to-all that brought so many rows of 16 from each of two ranks."""
+    args = {
+        "Collective name": "all_to_allv",
+        "dtype": "BFloat16",
+        "In msg nelems": 16 * 9,
+        "Out msg nelems": 16 * sum(parts),
+        "In split size": "[4, 5]",
+        "Out split size": str(parts),
+        "Group size": 2,
+        "Process Group Name": "5",
+        "Process Group Ranks": "[0, 1]",
+    }
+    return [
+        launch(at, correlation=50),
+        event("kernel", "ncclDevKernel_SendRecv(x)", at + 5, 9, stream=20, correlation=50, **args),
+    ]
+
+
+def test_a_list_that_rows_were_split_by_is_what_a_script_takes() -> None:
+    text = script(grouped_trace(split(40, [1, 1, 10]), split(80, [7, 0, 5]), split(90, [6, 6])))
+    assert "torch.tensor([7, 7, 12], dtype=torch.int32" in text
+    assert "Rows of each expert: real ones, of the aten::split_with_sizes nearest to it." in text
+
+
+def test_a_list_of_another_number_of_experts_or_of_too_many_rows_is_not_taken() -> None:
+    trace = grouped_trace(split(80, [7, 5]), split(85, [7, 5, 1]))
+    assert split_counts(trace, int(products_of(trace).row[0]), 3, 12) is None
+    text = script(trace)
+    assert "torch.tensor([4, 8, 12]" in text
+    assert "Rows: all 12 that there was room for, even among experts" in text
+
+
+def test_rows_that_an_exchange_brought_are_what_is_in_use() -> None:
+    text = script(grouped_trace(*exchange(50, [3, 4])))
+    assert "torch.tensor([3, 5, 7]" in text
+    assert "Rows: 7 of 12 held tokens, by the all-to-all before it; even among experts" in text
+
+
+def test_an_exchange_behind_the_product_says_nothing_of_it() -> None:
+    assert "Rows: all 12" in script(grouped_trace(*exchange(150, [3, 4])))
+
+
+def test_the_configuration_tells_the_mean_where_nothing_else_does() -> None:
+    told = recording(training={"micro_batch": 1, "sequence_length": 2})
+    text = script(grouped_trace(penstock=told))
+    assert "torch.tensor([3, 6, 8]" in text
+    assert "Rows: 8 of 12 held tokens, by the configuration (a rank's mean)" in text
+
+
+def test_given_counts_count_more_than_recorded_ones() -> None:
+    text = script(grouped_trace(split(80, [7, 0, 5])), counts=(1, 2, 3))
+    assert "torch.tensor([1, 3, 6]" in text
+    assert "real ones" not in text
+
+
+def test_a_permutation_takes_a_list_only_if_it_has_all_slots() -> None:
+    def permuted(sizes: list[int]) -> str:
+        args = shapes(["float", LONG, "int", ""], [[6, 8], [6, 2], [3], []])
+        call = [
+            event("cpu_op", "_Permute", 100, 20, **args),
+            launch(105, correlation=1),
+            kernel("a", 130, 9, correlation=1),
+        ]
+        return script(decode_trace(text_of(trace_of(split(80, sizes), *call))), op="_Permute")
+
+    assert "order = shuffled_order([9, 1, 2], 6, 2)" in permuted([9, 1, 2])
+    assert "order = shuffled_order([4, 4, 4], 6, 2)" in permuted([9, 1, 1])
+
+
+def test_a_script_of_an_exchange_says_whose_parts_are_real() -> None:
+    text = script(grouped_trace(*exchange(50, [3, 4])), op="all_to_allv")
+    assert "Parts: real ones, as 1 of 2 ranks recorded them." in text

@@ -1,0 +1,68 @@
+"""A CPU stands for the device: every moment of a thread counts once, for its innermost operator."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.trace.answer import answer_of
+from penstock.trace.events import GpuKind, Trace
+from penstock.trace.host_work import on_host
+from penstock.trace.load import decode_trace
+from tests.report.made_runs import host_trace
+from tests.trace.tiny import event, text_of, trace_of
+
+
+def read(content: Any) -> Trace:
+    return decode_trace(text_of(content), path=Path("rank-0.json"), gpu_required=False)
+
+
+def stretches(trace: Trace) -> list[tuple[str, float, float]]:
+    gpu, begin = trace.gpu, trace.host.start_us[0]
+    return [(gpu.name(row), gpu.start_us[row] - begin, gpu.end_us[row] - begin) for row in range(len(gpu))]
+
+
+def test_an_operator_has_what_those_inside_leave() -> None:
+    found = stretches(on_host(read(host_trace())))
+    assert found == [
+        ("aten::linear", 30, 50),
+        ("aten::addmm", 50, 170),
+        ("aten::linear", 170, 230),
+        ("gloo:all_reduce", 760, 790),
+        ("aten::_fused_adamw_", 810, 910),
+    ]
+
+
+def test_messages_of_gloo_are_communication() -> None:
+    trace = on_host(read(host_trace()))
+    kinds = {trace.gpu.name(row): trace.gpu.kind[row] for row in range(len(trace.gpu))}
+    assert kinds["gloo:all_reduce"] == GpuKind.COMMUNICATION
+    assert kinds["aten::addmm"] == GpuKind.COMPUTE
+
+
+def test_phases_and_steps_are_found_as_on_a_device() -> None:
+    (one,) = answer_of({0: on_host(read(host_trace()))}).ranks
+    rows = {(row.name, row.layer, row.pass_): row.kernel_us for row in one.phases.rows()}
+    assert rows["attention", 1, "forward"] == 200
+    assert rows["optimizer", None, "update"] == 100
+    (step,) = one.steps
+    assert (step.number, step.timeline.compute_us) == (3, 300)
+
+
+def test_an_operator_that_outlasts_the_one_around_it_is_cut() -> None:
+    inside = [event("cpu_op", "aten::b", 50, 50.001), event("cpu_op", "aten::c", 100, 10)]
+    trace = on_host(read(trace_of(event("cpu_op", "aten::a", 0, 100), *inside)))
+    assert stretches(trace) == [("aten::a", 0, 50), ("aten::b", 50, 100), ("aten::c", 100, 110)]
+
+
+def test_threads_work_at_the_same_time() -> None:
+    other = event("cpu_op", "aten::b", 20, 30) | {"tid": 5}
+    trace = on_host(read(trace_of(event("cpu_op", "aten::a", 0, 100), other)))
+    assert stretches(trace) == [("aten::a", 0, 100), ("aten::b", 20, 50)]
+    assert answer_of({0: trace}).ranks[0].timelines["all"].busy_us == 100
+
+
+def test_a_trace_with_a_device_is_not_asked() -> None:
+    kernel = event("kernel", "gemm", 0, 10, stream=7)
+    with pytest.raises(AssertionError, match="a device of its own"):
+        on_host(read(trace_of(kernel)))

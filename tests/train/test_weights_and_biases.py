@@ -1,0 +1,153 @@
+"""Weights & Biases: the same run after a resume, no step twice; with a stand-in, and offline with the real library."""
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from penstock.config.run import Run
+from penstock.config.training import Record
+from penstock.train.run_folder import RunFolder
+from penstock.train.weights_and_biases import WeightsAndBiases
+from tests.train.tiny_run import HELD_OUT, run_start, step_report, tiny_run
+
+
+class StandIn:
+    """W&B's module, as far as we use it; keeps what it was told of each run that was opened."""
+
+    def __init__(self) -> None:
+        self.opened: list[dict[str, Any]] = []
+        self.logged: list[list[tuple[int, dict[str, float]]]] = []
+        self.codes: list[int] = []
+
+    def module(self) -> ModuleType:
+        module = ModuleType("wandb")
+        vars(module).update(init=self.init, Settings=dict)
+        return module
+
+    def init(self, **options: Any) -> Any:
+        self.opened.append(options)
+        self.logged.append([])
+        return self
+
+    def log(self, values: dict[str, float], *, step: int, commit: bool) -> None:
+        assert commit, "a step that waits for more is lost when the process is killed"
+        self.logged[-1].append((step, values))
+
+    def finish(self, exit_code: int) -> None:
+        self.codes.append(exit_code)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    made = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", made.module())
+    return made
+
+
+def run_in(folder: Path, **changes: Any) -> Run:
+    return tiny_run(
+        folder.parent, name=folder.name, record=Record(folder=str(folder.parent), **({"wandb": "offline"} | changes))
+    )
+
+
+def train(folder: Path, steps: range, run: Run | None = None, *, evaluates: int = 0) -> None:
+    """Tell of these steps, in a process that begins before the first of them."""
+    sink = WeightsAndBiases(RunFolder(folder))
+    sink.started(run_start(run or run_in(folder), steps_done=steps.start - 1))
+    for step in steps:
+        sink.stepped(step_report(step, evaluation=HELD_OUT if step == evaluates else None))
+        sink.saved(step)
+    sink.closed()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny"
+    path.mkdir()
+    return path
+
+
+def test_a_run_is_opened_under_its_name_with_its_configuration(stand_in: StandIn, folder: Path) -> None:
+    train(folder, range(1, 2), run_in(folder, wandb="online", wandb_project="moe"))
+    (options,) = stand_in.opened
+    assert (options["project"], options["name"], options["mode"]) == ("moe", "tiny", "online")
+    assert (options["dir"], options["resume"]) == (str(folder), "allow")
+    assert options["config"]["model"]["moe"]["experts"] == 4
+    assert options["config"]["parameters"] == 1_240_000
+    json.dumps(options["config"])
+
+
+def test_every_step_is_sent_with_the_figures_of_a_line(stand_in: StandIn, folder: Path) -> None:
+    train(folder, range(1, 5))
+    ((*_, (step, values)),) = stand_in.logged
+    assert step == 4
+    assert values["train/loss"] == 5 / 4
+    assert values["layer 02/entropy"] == pytest.approx(1.0)
+
+
+def test_steps_between_records_are_left_out_unless_they_evaluate(stand_in: StandIn, folder: Path) -> None:
+    train(folder, range(1, 9), run_in(folder, every=4), evaluates=5)
+    assert [step for step, _ in stand_in.logged[0]] == [4, 5, 8]
+
+
+def test_a_run_that_goes_on_is_the_same_and_no_step_is_sent_twice(stand_in: StandIn, folder: Path) -> None:
+    train(folder, range(1, 4))  # killed after step 3, with a checkpoint of step 1
+    train(folder, range(2, 5))
+    assert stand_in.opened[0]["id"] == stand_in.opened[1]["id"]
+    assert [[step for step, _ in steps] for steps in stand_in.logged] == [[1, 2, 3], [4]]
+
+
+def test_another_project_does_not_know_the_run(stand_in: StandIn, folder: Path) -> None:
+    train(folder, range(1, 3))
+    train(folder, range(2, 4), run_in(folder, wandb_project="other"))
+    assert stand_in.opened[0]["id"] != stand_in.opened[1]["id"]
+    assert [step for step, _ in stand_in.logged[1]] == [2, 3]
+
+
+def test_a_crash_while_a_step_is_written_down_costs_no_more_than_a_repeat(stand_in: StandIn, folder: Path) -> None:
+    train(folder, range(1, 3))
+    (folder / "wandb" / "step").write_text("")
+    train(folder, range(2, 4))
+    assert stand_in.opened[0]["id"] == stand_in.opened[1]["id"]
+    assert [step for step, _ in stand_in.logged[1]] == [2, 3]
+
+
+def test_a_run_that_stops_early_is_no_success(stand_in: StandIn, folder: Path) -> None:
+    train(folder, range(1, 3))
+    train(folder, range(3, 5))
+    assert stand_in.codes == [1, 0]
+
+
+def test_a_sink_that_was_never_opened_closes(stand_in: StandIn, folder: Path) -> None:
+    WeightsAndBiases(RunFolder(folder)).closed()
+    assert stand_in.codes == []
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
+def test_offline_the_library_writes_every_step_once_under_one_id(folder: Path) -> None:
+    from tests.train.wandb_log import records
+
+    train(folder, range(1, 3))
+    (first,) = (folder / "wandb").glob("offline-run-*")
+    first.rename(folder / "wandb" / "offline-run-0")  # Names tell seconds apart, and this test is quicker.
+    train(folder, range(2, 5), evaluates=4)
+    files = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
+    found = [record for path in files for record in records(path)]
+    runs = [record.run for record in found if record.WhichOneof("record_type") == "run"]
+    history = [record.history for record in found if record.WhichOneof("record_type") == "history"]
+    steps = [
+        {item.nested_key[0] if item.nested_key else item.key: json.loads(item.value_json) for item in one.item}
+        for one in history
+    ]
+    assert len(files) == 2
+    assert {(run.run_id, run.project) for run in runs} == {
+        ((folder / "wandb" / "id").read_text().strip().rpartition("/")[2], "penstock")
+    }
+    assert [values["_step"] for values in steps] == [1, 2, 3, 4]
+    assert [values["train/loss"] for values in steps] == [5, 2.5, pytest.approx(5 / 3), 1.25]
+    assert steps[-1]["train/evaluation_loss"] == 2.0

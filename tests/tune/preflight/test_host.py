@@ -1,0 +1,118 @@
+"""The machine around the GPUs, by trees of files as Linux shows them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.tune.preflight.host import HostFacts, judge_host, read_host
+
+GIB = 1 << 30
+EIGHT_GPUS = HostFacts(
+    gpus=8,
+    gpu_bytes=8 * 140 * GIB,
+    cores=192,
+    numa_nodes=2,
+    numa_balancing=False,
+    free_bytes=2000 * GIB,
+    open_files=1 << 20,
+    locked_bytes=None,
+    has_infiniband=True,
+    shared_bytes=64 * GIB,
+    governor="performance",
+    clock_is_kept=True,
+)
+LAPTOP = replace(
+    EIGHT_GPUS,
+    gpus=0,
+    gpu_bytes=0,
+    cores=4,
+    numa_nodes=1,
+    free_bytes=6 * GIB,
+    open_files=1024,
+    locked_bytes=8 << 20,
+    has_infiniband=False,
+    shared_bytes=4 * GIB,
+    governor="powersave",
+)
+
+
+def wrong(facts: HostFacts) -> dict[str, str]:
+    return {one.name: one.status for one in judge_host(facts) if one.status != "ok"}
+
+
+def test_a_good_node_and_a_laptop_pass() -> None:
+    assert wrong(EIGHT_GPUS) == {}
+    assert wrong(LAPTOP) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "status"),
+    [
+        ("cores", {"cores": 16}, "warning"),
+        ("cores", {"cores": 4}, "failed"),
+        ("NUMA balancing", {"numa_balancing": True}, "warning"),
+        ("memory", {"free_bytes": 100 * GIB}, "warning"),
+        ("memory", {"free_bytes": GIB // 2}, "failed"),
+        ("open files", {"open_files": 1024}, "warning"),
+        ("open files", {"open_files": 256}, "failed"),
+        ("locked memory", {"locked_bytes": 64 << 10}, "failed"),
+        ("shared memory", {"shared_bytes": 2 * GIB}, "warning"),
+        ("shared memory", {"shared_bytes": 64 << 20}, "failed"),
+        ("clock of cores", {"governor": "powersave"}, "warning"),
+        ("time", {"clock_is_kept": False}, "warning"),
+    ],
+)
+def test_what_a_node_lacks_is_told_with_how_to_mend_it(name: str, changes: dict[str, object], status: str) -> None:
+    facts = replace(EIGHT_GPUS, **changes)  # type: ignore[arg-type]
+    assert wrong(facts) == {name: status}
+    (check,) = (one for one in judge_host(facts) if one.status != "ok")
+    assert check.expected
+    assert check.fix
+
+
+def test_locked_memory_matters_to_infiniband_only() -> None:
+    assert wrong(replace(EIGHT_GPUS, locked_bytes=64 << 10, has_infiniband=False)) == {}
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    unknown = replace(
+        LAPTOP, free_bytes=None, shared_bytes=None, governor="", clock_is_kept=None, numa_nodes=0, open_files=None
+    )
+    assert {one.name for one in judge_host(unknown)} == {"cores", "open files"}
+
+
+def test_facts_are_read_from_the_system(tmp_path: Path) -> None:
+    files = {
+        "proc/meminfo": "MemTotal:  100 kB\nMemAvailable:    8388608 kB\n",
+        "proc/sys/kernel/numa_balancing": "1\n",
+        "sys/devices/system/node/node0/cpulist": "0-1\n",
+        "sys/devices/system/node/node1/cpulist": "2-3\n",
+        "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "schedutil\n",
+        "sys/class/infiniband/mlx5_0/board_id": "x\n",
+        "sys/fs/cgroup/cpu.max": "100000 100000\n",
+        "dev/shm/x": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    facts = read_host(8, 3 * GIB, tmp_path)
+    assert (facts.gpus, facts.gpu_bytes, facts.cores, facts.numa_nodes) == (8, 3 * GIB, 1, 2)
+    assert (facts.numa_balancing, facts.free_bytes, facts.governor) == (True, 8 * GIB, "schedutil")
+    assert facts.has_infiniband
+    assert facts.shared_bytes
+
+
+def test_a_container_may_have_less_memory_than_its_machine(tmp_path: Path) -> None:
+    cgroup = tmp_path / "sys/fs/cgroup"
+    cgroup.mkdir(parents=True)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 8388608 kB\n")
+    for limit, free in ((f"{2 * GIB}", GIB), ("max", 8 * GIB)):
+        (cgroup / "memory.max").write_text(f"{limit}\n")
+        (cgroup / "memory.current").write_text(f"{GIB}\n")
+        assert read_host(0, 0, tmp_path).free_bytes == free
+
+
+def test_this_machine_can_be_read() -> None:
+    assert read_host(0, 0).cores >= 1

@@ -1,0 +1,102 @@
+"""Versions: what goes together, and what does not."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.tune.preflight.versions import Builds, check_versions, is_older, judge_builds, read_builds
+
+NVIDIA = Builds(
+    torch="2.11.0+cu130",
+    cuda="13.0",
+    hip=None,
+    finds_gpus=True,
+    collectives="2.28.9",
+    triton="3.6.0",
+    vendor="nvidia",
+    driver="580.65.06",
+)
+AMD = replace(NVIDIA, torch="2.11.0+rocm7.0", cuda=None, hip="7.0.51831", vendor="amd", driver="6.14.14")
+
+
+def wrong(builds: Builds) -> dict[str, tuple[str, str]]:
+    """Name of each check that is not ok: status and what was expected."""
+    return {one.name: (one.status, one.expected) for one in judge_builds(builds) if one.status != "ok"}
+
+
+def test_builds_that_go_together_pass() -> None:
+    assert wrong(NVIDIA) == {}
+    assert wrong(AMD) == {}
+    names = [one.name for one in judge_builds(AMD)]
+    assert names == ["PyTorch", "driver", "Triton", "RCCL"]
+
+
+def test_a_build_for_cpus_on_a_machine_with_gpus_fails() -> None:
+    cpu_build = replace(NVIDIA, torch="2.11.0+cpu", cuda=None, finds_gpus=False, triton="")
+    assert wrong(cpu_build)["PyTorch"] == ("failed", "a build for CUDA: this machine has such GPUs")
+
+
+def test_a_build_of_the_other_vendor_fails() -> None:
+    assert wrong(replace(NVIDIA, vendor="amd"))["PyTorch"][0] == "failed"
+
+
+def test_gpus_that_are_hidden_fail() -> None:
+    assert wrong(replace(NVIDIA, finds_gpus=False))["PyTorch"] == ("failed", "the GPUs of this machine")
+
+
+@pytest.mark.parametrize(("cuda", "driver", "passes"), [("13.0", "575.51.03", False), ("12.8", "575.51.03", True)])
+def test_a_driver_is_as_new_as_cuda_needs(cuda: str, driver: str, passes: bool) -> None:
+    assert ("driver" not in wrong(replace(NVIDIA, cuda=cuda, driver=driver))) is passes
+
+
+def test_a_gpu_without_triton_fails_and_a_cpu_does_not() -> None:
+    assert wrong(replace(NVIDIA, triton=""))["Triton"][0] == "failed"
+    cpu = replace(NVIDIA, cuda=None, finds_gpus=False, triton="", vendor="cpu", driver="", collectives="")
+    assert wrong(cpu) == {}
+
+
+def test_an_old_triton_is_a_warning() -> None:
+    assert wrong(replace(NVIDIA, triton="3.5.1"))["Triton"] == ("warning", ">= 3.6")
+
+
+@pytest.mark.parametrize(
+    ("got", "bound", "older"),
+    [
+        ("2.10.1", "2.11", True),
+        ("2.11", "2.11.0", False),
+        ("2.11.0+cu130", "2.11", False),
+        ("3.7.0rc1", "3.6", False),
+        ("0.9", "0.20", True),
+    ],
+)
+def test_versions_are_compared_as_numbers(got: str, bound: str, older: bool) -> None:
+    assert is_older(got, bound) is older
+
+
+def test_drivers_are_read_from_the_system(tmp_path: Path) -> None:
+    path = tmp_path / "proc/driver/nvidia/version"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version:  13\n"
+    )
+    assert (read_builds(tmp_path).vendor, read_builds(tmp_path).driver) == ("nvidia", "580.65.06")
+    other = tmp_path / "amd"
+    for name, text in {"dev/kfd": "", "sys/module/amdgpu/version": "6.14.14\n"}.items():
+        (other / name).parent.mkdir(parents=True)
+        (other / name).write_text(text)
+    assert (read_builds(other).vendor, read_builds(other).driver) == ("amd", "6.14.14")
+
+
+def test_this_environment_has_what_it_needs() -> None:
+    assert [one for one in check_versions() if one.status == "failed"] == []
+    assert "packages" in {one.name for one in check_versions()}
+
+
+def test_a_package_that_is_missing_or_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = ["numpy>=99.0", "no-such-package>=1.0", "pytest>=8.2; extra == 'dev'"]
+    monkeypatch.setattr("penstock.tune.preflight.versions.requires", lambda name: needed)
+    failed = {one.name: (one.got, one.fix) for one in check_versions() if one.status == "failed"}
+    assert failed["no-such-package"] == ("not installed", "pip install 'no-such-package>=1.0'")
+    assert failed["numpy"][1] == "pip install 'numpy>=99.0'"
+    assert set(failed) == {"numpy", "no-such-package"}

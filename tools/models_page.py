@@ -1,0 +1,193 @@
+"""docs/models.md: the families, their presets, what each is made of, and how Hugging Face keeps it."""
+
+from penstock.config.compare import leaves
+from penstock.config.model import LatentAttention, Model
+from penstock.config.presets.registry import PRESETS
+from penstock.config.schema import as_toml, every_field, find
+from penstock.models.count import count
+from penstock.models.huggingface.config import TRAINING_ONLY
+from penstock.models.huggingface.families import FAMILIES, Family
+from penstock.models.huggingface.forms import halves
+from tools.hardware_page import table
+
+SIZES = {
+    "family",
+    "vocabulary",
+    "hidden_size",
+    "layers",
+    "dense_layers",
+    "dense_ffn_size",
+    "initial_std",
+    "norm_epsilon",
+}
+SIZES |= {f"attention.{name}" for name in ("kind", "heads", "kv_heads", "head_dim", "q_latent", "kv_latent")}
+SIZES |= {f"attention.{name}" for name in ("plain_head_dim", "rotary_head_dim", "value_head_dim")}
+SIZES |= {f"moe.{name}" for name in ("experts", "top_k", "ffn_size", "shared_ffn_size")}
+"""Fields that say how large a model is and not of what kind."""
+
+
+def models_page() -> str:
+    """The whole page."""
+    families = [name for name in FAMILIES if any(make().model.family == name for make in PRESETS.values())]
+    return "\n".join(
+        [
+            _HEAD,
+            *table(("preset", "parameters", "active", "layers", "width", "heads", "experts", "FFN"), _presets()),
+            _FAMILIES,
+            *table(("family", "presets", "what its models set"), [_family_row(name) for name in families]),
+            _NAMES,
+            *table(("family", "`model_type`", "class", "experts are", "otherwise than here"), _forms()),
+            _CONFIG,
+            *table(("family", "always", "a key must be"), [_said(name, family) for name, family in FAMILIES.items()]),
+            _END.format(training=", ".join(f"`model.{path}`".replace(".`", ".*`") for path in TRAINING_ONLY)),
+        ]
+    )
+
+
+def _presets() -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for name, make in PRESETS.items():
+        model = make().model
+        counted = count(model, 4096)
+        heads = model.attention
+        shape = f"{heads.heads} MLA" if isinstance(heads, LatentAttention) else f"{heads.heads} / {heads.kv_heads}"
+        rows.append(
+            (
+                f"`{name}`",
+                _billions(counted.parameters),
+                _billions(counted.active_parameters) if model.moe else "all",
+                _layers(model),
+                f"{model.hidden_size}",
+                shape,
+                "none" if model.moe is None else f"{model.moe.top_k} of {model.moe.experts}",
+                _widths(model),
+            )
+        )
+    return rows
+
+
+def _billions(parameters: int) -> str:
+    return f"{parameters / 1e9:,.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:,.1f} M"
+
+
+def _layers(model: Model) -> str:
+    dense = model.layers - model.moe_layers
+    return f"{model.layers}" if dense in (0, model.layers) else f"{model.layers}, {dense} of them dense"
+
+
+def _widths(model: Model) -> str:
+    parts = [f"{model.dense_ffn_size} dense"] if model.moe_layers < model.layers else []
+    if model.moe is not None:
+        parts.append(f"{model.moe.ffn_size}")
+        parts += [f"{model.moe.shared_ffn_size} shared"] if model.moe.shared_ffn_size else []
+    return ", ".join(parts)
+
+
+def _family_row(family: str) -> tuple[str, ...]:
+    presets = {name: make().model for name, make in PRESETS.items() if make().model.family == family}
+    values: dict[str, set[str]] = {}
+    for model in presets.values():
+        for path, value in _set_by(model).items():
+            values.setdefault(path, set()).add(as_toml(value).strip('"'))
+    shown = "; ".join(f"`{path}` {' or '.join(sorted(found))}" for path, found in values.items())
+    return family, ", ".join(f"`{name}`" for name in presets), shown
+
+
+def _set_by(model: Model) -> dict[str, object]:
+    """The fields of a model that are not sizes, nor choices of training, nor what they would be anyway."""
+    found = {}
+    for path, value in leaves(model).items():
+        field = find(Model, path)[0]
+        is_usual = not field.required and field.default == value
+        if path not in SIZES and not path.startswith(TRAINING_ONLY) and not is_usual:
+            found[path] = value
+    given = [one.path for one in every_field(Model) if one.optional and one.sections and one.path != "moe"]
+    for section in dict.fromkeys(given):
+        is_there = any(path.startswith(f"{section}.") for path in leaves(model))
+        if is_there and not any(path.startswith(f"{section}.") for path in found):
+            found[section] = "as by default"
+    return found
+
+
+def _forms() -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for name, family in FAMILIES.items():
+        experts = family.names.get("ffn.experts.gate_up_eFD", ())
+        kept = "one tensor each" if any("{expert}" in one for one in experts) else "stacked" if experts else "none"
+        forms = (
+            ["queries and keys: halves"] if halves in {one for many in family.forms.values() for one in many} else []
+        )
+        forms += [
+            f"`{ours}`: {', '.join(maker.__name__ for maker in makers)}"
+            for ours, makers in family.forms.items()
+            if makers != (halves,)
+        ]
+        rows.append((name, f"`{family.model_type}`", f"`{family.architecture}`", kept, "; ".join(forms) or "nothing"))
+    return rows
+
+
+def _said(name: str, family: Family) -> tuple[str, ...]:
+    always = ", ".join(f"`{path}` {as_toml(value)}".replace('"', "") for path, value in family.always.items())
+    fixed = ", ".join(f"`{key}` {as_toml(value)}".replace('"', "") for key, value in family.fixed.items())
+    return name, always, fixed
+
+
+_HEAD = """# Models
+
+Written by `make docs` from the presets and from
+[penstock/models/huggingface/families.py](../penstock/models/huggingface/families.py); change it there.
+
+There is one decoder. A family is values of its fields (`penstock config explain model.`), not a class: attention is
+grouped-query or latent, a layer is dense or has experts, and what a family does besides is a field of its own. Any
+preset can be cut to its first layers: `qwen3-30b-a3b-8l`. A cut keeps the kind of each layer, and at least one with
+experts.
+
+## Presets
+
+Parameters are counted on the model that is built, embedding and output projection included, multi-token prediction
+not. Sizes are those of the published `config.json` files; a test compares the counts with the published totals. Llama 4
+is the text model only. How a model was trained was published for few: the file of a preset says where its learning rate
+is from ([penstock/config/presets](../penstock/config/presets/registry.py)).
+"""
+
+_FAMILIES = """
+## What a family sets
+
+Beside sizes and choices of training; fields that are not named have their [defaults](config.md).
+"""
+
+_NAMES = """
+## Weights in Hugging Face's names
+
+`penstock export` writes what `transformers` loads, and what it or an author saved is read back, bit for bit. The names
+of weights are those of the published files. Some numbers stand otherwise there:
+
+- **halves**: rotary embedding turns pairs. Here a pair's members are neighbours; there all first members of a head
+  stand before all second ones. Rows of queries and keys are permuted on the way, their biases and norms too, so that
+  one kernel serves all.
+- **transposed**: a stack of experts is input x output there.
+- **interleaved**: a row of the gate, a row of the up projection, and so on; here all of the gate come first.
+
+What a published file has besides is passed by: image encoders, copies of the embedding, tables of frequencies. Experts
+in MXFP4 (gpt-oss) and matrices in block-scaled float8 (DeepSeek-V3) are read as the bfloat16 numbers that they stand
+for.
+"""
+
+_CONFIG = """
+## `config.json`
+
+It is written from the model and read at once: a model that does not come back as it was is refused with the field that
+the format cannot say. Published files are read in their older form too (`rope_theta`, `rope_scaling`, `text_config`). A
+value that cannot be said here is refused with its key.
+"""
+
+_END = """
+Choices of training are not in the format: {training} have their defaults after reading.
+
+## How it is checked
+
+Logits, loss and every gradient of each family are compared with the code of `transformers` on tiny random models, in
+plain rows and in rows of several documents ([numerics](numerics.md)), and each family trains alike on one rank and on
+several. How one adds a family: name what it has in [penstock/config/model.py](../penstock/config/model.py), add its
+page to `families.py` and a tiny model to `tests/models/huggingface/family_models.py`; the tests do the rest.
+"""
