@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from penstock.base.errors import CheckpointError
 from penstock.config.compare import leaves
 from penstock.config.run import Run
+from penstock.config.schema import every_field
 from penstock.data.loader import Batches
 from penstock.parallel.axes import ALONE, Axis
 from penstock.parallel.holding import Part, whole
@@ -131,6 +132,8 @@ def check_same_model(step: int, saved: Mapping[str, Any], wanted: Mapping[str, A
         CheckpointError: fields differ; all of them are named.
     """
     old, new = (dict(_leaves(json.loads(json.dumps(identity)))) for identity in (saved, wanted))
+    # A field that came later has its default in a model that was saved before there was a choice.
+    old = {field: value for field, value in new.items() if field not in old and _is_default(field, value)} | old
     fields = [field for field in {**old, **new} if old.get(field) != new.get(field)]
     if fields:
         raise CheckpointError(
@@ -139,6 +142,10 @@ def check_same_model(step: int, saved: Mapping[str, Any], wanted: Mapping[str, A
             allowed=", ".join(f"{field} = {old.get(field)}" for field in fields),
             fix="resume with the configuration that it was saved with, or start a new run",
         )
+
+
+def _is_default(field: str, value: object) -> bool:
+    return any(field == one.path and not one.required and one.default == value for one in every_field(Run))
 
 
 def random_state() -> dict[str, Any]:

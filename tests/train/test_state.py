@@ -239,3 +239,10 @@ def test_a_state_on_a_gpu_is_saved_and_restored(tmp_path: Path, asynchronous: bo
     assert torch.equal(torch.rand(4, device="cuda"), following)
     for name, tensor in _tensors(restored).items():
         assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_checkpoint_from_before_there_was_a_choice_has_its_default() -> None:
+    today = {"model.layers": 2, "model.moe.every": 1, "model.attention.qk_norm": "none"}
+    check_same_model(7, {"model.layers": 2}, today)
+    with pytest.raises(CheckpointError, match=r"another model; got model\.moe\.every = 2; allowed: .* = None"):
+        check_same_model(7, {"model.layers": 2}, today | {"model.moe.every": 2})
