@@ -12,6 +12,7 @@ import matplotlib
 matplotlib.use("agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from penstock.layout.actions import Kind
@@ -110,7 +111,7 @@ def _bare(panel: Axes) -> None:
         side.set_visible(False)
 
 
-def _save(figure: pyplot.Figure, path: Path) -> None:
+def _save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, transparent=True, dpi=DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)

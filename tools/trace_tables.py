@@ -11,8 +11,7 @@ def trace_speed(result: Result) -> str:
     numbers = result["numbers"]
     others = "; ".join(f"{name} {said}" for name, said in numbers["others"].items())
     lines = [
-        f"CPU seconds and peak memory on {result['environment']['cpus']} cores, commit `{result['commit']}`. "
-        f"{others}.",
+        f"CPU seconds and peak memory on {result['environment']['cpus']} cores, commit `{result['commit']}`. {others}.",
         "",
         "| trace | files | size | events | CPU seconds | memory | HTA | memory | HTA failed in |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---|",

@@ -40,12 +40,8 @@ def import_(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Fields of the run.")] = None,
     *,
     output: Annotated[Path, typer.Option("--output", metavar="FOLDER", help="Is made; must not be there yet.")],
-    preset: Annotated[
-        str | None, typer.Option("--preset", help="The run, and the model of the weights.")
-    ] = None,
-    copies: Annotated[
-        int, typer.Option("--copies", help="Experts of a layer, from a dense model.")
-    ] = 0,
+    preset: Annotated[str | None, typer.Option("--preset", help="The run, and the model of the weights.")] = None,
+    copies: Annotated[int, typer.Option("--copies", help="Experts of a layer, from a dense model.")] = 0,
     chosen: Annotated[int, typer.Option("--chosen", help="Of them, those that a token meets.", min=1)] = 1,
     granularity: Annotated[int, typer.Option("--granularity", help="Experts that a copy is cut into.", min=1)] = 1,
 ) -> None:

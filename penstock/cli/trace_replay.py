@@ -18,7 +18,8 @@ def replay(
         str | None, typer.Option("--shape", help="Sizes, as `888x2880 2880x640`; else those that took most time.")
     ] = None,
     counts: Annotated[
-        str | None, typer.Option("--counts", metavar="N,N,...", help="Rows of each expert; else as the trace has them, or even.")
+        str | None,
+        typer.Option("--counts", metavar="N,N,...", help="Rows of each expert; else as the trace has them, or even."),
     ] = None,
     rank: Annotated[int | None, typer.Option("--rank", help="Whose call, of several; else the lowest.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="File to write; else the script is printed.")] = None,

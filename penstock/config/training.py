@@ -17,7 +17,7 @@ class Training(Section):
     )
     initial_weights: str = knob(
         "",
-        doc="Folder of `penstock import`, or of a run, whose weights a new run starts with; empty draws them at random.",
+        doc="Folder of `penstock import`, or of a run, whose weights a new run starts with; empty draws them.",
     )
     mtp_weight: float = knob(0.3, doc="Factor of the multi-token prediction loss.", low=0.0)
     z_weight: float = knob(0.0, doc="Factor of the z-loss on the output logits.", low=0.0)

@@ -43,7 +43,11 @@ def whole(results: list[Seen]) -> Trace:
     return put_together([(seen, saved) for seen, saved, _, _ in results])
 
 
-@pytest.mark.parametrize("overrides", [SHARED, OVERLAPPED, IN_PARTS], ids=["rows", "beside the shared expert", "ETP"])
+@pytest.mark.parametrize(
+    "overrides",
+    [SHARED, pytest.param(OVERLAPPED, marks=pytest.mark.slow), pytest.param(IN_PARTS, marks=pytest.mark.slow)],
+    ids=["rows", "beside the shared expert", "ETP"],
+)
 def test_parts_give_the_bits_of_eager_layers_where_the_host_reads_row_counts(
     overrides: tuple[str, ...], ranks: Pool
 ) -> None:

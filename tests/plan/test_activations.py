@@ -150,7 +150,7 @@ def _pushed(buffers: SymmetricBuffers, overrides: list[str]) -> tuple[Piece, ...
     return pieces_with_memory(overrides, "triton", world=2, buffers=buffers)
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_rows_that_are_pushed_keep_the_same_bytes(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["parallel.expert=2", "training.global_batch=2", f"dispatch.sync_free={stage}"]
     overrides += ["model.moe.balance.auxiliary=none", "model.moe.balance.auxiliary_weight=0"]

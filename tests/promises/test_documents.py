@@ -30,6 +30,8 @@ BLOCK = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```", re.DOTALL | re.MU
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 PATH = re.compile(r"`(?P<path>(?:penstock|tests|tools|docs|benchmarks|\.ci)/[\w./-]*)(?::\d+)?`")
 FILES = documents.markdown_files()
+LONG = ("docs/ladder.md", "docs/plan.md", "docs/workflow.md")
+"""Documents whose commands take half a minute each; only the slow tests run them."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,11 @@ def test_every_job_that_is_shown_fits_its_machines(
     assert main(command.words[1:]) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow) if name_of(path) in LONG else path for path in FILES],
+    ids=name_of,
+)
 def test_every_block_marked_run_runs(path: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     for command in commands_in(path.read_text(encoding="utf-8")):

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
+from penstock.base.errors import TraceError
 from penstock.trace.answer import answer_json, answer_of
 from penstock.trace.calls import calls_of
 from penstock.trace.events import Trace
 from penstock.trace.expert_rows import UsedRows, products_of, split_counts, used_rows
 from penstock.trace.load import decode_trace
 from penstock.trace.phases import find_phases
+from penstock.trace.recorded_call import rows_of_groups
 from penstock.trace.replay import Question, replay
 from tests.trace.synthetic import make
 from tests.trace.synthetic_job import Job
@@ -209,3 +211,8 @@ def test_a_permutation_takes_a_list_only_if_it_has_all_slots() -> None:
 def test_a_script_of_an_exchange_says_whose_parts_are_real() -> None:
     text = script(grouped_trace(*exchange(50, [3, 4])), op="all_to_allv")
     assert "Parts: real ones, as 1 of 2 ranks recorded them." in text
+
+
+def test_a_number_of_experts_that_nobody_has_is_refused_at_once() -> None:
+    with pytest.raises(TraceError, match="damaged in this trace"):
+        rows_of_groups(12, 10**12, None)

@@ -96,7 +96,7 @@ RULES: tuple[Rule, ...] = (
         name="OPENBLAS_NUM_THREADS",
         value="1",
         applies=lambda facts: not facts.computes,
-        when="`penstock trace`, `penstock doctor`",
+        when="`penstock trace`, `doctor`, `data`",
         why="Else numpy starts a thread for every core when it is imported, which takes longer than to read a small "
         "trace; nothing there multiplies matrices.",
         source="OpenBLAS, runtime variables",
