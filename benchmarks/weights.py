@@ -14,11 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from hashlib import blake2b
 from math import prod
+from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import safe_open
@@ -34,6 +37,7 @@ from penstock.train.tensor_files import Entry, write_entries
 PRESET = "qwen3-235b-a22b-1l"
 FILE_BYTES = 5 << 30
 GIB = 2**30
+Result = TypeVar("Result")
 
 
 def make(preset: str, folder: Path) -> int:
@@ -71,6 +75,12 @@ def _values(folder: Path) -> Iterator[tuple[str, bytes]]:
                 yield name, tensor.view(torch.uint8).numpy().tobytes()
 
 
+def apart(function: Callable[..., Result], *arguments: object) -> Result:
+    """Call a function in a process of its own: a child's peak memory begins with what its parent once held."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        return process.submit(function, *arguments).result()
+
+
 def timed(*words: str) -> dict[str, float]:
     """Run a verb; seconds, and the most memory that its process held."""
     begin = time.perf_counter()
@@ -88,14 +98,14 @@ def timed(*words: str) -> dict[str, float]:
 def measure(preset: str, folder: Path) -> dict[str, object]:
     """Make, import, export, compare; what is not needed any more is deleted on the way."""
     theirs, start, again = folder / "theirs", folder / "start", folder / "again"
-    size = make(preset, theirs)
-    expected = digests(theirs)
+    size = apart(make, preset, theirs)
+    expected = apart(digests, theirs)
     largest = max(line_bytes(preset))
     imported = timed("import", str(theirs), "--output", str(start))
     shutil.rmtree(theirs)
     exported = timed("export", str(start), str(again), "--precision", "bf16")
     shutil.rmtree(start)
-    found = digests(again)
+    found = apart(digests, again)
     model = load_run(preset).model
     counted = count(model, 4096)
     return {
