@@ -145,7 +145,7 @@ def middle(command: Sequence[str], times: int) -> dict[str, float]:
 
 def of_hta(python: str, path: Path) -> dict[str, Any]:
     """One run of HTA: what it costs, and what of it failed."""
-    run = measured([python, "-c", HTA, str(path)])
+    run = measured([python, "-c", HTA, str(path.resolve())])
     failed = [line.removeprefix("failed: ") for line in run["said"].splitlines() if line.startswith("failed: ")]
     last = run["said"].strip().splitlines()[-1:] if run["status"] else failed
     costs = {key: run[key] for key in ("cpu_seconds", "seconds", "peak_bytes")}

@@ -31,7 +31,7 @@ from penstock.data.files import COMPRESSED, stem, unreadable
 from penstock.data.optional import require
 
 _CHUNK = 1 << 20
-_OPEN: dict[str, Callable[..., IO[bytes]]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_OPEN: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 def readable_copies(paths: Sequence[Path], cache: Path) -> list[Path]:

@@ -18,7 +18,7 @@ token. Lane 1 is the first that needs a third document:
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,36 +32,19 @@ class Cursor(NamedTuple):
     """A place between two tokens of one document in one epoch.
 
     Attributes:
-        epoch: how often all documents had been dealt before.
-        place: number of the document in the order of this epoch.
+        epoch: how often everything had been dealt before.
+        place: number of the document, or shard, in the order of this epoch.
         offset: tokens of the document that lie behind the cursor, its end token included.
+        document: number of the document in the order in which its shard is read; 0 where documents are dealt.
     """
 
     epoch: int
     place: int
     offset: int = 0
-
-
-class ShardCursor(NamedTuple):
-    """The same inside of a shard.
-
-    Attributes:
-        epoch: how often all shards had been dealt before.
-        place: number of the shard in the order of this epoch.
-        document: number of the document in the order in which the shard is read.
-        offset: tokens of the document that lie behind the cursor, its end token included.
-    """
-
-    epoch: int
-    place: int
     document: int = 0
-    offset: int = 0
 
 
-CursorT = TypeVar("CursorT", Cursor, ShardCursor)
-
-
-class Position(NamedTuple, Generic[CursorT]):
+class Position(NamedTuple):
     """A place between two rows.
 
     Attributes:
@@ -70,52 +53,53 @@ class Position(NamedTuple, Generic[CursorT]):
         rows: how many rows lie behind.
     """
 
-    undealt: CursorT
-    lanes: tuple[CursorT, ...]
+    undealt: Cursor
+    lanes: tuple[Cursor, ...]
     rows: int
 
 
-class LaneStream(RowStream[Position[CursorT]]):
+class LaneStream(RowStream[Position]):
     """Reads rows lane by lane. Subclasses say what is dealt.
 
     The cursor of a lane stands before the lane's next token, in that token's document.
     """
 
-    def __init__(self, first: CursorT, *, units: int, lanes: int, counted: str) -> None:
+    saved: tuple[str, ...] = ("epoch", "place", "offset")
+    """Fields of a cursor that a checkpoint holds; the others are 0."""
+
+    def __init__(self, *, units: int, lanes: int, counted: str) -> None:
         """Takes what is dealt.
 
         Args:
-            first: the start of all.
             units: documents, or shards, that are dealt in an epoch.
             lanes: of them that are read side by side, 1 to all.
             counted: the units with their number, for errors.
         """
         assert 1 <= lanes <= units, f"{lanes} lanes cannot read {counted} side by side"
-        self._first = first
         self._units = units
         self._lanes = lanes
         self._counted = counted
 
     @abstractmethod
-    def document(self, lane: int, cursor: CursorT) -> Tokens:
+    def document(self, lane: int, cursor: Cursor) -> Tokens:
         """Returns the document that a cursor stands in, its end token included."""
 
     @abstractmethod
-    def following(self, lane: int, cursor: CursorT) -> CursorT | None:
+    def following(self, lane: int, cursor: Cursor) -> Cursor | None:
         """Returns the start of the next document that belongs to the same lane, None if it must be dealt another."""
 
-    def start(self) -> Position[CursorT]:
+    def start(self) -> Position:
         """Returns the position before the first row: each lane has been dealt its first."""
-        dealt = [self._first]
+        dealt = [Cursor(0, 0)]
         while len(dealt) <= self._lanes:
             dealt.append(self._after(dealt[-1]))
         return Position(undealt=dealt[-1], lanes=tuple(dealt[:-1]), rows=0)
 
-    def next_row(self, position: Position[CursorT], sequence_length: int) -> tuple[Sequence[Tokens], Position[CursorT]]:
+    def next_row(self, position: Position, sequence_length: int) -> tuple[Sequence[Tokens], Position]:
         """Returns a row's tokens and the one after them, one part a document, and the position before that last one."""
-        undealt, lanes, row = position
-        lane = row % len(lanes)
-        cursor = lanes[lane]
+        undealt = position.undealt
+        lane = position.rows % self._lanes
+        cursor = position.lanes[lane]
         parts: list[Tokens] = []
         missing = sequence_length + 1
         last_epoch = undealt.epoch + 2
@@ -133,22 +117,24 @@ class LaneStream(RowStream[Position[CursorT]]):
                 if undealt.epoch > last_epoch:  # A whole epoch lies between, and nothing was in it.
                     raise DataError("the data hold no text: every document is empty", got=self._counted)
         before_last = cursor._replace(offset=cursor.offset - 1)
-        return parts, Position(undealt, (*lanes[:lane], before_last, *lanes[lane + 1 :]), row + 1)
+        lanes = (*position.lanes[:lane], before_last, *position.lanes[lane + 1 :])
+        return parts, Position(undealt, lanes, position.rows + 1)
 
-    def save(self, position: Position[CursorT]) -> SavedPlace:
+    def save(self, position: Position) -> SavedPlace:
         """Returns a position as plain integers.
 
         `epoch` and `place` are of what is dealt next; the lists have one entry a lane.
         """
-        names = [f"lane_{name}s" for name in position.undealt._fields]
-        columns = dict(zip(names, map(list, zip(*position.lanes, strict=True)), strict=True))
-        return {"epoch": position.undealt.epoch, "place": position.undealt.place, **columns, "rows": position.rows}
+        columns = zip(*position.lanes, strict=True)
+        by_name = dict(zip(Cursor._fields, columns, strict=True))
+        lanes = {f"lane_{name}s": list(by_name[name]) for name in self.saved}
+        return {"epoch": position.undealt.epoch, "place": position.undealt.place, **lanes, "rows": position.rows}
 
-    def restore(self, state: SavedPlace) -> Position[CursorT]:
+    def restore(self, state: SavedPlace) -> Position:
         """Returns the position in a state; an error if no stream over these documents can be there."""
-        undealt = self._first._replace(epoch=number(state, "epoch"), place=number(state, "place"))
-        columns = [numbers(state, f"lane_{name}s", self._lanes) for name in undealt._fields]
-        lanes = tuple(self._first._make(entries) for entries in zip(*columns, strict=True))
+        undealt = Cursor(number(state, "epoch"), number(state, "place"))
+        columns = [numbers(state, f"lane_{name}s", self._lanes) for name in self.saved]
+        lanes = tuple(Cursor(**dict(zip(self.saved, entries, strict=True))) for entries in zip(*columns, strict=True))
         dealt = {cursor[:2] for cursor in lanes}
         if max(cursor.place for cursor in (undealt, *lanes)) >= self._units:
             raise damaged(f"places in more than {self._counted}")
@@ -156,10 +142,10 @@ class LaneStream(RowStream[Position[CursorT]]):
             raise damaged("a document dealt twice")
         return Position(undealt, lanes, number(state, "rows"))
 
-    def _after(self, cursor: CursorT) -> CursorT:
+    def _after(self, cursor: Cursor) -> Cursor:
         if cursor.place + 1 < self._units:
-            return self._first._replace(place=cursor.place + 1, epoch=cursor.epoch)
-        return self._first._replace(epoch=cursor.epoch + 1)
+            return Cursor(cursor.epoch, cursor.place + 1)
+        return Cursor(cursor.epoch + 1, 0)
 
 
 def with_end(tokens: Tokens, end_of_document: int, vocabulary_size: int) -> Tokens:

@@ -17,7 +17,7 @@ from functools import partial
 from penstock.data.corrupt import NOTHING, Corrupt
 from penstock.data.documents import checked_text
 from penstock.data.fill_in_middle import FillInMiddle
-from penstock.data.lanes import LaneStream, ShardCursor, with_end
+from penstock.data.lanes import Cursor, LaneStream, with_end
 from penstock.data.order import document_order, permutation
 from penstock.data.sources import Keep, Tokens, fingerprint_of
 from penstock.data.tokenizer import Tokenizer
@@ -94,14 +94,16 @@ class _Reader:
     order: Sequence[int]
 
 
-class ShardStream(LaneStream[ShardCursor]):
+class ShardStream(LaneStream):
     """Reads the rows of shards. It keeps each lane's latest block and document."""
+
+    saved = ("epoch", "place", "offset", "document")
 
     def __init__(
         self, shards: Shards, *, seed: int, shuffle: bool, lanes: int, middle: FillInMiddle | None = None
     ) -> None:
         """Takes the shards, the seed (>= 0) of their order, and whether they are put in that order at all."""
-        super().__init__(ShardCursor(0, 0), units=len(shards), lanes=lanes, counted=f"{len(shards)} shards")
+        super().__init__(units=len(shards), lanes=lanes, counted=f"{len(shards)} shards")
         self._shards = shards
         self._seed = seed
         self._shuffle = shuffle
@@ -111,24 +113,24 @@ class ShardStream(LaneStream[ShardCursor]):
             shards.fingerprint if middle is None else fingerprint_of(shards.fingerprint, middle.fingerprint)
         )
         self._readers: dict[int, _Reader] = {}
-        self._latest_documents: dict[int, tuple[ShardCursor, Tokens]] = {}
+        self._latest_documents: dict[int, tuple[Cursor, Tokens]] = {}
 
-    def document(self, lane: int, cursor: ShardCursor) -> Tokens:
+    def document(self, lane: int, cursor: Cursor) -> Tokens:
         """Returns the document that a cursor stands in; the latest of each lane is kept."""
         start = cursor._replace(offset=0)
         if lane not in self._latest_documents or self._latest_documents[lane][0] != start:
             self._latest_documents[lane] = start, self._read(lane, cursor)
         return self._latest_documents[lane][1]
 
-    def following(self, lane: int, cursor: ShardCursor) -> ShardCursor | None:
+    def following(self, lane: int, cursor: Cursor) -> Cursor | None:
         """Returns the start of the next document of the shard; None behind the last."""
         following = cursor._replace(document=cursor.document + 1, offset=0)
         return following if self._has(lane, following) else None
 
-    def _has(self, lane: int, cursor: ShardCursor) -> bool:
+    def _has(self, lane: int, cursor: Cursor) -> bool:
         return cursor.document % self._shards.block < len(self._at(lane, cursor).block)
 
-    def _read(self, lane: int, cursor: ShardCursor) -> Tokens:
+    def _read(self, lane: int, cursor: Cursor) -> Tokens:
         if not self._has(lane, cursor):
             return NOTHING
         reader = self._at(lane, cursor)
@@ -140,7 +142,7 @@ class ShardStream(LaneStream[ShardCursor]):
         _, tokens = self._shards.read(reader.shard, document, reader.block[inside], encode)
         return with_end(tokens, self._shards.end_of_document, self.vocabulary_size)
 
-    def _at(self, lane: int, cursor: ShardCursor) -> _Reader:
+    def _at(self, lane: int, cursor: Cursor) -> _Reader:
         """Returns the lane's reader, with the block that a cursor stands in."""
         number = cursor.document // self._shards.block
         reader = self._readers.get(lane)
@@ -155,7 +157,7 @@ class ShardStream(LaneStream[ShardCursor]):
             reader.number, reader.block, reader.order = number, block, order
         return reader
 
-    def _opened(self, cursor: ShardCursor, number: int) -> _Reader:
+    def _opened(self, cursor: Cursor, number: int) -> _Reader:
         """Returns a reader before the block of that number."""
         order = document_order(len(self._shards), seed=self._seed, epoch=cursor.epoch) if self._shuffle else None
         shard = cursor.place if order is None else int(order[cursor.place])

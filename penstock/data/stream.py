@@ -11,7 +11,7 @@ from penstock.data.order import Order, order_of
 from penstock.data.sources import Source, Tokens, fingerprint_of
 
 
-class Stream(LaneStream[Cursor]):
+class Stream(LaneStream):
     """Reads the rows of a source. It keeps the latest document of each lane and the latest orders."""
 
     def __init__(
@@ -26,7 +26,7 @@ class Stream(LaneStream[Cursor]):
             lanes: documents that are read side by side, 1 to the number of documents.
             middle: encodes documents in place of the source, which must have text; None reads them as they are.
         """
-        super().__init__(Cursor(0, 0), units=len(source), lanes=lanes, counted=f"{len(source)} documents")
+        super().__init__(units=len(source), lanes=lanes, counted=f"{len(source)} documents")
         self._source = source
         self._seed = seed
         self._shuffle = shuffle

@@ -178,12 +178,12 @@ GENERAL: tuple[tuple[Part, str], ...] = (
 )
 
 
-BACKWARD = re.compile(r"backward|bwd|bprop|dgrad|wgrad|_wrw_|_grad\b", re.IGNORECASE)
-"""Names of kernels and operators that compute gradients, whatever of."""
+_BACKWARD = re.compile(r"backward|bwd|bprop|dgrad|wgrad|_wrw_|_grad\b")
 
 
 def _compiled(table: tuple[tuple[Part, str], ...]) -> tuple[tuple[Part, re.Pattern[str]], ...]:
-    return tuple((part, re.compile(pattern, re.IGNORECASE)) for part, pattern in table)
+    """Patterns in small letters, for texts in small letters: several times as fast as to look at both."""
+    return tuple((part, re.compile(pattern.lower())) for part, pattern in table)
 
 
 _TELLING, _GENERAL = _compiled(TELLING), _compiled(GENERAL)
@@ -194,11 +194,11 @@ def _first(table: tuple[tuple[Part, re.Pattern[str]], ...], text: str) -> Part |
 
 
 def _essence(name: str) -> str:
-    """The part of a name that says what is done.
+    """The part of a name that says what is done, in small letters.
 
     PyTorch's elementwise kernels and CUTLASS's kernels are templates over what they do, so those keep the template.
     """
-    return name if "at::native" in name or "cutlass" in name else function_of(name)
+    return (name if "at::native" in name or "cutlass" in name else function_of(name)).lower()
 
 
 @lru_cache(maxsize=65536)
@@ -211,3 +211,9 @@ def telling(name: str) -> Part | None:
 def general(name: str) -> Part | None:
     """What a kernel or operator does to numbers, or None if nothing is known of it."""
     return _first(_GENERAL, _essence(name))
+
+
+@lru_cache(maxsize=65536)
+def is_gradient(name: str) -> bool:
+    """Whether a kernel or operator computes gradients, whatever of, as far as its name says."""
+    return _BACKWARD.search(name.lower()) is not None

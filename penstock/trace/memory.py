@@ -17,7 +17,7 @@ replayed asks for nothing: what it needs was handed out when it was captured, an
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -309,13 +309,13 @@ def memory_json(memory: Memory, steps: Sequence[Step]) -> dict[str, Any]:
         "most_reserved_bytes": int(memory.reserved.max()),
         "peak": _peak_json(memory.peak),
         "steps": [_step_json(memory, step) for step in steps],
-        "phases": [_spoken(asdict(row)) for row in memory.rows(by_layer=True)],
+        "phases": [_spoken(vars(row)) for row in memory.rows(by_layer=True)],
         "curve": memory.curve(),
     }
 
 
 def _peak_json(peak: Peak) -> dict[str, Any]:
-    return _spoken(asdict(peak)) | {"components": dict(peak.components) or None, "spans": list(peak.spans)}
+    return _spoken(vars(peak)) | {"components": dict(peak.components) or None, "spans": list(peak.spans)}
 
 
 def _step_json(memory: Memory, step: Step) -> dict[str, Any]:
@@ -333,6 +333,6 @@ def _step_json(memory: Memory, step: Step) -> dict[str, Any]:
     }
 
 
-def _spoken(row: dict[str, Any]) -> dict[str, Any]:
+def _spoken(row: Mapping[str, Any]) -> dict[str, Any]:
     """With the key `pass`, which is no name in Python."""
     return {name.rstrip("_"): value for name, value in row.items()}

@@ -12,7 +12,7 @@ timeline calls exposed communication.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from penstock.base.spans import Span
 from penstock.trace.events import NONE, Floats, GpuKind, Integers, Trace
 from penstock.trace.intervals import union
-from penstock.trace.kernel_names import BACKWARD, COLLECTIVES, Part, general, telling
+from penstock.trace.kernel_names import COLLECTIVES, Part, general, is_gradient, telling
 from penstock.trace.replayed import Replays, infer_replays
 from penstock.trace.tree import PARTS, SPANS, Placement, place
 
@@ -70,7 +70,7 @@ class Phase:
 
     def as_json(self) -> dict[str, Any]:
         """With the key `pass`, which is no name in Python."""
-        return {key.rstrip("_"): value for key, value in asdict(self).items()}
+        return {key.rstrip("_"): value for key, value in vars(self).items()}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -280,7 +280,7 @@ def _name(event: _Event) -> tuple[str, str]:
         does = event.part or Part.COLLECTIVE
     pass_ = event.ran
     if pass_ in ("", "forward") and (
-        own is Part.GROUPED_WEIGHTS or BACKWARD.search(event.kernel + " " + event.operator)
+        own is Part.GROUPED_WEIGHTS or is_gradient(event.kernel) or is_gradient(event.operator)
     ):
         pass_ = "backward"
     if event.span is None:

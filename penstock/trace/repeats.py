@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.trace.events import Integers
-from penstock.trace.kernel_names import BACKWARD, Part, general, telling
+from penstock.trace.kernel_names import Part, general, is_gradient, telling
 
 SHORTEST = 6
 """Kernels of a layer, at least."""
@@ -110,7 +110,7 @@ def _passes(found: Sequence[_Stretch], times: int, names: Sequence[str]) -> list
 
 
 def _is_backward(names: Sequence[str]) -> bool:
-    return any(BACKWARD.search(name) or telling(name) is Part.GROUPED_WEIGHTS for name in names)
+    return any(is_gradient(name) or telling(name) is Part.GROUPED_WEIGHTS for name in names)
 
 
 def _forward_begin(stretch: _Stretch, names: Sequence[str]) -> int:

@@ -8,7 +8,7 @@ Calls are grouped (penstock.trace.operators), so a model of work runs once for e
 stand in the table with their time and no FLOPs, and `modelled_share` says how much of the time has a model.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -73,7 +73,7 @@ class Roofline:
 
     def as_json(self) -> list[dict[str, Any]]:
         """The rows as plain values."""
-        return [asdict(row) for row in self.rows]
+        return [dict(vars(row)) for row in self.rows]
 
 
 def roofline(trace: Trace, placement: Placement | None = None, *, used_rows: float = 1.0) -> Roofline:
