@@ -54,7 +54,7 @@ class DocumentIndex:
         files: the files as a user knows them, in the order given.
         copies: what is read in place of each.
         file_of: number of the document's file.
-        found: its line, first byte, bytes and checksum.
+        found: its line, first byte and bytes; checksums are not kept.
         fingerprint: hash of all documents, in order; file names do not count.
     """
 
@@ -82,6 +82,7 @@ class DocumentIndex:
         found = Found(*(np.concatenate([_NONE, *columns]) for columns in zip(*parts, strict=True))) if parts else _NO
         digest = blake2b(found.checksums.tobytes(), digest_size=16)
         fingerprint = fingerprint_of(digest.digest(), found.sizes.tobytes())
+        found = found._replace(checksums=_NONE)
         return DocumentIndex(tuple(files), tuple(copies), np.concatenate([_NONE, *numbers]), found, fingerprint)
 
     def __len__(self) -> int:

@@ -1,5 +1,7 @@
 """Time by phase: names from spans, operators and kernels, and exposed time that adds up to the busy time."""
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.base.spans import Span
 from penstock.trace.events import Trace
-from penstock.trace.kernel_names import Part, general, telling
+from penstock.trace.kernel_names import GENERAL, TELLING, Part, general, is_gradient, telling
 from penstock.trace.load import decode_trace
 from penstock.trace.phases import Phases, charge, find_phases
 from penstock.trace.timeline import timeline_of
@@ -139,3 +141,14 @@ def test_exposed_times_add_up_to_what_the_timeline_says(made: list[tuple[str, in
     assert charged.sum() == pytest.approx(expected.busy_us, abs=1e-6)
     talks = np.array([trace.gpu.name(row) == ALL_TO_ALL for row in range(len(trace.gpu))])
     assert charged[talks].sum() == pytest.approx(expected.exposed_communication_us, abs=1e-6)
+
+
+@pytest.mark.parametrize("pattern", [pattern for _, pattern in (*TELLING, *GENERAL)])
+def test_a_pattern_means_the_same_in_small_letters(pattern: str) -> None:
+    assert not re.search(r"\\[A-Z]|\[[^\]]*[A-Z]", pattern), "escapes and ranges would become others"
+
+
+def test_names_are_searched_without_regard_to_case() -> None:
+    assert telling("FLASH_fwd_kernel") is telling("flash_fwd_kernel") is Part.ATTENTION
+    assert general("Memset (Device)") is general("memset (device)") is Part.FILL
+    assert is_gradient("SomethingBackward0") and is_gradient("flash_BWD_dq") and not is_gradient("forward")
