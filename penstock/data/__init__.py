@@ -1,6 +1,6 @@
 """Documents in, batches out.
 
-Reading order: `batch`, `sources`, `documents`, `text` (then `files`, `index`, `decompress`), `rows`, `lanes`, `stream`,
-`packing`, `loader`, `evaluation`, `open`. Other sources: `tables`, `hub`, `packed`, `synthetic`; text without random
-access: `shards`. Several texts at once: `mixture`. What encodes: `tokenizer`. On the way: `corrupt`, `fill_in_middle`.
+Reading order: `batch`, `sources`, `tokenizer`, `documents`, `text`, `rows`, `lanes`, `stream`, `packing`, `loader`,
+`evaluation`, `open`. Beside them: tables (`tables`, `hub`, `shards`), several texts (`mixture`, `texts`), tokens that
+were encoded before (`packed_files`, `packed`, `pack_files`), and what a batch holds (`contents`).
 """
