@@ -14,7 +14,7 @@ from tools.site import for_site, with_bars, without_ways_out
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path)))
     start = (tmp_path / "start.html").read_text(encoding="utf-8")
-    assert "penstock doctor runs/first" in re.sub(r"<[^>]*>", "", start)
+    assert "penstock report runs/first" in re.sub(r"<[^>]*>", "", start)
     assert "../README.md" not in (tmp_path / "coming-from.html").read_text(encoding="utf-8")
 
 
