@@ -3,6 +3,7 @@
 from typing import Literal
 
 from penstock.config.data import Data
+from penstock.config.float8 import Float8
 from penstock.config.model import Model
 from penstock.config.parallel import Dispatch, Graphs, Host, Offload, Parallel, Pipeline, Recompute
 from penstock.config.section import Section, knob
@@ -72,6 +73,7 @@ class Run(Section):
     evaluation: Evaluation = knob(Evaluation(), doc="Loss on held-out text.")
     checkpoint: Checkpoint = knob(Checkpoint(), doc="Saved states.")
     kernels: Kernels = knob(Kernels(), doc="Implementations.")
+    float8: Float8 = knob(Float8(), doc="Products in 8 bits.")
     record: Record = knob(Record(), doc="Metrics.")
     profile: Profile = knob(Profile(), doc="Traces of a few steps.")
     parallel: Parallel = knob(Parallel(), doc="Ranks that share the work.")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.config.parallel import OFFLOADABLE, Dispatch
+from penstock.kernels.float8.operators import NO_FLOAT8, Float8Rule
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.layout.sequence import Method
 from penstock.parallel.activations.offload import OffloadRule
@@ -37,6 +38,7 @@ class Kit:
         buffers: memory that the node's GPUs write into, if tokens travel through it.
         deep_ep: the DeepEP library's buffer, if it moves the tokens.
         transfers: where tokens travel while something else is computed; None if nothing is.
+        float8: what the layer does in 8 bits.
         recompute: what the layer frees after forward and computes again.
         offload: what waits for backward in host memory.
     """
@@ -49,6 +51,7 @@ class Kit:
     buffers: "SymmetricBuffers | None" = None
     deep_ep: DeepEpBuffer | None = None
     transfers: Transfers | None = None
+    float8: Float8Rule = NO_FLOAT8
     recompute: RecomputeRule = NOTHING_AGAIN
     offload: OffloadRule = NOTHING_AWAY
 

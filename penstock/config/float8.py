@@ -1,0 +1,34 @@
+"""Which products are computed in 8 bits, and how."""
+
+from typing import Literal
+
+from penstock.config.section import Section, knob
+
+RecipeKnob = Literal["none", "auto", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
+
+
+class Float8(Section):
+    """Products in 8 bits; routers, embedding, output projection, norms, sums of gradients and the optimizer never are.
+
+    Recipes: docs/float8.md. auto takes mxfp8 on Blackwell and MI355X, blockwise on other chips.
+    """
+
+    dense: RecipeKnob = knob("none", doc="Recipe of attention's projections, dense networks and shared experts.")
+    experts: RecipeKnob = knob("none", doc="Recipe of the routed experts' products.")
+    dispatch: Literal["none", "auto", "blockwise", "mxfp8"] = knob(
+        "none", doc="In whose blocks rows travel to their experts; their outputs come back in 16 bits."
+    )
+    attention: Literal["none", "blockwise"] = knob(
+        "none", doc="Experimental: scores, and products with the values, forward and backward."
+    )
+    gradients: Literal["e4m3", "e5m2"] = knob("e4m3", doc="Format of the gradients of outputs.")
+    first_layers: int = knob(0, doc="Layers at the beginning that stay in 16 bits.", unit="layers", low=0)
+    last_layers: int = knob(0, doc="Layers at the end that stay in 16 bits.", unit="layers", low=0)
+    gather: bool = knob(
+        False, doc="Under `parallel.shard` = full, gather weights in 8 bits where every product that reads them is."
+    )
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything is computed or sent in 8 bits."""
+        return any(one != "none" for one in (self.dense, self.experts, self.dispatch, self.attention))

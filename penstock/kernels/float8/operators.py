@@ -1,0 +1,174 @@
+"""The float8 operators of a model as one frozen value, and which parts of a model use them.
+
+`REFERENCE` is written from the definitions (`reference`), `penstock.kernels.float8.triton_operators.TRITON` is our
+kernels. Each function has the signature of that of the same name in `reference`; the fused ones are declared here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.kernels import reference as plain
+from penstock.kernels.float8 import reference
+from penstock.kernels.float8.formats import E4M3, Format
+from penstock.kernels.float8.quantized import Both, Quantized, WeightCopies
+from penstock.kernels.float8.recipes import Recipe
+from penstock.kernels.reference import ExpertRule
+
+
+class SwigluForBackward(NamedTuple):
+    """What the experts' backward needs around their activation, each in the form in which a product takes it.
+
+    Attributes:
+        d_gate_up: R x 2F, contracted over 2F, for the gradient of the rows.
+        d_gate_up_columns: 2F x aligned R, for the gradient of gate and up.
+        h_columns: F x aligned R, for the gradient of down.
+        dweights_R: float32 gradient of the routing weights, or None.
+        plain_d_gate_up_RF: the gradient in the dtype of `gate_up`, where it was asked for (biases sum it), or None.
+    """
+
+    d_gate_up: Quantized
+    d_gate_up_columns: Quantized
+    h_columns: Quantized
+    dweights_R: Tensor | None
+    plain_d_gate_up_RF: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Operators:
+    """Callables; see the functions of the same name in `penstock.kernels.float8.reference`, and below.
+
+    Attributes:
+        swiglu: (gate_up_RF, weights_R, rule, recipe, form, *, columns=False) -> Both: h_RF, which is never written in
+            16 bits. `columns` is for a dense network; of experts' rows the backward pass makes them.
+        swiglu_backward: (gate_up_RF, weights_R, dh_RF, counts_e, rule, recipe, forward, gradient, *, keep_plain=False)
+            -> SwigluForBackward; `counts_e` aligns the columns as `quantize_groups` does.
+        rms_norm: (x_TD, weight_D, epsilon, recipe, form, *, columns) -> (normed_TD, Both); differentiable in x and
+            weight by normed_TD.
+        add_rms_norm: (x_TD, residual_TD, weight_D, epsilon, recipe, form, *, columns) -> (normed_TD, sum_TD, Both).
+    """
+
+    quantize_rows: Callable[..., Both]
+    quantize_weight: Callable[..., WeightCopies]
+    quantize_groups: Callable[..., Quantized]
+    multiply: Callable[[Quantized, Quantized, torch.dtype], Tensor]
+    multiply_groups: Callable[..., Tensor]
+    multiply_columns: Callable[..., Tensor]
+    swiglu: Callable[..., Both]
+    swiglu_backward: Callable[..., SwigluForBackward]
+    rms_norm: Callable[..., tuple[Tensor, Both]]
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor, Both]]
+
+
+def swiglu(
+    gate_up_RF: Tensor,
+    weights_R: Tensor | None,
+    rule: ExpertRule,
+    recipe: Recipe,
+    form: Format,
+    *,
+    columns: bool = False,
+) -> Both:
+    """`penstock.kernels.reference.swiglu`, quantized."""
+    return reference.quantize_rows(plain.swiglu(gate_up_RF, weights_R, rule), recipe, form, columns=columns)
+
+
+def swiglu_backward(
+    gate_up_RF: Tensor,
+    weights_R: Tensor | None,
+    dh_RF: Tensor,
+    counts_e: Tensor,
+    rule: ExpertRule,
+    recipe: Recipe,
+    forward: Format,
+    gradient: Format,
+    *,
+    keep_plain: bool = False,
+) -> SwigluForBackward:
+    """Gradients by autograd through the reference, quantized.
+
+    Args:
+        gate_up_RF: R x 2F.
+        weights_R: float32 routing weights, or None for 1.
+        dh_RF: gradient of h.
+        counts_e: rows of each expert.
+        rule: what h is.
+        recipe: whose blocks.
+        forward: format of h.
+        gradient: format of gradients.
+        keep_plain: also the gradient in 16 bits.
+    """
+    with torch.enable_grad():
+        inputs = [gate_up_RF := gate_up_RF.detach().requires_grad_()]
+        if weights_R is not None:
+            inputs.append(weights_R := weights_R.detach().requires_grad_())
+        h_RF = plain.swiglu(gate_up_RF, weights_R, rule)
+    d_gate_up_RF, *rest = torch.autograd.grad(h_RF, inputs, dh_RF)
+    return SwigluForBackward(
+        d_gate_up=reference.quantize_rows(d_gate_up_RF, recipe, gradient).rows,
+        d_gate_up_columns=reference.quantize_groups(d_gate_up_RF, counts_e, recipe, gradient),
+        h_columns=reference.quantize_groups(h_RF.detach(), counts_e, recipe, forward),
+        dweights_R=rest[0] if rest else None,
+        plain_d_gate_up_RF=d_gate_up_RF if keep_plain else None,
+    )
+
+
+def rms_norm(
+    x_TD: Tensor, weight_D: Tensor, epsilon: float, recipe: Recipe, form: Format, *, columns: bool
+) -> tuple[Tensor, Both]:
+    """`penstock.kernels.reference.rms_norm`, and the same quantized."""
+    normed_TD = plain.rms_norm(x_TD, weight_D, epsilon)
+    return normed_TD, reference.quantize_rows(normed_TD.detach(), recipe, form, columns=columns)
+
+
+def add_rms_norm(
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float, recipe: Recipe, form: Format, *, columns: bool
+) -> tuple[Tensor, Tensor, Both]:
+    """`penstock.kernels.reference.add_rms_norm`, and the norm quantized."""
+    normed_TD, sum_TD = plain.add_rms_norm(x_TD, residual_TD, weight_D, epsilon)
+    return normed_TD, sum_TD, reference.quantize_rows(normed_TD.detach(), recipe, form, columns=columns)
+
+
+REFERENCE = Float8Operators(
+    quantize_rows=reference.quantize_rows,
+    quantize_weight=reference.quantize_weight,
+    quantize_groups=reference.quantize_groups,
+    multiply=reference.multiply,
+    multiply_groups=reference.multiply_groups,
+    multiply_columns=reference.multiply_columns,
+    swiglu=swiglu,
+    swiglu_backward=swiglu_backward,
+    rms_norm=rms_norm,
+    add_rms_norm=add_rms_norm,
+)
+"""From the definitions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Rule:
+    """What a layer does in 8 bits.
+
+    Attributes:
+        dense: recipe of the products of attention, dense networks and shared experts; None leaves them in 16 bits.
+        experts: of the routed experts' products.
+        dispatch: in whose blocks rows travel to their experts; None sends 16 bits.
+        attention: whether scores and values are multiplied in 8 bits too.
+        forward: format of activations and weights.
+        gradient: format of the gradients of outputs.
+        operators: kernels.
+    """
+
+    dense: Recipe | None = None
+    experts: Recipe | None = None
+    dispatch: Recipe | None = None
+    attention: bool = False
+    forward: Format = E4M3
+    gradient: Format = E4M3
+    operators: Float8Operators = REFERENCE
+
+
+NO_FLOAT8 = Float8Rule()
+"""Everything in 16 bits."""

@@ -1,0 +1,109 @@
+"""Recipes: which numbers share a scale.
+
+A recipe speaks of blocks of `outer` rows by `depth` columns, where the last dim is the one that the product contracts;
+0 stands for all. Each operand of each of the three products has blocks of its own, so a matrix that two products
+contract over different dims is quantized twice, except where its blocks are squares.
+
+    tensorwise   one scale for a tensor, of weights one for each matrix     (current scaling)
+    rowwise      one scale for each row, which the product is multiplied with behind its sum
+    blockwise    activations and gradients 1 x 128, weights 128 x 128       (DeepSeek-V3, arXiv 2412.19437, section 3.3)
+    mxfp8        1 x 32, scales are powers of two in 8 bits (E8M0)          (OCP Microscaling formats 1.0)
+    nvfp4        1 x 16 numbers of 4 bits (E2M1), scales E4M3 under one float32 for a tensor; experimental
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from penstock.base.errors import KernelError
+
+RecipeName = Literal["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
+Scaling = Literal["float32", "power-of-two", "e8m0", "e4m3"]
+Block = tuple[int, int]
+"""Rows and columns of numbers that share a scale; 0 for all there are."""
+
+DEPTH = 128
+"""Numbers after which a sum leaves the matrix unit's accumulator, which on Hopper keeps 14 bits, for float32."""
+
+ALIGNMENT = 128
+"""Each expert's rows begin at a multiple of this in copies whose contracted dim is the rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Blocks of each kind of operand.
+
+    Attributes:
+        name: as the configuration has it.
+        rows: block of activations and of gradients, in whichever direction they are contracted.
+        weights: block of weights.
+        scaling: form of the scales.
+        bits: of a value.
+    """
+
+    name: RecipeName
+    rows: Block
+    weights: Block
+    scaling: Scaling
+    bits: Literal[8, 4] = 8
+
+
+TENSORWISE = Recipe(name="tensorwise", rows=(0, 0), weights=(0, 0), scaling="float32")
+ROWWISE = Recipe(name="rowwise", rows=(1, 0), weights=(1, 0), scaling="float32")
+BLOCKWISE = Recipe(name="blockwise", rows=(1, 128), weights=(128, 128), scaling="power-of-two")
+MXFP8 = Recipe(name="mxfp8", rows=(1, 32), weights=(1, 32), scaling="e8m0")
+NVFP4 = Recipe(name="nvfp4", rows=(1, 16), weights=(1, 16), scaling="e4m3", bits=4)
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {recipe.name: recipe for recipe in (TENSORWISE, ROWWISE, BLOCKWISE, MXFP8, NVFP4)}
+)
+
+HAS_FLOAT8 = frozenset({"sm_89", "sm_90", "sm_100", "sm_103", "gfx942", "gfx950"})
+"""Chips whose matrix units multiply 8-bit floating-point numbers."""
+
+HAS_MICROSCALING = frozenset({"sm_100", "sm_103", "gfx950"})
+"""Chips whose matrix units apply a scale to every 32 numbers by themselves."""
+
+HAS_NVFP4 = frozenset({"sm_100", "sm_103"})
+"""Chips whose matrix units know NVIDIA's 4-bit blocks."""
+
+
+def default_recipe(target: str) -> Recipe:
+    """What `auto` takes on a chip: mxfp8 where the matrix units apply its scales, else blockwise.
+
+    Args:
+        target: chip as compilers name it, or `cpu`, where every recipe is computed by its definition.
+
+    Raises:
+        KernelError: the chip has no 8-bit products.
+    """
+    recipe = MXFP8 if target in HAS_MICROSCALING else BLOCKWISE
+    refuse(recipe, target)
+    return recipe
+
+
+def obstacle(recipe: Recipe, target: str) -> str | None:
+    """Why a chip cannot compute by a recipe, or None. A CPU computes by all of them, slowly."""
+    if target == "cpu":
+        return None
+    if target not in HAS_FLOAT8:
+        return f"{target} has no products of 8-bit floating-point numbers"
+    if recipe.name == "mxfp8" and target not in HAS_MICROSCALING:
+        return f"the matrix units of {target} do not apply scales of 32 numbers"
+    if recipe.name == "nvfp4" and target not in HAS_NVFP4:
+        return f"the matrix units of {target} do not know NVIDIA's 4-bit blocks"
+    return None
+
+
+def refuse(recipe: Recipe, target: str) -> None:
+    """Raise KernelError if a chip cannot compute by a recipe."""
+    problem = obstacle(recipe, target)
+    if problem is not None:
+        possible = [name for name, one in RECIPES.items() if obstacle(one, target) is None]
+        raise KernelError(
+            f"recipe {recipe.name} cannot be had",
+            got=problem,
+            allowed=", ".join(("none", *possible)),
+            fix="set the knob of the section float8 to one of these, or to auto",
+        )

@@ -1,0 +1,206 @@
+"""What quantization and the products of quantized numbers are, in eager PyTorch; for CPUs and tests.
+
+A block's scale is its largest magnitude over the format's largest number, so nothing overflows and no outlier can make
+a NaN; what is NaN or infinite stays visible. Scales that are powers of two are rounded up. Sums are float32.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.kernels.float8.formats import E4M3, Format
+from penstock.kernels.float8.quantized import Both, Quantized, WeightCopies
+from penstock.kernels.float8.recipes import ALIGNMENT, Block, Recipe, Scaling
+from penstock.kernels.launching import counts_on_host
+
+LEAST_SCALE = 2.0**-126
+"""Of a block of zeros, and below which 1 / scale would overflow. A power of two that E8M0 has."""
+
+LARGEST_4_BITS = 6.0
+"""Of E2M1."""
+
+
+def quantize(x: Tensor, block: Block, form: Format, scaling: Scaling) -> Quantized:
+    """Quantize the last two dims of a tensor by blocks.
+
+    Args:
+        x: ... x outer x depth, any floating dtype.
+        block: rows and columns that share a scale; 0 for all.
+        form: of the values; nvfp4's are the numbers of E2M1, which E4M3 has too.
+        scaling: form of the scales; `e4m3` is nvfp4's.
+    """
+    outer, depth = x.shape[-2:]
+    rows, columns = block[0] or max(outer, 1), block[1] or max(depth, 1)
+    padded = F.pad(x.float(), (0, -depth % columns, 0, -outer % rows))
+    blocks = padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))  # ... blocks x rows x blocks x columns
+    amax = blocks.abs().amax(dim=(-3, -1))
+    if scaling == "e4m3":
+        scales = _scales_of_4_bits(amax)
+        values = _nearest_of_4_bits(blocks / scales[..., :, None, :, None])
+    else:
+        scales = _scales(amax / form.largest, scaling)
+        values = blocks / scales[..., :, None, :, None]
+    values = values.flatten(-2).flatten(-3, -2)[..., :outer, :depth].clamp(-form.largest, form.largest)
+    return Quantized(values.to(form.dtype), scales.to(_scale_dtype(scaling)), block)
+
+
+def dequantize(x: Quantized) -> Tensor:
+    """The numbers, float32."""
+    outer, depth = x.values.shape[-2:]
+    rows, columns = x.block[0] or max(outer, 1), x.block[1] or max(depth, 1)
+    scales = x.scales.float().repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+    return x.values.float() * scales[..., :outer, :depth]
+
+
+def quantize_rows(x_RD: Tensor, recipe: Recipe, form: Format, *, columns: bool = False) -> Both:
+    """Activations or gradients of a dense product.
+
+    Args:
+        x_RD: rows.
+        recipe: whose blocks.
+        form: of the values.
+        columns: also transposed.
+    """
+    rows = quantize(x_RD, recipe.rows, form, recipe.scaling)
+    return Both(rows, quantize(x_RD.T, recipe.rows, form, recipe.scaling) if columns else None)
+
+
+def quantize_weight(w_FD: Tensor, recipe: Recipe, form: Format, into: WeightCopies | None = None) -> WeightCopies:
+    """A weight (F x D) or a stack of them (e x F x D) for the output and for the gradient of the input.
+
+    Args:
+        w_FD: the matrix or matrices.
+        recipe: whose blocks.
+        form: of the values.
+        into: copies that are filled in place, because captured graphs read them.
+    """
+    found = WeightCopies(
+        quantize(w_FD, recipe.weights, form, recipe.scaling),
+        quantize(w_FD.transpose(-1, -2), recipe.weights, form, recipe.scaling),
+    )
+    if into is None:
+        return found
+    for old, new in zip(into, found, strict=True):
+        old.values.copy_(new.values)
+        old.scales.copy_(new.scales)
+    return into
+
+
+def aligned_rows(rows: int, experts: int) -> int:
+    """Columns of a transposed copy of `rows` rows in which each expert's begin at a multiple of `ALIGNMENT`."""
+    return -(-(rows + experts * (ALIGNMENT - 1)) // ALIGNMENT) * ALIGNMENT
+
+
+def aligned_starts(counts_e: Tensor) -> Tensor:
+    """Where each expert's rows begin in such a copy, and behind the last one its end; int32, e + 1 of them."""
+    ends_e = ((counts_e + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).cumsum(0)
+    return F.pad(ends_e, (1, 0)).to(torch.int32)
+
+
+def quantize_groups(
+    x_RD: Tensor | Quantized,
+    counts_e: Tensor,
+    recipe: Recipe,
+    form: Format,
+    index_R: Tensor | None = None,
+) -> Quantized:
+    """Rows in the order of the experts, transposed and quantized along the rows: D x `aligned_rows(R, e)`.
+
+    Places between an expert's last row and the next expert's first are zero. A block never holds rows of two experts.
+
+    Args:
+        x_RD: rows, or what was quantized of them before; with `index_R` their source.
+        counts_e: rows of each expert.
+        recipe: whose blocks; one for all rows (`rowwise`, `tensorwise`) is one for all rows of all experts.
+        form: of the values.
+        index_R: source row of each place.
+    """
+    source = dequantize(x_RD) if isinstance(x_RD, Quantized) else x_RD.float()
+    rows_RD = source if index_R is None else source[index_R]
+    counts = counts_on_host(counts_e, len(rows_RD))
+    pieces = rows_RD[: sum(counts)].split(counts)
+    padded = torch.cat([F.pad(piece, (0, 0, 0, -len(piece) % ALIGNMENT)) for piece in pieces])
+    padded = F.pad(padded, (0, 0, 0, aligned_rows(len(rows_RD), len(counts)) - len(padded)))
+    return quantize(padded.T, recipe.rows, form, recipe.scaling)
+
+
+def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+    """The dense product a @ b^T.
+
+    Args:
+        a: M x K.
+        b: N x K.
+        dtype: of the result.
+    """
+    return (dequantize(a) @ dequantize(b).T).to(dtype)
+
+
+def multiply_groups(
+    x: Quantized, w: Quantized, counts_e: Tensor, index_R: Tensor | None = None, *, dtype: torch.dtype
+) -> Tensor:
+    """Each expert's rows times the transpose of its matrix: R x N; rows past the last expert's are zero.
+
+    Args:
+        x: R x K, or with `index_R` the rows' source.
+        w: e x N x K.
+        counts_e: rows of each expert.
+        index_R: source row of each place.
+        dtype: of the result.
+    """
+    x_RK, w_eNK = dequantize(x), dequantize(w)
+    rows_RK = x_RK if index_R is None else x_RK[index_R]
+    counts = counts_on_host(counts_e, len(rows_RK))
+    pieces = rows_RK[: sum(counts)].split(counts)
+    found = torch.cat([rows @ w_NK.T for rows, w_NK in zip(pieces, w_eNK, strict=True)])
+    return F.pad(found, (0, 0, 0, len(rows_RK) - len(found))).to(dtype)
+
+
+def multiply_columns(
+    dy: Quantized,
+    x: Quantized,
+    counts_e: Tensor,
+    *,
+    dtype: torch.dtype,
+    accumulate_into: Tensor | None = None,
+) -> Tensor:
+    """Gradients of the experts' weights: e x M x N, each contracted over its expert's rows.
+
+    Args:
+        dy: M x R of `quantize_groups`.
+        x: N x R likewise.
+        counts_e: rows of each expert.
+        dtype: of the result.
+        accumulate_into: float32 sums that it is added to and that are returned.
+    """
+    starts = counts_on_host(aligned_starts(counts_e), dy.values.shape[1])
+    dy_MR, x_NR = dequantize(dy), dequantize(x)
+    pieces = [slice(first, first + int(count)) for first, count in zip(starts, counts_e.tolist(), strict=False)]
+    found = torch.stack([dy_MR[:, piece] @ x_NR[:, piece].T for piece in pieces])
+    return found.to(dtype) if accumulate_into is None else accumulate_into.add_(found)
+
+
+def _scales(ratio: Tensor, scaling: Scaling) -> Tensor:
+    scales = ratio.clamp(min=LEAST_SCALE)
+    if scaling == "float32":
+        return scales
+    mantissa, exponent = torch.frexp(scales)
+    rounded = torch.ldexp(torch.ones_like(scales), torch.where(mantissa == 0.5, exponent - 1, exponent))
+    return torch.where(scales.isfinite(), rounded, scales)
+
+
+def _scale_dtype(scaling: Scaling) -> torch.dtype:
+    return torch.float8_e8m0fnu if scaling == "e8m0" else torch.float32
+
+
+def _scales_of_4_bits(amax: Tensor) -> Tensor:
+    """A scale of 8 bits for each block, under one of the whole tensor, which brings the largest of them to 448."""
+    whole = (amax.amax() / (LARGEST_4_BITS * E4M3.largest)).clamp(min=LEAST_SCALE)
+    local = (amax / LARGEST_4_BITS / whole).clamp(min=2.0**-9, max=E4M3.largest)
+    return local.to(E4M3.dtype).float() * whole
+
+
+def _nearest_of_4_bits(x: Tensor) -> Tensor:
+    """The nearest number of E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6; halves to even."""
+    size = x.abs().clamp(max=LARGEST_4_BITS)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return torch.copysign((size / step).round() * step, x)
