@@ -1,7 +1,8 @@
 """Every rule between fields breaks as its table says, and what is possible passes them all.
 
 The tables stand in test_model_rules, test_run_rules and test_layout_rules, beside what else is tested of their rules,
-and in data_rule_table, dispatch_rule_table, overlap_rule_table and graph_rule_table.
+and in data_rule_table, dispatch_rule_table, overlap_rule_table, graph_rule_table and
+float8_rule_table.
 """
 
 import pytest
@@ -12,6 +13,7 @@ from penstock.config.rules import RULES, Rule
 from tests.config import (
     data_rule_table,
     dispatch_rule_table,
+    float8_rule_table,
     graph_rule_table,
     overlap_rule_table,
     test_layout_rules,
@@ -28,6 +30,7 @@ TABLES = (
     dispatch_rule_table,
     overlap_rule_table,
     graph_rule_table,
+    float8_rule_table,
 )
 BROKEN = [row for table in TABLES for row in table.BROKEN]
 FINE = {name: overrides for table in TABLES for name, overrides in table.FINE.items()}

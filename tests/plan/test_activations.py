@@ -112,9 +112,8 @@ WAYS = {
 }
 
 
-# Padded once kept 128 KiB more than was counted, in one of two whole runs of the tests and never alone: not understood.
 BY_KERNELS = [
-    *(pytest.param(way, "reference", marks=[pytest.mark.slow] if way == "padded" else []) for way in WAYS),
+    *((way, "reference") for way in WAYS),
     ("gathered, bounded", "triton"),
 ]
 

@@ -1,0 +1,79 @@
+"""Rules of `float8`, what is computed in 8 bits. Each docstring is the rule as users read it.
+
+Which recipes a chip has is judged where kernels are chosen (`penstock.models.kernels`).
+"""
+
+from penstock.config.fit import context_method, shard
+from penstock.config.model import GroupedQueryAttention
+from penstock.config.problem import Problem
+from penstock.config.run import Run
+
+
+def eight_bits_have_experts(run: Run) -> Problem | None:
+    """`float8.experts` and `float8.dispatch` other than none need `model.moe`."""
+    if run.model.moe is not None:
+        return None
+    for field, value in (("experts", run.float8.experts), ("dispatch", run.float8.dispatch)):
+        if value != "none":
+            what = "needs experts, which the model lacks (model.moe)"
+            return Problem(f"float8.{field}", what, got=value, allowed="none", fix=f"set float8.{field}=none")
+    return None
+
+
+def layers_are_left_for_eight_bits(run: Run) -> Problem | None:
+    """`float8.first_layers` + `float8.last_layers` stay below `model.layers` if anything is in 8 bits."""
+    first, last, layers = run.float8.first_layers, run.float8.last_layers, run.model.layers
+    if not run.float8.is_used or first + last < layers:
+        return None
+    return Problem(
+        "float8.first_layers",
+        f"and float8.last_layers leave none of the {layers} layers in 8 bits",
+        got=f"{first} and {last}",
+        fix="set both to 0, or float8.dense=none, float8.experts=none and float8.dispatch=none",
+    )
+
+
+def gathered_bits_are_multiplied(run: Run) -> Problem | None:
+    """`float8.gather` needs `parallel.shard` full, and `float8.dense` or `float8.experts` other than none."""
+    float8 = run.float8
+    if not float8.gather or (shard(run) == "full" and (float8.dense != "none" or float8.experts != "none")):
+        return None
+    if shard(run) != "full":
+        what, got = "gathers what FSDP divides, so it needs parallel.shard=full", f"true with {shard(run)}"
+    else:
+        what, got = "gathers weights that nothing multiplies in 8 bits", "true"
+    return Problem("float8.gather", what, got=got, allowed="false", fix="set float8.gather=false")
+
+
+def attention_in_eight_bits_sees_all_before_it(run: Run) -> Problem | None:
+    """`float8.attention` blockwise goes with plain causal attention.
+
+    So with neither `data.document_mask`, nor `parallel.context_method` all-gather, nor `model.attention.local`, nor
+    `model.attention.sinks`.
+    """
+    if run.float8.attention == "none":
+        return None
+    asking, attention = None, run.model.attention
+    if run.data.document_mask:
+        asking = "data.document_mask"
+    elif run.parallel.context > 1 and context_method(run) == "all-gather":
+        asking = "parallel.context_method all-gather"
+    elif isinstance(attention, GroupedQueryAttention) and (attention.local is not None or attention.sinks):
+        asking = "model.attention.local" if attention.local is not None else "model.attention.sinks"
+    if asking is None:
+        return None
+    return Problem(
+        "float8.attention",
+        f"has no masks, windows or sinks, and {asking} asks for one",
+        got=run.float8.attention,
+        allowed="none",
+        fix="set float8.attention=none",
+    )
+
+
+FLOAT8_RULES = (
+    eight_bits_have_experts,
+    layers_are_left_for_eight_bits,
+    gathered_bits_are_multiplied,
+    attention_in_eight_bits_sees_all_before_it,
+)
