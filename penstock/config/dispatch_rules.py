@@ -7,6 +7,9 @@ What kernels must leave out at a stage is judged where they are chosen, because 
 from penstock.config.problem import Problem
 from penstock.config.run import Run
 
+STAGES = 4
+"""Values of `dispatch.sync_free`, from 0."""
+
 COUNTS_STAY = 2
 """The first value of `dispatch.sync_free` at which row counts stay on the device."""
 

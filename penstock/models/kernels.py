@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from penstock.base.errors import KernelError
-from penstock.config.dispatch_rules import COUNTS_STAY
+from penstock.config.dispatch_rules import COUNTS_STAY, STAGES
 from penstock.config.model import LatentAttention
 from penstock.config.run import Kernels, Run
 from penstock.kernels.choose import Choice, choose, operators
@@ -38,10 +38,30 @@ def kernel_choices(run: Run, device: DeviceFacts) -> tuple[Choice, ...]:
     return choices
 
 
+def most_sync_free(run: Run, device: DeviceFacts) -> int:
+    """The highest `dispatch.sync_free` at which the kernels of a run never wait for the device.
+
+    Raises:
+        KernelError: as above, whatever the stage.
+    """
+    free = run.model_copy(update={"dispatch": run.dispatch.model_copy(update={"sync_free": 0})})
+    if device.kind == "cpu" or run.model.moe is None:
+        return STAGES - 1
+    return min((first - 1 for _, first in _waiting(kernel_choices(free, device))), default=STAGES - 1)
+
+
+def _waiting(choices: Sequence[Choice]) -> list[tuple[str, int]]:
+    """Operators whose form counts rows on the host, and the first stage that forbids it: the reference's do."""
+    return [
+        (op, first)
+        for op, first in (("permute", 1), ("experts", COUNTS_STAY))
+        if any(choice.op == op and choice.backend == "reference" for choice in choices)
+    ]
+
+
 def _refuse_waiting(stage: int, choices: Sequence[Choice]) -> None:
-    """The reference counts rows on the host: in the permutation, and in each of the experts' products."""
-    for op, first in (("permute", 1), ("experts", COUNTS_STAY)):
-        if stage >= first and any(choice.op == op and choice.backend == "reference" for choice in choices):
+    for op, first in _waiting(choices):
+        if stage >= first:
             raise KernelError(
                 f"dispatch.sync_free={stage} cannot be had: the reference form of {op} waits for the device",
                 allowed=", ".join(f"{one}" for one in range(first)),

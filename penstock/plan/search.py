@@ -29,6 +29,7 @@ from penstock.config.run import Run
 from penstock.layout.grid import Grid
 from penstock.layout.schedules import SCHEDULES
 from penstock.models.count import count
+from penstock.models.kernels import most_sync_free
 from penstock.plan.bound import Bound, Load, Promises
 from penstock.plan.candidates import GRID, Space, check_fixed, run_of, searched_overlap, with_recompute
 from penstock.plan.composed import Composed, memory_of_state
@@ -38,7 +39,7 @@ from penstock.plan.conventional import conventional
 from penstock.plan.hardware import Cluster
 from penstock.plan.held_state import PartState
 from penstock.plan.memory import Memory
-from penstock.plan.project import USUAL, Assumptions, overheads_of, project, target_of
+from penstock.plan.project import USUAL, Assumptions, device_of, overheads_of, project, target_of
 from penstock.plan.projection import Plan, Projection, layout_of
 from penstock.plan.refusals import MEMORY, SLOWER, Refusals, overflow
 from penstock.plan.rules.book import first_refusal, illegal, order_key
@@ -141,7 +142,12 @@ def _one(question: Question, run: Run) -> Plan:
 def _neutral(question: Question, run: Run) -> Sizes:
     """One rank for everything."""
     counted = count(run.model, run.training.sequence_length)
-    facts = facts_of(run.model, total_parameters=counted.parameters, active_parameters=counted.active_parameters)
+    facts = facts_of(
+        run.model,
+        total_parameters=counted.parameters,
+        active_parameters=counted.active_parameters,
+        most_sync_free=most_sync_free(run, device_of(question.cluster.hardware, run)),
+    )
     sizes = sizes_of(run, question.cluster, facts)
     return replace(
         sizes, tp=1, cp=1, pp=1, vpp=1, ep=1, etp=1, micro_batch=1, schedule="none", recompute=(), sync_free=0,

@@ -102,6 +102,12 @@ LEGAL = (
         "stage 2 lets it read none",
     ),
     Case(
+        "kernels-never-wait",
+        {"model": replace(V3, most_sync_free=1), "sync_free": 2, **EP8},
+        {"model": replace(V3, most_sync_free=1), "sync_free": 1, **EP8},
+        "read counts on the host, and stage 2 allows none",
+    ),
+    Case(
         "padded-rows-are-sent",
         {"model": replace(V3, pads=True), **EP8},
         {"model": replace(V3, pads=True), "ep": 8, "dispatcher": "all-to-all"},

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, KernelError
 from penstock.config.fit import grid_of, smallest_world
 from penstock.config.merge import merge, parse_overrides
 from penstock.config.parallel import RECOMPUTABLE
@@ -22,6 +22,7 @@ from penstock.config.validation import build
 from penstock.kernels.device_facts import named_device
 from penstock.kernels.symmetric_transfer import MOST_RANKS
 from penstock.layout.schedules import SCHEDULES
+from penstock.models.kernels import kernel_choices, most_sync_free
 from penstock.models.rank_model import embedding_places
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
@@ -32,6 +33,7 @@ from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
 from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import load_hardware
+from penstock.plan.project import device_of
 from penstock.plan.rules import legal
 from penstock.plan.rules.book import (
     RULES,
@@ -231,6 +233,21 @@ def test_a_schedule_that_wants_micro_batches_has_no_grid_without_them(rows: int,
     refused = [rule.name for rule in legal.LEGAL if rule.check(sizes_for(run, 2)) is not None]
     assert refused == (["schedule-has-its-micro-batches"] if is_refused else [])
     assert (config_refusal(run, 2) is not None) == is_refused
+
+
+@pytest.mark.parametrize(("precision", "most"), [("fp32", 1), ("bf16", 3)])
+def test_the_highest_stage_of_kernels_is_the_last_that_their_choice_does_not_refuse(precision: str, most: int) -> None:
+    def run_at(stage: int) -> Run:
+        return unchecked_run([f"training.precision={precision}", f"dispatch.sync_free={stage}"])
+
+    device = device_of(H200, run_at(0))
+    assert most_sync_free(run_at(3), device) == most
+    for stage in range(4):
+        if stage > most:
+            with pytest.raises(KernelError):
+                kernel_choices(run_at(stage), device)
+        else:
+            kernel_choices(run_at(stage), device)
 
 
 def test_a_refusal_of_the_config_has_the_name_of_its_rule_and_one_line() -> None:

@@ -170,6 +170,13 @@ def _padded_rows_are_sent(sizes: Sizes) -> str | None:
     return f"{sizes.dispatcher} sends no padding, and the model pads every expert to its capacity"
 
 
+def _kernels_never_wait(sizes: Sizes) -> str | None:
+    most = sizes.model.most_sync_free
+    if sizes.sync_free <= most:
+        return None
+    return f"the kernels for this device and precision read counts on the host, and stage {sizes.sync_free} allows none"
+
+
 def _tokens_travel_to_experts(sizes: Sizes) -> str | None:
     model = sizes.model
     if sizes.overlap == "none" or (model.experts and (sizes.overlap != "shared" or model.shared_width)):
@@ -254,6 +261,15 @@ LEGAL: tuple[Rule, ...] = (
     _by_config(gathered_weights_meet_whole_backwards, _gathered_weights_meet_whole_backwards, "our FSDP2"),
     _by_config(recomputed_modules_exist, _recomputed_modules_exist, "M7"),
     _by_config(sent_rows_are_counted_by_the_host, _sent_rows_are_counted_by_the_host, "G3, our dispatchers"),
+    Rule(
+        name=rule_name(_kernels_never_wait),
+        kind="legal",
+        doc="From `dispatch.sync_free` 2 on (1 for the permutation) kernels never read counts on the host, which those "
+        "of the reference do; on a GPU they are all there is for the experts in float32.",
+        source="our kernels",
+        check=_kernels_never_wait,
+        by="penstock.models.kernels.kernel_choices",  # which imports PyTorch
+    ),
     _by_config(padded_rows_are_sent, _padded_rows_are_sent, "R7"),
     _by_config(tokens_travel_to_experts, _tokens_travel_to_experts, "O1"),
     _by_config(travels_happen_once, _travels_happen_once, "O1, M7"),

@@ -11,6 +11,7 @@ Nothing here imports PyTorch. Counts of parameters come in as numbers: whoever a
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.config.dispatch_rules import STAGES
 from penstock.config.fit import heads_of, shard
 from penstock.config.model import LatentAttention, Model
 from penstock.config.parallel import Overlap
@@ -45,6 +46,7 @@ class ModelFacts:
         pads: every expert gets its capacity of rows.
         total_parameters: all.
         active_parameters: those that a token meets.
+        most_sync_free: highest `dispatch.sync_free` at which the kernels chosen for the device never wait for it.
     """
 
     layers: int
@@ -61,6 +63,7 @@ class ModelFacts:
     pads: bool
     total_parameters: int
     active_parameters: int
+    most_sync_free: int = STAGES - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,13 +157,16 @@ class Sizes:
         return self.node_devices % ranks == 0
 
 
-def facts_of(model: Model, *, total_parameters: int, active_parameters: int) -> ModelFacts:
+def facts_of(
+    model: Model, *, total_parameters: int, active_parameters: int, most_sync_free: int = STAGES - 1
+) -> ModelFacts:
     """Facts of a model.
 
     Args:
         model: its section of a run.
         total_parameters: all.
         active_parameters: those that a token meets.
+        most_sync_free: of the kernels that its run would have (`penstock.models.kernels.most_sync_free`).
     """
     moe = model.moe
     return ModelFacts(
@@ -178,6 +184,7 @@ def facts_of(model: Model, *, total_parameters: int, active_parameters: int) -> 
         pads=moe is not None and moe.balance.pad_to_capacity,
         total_parameters=total_parameters,
         active_parameters=active_parameters,
+        most_sync_free=most_sync_free,
     )
 
 
