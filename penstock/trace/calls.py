@@ -263,6 +263,14 @@ def _column(numbers: Iterable[int]) -> Integers:
     return np.fromiter(numbers, dtype=np.int64)
 
 
+def is_message(text: bytes) -> bool:
+    """Whether the `args` of a kernel say that it brings something from one rank to another, as a pipeline does.
+
+    NCCL's kernel has the same name for that and for an all-to-all.
+    """
+    return _decoded(text).name.startswith(("send", "recv"))
+
+
 def _decoded(text: bytes) -> _About:
     """What the `args` of a kernel or operator say; nothing if they are of other types than they should be."""
     if b"Collective name" not in text:

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from penstock.base.spans import Span
-from penstock.trace.events import NONE, Floats, GpuKind, Integers, Trace
+from penstock.trace.calls import is_message
+from penstock.trace.events import NONE, Flags, Floats, GpuKind, Integers, Trace
 from penstock.trace.intervals import union
 from penstock.trace.kernel_names import COLLECTIVES, Part, general, is_gradient, telling
 from penstock.trace.replayed import Replays, infer_replays
@@ -223,6 +224,9 @@ def _name_all(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], Inte
     ran = np.where(gpu.is_linked & is_told, ran, 3)
     talks = gpu.kind == GpuKind.COMMUNICATION
     said = np.where(talks, placement.collective, placement.part)
+    for row in np.flatnonzero(talks & (placement.span == NONE) & _exchanging(trace)[gpu.name_id]):
+        if is_message(gpu.raw[row]):
+            said[row] = PARTS.index(Part.POINT_TO_POINT)
     kinds, kind = grouped(gpu.name_id, talks.astype(np.int64), operator, placement.span, said, ran)
     names: list[str] = []
     found = []
@@ -240,6 +244,11 @@ def _name_all(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], Inte
     table = np.array(found, dtype=np.int64).reshape(-1, 2)
     name_id, pass_id = table[kind, 0], table[kind, 1]
     return _exchanges(names, name_id, pass_id)
+
+
+def _exchanging(trace: Trace) -> Flags:
+    """For each name whether it is that of a kernel that may be an all-to-all."""
+    return np.fromiter((general(name) is Part.ALL_TO_ALL for name in trace.names), dtype=bool, count=len(trace.names))
 
 
 def _exchanges(names: list[str], name_id: Integers, pass_id: Integers) -> tuple[tuple[str, ...], Integers, Integers]:
@@ -276,7 +285,9 @@ def _name(event: _Event) -> tuple[str, str]:
     """Phase and pass."""
     own = telling(event.kernel)
     does = own or general(event.kernel) or general(event.operator) or Part.OTHER
-    if event.is_communication and does in {Part.COLLECTIVE, Part.OTHER}:
+    if event.is_communication and event.part is Part.POINT_TO_POINT:
+        does = event.part
+    elif event.is_communication and does in {Part.COLLECTIVE, Part.OTHER}:
         does = event.part or Part.COLLECTIVE
     pass_ = event.ran
     if pass_ in ("", "forward") and (

@@ -287,13 +287,24 @@ def _steps(trace: Trace, asked_us: Floats) -> Integers:
 def _open_at(trace: Trace, test: Callable[[str], bool], asked_us: Floats) -> Integers:
     """Row of the last span with such a name that had begun and was open at each time, or NONE."""
     host = trace.host
-    rows = np.flatnonzero((host.kind == HostKind.SPAN) & _of_names(trace, test)[host.name_id])
+    is_open_once = (host.kind == HostKind.SPAN) & (host.end_us > host.start_us)
+    rows = np.flatnonzero(is_open_once & _of_names(trace, test)[host.name_id])
     if not len(rows):
         return np.full(len(asked_us), NONE)
-    found = np.searchsorted(host.start_us[rows], asked_us, side="right") - 1
-    row = rows[np.maximum(found, 0)]
-    is_open = (found >= 0) & (asked_us < host.end_us[row])
-    return np.where(is_open, row, NONE)
+    # From each begin or end on, until the next: which is innermost. An end comes before a begin at the same time.
+    times = np.concatenate([host.start_us[rows], host.end_us[rows]])
+    is_begin = np.repeat([True, False], len(rows))
+    order = np.lexsort((is_begin, times))
+    innermost, opened = np.empty(len(times), dtype=rows.dtype), list[int]()
+    for place, event in enumerate(order.tolist()):
+        row = int(rows[event % len(rows)])
+        if event < len(rows):
+            opened.append(row)
+        elif row in opened:
+            opened.remove(row)
+        innermost[place] = opened[-1] if opened else NONE
+    found = np.searchsorted(times[order], asked_us, side="right") - 1
+    return np.where(found >= 0, innermost[np.maximum(found, 0)], NONE)
 
 
 def as_launches(trace: Trace, rows: Integers) -> Trace:

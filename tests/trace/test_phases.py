@@ -51,6 +51,18 @@ def test_a_span_names_the_phase_and_inside_a_mixture_of_experts_the_kernel_says_
     assert named(decoded(span(around, 0, 50), *started(5, 1, name))) == [(phase, "forward")]
 
 
+@pytest.mark.parametrize(
+    ("said", "phase"),
+    [("recv", "send and receive"), ("send", "send and receive"), ("all_to_allv", "all-to-all"), ("", "all-to-all")],
+)
+def test_a_message_of_a_pipeline_is_told_from_an_all_to_all_by_what_the_kernel_says_of_itself(
+    said: str, phase: str
+) -> None:
+    sent = kernel(ALL_TO_ALL, 50, 9, correlation=1, stream=20)
+    sent["args"] |= {"Collective name": said} if said else {}
+    assert named(decoded(sent)) == [(phase, "")]
+
+
 def test_products_of_experts_are_told_apart_in_backward() -> None:
     numbers = {"Sequence number": 8, "Fwd thread id": 1}
     node = operator(NODE + "_ExpertFfnBackward", 200, 50, **numbers)

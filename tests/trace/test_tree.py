@@ -151,3 +151,18 @@ def test_parents_of_nested_events_are_those_that_contain_them(made: list[tuple[i
 def test_a_step_is_known_by_the_profilers_name_or_by_ours(name: str) -> None:
     trace = decoded(span(name, 0, 50), *started(5, 1), *started(60, 2))
     assert names_at(trace, place(trace).step) == [name, None]
+
+
+def test_a_span_goes_on_after_one_inside_it_has_ended() -> None:
+    trace = decoded(
+        span("forward of stage 1, micro-batch 2", 0, 100),
+        span("backward of stage 0, micro-batch 1", 20, 30),
+        span("forward of stage 9, micro-batch 9", 60, 0),
+        *started(10, 1),
+        *started(30, 2),
+        *started(80, 3),
+        *started(150, 4),
+    )
+    found = names_at(trace, place(trace, build_tree(trace)).action)
+    outer, inner = "forward of stage 1, micro-batch 2", "backward of stage 0, micro-batch 1"
+    assert found == [outer, inner, outer, None]
