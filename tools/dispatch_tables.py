@@ -15,12 +15,12 @@ def dispatch_speed(result: Result) -> str:
         "|---|---:|---|---|---:|---:|---:|---:|",
     ]
     rows = result["numbers"]["speed"]
-    base = {_case(row): row for row in rows if row["way"] == "all_to_all"}
+    base = {_case(row): row for row in rows if row["way"] == "all_to_all" and not _in_8_bits(row)}
     for row in rows:
-        other = base[_case(row)]
+        other, way = base[_case(row)], row["way"] + (", 8 bits out" if _in_8_bits(row) else "")
         ratios = (f"{other[f'{half}_us'] / row[f'{half}_us']:.1f}" for half in ("dispatch", "combine"))
         lines.append(
-            f"| {row['shape']} | {row['tokens']:,} | {row['routing']} | {row['way']} | {row['dispatch_us']:,.0f} us | "
+            f"| {row['shape']} | {row['tokens']:,} | {row['routing']} | {way} | {row['dispatch_us']:,.0f} us | "
             f"{row['combine_us']:,.0f} us | {row['dispatch_GB/s']:.0f}, {row['combine_GB/s']:.0f} | "
             f"{', '.join(ratios)} |"
         )
@@ -79,6 +79,11 @@ def origin(result: Result) -> str:
     environment = result["environment"]
     where = f"{environment['ranks']} x {environment['device']} (torch {environment['torch']})"
     return f"Measured on {where}, commit `{result['commit']}`"
+
+
+def _in_8_bits(row: dict[str, Any]) -> bool:
+    """Results from before there were 8 bits do not say."""
+    return row.get("payload", "bf16") == "float8"
 
 
 def _case(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -77,7 +77,7 @@ def experts_of(run: Run, imbalance: float) -> Experts | None:
 
 def room_of(works: tuple[Work, ...]) -> int:
     """Rows that the experts' buffers have room for; 0 if no expert computes by our kernels."""
-    return max((one.shapes[2][0] for work in works for one in work if one.name == "rows_kernel"), default=0)
+    return max((one.shapes[2][0] for work in works for one in work if one.name in _OF_ROWS), default=0)
 
 
 class Costs:
@@ -107,6 +107,10 @@ class Costs:
             return Cost(self._torch_grouped(operator), "experts")
         if name in ("rows_kernel", "weights_kernel"):
             return Cost(self._grouped(operator), "experts")
+        if name == "float8_rows_kernel":
+            return Cost(self._float8_rows(operator), "experts")
+        if name == "float8_matrices_kernel":
+            return self._float8_matrices(operator)
         if name.startswith("_scaled_dot_product") and name != "_scaled_dot_product_attention_math":
             return Cost(self._attention(operator), "attention")
         if name in _SENDERS:
@@ -150,6 +154,25 @@ class Costs:
         more = seconds("weight_gradient_gathered") - plain if gathers else 0.0
         summed = seconds("weight_gradient_accumulated") - plain if "ACCUMULATE" in operator.switches else 0.0
         return plain + more + summed
+
+    def _float8_rows(self, operator: Operator) -> float:
+        """Each expert's rows times its matrix, in 8 bits: forward, or the gradient of the rows."""
+        (_, depth), (groups, columns, _), (room, _) = operator.shapes[:3]
+        product: GroupedProduct = "forward_gathered" if "GATHER" in operator.switches else "forward"
+        rows = max(1, self._rows(room) // groups)
+        return self._rates.grouped(product, groups, rows, columns, depth, "fp8").seconds
+
+    def _float8_matrices(self, operator: Operator) -> Cost:
+        """A dense product in 8 bits, or the gradients of the experts' matrices, which are contracted over rows."""
+        (n, depth), _, (groups, _, k) = operator.shapes[:3]
+        is_sum = "ACCUMULATE" in operator.switches
+        if groups == 1:
+            seconds = self._rates.product(n, k, depth, "fp8").seconds
+            return Cost(max(seconds, SUM_BYTES * n * k / self._bandwidth) if is_sum else seconds, "products")
+        # Beside the experts' rows there is room between them, which is not computed.
+        rows = max(1, min(depth, self._rows(self._room)) // groups) if self._room else max(1, depth // groups)
+        product: GroupedProduct = "weight_gradient_accumulated" if is_sum else "weight_gradient"
+        return Cost(self._rates.grouped(product, groups, rows, n, k, "fp8").seconds, "experts")
 
     def _torch_grouped(self, operator: Operator) -> float:
         """`torch.nn.functional.grouped_mm`: rows times a matrix for each expert, or both by rows."""
@@ -253,7 +276,10 @@ _NOTHING = frozenset({"wait_kernel"})
 _WHOLE = frozenset({"swiglu_kernel", "swiglu_backward_kernel"})
 """Kernels that compute every row that there is room for."""
 
-_PRODUCTS: Mapping[str, int] = MappingProxyType({"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3})
+_OF_ROWS = frozenset({"rows_kernel", "float8_rows_kernel"})
+"""Kernels that multiply the rows of experts by their matrices."""
+
+_PRODUCTS: Mapping[str, int] = MappingProxyType({"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, "_scaled_mm": 2})
 """Matrix products, and how many tensors they are given; the last two are multiplied."""
 
 _SENDERS: Mapping[str, str] = MappingProxyType({"push_rows_kernel": "dispatch", "return_rows_kernel": "dispatch"})

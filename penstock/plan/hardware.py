@@ -140,6 +140,12 @@ class Efficiency(Sourced):
     optimizer: float = knob(
         0.72, doc="The same, by operators over many tensors: norm, optimizer, rounding.", low=0.001, high=1
     )
+    float8: float = knob(
+        0.78,
+        doc="Share of the 8-bit peak that a product reaches, over the share of the 16-bit peak that it would reach.",
+        low=0.001,
+        high=1,
+    )
 
     def of(self, operator: Operator) -> float:
         """The share of an operator."""

@@ -28,7 +28,10 @@ NEAR = math.log(4)
 EXACT = 1e-9
 
 BYTES: dict[Dtype, int] = {"bf16": 2, "fp8": 1, "fp32": 4}
-"""Of one number."""
+"""Of one number that is multiplied."""
+
+RESULT_BYTES: dict[Dtype, int] = {"bf16": 2, "fp8": 2, "fp32": 4}
+"""Of one number of the product."""
 
 SUM_BYTES = 8
 """Of one number of a float32 sum that is read and written."""
@@ -187,7 +190,9 @@ class Rates:
                 f"nothing is known of {dtype} products on {self.hardware.name}",
                 fix=f"write peaks.{dtype} into a hardware file of your own",
             )
-        computing = flops / (peak * self.hardware.efficiency.of(operator))
+        efficiency = self.hardware.efficiency
+        share = efficiency.of(operator) * (efficiency.float8 if dtype == "fp8" else 1.0)
+        computing = flops / (peak * share)
         return max(computing, self._moving(moved_bytes) + self.hardware.host.kernel_seconds)
 
     def _corrections(
@@ -211,7 +216,8 @@ class Rates:
     def _make_product(self, m: int, n: int, k: int, dtype: Dtype) -> Estimate:
         def roofline(sizes: Sizes) -> float:
             m, n, k = sizes
-            return self._roofline(2.0 * m * n * k, BYTES[dtype] * (m * n + m * k + n * k), "product", dtype)
+            moved = BYTES[dtype] * (m * k + n * k) + RESULT_BYTES[dtype] * m * n
+            return self._roofline(2.0 * m * n * k, moved, "product", dtype)
 
         points = self._corrections("product", dtype, lambda sizes: 2.0 * math.prod(sizes), roofline)
         return corrected(roofline((m, n, k)), (m, n, k), points, self.hardware.efficiency.source)
@@ -223,9 +229,12 @@ class Rates:
 
         def roofline(sizes: Sizes) -> float:
             groups, rows, n, k = sizes
-            weights, activations = groups * n * k, groups * rows * (n + k)
-            moved = BYTES[dtype] * (weights + activations)
-            extra = (SUM_BYTES - BYTES[dtype]) * weights if is_sum else 0
+            weights, given, found = groups * n * k, groups * rows * k, groups * rows * n
+            if product in ("forward", "forward_gathered", "input_gradient"):
+                moved = BYTES[dtype] * (weights + given) + RESULT_BYTES[dtype] * found
+            else:
+                moved = BYTES[dtype] * (given + found) + RESULT_BYTES[dtype] * weights
+            extra = (SUM_BYTES - RESULT_BYTES[dtype]) * weights if is_sum else 0
             return self._roofline(2.0 * rows * weights, moved, operator, dtype) + self._moving(extra)
 
         sizes = (groups, rows, n, k)

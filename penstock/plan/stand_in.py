@@ -22,7 +22,7 @@ from penstock.layout.stages import Stage
 from penstock.models.build import meta_stages, set_dtypes, transfers_of
 from penstock.models.decoder import Decoder
 from penstock.models.holdings import add_in_kernels, holdings
-from penstock.models.kernels import kernel_choices
+from penstock.models.kernels import float8_rule, kernel_choices
 from penstock.models.linear import Embedding, Linear
 from penstock.models.rank_model import schedule_of, stages_of
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
@@ -37,7 +37,7 @@ from penstock.parallel.activations import offload
 from penstock.parallel.axes import Axes
 from penstock.parallel.kit import Kit
 from penstock.parallel.later import Later
-from penstock.parallel.reach import crosses_nodes
+from penstock.parallel.reach import crosses_nodes, widest_row
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
 from penstock.plan.conventional import Saving, conventional_operators
 from penstock.plan.tape import RehearsedLater, RehearsedTransfers
@@ -126,6 +126,7 @@ def stand_in(run: Run, axes: Axes, target: Target, stages: Sequence[Stage] | Non
         dispatch=run.dispatch,
         buffers=buffers,
         transfers=None if transfers_of(run, HOME) is None else RehearsedTransfers(),
+        float8=float8_rule(run, target.device),
         offload=offload.rule_for(run.offload, META),
     )
     decoders = meta_stages(run, kit, own)
@@ -209,11 +210,10 @@ def buffer_sizes(run: Run, axes: Axes) -> BufferSizes | None:
     placement = ExpertPlacement(experts=run.model.moe.experts, expert=grid.expert, expert_tensor=grid.expert_tensor)
     if node == 1 or node > MOST_RANKS or not (across == 1 or crosses_nodes(run.dispatch.method, placement, axes)):
         return None
-    width = run.model.hidden_size * (2 if run.training.precision == "bf16" else 4)
     return BufferSizes(
         tokens=run.training.micro_batch * run.training.sequence_length // axes.sequence.size * across,
         top_k=run.model.moe.top_k * grid.expert_tensor,
-        row_bytes=width,
+        row_bytes=widest_row(run),
         ranks=node,
     )
 

@@ -112,3 +112,26 @@ def test_rows_that_a_kernel_sends_cross_once_to_each_rank_that_needs_them() -> N
     assert cost == (TRANSFERS.dispatch("symmetric", "dispatch", travel, Group(4, 4)).seconds, "dispatch", True)
     uneven = Costs(H200, replace(EXPERTS, imbalance=2.0), room=4096)
     assert uneven.of(sent).seconds > cost.seconds
+
+
+def in_8_bits(name: str, *shapes: tuple[int, ...], switches: tuple[str, ...] = ()) -> Operator:
+    return Operator(name, shapes, tuple(1 for _ in shapes), 1, switches)
+
+
+def test_products_in_8_bits_take_the_rates_of_8_bits() -> None:
+    rows = in_8_bits("float8_rows_kernel", (4096, 512), (8, 1024, 512), (4096, 1024))
+    assert COSTS.of(rows) == (RATES.grouped("forward", 8, 256, 1024, 512, "fp8").seconds, "experts", False)
+    gathered = in_8_bits("float8_rows_kernel", *rows.shapes, switches=("GATHER",))
+    assert COSTS.of(gathered).seconds == RATES.grouped("forward_gathered", 8, 256, 1024, 512, "fp8").seconds
+    matrices = (1024, 5120), (512, 5120), (8, 1024, 512)
+    weights = in_8_bits("float8_matrices_kernel", *matrices, switches=("ACCUMULATE",))
+    expected = RATES.grouped("weight_gradient_accumulated", 8, 256, 1024, 512, "fp8").seconds
+    assert COSTS.of(weights) == (expected, "experts", False)
+    dense = in_8_bits("float8_matrices_kernel", (8192, 2048), (4096, 2048), (1, 8192, 4096))
+    assert COSTS.of(dense) == (RATES.product(8192, 4096, 2048, "fp8").seconds, "products", False)
+    assert RATES.product(8192, 4096, 2048, "fp8").seconds < 0.7 * RATES.product(8192, 4096, 2048).seconds
+
+
+def test_room_is_known_by_products_in_8_bits_too() -> None:
+    rows = in_8_bits("float8_rows_kernel", (300, 512), (8, 1024, 512), (4096, 1024))
+    assert room_of(((rows,),)) == 4096

@@ -107,7 +107,8 @@ def test_a_type_without_a_peak_is_refused() -> None:
 def test_fp8_is_a_roofline_where_only_bf16_was_measured() -> None:
     found = RATES.product(8192, 8192, 8192, "fp8")
     assert found.basis == "roofline"
-    assert found.seconds == pytest.approx(2 * 8192**3 / (1979e12 * H200.efficiency.product))
+    share = H200.efficiency.product * H200.efficiency.float8
+    assert found.seconds == pytest.approx(2 * 8192**3 / (1979e12 * share))
 
 
 def test_attention_counts_the_triangle_that_it_computes() -> None:

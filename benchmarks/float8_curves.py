@@ -1,0 +1,86 @@
+"""Loss curves in 16 and in 8 bits: the same run, seed and text, once for each recipe.
+
+python -m benchmarks.float8_curves --output benchmarks/results/float8-curves-debug.json
+python -m benchmarks.float8_curves --target curves.toml --steps 2000 --cases none blockwise --output ...
+
+A case is a recipe for dense products and experts; `+dispatch` behind it sends rows in 8 bits too. The last loss is the
+mean over the last `--last` steps, because a single one depends on its text.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks import record
+
+CASES = ("none", "blockwise", "blockwise-e5m2", "tensorwise", "rowwise", "mxfp8", "nvfp4")
+POINTS = 200
+"""Of a curve in the file; each is the mean of the steps since the one before."""
+
+
+def main() -> None:
+    """Train every case and compare each with the first."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="debug", help="preset or TOML file")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="overrides of every case")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--last", type=int, default=100, help="steps whose mean is the last loss")
+    parser.add_argument("--cases", nargs="+", default=list(CASES))
+    parser.add_argument("--timeout", type=float, default=None, help="seconds after which a case is ended")
+    record.add_arguments(parser)
+    options = parser.parse_args()
+    cases: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for case in options.cases:
+            lines = _train(options, case, Path(folder))
+            cases.append(_figures(case, lines, options.last) | {"against": cases[0]["case"] if cases else ""})
+            cases[-1]["difference"] = cases[-1]["last_loss"] / cases[0]["last_loss"] - 1
+            print(_row(cases[-1]), flush=True)
+            record.write(options, {"target": options.target, "steps": options.steps, "cases": cases})
+
+
+def overrides_of(case: str) -> list[str]:
+    """What a case changes: `none`, or a recipe, with `-e5m2` for gradients, with `+dispatch` for rows that travel."""
+    recipe, _, also = case.partition("+")
+    recipe, _, gradients = recipe.partition("-")
+    changes = [f"float8.dense={recipe}", f"float8.experts={recipe}"]
+    changes += [f"float8.gradients={gradients}"] if gradients else []
+    return [*changes, f"float8.dispatch={recipe}"] if also == "dispatch" else changes
+
+
+def _train(options: argparse.Namespace, case: str, folder: Path) -> list[dict[str, Any]]:
+    name = case.replace("+", "-")
+    own = [f"name={name}", f"record.folder={folder}", f"training.steps={options.steps}", "checkpoint.enabled=false"]
+    words = [sys.executable, "-m", "penstock", "train", options.target, *own, *overrides_of(case), *options.set]
+    subprocess.run(words, check=True, timeout=options.timeout, stdout=subprocess.DEVNULL)
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text("utf-8").splitlines()]
+
+
+def _figures(case: str, lines: Sequence[dict[str, Any]], last: int) -> dict[str, Any]:
+    losses = [line["loss"] for line in lines]
+    width = max(1, len(losses) // POINTS)
+    held_out = [line["evaluation_loss"] for line in lines if line.get("evaluation_loss") is not None]
+    return {
+        "case": case,
+        "last_loss": fmean(losses[-last:]),
+        "held_out_loss": held_out[-1] if held_out else None,
+        "tokens": lines[-1]["tokens"],
+        "curve": [
+            [lines[end - 1]["step"], fmean(losses[end - width : end])] for end in range(width, len(losses) + 1, width)
+        ],
+    }
+
+
+def _row(figures: dict[str, Any]) -> str:
+    held_out = "" if figures["held_out_loss"] is None else f"  held out {figures['held_out_loss']:.4f}"
+    return f"{figures['case']:24} last {figures['last_loss']:.4f}  {figures['difference']:+.3%}{held_out}"
+
+
+if __name__ == "__main__":
+    main()
