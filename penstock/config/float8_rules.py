@@ -45,6 +45,26 @@ def gathered_bits_are_multiplied(run: Run) -> Problem | None:
     return Problem("float8.gather", what, got=got, allowed="false", fix="set float8.gather=false")
 
 
+def gathered_blocks_are_squares(run: Run) -> Problem | None:
+    """`float8.gather` goes with `float8.dense` and `float8.experts` none, auto, tensorwise or blockwise.
+
+    Other recipes quantize a weight in two ways, for each of its products, and both would have to travel.
+    """
+    if not run.float8.gather:
+        return None
+    for field, value in (("dense", run.float8.dense), ("experts", run.float8.experts)):
+        if value in ("rowwise", "mxfp8", "nvfp4"):
+            what = "has two copies of each weight, and float8.gather sends one"
+            return Problem(
+                f"float8.{field}",
+                what,
+                got=value,
+                allowed="none, auto, tensorwise, blockwise",
+                fix="set float8.gather=false",
+            )
+    return None
+
+
 def attention_in_eight_bits_sees_all_before_it(run: Run) -> Problem | None:
     """`float8.attention` blockwise goes with plain causal attention.
 
@@ -75,5 +95,6 @@ FLOAT8_RULES = (
     eight_bits_have_experts,
     layers_are_left_for_eight_bits,
     gathered_bits_are_multiplied,
+    gathered_blocks_are_squares,
     attention_in_eight_bits_sees_all_before_it,
 )

@@ -224,7 +224,8 @@ def _name_all(trace: Trace, placement: Placement) -> tuple[tuple[str, ...], Inte
     ran = np.where(gpu.is_linked & is_told, ran, 3)
     talks = gpu.kind == GpuKind.COMMUNICATION
     said = np.where(talks, placement.collective, placement.part)
-    for row in np.flatnonzero(talks & (placement.span == NONE) & _exchanging(trace)[gpu.name_id]):
+    asked = talks & (placement.span == NONE) & _exchanging(trace)[gpu.name_id]
+    for row in np.flatnonzero(asked).tolist():
         if is_message(gpu.raw[row]):
             said[row] = PARTS.index(Part.POINT_TO_POINT)
     kinds, kind = grouped(gpu.name_id, talks.astype(np.int64), operator, placement.span, said, ran)

@@ -112,6 +112,7 @@ class Facts:
         planned_terms: of these, by component.
         freed_bytes: by change, what the plan says it frees on the fullest rank; only where the run does not fit.
         planned_step_seconds: that the plan says a step takes.
+        saved_seconds: by change, what the plan says a step of the changed run takes less.
         has_steps: the run made at least one step.
     """
 
@@ -128,6 +129,7 @@ class Facts:
     planned_terms: Mapping[str, int] = field(default_factory=lambda: NO_BYTES)
     freed_bytes: Mapping[str, int] = field(default_factory=lambda: NO_BYTES)
     planned_step_seconds: float | None = None
+    saved_seconds: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)
     has_steps: bool = True
 
 

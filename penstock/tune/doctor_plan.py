@@ -11,6 +11,7 @@ from penstock.plan.hardware import Cluster
 from penstock.plan.project import project
 from penstock.plan.projection import Projection, RankTime
 from penstock.plan.what_if import components
+from penstock.tune.doctor_compute import FLOAT8, FLOAT8_DISPATCH
 from penstock.tune.doctor_evidence import Evidence, Facts, RankCosts
 from penstock.tune.doctor_memory import SELECTIVE
 from penstock.tune.doctor_remedy import accepted
@@ -52,6 +53,8 @@ def with_projection(evidence: Evidence, planned: Projection) -> Evidence:
     facts = _facts(evidence.facts, planned)
     if not facts.has_steps and not planned.fits:
         facts = replace(facts, freed_bytes=_freed(run, planned.cluster, planned))
+    elif run.training.precision == "bf16" and not run.float8.is_used:
+        facts = replace(facts, saved_seconds=_saved(run, planned.cluster, planned))
     if evidence.ranks:
         return replace(evidence, facts=facts)
     step = planned.time.step_seconds * 1e6
@@ -88,6 +91,20 @@ def _costs(time: RankTime, step_us: float, dispatcher: str) -> RankCosts:
         idle_us=host,
         communication_us={kind: value * scale for kind, value in terms.items() if value},
     )
+
+
+def _saved(run: Run, cluster: Cluster, planned: Projection) -> dict[str, float]:
+    """What a step in 8 bits takes less, by the plan; nothing where the chip, or the model, has no such products."""
+    saved = {}
+    for change in (FLOAT8_DISPATCH, FLOAT8) if run.parallel.expert > 1 else (FLOAT8,):
+        changed = accepted(run, change, cluster.devices)
+        if changed is None:
+            continue
+        try:
+            saved[change] = planned.time.step_seconds - project(changed, cluster).time.step_seconds
+        except (ConfigError, HardwareError, KernelError):
+            continue
+    return saved
 
 
 def _freed(run: Run, cluster: Cluster, planned: Projection) -> dict[str, int]:

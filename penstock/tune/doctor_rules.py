@@ -10,6 +10,7 @@ Rules that a plan has too keep their names and sources (`penstock.plan.rules`).
 """
 
 from penstock.tune import doctor_communication as communication
+from penstock.tune import doctor_compute as compute
 from penstock.tune import doctor_host as host
 from penstock.tune import doctor_memory as memory
 from penstock.tune.doctor_evidence import Evidence
@@ -35,6 +36,7 @@ RULES: tuple[Offer, ...] = (
     memory.recompute_less,
     memory.optimizer_on_device,
     memory.kernels,
+    compute.float8,
 )
 """In the order in which equal gains are told."""
 

@@ -31,6 +31,12 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
         "fix: set float8.gather=false",
     ),
     (
+        rules.gathered_blocks_are_squares,
+        ("float8.experts=mxfp8", "float8.gather=true", "parallel.shard=full"),
+        "float8.experts has two copies of each weight, and float8.gather sends one; got mxfp8; "
+        "allowed: none, auto, tensorwise, blockwise; fix: set float8.gather=false",
+    ),
+    (
         rules.attention_in_eight_bits_sees_all_before_it,
         ("float8.attention=blockwise", "data.document_mask=true"),
         "float8.attention has no masks, windows or sinks, and data.document_mask asks for one; got blockwise; "

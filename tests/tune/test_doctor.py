@@ -213,6 +213,31 @@ def test_slow_kernels_are_what_a_computing_run_changes() -> None:
     assert (verdict.wall, rules(verdict)) == ("compute", ["kernels-by-measurement"])
 
 
+SAVED = {"float8.dense=auto float8.experts=auto": 0.1, "float8.dense=auto": -0.1}
+
+
+@pytest.mark.parametrize(
+    ("spent", "saved", "gain_us"),
+    [
+        ({}, SAVED, 20_000.0),
+        ({"exposed_communication_us": 90_000.0}, SAVED, 10_000.0),
+        ({"idle_us": 30_000.0}, SAVED, None),
+        ({}, {"float8.dense=auto": -0.1}, None),
+        ({}, {}, None),
+    ],
+    ids=["it pays", "little is computed", "the host is late", "it costs", "nobody knows"],
+)
+def test_products_in_8_bits_are_offered_only_where_plan_and_evidence_say_that_they_pay(
+    spent: dict[str, float], saved: dict[str, float], gain_us: float | None
+) -> None:
+    found = evidence(costs(**spent), facts=Facts(planned_step_seconds=0.5, saved_seconds=saved))
+    verdict = diagnose(found)
+    if gain_us is None:
+        assert "eight-bits-where-they-pay" not in rules(verdict)
+    else:
+        assert gain(verdict, "eight-bits-where-they-pay") == pytest.approx(gain_us)
+
+
 def test_a_pipeline_wins_by_stages() -> None:
     found = evidence(costs(exposed_communication_us=30_000.0, communication_us={"send-recv": 30_000.0}))
     verdict = diagnose(with_run(found, "parallel.pipeline=2", "training.global_batch=64", world=16))

@@ -38,7 +38,6 @@ class Entry(NamedTuple):
     why: str = ""
 
 
-_NO_FP8 = "there are no 8-bit or 4-bit products"
 _NO_OPTION = "there is no such option"
 
 LAYOUT = (
@@ -138,8 +137,14 @@ ROUTER = (
     Entry("R9", "auxiliary loss scaled as the main one", "moot", (), "both are divided by the same count"),
     Entry("R10", "bf16 sums of gradients up to DP 128", "plan", ("sums-over-many-in-fp32",)),
     Entry("R11", "forced balance is for benchmarks", "plan", ("natural-routing",), "and every log says so"),
-    Entry("R12", "what stays unquantised", "moot", (), _NO_FP8),
-    Entry("R13", "known faults of 8-bit pretraining", "moot", (), _NO_FP8),
+    Entry("R12", "what stays unquantised", "moot", (), "routers, embedding, head, norms and sums never are in 8 bits"),
+    Entry(
+        "R13",
+        "known faults of 8-bit pretraining",
+        "theirs",
+        (),
+        "a fault of their releases; docs/float8.md has our curves",
+    ),
     Entry("R14", "losses are compared on the same rows", "moot", (), "the ladder gives all rungs the same rows"),
     Entry("R15", "weights before the second product need scaled biases", "moot", (), "experts have no biases"),
     Entry("R16", "a logged loss is divided in place", "theirs"),
@@ -158,7 +163,13 @@ DISPATCH = (
     ),
     Entry("D5", "multiprocessors for dispatch", "projection", (), "`dispatch.sms`; measured, not planned"),
     Entry("D6", "gather only among few ranks", "plan", ("gathers-if-fewer-copies", "dispatcher-where-tokens-travel")),
-    Entry("D7", "gathering and quantised padding", "moot", (), _NO_FP8),
+    Entry(
+        "D7",
+        "gathering and quantised padding",
+        "moot",
+        (),
+        "copies are padded on the device; every dispatcher sends 8 bits",
+    ),
     Entry("D8", "rows of several lengths", "moot", (), "all rows of a run have one length"),
     Entry("D9", "DeepEP's network settings", "theirs", (), "the library's, on the cluster's side"),
     Entry("D10", "versions of DeepEP that hang", "plan", ("bring-up-without-deep-ep",)),
@@ -218,7 +229,13 @@ MEMORY = (
     ),
     Entry("M6", "the order is a model's own", "projection", ("selective-before-full",)),
     Entry("M7", "what can be computed again", "config", ("recomputed-modules-exist", "travels-happen-once")),
-    Entry("M8", "8-bit and recomputation", "moot", (), _NO_FP8),
+    Entry(
+        "M8",
+        "8-bit and recomputation",
+        "moot",
+        (),
+        "scales are those of the numbers at hand, so any part may be computed again",
+    ),
     Entry("M9", "full recomputation has a method and a count", "moot", ("selective-before-full",), "one list of names"),
     Entry("M10", "long rows: all but attention", "plan", ("long-rows-attend-once",)),
     Entry(
@@ -260,12 +277,14 @@ GRAPHS = (
 )
 
 PRECISION = (
-    Entry("P1", "stable in bf16 first", "moot", (), _NO_FP8),
+    Entry("P1", "stable in bf16 first", "doctor", (), "16 bits are the default; auto takes the chip's recipe"),
     Entry("P2", "judge by time, not by utilization", "plan", (), "the search ranks by tokens/s"),
-    Entry("P3", "what 8 bits gain", "moot", (), _NO_FP8),
-    Entry("P4", "8-bit parameters", "moot", (), _NO_FP8),
-    Entry("P5", "padding for 8 bits", "moot", (), _NO_FP8),
-    Entry("P6", "8 bits move the wall", "moot", (), _NO_FP8),
+    Entry("P3", "what 8 bits gain", "doctor", (), "offered only where the plan of the same run in 8 bits is faster"),
+    Entry("P4", "8-bit parameters", "config", ("gathered-bits-are-multiplied",)),
+    Entry("P5", "padding for 8 bits", "moot", (), "copies are padded on the device, not tokens"),
+    Entry(
+        "P6", "8 bits move the wall", "doctor", (), "nothing in 8 bits is offered to a device that waits for its host"
+    ),
 )
 
 TABLE: tuple[tuple[str, tuple[Entry, ...]], ...] = (
