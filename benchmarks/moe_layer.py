@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import record
-from benchmarks.dispatch import Machine, Traffic, begin, number_text, relative_gap, symmetric, time_call
+from benchmarks.dispatch import number_text, relative_gap
 from benchmarks.dispatch_cases import V2_LITE, Shape
+from benchmarks.dispatch_traffic import Machine, Traffic, begin, symmetric, time_call
 from penstock.kernels.triton_operators import TRITON
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher

@@ -32,6 +32,7 @@ from penstock.train.metrics_page import metrics_page
 from tools import (
     dispatch_tables,
     family_tables,
+    float8_tables,
     kernel_tables,
     ladder_tables,
     layout_tables,
@@ -54,6 +55,7 @@ TABLES = {
     **dispatch_tables.TABLES,
     **projection_tables.TABLES,
     **search_tables.TABLES,
+    **float8_tables.TABLES,
     **packing_tables.TABLES,
     **published_tables.TABLES,
     **family_tables.TABLES,

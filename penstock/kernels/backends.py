@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from penstock.kernels.device_facts import TRITON
+from penstock.kernels.float8.operators import Float8Operators
 from penstock.kernels.operators import Operators
 from penstock.kernels.questions import PRODUCTS
 
@@ -76,6 +77,15 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
 """By name; what stands first is taken first where nothing is measured."""
 
 
+FLOAT8: Mapping[str, str] = MappingProxyType(
+    {
+        "triton": "penstock.kernels.float8.triton_operators:TRITON",
+        "reference": "penstock.kernels.float8.operators:REFERENCE",
+    }
+)
+"""Where the 8-bit operators of a backend are, `module:NAME` of a `Float8Operators`."""
+
+
 def operators_of(backend: str) -> Operators:
     """The set of a backend. Imports it."""
     found: Operators = _load(BACKENDS[backend].operators)
@@ -85,6 +95,12 @@ def operators_of(backend: str) -> Operators:
 def expert_kernels_of(backend: str) -> Any:
     """The `penstock.kernels.expert_kernels.ExpertKernels` of a backend. Imports Triton, whichever backend it is."""
     return _load(BACKENDS[backend].expert_kernels)
+
+
+def float8_operators_of(backend: str) -> Float8Operators:
+    """The 8-bit operators of a backend, triton or reference. Imports them."""
+    found: Float8Operators = _load(FLOAT8[backend])
+    return found
 
 
 def experts_of(products: Mapping[str, str]) -> dict[str, Any]:

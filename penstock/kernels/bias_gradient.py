@@ -10,14 +10,13 @@ A bias behind the last product stands in each row times the row's routing weight
 weights, and a weight's gradient has the product of its row with the bias: both come from the same read.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from penstock.base.errors import KernelError
+from penstock.kernels.expert_parts import Weighed
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
 
@@ -32,20 +31,6 @@ WALKED_COLUMNS = 512
 
 BLOCK_PARTS = 32
 """Sums of blocks that the second kernel holds at a time."""
-
-
-class Weighed(NamedTuple):
-    """What belongs to a bias that stands in each row times the row's weight.
-
-    Attributes:
-        bias_eF: the bias.
-        weights_R: float32 weight of each row.
-        dweights_R: float32 gradient of the weights so far; the bias's part is added in place. Contiguous.
-    """
-
-    bias_eF: Tensor
-    weights_R: Tensor
-    dweights_R: Tensor
 
 
 def bias_gradient(

@@ -32,14 +32,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from penstock.base.errors import KernelError
-from penstock.kernels.bias_gradient import Weighed
 from penstock.kernels.expert_kernels import REFERENCE, TRITON, ExpertKernels
+from penstock.kernels.expert_parts import BIASES, MATRICES, Weighed, check_operands, sum_over_places
 from penstock.kernels.launching import on_gpu
-from penstock.kernels.reference import SWIGLU, ExpertRule, RowOrder, check_biases
-
-MATRICES, BIASES = 2, 2
-"""Parameters of the experts: gate and up together, and down; with biases the same two once more."""
+from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
 
 
 def expert_ffn(
@@ -81,7 +77,7 @@ def expert_ffn(
     Raises:
         KernelError: shapes do not fit, or biases and weights on the input do not.
     """
-    _check(x_ND, gate_up_eFD, down_eDF, index_R, places_TK)
+    check_operands(x_ND, gate_up_eFD, down_eDF, index_R, places_TK)
     check_biases(biases is not None, rule)
     if kernels is None:
         kernels = TRITON if on_gpu(x_ND) else REFERENCE
@@ -165,7 +161,7 @@ class _ExpertFfn(torch.autograd.Function):
             )
         if wants_x:
             dx_RD = kernels.input_gradient(d_gate_up_RF, gate_up_eFD, counts_e, tiles=tiles)
-            dx_ND = _sum_over_places(dx_RD, x_ND, counts_e, index_R, extras)
+            dx_ND = sum_over_places(dx_RD, len(x_ND), counts_e, index_R, extras.places_TK, kernels.unpermute)
             del dx_RD
         # Last, because it is the largest: everything above is free again by now.
         if wants_gate_up:
@@ -176,30 +172,3 @@ class _ExpertFfn(torch.autograd.Function):
         # What was added to a sum is given to nobody else.
         given = [None if total is not None else one for one, total in zip(found, extras.sums, strict=True)]
         return dx_ND, *given[:MATRICES], None, dweights_R if wants_weights else None, None, *given[MATRICES:], None
-
-
-def _sum_over_places(dx_RD: Tensor, x_ND: Tensor, counts_e: Tensor, index_R: Tensor | None, extras: _Extras) -> Tensor:
-    """Gradient of the source rows from the gradients of the places that read them."""
-    if index_R is None:
-        return dx_RD
-    if extras.places_TK is not None:
-        return extras.kernels.unpermute(dx_RD, RowOrder(index_R, extras.places_TK, counts_e))
-    sums_ND = torch.zeros_like(x_ND, dtype=torch.float32)
-    return sums_ND.index_add_(0, index_R, dx_RD.float()).to(x_ND.dtype)
-
-
-def _check(
-    x_ND: Tensor, gate_up_eFD: Tensor, down_eDF: Tensor, index_R: Tensor | None, places_TK: Tensor | None
-) -> None:
-    """Raise KernelError where the parts do not fit each other; each kernel looks at its own operands."""
-    experts, width, hidden = gate_up_eFD.shape
-    if x_ND.shape[1] != hidden or down_eDF.shape != (experts, hidden, width // 2):
-        raise KernelError(
-            "expert_ffn: x, gate_up and down must be N x D, experts x 2F x D and experts x D x F",
-            got=f"{tuple(x_ND.shape)}, {tuple(gate_up_eFD.shape)}, {tuple(down_eDF.shape)}",
-        )
-    if places_TK is not None and (index_R is None or places_TK.shape[0] != x_ND.shape[0]):
-        raise KernelError(
-            "expert_ffn: places_TK must have one row for each source row, and index_R beside it",
-            got=f"{len(places_TK)} rows for {len(x_ND)}, index_R {'missing' if index_R is None else 'given'}",
-        )

@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels import reference
-from penstock.kernels.bias_gradient import Weighed, bias_gradient
+from penstock.kernels.bias_gradient import bias_gradient
+from penstock.kernels.expert_parts import (
+    add_or_return,
+    bias_gradient_by_definition,
+    bias_gradient_in_torch,
+    used,
+)
 from penstock.kernels.grouped_gemm import (
     grouped_gemm_forward,
     grouped_gemm_input_gradient,
@@ -61,16 +67,6 @@ def _no_tile_table(counts_e: Tensor, rows: int) -> None:
     """Only Triton's products share one."""
 
 
-def _used(rows_RD: Tensor, counts_e: Tensor) -> Tensor:
-    """The same with the rows past the last expert's set to zero, whatever they held."""
-    is_used_R = torch.arange(rows_RD.shape[0], device=rows_RD.device) < counts_e.sum()
-    return torch.where(is_used_R[:, None], rows_RD, 0)
-
-
-def _add_or_return(dw_eFD: Tensor, accumulate_into: Tensor | None) -> Tensor:
-    return dw_eFD if accumulate_into is None else accumulate_into.add_(dw_eFD)
-
-
 def _swiglu_backward_in_torch(
     gate_up_RF: Tensor, weights_R: Tensor | None, dh_RF: Tensor, rule: ExpertRule, *, recompute: bool
 ) -> SwigluGradients:
@@ -115,26 +111,7 @@ def _weight_gradient_by_definition(
     counts = counts_on_host(counts_e, dy_RF.shape[0])
     sizes = [*counts, dy_RF.shape[0] - sum(counts)]
     pieces = list(zip(dy_RF.split(sizes), rows_RD.split(sizes), strict=True))[:-1]
-    return _add_or_return(torch.stack([dy.T @ rows for dy, rows in pieces]), accumulate_into)
-
-
-def _bias_gradient_by_definition(
-    dy_RF: Tensor,
-    counts_e: Tensor,
-    weighed: Weighed | None = None,
-    *,
-    accumulate_into: Tensor | None = None,
-    tiles: None = None,
-) -> Tensor:
-    counts = counts_on_host(counts_e, dy_RF.shape[0])
-    rows_RF = dy_RF[: sum(counts)].float()
-    if weighed is not None:
-        bias_eF, weights_R, dweights_R = weighed
-        pieces = zip(rows_RF.split(counts), bias_eF.float(), strict=True)
-        dweights_R[: len(rows_RF)] += torch.cat([rows @ bias_F for rows, bias_F in pieces])
-        rows_RF = rows_RF * weights_R[: len(rows_RF), None]
-    sums_eF = torch.stack([rows.sum(0) for rows in rows_RF.split(counts)])
-    return _add_or_return(sums_eF.to(dy_RF.dtype) if accumulate_into is None else sums_eF, accumulate_into)
+    return add_or_return(torch.stack([dy.T @ rows for dy, rows in pieces]), accumulate_into)
 
 
 def _forward_by_grouped_mm(
@@ -150,7 +127,7 @@ def _forward_by_grouped_mm(
     rows_RD = x_RD if index_R is None else x_RD.index_select(0, index_R)
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
     y_RF = F.grouped_mm(rows_RD, w_eFD.transpose(1, 2), offs=ends_e)
-    return _used(y_RF if bias_eF is None else torch_add_bias(y_RF, bias_eF, counts_e, weights_R), counts_e)
+    return used(y_RF if bias_eF is None else torch_add_bias(y_RF, bias_eF, counts_e, weights_R), counts_e)
 
 
 def _input_gradient_by_grouped_mm(
@@ -158,7 +135,7 @@ def _input_gradient_by_grouped_mm(
 ) -> Tensor:
     if not len(dy_RF):  # grouped_mm refuses the strides of an expanded tensor without rows
         return dy_RF.new_zeros(0, w_eFD.shape[2])
-    return _used(F.grouped_mm(dy_RF, w_eFD, offs=counts_e.cumsum(0, dtype=torch.int32)), counts_e)
+    return used(F.grouped_mm(dy_RF, w_eFD, offs=counts_e.cumsum(0, dtype=torch.int32)), counts_e)
 
 
 def _weight_gradient_by_grouped_mm(
@@ -173,32 +150,9 @@ def _weight_gradient_by_grouped_mm(
     rows_RD = x_RD if index_R is None else x_RD.index_select(0, index_R)
     if not len(rows_RD):  # as above
         nothing_eFD = dy_RF.new_zeros(len(counts_e), dy_RF.shape[1], rows_RD.shape[1])
-        return _add_or_return(nothing_eFD, accumulate_into)
+        return add_or_return(nothing_eFD, accumulate_into)
     ends_e = counts_e.cumsum(0, dtype=torch.int32)
-    return _add_or_return(F.grouped_mm(dy_RF.T, rows_RD, offs=ends_e), accumulate_into)
-
-
-def _bias_gradient_in_torch(
-    dy_RF: Tensor,
-    counts_e: Tensor,
-    weighed: Weighed | None = None,
-    *,
-    accumulate_into: Tensor | None = None,
-    tiles: TileTable | None = None,
-) -> Tensor:
-    """By autograd through the sum with the bias."""
-    dy_RF = _used(dy_RF, counts_e)
-    bias_eF = dy_RF.new_zeros(counts_e.numel(), dy_RF.shape[1]) if weighed is None else weighed.bias_eF
-    with torch.enable_grad():
-        inputs = [bias_eF := bias_eF.detach().requires_grad_()]
-        weights_R = None
-        if weighed is not None:
-            inputs.append(weights_R := weighed.weights_R.detach().requires_grad_())
-        rows_RF = torch_add_bias(torch.zeros_like(dy_RF), bias_eF, counts_e, weights_R)
-    dbias_eF, *rest = torch.autograd.grad(rows_RF, inputs, dy_RF)
-    if weighed is not None:
-        weighed.dweights_R.add_(rest[0])
-    return _add_or_return(dbias_eF, accumulate_into)
+    return add_or_return(F.grouped_mm(dy_RF.T, rows_RD, offs=ends_e), accumulate_into)
 
 
 REFERENCE = ExpertKernels(
@@ -207,7 +161,7 @@ REFERENCE = ExpertKernels(
     weight_gradient=_weight_gradient_by_definition,
     swiglu=reference.swiglu,
     swiglu_backward=_swiglu_backward_in_torch,
-    bias_gradient=_bias_gradient_by_definition,
+    bias_gradient=bias_gradient_by_definition,
     unpermute=reference.unpermute,
     tile_table=_no_tile_table,
 )
@@ -219,7 +173,7 @@ TORCH = ExpertKernels(
     weight_gradient=_weight_gradient_by_grouped_mm,
     swiglu=reference.swiglu,
     swiglu_backward=_swiglu_backward_in_torch,
-    bias_gradient=_bias_gradient_in_torch,
+    bias_gradient=bias_gradient_in_torch,
     unpermute=reference.unpermute,
     tile_table=_no_tile_table,
 )

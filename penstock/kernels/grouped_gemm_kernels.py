@@ -5,18 +5,17 @@ each expert's rows (weight gradient). A program takes every P-th output tile, P 
 the loop over the contracted dimension are flattened into one, so the pipeline of loads runs on across tiles: the next
 tile's first blocks are on their way while the last tile is written.
 
-Ragged ends cost no branch where the chip copies blocks by descriptor (`DESCRIPTORS`). A ragged descriptor, made by
-`triton.tools.ragged_tma`, has two dimensions more, whose strides undo each other modulo 2**64: the coordinates
-[2**30, end, 2**30 - count + row] lead to the row `end - count + row`, and the bound of 2**30 rows stands exactly at the
-expert's end. So loads past an expert's last row give zeros and stores past it are dropped. Elsewhere, and to gather
-rows, the kernels use plain pointers. Masks do the same there, except where what is loaded past the last row cannot
-matter: then it is some other row, without a mask.
+Ragged ends cost no branch where the chip copies blocks by descriptor (`DESCRIPTORS`, see `output_tiles`). Elsewhere,
+and to gather rows, the kernels use plain pointers. Masks do the same there, except where what is loaded past the last
+row cannot matter: then it is some other row, without a mask.
 
 Inside, the words are those of a matrix product: an output of rows x columns, contracted over depth.
 """
 
 import triton
 import triton.language as tl
+
+from penstock.kernels.output_tiles import locate_rows, ragged, store_matrix, store_rows, swizzle, zero_tail
 
 
 @triton.jit
@@ -58,7 +57,7 @@ def rows_kernel(
     steps = tl.cdiv(depth, BLOCK_DEPTH)
     tl.assume(steps > 0)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        expert, start, end, row, column = _locate_rows(owners_ptr, tile, tiles_across, BLOCK_ROWS, GROUP)
+        expert, start, end, row, column = locate_rows(owners_ptr, tile, tiles_across, BLOCK_ROWS, GROUP)
         column *= BLOCK_COLUMNS
         if GATHER or not DESCRIPTORS:
             place = start + row + tl.arange(0, BLOCK_ROWS)
@@ -85,8 +84,8 @@ def rows_kernel(
                 bias_ptr, weights_ptr, expert, start + row, end, column, columns, BLOCK_ROWS, BLOCK_COLUMNS
             )
         result = accumulator.to(y_ptr.dtype.element_ty)
-        _store_rows(y, start, end, row, column, columns, result, BLOCK_ROWS, BLOCK_COLUMNS, PIECES, DESCRIPTORS)
-    _zero_tail(y_ptr, tl.load(starts_ptr + experts), rows, columns)
+        store_rows(y, start, end, row, column, columns, result, BLOCK_ROWS, BLOCK_COLUMNS, PIECES, DESCRIPTORS)
+    zero_tail(y_ptr, tl.load(starts_ptr + experts), rows, columns)
 
 
 @triton.jit
@@ -118,7 +117,7 @@ def weights_kernel(
     tiles_each = tl.cdiv(rows, BLOCK_ROWS) * tiles_across
     for tile in tl.range(tl.program_id(0), tiles_each * experts, tl.num_programs(0), flatten=True):
         expert = tile // tiles_each
-        row, column = _swizzle(tile % tiles_each, tl.cdiv(rows, BLOCK_ROWS), tiles_across, GROUP)
+        row, column = swizzle(tile % tiles_each, tl.cdiv(rows, BLOCK_ROWS), tiles_across, GROUP)
         row *= BLOCK_ROWS
         column *= BLOCK_COLUMNS
         start = tl.load(starts_ptr + expert)
@@ -144,7 +143,7 @@ def weights_kernel(
             else:
                 x_block = _load_depths(x, start, count, first, column, columns, BLOCK_DEPTH, BLOCK_COLUMNS, DESCRIPTORS)
             accumulator = tl.dot(dy_block.T, x_block, accumulator, input_precision="ieee")
-        _store_matrix(
+        store_matrix(
             dw,
             expert,
             row,
@@ -158,34 +157,6 @@ def weights_kernel(
             ACCUMULATE,
             DESCRIPTORS,
         )
-
-
-@triton.jit
-def _locate_rows(owners_ptr, tile, tiles_across, BLOCK_ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """Say whose tile it is: expert, its first row, the row past its last, the tile's row in it, the column block.
-
-    Tiles of one expert stand together, so `tile // tiles_across` is a block of the same expert, though the swizzle may
-    then choose another one of its blocks.
-    """
-    owner_ptr = owners_ptr + tile // tiles_across * 4
-    expert = tl.load(owner_ptr)
-    start = tl.load(owner_ptr + 1)
-    end = tl.load(owner_ptr + 2)
-    first_tile = tl.load(owner_ptr + 3) * tiles_across
-    row, column = _swizzle(tile - first_tile, tl.cdiv(end - start, BLOCK_ROWS), tiles_across, GROUP)
-    return expert, start, end, row * BLOCK_ROWS, column
-
-
-@triton.jit
-def _swizzle(tile, tiles_down, tiles_across, GROUP: tl.constexpr):
-    """Walk tiles down GROUP rows, then one column on: programs that run together share operands in the L2 cache.
-
-    With 3 tiles down, 2 across and GROUP = 2, tiles 0 to 5 are (0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1).
-    """
-    group = tile // (GROUP * tiles_across)
-    height = tl.minimum(tiles_down - group * GROUP, GROUP)
-    within = tile % (GROUP * tiles_across)
-    return group * GROUP + within % height, within // height
 
 
 @triton.jit
@@ -253,7 +224,7 @@ def _load_depths(
 ):
     """Load rows `first` and on of an expert whose rows are contracted over; zeros past its last."""
     if DESCRIPTORS:
-        span, end, place = _ragged(start + count, count, first)
+        span, end, place = ragged(start + count, count, first)
         block = x.load([span, end, place, column]).reshape(BLOCK_DEPTH, BLOCK_COLUMNS)
     else:
         source = start + first + tl.arange(0, BLOCK_DEPTH)
@@ -274,100 +245,3 @@ def _load_index(index_ptr, start, count, first, BLOCK_DEPTH: tl.constexpr):
     """Load where an expert's rows `first` and on are gathered from; past its last, the last's; 0 if it has none."""
     place = tl.minimum(first + tl.arange(0, BLOCK_DEPTH), count - 1)
     return tl.load(index_ptr + start + place, mask=place >= 0, other=0).to(tl.uint32)
-
-
-@triton.jit
-def _halves(block):
-    """Split a block into its left and its right columns."""
-    rows: tl.constexpr = block.shape[0]
-    columns: tl.constexpr = block.shape[1]
-    return block.reshape(rows, 2, columns // 2).permute(0, 2, 1).split()
-
-
-@triton.jit
-def _store_rows(
-    y,
-    start,
-    end,
-    row,
-    column,
-    columns,
-    result,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    PIECES: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-):
-    """Write the rows of a tile that are the expert's own, half by half until there are PIECES of them."""
-    HALF: tl.constexpr = BLOCK_COLUMNS // 2
-    if PIECES > 1:
-        left, right = _halves(result)
-        _store_rows(y, start, end, row, column, columns, left, BLOCK_ROWS, HALF, PIECES // 2, DESCRIPTORS)
-        _store_rows(y, start, end, row, column + HALF, columns, right, BLOCK_ROWS, HALF, PIECES // 2, DESCRIPTORS)
-    elif DESCRIPTORS:
-        span, end, place = _ragged(end, end - start, row)
-        y.store([span, end, place, column], result.reshape(1, 1, BLOCK_ROWS, BLOCK_COLUMNS))
-    else:
-        place = start + row + tl.arange(0, BLOCK_ROWS)
-        across = column + tl.arange(0, BLOCK_COLUMNS)
-        inside = (place < end)[:, None] & (across < columns)[None, :]
-        tl.store(y + place.to(tl.int64)[:, None] * columns + across[None, :], result, mask=inside)
-
-
-@triton.jit
-def _store_matrix(
-    dw,
-    expert,
-    row,
-    column,
-    rows,
-    columns,
-    result,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    PIECES: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    DESCRIPTORS: tl.constexpr,
-):
-    """Write or add a tile of an expert's gradient, in PIECES. One program owns each element, so a sum has one order."""
-    HALF: tl.constexpr = BLOCK_COLUMNS // 2
-    if PIECES > 1:
-        left, right = _halves(result)
-        _store_matrix(
-            dw, expert, row, column, rows, columns, left, BLOCK_ROWS, HALF, PIECES // 2, ACCUMULATE, DESCRIPTORS
-        )
-        column += HALF
-        _store_matrix(
-            dw, expert, row, column, rows, columns, right, BLOCK_ROWS, HALF, PIECES // 2, ACCUMULATE, DESCRIPTORS
-        )
-    elif DESCRIPTORS:
-        block = result.to(dw.dtype).reshape(1, BLOCK_ROWS, BLOCK_COLUMNS)
-        if ACCUMULATE:
-            dw.atomic_add([expert, row, column], block)
-        else:
-            dw.store([expert, row, column], block)
-    else:
-        down = row + tl.arange(0, BLOCK_ROWS)
-        across = column + tl.arange(0, BLOCK_COLUMNS)
-        inside = (down < rows)[:, None] & (across < columns)[None, :]
-        dw_ptrs = dw + expert.to(tl.int64) * rows * columns + down[:, None] * columns + across[None, :]
-        if ACCUMULATE:
-            result += tl.load(dw_ptrs, mask=inside, other=0)
-        tl.store(dw_ptrs, result.to(dw.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _ragged(end, count, row):
-    """Coordinates in a ragged descriptor of a row of an expert that has `count` rows, the last of them before `end`."""
-    span = tl.full((), 2**30, tl.int32)
-    return span, end, span - count + row
-
-
-@triton.jit
-def _zero_tail(y_ptr, tail, rows, columns):
-    """Set the rows past the last expert's to zero; programs take turns, a row at a time."""
-    for row in range(tail + tl.program_id(0), rows, tl.num_programs(0)):
-        row_ptr = y_ptr + row * columns.to(tl.int64)
-        for first in range(0, columns, 2048):
-            across = first + tl.arange(0, 2048)
-            tl.store(row_ptr + across, tl.zeros((2048,), y_ptr.dtype.element_ty), mask=across < columns)

@@ -54,7 +54,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: Launch |
     Raises:
         KernelError: the weight does not fit.
     """
-    _check(x_TD, weight_D)
+    check_weight(x_TD, weight_D)
     normed_TD, _ = _RmsNorm.apply(x_TD, None, weight_D, epsilon, launch)
     return normed_TD
 
@@ -77,7 +77,7 @@ def add_rms_norm(
     Raises:
         KernelError: the shapes do not fit.
     """
-    _check(x_TD, weight_D)
+    check_weight(x_TD, weight_D)
     if x_TD.shape != residual_TD.shape:
         raise KernelError(
             "add_rms_norm: x and residual must have one shape",
@@ -93,38 +93,10 @@ class _RmsNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, epsilon: float, launch: Launch | None
     ) -> tuple[Tensor, Tensor | None]:
-        x_rows, width = _rows(x_TD), x_TD.shape[-1]
-        tokens = x_rows.shape[0]
-        residual_rows, sum_TD = None, None
-        if residual_TD is not None:
-            residual_rows = _rows(residual_TD)
-            sum_TD = x_TD.new_empty(x_TD.shape, dtype=torch.promote_types(x_TD.dtype, residual_TD.dtype))
-        summed_dtype = x_TD.dtype if sum_TD is None else sum_TD.dtype
-        normed_TD = x_TD.new_empty(x_TD.shape, dtype=torch.promote_types(summed_dtype, weight_D.dtype))
-        scale_T = x_TD.new_empty(tokens, dtype=torch.float32)
-        block_rows, block_columns, warps = tile_of(width, launch or LAUNCH)
-        start_kernel(
-            rms_norm_kernel,
-            (triton.cdiv(tokens, block_rows),),
-            x_rows,
-            residual_rows,
-            weight_D,
-            normed_TD,
-            sum_TD,
-            scale_T,
-            tokens,
-            x_rows.stride(0),
-            0 if residual_rows is None else residual_rows.stride(0),
-            epsilon,
-            D=width,
-            BLOCK_T=block_rows,
-            BLOCK_D=block_columns,
-            num_warps=warps,
-        )
-        ctx.save_for_backward(x_TD if sum_TD is None else sum_TD, weight_D, scale_T)
+        normed_TD = x_TD.new_empty(x_TD.shape, dtype=normed_dtype(x_TD, residual_TD, weight_D))
+        sum_TD, scale_T = normalize(x_TD, residual_TD, weight_D, epsilon, normed_TD, launch)
+        save_normalized(ctx, x_TD, residual_TD, weight_D, sum_TD, scale_T)
         ctx.launch = launch
-        ctx.dtypes = (x_TD.dtype, None if residual_TD is None else residual_TD.dtype)
-        ctx.set_materialize_grads(False)
         return normed_TD, sum_TD
 
     @staticmethod
@@ -132,16 +104,88 @@ class _RmsNorm(torch.autograd.Function):
     def backward(
         ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x_TD, weight_D, scale_T = ctx.saved_tensors
-        x_dtype, residual_dtype = ctx.dtypes
-        if dnormed_TD is None:
-            dx_TD, dweight_D = dsum_TD, None
-        else:
-            dx_TD, dweight_D = _backward(x_TD, weight_D, scale_T, dnormed_TD, dsum_TD, ctx.launch or BACKWARD_LAUNCH)
-        if dx_TD is None:
-            return None, None, None, None, None
-        dresidual_TD = None if residual_dtype is None else dx_TD.to(residual_dtype)
-        return dx_TD.to(x_dtype), dresidual_TD, dweight_D, None, None
+        return *normalized_gradients(ctx, dnormed_TD, dsum_TD, ctx.launch), None, None
+
+
+def normed_dtype(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor) -> torch.dtype:
+    """Of normed rows."""
+    summed = x_TD.dtype if residual_TD is None else torch.promote_types(x_TD.dtype, residual_TD.dtype)
+    return torch.promote_types(summed, weight_D.dtype)
+
+
+def normalize(
+    x_TD: Tensor,
+    residual_TD: Tensor | None,
+    weight_D: Tensor,
+    epsilon: float,
+    normed_TD: Tensor | None,
+    launch: Launch | None = None,
+) -> tuple[Tensor | None, Tensor]:
+    """Forward, without autograd.
+
+    Args:
+        x_TD: as in `rms_norm`.
+        residual_TD: as in `add_rms_norm`, or None.
+        weight_D: as in `rms_norm`.
+        epsilon: likewise.
+        normed_TD: where normed rows are written; None if they are not.
+        launch: likewise.
+
+    Returns:
+        (x + residual or None, r of each row).
+    """
+    x_rows, width = _rows(x_TD), x_TD.shape[-1]
+    tokens = x_rows.shape[0]
+    residual_rows, sum_TD = None, None
+    if residual_TD is not None:
+        residual_rows = _rows(residual_TD)
+        sum_TD = x_TD.new_empty(x_TD.shape, dtype=torch.promote_types(x_TD.dtype, residual_TD.dtype))
+    scale_T = x_TD.new_empty(tokens, dtype=torch.float32)
+    block_rows, block_columns, warps = tile_of(width, launch or LAUNCH)
+    start_kernel(
+        rms_norm_kernel,
+        (triton.cdiv(tokens, block_rows),),
+        x_rows,
+        residual_rows,
+        weight_D,
+        normed_TD,
+        sum_TD,
+        scale_T,
+        tokens,
+        x_rows.stride(0),
+        0 if residual_rows is None else residual_rows.stride(0),
+        epsilon,
+        D=width,
+        BLOCK_T=block_rows,
+        BLOCK_D=block_columns,
+        num_warps=warps,
+    )
+    return sum_TD, scale_T
+
+
+def save_normalized(
+    ctx: Any, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, sum_TD: Tensor | None, scale_T: Tensor
+) -> None:
+    """Keep what `normalized_gradients` needs; arguments and results of `normalize`."""
+    ctx.save_for_backward(x_TD if sum_TD is None else sum_TD, weight_D, scale_T)
+    ctx.dtypes = (x_TD.dtype, None if residual_TD is None else residual_TD.dtype)
+    ctx.set_materialize_grads(False)
+
+
+def normalized_gradients(
+    ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None, launch: Launch | None = None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, residual and weight, from those of the normed rows and of the sum, as far as there are some."""
+    x_TD, weight_D, scale_T = ctx.saved_tensors
+    x_dtype, residual_dtype = ctx.dtypes
+    if dnormed_TD is None:
+        dx_TD, dweight_D = dsum_TD, None
+    else:
+        dx_TD, dweight_D = _backward(x_TD, weight_D, scale_T, dnormed_TD, dsum_TD, launch or BACKWARD_LAUNCH)
+    if dx_TD is None:
+        return None, None, None
+    dresidual_TD = None if residual_dtype is None else dx_TD.to(residual_dtype)
+    return dx_TD.to(x_dtype), dresidual_TD, dweight_D
 
 
 def _backward(
@@ -203,7 +247,8 @@ def _rows(x_TD: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _check(x_TD: Tensor, weight_D: Tensor) -> None:
+def check_weight(x_TD: Tensor, weight_D: Tensor) -> None:
+    """Raise KernelError if the weight does not fit."""
     if weight_D.shape != x_TD.shape[-1:] or not weight_D.is_contiguous():
         raise KernelError(
             "rms_norm: the weight must be contiguous, one for each column",
@@ -227,7 +272,10 @@ def rms_norm_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Some rows. Example: the row [3, 4] with weight [1, 1] and epsilon 0 is divided by sqrt(12.5)."""
+    """Some rows. Example: the row [3, 4] with weight [1, 1] and epsilon 0 is divided by sqrt(12.5).
+
+    Without a pointer to normed rows only their scales are found, and the sums.
+    """
     token_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     column_D = tl.arange(0, BLOCK_D)
     row_T1 = token_T.to(tl.int64)[:, None]
@@ -243,9 +291,10 @@ def rms_norm_kernel(
     x_TD = x_TD.to(tl.float32)
     scale_T = tl.rsqrt(tl.sum(x_TD * x_TD, 1) / D + epsilon)
     tl.store(scale_ptr + token_T, scale_T, mask=token_T < tokens)
-    weight_D = tl.load(weight_ptr + column_D, mask=column_D < D, other=0.0).to(tl.float32)
-    normed_TD = (x_TD * scale_T[:, None]).to(rounded_to).to(tl.float32) * weight_D[None, :]
-    tl.store(normed_ptr + row_T1 * D + column_1D, normed_TD.to(normed_ptr.dtype.element_ty), mask=inside)
+    if normed_ptr is not None:
+        weight_D = tl.load(weight_ptr + column_D, mask=column_D < D, other=0.0).to(tl.float32)
+        normed_TD = (x_TD * scale_T[:, None]).to(rounded_to).to(tl.float32) * weight_D[None, :]
+        tl.store(normed_ptr + row_T1 * D + column_1D, normed_TD.to(normed_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -190,17 +190,10 @@ def swiglu_kernel(
     gate_ptrs = gate_up_ptr + start_R1 * (2 * F) + column_F[None, :]
     gate_RF = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
     up_RF = tl.load(gate_ptrs + F, mask=inside, other=0.0).to(tl.float32)
-    if weights_ptr is not None and WEIGHS_INPUT:
+    weight_R1 = None
+    if weights_ptr is not None:
         weight_R1 = tl.load(weights_ptr + row_R, mask=row_R < rows, other=0.0)[:, None]
-        gate_RF *= weight_R1
-        up_RF *= weight_R1
-    if LIMIT is not None:
-        gate_RF, up_RF, _, _ = _clamp(gate_RF, up_RF, LIMIT)
-        h_RF = gate_RF * tl.sigmoid(ALPHA * gate_RF) * up_RF
-    else:
-        h_RF = gate_RF * tl.sigmoid(gate_RF) * up_RF
-    if weights_ptr is not None and not WEIGHS_INPUT:
-        h_RF *= tl.load(weights_ptr + row_R, mask=row_R < rows, other=0.0)[:, None]
+    h_RF = activated(gate_RF, up_RF, weight_R1, LIMIT, ALPHA, WEIGHS_INPUT)
     tl.store(h_ptr + start_R1 * F + column_F[None, :], h_RF.to(h_ptr.dtype.element_ty), mask=inside)
 
 
@@ -220,12 +213,10 @@ def swiglu_backward_kernel(
     ALPHA: tl.constexpr,
     WEIGHS_INPUT: tl.constexpr,
 ):
-    """Gradients of some whole rows, and their h where h_ptr is not None.
-
-    With s = sigmoid(gate): silu' = s (1 + gate (1 - s)). What was clamped has no gradient.
-    """
+    """Gradients of some whole rows, and their h where h_ptr is not None."""
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     start_R1 = row_R.to(tl.int64)[:, None]
+    weight_R1 = None
     if weights_ptr is not None:
         weight_R1 = tl.load(weights_ptr + row_R, mask=row_R < rows, other=0.0)[:, None]
     products_RF = tl.zeros([BLOCK_R, BLOCK_F], tl.float32)
@@ -237,35 +228,65 @@ def swiglu_backward_kernel(
         gate_RF = tl.load(gate_up_ptr + wide, mask=inside, other=0.0).to(tl.float32)
         up_RF = tl.load(gate_up_ptr + wide + F, mask=inside, other=0.0).to(tl.float32)
         dh_RF = tl.load(dh_ptr + narrow, mask=inside, other=0.0).to(tl.float32)
-        if weights_ptr is not None and WEIGHS_INPUT:
-            given_gate_RF, given_up_RF = gate_RF, up_RF
-            gate_RF *= weight_R1
-            up_RF *= weight_R1
-        if LIMIT is not None:
-            gate_RF, up_RF, gate_is_over_RF, up_is_over_RF = _clamp(gate_RF, up_RF, LIMIT)
-        steep_RF = gate_RF if LIMIT is None else ALPHA * gate_RF
-        sigmoid_RF = tl.sigmoid(steep_RF)
-        silu_RF = gate_RF * sigmoid_RF
-        h_RF = silu_RF * up_RF
-        if weights_ptr is not None and not WEIGHS_INPUT:
-            products_RF += dh_RF * h_RF
-            h_RF *= weight_R1
-            dh_RF *= weight_R1
+        h_RF, dgate_RF, dup_RF, product_RF = activation_gradients(
+            gate_RF, up_RF, dh_RF, weight_R1, LIMIT, ALPHA, WEIGHS_INPUT
+        )
+        if weights_ptr is not None:
+            products_RF += product_RF
         if h_ptr is not None:
             tl.store(h_ptr + narrow, h_RF.to(h_ptr.dtype.element_ty), mask=inside)
-        dgate_RF = dh_RF * up_RF * sigmoid_RF * (1.0 + steep_RF * (1.0 - sigmoid_RF))
-        dup_RF = dh_RF * silu_RF
-        if LIMIT is not None:
-            dgate_RF = tl.where(gate_is_over_RF, 0.0, dgate_RF)
-            dup_RF = tl.where(up_is_over_RF, 0.0, dup_RF)
-        if weights_ptr is not None and WEIGHS_INPUT:
-            products_RF += dgate_RF * given_gate_RF + dup_RF * given_up_RF
-            dgate_RF *= weight_R1
-            dup_RF *= weight_R1
         tl.store(d_gate_up_ptr + wide, dgate_RF.to(d_gate_up_ptr.dtype.element_ty), mask=inside)
         tl.store(d_gate_up_ptr + wide + F, dup_RF.to(d_gate_up_ptr.dtype.element_ty), mask=inside)
     if weights_ptr is not None:
         tl.store(dweights_ptr + row_R, tl.sum(products_RF, 1), mask=row_R < rows)
+
+
+@triton.jit
+def activated(gate, up, weight, LIMIT: tl.constexpr, ALPHA: tl.constexpr, WEIGHS_INPUT: tl.constexpr):
+    """What `swiglu` gives, of float32 gate and up; `weight` is None for 1."""
+    if weight is not None and WEIGHS_INPUT:
+        gate *= weight
+        up *= weight
+    if LIMIT is not None:
+        gate, up, _, _ = _clamp(gate, up, LIMIT)
+        h = gate * tl.sigmoid(ALPHA * gate) * up
+    else:
+        h = gate * tl.sigmoid(gate) * up
+    if weight is not None and not WEIGHS_INPUT:
+        h *= weight
+    return h
+
+
+@triton.jit
+def activation_gradients(gate, up, dh, weight, LIMIT: tl.constexpr, ALPHA: tl.constexpr, WEIGHS_INPUT: tl.constexpr):
+    """What `swiglu` gives, both gradients, and what the row's sum is the weight's gradient; `weight` is None for 1.
+
+    With s = sigmoid(gate): silu' = s (1 + gate (1 - s)). What was clamped has no gradient.
+    """
+    given_gate, given_up = gate, up
+    if weight is not None and WEIGHS_INPUT:
+        gate *= weight
+        up *= weight
+    if LIMIT is not None:
+        gate, up, gate_is_over, up_is_over = _clamp(gate, up, LIMIT)
+    steep = gate if LIMIT is None else ALPHA * gate
+    sigmoid = tl.sigmoid(steep)
+    silu = gate * sigmoid
+    h = silu * up
+    product = dh * h
+    if weight is not None and not WEIGHS_INPUT:
+        h *= weight
+        dh *= weight
+    dgate = dh * up * sigmoid * (1.0 + steep * (1.0 - sigmoid))
+    dup = dh * silu
+    if LIMIT is not None:
+        dgate = tl.where(gate_is_over, 0.0, dgate)
+        dup = tl.where(up_is_over, 0.0, dup)
+    if weight is not None and WEIGHS_INPUT:
+        product = dgate * given_gate + dup * given_up
+        dgate *= weight
+        dup *= weight
+    return h, dgate, dup, product
 
 
 @triton.jit

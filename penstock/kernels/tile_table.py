@@ -28,6 +28,9 @@ from penstock.kernels.launching import start_kernel
 BLOCK_SIZES = (64, 128, 256)
 """Rows of a block, one owner table for each: powers of two, each twice the one before."""
 
+ALIGNED_BLOCK = 128
+"""The one of `BLOCK_SIZES` at whose multiples experts begin in copies that are aligned."""
+
 OWNER_FIELDS = 4
 """int32 words of an owner: expert, its first row, the row past its last, its first block."""
 
@@ -38,11 +41,13 @@ class TileTable:
 
     Attributes:
         starts_e: first row of each expert, and one element more: the first row of the tail.
+        aligned_e: the same where each expert's rows begin at a multiple of `ALIGNED_BLOCK`.
         block_counts: number of blocks, one for each of `BLOCK_SIZES`.
         owners: size of block x block x OWNER_FIELDS; rows past the number of blocks hold anything.
     """
 
     starts_e: Tensor
+    aligned_e: Tensor
     block_counts: Tensor
     owners: Tensor
 
@@ -67,6 +72,7 @@ def tile_table(counts_e: Tensor, rows: int) -> TileTable:
     bound = rows // BLOCK_SIZES[0] + experts
     table = TileTable(
         starts_e=counts_e.new_empty(experts + 1, dtype=int32),
+        aligned_e=counts_e.new_empty(experts + 1, dtype=int32),
         block_counts=counts_e.new_empty(len(BLOCK_SIZES), dtype=int32),
         owners=counts_e.new_empty((len(BLOCK_SIZES), bound, OWNER_FIELDS), dtype=int32),
     )
@@ -75,12 +81,14 @@ def tile_table(counts_e: Tensor, rows: int) -> TileTable:
         (experts, len(BLOCK_SIZES)),
         counts_e.contiguous(),
         table.starts_e,
+        table.aligned_e,
         table.block_counts,
         table.owners,
         rows,
         experts,
         bound,
         SMALLEST_BLOCK=BLOCK_SIZES[0],
+        ALIGNED_BLOCK=ALIGNED_BLOCK,
         EXPERTS_PADDED=triton.next_power_of_2(experts),
         num_warps=1,
     )
@@ -91,12 +99,14 @@ def tile_table(counts_e: Tensor, rows: int) -> TileTable:
 def tile_table_kernel(
     counts_ptr,
     starts_ptr,
+    aligned_ptr,
     block_counts_ptr,
     owners_ptr,
     rows,
     experts,
     bound,
     SMALLEST_BLOCK: tl.constexpr,
+    ALIGNED_BLOCK: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,
 ):
     """One program writes one expert's part of the owner table for one size of block."""
@@ -117,10 +127,14 @@ def tile_table_kernel(
 
     if size == 0:
         tl.store(starts_ptr + expert, start)
+    if block_rows == ALIGNED_BLOCK:
+        tl.store(aligned_ptr + expert, first_block * ALIGNED_BLOCK)
     if expert == experts - 1:
         tl.store(block_counts_ptr + size, past_block)
         if size == 0:
             tl.store(starts_ptr + experts, end)
+        if block_rows == ALIGNED_BLOCK:
+            tl.store(aligned_ptr + experts, past_block * ALIGNED_BLOCK)
 
     for first in range(first_block, past_block, 32):
         block = first + tl.arange(0, 32)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.model import GroupedQueryAttention, LocalAttention
+from penstock.kernels.float8.quantized import Both
 from penstock.kernels.reach import Reach
 from penstock.models.frame import Frame
 from penstock.models.linear import Linear, cut_over
@@ -68,18 +69,36 @@ class GroupedQueryLayer(nn.Module):
             return RMSNorm(self.config.head_dim, self.epsilon, self.kit.operators)
         return SplitNorm(width, self.epsilon, self.kit) if self.config.qk_norm == "projection" else None
 
-    def forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
-        """Attend. Returns B x S x D, our own positions."""
+    @property
+    def reads_ready(self) -> bool:
+        """Whether products read what comes in in 8 bits; what ranks gather they quantize behind that."""
+        return self.query.float8 is not None and self.kit.axes.tensor.size == 1
+
+    @property
+    def reads_plain(self) -> bool:
+        """Whether something reads it in 16 bits."""
+        return not self.reads_ready or any(one.float8 is None for one in (self.key, self.value))
+
+    def forward(self, x_BSD: Tensor, frame: Frame, ready: Both | None = None) -> Tensor:
+        """Attend. Returns B x S x D, our own positions.
+
+        Args:
+            x_BSD: our own positions.
+            frame: the micro-batch.
+            ready: x in 8 bits, if it is there.
+        """
         tensor = self.kit.axes.tensor
-        x_BSD = all_gather(x_BSD, tensor, dim=1)
-        q_BSHN, k_BSGN = self._positioned(*self._projected(x_BSD), frame)
-        v_BSGN = self.value(x_BSD).unflatten(-1, (-1, self.config.head_dim))
+        if tensor.size > 1:
+            x_BSD = all_gather(x_BSD, tensor, dim=1)
+            ready = self.query.quantized(x_BSD)
+        q_BSHN, k_BSGN = self._positioned(*self._projected(x_BSD, ready), frame)
+        v_BSGN = self.value(x_BSD, ready).unflatten(-1, (-1, self.config.head_dim))
         o_BSHN = self.kit.run("attention", partial(self._attended, frame=frame), q_BSHN, k_BSGN, v_BSGN)
         return self.out.shifted(reduce_scatter(self.out(o_BSHN.flatten(-2)), tensor, dim=1))
 
-    def _projected(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+    def _projected(self, x_BSD: Tensor, ready: Both | None = None) -> tuple[Tensor, Tensor]:
         """Queries and keys by head, normed if they are so before they are rotated."""
-        q, k, split = self.query(x_BSD), self.key(x_BSD), (-1, self.config.head_dim)
+        q, k, split = self.query(x_BSD, ready), self.key(x_BSD, ready), (-1, self.config.head_dim)
         query_norm, key_norm = self.query_norm, self.key_norm
         if isinstance(query_norm, SplitNorm) and isinstance(key_norm, SplitNorm):
             q, k = norm_together(((query_norm, q), (key_norm, k)), self.kit.axes.tensor)

@@ -2,16 +2,21 @@
 
 Up to where tokens leave for their experts, shapes and addresses are the same in every pass: attention, both norms, the
 router, and the order of the slots. That part may be a captured graph (`Frame.parts`).
+
+A norm that gives its rows in 8 bits besides gives them as a value of its own (`ready`), beside the rows.
 """
+
+from functools import partial
 
 from torch import Tensor, nn
 
 from penstock.base.spans import Span
+from penstock.kernels.float8.quantized import Both
 from penstock.models.attention import GroupedQueryLayer
 from penstock.models.ffn import FeedForward
 from penstock.models.frame import Frame
 from penstock.models.mla import LatentLayer
-from penstock.models.norm import RMSNorm
+from penstock.models.norm import PreNorm
 from penstock.moe.layer import MoE
 from penstock.moe.routing import Routing
 from penstock.parallel.kit import Kit
@@ -33,9 +38,9 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        attention_norm: RMSNorm,
+        attention_norm: PreNorm,
         attention: GroupedQueryLayer | LatentLayer,
-        ffn_norm: RMSNorm,
+        ffn_norm: PreNorm,
         ffn: FeedForward | MoE,
         kit: Kit,
     ) -> None:
@@ -55,34 +60,34 @@ class Block(nn.Module):
         """`forward` that stops where a transfer is under way; a layer that is no region and not on the host."""
         with self.kit.recompute.discarding_in_pieces() as piece:
             with piece():
-                x_BSD, x_TD = self._attend(x_BSD, frame)
-            y_TD = yield from within(piece, self._mix(x_TD, frame))
+                x_BSD, x_TD, ready = self._attend(x_BSD, frame)
+            y_TD = yield from within(piece, self._mix(x_TD, ready, frame))
             return _add(x_BSD, y_TD)
 
-    def _mix(self, x_TD: Tensor, frame: Frame) -> Steps[Tensor]:
+    def _mix(self, x_TD: Tensor, ready: Both | None, frame: Frame) -> Steps[Tensor]:
         if isinstance(self.ffn, MoE):
-            return (yield from self.ffn.steps(x_TD, self.ffn.route(x_TD, frame.scope)))
-        return self._dense(x_TD)
+            return (yield from self.ffn.steps(x_TD, self.ffn.route(x_TD, frame.scope), ready))
+        return self._dense(x_TD, ready)
 
-    def _dense(self, x_TD: Tensor) -> Tensor:
+    def _dense(self, x_TD: Tensor, ready: Both | None) -> Tensor:
         with span(Span.DENSE):
-            return self.kit.run("dense", self.ffn, x_TD)
+            return self.kit.run("dense", self.ffn, x_TD, ready)
 
     def _forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
         if frame.parts is not None:
             return self._behind_part(x_BSD, frame, frame.parts)
-        x_BSD, x_TD = self._attend(x_BSD, frame)
+        x_BSD, x_TD, ready = self._attend(x_BSD, frame)
         if isinstance(self.ffn, MoE):
-            y_TD = self.kit.run("moe", self.ffn, x_TD, frame.scope)
+            y_TD = self.kit.run("moe", self.ffn, x_TD, frame.scope, ready)
         else:
-            y_TD = self._dense(x_TD)
+            y_TD = self._dense(x_TD, ready)
         return _add(x_BSD, y_TD)
 
     def _behind_part(self, x_BSD: Tensor, frame: Frame, parts: Parts) -> Tensor:
-        """`_forward` whose first part is replayed."""
+        """`_forward` whose first part is replayed. What a part gives stays for good, so it gives nothing twice."""
 
         def until_dispatch(x_BSD: Tensor) -> tuple[Tensor, ...]:
-            x_BSD, x_TD = self._attend(x_BSD, frame)
+            x_BSD, x_TD, _ = self._attend(x_BSD, frame, ready=False)
             routing = self.ffn.route(x_TD, frame.scope).tensors() if isinstance(self.ffn, MoE) else ()
             return x_BSD, x_TD, *routing
 
@@ -90,22 +95,22 @@ class Block(nn.Module):
         if isinstance(self.ffn, MoE):
             y_TD = self.ffn.mix(x_TD, Routing.of(*routing))
         else:
-            y_TD = self._dense(x_TD)
+            y_TD = self._dense(x_TD, None)
         return _add(x_BSD, y_TD)
 
-    def _attend(self, x_BSD: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
-        """The residual stream after attention, and what the feed-forward network reads, T x D."""
+    def _attend(self, x_BSD: Tensor, frame: Frame, *, ready: bool = True) -> tuple[Tensor, Tensor, Both | None]:
+        """The residual stream after attention, and what the feed-forward network reads, T x D; also in 8 bits."""
         run = self.kit.run
-        normed_BSD = run("norm", self.attention_norm, x_BSD)
+        normed_BSD, both = run("norm", self.attention_norm, x_BSD)
         with span(Span.ATTENTION):
-            attended_BSD = self.attention(normed_BSD, frame)
+            attended_BSD = self.attention(normed_BSD, frame, both)
         if self.kit.recompute.recomputes("norm"):
             # Made again from the sum alone; the fused form would keep both of its terms.
             x_BSD = _add(attended_BSD, x_BSD)
-            normed_BSD = run("norm", self.ffn_norm, x_BSD)
+            normed_BSD, both = run("norm", partial(self.ffn_norm, ready=ready), x_BSD)
         else:
-            normed_BSD, x_BSD = self.ffn_norm.add(attended_BSD, x_BSD)
-        return x_BSD, normed_BSD.flatten(0, 1)
+            normed_BSD, x_BSD, both = self.ffn_norm.add(attended_BSD, x_BSD, ready=ready)
+        return x_BSD, normed_BSD.flatten(0, 1), both
 
 
 def _add(x_BSD: Tensor, y_TD: Tensor) -> Tensor:

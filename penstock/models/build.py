@@ -6,17 +6,17 @@ parts that the stage holds; ranks that share matrices or experts build modules o
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.config.model import LatentAttention, Model
-from penstock.config.parallel import Recompute
 from penstock.config.run import Run
+from penstock.kernels.float8.operators import NO_FLOAT8, Float8Rule
 from penstock.kernels.operators import Operators
 from penstock.layout.stages import Stage
 from penstock.models.attention import GroupedQueryLayer
@@ -24,19 +24,20 @@ from penstock.models.block import Block
 from penstock.models.decoder import Decoder
 from penstock.models.ffn import FeedForward
 from penstock.models.init import initialize
-from penstock.models.kernels import choose_operators
+from penstock.models.kernels import choose_float8, choose_operators
 from penstock.models.linear import Embedding, Linear
 from penstock.models.mla import LatentLayer
 from penstock.models.mtp import MultiTokenPrediction
-from penstock.models.norm import RMSNorm
+from penstock.models.norm import PreNorm, RMSNorm
 from penstock.moe.dispatch.choose import make_dispatcher
 from penstock.moe.experts import Experts, expert_rule
 from penstock.moe.layer import MoE
 from penstock.moe.router import Router
 from penstock.parallel.activations import offload
-from penstock.parallel.activations.recompute import RecomputeRule, rule_for
+from penstock.parallel.activations.recompute import rule_for
 from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.flight import Transfers
+from penstock.parallel.float8_gather import EightBitRows
 from penstock.parallel.kit import Kit
 from penstock.parallel.shard import shard_fully
 
@@ -57,7 +58,7 @@ def meta_model(
     config: Model,
     kit: Kit | None = None,
     stage: Stage | None = None,
-    recompute: Callable[[int], RecomputeRule] | None = None,
+    kit_of: Callable[[int], Kit] | None = None,
 ) -> Decoder:
     """The model on the meta device: shapes and float32 dtypes, no memory.
 
@@ -65,22 +66,20 @@ def meta_model(
         config: the whole model.
         kit: kernels and ranks; None for the reference kernels and one rank.
         stage: what this decoder holds; None for everything.
-        recompute: what a layer computes again; None for nothing.
+        kit_of: that of each layer; None gives all of them the same one.
     """
     kit, stage = kit or Kit(), stage or whole_model(config)
-    hidden, epsilon = config.hidden_size, config.norm_epsilon
-
-    def kit_of(layer: int) -> Kit:
-        return kit if recompute is None else replace(kit, recompute=recompute(layer))
-
+    # Embedding, final norm and output projection are never in 8 bits.
+    plain, hidden, epsilon = replace(kit, later=None, float8=NO_FLOAT8), config.hidden_size, config.norm_epsilon
+    kit_of = kit_of or (lambda layer: kit)
     has_head = stage.norm_and_head and not config.tied_embeddings
     with torch.device("meta"):
         return Decoder(
             config,
-            embed=Embedding(config.vocabulary, hidden, kit) if needs_embedding(config, stage) else None,
+            embed=Embedding(config.vocabulary, hidden, plain) if needs_embedding(config, stage) else None,
             blocks={layer: _block(config, layer, kit_of(layer)) for layer in stage.layers},
-            norm=RMSNorm(hidden, epsilon, kit.operators) if stage.norm_and_head else None,
-            head=Linear(hidden, config.vocabulary, replace(kit, later=None), split="outputs") if has_head else None,
+            norm=RMSNorm(hidden, epsilon, plain.operators) if stage.norm_and_head else None,
+            head=Linear(hidden, config.vocabulary, plain, split="outputs") if has_head else None,
             mtp={depth: _mtp(config, config.layers + depth, kit_of(config.layers + depth)) for depth in stage.mtp},
             kit=kit,
             is_first=stage.embed,
@@ -102,6 +101,7 @@ def build_model(run: Run, device: torch.device, operators: Operators | None = No
         operators=operators or choose_operators(run, device),
         dispatch=run.dispatch,
         transfers=transfers_of(run, device),
+        float8=choose_float8(run, device),
         offload=offload.rule_for(run.offload, device),
     )
     decoders = meta_stages(run, kit, {0: whole_model(run.model)})
@@ -124,7 +124,7 @@ def meta_stages(run: Run, kit: Kit, stages: Mapping[int, Stage]) -> dict[int, De
         stages: what each stage of this rank holds, by number of the stage.
     """
     decoders = {
-        number: meta_model(run.model, kit, stage, partial(_recompute_of, run.recompute, number))
+        number: meta_model(run.model, kit, stage, partial(_kit_of, run, kit, number))
         for number, stage in stages.items()
     }
     with_embedding = [decoder for decoder in decoders.values() if decoder.embed is not None]
@@ -133,8 +133,16 @@ def meta_stages(run: Run, kit: Kit, stages: Mapping[int, Stage]) -> dict[int, De
     return decoders
 
 
-def _recompute_of(config: Recompute, stage: int, layer: int) -> RecomputeRule:
-    return rule_for(config, layer, stage)
+def _kit_of(run: Run, kit: Kit, stage: int, layer: int) -> Kit:
+    """The kit of one layer, whose activations and numbers may be treated in their own way."""
+    return replace(kit, recompute=rule_for(run.recompute, layer, stage), float8=_float8_of(run, kit.float8, layer))
+
+
+def _float8_of(run: Run, rule: Float8Rule, layer: int) -> Float8Rule:
+    """What a layer does in 8 bits. Multi-token prediction comes behind the last layer, and stays if that stays."""
+    first, last = run.float8.first_layers, run.float8.last_layers
+    end = run.model.layers - last if last else run.model.layers + run.model.mtp_layers
+    return rule if first <= layer < end else NO_FLOAT8
 
 
 def set_dtypes(run: Run, decoders: Collection[Decoder], axes: Axes, device: torch.device) -> None:
@@ -148,7 +156,7 @@ def set_dtypes(run: Run, decoders: Collection[Decoder], axes: Axes, device: torc
         axes: its groups.
         device: where they will run.
     """
-    dtype = torch.bfloat16 if run.training.precision == "bf16" else torch.float32
+    dtype = _compute_dtype(run)
     if run.parallel.shard == "full":
         # FSDP2 gathers a parameter for one root; what two stages of a rank share stays whole.
         counts = Counter(parameter for decoder in decoders for parameter in decoder.parameters())
@@ -178,6 +186,40 @@ def materialize(run: Run, device: torch.device, decoders: Collection[Decoder]) -
         initialize(decoder, run.seed, run.model.initial_std)
 
 
+def gather_in_8_bits(run: Run, decoders: Iterable[Decoder], axes: Axes) -> None:
+    """Have FSDP2 gather in 8 bits what all products read so: matrices of blocks, and the experts' (`float8.gather`).
+
+    Call it when there is memory and before the first pass, and `penstock.models.holdings.refresh_float8` after it.
+
+    Args:
+        run: reads `float8.gather` and precision.
+        decoders: of one rank.
+        axes: its groups.
+
+    Raises:
+        KernelError: a recipe's weights cannot be gathered in 8 bits.
+    """
+    if not run.float8.gather:
+        return
+    for decoder in decoders:
+        for module in decoder.modules():
+            matrices: tuple[Tensor, ...]
+            if isinstance(module, Linear) and module.float8 is not None:
+                rule, recipe, axis, matrices = module.float8, module.float8.dense, axes.dense_data, (module.weight,)
+            elif isinstance(module, Experts):
+                rule, recipe, axis = module.float8, module.float8.experts, axes.expert_data
+                matrices = (module.gate_up_eFD, module.down_eDF)
+            else:
+                continue
+            if recipe is not None and all(isinstance(one, DTensor) for one in matrices):
+                dtype = _compute_dtype(run)
+                module.gathered = tuple(EightBitRows(one, axis, recipe, rule, dtype) for one in matrices)
+
+
+def _compute_dtype(run: Run) -> torch.dtype:
+    return torch.bfloat16 if run.training.precision == "bf16" else torch.float32
+
+
 def to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     """Give parameters their compute dtype, unless FSDP2 gathers them in it.
 
@@ -190,14 +232,22 @@ def to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
                     module.register_parameter(name, nn.Parameter(parameter.to(dtype)))
 
 
+_READ_TWICE = frozenset({"dense", "moe", "shared-expert"})
+"""Parts that keep what they read to run again. They keep it once, in 16 bits, and quantize it by themselves."""
+
+
 def _block(config: Model, layer: int, kit: Kit) -> Block:
-    return Block(
-        RMSNorm(config.hidden_size, config.norm_epsilon, kit.operators),
-        _attention(config, layer, kit),
-        RMSNorm(config.hidden_size, config.norm_epsilon, kit.operators),
-        _ffn(config, layer, kit),
-        kit,
-    )
+    attention, ffn = _attention(config, layer, kit), _ffn(config, layer, kit)
+    reader = ffn.shared if isinstance(ffn, MoE) else ffn
+    is_ready = isinstance(reader, FeedForward) and reader.reads_ready and not kit.recompute.kinds & _READ_TWICE
+
+    def norm(*, ready: bool, keep_plain: bool) -> PreNorm:
+        float8 = kit.float8 if ready else None
+        return PreNorm(config.hidden_size, config.norm_epsilon, kit.operators, float8, keep_plain=keep_plain)
+
+    attention_norm = norm(ready=attention.reads_ready, keep_plain=attention.reads_plain)
+    # Routers and dispatchers read 16 bits.
+    return Block(attention_norm, attention, norm(ready=is_ready, keep_plain=isinstance(ffn, MoE)), ffn, kit)
 
 
 def _attention(config: Model, layer: int, kit: Kit) -> GroupedQueryLayer | LatentLayer:

@@ -13,6 +13,7 @@ from penstock.models.linear import Embedding, Linear
 from penstock.models.norm import SplitNorm
 from penstock.moe.experts import Experts
 from penstock.parallel.axes import Axes, Axis
+from penstock.parallel.float8_gather import EightBitRows, refresh
 from penstock.parallel.holding import Holding
 
 
@@ -59,6 +60,23 @@ def add_in_kernels(decoders: Iterable[Decoder], sum_of: Callable[[str], Tensor])
                 module.sums = tuple(sum_of(f"{path}.{name}") for name, _ in module.named_parameters(recurse=False))
             elif isinstance(module, (Linear, Embedding)):
                 module.total = sum_of(f"{path}.weight")
+
+
+def refresh_float8(stages: Iterable[nn.Module]) -> None:
+    """Have all weights of 8-bit products quantized. Whoever changes weights calls it before the next pass.
+
+    Where FSDP2 gathers weights in 8 bits, all ranks call it together.
+
+    Args:
+        stages: of the rank.
+    """
+    gathered: list[EightBitRows] = []
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, (Linear, Experts)):
+                module.refresh_float8()
+                gathered += module.gathered
+    refresh(gathered)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.layout.pieces import Piece, pieces, whole_shape
 from penstock.models.holdings import cuts_of
-from penstock.models.norm import RMSNorm
+from penstock.models.norm import Norm
 from penstock.moe.experts import Experts
 from penstock.moe.router import Router
 from penstock.parallel.holding import Part
@@ -132,6 +132,6 @@ def _draws(model: nn.Module, seed: int, std: float) -> Iterator[tuple[nn.Module,
 
 def _constant(module: nn.Module, name: str) -> float | None:
     """What a parameter begins with if it is not drawn. A router's bias is: its experts must not begin alike."""
-    if isinstance(module, RMSNorm):
+    if isinstance(module, Norm):
         return 1.0
     return 0.0 if "bias" in name and not isinstance(module, Router) else None

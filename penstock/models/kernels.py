@@ -7,10 +7,16 @@ import torch
 
 from penstock.base.errors import KernelError
 from penstock.config.dispatch_rules import COUNTS_STAY, STAGES
+from penstock.config.float8 import RecipeKnob
 from penstock.config.model import LatentAttention
 from penstock.config.run import Kernels, Run
+from penstock.kernels.backends import float8_operators_of
 from penstock.kernels.choose import Choice, choose, operators
 from penstock.kernels.device_facts import DeviceFacts, device_facts
+from penstock.kernels.float8.attention_limits import obstacle as attention_obstacle
+from penstock.kernels.float8.formats import format_on
+from penstock.kernels.float8.operators import NO_FLOAT8, Float8Rule
+from penstock.kernels.float8.recipes import RECIPES, Recipe, default_recipe, refuse
 from penstock.kernels.measured import Measurements, find
 from penstock.kernels.operators import Operators
 from penstock.kernels.questions import Shapes
@@ -57,6 +63,71 @@ def _waiting(choices: Sequence[Choice]) -> list[tuple[str, int]]:
         for op, first in (("permute", 1), ("experts", COUNTS_STAY))
         if any(choice.op == op and choice.backend == "reference" for choice in choices)
     ]
+
+
+def choose_float8(run: Run, device: torch.device) -> Float8Rule:
+    """What a run computes and sends in 8 bits on a device that is here.
+
+    Raises:
+        KernelError: as `float8_rule`.
+    """
+    return float8_rule(run, device_facts(device, run.training.precision))
+
+
+def float8_rule(run: Run, device: DeviceFacts) -> Float8Rule:
+    """The same on a device that need not be here. The rule of a run's layers, but for those that stay in 16 bits.
+
+    Raises:
+        KernelError: the device cannot compute by a recipe that the run asks for, or Triton is missing.
+    """
+    wanted = run.float8
+    if not wanted.is_used:
+        return NO_FLOAT8
+    target = "cpu" if device.kind == "cpu" else device.target
+    backend = _float8_backend(run, device)
+    if wanted.attention != "none" and backend == "triton":
+        _refuse_heads(run, target)
+    return Float8Rule(
+        dense=_recipe_on(wanted.dense, target),
+        experts=_recipe_on(wanted.experts, target),
+        dispatch=_recipe_on(wanted.dispatch, target),
+        attention=_recipe_on(wanted.attention, target) is not None,
+        forward=format_on("e4m3", target),
+        gradient=format_on(wanted.gradients, target),
+        operators=float8_operators_of(backend),
+    )
+
+
+def _recipe_on(knob: RecipeKnob, target: str) -> Recipe | None:
+    if knob == "none":
+        return None
+    if knob == "auto":
+        return default_recipe(target)
+    refuse(RECIPES[knob], target)
+    return RECIPES[knob]
+
+
+def _refuse_heads(run: Run, target: str) -> None:
+    shapes = shapes_of(run)
+    problem = attention_obstacle(target, shapes.head_dim, shapes.value_dim)
+    if problem is not None:
+        raise KernelError(
+            "float8.attention=blockwise cannot be had",
+            got=problem,
+            allowed="none",
+            fix="set float8.attention=none",
+        )
+
+
+def _float8_backend(run: Run, device: DeviceFacts) -> str:
+    if device.kind == "cpu" or run.kernels.all == "reference":
+        return "reference"
+    if not device.has_triton:
+        raise KernelError(
+            "products in 8 bits cannot be had: Triton is not installed",
+            fix="install it, set the knobs of the section float8 to none, or set kernels.all=reference",
+        )
+    return "triton"
 
 
 def _refuse_waiting(stage: int, choices: Sequence[Choice]) -> None:

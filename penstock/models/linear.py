@@ -4,7 +4,9 @@
 read it there. A module without `cuts` holds its parameters whole.
 
 Whoever owns the float32 sums of gradients may set `total` (penstock/models/holdings.py): backward then adds to it what
-autograd would round to bfloat16, hand to a hook, and have added in another pass.
+autograd would round to bfloat16, hand to a hook, and have added in another pass. Whoever changes weights may have them
+quantized once for all passes that follow (`Linear.refresh_float8`); a matrix in 8 bits that has no copies quantizes its
+weights in each pass.
 """
 
 from functools import partial
@@ -14,12 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
+from penstock.kernels.float8.quantized import Both, WeightCopies
 from penstock.kernels.float32_products import add_product
 from penstock.kernels.launching import on_gpu
 from penstock.layout.pieces import Cut, local_shape
+from penstock.models.float8_linear import Float8Weight, fits, float8_linear, quantized, recipe_of
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import reduce_scatter
+from penstock.parallel.float8_gather import EightBitRows
 from penstock.parallel.kit import Kit
 from penstock.parallel.later import Later, deferrable
 
@@ -30,16 +36,22 @@ class Linear(nn.Linear):
     Args:
         inputs: width of the whole input.
         outputs: width of the whole output.
-        kit: ranks, and whether weight gradients may come later.
+        kit: ranks, whether weight gradients may come later, and whether it computes in 8 bits. Widths that 8-bit
+            products do not take stay in 16.
         split: `outputs` if tensor-parallel ranks divide the rows, `inputs` if the columns; None if each holds all.
         blocks: equal blocks that the output is made of, each divided by itself.
         bias: whether something is added to the product; with `inputs` behind the sum over the ranks, by `shifted`.
 
     Attributes:
         total: sum of the weight's gradients, for backward to add to; None leaves the gradient to autograd.
+        float8: how it computes in 8 bits, or None.
+        copies: of the weight in 8 bits, by `refresh_float8`.
+        gathered: the weight as FSDP2 gathers it, if it does so in 8 bits (`penstock.models.build.gather_in_8_bits`).
     """
 
     total: Tensor | None = None
+    copies: WeightCopies | None = None
+    gathered: tuple[EightBitRows, ...] = ()
 
     def __init__(
         self, inputs: int, outputs: int, kit: Kit, *, split: str | None = None, blocks: int = 1, bias: bool = False
@@ -52,13 +64,42 @@ class Linear(nn.Linear):
             self.cuts["bias"] = cuts if split == "outputs" else ()
         self.later = kit.later
         self.is_summed = split == "inputs"
+        self.float8 = kit.float8 if kit.float8.dense is not None and fits(rows, columns) else None
 
-    def forward(self, x_D: Tensor) -> Tensor:
-        """Multiply the last dim, whatever stands before it, and add the bias unless the product is yet to be summed."""
+    def forward(self, x_D: Tensor, ready: Both | None = None) -> Tensor:
+        """Multiply the last dim, whatever stands before it, and add the bias unless the product is yet to be summed.
+
+        Args:
+            x_D: input.
+            ready: the same in 8 bits, if it is there already; see `quantized`.
+        """
         bias = None if self.is_summed else self.bias
+        if self.float8 is not None:
+            return float8_linear(x_D, self.float8_weight(), bias, ready)
         if self.total is None or not torch.is_grad_enabled():
             return deferrable(F.linear, (x_D,), (self.weight,) if bias is None else (self.weight, bias), self.later)
         return linear_into(self.total, x_D, self.weight, self.later, bias)
+
+    def quantized(self, x_D: Tensor) -> Both | None:
+        """An input in 8 bits, for this product and others that read it; None if this one is in 16 bits."""
+        return None if self.float8 is None else quantized(x_D, self.float8)
+
+    def float8_weight(self) -> Float8Weight:
+        """The weight as products in 8 bits take it."""
+        assert self.float8 is not None, "a matrix in 16 bits"
+        return Float8Weight(
+            parameter_FD=self.weight, kept=self.copies, total=self.total, later=self.later, rule=self.float8
+        )
+
+    @torch.no_grad()
+    def refresh_float8(self) -> None:
+        """Quantize the weight for the passes that follow, into the same memory each time, because graphs read it.
+
+        Weights that FSDP2 gathers are quantized when they are there.
+        """
+        if self.float8 is not None and not isinstance(self.weight, DTensor):
+            quantize = self.float8.operators.quantize_weight
+            self.copies = quantize(self.weight, recipe_of(self.float8), self.float8.forward, self.copies)
 
     def shifted(self, y_D: Tensor) -> Tensor:
         """The sum of the ranks' products, with the bias if there is one."""

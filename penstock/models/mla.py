@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.model import LatentAttention
+from penstock.kernels.float8.quantized import Both
 from penstock.models.frame import Frame
 from penstock.models.linear import Linear
 from penstock.models.norm import RMSNorm
@@ -38,9 +39,14 @@ class LatentQuery(nn.Module):
         self.norm = RMSNorm(config.q_latent, LATENT_NORM_EPSILON, kit.operators)
         self.up = Linear(config.q_latent, config.heads * config.head_dim, kit, split="outputs")
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        """The latent of every position of the tensor-parallel ranks, from our own."""
-        return all_gather(self.norm(self.down(x_BSD)), self.axis, dim=1)
+    @property
+    def reads_plain(self) -> bool:
+        """Whether hidden states are read in 16 bits."""
+        return self.down.float8 is None
+
+    def forward(self, x_BSD: Tensor, ready: Both | None = None) -> Tensor:
+        """The latent of every position of the tensor-parallel ranks, from our own (`ready`: in 8 bits)."""
+        return all_gather(self.norm(self.down(x_BSD, ready)), self.axis, dim=1)
 
     def expand(self, latent_BSC: Tensor) -> Tensor:
         """The queries of our heads, B x S x (H N)."""
@@ -61,9 +67,14 @@ class DirectQuery(Linear):
         super().__init__(hidden_size, config.heads * config.head_dim, kit, split="outputs")
         self.axis = kit.axes.tensor
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    @property
+    def reads_plain(self) -> bool:
+        """Whether hidden states are read in 16 bits, as they travel."""
+        return self.float8 is None or self.axis.size > 1
+
+    def forward(self, x_BSD: Tensor, ready: Both | None = None) -> Tensor:
         """The queries of our heads at every position of the tensor-parallel ranks, from our own positions."""
-        return super().forward(all_gather(x_BSD, self.axis, dim=1))
+        return super().forward(all_gather(x_BSD, self.axis, dim=1), ready if self.axis.size == 1 else None)
 
     def expand(self, q: Tensor) -> Tensor:
         """Nothing is left to do."""
@@ -96,11 +107,27 @@ class LatentLayer(nn.Module):
         self.kv_up = Linear(config.kv_latent, config.heads * per_head, kit, split="outputs")
         self.out = Linear(config.heads * config.value_head_dim, hidden_size, kit, split="inputs")
 
-    def forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
-        """Attend. Returns B x S x D, our own positions."""
+    @property
+    def reads_ready(self) -> bool:
+        """Whether products read what comes in in 8 bits."""
+        return self.kv_down.float8 is not None
+
+    @property
+    def reads_plain(self) -> bool:
+        """Whether something reads it in 16 bits."""
+        return self.kv_down.float8 is None or self.query.reads_plain
+
+    def forward(self, x_BSD: Tensor, frame: Frame, ready: Both | None = None) -> Tensor:
+        """Attend. Returns B x S x D, our own positions.
+
+        Args:
+            x_BSD: our own positions.
+            frame: the micro-batch.
+            ready: x in 8 bits, if it is there.
+        """
         config, tensor, run = self.config, self.kit.axes.tensor, self.kit.run
-        query = self.query(x_BSD)
-        latent_BSC, k_rotary_BSP = self.kv_down(x_BSD).split([config.kv_latent, config.rotary_head_dim], dim=-1)
+        query = self.query(x_BSD, ready)
+        latent_BSC, k_rotary_BSP = self.kv_down(x_BSD, ready).split([config.kv_latent, config.rotary_head_dim], dim=-1)
         latent_BSC = run("norm", self.kv_norm, latent_BSC)
         if tensor.size > 1:
             latent_BSC, k_rotary_BSP = self._gathered(latent_BSC, k_rotary_BSP)

@@ -4,8 +4,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.spans import Span
+from penstock.kernels.float8.operators import Float8Rule
+from penstock.kernels.float8.quantized import Both
 from penstock.kernels.operators import Operators
 from penstock.layout.pieces import local_shape
+from penstock.models.float8_linear import recipe_of
 from penstock.models.linear import cut_over
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, reduce_scatter
@@ -13,8 +16,8 @@ from penstock.parallel.kit import Kit
 from penstock.parallel.spans import span
 
 
-class RMSNorm(nn.Module):
-    """Root mean square norm with a learned scale (arXiv 1910.07467).
+class Norm(nn.Module):
+    """Weights of a root mean square norm (arXiv 1910.07467).
 
     Args:
         size: width of the last dim.
@@ -28,15 +31,81 @@ class RMSNorm(nn.Module):
         self.operators = operators
         self.weight_D = nn.Parameter(torch.empty(size))
 
+
+class RMSNorm(Norm):
+    """Root mean square norm with a learned scale."""
+
     def forward(self, x_D: Tensor) -> Tensor:
         """Normalize the last dim, whatever stands before it."""
         with span(Span.NORM):
             return self.operators.rms_norm(x_D, self.weight_D, self.epsilon)
 
-    def add(self, x_D: Tensor, residual_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Add to the residual stream and normalize the sum: returns (normed, sum)."""
+
+class PreNorm(Norm):
+    """The norm before a part of a layer, which gives its rows in 8 bits too if products of the part read them so.
+
+    Args:
+        size: width of the last dim.
+        epsilon: added to the mean square.
+        operators: kernels to run on.
+        float8: how rows are quantized; None if nobody reads them in 8 bits.
+        keep_plain: whether somebody reads them in 16 bits as well. Else the rows that come with those in 8 bits take
+            gradients and have no numbers.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        epsilon: float,
+        operators: Operators,
+        float8: Float8Rule | None = None,
+        *,
+        keep_plain: bool = True,
+    ) -> None:
+        super().__init__(size, epsilon, operators)
+        self.float8 = float8
+        self.keep_plain = keep_plain
+
+    def forward(self, x_D: Tensor, *, ready: bool = True) -> tuple[Tensor, Both | None]:
+        """Normalize the last dim, whatever stands before it.
+
+        Args:
+            x_D: rows.
+            ready: whether somebody is there to read them in 8 bits.
+
+        Returns:
+            The rows, and the same in 8 bits or None.
+        """
         with span(Span.NORM):
-            return self.operators.add_rms_norm(x_D, residual_D, self.weight_D, self.epsilon)
+            if self.float8 is None or not ready:
+                return self.operators.rms_norm(x_D, self.weight_D, self.epsilon), None
+            normed_TD, both = self.float8.operators.rms_norm(
+                x_D.flatten(0, -2),
+                self.weight_D,
+                self.epsilon,
+                recipe_of(self.float8),
+                self.float8.forward,
+                columns=torch.is_grad_enabled(),
+                keep_plain=self.keep_plain,
+            )
+            return normed_TD.view_as(x_D), both
+
+    def add(self, x_D: Tensor, residual_D: Tensor, *, ready: bool = True) -> tuple[Tensor, Tensor, Both | None]:
+        """Add to the residual stream and normalize the sum: returns (normed, sum, normed in 8 bits or None)."""
+        with span(Span.NORM):
+            if self.float8 is None or not ready:
+                return *self.operators.add_rms_norm(x_D, residual_D, self.weight_D, self.epsilon), None
+            normed_TD, sum_TD, both = self.float8.operators.add_rms_norm(
+                x_D.flatten(0, -2),
+                residual_D.flatten(0, -2),
+                self.weight_D,
+                self.epsilon,
+                recipe_of(self.float8),
+                self.float8.forward,
+                columns=torch.is_grad_enabled(),
+                keep_plain=self.keep_plain,
+            )
+            return normed_TD.view_as(x_D), sum_TD.view_as(x_D), both
 
 
 class SplitNorm(RMSNorm):

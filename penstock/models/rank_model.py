@@ -12,10 +12,18 @@ from penstock.layout.actions import Schedule
 from penstock.layout.schedules import schedule
 from penstock.layout.sequence import Method, SequenceLayout
 from penstock.layout.stages import Stage, StageCosts, balanced_stages, parse_stages
-from penstock.models.build import materialize, meta_stages, needs_embedding, set_dtypes, transfers_of, whole_model
+from penstock.models.build import (
+    gather_in_8_bits,
+    materialize,
+    meta_stages,
+    needs_embedding,
+    set_dtypes,
+    transfers_of,
+    whole_model,
+)
 from penstock.models.count import stage_costs
 from penstock.models.decoder import Decoder
-from penstock.models.kernels import choose_operators
+from penstock.models.kernels import choose_float8, choose_operators
 from penstock.parallel.activations import offload
 from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.kit import Kit
@@ -107,12 +115,14 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
         buffers=buffers,
         deep_ep=library_buffer(run, axes, device),
         transfers=transfers,
+        float8=choose_float8(run, home),
         offload=offload.rule_for(run.offload, home),
     )
     decoders = meta_stages(run, kit, own)
     set_dtypes(run, decoders.values(), axes, home)
     if device.type != "meta":
         materialize(run, device, decoders.values())
+        gather_in_8_bits(run, decoders.values(), axes)
     return RankModel(
         decoders=decoders,
         axes=axes,

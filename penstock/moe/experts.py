@@ -1,5 +1,8 @@
 """Routed experts: one feed-forward network for each, held as two stacked matrices so that one launch serves all.
 
+In 8 bits (`Kit.float8.experts`) both matrices have copies, made by `refresh_float8` once an optimizer step. Where FSDP
+divides the matrices there are none: whoever has gathered them for a pass quantizes them in it.
+
 Ranks that hold a part of each expert sum what they give ("expert tensor parallelism"), so the down projection's bias is
 held, whole, by the first of them alone. That of gate and up is cut as its matrix is.
 """
@@ -8,13 +11,16 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from penstock.config.model import Moe
+from penstock.kernels.float8.expert_ffn import ExpertCopies, copy_experts, expert_ffn
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.layout.pieces import Cut, local_shape
 from penstock.moe.dispatch.contract import ExpertRows
+from penstock.parallel.float8_gather import EightBitRows
 from penstock.parallel.kit import Kit
-from penstock.parallel.later import deferrable
+from penstock.parallel.later import Task, deferrable
 
 
 def expert_rule(moe: Moe) -> ExpertRule:
@@ -39,9 +45,15 @@ class Experts(nn.Module):
     Attributes:
         sums: float32 sums of the gradients of our parameters, in their order, for backward to add to instead of giving
             gradients to autograd; None leaves that to autograd. Set by whoever owns the sums.
+        float8_copies: of the matrices as they were at the last `refresh_float8`. Neither parameters nor buffers:
+            nothing saves, divides or moves them.
+        gathered: the matrices as FSDP2 gathers them, if it does so in 8 bits.
     """
 
     sums: tuple[Tensor, ...] | None = None
+    float8_copies: ExpertCopies | None = None
+    gathered: tuple[EightBitRows, ...] = ()
+    _copied: tuple[tuple[int, int], ...] = ()
 
     def __init__(
         self,
@@ -55,6 +67,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.operators = kit.operators
+        self.float8 = kit.float8
         self.later = kit.later
         self.rule = rule
         grid = kit.axes.grid
@@ -82,27 +95,92 @@ class Experts(nn.Module):
         """Numbers of both matrices, without biases."""
         return self.gate_up_eFD.numel() + self.down_eDF.numel()
 
+    @property
+    def is_one_function(self) -> bool:
+        """Whether backward makes the pre-activation again by itself, if it is asked to."""
+        return self.operators.expert_ffn_is_ours or self.float8.experts is not None
+
+    @torch.no_grad()
+    def refresh_float8(self) -> None:
+        """Make the copies in 8 bits of the matrices as they are now, in the same memory if there are some already.
+
+        To be called whenever somebody has changed the matrices. Without products in 8 bits, and where FSDP divides the
+        matrices, there are no copies.
+        """
+        held = self.gate_up_eFD, self.down_eDF
+        if self.float8.experts is None or any(isinstance(one, DTensor) for one in held):
+            self.float8_copies = None
+            return
+        old = self.float8_copies
+        into = old if old is not None and old.gate_up.forward.values.device == held[0].device else None
+        self.float8_copies = copy_experts(*held, self.float8, into)
+        self._copied = _versions(*held)
+
     def forward(self, rows: ExpertRows, *, recompute: bool = False) -> Tensor:
         """Apply each expert to its rows, times their routing weights.
 
         Args:
             rows: what the dispatcher brought.
-            recompute: keep no pre-activation; only of operators that do this by themselves.
+            recompute: keep no pre-activation; only if the network `is_one_function`.
 
         Returns:
             y_RD in the dtype of the rows.
         """
-        function = partial(self._ffn, rows, recompute)
         held = (self.gate_up_eFD, self.down_eDF, self.gate_up_bias_eF, self.down_bias_eD)
         parameters = tuple(parameter for parameter in held if parameter is not None)
+        if self.float8.experts is not None:
+            return self._ffn_in_float8(rows, recompute, *parameters)
+        function = partial(self._ffn, rows, recompute)
         return deferrable(function, (rows.x_ND, rows.weights_R), parameters, self.later)
 
     def _ffn(self, rows: ExpertRows, recompute: bool, x_ND: Tensor, weights_R: Tensor, *parameters: Tensor) -> Tensor:
         """The network, of parameters in the order in which the module has them."""
         gate_up_eFD, down_eDF, *of_biases = parameters
-        biases = (of_biases[0], of_biases[1] if len(of_biases) > 1 else None) if of_biases else None
-        ffn = partial(self.operators.expert_ffn, biases=biases, rule=self.rule, places_TK=rows.places_NK)
+        ffn = partial(self.operators.expert_ffn, biases=_pair(of_biases), rule=self.rule, places_TK=rows.places_NK)
         if self.operators.expert_ffn_is_ours:
             # Deferred gradients go through autograd: a kernel that adds them up would do so too early.
             ffn = partial(ffn, recompute=recompute, accumulate_into=None if self.later else self.sums)
         return ffn(x_ND, gate_up_eFD, down_eDF, rows.counts_e, weights_R, rows.index_R)
+
+    def _ffn_in_float8(self, rows: ExpertRows, recompute: bool, *parameters: Tensor) -> Tensor:
+        """The same in 8 bits, which puts its weight gradients off by itself."""
+        gate_up_eFD, down_eDF, *of_biases = parameters
+        copies = self.float8_copies
+        # Somebody who has changed the matrices and did not refresh the copies gets the right numbers all the same.
+        is_fresh = copies is not None and self._copied == _versions(gate_up_eFD, down_eDF)
+        return expert_ffn(
+            rows.x_ND,
+            gate_up_eFD,
+            down_eDF,
+            rows.counts_e,
+            rows.weights_R,
+            rows.index_R,
+            float8=self.float8,
+            copies=copies if is_fresh else None,
+            quantized=rows.quantized,
+            biases=_pair(of_biases),
+            rule=self.rule,
+            places_TK=rows.places_NK,
+            accumulate_into=self.sums,
+            put_off=self._put_off,
+            recompute=recompute,
+        )
+
+    def _put_off(self, task: Task) -> bool:
+        """Leave a weight gradient to whoever collects, if somebody does."""
+        if self.later is None or not self.later.is_collecting:
+            return False
+        self.later.add(task)
+        return True
+
+
+def _pair(of_biases: list[Tensor]) -> tuple[Tensor, Tensor | None] | None:
+    """Biases of both products; the second may be another rank's."""
+    if not of_biases:
+        return None
+    return of_biases[0], of_biases[1] if len(of_biases) > 1 else None
+
+
+def _versions(*matrices: Tensor) -> tuple[tuple[int, int], ...]:
+    """What is another one after torch has changed a matrix. What kernels of ours write it does not see."""
+    return tuple((id(matrix), matrix._version) for matrix in matrices)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from penstock.base.spans import Span
+from penstock.kernels.float8.quantized import Both
 from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, Sorting
 from penstock.moe.dispatch.room import Room
 from penstock.moe.experts import Experts
@@ -50,9 +51,15 @@ class MoE(nn.Module):
         """Part of the layer's routed experts that one token meets."""
         return self.router.top_k / self.router.experts
 
-    def forward(self, x_TD: Tensor, scope: Scope) -> Tensor:
-        """Mix the chosen experts for every token. Returns y_TD."""
-        return self.mix(x_TD, self.route(x_TD, scope))
+    def forward(self, x_TD: Tensor, scope: Scope, ready: Both | None = None) -> Tensor:
+        """Mix the chosen experts for every token. Returns y_TD.
+
+        Args:
+            x_TD: tokens.
+            scope: where they come from.
+            ready: the same in 8 bits for the shared expert, if they are there.
+        """
+        return self.mix(x_TD, self.route(x_TD, scope), ready)
 
     def route(self, x_TD: Tensor, scope: Scope) -> Routing:
         """Choose experts, and sort the slots if dispatch would begin with that in any case.
@@ -65,10 +72,10 @@ class MoE(nn.Module):
                 return replace(routing, sorted=self.dispatcher.sorted_slots(routing))
             return routing
 
-    def mix(self, x_TD: Tensor, routing: Routing) -> Tensor:
+    def mix(self, x_TD: Tensor, routing: Routing, ready: Both | None = None) -> Tensor:
         """`forward` behind `route`."""
         if self.kit.transfers is not None:
-            return drain(self.steps(x_TD, routing))
+            return drain(self.steps(x_TD, routing, ready))
         with span(Span.DISPATCH):
             rows, receipt = self.dispatcher.dispatch(x_TD, routing)
         y_RD = self._run_experts(rows)
@@ -77,16 +84,16 @@ class MoE(nn.Module):
         if self.shared is None:
             return y_TD
         with span(Span.SHARED):
-            return y_TD + self.kit.run("shared-expert", self.shared, x_TD)
+            return y_TD + self.kit.run("shared-expert", self.shared, x_TD, ready)
 
-    def steps(self, x_TD: Tensor, routing: Routing) -> Steps[Tensor]:
+    def steps(self, x_TD: Tensor, routing: Routing, ready: Both | None = None) -> Steps[Tensor]:
         """`mix` with its transfers beside the shared expert; stops where they are under way."""
         assert self.kit.transfers is not None, "nothing here leaves"
         leaving, h_TF, shared_TD = Departures(self.dispatcher, self.kit.transfers), None, None
         wait_for_rows = leaving.dispatch(x_TD, routing)
         if self.shared is not None:
             with span(Span.SHARED):
-                h_TF = self.kit.run("shared-expert", self.shared.widen, x_TD)
+                h_TF = self.kit.run("shared-expert", self.shared.widen, x_TD, ready)
         yield
         rows, receipt = wait_for_rows()
         wait_for_sums = leaving.combine(self._run_experts(rows), receipt)
@@ -103,7 +110,7 @@ class MoE(nn.Module):
     def _run_experts(self, rows: ExpertRows) -> Tensor:
         """A recomputed region repeats both products; a network that recomputes by itself repeats only the first."""
         with span(Span.EXPERTS):
-            if not self.kit.operators.expert_ffn_is_ours:
+            if not self.experts.is_one_function:
                 return self.kit.run("expert-activation", self.experts, rows)
             y_RD: Tensor = self.experts(rows, recompute=self.kit.recompute.recomputes("expert-activation"))
             return y_RD

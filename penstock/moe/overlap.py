@@ -18,6 +18,7 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.base.spans import Span
+from penstock.kernels.float8.quantized import Both
 from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, Receipt
 from penstock.moe.routing import Routing
 from penstock.parallel.flight import Transfers
@@ -25,13 +26,13 @@ from penstock.parallel.spans import span
 
 
 class SharedExpert(Protocol):
-    """A network that every token passes; it comes apart."""
+    """A network that every token passes; it comes apart. Tokens may be ready in 8 bits."""
 
-    def __call__(self, x_TD: Tensor) -> Tensor:
+    def __call__(self, x_TD: Tensor, ready: Both | None = None) -> Tensor:
         """All of it."""
         ...
 
-    def widen(self, x_TD: Tensor) -> Tensor:
+    def widen(self, x_TD: Tensor, ready: Both | None = None) -> Tensor:
         """Up to its width, activation included. Returns h_TF."""
         ...
 

@@ -56,9 +56,15 @@ def attend(
         return attend_to_row(q_BSHN, k_BSGN, v_BSGM, kit, scale=scale, allowed_BSS=allowed_BSS, sinks_H=sinks_H)
     q_BSHN, k_BSGN, v_BSGM = (swap(x, axis, split_dim=2, join_dim=1) for x in (q_BSHN, k_BSGN, v_BSGM))
     sinks_H = _of_own_heads(sinks_H, axis)
-    o_BSHM = causal_attention(
-        q_BSHN, k_BSGN, v_BSGM, scale=scale, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H
-    )
+    if kit.float8.attention:
+        assert allowed_BSS is None and sinks_H is None, "a rule refuses masks and sinks with float8.attention"
+        o_BSHM = kit.float8.operators.attention(
+            q_BSHN, k_BSGN, v_BSGM, scale=scale, forward=kit.float8.forward, gradient=kit.float8.gradient
+        )
+    else:
+        o_BSHM = causal_attention(
+            q_BSHN, k_BSGN, v_BSGM, scale=scale, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H
+        )
     return swap(o_BSHM, axis, split_dim=1, join_dim=2)
 
 
@@ -86,6 +92,7 @@ def attend_locally(
     Returns:
         o_BSHM of our positions.
     """
+    assert not kit.float8.attention, "a rule refuses windows and chunks with float8.attention"
     axis, backend = kit.axes.context, kit.operators.attention_backend
     gathers = axis.size > 1 and kit.context_method == "all-gather"
     if gathers:
@@ -192,6 +199,7 @@ def attend_to_row(
     Returns:
         o_BSHM of our positions.
     """
+    assert not kit.float8.attention, "a rule refuses all-gather with float8.attention"
     axis = kit.axes.context
     size = q_BSHN.shape[1] // 2
     assert k_BSGN.shape[1] == 2 * size * axis.size, (

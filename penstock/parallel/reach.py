@@ -11,6 +11,8 @@ import torch
 from penstock.base.errors import DeviceError
 from penstock.config.run import Run
 from penstock.kernels.device_facts import TRITON, installed
+from penstock.kernels.float8.packed_rows import row_bytes
+from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8
 from penstock.layout.experts import ExpertPlacement
 from penstock.parallel.axes import Axes
 from penstock.parallel.deep_ep import DeepEpBuffer, make_buffer
@@ -76,15 +78,22 @@ def shared_buffers(run: Run, axes: Axes, device: torch.device) -> "SymmetricBuff
     # Tokens of all nodes may be on their way to the experts of ours.
     tokens = run.training.micro_batch * run.training.sequence_length // axes.sequence.size * axes.expert_across.size
     symmetric = import_module("penstock.parallel.symmetric")
-    width = run.model.hidden_size * (2 if run.training.precision == "bf16" else 4)
     sizes = symmetric.BufferSizes(
         tokens=tokens,
         top_k=moe.top_k * grid.expert_tensor,
-        row_bytes=width,
+        row_bytes=widest_row(run),
         ranks=axes.expert_node.size,
     )
     buffers: SymmetricBuffers = symmetric.allocate(sizes, axes.expert_node, device)
     return buffers
+
+
+def widest_row(run: Run) -> int:
+    """Bytes of the widest row that travels: gradients and outputs never do in 8 bits, and tiny rows grow by packing."""
+    plain = run.model.hidden_size * (2 if run.training.precision == "bf16" else 4)
+    if run.float8.dispatch == "none":
+        return plain
+    return max(plain, *(row_bytes(run.model.hidden_size, recipe) for recipe in (BLOCKWISE, MXFP8)))
 
 
 def library_buffer(run: Run, axes: Axes, device: torch.device) -> DeepEpBuffer | None:

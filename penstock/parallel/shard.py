@@ -2,8 +2,9 @@
 
 A unit is a module whose weights are gathered and freed together, one decoder block. Between steps a rank holds rows of
 every parameter in float32 (they are the masters); around forward and backward a unit's weights are gathered in the
-compute type, and its gradients are reduce-scattered as soon as they are there. Ranks see different tokens of one global
-batch and their losses are parts of one mean, so gradients are summed, never averaged.
+compute type (or in 8 bits, penstock/parallel/float8_gather.py), and its gradients are reduce-scattered as soon as they
+are there. Ranks see different tokens of one global batch and their losses are parts of one mean, so gradients are
+summed, never averaged.
 
 Modules inside units may be divided over an axis of their own: experts over the ranks that hold the same experts. Under
 hybrid sharding (`Axis.inner`) a copy is divided inside a block of ranks and gradients are summed over blocks too.

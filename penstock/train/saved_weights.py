@@ -21,6 +21,7 @@ from torch import Tensor
 from penstock.base.errors import CheckpointError
 from penstock.layout.pieces import Piece
 from penstock.layout.rectangles import Rectangle
+from penstock.models.holdings import refresh_float8
 from penstock.parallel.holding import Part
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.manifest import (
@@ -184,3 +185,4 @@ def load_initial_weights(source: str, state: TrainState, store_of: Callable[[Pat
     finally:
         store.close()
     state.optimizer.loaded()
+    refresh_float8(state.modules)

@@ -21,7 +21,7 @@ from penstock.kernels.choose import summary
 from penstock.kernels.device_facts import device_facts
 from penstock.models.build import meta_model
 from penstock.models.count import Count, count
-from penstock.models.holdings import add_in_kernels, holdings
+from penstock.models.holdings import add_in_kernels, holdings, refresh_float8
 from penstock.models.init import initialize_masters
 from penstock.models.kernels import kernel_choices
 from penstock.models.rank_model import RankModel, build_rank, embedding_places
@@ -128,6 +128,7 @@ def prepare(run: Run, environment: Environment) -> Session:
     )
     initialize_masters(model.modules, optimizer.parts(), run.seed, run.model.initial_std)
     add_in_kernels(model.modules, optimizer.gradient_of)
+    refresh_float8(model.modules)
     choices = kernel_choices(run, device_facts(device, run.training.precision))
     graphs, graphs_note = choose_capture(run, device, choices)
     state = TrainState(

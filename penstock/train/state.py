@@ -30,6 +30,7 @@ from penstock.config.compare import leaves
 from penstock.config.run import Run
 from penstock.config.schema import every_field
 from penstock.data.loader import Batches
+from penstock.models.holdings import refresh_float8
 from penstock.parallel.axes import ALONE, Axis
 from penstock.parallel.holding import Part, whole
 from penstock.train.checkpoint import CheckpointStore
@@ -109,6 +110,7 @@ def restore_state(store: CheckpointStore, step: int, state: TrainState) -> dict[
     check_same_model(step, store.read_facts(step)["model"], state.identity)
     facts = store.load(step, state.parts())
     state.optimizer.loaded()
+    refresh_float8(state.modules)
     state.batches.restore(facts["loader"])
     restore_random_state(facts["random"])
     notes: dict[str, Any] = facts["notes"]

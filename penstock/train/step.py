@@ -21,6 +21,7 @@ from penstock.base.errors import DeviceError
 from penstock.base.spans import Span
 from penstock.config.run import Run
 from penstock.data.batch import Batch
+from penstock.models.holdings import refresh_float8
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import LayerLoad, layer_loads, reset_loads, update_expert_bias
 from penstock.moe.dispatch.room import forget_left_out, room_for_all, rows_left_out
@@ -154,6 +155,7 @@ def train_step(
     enter(Span.OPTIMIZER)
     with span(Span.OPTIMIZER):
         optimizer.step(learning_rate, clip_divisor(result.gradient_norm, rule.clip_norm))
+        refresh_float8(model.modules)
     with span(Span.BALANCE):
         update_expert_bias(model.modules, loads)
     return result

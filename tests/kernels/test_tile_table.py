@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.base.errors import KernelError
-from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table, tile_table_kernel
+from penstock.kernels.tile_table import ALIGNED_BLOCK, BLOCK_SIZES, TileTable, tile_table, tile_table_kernel
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 
 
@@ -40,6 +40,11 @@ def test_starts_say_where_each_expert_and_the_tail_begin(device: torch.device) -
     assert table.starts_e.tolist() == [0, 5, 5, 7]
 
 
+def test_aligned_starts_leave_no_block_to_two_experts(device: torch.device) -> None:
+    table = tile_table(torch.tensor([5, 0, 130, 128], device=device), 300)
+    assert table.aligned_e.tolist() == [0, 128, 128, 384, 512]
+
+
 def test_rows_past_the_buffer_are_ignored(device: torch.device) -> None:
     table = tile_table(torch.tensor([100, 100, 100], device=device), 130)
     assert table.starts_e.tolist() == [0, 100, 130, 130]
@@ -55,8 +60,8 @@ def test_counts_that_are_no_vector_of_integers_are_refused(device: torch.device)
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_table_kernel_compiles_without_spills(target: str) -> None:
-    pointers = dict.fromkeys(("counts_ptr", "starts_ptr", "block_counts_ptr", "owners_ptr"), "*i32:16")
+    pointers = dict.fromkeys(("counts_ptr", "starts_ptr", "aligned_ptr", "block_counts_ptr", "owners_ptr"), "*i32:16")
     numbers = dict.fromkeys(("rows", "experts", "bound"), "i32")
-    constants = {"SMALLEST_BLOCK": BLOCK_SIZES[0], "EXPERTS_PADDED": 256}
+    constants = {"SMALLEST_BLOCK": BLOCK_SIZES[0], "ALIGNED_BLOCK": ALIGNED_BLOCK, "EXPERTS_PADDED": 256}
     compiled = compile_for(tile_table_kernel, pointers | numbers, constants, TARGETS[target], num_warps=1)
     assert compiled.spills == 0, compiled.summary

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from penstock.config.model import Balance, Moe
 from penstock.config.parallel import Dispatch, Overlap
+from penstock.kernels.float8.quantized import Both
 from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
 from penstock.models.init import initialize
@@ -79,8 +80,8 @@ class _Marked(nn.Module):
         super().__init__()
         self.inner, self.transfers = inner, transfers
 
-    def widen(self, x_TD: Tensor) -> Tensor:
-        return self.transfers.mark("widen", self.inner.widen(x_TD))
+    def widen(self, x_TD: Tensor, ready: Both | None = None) -> Tensor:
+        return self.transfers.mark("widen", self.inner.widen(x_TD, ready))
 
     def narrow(self, h_TF: Tensor) -> Tensor:
         return self.transfers.mark("narrow", self.inner.narrow(h_TF))

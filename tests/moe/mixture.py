@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.expert_ffn import expert_ffn
+from penstock.kernels.float8.quantized import Quantized
+from penstock.kernels.float8.reference import dequantize
 from penstock.kernels.operators import REFERENCE
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.layout.experts import ExpertPlacement
-from penstock.moe.dispatch.contract import Dispatcher
+from penstock.moe.dispatch.contract import Dispatcher, ExpertRows
 from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.routing import Routing
 
@@ -130,13 +132,30 @@ def mix(dispatchers: Sequence[Dispatcher], problems: Sequence[Problem], place: i
         biases = (held[0], held[1] if len(held) > 1 else None) if held else None
         rest = rows.counts_e, rows.weights_R, rows.index_R
         options = {"places_TK": rows.places_NK, "biases": biases, "rule": rule}
-        outputs.append(dispatcher.combine(expert_ffn(rows.x_ND, gate_up_eFD, down_eDF, *rest, **options), receipt))
+        outputs.append(dispatcher.combine(expert_ffn(read(rows), gate_up_eFD, down_eDF, *rest, **options), receipt))
     directions = [whole.of(place).direction_TD for whole in problems]
     gradients = iter(torch.autograd.grad(outputs, [leaf for one in flying for leaf in one[1]], directions))
     return [
         [y_TD.detach(), *(next(gradients) for _ in leaves)]
         for y_TD, (_, leaves, *_) in zip(outputs, flying, strict=True)
     ]
+
+
+def read(rows: ExpertRows) -> Tensor:
+    """The rows' numbers, whatever they came in."""
+    return rows.x_ND if rows.quantized is None else _Read.apply(rows.x_ND, rows.quantized)
+
+
+class _Read(torch.autograd.Function):
+    """What experts that multiply 8 bits do: they read those, and give the gradient to what carries it."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier_ND: Tensor, quantized: Quantized) -> Tensor:
+        return dequantize(quantized).to(carrier_ND.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_ND: Tensor) -> tuple[Tensor, None]:
+        return gradient_ND, None
 
 
 def compare(whole: Problem, got: Sequence[Sequence[Tensor]]) -> None:

@@ -22,6 +22,7 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
+from penstock.moe.dispatch.cargo import AS_THEY_ARE, Packing
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.deep_ep import DeepEpDispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, Nodes
@@ -66,6 +67,7 @@ def solve(
     triton: bool = False,
     bound: float = 0,
     per_node: int = 0,
+    packing: Packing = AS_THEY_ARE,
 ) -> list[Results]:
     """What `mix` gives on every rank.
 
@@ -76,31 +78,46 @@ def solve(
         triton: run on our kernels.
         bound: of the room, where there is one; 0 has room for all rows on one rank.
         per_node: ranks of a node; 0 is half of them.
+        packing: in which form rows travel.
     """
     placement = flights[0][0].placement
     bound = bound or float(placement.expert)
     if way == "alone":
-        dispatchers = [LocalDispatcher(placement.experts, TRITON if triton else REFERENCE) for _ in flights[0]]
+        alone = LocalDispatcher(placement.experts, TRITON if triton else REFERENCE, packing)
+        dispatchers = [alone for _ in flights[0]]
         return [[one for problems in flights for one in mix(dispatchers, problems, 0)]]
     if way == "pushed":
-        return run_ranks(_pushed, _sizes(flights, nodes=1), flights, bound)
+        return run_ranks(_pushed, _sizes(flights, nodes=1), flights, bound, packing)
     if way == "by node, pushed":
-        by_node = ranks.run(2, _node_of_pushed, flights, bound)
+        by_node = ranks.run(2, _node_of_pushed, flights, bound, packing)
         return [results for node in by_node for results in node]
-    return [results for results, _ in ranks.run(placement.places, over_gloo, way, flights, triton, bound, per_node)]
+    arguments = (way, flights, triton, bound, per_node, packing)
+    return [results for results, _ in ranks.run(placement.places, over_gloo, *arguments)]
 
 
-def over_gloo(way: Gloo, flights: Flights, triton: bool, bound: float, per_node: int = 0) -> tuple[Results, list[int]]:
+def over_gloo(
+    way: Gloo,
+    flights: Flights,
+    triton: bool,
+    bound: float,
+    per_node: int = 0,
+    packing: Packing = AS_THEY_ARE,
+) -> tuple[Results, list[int]]:
     """On a rank: what `mix` gives, and rows of each layer that found no room."""
     placement = flights[0][0].placement
     rooms = [Room(placement, bound) for _ in flights[0]]
-    dispatchers, place = dispatchers_on_a_rank(way, placement, rooms, triton, per_node)
+    dispatchers, place = dispatchers_on_a_rank(way, placement, rooms, triton, per_node, packing)
     results = [one for problems in flights for one in mix(dispatchers, problems, place)]
     return results, [int(room.left_out) for room in rooms]
 
 
 def dispatchers_on_a_rank(
-    way: Gloo, placement: ExpertPlacement, rooms: Sequence[Room], triton: bool, per_node: int = 0
+    way: Gloo,
+    placement: ExpertPlacement,
+    rooms: Sequence[Room],
+    triton: bool,
+    per_node: int = 0,
+    packing: Packing = AS_THEY_ARE,
 ) -> tuple[list[Dispatcher], int]:
     """A dispatcher for each room, and our place."""
     grid = Grid(world=placement.places, expert=placement.expert, expert_tensor=placement.expert_tensor)
@@ -108,28 +125,31 @@ def dispatchers_on_a_rank(
     operators: Operators = TRITON if triton else REFERENCE
     if way == "DeepEP":
         buffer = sized_buffer(simulated_deep_ep, axes.expert, D * 2)
-        return [DeepEpDispatcher(placement, operators, buffer) for _ in rooms], axes.expert.rank
-    return [_dispatcher(way, placement, axes, operators, room) for room in rooms], axes.expert.rank
+        return [DeepEpDispatcher(placement, operators, buffer, packing) for _ in rooms], axes.expert.rank
+    return [_dispatcher(way, placement, axes, operators, room, packing) for room in rooms], axes.expert.rank
 
 
-def _dispatcher(way: Gloo, placement: ExpertPlacement, axes: Axes, operators: Operators, room: Room) -> Dispatcher:
+def _dispatcher(
+    way: Gloo, placement: ExpertPlacement, axes: Axes, operators: Operators, room: Room, packing: Packing
+) -> Dispatcher:
     if way == "padded":
         # a factor of E gives every expert room for all slots, so padding itself drops none
-        return PaddedAllToAllDispatcher(placement, axes.expert, float(placement.experts), operators)
+        return PaddedAllToAllDispatcher(placement, axes.expert, float(placement.experts), operators, packing)
     if way == "sent":
-        return AllToAllDispatcher(placement, axes.expert, operators)
+        return AllToAllDispatcher(placement, axes.expert, operators, packing=packing)
     if way.startswith("gathered"):
-        return AllGatherDispatcher(placement, axes.expert, operators, None if way == "gathered, counted" else room)
+        asked = None if way == "gathered, counted" else room
+        return AllGatherDispatcher(placement, axes.expert, operators, asked, packing=packing)
     nodes = Nodes(placement, axes.expert_node, axes.expert_across)
     block = placement.block(nodes.node.size)
     if way == "by node, sent":
-        inner: Dispatcher = AllToAllDispatcher(block, nodes.node, operators)
-        return HierarchicalDispatcher(nodes, inner, operators, is_counted=True)
+        inner: Dispatcher = AllToAllDispatcher(block, nodes.node, operators, packing=packing)
+        return HierarchicalDispatcher(nodes, inner, operators, is_counted=True, packing=packing)
     if way == "by node, gathered":
-        inner = AllGatherDispatcher(block, nodes.node, operators)
-        return HierarchicalDispatcher(nodes, inner, operators, is_counted=True, is_even=True)
-    inner = AllGatherDispatcher(block, nodes.node, operators, room)
-    return HierarchicalDispatcher(nodes, inner, operators, is_counted=False)
+        inner = AllGatherDispatcher(block, nodes.node, operators, packing=packing)
+        return HierarchicalDispatcher(nodes, inner, operators, is_counted=True, is_even=True, packing=packing)
+    inner = AllGatherDispatcher(block, nodes.node, operators, room, packing=packing)
+    return HierarchicalDispatcher(nodes, inner, operators, is_counted=False, packing=packing)
 
 
 def _sizes(flights: Flights, nodes: int) -> BufferSizes:
@@ -150,27 +170,31 @@ def _links(placement: ExpertPlacement, buffers: SymmetricBuffers) -> Links:
     return replace(links_of(placement, buffers), push=launch, take=launch, back=launch, sum=launch)
 
 
-def _pushed(buffers: SymmetricBuffers, flights: Flights, bound: float) -> Results:
+def _pushed(buffers: SymmetricBuffers, flights: Flights, bound: float, packing: Packing) -> Results:
     placement = flights[0][0].placement
-    links = _links(placement, buffers)
-    dispatchers = [SymmetricDispatcher(placement, links, room=Room(placement, bound)) for _ in flights[0]]
+    links, rooms = _links(placement, buffers), [Room(placement, bound) for _ in flights[0]]
+    dispatchers = [SymmetricDispatcher(placement, links, room=room, packing=packing) for room in rooms]
     return [one for problems in flights for one in mix(dispatchers, problems, buffers.peers.rank)]
 
 
-def _node_of_pushed(flights: Flights, bound: float) -> list[Results]:
+def _node_of_pushed(flights: Flights, bound: float, packing: Packing) -> list[Results]:
     """One of two nodes: what each of its ranks gives.
 
     Both draw whose turn it is from one seed and make the same calls, so the same rank runs on both and meets itself in
     the collectives between them.
     """
-    return run_ranks(_by_node_pushed, _sizes(flights, nodes=2), flights, bound, make_axes(Grid(world=2)).world)
+    across = make_axes(Grid(world=2)).world
+    return run_ranks(_by_node_pushed, _sizes(flights, nodes=2), flights, bound, across, packing)
 
 
-def _by_node_pushed(buffers: SymmetricBuffers, flights: Flights, bound: float, across: Axis) -> Results:
+def _by_node_pushed(
+    buffers: SymmetricBuffers, flights: Flights, bound: float, across: Axis, packing: Packing
+) -> Results:
     placement, rank, per_node = flights[0][0].placement, buffers.peers.rank, buffers.peers.size
     nodes = Nodes(placement, Axis(name="expert_node", ranks=tuple(range(per_node)), rank=rank), across)
     block = placement.block(per_node)
-    inner = SymmetricDispatcher(block, _links(block, buffers), room=Room(placement, bound))
-    dispatchers = [HierarchicalDispatcher(nodes, inner, REFERENCE, is_counted=False) for _ in flights[0]]
+    inner = SymmetricDispatcher(block, _links(block, buffers), room=Room(placement, bound), packing=packing)
+    outer = HierarchicalDispatcher(nodes, inner, REFERENCE, is_counted=False, packing=packing)
+    dispatchers = [outer for _ in flights[0]]
     place = across.rank * per_node + rank
     return [one for problems in flights for one in mix(dispatchers, problems, place)]

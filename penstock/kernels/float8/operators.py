@@ -6,17 +6,18 @@ kernels. Each function has the signature of that of the same name in `reference`
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.kernels import reference as plain
-from penstock.kernels.float8 import reference
+from penstock.kernels.expert_parts import bias_gradient_by_definition
+from penstock.kernels.float8 import attention_reference, packed_rows, reference
 from penstock.kernels.float8.formats import E4M3, Format
 from penstock.kernels.float8.quantized import Both, Quantized, WeightCopies
 from penstock.kernels.float8.recipes import Recipe
-from penstock.kernels.reference import ExpertRule
+from penstock.kernels.reference import ExpertRule, RowOrder
 
 
 class SwigluForBackward(NamedTuple):
@@ -37,30 +38,50 @@ class SwigluForBackward(NamedTuple):
     plain_d_gate_up_RF: Tensor | None
 
 
+def _no_tile_table(counts_e: Tensor, rows: int) -> None:
+    """Only Triton's products share one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Float8Operators:
     """Callables; see the functions of the same name in `penstock.kernels.float8.reference`, and below.
 
     Attributes:
-        swiglu: (gate_up_RF, weights_R, rule, recipe, form, *, columns=False) -> Both: h_RF, which is never written in
-            16 bits. `columns` is for a dense network; of experts' rows the backward pass makes them.
+        pack_rows: see `penstock.kernels.float8.packed_rows`.
+        unpack_rows: likewise.
+        swiglu: (gate_up_RF, weights_R, rule, recipe, form, *, columns=False, counts_e=None) -> Both: h_RF, which is
+            never written in 16 bits. `columns` is for a dense network; of experts' rows the backward pass makes them.
+            Rows past those of `counts_e` are not looked at, and may be anything in what comes back.
         swiglu_backward: (gate_up_RF, weights_R, dh_RF, counts_e, rule, recipe, forward, gradient, *, keep_plain=False)
             -> SwigluForBackward; `counts_e` aligns the columns as `quantize_groups` does.
-        rms_norm: (x_TD, weight_D, epsilon, recipe, form, *, columns) -> (normed_TD, Both); differentiable in x and
-            weight by normed_TD.
-        add_rms_norm: (x_TD, residual_TD, weight_D, epsilon, recipe, form, *, columns) -> (normed_TD, sum_TD, Both).
+        rms_norm: (x_TD, weight_D, epsilon, recipe, form, *, columns, keep_plain=True) -> (normed_TD, Both);
+            differentiable in x and weight by normed_TD. Without `keep_plain` that is a carrier of gradients with one
+            number of memory, which nobody may read.
+        add_rms_norm: (x_TD, residual_TD, weight_D, epsilon, recipe, form, *, columns, keep_plain=True)
+            -> (normed_TD, sum_TD, Both).
+        tile_table: (counts_e, rows) -> what a layer's grouped products share, as their `tiles`; None if nothing.
+        unpermute: (y_RD, order) -> y_TD, in 16 bits.
+        bias_gradient: of `penstock.kernels.bias_gradient`, in 16 bits.
+        attention: (q_BSHN, k_BSGN, v_BSGM, *, scale, forward, gradient) -> o_BSHM, differentiable. Causal.
     """
 
     quantize_rows: Callable[..., Both]
     quantize_weight: Callable[..., WeightCopies]
     quantize_groups: Callable[..., Quantized]
-    multiply: Callable[[Quantized, Quantized, torch.dtype], Tensor]
+    transpose_weight: Callable[[Quantized, Quantized], None] = reference.transpose_weight
+    pack_rows: Callable[[Tensor, Recipe, Format], Tensor]
+    unpack_rows: Callable[..., Tensor]
+    multiply: Callable[..., Tensor]
     multiply_groups: Callable[..., Tensor]
     multiply_columns: Callable[..., Tensor]
     swiglu: Callable[..., Both]
     swiglu_backward: Callable[..., SwigluForBackward]
     rms_norm: Callable[..., tuple[Tensor, Both]]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor, Both]]
+    tile_table: Callable[[Tensor, int], object] = _no_tile_table
+    unpermute: Callable[[Tensor, RowOrder], Tensor] = plain.unpermute
+    bias_gradient: Callable[..., Tensor] = bias_gradient_by_definition
+    attention: Callable[..., Tensor] = attention_reference.attention
 
 
 def swiglu(
@@ -71,9 +92,11 @@ def swiglu(
     form: Format,
     *,
     columns: bool = False,
+    counts_e: Tensor | None = None,
 ) -> Both:
     """`penstock.kernels.reference.swiglu`, quantized."""
-    return reference.quantize_rows(plain.swiglu(gate_up_RF, weights_R, rule), recipe, form, columns=columns)
+    h_RF = plain.swiglu(gate_up_RF, weights_R, rule)
+    return reference.quantize_rows(h_RF, recipe, form, columns=columns, counts_e=counts_e)
 
 
 def swiglu_backward(
@@ -108,7 +131,7 @@ def swiglu_backward(
         h_RF = plain.swiglu(gate_up_RF, weights_R, rule)
     d_gate_up_RF, *rest = torch.autograd.grad(h_RF, inputs, dh_RF)
     return SwigluForBackward(
-        d_gate_up=reference.quantize_rows(d_gate_up_RF, recipe, gradient).rows,
+        d_gate_up=reference.quantize_rows(d_gate_up_RF, recipe, gradient, counts_e=counts_e).rows,
         d_gate_up_columns=reference.quantize_groups(d_gate_up_RF, counts_e, recipe, gradient),
         h_columns=reference.quantize_groups(h_RF.detach(), counts_e, recipe, forward),
         dweights_R=rest[0] if rest else None,
@@ -117,25 +140,56 @@ def swiglu_backward(
 
 
 def rms_norm(
-    x_TD: Tensor, weight_D: Tensor, epsilon: float, recipe: Recipe, form: Format, *, columns: bool
+    x_TD: Tensor,
+    weight_D: Tensor,
+    epsilon: float,
+    recipe: Recipe,
+    form: Format,
+    *,
+    columns: bool,
+    keep_plain: bool = True,
 ) -> tuple[Tensor, Both]:
     """`penstock.kernels.reference.rms_norm`, and the same quantized."""
     normed_TD = plain.rms_norm(x_TD, weight_D, epsilon)
-    return normed_TD, reference.quantize_rows(normed_TD.detach(), recipe, form, columns=columns)
+    both = reference.quantize_rows(normed_TD.detach(), recipe, form, columns=columns)
+    return normed_TD if keep_plain else _Carrier.apply(normed_TD), both
 
 
 def add_rms_norm(
-    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float, recipe: Recipe, form: Format, *, columns: bool
+    x_TD: Tensor,
+    residual_TD: Tensor,
+    weight_D: Tensor,
+    epsilon: float,
+    recipe: Recipe,
+    form: Format,
+    *,
+    columns: bool,
+    keep_plain: bool = True,
 ) -> tuple[Tensor, Tensor, Both]:
     """`penstock.kernels.reference.add_rms_norm`, and the norm quantized."""
     normed_TD, sum_TD = plain.add_rms_norm(x_TD, residual_TD, weight_D, epsilon)
-    return normed_TD, sum_TD, reference.quantize_rows(normed_TD.detach(), recipe, form, columns=columns)
+    both = reference.quantize_rows(normed_TD.detach(), recipe, form, columns=columns)
+    return normed_TD if keep_plain else _Carrier.apply(normed_TD), sum_TD, both
+
+
+class _Carrier(torch.autograd.Function):
+    """Passes gradients on, and NaN instead of numbers: whoever reads it is seen."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor) -> Tensor:
+        return x_TD.new_full((), torch.nan).expand(x_TD.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dx_TD: Tensor) -> Tensor:
+        return dx_TD
 
 
 REFERENCE = Float8Operators(
     quantize_rows=reference.quantize_rows,
     quantize_weight=reference.quantize_weight,
     quantize_groups=reference.quantize_groups,
+    pack_rows=packed_rows.pack_rows,
+    unpack_rows=packed_rows.unpack_rows,
     multiply=reference.multiply,
     multiply_groups=reference.multiply_groups,
     multiply_columns=reference.multiply_columns,

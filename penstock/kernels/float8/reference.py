@@ -4,10 +4,13 @@ A block's scale is its largest magnitude over the format's largest number, so no
 a NaN; what is NaN or infinite stays visible. Scales that are powers of two are rounded up. Sums are float32.
 """
 
+from itertools import accumulate
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels.expert_parts import used
 from penstock.kernels.float8.formats import E4M3, Format
 from penstock.kernels.float8.quantized import Both, Quantized, WeightCopies
 from penstock.kernels.float8.recipes import ALIGNMENT, Block, Recipe, Scaling
@@ -38,7 +41,8 @@ def quantize(x: Tensor, block: Block, form: Format, scaling: Scaling) -> Quantiz
         scales = _scales_of_4_bits(amax)
         values = _nearest_of_4_bits(blocks / scales[..., :, None, :, None])
     else:
-        scales = _scales(amax / form.largest, scaling)
+        # By a tensor: a GPU multiplies with 1 / number instead of dividing by it, and that is not as exact.
+        scales = _scales(amax / torch.full_like(amax, form.largest), scaling)
         values = blocks / scales[..., :, None, :, None]
     values = values.flatten(-2).flatten(-3, -2)[..., :outer, :depth].clamp(-form.largest, form.largest)
     return Quantized(values.to(form.dtype), scales.to(_scale_dtype(scaling)), block)
@@ -52,17 +56,27 @@ def dequantize(x: Quantized) -> Tensor:
     return x.values.float() * scales[..., :outer, :depth]
 
 
-def quantize_rows(x_RD: Tensor, recipe: Recipe, form: Format, *, columns: bool = False) -> Both:
-    """Activations or gradients of a dense product.
+def quantize_rows(
+    x_RD: Tensor, recipe: Recipe, form: Format, *, columns: bool = False, counts_e: Tensor | None = None
+) -> Both:
+    """Activations or gradients.
 
     Args:
         x_RD: rows.
         recipe: whose blocks.
         form: of the values.
         columns: also transposed.
+        counts_e: rows of each expert. Then what stands past them may be anything, and stays so in the row-wise copy,
+            and the transposed copy is that of `quantize_groups`.
     """
+    if counts_e is not None:
+        x_RD = used(x_RD, counts_e)
     rows = quantize(x_RD, recipe.rows, form, recipe.scaling)
-    return Both(rows, quantize(x_RD.T, recipe.rows, form, recipe.scaling) if columns else None)
+    if not columns:
+        return Both(rows, None)
+    if counts_e is not None:
+        return Both(rows, quantize_groups(x_RD, counts_e, recipe, form))
+    return Both(rows, quantize(x_RD.T, recipe.rows, form, recipe.scaling))
 
 
 def quantize_weight(w_FD: Tensor, recipe: Recipe, form: Format, into: WeightCopies | None = None) -> WeightCopies:
@@ -84,6 +98,16 @@ def quantize_weight(w_FD: Tensor, recipe: Recipe, form: Format, into: WeightCopi
         old.values.copy_(new.values)
         old.scales.copy_(new.scales)
     return into
+
+
+def transpose_weight(weight: Quantized, into: Quantized) -> None:
+    """Fill the transposed copy of a weight whose blocks are squares: the same numbers; its scales are there already.
+
+    Args:
+        weight: ... F x D, contiguous.
+        into: ... D x F, contiguous.
+    """
+    into.values.view(torch.uint8).copy_(weight.values.view(torch.uint8).transpose(-1, -2))
 
 
 def aligned_rows(rows: int, experts: int) -> int:
@@ -124,19 +148,37 @@ def quantize_groups(
     return quantize(padded.T, recipe.rows, form, recipe.scaling)
 
 
-def multiply(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
+def multiply(
+    a: Quantized,
+    b: Quantized,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+    accumulate_into: Tensor | None = None,
+) -> Tensor:
     """The dense product a @ b^T.
 
     Args:
         a: M x K.
         b: N x K.
         dtype: of the result.
+        out: where it is written, contiguous and of that dtype; None for new memory.
+        accumulate_into: float32 sums that it is added to instead and that are returned.
     """
-    return (dequantize(a) @ dequantize(b).T).to(dtype)
+    found = dequantize(a) @ dequantize(b).T
+    if accumulate_into is not None:
+        return accumulate_into.add_(found)
+    return found.to(dtype) if out is None else out.copy_(found)
 
 
 def multiply_groups(
-    x: Quantized, w: Quantized, counts_e: Tensor, index_R: Tensor | None = None, *, dtype: torch.dtype
+    x: Quantized,
+    w: Quantized,
+    counts_e: Tensor,
+    index_R: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    tiles: object = None,
 ) -> Tensor:
     """Each expert's rows times the transpose of its matrix: R x N; rows past the last expert's are zero.
 
@@ -146,6 +188,7 @@ def multiply_groups(
         counts_e: rows of each expert.
         index_R: source row of each place.
         dtype: of the result.
+        tiles: a table that other products share; there is no use for it here.
     """
     x_RK, w_eNK = dequantize(x), dequantize(w)
     rows_RK = x_RK if index_R is None else x_RK[index_R]
@@ -162,6 +205,7 @@ def multiply_columns(
     *,
     dtype: torch.dtype,
     accumulate_into: Tensor | None = None,
+    tiles: object = None,
 ) -> Tensor:
     """Gradients of the experts' weights: e x M x N, each contracted over its expert's rows.
 
@@ -171,10 +215,12 @@ def multiply_columns(
         counts_e: rows of each expert.
         dtype: of the result.
         accumulate_into: float32 sums that it is added to and that are returned.
+        tiles: as in `multiply_groups`.
     """
-    starts = counts_on_host(aligned_starts(counts_e), dy.values.shape[1])
+    counts = counts_on_host(counts_e, max(dy.values.shape[1] - counts_e.numel() * (ALIGNMENT - 1), 0))
+    starts = [0, *accumulate(-(-count // ALIGNMENT) * ALIGNMENT for count in counts)]
     dy_MR, x_NR = dequantize(dy), dequantize(x)
-    pieces = [slice(first, first + int(count)) for first, count in zip(starts, counts_e.tolist(), strict=False)]
+    pieces = [slice(first, first + count) for first, count in zip(starts, counts, strict=False)]
     found = torch.stack([dy_MR[:, piece] @ x_NR[:, piece].T for piece in pieces])
     return found.to(dtype) if accumulate_into is None else accumulate_into.add_(found)
 

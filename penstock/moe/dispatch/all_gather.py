@@ -12,7 +12,7 @@ are. The parts of an expert that several ranks share ("expert tensor parallelism
 takes its part of each expert's rows, and the sum at the token adds them up.
 
 Simpler than a dispatch that sends a token only where it is needed, which sends less; docs/dispatch.md has the numbers.
-Sums over ranks are taken in the dtype of the tokens.
+Sums over ranks are taken in the dtype of the tokens, whatever they are packed in on the way out.
 """
 
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from torch import Tensor
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.layout.experts import ExpertPlacement
+from penstock.moe.dispatch.cargo import AS_THEY_ARE, Cargo, Packing
 from penstock.moe.dispatch.contract import ExpertRows, Receipt
 from penstock.moe.dispatch.gathers import pick_kept
 from penstock.moe.dispatch.host_counts import READ, HostCounts
@@ -43,6 +44,7 @@ class AllGatherDispatcher:
         operators: kernels to run on.
         room: says how many rows the experts have room for; None asks the device, and the host waits.
         counts: asks it.
+        packing: in which form rows travel.
     """
 
     placement: ExpertPlacement
@@ -50,16 +52,20 @@ class AllGatherDispatcher:
     operators: Operators
     room: Room | None = None
     counts: HostCounts = READ
+    packing: Packing = AS_THEY_ARE
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
+    def dispatch(self, x_TD: Tensor | Cargo, routing: Routing) -> tuple[ExpertRows, Receipt]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
-        x_ND = all_gather(x_TD, self.axis, dim=0)
+        cargo = self.packing.load(x_TD).moved(
+            lambda rows: all_gather(rows, self.axis, dim=0), lambda gradient: reduce_scatter(gradient, self.axis, dim=0)
+        )
         weights_NK, experts_NK = _gather_choices(routing, self.axis)
         own_NK = as_local(experts_NK, self.placement.experts_of(self.axis.rank))
         order = self._make_room(self.operators.order_rows(own_NK, self.placement.per_place))
         weights_R = pick_kept(weights_NK, order)
-        rows = ExpertRows(x_ND, order.slots_R // own_NK.shape[1], weights_R, order.counts_E, places_NK=order.places_TK)
-        return rows, Receipt(order)
+        x_ND, quantized = self.packing.unload(cargo)
+        index_R = order.slots_R // own_NK.shape[1]
+        return ExpertRows(x_ND, index_R, weights_R, order.counts_E, order.places_TK, quantized), Receipt(order)
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         """See `Dispatcher.combine`. All ranks of the axis call it."""

@@ -15,6 +15,7 @@ with the same weight: a row travels to all of them and the sum at the token adds
 serves one rank that holds all experts; nothing is sent there.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.balance import capacity
+from penstock.moe.dispatch.cargo import AS_THEY_ARE, Cargo, Packing
 from penstock.moe.dispatch.contract import ExpertRows, Receipt
 from penstock.moe.dispatch.gathers import collect_padded, reorder, spread, spread_padded
 from penstock.moe.dispatch.host_counts import READ, HostCounts
@@ -61,14 +63,16 @@ class AllToAllDispatcher:
         axis: its places.
         operators: kernels to run on.
         counts: brings the numbers of rows to the host.
+        packing: in which form rows travel.
     """
 
     placement: ExpertPlacement
     axis: Axis
     operators: Operators
     counts: HostCounts = READ
+    packing: Packing = AS_THEY_ARE
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
+    def dispatch(self, x_TD: Tensor | Cargo, routing: Routing) -> tuple[ExpertRows, Receipt]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         # 1. Our slots in the order of the experts.
         slots = routing.sorted or self.sorted_slots(routing)
@@ -81,27 +85,34 @@ class AllToAllDispatcher:
 
         # 3. Rows and weights on their way. Dropped slots stand last and stay here.
         kept = sum(send)
-        sent_RD = _first(spread(x_TD, order, self.operators), kept)
-        sent_R = _first(slots.weights_R, kept)
-        x_RD = exchange_rows(sent_RD, self.axis, receive, send)
-        weights_R = exchange_rows(sent_R, self.axis, receive, send)
+        cargo = self.packing.load(x_TD).moved(
+            lambda rows: exchange_rows(_first(spread(rows, order, self.operators), kept), self.axis, receive, send),
+            lambda gradient: self._bring_home(gradient, order, send, receive),
+        )
+        weights_R = exchange_rows(_first(slots.weights_R, kept), self.axis, receive, send)
 
         # 4. Where the experts find them.
         arrived_R, places_R = _by_expert(arriving_We, sum(receive))
         weights_R = reorder(weights_R, arrived_R, places_R)
         counts_e = arriving_We.sum(0, dtype=torch.int32)
-        rows = ExpertRows(x_RD, arrived_R, weights_R, counts_e, places_R[:, None])
+        x_RD, quantized = self.packing.unload(cargo)
+        rows = ExpertRows(x_RD, arrived_R, weights_R, counts_e, places_R[:, None], quantized)
         return rows, Journey(order, arrived_R, places_R, tuple(receive), tuple(send))
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         """See `Dispatcher.combine`. All ranks of the axis call it."""
         assert isinstance(receipt, Journey), f"not a receipt of this dispatcher: {receipt}"
+        assert receipt.send is not None and receipt.receive is not None, "as many rows to each as there are"
         arrived_RD = reorder(y_RD, receipt.places_R, receipt.arrived_R)
-        returned_RD = exchange_rows(arrived_RD, self.axis, receive=receipt.send, send=receipt.receive)
-        dropped = receipt.order.slots_R.numel() - returned_RD.shape[0]
+        return self._bring_home(arrived_RD, receipt.order, receipt.send, receipt.receive)
+
+    def _bring_home(self, arrived_RD: Tensor, order: RowOrder, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """A row for each that arrived back to where it came from, summed for each token."""
+        returned_RD = exchange_rows(arrived_RD, self.axis, receive=send, send=receive)
+        dropped = order.slots_R.numel() - returned_RD.shape[0]
         if dropped:
             returned_RD = F.pad(returned_RD, (0, 0, 0, dropped))
-        return self.operators.unpermute(returned_RD, receipt.order)
+        return self.operators.unpermute(returned_RD, order)
 
     def sorted_slots(self, routing: Routing) -> SortedSlots:
         """See `Sorting.sorted_slots`."""
@@ -123,14 +134,16 @@ class PaddedAllToAllDispatcher:
         axis: its places.
         factor: capacity over the fair share of one rank's tokens.
         operators: kernels to run on.
+        packing: in which form rows travel.
     """
 
     placement: ExpertPlacement
     axis: Axis
     factor: float
     operators: Operators
+    packing: Packing = AS_THEY_ARE
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
+    def dispatch(self, x_TD: Tensor | Cargo, routing: Routing) -> tuple[ExpertRows, Receipt]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         T, K = routing.experts_TK.shape
         limit = min(T, capacity(T, K, self.placement.experts, self.factor))
@@ -138,22 +151,28 @@ class PaddedAllToAllDispatcher:
         order = _padded_order(parts, self.placement.virtual_experts, limit, self.operators)
         past = order.slots_R.numel()
 
-        sent_RD = spread_padded(x_TD, order.slots_R, order.places_TK)
+        cargo = self.packing.load(x_TD).moved(
+            lambda rows: exchange_rows(spread_padded(rows, order.slots_R, order.places_TK), self.axis),
+            lambda gradient: self._bring_home(gradient, order),
+        )
         sent_R = parts.weights_TK.new_zeros(past + 1).index_put((order.places_TK,), parts.weights_TK)[:past]
-        x_RD = exchange_rows(sent_RD, self.axis)
         weights_R = exchange_rows(sent_R, self.axis)
 
-        arrived_R, places_R = _by_expert_evenly(self.axis.size, self.placement.per_place, limit, x_TD.device)
+        arrived_R, places_R = _by_expert_evenly(self.axis.size, self.placement.per_place, limit, weights_R.device)
         weights_R = reorder(weights_R, arrived_R, places_R)
         counts_e = order.counts_E.new_full((self.placement.per_place,), self.axis.size * limit)
-        return ExpertRows(x_RD, arrived_R, weights_R, counts_e, places_R[:, None]), Journey(order, arrived_R, places_R)
+        x_RD, quantized = self.packing.unload(cargo)
+        rows = ExpertRows(x_RD, arrived_R, weights_R, counts_e, places_R[:, None], quantized)
+        return rows, Journey(order, arrived_R, places_R)
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         """See `Dispatcher.combine`. All ranks of the axis call it."""
         assert isinstance(receipt, Journey), f"not a receipt of this dispatcher: {receipt}"
-        arrived_RD = reorder(y_RD, receipt.places_R, receipt.arrived_R)
-        returned_RD = exchange_rows(arrived_RD, self.axis)
-        return collect_padded(returned_RD, receipt.order.slots_R, receipt.order.places_TK)
+        return self._bring_home(reorder(y_RD, receipt.places_R, receipt.arrived_R), receipt.order)
+
+    def _bring_home(self, arrived_RD: Tensor, order: RowOrder) -> Tensor:
+        """A row for each that arrived back to where it came from, summed for each token."""
+        return collect_padded(exchange_rows(arrived_RD, self.axis), order.slots_R, order.places_TK)
 
 
 def each_part(routing: Routing, placement: ExpertPlacement) -> Routing:

@@ -18,6 +18,7 @@ from penstock.config.model import Moe
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
+from penstock.moe.dispatch.cargo import packing_of
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.deep_ep import DeepEpDispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, Nodes
@@ -37,35 +38,37 @@ def make_dispatcher(moe: Moe, kit: Kit) -> tuple[Dispatcher, Room | None]:
     """
     grid, axis, operators = kit.axes.grid, kit.axes.expert, kit.operators
     placement = ExpertPlacement(experts=moe.experts, expert=grid.expert, expert_tensor=grid.expert_tensor)
+    packing = packing_of(kit.float8)
     if moe.balance.pad_to_capacity:
         # Ranks that share rows share their capacity too, and all of it may fall to one of them.
         factor = moe.balance.capacity_factor * kit.axes.sequence.size
-        return PaddedAllToAllDispatcher(placement, axis, factor, operators), None
+        return PaddedAllToAllDispatcher(placement, axis, factor, operators, packing), None
     if axis.size == 1:
-        return LocalDispatcher(moe.experts, operators), None
+        return LocalDispatcher(moe.experts, operators, packing), None
     if kit.deep_ep is not None:
-        return DeepEpDispatcher(placement, operators, kit.deep_ep), None
+        return DeepEpDispatcher(placement, operators, kit.deep_ep, packing), None
     room = _room(placement, kit)
     if crosses_nodes(kit.dispatch.method, placement, kit.axes):
         nodes = Nodes(placement, kit.axes.expert_node, kit.axes.expert_across)
         inner = _inside(placement.block(nodes.node.size), nodes.node, kit, room)
-        is_even = not isinstance(inner, AllToAllDispatcher)
-        return HierarchicalDispatcher(nodes, inner, operators, is_counted=room is None, is_even=is_even), room
+        is_even, is_counted = not isinstance(inner, AllToAllDispatcher), room is None
+        return HierarchicalDispatcher(nodes, inner, operators, is_counted, is_even, packing=packing), room
     return _inside(placement, axis, kit, room), room
 
 
 def _inside(placement: ExpertPlacement, axis: Axis, kit: Kit, room: Room | None) -> Dispatcher:
     """Among ranks none of which is special."""
     method, counts_stay = kit.dispatch.method, kit.dispatch.sync_free >= COUNTS_STAY
+    packing = packing_of(kit.float8)
     if kit.buffers is not None:
         # By name, because it needs Triton, which may be absent.
         symmetric = import_module("penstock.moe.dispatch.symmetric")
         links = symmetric.links_of(placement, kit.buffers, kit.dispatch.sms)
-        mapped: Dispatcher = symmetric.SymmetricDispatcher(placement, links, room)
+        mapped: Dispatcher = symmetric.SymmetricDispatcher(placement, links, room, packing=packing)
         return mapped
     if method == "all-gather" or (method != "all-to-all" and counts_stay):
-        return AllGatherDispatcher(placement, axis, kit.operators, room)
-    return AllToAllDispatcher(placement, axis, kit.operators)
+        return AllGatherDispatcher(placement, axis, kit.operators, room, packing=packing)
+    return AllToAllDispatcher(placement, axis, kit.operators, packing=packing)
 
 
 def _room(placement: ExpertPlacement, kit: Kit) -> Room | None:

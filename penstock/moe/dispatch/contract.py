@@ -14,7 +14,9 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.reference import RowOrder
+from penstock.moe.dispatch.cargo import Cargo
 from penstock.moe.routing import Routing, SortedSlots
 
 
@@ -23,13 +25,16 @@ class ExpertRows:
     """What the experts of this rank work on.
 
     Attributes:
-        x_ND: source rows in the compute dtype.
+        x_ND: source rows in the compute dtype. With `quantized` nothing reads it: it has their shape and dtype, and
+            takes their gradient.
         index_R: int64 source row of each place, or None if row i of `x_ND` is place i.
         weights_R: float32 routing weight of each place, differentiable; 0 at places that hold padding.
         counts_e: int32 places of each local expert, in order; may sum to less than R, and places past them hold
             nothing.
         places_NK: int64, the inverse of `index_R`: the places that read each source row. None if that is not one number
             of places for every row.
+        quantized: the source rows in 8 bits, in the recipe of the experts, if they travelled so; rows stand apart, each
+            with its scales behind it. Rows that no place reads may hold anything.
     """
 
     x_ND: Tensor
@@ -37,6 +42,7 @@ class ExpertRows:
     weights_R: Tensor
     counts_e: Tensor
     places_NK: Tensor | None = None
+    quantized: Quantized | None = None
 
 
 @dataclass(frozen=True)
@@ -54,11 +60,11 @@ class Receipt:
 class Dispatcher(Protocol):
     """Brings tokens to experts and back."""
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
+    def dispatch(self, x_TD: Tensor | Cargo, routing: Routing) -> tuple[ExpertRows, Receipt]:
         """Bring rows to the experts.
 
         Args:
-            x_TD: hidden states.
+            x_TD: hidden states; or rows that another dispatcher has brought part of the way.
             routing: choices and weights; expert id E marks a dropped slot.
 
         Returns:

@@ -8,6 +8,9 @@
 Backward is the same the other way, by the handle of the dispatch: gradients of outputs go where the rows went, those of
 rows and weights come back and are added up. The library's host code waits until it knows how many rows come.
 
+Rows in 8 bits go as bytes under the name of bfloat16 numbers, half as many: a dispatch copies and never computes. The
+library can take values and scales apart too, but in float32 or packed integers only.
+
 The parts of an expert that several ranks share are virtual experts, as in all-to-all. The library has never run with
 this file: tests put a simulation of its buffer in its place.
 """
@@ -23,6 +26,7 @@ from penstock.kernels.operators import Operators
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import first_rows
 from penstock.moe.dispatch.all_to_all import each_part
+from penstock.moe.dispatch.cargo import AS_THEY_ARE, Cargo, Packing, carrier_like
 from penstock.moe.dispatch.contract import ExpertRows, Receipt
 from penstock.moe.dispatch.gathers import pick_kept
 from penstock.moe.routing import Routing
@@ -51,22 +55,28 @@ class DeepEpDispatcher:
         placement: who holds which experts.
         operators: kernels to run on.
         buffer: of the library, over the ranks of the placement; all layers may use the same.
+        packing: in which form rows travel.
     """
 
     placement: ExpertPlacement
     operators: Operators
     buffer: DeepEpBuffer
+    packing: Packing = AS_THEY_ARE
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
+    def dispatch(self, x_TD: Tensor | Cargo, routing: Routing) -> tuple[ExpertRows, Receipt]:
         """See `Dispatcher.dispatch`. All ranks of the buffer call it."""
         parts, experts = each_part(routing, self.placement), self.placement.virtual_experts
         ids_TK = parts.experts_TK.masked_fill(parts.experts_TK == experts, NOWHERE)
-        x_ND, weights_NK, ids_NK, counts, handle = _Dispatch.apply(x_TD, parts.weights_TK, ids_TK, experts, self.buffer)
+        cargo = self.packing.load(x_TD)
+        x_ND, packed, weights_NK, ids_NK, counts, handle = _Dispatch.apply(
+            cargo.x_ND, cargo.packed, parts.weights_TK, ids_TK, experts, self.buffer
+        )
         own_NK = torch.where(ids_NK == NOWHERE, self.placement.per_place, ids_NK)
         order = first_rows(self.operators.order_rows(own_NK, self.placement.per_place), sum(counts))
         weights_R = pick_kept(weights_NK, order)
         index_R = order.slots_R // own_NK.shape[1]
-        rows = ExpertRows(x_ND, index_R, weights_R, order.counts_E, places_NK=order.places_TK)
+        x_ND, quantized = self.packing.unload(Cargo(x_ND, packed))
+        rows = ExpertRows(x_ND, index_R, weights_R, order.counts_E, order.places_TK, quantized)
         return rows, Handled(order, handle)
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
@@ -78,15 +88,22 @@ class DeepEpDispatcher:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Rows, weights and local ids that came, how many rows each expert got, and the handle."""
+    """Rows (if packed, a carrier and bytes), weights and local ids that came, rows of each expert, the handle."""
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: int, buffer: DeepEpBuffer
-    ) -> tuple[Tensor, Tensor, Tensor, list[int], Any]:
+        ctx: Any,
+        x_TD: Tensor,
+        packed: Tensor | None,
+        weights_TK: Tensor,
+        ids_TK: Tensor,
+        experts: int,
+        buffer: DeepEpBuffer,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, list[int], Any]:
         by_rank, by_node, by_expert, is_sent_TW, _ = buffer.get_dispatch_layout(ids_TK, experts)
-        x_ND, ids_NK, weights_NK, counts, handle, _ = buffer.dispatch(
-            x_TD.contiguous(),
+        own_T = (x_TD if packed is None else packed.view(torch.bfloat16)).contiguous()
+        rows_N, ids_NK, weights_NK, counts, handle, _ = buffer.dispatch(
+            own_T,
             topk_idx=ids_TK,
             topk_weights=weights_TK.contiguous(),
             num_tokens_per_rank=by_rank,
@@ -95,17 +112,21 @@ class _Dispatch(torch.autograd.Function):
             is_token_in_rank=is_sent_TW,
         )
         ctx.buffer, ctx.handle = buffer, handle
-        ctx.mark_non_differentiable(ids_NK)
-        return x_ND, weights_NK, ids_NK, counts, handle
+        if packed is None:
+            ctx.mark_non_differentiable(ids_NK)
+            return rows_N, None, weights_NK, ids_NK, counts, handle
+        arrived = rows_N.view(torch.uint8)
+        ctx.mark_non_differentiable(ids_NK, arrived)
+        return carrier_like(x_TD, arrived.shape[0]), arrived, weights_NK, ids_NK, counts, handle
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, dx_ND: Tensor, dweights_NK: Tensor, *_: Any
-    ) -> tuple[Tensor, Tensor | None, None, None, None]:
+        ctx: Any, dx_ND: Tensor, _packed: Tensor | None, dweights_NK: Tensor, *_: Any
+    ) -> tuple[Tensor, None, Tensor | None, None, None, None]:
         dweights_NK = dweights_NK.contiguous()
         dx_TD, dweights_TK, _ = ctx.buffer.combine(dx_ND.contiguous(), ctx.handle, topk_weights=dweights_NK)
-        return dx_TD, dweights_TK, None, None, None
+        return dx_TD, None, dweights_TK, None, None, None
 
 
 class _Combine(torch.autograd.Function):

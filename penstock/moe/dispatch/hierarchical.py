@@ -29,6 +29,7 @@ from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import as_local, first_rows, packed, unpacked
+from penstock.moe.dispatch.cargo import AS_THEY_ARE, Cargo, Packing
 from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, Receipt
 from penstock.moe.dispatch.gathers import spread
 from penstock.moe.dispatch.host_counts import READ, HostCounts
@@ -98,6 +99,7 @@ class HierarchicalDispatcher:
         is_counted: send only tokens that need a node; else all.
         is_even: the inner dispatcher wants the same number of tokens on all ranks. Read only if they are counted.
         counts: brings the numbers of tokens to the host.
+        packing: in which form rows travel; the inner dispatcher has the same.
     """
 
     nodes: Nodes
@@ -106,32 +108,34 @@ class HierarchicalDispatcher:
     is_counted: bool
     is_even: bool = False
     counts: HostCounts = READ
+    packing: Packing = AS_THEY_ARE
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
+    def dispatch(self, x_TD: Tensor | Cargo, routing: Routing) -> tuple[ExpertRows, Receipt]:
         """See `Dispatcher.dispatch`. All ranks of both axes call it, each with the same number of tokens."""
         # 1. Our tokens in the order of the nodes that they go to.
         order, receive, send, rows = self._count(routing) if self.is_counted else self._all(routing)
         arrived = rows if receive is None else sum(receive)
+        more = rows - arrived
 
         # 2. Across the nodes.
-        x_TD = self._cross(x_TD, order, receive, send)
+        cargo = self.packing.load(x_TD).moved(
+            lambda rows: _more_rows(self._cross(rows, order, receive, send), more),
+            lambda gradient: self._bring_home(gradient[:arrived], order, receive, send),
+        )
         weights_TK, experts_TK = unpacked(self._cross(packed(routing), order, receive, send))
 
         # 3. Inside our node, where rows that fill up chose nothing.
         own = self.nodes.experts_of(self.nodes.across.rank)
         experts_TK = as_local(experts_TK, own)
-        more = rows - arrived
         inside = Routing(_more_rows(weights_TK, more), _more_rows(experts_TK, more, len(own)))
-        expert_rows, inner = self.inner.dispatch(_more_rows(x_TD, more), inside)
+        expert_rows, inner = self.inner.dispatch(cargo, inside)
         return expert_rows, Crossing(order, inner, arrived, receive, send)
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         """See `Dispatcher.combine`. All ranks of both axes call it."""
         assert isinstance(receipt, Crossing), f"not a receipt of this dispatcher: {receipt}"
         y_TD = self.inner.combine(y_RD, receipt.inner)[: receipt.arrived]
-        returned_RD = exchange_rows(y_TD, self.nodes.across, receive=receipt.send, send=receipt.receive)
-        unsent = receipt.order.slots_R.numel() - returned_RD.shape[0]
-        return self.operators.unpermute(_more_rows(returned_RD, unsent), receipt.order)
+        return self._bring_home(y_TD, receipt.order, receipt.receive, receipt.send)
 
     def _count(self, routing: Routing) -> tuple[RowOrder, tuple[int, ...], tuple[int, ...], int]:
         """The order of what is sent, tokens from and to each node, and tokens of the inner dispatch.
@@ -163,6 +167,13 @@ class HierarchicalDispatcher:
         """Each row to the nodes of its token; gradients are summed over the nodes in float32."""
         sent = spread(values, order, self.operators)
         return exchange_rows(sent if send is None else sent[: sum(send)], self.nodes.across, receive, send)
+
+    def _bring_home(
+        self, y_TD: Tensor, order: RowOrder, receive: tuple[int, ...] | None, send: tuple[int, ...] | None
+    ) -> Tensor:
+        """A row for each token that crossed back to where it came from, summed over the nodes in float32."""
+        returned_RD = exchange_rows(y_TD, self.nodes.across, receive=send, send=receive)
+        return self.operators.unpermute(_more_rows(returned_RD, order.slots_R.numel() - returned_RD.shape[0]), order)
 
 
 def _more_rows(rows: Tensor, more: int, value: int = 0) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from penstock.base.spans import Span
 from penstock.kernels.operators import Operators
+from penstock.moe.dispatch.cargo import AS_THEY_ARE, Cargo, Packing
 from penstock.moe.dispatch.contract import ExpertRows, Receipt
 from penstock.moe.dispatch.gathers import reorder
 from penstock.moe.routing import Routing, SortedSlots
@@ -19,16 +20,20 @@ class LocalDispatcher:
     Attributes:
         experts: E.
         operators: kernels to run on.
+        packing: in which form experts read the rows; nothing travels.
     """
 
     experts: int
     operators: Operators
+    packing: Packing = AS_THEY_ARE
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
+    def dispatch(self, x_TD: Tensor | Cargo, routing: Routing) -> tuple[ExpertRows, Receipt]:
         """See `Dispatcher.dispatch`."""
         slots = routing.sorted or self.sorted_slots(routing)
         order, tokens_R = slots.order, slots.order.slots_R // routing.experts_TK.shape[1]
-        return ExpertRows(x_TD, tokens_R, slots.weights_R, order.counts_E, order.places_TK), Receipt(order)
+        x_ND, quantized = self.packing.unload(self.packing.load(x_TD))
+        rows = ExpertRows(x_ND, tokens_R, slots.weights_R, order.counts_E, order.places_TK, quantized)
+        return rows, Receipt(order)
 
     def sorted_slots(self, routing: Routing) -> SortedSlots:
         """See `Sorting.sorted_slots`."""

@@ -8,8 +8,9 @@
                beside it: the ranks' sums added up, chunk by chunk
 
 Backward is the same the other way: gradients of the outputs are pushed to the experts like rows (the choices are known
-there by now) and go straight to their places, and those of the rows and weights are pushed back and added up. Shapes
-depend on nothing but the number of tokens and the `Room`, the host reads nothing, and no collective is called.
+there by now) and go straight to their places, and those of the rows and weights are pushed back and added up. Rows may
+go out in 8 bits; the same slots then serve gradients in 16. Shapes depend on nothing but the number of tokens and the
+`Room`, the host reads nothing, and no collective is called.
 
 Simpler than DeepEP: a row's place at the receiver is its token's number, so there are no queues, counts or handles; the
 price is memory for all tokens of all ranks, and one copy of what arrived, made while the rest is on its way.
@@ -46,6 +47,7 @@ from penstock.kernels.symmetric_transfer import (
     Returned,
 )
 from penstock.layout.experts import ExpertPlacement
+from penstock.moe.dispatch.cargo import AS_THEY_ARE, Cargo, Packing, carrier_like
 from penstock.moe.dispatch.contract import ExpertRows, Receipt
 from penstock.moe.dispatch.host_counts import READ, HostCounts
 from penstock.moe.dispatch.room import Room
@@ -76,10 +78,10 @@ class Links:
     sum: PersistentLaunch = SUM_LAUNCH
     chunks: int = 0
 
-    def cut(self, x_TD: Tensor) -> Chunks:
-        """The tokens of a rank in chunks."""
-        tokens, width = x_TD.shape
-        return Chunks.cut(tokens, self.chunks) if self.chunks else chunks_for(tokens, width * x_TD.element_size())
+    def cut(self, rows_T: Tensor) -> Chunks:
+        """The tokens of a rank in chunks, whatever their rows are made of."""
+        tokens, width = rows_T.shape
+        return Chunks.cut(tokens, self.chunks) if self.chunks else chunks_for(tokens, width * rows_T.element_size())
 
 
 @dataclass(frozen=True)
@@ -107,19 +109,23 @@ class SymmetricDispatcher:
         links: the buffers, and how the kernels that use them are launched.
         room: says how many rows the experts have room for; None asks the device, and the host waits.
         counts: asks it.
+        packing: in which form rows travel.
     """
 
     placement: ExpertPlacement
     links: Links
     room: Room | None = None
     counts: HostCounts = READ
+    packing: Packing = AS_THEY_ARE
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
+    def dispatch(self, x_TD: Tensor | Cargo, routing: Routing) -> tuple[ExpertRows, Receipt]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
-        x_ND, *arrived = _Dispatch.apply(x_TD, routing.weights_TK, routing.experts_TK, self.links, self._order)
+        cargo, choices = self.packing.load(x_TD), (routing.weights_TK, routing.experts_TK)
+        x_ND, packed, *arrived = _Dispatch.apply(cargo.x_ND, cargo.packed, *choices, self.links, self._order)
         arrivals = Arrivals(*arrived)
         order = RowOrder(arrivals.slots_R, arrivals.places_NK, arrivals.counts_e)
-        rows = ExpertRows(x_ND, arrivals.index_R, arrivals.weights_R, arrivals.counts_e, places_NK=arrivals.places_NK)
+        x_ND, quantized = self.packing.unload(Cargo(x_ND, packed))
+        rows = ExpertRows(x_ND, arrivals.index_R, arrivals.weights_R, arrivals.counts_e, arrivals.places_NK, quantized)
         return rows, Trip(order, routing.experts_TK)
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
@@ -170,28 +176,28 @@ def _arrived(shape: tuple[int, int], dtype: torch.dtype, section: Section, slot:
 
 
 def _sender(
-    x_TD: Tensor, experts_TK: Tensor, slot: int, links: Links, choices: Choices | None = None
+    rows_T: Tensor, experts_TK: Tensor, slot: int, links: Links, choices: Choices | None = None
 ) -> Callable[[Chunks], None]:
-    """Launches what writes our rows into everybody's slot of the way out."""
+    """Launches what writes our rows, of any dtype, into everybody's slot of the way out."""
     buffers = links.buffers
     offsets = buffers.sizes.offset(Section.OUT_ROWS, slot), buffers.flags_at(Channel.ROWS)
 
     def send(chunks: Chunks) -> None:
-        push_rows(x_TD, experts_TK, links.homes, buffers.peers, offsets, chunks, choices, launch=links.push)
+        push_rows(rows_T, experts_TK, links.homes, buffers.peers, offsets, chunks, choices, launch=links.push)
 
     return send
 
 
-def _take(x_TD: Tensor, slot: int, places: Places, out: Tensor, links: Links, *, is_spread: bool) -> None:
-    """Rows of all ranks out of the slot; `x_TD` are our own."""
-    buffers, tokens = links.buffers, x_TD.shape[0]
-    rows_ND = _arrived((tokens, x_TD.shape[1]), x_TD.dtype, Section.OUT_ROWS, slot, links)
+def _take(own_T: Tensor, slot: int, places: Places, out: Tensor, links: Links, *, is_spread: bool) -> None:
+    """Rows of all ranks out of the slot; `own_T` are our own."""
+    buffers, tokens = links.buffers, own_T.shape[0]
+    rows_N = _arrived((tokens, own_T.shape[1]), own_T.dtype, Section.OUT_ROWS, slot, links)
 
     def take(awaited: Awaited, chunks: Chunks) -> None:
         rank = buffers.peers.rank
-        take_rows(rows_ND, x_TD, places, out, awaited, chunks, rank=rank, is_spread=is_spread, launch=links.take)
+        take_rows(rows_N, own_T, places, out, awaited, chunks, rank=rank, is_spread=is_spread, launch=links.take)
 
-    buffers.read(take, Channel.ROWS, links.push.programs_for(tokens), links.cut(x_TD))
+    buffers.read(take, Channel.ROWS, links.push.programs_for(tokens), links.cut(own_T))
 
 
 def _bring_back(returned: Returned, places: Places, experts_TK: Tensor, links: Links) -> Home:
@@ -223,50 +229,61 @@ def _bring_back(returned: Returned, places: Places, experts_TK: Tensor, links: L
 
 
 class _Dispatch(torch.autograd.Function):
-    """Rows of all ranks' tokens, and the order and weights of ours; backward brings gradients back."""
+    """Rows of all ranks' tokens, and the order and weights of ours; backward brings gradients back, in 16 bits.
+
+    Where rows are packed they come as bytes, beside their carrier (penstock/moe/dispatch/cargo.py).
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x_TD: Tensor,
+        packed: Tensor | None,
         weights_TK: Tensor,
         experts_TK: Tensor,
         links: Links,
         make_order: Callable[[Tensor, Tensor], Arrivals],
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor | None, ...]:
         buffers, sizes, shape = links.buffers, links.buffers.sizes, (experts_TK.shape[0], experts_TK.shape[1])
         slot = buffers.take(Lane.OUT)
-        x_TD = x_TD.contiguous()
-        x_ND = x_TD.new_empty(buffers.peers.size * shape[0], x_TD.shape[1])
+        own_T = (x_TD if packed is None else packed).contiguous()
+        rows_N = own_T.new_empty(buffers.peers.size * shape[0], own_T.shape[1])
         choices = Choices(
             weights_TK=weights_TK,
             ids_offset=sizes.offset(Section.IDS, slot),
             weights_offset=sizes.offset(Section.WEIGHTS, slot),
             flags_offset=buffers.flags_at(Channel.CHOICES),
         )
-        with buffers.transfer(_sender(x_TD, experts_TK, slot, links, choices), links.cut(x_TD)):
+        with buffers.transfer(_sender(own_T, experts_TK, slot, links, choices), links.cut(own_T)):
             buffers.wait(Channel.CHOICES, links.push.programs_for(shape[0]))
             arrivals = make_order(
                 _arrived(shape, torch.int32, Section.IDS, slot, links),
                 _arrived(shape, torch.float32, Section.WEIGHTS, slot, links),
             )
             places = Places(places_NK=arrivals.places_NK, counts_e=arrivals.counts_e)
-            _take(x_TD, slot, places, x_ND, links, is_spread=False)
+            _take(own_T, slot, places, rows_N, links, is_spread=False)
 
         ctx.save_for_backward(experts_TK, arrivals.places_NK, arrivals.counts_e)
         ctx.links = links
-        ctx.mark_non_differentiable(arrivals.slots_R, arrivals.index_R, arrivals.places_NK, arrivals.counts_e)
-        return x_ND, *arrivals
+        # Else autograd fills a gradient of zeros for everything that has none, packed rows too.
+        ctx.set_materialize_grads(False)
+        integers = (arrivals.slots_R, arrivals.index_R, arrivals.places_NK, arrivals.counts_e)
+        if packed is None:
+            ctx.mark_non_differentiable(*integers)
+            return rows_N, None, *arrivals
+        ctx.mark_non_differentiable(*integers, rows_N)
+        return carrier_like(x_TD, rows_N.shape[0]), rows_N, *arrivals
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, dx_ND: Tensor, _slots: Tensor, _index: Tensor, dweights_R: Tensor, *_: Tensor
-    ) -> tuple[Tensor, Tensor | None, None, None, None]:
+        ctx: Any, dx_ND: Tensor | None, _packed: None, _slots: None, _index: None, dweights_R: Tensor | None, *_: None
+    ) -> tuple[Tensor, None, Tensor | None, None, None, None]:
         experts_TK, places_NK, counts_e = ctx.saved_tensors
+        assert dx_ND is not None, "experts give their rows a gradient"
         returned = Returned(rows=dx_ND, is_summed=False, scalars_R=dweights_R)
         home = _bring_back(returned, Places(places_NK=places_NK, counts_e=counts_e), experts_TK, ctx.links)
-        return home.y_TD, home.scalars_TK, None, None, None
+        return home.y_TD, None, home.scalars_TK, None, None, None
 
 
 class _Combine(torch.autograd.Function):

@@ -77,7 +77,8 @@ def recomputed(function: Callable[..., Result], *arguments: object) -> Result:
     """Run a function whose saved tensors are dropped and computed again in backward.
 
     Args:
-        function: returns a tensor or a tuple with tensors; see the top of the file for what it must not do.
+        function: returns a tensor or a tuple with tensors, or with tuples of them; see the top of the file for what it
+            must not do.
         arguments: tensors, also those in a dataclass, are kept for backward by the surrounding keeper; anything else
             is kept as it is.
     """
@@ -350,9 +351,16 @@ def _storage(tensor: Tensor) -> StorageWeakRef:
 
 
 def _tensors_of(result: object) -> dict[int, Tensor]:
-    """The tensors among the outputs, by their place."""
-    results = result if isinstance(result, tuple) else (result,)
-    return {index: tensor for index, tensor in enumerate(results) if isinstance(tensor, Tensor)}
+    """The tensors among the outputs, and in tuples among them, by their place."""
+    return {index: tensor for index, tensor in enumerate(_leaves(result)) if isinstance(tensor, Tensor)}
+
+
+def _leaves(result: object) -> Iterator[object]:
+    if isinstance(result, tuple):
+        for one in result:
+            yield from _leaves(one)
+    else:
+        yield result
 
 
 def is_parameter(tensor: Tensor) -> bool:

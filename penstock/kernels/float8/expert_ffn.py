@@ -1,0 +1,325 @@
+"""The experts' feed-forward networks in 8 bits, as one autograd function that keeps its rows in 8 bits too.
+
+It is `penstock.kernels.expert_ffn` with every product of numbers in 8 bits; ^q is what has been quantized:
+
+    x_ND^q           quantized once, source rows and not places; or travelled so            saved
+    gate_up_RF     = x_ND^q[index_R] @ gate_up^q                                            saved, 16 bits
+    h_RF^q         = swiglu(gate_up_RF) * weight         never stands in 16 bits            freed
+    y_RD           = h_RF^q @ down^q                                                        the output
+
+A product contracts the last dim of both operands, so each weight has a copy for forward and one for backward, made once
+an optimizer step (`ExpertCopies`), and what the weight gradients read is quantized along the rows, transposed, with the
+rows of each expert from a multiple of 128 on. Where that is and how much of it is used only the device knows.
+
+    dy_RD^q, dy_DR^q                          <-  dy_RD                            one pass, both directions
+    dh_RF          = dy_RD^q @ down^q
+    d_gate_up_RF^q, d_gate_up_FR^q, h_FR^q    <-  gate_up_RF, weights_R, dh_RF     one pass
+    d_down         = dy_DR^q @ h_FR^q                                              added to float32 sums
+    dx_ND          = d_gate_up_RF^q @ gate_up^q, rows of each token summed
+    x_DR^q         <-  x_ND^q[index_R]        8 bits in, 8 bits out
+    d_gate_up      = d_gate_up_FR^q @ x_DR^q                                       added to float32 sums
+
+For DeepSeek-V2-Lite (D 2,048, F 1,408, 6 experts a token) 36 kB a token and layer are kept instead of 38; with
+`recompute` 2.1 instead of 4.1. Most of it is the pre-activation: of 16 bits, because its error would reach the output
+and both gradients. The copies of weights are kept by reference; without copies (FSDP gathers the weights for each pass)
+the weights are, and each pass quantizes them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from penstock.base.errors import KernelError
+from penstock.kernels.expert_parts import BIASES, MATRICES, Weighed, check_operands, sum_over_places
+from penstock.kernels.float8.gathered import GatheredCopies, copies_of
+from penstock.kernels.float8.operators import Float8Operators, Float8Rule
+from penstock.kernels.float8.quantized import Quantized, WeightCopies
+from penstock.kernels.float8.recipes import Recipe
+from penstock.kernels.operators import torch_add_bias
+from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
+
+PutOff = Callable[[Callable[[], None]], bool]
+"""Takes a function to be called later, or says that it will not."""
+
+
+class ExpertCopies(NamedTuple):
+    """Both matrices of the experts in 8 bits."""
+
+    gate_up: WeightCopies
+    down: WeightCopies
+
+
+def copy_experts(
+    gate_up_eFD: Tensor, down_eDF: Tensor, float8: Float8Rule, into: ExpertCopies | None = None
+) -> ExpertCopies:
+    """Quantize the experts' matrices for both passes.
+
+    Args:
+        gate_up_eFD: gate and up projections.
+        down_eDF: down projection.
+        float8: recipe, format and kernels.
+        into: copies whose memory is filled, because captured graphs read it.
+    """
+    recipe, quantize = _recipe_of(float8), float8.operators.quantize_weight
+    old = into or (None, None)
+    return ExpertCopies(
+        quantize(gate_up_eFD, recipe, float8.forward, into=old[0]),
+        quantize(down_eDF, recipe, float8.forward, into=old[1]),
+    )
+
+
+def expert_ffn(
+    x_ND: Tensor,
+    gate_up_eFD: Tensor,
+    down_eDF: Tensor,
+    counts_e: Tensor,
+    weights_R: Tensor | None = None,
+    index_R: Tensor | None = None,
+    *,
+    float8: Float8Rule,
+    copies: ExpertCopies | None = None,
+    quantized: Quantized | None = None,
+    biases: tuple[Tensor, Tensor | None] | None = None,
+    rule: ExpertRule = SWIGLU,
+    places_TK: Tensor | None = None,
+    accumulate_into: tuple[Tensor, ...] | None = None,
+    put_off: PutOff | None = None,
+    recompute: bool = False,
+) -> Tensor:
+    """`penstock.kernels.expert_ffn.expert_ffn` in 8 bits; differentiable in all that is not an integer.
+
+    Args:
+        x_ND: source rows. Not kept; with `quantized` not read either, only its shape and dtype are.
+        gate_up_eFD: as there. With `copies` not read; may be there in 8 bits only (`penstock.kernels.float8.gathered`).
+        down_eDF: likewise.
+        counts_e: as there, int32, on the device.
+        weights_R: float32 routing weight of each row, or None for 1.
+        index_R: source row of each place, or None.
+        float8: recipe (of `experts`), formats and kernels.
+        copies: `copy_experts` of both matrices; None quantizes them in each pass, and keeps no copy.
+        quantized: x_ND by the rows' blocks of the recipe, in the format of forward.
+        biases: in the dtype of the matrices; added in 16 bits.
+        rule: what is computed between the products.
+        places_TK: the inverse of `index_R`.
+        accumulate_into: float32 sums of the gradients of gate_up, down and the biases that there are.
+        put_off: is offered the matrices' gradients, as functions that put them where they belong (the sums, or the
+            parameters' own `.grad`), and says whether it will call them; None has them made in backward.
+        recompute: keep no pre-activation; each backward pass runs the first product again. Bit for bit the same.
+
+    Returns:
+        y_RD in the dtype of x; rows past the last expert's are zero.
+
+    Raises:
+        KernelError: as there, or rows are quantized otherwise.
+    """
+    check_biases(biases is not None, rule)
+    check_operands(x_ND, gate_up_eFD, down_eDF, index_R, places_TK)
+    _check_quantized(quantized, x_ND, float8)
+    extras = _Extras(
+        float8=float8,
+        copies=copies,
+        places_TK=places_TK,
+        parameters=(gate_up_eFD, down_eDF),
+        sums=(*(accumulate_into or ()), *[None] * (MATRICES + BIASES))[: MATRICES + BIASES],
+        put_off=put_off,
+        recompute=recompute,
+        rule=rule,
+        dtype=x_ND.dtype,
+    )
+    matrices, of_rows = (gate_up_eFD, down_eDF), (counts_e, weights_R, index_R)
+    return _Float8ExpertFfn.apply(x_ND, *matrices, *of_rows, *(biases or (None, None)), quantized, extras)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Extras:
+    """What a call needs besides the tensors of its definition; fields as in `expert_ffn`, and the dtype of x."""
+
+    float8: Float8Rule
+    copies: ExpertCopies | None
+    places_TK: Tensor | None
+    parameters: tuple[Tensor, Tensor]
+    sums: tuple[Tensor | None, ...]
+    put_off: PutOff | None
+    recompute: bool
+    rule: ExpertRule
+    dtype: torch.dtype
+
+    @property
+    def operators(self) -> Float8Operators:
+        return self.float8.operators
+
+    @property
+    def recipe(self) -> Recipe:
+        return _recipe_of(self.float8)
+
+    def gate_up(self, gate_up_eFD: Tensor) -> WeightCopies | GatheredCopies:
+        """Copies of the first product's weight: kept, gathered, or made now."""
+        return copies_of(gate_up_eFD, None if self.copies is None else self.copies.gate_up, self._quantize)
+
+    def down(self, down_eDF: Tensor) -> WeightCopies | GatheredCopies:
+        """Likewise of the second's."""
+        return copies_of(down_eDF, None if self.copies is None else self.copies.down, self._quantize)
+
+    def _quantize(self, w_eFD: Tensor) -> WeightCopies:
+        made: WeightCopies = self.operators.quantize_weight(w_eFD, self.recipe, self.float8.forward)
+        return made
+
+
+class _Float8ExpertFfn(torch.autograd.Function):
+    """Saves x in 8 bits, its index and, unless that is recomputed, the pre-activation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_ND: Tensor,
+        gate_up_eFD: Tensor,
+        down_eDF: Tensor,
+        counts_e: Tensor,
+        weights_R: Tensor | None,
+        index_R: Tensor | None,
+        gate_up_bias_eF: Tensor | None,
+        down_bias_eD: Tensor | None,
+        rows: Quantized | None,
+        extras: _Extras,
+    ) -> Tensor:
+        operators, recipe, form = extras.operators, extras.recipe, extras.float8.forward
+        if rows is None:
+            of_places = counts_e if index_R is None else None  # source rows are all real
+            rows = operators.quantize_rows(x_ND, recipe, form, counts_e=of_places).rows
+        tiles = operators.tile_table(counts_e, x_ND.shape[0] if index_R is None else index_R.shape[0])
+        weight = extras.gate_up(gate_up_eFD).forward
+        gate_up_RF = _pre_activation(rows, weight, counts_e, index_R, gate_up_bias_eF, extras, tiles)
+        h = operators.swiglu(gate_up_RF, weights_R, extras.rule, recipe, form, counts_e=counts_e).rows
+        kept_RF = None if extras.recompute else gate_up_RF
+        del gate_up_RF, weight
+        # Copies, if there are, are nobody's activations: hooks of saved tensors must not find them.
+        matrices = (gate_up_eFD, down_eDF) if extras.copies is None else (None, None)
+        biases = (gate_up_bias_eF, down_bias_eD)
+        ctx.save_for_backward(rows.values, rows.scales, *matrices, counts_e, weights_R, index_R, *biases, kept_RF)
+        ctx.extras, ctx.block, ctx.tiles = extras, rows.block, tiles
+        y_RD = operators.multiply_groups(h, extras.down(down_eDF).forward, counts_e, dtype=extras.dtype, tiles=tiles)
+        return y_RD if down_bias_eD is None else torch_add_bias(y_RD, down_bias_eD, counts_e, weights_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, ...]:
+        values, scales, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, *biases, kept_RF = ctx.saved_tensors
+        wants_x, wants_gate_up, wants_down, _, wants_weights, *_ = ctx.needs_input_grad
+        extras, rows, dy_RD = ctx.extras, Quantized(values, scales, ctx.block), dy_RD.contiguous()
+        options = {"dtype": extras.dtype, "tiles": ctx.tiles}
+        operators, recipe, float8 = extras.operators, extras.recipe, extras.float8
+        dx_ND = d_gate_up_eFD = d_down_eDF = None
+
+        gate_up = extras.gate_up(gate_up_eFD)
+        if kept_RF is None:
+            kept_RF = _pre_activation(rows, gate_up.forward, counts_e, index_R, biases[0], extras, ctx.tiles)
+        dy = operators.quantize_rows(dy_RD, recipe, float8.gradient, columns=wants_down, counts_e=counts_e)
+        dh_RF = operators.multiply_groups(dy.rows, extras.down(down_eDF).backward, counts_e, **options)
+        formats, keep_plain = (float8.forward, float8.gradient), biases[0] is not None
+        d_gate_up, d_gate_up_columns, h_columns, dweights_R, d_gate_up_RF = operators.swiglu_backward(
+            kept_RF, weights_R, dh_RF, counts_e, extras.rule, recipe, *formats, keep_plain=keep_plain
+        )
+        del dh_RF, kept_RF
+        if wants_down:
+            d_down_eDF = _weight_gradient(1, dy.columns, h_columns, counts_e, ctx.tiles, extras)
+        del dy, h_columns
+        d_biases = _bias_gradients(dy_RD, d_gate_up_RF, counts_e, weights_R, dweights_R, biases, extras)
+        del d_gate_up_RF
+        if wants_x:
+            dx_RD = operators.multiply_groups(d_gate_up, gate_up.backward, counts_e, **options)
+            dx_ND = sum_over_places(dx_RD, len(values), counts_e, index_R, extras.places_TK, operators.unpermute)
+            del dx_RD
+        del d_gate_up, gate_up
+        # Last, because it is the largest: everything above is free again by now.
+        if wants_gate_up:
+            x = partial(operators.quantize_groups, rows, counts_e, recipe, float8.forward, index_R)
+            d_gate_up_eFD = _weight_gradient(0, d_gate_up_columns, x, counts_e, ctx.tiles, extras)
+        dweights_R = dweights_R if wants_weights else None
+        return dx_ND, d_gate_up_eFD, d_down_eDF, None, dweights_R, None, *d_biases, None, None
+
+
+def _pre_activation(
+    rows: Quantized,
+    weight: Quantized,
+    counts_e: Tensor,
+    index_R: Tensor | None,
+    bias_eF: Tensor | None,
+    extras: _Extras,
+    tiles: object,
+) -> Tensor:
+    """The first product, in 16 bits."""
+    options = {"dtype": extras.dtype, "tiles": tiles}
+    gate_up_RF: Tensor = extras.operators.multiply_groups(rows, weight, counts_e, index_R, **options)
+    return gate_up_RF if bias_eF is None else torch_add_bias(gate_up_RF, bias_eF, counts_e)
+
+
+def _weight_gradient(
+    place: int,
+    dy: Quantized,
+    x: Quantized | Callable[[], Quantized],
+    counts_e: Tensor,
+    tiles: object,
+    extras: _Extras,
+) -> Tensor | None:
+    """The gradient of a matrix where it belongs, and when; gives what is left to autograd."""
+    total, parameter = extras.sums[place], extras.parameters[place]
+
+    def made() -> Tensor | None:
+        columns = x if isinstance(x, Quantized) else x()
+        found: Tensor = extras.operators.multiply_columns(
+            dy, columns, counts_e, dtype=parameter.dtype, accumulate_into=total, tiles=tiles
+        )
+        return found if total is None else None
+
+    def late() -> None:
+        found = made()
+        if found is not None:  # Through the parameter's own hooks, as in any backward pass.
+            parameter.view_as(parameter).backward(found)
+
+    if extras.put_off is not None and extras.put_off(late):
+        return None
+    return made()
+
+
+def _bias_gradients(
+    dy_RD: Tensor,
+    d_gate_up_RF: Tensor | None,
+    counts_e: Tensor,
+    weights_R: Tensor | None,
+    dweights_R: Tensor | None,
+    biases: list[Tensor | None],
+    extras: _Extras,
+) -> list[Tensor | None]:
+    """Of gate and up, and of down, as far as autograd gets them; the weights' gradient takes its part of the second."""
+    gradient, sums = extras.operators.bias_gradient, extras.sums[MATRICES:]
+    found: list[Tensor | None] = [None, None]
+    if d_gate_up_RF is not None:
+        found[0] = gradient(d_gate_up_RF, counts_e, accumulate_into=sums[0])
+    if biases[1] is not None:
+        weighed = None if weights_R is None or dweights_R is None else Weighed(biases[1], weights_R, dweights_R)
+        found[1] = gradient(dy_RD, counts_e, weighed, accumulate_into=sums[1])
+    return [None if total is not None else one for one, total in zip(found, sums, strict=True)]
+
+
+def _recipe_of(float8: Float8Rule) -> Recipe:
+    assert float8.experts is not None, "the experts of this layer compute in 16 bits"
+    return float8.experts
+
+
+def _check_quantized(quantized: Quantized | None, x_ND: Tensor, float8: Float8Rule) -> None:
+    """Raise KernelError unless rows that come in 8 bits are what forward would have made of them."""
+    if quantized is None:
+        return
+    expected = (x_ND.shape, _recipe_of(float8).rows, float8.forward.dtype)
+    found = (quantized.values.shape, quantized.block, quantized.values.dtype)
+    if found != expected:
+        raise KernelError(
+            "expert_ffn: rows in 8 bits must be those of x, in the blocks and the format of forward",
+            got=f"{tuple(found[0])} by blocks of {found[1]} in {found[2]}",
+            allowed=f"{tuple(expected[0])} by blocks of {expected[1]} in {expected[2]}",
+        )

@@ -1,0 +1,257 @@
+"""RMSNorm whose rows leave in 8 bits, by rows and by columns, from one tile: `operators.rms_norm` and `add_rms_norm`.
+
+A row's scale needs all of the row, a column's scale 128 rows: no tile holds both. So there are two passes over the
+input, and bytes of memory for each number of 16 bits are
+
+    scales of rows     reads x (and the residual, and writes their sum)              2   (6)
+    tiles              read x again, write both copies, and 16 bits if asked for     4 + 2
+
+as many as of a norm and of quantization behind it if somebody reads the 16 bits too, and a quarter fewer if nobody
+does. Then the normed rows are a carrier: a tensor of their shape and dtype with one number of memory, to which
+gradients are given. A norm that made the columns of a whole group of 128 rows by itself would have too few programs.
+
+Recipes whose scales reach over whole rows or columns are a norm, and quantization behind it.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from penstock.base.errors import KernelError
+from penstock.kernels import norm
+from penstock.kernels.float8.formats import Format
+from penstock.kernels.float8.quantize import TRANSPOSING, empty_copy, memory_of, quantize_rows, register_limit, warps_of
+from penstock.kernels.float8.quantize_kernels import quantize_tile, store_scales, tile_rows, transpose_tile
+from penstock.kernels.float8.quantized import Both, Quantized
+from penstock.kernels.float8.recipes import DEPTH, Recipe
+from penstock.kernels.launching import start_kernel
+
+
+def rms_norm(
+    x_TD: Tensor,
+    weight_D: Tensor,
+    epsilon: float,
+    recipe: Recipe,
+    form: Format,
+    *,
+    columns: bool,
+    keep_plain: bool = True,
+) -> tuple[Tensor, Both]:
+    """`penstock.kernels.float8.operators.rms_norm` in two kernels, and two backward.
+
+    Args:
+        x_TD: rows may lie apart, but each must be contiguous.
+        weight_D: float32 or the dtype of x.
+        epsilon: added to the mean square.
+        recipe: whose blocks.
+        form: of the values.
+        columns: also transposed.
+        keep_plain: whether somebody reads the rows in 16 bits.
+
+    Returns:
+        Rows, or without `keep_plain` their carrier, to which gradients are given; and both copies.
+
+    Raises:
+        KernelError: not a matrix, or the weight does not fit.
+    """
+    _check(x_TD, weight_D)
+    if not _fits(recipe):
+        normed_TD = norm.rms_norm(x_TD, weight_D, epsilon)
+        return normed_TD, quantize_rows(normed_TD.detach(), recipe, form, columns=columns)
+    normed_TD, _, *copies = _Norm.apply(x_TD, None, weight_D, epsilon, _How(recipe, form, columns, keep_plain))
+    return normed_TD, _both(copies, recipe)
+
+
+def add_rms_norm(
+    x_TD: Tensor,
+    residual_TD: Tensor,
+    weight_D: Tensor,
+    epsilon: float,
+    recipe: Recipe,
+    form: Format,
+    *,
+    columns: bool,
+    keep_plain: bool = True,
+) -> tuple[Tensor, Tensor, Both]:
+    """`penstock.kernels.float8.operators.add_rms_norm` in two kernels, and two backward.
+
+    Args:
+        x_TD: as in `rms_norm`.
+        residual_TD: in the shape of x.
+        weight_D: as in `rms_norm`.
+        epsilon: likewise.
+        recipe: likewise.
+        form: likewise.
+        columns: likewise.
+        keep_plain: likewise.
+
+    Returns:
+        (rows or their carrier, x + residual, both copies).
+
+    Raises:
+        KernelError: the shapes do not fit.
+    """
+    _check(x_TD, weight_D)
+    if not _fits(recipe):
+        normed_TD, sum_TD = norm.add_rms_norm(x_TD, residual_TD, weight_D, epsilon)
+        return normed_TD, sum_TD, quantize_rows(normed_TD.detach(), recipe, form, columns=columns)
+    if x_TD.shape != residual_TD.shape:
+        given = f"{tuple(x_TD.shape)} and {tuple(residual_TD.shape)}"
+        raise KernelError("add_rms_norm: x and residual must have one shape", got=given)
+    how = _How(recipe, form, columns, keep_plain)
+    normed_TD, sum_TD, *copies = _Norm.apply(x_TD, residual_TD, weight_D, epsilon, how)
+    return normed_TD, sum_TD, _both(copies, recipe)
+
+
+RUN = 8
+"""Rows that a thread has of a tile of 128 x 128: of 16 bits it loads and stores 8 numbers at once. So two programs of
+128 registers a thread share a multiprocessor, and neither Triton 3.6 nor 3.9 spills; with 4 rows, which 8-bit stores
+alone would want, 3.6 does. Blocks of 32 take more registers in any case."""
+
+
+class _How(NamedTuple):
+    """What is written; see `rms_norm`."""
+
+    recipe: Recipe
+    form: Format
+    columns: bool
+    keep_plain: bool
+
+
+class _Norm(torch.autograd.Function):
+    """Both forms. Copies come out as tensors that have no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, epsilon: float, how: _How
+    ) -> tuple[Tensor | None, ...]:
+        dtype = norm.normed_dtype(x_TD, residual_TD, weight_D)
+        sum_TD, scale_T = norm.normalize(x_TD, residual_TD, weight_D, epsilon, None)
+        if how.keep_plain:
+            normed_TD = x_TD.new_empty(x_TD.shape, dtype=dtype)
+        else:
+            normed_TD = x_TD.new_empty((), dtype=dtype).expand(x_TD.shape)
+        copies = _quantize(x_TD if sum_TD is None else sum_TD, scale_T, weight_D, normed_TD, how)
+        norm.save_normalized(ctx, x_TD, residual_TD, weight_D, sum_TD, scale_T)
+        ctx.mark_non_differentiable(*copies)
+        return normed_TD, sum_TD, *copies
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None, *of_copies: None
+    ) -> tuple[Tensor | None, ...]:
+        return *norm.normalized_gradients(ctx, dnormed_TD, dsum_TD), None, None
+
+
+def _quantize(x_TD: Tensor, scale_T: Tensor, weight_D: Tensor, normed_TD: Tensor, how: _How) -> list[Tensor]:
+    """Start the second kernel. Returns values and scales by rows, and by columns if they are asked for."""
+    recipe, form = how.recipe, how.form
+    x_rows = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
+    tokens, width = x_rows.shape
+    rows = empty_copy(x_rows, (tokens, width), recipe.rows, form, recipe.scaling)
+    columns = empty_copy(x_rows, (width, tokens), recipe.rows, form, recipe.scaling) if how.columns else None
+    start_kernel(
+        norm_quantize_kernel,
+        (triton.cdiv(width, TRANSPOSING.block_columns), triton.cdiv(tokens, TRANSPOSING.block_rows)),
+        x_rows,
+        scale_T,
+        weight_D,
+        normed_TD if how.keep_plain else None,
+        rows.values,
+        memory_of(rows.scales),
+        None if columns is None else columns.values,
+        None if columns is None else memory_of(columns.scales),
+        tokens,
+        x_rows.stride(0),
+        rows.values.stride(0),
+        0 if columns is None else columns.values.stride(0),
+        D=width,
+        DEPTH=recipe.rows[1],
+        LARGEST=form.largest,
+        POWER=recipe.scaling != "float32",
+        IN_BF16=normed_TD.dtype == torch.bfloat16,
+        BLOCK_T=TRANSPOSING.block_rows,
+        BLOCK_D=TRANSPOSING.block_columns,
+        RUN=RUN,
+        num_warps=warps_of(TRANSPOSING, x_rows.device),
+        **(register_limit(TRANSPOSING, x_rows.device) if recipe.rows[1] == DEPTH else {}),
+    )
+    copies = [rows.values, rows.scales]
+    return copies if columns is None else [*copies, columns.values, columns.scales]
+
+
+def _both(copies: list[Tensor], recipe: Recipe) -> Both:
+    rows, *columns = (
+        Quantized(values, scales, recipe.rows) for values, scales in zip(copies[::2], copies[1::2], strict=True)
+    )
+    return Both(rows, columns[0] if columns else None)
+
+
+def _fits(recipe: Recipe) -> bool:
+    """Whether a tile finds its scales by itself."""
+    return recipe.bits == 8 and recipe.rows[0] == 1 and recipe.rows[1] > 0
+
+
+def _check(x_TD: Tensor, weight_D: Tensor) -> None:
+    norm.check_weight(x_TD, weight_D)
+    if x_TD.ndim != 2:
+        raise KernelError("rms_norm in 8 bits takes a matrix of rows", got=tuple(x_TD.shape))
+
+
+@triton.jit
+def norm_quantize_kernel(
+    x_ptr,
+    scale_ptr,
+    weight_ptr,
+    normed_ptr,
+    rows_ptr,
+    row_scales_ptr,
+    columns_ptr,
+    column_scales_ptr,
+    tokens,
+    x_stride,
+    rows_stride,
+    columns_stride,
+    D: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER: tl.constexpr,
+    IN_BF16: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """A tile of normed rows, in 16 bits and by columns as far as there are pointers.
+
+    IN_BF16: what is quantized is rounded to bfloat16 before, as the rows are.
+    """
+    column_D = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    is_column_D = column_D < D
+    token_T, is_token_T = tile_rows(None, tokens, BLOCK_T, RUN)
+    row_T1 = token_T.to(tl.int64)[:, None]
+    inside = is_token_T[:, None] & is_column_D[None, :]
+    x_TD = tl.load(x_ptr + row_T1 * x_stride + column_D[None, :], mask=inside, other=0.0)
+    scale_T = tl.load(scale_ptr + token_T, mask=is_token_T, other=0.0)
+    weight_D = tl.load(weight_ptr + column_D, mask=is_column_D, other=0.0).to(tl.float32)
+    normed_TD = (x_TD.to(tl.float32) * scale_T[:, None]).to(x_TD.dtype).to(tl.float32) * weight_D[None, :]
+    if IN_BF16:
+        normed_TD = normed_TD.to(tl.bfloat16).to(tl.float32)
+    if normed_ptr is not None:
+        tl.store(normed_ptr + row_T1 * D + column_D[None, :], normed_TD.to(normed_ptr.dtype.element_ty), mask=inside)
+    values_TD, scale_TQ = quantize_tile(normed_TD, None, rows_ptr.dtype.element_ty, DEPTH, LARGEST, POWER)
+    tl.store(rows_ptr + row_T1 * rows_stride + column_D[None, :], values_TD, mask=inside)
+    store_scales(row_scales_ptr, scale_TQ, 0, token_T, is_token_T, tl.program_id(0), tokens, D, 1, DEPTH, BLOCK_D)
+    if columns_ptr is not None:
+        normed_DT = transpose_tile(normed_TD, RUN)
+        values_DT, scale_DQ = quantize_tile(normed_DT, None, columns_ptr.dtype.element_ty, DEPTH, LARGEST, POWER)
+        place_T = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+        write_ptrs = columns_ptr + column_D.to(tl.int64)[:, None] * columns_stride + place_T[None, :]
+        tl.store(write_ptrs, values_DT, mask=is_column_D[:, None] & (place_T < tokens)[None, :])
+        store_scales(
+            column_scales_ptr, scale_DQ, 0, column_D, is_column_D, tl.program_id(1), D, tokens, 1, DEPTH, BLOCK_T
+        )

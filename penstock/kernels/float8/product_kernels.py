@@ -1,0 +1,317 @@
+"""Device code of products of 8-bit numbers: two persistent kernels, one source for every chip.
+
+`float8_rows_kernel` makes an output that has the experts' rows; `float8_matrices_kernel` makes one matrix (dense
+products), or one for each expert, contracted over the expert's own columns (weight gradients). Both operands have their
+contracted dim last, so a block of either is loaded in the one order that Hopper's matrix units take. The loops over
+tiles and over the contracted dim are flattened into one, as in `penstock.kernels.grouped_gemm_kernels`.
+
+The contracted dim is walked in blocks of `DEPTH`, 128. What happens with scales is the constant SCALING:
+
+    promoted   a block's sum leaves the matrix unit, is multiplied with both operands' scales and added in float32
+    behind     blocks' sums are added in float32, scales are multiplied with at the end
+    inside     the matrix unit applies a scale to every 32 numbers itself (`tl.dot_scaled`)
+
+Hopper's matrix unit keeps 14 bits of a sum, so sums leave it after each block even if no scale is waiting. The
+multiplications that this takes are hidden by taking STEPS = 2 blocks in a turn: while the second is in the matrix unit,
+the first is scaled and added. Both sums, the float32 one and the scales just fit into 255 registers with tiles of
+128 x 128 and 8 warps. Scales are loaded before the wait for the block that they belong to.
+
+A block past the last one, if STEPS does not divide them, is zeros times a scale of zero.
+"""
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.float8.recipes import DEPTH as RECIPE_DEPTH
+from penstock.kernels.output_tiles import locate_rows, store_matrix, store_rows, swizzle, zero_tail
+
+DEPTH = tl.constexpr(RECIPE_DEPTH)
+MICRO = tl.constexpr(32)
+"""Numbers under one scale of `inside`."""
+
+
+@triton.jit
+def float8_rows_kernel(
+    x,
+    w,
+    y,
+    y_ptr,
+    x_scales,
+    w_scales,
+    index_ptr,
+    starts_ptr,
+    owners_ptr,
+    block_count_ptr,
+    rows,
+    columns,
+    depth,
+    experts,
+    x_stride,
+    w_expert,
+    w_stride,
+    x_scale_outer,
+    x_scale_depth,
+    w_scale_expert,
+    w_scale_outer,
+    w_scale_depth,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+    SCALING: tl.constexpr,
+    W_OUTER: tl.constexpr,
+    GROUP: tl.constexpr,
+    PIECES: tl.constexpr,
+    GATHER: tl.constexpr,
+    WHOLE_DEPTH: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """Multiply each row of x by the matrix of the row's expert; set the rows of the tail to zero.
+
+    x is rows x depth, w is experts x columns x depth, y is rows x columns. With DESCRIPTORS, w, y and (without GATHER)
+    x are descriptors of blocks, else pointers; y_ptr is always the pointer. Strides are of values and scales. W_OUTER
+    columns of w share a scale. WHOLE_DEPTH says that no load of x by pointers needs a mask.
+    """
+    tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
+    tiles = tl.load(block_count_ptr) * tiles_across
+    blocks = tl.cdiv(depth, DEPTH)
+    turns = tl.cdiv(blocks, STEPS)
+    tl.assume(turns > 0)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        expert, start, end, row, column = locate_rows(owners_ptr, tile, tiles_across, BLOCK_ROWS, GROUP)
+        column *= BLOCK_COLUMNS
+        place = start + row + tl.arange(0, BLOCK_ROWS)
+        # Past the expert's last row any row does, since it is never written: the one a block before, to spread reads.
+        place = tl.where(place < end, place, tl.maximum(place - BLOCK_ROWS, 0))
+        source = tl.load(index_ptr + place).to(tl.int32) if GATHER else place
+        accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+        for turn in tl.range(turns):
+            for step in tl.static_range(STEPS):
+                first = (turn * STEPS + step) * DEPTH
+                # Past the last block are zeros, whatever their scales.
+                block = tl.minimum(turn * STEPS + step, blocks - 1)
+                if DESCRIPTORS and not GATHER:
+                    x_block = x.load([start + row, first])
+                else:
+                    deep = first + tl.arange(0, DEPTH)
+                    inside = None if WHOLE_DEPTH else deep[None, :] < depth
+                    x_row = source[:, None] * x_stride if GATHER else source.to(tl.int64)[:, None] * x_stride
+                    x_block = tl.load(x + (x_row + deep[None, :]), mask=inside, other=None if WHOLE_DEPTH else 0.0)
+                if DESCRIPTORS:
+                    w_block = w.load([expert, column, first]).reshape(BLOCK_COLUMNS, DEPTH)
+                else:
+                    matrix = w + expert.to(tl.int64) * w_expert
+                    w_block = _load_block(matrix, column, columns, w_stride, first, depth, BLOCK_COLUMNS)
+                x_scale = _scales_of_rows(x_scales, source, x_scale_outer, x_scale_depth, block, depth, SCALING)
+                w_scale = _scales_of_columns(
+                    w_scales + expert * w_scale_expert,
+                    column,
+                    columns,
+                    w_scale_outer,
+                    w_scale_depth,
+                    block,
+                    depth,
+                    BLOCK_COLUMNS,
+                    W_OUTER,
+                    SCALING,
+                    False,
+                )
+                accumulator = _add_product(accumulator, x_block, x_scale, w_block, w_scale, W_OUTER, SCALING)
+        if SCALING == "behind":
+            across = column + tl.arange(0, BLOCK_COLUMNS)
+            w_place = w_scales + expert * w_scale_expert + across * w_scale_outer
+            accumulator *= tl.load(x_scales + source * x_scale_outer)[:, None]
+            accumulator *= tl.load(w_place, mask=across < columns, other=0)[None, :]
+        result = accumulator.to(y_ptr.dtype.element_ty)
+        store_rows(y, start, end, row, column, columns, result, BLOCK_ROWS, BLOCK_COLUMNS, PIECES, DESCRIPTORS)
+    zero_tail(y_ptr, tl.load(starts_ptr + experts), rows, columns)
+
+
+@triton.jit
+def float8_matrices_kernel(
+    a,
+    b,
+    c,
+    a_scales,
+    b_scales,
+    starts_ptr,
+    rows,
+    columns,
+    depth,
+    experts,
+    a_stride,
+    b_stride,
+    a_scale_outer,
+    a_scale_depth,
+    b_scale_outer,
+    b_scale_depth,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+    SCALING: tl.constexpr,
+    B_OUTER: tl.constexpr,
+    GROUP: tl.constexpr,
+    PIECES: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+):
+    """Multiply a by the transpose of b, contracted over each expert's columns; add to what c holds if ACCUMULATE.
+
+    a is rows x depth, b is columns x depth, c is experts x rows x columns. `starts_ptr` says at which multiple of DEPTH
+    each expert's columns begin, and where the last one's end; without it there is one matrix, contracted over all.
+    With DESCRIPTORS, a, b and c are descriptors of blocks, else pointers. B_OUTER rows of b share a scale. WHOLE says
+    that tiles divide c, so that no load of scales needs a mask.
+    """
+    tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
+    tiles_each = tl.cdiv(rows, BLOCK_ROWS) * tiles_across
+    last = tl.cdiv(depth, DEPTH)
+    for tile in tl.range(tl.program_id(0), tiles_each * experts, tl.num_programs(0), flatten=True):
+        expert = tile // tiles_each
+        row, column = swizzle(tile % tiles_each, tl.cdiv(rows, BLOCK_ROWS), tiles_across, GROUP)
+        row *= BLOCK_ROWS
+        column *= BLOCK_COLUMNS
+        if starts_ptr is not None:
+            start = tl.load(starts_ptr + expert) // DEPTH
+            end = tl.load(starts_ptr + expert + 1) // DEPTH
+        else:
+            start = 0
+            end = last
+        # An expert without rows takes one turn over zeros, so that its gradient is written too.
+        turns = tl.maximum(tl.cdiv(end - start, STEPS), 1)
+        tl.assume(turns > 0)
+        down = tl.minimum(row + tl.arange(0, BLOCK_ROWS), rows - 1)
+        accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+        for turn in tl.range(turns):
+            for step in tl.static_range(STEPS):
+                block = start + turn * STEPS + step
+                # Past the expert's end are another's numbers; past the end of all are zeros.
+                first = tl.where(block < end, block, last) * DEPTH
+                # Of zeros any scale will do that is one.
+                block = tl.maximum(tl.minimum(block, end - 1), 0)
+                if DESCRIPTORS:
+                    a_block = a.load([row, first])
+                    b_block = b.load([column, first])
+                else:
+                    a_block = _load_block(a, row, rows, a_stride, first, depth, BLOCK_ROWS)
+                    b_block = _load_block(b, column, columns, b_stride, first, depth, BLOCK_COLUMNS)
+                if B_OUTER > 1:
+                    a_scale = _scales_of_rows(a_scales, down, a_scale_outer, a_scale_depth, block, depth, SCALING)
+                else:
+                    a_scale = _scales_of_columns(
+                        a_scales, row, rows, a_scale_outer, a_scale_depth, block, depth, BLOCK_ROWS, 1, SCALING, WHOLE
+                    )
+                b_scale = _scales_of_columns(
+                    b_scales,
+                    column,
+                    columns,
+                    b_scale_outer,
+                    b_scale_depth,
+                    block,
+                    depth,
+                    BLOCK_COLUMNS,
+                    B_OUTER,
+                    SCALING,
+                    WHOLE,
+                )
+                accumulator = _add_product(accumulator, a_block, a_scale, b_block, b_scale, B_OUTER, SCALING)
+        if SCALING == "behind":
+            across = column + tl.arange(0, BLOCK_COLUMNS)
+            accumulator *= tl.load(a_scales + down * a_scale_outer)[:, None]
+            accumulator *= tl.load(b_scales + across * b_scale_outer, mask=across < columns, other=0)[None, :]
+        elif starts_ptr is not None:
+            # What stands for the scales of no rows may be no number.
+            accumulator = tl.where(end > start, accumulator, 0.0)
+        store_matrix(
+            c,
+            expert,
+            row,
+            column,
+            rows,
+            columns,
+            accumulator,
+            BLOCK_ROWS,
+            BLOCK_COLUMNS,
+            PIECES,
+            ACCUMULATE,
+            DESCRIPTORS,
+        )
+
+
+@triton.jit
+def _add_product(accumulator, a, a_scale, b, b_scale, B_OUTER: tl.constexpr, SCALING: tl.constexpr):
+    """Add a times the transpose of b: a and b are blocks of DEPTH columns, their scales those of the block."""
+    if SCALING == "inside":
+        a_format: tl.constexpr = "e5m2" if a.dtype == tl.float8e5 else "e4m3"
+        b_format: tl.constexpr = "e5m2" if b.dtype == tl.float8e5 else "e4m3"
+        accumulator = tl.dot_scaled(a, a_scale, a_format, b.T, b_scale, b_format, accumulator)
+    elif SCALING == "behind":
+        accumulator += tl.dot(a, b.T)
+    elif B_OUTER == 1:
+        accumulator += tl.dot(a, b.T) * b_scale[None, :] * a_scale[:, None]
+    else:
+        accumulator += tl.dot(a, b.T) * (a_scale * b_scale)[:, None]
+    return accumulator
+
+
+@triton.jit
+def _load_block(x, row, rows, stride, first, depth, BLOCK_ROWS: tl.constexpr):
+    """Load some rows' numbers from `first` on; zeros outside the matrix."""
+    down = row + tl.arange(0, BLOCK_ROWS)
+    deep = first + tl.arange(0, DEPTH)
+    inside = (down < rows)[:, None] & (deep < depth)[None, :]
+    return tl.load(x + down.to(tl.int64)[:, None] * stride + deep[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _scales_of_rows(scales, source, outer, deep, block, depth, SCALING: tl.constexpr):
+    """Load the scales of a block of the rows `source`; `outer` and `deep` are strides. None where they come behind.
+
+    No mask, so that the compiler scales the first block's sum while the second block is multiplied.
+    """
+    found = None
+    if SCALING == "promoted":
+        found = tl.load(scales + block * deep + source * outer)
+    elif SCALING == "inside":
+        found = _micro_scales(scales, source, source >= 0, outer, deep, block, depth)
+    return found
+
+
+@triton.jit
+def _scales_of_columns(
+    scales,
+    column,
+    columns,
+    outer,
+    deep,
+    block,
+    depth,
+    BLOCK_COLUMNS: tl.constexpr,
+    OUTER: tl.constexpr,
+    SCALING: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Load the scales of a block of columns that stand together: one of all if OUTER of them share it, else each one's.
+
+    Places are worked out here and not once for a tile, so that the compiler sees that they stand together and loads
+    several at once. WHOLE says that all of them are columns.
+    """
+    found = None
+    across = tl.multiple_of(column, BLOCK_COLUMNS) + tl.arange(0, BLOCK_COLUMNS)
+    if SCALING == "inside":
+        found = _micro_scales(scales, across, across < columns, outer, deep, block, depth)
+    elif SCALING == "promoted" and OUTER > 1:
+        tl.static_assert(BLOCK_COLUMNS <= OUTER, "a tile must not be wider than a block of the weight's scales")
+        found = tl.load(scales + block * deep + column // OUTER * outer)
+    elif SCALING == "promoted" and WHOLE:
+        found = tl.load(scales + block * deep + across * outer)
+    elif SCALING == "promoted":
+        found = tl.load(scales + block * deep + across * outer, mask=across < columns, other=0.0)
+    return found
+
+
+@triton.jit
+def _micro_scales(scales, places, inside, outer, deep, block, depth):
+    """Load the exponents of the scales of some rows; that of one, 127, outside."""
+    parts = block * (DEPTH // MICRO) + tl.arange(0, DEPTH // MICRO)
+    mask = inside[:, None] & (parts * MICRO < depth)[None, :]
+    return tl.load(scales + places[:, None] * outer + parts[None, :] * deep, mask=mask, other=127)

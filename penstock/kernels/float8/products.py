@@ -1,0 +1,319 @@
+"""Matrix products of 8-bit numbers in Triton: dense, and grouped by expert; counts never on the host.
+
+Every product is a @ b^T of operands whose contracted dim is the last one:
+
+    multiply           M x K, N x K -> M x N      a dense product, or the gradient of a dense weight added to its sum
+    multiply_groups    R x K, e x N x K -> R x N  experts' rows, if wanted gathered while they are loaded
+    multiply_columns   M x R, N x R -> e x M x N  gradients of experts' weights, each over its expert's columns
+
+They equal those of the same name in `reference` but for the order of float32 sums. Recipes are known by their blocks:
+128 deep (`blockwise`), 32 deep (`mxfp8`), or as deep as the operand (`rowwise`, `tensorwise`). Values may be E4M3 or
+E5M2, each operand its own. Device code is in `product_kernels`, launches in `launches`.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from penstock.base.errors import KernelError
+from penstock.kernels.float8.launches import Product, ProductLaunch, product_launch
+from penstock.kernels.float8.product_kernels import float8_matrices_kernel, float8_rows_kernel
+from penstock.kernels.float8.quantized import Quantized
+from penstock.kernels.float8.recipes import DEPTH
+from penstock.kernels.grouped_gemm import GATHER_LIMIT
+from penstock.kernels.launching import start_kernel
+from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
+from penstock.kernels.tuning import programs_of
+
+Scaling = Literal["promoted", "behind", "inside"]
+"""When scales are applied; see `product_kernels`."""
+
+_SCALING: dict[int, Scaling] = {DEPTH: "promoted", 0: "behind", 32: "inside"}
+"""By the columns of a block."""
+
+
+def multiply(
+    a: Quantized,
+    b: Quantized,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+    accumulate_into: Tensor | None = None,
+    launch: ProductLaunch | None = None,
+) -> Tensor:
+    """The dense product a @ b^T.
+
+    Args:
+        a: M x K, a scale for each row.
+        b: N x K; a weight, or rows as well.
+        dtype: of the result, bfloat16 or float32.
+        out: where it is written, contiguous and of that dtype; None for new memory.
+        accumulate_into: float32 M x N that it is added to instead, in place, and that is returned.
+        launch: how to cut it, instead of the table's choice.
+
+    Raises:
+        KernelError: operands that no launch accepts.
+    """
+    rows, depth = a.values.shape
+    columns = len(b.values)
+    scaling = _check("dense", a=(a, (rows, depth)), b=(b, (columns, depth)))
+    result = accumulate_into if accumulate_into is not None else out
+    if result is None:
+        result = a.values.new_empty(rows, columns, dtype=dtype)
+    expected = torch.float32 if accumulate_into is not None else dtype
+    _check_result("dense", result, (rows, columns), expected)
+    if result.numel():
+        product: Product = "dense_gradient" if b.block[0] == 1 else "dense"
+        launch = launch or product_launch(product, a.values.device)
+        _launch_matrices(a, b, result[None], None, launch, scaling, accumulate=accumulate_into is not None)
+    return result
+
+
+def multiply_groups(
+    x: Quantized,
+    w: Quantized,
+    counts_e: Tensor,
+    index_R: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
+    tiles: TileTable | None = None,
+    launch: ProductLaunch | None = None,
+) -> Tensor:
+    """Each expert's rows times the transpose of its matrix: R x N; rows past the last expert's are zero.
+
+    Args:
+        x: R x K, a scale for each row; or with `index_R` the rows' source.
+        w: e x N x K.
+        counts_e: integer rows of each expert; may be zero, may sum to less than R.
+        index_R: integer row of `x` for each place, or None for the identity.
+        dtype: of the result, bfloat16 or float32.
+        tiles: `tile_table(counts_e, R)`, if the caller has it already.
+        launch: how to cut it, instead of the table's choice.
+
+    Raises:
+        KernelError: operands that no launch accepts.
+    """
+    experts, columns, depth = w.values.shape
+    rows = len(x.values if index_R is None else index_R)
+    scaling = _check("grouped", x=(x, (len(x.values), depth)), w=(w, (experts, columns, depth)))
+    _check_groups(counts_e, experts, index_R)
+    y_RN = x.values.new_empty(rows, columns, dtype=dtype)
+    _check_result("grouped", y_RN, (rows, columns), dtype)
+    if y_RN.numel():
+        launch = launch or product_launch("rows" if index_R is None else "rows_gathered", x.values.device)
+        x, index_R = _gather(x, index_R, launch)
+        _launch_rows(x, w, y_RN, index_R, tiles or tile_table(counts_e, rows), launch, scaling)
+    return y_RN
+
+
+def multiply_columns(
+    dy: Quantized,
+    x: Quantized,
+    counts_e: Tensor,
+    *,
+    dtype: torch.dtype,
+    accumulate_into: Tensor | None = None,
+    tiles: TileTable | None = None,
+    launch: ProductLaunch | None = None,
+) -> Tensor:
+    """Gradients of the experts' weights: e x M x N, each contracted over its expert's columns.
+
+    Args:
+        dy: M x R of `quantize_groups`, each expert's columns aligned.
+        x: N x R likewise.
+        counts_e: integer rows of each expert.
+        dtype: of the result, bfloat16 or float32.
+        accumulate_into: contiguous float32 e x M x N that it is added to instead, in place, and that is returned.
+        tiles: `tile_table(counts_e, rows)` of the rows that were quantized, if the caller has it already.
+        launch: how to cut it, instead of the table's choice.
+
+    Raises:
+        KernelError: operands that no launch accepts.
+    """
+    (rows, depth), columns, experts = dy.values.shape, len(x.values), counts_e.numel()
+    scaling = _check("gradient", dy=(dy, (rows, depth)), x=(x, (columns, depth)))
+    _check_groups(counts_e, experts, None)
+    shape = (experts, rows, columns)
+    result = dy.values.new_empty(shape, dtype=dtype) if accumulate_into is None else accumulate_into
+    _check_result("gradient", result, shape, dtype if accumulate_into is None else torch.float32)
+    if result.numel():
+        launch = launch or product_launch("columns", dy.values.device)
+        starts_e = (tiles or tile_table(counts_e, depth)).aligned_e
+        _launch_matrices(dy, x, result, starts_e, launch, scaling, accumulate=accumulate_into is not None)
+    return result
+
+
+def _gather(x: Quantized, index_R: Tensor | None, launch: ProductLaunch) -> tuple[Quantized, Tensor | None]:
+    """Rows and index for the kernel: as they are, or the rows copied first where 32 bits cannot count them."""
+    if index_R is None or (not launch.copy_gathered and len(x.values) * x.values.stride(0) < GATHER_LIMIT):
+        return x, index_R
+    values = x.values.view(torch.uint8).index_select(0, index_R).view(x.values.dtype)
+    scales = x.scales if len(x.scales) == 1 else x.scales.index_select(0, index_R)
+    return Quantized(values, scales, x.block), None
+
+
+def _check(product: str, **operands: tuple[Quantized, tuple[int, ...]]) -> Scaling:
+    """Refuse operands that no launch accepts, each given with the shape it must have; say how they are scaled."""
+    depths = {operand.block[1] for operand, _ in operands.values()}
+    first, second = (operand.block for operand, _ in operands.values())
+    if len(depths) != 1 or first[1] not in _SCALING or first[0] > 1 or (first[1] and second[0] not in (1, DEPTH)):
+        raise KernelError(
+            f"float8 product ({product}): blocks do not fit",
+            got=f"{first} and {second}",
+            allowed="both operands quantized by one of the recipes tensorwise, rowwise, blockwise, mxfp8",
+        )
+    for name, (operand, shape) in operands.items():
+        values = operand.values
+        if values.shape != shape or values.itemsize != 1 or not values.is_floating_point():
+            got = f"{values.dtype} {tuple(values.shape)}"
+            raise KernelError(f"float8 product ({product}): {name} does not fit", got=got, allowed=f"float8 {shape}")
+        apart = [stride for size, stride in zip(shape[:-1], values.stride()[:-1], strict=True) if size > 1]
+        if values.stride(-1) != 1 or any(stride % 16 for stride in apart) or values.data_ptr() % 16:
+            raise KernelError(
+                f"float8 product ({product}): {name} cannot be copied in blocks",
+                got=f"shape {tuple(values.shape)}, strides {values.stride()}",
+                allowed="rows that are contiguous and lie a multiple of 16 bytes apart",
+                fix="quantize it with penstock.kernels.float8.quantize, which leaves room behind each row",
+            )
+    return _SCALING[first[1]]
+
+
+def _check_groups(counts_e: Tensor, experts: int, index_R: Tensor | None) -> None:
+    """Refuse counts and an index that do not fit."""
+    if counts_e.shape != (experts,):
+        raise KernelError("float8 product: counts_e", got=tuple(counts_e.shape), allowed=(experts,))
+    if index_R is not None and (index_R.ndim != 1 or index_R.dtype not in (torch.int32, torch.int64)):
+        got = f"{index_R.dtype} {tuple(index_R.shape)}"
+        raise KernelError("float8 product: index_R", got=got, allowed="int32 or int64, one dim")
+
+
+def _check_result(product: str, result: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuse memory that the result cannot be written to in blocks."""
+    if result.shape != shape or result.dtype != dtype or dtype not in (torch.bfloat16, torch.float32):
+        got, allowed = f"{result.dtype} {tuple(result.shape)}", f"{dtype} {shape}, bfloat16 or float32"
+        raise KernelError(f"float8 product ({product}): the result does not fit", got=got, allowed=allowed)
+    if not result.is_contiguous() or shape[-1] * result.itemsize % 16 or result.data_ptr() % 16:
+        raise KernelError(
+            f"float8 product ({product}): the result cannot be written in blocks",
+            got=f"shape {shape}, strides {result.stride()}",
+            allowed="contiguous, rows that are multiples of 16 bytes",
+            fix="pad the width of the layer to a multiple of 8",
+        )
+
+
+def _launch_rows(
+    x: Quantized,
+    w: Quantized,
+    y: Tensor,
+    index: Tensor | None,
+    tiles: TileTable,
+    launch: ProductLaunch,
+    scaling: Scaling,
+) -> None:
+    """Run `float8_rows_kernel`."""
+    (rows, columns), (experts, _, depth) = y.shape, w.values.shape
+    size = BLOCK_SIZES.index(launch.block_rows)
+    x_source, w_source, y_target = x.values, w.values, y
+    if launch.descriptors:
+        w_source = TensorDescriptor.from_tensor(w.values, [1, launch.block_columns, DEPTH])
+        y_target = create_ragged_descriptor(y, [launch.block_rows, launch.block_columns // launch.pieces])
+        if index is None:
+            x_source = TensorDescriptor.from_tensor(x.values, [launch.block_rows, DEPTH])
+    start_kernel(
+        float8_rows_kernel,
+        (programs_of(launch, y.device),),
+        x_source,
+        w_source,
+        y_target,
+        y,
+        _scales(x),
+        _scales(w),
+        index,
+        tiles.starts_e,
+        tiles.owners[size],
+        tiles.block_counts[size:],
+        rows,
+        columns,
+        depth,
+        experts,
+        x.values.stride(0),
+        w.values.stride(0),
+        w.values.stride(1),
+        *_strides(x),
+        w.scales.stride(0),
+        *_strides(w),
+        W_OUTER=w.block[0] if scaling == "promoted" else 1,
+        GATHER=index is not None,
+        WHOLE_DEPTH=depth % (DEPTH * launch.steps) == 0,
+        **_constants(launch, scaling),
+    )
+
+
+def _launch_matrices(
+    a: Quantized,
+    b: Quantized,
+    c: Tensor,
+    starts: Tensor | None,
+    launch: ProductLaunch,
+    scaling: Scaling,
+    *,
+    accumulate: bool,
+) -> None:
+    """Run `float8_matrices_kernel`; c is experts x rows x columns, one expert where there are no starts."""
+    experts, rows, columns = c.shape
+    a_source, b_source, c_target = a.values, b.values, c
+    if launch.descriptors:
+        a_source = TensorDescriptor.from_tensor(a.values, [launch.block_rows, DEPTH])
+        b_source = TensorDescriptor.from_tensor(b.values, [launch.block_columns, DEPTH])
+        c_target = TensorDescriptor.from_tensor(c, [1, launch.block_rows, launch.block_columns // launch.pieces])
+    start_kernel(
+        float8_matrices_kernel,
+        (programs_of(launch, c.device),),
+        a_source,
+        b_source,
+        c_target,
+        _scales(a),
+        _scales(b),
+        starts,
+        rows,
+        columns,
+        a.values.shape[1],
+        experts,
+        a.values.stride(0),
+        b.values.stride(0),
+        *_strides(a),
+        *_strides(b),
+        B_OUTER=b.block[0] if scaling == "promoted" else 1,
+        WHOLE=rows % launch.block_rows == 0 and columns % launch.block_columns == 0,
+        ACCUMULATE=accumulate,
+        **_constants(launch, scaling),
+    )
+
+
+def _scales(operand: Quantized) -> Tensor:
+    """As kernels read them: exponents of E8M0 are bytes."""
+    return operand.scales.view(torch.uint8) if operand.scales.itemsize == 1 else operand.scales
+
+
+def _strides(operand: Quantized) -> tuple[int, int]:
+    """Of the scales, along outer and depth; 0 along outer where all rows share one."""
+    outer, depth = operand.scales.stride()[-2:]
+    return (0 if operand.block[0] == 0 else outer), depth
+
+
+def _constants(launch: ProductLaunch, scaling: Scaling) -> dict[str, Any]:
+    """What both kernels are compiled with."""
+    return {
+        "BLOCK_ROWS": launch.block_rows,
+        "BLOCK_COLUMNS": launch.block_columns,
+        "STEPS": launch.steps,
+        "SCALING": scaling,
+        "GROUP": launch.group,
+        "PIECES": launch.pieces,
+        "DESCRIPTORS": launch.descriptors,
+        "num_warps": launch.warps,
+        "num_stages": launch.stages,
+    }

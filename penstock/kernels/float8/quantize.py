@@ -1,0 +1,353 @@
+"""Quantization on a GPU: `reference.quantize_rows`, `quantize_weight` and `quantize_groups`, each in one pass.
+
+All three give one kernel (`quantize_kernels`) a source and one or two copies to fill. Numbers are read once from memory
+whatever is written: a tile of 128 x 128 stays in registers while its rows and its columns are scaled. Only scales that
+reach over whole rows or matrices (`rowwise`, `tensorwise`) need a pass before, which finds the largest magnitudes.
+
+A copy's scales lie in memory as depth blocks x outer, so that a product reads those of neighbouring rows at once; they
+are given as outer x depth blocks. Values' rows lie a multiple of 16 bytes apart.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from penstock.base.errors import KernelError
+from penstock.kernels.float8 import reference
+from penstock.kernels.float8.formats import Format
+from penstock.kernels.float8.quantize_kernels import group_tiles_kernel, measure_kernel, quantize_kernel
+from penstock.kernels.float8.quantized import Both, Quantized, WeightCopies
+from penstock.kernels.float8.recipes import ALIGNMENT, Block, Recipe, Scaling
+from penstock.kernels.float8.reference import aligned_rows
+from penstock.kernels.launching import start_kernel
+from penstock.kernels.tuning import Launch, target_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileLaunch(Launch):
+    """How quantization is cut.
+
+    Attributes:
+        registers: most of a thread on NVIDIA's chips; 0 leaves them to the compiler.
+    """
+
+    registers: int = 0
+
+
+TRANSPOSING = TileLaunch(block_rows=ALIGNMENT, block_columns=ALIGNMENT, warps=8, registers=128)
+"""64 numbers a thread. Two such programs share a multiprocessor, so that one loads while the other computes; left alone
+the compiler takes up to 153 registers, with which only one has room, and at 128 it spills none. Not measured yet."""
+
+ROWS_ONLY = TileLaunch(block_rows=32, block_columns=128, warps=4)
+"""Where nothing is transposed: a block of depth 128, and four loads of 16 bytes a thread. Not measured yet."""
+
+WAVE_FACTOR = 2
+"""AMD's waves have twice the threads of a warp, so half as many hold a tile in as many registers."""
+
+TILES = 64
+"""Tiles that one program of `group_tiles_kernel` writes down."""
+
+
+def quantize_rows(
+    x_RD: Tensor,
+    recipe: Recipe,
+    form: Format,
+    *,
+    columns: bool = False,
+    counts_e: Tensor | None = None,
+    launch: TileLaunch | None = None,
+) -> Both:
+    """`penstock.kernels.float8.reference.quantize_rows` in one kernel.
+
+    Args:
+        x_RD: 16 or 32 bits; rows may lie apart, but each must be contiguous (a copy is made if not).
+        recipe: whose blocks.
+        form: of the values.
+        columns: also transposed.
+        counts_e: rows of each expert; rows past them may then be anything, and are not written if `columns` is set.
+        launch: instead of `TRANSPOSING`, or `ROWS_ONLY`; tiles of both copies hold whole blocks.
+
+    Raises:
+        KernelError: not a matrix.
+    """
+    if recipe.bits != 8:
+        return reference.quantize_rows(x_RD, recipe, form, columns=columns, counts_e=counts_e)
+    # Which rows count matters to what is aligned by experts, and to scales that reach over rows.
+    source = _source(x_RD, None, counts_e if columns or recipe.rows[1] == 0 else None)
+    rows = empty_copy(source.values, (source.rows, source.width), recipe.rows, form, recipe.scaling)
+    transposed = None
+    if columns:
+        transposed = empty_copy(source.values, (source.width, source.places), recipe.rows, form, recipe.scaling)
+    _quantize(source, (rows, transposed), form, recipe.scaling, launch)
+    return Both(rows, transposed)
+
+
+def quantize_groups(
+    x_RD: Tensor | Quantized, counts_e: Tensor, recipe: Recipe, form: Format, index_R: Tensor | None = None
+) -> Quantized:
+    """`penstock.kernels.float8.reference.quantize_groups` in one kernel behind a small one; no count comes to the host.
+
+    Args:
+        x_RD: rows in 16, 32 or 8 bits; with `index_R` their source.
+        counts_e: rows of each expert, int32 or int64. Rows past the buffer's last are ignored.
+        recipe: whose blocks.
+        form: of the values.
+        index_R: source row of each place, or None.
+
+    Raises:
+        KernelError: not a matrix, or 8-bit numbers whose scales do not fit into tiles.
+    """
+    if recipe.bits != 8:
+        return reference.quantize_groups(x_RD, counts_e, recipe, form, index_R)
+    source = _source(x_RD, index_R, counts_e)
+    columns = empty_copy(source.values, (source.width, source.places), recipe.rows, form, recipe.scaling)
+    _quantize(source, (None, columns), form, recipe.scaling)
+    return columns
+
+
+def quantize_weight(w_FD: Tensor, recipe: Recipe, form: Format, into: WeightCopies | None = None) -> WeightCopies:
+    """`penstock.kernels.float8.reference.quantize_weight` in one kernel, for one matrix or a stack of them.
+
+    Args:
+        w_FD: (e x) F x D; a copy is made if it is not contiguous.
+        recipe: whose blocks.
+        form: of the values.
+        into: copies that are filled in place. Those that lie in memory as this function's do are written directly.
+
+    Raises:
+        KernelError: neither a matrix nor a stack of matrices.
+    """
+    if recipe.bits != 8:
+        return reference.quantize_weight(w_FD, recipe, form, into)
+    if w_FD.ndim not in (2, 3):
+        raise KernelError("quantize_weight: takes a matrix or a stack of them", got=tuple(w_FD.shape))
+    w_FD = w_FD.contiguous()
+    outer, depth = w_FD.shape[-2:]
+    made = WeightCopies(
+        empty_copy(w_FD, (*w_FD.shape[:-2], outer, depth), recipe.weights, form, recipe.scaling),
+        empty_copy(w_FD, (*w_FD.shape[:-2], depth, outer), recipe.weights, form, recipe.scaling),
+    )
+    fits = into is not None and all(_lie_alike(*pair) for pair in zip(into, made, strict=True))
+    filled = into if into is not None and fits else made
+    source = _Source(w_FD, None, None, None, (0, 0), outer, outer, w_FD.shape[0] if w_FD.ndim == 3 else 1)
+    _quantize(source, filled, form, recipe.scaling)
+    if into is None or fits:
+        return filled
+    for old, new in zip(into, filled, strict=True):
+        old.values.copy_(new.values)
+        old.scales.copy_(new.scales)
+    return into
+
+
+def empty_copy(like: Tensor, shape: tuple[int, ...], block: Block, form: Format, scaling: Scaling) -> Quantized:
+    """Memory for 8-bit numbers and their scales, in the layout that the module's docstring tells.
+
+    Args:
+        like: a tensor of the device.
+        shape: ... x outer x depth.
+        block: rows and columns that share a scale; 0 for all.
+        form: of the values.
+        scaling: form of the scales.
+    """
+    *stack, outer, depth = shape
+    apart = triton.cdiv(depth, 16) * 16
+    values = like.new_empty(*stack, outer, apart, dtype=form.dtype)[..., :depth]
+    blocks = [triton.cdiv(size, side) if side else 1 for size, side in zip((outer, depth), block, strict=True)]
+    dtype = torch.float8_e8m0fnu if scaling == "e8m0" else torch.float32
+    scales = like.new_empty(*stack, blocks[1], blocks[0], dtype=dtype).transpose(-1, -2)
+    return Quantized(values, scales, block)
+
+
+def group_tiles(counts_e: Tensor, rows: int) -> Tensor:
+    """Which rows stand in each tile of `ALIGNMENT` places of an aligned copy: int32, tiles x (first row, rows).
+
+    Args:
+        counts_e: rows of each expert, int32 or int64.
+        rows: R, of the buffer that holds them.
+    """
+    experts = counts_e.numel()
+    tiles = aligned_rows(rows, experts) // ALIGNMENT
+    found = counts_e.new_empty(tiles, 2, dtype=torch.int32)
+    constants = {"EXPERTS": experts, "BLOCK_E": triton.next_power_of_2(experts), "BLOCK_R": ALIGNMENT, "BLOCK_T": TILES}
+    start_kernel(
+        group_tiles_kernel, (triton.cdiv(tiles, TILES),), counts_e.contiguous(), found, tiles, rows, **constants
+    )
+    return found
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is read.
+
+    Attributes:
+        values: (e x) rows x width; with an index any number of rows.
+        scales: of 8-bit values, or None.
+        index_R: source row of each row, or None.
+        tiles: of `group_tiles`, or None.
+        block: of the scales.
+        rows: R, of one matrix.
+        places: as many with the places between experts.
+        matrices: e, or 1.
+    """
+
+    values: Tensor
+    scales: Tensor | None
+    index_R: Tensor | None
+    tiles: Tensor | None
+    block: Block
+    rows: int
+    places: int
+    matrices: int = 1
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.values.shape[-1]
+
+
+def _source(x_RD: Tensor | Quantized, index_R: Tensor | None, counts_e: Tensor | None) -> _Source:
+    values, scales, block = (
+        (x_RD.values, x_RD.scales, x_RD.block) if isinstance(x_RD, Quantized) else (x_RD, None, (0, 0))
+    )
+    if values.ndim != 2:
+        raise KernelError("quantize: takes a matrix of rows", got=tuple(values.shape))
+    if block[1] not in (0, 16, 32, 64) and block[1] % TRANSPOSING.block_columns:
+        raise KernelError(
+            "quantize: scales of the source must fit into tiles", got=block, allowed="blocks of 32 or 128"
+        )
+    if values.stride(1) != 1:
+        values = values.contiguous()
+    rows = values.shape[0] if index_R is None else index_R.numel()
+    if counts_e is None:
+        return _Source(values, scales, index_R, None, block, rows, rows)
+    places = aligned_rows(rows, counts_e.numel())
+    return _Source(values, scales, index_R, group_tiles(counts_e, rows), block, rows, places)
+
+
+def _quantize(
+    source: _Source,
+    copies: tuple[Quantized | None, Quantized | None],
+    form: Format,
+    scaling: Scaling,
+    launch: TileLaunch | None = None,
+) -> None:
+    """Fill the copy as it is, the transposed one, or both, whose blocks are the same."""
+    rows, columns = copies
+    one = rows if rows is not None else columns
+    assert one is not None, "nothing to write"
+    outer, depth = one.block
+    row_amax, column_amax = _measure(source, rows, columns) if depth == 0 else (None, None)
+    launch = launch or (ROWS_ONLY if columns is None and source.tiles is None else TRANSPOSING)
+    power = scaling != "float32"
+    device = source.values.device
+    start_kernel(
+        quantize_kernel,
+        _grid(source, launch),
+        source.values,
+        *_scales_of(source),
+        source.index_R,
+        source.tiles,
+        None if rows is None else rows.values,
+        None if rows is None else memory_of(rows.scales),
+        row_amax,
+        None if columns is None else columns.values,
+        None if columns is None else memory_of(columns.scales),
+        column_amax,
+        source.rows,
+        source.places,
+        source.values.stride(-2),
+        0 if rows is None else rows.values.stride(-2),
+        0 if columns is None else columns.values.stride(-2),
+        D=source.width,
+        X_OUTER=source.block[0],
+        X_DEPTH=source.block[1],
+        OUTER=outer,
+        DEPTH=depth,
+        LARGEST=form.largest,
+        POWER=power,
+        BLOCK_R=launch.block_rows,
+        BLOCK_D=launch.block_columns,
+        RUN=1 if columns is None else run_of(launch),
+        num_warps=warps_of(launch, device),
+        # Quotients of other scales take more registers.
+        **(register_limit(launch, device) if power else {}),
+    )
+
+
+def _measure(source: _Source, rows: Quantized | None, columns: Quantized | None) -> tuple[Tensor | None, Tensor | None]:
+    """Bits of the largest magnitudes that the scales of both copies are made of; a pass over the source."""
+    one = rows if rows is not None else columns
+    assert one is not None, "nothing to write"
+    zeros = source.values.new_zeros
+    by_row = by_column = whole = None
+    if one.block[0] == 0:
+        whole = zeros(source.matrices, dtype=torch.int32)
+    else:
+        by_row = None if rows is None else zeros(source.matrices * source.rows, dtype=torch.int32)
+        by_column = None if columns is None else zeros(source.matrices * source.width, dtype=torch.int32)
+    start_kernel(
+        measure_kernel,
+        _grid(source, TRANSPOSING),
+        source.values,
+        *_scales_of(source),
+        source.index_R,
+        source.tiles,
+        by_row,
+        by_column,
+        whole,
+        source.rows,
+        source.values.stride(-2),
+        D=source.width,
+        X_OUTER=source.block[0],
+        X_DEPTH=source.block[1],
+        BLOCK_R=TRANSPOSING.block_rows,
+        BLOCK_D=TRANSPOSING.block_columns,
+        num_warps=warps_of(TRANSPOSING, source.values.device),
+    )
+    return (by_row, by_column) if whole is None else (whole, whole)
+
+
+def _grid(source: _Source, launch: Launch) -> tuple[int, ...]:
+    columns = triton.cdiv(source.width, launch.block_columns)
+    return columns, triton.cdiv(source.places, launch.block_rows), source.matrices
+
+
+def _scales_of(source: _Source) -> tuple[Tensor | None, int, int]:
+    """What a kernel is told of the scales of an 8-bit source."""
+    if source.scales is None:
+        return None, 0, 0
+    return _bytes_of(source.scales), source.scales.stride(0), source.scales.stride(1)
+
+
+def memory_of(scales: Tensor) -> Tensor:
+    """Scales of a copy as they lie: depth blocks x outer."""
+    return _bytes_of(scales.transpose(-1, -2))
+
+
+def _bytes_of(scales: Tensor) -> Tensor:
+    """E8M0 as bytes, because Triton has no such type."""
+    return scales.view(torch.uint8) if scales.dtype == torch.float8_e8m0fnu else scales
+
+
+def _lie_alike(given: Quantized, made: Quantized) -> bool:
+    """Whether a copy lies in memory as `empty_copy` would have made it."""
+    return given.values.stride() == made.values.stride() and given.scales.stride() == made.scales.stride()
+
+
+def warps_of(launch: Launch, device: torch.device) -> int:
+    """Warps, or waves, of one program."""
+    return launch.warps // (WAVE_FACTOR if target_of(device).startswith("gfx") else 1)
+
+
+def run_of(launch: Launch) -> int:
+    """Loads that a thread makes of a tile, which are rows that it has: it stores 16 bytes, so 16 numbers of each."""
+    return max(1, launch.block_rows * launch.block_columns // (launch.warps * 32 * 16))
+
+
+def register_limit(launch: TileLaunch, device: torch.device) -> dict[str, int]:
+    """A launch's registers as a kernel's option; other vendors' compilers have none."""
+    if not launch.registers or not target_of(device).startswith("sm_"):
+        return {}
+    return {"maxnreg": launch.registers}

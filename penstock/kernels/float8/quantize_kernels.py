@@ -1,0 +1,296 @@
+"""Triton: a tile is read once, and written as it is and transposed, each with scales along its own last dim.
+
+`quantize_tile` knows rows only; the transposed copy is made by the same lines from the transposed tile. Rows are loaded
+in an order that makes transposing cheap. Of a tile of 128 x 128 a thread has 16 numbers, which it stores at once, of
+each of RUN = 4 rows, and these rows are neighbours:
+
+    row of the tile        0  1  2 ...  32  33  34 ...     of 128, in 32 runs
+    row of the matrix      0  4  8 ...   1   5   9 ...
+
+so that it has 4 neighbours of each column, which go to shared memory as one word.
+
+Experts' rows are aligned in the transposed copy, so a tile of 128 places holds rows of one expert. A table says which
+(`group_tiles_kernel`); with tiles of 4 it would be
+
+    counts_e   [5, 0, 2]        tiles   (0, 4) (4, 1) (5, 2) (7, 0)        first row and number of rows
+
+where the last one is tail. What a tile's rows do not fill is zero.
+
+A scale that reaches further than a tile, over a row or a whole matrix, needs a pass before (`measure_kernel`): bits of
+magnitudes are integers, and their maxima are found by atomics in any order.
+"""
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.float8.scaling import exponent_of, magnitude_bits, power_of, scale_of, to_float8, to_float32
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr,
+    x_scales_ptr,
+    x_scales_outer,
+    x_scales_depth,
+    index_ptr,
+    tiles_ptr,
+    rows_ptr,
+    row_scales_ptr,
+    row_amax_ptr,
+    columns_ptr,
+    column_scales_ptr,
+    column_amax_ptr,
+    R,
+    places,
+    x_stride,
+    rows_stride,
+    columns_stride,
+    D: tl.constexpr,
+    X_OUTER: tl.constexpr,
+    X_DEPTH: tl.constexpr,
+    OUTER: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    RUN: tl.constexpr,
+):
+    """One tile, into the row-wise and the transposed copy as far as there are pointers to them.
+
+    OUTER x DEPTH is the recipe's block: 1 x a divisor of the tile's sides, the whole tile, or 0 where magnitudes come
+    from `measure_kernel`. Copies of a stack of matrices, and scales (depth blocks x outer), lie one after another.
+    """
+    matrix = tl.program_id(2).to(tl.int64)
+    column_D = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    is_column_D = column_D < D
+    row_R, is_row_R = tile_rows(tiles_ptr, R, BLOCK_R, RUN)
+    x_RD = load_tile(x_ptr + matrix * R * x_stride, x_stride, index_ptr, row_R, is_row_R, column_D, D)
+    if x_scales_ptr is not None:
+        x_RD = dequantize_tile(
+            x_RD, x_scales_ptr, x_scales_outer, x_scales_depth, index_ptr, row_R, is_row_R, D, X_OUTER, X_DEPTH
+        )
+    if OUTER != 1:
+        if DEPTH == 0:
+            amax_11 = tl.load(row_amax_ptr + matrix + tl.zeros([1, 1], tl.int32))
+        else:
+            amax_11 = tl.max(tl.max(magnitude_bits(x_RD), 1, keep_dims=True), 0, keep_dims=True)
+        scale_RQ = scale_of(amax_11, LARGEST, POWER)
+        dtype: tl.constexpr = (rows_ptr if rows_ptr is not None else columns_ptr).dtype.element_ty
+        values_RD = to_float8(x_RD, scale_RQ, dtype, LARGEST, POWER)
+    if rows_ptr is not None:
+        if OUTER == 1:
+            amax_R1 = None
+            if DEPTH == 0:
+                amax_R1 = tl.load(row_amax_ptr + matrix * R + row_R, mask=is_row_R, other=0)[:, None]
+            values_RD, scale_RQ = quantize_tile(x_RD, amax_R1, rows_ptr.dtype.element_ty, DEPTH, LARGEST, POWER)
+        write_ptrs = rows_ptr + (matrix * R + row_R.to(tl.int64))[:, None] * rows_stride + column_D[None, :]
+        tl.store(write_ptrs, values_RD, mask=is_row_R[:, None] & is_column_D[None, :])
+        tile = tl.program_id(0)
+        store_scales(row_scales_ptr, scale_RQ, matrix, row_R, is_row_R, tile, R, D, OUTER, DEPTH, BLOCK_D)
+    if columns_ptr is not None:
+        if OUTER == 1:
+            amax_D1 = None
+            if DEPTH == 0:
+                amax_D1 = tl.load(column_amax_ptr + matrix * D + column_D, mask=is_column_D, other=0)[:, None]
+            x_DR = transpose_tile(x_RD, RUN)
+            values_DR, scale_DQ = quantize_tile(x_DR, amax_D1, columns_ptr.dtype.element_ty, DEPTH, LARGEST, POWER)
+        else:
+            values_DR, scale_DQ = transpose_tile(values_RD, RUN), scale_RQ
+        place_R = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+        write_ptrs = columns_ptr + (matrix * D + column_D)[:, None] * columns_stride + place_R[None, :]
+        tl.store(write_ptrs, values_DR, mask=is_column_D[:, None] & (place_R < places)[None, :])
+        tile = tl.program_id(1)
+        store_scales(column_scales_ptr, scale_DQ, matrix, column_D, is_column_D, tile, D, places, OUTER, DEPTH, BLOCK_R)
+
+
+@triton.jit
+def measure_kernel(
+    x_ptr,
+    x_scales_ptr,
+    x_scales_outer,
+    x_scales_depth,
+    index_ptr,
+    tiles_ptr,
+    row_amax_ptr,
+    column_amax_ptr,
+    whole_amax_ptr,
+    R,
+    x_stride,
+    D: tl.constexpr,
+    X_OUTER: tl.constexpr,
+    X_DEPTH: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Bits of the largest magnitude of each row, each column, each matrix, as far as there are pointers to zeros."""
+    matrix = tl.program_id(2).to(tl.int64)
+    column_D = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    is_column_D = column_D < D
+    row_R, is_row_R = tile_rows(tiles_ptr, R, BLOCK_R, 1)
+    x_RD = load_tile(x_ptr + matrix * R * x_stride, x_stride, index_ptr, row_R, is_row_R, column_D, D)
+    if x_scales_ptr is not None:
+        x_RD = dequantize_tile(
+            x_RD, x_scales_ptr, x_scales_outer, x_scales_depth, index_ptr, row_R, is_row_R, D, X_OUTER, X_DEPTH
+        )
+    bits_RD = magnitude_bits(x_RD)
+    if row_amax_ptr is not None:
+        tl.atomic_max(row_amax_ptr + matrix * R + row_R, tl.max(bits_RD, 1), mask=is_row_R, sem="relaxed")
+    if column_amax_ptr is not None:
+        tl.atomic_max(column_amax_ptr + matrix * D + column_D, tl.max(bits_RD, 0), mask=is_column_D, sem="relaxed")
+    if whole_amax_ptr is not None:
+        tl.atomic_max(whole_amax_ptr + matrix, tl.max(tl.max(bits_RD, 1), 0), sem="relaxed")
+
+
+@triton.jit
+def group_tiles_kernel(
+    counts_ptr,
+    tiles_ptr,
+    tiles,
+    rows,
+    EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """First row, and number of rows, of some tiles of BLOCK_R aligned places. Example: above."""
+    expert_E = tl.arange(0, BLOCK_E)
+    count_E = tl.load(counts_ptr + expert_E, mask=expert_E < EXPERTS, other=0).to(tl.int32)
+    end_E = tl.minimum(tl.cumsum(count_E, 0), rows)
+    first_E = tl.minimum(tl.cumsum(count_E, 0) - count_E, rows)
+    tiles_E = (end_E - first_E + BLOCK_R - 1) // BLOCK_R
+    last_E = tl.cumsum(tiles_E, 0)
+    tile_T = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    before_TE = tile_T[:, None] - (last_E - tiles_E)[None, :]
+    is_mine_TE = (before_TE >= 0) & (before_TE < tiles_E[None, :])
+    row_TE = first_E[None, :] + before_TE * BLOCK_R
+    # A tile is one expert's, or nobody's: then it begins behind the last row.
+    row_T = tl.sum(tl.where(is_mine_TE, row_TE, 0), 1)
+    filled_T = tl.sum(tl.where(is_mine_TE, tl.minimum(end_E[None, :] - row_TE, BLOCK_R), 0), 1)
+    tl.store(tiles_ptr + 2 * tile_T, tl.where(filled_T == 0, rows, row_T), mask=tile_T < tiles)
+    tl.store(tiles_ptr + 2 * tile_T + 1, filled_T, mask=tile_T < tiles)
+
+
+@triton.jit
+def tile_rows(tiles_ptr, R, BLOCK_R: tl.constexpr, RUN: tl.constexpr):
+    """Rows of this program's tile in the order in which they are loaded, and which of them there are."""
+    lane_R = tl.arange(0, BLOCK_R)
+    RUNS: tl.constexpr = BLOCK_R // RUN
+    place_R = (lane_R % RUNS) * RUN + lane_R // RUNS
+    tile = tl.program_id(1)
+    if tiles_ptr is None:
+        row_R = tile * BLOCK_R + place_R
+        is_row_R = row_R < R
+    else:
+        row_R = tl.load(tiles_ptr + 2 * tile) + place_R
+        is_row_R = place_R < tl.load(tiles_ptr + 2 * tile + 1)
+    return row_R, is_row_R
+
+
+@triton.jit
+def load_tile(x_ptr, x_stride, index_ptr, row_R, is_row_R, column_D, D: tl.constexpr):
+    """Numbers of a tile as float32, zero where there are none."""
+    source_R = source_rows(index_ptr, row_R, is_row_R)
+    inside = is_row_R[:, None] & (column_D < D)[None, :]
+    x_RD = tl.load(x_ptr + source_R[:, None] * x_stride + column_D[None, :], mask=inside, other=0.0)
+    return to_float32(x_RD, x_ptr.dtype.element_ty)
+
+
+@triton.jit
+def dequantize_tile(
+    x_RD,
+    scales_ptr,
+    outer_stride,
+    depth_stride,
+    index_ptr,
+    row_R,
+    is_row_R,
+    D: tl.constexpr,
+    OUTER: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """A tile of 8-bit numbers times their scales, of blocks OUTER x DEPTH; 0 for all.
+
+    What is no row stays zero, because its scale is taken to be zero.
+    """
+    ROWS: tl.constexpr = x_RD.shape[0]
+    COLUMNS: tl.constexpr = x_RD.shape[1]
+    SHARE: tl.constexpr = COLUMNS if DEPTH == 0 or DEPTH > COLUMNS else DEPTH
+    outer_R = source_rows(index_ptr, row_R, is_row_R)
+    outer_R = outer_R * 0 if OUTER == 0 else outer_R // OUTER
+    first_Q = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS // SHARE) * SHARE
+    depth_Q = first_Q * 0 if DEPTH == 0 else first_Q // DEPTH
+    scale_ptrs = scales_ptr + outer_R[:, None] * outer_stride + depth_Q[None, :] * depth_stride
+    scale_RQ = tl.load(scale_ptrs, mask=is_row_R[:, None] & (first_Q < D)[None, :], other=0)
+    if scales_ptr.dtype.element_ty == tl.uint8:
+        scale_RQ = power_of(scale_RQ)
+    return tl.reshape(tl.reshape(x_RD, [ROWS, COLUMNS // SHARE, SHARE]) * scale_RQ[:, :, None], [ROWS, COLUMNS])
+
+
+@triton.jit
+def source_rows(index_ptr, row_R, is_row_R):
+    """Where rows stand in the source, int64."""
+    if index_ptr is None:
+        source_R = row_R.to(tl.int64)
+    else:
+        source_R = tl.load(index_ptr + row_R, mask=is_row_R, other=0).to(tl.int64)
+    return source_R
+
+
+@triton.jit
+def transpose_tile(x_RD, RUN: tl.constexpr):
+    """Columns of a tile, whose rows come back into their order in the matrix."""
+    ROWS: tl.constexpr = x_RD.shape[0]
+    COLUMNS: tl.constexpr = x_RD.shape[1]
+    x_DR = tl.permute(tl.reshape(x_RD, [RUN, ROWS // RUN, COLUMNS]), [2, 1, 0])
+    return tl.reshape(x_DR, [COLUMNS, ROWS])
+
+
+@triton.jit
+def quantize_tile(x_RD, amax_R1, dtype: tl.constexpr, DEPTH: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.constexpr):
+    """Values and scales of rows: of each DEPTH columns, or by magnitudes that were measured before."""
+    SHARE: tl.constexpr = x_RD.shape[1] if amax_R1 is not None else DEPTH
+    ROWS: tl.constexpr = x_RD.shape[0]
+    x_RQD = tl.reshape(x_RD, [ROWS, x_RD.shape[1] // SHARE, SHARE])
+    if amax_R1 is None:
+        amax_RQ1 = tl.max(magnitude_bits(x_RQD), 2, keep_dims=True)
+    else:
+        amax_RQ1 = amax_R1[:, :, None]
+    scale_RQ1 = scale_of(amax_RQ1, LARGEST, POWER)
+    values_RQD = to_float8(x_RQD, scale_RQ1, dtype, LARGEST, POWER)
+    return tl.reshape(values_RQD, x_RD.shape), tl.reshape(scale_RQ1, [ROWS, x_RD.shape[1] // SHARE])
+
+
+@triton.jit
+def store_scales(
+    scales_ptr,
+    scale_RQ,
+    matrix,
+    outer_R,
+    is_outer_R,
+    tile,
+    outer_size,
+    depth_size,
+    OUTER: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+):
+    """Scales of the tile that is number `tile` along the depth, into depth blocks x outer."""
+    values = scale_RQ
+    if scales_ptr.dtype.element_ty == tl.uint8:
+        values = exponent_of(scale_RQ)
+    if OUTER == 0:
+        tl.store(scales_ptr + matrix + tl.zeros([1, 1], tl.int32), values)
+    elif OUTER != 1:
+        block = matrix * tl.cdiv(depth_size, DEPTH) + tile
+        outer = tl.min(outer_R, 0) // OUTER
+        tl.store(scales_ptr + block * tl.cdiv(outer_size, OUTER) + outer + tl.zeros([1, 1], tl.int32), values)
+    elif DEPTH == 0:
+        if tile == 0:
+            tl.store(scales_ptr + (matrix * outer_size + outer_R)[:, None], values, mask=is_outer_R[:, None])
+    else:
+        QUOTIENT: tl.constexpr = BLOCK_DEPTH // DEPTH
+        depths = tl.cdiv(depth_size, DEPTH)
+        depth_Q = tile * QUOTIENT + tl.arange(0, QUOTIENT)
+        pointers = scales_ptr + (matrix * depths + depth_Q)[None, :] * outer_size + outer_R[:, None]
+        tl.store(pointers, values, mask=is_outer_R[:, None] & (depth_Q < depths)[None, :])

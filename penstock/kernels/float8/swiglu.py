@@ -1,0 +1,238 @@
+"""`swiglu` and `swiglu_backward` of `penstock.kernels.float8.operators`, one kernel each.
+
+They are fused where a block lies in a row and in a tile (`blockwise`, `mxfp8`), and gate ends where a block does.
+Other scales reach over more numbers than a program has: there the activation is written in 16 bits
+(`penstock.kernels.swiglu`) and quantized by passes of its own. So is the gradient of an activation with clamps,
+which takes more registers than a thread has, and one that biases sum in 16 bits.
+
+A routing weight's gradient is a sum over a whole row, of which a program has 128 columns: each writes its part, and the
+parts are added in one order always.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from penstock.base.errors import KernelError
+from penstock.kernels import swiglu as in_16_bits
+from penstock.kernels.float8 import quantize
+from penstock.kernels.float8.formats import Format
+from penstock.kernels.float8.operators import SwigluForBackward
+from penstock.kernels.float8.quantized import Both
+from penstock.kernels.float8.recipes import Recipe
+from penstock.kernels.float8.reference import aligned_rows
+from penstock.kernels.float8.swiglu_kernels import swiglu_backward_float8_kernel, swiglu_float8_kernel
+from penstock.kernels.launching import start_kernel
+from penstock.kernels.reference import ExpertRule
+from penstock.kernels.tuning import Launch
+
+ROWS_ONLY = Launch(block_rows=32, block_columns=128, warps=4)
+"""Where nothing is transposed: two loads of 16 bytes of gate and of up for each thread."""
+
+TRANSPOSING = Launch(block_rows=128, block_columns=128, warps=16)
+"""A block of rows by a block of columns, 32 numbers a thread. Of twice as many a thread of sm_90 spills."""
+
+RUN = 2
+"""Neighbouring rows that a thread of `TRANSPOSING` loads, of 16 columns each."""
+
+
+def swiglu(
+    gate_up_RF: Tensor,
+    weights_R: Tensor | None,
+    rule: ExpertRule,
+    recipe: Recipe,
+    form: Format,
+    *,
+    columns: bool = False,
+    counts_e: Tensor | None = None,
+) -> Both:
+    """The activation of a feed-forward network, quantized.
+
+    Args:
+        gate_up_RF: R x 2F, 16 or 32 bits.
+        weights_R: float32 routing weights, or None for 1.
+        rule: which activation, and where the weight stands.
+        recipe: whose blocks.
+        form: of the values.
+        columns: also transposed.
+        counts_e: rows of each expert; those past them are not read, and hold anything in what comes back.
+
+    Raises:
+        KernelError: odd width, or not one weight for each row; `columns` of rows of experts.
+    """
+    if columns and counts_e is not None:
+        raise KernelError("swiglu: rows of experts are transposed by swiglu_backward", fix="pass columns=False")
+    _check(gate_up_RF, weights_R)
+    rows, width = gate_up_RF.shape[0], gate_up_RF.shape[1] // 2
+    if not _is_fused(recipe, 1):
+        h_RF = in_16_bits.swiglu(gate_up_RF.detach(), weights_R, rule)
+        return quantize.quantize_rows(h_RF, recipe, form, columns=columns, counts_e=counts_e)
+    gate_up_RF = gate_up_RF.contiguous()
+    by_row = quantize.empty_copy(gate_up_RF, (rows, width), recipe.rows, form, recipe.scaling)
+    by_column = quantize.empty_copy(gate_up_RF, (width, rows), recipe.rows, form, recipe.scaling) if columns else None
+    launch = TRANSPOSING if columns else ROWS_ONLY
+    experts = 0 if counts_e is None else counts_e.numel()
+    start_kernel(
+        swiglu_float8_kernel,
+        (triton.cdiv(width, launch.block_columns), triton.cdiv(rows, launch.block_rows)),
+        gate_up_RF,
+        None if weights_R is None else weights_R.contiguous(),
+        None if counts_e is None else counts_e.contiguous(),
+        by_row.values,
+        quantize.memory_of(by_row.scales),
+        None if by_column is None else by_column.values,
+        None if by_column is None else quantize.memory_of(by_column.scales),
+        rows,
+        by_row.values.stride(0),
+        0 if by_column is None else by_column.values.stride(0),
+        experts,
+        F=width,
+        BLOCK_E=triton.next_power_of_2(max(experts, 1)),
+        LARGEST=form.largest,
+        RUN=RUN if columns else 1,
+        **_constants(recipe, launch),
+        **in_16_bits.rule_constants(rule),
+        num_warps=quantize.warps_of(launch, gate_up_RF.device),
+    )
+    return Both(by_row, by_column)
+
+
+def swiglu_backward(
+    gate_up_RF: Tensor,
+    weights_R: Tensor | None,
+    dh_RF: Tensor,
+    counts_e: Tensor,
+    rule: ExpertRule,
+    recipe: Recipe,
+    forward: Format,
+    gradient: Format,
+    *,
+    keep_plain: bool = False,
+) -> SwigluForBackward:
+    """What the experts' backward needs around their activation, from one read of both tensors.
+
+    Args:
+        gate_up_RF: as given to `swiglu`.
+        weights_R: as given to `swiglu`.
+        dh_RF: gradient of h; of rows past the experts' it is not read.
+        counts_e: rows of each expert.
+        rule: as given to `swiglu`.
+        recipe: whose blocks.
+        forward: format of h.
+        gradient: format of gradients.
+        keep_plain: also the gradient in the dtype of `gate_up`.
+
+    Returns:
+        Transposed copies are zero where no row stands. Rows past the experts' hold anything in the row-wise copy and in
+        the plain gradient; their weights' gradients are zero.
+
+    Raises:
+        KernelError: odd width, or not one weight for each row.
+    """
+    _check(gate_up_RF, weights_R)
+    given = gate_up_RF.contiguous(), weights_R, dh_RF.contiguous(), counts_e, rule, recipe, forward, gradient
+    if keep_plain or rule.limit is not None or not _is_fused(recipe, dh_RF.shape[1]):
+        return _in_passes(*given, keep_plain)
+    return _in_one_pass(*given)
+
+
+def _in_one_pass(
+    gate_up_RF: Tensor,
+    weights_R: Tensor | None,
+    dh_RF: Tensor,
+    counts_e: Tensor,
+    rule: ExpertRule,
+    recipe: Recipe,
+    forward: Format,
+    gradient: Format,
+) -> SwigluForBackward:
+    """`swiglu_backward` whose tiles stay in registers."""
+    rows, width = dh_RF.shape
+    places, launch = aligned_rows(rows, counts_e.numel()), TRANSPOSING
+    parts = triton.cdiv(width, launch.block_columns)
+    by_row, by_column, h_by_column = (
+        quantize.empty_copy(gate_up_RF, shape, recipe.rows, form, recipe.scaling)
+        for shape, form in (((rows, 2 * width), gradient), ((2 * width, places), gradient), ((width, places), forward))
+    )
+    products_PR = None if weights_R is None else weights_R.new_zeros(parts, rows)
+    start_kernel(
+        swiglu_backward_float8_kernel,
+        (parts, places // launch.block_rows),
+        gate_up_RF,
+        None if weights_R is None else weights_R.contiguous(),
+        dh_RF,
+        quantize.group_tiles(counts_e, rows),
+        by_row.values,
+        quantize.memory_of(by_row.scales),
+        by_column.values,
+        quantize.memory_of(by_column.scales),
+        h_by_column.values,
+        quantize.memory_of(h_by_column.scales),
+        products_PR,
+        rows,
+        places,
+        by_row.values.stride(0),
+        by_column.values.stride(0),
+        F=width,
+        LARGEST=gradient.largest,
+        H_LARGEST=forward.largest,
+        WEIGHS_INPUT=rule.weighs_input,
+        **_constants(recipe, launch),
+        RUN=RUN,
+        num_warps=quantize.warps_of(launch, gate_up_RF.device),
+    )
+    dweights_R = None if products_PR is None else products_PR.sum(0)
+    return SwigluForBackward(by_row, by_column, h_by_column, dweights_R, None)
+
+
+def _in_passes(
+    gate_up_RF: Tensor,
+    weights_R: Tensor | None,
+    dh_RF: Tensor,
+    counts_e: Tensor,
+    rule: ExpertRule,
+    recipe: Recipe,
+    forward: Format,
+    gradient: Format,
+    keep_plain: bool,
+) -> SwigluForBackward:
+    """`swiglu_backward` by way of 16 bits."""
+    plain_RF, dweights_R, h_RF = in_16_bits.swiglu_backward(gate_up_RF, weights_R, dh_RF, rule, recompute=True)
+    assert h_RF is not None, "asked for"
+    both = quantize.quantize_rows(plain_RF, recipe, gradient, columns=True, counts_e=counts_e)
+    assert both.columns is not None, "asked for"
+    return SwigluForBackward(
+        d_gate_up=both.rows,
+        d_gate_up_columns=both.columns,
+        h_columns=quantize.quantize_groups(h_RF, counts_e, recipe, forward),
+        dweights_R=dweights_R,
+        plain_d_gate_up_RF=plain_RF if keep_plain else None,
+    )
+
+
+def _is_fused(recipe: Recipe, width: int) -> bool:
+    """Whether a tile has whole blocks of rows, of columns, and of gate."""
+    outer, depth = recipe.rows
+    return recipe.bits == 8 and outer == 1 and depth in (32, 128) and (width == 1 or width % depth == 0)
+
+
+def _constants(recipe: Recipe, launch: Launch) -> dict[str, Any]:
+    """What both kernels are compiled with."""
+    return {
+        "DEPTH": recipe.rows[1],
+        "POWER": recipe.scaling != "float32",
+        "BLOCK_R": launch.block_rows,
+        "BLOCK_F": launch.block_columns,
+    }
+
+
+def _check(gate_up_RF: Tensor, weights_R: Tensor | None) -> None:
+    if gate_up_RF.ndim != 2 or gate_up_RF.shape[1] % 2:
+        raise KernelError("swiglu: takes rows of gate and up", got=tuple(gate_up_RF.shape), allowed="an even width")
+    if weights_R is not None and (weights_R.shape != gate_up_RF.shape[:1] or weights_R.dtype != torch.float32):
+        raise KernelError(
+            "swiglu: weights must be float32, one for each row",
+            got=f"{weights_R.dtype} {tuple(weights_R.shape)} for rows {tuple(gate_up_RF.shape)}",
+        )

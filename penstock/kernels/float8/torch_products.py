@@ -1,0 +1,105 @@
+"""Dense products of 8-bit numbers by torch's own `scaled_mm`, which is cuBLASLt: a second backend on Hopper.
+
+`multiply` has the signature of its namesake in `reference`. What it needs beyond our kernels, as torch 2.11 and later
+check it (aten/src/ATen/native/cuda/ScaledBlas.cpp; block-wise needs CUDA 12.9):
+
+    row-wise   scales of a are M x 1, of b 1 x N, both contiguous
+    1 x 128    scales are outer x depth blocks, outer contiguous, depth blocks `outer` apart
+    128 x 128  scales of b are depth blocks x outer blocks, depth contiguous, padded to a multiple of 4 depth blocks
+    values     the contracted dim and N are multiples of 16; with blocks, of 128, and M is one of 4
+
+(CUDA takes a last block that is smaller, but the function that rehearses the product on the meta device does not.)
+
+cuBLASLt cannot add to what stands in memory here, so sums take a product of their own in float32 first.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+from penstock.kernels.float8.quantized import Quantized
+from penstock.kernels.float8.recipes import DEPTH, Recipe
+
+_PADDED = 4
+"""Depth blocks of which a 128 x 128 weight's scales must have a multiple."""
+
+_KINDS = {
+    (1, 0): ScalingType.RowWise,
+    (1, DEPTH): ScalingType.BlockWise1x128,
+    (DEPTH, DEPTH): ScalingType.BlockWise128x128,
+}
+
+
+def obstacle(recipe: Recipe, target: str, cuda: str | None) -> str | None:
+    """Why torch's products cannot compute by a recipe on a chip, or None.
+
+    Args:
+        recipe: of the operands.
+        target: chip as compilers name it.
+        cuda: version of CUDA that torch was built with, `torch.version.cuda`.
+    """
+    if recipe.name not in ("blockwise", "rowwise"):
+        return f"no product of torch takes the scales of {recipe.name} as they are quantized here"
+    if target != "sm_90" or cuda is None:
+        return f"cuBLASLt has {recipe.name} scales on sm_90 only, this is {target}"
+    major, minor = (int(part) for part in cuda.split(".")[:2])
+    if (major, minor) < (12, 9):
+        return f"cuBLASLt has {recipe.name} scales from CUDA 12.9 on, this is {cuda}"
+    return None
+
+
+def shape_obstacle(a: Quantized, b: Quantized) -> str | None:
+    """Why torch's products cannot take two operands of fitting shapes, or None."""
+    (rows, depth), columns = a.values.shape, len(b.values)
+    if a.block not in _KINDS or b.block not in _KINDS or a.block[0] != 1 or a.block[1] != b.block[1]:
+        return f"blocks of {a.block} and {b.block}"
+    if depth % 16 or columns % 16:
+        return f"depth {depth} and width {columns} must be multiples of 16"
+    if a.block[1] == DEPTH and (depth % DEPTH or rows % 4):
+        return f"depth {depth} is no multiple of {DEPTH}, or {rows} rows are none of 4"
+    return None
+
+
+def multiply(
+    a: Quantized,
+    b: Quantized,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+    accumulate_into: Tensor | None = None,
+) -> Tensor:
+    """The dense product a @ b^T; see `penstock.kernels.float8.reference.multiply`.
+
+    Args:
+        a: M x K, a scale for each row.
+        b: N x K.
+        dtype: of the result.
+        out: where it is written; takes a copy.
+        accumulate_into: float32 sums that it is added to and that are returned.
+    """
+    problem = shape_obstacle(a, b)
+    assert problem is None, f"torch's scaled_mm was chosen for what it cannot do: {problem}"
+    found = F.scaled_mm(
+        a.values,
+        b.values.T,
+        _scales(a, left=True),
+        _KINDS[a.block],
+        _scales(b, left=False),
+        _KINDS[b.block],
+        output_dtype=torch.float32 if accumulate_into is not None else dtype,
+    )
+    if accumulate_into is not None:
+        return accumulate_into.add_(found)
+    return found if out is None else out.copy_(found)
+
+
+def _scales(x: Quantized, *, left: bool) -> Tensor:
+    """Scales of the left or right operand in the layout that is asked for; a copy only where they do not lie so."""
+    outer_blocks, depth_blocks = x.scales.shape
+    if x.block == (1, 0):
+        return x.scales.contiguous() if left else x.scales.reshape(1, outer_blocks)
+    if x.block == (1, DEPTH):
+        return x.scales.T.contiguous().T
+    padding = -depth_blocks % _PADDED
+    return F.pad(x.scales, (0, padding)).contiguous().T if padding else x.scales.contiguous().T

@@ -1,0 +1,142 @@
+"""Rows on their way to experts, in 16 bits or in 8, and what becomes of them at both ends.
+
+    16 bits    the rows themselves; a move is differentiable
+    8 bits     bytes, each row's values and scales (penstock/kernels/float8/packed_rows.py), and beside them a carrier
+
+Bytes have no gradient, and autograd would cast a gradient to the dtype of what it belongs to. So the graph sees a
+carrier instead: a tensor with the shape and dtype of the rows, and one number of memory. Bytes move forward; the
+carrier's gradient moves back in 16 bits. Moves copy rows, so their transposes are what `combine` does with outputs, and
+a dispatcher has both at hand.
+
+Rows are quantized before they leave, once, and nobody quantizes them again where their experts compute by the same
+recipe. Where these do not, rows are dequantized as soon as they are there.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from penstock.kernels.float8.formats import E4M3, Format
+from penstock.kernels.float8.operators import REFERENCE, Float8Operators, Float8Rule
+from penstock.kernels.float8.packed_rows import as_quantized
+from penstock.kernels.float8.quantized import Quantized
+from penstock.kernels.float8.recipes import Recipe
+
+Move = Callable[[Tensor], Tensor]
+"""Rows to rows."""
+
+
+@dataclass(frozen=True)
+class Cargo:
+    """Rows.
+
+    Attributes:
+        x_ND: in 16 bits; or what takes the gradient of packed ones, which nobody reads.
+        packed: uint8, N x the bytes of a row, or None.
+    """
+
+    x_ND: Tensor
+    packed: Tensor | None = None
+
+    def moved(self, out: Move, back: Move) -> "Cargo":
+        """The same rows elsewhere.
+
+        Args:
+            out: copies rows of any dtype, or leaves them out, or makes some of zeros; differentiable.
+            back: its transpose, on gradients in 16 bits. Asked only if bytes went out: else `out` knows its own.
+        """
+        if self.packed is None:
+            return Cargo(out(self.x_ND))
+        # Who copies number by number then copies 8 bytes at a time.
+        packed = out(self.packed.view(torch.int64)).view(torch.uint8)
+        carrier_ND: Tensor = _Carry.apply(self.x_ND, packed.shape[0], back)
+        return Cargo(carrier_ND, packed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """How rows travel.
+
+    Attributes:
+        recipe: in whose blocks they are quantized; None sends them as they are.
+        form: of the values.
+        operators: quantize and dequantize.
+        is_opened: where they arrive they are dequantized; else experts multiply them as they came.
+    """
+
+    recipe: Recipe | None = None
+    form: Format = E4M3
+    operators: Float8Operators = REFERENCE
+    is_opened: bool = False
+
+    def load(self, x: Tensor | Cargo) -> Cargo:
+        """Rows, ready to travel.
+
+        Args:
+            x: x_TD; or what has come part of the way, which goes on as it is.
+        """
+        if isinstance(x, Cargo):
+            return x
+        return Cargo(x, None if self.recipe is None else self.operators.pack_rows(x.detach(), self.recipe, self.form))
+
+    def unload(self, cargo: Cargo) -> tuple[Tensor, Quantized | None]:
+        """Rows that arrived, as `ExpertRows` has them: x_ND, and what experts multiply instead of it."""
+        if cargo.packed is None:
+            return cargo.x_ND, None
+        assert self.recipe is not None, "packed rows for somebody who knows no recipe"
+        if self.is_opened:
+            opened_ND: Tensor = _Open.apply(cargo.x_ND, cargo.packed, self)
+            return opened_ND, None
+        return cargo.x_ND, as_quantized(cargo.packed, cargo.x_ND.shape[1], self.recipe, self.form)
+
+
+AS_THEY_ARE = Packing()
+"""16 bits."""
+
+
+def packing_of(rule: Float8Rule) -> Packing:
+    """How rows travel in a layer.
+
+    Args:
+        rule: of the layer.
+    """
+    is_opened = rule.dispatch != rule.experts
+    return Packing(recipe=rule.dispatch, form=rule.forward, operators=rule.operators, is_opened=is_opened)
+
+
+def carrier_like(x_TD: Tensor, rows: int) -> Tensor:
+    """A tensor with as many rows, each like those of `x_TD`, and one number of memory; nobody reads it."""
+    return x_TD.new_empty_strided((rows, x_TD.shape[1]), (0, 0))
+
+
+class _Carry(torch.autograd.Function):
+    """Carriers of rows that moved; the gradient moves back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, rows: int, back: Move) -> Tensor:
+        ctx.back = back
+        return carrier_like(x_ND, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_ND: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient_ND), None, None
+
+
+class _Open(torch.autograd.Function):
+    """Packed rows in the dtype of their carrier, which takes their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier_ND: Tensor, packed: Tensor, packing: Packing) -> Tensor:
+        width, dtype = carrier_ND.shape[1], carrier_ND.dtype
+        opened_ND: Tensor = packing.operators.unpack_rows(packed, width, packing.recipe, packing.form, dtype)
+        return opened_ND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_ND: Tensor) -> tuple[Tensor, None, None]:
+        return gradient_ND, None, None

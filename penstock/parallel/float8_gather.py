@@ -1,0 +1,161 @@
+"""Weights that FSDP2 gathers in 8 bits, half the bytes; their masters stay the float32 rows that each rank holds.
+
+    once a step     largest magnitudes of the blocks of our rows -> all-reduce -> scales of the whole weight
+                    our rows, rounded to the compute dtype, over these scales -> 8 bits, kept until the next step
+    each gather     8-bit rows travel as bytes; what arrives is the weight as products want it (`GatheredWeight`)
+
+So a rank's rows may begin and end inside a block of 128 x 128, and what is gathered is bit for bit what quantizing the
+whole weight gives. Scales of the whole weight stay with every rank (4 bytes for 16,384 numbers), and a gather neither
+computes nor sends them. FSDP2 asks a tensor of ours what to send and what to make of what arrives (the extension that
+tensor subclasses use, `fsdp_pre_all_gather` and `fsdp_post_all_gather`); here it is the plain float32 tensor of local
+rows with these two functions attached, so optimizer and checkpoints meet nothing new.
+
+Whatever changes masters calls `refresh` before the next forward pass; a gather notices if nobody did.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from penstock.base.errors import KernelError
+from penstock.kernels.float8 import reference
+from penstock.kernels.float8.gathered import GatheredCopies, GatheredWeight
+from penstock.kernels.float8.operators import Float8Rule
+from penstock.kernels.float8.quantized import Quantized
+from penstock.kernels.float8.recipes import Recipe
+from penstock.parallel.axes import Axis
+from penstock.parallel.shard import local_rows
+
+
+class EightBitRows:
+    """The rows of a weight that this rank sends, in 8 bits, and the scales of the whole.
+
+    Args:
+        parameter: F x D or e x F x D in float32, divided by FSDP2 over its first dim, with memory; no forward pass has
+            been yet.
+        axis: ranks that hold copies of the parameter; those of `shard` divide it.
+        recipe: of its products; blocks of weights are squares.
+        rule: format and kernels.
+        compute_dtype: to which numbers are rounded first, and for which the gathered weight passes.
+
+    Raises:
+        KernelError: the recipe quantizes a weight and its transpose apart, so that both would have to travel.
+    """
+
+    def __init__(
+        self, parameter: Tensor, axis: Axis, recipe: Recipe, rule: Float8Rule, compute_dtype: torch.dtype
+    ) -> None:
+        _refuse(recipe)
+        assert isinstance(parameter, DTensor), "FSDP2 has not divided this parameter"
+        # Its very own tensor: `to_local` gives an alias, at which FSDP2 does not look.
+        self.master: Tensor = parameter._local_tensor
+        self.axis, self.recipe, self.compute_dtype = axis.shard, recipe, compute_dtype
+        self.form, self.operators = rule.forward, rule.operators
+        self.shape = tuple(parameter.shape)
+        assert len(self.shape) in (2, 3), f"neither a matrix nor a stack of them: {self.shape}"
+        self.block = recipe.weights[0] or max(self.shape[-2:])
+        blocks = tuple(-(-size // self.block) for size in self.shape[-2:])
+        self.scales = self.master.new_empty(*self.shape[:-2], *blocks)
+        # Where our rows lie in the whole: of a stack, we hold whole matrices.
+        first, end = local_rows(parameter)
+        start, stop = (first, end) if len(self.shape) == 2 else (0, self.shape[1])
+        self.rows_before = start % self.block
+        self.block_of_row = torch.arange(start, stop, device=self.master.device) // self.block
+        self.place = slice(start // self.block, -(-stop // self.block)) if len(self.shape) == 2 else slice(first, end)
+        # What a rank lacks in rows is sent too: all send the same number of bytes.
+        sent = -(-self.shape[0] // self.axis.size)
+        self.values = self.master.new_zeros(sent, *self.shape[1:], dtype=torch.uint8).view(self.form.dtype)
+        self.version = -1
+        self.master.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined] # FSDP2 looks for them
+        self.master.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
+
+    def maxima(self) -> Tensor:
+        """Largest magnitudes of all blocks, of those numbers that this rank holds; flat float32."""
+        whole = torch.zeros_like(self.scales)
+        if len(self.master):
+            of_rows = torch.linalg.vector_norm(self._blocks_of_rows(), ord=torch.inf, dim=-1).float()
+            rows_behind = -(self.rows_before + of_rows.shape[-2]) % self.block
+            padded = F.pad(of_rows, (0, 0, self.rows_before, rows_behind))
+            whole[self.place] = padded.unflatten(-2, (-1, self.block)).amax(-2)
+        return whole.view(-1)
+
+    def quantize(self, scales: Tensor) -> None:
+        """Quantize our rows.
+
+        Args:
+            scales: of the whole weight, flat.
+        """
+        self.version = self.master._version
+        self.scales.view(-1).copy_(scales)
+        if len(self.master):
+            own = self.scales if self.master.ndim == 2 else self.scales[self.place]
+            divided = self._blocks_of_rows() / own.index_select(-2, self.block_of_row)[..., None]
+            numbers = divided.clamp_(-self.form.largest, self.form.largest).flatten(-2)
+            self.values[: len(self.master)].copy_(numbers[..., : self.shape[-1]])
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor], None]:
+        """What FSDP2 shall send: bytes, because not every backend knows 8-bit numbers."""
+        assert self.version == self.master._version, "somebody changed a master and did not refresh what is gathered"
+        return (self.values.view(torch.uint8),), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[GatheredWeight, tuple[Tensor]] | None:
+        """What arrived, as a weight, and the memory behind it that FSDP2 shall free and have again besides."""
+        if out is not None:  # All memory is the old one, filled again.
+            assert isinstance(out, GatheredWeight), "FSDP2 gives back what it got at first"
+            out.copies.renewed()
+            return None
+        values = outputs[0][: self.shape[0]].view(self.form.dtype)
+        backward = torch.empty_like(values.transpose(-1, -2), memory_format=torch.contiguous_format)
+        copies = GatheredCopies(
+            Quantized(values, self.scales, self.recipe.weights),
+            Quantized(backward, self.scales.transpose(-1, -2), self.recipe.weights),
+            self.operators.transpose_weight,
+        )
+        return GatheredWeight(copies, param_dtype), (backward,)
+
+    def _blocks_of_rows(self) -> Tensor:
+        """Our rows in the compute dtype, the last dim in blocks."""
+        rounded = self.master.to(self.compute_dtype)
+        missing = -self.shape[-1] % self.block
+        return (F.pad(rounded, (0, missing)) if missing else rounded).unflatten(-1, (-1, self.block))
+
+
+@torch.no_grad()
+def refresh(weights: Sequence[EightBitRows]) -> None:
+    """Quantize the masters of weights as they are now. All ranks that share any of them call it together.
+
+    Args:
+        weights: in the same order on all ranks that share them; those of one axis have one recipe and format.
+    """
+    by_axis: dict[str, list[EightBitRows]] = defaultdict(list)
+    for weight in weights:
+        by_axis[weight.axis.name].append(weight)
+    for _, together in sorted(by_axis.items()):
+        first = together[0]
+        assert len({(one.recipe, one.form) for one in together}) == 1, f"several recipes on {first.axis.name}"
+        maxima = torch.cat([weight.maxima() for weight in together])
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=first.axis.group)
+        # The scale of a block is that of its largest number alone.
+        scales = reference.quantize(maxima[None], (1, 1), first.form, first.recipe.scaling).scales[0]
+        for weight, own in zip(together, scales.split([weight.scales.numel() for weight in together]), strict=True):
+            weight.quantize(own)
+
+
+def _refuse(recipe: Recipe) -> None:
+    if recipe.weights[0] != recipe.weights[1]:
+        raise KernelError(
+            f"weights of recipe {recipe.name} cannot be gathered in 8 bits",
+            got="one copy for the output and another for the input's gradient, together as many bytes as 16 bits",
+            allowed="blockwise, tensorwise",
+            fix="set float8.gather=false, or the recipe to blockwise",
+        )

@@ -1,0 +1,51 @@
+"""Random 8-bit operands, laid out in memory as the kernels that quantize write them."""
+
+import torch
+
+from penstock.kernels.float8 import reference
+from penstock.kernels.float8.formats import Format, format_on
+from penstock.kernels.float8.quantized import Quantized
+from penstock.kernels.float8.recipes import DEPTH, Recipe
+from penstock.kernels.tuning import target_of
+
+TAIL = 9
+"""Rows behind the last expert's."""
+
+
+def lay_out(x: Quantized, apart: int = 16) -> Quantized:
+    """The same numbers, rows a multiple of 16 bytes apart, scales outer contiguous, as kernels write them."""
+    *outer, depth = x.values.shape
+    room = x.values.new_zeros(*outer, -(-depth // 16) * 16 + apart, dtype=torch.uint8)
+    room[..., :depth] = x.values.contiguous().view(torch.uint8)
+    scales = x.scales.transpose(-1, -2).contiguous().transpose(-1, -2)
+    return Quantized(room.view(x.values.dtype)[..., :depth], scales, x.block)
+
+
+def without_memory(x: Quantized) -> Quantized:
+    parts = (torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta") for one in x[:2])
+    return Quantized(*parts, x.block)
+
+
+def form_on(device: torch.device) -> Format:
+    return format_on("e4m3", target_of(device))
+
+
+def draw_rows(rows: int, depth: int, recipe: Recipe, device: torch.device, form: Format | None = None) -> Quantized:
+    x_RD = torch.randn(rows, depth, device=device)
+    return lay_out(reference.quantize_rows(x_RD, recipe, form or form_on(device)).rows)
+
+
+def draw_weight(recipe: Recipe, device: torch.device, *shape: int) -> Quantized:
+    return lay_out(reference.quantize_weight(torch.randn(*shape, device=device), recipe, form_on(device)).forward)
+
+
+def draw_columns(width: int, counts: list[int], recipe: Recipe, device: torch.device) -> Quantized:
+    """Experts' rows transposed; no number and no scale behind the last expert's."""
+    rows = torch.randn(sum(counts) + TAIL, width, device=device)
+    counts_e = torch.tensor(counts, device=device)
+    found = lay_out(reference.quantize_groups(rows, counts_e, recipe, form_on(device)))
+    end = int(reference.aligned_starts(counts_e)[-1])
+    found.values.view(torch.uint8)[:, end:] = 0x7F
+    if recipe.rows[1] == DEPTH:
+        found.scales[:, end // DEPTH :] = float("nan")
+    return found

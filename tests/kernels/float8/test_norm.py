@@ -1,0 +1,151 @@
+"""RMSNorm into 8 bits equals a norm and quantization behind it, and compiles for every chip."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.base.errors import KernelError
+from penstock.kernels import norm as plain_norm
+from penstock.kernels.float8 import norm, operators
+from penstock.kernels.float8.formats import E4M3, E4M3_FNUZ, Format
+from penstock.kernels.float8.norm import RUN, norm_quantize_kernel
+from penstock.kernels.float8.quantize import TRANSPOSING, WAVE_FACTOR
+from penstock.kernels.float8.quantized import Both, Quantized
+from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, Recipe
+from penstock.kernels.float8.reference import quantize_rows
+from tests.kernels.ahead_of_time import TARGETS, compile_for
+from tests.kernels.parity import assert_parity
+
+EPSILON = 1e-5
+
+
+def assert_equal(found: Quantized | None, expected: Quantized | None) -> None:
+    """Bit for bit."""
+    assert (found is None) == (expected is None)
+    if found is not None and expected is not None:
+        assert found.block == expected.block
+        for mine, other in ((found.values, expected.values), (found.scales, expected.scales)):
+            assert mine.dtype == other.dtype and mine.shape == other.shape
+            assert torch.equal(*(one.flatten().contiguous().view(torch.uint8) for one in (mine, other)))
+
+
+def inputs(tokens: int, width: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    x_TD, residual_TD = torch.randn(2, tokens, width, device=device)
+    x_TD[tokens // 2] *= 1e3
+    weight_D = 1 + 0.1 * torch.randn(width, device=device)
+    return x_TD.to(dtype), residual_TD.to(dtype), weight_D.to(dtype)
+
+
+@pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8, ROWWISE], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(("dtype", "columns"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_both_copies_are_of_the_very_rows_that_come_out(
+    dtype: torch.dtype, columns: bool, recipe: Recipe, device: torch.device
+) -> None:
+    x_TD, residual_TD, weight_D = inputs(130, 160, device, dtype)
+    expected_TD, expected_sum_TD = plain_norm.add_rms_norm(x_TD, residual_TD, weight_D, EPSILON)
+    normed_TD, sum_TD, found = norm.add_rms_norm(x_TD, residual_TD, weight_D, EPSILON, recipe, E4M3, columns=columns)
+    assert torch.equal(normed_TD, expected_TD) and torch.equal(sum_TD, expected_sum_TD)
+    expected = quantize_rows(expected_TD, recipe, E4M3, columns=columns)
+    assert_equal(found.rows, expected.rows)
+    assert_equal(found.columns, expected.columns)
+
+
+@pytest.mark.parametrize("form", [E4M3, E4M3_FNUZ], ids=["ocp", "fnuz"])
+def test_rows_that_nobody_reads_in_16_bits_are_not_written(form: Format, device: torch.device) -> None:
+    x_TD, residual_TD, weight_D = inputs(20, 144, device, torch.float32)
+    kept_TD, expected = norm.rms_norm(x_TD, weight_D, EPSILON, BLOCKWISE, form, columns=True)
+    carrier_TD, found = norm.rms_norm(x_TD, weight_D, EPSILON, BLOCKWISE, form, columns=True, keep_plain=False)
+    assert (carrier_TD.shape, carrier_TD.dtype) == (kept_TD.shape, kept_TD.dtype)
+    assert carrier_TD.untyped_storage().nbytes() == 4
+    assert_equal(found.rows, expected.rows)
+    assert_equal(found.columns, expected.columns)
+    carrier_TD, _, _ = norm.add_rms_norm(
+        x_TD, residual_TD, weight_D, EPSILON, BLOCKWISE, form, columns=True, keep_plain=False
+    )
+    assert carrier_TD.untyped_storage().nbytes() == 4
+
+
+@pytest.mark.parametrize("keep_plain", [True, False])
+@pytest.mark.parametrize("module", [norm, operators], ids=["triton", "reference"])
+def test_gradients_are_those_of_the_norm(module: object, keep_plain: bool, device: torch.device) -> None:
+    x_TD, residual_TD, weight_D = inputs(20, 144, device, torch.float32)
+    given_TD = torch.randn_like(x_TD)
+    how = {"recipe": BLOCKWISE, "form": E4M3, "columns": True, "keep_plain": keep_plain}
+
+    def gradients(function: object, *tensors: Tensor) -> list[Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        outputs = [one for one in as_tuple(function(*leaves)) if not isinstance(one, Both)]  # type: ignore[operator]
+        torch.autograd.backward(outputs, [given_TD * (1 + place) for place in range(len(outputs))])
+        return [leaf.grad for leaf in leaves]  # type: ignore[misc]
+
+    def as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return result if isinstance(result, tuple) else (result,)
+
+    for name, tensors in (("rms_norm", (x_TD, weight_D)), ("add_rms_norm", (x_TD, residual_TD, weight_D))):
+        fast, exact = (
+            partial(vars(module)[name], epsilon=EPSILON, **how),
+            partial(vars(plain_norm)[name], epsilon=EPSILON),
+        )
+        for mine, other in zip(gradients(fast, *tensors), gradients(exact, *tensors), strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_lie_apart_are_read_where_they_are(device: torch.device) -> None:
+    x_TD, _, weight_D = inputs(20, 160, device, torch.float32)
+    wide_TD = torch.randn(20, 200, device=device)
+    wide_TD[:, :160] = x_TD
+    _, expected = norm.rms_norm(x_TD, weight_D, EPSILON, BLOCKWISE, E4M3, columns=True)
+    _, found = norm.rms_norm(wide_TD[:, :160], weight_D, EPSILON, BLOCKWISE, E4M3, columns=True)
+    assert_equal(found.columns, expected.columns)
+
+
+def test_a_norm_in_8_bits_has_parity_with_its_reference(device: torch.device) -> None:
+    x_TD, residual_TD, weight_D = inputs(20, 144, device, torch.bfloat16)
+
+    def truth(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
+        return operators.add_rms_norm(x_TD, residual_TD, weight_D, EPSILON, BLOCKWISE, E4M3, columns=False)[:2]
+
+    def fast(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
+        return norm.add_rms_norm(x_TD, residual_TD, weight_D, EPSILON, BLOCKWISE, E4M3, columns=False)[:2]
+
+    assert_parity(fast, truth, [x_TD, residual_TD, weight_D])
+
+
+def test_misfits_are_refused(device: torch.device) -> None:
+    weight_D = torch.ones(16, device=device)
+    with pytest.raises(KernelError, match="takes a matrix"):
+        norm.rms_norm(torch.zeros(2, 3, 16), weight_D, EPSILON, BLOCKWISE, E4M3, columns=True)
+    with pytest.raises(KernelError, match="one shape"):
+        norm.add_rms_norm(torch.zeros(2, 16), torch.zeros(1, 16), weight_D, EPSILON, BLOCKWISE, E4M3, columns=True)
+
+
+@pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_kernel_compiles_without_spills(target: str, recipe: Recipe) -> None:
+    e8m0 = recipe.scaling == "e8m0"
+    if e8m0 and target in ("sm_90", "gfx942"):
+        pytest.skip("its matrix units apply no scales of 32 numbers")
+    form = "*fp8e4b8:16" if target == "gfx942" else "*fp8e4nv:16"
+    scales = "*u8:16" if e8m0 else "*fp32:16"
+    signature = dict.fromkeys(("x_ptr", "weight_ptr", "normed_ptr"), "*bf16:16")
+    signature |= dict.fromkeys(("rows_ptr", "columns_ptr"), form) | {"scale_ptr": "*fp32:16"}
+    signature |= dict.fromkeys(("row_scales_ptr", "column_scales_ptr"), scales) | {"tokens": "i32:16"}
+    signature |= dict.fromkeys(("x_stride", "rows_stride", "columns_stride"), "i32:16")
+    constants = {
+        "D": 7168,
+        "DEPTH": recipe.rows[1],
+        "LARGEST": 240.0 if target == "gfx942" else 448.0,
+        "POWER": True,
+        "IN_BF16": True,
+        "BLOCK_T": TRANSPOSING.block_rows,
+        "BLOCK_D": TRANSPOSING.block_columns,
+        "RUN": RUN,
+    }
+    is_amd = target.startswith("gfx")
+    options = {"num_warps": TRANSPOSING.warps // (WAVE_FACTOR if is_amd else 1)}
+    options |= {} if is_amd or e8m0 else {"maxnreg": TRANSPOSING.registers}
+    compiled = compile_for(norm_quantize_kernel, signature, constants, TARGETS[target], **options)
+    assert compiled.spills == 0, compiled.summary
+    assert compiled.shared_bytes <= TARGETS[target].shared_bytes, compiled.summary

@@ -1,0 +1,353 @@
+"""Our quantization equals its definition bit for bit, and what it becomes on every chip."""
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.base.errors import KernelError
+from penstock.kernels.float8 import reference
+from penstock.kernels.float8.formats import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Format
+from penstock.kernels.float8.quantize import (
+    ROWS_ONLY,
+    TILES,
+    TRANSPOSING,
+    WAVE_FACTOR,
+    group_tiles,
+    quantize_groups,
+    quantize_rows,
+    quantize_weight,
+    run_of,
+)
+from penstock.kernels.float8.quantize_kernels import group_tiles_kernel, measure_kernel, quantize_kernel
+from penstock.kernels.float8.quantized import Quantized, WeightCopies
+from penstock.kernels.float8.recipes import ALIGNMENT, BLOCKWISE, MXFP8, NVFP4, ROWWISE, TENSORWISE, Recipe
+from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
+
+# Infinity times zero, in the interpreter's own arithmetic.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
+
+RECIPES = [BLOCKWISE, MXFP8, ROWWISE, TENSORWISE]
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+every_recipe_and_form = pytest.mark.parametrize(
+    ("recipe", "form"),
+    [(recipe, E4M3) for recipe in RECIPES] + [(BLOCKWISE, form) for form in (E5M2, E4M3_FNUZ, E5M2_FNUZ)],
+    ids=[recipe.name for recipe in RECIPES] + ["e5m2", "e4m3fnuz", "e5m2fnuz"],
+)
+
+
+def assert_equal(found: Quantized | None, expected: Quantized | None) -> None:
+    """Bit for bit; a NaN may have either sign."""
+    assert found is not None and expected is not None
+    assert found.block == expected.block
+    for mine, other in ((found.values, expected.values), (found.scales, expected.scales)):
+        assert (mine.dtype, mine.shape) == (other.dtype, other.shape)
+        mine, other = mine.contiguous(), other.contiguous()
+        assert torch.equal(mine.float().isnan(), other.float().isnan())
+        sane = ~mine.float().isnan()
+        assert torch.equal(mine[sane].view(torch.uint8), other[sane].view(torch.uint8))
+
+
+def assert_whole_rows_apart(copy: Quantized) -> None:
+    """Addresses of rows are multiples of 16 bytes, and scales of neighbouring rows are neighbours."""
+    assert copy.values.stride(-2) % 16 == 0 and copy.values.stride(-1) == 1
+    assert copy.scales.stride(-2) == 1
+
+
+def skip_unless_known(form: Format, device: torch.device) -> None:
+    """NVIDIA's chips have no FNUZ forms; the interpreter has all."""
+    if device.type == "cuda" and torch.version.hip is None and "fnuz" in str(form.dtype):
+        pytest.skip("this chip has no such format")
+
+
+def rows(count: int, width: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Of very different sizes."""
+    return (torch.randn(count, width, device=device) * torch.randn(count, 1, device=device).mul(4).exp()).to(dtype)
+
+
+@every_recipe_and_form
+def test_rows_and_columns_of_odd_sizes_equal_the_definition(recipe: Recipe, form: Format, device: torch.device) -> None:
+    skip_unless_known(form, device)
+    x_RD = rows(130, 200, device)
+    found, expected = (module(x_RD, recipe, form, columns=True) for module in (quantize_rows, reference.quantize_rows))
+    for mine, other in zip(found, expected, strict=True):
+        assert_equal(mine, other)
+        assert_whole_rows_apart(mine)
+    assert_equal(quantize_rows(x_RD, recipe, form).rows, expected.rows)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (33, 16)])
+@every_recipe
+def test_rows_of_32_bits_and_other_sizes(recipe: Recipe, shape: tuple[int, int], device: torch.device) -> None:
+    x_RD = rows(*shape, device, torch.float32)
+    found, expected = (module(x_RD, recipe, E4M3, columns=True) for module in (quantize_rows, reference.quantize_rows))
+    assert_equal(found.rows, expected.rows)
+    assert_equal(found.columns, expected.columns)
+
+
+def test_rows_may_lie_apart_and_in_columns(device: torch.device) -> None:
+    wide_RD = rows(20, 160, device)
+    for x_RD in (wide_RD[:, 16:144], rows(128, 20, device).T):
+        assert_equal(quantize_rows(x_RD, BLOCKWISE, E4M3).rows, reference.quantize_rows(x_RD, BLOCKWISE, E4M3).rows)
+
+
+def test_no_rows_give_no_rows(device: torch.device) -> None:
+    found, columns = quantize_rows(torch.empty(0, 256, device=device), BLOCKWISE, E4M3, columns=True)
+    assert columns is not None
+    assert found.values.shape == (0, 256) and found.scales.shape == (0, 2)
+    assert columns.values.shape == (256, 0) and columns.scales.shape == (256, 0)
+
+
+@every_recipe_and_form
+def test_scales_are_right_at_every_power_of_two(recipe: Recipe, form: Format, device: torch.device) -> None:
+    """Each row is one block, whose largest number stands just below, at and just above where the scale doubles."""
+    skip_unless_known(form, device)
+    power = torch.arange(-126, 119, device=device)
+    size = torch.ldexp(torch.full_like(power, form.largest, dtype=torch.float32).frexp().mantissa, power)
+    x_R = torch.cat([size, size.nextafter(size * 0), size.nextafter(size * 2)])
+    x_RD = x_R[:, None] * torch.tensor([1.0, -0.37, 0.0, 2.0**-9], device=device)
+    if recipe is TENSORWISE:
+        x_RD = x_RD[:1]
+    assert_equal(quantize_rows(x_RD, recipe, form).rows, reference.quantize_rows(x_RD, recipe, form).rows)
+
+
+@every_recipe_and_form
+def test_what_is_not_finite_zero_or_tiny_equals_the_definition(
+    recipe: Recipe, form: Format, device: torch.device
+) -> None:
+    skip_unless_known(form, device)
+    x_RD = torch.randn(12, 256, device=device)
+    if recipe is not TENSORWISE:
+        x_RD[0, 3], x_RD[1, 200], x_RD[2, 0] = math.nan, math.inf, -math.inf
+    x_RD[3], x_RD[4], x_RD[5], x_RD[6] = 0.0, -0.0, 2.0**-140, -(2.0**-126)
+    x_RD[7], x_RD[8, 8] = 1e37, 3e38
+    found, expected = (module(x_RD, recipe, form, columns=True) for module in (quantize_rows, reference.quantize_rows))
+    assert_equal(found.rows, expected.rows)
+    assert_equal(found.columns, expected.columns)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_one_bad_number_is_seen_in_the_scale_of_the_whole(value: float, device: torch.device) -> None:
+    x_RD = torch.randn(40, 200, device=device)
+    x_RD[33, 150] = value
+    found, expected = (module(x_RD, TENSORWISE, E4M3) for module in (quantize_rows, reference.quantize_rows))
+    assert_equal(found.rows, expected.rows)
+    assert not found.rows.scales.isfinite().any()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape"),
+    [(recipe, (2, 40, 144)) for recipe in RECIPES] + [(BLOCKWISE, (130, 200)), (BLOCKWISE, (128, 256))],
+    ids=lambda value: value.name if isinstance(value, Recipe) else str(value),
+)
+def test_weights_equal_the_definition_and_are_filled_in_place(
+    recipe: Recipe, shape: tuple[int, ...], device: torch.device
+) -> None:
+    copies = quantize_weight(torch.zeros(shape, device=device), recipe, E4M3)
+    memory = [tensor.data_ptr() for copy in copies for tensor in copy[:2]]
+    w_eFD = torch.randn(shape, device=device) * 100
+    w_eFD[..., 0, 0] = 1e4
+    expected = reference.quantize_weight(w_eFD, recipe, E4M3)
+    filled = quantize_weight(w_eFD, recipe, E4M3, into=copies)
+    assert filled is copies and [tensor.data_ptr() for copy in filled for tensor in copy[:2]] == memory
+    for mine, fresh, other in zip(filled, quantize_weight(w_eFD, recipe, E4M3), expected, strict=True):
+        assert_equal(mine, other)
+        assert_equal(fresh, other)
+        assert_whole_rows_apart(fresh)
+
+
+def test_copies_that_lie_otherwise_are_filled_too(device: torch.device) -> None:
+    w_eFD = torch.randn(2, 140, 256, device=device).bfloat16()
+    expected = reference.quantize_weight(w_eFD, BLOCKWISE, E4M3)
+    copies = WeightCopies(
+        *(Quantized(torch.zeros_like(c.values), torch.ones_like(c.scales), c.block) for c in expected)
+    )
+    quantize_weight(w_eFD, BLOCKWISE, E4M3, into=copies)
+    for mine, other in zip(copies, expected, strict=True):
+        assert_equal(mine, other)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "counts"),
+    [(recipe, [5, 0, 130, 1]) for recipe in RECIPES] + [(BLOCKWISE, [0, 0]), (BLOCKWISE, [140]), (MXFP8, [128, 0])],
+    ids=lambda value: value.name if isinstance(value, Recipe) else str(value),
+)
+def test_experts_rows_are_aligned_and_the_rest_is_zero(recipe: Recipe, counts: list[int], device: torch.device) -> None:
+    counts_e = torch.tensor(counts, device=device)
+    x_RD = rows(140, 40, device)
+    x_RD[sum(counts) :] = math.nan
+    expected = reference.quantize_groups(x_RD, counts_e, recipe, E5M2)
+    assert_equal(quantize_groups(x_RD, counts_e.int(), recipe, E5M2), expected)
+    both = quantize_rows(x_RD, recipe, E5M2, columns=True, counts_e=counts_e)
+    assert_equal(both.columns, expected)
+    if used := sum(counts):
+        alone = reference.quantize_rows(x_RD[:used], recipe, E5M2).rows
+        scales = both.rows.scales if recipe is TENSORWISE else both.rows.scales[:used]
+        assert_equal(Quantized(both.rows.values[:used], scales, recipe.rows), alone)
+        whole = quantize_rows(x_RD, recipe, E5M2, counts_e=counts_e).rows
+        assert_equal(Quantized(whole.values[:used], scales, recipe.rows), alone)
+
+
+@every_recipe
+def test_rows_in_8_bits_are_gathered_and_quantized_again(recipe: Recipe, device: torch.device) -> None:
+    """Whichever way their scales lie."""
+    counts_e = torch.tensor([70, 0, 3], device=device)
+    index_R = torch.randint(0, 50, (80,), device=device)
+    source = quantize_rows(rows(50, 160, device), recipe, E4M3).rows
+    travelled = Quantized(source.values, source.scales.contiguous(), source.block)
+    expected = reference.quantize_groups(travelled, counts_e, recipe, E4M3, index_R)
+    for one in (source, travelled):
+        assert_equal(quantize_groups(one, counts_e, recipe, E4M3, index_R), expected)
+
+
+def test_bad_numbers_in_8_bits_and_scales_are_seen_again(device: torch.device) -> None:
+    x_RD = torch.randn(6, 256, device=device)
+    x_RD[1, 103], x_RD[4, 130] = math.nan, math.inf
+    counts_e = torch.tensor([2, 4], device=device)
+    for recipe in RECIPES:
+        source = reference.quantize_rows(x_RD[:, 100:180], recipe, E4M3).rows
+        expected = reference.quantize_groups(source, counts_e, recipe, E4M3)
+        assert_equal(quantize_groups(source, counts_e, recipe, E4M3), expected)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=9), st.integers(0, 200))
+def test_a_tile_holds_rows_of_one_expert_and_all_rows_have_a_place(
+    device: torch.device, counts: list[int], spare: int
+) -> None:
+    found = group_tiles(torch.tensor(counts, device=device), sum(counts) + spare).tolist()
+    expected, first = [], 0
+    for count in counts:
+        expected += [[first + start, min(count - start, ALIGNMENT)] for start in range(0, count, ALIGNMENT)]
+        first += count
+    assert found[: len(expected)] == expected
+    assert all(filled == 0 for _, filled in found[len(expected) :])
+    assert len(found) * ALIGNMENT == reference.aligned_rows(sum(counts) + spare, len(counts))
+
+
+def test_four_bits_are_quantized_by_the_definition(device: torch.device) -> None:
+    x_RD = torch.randn(20, 64, device=device)
+    assert_equal(quantize_rows(x_RD, NVFP4, E4M3).rows, reference.quantize_rows(x_RD, NVFP4, E4M3).rows)
+    assert quantize_groups(x_RD, torch.tensor([20], device=device), NVFP4, E4M3).block == (1, 16)
+    assert quantize_weight(x_RD, NVFP4, E4M3).backward.values.shape == (64, 20)
+
+
+@every_recipe
+def test_tensors_without_memory_have_the_shapes_of_the_definition(recipe: Recipe) -> None:
+    x_RD = torch.empty(300, 200, dtype=torch.bfloat16, device="meta")
+    counts_e = torch.empty(4, dtype=torch.int32, device="meta")
+    found = quantize_groups(quantize_rows(x_RD, recipe, E4M3).rows, counts_e, recipe, E4M3)
+    expected = reference.quantize_groups(x_RD, counts_e, recipe, E4M3)
+    assert (found.values.shape, found.scales.shape) == (expected.values.shape, expected.scales.shape)
+    copies = quantize_weight(torch.empty(3, 40, 64, device="meta"), recipe, E4M3)
+    assert quantize_weight(torch.empty(3, 40, 64, device="meta"), recipe, E4M3, into=copies) is copies
+
+
+def test_misfits_are_refused() -> None:
+    with pytest.raises(KernelError, match="a matrix of rows"):
+        quantize_rows(torch.zeros(2, 3, 4), BLOCKWISE, E4M3)
+    with pytest.raises(KernelError, match="a stack"):
+        quantize_weight(torch.zeros(4), BLOCKWISE, E4M3)
+    odd = reference.quantize(torch.zeros(4, 96), (1, 48), E4M3, "float32")
+    with pytest.raises(KernelError, match="fit into tiles"):
+        quantize_groups(odd, torch.tensor([4]), BLOCKWISE, E4M3)
+
+
+def compiled(
+    target: str, recipe: Recipe, *, weight: bool = False, columns: bool = True, gathers: bool = False
+) -> Compiled:
+    """`quantize_kernel` as it is launched for bfloat16; with `gathers` for rows in 8 bits, transposed only."""
+    amd = target.startswith("gfx")
+    float8 = "*fp8e4b8:16" if target == "gfx942" else "*fp8e4nv:16"
+    scales = "*u8:16" if recipe is MXFP8 else "*fp32:16"
+    block = recipe.weights if weight else recipe.rows
+    launch = TRANSPOSING if columns else ROWS_ONLY
+    power = recipe.scaling != "float32"
+    pointers = {
+        "x_ptr": float8 if gathers else "*bf16:16",
+        "x_scales_ptr": scales if gathers else None,
+        "index_ptr": "*i64:16" if gathers else None,
+        "tiles_ptr": "*i32:16" if gathers else None,
+        "rows_ptr": None if gathers else float8,
+        "row_scales_ptr": None if gathers else scales,
+        "row_amax_ptr": None if block[1] else "*i32:16",
+        "columns_ptr": float8 if columns else None,
+        "column_scales_ptr": scales if columns else None,
+        "column_amax_ptr": None if block[1] else "*i32:16",
+    }
+    numbers = ("x_scales_outer", "x_scales_depth", "R", "places", "x_stride", "rows_stride", "columns_stride")
+    return compile_for(
+        quantize_kernel,
+        {name: kind for name, kind in pointers.items() if kind} | dict.fromkeys(numbers, "i32:16"),
+        {name: None for name, kind in pointers.items() if not kind}
+        | {
+            "D": 1408,
+            "X_OUTER": block[0] if gathers else 0,
+            "X_DEPTH": block[1] if gathers else 0,
+            "OUTER": block[0],
+            "DEPTH": block[1],
+            "LARGEST": 240.0 if target == "gfx942" else 448.0,
+            "POWER": power,
+            "BLOCK_R": launch.block_rows,
+            "BLOCK_D": launch.block_columns,
+            "RUN": run_of(launch) if columns else 1,
+        },
+        TARGETS[target],
+        num_warps=launch.warps // (WAVE_FACTOR if amd else 1),
+        **({"maxnreg": launch.registers} if columns and power and not amd else {}),
+    )
+
+
+def wide(kind: str, asm: str) -> int:
+    """Loads or stores of 16 bytes in assembly."""
+    return len(
+        re.findall(rf"{kind[0]}[dt]\.global(?:\.\w+)*\.v4\.b32|global_{kind}_dwordx4|buffer_{kind}_dwordx4", asm)
+    )
+
+
+CASES = {
+    "rows and columns": {"recipe": BLOCKWISE},
+    "rows": {"recipe": BLOCKWISE, "columns": False},
+    "weight": {"recipe": BLOCKWISE, "weight": True},
+    "gathered, in 8 bits": {"recipe": BLOCKWISE, "gathers": True},
+    "small blocks": {"recipe": MXFP8},
+    "one scale": {"recipe": TENSORWISE},
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("target", TARGETS)
+def test_tiles_are_moved_16_bytes_at_a_time_without_spills(target: str, case: dict[str, object]) -> None:
+    if case["recipe"] is MXFP8 and target in ("sm_90", "gfx942"):
+        pytest.skip("this chip does not multiply blocks of 32")
+    found = compiled(target, **case)  # type: ignore[arg-type]
+    # Two registers of 128, where the limit makes room for a second program.
+    assert found.spills <= (8 if case["recipe"] is MXFP8 else 0), found.summary
+    limited = target.startswith("sm_") and case["recipe"] is not TENSORWISE
+    assert not limited or found.registers <= TRANSPOSING.registers, found.summary
+    loads, stores = (4, 2) if case.get("columns") is False else (4, 4) if case.get("gathers") else (8, 8)
+    assert wide("load", found.asm) >= loads, "each thread's numbers"
+    assert wide("store", found.asm) >= stores, "each thread's copies"
+    assert found.shared_bytes <= 32 * 1024, found.summary
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_small_kernels_compile_without_spills(target: str) -> None:
+    pointers = {"x_ptr": "*bf16:16", "tiles_ptr": "*i32:16", "whole_amax_ptr": "*i32:16", "row_amax_ptr": "*i32:16"}
+    missing = dict.fromkeys(("x_scales_ptr", "index_ptr", "column_amax_ptr"))
+    sizes = {"D": 1408, "X_OUTER": 0, "X_DEPTH": 0, "BLOCK_R": ALIGNMENT, "BLOCK_D": ALIGNMENT}
+    numbers = dict.fromkeys(("x_scales_outer", "x_scales_depth", "R", "x_stride"), "i32:16")
+    warps = TRANSPOSING.warps // (WAVE_FACTOR if target.startswith("gfx") else 1)
+    measure = compile_for(measure_kernel, pointers | numbers, missing | sizes, TARGETS[target], num_warps=warps)
+    assert measure.spills == 0, measure.summary
+    tiles = compile_for(
+        group_tiles_kernel,
+        {"counts_ptr": "*i64:16", "tiles_ptr": "*i32:16", "tiles": "i32", "rows": "i32"},
+        {"EXPERTS": 160, "BLOCK_E": 256, "BLOCK_R": ALIGNMENT, "BLOCK_T": TILES},
+        TARGETS[target],
+    )
+    assert tiles.spills == 0, tiles.summary

@@ -1,0 +1,238 @@
+"""What quantization and its products promise, whichever kernels compute them: nearness, visibility, alignment."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.kernels.float8.formats import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Format, format_on
+from penstock.kernels.float8.recipes import ALIGNMENT, BLOCKWISE, MXFP8, NVFP4, RECIPES, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.reference import (
+    LEAST_SCALE,
+    aligned_rows,
+    aligned_starts,
+    dequantize,
+    multiply,
+    multiply_columns,
+    multiply_groups,
+    quantize,
+    quantize_groups,
+    quantize_rows,
+    quantize_weight,
+)
+
+FORMS = [E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ]
+EIGHT_BITS = [TENSORWISE, ROWWISE, BLOCKWISE, MXFP8]
+every_recipe = pytest.mark.parametrize("recipe", EIGHT_BITS, ids=lambda recipe: recipe.name)
+every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form.dtype).removeprefix("torch."))
+
+
+def decibels(found: Tensor, expected: Tensor) -> float:
+    """Signal to noise."""
+    noise = (found.double() - expected.double()).square().sum().item()
+    return 10 * math.log10(expected.double().square().sum().item() / noise) if noise else math.inf
+
+
+@every_form
+@every_recipe
+def test_signal_to_noise_is_what_the_format_has_bits_for(recipe: Recipe, form: Format) -> None:
+    x_RD = torch.randn(200, 300)
+    rows, columns = quantize_rows(x_RD, recipe, form, columns=True)
+    bar = 25 if form.name == "e4m3" else 20
+    assert columns is not None
+    assert decibels(dequantize(rows), x_RD) > bar
+    assert decibels(dequantize(columns).T, x_RD) > bar
+
+
+def test_four_bits_keep_twelve_decibels() -> None:
+    x_RD = torch.randn(64, 256)
+    assert decibels(dequantize(quantize_rows(x_RD, NVFP4, E4M3).rows), x_RD) > 12
+
+
+@every_form
+@every_recipe
+def test_outliers_make_no_nan_and_stay_themselves(recipe: Recipe, form: Format) -> None:
+    x_RD = torch.randn(20, 260)
+    x_RD[3, 7], x_RD[3, 200], x_RD[11, 0] = 1e30, -1e20, 4e4
+    found = dequantize(quantize_rows(x_RD, recipe, form).rows)
+    assert found.isfinite().all()
+    assert found[3, 7].item() == pytest.approx(1e30, rel=0.13)
+    if recipe is not TENSORWISE:
+        untouched = [row for row in range(20) if row not in (3, 11)]
+        assert decibels(found[untouched], x_RD[untouched]) > 20, "an outlier is a matter of its own row"
+
+
+@every_form
+@every_recipe
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_visible_in_its_block(value: float, recipe: Recipe, form: Format) -> None:
+    x_RD = torch.randn(4, 256)
+    x_RD[2, 40] = value
+    found = dequantize(quantize_rows(x_RD, recipe, form).rows)
+    assert not found[2, 40].isfinite()
+    if recipe is not TENSORWISE:
+        assert found[[0, 1, 3]].isfinite().all()
+    if recipe.rows[1] in (32, 128):
+        assert found[2, 128:].isfinite().all()
+
+
+@every_form
+@every_recipe
+def test_zeros_are_zeros_with_the_least_scale(recipe: Recipe, form: Format) -> None:
+    found = quantize_rows(torch.zeros(3, 130), recipe, form).rows
+    assert (found.values.float() == 0).all()
+    assert (found.scales.float() == LEAST_SCALE).all()
+
+
+@pytest.mark.parametrize("size", [2.0**-149, 2.0**-130, 1e-37, 1e-20, 1e37])
+@every_recipe
+def test_tiny_and_huge_numbers_neither_overflow_nor_become_nan(recipe: Recipe, size: float) -> None:
+    x_RD = torch.randn(4, 64).clamp(-8, 8) * size
+    found = dequantize(quantize_rows(x_RD, recipe, E4M3).rows)
+    assert found.isfinite().all()
+    if size > 1e-30:
+        assert decibels(found / size, x_RD / size) > 25
+
+
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=40), st.sampled_from(FORMS))
+def test_an_error_is_half_a_step_of_the_number_or_of_the_smallest(numbers: list[float], form: Format) -> None:
+    x_RD = torch.tensor([numbers])
+    found = quantize(x_RD, (1, 32), form, "power-of-two")
+    scale_RD = found.scales.repeat_interleave(32, 1)[:, : len(numbers)]
+    half_a_step = x_RD.abs() * (2.0**-4 if form.name == "e4m3" else 2.0**-3)
+    smallest = torch.ones(1, dtype=torch.uint8).view(form.dtype).float()
+    assert ((dequantize(found) - x_RD).abs() <= half_a_step.maximum(scale_RD * smallest / 2)).all()
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 70), st.integers(1, 70), st.sampled_from(EIGHT_BITS))
+def test_a_last_block_is_smaller_and_all_shapes_are_kept(outer: int, depth: int, recipe: Recipe) -> None:
+    x_RD = torch.full((outer, depth), 3.0)
+    found, columns = quantize_rows(x_RD, recipe, E4M3, columns=True)
+    assert columns is not None
+    for copy, sizes in ((found, (outer, depth)), (columns, (depth, outer))):
+        assert copy.values.shape == sizes
+        blocks = tuple(-(-size // side) if side else 1 for size, side in zip(sizes, recipe.rows, strict=True))
+        assert copy.scales.shape == blocks
+    torch.testing.assert_close(dequantize(found), x_RD, rtol=0.07, atol=0)
+    assert torch.equal(dequantize(columns).T, dequantize(found)), "one number has one scale in either direction"
+
+
+@every_form
+@pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
+def test_scales_that_are_powers_of_two_lose_nothing_twice(recipe: Recipe, form: Format) -> None:
+    """So a matrix that travelled in 8 bits is quantized again along its columns with one rounding more at most."""
+    once = dequantize(quantize_rows(torch.randn(40, 300), recipe, form).rows)
+    again = quantize_rows(once, recipe, form).rows
+    assert (again.scales.float().frexp().mantissa == 0.5).all()
+    assert torch.equal(dequantize(again), once)
+
+
+def test_a_power_of_two_is_the_least_that_keeps_the_largest_number_inside() -> None:
+    for form in FORMS:
+        largest = torch.tensor([form.largest, form.largest * 2.0**-30])
+        x = torch.cat([largest, largest.nextafter(torch.zeros(())), largest.nextafter(torch.tensor(math.inf))])
+        scales = quantize(x[:, None], (1, 32), form, "power-of-two").scales[:, 0]
+        assert scales.tolist() == [1.0, 2.0**-30, 1.0, 2.0**-30, 2.0, 2.0**-29]
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (2, 130, 200)])
+def test_a_weight_in_squares_has_one_set_of_numbers_for_both_directions(shape: tuple[int, ...]) -> None:
+    forward, backward = quantize_weight(torch.randn(shape), BLOCKWISE, E4M3)
+    assert torch.equal(forward.values.float().mT, backward.values.float())
+    assert torch.equal(forward.scales.mT, backward.scales)
+
+
+@every_recipe
+def test_each_matrix_of_a_stack_has_scales_of_its_own(recipe: Recipe) -> None:
+    w_eFD = torch.randn(3, 40, 160) * torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
+    stack = quantize_weight(w_eFD, recipe, E4M3)
+    for expert, w_FD in enumerate(w_eFD):
+        alone = quantize_weight(w_FD, recipe, E4M3)
+        assert torch.equal(dequantize(alone.forward), dequantize(stack.forward)[expert])
+        assert torch.equal(dequantize(alone.backward), dequantize(stack.backward)[expert])
+
+
+def test_copies_are_filled_in_place() -> None:
+    copies = quantize_weight(torch.zeros(2, 32, 64), MXFP8, E4M3)
+    memory = [tensor.data_ptr() for copy in copies for tensor in copy[:2]]
+    w_eFD = torch.randn(2, 32, 64)
+    filled = quantize_weight(w_eFD, MXFP8, E4M3, into=copies)
+    assert [tensor.data_ptr() for copy in filled for tensor in copy[:2]] == memory
+    assert torch.equal(dequantize(copies.backward), dequantize(quantize_weight(w_eFD, MXFP8, E4M3).backward))
+
+
+def test_four_bits_round_to_the_nearest_and_halves_to_even() -> None:
+    """Largest 6 and 448 make both scales 1."""
+    x = torch.tensor([[6.0, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 2.51, 3.5, 5.0, 5.01, -0.75, -5.0, 0.0, -6.0, 3.0]])
+    found = quantize(x, NVFP4.rows, E4M3, NVFP4.scaling)
+    expected = [6.0, 0.0, 0.5, 1.0, 1.0, 2.0, 2.0, 3.0, 4.0, 4.0, 6.0, -1.0, -4.0, 0.0, -6.0, 3.0]
+    assert found.scales.item() == pytest.approx(1.0)
+    assert found.values.float()[0].tolist() == expected
+
+
+def test_chips_compute_with_their_own_forms() -> None:
+    assert format_on("e4m3", "gfx942").largest == 240
+    assert format_on("e5m2", "gfx942").dtype == torch.float8_e5m2fnuz
+    assert format_on("e4m3", "gfx950") is E4M3 and format_on("e5m2", "sm_90") is E5M2
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=9))
+def test_each_expert_begins_at_a_multiple_and_all_have_room(counts: list[int]) -> None:
+    starts = aligned_starts(torch.tensor(counts)).tolist()
+    assert all(start % ALIGNMENT == 0 for start in starts)
+    assert all(after - first >= count for first, after, count in zip(starts, starts[1:], counts, strict=False))
+    assert starts[-1] <= aligned_rows(sum(counts), len(counts)) < starts[-1] + ALIGNMENT * (len(counts) + 1)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_places_between_experts_are_zero_and_blocks_hold_one_experts_rows(recipe: Recipe) -> None:
+    counts = torch.tensor([5, 0, 130, 1])
+    x_RD = torch.randn(150, 32)
+    x_RD[136:] = math.nan
+    found = dequantize(quantize_groups(x_RD, counts, recipe, E4M3)).T
+    assert len(found) == aligned_rows(150, 4)
+    rows = [(0, 0, 5), (128, 5, 130), (384, 135, 1)]
+    used = torch.zeros(len(found), dtype=torch.bool)
+    for place, first, count in rows:
+        used[place : place + count] = True
+        assert decibels(found[place : place + count], x_RD[first : first + count]) > 12
+    assert (found[~used] == 0).all(), "and the tail, whatever the rows past the last expert's hold"
+
+
+def test_gathered_rows_are_those_of_the_index() -> None:
+    x_ND, index_R, counts = torch.randn(30, 40), torch.randint(0, 30, (60,)), torch.tensor([20, 40])
+    gathered = quantize_groups(x_ND, counts, BLOCKWISE, E4M3, index_R)
+    assert torch.equal(dequantize(gathered), dequantize(quantize_groups(x_ND[index_R], counts, BLOCKWISE, E4M3)))
+    in_8_bits = quantize_rows(x_ND, BLOCKWISE, E4M3).rows
+    assert decibels(dequantize(quantize_groups(in_8_bits, counts, BLOCKWISE, E4M3, index_R)), dequantize(gathered)) > 25
+
+
+@every_recipe
+def test_products_are_those_of_the_numbers(recipe: Recipe) -> None:
+    """Within the rounding of both operands: 3 decibels below each."""
+    counts = torch.tensor([10, 0, 25])
+    x_RD, w_eFD, dy_RF = torch.randn(40, 96), torch.randn(3, 64, 96), torch.randn(40, 64)
+    rows, w = quantize_rows(x_RD, recipe, E4M3).rows, quantize_weight(w_eFD, recipe, E4M3)
+    pieces = x_RD[:35].split(counts.tolist())
+    expected = torch.cat([piece @ w_FD.T for piece, w_FD in zip(pieces, w_eFD, strict=True)])
+    found = multiply_groups(rows, w.forward, counts, dtype=torch.float32)
+    assert decibels(found[:35], expected) > 24 and (found[35:] == 0).all()
+    one = quantize_weight(w_eFD[0], recipe, E4M3).forward
+    assert decibels(multiply(rows, one, torch.float32), x_RD @ w_eFD[0].T) > 24
+    columns = [quantize_groups(side, counts, recipe, E4M3) for side in (dy_RF, x_RD)]
+    sums = torch.ones(3, 64, 96)
+    found = multiply_columns(*columns, counts, dtype=torch.float32, accumulate_into=sums)
+    expected = torch.stack([dy.T @ x for dy, x in zip(dy_RF[:35].split(counts.tolist()), pieces, strict=True)])
+    assert found is sums and decibels(found - 1, expected) > 24
+    assert (found[1] == 1).all(), "an expert without rows has no gradient"
+
+
+def test_products_of_tensors_without_memory_have_shapes() -> None:
+    counts = torch.empty(4, dtype=torch.int64, device="meta")
+    columns = quantize_groups(torch.empty(60, 96, device="meta"), counts, BLOCKWISE, E4M3)
+    assert columns.values.shape == (96, aligned_rows(60, 4))
+    assert multiply_columns(columns, columns, counts, dtype=torch.bfloat16).shape == (4, 96, 96)

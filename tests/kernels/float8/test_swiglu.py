@@ -1,0 +1,240 @@
+"""The fused activation in 8 bits equals its definition, and what it becomes on every chip.
+
+Not bit for bit: an exponential differs in its last place, so here and there a number rounds to its other neighbour.
+"""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.base.errors import KernelError
+from penstock.kernels.float8 import operators, reference
+from penstock.kernels.float8.formats import E4M3, E5M2, Format, format_on
+from penstock.kernels.float8.quantize import WAVE_FACTOR
+from penstock.kernels.float8.quantized import Quantized
+from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.reference import LEAST_SCALE, aligned_starts, dequantize
+from penstock.kernels.float8.swiglu import ROWS_ONLY, RUN, TRANSPOSING, swiglu, swiglu_backward
+from penstock.kernels.float8.swiglu_kernels import swiglu_backward_float8_kernel, swiglu_float8_kernel
+from penstock.kernels.reference import SWIGLU, ExpertRule
+from penstock.kernels.swiglu import rule_constants
+from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
+
+WEIGHTED_INPUTS = ExpertRule(weighs_input=True)
+CLAMPED = ExpertRule(limit=0.7, alpha=1.702)
+RULES = {"SwiGLU": SWIGLU, "weighted inputs": WEIGHTED_INPUTS, "clamped": CLAMPED}
+
+WIDTH = 256
+COUNTS = (3, 0, 130)
+TAIL = 9
+"""Rows behind the last expert's."""
+
+every_fused_recipe = pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
+
+
+def assert_near(found: Quantized, expected: Quantized, rows: int | slice = slice(None), db: float = 45.0) -> None:
+    """Signal to noise of the numbers; all but a few scales equal."""
+    assert found.block == expected.block and found.values.dtype == expected.values.dtype
+    assert found.values.shape == expected.values.shape and found.scales.shape == expected.scales.shape
+    mine, other = dequantize(found)[rows].double(), dequantize(expected)[rows].double()
+    noise, signal = (mine - other).square().sum().item(), other.square().sum().item()
+    assert noise == 0 or 10 * math.log10(signal / noise) > db
+    same = torch.isclose(found.scales.float()[rows], expected.scales.float()[rows], rtol=1e-5, atol=0)
+    assert same.float().mean() > 0.97
+
+
+def draw(
+    counts: Sequence[int], device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gate and up, weights, gradient and counts; NaN behind the last expert's rows."""
+    rows = sum(counts) + TAIL
+    drawn = torch.randn(rows, 2 * WIDTH), torch.rand(rows), torch.randn(rows, WIDTH) * torch.randn(rows, 1).exp()
+    for tensor in drawn:
+        tensor[sum(counts) :] = math.nan
+    gate_up_RF, weights_R, dh_RF = (tensor.to(device) for tensor in drawn)
+    return gate_up_RF.to(dtype), weights_R, dh_RF.to(dtype), torch.tensor(counts, device=device, dtype=torch.int32)
+
+
+@every_fused_recipe
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_rows_of_experts_equal_the_definition(rule: ExpertRule, recipe: Recipe, device: torch.device) -> None:
+    gate_up_RF, weights_R, _, counts_e = draw(COUNTS, device)
+    used = sum(COUNTS)
+    found = swiglu(gate_up_RF, weights_R, rule, recipe, E4M3, counts_e=counts_e)
+    expected = operators.swiglu(gate_up_RF, weights_R, rule, recipe, E4M3, counts_e=counts_e)
+    assert_near(found.rows, expected.rows, slice(used))
+    assert found.columns is None
+
+
+@every_fused_recipe
+def test_a_dense_network_gets_columns_too(recipe: Recipe, device: torch.device) -> None:
+    gate_up_RF = torch.randn(150, 2 * 48, device=device)
+    found = swiglu(gate_up_RF, None, SWIGLU, recipe, E4M3, columns=True)
+    expected = operators.swiglu(gate_up_RF, None, SWIGLU, recipe, E4M3, columns=True)
+    assert found.columns is not None and expected.columns is not None
+    assert_near(found.rows, expected.rows)
+    assert_near(found.columns, expected.columns)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rule", "gradient"),
+    [
+        (BLOCKWISE, SWIGLU, E4M3),
+        (BLOCKWISE, WEIGHTED_INPUTS, E5M2),
+        (BLOCKWISE, CLAMPED, E4M3),
+        (MXFP8, SWIGLU, E5M2),
+    ],
+    ids=["blockwise", "weighted inputs", "clamped", "mxfp8"],
+)
+def test_gradients_equal_the_definition(
+    recipe: Recipe, rule: ExpertRule, gradient: Format, device: torch.device
+) -> None:
+    gate_up_RF, weights_R, dh_RF, counts_e = draw(COUNTS, device)
+    used = sum(COUNTS)
+    given = (gate_up_RF, weights_R, dh_RF, counts_e, rule, recipe, E4M3, gradient)
+    found, expected = swiglu_backward(*given), operators.swiglu_backward(*given)
+    assert_near(found.d_gate_up, expected.d_gate_up, slice(used))
+    assert_near(found.d_gate_up_columns, expected.d_gate_up_columns)
+    assert_near(found.h_columns, expected.h_columns)
+    assert found.dweights_R is not None and expected.dweights_R is not None
+    torch.testing.assert_close(found.dweights_R[:used], expected.dweights_R[:used], rtol=1e-4, atol=1e-4)
+    assert found.plain_d_gate_up_RF is None
+
+
+def test_places_without_rows_are_zero_in_transposed_copies(device: torch.device) -> None:
+    gate_up_RF, weights_R, dh_RF, counts_e = draw(COUNTS, device)
+    found = swiglu_backward(gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3)
+    starts, places = aligned_starts(counts_e).tolist(), found.h_columns.values.shape[1]
+    is_row_R = torch.zeros(places, dtype=torch.bool)
+    for first, count in zip(starts, COUNTS, strict=False):
+        is_row_R[first : first + count] = True
+    for copy in (found.d_gate_up_columns, found.h_columns):
+        assert not copy.values.float().cpu()[:, ~is_row_R].any()
+        assert copy.scales[:, starts[-1] // 128 :].eq(LEAST_SCALE).all()
+    assert found.dweights_R is not None and not found.dweights_R[sum(COUNTS) :].any(), "nobody has these weights"
+
+
+def test_numbers_in_16_bits_are_rounded_before_they_are_quantized(device: torch.device) -> None:
+    """The interpreter cuts them off instead, so the bar is low."""
+    gate_up_RF, weights_R, dh_RF, counts_e = draw((40,), device, torch.bfloat16)
+    given = (gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3)
+    found, expected = swiglu_backward(*given), operators.swiglu_backward(*given)
+    assert_near(found.d_gate_up, expected.d_gate_up, slice(40), db=33)
+    assert_near(found.h_columns, expected.h_columns, db=33)
+    assert_near(
+        swiglu(gate_up_RF, weights_R, SWIGLU, BLOCKWISE, E4M3).rows,
+        operators.swiglu(gate_up_RF, weights_R, SWIGLU, BLOCKWISE, E4M3).rows,
+        slice(40),
+        db=33,
+    )
+
+
+def test_weights_may_be_missing(device: torch.device) -> None:
+    gate_up_RF, _, dh_RF, counts_e = draw((9, 4), device)
+    given = (gate_up_RF, None, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3)
+    found, expected = swiglu_backward(*given), operators.swiglu_backward(*given)
+    assert_near(found.h_columns, expected.h_columns)
+    assert found.dweights_R is None
+
+
+@pytest.mark.parametrize("recipe", [ROWWISE, TENSORWISE], ids=lambda recipe: recipe.name)
+def test_scales_over_whole_rows_take_passes_of_their_own(recipe: Recipe, device: torch.device) -> None:
+    gate_up_RF, weights_R, dh_RF, counts_e = draw((6, 0, 21), device)
+    found = swiglu(gate_up_RF, weights_R, SWIGLU, recipe, E4M3, counts_e=counts_e)
+    expected = operators.swiglu(gate_up_RF, weights_R, SWIGLU, recipe, E4M3, counts_e=counts_e)
+    assert_near(found.rows, expected.rows, slice(27))
+    given = (gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, recipe, E4M3, E4M3)
+    back, truth = swiglu_backward(*given), operators.swiglu_backward(*given)
+    assert_near(back.d_gate_up_columns, truth.d_gate_up_columns)
+    assert_near(back.h_columns, truth.h_columns)
+
+
+def test_a_gate_that_ends_inside_a_block_takes_passes_of_its_own(device: torch.device) -> None:
+    gate_up_RF, dh_RF = torch.randn(30, 2 * 80, device=device), torch.randn(30, 80, device=device)
+    counts_e = torch.tensor([30], device=device)
+    given = (gate_up_RF, None, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3)
+    found, expected = swiglu_backward(*given), operators.swiglu_backward(*given)
+    assert_near(found.d_gate_up, expected.d_gate_up)
+    assert_near(found.d_gate_up_columns, expected.d_gate_up_columns)
+
+
+def test_the_gradient_in_16_bits_comes_along_if_asked(device: torch.device) -> None:
+    gate_up_RF, weights_R, dh_RF, counts_e = draw((17,), device)
+    given = (gate_up_RF, weights_R, dh_RF, counts_e, CLAMPED, BLOCKWISE, E4M3, E4M3)
+    found, expected = swiglu_backward(*given, keep_plain=True), operators.swiglu_backward(*given, keep_plain=True)
+    assert found.plain_d_gate_up_RF is not None and expected.plain_d_gate_up_RF is not None
+    torch.testing.assert_close(found.plain_d_gate_up_RF[:17], expected.plain_d_gate_up_RF[:17])
+
+
+def test_on_the_meta_device_shapes_are_those_of_a_gpu() -> None:
+    gate_up_RF, weights_R = torch.empty(70, 2 * WIDTH, device="meta"), torch.empty(70, device="meta")
+    dh_RF, counts_e = gate_up_RF[:, :WIDTH], torch.empty(3, dtype=torch.int32, device="meta")
+    found = swiglu_backward(gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3)
+    assert found.d_gate_up_columns.values.shape == (2 * WIDTH, reference.aligned_rows(70, 3))
+    assert swiglu(gate_up_RF, weights_R, SWIGLU, BLOCKWISE, E4M3, counts_e=counts_e).rows.values.shape == (70, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("shape", "weights", "columns"), [((2, 7), None, False), ((2, 8), (3,), False), ((2, 8), None, True)]
+)
+def test_misfits_are_refused(shape: tuple[int, int], weights: tuple[int] | None, columns: bool) -> None:
+    with pytest.raises(KernelError, match="swiglu"):
+        swiglu(
+            torch.zeros(shape),
+            None if weights is None else torch.zeros(weights),
+            SWIGLU,
+            BLOCKWISE,
+            E4M3,
+            columns=columns,
+            counts_e=torch.tensor([2]),
+        )
+
+
+def compiled(target: str, recipe: Recipe, rule: ExpertRule, which: str) -> Compiled:
+    """`rows` of experts, `columns` of a dense network, or `backward` of experts."""
+    value = "*fp8e4b8:16" if target == "gfx942" else "*fp8e4nv:16"
+    scale = "*u8:16" if recipe is MXFP8 else "*fp32:16"
+    launch = ROWS_ONLY if which == "rows" else TRANSPOSING
+    largest = format_on("e4m3", target).largest
+    constants = {
+        "F": 1408,
+        "DEPTH": recipe.rows[1],
+        "LARGEST": largest,
+        "POWER": True,
+        "BLOCK_R": launch.block_rows,
+        "BLOCK_F": launch.block_columns,
+        "RUN": 1 if which == "rows" else RUN,
+    }
+    signature = {"gate_up_ptr": "*bf16:16", "weights_ptr": "*fp32:16", "R": "i32"}
+    signature |= dict.fromkeys(("rows_stride", "columns_stride"), "i32:16")
+    if which == "backward":
+        signature |= {"dh_ptr": "*bf16:16", "tiles_ptr": "*i32:16", "places": "i32:16", "products_ptr": "*fp32:16"}
+        signature |= dict.fromkeys(("d_rows_ptr", "d_columns_ptr", "h_columns_ptr"), value)
+        signature |= dict.fromkeys(("d_row_scales_ptr", "d_column_scales_ptr", "h_column_scales_ptr"), scale)
+        constants |= {"H_LARGEST": largest, "WEIGHS_INPUT": rule.weighs_input}
+    else:
+        signature |= {"rows_ptr": value, "row_scales_ptr": scale, "experts": "i32"}
+        constants |= {"BLOCK_E": 64, **rule_constants(rule)}
+        absent = ["columns_ptr", "column_scales_ptr"] if which == "rows" else ["counts_ptr"]
+        signature |= (
+            {"counts_ptr": "*i32:16"} if which == "rows" else {"columns_ptr": value, "column_scales_ptr": scale}
+        )
+        constants |= dict.fromkeys(absent)
+    kernel = swiglu_backward_float8_kernel if which == "backward" else swiglu_float8_kernel
+    waves = WAVE_FACTOR if target.startswith("gfx") else 1
+    return compile_for(kernel, signature, constants, TARGETS[target], num_warps=launch.warps // waves)
+
+
+@pytest.mark.parametrize("which", ["rows", "columns", "backward"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_kernels_compile_without_spills(target: str, which: str) -> None:
+    made = compiled(target, MXFP8 if target in ("sm_100", "gfx950") else BLOCKWISE, SWIGLU, which)
+    assert made.spills == 0, made.summary
+
+
+def test_weights_on_inputs_compile_without_spills() -> None:
+    made = compiled("sm_90", BLOCKWISE, WEIGHTED_INPUTS, "backward")
+    assert made.spills == 0, made.summary

@@ -1,0 +1,47 @@
+"""Torch's products of 8-bit numbers: that they are given scales as they ask for them, and say what they cannot do."""
+
+import pytest
+import torch
+
+from penstock.kernels.float8 import reference, torch_products
+from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, Recipe
+from penstock.kernels.tuning import target_of
+from tests.kernels.float8.draw_quantized import draw_rows, draw_weight, without_memory
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("depth", [128, 640, 1024])
+@pytest.mark.parametrize("recipe", [BLOCKWISE, ROWWISE], ids=lambda recipe: recipe.name)
+def test_torch_is_given_scales_as_it_asks_for_them(recipe: Recipe, depth: int) -> None:
+    # On the meta device torch checks shapes and strides of scales as it does on a GPU.
+    a, b = without_memory(draw_rows(52, depth, recipe, CPU)), without_memory(draw_weight(recipe, CPU, 384, depth))
+    assert torch_products.shape_obstacle(a, b) is None
+    assert torch_products.multiply(a, b, torch.bfloat16).shape == (52, 384)
+    c = without_memory(draw_rows(64, depth, recipe, CPU))
+    sums = torch.empty(52, 64, device="meta")
+    assert torch_products.multiply(a, c, torch.bfloat16, accumulate_into=sums) is sums
+
+
+def test_torchs_products_say_what_they_cannot_do() -> None:
+    assert torch_products.obstacle(BLOCKWISE, "sm_90", "13.0") is None
+    assert "12.9" in str(torch_products.obstacle(BLOCKWISE, "sm_90", "12.8"))
+    for recipe, target in ((BLOCKWISE, "sm_100"), (BLOCKWISE, "gfx942"), (MXFP8, "sm_90")):
+        assert recipe.name in str(torch_products.obstacle(recipe, target, "13.0"))
+    w = draw_weight(BLOCKWISE, CPU, 64, 256)
+    assert "4" in str(torch_products.shape_obstacle(draw_rows(5, 256, BLOCKWISE, CPU), w))
+    assert "blocks" in str(torch_products.shape_obstacle(draw_rows(4, 256, ROWWISE, CPU), w))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("recipe", [BLOCKWISE, ROWWISE], ids=lambda recipe: recipe.name)
+def test_torchs_products_equal_their_definition(recipe: Recipe, device: torch.device) -> None:
+    problem = torch_products.obstacle(recipe, target_of(device), torch.version.cuda)
+    if problem is not None:
+        pytest.skip(problem)
+    a = draw_rows(516, 896, recipe, device)
+    for b in (draw_weight(recipe, device, 384, 896), draw_rows(272, 896, recipe, device)):
+        got, expected = (one(a, b, torch.bfloat16) for one in (torch_products.multiply, reference.multiply))
+        # A matrix unit that keeps 14 bits of a sum, and a result of 8 bits.
+        assert (got.float() - expected.float()).norm() < 5e-3 * expected.float().norm()

@@ -1,0 +1,364 @@
+"""Matrices in 8 bits: how near their products are, what they keep, and when their weights are quantized."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.kernels.float8.formats import E4M3, E5M2, Format
+from penstock.kernels.float8.operators import REFERENCE, Float8Rule
+from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.triton_operators import TRITON
+from penstock.models.ffn import FeedForward
+from penstock.models.linear import Linear
+from penstock.models.norm import PreNorm
+from penstock.parallel.activations.keeping import keeping
+from penstock.parallel.activations.recompute import RecomputeRule
+from penstock.parallel.activations.region import discarding, recomputed
+from penstock.parallel.kit import Kit
+from penstock.parallel.later import Later
+
+RECIPES = (BLOCKWISE, MXFP8, ROWWISE, TENSORWISE)
+BARS = {"e4m3": 25.0, "e5m2": 20.0}
+"""Least signal-to-noise ratio in decibels, by the format of the gradients."""
+
+T, D, OUT = 192, 256, 144
+
+
+def kit_of(recipe: Recipe = BLOCKWISE, gradient: Format = E4M3, later: Later | None = None) -> Kit:
+    return Kit(float8=Float8Rule(dense=recipe, gradient=gradient), later=later)
+
+
+def decibels(found: Tensor, expected: Tensor) -> float:
+    noise = (found.double() - expected.double()).square().mean()
+    return float(10 * torch.log10(expected.double().square().mean() / noise))
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def matrix_of(kit: Kit, rows: int = OUT, columns: int = D, *, bias: bool = False) -> Linear:
+    matrix = Linear(columns, rows, kit, bias=bias)
+    with torch.no_grad():
+        matrix.weight.copy_(random(rows, columns, seed=1) * 0.02)
+        if bias:
+            matrix.bias.copy_(random(rows, seed=2))
+    return matrix
+
+
+def passes(matrix: Linear, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Output, and gradient of the input."""
+    x = x.detach().requires_grad_()
+    y = matrix(x)
+    y.backward(dy)
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+@contextmanager
+def counted_bytes(module: nn.Module) -> Iterator[list[int]]:
+    """Bytes of each storage that is saved for backward, parameters aside."""
+    parameters = {parameter.data_ptr() for parameter in module.parameters()}
+    found: dict[int, int] = {}
+    sizes: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with keeping(keep):
+        yield sizes
+    sizes.extend(found.values())
+
+
+# How near
+
+
+@pytest.mark.parametrize("gradient", [E4M3, E5M2], ids=lambda form: form.name)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_all_three_products_are_near_those_of_float32(recipe: Recipe, gradient: Format) -> None:
+    matrix = matrix_of(kit_of(recipe, gradient))
+    # Some columns are larger than others, as activations have them.
+    x = random(2, T // 2, D, seed=3) * (1 + 7 * (torch.arange(D) % 64 == 0))
+    dy = random(2, T // 2, OUT, seed=4) * 1e-3
+    y, dx = passes(matrix, x, dy)
+    weight = matrix.weight.detach()
+    assert decibels(y, F.linear(x, weight)) > BARS["e4m3"]
+    assert decibels(dx, dy @ weight) > BARS[gradient.name]
+    assert matrix.weight.grad is not None
+    assert decibels(matrix.weight.grad, dy.flatten(0, 1).T @ x.flatten(0, 1)) > BARS[gradient.name]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_outliers_and_zeros_give_no_nan(recipe: Recipe) -> None:
+    matrix = matrix_of(kit_of(recipe))
+    x, dy = random(T, D, seed=5), random(T, OUT, seed=6)
+    x[7, 5], x[9], dy[3, 1], dy[8] = 3e38, 0, -1e30, 0
+    y, dx = passes(matrix, x, dy)
+    assert matrix.weight.grad is not None
+    assert all(found.isfinite().all() for found in (y, dx))
+    matrix.weight.grad = None
+    x[7, 5], dy[3, 1] = 1e5, -1e5
+    passes(matrix, x, dy)
+    assert matrix.weight.grad is not None and matrix.weight.grad.isfinite().all()
+
+
+def test_a_nan_that_comes_in_comes_out() -> None:
+    matrix = matrix_of(kit_of())
+    x = random(T, D, seed=5)
+    x[7, 5] = torch.nan
+    y, _ = passes(matrix, x, random(T, OUT, seed=6))
+    assert y[7].isnan().all() and y[8:].isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(OUT + 8, D), (OUT, D + 8)])
+def test_widths_that_8_bit_products_do_not_take_stay_in_16_bits(shape: tuple[int, int]) -> None:
+    matrix, plain = matrix_of(kit_of(), *shape), matrix_of(Kit(), *shape)
+    x = random(T, shape[1], seed=7)
+    assert matrix.float8 is None and matrix.quantized(x) is None
+    assert torch.equal(matrix(x), plain(x))
+
+
+@pytest.mark.parametrize("rows", [1, 130])
+def test_any_number_of_rows_is_multiplied(rows: int) -> None:
+    matrix = matrix_of(kit_of())
+    x, dy = random(rows, D, seed=8), random(rows, OUT, seed=9)
+    y, _ = passes(matrix, x, dy)
+    assert matrix.weight.grad is not None
+    assert decibels(y, F.linear(x, matrix.weight.detach())) > BARS["e4m3"]
+    assert decibels(matrix.weight.grad, dy.T @ x) > BARS["e4m3"]
+
+
+# Where gradients go
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weights_gradient_is_the_same_by_autograd_in_a_sum_and_later(dtype: torch.dtype) -> None:
+    x, dy = random(2, T // 2, D, seed=3).to(dtype), random(2, T // 2, OUT, seed=4).to(dtype)
+    later = Later()
+    matrix = matrix_of(kit_of(later=later), bias=True).to(dtype)
+    expected = passes(matrix, x, dy)
+    by_autograd = matrix.weight.grad, matrix.bias.grad
+    assert by_autograd[0] is not None and by_autograd[1] is not None
+
+    matrix.weight.grad = matrix.bias.grad = None
+    with later.collecting() as work:
+        found = passes(matrix, x, dy)
+        assert matrix.weight.grad is None
+    for task in work:
+        task()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close((matrix.weight.grad, matrix.bias.grad), by_autograd, rtol=0, atol=0)
+
+    matrix.weight.grad = matrix.bias.grad = None
+    matrix.total = torch.ones(OUT, D)
+    passes(matrix, x, dy)
+    with later.collecting() as work:
+        passes(matrix, x, dy)
+    for task in work:
+        task()
+    assert matrix.weight.grad is None
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(matrix.total, 1 + 2 * by_autograd[0].float(), rtol=tolerance, atol=tolerance)
+    assert matrix.total.dtype == torch.float32
+
+
+def test_without_gradients_nothing_is_kept_or_transposed() -> None:
+    matrix = matrix_of(kit_of())
+    x = random(T, D, seed=3)
+    with torch.no_grad():
+        ready = matrix.quantized(x)
+        assert ready is not None and ready.columns is None
+        y = matrix(x)
+    assert torch.equal(y, matrix(x).detach())
+
+
+# What is kept
+
+
+def test_of_its_input_one_byte_a_number_is_kept() -> None:
+    x = random(T, D, seed=3).bfloat16().requires_grad_()
+    kept = {}
+    for name, kit in (("16", Kit()), ("8", kit_of())):
+        matrix = matrix_of(kit).bfloat16()
+        matrix.refresh_float8()
+        with counted_bytes(matrix) as sizes:
+            matrix(x + 2)
+        kept[name] = sum(sizes)
+    assert kept["16"] == 2 * T * D
+    assert kept["8"] == T * D + 4 * D * 2, "and a scale for 128 rows"
+
+
+def test_products_of_one_input_share_what_is_kept_of_it() -> None:
+    kit = kit_of()
+    one, other = matrix_of(kit), matrix_of(kit, rows=64)
+    x = random(T, D, seed=3).requires_grad_()
+    expected = one(x), other(x)
+    with counted_bytes(nn.ModuleList((one, other))) as sizes:
+        ready = one.quantized(x)
+        found = one(x, ready), other(x, ready)
+    assert sum(sizes) == T * D + 4 * D * 2
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+# Weights
+
+
+def test_copies_that_nobody_refreshes_are_old_and_fresh_ones_are_in_the_same_memory() -> None:
+    matrix = matrix_of(kit_of())
+    x = random(T, D, seed=3)
+    y = matrix(x).detach()
+    matrix.refresh_float8()
+    assert matrix.copies is not None
+    assert torch.equal(matrix(x), y)
+    places = [tensor.data_ptr() for copy in matrix.copies for tensor in (copy.values, copy.scales)]
+    with torch.no_grad():
+        matrix.weight.mul_(-2)
+    assert torch.equal(matrix(x), y), "a copy stays as it was"
+    matrix.refresh_float8()
+    assert torch.equal(matrix(x), -2 * y)
+    assert places == [tensor.data_ptr() for copy in matrix.copies for tensor in (copy.values, copy.scales)]
+
+
+def test_with_copies_and_without_gradients_are_the_same() -> None:
+    matrix = matrix_of(kit_of())
+    x, dy = random(T, D, seed=3), random(T, OUT, seed=4)
+    expected = *passes(matrix, x, dy), matrix.weight.grad
+    matrix.weight.grad = None
+    matrix.refresh_float8()
+    torch.testing.assert_close((*passes(matrix, x, dy), matrix.weight.grad), expected, rtol=0, atol=0)
+
+
+# Networks
+
+
+def network_of(kit: Kit) -> FeedForward:
+    network = FeedForward(D, OUT, kit)
+    with torch.no_grad():
+        network.gate_up.weight.copy_(random(2 * OUT, D, seed=1) * 0.05)
+        network.down.weight.copy_(random(D, OUT, seed=2) * 0.05)
+    return network
+
+
+def network_passes(network: FeedForward, x: Tensor, dy: Tensor, *, in_halves: bool = False) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    y = network.narrow(network.widen(x)) if in_halves else network(x)
+    y.backward(dy)
+    found = [y.detach(), x.grad, network.gate_up.weight.grad, network.down.weight.grad]
+    assert all(one is not None for one in found)
+    network.zero_grad()
+    return found  # type: ignore[return-value] # just said
+
+
+@pytest.mark.parametrize("has_copies", [False, True], ids=["quantized in each pass", "with copies"])
+def test_a_network_in_one_function_is_its_parts(has_copies: bool) -> None:
+    network = network_of(kit_of())
+    if has_copies:
+        network.gate_up.refresh_float8()
+        network.down.refresh_float8()
+    x, dy = random(T, D, seed=3), random(T, D, seed=4)
+    expected = network_passes(network, x, dy, in_halves=True)
+    torch.testing.assert_close(network_passes(network, x, dy), expected, rtol=0, atol=0)
+    for found, exact in zip(expected, network_passes(network_of(Kit()), x, dy), strict=True):
+        assert decibels(found, exact) > BARS["e4m3"] - 3, "two products stand behind each other"
+
+
+def test_a_network_keeps_its_input_in_8_bits_and_gate_and_up() -> None:
+    network = network_of(kit_of()).bfloat16()
+    network.gate_up.refresh_float8()
+    network.down.refresh_float8()
+    x = random(T, D, seed=3).bfloat16().requires_grad_()
+    with counted_bytes(network) as sizes:
+        network(x + 2)
+    assert sum(sizes) == T * D + 4 * D * 2 + 2 * T * 2 * OUT
+
+
+def test_weight_gradients_of_a_network_may_come_later() -> None:
+    later = Later()
+    network = network_of(kit_of(later=later))
+    x, dy = random(T, D, seed=3), random(T, D, seed=4)
+    expected = network_passes(network, x, dy)
+    x = x.requires_grad_()
+    with later.collecting() as work:
+        network(x).backward(dy)
+    assert network.gate_up.weight.grad is None and len(work) == 2
+    for task in work:
+        task()
+    found = [x.grad, network.gate_up.weight.grad, network.down.weight.grad]
+    torch.testing.assert_close(found, expected[1:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
+def test_kernels_give_what_definitions_give(recipe: Recipe) -> None:
+    found = []
+    for operators, bar in ((REFERENCE, 0), (TRITON, 25)):
+        kit = Kit(float8=Float8Rule(dense=recipe, operators=operators))
+        network = FeedForward(144, 48, kit)
+        with torch.no_grad():
+            network.gate_up.weight.copy_(random(96, 144, seed=1) * 0.1)
+            network.down.weight.copy_(random(144, 48, seed=2) * 0.1)
+        network.gate_up.refresh_float8()
+        network.down.refresh_float8()
+        network.gate_up.total = torch.zeros(96, 144)
+        norm = PreNorm(144, 1e-6, kit.operators, kit.float8, keep_plain=False)
+        torch.nn.init.ones_(norm.weight_D)
+        x = random(40, 144, seed=3).requires_grad_()
+        y = network(*norm(x))
+        y.backward(random(40, 144, seed=4))
+        found.append((y.detach(), x.grad, network.gate_up.total, network.down.weight.grad, norm.weight_D.grad))
+        assert all(decibels(mine, other) > bar for mine, other in zip(found[-1], found[0], strict=True) if bar)
+
+
+# Regions that run again
+
+
+def test_a_network_that_runs_again_makes_its_last_product_once() -> None:
+    network = network_of(kit_of())
+    x, dy = random(T, D, seed=3), random(T, D, seed=4)
+    expected = network_passes(network, x, dy)
+    multiply, outputs = network.down.float8.operators.multiply, []
+
+    def counting(*arguments: object, **options: object) -> Tensor:
+        outputs.append(options.get("out") is not None)
+        return multiply(*arguments, **options)
+
+    rule = network.down.float8
+    operators = type(rule.operators)(**{**vars(rule.operators), "multiply": counting})
+    for matrix in (network.gate_up, network.down):
+        matrix.float8 = Float8Rule(dense=BLOCKWISE, operators=operators)
+    x = x.requires_grad_()
+    y = recomputed(network, x * 1)
+    y.backward(dy)
+    assert outputs.count(True) == 1, "only forward asks for it"
+    assert len(outputs) == 2 + 1 + 4, "the first product runs again"
+    torch.testing.assert_close([x.grad, network.gate_up.weight.grad], expected[1:3], rtol=0, atol=0)
+
+
+def test_behind_a_norm_that_runs_again_no_copy_of_its_rows_is_kept() -> None:
+    kit = kit_of()
+    matrix = matrix_of(kit)
+    matrix.refresh_float8()
+    norm = PreNorm(D, 1e-6, kit.operators, kit.float8)
+    torch.nn.init.ones_(norm.weight_D)
+    rule = RecomputeRule(kinds=frozenset({"norm"}))
+    x, dy = random(2, T // 2, D, seed=3).requires_grad_(), random(2, T // 2, OUT, seed=4)
+
+    def through(x: Tensor, rule: RecomputeRule) -> Tensor:
+        with discarding():
+            rows, ready = rule.run("norm", norm, x)
+            return matrix(rows, ready)
+
+    through(x, RecomputeRule()).backward(dy)
+    expected = x.grad, matrix.weight.grad, norm.weight_D.grad
+    x.grad = matrix.weight.grad = norm.weight_D.grad = None
+    with counted_bytes(norm) as sizes:
+        y = through(x, rule)
+    assert sizes == [x.nbytes], "what the norm reads"
+    y.backward(dy)
+    torch.testing.assert_close((x.grad, matrix.weight.grad, norm.weight_D.grad), expected, rtol=0, atol=0)

@@ -1,0 +1,221 @@
+"""Whole models whose products are in 8 bits: they train as in 16 bits nearly do, on any number of ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.base.errors import KernelError
+from penstock.config.load import load_run
+from penstock.config.run import Run
+from penstock.kernels.device_facts import named_device
+from penstock.kernels.float8.formats import E4M3_FNUZ, E5M2, E5M2_FNUZ
+from penstock.kernels.float8.operators import NO_FLOAT8, REFERENCE
+from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8
+from penstock.models.build import build_model
+from penstock.models.holdings import refresh_float8
+from penstock.models.kernels import choose_float8, float8_rule
+from penstock.models.linear import Linear
+from penstock.models.norm import PreNorm
+from penstock.parallel.launch.environment import Environment
+from penstock.train import step as step_module
+from penstock.train.captured_parts import CapturedParts
+from penstock.train.checkpoint import CheckpointStore
+from penstock.train.setup import Session, prepare
+from penstock.train.state import restore_state, save_state
+from tests.distributed.case import GQA
+from tests.distributed.one_loss import BASE, follow
+from tests.parallel.recorded_graph import Graphs
+
+CPU = torch.device("cpu")
+SMALL = (*BASE, "model.layers=2", "training.micro_batch=4", "evaluation.rows=4")
+DENSE = "float8.dense=blockwise"
+
+
+def run_of(*overrides: str) -> Run:
+    return load_run("debug", SMALL + overrides)
+
+
+def matrices(decoder: nn.Module) -> dict[str, Linear]:
+    return {name: module for name, module in decoder.named_modules() if isinstance(module, Linear)}
+
+
+# Which parts are in 8 bits
+
+
+def test_all_matrices_of_layers_are_in_8_bits_and_the_output_projection_is_not() -> None:
+    decoder = build_model(run_of(DENSE), CPU)
+    found = matrices(decoder)
+    assert [name for name, one in found.items() if one.float8 is None] == ["head"]
+    assert "mtp.0.join" in found and "blocks.1.ffn.shared.gate_up" in found
+
+
+def test_first_and_last_layers_stay_on_request() -> None:
+    decoder = build_model(run_of(DENSE, "model.layers=5", "float8.first_layers=1", "float8.last_layers=2"), CPU)
+    layers = {".".join(name.split(".")[:2]) for name, one in matrices(decoder).items() if one.float8 is not None}
+    assert layers == {"blocks.1", "blocks.2"}
+    in_8_bits = {name for name, one in decoder.named_modules() if isinstance(one, PreNorm) and one.float8 is not None}
+    assert {name.rpartition(".")[0] for name in in_8_bits} == layers
+
+
+def test_a_norm_quantizes_its_rows_only_for_those_who_read_them() -> None:
+    def readers(*overrides: str) -> set[str]:
+        decoder = build_model(run_of(DENSE, *overrides), CPU)
+        norms = {name: one for name, one in decoder.named_modules() if isinstance(one, PreNorm)}
+        return {name for name, one in norms.items() if one.float8 is not None and name.startswith("blocks.")}
+
+    attention = {"blocks.0.attention_norm", "blocks.1.attention_norm"}
+    ffn = {"blocks.0.ffn_norm", "blocks.1.ffn_norm"}
+    assert readers() == attention | ffn
+    assert readers("model.moe.shared_ffn_size=0") == attention | {"blocks.0.ffn_norm"}
+    assert readers("recompute.modules=shared-expert") == attention
+    assert readers(*GQA) == attention | ffn
+
+
+def test_a_norm_writes_16_bits_only_for_those_who_read_them() -> None:
+    def readers(*overrides: str) -> set[str]:
+        decoder = build_model(run_of(DENSE, *overrides), CPU)
+        norms = {name: one for name, one in decoder.named_modules() if isinstance(one, PreNorm)}
+        return {name for name, one in norms.items() if one.keep_plain and name.startswith("blocks.")}
+
+    assert readers() == {"blocks.1.ffn_norm"}, "a router does"
+    keys_of_8 = ("model.attention.kv_heads=1", "model.attention.head_dim=8")
+    assert readers(*GQA, *keys_of_8) == {f"blocks.{layer}.attention_norm" for layer in range(2)} | {"blocks.1.ffn_norm"}
+
+
+# The rule of a run
+
+
+def test_the_rule_of_a_run_follows_the_chip() -> None:
+    run = run_of("float8.dense=auto", "float8.experts=auto", "float8.gradients=e5m2")
+    assert choose_float8(run_of(), CPU) == NO_FLOAT8
+    on_cpu = choose_float8(run, CPU)
+    assert on_cpu.dense == on_cpu.experts == BLOCKWISE and on_cpu.dispatch is None
+    assert on_cpu.gradient == E5M2 and on_cpu.operators is REFERENCE
+    run = run.model_copy(update={"kernels": run.kernels.model_copy(update={"all": "reference"})})
+    blackwell, amd = (float8_rule(run, named_device(name, "bf16")) for name in ("B200", "MI300X"))
+    assert blackwell.dense == MXFP8
+    assert (amd.dense, amd.forward, amd.gradient) == (BLOCKWISE, E4M3_FNUZ, E5M2_FNUZ)
+
+
+def test_a_chip_that_lacks_a_recipe_refuses_it() -> None:
+    with pytest.raises(KernelError, match="do not apply scales of 32"):
+        float8_rule(run_of("float8.dense=mxfp8"), named_device("H200", "bf16"))
+    with pytest.raises(KernelError, match="sm_80 has no products"):
+        float8_rule(run_of("float8.dense=auto"), named_device("A100", "bf16"))
+    with pytest.raises(KernelError, match="heads of queries and keys are 48 wide"):
+        float8_rule(run_of("float8.attention=blockwise"), named_device("H200", "bf16"))
+    with pytest.raises(KernelError, match="Triton is not installed"):
+        float8_rule(run_of("float8.dense=auto"), replace(named_device("H200", "bf16"), packages=frozenset()))
+
+
+# Training
+
+
+@contextmanager
+def session_of(*overrides: str) -> Iterator[Session]:
+    session = prepare(run_of(*overrides), Environment(color=False, threads=1, world_size=1))
+    yield session
+    session.state.batches.close()
+
+
+def followed(*overrides: str, steps: int = 10) -> list[float]:
+    with session_of("model.mtp_layers=0", *overrides) as session:
+        return follow(session, steps).losses
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", [(), GQA], ids=["latent", "grouped queries"])
+def test_a_small_model_learns_nearly_as_in_16_bits(model: tuple[str, ...], precision: str) -> None:
+    overrides = (*model, f"training.precision={precision}")
+    expected, found = followed(*overrides), followed(*overrides, DENSE, "float8.experts=blockwise")
+    assert found != expected
+    assert expected[-1] < 0.9 * expected[0], "the model learns"
+    for mine, other in zip(found, expected, strict=True):
+        assert mine == pytest.approx(other, rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+def test_every_recipe_trains(recipe: str) -> None:
+    expected, found = (followed(f"float8.dense={one}", steps=3) for one in ("none", recipe))
+    assert found == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ('recompute.modules=["norm", "latent-up"]',),
+        ("recompute.modules=layer",),
+        ('recompute.modules=["moe", "dense"]',),
+        ("recompute.modules=shared-expert", "dispatch.overlap=shared"),
+        ("dispatch.overlap=shared",),
+        ("dispatch.overlap=halves",),
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+def test_what_is_computed_again_or_beside_a_transfer_changes_nothing(overrides: tuple[str, ...]) -> None:
+    assert followed(DENSE, *overrides, steps=2) == pytest.approx(followed(DENSE, steps=2), rel=1e-6)
+
+
+def test_replayed_parts_read_the_copies_of_their_step() -> None:
+    overrides = (DENSE, "float8.experts=blockwise", "model.mtp_layers=0")
+    expected = followed(*overrides, steps=4)
+    graphs = Graphs(2)
+    with session_of(*overrides) as session:
+        parts = CapturedParts(is_asked_for=True, begin_pool=graphs.begin)
+        found = follow(replace(session, rule=replace(session.rule, passes=parts)), 4).losses
+    assert graphs.captures == 4, "two layers forward and backward"
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_weights_are_quantized_anew_behind_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = followed(DENSE, steps=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Linear, "refresh_float8", lambda matrix: None)
+        assert followed(DENSE, steps=3) == pytest.approx(expected, rel=1e-6), "quantized in each pass"
+    monkeypatch.setattr(step_module, "refresh_float8", lambda modules: None)
+    stale = followed(DENSE, steps=3)
+    assert stale[0] == expected[0]
+    assert stale[1:] != pytest.approx(expected[1:], rel=1e-4), "a copy that stays old is seen"
+
+
+def test_a_resumed_run_reads_copies_of_what_was_saved(tmp_path: Path) -> None:
+    overrides = (DENSE, "float8.experts=blockwise", "model.mtp_layers=0")
+    expected = followed(*overrides, steps=4)
+    store = CheckpointStore(tmp_path, keep=1, asynchronous=False)
+    with session_of(*overrides) as session:
+        follow(session, 2)
+        save_state(store, 2, session.state, notes={})
+    with session_of(*overrides) as session:
+        restore_state(store, 2, session.state)
+        assert follow(session, 2).losses == expected[2:]
+    store.close()
+
+
+def test_copies_stay_where_graphs_read_them() -> None:
+    def places(session: Session) -> list[int]:
+        found = matrices(session.model.whole).values()
+        return [copy.values.data_ptr() for one in found if one.copies is not None for copy in one.copies]
+
+    with session_of(DENSE) as session:
+        before = places(session)
+        follow(session, 2)
+        assert len(before) == 2 * sum(one.float8 is not None for one in matrices(session.model.whole).values())
+        assert places(session) == before
+
+
+def test_planted_outliers_give_no_nan() -> None:
+    with session_of(DENSE, "float8.experts=blockwise") as session:
+        with torch.no_grad():
+            for name, parameter in session.model.named_parameters():
+                if name.endswith("norm.weight_D"):
+                    parameter[3] = 3e3
+                elif name.endswith("weight") and "blocks" in name:
+                    parameter.view(-1)[::997] = 50.0
+        refresh_float8(session.model.modules)
+        seen = follow(session, 2)
+    assert torch.tensor(seen.losses + seen.norms).isfinite().all()

@@ -1,0 +1,329 @@
+"""Rows that travel in 8 bits: the bytes that arrive are those that left, and gradients come back as they always do."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.dispatch_cases import SMALL, Exact
+from penstock.config.load import load_run
+from penstock.config.model import Balance, Moe
+from penstock.config.model import Router as RouterRule
+from penstock.kernels.float8 import pack
+from penstock.kernels.float8.operators import REFERENCE, Float8Operators, Float8Rule
+from penstock.kernels.float8.packed_rows import as_quantized, pack_rows, row_bytes, unpack_rows
+from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, Recipe
+from penstock.kernels.operators import REFERENCE as PLAIN
+from penstock.layout.experts import ExpertPlacement
+from penstock.moe.dispatch.all_gather import AllGatherDispatcher
+from penstock.moe.dispatch.cargo import AS_THEY_ARE, Packing, packing_of
+from penstock.moe.dispatch.choose import make_dispatcher
+from penstock.moe.dispatch.contract import Dispatcher
+from penstock.moe.dispatch.local import LocalDispatcher
+from penstock.moe.dispatch.room import Room
+from penstock.moe.dispatch.symmetric import SymmetricDispatcher, links_of
+from penstock.moe.experts import Experts
+from penstock.moe.layer import MoE
+from penstock.moe.router import Router
+from penstock.moe.routing import Routing, Scope
+from penstock.parallel.axes import ALONE
+from penstock.parallel.flight import Transfers
+from penstock.parallel.kit import Kit
+from penstock.parallel.reach import widest_row
+from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
+from tests.distributed.one_loss import trace
+from tests.distributed.pool import Pool
+from tests.moe.host_waits import HostWaits
+from tests.moe.mixture import D, Problem, problem, random_routing
+from tests.moe.test_dispatch import adversarial
+from tests.moe.ways import OVER_GLOO, Gloo, Way, dispatchers_on_a_rank, solve
+from tests.parallel.symmetric_ranks import run_ranks
+
+OPENED = Packing(recipe=BLOCKWISE, is_opened=True)
+READ = Packing(recipe=BLOCKWISE)
+TRITON: Float8Operators = replace(REFERENCE, pack_rows=pack.pack_rows, unpack_rows=pack.unpack_rows)
+EP4 = ExpertPlacement(experts=8, expert=4)
+KINDS = ("skewed", "some dropped", "one sender", "all experts")
+SIMULATED = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are simulated in Triton's interpreter")
+
+
+def _representable(whole: Problem, packing: Packing) -> Problem:
+    """The same problem with tokens that 8 bits hold exactly."""
+    cargo = packing.load(whole.x_TD)
+    assert cargo.packed is not None and packing.recipe is not None
+    width, dtype = whole.x_TD.shape[1], whole.x_TD.dtype
+    return replace(whole, x_TD=unpack_rows(cargo.packed, width, packing.recipe, packing.form, dtype))
+
+
+def _same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
+    pairs = [pair for mine, theirs in zip(one, other, strict=True) for pair in zip(mine, theirs, strict=True)]
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize(
+    ("way", "recipe"),
+    [*((way, BLOCKWISE) for way in OVER_GLOO), ("sent", MXFP8), ("by node, bounded", MXFP8)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_what_8_bits_hold_gives_the_bits_that_16_bits_give(ranks: Pool, way: Way, recipe: Recipe) -> None:
+    """Outputs and all gradients, whether rows are opened where they arrive or read as they came."""
+    packing = Packing(recipe=recipe)
+    problems = [_representable(problem(EP4, adversarial(kind, 16)), packing) for kind in KINDS]
+    plain = solve(ranks, way, [problems])
+    for packed in (replace(packing, is_opened=True), packing):
+        found = solve(ranks, way, [problems], packing=packed)
+        assert all(_same(one, other) for one, other in zip(found, plain, strict=True))
+
+
+@SIMULATED
+@pytest.mark.parametrize(("way", "expert"), [("pushed", 2), ("by node, pushed", 4)])
+def test_what_8_bits_hold_is_pushed_with_the_bits_of_16(ranks: Pool, way: Way, expert: int) -> None:
+    placement = ExpertPlacement(experts=8, expert=expert)
+    problems = [_representable(problem(placement, adversarial("some dropped", 8)), READ)]
+    plain = solve(ranks, way, [problems])
+    found = solve(ranks, way, [problems], packing=READ)
+    assert all(_same(one, other) for one, other in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("way", ["alone", *OVER_GLOO])
+def test_rows_are_rounded_once_and_the_same_whichever_way_they_go(ranks: Pool, way: Way) -> None:
+    placement = ExpertPlacement(experts=8) if way == "alone" else ExpertPlacement(experts=8, expert=2, expert_tensor=2)
+    whole = problem(placement, adversarial("some dropped", 16))
+    found = solve(ranks, way, [[whole]], packing=OPENED)
+    together_TD = torch.cat([one[0][0] for one in found])
+    (((y_TD, *_),),) = solve(ranks, "alone", [[replace(whole, placement=ExpertPlacement(experts=8))]], packing=OPENED)
+    torch.testing.assert_close(together_TD, y_TD, rtol=1e-4, atol=1e-4)
+    (((exact_TD, *_),),) = solve(ranks, "alone", [[replace(whole, placement=ExpertPlacement(experts=8))]])
+    assert (y_TD - exact_TD).norm() > 0.01 * exact_TD.norm(), "nothing was rounded"
+
+
+# What arrives, row by row.
+
+WIDE = 384
+Arrived = Counter[tuple[int, bytes]]
+"""How often an expert reads a row of these bytes."""
+
+
+def _arrived(dispatcher: Dispatcher, x_TD: Tensor, routing: Routing, own: range) -> Arrived:
+    """On a rank."""
+    rows, _ = dispatcher.dispatch(x_TD, routing)
+    quantized, places = rows.quantized, int(rows.counts_e.sum())
+    assert quantized is not None and rows.index_R is not None
+    assert rows.x_ND.shape == quantized.values.shape
+    experts = torch.tensor(own).repeat_interleave(rows.counts_e.long()).tolist()
+    is_padding = rows.weights_R[:places] == 0
+    return Counter(
+        (expert, _bytes_of(quantized.values[row]) + _bytes_of(quantized.scales[row]))
+        for expert, row, empty in zip(experts, rows.index_R[:places].tolist(), is_padding.tolist(), strict=True)
+        if not empty
+    )
+
+
+def _bytes_of(values: Tensor) -> bytes:
+    return bytes(values.contiguous().view(torch.uint8).tolist())
+
+
+def _expected(x_TD: Tensor, experts_TK: Tensor, own: range, packing: Packing) -> Arrived:
+    assert packing.recipe is not None
+    rows = as_quantized(pack_rows(x_TD, packing.recipe, packing.form), x_TD.shape[1], packing.recipe, packing.form)
+    by_token = [_bytes_of(values) + _bytes_of(scales) for values, scales in zip(rows.values, rows.scales, strict=True)]
+    chosen = [(expert, token) for token, choices in enumerate(experts_TK.tolist()) for expert in choices]
+    return Counter((expert, by_token[token]) for expert, token in chosen if expert in own)
+
+
+def _arrives_over_gloo(way: Gloo, x_TD: Tensor, experts_TK: Tensor, packing: Packing) -> bool:
+    (dispatcher,), place = dispatchers_on_a_rank(way, EP4, [Room(EP4, 4.0)], triton=False, packing=packing)
+    own_TK = experts_TK.chunk(4)[place]
+    routing = Routing(torch.ones(own_TK.shape).masked_fill(own_TK == 8, 0), own_TK)
+    own = EP4.experts_of(place)
+    found = _arrived(dispatcher, x_TD.chunk(4)[place], routing, own)
+    return found == _expected(x_TD, experts_TK, own, packing)
+
+
+@pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("way", OVER_GLOO)
+def test_experts_read_the_bytes_that_were_packed(ranks: Pool, way: Gloo, recipe: Recipe) -> None:
+    x_TD, experts_TK = torch.randn(16, WIDE).bfloat16(), adversarial("some dropped", 16).experts_TK
+    packing = Packing(recipe=recipe, operators=TRITON)
+    assert all(ranks.run(4, _arrives_over_gloo, way, x_TD, experts_TK, packing))
+
+
+@SIMULATED
+@pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
+def test_pushed_bytes_take_half_the_memory_on_their_way(recipe: Recipe) -> None:
+    x_TD, experts_TK = torch.randn(8, WIDE).bfloat16(), adversarial("some dropped", 8).experts_TK
+    size = row_bytes(WIDE, recipe)
+    assert size == WIDE + 32
+    sizes = BufferSizes(tokens=4, top_k=2, row_bytes=size, ranks=2)
+    assert run_ranks(_arrives_pushed, sizes, x_TD, experts_TK, Packing(recipe=recipe)) == [True, True]
+    with pytest.raises(AssertionError, match="OUT_ROWS"):
+        run_ranks(_arrives_pushed, sizes, x_TD, experts_TK, AS_THEY_ARE)
+
+
+def _arrives_pushed(buffers: SymmetricBuffers, x_TD: Tensor, experts_TK: Tensor, packing: Packing) -> bool:
+    placement, place = ExpertPlacement(experts=8, expert=2), buffers.peers.rank
+    dispatcher = SymmetricDispatcher(placement, links_of(placement, buffers), Room(placement, 2.0), packing=packing)
+    own_TK = experts_TK.chunk(2)[place]
+    routing = Routing(torch.ones(own_TK.shape).masked_fill(own_TK == 8, 0), own_TK)
+    found = _arrived(dispatcher, x_TD.chunk(2)[place], routing, placement.experts_of(place))
+    return found == _expected(x_TD, experts_TK, placement.experts_of(place), packing)
+
+
+# What is sent.
+
+
+SENDING = {
+    torch.ops.c10d.alltoall_base_.default,
+    torch.ops.c10d._allgather_base_.default,
+    torch.ops.c10d._reduce_scatter_base_.default,
+}
+
+
+class _Sent(TorchDispatchMode):
+    """Counts the bytes that collectives are given, by dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[torch.dtype] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in SENDING:
+            self.bytes[args[1].dtype] += args[1].nbytes
+        return function(*args, **(kwargs or {}))
+
+
+def _sent(way: Gloo, x_TD: Tensor, experts_TK: Tensor, packing: Packing) -> tuple[Counter[torch.dtype], ...]:
+    """On a rank: bytes sent by dispatch, and by its backward."""
+    (dispatcher,), place = dispatchers_on_a_rank(way, EP4, [Room(EP4, 4.0)], triton=False, packing=packing)
+    own_TD, own_TK = x_TD.chunk(4)[place].requires_grad_(), experts_TK.chunk(4)[place]
+    with _Sent() as out:
+        rows, _ = dispatcher.dispatch(own_TD, Routing(torch.ones(own_TK.shape), own_TK))
+    gradient_ND = torch.ones(rows.x_ND.shape, dtype=torch.bfloat16)
+    with _Sent() as back:
+        torch.autograd.grad(rows.x_ND, own_TD, gradient_ND)
+    return out.bytes, back.bytes
+
+
+@pytest.mark.parametrize("way", [way for way in OVER_GLOO if way != "DeepEP"])
+def test_half_the_bytes_go_out_and_all_of_them_come_back(ranks: Pool, way: Gloo) -> None:
+    x_TD, experts_TK = torch.randn(16, WIDE).bfloat16(), adversarial("even", 16).experts_TK
+    plain = ranks.run(4, _sent, way, x_TD, experts_TK, AS_THEY_ARE)
+    packed = ranks.run(4, _sent, way, x_TD, experts_TK, READ)
+    for (out, back), (out_8, back_8) in zip(plain, packed, strict=True):
+        others = out.total() - out[torch.bfloat16]
+        assert out_8[torch.bfloat16] == 0 and out[torch.bfloat16] > 0
+        assert (out_8.total() - others) * 2 * WIDE == out[torch.bfloat16] * (WIDE + 32)
+        assert back == back_8 and back[torch.bfloat16] > 0
+
+
+# What stands behind the contract.
+
+
+def test_the_carrier_has_one_number_of_memory_and_takes_the_gradient() -> None:
+    x_TD = torch.randn(6, D, requires_grad=True)
+    cargo = READ.load(x_TD).moved(lambda rows: rows[:4], lambda gradient: torch.cat((gradient, gradient[:2])))
+    assert cargo.packed is not None and cargo.packed.shape[0] == 4
+    assert cargo.x_ND.shape == (4, D) and cargo.x_ND.untyped_storage().nbytes() == 4
+    direction_ND = torch.randn(4, D)
+    (gradient_TD,) = torch.autograd.grad(cargo.x_ND, x_TD, direction_ND)
+    assert torch.equal(gradient_TD, torch.cat((direction_ND, direction_ND[:2])))
+    assert READ.load(cargo) is cargo
+
+
+@pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
+def test_the_benchmarks_whole_numbers_are_whole_in_8_bits(recipe: Recipe) -> None:
+    layer = Exact.draw(SMALL, adversarial("some dropped", 12).experts_TK)
+    layer = replace(layer, experts_TK=layer.experts_TK.masked_fill(layer.experts_TK == 8, SMALL.E))
+    dispatcher = LocalDispatcher(SMALL.E, PLAIN, Packing(recipe=recipe, operators=TRITON, is_opened=True))
+    y_TD = layer.begin(dispatcher, 0)()
+    gradients = torch.autograd.grad((y_TD * layer.direction_TD).sum(), (layer.x_TD, layer.weights_TK))
+    assert int(layer.wrong(y_TD, *gradients)) == 0
+
+
+@pytest.mark.parametrize(("precision", "width", "size"), [("bf16", 2048, 4096), ("fp32", 2048, 8192), ("bf16", 8, 32)])
+def test_slots_hold_the_widest_row_that_goes_through_them(precision: str, width: int, size: int) -> None:
+    run = load_run("deepseek-v2-lite", ("float8.dispatch=blockwise", f"training.precision={precision}"))
+    narrow = run.model_copy(update={"model": run.model.model_copy(update={"hidden_size": width})})
+    assert widest_row(narrow) == size
+
+
+@pytest.mark.parametrize(
+    ("experts", "is_opened"), [(BLOCKWISE, False), (MXFP8, True), (None, True)], ids=["same", "other", "none"]
+)
+def test_rows_stay_in_8_bits_where_experts_compute_by_the_same_recipe(experts: Recipe | None, is_opened: bool) -> None:
+    rule = Float8Rule(dispatch=BLOCKWISE, experts=experts)
+    assert packing_of(rule) == Packing(recipe=BLOCKWISE, is_opened=is_opened)
+    dispatcher, _ = make_dispatcher(MOE, Kit(float8=rule))
+    assert isinstance(dispatcher, LocalDispatcher)
+    rows, _ = dispatcher.dispatch(torch.randn(4, D), random_routing(4, 8, 2, seed=0))
+    assert (rows.quantized is None) == is_opened
+    assert packing_of(Float8Rule(experts=experts)).recipe is None
+
+
+def test_nothing_of_8_bits_makes_the_host_wait() -> None:
+    waits, placement = HostWaits(), ExpertPlacement(experts=8)
+    x_TD, routing = torch.randn(8, D, requires_grad=True), random_routing(8, 8, 2, seed=1)
+    for packing in (OPENED, READ):
+        dispatcher = AllGatherDispatcher(placement, ALONE.expert, PLAIN, Room(placement, 1.0), packing=packing)
+        plain = replace(dispatcher, packing=AS_THEY_ARE)
+        counts = []
+        for one in (plain, dispatcher):
+            waits.counts.clear()
+            with waits.watching():
+                rows, _ = one.dispatch(x_TD, routing)
+                rows.x_ND.backward(torch.ones(rows.x_ND.shape))
+            counts.append(dict(waits.counts))
+        assert counts[0] == counts[1], "8 bits wait where 16 do not"
+
+
+MOE = Moe(
+    experts=8,
+    top_k=2,
+    ffn_size=16,
+    shared_ffn_size=0,
+    router=RouterRule(score="softmax", normalize=True, expert_bias=False),
+    balance=Balance(auxiliary="none", auxiliary_weight=0.0),
+)
+
+
+def _layer(rule: Float8Rule, transfers: Transfers | None) -> MoE:
+    kit = Kit(float8=rule, transfers=transfers)
+    dispatcher, room = make_dispatcher(MOE, kit)
+    layer = MoE(Router(MOE, D, 0, PLAIN), dispatcher, Experts(8, D, 16, kit), None, kit, room)
+    torch.manual_seed(1)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return layer
+
+
+@pytest.mark.parametrize("experts", [None, BLOCKWISE], ids=["opened", "read"])
+def test_rows_in_8_bits_leave_beside_other_work_too(experts: Recipe | None) -> None:
+    rule, results = Float8Rule(dispatch=BLOCKWISE, experts=experts), []
+    for transfers in (None, Transfers(torch.device("cpu"))):
+        layer, x_TD = _layer(rule, transfers), torch.randn(12, D, generator=torch.Generator().manual_seed(0))
+        y_TD = layer(x_TD.requires_grad_(), Scope())
+        y_TD.square().sum().backward()
+        results.append([y_TD.detach(), x_TD.grad, *(parameter.grad for parameter in layer.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("experts", "way"),
+    [
+        ("none", ("dispatch.method=all-to-all",)),
+        ("blockwise", ("dispatch.method=all-gather", "dispatch.sync_free=3", "dispatch.overlap=shared")),
+    ],
+    ids=["opened", "read"],
+)
+def test_a_small_model_has_one_loss_however_its_rows_travel_in_8_bits(
+    ranks: Pool, experts: str, way: tuple[str, ...]
+) -> None:
+    settings = ("float8.dispatch=blockwise", f"float8.experts={experts}")
+    alone = trace(ranks, 1, settings, steps=1)
+    found = trace(ranks, 2, (*settings, "parallel.expert=2", *way), steps=1)
+    assert found.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert found.norms == pytest.approx(alone.norms, rel=1e-3)

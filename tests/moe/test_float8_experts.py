@@ -1,0 +1,103 @@
+"""Experts that compute in 8 bits: whose copies they read, and when weight gradients come."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.float8.operators import Float8Rule
+from penstock.kernels.float8.recipes import BLOCKWISE
+from penstock.moe.dispatch.contract import ExpertRows
+from penstock.moe.experts import Experts
+from penstock.parallel.kit import Kit
+from penstock.parallel.later import Later
+
+HIDDEN, WIDTH, EXPERTS = 32, 48, 3
+
+IN_8_BITS = Float8Rule(experts=BLOCKWISE)
+
+
+def make(kit: Kit) -> Experts:
+    torch.manual_seed(3)
+    experts = Experts(EXPERTS, HIDDEN, WIDTH, kit)
+    with torch.no_grad():
+        for one in experts.parameters():
+            one.normal_(std=one.shape[-1] ** -0.5)
+    return experts
+
+
+def draw() -> ExpertRows:
+    generator = torch.Generator().manual_seed(5)
+    x_ND = torch.randn(20, HIDDEN, generator=generator, requires_grad=True)
+    counts_e = torch.tensor([7, 0, 11], dtype=torch.int32)
+    return ExpertRows(x_ND, None, torch.rand(20, generator=generator), counts_e)
+
+
+def decibels(found: Tensor, expected: Tensor) -> float:
+    noise = (found.double() - expected.double()).square().sum().item()
+    return math.inf if noise == 0 else 10 * math.log10(expected.double().square().sum().item() / noise)
+
+
+def test_8_bits_are_near_16() -> None:
+    assert decibels(make(Kit(float8=IN_8_BITS))(draw()), make(Kit())(draw())) > 22
+
+
+def test_copies_are_filled_in_place_and_belong_to_nobody() -> None:
+    experts = make(Kit(float8=IN_8_BITS))
+    experts.refresh_float8()
+    copies = experts.float8_copies
+    assert copies is not None
+    memory = [one.values.data_ptr() for copy in copies for one in copy]
+    before = copies.down.backward.values.float()
+    with torch.no_grad():
+        experts.down_eDF.neg_()
+    experts.refresh_float8()
+    assert experts.float8_copies is not None
+    assert memory == [one.values.data_ptr() for copy in experts.float8_copies for one in copy], (
+        "captured graphs read it"
+    )
+    assert torch.equal(experts.float8_copies.down.backward.values.float(), -before)
+    assert set(experts.state_dict()) == {"gate_up_eFD", "down_eDF"}
+
+
+def test_copies_are_read_as_long_as_they_are_fresh() -> None:
+    experts, rows = make(Kit(float8=IN_8_BITS)), draw()
+    made_now = experts(rows)
+    experts.refresh_float8()
+    assert torch.equal(experts(rows), made_now)
+    assert experts.float8_copies is not None
+    experts.float8_copies.gate_up.forward.values.view(torch.uint8).zero_()
+    assert not experts(rows).any(), "these are read"
+    with torch.no_grad():
+        experts.gate_up_eFD.mul_(1)
+    assert torch.equal(experts(rows), made_now), "somebody may have changed the matrices"
+
+
+def test_without_8_bits_there_are_no_copies() -> None:
+    experts = make(Kit())
+    experts.refresh_float8()
+    assert experts.float8_copies is None and not experts.is_one_function
+
+
+@pytest.mark.parametrize("with_sums", [True, False], ids=["sums", "autograd"])
+def test_a_split_backward_puts_weight_gradients_off(with_sums: bool) -> None:
+    later = Later()
+    at_once, split = make(Kit(float8=IN_8_BITS)), make(Kit(float8=IN_8_BITS, later=later))
+    for experts in (at_once, split):
+        experts.sums = tuple(torch.zeros_like(one) for one in experts.parameters()) if with_sums else None
+
+    def gradients(experts: Experts) -> list[Tensor | None]:
+        return list(experts.sums or [one.grad for one in experts.parameters()])
+
+    rows, again = draw(), draw()
+    at_once(rows).square().sum().backward()
+    with later.collecting() as work:
+        split(again).square().sum().backward()
+    assert again.x_ND.grad is not None and rows.x_ND.grad is not None
+    assert torch.equal(again.x_ND.grad, rows.x_ND.grad), "the rows' gradient waits for nobody"
+    assert not any(one is not None and one.any() for one in gradients(split)) and len(work) == 2
+    for task in work:
+        task()
+    for mine, right in zip(gradients(split), gradients(at_once), strict=True):
+        assert mine is not None and right is not None and torch.equal(mine, right)
