@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from penstock.kernels.float8.quantized import WeightCopies
 from penstock.layout.pieces import Cut, whole_shape
 from penstock.models.attention import GroupedQueryLayer
 from penstock.models.decoder import Decoder
@@ -77,6 +78,19 @@ def refresh_float8(stages: Iterable[nn.Module]) -> None:
                 module.refresh_float8()
                 gathered += module.gathered
     refresh(gathered)
+
+
+def copy_bytes(module: nn.Module) -> dict[str, int]:
+    """Bytes of a module's own copies in 8 bits, scales included, by the name of the parameter that they are of."""
+    copies: dict[str, WeightCopies] = {}
+    if isinstance(module, Linear) and module.copies is not None:
+        copies = {"weight": module.copies}
+    elif isinstance(module, Experts) and module.float8_copies is not None:
+        copies = {"gate_up_eFD": module.float8_copies.gate_up, "down_eDF": module.float8_copies.down}
+    return {
+        name: sum(one.values.untyped_storage().nbytes() + one.scales.untyped_storage().nbytes() for one in both)
+        for name, both in copies.items()
+    }
 
 
 @contextmanager

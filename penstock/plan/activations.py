@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.models.block import Block
 from penstock.models.decoder import IN_PIECES, Decoder
 from penstock.models.frame import Reading
@@ -48,7 +49,7 @@ def activations_of(rank: StandIn, batch: MicroBatch | None = None) -> tuple[Stag
 
 def kind_of(decoder: Decoder, layer: int, block: Block) -> Hashable:
     """Layers of one kind hold the same."""
-    return layer_kind(decoder.config, layer), block.kit.recompute
+    return layer_kind(decoder.config, layer), block.kit.recompute, block.kit.float8 == NO_FLOAT8
 
 
 def micro_batch_of(rank: StandIn) -> MicroBatch:

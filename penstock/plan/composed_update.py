@@ -67,6 +67,9 @@ def update_of(
     copied = sum(load.copied for load in loads.values())
     moments = _moving("_fused_adamw_", own, (SUM_BYTES,) * 4)
     rounded = _moving("_foreach_copy_", copied, (2, SUM_BYTES))
+    # Each weight in 8 bits is read in 16 and written twice.
+    quantized = sum(load.quantized for load in loads.values()) // 2
+    step += [_moving("quantize_kernel", quantized, (2, 1, 1))] if quantized else []
     return Update(
         zero=(_moving("_foreach_zero_", sums, (SUM_BYTES,)),),
         reduce=tuple(reduce),
@@ -84,10 +87,11 @@ class _Load:
         copied: of those, with a master of their own.
         width: values of a row of buckets, of what is not gathered anyway.
         itemsize: bytes of a weight.
+        quantized: bytes of copies in 8 bits.
     """
 
     def __init__(self) -> None:
-        self.values = self.own = self.copied = self.width = self.own_sent = 0
+        self.values = self.own = self.copied = self.width = self.own_sent = self.quantized = 0
         self.itemsize = SUM_BYTES
 
     def add(self, fact: Fact, times: int, ranks: int) -> None:
@@ -98,6 +102,7 @@ class _Load:
             self.values += times * own
             return
         self.values += times * fact.values
+        self.quantized += times * fact.copy_bytes
         self.width += times * -(-fact.rows // ranks) * fact.width
         self.own_sent += times * own
         if fact.itemsize < SUM_BYTES:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock.config.parallel import Parallel
 from penstock.layout.pieces import rows_of_shard
-from penstock.models.holdings import holdings
+from penstock.models.holdings import copy_bytes, holdings
 from penstock.parallel.buckets import BUCKET_VALUES, IN_FLIGHT, ROW_VALUES
 from penstock.plan.layer_kinds import layer_kind
 from penstock.plan.stand_in import StandIn
@@ -35,6 +35,7 @@ class Fact:
         is_expert: it is held by ranks of `expert_data`, not of `dense_data`.
         is_divided: FSDP2 gathers it.
         is_partial: tensor-parallel ranks sum its gradient.
+        copy_bytes: of what is kept of it in 8 bits besides.
     """
 
     rows: int
@@ -43,6 +44,7 @@ class Fact:
     is_expert: bool
     is_divided: bool
     is_partial: bool
+    copy_bytes: int = 0
 
     @property
     def values(self) -> int:
@@ -140,7 +142,8 @@ def part_state(facts: Iterable[Fact], shards: Shards) -> PartState:
             weights, gradients = weights + SUM_BYTES * own, gradients + SUM_BYTES * own
             whole += fact.values * fact.itemsize
         else:
-            weights, gradients = weights + fact.values * fact.itemsize, gradients + fact.values * SUM_BYTES
+            weights += fact.values * fact.itemsize + fact.copy_bytes
+            gradients += fact.values * SUM_BYTES
             master += 0 if fact.itemsize >= SUM_BYTES else SUM_BYTES * own
         moments += MOMENT_BYTES * own
     return PartState(weights, gradients, master, moments, whole)
@@ -191,7 +194,7 @@ def _most(what: str, ranks: int, width: int, shards: Shards) -> int:
 def facts_of(rank: StandIn) -> Facts:
     """Parameters of the parts of a rank that holds everything."""
     found: dict[str, dict[str, Fact]] = {}
-    kind_of = _kinds(rank)
+    kind_of, copied = _kinds(rank), _copied(rank)
     for one in holdings(rank.decoders.values(), rank.axes):
         kind, path = kind_of(one.name)
         facts = found.setdefault(kind, {})
@@ -207,8 +210,21 @@ def facts_of(rank: StandIn) -> Facts:
             is_expert=one.data is rank.axes.expert_data,
             is_divided=one.name in rank.divided,
             is_partial=any(axis.name == "tensor" for axis in one.partial),
+            copy_bytes=copied.get(one.name, 0),
         )
     return {kind: tuple(facts.values()) for kind, facts in found.items()}
+
+
+def _copied(rank: StandIn) -> dict[str, int]:
+    """Bytes of copies in 8 bits, by the name of the weight; FSDP2 leaves none from step to step."""
+    if rank.divided:
+        return {}
+    return {
+        f"{path}.{name}": size
+        for decoder in rank.decoders.values()
+        for path, module in decoder.named_modules()
+        for name, size in copy_bytes(module).items()
+    }
 
 
 def _kinds(rank: StandIn) -> Callable[[str], tuple[str, str]]:

@@ -107,6 +107,8 @@ def miniature(run: Run, view: View) -> Run:
             "pipeline": Pipeline().model_copy(update={"schedule": schedule} if _CUTS[view].stages > 1 else {}),
             "graphs": Graphs(),
             "offload": Offload(),
+            # Few layers at both ends stay in 16 bits; here every layer stands for many.
+            "float8": run.float8.model_copy(update={"first_layers": 0, "last_layers": 0}),
             "recompute": run.recompute.model_copy(update={"layers": (), "stages": ()}),
         }
     )

@@ -16,6 +16,7 @@ from penstock.layout.actions import stages_of as stage_numbers
 from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage
 from penstock.models.decoder import Decoder
+from penstock.models.holdings import refresh_float8
 from penstock.models.rank_model import embedding_places, stages_of
 from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
@@ -187,6 +188,8 @@ def _update(rank: StandIn) -> Update:
         rank.keeper.gradient_norm()
         norm = tape.cut()
         rank.keeper.step(0.0)
+        if not rank.divided or rank.run.float8.gather:
+            refresh_float8(rank.decoders.values())
         step = tape.cut()
     return Update(peak_bytes=peak, zero=zero, reduce=reduce, norm=norm, step=step)
 

@@ -21,7 +21,7 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.layout.stages import Stage
 from penstock.models.build import meta_stages, set_dtypes, transfers_of
 from penstock.models.decoder import Decoder
-from penstock.models.holdings import add_in_kernels, holdings
+from penstock.models.holdings import add_in_kernels, copy_bytes, holdings, refresh_float8
 from penstock.models.kernels import float8_rule, kernel_choices
 from penstock.models.linear import Embedding, Linear
 from penstock.models.rank_model import schedule_of, stages_of
@@ -74,7 +74,7 @@ class StandIn:
         target: where.
         axes: its groups.
         decoders: its stages by number, with whole weights.
-        state: what it holds from its first step to its last.
+        state: what it holds from its first step to its last; weights with their copies in 8 bits.
         moment_bytes: of both moments, as part of that; 0 where they are on the host.
         divided: names of parameters that FSDP2 gathers.
         optimizer: of the weights that are not gathered; None if all are.
@@ -143,12 +143,18 @@ def stand_in(run: Run, axes: Axes, target: Target, stages: Sequence[Stage] | Non
         _say_counts(decoder, target.imbalance)
     state_keeper = state_keeper or optimizer
     assert state_keeper is not None, "a rank has parameters"
+    state = state_keeper.memory()
+    if not divided or run.float8.gather:
+        # Once a step, before its passes; what FSDP2 gathers in 16 bits is quantized by each pass.
+        refresh_float8(decoders.values())
+    if not divided:
+        state = replace(state, weights=state.weights + _copied_bytes(decoders))
     return StandIn(
         run=run,
         target=target,
         axes=axes,
         decoders=decoders,
-        state=state_keeper.memory(),
+        state=state,
         moment_bytes=_moment_bytes(run, state_keeper),
         divided=divided,
         optimizer=optimizer,
@@ -157,6 +163,11 @@ def stand_in(run: Run, axes: Axes, target: Target, stages: Sequence[Stage] | Non
         later=later,
         shared_bytes=0 if buffers is None else buffers.sizes.total_bytes,
     )
+
+
+def _copied_bytes(decoders: Mapping[int, Decoder]) -> int:
+    """Of weights in 8 bits, beside themselves."""
+    return sum(sum(copy_bytes(module).values()) for decoder in decoders.values() for module in decoder.modules())
 
 
 def _unsharded(run: Run) -> Run:

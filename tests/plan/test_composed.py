@@ -19,6 +19,7 @@ TARGET = Target(device=named_device("H200", "bf16"))
 LITE, V3 = "deepseek-v2-lite-6l", "deepseek-v3-8l"
 EVERY = ["model.moe.every=2"]
 LOCAL = [f"model.attention.local.{one}" for one in ("kind=window", "size=1024", "global_every=3")]
+FLOAT8 = [f"float8.{part}=blockwise" for part in ("dense", "experts", "dispatch")]
 FOUR_KINDS = [*EVERY, *LOCAL, "model.dense_ffn_size=4096", "parallel.expert=8", "parallel.pipeline=2"]
 
 CASES = {
@@ -104,6 +105,9 @@ CASES = {
         32,
         [*FOUR_KINDS, "pipeline.schedule=interleaved", "pipeline.stages_per_rank=4"],
     ),
+    "eight bits": (LITE, 16, [*FLOAT8, "parallel.expert=4", "parallel.pipeline=2"]),
+    "eight bits, gathered in 16": (LITE, 16, [*FLOAT8, "parallel.expert=8", "parallel.shard=full"]),
+    "eight bits, gathered so": (LITE, 16, [*FLOAT8, "parallel.expert=8", "parallel.shard=full", "float8.gather=true"]),
     "no experts": (
         "debug",
         8,
@@ -128,7 +132,7 @@ def test_a_composed_run_holds_what_the_run_holds(name: str) -> None:
 
 
 TIMED = ["experts by symmetric", "1f1b", "zb-v, parts computed twice", "several copies"]
-TIMED += ["experts in every second layer", "local layers", "four kinds, zb-v"]
+TIMED += ["experts in every second layer", "local layers", "four kinds, zb-v", "eight bits", "eight bits, gathered so"]
 
 
 @pytest.mark.parametrize("name", TIMED)

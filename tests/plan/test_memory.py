@@ -93,3 +93,20 @@ def test_a_model_of_61_layers_takes_a_moment() -> None:
     begin = time.perf_counter()
     memory_of(run, world=64, rank=0, target=TARGET)
     assert time.perf_counter() - begin < 10
+
+
+def test_weights_in_8_bits_are_held_twice_beside_those_in_16_and_activations_once() -> None:
+    plain, eight = planned(), planned("float8.dense=blockwise", "float8.experts=blockwise")
+    # Embedding, head and norms have no copies; scales are 4 bytes for each 128 x 128.
+    assert 0.7 < (eight.parameters - plain.parameters) / plain.parameters < 1.0
+    assert eight.activations < plain.activations
+    assert (eight.gradients, eight.moments) == (plain.gradients, plain.moments)
+
+
+def test_layers_that_stay_in_16_bits_have_no_copies() -> None:
+    def copies(*overrides: str) -> int:
+        return planned("float8.experts=blockwise", *overrides).parameters - planned().parameters
+
+    # Of four layers the first has no experts.
+    assert copies("float8.last_layers=1") == pytest.approx(copies() * 2 / 3, rel=1e-6)
+    assert copies("float8.first_layers=1") == copies()

@@ -151,7 +151,7 @@ def _gather(x: Quantized, index_R: Tensor | None, launch: ProductLaunch) -> tupl
     if index_R is None or (not launch.copy_gathered and len(x.values) * x.values.stride(0) < GATHER_LIMIT):
         return x, index_R
     values = x.values.view(torch.uint8).index_select(0, index_R).view(x.values.dtype)
-    scales = x.scales if len(x.scales) == 1 else x.scales.index_select(0, index_R)
+    scales = x.scales.index_select(0, index_R) if x.block[0] else x.scales
     return Quantized(values, scales, x.block), None
 
 
