@@ -125,7 +125,7 @@ class _ExpertFfn(torch.autograd.Function):
         kernels = extras.kernels
         tiles = kernels.tile_table(counts_e, x_ND.shape[0] if index_R is None else index_R.shape[0])
         gate_up_RF = kernels.forward(x_ND, gate_up_eFD, counts_e, index_R, bias_eF=gate_up_bias_eF, tiles=tiles)
-        h_RF = kernels.swiglu(gate_up_RF, weights_R, extras.rule)
+        h_RF = kernels.swiglu(gate_up_RF, weights_R, extras.rule, tiles=tiles)
         kept_RF = None if extras.recompute else gate_up_RF
         del gate_up_RF
         matrices, biases = (gate_up_eFD, down_eDF), (gate_up_bias_eF, down_bias_eD)
@@ -146,7 +146,7 @@ class _ExpertFfn(torch.autograd.Function):
             kept_RF = kernels.forward(x_ND, gate_up_eFD, counts_e, index_R, bias_eF=gate_up_bias, tiles=tiles)
         dh_RF = kernels.input_gradient(dy_RD, down_eDF, counts_e, tiles=tiles)
         d_gate_up_RF, dweights_R, h_RF = kernels.swiglu_backward(
-            kept_RF, weights_R, dh_RF, extras.rule, recompute=wants_down
+            kept_RF, weights_R, dh_RF, extras.rule, recompute=wants_down, tiles=tiles
         )
         del dh_RF, kept_RF
         if wants_down:

@@ -29,7 +29,7 @@ from penstock.kernels.launching import counts_on_host
 from penstock.kernels.operators import torch_add_bias
 from penstock.kernels.permute import unpermute
 from penstock.kernels.reference import ExpertRule, RowOrder
-from penstock.kernels.swiglu import SwigluGradients, swiglu, swiglu_backward
+from penstock.kernels.swiglu import SwigluGradients, swiglu_backward, swiglu_forward
 from penstock.kernels.tile_table import TileTable, tile_table
 
 
@@ -45,8 +45,9 @@ class ExpertKernels:
         forward: (x_RD, w_eFD, counts_e, index_R, *, bias_eF, weights_R, tiles) -> y_RF; the weights are the bias's.
         input_gradient: (dy_RF, w_eFD, counts_e, *, tiles) -> dx_RD.
         weight_gradient: (dy_RF, x_RD, counts_e, index_R, *, accumulate_into, tiles) -> dw_eFD.
-        swiglu: (gate_up_RF, weights_R, rule) -> h_RF.
-        swiglu_backward: (gate_up_RF, weights_R, dh_RF, rule, *, recompute) -> SwigluGradients.
+        swiglu: (gate_up_RF, weights_R, rule, *, tiles) -> h_RF, whose rows past the last expert's hold anything.
+        swiglu_backward: (gate_up_RF, weights_R, dh_RF, rule, *, recompute, tiles) -> SwigluGradients; of such rows too,
+            but the gradients of their weights are zero.
         bias_gradient: (dy_RF, counts_e, weighed, *, accumulate_into, tiles) -> dbias_eF, as in
             `penstock.kernels.bias_gradient`.
         unpermute: (y_RD, order) -> y_TD, the sum over each token's places.
@@ -56,7 +57,7 @@ class ExpertKernels:
     forward: Callable[..., Tensor]
     input_gradient: Callable[..., Tensor]
     weight_gradient: Callable[..., Tensor]
-    swiglu: Callable[[Tensor, Tensor | None, ExpertRule], Tensor]
+    swiglu: Callable[..., Tensor]
     swiglu_backward: Callable[..., SwigluGradients]
     bias_gradient: Callable[..., Tensor]
     unpermute: Callable[[Tensor, RowOrder], Tensor]
@@ -67,8 +68,20 @@ def _no_tile_table(counts_e: Tensor, rows: int) -> None:
     """Only Triton's products share one."""
 
 
+def _swiglu_in_torch(
+    gate_up_RF: Tensor, weights_R: Tensor | None, rule: ExpertRule, *, tiles: TileTable | None = None
+) -> Tensor:
+    return reference.swiglu(gate_up_RF, weights_R, rule)
+
+
 def _swiglu_backward_in_torch(
-    gate_up_RF: Tensor, weights_R: Tensor | None, dh_RF: Tensor, rule: ExpertRule, *, recompute: bool
+    gate_up_RF: Tensor,
+    weights_R: Tensor | None,
+    dh_RF: Tensor,
+    rule: ExpertRule,
+    *,
+    recompute: bool,
+    tiles: TileTable | None = None,
 ) -> SwigluGradients:
     """By autograd through the reference."""
     with torch.enable_grad():
@@ -155,11 +168,32 @@ def _weight_gradient_by_grouped_mm(
     return add_or_return(F.grouped_mm(dy_RF.T, rows_RD, offs=ends_e), accumulate_into)
 
 
+def _swiglu_of_used_rows(
+    gate_up_RF: Tensor, weights_R: Tensor | None, rule: ExpertRule, *, tiles: TileTable | None = None
+) -> Tensor:
+    """Room for twice the rows that came costs no time."""
+    used = None if tiles is None else tiles.starts_e[-1:]
+    return swiglu_forward(gate_up_RF, weights_R, rule, used=used)
+
+
+def _swiglu_backward_of_used_rows(
+    gate_up_RF: Tensor,
+    weights_R: Tensor | None,
+    dh_RF: Tensor,
+    rule: ExpertRule,
+    *,
+    recompute: bool,
+    tiles: TileTable | None = None,
+) -> SwigluGradients:
+    used = None if tiles is None else tiles.starts_e[-1:]
+    return swiglu_backward(gate_up_RF, weights_R, dh_RF, rule, recompute=recompute, used=used)
+
+
 REFERENCE = ExpertKernels(
     forward=_forward_by_definition,
     input_gradient=_input_gradient_by_definition,
     weight_gradient=_weight_gradient_by_definition,
-    swiglu=reference.swiglu,
+    swiglu=_swiglu_in_torch,
     swiglu_backward=_swiglu_backward_in_torch,
     bias_gradient=bias_gradient_by_definition,
     unpermute=reference.unpermute,
@@ -171,7 +205,7 @@ TORCH = ExpertKernels(
     forward=_forward_by_grouped_mm,
     input_gradient=_input_gradient_by_grouped_mm,
     weight_gradient=_weight_gradient_by_grouped_mm,
-    swiglu=reference.swiglu,
+    swiglu=_swiglu_in_torch,
     swiglu_backward=_swiglu_backward_in_torch,
     bias_gradient=bias_gradient_in_torch,
     unpermute=reference.unpermute,
@@ -183,8 +217,8 @@ TRITON = ExpertKernels(
     forward=grouped_gemm_forward,
     input_gradient=grouped_gemm_input_gradient,
     weight_gradient=grouped_gemm_weight_gradient,
-    swiglu=swiglu,
-    swiglu_backward=swiglu_backward,
+    swiglu=_swiglu_of_used_rows,
+    swiglu_backward=_swiglu_backward_of_used_rows,
     bias_gradient=bias_gradient,
     unpermute=unpermute,
     tile_table=tile_table,

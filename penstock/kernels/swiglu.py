@@ -73,6 +73,7 @@ def swiglu_backward(
     rule: ExpertRule = SWIGLU,
     *,
     recompute: bool = False,
+    used: Tensor | None = None,
     launch: Launch = BACKWARD_LAUNCH,
 ) -> SwigluGradients:
     """Gradients of `swiglu` from its inputs, without autograd.
@@ -83,6 +84,7 @@ def swiglu_backward(
         dh_RF: incoming gradient.
         rule: as given to `swiglu`.
         recompute: give h_RF too, from the same pass.
+        used: as of `swiglu_forward`; weights of rows past them have the gradient 0.
         launch: rows and columns that a program holds at a time.
     """
     _check(gate_up_RF, weights_R)
@@ -101,6 +103,7 @@ def swiglu_backward(
         d_gate_up_RF,
         dweights_R,
         h_RF,
+        used,
         rows,
         F=width,
         BLOCK_R=launch.block_rows,
@@ -109,6 +112,45 @@ def swiglu_backward(
         num_warps=launch.warps,
     )
     return SwigluGradients(d_gate_up_RF, dweights_R, h_RF)
+
+
+def swiglu_forward(
+    gate_up_RF: Tensor,
+    weights_R: Tensor | None = None,
+    rule: ExpertRule = SWIGLU,
+    *,
+    used: Tensor | None = None,
+    launch: Launch = LAUNCH,
+) -> Tensor:
+    """`swiglu` without autograd.
+
+    Args:
+        gate_up_RF: as given to `swiglu`.
+        weights_R: as given to `swiglu`.
+        rule: as given to `swiglu`.
+        used: int32, one number, on the device: rows that are computed, the first ones. The others hold anything. None
+            for all.
+        launch: rows and columns that a program holds at a time.
+    """
+    gate_up_RF = gate_up_RF.contiguous()
+    width = gate_up_RF.shape[-1] // 2
+    h_RF = gate_up_RF.new_empty(*gate_up_RF.shape[:-1], width)
+    rows = h_RF.numel() // max(width, 1)
+    start_kernel(
+        swiglu_kernel,
+        (triton.cdiv(rows, launch.block_rows), triton.cdiv(width, launch.block_columns)),
+        gate_up_RF,
+        None if weights_R is None else weights_R.contiguous(),
+        h_RF,
+        used,
+        rows,
+        F=width,
+        BLOCK_R=launch.block_rows,
+        BLOCK_F=launch.block_columns,
+        **rule_constants(rule),
+        num_warps=launch.warps,
+    )
+    return h_RF
 
 
 def rule_constants(rule: ExpertRule) -> dict[str, Any]:
@@ -124,28 +166,9 @@ class _Swiglu(torch.autograd.Function):
         ctx: Any, gate_up_RF: Tensor, weights_R: Tensor | None, rule: ExpertRule, launch: Launch | None
     ) -> Tensor:
         gate_up_RF = gate_up_RF.contiguous()
-        weights_R = None if weights_R is None else weights_R.contiguous()
-        width = gate_up_RF.shape[-1] // 2
-        h_RF = gate_up_RF.new_empty(*gate_up_RF.shape[:-1], width)
-        rows = h_RF.numel() // max(width, 1)
         ctx.save_for_backward(gate_up_RF, weights_R)
         ctx.rule, ctx.launch = rule, launch or BACKWARD_LAUNCH
-        launch = launch or LAUNCH
-        grid = (triton.cdiv(rows, launch.block_rows), triton.cdiv(width, launch.block_columns))
-        start_kernel(
-            swiglu_kernel,
-            grid,
-            gate_up_RF,
-            weights_R,
-            h_RF,
-            rows,
-            F=width,
-            BLOCK_R=launch.block_rows,
-            BLOCK_F=launch.block_columns,
-            **rule_constants(rule),
-            num_warps=launch.warps,
-        )
-        return h_RF
+        return swiglu_forward(gate_up_RF, weights_R, rule, launch=launch or LAUNCH)
 
     @staticmethod
     @once_differentiable
@@ -170,6 +193,7 @@ def swiglu_kernel(
     gate_up_ptr,
     weights_ptr,
     h_ptr,
+    used_ptr,
     rows,
     F: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -183,6 +207,8 @@ def swiglu_kernel(
     Example with F = 2: gate_up [1, 2, 10, 20] and weight 0.5 give h = [5 silu(1), 10 silu(2)]; with WEIGHS_INPUT
     h = [5 silu(0.5), 10 silu(1)].
     """
+    if used_ptr is not None:
+        rows = tl.minimum(rows, tl.load(used_ptr))
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column_F = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     inside = (row_R < rows)[:, None] & (column_F < F)[None, :]
@@ -205,6 +231,7 @@ def swiglu_backward_kernel(
     d_gate_up_ptr,
     dweights_ptr,
     h_ptr,
+    used_ptr,
     rows,
     F: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -215,6 +242,9 @@ def swiglu_backward_kernel(
 ):
     """Gradients of some whole rows, and their h where h_ptr is not None."""
     row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    is_row_R = row_R < rows
+    if used_ptr is not None:
+        rows = tl.minimum(rows, tl.load(used_ptr))
     start_R1 = row_R.to(tl.int64)[:, None]
     weight_R1 = None
     if weights_ptr is not None:
@@ -238,7 +268,7 @@ def swiglu_backward_kernel(
         tl.store(d_gate_up_ptr + wide, dgate_RF.to(d_gate_up_ptr.dtype.element_ty), mask=inside)
         tl.store(d_gate_up_ptr + wide + F, dup_RF.to(d_gate_up_ptr.dtype.element_ty), mask=inside)
     if weights_ptr is not None:
-        tl.store(dweights_ptr + row_R, tl.sum(products_RF, 1), mask=row_R < rows)
+        tl.store(dweights_ptr + row_R, tl.sum(products_RF, 1), mask=is_row_R)
 
 
 @triton.jit

@@ -250,9 +250,9 @@ class Costs:
         return self._filled(operator, place) / self._bandwidth
 
     def _filled(self, operator: Operator, place: int) -> float:
-        """Bytes of a tensor that hold something, or all where a kernel does not look."""
+        """Bytes of a tensor that hold something."""
         shape, size = operator.shapes[place], operator.sizes[place]
-        if shape and shape[0] == self._room > 0 and operator.name not in _WHOLE:
+        if shape and shape[0] == self._room > 0:
             return size * self._rows(shape[0]) / shape[0]
         return size
 
@@ -289,9 +289,6 @@ _BYTES: Mapping[str, Callable[[Operator, float], float]] = MappingProxyType(
 
 _NOTHING = frozenset({"wait_kernel"})
 """Kernels that move nothing."""
-
-_WHOLE = frozenset({"swiglu_kernel", "swiglu_backward_kernel"})
-"""Kernels that compute every row that there is room for."""
 
 _FLOAT8_ATTENTION: Mapping[str, int] = MappingProxyType({"attention_queries_kernel": 0, "attention_keys_kernel": 1})
 """Kernels of attention in 8 bits, and which of their tensors are the queries."""

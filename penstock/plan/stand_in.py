@@ -117,18 +117,7 @@ def stand_in(run: Run, axes: Axes, target: Target, stages: Sequence[Stage] | Non
         own = {number: stages[number] for number in plan.stages_of(axes.pipeline.rank)}
     later = RehearsedLater() if plan is not None and plan.splits_backward else None
     buffers = _shared_buffers(run, axes, target.device)
-    chosen = operators(kernel_choices(run, target.device))
-    kit = Kit(
-        operators=chosen if target.saving == "run" else conventional_operators(chosen),
-        axes=axes,
-        later=later,
-        context_method=context_method(run),
-        dispatch=run.dispatch,
-        buffers=buffers,
-        transfers=None if transfers_of(run, HOME) is None else RehearsedTransfers(),
-        float8=float8_rule(run, target.device),
-        offload=offload.rule_for(run.offload, META),
-    )
+    kit = _kit(run, axes, target, later, buffers)
     decoders = meta_stages(run, kit, own)
     set_dtypes(_unsharded(run), decoders.values(), axes, HOME)
     divided, state_keeper = _divided_state(run, axes, kit, own)
@@ -162,6 +151,21 @@ def stand_in(run: Run, axes: Axes, target: Target, stages: Sequence[Stage] | Non
         schedule=plan,
         later=later,
         shared_bytes=0 if buffers is None else buffers.sizes.total_bytes,
+    )
+
+
+def _kit(run: Run, axes: Axes, target: Target, later: Later | None, buffers: SymmetricBuffers | None) -> Kit:
+    chosen = operators(kernel_choices(run, target.device))
+    return Kit(
+        operators=chosen if target.saving == "run" else conventional_operators(chosen),
+        axes=axes,
+        later=later,
+        context_method=context_method(run),
+        dispatch=run.dispatch,
+        buffers=buffers,
+        transfers=None if transfers_of(run, HOME) is None else RehearsedTransfers(),
+        float8=float8_rule(run, target.device),
+        offload=offload.rule_for(run.offload, META),
     )
 
 

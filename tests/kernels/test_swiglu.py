@@ -16,6 +16,7 @@ from penstock.kernels.swiglu import (
     swiglu,
     swiglu_backward,
     swiglu_backward_kernel,
+    swiglu_forward,
     swiglu_kernel,
 )
 from penstock.kernels.tuning import Launch
@@ -128,6 +129,21 @@ def test_backward_gives_the_weighted_activation_again_if_asked(device: torch.dev
     assert swiglu_backward(gate_up_RF, None, dh_RF, launch=SMALL).h_RF is None
 
 
+@pytest.mark.parametrize("used", [0, 3, 5, 7])
+def test_rows_past_the_used_ones_are_neither_read_nor_given_a_weight(used: int, device: torch.device) -> None:
+    gate_up_RF, weights_R, dh_RF = torch.randn(5, 24), torch.rand(5), torch.randn(5, 12)
+    gate_up_RF[used:], dh_RF[used:], weights_R[used:] = float("nan"), float("nan"), float("nan")
+    given = gate_up_RF.to(device), weights_R.to(device)
+    count = torch.tensor([used], dtype=torch.int32, device=device)
+    gradients = swiglu_backward(*given, dh_RF.to(device), recompute=True, used=count, launch=SMALL)
+    whole = swiglu_backward(given[0][:used], given[1][:used], dh_RF.to(device)[:used], recompute=True, launch=SMALL)
+    assert_close(swiglu_forward(*given, used=count, launch=SMALL)[:used], whole.h_RF, "h")
+    assert_close(gradients.h_RF[:used], whole.h_RF, "h once more")
+    assert_close(gradients.d_gate_up_RF[:used], whole.d_gate_up_RF, "gradient")
+    assert_close(gradients.dweights_R[:used], whole.dweights_R, "gradient of the weights")
+    assert gradients.dweights_R[used:].eq(0).all()
+
+
 @pytest.mark.parametrize(("shape", "weights"), [((2, 7), None), ((2, 8), (3,))])
 def test_misfits_are_refused(shape: tuple[int, int], weights: tuple[int] | None) -> None:
     with pytest.raises(KernelError, match="swiglu"):
@@ -139,6 +155,7 @@ def test_misfits_are_refused(shape: tuple[int, int], weights: tuple[int] | None)
 def test_the_kernels_compile_without_spills(target: str, rule: ExpertRule) -> None:
     blocks = {"F": 1408, "BLOCK_R": LAUNCH.block_rows, "BLOCK_F": LAUNCH.block_columns, **rule_constants(rule)}
     signature = {"gate_up_ptr": "*bf16:16", "weights_ptr": "*fp32:16", "h_ptr": "*bf16:16", "rows": "i32"}
+    signature |= {"used_ptr": "*i32"}
     forward = compile_for(swiglu_kernel, signature, blocks, TARGETS[target], num_warps=LAUNCH.warps)
     signature |= {"dh_ptr": "*bf16:16", "d_gate_up_ptr": "*bf16:16", "dweights_ptr": "*fp32:16"}
     blocks |= {"BLOCK_R": BACKWARD_LAUNCH.block_rows, "BLOCK_F": BACKWARD_LAUNCH.block_columns}
