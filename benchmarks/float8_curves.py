@@ -13,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,14 +34,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--last", type=int, default=100, help="steps whose mean is the last loss")
     parser.add_argument("--cases", nargs="+", default=list(CASES))
+    parser.add_argument("--parallel", type=int, default=1, help="cases that run at once")
     parser.add_argument("--timeout", type=float, default=None, help="seconds after which a case is ended")
     record.add_arguments(parser)
     options = parser.parse_args()
     cases: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for case in options.cases:
-            lines = _train(options, case, Path(folder))
-            cases.append(_figures(case, lines, options.last) | {"against": cases[0]["case"] if cases else ""})
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.parallel) as pool:
+        trained = pool.map(partial(_train, options, folder=Path(folder)), options.cases)
+        for case, lines in zip(options.cases, trained, strict=True):
+            cases.append(_figures(case, lines, options.last))
             cases[-1]["difference"] = cases[-1]["last_loss"] / cases[0]["last_loss"] - 1
             print(_row(cases[-1]), flush=True)
             record.write(options, {"target": options.target, "steps": options.steps, "cases": cases})
@@ -70,7 +73,7 @@ def _figures(case: str, lines: Sequence[dict[str, Any]], last: int) -> dict[str,
         "case": case,
         "last_loss": fmean(losses[-last:]),
         "held_out_loss": held_out[-1] if held_out else None,
-        "tokens": lines[-1]["tokens"],
+        "tokens": lines[-1]["tokens_seen"],
         "curve": [
             [lines[end - 1]["step"], fmean(losses[end - width : end])] for end in range(width, len(losses) + 1, width)
         ],

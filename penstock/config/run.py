@@ -53,6 +53,10 @@ class Kernels(Section):
     attention: Literal["auto", "default", "math", "flash", "efficient", "cudnn"] = knob(
         "auto", doc="Backend of scaled_dot_product_attention; auto prefers cuDNN, default leaves it to torch."
     )
+    float8: Literal["auto", "reference", "triton", "torch"] = knob(
+        "auto",
+        doc="Products in 8 bits; torch takes cuBLAS for the dense ones that it can on Hopper, and ours elsewhere.",
+    )
     loss_chunk: int = knob(0, doc="Tokens whose logits exist at once; 0 chooses by size.", unit="tokens", low=0)
     measured: str = knob(
         "", doc="File of `penstock kernels tune` to choose by; empty looks in ~/.config/penstock/kernels."

@@ -80,6 +80,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
 FLOAT8: Mapping[str, str] = MappingProxyType(
     {
         "triton": "penstock.kernels.float8.triton_operators:TRITON",
+        "torch": "penstock.kernels.float8.triton_operators:WITH_TORCH",
         "reference": "penstock.kernels.float8.operators:REFERENCE",
     }
 )
@@ -98,7 +99,7 @@ def expert_kernels_of(backend: str) -> Any:
 
 
 def float8_operators_of(backend: str) -> Float8Operators:
-    """The 8-bit operators of a backend, triton or reference. Imports them."""
+    """The 8-bit operators of a backend, triton, torch or reference. Imports them."""
     found: Float8Operators = _load(FLOAT8[backend])
     return found
 

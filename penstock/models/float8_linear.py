@@ -117,7 +117,7 @@ def float8_linear(x_D: Tensor, weight: Float8Weight, bias: Tensor | None = None,
         In the dtype of x.
     """
     ready = quantized(x_D, weight.rule) if ready is None else ready
-    y: Tensor = _Linear.apply(x_D, weight.parameter_FD, bias, ready.columns, weight)
+    y: Tensor = _Float8Linear.apply(x_D, weight.parameter_FD, bias, ready.columns, weight)
     with torch.no_grad():
         forward = weight.copies(weight.parameter_FD).forward
         weight.rule.operators.multiply(ready.rows, forward, y.dtype, out=y.flatten(0, -2))
@@ -144,14 +144,14 @@ def float8_swiglu_network(x_TD: Tensor, gate_up: Float8Weight, down: Float8Weigh
     with torch.no_grad():
         gate_up_T2F = operators.multiply(ready.rows, gate_up.copies(gate_up.parameter_FD).forward, x_TD.dtype)
     parameters = gate_up.parameter_FD, down.parameter_FD
-    y_TD: Tensor = _Network.apply(x_TD, *parameters, ready.columns, gate_up_T2F, gate_up, down)
+    y_TD: Tensor = _Float8Network.apply(x_TD, *parameters, ready.columns, gate_up_T2F, gate_up, down)
     with torch.no_grad():
         h_TF = operators.swiglu(gate_up_T2F, None, SWIGLU, recipe_of(rule), rule.forward).rows
         operators.multiply(h_TF, down.copies(down.parameter_FD).forward, y_TD.dtype, out=y_TD)
     return y_TD
 
 
-class _Linear(torch.autograd.Function):
+class _Float8Linear(torch.autograd.Function):
     """Gives the room for the product; see `float8_linear`."""
 
     @staticmethod
@@ -188,7 +188,7 @@ class _Linear(torch.autograd.Function):
         return dx_D, dweight, dbias, None, None
 
 
-class _Network(torch.autograd.Function):
+class _Float8Network(torch.autograd.Function):
     """Gives the room for the last product; see `float8_swiglu_network`."""
 
     @staticmethod

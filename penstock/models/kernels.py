@@ -11,12 +11,13 @@ from penstock.config.float8 import RecipeKnob
 from penstock.config.model import LatentAttention
 from penstock.config.run import Kernels, Run
 from penstock.kernels.backends import float8_operators_of
-from penstock.kernels.choose import Choice, choose, operators
+from penstock.kernels.choose import AUTO, Choice, choose, operators
 from penstock.kernels.device_facts import DeviceFacts, device_facts
 from penstock.kernels.float8.attention_limits import obstacle as attention_obstacle
 from penstock.kernels.float8.formats import format_on
 from penstock.kernels.float8.operators import NO_FLOAT8, Float8Rule
-from penstock.kernels.float8.recipes import RECIPES, Recipe, default_recipe, refuse
+from penstock.kernels.float8.recipes import NVFP4, RECIPES, Recipe, default_recipe, refuse
+from penstock.kernels.float8.torch_products import obstacle as torch_obstacle
 from penstock.kernels.measured import Measurements, find
 from penstock.kernels.operators import Operators
 from penstock.kernels.questions import Shapes
@@ -37,7 +38,7 @@ def kernel_choices(run: Run, device: DeviceFacts) -> tuple[Choice, ...]:
     Raises:
         KernelError: as above.
     """
-    wanted = run.kernels.model_dump(exclude={"loss_chunk", "measured"})
+    wanted = run.kernels.model_dump(exclude={"float8", "loss_chunk", "measured"})
     choices = choose(wanted, device, shapes_of(run), measurements(run.kernels, device))
     if device.kind != "cpu" and run.model.moe is not None:
         _refuse_waiting(run.dispatch.sync_free, choices)
@@ -84,14 +85,18 @@ def float8_rule(run: Run, device: DeviceFacts) -> Float8Rule:
     if not wanted.is_used:
         return NO_FLOAT8
     target = "cpu" if device.kind == "cpu" else device.target
-    backend = _float8_backend(run, device)
-    if wanted.attention != "none" and backend == "triton":
+    parts = wanted.dense, wanted.experts, wanted.dispatch, wanted.attention
+    dense, experts, dispatch, attention = (_recipe_on(part, target) for part in parts)
+    backend = _float8_backend(run, device, (dense, experts))
+    if backend == "reference" and device.kind != "cpu" and experts is not None:
+        _refuse_reading(run.dispatch.sync_free)
+    if attention is not None and backend != "reference":
         _refuse_heads(run, target)
     return Float8Rule(
-        dense=_recipe_on(wanted.dense, target),
-        experts=_recipe_on(wanted.experts, target),
-        dispatch=_recipe_on(wanted.dispatch, target),
-        attention=_recipe_on(wanted.attention, target) is not None,
+        dense=dense,
+        experts=experts,
+        dispatch=dispatch,
+        attention=attention is not None,
         forward=format_on("e4m3", target),
         gradient=format_on(wanted.gradients, target),
         operators=float8_operators_of(backend),
@@ -119,15 +124,35 @@ def _refuse_heads(run: Run, target: str) -> None:
         )
 
 
-def _float8_backend(run: Run, device: DeviceFacts) -> str:
-    if device.kind == "cpu" or run.kernels.all == "reference":
+def _float8_backend(run: Run, device: DeviceFacts, recipes: Sequence[Recipe | None]) -> str:
+    wanted = run.kernels.float8
+    if wanted == AUTO:
+        wanted = "reference" if device.kind == "cpu" or run.kernels.all == "reference" else "triton"
+    # Its 4-bit products have a definition and no kernel.
+    if wanted == "reference" or NVFP4 in recipes:
         return "reference"
-    if not device.has_triton:
+    problem = None
+    if device.kind == "cpu":
+        problem = "no GPU"
+    elif not device.has_triton:
+        problem = "Triton is not installed"
+    elif wanted == "torch" and recipes[0] is not None:
+        problem = torch_obstacle(recipes[0], device.target, torch.version.cuda)
+    if problem is not None:
         raise KernelError(
-            "products in 8 bits cannot be had: Triton is not installed",
-            fix="install it, set the knobs of the section float8 to none, or set kernels.all=reference",
+            f"kernels.float8={wanted} cannot be had", got=problem, allowed="auto, reference", fix="kernels.float8=auto"
         )
-    return "triton"
+    return wanted
+
+
+def _refuse_reading(stage: int) -> None:
+    """The reference's experts in 8 bits count rows on the host."""
+    if stage >= COUNTS_STAY:
+        raise KernelError(
+            f"dispatch.sync_free={stage} cannot be had: experts in 8 bits by their definition wait for the device",
+            allowed=", ".join(f"{one}" for one in range(COUNTS_STAY)),
+            fix=f"set dispatch.sync_free={COUNTS_STAY - 1}, or another recipe for float8.experts",
+        )
 
 
 def _refuse_waiting(stage: int, choices: Sequence[Choice]) -> None:

@@ -79,6 +79,7 @@ class Calls:
         stream: of the device.
         sent_bytes: by this rank; nan if unknown.
         received_bytes: by this rank; nan if unknown.
+        item_bytes: of a number of the message; nan if unknown.
         sent_rows: sum of the parts of an uneven all-to-all if these are counted in rows; NONE otherwise.
         received_rows: the same of what came.
         gpu_row: row in `Trace.gpu` of its rank.
@@ -97,6 +98,7 @@ class Calls:
     stream: Integers
     sent_bytes: Floats
     received_bytes: Floats
+    item_bytes: Floats
     sent_rows: Integers
     received_rows: Integers
     gpu_row: Integers
@@ -216,6 +218,7 @@ class _Table:
                 "seq": _column([one.seq for one in about]),
                 "sent_bytes": np.array([one[3] for one in said], dtype=np.float64),
                 "received_bytes": np.array([one[4] for one in said], dtype=np.float64),
+                "item_bytes": np.array([_width(one.dtype) for one in about], dtype=np.float64),
                 "sent_rows": _column([_rows(one.sent_parts, one.sent) for one in about]),
                 "received_rows": _column([_rows(one.received_parts, one.received) for one in about]),
             }

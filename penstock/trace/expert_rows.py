@@ -30,8 +30,11 @@ AGREE = 0.005
 
 _PRODUCTS = (Part.GROUPED, Part.GROUPED_WEIGHTS)
 _MOST_ROWS = 2**40
-_INDEX = {"_GroupedGemm": 3, "_ExpertFfn": 5}
+_INDEX = {"_GroupedGemm": 3, "_ExpertFfn": 5, "_Float8ExpertFfn": 5}
 """Of our own: the argument that says which rows of the first are taken, if it is there."""
+
+PACKED_ITEM = 8
+"""Bytes that packed rows are moved by (penstock.moe.dispatch.cargo); no other rows are of such numbers."""
 
 _WIDTHS = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "c10::Float8_e4m3fn": 1, "c10::Float8_e4m3fnuz": 1}
 
@@ -67,11 +70,13 @@ class Products:
     Attributes:
         row: in `Trace.host`.
         rows: of the matrix.
+        width: numbers of one row of it.
         row_bytes: of one row of it; 0 if its type is not known.
     """
 
     row: Integers
     rows: Integers
+    width: Integers
     row_bytes: Integers
 
 
@@ -94,30 +99,39 @@ def products_of(trace: Trace) -> Products:
     is_named = np.array([is_product(name) for name in trace.names], dtype=bool)[host.name_id]
     found = []
     for row in np.flatnonzero(is_named & (host.kind == HostKind.OPERATOR)).tolist():
-        rows, row_bytes = _sizes(host, row)
+        rows, width, row_bytes = _sizes(host, row)
         if rows != NONE:
-            found.append((row, rows, row_bytes))
-    columns = np.array(found, dtype=np.int64).reshape(-1, 3)
-    return Products(row=columns[:, 0], rows=columns[:, 1], row_bytes=columns[:, 2])
+            found.append((row, rows, width, row_bytes))
+    columns = np.array(found, dtype=np.int64).reshape(-1, 4)
+    return Products(row=columns[:, 0], rows=columns[:, 1], width=columns[:, 2], row_bytes=columns[:, 3])
 
 
-def _sizes(host: HostEvents, row: int) -> tuple[int, int]:
-    """Rows of a grouped product and bytes of one, or NONE if its inputs are others (gradients of weights)."""
+def packed_row_bytes(width: Integers) -> Integers:
+    """Bytes of a row that travels in 8 bits with its scales, by the numbers of it.
+
+    As penstock.kernels.float8.packed_rows lays it out. Four bytes for 128 numbers and one for 32 come to the same.
+    """
+    values = -(-width // 16) * 16
+    return -(-(values + -(-width // 32)) // 32) * 32
+
+
+def _sizes(host: HostEvents, row: int) -> tuple[int, int, int]:
+    """Rows of a grouped product, numbers and bytes of one; NONE if its inputs are others (gradients of weights)."""
     try:
         shapes = _SHAPES.decode(host.raw[row] or b"{}")
         first, second, *_ = shapes.dims
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
-        return NONE, 0
+        return NONE, 0, 0
     is_grouped = isinstance(first, list) and isinstance(second, list) and (len(first), len(second)) == (2, 3)
     if not is_grouped or not all(isinstance(one, int) and 0 <= one < _MOST_ROWS for one in first):
-        return NONE, 0
+        return NONE, 0, 0
     kind = shapes.types[0] if shapes.types and isinstance(shapes.types[0], str) else ""
     place = _INDEX.get(host.name(row), NONE)
     index = shapes.dims[place] if 0 < place < len(shapes.dims) else None
     rows = first[0]
     if isinstance(index, list) and len(index) == 1 and isinstance(index[0], int):
         (rows,) = index
-    return (rows if 0 <= rows < _MOST_ROWS else NONE), first[1] * _WIDTHS.get(kind, 0)
+    return (rows if 0 <= rows < _MOST_ROWS else NONE), first[1], first[1] * _WIDTHS.get(kind, 0)
 
 
 def used_rows(trace: Trace, calls: Calls, rank: int, phases: Phases) -> UsedRows | None:
@@ -148,6 +162,8 @@ def _came(trace: Trace, calls: Calls, rank: int, phases: Phases, products: Produ
     names = phases.name_id[calls.gpu_row[mine]]
     is_dispatch = np.array([name == Span.DISPATCH for name in phases.names], dtype=bool)[names]
     forward = mine[is_dispatch & (phases.pass_id[calls.gpu_row[mine]] == PASSES.index("forward"))]
+    # What is shorter than a row is their counts on the way.
+    forward = forward[~(calls.received_bytes[forward] < _row_bytes(trace, calls, forward, products))]
     came = received_rows(trace, calls, forward, products)
     return float(came.mean()) if len(came) and np.isfinite(came).all() else None
 
@@ -167,11 +183,18 @@ def received_rows(trace: Trace, calls: Calls, rows: Integers, products: Products
         rows: of `calls`, all of that rank.
         products: of the trace. The first one behind an exchange takes what it brought, and says how wide a row is.
     """
-    behind = np.searchsorted(trace.host.start_us[products.row], _launched_us(trace, calls, rows))
-    row_bytes = np.append(products.row_bytes, 0)[behind].astype(np.float64)
+    row_bytes = _row_bytes(trace, calls, rows, products)
     by_bytes = np.divide(calls.received_bytes[rows], row_bytes, out=np.full(len(rows), np.nan), where=row_bytes > 0)
     whole = np.where(by_bytes == np.floor(by_bytes), by_bytes, np.nan)
     return np.where(calls.received_rows[rows] == NONE, whole, calls.received_rows[rows])
+
+
+def _row_bytes(trace: Trace, calls: Calls, rows: Integers, products: Products) -> Floats:
+    """Bytes of a row that exchanges brought; 0 if not known. In 8 bits a row has its scales behind it."""
+    behind = np.searchsorted(trace.host.start_us[products.row], _launched_us(trace, calls, rows))
+    is_packed = _packs(trace.header) & (calls.item_bytes[rows] == PACKED_ITEM)
+    packed = np.append(packed_row_bytes(products.width), 0)[behind]
+    return np.where(is_packed, packed, np.append(products.row_bytes, 0)[behind]).astype(np.float64)
 
 
 def _launched_us(trace: Trace, calls: Calls, rows: Integers) -> Floats:
@@ -204,6 +227,14 @@ def rows_travel(header: Mapping[str, Any]) -> bool:
         return not config or (config["dispatch"]["method"] == "all-to-all" and not pads)
     except (KeyError, TypeError):
         return not config
+
+
+def _packs(header: Mapping[str, Any]) -> bool:
+    """Whether rows of some layers travel in 8 bits, by the configuration in a recording of ours."""
+    try:
+        return bool(_config(header)["float8"]["dispatch"] != "none")
+    except (KeyError, TypeError):
+        return False
 
 
 def _config(header: Mapping[str, Any]) -> Any:

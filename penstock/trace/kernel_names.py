@@ -58,6 +58,9 @@ class Part(StrEnum):
     OTHER = "other"
 
 
+MATRICES = "float8_matrices_kernel"
+"""Products of dense matrices in 8 bits, and gradients of experts' weights: what stands around it tells them apart."""
+
 COLLECTIVES = frozenset(
     {
         Part.ALL_TO_ALL,
@@ -79,11 +82,16 @@ TELLING: tuple[tuple[Part, str], ...] = (
     (Part.PERMUTE, r"^(spread|sum_rows)_kernel$|^_(Permute|Unpermute|Reorder|PickKept|Spread|CollectPadded)"),
     (Part.ROUTE, r"^(route|route_backward|sum_parts)_kernel$|^_(Route|LinearInParts)(Backward)?$"),
     (Part.GROUPED_WEIGHTS, r"^weights_kernel$"),
-    (Part.GROUPED, r"^rows_kernel$|^_(GroupedGemm|ExpertFfn)(Backward)?$"),
-    (Part.ACTIVATION, r"^swiglu(_backward)?_kernel$|^_Swiglu"),
+    (Part.GROUPED, r"^(float8_)?rows_kernel$|^_(GroupedGemm|(Float8)?ExpertFfn)(Backward)?$"),
+    (Part.ACTIVATION, r"^swiglu(_backward)?(_float8)?_kernel$|^_Swiglu"),
+    (Part.QUANTIZE, r"^(quantize|measure|group_tiles|norm_quantize|pack_rows|unpack_rows|transpose)_kernel$"),
     (Part.EXPERTS, r"^bias_(parts|sums)_kernel$"),
-    (Part.NORM, r"^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm"),
-    (Part.ATTENTION, r"^mla_heads_(backward_)?kernel$|^_MlaHeads"),
+    (Part.NORM, r"^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm|^_Float8Norm(Backward)?$"),
+    (
+        Part.ATTENTION,
+        r"^mla_heads_(backward_)?kernel$|^_MlaHeads|^_Float8Attention(Backward)?$"
+        r"|^(attention_(queries|keys)|quantize_(heads|output_gradient))_kernel$",
+    ),
     (Part.POSITIONS, r"^rotate_kernel$|^_Rotate"),
     (Part.LOSS, r"^linear_cross_entropy_kernel$|^scale_kernel$|^_LinearCrossEntropy"),
     (Part.EMBED, r"^_LookUpInto"),
@@ -153,7 +161,8 @@ GENERAL: tuple[tuple[Part, str], ...] = (
     (
         Part.PRODUCTS,
         r"(?<!fb)gemm|nvjet|cutlass|Cijk_|splitK|cublas|aten::(addmm|mm|bmm|baddbmm|matmul|linear|_scaled_mm|addmv|mv|dot)\b"
-        r"|matmul|wgmma|hipblaslt|AddmmBackward|MmBackward|BmmBackward|tensorop|gemv|dot_kernel|^_LinearInto",
+        r"|matmul|wgmma|hipblaslt|AddmmBackward|MmBackward|BmmBackward|tensorop|gemv|dot_kernel|^_LinearInto"
+        rf"|^{MATRICES}$|^_(Linear|Network)(Backward)?$",
     ),
     (
         Part.SORT,

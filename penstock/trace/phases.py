@@ -1,9 +1,10 @@
 """The time of a trace by phase, layer and pass; `penstock.trace.hierarchy` goes on to operators, shapes and kernels.
 
 A phase is named by the span around the launch. Inside the spans of a mixture of experts the kernel says more: indices,
-permutation, activation, products forward and both gradients, waiting. Where there is no span, names of kernels and
-operators do (penstock.trace.kernel_names); the same words, so that tables of both kinds join. What nothing names is
-"other", and `Phases.other_share` says how much that is.
+permutation, activation, products forward and both gradients, waiting. Quantization is a phase of its own wherever it
+stands, but that of a norm, which one kernel does with the norm, and of heads. Where there is no span, names of kernels
+and operators do (penstock.trace.kernel_names); the same words, so that tables of both kinds join. What nothing names
+is "other", and `Phases.other_share` says how much that is.
 
 Two times stand in each row. `kernel_us` is the sum of the durations. `exposed_us` is the part of the device's busy time
 that the phase is charged with: every moment is charged once, to compute before communication before copies, and of
@@ -21,7 +22,7 @@ from penstock.base.spans import Span
 from penstock.trace.calls import is_message
 from penstock.trace.events import NONE, Flags, Floats, GpuKind, Integers, Trace
 from penstock.trace.intervals import union
-from penstock.trace.kernel_names import COLLECTIVES, Part, general, is_gradient, telling
+from penstock.trace.kernel_names import COLLECTIVES, MATRICES, Part, general, is_gradient, telling
 from penstock.trace.replayed import Replays, infer_replays
 from penstock.trace.tree import PARTS, SPANS, Placement, place
 
@@ -41,7 +42,7 @@ PRODUCTS = frozenset({Part.GROUPED, Part.GROUPED_WEIGHTS})
 WAITING = " waiting"
 
 _NAMED = {Part.POSITIONS: Part.ATTENTION.value, Part.CACHE: Part.ATTENTION.value}
-_WITHIN = frozenset({Part.INDEX, Part.PERMUTE, Part.ACTIVATION, Part.ROUTE})
+_WITHIN = frozenset({Part.INDEX, Part.PERMUTE, Part.ACTIVATION, Part.ROUTE, Part.QUANTIZE})
 _PRIORITY = {GpuKind.COMPUTE: 0, GpuKind.SET: 0, GpuKind.COMMUNICATION: 1, GpuKind.COPY: 2}
 
 
@@ -284,7 +285,7 @@ class _Event:
 
 def _name(event: _Event) -> tuple[str, str]:
     """Phase and pass."""
-    own = telling(event.kernel)
+    own = _own(event)
     does = own or general(event.kernel) or general(event.operator) or Part.OTHER
     if event.is_communication and event.part is Part.POINT_TO_POINT:
         does = event.part
@@ -301,10 +302,22 @@ def _name(event: _Event) -> tuple[str, str]:
     elif event.span in EXPERTS:
         name = _inside_experts(event.span, own, does, pass_)
     else:
-        name = (
-            does.value if event.is_communication and does in COLLECTIVES else SPOKEN.get(event.span, event.span.value)
+        is_apart = (event.is_communication and does in COLLECTIVES) or (
+            own is Part.QUANTIZE and event.span != Span.NORM
         )
-    return name, "update" if name in UPDATES and pass_ in ("", "forward") else pass_
+        name = does.value if is_apart else SPOKEN.get(event.span, event.span.value)
+    is_update = name in UPDATES or (own is Part.QUANTIZE and event.span in UPDATES)
+    return name, "update" if is_update and pass_ in ("", "forward") else pass_
+
+
+def _own(event: _Event) -> Part | None:
+    """What a kernel's name tells, with what stands around it where several parts have one kernel."""
+    own = telling(event.kernel)
+    if event.kernel == MATRICES and (event.span is Span.EXPERTS or event.part is Part.GROUPED):
+        return Part.GROUPED_WEIGHTS
+    if own is Part.QUANTIZE and event.operator and telling(event.operator) is Part.ATTENTION:
+        return Part.ATTENTION
+    return own
 
 
 def _inside_experts(span: Span, own: Part | None, does: Part, pass_: str) -> str:

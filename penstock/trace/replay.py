@@ -22,6 +22,7 @@ import numpy as np
 
 from penstock.base.errors import TraceError
 from penstock.trace.events import NONE, HostKind, Trace
+from penstock.trace.float8_products import with_float8_products
 from penstock.trace.named_work import shape_text
 from penstock.trace.recorded_call import recorded_arguments
 from penstock.trace.replay_collective import Collective, call_of, collective_of, collective_script
@@ -109,8 +110,10 @@ def _calls(trace: Trace, names: Sequence[str]) -> list[_Seen]:
     host, gpu = trace.host, trace.gpu
     is_named = host.called(*names) & (host.kind == HostKind.OPERATOR)
     own = np.where(is_named, np.arange(len(host)), NONE)
-    around = build_tree(trace).inherit(own)
-    owner = np.where(gpu.is_linked, around[gpu.launch], NONE)
+    tree = build_tree(trace)
+    owner = np.where(gpu.is_linked, tree.inherit(own)[gpu.launch], NONE)
+    asked = with_float8_products(trace, tree.parent, owner)
+    owner = np.where(np.append(is_named, False)[asked], asked, owner)
     times_us = np.bincount(owner[owner != NONE], weights=gpu.duration_us[owner != NONE], minlength=len(host))
     kernels: dict[int, dict[str, None]] = defaultdict(dict)
     for event in np.flatnonzero(owner != NONE).tolist():
@@ -163,7 +166,9 @@ def _of_operator(rank: int, trace: Trace, names: Sequence[str], question: Questi
         arguments = recorded_arguments(forward, trace.host.args(made))
         loads = loads_of(rank, trace, made, question.counts)
         seen += filter(None, [loads.told])
-        return kernel_script(name, arguments, counts=loads.counts, seen=seen, recorded_us=call.typical_us)
+        return kernel_script(
+            name, arguments, counts=loads.counts, seen=seen, recorded_us=call.typical_us, header=trace.header
+        )
     if "::" not in name:
         raise TraceError(
             f"{name} is a node of the backward graph and no operator",
@@ -305,9 +310,10 @@ def _of_kernel(traces: Mapping[int, Trace], question: Question) -> str:
     met = [one for one in _met(trace, rank) if question.op.lower() in one.kernel.lower()]
     if met:
         return _of_collective(traces, met, question)
-    rows = np.flatnonzero(is_named & gpu.is_linked)
-    is_operator = host.kind == HostKind.OPERATOR
-    around = build_tree(trace).inherit(np.where(is_operator, np.arange(len(host)), NONE))[gpu.launch[rows]]
+    rows, tree = np.flatnonzero(is_named & gpu.is_linked), build_tree(trace)
+    operator = tree.inherit(np.where(host.kind == HostKind.OPERATOR, np.arange(len(host)), NONE))
+    owner = np.where(gpu.is_linked, operator[gpu.launch], NONE)
+    around = with_float8_products(trace, tree.parent, owner)[rows]
     launched = rows[around != NONE]
     if not len(launched):
         kernel = gpu.name(int(np.flatnonzero(is_named)[0]))

@@ -22,6 +22,7 @@ import numpy as np
 
 from penstock.base.spans import Span
 from penstock.trace.events import NONE, Flags, Floats, GpuEvents, GpuKind, HostEvents, HostKind, Integers, Trace
+from penstock.trace.float8_products import with_float8_products
 from penstock.trace.kernel_names import COLLECTIVES, Part, general, telling
 
 NODE = "autograd::engine::evaluate_function: "
@@ -78,7 +79,7 @@ class Placement:
     """Where each GPU event comes from: one entry for each row of `Trace.gpu`.
 
     Attributes:
-        operator: row in `Trace.host` of the innermost operator, or NONE.
+        operator: row in `Trace.host` of the innermost operator, or NONE; see `float8_products` for one exception.
         maker: in backward, row of the forward operator that made the node, or NONE.
         span: index into `SPANS` of the innermost span that names a phase, or NONE.
         layer: its number, or NONE.
@@ -171,7 +172,7 @@ def place(trace: Trace, tree: Tree | None = None) -> Placement:
     gradients |= _open_at(trace, Span.BACKWARD.__eq__, asked) != NONE
     is_recomputed = of_launch(facts.remade) != NONE
     return Placement(
-        operator=of_launch(facts.operator),
+        operator=with_float8_products(trace, tree.parent, of_launch(facts.operator)),
         maker=of_launch(facts.maker),
         span=of_launch(facts.span),
         layer=of_launch(facts.layer),

@@ -10,31 +10,13 @@ whose type the profiler does not write, are float32 where they are updated and 1
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from penstock.trace import float8_work
 from penstock.trace.operators import Call
-
-_BYTES: Mapping[str, int] = {
-    "double": 8,
-    "long int": 8,
-    "long": 8,
-    "float": 4,
-    "int": 4,
-    "c10::BFloat16": 2,
-    "c10::Half": 2,
-    "short": 2,
-    "bool": 1,
-    "unsigned char": 1,
-    "signed char": 1,
-    "char": 1,
-    "c10::Float8_e4m3fn": 1,
-    "c10::Float8_e4m3fnuz": 1,
-    "c10::Float8_e5m2": 1,
-    "c10::Float8_e5m2fnuz": 1,
-    "c10::Float8_e8m0fnu": 1,
-}
+from penstock.trace.work_arguments import Found, Model, Tensor, UnknownShapeError, need, optional, tensor_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,22 +28,6 @@ class Work:
     dtype: Literal["bf16", "fp8", "fp32"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Tensor:
-    """An argument: its shape and the bytes of an element."""
-
-    shape: tuple[int, ...]
-    width: int
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        return self.numel * self.width
-
-
 def work_of(call: Call, *, used_rows: float = 1.0) -> Work | None:
     """The work of a call, or None if there is no model of it or its arguments are not recorded.
 
@@ -70,55 +36,28 @@ def work_of(call: Call, *, used_rows: float = 1.0) -> Work | None:
         used_rows: of the rows of grouped products, the share that held tokens.
     """
     model = _model(call.name)
-    tensors = [_tensor(call, one) for one in range(len(call.shapes))]
+    tensors = [tensor_at(call, one) for one in range(len(call.shapes))]
     if model is None or not call.shapes:
         return None
     try:
         flops, moved = model(call, tensors, used_rows)
-    except (_UnknownShape, IndexError):
+    except (UnknownShapeError, IndexError):
         return None
-    return Work(flops=float(flops), bytes=float(moved), dtype=_dtype(tensors))
+    dtype = "fp8" if call.name.removesuffix("Backward") in float8_work.FORWARD else _dtype(tensors)
+    return Work(flops=float(flops), bytes=float(moved), dtype=dtype)
 
 
-class _UnknownShape(Exception):
-    """An argument is missing or has no shape."""
-
-
-_Found = tuple[float, float]
-_Model = Callable[[Call, list[_Tensor | None], float], _Found]
-
-
-def _tensor(call: Call, index: int) -> _Tensor | None:
-    """An argument, if it is a tensor."""
-    width = _BYTES.get(call.types[index] if index < len(call.types) else "")
-    shape = call.shapes[index]
-    if width is None or not isinstance(shape, (list, tuple)) or any(not isinstance(size, int) for size in shape):
-        return None
-    return _Tensor(shape=tuple(shape), width=width)
-
-
-def _dtype(tensors: list[_Tensor | None]) -> Literal["bf16", "fp8", "fp32"]:
+def _dtype(tensors: list[Tensor | None]) -> Literal["bf16", "fp8", "fp32"]:
     """The narrowest type of the matrices: a sum that products are added to is wider than what is multiplied."""
     width = min((one.width for one in tensors if one is not None and len(one.shape) > 1), default=2)
     return "fp8" if width == 1 else "bf16" if width == 2 else "fp32"
 
 
-def _need(tensors: list[_Tensor | None], index: int, dims: int = 0) -> _Tensor:
-    one = tensors[index]
-    if one is None or len(one.shape) < dims:
-        raise _UnknownShape
-    return one
-
-
-def _optional(tensors: list[_Tensor | None], index: int) -> _Tensor | None:
-    return tensors[index] if index < len(tensors) else None
-
-
-def _product(first: int) -> _Model:
+def _product(first: int) -> Model:
     """A product of the arguments `first` and the next, of matrices or batches of them; one before is added."""
 
-    def model(call: Call, tensors: list[_Tensor | None], used_rows: float) -> _Found:
-        a, b = _need(tensors, first, 2), _need(tensors, first + 1, 2)
+    def model(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+        a, b = need(tensors, first, 2), need(tensors, first + 1, 2)
         batch, (rows, depth), columns = math.prod(a.shape[:-2]), a.shape[-2:], b.shape[-1]
         added = tensors[0] if first else None
         width = max(a.width, 2) if added is None else added.width
@@ -128,10 +67,10 @@ def _product(first: int) -> _Model:
     return model
 
 
-def _grouped(call: Call, tensors: list[_Tensor | None], used_rows: float) -> _Found:
+def _grouped(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
     """`aten::_grouped_mm`: rows of a 2D argument, or the depth of two, are cut into groups."""
-    a, b = _need(tensors, 0, 2), _need(tensors, 1, 2)
-    ends = _optional(tensors, 2)
+    a, b = need(tensors, 0, 2), need(tensors, 1, 2)
+    ends = optional(tensors, 2)
     groups = ends.shape[-1] if ends is not None and ends.shape else 1
     (rows, depth), columns = a.shape[-2:], b.shape[-1]
     if len(a.shape) == len(b.shape) == 3:
@@ -140,28 +79,28 @@ def _grouped(call: Call, tensors: list[_Tensor | None], used_rows: float) -> _Fo
     return used_rows * 2 * rows * depth * columns, a.bytes + b.bytes + 2 * written
 
 
-def _grouped_gemm(call: Call, tensors: list[_Tensor | None], used_rows: float) -> _Found:
+def _grouped_gemm(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
     """Our grouped product: x_RD, w_eFD, counts_e, index_R."""
-    x, w, index = _need(tensors, 0, 2), _need(tensors, 1, 3), _optional(tensors, 3)
+    x, w, index = need(tensors, 0, 2), need(tensors, 1, 3), optional(tensors, 3)
     rows = used_rows * (index.shape[0] if index is not None and index.shape else x.shape[0])
     return 2 * rows * w.shape[1] * w.shape[2], w.bytes + rows * (w.shape[1] + w.shape[2]) * x.width
 
 
-def _expert_ffn(call: Call, tensors: list[_Tensor | None], used_rows: float) -> _Found:
+def _expert_ffn(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
     """Both products of our experts: x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R."""
-    x, gate_up, down = _need(tensors, 0, 2), _need(tensors, 1, 3), _need(tensors, 2, 3)
-    index = _optional(tensors, 5) or _optional(tensors, 4)
+    x, gate_up, down = need(tensors, 0, 2), need(tensors, 1, 3), need(tensors, 2, 3)
+    index = optional(tensors, 5) or optional(tensors, 4)
     rows = used_rows * (index.shape[0] if index is not None and index.shape else x.shape[0])
     wide, hidden, narrow = gate_up.shape[1], gate_up.shape[2], down.shape[2]
     flops = 2 * rows * hidden * (wide + narrow)
     return flops, gate_up.bytes + down.bytes + rows * (2 * hidden + wide + narrow) * x.width
 
 
-def _twice_the_forward(call: Call, tensors: list[_Tensor | None], used_rows: float) -> _Found:
+def _twice_the_forward(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
     """Both gradients of products: twice the FLOPs and bytes of what made the node."""
     made = None if call.made_by is None else work_of(call.made_by, used_rows=used_rows)
     if made is None:
-        raise _UnknownShape
+        raise UnknownShapeError
     return 2 * made.flops, 2 * made.bytes
 
 
@@ -183,10 +122,10 @@ _ATTENTION: Mapping[str, tuple[int, int, bool]] = {
 before positions in the shapes."""
 
 
-def _attention(call: Call, tensors: list[_Tensor | None], used_rows: float) -> _Found:
+def _attention(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
     """Two products forward, five backward; half of each if causal (FlashAttention-2, arXiv 2307.08691)."""
     first, causal, heads_first = _ATTENTION[call.name]
-    q, k, v = (_need(tensors, first + one, 4) for one in range(3))
+    q, k, v = (need(tensors, first + one, 4) for one in range(3))
     positions = 2 if heads_first else 1
     batch, heads = q.shape[0], q.shape[3 - positions]
     scores = float(batch * heads * q.shape[positions] * k.shape[positions])
@@ -198,11 +137,11 @@ def _attention(call: Call, tensors: list[_Tensor | None], used_rows: float) -> _
     return 2 * scores * (3 * q.shape[-1] + 2 * v.shape[-1]), 2 * (q.bytes + k.bytes + v.bytes) + 2 * out
 
 
-def _convolution(plain: int) -> _Model:
+def _convolution(plain: int) -> Model:
     """Forward; padding, stride and dilation stand among the arguments from `plain` on, then the groups."""
 
-    def model(call: Call, tensors: list[_Tensor | None], used_rows: float) -> _Found:
-        x, w = _need(tensors, 0, 3), _need(tensors, 1, 3)
+    def model(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+        x, w = need(tensors, 0, 3), need(tensors, 1, 3)
         padding, stride, dilation = (_numbers(call, plain + one, len(x.shape) - 2) for one in range(3))
         extents = zip(x.shape[2:], w.shape[2:], padding, stride, dilation, strict=True)
         out = [(size + 2 * pad - gap * (kernel - 1) - 1) // step + 1 for size, kernel, pad, step, gap in extents]
@@ -212,9 +151,9 @@ def _convolution(plain: int) -> _Model:
     return model
 
 
-def _convolution_backward(call: Call, tensors: list[_Tensor | None], used_rows: float) -> _Found:
+def _convolution_backward(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
     """Gradients of the input and of the weights, those of both that the mask asks for."""
-    dy, x, w = (_need(tensors, one, 3) for one in range(3))
+    dy, x, w = (need(tensors, one, 3) for one in range(3))
     mask = call.plain[10] if len(call.plain) > 10 else "[True, True"
     asked = [one.strip() == "True" for one in mask.strip("[]").split(",")[:2]]
     moved = sum(dy.bytes + x.bytes + w.bytes for one in asked if one)
@@ -224,52 +163,52 @@ def _convolution_backward(call: Call, tensors: list[_Tensor | None], used_rows: 
 def _numbers(call: Call, index: int, count: int) -> list[int]:
     found = [int(one) for one in re.findall(r"-?\d+", call.plain[index])]
     if len(found) not in (1, count):
-        raise _UnknownShape
+        raise UnknownShapeError
     return found * (count // len(found))
 
 
-def _streaming(reads: float, writes: float, flops: float) -> _Model:
+def _streaming(reads: float, writes: float, flops: float) -> Model:
     """So many times its first argument read and written, with so many FLOPs for each of its elements."""
 
-    def model(call: Call, tensors: list[_Tensor | None], used_rows: float) -> _Found:
-        x = _need(tensors, 0)
+    def model(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+        x = need(tensors, 0)
         return flops * x.numel, (reads + writes) * x.bytes
 
     return model
 
 
-def _everything(call: Call, tensors: list[_Tensor | None], used_rows: float) -> _Found:
+def _everything(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
     """All tensors are read once, and one of the size of the largest is written, or of the first if it is in place."""
     known = [one for one in tensors if one is not None]
     if not known:
-        raise _UnknownShape
+        raise UnknownShapeError
     is_in_place = call.name.endswith("_") and not call.name.endswith("__")
     written = known[0] if is_in_place else max(known, key=lambda one: one.numel)
     return written.numel, sum(one.bytes for one in known) + written.bytes
 
 
-def _copying(call: Call, tensors: list[_Tensor | None], used_rows: float) -> _Found:
-    return 0.0, _need(tensors, 0).bytes + _need(tensors, 1).bytes
+def _copying(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+    return 0.0, need(tensors, 0).bytes + need(tensors, 1).bytes
 
 
-def _rows_looked_up(of: int, by: int) -> _Model:
+def _rows_looked_up(of: int, by: int) -> Model:
     """Rows of one argument at the places of another: each is read and written once."""
 
-    def model(call: Call, tensors: list[_Tensor | None], used_rows: float) -> _Found:
-        source, index = _need(tensors, of, 1), _need(tensors, by)
+    def model(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+        source, index = need(tensors, of, 1), need(tensors, by)
         per_index = 1 if len(index.shape) == len(source.shape) else source.shape[-1]
         return 0.0, 2 * index.numel * per_index * source.width + index.bytes
 
     return model
 
 
-def _lists(reads: tuple[int, ...], writes: int, flops: float) -> _Model:
+def _lists(reads: tuple[int, ...], writes: int, flops: float) -> Model:
     """Over lists of tensors: which are read, and how many of the size of the first are written."""
 
-    def model(call: Call, tensors: list[_Tensor | None], used_rows: float) -> _Found:
+    def model(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
         sizes = [_list_numel(one) for one in call.shapes]
         if not sizes or not sizes[0]:
-            raise _UnknownShape
+            raise UnknownShapeError
         read = sum(sizes[one] for one in reads if one < len(sizes))
         return flops * sizes[0], 4 * (read + writes * sizes[0])
 
@@ -281,27 +220,27 @@ def _list_numel(shapes: Any) -> int:
     return sum(math.prod(one) for one in shapes if isinstance(one, tuple))
 
 
-def _concatenation(call: Call, tensors: list[_Tensor | None], used_rows: float) -> _Found:
+def _concatenation(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
     numel = _list_numel(call.shapes[0])
     if not numel:
-        raise _UnknownShape
+        raise UnknownShapeError
     return 0.0, 4 * numel
 
 
-def _loss(call: Call, tensors: list[_Tensor | None], used_rows: float) -> _Found:
+def _loss(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
     """Of logits that are read once, and their gradients written over them; the products are calls of their own."""
-    x, head = _need(tensors, 0, 2), _need(tensors, 1, 2)
+    x, head = need(tensors, 0, 2), need(tensors, 1, 2)
     logits = x.shape[0] * head.shape[0]
     return 5 * logits, 2 * logits * x.width
 
 
-def _unpermute(call: Call, tensors: list[_Tensor | None], used_rows: float) -> _Found:
+def _unpermute(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
     """Rows read once and summed where they belong: y_RD, weights_TK, places_TK."""
-    y, places = _need(tensors, 0, 2), _need(tensors, 2, 2)
+    y, places = need(tensors, 0, 2), need(tensors, 2, 2)
     return 2 * places.numel * y.shape[1], (places.numel + places.shape[0]) * y.shape[1] * y.width
 
 
-_MODELS: Mapping[str, _Model] = {
+_MODELS: Mapping[str, Model] = {
     "aten::mm": _product(0),
     "aten::bmm": _product(0),
     "aten::_scaled_mm": _product(0),
@@ -314,12 +253,17 @@ _MODELS: Mapping[str, _Model] = {
     "_GroupedGemmBackward": _twice_the_forward,
     "_ExpertFfn": _expert_ffn,
     "_ExpertFfnBackward": _twice_the_forward,
+    **float8_work.FORWARD,
+    **{f"{name}Backward": _twice_the_forward for name in float8_work.FORWARD},
+    "_Float8AttentionBackward": float8_work.ATTENTION_BACKWARD,
     **dict.fromkeys(_ATTENTION, _attention),
     "aten::miopen_convolution": _convolution(3),
     "aten::cudnn_convolution": _convolution(2),
     "aten::convolution_backward": _convolution_backward,
     "_RmsNorm": _everything,
     "_RmsNormBackward": _streaming(2, 1, 8),
+    "_Float8Norm": _everything,
+    "_Float8NormBackward": _streaming(2, 1, 8),
     "_Swiglu": _streaming(1, 0.5, 4),
     "_SwigluBackward": _streaming(3, 2, 10),
     "_MlaHeads": _everything,
@@ -358,7 +302,7 @@ _ANY = re.compile(
 )
 
 
-def _model(name: str) -> _Model | None:
+def _model(name: str) -> Model | None:
     if name in _MODELS:
         return _MODELS[name]
     if _UPDATE.match(name):

@@ -88,6 +88,8 @@ class _Marked(nn.Module):
 
 
 class _MarkedExperts(nn.Module):
+    is_one_function = False
+
     def __init__(self, inner: nn.Module, transfers: Recorded) -> None:
         super().__init__()
         self.inner, self.transfers = inner, transfers

@@ -40,7 +40,8 @@ RECOMPUTED += [["moe"], ["layer"], ["norm", "latent-up", "expert-activation", "s
 
 CASES = [("reference", modules) for modules in RECOMPUTED]
 CASES += [("torch", modules) for modules in RECOMPUTED[:2]]
-CASES += [("triton", modules) for modules in ([], ["expert-activation"])]
+CASES.append(("triton", []))
+CASES.append(pytest.param("triton", ["expert-activation"], marks=pytest.mark.slow))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +115,7 @@ WAYS = {
 
 BY_KERNELS = [
     *((way, "reference") for way in WAYS),
-    ("gathered, bounded", "triton"),
+    pytest.param("gathered, bounded", "triton", marks=pytest.mark.slow),
 ]
 
 

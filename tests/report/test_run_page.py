@@ -172,6 +172,7 @@ def test_a_run_that_made_no_step_has_a_page(tmp_path: Path) -> None:
     assert text.count("No step of the run is recorded") == 2
 
 
+@pytest.mark.slow
 def test_many_ranks_and_many_steps_fit_into_a_page(browser: str, tmp_path: Path) -> None:
     job = make(Job(ranks=72, experts=72, steps=1, layers=8, hot_rank=5))
     folder = run_folder(tmp_path / "run", steps=1)

@@ -42,6 +42,7 @@ def table(*calls: Call) -> Calls:
         stream=np.array([one.stream for one in rows]),
         sent_bytes=unknown,
         received_bytes=unknown,
+        item_bytes=unknown,
         sent_rows=np.full(len(rows), NONE),
         received_rows=np.full(len(rows), NONE),
         gpu_row=np.arange(len(rows)),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.base.errors import TraceError
+from penstock.base.spans import Span
 from penstock.trace.answer import answer_json, answer_of
 from penstock.trace.calls import calls_of
 from penstock.trace.events import Trace
@@ -17,6 +18,7 @@ from penstock.trace.replay import Question, replay
 from tests.trace.synthetic import make
 from tests.trace.synthetic_job import Job
 from tests.trace.test_replay import BF16, LONG, shapes
+from tests.trace.test_tree import span
 from tests.trace.tiny import event, kernel, launch, text_of, trace_of
 
 
@@ -49,6 +51,13 @@ def test_exchanges_say_how_full_the_buffers_of_experts_were(rank: int) -> None:
     assert found is not None
     assert found.source == "all-to-all"
     assert found.share == pytest.approx(sum(rows) / len(rows) / (2 * 1536 * 4))
+
+
+def test_counts_that_travel_before_the_rows_are_not_taken_for_rows() -> None:
+    counts = {"Collective name": "all_to_all", "dtype": "Int", "In msg nelems": 6, "Out msg nelems": 6}
+    sent = event("kernel", "ncclDevKernel_SendRecv(x)", 15, 9, stream=20, correlation=49, **counts)
+    before = [span(Span.DISPATCH, 0, 80), launch(10, correlation=49), sent, *exchange(50, [3, 4])]
+    assert used({0: grouped_trace(*before)}, 0) == UsedRows(share=pytest.approx(7 / 12), source="all-to-all")
 
 
 def test_without_a_bound_every_row_holds_a_token() -> None:

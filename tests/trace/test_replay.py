@@ -257,7 +257,7 @@ def test_an_argument_that_was_not_recorded_ends_the_script_with_a_line(tmp_path:
 
 def test_every_recipe_is_of_a_function_that_we_have() -> None:
     for name, recipe in RECIPES.items():
-        module = import_module(f"penstock.kernels.{recipe.module}")
+        module = import_module(f"penstock.{recipe.package}.{recipe.module}")
         assert issubclass(vars(module)[name], torch.autograd.Function)
         assert callable(vars(module)[recipe.call.partition("(")[0]])
     assert all(name.startswith("_") for name in RECIPES)

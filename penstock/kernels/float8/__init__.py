@@ -1,4 +1,7 @@
 """Matrix products of 8-bit numbers: formats, recipes, quantization, products, and what they are fused with.
 
-Read in this order: `formats`, `recipes`, `quantized`, `reference` (all definitions, in eager PyTorch), `operators`.
+Read in this order: `formats`, `recipes`, `quantized`, `reference` (all definitions, in eager PyTorch), `operators`
+(the set that a model is built on). Then the experts' network (`expert_ffn`), and our kernels: `scaling` (how a number
+is cast), `quantize`, `products`, `swiglu`, `norm`, `pack` (rows that travel), `gathered` and `transpose` (weights that
+FSDP gathers), `attention`.
 """

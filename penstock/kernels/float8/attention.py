@@ -97,7 +97,7 @@ def attention(
     """
     _check(q_BSHN, k_BSGN, v_BSGM)
     rule = AttentionRule(scale=scale, forward=forward, gradient=gradient)
-    o_BSHM: Tensor = _Attention.apply(q_BSHN, k_BSGN, v_BSGM, rule, launches or launches_for(q_BSHN))
+    o_BSHM: Tensor = _Float8Attention.apply(q_BSHN, k_BSGN, v_BSGM, rule, launches or launches_for(q_BSHN))
     return o_BSHM
 
 
@@ -106,7 +106,7 @@ def launches_for(q_BSHN: Tensor) -> Launches:
     return TABLE.get(target_of(q_BSHN.device), SMALL)
 
 
-class _Attention(torch.autograd.Function):
+class _Float8Attention(torch.autograd.Function):
     """See the top of the file."""
 
     @staticmethod

@@ -80,7 +80,7 @@ def attention(
     Returns:
         o_BSHM in the dtype of q.
     """
-    o_BSHM: Tensor = _Attention.apply(
+    o_BSHM: Tensor = _Float8Attention.apply(
         q_BSHN, k_BSGN, v_BSGM, AttentionRule(scale=scale, forward=forward, gradient=gradient)
     )
     return o_BSHM
@@ -127,7 +127,7 @@ def attention_backward(
     return dq_BHSN.transpose(1, 2), dk_BGSN.transpose(1, 2), dv_BGSM.transpose(1, 2)
 
 
-class _Attention(torch.autograd.Function):
+class _Float8Attention(torch.autograd.Function):
     """Keeps what was quantized, and the output."""
 
     @staticmethod

@@ -62,7 +62,7 @@ def rms_norm(
     if not _fits(recipe):
         normed_TD = norm.rms_norm(x_TD, weight_D, epsilon)
         return normed_TD, quantize_rows(normed_TD.detach(), recipe, form, columns=columns)
-    normed_TD, _, *copies = _Norm.apply(x_TD, None, weight_D, epsilon, _How(recipe, form, columns, keep_plain))
+    normed_TD, _, *copies = _Float8Norm.apply(x_TD, None, weight_D, epsilon, _How(recipe, form, columns, keep_plain))
     return normed_TD, _both(copies, recipe)
 
 
@@ -103,7 +103,7 @@ def add_rms_norm(
         given = f"{tuple(x_TD.shape)} and {tuple(residual_TD.shape)}"
         raise KernelError("add_rms_norm: x and residual must have one shape", got=given)
     how = _How(recipe, form, columns, keep_plain)
-    normed_TD, sum_TD, *copies = _Norm.apply(x_TD, residual_TD, weight_D, epsilon, how)
+    normed_TD, sum_TD, *copies = _Float8Norm.apply(x_TD, residual_TD, weight_D, epsilon, how)
     return normed_TD, sum_TD, _both(copies, recipe)
 
 
@@ -122,7 +122,7 @@ class _How(NamedTuple):
     keep_plain: bool
 
 
-class _Norm(torch.autograd.Function):
+class _Float8Norm(torch.autograd.Function):
     """Both forms. Copies come out as tensors that have no gradient."""
 
     @staticmethod

@@ -37,12 +37,14 @@ def obstacle(recipe: Recipe, target: str, cuda: str | None) -> str | None:
     Args:
         recipe: of the operands.
         target: chip as compilers name it.
-        cuda: version of CUDA that torch was built with, `torch.version.cuda`.
+        cuda: version of CUDA that torch was built with, `torch.version.cuda`; None if the chip is not here.
     """
     if recipe.name not in ("blockwise", "rowwise"):
         return f"no product of torch takes the scales of {recipe.name} as they are quantized here"
-    if target != "sm_90" or cuda is None:
+    if target != "sm_90":
         return f"cuBLASLt has {recipe.name} scales on sm_90 only, this is {target}"
+    if cuda is None:
+        return None
     major, minor = (int(part) for part in cuda.split(".")[:2])
     if (major, minor) < (12, 9):
         return f"cuBLASLt has {recipe.name} scales from CUDA 12.9 on, this is {cuda}"

@@ -1,15 +1,23 @@
 """Our Triton kernels as one set of float8 operators. Import this only where Triton is installed.
 
-The recipe `nvfp4` has no kernels: its quantization is the definition's, and products of it are refused.
+`WITH_TORCH` leaves dense products to torch's own where it has them. The recipe `nvfp4` has no kernels: whoever chooses
+takes the definitions for it.
 """
 
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
 from penstock.kernels.bias_gradient import bias_gradient
+from penstock.kernels.float8 import torch_products
 from penstock.kernels.float8.attention import attention
 from penstock.kernels.float8.norm import add_rms_norm, rms_norm
 from penstock.kernels.float8.operators import Float8Operators
 from penstock.kernels.float8.pack import pack_rows, unpack_rows
 from penstock.kernels.float8.products import multiply, multiply_columns, multiply_groups
 from penstock.kernels.float8.quantize import quantize_groups, quantize_rows, quantize_weight
+from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
 from penstock.kernels.float8.transpose import transpose_weight
 from penstock.kernels.permute import unpermute
@@ -34,3 +42,27 @@ TRITON = Float8Operators(
     bias_gradient=bias_gradient,
     attention=attention,
 )
+
+
+def multiply_with_torch(
+    a: Quantized,
+    b: Quantized,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+    accumulate_into: Tensor | None = None,
+) -> Tensor:
+    """`products.multiply` by torch's `scaled_mm` where it takes these sizes, else by our own kernel.
+
+    Args:
+        a: M x K.
+        b: N x K.
+        dtype: of the result.
+        out: where it is written.
+        accumulate_into: float32 sums that it is added to and that are returned.
+    """
+    chosen = multiply if torch_products.shape_obstacle(a, b) else torch_products.multiply
+    return chosen(a, b, dtype, out=out, accumulate_into=accumulate_into)
+
+
+WITH_TORCH = replace(TRITON, multiply=multiply_with_torch)

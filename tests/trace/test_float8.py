@@ -1,0 +1,358 @@
+"""A run in 8 bits: phases, products behind their functions, work, rows that travel packed, scripts."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import penstock.kernels.float8
+from penstock.base.spans import Span
+from penstock.kernels.float8 import attention_reference, expert_ffn, packed_rows
+from penstock.kernels.float8.operators import Float8Rule
+from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8
+from penstock.models.float8_linear import Float8Weight, float8_linear, float8_swiglu_network
+from penstock.moe.dispatch.cargo import Packing
+from penstock.trace.calls import calls_of
+from penstock.trace.events import NONE, Trace
+from penstock.trace.expert_rows import PACKED_ITEM, packed_row_bytes, products_of, received_rows
+from penstock.trace.kernel_names import MATRICES, Part, general, telling
+from penstock.trace.load import decode_trace
+from penstock.trace.operators import Call
+from penstock.trace.phases import find_phases
+from penstock.trace.replay import Question, replay
+from penstock.trace.replay_float8 import rule_text
+from penstock.trace.replay_kernels import RECIPES
+from penstock.trace.roofline import Roofline, Row, roofline
+from penstock.trace.tree import place
+from penstock.trace.work import work_of
+from tests.trace.test_phases import named
+from tests.trace.test_replay import BF16, recorded, refusal, run, shapes
+from tests.trace.test_roofline import EXPERTS, call, tensors, work
+from tests.trace.test_tree import NODE, decoded, names_at, operator, span, started
+from tests.trace.tiny import event, kernel, launch, text_of, trace_of
+
+RULE = Float8Rule(dense=BLOCKWISE, experts=BLOCKWISE)
+
+
+# ------------------------------------------------------------------------------------------------------------- phases
+
+
+def float8_kernels() -> Iterator[str]:
+    """Names of all kernels in the package."""
+    for path in Path(penstock.kernels.float8.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                yield node.name
+
+
+def test_every_kernel_of_8_bits_has_a_part_of_its_own() -> None:
+    parts = {name: telling(name) for name in float8_kernels()}
+    assert len(parts) >= 15
+    assert [name for name, part in parts.items() if part is None] == [MATRICES]
+    assert general(MATRICES) is Part.PRODUCTS
+
+
+@pytest.mark.parametrize(
+    ("around", "name", "phase"),
+    [
+        (Span.EXPERTS, "float8_rows_kernel", "experts"),
+        (Span.EXPERTS, "swiglu_float8_kernel", "activation"),
+        (Span.EXPERTS, "quantize_kernel", "quantize"),
+        (Span.EXPERTS, "group_tiles_kernel", "quantize"),
+        (Span.DISPATCH, "pack_rows_kernel", "quantize"),
+        (Span.DISPATCH, "unpack_rows_kernel", "quantize"),
+        (Span.NORM, "norm_quantize_kernel", "norm"),
+        (Span.NORM, "quantize_kernel", "norm"),
+        (Span.ATTENTION, "quantize_kernel", "quantize"),
+        (Span.ATTENTION, "quantize_heads_kernel", "attention"),
+        (Span.ATTENTION, "attention_queries_kernel", "attention"),
+        (Span.ATTENTION, MATRICES, "attention"),
+        (Span.DENSE, "swiglu_float8_kernel", "dense"),
+        (Span.SHARED, MATRICES, "shared"),
+        (None, "norm_quantize_kernel", "quantize"),
+        (None, "transpose_kernel", "quantize"),
+        (None, "swiglu_backward_float8_kernel", "activation"),
+        (None, "quantize_output_gradient_kernel", "attention"),
+        (None, MATRICES, "matrix products"),
+    ],
+)
+def test_quantization_is_a_phase_and_products_are_where_their_span_says(
+    around: Span | None, name: str, phase: str
+) -> None:
+    spans = [] if around is None else [span(around, 0, 50)]
+    assert [found for found, _ in named(decoded(*spans, *started(5, 1, name)))] == [phase]
+
+
+def test_weights_quantized_behind_the_optimizer_are_of_the_update() -> None:
+    assert named(decoded(span(Span.OPTIMIZER, 0, 50), *started(5, 1, "quantize_kernel"))) == [("quantize", "update")]
+
+
+@pytest.mark.parametrize("around", [span(Span.EXPERTS, 190, 70), span("other", 190, 70)])
+def test_a_product_of_matrices_among_experts_is_their_weight_gradient(around: dict[str, Any]) -> None:
+    node = operator(NODE + "_Float8ExpertFfnBackward", 200, 50, **{"Sequence number": 8, "Fwd thread id": 1})
+    trace = decoded(around, node, *started(205, 1, "float8_rows_kernel"), *started(220, 2, MATRICES))
+    assert named(trace) == [("experts input gradient", "backward"), ("experts weight gradient", "backward")]
+
+
+def test_bytes_transposed_by_attention_are_of_attention_and_those_of_its_weights_are_quantization() -> None:
+    inside = [operator("_Float8AttentionBackward", 2, 10), *started(5, 1, "transpose_kernel")]
+    trace = decoded(span(Span.ATTENTION, 0, 50), *inside, *started(20, 2, "transpose_kernel"))
+    assert [phase for phase, _ in named(trace)] == ["attention", "quantize"]
+
+
+# --------------------------------------------------------------------------------------------- products and their work
+
+X, W = (64, 256), (512, 256)
+GATE_UP, DOWN = (768, 256), (256, 384)
+
+
+def linear(start: float, sequence: int = NONE) -> dict[str, Any]:
+    numbered = {} if sequence == NONE else {"Sequence number": sequence}
+    return operator("_Float8Linear", start, 5, **numbered, **shapes([BF16, BF16, ""], [[*X], [*W], []]))
+
+
+def network(start: float) -> dict[str, Any]:
+    dims: list[Any] = [[*X], [*GATE_UP], [*DOWN], [64, 768]]
+    return operator("_Float8Network", start, 5, **shapes([BF16] * 4, dims))
+
+
+def step() -> Trace:
+    """A linear layer, a network and a linear layer that quantizes for itself; the first one's backward."""
+    forward = [
+        linear(0, sequence=4),
+        *started(10, 1, MATRICES, lasts=20),
+        *started(50, 2, MATRICES, lasts=30),
+        network(60),
+        *started(70, 3, "swiglu_float8_kernel", lasts=5),
+        *started(100, 4, MATRICES, lasts=15),
+        *started(150, 5, "quantize_kernel"),
+        linear(160),
+        *started(170, 6, MATRICES, lasts=20),
+    ]
+    numbers = {"Sequence number": 4, "Fwd thread id": 1}
+    backward = [
+        operator(NODE + "_Float8LinearBackward", 300, 90, **numbers),
+        operator("_Float8LinearBackward", 301, 88, **numbers, **shapes([BF16], [[64, 512]])),
+        *started(310, 7, "quantize_kernel", lasts=10),
+        *started(330, 8, MATRICES, lasts=20),
+        *started(350, 9, MATRICES, lasts=20),
+    ]
+    return decoded(*forward, *backward)
+
+
+def row_of(found: Roofline, name: str) -> Row:
+    (row,) = (row for row in found.rows if row.operator == name)
+    return row
+
+
+def test_products_belong_to_the_functions_that_asked_for_them() -> None:
+    trace = step()
+    found = names_at(trace, place(trace).operator)
+    backward = ["_Float8LinearBackward"] * 3
+    assert found == [
+        "_Float8Linear",
+        "_Float8Network",
+        "_Float8Network",
+        "_Float8Network",
+        None,
+        "_Float8Linear",
+        *backward,
+    ]
+
+
+def test_products_of_other_threads_or_regions_are_nobodys() -> None:
+    elsewhere = started(10, 1, MATRICES)
+    elsewhere[0]["tid"] = 99
+    trace = decoded(linear(0), *elsewhere, span("other", 20, 30), *started(25, 2, MATRICES))
+    assert names_at(trace, place(trace).operator) == [None, None]
+
+
+def test_products_of_a_captured_pass_belong_to_the_functions_of_the_eager_pass() -> None:
+    eager = [one for at in range(16) for one in (linear(100 * at), *started(100 * at + 10, at + 1, MATRICES, 20))]
+    graph = event("cuda_runtime", "cudaGraphLaunch", 5000, 5, correlation=99)
+    captured = [kernel(MATRICES, 6000 + 30 * at, 20, correlation=99) for at in range(16)]
+    trace = decoded(*eager, graph, *captured)
+    row = row_of(roofline(trace, find_phases(trace).placement), "_Float8Linear")
+    assert (row.count, row.inferred, row.kernel_us) == (32, True, pytest.approx(640))
+
+
+def test_dense_products_reach_a_share_of_the_peak_of_8_bits() -> None:
+    found = roofline(step())
+    dense, both, backward = (
+        row_of(found, name) for name in ("_Float8Linear", "_Float8Network", "_Float8LinearBackward")
+    )
+    assert (dense.count, dense.flops, dense.kernel_us) == (2, 2 * 64 * 512 * 256, pytest.approx(40))
+    assert (both.count, both.flops, both.kernel_us) == (1, 2 * 64 * 256 * (768 + 384), pytest.approx(50))
+    assert (backward.flops, backward.kernel_us) == (2 * 2 * 64 * 512 * 256, pytest.approx(50))
+    assert found.chip is not None and found.chip.fp8 is not None
+    large = work(call("_Float8Linear", *tensors((8192, 4096), (4096, 4096))))
+    assert large.dtype == "fp8"
+    assert large.bytes == 8192 * 4096 + 4096 * 4096 + 2 * 8192 * 4096
+
+
+def test_experts_in_8_bits_compute_as_much_as_in_16_and_move_less() -> None:
+    small = Call(name="_Float8ExpertFfn", shapes=EXPERTS.shapes, types=EXPERTS.types)
+    backward = call("_Float8ExpertFfnBackward", *tensors((16, 8)), made_by=small)
+    assert work(small).flops == work(EXPERTS).flops
+    assert work(small, used_rows=0.5).flops == work(EXPERTS).flops / 2
+    assert work(small).bytes < work(EXPERTS).bytes
+    assert (work(backward).flops, work(backward).dtype) == (2 * work(small).flops, "fp8")
+
+
+def test_attention_in_8_bits_is_causal_and_shares_keys() -> None:
+    forward = call("_Float8Attention", *tensors((2, 64, 4, 24), (2, 64, 1, 24), (2, 64, 1, 16)))
+    backward = call("_Float8AttentionBackward", *tensors((2, 64, 4, 16)), made_by=forward)
+    assert work(forward).flops == 2 * 4 * 64 * 64 * (24 + 16)
+    assert work(backward).flops == 2 * 4 * 64 * 64 * (3 * 24 + 2 * 16)
+
+
+def test_a_function_of_another_library_that_has_the_same_name_is_not_ours() -> None:
+    others = tensors((512, 256), (64, 256), *[(4,)] * 12)
+    assert work_of(call("_Float8Linear", *others)) is None
+    assert work_of(call("_Float8LinearBackward", *tensors((64, 512)))) is None
+    assert "has 14 arguments" in refusal(("_Float8Linear", shapes([BF16] * 14, [[4, 4]] * 14)), op="_Float8Linear")
+
+
+# ------------------------------------------------------------------------------------------------ rows on their way
+
+
+@given(st.integers(1, 20_000))
+def test_a_row_is_as_long_as_it_is_packed_by_either_recipe(width: int) -> None:
+    found = int(packed_row_bytes(np.array([width]))[0])
+    assert found == packed_rows.row_bytes(width, BLOCKWISE) == packed_rows.row_bytes(width, MXFP8)
+
+
+def test_packed_rows_are_moved_by_numbers_of_eight_bytes() -> None:
+    seen: list[int] = []
+
+    def out(rows: torch.Tensor) -> torch.Tensor:
+        seen.append(rows.itemsize)
+        return rows
+
+    packing = Packing(recipe=BLOCKWISE)
+    packing.load(torch.randn(4, 256)).moved(out, out)
+    assert seen == [PACKED_ITEM]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numbers", "dispatch", "rows"),
+    [
+        ("Long", 6 * 288 // 8, "auto", 6.0),
+        ("BFloat16", 6 * 256, "auto", 6.0),
+        ("BFloat16", 6 * 256, "none", 6.0),
+        ("Long", 6 * 288 // 8, "none", np.nan),
+    ],
+)
+def test_rows_that_came_in_8_bits_are_counted_with_their_scales(
+    dtype: str, numbers: int, dispatch: str, rows: float
+) -> None:
+    args = {
+        "Collective name": "all_to_all",
+        "dtype": dtype,
+        "In msg nelems": numbers,
+        "Out msg nelems": numbers,
+        "Process Group Name": "5",
+        "Process Group Ranks": "[0, 1]",
+        "Group size": 2,
+    }
+    experts = shapes([BF16, BF16, BF16, "int", "float"], [[12, 256], [3, 64, 256], [3, 256, 32], [3], [12]])
+    content = trace_of(
+        launch(5, correlation=1),
+        event("kernel", "ncclDevKernel_SendRecv(x)", 9, 9, stream=20, correlation=1, **args),
+        event("cpu_op", "_Float8ExpertFfn", 50, 9, **experts),
+        launch(52, correlation=2),
+        kernel("float8_rows_kernel", 60, 9, correlation=2),
+    )
+    header = {"penstock": {"config": {"float8": {"dispatch": dispatch}}}}
+    trace = decode_trace(text_of(content | header))
+    calls = calls_of({0: trace})
+    assert received_rows(trace, calls, np.array([0]), products_of(trace)) == pytest.approx([rows], nan_ok=True)
+
+
+# ------------------------------------------------------------------------------------------------------------ scripts
+
+
+def profiled() -> Trace:
+    """Our functions by their definitions, which have the names of those with kernels."""
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.bfloat16, requires_grad=True)
+
+    def weight(*shape: int) -> Float8Weight:
+        return Float8Weight(parameter_FD=matrix(*shape), kept=None, total=None, later=None, rule=RULE)
+
+    def work() -> None:
+        x_TD, counts_e = matrix(12, 64), torch.tensor([4, 0, 8], dtype=torch.int32)
+        experts = matrix(3, 64, 64), matrix(3, 64, 32)
+        expert_ffn.expert_ffn(x_TD, *experts, counts_e, torch.rand(12), float8=RULE).sum().backward()
+        float8_linear(x_TD, weight(32, 64)).sum().backward()
+        float8_swiglu_network(x_TD, weight(64, 64), weight(64, 32)).sum().backward()
+        heads = torch.randn(1, 8, 2, 64, requires_grad=True)
+        formats = {"forward": RULE.forward, "gradient": RULE.gradient}
+        attention_reference.attention(heads, heads, heads, scale=0.1, **formats).sum().backward()
+
+    return decode_trace(recorded(work).encode(), gpu_required=False)
+
+
+FUNCTIONS = [name for name, recipe in RECIPES.items() if recipe.float8 is not None]
+
+
+def test_our_functions_in_8_bits_are_run_again_forward_and_backward(tmp_path: Path) -> None:
+    trace = profiled()
+    ops = [name for one in ("_Float8ExpertFfn", "_Float8Linear", "_Float8Network") for name in (one, f"{one}Backward")]
+    texts = [replay({0: trace}, Question(op=op)) for op in ops]
+    assert "Recipe: that of the machine on which this runs; nothing in the trace says which it was." in texts[0]
+    # One process for all. No interpreter: on a CPU these are definitions.
+    whole = "\n".join(f"exec({text.replace('warm_up=10, times=50', 'warm_up=1, times=1')!r}, {{}})" for text in texts)
+    assert [line.split(":")[0] for line in run(whole, tmp_path).splitlines()] == ops
+    assert "scale=arguments[0].shape[-1] ** -0.5" in replay({0: trace}, Question(op="_Float8Attention"))
+
+
+def test_what_a_profile_holds_of_our_functions_is_what_models_of_their_work_read() -> None:
+    trace = profiled()
+    host = trace.host
+    for name in (one for one in FUNCTIONS if one != "_Float8Norm"):
+        args = host.args(int(np.flatnonzero(host.called(name))[0]))
+        dims = tuple(tuple(one) for one in args["Input Dims"])
+        assert work(Call(name=name, shapes=dims, types=tuple(args["Input type"]))).flops > 0
+
+
+def test_a_dense_product_leads_to_its_function_whose_time_is_its_products() -> None:
+    text = replay({0: step()}, Question(op=MATRICES))
+    assert "float8_linear.float8_swiglu_network(arguments[0], gate_up, down, ready)" in text
+    assert f"It launched {MATRICES}" in text and "50.0 us in the trace" in text
+    text = replay({0: step()}, Question(op="_Float8Linear"))
+    assert "float8_linear.float8_linear(arguments[0], weight, arguments[2], ready)" in text
+    assert "20.0 us in the trace" in text
+
+
+def test_a_norm_is_run_again_with_its_residual_if_it_had_one() -> None:
+    args = shapes([BF16, BF16, "float", "Scalar"], [[4, 8], [4, 8], [8], []], texts=["", "", "", "1e-05"])
+    trace = decode_trace(text_of(trace_of(event("cpu_op", "_Float8Norm", 0, 9, **args))), gpu_required=False)
+    text = replay({0: trace}, Question(op="_Float8Norm"))
+    assert "norm.add_rms_norm(arguments[0], arguments[1], arguments[2], arguments[3], RECIPE" in text
+
+
+@pytest.mark.parametrize(
+    ("section", "recipe", "told"),
+    [
+        ({"dense": "mxfp8", "gradients": "e5m2"}, 'RECIPES["mxfp8"]', "mxfp8, by the configuration"),
+        ({"dense": "auto"}, "default_recipe(TARGET)", "the configuration says so"),
+        ({"dense": "x'); import os"}, "default_recipe(TARGET)", "nothing in the trace"),
+        (7, "default_recipe(TARGET)", "nothing in the trace"),
+    ],
+)
+def test_a_script_computes_by_the_recipe_of_the_recording(section: Any, recipe: str, told: str) -> None:
+    lines, line = rule_text({"penstock": {"config": {"float8": section}}}, "dense")
+    assert f"RECIPE = {recipe}\n" in lines and told in line
+    assert ('"e5m2"' in lines) == (recipe == 'RECIPES["mxfp8"]')
+
+
+def test_phases_of_a_step_in_8_bits_leave_nothing_unnamed() -> None:
+    assert find_phases(step()).other_share == 0
