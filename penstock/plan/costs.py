@@ -296,7 +296,7 @@ _FLOAT8_ATTENTION: Mapping[str, int] = MappingProxyType({"attention_queries_kern
 _OF_ROWS = frozenset({"rows_kernel", "float8_rows_kernel"})
 """Kernels that multiply the rows of experts by their matrices."""
 
-_PRODUCTS: Mapping[str, int] = MappingProxyType({"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, "_scaled_mm": 2})
+_PRODUCTS: Mapping[str, int] = MappingProxyType({"mm": 2, "bmm": 2, "addmm": 3, "baddbmm": 3, "_scaled_mm_v2": 2})
 """Matrix products, and how many tensors they are given; the last two are multiplied."""
 
 _SENDERS: Mapping[str, str] = MappingProxyType({"push_rows_kernel": "dispatch", "return_rows_kernel": "dispatch"})

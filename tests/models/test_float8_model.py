@@ -113,6 +113,24 @@ def test_a_chip_that_lacks_a_recipe_refuses_it() -> None:
         float8_rule(run_of("float8.dense=auto"), replace(named_device("H200", "bf16"), packages=frozenset()))
 
 
+def test_dense_products_of_torch_are_taken_where_they_are_and_refused_elsewhere() -> None:
+    run = run_of("float8.dense=auto", "kernels.float8=torch")
+    ours = float8_rule(run_of("float8.dense=auto"), named_device("H200", "bf16")).operators
+    theirs = float8_rule(run, named_device("H200", "bf16")).operators
+    assert theirs.multiply is not ours.multiply and theirs == replace(ours, multiply=theirs.multiply)
+    with pytest.raises(KernelError, match="sm_90 only, this is sm_100"):
+        float8_rule(run_of("float8.dense=blockwise", "kernels.float8=torch"), named_device("B200", "bf16"))
+    with pytest.raises(KernelError, match="no GPU"):
+        choose_float8(run, CPU)
+
+
+def test_four_bits_are_computed_by_their_definition_which_must_be_let_wait() -> None:
+    four = ["float8.experts=nvfp4", "dispatch.sync_free=1"]
+    assert float8_rule(run_of(*four), named_device("B200", "bf16")).operators is REFERENCE
+    with pytest.raises(KernelError, match="sync_free=2 cannot be had"):
+        float8_rule(run_of("float8.experts=nvfp4", "dispatch.sync_free=2"), named_device("B200", "bf16"))
+
+
 # Training
 
 

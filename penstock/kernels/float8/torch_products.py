@@ -6,7 +6,7 @@ check it (aten/src/ATen/native/cuda/ScaledBlas.cpp; block-wise needs CUDA 12.9):
     row-wise   scales of a are M x 1, of b 1 x N, both contiguous
     1 x 128    scales are outer x depth blocks, outer contiguous, depth blocks `outer` apart
     128 x 128  scales of b are depth blocks x outer blocks, depth contiguous, padded to a multiple of 4 depth blocks
-    values     the contracted dim and N are multiples of 16; with blocks, of 128, and M is one of 4
+    values     the contracted dim and N are multiples of 16; with blocks of 128, of 128, and M is one of 4
 
 (CUDA takes a last block that is smaller, but the function that rehearses the product on the meta device does not.)
 
@@ -60,6 +60,8 @@ def shape_obstacle(a: Quantized, b: Quantized) -> str | None:
         return f"depth {depth} and width {columns} must be multiples of 16"
     if a.block[1] == DEPTH and (depth % DEPTH or rows % 4):
         return f"depth {depth} is no multiple of {DEPTH}, or {rows} rows are none of 4"
+    if b.block[0] == DEPTH and columns % DEPTH:
+        return f"width {columns} is no multiple of {DEPTH}"
     return None
 
 

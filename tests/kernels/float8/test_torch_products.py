@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.kernels.float8 import reference, torch_products
+from penstock.kernels.float8 import reference, torch_products, triton_operators
 from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, Recipe
 from penstock.kernels.tuning import target_of
 from tests.kernels.float8.draw_quantized import draw_rows, draw_weight, without_memory
@@ -28,8 +28,10 @@ def test_torchs_products_say_what_they_cannot_do() -> None:
     assert "12.9" in str(torch_products.obstacle(BLOCKWISE, "sm_90", "12.8"))
     for recipe, target in ((BLOCKWISE, "sm_100"), (BLOCKWISE, "gfx942"), (MXFP8, "sm_90")):
         assert recipe.name in str(torch_products.obstacle(recipe, target, "13.0"))
-    w = draw_weight(BLOCKWISE, CPU, 64, 256)
+    w = draw_weight(BLOCKWISE, CPU, 128, 256)
     assert "4" in str(torch_products.shape_obstacle(draw_rows(5, 256, BLOCKWISE, CPU), w))
+    wide = draw_weight(BLOCKWISE, CPU, 576, 256)
+    assert "576" in str(torch_products.shape_obstacle(draw_rows(4, 256, BLOCKWISE, CPU), wide))
     assert "blocks" in str(torch_products.shape_obstacle(draw_rows(4, 256, ROWWISE, CPU), w))
 
 
@@ -45,3 +47,13 @@ def test_torchs_products_equal_their_definition(recipe: Recipe, device: torch.de
         got, expected = (one(a, b, torch.bfloat16) for one in (torch_products.multiply, reference.multiply))
         # A matrix unit that keeps 14 bits of a sum, and a result of 8 bits.
         assert (got.float() - expected.float()).norm() < 5e-3 * expected.float().norm()
+
+
+def test_our_product_is_taken_where_torchs_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    for module, name in ((triton_operators, "multiply"), (torch_products, "multiply")):
+        monkeypatch.setattr(module, name, lambda *_, module=module, **__: taken.append(module.__name__))
+    w = draw_weight(BLOCKWISE, CPU, 128, 256)
+    for rows in (4, 5):
+        triton_operators.multiply_with_torch(draw_rows(rows, 256, BLOCKWISE, CPU), w, torch.bfloat16)
+    assert taken == [torch_products.__name__, triton_operators.__name__]
