@@ -26,6 +26,7 @@ callables that are used.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.kernels.expert_kernels import REFERENCE, TRITON, ExpertKernels
-from penstock.kernels.expert_parts import BIASES, MATRICES, Weighed, check_operands, sum_over_places
+from penstock.kernels.expert_parts import (
+    BIASES,
+    MATRICES,
+    PutOff,
+    Weighed,
+    check_operands,
+    put_gradient,
+    sum_over_places,
+)
 from penstock.kernels.launching import on_gpu
 from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
 
@@ -50,6 +59,7 @@ def expert_ffn(
     rule: ExpertRule = SWIGLU,
     places_TK: Tensor | None = None,
     accumulate_into: tuple[Tensor, ...] | None = None,
+    put_off: PutOff | None = None,
     recompute: bool = False,
     kernels: ExpertKernels | None = None,
 ) -> Tensor:
@@ -68,6 +78,7 @@ def expert_ffn(
             `RowOrder`). With it the gradient of x is a sum in a fixed order; without it rows are added by atomics.
         accumulate_into: float32 sums in the shapes of gate_up and down, and behind them of the biases that there are;
             backward adds the gradients of these to them and returns none.
+        put_off: is offered the gradients of both matrices; None has them made in backward.
         recompute: keep no pre-activation; each backward pass runs the first product again. Bit for bit the same.
         kernels: what to build it from; None takes `TRITON` on a GPU and `REFERENCE` on a CPU.
 
@@ -86,6 +97,8 @@ def expert_ffn(
     extras = _Extras(
         places_TK=places_TK,
         sums=(*sums, *[None] * (MATRICES + BIASES - len(sums))),
+        parameters=(gate_up_eFD, down_eDF),
+        put_off=put_off,
         recompute=recompute,
         rule=rule,
         kernels=kernels,
@@ -101,6 +114,8 @@ class _Extras:
 
     places_TK: Tensor | None
     sums: tuple[Tensor | None, ...]
+    parameters: tuple[Tensor, Tensor]
+    put_off: PutOff | None
     recompute: bool
     rule: ExpertRule
     kernels: ExpertKernels
@@ -150,7 +165,10 @@ class _ExpertFfn(torch.autograd.Function):
         )
         del dh_RF, kept_RF
         if wants_down:
-            d_down_eDF = kernels.weight_gradient(dy_RD, h_RF, counts_e, None, accumulate_into=down_sum, tiles=tiles)
+            rows = dy_RD, h_RF, counts_e, None
+            make = partial(kernels.weight_gradient, *rows, accumulate_into=down_sum, tiles=tiles)
+            d_down_eDF = put_gradient(make, extras.parameters[1], down_sum, extras.put_off)
+            del rows, make
         del h_RF
         if down_bias is not None:
             weighed = None if dweights_R is None else Weighed(down_bias, weights_R, dweights_R)
@@ -165,10 +183,11 @@ class _ExpertFfn(torch.autograd.Function):
             del dx_RD
         # Last, because it is the largest: everything above is free again by now.
         if wants_gate_up:
-            d_gate_up_eFD = kernels.weight_gradient(
-                d_gate_up_RF, x_ND, counts_e, index_R, accumulate_into=gate_up_sum, tiles=tiles
-            )
-        found = (d_gate_up_eFD, d_down_eDF, d_gate_up_bias_eF, d_down_bias_eD)
+            rows = d_gate_up_RF, x_ND, counts_e, index_R
+            make = partial(kernels.weight_gradient, *rows, accumulate_into=gate_up_sum, tiles=tiles)
+            d_gate_up_eFD = put_gradient(make, extras.parameters[0], gate_up_sum, extras.put_off)
         # What was added to a sum is given to nobody else.
-        given = [None if total is not None else one for one, total in zip(found, extras.sums, strict=True)]
-        return dx_ND, *given[:MATRICES], None, dweights_R if wants_weights else None, None, *given[MATRICES:], None
+        of_biases = zip((d_gate_up_bias_eF, d_down_bias_eD), (gate_up_bias_sum, down_bias_sum), strict=True)
+        given = [None if total is not None else one for one, total in of_biases]
+        dweights_R = dweights_R if wants_weights else None
+        return dx_ND, d_gate_up_eFD, d_down_eDF, None, dweights_R, None, *given, None

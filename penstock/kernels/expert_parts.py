@@ -18,6 +18,10 @@ MATRICES, BIASES = 2, 2
 """Parameters of the experts: gate and up together, and down; with biases the same two once more."""
 
 
+PutOff = Callable[[Callable[[], None]], bool]
+"""Is offered a weight gradient, as a function that puts it where it belongs, and says whether it will call it."""
+
+
 class Weighed(NamedTuple):
     """What belongs to a bias that stands in each row times the row's weight.
 
@@ -84,6 +88,32 @@ def used(rows_RD: Tensor, counts_e: Tensor) -> Tensor:
 def add_or_return(dw_eFD: Tensor, accumulate_into: Tensor | None) -> Tensor:
     """A gradient, or the sum that it is added to if there is one."""
     return dw_eFD if accumulate_into is None else accumulate_into.add_(dw_eFD)
+
+
+def put_gradient(
+    make: Callable[[], Tensor], parameter: Tensor, total: Tensor | None, put_off: PutOff | None
+) -> Tensor | None:
+    """Make the gradient of a matrix, or leave that to somebody else.
+
+    Args:
+        make: gives it; if there is a sum, has added it there.
+        parameter: the matrix.
+        total: float32 sum; None for the parameter's own `.grad`.
+        put_off: None has it made now.
+
+    Returns:
+        What is left to autograd.
+    """
+
+    def late() -> None:
+        found = make()
+        if total is None:  # Through the parameter's own hooks, as in any backward pass.
+            parameter.view_as(parameter).backward(found)
+
+    if put_off is not None and put_off(late):
+        return None
+    found = make()
+    return found if total is None else None
 
 
 def sum_over_places(

@@ -130,6 +130,9 @@ class Experts(nn.Module):
         parameters = tuple(parameter for parameter in held if parameter is not None)
         if self.float8.experts is not None:
             return self._ffn_in_float8(rows, recompute, *parameters)
+        if self.operators.expert_ffn_is_ours:
+            # It puts its weight gradients off by itself; walked twice, half of its backward would be made twice.
+            return self._ffn(rows, recompute, rows.x_ND, rows.weights_R, *parameters)
         function = partial(self._ffn, rows, recompute)
         return deferrable(function, (rows.x_ND, rows.weights_R), parameters, self.later)
 
@@ -138,8 +141,7 @@ class Experts(nn.Module):
         gate_up_eFD, down_eDF, *of_biases = parameters
         ffn = partial(self.operators.expert_ffn, biases=_pair(of_biases), rule=self.rule, places_TK=rows.places_NK)
         if self.operators.expert_ffn_is_ours:
-            # Deferred gradients go through autograd: a kernel that adds them up would do so too early.
-            ffn = partial(ffn, recompute=recompute, accumulate_into=None if self.later else self.sums)
+            ffn = partial(ffn, recompute=recompute, accumulate_into=self.sums, put_off=self._put_off)
         return ffn(x_ND, gate_up_eFD, down_eDF, rows.counts_e, weights_R, rows.index_R)
 
     def _ffn_in_float8(self, rows: ExpertRows, recompute: bool, *parameters: Tensor) -> Tensor:

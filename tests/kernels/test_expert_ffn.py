@@ -303,3 +303,42 @@ def test_places_without_an_index_are_refused(device: torch.device) -> None:
     batch = draw("random", device)
     with pytest.raises(KernelError, match="index_R missing"):
         expert_ffn(*batch.inputs[:5], places_TK=batch.order.places_TK)
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_weight_gradients_that_are_put_off_are_the_same_and_nothing_is_made_twice(sums: bool) -> None:
+    batch, made = draw("random", torch.device("cpu")), list[str]()
+
+    def counted(name: str) -> Callable[..., Tensor]:
+        def call(*arguments: Any, **options: Any) -> Tensor:
+            made.append(name)
+            product: Tensor = getattr(REFERENCE, name)(*arguments, **options)
+            return product
+
+        return call
+
+    products = ("forward", "input_gradient", "weight_gradient")
+    kernels = replace(REFERENCE, **{name: counted(name) for name in products})
+
+    def gradients(put_off: Callable[[Callable[[], None]], bool] | None) -> list[Tensor]:
+        matrices = [one.detach().clone().requires_grad_() for one in (batch.gate_up_eFD, batch.down_eDF)]
+        x_TD = batch.x_TD.detach().clone().requires_grad_()
+        into = tuple(torch.zeros_like(one) for one in matrices) if sums else None
+        y_RD = expert_ffn(x_TD, *matrices, *batch.rest, accumulate_into=into, put_off=put_off, kernels=kernels)
+        made.clear()
+        y_RD.square().sum().backward()
+        found = into or [one.grad for one in matrices]
+        if put_off is not None:
+            assert made.count("weight_gradient") == 0 and made.count("input_gradient") == 2
+            assert all(one is None or not one.any() for one in found)
+            for task in tasks:
+                task()
+            found = into or [one.grad for one in matrices]
+        assert sorted(made) == ["input_gradient"] * 2 + ["weight_gradient"] * 2
+        return [x_TD.grad, *found]
+
+    tasks: list[Callable[[], None]] = []
+    late = gradients(lambda task: tasks.append(task) or True)
+    for one, other in zip(gradients(None), late, strict=True):
+        assert torch.equal(one, other)
+    assert len(tasks) == 2

@@ -35,16 +35,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
-from penstock.kernels.expert_parts import BIASES, MATRICES, Weighed, check_operands, sum_over_places
+from penstock.kernels.expert_parts import (
+    BIASES,
+    MATRICES,
+    PutOff,
+    Weighed,
+    check_operands,
+    put_gradient,
+    sum_over_places,
+)
 from penstock.kernels.float8.gathered import GatheredCopies, copies_of
 from penstock.kernels.float8.operators import Float8Operators, Float8Rule
 from penstock.kernels.float8.quantized import Quantized, WeightCopies
 from penstock.kernels.float8.recipes import Recipe
 from penstock.kernels.operators import torch_add_bias
 from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
-
-PutOff = Callable[[Callable[[], None]], bool]
-"""Takes a function to be called later, or says that it will not."""
 
 
 class ExpertCopies(NamedTuple):
@@ -269,21 +274,14 @@ def _weight_gradient(
     """The gradient of a matrix where it belongs, and when; gives what is left to autograd."""
     total, parameter = extras.sums[place], extras.parameters[place]
 
-    def made() -> Tensor | None:
+    def made() -> Tensor:
         columns = x if isinstance(x, Quantized) else x()
         found: Tensor = extras.operators.multiply_columns(
             dy, columns, counts_e, dtype=parameter.dtype, accumulate_into=total, tiles=tiles
         )
-        return found if total is None else None
+        return found
 
-    def late() -> None:
-        found = made()
-        if found is not None:  # Through the parameter's own hooks, as in any backward pass.
-            parameter.view_as(parameter).backward(found)
-
-    if extras.put_off is not None and extras.put_off(late):
-        return None
-    return made()
+    return put_gradient(made, parameter, total, extras.put_off)
 
 
 def _bias_gradients(
