@@ -33,7 +33,7 @@ def draw(cases: list[dict[str, Any]], path: Path) -> None:
     first = dict(cases[0]["curve"])
     for case in cases:
         steps, losses = zip(*case["curve"], strict=True)
-        label = "bf16" if case["case"] == "none" else case["case"]
+        label = "none in 8 bits" if case["case"] == "none" else case["case"]
         above.plot(steps, losses, label=label, linewidth=1)
         below.plot(steps, [100 * (loss / first[step] - 1) for step, loss in case["curve"]], linewidth=1)
     above.set_ylabel("training loss")

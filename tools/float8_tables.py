@@ -14,12 +14,12 @@ def curves(result: Result) -> str:
     lines = [
         f"`{result['command']}`, commit `{result['commit']}`: {sizes}.",
         "",
-        "| dense products and experts | loss of the last steps | beside 16 bits | held-out loss | beside 16 bits |",
+        "| recipe of dense products and experts | loss of the last steps | beside none | held-out loss | beside none |",
         "|---|---:|---:|---:|---:|",
     ]
     for case in numbers["cases"]:
         held_out = case["held_out_loss"]
-        name = "16 bits" if case["case"] == "none" else f"`{case['case']}`"
+        name = "none in 8 bits" if case["case"] == "none" else f"`{case['case']}`"
         lines.append(
             f"| {name} | {case['last_loss']:.4f} | {case['difference']:+.2%} | {held_out:.4f} "
             f"| {held_out / first['held_out_loss'] - 1:+.2%} |"
