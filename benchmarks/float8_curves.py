@@ -3,6 +3,9 @@
 python -m benchmarks.float8_curves --output benchmarks/results/float8-curves-debug.json
 python -m benchmarks.float8_curves --target curves.toml --steps 2000 --cases none blockwise --output ...
 
+What is a difference worth? Case `rows-2` makes passes of so many rows instead of the preset's: the same run, whose sums
+are rounded in another order. Case `bf16` is the run in bfloat16, which a debug preset in float32 is not.
+
 A case is a recipe for dense products and experts; `+dispatch` behind it sends rows in 8 bits too. The last loss is the
 mean over the last `--last` steps, because a single one depends on its text.
 """
@@ -34,11 +37,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--last", type=int, default=100, help="steps whose mean is the last loss")
     parser.add_argument("--cases", nargs="+", default=list(CASES))
+    parser.add_argument("--add-to", type=Path, help="earlier result of the same run, whose cases are kept")
     parser.add_argument("--parallel", type=int, default=1, help="cases that run at once")
     parser.add_argument("--timeout", type=float, default=None, help="seconds after which a case is ended")
     record.add_arguments(parser)
     options = parser.parse_args()
     cases: list[dict[str, Any]] = []
+    if options.add_to is not None:
+        cases = json.loads(options.add_to.read_text("utf-8"))["numbers"]["cases"]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.parallel) as pool:
         trained = pool.map(partial(_train, options, folder=Path(folder)), options.cases)
         for case, lines in zip(options.cases, trained, strict=True):
@@ -50,6 +56,10 @@ def main() -> None:
 
 def overrides_of(case: str) -> list[str]:
     """What a case changes: `none`, or a recipe, with `-e5m2` for gradients, with `+dispatch` for rows that travel."""
+    if case.startswith("rows-"):
+        return [f"training.micro_batch={case.removeprefix('rows-')}"]
+    if case == "bf16":
+        return ["training.precision=bf16"]
     recipe, _, also = case.partition("+")
     recipe, _, gradients = recipe.partition("-")
     changes = [f"float8.dense={recipe}", f"float8.experts={recipe}"]

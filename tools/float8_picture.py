@@ -39,7 +39,7 @@ def draw(cases: list[dict[str, Any]], path: Path) -> None:
     above.set_ylabel("training loss")
     above.legend(frameon=False, fontsize="small")
     below.set_ylabel("difference, %")
-    below.set_ylim(-2, 2)
+    below.set_ylim(-4, 4)
     below.axhspan(-0.25, 0.25, alpha=0.15, color="gray")
     below.set_xlabel("step")
     figure.tight_layout()
