@@ -325,7 +325,7 @@ def test_the_knobs_offer_what_the_backends_have() -> None:
             assert set(get_args(fields[knob].annotation)) == offered, knob
     assert set(get_args(fields["all"].annotation)) == {"auto", *BACKENDS}
     knobs = {knob for question in QUESTIONS for knob in question.knobs}
-    assert fields.keys() == knobs | {"all", "attention", "loss_chunk", "measured"}
+    assert fields.keys() == knobs | {"all", "attention", "float8", "loss_chunk", "measured"}
 
 
 def test_every_part_has_sizes_and_belongs_to_a_question() -> None:
