@@ -87,6 +87,9 @@ LADDER = (
             "dispatch.method=all-to-all",
             "dispatch.sync_free=0",
             "dispatch.overlap=none",
+            "float8.dense=none",
+            "float8.experts=none",
+            "float8.dispatch=none",
             "graphs.capture=none",
             "kernels.route=reference",
             "kernels.permute=reference",
@@ -161,6 +164,24 @@ LADDER = (
         needs=("experts", "sharing"),
     ),
     Rung(name="larger", what="twice the rows in a micro-batch", micro_batch_times=2),
+    Rung(
+        name="float8-dense",
+        what="products of attention, dense networks and shared experts in 8 bits",
+        change=("float8.dense=auto",),
+        needs=("gpu",),
+    ),
+    Rung(
+        name="float8-experts",
+        what="those of the experts",
+        change=("float8.experts=auto",),
+        needs=("experts", "gpu"),
+    ),
+    Rung(
+        name="float8-dispatch",
+        what="and the rows that travel to them",
+        change=("float8.dispatch=auto",),
+        needs=("experts", "sharing", "gpu"),
+    ),
 )
 """From the plainest form of everything to the fastest that there is."""
 
