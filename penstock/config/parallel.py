@@ -72,8 +72,8 @@ class Dispatch(Section):
     )
     bound: float = knob(
         2.0,
-        doc="At `sync_free` 2: rows that a rank's experts have room for, over its even share. A step that needs more "
-        "is repeated with room for all.",
+        doc="At `sync_free` 2: rows that a rank's experts have room for at first, over its even share. A step that "
+        "needs more is repeated, and layers that were too small keep what it needed and a tenth.",
         low=1.0,
     )
     sms: int = knob(

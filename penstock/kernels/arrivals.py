@@ -44,7 +44,7 @@ def order_arrivals(
     weights_NK: Tensor,
     own: range,
     rows: int,
-    left_out: Tensor | None = None,
+    meter: Tensor | None = None,
     *,
     launch: Launch = ORDER_LAUNCH,
 ) -> Arrivals:
@@ -58,7 +58,8 @@ def order_arrivals(
         weights_NK: float32.
         own: ids of our experts.
         rows: that there is room for.
-        left_out: int64 scalar, to which the number of rows that found no room is added; or None.
+        meter: int64 [2]: rows that found no room are added to the first, and the second becomes at least the rows that
+            came; or None.
         launch: slots of a tile and experts of a scan (powers of two), and warps.
     """
     slots, device, experts = experts_NK.numel(), experts_NK.device, len(own)
@@ -89,7 +90,7 @@ def order_arrivals(
         tallies_CE,
         totals_e,
         *arrivals,
-        left_out,
+        meter,
         *sizes,
         rows,
         places,
@@ -131,7 +132,7 @@ def place_arrivals_kernel(
     out_weights_ptr,
     places_ptr,
     counts_ptr,
-    left_out_ptr,
+    meter_ptr,
     first,
     slots,
     tiles,
@@ -158,8 +159,9 @@ def place_arrivals_kernel(
     if chunk == 0:
         kept_E = tl.minimum(end_E, rows) - tl.minimum(end_E - count_E, rows)
         tl.store(counts_ptr + bin_E, kept_E, mask=bin_E < EXPERTS)
-        if left_out_ptr is not None:
-            tl.store(left_out_ptr, tl.load(left_out_ptr) + (total - used))
+        if meter_ptr is not None:
+            tl.store(meter_ptr, tl.load(meter_ptr) + (total - used))
+            tl.store(meter_ptr + 1, tl.maximum(tl.load(meter_ptr + 1), total.to(tl.int64)))
     for tile in range(tiles):
         slot_R = (chunk * tiles + tile) * BLOCK_R + lane
         expert_R = _own_experts(ids_ptr, slot_R, slots, first, EXPERTS)

@@ -10,10 +10,10 @@ nothing on the device, so it counts nothing. Parameters and expert bias are upda
 replay. One number of a micro-batch is part of the graph instead of an input of it, its share of the global batch, which
 is the same for all.
 
-Eager all the same: evaluation, the search for a value that is not finite, and a step that is made again with room for
-all, whose shapes are others. Before such a step the graph is given up, because memory might not be enough for both; the
-next step captures it anew. Clipping and update stay eager too: some hundred launches once a step, which the host is
-through with long before the device (docs/graphs.md).
+Eager all the same: evaluation, the search for a value that is not finite, and a step that is made again with more room
+for rows, whose shapes are others. Before such a step the graph is given up, because memory might not be enough for
+both; the next step captures it anew. Clipping and update stay eager too: some hundred launches once a step, which the
+host is through with long before the device (docs/graphs.md).
 
 Transfers through the memory that GPUs share count on the device (penstock/parallel/symmetric.py), so they can be
 replayed; which slots they use is part of the graph.
@@ -30,7 +30,7 @@ from torch import Tensor
 from penstock.base.errors import DeviceError
 from penstock.base.spans import MICRO_BATCH, Span
 from penstock.models.rank_model import RankModel
-from penstock.moe.dispatch.room import has_room_for_all
+from penstock.moe.dispatch.room import widenings
 from penstock.parallel.axes import Axis
 from penstock.parallel.graphs import Capture, Replayable, capture
 from penstock.parallel.messages import exchange_json
@@ -61,6 +61,7 @@ class CapturedPasses:
         self._capture = capture
         self._is_warm = False
         self._is_given_up = False
+        self._widenings = 0
         self._pass: _CapturedPass | None = None
         self._notices: list[str] = []
 
@@ -70,7 +71,8 @@ class CapturedPasses:
         Raises:
             DeviceError: there is no memory for the graph, on any rank, and it was asked for.
         """
-        if has_room_for_all(model.modules):
+        if (now := widenings(model.modules)) != self._widenings:
+            self._widenings = now
             self.release()
             return forward_backward(model, batch, rule, enter)
         if self._is_warm and not self._is_given_up and self._pass is None:

@@ -9,7 +9,7 @@ A part is attention with the norms on both sides of it, the router, and the orde
 device, the experts, combine, the networks that every token passes. A pass that can be captured whole launches still
 less (penstock/train/captured.py).
 
-Parts know nothing of rows from other ranks, so a step that is made again with room for all replays them too. They have
+Parts know nothing of rows from other ranks, so a step that is made again with more room replays them too. They have
 no collectives: a rank that replays and one that does not get along. Evaluation, and the search for a value that is not
 finite, read micro-batches that carry no parts.
 """

@@ -65,7 +65,7 @@ FIELDS: dict[str, Field] = {
     ),
     "dropped_slots": Field("slots", "(token, expert) pairs over capacity, all layers together."),
     "rows_left_out": Field(
-        "rows", "Rows that found no room at their experts (dispatch.bound); if any, the step was made twice, for all."
+        "rows", "Rows that found no room at their experts (dispatch.bound); if any, the step was made again."
     ),
     "records_skipped": Field(
         "records", "Records of text that could not be read and were skipped so far (data.corrupt); each epoch anew."

@@ -5,7 +5,7 @@ then is it decided whether to update. So a step that is not finite leaves parame
 they were, and the update's kernels still run while the host prepares the next step. What else ranks must tell each
 other, their memory and whether somebody asked them to stop, is summed and read with these figures.
 
-A step in which rows found no room at their experts, on any rank, is made again with room for all
+A step in which rows found no room at their experts, on any rank, is made again with more of it
 (penstock/moe/dispatch/room.py).
 """
 
@@ -24,7 +24,7 @@ from penstock.data.batch import Batch
 from penstock.models.holdings import refresh_float8
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import LayerLoad, layer_loads, reset_loads, update_expert_bias
-from penstock.moe.dispatch.room import forget_left_out, room_for_all, rows_left_out
+from penstock.moe.dispatch.room import forget_left_out, make_room, rows_left_out
 from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.parallel.spans import span
 from penstock.parallel.stopwatch import EnterPhase, untimed
@@ -141,13 +141,14 @@ def train_step(
     with span(Span.DATA):
         whole = cut(batch, rule.cut)
 
-    # 2. to 4. Gradients and figures, once more if some rows found no room.
+    # 2. to 4. Gradients and figures; again if some rows found no room. What comes to a layer depends on what the layers
+    # before it left out, so its room may have to grow twice.
     result, loads = _differentiate(model, optimizer, whole, rule, stop, enter)
-    if result.left_out:
-        left_out = result.left_out
-        with room_for_all(model.modules):
-            result, loads = _differentiate(model, optimizer, whole, rule, stop, enter)
-        result = replace(result, left_out=left_out)
+    left_out = result.left_out
+    while result.left_out:
+        make_room(model.modules)
+        result, loads = _differentiate(model, optimizer, whole, rule, stop, enter)
+    result = replace(result, left_out=left_out)
     if not result.is_finite:
         return result
 

@@ -18,12 +18,12 @@ SMALL = Launch(block_rows=4, block_columns=2, warps=1)
 
 def test_the_example_of_the_docstring(device: torch.device) -> None:
     experts_NK = torch.tensor([[1, 0], [1, 2], [3, 1]], dtype=torch.int32, device=device)
-    left_out = torch.ones((), dtype=torch.int64, device=device)
+    meter = torch.tensor([1, 3], device=device)
     weights_NK = torch.arange(6.0, device=device).view(3, 2)
-    arrivals = order_arrivals(experts_NK, weights_NK, range(1, 3), 3, left_out, launch=SMALL)
+    arrivals = order_arrivals(experts_NK, weights_NK, range(1, 3), 3, meter, launch=SMALL)
     assert arrivals.places_NK.tolist() == [[0, 3], [1, 3], [3, 2]] and arrivals.counts_e.tolist() == [3, 0]
     assert arrivals.slots_R.tolist() == [0, 2, 5, 0] and arrivals.index_R.tolist() == [0, 1, 2, 0]
-    assert arrivals.weights_R.tolist() == [0, 2, 5, 0] and int(left_out) == 2
+    assert arrivals.weights_R.tolist() == [0, 2, 5, 0] and meter.tolist() == [2, 4]
 
 
 @settings(max_examples=20, deadline=None)
@@ -60,7 +60,7 @@ def test_it_compiles_without_spills(target: str) -> None:
     sizes: dict[str, Any] = {"EXPERTS": 64, "BINS": 128, "BLOCK_R": 128}
     counted = compile_for(count_arrivals_kernel, ids | {"tallies_ptr": "*i32:16"}, sizes, TARGETS[target])
     tables = dict.fromkeys(("earlier_ptr", "totals_ptr", "counts_ptr"), "*i32:16")
-    orders = dict.fromkeys(("slots_ptr", "index_ptr", "places_ptr", "left_out_ptr"), "*i64:16")
+    orders = dict.fromkeys(("slots_ptr", "index_ptr", "places_ptr", "meter_ptr"), "*i64:16")
     weights = dict.fromkeys(("weights_ptr", "out_weights_ptr"), "*fp32:16")
     signature = ids | tables | orders | weights | {"rows": "i32", "places": "i32:16"}
     placed = compile_for(place_arrivals_kernel, signature, sizes | {"K": 8}, TARGETS[target])

@@ -20,7 +20,7 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_to_all import PaddedAllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.local import LocalDispatcher
-from penstock.moe.dispatch.room import Room, room_for_all
+from penstock.moe.dispatch.room import Room, forget_left_out, make_room
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import ALONE
 from tests.distributed.pool import Pool
@@ -270,7 +270,7 @@ def test_nodes_may_be_many_or_one_and_hold_experts_whole_or_in_part(
     ("kind", "triton"),
     [("even", False), ("skewed", True), ("all on the last rank", False), ("all dropped", False)],
 )
-def test_rows_that_find_no_room_are_counted_and_pass_when_there_is_room_for_all(
+def test_rows_that_find_no_room_are_counted_and_pass_when_there_is_as_much_as_came(
     ranks: Pool, kind: str, triton: bool, way: Gloo, expert_tensor: int
 ) -> None:
     placement = ExpertPlacement(experts=8, expert=2, expert_tensor=expert_tensor)
@@ -288,15 +288,15 @@ def test_rows_that_find_no_room_are_counted_and_pass_when_there_is_room_for_all(
 
 
 def _without_and_with_room(way: Gloo, whole: Problem, triton: bool) -> tuple[int, int, list[Tensor]]:
-    """On a rank: rows that found no room, those that found none with room for all, and what came out then."""
+    """On a rank: rows that found no room, those that found none with room for them, and what came out then."""
     room = Room(whole.placement, 1.0)
     dispatchers, place = dispatchers_on_a_rank(way, whole.placement, [room], triton)
     (first,) = mix(dispatchers, [whole], place)
     assert all(torch.isfinite(tensor).all() for tensor in first), "rows without room spoil others"
     left_out = int(room.left_out)
-    room.left_out.zero_()
-    with room_for_all([room]):
-        (again,) = mix(dispatchers, [whole], place)
+    make_room([room])
+    forget_left_out([room])
+    (again,) = mix(dispatchers, [whole], place)
     return left_out, int(room.left_out), again
 
 

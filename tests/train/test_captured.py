@@ -17,7 +17,7 @@ from penstock.kernels.choose import Choice
 from penstock.layout.experts import ExpertPlacement
 from penstock.models.holdings import holdings
 from penstock.models.rank_model import RankModel
-from penstock.moe.dispatch.room import Room, room_for_all
+from penstock.moe.dispatch.room import Room, make_room
 from penstock.train.captured import CapturedPasses, copy_of, fill
 from penstock.train.captured_parts import CapturedParts
 from penstock.train.choose_capture import choose_capture, why_not
@@ -168,8 +168,8 @@ def test_a_step_that_is_made_again_gives_the_graph_up_and_the_next_one_captures_
     whole = [cut(random_batch(4, 12, seed=seed), rule.cut) for seed in range(4)]
     for batch in whole[:2]:
         rule.passes(model, batch, rule.loss)
-    with room_for_all(model.modules):
-        repeated = rule.passes(model, whole[2], rule.loss)
+    make_room(model.modules)
+    repeated = rule.passes(model, whole[2], rule.loss)
     optimizer.zero_gradients()
     rule.passes(model, whole[3], rule.loss)
     assert recorded.log == ["capture", "replay", "replay", "release", "capture", "replay", "replay"]

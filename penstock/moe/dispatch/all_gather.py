@@ -79,7 +79,7 @@ class AllGatherDispatcher:
             return first_rows(order, self.counts.total(order.counts_E, share, tokens * top_k))
         rows = self.room.rows(tokens, top_k)
         if self.room.training and not is_replaying():
-            self.room.left_out += (order.counts_E.sum() - rows).clamp(min=0)
+            self.room.count(order.counts_E.sum(), rows)
         return first_rows(order, rows)
 
 

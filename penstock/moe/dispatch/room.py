@@ -2,13 +2,12 @@
 
 A dispatcher that must know its shapes before it knows the routing asks its `Room`. Rows beyond it are left out of that
 pass, so the pass is worth nothing: they are counted on the device, the count is read once a step with the other
-figures, and the step is made again with room for all (penstock/train/step.py). Passes that are not trained on are not
-repeated, so they always have room for all.
+figures, and the step is made again (penstock/train/step.py) with more room in the layers and on the ranks that were too
+small, which they keep. Passes that are not trained on are not repeated, so they always have room for all.
 """
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,26 +17,37 @@ from penstock.layout.experts import ExpertPlacement
 MULTIPLE = 16
 """A buffer with a bound has a multiple of this, rounded up; its last row is nobody's."""
 
+SPARE = 1.1
+"""Room over the most rows that came, so that the next step, whose routing differs a little, finds room."""
+
 
 class Room(nn.Module):
     """Room for the rows of one layer on one rank.
 
     Args:
         placement: of the layer's experts.
-        bound: rows over the even share; infinity for the worst case.
+        bound: rows over the even share to begin with; infinity for the worst case.
 
     Attributes:
-        left_out: int64 scalar, rows that found no room since the last `forget_left_out`.
+        bound: now.
+        widenings: how often shapes may have changed, the same on all ranks.
+        meter: int64 [2]: rows that found no room, and the most rows that came in a pass, since `forget_left_out`.
     """
 
-    left_out: Tensor
+    meter: Tensor
 
     def __init__(self, placement: ExpertPlacement, bound: float) -> None:
         super().__init__()
         self.placement = placement
         self.bound = bound
-        self.is_lifted = False
-        self.register_buffer("left_out", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.widenings = 0
+        self._share = 0.0
+        self.register_buffer("meter", torch.zeros(2, dtype=torch.int64), persistent=False)
+
+    @property
+    def left_out(self) -> Tensor:
+        """Int64 scalar, rows that found no room since `forget_left_out`."""
+        return self.meter[0]
 
     def rows(self, tokens: int, top_k: int) -> int:
         """Rows that there is room for.
@@ -47,10 +57,30 @@ class Room(nn.Module):
             top_k: slots of each, all of different experts.
         """
         worst = tokens * min(top_k, self.placement.per_place)
-        if math.isinf(self.bound) or self.is_lifted or not self.training:
+        if math.isinf(self.bound) or not self.training:
             return worst
-        share = tokens * top_k / self.placement.expert
-        return min(worst, math.ceil((share * self.bound + 1) / MULTIPLE) * MULTIPLE - 1)
+        self._share = tokens * top_k / self.placement.expert
+        return min(worst, math.ceil((self._share * self.bound + 1) / MULTIPLE) * MULTIPLE - 1)
+
+    def count(self, rows: Tensor, room: int) -> None:
+        """Note on the device that a pass brought so many rows.
+
+        Args:
+            rows: integer scalar.
+            room: for how many there was room.
+        """
+        self.meter[0] += (rows - room).clamp(min=0)
+        self.meter[1] = torch.maximum(self.meter[1], rows)
+
+    def widen(self, most: int) -> None:
+        """From now on there is room for so many rows of a pass like the last ones, and for some more.
+
+        Args:
+            most: rows of a pass.
+        """
+        self.widenings += 1
+        if most > self._share * self.bound:
+            self.bound = most / self._share * SPARE
 
 
 def rows_left_out(modules: Iterable[nn.Module], device: torch.device) -> Tensor:
@@ -63,25 +93,19 @@ def rows_left_out(modules: Iterable[nn.Module], device: torch.device) -> Tensor:
 def forget_left_out(modules: Iterable[nn.Module]) -> None:
     """Start counting anew in every layer."""
     for room in _rooms(modules):
-        room.left_out.zero_()
+        room.meter.zero_()
 
 
-@contextmanager
-def room_for_all(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, every layer has room for the worst case."""
+def make_room(modules: Iterable[nn.Module]) -> None:
+    """Room for what came since `forget_left_out`, in every layer. All ranks call it when any left out a row."""
     rooms = list(_rooms(modules))
-    for room in rooms:
-        room.is_lifted = True
-    try:
-        yield
-    finally:
-        for room in rooms:
-            room.is_lifted = False
+    for room, most in zip(rooms, torch.stack([room.meter[1] for room in rooms]).tolist() if rooms else (), strict=True):
+        room.widen(most)
 
 
-def has_room_for_all(modules: Iterable[nn.Module]) -> bool:
-    """Whether this is inside `room_for_all`, and there is a layer that asks."""
-    return any(room.is_lifted for room in _rooms(modules))
+def widenings(modules: Iterable[nn.Module]) -> int:
+    """How often shapes may have changed since the modules were made, the same on all ranks."""
+    return max((room.widenings for room in _rooms(modules)), default=0)
 
 
 def _rooms(modules: Iterable[nn.Module]) -> Iterator[Room]:

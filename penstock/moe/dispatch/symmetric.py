@@ -142,8 +142,8 @@ class SymmetricDispatcher:
             share = tokens * top_k / self.placement.expert
             return _used(arrivals, self.counts.total(arrivals.counts_e, share, tokens * top_k))
         is_counted = self.room.training and not is_replaying()
-        left_out = self.room.left_out if is_counted else None
-        return order_arrivals(experts_NK, weights_NK, own, self.room.rows(tokens, top_k), left_out)
+        meter = self.room.meter if is_counted else None
+        return order_arrivals(experts_NK, weights_NK, own, self.room.rows(tokens, top_k), meter)
 
 
 def links_of(placement: ExpertPlacement, buffers: SymmetricBuffers, programs: int = 0) -> Links:
