@@ -1,7 +1,9 @@
-"""Tables of docs/float8.md, from results of `benchmarks.float8_curves`. As `tools.kernel_tables`."""
+"""Tables of docs/float8.md, from results of the benchmarks that it names. As `tools.kernel_tables`."""
 
 from collections.abc import Callable
 from typing import Any
+
+from tools.kernel_tables import origin
 
 Result = dict[str, Any]
 
@@ -27,5 +29,47 @@ def curves(result: Result) -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[Result], str]] = {"float8-curves": curves}
+INPUTS = {
+    "normal": "normal numbers",
+    "means": "means that all positions share",
+    "first key": "queries that see the first key almost alone",
+}
+
+
+def attention_errors(result: Result) -> str:
+    """Signal over noise of attention's output and gradients, by kind of numbers."""
+    ways = list(result["numbers"]["errors"]["normal"])
+    lines = [f"{origin(result)} dB: output, gradients of queries, keys, values.", ""]
+    lines += ["| | " + " | ".join(INPUTS.values()) + " |", "|---|" + "---:|" * len(INPUTS)]
+    for way in ways:
+        cells = (result["numbers"]["errors"][kind][way] for kind in INPUTS)
+        lines.append(f"| {way} | " + " | ".join(", ".join(f"{one:.1f}" for one in cell.values()) for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def attention_speed(result: Result) -> str:
+    """Milliseconds of attention in 8 bits, its quantization in them, beside 16 bits."""
+    lines = [
+        f"{origin(result)} Milliseconds forward and backward, TFLOP/s.",
+        "",
+        "| shape | cuDNN, 16 bits | 8 bits | of it quantization | speed of 8 bits over 16 |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, ways in result["numbers"]["times"].items():
+        pairs = {
+            way: f"{times['forward_ms']:.2f} + {times['backward_ms']:.2f}"
+            + (f", {times['forward_tflops']:.0f} and {times['backward_tflops']:.0f}" if "forward_tflops" in times else "")
+            for way, times in ways.items()
+        }
+        ratio = ways["E4M3"]["speed_of_16_bits"]
+        cells = (pairs["16 bits, cuDNN"], pairs["E4M3"], pairs["quantization"], f"{ratio:.2f}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[Result], str]] = {
+    "float8-curves": curves,
+    "float8-attention-errors": attention_errors,
+    "float8-attention-speed": attention_speed,
+}
 """By the name that a document calls them."""
