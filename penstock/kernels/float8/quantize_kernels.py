@@ -41,11 +41,11 @@ def quantize_kernel(
     column_scales_ptr,
     column_amax_ptr,
     R,
+    D,
     places,
     x_stride,
     rows_stride,
     columns_stride,
-    D: tl.constexpr,
     X_OUTER: tl.constexpr,
     X_DEPTH: tl.constexpr,
     OUTER: tl.constexpr,
@@ -70,38 +70,43 @@ def quantize_kernel(
         x_RD = dequantize_tile(
             x_RD, x_scales_ptr, x_scales_outer, x_scales_depth, index_ptr, row_R, is_row_R, D, X_OUTER, X_DEPTH
         )
+    if columns_ptr is not None:
+        x_DR = pair_neighbours(transpose_tile(x_RD, RUN))
     if OUTER != 1:
         if DEPTH == 0:
             amax_11 = tl.load(row_amax_ptr + matrix + tl.zeros([1, 1], tl.int32))
         else:
-            amax_11 = tl.max(tl.max(magnitude_bits(x_RD), 1, keep_dims=True), 0, keep_dims=True)
+            # Of the transposed tile, and its columns first, where a thread has most of its numbers.
+            amax_11 = tl.max(tl.max(magnitude_bits(x_DR), 0, keep_dims=True), 1, keep_dims=True)
         scale_RQ = scale_of(amax_11, LARGEST, POWER)
-        dtype: tl.constexpr = (rows_ptr if rows_ptr is not None else columns_ptr).dtype.element_ty
-        values_RD = to_float8(x_RD, scale_RQ, dtype, LARGEST, POWER)
+        scale_DQ = scale_RQ
     if rows_ptr is not None:
         if OUTER == 1:
             amax_R1 = None
             if DEPTH == 0:
                 amax_R1 = tl.load(row_amax_ptr + matrix * R + row_R, mask=is_row_R, other=0)[:, None]
             values_RD, scale_RQ = quantize_tile(x_RD, amax_R1, rows_ptr.dtype.element_ty, DEPTH, LARGEST, POWER)
+        else:
+            values_RD = to_float8(x_RD, scale_RQ, rows_ptr.dtype.element_ty, LARGEST, POWER)
         write_ptrs = rows_ptr + (matrix * R + row_R.to(tl.int64))[:, None] * rows_stride + column_D[None, :]
         tl.store(write_ptrs, values_RD, mask=is_row_R[:, None] & is_column_D[None, :])
+        outer = row_R if OUTER == 1 else tl.program_id(1)
         tile = tl.program_id(0)
-        store_scales(row_scales_ptr, scale_RQ, matrix, row_R, is_row_R, tile, R, D, OUTER, DEPTH, BLOCK_D)
+        store_scales(row_scales_ptr, scale_RQ, matrix, outer, is_row_R, tile, R, D, OUTER, DEPTH, BLOCK_D)
     if columns_ptr is not None:
         if OUTER == 1:
             amax_D1 = None
             if DEPTH == 0:
                 amax_D1 = tl.load(column_amax_ptr + matrix * D + column_D, mask=is_column_D, other=0)[:, None]
-            x_DR = transpose_tile(x_RD, RUN)
             values_DR, scale_DQ = quantize_tile(x_DR, amax_D1, columns_ptr.dtype.element_ty, DEPTH, LARGEST, POWER)
         else:
-            values_DR, scale_DQ = transpose_tile(values_RD, RUN), scale_RQ
+            values_DR = to_float8(x_DR, scale_DQ, columns_ptr.dtype.element_ty, LARGEST, POWER)
         place_R = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
         write_ptrs = columns_ptr + (matrix * D + column_D)[:, None] * columns_stride + place_R[None, :]
         tl.store(write_ptrs, values_DR, mask=is_column_D[:, None] & (place_R < places)[None, :])
+        outer = column_D if OUTER == 1 else tl.program_id(0)
         tile = tl.program_id(1)
-        store_scales(column_scales_ptr, scale_DQ, matrix, column_D, is_column_D, tile, D, places, OUTER, DEPTH, BLOCK_R)
+        store_scales(column_scales_ptr, scale_DQ, matrix, outer, is_column_D, tile, D, places, OUTER, DEPTH, BLOCK_R)
 
 
 @triton.jit
@@ -116,8 +121,8 @@ def measure_kernel(
     column_amax_ptr,
     whole_amax_ptr,
     R,
+    D,
     x_stride,
-    D: tl.constexpr,
     X_OUTER: tl.constexpr,
     X_DEPTH: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -188,7 +193,7 @@ def tile_rows(tiles_ptr, R, BLOCK_R: tl.constexpr, RUN: tl.constexpr):
 
 
 @triton.jit
-def load_tile(x_ptr, x_stride, index_ptr, row_R, is_row_R, column_D, D: tl.constexpr):
+def load_tile(x_ptr, x_stride, index_ptr, row_R, is_row_R, column_D, D):
     """Numbers of a tile as float32, zero where there are none."""
     source_R = source_rows(index_ptr, row_R, is_row_R)
     inside = is_row_R[:, None] & (column_D < D)[None, :]
@@ -205,7 +210,7 @@ def dequantize_tile(
     index_ptr,
     row_R,
     is_row_R,
-    D: tl.constexpr,
+    D,
     OUTER: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
@@ -247,6 +252,23 @@ def transpose_tile(x_RD, RUN: tl.constexpr):
 
 
 @triton.jit
+def pair_neighbours(x_DR):
+    """The same float32 numbers, with two neighbours of a row next to each other in a thread's registers.
+
+    So one instruction makes both of them 8 bits wide, and nothing takes bytes apart afterwards. Without this a copy and
+    the transposed one that have the same scales are made by the same instructions, each used as it is and in bytes, and
+    NVIDIA's assembler (ptxas 12.8 and 12.9, with which Triton 3.6 comes) loses some: of two that it merges into a
+    word (F2FP.PACK_AB_MERGE_C) it keeps no register for the first, and takes its bytes from an undefined one.
+    """
+    ROWS: tl.constexpr = x_DR.shape[0]
+    COLUMNS: tl.constexpr = x_DR.shape[1]
+    even_DR, odd_DR = tl.split(tl.reshape(x_DR.to(tl.int32, bitcast=True), [ROWS, COLUMNS // 2, 2]))
+    # Other types, because what is split and joined at once Triton 3.9 takes for what it was.
+    paired = tl.join(even_DR.to(tl.float32, bitcast=True), odd_DR.to(tl.float32, bitcast=True))
+    return tl.reshape(paired, [ROWS, COLUMNS])
+
+
+@triton.jit
 def quantize_tile(x_RD, amax_R1, dtype: tl.constexpr, DEPTH: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.constexpr):
     """Values and scales of rows: of each DEPTH columns, or by magnitudes that were measured before."""
     SHARE: tl.constexpr = x_RD.shape[1] if amax_R1 is not None else DEPTH
@@ -275,7 +297,10 @@ def store_scales(
     DEPTH: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
 ):
-    """Scales of the tile that is number `tile` along the depth, into depth blocks x outer."""
+    """Scales of the tile that is number `tile` along the depth, into depth blocks x outer.
+
+    A block of several rows is a whole tile: then `outer_R` is its number along the rows.
+    """
     values = scale_RQ
     if scales_ptr.dtype.element_ty == tl.uint8:
         values = exponent_of(scale_RQ)
@@ -283,8 +308,7 @@ def store_scales(
         tl.store(scales_ptr + matrix + tl.zeros([1, 1], tl.int32), values)
     elif OUTER != 1:
         block = matrix * tl.cdiv(depth_size, DEPTH) + tile
-        outer = tl.min(outer_R, 0) // OUTER
-        tl.store(scales_ptr + block * tl.cdiv(outer_size, OUTER) + outer + tl.zeros([1, 1], tl.int32), values)
+        tl.store(scales_ptr + block * tl.cdiv(outer_size, OUTER) + outer_R + tl.zeros([1, 1], tl.int32), values)
     elif DEPTH == 0:
         if tile == 0:
             tl.store(scales_ptr + (matrix * outer_size + outer_R)[:, None], values, mask=is_outer_R[:, None])

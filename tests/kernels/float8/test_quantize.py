@@ -279,13 +279,12 @@ def compiled(
         "column_scales_ptr": scales if columns else None,
         "column_amax_ptr": None if block[1] else "*i32:16",
     }
-    numbers = ("x_scales_outer", "x_scales_depth", "R", "places", "x_stride", "rows_stride", "columns_stride")
+    numbers = ("x_scales_outer", "x_scales_depth", "R", "D", "places", "x_stride", "rows_stride", "columns_stride")
     return compile_for(
         quantize_kernel,
         {name: kind for name, kind in pointers.items() if kind} | dict.fromkeys(numbers, "i32:16"),
         {name: None for name, kind in pointers.items() if not kind}
         | {
-            "D": 1408,
             "X_OUTER": block[0] if gathers else 0,
             "X_DEPTH": block[1] if gathers else 0,
             "OUTER": block[0],
@@ -325,8 +324,8 @@ def test_tiles_are_moved_16_bytes_at_a_time_without_spills(target: str, case: di
     if case["recipe"] is MXFP8 and target in ("sm_90", "gfx942"):
         pytest.skip("this chip does not multiply blocks of 32")
     found = compiled(target, **case)  # type: ignore[arg-type]
-    # Two registers of 128, where the limit makes room for a second program.
-    assert found.spills <= (8 if case["recipe"] is MXFP8 else 0), found.summary
+    # Four registers of 128, where the limit makes room for a second program.
+    assert found.spills <= (16 if case["recipe"] is MXFP8 else 0), found.summary
     limited = target.startswith("sm_") and case["recipe"] is not TENSORWISE
     assert not limited or found.registers <= TRANSPOSING.registers, found.summary
     loads, stores = (4, 2) if case.get("columns") is False else (4, 4) if case.get("gathers") else (8, 8)
@@ -335,12 +334,29 @@ def test_tiles_are_moved_16_bytes_at_a_time_without_spills(target: str, case: di
     assert found.shared_bytes <= 32 * 1024, found.summary
 
 
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_no_pair_of_8_bit_numbers_is_used_whole_and_in_bytes(target: str, case: dict[str, object]) -> None:
+    """What NVIDIA's assembler makes of such a pair is wrong; see `pair_neighbours`."""
+    if case["recipe"] is MXFP8 and target == "sm_90":
+        pytest.skip("this chip does not multiply blocks of 32")
+    asm = compiled(target, **case).asm  # type: ignore[arg-type]
+    make = r"cvt\.rn\.satfinite\.e4m3x2\.f32\s+(%rs\d+)"
+    pairs, whole, apart = set(re.findall(make, asm)), set(), set()
+    for line in asm.splitlines():
+        if not re.search(make, line):
+            used = whole if re.search(r"mov\.b32\s+%r\d+, \{", line) else apart
+            used |= pairs.intersection(re.findall(r"%rs\d+", line))
+    assert pairs and pairs == whole | apart
+    assert not whole & apart
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_small_kernels_compile_without_spills(target: str) -> None:
     pointers = {"x_ptr": "*bf16:16", "tiles_ptr": "*i32:16", "whole_amax_ptr": "*i32:16", "row_amax_ptr": "*i32:16"}
     missing = dict.fromkeys(("x_scales_ptr", "index_ptr", "column_amax_ptr"))
-    sizes = {"D": 1408, "X_OUTER": 0, "X_DEPTH": 0, "BLOCK_R": ALIGNMENT, "BLOCK_D": ALIGNMENT}
-    numbers = dict.fromkeys(("x_scales_outer", "x_scales_depth", "R", "x_stride"), "i32:16")
+    sizes = {"X_OUTER": 0, "X_DEPTH": 0, "BLOCK_R": ALIGNMENT, "BLOCK_D": ALIGNMENT}
+    numbers = dict.fromkeys(("x_scales_outer", "x_scales_depth", "R", "D", "x_stride"), "i32:16")
     warps = TRANSPOSING.warps // (WAVE_FACTOR if target.startswith("gfx") else 1)
     measure = compile_for(measure_kernel, pointers | numbers, missing | sizes, TARGETS[target], num_warps=warps)
     assert measure.spills == 0, measure.summary

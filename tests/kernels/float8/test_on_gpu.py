@@ -1,0 +1,202 @@
+"""Every kernel around the 8-bit products as a GPU's compiler makes it, at sizes of real models, against its definition.
+
+The interpreter sees none of what compilers do: layouts, packing of bytes, instructions of their own for 8 bits. Sizes
+are few, because each kernel is compiled anew for each form of its arguments, and that takes seconds.
+"""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.float8 import attention, attention_reference, norm, operators, pack, packed_rows, reference
+from penstock.kernels.float8.formats import format_on
+from penstock.kernels.float8.quantize import quantize_groups, quantize_rows, quantize_weight
+from penstock.kernels.float8.quantized import Both, Quantized
+from penstock.kernels.float8.recipes import BLOCKWISE, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
+from penstock.kernels.float8.transpose import transpose_weight
+from penstock.kernels.reference import SWIGLU
+from penstock.kernels.tuning import target_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+DEVICE = torch.device("cuda")
+TARGET = target_of(DEVICE) if torch.cuda.is_available() else "cpu"
+FORM, WIDE_FORM = format_on("e4m3", TARGET), format_on("e5m2", TARGET)
+COUNTS = (300, 0, 1, 128, 70)
+TAIL = 13
+"""Rows behind the last expert's."""
+
+BAR_DB = 35.0
+"""Least signal to noise where exponentials and sums differ in their last places, which can turn a rounding."""
+
+WEIGHTS = [
+    *((recipe, shape) for recipe in (BLOCKWISE, TENSORWISE, ROWWISE) for shape in ((576, 2048), (3, 256, 576))),
+    *((BLOCKWISE, shape) for shape in ((10944, 2048), (200, 136))),
+]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Rows, and columns, of very different sizes."""
+    sizes = torch.randn(*shape[:-1], 1, device=DEVICE).exp() * torch.randn(shape[-1], device=DEVICE).mul(2).exp()
+    return (torch.randn(shape, device=DEVICE) * sizes).to(dtype)
+
+
+def experts(width: int) -> tuple[Tensor, Tensor]:
+    """Rows with NaN behind the last expert's, and their counts."""
+    x_RD = normal(sum(COUNTS) + TAIL, width)
+    x_RD[sum(COUNTS) :] = math.nan
+    return x_RD, torch.tensor(COUNTS, device=DEVICE)
+
+
+def assert_equal(found: Quantized | None, expected: Quantized | None, rows: int | None = None) -> None:
+    """Bit for bit."""
+    assert found is not None and expected is not None
+    values, others = found.values[:rows].view(torch.uint8), expected.values[:rows].view(torch.uint8)
+    assert torch.equal(found.scales[:rows], expected.scales[:rows]), "scales"
+    assert torch.equal(values, others), f"{(values != others).float().mean().item():.1%} of the values differ"
+
+
+def assert_both_equal(found: Both, expected: Both, rows: int | None = None) -> None:
+    assert_equal(found.rows, expected.rows, rows)
+    assert_equal(found.columns, expected.columns)
+
+
+def decibels(got: Tensor, expected: Tensor) -> float:
+    noise = (got.double() - expected.double()).square().sum().item()
+    return 10 * math.log10(expected.double().square().sum().item() / noise) if noise else math.inf
+
+
+def assert_near(found: Quantized | None, expected: Quantized | None, rows: int | None = None) -> None:
+    assert found is not None and expected is not None
+    found_db = decibels(*(reference.dequantize(one)[:rows] for one in (found, expected)))
+    assert found_db > BAR_DB, f"{found_db:.1f} dB"
+
+
+@pytest.mark.parametrize("shape", [(400, 576), (300, 136)])
+def test_rows_and_columns_equal_the_definition(shape: tuple[int, int]) -> None:
+    x_RD = normal(*shape)
+    expected = reference.quantize_rows(x_RD, BLOCKWISE, FORM, columns=True)
+    assert_both_equal(quantize_rows(x_RD, BLOCKWISE, FORM, columns=True), expected)
+
+
+def test_rows_alone_equal_the_definition() -> None:
+    x_RD = normal(400, 576)
+    assert_equal(quantize_rows(x_RD, BLOCKWISE, FORM).rows, reference.quantize_rows(x_RD, BLOCKWISE, FORM).rows)
+
+
+def test_gradients_of_5_bits_of_exponent_equal_the_definition() -> None:
+    x_RD = normal(400, 576)
+    expected = reference.quantize_rows(x_RD, BLOCKWISE, WIDE_FORM, columns=True)
+    assert_both_equal(quantize_rows(x_RD, BLOCKWISE, WIDE_FORM, columns=True), expected)
+
+
+def test_rows_of_experts_equal_the_definition() -> None:
+    x_RD, counts_e = experts(576)
+    both, expected = (
+        make(x_RD, BLOCKWISE, FORM, columns=True, counts_e=counts_e)
+        for make in (quantize_rows, reference.quantize_rows)
+    )
+    assert_both_equal(both, expected, sum(COUNTS))
+
+
+@pytest.mark.parametrize("in_8_bits", [False, True], ids=["of 16 bits", "of 8 bits"])
+def test_gathered_rows_equal_the_definition(in_8_bits: bool) -> None:
+    counts_e, tokens = torch.tensor(COUNTS, device=DEVICE), normal(250, 576)
+    index_R = torch.randint(0, len(tokens), (sum(COUNTS) + TAIL,), device=DEVICE)
+    source = reference.quantize_rows(tokens, BLOCKWISE, FORM).rows if in_8_bits else tokens
+    found, expected = (
+        make(source, counts_e, BLOCKWISE, FORM, index_R) for make in (quantize_groups, reference.quantize_groups)
+    )
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape"), WEIGHTS, ids=lambda one: one.name if isinstance(one, Recipe) else str(one)
+)
+def test_both_copies_of_a_weight_equal_the_definition(recipe: Recipe, shape: tuple[int, ...]) -> None:
+    w_eFD = normal(*shape)
+    found, expected = (make(w_eFD, recipe, FORM) for make in (quantize_weight, reference.quantize_weight))
+    assert_equal(found.forward, expected.forward)
+    assert_equal(found.backward, expected.backward)
+
+
+def test_a_stack_of_32_bits_is_filled_in_place() -> None:
+    w_eFD = normal(3, 256, 576, dtype=torch.float32)
+    copies = quantize_weight(torch.zeros_like(w_eFD), BLOCKWISE, FORM)
+    expected = reference.quantize_weight(w_eFD, BLOCKWISE, FORM)
+    assert quantize_weight(w_eFD, BLOCKWISE, FORM, copies) is copies
+    assert_equal(copies.forward, expected.forward)
+    assert_equal(copies.backward, expected.backward)
+
+
+@pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE], ids=lambda recipe: recipe.name)
+def test_scales_that_reach_over_rows_equal_the_definition(recipe: Recipe) -> None:
+    x_RD = normal(400, 576)
+    expected = reference.quantize_rows(x_RD, recipe, FORM, columns=True)
+    assert_both_equal(quantize_rows(x_RD, recipe, FORM, columns=True), expected)
+
+
+def test_bytes_are_transposed() -> None:
+    copies = reference.quantize_weight(normal(3, 256, 576), BLOCKWISE, FORM)
+    into = Quantized(torch.zeros_like(copies.backward.values).contiguous(), copies.backward.scales, BLOCKWISE.weights)
+    transpose_weight(Quantized(copies.forward.values.contiguous(), *copies.forward[1:]), into)
+    assert_equal(into, copies.backward)
+
+
+def test_normed_rows_are_quantized_as_they_are() -> None:
+    x_TD, weight_D = normal(300, 2048), 1 + 0.1 * torch.randn(2048, device=DEVICE)
+    normed_TD, sum_TD, found = norm.add_rms_norm(x_TD, x_TD.flip(0), weight_D, 1e-5, BLOCKWISE, FORM, columns=True)
+    expected_TD, expected_sum_TD, _ = operators.add_rms_norm(
+        x_TD, x_TD.flip(0), weight_D, 1e-5, BLOCKWISE, FORM, columns=True
+    )
+    assert min(decibels(sum_TD, expected_sum_TD), decibels(normed_TD, expected_TD)) > BAR_DB
+    assert_both_equal(found, reference.quantize_rows(normed_TD, BLOCKWISE, FORM, columns=True))
+
+
+def test_the_activation_is_near_its_definition() -> None:
+    gate_up_RF, counts_e = experts(2 * 704)
+    weights_R = torch.rand(len(gate_up_RF), device=DEVICE)
+    inputs = (gate_up_RF, weights_R, SWIGLU, BLOCKWISE, FORM)
+    found, expected = (make(*inputs, counts_e=counts_e) for make in (swiglu, operators.swiglu))
+    assert_near(found.rows, expected.rows, sum(COUNTS))
+    dense = (gate_up_RF[: sum(COUNTS)], None, SWIGLU, BLOCKWISE, FORM)
+    found, expected = (make(*dense, columns=True) for make in (swiglu, operators.swiglu))
+    assert_near(found.rows, expected.rows)
+    assert_near(found.columns, expected.columns)
+
+
+def test_gradients_of_the_activation_are_near_their_definition() -> None:
+    gate_up_RF, counts_e = experts(2 * 704)
+    used, weights_R = sum(COUNTS), torch.rand(len(gate_up_RF), device=DEVICE)
+    inputs = (gate_up_RF, weights_R, normal(len(gate_up_RF), 704), counts_e, SWIGLU, BLOCKWISE, FORM, FORM)
+    found, expected = (make(*inputs) for make in (swiglu_backward, operators.swiglu_backward))
+    assert_near(found.d_gate_up, expected.d_gate_up, used)
+    assert_near(found.d_gate_up_columns, expected.d_gate_up_columns)
+    assert_near(found.h_columns, expected.h_columns)
+    assert found.dweights_R is not None and expected.dweights_R is not None
+    assert decibels(found.dweights_R[:used], expected.dweights_R[:used]) > BAR_DB
+
+
+def test_rows_are_packed_and_opened_as_the_definition_does() -> None:
+    x_TD = normal(300, 2048)
+    packed, expected = (module.pack_rows(x_TD, BLOCKWISE, FORM) for module in (pack, packed_rows))
+    views = [packed_rows.as_quantized(one, 2048, BLOCKWISE, FORM) for one in (packed, expected)]
+    assert_equal(*views)
+    opened = [one.unpack_rows(expected, 2048, BLOCKWISE, FORM, torch.bfloat16) for one in (pack, packed_rows)]
+    assert torch.equal(*opened)
+
+
+def test_attention_is_near_its_definition() -> None:
+    shapes = ((4, 192), (2, 192), (2, 128), (4, 128))
+    *leaves, do_BSHM = (torch.randn(2, 300, *size, device=DEVICE, dtype=torch.bfloat16) for size in shapes)
+    leaves = [x.requires_grad_() for x in leaves]
+    results = []
+    for module in (attention, attention_reference):
+        o_BSHM = partial(module.attention, scale=192**-0.5, forward=FORM, gradient=FORM)(*leaves)
+        results.append([o_BSHM.detach(), *torch.autograd.grad(o_BSHM, leaves, do_BSHM)])
+    found_db = [decibels(*pair) for pair in zip(*results, strict=True)]
+    assert min(found_db) > BAR_DB, f"output, dq, dk, dv: {found_db}"
