@@ -32,7 +32,7 @@ from benchmarks import record
 from benchmarks.kernels.grouped_gemm import burn, skewed_counts, take_turns
 from penstock.kernels.float8 import products, quantize, torch_products
 from penstock.kernels.float8.formats import format_on
-from penstock.kernels.float8.launches import CANDIDATES, PRODUCTS, ProductLaunch
+from penstock.kernels.float8.launches import CANDIDATES, PRODUCTS, Product, ProductLaunch
 from penstock.kernels.float8.quantized import Quantized, WeightCopies
 from penstock.kernels.float8.recipes import BLOCKWISE
 from penstock.kernels.grouped_gemm import (
@@ -182,6 +182,13 @@ def bare(layer: Layer, which: str, launch: ProductLaunch | None = None) -> Tenso
     return products.multiply_groups(rows, w, counts_e, dtype=dtype, tiles=tiles, launch=launch)
 
 
+def product_of(layer: Layer, which: str) -> Product:
+    """Which row of the tables of launches it is."""
+    if which == "weight gradient":
+        return "dense_gradient" if layer.counts_e is None else "columns"
+    return "dense" if layer.counts_e is None else "rows"
+
+
 def quantized(layer: Layer, which: str) -> Tensor:
     """The same with what has to be quantized for it."""
     counts_e = layer.counts_e
@@ -275,7 +282,7 @@ def measure(layer: Layer, options: argparse.Namespace) -> Iterator[dict[str, obj
         decibels = check(layer, which)
         ways: Ways = {"bf16": partial(plain, layer, which), "bare": partial(bare, layer, which)}
         if options.launches:
-            for name, launch in CANDIDATES.get(TARGET, {}).items():
+            for name, launch in CANDIDATES.get(TARGET, {}).get(product_of(layer, which), {}).items():
                 ways[name] = partial(bare, layer, which, launch)
         else:
             ways |= {"quantized": partial(quantized, layer, which)} | others(layer, which)

@@ -25,33 +25,32 @@ class ProductLaunch(GemmLaunch):
 
     Attributes:
         steps: blocks of depth in a turn of the loop, 1 or 2; with 2 a block's sum is scaled while the next one is made.
+        ahead: whether scales of blocks of 128 are loaded one block ahead.
+        registers: most of a thread on NVIDIA's chips; 0 leaves them to the compiler.
     """
 
     block_depth: int = DEPTH
     steps: int = 1
+    ahead: bool = False
+    registers: int = 0
 
 
 # One program fills a multiprocessor. Two blocks in a turn leave room for three turns and the result in shared memory.
 _DOUBLE = ProductLaunch(block_rows=128, block_columns=128, warps=8, stages=3, steps=2)
-_DOUBLE_GRADIENT = replace(_DOUBLE, pieces=2)
 _SINGLE = ProductLaunch(block_rows=128, block_columns=128, warps=8, stages=5, pieces=2)
-# Two programs share a multiprocessor: one scales its sums while the other multiplies.
-_PAIR = ProductLaunch(block_rows=64, block_columns=128, warps=4, stages=3, pieces=2, residency=2)
+# Two programs share a multiprocessor: one scales its sums, or writes its tile, while the other multiplies.
+_PAIR = ProductLaunch(block_rows=64, block_columns=128, warps=4, stages=4, pieces=2, residency=2, ahead=True)
 _PAIR_DOUBLE = replace(_PAIR, stages=2, steps=2)
-_TRIO = replace(_PAIR, stages=2, residency=3)
+# Three, each of a third of the registers: too few to hold the scales of both operands' rows ahead.
+_TRIO = replace(_PAIR, stages=2, residency=3, ahead=False)
+_TRIO_AHEAD = replace(_TRIO, ahead=True, registers=168)
 # Where no copy engine reads descriptors.
 _POINTERS = ProductLaunch(block_rows=128, block_columns=128, warps=8, stages=2, descriptors=False)
 _SMALL = replace(_POINTERS, block_rows=64, block_columns=64, warps=4)
 
 PRODUCTS: Mapping[str, Mapping[Product, ProductLaunch]] = MappingProxyType(
     {
-        "sm_90": {
-            "dense": _DOUBLE,
-            "dense_gradient": _DOUBLE_GRADIENT,
-            "rows": _DOUBLE,
-            "rows_gathered": _DOUBLE,
-            "columns": _DOUBLE_GRADIENT,
-        },
+        "sm_90": dict.fromkeys(get_args(Product), _PAIR),
         "sm_100": dict.fromkeys(get_args(Product), replace(_SINGLE, stages=4)),
         "gfx942": dict.fromkeys(get_args(Product), _POINTERS),
         "gfx950": dict.fromkeys(get_args(Product), _POINTERS),
@@ -59,22 +58,42 @@ PRODUCTS: Mapping[str, Mapping[Product, ProductLaunch]] = MappingProxyType(
 )
 """By target and product. None is measured: they were chosen by what the compiler makes of them."""
 
-CANDIDATES: Mapping[str, Mapping[str, ProductLaunch]] = MappingProxyType(
+_OF_WEIGHTS = {
+    "pair": _PAIR,
+    "pair_group_16": replace(_PAIR, group=16),
+    "pair_3": replace(_PAIR, stages=3),
+    "pair_not_ahead": replace(_PAIR, ahead=False),
+    "pair_double": _PAIR_DOUBLE,
+    "trio": _TRIO,
+    "trio_ahead": _TRIO_AHEAD,
+    "trio_ahead_group_16": replace(_TRIO_AHEAD, group=16),
+    "double": _DOUBLE,
+    "double_ahead": replace(_DOUBLE, ahead=True),
+}
+_OF_GRADIENTS = {
+    "pair": _PAIR,
+    "pair_group_16": replace(_PAIR, group=16),
+    "pair_3": replace(_PAIR, stages=3),
+    "pair_not_ahead": replace(_PAIR, ahead=False),
+    "pair_double": _PAIR_DOUBLE,
+    "trio": _TRIO,
+    "trio_group_16": replace(_TRIO, group=16),
+    "double": replace(_DOUBLE, pieces=2),
+    "single": replace(_SINGLE, stages=4),
+}
+
+CANDIDATES: Mapping[str, Mapping[Product, Mapping[str, ProductLaunch]]] = MappingProxyType(
     {
         "sm_90": {
-            "double": _DOUBLE_GRADIENT,
-            "single": _SINGLE,
-            "single_4": replace(_SINGLE, stages=4),
-            "pair": _PAIR,
-            "pair_4": replace(_PAIR, stages=4),
-            "pair_double": _PAIR_DOUBLE,
-            "trio": _TRIO,
-            "double_group_4": replace(_DOUBLE_GRADIENT, group=4),
-            "double_group_16": replace(_DOUBLE_GRADIENT, group=16),
+            "dense": _OF_WEIGHTS,
+            "dense_gradient": _OF_GRADIENTS,
+            "rows": _OF_WEIGHTS,
+            "rows_gathered": _OF_WEIGHTS,
+            "columns": _OF_GRADIENTS,
         },
     }
 )
-"""What `benchmarks.kernels.float8_products --launches` tries, by target."""
+"""What `benchmarks.kernels.float8_products --launches` tries, by target and product."""
 
 
 def product_launch(product: Product, device: torch.device) -> ProductLaunch:

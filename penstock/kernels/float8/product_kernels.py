@@ -11,10 +11,12 @@ The contracted dim is walked in blocks of `DEPTH`, 128. What happens with scales
     behind     blocks' sums are added in float32, scales are multiplied with at the end
     inside     the matrix unit applies a scale to every 32 numbers itself (`tl.dot_scaled`)
 
-Hopper's matrix unit keeps 14 bits of a sum, so sums leave it after each block even if no scale is waiting. The
-multiplications that this takes are hidden by taking STEPS = 2 blocks in a turn: while the second is in the matrix unit,
-the first is scaled and added. Both sums, the float32 one and the scales just fit into 255 registers with tiles of
-128 x 128 and 8 warps. Scales are loaded before the wait for the block that they belong to.
+Hopper's matrix unit keeps 14 bits of a sum, so sums leave it after each block even if no scale is waiting, and Triton
+waits for a product wherever its sum is read. What hides the multiplications is either another program on the same
+multiprocessor, for which tiles are small and scales are loaded one block AHEAD: between a product and the next one then
+stands one multiplication a number. Or a program alone takes STEPS = 2 blocks in a turn: while the second is in the
+matrix unit, the first is scaled and added. Both sums, the float32 one and the scales just fit into 255 registers with
+tiles of 128 x 128 and 8 warps.
 
 A block past the last one, if STEPS does not divide them, is zeros times a scale of zero.
 """
@@ -57,6 +59,7 @@ def float8_rows_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
+    AHEAD: tl.constexpr,
     SCALING: tl.constexpr,
     W_OUTER: tl.constexpr,
     GROUP: tl.constexpr,
@@ -83,12 +86,26 @@ def float8_rows_kernel(
         # Past the expert's last row any row does, since it is never written: the one a block before, to spread reads.
         place = tl.where(place < end, place, tl.maximum(place - BLOCK_ROWS, 0))
         source = tl.load(index_ptr + place).to(tl.int32) if GATHER else place
+        w_places = w_scales + expert * w_scale_expert
+        if AHEAD:
+            x_next = _scales_of_rows(x_scales, source, x_scale_outer, x_scale_depth, 0, depth, SCALING)
+            w_next = _scales_of_columns(
+                w_places,
+                column,
+                columns,
+                w_scale_outer,
+                w_scale_depth,
+                0,
+                depth,
+                BLOCK_COLUMNS,
+                W_OUTER,
+                SCALING,
+                False,
+            )
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         for turn in tl.range(turns):
             for step in tl.static_range(STEPS):
                 first = (turn * STEPS + step) * DEPTH
-                # Past the last block are zeros, whatever their scales.
-                block = tl.minimum(turn * STEPS + step, blocks - 1)
                 if DESCRIPTORS and not GATHER:
                     x_block = x.load([start + row, first])
                 else:
@@ -101,24 +118,23 @@ def float8_rows_kernel(
                 else:
                     matrix = w + expert.to(tl.int64) * w_expert
                     w_block = _load_block(matrix, column, columns, w_stride, first, depth, BLOCK_COLUMNS)
-                x_scale = _scales_of_rows(x_scales, source, x_scale_outer, x_scale_depth, block, depth, SCALING)
-                w_scale = _scales_of_columns(
-                    w_scales + expert * w_scale_expert,
-                    column,
-                    columns,
-                    w_scale_outer,
-                    w_scale_depth,
-                    block,
-                    depth,
-                    BLOCK_COLUMNS,
-                    W_OUTER,
-                    SCALING,
-                    False,
-                )
-                accumulator = _add_product(accumulator, x_block, x_scale, w_block, w_scale, W_OUTER, SCALING)
+                if AHEAD:
+                    x_scale, w_scale = x_next, w_next
+                # Past the last block are zeros, whatever their scales.
+                block = tl.minimum(turn * STEPS + step + AHEAD, blocks - 1)
+                x_found = _scales_of_rows(x_scales, source, x_scale_outer, x_scale_depth, block, depth, SCALING)
+                w_found = _scales_of_columns(
+                    w_places, column, columns, w_scale_outer, w_scale_depth, block, depth, BLOCK_COLUMNS, W_OUTER,
+                    SCALING, False,
+                )  # fmt: skip
+                if AHEAD:
+                    x_next, w_next = x_found, w_found
+                else:
+                    x_scale, w_scale = x_found, w_found
+                accumulator = _add_product(accumulator, x_block, x_scale, w_block, w_scale, W_OUTER, SCALING, AHEAD)
         if SCALING == "behind":
             across = column + tl.arange(0, BLOCK_COLUMNS)
-            w_place = w_scales + expert * w_scale_expert + across * w_scale_outer
+            w_place = w_places + across * w_scale_outer
             accumulator *= tl.load(x_scales + source * x_scale_outer)[:, None]
             accumulator *= tl.load(w_place, mask=across < columns, other=0)[None, :]
         result = accumulator.to(y_ptr.dtype.element_ty)
@@ -147,6 +163,7 @@ def float8_matrices_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
+    AHEAD: tl.constexpr,
     SCALING: tl.constexpr,
     B_OUTER: tl.constexpr,
     GROUP: tl.constexpr,
@@ -179,43 +196,37 @@ def float8_matrices_kernel(
         # An expert without rows takes one turn over zeros, so that its gradient is written too.
         turns = tl.maximum(tl.cdiv(end - start, STEPS), 1)
         tl.assume(turns > 0)
-        down = tl.minimum(row + tl.arange(0, BLOCK_ROWS), rows - 1)
+        if AHEAD:
+            a_next, b_next = _scales_of_tile(
+                a_scales, b_scales, row, column, rows, columns, a_scale_outer, a_scale_depth, b_scale_outer,
+                b_scale_depth, start, end, depth, BLOCK_ROWS, BLOCK_COLUMNS, B_OUTER, SCALING, WHOLE,
+            )  # fmt: skip
         accumulator = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         for turn in tl.range(turns):
             for step in tl.static_range(STEPS):
                 block = start + turn * STEPS + step
                 # Past the expert's end are another's numbers; past the end of all are zeros.
                 first = tl.where(block < end, block, last) * DEPTH
-                # Of zeros any scale will do that is one.
-                block = tl.maximum(tl.minimum(block, end - 1), 0)
                 if DESCRIPTORS:
                     a_block = a.load([row, first])
                     b_block = b.load([column, first])
                 else:
                     a_block = _load_block(a, row, rows, a_stride, first, depth, BLOCK_ROWS)
                     b_block = _load_block(b, column, columns, b_stride, first, depth, BLOCK_COLUMNS)
-                if B_OUTER > 1:
-                    a_scale = _scales_of_rows(a_scales, down, a_scale_outer, a_scale_depth, block, depth, SCALING)
+                if AHEAD:
+                    a_scale, b_scale = a_next, b_next
+                found = _scales_of_tile(
+                    a_scales, b_scales, row, column, rows, columns, a_scale_outer, a_scale_depth, b_scale_outer,
+                    b_scale_depth, block + AHEAD, end, depth, BLOCK_ROWS, BLOCK_COLUMNS, B_OUTER, SCALING, WHOLE,
+                )  # fmt: skip
+                if AHEAD:
+                    a_next, b_next = found
                 else:
-                    a_scale = _scales_of_columns(
-                        a_scales, row, rows, a_scale_outer, a_scale_depth, block, depth, BLOCK_ROWS, 1, SCALING, WHOLE
-                    )
-                b_scale = _scales_of_columns(
-                    b_scales,
-                    column,
-                    columns,
-                    b_scale_outer,
-                    b_scale_depth,
-                    block,
-                    depth,
-                    BLOCK_COLUMNS,
-                    B_OUTER,
-                    SCALING,
-                    WHOLE,
-                )
-                accumulator = _add_product(accumulator, a_block, a_scale, b_block, b_scale, B_OUTER, SCALING)
+                    a_scale, b_scale = found
+                accumulator = _add_product(accumulator, a_block, a_scale, b_block, b_scale, B_OUTER, SCALING, AHEAD)
         if SCALING == "behind":
             across = column + tl.arange(0, BLOCK_COLUMNS)
+            down = tl.minimum(row + tl.arange(0, BLOCK_ROWS), rows - 1)
             accumulator *= tl.load(a_scales + down * a_scale_outer)[:, None]
             accumulator *= tl.load(b_scales + across * b_scale_outer, mask=across < columns, other=0)[None, :]
         elif starts_ptr is not None:
@@ -238,18 +249,27 @@ def float8_matrices_kernel(
 
 
 @triton.jit
-def _add_product(accumulator, a, a_scale, b, b_scale, B_OUTER: tl.constexpr, SCALING: tl.constexpr):
-    """Add a times the transpose of b: a and b are blocks of DEPTH columns, their scales those of the block."""
+def _add_product(
+    accumulator, a, a_scale, b, b_scale, B_OUTER: tl.constexpr, SCALING: tl.constexpr, AHEAD: tl.constexpr
+):
+    """Add a times the transpose of b: a and b are blocks of DEPTH columns, their scales those of the block.
+
+    Scales that were loaded AHEAD are multiplied with each other before the wait for the product, others behind it.
+    """
     if SCALING == "inside":
         a_format: tl.constexpr = "e5m2" if a.dtype == tl.float8e5 else "e4m3"
         b_format: tl.constexpr = "e5m2" if b.dtype == tl.float8e5 else "e4m3"
         accumulator = tl.dot_scaled(a, a_scale, a_format, b.T, b_scale, b_format, accumulator)
     elif SCALING == "behind":
         accumulator += tl.dot(a, b.T)
-    elif B_OUTER == 1:
-        accumulator += tl.dot(a, b.T) * b_scale[None, :] * a_scale[:, None]
+    elif B_OUTER > 1:
+        scale = (a_scale * b_scale)[:, None]
+        accumulator += tl.dot(a, b.T) * scale
+    elif AHEAD:
+        scale = b_scale[None, :] * a_scale[:, None]
+        accumulator += tl.dot(a, b.T) * scale
     else:
-        accumulator += tl.dot(a, b.T) * (a_scale * b_scale)[:, None]
+        accumulator += tl.dot(a, b.T) * b_scale[None, :] * a_scale[:, None]
     return accumulator
 
 
@@ -263,12 +283,46 @@ def _load_block(x, row, rows, stride, first, depth, BLOCK_ROWS: tl.constexpr):
 
 
 @triton.jit
+def _scales_of_tile(
+    a_scales,
+    b_scales,
+    row,
+    column,
+    rows,
+    columns,
+    a_outer,
+    a_deep,
+    b_outer,
+    b_deep,
+    block,
+    end,
+    depth,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    B_OUTER: tl.constexpr,
+    SCALING: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Load both operands' scales of a block. Of zeros, past the last block, any scale will do that is one."""
+    block = tl.maximum(tl.minimum(block, end - 1), 0)
+    if B_OUTER > 1:
+        down = tl.minimum(row + tl.arange(0, BLOCK_ROWS), rows - 1)
+        a_scale = _scales_of_rows(a_scales, down, a_outer, a_deep, block, depth, SCALING)
+    else:
+        a_scale = _scales_of_columns(a_scales, row, rows, a_outer, a_deep, block, depth, BLOCK_ROWS, 1, SCALING, WHOLE)
+    b_scale = _scales_of_columns(
+        b_scales, column, columns, b_outer, b_deep, block, depth, BLOCK_COLUMNS, B_OUTER, SCALING, WHOLE
+    )
+    return a_scale, b_scale
+
+
+@triton.jit
 def _scales_of_rows(scales, source, outer, deep, block, depth, SCALING: tl.constexpr):
-    """Load the scales of a block of the rows `source`; `outer` and `deep` are strides. None where they come behind.
+    """Load the scales of a block of the rows `source`; `outer` and `deep` are strides. 1 where they come behind.
 
     No mask, so that the compiler scales the first block's sum while the second block is multiplied.
     """
-    found = None
+    found = 1.0
     if SCALING == "promoted":
         found = tl.load(scales + block * deep + source * outer)
     elif SCALING == "inside":
@@ -295,7 +349,7 @@ def _scales_of_columns(
     Places are worked out here and not once for a tile, so that the compiler sees that they stand together and loads
     several at once. WHOLE says that all of them are columns.
     """
-    found = None
+    found = 1.0
     across = tl.multiple_of(column, BLOCK_COLUMNS) + tl.arange(0, BLOCK_COLUMNS)
     if SCALING == "inside":
         found = _micro_scales(scales, across, across < columns, outer, deep, block, depth)

@@ -26,7 +26,7 @@ from penstock.kernels.float8.recipes import DEPTH
 from penstock.kernels.grouped_gemm import GATHER_LIMIT
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
-from penstock.kernels.tuning import programs_of
+from penstock.kernels.tuning import programs_of, target_of
 
 Scaling = Literal["promoted", "behind", "inside"]
 """When scales are applied; see `product_kernels`."""
@@ -248,7 +248,7 @@ def _launch_rows(
         W_OUTER=w.block[0] if scaling == "promoted" else 1,
         GATHER=index is not None,
         WHOLE_DEPTH=depth % (DEPTH * launch.steps) == 0,
-        **_constants(launch, scaling),
+        **_constants(launch, scaling, y.device),
     )
 
 
@@ -289,7 +289,7 @@ def _launch_matrices(
         B_OUTER=b.block[0] if scaling == "promoted" else 1,
         WHOLE=rows % launch.block_rows == 0 and columns % launch.block_columns == 0,
         ACCUMULATE=accumulate,
-        **_constants(launch, scaling),
+        **_constants(launch, scaling, c.device),
     )
 
 
@@ -304,16 +304,19 @@ def _strides(operand: Quantized) -> tuple[int, int]:
     return (0 if operand.block[0] == 0 else outer), depth
 
 
-def _constants(launch: ProductLaunch, scaling: Scaling) -> dict[str, Any]:
+def _constants(launch: ProductLaunch, scaling: Scaling, device: torch.device) -> dict[str, Any]:
     """What both kernels are compiled with."""
+    is_limited = launch.registers and target_of(device).startswith("sm_")
     return {
         "BLOCK_ROWS": launch.block_rows,
         "BLOCK_COLUMNS": launch.block_columns,
         "STEPS": launch.steps,
+        "AHEAD": launch.ahead and scaling == "promoted",
         "SCALING": scaling,
         "GROUP": launch.group,
         "PIECES": launch.pieces,
         "DESCRIPTORS": launch.descriptors,
         "num_warps": launch.warps,
         "num_stages": launch.stages,
+        **({"maxnreg": launch.registers} if is_limited else {}),
     }

@@ -20,8 +20,9 @@ from penstock.kernels import swiglu as in_16_bits
 from penstock.kernels.float8 import quantize
 from penstock.kernels.float8.formats import Format
 from penstock.kernels.float8.operators import SwigluForBackward
+from penstock.kernels.float8.quantize import TileLaunch
 from penstock.kernels.float8.quantized import Both
-from penstock.kernels.float8.recipes import Recipe
+from penstock.kernels.float8.recipes import DEPTH, Recipe
 from penstock.kernels.float8.reference import aligned_rows
 from penstock.kernels.float8.swiglu_kernels import swiglu_backward_float8_kernel, swiglu_float8_kernel
 from penstock.kernels.launching import start_kernel
@@ -36,6 +37,13 @@ TRANSPOSING = Launch(block_rows=128, block_columns=128, warps=16)
 
 RUN = 2
 """Neighbouring rows that a thread of `TRANSPOSING` loads, of 16 columns each."""
+
+BACKWARD = TileLaunch(block_rows=128, block_columns=128, warps=8, registers=128)
+"""Eight numbers a thread at a time. Two programs of 128 registers a thread share a multiprocessor; none is spilled.
+Blocks of 32 take some more."""
+
+STEP = 16
+"""Rows that `BACKWARD` holds at a time."""
 
 
 def swiglu(
@@ -88,7 +96,7 @@ def swiglu(
         by_row.values.stride(0),
         0 if by_column is None else by_column.values.stride(0),
         experts,
-        F=width,
+        width,
         BLOCK_E=triton.next_power_of_2(max(experts, 1)),
         LARGEST=form.largest,
         RUN=RUN if columns else 1,
@@ -150,7 +158,7 @@ def _in_one_pass(
 ) -> SwigluForBackward:
     """`swiglu_backward` whose tiles stay in registers."""
     rows, width = dh_RF.shape
-    places, launch = aligned_rows(rows, counts_e.numel()), TRANSPOSING
+    places, launch = aligned_rows(rows, counts_e.numel()), BACKWARD
     parts = triton.cdiv(width, launch.block_columns)
     by_row, by_column, h_by_column = (
         quantize.empty_copy(gate_up_RF, shape, recipe.rows, form, recipe.scaling)
@@ -172,16 +180,16 @@ def _in_one_pass(
         quantize.memory_of(h_by_column.scales),
         products_PR,
         rows,
-        places,
         by_row.values.stride(0),
-        by_column.values.stride(0),
-        F=width,
+        by_column.values.stride(0) // 4,
+        width,
         LARGEST=gradient.largest,
         H_LARGEST=forward.largest,
         WEIGHS_INPUT=rule.weighs_input,
+        STEP=STEP,
         **_constants(recipe, launch),
-        RUN=RUN,
         num_warps=quantize.warps_of(launch, gate_up_RF.device),
+        **(quantize.register_limit(launch, gate_up_RF.device) if recipe.rows[1] == DEPTH else {}),
     )
     dweights_R = None if products_PR is None else products_PR.sum(0)
     return SwigluForBackward(by_row, by_column, h_by_column, dweights_R, None)

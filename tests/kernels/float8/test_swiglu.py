@@ -17,7 +17,7 @@ from penstock.kernels.float8.quantize import WAVE_FACTOR
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, TENSORWISE, Recipe
 from penstock.kernels.float8.reference import LEAST_SCALE, aligned_starts, dequantize
-from penstock.kernels.float8.swiglu import ROWS_ONLY, RUN, TRANSPOSING, swiglu, swiglu_backward
+from penstock.kernels.float8.swiglu import BACKWARD, ROWS_ONLY, RUN, STEP, TRANSPOSING, swiglu, swiglu_backward
 from penstock.kernels.float8.swiglu_kernels import swiglu_backward_float8_kernel, swiglu_float8_kernel
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.swiglu import rule_constants
@@ -197,35 +197,41 @@ def compiled(target: str, recipe: Recipe, rule: ExpertRule, which: str) -> Compi
     """`rows` of experts, `columns` of a dense network, or `backward` of experts."""
     value = "*fp8e4b8:16" if target == "gfx942" else "*fp8e4nv:16"
     scale = "*u8:16" if recipe is MXFP8 else "*fp32:16"
-    launch = ROWS_ONLY if which == "rows" else TRANSPOSING
+    launch = {"rows": ROWS_ONLY, "columns": TRANSPOSING, "backward": BACKWARD}[which]
     largest = format_on("e4m3", target).largest
     constants = {
-        "F": 1408,
         "DEPTH": recipe.rows[1],
         "LARGEST": largest,
         "POWER": True,
         "BLOCK_R": launch.block_rows,
         "BLOCK_F": launch.block_columns,
-        "RUN": 1 if which == "rows" else RUN,
     }
-    signature = {"gate_up_ptr": "*bf16:16", "weights_ptr": "*fp32:16", "R": "i32"}
-    signature |= dict.fromkeys(("rows_stride", "columns_stride"), "i32:16")
+    signature = {"gate_up_ptr": "*bf16:16", "weights_ptr": "*fp32:16", "R": "i32", "F": "i32:16"}
+    signature |= {"rows_stride": "i32:16"}
     if which == "backward":
-        signature |= {"dh_ptr": "*bf16:16", "tiles_ptr": "*i32:16", "places": "i32:16", "products_ptr": "*fp32:16"}
+        signature |= {
+            "dh_ptr": "*bf16:16",
+            "tiles_ptr": "*i32:16",
+            "products_ptr": "*fp32:16",
+            "words_stride": "i32:16",
+        }
         signature |= dict.fromkeys(("d_rows_ptr", "d_columns_ptr", "h_columns_ptr"), value)
         signature |= dict.fromkeys(("d_row_scales_ptr", "d_column_scales_ptr", "h_column_scales_ptr"), scale)
-        constants |= {"H_LARGEST": largest, "WEIGHS_INPUT": rule.weighs_input}
+        constants |= {"H_LARGEST": largest, "WEIGHS_INPUT": rule.weighs_input, "STEP": STEP}
     else:
-        signature |= {"rows_ptr": value, "row_scales_ptr": scale, "experts": "i32"}
-        constants |= {"BLOCK_E": 64, **rule_constants(rule)}
+        signature |= {"rows_ptr": value, "row_scales_ptr": scale, "experts": "i32", "columns_stride": "i32:16"}
+        constants |= {"BLOCK_E": 64, "RUN": 1 if which == "rows" else RUN, **rule_constants(rule)}
         absent = ["columns_ptr", "column_scales_ptr"] if which == "rows" else ["counts_ptr"]
         signature |= (
             {"counts_ptr": "*i32:16"} if which == "rows" else {"columns_ptr": value, "column_scales_ptr": scale}
         )
         constants |= dict.fromkeys(absent)
     kernel = swiglu_backward_float8_kernel if which == "backward" else swiglu_float8_kernel
-    waves = WAVE_FACTOR if target.startswith("gfx") else 1
-    return compile_for(kernel, signature, constants, TARGETS[target], num_warps=launch.warps // waves)
+    is_amd = target.startswith("gfx")
+    is_limited = which == "backward" and not is_amd and recipe is BLOCKWISE
+    options = {"maxnreg": BACKWARD.registers} if is_limited else {}
+    warps = launch.warps // (WAVE_FACTOR if is_amd else 1)
+    return compile_for(kernel, signature, constants, TARGETS[target], num_warps=warps, **options)
 
 
 @pytest.mark.parametrize("which", ["rows", "columns", "backward"])
