@@ -8,7 +8,7 @@ Dense layers of DeepSeek-V3 and experts' shares of V3, V2-Lite and Qwen3-30B-A3B
 of the input, gradient of the weight added to a float32 sum, and the three together. Before anything is timed each
 result is held against the product in float32 of the numbers before quantization.
 
-`quantized` is what a training step does for a product, with nothing fused: the forward pass quantizes the rows (of a
+`quantized` is what a training step does for a product, with nothing fused and torch's dense products where it has them: the forward pass quantizes the rows (of a
 dense layer transposed, too), the gradient of the input quantizes dy both ways, the gradient of an expert's weight
 transposes the rows that forward quantized. Weights are quantized once a step and not counted.
 
@@ -35,6 +35,8 @@ from penstock.kernels.float8.formats import format_on
 from penstock.kernels.float8.launches import CANDIDATES, PRODUCTS, Product, ProductLaunch
 from penstock.kernels.float8.quantized import Quantized, WeightCopies
 from penstock.kernels.float8.recipes import BLOCKWISE
+from penstock.kernels.float8.triton_operators import multiply_with_torch
+from penstock.kernels.float32_products import add_product
 from penstock.kernels.grouped_gemm import (
     grouped_gemm_forward,
     grouped_gemm_input_gradient,
@@ -49,6 +51,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 TARGET = target_of(DEVICE)
 FORM = format_on("e4m3", TARGET)
+HAS_TORCH = ON_GPU and torch_products.obstacle(BLOCKWISE, TARGET, torch.version.cuda) is None
 TORCHAO = "torchao.prototype.blockwise_fp8_training.kernels"
 
 Ways = dict[str, Callable[[], Tensor]]
@@ -198,7 +201,15 @@ def quantized(layer: Layer, which: str) -> Tensor:
         quantize.quantize_rows(layer.dy_RF, BLOCKWISE, FORM, columns=True, counts_e=counts_e)
     elif counts_e is not None:
         quantize.quantize_groups(layer.x, counts_e, BLOCKWISE, FORM)
-    return bare(layer, which)
+    return with_torch(layer, which) if counts_e is None and HAS_TORCH else bare(layer, which)
+
+
+def with_torch(layer: Layer, which: str) -> Tensor:
+    """A dense product as a run on this chip makes it: torch's where it can."""
+    if which == "weight gradient":
+        return multiply_with_torch(layer.dy_columns, layer.x_columns, torch.float32, accumulate_into=layer.main)
+    rows, w = (layer.x, layer.copies.forward) if which == "forward" else (layer.dy, layer.copies.backward)
+    return multiply_with_torch(rows, w, layer.x_RD.dtype)
 
 
 def plain(layer: Layer, which: str) -> Tensor:
@@ -206,7 +217,8 @@ def plain(layer: Layer, which: str) -> Tensor:
     x_RD, w, dy_RF, counts_e, tiles = layer.x_RD, layer.w, layer.dy_RF, layer.counts_e, layer.tiles
     if counts_e is None:
         if which == "weight gradient":
-            return layer.main.add_(dy_RF.T @ x_RD)
+            add_product(layer.main, dy_RF.T, x_RD)
+            return layer.main
         return x_RD @ w.T if which == "forward" else dy_RF @ w
     if which == "weight gradient":
         return grouped_gemm_weight_gradient(dy_RF, x_RD, counts_e, accumulate_into=layer.main, tiles=tiles)
@@ -217,7 +229,7 @@ def plain(layer: Layer, which: str) -> Tensor:
 
 def others(layer: Layer, which: str) -> Ways:
     """What else can compute a product of the same 8-bit numbers here, bare."""
-    if not ON_GPU or torch_products.obstacle(BLOCKWISE, TARGET, torch.version.cuda) is not None:
+    if not HAS_TORCH:
         return {}
     dtype = layer.x_RD.dtype
     if layer.counts_e is not None:

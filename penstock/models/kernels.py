@@ -127,7 +127,7 @@ def _refuse_heads(run: Run, target: str) -> None:
 def _float8_backend(run: Run, device: DeviceFacts, recipes: Sequence[Recipe | None]) -> str:
     wanted = run.kernels.float8
     if wanted == AUTO:
-        wanted = "reference" if device.kind == "cpu" or run.kernels.all == "reference" else "triton"
+        wanted = "reference" if device.kind == "cpu" or run.kernels.all == "reference" else _fastest(recipes[0], device)
     # Its 4-bit products have a definition and no kernel.
     if wanted == "reference" or NVFP4 in recipes:
         return "reference"
@@ -143,6 +143,12 @@ def _float8_backend(run: Run, device: DeviceFacts, recipes: Sequence[Recipe | No
             f"kernels.float8={wanted} cannot be had", got=problem, allowed="auto, reference", fix="kernels.float8=auto"
         )
     return wanted
+
+
+def _fastest(dense: Recipe | None, device: DeviceFacts) -> str:
+    """CuBLAS's dense products where it has them: on an H200 1.3 to 1.6 times as fast as ours."""
+    has_torch = dense is not None and torch_obstacle(dense, device.target, torch.version.cuda) is None
+    return "torch" if has_torch else "triton"
 
 
 def _refuse_reading(stage: int) -> None:

@@ -146,6 +146,7 @@ class Efficiency(Sourced):
         low=0.001,
         high=1,
     )
+    float8_grouped: float = knob(0.54, doc="The same of grouped products.", low=0.001, high=1)
 
     def of(self, operator: Operator) -> float:
         """The share of an operator."""

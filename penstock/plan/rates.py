@@ -191,7 +191,9 @@ class Rates:
                 fix=f"write peaks.{dtype} into a hardware file of your own",
             )
         efficiency = self.hardware.efficiency
-        share = efficiency.of(operator) * (efficiency.float8 if dtype == "fp8" else 1.0)
+        share = efficiency.of(operator)
+        if dtype == "fp8":
+            share *= efficiency.float8_grouped if operator.startswith("grouped") else efficiency.float8
         computing = flops / (peak * share)
         return max(computing, self._moving(moved_bytes) + self.hardware.host.kernel_seconds)
 

@@ -115,9 +115,10 @@ def test_a_chip_that_lacks_a_recipe_refuses_it() -> None:
 
 def test_dense_products_of_torch_are_taken_where_they_are_and_refused_elsewhere() -> None:
     run = run_of("float8.dense=auto", "kernels.float8=torch")
-    ours = float8_rule(run_of("float8.dense=auto"), named_device("H200", "bf16")).operators
+    ours = float8_rule(run_of("float8.dense=auto"), named_device("MI300X", "bf16")).operators
     theirs = float8_rule(run, named_device("H200", "bf16")).operators
     assert theirs.multiply is not ours.multiply and theirs == replace(ours, multiply=theirs.multiply)
+    assert float8_rule(run_of("float8.dense=auto"), named_device("H200", "bf16")).operators == theirs, "they are faster"
     with pytest.raises(KernelError, match="sm_90 only, this is sm_100"):
         float8_rule(run_of("float8.dense=blockwise", "kernels.float8=torch"), named_device("B200", "bf16"))
     with pytest.raises(KernelError, match="no GPU"):

@@ -40,6 +40,7 @@ _DOUBLE = ProductLaunch(block_rows=128, block_columns=128, warps=8, stages=3, st
 _SINGLE = ProductLaunch(block_rows=128, block_columns=128, warps=8, stages=5, pieces=2)
 # Two programs share a multiprocessor: one scales its sums, or writes its tile, while the other multiplies.
 _PAIR = ProductLaunch(block_rows=64, block_columns=128, warps=4, stages=4, pieces=2, residency=2, ahead=True)
+_PAIR_3 = replace(_PAIR, stages=3)
 _PAIR_DOUBLE = replace(_PAIR, stages=2, steps=2)
 # Three, each of a third of the registers: too few to hold the scales of both operands' rows ahead.
 _TRIO = replace(_PAIR, stages=2, residency=3, ahead=False)
@@ -50,18 +51,19 @@ _SMALL = replace(_POINTERS, block_rows=64, block_columns=64, warps=4)
 
 PRODUCTS: Mapping[str, Mapping[Product, ProductLaunch]] = MappingProxyType(
     {
-        "sm_90": dict.fromkeys(get_args(Product), _PAIR),
+        "sm_90": {**dict.fromkeys(get_args(Product), _PAIR_3), "dense": _DOUBLE},
         "sm_100": dict.fromkeys(get_args(Product), replace(_SINGLE, stages=4)),
         "gfx942": dict.fromkeys(get_args(Product), _POINTERS),
         "gfx950": dict.fromkeys(get_args(Product), _POINTERS),
     }
 )
-"""By target and product. None is measured: they were chosen by what the compiler makes of them."""
+"""By target and product. Those of sm_90 were the fastest on an H200, the mean over layers of DeepSeek-V3 and V2-Lite
+(benchmarks/results/float8-launches-h200-*.json); the others were chosen by what the compiler makes of them."""
 
 _OF_WEIGHTS = {
     "pair": _PAIR,
     "pair_group_16": replace(_PAIR, group=16),
-    "pair_3": replace(_PAIR, stages=3),
+    "pair_3": _PAIR_3,
     "pair_not_ahead": replace(_PAIR, ahead=False),
     "pair_double": _PAIR_DOUBLE,
     "trio": _TRIO,
@@ -73,7 +75,7 @@ _OF_WEIGHTS = {
 _OF_GRADIENTS = {
     "pair": _PAIR,
     "pair_group_16": replace(_PAIR, group=16),
-    "pair_3": replace(_PAIR, stages=3),
+    "pair_3": _PAIR_3,
     "pair_not_ahead": replace(_PAIR, ahead=False),
     "pair_double": _PAIR_DOUBLE,
     "trio": _TRIO,
