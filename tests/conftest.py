@@ -7,9 +7,10 @@ any test module is collected.
 Tests that take `ranks` share one pool of worker processes, so one of pytest's processes runs them all.
 """
 
+import gc
 import os
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 for name, value in {
@@ -26,6 +27,8 @@ from hypothesis import settings  # noqa: E402
 from xdist.remote import Producer  # noqa: E402
 from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
+from penstock.parallel.launch import local  # noqa: E402
+from tests import warm  # noqa: E402
 from tests.distributed.pool import Pool  # noqa: E402
 
 if not torch.cuda.is_available():
@@ -36,10 +39,23 @@ settings.register_profile("penstock", deadline=None, derandomize=True, database=
 settings.load_profile("penstock")
 
 
+def pytest_unconfigure() -> None:
+    """At the end everything goes."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     """Every test draws the same numbers on every run."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def imports_are_frozen() -> None:
+    """Whoever collects garbage need not look through all that was imported, which takes 0.3 s. Runs end the frost."""
+    if gc.get_freeze_count() == 0:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +64,12 @@ def ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that the test lets the product start begin with PyTorch imported (tests/warm.py)."""
+    monkeypatch.setattr(local, "elastic_launch", partial(warm.launch, "forkserver"))
 
 
 class _RanksTogether(LoadScopeScheduling):

@@ -67,7 +67,9 @@ def test_a_restart_that_does_not_know_its_run_starts_none(
     assert not Path("runs").exists()
 
 
-def test_a_rank_that_is_killed_is_started_again_and_loses_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_is_killed_is_started_again_and_loses_nothing(
+    capsys: pytest.CaptureFixture[str], warm_ranks: None
+) -> None:
     longer = ("training.steps=40", "checkpoint.every=10")
     printed(capsys, "tiny.toml", *longer, "--name", "whole")
 

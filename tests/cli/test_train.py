@@ -6,8 +6,7 @@ import os
 import re
 import signal
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ import torch
 
 from penstock.cli.main import main
 from penstock.config.load import dump_toml, load_run
-from penstock.train import parts, run_folder
+from penstock.train import parts, run_folder, stop
 from penstock.train.metrics import FIELDS, MetricsFile
 from penstock.train.observer import StepReport
+from tests import warm
 from tests.train.tiny_run import tiny_run
 
 TIMED = {"tokens_per_second_per_device", "step_seconds", "phase_seconds", "peak_memory_bytes"}
@@ -79,30 +79,16 @@ def at_step(monkeypatch: pytest.MonkeyPatch, step: int, *signals: signal.Signals
     monkeypatch.setattr(MetricsFile, "stepped", stepped)
 
 
-def run_and_signal(step: int, signals: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """`penstock train` in a process of its own, which sends itself signals after a step's metrics were written."""
-    script = f"""
-import signal, sys
-from penstock.cli.main import main
-from penstock.train import stop
-from penstock.train.metrics import MetricsFile
+def run_and_signal(step: int, number: signal.Signals, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`penstock train` in a process of its own; it sends itself a signal twice when a step's metrics are written."""
+    return warm.run(_train_and_signal, step, number, arguments, folder=Path.cwd(), environment=os.environ)
 
-write = MetricsFile.stepped
 
-def stepped(metrics, report):
-    write(metrics, report)
-    if report.step == {step}:
-        for name in {signals}:
-            signal.raise_signal(getattr(signal, name))
-
-stop.SAME_PRESS_SECONDS = -1.0
-MetricsFile.stepped = stepped
-sys.exit(main(["train", *sys.argv[1:]]))
-"""
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    command = [sys.executable, "-c", script, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+def _train_and_signal(step: int, number: signal.Signals, arguments: Sequence[str]) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stop, "SAME_PRESS_SECONDS", -1.0)
+        at_step(patch, step, number, number)
+        return main(["train", *arguments])
 
 
 # A run from its start to its end
@@ -163,7 +149,7 @@ def test_a_dry_run_says_what_would_be_and_writes_nothing(capsys: pytest.CaptureF
 def test_twenty_steps_are_ten_and_kill_9_and_ten(capsys: pytest.CaptureFixture[str]) -> None:
     longer = ("training.steps=20", "checkpoint.every=10")
     printed(capsys, "tiny.toml", *longer, "--name", "whole")
-    killed = run_and_signal(13, ["SIGKILL"], "tiny.toml", *longer, "--name", "broken")
+    killed = run_and_signal(13, signal.SIGKILL, "tiny.toml", *longer, "--name", "broken")
     assert killed.returncode == -signal.SIGKILL
     assert [line["step"] for line in metrics_of("runs/broken")] == list(range(1, 14))
     assert [path.name for path in Path("runs/broken/checkpoints").iterdir()] == ["step-000010"]
@@ -204,7 +190,7 @@ def test_a_run_without_checkpoints_says_that_nothing_is_saved(capsys: pytest.Cap
 
 
 def test_a_second_ctrl_c_stops_at_once() -> None:
-    stopped = run_and_signal(3, ["SIGINT", "SIGINT"], "tiny.toml")
+    stopped = run_and_signal(3, signal.SIGINT, "tiny.toml")
     assert stopped.returncode == 130
     assert stopped.stderr == "stopped at once; newest checkpoint: step 2\n"
 

@@ -1,4 +1,4 @@
-"""One pool of worker processes for all distributed tests: starting a process that imports torch costs a second or two.
+"""One pool of worker processes for all distributed tests; they start warm (tests/warm.py).
 
     parent                                     worker (up to 8, started when first needed)
     run(n, function, *args)  -- pipe -->       makes a gloo group of n ranks, calls function(*args), destroys the group
@@ -12,13 +12,13 @@ Simpler than torch.testing's MultiProcessTestCase, which starts processes anew f
 """
 
 import faulthandler
+import gc
 import io
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests import warm
 
 MOST_RANKS = 8
 LOCALHOST = "127.0.0.1"
@@ -81,11 +83,10 @@ class Pool:
         self._workers = []
 
     def _start(self, ranks: int) -> None:
-        context = get_context("spawn")
         for number in range(len(self._workers), ranks):
-            ours, theirs = context.Pipe()
+            ours, theirs = warm.CONTEXT.Pipe()
             arguments = (theirs, self._store.port, self._stacks(number))
-            process = context.Process(target=_work, args=arguments, daemon=True, name=f"ranks-{number}")
+            process = warm.CONTEXT.Process(target=_work, args=arguments, daemon=True, name=f"ranks-{number}")
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -137,6 +138,7 @@ def _unpack(data: bytes) -> Any:
 def _work(pipe: Connection, port: int, stacks: Path) -> None:
     """A worker's whole life: it ends when the parent is gone."""
     torch.set_num_threads(1)
+    gc.freeze()
     store = dist.TCPStore(LOCALHOST, port)
     with stacks.open("w") as stack_file:
         while True:

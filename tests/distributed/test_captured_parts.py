@@ -15,8 +15,8 @@ from tests.parallel.same_addresses import SameAddresses
 SHARED = ("parallel.expert=2", "dispatch.method=all-to-all", "dispatch.sync_free=0")
 OVERLAPPED = (*SHARED, "dispatch.overlap=shared")
 IN_PARTS = ("parallel.expert_tensor=2", "dispatch.method=all-to-all", "parallel.expert=1")
-LAYERS = 9
-"""Of the small run, the one that predicts further included."""
+LAYERS = 5
+"""Of the run, the one that predicts further included."""
 
 Seen = tuple[Trace, Saved, tuple[str, ...], int]
 
@@ -29,7 +29,7 @@ def play(overrides: tuple[str, ...], replays: bool, fails_on: int) -> Seen:
         replays: parts; else all is eager.
         fails_on: rank that finds no memory for its fourth graph; -1 if none does.
     """
-    session = start_session(overrides)
+    session = start_session((*overrides, f"model.layers={LAYERS - 1}"))
     graphs = Graphs(LAYERS) if fails_on == -1 else SameAddresses(fails_at=3 if dist.get_rank() == fails_on else None)
     parts = CapturedParts(is_asked_for=False, begin_pool=graphs.begin)
     if replays:

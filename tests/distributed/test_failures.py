@@ -123,7 +123,7 @@ def test_what_breaks_on_one_rank_ends_all_with_its_place_and_the_state_before(
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_ranks: None) -> Path:
     """An empty folder, the present one, with a small run of two experts' ranks in tiny.toml."""
     monkeypatch.chdir(tmp_path)
     run = tiny_run(

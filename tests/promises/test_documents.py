@@ -7,7 +7,8 @@ A fenced block marked `bash` holds commands. Each line must be a command that th
     git, cd, pip, ...     shown as they are (`SHOWN_ONLY`)
 
 and anything else is refused. A block marked `bash run` is executed too, line by line, in an empty folder, and must
-succeed. Blocks marked `text`, `toml` or `python` are not commands.
+succeed. The README's lines are executed by a shell; `penstock` elsewhere starts warm (tests/warm.py). Blocks marked
+`text`, `toml` or `python` are not commands.
 """
 
 import os
@@ -23,6 +24,7 @@ import typer
 from typer.core import TyperGroup
 
 from penstock.cli.main import app, main
+from tests import warm
 from tools import documents
 
 SHOWN_ONLY = {"git", "cd", "pip", "tensorboard", "python", "torchrun"}
@@ -137,6 +139,20 @@ def fault(command: Command) -> str | None:
     return None
 
 
+def in_a_shell(command: Command, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Execute a line as it stands."""
+    return subprocess.run(
+        ["bash", "-c", command.line], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def started_warm(command: Command, folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Execute a line; without a shell and PyTorch's import if it is `penstock` and words alone."""
+    if not command.line.startswith("penstock ") or set(command.line.split("#")[0]) & set("|&;<>$`*?(){}"):
+        return in_a_shell(command, folder, environment)
+    return warm.run(warm.penstock, command.words[1:], folder=folder, environment=environment, timeout=280)
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_every_link_and_path_leads_somewhere(path: Path) -> None:
     assert dead_links(path) == []
@@ -171,11 +187,10 @@ def test_every_job_that_is_shown_fits_its_machines(
 )
 def test_every_block_marked_run_runs(path: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    execute = in_a_shell if path.name == "README.md" else started_warm
     for command in commands_in(path.read_text(encoding="utf-8")):
         if command.runs:
-            result = subprocess.run(
-                ["bash", "-c", command.line], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-            )
+            result = execute(command, tmp_path, environment)
             assert result.returncode == 0, f"{command.line}\n{result.stdout}{result.stderr}"
 
 

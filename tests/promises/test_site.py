@@ -11,16 +11,22 @@ from tools.documents import ROOT
 from tools.site import for_site, with_bars, without_ways_out
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path)))
-    start = (tmp_path / "start.html").read_text(encoding="utf-8")
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pages; a warning is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(folder)))
+    return folder
+
+
+def test_the_site_builds_without_a_warning(site: Path) -> None:
+    start = (site / "start.html").read_text(encoding="utf-8")
     assert "penstock report runs/first" in re.sub(r"<[^>]*>", "", start)
-    assert "../README.md" not in (tmp_path / "coming-from.html").read_text(encoding="utf-8")
+    assert "../README.md" not in (site / "coming-from.html").read_text(encoding="utf-8")
 
 
-def test_a_page_of_the_site_fetches_nothing(tmp_path: Path) -> None:
-    build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path)))
-    for page in tmp_path.rglob("*.html"):
+def test_a_page_of_the_site_fetches_nothing(site: Path) -> None:
+    for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         assert not any(mark in text for mark in ('src="http', "src='http", 'rel="stylesheet" href="http')), page.name
 

@@ -26,7 +26,7 @@ from penstock.train.setup import prepare
 from penstock.train.stop import StopRequest
 from tests.distributed.pool import Pool
 from tests.train.test_loop import StopAfter, lines_of, start
-from tests.train.tiny_run import Recorder, tiny_run
+from tests.train.tiny_run import TRAINING, Recorder, tiny_run
 
 Event = Mapping[str, Any]
 
@@ -82,12 +82,11 @@ def test_a_trace_knows_its_run(tmp_path: Path) -> None:
 
 
 def test_a_recorded_run_has_the_losses_of_one_that_is_not(tmp_path: Path) -> None:
+    training = TRAINING.model_copy(update={"steps": 2})
     for name, modules in (("plain", ()), ("again", ("norm", "moe"))):
-        recompute = Recompute(modules=modules)
-        _, plain = start(tiny_run(tmp_path / name, recompute=recompute))
-        _, recorded = start(
-            tiny_run(tmp_path / f"{name}-recorded", recompute=recompute, profile=Profile(start=1, steps=4))
-        )
+        again = {"training": training, "recompute": Recompute(modules=modules)}
+        _, plain = start(tiny_run(tmp_path / name, **again))
+        _, recorded = start(tiny_run(tmp_path / f"{name}-recorded", **again, profile=Profile(start=1, steps=2)))
         assert lines_of(recorded) == lines_of(plain)
         names = {event["name"] for event in spans_in(trace_of(recorded))}
         assert ("recompute" in names) == bool(modules)

@@ -20,6 +20,10 @@ from penstock.train.observer import HeldOutLoss, LayerReport, RunStart, StepRepo
 
 ENVIRONMENT = Environment(color=False, threads=1, world_size=1)
 CPU = torch.device("cpu")
+TRAINING = Training(
+    steps=4, sequence_length=12, micro_batch=2, global_batch=4, precision="fp32", collect_garbage_every=0
+)
+"""Python collects garbage by itself: to do it before the first step takes as long as the steps."""
 
 
 def tiny_model(**changes: Any) -> Model:
@@ -52,7 +56,7 @@ def tiny_run(folder: Path, **changes: Any) -> Run:
         "name": "tiny",
         "device": "cpu",
         "model": tiny_model(),
-        "training": Training(steps=4, sequence_length=12, micro_batch=2, global_batch=4, precision="fp32"),
+        "training": TRAINING,
         "optimizer": Optimizer(learning_rate=1e-2),
         "schedule": Schedule(warmup_steps=2),
         "data": Data(source="synthetic-learnable"),

@@ -63,6 +63,7 @@ def test_ranks_add_up_and_end_well(tmp_path: Path) -> None:
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_dies_is_started_again_with_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code, said = launch("die-once", tmp_path, restarts=1)
     assert code == 0
@@ -74,6 +75,7 @@ def test_a_rank_that_dies_is_started_again_with_the_others(tmp_path: Path, capfd
     assert "ChildFailedError" not in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
     ("word", "line"),
     [("mistake", "error: the text is bad"), ("mistake-of-one", "error: the text of rank 1 is bad")],
@@ -86,6 +88,7 @@ def test_a_mistake_is_one_line_and_nothing_is_restarted(
     assert len(notes(tmp_path)) == 2
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_reaches_the_ranks_and_their_code_comes_out(number: signal.Signals, code: int, tmp_path: Path) -> None:
     handler = signal.getsignal(number)

@@ -1,0 +1,118 @@
+"""Processes that begin with PyTorch imported: the import costs four seconds, and a test may start ten processes.
+
+multiprocessing's fork server does it. It is a process that imports `IMPORTED` once and nothing else, computes nothing,
+and forks: a child shares no state with pytest or with another child, as if it had been spawned.
+
+What depends on a start from nothing does not belong here; the tests that use real programs are
+tests/promises/test_packaging.py, tests/cli/test_preflight.py and the commands of README.md.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from penstock.cli.main import main
+from penstock.parallel.launch import local
+
+IMPORTED = (
+    "tests.plan.real_rank",
+    "tests.distributed.one_loss",
+    "tests.models.families",
+    "penstock.cli.report",
+    "tests.warm",
+)
+
+ENDING_SECONDS = 0.5
+"""A spawned rank that fails needs as long to end; the launcher looks every tenth of a second who has failed first."""
+
+CONTEXT = get_context("forkserver")
+CONTEXT.set_forkserver_preload(list(IMPORTED))
+
+
+def run(
+    function: Callable[..., int], *args: Any, folder: Path, environment: Mapping[str, str], timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Call a function in a process of its own, as `subprocess.run` calls a program.
+
+    Args:
+        function: of the top of a module; returns the exit code.
+        args: its arguments.
+        folder: the present one of the process.
+        environment: all variables of the process.
+        timeout: seconds until the process is killed.
+
+    Returns:
+        Exit code, negative for a signal, and what was printed.
+    """
+    with TemporaryFile("w+", encoding="utf-8") as stdout, TemporaryFile("w+", encoding="utf-8") as stderr:
+        outputs = _outputs(stdout.fileno(), stderr.fileno())
+        process = CONTEXT.Process(target=_begin, args=(outputs, folder, dict(environment), function, args))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        printed = [(file.seek(0), file.read())[1] for file in (stdout, stderr)]
+    assert process.exitcode is not None
+    return subprocess.CompletedProcess(function.__name__, process.exitcode, *printed)
+
+
+def penstock(words: Sequence[str]) -> int:
+    """`penstock WORDS`; the ranks that it starts are forks as well."""
+    sys.argv = ["penstock", *words]
+    vars(local)["elastic_launch"] = partial(launch, "fork")
+    return main()
+
+
+def launch(start_method: str, config: LaunchConfig, function: Callable[..., Any]) -> Callable[..., dict[int, Any]]:
+    """In the place of `elastic_launch`: ranks are not spawned."""
+    start = elastic_launch(replace(config, start_method=start_method), _as_rank)
+    return partial(start, _outputs(1, 2), dict(os.environ), function)
+
+
+def _outputs(*descriptors: int) -> list[Connection]:
+    """What is printed to, in the form in which multiprocessing hands it to a child."""
+    return [Connection(os.dup(descriptor), readable=False) for descriptor in descriptors]
+
+
+def _as_rank(
+    outputs: Sequence[Connection], environment: Mapping[str, str], function: Callable[..., Any], *args: Any
+) -> Any:
+    """Output and variables of the fork server are those of its own start."""
+    _print_to(outputs)
+    os.environ.update(environment)
+    try:
+        return function(*args)
+    except BaseException:
+        time.sleep(ENDING_SECONDS)
+        raise
+
+
+def _begin(
+    outputs: Sequence[Connection],
+    folder: Path,
+    environment: Mapping[str, str],
+    function: Callable[..., int],
+    args: Sequence[Any],
+) -> None:
+    _print_to(outputs)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.exit(function(*args))
+
+
+def _print_to(outputs: Sequence[Connection]) -> None:
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(output.fileno(), number)
