@@ -18,9 +18,9 @@ from penstock.tune.doctor import diagnose
 from penstock.tune.doctor_run import facts_of
 
 DONE = {
-    "all-to-all": "tokens travel by all-to-all; in this step the host of rank 2 compiled a kernel for 152 ms",
+    "all-to-all": "tokens travel by all-to-all; the host of rank 2 launched nothing for 152 ms of this step",
     "symmetric": "tokens are written into the other ranks' memory, and the host reads no count",
-    "hot-experts": "all-to-all, trained on one repeated letter, so that all tokens want the same six experts of a layer",
+    "hot-experts": "all-to-all, trained on one repeated letter: all tokens want the same six experts of a layer",
     "slow-rank": "all-to-all, while another process keeps GPU 2 half busy",
     "host-stalls": "all-to-all, micro-batches of one row of 512 tokens: too little for the device",
 }

@@ -31,6 +31,7 @@ from penstock.parallel.launch.environment import environment_page
 from penstock.train.metrics_page import metrics_page
 from tools import (
     dispatch_tables,
+    doctor_tables,
     family_tables,
     float8_tables,
     kernel_tables,
@@ -60,6 +61,7 @@ TABLES = {
     **published_tables.TABLES,
     **family_tables.TABLES,
     **trace_tables.TABLES,
+    **doctor_tables.TABLES,
 }
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path("benchmarks/results")

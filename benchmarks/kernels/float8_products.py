@@ -8,9 +8,10 @@ Dense layers of DeepSeek-V3 and experts' shares of V3, V2-Lite and Qwen3-30B-A3B
 of the input, gradient of the weight added to a float32 sum, and the three together. Before anything is timed each
 result is held against the product in float32 of the numbers before quantization.
 
-`quantized` is what a training step does for a product, with nothing fused and torch's dense products where it has them: the forward pass quantizes the rows (of a
-dense layer transposed, too), the gradient of the input quantizes dy both ways, the gradient of an expert's weight
-transposes the rows that forward quantized. Weights are quantized once a step and not counted.
+`quantized` is what a training step does for a product, with nothing fused and torch's dense products where it has them:
+the forward pass quantizes the rows (of a dense layer transposed, too), the gradient of the input quantizes dy both
+ways, the gradient of an expert's weight transposes the rows that forward quantized. Weights are quantized once a step
+and not counted.
 
 What is compared takes turns on a GPU that is kept warm, as in `benchmarks.kernels.grouped_gemm`; times are medians.
 """

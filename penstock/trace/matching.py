@@ -3,11 +3,13 @@
 1. By number: PyTorch counts the collectives of a group, and the count is in the trace. Same group, same number, same
    name is the same collective.
 2. Clocks are aligned by those (`clocks`).
-3. By order and time, where there is no number: the k-th of one rank is the k-th of another if they end together. Long
-   series come first, because they tell the clocks of ranks that nothing else told. If an event is missing, later ones
-   are shifted against each other; a shift is believed from `RUN` neighbours in a row on, because a single pair may end
-   together by chance. Kernels that write into other devices' memory need not end together: the nearest in time is the
-   same, with the same care for the order.
+3. By order and time, where there is no number. A group runs its collectives one after the other, so if two ranks have
+   the same names in the same order, and were inside (nearly) each at one moment, these are the same, though their ends
+   may be apart: who has less to send leaves earlier. Else the k-th of one rank is the k-th of another if they end
+   together. Long series come first, because they tell the clocks of ranks that nothing else told. If an event is
+   missing, later ones are shifted against each other; a shift is believed from `RUN` neighbours in a row on, because a
+   single pair may end together by chance. Kernels that write into other devices' memory need not end together: the
+   nearest in time is the same, with the same care for the order.
 4. A collective that lacks a rank, or whose ranks were not inside it at one moment, is not matched. It is listed with
    the reason, and nobody computes a wait from it.
 
@@ -31,6 +33,10 @@ TOLERANCE_US = 50.0
 
 TOLERANCE_SHARE = 0.03
 """The same, of the shorter duration: a long transfer's last parts do not come to all at once."""
+
+IN_STEP = 0.9
+"""Share of a group's collectives that two ranks must be inside at one moment to be in step. Not all: in an all-to-all,
+who has nothing for another does not wait for it."""
 
 _SHIFTS = 8
 
@@ -288,7 +294,10 @@ def _pairs(calls: Calls, lead: Integers, other: Integers, clocks: Clocks) -> tup
     in_order = np.arange(len(lead))
     if is_device and clocks.island[calls.rank[lead[0]]] != clocks.island[calls.rank[other[0]]]:
         return (in_order, in_order) if len(lead) == len(other) else (lead[:0], lead[:0])
-    ends, end = calls.end_us[lead], calls.end_us[other] - _apart(calls, lead, other, clocks)
+    apart_us = _apart(calls, lead, other, clocks)
+    if not is_device and _are_in_step(calls, lead, other, apart_us):
+        return in_order, in_order
+    ends, end = calls.end_us[lead], calls.end_us[other] - apart_us
     partner, back = _nearest(ends, end), _nearest(end, ends)
     shorter = np.minimum(calls.duration_us[lead][partner], calls.duration_us[other])
     near = np.abs(ends[partner] - end) <= np.maximum(TOLERANCE_US, TOLERANCE_SHARE * shorter)
@@ -301,6 +310,15 @@ def _pairs(calls: Calls, lead: Integers, other: Integers, clocks: Clocks) -> tup
     run = np.cumsum(breaks) - 1
     believed = (shift == 0) | (np.bincount(run)[run] >= RUN) if len(found) else breaks
     return partner[found[believed]], found[believed]
+
+
+def _are_in_step(calls: Calls, lead: Integers, other: Integers, apart_us: float) -> bool:
+    """Whether two ranks of a group have the same collectives in the same order, and met in nearly all."""
+    if len(lead) != len(other) or calls.group[lead[0]] == NONE or (calls.name_id[lead] != calls.name_id[other]).any():
+        return False
+    begun_us = np.maximum(calls.start_us[lead], calls.start_us[other] - apart_us)
+    ended_us = np.minimum(calls.end_us[lead], calls.end_us[other] - apart_us)
+    return bool((begun_us <= ended_us + TOLERANCE_US).mean() >= IN_STEP)
 
 
 def _nearest(times_us: Floats, wanted_us: Floats) -> Integers:

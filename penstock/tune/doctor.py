@@ -8,7 +8,7 @@ Nothing is weighed by feeling: the same evidence gives the same verdict, each nu
 metrics or the plan, and every threshold is a constant with its reason. What could not be looked at is told.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,9 @@ from penstock.tune.doctor_walls import ALSO, Wall, Walls, walls_of
 
 TOLD_LATE = 4
 """Ranks that are named at most."""
+
+WORTH_NAMING = 0.2
+"""Share of what the most expensive rank costs, from which the conclusion names others; the evidence names them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +156,15 @@ def _sentence(evidence: Evidence, walls: Walls) -> str:
             head = f"computing again and copying take {walls.share(walls.memory_us):.1%} of the step"
         case "compute":
             head = f"the device computes {walls.share(walls.compute_us):.1%} of the step"
-    late = [one for one in evidence.late[:TOLD_LATE] if walls.wall in ("communication", "host")]
+    late = _worth_naming(evidence.late[:TOLD_LATE]) if walls.wall in ("communication", "host") else []
     named = f"; late: {', '.join(_late_text(one) for one in late)}" if late else ""
     then = f"; then {', '.join(f'{name} {walls.share(walls.losses[name]):.1%}' for name in walls.then)}"
     return f"{walls.wall}: {head}{named}{then if walls.then else ''}"
+
+
+def _worth_naming(late: Sequence[Late]) -> list[Late]:
+    """In the conclusion: those that cost not much less than the first."""
+    return [one for one in late if one.caused_wait_us >= WORTH_NAMING * late[0].caused_wait_us]
 
 
 def _waiting_text(evidence: Evidence, walls: Walls) -> str:
@@ -215,11 +223,11 @@ def _communication(evidence: Evidence, walls: Walls) -> Iterator[Fact]:
             one.caused_wait_us / others,
             walls,
         )
-    load = evidence.max_over_mean or evidence.facts.expert_load
-    if load is not None:
-        yield Fact(what=f"rows of the fullest rank's experts: {load:.2f} times the mean", wall="communication")
+    loads = [one for one in (evidence.max_over_mean, evidence.facts.expert_load) if one is not None]
+    if loads:  # rows that are padded to a bound look even in a trace
+        yield Fact(what=f"rows of the fullest rank's experts: {max(loads):.2f} times the mean", wall="communication")
     if evidence.unmatched:
-        yield Fact(what=f"{evidence.unmatched} collectives match no other rank's: not waiting", wall="communication")
+        yield Fact(what=f"collectives of which no waiting is told: {evidence.unmatched}", wall="communication")
 
 
 def _host(evidence: Evidence, walls: Walls) -> Iterator[Fact]:

@@ -1,17 +1,7 @@
-"""Evidence from traces: costs of each rank, and why a rank was late.
-
-Between two collectives every rank works for itself, so why a rank came late to the second is told by what it did since
-the first ended, against the median of the others:
-
-    idle longer, for at least half of the delay    its host was late
-    computed longer                                its experts, if they took most of what it computed longer than
-                                                   by being slow at everything, or else its computing
-
-A rank that lets others wait again and again has one cause here, the one that cost most.
-"""
+"""Evidence from traces: costs of each rank, and what could not be told. Who was late, and why, tells `doctor_late`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,31 +12,16 @@ from penstock.config.schema import fields_of
 from penstock.config.validation import build
 from penstock.trace.answer import Answer, RankAnswer
 from penstock.trace.calls import Calls
-from penstock.trace.collectives import Collectives, Straggler
-from penstock.trace.events import NONE, Flags, Floats, GpuKind, HostKind, Integers, Trace
+from penstock.trace.events import Flags, HostKind, Trace
 from penstock.trace.intervals import union
 from penstock.trace.kinds import OWN, library_of
 from penstock.trace.launches import WAITS
-from penstock.trace.timeline import busy_of
-from penstock.tune.doctor_evidence import Cause, Evidence, Facts, Late, Launches, RankCosts
-
-MATCHED = 0.5
-"""Share of the collectives that must be matched before a rank is called late: below, too little of it is known."""
-
-TELLS = 0.01
-"""Share of the step that the others wait for a rank, from which it is named: someone is always last, by chance."""
-
-IDLE_DECIDES = 0.5
-"""Share of a delay that idle time must explain for the host to be the cause."""
+from penstock.trace.matching import Unmatched
+from penstock.tune.doctor_evidence import Evidence, Facts, Launches, RankCosts
+from penstock.tune.doctor_late import AROUND_EXPERTS, EXPERTS, late_ranks
 
 MOMENT_US = 5.0
 """A gap that begins so long before a wait of the host still began with it: clocks of host and device differ."""
-
-EXPERTS = frozenset({"experts", "experts input gradient", "experts weight gradient"})
-"""Phases that are experts."""
-
-AROUND_EXPERTS = EXPERTS | {"activation", "permute"}
-"""Phases whose time grows with the rows of a rank's experts, where there are experts."""
 
 _KINDS: tuple[tuple[str, str], ...] = (
     ("all_to_all", "all-to-all"),
@@ -76,7 +51,7 @@ def evidence_of(answer: Answer, facts: Facts, missing: Sequence[str] = ()) -> Ev
     collectives = answer.collectives
     totals = collectives.totals_us() if len(answer.loaded) > 1 and len(collectives.meetings) else {}
     ranks = tuple(_costs(one, collectives.calls, totals) for one in answer.ranks)
-    late = _late(answer)
+    late = late_ranks(answer)
     return Evidence(
         source="trace",
         ranks=ranks,
@@ -203,6 +178,10 @@ def kind_of(collective: str, kernel: str) -> str:
     return next((kind for text in texts for part, kind in _KINDS if part in text), "without a name")
 
 
+def _counted(unmatched: Sequence[Unmatched]) -> str:
+    return "1 collective matches none" if len(unmatched) == 1 else f"{len(unmatched)} collectives match none"
+
+
 def _missing(answer: Answer) -> list[str]:
     """What traces could not tell."""
     told = []
@@ -214,121 +193,10 @@ def _missing(answer: Answer) -> list[str]:
     elif loaded < world:
         told.append(f"{loaded} of {world} ranks: others may have come later still, so waiting is a lower bound")
     if unmatched := answer.collectives.unmatched:
-        told.append(
-            f"{len(unmatched)} collectives match none of another rank ({unmatched[0].why}): no waiting is told of them"
-        )
+        told.append(f"{_counted(unmatched)} of another rank ({unmatched[0].why}): no waiting is told of them")
     if not any(one.steps for one in answer.ranks):
         told.append("no step is marked: figures are of all that was recorded")
     unlinked = sum(int((~one.trace.gpu.is_linked).sum()) for one in answer.ranks)
     if unlinked:
         told.append(f"{unlinked} events of the device were launched before the recording began; they are counted")
     return told
-
-
-# -------------------------------------------------------------------------------------------------------------- late
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Between:
-    """What each rank did before each meeting, since the one before had ended; microseconds.
-
-    Attributes:
-        idle_MR: the device had nothing to do.
-        busy_MR: it worked.
-    """
-
-    idle_MR: Floats
-    busy_MR: Floats
-
-
-def _late(answer: Answer) -> tuple[Late, ...]:
-    """Ranks that others waited for, the most expensive first."""
-    collectives = answer.collectives
-    if len(collectives.meetings) < MATCHED * (len(collectives.meetings) + len(collectives.unmatched)):
-        return ()
-    others = max(1, len(answer.loaded) - 1)
-    step_us = TELLS * float(np.mean([one.timelines["all"].total_us for one in answer.ranks]))
-    named = [one for one in collectives.stragglers() if one.caused_wait_us / others >= step_us]
-    between = _between(answer)
-    return tuple(_with_cause(one, answer, between) for one in named)
-
-
-def _with_cause(one: Straggler, answer: Answer, between: _Between) -> Late:
-    number = answer.collectives.calls.ranks.index(one.rank)
-    is_host, idle_us = _is_host(answer.collectives, between, number)
-    cause: Cause
-    if is_host:
-        cause, detail = "host", f"its device was idle {idle_us / 1e3:.2f} ms longer than others' before it came"
-    else:
-        cause, detail = _slowest_phase(answer, one.rank)
-    return Late(rank=one.rank, times_last=one.times_last, caused_wait_us=one.caused_wait_us, cause=cause, detail=detail)
-
-
-def _is_host(collectives: Collectives, between: _Between, number: int) -> tuple[bool, float]:
-    """Whether idle time explains most of what a rank cost, and how much of it there was."""
-    mine = collectives.last == number
-    cost_M = np.nansum(collectives.wait_us[mine], axis=1)
-    others = np.arange(between.idle_MR.shape[1]) != number
-    idle = between.idle_MR[mine, number] - np.nanmedian(between.idle_MR[mine][:, others], axis=1)
-    busy = between.busy_MR[mine, number] - np.nanmedian(between.busy_MR[mine][:, others], axis=1)
-    delay = np.maximum(idle, 0.0) + np.maximum(busy, 0.0)
-    by_host = cost_M[np.maximum(idle, 0.0) > IDLE_DECIDES * delay].sum()
-    return bool(by_host > IDLE_DECIDES * cost_M.sum()), float(np.maximum(idle, 0.0).sum())
-
-
-def _between(answer: Answer) -> _Between:
-    """Idle and busy time of each rank before each meeting."""
-    calls, rows_MR = answer.collectives.calls, answer.collectives.meetings.met
-    idle_MR, busy_MR = np.full(rows_MR.shape, np.nan), np.full(rows_MR.shape, np.nan)
-    for one in answer.ranks:
-        number = calls.ranks.index(one.rank)
-        met = np.flatnonzero(rows_MR[:, number] != NONE)
-        rows = rows_MR[met, number]
-        order = np.argsort(calls.start_us[rows], kind="stable")
-        met, rows = met[order], rows[order]
-        begins = _ends_before(calls, rows, float(one.trace.gpu.start_us[0]))
-        busy = busy_of(one.trace.gpu)
-        working = (busy.compute | busy.communication | busy.copies).covered_us(begins, calls.start_us[rows])
-        busy_MR[met, number] = working
-        idle_MR[met, number] = np.maximum(calls.start_us[rows] - begins, 0.0) - working
-    return _Between(idle_MR=idle_MR, busy_MR=busy_MR)
-
-
-def _ends_before(calls: Calls, rows: Integers, first_us: float) -> Floats:
-    """For meetings of one rank in order of their start, when the one before had ended; at most its own start."""
-    ends = np.append(first_us, np.maximum.accumulate(calls.end_us[rows]))[: len(rows)]
-    return np.minimum(ends, calls.start_us[rows])
-
-
-def _slowest_phase(answer: Answer, rank: int) -> tuple[Cause, str]:
-    """What a rank computed longer than the median of the others, over all that was traced.
-
-    A rank that is slow at everything is slow in its experts too, so these are the cause only if they take longer than
-    by the factor that everything else does.
-    """
-    times = {one.rank: _computed_by_phase(one) for one in answer.ranks}
-    if rank not in times or len(times) == 1:
-        return "unknown", "others were not read"
-    mine = times[rank]
-    others = {name: float(np.median([times[one].get(name, 0.0) for one in times if one != rank])) for name in mine}
-    longer = {name: mine[name] - others[name] for name in mine}
-    is_expert = {name: name in AROUND_EXPERTS for name in mine}
-    expert_us, expert_usual_us = (sum(us for name, us in one.items() if is_expert[name]) for one in (mine, others))
-    rest_us, rest_usual_us = (sum(us for name, us in one.items() if not is_expert[name]) for one in (mine, others))
-    slower = rest_us / rest_usual_us if rest_usual_us else 1.0
-    cause: Cause = "compute"
-    if expert_us - expert_usual_us * max(slower, 1.0) > max(rest_us - rest_usual_us, 0.0):
-        cause = "experts"
-    asked = [name for name in mine if is_expert[name] == (cause == "experts")]
-    name = max(asked, key=lambda one: longer[one], default="")
-    if not name or longer[name] <= 0:
-        return "unknown", "it computes no longer than others"
-    ratio = f"{mine[name] / others[name] - 1:.0%} longer" if others[name] else "and no other rank does"
-    return cause, f"{name} takes {longer[name] / 1e3:.2f} ms more than on the median rank, {ratio}"
-
-
-def _computed_by_phase(one: RankAnswer) -> dict[str, float]:
-    """Without communication, which is as long as it waits."""
-    computes = one.trace.gpu.kind[one.phases.event] != GpuKind.COMMUNICATION
-    sums = np.bincount(one.phases.name_id[computes], one.phases.exposed_us[computes], len(one.phases.names))
-    return dict(zip(one.phases.names, sums.tolist(), strict=True))

@@ -170,6 +170,22 @@ def test_kernels_without_numbers_match_only_where_their_ends_agree() -> None:
     assert {one.why for one in collectives.unmatched} == {"no number, and kernels of this place do not end together"}
 
 
+def test_a_group_in_step_needs_no_common_ends_but_who_was_gone_before_another_came_is_told() -> None:
+    """An all-to-all of unequal parts: rank 1 has less to send and leaves 200 us earlier, from one before rank 0 comes."""
+    begins = [(1000.0 * i, 1000.0 * i + 5.0) for i in range(20)]
+    calls = [
+        Call(rank, start, start + (600.0, 400.0)[rank], (0, 1), NONE, "all_to_allv", Way.UNEVEN)
+        for both in begins
+        for rank, start in enumerate(both)
+    ]
+    collectives = timed(meet(table(*calls)))
+    assert len(collectives.meetings) == 20 and collectives.unmatched == ()
+    assert set(np.nan_to_num(collectives.wait_us[:, 0]).tolist()) != {0.0}
+    calls[20] = replace(calls[20], start_us=10_600.0, end_us=10_610.0)
+    (one,) = meet(table(*calls)).unmatched
+    assert (one.seq, one.why) == (10, "its ranks were not inside at one moment")
+
+
 def test_a_kernel_that_waits_for_flags_waited_no_longer_than_it_took_beyond_the_shortest() -> None:
     shared = [Call(rank, 100.0 * i, 100.0 * i + 50.0, (0, 1), i) for i in range(3) for rank in (0, 1)]
     take = [
