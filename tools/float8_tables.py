@@ -38,12 +38,12 @@ INPUTS = {
 
 def attention_errors(result: Result) -> str:
     """Signal over noise of attention's output and gradients, by kind of numbers."""
-    ways = list(result["numbers"]["errors"]["normal"])
+    errors = result["numbers"]["errors"]
     lines = [f"{origin(result)} dB: output, gradients of queries, keys, values.", ""]
     lines += ["| | " + " | ".join(INPUTS.values()) + " |", "|---|" + "---:|" * len(INPUTS)]
-    for way in ways:
-        cells = (result["numbers"]["errors"][kind][way] for kind in INPUTS)
-        lines.append(f"| {way} | " + " | ".join(", ".join(f"{one:.1f}" for one in cell.values()) for cell in cells) + " |")
+    for way in errors["normal"]:
+        cells = (", ".join(f"{decibels:.1f}" for decibels in errors[kind][way].values()) for kind in INPUTS)
+        lines.append(f"| {way} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -56,15 +56,18 @@ def attention_speed(result: Result) -> str:
         "|---|---:|---:|---:|---:|",
     ]
     for name, ways in result["numbers"]["times"].items():
-        pairs = {
-            way: f"{times['forward_ms']:.2f} + {times['backward_ms']:.2f}"
-            + (f", {times['forward_tflops']:.0f} and {times['backward_tflops']:.0f}" if "forward_tflops" in times else "")
-            for way, times in ways.items()
-        }
-        ratio = ways["E4M3"]["speed_of_16_bits"]
-        cells = (pairs["16 bits, cuDNN"], pairs["E4M3"], pairs["quantization"], f"{ratio:.2f}")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        plain, ours, passes = ways["16 bits, cuDNN"], ways["E4M3"], ways["quantization"]
+        cells = (f"{_both(plain)}, {_rates(plain)}", f"{_both(ours)}, {_rates(ours)}", _both(passes))
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {ours['speed_of_16_bits']:.2f} |")
     return "\n".join(lines)
+
+
+def _both(times: dict[str, float]) -> str:
+    return f"{times['forward_ms']:.2f} + {times['backward_ms']:.2f}"
+
+
+def _rates(times: dict[str, float]) -> str:
+    return f"{times['forward_tflops']:.0f} and {times['backward_tflops']:.0f}"
 
 
 TABLES: dict[str, Callable[[Result], str]] = {

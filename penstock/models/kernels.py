@@ -125,7 +125,7 @@ def _refuse_heads(run: Run, target: str) -> None:
 
 
 def _float8_backend(run: Run, device: DeviceFacts, recipes: Sequence[Recipe | None]) -> str:
-    wanted = run.kernels.float8
+    wanted: str = run.kernels.float8
     if wanted == AUTO:
         wanted = "reference" if device.kind == "cpu" or run.kernels.all == "reference" else _fastest(recipes[0], device)
     # Its 4-bit products have a definition and no kernel.
