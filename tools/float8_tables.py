@@ -70,8 +70,40 @@ def _rates(times: dict[str, float]) -> str:
     return f"{times['forward_tflops']:.0f} and {times['backward_tflops']:.0f}"
 
 
+def launches(result: Result) -> str:
+    """TFLOP/s of bare grouped products, for each launch that was tried, beside ours in 16 bits."""
+    rows = result["numbers"]["rows"]
+    tried = [name for name in rows[0]["tflops"] if name not in ("bf16", "bare")]
+    tried += [name for row in rows for name in row["tflops"] if name not in ("bf16", "bare", *tried)]
+    names = ["bf16", *dict.fromkeys(tried)]
+    lines = [
+        f"{origin(result)} TFLOP/s, operands in 8 bits already.",
+        "",
+        "| layer | product | " + " | ".join("16 bits" if name == "bf16" else f"`{name}`" for name in names) + " |",
+        "|---|---|" + "---:|" * len(names),
+    ]
+    for row in rows:
+        cells = (f"{row['tflops'][name]:.0f}" if name in row["tflops"] else "" for name in names)
+        lines.append(f"| {row['layer']} | {row['pass']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def quantization(result: Result) -> str:
+    """Bandwidth of what quantizes alone."""
+    lines = [f"{origin(result)}", "", "| model | what | MB | us | TB/s | of a copy |", "|---|---|---:|---:|---:|---:|"]
+    for row in result["numbers"]["rows"]:
+        moved, us = row["bytes"], row["us"]
+        lines.append(
+            f"| {row['model']} | {row['case']} | {moved / 1e6:.0f} | {us:.0f} | {moved / us / 1e6:.2f} "
+            f"| {row['share_of_copy']:.0%} |"
+        )
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[Result], str]] = {
     "float8-curves": curves,
+    "float8-launches": launches,
+    "float8-quantize": quantization,
     "float8-attention-errors": attention_errors,
     "float8-attention-speed": attention_speed,
 }

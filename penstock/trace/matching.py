@@ -294,10 +294,9 @@ def _pairs(calls: Calls, lead: Integers, other: Integers, clocks: Clocks) -> tup
     in_order = np.arange(len(lead))
     if is_device and clocks.island[calls.rank[lead[0]]] != clocks.island[calls.rank[other[0]]]:
         return (in_order, in_order) if len(lead) == len(other) else (lead[:0], lead[:0])
-    apart_us = _apart(calls, lead, other, clocks)
-    if not is_device and _are_in_step(calls, lead, other, apart_us):
+    if not is_device and _are_in_step(calls, lead, other, clocks):
         return in_order, in_order
-    ends, end = calls.end_us[lead], calls.end_us[other] - apart_us
+    ends, end = calls.end_us[lead], calls.end_us[other] - _apart(calls, lead, other, clocks)
     partner, back = _nearest(ends, end), _nearest(end, ends)
     shorter = np.minimum(calls.duration_us[lead][partner], calls.duration_us[other])
     near = np.abs(ends[partner] - end) <= np.maximum(TOLERANCE_US, TOLERANCE_SHARE * shorter)
@@ -312,10 +311,14 @@ def _pairs(calls: Calls, lead: Integers, other: Integers, clocks: Clocks) -> tup
     return partner[found[believed]], found[believed]
 
 
-def _are_in_step(calls: Calls, lead: Integers, other: Integers, apart_us: float) -> bool:
+def _are_in_step(calls: Calls, lead: Integers, other: Integers, clocks: Clocks) -> bool:
     """Whether two ranks of a group have the same collectives in the same order, and met in nearly all."""
     if len(lead) != len(other) or calls.group[lead[0]] == NONE or (calls.name_id[lead] != calls.name_id[other]).any():
         return False
+    first, second = calls.rank[lead[0]], calls.rank[other[0]]
+    apart_us = float(clocks.ahead_us[second] - clocks.ahead_us[first])
+    if clocks.island[first] != clocks.island[second]:
+        apart_us = float(np.median(calls.end_us[other] - calls.end_us[lead]))
     begun_us = np.maximum(calls.start_us[lead], calls.start_us[other] - apart_us)
     ended_us = np.minimum(calls.end_us[lead], calls.end_us[other] - apart_us)
     return bool((begun_us <= ended_us + TOLERANCE_US).mean() >= IN_STEP)

@@ -16,7 +16,6 @@ from penstock.trace.events import Flags, HostKind, Trace
 from penstock.trace.intervals import union
 from penstock.trace.kinds import OWN, library_of
 from penstock.trace.launches import WAITS
-from penstock.trace.matching import Unmatched
 from penstock.tune.doctor_evidence import Evidence, Facts, Launches, RankCosts
 from penstock.tune.doctor_late import AROUND_EXPERTS, EXPERTS, late_ranks
 
@@ -178,10 +177,6 @@ def kind_of(collective: str, kernel: str) -> str:
     return next((kind for text in texts for part, kind in _KINDS if part in text), "without a name")
 
 
-def _counted(unmatched: Sequence[Unmatched]) -> str:
-    return "1 collective matches none" if len(unmatched) == 1 else f"{len(unmatched)} collectives match none"
-
-
 def _missing(answer: Answer) -> list[str]:
     """What traces could not tell."""
     told = []
@@ -193,7 +188,10 @@ def _missing(answer: Answer) -> list[str]:
     elif loaded < world:
         told.append(f"{loaded} of {world} ranks: others may have come later still, so waiting is a lower bound")
     if unmatched := answer.collectives.unmatched:
-        told.append(f"{_counted(unmatched)} of another rank ({unmatched[0].why}): no waiting is told of them")
+        told.append(
+            f"collectives that match none of another rank: {len(unmatched)} ({unmatched[0].why}); "
+            "no waiting is told of them"
+        )
     if not any(one.steps for one in answer.ranks):
         told.append("no step is marked: figures are of all that was recorded")
     unlinked = sum(int((~one.trace.gpu.is_linked).sum()) for one in answer.ranks)

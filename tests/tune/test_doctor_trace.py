@@ -81,6 +81,11 @@ def test_one_host_that_stalls_is_the_wall_though_others_wait_in_collectives(tmp_
     assert max(idle[:1] + idle[2:]) < idle[1], "the others wait, and are not idle"
 
 
+def test_a_rank_that_is_late_by_its_host_and_by_its_experts_is_told_twice(tmp_path: Path) -> None:
+    _, verdict = examined(one_host_stalls(Job(hot_rank=1, hot=3.0)), tmp_path)
+    assert "rank 1 (its host)" in verdict.sentence and "rank 1 (its experts)" in verdict.sentence
+
+
 def test_clocks_that_are_apart_change_no_verdict(tmp_path: Path) -> None:
     offsets = (0.0, 410.0, -260.0, 95.0)
     evidence, _ = examined(make(Job(slow_rank=3, slow=1.6, offsets_us=offsets)), tmp_path)
