@@ -18,7 +18,7 @@ import triton.language as tl
 from penstock.kernels.output_tiles import locate_rows, ragged, store_matrix, store_rows, swizzle, zero_tail
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rows_kernel(
     x,
     w,
@@ -88,7 +88,7 @@ def rows_kernel(
     zero_tail(y_ptr, tl.load(starts_ptr + experts), rows, columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def weights_kernel(
     dy,
     x,

@@ -188,7 +188,7 @@ def _check(gate_up_RF: Tensor, weights_R: Tensor | None) -> None:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def swiglu_kernel(
     gate_up_ptr,
     weights_ptr,
@@ -223,7 +223,7 @@ def swiglu_kernel(
     tl.store(h_ptr + start_R1 * F + column_F[None, :], h_RF.to(h_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def swiglu_backward_kernel(
     gate_up_ptr,
     weights_ptr,

@@ -95,7 +95,7 @@ def tile_table(counts_e: Tensor, rows: int) -> TileTable:
     return table
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "bound"])
 def tile_table_kernel(
     counts_ptr,
     starts_ptr,

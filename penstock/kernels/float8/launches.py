@@ -24,12 +24,14 @@ class ProductLaunch(GemmLaunch):
     """How a persistent product of 8-bit numbers is cut and ordered.
 
     Attributes:
+        engine: `triton`, or `gluon` for the kernels that are Hopper's own; where those cannot, Triton's `_PAIR` is taken.
         steps: blocks of depth in a turn of the loop, 1 or 2; with 2 a block's sum is scaled while the next one is made.
         ahead: whether scales of blocks of 128 are loaded one block ahead.
         registers: most of a thread on NVIDIA's chips; 0 leaves them to the compiler.
     """
 
     block_depth: int = DEPTH
+    engine: Literal["triton", "gluon"] = "triton"
     steps: int = 1
     ahead: bool = False
     registers: int = 0
@@ -45,6 +47,9 @@ _PAIR_DOUBLE = replace(_PAIR, stages=2, steps=2)
 # Three, each of a third of the registers: too few to hold the scales of both operands' rows ahead.
 _TRIO = replace(_PAIR, stages=2, residency=3, ahead=False)
 _TRIO_AHEAD = replace(_TRIO, ahead=True, registers=168)
+# A loader and two multipliers of four warps each, which have half of the tile each; warps are one multiplier's.
+_TRADES = ProductLaunch(engine="gluon", block_rows=128, block_columns=128, warps=4, stages=6)
+_TRADES_DOUBLE = replace(_TRADES, steps=2)
 # Where no copy engine reads descriptors.
 _POINTERS = ProductLaunch(block_rows=128, block_columns=128, warps=8, stages=2, descriptors=False)
 _SMALL = replace(_POINTERS, block_rows=64, block_columns=64, warps=4)
@@ -71,6 +76,9 @@ _OF_WEIGHTS = {
     "trio_ahead_group_16": replace(_TRIO_AHEAD, group=16),
     "double": _DOUBLE,
     "double_ahead": replace(_DOUBLE, ahead=True),
+    "gluon": _TRADES,
+    "gluon_double": _TRADES_DOUBLE,
+    "gluon_double_group_16": replace(_TRADES_DOUBLE, group=16),
 }
 _OF_GRADIENTS = {
     "pair": _PAIR,
@@ -82,6 +90,9 @@ _OF_GRADIENTS = {
     "trio_group_16": replace(_TRIO, group=16),
     "double": replace(_DOUBLE, pieces=2),
     "single": replace(_SINGLE, stages=4),
+    "gluon": _TRADES,
+    "gluon_4": replace(_TRADES, stages=4),
+    "gluon_group_16": replace(_TRADES, group=16),
 }
 
 CANDIDATES: Mapping[str, Mapping[Product, Mapping[str, ProductLaunch]]] = MappingProxyType(
@@ -96,6 +107,11 @@ CANDIDATES: Mapping[str, Mapping[Product, Mapping[str, ProductLaunch]]] = Mappin
     }
 )
 """What `benchmarks.kernels.float8_products --launches` tries, by target and product."""
+
+
+def in_triton(launch: ProductLaunch) -> ProductLaunch:
+    """The launch itself, or where its kernels cannot be had one of Triton's on the same multiprocessors."""
+    return launch if launch.engine == "triton" else replace(_PAIR, idle_units=launch.idle_units)
 
 
 def product_launch(product: Product, device: torch.device) -> ProductLaunch:

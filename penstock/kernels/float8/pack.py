@@ -107,7 +107,7 @@ def _places(rows, D: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_R: tl.constexpr, 
     return row_R, number_R, column_RD, exists_R, exists_R[:, None] & (column_RD < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def pack_rows_kernel(
     x_ptr,
     packed_ptr,
@@ -139,7 +139,7 @@ def pack_rows_kernel(
         tl.store(first_ptr.to(tl.pointer_type(tl.float32)) + number_R, scale_R, mask=exists_R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def unpack_rows_kernel(
     x_ptr,
     packed_ptr,

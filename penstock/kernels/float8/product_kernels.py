@@ -32,7 +32,7 @@ MICRO = tl.constexpr(32)
 """Numbers under one scale of `inside`."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "x_scale_depth"])
 def float8_rows_kernel(
     x,
     w,

@@ -8,7 +8,8 @@ Every product is a @ b^T of operands whose contracted dim is the last one:
 
 They equal those of the same name in `reference` but for the order of float32 sums. Recipes are known by their blocks:
 128 deep (`blockwise`), 32 deep (`mxfp8`), or as deep as the operand (`rowwise`, `tensorwise`). Values may be E4M3 or
-E5M2, each operand its own. Device code is in `product_kernels`, launches in `launches`.
+E5M2, each operand its own. Device code is in `product_kernels`, launches in `launches`. Hopper has kernels of its own
+for the recipe blockwise, which a launch may name: `hopper_products`.
 """
 
 from typing import Any, Literal
@@ -19,7 +20,8 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.float8.launches import Product, ProductLaunch, product_launch
+from penstock.kernels.float8 import hopper_products
+from penstock.kernels.float8.launches import Product, ProductLaunch, in_triton, product_launch
 from penstock.kernels.float8.product_kernels import float8_matrices_kernel, float8_rows_kernel
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import DEPTH
@@ -213,7 +215,11 @@ def _launch_rows(
     launch: ProductLaunch,
     scaling: Scaling,
 ) -> None:
-    """Run `float8_rows_kernel`."""
+    """Run `float8_rows_kernel`, or Hopper's own."""
+    if index is None and _is_hoppers(x, w, launch):
+        hopper_products.launch_rows(x, w, y, tiles, launch)
+        return
+    launch = in_triton(launch)
     (rows, columns), (experts, _, depth) = y.shape, w.values.shape
     size = BLOCK_SIZES.index(launch.block_rows)
     x_source, w_source, y_target = x.values, w.values, y
@@ -262,7 +268,15 @@ def _launch_matrices(
     *,
     accumulate: bool,
 ) -> None:
-    """Run `float8_matrices_kernel`; c is experts x rows x columns, one expert where there are no starts."""
+    """Run `float8_matrices_kernel`, or Hopper's own; c is experts x rows x columns, one expert without starts."""
+    is_weight = b.block[0] == DEPTH
+    if not (is_weight and accumulate) and _is_hoppers(a, b, launch):
+        if is_weight:
+            hopper_products.launch_rows(a, b, c[0], None, launch)
+        else:
+            hopper_products.launch_matrices(a, b, c, starts, launch, accumulate=accumulate)
+        return
+    launch = in_triton(launch)
     experts, rows, columns = c.shape
     a_source, b_source, c_target = a.values, b.values, c
     if launch.descriptors:
@@ -291,6 +305,11 @@ def _launch_matrices(
         ACCUMULATE=accumulate,
         **_constants(launch, scaling, c.device),
     )
+
+
+def _is_hoppers(a: Quantized, b: Quantized, launch: ProductLaunch) -> bool:
+    """A launch asks for Hopper's own kernels, and they can."""
+    return launch.engine == "gluon" and hopper_products.obstacle(a, b, target_of(a.values.device)) is None
 
 
 def _scales(operand: Quantized) -> Tensor:

@@ -26,7 +26,7 @@ import triton.language as tl
 from penstock.kernels.float8.scaling import exponent_of, magnitude_bits, power_of, scale_of, to_float8, to_float32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "x_scales_depth"])
 def quantize_kernel(
     x_ptr,
     x_scales_ptr,
@@ -109,7 +109,7 @@ def quantize_kernel(
         store_scales(column_scales_ptr, scale_DQ, matrix, outer, is_column_D, tile, D, places, OUTER, DEPTH, BLOCK_R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R", "x_scales_depth"])
 def measure_kernel(
     x_ptr,
     x_scales_ptr,
@@ -147,7 +147,7 @@ def measure_kernel(
         tl.atomic_max(whole_amax_ptr + matrix, tl.max(tl.max(bits_RD, 1), 0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "rows"])
 def group_tiles_kernel(
     counts_ptr,
     tiles_ptr,

@@ -25,7 +25,7 @@ from penstock.kernels.float8.scaling import exponent_of, magnitude_bits, scale_o
 from penstock.kernels.swiglu import activated, activation_gradients
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def swiglu_float8_kernel(
     gate_up_ptr,
     weights_ptr,
@@ -82,7 +82,7 @@ def swiglu_float8_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def swiglu_backward_float8_kernel(
     gate_up_ptr,
     weights_ptr,

@@ -1,0 +1,160 @@
+"""Launches of `hopper_kernels`: products of 8-bit numbers whose scales are the recipe blockwise's, on Hopper.
+
+`launch_rows` has rows times a weight, or each expert's rows times its own; `launch_matrices` two operands that have a
+scale for each row, as gradients of weights have. `penstock.kernels.float8.products` checks operands, makes room for
+results and comes here where a launch's engine is `gluon` and `obstacle` finds nothing.
+
+Gluon is an experiment of Triton's: it changes from version to version. So it is imported only where the version is one
+that these kernels have been compiled with, and never on AMD's chips.
+"""
+
+from importlib.util import find_spec
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor
+
+from penstock.kernels.float8.launches import ProductLaunch
+from penstock.kernels.float8.quantized import Quantized
+from penstock.kernels.float8.recipes import BLOCKWISE, DEPTH
+from penstock.kernels.launching import start_kernel
+from penstock.kernels.tile_table import BLOCK_SIZES, TileTable
+from penstock.kernels.tuning import programs_of
+
+VERSIONS = ("3.6", "3.9")
+"""Of Triton, whose Gluon takes the kernels."""
+
+TILE = 128
+"""Rows and columns of a tile. Each of two multipliers has half of its rows."""
+
+REGISTERS = 168
+"""Of a thread at the start: twelve warps share a multiprocessor, which then hand them from one to the other."""
+
+HAS_GLUON = (
+    torch.version.hip is None
+    and ".".join(triton.__version__.split(".")[:2]) in VERSIONS
+    and find_spec("triton.experimental.gluon") is not None
+)
+
+if HAS_GLUON:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from penstock.kernels.float8.hopper_kernels import hopper_matrices_kernel, hopper_rows_kernel
+
+
+def obstacle(a: Quantized, b: Quantized, target: str) -> str | None:
+    """Why the kernels cannot multiply two operands that fit each other, or None.
+
+    Args:
+        a: rows.
+        b: a weight, a stack of experts' weights, or rows.
+        target: chip as compilers name it.
+    """
+    if target != "sm_90":
+        return f"the kernels are Hopper's, this is {target}"
+    if not HAS_GLUON:
+        return f"Triton {triton.__version__} has no Gluon of the versions {', '.join(VERSIONS)}"
+    if a.block != BLOCKWISE.rows or b.block not in (BLOCKWISE.rows, BLOCKWISE.weights):
+        return f"scales of {a.block} and {b.block} are not those of the recipe {BLOCKWISE.name}"
+    if a.values.shape[-1] == 0:
+        return "nothing is contracted"
+    return None
+
+
+def launch_rows(x: Quantized, w: Quantized, y: Tensor, tiles: TileTable | None, launch: ProductLaunch) -> None:
+    """Write rows times the transpose of their expert's matrix; zeros behind the last expert's rows.
+
+    Args:
+        x: R x K.
+        w: e x N x K; or N x K without `tiles`, for all rows.
+        y: R x N, bfloat16 or float32.
+        tiles: of the experts' counts.
+        launch: how it is cut.
+    """
+    (rows, columns), depth = y.shape, x.values.shape[1]
+    values = w.values if tiles is not None else w.values[None]
+    size = BLOCK_SIZES.index(TILE)
+    start_kernel(
+        hopper_rows_kernel,
+        (programs_of(launch, y.device),),
+        _blocks_of(x.values, TILE),
+        _blocks_of(values, 1, TILE),
+        _ragged_blocks_of(y) if y.dtype == torch.bfloat16 else None,
+        y,
+        x.scales,
+        w.scales,
+        None if tiles is None else tiles.starts_e,
+        None if tiles is None else tiles.owners[size],
+        None if tiles is None else tiles.block_counts[size:],
+        rows,
+        columns,
+        depth,
+        len(values),
+        *x.scales.stride(),
+        w.scales.stride(0) if tiles is not None else 0,
+        *w.scales.stride()[-2:],
+        STAGES=launch.stages,
+        STEPS=launch.steps,
+        GROUP=launch.group,
+        num_warps=launch.warps,
+        maxnreg=REGISTERS,
+    )
+
+
+def launch_matrices(
+    a: Quantized, b: Quantized, c: Tensor, starts: Tensor | None, launch: ProductLaunch, *, accumulate: bool
+) -> None:
+    """Write or add a times the transpose of b, contracted over each expert's columns.
+
+    Args:
+        a: M x R, each row with scales of its own.
+        b: N x R likewise.
+        c: e x M x N, contiguous.
+        starts: int32 columns at which experts begin, multiples of 128, and where the last one ends; None for one
+            matrix, contracted over all.
+        launch: how it is cut.
+        accumulate: add to what c, then float32, holds.
+    """
+    experts, rows, columns = c.shape
+    start_kernel(
+        hopper_matrices_kernel,
+        (programs_of(launch, c.device),),
+        _blocks_of(a.values, TILE),
+        _blocks_of(b.values, TILE),
+        c,
+        a.scales,
+        b.scales,
+        starts,
+        rows,
+        columns,
+        a.values.shape[1],
+        experts,
+        *a.scales.stride(),
+        *b.scales.stride(),
+        STAGES=launch.stages,
+        GROUP=launch.group,
+        WHOLE=rows % TILE == 0 and columns % TILE == 0 and _stand_together(b.scales),
+        ACCUMULATE=accumulate,
+        num_warps=launch.warps,
+        maxnreg=REGISTERS,
+    )
+
+
+def _blocks_of(values: Tensor, *block: int) -> "TensorDescriptor":
+    """Blocks of depth as matrix units want them in shared memory."""
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=values.ndim)
+    return TensorDescriptor.from_tensor(values, [*block, DEPTH], layout)
+
+
+def _ragged_blocks_of(y: Tensor) -> "TensorDescriptor":
+    """Halves of tiles of which rows past an expert's last are not written."""
+    ragged = create_ragged_descriptor(y, [TILE // 2, TILE])
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(ragged.shape))
+    return TensorDescriptor(ragged.base, ragged.shape, ragged.strides, ragged.block_shape, layout)
+
+
+def _stand_together(scales: Tensor) -> bool:
+    """Scales of neighbouring rows lie side by side, those of each block of depth aligned at 16 bytes."""
+    return scales.stride(0) == 1 and scales.stride(1) % 4 == 0 and scales.data_ptr() % 16 == 0
