@@ -165,7 +165,8 @@ def _compile(job: _Job) -> Compiled:
     }
     # The compiler wants every argument in the kernel's own order.
     ordered = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    source = compiler.ASTSource(kernel, ordered, constexprs=constants, attrs=multiples)
+    source_of = import_module("triton.experimental.gluon._runtime").GluonASTSource if kernel.is_gluon() else None
+    source = (source_of or compiler.ASTSource)(kernel, ordered, constexprs=constants, attrs=multiples)
     target = backends.GPUTarget(job.target.backend, job.target.arch, job.target.warp_size)
     built = triton.compile(source, target=target, options=dict(job.options))
     asm = built.asm["ptx" if job.target.backend == "cuda" else "amdgcn"]

@@ -1,8 +1,8 @@
-"""Launches of `hopper_kernels`: products of 8-bit numbers whose scales are the recipe blockwise's, on Hopper.
+"""Launches of Hopper's own kernels: products of 8-bit numbers whose scales are the recipe blockwise's, on Hopper.
 
-`launch_rows` has rows times a weight, or each expert's rows times its own; `launch_matrices` two operands that have a
-scale for each row, as gradients of weights have. `penstock.kernels.float8.products` checks operands, makes room for
-results and comes here where a launch's engine is `gluon` and `obstacle` finds nothing.
+`launch_rows` multiplies rows with a weight, or each expert's rows with its own; `launch_matrices` two operands that
+have scales for each row, as gradients of weights have. `penstock.kernels.float8.products` checks operands, makes room
+for results and comes here where a launch's engine is `gluon` and `obstacle` finds nothing.
 
 Gluon is an experiment of Triton's: it changes from version to version. So it is imported only where the version is one
 that these kernels have been compiled with, and never on AMD's chips.
@@ -41,7 +41,8 @@ if HAS_GLUON:
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from penstock.kernels.float8.hopper_kernels import hopper_matrices_kernel, hopper_rows_kernel
+    from penstock.kernels.float8.hopper_matrices import float8_matrices_kernel
+    from penstock.kernels.float8.hopper_rows import float8_rows_kernel
 
 
 def obstacle(a: Quantized, b: Quantized, target: str) -> str | None:
@@ -77,7 +78,7 @@ def launch_rows(x: Quantized, w: Quantized, y: Tensor, tiles: TileTable | None, 
     values = w.values if tiles is not None else w.values[None]
     size = BLOCK_SIZES.index(TILE)
     start_kernel(
-        hopper_rows_kernel,
+        float8_rows_kernel,
         (programs_of(launch, y.device),),
         _blocks_of(x.values, TILE),
         _blocks_of(values, 1, TILE),
@@ -119,7 +120,7 @@ def launch_matrices(
     """
     experts, rows, columns = c.shape
     start_kernel(
-        hopper_matrices_kernel,
+        float8_matrices_kernel,
         (programs_of(launch, c.device),),
         _blocks_of(a.values, TILE),
         _blocks_of(b.values, TILE),

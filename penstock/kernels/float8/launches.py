@@ -24,7 +24,7 @@ class ProductLaunch(GemmLaunch):
     """How a persistent product of 8-bit numbers is cut and ordered.
 
     Attributes:
-        engine: `triton`, or `gluon` for the kernels that are Hopper's own; where those cannot, Triton's `_PAIR` is taken.
+        engine: `triton`, or `gluon` for Hopper's own kernels; where those cannot, `in_triton` says what is taken.
         steps: blocks of depth in a turn of the loop, 1 or 2; with 2 a block's sum is scaled while the next one is made.
         ahead: whether scales of blocks of 128 are loaded one block ahead.
         registers: most of a thread on NVIDIA's chips; 0 leaves them to the compiler.
@@ -76,6 +76,8 @@ _OF_WEIGHTS = {
     "trio_ahead_group_16": replace(_TRIO_AHEAD, group=16),
     "double": _DOUBLE,
     "double_ahead": replace(_DOUBLE, ahead=True),
+}
+_HOPPERS_OF_WEIGHTS = {
     "gluon": _TRADES,
     "gluon_double": _TRADES_DOUBLE,
     "gluon_double_group_16": replace(_TRADES_DOUBLE, group=16),
@@ -98,9 +100,9 @@ _OF_GRADIENTS = {
 CANDIDATES: Mapping[str, Mapping[Product, Mapping[str, ProductLaunch]]] = MappingProxyType(
     {
         "sm_90": {
-            "dense": _OF_WEIGHTS,
+            "dense": _OF_WEIGHTS | _HOPPERS_OF_WEIGHTS,
             "dense_gradient": _OF_GRADIENTS,
-            "rows": _OF_WEIGHTS,
+            "rows": _OF_WEIGHTS | _HOPPERS_OF_WEIGHTS,
             "rows_gathered": _OF_WEIGHTS,
             "columns": _OF_GRADIENTS,
         },
@@ -111,7 +113,7 @@ CANDIDATES: Mapping[str, Mapping[Product, Mapping[str, ProductLaunch]]] = Mappin
 
 def in_triton(launch: ProductLaunch) -> ProductLaunch:
     """The launch itself, or where its kernels cannot be had one of Triton's on the same multiprocessors."""
-    return launch if launch.engine == "triton" else replace(_PAIR, idle_units=launch.idle_units)
+    return launch if launch.engine == "triton" else replace(_PAIR_3, idle_units=launch.idle_units)
 
 
 def product_launch(product: Product, device: torch.device) -> ProductLaunch:

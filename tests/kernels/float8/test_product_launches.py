@@ -105,8 +105,10 @@ EVERY_KERNEL = [
     )
     for target in TARGETS
     for name, product, launch in launches_of(target)
+    if launch.engine == "triton"
     for scaling in SCALED_BY[target]
 ]
+"""In Triton; `test_hopper_products` has the rest."""
 
 
 @pytest.mark.parametrize(("target", "product", "launch", "scaling"), EVERY_KERNEL)

@@ -1,0 +1,265 @@
+"""Hopper's own kernel for products of experts' rows, or of all rows, with weights; see `hopper_ring` for how it works.
+
+With STEPS = 2 a multiplier starts two products and scales the first while the second is made, which takes 64 registers
+more for the second sum.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from penstock.kernels.float8.hopper_ring import (
+    ACROSS,
+    DEPTH,
+    DOWN,
+    HALF,
+    LOADER_REGISTERS,
+    MULTIPLIER_REGISTERS,
+    PRODUCT,
+    ROWS,
+    WIDTH,
+    copy_in,
+    copy_out,
+    make_barriers,
+    ring,
+    start_product,
+    swizzle,
+)
+
+SPAN = gl.constexpr(2**30)
+"""Where a ragged descriptor's rows end; see `penstock.kernels.output_tiles`."""
+LINE = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))
+
+
+@gluon.jit
+def float8_rows_kernel(
+    x,
+    w,
+    y,
+    y_ptr,
+    x_scales,
+    w_scales,
+    starts_ptr,
+    owners_ptr,
+    block_count_ptr,
+    rows,
+    columns,
+    depth,
+    experts,
+    x_scale_outer,
+    x_scale_depth,
+    w_scale_expert,
+    w_scale_outer,
+    w_scale_depth,
+    STAGES: gl.constexpr,
+    STEPS: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """Multiply each row of x by the matrix of the row's expert; set the rows of the tail to zero.
+
+    x is rows x depth with a scale for 1 x 128 numbers, w experts x columns x depth with one for 128 x 128, y rows x
+    columns. x and w are descriptors of blocks, y a ragged one of half a tile in bfloat16, or None; y_ptr is the
+    pointer. Without `owners_ptr` all rows are one expert's.
+    """
+    across = gl.cdiv(columns, WIDTH)
+    down = gl.cdiv(rows, ROWS) if owners_ptr is None else gl.load(block_count_ptr)
+    walk = (owners_ptr, rows, across, down * across)
+    blocks = gl.cdiv(depth, DEPTH)
+    x_slots = gl.allocate_shared_memory(x.dtype, [STAGES, ROWS, DEPTH], x.layout)
+    w_slots = gl.allocate_shared_memory(w.dtype, [STAGES, 1, WIDTH, DEPTH], w.layout)
+    full, empty = make_barriers(STAGES)
+    slots = (x_slots, w_slots, full, empty)
+    scales = (x_scales, w_scales, x_scale_outer, x_scale_depth, w_scale_expert, w_scale_outer, w_scale_depth)
+    if y is None:
+        target = (y, y_ptr, y)
+    else:
+        target = (y, y_ptr, gl.allocate_shared_memory(y.dtype, [2, 1, 1, HALF, WIDTH], y.layout))
+    upper: gl.constexpr = 0
+    lower: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (_multiply_rows, (walk, slots, scales, target, columns, blocks, STAGES, STEPS, GROUP, upper)),
+            (_multiply_rows, (walk, slots, scales, target, columns, blocks, STAGES, STEPS, GROUP, lower)),
+            (_load_rows, (walk, slots, x, w, blocks, STAGES, GROUP)),
+        ],
+        [4, 1],
+        [MULTIPLIER_REGISTERS, LOADER_REGISTERS],
+    )
+    if owners_ptr is not None:
+        _zero_tail(y_ptr, gl.load(starts_ptr + experts), rows, columns)
+
+
+@gluon.jit
+def _load_rows(walk, slots, x, w, blocks, STAGES: gl.constexpr, GROUP: gl.constexpr):
+    """Fill slots with blocks of x and w, tile by tile."""
+    x_slots, w_slots, full, empty = slots
+    step = 0
+    for tile in range(gl.program_id(0), walk[3], gl.num_programs(0)):
+        expert, start, _, row, column = _place_rows(walk, tile, _load_owner(walk, tile), GROUP)
+        for block in range(blocks):
+            slot, phase = ring(step, STAGES)
+            mbarrier.wait(empty.index(slot), phase ^ 1)
+            mbarrier.expect(full.index(slot), (ROWS + WIDTH) * DEPTH)
+            copy_in(x, [start + row, block * DEPTH], full.index(slot), x_slots.index(slot))
+            copy_in(w, [expert, column, block * DEPTH], full.index(slot), w_slots.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _multiply_rows(
+    walk,
+    slots,
+    scales,
+    target,
+    columns,
+    blocks,
+    STAGES: gl.constexpr,
+    STEPS: gl.constexpr,
+    GROUP: gl.constexpr,
+    PLACE: gl.constexpr,
+):
+    """Make rows PLACE * 64 and on of each tile."""
+    tiles = walk[3]
+    step = 0
+    if tiles > 0:
+        tile = gl.minimum(gl.program_id(0), tiles - 1)
+        here = _place_rows(walk, tile, _load_owner(walk, tile), GROUP)
+        places = _places_of_scales(scales, here, walk[1], PLACE)
+        found = _scales_of_turn(places, scales, 0, blocks, STEPS)
+        for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+            # Past the last tile it is the last one again, whose scales nobody uses.
+            following = gl.minimum(tile + gl.num_programs(0), tiles - 1)
+            owner = _load_owner(walk, following)
+            sums = gl.zeros([HALF, WIDTH], gl.float32, PRODUCT)
+            for turn in range(blocks // STEPS):
+                if STEPS == 2:
+                    sums, found = _add_two(sums, found, slots, scales, places, step, turn * 2, blocks, STAGES, PLACE)
+                else:
+                    sums, found = _add_one(sums, found, slots, scales, places, step, turn, blocks, STAGES, PLACE)
+                step += STEPS
+            if STEPS == 2:  # noqa: SIM102 (the compiler decides this one, the program the other)
+                if blocks % 2 == 1:
+                    sums = _add_one(sums, found[:2], slots, scales, places, step, blocks, blocks, STAGES, PLACE)[0]
+                    step += 1
+            there = _place_rows(walk, following, owner, GROUP)
+            places = _places_of_scales(scales, there, walk[1], PLACE)
+            found = _scales_of_turn(places, scales, 0, blocks, STEPS)
+            _store_rows(target, sums, here, columns, PLACE)
+            here = there
+    if target[0] is not None:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _add_one(sums, found, slots, scales, places, step, block, blocks, STAGES: gl.constexpr, PLACE: gl.constexpr):
+    """Add one block's product; give the scales of the next one."""
+    x_slots, w_slots, full, empty = slots
+    slot, phase = ring(step, STAGES)
+    mbarrier.wait(full.index(slot), phase)
+    product = start_product(x_slots.index(slot), w_slots.index(slot), PLACE)
+    scale = gl.expand_dims(found[0] * found[1], 1)
+    found = _scales_of_turn(places, scales, block + 1, blocks, 1)
+    product = hopper.warpgroup_mma_wait(0, deps=[product])
+    mbarrier.arrive(empty.index(slot), count=1)
+    return sums + product * scale, found
+
+
+@gluon.jit
+def _add_two(sums, found, slots, scales, places, step, block, blocks, STAGES: gl.constexpr, PLACE: gl.constexpr):
+    """Add two blocks' products; give the scales of the next two."""
+    x_slots, w_slots, full, empty = slots
+    slot, phase = ring(step, STAGES)
+    next_slot, next_phase = ring(step + 1, STAGES)
+    mbarrier.wait(full.index(slot), phase)
+    mbarrier.wait(full.index(next_slot), next_phase)
+    # Nothing but arithmetic may stand from here to the last wait, else the assembler waits for each instruction.
+    product = start_product(x_slots.index(slot), w_slots.index(slot), PLACE)
+    next_product = start_product(x_slots.index(next_slot), w_slots.index(next_slot), PLACE)
+    scale = gl.expand_dims(found[0] * found[1], 1)
+    next_scale = gl.expand_dims(found[2] * found[3], 1)
+    found = _scales_of_turn(places, scales, block + 2, blocks, 2)
+    product = hopper.warpgroup_mma_wait(1, deps=[product])
+    mbarrier.arrive(empty.index(slot), count=1)
+    sums += product * scale
+    next_product = hopper.warpgroup_mma_wait(0, deps=[next_product])
+    mbarrier.arrive(empty.index(next_slot), count=1)
+    return sums + next_product * next_scale, found
+
+
+@gluon.jit
+def _load_owner(walk, tile):
+    """Load whose tile it is: expert, its first row, the row past its last, its first block of rows."""
+    owners_ptr, rows, across, _ = walk
+    owner = (gl.to_tensor(0), gl.to_tensor(0), rows, gl.to_tensor(0))
+    if owners_ptr is not None:
+        owner_ptr = owners_ptr + tile // across * 4
+        owner = (gl.load(owner_ptr), gl.load(owner_ptr + 1), gl.load(owner_ptr + 2), gl.load(owner_ptr + 3))
+    return owner
+
+
+@gluon.jit
+def _place_rows(walk, tile, owner, GROUP: gl.constexpr):
+    """Say where a tile lies: expert, its first row, the row past its last, the tile's row in it, the tile's column."""
+    across = walk[2]
+    expert, start, end, first_block = owner
+    row, column = swizzle(tile - first_block * across, gl.cdiv(end - start, ROWS), across, GROUP)
+    return expert, start, end, row * ROWS, column * WIDTH
+
+
+@gluon.jit
+def _places_of_scales(scales, here, rows, PLACE: gl.constexpr):
+    """Where the scales of a tile's first block are: of each row, and of the 128 columns."""
+    x_scales, w_scales, x_scale_outer, _, w_scale_expert, w_scale_outer, _ = scales
+    expert, start, _, row, column = here
+    down = start + row + PLACE * HALF + gl.arange(0, HALF, DOWN)
+    # Rows past the expert's last are never written, so whose scale they get does not matter.
+    x_places = x_scales + gl.minimum(down, rows - 1) * x_scale_outer
+    return x_places, w_scales + expert * w_scale_expert + column // WIDTH * w_scale_outer
+
+
+@gluon.jit
+def _scales_of_turn(places, scales, block, blocks, STEPS: gl.constexpr):
+    """Load the scales of STEPS blocks, each rows' and columns'."""
+    found = _scales_of_block(places, scales, block, blocks)
+    if STEPS == 2:
+        found += _scales_of_block(places, scales, block + 1, blocks)
+    return found
+
+
+@gluon.jit
+def _scales_of_block(places, scales, block, blocks):
+    """Load the scales of a block, rows' and columns'; past the last block the last one's, which nobody uses."""
+    x_places, w_place = places
+    block = gl.minimum(block, blocks - 1)
+    return gl.load(x_places + block * scales[3]), gl.load(w_place + block * scales[6])
+
+
+@gluon.jit
+def _store_rows(target, sums, here, columns, PLACE: gl.constexpr):
+    """Write the rows that are the expert's own: by descriptor, or through pointers if there is none."""
+    y, y_ptr, y_slots = target
+    _, start, end, row, column = here
+    row += PLACE * HALF
+    result = sums.to(y_ptr.dtype.element_ty)
+    if y is not None:
+        tma.store_wait(0)
+        y_slots.index(PLACE).reshape([HALF, WIDTH]).store(result)
+        fence_async_shared()
+        copy_out(y, [gl.to_tensor(SPAN), end, start - end + row + SPAN, column], y_slots.index(PLACE))
+    else:
+        place = start + row + gl.arange(0, HALF, DOWN)
+        across = column + gl.arange(0, WIDTH, ACROSS)
+        inside = gl.expand_dims(place < end, 1) & gl.expand_dims(across < columns, 0)
+        y_places = gl.expand_dims(place.to(gl.int64) * columns, 1) + gl.expand_dims(across, 0)
+        gl.store(y_ptr + y_places, result, mask=inside)
+
+
+@gluon.jit
+def _zero_tail(y_ptr, tail, rows, columns):
+    """Set the rows past the last expert's to zero; programs take turns, a row at a time."""
+    for row in range(tail + gl.program_id(0), rows, gl.num_programs(0)):
+        row_ptr = y_ptr + row * columns.to(gl.int64)
+        for first in range(0, columns, 1024):
+            across = first + gl.arange(0, 1024, LINE)
+            gl.store(row_ptr + across, gl.zeros([1024], y_ptr.dtype.element_ty, LINE), mask=across < columns)

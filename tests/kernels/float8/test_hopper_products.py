@@ -1,0 +1,292 @@
+"""Hopper's own kernels: how slots change hands, what the compiler makes of them, what they are launched with."""
+
+import random
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.float8 import hopper_products, products
+from penstock.kernels.float8.formats import format_on
+from penstock.kernels.float8.launches import CANDIDATES, Product, ProductLaunch, in_triton
+from penstock.kernels.float8.products import multiply, multiply_columns, multiply_groups
+from penstock.kernels.float8.recipes import BLOCKWISE, ROWWISE
+from penstock.kernels.tile_table import TileTable
+from penstock.kernels.tuning import target_of
+from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
+from tests.kernels.float8.draw_quantized import TAIL, draw_columns, draw_rows, draw_weight
+
+pytestmark = pytest.mark.skipif(not hopper_products.HAS_GLUON, reason="no Gluon that the kernels know")
+
+if hopper_products.HAS_GLUON:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from penstock.kernels.float8.hopper_matrices import float8_matrices_kernel
+    from penstock.kernels.float8.hopper_ring import ring
+    from penstock.kernels.float8.hopper_rows import float8_rows_kernel
+
+QUICKLY_COMPILED = {("rows", "gluon_double"), ("dense", "gluon"), ("columns", "gluon")}
+"""What is compiled in every run of the tests; the rest in the slow ones."""
+
+LAUNCHES = [
+    pytest.param(
+        product, launch, id=f"{product}-{name}", marks=[] if (product, name) in QUICKLY_COMPILED else [pytest.mark.slow]
+    )
+    for product, candidates in CANDIDATES["sm_90"].items()
+    for name, launch in candidates.items()
+    if launch.engine == "gluon"
+]
+
+
+class Barrier:
+    """As the hardware has it: so many arrivals end a phase; who waits for a parity goes on once that phase is over."""
+
+    def __init__(self, arrivals: int) -> None:
+        self.arrivals = self.pending = arrivals
+        self.phase = 0
+
+    def arrive(self) -> None:
+        self.pending -= 1
+        if self.pending == 0:
+            self.phase, self.pending = self.phase + 1, self.arrivals
+
+    def is_over(self, parity: int) -> bool:
+        return self.phase % 2 != parity
+
+
+class Program:
+    """One program's loader and multipliers, each a generator that gives what it waits for, by the kernels' order."""
+
+    def __init__(self, tiles: list[int], stages: int, steps: int) -> None:
+        self.tiles, self.stages, self.steps = tiles, stages, steps
+        self.full = [Barrier(1) for _ in range(stages)]
+        self.empty = [Barrier(2) for _ in range(stages)]
+        self.slots = [-1] * stages
+        self.finished = [0, 0]
+        self.flying: list[tuple[int, int]] = []
+
+    def load(self) -> Iterator[tuple[Barrier, int]]:
+        step = 0
+        for blocks in self.tiles:
+            for _ in range(blocks):
+                slot, phase = ring.fn(step, self.stages)
+                yield self.empty[slot], phase ^ 1
+                assert min(self.finished) > step - self.stages, "a slot is filled that somebody still needs"
+                self.flying.append((slot, step))
+                step += 1
+
+    def land(self, which: int) -> None:
+        slot, step = self.flying.pop(which)
+        self.slots[slot] = step
+        self.full[slot].arrive()
+
+    def multiply(self, place: int) -> Iterator[tuple[Barrier, int]]:
+        step = 0
+        for blocks in self.tiles:
+            turns = [self.steps] * (blocks // self.steps) + [1] * (blocks % self.steps)
+            for turn in turns:
+                places = [ring.fn(step + ahead, self.stages) for ahead in range(turn)]
+                for slot, phase in places:
+                    yield self.full[slot], phase
+                for slot, _ in places:
+                    assert self.slots[slot] == step, "a slot holds another step's blocks"
+                    self.finished[place] = step + 1
+                    self.empty[slot].arrive()
+                    step += 1
+
+    def run(self, chance: random.Random) -> None:
+        """Let whoever may go on do so, in any order, until all are done."""
+        workers = [self.load(), self.multiply(0), self.multiply(1)]
+        waits = {worker: next(worker, None) for worker in workers}
+        while self.flying or any(waits.values()):
+            ready = [worker for worker, wait in waits.items() if wait and wait[0].is_over(wait[1])]
+            assert ready or self.flying, "everybody waits"
+            if self.flying and (not ready or chance.random() < 0.3):
+                self.land(chance.randrange(len(self.flying)))
+            else:
+                worker = chance.choice(ready)
+                waits[worker] = next(worker, None)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("stages", [2, 3, 4, 6])
+def test_slots_change_hands_without_a_deadlock_and_without_being_overwritten(stages: int, steps: int) -> None:
+    chance = random.Random(stages * 10 + steps)
+    for _ in range(60):
+        tiles = [chance.choice([0, 1, 2, 3, 5, 16]) for _ in range(chance.randrange(9))]
+        program = Program(tiles, stages, steps)
+        program.run(chance)
+        assert program.finished == [sum(tiles)] * 2
+
+
+@pytest.mark.parametrize(("product", "launch"), LAUNCHES)
+def test_multipliers_never_wait_for_each_other_and_nothing_spills(product: Product, launch: ProductLaunch) -> None:
+    compiled = compile_kernel(product, launch)
+    instructions = re.findall(r"wgmma\.mma_async\S*m64n128k32\.f32\.e4m3\.e4m3", compiled.asm)
+    assert len(instructions) >= 8 * launch.steps, compiled.summary
+    assert compiled.spills == 0, compiled.summary
+    assert compiled.registers == hopper_products.REGISTERS, compiled.summary
+    assert compiled.shared_bytes <= TARGETS["sm_90"].shared_bytes, compiled.summary
+    assert set(re.findall(r"setmaxnreg\.dec\S+\s+(\d+)", compiled.asm)) >= {"240", "24"}
+    threads = re.findall(r"\bbar(?:rier)?\.sync(?:\.aligned)?\s+\w+, (\d+);", compiled.asm)
+    assert set(threads) == {"128"}, "a barrier of others than one multiplier's four warps"
+    turns = re.findall(r"wgmma\.fence(.*?)mbarrier\.arrive", compiled.asm, re.DOTALL)
+    assert turns and not any("barrier.sync" in turn for turn in turns), "a barrier of all warps"
+
+
+def test_the_first_of_two_sums_is_there_before_the_second() -> None:
+    asm = compile_kernel("rows", CANDIDATES["sm_90"]["rows"]["gluon_double"]).asm
+    order = re.findall(r"wgmma\.(commit_group|wait_group)\.sync\.aligned\s*(\d*);", asm)
+    turn, rest = [("commit_group", ""), ("commit_group", ""), ("wait_group", "1"), ("wait_group", "0")], order[:]
+    while turn[0] in rest and rest[: len(turn)] != turn:
+        rest = rest[1:]
+    assert rest[: len(turn)] == turn, order
+
+
+def compile_kernel(product: Product, launch: ProductLaunch) -> Compiled:
+    """Compile as the launchers would for widths that are multiples of 128."""
+
+    def operand(dtype: str, bits: int, *block: int) -> str:
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=len(block))
+        return f"tensordesc<{dtype}{list(block)},{layout!r}>"
+
+    constants: dict[str, int | bool | None] = {"STAGES": launch.stages, "GROUP": launch.group}
+    signature = {"rows": "i32", "columns": "i32:16", "depth": "i32:16", "experts": "i32"}
+    is_dense = product.startswith("dense")
+    if is_dense:
+        constants["experts"] = 1
+        del signature["experts"]
+    if product in ("rows", "dense"):
+        signature |= {
+            "x": operand("fp8e4nv", 8, 128, 128),
+            "w": operand("fp8e4nv", 8, 1, 128, 128),
+            "y": operand("bf16", 16, 1, 1, 64, 128),
+            "y_ptr": "*bf16:16",
+            **dict.fromkeys(("x_scales", "w_scales"), "*fp32:16"),
+            **dict.fromkeys(("x_scale_depth", "w_scale_expert", "w_scale_depth"), "i32"),
+        }
+        constants |= {"STEPS": launch.steps, "x_scale_outer": 1, "w_scale_outer": 1}
+        table = ("starts_ptr", "owners_ptr", "block_count_ptr")
+        signature |= {} if is_dense else dict.fromkeys(table, "*i32:16")
+        constants |= dict.fromkeys(table) if is_dense else {}
+        kernel = float8_rows_kernel
+    else:
+        signature |= {
+            **dict.fromkeys(("a", "b"), operand("fp8e4nv", 8, 128, 128)),
+            "c": "*fp32:16",
+            **dict.fromkeys(("a_scales", "b_scales"), "*fp32:16"),
+            **dict.fromkeys(("a_scale_depth", "b_scale_depth"), "i32:16"),
+        }
+        constants |= {"a_scale_outer": 1, "b_scale_outer": 1, "WHOLE": True, "ACCUMULATE": True}
+        signature |= {} if is_dense else {"starts_ptr": "*i32:16"}
+        constants |= {"starts_ptr": None} if is_dense else {}
+        kernel = float8_matrices_kernel
+    registers = hopper_products.REGISTERS
+    return compile_for(kernel, signature, constants, TARGETS["sm_90"], launch.warps, maxnreg=registers)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """What kernels were launched with, on a CPU that is taken for a Hopper."""
+    found: list[dict[str, object]] = []
+
+    def start_kernel(kernel, grid, *arguments, **constants):
+        constants = {name: value for name, value in constants.items() if name.isupper()}
+        assert list(kernel.arg_names[len(arguments) :]) == list(constants), "constants follow the arguments"
+        found.append(dict(zip(kernel.arg_names, arguments, strict=False)) | constants | {"kernel": kernel.__name__})
+
+    monkeypatch.setattr(hopper_products, "start_kernel", start_kernel)
+    monkeypatch.setattr(products, "target_of", lambda device: "sm_90")
+    return found
+
+
+def table_of(counts: list[int]) -> TileTable:
+    """One of the right shapes."""
+    starts_e = torch.zeros(len(counts) + 1, dtype=torch.int32)
+    return TileTable(starts_e, starts_e, torch.arange(3, dtype=torch.int32), torch.zeros(3, 9, 4, dtype=torch.int32))
+
+
+def test_rows_of_experts_are_launched_with_their_table(launched: list[dict[str, object]]) -> None:
+    counts, launch = [70, 0, 3], CANDIDATES["sm_90"]["rows"]["gluon_double"]
+    x, w = draw_rows(sum(counts) + TAIL, 200, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, len(counts), 136, 200)
+    tiles = table_of(counts)
+    multiply_groups(x, w, torch.tensor(counts), dtype=torch.bfloat16, tiles=tiles, launch=launch)
+    (found,) = launched
+    assert [found[name] for name in ("rows", "columns", "depth", "experts")] == [sum(counts) + TAIL, 136, 200, 3]
+    assert [found[name] for name in ("x_scale_outer", "x_scale_depth")] == [1, sum(counts) + TAIL]
+    assert [found[name] for name in ("w_scale_expert", "w_scale_outer", "w_scale_depth")] == [4, 1, 2]
+    assert isinstance(found["block_count_ptr"], Tensor) and found["block_count_ptr"][0] == 1, "of blocks of 128 rows"
+    assert (found["STAGES"], found["STEPS"]) == (6, 2)
+
+
+def test_a_dense_product_with_a_weight_needs_no_table(launched: list[dict[str, object]]) -> None:
+    launch = CANDIDATES["sm_90"]["dense"]["gluon"]
+    multiply(draw_rows(70, 200, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, 136, 200), torch.float32, launch=launch)
+    (found,) = launched
+    assert found["kernel"] == "float8_rows_kernel" and found["owners_ptr"] is None
+    assert found["y"] is None, "float32 is written through pointers"
+    assert [found[name] for name in ("rows", "columns", "depth", "experts")] == [70, 136, 200, 1]
+
+
+@pytest.mark.parametrize("width", [136, 256])
+def test_gradients_are_launched_with_where_experts_begin(width: int, launched: list[dict[str, object]]) -> None:
+    counts, launch = [70, 0, 3], CANDIDATES["sm_90"]["columns"]["gluon_4"]
+    dy, x = (draw_columns(one, counts, BLOCKWISE, CPU) for one in (width, 128))
+    sums = torch.zeros(len(counts), width, 128)
+    arguments = {"dtype": torch.float32, "accumulate_into": sums, "tiles": table_of(counts), "launch": launch}
+    assert multiply_columns(dy, x, torch.tensor(counts), **arguments) is sums
+    (found,) = launched
+    assert [found[name] for name in ("rows", "columns", "depth", "experts")] == [width, 128, dy.values.shape[1], 3]
+    assert [found[name] for name in ("a_scale_outer", "a_scale_depth", "b_scale_depth")] == [1, width, 128]
+    assert (found["WHOLE"], found["ACCUMULATE"], found["STAGES"]) == (width == 256, True, 4)
+
+
+def test_what_the_kernels_cannot_do_is_said_and_done_in_triton() -> None:
+    x, w = draw_rows(70, 200, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, 136, 200)
+    assert hopper_products.obstacle(x, w, "sm_90") is None
+    assert "sm_100" in str(hopper_products.obstacle(x, w, "sm_100"))
+    by_rows = draw_rows(70, 200, ROWWISE, CPU), draw_weight(ROWWISE, CPU, 136, 200)
+    assert "blockwise" in str(hopper_products.obstacle(*by_rows, "sm_90"))
+    assert in_triton(CANDIDATES["sm_90"]["rows"]["gluon"]).engine == "triton"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("width", [328, 384])
+@pytest.mark.parametrize("counts", [[700, 0, 3, 1025, 256], [0, 0, 0], [0, 128, 0], [40000, 1, 9000]], ids=str)
+def test_results_are_those_of_triton_bit_for_bit(counts: list[int], width: int) -> None:
+    device = torch.device("cuda")
+    if target_of(device) != "sm_90":
+        pytest.skip("the kernels are Hopper's")
+    counts_e, depth = torch.tensor(counts, device=device), 640
+    x = draw_rows(sum(counts) + TAIL, depth, BLOCKWISE, device)
+    w = draw_weight(BLOCKWISE, device, len(counts), width, depth)
+    one, other = draw_weight(BLOCKWISE, device, width, depth), draw_rows(width, depth, BLOCKWISE, device)
+    wide = draw_rows(width, depth, BLOCKWISE, device, format_on("e5m2", "sm_90"))
+    dy, columns = (draw_columns(each, counts, BLOCKWISE, device) for each in (width, depth))
+
+    def all_of(name: str, of_weights: str) -> list[Tensor]:
+        of = CANDIDATES["sm_90"]
+        sums = torch.randn(len(counts), width, depth, generator=torch.Generator(device).manual_seed(0), device=device)
+        return [
+            *(
+                multiply_groups(x, w, counts_e, dtype=dtype, launch=of["rows"][of_weights])
+                for dtype in (torch.bfloat16, torch.float32)
+            ),
+            multiply(x, one, torch.bfloat16, launch=of["dense"][of_weights]),
+            *(multiply(x, rows, torch.bfloat16, launch=of["dense_gradient"][name]) for rows in (other, wide)),
+            multiply_columns(dy, columns, counts_e, dtype=torch.bfloat16, launch=of["columns"][name]),
+            multiply_columns(
+                dy, columns, counts_e, dtype=torch.float32, accumulate_into=sums, launch=of["columns"][name]
+            ),
+        ]
+
+    expected = all_of("pair", "pair")
+    for name, of_weights in (("gluon", "gluon"), ("gluon_4", "gluon_double"), ("gluon_group_16", "gluon_double")):
+        for place, (found, wanted) in enumerate(zip(all_of(name, of_weights), expected, strict=True)):
+            assert torch.equal(found, wanted), f"{name}, {of_weights}, result {place}"
