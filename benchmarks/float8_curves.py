@@ -70,7 +70,7 @@ def overrides_of(case: str) -> list[str]:
 def _train(options: argparse.Namespace, case: str, folder: Path) -> list[dict[str, Any]]:
     name = case.replace("+", "-")
     own = [f"name={name}", f"record.folder={folder}", f"training.steps={options.steps}", "checkpoint.enabled=false"]
-    words = [sys.executable, "-m", "penstock", "train", options.target, *own, *overrides_of(case), *options.set]
+    words = [sys.executable, "-m", "penstock", "train", options.target, *own, *options.set, *overrides_of(case)]
     subprocess.run(words, check=True, timeout=options.timeout, stdout=subprocess.DEVNULL)
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text("utf-8").splitlines()]
 
