@@ -63,9 +63,9 @@ PRODUCTS: Mapping[str, Mapping[Product, ProductLaunch]] = MappingProxyType(
     }
 )
 """By target and product. On sm_90 what was fastest for experts on an H200, the mean over layers of DeepSeek-V3 and
-V2-Lite (benchmarks/results/float8-launches-h200-*.json). `double` was faster for wide dense layers, but a run of V2-Lite
-did not get through its first step with it, and nobody knows why yet. The others were chosen by what the compiler makes
-of them."""
+V2-Lite (benchmarks/results/float8-launches-h200-*.json). `double` was faster for wide dense layers, but a run of
+V2-Lite did not get through its first step with it, and nobody knows why yet. The others were chosen by what the
+compiler makes of them."""
 
 _OF_WEIGHTS = {
     "pair": _PAIR,
