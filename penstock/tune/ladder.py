@@ -32,9 +32,8 @@ Measure = Callable[[Trial], Figures | Failure]
 
 State = Literal["ran", "slower", "skipped", "refused", "failed"]
 
-NOISE = 0.05
-"""Share of the speed by which a rung must be slower to be left out: the same kernels in another process, on four GPUs,
-have differed by 4 %."""
+NOISE = 0.02
+"""Part of the throughput by which a rung may seem slower without being it."""
 
 
 @dataclass(frozen=True, kw_only=True)
