@@ -55,7 +55,8 @@ class Kernels(Section):
     )
     float8: Literal["auto", "reference", "triton", "torch"] = knob(
         "auto",
-        doc="Products in 8 bits; torch takes cuBLAS for the dense ones that it can on Hopper, and ours elsewhere, as auto does.",
+        doc="Products in 8 bits; torch takes cuBLAS for the dense ones that it can on Hopper, and ours elsewhere, as "
+        "auto does.",
     )
     loss_chunk: int = knob(0, doc="Tokens whose logits exist at once; 0 chooses by size.", unit="tokens", low=0)
     measured: str = knob(
