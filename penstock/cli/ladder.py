@@ -30,7 +30,7 @@ from penstock.parallel.launch.local import processes_to_start
 from penstock.train.run_folder import free_name
 from penstock.tune import evidence
 from penstock.tune.ladder import Gain, Ground, Measure, Outcome, balancing, climb, gains
-from penstock.tune.ladder_file import read_kept, recalling, rungs_as_json
+from penstock.tune.ladder_file import NOTHING_KEPT, Kept, read_kept, recalling, rungs_as_json
 from penstock.tune.rungs import LADDER, Rung, chosen, load_rungs
 from penstock.tune.trial import first_steps, run_trial
 
@@ -137,15 +137,15 @@ def climb_and_print(plan: Plan, measure: Measure) -> list[Outcome]:
     print(f"ladder of {run.name}: {len(plan.wanted)} rungs on {where}, {plan.steps} steps of {tokens} each")
     print(f"routing: {plan.routing}")
     print(f"runs and what they print: {ground.folder}", flush=True)
+    kept = NOTHING_KEPT
     if plan.resumes and plan.output is not None:
         kept = read_kept(plan.output, _environment(plan), plan.commit or evidence.commit_of_code())
-        measure = recalling(kept, measure)
     outcomes: list[Outcome] = []
-    for outcome in climb(plan.rungs, plan.wanted, ground, measure):
+    for outcome in climb(plan.rungs, plan.wanted, ground, recalling(kept, measure)):
         outcomes.append(outcome)
-        print(_line(outcome, gains(outcomes)[-1], plan), flush=True)
+        print("\n".join(_lines(outcome, gains(outcomes)[-1], plan)), flush=True)
         if plan.output is not None:
-            _write(plan, plan.output, outcomes)
+            _write(plan, plan.output, outcomes, kept)
     print()
     print_table(*_table(outcomes, plan))
     timed = f"medians after {ground.warm_up} of {plan.steps} steps"
@@ -165,7 +165,7 @@ def _environment(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _write(plan: Plan, path: Path, outcomes: Sequence[Outcome]) -> None:
+def _write(plan: Plan, path: Path, outcomes: Sequence[Outcome], kept: Kept) -> None:
     evidence.write(
         path,
         command=shlex.join(["penstock", *sys.argv[1:]]),
@@ -177,18 +177,25 @@ def _write(plan: Plan, path: Path, outcomes: Sequence[Outcome]) -> None:
             "routing": plan.routing,
             "flops_per_token": plan.flops_per_token,
             "rungs": rungs_as_json(outcomes, plan.flops_per_token),
+            "still_ahead": kept.still_ahead(outcomes),
         },
     )
 
 
+def _lines(outcome: Outcome, gain: Gain | None, plan: Plan) -> list[str]:
+    """What is said as soon as a rung has ended: how it went, and below it what else was tried."""
+    others = [f"{'':<16}not with {' '.join(one.change)}: {one.reason}" for one in outcome.others]
+    return [_line(outcome, gain, plan), *others]
+
+
 def _line(outcome: Outcome, gain: Gain | None, plan: Plan) -> str:
-    """What is said as soon as a rung has ended."""
     if outcome.figures is None or gain is None:
         return f"{outcome.rung.name:<16}{outcome.state}: {outcome.reason}"
+    notes = [f"  with {' '.join(outcome.fallback)}"] if outcome.fallback else []
+    notes += [f"  {outcome.reason}"] if outcome.reason else []
     return (
         f"{outcome.rung.name:<16}{outcome.figures.tokens_per_second_per_device:>9,.0f} tokens/s/{_noun(plan)}  "
-        f"{gain.before:.2f} x the rung before, {gain.first:.2f} x the first  ({outcome.seconds:.0f} s)"
-        f"{'  ' + outcome.reason if outcome.reason else ''}"
+        f"{gain.before:.2f} x the rung before, {gain.first:.2f} x the first  ({outcome.seconds:.0f} s){''.join(notes)}"
     )
 
 
@@ -205,9 +212,12 @@ def _row(outcome: Outcome, gain: Gain | None, plan: Plan) -> tuple[str, ...]:
     name = f"{outcome.rung.name} (size)" if outcome.rung.is_size else outcome.rung.name
     figures = outcome.figures
     if figures is None or gain is None:
-        return name, outcome.state, outcome.reason
-    notes = [*outcome.changed, *([f"({figures.repeated_steps} steps made twice)"] if figures.repeated_steps else [])]
-    notes += [f"({outcome.reason})"] if outcome.reason else []
+        return name, outcome.state, " ".join([outcome.reason, *_others(outcome)])
+    notes = list(outcome.changed)
+    if outcome.reason:
+        notes.append(f"({outcome.reason})")
+    elif figures.repeated_steps:
+        notes.append(f"({figures.repeated_steps} steps made twice)")
     utilization = figures.model_flops_utilization
     return (
         name,
@@ -223,5 +233,10 @@ def _row(outcome: Outcome, gain: Gain | None, plan: Plan) -> tuple[str, ...]:
         f"{gain.by_optimization:.2f}",
         f"{gain.by_size:.2f}",
         f"{gain.first:.2f}",
-        " ".join(notes),
+        " ".join([*notes, *_others(outcome)]),
     )
+
+
+def _others(outcome: Outcome) -> list[str]:
+    """What else was tried, and in a few words why it did not do."""
+    return [f"(not with {' '.join(one.change)}: {one.reason.partition('; ')[0]})" for one in outcome.others]

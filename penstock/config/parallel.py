@@ -72,8 +72,15 @@ class Dispatch(Section):
     )
     bound: float = knob(
         2.0,
-        doc="At `sync_free` 2: rows that a rank's experts have room for at first, over its even share. A step that "
-        "needs more is repeated, and layers that were too small keep what it needed and a tenth.",
+        doc="At `sync_free` 2: rows that a rank's experts keep room for at first, over its even share: in all layers "
+        "together with our own kernels in 16 bits, else in each. A step that needs more is repeated, and what was too "
+        "small keeps what it needed and a tenth.",
+        low=1.0,
+    )
+    layer_bound: float = knob(
+        4.0,
+        doc="At `sync_free` 2, where layers keep their rows together: rows that one layer of a rank has room for at "
+        "first, over its even share. It is memory of one layer at a time.",
         low=1.0,
     )
     sms: int = knob(

@@ -25,7 +25,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "route": ("route",),
         "permute": ("order_rows", "unpermute"),
-        "experts": ("expert_ffn", "expert_ffn_is_ours"),
+        "experts": ("expert_ffn", "expert_ffn_is_ours", "keeps_rows"),
         "swiglu": ("swiglu",),
         "norm": ("rms_norm", "add_rms_norm"),
         "rope": ("rotate", "mla_heads"),
@@ -122,7 +122,10 @@ def experts_of(products: Mapping[str, str]) -> dict[str, Any]:
     parts = {product: vars(expert_kernels_of(products[product]))[product] for product in PRODUCTS}
     expert_ffn = _load("penstock.kernels.expert_ffn:expert_ffn")
     kernels = replace(expert_kernels_of(frame), **parts)
-    return {"expert_ffn": partial(expert_ffn, kernels=kernels), "expert_ffn_is_ours": True}
+    # What is kept comes from the first product, and SwiGLU reads it, which is the frame's.
+    kernels = replace(kernels, keeps_rows=kernels.keeps_rows and products["forward"] == frame)
+    ffn = partial(expert_ffn, kernels=kernels)
+    return {"expert_ffn": ffn, "expert_ffn_is_ours": True, "keeps_rows": kernels.keeps_rows}
 
 
 def _load(place: str) -> Any:

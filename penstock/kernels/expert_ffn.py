@@ -16,6 +16,9 @@ product of two rows of width F that are at hand, and not of the outputs, and h c
     dx_ND      = d_gate_up_RF @ gate_up, rows of each token summed
     d_gate_up  = d_gate_up_RF^T @ x_ND[index_R]
 
+Where only the device knows how many rows there are, `keep` lets many layers keep them in one buffer, one behind the
+other (penstock/kernels/kept_rows.py).
+
 For DeepSeek-V2-Lite (D 2,048, F 1,408, 6 experts a token) this keeps 38 kB a token and layer; keeping the rows, both
 halves of the activation, h and the outputs as well would keep 104 kB. With `recompute` the pre-activation is freed too
 and backward begins with the first product; 4 kB are left.
@@ -25,7 +28,7 @@ rows (penstock/kernels/bias_gradient.py). Each product chooses its backend by it
 callables that are used.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +40,8 @@ from penstock.kernels.expert_kernels import REFERENCE, TRITON, ExpertKernels
 from penstock.kernels.expert_parts import (
     BIASES,
     MATRICES,
+    Keep,
+    KeptRows,
     PutOff,
     Weighed,
     check_operands,
@@ -61,6 +66,8 @@ def expert_ffn(
     accumulate_into: tuple[Tensor, ...] | None = None,
     put_off: PutOff | None = None,
     recompute: bool = False,
+    keep: Keep | None = None,
+    only_last: bool = False,
     kernels: ExpertKernels | None = None,
 ) -> Tensor:
     """The whole feed-forward network of each expert over its rows; differentiable in all that is not an integer.
@@ -80,10 +87,12 @@ def expert_ffn(
             backward adds the gradients of these to them and returns none.
         put_off: is offered the gradients of both matrices; None has them made in backward.
         recompute: keep no pre-activation; each backward pass runs the first product again. Bit for bit the same.
+        keep: gives a place in a buffer to the pre-activation; None gives it a tensor of its own.
+        only_last: nobody reads rows past the last expert's, but the very last one.
         kernels: what to build it from; None takes `TRITON` on a GPU and `REFERENCE` on a CPU.
 
     Returns:
-        y_RD; rows past the last expert's are zero.
+        y_RD; rows past the last expert's are zero, or with `only_last` the last one is.
 
     Raises:
         KernelError: shapes do not fit, or biases and weights on the input do not.
@@ -100,6 +109,8 @@ def expert_ffn(
         parameters=(gate_up_eFD, down_eDF),
         put_off=put_off,
         recompute=recompute,
+        keep=keep if kernels.keeps_rows and not recompute else None,
+        only_last=only_last,
         rule=rule,
         kernels=kernels,
     )
@@ -117,6 +128,8 @@ class _Extras:
     parameters: tuple[Tensor, Tensor]
     put_off: PutOff | None
     recompute: bool
+    keep: Keep | None
+    only_last: bool
     rule: ExpertRule
     kernels: ExpertKernels
 
@@ -138,32 +151,42 @@ class _ExpertFfn(torch.autograd.Function):
         extras: _Extras,
     ) -> Tensor:
         kernels = extras.kernels
-        tiles = kernels.tile_table(counts_e, x_ND.shape[0] if index_R is None else index_R.shape[0])
-        gate_up_RF = kernels.forward(x_ND, gate_up_eFD, counts_e, index_R, bias_eF=gate_up_bias_eF, tiles=tiles)
-        h_RF = kernels.swiglu(gate_up_RF, weights_R, extras.rule, tiles=tiles)
+        rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
+        tiles = kernels.tile_table(counts_e, rows)
+        if tiles is not None:
+            tiles = replace(tiles, only_last=extras.only_last)
+        kept, first_product = None, partial(kernels.forward, x_ND, gate_up_eFD, counts_e, index_R)
+        if extras.keep is not None and tiles is not None:
+            kept = extras.keep(tiles.used, rows, x_ND.new_empty(0, gate_up_eFD.shape[1]))
+            first_product = partial(first_product, keep=kept)
+        gate_up_RF = first_product(bias_eF=gate_up_bias_eF, tiles=tiles)
+        h_RF = kernels.swiglu(gate_up_RF if kept is None else kept, weights_R, extras.rule, tiles=tiles)
         kept_RF = None if extras.recompute else gate_up_RF
-        del gate_up_RF
+        del gate_up_RF, first_product
         matrices, biases = (gate_up_eFD, down_eDF), (gate_up_bias_eF, down_bias_eD)
-        ctx.save_for_backward(x_ND, *matrices, counts_e, weights_R, index_R, *biases, kept_RF)
+        first = None if kept is None else kept.first
+        ctx.save_for_backward(x_ND, *matrices, counts_e, weights_R, index_R, *biases, kept_RF, first)
         ctx.extras, ctx.tiles = extras, tiles
         return kernels.forward(h_RF, down_eDF, counts_e, None, bias_eF=down_bias_eD, weights_R=weights_R, tiles=tiles)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, ...]:
-        x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, gate_up_bias, down_bias, kept_RF = ctx.saved_tensors
+        x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, gate_up_bias, down_bias, *kept = ctx.saved_tensors
         wants_x, wants_gate_up, wants_down, _, wants_weights, *_ = ctx.needs_input_grad
         extras, tiles, dy_RD = ctx.extras, ctx.tiles, dy_RD.contiguous()
         kernels, (gate_up_sum, down_sum, gate_up_bias_sum, down_bias_sum) = extras.kernels, extras.sums
+        kept_RF, first = kept
         dx_ND = d_gate_up_eFD = d_down_eDF = d_gate_up_bias_eF = d_down_bias_eD = None
 
         if kept_RF is None:
             kept_RF = kernels.forward(x_ND, gate_up_eFD, counts_e, index_R, bias_eF=gate_up_bias, tiles=tiles)
         dh_RF = kernels.input_gradient(dy_RD, down_eDF, counts_e, tiles=tiles)
+        kept_RF = kept_RF if first is None else KeptRows(kept_RF, first, len(dy_RD))
         d_gate_up_RF, dweights_R, h_RF = kernels.swiglu_backward(
             kept_RF, weights_R, dh_RF, extras.rule, recompute=wants_down, tiles=tiles
         )
-        del dh_RF, kept_RF
+        del dh_RF, kept_RF, kept
         if wants_down:
             rows = dy_RD, h_RF, counts_e, None
             make = partial(kernels.weight_gradient, *rows, accumulate_into=down_sum, tiles=tiles)

@@ -4,6 +4,7 @@ The gradients of biases mean what `penstock.kernels.bias_gradient` says, whose k
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,26 @@ MATRICES, BIASES = 2, 2
 
 PutOff = Callable[[Callable[[], None]], bool]
 """Is offered a weight gradient, as a function that puts it where it belongs, and says whether it will call it."""
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """Where one layer's rows stand in a buffer of several layers (penstock/kernels/kept_rows.py).
+
+    Attributes:
+        rows_SF: the buffer, contiguous.
+        first: int64 [1], on the device: the layer's first row.
+        room: most rows that the layer can have.
+    """
+
+    rows_SF: Tensor
+    first: Tensor
+    room: int
+
+
+Keep = Callable[[Tensor, int, Tensor], KeptRows]
+"""(used, room, like) -> a place for at most `room` rows. `used`, int32, is their number on the device; `like` is of
+their width, dtype and device."""
 
 
 class Weighed(NamedTuple):

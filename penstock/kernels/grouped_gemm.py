@@ -23,6 +23,8 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.base.errors import KernelError
+from penstock.kernels.expert_parts import KeptRows
+from penstock.kernels.gather_rows import gather_rows
 from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
@@ -84,6 +86,7 @@ def grouped_gemm_forward(
     bias_eF: Tensor | None = None,
     weights_R: Tensor | None = None,
     tiles: TileTable | None = None,
+    keep: KeptRows | None = None,
     launch: GemmLaunch | None = None,
 ) -> Tensor:
     """y_RF = x_RD @ w_eFD^T, without autograd.
@@ -96,22 +99,25 @@ def grouped_gemm_forward(
         bias_eF: added to each row of its expert in float32; None for none.
         weights_R: float32, what the bias of each row is multiplied with; None for 1.
         tiles: `tile_table(counts_e, R)`, if the caller has it already.
+        keep: where to write the rows, instead of a tensor of their own.
         launch: how to cut it, instead of the table's choice.
 
     Returns:
-        y_RF in the dtype of x; rows past the last expert's are zero.
+        y_RF in the dtype of x; rows past the last expert's are zero, or the last one is (`TileTable.only_last`). The
+        whole buffer with `keep`.
     """
     experts, width, depth = w_eFD.shape
     rows = len(x_RD if index_R is None else index_R)
     _check("forward", counts_e, index_R, x_RD=(x_RD, (len(x_RD), depth)), w_eFD=(w_eFD, (experts, width, depth)))
     _check_bias(bias_eF, weights_R, (experts, width), rows)
-    y_RF = x_RD.new_empty(rows, width)
+    y_RF = x_RD.new_empty(rows, width) if keep is None else keep.rows_SF
     if rows:
         product: GemmProduct = "forward" if index_R is None else "forward_gathered"
         launch = launch or grouped_gemm_launch(product, x_RD.device, x_RD.dtype, width * depth)
-        x_RD, index_R = _gather(x_RD, index_R, launch)
         tiles, bias = tiles or tile_table(counts_e, rows), (bias_eF, weights_R)
-        _launch_rows(x_RD, w_eFD, y_RF, index_R, tiles, launch, depth_first=False, bias=bias)
+        x_RD, index_R = _gather(x_RD, index_R, tiles, launch)
+        first = None if keep is None else keep.first
+        _launch_rows(x_RD, w_eFD, y_RF, index_R, tiles, launch, depth_first=False, bias=bias, first=first)
     return y_RF
 
 
@@ -133,7 +139,7 @@ def grouped_gemm_input_gradient(
         launch: how to cut it, instead of the table's choice.
 
     Returns:
-        dx_RD in the dtype of dy; rows past the last expert's are zero.
+        dx_RD in the dtype of dy; rows past the last expert's are zero, or the last one is (`TileTable.only_last`).
     """
     experts, depth, width = w_eFD.shape
     rows = len(dy_RF)
@@ -183,16 +189,16 @@ def grouped_gemm_weight_gradient(
         product: GemmProduct = "weight_gradient" if index_R is None else "weight_gradient_gathered"
         product = product if accumulate_into is None else "weight_gradient_accumulated"
         launch = launch or grouped_gemm_launch(product, x_RD.device, x_RD.dtype, width * depth)
-        x_RD, index_R = _gather(x_RD, index_R, launch)
         tiles = tiles or tile_table(counts_e, rows)
+        x_RD, index_R = _gather(x_RD, index_R, tiles, launch)
         _launch_weights(dy_RF, x_RD, dw_eFD, index_R, tiles, launch, accumulate=accumulate_into is not None)
     return dw_eFD
 
 
-def _gather(x_RD: Tensor, index_R: Tensor | None, launch: GemmLaunch) -> tuple[Tensor, Tensor | None]:
+def _gather(x_RD: Tensor, index_R: Tensor | None, tiles: TileTable, launch: GemmLaunch) -> tuple[Tensor, Tensor | None]:
     """Rows and index for the kernel: as they are, or the rows in a copy of their own where that is faster or needed."""
     if index_R is not None and (launch.copy_gathered or x_RD.numel() >= GATHER_LIMIT):
-        return x_RD.index_select(0, index_R), None
+        return gather_rows(x_RD, index_R, tiles.used), None
     return x_RD, index_R
 
 
@@ -246,10 +252,11 @@ def _launch_rows(
     *,
     depth_first: bool,
     bias: tuple[Tensor | None, Tensor | None] = (None, None),
+    first: Tensor | None = None,
 ) -> None:
     """Run `rows_kernel`; w is experts x depth x columns if depth_first, else experts x columns x depth.
 
-    The bias comes with the rows' weights, which nobody reads without it.
+    The bias comes with the rows' weights, which nobody reads without it. `first` is the first row of y that is ours.
     """
     bias_eF, weights_R = bias
     (rows, columns), (experts, depth) = y.shape, (len(w), x.shape[1])
@@ -275,6 +282,7 @@ def _launch_rows(
         tiles.block_counts[size:],
         bias_eF,
         None if bias_eF is None or weights_R is None else weights_R.contiguous(),
+        first,
         rows,
         columns,
         depth,
@@ -282,6 +290,7 @@ def _launch_rows(
         DEPTH_FIRST=depth_first,
         GATHER=index is not None,
         WHOLE_DEPTH=depth % launch.block_depth == 0,
+        ONLY_LAST=tiles.only_last,
         **_constants(launch),
     )
 

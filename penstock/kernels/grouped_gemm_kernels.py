@@ -30,6 +30,7 @@ def rows_kernel(
     block_count_ptr,
     bias_ptr,
     weights_ptr,
+    first_ptr,
     rows,
     columns,
     depth,
@@ -43,17 +44,20 @@ def rows_kernel(
     GATHER: tl.constexpr,
     WHOLE_DEPTH: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    ONLY_LAST: tl.constexpr,
 ):
-    """Multiply each row of x by the matrix of the row's expert; set the rows of the tail to zero.
+    """Multiply each row of x by the matrix of the row's expert; set the rows of the tail to zero, or ONLY_LAST of them.
 
     x is rows x depth, y is rows x columns, w is experts x columns x depth, or experts x depth x columns if DEPTH_FIRST.
     With DESCRIPTORS, w, y and (without GATHER) x are descriptors of blocks, else pointers; y_ptr is always the pointer.
     WHOLE_DEPTH says that BLOCK_DEPTH divides depth: loads of x by pointers then need no mask. With GATHER, x has fewer
     than 2**31 elements, so that 32 bits count them: 64 make a gather slower (docs/decisions/0102). A bias, experts x
-    columns, is added to each row of its expert, times the row's weight if there are weights.
+    columns, is added to each row of its expert, times the row's weight if there are weights. With `first_ptr` the first
+    row of y is not its own: rows are written from the one on that is said there, and there is no tail.
     """
     tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
     tiles = tl.load(block_count_ptr) * tiles_across
+    shift = 0 if first_ptr is None else tl.load(first_ptr).to(tl.int32)
     steps = tl.cdiv(depth, BLOCK_DEPTH)
     tl.assume(steps > 0)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
@@ -84,8 +88,12 @@ def rows_kernel(
                 bias_ptr, weights_ptr, expert, start + row, end, column, columns, BLOCK_ROWS, BLOCK_COLUMNS
             )
         result = accumulator.to(y_ptr.dtype.element_ty)
-        store_rows(y, start, end, row, column, columns, result, BLOCK_ROWS, BLOCK_COLUMNS, PIECES, DESCRIPTORS)
-    zero_tail(y_ptr, tl.load(starts_ptr + experts), rows, columns)
+        store_rows(
+            y, start + shift, end + shift, row, column, columns, result, BLOCK_ROWS, BLOCK_COLUMNS, PIECES, DESCRIPTORS
+        )
+    if first_ptr is None:
+        tail = tl.load(starts_ptr + experts)
+        zero_tail(y_ptr, tl.maximum(tail, rows - 1) if ONLY_LAST else tail, rows, columns)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -25,6 +25,7 @@ class Operators:
         attention_backend: see `penstock.kernels.attention.causal_attention`.
         expert_ffn: takes `places_TK` besides, the inverse of its index (see `penstock.kernels.expert_ffn`).
         expert_ffn_is_ours: it is one autograd function, and takes `recompute` and `accumulate_into` besides.
+        keeps_rows: what it keeps can stand where it is told (`keep` of `penstock.kernels.expert_ffn`).
         swiglu: without weights, for the dense networks.
     """
 
@@ -34,6 +35,7 @@ class Operators:
     unpermute: Callable[[Tensor, RowOrder], Tensor]
     expert_ffn: Callable[..., Tensor]
     expert_ffn_is_ours: bool
+    keeps_rows: bool
     swiglu: Callable[[Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -147,6 +149,7 @@ REFERENCE = Operators(
     unpermute=reference.unpermute,
     expert_ffn=reference_expert_ffn,
     expert_ffn_is_ours=False,
+    keeps_rows=False,
     swiglu=reference.swiglu,
     rms_norm=reference.rms_norm,
     add_rms_norm=reference.add_rms_norm,

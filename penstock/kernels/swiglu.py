@@ -8,7 +8,8 @@ gradient of a weight is the dot product of its row's incoming gradient with silu
 registers. Nothing but the pre-activation is saved. Backward can also give the weighted activation again, which the
 weight gradient of the down projection reads, for the price of writing it.
 
-A program holds some whole rows and walks them in blocks of columns; all arithmetic is in float32.
+A program holds some whole rows and walks them in blocks of columns; all arithmetic is in float32. Where only the device
+knows how many rows there are, a limited number of programs takes turns, so that room for more costs no time.
 """
 
 from typing import Any, NamedTuple
@@ -20,15 +21,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
+from penstock.kernels.expert_parts import KeptRows
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import SWIGLU, ExpertRule
-from penstock.kernels.tuning import Launch
+from penstock.kernels.tuning import Launch, units_of
 
 LAUNCH = Launch(block_rows=1, block_columns=2048, warps=4)
 """Sixteen bytes for each thread and load, two loads of gate and of up."""
 
 BACKWARD_LAUNCH = Launch(block_rows=2, block_columns=512, warps=4)
 """One load of each of three tensors is enough; of 3 x 512 columns 1,408 (DeepSeek-V2-Lite) leave only 8 % idle."""
+
+RESIDENCY = 16
+"""Programs for each multiprocessor that take turns: as many of four warps as one holds at a time."""
 
 
 def swiglu(
@@ -67,7 +72,7 @@ class SwigluGradients(NamedTuple):
 
 
 def swiglu_backward(
-    gate_up_RF: Tensor,
+    gate_up_RF: Tensor | KeptRows,
     weights_R: Tensor | None,
     dh_RF: Tensor,
     rule: ExpertRule = SWIGLU,
@@ -79,7 +84,7 @@ def swiglu_backward(
     """Gradients of `swiglu` from its inputs, without autograd.
 
     Args:
-        gate_up_RF: as given to `swiglu`.
+        gate_up_RF: as given to `swiglu`; or where it is kept.
         weights_R: as given to `swiglu`.
         dh_RF: incoming gradient.
         rule: as given to `swiglu`.
@@ -87,17 +92,21 @@ def swiglu_backward(
         used: as of `swiglu_forward`; weights of rows past them have the gradient 0.
         launch: rows and columns that a program holds at a time.
     """
-    _check(gate_up_RF, weights_R)
-    gate_up_RF, dh_RF = gate_up_RF.contiguous(), dh_RF.contiguous()
+    gate_up_RF, first = _given(gate_up_RF, weights_R)
+    dh_RF = dh_RF.contiguous()
     width = dh_RF.shape[-1]
     rows = dh_RF.numel() // max(width, 1)
-    d_gate_up_RF = torch.empty_like(gate_up_RF)
-    dweights_R = None if weights_R is None else torch.empty_like(weights_R, memory_format=torch.contiguous_format)
+    d_gate_up_RF = dh_RF.new_empty(*dh_RF.shape[:-1], 2 * width)
+    dweights_R = None
+    if weights_R is not None:
+        make = torch.empty_like if used is None else torch.zeros_like
+        dweights_R = make(weights_R, memory_format=torch.contiguous_format)
     h_RF = torch.empty_like(dh_RF) if recompute else None
     start_kernel(
         swiglu_backward_kernel,
-        (triton.cdiv(rows, launch.block_rows),),
+        (_programs(triton.cdiv(rows, launch.block_rows), used),),
         gate_up_RF,
+        first,
         None if weights_R is None else weights_R.contiguous(),
         dh_RF,
         d_gate_up_RF,
@@ -115,7 +124,7 @@ def swiglu_backward(
 
 
 def swiglu_forward(
-    gate_up_RF: Tensor,
+    gate_up_RF: Tensor | KeptRows,
     weights_R: Tensor | None = None,
     rule: ExpertRule = SWIGLU,
     *,
@@ -125,21 +134,23 @@ def swiglu_forward(
     """`swiglu` without autograd.
 
     Args:
-        gate_up_RF: as given to `swiglu`.
+        gate_up_RF: as given to `swiglu`; or where it is kept.
         weights_R: as given to `swiglu`.
         rule: as given to `swiglu`.
         used: int32, one number, on the device: rows that are computed, the first ones. The others hold anything. None
             for all.
         launch: rows and columns that a program holds at a time.
     """
-    gate_up_RF = gate_up_RF.contiguous()
+    leading = (gate_up_RF.room,) if isinstance(gate_up_RF, KeptRows) else gate_up_RF.shape[:-1]
+    gate_up_RF, first = _given(gate_up_RF, weights_R)
     width = gate_up_RF.shape[-1] // 2
-    h_RF = gate_up_RF.new_empty(*gate_up_RF.shape[:-1], width)
+    h_RF = gate_up_RF.new_empty(*leading, width)
     rows = h_RF.numel() // max(width, 1)
     start_kernel(
         swiglu_kernel,
-        (triton.cdiv(rows, launch.block_rows), triton.cdiv(width, launch.block_columns)),
+        (_programs(triton.cdiv(rows, launch.block_rows), used), triton.cdiv(width, launch.block_columns)),
         gate_up_RF,
+        first,
         None if weights_R is None else weights_R.contiguous(),
         h_RF,
         used,
@@ -151,6 +162,20 @@ def swiglu_forward(
         num_warps=launch.warps,
     )
     return h_RF
+
+
+def _given(gate_up_RF: Tensor | KeptRows, weights_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The rows, and the number of the first one on the device if it is not 0."""
+    if isinstance(gate_up_RF, KeptRows):
+        _check(gate_up_RF.rows_SF, None)
+        return gate_up_RF.rows_SF, gate_up_RF.first
+    _check(gate_up_RF, weights_R)
+    return gate_up_RF.contiguous(), None
+
+
+def _programs(blocks: int, used: Tensor | None) -> int:
+    """One for each block of rows; or fewer that take turns where most blocks may be empty."""
+    return blocks if used is None else min(blocks, RESIDENCY * units_of(used.device))
 
 
 def rule_constants(rule: ExpertRule) -> dict[str, Any]:
@@ -191,6 +216,7 @@ def _check(gate_up_RF: Tensor, weights_R: Tensor | None) -> None:
 @triton.jit(do_not_specialize=["rows"])
 def swiglu_kernel(
     gate_up_ptr,
+    first_ptr,
     weights_ptr,
     h_ptr,
     used_ptr,
@@ -202,30 +228,34 @@ def swiglu_kernel(
     ALPHA: tl.constexpr,
     WEIGHS_INPUT: tl.constexpr,
 ):
-    """One block of h.
+    """Blocks of h.
 
     Example with F = 2: gate_up [1, 2, 10, 20] and weight 0.5 give h = [5 silu(1), 10 silu(2)]; with WEIGHS_INPUT
     h = [5 silu(0.5), 10 silu(1)].
     """
     if used_ptr is not None:
         rows = tl.minimum(rows, tl.load(used_ptr))
-    row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    if first_ptr is not None:
+        gate_up_ptr += tl.load(first_ptr) * (2 * F)
     column_F = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
-    inside = (row_R < rows)[:, None] & (column_F < F)[None, :]
-    start_R1 = row_R.to(tl.int64)[:, None]
-    gate_ptrs = gate_up_ptr + start_R1 * (2 * F) + column_F[None, :]
-    gate_RF = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
-    up_RF = tl.load(gate_ptrs + F, mask=inside, other=0.0).to(tl.float32)
-    weight_R1 = None
-    if weights_ptr is not None:
-        weight_R1 = tl.load(weights_ptr + row_R, mask=row_R < rows, other=0.0)[:, None]
-    h_RF = activated(gate_RF, up_RF, weight_R1, LIMIT, ALPHA, WEIGHS_INPUT)
-    tl.store(h_ptr + start_R1 * F + column_F[None, :], h_RF.to(h_ptr.dtype.element_ty), mask=inside)
+    for block in range(tl.program_id(0), tl.cdiv(rows, BLOCK_R), tl.num_programs(0)):
+        row_R = block * BLOCK_R + tl.arange(0, BLOCK_R)
+        inside = (row_R < rows)[:, None] & (column_F < F)[None, :]
+        start_R1 = row_R.to(tl.int64)[:, None]
+        gate_ptrs = gate_up_ptr + start_R1 * (2 * F) + column_F[None, :]
+        gate_RF = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
+        up_RF = tl.load(gate_ptrs + F, mask=inside, other=0.0).to(tl.float32)
+        weight_R1 = None
+        if weights_ptr is not None:
+            weight_R1 = tl.load(weights_ptr + row_R, mask=row_R < rows, other=0.0)[:, None]
+        h_RF = activated(gate_RF, up_RF, weight_R1, LIMIT, ALPHA, WEIGHS_INPUT)
+        tl.store(h_ptr + start_R1 * F + column_F[None, :], h_RF.to(h_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def swiglu_backward_kernel(
     gate_up_ptr,
+    first_ptr,
     weights_ptr,
     dh_ptr,
     d_gate_up_ptr,
@@ -240,35 +270,37 @@ def swiglu_backward_kernel(
     ALPHA: tl.constexpr,
     WEIGHS_INPUT: tl.constexpr,
 ):
-    """Gradients of some whole rows, and their h where h_ptr is not None."""
-    row_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    is_row_R = row_R < rows
+    """Gradients of whole rows, and their h where h_ptr is not None."""
     if used_ptr is not None:
         rows = tl.minimum(rows, tl.load(used_ptr))
-    start_R1 = row_R.to(tl.int64)[:, None]
-    weight_R1 = None
-    if weights_ptr is not None:
-        weight_R1 = tl.load(weights_ptr + row_R, mask=row_R < rows, other=0.0)[:, None]
-    products_RF = tl.zeros([BLOCK_R, BLOCK_F], tl.float32)
-    for start in range(0, F, BLOCK_F):
-        column_F = start + tl.arange(0, BLOCK_F)
-        inside = (row_R < rows)[:, None] & (column_F < F)[None, :]
-        wide = start_R1 * (2 * F) + column_F[None, :]
-        narrow = start_R1 * F + column_F[None, :]
-        gate_RF = tl.load(gate_up_ptr + wide, mask=inside, other=0.0).to(tl.float32)
-        up_RF = tl.load(gate_up_ptr + wide + F, mask=inside, other=0.0).to(tl.float32)
-        dh_RF = tl.load(dh_ptr + narrow, mask=inside, other=0.0).to(tl.float32)
-        h_RF, dgate_RF, dup_RF, product_RF = activation_gradients(
-            gate_RF, up_RF, dh_RF, weight_R1, LIMIT, ALPHA, WEIGHS_INPUT
-        )
+    if first_ptr is not None:
+        gate_up_ptr += tl.load(first_ptr) * (2 * F)
+    for block in range(tl.program_id(0), tl.cdiv(rows, BLOCK_R), tl.num_programs(0)):
+        row_R = block * BLOCK_R + tl.arange(0, BLOCK_R)
+        start_R1 = row_R.to(tl.int64)[:, None]
+        weight_R1 = None
         if weights_ptr is not None:
-            products_RF += product_RF
-        if h_ptr is not None:
-            tl.store(h_ptr + narrow, h_RF.to(h_ptr.dtype.element_ty), mask=inside)
-        tl.store(d_gate_up_ptr + wide, dgate_RF.to(d_gate_up_ptr.dtype.element_ty), mask=inside)
-        tl.store(d_gate_up_ptr + wide + F, dup_RF.to(d_gate_up_ptr.dtype.element_ty), mask=inside)
-    if weights_ptr is not None:
-        tl.store(dweights_ptr + row_R, tl.sum(products_RF, 1), mask=is_row_R)
+            weight_R1 = tl.load(weights_ptr + row_R, mask=row_R < rows, other=0.0)[:, None]
+        products_RF = tl.zeros([BLOCK_R, BLOCK_F], tl.float32)
+        for start in range(0, F, BLOCK_F):
+            column_F = start + tl.arange(0, BLOCK_F)
+            inside = (row_R < rows)[:, None] & (column_F < F)[None, :]
+            wide = start_R1 * (2 * F) + column_F[None, :]
+            narrow = start_R1 * F + column_F[None, :]
+            gate_RF = tl.load(gate_up_ptr + wide, mask=inside, other=0.0).to(tl.float32)
+            up_RF = tl.load(gate_up_ptr + wide + F, mask=inside, other=0.0).to(tl.float32)
+            dh_RF = tl.load(dh_ptr + narrow, mask=inside, other=0.0).to(tl.float32)
+            h_RF, dgate_RF, dup_RF, product_RF = activation_gradients(
+                gate_RF, up_RF, dh_RF, weight_R1, LIMIT, ALPHA, WEIGHS_INPUT
+            )
+            if weights_ptr is not None:
+                products_RF += product_RF
+            if h_ptr is not None:
+                tl.store(h_ptr + narrow, h_RF.to(h_ptr.dtype.element_ty), mask=inside)
+            tl.store(d_gate_up_ptr + wide, dgate_RF.to(d_gate_up_ptr.dtype.element_ty), mask=inside)
+            tl.store(d_gate_up_ptr + wide + F, dup_RF.to(d_gate_up_ptr.dtype.element_ty), mask=inside)
+        if weights_ptr is not None:
+            tl.store(dweights_ptr + row_R, tl.sum(products_RF, 1), mask=row_R < rows)
 
 
 @triton.jit

@@ -44,12 +44,20 @@ class TileTable:
         aligned_e: the same where each expert's rows begin at a multiple of `ALIGNED_BLOCK`.
         block_counts: number of blocks, one for each of `BLOCK_SIZES`.
         owners: size of block x block x OWNER_FIELDS; rows past the number of blocks hold anything.
+        only_last: of a product's rows behind the last expert's nobody reads any but the very last one, so only that is
+            set to zero.
     """
 
     starts_e: Tensor
     aligned_e: Tensor
     block_counts: Tensor
     owners: Tensor
+    only_last: bool = False
+
+    @property
+    def used(self) -> Tensor:
+        """Rows of all experts together: int32, one number."""
+        return self.starts_e[-1:]
 
 
 def tile_table(counts_e: Tensor, rows: int) -> TileTable:

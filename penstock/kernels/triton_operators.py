@@ -18,6 +18,7 @@ TRITON = Operators(
     unpermute=unpermute,
     expert_ffn=expert_ffn,
     expert_ffn_is_ours=True,
+    keeps_rows=True,
     swiglu=swiglu,
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,

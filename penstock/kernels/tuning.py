@@ -78,10 +78,14 @@ def target_of(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
+def units_of(device: torch.device) -> int:
+    """Multiprocessors of a device; a few in the interpreter, so that each program sees several tiles there too."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
 def programs_of(launch: GemmLaunch, device: torch.device) -> int:
-    """Programs that a persistent kernel starts; a few in the interpreter, so that each sees several tiles there too."""
-    units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-    return max(units - launch.idle_units, 1) * launch.residency
+    """Programs that a persistent kernel starts."""
+    return max(units_of(device) - launch.idle_units, 1) * launch.residency
 
 
 LaunchBySize = tuple[tuple[int, GemmLaunch], ...]

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ from penstock.models.linear import Embedding, Linear
 from penstock.models.mla import LatentLayer
 from penstock.models.mtp import MultiTokenPrediction
 from penstock.models.norm import PreNorm, RMSNorm
-from penstock.moe.dispatch.choose import make_dispatcher
+from penstock.moe.dispatch.choose import is_shelved, make_dispatcher
 from penstock.moe.experts import Experts, expert_rule
 from penstock.moe.layer import MoE
 from penstock.moe.router import Router
@@ -40,6 +42,9 @@ from penstock.parallel.flight import Transfers
 from penstock.parallel.float8_gather import EightBitRows
 from penstock.parallel.kit import Kit
 from penstock.parallel.shard import shard_fully
+
+if TYPE_CHECKING:  # it imports Triton, which may be absent
+    from penstock.moe.dispatch.shelf import Shelf
 
 
 def whole_model(config: Model) -> Stage:
@@ -72,17 +77,21 @@ def meta_model(
     # Embedding, final norm and output projection are never in 8 bits.
     plain, hidden, epsilon = replace(kit, later=None, float8=NO_FLOAT8), config.hidden_size, config.norm_epsilon
     kit_of = kit_of or (lambda layer: kit)
+    shelf = _shelf(config, kit)
     has_head = stage.norm_and_head and not config.tied_embeddings
     with torch.device("meta"):
         return Decoder(
             config,
             embed=Embedding(config.vocabulary, hidden, plain) if needs_embedding(config, stage) else None,
-            blocks={layer: _block(config, layer, kit_of(layer)) for layer in stage.layers},
+            blocks={layer: _block(config, layer, kit_of(layer), shelf) for layer in stage.layers},
             norm=RMSNorm(hidden, epsilon, plain.operators) if stage.norm_and_head else None,
             head=Linear(hidden, config.vocabulary, plain, split="outputs") if has_head else None,
-            mtp={depth: _mtp(config, config.layers + depth, kit_of(config.layers + depth)) for depth in stage.mtp},
+            mtp={
+                depth: _mtp(config, config.layers + depth, kit_of(config.layers + depth), shelf) for depth in stage.mtp
+            },
             kit=kit,
             is_first=stage.embed,
+            shelf=shelf,
         )
 
 
@@ -236,8 +245,17 @@ _READ_TWICE = frozenset({"dense", "moe", "shared-expert"})
 """Parts that keep what they read to run again. They keep it once, in 16 bits, and quantize it by themselves."""
 
 
-def _block(config: Model, layer: int, kit: Kit) -> Block:
-    attention, ffn = _attention(config, layer, kit), _ffn(config, layer, kit)
+def _shelf(config: Model, kit: Kit) -> "Shelf | None":
+    """Where the experts of a stage keep their rows together; None if none of them may."""
+    if config.moe is None or not is_shelved(config.moe, replace(kit, float8=NO_FLOAT8)):
+        return None
+    # By name, because it needs Triton, which may be absent.
+    shelf: Shelf = import_module("penstock.moe.dispatch.shelf").Shelf(kit.dispatch.bound)
+    return shelf
+
+
+def _block(config: Model, layer: int, kit: Kit, shelf: "Shelf | None" = None) -> Block:
+    attention, ffn = _attention(config, layer, kit), _ffn(config, layer, kit, shelf)
     reader = ffn.shared if isinstance(ffn, MoE) else ffn
     is_ready = isinstance(reader, FeedForward) and reader.reads_ready and not kit.recompute.kinds & _READ_TWICE
 
@@ -256,11 +274,12 @@ def _attention(config: Model, layer: int, kit: Kit) -> GroupedQueryLayer | Laten
     return GroupedQueryLayer(config.attention, config.hidden_size, kit, layer=layer, epsilon=config.norm_epsilon)
 
 
-def _ffn(config: Model, layer: int, kit: Kit) -> FeedForward | MoE:
+def _ffn(config: Model, layer: int, kit: Kit, shelf: "Shelf | None") -> FeedForward | MoE:
     moe = config.moe
     if moe is None or config.is_dense(layer):
         return FeedForward(config.hidden_size, config.dense_ffn_size, kit)
-    dispatcher, room = make_dispatcher(moe, kit)
+    shelf = shelf if is_shelved(moe, kit) else None
+    dispatcher, room = make_dispatcher(moe, kit, is_shelved=shelf is not None)
     return MoE(
         Router(moe, config.hidden_size, layer, kit.operators, kit.axes),
         dispatcher,
@@ -268,8 +287,9 @@ def _ffn(config: Model, layer: int, kit: Kit) -> FeedForward | MoE:
         FeedForward(config.hidden_size, moe.shared_ffn_size, kit) if moe.shared_ffn_size else None,
         kit,
         room,
+        shelf,
     )
 
 
-def _mtp(config: Model, layer: int, kit: Kit) -> MultiTokenPrediction:
-    return MultiTokenPrediction(config.hidden_size, config.norm_epsilon, _block(config, layer, kit), kit)
+def _mtp(config: Model, layer: int, kit: Kit, shelf: "Shelf | None") -> MultiTokenPrediction:
+    return MultiTokenPrediction(config.hidden_size, config.norm_epsilon, _block(config, layer, kit, shelf), kit)

@@ -7,7 +7,7 @@ their number in the whole model, so a parameter has the same name wherever it is
 
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,9 @@ from penstock.parallel.context import held_positions, nears_of
 from penstock.parallel.kit import Kit
 from penstock.parallel.spans import span
 from penstock.parallel.turns import Steps, drain, take_turns, within
+
+if TYPE_CHECKING:  # it imports Triton, which may be absent
+    from penstock.moe.dispatch.shelf import Shelf
 
 IN_PIECES: tuple[Overlap, ...] = ("halves", "passes")
 """Overlaps in which other work is done between the pieces of a layer."""
@@ -58,6 +61,7 @@ class Decoder(nn.Module):
         head: output projection; None if it is the embedding itself, or not of this stage.
         mtp: multi-token prediction layers by depth, from 0.
         is_first: the stage begins with the embedding; one that has an embedding for its prediction layers may not.
+        shelf: where experts of all layers keep rows; None if each layer keeps its own.
         kit: ranks, and what is computed while tokens travel.
 
     Attributes:
@@ -65,7 +69,7 @@ class Decoder(nn.Module):
         is_tempered: in some of its layers queries grow with their position.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the parts of a stage, each of which may be missing)
         self,
         config: Model,
         *,
@@ -76,11 +80,13 @@ class Decoder(nn.Module):
         mtp: dict[int, MultiTokenPrediction],
         kit: Kit,
         is_first: bool = True,
+        shelf: "Shelf | None" = None,
     ) -> None:
         super().__init__()
         self.config = config
         self.kit = kit
         self.is_first = is_first
+        self.shelf = shelf
         self.overlap = kit.dispatch.overlap
         self.embed = embed
         self.blocks = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
@@ -106,6 +112,7 @@ class Decoder(nn.Module):
             reading: the micro-batch.
             x_BSD: what the stage before gave; None on the first.
         """
+        self._begin()
         if self.overlap != "halves" or not self.training:
             return drain(self.steps(reading, x_BSD))
         parts_BSD = (None, None) if x_BSD is None else x_BSD.chunk(2)
@@ -117,6 +124,7 @@ class Decoder(nn.Module):
     def call_in_steps(self, reading: Reading, x_BSD: Tensor | None = None) -> Steps[Hidden]:
         """The module called, with all its hooks; or, if another pass runs in its stops, `steps`."""
         if self.overlap == "passes":
+            self._begin()
             return (yield from self.steps(reading, x_BSD))
         hidden: Hidden = self(reading, x_BSD)
         return hidden
@@ -142,6 +150,10 @@ class Decoder(nn.Module):
                 previous_BSD = layer(previous_BSD, ahead_BSD, frame)
             depths.append(previous_BSD)
         return Hidden(main_BSD, tuple(depths))
+
+    def _begin(self) -> None:
+        if self.shelf is not None:
+            self.shelf.begin()
 
     def _embed(self, tokens_BS: Tensor) -> Tensor:
         assert self.embed is not None, "this stage has no embedding"

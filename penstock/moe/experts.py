@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.config.model import Moe
+from penstock.kernels.expert_parts import Keep
 from penstock.kernels.float8.expert_ffn import ExpertCopies, copy_experts, expert_ffn
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.layout.pieces import Cut, local_shape
@@ -116,12 +117,13 @@ class Experts(nn.Module):
         self.float8_copies = copy_experts(*held, self.float8, into)
         self._copied = _versions(*held)
 
-    def forward(self, rows: ExpertRows, *, recompute: bool = False) -> Tensor:
+    def forward(self, rows: ExpertRows, *, recompute: bool = False, keep: Keep | None = None) -> Tensor:
         """Apply each expert to its rows, times their routing weights.
 
         Args:
             rows: what the dispatcher brought.
             recompute: keep no pre-activation; only if the network `is_one_function`.
+            keep: where the pre-activation stands, for operators that keep it where they are told.
 
         Returns:
             y_RD in the dtype of the rows.
@@ -132,16 +134,25 @@ class Experts(nn.Module):
             return self._ffn_in_float8(rows, recompute, *parameters)
         if self.operators.expert_ffn_is_ours:
             # It puts its weight gradients off by itself; walked twice, half of its backward would be made twice.
-            return self._ffn(rows, recompute, rows.x_ND, rows.weights_R, *parameters)
-        function = partial(self._ffn, rows, recompute)
+            return self._ffn(rows, recompute, keep, rows.x_ND, rows.weights_R, *parameters)
+        function = partial(self._ffn, rows, recompute, None)
         return deferrable(function, (rows.x_ND, rows.weights_R), parameters, self.later)
 
-    def _ffn(self, rows: ExpertRows, recompute: bool, x_ND: Tensor, weights_R: Tensor, *parameters: Tensor) -> Tensor:
+    def _ffn(
+        self,
+        rows: ExpertRows,
+        recompute: bool,
+        keep: Keep | None,
+        x_ND: Tensor,
+        weights_R: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
         """The network, of parameters in the order in which the module has them."""
         gate_up_eFD, down_eDF, *of_biases = parameters
         ffn = partial(self.operators.expert_ffn, biases=_pair(of_biases), rule=self.rule, places_TK=rows.places_NK)
         if self.operators.expert_ffn_is_ours:
-            ffn = partial(ffn, recompute=recompute, accumulate_into=self.sums, put_off=self._put_off)
+            ours = partial(ffn, recompute=recompute, accumulate_into=self.sums, put_off=self._put_off)
+            ffn = partial(ours, keep=keep, only_last=rows.only_last)
         return ffn(x_ND, gate_up_eFD, down_eDF, rows.counts_e, weights_R, rows.index_R)
 
     def _ffn_in_float8(self, rows: ExpertRows, recompute: bool, *parameters: Tensor) -> Tensor:

@@ -1,10 +1,14 @@
 """The mixture-of-experts layer: route, dispatch, experts, combine, and the shared expert beside them."""
 
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from penstock.base.spans import Span
+from penstock.kernels.expert_parts import Keep
 from penstock.kernels.float8.quantized import Both
 from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, Sorting
 from penstock.moe.dispatch.room import Room
@@ -12,9 +16,13 @@ from penstock.moe.experts import Experts
 from penstock.moe.overlap import Departures, SharedExpert
 from penstock.moe.router import Router
 from penstock.moe.routing import Routing, Scope
+from penstock.parallel.activations.region import is_replaying
 from penstock.parallel.kit import Kit
 from penstock.parallel.spans import span
 from penstock.parallel.turns import Steps, drain
+
+if TYPE_CHECKING:  # it imports Triton, which may be absent
+    from penstock.moe.dispatch.shelf import Shelf
 
 
 class MoE(nn.Module):
@@ -27,6 +35,7 @@ class MoE(nn.Module):
         shared: network that every token passes, or None.
         kit: what becomes of activations, and what runs beside what.
         room: what the dispatcher asks for its number of rows, so that the layer's owner finds it; None if nothing.
+        shelf: where the experts keep their pre-activations together with other layers'; None if each keeps its own.
     """
 
     def __init__(
@@ -37,6 +46,7 @@ class MoE(nn.Module):
         shared: SharedExpert | None,
         kit: Kit,
         room: Room | None = None,
+        shelf: "Shelf | None" = None,
     ) -> None:
         super().__init__()
         self.router = router
@@ -45,6 +55,9 @@ class MoE(nn.Module):
         self.shared = shared
         self.kit = kit
         self.room = room
+        self.shelf = shelf
+        if shelf is not None:
+            shelf.join()
 
     @property
     def active_share(self) -> float:
@@ -112,5 +125,17 @@ class MoE(nn.Module):
         with span(Span.EXPERTS):
             if not self.experts.is_one_function:
                 return self.kit.run("expert-activation", self.experts, rows)
-            y_RD: Tensor = self.experts(rows, recompute=self.kit.recompute.recomputes("expert-activation"))
+            recompute = self.kit.recompute.recomputes("expert-activation")
+            y_RD: Tensor = self.experts(rows, recompute=recompute, keep=self._keep())
             return y_RD
+
+    def _keep(self) -> Keep | None:
+        """Where this pass keeps its pre-activation; None for a tensor of its own.
+
+        One that nobody keeps, or that is made in backward, does not live long.
+        """
+        if self.shelf is None or self.room is None or not self.training:
+            return None
+        if not torch.is_grad_enabled() or is_replaying():
+            return None
+        return partial(self.shelf.place, share=self.room.share)

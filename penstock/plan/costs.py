@@ -75,9 +75,9 @@ def experts_of(run: Run, imbalance: float) -> Experts | None:
     return Experts(tokens=tokens, experts=moe.experts, top_k=slots, rows=rows, imbalance=uneven)
 
 
-def room_of(works: tuple[Work, ...]) -> int:
-    """Rows that the experts' buffers have room for; 0 if no expert computes by our kernels."""
-    return max((one.shapes[2][0] for work in works for one in work if one.name in _OF_ROWS), default=0)
+def rooms_of(works: tuple[Work, ...]) -> frozenset[int]:
+    """Rows that the experts' buffers have room for; what is kept for backward may have less of it."""
+    return frozenset(one.shapes[2][0] for work in works for one in work if one.name in _OF_ROWS)
 
 
 class Costs:
@@ -86,14 +86,15 @@ class Costs:
     Args:
         hardware: of the devices.
         experts: that the run has; None without.
-        room: see `room_of`.
+        rooms: see `rooms_of`.
     """
 
-    def __init__(self, hardware: Hardware, experts: Experts | None, room: int) -> None:
+    def __init__(self, hardware: Hardware, experts: Experts | None, rooms: frozenset[int]) -> None:
         self._rates = Rates(hardware)
         self._transfers = Transfers(hardware)
         self._experts = experts
-        self._room = room
+        self._rooms = rooms
+        self._room = max(rooms, default=0)
         self.of = cache(self._of)
         """An operator's cost."""
 
@@ -252,13 +253,13 @@ class Costs:
     def _filled(self, operator: Operator, place: int) -> float:
         """Bytes of a tensor that hold something."""
         shape, size = operator.shapes[place], operator.sizes[place]
-        if shape and shape[0] == self._room > 0:
+        if shape and shape[0] in self._rooms:
             return size * self._rows(shape[0]) / shape[0]
         return size
 
     def _rows(self, room: int) -> int:
         """Of so many places those that hold a row."""
-        return room if self._experts is None or room != self._room else min(room, self._experts.rows)
+        return room if self._experts is None or room not in self._rooms else min(room, self._experts.rows)
 
 
 def _last_twice(operator: Operator, moved: float) -> float:
@@ -277,6 +278,8 @@ _BYTES: Mapping[str, Callable[[Operator, float], float]] = MappingProxyType(
         "index_select": _last_twice,
         "index": _last_twice,
         "gather": _last_twice,
+        # Of what rows are copied from, as much is read as is written.
+        "gather_rows_kernel": lambda operator, moved: 2.0 * (moved - operator.sizes[0]),
         "index_put_": lambda operator, moved: 3.0 * operator.sizes[-1],
         **dict.fromkeys(("copy_", "zero_", "fill_", "_foreach_zero_", "_foreach_copy_"), _all),
         # Of parameter, gradient and two moments only the gradient stays as it is.

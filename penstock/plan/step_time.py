@@ -22,7 +22,7 @@ from penstock.layout.clock import Costs as ClockCosts
 from penstock.layout.clock import play
 from penstock.models.count import count
 from penstock.models.rank_model import message_of
-from penstock.plan.costs import Costs, experts_of, room_of
+from penstock.plan.costs import Costs, experts_of, rooms_of
 from penstock.plan.hardware import Cluster, Group
 from penstock.plan.pieces import StageActivations
 from penstock.plan.projection import RankTime, StepTime
@@ -72,7 +72,7 @@ class Clockwork:
         hardware = cluster.hardware
         self._run = run
         self._cluster = cluster
-        self._costs = Costs(hardware, experts_of(run, imbalance), room_of(tuple(works)))
+        self._costs = Costs(hardware, experts_of(run, imbalance), rooms_of(tuple(works)))
         self._transfers = Transfers(hardware)
         self._launch = hardware.host.launch_seconds * _LAUNCHED[run.graphs.capture]
 

@@ -79,7 +79,10 @@ TELLING: tuple[tuple[Part, str], ...] = (
     (Part.DISPATCH, r"^(push_rows|take_rows)_kernel$|^_Dispatch(Backward)?$"),
     (Part.COMBINE, r"^(return_rows|sum_ranks)_kernel$|^_Combine(Backward)?$"),
     (Part.INDEX, r"^(tile_table|count|scan|place|count_arrivals|place_arrivals)_kernel$"),
-    (Part.PERMUTE, r"^(spread|sum_rows)_kernel$|^_(Permute|Unpermute|Reorder|PickKept|Spread|CollectPadded)"),
+    (
+        Part.PERMUTE,
+        r"^(spread|sum_rows|gather_rows)_kernel$|^_(Permute|Unpermute|Reorder|PickKept|Spread|CollectPadded)",
+    ),
     (Part.ROUTE, r"^(route|route_backward|sum_parts)_kernel$|^_(Route|LinearInParts)(Backward)?$"),
     (Part.GROUPED_WEIGHTS, r"^weights_kernel$"),
     (Part.GROUPED, r"^(float8_)?rows_kernel$|^_(GroupedGemm|(Float8)?ExpertFfn)(Backward)?$"),

@@ -5,13 +5,17 @@
     symmetric  skipped   the machine has no GPU
     sync-free  failed    baseline, grouped, sync-free: no memory
     halves     slower    baseline, grouped, halves: it costs more than it gains here
-    larger     ran       baseline, grouped, larger
+    larger     ran       baseline, grouped, larger, and its fallback eager, because it found no memory as it was
 
-So a failure costs its own rung and no other, and what does not pay is not carried upwards. A rung that the user has
-left out (`--only`) is not measured, and stays in what comes after it.
+So a failure costs its own rung and no other, and what does not pay is not carried upwards. What is refused by
+configuration or finds no memory is tried again with each fallback of the rung, until a form of it runs, slow or fast;
+what fails otherwise is not. A rung that the user has left out (`--only`) is not measured, and stays in what comes after
+it, in the first form that the configuration allows.
 
 A rung that only makes the micro-batch larger is of another kind: it gives the device more work at once, and memory pays
 for it. The gains of both kinds are multiplied up apart, and the two products together are the gain over the first rung.
+The gain of a rung that ran with a fallback is that of both, and counts as the rung's kind: of a larger micro-batch it
+is what the size gains, less what was given up for it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +28,7 @@ from penstock.config.compare import differences
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.run import Run
-from penstock.tune.rungs import MICRO_BATCH, Rung, why_skipped
+from penstock.tune.rungs import MICRO_BATCH, Change, Rung, why_skipped, why_unmet
 from penstock.tune.trial import Failure, Figures, Trial
 
 Measure = Callable[[Trial], Figures | Failure]
@@ -60,27 +64,85 @@ class Ground:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """A form of a rung that another one may stand in for: it was refused by configuration, or found no memory.
+
+    Attributes:
+        trial: name of its run, whether there was one or not.
+        change: what the rung sets and, after it, what the fallback sets.
+        overrides: all that are laid over the target, those of the ground included.
+        state: of the trial.
+        reason: one line.
+        seconds: that it took.
+    """
+
+    trial: str
+    change: tuple[str, ...]
+    overrides: tuple[str, ...]
+    state: Literal["refused", "failed"]
+    reason: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a rung.
+    """What became of a rung: of the form that ran or broke, or of its own if all were refused or found no memory.
 
     Attributes:
         rung: the rung.
         state: `ran`; or it ran and was slower than the last one that counts, so that later ones go without it; else it
             was left out, refused, or failed, with the reason.
         reason: one line; empty if it ran.
+        trial: name of its run.
+        fallback: overrides of the fallback that it ran with; empty without one.
         changed: what differs from the last rung that ran, `field=value` each; of the first one what it sets.
         overrides: all that are laid over the target, those of the ground included.
         figures: if it ran.
-        seconds: that it took.
+        seconds: that it took, without what was tried before.
+        tried: all forms that were refused by configuration or found no memory, in order.
     """
 
     rung: Rung
     state: State
     reason: str = ""
+    trial: str = ""
+    fallback: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     figures: Figures | None = None
     seconds: float = 0.0
+    tried: tuple[Attempt, ...] = ()
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of each device; 0 if it did not run."""
+        return 0.0 if self.figures is None else self.figures.tokens_per_second_per_device
+
+    @property
+    def others(self) -> tuple[Attempt, ...]:
+        """What was tried besides the form that this is about."""
+        return tuple(one for one in self.tried if one.trial != self.trial)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Form:
+    """A rung as it is, or with a fallback.
+
+    Attributes:
+        trial: name of its run.
+        own: overrides of the rung.
+        fallback: those of the fallback, laid over them.
+        held: those of the rungs below, and of this one.
+        overrides: all that are laid over the target.
+        run: what they describe, or why it cannot be had.
+    """
+
+    trial: str
+    own: tuple[str, ...]
+    fallback: tuple[str, ...]
+    held: tuple[str, ...]
+    overrides: tuple[str, ...]
+    run: Run | Failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,81 +175,149 @@ def climb(rungs: Sequence[Rung], wanted: frozenset[str], ground: Ground, measure
         measure: runs a trial.
     """
     held: tuple[str, ...] = ()
-    below, last, fastest = load_run(ground.target, ground.overrides), None, 0.0
+    below, last, best = load_run(ground.target, ground.overrides), None, None
     for place, rung in enumerate(rungs):
-        change = (*held, *_change(rung, below))
-        overrides = (*ground.overrides, *change)
-        run = _describe(rung, below, overrides, ground)
-        is_kept = place == 0 or rung.name not in wanted
+        skipped = why_skipped(rung, below, ground.has_gpu)
+        forms = [] if skipped else _forms(rung, held, below, ground)
+        form = next((form for form in forms if isinstance(form.run, Run)), None)
+        pays = False
         if rung.name in wanted:
-            outcome = run if isinstance(run, Outcome) else _measured(rung, last, run, overrides, ground, measure)
-            outcome = _judged(outcome, fastest)
+            outcome = Outcome(rung=rung, state="skipped", reason=skipped)
+            if forms:
+                outcome, form = _measured(rung, forms, last, ground, measure)
+            outcome = _judged(outcome, best)
             yield outcome
-            is_kept = is_kept or outcome.state == "ran"
-            if outcome.state == "ran" and outcome.figures is not None and isinstance(run, Run):
-                last, fastest = run, outcome.figures.tokens_per_second_per_device
-        if is_kept and isinstance(run, Run):
-            held, below = change, run
+            pays = outcome.state == "ran"
+            best = outcome.figures if pays else best
+        if form is None or isinstance(form.run, Failure):
+            continue
+        last = form.run if pays else last
+        if pays or place == 0 or rung.name not in wanted:
+            held, below = form.held, form.run
 
 
-def _change(rung: Rung, below: Run) -> tuple[str, ...]:
-    """The overrides of a rung."""
-    if rung.micro_batch_times == 1:
-        return rung.change
-    return (*rung.change, f"{MICRO_BATCH}={below.training.micro_batch * rung.micro_batch_times}")
+def _forms(rung: Rung, held: tuple[str, ...], below: Run, ground: Ground) -> list[_Form]:
+    """The rung as it is, and with each fallback that means something and makes another run of it.
+
+    A fallback that is refused for a reason that is known already is left out.
+    """
+    own = rung.change
+    if rung.micro_batch_times > 1:
+        own = (*own, f"{MICRO_BATCH}={below.training.micro_batch * rung.micro_batch_times}")
+    forms: list[_Form] = []
+    for name, fallback in {"": Change(), **rung.fallbacks}.items():
+        if why_unmet(fallback, below, ground.has_gpu):
+            continue
+        mine = (*held, *own, *fallback.change)
+        overrides = (*ground.overrides, *mine)
+        run = _describe(overrides, ground)
+        if name and run in (below, *(form.run for form in forms)):
+            continue
+        trial = rung.trial_name(name)
+        forms.append(_Form(trial=trial, own=own, fallback=fallback.change, held=mine, overrides=overrides, run=run))
+    return forms
 
 
-def _describe(rung: Rung, below: Run, overrides: tuple[str, ...], ground: Ground) -> Run | Outcome:
-    """The run of a rung; if there cannot be one, the outcome that says why, before anything is started."""
-    if skipped := why_skipped(rung, below, ground.has_gpu):
-        return Outcome(rung=rung, state="skipped", reason=skipped)
+def _describe(overrides: tuple[str, ...], ground: Ground) -> Run | Failure:
+    """The run that overrides make; if there cannot be one, the reason, before anything is started."""
     try:
         run = load_run(ground.target, overrides)
         grid_of(run, ground.processes)
     except PenstockError as error:
-        return Outcome(rung=rung, state="refused", reason=str(error), overrides=overrides)
+        return Failure(kind="refused", reason=str(error), had_begun=False)
     return run
 
 
 def _measured(
-    rung: Rung, last: Run | None, run: Run, overrides: tuple[str, ...], ground: Ground, measure: Measure
-) -> Outcome:
-    changed = rung.change
-    if last is not None:
-        changed = tuple(f"{one.field}={one.right}".replace('"', "") for one in differences(last, run))
-    trial = Trial(
-        name=rung.name,
+    rung: Rung, forms: Sequence[_Form], last: Run | None, ground: Ground, measure: Measure
+) -> tuple[Outcome, _Form]:
+    """What became of a rung, and the form that this is about.
+
+    Args:
+        rung: the rung.
+        forms: of it, its own first.
+        last: the last rung that ran and was kept.
+        ground: below all rungs.
+        measure: runs a trial.
+    """
+    tried: list[Attempt] = []
+    outcomes: list[Outcome] = []
+    for form in forms:
+        found = form.run if isinstance(form.run, Failure) else measure(_trial(form, ground))
+        outcome = _outcome(rung, form, last, found)
+        if isinstance(found, Figures) or not found.is_mendable:
+            return replace(outcome, tried=tuple(tried)), form
+        outcomes.append(outcome)
+        tried.append(
+            Attempt(
+                trial=form.trial,
+                change=(*form.own, *form.fallback),
+                overrides=form.overrides,
+                state=found.kind,
+                reason=found.reason,
+                seconds=found.seconds,
+            )
+        )
+    return replace(outcomes[0], tried=tuple(tried)), forms[0]
+
+
+def _trial(form: _Form, ground: Ground) -> Trial:
+    return Trial(
+        name=form.trial,
         target=ground.target,
-        overrides=overrides,
+        overrides=form.overrides,
         processes=ground.processes,
         warm_up=ground.warm_up,
         folder=ground.folder,
         most_seconds=ground.most_seconds,
     )
-    found = measure(trial)
+
+
+def _outcome(rung: Rung, form: _Form, last: Run | None, found: Figures | Failure) -> Outcome:
+    """What a trial of a form makes of the rung."""
+    changed: tuple[str, ...] = ()
+    if isinstance(form.run, Run):
+        changed = (*form.own, *form.fallback) if last is None else _changes(last, form.run)
+    outcome = Outcome(
+        rung=rung,
+        state="ran",
+        trial=form.trial,
+        fallback=form.fallback,
+        changed=changed,
+        overrides=form.overrides,
+        seconds=found.seconds,
+    )
     if isinstance(found, Failure):
-        return Outcome(
-            rung=rung,
-            state=found.kind,
-            reason=found.reason,
-            changed=changed,
-            overrides=overrides,
-            seconds=found.seconds,
-        )
-    return Outcome(rung=rung, state="ran", changed=changed, overrides=overrides, figures=found, seconds=found.seconds)
+        return replace(outcome, state=found.kind, reason=found.reason)
+    return replace(outcome, figures=found)
 
 
-def _judged(outcome: Outcome, fastest: float) -> Outcome:
-    """Whether it pays.
+def _changes(last: Run, run: Run) -> tuple[str, ...]:
+    """The fields in which two runs differ, as overrides without quotes."""
+    return tuple(f"{one.field}={one.right}".replace('"', "") for one in differences(last, run))
+
+
+def _judged(outcome: Outcome, best: Figures | None) -> Outcome:
+    """Whether it pays: it does unless even its fastest step is slower than the slowest without it, and more than NOISE.
 
     Args:
         outcome: of a rung.
-        fastest: throughput for each device of the last one that did.
+        best: figures of the last one that did; None if there is none.
     """
     figures = outcome.figures
-    if figures is None or figures.tokens_per_second_per_device >= (1 - NOISE) * fastest:
+    if figures is None or best is None or _ratio(figures, best) >= 1 - NOISE:
         return outcome
-    return replace(outcome, state="slower", reason="slower than without it; later rungs go without it")
+    most, least = _ratio(figures, best) * _spread(figures, min), _spread(best, max)
+    if most >= least:
+        return outcome
+    timed, twice = len(figures.step_seconds), figures.repeated_steps
+    because = f", {twice} of {timed} timed steps were made twice" if twice else ""
+    return replace(outcome, state="slower", reason=f"slower than without it{because}; later rungs go without it")
+
+
+def _spread(figures: Figures, which: Callable[[Sequence[float]], float]) -> float:
+    """Speed of one step, the fastest or slowest, over that of the middle one."""
+    return figures.step_seconds_median / which(figures.step_seconds)
 
 
 def gains(outcomes: Sequence[Outcome]) -> list[Gain | None]:

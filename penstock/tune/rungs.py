@@ -10,6 +10,12 @@ not apply to others. The first rung is the ground: it sets what the later ones i
 same work faster (`change`), or gives the device more work at once (`micro_batch_times`): never both, because nobody
 could tell the two gains apart.
 
+    [rung.fallbacks.eager]
+    change = ["graphs.capture=none"]
+
+A rung may have fallbacks, tried in their order where it is refused by configuration or finds no memory: they give up
+what stands in its way. Its gain is then that of both together.
+
 A new optimization is a row here. A knob that this version does not have yet may stand in it: the rung is left out, and
 says so.
 """
@@ -21,6 +27,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from penstock.base.errors import ConfigError
+from penstock.config.dispatch_rules import COUNTS_STAY
 from penstock.config.merge import settle
 from penstock.config.run import Run
 from penstock.config.schema import fields_of, find
@@ -31,24 +38,36 @@ from penstock.train.run_folder import check_name
 MICRO_BATCH = "training.micro_batch"
 
 
-class Rung(Section):
+class Change(Section):
+    """Overrides, and where they mean anything."""
+
+    change: tuple[str, ...] = knob((), doc="Overrides `a.b=c`, laid over all that there are.")
+    needs: tuple[str, ...] = knob((), doc="What the rungs below must have, by the names of `NEEDS`.")
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Paths of what it changes."""
+        return tuple(override.partition("=")[0].strip() for override in self.change)
+
+
+class Rung(Change):
     """One step of a ladder."""
 
     name: str = knob(doc="Short name, also of the folder of its run.")
     what: str = knob("", doc="What it is, in a few words.")
-    change: tuple[str, ...] = knob((), doc="Overrides `a.b=c`, laid over those of the rungs below.")
     micro_batch_times: int = knob(1, doc="Factor on the micro-batch of the rung below.", low=1)
-    needs: tuple[str, ...] = knob((), doc="What must be there: experts, shared-expert, sharing, gpu.")
+    fallbacks: dict[str, Change] = knob(
+        {}, doc="By name, what is laid over it in turn, as long as it is refused by configuration or finds no memory."
+    )
 
     @property
     def is_size(self) -> bool:
         """It only makes the micro-batch larger."""
         return self.micro_batch_times > 1 or MICRO_BATCH in self.fields
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Paths of what it changes."""
-        return tuple(override.partition("=")[0].strip() for override in self.change)
+    def trial_name(self, fallback: str = "") -> str:
+        """Name of its run; with a fallback, of the run that this has."""
+        return f"{self.name}-{fallback}" if fallback else self.name
 
 
 @dataclass(frozen=True)
@@ -76,8 +95,20 @@ NEEDS = MappingProxyType(
             "each rank holds all experts (parallel.expert is 1)",
         ),
         "gpu": Need(lambda run, has_gpu: has_gpu, "there is no GPU"),
+        "static-rows": Need(
+            lambda run, has_gpu: _has_static_rows(run), "no buffer has room for rows that may not come"
+        ),
+        "counted-rows": Need(
+            lambda run, has_gpu: not _has_static_rows(run), "buffers have room for rows that may not come"
+        ),
     }
 )
+
+
+def _has_static_rows(run: Run) -> bool:
+    """Row counts stay on the device, so that buffers are as large as a bound or the worst case says."""
+    return run.model.moe is not None and run.dispatch.sync_free >= COUNTS_STAY
+
 
 LADDER = (
     Rung(
@@ -162,8 +193,21 @@ LADDER = (
         what="and half of the micro-batch's rows while the other half travels",
         change=("dispatch.overlap=halves",),
         needs=("experts", "sharing"),
+        # Two passes are under way, and captured parts have memory for one.
+        fallbacks={"eager": Change(change=("graphs.capture=none",))},
     ),
-    Rung(name="larger", what="twice the rows in a micro-batch", micro_batch_times=2),
+    Rung(
+        name="larger",
+        what="twice the rows in a micro-batch",
+        micro_batch_times=2,
+        # Room for the worst case and the memory that graphs keep are twice as large with it.
+        fallbacks={
+            "bounded": Change(change=("dispatch.sync_free=2",), needs=("static-rows",)),
+            "bounded-eager": Change(change=("dispatch.sync_free=2", "graphs.capture=none"), needs=("static-rows",)),
+            "counted-eager": Change(change=("dispatch.sync_free=1", "graphs.capture=none"), needs=("static-rows",)),
+            "eager": Change(change=("graphs.capture=none",), needs=("counted-rows",)),
+        },
+    ),
     Rung(
         name="float8-dense",
         what="products of attention, dense networks and shared experts in 8 bits",
@@ -220,14 +264,13 @@ def checked(rungs: Sequence[Rung]) -> tuple[Rung, ...]:
     """
     if not rungs:
         raise ConfigError("a ladder has no rung", fix="write at least one [[rung]] table")
-    names = [rung.name for rung in rungs]
+    taken: set[str] = set()
     for place, rung in enumerate(rungs):
-        check_name(rung.name)
-        if names.index(rung.name) != place:
-            raise ConfigError(f"two rungs are called {rung.name}", fix="give each its own name")
-        if unknown := set(rung.needs) - set(NEEDS):
+        for name, change in {"": rung, **rung.fallbacks}.items():
+            _check_form(rung.trial_name(name), change, taken)
+        if name := next((name for name, one in rung.fallbacks.items() if MICRO_BATCH in one.fields), ""):
             raise ConfigError(
-                f"rung {rung.name} needs what nobody knows", got=", ".join(sorted(unknown)), allowed=", ".join(NEEDS)
+                f"fallback {name} of rung {rung.name} sets {MICRO_BATCH}, and only rungs do", fix="make a rung of it"
             )
         if place and rung.is_size and set(rung.fields) - {MICRO_BATCH}:
             raise ConfigError(
@@ -235,6 +278,24 @@ def checked(rungs: Sequence[Rung]) -> tuple[Rung, ...]:
                 fix="make two rungs of it",
             )
     return tuple(rungs)
+
+
+def _check_form(name: str, change: Change, taken: set[str]) -> None:
+    """Refuse a form of a rung whose run cannot have its name, or that needs what nobody knows.
+
+    Args:
+        name: of its run.
+        change: the rung, or a fallback of it.
+        taken: names of other runs; gets this one.
+    """
+    check_name(name)
+    if name in taken:
+        raise ConfigError(f"two rungs are called {name}", fix="give each its own name; RUNG-FALLBACK is one, too")
+    taken.add(name)
+    if unknown := set(change.needs) - set(NEEDS):
+        raise ConfigError(
+            f"rung {name} needs what nobody knows", got=", ".join(sorted(unknown)), allowed=", ".join(NEEDS)
+        )
 
 
 def chosen(rungs: Sequence[Rung], names: Sequence[str]) -> frozenset[str]:
@@ -279,4 +340,15 @@ def why_skipped(rung: Rung, run: Run, has_gpu: bool) -> str:
     for field in rung.fields:
         if not find(Run, field):
             return f"this version has no {field}"
-    return next((NEEDS[need].otherwise for need in rung.needs if not NEEDS[need].is_met(run, has_gpu)), "")
+    return why_unmet(rung, run, has_gpu)
+
+
+def why_unmet(change: Change, run: Run, has_gpu: bool) -> str:
+    """What a change needs and a run does not have; empty if there is nothing.
+
+    Args:
+        change: a rung or a fallback.
+        run: of the rung below.
+        has_gpu: the run is on a GPU.
+    """
+    return next((NEEDS[need].otherwise for need in change.needs if not NEEDS[need].is_met(run, has_gpu)), "")

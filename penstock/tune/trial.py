@@ -29,6 +29,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from penstock.config.run import Run
+from penstock.config.schema import as_toml
 from penstock.train.run_folder import RunFolder
 
 GRACE_SECONDS = 10.0
@@ -109,11 +110,25 @@ class Failure:
         kind: the product has refused it with a line for the user, or it failed.
         reason: one line.
         seconds: that it took.
+        had_begun: it was about to make its first step, or had made some.
     """
 
     kind: Literal["refused", "failed"]
     reason: str
     seconds: float = 0.0
+    had_begun: bool = True
+
+    @property
+    def is_mendable(self) -> bool:
+        """Whether another configuration may do: this one was refused before the first step, or found no memory.
+
+        A run that crashes, hangs, or ends because its loss is not finite must not hide behind one that does not.
+        """
+        return bool(_NO_MEMORY.search(self.reason)) or (self.kind == "refused" and not self.had_begun)
+
+
+_NO_MEMORY = re.compile(r"out of memory|finds no memory|_ALLOC_FAILED", re.IGNORECASE)
+"""As PyTorch, the drivers, the launcher of kernels and this product say it (graphs: penstock/train/captured.py)."""
 
 
 def first_steps(run: Run, steps: int) -> tuple[str, ...]:
@@ -126,6 +141,8 @@ def first_steps(run: Run, steps: int) -> tuple[str, ...]:
     peak, warmup = run.optimizer.learning_rate, run.schedule.warmup_steps
     if warmup > steps:
         peak, warmup = peak * steps / warmup, steps
+    # Where the run itself would keep them: a copy in the folder of the trials would be made for each folder.
+    cache = run.data.cache or str(Path(run.record.folder, "cache"))
     return (
         f"training.steps={steps}",
         f"optimizer.learning_rate={peak!r}",
@@ -136,6 +153,10 @@ def first_steps(run: Run, steps: int) -> tuple[str, ...]:
         "checkpoint.enabled=false",
         "record.every=1",
         "record.tensorboard=false",
+        "record.wandb=off",
+        "record.prometheus_port=0",
+        "profile.start=0",
+        f"data.cache={as_toml(cache)}",
     )
 
 
@@ -149,9 +170,11 @@ def run_trial(trial: Trial) -> Figures | Failure:
     seconds = time.perf_counter() - begin
     if code is None:
         return Failure(kind="failed", reason=f"not done after {trial.most_seconds:.0f} s", seconds=seconds)
+    folder = RunFolder(trial.folder / trial.name)
     if code:
-        return failure_of(log.read_text(encoding="utf-8", errors="replace"), code, seconds)
-    lines = RunFolder(trial.folder / trial.name).metrics.read_text(encoding="utf-8").splitlines()
+        # The folder is made last, before the first step: what is wrong with the configuration shows earlier.
+        return failure_of(log.read_text(encoding="utf-8", errors="replace"), code, seconds, had_begun=folder.exists)
+    lines = folder.metrics.read_text(encoding="utf-8").splitlines()
     return figures_of([json.loads(line) for line in lines], trial.warm_up, seconds)
 
 
@@ -186,20 +209,26 @@ def _median(lines: Sequence[dict[str, Any]], key: str) -> float | None:
     return None if None in values else statistics.median(values)
 
 
-def failure_of(log: str, code: int, seconds: float) -> Failure:
+def failure_of(log: str, code: int, seconds: float, *, had_begun: bool = True) -> Failure:
     """Why a run has failed, from what its ranks have printed.
 
     A rank that loses another one says so, and may say it first: its line counts only if there is no other.
+
+    Args:
+        log: what they have printed.
+        code: exit code of the product.
+        seconds: that the run took.
+        had_begun: it was about to make its first step, or had made some.
     """
     lines = [line.strip() for line in log.splitlines()]
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     causes = [line for line in told if not line.startswith(_LOST)]
     raised = [line for line in lines if _EXCEPTION.match(line) and _LOST not in line]
     if causes:
-        return Failure(kind="refused", reason=_shortened(causes[0]), seconds=seconds)
+        return Failure(kind="refused", reason=_shortened(causes[0]), seconds=seconds, had_begun=had_begun)
     reasons = [*raised, *(line for line in lines if _ENDED.match(line)), *told]
     reason = reasons[0] if reasons else f"exit code {code}, and not a word about it"
-    return Failure(kind="failed", reason=_shortened(reason), seconds=seconds)
+    return Failure(kind="failed", reason=_shortened(reason), seconds=seconds, had_begun=had_begun)
 
 
 _LOST = "another rank has ended"

@@ -162,8 +162,9 @@ def test_rows_are_copied_where_32_bits_cannot_count_what_they_are_gathered_from(
     index_R = torch.empty(2, dtype=torch.int64, device="meta")
     small_ND = torch.empty(GATHER_LIMIT // 2048 - 1, 2048, device="meta")
     large_ND = torch.empty(GATHER_LIMIT // 2048, 2048, device="meta")
-    assert (_gather(small_ND, index_R, launch)[1] is None) == launch.copy_gathered
-    copy_RD, no_index = _gather(large_ND, index_R, launch)
+    tiles = tile_table(torch.empty(1, dtype=torch.int32, device="meta"), 2)
+    assert (_gather(small_ND, index_R, tiles, launch)[1] is None) == launch.copy_gathered
+    copy_RD, no_index = _gather(large_ND, index_R, tiles, launch)
     assert copy_RD.shape == (2, 2048) and no_index is None
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.plan.costs import Costs, Experts, room_of
+from penstock.plan.costs import Costs, Experts, rooms_of
 from penstock.plan.hardware import Group
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.rates import Rates
@@ -14,7 +14,7 @@ from penstock.plan.transfers import Transfers, Travel
 H200 = load_hardware("H200")
 RATES, TRANSFERS = Rates(H200), Transfers(H200)
 EXPERTS = Experts(tokens=1024, experts=8, top_k=2, rows=2048, imbalance=1.0)
-COSTS = Costs(H200, EXPERTS, room=4096)
+COSTS = Costs(H200, EXPERTS, rooms=frozenset({4096}))
 BANDWIDTH = H200.peaks.memory_bytes_per_second * H200.efficiency.memory
 
 
@@ -46,7 +46,7 @@ def test_experts_compute_the_rows_that_came_whatever_room_there_is() -> None:
     cost = COSTS.of(experts_product("rows_kernel", *shapes))
     assert cost == (RATES.grouped("forward", 8, 2048 // 8, 1024, 512).seconds, "experts", False)
     every = replace(EXPERTS, rows=9999)
-    assert Costs(H200, every, room=4096).of(experts_product("rows_kernel", *shapes)).seconds > cost.seconds
+    assert Costs(H200, every, rooms=frozenset({4096})).of(experts_product("rows_kernel", *shapes)).seconds > cost.seconds
 
 
 def test_the_experts_products_are_told_apart() -> None:
@@ -62,8 +62,8 @@ def test_the_experts_products_are_told_apart() -> None:
 
 def test_the_room_is_that_of_the_rows_of_the_experts_kernels() -> None:
     work = (of_bf16("mm", (9999, 8), (8, 8)), experts_product("rows_kernel", (64, 8), (2, 8, 8), (80, 8)))
-    assert room_of((work,)) == 80
-    assert room_of(()) == 0
+    assert rooms_of((work,)) == {80}
+    assert rooms_of(()) == frozenset()
 
 
 def test_attention_is_causal_unless_it_is_given_a_mask() -> None:
@@ -108,7 +108,7 @@ def test_rows_that_a_kernel_sends_cross_once_to_each_rank_that_needs_them() -> N
     travel = Travel(tokens=1024, copy_bytes=1024, experts=8, top_k=2)
     cost = COSTS.of(sent)
     assert cost == (TRANSFERS.dispatch("symmetric", "dispatch", travel, Group(4, 4)).seconds, "dispatch", True)
-    uneven = Costs(H200, replace(EXPERTS, imbalance=2.0), room=4096)
+    uneven = Costs(H200, replace(EXPERTS, imbalance=2.0), rooms=frozenset({4096}))
     assert uneven.of(sent).seconds > cost.seconds
 
 
@@ -132,7 +132,7 @@ def test_products_in_8_bits_take_the_rates_of_8_bits() -> None:
 
 def test_room_is_known_by_products_in_8_bits_too() -> None:
     rows = in_8_bits("float8_rows_kernel", (300, 512), (8, 1024, 512), (4096, 1024))
-    assert room_of(((rows,),)) == 4096
+    assert rooms_of(((rows,),)) == {4096}
 
 
 def test_attention_in_8_bits_makes_the_scores_twice_in_backward() -> None:

@@ -95,7 +95,7 @@ def test_a_larger_micro_batch_that_fails_is_forgotten() -> None:
 
 
 def test_what_is_slower_is_told_and_left_out_of_later_rungs() -> None:
-    bench = Bench(speeds={"one": 90.0, "two": 99.0, "larger": 200.0})
+    bench = Bench(speeds={"one": 70.0, "two": 99.0, "larger": 200.0})
     outcomes = climbed(bench, RUNGS[:4])
     assert [outcome.state for outcome in outcomes] == ["ran", "slower", "ran", "ran"], "one in a hundred is noise"
     assert "dispatch.sync_free=1" not in bench.seen["two"].overrides
@@ -103,6 +103,29 @@ def test_what_is_slower_is_told_and_left_out_of_later_rungs() -> None:
     two, larger = gains(outcomes)[2:]
     assert two is not None and larger is not None
     assert (two.before, larger.by_optimization, larger.first) == pytest.approx((0.99, 0.99, 2.0))
+
+
+def test_what_is_slower_by_less_than_steps_differ_is_not_told_apart() -> None:
+    bench = Bench(speeds={"one": 85.0, "two": 60.0})
+    states = [outcome.state for outcome in climbed(bench, RUNGS[:3])]
+    assert states == ["ran", "ran", "slower"], (
+        "the slowest step of the first rung took a quarter longer than the middle one"
+    )
+
+
+@pytest.mark.parametrize(
+    ("twice", "reason"),
+    [
+        (0, "slower than without it; later rungs go without it"),
+        (2, "slower than without it, 2 of 3 timed steps were made twice; later rungs go without it"),
+    ],
+)
+def test_what_is_slower_because_steps_were_made_twice_says_how_many(twice: int, reason: str) -> None:
+    def measure(trial: Trial) -> Figures:
+        return figures(70.0, repeated_steps=twice) if trial.name == "one" else figures(100.0)
+
+    _, one = climb(RUNGS[:2], frozenset({"ground", "one"}), ground(), measure)
+    assert (one.state, one.reason) == ("slower", reason)
 
 
 def test_the_ground_stays_even_if_it_fails() -> None:

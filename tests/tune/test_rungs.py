@@ -8,7 +8,7 @@ from penstock.base.errors import PenstockError
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.config.schema import find
-from penstock.tune.rungs import LADDER, Rung, checked, chosen, load_rungs, why_skipped
+from penstock.tune.rungs import LADDER, Change, Rung, checked, chosen, load_rungs, why_skipped
 
 DENSE = ["model.moe=none", "model.dense_layers=4"]
 
@@ -21,12 +21,14 @@ def write(folder: Path, text: str) -> Path:
 
 def test_our_own_ladder_is_one_and_every_knob_of_it_is_known() -> None:
     assert checked(LADDER) == LADDER
-    assert [field for rung in LADDER for field in rung.fields if not find(Run, field)] == []
+    changes = [change for rung in LADDER for change in (rung, *rung.fallbacks.values())]
+    assert [field for change in changes for field in change.fields if not find(Run, field)] == []
 
 
 def test_the_first_rung_sets_what_later_ones_change() -> None:
     first, *others = LADDER
-    assert {field for rung in others for field in rung.fields} <= set(first.fields)
+    changes = [change for rung in others for change in (rung, *rung.fallbacks.values())]
+    assert {field for change in changes for field in change.fields} <= set(first.fields)
 
 
 def test_a_file_holds_a_ladder(tmp_path: Path) -> None:
@@ -34,6 +36,25 @@ def test_a_file_holds_a_ladder(tmp_path: Path) -> None:
     plain, larger = load_rungs(write(tmp_path, text))
     assert plain == Rung(name="a", change=("seed=1",))
     assert (larger.is_size, larger.needs) == (True, ("gpu",))
+
+
+def test_a_rung_in_a_file_has_its_fallbacks_in_their_order(tmp_path: Path) -> None:
+    text = """
+        [[rung]]
+        name = "larger"
+        micro_batch_times = 2
+        [rung.fallbacks.second-best]
+        change = ["dispatch.sync_free=2"]
+        needs = ["experts"]
+        [rung.fallbacks.eager]
+        change = ["graphs.capture=none"]
+    """
+    (rung,) = load_rungs(write(tmp_path, text))
+    assert list(rung.fallbacks.items()) == [
+        ("second-best", Change(change=("dispatch.sync_free=2",), needs=("experts",))),
+        ("eager", Change(change=("graphs.capture=none",))),
+    ]
+    assert [rung.trial_name(name) for name in ("", *rung.fallbacks)] == ["larger", "larger-second-best", "larger-eager"]
 
 
 @pytest.mark.parametrize(
@@ -50,6 +71,11 @@ def test_a_file_holds_a_ladder(tmp_path: Path) -> None:
         ('[[rung]]\nname = "a"\n[[rung]]\nname = "a"', "two rungs are called a"),
         ('[[rung]]\nname = "a"\nneeds = ["luck"]', "got luck; allowed: experts"),
         ('[[rung]]\nname = "a"\n[[rung]]\nname = "b"\nchange = ["seed=1"]\nmicro_batch_times = 2', "two causes"),
+        ('[[rung]]\nname = "a"\n[rung.fallbacks.b]\nchnge = ["seed=1"]', "rung 1: fallbacks.b.chnge is an unknown key"),
+        ('[[rung]]\nname = "a"\n[rung.fallbacks.b]\nneeds = ["luck"]', "rung a-b needs what nobody knows; got luck"),
+        ('[[rung]]\nname = "a"\n[rung.fallbacks.b]\n[[rung]]\nname = "a-b"', "two rungs are called a-b"),
+        ('[[rung]]\nname = "a"\n[rung.fallbacks."b/c"]', "letters, digits"),
+        ('[[rung]]\nname = "a"\n[rung.fallbacks.b]\nchange = ["training.micro_batch=1"]', "make a rung of it"),
         ('[[rung]]\nname = "a"\n[[rung]]\nname = "b"\nchange = ["training.micro_batch=2", "seed=1"]', "two causes"),
     ],
 )
@@ -100,6 +126,9 @@ def test_a_name_that_no_rung_has_is_refused() -> None:
         (Rung(name="a", needs=("shared-expert",)), ["model.moe.shared_ffn_size=0"], True, "no shared expert"),
         (Rung(name="a", needs=("sharing",)), [], True, "each rank holds all experts"),
         (Rung(name="a", needs=("gpu",)), [], False, "there is no GPU"),
+        (Rung(name="a", needs=("static-rows",)), ["dispatch.sync_free=1"], True, "no buffer has room"),
+        (Rung(name="a", needs=("static-rows",)), [*DENSE, "dispatch.sync_free=3"], True, "no buffer has room"),
+        (Rung(name="a", needs=("counted-rows",)), ["dispatch.sync_free=2"], True, "buffers have room"),
         (Rung(name="a", needs=("experts", "shared-expert", "sharing", "gpu")), ["parallel.expert=2"], True, ""),
     ],
 )

@@ -70,6 +70,19 @@ def test_first_steps_do_not_decay_and_do_nothing_but_steps(decay: str) -> None:
     assert (cut.evaluation.rows, cut.checkpoint.enabled, cut.record.tensorboard) == (0, False, False)
 
 
+def test_first_steps_are_those_of_a_run_that_records_later_ones_and_tells_them_elsewhere() -> None:
+    own = ["profile.start=100", "profile.ranks=[0]", "record.wandb=offline", "record.prometheus_port=9400"]
+    whole = load_run("debug", [*own, "training.steps=200"])
+    cut = load_run("debug", [*own, *first_steps(whole, 25)])
+    assert (cut.profile.start, cut.record.wandb, cut.record.prometheus_port) == (0, "off", 0)
+
+
+@pytest.mark.parametrize(("own", "kept"), [([], "runs/cache"), (['data.cache="/with a [space"'], "/with a [space")])
+def test_first_steps_find_decompressed_text_where_the_whole_run_keeps_it(own: list[str], kept: str) -> None:
+    cut = load_run("debug", [*own, *first_steps(load_run("debug", own), 25), "record.folder=elsewhere"])
+    assert cut.data.cache == kept
+
+
 # ------------------------------------------------------------------------------------------------------- figures
 
 
@@ -119,6 +132,29 @@ ENDED = "rank 2 (process 4242) was ended by SIGKILL"
 )
 def test_the_reason_is_the_line_of_the_rank_that_failed_first(log: list[str], kind: str, reason: str) -> None:
     assert failure_of("\n".join(log), 7, 1.5) == Failure(kind=kind, reason=reason, seconds=1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("line", "had_begun", "is_mendable"),
+    [
+        (MEMORY, True, True),
+        (MEMORY, False, True),
+        ("error: graphs.capture=passes finds no memory for a pass; got CUDA out of memory", True, True),
+        ("torch.AcceleratorError: CUDA error: out of memory", True, True),
+        ("torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB", False, True),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True, True),
+        ("error: graphs.capture=passes cannot be had: the reference form of permute reads counts", False, True),
+        ("error: the loss is NaN at step 3", True, False),
+        (RAISED, True, False),
+        (RAISED, False, False),
+        (LOST, True, False),
+        (ENDED, False, False),
+    ],
+)
+def test_another_configuration_may_mend_a_refusal_before_the_first_step_and_a_lack_of_memory(
+    line: str, had_begun: bool, is_mendable: bool
+) -> None:
+    assert failure_of(line, 2, 1.5, had_begun=had_begun).is_mendable == is_mendable
 
 
 def test_a_long_reason_is_cut() -> None:
@@ -177,12 +213,26 @@ def test_a_trial_ends_with_the_process_that_asked_for_it(tmp_path: Path, stubbor
     assert_ends(int(stubborn.read_text()))
 
 
+@pytest.mark.parametrize("had_begun", [True, False])
+def test_a_run_that_has_its_folder_had_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, had_begun: bool) -> None:
+    folder = tmp_path / "ladder" / "first"
+    make = f"mkdir {folder} && touch {folder}/config.toml\n" if had_begun else ""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{make}echo 'error: the loss is NaN' >&2\nexit 2\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(trials.sys, "executable", str(program))
+    found = run_trial(trial_in(tmp_path))
+    assert isinstance(found, Failure)
+    assert (found.kind, found.reason, found.had_begun) == ("refused", "the loss is NaN", had_begun)
+
+
 @pytest.mark.slow
 def test_what_the_product_refuses_is_the_reason(tmp_path: Path) -> None:
     found = run_trial(trial_in(tmp_path, "training.micro_batch=3"))
     assert isinstance(found, Failure)
     assert found.kind == "refused"
     assert found.reason.startswith("training.global_batch must be a multiple")
+    assert (found.had_begun, found.is_mendable) == (False, True)
 
 
 @pytest.mark.slow

@@ -29,12 +29,13 @@ from penstock.parallel.kit import Kit
 from penstock.parallel.reach import crosses_nodes
 
 
-def make_dispatcher(moe: Moe, kit: Kit) -> tuple[Dispatcher, Room | None]:
+def make_dispatcher(moe: Moe, kit: Kit, *, is_shelved: bool = False) -> tuple[Dispatcher, Room | None]:
     """The dispatcher of one layer, and what it asks for its number of rows.
 
     Args:
         moe: the layer.
         kit: kernels, ranks, the run's choice, and the memory that GPUs of the node share if there is any.
+        is_shelved: what the experts keep stands with that of other layers, see `is_shelved`.
     """
     grid, axis, operators = kit.axes.grid, kit.axes.expert, kit.operators
     placement = ExpertPlacement(experts=moe.experts, expert=grid.expert, expert_tensor=grid.expert_tensor)
@@ -47,7 +48,7 @@ def make_dispatcher(moe: Moe, kit: Kit) -> tuple[Dispatcher, Room | None]:
         return LocalDispatcher(moe.experts, operators, packing), None
     if kit.deep_ep is not None:
         return DeepEpDispatcher(placement, operators, kit.deep_ep, packing), None
-    room = _room(placement, kit)
+    room = _room(placement, kit, is_shelved=is_shelved)
     if crosses_nodes(kit.dispatch.method, placement, kit.axes):
         nodes = Nodes(placement, kit.axes.expert_node, kit.axes.expert_across)
         inner = _inside(placement.block(nodes.node.size), nodes.node, kit, room)
@@ -71,8 +72,20 @@ def _inside(placement: ExpertPlacement, axis: Axis, kit: Kit, room: Room | None)
     return AllToAllDispatcher(placement, axis, kit.operators, packing=packing)
 
 
-def _room(placement: ExpertPlacement, kit: Kit) -> Room | None:
+def is_shelved(moe: Moe, kit: Kit) -> bool:
+    """Whether the experts of a layer keep their rows together with those of other layers.
+
+    So it is where only the device knows how many there are, and our own kernels in 16 bits compute with them.
+    """
+    is_bounded = kit.dispatch.sync_free == COUNTS_STAY and kit.axes.expert.size > 1 and not moe.balance.pad_to_capacity
+    return is_bounded and kit.deep_ep is None and kit.operators.keeps_rows and kit.float8.experts is None
+
+
+def _room(placement: ExpertPlacement, kit: Kit, *, is_shelved: bool) -> Room | None:
     """None where the host reads how many rows there are. Of all ranks together, also if nodes come first."""
-    if kit.dispatch.sync_free < COUNTS_STAY:
+    dispatch = kit.dispatch
+    if dispatch.sync_free < COUNTS_STAY:
         return None
-    return Room(placement, kit.dispatch.bound if kit.dispatch.sync_free == COUNTS_STAY else math.inf)
+    if dispatch.sync_free > COUNTS_STAY:
+        return Room(placement, math.inf)
+    return Room(placement, max(dispatch.bound, dispatch.layer_bound) if is_shelved else dispatch.bound)

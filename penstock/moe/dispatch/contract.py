@@ -35,6 +35,7 @@ class ExpertRows:
             of places for every row.
         quantized: the source rows in 8 bits, in the recipe of the experts, if they travelled so; rows stand apart, each
             with its scales behind it. Rows that no place reads may hold anything.
+        only_last: of the places that hold nothing, nobody reads any but the very last one.
     """
 
     x_ND: Tensor
@@ -43,6 +44,7 @@ class ExpertRows:
     counts_e: Tensor
     places_NK: Tensor | None = None
     quantized: Quantized | None = None
+    only_last: bool = False
 
 
 @dataclass(frozen=True)

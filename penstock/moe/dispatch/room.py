@@ -1,6 +1,7 @@
 """How many rows a rank's experts have room for, and a count of those that found none.
 
-A dispatcher that must know its shapes before it knows the routing asks its `Room`. Rows beyond it are left out of that
+A dispatcher that must know its shapes before it knows the routing asks its `Room`; what is kept for backward may stand
+on a `Shelf` that all layers share (penstock/moe/dispatch/shelf.py). Rows beyond it are left out of that
 pass, so the pass is worth nothing: they are counted on the device, the count is read once a step with the other
 figures, and the step is made again (penstock/train/step.py) with more room in the layers and on the ranks that were too
 small, which they keep. Passes that are not trained on are not repeated, so they always have room for all.
@@ -21,33 +22,59 @@ SPARE = 1.1
 """Room over the most rows that came, so that the next step, whose routing differs a little, finds room."""
 
 
-class Room(nn.Module):
+class Bounded(nn.Module):
+    """Something that has room for so many rows and no more.
+
+    Args:
+        bound: rows over the even share to begin with.
+
+    Attributes:
+        bound: now.
+        share: rows of the last pass, had all ranks had as many.
+        widenings: how often shapes may have changed, the same on all ranks.
+        meter: int64 [2]: rows that found no room, and the most rows that came in a pass, since `forget`.
+    """
+
+    meter: Tensor
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.bound = bound
+        self.share = 0.0
+        self.widenings = 0
+        self.register_buffer("meter", torch.zeros(2, dtype=torch.int64), persistent=False)
+
+    @property
+    def left_out(self) -> Tensor:
+        """Int64 scalar, rows that found no room since `forget`."""
+        return self.meter[0]
+
+    def forget(self) -> None:
+        """Start counting anew."""
+        self.meter.zero_()
+
+    def widen(self, most: int) -> None:
+        """From now on there is room for so many rows of a pass like the last ones, and for some more.
+
+        Args:
+            most: rows of a pass.
+        """
+        self.widenings += 1
+        if most > self.share * self.bound:
+            self.bound = most / self.share * SPARE
+
+
+class Room(Bounded):
     """Room for the rows of one layer on one rank.
 
     Args:
         placement: of the layer's experts.
         bound: rows over the even share to begin with; infinity for the worst case.
-
-    Attributes:
-        bound: now.
-        widenings: how often shapes may have changed, the same on all ranks.
-        meter: int64 [2]: rows that found no room, and the most rows that came in a pass, since `forget_left_out`.
     """
 
-    meter: Tensor
-
     def __init__(self, placement: ExpertPlacement, bound: float) -> None:
-        super().__init__()
+        super().__init__(bound)
         self.placement = placement
-        self.bound = bound
-        self.widenings = 0
-        self._share = 0.0
-        self.register_buffer("meter", torch.zeros(2, dtype=torch.int64), persistent=False)
-
-    @property
-    def left_out(self) -> Tensor:
-        """Int64 scalar, rows that found no room since `forget_left_out`."""
-        return self.meter[0]
 
     def rows(self, tokens: int, top_k: int) -> int:
         """Rows that there is room for.
@@ -59,8 +86,8 @@ class Room(nn.Module):
         worst = tokens * min(top_k, self.placement.per_place)
         if math.isinf(self.bound) or not self.training:
             return worst
-        self._share = tokens * top_k / self.placement.expert
-        return min(worst, math.ceil((self._share * self.bound + 1) / MULTIPLE) * MULTIPLE - 1)
+        self.share = tokens * top_k / self.placement.expert
+        return min(worst, math.ceil((self.share * self.bound + 1) / MULTIPLE) * MULTIPLE - 1)
 
     def count(self, rows: Tensor, room: int) -> None:
         """Note on the device that a pass brought so many rows.
@@ -71,16 +98,6 @@ class Room(nn.Module):
         """
         self.meter[0] += (rows - room).clamp(min=0)
         self.meter[1] = torch.maximum(self.meter[1], rows)
-
-    def widen(self, most: int) -> None:
-        """From now on there is room for so many rows of a pass like the last ones, and for some more.
-
-        Args:
-            most: rows of a pass.
-        """
-        self.widenings += 1
-        if most > self._share * self.bound:
-            self.bound = most / self._share * SPARE
 
 
 def rows_left_out(modules: Iterable[nn.Module], device: torch.device) -> Tensor:
@@ -93,7 +110,7 @@ def rows_left_out(modules: Iterable[nn.Module], device: torch.device) -> Tensor:
 def forget_left_out(modules: Iterable[nn.Module]) -> None:
     """Start counting anew in every layer."""
     for room in _rooms(modules):
-        room.meter.zero_()
+        room.forget()
 
 
 def make_room(modules: Iterable[nn.Module]) -> None:
@@ -108,5 +125,5 @@ def widenings(modules: Iterable[nn.Module]) -> int:
     return max((room.widenings for room in _rooms(modules)), default=0)
 
 
-def _rooms(modules: Iterable[nn.Module]) -> Iterator[Room]:
-    return (module for model in modules for module in model.modules() if isinstance(module, Room))
+def _rooms(modules: Iterable[nn.Module]) -> Iterator[Bounded]:
+    return (module for model in modules for module in model.modules() if isinstance(module, Bounded))

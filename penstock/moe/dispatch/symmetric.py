@@ -125,7 +125,8 @@ class SymmetricDispatcher:
         arrivals = Arrivals(*arrived)
         order = RowOrder(arrivals.slots_R, arrivals.places_NK, arrivals.counts_e)
         x_ND, quantized = self.packing.unload(Cargo(x_ND, packed))
-        rows = ExpertRows(x_ND, arrivals.index_R, arrivals.weights_R, arrivals.counts_e, arrivals.places_NK, quantized)
+        placed = (arrivals.index_R, arrivals.weights_R, arrivals.counts_e, arrivals.places_NK)
+        rows = ExpertRows(x_ND, *placed, quantized, only_last=True)
         return rows, Trip(order, routing.experts_TK)
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:

@@ -1,0 +1,76 @@
+"""Layers whose experts keep their rows on one shelf: the same training as with a count on the host."""
+
+from dataclasses import replace
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from penstock.config.run import Run
+from penstock.kernels.expert_ffn import expert_ffn
+from penstock.kernels.expert_kernels import TRITON
+from penstock.kernels.operators import Operators
+from penstock.models.kernels import choose_operators
+from penstock.moe.dispatch.shelf import Shelf
+from tests.distributed.case import layout, pipeline
+from tests.distributed.one_loss import TOLERANCES, Trace, differences, follow, put_together, saved_by, start_session
+from tests.distributed.pool import Pool
+
+GATHERED = "dispatch.method=all-gather"
+SHELVED = (GATHERED, "dispatch.sync_free=2")
+SMALL = (
+    "model.layers=3",
+    "model.mtp_layers=0",
+    "model.hidden_size=16",
+    "model.moe.ffn_size=16",
+    "training.sequence_length=16",
+    "training.global_batch=2",
+    "evaluation.rows=2",
+)
+"""The interpreter takes its time."""
+WAYS = {
+    "room for even loads only": (layout("expert=2"), ("dispatch.bound=1.0", "dispatch.layer_bound=1.0")),
+    "no room on the shelf": (layout("expert=2"), ("dispatch.bound=1.0",)),
+    "room": (layout("expert=2"), ("dispatch.bound=2.0",)),
+    "FSDP": (layout("expert=2", "shard=full"), ()),
+    "recomputed": (layout("expert=2", "recompute.modules=moe"), ()),
+    "halves": (layout("expert=2"), ("dispatch.overlap=halves", "training.micro_batch=2", "training.global_batch=4")),
+    "ZB-V": (pipeline("zb-v", 2, "expert=2"), ("model.layers=4", "training.global_batch=4")),
+}
+
+
+def with_our_experts(run: Run, device: torch.device) -> Operators:
+    """The run's operators, but for the experts' network: that of Triton's kernels, which the interpreter runs."""
+    ffn = partial(expert_ffn, kernels=TRITON)
+    return replace(choose_operators(run, device), expert_ffn=ffn, expert_ffn_is_ours=True, keeps_rows=True)
+
+
+def play(overrides: tuple[str, ...]) -> tuple[Trace, list, float, int]:
+    """Train on this rank; also the bound of its shelf and how many layers share it."""
+    with patch("penstock.models.rank_model.choose_operators", with_our_experts):
+        session = start_session((*SMALL, *overrides))
+    seen = follow(session, steps=1)
+    session.state.batches.close()
+    shelves = [module for model in session.model.modules for module in model.modules() if isinstance(module, Shelf)]
+    return seen, saved_by(session), max((one.bound for one in shelves), default=0.0), sum(one.layers for one in shelves)
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way == "no room on the shelf" else pytest.mark.slow) for way in WAYS]
+)
+def test_experts_on_a_shelf_train_as_without(way: str, ranks: Pool) -> None:
+    of_layout, settings = WAYS[way]
+    count = 4 if way == "ZB-V" else 2
+    results = ranks.run(count, play, (*of_layout, *SHELVED, *settings), timeout=240)
+    counted = ranks.run(count, play, (*of_layout, GATHERED, *settings), timeout=240)
+    got, expected = (put_together([result[:2] for result in runs]) for runs in (results, counted))
+    start = {name: torch.zeros_like(tensor) for name, tensor in expected.tensors.items()}
+    for figure, difference in differences(got, expected, start).items():
+        assert difference <= TOLERANCES[figure], f"{figure}: {difference}"
+    bounds, layers = zip(*[result[2:] for result in results], strict=True)
+    assert min(layers) > 0
+    if "no room" in way or "even loads" in way:
+        assert any(got.left_out) and max(bounds) > 1.0
+    else:
+        assert not any(got.left_out)

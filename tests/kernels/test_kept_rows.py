@@ -1,0 +1,121 @@
+"""Rows that stand in a buffer of several layers: where a layer begins, and the kernels that write and read there."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.expert_parts import KeptRows
+from penstock.kernels.gather_rows import gather_rows, gather_rows_kernel
+from penstock.kernels.grouped_gemm import _launch_rows, grouped_gemm_forward
+from penstock.kernels.grouped_gemm_kernels import rows_kernel
+from penstock.kernels.kept_rows import claim_rows, claim_rows_kernel
+from penstock.kernels.reference import SWIGLU
+from penstock.kernels.swiglu import LAUNCH, rule_constants, swiglu_backward, swiglu_forward, swiglu_kernel
+from penstock.kernels.tile_table import tile_table
+from penstock.kernels.tuning import GemmLaunch, Launch
+from tests.kernels.ahead_of_time import TARGETS, compile_for
+
+POINTERS = GemmLaunch(block_rows=64, block_columns=64, block_depth=32, stages=2, group=2, descriptors=False)
+DESCRIPTORS = GemmLaunch(block_rows=64, block_columns=32, block_depth=32, stages=2, group=2, pieces=2)
+SMALL = Launch(block_rows=4, block_columns=16, warps=1)
+ROOM, TAIL = 190, 7
+COUNTS = [64, 0, 100, 19]
+
+
+@pytest.fixture
+def place(device: torch.device) -> KeptRows:
+    """Behind 37 rows of another layer, in a buffer of a few rows more than there is room for; all hold 5."""
+    rows_SF = torch.full((37 + ROOM + 3, 48), 5.0, device=device)
+    return KeptRows(rows_SF, torch.tensor([37], device=device), ROOM)
+
+
+def spoiled(rows: int, width: int, device: torch.device) -> Tensor:
+    """Random rows, then some that hold NaN."""
+    numbers = torch.randn(rows, width, device=device)
+    numbers[rows - TAIL :] = float("nan")
+    return numbers
+
+
+def test_layers_stand_one_behind_the_other_and_what_does_not_fit_is_counted(device: torch.device) -> None:
+    cursor, meter = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    firsts = [
+        int(claim_rows(cursor, torch.tensor([rows], dtype=torch.int32, device=device), 12, meter))
+        for rows in (5, 0, 7, 4, 3)
+    ]
+    assert firsts == [0, 5, 5, 0, 0], "the fourth and the fifth found no room"
+    assert meter.tolist() == [7, 19]
+
+
+@pytest.mark.parametrize("launch", [POINTERS, DESCRIPTORS], ids=["pointers", "descriptors"])
+def test_a_product_is_written_where_rows_are_kept_and_nothing_beside_it(
+    launch: GemmLaunch, place: KeptRows, device: torch.device
+) -> None:
+    x_RD, counts_e = spoiled(ROOM, 32, device), torch.tensor(COUNTS, dtype=torch.int32, device=device)
+    w_eFD = torch.randn(len(COUNTS), 48, 32, device=device)
+    used = sum(COUNTS)
+    alone_RF = grouped_gemm_forward(x_RD, w_eFD, counts_e, launch=launch)
+    kept_SF = grouped_gemm_forward(x_RD, w_eFD, counts_e, keep=place, launch=launch)
+    assert kept_SF is place.rows_SF
+    assert torch.equal(kept_SF[37 : 37 + used], alone_RF[:used])
+    assert kept_SF[:37].eq(5).all() and kept_SF[37 + used :].eq(5).all(), "also what would be its tail"
+
+
+def test_the_activation_and_its_gradients_are_those_of_the_kept_rows(place: KeptRows, device: torch.device) -> None:
+    place.rows_SF.normal_()
+    own_RF = place.rows_SF[37 : 37 + ROOM].clone()
+    weights_R, dh_RF = torch.rand(ROOM, device=device), torch.randn(ROOM, 24, device=device)
+    used = torch.tensor([sum(COUNTS)], dtype=torch.int32, device=device)
+    given = {"used": used, "launch": SMALL}
+    h_RF, kept_h_RF = (swiglu_forward(rows, weights_R, **given)[:used] for rows in (own_RF, place))
+    assert torch.equal(kept_h_RF, h_RF)
+    own, kept = (swiglu_backward(rows, weights_R, dh_RF, recompute=True, **given) for rows in (own_RF, place))
+    assert kept.d_gate_up_RF.shape == own.d_gate_up_RF.shape
+    assert torch.equal(kept.d_gate_up_RF[:used], own.d_gate_up_RF[:used])
+    assert torch.equal(kept.h_RF[:used], own.h_RF[:used])
+    assert torch.equal(kept.dweights_R, own.dweights_R)
+
+
+def test_where_nobody_reads_the_tail_only_its_last_row_is_set_to_zero(device: torch.device) -> None:
+    counts_e = torch.tensor([3, 60], dtype=torch.int32, device=device)
+    tiles = tile_table(counts_e, 80)
+    dy_RF, w_eFD = torch.randn(80, 32, device=device), torch.randn(2, 32, 48, device=device)
+    whole, last = (torch.full((80, 48), 7.0, device=device) for _ in range(2))
+    _launch_rows(dy_RF, w_eFD, whole, None, tiles, POINTERS, depth_first=True)
+    _launch_rows(dy_RF, w_eFD, last, None, replace(tiles, only_last=True), POINTERS, depth_first=True)
+    assert whole[63:].eq(0).all()
+    assert torch.equal(last[:63], whole[:63])
+    assert last[63:79].eq(7).all() and last[79].eq(0).all()
+
+
+@pytest.mark.parametrize("used", [0, 1, 9, 20])
+def test_as_many_rows_are_gathered_as_there_are(used: int, device: torch.device) -> None:
+    x_ND, index_R = torch.randn(6, 40, device=device), torch.randint(6, (20,), device=device)
+    count = torch.tensor([used], dtype=torch.int32, device=device)
+    gathered_RD = gather_rows(x_ND, index_R, count, launch=SMALL)
+    assert gathered_RD.shape == (20, 40)
+    assert torch.equal(gathered_RD[:used], x_ND[index_R[:used]])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_kernels_compile_without_spills(target: str) -> None:
+    chip = TARGETS[target]
+    numbers = {"cursor_ptr": "*i64", "used_ptr": "*i32", "first_ptr": "*i64", "meter_ptr": "*i64", "capacity": "i32"}
+    assert compile_for(claim_rows_kernel, numbers, {}, chip, num_warps=1).spills == 0
+    rows = {"x_ptr": "*bf16:16", "index_ptr": "*i64:16", "gathered_ptr": "*bf16:16", "used_ptr": "*i32", "rows": "i32"}
+    assert compile_for(gather_rows_kernel, rows, {"D": 2048, "BLOCK_R": 1, "BLOCK_D": 2048}, chip).spills == 0
+    signature = {"gate_up_ptr": "*bf16:16", "first_ptr": "*i64:16", "weights_ptr": "*fp32:16", "h_ptr": "*bf16:16"}
+    signature |= {"used_ptr": "*i32", "rows": "i32"}
+    blocks = {"F": 1408, "BLOCK_R": LAUNCH.block_rows, "BLOCK_F": LAUNCH.block_columns, **rule_constants(SWIGLU)}
+    compiled = compile_for(swiglu_kernel, signature, blocks, chip, num_warps=LAUNCH.warps)
+    assert compiled.spills == 0
+    if target == "sm_90":
+        assert "ld.global.v4" in compiled.asm, "rows that are kept are loaded sixteen bytes at a time too"
+    pointers = dict.fromkeys(("x", "w", "y", "y_ptr"), "*bf16:16") | {"first_ptr": "*i64:16"}
+    integers = dict.fromkeys(("starts_ptr", "owners_ptr", "block_count_ptr"), "*i32:16")
+    sizes = {"rows": "i32", "columns": "i32:16", "depth": "i32:16", "experts": "i32"}
+    constants = {"BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128, "BLOCK_DEPTH": 64, "GROUP": 8, "PIECES": 1}
+    constants |= {"DEPTH_FIRST": False, "GATHER": False, "WHOLE_DEPTH": True, "DESCRIPTORS": False, "ONLY_LAST": True}
+    product = compile_for(rows_kernel, pointers | integers | sizes, constants, chip, num_warps=8, num_stages=2)
+    assert product.spills == 0
