@@ -18,7 +18,7 @@ from penstock.tune.doctor import diagnose
 from penstock.tune.doctor_run import facts_of
 
 DONE = {
-    "all-to-all": "tokens travel by all-to-all; the host of rank 2 launched nothing for 152 ms of this step",
+    "all-to-all": "tokens travel by all-to-all; three steps, and nothing was done to them",
     "symmetric": "tokens are written into the other ranks' memory, and the host reads no count",
     "hot-experts": "all-to-all, trained on one repeated letter: all tokens want the same six experts of a layer",
     "slow-rank": "all-to-all, while another process keeps GPU 2 half busy",
@@ -46,6 +46,7 @@ def judged(folder: Path) -> dict[str, Any]:
         "wall": verdict.wall,
         "then": list(verdict.then),
         "verdict": verdict.sentence,
+        "recording_share": verdict.walls.share(verdict.walls.recording_us),
         "shares": {name: verdict.walls.share(loss) for name, loss in verdict.walls.losses.items()},
         "late": [
             {

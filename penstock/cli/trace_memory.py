@@ -15,12 +15,12 @@ def print_memory(memory: Memory, of: str) -> None:
         of: whose it is, as it stands in titles.
     """
     peak = memory.peak
-    where = " > ".join(peak.spans) or "no span"
+    phase = " ".join(filter(None, (peak.phase, peak.pass_)))
+    where = f"{phase}: {' > '.join(peak.spans)}" if peak.spans else phase
     print(f"\nmemory{of}, device {memory.device}, at the time of the host")
     print(
         f"  {bytes_text(peak.allocated_bytes)} handed out at most ({bytes_text(peak.reserved_bytes)} reserved then, "
-        f"{bytes_text(int(memory.reserved.max()))} at most), in {' '.join(filter(None, (peak.phase, peak.pass_)))}: "
-        f"{where}"
+        f"{bytes_text(int(memory.reserved.max()))} at most), in {where}"
     )
     if peak.components:
         print_table(

@@ -6,11 +6,13 @@ asked for. Tables are cut, and the last row says what was left out: `--json` has
 
 from collections.abc import Callable, Sequence
 
+from penstock.base.spans import Span
 from penstock.cli.figures import bytes_text
 from penstock.cli.table import print_table
 from penstock.cli.trace_memory import print_memory
 from penstock.trace.answer import Answer, RankAnswer
 from penstock.trace.collectives import bandwidths
+from penstock.trace.launches import Wait
 from penstock.trace.named_work import shape_text
 from penstock.trace.phases import Phase
 from penstock.trace.timeline import Timeline
@@ -224,11 +226,20 @@ def _launches(first: RankAnswer, of: str) -> None:
             f"time; from launch to start {ms(queue.median_delay_us)} ms in the median"
         )
     if one.waits:
-        rows = [
-            (wait.call, f"{wait.count:,}", ms(wait.total_us), " > ".join(_short(name) for name in wait.where[-2:]))
-            for wait in one.waits
-        ]
-        print_table(("the host waits in", "times", "ms", "from"), _cut(rows, WAITS, _more(4)))
+        print_table(("the host waits in", "times", "ms", "from"), _cut(_waits(one.waits), WAITS, _more(4)))
+
+
+def _waits(waits: Sequence[Wait]) -> list[tuple[str, ...]]:
+    """A row for each call, span and pair of operators around it; layers and steps added up."""
+    times: dict[tuple[str, str], tuple[int, float]] = {}
+    for one in waits:
+        spans = [name for name in one.where if name in tuple(Span)]
+        around = dict.fromkeys((*spans[-1:], *one.where[-2:]))
+        place = (one.call, " > ".join(_short(name) for name in around))
+        count, us = times.get(place, (0, 0.0))
+        times[place] = (count + one.count, us + one.total_us)
+    longest = sorted(times.items(), key=lambda item: -item[1][1])
+    return [(call, f"{count:,}", ms(us), where) for (call, where), (count, us) in longest]
 
 
 def _roofline(first: RankAnswer, of: str) -> None:

@@ -93,42 +93,45 @@ def answer_to(paths: Sequence[Path], *, step: int | None = None, rank: int | Non
         raise TraceError(f"no trace is of rank {rank}", allowed=", ".join(map(str, traces)))
     if step is not None:
         traces = {one: _only_step(trace, step) for one, trace in traces.items()}
-    answer = answer_of(traces, rank=rank)
+    answer = answer_of(traces, rank=rank, step=step)
     seen = {one.number for found in answer.ranks for one in found.steps}
     recorded = [one for path in paths for one in recorded_loads(path) if one.step in seen]
     return replace(answer, recorded=tuple(recorded))
 
 
-def answer_of(traces: Mapping[int, Trace], *, rank: int | None = None) -> Answer:
+def answer_of(traces: Mapping[int, Trace], *, rank: int | None = None, step: int | None = None) -> Answer:
     """The same of traces that were read.
 
     Args:
         traces: by rank.
         rank: only the tables of this one.
+        step: the one that the traces were cut to; None if they were not.
     """
     collectives = collectives_of(traces)
     waited_us = _waited(traces, collectives)
     shown = traces if rank is None else {rank: traces[rank]}
     return Answer(
-        ranks=tuple(_of_rank(one, trace, waited_us[one], collectives.calls) for one, trace in shown.items()),
+        ranks=tuple(_of_rank(one, trace, waited_us[one], collectives.calls, step) for one, trace in shown.items()),
         loaded=tuple(traces),
         collectives=collectives,
         experts=expert_load(traces, collectives),
     )
 
 
-def _of_rank(rank: int, trace: Trace, waited_us: Floats, calls: Calls) -> RankAnswer:
+def _of_rank(rank: int, trace: Trace, waited_us: Floats, calls: Calls, step: int | None) -> RankAnswer:
+    steps = tuple(one for one in steps_of(trace) if step in (None, one.number))
+    within = None if step is None else (steps[0].start_us, steps[0].start_us + steps[0].duration_us)
     phases = find_phases(trace, place(trace), waited_us=waited_us if waited_us.any() else None)
     used = used_rows(trace, calls, rank, phases)
     return RankAnswer(
         rank=rank,
         trace=trace,
         timelines=timelines(trace),
-        steps=steps_of(trace),
+        steps=steps,
         phases=phases,
         used_rows=used,
         roofline=roofline(trace, phases.placement, used_rows=1.0 if used is None else used.share),
-        launches=find_launches(trace),
+        launches=find_launches(trace, within),
         memory=find_memory(trace),
     )
 

@@ -4,7 +4,8 @@ A gap is a time in which no event of the GPU runs. It is the host's if the event
 begun: the queue was empty. Otherwise the work was there and the device waited, for another stream or for its own start.
 
 The queue is what has been launched and has not begun. Waits of the host are calls of the runtime that return when the
-device has done something; where they come from is the chain of operators and spans around them.
+device has done something: by their name, or because they copied to memory of the host and came back behind the copy,
+which is how a program reads a number. Where they come from is the chain of operators and spans around them.
 """
 
 import re
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.trace.events import NONE, Flags, HostKind, Integers, Trace
-from penstock.trace.intervals import union
+from penstock.trace.events import NONE, Flags, GpuKind, HostKind, Integers, Trace
+from penstock.trace.intervals import Intervals, union
 from penstock.trace.tree import Tree, nest
 
 SHORT_US = 10.0
@@ -27,6 +28,9 @@ WAITS = re.compile(
     r"|^(cuda|hip)(Free|Malloc)(Host)?$"
 )
 """Calls that return when the device has done something. Allocations may, and cost the host time in any case."""
+
+TO_HOST = re.compile(r"DtoH|DeviceToHost")
+"""Copies that the host may wait for, whatever the call is named: it does if the memory is not pinned."""
 
 _NAMED = 20
 
@@ -134,8 +138,13 @@ class Launches:
     queue: Queue | None
 
 
-def find_launches(trace: Trace) -> Launches:
-    """Look at launches, gaps and waits of one rank."""
+def find_launches(trace: Trace, within: tuple[float, float] | None = None) -> Launches:
+    """Look at launches, gaps and waits of one rank.
+
+    Args:
+        trace: of it.
+        within: only waits that begin between these times of the host; None for all.
+    """
     kernels = trace.gpu.duration_us[trace.gpu.is_kernel]
     is_short = kernels < SHORT_US
     return Launches(
@@ -143,20 +152,15 @@ def find_launches(trace: Trace) -> Launches:
         short_us=float(kernels[is_short].sum()),
         kernel_count=len(kernels),
         gaps=_gaps(trace),
-        waits=_waits(trace),
+        waits=_waits(trace, within),
         queue=_queue(trace),
     )
 
 
 def _gaps(trace: Trace) -> Gaps:
     gpu = trace.gpu
-    gaps = union(gpu.start_us, gpu.end_us).gaps()
-    lengths = gaps.end_us - gaps.start_us
-    # An event of no duration starts no interval of the union, so the one behind a gap is looked for by its start.
-    after = np.searchsorted(gpu.start_us, gaps.end_us)
-    launch = gpu.launch[after]
-    launched_us = np.append(trace.host.start_us, np.nan)[np.where(launch == NONE, len(trace.host), launch)]
-    is_hosts, is_known = launched_us > gaps.start_us, launch != NONE
+    gaps, launch, is_hosts = _gaps_of(trace)
+    lengths, is_known = gaps.end_us - gaps.start_us, launch != NONE
     order = np.argsort(-lengths, kind="stable")[:_NAMED]
     by_end = np.argsort(gpu.end_us, kind="stable")
     before = by_end[np.searchsorted(gpu.end_us[by_end], gaps.start_us[order], side="right") - 1]
@@ -167,7 +171,7 @@ def _gaps(trace: Trace) -> Gaps:
             duration_us=float(lengths[one]),
             is_hosts=bool(is_hosts[one]) if is_known[one] else None,
             before=gpu.name(int(last)),
-            after=gpu.name(int(after[one])),
+            after=gpu.name(int(np.searchsorted(gpu.start_us, gaps.end_us[one]))),
             host=next(iter(_around(trace, tree, int(launch[one]))), "") if is_known[one] else "",
         )
         for one, last in zip(order.tolist(), before.tolist(), strict=True)
@@ -176,7 +180,7 @@ def _gaps(trace: Trace) -> Gaps:
         count=int((lengths > GAP_US).sum()),
         long_count=int((lengths > LONG_GAP_US).sum()),
         total_us=float(lengths.sum()),
-        hosts_us=float(lengths[is_known & is_hosts].sum()),
+        hosts_us=float(lengths[is_hosts].sum()),
         devices_us=float(lengths[is_known & ~is_hosts].sum()),
         unknown_us=float(lengths[~is_known].sum()),
         max_us=float(lengths.max(initial=0.0)),
@@ -184,10 +188,64 @@ def _gaps(trace: Trace) -> Gaps:
     )
 
 
-def _waits(trace: Trace) -> tuple[Wait, ...]:
-    host = trace.host
-    is_wait = np.fromiter((bool(WAITS.match(name)) for name in trace.names), dtype=bool, count=len(trace.names))
-    rows = np.flatnonzero((host.kind == HostKind.RUNTIME) & is_wait[host.name_id])
+def _gaps_of(trace: Trace) -> tuple[Intervals, Integers, Flags]:
+    """Gaps of the device; the launch behind each, or NONE; whether that was made after the gap had begun."""
+    gpu = trace.gpu
+    gaps = union(gpu.start_us, gpu.end_us).gaps()
+    # An event of no duration starts no interval of the union, so the one behind a gap is looked for by its start.
+    launch = gpu.launch[np.searchsorted(gpu.start_us, gaps.end_us)]
+    launched_us = np.append(trace.host.start_us, np.nan)[np.where(launch == NONE, len(trace.host), launch)]
+    return gaps, launch, launched_us > gaps.start_us
+
+
+def idle_behind_waits(trace: Trace, inside: frozenset[str] | None = None) -> float:
+    """Idle time of the device that would not be there had the host not waited for it, in microseconds.
+
+    A launch that was late would have been earlier by as long as the host had waited before, less what that spared
+    already: the device would have been earlier too. A host that launches too slowly is late without waiting as well.
+
+    Args:
+        trace: of one rank.
+        inside: only waits in one of these spans would not have been; before any other all work must be done, whatever
+            the host waited for earlier. None: no wait would have been.
+    """
+    host, rows = trace.host, waiting_calls(trace)
+    gaps, launch, is_hosts = _gaps_of(trace)
+    if not is_hosts.any():
+        return 0.0
+    rows = rows[host.end_us[rows] > gaps.start_us[0]]
+    behind = np.searchsorted(host.start_us[rows], host.start_us[launch[is_hosts]]) - 1
+    lasts_us = (gaps.end_us - gaps.start_us)[is_hosts]
+    idle_us = np.bincount(behind[behind >= 0], lasts_us[behind >= 0], len(rows))
+    tree = _tree(trace, rows)
+    ahead_us = spared_us = 0.0
+    for row, us in zip(rows.tolist(), idle_us.tolist(), strict=True):
+        goes = inside is None or not inside.isdisjoint(_around(trace, tree, row))
+        ahead_us = ahead_us + float(host.duration_us[row]) if goes else 0.0
+        spared = min(us, ahead_us)
+        ahead_us, spared_us = ahead_us - spared, spared_us + spared
+    return spared_us
+
+
+def waiting_calls(trace: Trace) -> Integers:
+    """Rows of `Trace.host` in which the host waited for the device, in the order of their start."""
+    host, gpu = trace.host, trace.gpu
+    waits, copies = (
+        np.fromiter((bool(pattern.search(name)) for name in trace.names), dtype=bool, count=len(trace.names))
+        for pattern in (WAITS, TO_HOST)
+    )
+    is_wait = (host.kind == HostKind.RUNTIME) & waits[host.name_id]
+    copied = np.flatnonzero(gpu.is_linked & (gpu.kind == GpuKind.COPY) & copies[gpu.name_id])
+    calls = gpu.launch[copied]
+    is_wait[calls[host.end_us[calls] >= gpu.end_us[copied]]] = True
+    rows = np.flatnonzero(is_wait)
+    return rows[np.argsort(host.start_us[rows], kind="stable")]
+
+
+def _waits(trace: Trace, within: tuple[float, float] | None) -> tuple[Wait, ...]:
+    host, rows = trace.host, waiting_calls(trace)
+    if within is not None:
+        rows = rows[(host.start_us[rows] >= within[0]) & (host.start_us[rows] < within[1])]
     tree = _tree(trace, rows)
     places: dict[tuple[str, tuple[str, ...]], list[float]] = {}
     for row in rows.tolist():

@@ -18,8 +18,14 @@ from penstock.tune.doctor_remedy import Remedy
 from penstock.tune.doctor_rules import remedies
 from penstock.tune.doctor_walls import ALSO, Wall, Walls, walls_of
 
-TOLD_LATE = 4
-"""Ranks that are named at most."""
+NAMED_LATE, TOLD_LATE = 4, 8
+"""Causes of lateness at most in the conclusion, and in the evidence."""
+
+PART = 0.05
+"""Share of the step from which a phase of computing is evidence."""
+
+LEAST = 0.005
+"""Share of the step below which a part of a loss is not told: noise from step to step."""
 
 WORTH_NAMING = 0.2
 """Share of what the most expensive rank costs, from which the conclusion names others; the evidence names them all."""
@@ -152,12 +158,14 @@ def _sentence(evidence: Evidence, walls: Walls) -> str:
             head = f"the device is idle {walls.share(evidence.mean('idle_us')):.1%} of the step"
             if walls.late_host_us:
                 head += f", and others wait {walls.share(walls.late_host_us):.1%} for ranks whose host is late"
+            if walls.share(walls.recording_us) >= LEAST:
+                head += f"; of both, {walls.share(walls.recording_us):.1%} is the recording's"
         case "memory":
             head = f"computing again and copying take {walls.share(walls.memory_us):.1%} of the step"
         case "compute":
             head = f"the device computes {walls.share(walls.compute_us):.1%} of the step"
-    late = _worth_naming(evidence.late[:TOLD_LATE]) if walls.wall in ("communication", "host") else []
-    named = f"; late: {', '.join(_late_text(one) for one in late)}" if late else ""
+    late = _worth_naming(evidence.late[:NAMED_LATE]) if walls.wall in ("communication", "host") else []
+    named = f"; late: {_late_text(late)}" if late else ""
     then = f"; then {', '.join(f'{name} {walls.share(walls.losses[name]):.1%}' for name in walls.then)}"
     return f"{walls.wall}: {head}{named}{then if walls.then else ''}"
 
@@ -177,9 +185,13 @@ def _waiting_text(evidence: Evidence, walls: Walls) -> str:
     return f"; {mean:.1%} of the step is waiting for late ranks ({waits[most]:.1%} on rank {most}, which waits most)"
 
 
-def _late_text(late: Late) -> str:
+def _late_text(late: Sequence[Late]) -> str:
+    """Each rank once, with all its causes."""
     why = {"host": "its host", "experts": "its experts", "compute": "its computing", "unknown": "unknown why"}
-    return f"rank {late.rank} ({why[late.cause]})"
+    causes: dict[int, list[str]] = {}
+    for one in late:
+        causes.setdefault(one.rank, []).append(why[one.cause])
+    return ", ".join(f"rank {rank} ({' and '.join(told)})" for rank, told in causes.items())
 
 
 def _facts(evidence: Evidence, walls: Walls) -> Iterator[Fact]:
@@ -189,9 +201,10 @@ def _facts(evidence: Evidence, walls: Walls) -> Iterator[Fact]:
         yield from _host(evidence, walls)
         yield from _memory_times(evidence, walls)
         yield _time("computing, each thing once", "compute", walls.compute_us, walls)
-        expert = evidence.mean("expert_us")
-        if expert:
-            yield _time("of it in experts", "compute", expert, walls)
+        words = {"experts": "experts, activations and permuting", "shared": "shared experts"}
+        for name, time_us in evidence.computing.items():
+            if walls.share(time_us) >= PART:
+                yield _time(f"of it {words.get(name, name)}", "compute", time_us, walls)
     yield from _memory_sizes(evidence)
     yield from _steps(evidence)
 
@@ -204,6 +217,8 @@ def _communication(evidence: Evidence, walls: Walls) -> Iterator[Fact]:
             yield _time(f"of it {kind}", "communication", evidence.communication(kind), walls)
     waits = [(one.wait_us, one) for one in evidence.ranks if one.wait_us is not None]
     if waits:
+        waiting = walls.waiting_us + walls.late_host_us
+        yield _time("of it waiting for ranks that come later", "communication", waiting, walls)
         most, rank = max(waits, key=lambda item: item[0])
         share = most / rank.total_us
         yield Fact(
@@ -232,20 +247,30 @@ def _communication(evidence: Evidence, walls: Walls) -> Iterator[Fact]:
 
 def _host(evidence: Evidence, walls: Walls) -> Iterator[Fact]:
     yield _time("the device idle, mean of ranks", "host", evidence.mean("idle_us"), walls)
-    if evidence.mean("sync_idle_us"):
-        yield _time("of it after the host waited for the device", "host", evidence.mean("sync_idle_us"), walls)
+    behind = evidence.mean("sync_idle_us")
+    if walls.share(behind) >= LEAST:
+        yield _time("of it because the host had waited for the device", "host", behind, walls)
+    if walls.share(walls.recording_us) >= LEAST:
+        what = (
+            "taken off: the traced steps take longer than those beside them, by the metrics; recording slows the host"
+        )
+        yield _time(what, "host", walls.recording_us, walls)
     launches = evidence.launches
     if launches is not None and launches.kernels:
+        many = max(1, evidence.steps) * len(evidence.ranks)
         small = launches.small_kernels / launches.kernels
-        graphs = f", {launches.from_graphs:,} of them from graphs" if launches.from_graphs else ""
-        waits = f"; the host waits {launches.synchronizations:,} times"
-        yield Fact(what=f"{launches.kernels:,} kernels{graphs}, {small:.0%} under 10 us{waits}", wall="host")
+        graphs = f", {launches.from_graphs / launches.kernels:.0%} from graphs" if launches.from_graphs else ""
+        waits = f"; waits of the host: {launches.synchronizations / many:,.0f}"
+        of = "a rank's step" if evidence.steps else "a rank"
+        yield Fact(
+            what=f"{of}: {launches.kernels / many:,.0f} kernels{graphs}, {small:.0%} under 10 us{waits}", wall="host"
+        )
 
 
 def _memory_times(evidence: Evidence, walls: Walls) -> Iterator[Fact]:
-    if evidence.mean("recompute_us"):
+    if walls.share(evidence.mean("recompute_us")) >= LEAST:
         yield _time("computing what forward had computed", "memory", evidence.mean("recompute_us"), walls)
-    if evidence.mean("exposed_copies_us"):
+    if walls.share(evidence.mean("exposed_copies_us")) >= LEAST:
         yield _time("copies with nothing beside them", "memory", evidence.mean("exposed_copies_us"), walls)
 
 

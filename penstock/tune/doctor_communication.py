@@ -179,4 +179,4 @@ def _transfers(evidence: Evidence, walls: Walls, *kinds: str) -> float:
 def _waits_for(ranks: list[Late], evidence: Evidence, walls: Walls) -> float:
     """What the mean rank waits for these."""
     caused = evidence.caused_wait_us - sum(one.caused_wait_us for one in evidence.late if one.cause == "host")
-    return walls.waiting_us * sum(one.caused_wait_us for one in ranks) / caused if caused else 0.0
+    return walls.waiting_us * sum(one.share * one.caused_wait_us for one in ranks) / caused if caused else 0.0

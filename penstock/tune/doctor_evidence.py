@@ -36,10 +36,12 @@ class RankCosts:
         idle_us: nothing runs.
         wait_us: part of the communication that waits for ranks that come later; None if nobody compared ranks.
         pure_us: the rest of it, which moves bytes; None if nobody compared ranks.
-        sync_idle_us: part of the idle time that follows a wait of the host for the device.
+        sync_idle_us: part of the idle time that would not be there had the host not waited for the device.
+        counts_idle_us: the same of waits around experts only, where the host reads how many rows come; None if no span
+            says where it waited.
         launched_idle_us: part of the idle time in which the host had launched what came next.
         recompute_us: part of the computing that forward had done before.
-        expert_us: part of the computing that is in experts.
+        computing_us: computing that is no recomputing, by phase; all around experts is `experts`.
         communication_us: exposed communication by what it is (`all-to-all`, `all-reduce`, ...).
     """
 
@@ -52,9 +54,10 @@ class RankCosts:
     wait_us: float | None = None
     pure_us: float | None = None
     sync_idle_us: float = 0.0
+    counts_idle_us: float | None = None
     launched_idle_us: float = 0.0
     recompute_us: float = 0.0
-    expert_us: float = 0.0
+    computing_us: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)
     communication_us: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)
 
 
@@ -68,6 +71,7 @@ class Late:
         caused_wait_us: what all other ranks together waited for it.
         cause: why it was late.
         detail: the number that says so, in words.
+        share: of what others waited, that goes away with the cause.
     """
 
     rank: int
@@ -75,6 +79,7 @@ class Late:
     caused_wait_us: float
     cause: Cause = "unknown"
     detail: str = ""
+    share: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +90,7 @@ class Launches:
         kernels: that ran.
         small_kernels: of them, under 10 us.
         from_graphs: kernels that a graph launched.
-        synchronizations: times that the host waited for the device.
+        synchronizations: times that the host waited for the device inside of steps.
     """
 
     kernels: int
@@ -104,7 +109,8 @@ class Facts:
         world: ranks.
         peak_bytes: most that the allocator has handed out.
         capacity_bytes: of the device.
-        step_seconds: of the usual step, as the metrics say.
+        step_seconds: of the usual step, as the metrics say; not of one that was recorded.
+        beside_seconds: of the longest of the steps beside the recorded ones, as the metrics say; None if none is known.
         phase_seconds: of the usual step, as the metrics say, by phase on the first rank's device.
         repeated_steps: recorded steps that were made twice because rows found no room.
         expert_load: rows of the fullest expert rank over the mean.
@@ -122,6 +128,7 @@ class Facts:
     peak_bytes: int | None = None
     capacity_bytes: int | None = None
     step_seconds: float | None = None
+    beside_seconds: float | None = None
     phase_seconds: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)
     repeated_steps: int = 0
     expert_load: float | None = None
@@ -177,6 +184,13 @@ class Evidence:
         """The mean over ranks of the exposed communication of a kind."""
         values = [one.communication_us.get(kind, 0.0) for one in self.ranks]
         return sum(values) / len(values) if values else 0.0
+
+    @property
+    def computing(self) -> dict[str, float]:
+        """The mean over ranks of computing by phase, the longest first."""
+        names = {name for one in self.ranks for name in one.computing_us}
+        found = {name: sum(one.computing_us.get(name, 0.0) for one in self.ranks) / len(self.ranks) for name in names}
+        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
     @property
     def caused_wait_us(self) -> float:

@@ -29,11 +29,14 @@ def graphs(evidence: Evidence, walls: Walls) -> Remedy | None:
     change = first_accepted(evidence, *_PASSES, _PARTS)
     if change is None or (run is not None and run.graphs.capture != "none"):
         return None
-    share = LAUNCHES_OF_PARTS if change == _PARTS else LAUNCHES_OF_PASSES
+    gain = LAUNCHES_OF_PARTS * _late_launches(evidence, walls)
+    if change != _PARTS:  # what is one launch waits for nothing
+        gain = LAUNCHES_OF_PASSES * _late_launches(evidence, walls) + _behind_counts(evidence, walls)
     return Remedy(
         change=change,
-        what="launch the kernels of a pass in one call (CUDA or HIP graphs); a compiler that fuses them spares a part",
-        gain_us=share * _late_launches(evidence, walls),
+        what="launch the kernels of a pass in one call (CUDA or HIP graphs), if memory allows; a compiler that fuses "
+        "them spares a part",
+        gain_us=gain,
         rule="launches-in-one-call",
         source="G1 (Megatron Bridge, CUDA graphs); docs/graphs.md",
     )
@@ -67,9 +70,9 @@ def sync_free(evidence: Evidence, walls: Walls) -> Remedy | None:
     return Remedy(
         change=change,
         what="bound the buffers of the experts, so that the host need not read how many rows come",
-        gain_us=WAITS_OF_STAGE_2 * min(evidence.mean("sync_idle_us"), walls.host_us),
+        gain_us=_behind_counts(evidence, walls),
         rule="host-never-waits",
-        source="docs/dispatch.md, Sync-free stages; host-waits-h200x2.json",
+        source="the trace, idle time behind waits; docs/dispatch.md, Sync-free stages; host-waits-h200x2.json",
     )
 
 
@@ -85,7 +88,7 @@ def late_host(evidence: Evidence, walls: Walls) -> Remedy | None:
         change=change or f"mend the host of {named(late)}",
         what=f"find out what the host of {named(late)} does meanwhile ({late[0].detail}): other processes, data, "
         "garbage, cores far from the device",
-        gain_us=walls.late_host_us,
+        gain_us=walls.usual_host * walls.late_host_us,
         rule="no-host-is-late",
         source="waiting that these ranks caused",
     )
@@ -94,4 +97,21 @@ def late_host(evidence: Evidence, walls: Walls) -> Remedy | None:
 def _late_launches(evidence: Evidence, walls: Walls) -> float:
     """Idle time before work that the host had not launched yet, without what its waits for the device explain."""
     other = evidence.mean("sync_idle_us") + evidence.mean("launched_idle_us")
-    return max(0.0, walls.host_us - walls.late_host_us - other)
+    return walls.usual_host * max(0.0, evidence.mean("idle_us") - other)
+
+
+def _behind_counts(evidence: Evidence, walls: Walls) -> float:
+    """Idle time behind waits for the counts of rows, and what others wait for late hosts by it.
+
+    Where no span says which waits these are, the share that was measured of all waits.
+    """
+    behind = {
+        one.rank: WAITS_OF_STAGE_2 * one.sync_idle_us if one.counts_idle_us is None else one.counts_idle_us
+        for one in evidence.ranks
+    }
+    idle = {one.rank: one.idle_us for one in evidence.ranks}
+    late = [one for one in evidence.late if one.cause == "host" and idle.get(one.rank)]
+    caused = sum(one.caused_wait_us for one in late)
+    explained = sum(one.caused_wait_us * min(1.0, behind[one.rank] / idle[one.rank]) for one in late)
+    waited = walls.late_host_us * explained / caused if caused else 0.0
+    return walls.usual_host * (sum(behind.values()) / max(1, len(behind)) + waited)

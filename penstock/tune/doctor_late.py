@@ -14,16 +14,16 @@ others is told twice, each with what it cost.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from penstock.trace.answer import Answer, RankAnswer
 from penstock.trace.calls import Calls, Way
 from penstock.trace.collectives import any_row
-from penstock.trace.events import NONE, Flags, Floats, GpuKind, Integers
+from penstock.trace.events import NONE, Flags, Floats, GpuKind, Integers, Trace
 from penstock.trace.timeline import busy_of
-from penstock.tune.doctor_evidence import Cause, Late
+from penstock.tune.doctor_evidence import Late
 
 MATCHED = 0.5
 """Share of the collectives that must be matched before a rank is called late: below, too little of it is known."""
@@ -33,6 +33,12 @@ TELLS = 0.01
 
 IDLE_DECIDES = 0.5
 """Share of a delay that idle time must explain for the host to be the cause."""
+
+HALF = 0.5
+"""Share of a sum from which a part of it is most of it."""
+
+TELLS_TOO = 0.1
+"""Share by which a launch must take longer, or all else besides experts, to be told with the cause."""
 
 EXPERTS = frozenset({"experts", "experts input gradient", "experts weight gradient"})
 """Phases that are experts."""
@@ -141,12 +147,11 @@ def _by_cause(answer: Answer, between: _Between, rank: int) -> Iterator[Late]:
         chosen = is_host == of_host
         if not chosen.any():
             continue
-        cause: Cause = "host"
-        detail = f"its device was idle {idle_us[chosen].sum() / 1e3:.2f} ms longer than others' before it came"
-        if not of_host:
-            cause, detail = _slowest_phase(answer, between, rank, mine[chosen])
-        cost_us = float(cost_M[chosen].sum())
-        yield Late(rank=rank, times_last=int(chosen.sum()), caused_wait_us=cost_us, cause=cause, detail=detail)
+        found = Late(rank=rank, times_last=int(chosen.sum()), caused_wait_us=float(cost_M[chosen].sum()))
+        if of_host:
+            yield replace(found, cause="host", detail=_idle_text(answer, rank, idle_us[chosen]))
+        else:
+            yield _with_work(found, answer, _computed(answer, between, mine[chosen]))
 
 
 def _is_host(between: _Between, mine: Integers, number: int) -> tuple[Flags, Floats]:
@@ -159,26 +164,59 @@ def _is_host(between: _Between, mine: Integers, number: int) -> tuple[Flags, Flo
     return by_host, idle
 
 
-def _slowest_phase(answer: Answer, between: _Between, rank: int, meetings: Integers) -> tuple[Cause, str]:
+def _with_work(late: Late, answer: Answer, times: dict[int, dict[str, float]]) -> Late:
     """What a rank computed longer than the median of the others, before the meetings that it was late to.
 
     A rank that is slow at everything is slow in its experts too, so these are the cause only if they take longer than
     by the factor that everything else does, in all that was traced.
+
+    Args:
+        late: who, and what it cost.
+        answer: of all ranks.
+        times: what each rank computed before these meetings, by phase.
     """
     if len(answer.ranks) == 1:
-        return "unknown", "others were not read"
-    mine, others = _usual(_computed(answer, between, meetings), rank)
+        return replace(late, detail="others were not read")
+    mine, others = _usual(times, late.rank)
     rest_us, rest_usual_us = _sum(mine, of_experts=False), _sum(others, of_experts=False)
     expert_us, expert_usual_us = _sum(mine, of_experts=True), _sum(others, of_experts=True)
-    slower = _slowness(answer, rank)
-    by_slowness_us = max(rest_us - rest_usual_us, 0.0) + expert_usual_us * (slower - 1)
-    cause: Cause = "experts" if expert_us - expert_usual_us * slower > by_slowness_us else "compute"
-    longer = {name: us - others[name] for name, us in mine.items() if (name in AROUND_EXPERTS) == (cause == "experts")}
+    rest_more_us = max(rest_us - rest_usual_us, 0.0)
+    experts_more_us = expert_us - expert_usual_us * _slowness(answer, late.rank)
+    more_us = rest_more_us + expert_us - expert_usual_us
+    if experts_more_us > more_us - experts_more_us:
+        rest = f", all else {rest_more_us / 1e3:.2f} ms" if rest_more_us > TELLS_TOO * more_us else ""
+        detail = f"its experts take {_longer_text(expert_us, expert_usual_us)}{rest}"
+        return replace(late, cause="experts", detail=detail, share=experts_more_us / more_us)
+    longer = {name: us - others[name] for name, us in mine.items() if name not in AROUND_EXPERTS}
     name = max(longer, key=lambda one: longer[one], default="")
     if not name or longer[name] <= 0:
-        return "unknown", "it computes no longer than others"
-    ratio = f"{mine[name] / others[name] - 1:.0%} longer" if others[name] else "and no other rank does"
-    return cause, f"{name} takes {longer[name] / 1e3:.2f} ms more than on the median rank, {ratio}"
+        return replace(late, detail="it computes no longer than others")
+    most = "most of that" if longer[name] > HALF * more_us else "the most"
+    took = _longer_text(rest_us + expert_us, rest_usual_us + expert_usual_us)
+    return replace(late, cause="compute", detail=f"it computes {took}, {most} in {name}")
+
+
+def _longer_text(mine_us: float, usual_us: float) -> str:
+    ratio = f", {mine_us / usual_us - 1:+.0%}" if usual_us else ""
+    return f"{(mine_us - usual_us) / 1e3:.2f} ms longer than on the median rank{ratio}"
+
+
+def _idle_text(answer: Answer, rank: int, idle_us: Floats) -> str:
+    """How much longer a device was idle, and what it may come from: one stall, or launches that take long."""
+    text = f"its device was idle {idle_us.sum() / 1e3:.2f} ms longer than others' before it came"
+    if idle_us.max() > HALF * idle_us.sum():
+        text += f", {idle_us.max() / 1e3:.2f} ms of it at once"
+    calls = {one.rank: _launch_us(one.trace) for one in answer.ranks}
+    usual_us = float(np.median([us for one, us in calls.items() if one != rank] or [np.nan]))
+    if calls[rank] > (1 + TELLS_TOO) * usual_us:
+        text += f"; a launch takes its host {calls[rank]:.1f} us, {calls[rank] / usual_us - 1:.0%} longer than others'"
+    return text
+
+
+def _launch_us(trace: Trace) -> float:
+    """How long the call takes that launches a kernel; nan if none is in the trace."""
+    launches = trace.gpu.launch[trace.gpu.is_linked & trace.gpu.is_kernel]
+    return float(np.median(trace.host.duration_us[launches])) if len(launches) else float("nan")
 
 
 def _slowness(answer: Answer, rank: int) -> float:

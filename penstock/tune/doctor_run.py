@@ -10,6 +10,7 @@ import msgspec
 from penstock.base.devices import chip_named
 from penstock.base.errors import RunFolderError
 from penstock.config.load import RUN_FILE, load_run
+from penstock.config.run import Run
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import known_hardware, load_hardware, parse_cluster
 from penstock.tune.doctor_evidence import Facts
@@ -20,7 +21,10 @@ STARTS = "starts.jsonl"
 """A line for each process that made steps of a run; older runs have none (penstock/train/starts.py)."""
 
 USUAL = 0.5
-"""Share of the recorded steps, the last ones, that stand for the usual step: the first compile, capture and warm up."""
+"""Share of the steps in the metrics, the last ones, that stand for the usual step: the first compile and warm up."""
+
+BESIDE = 4
+"""Steps nearest to the profiled ones that say how long these would have taken without the profiler."""
 
 
 def is_run(path: Path) -> bool:
@@ -46,7 +50,9 @@ def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tup
         return Facts(run=run, device=device, has_steps=False), (
             f"no step of the run is recorded: {folder / METRICS} has no line",
         )
-    usual = lines[int(len(lines) * USUAL) :]
+    disturbed = _disturbed(run)
+    calm = [line for line in lines[1:] if _step(line) not in disturbed]
+    usual = _last(calm) or _last(lines)
     step_seconds = _median(usual, "step_seconds")
     speed = _median(usual, "tokens_per_second_per_device")
     peaks = [line["peak_memory_bytes"] for line in lines if isinstance(line.get("peak_memory_bytes"), int)]
@@ -57,7 +63,8 @@ def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tup
             world=round(run.tokens_per_step / (speed * step_seconds)) if speed and step_seconds else None,
             peak_bytes=max(peaks, default=None),
             step_seconds=step_seconds,
-            phase_seconds=_phases(usual),
+            beside_seconds=_beside(calm, disturbed),
+            phase_seconds=_phases(_last([one for one in lines if _step(one) - 1 not in disturbed])),
             repeated_steps=sum(bool(line.get("rows_left_out")) for line in lines),
             expert_load=_median(usual, "expert_rank_load_max_over_mean"),
         ),
@@ -114,6 +121,30 @@ def json_lines(path: Path, layers: int = 0) -> list[dict[str, Any]]:
                 line.pop("layers", None)
             found.append(line)
     return found
+
+
+def _disturbed(run: Run) -> range:
+    """Steps that a profiler makes longer: those that it records, and the one in which ranks wait for others' files."""
+    start = run.profile.start
+    return range(start, start + run.profile.steps + 1) if start else range(0)
+
+
+def _step(line: dict[str, Any]) -> int:
+    number = line.get("step")
+    return number if isinstance(number, int) else 0
+
+
+def _last(lines: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    return lines[int(len(lines) * USUAL) :]
+
+
+def _beside(calm: Sequence[dict[str, Any]], disturbed: range) -> float | None:
+    """How long the longest of the nearest steps took; None if no step was profiled, or none besides is known."""
+    if not disturbed:
+        return None
+    nearest = sorted(calm, key=lambda line: abs(_step(line) - disturbed.start))[:BESIDE]
+    times = [line["step_seconds"] for line in nearest if isinstance(line.get("step_seconds"), int | float)]
+    return float(max(times)) if times else None
 
 
 def _phases(lines: Sequence[dict[str, Any]]) -> dict[str, float]:

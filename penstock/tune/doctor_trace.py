@@ -12,15 +12,13 @@ from penstock.config.schema import fields_of
 from penstock.config.validation import build
 from penstock.trace.answer import Answer, RankAnswer
 from penstock.trace.calls import Calls
-from penstock.trace.events import Flags, HostKind, Trace
-from penstock.trace.intervals import union
+from penstock.trace.events import Flags, GpuKind, HostKind, Trace
 from penstock.trace.kinds import OWN, library_of
-from penstock.trace.launches import WAITS
+from penstock.trace.launches import idle_behind_waits
+from penstock.trace.phases import EXPERTS as EXPERT_SPANS
+from penstock.trace.phases import PASSES
 from penstock.tune.doctor_evidence import Evidence, Facts, Launches, RankCosts
 from penstock.tune.doctor_late import AROUND_EXPERTS, EXPERTS, late_ranks
-
-MOMENT_US = 5.0
-"""A gap that begins so long before a wait of the host still began with it: clocks of host and device differ."""
 
 _KINDS: tuple[tuple[str, str], ...] = (
     ("all_to_all", "all-to-all"),
@@ -103,7 +101,7 @@ def _world(answer: Answer) -> int:
 
 
 def _costs(one: RankAnswer, calls: Calls, totals: Mapping[int, tuple[float, float]]) -> RankCosts:
-    timeline, phases = one.timelines["all"], _exposed_by_phase(one)
+    timeline = one.timelines["all"]
     pure_us, wait_us = totals.get(one.rank, (None, None))
     return RankCosts(
         rank=one.rank,
@@ -114,23 +112,19 @@ def _costs(one: RankAnswer, calls: Calls, totals: Mapping[int, tuple[float, floa
         idle_us=timeline.idle_us,
         wait_us=wait_us,
         pure_us=pure_us,
-        sync_idle_us=_sync_idle(one.trace),
+        sync_idle_us=idle_behind_waits(one.trace),
+        counts_idle_us=idle_behind_waits(one.trace, EXPERT_SPANS) if _says_where(one.trace) else None,
         launched_idle_us=one.launches.gaps.devices_us,
         recompute_us=sum(row.exposed_us for row in one.phases.rows(by_layer=False) if row.pass_ == "recompute"),
-        expert_us=sum(time for name, time in phases.items() if name in AROUND_EXPERTS)
-        if EXPERTS & set(phases)
-        else 0.0,
+        computing_us=_computing(one),
         communication_us=_by_kind(one, calls),
     )
 
 
-def _sync_idle(trace: Trace) -> float:
-    """Idle time that began while the host waited for the device: nothing could be launched before it did."""
-    is_wait = np.array([WAITS.match(name) is not None for name in trace.names], dtype=bool)[trace.host.name_id]
-    calls = trace.host.take(is_wait & (trace.host.kind == HostKind.RUNTIME))
-    waits, gaps = union(calls.start_us, calls.end_us), union(trace.gpu.start_us, trace.gpu.end_us).gaps()
-    began = waits.covered_us(gaps.start_us, np.minimum(gaps.start_us + MOMENT_US, gaps.end_us)) > 0
-    return float((gaps.end_us - gaps.start_us)[began].sum())
+def _says_where(trace: Trace) -> bool:
+    """Whether spans stand around what is done with experts."""
+    is_named = np.array([name in EXPERT_SPANS for name in trace.names], dtype=bool)
+    return bool((is_named[trace.host.name_id] & (trace.host.kind == HostKind.SPAN)).any())
 
 
 def _launches(ranks: Sequence[RankAnswer]) -> Launches:
@@ -139,8 +133,17 @@ def _launches(ranks: Sequence[RankAnswer]) -> Launches:
         kernels=sum(one.launches.kernel_count for one in ranks),
         small_kernels=sum(one.launches.short_count for one in ranks),
         from_graphs=sum(int(_is_replayed(one).sum()) for one in ranks),
-        synchronizations=sum(wait.count for one in ranks for wait in one.launches.waits),
+        synchronizations=sum(_waited(one) for one in ranks),
     )
+
+
+def _waited(one: RankAnswer) -> int:
+    """How often the host waited: a copy and the call behind it that waits for it are one; a recorder's own are none."""
+    times: dict[tuple[str, ...], int] = {}
+    for wait in one.launches.waits:
+        if wait.where or OWN not in one.trace.header:
+            times[wait.where] = max(times.get(wait.where, 0), wait.count)
+    return sum(times.values())
 
 
 def _is_replayed(one: RankAnswer) -> Flags:
@@ -148,10 +151,16 @@ def _is_replayed(one: RankAnswer) -> Flags:
     return one.phases.placement.is_replayed & one.trace.gpu.is_kernel
 
 
-def _exposed_by_phase(one: RankAnswer) -> dict[str, float]:
+def _computing(one: RankAnswer) -> dict[str, float]:
+    """What is computed, and not for the second time, by phase."""
+    phases = one.phases
+    computes = np.isin(one.trace.gpu.kind[phases.event], [GpuKind.COMPUTE, GpuKind.SET])
+    computes &= phases.pass_id != PASSES.index("recompute")
+    times = np.bincount(phases.name_id[computes], phases.exposed_us[computes], len(phases.names))
     found: dict[str, float] = {}
-    for row in one.phases.rows(by_layer=False):
-        found[row.name] = found.get(row.name, 0.0) + row.exposed_us
+    for name, us in zip(phases.names, times.tolist(), strict=True):
+        key = "experts" if name in AROUND_EXPERTS and EXPERTS & set(phases.names) else name
+        found[key] = found.get(key, 0.0) + us
     return found
 
 

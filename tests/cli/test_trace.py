@@ -10,6 +10,7 @@ import pytest
 
 from penstock.cli.main import main
 from tests.trace.synthetic import Job, Traces, make
+from tests.trace.tiny import event, kernel, trace_of, write
 
 JOB = Job(ranks=4, hot_rank=1, missing=((2, 5),))
 
@@ -99,6 +100,7 @@ def test_a_step_is_a_part_of_the_whole(folder: Path, capsys: pytest.CaptureFixtu
     file = folder / "rank0_trace.json.gz"
     whole, step = told(capsys, file), told(capsys, file, "--step", "6")
     assert [one["number"] for one in whole["steps"]] == [5, 6]
+    assert [one["number"] for one in step["steps"]] == [6]
     window = whole["steps"][1]["timeline"]
     assert step["timeline"]["all"]["compute_us"] == pytest.approx(window["compute_us"], abs=1.0)
     assert step["timeline"]["all"]["compute_us"] < 0.6 * whole["timeline"]["all"]["compute_us"]
@@ -110,6 +112,23 @@ def test_tables_say_it_for_people(folder: Path, capsys: pytest.CaptureFixture[st
         assert part in text
     assert "experts: fullest rank over the mean" in text
     assert "layer" in shown(capsys, folder, "--layers")
+
+
+def test_waits_of_the_host_are_added_up_over_layers_and_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = [kernel("some_kernel", 0, 10, correlation=1)]
+    for layer in range(3):
+        at = 100 * layer
+        events += [
+            event("user_annotation", f"layer {layer}", at, 90),
+            event("user_annotation", "dispatch", at + 10, 70),
+            event("cpu_op", "aten::item", at + 20, 50),
+            event("cuda_runtime", "cudaStreamSynchronize", at + 30, 20),
+        ]
+    text = shown(capsys, write(tmp_path / "trace.json", trace_of(*events)))
+    (row,) = [line.split() for line in text.splitlines() if line.startswith("cudaStreamSynchronize")]
+    assert row == ["cudaStreamSynchronize", "3", "0.060", "dispatch", ">", "aten::item"]
 
 
 def test_one_rank_says_that_it_cannot_tell_waiting(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from penstock.trace.launches import find_launches
+from penstock.trace.launches import find_launches, idle_behind_waits
 from tests.trace.test_tree import decoded, operator, span
-from tests.trace.tiny import event, kernel
+from tests.trace.tiny import TIME_US, event, kernel
 
 
 def call(start: float, number: int, lasts: float = 2.0) -> dict[str, object]:
@@ -56,6 +56,94 @@ def test_a_wait_of_the_host_says_where_it_comes_from() -> None:
         ("hipDeviceSynchronize", (), 1, pytest.approx(70)),
         ("cudaStreamSynchronize", ("clip", "aten::item"), 1, pytest.approx(30)),
     ]
+
+
+def read_of(start: float, lasts: float, number: int, kind: str = "Device -> Pageable") -> list[dict[str, object]]:
+    """A number is read: the device copies it 3 us before the host goes on, or as the call begins."""
+    call = event("cuda_runtime", "cudaMemcpyAsync", start, lasts, correlation=number)
+    copy = event("gpu_memcpy", f"Memcpy DtoH ({kind})", start + lasts - 4, 1, stream=7, correlation=number)
+    return [call, copy]
+
+
+def test_a_copy_that_the_host_comes_back_behind_is_a_wait() -> None:
+    pinned = event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 400, 1, stream=7, correlation=3)
+    trace = decoded(
+        kernel("a", 0, 60, correlation=1),
+        span("dispatch", 20, 100),
+        *read_of(30, 40, 2),
+        event("cuda_runtime", "cudaMemcpyAsync", 380, 5, correlation=3),
+        pinned,
+        event("cuda_runtime", "cudaMemcpyAsync", 410, 30, correlation=4),
+        event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 420, 5, stream=7, correlation=4),
+    )
+    (wait,) = find_launches(trace).waits
+    assert (wait.call, wait.where, wait.total_us) == ("cudaMemcpyAsync", ("dispatch",), pytest.approx(40))
+
+
+def test_only_waits_of_a_stretch_are_told_if_one_is_asked_for() -> None:
+    trace = decoded(kernel("a", 0, 60, correlation=1), *read_of(30, 40, 2), *read_of(130, 40, 3))
+    assert [one.count for one in find_launches(trace).waits] == [2]
+    assert [one.count for one in find_launches(trace, (TIME_US + 100, TIME_US + 200)).waits] == [1]
+
+
+def test_idle_time_behind_a_wait_is_what_the_host_could_have_launched_meanwhile() -> None:
+    """The host waits 40 us, and is 90 us late with the next kernel: 40 of these would not be."""
+    trace = decoded(
+        call(0, 1),
+        kernel("a", 5, 61, correlation=1),
+        *read_of(30, 40, 2),
+        call(150, 3),
+        kernel("b", 157, 9, correlation=3),
+    )
+    assert idle_behind_waits(trace) == pytest.approx(40)
+
+
+def test_a_long_wait_excuses_late_launches_until_they_have_used_it_up() -> None:
+    late = [
+        kernel("b", 120, 10, correlation=3),
+        kernel("c", 160, 10, correlation=4),
+        kernel("d", 200, 10, correlation=5),
+    ]
+    calls = [call(118, 3), call(158, 4), call(198, 5)]
+    trace = decoded(call(0, 1), kernel("a", 5, 92, correlation=1), *read_of(10, 91, 2), *calls, *late)
+    assert idle_behind_waits(trace) == pytest.approx(22 + 30 + 30)
+    short = decoded(call(0, 1), kernel("a", 5, 92, correlation=1), *read_of(61, 40, 2), *calls, *late)
+    assert idle_behind_waits(short) == pytest.approx(40)
+
+
+def test_a_host_that_launches_slowly_and_never_waits_is_late_by_itself() -> None:
+    trace = decoded(call(0, 1), kernel("a", 5, 10, correlation=1), call(90, 2), kernel("b", 95, 10, correlation=2))
+    assert idle_behind_waits(trace) == 0
+    assert idle_behind_waits(decoded(kernel("a", 0, 10, correlation=1))) == 0
+
+
+def test_work_that_had_been_launched_waits_for_no_host() -> None:
+    trace = decoded(
+        call(0, 1),
+        kernel("a", 5, 20, correlation=1),
+        call(6, 2),
+        *read_of(20, 60, 3),
+        kernel("b", 40, 36, correlation=2),
+    )
+    assert idle_behind_waits(trace) == 0
+
+
+def test_a_wait_that_stays_ends_what_others_excuse() -> None:
+    """A wait in the dispatch is spared; the one for the step's figures is not, and all work is done by then."""
+    trace = decoded(
+        call(0, 1),
+        kernel("a", 5, 92, correlation=1),
+        span("dispatch", 9, 100),
+        *read_of(10, 91, 2),
+        call(118, 3),
+        kernel("b", 120, 10, correlation=3),
+        span("read", 131, 30),
+        *read_of(132, 5, 4),
+        call(190, 5),
+        kernel("c", 195, 10, correlation=5),
+    )
+    assert idle_behind_waits(trace, frozenset({"dispatch"})) == pytest.approx(22 + 3)
+    assert idle_behind_waits(trace) > 22 + 3
 
 
 def test_the_queue_is_what_was_launched_and_has_not_begun() -> None:

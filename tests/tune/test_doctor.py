@@ -132,7 +132,7 @@ def test_no_gain_is_larger_than_what_stands_there() -> None:
         "tokens-travel-once": 13_000.0,
         "overlap-if-exposed": 13_000.0,
         "sums-once-for-more-rows": 10_000.0,
-        "launches-in-one-call": 12_000.0,
+        "launches-in-one-call": 21_000.0,
         "larger-passes": 12_000.0,
         "host-never-waits": 9_000.0,
         "selective-before-full": 5_000.0,
@@ -287,3 +287,106 @@ def test_uneven_experts_are_evidence_by_trace_or_by_metrics() -> None:
     for found in (evidence(max_over_mean=1.62), evidence(facts=Facts(expert_load=1.62))):
         whats = [one["what"] for one in verdict_json(diagnose(found))["evidence"]]
         assert "rows of the fullest rank's experts: 1.62 times the mean" in whats
+
+
+SLOWED = evidence(
+    costs(0, idle_us=10_000.0, exposed_communication_us=30_000.0, wait_us=24_000.0),
+    costs(1, idle_us=40_000.0, exposed_communication_us=6_000.0, wait_us=0.0),
+    late=(Late(rank=1, times_last=9, caused_wait_us=24_000.0, cause="host", detail="idle 30 ms longer"),),
+    steps=2,
+)
+"""A host that is late for 37 ms of 100: idle 25, waited for 12."""
+
+
+def beside(milliseconds: float) -> Evidence:
+    return replace(SLOWED, facts=Facts(beside_seconds=milliseconds / 1e3))
+
+
+def test_what_recorded_steps_take_longer_than_those_beside_them_is_no_wall() -> None:
+    assert diagnose(SLOWED).wall == "host"
+    verdict = diagnose(beside(40.0))
+    walls = verdict.walls
+    assert walls.recording_us == pytest.approx(20_000.0)
+    assert walls.host_us == pytest.approx(17_000.0)
+    assert verdict.wall == "compute"
+    parts = walls.communication_us + walls.host_us + walls.memory_us + walls.compute_us + walls.recording_us
+    assert parts == pytest.approx(walls.total_us)
+    (line,) = [one for one in verdict.facts if one.what.startswith("taken off")]
+    assert (line.wall, line.time_us) == ("host", pytest.approx(20_000.0))
+
+
+def test_a_late_host_wins_no_more_than_what_is_not_the_recordings() -> None:
+    late, slowed = gain(diagnose(SLOWED), "no-host-is-late"), gain(diagnose(beside(40.0)), "no-host-is-late")
+    assert (late, slowed) == (pytest.approx(12_000.0), pytest.approx(12_000.0 * 17 / 37))
+    few, fewer = gain(diagnose(SLOWED), "larger-passes"), gain(diagnose(beside(40.0)), "larger-passes")
+    assert fewer == pytest.approx(few * 17 / 37)
+
+
+def test_recording_costs_what_the_host_costs_at_most_and_nothing_where_steps_are_as_long() -> None:
+    assert diagnose(beside(20.0)).walls.host_us == 0
+    assert rules(diagnose(beside(20.0))) == []
+    assert diagnose(beside(50.0)).walls == diagnose(SLOWED).walls
+    assert diagnose(beside(70.0)).walls.recording_us == 0
+
+
+def test_a_sentence_about_a_late_host_says_what_the_recording_costs() -> None:
+    assert "of both, 10.0% is the recording's" in diagnose(beside(45.0)).sentence
+
+
+def test_waits_for_counts_win_the_idle_time_behind_them_and_what_others_wait_for_it() -> None:
+    counted = tuple(replace(one, sync_idle_us=20_000.0, counts_idle_us=8_000.0) for one in SLOWED.ranks)
+    found = replace(SLOWED, ranks=counted)
+    assert gain(diagnose(found), "host-never-waits") == pytest.approx(8_000.0 + 12_000.0 * 8 / 40)
+    nobody_says_where = replace(SLOWED, ranks=tuple(replace(one, sync_idle_us=7_000.0) for one in SLOWED.ranks))
+    assert gain(diagnose(nobody_says_where), "host-never-waits") == pytest.approx(6_000.0 + 12_000.0 * 6 / 40)
+    none = replace(SLOWED, ranks=tuple(replace(one, counts_idle_us=0.0) for one in counted))
+    assert "host-never-waits" not in rules(diagnose(none))
+
+
+def test_passes_in_one_call_wait_for_no_counts_either() -> None:
+    found = replace(SLOWED, ranks=tuple(replace(one, sync_idle_us=7_000.0) for one in SLOWED.ranks))
+    assert gain(diagnose(found), "launches-in-one-call") > gain(diagnose(found), "host-never-waits")
+    assert gain(diagnose(found), "launches-in-one-call") == pytest.approx(0.81 * 18_000.0 + 6_000.0 + 12_000.0 * 6 / 40)
+
+
+def test_even_experts_win_the_part_of_the_waiting_that_is_theirs() -> None:
+    ranks = [costs(rank, exposed_communication_us=50_000.0, wait_us=20_000.0) for rank in range(4)]
+    late = Late(rank=2, times_last=24, caused_wait_us=80_000.0, cause="experts", share=0.75)
+    assert gain(diagnose(evidence(*ranks, late=(late,))), "even-experts") == 15_000.0
+
+
+def test_a_rank_that_is_late_for_two_reasons_is_named_once_with_both() -> None:
+    ranks = [costs(rank, exposed_communication_us=50_000.0, wait_us=20_000.0) for rank in range(4)]
+    causes = ((2, "host"), (1, "experts"), (2, "experts"))
+    late = tuple(Late(rank=rank, times_last=9, caused_wait_us=9_000.0, cause=cause) for rank, cause in causes)  # type: ignore[arg-type]
+    sentence = diagnose(evidence(*ranks, late=late)).sentence
+    assert "late: rank 2 (its host and its experts), rank 1 (its experts)" in sentence
+
+
+def test_every_rank_that_a_remedy_is_about_is_evidence() -> None:
+    ranks = [costs(rank, exposed_communication_us=50_000.0, wait_us=20_000.0) for rank in range(8)]
+    late = tuple(Late(rank=rank, times_last=9, caused_wait_us=9_000.0, cause="experts") for rank in range(6))
+    whats = " ".join(one.what for one in diagnose(evidence(*ranks, late=late)).facts)
+    assert all(f"waits for rank {rank}," in whats for rank in range(6))
+
+
+def test_phases_that_take_much_of_the_computing_are_evidence() -> None:
+    times = {"experts": 30_000.0, "attention": 20_000.0, "norm": 1_000.0}
+    facts = diagnose(evidence(costs(computing_us=times))).facts
+    assert [(one.what, one.time_us) for one in facts if one.what.startswith("of it")] == [
+        ("of it experts, activations and permuting", 30_000.0),
+        ("of it attention", 20_000.0),
+    ]
+
+
+def test_launches_are_told_for_a_step_of_a_rank() -> None:
+    launches = Launches(kernels=12_000, small_kernels=6_000, synchronizations=30)
+    found = evidence(costs(0), costs(1), launches=launches, steps=3)
+    (line,) = [one.what for one in diagnose(found).facts if "kernels" in one.what]
+    assert line == "a rank's step: 2,000 kernels, 50% under 10 us; waits of the host: 5"
+
+
+def test_a_part_of_a_loss_that_is_noise_is_not_told() -> None:
+    spent = {"sync_idle_us": 20.0, "exposed_copies_us": 60.0, "recompute_us": 30.0}
+    whats = " ".join(one.what for one in diagnose(evidence(costs(idle_us=30_000.0, **spent))).facts)
+    assert "had waited for the device" not in whats and "copies" not in whats and "forward had computed" not in whats

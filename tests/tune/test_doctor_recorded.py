@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.config.fit import grid_of, micro_batches
 from penstock.trace.answer import Answer, answer_to
 from penstock.trace.calls import Way
 from penstock.trace.events import NONE
@@ -22,21 +23,21 @@ COSTS = 0.05
 """Share of the step that each other rank waits for one, from which it is named here."""
 
 WALLS = {
-    "all-to-all": "host",
+    "all-to-all": "communication",
     "symmetric": "compute",
     "hot-experts": "communication",
     "slow-rank": "communication",
     "host-stalls": "host",
 }
 LATE = {
-    "all-to-all": [(2, "host"), (2, "experts")],
+    "all-to-all": [(2, "host"), (1, "experts")],
     "symmetric": [(2, "experts")],
     "hot-experts": [(0, "experts"), (3, "experts"), (2, "experts")],
     "slow-rank": [(2, "compute")],
     "host-stalls": [(1, "host")],
 }
 FIRST_REMEDIES = {
-    "all-to-all": "no-host-is-late",
+    "all-to-all": "even-experts",
     "symmetric": "even-experts",
     "hot-experts": "even-experts",
     "slow-rank": "no-rank-is-late",
@@ -54,6 +55,13 @@ class Case:
     answer: Answer
     evidence: Evidence
     verdict: Verdict
+
+    @property
+    def counts(self) -> int:
+        """Waits of a rank's host in a step for how many rows come: one for each layer with experts and micro-batch."""
+        run, world = self.evidence.facts.run, self.evidence.facts.world
+        assert run is not None and world is not None
+        return 0 if run.dispatch.sync_free else run.model.moe_layers * micro_batches(run, grid_of(run, world))
 
     @property
     def late(self) -> list[tuple[int, str]]:
@@ -84,6 +92,27 @@ def test_the_remedy_that_wins_most_is_that_of_the_condition(case: Case) -> None:
 
 def test_nearly_all_time_on_the_devices_has_a_name(case: Case) -> None:
     assert max(one.phases.other_share for one in case.answer.ranks) < COSTS
+
+
+def test_the_host_waits_for_counts_and_figures_and_for_nothing_else(case: Case) -> None:
+    launches, evidence = case.evidence.launches, case.evidence
+    assert launches is not None
+    assert launches.synchronizations == (case.counts + 1) * evidence.steps * len(evidence.ranks)
+
+
+def test_hosts_that_read_no_counts_are_not_late_by_that(case: Case) -> None:
+    behind = [one.counts_idle_us for one in case.evidence.ranks]
+    assert all(us is not None and (us > 0) == (case.counts > 0) for us in behind)
+    offered = {one.rule for one in case.verdict.remedies}
+    assert ("host-never-waits" in offered) == (case.counts > 0)
+
+
+def test_recording_costs_less_than_a_tenth_and_only_what_the_host_costs(case: Case) -> None:
+    walls = case.verdict.walls
+    assert 0 <= walls.share(walls.recording_us) < 0.1
+    assert walls.host_us + walls.communication_us + walls.memory_us + walls.compute_us + walls.recording_us == (
+        pytest.approx(walls.total_us)
+    )
 
 
 def test_all_collectives_are_matched_but_those_that_did_not_wait(case: Case) -> None:

@@ -81,9 +81,57 @@ def test_one_host_that_stalls_is_the_wall_though_others_wait_in_collectives(tmp_
     assert max(idle[:1] + idle[2:]) < idle[1], "the others wait, and are not idle"
 
 
-def test_a_rank_that_is_late_by_its_host_and_by_its_experts_is_told_twice(tmp_path: Path) -> None:
-    _, verdict = examined(one_host_stalls(Job(hot_rank=1, hot=3.0)), tmp_path)
-    assert "rank 1 (its host)" in verdict.sentence and "rank 1 (its experts)" in verdict.sentence
+def test_a_rank_that_is_late_by_its_host_and_by_its_experts_is_told_with_both(tmp_path: Path) -> None:
+    evidence, verdict = examined(one_host_stalls(Job(hot_rank=1, hot=3.0)), tmp_path)
+    assert {(late.rank, late.cause) for late in evidence.late} == {(1, "host"), (1, "experts")}
+    assert "rank 1 (its host and its experts)" in verdict.sentence
+
+
+def test_experts_are_told_with_all_that_they_take_longer_and_all_else_apart(tmp_path: Path) -> None:
+    """What they take longer is what others wait, but for a hundredth."""
+    evidence, _ = examined(make(Job(hot_rank=1)), tmp_path)
+    (late,) = evidence.late
+    longer = float(late.detail.removeprefix("its experts take ").split()[0])
+    assert longer == pytest.approx(late.caused_wait_us / 3 / 1e3, rel=0.1)
+    assert late.share > 0.9
+
+
+def test_a_host_that_stood_still_once_is_told_from_one_that_is_slow(tmp_path: Path) -> None:
+    often, _ = examined(one_host_stalls(Job()), tmp_path / "often")
+    assert "at once" not in often.late[0].detail
+
+    once = _Run(Job())
+    once.step(0)
+    once.ranks[1].host_us += 20_000.0
+    once.step(1)
+    traces = Traces(tuple(once.content(rank) for rank in range(4)), once.truth())
+    evidence, _ = examined(traces, tmp_path / "once")
+    (late,) = evidence.late
+    assert (late.rank, late.cause) == (1, "host")
+    assert "of it at once" in late.detail
+
+
+def test_a_host_whose_launches_take_longer_is_told_so(tmp_path: Path) -> None:
+    traces = one_host_stalls(Job())
+    for one in traces.files[1]["traceEvents"]:
+        if one["name"] == "cudaLaunchKernel":
+            one["dur"] *= 1.5
+    evidence, _ = examined(traces, tmp_path)
+    assert "50% longer than others'" in evidence.late[0].detail
+
+
+def test_computing_is_told_by_phase_and_adds_up(tmp_path: Path) -> None:
+    evidence, verdict = examined(make(Job()), tmp_path)
+    assert next(iter(evidence.computing)) == "experts"
+    assert sum(evidence.computing.values()) == pytest.approx(verdict.walls.compute_us, rel=1e-3)
+
+
+def test_a_step_that_is_judged_alone_is_one_step(tmp_path: Path) -> None:
+    folder = make(Job(stall_us=1_300.0)).write(tmp_path)
+    whole, one = (evidence_of(answer_to([folder], step=step), Facts()) for step in (None, 5))
+    assert (whole.steps, one.steps) == (2, 1)
+    assert whole.launches is not None and one.launches is not None
+    assert 0 < one.launches.synchronizations < whole.launches.synchronizations
 
 
 def test_clocks_that_are_apart_change_no_verdict(tmp_path: Path) -> None:
