@@ -90,6 +90,11 @@ class Dispatch(Section):
         unit="programs",
         low=0,
     )
+    engines: bool = knob(
+        False,
+        doc="With `method` symmetric: rows are sent by the GPUs' copy engines, which take no multiprocessor from what is "
+        "computed meanwhile but know no choices: all rows go to all ranks of the node.",
+    )
     overlap: Overlap = knob(
         "none",
         doc="What is computed while tokens are on their way: nothing, the layer's shared expert (shared), the other "

@@ -13,6 +13,10 @@ summed there before it travels back.
 Tokens travel in chunks. `push_rows` and `return_rows` say of each chunk that it is written, `take_rows` and `sum_ranks`
 wait for a chunk when they come to it: run side by side, the one reads while the other still writes.
 
+Copy engines take no multiprocessor, and know no choices: they bring all rows to all ranks, in one piece. Then `push_rows`
+sends choices only, `return_rows` leaves its sums here, `signal` says that the copies are there, and `hold` waits for
+those of the others.
+
 `penstock.parallel.symmetric` owns the memory and says in which order these may be called; nothing here checks that.
 """
 
@@ -22,8 +26,10 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.symmetric_kernels import (
+    hold_kernel,
     push_rows_kernel,
     return_rows_kernel,
+    signal_kernel,
     sum_ranks_kernel,
     take_rows_kernel,
     wait_kernel,
@@ -115,6 +121,22 @@ def wait(awaited: Awaited) -> None:
     start_kernel(wait_kernel, (1,), *awaited.arguments, **_ranks(awaited.flags_CW.shape[1]), num_warps=1)
 
 
+def hold(awaited: Awaited) -> None:
+    """The same for a channel on which `take_rows` or `sum_ranks` comes next: that waits again, and finds all there."""
+    flags, expected, _, late, *numbers = awaited.arguments
+    start_kernel(hold_kernel, (1,), flags, expected, late, *numbers, **_ranks(awaited.flags_CW.shape[1]), num_warps=1)
+
+
+def signal(peers: Peers, flags_offset: int) -> None:
+    """Tell all ranks that what this stream was given before is written: the first chunk of a channel.
+
+    Args:
+        peers: to whom.
+        flags_offset: bytes, of the channel's flags.
+    """
+    start_kernel(signal_kernel, (1,), peers.addresses_W, flags_offset, peers.rank, **_ranks(peers.size), num_warps=1)
+
+
 def take_rows(
     rows_ND: Tensor,
     own_TD: Tensor,
@@ -172,6 +194,7 @@ def return_rows(
     offsets: tuple[int, int, int],
     chunks: Chunks,
     *,
+    staged_ND: Tensor | None = None,
     launch: PersistentLaunch = RETURN_LAUNCH,
 ) -> None:
     """Send a row back for each one that came: to row rank x T + t of the section of the rank that had sent it.
@@ -184,6 +207,8 @@ def return_rows(
         peers: to whom.
         offsets: bytes, of the section of rows and of scalars (multiples of 16) and of the channel's flags.
         chunks: of each rank's tokens.
+        staged_ND: somebody else sends the rows, who finds them here; given as `returned.rows` if nothing is summed.
+            Scalars are sent all the same, and nobody is told of either.
         launch: rows and columns at a time, and programs.
 
     Raises:
@@ -199,6 +224,7 @@ def return_rows(
         rows,
         *places.arguments,
         None if scalars_R is None else scalars_R.contiguous(),
+        staged_ND,
         peers.addresses_W,
         *offsets,
         peers.rank,
@@ -206,6 +232,7 @@ def return_rows(
         chunks.rows,
         chunks.first,
         chunks.last,
+        ROWS=staged_ND is None or returned.is_summed,
         SUMMED=returned.is_summed,
         D=width,
         **places.constants,

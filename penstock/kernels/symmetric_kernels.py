@@ -221,6 +221,7 @@ def return_rows_kernel(
     places_ptr,
     counts_ptr,
     scalars_ptr,
+    staged_ptr,
     addresses_ptr,
     offset,
     scalars_offset,
@@ -230,6 +231,7 @@ def return_rows_kernel(
     chunk_rows,
     first,
     last,
+    ROWS: tl.constexpr,
     SUMMED: tl.constexpr,
     D: tl.constexpr,
     K: tl.constexpr,
@@ -247,6 +249,9 @@ def return_rows_kernel(
     also the K scalars at the row's places, 0 for places elsewhere. Example: 2 tokens a rank, row 3 has the places
     [0, 7], of which 5 are used: the row at place 0 goes to rank 1 as its token 1, and so do the scalars of place 0, and
     a zero.
+
+    Where copy engines send, rows stay here, at their numbers in `staged_ptr`, or are nobody's business without ROWS; and
+    nobody is told.
     """
     expert_E = tl.arange(0, BLOCK_E)
     used = tl.sum(tl.load(counts_ptr + expert_E, mask=expert_E < EXPERTS, other=0), 0).to(tl.int64)
@@ -268,8 +273,12 @@ def return_rows_kernel(
                 scalar_TK = tl.load(scalars_ptr + place_TK, mask=place_TK < used, other=0.0)
                 their_ptr = peer_pointer(addresses_ptr, peer, scalars_offset, tl.float32)
                 tl.store(their_ptr + home_T[:, None] * K + k_1K, scalar_TK, mask=is_slot)
-            back_ptr = peer_pointer(addresses_ptr, peer, offset, rows_ptr.dtype.element_ty)
-            for start in range(0, D, BLOCK_D):
+            if staged_ptr is None:
+                back_ptr = peer_pointer(addresses_ptr, peer, offset, rows_ptr.dtype.element_ty)
+            else:
+                back_ptr = staged_ptr
+                home_T = row_T
+            for start in range(0, D if ROWS else 0, BLOCK_D):
                 column_1D = start + tl.arange(0, BLOCK_D)[None, :]
                 has_place_T = tl.zeros([BLOCK_T], tl.int1)
                 sum_TD = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
@@ -293,7 +302,20 @@ def return_rows_kernel(
                 else:
                     out_TD = tl.load(rows_ptr + row_T[:, None] * D + column_1D, mask=inside, other=0.0)
                 tl.store(back_ptr + home_T[:, None] * D + column_1D, out_TD, mask=inside)
-        signal(addresses_ptr, flags_offset, rank, chunk, W, BLOCK_W)
+        if staged_ptr is None and ROWS:
+            signal(addresses_ptr, flags_offset, rank, chunk, W, BLOCK_W)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def signal_kernel(addresses_ptr, flags_offset, rank, W: tl.constexpr, BLOCK_W: tl.constexpr):
+    """One program that says that the first chunk of a channel is written, after all that its stream was given before."""
+    signal(addresses_ptr, flags_offset, rank, 0, W, BLOCK_W)
+
+
+@triton.jit(do_not_specialize=["channel"])
+def hold_kernel(flags_ptr, expected_ptr, late_ptr, channel, signals, limit, W: tl.constexpr, BLOCK_W: tl.constexpr):
+    """One program that waits for the first chunk of a channel, for kernels that come after it and leave for both."""
+    await_chunk(flags_ptr, tl.load(expected_ptr) + signals, late_ptr, channel, limit, W, BLOCK_W)
 
 
 @triton.jit(do_not_specialize=["channel", "first", "last"])

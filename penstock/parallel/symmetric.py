@@ -12,6 +12,8 @@ One transfer is, on every rank,
     send      one kernel writes into everybody's slot, and says of each chunk of tokens that it is written
     read      beside it, on a stream of our own, kernels that wait for a chunk of all ranks and read it
 
+(or copy engines write, all tokens in one chunk, and a kernel says so behind them)
+
 and it ends when both have. Transfers follow each other on one stream. Ranks may be skewed, but none is more than one
 transfer ahead: to leave transfer n it has seen all others say that all of n is written, and a rank begins to write n
 only after it has read what n - 1 brought. So whoever writes n + 1 may meet readers of n, and of nothing older. Hence
@@ -38,7 +40,7 @@ from torch.distributed import _symmetric_memory
 
 from penstock.base.errors import DeviceError
 from penstock.kernels import symmetric_flags
-from penstock.kernels.symmetric import wait
+from penstock.kernels.symmetric import hold, signal, wait
 from penstock.kernels.symmetric_transfer import MOST_RANKS, ROW_MULTIPLE, Awaited, Chunks, Peers
 from penstock.parallel.axes import Axis
 
@@ -154,17 +156,25 @@ class SymmetricBuffers:
         addresses: where each rank's memory begins, as this process sees it.
         rank: our place.
         looks: see `LOOKS`.
+        memories: of all ranks, as tensors of ours, for copy engines; empty if nobody asks for these.
 
     Attributes:
         late: int32 scalar; 0, or one more than the number of a channel that somebody did not signal in time.
     """
 
     def __init__(
-        self, sizes: BufferSizes, memory: Tensor, addresses: Sequence[int], rank: int, looks: int = LOOKS
+        self,
+        sizes: BufferSizes,
+        memory: Tensor,
+        addresses: Sequence[int],
+        rank: int,
+        looks: int = LOOKS,
+        memories: Sequence[Tensor] = (),
     ) -> None:
         assert memory.data_ptr() == addresses[rank], "our own address is not that of our memory"
         assert not any(address % ROW_MULTIPLE for address in addresses), f"addresses {addresses}"
         self.sizes = sizes
+        self.memories = tuple(memories)
         self.peers = Peers(addresses_W=torch.tensor(addresses, dtype=torch.int64, device=memory.device), rank=rank)
         self.late = torch.zeros((), dtype=torch.int32, device=memory.device)
         self._memory = memory
@@ -255,6 +265,27 @@ class SymmetricBuffers:
         """
         wait(self._awaited(channel, signals))
 
+    def copy_to_others(self, section: Section, slot: int, rows_of: Callable[[int], Tensor], channel: Channel) -> None:
+        """Have the GPU's copy engines write our block of a section at all other ranks, then say that it is written.
+
+        Args:
+            section: of rows.
+            slot: of the transfer.
+            rows_of: the rows for a rank, T x D, contiguous.
+            channel: of the section.
+        """
+        rank, ranks = self.peers.rank, self.peers.size
+        for peer in ((rank + step) % ranks for step in range(1, ranks)):
+            rows_TD = rows_of(peer)
+            start = self.sizes.offset(section, slot) + rank * rows_TD.nbytes
+            target = self.memories[peer][start : start + rows_TD.nbytes]
+            target.copy_(rows_TD.view(torch.uint8).view(-1), non_blocking=True)
+        signal(self.peers, self.flags_at(channel))
+
+    def hold(self, channel: Channel, signals: int) -> None:
+        """Hold the stream until all ranks have written the first chunk of a channel that `read` comes to next."""
+        hold(self._awaited(channel, signals))
+
     def read(self, function: Callable[[Awaited, Chunks], None], channel: Channel, signals: int, chunks: Chunks) -> None:
         """Launch a kernel that waits for chunks and reads them.
 
@@ -320,4 +351,5 @@ def allocate(sizes: BufferSizes, axis: Axis, device: torch.device) -> SymmetricB
     memory.zero_()
     torch.cuda.synchronize(device)
     dist.barrier(axis.group)
-    return SymmetricBuffers(sizes, memory, list(mapped.buffer_ptrs), axis.rank)
+    memories = [mapped.get_buffer(peer, (sizes.total_bytes,), torch.uint8) for peer in range(sizes.ranks)]
+    return SymmetricBuffers(sizes, memory, list(mapped.buffer_ptrs), axis.rank, memories=memories)

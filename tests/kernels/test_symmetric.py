@@ -24,8 +24,10 @@ from penstock.kernels.symmetric import (
     wait,
 )
 from penstock.kernels.symmetric_kernels import (
+    hold_kernel,
     push_rows_kernel,
     return_rows_kernel,
+    signal_kernel,
     sum_ranks_kernel,
     take_rows_kernel,
     wait_kernel,
@@ -252,13 +254,14 @@ CASES = {
         return_rows_kernel,
         RETURN_LAUNCH,
         {"rows_ptr": ROWS, "scalars_offset": "i64:16", **PLACES, **SENDS},
-        {"scalars_ptr": None, "SUMMED": True, "D": HIDDEN, "BLOCK_K": TOP_K, **EXPERTS},
+        {"scalars_ptr": None, "staged_ptr": None, "ROWS": True, "SUMMED": True, "D": HIDDEN, "BLOCK_K": TOP_K}
+        | EXPERTS,
     ),
     "return of rows": Case(
         return_rows_kernel,
         RETURN_LAUNCH,
         {"rows_ptr": ROWS, "scalars_ptr": SCALARS, "scalars_offset": "i64:16", **PLACES, **SENDS},
-        {"SUMMED": False, "D": HIDDEN, "BLOCK_K": TOP_K, **EXPERTS},
+        {"staged_ptr": None, "ROWS": True, "SUMMED": False, "D": HIDDEN, "BLOCK_K": TOP_K, **EXPERTS},
     ),
     "sum": Case(
         sum_ranks_kernel,
@@ -300,7 +303,23 @@ _WAITS_IN_ORDER = (
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_wait_of_one_warp_acquires_across_the_node(target: str) -> None:
-    waited = compile_for(wait_kernel, WAITS, RANKS, TARGETS[target], num_warps=1)
     is_nvidia = TARGETS[target].backend == "cuda"
     acquire = r"atom\.global\.sys\.acquire\.add" if is_nvidia else r"global_atomic_add_x2(?s:.*)buffer_inv sc0 sc1"
-    assert waited.spills == 0 and re.search(acquire, waited.asm)
+    held = {name: kind for name, kind in WAITS.items() if name != "left_ptr"}
+    for kernel, signature in ((wait_kernel, WAITS), (hold_kernel, held)):
+        waited = compile_for(kernel, signature, RANKS, TARGETS[target], num_warps=1)
+        assert waited.spills == 0 and re.search(acquire, waited.asm)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_sums_that_copy_engines_send_are_left_here_and_a_word_comes_behind_them(target: str) -> None:
+    case, is_nvidia = CASES["return of sums"], TARGETS[target].backend == "cuda"
+    block = {"BLOCK_T": case.launch.block_rows, "BLOCK_D": case.launch.block_columns, **RANKS}
+    constants = {name: value for name, value in case.constants.items() if name != "staged_ptr"}
+    signature = case.signature | {"staged_ptr": ROWS}
+    staged = compile_for(case.kernel, signature, constants | block, TARGETS[target], num_warps=case.launch.warps)
+    release = r"red\.global\.sys\.release\.add" if is_nvidia else r"buffer_wbl2 sc0 sc1(?s:.*)global_atomic_add_x2"
+    assert staged.spills == 0 and not re.search(release, staged.asm), "nobody is told before they have been sent"
+    words = {"addresses_ptr": "*i64:16", "flags_offset": "i64:16", "rank": "i32"}
+    said = compile_for(signal_kernel, words, RANKS, TARGETS[target], num_warps=1)
+    assert said.spills == 0 and re.search(release, said.asm)

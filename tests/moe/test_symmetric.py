@@ -88,14 +88,14 @@ def _in_large_tiles(links: Links) -> Links:
 
 
 def _all_layers(
-    buffers: SymmetricBuffers, layers: list[Layer], bound: float = 0, chunks: int = 0
+    buffers: SymmetricBuffers, layers: list[Layer], bound: float = 0, chunks: int = 0, by_engines: bool = False
 ) -> list[list[Tensor]]:
     """All layers dispatch before the first combines, and their backward passes are one: all are in flight at once."""
     flying = []
     for whole in layers:
         layer = whole.of(buffers.peers.rank)
         room = Room(layer.placement, bound) if bound else None
-        links = replace(_in_large_tiles(links_of(layer.placement, buffers)), chunks=chunks)
+        links = replace(_in_large_tiles(links_of(layer.placement, buffers, by_engines=by_engines)), chunks=chunks)
         dispatcher = SymmetricDispatcher(layer.placement, links, room)
         leaves = layer.leaves
         flying.append((dispatcher, leaves, *dispatcher.dispatch(leaves[0], Routing(leaves[1], layer.experts_TK))))
@@ -161,6 +161,25 @@ def test_rows_that_are_pushed_give_what_one_rank_gives(expert: int, expert_tenso
     placement = ExpertPlacement(experts=EXPERTS, expert=expert, expert_tensor=expert_tensor)
     layers = [_layer(placement, _adversarial(kind, 20)) for kind in kinds]
     _compare(layers, run_ranks(_all_layers, _sizes(placement, layers), layers))
+
+
+@pytest.mark.parametrize(("expert", "expert_tensor", "kinds"), [(1, 1, KINDS[:1]), (4, 1, KINDS), (2, 2, KINDS[4:5])])
+def test_rows_that_copy_engines_send_give_what_one_rank_gives(
+    expert: int, expert_tensor: int, kinds: tuple[str, ...]
+) -> None:
+    placement = ExpertPlacement(experts=EXPERTS, expert=expert, expert_tensor=expert_tensor)
+    layers = [_layer(placement, _adversarial(kind, 20)) for kind in kinds]
+    _compare(layers, run_ranks(_all_layers, _sizes(placement, layers), layers, 0, 0, True))
+
+
+def _ways_of_sending(buffers: SymmetricBuffers, layers: list[Layer]) -> list[list[Tensor]]:
+    return [_all_layers(buffers, [layer], by_engines=number % 2 == 1)[0] for number, layer in enumerate(layers)]
+
+
+def test_kernels_and_copy_engines_may_take_turns() -> None:
+    placement = ExpertPlacement(experts=EXPERTS, expert=2)
+    layers = [_layer(placement, _adversarial(kind, 12)) for kind in KINDS[:4]]
+    _compare(layers, run_ranks(_ways_of_sending, _sizes(placement, layers), layers, seed=3))
 
 
 @pytest.mark.parametrize("top_k", [1, 8])

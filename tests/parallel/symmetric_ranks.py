@@ -84,7 +84,8 @@ class SimulatedBuffers(SymmetricBuffers):
 
     def __init__(self, sizes: BufferSizes, memories: list[Tensor], rank: int, turns: Turns, careless: bool) -> None:
         # One look is all that a wait may need once it is its turn.
-        super().__init__(sizes, memories[rank], [memory.data_ptr() for memory in memories], rank, looks=1)
+        addresses = [memory.data_ptr() for memory in memories]
+        super().__init__(sizes, memories[rank], addresses, rank, looks=1, memories=memories)
         self._baton, self._careless = turns, careless
 
     def take(self, lane: Lane) -> int:
@@ -101,6 +102,11 @@ class SimulatedBuffers(SymmetricBuffers):
         for one in _one_by_one(chunks):
             self._pass_on(self._is_written(channel, signals, one.first))
             super().read(function, channel, signals, one)
+        self._pass_on()
+
+    def hold(self, channel: Channel, signals: int) -> None:
+        self._pass_on(self._is_written(channel, signals, 0))
+        super().hold(channel, signals)
         self._pass_on()
 
     def _send(self, send: Callable[[Chunks], None], chunks: Chunks) -> None:

@@ -64,7 +64,7 @@ def _inside(placement: ExpertPlacement, axis: Axis, kit: Kit, room: Room | None)
     if kit.buffers is not None:
         # By name, because it needs Triton, which may be absent.
         symmetric = import_module("penstock.moe.dispatch.symmetric")
-        links = symmetric.links_of(placement, kit.buffers, kit.dispatch.sms)
+        links = symmetric.links_of(placement, kit.buffers, kit.dispatch.sms, by_engines=kit.dispatch.engines)
         mapped: Dispatcher = symmetric.SymmetricDispatcher(placement, links, room, packing=packing)
         return mapped
     if method == "all-gather" or (method != "all-to-all" and counts_stay):

@@ -68,6 +68,7 @@ class Links:
         back: how they are sent home.
         sum: how they are added up there.
         chunks: that tokens are cut into; 0 asks `chunks_for`.
+        by_engines: copy engines send the rows, all of them to all ranks, in one chunk.
     """
 
     buffers: SymmetricBuffers
@@ -77,11 +78,18 @@ class Links:
     back: PersistentLaunch = RETURN_LAUNCH
     sum: PersistentLaunch = SUM_LAUNCH
     chunks: int = 0
+    by_engines: bool = False
 
     def cut(self, rows_T: Tensor) -> Chunks:
         """The tokens of a rank in chunks, whatever their rows are made of."""
         tokens, width = rows_T.shape
+        if self.by_engines:
+            return Chunks.cut(tokens, 1)
         return Chunks.cut(tokens, self.chunks) if self.chunks else chunks_for(tokens, width * rows_T.element_size())
+
+    def signals(self, launch: PersistentLaunch, rows: int) -> int:
+        """By how much a flag grows when rows are written."""
+        return 1 if self.by_engines else launch.programs_for(rows)
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,9 @@ class SymmetricDispatcher:
         return order_arrivals(experts_NK, weights_NK, own, self.room.rows(tokens, top_k), meter)
 
 
-def links_of(placement: ExpertPlacement, buffers: SymmetricBuffers, programs: int = 0) -> Links:
+def links_of(
+    placement: ExpertPlacement, buffers: SymmetricBuffers, programs: int = 0, *, by_engines: bool = False
+) -> Links:
     """Links of a layer with launches that were chosen beforehand.
 
     Args:
@@ -155,9 +165,11 @@ def links_of(placement: ExpertPlacement, buffers: SymmetricBuffers, programs: in
         buffers: may be shared by all layers.
         programs: of each kernel, the same on all ranks; 0 takes those that are fastest alone. Fewer leave more of the
             chip to what is computed meanwhile.
+        by_engines: copy engines send the rows, where there are some: a plan has none, and counts kernels.
     """
     assert placement.places == buffers.peers.size, f"{placement} on {buffers.peers.size} ranks"
-    links = Links(buffers, Homes(per_rank=placement.per_place, parts=placement.expert_tensor))
+    homes = Homes(per_rank=placement.per_place, parts=placement.expert_tensor)
+    links = Links(buffers, homes, by_engines=by_engines and bool(buffers.memories))
     if not programs:
         return links
     alone = (PUSH_LAUNCH, TAKE_LAUNCH, RETURN_LAUNCH, SUM_LAUNCH)
@@ -186,7 +198,12 @@ def _sender(
     def send(chunks: Chunks) -> None:
         push_rows(rows_T, experts_TK, links.homes, buffers.peers, offsets, chunks, choices, launch=links.push)
 
-    return send
+    def send_by_engines(chunks: Chunks) -> None:
+        if choices is not None:
+            send(replace(chunks, last=chunks.first))
+        buffers.copy_to_others(Section.OUT_ROWS, slot, lambda peer: rows_T, Channel.ROWS)
+
+    return send_by_engines if links.by_engines else send
 
 
 def _take(own_T: Tensor, slot: int, places: Places, out: Tensor, links: Links, *, is_spread: bool) -> None:
@@ -198,7 +215,10 @@ def _take(own_T: Tensor, slot: int, places: Places, out: Tensor, links: Links, *
         rank = buffers.peers.rank
         take_rows(rows_N, own_T, places, out, awaited, chunks, rank=rank, is_spread=is_spread, launch=links.take)
 
-    buffers.read(take, Channel.ROWS, links.push.programs_for(tokens), links.cut(own_T))
+    signals = links.signals(links.push, tokens)
+    if links.by_engines:
+        buffers.hold(Channel.ROWS, signals)
+    buffers.read(take, Channel.ROWS, signals, links.cut(own_T))
 
 
 def _bring_back(returned: Returned, places: Places, experts_TK: Tensor, links: Links) -> Home:
@@ -220,12 +240,24 @@ def _bring_back(returned: Returned, places: Places, experts_TK: Tensor, links: L
     def send(chunks: Chunks) -> None:
         return_rows(returned, places, buffers.peers, offsets, chunks, launch=links.back)
 
+    def send_by_engines(chunks: Chunks) -> None:
+        rows = returned.rows.contiguous()
+        staged_ND = rows.new_empty(buffers.peers.size * tokens, width) if returned.is_summed else rows
+        if returned.is_summed or returned.scalars_R is not None:
+            return_rows(returned, places, buffers.peers, offsets, chunks, staged_ND=staged_ND, launch=links.back)
+        blocks = staged_ND.split(tokens)
+        home.parts_ND.split(tokens)[buffers.peers.rank].copy_(blocks[buffers.peers.rank])
+        buffers.copy_to_others(Section.BACK_ROWS, slot, blocks.__getitem__, Channel.BACK)
+
     def add(awaited: Awaited, chunks: Chunks) -> None:
         sum_ranks(home, experts_TK, links.homes, awaited, chunks, launch=links.sum)
 
     chunks = links.cut(y_TD)
-    with buffers.transfer(send, chunks):
-        buffers.read(add, Channel.BACK, links.back.programs_for(buffers.peers.size * tokens), chunks)
+    signals = links.signals(links.back, buffers.peers.size * tokens)
+    with buffers.transfer(send_by_engines if links.by_engines else send, chunks):
+        if links.by_engines:
+            buffers.hold(Channel.BACK, signals)
+        buffers.read(add, Channel.BACK, signals, chunks)
     return home
 
 
