@@ -22,28 +22,14 @@ from benchmarks import record
 from benchmarks.kernels.pointwise import copy_bandwidth, time_calls
 from penstock.kernels.float8 import reference
 from penstock.kernels.float8.formats import format_on
-from penstock.kernels.float8.quantize import (
-    TRANSPOSING,
-    TileLaunch,
-    quantize_groups,
-    quantize_rows,
-    quantize_weight,
-)
+from penstock.kernels.float8.quantize import quantize_groups, quantize_rows, quantize_weight
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.tile_launches import TRANSPOSING_LAUNCHES, TileLaunch
 from penstock.kernels.tuning import target_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FORM = format_on("e4m3", target_of(DEVICE))
-LAUNCHES = {
-    "8 warps, 128 registers": TRANSPOSING,
-    "8 warps": replace(TRANSPOSING, registers=0),
-    "16 warps, 64 registers": replace(TRANSPOSING, warps=16, registers=64),
-    "16 warps": replace(TRANSPOSING, warps=16, registers=0),
-    "8 warps, 96 registers": replace(TRANSPOSING, registers=96),
-    "8 warps, 80 registers": replace(TRANSPOSING, registers=80),
-}
-"""80 registers make room for a third program of 8 warps; with 96 and 80 some numbers spill."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +82,8 @@ def main() -> None:
     for model in (TINY,) if options.tiny else MODELS:
         for case in launch_cases(model) if options.launches else cases(model):
             rows.append({"model": model.name, **measure(case, peak)})
-            print(line(rows[-1]))
-    record.write(options, {"copy_bytes_per_s": peak, "rows": rows}, triton=triton.__version__)
+            print(line(rows[-1]), flush=True)
+            record.write(options, {"copy_bytes_per_s": peak, "rows": rows}, triton=triton.__version__)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -141,11 +127,13 @@ def cases(model: Model) -> Iterator[Case]:
 
 def launch_cases(model: Model) -> Iterator[Case]:
     counts_e = torch.full((model.experts,), model.rows // model.experts - 1, device=DEVICE)
-    for name, launch in LAUNCHES.items():
+    for name, launch in TRANSPOSING_LAUNCHES.items():
         for case in (
             rows_case("rows, columns", (model.tokens, model.hidden), BLOCKWISE, launch=launch),
+            rows_case(
+                "experts' rows, columns", (model.rows, model.hidden), BLOCKWISE, counts_e=counts_e, launch=launch
+            ),
             *gathered_cases(model, counts_e, launch),
-            weight_case(model, torch.bfloat16, launch),
         ):
             yield replace(case, name=f"{case.name}, {name}")
 
@@ -190,7 +178,7 @@ def gathered_cases(model: Model, counts_e: Tensor, launch: TileLaunch | None = N
     )
 
 
-def weight_case(model: Model, dtype: torch.dtype, launch: TileLaunch | None = None) -> Case:
+def weight_case(model: Model, dtype: torch.dtype) -> Case:
     """Gate and up of all experts, into copies that are there, as after an optimizer step."""
     shape = (model.experts, 2 * model.width, model.hidden)
 
@@ -201,7 +189,7 @@ def weight_case(model: Model, dtype: torch.dtype, launch: TileLaunch | None = No
     return Case(
         name=f"weights of {torch.finfo(dtype).bits} bits",
         draw=draw,
-        call=lambda w_eFD, into: quantize_weight(w_eFD, BLOCKWISE, FORM, into, launch=launch),
+        call=lambda w_eFD, into: quantize_weight(w_eFD, BLOCKWISE, FORM, into),
         truth=lambda w_eFD, _: reference.quantize_weight(w_eFD, BLOCKWISE, FORM),
         read=dtype.itemsize * model.experts * 2 * model.width * model.hidden,
     )

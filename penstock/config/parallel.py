@@ -92,8 +92,8 @@ class Dispatch(Section):
     )
     engines: bool = knob(
         False,
-        doc="With `method` symmetric: rows are sent by the GPUs' copy engines, which take no multiprocessor from what is "
-        "computed meanwhile but know no choices: all rows go to all ranks of the node.",
+        doc="With `method` symmetric: rows are sent by the GPUs' copy engines, which take no multiprocessor from what "
+        "is computed meanwhile but know no choices: all rows go to all ranks of the node.",
     )
     overlap: Overlap = knob(
         "none",

@@ -13,9 +13,9 @@ summed there before it travels back.
 Tokens travel in chunks. `push_rows` and `return_rows` say of each chunk that it is written, `take_rows` and `sum_ranks`
 wait for a chunk when they come to it: run side by side, the one reads while the other still writes.
 
-Copy engines take no multiprocessor, and know no choices: they bring all rows to all ranks, in one piece. Then `push_rows`
-sends choices only, `return_rows` leaves its sums here, `signal` says that the copies are there, and `hold` waits for
-those of the others.
+Copy engines take no multiprocessor, and know no choices: they bring all rows to all ranks, in one piece. Then
+`push_rows` sends choices only, `return_rows` leaves its sums here, `signal` says that the copies are there, and `hold`
+waits for those of the others.
 
 `penstock.parallel.symmetric` owns the memory and says in which order these may be called; nothing here checks that.
 """

@@ -189,6 +189,12 @@ LADDER = (
         needs=("experts", "shared-expert", "sharing"),
     ),
     Rung(
+        name="overlap-engines",
+        what="and rows sent by copy engines",
+        change=("dispatch.overlap=shared", "dispatch.engines=true"),
+        needs=("experts", "shared-expert", "sharing", "gpu"),
+    ),
+    Rung(
         name="overlap-halves",
         what="and half of the micro-batch's rows while the other half travels",
         change=("dispatch.overlap=halves",),

@@ -43,10 +43,8 @@ _SINGLE = ProductLaunch(block_rows=128, block_columns=128, warps=8, stages=5, pi
 # Two programs share a multiprocessor: one scales its sums, or writes its tile, while the other multiplies.
 _PAIR = ProductLaunch(block_rows=64, block_columns=128, warps=4, stages=4, pieces=2, residency=2, ahead=True)
 _PAIR_3 = replace(_PAIR, stages=3)
-_PAIR_DOUBLE = replace(_PAIR, stages=2, steps=2)
-# Three, each of a third of the registers: too few to hold the scales of both operands' rows ahead.
-_TRIO = replace(_PAIR, stages=2, residency=3, ahead=False)
-_TRIO_AHEAD = replace(_TRIO, ahead=True, registers=168)
+# Three, each of a third of the registers.
+_TRIO_AHEAD = replace(_PAIR, stages=2, residency=3, registers=168)
 # A loader and two multipliers of four warps each, which have half of the tile each; warps are one multiplier's.
 _TRADES = ProductLaunch(engine="gluon", block_rows=128, block_columns=128, warps=4, stages=6)
 _TRADES_DOUBLE = replace(_TRADES, steps=2)
@@ -56,61 +54,40 @@ _SMALL = replace(_POINTERS, block_rows=64, block_columns=64, warps=4)
 
 PRODUCTS: Mapping[str, Mapping[Product, ProductLaunch]] = MappingProxyType(
     {
-        "sm_90": dict.fromkeys(get_args(Product), _PAIR_3),
+        "sm_90": dict.fromkeys(get_args(Product), _PAIR_3) | {"dense": _TRADES_DOUBLE},
         "sm_100": dict.fromkeys(get_args(Product), replace(_SINGLE, stages=4)),
         "gfx942": dict.fromkeys(get_args(Product), _POINTERS),
         "gfx950": dict.fromkeys(get_args(Product), _POINTERS),
     }
 )
-"""By target and product. On sm_90 what was fastest for experts on an H200, the mean over layers of DeepSeek-V3 and
-V2-Lite (benchmarks/results/float8-launches-h200-*.json). `double` was faster for wide dense layers, but a run of
-V2-Lite did not get through its first step with it, and nobody knows why yet. The others were chosen by what the
-compiler makes of them."""
+"""By target and product. On sm_90 what was fastest on an H200 (benchmarks/results/float8-launches-h200-*.json): for
+experts the mean over layers of DeepSeek-V3 and V2-Lite, of Triton's launches only; for dense layers V3's query
+projection. Among Triton's `double` was faster for wide dense layers, but a run of V2-Lite did not get through its
+first step with it, and nobody knows why yet. The others were chosen by what the compiler makes of them."""
 
 _OF_WEIGHTS = {
-    "pair": _PAIR,
-    "pair_group_16": replace(_PAIR, group=16),
     "pair_3": _PAIR_3,
-    "pair_not_ahead": replace(_PAIR, ahead=False),
-    "pair_double": _PAIR_DOUBLE,
-    "trio": _TRIO,
     "trio_ahead": _TRIO_AHEAD,
     "trio_ahead_group_16": replace(_TRIO_AHEAD, group=16),
     "double": _DOUBLE,
-    "double_ahead": replace(_DOUBLE, ahead=True),
 }
-_HOPPERS_OF_WEIGHTS = {
-    "gluon": _TRADES,
-    "gluon_double": _TRADES_DOUBLE,
-    "gluon_double_group_16": replace(_TRADES_DOUBLE, group=16),
-}
-_OF_GRADIENTS = {
-    "pair": _PAIR,
-    "pair_group_16": replace(_PAIR, group=16),
-    "pair_3": _PAIR_3,
-    "pair_not_ahead": replace(_PAIR, ahead=False),
-    "pair_double": _PAIR_DOUBLE,
-    "trio": _TRIO,
-    "trio_group_16": replace(_TRIO, group=16),
-    "double": replace(_DOUBLE, pieces=2),
-    "single": replace(_SINGLE, stages=4),
-    "gluon": _TRADES,
-    "gluon_4": replace(_TRADES, stages=4),
-    "gluon_group_16": replace(_TRADES, group=16),
-}
+_HOPPERS_OF_WEIGHTS = {"gluon": _TRADES, "gluon_double": _TRADES_DOUBLE}
+_OF_GRADIENTS = {"pair": _PAIR, "pair_3": _PAIR_3, "pair_group_16": replace(_PAIR, group=16)}
+_HOPPERS_OF_GRADIENTS = {"gluon": _TRADES, "gluon_4": replace(_TRADES, stages=4)}
 
 CANDIDATES: Mapping[str, Mapping[Product, Mapping[str, ProductLaunch]]] = MappingProxyType(
     {
         "sm_90": {
             "dense": _OF_WEIGHTS | _HOPPERS_OF_WEIGHTS,
-            "dense_gradient": _OF_GRADIENTS,
+            "dense_gradient": _OF_GRADIENTS | _HOPPERS_OF_GRADIENTS,
             "rows": _OF_WEIGHTS | _HOPPERS_OF_WEIGHTS,
             "rows_gathered": _OF_WEIGHTS,
-            "columns": _OF_GRADIENTS,
+            "columns": _OF_GRADIENTS | _HOPPERS_OF_GRADIENTS,
         },
     }
 )
-"""What `benchmarks.kernels.float8_products --launches` tries, by target and product."""
+"""What `benchmarks.kernels.float8_launches` tries, by target and product: what was fastest for some layer so far, and
+Hopper's own kernels, which have not been timed for experts yet."""
 
 
 def in_triton(launch: ProductLaunch) -> ProductLaunch:

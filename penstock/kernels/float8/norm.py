@@ -24,10 +24,11 @@ from torch.autograd.function import once_differentiable
 from penstock.base.errors import KernelError
 from penstock.kernels import norm
 from penstock.kernels.float8.formats import Format
-from penstock.kernels.float8.quantize import TRANSPOSING, empty_copy, memory_of, quantize_rows, register_limit, warps_of
+from penstock.kernels.float8.quantize import empty_copy, memory_of, quantize_rows, register_limit, warps_of
 from penstock.kernels.float8.quantize_kernels import quantize_tile, store_scales, tile_rows, transpose_tile
 from penstock.kernels.float8.quantized import Both, Quantized
 from penstock.kernels.float8.recipes import DEPTH, Recipe
+from penstock.kernels.float8.tile_launches import TRANSPOSING
 from penstock.kernels.launching import start_kernel
 
 

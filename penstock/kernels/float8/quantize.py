@@ -15,33 +15,21 @@ import triton
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.float8 import reference
+from penstock.kernels.float8 import hopper_copies, reference
 from penstock.kernels.float8.formats import Format
 from penstock.kernels.float8.quantize_kernels import group_tiles_kernel, measure_kernel, quantize_kernel
 from penstock.kernels.float8.quantized import Both, Quantized, WeightCopies
 from penstock.kernels.float8.recipes import ALIGNMENT, Block, Recipe, Scaling
 from penstock.kernels.float8.reference import aligned_rows
+from penstock.kernels.float8.tile_launches import (
+    ROWS_ONLY,
+    TRANSPOSING,
+    TRANSPOSING_TAKEN,
+    BackwardLaunch,
+    TileLaunch,
+)
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import Launch, target_of
-
-
-@dataclass(frozen=True, kw_only=True)
-class TileLaunch(Launch):
-    """How quantization is cut.
-
-    Attributes:
-        registers: most of a thread on NVIDIA's chips; 0 leaves them to the compiler.
-    """
-
-    registers: int = 0
-
-
-TRANSPOSING = TileLaunch(block_rows=ALIGNMENT, block_columns=ALIGNMENT, warps=8, registers=128)
-"""64 numbers a thread. Two such programs share a multiprocessor, so that one loads while the other computes; left alone
-the compiler can take more than 128 registers, with which only one has room. At 128 it spills none."""
-
-ROWS_ONLY = TileLaunch(block_rows=32, block_columns=128, warps=4)
-"""Where nothing is transposed: a block of depth 128, four loads of 16 bytes a thread. On an H200 as fast as a copy."""
 
 WAVE_FACTOR = 2
 """AMD's waves have twice the threads of a warp, so half as many hold a tile in as many registers."""
@@ -67,7 +55,7 @@ def quantize_rows(
         form: of the values.
         columns: also transposed.
         counts_e: rows of each expert; rows past them may then be anything, and are not written if `columns` is set.
-        launch: instead of `TRANSPOSING`, or `ROWS_ONLY`; tiles of both copies hold whole blocks.
+        launch: instead of `TRANSPOSING_TAKEN`, or `ROWS_ONLY`; tiles of both copies hold whole blocks.
 
     Raises:
         KernelError: not a matrix.
@@ -101,7 +89,7 @@ def quantize_groups(
         recipe: whose blocks.
         form: of the values.
         index_R: source row of each place, or None.
-        launch: instead of `TRANSPOSING`.
+        launch: instead of `TRANSPOSING_TAKEN`.
 
     Raises:
         KernelError: not a matrix, or 8-bit numbers whose scales do not fit into tiles.
@@ -254,7 +242,13 @@ def _quantize(
     assert one is not None, "nothing to write"
     outer, depth = one.block
     row_amax, column_amax = _measure(source, rows, columns) if depth == 0 else (None, None)
-    launch = launch or (ROWS_ONLY if columns is None and source.tiles is None else TRANSPOSING)
+    launch = launch or (ROWS_ONLY if columns is None and source.tiles is None else TRANSPOSING_TAKEN)
+    if launch.engine == "gluon":
+        if columns is not None and _is_hoppers(source, columns, form, scaling, rows is not None):
+            x_RD = source.values if source.scales is None else Quantized(source.values, source.scales, source.block)
+            hopper_copies.launch_quantize(x_RD, source.index_R, source.tiles, (rows, columns), form, launch)
+            return
+        launch = TRANSPOSING
     power = scaling != "float32"
     device = source.values.device
     start_kernel(
@@ -289,6 +283,18 @@ def _quantize(
         # Quotients of other scales take more registers.
         **(register_limit(launch, device) if power else {}),
     )
+
+
+def _is_hoppers(source: _Source, columns: Quantized, form: Format, scaling: Scaling, has_rows: bool) -> bool:
+    """Whether Hopper's own kernel can write copies of a source."""
+    values, blocks = source.values, (columns.block, source.block)
+    if source.scales is None:
+        fits = values.dtype == torch.bfloat16
+    else:
+        fits = blocks[0] == blocks[1] and source.scales.dtype == torch.float32 and not has_rows
+    is_whole = source.tiles is not None or source.rows % ALIGNMENT == 0
+    problem = hopper_copies.obstacle(columns.block, scaling, [form], source.width, target_of(values.device))
+    return fits and is_whole and values.ndim == 2 and problem is None
 
 
 def _measure(source: _Source, rows: Quantized | None, columns: Quantized | None) -> tuple[Tensor | None, Tensor | None]:
@@ -361,7 +367,7 @@ def run_of(launch: Launch) -> int:
     return max(1, launch.block_rows * launch.block_columns // (launch.warps * 32 * 16))
 
 
-def register_limit(launch: TileLaunch, device: torch.device) -> dict[str, int]:
+def register_limit(launch: TileLaunch | BackwardLaunch, device: torch.device) -> dict[str, int]:
     """A launch's registers as a kernel's option; other vendors' compilers have none."""
     if not launch.registers or not target_of(device).startswith("sm_"):
         return {}

@@ -22,6 +22,15 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
+@triton.constexpr_function
+def bits_of(number: float) -> int:
+    """Bits of a number from 1 on as float32, known to the compiler."""
+    exponent = 127
+    while number >= 2:
+        number, exponent = number / 2, exponent + 1
+    return (exponent << 23) + int((number - 1) * 2**23)
+
+
 @triton.jit
 def magnitude_bits(x):
     """Bits of |x| as a float32, int32."""
@@ -36,10 +45,10 @@ def scale_of(amax_bits, LARGEST: tl.constexpr, POWER: tl.constexpr):
     magnitude 900 gives 900 / 448 = 2.009, and 4 with POWER.
     """
     if POWER:
-        largest_bits = tl.full(amax_bits.shape, LARGEST, tl.float32).to(tl.int32, bitcast=True)
-        carried = (amax_bits + (0x7FFFFF - (largest_bits & 0x7FFFFF))) & 0x7F800000
+        CARRY: tl.constexpr = 0x7FFFFF - (bits_of(LARGEST) & 0x7FFFFF)
         # 127 << 23 is the bits of 1, 1 << 23 those of the least scale.
-        bits = tl.maximum(carried - (largest_bits & 0x7F800000) + (127 << 23), 1 << 23)
+        DOWN: tl.constexpr = (bits_of(LARGEST) & 0x7F800000) - (127 << 23)
+        bits = tl.maximum(((amax_bits + CARRY) & 0x7F800000) - DOWN, 1 << 23)
         scale = tl.where(amax_bits >= 0x7F800000, amax_bits, bits).to(tl.float32, bitcast=True)
     else:
         ratio = tl.div_rn(amax_bits.to(tl.float32, bitcast=True), tl.full(amax_bits.shape, LARGEST, tl.float32))
@@ -51,11 +60,7 @@ def scale_of(amax_bits, LARGEST: tl.constexpr, POWER: tl.constexpr):
 def to_float8(x, scale, dtype: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.constexpr):
     """X / scale in 8 bits, to the nearest, halves to even; NaN stays NaN."""
     if POWER:
-        bits = scale.to(tl.int32, bitcast=True)
-        inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
-        # What divides by infinity is zero, or NaN; what divides by NaN is NaN.
-        inverse = tl.where(bits < 0x7F800000, inverse, tl.where(bits == 0x7F800000, 0.0, scale))
-        divided = x * inverse
+        divided = x * inverse_of(scale)
     else:
         # A quotient that is right but for its last bit, and what is missing: as exact as a division (Markstein 1990,
         # IBM J. Res. Dev. 34) of numbers above 2**-100, which has ten times the instructions. By its signs -0 stays.
@@ -66,6 +71,14 @@ def to_float8(x, scale, dtype: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.co
     if INTERPRETED:
         return _encode(divided, dtype)
     return divided.to(dtype)
+
+
+@triton.jit
+def inverse_of(scale):
+    """1 / a scale that is a power of two: what divides by infinity is zero, or NaN; what divides by NaN is NaN."""
+    bits = scale.to(tl.int32, bitcast=True)
+    inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
+    return tl.where(bits < 0x7F800000, inverse, tl.where(bits == 0x7F800000, 0.0, scale))
 
 
 @triton.jit

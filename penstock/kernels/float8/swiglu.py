@@ -1,4 +1,4 @@
-"""`swiglu` and `swiglu_backward` of `penstock.kernels.float8.operators`, one kernel each.
+"""`swiglu` and `swiglu_backward` of `penstock.kernels.float8.operators`, one kernel each; Hopper has one of its own.
 
 They are fused where a block lies in a row and in a tile (`blockwise`, `mxfp8`), and gate ends where a block does.
 Other scales reach over more numbers than a program has: there the activation is written in 16 bits
@@ -17,17 +17,17 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels import swiglu as in_16_bits
-from penstock.kernels.float8 import quantize
+from penstock.kernels.float8 import hopper_copies, quantize
 from penstock.kernels.float8.formats import Format
 from penstock.kernels.float8.operators import SwigluForBackward
-from penstock.kernels.float8.quantize import TileLaunch
-from penstock.kernels.float8.quantized import Both
+from penstock.kernels.float8.quantized import Both, Quantized
 from penstock.kernels.float8.recipes import DEPTH, Recipe
 from penstock.kernels.float8.reference import aligned_rows
 from penstock.kernels.float8.swiglu_kernels import swiglu_backward_float8_kernel, swiglu_float8_kernel
+from penstock.kernels.float8.tile_launches import BACKWARD, BACKWARD_TAKEN, BackwardLaunch
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import ExpertRule
-from penstock.kernels.tuning import Launch
+from penstock.kernels.tuning import Launch, target_of
 
 ROWS_ONLY = Launch(block_rows=32, block_columns=128, warps=4)
 """Where nothing is transposed: two loads of 16 bytes of gate and of up for each thread."""
@@ -37,13 +37,6 @@ TRANSPOSING = Launch(block_rows=128, block_columns=128, warps=16)
 
 RUN = 2
 """Neighbouring rows that a thread of `TRANSPOSING` loads, of 16 columns each."""
-
-BACKWARD = TileLaunch(block_rows=128, block_columns=128, warps=8, registers=128)
-"""Eight numbers a thread at a time. Two programs of 128 registers a thread share a multiprocessor; none is spilled.
-Blocks of 32 take some more."""
-
-STEP = 16
-"""Rows that `BACKWARD` holds at a time."""
 
 
 def swiglu(
@@ -118,6 +111,7 @@ def swiglu_backward(
     gradient: Format,
     *,
     keep_plain: bool = False,
+    launch: BackwardLaunch = BACKWARD_TAKEN,
 ) -> SwigluForBackward:
     """What the experts' backward needs around their activation, from one read of both tensors.
 
@@ -131,6 +125,7 @@ def swiglu_backward(
         forward: format of h.
         gradient: format of gradients.
         keep_plain: also the gradient in the dtype of `gate_up`.
+        launch: how it is cut.
 
     Returns:
         Transposed copies are zero where no row stands. Rows past the experts' hold anything in the row-wise copy and in
@@ -141,9 +136,10 @@ def swiglu_backward(
     """
     _check(gate_up_RF, weights_R)
     given = gate_up_RF.contiguous(), weights_R, dh_RF.contiguous(), counts_e, rule, recipe, forward, gradient
-    if keep_plain or rule.limit is not None or not _is_fused(recipe, dh_RF.shape[1]):
+    is_fused = launch.engine != "passes" and rule.limit is None and _is_fused(recipe, dh_RF.shape[1])
+    if keep_plain or not is_fused:
         return _in_passes(*given, keep_plain)
-    return _in_one_pass(*given)
+    return _in_one_pass(*given, launch)
 
 
 def _in_one_pass(
@@ -155,44 +151,68 @@ def _in_one_pass(
     recipe: Recipe,
     forward: Format,
     gradient: Format,
+    launch: BackwardLaunch,
 ) -> SwigluForBackward:
-    """`swiglu_backward` whose tiles stay in registers."""
+    """`swiglu_backward` whose tiles never leave the multiprocessor."""
     rows, width = dh_RF.shape
-    places, launch = aligned_rows(rows, counts_e.numel()), BACKWARD
-    parts = triton.cdiv(width, launch.block_columns)
-    by_row, by_column, h_by_column = (
+    places, parts = aligned_rows(rows, counts_e.numel()), triton.cdiv(width, launch.block_columns)
+    copies = [
         quantize.empty_copy(gate_up_RF, shape, recipe.rows, form, recipe.scaling)
         for shape, form in (((rows, 2 * width), gradient), ((2 * width, places), gradient), ((width, places), forward))
-    )
+    ]
     products_PR = None if weights_R is None else weights_R.new_zeros(parts, rows)
+    sources = gate_up_RF, None if weights_R is None else weights_R.contiguous(), dh_RF
+    given, forms = (sources, quantize.group_tiles(counts_e, rows), copies, products_PR), (forward, gradient)
+    if _is_hoppers(gate_up_RF, recipe, forms, launch):
+        hopper_copies.launch_swiglu_backward(*given, forms, launch, weighs_input=rule.weighs_input)
+    else:
+        launch = BACKWARD if launch.engine == "gluon" else launch
+        _start_tritons(*given, recipe, forms, launch, weighs_input=rule.weighs_input)
+    by_row, by_column, h_by_column = copies
+    return SwigluForBackward(by_row, by_column, h_by_column, None if products_PR is None else products_PR.sum(0), None)
+
+
+def _is_hoppers(gate_up_RF: Tensor, recipe: Recipe, forms: tuple[Format, Format], launch: BackwardLaunch) -> bool:
+    """A launch asks for Hopper's own kernel, and it can."""
+    if launch.engine != "gluon" or gate_up_RF.dtype != torch.bfloat16:
+        return False
+    width, target = gate_up_RF.shape[1] // 2, target_of(gate_up_RF.device)
+    return hopper_copies.obstacle(recipe.rows, recipe.scaling, forms, width, target) is None
+
+
+def _start_tritons(
+    sources: tuple[Tensor, Tensor | None, Tensor],
+    tiles: Tensor,
+    copies: list[Quantized],
+    products_PR: Tensor | None,
+    recipe: Recipe,
+    forms: tuple[Format, Format],
+    launch: BackwardLaunch,
+    *,
+    weighs_input: bool,
+) -> None:
+    """Run the kernel of `swiglu_kernels`; as `hopper_copies.launch_swiglu_backward`."""
+    by_row, by_column, _ = copies
+    rows, width = sources[2].shape
     start_kernel(
         swiglu_backward_float8_kernel,
-        (parts, places // launch.block_rows),
-        gate_up_RF,
-        None if weights_R is None else weights_R.contiguous(),
-        dh_RF,
-        quantize.group_tiles(counts_e, rows),
-        by_row.values,
-        quantize.memory_of(by_row.scales),
-        by_column.values,
-        quantize.memory_of(by_column.scales),
-        h_by_column.values,
-        quantize.memory_of(h_by_column.scales),
+        (triton.cdiv(width, launch.block_columns), len(tiles)),
+        *sources,
+        tiles,
+        *(memory for one in copies for memory in (one.values, quantize.memory_of(one.scales))),
         products_PR,
         rows,
         by_row.values.stride(0),
         by_column.values.stride(0) // 4,
         width,
-        LARGEST=gradient.largest,
-        H_LARGEST=forward.largest,
-        WEIGHS_INPUT=rule.weighs_input,
-        STEP=STEP,
+        LARGEST=forms[1].largest,
+        H_LARGEST=forms[0].largest,
+        WEIGHS_INPUT=weighs_input,
+        STEP=launch.step,
         **_constants(recipe, launch),
-        num_warps=quantize.warps_of(launch, gate_up_RF.device),
-        **(quantize.register_limit(launch, gate_up_RF.device) if recipe.rows[1] == DEPTH else {}),
+        num_warps=quantize.warps_of(launch, tiles.device),
+        **(quantize.register_limit(launch, tiles.device) if recipe.rows[1] == DEPTH else {}),
     )
-    dweights_R = None if products_PR is None else products_PR.sum(0)
-    return SwigluForBackward(by_row, by_column, h_by_column, dweights_R, None)
 
 
 def _in_passes(

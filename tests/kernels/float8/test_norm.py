@@ -11,10 +11,11 @@ from penstock.kernels import norm as plain_norm
 from penstock.kernels.float8 import norm, operators
 from penstock.kernels.float8.formats import E4M3, E4M3_FNUZ, Format
 from penstock.kernels.float8.norm import RUN, norm_quantize_kernel
-from penstock.kernels.float8.quantize import TRANSPOSING, WAVE_FACTOR
+from penstock.kernels.float8.quantize import WAVE_FACTOR
 from penstock.kernels.float8.quantized import Both, Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, Recipe
 from penstock.kernels.float8.reference import quantize_rows
+from penstock.kernels.float8.tile_launches import TRANSPOSING
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 from tests.kernels.parity import assert_parity
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.float8 import reference
-from penstock.kernels.float8.launches import CANDIDATES, PRODUCTS, Product, ProductLaunch
+from penstock.kernels.float8.launches import CANDIDATES, PRODUCTS, Product, ProductLaunch, in_triton
 from penstock.kernels.float8.product_kernels import float8_matrices_kernel, float8_rows_kernel
 from penstock.kernels.float8.products import Scaling, multiply, multiply_columns, multiply_groups
 from penstock.kernels.float8.recipes import BLOCKWISE, DEPTH, MXFP8, ROWWISE, TENSORWISE, Recipe, obstacle
@@ -45,8 +45,8 @@ SPILLED_BY_TRITON_3_9 = 32
 
 
 def launches_of(target: str) -> list[tuple[str, Product, ProductLaunch]]:
-    """Those of the table, and all candidates for each product."""
-    found = [("table", product, launch) for product, launch in PRODUCTS[target].items()]
+    """Those of the table, or what is taken where their kernels cannot be had, and all candidates for each product."""
+    found = [("table", product, in_triton(launch)) for product, launch in PRODUCTS[target].items()]
     for product, candidates in CANDIDATES.get(target, {}).items():
         found += [(name, product, launch) for name, launch in candidates.items()]
     return found

@@ -13,9 +13,7 @@ from penstock.base.errors import KernelError
 from penstock.kernels.float8 import reference
 from penstock.kernels.float8.formats import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Format
 from penstock.kernels.float8.quantize import (
-    ROWS_ONLY,
     TILES,
-    TRANSPOSING,
     WAVE_FACTOR,
     group_tiles,
     quantize_groups,
@@ -26,6 +24,7 @@ from penstock.kernels.float8.quantize import (
 from penstock.kernels.float8.quantize_kernels import group_tiles_kernel, measure_kernel, quantize_kernel
 from penstock.kernels.float8.quantized import Quantized, WeightCopies
 from penstock.kernels.float8.recipes import ALIGNMENT, BLOCKWISE, MXFP8, NVFP4, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.tile_launches import ROWS_ONLY, TRANSPOSING
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
 
 # Infinity times zero, in the interpreter's own arithmetic.

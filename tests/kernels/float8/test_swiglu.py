@@ -17,8 +17,9 @@ from penstock.kernels.float8.quantize import WAVE_FACTOR
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, TENSORWISE, Recipe
 from penstock.kernels.float8.reference import LEAST_SCALE, aligned_starts, dequantize
-from penstock.kernels.float8.swiglu import BACKWARD, ROWS_ONLY, RUN, STEP, TRANSPOSING, swiglu, swiglu_backward
+from penstock.kernels.float8.swiglu import ROWS_ONLY, RUN, TRANSPOSING, swiglu, swiglu_backward
 from penstock.kernels.float8.swiglu_kernels import swiglu_backward_float8_kernel, swiglu_float8_kernel
+from penstock.kernels.float8.tile_launches import BACKWARD
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.swiglu import rule_constants
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
@@ -217,7 +218,7 @@ def compiled(target: str, recipe: Recipe, rule: ExpertRule, which: str) -> Compi
         }
         signature |= dict.fromkeys(("d_rows_ptr", "d_columns_ptr", "h_columns_ptr"), value)
         signature |= dict.fromkeys(("d_row_scales_ptr", "d_column_scales_ptr", "h_column_scales_ptr"), scale)
-        constants |= {"H_LARGEST": largest, "WEIGHS_INPUT": rule.weighs_input, "STEP": STEP}
+        constants |= {"H_LARGEST": largest, "WEIGHS_INPUT": rule.weighs_input, "STEP": BACKWARD.step}
     else:
         signature |= {"rows_ptr": value, "row_scales_ptr": scale, "experts": "i32", "columns_stride": "i32:16"}
         constants |= {"BLOCK_E": 64, "RUN": 1 if which == "rows" else RUN, **rule_constants(rule)}

@@ -1,0 +1,141 @@
+"""Launches of Hopper's own kernels that quantize tiles along both of their sides, in blocks of the recipe blockwise.
+
+`penstock.kernels.float8.quantize` and `swiglu` make room for copies, and come here where a launch's engine is `gluon`
+and nothing stands in the way. When Gluon is there at all, `hopper_products` says.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.float8.formats import E4M3, E5M2, Format
+from penstock.kernels.float8.hopper_products import HAS_GLUON
+from penstock.kernels.float8.quantized import Quantized
+from penstock.kernels.float8.recipes import BLOCKWISE, Block, Scaling
+from penstock.kernels.float8.tile_launches import BackwardLaunch, TileLaunch
+from penstock.kernels.launching import start_kernel
+from penstock.kernels.tuning import programs_of
+
+if HAS_GLUON:
+    from penstock.kernels.float8 import hopper_quantize, hopper_swiglu
+
+TILE = 128
+
+
+def obstacle(block: Block, scaling: Scaling, forms: Sequence[Format], width: int, target: str) -> str | None:
+    """Why the kernels cannot write copies, or None.
+
+    Args:
+        block: of the copies.
+        scaling: of their scales.
+        forms: of their values.
+        width: columns of what is quantized.
+        target: chip as compilers name it.
+    """
+    if target != "sm_90" or not HAS_GLUON:
+        return f"the kernels are Hopper's and Gluon's, this is {target}"
+    if (block, scaling) != (BLOCKWISE.rows, BLOCKWISE.scaling) or not {*forms} <= {E4M3, E5M2}:
+        return f"copies are not those of the recipe {BLOCKWISE.name}"
+    if width % TILE:
+        return f"a width of {width} is no multiple of {TILE}"
+    return None
+
+
+def launch_quantize(
+    x_RD: Tensor | Quantized,
+    index_R: Tensor | None,
+    tiles: Tensor | None,
+    copies: tuple[Quantized | None, Quantized],
+    form: Format,
+    launch: TileLaunch,
+) -> None:
+    """Write rows as they are, and transposed; of rows in 8 bits the second only.
+
+    Args:
+        x_RD: bfloat16; or E4M3 or E5M2 by blocks of 1 x 128, without a first copy.
+        index_R: source row of each place, or None.
+        tiles: of `group_tiles`; or None if the rows are a multiple of 128.
+        copies: of the same width.
+        form: of both.
+        launch: warps and registers.
+    """
+    by_row, by_column = copies
+    values, scales = (x_RD.values, x_RD.scales) if isinstance(x_RD, Quantized) else (x_RD, None)
+    columns = by_column.values.view(torch.int64)
+    places = by_column.values.shape[1]
+    if columns.numel() == 0:
+        return
+    start_kernel(
+        hopper_quantize.quantize_kernel,
+        (values.shape[1] // TILE, places // TILE),
+        values,
+        scales,
+        *((0, 0) if scales is None else scales.stride()),
+        index_R,
+        tiles,
+        None if by_row is None else by_row.values.view(torch.int8),
+        None if by_row is None else by_row.scales.T,
+        columns,
+        by_column.scales.T,
+        len(values) if index_R is None else len(index_R),
+        values.stride(0),
+        0 if by_row is None else by_row.values.stride(0),
+        columns.stride(0),
+        values.shape[1],
+        LARGEST=form.largest,
+        num_warps=launch.warps,
+        maxnreg=launch.registers,
+    )
+
+
+def launch_swiglu_backward(
+    sources: tuple[Tensor, Tensor | None, Tensor],
+    tiles: Tensor,
+    copies: Sequence[Quantized],
+    products_PR: Tensor | None,
+    forms: tuple[Format, Format],
+    launch: BackwardLaunch,
+    *,
+    weighs_input: bool,
+) -> None:
+    """Write the gradients of gate and up by rows and by columns, h by columns, and parts of the weights' gradients.
+
+    Args:
+        sources: gate and up, and dh, in bfloat16; between them the weights.
+        tiles: of `group_tiles`.
+        copies: the three, in this order.
+        products_PR: float32, the parts of each 128 columns; None without weights.
+        forms: of h, and of the gradients.
+        launch: how it is cut.
+        weighs_input: where the weights stand.
+    """
+    by_row, by_column, h_by_column = copies
+    rows, width = sources[2].shape
+    columns, h_columns = by_column.values.view(torch.int64), h_by_column.values.view(torch.int64)
+    if h_columns.numel() == 0:
+        return
+    start_kernel(
+        hopper_swiglu.swiglu_backward_float8_kernel,
+        (programs_of(launch, tiles.device),),
+        *sources,
+        tiles,
+        by_row.values.view(torch.int8),
+        by_row.scales.T,
+        columns,
+        by_column.scales.T,
+        h_columns,
+        h_by_column.scales.T,
+        products_PR,
+        rows,
+        by_row.values.stride(0),
+        columns.stride(0),
+        width,
+        len(tiles),
+        LARGEST=forms[1].largest,
+        H_LARGEST=forms[0].largest,
+        WEIGHS_INPUT=weighs_input,
+        AHEAD=launch.ahead,
+        num_warps=launch.warps,
+        maxnreg=launch.registers,
+    )

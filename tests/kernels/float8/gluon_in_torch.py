@@ -1,0 +1,343 @@
+"""Run a kernel written in Gluon on a CPU, by torch: Triton's interpreter knows no Gluon.
+
+`interpreted(*modules)` executes the sources of modules again, where `triton` and its languages are what stands here,
+and gives them back; `launch` runs a kernel of one of them. Layouts mean nothing then, and pointers are a tensor's
+memory and places in it. Assembly is read, instruction by instruction, by PTX's own definitions: what is approximated
+there is computed.
+
+    swiglu = interpreted("penstock.kernels.float8.scaling", "penstock.kernels.float8.hopper_swiglu")[-1]
+    launch(swiglu.some_kernel, (3,), x, 16, LARGEST=448.0)
+
+Loads and stores outside of a tensor, and a mask that is missing, are mistakes here.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, module_from_spec
+from itertools import product
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+GRID: list[int] = []
+PROGRAM: list[int] = []
+"""Which program runs; there is one at a time."""
+
+
+class Value(Tensor):
+    """A tensor, or a number of no dims, of a program."""
+
+    def to(self, dtype: torch.dtype, *, bitcast: bool = False) -> Tensor:  # type: ignore[override]
+        return self.view(dtype) if bitcast else super().to(dtype)
+
+    # Names are bound anew, and what they stood for before stays.
+    def __iadd__(self, other: Any) -> Tensor:  # type: ignore[override,misc]
+        return self + other
+
+    def __imul__(self, other: Any) -> Tensor:  # type: ignore[override,misc]
+        return self * other
+
+
+def value(x: Any, dtype: torch.dtype | None = None) -> Value:
+    return torch.as_tensor(x, dtype=dtype).as_subclass(Value)
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """Memory, and places in it."""
+
+    memory: Tensor
+    places: Any
+
+    def __add__(self, other: Any) -> "Pointer":
+        return Pointer(self.memory, self.places + other)
+
+    def chosen(self, mask: Any) -> tuple[Tensor, Tensor]:
+        """Places, and which of them are meant; those must exist."""
+        places = torch.as_tensor(self.places).long()
+        meant = torch.ones_like(places, dtype=torch.bool) if mask is None else torch.as_tensor(mask)
+        places, meant = torch.broadcast_tensors(places, meant)
+        inside = (places >= 0) & (places < len(self.memory))
+        assert bool((inside | ~meant).all()), "a place outside of the memory"
+        return places, meant
+
+
+def load(pointer: Pointer, mask: Any = None, other: Any = None) -> Value:
+    places, meant = pointer.chosen(mask)
+    assert not other, "zero is what we ask for, and has no bits in any type"
+    # torch picks no numbers of 8 bits out.
+    bits = pointer.memory.view(BITS[pointer.memory.itemsize])[torch.where(meant, places, 0)]
+    return value(torch.where(meant, bits, 0).to(bits.dtype).view(pointer.memory.dtype))
+
+
+def store(pointer: Pointer, x: Any, mask: Any = None) -> None:
+    places, meant = pointer.chosen(mask)
+    numbers = torch.as_tensor(x, dtype=pointer.memory.dtype).broadcast_to(places.shape)
+    pointer.memory[places[meant]] = numbers[meant].as_subclass(Tensor)
+
+
+class Shared:
+    """Shared memory, NaN or garbage before something is stored."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def index(self, place: Any) -> "Shared":
+        return Shared(self.x[int(place)])
+
+    def load(self, layout: object) -> Value:
+        return value(self.x.clone())
+
+    def store(self, x: Tensor) -> None:
+        assert self.x.shape == x.shape and self.x.dtype == x.dtype, f"{x.dtype} {x.shape} for {self.x.dtype}"
+        self.x.copy_(x)
+
+
+def reduce(x: Tensor, dim: int, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    while x.shape[dim] > 1:
+        x = combine(*x.chunk(2, dim))
+    return x.squeeze(dim)
+
+
+class Layout:
+    """Any; whatever it is asked for is itself."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.value = self
+
+
+def same(x: Any = None, **options: object) -> Any:
+    """Of decorators and of constants of the compiler."""
+    if x is None:
+        return same
+    if callable(x) and not isinstance(x, type):
+        x.fn = x
+    return x
+
+
+def inline_asm(asm: str, constraints: str, arguments: Sequence[Tensor], dtype: Any, pure: bool, pack: int) -> Any:
+    """Instructions on each group of `pack` neighbours of the last dim."""
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    arguments = torch.broadcast_tensors(*arguments)
+    shape = arguments[0].shape
+    registers: list[Tensor] = []
+    for x in arguments:
+        per_register = max(4 // x.itemsize, 1)
+        groups = x.as_subclass(Tensor).reshape(-1, pack // min(per_register, pack), min(per_register, pack))
+        registers += [_joined(groups[:, place]) for place in range(groups.shape[1])]
+    outputs = constraints.count("=")
+    found = run_ptx(asm, outputs, registers)
+    results = []
+    for one in dtypes:
+        each = outputs // len(dtypes)
+        mine, found = found[:each], found[each:]
+        numbers = torch.stack([_parted(x, one, pack // each) for x in mine], 1)
+        results.append(value(numbers.reshape(shape)))
+    return tuple(results) if isinstance(dtype, tuple) else results[0]
+
+
+def _joined(numbers: Tensor) -> Tensor:
+    """Neighbours in one register, the first lowest."""
+    bits, whole = BITS[numbers.itemsize], BITS[numbers.itemsize * numbers.shape[1]]
+    return numbers.contiguous().view(bits).view(whole).reshape(-1)
+
+
+def _parted(register: Tensor, dtype: torch.dtype, count: int) -> Tensor:
+    """Numbers of a register."""
+    return register.reshape(-1, 1).view(torch.uint8)[:, : dtype.itemsize * count].contiguous().view(dtype)
+
+
+def run_ptx(asm: str, outputs: int, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Registers $0 and on behind some instructions, from those of the inputs."""
+    held = {f"${outputs + place}": register for place, register in enumerate(inputs)}
+    # Braces of a scope go, those of `mov` stay.
+    body = re.sub(r"^\{|\}$", "", asm.strip())
+    for statement in filter(None, (part.strip() for part in body.split(";"))):
+        if statement.startswith(".reg"):
+            continue
+        name, rest = statement.split(maxsplit=1)
+        target, *sources = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
+        held[target] = _INSTRUCTIONS[name](*(_operand(held, source) for source in sources))
+    return [held[f"${place}"] for place in range(outputs)]
+
+
+def _operand(held: dict[str, Tensor], text: str) -> Any:
+    if text.startswith("{"):
+        return [held[name.strip()] for name in text[1:-1].split(",")]
+    if text.startswith("0f"):
+        return torch.tensor(int(text[2:], 16)).to(torch.uint32).view(torch.float32)
+    if text in held:
+        return held[text]
+    number = int(text, 0)
+    return number - 2**32 if number >= 2**31 else number
+
+
+def _permuted(one: Tensor, other: Tensor, chosen: int) -> Tensor:
+    """Four of the eight bytes of two registers, the first one's lower; each digit says which, the lowest first."""
+    both = torch.stack([one, other], 1).view(torch.int8)
+    return _joined(both[:, [chosen >> 4 * place & 7 for place in range(4)]])
+
+
+def _float(register: Tensor) -> Tensor:
+    return register if register.dtype == torch.float32 else register.view(torch.float32)
+
+
+def _pair(register: Tensor) -> Tensor:
+    """Lower and upper half as bfloat16."""
+    return register.reshape(-1, 1).view(torch.bfloat16)
+
+
+def _word(pairs: Tensor) -> Tensor:
+    return pairs.contiguous().view(torch.int32).reshape(-1)
+
+
+def _larger(one: Tensor, other: Tensor) -> Tensor:
+    """`xorsign.abs`: the larger magnitude, under the signs' exclusive or."""
+    a, b = _pair(one), _pair(other)
+    sign = torch.signbit(a) ^ torch.signbit(b)
+    size = torch.maximum(a.abs(), b.abs())
+    return _word(torch.where(sign, -size, size))
+
+
+def _to_8_bits(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+    """The first operand becomes the upper byte; what is too large becomes the largest, NaN stays."""
+    largest = torch.finfo(dtype).max
+
+    def convert(upper: Tensor, lower: Tensor) -> Tensor:
+        numbers = torch.stack([_float(lower), _float(upper)], 1)
+        return numbers.clamp(-largest, largest).to(dtype).view(torch.int16).reshape(-1)
+
+    return convert
+
+
+_INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "prmt.b32": _permuted,
+    "shl.b32": lambda a, count: a << count,
+    "and.b32": lambda a, mask: a & mask,
+    "mov.b32": lambda parts: _joined(torch.stack(parts, 1)),
+    "mov.b64": lambda parts: _joined(torch.stack(parts, 1)),
+    "mul.f32": lambda a, b: _float(a) * b,
+    "add.f32": lambda a, b: _float(a) + b,
+    "ex2.approx.ftz.f32": lambda a: a.exp2(),
+    "rcp.approx.ftz.f32": lambda a: a.reciprocal(),
+    "cvt.rn.bf16x2.f32": lambda upper, lower: _word(torch.stack([_float(lower), _float(upper)], 1).bfloat16()),
+    "mul.rn.bf16x2": lambda a, b: _word(_pair(a) * _pair(b)),
+    "max.NaN.xorsign.abs.bf16x2": _larger,
+    "cvt.rn.satfinite.e4m3x2.f32": _to_8_bits(torch.float8_e4m3fn),
+    "cvt.rn.satfinite.e5m2x2.f32": _to_8_bits(torch.float8_e5m2),
+}
+
+
+class Language(ModuleType):
+    """`triton.language`, and Gluon's."""
+
+    int8, int16, int32, int64 = torch.int8, torch.int16, torch.int32, torch.int64
+    bfloat16, float32 = torch.bfloat16, torch.float32
+    constexpr = staticmethod(same)
+    BlockedLayout = SliceLayout = SharedLinearLayout = Layout
+    static_range = range
+    static_assert = staticmethod(lambda *arguments: None)
+    shared_memory_descriptor_type = distributed_type = Layout
+    bank_conflicts = staticmethod(lambda *arguments: 0)
+    load, store, reduce = staticmethod(load), staticmethod(store), staticmethod(reduce)
+    inline_asm_elementwise = staticmethod(inline_asm)
+    expand_dims = staticmethod(torch.unsqueeze)
+
+    @staticmethod
+    def arange(start: int, end: int, layout: object = None) -> Value:
+        return value(torch.arange(start, end, dtype=torch.int32))
+
+    @staticmethod
+    def program_id(dim: int) -> Value:
+        return value(PROGRAM[dim], torch.int32)
+
+    @staticmethod
+    def num_programs(dim: int) -> Value:
+        return value(GRID[dim], torch.int32)
+
+    @staticmethod
+    def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: object) -> Shared:
+        return Shared(torch.full(tuple(shape), 0x7FC07FC0, dtype=dtype))
+
+    @staticmethod
+    def num_warps() -> int:
+        return 8
+
+    @staticmethod
+    def sum(x: Tensor, dim: int) -> Value:
+        return value(x.sum(dim))
+
+    @staticmethod
+    def where(condition: Any, one: Any, other: Any) -> Value:
+        return value(torch.where(torch.as_tensor(condition), one, other))
+
+    @staticmethod
+    def minimum(one: Any, other: Any) -> Value:
+        return value(torch.minimum(torch.as_tensor(one), torch.as_tensor(other)))
+
+    @staticmethod
+    def maximum(one: Tensor, other: Any) -> Value:
+        return value(torch.maximum(one, torch.as_tensor(other, dtype=one.dtype)))
+
+
+@contextmanager
+def _in_place_of_triton() -> Iterator[None]:
+    """What modules find if they import Triton."""
+    language = Language("language")
+    root, gluon = ModuleType("triton"), ModuleType("gluon")
+    vars(root).update(jit=same, constexpr_function=same, language=language)
+    vars(root)["knobs"] = type("Knobs", (), {"runtime": type("Runtime", (), {"interpret": False})})
+    vars(gluon).update(jit=same, language=language)
+    mine = {
+        "triton": root,
+        "triton.language": language,
+        "triton.experimental": ModuleType("experimental"),
+        "triton.experimental.gluon": gluon,
+        "triton.experimental.gluon.language": language,
+    }
+    vars(mine["triton.experimental"])["gluon"] = gluon
+    before = dict(sys.modules)
+    sys.modules.update(mine)
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name in mine or sys.modules[name] is not before.get(name)]:
+            if name in before:
+                sys.modules[name] = before[name]
+            else:
+                del sys.modules[name]
+
+
+def interpreted(*names: str) -> list[ModuleType]:
+    """Modules of ours, executed in this order where Triton is what stands here; each sees those before it."""
+    found = []
+    # Looked for before, because that imports packages.
+    specs: list[ModuleSpec | None] = [find_spec(name) for name in names]
+    with _in_place_of_triton():
+        for name, spec in zip(names, specs, strict=True):
+            assert spec is not None and spec.loader is not None, name
+            module = sys.modules[name] = module_from_spec(spec)
+            spec.loader.exec_module(module)
+            found.append(module)
+    return found
+
+
+def launch(kernel: Callable[..., None], grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
+    """Run all programs of a kernel, one after the other; tensors are given as pointers to their memory."""
+    given = []
+    for one in arguments:
+        if isinstance(one, Tensor):
+            assert one.is_contiguous(), "a pointer is to whole memory"
+            given.append(Pointer(one.view(-1), 0))
+        else:
+            given.append(value(one, torch.int32) if isinstance(one, int) else one)
+    GRID[:] = grid
+    for PROGRAM[:] in product(*(range(size) for size in grid)):
+        kernel(*given, **constants)

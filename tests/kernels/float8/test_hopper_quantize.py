@@ -1,0 +1,174 @@
+"""Hopper's own kernel for rows and their transposed copy: bit for bit the definition, and what it takes of a chip.
+
+On a CPU its source is run by `gluon_in_torch`.
+"""
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.float8 import hopper_copies, quantize, reference
+from penstock.kernels.float8.formats import E4M3, E5M2, Format
+from penstock.kernels.float8.hopper_products import HAS_GLUON
+from penstock.kernels.float8.quantize import quantize_groups, quantize_rows
+from penstock.kernels.float8.quantized import Quantized
+from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8
+from penstock.kernels.float8.tile_launches import TRANSPOSING_LAUNCHES, TileLaunch
+from penstock.kernels.tuning import target_of
+from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
+from tests.kernels.float8.gluon_in_torch import interpreted, launch
+
+pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
+
+if HAS_GLUON:
+    from penstock.kernels.float8.hopper_quantize import quantize_kernel
+
+SPILLED_BY_TRITON_3_9 = 8
+"""Bytes. Triton 3.6 makes all fit."""
+
+CPU = torch.device("cpu")
+LAUNCHES = {name: launch for name, launch in TRANSPOSING_LAUNCHES.items() if launch.engine == "gluon"}
+GLUON = TRANSPOSING_LAUNCHES["gluon"]
+every_launch = pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Grids of the kernel, which torch runs whenever it is launched, on a CPU that is taken for a Hopper."""
+    if torch.cuda.is_available():
+        pytest.skip("tables of tiles are made on the GPU that there is")
+    folder, found = "penstock.kernels.float8", []
+    module = interpreted(f"{folder}.scaling", f"{folder}.hopper_tiles", f"{folder}.hopper_quantize")[-1]
+
+    def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        assert kernel is quantize_kernel
+        found.append(grid)
+        constants = {name: value for name, value in constants.items() if name.isupper()}
+        launch(module.quantize_kernel, grid, *arguments, **constants)
+
+    monkeypatch.setattr(hopper_copies, "start_kernel", start_kernel)
+    monkeypatch.setattr(quantize, "target_of", lambda device: "sm_90")
+    return found
+
+
+def rows(count: int, width: int, device: torch.device) -> Tensor:
+    """Of very different sizes."""
+    return (torch.randn(count, width, device=device) * torch.randn(count, 1, device=device).mul(4).exp()).bfloat16()
+
+
+def assert_equal(found: Quantized | None, expected: Quantized | None, used: int | None = None) -> None:
+    """Bit for bit; a NaN may have either sign."""
+    assert found is not None and expected is not None
+    for mine, other in ((found.values, expected.values), (found.scales, expected.scales)):
+        assert (mine.dtype, mine.shape) == (other.dtype, other.shape)
+        mine, other = mine[:used].float(), other[:used].float()
+        assert torch.equal(mine.isnan(), other.isnan())
+        assert torch.equal(mine[~mine.isnan()], other[~mine.isnan()])
+
+
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
+@pytest.mark.parametrize("counts", [None, (3, 0, 130), (129,)])
+def test_rows_in_16_bits_give_both_copies(
+    counts: tuple[int, ...] | None, form: Format, launched: list[tuple[int, ...]]
+) -> None:
+    """Without experts a multiple of 128 rows; those of experts end with the last one's, an odd number in all."""
+    x_RD = rows(256 if counts is None else sum(counts), 256, CPU)
+    x_RD[2, 3], x_RD[1, 200], x_RD[0, 5], x_RD[0, 6] = math.nan, math.inf, -0.0, 2.0**-130
+    how = {"columns": True, "counts_e": None if counts is None else torch.tensor(counts)}
+    found = quantize_rows(x_RD, BLOCKWISE, form, **how, launch=GLUON)
+    expected = reference.quantize_rows(x_RD, BLOCKWISE, form, **how)
+    assert_equal(found.rows, expected.rows)
+    assert_equal(found.columns, expected.columns)
+    assert launched == [(2, expected.columns.values.shape[1] // 128)]
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+@pytest.mark.parametrize("eight", [False, True], ids=["16 bits", "8 bits"])
+def test_gathered_rows_give_the_transposed_copy(
+    eight: bool, is_gathered: bool, launched: list[tuple[int, ...]]
+) -> None:
+    source: Tensor | Quantized = rows(40, 256, CPU)
+    if eight:
+        source = reference.quantize_rows(source, BLOCKWISE, E4M3).rows
+    index_R = torch.randint(0, 40, (45,)) if is_gathered else None
+    how = {"counts_e": torch.tensor([7, 0, 33]), "recipe": BLOCKWISE, "form": E4M3, "index_R": index_R}
+    assert_equal(quantize_groups(source, **how, launch=GLUON), reference.quantize_groups(source, **how))
+    assert len(launched) == 1
+
+
+def test_what_the_kernel_cannot_do_triton_does(launched: list[tuple[int, ...]]) -> None:
+    """An odd number of rows, an odd width, 32 bits."""
+    wide = rows(256, 256, CPU)
+    for x_RD in (wide[:130], wide[:, :144].contiguous(), wide.float()):
+        found = quantize_rows(x_RD, BLOCKWISE, E4M3, columns=True, launch=GLUON)
+        assert_equal(found.columns, reference.quantize_rows(x_RD, BLOCKWISE, E4M3, columns=True).columns)
+    assert not launched
+
+
+def test_on_another_chip_triton_does_all() -> None:
+    assert hopper_copies.obstacle(BLOCKWISE.rows, BLOCKWISE.scaling, [E4M3], 256, "sm_90") is None
+    assert "sm_100" in str(hopper_copies.obstacle(BLOCKWISE.rows, BLOCKWISE.scaling, [E4M3], 256, "sm_100"))
+    assert "recipe" in str(hopper_copies.obstacle(MXFP8.rows, MXFP8.scaling, [E4M3], 256, "sm_90"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@every_launch
+@pytest.mark.parametrize("counts", [(700, 0, 3, 1025, 256), (0, 0), (4000, 1, 901)], ids=str)
+def test_a_hopper_gives_the_copies_of_the_definition(
+    counts: tuple[int, ...], launch: TileLaunch, device: torch.device
+) -> None:
+    if target_of(device) != "sm_90":
+        pytest.skip("the kernel is Hopper's")
+    used, counts_e = sum(counts), torch.tensor(counts, device=device)
+    x_RD = rows(used + 9, 1408, device)
+    x_RD[used:] = math.nan
+    for form in (E4M3, E5M2):
+        how = {"columns": True, "counts_e": counts_e}
+        found = quantize_rows(x_RD, BLOCKWISE, form, **how, launch=launch)
+        expected = reference.quantize_rows(x_RD, BLOCKWISE, form, **how)
+        assert_equal(found.rows, expected.rows, used)
+        assert_equal(found.columns, expected.columns)
+    source = reference.quantize_rows(rows(512, 1408, device), BLOCKWISE, E4M3).rows
+    how = {"counts_e": counts_e, "index_R": torch.randint(0, 512, (used + 9,), device=device)}
+    found_columns = quantize_groups(source, recipe=BLOCKWISE, form=E4M3, **how, launch=launch)
+    assert_equal(found_columns, reference.quantize_groups(source, recipe=BLOCKWISE, form=E4M3, **how))
+
+
+def compiled(launch: TileLaunch, *, eight: bool) -> Compiled:
+    pointers = {
+        "x_ptr": "*fp8e4nv:16" if eight else "*bf16:16",
+        "x_scales_ptr": "*fp32:16" if eight else None,
+        "index_ptr": "*i64:16" if eight else None,
+        "tiles_ptr": "*i32:16",
+        "rows_ptr": None if eight else "*i8:16",
+        "row_scales_ptr": None if eight else "*fp32:16",
+        "columns_ptr": "*i64:16",
+        "column_scales_ptr": "*fp32:16",
+    }
+    numbers = dict.fromkeys(("x_scales_outer", "x_stride", "rows_stride", "columns_stride", "D"), "i32:16")
+    return compile_for(
+        quantize_kernel,
+        {name: kind for name, kind in pointers.items() if kind} | numbers | {"R": "i32", "x_scales_depth": "i32"},
+        {name: None for name, kind in pointers.items() if not kind} | {"LARGEST": 448.0},
+        TARGETS["sm_90"],
+        num_warps=launch.warps,
+        maxnreg=launch.registers,
+    )
+
+
+@every_launch
+@pytest.mark.parametrize("eight", [False, True], ids=["16 bits", "8 bits"])
+def test_tiles_are_moved_in_wide_pieces_by_as_many_registers_as_there_are(eight: bool, launch: TileLaunch) -> None:
+    found = compiled(launch, eight=eight)
+    assert found.spills <= SPILLED_BY_TRITON_3_9 and found.registers <= launch.registers, found.summary
+    numbers = 128 * 128 // (32 * launch.warps)
+    loads = r"ld\.global(?:\.\w+)*\.v2\.b32" if eight else r"ld\.global(?:\.\w+)*\.v4\.b32"
+    assert len(re.findall(loads, found.asm)) >= numbers // 8
+    stores = re.findall(r"st\.global(?:\.\w+)*\.v2\.b64|st\.global(?:\.\w+)*\.v4\.b32", found.asm)
+    assert len(stores) >= numbers // 16, "of columns"
+    assert found.shared_bytes == 32 * 1024, found.summary
