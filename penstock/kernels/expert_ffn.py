@@ -83,8 +83,7 @@ def expert_ffn(
         rule: what is computed between the products.
         places_TK: only with `index_R`, whose inverse it is: the places that read each source row, T = N (as in
             `RowOrder`). With it the gradient of x is a sum in a fixed order; without it rows are added by atomics.
-        accumulate_into: float32 sums in the shapes of gate_up and down, and behind them of the biases that there are;
-            backward adds the gradients of these to them and returns none.
+        accumulate_into: float32 sums for backward to add the gradients of matrices and biases to; it returns none then.
         put_off: is offered the gradients of both matrices; None has them made in backward.
         recompute: keep no pre-activation; each backward pass runs the first product again. Bit for bit the same.
         keep: gives a place in a buffer to the pre-activation; None gives it a tensor of its own.
@@ -99,13 +98,10 @@ def expert_ffn(
     """
     check_operands(x_ND, gate_up_eFD, down_eDF, index_R, places_TK)
     check_biases(biases is not None, rule)
-    if kernels is None:
-        kernels = TRITON if on_gpu(x_ND) else REFERENCE
-    gate_up_bias_eF, down_bias_eD = biases or (None, None)
-    sums = accumulate_into or ()
+    kernels = kernels or (TRITON if on_gpu(x_ND) else REFERENCE)
     extras = _Extras(
         places_TK=places_TK,
-        sums=(*sums, *[None] * (MATRICES + BIASES - len(sums))),
+        given_sums=accumulate_into or (),
         parameters=(gate_up_eFD, down_eDF),
         put_off=put_off,
         recompute=recompute,
@@ -114,9 +110,8 @@ def expert_ffn(
         rule=rule,
         kernels=kernels,
     )
-    return _ExpertFfn.apply(
-        x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, gate_up_bias_eF, down_bias_eD, extras
-    )
+    of_biases = biases or (None, None)
+    return _ExpertFfn.apply(x_ND, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, *of_biases, extras)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +119,7 @@ class _Extras:
     """What a call needs besides the tensors of its definition; fields as in `expert_ffn`."""
 
     places_TK: Tensor | None
-    sums: tuple[Tensor | None, ...]
+    given_sums: tuple[Tensor, ...]
     parameters: tuple[Tensor, Tensor]
     put_off: PutOff | None
     recompute: bool
@@ -132,6 +127,11 @@ class _Extras:
     only_last: bool
     rule: ExpertRule
     kernels: ExpertKernels
+
+    @property
+    def sums(self) -> tuple[Tensor | None, ...]:
+        """Of both matrices and both biases, None where there is none."""
+        return (*self.given_sums, *[None] * (MATRICES + BIASES - len(self.given_sums)))
 
 
 class _ExpertFfn(torch.autograd.Function):

@@ -250,8 +250,8 @@ def return_rows_kernel(
     [0, 7], of which 5 are used: the row at place 0 goes to rank 1 as its token 1, and so do the scalars of place 0, and
     a zero.
 
-    Where copy engines send, rows stay here, at their numbers in `staged_ptr`, or are left alone without ROWS; and nobody
-    is told.
+    Where copy engines send, rows stay here, at their numbers in `staged_ptr`, or are left alone without ROWS, and
+    nobody is told.
     """
     expert_E = tl.arange(0, BLOCK_E)
     used = tl.sum(tl.load(counts_ptr + expert_E, mask=expert_E < EXPERTS, other=0), 0).to(tl.int64)

@@ -290,7 +290,7 @@ _BYTES: Mapping[str, Callable[[Operator, float], float]] = MappingProxyType(
 )
 """Bytes that the memory moves, from an operator and the sum of its tensors, where that is not the sum."""
 
-_NOTHING = frozenset({"wait_kernel"})
+_NOTHING = frozenset({"wait_kernel", "hold_kernel", "signal_kernel"})
 """Kernels that move nothing."""
 
 _FLOAT8_ATTENTION: Mapping[str, int] = MappingProxyType({"attention_queries_kernel": 0, "attention_keys_kernel": 1})
@@ -310,7 +310,7 @@ _TERMS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("route_kernel", "route_backward_kernel", "sum_parts_kernel"), "route"),
         **dict.fromkeys(("count_kernel", "scan_kernel", "place_kernel", "tile_table_kernel"), "route"),
         **dict.fromkeys(("count_arrivals_kernel", "place_arrivals_kernel", "spread_kernel"), "route"),
-        **dict.fromkeys(("take_rows_kernel", "sum_ranks_kernel", "wait_kernel"), "dispatch"),
+        **dict.fromkeys(("take_rows_kernel", "sum_ranks_kernel", *sorted(_NOTHING)), "dispatch"),
         **dict.fromkeys(("_fused_adamw_", "_foreach_norm", "_foreach_zero_", "_foreach_copy_"), "optimizer"),
         "linear_cross_entropy_kernel": "loss",
     }

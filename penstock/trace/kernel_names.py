@@ -75,7 +75,7 @@ COLLECTIVES = frozenset(
 
 TELLING: tuple[tuple[Part, str], ...] = (
     # Our own kernels (penstock/kernels) and autograd functions.
-    (Part.WAIT, r"^wait_kernel$"),
+    (Part.WAIT, r"^(wait|hold)_kernel$"),
     (Part.DISPATCH, r"^(push_rows|take_rows)_kernel$|^_Dispatch(Backward)?$"),
     (Part.COMBINE, r"^(return_rows|sum_ranks)_kernel$|^_Combine(Backward)?$"),
     (Part.INDEX, r"^(tile_table|count|scan|place|count_arrivals|place_arrivals)_kernel$"),

@@ -25,7 +25,7 @@ _LIBRARIES: tuple[tuple[str, str], ...] = (
     ("deep_ep", r"deep_ep(?!::layout|6layout)|hybrid_ep|uccl::"),
     ("mori", r"mori::|ep(?:dispatch|combine)\w*kernel"),
     ("nvshmem", r"nvshmem|rocshmem|roc_shmem|pplx"),
-    (OWN, r"^(?:push_rows_kernel|take_rows_kernel|return_rows_kernel|sum_ranks_kernel|wait_kernel)$"),
+    (OWN, r"^(?:push_rows|take_rows|return_rows|sum_ranks|wait|hold|signal)_kernel$"),
     (
         "symmetric",
         r"multimem|symmetric_memory|symm_mem|(?:one|two)_?shot_all_?reduce"

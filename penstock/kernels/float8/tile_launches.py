@@ -1,7 +1,7 @@
 """How kernels that quantize tiles are launched, as data; see `penstock.kernels.tuning`.
 
-Hopper has kernels of its own for tiles that are also transposed (`hopper_tiles`), which a launch may name. They were
-compiled, and run on a CPU instruction by instruction, and not timed yet; so runs take Triton's.
+Hopper has kernels of its own for tiles that are also transposed (`hopper_tiles`), which a launch may name. Runs take
+what was fastest on an H200 (benchmarks/results/float8-swiglu-h200.json, float8-quantize-launches-h200.json).
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ TRANSPOSING_LAUNCHES: Mapping[str, TileLaunch] = MappingProxyType(
 )
 """What `benchmarks.kernels.float8_quantize --launches` tries."""
 
-TRANSPOSING_TAKEN = TRANSPOSING_LAUNCHES["triton"]
+TRANSPOSING_TAKEN = TRANSPOSING_LAUNCHES["gluon"]
 """What runs take."""
 
 
@@ -89,5 +89,5 @@ BACKWARD_LAUNCHES: Mapping[str, BackwardLaunch] = MappingProxyType(
 )
 """What `benchmarks.kernels.float8_swiglu` tries."""
 
-BACKWARD_TAKEN = BACKWARD_LAUNCHES["triton"]
+BACKWARD_TAKEN = BACKWARD_LAUNCHES["gluon_ahead"]
 """What runs take."""

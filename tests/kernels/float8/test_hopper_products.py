@@ -27,7 +27,7 @@ if hopper_products.HAS_GLUON:
     from penstock.kernels.float8.hopper_ring import ring
     from penstock.kernels.float8.hopper_rows import float8_rows_kernel
 
-QUICKLY_COMPILED = {("rows", "gluon_double"), ("dense", "gluon"), ("columns", "gluon")}
+QUICKLY_COMPILED = {("rows", "gluon_double"), ("dense", "gluon"), ("dense_gradient", "gluon")}
 """What is compiled in every run of the tests; the rest in the slow ones."""
 
 LAUNCHES = [
@@ -235,7 +235,7 @@ def test_a_dense_product_with_a_weight_needs_no_table(launched: list[dict[str, o
 
 @pytest.mark.parametrize("width", [136, 256])
 def test_gradients_are_launched_with_where_experts_begin(width: int, launched: list[dict[str, object]]) -> None:
-    counts, launch = [70, 0, 3], CANDIDATES["sm_90"]["columns"]["gluon_4"]
+    counts, launch = [70, 0, 3], CANDIDATES["sm_90"]["dense_gradient"]["gluon_4"]
     dy, x = (draw_columns(one, counts, BLOCKWISE, CPU) for one in (width, 128))
     sums = torch.zeros(len(counts), width, 128)
     arguments = {"dtype": torch.float32, "accumulate_into": sums, "tiles": table_of(counts), "launch": launch}
@@ -280,9 +280,9 @@ def test_results_are_those_of_triton_bit_for_bit(counts: list[int], width: int) 
             ),
             multiply(x, one, torch.bfloat16, launch=of["dense"][of_weights]),
             *(multiply(x, rows, torch.bfloat16, launch=of["dense_gradient"][name]) for rows in (other, wide)),
-            multiply_columns(dy, columns, counts_e, dtype=torch.bfloat16, launch=of["columns"][name]),
+            multiply_columns(dy, columns, counts_e, dtype=torch.bfloat16, launch=of["dense_gradient"][name]),
             multiply_columns(
-                dy, columns, counts_e, dtype=torch.float32, accumulate_into=sums, launch=of["columns"][name]
+                dy, columns, counts_e, dtype=torch.float32, accumulate_into=sums, launch=of["dense_gradient"][name]
             ),
         ]
 
