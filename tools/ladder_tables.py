@@ -45,6 +45,31 @@ def ladder_changes(result: Result) -> str:
     return "\n".join(lines)
 
 
+def step_ranks(result: Result) -> str:
+    """Where the time of a recorded step went on each rank."""
+    numbers, environment = result["numbers"], result["environment"]
+    lines = [
+        f"Recorded on {environment['devices']} x {environment['device']} (torch {environment['torch']}), commit "
+        f"`{result['commit']}`. `{numbers['run']}`: {numbers['tokens_per_second_per_device']:,.0f} tokens/s/GPU in the "
+        "step that was not recorded. ms of the recorded one:",
+        "",
+        "| rank | step | computing | transfer | waiting for ranks that come later | idle |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    for one in numbers["ranks"]:
+        kept = (one[f"{name}_us"] / 1e3 for name in ("total", "compute", "pure", "wait", "idle"))
+        lines.append(f"| {one['rank']} | " + " | ".join(f"{value:,.0f}" for value in kept) + " |")
+    return "\n".join(lines)
+
+
+def step_phases(result: Result) -> str:
+    """Phases of a recorded step, the longest first, the mean of all ranks."""
+    lines = ["| phase | pass | ms that nothing hides | of the step |", "|---|---|---:|---:|"]
+    for row in result["numbers"]["phases"]:
+        lines.append(f"| {row['phase']} | {row['pass']} | {row['exposed_us'] / 1e3:,.1f} | {row['share']:.1%} |")
+    return "\n".join(lines)
+
+
 def scaling(result: Result) -> str:
     """Throughput of each number of expert ranks over that of one and of two."""
     numbers, environment = result["numbers"], result["environment"]
@@ -108,6 +133,8 @@ def _in_cell(text: str) -> str:
 TABLES: dict[str, Callable[[Result], str]] = {
     "ladder": ladder,
     "ladder-changes": ladder_changes,
+    "step-ranks": step_ranks,
+    "step-phases": step_phases,
     "scaling": scaling,
     "jitter": jitter,
 }
