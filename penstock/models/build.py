@@ -278,8 +278,9 @@ def _ffn(config: Model, layer: int, kit: Kit, shelf: "Shelf | None") -> FeedForw
     moe = config.moe
     if moe is None or config.is_dense(layer):
         return FeedForward(config.hidden_size, config.dense_ffn_size, kit)
-    shelf = shelf if is_shelved(moe, kit) else None
-    dispatcher, room = make_dispatcher(moe, kit, is_shelved=shelf is not None)
+    dispatcher, room = make_dispatcher(moe, kit, is_shelved=is_shelved(moe, kit))
+    # What is computed again is kept by nobody, and lives no longer than the layer.
+    keeps = is_shelved(moe, kit) and not kit.recompute.kinds & {"expert-activation", "moe", "layer"}
     return MoE(
         Router(moe, config.hidden_size, layer, kit.operators, kit.axes),
         dispatcher,
@@ -287,7 +288,7 @@ def _ffn(config: Model, layer: int, kit: Kit, shelf: "Shelf | None") -> FeedForw
         FeedForward(config.hidden_size, moe.shared_ffn_size, kit) if moe.shared_ffn_size else None,
         kit,
         room,
-        shelf,
+        shelf if keeps else None,
     )
 
 

@@ -16,7 +16,6 @@ from penstock.moe.experts import Experts
 from penstock.moe.overlap import Departures, SharedExpert
 from penstock.moe.router import Router
 from penstock.moe.routing import Routing, Scope
-from penstock.parallel.activations.region import is_replaying
 from penstock.parallel.kit import Kit
 from penstock.parallel.spans import span
 from penstock.parallel.turns import Steps, drain
@@ -130,12 +129,7 @@ class MoE(nn.Module):
             return y_RD
 
     def _keep(self) -> Keep | None:
-        """Where this pass keeps its pre-activation; None for a tensor of its own.
-
-        One that nobody keeps, or that is made in backward, does not live long.
-        """
-        if self.shelf is None or self.room is None or not self.training:
-            return None
-        if not torch.is_grad_enabled() or is_replaying():
+        """Where this pass keeps its pre-activation; None for a tensor of its own."""
+        if self.shelf is None or self.room is None or not self.training or not torch.is_grad_enabled():
             return None
         return partial(self.shelf.place, share=self.room.share)

@@ -118,6 +118,7 @@ LADDER = (
             "dispatch.method=all-to-all",
             "dispatch.sync_free=0",
             "dispatch.overlap=none",
+            "dispatch.engines=false",
             "float8.dense=none",
             "float8.experts=none",
             "float8.dispatch=none",
