@@ -12,13 +12,15 @@ WHOLE, LAST = 1, 4
 
 
 def records(path: Path) -> Iterator[Any]:
-    """Every record of a file."""
+    """Every record of a file that is there whole; the library may still be writing the next one."""
     data, place, parts = path.read_bytes(), HEADER, b""
     while place + RECORD <= len(data):
         if BLOCK - place % BLOCK < RECORD:  # The rest of a block that no record's head fits in.
             place += BLOCK - place % BLOCK
             continue
         _, length, kind = struct.unpack_from("<IHB", data, place)
+        if place + RECORD + length > len(data):
+            return
         parts += data[place + RECORD : place + RECORD + length]
         place += RECORD + length
         if kind in (WHOLE, LAST):
