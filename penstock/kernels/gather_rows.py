@@ -8,13 +8,10 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.launching import start_kernel
-from penstock.kernels.tuning import Launch, units_of
+from penstock.kernels.tuning import Launch, turns_of
 
 LAUNCH = Launch(block_rows=1, block_columns=2048, warps=4)
 """Sixteen bytes for each thread, load and store."""
-
-RESIDENCY = 16
-"""Programs for each multiprocessor: as many of four warps as one holds at a time."""
 
 
 def gather_rows(x_ND: Tensor, index_R: Tensor, used: Tensor, *, launch: Launch = LAUNCH) -> Tensor:
@@ -31,7 +28,7 @@ def gather_rows(x_ND: Tensor, index_R: Tensor, used: Tensor, *, launch: Launch =
     blocks = triton.cdiv(rows, launch.block_rows)
     start_kernel(
         gather_rows_kernel,
-        (min(blocks, RESIDENCY * units_of(x_ND.device)), triton.cdiv(width, launch.block_columns)),
+        (turns_of(blocks, x_ND.device), triton.cdiv(width, launch.block_columns)),
         x_ND,
         index_R,
         gathered_RD,

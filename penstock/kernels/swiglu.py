@@ -24,16 +24,13 @@ from penstock.base.errors import KernelError
 from penstock.kernels.expert_parts import KeptRows
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import SWIGLU, ExpertRule
-from penstock.kernels.tuning import Launch, units_of
+from penstock.kernels.tuning import Launch, turns_of
 
 LAUNCH = Launch(block_rows=1, block_columns=2048, warps=4)
 """Sixteen bytes for each thread and load, two loads of gate and of up."""
 
 BACKWARD_LAUNCH = Launch(block_rows=2, block_columns=512, warps=4)
 """One load of each of three tensors is enough; of 3 x 512 columns 1,408 (DeepSeek-V2-Lite) leave only 8 % idle."""
-
-RESIDENCY = 16
-"""Programs for each multiprocessor that take turns: as many of four warps as one holds at a time."""
 
 
 def swiglu(
@@ -175,7 +172,7 @@ def _given(gate_up_RF: Tensor | KeptRows, weights_R: Tensor | None) -> tuple[Ten
 
 def _programs(blocks: int, used: Tensor | None) -> int:
     """One for each block of rows; or fewer that take turns where most blocks may be empty."""
-    return blocks if used is None else min(blocks, RESIDENCY * units_of(used.device))
+    return blocks if used is None else turns_of(blocks, used.device)
 
 
 def rule_constants(rule: ExpertRule) -> dict[str, Any]:

@@ -83,6 +83,15 @@ def units_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
+RESIDENCY = 16
+"""Programs of four warps that a multiprocessor holds at a time."""
+
+
+def turns_of(blocks: int, device: torch.device) -> int:
+    """Programs of four warps that take turns over blocks of which only the device knows how many are empty."""
+    return min(blocks, RESIDENCY * units_of(device))
+
+
 def programs_of(launch: GemmLaunch, device: torch.device) -> int:
     """Programs that a persistent kernel starts."""
     return max(units_of(device) - launch.idle_units, 1) * launch.residency
