@@ -23,6 +23,8 @@ PROFILE = "profile"
 """Where in the folder of a run its traces are."""
 
 _ENDINGS = (".json", ".json.gz")
+READER = "penstock-trace"
+"""Name of the thread that reads ahead."""
 _RANK = re.compile(r"rank[-_ ]?(\d+)", re.IGNORECASE)
 _GZIP = 31
 """Of zlib: a header as gzip writes it, and the largest window."""
@@ -64,10 +66,12 @@ def load_ranks(
         TraceError: a file is wrong, there is none, or two are of the same rank.
     """
     files = trace_files(paths)
-    traces = [
-        decode_trace(text, path=path, python_functions=python_functions, gpu_required=gpu_required)
-        for path, text in _texts(files)
-    ]
+    # Ended here and not in `_texts`: whoever collects a generator that was left must not wait for a thread.
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix=READER) as reader:
+        traces = [
+            decode_trace(text, path=path, python_functions=python_functions, gpu_required=gpu_required)
+            for path, text in _texts(files, reader)
+        ]
     ranks = _ranks(traces)
     return {rank: replace(trace, rank=rank) for rank, trace in sorted(zip(ranks, traces, strict=True))}
 
@@ -147,15 +151,14 @@ def _rank_in(path: Path) -> int | None:
     return int(found[-1]) if found else None
 
 
-def _texts(files: Sequence[Path]) -> Iterator[tuple[Path, bytes]]:
+def _texts(files: Sequence[Path], reader: ThreadPoolExecutor) -> Iterator[tuple[Path, bytes]]:
     """Files with their text; the next is read while the caller works on this one."""
-    with ThreadPoolExecutor(max_workers=1) as reader:
-        ahead = reader.submit(read_text, files[0])
-        for at, file in enumerate(files):
-            text = ahead.result()
-            if at + 1 < len(files):
-                ahead = reader.submit(read_text, files[at + 1])
-            yield file, text
+    ahead = reader.submit(read_text, files[0])
+    for at, file in enumerate(files):
+        text = ahead.result()
+        if at + 1 < len(files):
+            ahead = reader.submit(read_text, files[at + 1])
+        yield file, text
 
 
 def _ranks(traces: Sequence[Trace]) -> list[int]:

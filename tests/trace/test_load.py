@@ -2,6 +2,7 @@
 
 import gzip
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from penstock.base.errors import TraceError
 from penstock.trace.events import NONE, GpuKind, HostKind, Trace
-from penstock.trace.load import decode_trace, load_ranks, load_trace, trace_files
+from penstock.trace.load import READER, decode_trace, load_ranks, load_trace, trace_files
 from penstock.trace.timeline import steps_of, timelines
 from tests.trace.mutation import damaged
 from tests.trace.tiny import event, kernel, launch, text_of, tiny, trace_of, write
@@ -286,6 +287,16 @@ def test_packed_data_with_one_wrong_byte_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.json.gz"
     path.write_bytes(text)
     assert "gzip data are wrong" in told(path)
+
+
+def test_no_thread_is_left_behind_by_a_file_that_is_refused(tmp_path: Path) -> None:
+    paths = [tmp_path / f"rank-{rank}.json" for rank in range(3)]
+    for path, text in zip(paths, [text_of(tiny()), b"no trace", text_of(tiny())], strict=True):
+        path.write_bytes(text)
+    with pytest.raises(TraceError) as caught:
+        load_ranks(paths)
+    assert caught.tb is not None, "whose frames are still there"
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(READER)]
 
 
 def test_damaged_args_are_told_when_they_are_asked_for() -> None:
