@@ -6,8 +6,9 @@ python -m benchmarks.float8_curves --target curves.toml --steps 2000 --cases non
 What is a difference worth? Case `rows-2` makes passes of so many rows instead of the preset's: the same run, whose sums
 are rounded in another order. Case `bf16` is the run in bfloat16, which a debug preset in float32 is not.
 
-A case is a recipe for dense products and experts; `+dispatch` behind it sends rows in 8 bits too. The last loss is the
-mean over the last `--last` steps, because a single one depends on its text.
+A case is a recipe for dense products and experts; `+dispatch` behind it sends rows in 8 bits too, those of
+`blockwise-square` as `blockwise`. The last loss is the mean over the last `--last` steps, because a single one depends
+on its text.
 """
 
 import argparse
@@ -24,7 +25,10 @@ from typing import Any
 
 from benchmarks import record
 
-CASES = ("none", "blockwise", "blockwise-e5m2", "tensorwise", "rowwise", "mxfp8", "nvfp4")
+CASES = ("none", "blockwise", "blockwise-e5m2", "blockwise-square", "tensorwise", "rowwise", "mxfp8", "nvfp4")
+E5M2 = "-e5m2"
+"""Behind a recipe."""
+
 POINTS = 200
 """Of a curve in the file; each is the mean of the steps since the one before."""
 
@@ -61,10 +65,10 @@ def overrides_of(case: str) -> list[str]:
     if case == "bf16":
         return ["training.precision=bf16"]
     recipe, _, also = case.partition("+")
-    recipe, _, gradients = recipe.partition("-")
-    changes = [f"float8.dense={recipe}", f"float8.experts={recipe}"]
-    changes += [f"float8.gradients={gradients}"] if gradients else []
-    return [*changes, f"float8.dispatch={recipe}"] if also == "dispatch" else changes
+    is_wide = recipe.endswith(E5M2)
+    recipe = recipe.removesuffix(E5M2)
+    changes = [f"float8.dense={recipe}", f"float8.experts={recipe}", *["float8.gradients=e5m2"] * is_wide]
+    return [*changes, f"float8.dispatch={recipe.removesuffix('-square')}"] if also == "dispatch" else changes
 
 
 def _train(options: argparse.Namespace, case: str, folder: Path) -> list[dict[str, Any]]:

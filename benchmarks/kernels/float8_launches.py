@@ -31,6 +31,7 @@ from benchmarks import record
 from benchmarks.kernels.float8_layers import (
     ON_GPU,
     PASSES,
+    RECIPES,
     TARGET,
     Layer,
     Shape,
@@ -114,11 +115,12 @@ def run(options: argparse.Namespace, shapes: Sequence[Shape]) -> None:
         return
     watch, rows = Watch(options.patience), []
     for shape in shapes:
-        layer = draw(shape)
+        layer = draw(shape, RECIPES[options.recipe])
         for which in PASSES:
             rows.append(measure(layer, which, options, watch))
             print(line(rows[-1]), flush=True)
-            record.write(options, {"rows": rows, "summary": summarize(rows)}, triton=triton.__version__)
+            numbers = {"recipe": options.recipe, "rows": rows, "summary": summarize(rows)}
+            record.write(options, numbers, triton=triton.__version__)
         del layer
     for name, figures in summarize(rows).items():
         print(f"{name:42} " + ", ".join(f"{key} {figure:.3f}" for key, figure in figures.items()))
@@ -175,7 +177,10 @@ def compile_all(options: argparse.Namespace, shapes: Sequence[Shape]) -> None:
                 jobs.setdefault((bool(shape.experts), is_gradient, name), []).append((shape, which))
     start = time.perf_counter()
     with ProcessPoolExecutor(max_workers=options.workers, mp_context=get_context("spawn")) as pool:
-        work = [pool.submit(compile_one, name, tuple(cases), options.patience) for (_, _, name), cases in jobs.items()]
+        work = [
+            pool.submit(compile_one, name, tuple(cases), options.recipe, options.patience)
+            for (_, _, name), cases in jobs.items()
+        ]
         try:
             for done in as_completed(work):
                 for text in done.result():
@@ -186,13 +191,13 @@ def compile_all(options: argparse.Namespace, shapes: Sequence[Shape]) -> None:
     print(f"{time.perf_counter() - start:.1f} s with {options.workers} workers")
 
 
-def compile_one(name: str, cases: Sequence[tuple[Shape, str]], patience: float) -> list[str]:
+def compile_one(name: str, cases: Sequence[tuple[Shape, str]], recipe: str, patience: float) -> list[str]:
     """Runs in another process; what it took, a line for each case that has the candidate."""
     found, watch, layer = [], Watch(patience), None
     for shape, which in cases:
         if layer is None or layer.shape != shape:
             layer = None
-            layer = make_room(shape)
+            layer = make_room(shape, RECIPES[recipe])
         ways = ways_of(layer, which, [name])
         if ways:
             seconds = first_call(ways, name, f"{shape.name}, {which}", watch)

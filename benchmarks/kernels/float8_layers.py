@@ -1,9 +1,10 @@
 """Layers whose products of 8-bit numbers are measured: their operands, and their products in 8 and in 16 bits.
 
-Dense layers of DeepSeek-V3 and experts' shares of V3, V2-Lite and Qwen3-30B-A3B, blockwise in E4M3. Each has three
-products: forward, gradient of the input, gradient of the weight added to a float32 sum.
+Dense layers of DeepSeek-V3 and experts' shares of V3, V2-Lite and Qwen3-30B-A3B, in E4M3 by one of `RECIPES`. Each has
+three products: forward, gradient of the input, gradient of the weight added to a float32 sum.
 """
 
+import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from penstock.kernels.float8 import products, quantize
 from penstock.kernels.float8.formats import format_on
 from penstock.kernels.float8.launches import Product, ProductLaunch
 from penstock.kernels.float8.quantized import Quantized, WeightCopies
-from penstock.kernels.float8.recipes import BLOCKWISE, Block
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, Block, Recipe
 from penstock.kernels.float8.reference import aligned_rows
 from penstock.kernels.float32_products import add_product
 from penstock.kernels.grouped_gemm import (
@@ -33,6 +34,9 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 TARGET = target_of(DEVICE)
 FORM = format_on("e4m3", TARGET)
+
+RECIPES = {recipe.name: recipe for recipe in (BLOCKWISE, BLOCKWISE_SQUARE)}
+"""Of all operands of a layer; they differ in those of the weight's gradient."""
 
 Ways = dict[str, Callable[[], Tensor]]
 
@@ -76,6 +80,7 @@ class Layer:
     """Operands of a layer's three products, in 16 and in 8 bits; a dense layer has no counts and no tile table."""
 
     shape: Shape
+    recipe: Recipe
     x_RD: Tensor
     w: Tensor
     dy_RF: Tensor
@@ -89,7 +94,12 @@ class Layer:
     tiles: TileTable | None
 
 
-def draw(shape: Shape) -> Layer:
+def add_argument(parser: argparse.ArgumentParser) -> None:
+    """The option that says by which recipe."""
+    parser.add_argument("--recipe", choices=tuple(RECIPES), default=BLOCKWISE.name, help="which blocks share a scale")
+
+
+def draw(shape: Shape, recipe: Recipe) -> Layer:
     """Random operands; a tail of no rows, so that flops are those of all rows."""
     generator = torch.Generator(DEVICE).manual_seed(0)
     # Triton's interpreter multiplies no bfloat16.
@@ -102,16 +112,18 @@ def draw(shape: Shape) -> Layer:
     counts_e, tiles = _groups_of(shape)
     w = normal(*_weight_shape(shape))
     both_x, both_dy = (
-        quantize.quantize_rows(rows, BLOCKWISE, FORM, columns=True, counts_e=counts_e) for rows in (x_RD, dy_RF)
+        quantize.quantize_rows(rows, recipe, FORM, columns=block, counts_e=counts_e)
+        for rows, block in ((x_RD, recipe.columns), (dy_RF, recipe.rows))
     )
     assert both_x.columns is not None and both_dy.columns is not None, "columns were asked for"
     return Layer(
         shape=shape,
+        recipe=recipe,
         x_RD=x_RD,
         w=w,
         dy_RF=dy_RF,
         main=torch.zeros(w.shape, device=DEVICE),
-        copies=quantize.quantize_weight(w, BLOCKWISE, FORM),
+        copies=quantize.quantize_weight(w, recipe, FORM),
         x=both_x.rows,
         dy=both_dy.rows,
         x_columns=both_x.columns,
@@ -121,29 +133,28 @@ def draw(shape: Shape) -> Layer:
     )
 
 
-def make_room(shape: Shape) -> Layer:
+def make_room(shape: Shape, recipe: Recipe) -> Layer:
     """Operands as `draw` makes them, of whatever the memory holds: for launches whose results nobody reads."""
     like = torch.empty(0, device=DEVICE, dtype=torch.bfloat16 if ON_GPU else torch.float32)
 
     def room(block: Block, *sizes: int) -> Quantized:
-        return quantize.empty_copy(like, sizes, block, FORM, BLOCKWISE.scaling)
+        return quantize.empty_copy(like, sizes, block, FORM, recipe.scaling)
 
     counts_e, tiles = _groups_of(shape)
     places = aligned_rows(shape.rows, shape.experts) if shape.experts else shape.rows
     *stack, width, depth = _weight_shape(shape)
     return Layer(
         shape=shape,
+        recipe=recipe,
         x_RD=like.new_empty(shape.rows, depth),
         w=like.new_empty(*stack, width, depth),
         dy_RF=like.new_empty(shape.rows, width),
         main=torch.empty(*stack, width, depth, device=DEVICE),
-        copies=WeightCopies(
-            room(BLOCKWISE.weights, *stack, width, depth), room(BLOCKWISE.weights, *stack, depth, width)
-        ),
-        x=room(BLOCKWISE.rows, shape.rows, depth),
-        dy=room(BLOCKWISE.rows, shape.rows, width),
-        x_columns=room(BLOCKWISE.rows, depth, places),
-        dy_columns=room(BLOCKWISE.rows, width, places),
+        copies=WeightCopies(room(recipe.weights, *stack, width, depth), room(recipe.weights, *stack, depth, width)),
+        x=room(recipe.rows, shape.rows, depth),
+        dy=room(recipe.rows, shape.rows, width),
+        x_columns=room(recipe.columns, depth, places),
+        dy_columns=room(recipe.rows, width, places),
         counts_e=counts_e,
         tiles=tiles,
     )
@@ -180,8 +191,10 @@ def bare(layer: Layer, which: str, launch: ProductLaunch | None = None) -> Tenso
 
 def product_of(layer: Layer, which: str) -> Product:
     """Which row of the tables of launches it is."""
-    if which == "weight gradient":
+    if which == "weight gradient" and layer.x_columns.block[0] == 1:
         return "dense_gradient" if layer.counts_e is None else "columns"
+    if which == "weight gradient":
+        return "dense_square" if layer.counts_e is None else "columns_square"
     return "dense" if layer.counts_e is None else "rows"
 
 

@@ -1,6 +1,7 @@
 """Products of 8-bit numbers on one GPU, bare and with their quantization, beside our bfloat16 kernels and torch's.
 
     python -m benchmarks.kernels.float8_products --output float8_products.json
+    python -m benchmarks.kernels.float8_products --recipe blockwise-square --output float8_products_square.json
     python -m benchmarks.kernels.float8_products --launches --output float8_launches.json   # each launch, bare products
     TRITON_INTERPRET=1 python -m benchmarks.kernels.float8_products --tiny                  # on a CPU: does it run?
 
@@ -35,10 +36,12 @@ from benchmarks.kernels.float8_layers import (
     GROUPED,
     ON_GPU,
     PASSES,
+    RECIPES,
     TARGET,
     TINY,
     Layer,
     Ways,
+    add_argument,
     bare,
     check,
     draw,
@@ -48,6 +51,7 @@ from benchmarks.kernels.float8_layers import (
 from benchmarks.kernels.grouped_gemm import burn
 from penstock.kernels.float8 import quantize, torch_products
 from penstock.kernels.float8.launches import PRODUCTS
+from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE
 from penstock.kernels.float8.triton_operators import multiply_with_torch
 
@@ -63,12 +67,12 @@ def main() -> None:
     if options.launches or options.compile:
         float8_launches.run(options, shapes)
         return
-    rows = [row for shape in shapes for row in measure(draw(shape), options.rounds)]
+    rows = [row for shape in shapes for row in measure(draw(shape, RECIPES[options.recipe]), options.rounds)]
     print_rows(rows)
     summary = summarize(rows)
     for name, figures in summary.items():
         print(f"{name:42} " + ", ".join(f"{key} {figure:.3f}" for key, figure in figures.items()))
-    record.write(options, {"rows": rows, "summary": summary}, triton=triton.__version__)
+    record.write(options, {"recipe": options.recipe, "rows": rows, "summary": summary}, triton=triton.__version__)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -76,6 +80,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6, help="turns that each contender takes")
     parser.add_argument("--only", default="", help="layers whose name contains this")
     parser.add_argument("--tiny", action="store_true", help="two small layers, to see that it runs")
+    add_argument(parser)
     float8_launches.add_arguments(parser)
     record.add_arguments(parser)
     options = parser.parse_args()
@@ -85,13 +90,13 @@ def parse_arguments() -> argparse.Namespace:
 
 def quantized(layer: Layer, which: str) -> Tensor:
     """The same with what has to be quantized for it."""
-    counts_e = layer.counts_e
+    counts_e, recipe = layer.counts_e, layer.recipe
     if which == "forward":
-        quantize.quantize_rows(layer.x_RD, BLOCKWISE, FORM, columns=counts_e is None)
+        quantize.quantize_rows(layer.x_RD, recipe, FORM, columns=recipe.columns if counts_e is None else None)
     elif which == "input gradient":
-        quantize.quantize_rows(layer.dy_RF, BLOCKWISE, FORM, columns=True, counts_e=counts_e)
+        quantize.quantize_rows(layer.dy_RF, recipe, FORM, columns=recipe.rows, counts_e=counts_e)
     elif counts_e is not None:
-        quantize.quantize_groups(layer.x, counts_e, BLOCKWISE, FORM)
+        quantize.quantize_groups(layer.x, counts_e, recipe, FORM)
     return with_torch(layer, which) if counts_e is None and HAS_TORCH else bare(layer, which)
 
 
@@ -116,11 +121,16 @@ def others(layer: Layer, which: str) -> Ways:
     else:
         a, b = (layer.x, layer.copies.forward) if which == "forward" else (layer.dy, layer.copies.backward)
         ways = {"torch": partial(torch_products.multiply, a, b, dtype)}
-        if find_spec("torchao") is not None:
-            product = vars(import_module(TORCHAO)).get("triton_fp8_gemm_1x128_128x128")
-            scales = b.scales.contiguous().T
-            ways["torchao"] = partial(product, a.values, b.values.T, a.scales, scales, 128, dtype)
+    if b.block[0] != 1 and find_spec("torchao") is not None:
+        ways["torchao"] = torchao(a, b, dtype, layer.main if which == "weight gradient" else None)
     return ways if torch_products.shape_obstacle(a, b) is None else {}
+
+
+def torchao(a: Quantized, b: Quantized, dtype: torch.dtype, total: Tensor | None) -> Callable[[], Tensor]:
+    """Its product of 1 x 128 and 128 x 128, which as torch's has no sum to add to."""
+    product = vars(import_module(TORCHAO))["triton_fp8_gemm_1x128_128x128"]
+    given = a.values, b.values.T, a.scales, b.scales.contiguous().T, 128, dtype if total is None else torch.float32
+    return partial(product, *given) if total is None else lambda: total.add_(product(*given))
 
 
 def torch_grouped(layer: Layer, which: str) -> Callable[[], Tensor]:

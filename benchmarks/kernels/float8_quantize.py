@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernels.float8_quantize --output float8_quantize.json
     python -m benchmarks.kernels.float8_quantize --launches           # what transposes, cut in several ways
+    python -m benchmarks.kernels.float8_quantize --recipe blockwise-square     # columns of activations in squares
     TRITON_INTERPRET=1 python -m benchmarks.kernels.float8_quantize --tiny       # on a CPU: does it run?
 
 Shapes are those of DeepSeek-V2-Lite and V3. `bytes` are those that must move: every number of the source read once,
@@ -19,12 +20,13 @@ import triton
 from torch import Tensor
 
 from benchmarks import record
+from benchmarks.kernels.float8_layers import RECIPES, add_argument
 from benchmarks.kernels.pointwise import copy_bandwidth, time_calls
 from penstock.kernels.float8 import reference
 from penstock.kernels.float8.formats import format_on
 from penstock.kernels.float8.quantize import quantize_groups, quantize_rows, quantize_weight
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.recipes import MXFP8, ROWWISE, TENSORWISE, Block, Recipe
 from penstock.kernels.float8.tile_launches import TRANSPOSING_LAUNCHES, TileLaunch
 from penstock.kernels.tuning import target_of
 
@@ -78,12 +80,13 @@ def main() -> None:
     if peak is not None:
         print(f"copy: {peak / 1e12:.2f} TB/s")
     print(f"{'case':58} {'MB':>8} {'us':>8} {'TB/s':>6} {'of copy':>8}")
-    rows = []
+    rows, recipe = [], RECIPES[options.recipe]
     for model in (TINY,) if options.tiny else MODELS:
-        for case in launch_cases(model) if options.launches else cases(model):
+        for case in launch_cases(model, recipe) if options.launches else cases(model, recipe):
             rows.append({"model": model.name, **measure(case, peak)})
             print(line(rows[-1]), flush=True)
-            record.write(options, {"copy_bytes_per_s": peak, "rows": rows}, triton=triton.__version__)
+            numbers = {"copy_bytes_per_s": peak, "recipe": recipe.name, "rows": rows}
+            record.write(options, numbers, triton=triton.__version__)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -92,6 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tiny", action="store_true", help="one small model, held against the definition but not timed"
     )
+    add_argument(parser)
     record.add_arguments(parser)
     return parser.parse_args()
 
@@ -110,30 +114,35 @@ def normal(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*sizes, device=DEVICE, dtype=dtype)
 
 
-def cases(model: Model) -> Iterator[Case]:
-    """Dense rows, experts' rows, weights; then what other recipes cost on dense rows."""
-    yield rows_case("rows", (model.tokens, model.hidden), BLOCKWISE, columns=False)
-    yield rows_case("rows, columns", (model.tokens, model.hidden), BLOCKWISE)
+def cases(model: Model, recipe: Recipe) -> Iterator[Case]:
+    """Dense rows, experts' rows, weights; then what other recipes cost on dense rows. Experts' rows are gradients."""
+    yield rows_case("rows", (model.tokens, model.hidden), recipe)
+    yield rows_case("rows, columns", (model.tokens, model.hidden), recipe, recipe.columns)
     counts_e = torch.full((model.experts,), model.rows // model.experts - 1, device=DEVICE)
     for name, width in (("hidden", model.hidden), ("gate-up", 2 * model.width)):
-        experts = {"counts_e": counts_e}
-        yield rows_case(f"experts' rows, columns, {name}", (model.rows, width), BLOCKWISE, **experts)
-    yield from gathered_cases(model, counts_e)
+        case = f"experts' rows, columns, {name}"
+        yield rows_case(case, (model.rows, width), recipe, recipe.rows, counts_e=counts_e)
+    yield from gathered_cases(model, counts_e, recipe)
     for dtype in (torch.bfloat16, torch.float32):
-        yield weight_case(model, dtype)
-    for recipe in (MXFP8, ROWWISE, TENSORWISE):
-        yield rows_case(f"rows, columns, {recipe.name}", (model.tokens, model.hidden), recipe)
+        yield weight_case(model, dtype, recipe)
+    for other in (MXFP8, ROWWISE, TENSORWISE):
+        yield rows_case(f"rows, columns, {other.name}", (model.tokens, model.hidden), other, other.columns)
 
 
-def launch_cases(model: Model) -> Iterator[Case]:
+def launch_cases(model: Model, recipe: Recipe) -> Iterator[Case]:
     counts_e = torch.full((model.experts,), model.rows // model.experts - 1, device=DEVICE)
     for name, launch in TRANSPOSING_LAUNCHES.items():
         for case in (
-            rows_case("rows, columns", (model.tokens, model.hidden), BLOCKWISE, launch=launch),
+            rows_case("rows, columns", (model.tokens, model.hidden), recipe, recipe.columns, launch=launch),
             rows_case(
-                "experts' rows, columns", (model.rows, model.hidden), BLOCKWISE, counts_e=counts_e, launch=launch
+                "experts' rows, columns",
+                (model.rows, model.hidden),
+                recipe,
+                recipe.rows,
+                counts_e=counts_e,
+                launch=launch,
             ),
-            *gathered_cases(model, counts_e, launch),
+            *gathered_cases(model, counts_e, recipe, launch),
         ):
             yield replace(case, name=f"{case.name}, {name}")
 
@@ -142,8 +151,8 @@ def rows_case(
     name: str,
     shape: tuple[int, int],
     recipe: Recipe,
+    columns: Block | None = None,
     *,
-    columns: bool = True,
     counts_e: Tensor | None = None,
     launch: TileLaunch | None = None,
 ) -> Case:
@@ -158,10 +167,10 @@ def rows_case(
     )
 
 
-def gathered_cases(model: Model, counts_e: Tensor, launch: TileLaunch | None = None) -> Iterator[Case]:
+def gathered_cases(model: Model, counts_e: Tensor, recipe: Recipe, launch: TileLaunch | None = None) -> Iterator[Case]:
     """Rows of tokens, from 16 bits and from 8, in the order of the experts and transposed."""
     index_R = torch.randint(0, model.tokens, (model.rows,), device=DEVICE)
-    how = {"counts_e": counts_e, "recipe": BLOCKWISE, "form": FORM, "index_R": index_R}
+    how = {"counts_e": counts_e, "recipe": recipe, "form": FORM, "index_R": index_R}
     plain = Case(
         name="gathered columns of 16 bits",
         draw=lambda: (normal(model.tokens, model.hidden),),
@@ -173,24 +182,24 @@ def gathered_cases(model: Model, counts_e: Tensor, launch: TileLaunch | None = N
     yield replace(
         plain,
         name="gathered columns of 8 bits",
-        draw=lambda: (quantize_rows(normal(model.tokens, model.hidden), BLOCKWISE, FORM).rows,),
+        draw=lambda: (quantize_rows(normal(model.tokens, model.hidden), recipe, FORM).rows,),
         read=plain.read // 2,
     )
 
 
-def weight_case(model: Model, dtype: torch.dtype) -> Case:
+def weight_case(model: Model, dtype: torch.dtype, recipe: Recipe) -> Case:
     """Gate and up of all experts, into copies that are there, as after an optimizer step."""
     shape = (model.experts, 2 * model.width, model.hidden)
 
     def draw() -> tuple[object, ...]:
         w_eFD = normal(*shape, dtype=dtype)
-        return w_eFD, quantize_weight(w_eFD, BLOCKWISE, FORM)
+        return w_eFD, quantize_weight(w_eFD, recipe, FORM)
 
     return Case(
         name=f"weights of {torch.finfo(dtype).bits} bits",
         draw=draw,
-        call=lambda w_eFD, into: quantize_weight(w_eFD, BLOCKWISE, FORM, into),
-        truth=lambda w_eFD, _: reference.quantize_weight(w_eFD, BLOCKWISE, FORM),
+        call=lambda w_eFD, into: quantize_weight(w_eFD, recipe, FORM, into),
+        truth=lambda w_eFD, _: reference.quantize_weight(w_eFD, recipe, FORM),
         read=dtype.itemsize * model.experts * 2 * model.width * model.hidden,
     )
 

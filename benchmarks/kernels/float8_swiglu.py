@@ -2,6 +2,7 @@
 
     python -m benchmarks.kernels.float8_swiglu --output float8_swiglu.json
     python -m benchmarks.kernels.float8_swiglu --only "V2-Lite backward"
+    python -m benchmarks.kernels.float8_swiglu --recipe blockwise-square         # columns of the activation in squares
     TRITON_INTERPRET=1 python -m benchmarks.kernels.float8_swiglu --tiny         # on a CPU: does it run?
 
 Shapes are those of a rank's experts of DeepSeek-V2-Lite and V3. Backward gives the gradients by rows and by columns,
@@ -21,12 +22,13 @@ import triton
 from torch import Tensor
 
 from benchmarks import record
+from benchmarks.kernels.float8_layers import RECIPES, add_argument
 from benchmarks.kernels.pointwise import copy_bandwidth, time_calls
 from penstock.kernels import swiglu as in_16_bits
 from penstock.kernels.float8 import operators
 from penstock.kernels.float8.formats import format_on
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE
+from penstock.kernels.float8.recipes import Recipe
 from penstock.kernels.float8.reference import aligned_rows, dequantize
 from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
 from penstock.kernels.float8.tile_launches import BACKWARD_LAUNCHES
@@ -92,18 +94,21 @@ def main() -> None:
         print(f"copy: {peak / 1e12:.2f} TB/s", flush=True)
     print(f"{'case':44} {'dB':>5} {'MB':>8} {'us':>8} {'TB/s':>6} {'of copy':>8}", flush=True)
     rows: list[dict] = []
+    recipe = RECIPES[options.recipe]
     for shape in (TINY,) if options.tiny else SHAPES:
-        for case in cases(shape):
+        for case in cases(shape, recipe):
             if options.only in f"{shape.name} {case.name}":
                 rows.append({"model": shape.name, **measure(case, shape, peak)})
                 print(line(rows[-1]), flush=True)
-                record.write(options, {"copy_bytes_per_s": peak, "rows": rows}, triton=triton.__version__)
+                numbers = {"copy_bytes_per_s": peak, "recipe": recipe.name, "rows": rows}
+                record.write(options, numbers, triton=triton.__version__)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--tiny", action="store_true", help="one small shape, held against the definition")
+    add_argument(parser)
     record.add_arguments(parser)
     return parser.parse_args()
 
@@ -118,7 +123,7 @@ def draw(shape: Shape, rows: int) -> Inputs:
     return Inputs(gate_up_RF, torch.rand(rows, device=DEVICE), dh_RF, counts_e)
 
 
-def cases(shape: Shape) -> Iterator[Case]:
+def cases(shape: Shape, recipe: Recipe) -> Iterator[Case]:
     """Forward and backward, 16 bits first."""
     numbers, rows = shape.rows * shape.width, 4 * shape.rows
     places = aligned_rows(shape.rows, shape.experts) * shape.width
@@ -131,39 +136,40 @@ def cases(shape: Shape) -> Iterator[Case]:
     )
     yield Case(
         name="forward",
-        call=lambda x: swiglu(x.gate_up_RF, x.weights_R, SWIGLU, BLOCKWISE, FORM, counts_e=x.counts_e),
+        call=lambda x: swiglu(x.gate_up_RF, x.weights_R, SWIGLU, recipe, FORM, counts_e=x.counts_e),
         moved=4 * numbers + quantized + rows,
-        check=check_forward,
+        check=partial(check_forward, recipe),
     )
     yield Case(
         name="backward, 16 bits",
         call=lambda x: in_16_bits.swiglu_backward(x.gate_up_RF, x.weights_R, x.dh_RF, recompute=True),
         moved=12 * numbers + 2 * rows,
     )
-    columns = 3 * (places + places // 32)
+    # Scales of the gradients are of columns; of the activation perhaps of several.
+    columns = 3 * places + 2 * places // 32 + places // 32 // recipe.columns[0]
     for name in BACKWARD_LAUNCHES:
         yield Case(
             name=f"backward, {name}",
-            call=partial(backward, name),
+            call=partial(backward, recipe, name),
             moved=6 * numbers + 2 * quantized + columns + 2 * rows,
-            check=partial(check_backward, name),
+            check=partial(check_backward, recipe, name),
         )
 
 
-def backward(name: str, x: Inputs) -> operators.SwigluForBackward:
-    given = x.gate_up_RF, x.weights_R, x.dh_RF, x.counts_e, SWIGLU, BLOCKWISE, FORM, FORM
+def backward(recipe: Recipe, name: str, x: Inputs) -> operators.SwigluForBackward:
+    given = x.gate_up_RF, x.weights_R, x.dh_RF, x.counts_e, SWIGLU, recipe, FORM, FORM
     return swiglu_backward(*given, launch=BACKWARD_LAUNCHES[name])
 
 
-def check_forward(x: Inputs) -> float:
-    given = x.gate_up_RF, x.weights_R, SWIGLU, BLOCKWISE, FORM
+def check_forward(recipe: Recipe, x: Inputs) -> float:
+    given = x.gate_up_RF, x.weights_R, SWIGLU, recipe, FORM
     return decibels(swiglu(*given).rows, operators.swiglu(*given).rows)
 
 
-def check_backward(name: str, x: Inputs) -> float:
+def check_backward(recipe: Recipe, name: str, x: Inputs) -> float:
     """Of the worst of the three copies."""
-    given = x.gate_up_RF, x.weights_R, x.dh_RF, x.counts_e, SWIGLU, BLOCKWISE, FORM, FORM
-    found, expected = backward(name, x), operators.swiglu_backward(*given)
+    given = x.gate_up_RF, x.weights_R, x.dh_RF, x.counts_e, SWIGLU, recipe, FORM, FORM
+    found, expected = backward(recipe, name, x), operators.swiglu_backward(*given)
     return min(decibels(*pair) for pair in zip(found[:3], expected[:3], strict=True))
 
 

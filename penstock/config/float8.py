@@ -4,13 +4,14 @@ from typing import Literal
 
 from penstock.config.section import Section, knob
 
-RecipeKnob = Literal["none", "auto", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
+RecipeKnob = Literal["none", "auto", "tensorwise", "rowwise", "blockwise", "blockwise-square", "mxfp8", "nvfp4"]
 
 
 class Float8(Section):
     """Products in 8 bits; routers, embedding, output projection, norms, sums of gradients and the optimizer never are.
 
-    Recipes: docs/float8.md. auto takes mxfp8 on Blackwell and MI355X, blockwise on other chips.
+    Recipes: docs/float8.md. auto takes mxfp8 on Blackwell and MI355X, blockwise on other chips. Experts of
+    blockwise-square read rows that travel as blockwise.
     """
 
     dense: RecipeKnob = knob("none", doc="Recipe of attention's projections, dense networks and shared experts.")

@@ -46,7 +46,7 @@ def gathered_bits_are_multiplied(run: Run) -> Problem | None:
 
 
 def gathered_blocks_are_squares(run: Run) -> Problem | None:
-    """`float8.gather` goes with `float8.dense` and `float8.experts` none, auto, tensorwise or blockwise.
+    """`float8.gather` needs `float8.dense` and `float8.experts` none, auto, tensorwise, blockwise or blockwise-square.
 
     Other recipes quantize a weight in two ways, for each of its products, and both would have to travel.
     """
@@ -59,7 +59,7 @@ def gathered_blocks_are_squares(run: Run) -> Problem | None:
                 f"float8.{field}",
                 what,
                 got=value,
-                allowed="none, auto, tensorwise, blockwise",
+                allowed="none, auto, tensorwise, blockwise, blockwise-square",
                 fix="set float8.gather=false",
             )
     return None

@@ -146,18 +146,21 @@ def _answer(
     if not parts:
         return Choice(op, direction, "reference", NOT_THERE)
     possible = [name for name, problem in obstacles.items() if problem is None]
+    fastest = None if measured is None else _fastest(parts, possible, device, shapes, measured)
+    if fastest is not None:
+        return Choice(op, direction, *fastest)
+    unknown = "no measurement for this chip" if measured is None else f"not measured in {device.dtype}"
+    return Choice(op, direction, *_unmeasured(op, obstacles, device, unknown))
+
+
+def _unmeasured(op: str, obstacles: Mapping[str, str | None], device: DeviceFacts, unknown: str) -> tuple[str, str]:
+    """Backend and reason where nobody has measured: the first that can run, as a rule."""
+    possible = [name for name, problem in obstacles.items() if problem is None]
     hindered = [problem for problem in obstacles.values() if problem is not None]
-    if measured is not None:
-        fastest = _fastest(parts, possible, device, shapes, measured)
-        if fastest is not None:
-            return Choice(op, direction, *fastest)
     if op == "experts" and "triton" in possible and not _has_launches(device):
         other = next(name for name in possible if name != "triton")
-        return Choice(op, direction, other, f"no launches of Triton's products for {device.dtype} on {device.target}")
-    if hindered:
-        return Choice(op, direction, possible[0], "; ".join(hindered))
-    unknown = "no measurement for this chip" if measured is None else f"not measured in {device.dtype}"
-    return Choice(op, direction, possible[0], f"{unknown}: {possible[0].capitalize()} by default")
+        return other, f"no launches of Triton's products for {device.dtype} on {device.target}"
+    return possible[0], "; ".join(hindered) or f"{unknown}: {possible[0].capitalize()} by default"
 
 
 def _deciding_knob(knobs: Sequence[str], wanted: Mapping[str, str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Rows gathered into a copy of their own, as many as the device says that there are.
+"""Rows, or columns, gathered into a copy of their own, as many as the device says that there are.
 
 torch's `index_select` copies all of an index; where experts have room for more rows than came that is time for nothing.
 """
@@ -13,12 +13,15 @@ from penstock.kernels.tuning import Launch, turns_of
 LAUNCH = Launch(block_rows=1, block_columns=2048, warps=4)
 """Sixteen bytes for each thread, load and store."""
 
+SCALES = Launch(block_rows=16, block_columns=256, warps=4)
+"""Of numbers that stand in columns, as scales do."""
+
 
 def gather_rows(x_ND: Tensor, index_R: Tensor, used: Tensor, *, launch: Launch = LAUNCH) -> Tensor:
     """x_ND[index_R], of which the first rows are copied and the others hold anything.
 
     Args:
-        x_ND: contiguous source rows.
+        x_ND: source rows, each contiguous.
         index_R: integer source row of each place.
         used: int32, one number, on the device: rows that are copied.
         launch: rows and columns that a program holds at a time.
@@ -34,6 +37,7 @@ def gather_rows(x_ND: Tensor, index_R: Tensor, used: Tensor, *, launch: Launch =
         gathered_RD,
         used,
         rows,
+        x_ND.stride(0),
         D=width,
         BLOCK_R=launch.block_rows,
         BLOCK_D=launch.block_columns,
@@ -42,9 +46,60 @@ def gather_rows(x_ND: Tensor, index_R: Tensor, used: Tensor, *, launch: Launch =
     return gathered_RD
 
 
+def gather_columns(x_DN: Tensor, index_R: Tensor, used: Tensor, *, launch: Launch = SCALES) -> Tensor:
+    """x_DN[:, index_R], of which the first columns are copied and the others hold anything.
+
+    Args:
+        x_DN: contiguous; some rows that are much longer than there are of them.
+        index_R: integer source column of each place.
+        used: int32, one number, on the device: columns that are copied.
+        launch: rows and columns that a program holds at a time.
+    """
+    (columns,), depth = index_R.shape, x_DN.shape[0]
+    gathered_DR = x_DN.new_empty(depth, columns)
+    start_kernel(
+        gather_columns_kernel,
+        (triton.cdiv(columns, launch.block_columns),),
+        x_DN,
+        index_R,
+        gathered_DR,
+        used,
+        depth,
+        x_DN.shape[1],
+        columns,
+        BLOCK_D=launch.block_rows,
+        BLOCK_R=launch.block_columns,
+        num_warps=launch.warps,
+    )
+    return gathered_DR
+
+
+@triton.jit(do_not_specialize=["columns"])
+def gather_columns_kernel(
+    x_ptr, index_ptr, gathered_ptr, used_ptr, depth, x_columns, columns, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """Some places of all rows."""
+    place_R = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    is_place_R = place_R < tl.minimum(columns, tl.load(used_ptr))
+    source_R = tl.load(index_ptr + place_R, mask=is_place_R, other=0)
+    for first in range(0, depth, BLOCK_D):
+        row_D = (first + tl.arange(0, BLOCK_D)).to(tl.int64)
+        inside = (row_D < depth)[:, None] & is_place_R[None, :]
+        numbers_DR = tl.load(x_ptr + row_D[:, None] * x_columns + source_R[None, :], mask=inside)
+        tl.store(gathered_ptr + row_D[:, None] * columns + place_R[None, :], numbers_DR, mask=inside)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def gather_rows_kernel(
-    x_ptr, index_ptr, gathered_ptr, used_ptr, rows, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr
+    x_ptr,
+    index_ptr,
+    gathered_ptr,
+    used_ptr,
+    rows,
+    x_stride,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """Blocks of rows and columns; programs take turns."""
     rows = tl.minimum(rows, tl.load(used_ptr))
@@ -54,5 +109,5 @@ def gather_rows_kernel(
         is_row_R = row_R < rows
         source_R = tl.load(index_ptr + row_R, mask=is_row_R, other=0).to(tl.int64)
         inside = is_row_R[:, None] & (column_D < D)[None, :]
-        numbers_RD = tl.load(x_ptr + source_R[:, None] * D + column_D[None, :], mask=inside)
+        numbers_RD = tl.load(x_ptr + source_R[:, None] * x_stride + column_D[None, :], mask=inside)
         tl.store(gathered_ptr + row_R.to(tl.int64)[:, None] * D + column_D[None, :], numbers_RD, mask=inside)

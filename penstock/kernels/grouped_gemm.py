@@ -217,19 +217,24 @@ def _check(
         if operand.shape != shape or operand.dtype != dtype:
             got = f"{operand.dtype} {tuple(operand.shape)}"
             raise KernelError(f"grouped GEMM ({product}): {name} does not fit", got=got, allowed=f"{dtype} {shape}")
-        if not operand.is_contiguous() or operand.shape[-1] * operand.itemsize % 16 or operand.data_ptr() % 16:
-            raise KernelError(
-                f"grouped GEMM ({product}): {name} cannot be copied in blocks",
-                got=f"shape {tuple(operand.shape)}, strides {operand.stride()}",
-                allowed="contiguous tensors whose rows are multiples of 16 bytes, and so is their address",
-                fix="call .contiguous(), pad the width, or use penstock.kernels.reference.grouped_gemm",
-            )
+        _check_blocks(f"grouped GEMM ({product}): {name}", operand)
     experts = operands["w_eFD"][1][0] if "w_eFD" in operands else counts_e.numel()
     if counts_e.shape != (experts,):
         raise KernelError(f"grouped GEMM ({product}): counts_e", got=tuple(counts_e.shape), allowed=(experts,))
     if index_R is not None and (index_R.ndim != 1 or index_R.dtype not in (torch.int32, torch.int64)):
         got = f"{index_R.dtype} {tuple(index_R.shape)}"
         raise KernelError(f"grouped GEMM ({product}): index_R", got=got, allowed="int32 or int64, one dim")
+
+
+def _check_blocks(what: str, operand: Tensor) -> None:
+    """Refuse what does not begin at, or go on in, whole blocks of a copy."""
+    if not operand.is_contiguous() or operand.shape[-1] * operand.itemsize % 16 or operand.data_ptr() % 16:
+        raise KernelError(
+            f"{what} cannot be copied in blocks",
+            got=f"shape {tuple(operand.shape)}, strides {operand.stride()}",
+            allowed="contiguous tensors whose rows are multiples of 16 bytes, and so is their address",
+            fix="call .contiguous(), pad the width, or use penstock.kernels.reference.grouped_gemm",
+        )
 
 
 def _check_bias(bias_eF: Tensor | None, weights_R: Tensor | None, shape: tuple[int, int], rows: int) -> None:

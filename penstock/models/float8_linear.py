@@ -45,8 +45,9 @@ def recipe_of(rule: Float8Rule) -> Recipe:
 
 def quantized(x_D: Tensor, rule: Float8Rule) -> Both:
     """The input of one product or several, whatever stands before its last dim; columns only if backward may come."""
-    x_TD, columns = x_D.detach().flatten(0, -2).contiguous(), torch.is_grad_enabled()
-    return rule.operators.quantize_rows(x_TD, recipe_of(rule), rule.forward, columns=columns)
+    x_TD, recipe = x_D.detach().flatten(0, -2).contiguous(), recipe_of(rule)
+    columns = recipe.columns if torch.is_grad_enabled() else None
+    return rule.operators.quantize_rows(x_TD, recipe, rule.forward, columns=columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +245,8 @@ class _Float8Network(torch.autograd.Function):
 
 
 def _gradient_in_8_bits(dy_TF: Tensor, rule: Float8Rule) -> Both:
-    return rule.operators.quantize_rows(dy_TF, recipe_of(rule), rule.gradient, columns=True)
+    recipe = recipe_of(rule)
+    return rule.operators.quantize_rows(dy_TF, recipe, rule.gradient, columns=recipe.rows)
 
 
 def _unaligned(columns: Quantized, rows: int) -> Quantized:

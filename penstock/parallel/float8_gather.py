@@ -156,6 +156,6 @@ def _refuse(recipe: Recipe) -> None:
         raise KernelError(
             f"weights of recipe {recipe.name} cannot be gathered in 8 bits",
             got="one copy for the output and another for the input's gradient, together as many bytes as 16 bits",
-            allowed="blockwise, tensorwise",
+            allowed="blockwise, blockwise-square, tensorwise",
             fix="set float8.gather=false, or the recipe to blockwise",
         )

@@ -279,7 +279,9 @@ _BYTES: Mapping[str, Callable[[Operator, float], float]] = MappingProxyType(
         "index": _last_twice,
         "gather": _last_twice,
         # Of what rows are copied from, as much is read as is written.
-        "gather_rows_kernel": lambda operator, moved: 2.0 * (moved - operator.sizes[0]),
+        **dict.fromkeys(
+            ("gather_rows_kernel", "gather_columns_kernel"), lambda operator, moved: 2.0 * (moved - operator.sizes[0])
+        ),
         "index_put_": lambda operator, moved: 3.0 * operator.sizes[-1],
         **dict.fromkeys(("copy_", "zero_", "fill_", "_foreach_zero_", "_foreach_copy_"), _all),
         # Of parameter, gradient and two moments only the gradient stays as it is.

@@ -117,21 +117,28 @@ def packed_row_bytes(width: Integers) -> Integers:
 
 def _sizes(host: HostEvents, row: int) -> tuple[int, int, int]:
     """Rows of a grouped product, numbers and bytes of one; NONE if its inputs are others (gradients of weights)."""
-    try:
-        shapes = _SHAPES.decode(host.raw[row] or b"{}")
-        first, second, *_ = shapes.dims
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+    shapes = _shapes(host.raw[row])
+    if shapes is None:
         return NONE, 0, 0
-    is_grouped = isinstance(first, list) and isinstance(second, list) and (len(first), len(second)) == (2, 3)
-    if not is_grouped or not all(isinstance(one, int) and 0 <= one < _MOST_ROWS for one in first):
-        return NONE, 0, 0
+    rows, width = shapes.dims[0]
     kind = shapes.types[0] if shapes.types and isinstance(shapes.types[0], str) else ""
     place = _INDEX.get(host.name(row), NONE)
     index = shapes.dims[place] if 0 < place < len(shapes.dims) else None
-    rows = first[0]
     if isinstance(index, list) and len(index) == 1 and isinstance(index[0], int):
         (rows,) = index
-    return (rows if 0 <= rows < _MOST_ROWS else NONE), first[1], first[1] * _WIDTHS.get(kind, 0)
+    return (rows if 0 <= rows < _MOST_ROWS else NONE), width, width * _WIDTHS.get(kind, 0)
+
+
+def _shapes(raw: bytes | None) -> _Shapes | None:
+    """Inputs of an operator, if the first two are rows and matrices of groups."""
+    try:
+        shapes = _SHAPES.decode(raw or b"{}")
+        first, second, *_ = shapes.dims
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+        return None
+    is_grouped = isinstance(first, list) and isinstance(second, list) and (len(first), len(second)) == (2, 3)
+    are_sizes = is_grouped and all(isinstance(one, int) and 0 <= one < _MOST_ROWS for one in first)
+    return shapes if are_sizes else None
 
 
 def used_rows(trace: Trace, calls: Calls, rank: int, phases: Phases) -> UsedRows | None:

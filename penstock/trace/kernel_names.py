@@ -81,7 +81,7 @@ TELLING: tuple[tuple[Part, str], ...] = (
     (Part.INDEX, r"^(tile_table|count|scan|place|count_arrivals|place_arrivals)_kernel$"),
     (
         Part.PERMUTE,
-        r"^(spread|sum_rows|gather_rows)_kernel$|^_(Permute|Unpermute|Reorder|PickKept|Spread|CollectPadded)",
+        r"^(spread|sum_rows|gather_rows|gather_columns)_kernel$|^_(Permute|Unpermute|Reorder|PickKept|Spread|CollectPadded)",
     ),
     (Part.ROUTE, r"^(route|route_backward|sum_parts)_kernel$|^_(Route|LinearInParts)(Backward)?$"),
     (Part.GROUPED_WEIGHTS, r"^weights_kernel$"),

@@ -286,28 +286,41 @@ class _Event:
 def _name(event: _Event) -> tuple[str, str]:
     """Phase and pass."""
     own = _own(event)
-    does = own or general(event.kernel) or general(event.operator) or Part.OTHER
-    if event.is_communication and event.part is Part.POINT_TO_POINT:
-        does = event.part
-    elif event.is_communication and does in {Part.COLLECTIVE, Part.OTHER}:
-        does = event.part or Part.COLLECTIVE
-    pass_ = event.ran
-    if pass_ in ("", "forward") and (
-        own is Part.GROUPED_WEIGHTS or is_gradient(event.kernel) or is_gradient(event.operator)
-    ):
-        pass_ = "backward"
-    if event.span is None:
-        named = does if event.is_communication else own or event.part or does
-        name = _experts(named, pass_) if named in PRODUCTS else _NAMED.get(named, named.value)
-    elif event.span in EXPERTS:
-        name = _inside_experts(event.span, own, does, pass_)
-    else:
-        is_apart = (event.is_communication and does in COLLECTIVES) or (
-            own is Part.QUANTIZE and event.span != Span.NORM
-        )
-        name = does.value if is_apart else SPOKEN.get(event.span, event.span.value)
+    does, pass_ = _does(event, own), _pass(event, own)
+    name = _phase(event, own, does, pass_)
     is_update = name in UPDATES or (own is Part.QUANTIZE and event.span in UPDATES)
     return name, "update" if is_update and pass_ in ("", "forward") else pass_
+
+
+def _does(event: _Event, own: Part | None) -> Part:
+    """What the event does, by its kernel first and then by what stands around it."""
+    does = own or general(event.kernel) or general(event.operator) or Part.OTHER
+    if event.is_communication and event.part is Part.POINT_TO_POINT:
+        return event.part
+    if event.is_communication and does in {Part.COLLECTIVE, Part.OTHER}:
+        return event.part or Part.COLLECTIVE
+    return does
+
+
+def _pass(event: _Event, own: Part | None) -> str:
+    """The pass that the tree found, unless names say that it is a gradient."""
+    if event.ran not in ("", "forward"):
+        return event.ran
+    is_named = own is Part.GROUPED_WEIGHTS or is_gradient(event.kernel) or is_gradient(event.operator)
+    return "backward" if is_named else event.ran
+
+
+def _phase(event: _Event, own: Part | None, does: Part, pass_: str) -> str:
+    """The phase: by the span, where there is one and the kernel is not told apart in it."""
+    if event.span is None:
+        named = does if event.is_communication else own or event.part or does
+        return _experts(named, pass_) if named in PRODUCTS else _NAMED.get(named, named.value)
+    if event.span in EXPERTS:
+        return _inside_experts(event.span, own, does, pass_)
+    is_message = event.is_communication and does in COLLECTIVES
+    if is_message or (own is Part.QUANTIZE and event.span != Span.NORM):
+        return does.value
+    return SPOKEN.get(event.span, event.span.value)
 
 
 def _own(event: _Event) -> Part | None:

@@ -199,12 +199,7 @@ def _in_range(name: str, found: Sequence[Argument]) -> list[Argument]:
     """Bounds of integers that index another argument; all others stay small enough for any of them."""
     sizes = [size for one in found if isinstance(one, TensorArgument) for size in one.size if size]
     small = min([_SMALL, *sizes])
-    bounded = [
-        replace(one, below=min(small, 2) if one.dtype == "bool" else small)
-        if isinstance(one, TensorArgument) and one.below is not None
-        else one
-        for one in found
-    ]
+    bounded = [_below(one, small) for one in found]
     place = _INDEXES.get(name)
     if name.removeprefix("aten::") in _BY_DIM.split() and len(found) > 2 and isinstance(found[1], int):
         place = (2, 0, found[1])
@@ -216,6 +211,13 @@ def _in_range(name: str, found: Sequence[Argument]) -> list[Argument]:
         dtype = index.dtype if index.dtype in INTEGERS else "int64"
         bounded[place[0]] = replace(index, dtype=dtype, below=max(1, below))
     return bounded
+
+
+def _below(one: Argument, bound: int) -> Argument:
+    """An argument whose integers, if it has any, stay below a bound; flags are 0 or 1."""
+    if not isinstance(one, TensorArgument) or one.below is None:
+        return one
+    return replace(one, below=min(bound, 2) if one.dtype == "bool" else bound)
 
 
 def _with_offsets(name: str, found: list[Argument], counts: Sequence[int] | None) -> list[Argument]:

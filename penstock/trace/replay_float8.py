@@ -11,7 +11,7 @@ from typing import Any, Literal
 Knob = Literal["dense", "experts", "attention"]
 """Of the section `float8` of a configuration."""
 
-RECIPE_NAMES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
+RECIPE_NAMES = ("tensorwise", "rowwise", "blockwise", "blockwise-square", "mxfp8", "nvfp4")
 _FORMATS = ("e4m3", "e5m2")
 
 IMPORTS = """from penstock.kernels.backends import float8_operators_of  # noqa: E402

@@ -40,13 +40,14 @@ def test_an_ended_sweep_has_written_every_case_before(tmp_path: Path, monkeypatc
             ("milliseconds", "tflops"), times
         )
 
-    monkeypatch.setattr(float8_launches, "draw", lambda shape: None)
+    monkeypatch.setattr(float8_launches, "draw", lambda shape, recipe: None)
     monkeypatch.setattr(float8_launches, "measure", measure)
     file = tmp_path / "found.json"
-    options = argparse.Namespace(output=file, commit="c", compile=False, patience=1.0)
+    options = argparse.Namespace(output=file, commit="c", compile=False, patience=1.0, recipe="blockwise-square")
     with pytest.raises(EndedError):
         float8_launches.run(options, TINY)
     found = json.loads(file.read_text())["numbers"]
+    assert found["recipe"] == "blockwise-square"
     assert [row["pass"] for row in found["rows"]] == ["forward", "input gradient"]
     assert found["summary"]["dense, forward"] == {"bare": 1.0, "fast": 2.0}
 

@@ -10,11 +10,16 @@ from benchmarks.kernels.float8_products import main, summarize
 
 
 @pytest.mark.slow
-def test_two_small_layers_are_checked_and_timed_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", ["blockwise", "blockwise-square"])
+def test_two_small_layers_are_checked_and_timed_on_a_cpu(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "found.json"
-    monkeypatch.setattr(sys, "argv", ["float8_products", "--tiny", "--output", str(file)])
+    monkeypatch.setattr(sys, "argv", ["float8_products", "--tiny", "--recipe", recipe, "--output", str(file)])
     main()
-    rows = json.loads(file.read_text())["numbers"]["rows"]
+    numbers = json.loads(file.read_text())["numbers"]
+    rows = numbers["rows"]
+    assert numbers["recipe"] == recipe
     assert len(rows) == 6 and all(set(row["milliseconds"]) == {"bf16", "bare", "quantized"} for row in rows)
 
 

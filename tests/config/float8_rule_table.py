@@ -34,7 +34,7 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
         rules.gathered_blocks_are_squares,
         ("float8.experts=mxfp8", "float8.gather=true", "parallel.shard=full"),
         "float8.experts has two copies of each weight, and float8.gather sends one; got mxfp8; "
-        "allowed: none, auto, tensorwise, blockwise; fix: set float8.gather=false",
+        "allowed: none, auto, tensorwise, blockwise, blockwise-square; fix: set float8.gather=false",
     ),
     (
         rules.attention_in_eight_bits_sees_all_before_it,
@@ -59,6 +59,13 @@ FINE: dict[str, tuple[str, ...]] = {
     ),
     "layers are counted only where something is in 8 bits": ("float8.first_layers=9",),
     "what FSDP divides is gathered in 8 bits": ("float8.dense=auto", "float8.gather=true", "parallel.shard=full"),
+    "weights of squares are gathered whatever activations have": (
+        "float8.dense=blockwise-square",
+        "float8.experts=blockwise-square",
+        "float8.dispatch=blockwise",
+        "float8.gather=true",
+        "parallel.shard=full",
+    ),
     "plain attention may be in 8 bits": ("float8.attention=blockwise",),
     "a dense model has dense products in 8 bits": ("model.moe=none", "model.dense_layers=4", "float8.dense=rowwise"),
 }

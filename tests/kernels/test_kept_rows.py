@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.expert_parts import KeptRows
-from penstock.kernels.gather_rows import gather_rows, gather_rows_kernel
+from penstock.kernels.gather_rows import gather_columns, gather_columns_kernel, gather_rows, gather_rows_kernel
 from penstock.kernels.grouped_gemm import _launch_rows, grouped_gemm_forward
 from penstock.kernels.grouped_gemm_kernels import rows_kernel
 from penstock.kernels.kept_rows import claim_rows, claim_rows_kernel
@@ -93,9 +93,12 @@ def test_where_nobody_reads_the_tail_only_its_last_row_is_set_to_zero(device: to
 def test_as_many_rows_are_gathered_as_there_are(used: int, device: torch.device) -> None:
     x_ND, index_R = torch.randn(6, 40, device=device), torch.randint(6, (20,), device=device)
     count = torch.tensor([used], dtype=torch.int32, device=device)
-    gathered_RD = gather_rows(x_ND, index_R, count, launch=SMALL)
-    assert gathered_RD.shape == (20, 40)
-    assert torch.equal(gathered_RD[:used], x_ND[index_R[:used]])
+    gathered_RD = gather_rows(x_ND[:, :33], index_R, count, launch=SMALL)
+    assert gathered_RD.shape == (20, 33)
+    assert torch.equal(gathered_RD[:used], x_ND[index_R[:used], :33])
+    gathered_DR = gather_columns(x_ND.T.contiguous(), index_R, count)
+    assert gathered_DR.shape == (40, 20)
+    assert torch.equal(gathered_DR[:, :used], x_ND.T[:, index_R[:used]])
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -104,7 +107,11 @@ def test_the_kernels_compile_without_spills(target: str) -> None:
     numbers = {"cursor_ptr": "*i64", "used_ptr": "*i32", "first_ptr": "*i64", "meter_ptr": "*i64", "capacity": "i32"}
     assert compile_for(claim_rows_kernel, numbers, {}, chip, num_warps=1).spills == 0
     rows = {"x_ptr": "*bf16:16", "index_ptr": "*i64:16", "gathered_ptr": "*bf16:16", "used_ptr": "*i32", "rows": "i32"}
+    rows |= {"x_stride": "i32:16"}
     assert compile_for(gather_rows_kernel, rows, {"D": 2048, "BLOCK_R": 1, "BLOCK_D": 2048}, chip).spills == 0
+    columns = {"x_ptr": "*fp32:16", "index_ptr": "*i64:16", "gathered_ptr": "*fp32:16", "used_ptr": "*i32"}
+    columns |= {"depth": "i32", "x_columns": "i32:16", "columns": "i32"}
+    assert compile_for(gather_columns_kernel, columns, {"BLOCK_D": 16, "BLOCK_R": 256}, chip).spills == 0
     signature = {"gate_up_ptr": "*bf16:16", "first_ptr": "*i64:16", "weights_ptr": "*fp32:16", "h_ptr": "*bf16:16"}
     signature |= {"used_ptr": "*i32", "rows": "i32"}
     blocks = {"F": 1408, "BLOCK_R": LAUNCH.block_rows, "BLOCK_F": LAUNCH.block_columns, **rule_constants(SWIGLU)}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.kernels.float8.formats import E4M3, E5M2, Format
 from penstock.kernels.float8.operators import REFERENCE, Float8Rule
-from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, TENSORWISE, Recipe
 from penstock.kernels.float8.triton_operators import TRITON
 from penstock.models.ffn import FeedForward
 from penstock.models.linear import Linear
@@ -21,7 +21,7 @@ from penstock.parallel.activations.region import discarding, recomputed
 from penstock.parallel.kit import Kit
 from penstock.parallel.later import Later
 
-RECIPES = (BLOCKWISE, MXFP8, ROWWISE, TENSORWISE)
+RECIPES = (BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, TENSORWISE)
 BARS = {"e4m3": 25.0, "e5m2": 20.0}
 """Least signal-to-noise ratio in decibels, by the format of the gradients."""
 
@@ -107,6 +107,26 @@ def test_outliers_and_zeros_give_no_nan(recipe: Recipe) -> None:
     x[7, 5], dy[3, 1] = 1e5, -1e5
     passes(matrix, x, dy)
     assert matrix.weight.grad is not None and matrix.weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("larger", "is_lost"), [(1e3, False), (1e6, True)])
+def test_a_channel_a_thousand_times_as_large_as_others_in_its_square_costs_them_nothing(
+    larger: float, is_lost: bool
+) -> None:
+    x, dy = random(T, D, seed=3), random(T, OUT, seed=4)
+    x[:, 7] *= larger
+    gradients, exact = [], dy.T @ x
+    for recipe in (BLOCKWISE_SQUARE, BLOCKWISE):
+        matrix = matrix_of(kit_of(recipe))
+        passes(matrix, x, dy)
+        assert matrix.weight.grad is not None
+        gradients.append(matrix.weight.grad)
+    square, plain = gradients
+    beside = [column for column in range(D) if column != 7]
+    assert (decibels(square[:, beside], exact[:, beside]) < 25) == is_lost
+    assert decibels(plain[:, beside], exact[:, beside]) > 25
+    assert all(decibels(one[:, 7], exact[:, 7]) > 25 for one in gradients)
+    assert decibels(square[:, 128:], exact[:, 128:]) > 25, "outside of it nothing does"
 
 
 def test_a_nan_that_comes_in_comes_out() -> None:
@@ -256,9 +276,10 @@ def network_passes(network: FeedForward, x: Tensor, dy: Tensor, *, in_halves: bo
     return found  # type: ignore[return-value] # just said
 
 
+@pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("has_copies", [False, True], ids=["quantized in each pass", "with copies"])
-def test_a_network_in_one_function_is_its_parts(has_copies: bool) -> None:
-    network = network_of(kit_of())
+def test_a_network_in_one_function_is_its_parts(has_copies: bool, recipe: Recipe) -> None:
+    network = network_of(kit_of(recipe))
     if has_copies:
         network.gate_up.refresh_float8()
         network.down.refresh_float8()
@@ -267,6 +288,21 @@ def test_a_network_in_one_function_is_its_parts(has_copies: bool) -> None:
     torch.testing.assert_close(network_passes(network, x, dy), expected, rtol=0, atol=0)
     for found, exact in zip(expected, network_passes(network_of(Kit()), x, dy), strict=True):
         assert decibels(found, exact) > BARS["e4m3"] - 3, "two products stand behind each other"
+
+
+def test_squares_change_the_gradients_of_a_networks_matrices_only() -> None:
+    x, dy = random(T, D, seed=3), random(T, D, seed=4)
+    # A column of x and one of h, so large that what shares their scales is lost.
+    x[:, 7] *= 1e6
+    found = []
+    for recipe in (BLOCKWISE_SQUARE, BLOCKWISE):
+        network = network_of(kit_of(recipe))
+        with torch.no_grad():
+            network.gate_up.weight[:, 7] *= 1e-6
+            network.gate_up.weight[[5, 5 + OUT]] *= 1e3
+        found.append(network_passes(network, x, dy))
+    same = [torch.equal(*pair) for pair in zip(*found, strict=True)]
+    assert same == [True, True, False, False], "output, x, gate and up, down"
 
 
 def test_a_network_keeps_its_input_in_8_bits_and_gate_and_up() -> None:
@@ -294,7 +330,7 @@ def test_weight_gradients_of_a_network_may_come_later() -> None:
     torch.testing.assert_close(found, expected[1:], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", [BLOCKWISE_SQUARE, MXFP8], ids=lambda recipe: recipe.name)
 def test_kernels_give_what_definitions_give(recipe: Recipe) -> None:
     found = []
     for operators, bar in ((REFERENCE, 0), (TRITON, 25)):

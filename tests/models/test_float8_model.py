@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,9 @@ def test_dense_products_of_torch_are_taken_where_they_are_and_refused_elsewhere(
     ours = float8_rule(run_of("float8.dense=auto"), named_device("MI300X", "bf16")).operators
     theirs = float8_rule(run, named_device("H200", "bf16")).operators
     assert theirs.multiply is not ours.multiply and theirs == replace(ours, multiply=theirs.multiply)
-    assert float8_rule(run_of("float8.dense=auto"), named_device("H200", "bf16")).operators == theirs, "they are faster"
+    for recipe in ("auto", "blockwise-square"):
+        chosen = float8_rule(run_of(f"float8.dense={recipe}"), named_device("H200", "bf16")).operators
+        assert chosen == theirs, "they are faster"
     with pytest.raises(KernelError, match="sm_90 only, this is sm_100"):
         float8_rule(run_of("float8.dense=blockwise", "kernels.float8=torch"), named_device("B200", "bf16"))
     with pytest.raises(KernelError, match="no GPU"):
@@ -158,10 +161,16 @@ def test_a_small_model_learns_nearly_as_in_16_bits(model: tuple[str, ...], preci
         assert mine == pytest.approx(other, rel=0.01)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8"])
+@cache
+def followed_in_16_bits() -> list[float]:
+    return followed(steps=3)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise-square", "mxfp8"])
 def test_every_recipe_trains(recipe: str) -> None:
-    expected, found = (followed(f"float8.dense={one}", steps=3) for one in ("none", recipe))
-    assert found == pytest.approx(expected, rel=0.01)
+    found = followed(f"float8.dense={recipe}", steps=3)
+    assert found != followed_in_16_bits()
+    assert found == pytest.approx(followed_in_16_bits(), rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -227,8 +236,9 @@ def test_copies_stay_where_graphs_read_them() -> None:
         assert places(session) == before
 
 
-def test_planted_outliers_give_no_nan() -> None:
-    with session_of(DENSE, "float8.experts=blockwise") as session:
+@pytest.mark.parametrize("recipe", ["blockwise", "blockwise-square"])
+def test_planted_outliers_give_no_nan(recipe: str) -> None:
+    with session_of(f"float8.dense={recipe}", f"float8.experts={recipe}") as session:
         with torch.no_grad():
             for name, parameter in session.model.named_parameters():
                 if name.endswith("norm.weight_D"):

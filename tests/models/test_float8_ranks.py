@@ -15,7 +15,8 @@ CASES = {
     "FSDP": layout("shard=full"),
     "FSDP, weights gathered in 8 bits": layout("shard=full", "float8.gather=true"),
     "TP 2": layout("tensor=2"),
-    "TP 2, grouped queries": (*layout("tensor=2"), *GQA),
+    "TP 2, grouped queries": layout("tensor=2"),
+    "FSDP, squares of grouped queries": layout("shard=full", "float8.gather=true"),
     "PP 2, weight gradients put off": (*pipeline("zb-1f1b", 2), "training.micro_batch=2"),
 }
 
@@ -27,7 +28,7 @@ def alone(ranks: Pool, model: tuple[str, ...]) -> Trace:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_see_the_losses_of_one(case: str, ranks: Pool) -> None:
-    model = (*SMALL, *(GQA if "grouped" in case else ()))
+    model = (*SMALL, *((*GQA, "float8.dense=blockwise-square") if "grouped" in case else ()))
     expected, found = alone(ranks, model), trace(ranks, 2, (*model, *CASES[case]), 2)
     # A number next to a tie may go to its other side.
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)

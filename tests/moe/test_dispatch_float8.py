@@ -16,7 +16,7 @@ from penstock.config.model import Router as RouterRule
 from penstock.kernels.float8 import pack
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators, Float8Rule
 from penstock.kernels.float8.packed_rows import as_quantized, pack_rows, row_bytes, unpack_rows
-from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, Recipe
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe
 from penstock.kernels.operators import REFERENCE as PLAIN
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
@@ -252,9 +252,13 @@ def test_slots_hold_the_widest_row_that_goes_through_them(precision: str, width:
 
 
 @pytest.mark.parametrize(
-    ("experts", "is_opened"), [(BLOCKWISE, False), (MXFP8, True), (None, True)], ids=["same", "other", "none"]
+    ("experts", "is_opened"),
+    [(BLOCKWISE, False), (BLOCKWISE_SQUARE, False), (MXFP8, True), (None, True)],
+    ids=["same", "squares of the same rows", "other", "none"],
 )
-def test_rows_stay_in_8_bits_where_experts_compute_by_the_same_recipe(experts: Recipe | None, is_opened: bool) -> None:
+def test_rows_stay_in_8_bits_where_experts_read_them_in_the_same_blocks(
+    experts: Recipe | None, is_opened: bool
+) -> None:
     rule = Float8Rule(dispatch=BLOCKWISE, experts=experts)
     assert packing_of(rule) == Packing(recipe=BLOCKWISE, is_opened=is_opened)
     dispatcher, _ = make_dispatcher(MOE, Kit(float8=rule))
@@ -315,7 +319,7 @@ def test_rows_in_8_bits_leave_beside_other_work_too(experts: Recipe | None) -> N
     ("experts", "way"),
     [
         ("none", ("dispatch.method=all-to-all",)),
-        ("blockwise", ("dispatch.method=all-gather", "dispatch.sync_free=3", "dispatch.overlap=shared")),
+        ("blockwise-square", ("dispatch.method=all-gather", "dispatch.sync_free=3", "dispatch.overlap=shared")),
     ],
     ids=["opened", "read"],
 )

@@ -343,6 +343,7 @@ def test_a_norm_is_run_again_with_its_residual_if_it_had_one() -> None:
     ("section", "recipe", "told"),
     [
         ({"dense": "mxfp8", "gradients": "e5m2"}, 'RECIPES["mxfp8"]', "mxfp8, by the configuration"),
+        ({"dense": "blockwise-square"}, 'RECIPES["blockwise-square"]', "blockwise-square, by the configuration"),
         ({"dense": "auto"}, "default_recipe(TARGET)", "the configuration says so"),
         ({"dense": "x'); import os"}, "default_recipe(TARGET)", "nothing in the trace"),
         (7, "default_recipe(TARGET)", "nothing in the trace"),

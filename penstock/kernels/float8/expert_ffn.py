@@ -223,7 +223,8 @@ class _Float8ExpertFfn(torch.autograd.Function):
         gate_up = extras.gate_up(gate_up_eFD)
         if kept_RF is None:
             kept_RF = _pre_activation(rows, gate_up.forward, counts_e, index_R, biases[0], extras, ctx.tiles)
-        dy = operators.quantize_rows(dy_RD, recipe, float8.gradient, columns=wants_down, counts_e=counts_e)
+        along_rows = recipe.rows if wants_down else None
+        dy = operators.quantize_rows(dy_RD, recipe, float8.gradient, columns=along_rows, counts_e=counts_e)
         dh_RF = operators.multiply_groups(dy.rows, extras.down(down_eDF).backward, counts_e, **options)
         formats, keep_plain = (float8.forward, float8.gradient), biases[0] is not None
         d_gate_up, d_gate_up_columns, h_columns, dweights_R, d_gate_up_RF = operators.swiglu_backward(

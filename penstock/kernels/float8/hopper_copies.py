@@ -1,4 +1,4 @@
-"""Launches of Hopper's own kernels that quantize tiles along both of their sides, in blocks of the recipe blockwise.
+"""Launches of Hopper's own kernels that quantize tiles along both of their sides, as the blockwise recipes have it.
 
 `penstock.kernels.float8.quantize` and `swiglu` make room for copies, and come here where a launch's engine is `gluon`
 and nothing stands in the way. When Gluon is there at all, `hopper_products` says.
@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.kernels.float8.formats import E4M3, E5M2, Format
 from penstock.kernels.float8.hopper_products import HAS_GLUON
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, Block, Scaling
+from penstock.kernels.float8.recipes import BLOCKWISE_SQUARE, Block, Scaling
 from penstock.kernels.float8.tile_launches import BackwardLaunch, TileLaunch
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import programs_of
@@ -22,12 +22,16 @@ if HAS_GLUON:
 
 TILE = 128
 
+RECIPE = BLOCKWISE_SQUARE
+"""Has all blocks that the kernels know."""
 
-def obstacle(block: Block, scaling: Scaling, forms: Sequence[Format], width: int, target: str) -> str | None:
+
+def obstacle(blocks: Sequence[Block], scaling: Scaling, forms: Sequence[Format], width: int, target: str) -> str | None:
     """Why the kernels cannot write copies, or None.
 
     Args:
-        block: of the copies.
+        blocks: of numbers by rows, whether they are written or read in 8 bits, if there are any; last, of transposed
+            ones.
         scaling: of their scales.
         forms: of their values.
         width: columns of what is quantized.
@@ -35,8 +39,10 @@ def obstacle(block: Block, scaling: Scaling, forms: Sequence[Format], width: int
     """
     if target != "sm_90" or not HAS_GLUON:
         return f"the kernels are Hopper's and Gluon's, this is {target}"
-    if (block, scaling) != (BLOCKWISE.rows, BLOCKWISE.scaling) or not {*forms} <= {E4M3, E5M2}:
-        return f"copies are not those of the recipe {BLOCKWISE.name}"
+    *by_row, by_column = blocks
+    fits = {*by_row} <= {RECIPE.rows} and by_column in (RECIPE.rows, RECIPE.columns)
+    if not fits or scaling != RECIPE.scaling or not {*forms} <= {E4M3, E5M2}:
+        return "copies are not those of a blockwise recipe"
     if width % TILE:
         return f"a width of {width} is no multiple of {TILE}"
     return None
@@ -56,7 +62,7 @@ def launch_quantize(
         x_RD: bfloat16; or E4M3 or E5M2 by blocks of 1 x 128, without a first copy.
         index_R: source row of each place, or None.
         tiles: of `group_tiles`; or None if the rows are a multiple of 128.
-        copies: of the same width.
+        copies: of the same width; blocks of 1 x 128, of the second also squares.
         form: of both.
         launch: warps and registers.
     """
@@ -84,6 +90,7 @@ def launch_quantize(
         columns.stride(0),
         values.shape[1],
         LARGEST=form.largest,
+        SQUARE=by_column.block == RECIPE.columns,
         num_warps=launch.warps,
         maxnreg=launch.registers,
     )
@@ -104,7 +111,7 @@ def launch_swiglu_backward(
     Args:
         sources: gate and up, and dh, in bfloat16; between them the weights.
         tiles: of `group_tiles`.
-        copies: the three, in this order.
+        copies: the three, in this order; blocks of 1 x 128, of h also squares.
         products_PR: float32, the parts of each 128 columns; None without weights.
         forms: of h, and of the gradients.
         launch: how it is cut.
@@ -136,6 +143,7 @@ def launch_swiglu_backward(
         H_LARGEST=forms[0].largest,
         WEIGHS_INPUT=weighs_input,
         AHEAD=launch.ahead,
+        SQUARE=h_by_column.block == RECIPE.columns,
         num_warps=launch.warps,
         maxnreg=launch.registers,
     )

@@ -1,7 +1,7 @@
 """Launches of Hopper's own kernels: products of 8-bit numbers whose scales are the recipe blockwise's, on Hopper.
 
 `launch_rows` multiplies rows with a weight, or each expert's rows with its own; `launch_matrices` two operands that
-have scales for each row, as gradients of weights have. `penstock.kernels.float8.products` checks operands, makes room
+are contracted over rows, for gradients of weights. `penstock.kernels.float8.products` checks operands, makes room
 for results and comes here where a launch's engine is `gluon` and `obstacle` finds nothing.
 
 Gluon is an experiment of Triton's: it changes from version to version. So it is imported only where the version is one
@@ -111,7 +111,7 @@ def launch_matrices(
 
     Args:
         a: M x R, each row with scales of its own.
-        b: N x R likewise.
+        b: N x R likewise, or 128 rows with one.
         c: e x M x N, contiguous.
         starts: int32 columns at which experts begin, multiples of 128, and where the last one ends; None for one
             matrix, contracted over all.
@@ -119,11 +119,14 @@ def launch_matrices(
         accumulate: add to what c, then float32, holds.
     """
     experts, rows, columns = c.shape
+    is_square = b.block[0] == TILE
+    is_whole = rows % TILE == 0 and columns % TILE == 0
     start_kernel(
         float8_matrices_kernel,
         (programs_of(launch, c.device),),
         _blocks_of(a.values, TILE),
         _blocks_of(b.values, TILE),
+        _sums_of(c) if accumulate else None,
         c,
         a.scales,
         b.scales,
@@ -135,9 +138,10 @@ def launch_matrices(
         *a.scales.stride(),
         *b.scales.stride(),
         STAGES=launch.stages,
+        STEPS=launch.steps if is_square else 1,
         GROUP=launch.group,
-        WHOLE=rows % TILE == 0 and columns % TILE == 0 and _stand_together(b.scales),
-        ACCUMULATE=accumulate,
+        SQUARE=is_square,
+        WHOLE=is_whole and (is_square or _stand_together(b.scales)),
         num_warps=launch.warps,
         maxnreg=REGISTERS,
     )
@@ -154,6 +158,12 @@ def _ragged_blocks_of(y: Tensor) -> "TensorDescriptor":
     ragged = create_ragged_descriptor(y, [TILE // 2, TILE])
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(ragged.shape))
     return TensorDescriptor(ragged.base, ragged.shape, ragged.strides, ragged.block_shape, layout)
+
+
+def _sums_of(c: Tensor) -> "TensorDescriptor":
+    """Halves of tiles of float32 that are added to."""
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
+    return TensorDescriptor.from_tensor(c, [1, TILE // 2, TILE], layout)
 
 
 def _stand_together(scales: Tensor) -> bool:

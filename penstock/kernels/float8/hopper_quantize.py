@@ -1,4 +1,4 @@
-"""Hopper's own kernel for rows with a transposed copy, in blocks of 128; see `hopper_tiles` for how a tile is written.
+"""Hopper's own kernel for rows with a transposed copy, in blocks of 128 or squares of them; see `hopper_tiles`.
 
 Rows in 16 bits give both copies. Rows in 8 bits, which have the one along themselves already, give the transposed one,
 gathered if wanted: a number of 8 bits times a power of two is one of bfloat16 exactly, unless it is smaller than the
@@ -39,10 +39,12 @@ def quantize_kernel(
     columns_stride,
     D,
     LARGEST: gl.constexpr,
+    SQUARE: gl.constexpr,
 ):
     """One tile, as `penstock.kernels.float8.quantize_kernels.quantize_kernel` makes it; D is a multiple of 128.
 
-    Without `tiles_ptr` R is one, too. The pointer of columns, and their stride, are in units of 8 bytes.
+    Without `tiles_ptr` R is one, too. The pointer of columns, and their stride, are in units of 8 bytes. With SQUARE
+    their scales are those of whole tiles.
     """
     block, down = gl.program_id(0), gl.program_id(1)
     first, filled = down * TILE, TILE
@@ -63,7 +65,8 @@ def quantize_kernel(
             rows = rows_ptr + first.to(gl.int64) * rows_stride + block * TILE
             store_rows(rows, row_scales_ptr + block * R + first, loaded[turn], turn, filled, rows_stride, LARGEST)
     at = block.to(gl.int64) * TILE * columns_stride + down * (TILE // 8)
-    store_columns(columns_ptr + at, column_scales_ptr + down * D + block * TILE, room, columns_stride, LARGEST)
+    scale = down * (D // TILE) + block if SQUARE else down * D + block * TILE
+    store_columns(columns_ptr + at, column_scales_ptr + scale, room, columns_stride, LARGEST, SQUARE)
 
 
 @gluon.jit

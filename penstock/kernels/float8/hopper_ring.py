@@ -17,8 +17,11 @@ ahead. Sums are made as the Triton kernels make them, `sum += product * (scale *
 Both operands have their contracted dim last, in blocks of 128.
 """
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin, ir
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
@@ -40,6 +43,13 @@ LOADER_REGISTERS = gl.constexpr(24)
 # Triton 3.9 renamed them.
 copy_in = vars(tma)["async_load" if "async_load" in vars(tma) else "async_copy_global_to_shared"]
 copy_out = vars(tma)["async_store" if "async_store" in vars(tma) else "async_copy_shared_to_global"]
+
+
+@builtin
+def add_out(target: Any, place: Any, slot: Any, _semantic: Any = None) -> None:
+    """Add a slot to a block in memory by the copy engine; what Triton 3.9 calls `tma.async_atomic_add`, 3.6 nothing."""
+    places = _semantic._convert_to_ir_values(place, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, target.handle, places, slot.handle)
 
 
 @gluon.jit
@@ -67,6 +77,59 @@ def start_product(x_slot, w_slot, PLACE: gl.constexpr):
     x_block = x_slot.slice(PLACE * HALF, HALF)
     w_block = w_slot.reshape([WIDTH, DEPTH]).permute([1, 0])
     return hopper.warpgroup_mma(x_block, w_block, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_one(sums, found, slots, places, strides, step, block, blocks, STAGES: gl.constexpr, PLACE: gl.constexpr):
+    """Add a block's product, whose scales were `found`; give those of `block`, the next one."""
+    x_slots, w_slots, full, empty = slots
+    slot, phase = ring(step, STAGES)
+    mbarrier.wait(full.index(slot), phase)
+    product = start_product(x_slots.index(slot), w_slots.index(slot), PLACE)
+    scale = gl.expand_dims(found[0] * found[1], 1)
+    found = scales_of_turn(places, strides, block, blocks, 1)
+    product = hopper.warpgroup_mma_wait(0, deps=[product])
+    mbarrier.arrive(empty.index(slot), count=1)
+    return sums + product * scale, found
+
+
+@gluon.jit
+def add_two(sums, found, slots, places, strides, step, block, blocks, STAGES: gl.constexpr, PLACE: gl.constexpr):
+    """Add the products of two blocks, whose scales were `found`; give those of `block` and the one behind it."""
+    x_slots, w_slots, full, empty = slots
+    slot, phase = ring(step, STAGES)
+    next_slot, next_phase = ring(step + 1, STAGES)
+    mbarrier.wait(full.index(slot), phase)
+    mbarrier.wait(full.index(next_slot), next_phase)
+    # Nothing but arithmetic may stand from here to the last wait, else the assembler waits for each instruction.
+    product = start_product(x_slots.index(slot), w_slots.index(slot), PLACE)
+    next_product = start_product(x_slots.index(next_slot), w_slots.index(next_slot), PLACE)
+    scale = gl.expand_dims(found[0] * found[1], 1)
+    next_scale = gl.expand_dims(found[2] * found[3], 1)
+    found = scales_of_turn(places, strides, block, blocks, 2)
+    product = hopper.warpgroup_mma_wait(1, deps=[product])
+    mbarrier.arrive(empty.index(slot), count=1)
+    sums += product * scale
+    next_product = hopper.warpgroup_mma_wait(0, deps=[next_product])
+    mbarrier.arrive(empty.index(next_slot), count=1)
+    return sums + next_product * next_scale, found
+
+
+@gluon.jit
+def scales_of_turn(places, strides, block, blocks, STEPS: gl.constexpr):
+    """Load the scales of STEPS blocks: of each row, and of all columns."""
+    found = _scales_of_block(places, strides, block, blocks)
+    if STEPS == 2:
+        found += _scales_of_block(places, strides, block + 1, blocks)
+    return found
+
+
+@gluon.jit
+def _scales_of_block(places, strides, block, blocks):
+    """Load a block's; past the last block those of the last one, which nobody uses."""
+    x_places, w_place = places
+    block = gl.minimum(block, blocks - 1)
+    return gl.load(x_places + block * strides[0]), gl.load(w_place + block * strides[1])
 
 
 @gluon.jit

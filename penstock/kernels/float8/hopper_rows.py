@@ -6,7 +6,6 @@ more for the second sum.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from penstock.kernels.float8.hopper_ring import (
@@ -19,11 +18,13 @@ from penstock.kernels.float8.hopper_ring import (
     PRODUCT,
     ROWS,
     WIDTH,
+    add_one,
+    add_two,
     copy_in,
     copy_out,
     make_barriers,
     ring,
-    start_product,
+    scales_of_turn,
     swizzle,
 )
 
@@ -121,70 +122,36 @@ def _multiply_rows(
 ):
     """Make rows PLACE * 64 and on of each tile."""
     tiles = walk[3]
+    strides = (scales[3], scales[6])
     step = 0
     if tiles > 0:
         tile = gl.minimum(gl.program_id(0), tiles - 1)
         here = _place_rows(walk, tile, _load_owner(walk, tile), GROUP)
         places = _places_of_scales(scales, here, walk[1], PLACE)
-        found = _scales_of_turn(places, scales, 0, blocks, STEPS)
+        found = scales_of_turn(places, strides, 0, blocks, STEPS)
         for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
             # Past the last tile it is the last one again, whose scales nobody uses.
             following = gl.minimum(tile + gl.num_programs(0), tiles - 1)
             owner = _load_owner(walk, following)
             sums = gl.zeros([HALF, WIDTH], gl.float32, PRODUCT)
             for turn in range(blocks // STEPS):
+                ahead = (turn + 1) * STEPS
                 if STEPS == 2:
-                    sums, found = _add_two(sums, found, slots, scales, places, step, turn * 2, blocks, STAGES, PLACE)
+                    sums, found = add_two(sums, found, slots, places, strides, step, ahead, blocks, STAGES, PLACE)
                 else:
-                    sums, found = _add_one(sums, found, slots, scales, places, step, turn, blocks, STAGES, PLACE)
+                    sums, found = add_one(sums, found, slots, places, strides, step, ahead, blocks, STAGES, PLACE)
                 step += STEPS
             if STEPS == 2:  # noqa: SIM102 (the compiler decides this one, the program the other)
                 if blocks % 2 == 1:
-                    sums = _add_one(sums, found[:2], slots, scales, places, step, blocks, blocks, STAGES, PLACE)[0]
+                    sums = add_one(sums, found[:2], slots, places, strides, step, blocks, blocks, STAGES, PLACE)[0]
                     step += 1
             there = _place_rows(walk, following, owner, GROUP)
             places = _places_of_scales(scales, there, walk[1], PLACE)
-            found = _scales_of_turn(places, scales, 0, blocks, STEPS)
+            found = scales_of_turn(places, strides, 0, blocks, STEPS)
             _store_rows(target, sums, here, columns, PLACE)
             here = there
     if target[0] is not None:
         tma.store_wait(0)
-
-
-@gluon.jit
-def _add_one(sums, found, slots, scales, places, step, block, blocks, STAGES: gl.constexpr, PLACE: gl.constexpr):
-    """Add one block's product; give the scales of the next one."""
-    x_slots, w_slots, full, empty = slots
-    slot, phase = ring(step, STAGES)
-    mbarrier.wait(full.index(slot), phase)
-    product = start_product(x_slots.index(slot), w_slots.index(slot), PLACE)
-    scale = gl.expand_dims(found[0] * found[1], 1)
-    found = _scales_of_turn(places, scales, block + 1, blocks, 1)
-    product = hopper.warpgroup_mma_wait(0, deps=[product])
-    mbarrier.arrive(empty.index(slot), count=1)
-    return sums + product * scale, found
-
-
-@gluon.jit
-def _add_two(sums, found, slots, scales, places, step, block, blocks, STAGES: gl.constexpr, PLACE: gl.constexpr):
-    """Add two blocks' products; give the scales of the next two."""
-    x_slots, w_slots, full, empty = slots
-    slot, phase = ring(step, STAGES)
-    next_slot, next_phase = ring(step + 1, STAGES)
-    mbarrier.wait(full.index(slot), phase)
-    mbarrier.wait(full.index(next_slot), next_phase)
-    # Nothing but arithmetic may stand from here to the last wait, else the assembler waits for each instruction.
-    product = start_product(x_slots.index(slot), w_slots.index(slot), PLACE)
-    next_product = start_product(x_slots.index(next_slot), w_slots.index(next_slot), PLACE)
-    scale = gl.expand_dims(found[0] * found[1], 1)
-    next_scale = gl.expand_dims(found[2] * found[3], 1)
-    found = _scales_of_turn(places, scales, block + 2, blocks, 2)
-    product = hopper.warpgroup_mma_wait(1, deps=[product])
-    mbarrier.arrive(empty.index(slot), count=1)
-    sums += product * scale
-    next_product = hopper.warpgroup_mma_wait(0, deps=[next_product])
-    mbarrier.arrive(empty.index(next_slot), count=1)
-    return sums + next_product * next_scale, found
 
 
 @gluon.jit
@@ -216,23 +183,6 @@ def _places_of_scales(scales, here, rows, PLACE: gl.constexpr):
     # Rows past the expert's last are never written, so whose scale they get does not matter.
     x_places = x_scales + gl.minimum(down, rows - 1) * x_scale_outer
     return x_places, w_scales + expert * w_scale_expert + column // WIDTH * w_scale_outer
-
-
-@gluon.jit
-def _scales_of_turn(places, scales, block, blocks, STEPS: gl.constexpr):
-    """Load the scales of STEPS blocks, each rows' and columns'."""
-    found = _scales_of_block(places, scales, block, blocks)
-    if STEPS == 2:
-        found += _scales_of_block(places, scales, block + 1, blocks)
-    return found
-
-
-@gluon.jit
-def _scales_of_block(places, scales, block, blocks):
-    """Load the scales of a block, rows' and columns'; past the last block the last one's, which nobody uses."""
-    x_places, w_place = places
-    block = gl.minimum(block, blocks - 1)
-    return gl.load(x_places + block * scales[3]), gl.load(w_place + block * scales[6])
 
 
 @gluon.jit

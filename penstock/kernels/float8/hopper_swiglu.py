@@ -43,11 +43,12 @@ def swiglu_backward_float8_kernel(
     H_LARGEST: gl.constexpr,
     WEIGHS_INPUT: gl.constexpr,
     AHEAD: gl.constexpr,
+    SQUARE: gl.constexpr,
 ):
     """All five copies, and parts of the weights' gradient, as `penstock.kernels.float8.swiglu_kernels` makes them.
 
     F is a multiple of 128, and there are `tiles` blocks of 128 places. Columns' pointers and their stride are in units
-    of 8 bytes.
+    of 8 bytes. With SQUARE scales of the transposed h are those of whole tiles.
     """
     across = F // TILE
     rooms = (room_for_words(), room_for_words(), room_for_words())
@@ -83,9 +84,10 @@ def swiglu_backward_float8_kernel(
         at = column.to(gl.int64) * columns_stride + down * (TILE // 8)
         below = F.to(gl.int64) * columns_stride
         scales = d_column_scales_ptr + 2 * down * F + column
-        store_columns(h_columns_ptr + at, h_column_scales_ptr + down * F + column, rooms[0], columns_stride, H_LARGEST)
-        store_columns(d_columns_ptr + at, scales, rooms[1], columns_stride, LARGEST)
-        store_columns(d_columns_ptr + below + at, scales + F, rooms[2], columns_stride, LARGEST)
+        h_scales = h_column_scales_ptr + (tile if SQUARE else down * F + column)
+        store_columns(h_columns_ptr + at, h_scales, rooms[0], columns_stride, H_LARGEST, SQUARE)
+        store_columns(d_columns_ptr + at, scales, rooms[1], columns_stride, LARGEST, False)
+        store_columns(d_columns_ptr + below + at, scales + F, rooms[2], columns_stride, LARGEST, False)
         first, filled = next_first, next_filled
 
 

@@ -9,8 +9,9 @@ And in the transposed copy both numbers of a word are neighbours, so tiles are t
 
 A program makes a tile in TURNS turns of 16 pairs, a thread 8 neighbouring columns of a pair, writes their rows
 (`store_rows`), and leaves the words in shared memory. When it has all of the tile, a thread takes 16 rows of 4
-columns from there (`store_columns`), eight threads all 128, so that a column's scale needs no memory either. Turn t has
-the pairs t, t + 4, t + 8 ..., so the four words that a thread has of four turns become 8 neighbouring bytes.
+columns from there (`store_columns`), eight threads all 128, so that a column's scale needs no memory either; that of a
+whole tile, where such is the block, needs a few words. Turn t has the pairs t, t + 4, t + 8 ..., so the four words that
+a thread has of four turns become 8 neighbouring bytes.
 
 The kernels that do so are in `hopper_swiglu` and `hopper_quantize`.
 """
@@ -170,17 +171,28 @@ def store_rows(rows_ptr, scales_ptr, words, turn, filled, stride, LARGEST: gl.co
 
 
 @gluon.jit
-def store_columns(columns_ptr, scales_ptr, room, stride, LARGEST: gl.constexpr):
-    """The transposed copy of a tile and the scale of each column; `columns_ptr` and `stride` count 8 bytes."""
+def store_columns(columns_ptr, scales_ptr, room, stride, LARGEST: gl.constexpr, SQUARE: gl.constexpr):
+    """The transposed copy of a tile and the scale of each column, or with SQUARE of the tile.
+
+    `columns_ptr` and `stride` count 8 bytes.
+    """
     taker: gl.constexpr = taker_of(gl.num_warps())
     first, second = room.index(0).load(taker), room.index(1).load(taker)
     third, fourth = room.index(2).load(taker), room.index(3).load(taker)
     amax = gl.reduce(larger(larger(first, second), larger(third, fourth)), 0, larger)
+    if SQUARE:
+        # Each warp takes all columns' from shared memory: one wait, where a reduction of all threads' has two.
+        all_of_a_warp: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+        amax = gl.reduce(gl.convert_layout(amax, all_of_a_warp), 0, larger)
     scale = scale_of(gl.maximum(lower_bits(amax), upper_bits(amax)), LARGEST, True)
     across = gl.arange(0, TILE, gl.SliceLayout(0, taker))
-    gl.store(scales_ptr + across, scale)
     inverse = inverse_of(scale).to(gl.int32, bitcast=True)
-    inverse = gl.expand_dims((inverse >> 16) | inverse, 0)
+    inverse = (inverse >> 16) | inverse
+    if SQUARE:
+        gl.store(scales_ptr, scale)
+    else:
+        gl.store(scales_ptr + across, scale)
+        inverse = gl.expand_dims(inverse, 0)
     eights = column_in_8_bits(
         times(first, inverse), times(second, inverse), times(third, inverse), times(fourth, inverse), LARGEST
     )

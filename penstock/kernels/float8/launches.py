@@ -14,9 +14,11 @@ import torch
 from penstock.kernels.float8.recipes import DEPTH
 from penstock.kernels.tuning import GemmLaunch, target_of
 
-Product = Literal["dense", "dense_gradient", "rows", "rows_gathered", "columns"]
+Product = Literal["dense", "dense_gradient", "dense_square", "rows", "rows_gathered", "columns", "columns_square"]
 """What is computed, as far as launches differ: a dense product with a weight; one of two operands that have a scale for
-each row, as gradients of dense weights are; experts' rows, in place or gathered; contracted over experts' rows."""
+each row, as gradients of dense weights are; one that is added to a sum, of an operand that has scales for squares;
+experts' rows, in place or gathered; contracted over experts' rows, both with a scale for each row, or one for squares.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,23 +50,31 @@ _TRIO_AHEAD = replace(_PAIR, stages=2, residency=3, registers=168)
 # A loader and two multipliers of four warps each, which have half of the tile each; warps are one multiplier's.
 _TRADES = ProductLaunch(engine="gluon", block_rows=128, block_columns=128, warps=4, stages=6)
 _TRADES_DOUBLE = replace(_TRADES, steps=2)
+# A tile of float32 that the copy engine adds takes the room of two slots.
+_TRADES_SUM = replace(_TRADES, stages=5)
+_TRADES_SUM_DOUBLE = replace(_TRADES_DOUBLE, stages=5)
 # Where no copy engine reads descriptors.
 _POINTERS = ProductLaunch(block_rows=128, block_columns=128, warps=8, stages=2, descriptors=False)
 _SMALL = replace(_POINTERS, block_rows=64, block_columns=64, warps=4)
 
 PRODUCTS: Mapping[str, Mapping[Product, ProductLaunch]] = MappingProxyType(
     {
-        "sm_90": dict.fromkeys(get_args(Product), _PAIR_3) | dict.fromkeys(("dense", "rows"), _TRADES_DOUBLE),
+        "sm_90": (
+            dict.fromkeys(get_args(Product), _PAIR_3)
+            | dict.fromkeys(("dense", "rows"), _TRADES_DOUBLE)
+            | {"rows_gathered": replace(_TRADES_DOUBLE, copy_gathered=True)}
+            | dict.fromkeys(("dense_square", "columns_square"), _TRADES_SUM_DOUBLE)
+        ),
         "sm_100": dict.fromkeys(get_args(Product), replace(_SINGLE, stages=4)),
         "gfx942": dict.fromkeys(get_args(Product), _POINTERS),
         "gfx950": dict.fromkeys(get_args(Product), _POINTERS),
     }
 )
 """By target and product. On sm_90 what was fastest on an H200 (benchmarks/results/float8-launches-h200-*.json): for
-experts' rows those of DeepSeek-V3 and V2-Lite, for dense layers V3's query projection. Rows that are gathered, and
-gradients of weights, have Triton's launch that was best for experts in the mean. Triton's `double` was faster for wide
-dense layers, but a run of V2-Lite did not get through its first step with it, and nobody knows why yet. The others were
-chosen by what the compiler makes of them."""
+experts' rows those of DeepSeek-V3 and V2-Lite, for dense layers V3's query projection. Rows that are gathered are
+copied first. Gradients of weights without squares have Triton's launch that was best for experts in the mean. Triton's
+`double` was faster for wide dense layers, but a run of V2-Lite did not get through its first step with it, and nobody
+knows why yet. The others were chosen by what the compiler makes of them."""
 
 _OF_WEIGHTS = {
     "pair_3": _PAIR_3,
@@ -74,17 +84,24 @@ _OF_WEIGHTS = {
 }
 _HOPPERS_OF_WEIGHTS = {"gluon": _TRADES, "gluon_double": _TRADES_DOUBLE}
 _OF_GRADIENTS = {"pair": _PAIR, "pair_3": _PAIR_3, "pair_group_16": replace(_PAIR, group=16)}
-_HOPPERS_OF_GRADIENTS = {"gluon": _TRADES, "gluon_4": replace(_TRADES, stages=4)}
+_HOPPERS_OF_GRADIENTS = {"gluon": _TRADES_SUM, "gluon_4": replace(_TRADES, stages=4)}
+_OF_SQUARES = _OF_GRADIENTS | {
+    "gluon": _TRADES_SUM,
+    "gluon_double": _TRADES_SUM_DOUBLE,
+    "gluon_double_4": replace(_TRADES_DOUBLE, stages=4),
+    "gluon_double_group_16": replace(_TRADES_SUM_DOUBLE, group=16),
+}
 
 CANDIDATES: Mapping[str, Mapping[Product, Mapping[str, ProductLaunch]]] = MappingProxyType(
     {
         "sm_90": {
             "dense": _OF_WEIGHTS | _HOPPERS_OF_WEIGHTS,
             "dense_gradient": _OF_GRADIENTS | _HOPPERS_OF_GRADIENTS,
+            "dense_square": _OF_SQUARES,
             "rows": _OF_WEIGHTS | _HOPPERS_OF_WEIGHTS,
-            "rows_gathered": _OF_WEIGHTS,
-            # Hopper's own kernel did not end within 20 s for experts' gradients of V2-Lite and of V3; small ones do.
-            "columns": _OF_GRADIENTS,
+            "rows_gathered": _OF_WEIGHTS | {"gluon_double": replace(_TRADES_DOUBLE, copy_gathered=True)},
+            "columns": _OF_GRADIENTS | _HOPPERS_OF_GRADIENTS,
+            "columns_square": _OF_SQUARES,
         },
     }
 )

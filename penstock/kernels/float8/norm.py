@@ -27,7 +27,8 @@ from penstock.kernels.float8.formats import Format
 from penstock.kernels.float8.quantize import empty_copy, memory_of, quantize_rows, register_limit, warps_of
 from penstock.kernels.float8.quantize_kernels import quantize_tile, store_scales, tile_rows, transpose_tile
 from penstock.kernels.float8.quantized import Both, Quantized
-from penstock.kernels.float8.recipes import DEPTH, Recipe
+from penstock.kernels.float8.recipes import DEPTH, Block, Recipe
+from penstock.kernels.float8.scaling import magnitude_bits
 from penstock.kernels.float8.tile_launches import TRANSPOSING
 from penstock.kernels.launching import start_kernel
 
@@ -50,7 +51,7 @@ def rms_norm(
         epsilon: added to the mean square.
         recipe: whose blocks.
         form: of the values.
-        columns: also transposed.
+        columns: also transposed, in the blocks of activations.
         keep_plain: whether somebody reads the rows in 16 bits.
 
     Returns:
@@ -62,7 +63,8 @@ def rms_norm(
     _check(x_TD, weight_D)
     if not _fits(recipe):
         normed_TD = norm.rms_norm(x_TD, weight_D, epsilon)
-        return normed_TD, quantize_rows(normed_TD.detach(), recipe, form, columns=columns)
+        block = recipe.columns if columns else None
+        return normed_TD, quantize_rows(normed_TD.detach(), recipe, form, columns=block)
     normed_TD, _, *copies = _Float8Norm.apply(x_TD, None, weight_D, epsilon, _How(recipe, form, columns, keep_plain))
     return normed_TD, _both(copies, recipe)
 
@@ -99,7 +101,8 @@ def add_rms_norm(
     _check(x_TD, weight_D)
     if not _fits(recipe):
         normed_TD, sum_TD = norm.add_rms_norm(x_TD, residual_TD, weight_D, epsilon)
-        return normed_TD, sum_TD, quantize_rows(normed_TD.detach(), recipe, form, columns=columns)
+        block = recipe.columns if columns else None
+        return normed_TD, sum_TD, quantize_rows(normed_TD.detach(), recipe, form, columns=block)
     if x_TD.shape != residual_TD.shape:
         given = f"{tuple(x_TD.shape)} and {tuple(residual_TD.shape)}"
         raise KernelError("add_rms_norm: x and residual must have one shape", got=given)
@@ -155,7 +158,7 @@ def _quantize(x_TD: Tensor, scale_T: Tensor, weight_D: Tensor, normed_TD: Tensor
     x_rows = x_TD if x_TD.stride(1) == 1 else x_TD.contiguous()
     tokens, width = x_rows.shape
     rows = empty_copy(x_rows, (tokens, width), recipe.rows, form, recipe.scaling)
-    columns = empty_copy(x_rows, (width, tokens), recipe.rows, form, recipe.scaling) if how.columns else None
+    columns = empty_copy(x_rows, (width, tokens), recipe.columns, form, recipe.scaling) if how.columns else None
     start_kernel(
         norm_quantize_kernel,
         (triton.cdiv(width, TRANSPOSING.block_columns), triton.cdiv(tokens, TRANSPOSING.block_rows)),
@@ -172,6 +175,7 @@ def _quantize(x_TD: Tensor, scale_T: Tensor, weight_D: Tensor, normed_TD: Tensor
         rows.values.stride(0),
         0 if columns is None else columns.values.stride(0),
         D=width,
+        OUTER=recipe.columns[0],
         DEPTH=recipe.rows[1],
         LARGEST=form.largest,
         POWER=recipe.scaling != "float32",
@@ -187,15 +191,20 @@ def _quantize(x_TD: Tensor, scale_T: Tensor, weight_D: Tensor, normed_TD: Tensor
 
 
 def _both(copies: list[Tensor], recipe: Recipe) -> Both:
-    rows, *columns = (
-        Quantized(values, scales, recipe.rows) for values, scales in zip(copies[::2], copies[1::2], strict=True)
-    )
-    return Both(rows, columns[0] if columns else None)
+    rows, columns = Quantized(copies[0], copies[1], recipe.rows), None
+    if len(copies) > 2:
+        columns = Quantized(copies[2], copies[3], recipe.columns)
+    return Both(rows, columns)
 
 
 def _fits(recipe: Recipe) -> bool:
     """Whether a tile finds its scales by itself."""
-    return recipe.bits == 8 and recipe.rows[0] == 1 and recipe.rows[1] > 0
+    return recipe.bits == 8 and recipe.rows[0] == 1 and recipe.rows[1] > 0 and _is_tiled(recipe.columns)
+
+
+def _is_tiled(block: Block) -> bool:
+    """Whether a transposed tile has whole blocks: of single columns, or itself."""
+    return block[0] == 1 or block == (TRANSPOSING.block_columns, TRANSPOSING.block_rows)
 
 
 def _check(x_TD: Tensor, weight_D: Tensor) -> None:
@@ -219,6 +228,7 @@ def norm_quantize_kernel(
     rows_stride,
     columns_stride,
     D: tl.constexpr,
+    OUTER: tl.constexpr,
     DEPTH: tl.constexpr,
     LARGEST: tl.constexpr,
     POWER: tl.constexpr,
@@ -229,6 +239,7 @@ def norm_quantize_kernel(
 ):
     """A tile of normed rows, in 16 bits and by columns as far as there are pointers.
 
+    OUTER: columns that share a scale in the transposed copy, 1 or all of the tile's.
     IN_BF16: what is quantized is rounded to bfloat16 before, as the rows are.
     """
     column_D = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -249,10 +260,15 @@ def norm_quantize_kernel(
     store_scales(row_scales_ptr, scale_TQ, 0, token_T, is_token_T, tl.program_id(0), tokens, D, 1, DEPTH, BLOCK_D)
     if columns_ptr is not None:
         normed_DT = transpose_tile(normed_TD, RUN)
-        values_DT, scale_DQ = quantize_tile(normed_DT, None, columns_ptr.dtype.element_ty, DEPTH, LARGEST, POWER)
+        amax_11 = None
+        if OUTER != 1:
+            # Of the transposed tile, and its columns first, where a thread has most of its numbers.
+            amax_11 = tl.max(tl.max(magnitude_bits(normed_DT), 0, keep_dims=True), 1, keep_dims=True)
+        dtype: tl.constexpr = columns_ptr.dtype.element_ty
+        values_DT, scale_DQ = quantize_tile(normed_DT, amax_11, dtype, DEPTH, LARGEST, POWER, OUTER)
         place_T = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
         write_ptrs = columns_ptr + column_D.to(tl.int64)[:, None] * columns_stride + place_T[None, :]
         tl.store(write_ptrs, values_DT, mask=is_column_D[:, None] & (place_T < tokens)[None, :])
-        store_scales(
-            column_scales_ptr, scale_DQ, 0, column_D, is_column_D, tl.program_id(1), D, tokens, 1, DEPTH, BLOCK_T
-        )
+        outer = column_D if OUTER == 1 else tl.program_id(0)
+        tile = tl.program_id(1)
+        store_scales(column_scales_ptr, scale_DQ, 0, outer, is_column_D, tile, D, tokens, OUTER, DEPTH, BLOCK_T)

@@ -25,8 +25,8 @@ class SwigluForBackward(NamedTuple):
 
     Attributes:
         d_gate_up: R x 2F, contracted over 2F, for the gradient of the rows.
-        d_gate_up_columns: 2F x aligned R, for the gradient of gate and up.
-        h_columns: F x aligned R, for the gradient of down.
+        d_gate_up_columns: 2F x aligned R, for the gradient of gate and up, in a recipe's blocks of gradients (`rows`).
+        h_columns: F x aligned R, for the gradient of down, in those of activations (`columns`).
         dweights_R: float32 gradient of the routing weights, or None.
         plain_d_gate_up_RF: the gradient in the dtype of `gate_up`, where it was asked for (biases sum it), or None.
     """
@@ -95,8 +95,8 @@ def swiglu(
     counts_e: Tensor | None = None,
 ) -> Both:
     """`penstock.kernels.reference.swiglu`, quantized."""
-    h_RF = plain.swiglu(gate_up_RF, weights_R, rule)
-    return reference.quantize_rows(h_RF, recipe, form, columns=columns, counts_e=counts_e)
+    h_RF, block = plain.swiglu(gate_up_RF, weights_R, rule), recipe.columns if columns else None
+    return reference.quantize_rows(h_RF, recipe, form, columns=block, counts_e=counts_e)
 
 
 def swiglu_backward(
@@ -132,7 +132,7 @@ def swiglu_backward(
     d_gate_up_RF, *rest = torch.autograd.grad(h_RF, inputs, dh_RF)
     return SwigluForBackward(
         d_gate_up=reference.quantize_rows(d_gate_up_RF, recipe, gradient, counts_e=counts_e).rows,
-        d_gate_up_columns=reference.quantize_groups(d_gate_up_RF, counts_e, recipe, gradient),
+        d_gate_up_columns=reference.quantize_groups(d_gate_up_RF, counts_e, recipe, gradient, block=recipe.rows),
         h_columns=reference.quantize_groups(h_RF.detach(), counts_e, recipe, forward),
         dweights_R=rest[0] if rest else None,
         plain_d_gate_up_RF=d_gate_up_RF if keep_plain else None,
@@ -151,7 +151,8 @@ def rms_norm(
 ) -> tuple[Tensor, Both]:
     """`penstock.kernels.reference.rms_norm`, and the same quantized."""
     normed_TD = plain.rms_norm(x_TD, weight_D, epsilon)
-    both = reference.quantize_rows(normed_TD.detach(), recipe, form, columns=columns)
+    block = recipe.columns if columns else None
+    both = reference.quantize_rows(normed_TD.detach(), recipe, form, columns=block)
     return normed_TD if keep_plain else _Carrier.apply(normed_TD), both
 
 
@@ -168,7 +169,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor, Both]:
     """`penstock.kernels.reference.add_rms_norm`, and the norm quantized."""
     normed_TD, sum_TD = plain.add_rms_norm(x_TD, residual_TD, weight_D, epsilon)
-    both = reference.quantize_rows(normed_TD.detach(), recipe, form, columns=columns)
+    block = recipe.columns if columns else None
+    both = reference.quantize_rows(normed_TD.detach(), recipe, form, columns=block)
     return normed_TD if keep_plain else _Carrier.apply(normed_TD), sum_TD, both
 
 

@@ -25,6 +25,7 @@ from penstock.kernels.float8.launches import Product, ProductLaunch, in_triton, 
 from penstock.kernels.float8.product_kernels import float8_matrices_kernel, float8_rows_kernel
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import DEPTH
+from penstock.kernels.gather_rows import gather_columns, gather_rows
 from penstock.kernels.grouped_gemm import GATHER_LIMIT
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
@@ -68,8 +69,8 @@ def multiply(
     expected = torch.float32 if accumulate_into is not None else dtype
     _check_result("dense", result, (rows, columns), expected)
     if result.numel():
-        product: Product = "dense_gradient" if b.block[0] == 1 else "dense"
-        launch = launch or product_launch(product, a.values.device)
+        of_squares: Product = "dense" if accumulate_into is None else "dense_square"
+        launch = launch or product_launch("dense_gradient" if b.block[0] == 1 else of_squares, a.values.device)
         _launch_matrices(a, b, result[None], None, launch, scaling, accumulate=accumulate_into is not None)
     return result
 
@@ -106,8 +107,9 @@ def multiply_groups(
     _check_result("grouped", y_RN, (rows, columns), dtype)
     if y_RN.numel():
         launch = launch or product_launch("rows" if index_R is None else "rows_gathered", x.values.device)
-        x, index_R = _gather(x, index_R, launch)
-        _launch_rows(x, w, y_RN, index_R, tiles or tile_table(counts_e, rows), launch, scaling)
+        launch, tiles = launch if _is_hoppers(x, w, launch) else in_triton(launch), tiles or tile_table(counts_e, rows)
+        x, index_R = _gather(x, index_R, tiles, launch)
+        _launch_rows(x, w, y_RN, index_R, tiles, launch, scaling)
     return y_RN
 
 
@@ -125,7 +127,7 @@ def multiply_columns(
 
     Args:
         dy: M x R of `quantize_groups`, each expert's columns aligned.
-        x: N x R likewise.
+        x: N x R likewise, or with a scale for 128 x 128.
         counts_e: integer rows of each expert.
         dtype: of the result, bfloat16 or float32.
         accumulate_into: contiguous float32 e x M x N that it is added to instead, in place, and that is returned.
@@ -142,18 +144,22 @@ def multiply_columns(
     result = dy.values.new_empty(shape, dtype=dtype) if accumulate_into is None else accumulate_into
     _check_result("gradient", result, shape, dtype if accumulate_into is None else torch.float32)
     if result.numel():
-        launch = launch or product_launch("columns", dy.values.device)
+        launch = launch or product_launch("columns_square" if x.block[0] == DEPTH else "columns", dy.values.device)
         starts_e = (tiles or tile_table(counts_e, depth)).aligned_e
         _launch_matrices(dy, x, result, starts_e, launch, scaling, accumulate=accumulate_into is not None)
     return result
 
 
-def _gather(x: Quantized, index_R: Tensor | None, launch: ProductLaunch) -> tuple[Quantized, Tensor | None]:
-    """Rows and index for the kernel: as they are, or the rows copied first where 32 bits cannot count them."""
+def _gather(
+    x: Quantized, index_R: Tensor | None, tiles: TileTable, launch: ProductLaunch
+) -> tuple[Quantized, Tensor | None]:
+    """Rows and index for the kernel: as they are, or the rows copied first, also where 32 bits cannot count them."""
     if index_R is None or (not launch.copy_gathered and len(x.values) * x.values.stride(0) < GATHER_LIMIT):
         return x, index_R
-    values = x.values.view(torch.uint8).index_select(0, index_R).view(x.values.dtype)
-    scales = x.scales.index_select(0, index_R) if x.block[0] else x.scales
+    values, scales = gather_rows(x.values.view(torch.int16), index_R, tiles.used).view(x.values.dtype), x.scales
+    if x.block[0]:
+        memory = scales.view(torch.uint8) if scales.itemsize == 1 else scales
+        scales = gather_columns(memory.T.contiguous(), index_R, tiles.used).T.view(scales.dtype)
     return Quantized(values, scales, x.block), None
 
 
@@ -219,7 +225,6 @@ def _launch_rows(
     if index is None and _is_hoppers(x, w, launch):
         hopper_products.launch_rows(x, w, y, tiles, launch)
         return
-    launch = in_triton(launch)
     (rows, columns), (experts, _, depth) = y.shape, w.values.shape
     size = BLOCK_SIZES.index(launch.block_rows)
     x_source, w_source, y_target = x.values, w.values, y
@@ -269,9 +274,8 @@ def _launch_matrices(
     accumulate: bool,
 ) -> None:
     """Run `float8_matrices_kernel`, or Hopper's own; c is experts x rows x columns, one expert without starts."""
-    is_weight = b.block[0] == DEPTH
-    if not (is_weight and accumulate) and _is_hoppers(a, b, launch):
-        if is_weight:
+    if _is_hoppers(a, b, launch):
+        if b.block[0] == DEPTH and starts is None and not accumulate:
             hopper_products.launch_rows(a, b, c[0], None, launch)
         else:
             hopper_products.launch_matrices(a, b, c, starts, launch, accumulate=accumulate)

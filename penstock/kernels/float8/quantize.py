@@ -43,7 +43,7 @@ def quantize_rows(
     recipe: Recipe,
     form: Format,
     *,
-    columns: bool = False,
+    columns: Block | None = None,
     counts_e: Tensor | None = None,
     launch: TileLaunch | None = None,
 ) -> Both:
@@ -53,8 +53,8 @@ def quantize_rows(
         x_RD: 16 or 32 bits; rows may lie apart, but each must be contiguous (a copy is made if not).
         recipe: whose blocks.
         form: of the values.
-        columns: also transposed.
-        counts_e: rows of each expert; rows past them may then be anything, and are not written if `columns` is set.
+        columns: block of a transposed copy, as deep as `recipe.rows`; None makes no such copy.
+        counts_e: rows of each expert; rows past them may then be anything, and are not written if there are `columns`.
         launch: instead of `TRANSPOSING_TAKEN`, or `ROWS_ONLY`; tiles of both copies hold whole blocks.
 
     Raises:
@@ -63,11 +63,11 @@ def quantize_rows(
     if recipe.bits != 8:
         return reference.quantize_rows(x_RD, recipe, form, columns=columns, counts_e=counts_e)
     # Which rows count matters to what is aligned by experts, and to scales that reach over rows.
-    source = _source(x_RD, None, counts_e if columns or recipe.rows[1] == 0 else None)
+    source = _source(x_RD, None, None if columns is None and recipe.rows[1] else counts_e)
     rows = empty_copy(source.values, (source.rows, source.width), recipe.rows, form, recipe.scaling)
     transposed = None
-    if columns:
-        transposed = empty_copy(source.values, (source.width, source.places), recipe.rows, form, recipe.scaling)
+    if columns is not None:
+        transposed = empty_copy(source.values, (source.width, source.places), columns, form, recipe.scaling)
     _quantize(source, (rows, transposed), form, recipe.scaling, launch)
     return Both(rows, transposed)
 
@@ -79,6 +79,7 @@ def quantize_groups(
     form: Format,
     index_R: Tensor | None = None,
     *,
+    block: Block | None = None,
     launch: TileLaunch | None = None,
 ) -> Quantized:
     """`penstock.kernels.float8.reference.quantize_groups` in one kernel behind a small one; no count comes to the host.
@@ -89,15 +90,17 @@ def quantize_groups(
         recipe: whose blocks.
         form: of the values.
         index_R: source row of each place, or None.
+        block: of the copy; None is `recipe.columns`, that of activations.
         launch: instead of `TRANSPOSING_TAKEN`.
 
     Raises:
         KernelError: not a matrix, or 8-bit numbers whose scales do not fit into tiles.
     """
     if recipe.bits != 8:
-        return reference.quantize_groups(x_RD, counts_e, recipe, form, index_R)
+        return reference.quantize_groups(x_RD, counts_e, recipe, form, index_R, block=block)
     source = _source(x_RD, index_R, counts_e)
-    columns = empty_copy(source.values, (source.width, source.places), recipe.rows, form, recipe.scaling)
+    block = block or recipe.columns
+    columns = empty_copy(source.values, (source.width, source.places), block, form, recipe.scaling)
     _quantize(source, (None, columns), form, recipe.scaling, launch)
     return columns
 
@@ -236,15 +239,15 @@ def _quantize(
     scaling: Scaling,
     launch: TileLaunch | None = None,
 ) -> None:
-    """Fill the copy as it is, the transposed one, or both, whose blocks are the same."""
+    """Fill the copy as it is, the transposed one, or both, whose blocks are equally deep."""
     rows, columns = copies
-    one = rows if rows is not None else columns
-    assert one is not None, "nothing to write"
-    outer, depth = one.block
+    given = [copy.block for copy in copies if copy is not None]
+    (outer, depth), (columns_outer, columns_depth) = given[0], given[-1]
+    assert depth == columns_depth, f"blocks are equally deep, these are {given}"
     row_amax, column_amax = _measure(source, rows, columns) if depth == 0 else (None, None)
     launch = launch or (ROWS_ONLY if columns is None and source.tiles is None else TRANSPOSING_TAKEN)
     if launch.engine == "gluon":
-        if columns is not None and _is_hoppers(source, columns, form, scaling, rows is not None):
+        if columns is not None and _is_hoppers(source, (rows, columns), form, scaling):
             x_RD = source.values if source.scales is None else Quantized(source.values, source.scales, source.block)
             hopper_copies.launch_quantize(x_RD, source.index_R, source.tiles, (rows, columns), form, launch)
             return
@@ -273,6 +276,7 @@ def _quantize(
         X_OUTER=source.block[0],
         X_DEPTH=source.block[1],
         OUTER=outer,
+        COLUMNS_OUTER=columns_outer,
         DEPTH=depth,
         LARGEST=form.largest,
         POWER=power,
@@ -285,15 +289,17 @@ def _quantize(
     )
 
 
-def _is_hoppers(source: _Source, columns: Quantized, form: Format, scaling: Scaling, has_rows: bool) -> bool:
+def _is_hoppers(source: _Source, copies: tuple[Quantized | None, Quantized], form: Format, scaling: Scaling) -> bool:
     """Whether Hopper's own kernel can write copies of a source."""
-    values, blocks = source.values, (columns.block, source.block)
+    values, (rows, columns) = source.values, copies
     if source.scales is None:
         fits = values.dtype == torch.bfloat16
+        blocks = (columns.block,) if rows is None else (rows.block, columns.block)
     else:
-        fits = blocks[0] == blocks[1] and source.scales.dtype == torch.float32 and not has_rows
+        fits = source.scales.dtype == torch.float32 and rows is None
+        blocks = (source.block, columns.block)
     is_whole = source.tiles is not None or source.rows % ALIGNMENT == 0
-    problem = hopper_copies.obstacle(columns.block, scaling, [form], source.width, target_of(values.device))
+    problem = hopper_copies.obstacle(blocks, scaling, [form], source.width, target_of(values.device))
     return fits and is_whole and values.ndim == 2 and problem is None
 
 

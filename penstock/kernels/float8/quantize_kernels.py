@@ -1,8 +1,8 @@
 """Triton: a tile is read once, and written as it is and transposed, each with scales along its own last dim.
 
-`quantize_tile` knows rows only; the transposed copy is made by the same lines from the transposed tile. Rows are loaded
-in an order that makes transposing cheap. Of a tile of 128 x 128 a thread has 16 numbers, which it stores at once, of
-each of RUN = 4 rows, and these rows are neighbours:
+`quantize_tile` knows rows only; the transposed copy is made by the same lines from the transposed tile. A block of
+several rows is a whole tile, or all. Rows are loaded in an order that makes transposing cheap. Of a tile of 128 x 128 a
+thread has 16 numbers, which it stores at once, of each of RUN = 4 rows, and these rows are neighbours:
 
     row of the tile        0  1  2 ...  32  33  34 ...     of 128, in 32 runs
     row of the matrix      0  4  8 ...   1   5   9 ...
@@ -49,6 +49,7 @@ def quantize_kernel(
     X_OUTER: tl.constexpr,
     X_DEPTH: tl.constexpr,
     OUTER: tl.constexpr,
+    COLUMNS_OUTER: tl.constexpr,
     DEPTH: tl.constexpr,
     LARGEST: tl.constexpr,
     POWER: tl.constexpr,
@@ -58,8 +59,9 @@ def quantize_kernel(
 ):
     """One tile, into the row-wise and the transposed copy as far as there are pointers to them.
 
-    OUTER x DEPTH is the recipe's block: 1 x a divisor of the tile's sides, the whole tile, or 0 where magnitudes come
-    from `measure_kernel`. Copies of a stack of matrices, and scales (depth blocks x outer), lie one after another.
+    OUTER x DEPTH is the block of the row-wise copy: 1 x a divisor of the tile's sides, the whole tile (then of both
+    copies), or 0 where magnitudes come from `measure_kernel`; COLUMNS_OUTER x DEPTH that of the transposed one. Copies
+    of a stack of matrices, and scales (depth blocks x outer), lie one after another.
     """
     matrix = tl.program_id(2).to(tl.int64)
     column_D = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -70,43 +72,35 @@ def quantize_kernel(
         x_RD = dequantize_tile(
             x_RD, x_scales_ptr, x_scales_outer, x_scales_depth, index_ptr, row_R, is_row_R, D, X_OUTER, X_DEPTH
         )
+    tile_amax_11 = None
     if columns_ptr is not None:
         x_DR = pair_neighbours(transpose_tile(x_RD, RUN))
-    if OUTER != 1:
-        if DEPTH == 0:
-            amax_11 = tl.load(row_amax_ptr + matrix + tl.zeros([1, 1], tl.int32))
-        else:
-            # Of the transposed tile, and its columns first, where a thread has most of its numbers.
-            amax_11 = tl.max(tl.max(magnitude_bits(x_DR), 0, keep_dims=True), 1, keep_dims=True)
-        scale_RQ = scale_of(amax_11, LARGEST, POWER)
-        scale_DQ = scale_RQ
+        if COLUMNS_OUTER != 1 and DEPTH != 0:
+            tile_amax_11 = largest_of_tile(magnitude_bits(x_DR))
     if rows_ptr is not None:
-        if OUTER == 1:
-            amax_R1 = None
-            if DEPTH == 0:
-                amax_R1 = tl.load(row_amax_ptr + matrix * R + row_R, mask=is_row_R, other=0)[:, None]
-            values_RD, scale_RQ = quantize_tile(x_RD, amax_R1, rows_ptr.dtype.element_ty, DEPTH, LARGEST, POWER)
-        else:
-            values_RD = to_float8(x_RD, scale_RQ, rows_ptr.dtype.element_ty, LARGEST, POWER)
+        row_amax = tile_amax_11 if OUTER != 1 else None
+        if DEPTH == 0:
+            row_amax = measured(row_amax_ptr, matrix, row_R, is_row_R, R, OUTER)
+        values_RD, scale_RQ = quantize_tile(x_RD, row_amax, rows_ptr.dtype.element_ty, DEPTH, LARGEST, POWER, OUTER)
         write_ptrs = rows_ptr + (matrix * R + row_R.to(tl.int64))[:, None] * rows_stride + column_D[None, :]
         tl.store(write_ptrs, values_RD, mask=is_row_R[:, None] & is_column_D[None, :])
         outer = row_R if OUTER == 1 else tl.program_id(1)
         tile = tl.program_id(0)
         store_scales(row_scales_ptr, scale_RQ, matrix, outer, is_row_R, tile, R, D, OUTER, DEPTH, BLOCK_D)
     if columns_ptr is not None:
-        if OUTER == 1:
-            amax_D1 = None
-            if DEPTH == 0:
-                amax_D1 = tl.load(column_amax_ptr + matrix * D + column_D, mask=is_column_D, other=0)[:, None]
-            values_DR, scale_DQ = quantize_tile(x_DR, amax_D1, columns_ptr.dtype.element_ty, DEPTH, LARGEST, POWER)
-        else:
-            values_DR = to_float8(x_DR, scale_DQ, columns_ptr.dtype.element_ty, LARGEST, POWER)
+        column_amax = tile_amax_11
+        if DEPTH == 0:
+            column_amax = measured(column_amax_ptr, matrix, column_D, is_column_D, D, COLUMNS_OUTER)
+        dtype: tl.constexpr = columns_ptr.dtype.element_ty
+        values_DR, scale_DQ = quantize_tile(x_DR, column_amax, dtype, DEPTH, LARGEST, POWER, COLUMNS_OUTER)
         place_R = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
         write_ptrs = columns_ptr + (matrix * D + column_D)[:, None] * columns_stride + place_R[None, :]
         tl.store(write_ptrs, values_DR, mask=is_column_D[:, None] & (place_R < places)[None, :])
-        outer = column_D if OUTER == 1 else tl.program_id(0)
+        outer = column_D if COLUMNS_OUTER == 1 else tl.program_id(0)
         tile = tl.program_id(1)
-        store_scales(column_scales_ptr, scale_DQ, matrix, outer, is_column_D, tile, D, places, OUTER, DEPTH, BLOCK_R)
+        store_scales(
+            column_scales_ptr, scale_DQ, matrix, outer, is_column_D, tile, D, places, COLUMNS_OUTER, DEPTH, BLOCK_R
+        )
 
 
 @triton.jit(do_not_specialize=["R", "x_scales_depth"])
@@ -269,18 +263,50 @@ def pair_neighbours(x_DR):
 
 
 @triton.jit
-def quantize_tile(x_RD, amax_R1, dtype: tl.constexpr, DEPTH: tl.constexpr, LARGEST: tl.constexpr, POWER: tl.constexpr):
-    """Values and scales of rows: of each DEPTH columns, or by magnitudes that were measured before."""
-    SHARE: tl.constexpr = x_RD.shape[1] if amax_R1 is not None else DEPTH
-    ROWS: tl.constexpr = x_RD.shape[0]
-    x_RQD = tl.reshape(x_RD, [ROWS, x_RD.shape[1] // SHARE, SHARE])
-    if amax_R1 is None:
-        amax_RQ1 = tl.max(magnitude_bits(x_RQD), 2, keep_dims=True)
+def largest_of_tile(bits_DR):
+    """The largest of a tile's magnitudes, 1 x 1; of its columns first, where a thread of a transposed tile has most."""
+    return tl.max(tl.max(bits_DR, 0, keep_dims=True), 1, keep_dims=True)
+
+
+@triton.jit
+def measured(amax_ptr, matrix, outer_R, is_outer_R, outer_size, OUTER: tl.constexpr):
+    """Bits of the largest magnitude of each row, or with OUTER 0 of the matrix, that `measure_kernel` found."""
+    if OUTER == 0:
+        amax = tl.load(amax_ptr + matrix + tl.zeros([1, 1], tl.int32))
     else:
-        amax_RQ1 = amax_R1[:, :, None]
-    scale_RQ1 = scale_of(amax_RQ1, LARGEST, POWER)
-    values_RQD = to_float8(x_RQD, scale_RQ1, dtype, LARGEST, POWER)
-    return tl.reshape(values_RQD, x_RD.shape), tl.reshape(scale_RQ1, [ROWS, x_RD.shape[1] // SHARE])
+        amax = tl.load(amax_ptr + matrix * outer_size + outer_R, mask=is_outer_R, other=0)[:, None]
+    return amax
+
+
+@triton.jit
+def quantize_tile(
+    x_RD,
+    amax_R1,
+    dtype: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LARGEST: tl.constexpr,
+    POWER: tl.constexpr,
+    OUTER: tl.constexpr = 1,
+):
+    """Values and scales of rows: of each DEPTH columns, or by magnitudes that were measured before.
+
+    Of blocks of several rows it has no more than one, whose magnitude is given (1 x 1), and so is its scale.
+    """
+    if OUTER != 1:
+        scale_RQ = scale_of(amax_R1, LARGEST, POWER)
+        values_RD = to_float8(x_RD, scale_RQ, dtype, LARGEST, POWER)
+    else:
+        SHARE: tl.constexpr = x_RD.shape[1] if amax_R1 is not None else DEPTH
+        ROWS: tl.constexpr = x_RD.shape[0]
+        x_RQD = tl.reshape(x_RD, [ROWS, x_RD.shape[1] // SHARE, SHARE])
+        if amax_R1 is None:
+            amax_RQ1 = tl.max(magnitude_bits(x_RQD), 2, keep_dims=True)
+        else:
+            amax_RQ1 = amax_R1[:, :, None]
+        scale_RQ1 = scale_of(amax_RQ1, LARGEST, POWER)
+        values_RD = tl.reshape(to_float8(x_RQD, scale_RQ1, dtype, LARGEST, POWER), x_RD.shape)
+        scale_RQ = tl.reshape(scale_RQ1, [ROWS, x_RD.shape[1] // SHARE])
+    return values_RD, scale_RQ
 
 
 @triton.jit

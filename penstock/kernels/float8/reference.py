@@ -57,7 +57,7 @@ def dequantize(x: Quantized) -> Tensor:
 
 
 def quantize_rows(
-    x_RD: Tensor, recipe: Recipe, form: Format, *, columns: bool = False, counts_e: Tensor | None = None
+    x_RD: Tensor, recipe: Recipe, form: Format, *, columns: Block | None = None, counts_e: Tensor | None = None
 ) -> Both:
     """Activations or gradients.
 
@@ -65,18 +65,19 @@ def quantize_rows(
         x_RD: rows.
         recipe: whose blocks.
         form: of the values.
-        columns: also transposed.
+        columns: block of a transposed copy, `recipe.columns` of activations and `recipe.rows` of gradients; None makes
+            no such copy.
         counts_e: rows of each expert. Then what stands past them may be anything, and stays so in the row-wise copy,
             and the transposed copy is that of `quantize_groups`.
     """
     if counts_e is not None:
         x_RD = used(x_RD, counts_e)
     rows = quantize(x_RD, recipe.rows, form, recipe.scaling)
-    if not columns:
+    if columns is None:
         return Both(rows, None)
     if counts_e is not None:
-        return Both(rows, quantize_groups(x_RD, counts_e, recipe, form))
-    return Both(rows, quantize(x_RD.T, recipe.rows, form, recipe.scaling))
+        return Both(rows, quantize_groups(x_RD, counts_e, recipe, form, block=columns))
+    return Both(rows, quantize(x_RD.T, columns, form, recipe.scaling))
 
 
 def quantize_weight(w_FD: Tensor, recipe: Recipe, form: Format, into: WeightCopies | None = None) -> WeightCopies:
@@ -127,6 +128,8 @@ def quantize_groups(
     recipe: Recipe,
     form: Format,
     index_R: Tensor | None = None,
+    *,
+    block: Block | None = None,
 ) -> Quantized:
     """Rows in the order of the experts, transposed and quantized along the rows: D x `aligned_rows(R, e)`.
 
@@ -138,6 +141,7 @@ def quantize_groups(
         recipe: whose blocks; one for all rows (`rowwise`, `tensorwise`) is one for all rows of all experts.
         form: of the values.
         index_R: source row of each place.
+        block: as `columns` in `quantize_rows`; None is that of activations.
     """
     source = dequantize(x_RD) if isinstance(x_RD, Quantized) else x_RD.float()
     rows_RD = source if index_R is None else source[index_R]
@@ -145,7 +149,7 @@ def quantize_groups(
     pieces = rows_RD[: sum(counts)].split(counts)
     padded = torch.cat([F.pad(piece, (0, 0, 0, -len(piece) % ALIGNMENT)) for piece in pieces])
     padded = F.pad(padded, (0, 0, 0, aligned_rows(len(rows_RD), len(counts)) - len(padded)))
-    return quantize(padded.T, recipe.rows, form, recipe.scaling)
+    return quantize(padded.T, block or recipe.columns, form, recipe.scaling)
 
 
 def multiply(

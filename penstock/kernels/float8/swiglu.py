@@ -1,6 +1,7 @@
 """`swiglu` and `swiglu_backward` of `penstock.kernels.float8.operators`, one kernel each; Hopper has one of its own.
 
-They are fused where a block lies in a row and in a tile (`blockwise`, `mxfp8`), and gate ends where a block does.
+They are fused where blocks lie in a tile (those of `blockwise` and `mxfp8` in a row of it, and squares of
+`blockwise-square` fill it), and gate ends where a block does.
 Other scales reach over more numbers than a program has: there the activation is written in 16 bits
 (`penstock.kernels.swiglu`) and quantized by passes of its own. So is the gradient of an activation with clamps,
 which takes more registers than a thread has, and one that biases sum in 16 bits.
@@ -67,18 +68,18 @@ def swiglu(
         raise KernelError("swiglu: rows of experts are transposed by swiglu_backward", fix="pass columns=False")
     _check(gate_up_RF, weights_R)
     rows, width = gate_up_RF.shape[0], gate_up_RF.shape[1] // 2
+    block = recipe.columns if columns else None
     if not _is_fused(recipe, 1):
         h_RF = in_16_bits.swiglu(gate_up_RF.detach(), weights_R, rule)
-        return quantize.quantize_rows(h_RF, recipe, form, columns=columns, counts_e=counts_e)
-    gate_up_RF = gate_up_RF.contiguous()
+        return quantize.quantize_rows(h_RF, recipe, form, columns=block, counts_e=counts_e)
     by_row = quantize.empty_copy(gate_up_RF, (rows, width), recipe.rows, form, recipe.scaling)
-    by_column = quantize.empty_copy(gate_up_RF, (width, rows), recipe.rows, form, recipe.scaling) if columns else None
+    by_column = block and quantize.empty_copy(gate_up_RF, (width, rows), block, form, recipe.scaling)
     launch = TRANSPOSING if columns else ROWS_ONLY
     experts = 0 if counts_e is None else counts_e.numel()
     start_kernel(
         swiglu_float8_kernel,
         (triton.cdiv(width, launch.block_columns), triton.cdiv(rows, launch.block_rows)),
-        gate_up_RF,
+        gate_up_RF.contiguous(),
         None if weights_R is None else weights_R.contiguous(),
         None if counts_e is None else counts_e.contiguous(),
         by_row.values,
@@ -91,6 +92,7 @@ def swiglu(
         experts,
         width,
         BLOCK_E=triton.next_power_of_2(max(experts, 1)),
+        COLUMNS_OUTER=recipe.columns[0],
         LARGEST=form.largest,
         RUN=RUN if columns else 1,
         **_constants(recipe, launch),
@@ -157,8 +159,12 @@ def _in_one_pass(
     rows, width = dh_RF.shape
     places, parts = aligned_rows(rows, counts_e.numel()), triton.cdiv(width, launch.block_columns)
     copies = [
-        quantize.empty_copy(gate_up_RF, shape, recipe.rows, form, recipe.scaling)
-        for shape, form in (((rows, 2 * width), gradient), ((2 * width, places), gradient), ((width, places), forward))
+        quantize.empty_copy(gate_up_RF, shape, block, form, recipe.scaling)
+        for shape, block, form in (
+            ((rows, 2 * width), recipe.rows, gradient),
+            ((2 * width, places), recipe.rows, gradient),
+            ((width, places), recipe.columns, forward),
+        )
     ]
     products_PR = None if weights_R is None else weights_R.new_zeros(parts, rows)
     sources = gate_up_RF, None if weights_R is None else weights_R.contiguous(), dh_RF
@@ -177,7 +183,7 @@ def _is_hoppers(gate_up_RF: Tensor, recipe: Recipe, forms: tuple[Format, Format]
     if launch.engine != "gluon" or gate_up_RF.dtype != torch.bfloat16:
         return False
     width, target = gate_up_RF.shape[1] // 2, target_of(gate_up_RF.device)
-    return hopper_copies.obstacle(recipe.rows, recipe.scaling, forms, width, target) is None
+    return hopper_copies.obstacle((recipe.rows, recipe.columns), recipe.scaling, forms, width, target) is None
 
 
 def _start_tritons(
@@ -205,6 +211,7 @@ def _start_tritons(
         by_row.values.stride(0),
         by_column.values.stride(0) // 4,
         width,
+        H_OUTER=recipe.columns[0],
         LARGEST=forms[1].largest,
         H_LARGEST=forms[0].largest,
         WEIGHS_INPUT=weighs_input,
@@ -229,7 +236,7 @@ def _in_passes(
     """`swiglu_backward` by way of 16 bits."""
     plain_RF, dweights_R, h_RF = in_16_bits.swiglu_backward(gate_up_RF, weights_R, dh_RF, rule, recompute=True)
     assert h_RF is not None, "asked for"
-    both = quantize.quantize_rows(plain_RF, recipe, gradient, columns=True, counts_e=counts_e)
+    both = quantize.quantize_rows(plain_RF, recipe, gradient, columns=recipe.rows, counts_e=counts_e)
     assert both.columns is not None, "asked for"
     return SwigluForBackward(
         d_gate_up=both.rows,
@@ -243,7 +250,8 @@ def _in_passes(
 def _is_fused(recipe: Recipe, width: int) -> bool:
     """Whether a tile has whole blocks of rows, of columns, and of gate."""
     outer, depth = recipe.rows
-    return recipe.bits == 8 and outer == 1 and depth in (32, 128) and (width == 1 or width % depth == 0)
+    fits = recipe.columns in (recipe.rows, (TRANSPOSING.block_columns, TRANSPOSING.block_rows))
+    return recipe.bits == 8 and outer == 1 and depth in (32, 128) and fits and (width == 1 or width % depth == 0)
 
 
 def _constants(recipe: Recipe, launch: Launch) -> dict[str, Any]:

@@ -20,7 +20,13 @@ shared memory, and 8-bit tiles are never transposed, which Triton 3.6 gets wrong
 import triton
 import triton.language as tl
 
-from penstock.kernels.float8.quantize_kernels import quantize_tile, store_scales, tile_rows, transpose_tile
+from penstock.kernels.float8.quantize_kernels import (
+    largest_of_tile,
+    quantize_tile,
+    store_scales,
+    tile_rows,
+    transpose_tile,
+)
 from penstock.kernels.float8.scaling import exponent_of, magnitude_bits, scale_of, to_float8
 from penstock.kernels.swiglu import activated, activation_gradients
 
@@ -39,6 +45,7 @@ def swiglu_float8_kernel(
     columns_stride,
     experts,
     F,
+    COLUMNS_OUTER: tl.constexpr,
     DEPTH: tl.constexpr,
     LARGEST: tl.constexpr,
     POWER: tl.constexpr,
@@ -50,7 +57,10 @@ def swiglu_float8_kernel(
     ALPHA: tl.constexpr,
     WEIGHS_INPUT: tl.constexpr,
 ):
-    """One tile of h, by rows, and transposed if there is a pointer to that. Rows past the counts are left alone."""
+    """One tile of h, by rows, and transposed if there is a pointer to that. Rows past the counts are left alone.
+
+    Blocks are 1 x DEPTH, of the transposed copy COLUMNS_OUTER x DEPTH, with 1 or all of a tile.
+    """
     used = R
     if counts_ptr is not None:
         expert_E = tl.arange(0, BLOCK_E)
@@ -78,7 +88,7 @@ def swiglu_float8_kernel(
     if columns_ptr is not None:
         store_columns(
             columns_ptr, column_scales_ptr, h_RF, column_F, is_column_F, R, F, columns_stride,
-            DEPTH, LARGEST, POWER, BLOCK_R, RUN,
+            COLUMNS_OUTER, DEPTH, LARGEST, POWER, BLOCK_R, RUN,
         )  # fmt: skip
 
 
@@ -99,6 +109,7 @@ def swiglu_backward_float8_kernel(
     rows_stride,
     words_stride,
     F,
+    H_OUTER: tl.constexpr,
     DEPTH: tl.constexpr,
     LARGEST: tl.constexpr,
     H_LARGEST: tl.constexpr,
@@ -111,7 +122,8 @@ def swiglu_backward_float8_kernel(
     """One tile of all five copies, and its part of the weights' gradient, STEP rows at a time.
 
     `words_stride` is that of transposed copies, in words of four numbers. What the tile's rows do not fill is zero in
-    them: gate, up and dh are zero there.
+    them: gate, up and dh are zero there. Blocks are 1 x DEPTH, of the transposed h H_OUTER x DEPTH, with 1 or all of
+    a tile.
     """
     tile = tl.program_id(1)
     first, filled = tl.load(tiles_ptr + 2 * tile), tl.load(tiles_ptr + 2 * tile + 1)
@@ -142,7 +154,11 @@ def swiglu_backward_float8_kernel(
                 rows_stride, DEPTH, LARGEST, POWER,
             )  # fmt: skip
         place = tile * BLOCK_R + span * SPAN
-        h_scale = _column_scales(h_column_scales_ptr, h_bits, place, column_F, F, F, DEPTH, H_LARGEST, POWER)
+        if H_OUTER == 1:
+            h_scale = _column_scales(h_column_scales_ptr, h_bits, place, column_F, F, F, DEPTH, H_LARGEST, POWER)
+        else:
+            h_scale = scale_of(largest_of_tile(h_bits), H_LARGEST, POWER)
+            store_scales(h_column_scales_ptr, h_scale, 0, tl.program_id(0), None, tile, F, R, H_OUTER, DEPTH, BLOCK_R)
         dgate_scale = _column_scales(d_column_scales_ptr, dgate_bits, place, column_F, F, 2 * F, DEPTH, LARGEST, POWER)
         dup_scale = _column_scales(d_column_scales_ptr + F, dup_bits, place, column_F, F, 2 * F, DEPTH, LARGEST, POWER)
         for part in tl.range(SPAN // STEP // 4):
@@ -254,6 +270,7 @@ def store_columns(
     places,
     width,
     stride,
+    OUTER: tl.constexpr,
     DEPTH: tl.constexpr,
     LARGEST: tl.constexpr,
     POWER: tl.constexpr,
@@ -263,8 +280,12 @@ def store_columns(
     """The transposed copy of a tile, quantized along its places: `columns` is width x places."""
     dtype: tl.constexpr = columns_ptr.dtype.element_ty
     x_FR = transpose_tile(x_RF, RUN).to(tl.float32)
-    values_FR, scale_FQ = quantize_tile(x_FR, None, dtype, DEPTH, LARGEST, POWER)
+    amax_11 = None
+    if OUTER != 1:
+        amax_11 = largest_of_tile(magnitude_bits(x_FR))
+    values_FR, scale_FQ = quantize_tile(x_FR, amax_11, dtype, DEPTH, LARGEST, POWER, OUTER)
     place_R = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     pointers = columns_ptr + column_F.to(tl.int64)[:, None] * stride + place_R[None, :]
     tl.store(pointers, values_FR, mask=is_column_F[:, None] & (place_R < places)[None, :])
-    store_scales(scales_ptr, scale_FQ, 0, column_F, is_column_F, tl.program_id(1), width, places, 1, DEPTH, BLOCK_R)
+    outer = column_F if OUTER == 1 else tl.program_id(0)
+    store_scales(scales_ptr, scale_FQ, 0, outer, is_column_F, tl.program_id(1), width, places, OUTER, DEPTH, BLOCK_R)

@@ -39,7 +39,7 @@ def obstacle(recipe: Recipe, target: str, cuda: str | None) -> str | None:
         target: chip as compilers name it.
         cuda: version of CUDA that torch was built with, `torch.version.cuda`; None if the chip is not here.
     """
-    if recipe.name not in ("blockwise", "rowwise"):
+    if recipe.name not in ("blockwise", "blockwise-square", "rowwise"):
         return f"no product of torch takes the scales of {recipe.name} as they are quantized here"
     if target != "sm_90":
         return f"cuBLASLt has {recipe.name} scales on sm_90 only, this is {target}"

@@ -18,6 +18,7 @@ from penstock.kernels.float8.pack import pack_rows, unpack_rows
 from penstock.kernels.float8.products import multiply, multiply_columns, multiply_groups
 from penstock.kernels.float8.quantize import quantize_groups, quantize_rows, quantize_weight
 from penstock.kernels.float8.quantized import Quantized
+from penstock.kernels.float8.recipes import DEPTH
 from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
 from penstock.kernels.float8.transpose import transpose_weight
 from penstock.kernels.permute import unpermute
@@ -54,6 +55,8 @@ def multiply_with_torch(
 ) -> Tensor:
     """`products.multiply` by torch's `scaled_mm` where it takes these sizes, else by our own kernel.
 
+    What is added to a sum and has squares is always ours: it adds while it writes, torch would write and then add.
+
     Args:
         a: M x K.
         b: N x K.
@@ -61,7 +64,8 @@ def multiply_with_torch(
         out: where it is written.
         accumulate_into: float32 sums that it is added to and that are returned.
     """
-    chosen = multiply if torch_products.shape_obstacle(a, b) else torch_products.multiply
+    is_ours = accumulate_into is not None and b.block[0] == DEPTH
+    chosen = multiply if is_ours or torch_products.shape_obstacle(a, b) else torch_products.multiply
     return chosen(a, b, dtype, out=out, accumulate_into=accumulate_into)
 
 

@@ -8,8 +8,8 @@ carrier instead: a tensor with the shape and dtype of the rows, and one number o
 carrier's gradient moves back in 16 bits. Moves copy rows, so their transposes are what `combine` does with outputs, and
 a dispatcher has both at hand.
 
-Rows are quantized before they leave, once, and nobody quantizes them again where their experts compute by the same
-recipe. Where these do not, rows are dequantized as soon as they are there.
+Rows are quantized before they leave, once, and nobody quantizes them again where their experts read rows in the same
+blocks. Where these do not, rows are dequantized as soon as they are there.
 """
 
 from collections.abc import Callable
@@ -104,8 +104,13 @@ def packing_of(rule: Float8Rule) -> Packing:
     Args:
         rule: of the layer.
     """
-    is_opened = rule.dispatch != rule.experts
+    is_opened = _rows_by(rule.dispatch) != _rows_by(rule.experts)
     return Packing(recipe=rule.dispatch, form=rule.forward, operators=rule.operators, is_opened=is_opened)
+
+
+def _rows_by(recipe: Recipe | None) -> tuple[object, ...] | None:
+    """What of a recipe a row shows; two that differ only in what they do along other dims make the same rows."""
+    return None if recipe is None else (recipe.rows, recipe.scaling, recipe.bits)
 
 
 def carrier_like(x_TD: Tensor, rows: int) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from penstock.kernels.float8 import reference
 from penstock.kernels.float8.formats import Format, format_on
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import DEPTH, Recipe
+from penstock.kernels.float8.recipes import DEPTH, Block, Recipe
 from penstock.kernels.tuning import target_of
 
 TAIL = 9
@@ -39,11 +39,13 @@ def draw_weight(recipe: Recipe, device: torch.device, *shape: int) -> Quantized:
     return lay_out(reference.quantize_weight(torch.randn(*shape, device=device), recipe, form_on(device)).forward)
 
 
-def draw_columns(width: int, counts: list[int], recipe: Recipe, device: torch.device) -> Quantized:
-    """Experts' rows transposed; no number and no scale behind the last expert's."""
+def draw_columns(
+    width: int, counts: list[int], recipe: Recipe, device: torch.device, block: Block | None = None
+) -> Quantized:
+    """Experts' rows transposed, by blocks of activations unless told; no number and no scale behind the last one's."""
     rows = torch.randn(sum(counts) + TAIL, width, device=device)
     counts_e = torch.tensor(counts, device=device)
-    found = lay_out(reference.quantize_groups(rows, counts_e, recipe, form_on(device)))
+    found = lay_out(reference.quantize_groups(rows, counts_e, recipe, form_on(device), block=block))
     end = int(reference.aligned_starts(counts_e)[-1])
     found.values.view(torch.uint8)[:, end:] = 0x7F
     if recipe.rows[1] == DEPTH:

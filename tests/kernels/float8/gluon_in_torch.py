@@ -249,6 +249,7 @@ class Language(ModuleType):
     load, store, reduce = staticmethod(load), staticmethod(store), staticmethod(reduce)
     inline_asm_elementwise = staticmethod(inline_asm)
     expand_dims = staticmethod(torch.unsqueeze)
+    convert_layout = staticmethod(lambda x, layout: x)
 
     @staticmethod
     def arange(start: int, end: int, layout: object = None) -> Value:

@@ -15,7 +15,7 @@ from penstock.kernels.float8.expert_ffn import copy_experts, expert_ffn
 from penstock.kernels.float8.formats import E4M3, E5M2, Format, format_on
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators, Float8Rule
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, TENSORWISE, Recipe
 from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.reference import SWIGLU, ExpertRule, RowOrder
 from penstock.kernels.tuning import target_of
@@ -122,7 +122,9 @@ def assert_over(bar: float, found: list[Tensor], expected: list[Tensor]) -> None
 
 
 @pytest.mark.parametrize("gradient", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-@pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8, ROWWISE, TENSORWISE], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    "recipe", [BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, TENSORWISE], ids=lambda recipe: recipe.name
+)
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_output_and_gradients_are_near_those_of_float32(
     routing: str, recipe: Recipe, gradient: Format, device: torch.device
@@ -149,8 +151,8 @@ def test_weights_on_the_input_have_gradients(device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     ("recipe", "options"),
-    [(MXFP8, {}), (BLOCKWISE, {"with_biases": True, "rule": GPT_OSS})],
-    ids=["mxfp8", "biases"],
+    [(MXFP8, {}), (BLOCKWISE_SQUARE, {"with_biases": True, "rule": GPT_OSS})],
+    ids=["mxfp8", "squares and biases"],
 )
 def test_our_kernels_equal_the_definitions(recipe: Recipe, options: dict[str, Any], device: torch.device) -> None:
     """A number that rounds to its other neighbour moves a product by a 16th of one term, so not more than this."""
@@ -192,10 +194,24 @@ def test_rows_past_the_last_expert_poison_nothing(recipe: Recipe, device: torch.
     assert all(one.isfinite().all() for one in (y_RD, dx_RD, *others, dweights_R[:used]))
 
 
-def test_an_outlier_makes_no_nan(device: torch.device) -> None:
-    batch, float8 = draw("two experts a token", device), rule_of(REFERENCE, BLOCKWISE, device)
+@pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE], ids=lambda recipe: recipe.name)
+def test_an_outlier_makes_no_nan(recipe: Recipe, device: torch.device) -> None:
+    batch, float8 = draw("two experts a token", device), rule_of(REFERENCE, recipe, device)
     batch.x_TD[3, 7] = 1e8
     assert all(one.isfinite().all() for one in run(batch, expert_ffn, float8=float8))
+
+
+def test_squares_change_the_gradients_of_matrices_only(device: torch.device) -> None:
+    batch = draw("dropped slots", device)
+    # A column of x and one of h, so large that what shares their scales is lost.
+    batch.x_TD[:, 7] *= 1e6
+    batch.gate_up_eFD[:, :, 7] *= 1e-6
+    batch.gate_up_eFD[:, [5, 5 + WIDTH]] *= 1e3
+    found, expected = (
+        run(batch, expert_ffn, float8=rule_of(REFERENCE, recipe, device)) for recipe in (BLOCKWISE_SQUARE, BLOCKWISE)
+    )
+    same = [torch.equal(*pair) for pair in zip(found, expected, strict=True)]
+    assert same == [True, True, False, False, True], "output, x, gate and up, down, weights"
 
 
 def test_copies_made_before_give_the_same_bits(device: torch.device) -> None:

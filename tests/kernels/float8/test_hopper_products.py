@@ -2,7 +2,8 @@
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from penstock.kernels.float8 import hopper_products, products
 from penstock.kernels.float8.formats import format_on
 from penstock.kernels.float8.launches import CANDIDATES, Product, ProductLaunch, in_triton
 from penstock.kernels.float8.products import multiply, multiply_columns, multiply_groups
-from penstock.kernels.float8.recipes import BLOCKWISE, ROWWISE
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, ROWWISE
 from penstock.kernels.tile_table import TileTable
-from penstock.kernels.tuning import target_of
+from penstock.kernels.tuning import target_of, units_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
 from tests.kernels.float8.draw_quantized import TAIL, draw_columns, draw_rows, draw_weight
 
@@ -27,7 +28,12 @@ if hopper_products.HAS_GLUON:
     from penstock.kernels.float8.hopper_ring import ring
     from penstock.kernels.float8.hopper_rows import float8_rows_kernel
 
-QUICKLY_COMPILED = {("rows", "gluon_double"), ("dense", "gluon"), ("dense_gradient", "gluon")}
+QUICKLY_COMPILED = {
+    ("rows", "gluon_double"),
+    ("dense", "gluon"),
+    ("columns", "gluon"),
+    ("columns_square", "gluon_double"),
+}
 """What is compiled in every run of the tests; the rest in the slow ones."""
 
 LAUNCHES = [
@@ -152,12 +158,17 @@ def compile_kernel(product: Product, launch: ProductLaunch) -> Compiled:
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=len(block))
         return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
-    constants: dict[str, int | bool | None] = {"STAGES": launch.stages, "GROUP": launch.group}
+    constants: dict[str, int | bool | None] = {
+        "STAGES": launch.stages,
+        "STEPS": launch.steps,
+        "GROUP": launch.group,
+    }
     signature = {"rows": "i32", "columns": "i32:16", "depth": "i32:16", "experts": "i32"}
     is_dense = product.startswith("dense")
     if is_dense:
         constants["experts"] = 1
         del signature["experts"]
+    table: tuple[str, ...] = ("starts_ptr",)
     if product in ("rows", "dense"):
         signature |= {
             "x": operand("fp8e4nv", 8, 128, 128),
@@ -167,22 +178,23 @@ def compile_kernel(product: Product, launch: ProductLaunch) -> Compiled:
             **dict.fromkeys(("x_scales", "w_scales"), "*fp32:16"),
             **dict.fromkeys(("x_scale_depth", "w_scale_expert", "w_scale_depth"), "i32"),
         }
-        constants |= {"STEPS": launch.steps, "x_scale_outer": 1, "w_scale_outer": 1}
-        table = ("starts_ptr", "owners_ptr", "block_count_ptr")
-        signature |= {} if is_dense else dict.fromkeys(table, "*i32:16")
-        constants |= dict.fromkeys(table) if is_dense else {}
+        constants |= {"x_scale_outer": 1, "w_scale_outer": 1}
+        table += ("owners_ptr", "block_count_ptr")
         kernel = float8_rows_kernel
     else:
         signature |= {
             **dict.fromkeys(("a", "b"), operand("fp8e4nv", 8, 128, 128)),
-            "c": "*fp32:16",
+            "c": operand("fp32", 32, 1, 64, 128),
+            "c_ptr": "*fp32:16",
             **dict.fromkeys(("a_scales", "b_scales"), "*fp32:16"),
             **dict.fromkeys(("a_scale_depth", "b_scale_depth"), "i32:16"),
         }
-        constants |= {"a_scale_outer": 1, "b_scale_outer": 1, "WHOLE": True, "ACCUMULATE": True}
-        signature |= {} if is_dense else {"starts_ptr": "*i32:16"}
-        constants |= {"starts_ptr": None} if is_dense else {}
+        constants |= {"a_scale_outer": 1, "b_scale_outer": 1, "SQUARE": product.endswith("square"), "WHOLE": True}
         kernel = float8_matrices_kernel
+    if is_dense:
+        constants |= dict.fromkeys(table)
+    else:
+        signature |= dict.fromkeys(table, "*i32:16")
     registers = hopper_products.REGISTERS
     return compile_for(kernel, signature, constants, TARGETS["sm_90"], launch.warps, maxnreg=registers)
 
@@ -243,7 +255,25 @@ def test_gradients_are_launched_with_where_experts_begin(width: int, launched: l
     (found,) = launched
     assert [found[name] for name in ("rows", "columns", "depth", "experts")] == [width, 128, dy.values.shape[1], 3]
     assert [found[name] for name in ("a_scale_outer", "a_scale_depth", "b_scale_depth")] == [1, width, 128]
-    assert (found["WHOLE"], found["ACCUMULATE"], found["STAGES"]) == (width == 256, True, 4)
+    assert (found["WHOLE"], found["SQUARE"], found["STAGES"]) == (width == 256, False, 4)
+    assert found["c"] is not None, "the copy engine adds"
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_gradients_of_squares_are_launched_with_a_scale_for_128_rows(
+    added: bool, launched: list[dict[str, object]]
+) -> None:
+    counts, launch = [70, 0, 3], CANDIDATES["sm_90"]["columns_square"]["gluon_double"]
+    dy, x = draw_columns(256, counts, BLOCKWISE, CPU), draw_columns(384, counts, BLOCKWISE_SQUARE, CPU)
+    into = torch.zeros(len(counts), 256, 384) if added else None
+    multiply_columns(dy, x, torch.tensor(counts), dtype=torch.float32, accumulate_into=into, launch=launch)
+    one, square = draw_rows(256, 512, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, 384, 512)
+    launch = CANDIDATES["sm_90"]["dense_square"]["gluon_double"]
+    multiply(one, square, torch.float32, accumulate_into=into[0] if into is not None else None, launch=launch)
+    of_experts, dense = launched
+    assert [of_experts[name] for name in ("b_scale_outer", "b_scale_depth")] == [1, 3]
+    assert (of_experts["SQUARE"], of_experts["STEPS"], of_experts["c"] is None) == (True, 2, not added)
+    assert dense["kernel"] == ("float8_matrices_kernel" if added else "float8_rows_kernel")
 
 
 def test_what_the_kernels_cannot_do_is_said_and_done_in_triton() -> None:
@@ -257,9 +287,10 @@ def test_what_the_kernels_cannot_do_is_said_and_done_in_triton() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("programs", [2, 132])
 @pytest.mark.parametrize("width", [328, 384])
 @pytest.mark.parametrize("counts", [[700, 0, 3, 1025, 256], [0, 0, 0], [0, 128, 0], [40000, 1, 9000]], ids=str)
-def test_results_are_those_of_triton_bit_for_bit(counts: list[int], width: int) -> None:
+def test_results_are_those_of_triton_bit_for_bit(counts: list[int], width: int, programs: int) -> None:
     device = torch.device("cuda")
     if target_of(device) != "sm_90":
         pytest.skip("the kernels are Hopper's")
@@ -269,24 +300,36 @@ def test_results_are_those_of_triton_bit_for_bit(counts: list[int], width: int) 
     one, other = draw_weight(BLOCKWISE, device, width, depth), draw_rows(width, depth, BLOCKWISE, device)
     wide = draw_rows(width, depth, BLOCKWISE, device, format_on("e5m2", "sm_90"))
     dy, columns = (draw_columns(each, counts, BLOCKWISE, device) for each in (width, depth))
+    squares = draw_columns(depth, counts, BLOCKWISE_SQUARE, device)
+    of, into = CANDIDATES["sm_90"], {"dtype": torch.float32}
 
-    def all_of(name: str, of_weights: str) -> list[Tensor]:
-        of = CANDIDATES["sm_90"]
-        sums = torch.randn(len(counts), width, depth, generator=torch.Generator(device).manual_seed(0), device=device)
+    def all_of(names: Sequence[str]) -> list[Tensor]:
+        """Results by launches of weights, of gradients and of squares."""
+        weights, gradients, of_squares = names
+
+        def by(product: Product, name: str) -> ProductLaunch:
+            return replace(of[product][name], idle_units=units_of(device) - programs)
+
+        drawn = torch.Generator(device).manual_seed(0)
+        sums = torch.randn(2, len(counts), width, depth, generator=drawn, device=device)
+        total = torch.randn(len(x.values), width, generator=drawn, device=device)
         return [
             *(
-                multiply_groups(x, w, counts_e, dtype=dtype, launch=of["rows"][of_weights])
+                multiply_groups(x, w, counts_e, dtype=dtype, launch=by("rows", weights))
                 for dtype in (torch.bfloat16, torch.float32)
             ),
-            multiply(x, one, torch.bfloat16, launch=of["dense"][of_weights]),
-            *(multiply(x, rows, torch.bfloat16, launch=of["dense_gradient"][name]) for rows in (other, wide)),
-            multiply_columns(dy, columns, counts_e, dtype=torch.bfloat16, launch=of["dense_gradient"][name]),
+            multiply(x, one, torch.bfloat16, launch=by("dense", weights)),
+            multiply(x, one, torch.float32, accumulate_into=total, launch=by("dense_square", of_squares)),
+            *(multiply(x, rows, torch.bfloat16, launch=by("dense_gradient", gradients)) for rows in (other, wide)),
+            multiply_columns(dy, columns, counts_e, dtype=torch.bfloat16, launch=by("columns", gradients)),
+            multiply_columns(dy, columns, counts_e, **into, accumulate_into=sums[0], launch=by("columns", gradients)),
+            multiply_columns(dy, squares, counts_e, dtype=torch.bfloat16, launch=by("columns_square", of_squares)),
             multiply_columns(
-                dy, columns, counts_e, dtype=torch.float32, accumulate_into=sums, launch=of["dense_gradient"][name]
+                dy, squares, counts_e, **into, accumulate_into=sums[1], launch=by("columns_square", of_squares)
             ),
         ]
 
-    expected = all_of("pair", "pair_3")
-    for name, of_weights in (("gluon", "gluon"), ("gluon_4", "gluon_double")):
-        for place, (found, wanted) in enumerate(zip(all_of(name, of_weights), expected, strict=True)):
-            assert torch.equal(found, wanted), f"{name}, {of_weights}, result {place}"
+    expected = all_of(["pair_3"] * 3)
+    for names in (["gluon", "gluon", "gluon"], ["gluon_double", "gluon_4", "gluon_double"]):
+        for place, (found, wanted) in enumerate(zip(all_of(names), expected, strict=True)):
+            assert torch.equal(found, wanted), f"{names}, result {place}"

@@ -16,9 +16,9 @@ from penstock.kernels.float8 import hopper_copies, operators, swiglu
 from penstock.kernels.float8.formats import E4M3, E5M2, Format
 from penstock.kernels.float8.hopper_products import HAS_GLUON
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe
 from penstock.kernels.float8.swiglu import swiglu_backward
-from penstock.kernels.float8.tile_launches import BACKWARD_LAUNCHES, BackwardLaunch
+from penstock.kernels.float8.tile_launches import BACKWARD_LAUNCHES, BACKWARD_TAKEN, BackwardLaunch
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tuning import target_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
@@ -74,12 +74,14 @@ def share_of_equal(found: Quantized, expected: Quantized, rows: slice = slice(No
 
 
 @pytest.mark.parametrize(
-    ("counts", "width", "rule", "gradient", "is_weighed", "name"),
+    ("counts", "width", "rule", "gradient", "is_weighed", "name", "recipe"),
     [
-        ((3, 0, 130), 256, SWIGLU, E4M3, True, "gluon"),
-        ((128, 5), 640, WEIGHTED_INPUTS, E5M2, True, "gluon_ahead"),
-        ((0, 140), 256, SWIGLU, E4M3, False, "gluon_ahead"),
+        ((3, 0, 130), 256, SWIGLU, E4M3, True, "gluon", BLOCKWISE),
+        ((128, 5), 640, WEIGHTED_INPUTS, E5M2, True, "gluon_ahead", BLOCKWISE),
+        ((0, 140), 256, SWIGLU, E4M3, False, "gluon_ahead", BLOCKWISE),
+        ((3, 0, 130), 256, SWIGLU, E5M2, True, "gluon_ahead", BLOCKWISE_SQUARE),
     ],
+    ids=["weighted", "weighted inputs", "without weights", "squares"],
 )
 def test_copies_are_those_of_the_definition_byte_for_byte(
     counts: tuple[int, ...],
@@ -88,11 +90,12 @@ def test_copies_are_those_of_the_definition_byte_for_byte(
     gradient: Format,
     is_weighed: bool,
     name: str,
+    recipe: Recipe,
     in_torch: ModuleType,
 ) -> None:
     """Five tiles side by side and six programs: the next tile of a program stands elsewhere."""
     gate_up_RF, weights_R, dh_RF, counts_e = draw(counts, width, torch.device("cpu"))
-    given = (gate_up_RF, weights_R if is_weighed else None, dh_RF, counts_e, rule, BLOCKWISE, E4M3, gradient)
+    given = (gate_up_RF, weights_R if is_weighed else None, dh_RF, counts_e, rule, recipe, E4M3, gradient)
     found, expected = swiglu_backward(*given, launch=BACKWARD_LAUNCHES[name]), operators.swiglu_backward(*given)
     assert share_of_equal(found.d_gate_up, expected.d_gate_up, slice(sum(counts))) > 0.9999
     assert share_of_equal(found.d_gate_up_columns, expected.d_gate_up_columns) > 0.9999
@@ -111,16 +114,19 @@ def test_nothing_is_read_or_written_behind_the_last_row(launch: BackwardLaunch, 
     swiglu_backward(gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3, launch=launch)
 
 
-def test_what_is_not_finite_is_seen_in_its_row_and_its_column(in_torch: ModuleType) -> None:
+@pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE], ids=lambda recipe: recipe.name)
+def test_what_is_not_finite_is_seen_in_its_row_and_its_block_of_columns(recipe: Recipe, in_torch: ModuleType) -> None:
     gate_up_RF, weights_R, dh_RF, counts_e = draw((20,), 128, torch.device("cpu"))
-    dh_RF[7, 3], dh_RF[12, 100] = math.nan, math.inf
-    given = (gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3)
+    dh_RF[7, 3], dh_RF[12, 100], gate_up_RF[5, 50] = math.nan, math.inf, math.nan
+    given = (gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, recipe, E4M3, E4M3)
     found, expected = swiglu_backward(*given, launch=BACKWARD_LAUNCHES["gluon"]), operators.swiglu_backward(*given)
     for mine, other in (
         (found.d_gate_up.scales[:20], expected.d_gate_up.scales[:20]),
         (found.d_gate_up_columns.scales, expected.d_gate_up_columns.scales),
         (found.d_gate_up.values[:20].float(), expected.d_gate_up.values[:20].float()),
         (found.d_gate_up_columns.values.float(), expected.d_gate_up_columns.values.float()),
+        (found.h_columns.scales, expected.h_columns.scales),
+        (found.h_columns.values.float(), expected.h_columns.values.float()),
     ):
         assert torch.equal(mine.isnan(), other.isnan())
         assert torch.equal(mine[~mine.isnan()], other[~other.isnan()])
@@ -141,14 +147,23 @@ def test_what_the_kernel_cannot_do_triton_does(device: torch.device) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @every_launch
 @pytest.mark.parametrize("counts", [(700, 0, 3, 1025, 256), (0, 0), (4000, 1, 900)], ids=str)
-@pytest.mark.parametrize(("rule", "gradient"), [(SWIGLU, E4M3), (WEIGHTED_INPUTS, E5M2)], ids=["SwiGLU", "on inputs"])
+@pytest.mark.parametrize(
+    ("rule", "gradient", "recipe"),
+    [(SWIGLU, E4M3, BLOCKWISE), (SWIGLU, E4M3, BLOCKWISE_SQUARE), (WEIGHTED_INPUTS, E5M2, BLOCKWISE)],
+    ids=["SwiGLU", "squares", "on inputs"],
+)
 def test_a_hopper_gives_the_copies_of_the_definition(
-    counts: tuple[int, ...], rule: ExpertRule, gradient: Format, launch: BackwardLaunch, device: torch.device
+    counts: tuple[int, ...],
+    rule: ExpertRule,
+    gradient: Format,
+    recipe: Recipe,
+    launch: BackwardLaunch,
+    device: torch.device,
 ) -> None:
     if target_of(device) != "sm_90":
         pytest.skip("the kernel is Hopper's")
     gate_up_RF, weights_R, dh_RF, counts_e = draw(counts, 1408, device)
-    given = (gate_up_RF, weights_R, dh_RF, counts_e, rule, BLOCKWISE, E4M3, gradient)
+    given = (gate_up_RF, weights_R, dh_RF, counts_e, rule, recipe, E4M3, gradient)
     found, expected = swiglu_backward(*given, launch=launch), operators.swiglu_backward(*given)
     used = slice(sum(counts))
     pairs = (
@@ -166,7 +181,9 @@ def test_a_hopper_gives_the_copies_of_the_definition(
     assert not found.dweights_R[sum(counts) :].any()
 
 
-def compiled(launch: BackwardLaunch, rule: ExpertRule = SWIGLU, largest: float = 448.0) -> Compiled:
+def compiled(
+    launch: BackwardLaunch, rule: ExpertRule = SWIGLU, largest: float = 448.0, *, square: bool = False
+) -> Compiled:
     signature = {
         **dict.fromkeys(("gate_up_ptr", "dh_ptr"), "*bf16:16"),
         **dict.fromkeys(("weights_ptr", "products_ptr"), "*fp32:16"),
@@ -178,6 +195,7 @@ def compiled(launch: BackwardLaunch, rule: ExpertRule = SWIGLU, largest: float =
         **dict.fromkeys(("R", "tiles"), "i32"),
     }
     constants = {"LARGEST": largest, "H_LARGEST": 448.0, "WEIGHS_INPUT": rule.weighs_input, "AHEAD": launch.ahead}
+    constants["SQUARE"] = square
     return compile_for(
         swiglu_backward_float8_kernel,
         signature,
@@ -188,9 +206,13 @@ def compiled(launch: BackwardLaunch, rule: ExpertRule = SWIGLU, largest: float =
     )
 
 
-@every_launch
-def test_two_programs_share_a_multiprocessor_and_nothing_spills(launch: BackwardLaunch) -> None:
-    found = compiled(launch)
+@pytest.mark.parametrize(
+    ("launch", "square"),
+    [*((launch, False) for launch in LAUNCHES.values()), (BACKWARD_TAKEN, True)],
+    ids=[*LAUNCHES, "squares"],
+)
+def test_two_programs_share_a_multiprocessor_and_nothing_spills(launch: BackwardLaunch, square: bool) -> None:
+    found = compiled(launch, square=square)
     assert found.spills == 0, found.summary
     assert found.registers * 32 * launch.warps * launch.residency <= 64 * 1024, found.summary
     assert (found.shared_bytes + 1024) * launch.residency <= TARGETS["sm_90"].shared_bytes + 1024, found.summary

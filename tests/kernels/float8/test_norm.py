@@ -13,7 +13,7 @@ from penstock.kernels.float8.formats import E4M3, E4M3_FNUZ, Format
 from penstock.kernels.float8.norm import RUN, norm_quantize_kernel
 from penstock.kernels.float8.quantize import WAVE_FACTOR
 from penstock.kernels.float8.quantized import Both, Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, Recipe
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, Recipe
 from penstock.kernels.float8.reference import quantize_rows
 from penstock.kernels.float8.tile_launches import TRANSPOSING
 from tests.kernels.ahead_of_time import TARGETS, compile_for
@@ -39,7 +39,7 @@ def inputs(tokens: int, width: int, device: torch.device, dtype: torch.dtype) ->
     return x_TD.to(dtype), residual_TD.to(dtype), weight_D.to(dtype)
 
 
-@pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8, ROWWISE], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize(("dtype", "columns"), [(torch.bfloat16, True), (torch.float32, False)])
 def test_both_copies_are_of_the_very_rows_that_come_out(
     dtype: torch.dtype, columns: bool, recipe: Recipe, device: torch.device
@@ -48,7 +48,7 @@ def test_both_copies_are_of_the_very_rows_that_come_out(
     expected_TD, expected_sum_TD = plain_norm.add_rms_norm(x_TD, residual_TD, weight_D, EPSILON)
     normed_TD, sum_TD, found = norm.add_rms_norm(x_TD, residual_TD, weight_D, EPSILON, recipe, E4M3, columns=columns)
     assert torch.equal(normed_TD, expected_TD) and torch.equal(sum_TD, expected_sum_TD)
-    expected = quantize_rows(expected_TD, recipe, E4M3, columns=columns)
+    expected = quantize_rows(expected_TD, recipe, E4M3, columns=recipe.columns if columns else None)
     assert_equal(found.rows, expected.rows)
     assert_equal(found.columns, expected.columns)
 
@@ -122,7 +122,7 @@ def test_misfits_are_refused(device: torch.device) -> None:
         norm.add_rms_norm(torch.zeros(2, 16), torch.zeros(1, 16), weight_D, EPSILON, BLOCKWISE, E4M3, columns=True)
 
 
-@pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE, MXFP8], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernel_compiles_without_spills(target: str, recipe: Recipe) -> None:
     e8m0 = recipe.scaling == "e8m0"
@@ -136,6 +136,7 @@ def test_the_kernel_compiles_without_spills(target: str, recipe: Recipe) -> None
     signature |= dict.fromkeys(("x_stride", "rows_stride", "columns_stride"), "i32:16")
     constants = {
         "D": 7168,
+        "OUTER": recipe.columns[0],
         "DEPTH": recipe.rows[1],
         "LARGEST": 240.0 if target == "gfx942" else 448.0,
         "POWER": True,

@@ -15,7 +15,7 @@ from penstock.kernels.float8 import attention, attention_reference, norm, operat
 from penstock.kernels.float8.formats import format_on
 from penstock.kernels.float8.quantize import quantize_groups, quantize_rows, quantize_weight
 from penstock.kernels.float8.quantized import Both, Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, ROWWISE, TENSORWISE, Recipe
 from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
 from penstock.kernels.float8.transpose import transpose_weight
 from penstock.kernels.reference import SWIGLU
@@ -37,6 +37,8 @@ WEIGHTS = [
     *((recipe, shape) for recipe in (BLOCKWISE, TENSORWISE, ROWWISE) for shape in ((576, 2048), (3, 256, 576))),
     *((BLOCKWISE, shape) for shape in ((10944, 2048), (200, 136))),
 ]
+
+with_squares = pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE], ids=lambda recipe: recipe.name)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -76,11 +78,12 @@ def assert_near(found: Quantized | None, expected: Quantized | None, rows: int |
     assert found_db > BAR_DB, f"{found_db:.1f} dB"
 
 
-@pytest.mark.parametrize("shape", [(400, 576), (300, 136)])
-def test_rows_and_columns_equal_the_definition(shape: tuple[int, int]) -> None:
+@with_squares
+@pytest.mark.parametrize("shape", [(400, 576), (384, 576), (300, 136)])
+def test_rows_and_columns_equal_the_definition(shape: tuple[int, int], recipe: Recipe) -> None:
     x_RD = normal(*shape)
-    expected = reference.quantize_rows(x_RD, BLOCKWISE, FORM, columns=True)
-    assert_both_equal(quantize_rows(x_RD, BLOCKWISE, FORM, columns=True), expected)
+    expected = reference.quantize_rows(x_RD, recipe, FORM, columns=recipe.columns)
+    assert_both_equal(quantize_rows(x_RD, recipe, FORM, columns=recipe.columns), expected)
 
 
 def test_rows_alone_equal_the_definition() -> None:
@@ -90,26 +93,28 @@ def test_rows_alone_equal_the_definition() -> None:
 
 def test_gradients_of_5_bits_of_exponent_equal_the_definition() -> None:
     x_RD = normal(400, 576)
-    expected = reference.quantize_rows(x_RD, BLOCKWISE, WIDE_FORM, columns=True)
-    assert_both_equal(quantize_rows(x_RD, BLOCKWISE, WIDE_FORM, columns=True), expected)
+    expected = reference.quantize_rows(x_RD, BLOCKWISE, WIDE_FORM, columns=BLOCKWISE.rows)
+    assert_both_equal(quantize_rows(x_RD, BLOCKWISE, WIDE_FORM, columns=BLOCKWISE.rows), expected)
 
 
-def test_rows_of_experts_equal_the_definition() -> None:
+@with_squares
+def test_rows_of_experts_equal_the_definition(recipe: Recipe) -> None:
     x_RD, counts_e = experts(576)
     both, expected = (
-        make(x_RD, BLOCKWISE, FORM, columns=True, counts_e=counts_e)
+        make(x_RD, recipe, FORM, columns=recipe.columns, counts_e=counts_e)
         for make in (quantize_rows, reference.quantize_rows)
     )
     assert_both_equal(both, expected, sum(COUNTS))
 
 
+@with_squares
 @pytest.mark.parametrize("in_8_bits", [False, True], ids=["of 16 bits", "of 8 bits"])
-def test_gathered_rows_equal_the_definition(in_8_bits: bool) -> None:
+def test_gathered_rows_equal_the_definition(in_8_bits: bool, recipe: Recipe) -> None:
     counts_e, tokens = torch.tensor(COUNTS, device=DEVICE), normal(250, 576)
     index_R = torch.randint(0, len(tokens), (sum(COUNTS) + TAIL,), device=DEVICE)
-    source = reference.quantize_rows(tokens, BLOCKWISE, FORM).rows if in_8_bits else tokens
+    source = reference.quantize_rows(tokens, recipe, FORM).rows if in_8_bits else tokens
     found, expected = (
-        make(source, counts_e, BLOCKWISE, FORM, index_R) for make in (quantize_groups, reference.quantize_groups)
+        make(source, counts_e, recipe, FORM, index_R) for make in (quantize_groups, reference.quantize_groups)
     )
     assert_equal(found, expected)
 
@@ -136,8 +141,8 @@ def test_a_stack_of_32_bits_is_filled_in_place() -> None:
 @pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE], ids=lambda recipe: recipe.name)
 def test_scales_that_reach_over_rows_equal_the_definition(recipe: Recipe) -> None:
     x_RD = normal(400, 576)
-    expected = reference.quantize_rows(x_RD, recipe, FORM, columns=True)
-    assert_both_equal(quantize_rows(x_RD, recipe, FORM, columns=True), expected)
+    expected = reference.quantize_rows(x_RD, recipe, FORM, columns=recipe.columns)
+    assert_both_equal(quantize_rows(x_RD, recipe, FORM, columns=recipe.columns), expected)
 
 
 def test_bytes_are_transposed() -> None:
@@ -147,32 +152,35 @@ def test_bytes_are_transposed() -> None:
     assert_equal(into, copies.backward)
 
 
-def test_normed_rows_are_quantized_as_they_are() -> None:
+@with_squares
+def test_normed_rows_are_quantized_as_they_are(recipe: Recipe) -> None:
     x_TD, weight_D = normal(300, 2048), 1 + 0.1 * torch.randn(2048, device=DEVICE)
-    normed_TD, sum_TD, found = norm.add_rms_norm(x_TD, x_TD.flip(0), weight_D, 1e-5, BLOCKWISE, FORM, columns=True)
+    normed_TD, sum_TD, found = norm.add_rms_norm(x_TD, x_TD.flip(0), weight_D, 1e-5, recipe, FORM, columns=True)
     expected_TD, expected_sum_TD, _ = operators.add_rms_norm(
-        x_TD, x_TD.flip(0), weight_D, 1e-5, BLOCKWISE, FORM, columns=True
+        x_TD, x_TD.flip(0), weight_D, 1e-5, recipe, FORM, columns=True
     )
     assert min(decibels(sum_TD, expected_sum_TD), decibels(normed_TD, expected_TD)) > BAR_DB
-    assert_both_equal(found, reference.quantize_rows(normed_TD, BLOCKWISE, FORM, columns=True))
+    assert_both_equal(found, reference.quantize_rows(normed_TD, recipe, FORM, columns=recipe.columns))
 
 
-def test_the_activation_is_near_its_definition() -> None:
+@with_squares
+def test_the_activation_is_near_its_definition(recipe: Recipe) -> None:
     gate_up_RF, counts_e = experts(2 * 704)
     weights_R = torch.rand(len(gate_up_RF), device=DEVICE)
-    inputs = (gate_up_RF, weights_R, SWIGLU, BLOCKWISE, FORM)
+    inputs = (gate_up_RF, weights_R, SWIGLU, recipe, FORM)
     found, expected = (make(*inputs, counts_e=counts_e) for make in (swiglu, operators.swiglu))
     assert_near(found.rows, expected.rows, sum(COUNTS))
-    dense = (gate_up_RF[: sum(COUNTS)], None, SWIGLU, BLOCKWISE, FORM)
+    dense = (gate_up_RF[: sum(COUNTS)], None, SWIGLU, recipe, FORM)
     found, expected = (make(*dense, columns=True) for make in (swiglu, operators.swiglu))
     assert_near(found.rows, expected.rows)
     assert_near(found.columns, expected.columns)
 
 
-def test_gradients_of_the_activation_are_near_their_definition() -> None:
+@with_squares
+def test_gradients_of_the_activation_are_near_their_definition(recipe: Recipe) -> None:
     gate_up_RF, counts_e = experts(2 * 704)
     used, weights_R = sum(COUNTS), torch.rand(len(gate_up_RF), device=DEVICE)
-    inputs = (gate_up_RF, weights_R, normal(len(gate_up_RF), 704), counts_e, SWIGLU, BLOCKWISE, FORM, FORM)
+    inputs = (gate_up_RF, weights_R, normal(len(gate_up_RF), 704), counts_e, SWIGLU, recipe, FORM, FORM)
     found, expected = (make(*inputs) for make in (swiglu_backward, operators.swiglu_backward))
     assert_near(found.d_gate_up, expected.d_gate_up, used)
     assert_near(found.d_gate_up_columns, expected.d_gate_up_columns)

@@ -10,7 +10,7 @@ from penstock.kernels.float8 import reference
 from penstock.kernels.float8.launches import CANDIDATES, PRODUCTS, Product, ProductLaunch, in_triton
 from penstock.kernels.float8.product_kernels import float8_matrices_kernel, float8_rows_kernel
 from penstock.kernels.float8.products import Scaling, multiply, multiply_columns, multiply_groups
-from penstock.kernels.float8.recipes import BLOCKWISE, DEPTH, MXFP8, ROWWISE, TENSORWISE, Recipe, obstacle
+from penstock.kernels.float8.recipes import BLOCKWISE_SQUARE, DEPTH, MXFP8, ROWWISE, TENSORWISE, Recipe, obstacle
 from penstock.kernels.tuning import target_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
 from tests.kernels.float8.draw_quantized import TAIL, draw_columns, draw_rows, draw_weight
@@ -54,7 +54,7 @@ def launches_of(target: str) -> list[tuple[str, Product, ProductLaunch]]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE, BLOCKWISE, MXFP8], ids=lambda one: one.name)
+@pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE, BLOCKWISE_SQUARE, MXFP8], ids=lambda one: one.name)
 def test_every_launch_of_this_chip_computes_the_same(recipe: Recipe, device: torch.device) -> None:
     problem = obstacle(recipe, target_of(device))
     if problem is not None:
@@ -64,7 +64,8 @@ def test_every_launch_of_this_chip_computes_the_same(recipe: Recipe, device: tor
     x = draw_rows(sum(counts) + TAIL, 712, recipe, device)
     w = draw_weight(recipe, device, len(counts), 328, 712)
     one, other = draw_weight(recipe, device, 328, 712), draw_rows(328, 712, recipe, device)
-    dy, columns = (draw_columns(width, counts, recipe, device) for width in (328, 712))
+    dy, columns = (draw_columns(width, counts, recipe, device, block=recipe.rows) for width in (328, 712))
+    squares = draw_columns(712, counts, recipe, device)
     index_R = torch.randint(len(x.values) - TAIL, (sum(counts) + TAIL,), device=device)
     expected: dict[Product, Tensor] = {
         "dense": reference.multiply(x, one, torch.bfloat16),
@@ -73,12 +74,20 @@ def test_every_launch_of_this_chip_computes_the_same(recipe: Recipe, device: tor
         "rows_gathered": reference.multiply_groups(x, w, counts_e, index_R, dtype=torch.bfloat16),
         "columns": reference.multiply_columns(dy, columns, counts_e, dtype=torch.float32),
     }
+    if recipe is BLOCKWISE_SQUARE:
+        expected["dense_square"] = reference.multiply(x, one, torch.float32)
+        expected["columns_square"] = reference.multiply_columns(dy, squares, counts_e, dtype=torch.float32)
     for name, product, launch in launches_of(target_of(device)):
-        if product.startswith("dense"):
+        if product not in expected:
+            continue
+        sums = torch.zeros_like(expected[product])
+        if product == "dense_square":
+            got = multiply(x, one, torch.float32, accumulate_into=sums, launch=launch)
+        elif product.startswith("dense"):
             got = multiply(x, one if product == "dense" else other, torch.bfloat16, launch=launch)
-        elif product == "columns":
-            sums = torch.zeros_like(expected[product])
-            got = multiply_columns(dy, columns, counts_e, dtype=torch.float32, accumulate_into=sums, launch=launch)
+        elif product.startswith("columns"):
+            x_columns = columns if product == "columns" else squares
+            got = multiply_columns(dy, x_columns, counts_e, dtype=torch.float32, accumulate_into=sums, launch=launch)
         else:
             index = index_R if product == "rows_gathered" else None
             got = multiply_groups(x, w, counts_e, index, dtype=torch.bfloat16, launch=launch)
@@ -179,21 +188,22 @@ def compile_product(product: Product, launch: ProductLaunch, target: str, scalin
         return compile_for(
             float8_rows_kernel, signature, constants, TARGETS[target], launch.warps, launch.stages, **options
         )
-    weight = product == "dense"
+    is_sum, is_square = product != "dense", product == "dense" or product.endswith("square")
+    of_experts = product.startswith("columns")
     signature |= {
         "a": operand(rows, DEPTH),
         "b": operand(columns, DEPTH),
-        "c": operand(1, rows, columns // pieces, dtype="bf16" if weight else "fp32"),
+        "c": operand(1, rows, columns // pieces, dtype="fp32" if is_sum else "bf16"),
         **dict.fromkeys(("a_scales", "b_scales"), scale),
         **dict.fromkeys(("a_stride", "b_stride", "a_scale_depth"), "i32:16"),
-        "b_scale_depth": "i32" if weight else "i32:16",
+        "b_scale_depth": "i32" if is_square else "i32:16",
     }
-    signature |= {"starts_ptr": "*i32:16"} if product == "columns" else {}
-    signature |= {"b_scale_outer": "i32"} if weight else {}
-    constants |= {} if product == "columns" else {"starts_ptr": None}
-    constants |= {} if weight else {"b_scale_outer": 1}
-    constants |= {"a_scale_outer": 1, "ACCUMULATE": not weight, "WHOLE": True}
-    constants |= {"B_OUTER": DEPTH if weight and scaling == "promoted" else 1}
+    signature |= {"starts_ptr": "*i32:16"} if of_experts else {}
+    signature |= {"b_scale_outer": "i32"} if is_square else {}
+    constants |= {} if of_experts else {"starts_ptr": None}
+    constants |= {} if is_square else {"b_scale_outer": 1}
+    constants |= {"a_scale_outer": 1, "ACCUMULATE": is_sum, "WHOLE": True}
+    constants |= {"B_OUTER": DEPTH if is_square and scaling == "promoted" else 1}
     return compile_for(
         float8_matrices_kernel, signature, constants, TARGETS[target], launch.warps, launch.stages, **options
     )

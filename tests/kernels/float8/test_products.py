@@ -79,12 +79,14 @@ def test_gathered_rows_are_multiplied_where_they_lie(
     assert_equal_sums(multiply_groups(travelled, w, counts_e, index_R, dtype=torch.float32, launch=launch), expected)
 
 
-def test_gathered_rows_may_be_copied_first(device: torch.device) -> None:
-    counts_e, index_R = torch.tensor([40], device=device), torch.randint(30, (40,), device=device)
-    x, w = draw_rows(30, 256, BLOCKWISE, device), draw_weight(BLOCKWISE, device, 1, 64, 256)
+@EVERY_RECIPE
+def test_gathered_rows_may_be_copied_first(recipe: Recipe, device: torch.device) -> None:
+    counts_e, index_R = torch.tensor([40, 0, 7], device=device), torch.randint(30, (40 + 7 + TAIL,), device=device)
+    x, w = draw_rows(30, 256, recipe, device), draw_weight(recipe, device, 3, 64, 256)
+    travelled = lay_out(x, apart=48)._replace(scales=x.scales.contiguous())
     expected = reference.multiply_groups(x, w, counts_e, index_R, dtype=torch.float32)
     launch = replace(POINTERS, copy_gathered=True)
-    assert_equal_sums(multiply_groups(x, w, counts_e, index_R, dtype=torch.float32, launch=launch), expected)
+    assert_equal_sums(multiply_groups(travelled, w, counts_e, index_R, dtype=torch.float32, launch=launch), expected)
 
 
 @BOTH_WAYS
@@ -163,13 +165,14 @@ def test_nothing_is_launched_for_tensors_without_memory(recipe: Recipe) -> None:
 
 def test_rows_are_copied_where_32_bits_cannot_count_what_they_are_gathered_from() -> None:
     index_R = torch.empty(2, dtype=torch.int64, device="meta")
+    tiles = tile_table(torch.empty(1, dtype=torch.int32, device="meta"), 2)
 
     def source(rows: int) -> Quantized:
         values = torch.empty(rows, 2048, dtype=E4M3.dtype, device="meta")
         return Quantized(values, torch.empty(rows, 16, device="meta"), (1, DEPTH))
 
-    assert _gather(source(GATHER_LIMIT // 2048 - 1), index_R, POINTERS)[1] is index_R
-    copy, no_index = _gather(source(GATHER_LIMIT // 2048), index_R, POINTERS)
+    assert _gather(source(GATHER_LIMIT // 2048 - 1), index_R, tiles, POINTERS)[1] is index_R
+    copy, no_index = _gather(source(GATHER_LIMIT // 2048), index_R, tiles, POINTERS)
     assert copy.values.shape == (2, 2048) and copy.scales.shape == (2, 16) and no_index is None
 
 

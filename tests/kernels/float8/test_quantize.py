@@ -22,15 +22,24 @@ from penstock.kernels.float8.quantize import (
     run_of,
 )
 from penstock.kernels.float8.quantize_kernels import group_tiles_kernel, measure_kernel, quantize_kernel
-from penstock.kernels.float8.quantized import Quantized, WeightCopies
-from penstock.kernels.float8.recipes import ALIGNMENT, BLOCKWISE, MXFP8, NVFP4, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.quantized import Both, Quantized, WeightCopies
+from penstock.kernels.float8.recipes import (
+    ALIGNMENT,
+    BLOCKWISE,
+    BLOCKWISE_SQUARE,
+    MXFP8,
+    NVFP4,
+    ROWWISE,
+    TENSORWISE,
+    Recipe,
+)
 from penstock.kernels.float8.tile_launches import ROWS_ONLY, TRANSPOSING
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
 
 # Infinity times zero, in the interpreter's own arithmetic.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 
-RECIPES = [BLOCKWISE, MXFP8, ROWWISE, TENSORWISE]
+RECIPES = [BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, TENSORWISE]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 every_recipe_and_form = pytest.mark.parametrize(
     ("recipe", "form"),
@@ -63,6 +72,12 @@ def skip_unless_known(form: Format, device: torch.device) -> None:
         pytest.skip("this chip has no such format")
 
 
+def both_copies(x_RD: Tensor, recipe: Recipe, form: Format) -> tuple[Both, Both]:
+    """Of activations, ours and those of the definition."""
+    given = x_RD, recipe, form
+    return quantize_rows(*given, columns=recipe.columns), reference.quantize_rows(*given, columns=recipe.columns)
+
+
 def rows(count: int, width: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Of very different sizes."""
     return (torch.randn(count, width, device=device) * torch.randn(count, 1, device=device).mul(4).exp()).to(dtype)
@@ -72,7 +87,7 @@ def rows(count: int, width: int, device: torch.device, dtype: torch.dtype = torc
 def test_rows_and_columns_of_odd_sizes_equal_the_definition(recipe: Recipe, form: Format, device: torch.device) -> None:
     skip_unless_known(form, device)
     x_RD = rows(130, 200, device)
-    found, expected = (module(x_RD, recipe, form, columns=True) for module in (quantize_rows, reference.quantize_rows))
+    found, expected = both_copies(x_RD, recipe, form)
     for mine, other in zip(found, expected, strict=True):
         assert_equal(mine, other)
         assert_whole_rows_apart(mine)
@@ -83,7 +98,7 @@ def test_rows_and_columns_of_odd_sizes_equal_the_definition(recipe: Recipe, form
 @every_recipe
 def test_rows_of_32_bits_and_other_sizes(recipe: Recipe, shape: tuple[int, int], device: torch.device) -> None:
     x_RD = rows(*shape, device, torch.float32)
-    found, expected = (module(x_RD, recipe, E4M3, columns=True) for module in (quantize_rows, reference.quantize_rows))
+    found, expected = both_copies(x_RD, recipe, E4M3)
     assert_equal(found.rows, expected.rows)
     assert_equal(found.columns, expected.columns)
 
@@ -95,7 +110,7 @@ def test_rows_may_lie_apart_and_in_columns(device: torch.device) -> None:
 
 
 def test_no_rows_give_no_rows(device: torch.device) -> None:
-    found, columns = quantize_rows(torch.empty(0, 256, device=device), BLOCKWISE, E4M3, columns=True)
+    found, columns = quantize_rows(torch.empty(0, 256, device=device), BLOCKWISE, E4M3, columns=BLOCKWISE.columns)
     assert columns is not None
     assert found.values.shape == (0, 256) and found.scales.shape == (0, 2)
     assert columns.values.shape == (256, 0) and columns.scales.shape == (256, 0)
@@ -124,7 +139,7 @@ def test_what_is_not_finite_zero_or_tiny_equals_the_definition(
         x_RD[0, 3], x_RD[1, 200], x_RD[2, 0] = math.nan, math.inf, -math.inf
     x_RD[3], x_RD[4], x_RD[5], x_RD[6] = 0.0, -0.0, 2.0**-140, -(2.0**-126)
     x_RD[7], x_RD[8, 8] = 1e37, 3e38
-    found, expected = (module(x_RD, recipe, form, columns=True) for module in (quantize_rows, reference.quantize_rows))
+    found, expected = both_copies(x_RD, recipe, form)
     assert_equal(found.rows, expected.rows)
     assert_equal(found.columns, expected.columns)
 
@@ -181,7 +196,7 @@ def test_experts_rows_are_aligned_and_the_rest_is_zero(recipe: Recipe, counts: l
     x_RD[sum(counts) :] = math.nan
     expected = reference.quantize_groups(x_RD, counts_e, recipe, E5M2)
     assert_equal(quantize_groups(x_RD, counts_e.int(), recipe, E5M2), expected)
-    both = quantize_rows(x_RD, recipe, E5M2, columns=True, counts_e=counts_e)
+    both = quantize_rows(x_RD, recipe, E5M2, columns=recipe.columns, counts_e=counts_e)
     assert_equal(both.columns, expected)
     if used := sum(counts):
         alone = reference.quantize_rows(x_RD[:used], recipe, E5M2).rows
@@ -201,6 +216,14 @@ def test_rows_in_8_bits_are_gathered_and_quantized_again(recipe: Recipe, device:
     expected = reference.quantize_groups(travelled, counts_e, recipe, E4M3, index_R)
     for one in (source, travelled):
         assert_equal(quantize_groups(one, counts_e, recipe, E4M3, index_R), expected)
+
+
+def test_gradients_are_transposed_by_blocks_of_rows(device: torch.device) -> None:
+    dy_RD, counts_e = rows(60, 40, device), torch.tensor([50, 0, 10], device=device)
+    given, block = (BLOCKWISE_SQUARE, E5M2), BLOCKWISE_SQUARE.rows
+    expected = reference.quantize_groups(dy_RD, counts_e, *given, block=block)
+    assert_equal(quantize_groups(dy_RD, counts_e, *given, block=block), expected)
+    assert_equal(quantize_rows(dy_RD, *given, columns=block, counts_e=counts_e).columns, expected)
 
 
 def test_bad_numbers_in_8_bits_and_scales_are_seen_again(device: torch.device) -> None:
@@ -263,7 +286,7 @@ def compiled(
     amd = target.startswith("gfx")
     float8 = "*fp8e4b8:16" if target == "gfx942" else "*fp8e4nv:16"
     scales = "*u8:16" if recipe is MXFP8 else "*fp32:16"
-    block = recipe.weights if weight else recipe.rows
+    block, columns_block = (recipe.weights, recipe.weights) if weight else (recipe.rows, recipe.columns)
     launch = TRANSPOSING if columns else ROWS_ONLY
     power = recipe.scaling != "float32"
     pointers = {
@@ -286,7 +309,8 @@ def compiled(
         | {
             "X_OUTER": block[0] if gathers else 0,
             "X_DEPTH": block[1] if gathers else 0,
-            "OUTER": block[0],
+            "OUTER": columns_block[0] if gathers else block[0],
+            "COLUMNS_OUTER": columns_block[0],
             "DEPTH": block[1],
             "LARGEST": 240.0 if target == "gfx942" else 448.0,
             "POWER": power,
@@ -312,6 +336,8 @@ CASES = {
     "rows": {"recipe": BLOCKWISE, "columns": False},
     "weight": {"recipe": BLOCKWISE, "weight": True},
     "gathered, in 8 bits": {"recipe": BLOCKWISE, "gathers": True},
+    "squares of columns": {"recipe": BLOCKWISE_SQUARE},
+    "gathered, squares": {"recipe": BLOCKWISE_SQUARE, "gathers": True},
     "small blocks": {"recipe": MXFP8},
     "one scale": {"recipe": TENSORWISE},
 }

@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels.float8.formats import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Format, format_on
-from penstock.kernels.float8.recipes import ALIGNMENT, BLOCKWISE, MXFP8, NVFP4, RECIPES, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.recipes import (
+    ALIGNMENT,
+    BLOCKWISE,
+    BLOCKWISE_SQUARE,
+    MXFP8,
+    NVFP4,
+    RECIPES,
+    ROWWISE,
+    TENSORWISE,
+    Recipe,
+)
 from penstock.kernels.float8.reference import (
     LEAST_SCALE,
     aligned_rows,
@@ -25,7 +35,7 @@ from penstock.kernels.float8.reference import (
 )
 
 FORMS = [E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ]
-EIGHT_BITS = [TENSORWISE, ROWWISE, BLOCKWISE, MXFP8]
+EIGHT_BITS = [TENSORWISE, ROWWISE, BLOCKWISE, BLOCKWISE_SQUARE, MXFP8]
 every_recipe = pytest.mark.parametrize("recipe", EIGHT_BITS, ids=lambda recipe: recipe.name)
 every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form.dtype).removeprefix("torch."))
 
@@ -40,7 +50,7 @@ def decibels(found: Tensor, expected: Tensor) -> float:
 @every_recipe
 def test_signal_to_noise_is_what_the_format_has_bits_for(recipe: Recipe, form: Format) -> None:
     x_RD = torch.randn(200, 300)
-    rows, columns = quantize_rows(x_RD, recipe, form, columns=True)
+    rows, columns = quantize_rows(x_RD, recipe, form, columns=recipe.columns)
     bar = 25 if form.name == "e4m3" else 20
     assert columns is not None
     assert decibels(dequantize(rows), x_RD) > bar
@@ -111,12 +121,11 @@ def test_an_error_is_half_a_step_of_the_number_or_of_the_smallest(numbers: list[
 @given(st.integers(1, 70), st.integers(1, 70), st.sampled_from(EIGHT_BITS))
 def test_a_last_block_is_smaller_and_all_shapes_are_kept(outer: int, depth: int, recipe: Recipe) -> None:
     x_RD = torch.full((outer, depth), 3.0)
-    found, columns = quantize_rows(x_RD, recipe, E4M3, columns=True)
+    found, columns = quantize_rows(x_RD, recipe, E4M3, columns=recipe.columns)
     assert columns is not None
-    for copy, sizes in ((found, (outer, depth)), (columns, (depth, outer))):
-        assert copy.values.shape == sizes
-        blocks = tuple(-(-size // side) if side else 1 for size, side in zip(sizes, recipe.rows, strict=True))
-        assert copy.scales.shape == blocks
+    for copy, sizes, block in ((found, (outer, depth), recipe.rows), (columns, (depth, outer), recipe.columns)):
+        assert copy.values.shape == sizes and copy.block == block
+        assert copy.scales.shape == tuple(-(-size // (side or size)) for size, side in zip(sizes, block, strict=True))
     torch.testing.assert_close(dequantize(found), x_RD, rtol=0.07, atol=0)
     assert torch.equal(dequantize(columns).T, dequantize(found)), "one number has one scale in either direction"
 
@@ -211,6 +220,23 @@ def test_gathered_rows_are_those_of_the_index() -> None:
     assert decibels(dequantize(quantize_groups(in_8_bits, counts, BLOCKWISE, E4M3, index_R)), dequantize(gathered)) > 25
 
 
+def test_squares_are_of_activations_along_the_rows_of_one_expert() -> None:
+    x_RD, counts = torch.randn(300, 200), torch.tensor([100, 0, 200])
+    found, plain = (
+        quantize_rows(x_RD, recipe, E4M3, columns=recipe.columns, counts_e=counts)
+        for recipe in (BLOCKWISE_SQUARE, BLOCKWISE)
+    )
+    assert found.columns is not None and plain.columns is not None
+    assert torch.equal(dequantize(found.rows), dequantize(plain.rows))
+    of_gradient = quantize_groups(x_RD, counts, BLOCKWISE_SQUARE, E4M3, block=BLOCKWISE_SQUARE.rows)
+    assert torch.equal(dequantize(of_gradient), dequantize(plain.columns))
+    assert found.columns.scales.shape == (2, plain.columns.scales.shape[1]), "and 200 of the others"
+    x_RD[100:] *= 2.0**20
+    again = quantize_groups(x_RD, counts, BLOCKWISE_SQUARE, E4M3).scales
+    assert torch.equal(again[:, 0], found.columns.scales[:, 0])
+    assert torch.equal(again[:, 1:3], found.columns.scales[:, 1:3] * 2.0**20)
+
+
 @every_recipe
 def test_products_are_those_of_the_numbers(recipe: Recipe) -> None:
     """Within the rounding of both operands: 3 decibels below each."""
@@ -223,7 +249,11 @@ def test_products_are_those_of_the_numbers(recipe: Recipe) -> None:
     assert decibels(found[:35], expected) > 24 and (found[35:] == 0).all()
     one = quantize_weight(w_eFD[0], recipe, E4M3).forward
     assert decibels(multiply(rows, one, torch.float32), x_RD @ w_eFD[0].T) > 24
-    columns = [quantize_groups(side, counts, recipe, E4M3) for side in (dy_RF, x_RD)]
+    blocks = recipe.rows, recipe.columns
+    columns = [
+        quantize_groups(side, counts, recipe, E4M3, block=block)
+        for side, block in zip((dy_RF, x_RD), blocks, strict=True)
+    ]
     sums = torch.ones(3, 64, 96)
     found = multiply_columns(*columns, counts, dtype=torch.float32, accumulate_into=sums)
     expected = torch.stack([dy.T @ x for dy, x in zip(dy_RF[:35].split(counts.tolist()), pieces, strict=True)])

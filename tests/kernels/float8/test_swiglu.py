@@ -15,7 +15,7 @@ from penstock.kernels.float8 import operators, reference
 from penstock.kernels.float8.formats import E4M3, E5M2, Format, format_on
 from penstock.kernels.float8.quantize import WAVE_FACTOR
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, TENSORWISE, Recipe
 from penstock.kernels.float8.reference import LEAST_SCALE, aligned_starts, dequantize
 from penstock.kernels.float8.swiglu import ROWS_ONLY, RUN, TRANSPOSING, swiglu, swiglu_backward
 from penstock.kernels.float8.swiglu_kernels import swiglu_backward_float8_kernel, swiglu_float8_kernel
@@ -70,9 +70,10 @@ def test_rows_of_experts_equal_the_definition(rule: ExpertRule, recipe: Recipe, 
     assert found.columns is None
 
 
-@every_fused_recipe
+@pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE, MXFP8], ids=lambda recipe: recipe.name)
 def test_a_dense_network_gets_columns_too(recipe: Recipe, device: torch.device) -> None:
-    gate_up_RF = torch.randn(150, 2 * 48, device=device)
+    gate_up_RF = torch.randn(150, 2 * 144, device=device)
+    gate_up_RF[140:, 130:144] *= 9
     found = swiglu(gate_up_RF, None, SWIGLU, recipe, E4M3, columns=True)
     expected = operators.swiglu(gate_up_RF, None, SWIGLU, recipe, E4M3, columns=True)
     assert found.columns is not None and expected.columns is not None
@@ -83,12 +84,12 @@ def test_a_dense_network_gets_columns_too(recipe: Recipe, device: torch.device) 
 @pytest.mark.parametrize(
     ("recipe", "rule", "gradient"),
     [
-        (BLOCKWISE, SWIGLU, E4M3),
+        (BLOCKWISE_SQUARE, SWIGLU, E4M3),
         (BLOCKWISE, WEIGHTED_INPUTS, E5M2),
-        (BLOCKWISE, CLAMPED, E4M3),
+        (BLOCKWISE_SQUARE, CLAMPED, E4M3),
         (MXFP8, SWIGLU, E5M2),
     ],
-    ids=["blockwise", "weighted inputs", "clamped", "mxfp8"],
+    ids=["squares", "weighted inputs", "clamped", "mxfp8"],
 )
 def test_gradients_equal_the_definition(
     recipe: Recipe, rule: ExpertRule, gradient: Format, device: torch.device
@@ -116,6 +117,15 @@ def test_places_without_rows_are_zero_in_transposed_copies(device: torch.device)
         assert not copy.values.float().cpu()[:, ~is_row_R].any()
         assert copy.scales[:, starts[-1] // 128 :].eq(LEAST_SCALE).all()
     assert found.dweights_R is not None and not found.dweights_R[sum(COUNTS) :].any(), "nobody has these weights"
+
+
+def test_one_number_that_is_none_is_seen_in_its_square(device: torch.device) -> None:
+    gate_up_RF, weights_R, dh_RF, counts_e = draw((3,), device)
+    gate_up_RF[2, 200] = math.nan
+    given = (gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE_SQUARE, E4M3, E4M3)
+    found, expected = swiglu_backward(*given).h_columns, operators.swiglu_backward(*given).h_columns
+    assert found.scales.isnan().tolist() == expected.scales.isnan().tolist() == [[False, False], [True, False]]
+    assert torch.equal(found.values.float().isnan(), expected.values.float().isnan())
 
 
 def test_numbers_in_16_bits_are_rounded_before_they_are_quantized(device: torch.device) -> None:
@@ -201,6 +211,7 @@ def compiled(target: str, recipe: Recipe, rule: ExpertRule, which: str) -> Compi
     launch = {"rows": ROWS_ONLY, "columns": TRANSPOSING, "backward": BACKWARD}[which]
     largest = format_on("e4m3", target).largest
     constants = {
+        "H_OUTER" if which == "backward" else "COLUMNS_OUTER": recipe.columns[0],
         "DEPTH": recipe.rows[1],
         "LARGEST": largest,
         "POWER": True,
@@ -229,7 +240,7 @@ def compiled(target: str, recipe: Recipe, rule: ExpertRule, which: str) -> Compi
         constants |= dict.fromkeys(absent)
     kernel = swiglu_backward_float8_kernel if which == "backward" else swiglu_float8_kernel
     is_amd = target.startswith("gfx")
-    is_limited = which == "backward" and not is_amd and recipe is BLOCKWISE
+    is_limited = which == "backward" and not is_amd and recipe is not MXFP8
     options = {"maxnreg": BACKWARD.registers} if is_limited else {}
     warps = launch.warps // (WAVE_FACTOR if is_amd else 1)
     return compile_for(kernel, signature, constants, TARGETS[target], num_warps=warps, **options)
@@ -239,6 +250,12 @@ def compiled(target: str, recipe: Recipe, rule: ExpertRule, which: str) -> Compi
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_without_spills(target: str, which: str) -> None:
     made = compiled(target, MXFP8 if target in ("sm_100", "gfx950") else BLOCKWISE, SWIGLU, which)
+    assert made.spills == 0, made.summary
+
+
+@pytest.mark.parametrize("which", ["columns", "backward"])
+def test_squares_compile_without_spills(which: str) -> None:
+    made = compiled("sm_90", BLOCKWISE_SQUARE, SWIGLU, which)
     assert made.spills == 0, made.summary
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from penstock.kernels.float8 import reference, torch_products, triton_operators
-from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, Recipe
+from penstock.kernels.float8.formats import E4M3
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, Recipe
 from penstock.kernels.tuning import target_of
-from tests.kernels.float8.draw_quantized import draw_rows, draw_weight, without_memory
+from tests.kernels.float8.draw_quantized import draw_rows, draw_weight, lay_out, without_memory
 
 CPU = torch.device("cpu")
 
@@ -23,8 +24,20 @@ def test_torch_is_given_scales_as_it_asks_for_them(recipe: Recipe, depth: int) -
     assert torch_products.multiply(a, c, torch.bfloat16, accumulate_into=sums) is sums
 
 
+def test_torch_takes_a_weights_gradient_whose_activation_has_squares() -> None:
+    dy_RF, x_RD = torch.randn(384, 80), torch.randn(384, 256)
+    dy = reference.quantize_rows(dy_RF, BLOCKWISE_SQUARE, E4M3, columns=BLOCKWISE_SQUARE.rows).columns
+    x = reference.quantize_rows(x_RD, BLOCKWISE_SQUARE, E4M3, columns=BLOCKWISE_SQUARE.columns).columns
+    assert dy is not None and x is not None
+    a, b = (without_memory(lay_out(one)) for one in (dy, x))
+    assert torch_products.shape_obstacle(a, b) is None
+    sums = torch.empty(80, 256, device="meta")
+    assert torch_products.multiply(a, b, torch.float32, accumulate_into=sums) is sums
+
+
 def test_torchs_products_say_what_they_cannot_do() -> None:
-    assert torch_products.obstacle(BLOCKWISE, "sm_90", "13.0") is None
+    for recipe in (BLOCKWISE, BLOCKWISE_SQUARE):
+        assert torch_products.obstacle(recipe, "sm_90", "13.0") is None
     assert "12.9" in str(torch_products.obstacle(BLOCKWISE, "sm_90", "12.8"))
     for recipe, target in ((BLOCKWISE, "sm_100"), (BLOCKWISE, "gfx942"), (MXFP8, "sm_90")):
         assert recipe.name in str(torch_products.obstacle(recipe, target, "13.0"))
