@@ -14,12 +14,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+import pytest
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from penstock.cli.main import main
@@ -73,6 +76,12 @@ def penstock(words: Sequence[str]) -> int:
     sys.argv = ["penstock", *words]
     vars(local)["elastic_launch"] = partial(launch, "fork")
     return main()
+
+
+def hasten_interpreter(patch: pytest.MonkeyPatch) -> None:
+    """Interpreted kernels of this process run faster (tests/interpreter.py), where there are any."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+        import_module("tests.interpreter").hasten(patch)
 
 
 def launch(start_method: str, config: LaunchConfig, function: Callable[..., Any]) -> Callable[..., dict[int, Any]]:

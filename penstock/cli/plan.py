@@ -102,8 +102,7 @@ def plan(  # noqa: PLR0913 - one argument for each option
         fixed = parse_layout(only) if only else {}
         rows = None if tokens is None else rows_to_share(tokens / run.training.sequence_length, cluster.devices)
         question = Question(run=run, cluster=cluster, global_batch=rows, fixed=fixed, top=top, assumptions=assumptions)
-        with _working() as status:
-            found = search(question, status.update)
+        found = _searched(question)
     else:
         found = _asked(run, cluster, {} if layout == OWN else parse_layout(layout), planner, tokens)
     more: list[Figure] = []
@@ -133,6 +132,12 @@ def _check(questions: Mapping[str, object], files: Mapping[str, Path | None]) ->
                     "--write writes a candidate, and --compare has two runs of yours", fix="leave it out"
                 )
             check_file(path, option)
+
+
+def _searched(question: Question) -> Plan:
+    """The answer; on a terminal one sees how far it is."""
+    with _working() as status:
+        return search(question, status.update)
 
 
 def _assumptions(imbalance: float, saving: str, *, writes: bool) -> Assumptions:

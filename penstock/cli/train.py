@@ -108,10 +108,11 @@ def train(  # noqa: PLR0913 - one argument for each option
 
     Exit codes: 0 all steps are done, 2 something is wrong that you can mend, 130 (Ctrl-C) or 143 (SIGTERM) stopped.
     """
+    overrides = overrides or []
     environment = read_environment()
     console = Console(no_color=not environment.color, highlight=False, quiet=environment.rank > 0)
     with Meeting(environment) as meeting:
-        launch = (_find_run if resumes else _new_run)(target, overrides or [], name)
+        launch = (_find_run if resumes else _new_run)(target, overrides, name)
         if fake_world is not None:
             print_rehearsal(launch.run, world=fake_world, rank=rank or 0)
             return 0
@@ -129,10 +130,10 @@ def train(  # noqa: PLR0913 - one argument for each option
             if launch.is_named and launch.folder is None:
                 check_is_free(Path(launch.run.record.folder), launch.run.name)
             options = [*(["--name", name] if name is not None else []), *(["--resume"] if resumes else [])]
-            words = ["train", target, *(overrides or []), *options]
+            words = ["train", target, *overrides, *options]
             return _start_ranks(console, launch.run, environment, started, restarts, words)
         meeting.open(launch.run.host.timeout_minutes)
-        return _be_a_rank(console, environment, meeting, _launch_of_all(environment, meeting, launch, overrides or []))
+        return _be_a_rank(console, environment, meeting, _launch_of_all(environment, meeting, launch, overrides))
 
 
 def _start_ranks(

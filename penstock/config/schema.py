@@ -7,7 +7,7 @@ them, each under a name that a user chose), and any of these or None.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -161,13 +161,16 @@ def fields_under(sections: Iterable[type[Section]]) -> dict[str, Field]:
     return {name: field for section in reversed(tuple(sections)) for name, field in fields_of(section).items()}
 
 
-def every_field(root: type[Section], prefix: str = "") -> Iterator[Field]:
+@cache
+def every_field(root: type[Section], prefix: str = "") -> tuple[Field, ...]:
     """Every field below `root`, a section before its fields; a path comes once for each alternative that has it."""
+    found = []
     for name, field in fields_of(root).items():
         path = f"{prefix}{name}"
-        yield replace(field, path=path)
+        found.append(replace(field, path=path))
         for section in field.sections:
-            yield from every_field(section, f"{path}.{NAME}." if field.named else f"{path}.")
+            found += every_field(section, f"{path}.{NAME}." if field.named else f"{path}.")
+    return tuple(found)
 
 
 def find(root: type[Section], path: str) -> tuple[Field, ...]:

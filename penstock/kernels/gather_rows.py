@@ -17,17 +17,18 @@ SCALES = Launch(block_rows=16, block_columns=256, warps=4)
 """Of numbers that stand in columns, as scales do."""
 
 
-def gather_rows(x_ND: Tensor, index_R: Tensor, used: Tensor, *, launch: Launch = LAUNCH) -> Tensor:
+def gather_rows(x_ND: Tensor, index_R: Tensor, used: Tensor, *, multiple: int = 1, launch: Launch = LAUNCH) -> Tensor:
     """x_ND[index_R], of which the first rows are copied and the others hold anything.
 
     Args:
         x_ND: source rows, each contiguous.
         index_R: integer source row of each place.
         used: int32, one number, on the device: rows that are copied.
+        multiple: rows of the copy lie a multiple of so many numbers apart.
         launch: rows and columns that a program holds at a time.
     """
     (rows,), width = index_R.shape, x_ND.shape[1]
-    gathered_RD = x_ND.new_empty(rows, width)
+    gathered_RD = x_ND.new_empty(rows, triton.cdiv(width, multiple) * multiple)[:, :width]
     blocks = triton.cdiv(rows, launch.block_rows)
     start_kernel(
         gather_rows_kernel,
@@ -38,6 +39,7 @@ def gather_rows(x_ND: Tensor, index_R: Tensor, used: Tensor, *, launch: Launch =
         used,
         rows,
         x_ND.stride(0),
+        gathered_RD.stride(0),
         D=width,
         BLOCK_R=launch.block_rows,
         BLOCK_D=launch.block_columns,
@@ -97,6 +99,7 @@ def gather_rows_kernel(
     used_ptr,
     rows,
     x_stride,
+    stride,
     D: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -110,4 +113,4 @@ def gather_rows_kernel(
         source_R = tl.load(index_ptr + row_R, mask=is_row_R, other=0).to(tl.int64)
         inside = is_row_R[:, None] & (column_D < D)[None, :]
         numbers_RD = tl.load(x_ptr + source_R[:, None] * x_stride + column_D[None, :], mask=inside)
-        tl.store(gathered_ptr + row_R.to(tl.int64)[:, None] * D + column_D[None, :], numbers_RD, mask=inside)
+        tl.store(gathered_ptr + row_R.to(tl.int64)[:, None] * stride + column_D[None, :], numbers_RD, mask=inside)

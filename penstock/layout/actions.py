@@ -19,9 +19,10 @@ other travel. Such a pair starts when both could, and gives what both give when 
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from itertools import pairwise, product
 from typing import Literal, NamedTuple
 
@@ -96,9 +97,16 @@ class Schedule:
     def units(self, rank: int) -> tuple[Unit, ...]:
         """The list of a rank, with its pairs."""
         actions, begins = self.actions[rank], self.pairs[rank] if self.pairs else frozenset()
+        if not begins:
+            return tuple((action,) for action in actions)
         return tuple(
             actions[place : place + 1 + (place in begins)] for place in range(len(actions)) if place - 1 not in begins
         )
+
+    @cached_property
+    def passage(self) -> "Passage":
+        """`run_through`, once for all clocks that play the schedule."""
+        return run_through(self)
 
     @property
     def stages(self) -> int:
@@ -133,31 +141,90 @@ def text(schedule: Schedule, rank: int) -> str:
     return " ".join(map(str, schedule.actions[rank]))
 
 
-def run_through(schedule: Schedule) -> tuple[list[tuple[int, Unit]], dict[int, Unit]]:
-    """Do every action as soon as its rank's list and its needs allow, without looking at a clock.
+class Step(NamedTuple):
+    """A unit in the order of `run_through`.
 
-    Returns:
-        What was done with its ranks, in an order in which each unit comes after all that it needs; and for each rank
-        that waits for ever the unit that it waits to start.
+    Attributes:
+        rank: that does it.
+        unit: what it does.
+        after: places in that order of the steps of other ranks that give what it needs.
     """
-    done: list[tuple[int, Unit]] = []
-    given: set[Action] = set()
+
+    rank: int
+    unit: Unit
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """How far the ranks of a schedule come.
+
+    Attributes:
+        done: what they do, in an order in which each step comes after all that it needs.
+        blocked: for each rank that waits for ever the unit that it waits to start.
+    """
+
+    done: tuple[Step, ...]
+    blocked: Mapping[int, Unit]
+
+
+def run_through(schedule: Schedule) -> Passage:
+    """Do every action as soon as its rank's list and its needs allow, without looking at a clock."""
+    done: list[Step] = []
+    links = _links(schedule)
     lists = [deque(schedule.units(rank)) for rank in range(len(schedule.actions))]
-    waiting: defaultdict[Action, list[int]] = defaultdict(list)
     awake = deque(range(schedule.ranks))
     while awake:
         rank = awake.popleft()
         while lists[rank]:
             unit = lists[rank][0]
-            missing = [need for action in unit for need in action.needs(schedule.stages) if need not in given]
-            if missing:
-                waiting[missing[0]].append(rank)
+            sources, missing = _sources(unit, links)
+            if missing is not None:
+                missing.append(rank)
                 break
-            done.append((rank, lists[rank].popleft()))
-            for action in unit:
-                given.add(action.gives)
-                awake.extend(waiting.pop(action.gives, ()))
-    return done, {rank: units[0] for rank, units in enumerate(lists) if units}
+            lists[rank].popleft()
+            for stage, kind, micro_batch in unit:
+                gives = links[stage, kind].gives
+                gives.steps[micro_batch] = len(done)
+                awake.extend(gives.waiting.pop(micro_batch, ()))
+            done.append(Step(rank, unit, tuple([source for source in sources if done[source].rank != rank])))
+    return Passage(tuple(done), {rank: units[0] for rank, units in enumerate(lists) if units})
+
+
+class _Gift:
+    """What others wait for of a stage, of one kind, by micro-batch: the step that gave it, and ranks that wait."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, int] = {}
+        self.waiting: defaultdict[int, list[int]] = defaultdict(list)
+
+
+class _Link(NamedTuple):
+    """What actions of a stage, of one kind, need and give; always of their own micro-batch."""
+
+    needs: tuple[_Gift, ...]
+    gives: _Gift
+
+
+def _links(schedule: Schedule) -> dict[tuple[int, Kind], _Link]:
+    gifts: defaultdict[tuple[int, Kind], _Gift] = defaultdict(_Gift)
+    links = {}
+    for stage, kind in {(action.stage, action.kind) for actions in schedule.actions for action in actions}:
+        one = Action(stage, kind, 0)
+        needs = tuple(gifts[need.stage, need.kind] for need in one.needs(schedule.stages))
+        links[stage, kind] = _Link(needs, gifts[stage, one.gives.kind])
+    return links
+
+
+def _sources(unit: Unit, links: Mapping[tuple[int, Kind], _Link]) -> tuple[list[int], list[int] | None]:
+    """Steps that give what a unit needs; and who waits for the first thing that nobody has given yet."""
+    found: list[int] = []
+    for stage, kind, micro_batch in unit:
+        for need in links[stage, kind].needs:
+            if micro_batch not in need.steps:
+                return found, need.waiting[micro_batch]
+            found.append(need.steps[micro_batch])
+    return found, None
 
 
 def pair_up(schedule: Schedule) -> Schedule:
@@ -175,7 +242,7 @@ def pair_up(schedule: Schedule) -> Schedule:
         for actions in schedule.actions
     )
     paired = replace(schedule, pairs=pairs)
-    while blocked := run_through(paired)[1]:
+    while blocked := run_through(paired).blocked:
         rank, (begin, *_) = min((rank, unit) for rank, unit in blocked.items() if len(unit) > 1)
         own = pairs[rank] - {schedule.actions[rank].index(begin)}
         pairs = (*pairs[:rank], own, *pairs[rank + 1 :])
@@ -213,7 +280,6 @@ def _miscounted(schedule: Schedule) -> Iterator[str]:
 
 
 def _blocked(schedule: Schedule) -> Iterator[str]:
-    _, blocked = run_through(schedule)
-    for rank, unit in blocked.items():
+    for rank, unit in run_through(schedule).blocked.items():
         needs = " and ".join(str(need) for action in unit for need in action.needs(schedule.stages))
         yield f"rank {rank} never starts {' with '.join(map(str, unit))}: it needs {needs}"

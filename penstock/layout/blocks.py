@@ -18,7 +18,7 @@ plan, in the ramps it does the most urgent thing that can be done, and it never 
 This is simpler than the published search: one pass, no costs. docs/schedules.md has both results.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 from itertools import permutations, product
 
@@ -123,11 +123,11 @@ def squeeze(plans: list[list[Action]], held: int) -> list[tuple[Action, ...]]:
         held: the most (stage, micro-batch) pairs that a rank may hold; no less than the plans need.
     """
     ranks = [_Rank(rank, 2 * len(plans), held, plan) for rank, plan in enumerate(plans)]
-    given: set[Action] = set()
+    given: Counter[tuple[int, Kind]] = Counter()
     while any(rank.left for rank in ranks):
         chosen = [action for rank in ranks if (action := rank.choose(given)) is not None]
-        assert chosen, f"nothing can be done after {len(given)} actions"
-        given.update(chosen)
+        assert chosen, f"nothing can be done after {given.total()} actions"
+        given.update((action.stage, action.kind) for action in chosen)
     return [tuple(rank.done) for rank in ranks]
 
 
@@ -135,34 +135,44 @@ class _Rank:
     """One rank while it is squeezed: what it has done, and what is left of its plan."""
 
     def __init__(self, rank: int, stages: int, held: int, plan: list[Action]) -> None:
-        self.stages = stages
         self.held = held
         self.holds = 0
         self.done: list[Action] = []
-        self.left = list(plan)
+        self.left = deque(plan)
         self.turn = {action: turn for turn, action in enumerate(plan)}
         self.queues: defaultdict[tuple[int, Kind], deque[Action]] = defaultdict(deque)
         for action in plan:
             self.queues[action.stage, action.kind].append(action)
-        self.first_gradient = Action(rank, Kind.INPUT, 0)
-        self.last_forward = self.queues[rank, Kind.FORWARD][-1]
+        self.needs = {what: [need[:2] for need in queue[0].needs(stages)] for what, queue in self.queues.items()}
+        self.first_gradient = rank, Kind.INPUT
+        self.first_forward = rank, Kind.FORWARD
+        self.micro_batches = len(self.queues[self.first_forward])
 
-    def choose(self, given: set[Action]) -> Action | None:
+    def choose(self, given: Counter[tuple[int, Kind]]) -> Action | None:
         """Do one action if any can be done: the next of the plan while blocks repeat, in the ramps the most urgent.
 
         A forward is more urgent than an input gradient, that more than a weight gradient; then the plan decides.
+
+        Args:
+            given: micro-batches of each stage and kind that all ranks have done, each in the order of its number.
         """
-        ramp = self.first_gradient not in given or self.last_forward in given
-        nexts = [queue[0] for queue in self.queues.values() if queue] if ramp else self.left[:1]
-        ready = [action for action in nexts if given.issuperset(action.needs(self.stages)) and self._fits(action)]
+        is_ramp = given[self.first_gradient] == 0 or given[self.first_forward] == self.micro_batches
+        nexts = [queue[0] for queue in self.queues.values() if queue] if is_ramp else [self.left[0]]
+        ready = [action for action in nexts if self._has_all(action, given) and self._fits(action)]
         if not ready:
             return None
-        action = min(ready, key=lambda action: (_URGENCY.index(action.kind), self.turn[action]))
+        action = ready[0]
+        if len(ready) > 1:
+            action = min(ready, key=lambda action: (_URGENCY.index(action.kind), self.turn[action]))
         self.queues[action.stage, action.kind].popleft()
         self.left.remove(action)
         self.done.append(action)
         self.holds += _HOLDS[action.kind]
         return action
+
+    def _has_all(self, action: Action, given: Counter[tuple[int, Kind]]) -> bool:
+        stage, kind, micro_batch = action
+        return all(given[need] > micro_batch for need in self.needs[stage, kind])
 
     def _fits(self, action: Action) -> bool:
         """Doing it now, and the rest as planned, never makes the rank hold too much. What has its turn always fits."""

@@ -11,9 +11,10 @@ holds as many as there are ranks.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
-from penstock.layout.actions import Action, Kind, Schedule, Unit, run_through
+from penstock.layout.actions import Action, Kind, Schedule, Unit
 
 
 class DeadlockError(RuntimeError):
@@ -98,16 +99,35 @@ class Playback:
     """What happened.
 
     Attributes:
-        events: every action, by start and then rank.
+        schedule: that was played.
+        costs: of its stages.
+        starts: of the steps of its passage.
+        ends: likewise.
         span: end of the last action.
         busy: time that each rank works.
-        peak_live: the most that each rank holds, in the unit of `Costs.activation`.
     """
 
-    events: tuple[Event, ...]
+    schedule: Schedule
+    costs: Costs
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
     span: float
     busy: tuple[float, ...]
-    peak_live: tuple[float, ...]
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """Every action, by start and then rank."""
+        events = [
+            Event(rank=step.rank, action=action, start=start, end=end)
+            for step, start, end in zip(self.schedule.passage.done, self.starts, self.ends, strict=True)
+            for action in step.unit
+        ]
+        return tuple(sorted(events, key=lambda event: (event.start, event.rank)))
+
+    @cached_property
+    def peak_live(self) -> tuple[float, ...]:
+        """The most that each rank holds, in the unit of `Costs.activation`."""
+        return tuple(_peak_live(self.schedule, self.costs, rank) for rank in range(self.schedule.ranks))
 
     @property
     def bubble(self) -> float:
@@ -131,7 +151,7 @@ def play(schedule: Schedule, costs: Costs) -> Playback:
         DeadlockError: with the actions that are never started.
     """
     assert len(costs.forward) == schedule.stages, f"costs of {len(costs.forward)} stages for {schedule.stages}"
-    order, blocked = run_through(schedule)
+    steps, blocked = schedule.passage.done, schedule.passage.blocked
     if blocked:
         waits = ", ".join(
             f"rank {rank} at {action} (needs {' and '.join(map(str, action.needs(schedule.stages)))})"
@@ -139,24 +159,27 @@ def play(schedule: Schedule, costs: Costs) -> Playback:
             for action in unit
         )
         raise DeadlockError(f"{schedule.name} never ends: {waits}")
-    events: list[Event] = []
-    given: dict[Action, tuple[int, float]] = {}
+    alone = {(stage, kind): costs.of(Action(stage, kind, 0)) for stage in range(schedule.stages) for kind in Kind}
+    starts: list[float] = []
+    ends: list[float] = []
     free = [0.0] * schedule.ranks
     busy = [0.0] * schedule.ranks
-    for rank, unit in order:
-        sources = [given[need] for action in unit for need in action.needs(schedule.stages)]
-        start = max([free[rank], *(end + costs.send * (source != rank) for source, end in sources)])
-        takes = costs.of_unit(unit)
+    for rank, unit, after in steps:
+        start = free[rank]
+        for source in after:
+            start = max(start, ends[source] + costs.send)
+        takes = alone[unit[0].stage, unit[0].kind] if len(unit) == 1 else costs.of_unit(unit)
         free[rank] = start + takes
         busy[rank] += takes
-        for action in unit:
-            given[action.gives] = rank, free[rank]
-            events.append(Event(rank=rank, action=action, start=start, end=free[rank]))
+        starts.append(start)
+        ends.append(free[rank])
     return Playback(
-        events=tuple(sorted(events, key=lambda event: (event.start, event.rank))),
+        schedule=schedule,
+        costs=costs,
+        starts=tuple(starts),
+        ends=tuple(ends),
         span=max(free),
         busy=tuple(busy),
-        peak_live=tuple(_peak_live(schedule, costs, rank) for rank in range(schedule.ranks)),
     )
 
 
@@ -170,5 +193,5 @@ def _peak_live(schedule: Schedule, costs: Costs, rank: int) -> float:
         Kind.INPUT: -costs.freed_by_input,
         Kind.WEIGHT: costs.freed_by_input - 1.0,
     }
-    changes = (shares[action.kind] * sizes[action.stage] for action in schedule.actions[rank])
+    changes = (shares[kind] * sizes[stage] for stage, kind, _ in schedule.actions[rank])
     return max(accumulate(changes), default=0.0) / unit

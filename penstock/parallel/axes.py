@@ -101,6 +101,10 @@ ALONE = Axes()
 """One rank that holds everything."""
 
 
+Made = dict[tuple[int, ...], dist.ProcessGroup | None]
+"""Groups by their ranks; none for ranks that this process is not among."""
+
+
 def make_axes(
     grid: Grid, embedding_places: tuple[int, ...] = (0,), shard_size: int = 0, ranks_per_node: int = 0
 ) -> Axes:
@@ -117,34 +121,30 @@ def make_axes(
         return ALONE
     assert dist.get_world_size() == grid.world, f"{dist.get_world_size()} processes for {grid}"
     rank = dist.get_rank()
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {tuple(range(grid.world)): dist.group.WORLD}
+    made: Made = {tuple(range(grid.world)): dist.group.WORLD}
     axes = {}
     for name, parts in _AXES.items():
-        groups = grid.groups(parts)
-        own = next(ranks for ranks in groups if rank in ranks)
-        _make_missing(groups, made)
-        axes[name] = Axis(name=name, ranks=own, rank=own.index(rank), group=made[own] if len(own) > 1 else None)
+        axes[name] = _own_axis(name, grid.groups(parts), rank, made)
     for name in ("dense_data", "expert_data"):
         axes[name] = _divide(axes[name], grid.groups(_AXES[name]), shard_size, made)
     axes |= _by_node(axes["expert"], grid.groups(_AXES["expert"]), ranks_per_node or grid.world, made)
     if grid.pipeline > 1:
-        # Messages up and down wait for each other if they share a communicator, so each direction has its own.
-        for ranks in grid.groups(("pipeline",)):
-            group = dist.new_group(list(ranks))
-            if rank in ranks:
-                axes["pipeline_back"] = replace(axes["pipeline"], name="pipeline_back", group=group)
+        axes["pipeline_back"] = _way_back(axes["pipeline"], grid.groups(("pipeline",)))
     if len(embedding_places) > 1:
         holders = tuple(tuple(ranks[place] for place in embedding_places) for ranks in grid.groups(("pipeline",)))
         _make_missing(holders, made)
-        for ranks in holders:
-            if rank in ranks:
-                axes["embedding"] = Axis(name="embedding", ranks=ranks, rank=ranks.index(rank), group=made[ranks])
+        if any(rank in ranks for ranks in holders):
+            axes["embedding"] = _own_axis("embedding", holders, rank, made)
     return Axes(grid=grid, rank=rank, **axes)
 
 
-def _divide(
-    axis: Axis, groups: Sequence[tuple[int, ...]], size: int, made: dict[tuple[int, ...], dist.ProcessGroup | None]
-) -> Axis:
+def _way_back(pipeline: Axis, groups: Sequence[tuple[int, ...]]) -> Axis:
+    """Messages up and down wait for each other if they share a communicator, so each direction has its own."""
+    made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
+    return replace(pipeline, name="pipeline_back", group=made[pipeline.ranks])
+
+
+def _divide(axis: Axis, groups: Sequence[tuple[int, ...]], size: int, made: Made) -> Axis:
     """Copies go to blocks of neighbours; those at the same place in their blocks hold the same."""
     if not 0 < size < axis.size:
         return axis
@@ -155,16 +155,11 @@ def _divide(
         "shard": [ranks[first : first + size] for ranks in groups for first in range(0, axis.size, size)],
         "replicate": [ranks[place::size] for ranks in groups for place in range(size)],
     }.items():
-        _make_missing(parts, made)
-        own = next(ranks for ranks in parts if me in ranks)
-        group = made[own] if len(own) > 1 else None
-        divided[name] = Axis(name=f"{axis.name}_{name}", ranks=own, rank=own.index(me), group=group)
+        divided[name] = _own_axis(f"{axis.name}_{name}", parts, me, made)
     return replace(axis, inner=divided["shard"], outer=divided["replicate"])
 
 
-def _by_node(
-    axis: Axis, groups: Sequence[tuple[int, ...]], per_node: int, made: dict[tuple[int, ...], dist.ProcessGroup | None]
-) -> dict[str, Axis]:
+def _by_node(axis: Axis, groups: Sequence[tuple[int, ...]], per_node: int, made: Made) -> dict[str, Axis]:
     """The ranks of an axis on our node, and those at the same place of it on other nodes.
 
     Where nodes hold unequal parts of a group, everybody counts as a node of its own.
@@ -177,16 +172,17 @@ def _by_node(
             nodes = [(rank,) for rank in ranks]
         parts["node"] += sorted(nodes)
         parts["across"] += zip(*sorted(nodes), strict=True)
-    found = {}
-    for name, all_ranks in parts.items():
-        _make_missing(all_ranks, made)
-        own = next(ranks for ranks in all_ranks if me in ranks)
-        group = made[own] if len(own) > 1 else None
-        found[f"expert_{name}"] = Axis(name=f"expert_{name}", ranks=own, rank=own.index(me), group=group)
-    return found
+    return {f"expert_{name}": _own_axis(f"expert_{name}", parts[name], me, made) for name in parts}
 
 
-def _make_missing(groups: Iterable[tuple[int, ...]], made: dict[tuple[int, ...], dist.ProcessGroup | None]) -> None:
+def _own_axis(name: str, groups: Sequence[tuple[int, ...]], me: int, made: Made) -> Axis:
+    """The axis of the group that a rank is in; all of the groups are made."""
+    _make_missing(groups, made)
+    own = next(ranks for ranks in groups if me in ranks)
+    return Axis(name=name, ranks=own, rank=own.index(me), group=made[own] if len(own) > 1 else None)
+
+
+def _make_missing(groups: Iterable[tuple[int, ...]], made: Made) -> None:
     """Every rank takes part in making every group, in the same order; that is torch's rule."""
     for ranks in groups:
         if len(ranks) > 1 and ranks not in made:

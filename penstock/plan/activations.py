@@ -120,7 +120,7 @@ class _Pass:
         self.device = batch.reading.tokens_BS.device
         self.decoder = decoder
         self.ledger = Ledger()
-        self.tape = Tape(rank.target.ranks_per_node)
+        self.tape = Tape(rank.target.ranks_per_node, self.ledger)
         self.weight = 0
         self.works: list[Work] = []
         self.work: list[Task] = []
@@ -135,7 +135,7 @@ class _Pass:
         run = self.rank.run
         counted = torch.ones(1 + run.model.mtp_layers, dtype=torch.float64, device=self.device)
         names = ["embed", *self.kinds, "head"] if self.blocks else ["stage"]
-        with _labelled(self.decoder, self.ledger), self._marked(), self.ledger, self.tape:
+        with _labelled(self.decoder, self.ledger), self._marked(), self.tape:
             output = self._forward(self.batch, counted)
             end = output if self.decoder.norm is not None else get_gradient_edge(output)
             del output  # As in penstock/parallel/pipeline.py, where it has been sent.

@@ -92,8 +92,8 @@ class Space:
         for tp, cp, pp, ep, etp in product(*axes):
             if max(tp * cp, ep * etp) * pp > world or world % (tp * cp * pp) or world % (ep * etp * pp):
                 continue
-            grid = replace(self._neutral, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
-            grid = replace(grid, schedule="1f1b" if pp > 1 else NO_PIPELINE, capture=self._capture(pp))
+            schedule, capture = "1f1b" if pp > 1 else NO_PIPELINE, self._capture(pp)
+            grid = replace(self._neutral, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, schedule=schedule, capture=capture)
             if all((grid.dp, grid.edp)[name == "edp"] == size for name, size in wanted.items()):
                 dispatcher, sync_free = self.ways(grid)[0]
                 yield replace(grid, dispatcher=dispatcher, sync_free=sync_free)
@@ -144,9 +144,6 @@ class Space:
             return found
         default = _ways(grid)[0]
         return [(self._fixed.get("dispatcher", default[0]), int(self._fixed.get("sync_free_stage", f"{default[1]}")))]
-
-    def _is_wanted(self, name: str, value: str) -> bool:
-        return self._fixed.get(name, value) == value
 
     def _capture(self, pipeline: int) -> str:
         return "none" if pipeline > 1 else self._run.graphs.capture

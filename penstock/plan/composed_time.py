@@ -7,6 +7,9 @@ comes a rough time of a step, which takes the pipeline's ramp from a table; `exa
 from dataclasses import replace
 
 from penstock.config.fit import micro_batches
+from penstock.config.parallel import Pipeline
+from penstock.config.run import Run
+from penstock.layout.actions import Schedule
 from penstock.layout.grid import Grid
 from penstock.models.rank_model import schedule_of
 from penstock.parallel.axes import Axes, Axis
@@ -22,7 +25,7 @@ from penstock.plan.step_time import Clockwork, StageTime, step_time
 
 
 class Timekeeper:
-    """Times of composed runs of one model on one cluster; remembers those of stages.
+    """Times of composed runs of one model on one cluster; remembers those of stages, and schedules.
 
     Args:
         cluster: where.
@@ -35,6 +38,7 @@ class Timekeeper:
         self._clockworks: dict[Likeness, Clockwork] = {}
         self._updates: dict[tuple[Grid, tuple[Contents, ...], Shards], float] = {}
         self._stages: dict[tuple[Likeness, Contents], StageTime] = {}
+        self._schedules: dict[tuple[Pipeline, int, int, bool], Schedule | None] = {}
 
     def rough(self, composed: Composed) -> float:
         """Seconds of a step; the busiest place on the pipeline decides."""
@@ -62,7 +66,7 @@ class Timekeeper:
             pipeline=Axis(name="pipeline", ranks=tuple(range(grid.pipeline))),
             sequence=Axis(name="sequence", ranks=tuple(range(grid.context * grid.tensor))),
         )
-        schedule = schedule_of(composed.run, axes)
+        schedule = self._schedule(composed.run, axes)
         # A rank of the miniature speaks for all; how much they hold is not asked here.
         rank = replace(composed.shown.rank, run=composed.run, axes=axes, schedule=schedule)
         found = []
@@ -81,6 +85,13 @@ class Timekeeper:
                 )
             )
         return tuple(found)
+
+    def _schedule(self, run: Run, axes: Axes) -> Schedule | None:
+        """Layouts that differ in what they compute twice, or in how tokens travel, share it."""
+        key = run.pipeline, axes.grid.pipeline, micro_batches(run, axes.grid), run.dispatch.overlap == "passes"
+        if key not in self._schedules:
+            self._schedules[key] = schedule_of(run, axes)
+        return self._schedules[key]
 
     def update(self, composed: Composed, place: int) -> Update:
         """What follows the passes at a place."""

@@ -78,6 +78,7 @@ class Composer:
         self.costs = stage_costs(run.model, run.training.sequence_length)
         self.leading = frozenset(first_of_kinds(run.model, range(run.model.layers))) - later_kinds(run.model).keys()
         self.rehearsals = 0
+        self._kinds_of_views: dict[View, tuple[str, ...]] = {}
         self._stages: dict[int, tuple[Stage, ...]] = {}
         self._rehearsed: dict[tuple[Likeness, View, tuple[str, ...]], Shown] = {}
         self._facts: dict[_Sharing, Facts] = {}
@@ -199,7 +200,7 @@ class Composer:
             view: which stage.
             kinds: of its layers, in the order of some stage of the run; none for those that the view shows.
         """
-        key = likeness(run), view, kinds or kinds_of(run.model, view)
+        key = likeness(run), view, kinds or self._kinds(view)
         if key not in self._rehearsed:
             self.rehearsals += 1
             with rank_of_miniature(run, view, self.target, key[2]) as rank:
@@ -208,6 +209,11 @@ class Composer:
                     rank=rank, stage=stage, shared_bytes=rank.shared_bytes, batch_bytes=_bytes_of_rows(rank)
                 )
         return self._rehearsed[key]
+
+    def _kinds(self, view: View) -> tuple[str, ...]:
+        if view not in self._kinds_of_views:
+            self._kinds_of_views[view] = kinds_of(self.run.model, view)
+        return self._kinds_of_views[view]
 
     def _facts_of(self, run: Run) -> Facts:
         parallel, key = run.parallel, _sharing(run)
@@ -252,7 +258,7 @@ class Composer:
 
     def _is_usual(self, view: View, contents: Contents) -> bool:
         """Whether a view shows its layers in the order of a stage; what it does not show stands elsewhere."""
-        usual, kinds = kinds_of(self.run.model, view), contents.kinds
+        usual, kinds = self._kinds(view), contents.kinds
         return kinds == usual[: len(kinds)] or not set(kinds) <= set(usual)
 
 

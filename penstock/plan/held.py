@@ -9,6 +9,7 @@ A step of many micro-batches repeats itself in the middle, so a step of fewer ho
 
 from dataclasses import dataclass
 from functools import cache
+from operator import ge
 
 from penstock.config.fit import SPLITTING_SCHEDULES
 from penstock.layout.actions import Kind, Schedule, stages_of
@@ -39,10 +40,10 @@ class Standing:
     kept: tuple[int, ...]
     left: tuple[int, ...]
 
-    def covers(self, other: "Standing") -> bool:
-        """The other, of the same work, holds nowhere more."""
-        mine, others = (*self.kept, *self.left), (*other.kept, *other.left)
-        return all(one >= another for one, another in zip(mine, others, strict=True))
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """All that it holds."""
+        return (*self.kept, *self.left)
 
 
 @dataclass(frozen=True)
@@ -118,4 +119,10 @@ def _plan(shape: Shape) -> Schedule:
 
 
 def _highest(found: list[Standing]) -> list[Standing]:
-    return [one for one in found if not any(other.covers(one) and other != one for other in found)]
+    """Those, all of one work, beside which no other holds as much everywhere; in their order."""
+    highest: dict[tuple[int, ...], None] = {}
+    # What another covers comes behind it, for it holds less in all.
+    for counts in sorted((one.counts for one in found), key=sum, reverse=True):
+        if not any(all(map(ge, other, counts)) for other in highest):
+            highest[counts] = None
+    return [one for one in found if one.counts in highest]

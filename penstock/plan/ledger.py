@@ -11,7 +11,7 @@ What a kernel or a library allocates by itself, inside one operator, is not seen
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +75,10 @@ class Ledger(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """See `TorchDispatchMode`."""
-        kwargs = kwargs or {}
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call an operator, and count what it returns; also for another mode that keeps this ledger."""
         for tensor in _tensors_in((args, *kwargs.values())):
             self._was_there(tensor)
         result = func(*args, **kwargs)

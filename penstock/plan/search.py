@@ -253,11 +253,10 @@ class _Search:
         return True
 
     def _frame(self, sizes: Sizes) -> _Frame:
-        run = run_of(self._run, sizes)
         placement = "none" if sizes.pp == 1 else SCHEDULES[sizes.schedule].placement
         key = (sizes.tp, sizes.cp, sizes.pp, sizes.ep, sizes.etp, placement, sizes.vpp)
         if key not in self._frames:
-            grid = _grid_of(sizes)
+            run, grid = run_of(self._run, sizes), _grid_of(sizes)
             state, places = self._composer.state(run, grid), self._composer.places(run)
             held = {place: state.of(contents) for place, (contents, _) in enumerate(places)}
             fullest = max(held, key=lambda place: held[place].total)

@@ -88,17 +88,17 @@ class Sieve:
         if not ways:
             return
         ranks = [order_key(with_recompute(paces[0], modules)) for modules in ladder]
+        named = tuple((way.dispatcher, way.sync_free) for way in ways)
+        # What a ladder changes in the order, it changes alike on all schedules.
+        changes = [{at: rank[at] for at in range(len(rank)) if rank[at] != ranks[0][at]} for rank in ranks]
         for pace in paces:
             steps: dict[OrderKey, list[tuple[str, ...]]] = defaultdict(list)
             own = order_key(pace)
-            for modules, rank in zip(ladder, ranks, strict=True):
-                # What a ladder changes in the order, it changes alike on all schedules.
-                key = tuple(
-                    one if other == base else other for one, other, base in zip(own, rank, ranks[0], strict=True)
-                )
+            for modules, changed in zip(ladder, changes, strict=True):
+                key = tuple([changed.get(at, rank) for at, rank in enumerate(own)]) if changed else own
                 steps[key].append(modules)
             for key, found in steps.items():
-                tries[key].append(Tries(pace, tuple((way.dispatcher, way.sync_free) for way in ways), tuple(found)))
+                tries[key].append(Tries(pace, named, tuple(found)))
 
     def _is_no_way(self, way: Sizes, paces: int, refusal_of: Judge) -> bool:
         """Whether a rule has something against a way of the tokens, which is noted."""

@@ -121,12 +121,7 @@ def stand_in(run: Run, axes: Axes, target: Target, stages: Sequence[Stage] | Non
     decoders = meta_stages(run, kit, own)
     set_dtypes(_unsharded(run), decoders.values(), axes, HOME)
     divided, state_keeper = _divided_state(run, axes, kit, own)
-    held = [one for one in holdings(decoders.values(), axes) if one.name not in divided]
-    optimizer = None
-    if held:
-        # Of what FSDP2 leaves alone nothing is divided.
-        parallel = _unsharded(run).parallel if divided else run.parallel
-        optimizer = MasterAdamW(held, run.optimizer, parallel=parallel, world=axes.world, offload=run.offload)
+    optimizer = _optimizer(run, axes, decoders, divided)
     _add_in_kernels(decoders, divided, optimizer)
     for decoder in decoders.values():
         _say_counts(decoder, target.imbalance)
@@ -192,6 +187,15 @@ def _divided_state(
     held = holdings(decoders.values(), axes)
     divided = frozenset(one.name for one in held if isinstance(one.parameter, DTensor))
     return divided, MasterAdamW(held, run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload)
+
+
+def _optimizer(run: Run, axes: Axes, decoders: Mapping[int, Decoder], divided: frozenset[str]) -> MasterAdamW | None:
+    """The optimizer of what FSDP2 leaves alone, of which nothing is divided; None if it leaves nothing."""
+    held = [one for one in holdings(decoders.values(), axes) if one.name not in divided]
+    if not held:
+        return None
+    parallel = _unsharded(run).parallel if divided else run.parallel
+    return MasterAdamW(held, run.optimizer, parallel=parallel, world=axes.world, offload=run.offload)
 
 
 def _moment_bytes(run: Run, optimizer: MasterAdamW) -> int:

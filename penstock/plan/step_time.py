@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from penstock.config.fit import grid_of, micro_batches
 from penstock.config.run import Run
-from penstock.layout.actions import Action, Kind, Schedule
+from penstock.layout.actions import Kind, Schedule
 from penstock.layout.clock import Costs as ClockCosts
 from penstock.layout.clock import play
 from penstock.models.count import count
@@ -198,15 +198,16 @@ def _passes(place: Rehearsal, stages: Mapping[int, StageTime], schedule: Schedul
     if schedule is None:
         return added(Timing(), stages[0].all, times=micro_batches)
     total = Timing()
-    for action, times in Counter(action._replace(micro_batch=0) for action in schedule.actions[place.place]).items():
-        total = added(total, _timing_of(action, stages[action.stage]), times=times)
-    paired = [action for unit in schedule.units(place.place) if len(unit) > 1 for action in unit]
-    hidden = sum(_hidden(_timing_of(action, stages[action.stage])) for action in paired)
+    for (stage, kind), times in Counter((stage, kind) for stage, kind, _ in schedule.actions[place.place]).items():
+        total = added(total, _timing_of(kind, stages[stage]), times=times)
+    units = schedule.units(place.place) if schedule.pairs else ()
+    paired = [action for unit in units if len(unit) > 1 for action in unit]
+    hidden = sum(_hidden(_timing_of(action.kind, stages[action.stage])) for action in paired)
     return added(total, Timing(seconds=-hidden, exposed=-hidden, terms={"dispatch": -hidden} if hidden else {}))
 
 
-def _timing_of(action: Action, stage: StageTime) -> Timing:
-    match action.kind:
+def _timing_of(kind: Kind, stage: StageTime) -> Timing:
+    match kind:
         case Kind.FORWARD:
             return stage.forward
         case Kind.BACKWARD:

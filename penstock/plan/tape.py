@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.parallel.flight import Result, Transfers
 from penstock.parallel.later import Later, Task
 from penstock.plan.hardware import Group
+from penstock.plan.ledger import Ledger
 
 FORK, END, JOIN, WAIT, PUT_OFF = "fork", "end", "join", "wait", "put off"
 """Names of operators that move nothing: a second stream begins after all so far; ends; the first waits for that end;
@@ -84,11 +85,13 @@ class Tape(TorchDispatchMode):
 
     Args:
         ranks_per_node: that fast links join; 0 for all.
+        ledger: that counts what the same operators return; two modes would take each operator through Python twice.
     """
 
-    def __init__(self, ranks_per_node: int = 0) -> None:
+    def __init__(self, ranks_per_node: int = 0, ledger: Ledger | None = None) -> None:
         super().__init__()
         self._ranks_per_node = ranks_per_node
+        self._ledger = ledger
         self._written: list[Operator] = []
 
     def cut(self) -> Work:
@@ -101,7 +104,7 @@ class Tape(TorchDispatchMode):
     ) -> Any:
         """See `TorchDispatchMode`."""
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs) if self._ledger is None else self._ledger.call(func, args, kwargs)
         namespace, name, is_silent = _facts(func)
         if namespace == "penstock":
             self._written.append(_ours(name, args))

@@ -59,9 +59,11 @@ def where_text(evidence: RunEvidence) -> str:
     facts, run = evidence.facts, evidence.run
     ranks = facts.world or len(evidence.ranks) or None
     device = facts.device or ("CPU" if evidence.is_host else None)
-    where = f"{ranks:,} x {device}" if ranks and device else f"{ranks:,} ranks" if ranks else device or ""
+    where = device or ""
+    if ranks:
+        where = f"{ranks:,} x {device}" if device else f"{ranks:,} ranks"
     layout = _layout_text(run, facts.world) if run is not None and facts.world else ""
-    return f"{where}, {layout}" if where and layout else where
+    return f"{where}, {layout}" if layout else where
 
 
 def _layout_text(run: Run, world: int) -> str:

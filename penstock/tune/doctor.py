@@ -150,6 +150,14 @@ def _sentence(evidence: Evidence, walls: Walls) -> str:
         assert facts.planned_bytes is not None and facts.capacity_bytes is not None, "who does not fit was weighed"
         over = facts.planned_bytes - facts.capacity_bytes
         return f"memory: the fullest rank lacks {over / 1e9:.1f} GB of {facts.capacity_bytes / 1e9:.1f} GB, by the plan"
+    late = _worth_naming(evidence.late[:NAMED_LATE]) if walls.wall in ("communication", "host") else []
+    named = f"; late: {_late_text(late)}" if late else ""
+    then = f"; then {', '.join(f'{name} {walls.share(walls.losses[name]):.1%}' for name in walls.then)}"
+    return f"{walls.wall}: {_height(evidence, walls)}{named}{then if walls.then else ''}"
+
+
+def _height(evidence: Evidence, walls: Walls) -> str:
+    """How high the wall is, and of what."""
     match walls.wall:
         case "communication":
             head = f"exposed communication takes {walls.share(walls.communication_us):.1%} of the step"
@@ -164,10 +172,7 @@ def _sentence(evidence: Evidence, walls: Walls) -> str:
             head = f"computing again and copying take {walls.share(walls.memory_us):.1%} of the step"
         case "compute":
             head = f"the device computes {walls.share(walls.compute_us):.1%} of the step"
-    late = _worth_naming(evidence.late[:NAMED_LATE]) if walls.wall in ("communication", "host") else []
-    named = f"; late: {_late_text(late)}" if late else ""
-    then = f"; then {', '.join(f'{name} {walls.share(walls.losses[name]):.1%}' for name in walls.then)}"
-    return f"{walls.wall}: {head}{named}{then if walls.then else ''}"
+    return head
 
 
 def _worth_naming(late: Sequence[Late]) -> list[Late]:

@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -138,6 +139,7 @@ def _unpack(data: bytes) -> Any:
 def _work(pipe: Connection, port: int, stacks: Path) -> None:
     """A worker's whole life: it ends when the parent is gone."""
     torch.set_num_threads(1)
+    warm.hasten_interpreter(pytest.MonkeyPatch())
     gc.freeze()
     store = dist.TCPStore(LOCALHOST, port)
     with stacks.open("w") as stack_file:

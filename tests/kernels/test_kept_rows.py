@@ -96,6 +96,9 @@ def test_as_many_rows_are_gathered_as_there_are(used: int, device: torch.device)
     gathered_RD = gather_rows(x_ND[:, :33], index_R, count, launch=SMALL)
     assert gathered_RD.shape == (20, 33)
     assert torch.equal(gathered_RD[:used], x_ND[index_R[:used], :33])
+    apart_RD = gather_rows(x_ND[:, :33], index_R, count, multiple=8, launch=SMALL)
+    assert apart_RD.stride() == (40, 1)
+    assert torch.equal(apart_RD[:used], gathered_RD[:used])
     gathered_DR = gather_columns(x_ND.T.contiguous(), index_R, count)
     assert gathered_DR.shape == (40, 20)
     assert torch.equal(gathered_DR[:, :used], x_ND.T[:, index_R[:used]])
@@ -107,7 +110,7 @@ def test_the_kernels_compile_without_spills(target: str) -> None:
     numbers = {"cursor_ptr": "*i64", "used_ptr": "*i32", "first_ptr": "*i64", "meter_ptr": "*i64", "capacity": "i32"}
     assert compile_for(claim_rows_kernel, numbers, {}, chip, num_warps=1).spills == 0
     rows = {"x_ptr": "*bf16:16", "index_ptr": "*i64:16", "gathered_ptr": "*bf16:16", "used_ptr": "*i32", "rows": "i32"}
-    rows |= {"x_stride": "i32:16"}
+    rows |= {"x_stride": "i32:16", "stride": "i32:16"}
     assert compile_for(gather_rows_kernel, rows, {"D": 2048, "BLOCK_R": 1, "BLOCK_D": 2048}, chip).spills == 0
     columns = {"x_ptr": "*fp32:16", "index_ptr": "*i64:16", "gathered_ptr": "*fp32:16", "used_ptr": "*i32"}
     columns |= {"depth": "i32", "x_columns": "i32:16", "columns": "i32"}

@@ -138,3 +138,23 @@ def test_a_schedule_of_nothing_takes_no_time():
     nothing = Schedule(name="none", ranks=2, stages_per_rank=1, placement="loop", micro_batches=1, actions=((), ()))
     playback = play(nothing, even_costs(2))
     assert (playback.span, playback.bubble, playback.bubbles, playback.peak_live) == (0, 0, (0, 0), (0, 0))
+
+
+@given(schedules(largest=6))
+def test_each_step_of_a_passage_stands_behind_the_steps_of_other_ranks_that_it_needs(one: Schedule):
+    steps = one.passage.done
+    assert sorted(action for step in steps for action in step.unit) == sorted(
+        action for actions in one.actions for action in actions
+    )
+    for place, step in enumerate(steps):
+        given = {action.gives for source in step.after for action in steps[source].unit}
+        own = {action.gives for earlier in steps[:place] if earlier.rank == step.rank for action in earlier.unit}
+        assert all(source < place and steps[source].rank != step.rank for source in step.after)
+        assert all(need in given | own for action in step.unit for need in action.needs(one.stages))
+
+
+def test_a_schedule_is_run_through_once_for_all_costs():
+    one = even("zb-1f1b", 4, 8)
+    slow, fast = play(one, even_costs(4)), play(one, even_costs(4, (0.5, 0.5, 0.5)))
+    assert slow.schedule.passage is fast.schedule.passage
+    assert slow.span == 2 * fast.span

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,11 @@ class Recorder(TorchDispatchMode):
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(one)
 
 
 def plain(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """What a schedule holds comes down to a few standings, and to a step of few micro-batches."""
 
 from collections.abc import Sequence
+from operator import ge
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,3 +57,18 @@ def test_a_short_step_holds_as_much_as_a_long_one(
 
 def test_a_list_of_hundreds_of_actions_has_few_standings() -> None:
     assert len(standings(Shape("1f1b", 16, 1, enough("1f1b", 16, 512)), 0)) == 2
+
+
+@given(
+    name=st.sampled_from(sorted(SCHEDULES)),
+    ranks=st.integers(2, 6),
+    data=st.data(),
+)
+def test_no_standing_is_left_beside_which_another_holds_as_much_everywhere(
+    name: str, ranks: int, data: st.DataObject
+) -> None:
+    shape = Shape(name, ranks, SCHEDULES[name].fewest, 2 * ranks)
+    found = standings(shape, data.draw(st.integers(0, ranks - 1)))
+    for one in found:
+        others = [other for other in found if other.work == one.work and other is not one]
+        assert not any(all(map(ge, other.counts, one.counts)) for other in others)

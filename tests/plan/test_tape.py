@@ -11,6 +11,7 @@ from penstock.kernels.launching import counts_on_host, start_kernel
 from penstock.parallel.flight import Transfers
 from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
 from penstock.plan.hardware import Group
+from penstock.plan.ledger import Ledger
 from penstock.plan.tape import END, FORK, JOIN, WAIT, RehearsedTransfers, Tape, Work
 
 
@@ -23,6 +24,22 @@ def written(work: Callable[[], object], ranks_per_node: int = 0) -> Work:
     with tape:
         work()
     return tape.cut()
+
+
+def test_a_tape_with_a_ledger_says_what_both_say_alone() -> None:
+    def work() -> None:
+        weight = rows(8, 2, trained=True)
+        (rows(4, 8) @ weight).float().sum().backward()
+
+    alone, kept = Ledger(), Ledger()
+    with alone:
+        work()
+    tape = Tape(ledger=kept)
+    with tape:
+        work()
+    assert tape.cut() == written(work)
+    assert alone.mark("work") == kept.mark("work")
+    assert kept.sections[0].peak > 0
 
 
 class FakeKernel:

@@ -30,7 +30,7 @@ from penstock.train.setup import prepare
 from penstock.train.step import StepResult, StepRule, step_rule, train_step
 from penstock.train.stop import StopRequest
 from tests.models.attentions import ATTENTIONS
-from tests.train.tiny_run import CPU, ENVIRONMENT, Recorder, one_rank, random_batch, tiny_model, tiny_run
+from tests.train.tiny_run import CPU, ENVIRONMENT, Recorder, held_out_rows, one_rank, random_batch, tiny_model, tiny_run
 
 GPU = torch.device("cuda", 0)
 
@@ -85,14 +85,11 @@ def steps(
 ) -> tuple[list[StepResult], dict[str, Tensor]]:
     """Some steps over other data each, with an evaluation in between."""
     model, optimizer, rule = started(run, passes)
-    session = prepare(run, ENVIRONMENT)
     results = []
     for seed in range(count):
         batch = random_batch(4, 12, seed=seed, documents=documents)
         results.append(train_step(model, optimizer, batch, rule, 1e-2))
-        assert session.held_out is not None
-        evaluate(model, session.held_out, rule.cut, rule.loss)
-    session.state.batches.close()
+        evaluate(model, held_out_rows(), rule.cut, rule.loss)
     return results, state_of(model, optimizer)
 
 

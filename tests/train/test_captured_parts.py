@@ -16,12 +16,11 @@ from penstock.models.holdings import add_in_kernels, holdings
 from penstock.train.captured_parts import CapturedParts
 from penstock.train.evaluate import evaluate
 from penstock.train.optimizer import MasterAdamW
-from penstock.train.setup import prepare
 from penstock.train.step import Passes, StepResult, step_rule, train_step
 from tests.models.attentions import ATTENTIONS
 from tests.parallel.recorded_graph import Graphs
 from tests.parallel.same_addresses import SameAddresses
-from tests.train.tiny_run import CPU, ENVIRONMENT, one_rank, random_batch, tiny_model, tiny_run
+from tests.train.tiny_run import CPU, held_out_rows, one_rank, random_batch, tiny_model, tiny_run
 
 LAYERS = 3
 """Of the tiny model: a dense one, one of experts, and one that predicts further."""
@@ -45,13 +44,11 @@ def steps(
     optimizer = MasterAdamW(holdings(model.modules, model.axes), run.optimizer)
     add_in_kernels(model.modules, optimizer.gradient_of)
     rule = step_rule(run, model, CPU) if passes is None else step_rule(run, model, CPU, passes)
-    session, results, held_out = prepare(run, ENVIRONMENT), [], []
+    results, held_out = [], []
     for seed in range(count):
         batch = random_batch(4, 12, seed=seed, documents=documents)
         results.append(replace(train_step(model, optimizer, batch, rule, 1e-2), peak_memory_bytes=0))
-        assert session.held_out is not None
-        held_out.append(evaluate(model, session.held_out, rule.cut, rule.loss).loss)
-    session.state.batches.close()
+        held_out.append(evaluate(model, held_out_rows(), rule.cut, rule.loss).loss)
     tensors = {**model.whole.state_dict(), **{name: part.tensor for name, part in optimizer.parts().items()}}
     return results, held_out, {name: tensor.clone() for name, tensor in tensors.items()}
 

@@ -1,5 +1,6 @@
 """A run so small that a step takes milliseconds, and everything around it that tests of training need."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from penstock.config.model import Balance, LatentAttention, Model, Moe, Router
 from penstock.config.run import Run
 from penstock.config.training import Checkpoint, Evaluation, Optimizer, Record, Schedule, Training
 from penstock.data.batch import Batch
+from penstock.data.evaluation import Evaluation as HeldOut
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.models.build import build_model
 from penstock.models.rank_model import RankModel
 from penstock.parallel.launch.environment import Environment
 from penstock.train.global_batch import CutRule
 from penstock.train.observer import HeldOutLoss, LayerReport, RunStart, StepReport
+from penstock.train.setup import open_texts
 
 ENVIRONMENT = Environment(color=False, threads=1, world_size=1)
 CPU = torch.device("cpu")
@@ -65,6 +68,14 @@ def tiny_run(folder: Path, **changes: Any) -> Run:
         "record": Record(folder=str(folder), tensorboard=False),
     }
     return Run.model_validate(fields | changes)
+
+
+@cache
+def held_out_rows() -> HeldOut:
+    """What tiny runs are judged by; to choose it, 512 documents are read, which takes longer than a step."""
+    rows = open_texts(tiny_run(Path())).held_out
+    assert rows is not None
+    return rows
 
 
 def one_rank(run: Run) -> RankModel:

@@ -156,7 +156,8 @@ def _gather(
     """Rows and index for the kernel: as they are, or the rows copied first, also where 32 bits cannot count them."""
     if index_R is None or (not launch.copy_gathered and len(x.values) * x.values.stride(0) < GATHER_LIMIT):
         return x, index_R
-    values, scales = gather_rows(x.values.view(torch.int16), index_R, tiles.used).view(x.values.dtype), x.scales
+    words, scales = x.values.view(torch.int16 if x.values.shape[1] % 2 == 0 else torch.int8), x.scales
+    values = gather_rows(words, index_R, tiles.used, multiple=16 // words.itemsize).view(x.values.dtype)
     if x.block[0]:
         memory = scales.view(torch.uint8) if scales.itemsize == 1 else scales
         scales = gather_columns(memory.T.contiguous(), index_R, tiles.used).T.view(scales.dtype)

@@ -82,10 +82,12 @@ def test_gathered_rows_are_multiplied_where_they_lie(
 @EVERY_RECIPE
 def test_gathered_rows_may_be_copied_first(recipe: Recipe, device: torch.device) -> None:
     counts_e, index_R = torch.tensor([40, 0, 7], device=device), torch.randint(30, (40 + 7 + TAIL,), device=device)
-    x, w = draw_rows(30, 256, recipe, device), draw_weight(recipe, device, 3, 64, 256)
+    x, w = draw_rows(30, DEPTH_ODD, recipe, device), draw_weight(recipe, device, 3, 64, DEPTH_ODD)
     travelled = lay_out(x, apart=48)._replace(scales=x.scales.contiguous())
     expected = reference.multiply_groups(x, w, counts_e, index_R, dtype=torch.float32)
     launch = replace(POINTERS, copy_gathered=True)
+    copy, _ = _gather(travelled, index_R, tile_table(counts_e, len(index_R)), launch)
+    assert copy.values.stride(0) % 16 == 0, "copies of blocks take no others"
     assert_equal_sums(multiply_groups(travelled, w, counts_e, index_R, dtype=torch.float32, launch=launch), expected)
 
 
