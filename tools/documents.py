@@ -20,7 +20,7 @@ a Python format. Whole tables stand between markers that name a result and a fun
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,8 @@ TABLE = re.compile(
     r"^<!--(?P<mark>table\??) (?P<file>\S+) (?P<name>\S+)-->\n.*?^<!--/table-->$", re.DOTALL | re.MULTILINE
 )
 NOT_MEASURED = "Not measured yet."
-SKIPPED = {".venv", ".git", "runs", "build", "dist", "node_modules"}
+SKIPPED = {"runs", "build", "dist", "node_modules"}
+"""Folders without documents of ours, and so are those whose name begins with a dot."""
 
 
 def glossary() -> str:
@@ -145,7 +146,11 @@ GENERATED: dict[str, Callable[[], str]] = {
 
 def markdown_files(root: Path = ROOT) -> list[Path]:
     """Every Markdown file of the repository, generated ones included."""
-    return sorted(path for path in root.rglob("*.md") if not SKIPPED & set(path.relative_to(root).parts))
+
+    def is_ours(parts: Sequence[str]) -> bool:
+        return not SKIPPED & {*parts} and not any(part.startswith(".") for part in parts)
+
+    return sorted(path for path in root.rglob("*.md") if is_ours(path.relative_to(root).parts))
 
 
 def quoted(file: str, way: str, spec: str, root: Path = ROOT) -> str:

@@ -88,6 +88,32 @@ def launches(result: Result) -> str:
     return "\n".join(lines)
 
 
+PASSES = ("forward", "input gradient", "weight gradient")
+WAYS = {"bf16": "16 bits", "bare": "8 bits, bare", "quantized": "with quantization", "torch": "torch, bare"}
+
+
+def products(result: Result) -> str:
+    """TFLOP/s of each layer's three products, and how many times as fast as in 16 bits they are together."""
+    rows, summary = result["numbers"]["rows"], result["numbers"]["summary"]
+    ways = [way for way in WAYS if any(way in row["tflops"] for row in rows)]
+    lines = [
+        f"{origin(result)} TFLOP/s forward, of the gradient of the input, of the gradient of the weight.",
+        "",
+        "| layer | " + " | ".join(WAYS[way] for way in ways) + " | bare, over 16 bits | with quantization |",
+        "|---|" + "---:|" * (len(ways) + 2),
+    ]
+    for layer in dict.fromkeys(row["layer"] for row in rows):
+        of_pass = {row["pass"]: row["tflops"] for row in rows if row["layer"] == layer}
+        cells = [", ".join(_figure(of_pass[name].get(way)) for name in PASSES) for way in ways]
+        cells += [f"{summary[layer][way]:.2f}" for way in ("bare", "quantized")]
+        lines.append(f"| {layer} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _figure(tflops: float | None) -> str:
+    return "-" if tflops is None else f"{tflops:.0f}"
+
+
 def quantization(result: Result) -> str:
     """Bandwidth of what quantizes alone."""
     lines = [f"{origin(result)}", "", "| model | what | MB | us | TB/s | of a copy |", "|---|---|---:|---:|---:|---:|"]
@@ -103,6 +129,7 @@ def quantization(result: Result) -> str:
 TABLES: dict[str, Callable[[Result], str]] = {
     "float8-curves": curves,
     "float8-launches": launches,
+    "float8-products": products,
     "float8-quantize": quantization,
     "float8-attention-errors": attention_errors,
     "float8-attention-speed": attention_speed,

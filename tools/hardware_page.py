@@ -74,7 +74,7 @@ def _gigabytes(rate: float | None) -> str:
 
 
 def _shares(chips: Sequence[Hardware]) -> list[tuple[str, ...]]:
-    names = (*get_args(Operator), "memory", "optimizer", "float8", "float8_grouped")
+    names = (*get_args(Operator), "memory", "optimizer", "float8", "float8_grouped", "float8_by_rows")
     rows = [(_words(name), *(f"{dict(iter(chip.efficiency))[name]:.2f}" for chip in chips)) for name in names]
     assert {name for name in Efficiency.model_fields if name != "source"} == set(names), "every share has a row"
     return [*rows, ("source", *(chip.efficiency.origin for chip in chips))]

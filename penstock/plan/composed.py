@@ -15,7 +15,6 @@ from penstock.config.model import Model
 from penstock.config.run import Run
 from penstock.layout.actions import Kind
 from penstock.layout.grid import Grid
-from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage
 from penstock.plan.held import Shape, Standing, standings
 from penstock.plan.held_state import (
@@ -225,12 +224,12 @@ class Composed:
     @property
     def fullest(self) -> int:
         """The place on the pipeline that needs most."""
-        first: dict[tuple[tuple[Contents, ...], int], int] = {}
-        # In a loop an earlier place holds more micro-batches than a later one with the same stages.
-        is_loop = self.shape is None or SCHEDULES[self.shape.name].placement != "v"
-        for place in range(self.grid.pipeline):
-            held = tuple(self.contents[number] for number in self.stages_of(place))
-            first.setdefault((held, 0 if is_loop else place), place)
+        places = range(self.grid.pipeline)
+        if self.shape is None or not self.shape.holds_most_first:
+            return max(places, key=self.total)
+        first: dict[tuple[Contents, ...], int] = {}
+        for place in places:
+            first.setdefault(tuple(self.contents[number] for number in self.stages_of(place)), place)
         return max(first.values(), key=self.total)
 
     def passing(self, place: int) -> int:

@@ -129,7 +129,8 @@ class Costs:
         left, right = operator.shapes[given - 2 : given]
         (m, k), n = left[-2:], right[-1]
         dtype = _DTYPES[operator.sizes[given - 2] // max(1, prod(left))]
-        seconds = prod(left[:-2]) * self._rates.product(m, n, k, dtype).seconds
+        by_rows = dtype == "fp8" and _is_by_rows(operator, scales=3, rows=n)
+        seconds = prod(left[:-2]) * self._rates.product(m, n, k, dtype, by_rows=by_rows).seconds
         # A weight gradient that is added to its float32 sum: the sum moves while the product is computed.
         return max(seconds, SUM_BYTES * m * n / self._bandwidth) if given == 3 and operator.itemsize == 4 else seconds
 
@@ -168,14 +169,14 @@ class Costs:
     def _float8_matrices(self, operator: Operator) -> Cost:
         """A dense product in 8 bits, or the gradients of the experts' matrices, which are contracted over rows."""
         (n, depth), _, (groups, _, k) = operator.shapes[:3]
-        is_sum = "ACCUMULATE" in operator.switches
+        is_sum, by_rows = "ACCUMULATE" in operator.switches, _is_by_rows(operator, scales=4, rows=k)
         if groups == 1:
-            seconds = self._rates.product(n, k, depth, "fp8").seconds
+            seconds = self._rates.product(n, k, depth, "fp8", by_rows=by_rows).seconds
             return Cost(max(seconds, SUM_BYTES * n * k / self._bandwidth) if is_sum else seconds, "products")
         # Beside the experts' rows there is room between them, which is not computed.
         rows = max(1, min(depth, self._rows(self._room)) // groups) if self._room else max(1, depth // groups)
         product: GroupedProduct = "weight_gradient_accumulated" if is_sum else "weight_gradient"
-        return Cost(self._rates.grouped(product, groups, rows, n, k, "fp8").seconds, "experts")
+        return Cost(self._rates.grouped(product, groups, rows, n, k, "fp8", by_rows=by_rows).seconds, "experts")
 
     def _torch_grouped(self, operator: Operator) -> float:
         """`torch.nn.functional.grouped_mm`: rows times a matrix for each expert, or both by rows."""
@@ -297,6 +298,11 @@ _NOTHING = frozenset({"wait_kernel", "hold_kernel", "signal_kernel"})
 
 _FLOAT8_ATTENTION: Mapping[str, int] = MappingProxyType({"attention_queries_kernel": 0, "attention_keys_kernel": 1})
 """Kernels of attention in 8 bits, and which of their tensors are the queries."""
+
+def _is_by_rows(operator: Operator, *, scales: int, rows: int) -> bool:
+    """Whether each row of a product's second operand has scales of its own; the place of its scales is told."""
+    return len(operator.shapes) > scales and operator.shapes[scales][0] == rows
+
 
 _OF_ROWS = frozenset({"rows_kernel", "float8_rows_kernel"})
 """Kernels that multiply the rows of experts by their matrices."""

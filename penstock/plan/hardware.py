@@ -141,12 +141,18 @@ class Efficiency(Sourced):
         0.72, doc="The same, by operators over many tensors: norm, optimizer, rounding.", low=0.001, high=1
     )
     float8: float = knob(
-        0.78,
+        0.8,
         doc="Share of the 8-bit peak that a product reaches, over the share of the 16-bit peak that it would reach.",
         low=0.001,
         high=1,
     )
-    float8_grouped: float = knob(0.54, doc="The same of grouped products.", low=0.001, high=1)
+    float8_grouped: float = knob(0.73, doc="The same of grouped products.", low=0.001, high=1)
+    float8_by_rows: float = knob(
+        0.52,
+        doc="The same of either, where both operands have scales of single rows: gradients of weights without squares.",
+        low=0.001,
+        high=1,
+    )
 
     def of(self, operator: Operator) -> float:
         """The share of an operator."""

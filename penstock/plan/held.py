@@ -74,6 +74,16 @@ class Shape:
         """Some weight gradients are put off."""
         return self.name in SPLITTING_SCHEDULES
 
+    @property
+    def holds_most_first(self) -> bool:
+        """Of ranks whose stages are alike the first holds most, at any work of theirs.
+
+        It starts furthest ahead in a loop. Not on a v, where a rank that is far from one end is near the other; not where
+        weight gradients are put off, for later ranks put off more; and not where passes are done in pairs, for later
+        ranks begin to do so with less held or with other stages.
+        """
+        return SCHEDULES[self.name].placement == "loop" and not self.splits_backward and not self.pairs
+
 
 def enough(name: str, ranks: int, micro_batches: int) -> int:
     """Micro-batches that hold as much as `micro_batches`, if those are more."""

@@ -119,16 +119,31 @@ class Rates:
         self._attention = cache(self._make_attention)
         self._points: dict[tuple[str, Dtype], tuple[Correction, ...]] = {}
 
-    def product(self, m: int, n: int, k: int, dtype: Dtype = "bf16") -> Estimate:
+    def product(self, m: int, n: int, k: int, dtype: Dtype = "bf16", *, by_rows: bool = False) -> Estimate:
         """A matrix product: m x k times k x n.
+
+        Args:
+            m: rows.
+            n: columns.
+            k: that are contracted.
+            dtype: what it computes in.
+            by_rows: in 8 bits, whether both operands have scales of single rows.
 
         Raises:
             HardwareError: the peak of this type is not known, here and below.
         """
-        return self._product(m, n, k, dtype)
+        return self._product(m, n, k, dtype, by_rows)
 
     def grouped(
-        self, product: GroupedProduct, groups: int, rows: int, n: int, k: int, dtype: Dtype = "bf16"
+        self,
+        product: GroupedProduct,
+        groups: int,
+        rows: int,
+        n: int,
+        k: int,
+        dtype: Dtype = "bf16",
+        *,
+        by_rows: bool = False,
     ) -> Estimate:
         """A product for each expert.
 
@@ -139,8 +154,9 @@ class Rates:
             n: width of the forward output.
             k: width of the forward input.
             dtype: what it computes in.
+            by_rows: as in `product`.
         """
-        return self._grouped(product, groups, rows, n, k, dtype)
+        return self._grouped(product, groups, rows, n, k, dtype, by_rows)
 
     def attention(
         self,
@@ -182,7 +198,9 @@ class Rates:
     def _moving(self, moved_bytes: float) -> float:
         return moved_bytes / (self.hardware.peaks.memory_bytes_per_second * self.hardware.efficiency.memory)
 
-    def _roofline(self, flops: float, moved_bytes: float, operator: Operator, dtype: Dtype) -> float:
+    def _roofline(
+        self, flops: float, moved_bytes: float, operator: Operator, dtype: Dtype, *, by_rows: bool = False
+    ) -> float:
         """Seconds by the stated share of the peak."""
         peak = self.hardware.peaks.flops_per_second(dtype)
         if peak is None:
@@ -193,7 +211,8 @@ class Rates:
         efficiency = self.hardware.efficiency
         share = efficiency.of(operator)
         if dtype == "fp8":
-            share *= efficiency.float8_grouped if operator.startswith("grouped") else efficiency.float8
+            of_squares = efficiency.float8_grouped if operator.startswith("grouped") else efficiency.float8
+            share *= efficiency.float8_by_rows if by_rows else of_squares
         computing = flops / (peak * share)
         return max(computing, self._moving(moved_bytes) + self.hardware.host.kernel_seconds)
 
@@ -215,16 +234,18 @@ class Rates:
             )
         return self._points[name, dtype]
 
-    def _make_product(self, m: int, n: int, k: int, dtype: Dtype) -> Estimate:
+    def _make_product(self, m: int, n: int, k: int, dtype: Dtype, by_rows: bool) -> Estimate:
         def roofline(sizes: Sizes) -> float:
             m, n, k = sizes
             moved = BYTES[dtype] * (m * k + n * k) + RESULT_BYTES[dtype] * m * n
-            return self._roofline(2.0 * m * n * k, moved, "product", dtype)
+            return self._roofline(2.0 * m * n * k, moved, "product", dtype, by_rows=by_rows)
 
         points = self._corrections("product", dtype, lambda sizes: 2.0 * math.prod(sizes), roofline)
         return corrected(roofline((m, n, k)), (m, n, k), points, self.hardware.efficiency.source)
 
-    def _make_grouped(self, product: GroupedProduct, groups: int, rows: int, n: int, k: int, dtype: Dtype) -> Estimate:
+    def _make_grouped(
+        self, product: GroupedProduct, groups: int, rows: int, n: int, k: int, dtype: Dtype, by_rows: bool
+    ) -> Estimate:
         is_sum = product == "weight_gradient_accumulated"
         operator = cast(Operator, "grouped_weight_gradient" if is_sum else f"grouped_{product}")
         name = cast("Operator | Accumulated", f"grouped_{product}")
@@ -237,7 +258,8 @@ class Rates:
             else:
                 moved = BYTES[dtype] * (given + found) + RESULT_BYTES[dtype] * weights
             extra = (SUM_BYTES - RESULT_BYTES[dtype]) * weights if is_sum else 0
-            return self._roofline(2.0 * rows * weights, moved, operator, dtype) + self._moving(extra)
+            computing = self._roofline(2.0 * rows * weights, moved, operator, dtype, by_rows=by_rows)
+            return computing + self._moving(extra)
 
         sizes = (groups, rows, n, k)
         points = self._corrections(name, dtype, lambda sizes: 2.0 * math.prod(sizes), roofline)

@@ -53,7 +53,7 @@ MORE_PLAYED = 2
 """Layouts beyond the asked-for number whose schedules are played, because rough times are a little off."""
 
 SURE = 1.03
-"""A layout that is only known about is refused if it needs so much more than there is."""
+"""A layout that is only known about is refused if it needs so much more than there is, and fits if so much less."""
 
 ALL = ("pp", "vpp", "ep", "etp", "cp", "tp", "schedule", "micro_batch", "recompute", "sync_free_stage", "dispatcher")
 """What makes a layout, by its names in the JSON contract."""
@@ -336,13 +336,18 @@ class _Search:
 
     def _overflow(self, sizes: Sizes) -> tuple[str, int] | None:
         """What does not fit of a layout, and what it needs; None if all does."""
-        for composed in self._composer.closer_and_closer(run_of(self._run, sizes), _grid_of(sizes)):
+        run, grid = run_of(self._run, sizes), _grid_of(sizes)
+        for composed in self._composer.closer_and_closer(run, grid):
             place = composed.fullest
             total = composed.total(place)
-            if total > self._capacity * (1 if composed.is_exact else SURE):
+            if total > self._capacity * SURE:
                 about = "" if composed.is_exact else "about "
                 return about + overflow(composed.memory(place), self._capacity), total
-        return None
+        if total * SURE <= self._capacity:
+            return None
+        # So near the capacity it matters what rare stages hold.
+        memory = max(self._composer.memories(run, grid), key=lambda one: one.total)
+        return (overflow(memory, self._capacity), memory.total) if memory.total > self._capacity else None
 
     def _best(self) -> list[Projection]:
         """The fastest, their schedules played; all others are refused."""

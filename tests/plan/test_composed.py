@@ -5,6 +5,7 @@ import pytest
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.kernels.device_facts import named_device
+from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage
 from penstock.plan.composed import contents_of
 from penstock.plan.composed_time import Timekeeper
@@ -165,6 +166,25 @@ def test_pieces_of_one_row_say_about_what_more_rows_hold() -> None:
     found = list(Composer(run, TARGET).closer_and_closer(run, grid_of(run, 8)))
     assert [one.is_exact for one in found] == [False, True]
     assert found[0].total(0) == pytest.approx(found[1].total(0), rel=2e-2)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_fullest_place_is_the_one_that_needs_most_of_all(name: str) -> None:
+    # Places have equal stages, so that which is the fullest is up to the schedule.
+    sizes = [f"pipeline.schedule={name}", f"pipeline.stages_per_rank={SCHEDULES[name].fewest}", "parallel.pipeline=4"]
+    run = load_run("deepseek-v2-lite", ["parallel.expert=2", "training.global_batch=64", *sizes])
+    composed = Composer(run, TARGET).composed(run, grid_of(run, 8))
+    assert composed.total(composed.fullest) == max(map(composed.total, range(4)))
+
+
+def test_where_weight_gradients_are_put_off_a_later_place_may_be_the_fullest() -> None:
+    sizes = ["parallel.pipeline=8", "parallel.expert=2", "pipeline.schedule=zb-1f1b", "training.global_batch=256"]
+    run = load_run("deepseek-v2-lite", sizes)
+    composed = Composer(run, TARGET).composed(run, grid_of(run, 16))
+    middle = range(3, 7)
+    assert len({composed.contents[place] for place in middle}) == 1
+    totals = [composed.total(place) for place in middle]
+    assert totals == sorted(totals) and totals[-1] > 1.05 * totals[0] and composed.fullest == 6
 
 
 def test_kinds_of_layers_follow_the_model() -> None:

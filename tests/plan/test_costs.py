@@ -131,6 +131,21 @@ def test_products_in_8_bits_take_the_rates_of_8_bits() -> None:
     assert RATES.product(8192, 4096, 2048, "fp8").seconds < 0.7 * RATES.product(8192, 4096, 2048).seconds
 
 
+def test_scales_of_single_rows_on_both_sides_are_what_a_product_in_8_bits_waits_for() -> None:
+    share = H200.efficiency.float8_by_rows / H200.efficiency.float8_grouped
+    matrices = (8192, 51200), (8192, 51200), (8, 8192, 8192), (8192, 400)
+    by_rows = in_8_bits("float8_matrices_kernel", *matrices, (8192, 400))
+    by_squares = in_8_bits("float8_matrices_kernel", *matrices, (64, 400))
+    assert COSTS.of(by_squares).seconds == pytest.approx(COSTS.of(by_rows).seconds * share, rel=1e-6)
+    dense = (8192, 8192), (8192, 4096), (8192, 64)
+    of_torch = [
+        in_8_bits("_scaled_mm_v2", *dense, scales)._replace(sizes=(8192 * 8192, 8192 * 4096, 1, 1))
+        for scales in ((4096, 64), (64, 32))
+    ]
+    share = H200.efficiency.float8_by_rows / H200.efficiency.float8
+    assert COSTS.of(of_torch[1]).seconds == pytest.approx(COSTS.of(of_torch[0]).seconds * share, rel=1e-6)
+
+
 def test_room_is_known_by_products_in_8_bits_too() -> None:
     rows = in_8_bits("float8_rows_kernel", (300, 512), (8, 1024, 512), (4096, 1024))
     assert rooms_of(((rows,),)) == {4096}

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from operator import ge
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.layout.actions import Kind
-from penstock.layout.schedules import SCHEDULES, schedule
+from penstock.layout.schedules import BESIDE, SCHEDULES, schedule
 from penstock.plan.held import Shape, enough, standings
 
 SIZES = st.lists(st.integers(0, 1000), min_size=4, max_size=4)
@@ -72,3 +73,42 @@ def test_no_standing_is_left_beside_which_another_holds_as_much_everywhere(
     for one in found:
         others = [other for other in found if other.work == one.work and other is not one]
         assert not any(all(map(ge, other.counts, one.counts)) for other in others)
+
+
+def alike(shape: Shape, rank: int) -> list[tuple[list[tuple[int, Kind]], tuple[int, ...]]]:
+    """Standings of a rank, its stages counted from 0."""
+    place = {stage: number for number, stage in enumerate(shape.stages_of(rank))}
+    return [([(place[stage], kind) for stage, kind in one.work], one.counts) for one in standings(shape, rank)]
+
+
+def holds_as_much(shape: Shape, rank: int, other: int) -> bool:
+    """Whether a rank holds what another holds, whenever that does what both do."""
+    own = alike(shape, rank)
+    return all(any(does == work and all(map(ge, has, held)) for does, has in own) for work, held in alike(shape, other))
+
+
+@given(
+    name=st.sampled_from(sorted(SCHEDULES)),
+    ranks=st.integers(2, 6),
+    more=st.integers(0, 2),
+    micro_batches=st.integers(1, 20),
+    data=st.data(),
+)
+def test_where_the_first_rank_is_said_to_hold_most_no_later_one_holds_more(
+    name: str, ranks: int, more: int, micro_batches: int, data: st.DataObject
+) -> None:
+    stages = SCHEDULES[name].fewest + (more if SCHEDULES[name].most is None else 0)
+    fewest = max(1, SCHEDULES[name].micro_batches_per_rank * ranks)
+    shape = Shape(name, ranks, stages, enough(name, ranks, max(fewest, micro_batches)))
+    first = data.draw(st.integers(0, ranks - 2))
+    later = data.draw(st.integers(first + 1, ranks - 1))
+    assert holds_as_much(shape, first, later) or not shape.holds_most_first
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("pairs", [False, True])
+def test_where_the_first_rank_is_not_said_to_hold_most_some_later_one_holds_more(name: str, pairs: bool) -> None:
+    if pairs and name not in BESIDE:
+        pytest.skip("has no pairs")
+    shape = Shape(name, 4, SCHEDULES[name].fewest, 8, pairs=pairs)
+    assert shape.holds_most_first == all(holds_as_much(shape, 0, later) for later in range(1, 4))
