@@ -299,6 +299,7 @@ _NOTHING = frozenset({"wait_kernel", "hold_kernel", "signal_kernel"})
 _FLOAT8_ATTENTION: Mapping[str, int] = MappingProxyType({"attention_queries_kernel": 0, "attention_keys_kernel": 1})
 """Kernels of attention in 8 bits, and which of their tensors are the queries."""
 
+
 def _is_by_rows(operator: Operator, *, scales: int, rows: int) -> bool:
     """Whether each row of a product's second operand has scales of its own; the place of its scales is told."""
     return len(operator.shapes) > scales and operator.shapes[scales][0] == rows

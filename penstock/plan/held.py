@@ -76,11 +76,11 @@ class Shape:
 
     @property
     def holds_most_first(self) -> bool:
-        """Of ranks whose stages are alike the first holds most, at any work of theirs.
+        """Of ranks with stages of the same sizes an earlier one needs no less than a later one.
 
-        It starts furthest ahead in a loop. Not on a v, where a rank that is far from one end is near the other; not where
-        weight gradients are put off, for later ranks put off more; and not where passes are done in pairs, for later
-        ranks begin to do so with less held or with other stages.
+        In a loop it starts further ahead. This is not so on a v, where each rank is far from one end of the model and
+        near the other; where weight gradients are put off, of which later ranks put off more; and where passes are done
+        in pairs, which are of other stages on other ranks.
         """
         return SCHEDULES[self.name].placement == "loop" and not self.splits_backward and not self.pairs
 

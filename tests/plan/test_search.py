@@ -36,6 +36,20 @@ def test_the_best_come_first_and_fit() -> None:
     assert plan.model == LITE.name
 
 
+@pytest.mark.parametrize(
+    ("preset", "devices", "fixed"),
+    [
+        # The fullest place is not the first of those that are alike.
+        ("deepseek-v2-lite", "16xH100", {"schedule": "zb-1f1b", "pp": "8", "dispatcher": "local"}),
+        # Stages without a layer hold a little more than pieces of others, and that is too much.
+        ("deepseek-v3-16l", "64xH200", {"schedule": "zb-1f1b", "pp": "16", "ep": "2", "micro_batch": "1"}),
+    ],
+)
+def test_what_a_search_finds_fits_on_every_rank(preset: str, devices: str, fixed: dict[str, str]) -> None:
+    plan = search(Question(run=load_run(preset), cluster=parse_cluster(devices), fixed=fixed))
+    assert plan.candidates and all(one.fits for one in plan.candidates)
+
+
 def test_what_is_printed_is_what_the_run_itself_projects() -> None:
     for one in found().candidates[:2]:
         exact = project(one.run, one.cluster)
