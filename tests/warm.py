@@ -79,9 +79,11 @@ def penstock(words: Sequence[str]) -> int:
 
 
 def hasten_interpreter(patch: pytest.MonkeyPatch) -> None:
-    """Interpreted kernels of this process run faster (tests/interpreter.py), where there are any."""
+    """Interpreted kernels of this process run faster (tests/interpreter.py), where there are any and it knows how."""
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
-        import_module("tests.interpreter").hasten(patch)
+        interpreter = import_module("tests.interpreter")
+        if import_module("triton").__version__.startswith(interpreter.VERSION):
+            interpreter.hasten(patch)
 
 
 def launch(start_method: str, config: LaunchConfig, function: Callable[..., Any]) -> Callable[..., dict[int, Any]]:

@@ -169,7 +169,7 @@ def compile_kernel(product: Product, launch: ProductLaunch) -> Compiled:
         constants["experts"] = 1
         del signature["experts"]
     table: tuple[str, ...] = ("starts_ptr",)
-    if product in ("rows", "dense"):
+    if product in ("rows", "rows_gathered", "dense"):
         signature |= {
             "x": operand("fp8e4nv", 8, 128, 128),
             "w": operand("fp8e4nv", 8, 1, 128, 128),
