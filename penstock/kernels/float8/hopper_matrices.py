@@ -217,7 +217,7 @@ def _sum_rows(
         mbarrier.wait(full.index(slot), phase)
         product = start_product(a_slots.index(slot), b_slots.index(slot), PLACE)
         scale = gl.expand_dims(found[1], 0) * gl.expand_dims(found[0], 1)
-        # Triton 3.6 takes the first tile's end for all, if nothing but the loop itself reads it.
+        # Triton 3.6 takes the first tile's end for all tiles where only the bound of this loop reads it.
         found = _scales_of_rows(scales, shape, walk, here, gl.minimum(block + 1, end - 1), WHOLE, PLACE)
         product = hopper.warpgroup_mma_wait(0, deps=[product])
         mbarrier.arrive(empty.index(slot), count=1)

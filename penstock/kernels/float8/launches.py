@@ -72,9 +72,10 @@ PRODUCTS: Mapping[str, Mapping[Product, ProductLaunch]] = MappingProxyType(
 )
 """By target and product. On sm_90 what was fastest on an H200 (benchmarks/results/float8-launches-h200-*.json): for
 experts' rows those of DeepSeek-V3 and V2-Lite, for dense layers V3's query projection. Rows that are gathered are
-copied first. Gradients of weights without squares have Triton's launch that was best for experts in the mean. Triton's
-`double` was faster for wide dense layers, but a run of V2-Lite did not get through its first step with it, and nobody
-knows why yet. The others were chosen by what the compiler makes of them."""
+copied first. Gradients of weights with squares have what was best in the mean (float8-launches-square-h200-*.json),
+those without have Triton's launch that was best for experts. Triton's `double` was faster for wide dense layers, but a
+run of V2-Lite did not get through its first step with it, and nobody knows why yet. The others were chosen by what the
+compiler makes of them."""
 
 _OF_WEIGHTS = {
     "pair_3": _PAIR_3,
