@@ -1,7 +1,12 @@
 """Loss curves in 16 and in 8 bits: the same run, seed and text, once for each recipe.
 
 python -m benchmarks.float8_curves --output benchmarks/results/float8-curves-debug.json
-python -m benchmarks.float8_curves --target curves.toml --steps 2000 --cases none blockwise --output ...
+python -m benchmarks.float8_curves --target benchmarks/float8_curves.toml --cases none rows-2 --output one.json
+python -m benchmarks.float8_curves --target benchmarks/float8_curves.toml --cases blockwise --output two.json
+python -m benchmarks.float8_curves --cases --add-to one.json two.json --output c.json
+
+The last line trains nothing and joins what two GPUs have trained. benchmarks/float8_curves.toml is a model of 1.3 B
+parameters, for which text is best packed beforehand (`--set data.source=packed ...`).
 
 What is a difference worth? Case `rows-2` makes passes of so many rows instead of the preset's: the same run, whose sums
 are rounded in another order. Case `bf16` is the run in bfloat16, which a debug preset in float32 is not.
@@ -40,22 +45,30 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="overrides of every case")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--last", type=int, default=100, help="steps whose mean is the last loss")
-    parser.add_argument("--cases", nargs="+", default=list(CASES))
-    parser.add_argument("--add-to", type=Path, help="earlier result of the same run, whose cases are kept")
+    parser.add_argument("--cases", nargs="*", default=list(CASES))
+    parser.add_argument(
+        "--add-to", type=Path, nargs="*", default=[], help="earlier results of the same run, whose cases are kept"
+    )
+    parser.add_argument("--folder", type=Path, help="for the runs; without it they are not kept")
     parser.add_argument("--parallel", type=int, default=1, help="cases that run at once")
     parser.add_argument("--timeout", type=float, default=None, help="seconds after which a case is ended")
     record.add_arguments(parser)
     options = parser.parse_args()
-    cases: list[dict[str, Any]] = []
-    if options.add_to is not None:
-        cases = json.loads(options.add_to.read_text("utf-8"))["numbers"]["cases"]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.parallel) as pool:
-        trained = pool.map(partial(_train, options, folder=Path(folder)), options.cases)
+    cases = [case for file in options.add_to for case in json.loads(file.read_text("utf-8"))["numbers"]["cases"]]
+    for case in cases:
+        _add(options, case, cases)
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(options.parallel) as pool:
+        trained = pool.map(partial(_train, options, folder=options.folder or Path(temporary)), options.cases)
         for case, lines in zip(options.cases, trained, strict=True):
             cases.append(_figures(case, lines, options.last))
-            cases[-1]["difference"] = cases[-1]["last_loss"] / cases[0]["last_loss"] - 1
-            print(_row(cases[-1]), flush=True)
-            record.write(options, {"target": options.target, "steps": options.steps, "cases": cases})
+            _add(options, cases[-1], cases)
+
+
+def _add(options: argparse.Namespace, case: dict[str, Any], cases: list[dict[str, Any]]) -> None:
+    """Hold a case against the first one, print it, and write all so far."""
+    case["difference"] = case["last_loss"] / cases[0]["last_loss"] - 1
+    print(_row(case), flush=True)
+    record.write(options, {"target": options.target, "steps": options.steps, "cases": cases})
 
 
 def overrides_of(case: str) -> list[str]:
