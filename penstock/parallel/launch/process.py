@@ -102,7 +102,8 @@ def prepare_process(environment: Environment, *, seed: int, deterministic: bool)
     random.seed(seed)
     torch.manual_seed(seed)
     prepare_environment(Facts(deterministic=deterministic))
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # asking imports the compiler: over a second
+        torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = False
 
 
