@@ -1,6 +1,6 @@
 """Tables of docs/float8.md, from results of the benchmarks that it names. As `tools.kernel_tables`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tools.kernel_tables import origin
@@ -90,16 +90,26 @@ def launches(result: Result) -> str:
 
 PASSES = ("forward", "input gradient", "weight gradient")
 WAYS = {"bf16": "16 bits", "bare": "8 bits, bare", "quantized": "with quantization", "torch": "torch, bare"}
+ALL_WAYS = WAYS | {"torch, row-wise": "torch, row-wise, bare", "torchao": "torchao, bare"}
 
 
 def products(result: Result) -> str:
     """TFLOP/s of each layer's three products, and how many times as fast as in 16 bits they are together."""
+    return _products(result, WAYS)
+
+
+def products_of_all(result: Result) -> str:
+    """The same beside every library that was there."""
+    return _products(result, ALL_WAYS)
+
+
+def _products(result: Result, names: Mapping[str, str]) -> str:
     rows, summary = result["numbers"]["rows"], result["numbers"]["summary"]
-    ways = [way for way in WAYS if any(way in row["tflops"] for row in rows)]
+    ways = [way for way in names if any(way in row["tflops"] for row in rows)]
     lines = [
         f"{origin(result)} TFLOP/s forward, of the gradient of the input, of the gradient of the weight.",
         "",
-        "| layer | " + " | ".join(WAYS[way] for way in ways) + " | bare, over 16 bits | with quantization |",
+        "| layer | " + " | ".join(names[way] for way in ways) + " | bare, over 16 bits | with quantization |",
         "|---|" + "---:|" * (len(ways) + 2),
     ]
     for layer in dict.fromkeys(row["layer"] for row in rows):
@@ -107,11 +117,61 @@ def products(result: Result) -> str:
         cells = [", ".join(_figure(of_pass[name].get(way)) for name in PASSES) for way in ways]
         cells += [f"{summary[layer][way]:.2f}" for way in ("bare", "quantized")]
         lines.append(f"| {layer} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join(lines + _uncaptured(rows))
+
+
+def _uncaptured(rows: list[dict[str, Any]]) -> list[str]:
+    """A line below a table that names what no graph holds, so that its launches count too."""
+    ways = sorted({ALL_WAYS.get(way, way) for row in rows for way in row.get("not_captured", {})})
+    return ["", f"Launched from Python and not replayed by a graph: {', '.join(ways)}."] if ways else []
 
 
 def _figure(tflops: float | None) -> str:
     return "-" if tflops is None else f"{tflops:.0f}"
+
+
+def networks(result: Result) -> str:
+    """Milliseconds of whole networks by each way, and how many times as fast as in 16 bits."""
+    rows, copies = result["numbers"]["rows"], result["numbers"]["copies"]
+    ways = list(dict.fromkeys(way for row in rows for way in row["both_ms"]))
+    plain = ways[0]
+    names = [plain, *(f"`{way.partition(',')[0]}`{''.join(way.partition(',')[1:])}" for way in ways[1:])]
+    lines = [
+        f"{origin(result)} Milliseconds forward + backward, TFLOP/s of both together, times as fast as in {plain}.",
+        "",
+        "| network | " + " | ".join(names) + " |",
+        "|---|" + "---:|" * len(ways),
+    ]
+    for row in rows:
+        cells = (_both_passes(row, way, is_plain=way == plain) for way in ways)
+        lines.append(f"| {row['network']} | " + " | ".join(cells) + " |")
+    took = ", ".join(f"{one['ms']:.2f} ms ({one['experts']})" for one in copies)
+    note = ["", f"Not in it: the experts' weights are quantized once an optimizer step, in {took}."] if took else []
+    return "\n".join([*lines, *note, *_uncaptured(rows)])
+
+
+def _both_passes(row: dict[str, Any], way: str, *, is_plain: bool) -> str:
+    if way not in row["both_ms"]:
+        return "-"
+    speed = "" if is_plain else f", **{row['speed'][way]:.2f}**"
+    return f"{row['forward_ms'][way]:.2f} + {row['backward_ms'][way]:.2f}, {row['tflops'][way]:.0f}{speed}"
+
+
+def network_errors(result: Result) -> str:
+    """Signal over noise of the networks' outputs and gradients, against float32."""
+    rows = result["numbers"]["rows"]
+    # Rows that came in 8 bits are what the network makes of those in 16.
+    ways = list(dict.fromkeys(way for row in rows for way in row["decibels"] if "," not in way))
+    lines = [
+        f"{origin(result)} dB against float32: output, gradient of the input, of each matrix.",
+        "",
+        "| network | " + " | ".join(ways) + " |",
+        "|---|" + "---:|" * len(ways),
+    ]
+    for row in rows:
+        cells = (", ".join(f"{value:.1f}" for value in row["decibels"][way].values()) for way in ways)
+        lines.append(f"| {row['network']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def quantization(result: Result) -> str:
@@ -130,6 +190,9 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "float8-curves": curves,
     "float8-launches": launches,
     "float8-products": products,
+    "float8-products-of-all": products_of_all,
+    "float8-ffn": networks,
+    "float8-ffn-errors": network_errors,
     "float8-quantize": quantization,
     "float8-attention-errors": attention_errors,
     "float8-attention-speed": attention_speed,

@@ -5,15 +5,15 @@ three products: forward, gradient of the input, gradient of the weight added to 
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.grouped_gemm import skewed_counts, take_turns
-from penstock.kernels.float8 import products, quantize
+from benchmarks.kernels.grouped_gemm import skewed_counts
+from benchmarks.kernels.replays import replay_in_turns
+from penstock.kernels.float8 import products, quantize, torch_products
 from penstock.kernels.float8.formats import format_on
 from penstock.kernels.float8.launches import Product, ProductLaunch
 from penstock.kernels.float8.quantized import Quantized, WeightCopies
@@ -34,6 +34,8 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 TARGET = target_of(DEVICE)
 FORM = format_on("e4m3", TARGET)
+HAS_TORCH = ON_GPU and torch_products.obstacle(BLOCKWISE, TARGET, torch.version.cuda) is None
+"""Whether a run here leaves dense products to torch."""
 
 RECIPES = {recipe.name: recipe for recipe in (BLOCKWISE, BLOCKWISE_SQUARE)}
 """Of all operands of a layer; they differ in those of the weight's gradient."""
@@ -229,19 +231,18 @@ def check(layer: Layer, which: str) -> float:
             expected = torch.stack([dy.T @ x for x, dy, _ in pieces])
         else:
             expected = torch.cat([x @ one.T if which == "forward" else dy @ one for x, dy, one in pieces])
-    noise = (got - expected).square().sum()
-    decibels = 10 * torch.log10(expected.square().sum() / noise).item()
-    assert decibels > LEAST_DB, f"{layer.shape.name}, {which}: {decibels:.1f} dB, the bar is {LEAST_DB}"
-    return decibels
+    found = decibels(got, expected)
+    assert found > LEAST_DB, f"{layer.shape.name}, {which}: {found:.1f} dB, the bar is {LEAST_DB}"
+    return found
+
+
+def decibels(found: Tensor, expected: Tensor) -> float:
+    """Of what is expected over what was found beside it."""
+    expected = expected.float()
+    noise = (found.float() - expected).square().sum().clamp(min=1e-30)
+    return 10 * torch.log10(expected.square().sum() / noise).item()
 
 
 def timed(ways: Ways, rounds: int) -> dict[str, float]:
-    """Median milliseconds of each; on a CPU once by the clock."""
-    if ON_GPU:
-        return take_turns(ways, rounds)
-    times = {}
-    for name, way in ways.items():
-        start = time.perf_counter()
-        way()
-        times[name] = (time.perf_counter() - start) * 1e3
-    return times
+    """Median milliseconds of each as the device takes them (`replays`); on a CPU once by the clock."""
+    return replay_in_turns(ways, rounds).milliseconds

@@ -13,7 +13,10 @@ the forward pass quantizes the rows (of a dense layer transposed, too), the grad
 ways, the gradient of an expert's weight transposes the rows that forward quantized. Weights are quantized once a step
 and not counted.
 
-What is compared takes turns on a GPU that is kept warm, as in `benchmarks.kernels.grouped_gemm`; times are medians.
+What is compared takes turns on a GPU that is kept warm; times are medians. They are those of the device: each way is
+captured in a CUDA graph and replayed (`benchmarks.kernels.replays`), as in a run. `eager_milliseconds` are those of
+launches from Python, which for small products is slower than what it launches. Whole networks, where the norm, SwiGLU
+and dispatch quantize, are `benchmarks.kernels.float8_ffn`. What was measured is written after each layer.
 """
 
 import argparse
@@ -34,6 +37,7 @@ from benchmarks.kernels.float8_layers import (
     DEVICE,
     FORM,
     GROUPED,
+    HAS_TORCH,
     ON_GPU,
     PASSES,
     RECIPES,
@@ -46,16 +50,14 @@ from benchmarks.kernels.float8_layers import (
     check,
     draw,
     plain,
-    timed,
 )
-from benchmarks.kernels.grouped_gemm import burn
+from benchmarks.kernels.grouped_gemm import burn, take_turns
+from benchmarks.kernels.replays import replay_in_turns
 from penstock.kernels.float8 import quantize, torch_products
 from penstock.kernels.float8.launches import PRODUCTS
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE
 from penstock.kernels.float8.triton_operators import multiply_with_torch
 
-HAS_TORCH = ON_GPU and torch_products.obstacle(BLOCKWISE, TARGET, torch.version.cuda) is None
 TORCHAO = "torchao.prototype.blockwise_fp8_training.kernels"
 
 
@@ -67,12 +69,14 @@ def main() -> None:
     if options.launches or options.compile:
         float8_launches.run(options, shapes)
         return
-    rows = [row for shape in shapes for row in measure(draw(shape, RECIPES[options.recipe]), options.rounds)]
+    rows: list[dict] = []
+    for shape in shapes:
+        rows += measure(draw(shape, RECIPES[options.recipe]), options.rounds)
+        numbers = {"recipe": options.recipe, "rows": rows, "summary": summarize(rows)}
+        record.write(options, numbers, triton=triton.__version__)
     print_rows(rows)
-    summary = summarize(rows)
-    for name, figures in summary.items():
+    for name, figures in summarize(rows).items():
         print(f"{name:42} " + ", ".join(f"{key} {figure:.3f}" for key, figure in figures.items()))
-    record.write(options, {"recipe": options.recipe, "rows": rows, "summary": summary}, triton=triton.__version__)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -152,19 +156,21 @@ def torch_grouped(layer: Layer, which: str) -> Callable[[], Tensor]:
 
 
 def measure(layer: Layer, rounds: int) -> Iterator[dict[str, object]]:
-    """One row for each product: milliseconds of each way, and TFLOP/s."""
+    """One row for each product: milliseconds of each way by replayed graphs and by launches, and TFLOP/s."""
     flops = 2 * layer.shape.rows * layer.shape.depth * layer.shape.width
     for which in PASSES:
         decibels = check(layer, which)
         ways: Ways = {"bf16": partial(plain, layer, which), "bare": partial(bare, layer, which)}
         ways |= {"quantized": partial(quantized, layer, which)} | others(layer, which)
-        times = timed(ways, rounds)
+        times, not_captured = replay_in_turns(ways, rounds)
         yield {
             "layer": layer.shape.name,
             "grouped": bool(layer.shape.experts),
             "pass": which,
             "decibels": decibels,
             "milliseconds": times,
+            "eager_milliseconds": take_turns(ways, rounds) if ON_GPU else {},
+            "not_captured": not_captured,
             "tflops": {name: flops / milliseconds / 1e9 for name, milliseconds in times.items()},
         }
 
@@ -193,6 +199,8 @@ def print_rows(rows: list[dict]) -> None:
     for row in rows:
         figures = (f"{row['tflops'][name]:15.0f}" if name in row["tflops"] else " " * 15 for name in names)
         print(f"{row['layer']:34} {row['pass']:16} {row['decibels']:5.1f} " + " ".join(figures))
+        for name, reason in row["not_captured"].items():
+            print(f"    {name}: launched from Python, no graph holds it: {reason}")
     print(f"launches: {PRODUCTS.get(TARGET, 'those that run anywhere')}")
 
 

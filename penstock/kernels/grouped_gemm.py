@@ -23,12 +23,21 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.base.errors import KernelError
+from penstock.kernels import hopper_weight_gradient
 from penstock.kernels.expert_parts import KeptRows
 from penstock.kernels.gather_rows import gather_rows
 from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
-from penstock.kernels.tuning import GemmLaunch, GemmProduct, grouped_gemm_launch, programs_of
+from penstock.kernels.tuning import (
+    GemmLaunch,
+    GemmProduct,
+    RingLaunch,
+    grouped_gemm_launch,
+    in_triton,
+    programs_of,
+    target_of,
+)
 
 GATHER_LIMIT = 2**31
 """Elements that rows can be gathered from while they are loaded: the kernels count them in 32 bits."""
@@ -310,7 +319,11 @@ def _launch_weights(
     *,
     accumulate: bool,
 ) -> None:
-    """Run `weights_kernel`."""
+    """Run `weights_kernel`, or Hopper's own."""
+    if isinstance(launch, RingLaunch) and hopper_weight_gradient.obstacle(dy, index, target_of(dy.device)) is None:
+        hopper_weight_gradient.launch_weights(dy, x, dw, tiles, launch, accumulate=accumulate)
+        return
+    launch = in_triton(launch)
     experts, rows, columns = dw.shape
     dy_source, x_source, dw_target = dy, x, dw
     if launch.descriptors:

@@ -64,6 +64,19 @@ class GemmLaunch(Launch):
     copy_gathered: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class RingLaunch(GemmLaunch):
+    """How Hopper's own kernel for weight gradients is cut (`penstock.kernels.hopper_weight_gradient`).
+
+    A loader fills a ring of `stages` slots for two multipliers of four warps, `warps`, which have half of a tile each.
+    Where the kernel cannot be had, `in_triton` says what is taken.
+    """
+
+    pieces: int = 16
+    stages: int = 4
+    copy_gathered: bool = True
+
+
 @cache
 def target_of(device: torch.device) -> str:
     """The chip of a device as launch tables and `tests/kernels/ahead_of_time.py` name it: `sm_90`, `gfx942`, ...
@@ -111,6 +124,8 @@ _POINTERS = GemmLaunch(block_rows=128, block_columns=128, block_depth=64, warps=
 _POINTERS_WIDE = replace(_POINTERS, block_columns=256)
 _SMALL = replace(_POINTERS, block_rows=64, block_columns=64, block_depth=32, warps=4)
 
+_RING = RingLaunch(block_rows=128, block_columns=256, block_depth=64)
+
 _HOPPER: LaunchBySize = ((0, _PAIR), (1 << 24, _WIDE))
 _AMD: dict[GemmProduct, LaunchBySize] = {
     "forward": ((0, _POINTERS_WIDE),),
@@ -136,6 +151,25 @@ GROUPED_GEMM: dict[str, dict[GemmProduct, LaunchBySize]] = {
 }
 """By target and product. sm_90 is measured on one H200 (docs/decisions/0100 to 0103). The others are not: they are the
 largest that do not spill."""
+
+RINGS: dict[str, RingLaunch] = {
+    "ring": _RING,
+    "ring_group_4": replace(_RING, group=4),
+    "ring_group_16": replace(_RING, group=16),
+    "ring_tall": replace(_RING, block_rows=256, block_columns=128),
+    "ring_3": replace(_RING, stages=3, pieces=8),
+    "ring_deep": replace(_RING, block_depth=128, stages=2),
+    "ring_shallow": replace(_RING, block_depth=32, stages=8),
+    "ring_square": replace(_RING, block_columns=128, stages=6, pieces=8),
+}
+"""What `benchmarks.kernels.hopper_weight_gradient` tries. No table has one yet: the kernel has not been measured."""
+
+
+def in_triton(launch: GemmLaunch) -> GemmLaunch:
+    """The launch itself, or where its kernel cannot be had one of Triton's on the same multiprocessors."""
+    if not isinstance(launch, RingLaunch):
+        return launch
+    return replace(_WIDE_FLOAT32, idle_units=launch.idle_units, copy_gathered=launch.copy_gathered)
 
 
 def grouped_gemm_launch(product: GemmProduct, device: torch.device, dtype: torch.dtype, matrix: int) -> GemmLaunch:

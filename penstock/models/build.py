@@ -247,7 +247,8 @@ _READ_TWICE = frozenset({"dense", "moe", "shared-expert"})
 
 def _shelf(config: Model, kit: Kit) -> "Shelf | None":
     """Where the experts of a stage keep their rows together; None if none of them may."""
-    if config.moe is None or not is_shelved(config.moe, replace(kit, float8=NO_FLOAT8)):
+    kits = kit, replace(kit, float8=NO_FLOAT8)  # some layers may compute in 16 bits, whatever the others do
+    if config.moe is None or not any(is_shelved(config.moe, one) for one in kits):
         return None
     # By name, because it needs Triton, which may be absent.
     shelf: Shelf = import_module("penstock.moe.dispatch.shelf").Shelf(kit.dispatch.bound)

@@ -131,7 +131,7 @@ class Experts(nn.Module):
         held = (self.gate_up_eFD, self.down_eDF, self.gate_up_bias_eF, self.down_bias_eD)
         parameters = tuple(parameter for parameter in held if parameter is not None)
         if self.float8.experts is not None:
-            return self._ffn_in_float8(rows, recompute, *parameters)
+            return self._ffn_in_float8(rows, recompute, keep, *parameters)
         if self.operators.expert_ffn_is_ours:
             # It puts its weight gradients off by itself; walked twice, half of its backward would be made twice.
             return self._ffn(rows, recompute, keep, rows.x_ND, rows.weights_R, *parameters)
@@ -155,7 +155,7 @@ class Experts(nn.Module):
             ffn = partial(ours, keep=keep, only_last=rows.only_last)
         return ffn(x_ND, gate_up_eFD, down_eDF, rows.counts_e, weights_R, rows.index_R)
 
-    def _ffn_in_float8(self, rows: ExpertRows, recompute: bool, *parameters: Tensor) -> Tensor:
+    def _ffn_in_float8(self, rows: ExpertRows, recompute: bool, keep: Keep | None, *parameters: Tensor) -> Tensor:
         """The same in 8 bits, which puts its weight gradients off by itself."""
         gate_up_eFD, down_eDF, *of_biases = parameters
         copies = self.float8_copies
@@ -177,6 +177,8 @@ class Experts(nn.Module):
             accumulate_into=self.sums,
             put_off=self._put_off,
             recompute=recompute,
+            keep=keep,
+            only_last=rows.only_last,
         )
 
     def _put_off(self, task: Task) -> bool:

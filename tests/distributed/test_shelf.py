@@ -10,8 +10,10 @@ import torch
 from penstock.config.run import Run
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import TRITON
+from penstock.kernels.float8.operators import Float8Rule
+from penstock.kernels.float8.triton_operators import TRITON as TRITON_IN_8_BITS
 from penstock.kernels.operators import Operators
-from penstock.models.kernels import choose_operators
+from penstock.models.kernels import choose_float8, choose_operators
 from penstock.moe.dispatch.shelf import Shelf
 from tests.distributed.case import layout, pipeline
 from tests.distributed.one_loss import TOLERANCES, Trace, differences, follow, put_together, saved_by, start_session
@@ -29,6 +31,9 @@ SMALL = (
     "evaluation.rows=2",
 )
 """The interpreter takes its time."""
+IN_8_BITS = ("float8.experts=blockwise", "model.moe.ffn_size=128")
+"""As wide as a block, so that nothing is written in 16 bits between the products."""
+QUICK = {"no room on the shelf", "some in 8 bits"}
 WAYS = {
     "room for even loads only": (layout("expert=2"), ("dispatch.bound=1.0", "dispatch.layer_bound=1.0")),
     "no room on the shelf": (layout("expert=2"), ("dispatch.bound=1.0",)),
@@ -38,6 +43,8 @@ WAYS = {
     "products recomputed": (layout("expert=2", "recompute.modules=expert-activation"), ()),
     "offloaded": (layout("expert=2", "offload.activations=moe"), ()),
     "halves": (layout("expert=2"), ("dispatch.overlap=halves", "training.micro_batch=2", "training.global_batch=4")),
+    "some in 8 bits": (layout("expert=2"), ("dispatch.bound=2.0", *IN_8_BITS, "float8.first_layers=2")),
+    "in 8 bits, no room": (layout("expert=2"), ("dispatch.bound=1.0", *IN_8_BITS)),
     "ZB-V": (pipeline("zb-v", 2, "expert=2"), ("model.layers=4", "training.global_batch=4")),
 }
 
@@ -48,9 +55,15 @@ def with_our_experts(run: Run, device: torch.device) -> Operators:
     return replace(choose_operators(run, device), expert_ffn=ffn, expert_ffn_is_ours=True, keeps_rows=True)
 
 
+def with_our_kernels(run: Run, device: torch.device) -> Float8Rule:
+    """Likewise in 8 bits."""
+    return replace(choose_float8(run, device), operators=TRITON_IN_8_BITS)
+
+
 def play(overrides: tuple[str, ...]) -> tuple[Trace, list, float, int]:
     """Train on this rank; also the bound of its shelf and how many layers share it."""
-    with patch("penstock.models.rank_model.choose_operators", with_our_experts):
+    place = "penstock.models.rank_model"
+    with patch(f"{place}.choose_operators", with_our_experts), patch(f"{place}.choose_float8", with_our_kernels):
         session = start_session((*SMALL, *overrides))
     seen = follow(session, steps=1)
     session.state.batches.close()
@@ -58,9 +71,7 @@ def play(overrides: tuple[str, ...]) -> tuple[Trace, list, float, int]:
     return seen, saved_by(session), max((one.bound for one in shelves), default=0.0), sum(one.layers for one in shelves)
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=() if way == "no room on the shelf" else pytest.mark.slow) for way in WAYS]
-)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in QUICK else pytest.mark.slow) for way in WAYS])
 def test_experts_on_a_shelf_train_as_without(way: str, ranks: Pool) -> None:
     of_layout, settings = WAYS[way]
     count = 4 if way == "ZB-V" else 2
@@ -72,6 +83,7 @@ def test_experts_on_a_shelf_train_as_without(way: str, ranks: Pool) -> None:
         assert difference <= TOLERANCES[figure], f"{figure}: {difference}"
     bounds, layers = zip(*[result[2:] for result in results], strict=True)
     assert all(layers) != ("recomputed" in way or way == "offloaded"), "what nobody keeps here needs no shelf"
+    assert "8 bits" not in way or set(layers) == {2}, "in 16 bits and in 8"
     if "no room" in way or "even loads" in way:
         assert any(got.left_out) and max(bounds) > 1.0
     else:

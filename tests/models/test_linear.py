@@ -204,7 +204,8 @@ def test_a_gradient_that_comes_later_goes_into_the_sum_when_it_comes() -> None:
     assert torch.equal(matrix.total, at_once), "nothing yet"
     work.pop()()
     assert not work
-    assert torch.equal(matrix.total, 2 * at_once)
+    # Not bit for bit: some CPUs start the second product's sums from what stands there.
+    torch.testing.assert_close(matrix.total, 2 * at_once, rtol=1e-6, atol=1e-5)
     assert matrix.weight.grad is None
 
 

@@ -110,3 +110,16 @@ def test_layers_that_stay_in_16_bits_have_no_copies() -> None:
     # Of four layers the first has no experts.
     assert copies("float8.last_layers=1") == pytest.approx(copies() * 2 / 3, rel=1e-6)
     assert copies("float8.first_layers=1") == copies()
+
+
+def test_experts_in_8_bits_keep_on_a_shelf_what_all_layers_together_need() -> None:
+    def held(layer_bound: float, *overrides: str) -> tuple[int, int]:
+        base = ["parallel.expert=2", "dispatch.method=all-gather", "dispatch.sync_free=2", "dispatch.bound=1.5"]
+        memory = planned(*base, "float8.experts=blockwise", f"dispatch.layer_bound={layer_bound}", *overrides, world=2)
+        return memory.terms["ffn.experts"], memory.terms["ffn.dispatch"]
+
+    (kept, places), (kept_of_more, more_places) = held(1.5), held(2.0)
+    # Only tables of places grow with the room of a layer.
+    assert kept_of_more == pytest.approx(kept, rel=1e-3) and more_places > places
+    with_biases = "model.moe.bias=true"
+    assert held(1.5, with_biases) == held(2.0, with_biases), "they have no shelf"

@@ -3,7 +3,7 @@
 It is `penstock.kernels.expert_ffn` with every product of numbers in 8 bits; ^q is what has been quantized:
 
     x_ND^q           quantized once, source rows and not places; or travelled so            saved
-    gate_up_RF     = x_ND^q[index_R] @ gate_up^q                                            saved, 16 bits
+    gate_up_RF     = x_ND^q[index_R] @ gate_up^q            saved, 16 bits; with `keep` among other layers' rows
     h_RF^q         = swiglu(gate_up_RF) * weight         never stands in 16 bits            freed
     y_RD           = h_RF^q @ down^q                                                        the output
 
@@ -26,9 +26,9 @@ the weights are, and each pass quantizes them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ from penstock.base.errors import KernelError
 from penstock.kernels.expert_parts import (
     BIASES,
     MATRICES,
+    Keep,
+    KeptRows,
     PutOff,
     Weighed,
     check_operands,
@@ -50,6 +52,9 @@ from penstock.kernels.float8.quantized import Quantized, WeightCopies
 from penstock.kernels.float8.recipes import Recipe
 from penstock.kernels.operators import torch_add_bias
 from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
+
+if TYPE_CHECKING:  # it imports Triton, which may be absent
+    from penstock.kernels.tile_table import TileTable
 
 
 class ExpertCopies(NamedTuple):
@@ -95,8 +100,10 @@ def expert_ffn(
     accumulate_into: tuple[Tensor, ...] | None = None,
     put_off: PutOff | None = None,
     recompute: bool = False,
+    keep: Keep | None = None,
+    only_last: bool = False,
 ) -> Tensor:
-    """`penstock.kernels.expert_ffn.expert_ffn` in 8 bits; differentiable in all that is not an integer.
+    """`penstock.kernels.expert_ffn.expert_ffn` in 8 bits, which gives the same; differentiable in all but integers.
 
     Args:
         x_ND: source rows. Not kept; with `quantized` not read either, only its shape and dtype are.
@@ -112,19 +119,16 @@ def expert_ffn(
         rule: what is computed between the products.
         places_TK: the inverse of `index_R`.
         accumulate_into: float32 sums of the gradients of gate_up, down and the biases that there are.
-        put_off: is offered the matrices' gradients, as functions that put them where they belong (the sums, or the
-            parameters' own `.grad`), and says whether it will call them; None has them made in backward.
+        put_off: is offered the gradients of both matrices; None has them made in backward.
         recompute: keep no pre-activation; each backward pass runs the first product again. Bit for bit the same.
-
-    Returns:
-        y_RD in the dtype of x; rows past the last expert's are zero.
+        keep: as there. A pre-activation with a bias has a tensor of its own in any case.
+        only_last: nobody reads rows past the last expert's, but the very last one.
 
     Raises:
         KernelError: as there, or rows are quantized otherwise.
     """
     check_biases(biases is not None, rule)
     check_operands(x_ND, gate_up_eFD, down_eDF, index_R, places_TK)
-    _check_quantized(quantized, x_ND, float8)
     extras = _Extras(
         float8=float8,
         copies=copies,
@@ -133,8 +137,9 @@ def expert_ffn(
         sums=(*(accumulate_into or ()), *[None] * (MATRICES + BIASES))[: MATRICES + BIASES],
         put_off=put_off,
         recompute=recompute,
+        keep=keep if float8.operators.keeps_rows and not recompute and biases is None else None,
+        only_last=only_last,
         rule=rule,
-        dtype=x_ND.dtype,
     )
     matrices, of_rows = (gate_up_eFD, down_eDF), (counts_e, weights_R, index_R)
     return _Float8ExpertFfn.apply(x_ND, *matrices, *of_rows, *(biases or (None, None)), quantized, extras)
@@ -142,7 +147,7 @@ def expert_ffn(
 
 @dataclass(frozen=True, kw_only=True)
 class _Extras:
-    """What a call needs besides the tensors of its definition; fields as in `expert_ffn`, and the dtype of x."""
+    """What a call needs besides the tensors of its definition; fields as in `expert_ffn`."""
 
     float8: Float8Rule
     copies: ExpertCopies | None
@@ -151,8 +156,9 @@ class _Extras:
     sums: tuple[Tensor | None, ...]
     put_off: PutOff | None
     recompute: bool
+    keep: Keep | None
+    only_last: bool
     rule: ExpertRule
-    dtype: torch.dtype
 
     @property
     def operators(self) -> Float8Operators:
@@ -174,6 +180,11 @@ class _Extras:
         made: WeightCopies = self.operators.quantize_weight(w_eFD, self.recipe, self.float8.forward)
         return made
 
+    def tiles(self, counts_e: Tensor, rows: int) -> "TileTable | None":
+        """What the products of both passes share."""
+        found = self.operators.tile_table(counts_e, rows)
+        return None if found is None else replace(found, only_last=self.only_last)
+
 
 class _Float8ExpertFfn(torch.autograd.Function):
     """Saves x in 8 bits, its index and, unless that is recomputed, the pre-activation."""
@@ -193,44 +204,48 @@ class _Float8ExpertFfn(torch.autograd.Function):
         extras: _Extras,
     ) -> Tensor:
         operators, recipe, form = extras.operators, extras.recipe, extras.float8.forward
-        if rows is None:
-            of_places = counts_e if index_R is None else None  # source rows are all real
-            rows = operators.quantize_rows(x_ND, recipe, form, counts_e=of_places).rows
-        tiles = operators.tile_table(counts_e, x_ND.shape[0] if index_R is None else index_R.shape[0])
-        weight = extras.gate_up(gate_up_eFD).forward
-        gate_up_RF = _pre_activation(rows, weight, counts_e, index_R, gate_up_bias_eF, extras, tiles)
-        h = operators.swiglu(gate_up_RF, weights_R, extras.rule, recipe, form, counts_e=counts_e).rows
-        kept_RF = None if extras.recompute else gate_up_RF
-        del gate_up_RF, weight
+        rows = _source_rows(x_ND, rows, counts_e if index_R is None else None, extras.float8)
+        places = x_ND.shape[0] if index_R is None else index_R.shape[0]
+        tiles, kept = extras.tiles(counts_e, places), None
+        if extras.keep is not None and tiles is not None:
+            kept = extras.keep(tiles.used, places, x_ND.new_empty(0, gate_up_eFD.shape[1]))
+        weight, options = extras.gate_up(gate_up_eFD).forward, {"dtype": x_ND.dtype, "tiles": tiles}
+        gate_up_RF = _pre_activation(rows, weight, counts_e, index_R, gate_up_bias_eF, operators, options, kept)
+        source = gate_up_RF if kept is None else kept
+        h = operators.swiglu(source, weights_R, extras.rule, recipe, form, counts_e=counts_e).rows
+        of_kept = (None if extras.recompute else gate_up_RF, None if kept is None else kept.first)
+        del gate_up_RF, source, kept, weight
         # Copies, if there are, are nobody's activations: hooks of saved tensors must not find them.
         matrices = (gate_up_eFD, down_eDF) if extras.copies is None else (None, None)
-        biases = (gate_up_bias_eF, down_bias_eD)
-        ctx.save_for_backward(rows.values, rows.scales, *matrices, counts_e, weights_R, index_R, *biases, kept_RF)
+        biases, of_rows = (gate_up_bias_eF, down_bias_eD), (counts_e, weights_R, index_R)
+        ctx.save_for_backward(rows.values, rows.scales, *matrices, *of_rows, *biases, *of_kept)
         ctx.extras, ctx.block, ctx.tiles = extras, rows.block, tiles
-        y_RD = operators.multiply_groups(h, extras.down(down_eDF).forward, counts_e, dtype=extras.dtype, tiles=tiles)
+        y_RD = operators.multiply_groups(h, extras.down(down_eDF).forward, counts_e, **options)
         return y_RD if down_bias_eD is None else torch_add_bias(y_RD, down_bias_eD, counts_e, weights_R)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_RD: Tensor) -> tuple[Tensor | None, ...]:
-        values, scales, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, *biases, kept_RF = ctx.saved_tensors
+        values, scales, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, *rest = ctx.saved_tensors
+        *biases, kept_RF, first = rest
         wants_x, wants_gate_up, wants_down, _, wants_weights, *_ = ctx.needs_input_grad
         extras, rows, dy_RD = ctx.extras, Quantized(values, scales, ctx.block), dy_RD.contiguous()
-        options = {"dtype": extras.dtype, "tiles": ctx.tiles}
+        options = {"dtype": dy_RD.dtype, "tiles": ctx.tiles}
         operators, recipe, float8 = extras.operators, extras.recipe, extras.float8
         dx_ND = d_gate_up_eFD = d_down_eDF = None
 
         gate_up = extras.gate_up(gate_up_eFD)
         if kept_RF is None:
-            kept_RF = _pre_activation(rows, gate_up.forward, counts_e, index_R, biases[0], extras, ctx.tiles)
+            kept_RF = _pre_activation(rows, gate_up.forward, counts_e, index_R, biases[0], operators, options)
         along_rows = recipe.rows if wants_down else None
         dy = operators.quantize_rows(dy_RD, recipe, float8.gradient, columns=along_rows, counts_e=counts_e)
         dh_RF = operators.multiply_groups(dy.rows, extras.down(down_eDF).backward, counts_e, **options)
         formats, keep_plain = (float8.forward, float8.gradient), biases[0] is not None
+        kept_RF = kept_RF if first is None else KeptRows(kept_RF, first, len(dy_RD))
         d_gate_up, d_gate_up_columns, h_columns, dweights_R, d_gate_up_RF = operators.swiglu_backward(
             kept_RF, weights_R, dh_RF, counts_e, extras.rule, recipe, *formats, keep_plain=keep_plain
         )
-        del dh_RF, kept_RF
+        del dh_RF, kept_RF, rest
         if wants_down:
             d_down_eDF = _weight_gradient(1, dy.columns, h_columns, counts_e, ctx.tiles, extras)
         del dy, h_columns
@@ -255,12 +270,13 @@ def _pre_activation(
     counts_e: Tensor,
     index_R: Tensor | None,
     bias_eF: Tensor | None,
-    extras: _Extras,
-    tiles: object,
+    operators: Float8Operators,
+    options: dict[str, Any],
+    keep: KeptRows | None = None,
 ) -> Tensor:
-    """The first product, in 16 bits."""
-    options = {"dtype": extras.dtype, "tiles": tiles}
-    gate_up_RF: Tensor = extras.operators.multiply_groups(rows, weight, counts_e, index_R, **options)
+    """The first product, in 16 bits; with `keep` the whole buffer. Options are the product's."""
+    to_kept = {} if keep is None else {"keep": keep}
+    gate_up_RF: Tensor = operators.multiply_groups(rows, weight, counts_e, index_R, **options, **to_kept)
     return gate_up_RF if bias_eF is None else torch_add_bias(gate_up_RF, bias_eF, counts_e)
 
 
@@ -269,7 +285,7 @@ def _weight_gradient(
     dy: Quantized,
     x: Quantized | Callable[[], Quantized],
     counts_e: Tensor,
-    tiles: object,
+    tiles: "TileTable | None",
     extras: _Extras,
 ) -> Tensor | None:
     """The gradient of a matrix where it belongs, and when; gives what is left to autograd."""
@@ -310,11 +326,23 @@ def _recipe_of(float8: Float8Rule) -> Recipe:
     return float8.experts
 
 
-def _check_quantized(quantized: Quantized | None, x_ND: Tensor, float8: Float8Rule) -> None:
-    """Raise KernelError unless rows that come in 8 bits are what forward would have made of them."""
+def _source_rows(x_ND: Tensor, quantized: Quantized | None, counts_e: Tensor | None, float8: Float8Rule) -> Quantized:
+    """The source rows in 8 bits.
+
+    Args:
+        x_ND: the same in 16 bits.
+        quantized: they, if they came so.
+        counts_e: rows of each expert if they stand in their order; None if all of them are real.
+        float8: recipe, format and kernels.
+
+    Raises:
+        KernelError: what came is not what would be made here.
+    """
+    recipe, form = _recipe_of(float8), float8.forward
     if quantized is None:
-        return
-    expected = (x_ND.shape, _recipe_of(float8).rows, float8.forward.dtype)
+        made: Quantized = float8.operators.quantize_rows(x_ND, recipe, form, counts_e=counts_e).rows
+        return made
+    expected = (x_ND.shape, recipe.rows, form.dtype)
     found = (quantized.values.shape, quantized.block, quantized.values.dtype)
     if found != expected:
         raise KernelError(
@@ -322,3 +350,4 @@ def _check_quantized(quantized: Quantized | None, x_ND: Tensor, float8: Float8Ru
             got=f"{tuple(found[0])} by blocks of {found[1]} in {found[2]}",
             allowed=f"{tuple(expected[0])} by blocks of {expected[1]} in {expected[2]}",
         )
+    return quantized

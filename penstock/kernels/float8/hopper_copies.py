@@ -97,7 +97,7 @@ def launch_quantize(
 
 
 def launch_swiglu_backward(
-    sources: tuple[Tensor, Tensor | None, Tensor],
+    sources: tuple[Tensor, Tensor | None, Tensor | None, Tensor],
     tiles: Tensor,
     copies: Sequence[Quantized],
     products_PR: Tensor | None,
@@ -109,7 +109,8 @@ def launch_swiglu_backward(
     """Write the gradients of gate and up by rows and by columns, h by columns, and parts of the weights' gradients.
 
     Args:
-        sources: gate and up, and dh, in bfloat16; between them the weights.
+        sources: gate and up, and dh, in bfloat16; between them the number of the first row of gate and up, on the
+            device, or None for 0, and the weights.
         tiles: of `group_tiles`.
         copies: the three, in this order; blocks of 1 x 128, of h also squares.
         products_PR: float32, the parts of each 128 columns; None without weights.
@@ -118,7 +119,7 @@ def launch_swiglu_backward(
         weighs_input: where the weights stand.
     """
     by_row, by_column, h_by_column = copies
-    rows, width = sources[2].shape
+    rows, width = sources[3].shape
     columns, h_columns = by_column.values.view(torch.int64), h_by_column.values.view(torch.int64)
     if h_columns.numel() == 0:
         return
@@ -138,7 +139,7 @@ def launch_swiglu_backward(
         by_row.values.stride(0),
         columns.stride(0),
         width,
-        len(tiles),
+        len(tiles) - 1,
         LARGEST=forms[1].largest,
         H_LARGEST=forms[0].largest,
         WEIGHS_INPUT=weighs_input,

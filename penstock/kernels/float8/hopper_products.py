@@ -64,17 +64,26 @@ def obstacle(a: Quantized, b: Quantized, target: str) -> str | None:
     return None
 
 
-def launch_rows(x: Quantized, w: Quantized, y: Tensor, tiles: TileTable | None, launch: ProductLaunch) -> None:
+def launch_rows(
+    x: Quantized,
+    w: Quantized,
+    y: Tensor,
+    tiles: TileTable | None,
+    launch: ProductLaunch,
+    *,
+    first: Tensor | None = None,
+) -> None:
     """Write rows times the transpose of their expert's matrix; zeros behind the last expert's rows.
 
     Args:
         x: R x K.
         w: e x N x K; or N x K without `tiles`, for all rows.
-        y: R x N, bfloat16 or float32.
+        y: R x N, bfloat16 or float32; with `first` it has other rows besides.
         tiles: of the experts' counts.
         launch: how it is cut.
+        first: int64 [1], the first row of y that is ours; then nothing but the experts' rows is written.
     """
-    (rows, columns), depth = y.shape, x.values.shape[1]
+    (rows, depth), columns = x.values.shape, y.shape[1]
     values = w.values if tiles is not None else w.values[None]
     size = BLOCK_SIZES.index(TILE)
     start_kernel(
@@ -89,6 +98,7 @@ def launch_rows(x: Quantized, w: Quantized, y: Tensor, tiles: TileTable | None, 
         None if tiles is None else tiles.starts_e,
         None if tiles is None else tiles.owners[size],
         None if tiles is None else tiles.block_counts[size:],
+        first,
         rows,
         columns,
         depth,
@@ -99,6 +109,7 @@ def launch_rows(x: Quantized, w: Quantized, y: Tensor, tiles: TileTable | None, 
         STAGES=launch.stages,
         STEPS=launch.steps,
         GROUP=launch.group,
+        ONLY_LAST=tiles is not None and tiles.only_last,
         num_warps=launch.warps,
         maxnreg=REGISTERS,
     )

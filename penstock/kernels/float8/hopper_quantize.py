@@ -44,12 +44,14 @@ def quantize_kernel(
     """One tile, as `penstock.kernels.float8.quantize_kernels.quantize_kernel` makes it; D is a multiple of 128.
 
     Without `tiles_ptr` R is one, too. The pointer of columns, and their stride, are in units of 8 bytes. With SQUARE
-    their scales are those of whole tiles.
+    their scales are those of whole tiles. A tile without rows is passed over.
     """
     block, down = gl.program_id(0), gl.program_id(1)
     first, filled = down * TILE, TILE
     if tiles_ptr is not None:
         first, filled = gl.load(tiles_ptr + 2 * down), gl.load(tiles_ptr + 2 * down + 1)
+        if filled == 0:
+            return
     source = (x_ptr, x_stride, x_scales_ptr, x_scales_outer, x_scales_depth, index_ptr)
     # All of a tile is on its way before any of it is looked at.
     loaded = (

@@ -44,6 +44,7 @@ def float8_rows_kernel(
     starts_ptr,
     owners_ptr,
     block_count_ptr,
+    first_ptr,
     rows,
     columns,
     depth,
@@ -56,12 +57,14 @@ def float8_rows_kernel(
     STAGES: gl.constexpr,
     STEPS: gl.constexpr,
     GROUP: gl.constexpr,
+    ONLY_LAST: gl.constexpr,
 ):
-    """Multiply each row of x by the matrix of the row's expert; set the rows of the tail to zero.
+    """Multiply each row of x by the matrix of the row's expert; set the rows of the tail to zero, or ONLY_LAST of them.
 
     x is rows x depth with a scale for 1 x 128 numbers, w experts x columns x depth with one for 128 x 128, y rows x
     columns. x and w are descriptors of blocks, y a ragged one of half a tile in bfloat16, or None; y_ptr is the
-    pointer. Without `owners_ptr` all rows are one expert's.
+    pointer. Without `owners_ptr` all rows are one expert's. With `first_ptr` the first row of y is not its own: rows
+    are written from the one on that is said there, and there is no tail.
     """
     across = gl.cdiv(columns, WIDTH)
     down = gl.cdiv(rows, ROWS) if owners_ptr is None else gl.load(block_count_ptr)
@@ -73,9 +76,9 @@ def float8_rows_kernel(
     slots = (x_slots, w_slots, full, empty)
     scales = (x_scales, w_scales, x_scale_outer, x_scale_depth, w_scale_expert, w_scale_outer, w_scale_depth)
     if y is None:
-        target = (y, y_ptr, y)
+        target = (y, y_ptr, y, first_ptr)
     else:
-        target = (y, y_ptr, gl.allocate_shared_memory(y.dtype, [2, 1, 1, HALF, WIDTH], y.layout))
+        target = (y, y_ptr, gl.allocate_shared_memory(y.dtype, [2, 1, 1, HALF, WIDTH], y.layout), first_ptr)
     upper: gl.constexpr = 0
     lower: gl.constexpr = 1
     gl.warp_specialize(
@@ -87,8 +90,9 @@ def float8_rows_kernel(
         [4, 1],
         [MULTIPLIER_REGISTERS, LOADER_REGISTERS],
     )
-    if owners_ptr is not None:
-        _zero_tail(y_ptr, gl.load(starts_ptr + experts), rows, columns)
+    if owners_ptr is not None and first_ptr is None:
+        tail = gl.load(starts_ptr + experts)
+        _zero_tail(y_ptr, gl.maximum(tail, rows - 1) if ONLY_LAST else tail, rows, columns)
 
 
 @gluon.jit
@@ -123,6 +127,8 @@ def _multiply_rows(
     """Make rows PLACE * 64 and on of each tile."""
     tiles = walk[3]
     strides = (scales[3], scales[6])
+    # On a shelf of many layers there are fewer than 2**31 rows, if not numbers.
+    shift = 0 if target[3] is None else gl.load(target[3]).to(gl.int32)
     step = 0
     if tiles > 0:
         tile = gl.minimum(gl.program_id(0), tiles - 1)
@@ -148,7 +154,7 @@ def _multiply_rows(
             there = _place_rows(walk, following, owner, GROUP)
             places = _places_of_scales(scales, there, walk[1], PLACE)
             found = scales_of_turn(places, strides, 0, blocks, STEPS)
-            _store_rows(target, sums, here, columns, PLACE)
+            _store_rows(target, sums, here, shift, columns, PLACE)
             here = there
     if target[0] is not None:
         tma.store_wait(0)
@@ -186,11 +192,11 @@ def _places_of_scales(scales, here, rows, PLACE: gl.constexpr):
 
 
 @gluon.jit
-def _store_rows(target, sums, here, columns, PLACE: gl.constexpr):
+def _store_rows(target, sums, here, shift, columns, PLACE: gl.constexpr):
     """Write the rows that are the expert's own: by descriptor, or through pointers if there is none."""
-    y, y_ptr, y_slots = target
+    y, y_ptr, y_slots, _ = target
     _, start, end, row, column = here
-    row += PLACE * HALF
+    start, end, row = start + shift, end + shift, row + PLACE * HALF
     result = sums.to(y_ptr.dtype.element_ty)
     if y is not None:
         tma.store_wait(0)

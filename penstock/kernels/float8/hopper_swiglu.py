@@ -24,6 +24,7 @@ from penstock.kernels.float8.hopper_tiles import (
 @gluon.jit(do_not_specialize=["R", "tiles"])
 def swiglu_backward_float8_kernel(
     gate_up_ptr,
+    first_ptr,
     weights_ptr,
     dh_ptr,
     tiles_ptr,
@@ -47,14 +48,17 @@ def swiglu_backward_float8_kernel(
 ):
     """All five copies, and parts of the weights' gradient, as `penstock.kernels.float8.swiglu_kernels` makes them.
 
-    F is a multiple of 128, and there are `tiles` blocks of 128 places. Columns' pointers and their stride are in units
-    of 8 bytes. With SQUARE scales of the transposed h are those of whole tiles.
+    F is a multiple of 128, and there are `tiles` blocks of 128 places, of which those without rows are passed over.
+    Columns' pointers and their stride are in units of 8 bytes. With SQUARE scales of the transposed h are those of
+    whole tiles. With `first_ptr` gate and up begin at the row that is said there.
     """
+    if first_ptr is not None:
+        gate_up_ptr += gl.load(first_ptr) * (2 * F)
     across = F // TILE
     rooms = (room_for_words(), room_for_words(), room_for_words())
     sources = (gate_up_ptr, dh_ptr, F)
-    end = tiles * across
-    start = gl.minimum(gl.program_id(0), end - 1)
+    end = gl.load(tiles_ptr + 2 * tiles) * across
+    start = gl.maximum(gl.minimum(gl.program_id(0), end - 1), 0)
     first, filled = _load_place(tiles_ptr, start // across)
     if AHEAD:
         ahead = _load_turn(sources, first, filled, start % across, 0)

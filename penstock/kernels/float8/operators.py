@@ -6,7 +6,7 @@ kernels. Each function has the signature of that of the same name in `reference`
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from penstock.kernels.float8.formats import E4M3, Format
 from penstock.kernels.float8.quantized import Both, Quantized, WeightCopies
 from penstock.kernels.float8.recipes import Recipe
 from penstock.kernels.reference import ExpertRule, RowOrder
+
+if TYPE_CHECKING:  # it imports Triton, which may be absent
+    from penstock.kernels.tile_table import TileTable
 
 
 class SwigluForBackward(NamedTuple):
@@ -46,6 +49,9 @@ def _no_tile_table(counts_e: Tensor, rows: int) -> None:
 class Float8Operators:
     """Callables; see the functions of the same name in `penstock.kernels.float8.reference`, and below.
 
+    Only where `keeps_rows` does `multiply_groups` take `keep`, and do `swiglu` and `swiglu_backward` take `KeptRows`.
+    There `tile_table` gives one.
+
     Attributes:
         pack_rows: see `penstock.kernels.float8.packed_rows`.
         unpack_rows: likewise.
@@ -63,6 +69,7 @@ class Float8Operators:
         unpermute: (y_RD, order) -> y_TD, in 16 bits.
         bias_gradient: of `penstock.kernels.bias_gradient`, in 16 bits.
         attention: (q_BSHN, k_BSGN, v_BSGM, *, scale, forward, gradient) -> o_BSHM, differentiable. Causal.
+        keeps_rows: whether rows can stand in a buffer from a row on that only the device knows.
     """
 
     quantize_rows: Callable[..., Both]
@@ -78,10 +85,11 @@ class Float8Operators:
     swiglu_backward: Callable[..., SwigluForBackward]
     rms_norm: Callable[..., tuple[Tensor, Both]]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor, Both]]
-    tile_table: Callable[[Tensor, int], object] = _no_tile_table
+    tile_table: "Callable[[Tensor, int], TileTable | None]" = _no_tile_table
     unpermute: Callable[[Tensor, RowOrder], Tensor] = plain.unpermute
     bias_gradient: Callable[..., Tensor] = bias_gradient_by_definition
     attention: Callable[..., Tensor] = attention_reference.attention
+    keeps_rows: bool = False
 
 
 def swiglu(

@@ -44,6 +44,7 @@ def float8_rows_kernel(
     starts_ptr,
     owners_ptr,
     block_count_ptr,
+    first_ptr,
     rows,
     columns,
     depth,
@@ -67,15 +68,18 @@ def float8_rows_kernel(
     GATHER: tl.constexpr,
     WHOLE_DEPTH: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
+    ONLY_LAST: tl.constexpr,
 ):
-    """Multiply each row of x by the matrix of the row's expert; set the rows of the tail to zero.
+    """Multiply each row of x by the matrix of the row's expert; set the rows of the tail to zero, or ONLY_LAST of them.
 
     x is rows x depth, w is experts x columns x depth, y is rows x columns. With DESCRIPTORS, w, y and (without GATHER)
     x are descriptors of blocks, else pointers; y_ptr is always the pointer. Strides are of values and scales. W_OUTER
-    columns of w share a scale. WHOLE_DEPTH says that no load of x by pointers needs a mask.
+    columns of w share a scale. WHOLE_DEPTH says that no load of x by pointers needs a mask. With `first_ptr` the first
+    row of y is not its own: rows are written from the one on that is said there, and there is no tail.
     """
     tiles_across = tl.cdiv(columns, BLOCK_COLUMNS)
     tiles = tl.load(block_count_ptr) * tiles_across
+    shift = 0 if first_ptr is None else tl.load(first_ptr).to(tl.int32)
     blocks = tl.cdiv(depth, DEPTH)
     turns = tl.cdiv(blocks, STEPS)
     tl.assume(turns > 0)
@@ -138,8 +142,12 @@ def float8_rows_kernel(
             accumulator *= tl.load(x_scales + source * x_scale_outer)[:, None]
             accumulator *= tl.load(w_place, mask=across < columns, other=0)[None, :]
         result = accumulator.to(y_ptr.dtype.element_ty)
-        store_rows(y, start, end, row, column, columns, result, BLOCK_ROWS, BLOCK_COLUMNS, PIECES, DESCRIPTORS)
-    zero_tail(y_ptr, tl.load(starts_ptr + experts), rows, columns)
+        store_rows(
+            y, start + shift, end + shift, row, column, columns, result, BLOCK_ROWS, BLOCK_COLUMNS, PIECES, DESCRIPTORS
+        )
+    if first_ptr is None:
+        tail = tl.load(starts_ptr + experts)
+        zero_tail(y_ptr, tl.maximum(tail, rows - 1) if ONLY_LAST else tail, rows, columns)
 
 
 @triton.jit

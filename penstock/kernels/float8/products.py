@@ -20,6 +20,7 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.base.errors import KernelError
+from penstock.kernels.expert_parts import KeptRows
 from penstock.kernels.float8 import hopper_products
 from penstock.kernels.float8.launches import Product, ProductLaunch, in_triton, product_launch
 from penstock.kernels.float8.product_kernels import float8_matrices_kernel, float8_rows_kernel
@@ -83,9 +84,10 @@ def multiply_groups(
     *,
     dtype: torch.dtype,
     tiles: TileTable | None = None,
+    keep: KeptRows | None = None,
     launch: ProductLaunch | None = None,
 ) -> Tensor:
-    """Each expert's rows times the transpose of its matrix: R x N; rows past the last expert's are zero.
+    """Each expert's rows times the transpose of its matrix: R x N.
 
     Args:
         x: R x K, a scale for each row; or with `index_R` the rows' source.
@@ -94,7 +96,12 @@ def multiply_groups(
         index_R: integer row of `x` for each place, or None for the identity.
         dtype: of the result, bfloat16 or float32.
         tiles: `tile_table(counts_e, R)`, if the caller has it already.
+        keep: where to write the rows, instead of a tensor of their own.
         launch: how to cut it, instead of the table's choice.
+
+    Returns:
+        y_RN; rows past the last expert's are zero, or the last one is (`TileTable.only_last`). The whole buffer with
+        `keep`.
 
     Raises:
         KernelError: operands that no launch accepts.
@@ -103,13 +110,13 @@ def multiply_groups(
     rows = len(x.values if index_R is None else index_R)
     scaling = _check("grouped", x=(x, (len(x.values), depth)), w=(w, (experts, columns, depth)))
     _check_groups(counts_e, experts, index_R)
-    y_RN = x.values.new_empty(rows, columns, dtype=dtype)
-    _check_result("grouped", y_RN, (rows, columns), dtype)
-    if y_RN.numel():
+    y_RN = x.values.new_empty(rows, columns, dtype=dtype) if keep is None else keep.rows_SF
+    _check_result("grouped", y_RN, (len(y_RN), columns), dtype)
+    if rows and columns:
         launch = launch or product_launch("rows" if index_R is None else "rows_gathered", x.values.device)
         launch, tiles = launch if _is_hoppers(x, w, launch) else in_triton(launch), tiles or tile_table(counts_e, rows)
         x, index_R = _gather(x, index_R, tiles, launch)
-        _launch_rows(x, w, y_RN, index_R, tiles, launch, scaling)
+        _launch_rows(x, w, y_RN, index_R, tiles, launch, scaling, None if keep is None else keep.first)
     return y_RN
 
 
@@ -221,10 +228,11 @@ def _launch_rows(
     tiles: TileTable,
     launch: ProductLaunch,
     scaling: Scaling,
+    first: Tensor | None,
 ) -> None:
-    """Run `float8_rows_kernel`, or Hopper's own."""
+    """Run `float8_rows_kernel`, or Hopper's own. `first` is the first row of y that is ours."""
     if index is None and _is_hoppers(x, w, launch):
-        hopper_products.launch_rows(x, w, y, tiles, launch)
+        hopper_products.launch_rows(x, w, y, tiles, launch, first=first)
         return
     (rows, columns), (experts, _, depth) = y.shape, w.values.shape
     size = BLOCK_SIZES.index(launch.block_rows)
@@ -247,6 +255,7 @@ def _launch_rows(
         tiles.starts_e,
         tiles.owners[size],
         tiles.block_counts[size:],
+        first,
         rows,
         columns,
         depth,
@@ -260,6 +269,7 @@ def _launch_rows(
         W_OUTER=w.block[0] if scaling == "promoted" else 1,
         GATHER=index is not None,
         WHOLE_DEPTH=depth % (DEPTH * launch.steps) == 0,
+        ONLY_LAST=tiles.only_last,
         **_constants(launch, scaling, y.device),
     )
 

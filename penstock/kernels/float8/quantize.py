@@ -54,7 +54,8 @@ def quantize_rows(
         recipe: whose blocks.
         form: of the values.
         columns: block of a transposed copy, as deep as `recipe.rows`; None makes no such copy.
-        counts_e: rows of each expert; rows past them may then be anything, and are not written if there are `columns`.
+        counts_e: rows of each expert; rows past them may then be anything, and are not written if there are `columns`,
+            nor are the columns' places past the last expert's tiles, where scales fit into tiles.
         launch: instead of `TRANSPOSING_TAKEN`, or `ROWS_ONLY`; tiles of both copies hold whole blocks.
 
     Raises:
@@ -86,7 +87,8 @@ def quantize_groups(
 
     Args:
         x_RD: rows in 16, 32 or 8 bits; with `index_R` their source.
-        counts_e: rows of each expert, int32 or int64. Rows past the buffer's last are ignored.
+        counts_e: rows of each expert, int32 or int64. Rows past the buffer's last are ignored. Places past the last
+            expert's tiles are not written, where scales fit into tiles.
         recipe: whose blocks.
         form: of the values.
         index_R: source row of each place, or None.
@@ -167,7 +169,9 @@ def empty_copy(like: Tensor, shape: tuple[int, ...], block: Block, form: Format,
 
 
 def group_tiles(counts_e: Tensor, rows: int) -> Tensor:
-    """Which rows stand in each tile of `ALIGNMENT` places of an aligned copy: int32, tiles x (first row, rows).
+    """Which rows stand in each tile of `ALIGNMENT` places of an aligned copy: int32, (tiles + 1) x 2.
+
+    Each tile has its first row and how many there are; the last pair is (tiles that have rows, 0).
 
     Args:
         counts_e: rows of each expert, int32 or int64.
@@ -175,10 +179,10 @@ def group_tiles(counts_e: Tensor, rows: int) -> Tensor:
     """
     experts = counts_e.numel()
     tiles = aligned_rows(rows, experts) // ALIGNMENT
-    found = counts_e.new_empty(tiles, 2, dtype=torch.int32)
+    found = counts_e.new_empty(tiles + 1, 2, dtype=torch.int32)
     constants = {"EXPERTS": experts, "BLOCK_E": triton.next_power_of_2(experts), "BLOCK_R": ALIGNMENT, "BLOCK_T": TILES}
     start_kernel(
-        group_tiles_kernel, (triton.cdiv(tiles, TILES),), counts_e.contiguous(), found, tiles, rows, **constants
+        group_tiles_kernel, (triton.cdiv(tiles + 1, TILES),), counts_e.contiguous(), found, tiles, rows, **constants
     )
     return found
 

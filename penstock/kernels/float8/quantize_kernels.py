@@ -14,7 +14,8 @@ Experts' rows are aligned in the transposed copy, so a tile of 128 places holds 
 
     counts_e   [5, 0, 2]        tiles   (0, 4) (4, 1) (5, 2) (7, 0)        first row and number of rows
 
-where the last one is tail. What a tile's rows do not fill is zero.
+and (3, 0) behind them, the number of tiles that have rows. The last of the four is tail. What a tile's rows do not fill
+is zero; a tile of the tail is passed over, because no product reads what is behind the last expert's tiles.
 
 A scale that reaches further than a tile, over a row or a whole matrix, needs a pass before (`measure_kernel`): bits of
 magnitudes are integers, and their maxima are found by atomics in any order.
@@ -63,6 +64,11 @@ def quantize_kernel(
     copies), or 0 where magnitudes come from `measure_kernel`; COLUMNS_OUTER x DEPTH that of the transposed one. Copies
     of a stack of matrices, and scales (depth blocks x outer), lie one after another.
     """
+    if tiles_ptr is not None:  # noqa: SIM102 (the compiler decides both)
+        # A scale that reaches further is the first tile's to write, with rows or without.
+        if DEPTH != 0:  # noqa: SIM102 (here, too)
+            if tl.load(tiles_ptr + 2 * tl.program_id(1) + 1) == 0:
+                return
     matrix = tl.program_id(2).to(tl.int64)
     column_D = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     is_column_D = column_D < D
@@ -152,7 +158,7 @@ def group_tiles_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """First row, and number of rows, of some tiles of BLOCK_R aligned places. Example: above."""
+    """First row, and number of rows, of some tiles of BLOCK_R aligned places; behind all, how many tiles have rows."""
     expert_E = tl.arange(0, BLOCK_E)
     count_E = tl.load(counts_ptr + expert_E, mask=expert_E < EXPERTS, other=0).to(tl.int32)
     end_E = tl.minimum(tl.cumsum(count_E, 0), rows)
@@ -166,8 +172,9 @@ def group_tiles_kernel(
     # A tile is one expert's, or nobody's: then it begins behind the last row.
     row_T = tl.sum(tl.where(is_mine_TE, row_TE, 0), 1)
     filled_T = tl.sum(tl.where(is_mine_TE, tl.minimum(end_E[None, :] - row_TE, BLOCK_R), 0), 1)
-    tl.store(tiles_ptr + 2 * tile_T, tl.where(filled_T == 0, rows, row_T), mask=tile_T < tiles)
-    tl.store(tiles_ptr + 2 * tile_T + 1, filled_T, mask=tile_T < tiles)
+    behind = tl.where(tile_T == tiles, tl.sum(tiles_E, 0), rows)
+    tl.store(tiles_ptr + 2 * tile_T, tl.where(filled_T == 0, behind, row_T), mask=tile_T <= tiles)
+    tl.store(tiles_ptr + 2 * tile_T + 1, filled_T, mask=tile_T <= tiles)
 
 
 @triton.jit

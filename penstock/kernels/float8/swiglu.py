@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels import swiglu as in_16_bits
+from penstock.kernels.expert_parts import KeptRows
 from penstock.kernels.float8 import hopper_copies, quantize
 from penstock.kernels.float8.formats import Format
 from penstock.kernels.float8.operators import SwigluForBackward
@@ -41,7 +42,7 @@ RUN = 2
 
 
 def swiglu(
-    gate_up_RF: Tensor,
+    gate_up_RF: Tensor | KeptRows,
     weights_R: Tensor | None,
     rule: ExpertRule,
     recipe: Recipe,
@@ -53,7 +54,7 @@ def swiglu(
     """The activation of a feed-forward network, quantized.
 
     Args:
-        gate_up_RF: R x 2F, 16 or 32 bits.
+        gate_up_RF: R x 2F, 16 or 32 bits; or where it is kept, which goes with `counts_e` only.
         weights_R: float32 routing weights, or None for 1.
         rule: which activation, and where the weight stands.
         recipe: whose blocks.
@@ -66,20 +67,20 @@ def swiglu(
     """
     if columns and counts_e is not None:
         raise KernelError("swiglu: rows of experts are transposed by swiglu_backward", fix="pass columns=False")
-    _check(gate_up_RF, weights_R)
-    rows, width = gate_up_RF.shape[0], gate_up_RF.shape[1] // 2
-    block = recipe.columns if columns else None
+    source_SF, first, rows = _given(gate_up_RF, weights_R)
+    assert first is None or counts_e is not None, "behind the rows that are kept here stand others'"
+    width, block = source_SF.shape[1] // 2, recipe.columns if columns else None
     if not _is_fused(recipe, 1):
-        h_RF = in_16_bits.swiglu(gate_up_RF.detach(), weights_R, rule)
+        h_RF = in_16_bits.swiglu_forward(gate_up_RF, weights_R, rule, used=_used(counts_e))
         return quantize.quantize_rows(h_RF, recipe, form, columns=block, counts_e=counts_e)
-    by_row = quantize.empty_copy(gate_up_RF, (rows, width), recipe.rows, form, recipe.scaling)
-    by_column = block and quantize.empty_copy(gate_up_RF, (width, rows), block, form, recipe.scaling)
-    launch = TRANSPOSING if columns else ROWS_ONLY
-    experts = 0 if counts_e is None else counts_e.numel()
+    by_row = quantize.empty_copy(source_SF, (rows, width), recipe.rows, form, recipe.scaling)
+    by_column = block and quantize.empty_copy(source_SF, (width, rows), block, form, recipe.scaling)
+    launch, experts = (TRANSPOSING if columns else ROWS_ONLY), 0 if counts_e is None else counts_e.numel()
     start_kernel(
         swiglu_float8_kernel,
         (triton.cdiv(width, launch.block_columns), triton.cdiv(rows, launch.block_rows)),
-        gate_up_RF.contiguous(),
+        source_SF.contiguous(),
+        first,
         None if weights_R is None else weights_R.contiguous(),
         None if counts_e is None else counts_e.contiguous(),
         by_row.values,
@@ -97,13 +98,13 @@ def swiglu(
         RUN=RUN if columns else 1,
         **_constants(recipe, launch),
         **in_16_bits.rule_constants(rule),
-        num_warps=quantize.warps_of(launch, gate_up_RF.device),
+        num_warps=quantize.warps_of(launch, source_SF.device),
     )
     return Both(by_row, by_column)
 
 
 def swiglu_backward(
-    gate_up_RF: Tensor,
+    gate_up_RF: Tensor | KeptRows,
     weights_R: Tensor | None,
     dh_RF: Tensor,
     counts_e: Tensor,
@@ -126,7 +127,7 @@ def swiglu_backward(
         recipe: whose blocks.
         forward: format of h.
         gradient: format of gradients.
-        keep_plain: also the gradient in the dtype of `gate_up`.
+        keep_plain: also the gradient in the dtype of `dh`, which is that of `gate_up`.
         launch: how it is cut.
 
     Returns:
@@ -136,8 +137,7 @@ def swiglu_backward(
     Raises:
         KernelError: odd width, or not one weight for each row.
     """
-    _check(gate_up_RF, weights_R)
-    given = gate_up_RF.contiguous(), weights_R, dh_RF.contiguous(), counts_e, rule, recipe, forward, gradient
+    given = gate_up_RF, weights_R, dh_RF.contiguous(), counts_e, rule, recipe, forward, gradient
     is_fused = launch.engine != "passes" and rule.limit is None and _is_fused(recipe, dh_RF.shape[1])
     if keep_plain or not is_fused:
         return _in_passes(*given, keep_plain)
@@ -145,7 +145,7 @@ def swiglu_backward(
 
 
 def _in_one_pass(
-    gate_up_RF: Tensor,
+    gate_up_RF: Tensor | KeptRows,
     weights_R: Tensor | None,
     dh_RF: Tensor,
     counts_e: Tensor,
@@ -156,10 +156,11 @@ def _in_one_pass(
     launch: BackwardLaunch,
 ) -> SwigluForBackward:
     """`swiglu_backward` whose tiles never leave the multiprocessor."""
-    rows, width = dh_RF.shape
+    source_SF, first, rows = _given(gate_up_RF, weights_R)
+    width = dh_RF.shape[1]
     places, parts = aligned_rows(rows, counts_e.numel()), triton.cdiv(width, launch.block_columns)
     copies = [
-        quantize.empty_copy(gate_up_RF, shape, block, form, recipe.scaling)
+        quantize.empty_copy(dh_RF, shape, block, form, recipe.scaling)
         for shape, block, form in (
             ((rows, 2 * width), recipe.rows, gradient),
             ((2 * width, places), recipe.rows, gradient),
@@ -167,9 +168,9 @@ def _in_one_pass(
         )
     ]
     products_PR = None if weights_R is None else weights_R.new_zeros(parts, rows)
-    sources = gate_up_RF, None if weights_R is None else weights_R.contiguous(), dh_RF
+    sources = source_SF.contiguous(), first, None if weights_R is None else weights_R.contiguous(), dh_RF
     given, forms = (sources, quantize.group_tiles(counts_e, rows), copies, products_PR), (forward, gradient)
-    if _is_hoppers(gate_up_RF, recipe, forms, launch):
+    if _is_hoppers(source_SF, recipe, forms, launch):
         hopper_copies.launch_swiglu_backward(*given, forms, launch, weighs_input=rule.weighs_input)
     else:
         launch = BACKWARD if launch.engine == "gluon" else launch
@@ -187,7 +188,7 @@ def _is_hoppers(gate_up_RF: Tensor, recipe: Recipe, forms: tuple[Format, Format]
 
 
 def _start_tritons(
-    sources: tuple[Tensor, Tensor | None, Tensor],
+    sources: tuple[Tensor, Tensor | None, Tensor | None, Tensor],
     tiles: Tensor,
     copies: list[Quantized],
     products_PR: Tensor | None,
@@ -199,10 +200,10 @@ def _start_tritons(
 ) -> None:
     """Run the kernel of `swiglu_kernels`; as `hopper_copies.launch_swiglu_backward`."""
     by_row, by_column, _ = copies
-    rows, width = sources[2].shape
+    rows, width = sources[3].shape
     start_kernel(
         swiglu_backward_float8_kernel,
-        (triton.cdiv(width, launch.block_columns), len(tiles)),
+        (triton.cdiv(width, launch.block_columns), len(tiles) - 1),
         *sources,
         tiles,
         *(memory for one in copies for memory in (one.values, quantize.memory_of(one.scales))),
@@ -223,7 +224,7 @@ def _start_tritons(
 
 
 def _in_passes(
-    gate_up_RF: Tensor,
+    gate_up_RF: Tensor | KeptRows,
     weights_R: Tensor | None,
     dh_RF: Tensor,
     counts_e: Tensor,
@@ -234,7 +235,9 @@ def _in_passes(
     keep_plain: bool,
 ) -> SwigluForBackward:
     """`swiglu_backward` by way of 16 bits."""
-    plain_RF, dweights_R, h_RF = in_16_bits.swiglu_backward(gate_up_RF, weights_R, dh_RF, rule, recompute=True)
+    plain_RF, dweights_R, h_RF = in_16_bits.swiglu_backward(
+        gate_up_RF, weights_R, dh_RF, rule, recompute=True, used=_used(counts_e)
+    )
     assert h_RF is not None, "asked for"
     both = quantize.quantize_rows(plain_RF, recipe, gradient, columns=recipe.rows, counts_e=counts_e)
     assert both.columns is not None, "asked for"
@@ -264,11 +267,22 @@ def _constants(recipe: Recipe, launch: Launch) -> dict[str, Any]:
     }
 
 
-def _check(gate_up_RF: Tensor, weights_R: Tensor | None) -> None:
-    if gate_up_RF.ndim != 2 or gate_up_RF.shape[1] % 2:
-        raise KernelError("swiglu: takes rows of gate and up", got=tuple(gate_up_RF.shape), allowed="an even width")
-    if weights_R is not None and (weights_R.shape != gate_up_RF.shape[:1] or weights_R.dtype != torch.float32):
+def _used(counts_e: Tensor | None) -> Tensor | None:
+    """Rows of all experts together, on the device; None if all rows count."""
+    return None if counts_e is None else counts_e.sum(dtype=torch.int32)
+
+
+def _given(gate_up_RF: Tensor | KeptRows, weights_R: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
+    """The rows, the number of the first one on the device if it is not 0, and how many there are at most."""
+    if isinstance(gate_up_RF, KeptRows):
+        source_SF, first, rows = gate_up_RF.rows_SF, gate_up_RF.first, gate_up_RF.room
+    else:
+        source_SF, first, rows = gate_up_RF, None, gate_up_RF.shape[0]
+    if source_SF.ndim != 2 or source_SF.shape[1] % 2:
+        raise KernelError("swiglu: takes rows of gate and up", got=tuple(source_SF.shape), allowed="an even width")
+    if weights_R is not None and (weights_R.shape != (rows,) or weights_R.dtype != torch.float32):
         raise KernelError(
             "swiglu: weights must be float32, one for each row",
-            got=f"{weights_R.dtype} {tuple(weights_R.shape)} for rows {tuple(gate_up_RF.shape)}",
+            got=f"{weights_R.dtype} {tuple(weights_R.shape)} for {rows} rows",
         )
+    return source_SF, first, rows

@@ -34,6 +34,7 @@ from penstock.kernels.swiglu import activated, activation_gradients
 @triton.jit(do_not_specialize=["R"])
 def swiglu_float8_kernel(
     gate_up_ptr,
+    first_ptr,
     weights_ptr,
     counts_ptr,
     rows_ptr,
@@ -59,7 +60,8 @@ def swiglu_float8_kernel(
 ):
     """One tile of h, by rows, and transposed if there is a pointer to that. Rows past the counts are left alone.
 
-    Blocks are 1 x DEPTH, of the transposed copy COLUMNS_OUTER x DEPTH, with 1 or all of a tile.
+    Blocks are 1 x DEPTH, of the transposed copy COLUMNS_OUTER x DEPTH, with 1 or all of a tile. With `first_ptr` gate
+    and up begin at the row that is said there.
     """
     used = R
     if counts_ptr is not None:
@@ -67,6 +69,8 @@ def swiglu_float8_kernel(
         used = tl.minimum(tl.sum(tl.load(counts_ptr + expert_E, mask=expert_E < experts, other=0), 0).to(tl.int32), R)
         if tl.program_id(1) * BLOCK_R >= used:
             return
+    if first_ptr is not None:
+        gate_up_ptr += tl.load(first_ptr) * (2 * F)
     row_R, is_row_R = tile_rows(None, used, BLOCK_R, RUN)
     column_F = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     is_column_F = column_F < F
@@ -95,6 +99,7 @@ def swiglu_float8_kernel(
 @triton.jit(do_not_specialize=["R"])
 def swiglu_backward_float8_kernel(
     gate_up_ptr,
+    first_ptr,
     weights_ptr,
     dh_ptr,
     tiles_ptr,
@@ -122,11 +127,15 @@ def swiglu_backward_float8_kernel(
     """One tile of all five copies, and its part of the weights' gradient, STEP rows at a time.
 
     `words_stride` is that of transposed copies, in words of four numbers. What the tile's rows do not fill is zero in
-    them: gate, up and dh are zero there. Blocks are 1 x DEPTH, of the transposed h H_OUTER x DEPTH, with 1 or all of
-    a tile.
+    them: gate, up and dh are zero there. A tile without rows is passed over. Blocks are 1 x DEPTH, of the transposed h
+    H_OUTER x DEPTH, with 1 or all of a tile. `first_ptr` is as in forward.
     """
+    if first_ptr is not None:
+        gate_up_ptr += tl.load(first_ptr) * (2 * F)
     tile = tl.program_id(1)
     first, filled = tl.load(tiles_ptr + 2 * tile), tl.load(tiles_ptr + 2 * tile + 1)
+    if filled == 0:
+        return
     column_F = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     d_type: tl.constexpr = d_columns_ptr.dtype.element_ty
     h_type: tl.constexpr = h_columns_ptr.dtype.element_ty

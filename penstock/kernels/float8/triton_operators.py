@@ -42,6 +42,7 @@ TRITON = Float8Operators(
     unpermute=unpermute,
     bias_gradient=bias_gradient,
     attention=attention,
+    keeps_rows=True,
 )
 
 

@@ -75,13 +75,17 @@ def _inside(placement: ExpertPlacement, axis: Axis, kit: Kit, room: Room | None)
 def is_shelved(moe: Moe, kit: Kit) -> bool:
     """Whether the experts of a layer keep their rows together with those of other layers.
 
-    So it is where only the device knows how many there are, and our own kernels in 16 bits compute with them; but not
-    if what a layer keeps goes to the host, one layer after another.
+    So it is where only the device knows how many there are, and our own kernels compute with them; but not if what a
+    layer keeps goes to the host, one layer after another, nor in 8 bits with biases, which passes of their own add.
     """
     if kit.offload.kinds & {"moe", "layer"}:
         return False
     is_bounded = kit.dispatch.sync_free == COUNTS_STAY and kit.axes.expert.size > 1 and not moe.balance.pad_to_capacity
-    return is_bounded and kit.deep_ep is None and kit.operators.keeps_rows and kit.float8.experts is None
+    if kit.float8.experts is None:
+        keeps_rows = kit.operators.keeps_rows
+    else:
+        keeps_rows = kit.float8.operators.keeps_rows and not moe.bias
+    return is_bounded and kit.deep_ep is None and keeps_rows
 
 
 def _room(placement: ExpertPlacement, kit: Kit, *, is_shelved: bool) -> Room | None:

@@ -51,3 +51,13 @@ def draw_columns(
     if recipe.rows[1] == DEPTH:
         found.scales[:, end // DEPTH :] = float("nan")
     return found
+
+
+def without_tail(columns: Quantized | None, counts_e: torch.Tensor | None) -> Quantized:
+    """The copy as far as experts' tiles reach; what kernels leave behind them is anything. All without counts."""
+    assert columns is not None
+    if counts_e is None:
+        return columns
+    end, depth = int(reference.aligned_starts(counts_e)[-1]), columns.block[1]
+    scales = columns.scales[..., : end // depth] if depth else columns.scales
+    return Quantized(columns.values[..., :end], scales, columns.block)

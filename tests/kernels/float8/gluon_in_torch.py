@@ -13,7 +13,7 @@ Loads and stores outside of a tensor, and a mask that is missing, are mistakes h
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
@@ -289,9 +289,8 @@ class Language(ModuleType):
 
 
 @contextmanager
-def _in_place_of_triton() -> Iterator[None]:
+def _in_place_of_triton(language: Language, more: Mapping[str, ModuleType]) -> Iterator[None]:
     """What modules find if they import Triton."""
-    language = Language("language")
     root, gluon = ModuleType("triton"), ModuleType("gluon")
     vars(root).update(jit=same, constexpr_function=same, language=language)
     vars(root)["knobs"] = type("Knobs", (), {"runtime": type("Runtime", (), {"interpret": False})})
@@ -302,6 +301,7 @@ def _in_place_of_triton() -> Iterator[None]:
         "triton.experimental": ModuleType("experimental"),
         "triton.experimental.gluon": gluon,
         "triton.experimental.gluon.language": language,
+        **more,
     }
     vars(mine["triton.experimental"])["gluon"] = gluon
     before = dict(sys.modules)
@@ -316,12 +316,21 @@ def _in_place_of_triton() -> Iterator[None]:
                 del sys.modules[name]
 
 
-def interpreted(*names: str) -> list[ModuleType]:
-    """Modules of ours, executed in this order where Triton is what stands here; each sees those before it."""
+def interpreted(
+    *names: str, language: Language | None = None, more: Mapping[str, ModuleType] | None = None
+) -> list[ModuleType]:
+    """Modules of ours, executed in this order where Triton is what stands here; each sees those before it.
+
+    Args:
+        names: of the modules.
+        language: what takes the place of Triton's languages, with more than stands here.
+        more: what takes the place of further modules, by name.
+    """
     found = []
+    language = language or Language("language")
     # Looked for before, because that imports packages.
     specs: list[ModuleSpec | None] = [find_spec(name) for name in names]
-    with _in_place_of_triton():
+    with _in_place_of_triton(language, more or {}):
         for name, spec in zip(names, specs, strict=True):
             assert spec is not None and spec.loader is not None, name
             module = sys.modules[name] = module_from_spec(spec)

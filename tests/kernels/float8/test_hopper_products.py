@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels.expert_parts import KeptRows
 from penstock.kernels.float8 import hopper_products, products
 from penstock.kernels.float8.formats import format_on
 from penstock.kernels.float8.launches import CANDIDATES, Product, ProductLaunch, in_triton
@@ -44,6 +45,9 @@ LAUNCHES = [
     for name, launch in candidates.items()
     if launch.engine == "gluon"
 ]
+
+
+HOPPERS_OF_ROWS = {name: one for name, one in CANDIDATES["sm_90"]["rows"].items() if one.engine == "gluon"}
 
 
 class Barrier:
@@ -127,9 +131,18 @@ def test_slots_change_hands_without_a_deadlock_and_without_being_overwritten(sta
         assert program.finished == [sum(tiles)] * 2
 
 
+@pytest.mark.parametrize("launch", HOPPERS_OF_ROWS.values(), ids=HOPPERS_OF_ROWS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_nothing_spills_where_rows_are_kept(dtype: str, launch: ProductLaunch) -> None:
+    check_warps(compile_kernel("rows", launch, is_kept=True, dtype=dtype), launch)
+
+
 @pytest.mark.parametrize(("product", "launch"), LAUNCHES)
 def test_multipliers_never_wait_for_each_other_and_nothing_spills(product: Product, launch: ProductLaunch) -> None:
-    compiled = compile_kernel(product, launch)
+    check_warps(compile_kernel(product, launch), launch)
+
+
+def check_warps(compiled: Compiled, launch: ProductLaunch) -> None:
     instructions = re.findall(r"wgmma\.mma_async\S*m64n128k32\.f32\.e4m3\.e4m3", compiled.asm)
     assert len(instructions) >= 8 * launch.steps, compiled.summary
     assert compiled.spills == 0, compiled.summary
@@ -151,8 +164,8 @@ def test_the_first_of_two_sums_is_there_before_the_second() -> None:
     assert rest[: len(turn)] == turn, order
 
 
-def compile_kernel(product: Product, launch: ProductLaunch) -> Compiled:
-    """Compile as the launchers would for widths that are multiples of 128."""
+def compile_kernel(product: Product, launch: ProductLaunch, *, is_kept: bool = False, dtype: str = "bf16") -> Compiled:
+    """Compile as the launchers would for widths that are multiples of 128; rows are written in a dtype."""
 
     def operand(dtype: str, bits: int, *block: int) -> str:
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=len(block))
@@ -173,12 +186,13 @@ def compile_kernel(product: Product, launch: ProductLaunch) -> Compiled:
         signature |= {
             "x": operand("fp8e4nv", 8, 128, 128),
             "w": operand("fp8e4nv", 8, 1, 128, 128),
-            "y": operand("bf16", 16, 1, 1, 64, 128),
-            "y_ptr": "*bf16:16",
+            "y_ptr": f"*{dtype}:16",
             **dict.fromkeys(("x_scales", "w_scales"), "*fp32:16"),
             **dict.fromkeys(("x_scale_depth", "w_scale_expert", "w_scale_depth"), "i32"),
         }
-        constants |= {"x_scale_outer": 1, "w_scale_outer": 1}
+        signature |= {"y": operand("bf16", 16, 1, 1, 64, 128)} if dtype == "bf16" else {}
+        signature |= {"first_ptr": "*i64:16"} if is_kept else {}
+        constants |= {"x_scale_outer": 1, "w_scale_outer": 1, "ONLY_LAST": False}
         table += ("owners_ptr", "block_count_ptr")
         kernel = float8_rows_kernel
     else:
@@ -236,6 +250,20 @@ def test_rows_of_experts_are_launched_with_their_table(launched: list[dict[str, 
     assert (found["STAGES"], found["STEPS"]) == (6, 2)
 
 
+def test_rows_that_are_kept_are_launched_with_their_first(launched: list[dict[str, object]]) -> None:
+    counts, launch = [70, 0, 3], CANDIDATES["sm_90"]["rows"]["gluon_double"]
+    x, w = draw_rows(sum(counts) + TAIL, 200, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, len(counts), 136, 200)
+    place = KeptRows(torch.empty(400, 136, dtype=torch.bfloat16), torch.tensor([37]), len(x.values))
+    given, tiles = (x, w, torch.tensor(counts)), replace(table_of(counts), only_last=True)
+    for keep in (place, None):
+        multiply_groups(*given, dtype=torch.bfloat16, tiles=tiles, keep=keep, launch=launch)
+    kept, own = launched
+    assert kept["first_ptr"] is place.first and own["first_ptr"] is None
+    assert kept["y_ptr"] is place.rows_SF
+    assert kept["rows"] == own["rows"] == len(x.values), "those that are multiplied, not those of the buffer"
+    assert kept["ONLY_LAST"] is own["ONLY_LAST"] is True
+
+
 def test_a_dense_product_with_a_weight_needs_no_table(launched: list[dict[str, object]]) -> None:
     launch = CANDIDATES["sm_90"]["dense"]["gluon"]
     multiply(draw_rows(70, 200, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, 136, 200), torch.float32, launch=launch)
@@ -243,6 +271,7 @@ def test_a_dense_product_with_a_weight_needs_no_table(launched: list[dict[str, o
     assert found["kernel"] == "float8_rows_kernel" and found["owners_ptr"] is None
     assert found["y"] is None, "float32 is written through pointers"
     assert [found[name] for name in ("rows", "columns", "depth", "experts")] == [70, 136, 200, 1]
+    assert found["first_ptr"] is None and found["ONLY_LAST"] is False
 
 
 @pytest.mark.parametrize("width", [136, 256])

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels.expert_parts import KeptRows
 from penstock.kernels.float8 import hopper_copies, operators, swiglu
 from penstock.kernels.float8.formats import E4M3, E5M2, Format
 from penstock.kernels.float8.hopper_products import HAS_GLUON
+from penstock.kernels.float8.operators import SwigluForBackward
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe
 from penstock.kernels.float8.swiglu import swiglu_backward
@@ -22,6 +24,7 @@ from penstock.kernels.float8.tile_launches import BACKWARD_LAUNCHES, BACKWARD_TA
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tuning import target_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
+from tests.kernels.float8.draw_quantized import without_tail
 from tests.kernels.float8.gluon_in_torch import interpreted, launch
 
 pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
@@ -73,6 +76,12 @@ def share_of_equal(found: Quantized, expected: Quantized, rows: slice = slice(No
     return (found.values.view(torch.uint8)[rows] == expected.values.view(torch.uint8)[rows]).float().mean().item()
 
 
+def share_of_equal_columns(found: SwigluForBackward, expected: SwigluForBackward, counts_e: Tensor) -> float:
+    """Of bytes, in the transposed copy that has fewer."""
+    pairs = (found.d_gate_up_columns, expected.d_gate_up_columns), (found.h_columns, expected.h_columns)
+    return min(share_of_equal(*(without_tail(copy, counts_e) for copy in pair)) for pair in pairs)
+
+
 @pytest.mark.parametrize(
     ("counts", "width", "rule", "gradient", "is_weighed", "name", "recipe"),
     [
@@ -98,13 +107,35 @@ def test_copies_are_those_of_the_definition_byte_for_byte(
     given = (gate_up_RF, weights_R if is_weighed else None, dh_RF, counts_e, rule, recipe, E4M3, gradient)
     found, expected = swiglu_backward(*given, launch=BACKWARD_LAUNCHES[name]), operators.swiglu_backward(*given)
     assert share_of_equal(found.d_gate_up, expected.d_gate_up, slice(sum(counts))) > 0.9999
-    assert share_of_equal(found.d_gate_up_columns, expected.d_gate_up_columns) > 0.9999
-    assert share_of_equal(found.h_columns, expected.h_columns) > 0.9999
+    assert share_of_equal_columns(found, expected, counts_e) > 0.9999
     if is_weighed:
         assert found.dweights_R is not None and expected.dweights_R is not None
         used = slice(sum(counts))
         torch.testing.assert_close(found.dweights_R[used], expected.dweights_R[used], rtol=1e-5, atol=1e-3)
         assert not found.dweights_R[sum(counts) :].any()
+
+
+def kept(gate_up_RF: Tensor, used: int, before: int) -> KeptRows:
+    """The rows among others, which are no numbers."""
+    rows_SF = gate_up_RF.new_full((before + len(gate_up_RF) + 3, gate_up_RF.shape[1]), math.nan)
+    rows_SF[before : before + used] = gate_up_RF[:used]
+    return KeptRows(rows_SF, torch.tensor([before], device=gate_up_RF.device), len(gate_up_RF))
+
+
+def assert_same(found: SwigluForBackward, expected: SwigluForBackward, counts_e: Tensor) -> None:
+    """Bit for bit."""
+    assert share_of_equal(found.d_gate_up, expected.d_gate_up, slice(int(counts_e.sum()))) == 1
+    assert share_of_equal_columns(found, expected, counts_e) == 1
+    assert found.dweights_R is not None and expected.dweights_R is not None
+    assert torch.equal(found.dweights_R, expected.dweights_R)
+
+
+@every_launch
+def test_kept_rows_are_read_where_they_stand(launch: BackwardLaunch, in_torch: ModuleType) -> None:
+    gate_up_RF, weights_R, dh_RF, counts_e = draw((3, 0, 130), 256, torch.device("cpu"))
+    rest = (weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3)
+    found, expected = (swiglu_backward(rows, *rest, launch=launch) for rows in (kept(gate_up_RF, 133, 37), gate_up_RF))
+    assert_same(found, expected, counts_e)
 
 
 @every_launch
@@ -120,13 +151,17 @@ def test_what_is_not_finite_is_seen_in_its_row_and_its_block_of_columns(recipe: 
     dh_RF[7, 3], dh_RF[12, 100], gate_up_RF[5, 50] = math.nan, math.inf, math.nan
     given = (gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, recipe, E4M3, E4M3)
     found, expected = swiglu_backward(*given, launch=BACKWARD_LAUNCHES["gluon"]), operators.swiglu_backward(*given)
+    d_columns, h_columns = (
+        [without_tail(copy, counts_e) for copy in pair]
+        for pair in ((found.d_gate_up_columns, expected.d_gate_up_columns), (found.h_columns, expected.h_columns))
+    )
     for mine, other in (
         (found.d_gate_up.scales[:20], expected.d_gate_up.scales[:20]),
-        (found.d_gate_up_columns.scales, expected.d_gate_up_columns.scales),
         (found.d_gate_up.values[:20].float(), expected.d_gate_up.values[:20].float()),
-        (found.d_gate_up_columns.values.float(), expected.d_gate_up_columns.values.float()),
-        (found.h_columns.scales, expected.h_columns.scales),
-        (found.h_columns.values.float(), expected.h_columns.values.float()),
+        [copy.scales for copy in d_columns],
+        [copy.values.float() for copy in d_columns],
+        [copy.scales for copy in h_columns],
+        [copy.values.float() for copy in h_columns],
     ):
         assert torch.equal(mine.isnan(), other.isnan())
         assert torch.equal(mine[~mine.isnan()], other[~other.isnan()])
@@ -140,7 +175,7 @@ def test_what_the_kernel_cannot_do_triton_does(device: torch.device) -> None:
         given = (gate_up_RF.to(dtype), weights_R, dh_RF.to(dtype), counts_e, SWIGLU, recipe, E4M3, E4M3)
         found = swiglu_backward(*given, launch=BACKWARD_LAUNCHES["gluon"])
         expected = swiglu_backward(*given, launch=BACKWARD_LAUNCHES["triton"])
-        assert share_of_equal(found.h_columns, expected.h_columns) == 1
+        assert share_of_equal_columns(found, expected, counts_e) == 1
 
 
 @pytest.mark.gpu
@@ -168,8 +203,10 @@ def test_a_hopper_gives_the_copies_of_the_definition(
     used = slice(sum(counts))
     pairs = (
         (found.d_gate_up, expected.d_gate_up, used),
-        (found.d_gate_up_columns, expected.d_gate_up_columns, slice(None)),
-        (found.h_columns, expected.h_columns, slice(None)),
+        *(
+            (*(without_tail(copy, counts_e) for copy in pair), slice(None))
+            for pair in ((found.d_gate_up_columns, expected.d_gate_up_columns), (found.h_columns, expected.h_columns))
+        ),
     )
     for mine, other, rows in pairs:
         # An exponential's last place now and then decides how a number rounds to 16 bits, and so another scale.
@@ -181,8 +218,27 @@ def test_a_hopper_gives_the_copies_of_the_definition(
     assert not found.dweights_R[sum(counts) :].any()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@every_launch
+@pytest.mark.parametrize("before", [37, 2**31 // 2816 + 5], ids=["near", "behind 2**31 numbers"])
+def test_a_hopper_reads_kept_rows_where_they_stand(before: int, launch: BackwardLaunch, device: torch.device) -> None:
+    if target_of(device) != "sm_90":
+        pytest.skip("the kernel is Hopper's")
+    gate_up_RF, weights_R, dh_RF, counts_e = draw((700, 0, 3, 1025, 256), 1408, device)
+    rest, used = (weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3), 1984
+    rows = kept(gate_up_RF, used, before)
+    found, expected = (swiglu_backward(one, *rest, launch=launch) for one in (rows, gate_up_RF))
+    assert_same(found, expected, counts_e)
+
+
 def compiled(
-    launch: BackwardLaunch, rule: ExpertRule = SWIGLU, largest: float = 448.0, *, square: bool = False
+    launch: BackwardLaunch,
+    rule: ExpertRule = SWIGLU,
+    largest: float = 448.0,
+    *,
+    square: bool = False,
+    is_kept: bool = False,
 ) -> Compiled:
     signature = {
         **dict.fromkeys(("gate_up_ptr", "dh_ptr"), "*bf16:16"),
@@ -194,6 +250,7 @@ def compiled(
         **dict.fromkeys(("rows_stride", "columns_stride", "F"), "i32:16"),
         **dict.fromkeys(("R", "tiles"), "i32"),
     }
+    signature |= {"first_ptr": "*i64:16"} if is_kept else {}
     constants = {"LARGEST": largest, "H_LARGEST": 448.0, "WEIGHS_INPUT": rule.weighs_input, "AHEAD": launch.ahead}
     constants["SQUARE"] = square
     return compile_for(
@@ -207,12 +264,19 @@ def compiled(
 
 
 @pytest.mark.parametrize(
-    ("launch", "square"),
-    [*((launch, False) for launch in LAUNCHES.values()), (BACKWARD_TAKEN, True)],
-    ids=[*LAUNCHES, "squares"],
+    ("launch", "square", "is_kept"),
+    [
+        *((launch, False, False) for launch in LAUNCHES.values()),
+        (BACKWARD_TAKEN, True, False),
+        (BACKWARD_TAKEN, False, True),
+        (BACKWARD_TAKEN, True, True),
+    ],
+    ids=[*LAUNCHES, "squares", "kept rows", "squares of kept rows"],
 )
-def test_two_programs_share_a_multiprocessor_and_nothing_spills(launch: BackwardLaunch, square: bool) -> None:
-    found = compiled(launch, square=square)
+def test_two_programs_share_a_multiprocessor_and_nothing_spills(
+    launch: BackwardLaunch, square: bool, is_kept: bool
+) -> None:
+    found = compiled(launch, square=square, is_kept=is_kept)
     assert found.spills == 0, found.summary
     assert found.registers * 32 * launch.warps * launch.residency <= 64 * 1024, found.summary
     assert (found.shared_bytes + 1024) * launch.residency <= TARGETS["sm_90"].shared_bytes + 1024, found.summary

@@ -147,8 +147,8 @@ def test_no_load_of_scales_stands_between_a_product_and_its_sum(product: Product
         assert load not in behind[: behind.index("cp.async.bulk.tensor")], "where no product hides it"
 
 
-def compile_product(product: Product, launch: ProductLaunch, target: str, scaling: Scaling) -> Compiled:
-    """Compile as the launchers would for widths that are multiples of 16; gradients are added to float32 sums."""
+def compile_product(product: Product, launch: ProductLaunch, target: str, scaling: Scaling, **more: str) -> Compiled:
+    """Compile as launchers would for widths that are multiples of 16, gradients with sums; `more` may be None there."""
     float8 = "fp8e4b8" if target == "gfx942" else "fp8e4nv"
     scale = "*u8:16" if scaling == "inside" else "*fp32:16"
     rows, columns, pieces = launch.block_rows, launch.block_columns, launch.pieces
@@ -167,7 +167,7 @@ def compile_product(product: Product, launch: ProductLaunch, target: str, scalin
         "DESCRIPTORS": launch.descriptors,
     }
     options = {"maxnreg": launch.registers} if launch.registers else {}
-    signature = {"rows": "i32:16", "columns": "i32:16", "depth": "i32:16", "experts": "i32"}
+    signature = {"rows": "i32:16", "columns": "i32:16", "depth": "i32:16", "experts": "i32", **more}
     if product.startswith("rows"):
         gathered = product == "rows_gathered"
         signature |= {
@@ -184,7 +184,7 @@ def compile_product(product: Product, launch: ProductLaunch, target: str, scalin
         signature |= {"index_ptr": "*i64:16"} if gathered else {}
         constants |= {} if gathered else {"index_ptr": None}
         constants |= {"W_OUTER": DEPTH if scaling == "promoted" else 1, "GATHER": gathered, "WHOLE_DEPTH": True}
-        constants |= {"x_scale_outer": 1}
+        constants |= {"x_scale_outer": 1, "ONLY_LAST": False}
         return compile_for(
             float8_rows_kernel, signature, constants, TARGETS[target], launch.warps, launch.stages, **options
         )

@@ -16,13 +16,14 @@ from penstock.kernels.float8.formats import E4M3, E5M2, Format, format_on
 from penstock.kernels.float8.quantize import WAVE_FACTOR
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, TENSORWISE, Recipe
-from penstock.kernels.float8.reference import LEAST_SCALE, aligned_starts, dequantize
+from penstock.kernels.float8.reference import aligned_starts, dequantize
 from penstock.kernels.float8.swiglu import ROWS_ONLY, RUN, TRANSPOSING, swiglu, swiglu_backward
 from penstock.kernels.float8.swiglu_kernels import swiglu_backward_float8_kernel, swiglu_float8_kernel
 from penstock.kernels.float8.tile_launches import BACKWARD
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.swiglu import rule_constants
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
+from tests.kernels.float8.draw_quantized import without_tail
 
 WEIGHTED_INPUTS = ExpertRule(weighs_input=True)
 CLAMPED = ExpertRule(limit=0.7, alpha=1.702)
@@ -99,8 +100,8 @@ def test_gradients_equal_the_definition(
     given = (gate_up_RF, weights_R, dh_RF, counts_e, rule, recipe, E4M3, gradient)
     found, expected = swiglu_backward(*given), operators.swiglu_backward(*given)
     assert_near(found.d_gate_up, expected.d_gate_up, slice(used))
-    assert_near(found.d_gate_up_columns, expected.d_gate_up_columns)
-    assert_near(found.h_columns, expected.h_columns)
+    assert_near(without_tail(found.d_gate_up_columns, counts_e), without_tail(expected.d_gate_up_columns, counts_e))
+    assert_near(without_tail(found.h_columns, counts_e), without_tail(expected.h_columns, counts_e))
     assert found.dweights_R is not None and expected.dweights_R is not None
     torch.testing.assert_close(found.dweights_R[:used], expected.dweights_R[:used], rtol=1e-4, atol=1e-4)
     assert found.plain_d_gate_up_RF is None
@@ -110,12 +111,12 @@ def test_places_without_rows_are_zero_in_transposed_copies(device: torch.device)
     gate_up_RF, weights_R, dh_RF, counts_e = draw(COUNTS, device)
     found = swiglu_backward(gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3)
     starts, places = aligned_starts(counts_e).tolist(), found.h_columns.values.shape[1]
-    is_row_R = torch.zeros(places, dtype=torch.bool)
+    assert starts[-1] < places, "there is a tail"
+    is_row_R = torch.zeros(starts[-1], dtype=torch.bool)
     for first, count in zip(starts, COUNTS, strict=False):
         is_row_R[first : first + count] = True
     for copy in (found.d_gate_up_columns, found.h_columns):
-        assert not copy.values.float().cpu()[:, ~is_row_R].any()
-        assert copy.scales[:, starts[-1] // 128 :].eq(LEAST_SCALE).all()
+        assert not without_tail(copy, counts_e).values.float().cpu()[:, ~is_row_R].any()
     assert found.dweights_R is not None and not found.dweights_R[sum(COUNTS) :].any(), "nobody has these weights"
 
 
@@ -123,8 +124,9 @@ def test_one_number_that_is_none_is_seen_in_its_square(device: torch.device) -> 
     gate_up_RF, weights_R, dh_RF, counts_e = draw((3,), device)
     gate_up_RF[2, 200] = math.nan
     given = (gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE_SQUARE, E4M3, E4M3)
-    found, expected = swiglu_backward(*given).h_columns, operators.swiglu_backward(*given).h_columns
-    assert found.scales.isnan().tolist() == expected.scales.isnan().tolist() == [[False, False], [True, False]]
+    found = without_tail(swiglu_backward(*given).h_columns, counts_e)
+    expected = without_tail(operators.swiglu_backward(*given).h_columns, counts_e)
+    assert found.scales.isnan().tolist() == expected.scales.isnan().tolist() == [[False], [True]]
     assert torch.equal(found.values.float().isnan(), expected.values.float().isnan())
 
 
@@ -134,7 +136,7 @@ def test_numbers_in_16_bits_are_rounded_before_they_are_quantized(device: torch.
     given = (gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3)
     found, expected = swiglu_backward(*given), operators.swiglu_backward(*given)
     assert_near(found.d_gate_up, expected.d_gate_up, slice(40), db=33)
-    assert_near(found.h_columns, expected.h_columns, db=33)
+    assert_near(without_tail(found.h_columns, counts_e), without_tail(expected.h_columns, counts_e), db=33)
     assert_near(
         swiglu(gate_up_RF, weights_R, SWIGLU, BLOCKWISE, E4M3).rows,
         operators.swiglu(gate_up_RF, weights_R, SWIGLU, BLOCKWISE, E4M3).rows,
@@ -147,7 +149,7 @@ def test_weights_may_be_missing(device: torch.device) -> None:
     gate_up_RF, _, dh_RF, counts_e = draw((9, 4), device)
     given = (gate_up_RF, None, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3)
     found, expected = swiglu_backward(*given), operators.swiglu_backward(*given)
-    assert_near(found.h_columns, expected.h_columns)
+    assert_near(without_tail(found.h_columns, counts_e), without_tail(expected.h_columns, counts_e))
     assert found.dweights_R is None
 
 
@@ -159,8 +161,8 @@ def test_scales_over_whole_rows_take_passes_of_their_own(recipe: Recipe, device:
     assert_near(found.rows, expected.rows, slice(27))
     given = (gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, recipe, E4M3, E4M3)
     back, truth = swiglu_backward(*given), operators.swiglu_backward(*given)
-    assert_near(back.d_gate_up_columns, truth.d_gate_up_columns)
-    assert_near(back.h_columns, truth.h_columns)
+    assert_near(without_tail(back.d_gate_up_columns, counts_e), without_tail(truth.d_gate_up_columns, counts_e))
+    assert_near(without_tail(back.h_columns, counts_e), without_tail(truth.h_columns, counts_e))
 
 
 def test_a_gate_that_ends_inside_a_block_takes_passes_of_its_own(device: torch.device) -> None:
@@ -169,7 +171,7 @@ def test_a_gate_that_ends_inside_a_block_takes_passes_of_its_own(device: torch.d
     given = (gate_up_RF, None, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3)
     found, expected = swiglu_backward(*given), operators.swiglu_backward(*given)
     assert_near(found.d_gate_up, expected.d_gate_up)
-    assert_near(found.d_gate_up_columns, expected.d_gate_up_columns)
+    assert_near(without_tail(found.d_gate_up_columns, counts_e), without_tail(expected.d_gate_up_columns, counts_e))
 
 
 def test_the_gradient_in_16_bits_comes_along_if_asked(device: torch.device) -> None:
@@ -204,8 +206,8 @@ def test_misfits_are_refused(shape: tuple[int, int], weights: tuple[int] | None,
         )
 
 
-def compiled(target: str, recipe: Recipe, rule: ExpertRule, which: str) -> Compiled:
-    """`rows` of experts, `columns` of a dense network, or `backward` of experts."""
+def compiled(target: str, recipe: Recipe, rule: ExpertRule, which: str, *, is_kept: bool = False) -> Compiled:
+    """`rows` of experts, `columns` of a dense network, or `backward` of experts; of rows that are kept if wanted."""
     value = "*fp8e4b8:16" if target == "gfx942" else "*fp8e4nv:16"
     scale = "*u8:16" if recipe is MXFP8 else "*fp32:16"
     launch = {"rows": ROWS_ONLY, "columns": TRANSPOSING, "backward": BACKWARD}[which]
@@ -219,7 +221,7 @@ def compiled(target: str, recipe: Recipe, rule: ExpertRule, which: str) -> Compi
         "BLOCK_F": launch.block_columns,
     }
     signature = {"gate_up_ptr": "*bf16:16", "weights_ptr": "*fp32:16", "R": "i32", "F": "i32:16"}
-    signature |= {"rows_stride": "i32:16"}
+    signature |= {"rows_stride": "i32:16", **({"first_ptr": "*i64:16"} if is_kept else {})}
     if which == "backward":
         signature |= {
             "dh_ptr": "*bf16:16",

@@ -1,0 +1,190 @@
+"""Hopper's own kernel for gradients of experts' weights in 16 bits.
+
+Who does what and how slots of a ring change hands is told in `penstock.kernels.float8.hopper_ring`. Here a multiplier
+has half the rows of a tile. Sums stay in the matrix unit's registers for all of a tile, and one product is always
+waiting behind the one that is made: a slot is free when the product after its own has been started and its own is done.
+
+Both operands have the contracted dim, an expert's rows, first in memory. So a slot holds columns of dy and of x for
+some rows, and the matrix unit reads the first transposed. Descriptors are ragged (`penstock.kernels.output_tiles`):
+past an expert's last row they give zeros, whatever stands there.
+
+A tile is written in pieces, each through one of two rooms in shared memory. While the copy engine writes, or adds, a
+piece, the next one is put into the other room; while it does so with the last two, the next tile is multiplied.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from penstock.kernels.float8.hopper_ring import (
+    LOADER_REGISTERS,
+    MULTIPLIER_REGISTERS,
+    add_out,
+    copy_in,
+    copy_out,
+    make_barriers,
+    ring,
+    swizzle,
+)
+
+SPAN = gl.constexpr(2**30)
+"""Where a ragged descriptor's rows end."""
+
+
+@gluon.jit(do_not_specialize=["experts"])
+def weight_gradient_kernel(
+    dy,
+    x,
+    dw,
+    starts_ptr,
+    rows,
+    columns,
+    experts,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+):
+    """Multiply the transpose of each expert's rows of dy by its rows of x; add to what dw holds if ACCUMULATE.
+
+    dw is experts x rows x columns, so dy is as wide as dw has rows, and x as wide as dw has columns. All three are
+    descriptors, of half a tile's rows of dw, of all its columns, and of a piece of the result. `starts_ptr` says where
+    each expert's rows begin, and where the last one's end. A sum is left alone where an expert has no rows.
+    """
+    half: gl.constexpr = dy.block_shape[3]
+    width: gl.constexpr = x.block_shape[3]
+    depth: gl.constexpr = dy.block_shape[2]
+    down = gl.cdiv(rows, 2 * half)
+    across = gl.cdiv(columns, width)
+    walk = (starts_ptr, down, across, down * across * experts)
+    dy_slots = gl.allocate_shared_memory(dy.dtype, [2 * STAGES, 1, 1, depth, half], dy.layout)
+    x_slots = gl.allocate_shared_memory(x.dtype, [STAGES, 1, 1, depth, width], x.layout)
+    rooms = gl.allocate_shared_memory(dw.dtype, [4, 1, dw.block_shape[1], dw.block_shape[2]], dw.layout)
+    full, empty = make_barriers(STAGES)
+    slots = (dy_slots, x_slots, full, empty)
+    upper: gl.constexpr = 0
+    lower: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (_multiply, (walk, slots, dw, rooms, STAGES, GROUP, ACCUMULATE, upper)),
+            (_multiply, (walk, slots, dw, rooms, STAGES, GROUP, ACCUMULATE, lower)),
+            (_load, (walk, slots, dy, x, STAGES, GROUP)),
+        ],
+        [4, 1],
+        [MULTIPLIER_REGISTERS, LOADER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _load(walk, slots, dy, x, STAGES: gl.constexpr, GROUP: gl.constexpr):
+    """Fill slots with blocks of dy and x, tile by tile."""
+    dy_slots, x_slots, full, empty = slots
+    half: gl.constexpr = dy.block_shape[3]
+    width: gl.constexpr = x.block_shape[3]
+    depth: gl.constexpr = dy.block_shape[2]
+    step = 0
+    for tile in range(gl.program_id(0), walk[3], gl.num_programs(0)):
+        start, end = _load_span(walk, tile)
+        _, row, column = _place(walk, tile, GROUP)
+        for block in range(gl.cdiv(end - start, depth)):
+            slot, phase = ring(step, STAGES)
+            mbarrier.wait(empty.index(slot), phase ^ 1)
+            mbarrier.expect(full.index(slot), (2 * half + width) * depth * 2)
+            span, place = gl.to_tensor(SPAN), start - end + block * depth + SPAN
+            upper, lower = row * 2 * half, row * 2 * half + half
+            copy_in(dy, [span, end, place, upper], full.index(slot), dy_slots.index(2 * slot))
+            copy_in(dy, [span, end, place, lower], full.index(slot), dy_slots.index(2 * slot + 1))
+            copy_in(x, [span, end, place, column * width], full.index(slot), x_slots.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _multiply(
+    walk,
+    slots,
+    dw,
+    rooms,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+    PLACE: gl.constexpr,
+):
+    """Make the upper or the lower half of each tile."""
+    dy_slots, x_slots, full, empty = slots
+    depth: gl.constexpr = dy_slots.shape[3]
+    half: gl.constexpr = dy_slots.shape[4]
+    width: gl.constexpr = x_slots.shape[4]
+    product: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16])
+    step = 0
+    for tile in range(gl.program_id(0), walk[3], gl.num_programs(0)):
+        # Not carried from tile to tile: Triton 3.6 takes a bound that only an inner loop reads for the first tile's.
+        start, end = _load_span(walk, tile)
+        expert, row, column = _place(walk, tile, GROUP)
+        sums = gl.zeros([half, width], gl.float32, product)
+        for block in range(gl.cdiv(end - start, depth)):
+            slot, phase = ring(step, STAGES)
+            mbarrier.wait(full.index(slot), phase)
+            dy_block = dy_slots.index(2 * slot + PLACE).reshape([depth, half]).permute([1, 0])
+            x_block = x_slots.index(slot).reshape([depth, width])
+            sums = hopper.warpgroup_mma(dy_block, x_block, sums, is_async=True)
+            sums = hopper.warpgroup_mma_wait(1, deps=[sums])
+            before, _ = ring(step + STAGES - 1, STAGES)
+            mbarrier.arrive(empty.index(before), count=1, pred=block > 0)
+            step += 1
+        sums = hopper.warpgroup_mma_wait(0, deps=[sums])
+        before, _ = ring(step + STAGES - 1, STAGES)
+        mbarrier.arrive(empty.index(before), count=1, pred=end > start)
+        if (end > start) | (not ACCUMULATE):
+            _write(dw, rooms, sums, expert, (2 * row + PLACE) * half, column * width, ACCUMULATE, 0, PLACE)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load_span(walk, tile):
+    """Load where the rows of a tile's expert begin and end."""
+    starts_ptr, down, across, _ = walk
+    start_ptr = starts_ptr + tile // (down * across)
+    return gl.load(start_ptr), gl.load(start_ptr + 1)
+
+
+@gluon.jit
+def _place(walk, tile, GROUP: gl.constexpr):
+    """Say which one it is: expert, and how many tiles down and across."""
+    _, down, across, _ = walk
+    row, column = swizzle(tile % (down * across), down, across, GROUP)
+    return tile // (down * across), row, column
+
+
+@gluon.jit
+def _write(
+    dw,
+    rooms,
+    block,
+    expert,
+    row,
+    column,
+    ACCUMULATE: gl.constexpr,
+    PIECE: gl.constexpr,
+    PLACE: gl.constexpr,
+):
+    """Write or add what a multiplier has, half by half until it is a piece. One program owns each element."""
+    down: gl.constexpr = block.shape[0] // 2
+    across: gl.constexpr = block.shape[1] // 2
+    if block.shape[0] > dw.block_shape[1]:
+        one, other = gl.split(gl.permute(gl.reshape(block, [2, down, 2 * across]), [1, 2, 0]))
+        _write(dw, rooms, one, expert, row, column, ACCUMULATE, 2 * PIECE, PLACE)
+        _write(dw, rooms, other, expert, row + down, column, ACCUMULATE, 2 * PIECE + 1, PLACE)
+    elif block.shape[1] > dw.block_shape[2]:
+        one, other = gl.split(gl.permute(gl.reshape(block, [2 * down, 2, across]), [0, 2, 1]))
+        _write(dw, rooms, one, expert, row, column, ACCUMULATE, 2 * PIECE, PLACE)
+        _write(dw, rooms, other, expert, row, column + across, ACCUMULATE, 2 * PIECE + 1, PLACE)
+    else:
+        # The piece before this one may still be read, from the other room.
+        room = rooms.index(2 * PLACE + PIECE % 2)
+        tma.store_wait(1)
+        room.reshape([2 * down, 2 * across]).store(block.to(dw.dtype))
+        fence_async_shared()
+        if ACCUMULATE:
+            add_out(dw, [expert, row, column], room)
+        else:
+            copy_out(dw, [expert, row, column], room)

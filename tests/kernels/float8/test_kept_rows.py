@@ -1,0 +1,309 @@
+"""Rows in a buffer of several layers, in 8 bits: the kernels that write and read there, and the experts' networks."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels.expert_ffn import expert_ffn as in_16_bits
+from penstock.kernels.expert_kernels import TRITON as IN_16_BITS
+from penstock.kernels.expert_parts import KeptRows
+from penstock.kernels.float8.expert_ffn import expert_ffn
+from penstock.kernels.float8.launches import CANDIDATES, PRODUCTS, Product, ProductLaunch, in_triton
+from penstock.kernels.float8.operators import Float8Rule
+from penstock.kernels.float8.products import _launch_rows, multiply_groups
+from penstock.kernels.float8.quantized import Quantized
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, TENSORWISE, Recipe
+from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
+from penstock.kernels.float8.tile_launches import BACKWARD_LAUNCHES
+from penstock.kernels.float8.triton_operators import TRITON
+from penstock.kernels.reference import SWIGLU, ExpertRule, order_rows
+from penstock.kernels.tile_table import tile_table
+from penstock.kernels.tuning import target_of
+from penstock.moe.dispatch.room import forget_left_out, make_room
+from penstock.moe.dispatch.shelf import Shelf
+from tests.kernels.ahead_of_time import TARGETS
+from tests.kernels.float8.draw_quantized import draw_rows, draw_weight, form_on, without_tail
+from tests.kernels.float8.test_product_launches import compile_product
+from tests.kernels.float8.test_swiglu import compiled as compile_activation
+
+POINTERS = ProductLaunch(block_rows=64, block_columns=64, stages=2, group=2, descriptors=False)
+DESCRIPTORS = replace(POINTERS, pieces=2, descriptors=True, steps=2, ahead=True)
+COUNTS = (64, 0, 90, 19)
+ROOM, BEFORE = 180, 37
+"""Rows that a layer has room for, and those of another layer before them."""
+WIDTH = 128
+CLAMPED = ExpertRule(limit=0.7, alpha=1.702)
+
+
+def board(width: int, device: torch.device, numbers: float = 5.0) -> KeptRows:
+    """A few rows more than there is room for, that all hold the same; ours begin behind another layer's."""
+    rows_SF = torch.full((BEFORE + ROOM + 3, width), numbers, device=device)
+    return KeptRows(rows_SF, torch.tensor([BEFORE], device=device), ROOM)
+
+
+@pytest.mark.parametrize("gathers", [False, True], ids=["in place", "gathered"])
+@pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("launch", [POINTERS, DESCRIPTORS], ids=["pointers", "descriptors"])
+def test_a_product_is_written_where_rows_are_kept_and_nothing_beside_it(
+    launch: ProductLaunch, recipe: Recipe, gathers: bool, device: torch.device
+) -> None:
+    counts_e, used = torch.tensor(COUNTS, dtype=torch.int32, device=device), sum(COUNTS)
+    x, w = draw_rows(50 if gathers else ROOM, 160, recipe, device), draw_weight(recipe, device, len(COUNTS), 72, 160)
+    index_R = torch.randint(50, (ROOM,), device=device) if gathers else None
+    multiply = partial(multiply_groups, x, w, counts_e, index_R, dtype=torch.float32, launch=launch)
+    place = board(72, device)
+    kept_SF = multiply(keep=place)
+    assert kept_SF is place.rows_SF
+    assert torch.equal(kept_SF[BEFORE : BEFORE + used], multiply()[:used])
+    assert kept_SF[:BEFORE].eq(5).all() and kept_SF[BEFORE + used :].eq(5).all(), "also what would be its tail"
+
+
+def test_where_nobody_reads_the_tail_only_its_last_row_is_set_to_zero(device: torch.device) -> None:
+    counts_e = torch.tensor([3, 60], dtype=torch.int32, device=device)
+    x, w, tiles = (
+        draw_rows(80, 160, BLOCKWISE, device),
+        draw_weight(BLOCKWISE, device, 2, 72, 160),
+        tile_table(counts_e, 80),
+    )
+    whole, last = (torch.full((80, 72), 7.0, device=device) for _ in range(2))
+    _launch_rows(x, w, whole, None, tiles, POINTERS, "promoted", None)
+    _launch_rows(x, w, last, None, replace(tiles, only_last=True), POINTERS, "promoted", None)
+    assert whole[63:].eq(0).all()
+    assert torch.equal(last[:63], whole[:63])
+    assert last[63:79].eq(7).all() and last[79].eq(0).all()
+
+
+def launches_on(device: torch.device, product: Product) -> dict[str, ProductLaunch]:
+    """What a GPU's table takes, and all that is tried there."""
+    target = target_of(device)
+    return {"table": PRODUCTS[target][product], **CANDIDATES.get(target, {}).get(product, {})}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("before", [37, 2**31 // 384 + 5], ids=["near", "behind 2**31 numbers"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("counts", [[700, 0, 3, 1025, 256], [0, 0, 0], [4000, 1, 900]], ids=str)
+def test_every_launch_of_a_gpu_writes_where_rows_are_kept_and_nothing_beside_it(
+    counts: list[int], dtype: torch.dtype, before: int, device: torch.device
+) -> None:
+    counts_e, used, room = torch.tensor(counts, device=device), sum(counts), sum(counts) + 13
+    x, w = draw_rows(room, 640, BLOCKWISE, device), draw_weight(BLOCKWISE, device, len(counts), 384, 640)
+    rows_SF = torch.full((before + room + 200, 384), 5.0, dtype=dtype, device=device)
+    place, first = KeptRows(rows_SF, torch.tensor([before], device=device), room), min(before, 300)
+    around = rows_SF[before - first :]
+    index: dict[Product, Tensor | None] = {"rows": None, "rows_gathered": torch.randint(room, (room,), device=device)}
+    for product, index_R in index.items():
+        for name, launch in launches_on(device, product).items():
+            multiply = partial(multiply_groups, x, w, counts_e, index_R, dtype=dtype, launch=launch)
+            rows_SF.fill_(5)
+            own_RN, kept_SF = multiply(), multiply(keep=place)
+            assert kept_SF is rows_SF
+            assert torch.equal(around[first : first + used], own_RN[:used]), f"{product}, {name}"
+            assert around[:first].eq(5).all() and around[first + used :].eq(5).all(), f"{product}, {name}"
+            assert not own_RN[used:].any(), f"{product}, {name}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_every_launch_of_a_gpu_sets_the_last_row_of_the_tail_to_zero(device: torch.device) -> None:
+    counts_e = torch.tensor([130, 0, 70], device=device)
+    x, w = draw_rows(400, 640, BLOCKWISE, device), draw_weight(BLOCKWISE, device, 3, 384, 640)
+    tiles = tile_table(counts_e, 400)
+    for name, launch in launches_on(device, "rows").items():
+        whole, last = (torch.full((400, 384), 7.0, dtype=torch.bfloat16, device=device) for _ in range(2))
+        _launch_rows(x, w, whole, None, tiles, launch, "promoted", None)
+        _launch_rows(x, w, last, None, replace(tiles, only_last=True), launch, "promoted", None)
+        assert whole[200:].eq(0).all(), name
+        assert torch.equal(last[:200], whole[:200]), name
+        assert last[200:399].eq(7).all() and last[399].eq(0).all(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("before", [37, 2**31 // 2816 + 5], ids=["near", "behind 2**31 numbers"])
+def test_a_gpu_reads_kept_rows_of_16_bits_where_they_stand(before: int, device: torch.device) -> None:
+    """Forward, and by both kernels backward; what stands around them is no number."""
+    used, room, form = 1984, 2000, form_on(device)
+    counts_e = torch.tensor([700, 0, 3, 1025, 256], device=device)
+    own_RF = torch.randn(room, 2816, device=device).bfloat16()
+    own_RF[used:] = math.nan
+    rows_SF = torch.full((before + room + 3, 2816), math.nan, dtype=torch.bfloat16, device=device)
+    rows_SF[before : before + used] = own_RF[:used]
+    place = KeptRows(rows_SF, torch.tensor([before], device=device), room)
+    weights_R, dh_RF = torch.rand(room, device=device), torch.randn(room, 1408, device=device).bfloat16()
+    own, kept = (swiglu(one, weights_R, SWIGLU, BLOCKWISE, form, counts_e=counts_e) for one in (own_RF, place))
+    assert_same(kept.rows, own.rows, used)
+    rest = (weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, form, form)
+    for name, launch in BACKWARD_LAUNCHES.items():
+        back, kept_back = (swiglu_backward(one, *rest, launch=launch) for one in (own_RF, place))
+        for found, expected, rows in zip(kept_back[:3], back[:3], (used, None, None), strict=True):
+            assert_same(found, expected, rows)
+        assert torch.equal(kept_back.dweights_R, back.dweights_R), name
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_kernels_compile_without_spills(target: str) -> None:
+    recipe, scaling = (MXFP8, "inside") if target in ("sm_100", "gfx950") else (BLOCKWISE, "promoted")
+    for product in ("rows", "rows_gathered"):
+        made = compile_product(product, in_triton(PRODUCTS[target][product]), target, scaling, first_ptr="*i64:16")
+        assert made.spills == 0, f"{product}: {made.summary}"
+    for which in ("rows", "backward"):
+        made = compile_activation(target, recipe, SWIGLU, which, is_kept=True)
+        assert made.spills == 0, f"{which}: {made.summary}"
+        if target == "sm_90" and which == "rows":
+            assert "ld.global.v4" in made.asm, "rows that are kept are loaded sixteen bytes at a time too"
+
+
+def assert_same(found: Quantized, expected: Quantized, rows: int | None = None) -> None:
+    assert torch.equal(found.scales[:rows], expected.scales[:rows])
+    assert torch.equal(found.values.view(torch.uint8)[:rows], expected.values.view(torch.uint8)[:rows])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rule"),
+    [(BLOCKWISE_SQUARE, SWIGLU), (MXFP8, SWIGLU), (TENSORWISE, SWIGLU), (BLOCKWISE, CLAMPED)],
+    ids=["squares", "mxfp8", "in passes", "clamped"],
+)
+def test_the_activation_and_its_gradients_are_those_of_the_kept_rows(
+    recipe: Recipe, rule: ExpertRule, device: torch.device
+) -> None:
+    """What stands before and behind them is no number."""
+    counts_e, used = torch.tensor(COUNTS, dtype=torch.int32, device=device), sum(COUNTS)
+    place, own_RF = board(2 * WIDTH, device, math.nan), torch.full((ROOM, 2 * WIDTH), math.nan, device=device)
+    own_RF[:used] = torch.randn(used, 2 * WIDTH, device=device)
+    place.rows_SF[BEFORE : BEFORE + used] = own_RF[:used]
+    weights_R, dh_RF = torch.rand(ROOM, device=device), torch.randn(ROOM, WIDTH, device=device)
+    dh_RF[used:] = weights_R[used:] = math.nan
+    form = form_on(device)
+    own, kept = (swiglu(rows, weights_R, rule, recipe, form, counts_e=counts_e) for rows in (own_RF, place))
+    assert kept.rows.values.shape == (ROOM, WIDTH)
+    assert_same(kept.rows, own.rows, used)
+    own, kept = (
+        swiglu_backward(rows, weights_R, dh_RF, counts_e, rule, recipe, form, form, keep_plain=rule.limit is not None)
+        for rows in (own_RF, place)
+    )
+    assert_same(kept.d_gate_up, own.d_gate_up, used)
+    assert_same(without_tail(kept.d_gate_up_columns, counts_e), without_tail(own.d_gate_up_columns, counts_e))
+    assert_same(without_tail(kept.h_columns, counts_e), without_tail(own.h_columns, counts_e))
+    assert torch.equal(kept.dweights_R, own.dweights_R)
+    assert not kept.dweights_R[used:].any(), "nobody has these weights"
+    if rule.limit is not None:
+        assert torch.equal(kept.plain_d_gate_up_RF[:used], own.plain_d_gate_up_RF[:used])
+
+
+TOKENS, TOP_K, EXPERTS, HIDDEN = 24, 2, 3, 64
+IN_8_BITS = Float8Rule(experts=BLOCKWISE, operators=TRITON)
+
+
+@pytest.fixture
+def no_memory_is_clean() -> Iterator[None]:
+    """What was not written is no number."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def shelf_of(layers: int, bound: float) -> Shelf:
+    shelf = Shelf(bound)
+    for _ in range(layers):
+        shelf.join()
+    return shelf
+
+
+class Layers:
+    """Experts of several layers that all read the same tokens; those of the second one compute in 16 bits.
+
+    Args:
+        parts: of each layer's slots, how many are not dropped.
+        device: where.
+    """
+
+    def __init__(self, parts: tuple[float, ...], device: torch.device) -> None:
+        self.device, self.count = device, len(parts)
+        kept_LTK = [torch.rand(TOKENS, TOP_K) < part for part in parts]
+        chosen = [torch.rand(TOKENS, EXPERTS).topk(TOP_K).indices for _ in parts]
+        # An expert that does not exist: such slots were dropped and have no row.
+        self.orders = [
+            order_rows(torch.where(kept_TK, experts_TK, EXPERTS), EXPERTS)
+            for kept_TK, experts_TK in zip(kept_LTK, chosen, strict=True)
+        ]
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.leaves = [
+            self.draw(TOKENS, HIDDEN),
+            self.draw(self.count, EXPERTS, 2 * WIDTH, HIDDEN) / 8,
+            self.draw(self.count, EXPERTS, HIDDEN, WIDTH) / 8,
+            torch.rand(self.count, TOKENS * TOP_K, device=device),
+        ]
+        self.dy_LRD = self.draw(self.count, TOKENS * TOP_K, HIDDEN)
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(shape).to(self.device, self.dtype)
+
+    @property
+    def rows(self) -> list[int]:
+        return [int(order.counts_E.sum()) for order in self.orders]
+
+    def run(self, shelf: Shelf | None, *, only_last: bool = False, recompute: bool = False) -> list[Tensor]:
+        """Outputs of rows that there are, and gradients."""
+        leaves = [tensor.clone().requires_grad_() for tensor in self.leaves]
+        x_TD, gate_up, down, weights = leaves
+        if shelf is not None:
+            shelf.begin()
+        outputs, gradients = [], []
+        for layer, (order, used) in enumerate(zip(self.orders, self.rows, strict=True)):
+            counts_e, index_R = order.counts_E.to(self.device), (order.slots_R // TOP_K).to(self.device)
+            places_TK = order.places_TK.to(self.device)
+            if only_last:
+                places_TK = torch.where(places_TK < used, places_TK, len(index_R) - 1)
+            options = {"places_TK": places_TK, "only_last": only_last, "recompute": recompute}
+            options["keep"] = None if shelf is None else partial(shelf.place, share=20.0)
+            ffn = partial(expert_ffn, float8=IN_8_BITS) if layer != 1 else partial(in_16_bits, kernels=IN_16_BITS)
+            y_RD = ffn(x_TD, gate_up[layer], down[layer], counts_e, weights[layer], index_R, **options)
+            outputs.append(y_RD)
+            gradients.append(
+                torch.where(torch.arange(len(y_RD), device=self.device)[:, None] < used, self.dy_LRD[layer], 0)
+            )
+        torch.autograd.backward(outputs, gradients)
+        own = [y_RD.detach()[:used] for y_RD, used in zip(outputs, self.rows, strict=True)]
+        return [*own, *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.usefixtures("no_memory_is_clean")
+@pytest.mark.parametrize(
+    ("parts", "only_last"), [((1.0, 0.1, 0.6), False), ((0.7, 1.0, 0.0), True)], ids=["uneven", "one has no rows"]
+)
+def test_experts_that_share_a_shelf_give_what_they_give_alone(
+    parts: tuple[float, ...], only_last: bool, device: torch.device
+) -> None:
+    layers = Layers(parts, device)
+    shelf = shelf_of(layers.count, bound=1.4).to(device)
+    expected, found = layers.run(None), layers.run(shelf, only_last=only_last)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert all(one.isfinite().all() for one in found)
+    assert shelf.meter.tolist() == [0, sum(layers.rows)]
+
+
+def test_what_finds_no_room_is_counted_and_found_the_next_time(device: torch.device) -> None:
+    layers = Layers((0.9, 1.0, 0.8), device)
+    shelf = shelf_of(layers.count, bound=1.0).to(device)
+    layers.run(shelf)
+    assert shelf.meter.tolist() == [sum(layers.rows) - 60, sum(layers.rows)]
+    make_room([shelf])
+    forget_left_out([shelf])
+    assert all(torch.equal(*pair) for pair in zip(layers.run(shelf), layers.run(None), strict=True))
+    assert int(shelf.left_out) == 0
+
+
+def test_what_is_recomputed_takes_no_room(device: torch.device) -> None:
+    layers = Layers((0.9, 0.2), device)
+    shelf = shelf_of(layers.count, bound=1.0).to(device)
+    found, expected = layers.run(shelf, recompute=True), layers.run(None)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert shelf.meter.tolist() == [0, 0]
