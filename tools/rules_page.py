@@ -93,7 +93,8 @@ more: the first rule by which it differs refuses it. So what a rule says is: onl
 _ADVISED = """
 ## Advice
 
-The layout stays, times decide, and whoever asks is told.
+The layout stays, and times decide. `penstock plan --layout` prints what these rules say of the layout that was asked
+for, and what those of the order above have against it; `--json` has the changes as well.
 """
 
 _OTHERS = """

@@ -2,6 +2,7 @@
 
     penstock doctor runs/first                 a run: its metrics, its traces, and what a plan says of it
     penstock doctor runs/first --on 8xH200     the same, where no trace says what it ran on
+    penstock doctor best.toml --on 8xH200      a run that is only planned, by what the plan says of it
     penstock doctor traces/                    traces of any program; less is known
 
 Same files, same verdict. The plan needs PyTorch, which takes seconds to import, so it is loaded by name and only for a
@@ -18,15 +19,14 @@ import typer
 from penstock.base.errors import TraceError
 from penstock.cli.doctor_print import print_verdict
 from penstock.cli.verbs import load_by_name
+from penstock.config.load import RUN_FILE
 from penstock.trace.answer import answer_to
 from penstock.tune.doctor import diagnose, verdict_json
 from penstock.tune.doctor_evidence import Evidence, Facts
-from penstock.tune.doctor_run import cluster_for, facts_of, is_run
+from penstock.tune.doctor_run import cluster_for, facts_of, facts_of_plan, is_planned, is_run
 from penstock.tune.doctor_trace import evidence_of
 
-Place = Annotated[
-    list[Path], typer.Argument(metavar="PATH...", help="The folder of a run, or traces: files, a folder of ranks.")
-]
+Place = Annotated[list[Path], typer.Argument(metavar="PATH...", help="The folder of a run, its TOML file, or traces.")]
 On = Annotated[str | None, typer.Option("--on", metavar="NxCHIP", help="What the run is on: 8xH200, or 8xmine.toml.")]
 Step = Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Judge only this step.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -46,7 +46,7 @@ def examine(paths: list[Path], *, on: str | None = None, step: int | None = None
     """All evidence that some paths hold.
 
     Args:
-        paths: the folder of a run, or traces.
+        paths: the folder of a run, the TOML file of one that is only planned, or traces.
         on: what the run is on; None takes it from the traces.
         step: judge only this one.
 
@@ -55,24 +55,36 @@ def examine(paths: list[Path], *, on: str | None = None, step: int | None = None
         ConfigError: the configuration of the run cannot be read.
         HardwareError: `on` is no hardware.
     """
-    folder = paths[0]
-    if len(paths) > 1 or not is_run(folder):
-        if on is not None:
-            raise TraceError(
-                "--on is for the folder of a run, of which it makes a plan", got=folder, fix="leave it out"
-            )
+    path = paths[0]
+    if len(paths) == 1 and is_run(path):
+        evidence = _of_run(path, step)
+    elif len(paths) == 1 and is_planned(path) and step is None:
+        facts, missing = facts_of_plan(path)
+        evidence = Evidence(source="none", ranks=(), facts=facts, missing=missing)
+    elif on is None:
         return evidence_of(answer_to(paths, step=step), Facts())
-    facts, missing = facts_of(folder)
-    try:
-        evidence = evidence_of(answer_to(paths, step=step), facts, missing)
-    except TraceError as error:
-        if step is not None:
-            raise
-        told = f"no trace: {error.what}; profile.start and profile.steps record one on a GPU"
-        evidence = Evidence(source="none", ranks=(), facts=facts, missing=(*missing, told))
+    else:
+        raise TraceError(
+            "--on is for the folder of a run, of which it makes a plan",
+            got=", ".join(map(str, paths)),
+            allowed=f"one folder with {RUN_FILE} in it, or one TOML file of a run (without --step)",
+            fix="give one of these, or leave --on out for traces",
+        )
     cluster = cluster_for(evidence.facts, on)
     if cluster is None:
         told = "no plan: nothing says what the run is on; give --on 8xH200"
         return replace(evidence, missing=(*evidence.missing, told))
     planned: Evidence = load_by_name("penstock.tune.doctor_plan", "with_plan")(evidence, cluster)
     return planned
+
+
+def _of_run(folder: Path, step: int | None) -> Evidence:
+    """Of the folder of a run, with its traces if it has any."""
+    facts, missing = facts_of(folder)
+    try:
+        return evidence_of(answer_to([folder], step=step), facts, missing)
+    except TraceError as error:
+        if step is not None:
+            raise
+        told = f"no trace: {error.what}; profile.start and profile.steps record one on a GPU"
+        return Evidence(source="none", ranks=(), facts=facts, missing=(*missing, told))

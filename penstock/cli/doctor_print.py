@@ -17,17 +17,21 @@ def print_verdict(verdict: Verdict, evidence: Evidence) -> None:
     """
     print(verdict.sentence)
     if evidence.ranks:
-        steps = f", {evidence.steps} steps" if evidence.steps > 1 else ""
-        print(f"times are of {_SOURCES[evidence.source]}: {verdict.walls.total_us / 1e3:,.1f} ms{steps}, mean of ranks")
+        of = f", {evidence.steps} steps" if evidence.steps > 1 else ""
+        gains = "; gains are of one step" if evidence.steps > 1 else ""
+        total = f"{verdict.walls.total_us / 1e3:,.1f} ms{of}, mean of ranks{gains}"
+        print(f"times are of {_SOURCES[evidence.source]}: {total}")
     print()
     print_table(("wall", "evidence", "ms", "share", "bytes"), [_row(fact) for fact in verdict.facts])
     print()
     if verdict.remedies:
-        rows = []
+        rows, steps = [], max(1, evidence.steps)
         for one in verdict.remedies:
-            gain = f"-{bytes_text(one.gain_bytes)}" if one.gain_bytes else f"{one.gain_us / 1e3:,.2f}"
+            gain = f"-{bytes_text(one.gain_bytes)}" if one.gain_bytes else f"{one.gain_us / steps / 1e3:,.2f}"
             rows.append((gain, f"{verdict.walls.share(one.gain_us):.1%}", one.change, one.rule))
-        print_table(("gains ms, at most", "of step", "change", "rule"), rows)
+        print_table(
+            ("gains ms, at most" if steps == 1 else "gains ms a step, at most", "of step", "change", "rule"), rows
+        )
         print()
         for one in verdict.remedies:
             print(f"{one.rule}: {one.what} [{one.source}]")

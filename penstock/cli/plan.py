@@ -2,6 +2,7 @@
 
     penstock plan deepseek-v3 --on 512xMI325X                          search, the fastest first
     penstock plan moe-1t --on 768xMI300X --only micro_batch=1          search among some
+    penstock plan moe-1t --on 768xMI300X training.micro_batch=1        the same: an override of a layout binds a search
     penstock plan moe-1t --on 768xMI300X --layout pp=24,vpp=4,ep=8,cp=2    one layout, also if it does not fit
     penstock plan mine.toml --on 8xH200 --layout own                   the run as it is written
     penstock plan moe-1t --on 768xMI300X --write best.toml             and train it: penstock train best.toml
@@ -49,7 +50,9 @@ from penstock.cli.plan_print import print_plan
 from penstock.cli.plan_what_ifs import comparison_json, points_json, print_comparison, print_scaling, print_sweep
 from penstock.config.load import load_run
 from penstock.config.run import Run
+from penstock.plan.advised import advice_for
 from penstock.plan.asked_layout import parse_layout, rows_to_share, with_layout
+from penstock.plan.candidates import fixed_by
 from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.project import Assumptions, project
@@ -99,7 +102,7 @@ def plan(  # noqa: PLR0913 - one argument for each option
         raise PenstockError("there is nothing to plan", fix="name it: penstock plan deepseek-v3 --on 512xMI325X")
     run = load_run(target, overrides or ())
     if layout is None:
-        fixed = parse_layout(only) if only else {}
+        fixed = fixed_by(run, overrides or (), parse_layout(only) if only else {})
         rows = None if tokens is None else rows_to_share(tokens / run.training.sequence_length, cluster.devices)
         question = Question(run=run, cluster=cluster, global_batch=rows, fixed=fixed, top=top, assumptions=assumptions)
         found = _searched(question)
@@ -154,7 +157,8 @@ def _assumed(assumptions: Assumptions) -> list[str]:
         "run": "activations are those that the run itself keeps (--saving)",
         "conventional": "activations as operators that are not fused keep them (--saving)",
     }
-    rows = f"the fullest rank's experts get {assumptions.imbalance:g} x their even share of rows (--imbalance)"
+    share = f"{assumptions.imbalance:g} x their even share of rows, at most all"
+    rows = f"the fullest rank's experts get {share} (--imbalance)"
     return [rows, kept[assumptions.saving]]
 
 
@@ -165,7 +169,8 @@ def _asked(run: Run, cluster: Cluster, choices: Mapping[str, str], planner: Plan
         answer = answer_to(there, cluster, planner)
     refused = (answer,) if isinstance(answer, Refusal) else ()
     candidates = () if isinstance(answer, Refusal) else (answer,)
-    return Plan(model=run.name, cluster=cluster, candidates=candidates, refused=refused, considered=1)
+    told = advice_for(there, cluster) if candidates else ()
+    return Plan(model=run.name, cluster=cluster, candidates=candidates, refused=refused, considered=1, advice=told)
 
 
 def _working() -> Status:

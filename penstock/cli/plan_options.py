@@ -28,7 +28,10 @@ Swept = Annotated[
     str | None, typer.Option("--sweep", metavar="A=B,C,...", help="sequence_length, micro_batch, ep, or a field.")
 ]
 Imbalance = Annotated[
-    float, typer.Option("--imbalance", metavar="X", min=1.0, help="Rows of the fullest rank over the even share.")
+    float,
+    typer.Option(
+        "--imbalance", metavar="X", min=1.0, help="Rows of the fullest rank over the even share; at most all."
+    ),
 ]
 Saving = Annotated[str, typer.Option("--saving", metavar="HOW", help="run, or conventional: as unfused kernels keep.")]
 Write = Annotated[Path | None, typer.Option("--write", metavar="F.toml", help="The first candidate, to be trained.")]

@@ -122,9 +122,13 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
         print()
         for label, text in _facts(best).items():
             print(f"{label:<10}{text}")
+        for told in plan.advice:
+            print(f"advice: {told.reason} ({told.rule}, {told.source})")
     elif len(plan.refused) == 1:
         (one,) = plan.refused
         print(f"asked: {refused_text(one.layout)}: refused by {one.rule}: {one.reason}")
+    elif plan.considered == 0:
+        print(f"nothing fits: no grid of {plan.cluster.devices:,} devices has the sizes that are asked for")
     else:
         print(f"nothing fits, of {plan.considered:,} layouts")
     if plan.considered > 1 and plan.refused:

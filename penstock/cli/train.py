@@ -154,7 +154,8 @@ def _start_ranks(
 def _be_a_rank(console: Console, environment: Environment, meeting: Meeting, launch: Launch) -> int:
     """Train, as one of the ranks or as the only one."""
     run = launch.run
-    if launch.folder is not None and _is_finished(run, launch.folder):
+    if meeting.agree(lambda: _is_finished(launch)):
+        assert launch.folder is not None, "a new run is not finished"
         console.print(f"{launch.folder.path} is finished: all {run.training.steps} steps are done")
         console.print(f"go on:  penstock train {launch.folder.path} --resume training.steps=N", markup=False)
         return 0
@@ -180,13 +181,16 @@ def _be_a_rank(console: Console, environment: Environment, meeting: Meeting, lau
 
 
 def _launch_of_all(environment: Environment, meeting: Meeting, launch: Launch, overrides: list[str]) -> Launch:
-    """What all ranks do: what the command line asks for, or go on with the folder that they made before a restart."""
+    """What all ranks do: what the command line asks for, or go on with the folder that they made before a restart.
 
-    def made_before() -> str | None:
+    A rank that sees other folders than the first, as a network file system may show them, goes on with the first one's.
+    """
+
+    def folder_of_first() -> str | None:
         if environment.started_by:
             check_sinks(launch.run)
         if launch.folder is not None:
-            return None
+            return str(launch.folder.path)
         parent = Path(launch.run.record.folder)
         folder = find_launched(parent, environment.launch) if environment.launch else None
         if folder is None and environment.restarts and not environment.launch:
@@ -197,8 +201,9 @@ def _launch_of_all(environment: Environment, meeting: Meeting, launch: Launch, o
             check_is_free(parent, launch.run.name)
         return None if folder is None else str(folder.path)
 
-    path = meeting.agree(made_before)
-    return launch if path is None else _find_run(path, overrides, None)
+    path = meeting.agree(folder_of_first)
+    own = None if launch.folder is None else str(launch.folder.path)
+    return launch if path == own else _find_run(str(path), overrides, None)
 
 
 def _new_run(target: str, overrides: list[str], name: str | None) -> Launch:
@@ -234,9 +239,9 @@ def _is_run_folder(target: str) -> bool:
     return not is_preset(target) and RunFolder(Path(target)).exists
 
 
-def _is_finished(run: Run, folder: RunFolder) -> bool:
-    latest = open_store(run, folder).latest()
-    return latest is not None and latest >= run.training.steps
+def _is_finished(launch: Launch) -> bool:
+    latest = None if launch.folder is None else open_store(launch.run, launch.folder).latest()
+    return latest is not None and latest >= launch.run.training.steps
 
 
 def _run(console: Console, launch: Launch, session: Session, environment: Environment, meeting: Meeting) -> int:

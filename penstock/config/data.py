@@ -77,7 +77,11 @@ class Data(Documents):
     fill_in_middle_tokens: tuple[str, ...] = knob(
         (), doc="Names of the tokens before prefix, suffix and middle; empty looks for the usual ones."
     )
-    document_mask: bool = knob(False, doc="Attention stays inside a document, positions restart at each.")
+    document_mask: bool = knob(
+        False,
+        doc="Attention stays inside a document, positions restart at each. Each pass makes a mask on its device: a "
+        "byte for each pair of positions of a row, and more in attention.",
+    )
     shuffle: bool = knob(True, doc="Visit documents in another order each epoch, 32 side by side.")
     shuffle_block: int = knob(
         1024,

@@ -151,7 +151,9 @@ class Balance(Section):
     """What keeps the experts evenly loaded."""
 
     auxiliary: Literal["none", "micro-batch", "sequence", "global-batch"] = knob(
-        "none", doc="Over which tokens the auxiliary loss counts load: one micro-batch, one row, or the whole batch."
+        "none",
+        doc="Over which tokens the auxiliary loss counts load: one micro-batch; one row; or (global-batch) a step's "
+        "micro-batches so far, over all ranks of the stage, so only its last micro-batch sees the whole batch.",
     )
     auxiliary_weight: float = knob(0.0, doc="Factor of the auxiliary loss; 0 switches it off.", low=0.0)
     z_weight: float = knob(0.0, doc="Factor of the router z-loss (ST-MoE); 0 switches it off.", low=0.0)

@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 
 from penstock.data.sources import Source
 
+KEPT_POOLS = 2
+"""Pools whose order is kept: readers of neighbouring documents may be on both sides of a border."""
+
 
 class Order(Protocol):
     """Numbers of documents by their place in an epoch."""
@@ -70,7 +73,7 @@ class _Listed:
 
 
 class BlockOrder:
-    """Documents in a random order inside of pools of blocks. The two pools that were asked for last are kept."""
+    """Documents in a random order inside of pools of blocks. The pools that were asked for last are kept."""
 
     def __init__(self, block_sizes: NDArray[np.int64], pool: int, *, seed: int, epoch: int) -> None:
         """Takes the blocks, how many of them are a pool, and the key of the order."""
@@ -90,11 +93,17 @@ class BlockOrder:
         return int(documents[place - (int(self._ends[number]) - len(documents))])
 
     def _documents(self, number: int) -> NDArray[np.int64]:
-        if number not in self._latest:
-            if len(self._latest) == 2:
-                del self._latest[min(self._latest)]
-            blocks = self._blocks[number * self._pool : (number + 1) * self._pool]
-            inside = [np.arange(self._firsts[block], self._firsts[block] + self._sizes[block]) for block in blocks]
-            documents = np.concatenate(inside)
-            self._latest[number] = documents[permutation(len(documents), [*self._key, number + 1])]
-        return self._latest[number]
+        documents = self._latest.pop(number, None)
+        if documents is None:
+            documents = self._permuted(number)
+            if len(self._latest) == KEPT_POOLS:
+                del self._latest[next(iter(self._latest))]
+        self._latest[number] = documents  # behind those that were asked for before
+        return documents
+
+    def _permuted(self, number: int) -> NDArray[np.int64]:
+        """Documents of a pool."""
+        blocks = self._blocks[number * self._pool : (number + 1) * self._pool]
+        inside = [np.arange(self._firsts[block], self._firsts[block] + self._sizes[block]) for block in blocks]
+        documents = np.concatenate(inside)
+        return documents[permutation(len(documents), [*self._key, number + 1])]

@@ -134,11 +134,6 @@ class Playback:
         """Share of all ranks' time in which nothing is done."""
         return 1 - sum(self.busy) / (len(self.busy) * self.span) if self.span else 0.0
 
-    @property
-    def bubbles(self) -> tuple[float, ...]:
-        """The same of each rank."""
-        return tuple(1 - busy / self.span if self.span else 0.0 for busy in self.busy)
-
 
 def play(schedule: Schedule, costs: Costs) -> Playback:
     """Play a schedule.

@@ -63,15 +63,3 @@ class ExpertPlacement:
         """Experts of which a place holds a part."""
         first = place // self.expert_tensor * self.per_place
         return range(first, first + self.per_place)
-
-    def part_of(self, place: int) -> int:
-        """Which of the `expert_tensor` parts of its experts a place holds."""
-        return place % self.expert_tensor
-
-    def place_of(self, expert: int, part: int) -> int:
-        """The place that holds a part of an expert."""
-        return expert // self.per_place * self.expert_tensor + part
-
-    def virtual(self, expert: int, part: int) -> int:
-        """Number of a virtual expert."""
-        return self.place_of(expert, part) * self.per_place + expert % self.per_place

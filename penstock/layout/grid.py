@@ -65,13 +65,6 @@ class Grid:
             rank, place[axis] = divmod(rank, getattr(self, axis))
         return {axis: place[axis] for axis in view}
 
-    def rank_at(self, place: dict[str, int], view: tuple[str, ...] = DENSE_AXES) -> int:
-        """The rank at a place: the inverse of `place`."""
-        rank = 0
-        for axis in view:
-            rank = rank * getattr(self, axis) + place[axis]
-        return rank
-
     def group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """Ranks that differ from `rank` on these axes only, ascending, `rank` included.
 

@@ -28,14 +28,12 @@ class Count:
         active_parameters: those that one token meets, embedding and output projection included.
         mtp_parameters: multi-token prediction layers, beside the total.
         flops_per_token: to train one token, multi-token prediction included.
-        attention_flops_per_token: the part of it that is scores and weighted values.
     """
 
     parameters: int
     active_parameters: int
     mtp_parameters: int
     flops_per_token: float
-    attention_flops_per_token: float
 
 
 @lru_cache(maxsize=16)
@@ -59,7 +57,6 @@ def count(config: Model, sequence_length: int) -> Count:
         active_parameters=sum(_parameters(part) - _idle_parameters(part) for part in parts),
         mtp_parameters=_parameters(model.mtp),
         flops_per_token=3 * (products + attention),
-        attention_flops_per_token=3 * attention,
     )
 
 

@@ -167,7 +167,7 @@ class Decoder(nn.Module):
         scope = Scope(sequences=positions_BS.shape[0], share=reading.share)
         with span(Span.EMBED):
             cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, positions_BS)
-            frame = Frame(cos_BSP, sin_BSP, reading.allowed_BSS, scope, reading.parts)
+            frame = Frame(cos_BSP, sin_BSP, reading.allowed_BSS(), scope, reading.parts)
             if isinstance(attention, GroupedQueryAttention) and attention.local is not None:
                 frame = self._with_local(frame, attention.local, positions_BS)
             return frame.staying()

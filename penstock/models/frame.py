@@ -18,7 +18,8 @@ class Reading:
         tokens_BS: int64 token ids.
         positions_BS: int64, for the rotary embedding.
         ahead: for each multi-token prediction depth the tokens that many positions further on.
-        allowed_BSS: boolean, True where a query position (first S) may look at a key position; None for plain causal.
+        documents_BS: int64 document of each position of whole rows, ours or not; None if attention may cross them.
+        places_S: int64, which positions of the row have queries here; None for all of them.
         share: part of the global batch that this micro-batch is; auxiliary losses are scaled by it.
         parts: parts of the layers that are replayed as graphs; None if there are none.
     """
@@ -26,9 +27,25 @@ class Reading:
     tokens_BS: Tensor
     positions_BS: Tensor
     ahead: tuple[Tensor, ...] = ()
-    allowed_BSS: Tensor | None = None
+    documents_BS: Tensor | None = None
+    places_S: Tensor | None = None
     share: float = 1.0
     parts: Parts | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them by name; those that are None are left out."""
+        found = {"tokens_BS": self.tokens_BS, "positions_BS": self.positions_BS}
+        found |= {f"ahead {depth}": ahead_BS for depth, ahead_BS in enumerate(self.ahead, start=1)}
+        if self.documents_BS is not None:
+            found["documents_BS"] = self.documents_BS
+        if self.places_S is not None:
+            found["places_S"] = self.places_S
+        return found
+
+    def allowed_BSS(self) -> Tensor | None:
+        """Where attention may look, see `attention_borders`. Made anew by each call, for one pass: it is large."""
+        return attention_borders(self.documents_BS, self.places_S)
 
     def halves(self) -> tuple["Reading", "Reading"]:
         """The first rows and the last; of an even number."""
@@ -41,7 +58,8 @@ class Reading:
                 tokens_BS=self.tokens_BS[part],
                 positions_BS=self.positions_BS[part],
                 ahead=tuple(ahead_BS[part] for ahead_BS in self.ahead),
-                allowed_BSS=None if self.allowed_BSS is None else self.allowed_BSS[part],
+                documents_BS=None if self.documents_BS is None else self.documents_BS[part],
+                places_S=self.places_S,
                 share=self.share / 2,
             )
 
@@ -55,7 +73,7 @@ class Frame:
     Attributes:
         cos_BSP: float32 cosine of each rotary pair's angle, P / 2 wide.
         sin_BSP: float32 sine.
-        allowed_BSS: as in `Reading`.
+        allowed_BSS: boolean, True where a query position (first S) may look at a key position; None for plain causal.
         scope: what balance losses must know.
         parts: as in `Reading`.
         nears: what layers may look at that see a part of the row; empty if there are none, or they see all of it.
@@ -97,18 +115,21 @@ def ahead_of(tokens_BS: Tensor, depths: int) -> tuple[Tensor, ...]:
     return tuple(tokens_BS.roll(-depth, dims=1) for depth in range(1, depths + 1))
 
 
-def attention_borders(documents_BS: Tensor | None) -> Tensor | None:
-    """Where attention may look when it stays inside a document.
+def attention_borders(documents_BS: Tensor | None, places_S: Tensor | None = None) -> Tensor | None:
+    """Where attention may look when it stays inside a document. The host waits for nothing.
 
     Args:
-        documents_BS: document id of each position, or None if attention may cross documents.
+        documents_BS: document id of each position of whole rows; None if attention may cross documents.
+        places_S: int64, positions that have queries, on the same device; None for all.
 
     Returns:
-        Boolean B x S x S, causal and inside equal ids; None if there are no borders.
+        Boolean, B x queries x positions of the row: causal and inside equal ids. None if there are no borders.
     """
     if documents_BS is None:
         return None
-    S = documents_BS.shape[1]
-    causal_SS = torch.ones(S, S, dtype=torch.bool, device=documents_BS.device).tril()
-    same_BSS = documents_BS[:, :, None] == documents_BS[:, None, :]
-    return same_BSS & causal_SS
+    keys_S = torch.arange(documents_BS.shape[1], device=documents_BS.device)
+    queries_S, queries_BS = keys_S, documents_BS
+    if places_S is not None:
+        queries_S, queries_BS = places_S, documents_BS[:, places_S]
+    same_BSS = queries_BS[:, :, None] == documents_BS[:, None, :]
+    return same_BSS.logical_and_(queries_S[:, None] >= keys_S)

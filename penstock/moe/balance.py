@@ -103,8 +103,9 @@ class Load:
 
     Attributes:
         counts_BE: int64, of each sequence of the micro-batch.
-        step_slots_E: int64, of all micro-batches since the step began, this one included. The first micro-batches of a
-            step thus see only their own part of it, as in Megatron-Core.
+        step_slots_E: int64, of all micro-batches since the step began, this one included, over the ranks of the stage.
+            The first micro-batches of a step thus see only their own part of it, as in Megatron-Core and in the paper
+            (arXiv 2501.11873). So this loss depends on how many micro-batches a step is cut into for each rank.
     """
 
     counts_BE: Tensor

@@ -3,6 +3,8 @@
 On the meta device there is none, and nothing is refused: a model there has shapes only.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -13,9 +15,11 @@ from penstock.config.run import Run
 from penstock.kernels.device_facts import TRITON, installed
 from penstock.kernels.float8.packed_rows import row_bytes
 from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8
+from penstock.kernels.symmetric_transfer import MOST_RANKS, ROW_MULTIPLE
 from penstock.layout.experts import ExpertPlacement
 from penstock.parallel.axes import Axes
 from penstock.parallel.deep_ep import DeepEpBuffer, make_buffer
+from penstock.parallel.messages import exchange_json
 
 if TYPE_CHECKING:  # it imports Triton, which may be absent
     from penstock.parallel.symmetric import SymmetricBuffers
@@ -68,7 +72,7 @@ def shared_buffers(run: Run, axes: Axes, device: torch.device) -> "SymmetricBuff
     grid = axes.grid
     placement = ExpertPlacement(experts=moe.experts, expert=grid.expert, expert_tensor=grid.expert_tensor)
     is_crossing = crosses_nodes(wanted, placement, axes)
-    obstacle = why_not(axes, device, is_crossing)
+    obstacle = why_not(run, axes, device, is_crossing)
     if obstacle and wanted == "symmetric":
         raise DeviceError(
             "dispatch.method=symmetric cannot be had", got=obstacle, fix="set dispatch.method=auto, or all-to-all"
@@ -90,10 +94,15 @@ def shared_buffers(run: Run, axes: Axes, device: torch.device) -> "SymmetricBuff
 
 def widest_row(run: Run) -> int:
     """Bytes of the widest row that travels: gradients and outputs never do in 8 bits, and tiny rows grow by packing."""
-    plain = run.model.hidden_size * (2 if run.training.precision == "bf16" else 4)
+    plain = _plain_row(run)
     if run.float8.dispatch == "none":
         return plain
     return max(plain, *(row_bytes(run.model.hidden_size, recipe) for recipe in (BLOCKWISE, MXFP8)))
+
+
+def _plain_row(run: Run) -> int:
+    """Bytes of a token in the compute dtype."""
+    return run.model.hidden_size * (2 if run.training.precision == "bf16" else 4)
 
 
 def library_buffer(run: Run, axes: Axes, device: torch.device) -> DeepEpBuffer | None:
@@ -112,24 +121,63 @@ def library_buffer(run: Run, axes: Axes, device: torch.device) -> DeepEpBuffer |
     return make_buffer(axes, run.model.hidden_size, device)
 
 
-def why_not(axes: Axes, device: torch.device, is_crossing: bool) -> str:
+def why_not(run: Run, axes: Axes, device: torch.device, is_crossing: bool) -> str:
     """What keeps ranks from writing into each other's memory; empty if nothing does.
 
+    All ranks ask together. What keeps one of them keeps them all: ranks that share experts must go the same way.
+
     Args:
+        run: says how wide rows are.
         axes: of this rank.
         device: its GPU.
         is_crossing: those of our node are enough; else all that share experts.
     """
     if device.type != "cuda":
         return f"device {device.type}, which is no GPU"
-    if axes.expert_node.size == 1:
+    own = _own_obstacle(run, axes, device, is_crossing)
+    said = exchange_json([own, axes.expert_node.ranks[0], device.index], axes.world)
+    obstacle = next((one for one, *_ in said if one), "")
+    return obstacle or _named_twice((first, number) for _, first, number in said)
+
+
+def unfit_rows(run: Run) -> str:
+    """Why the kernels cannot write a run's rows into another GPU's memory; empty if they can."""
+    size = _plain_row(run)  # rows in 8 bits always fit: they are filled up
+    if size % ROW_MULTIPLE == 0:
+        return ""
+    return f"rows of {size} bytes, no multiple of {ROW_MULTIPLE} (model.hidden_size {run.model.hidden_size})"
+
+
+def _own_obstacle(run: Run, axes: Axes, device: torch.device, is_crossing: bool) -> str:
+    """What this rank knows of by itself."""
+    node = axes.expert_node.size
+    if node == 1:
         return "one rank on each node"
     if axes.expert_across.size > 1 and not is_crossing:
         return f"ranks {', '.join(map(str, axes.expert.ranks))} on several nodes"
+    if node > MOST_RANKS:
+        return f"{node} ranks on a node, and {MOST_RANKS} are the most"
+    if obstacle := unfit_rows(run):
+        return obstacle
     if not installed((TRITON,)):
         return "no Triton"
-    here = torch.cuda.device_count()
-    others = [other for other in range(here) if other != device.index]
+    others = [other for other in range(torch.cuda.device_count()) if other != device.index]
     if not all(torch.cuda.can_device_access_peer(device, other) for other in others):
         return "GPUs that cannot reach each other's memory"
     return ""
+
+
+def _named_twice(gpus: Iterable[tuple[int, int]]) -> str:
+    """An obstacle if ranks of a node have GPUs of one number: each sees its own only, and torch maps no others then.
+
+    Args:
+        gpus: of each rank the first on its node that it shares experts with, and the number of its GPU.
+    """
+    counts = Counter(gpus)
+    if all(count == 1 for count in counts.values()):
+        return ""
+    (_, number), ranks = counts.most_common(1)[0]
+    return (
+        f"{ranks} ranks of a node that see their own GPUs only and call them all {number} (show each rank all GPUs of "
+        "its node: srun with --gpus-per-node and --gpu-bind=none, without --gpus-per-task)"
+    )

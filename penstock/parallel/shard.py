@@ -71,21 +71,6 @@ def shard_fully(
     _set_prefetch(root, units, settings.prefetch)
 
 
-def accumulate_only(root: nn.Module, flag: bool) -> None:
-    """Say whether the backward passes that follow only add up gradients, as all but a step's last one may do.
-
-    While they do, a rank keeps the gradients of all weights, in float32, and the weights once they are gathered.
-
-    Args:
-        root: what was divided; without FSDP2 in it nothing happens.
-        flag: False reduces gradients and frees weights in backward, as at the beginning.
-    """
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(not flag, recurse=False)
-            module.set_reshard_after_backward(not flag, recurse=False)
-
-
 def local_rows(parameter: Tensor) -> tuple[int, int]:
     """First and last + 1 of the rows that this rank holds of a parameter that FSDP2 has divided."""
     assert isinstance(parameter, DTensor), "FSDP2 has not divided this parameter"
@@ -104,7 +89,7 @@ def own_rows(tensor: Tensor) -> tuple[Tensor, tuple[int, int]]:
 
 
 class _ReduceInBf16:
-    """Lets gradients travel as bfloat16, while they add up in float32 before and after; over copies they stay float32.
+    """Lets gradients travel as bfloat16, while those of micro-batches add up in float32; over copies they stay float32.
 
     FSDP2's own `reduce_dtype` would add up the gradients of micro-batches in bfloat16 too.
     """

@@ -58,18 +58,16 @@ def micro_batch_of(rank: StandIn) -> MicroBatch:
     rows, here = training.micro_batch, training.sequence_length // axes.context.size
     depths = rank.run.model.mtp_layers
 
-    def numbers() -> Tensor:
-        return torch.empty(rows, here, dtype=torch.int64, device=META)
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(shape or (rows, here), dtype=torch.int64, device=META)
 
-    allowed_BSS = None
-    if rank.run.data.document_mask:
-        queries = training.sequence_length if _sees_row(rank) else here
-        allowed_BSS = torch.empty(rows, queries, training.sequence_length, dtype=torch.bool, device=META)
+    is_masked, is_part = rank.run.data.document_mask, axes.context.size > 1 and not _sees_row(rank)
     reading = Reading(
         tokens_BS=numbers(),
         positions_BS=numbers(),
         ahead=tuple(numbers() for _ in range(depths)),
-        allowed_BSS=allowed_BSS,
+        documents_BS=numbers(rows, training.sequence_length) if is_masked else None,
+        places_S=numbers(here) if is_masked and is_part else None,
     )
     return MicroBatch(reading=reading, labels=tuple(numbers() for _ in range(depths + 1)))
 

@@ -6,23 +6,25 @@
     ladder    what is computed twice, from nothing to everything; each step holds less and takes longer
 
 Values that cannot be are listed too where people would ask for them, such as experts that do not divide: rules refuse
-them by name (`penstock.plan.rules`). What is named in `fixed` has that value only. `run_of` makes a run of a layout.
+them by name (`penstock.plan.rules`). What is named in `fixed` has that value only; `fixed_by` reads it from a
+command line. `run_of` makes a run of a layout.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import get_args
+from typing import Any, get_args
 
 from penstock.base.errors import ConfigError
+from penstock.config.merge import parse_overrides
 from penstock.config.model import LatentAttention, Model
 from penstock.config.parallel import Graphs, Offload, Overlap, Pipeline, Recompute
 from penstock.config.run import Run
 from penstock.layout.experts import ExpertPlacement
 from penstock.layout.schedules import SCHEDULES
 from penstock.models.decoder import IN_PIECES
-from penstock.plan.asked_layout import check_name
+from penstock.plan.asked_layout import FIELDS, check_name, settled
 from penstock.plan.rules.sizes import NO_PIPELINE, Sizes
 from penstock.plan.transfers import Dispatcher
 
@@ -44,6 +46,16 @@ _TEXTS: Mapping[str, tuple[str, ...]] = {
 }
 """Parts of a layout that are no numbers."""
 
+_NEVER_SEARCHED = (
+    "pipeline.layout",
+    "recompute.layers",
+    "recompute.stages",
+    "offload.activations",
+    "offload.optimizer",
+    "dispatch.overlap",
+)
+"""Fields that `run_of` sets by itself: no layout of a search has another value than its own there."""
+
 ROOM_FOR_ALL = 3
 """The sync-free stage that has room for the worst case."""
 
@@ -64,6 +76,48 @@ def check_fixed(fixed: Mapping[str, str]) -> None:
             raise ConfigError(f"{name} is unknown", got=text, allowed=", ".join(allowed))
         if name not in (*_TEXTS, "recompute") and (not text.isdecimal() or int(text) < (name != "sync_free_stage")):
             raise ConfigError(f"{name} is no number of the kind", got=text, allowed="a whole number >= 1")
+
+
+def fixed_by(run: Run, overrides: Sequence[str], only: Mapping[str, str]) -> dict[str, str]:
+    """What a command line fixes of a layout: what its overrides say, and what `--only` does.
+
+    Args:
+        run: with the overrides. What else it says of a layout, by its preset or file, is for the search to choose.
+        overrides: `a.b=c` each; `auto` leaves the choice to the search.
+        only: texts by the names of a layout.
+
+    Returns:
+        Texts by the names of a layout.
+
+    Raises:
+        ConfigError: both fix a part, and differently; or an override asks for what no layout of a search has.
+    """
+    said = parse_overrides(Run, overrides)
+    _check_searched(run, said)
+    own = {name: f"{value}" for name, value in settled(run).items() if _says(said, FIELDS[name]) and value != "auto"}
+    for name, value in own.items():
+        if only.get(name, value) != value:
+            got = f"{name}={only[name]} and {FIELDS[name]}={value}"
+            raise ConfigError("--only and an override fix the same part differently", got=got, fix="leave one out")
+    return {**own, **only}
+
+
+def _check_searched(run: Run, said: Mapping[str, Any]) -> None:
+    """Refuse an override that a search would drop."""
+    for path in _NEVER_SEARCHED:
+        section, _, name = path.partition(".")
+        value = dict(dict(run)[section])[name]
+        is_kept = searched_overlap(run) == value if path == "dispatch.overlap" else not value
+        if _says(said, path) and not is_kept:
+            raise ConfigError(
+                f"a search looks at no layout with {path}", got=value, fix="leave it out, or add --layout own"
+            )
+
+
+def _says(tree: Mapping[str, Any], path: str) -> bool:
+    """Whether a tree of overrides has a field."""
+    section, _, name = path.partition(".")
+    return name in tree.get(section, {})
 
 
 class Space:

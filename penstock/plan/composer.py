@@ -294,10 +294,7 @@ def _sizes_of(stage: StageActivations) -> Sizes:
 
 def _bytes_of_rows(rank: StandIn) -> int:
     batch = micro_batch_of(rank)
-    reading = batch.reading
-    tensors = [reading.tokens_BS, reading.positions_BS, *reading.ahead, *batch.labels]
-    if reading.allowed_BSS is not None:
-        tensors.append(reading.allowed_BSS)
+    tensors = [*batch.reading.tensors.values(), *batch.labels]
     return sum(tensor.nbytes for tensor in tensors)
 
 

@@ -61,18 +61,24 @@ def experts_of(run: Run, imbalance: float) -> Experts | None:
 
     Args:
         run: which one.
-        imbalance: rows of the fullest rank over the even share; a rank that has all experts has the even share.
+        imbalance: rows of the fullest rank over the even share; a rank that has all experts has the even share, and no
+            rank gets more rows than all that there are.
     """
     moe, parallel = run.model.moe, run.parallel
     if moe is None:
         return None
-    uneven = imbalance if parallel.expert > 1 else 1.0
+    uneven = min(imbalance, _most_uneven(moe.experts, moe.top_k, parallel.expert))
     tokens = run.training.micro_batch * run.training.sequence_length // (parallel.context * parallel.tensor)
     if run.dispatch.overlap == "halves":
         tokens //= 2
     slots = moe.top_k * parallel.expert_tensor
     rows = round(tokens * slots * uneven)
     return Experts(tokens=tokens, experts=moe.experts, top_k=slots, rows=rows, imbalance=uneven)
+
+
+def _most_uneven(experts: int, top_k: int, ranks: int) -> float:
+    """Rows of a rank over the even share if every token chooses as many of its experts as it can."""
+    return ranks * min(top_k, experts // ranks) / top_k
 
 
 def rooms_of(works: tuple[Work, ...]) -> frozenset[int]:

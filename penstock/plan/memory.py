@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from penstock.config.run import Run
 from penstock.layout.actions import Kind
 from penstock.plan.pieces import PUT_OFF, StageActivations
-from penstock.plan.rehearsal import Rehearsal, rehearsal_of, rehearsals_of
+from penstock.plan.rehearsal import Rehearsal, rehearsal_of
 from penstock.plan.stand_in import Target
 
 LOSS = "loss"
@@ -120,11 +120,6 @@ def memory_of(run: Run, *, world: int, rank: int, target: Target, overheads: Ove
         KernelError: the run asks for kernels that the target cannot run.
     """
     return memory_of_rehearsal(rehearsal_of(run, world=world, rank=rank, target=target), overheads)
-
-
-def memories_of(run: Run, *, world: int, target: Target, overheads: Overheads = NO_OVERHEADS) -> tuple[Memory, ...]:
-    """What every place on the pipeline needs; see `memory_of`."""
-    return tuple(memory_of_rehearsal(one, overheads) for one in rehearsals_of(run, world, target))
 
 
 def worst_rank(memories: Iterable[Memory]) -> Memory:

@@ -3,6 +3,7 @@
     Layout        sizes and choices of a run, as tables and other tools name them
     Projection    a run on a cluster: memory of each place on the pipeline, and times
     Refusal       a layout that was not projected, or does not fit, and why
+    Advice        what a rule says of a layout that stays
     Plan          what a search found
 
 Bytes, seconds, and shares of 1. A place on the pipeline is said by its first rank: all ranks of a stage need the same.
@@ -209,6 +210,23 @@ class Refusal:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A sign that something else may be faster than a layout that somebody asked for.
+
+    Attributes:
+        rule: name of the rule (penstock/plan/rules).
+        reason: one line with the numbers of the case.
+        source: where the rule comes from.
+        changes: overrides that try what the rule says; empty where they depend on the case.
+    """
+
+    rule: str
+    reason: str
+    source: str
+    changes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a search found.
 
@@ -218,6 +236,7 @@ class Plan:
         candidates: what fits, fastest first; a single asked-for layout also if it does not fit.
         refused: all others.
         considered: layouts that were looked at, refused ones counted.
+        advice: of a single asked-for layout; a search has none.
     """
 
     model: str
@@ -225,6 +244,7 @@ class Plan:
     candidates: tuple[Projection, ...]
     refused: tuple[Refusal, ...]
     considered: int
+    advice: tuple[Advice, ...] = ()
 
 
 def candidate_json(projection: Projection) -> dict[str, Any]:
@@ -264,4 +284,5 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             {"layout": dict(one.layout), "rule": one.rule, "reason": one.reason, "count": one.count}
             for one in plan.refused
         ],
+        "advice": [asdict(one) for one in plan.advice],
     }

@@ -159,10 +159,7 @@ def _parts_of(run: Run, stages: tuple[Stage, ...], place: int) -> Hashable:
 
 def _batch_bytes(rank: StandIn) -> int:
     batch = micro_batch_of(rank)
-    reading = batch.reading
-    tensors = [reading.tokens_BS, reading.positions_BS, *reading.ahead, *batch.labels]
-    if reading.allowed_BSS is not None:
-        tensors.append(reading.allowed_BSS)
+    tensors = [*batch.reading.tensors.values(), *batch.labels]
     return micro_batches(rank.run, rank.axes.grid) * sum(tensor.nbytes for tensor in tensors)
 
 

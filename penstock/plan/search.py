@@ -92,8 +92,8 @@ def search(question: Question, progress: Progress | None = None) -> Plan:
         HardwareError: the hardware file says nothing of something that the run does.
     """
     run = _prepared(question)
-    if set(ALL) <= set(question.fixed):
-        return _one(question, run)
+    if set(ALL) <= set(question.fixed) and (one := _one(question, run)) is not None:
+        return one
     with _no_collection():
         return _Search(question, run, progress or (lambda _: None)).plan()
 
@@ -125,14 +125,14 @@ def _with(run: Run, section: str, **values: object) -> Run:
     return run.model_copy(update={section: dict(run)[section].model_copy(update=values)})
 
 
-def _one(question: Question, run: Run) -> Plan:
-    """A plan of one layout."""
+def _one(question: Question, run: Run) -> Plan | None:
+    """A plan of one layout; None if its sizes do not fill the cluster."""
     space = Space(_neutral(question, run), run, question.fixed)
-    (grid,) = space.grids()
+    if (grid := next(space.grids(), None)) is None:
+        return None
     (order,), (way,) = space.orders(grid), space.with_ways(grid)
-    (pace,) = space.paces(grid, order)
+    (pace,), (modules,) = space.paces(grid, order), space.ladder
     sizes = replace(pace, dispatcher=way.dispatcher, sync_free=way.sync_free)
-    (modules,) = space.ladder
     asked = run_of(run, with_recompute(sizes, modules))
     check(asked)
     found = project(asked, question.cluster, question.assumptions)

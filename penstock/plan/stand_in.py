@@ -37,7 +37,7 @@ from penstock.parallel.activations import offload
 from penstock.parallel.axes import Axes
 from penstock.parallel.kit import Kit
 from penstock.parallel.later import Later
-from penstock.parallel.reach import crosses_nodes, widest_row
+from penstock.parallel.reach import crosses_nodes, unfit_rows, widest_row
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
 from penstock.plan.conventional import Saving, conventional_operators
 from penstock.plan.tape import RehearsedLater, RehearsedTransfers
@@ -227,7 +227,8 @@ def buffer_sizes(run: Run, axes: Axes) -> BufferSizes | None:
     node, across = axes.expert_node.size, axes.expert_across.size
     assert run.model.moe is not None, "no experts, no tokens on their way"
     placement = ExpertPlacement(experts=run.model.moe.experts, expert=grid.expert, expert_tensor=grid.expert_tensor)
-    if node == 1 or node > MOST_RANKS or not (across == 1 or crosses_nodes(run.dispatch.method, placement, axes)):
+    reaches = across == 1 or crosses_nodes(run.dispatch.method, placement, axes)
+    if node == 1 or node > MOST_RANKS or not reaches or unfit_rows(run):
         return None
     return BufferSizes(
         tokens=run.training.micro_batch * run.training.sequence_length // axes.sequence.size * across,

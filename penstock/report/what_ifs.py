@@ -1,4 +1,4 @@
-"""Pictures of what-ifs: one layout on more devices, one run with several values of one thing, two runs side by side.
+"""Pictures of what-ifs: one layout on more devices, and one run with several values of one thing.
 
 What was asked and answered comes from penstock/plan/what_if.py; a question that has no answer leaves a gap.
 """
@@ -6,10 +6,9 @@ What was asked and answered comes from penstock/plan/what_if.py; a question that
 from collections.abc import Mapping, Sequence
 
 from penstock.plan.projection import Projection
-from penstock.plan.what_if import Comparison, Point
+from penstock.plan.what_if import Point
 from penstock.report.curves import Axes, Curve, Scaling, curves_figure, scaling_figure
 from penstock.report.figure import Figure, gigabytes, time_text
-from penstock.report.stacks import memory_figure, time_figure
 
 
 def scaling_pictures(kinds: Mapping[str, Sequence[Point]], base: Projection) -> list[Figure]:
@@ -52,12 +51,6 @@ def sweep_pictures(points: Sequence[Point], base: Projection) -> list[Figure]:
         curves_figure("sweep-speed", f"Speed over {label}", caption, Axes(x=label, y="tokens/s/device"), speeds),
         curves_figure("sweep-memory", f"Memory over {label}", caption, Axes(x=label, y="GB"), memories),
     ]
-
-
-def comparison_pictures(comparison: Comparison) -> list[Figure]:
-    """Memory and step of two runs, a bar each."""
-    sides = (comparison.left, comparison.right)
-    return [memory_figure(sides), time_figure(sides)]
 
 
 def _speed(point: Point) -> float | None:

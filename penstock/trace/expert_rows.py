@@ -6,6 +6,10 @@ products say how large the buffer is. What was in it is told, in this order, by
     all-to-all      the rows that came by the exchange before, from its recorded splits
     configuration   tokens of a micro-batch times choices of each: what a rank gets in the mean over ranks
 
+Not every all-to-all in dispatch brings rows: counts go before them, and the weights of routing behind them. Rows are
+what has the type and the width of what experts multiply, or is of 8 bits. A dispatcher that waits for the host hands
+over the rows that came and no others, so all of them count.
+
 Values of tensors, such as counts of rows by expert, are never in a trace. Programs that split rows into lists hand
 counts over as numbers, and these are (`aten::split_with_sizes`).
 """
@@ -22,6 +26,7 @@ from penstock.trace.calls import Calls
 from penstock.trace.events import NONE, Floats, HostEvents, HostKind, Integers, Trace
 from penstock.trace.kernel_names import Part, telling
 from penstock.trace.phases import PASSES, Phases
+from penstock.trace.tree import SPANS, place
 
 SPLIT = "aten::split_with_sizes"
 
@@ -32,6 +37,9 @@ _PRODUCTS = (Part.GROUPED, Part.GROUPED_WEIGHTS)
 _MOST_ROWS = 2**40
 _INDEX = {"_GroupedGemm": 3, "_ExpertFfn": 5, "_Float8ExpertFfn": 5}
 """Of our own: the argument that says which rows of the first are taken, if it is there."""
+
+_COUNTS_STAY = 2
+"""The first `dispatch.sync_free` at which row counts stay on the device (penstock.config.dispatch_rules)."""
 
 PACKED_ITEM = 8
 """Bytes that packed rows are moved by (penstock.moe.dispatch.cargo); no other rows are of such numbers."""
@@ -155,6 +163,8 @@ def used_rows(trace: Trace, calls: Calls, rank: int, phases: Phases) -> UsedRows
         return None
     given = float(products.rows.mean())
     came = _came(trace, calls, rank, phases, products) if rows_travel(trace.header) else None
+    if rows_are_exact(trace.header):
+        return UsedRows(share=1.0, source="shapes" if came is None else "all-to-all")
     configured = configured_rows(trace.header)
     for source, rows in (("all-to-all", came), ("configuration", configured)):
         if rows is not None and given and rows / given < 1 + AGREE:
@@ -169,10 +179,9 @@ def _came(trace: Trace, calls: Calls, rank: int, phases: Phases, products: Produ
     names = phases.name_id[calls.gpu_row[mine]]
     is_dispatch = np.array([name == Span.DISPATCH for name in phases.names], dtype=bool)[names]
     forward = mine[is_dispatch & (phases.pass_id[calls.gpu_row[mine]] == PASSES.index("forward"))]
-    # What is shorter than a row is their counts on the way.
-    forward = forward[~(calls.received_bytes[forward] < _row_bytes(trace, calls, forward, products))]
     came = received_rows(trace, calls, forward, products)
-    return float(came.mean()) if len(came) and np.isfinite(came).all() else None
+    came = came[np.isfinite(came)]
+    return float(came.mean()) if len(came) else None
 
 
 def is_exchange(calls: Calls) -> Any:
@@ -182,7 +191,11 @@ def is_exchange(calls: Calls) -> Any:
 
 
 def received_rows(trace: Trace, calls: Calls, rows: Integers, products: Products) -> Floats:
-    """Rows that exchanges brought: as they count their parts, or by bytes; nan where neither says.
+    """Rows of experts that exchanges brought: as they count their parts, or by bytes; nan where they brought none.
+
+    What is not of the type of the product's rows, nor of 8 bits, or does not divide by their width is something else
+    that travels: counts, weights of routing. Where types are not known, an exchange that counts its parts in rows is
+    believed.
 
     Args:
         trace: of one rank.
@@ -190,18 +203,31 @@ def received_rows(trace: Trace, calls: Calls, rows: Integers, products: Products
         rows: of `calls`, all of that rank.
         products: of the trace. The first one behind an exchange takes what it brought, and says how wide a row is.
     """
-    row_bytes = _row_bytes(trace, calls, rows, products)
-    by_bytes = np.divide(calls.received_bytes[rows], row_bytes, out=np.full(len(rows), np.nan), where=row_bytes > 0)
-    whole = np.where(by_bytes == np.floor(by_bytes), by_bytes, np.nan)
-    return np.where(calls.received_rows[rows] == NONE, whole, calls.received_rows[rows])
+    launched_us = _launched_us(trace, calls, rows)
+    behind = np.searchsorted(trace.host.start_us[products.row], launched_us)
+    width, operand_bytes = np.append(products.width, 0)[behind], np.append(products.row_bytes, 0)[behind]
+    row_bytes = _row_bytes(trace, calls.item_bytes[rows], width, operand_bytes)
+    came_bytes = calls.received_bytes[rows]
+    by_bytes = np.divide(came_bytes, row_bytes, out=np.full(len(rows), np.nan), where=row_bytes > 0)
+    by_bytes[by_bytes != np.floor(by_bytes)] = np.nan
+    parts = np.where(calls.received_rows[rows] == NONE, np.nan, calls.received_rows[rows])
+    is_known = (operand_bytes > 0) & np.isfinite(calls.item_bytes[rows])
+    found: Floats = np.where(np.isnan(parts) | (is_known & np.isnan(by_bytes)), by_bytes, parts)
+    # In one type, weights may divide by the width by chance: one number for each row of the exchange before.
+    fits = np.flatnonzero(np.isfinite(found))
+    fits = fits[np.argsort(launched_us[fits], kind="stable")]
+    before, after = fits[:-1], fits[1:]
+    are_weights = (behind[before] == behind[after]) & (came_bytes[before] == came_bytes[after] * width[after])
+    found[after[are_weights & np.isnan(parts[after])]] = np.nan
+    return found
 
 
-def _row_bytes(trace: Trace, calls: Calls, rows: Integers, products: Products) -> Floats:
-    """Bytes of a row that exchanges brought; 0 if not known. In 8 bits a row has its scales behind it."""
-    behind = np.searchsorted(trace.host.start_us[products.row], _launched_us(trace, calls, rows))
-    is_packed = _packs(trace.header) & (calls.item_bytes[rows] == PACKED_ITEM)
-    packed = np.append(packed_row_bytes(products.width), 0)[behind]
-    return np.where(is_packed, packed, np.append(products.row_bytes, 0)[behind]).astype(np.float64)
+def _row_bytes(trace: Trace, item_bytes: Floats, width: Integers, operand_bytes: Integers) -> Floats:
+    """Bytes of a row in messages of such numbers; 0 if they are not rows. Of ours in 8 bits it has scales behind it."""
+    is_plain = (item_bytes * width == operand_bytes) | (item_bytes == 1)
+    plain = np.where(is_plain, item_bytes * width, 0.0)
+    is_packed = _packs(trace.header) & (item_bytes == PACKED_ITEM)
+    return np.where(is_packed, packed_row_bytes(width), np.nan_to_num(plain)).astype(np.float64)
 
 
 def _launched_us(trace: Trace, calls: Calls, rows: Integers) -> Floats:
@@ -234,6 +260,14 @@ def rows_travel(header: Mapping[str, Any]) -> bool:
         return not config or (config["dispatch"]["method"] == "all-to-all" and not pads)
     except (KeyError, TypeError):
         return not config
+
+
+def rows_are_exact(header: Mapping[str, Any]) -> bool:
+    """Whether experts are given the rows that came and no more room, by the configuration in a recording of ours."""
+    try:
+        return rows_travel(header) and bool(_config(header)["dispatch"]["sync_free"] < _COUNTS_STAY)
+    except (KeyError, TypeError):
+        return False
 
 
 def _packs(header: Mapping[str, Any]) -> bool:
@@ -283,18 +317,19 @@ def _listed(host: HostEvents, row: int) -> tuple[int, ...]:
 
 
 def rows_before(trace: Trace, calls: Calls, row: int) -> int | None:
-    """Rows that the last all-to-all brought which was launched before one product; None if that is not known.
+    """Rows that the last all-to-all of rows brought which was launched before one product; None if not known.
 
     Args:
         trace: of one rank.
         calls: of that rank alone.
         row: of the product in `Trace.host`.
     """
-    exchanges = np.flatnonzero(is_exchange(calls)) if rows_travel(trace.header) else np.zeros(0, dtype=np.int64)
-    launched_us = _launched_us(trace, calls, exchanges)
-    before = np.flatnonzero(launched_us < trace.host.start_us[row])
-    if not len(before):
+    if not rows_travel(trace.header):
         return None
-    last = exchanges[before[launched_us[before].argmax()]]
-    came = received_rows(trace, calls, np.array([last]), products_of(trace))[0]
-    return int(came) if np.isfinite(came) else None
+    # A combine may bring rows of that width as well: back to their tokens.
+    is_back = place(trace).span[calls.gpu_row] == SPANS.index(Span.COMBINE)
+    exchanges = np.flatnonzero(is_exchange(calls) & ~is_back)
+    came = received_rows(trace, calls, exchanges, products_of(trace))
+    launched_us = _launched_us(trace, calls, exchanges)
+    before = np.flatnonzero((launched_us < trace.host.start_us[row]) & np.isfinite(came))
+    return int(came[before[launched_us[before].argmax()]]) if len(before) else None

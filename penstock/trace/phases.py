@@ -32,8 +32,8 @@ PASSES = ("", "forward", "backward", "recompute", "update")
 EXPERTS = frozenset({Span.ROUTE, Span.DISPATCH, Span.EXPERTS, Span.COMBINE})
 """Spans in which kernels are told apart."""
 
-UPDATES = frozenset({one.value for one in (Span.OPTIMIZER, Span.CLIP, Span.BALANCE, Span.ZERO, Span.REDUCE)})
-"""Phases of the update, which is no pass through the model."""
+UPDATES = frozenset({Span.ZERO, Span.REDUCE, Span.CLIP, Span.READ, Span.OPTIMIZER, Span.BALANCE})
+"""Spans and phases of the update, which is no pass through the model."""
 
 SPOKEN = {Span.SORT: Part.INDEX.value}
 """Spans whose phase has another name, because a sort may be anything."""
@@ -288,7 +288,8 @@ def _name(event: _Event) -> tuple[str, str]:
     own = _own(event)
     does, pass_ = _does(event, own), _pass(event, own)
     name = _phase(event, own, does, pass_)
-    is_update = name in UPDATES or (own is Part.QUANTIZE and event.span in UPDATES)
+    # Of collectives the span alone tells: their phase has their own name, whatever they are for.
+    is_update = event.span in UPDATES or name in UPDATES
     return name, "update" if is_update and pass_ in ("", "forward") else pass_
 
 

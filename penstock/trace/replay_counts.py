@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.trace.calls import calls_of
 from penstock.trace.events import Trace
-from penstock.trace.expert_rows import SPLIT, configured_rows, rows_before, split_counts
+from penstock.trace.expert_rows import SPLIT, configured_rows, rows_are_exact, rows_before, split_counts
 from penstock.trace.recorded_call import GROUPED, rows_of_groups
 from penstock.trace.replay_kernels import RECIPES
 
@@ -66,7 +66,9 @@ def loads_of(rank: int, trace: Trace, row: int, given: tuple[int, ...] | None) -
 
 
 def _used(rank: int, trace: Trace, row: int) -> tuple[int | None, str]:
-    """Rows that held tokens, and what says so."""
+    """Rows that held tokens, and what says so; None if nothing does, or all that there was room for held one."""
+    if rows_are_exact(trace.header):
+        return None, ""
     came = rows_before(trace, calls_of({rank: trace}), row)
     if came is not None:
         return came, "the all-to-all before it"

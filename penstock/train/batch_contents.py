@@ -33,7 +33,6 @@ class BatchContents:
         parts: the part of the mixture that each row is of; empty names without a mixture.
         weights: of the parts of the mixture.
         batch_rows: of the whole batch.
-        has_text: whether the tokens were decoded.
         skipped: corrupt records that were met on the way.
         notices: which ones, a line each.
     """
@@ -42,7 +41,6 @@ class BatchContents:
     parts: tuple[str, ...]
     weights: dict[str, float]
     batch_rows: int
-    has_text: bool
     skipped: int = 0
     notices: tuple[str, ...] = ()
 
@@ -108,7 +106,6 @@ def training_contents(run: Run, text: Text, step: int, store: CheckpointStore | 
         parts=tuple(parts),
         weights=_weights(text),
         batch_rows=run.training.global_batch,
-        has_text=tokenizer is not None,
         skipped=reader.skipped() - skipped,
         notices=text.corrupt.take_notices(),
     )
@@ -142,7 +139,6 @@ def held_out_contents(run: Run, text: Text) -> BatchContents:
         parts=("",) * len(rows),
         weights={},
         batch_rows=len(rows),
-        has_text=tokenizer is not None,
         skipped=text.corrupt.skipped,
         notices=text.corrupt.take_notices(),
     )

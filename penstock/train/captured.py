@@ -180,13 +180,14 @@ def _capture_pass(capture: Capture, model: RankModel, batch: GlobalBatch, rule: 
 def copy_of(micro_batch: MicroBatch) -> MicroBatch:
     """The same in memory of its own."""
     reading, labels = micro_batch.reading, micro_batch.labels
-    allowed_BSS = reading.allowed_BSS
+    documents_BS, places_S = reading.documents_BS, reading.places_S
     own = replace(
         reading,
         tokens_BS=reading.tokens_BS.clone(),
         positions_BS=reading.positions_BS.clone(),
         ahead=tuple(ahead_BS.clone() for ahead_BS in reading.ahead),
-        allowed_BSS=None if allowed_BSS is None else allowed_BSS.clone(),
+        documents_BS=None if documents_BS is None else documents_BS.clone(),
+        places_S=None if places_S is None else places_S.clone(),
     )
     return MicroBatch(reading=own, labels=tuple(labels_BS.clone() for labels_BS in labels))
 
@@ -214,8 +215,5 @@ def fill(own: MicroBatch, own_counted: Tensor, micro_batch: MicroBatch, counted:
 
 def _tensors(micro_batch: MicroBatch, counted: Tensor) -> dict[str, Tensor]:
     """Everything that a pass reads of its micro-batch, by name."""
-    reading = micro_batch.reading
-    found = {"tokens_BS": reading.tokens_BS, "positions_BS": reading.positions_BS, "counted": counted}
-    found |= {f"ahead {depth}": ahead_BS for depth, ahead_BS in enumerate(reading.ahead, start=1)}
-    found |= {f"labels {depth}": labels_BS for depth, labels_BS in enumerate(micro_batch.labels)}
-    return found if reading.allowed_BSS is None else found | {"allowed_BSS": reading.allowed_BSS}
+    labels = {f"labels {depth}": labels_BS for depth, labels_BS in enumerate(micro_batch.labels)}
+    return micro_batch.reading.tensors | labels | {"counted": counted}

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from penstock.base.errors import CheckpointError, PenstockError
 from penstock.parallel.axes import ALONE, Axis
+from penstock.parallel.copies import host_tensors
 from penstock.parallel.holding import Part
 from penstock.parallel.messages import Messages
 from penstock.train.manifest import (
@@ -59,13 +60,14 @@ from penstock.train.tensor_files import fingerprint
 class CheckpointStore:
     """The checkpoints in one folder, which is made by the first save.
 
-    With many ranks, all of them make the store and call `save`, `load`, `wait` and `close` in the same order. The other
-    methods look at the folder only.
+    With many ranks, all of them make the store and call `latest_of_all`, `save`, `load`, `wait` and `close` in the same
+    order. The other methods look at the folder only, each rank for itself.
 
     Args:
         folder: holds `step-000123`, one folder for each checkpoint; all ranks see it.
         keep: how many stay after a save, the newest first; 0 keeps all.
-        asynchronous: write in the background. Costs host memory of the size of what the rank writes.
+        asynchronous: write in the background. Costs host memory for what the rank writes, in the blocks of
+            `penstock.parallel.copies.host_tensors`.
         world: all ranks of the run.
     """
 
@@ -94,6 +96,29 @@ class CheckpointStore:
     def latest(self) -> int | None:
         """The newest step that has a checkpoint."""
         return max(self.steps(), default=None)
+
+    def latest_of_all(self) -> int | None:
+        """The newest step that has a checkpoint, the same on all ranks, which call this together.
+
+        A network file system may show some ranks an old list. Each for itself, they would go different ways, and wait
+        for each other; or the first, which cuts off figures that come again, would start anew.
+
+        Raises:
+            CheckpointError: some ranks do not see the newest, the folder cannot be read, or as for `wait`.
+        """
+        self.wait()
+        with self._phase(f"cannot read {self._folder}"):
+            own = self.latest()
+        newest_of_ranks = self._messages.all_gather(own)
+        newest = max((step for step in newest_of_ranks if step is not None), default=None)
+        blind = [str(rank) for rank, step in enumerate(newest_of_ranks) if step != newest]
+        if newest is not None and blind:
+            raise CheckpointError(
+                f"not every rank sees {self.path(newest)}",
+                got=f"{len(blind)} of {len(newest_of_ranks)} that do not: rank {', '.join(blind[:8])}",
+                fix="put the run folder where all machines see the same files; if it is there, try again",
+            )
+        return newest
 
     def path(self, step: int) -> Path:
         """Folder of the checkpoint of a step, which may not be there."""
@@ -199,10 +224,8 @@ class CheckpointStore:
         """Phase 1: copy what we write into host memory that is kept for the next save, since pinning is slow."""
         written = {name: part.tensor.detach() for name, part in parts.items() if part.writes}
         if _sizes(written) != _sizes(self._staged):
-            self._staged = {
-                name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                for name, tensor in written.items()
-            }
+            self._staged = {}  # given back before there are others
+            self._staged = _on_host(written)
         for name, tensor in written.items():
             self._staged[name].copy_(tensor, non_blocking=True)
         for device in {tensor.device for tensor in written.values() if tensor.is_cuda}:
@@ -319,6 +342,18 @@ def _same_step(ranks: list[tuple[int, dict[str, str]]]) -> dict[str, str]:
         for name, kind in kinds.items():
             assert wanted.setdefault(name, kind) == kind, f"{name} is {kind} on one rank, {wanted[name]} on another"
     return wanted
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous host memory for each tensor, pinned for those of a GPU; those of one dtype and device share blocks."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    for name, tensor in tensors.items():
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(name)
+    found: dict[str, Tensor] = {}
+    for (dtype, device), names in kinds.items():
+        shapes = [tuple(tensors[name].shape) for name in names]
+        found.update(zip(names, host_tensors(shapes, dtype, device), strict=True))
+    return found
 
 
 def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:

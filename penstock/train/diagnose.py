@@ -13,11 +13,15 @@ before, and the same micro-batches can be run again under watch. In this order:
    did not happen again (then suspect the machine).
 
 Gradients are taken aside with autograd.grad: the optimizer's own are not touched.
+
+The search is the last and least of what `report_figure` does: neither a state that cannot be saved nor a search that
+cannot end hides the figure.
 """
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,14 +30,15 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from penstock.base.errors import NonFiniteError
+from penstock.base.errors import CheckpointError, LostRankError, NonFiniteError
 from penstock.data.batch import Batch
 from penstock.data.evaluation import Evaluation
 from penstock.models.decoder import Decoder
 from penstock.models.holdings import gradients_by_autograd
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import reset_loads
-from penstock.parallel.messages import exchange_json
+from penstock.parallel.axes import Axis
+from penstock.parallel.messages import exchange_json, lost_ranks
 from penstock.parallel.shard import own_rows
 from penstock.train.global_batch import GlobalBatch, MicroBatch, cut, read
 from penstock.train.loss import LossRule, model_loss
@@ -41,6 +46,11 @@ from penstock.train.optimizer import MasterAdamW
 from penstock.train.passes import held_out_nats
 from penstock.train.run_folder import write_whole
 from penstock.train.step import StepRule
+
+Look = Callable[[str, nn.Module, object, object], None]
+"""Is told a module's path, the module, its inputs and its output."""
+
+NO_ORIGIN = "where it began is not known, as a GPU had no memory left to look or a rank has ended"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,33 +88,86 @@ class Finding:
         figure: what was not finite.
         value: `nan`, `inf` or `-inf`; JSON has no such numbers.
         step: the step that showed it.
-        origin: where it began, or None if there was no memory left to look.
-        checkpoint: the newest checkpoint, or None.
+        origin: where it began; None before the search, and if it could not end.
+        checkpoint: the newest checkpoint; None if there is none, and before that is looked up.
+        unsaved: why no checkpoint could be written when the figure was found, or None.
     """
 
     figure: Literal["loss", "gradient norm", "held-out loss"]
     value: str
     step: int
-    origin: Origin | None
-    checkpoint: str | None
+    origin: Origin | None = None
+    checkpoint: str | None = None
+    unsaved: str | None = None
 
-    def write(self, path: Path, *, writes: bool = True) -> NonFiniteError:
+    def write(self, path: Path) -> str | None:
         """Write the report.
 
         Args:
             path: nonfinite.json.
-            writes: this rank does it.
 
         Returns:
-            The error that ends the run.
+            Why it could not be written, or None.
         """
-        if writes:
+        try:
             write_whole(path, json.dumps(asdict(self), indent=1) + "\n")
-        where = "no memory was left to find out where it began" if self.origin is None else str(self.origin)
+        except OSError as error:
+            return f"cannot write {path}: {error.strerror or error}"
+        return None
+
+    def error(self, path: Path, unwritten: str | None = None) -> NonFiniteError:
+        """The error that ends the run.
+
+        Args:
+            path: nonfinite.json.
+            unwritten: why there is no such file, or None.
+        """
+        where = NO_ORIGIN if self.origin is None else str(self.origin)
+        problems = (self.unsaved and f"nothing was saved: {self.unsaved}", unwritten)
         return NonFiniteError(
-            f"the {self.figure} of step {self.step} is {self.value}: {where}",
-            fix=f"read {path}; newest checkpoint: {self.checkpoint or 'none'}",
+            "; ".join(filter(None, (f"the {self.figure} of step {self.step} is {self.value}: {where}", *problems))),
+            fix=("" if unwritten else f"read {path}; ") + f"newest checkpoint: {self.checkpoint or 'none'}",
         )
+
+
+def report_figure(
+    finding: Finding,
+    path: Path,
+    world: Axis,
+    *,
+    save: Callable[[], None],
+    newest: Callable[[], Path | None],
+    look: Callable[[], Origin | None],
+) -> NonFiniteError:
+    """Tell of a figure that is not finite. The first rank writes it down at once, and adds what is found out later.
+
+    Args:
+        finding: the figure. All ranks report it together.
+        path: nonfinite.json.
+        world: all ranks.
+        save: saves what can be saved, and waits until it is on disk; may raise CheckpointError, on all ranks.
+        newest: gives the newest checkpoint; asked on the first rank.
+        look: searches; see `find_origin`.
+
+    Returns:
+        The error that ends the run.
+    """
+    is_first = world.rank == 0
+    if is_first:
+        finding.write(path)
+    try:
+        save()
+    except CheckpointError as error:
+        finding = replace(finding, unsaved=str(error))
+    if is_first:
+        finding = replace(finding, checkpoint=None if (saved := newest()) is None else str(saved))
+    unwritten = finding.write(path) if is_first else None
+    # The last time that all ranks are there for certain.
+    checkpoint, unwritten = exchange_json([finding.checkpoint, unwritten], world)[0]
+    finding = replace(finding, checkpoint=checkpoint, origin=look())
+    if is_first and finding.origin is not None:
+        finding.write(path)
+    return finding.error(path, unwritten)
 
 
 def find_origin(model: RankModel, optimizer: MasterAdamW, batch: Batch, rule: StepRule) -> Origin | None:
@@ -121,32 +184,51 @@ def find_origin(model: RankModel, optimizer: MasterAdamW, batch: Batch, rule: St
         rule: of the step.
 
     Returns:
-        The origin, or None if a GPU had no memory left for the search.
+        The origin, or None if the search could not end, on any rank: a GPU had no memory left, or a rank is gone. Then
+        other ranks may still be in the middle of it, and there is nothing more to be done together.
     """
-    if model.axes.world.size > 1:
+
+    def look() -> Origin:
+        whole = cut(batch, rule.cut)
+        if model.axes.world.size == 1:
+            return _watch_all(model.whole, whole, rule.loss)
         return (
             _first_broken(model, dict(model.named_parameters()), "parameter")
-            or _first_output(model, cut(batch, rule.cut).micro_batches, rule)
+            or _first_output(model, whole.micro_batches, rule)
             or _first_broken(model, dict(optimizer.gradients()), "gradient")
             or Origin(place="sum of gradients", name="")
         )
-    try:
-        return _watch_all(model.whole, cut(batch, rule.cut), rule.loss)
-    except torch.OutOfMemoryError:
-        return None
+
+    return _if_it_ends(look)
 
 
 def find_held_out_origin(model: RankModel, rows: Evaluation, rule: StepRule) -> Origin | None:
     """Find where the held-out loss stopped being finite; as `find_origin`."""
-    if model.axes.world.size > 1:
+
+    def look() -> Origin:
         micro_batches = tuple(read(batch, rule.cut) for batch in rows.batches)
-        parameter = _first_broken(model, dict(model.named_parameters()), "parameter")
-        return parameter or _first_output(model, micro_batches, rule)
-    counted = torch.full((1 + rule.loss.depths,), rows.tokens, dtype=torch.float64, device=rule.cut.device)
-    micro_batches = tuple(read(batch, rule.cut) for batch in rows.batches)
+        if model.axes.world.size == 1:
+            counted = torch.full((1 + rule.loss.depths,), rows.tokens, dtype=torch.float64, device=rule.cut.device)
+            return _watch_all(model.whole, GlobalBatch(micro_batches=micro_batches, counted=counted), rule.loss)
+        return (
+            _first_broken(model, dict(model.named_parameters()), "parameter")
+            or _first_output(model, micro_batches, rule)
+            or Origin(place="sum of gradients", name="")
+        )
+
+    return _if_it_ends(look)
+
+
+def _if_it_ends(look: Callable[[], Origin]) -> Origin | None:
+    """What a search finds.
+
+    It needs much memory only in its passes, which are full of waits for other ranks. There, who has none left cannot
+    say so where the others would hear it. It leaves: the others lose it, or are ended by what has started them.
+    """
     try:
-        return _watch_all(model.whole, GlobalBatch(micro_batches=micro_batches, counted=counted), rule.loss)
-    except torch.OutOfMemoryError:
+        with lost_ranks():
+            return look()
+    except (torch.OutOfMemoryError, LostRankError):
         return None
 
 
@@ -154,8 +236,15 @@ def _first_broken(
     model: RankModel, tensors: Mapping[str, Tensor], place: Literal["parameter", "gradient"]
 ) -> Origin | None:
     """Of all ranks. NaN goes from a layer's gradient to those of all before it, so of gradients the last one counts."""
-    own = [name for name, tensor in tensors.items() if not is_finite(own_rows(tensor)[0])]
-    names = sorted({name for names in exchange_json(own, model.axes.world) for name in names}, key=_depth)
+    own: list[str] | None
+    try:
+        own = [name for name, tensor in tensors.items() if not is_finite(own_rows(tensor)[0])]
+    except torch.OutOfMemoryError:
+        own = None  # Here all can hear it: the search ends on every rank.
+    found = exchange_json(own, model.axes.world)
+    if None in found:
+        raise torch.OutOfMemoryError("a rank has no memory left to look")
+    names = sorted({name for names in found for name in names}, key=_depth)
     if not names:
         return None
     name = names[0] if place == "parameter" else names[-1]
@@ -172,17 +261,26 @@ def _first_output(model: RankModel, batches: Sequence[MicroBatch], rule: StepRul
             broken.append((*_depth(name)[:2], order[name], name))
 
     modules = [(name, module) for one in model.modules for name, module in one.named_modules() if name]
-    hooks = [module.register_forward_hook(partial(look, name)) for name, module in modules]
-    model.train(False)
-    nats = held_out_nats(model, batches, rule.loss)
-    model.train()
-    for hook in hooks:
-        hook.remove()
+    with _watched(modules, look):
+        model.train(False)
+        nats = held_out_nats(model, batches, rule.loss)
+        model.train()
     found = exchange_json([min(broken, default=None), is_finite(nats)], model.axes.world)
     if outputs := [output for output, _ in found if output is not None]:
         name = min(outputs)[-1]
         return Origin(place="output", name=name, layer=layer_of(name))
     return None if all(is_good for _, is_good in found) else Origin(place="loss", name="the output projection")
+
+
+@contextmanager
+def _watched(modules: Iterable[tuple[str, nn.Module]], look: Look) -> Iterator[None]:
+    """Call `look` with the name of a module, the module, its inputs and its output whenever one returns."""
+    hooks = [module.register_forward_hook(partial(look, name)) for name, module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _inner_first(module: nn.Module, path: str = "") -> Iterator[str]:
@@ -220,10 +318,8 @@ def _watch(model: Decoder, batch: MicroBatch, counted: Tensor, rule: LossRule) -
         if not all(is_finite(tensor) for tensor in _tensors(output)):
             broken.append(name or "the model")
 
-    hooks = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules()]
-    total = model_loss(model, batch, counted, rule).total
-    for hook in hooks:
-        hook.remove()
+    with _watched(model.named_modules(), look):
+        total = model_loss(model, batch, counted, rule).total
     if broken:
         return Origin(place="output", name=broken[0], layer=layer_of(broken[0]))
     if not is_finite(total):

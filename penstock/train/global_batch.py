@@ -1,11 +1,11 @@
 """The rows of one step, cut into micro-batches and into what one rank reads of each.
 
     labels of depth k and tokens ahead    made from whole rows: they look across every later cut
-    attention borders                     made from whole rows too, then only the query positions that are ours
+    documents                             whole rows, for a mask that a pass makes on the device when it begins
     context parallelism                   takes our positions (penstock/layout/sequence.py)
     tensor parallelism                    takes nothing here: its ranks read the same tokens, the embedding divides them
 
-All of it happens on the host, before the copies to the device, where it waits for nobody.
+All of it happens on the host, before the copies to the device. These go through pinned memory, so it waits for nobody.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.base.errors import DataError
 from penstock.data.batch import Batch
 from penstock.kernels.reference import IGNORED_LABEL
-from penstock.models.frame import Reading, ahead_of, attention_borders
+from penstock.models.frame import Reading, ahead_of
 from penstock.parallel.axes import Axis
 
 
@@ -31,7 +31,7 @@ class CutRule:
         device: where the model is.
         data: ranks that read other rows of the same global batch.
         places: positions of a row that are ours, in our order; None for all of them.
-        sees_row: attention looks from every position of the row (heads are divided instead), so borders stay whole.
+        sees_row: attention looks from every position of the row (heads are divided instead), so queries are everywhere.
     """
 
     micro_batch: int
@@ -102,7 +102,7 @@ def cut(batch: Batch, rule: CutRule) -> GlobalBatch:
     counts = [int((labels_at_depth(batch, depth) != IGNORED_LABEL).sum()) for depth in range(rule.depths + 1)]
     if counts[0] == 0 and rule.data.size == 1:
         raise DataError("no token of the global batch is counted in the loss", fix="longer documents or a larger batch")
-    counted = torch.tensor(counts, dtype=torch.float64).to(rule.device, non_blocking=True)
+    counted = _sent(torch.tensor(counts, dtype=torch.float64), rule.device)
     if rule.data.group is not None:
         dist.all_reduce(counted, group=rule.data.group)
     rows = batch.micro_batches(rule.micro_batch)
@@ -121,22 +121,27 @@ def read(batch: Batch, rule: CutRule, share: float = 1.0) -> MicroBatch:
     places = None if rule.places is None else torch.tensor(rule.places)
 
     def ours(x_BS: Tensor) -> Tensor:
-        if places is not None:
-            x_BS = x_BS[:, places]
-        if rule.device.type == "cuda" and x_BS.device.type == "cpu":
-            x_BS = x_BS.pin_memory()
-        return x_BS.to(rule.device, non_blocking=True)
+        return _sent(x_BS if places is None else x_BS[:, places], rule.device)
 
-    allowed_BSS = attention_borders(batch.documents_BS)
-    if allowed_BSS is not None:
-        allowed_BSS = allowed_BSS.to(rule.device) if rule.sees_row else ours(allowed_BSS)
+    documents_BS, places_S = None, None
+    if batch.documents_BS is not None:
+        documents_BS = _sent(batch.documents_BS, rule.device)
+        places_S = None if places is None or rule.sees_row else _sent(places, rule.device)
     reading = Reading(
         tokens_BS=ours(batch.tokens_BS),
         positions_BS=ours(batch.positions_BS),
         ahead=tuple(map(ours, ahead_of(batch.tokens_BS, rule.depths))),
-        allowed_BSS=allowed_BSS,
+        documents_BS=documents_BS,
+        places_S=places_S,
         share=share,
     )
     return MicroBatch(
         reading=reading, labels=tuple(ours(labels_at_depth(batch, depth)) for depth in range(rule.depths + 1))
     )
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, which its stream makes when it comes to it; from pinned memory the host goes on at once."""
+    if device.type == "cuda" and x.device.type == "cpu":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)

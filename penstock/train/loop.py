@@ -13,20 +13,22 @@ checkpoint is cut off when it resumes: file and state always agree.
 A request to stop reaches other ranks with the figures of a step, so all stop after the same one, and nobody waits for
 it. Of several ranks, a request that comes when these figures are on their way stops them one step later.
 
-A step that is not finite was not applied. Data and random numbers are put back to before it, that state is saved, and
-only then the origin is looked for, which costs memory. The run ends with the report in nonfinite.json.
+A step that is not finite was not applied. The figure is in nonfinite.json at once. Data and random numbers are put back
+to before the step, that state is saved if the run saves at all, and only then the origin is looked for, which costs
+memory. The run ends with the figure, whatever goes wrong meanwhile.
 """
 
 import gc
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 
-from penstock.base.errors import NonFiniteError
+from penstock.base.errors import NonFiniteError, RunFolderError
 from penstock.base.spans import NUMBERED_STEP, Span
 from penstock.config.fit import micro_batches
 from penstock.config.run import Run
@@ -37,7 +39,7 @@ from penstock.parallel.axes import ALONE, Axis
 from penstock.parallel.spans import span
 from penstock.parallel.stopwatch import Stopwatch
 from penstock.train.checkpoint import CheckpointStore
-from penstock.train.diagnose import Finding, find_held_out_origin, find_origin
+from penstock.train.diagnose import Finding, Origin, find_held_out_origin, find_origin, report_figure
 from penstock.train.evaluate import evaluate
 from penstock.train.metrics import drop_after
 from penstock.train.observer import HeldOutLoss, Observer, RunEnd, RunStart, StepReport
@@ -111,10 +113,10 @@ def resume(session: Session, folder: RunFolder, store: CheckpointStore) -> Progr
         store: its checkpoints.
 
     Raises:
-        CheckpointError: the checkpoint cannot be used.
+        CheckpointError: the checkpoint cannot be used, or not every rank sees it.
         RunFolderError: the folder cannot be written.
     """
-    latest = store.latest()
+    latest = store.latest_of_all()
     if latest is None:
         progress = start(session)
     else:
@@ -181,6 +183,7 @@ class _Loop:
         self._begin = begin
         self._observers = observers
         self._begin_seconds = time.perf_counter()
+        self._saved = begin.steps or None  # kept here: a network file system may tell each rank something else
         self._notices = session.notices
         self._watch = Stopwatch(session.device)
         self._recorder = Recorder(session.run, folder.profile, session.device, session.axes.grid, session.axes.rank)
@@ -189,7 +192,7 @@ class _Loop:
         """Make all steps that are left."""
         steps = self._run.training.steps
         self._announce()
-        done, saved, last, is_stopping = self._begin, self._begin.steps, None, False
+        done, last, is_stopping = self._begin, None, False
         while done.steps < steps and not is_stopping:
             last, wants_stop = self._step(done, stop)
             done = Progress(last.step, last.tokens_seen)
@@ -199,7 +202,6 @@ class _Loop:
             is_end = done.steps == steps or is_stopping
             if self._run.checkpoint.enabled and (is_end or _is_due(done.steps, self._run.checkpoint.every)):
                 self._save(done)
-                saved = done.steps
             if _is_due(done.steps, self._run.training.collect_garbage_every):
                 gc.collect()
         self._recorder.finish()
@@ -207,7 +209,7 @@ class _Loop:
             step=done.steps,
             steps=steps,
             seconds=time.perf_counter() - self._begin_seconds,
-            checkpoint=self._store.path(saved) if saved else None,
+            checkpoint=None if self._saved is None else self._store.path(self._saved),
             last=last,
             stopped_by=(stop.signal or SIGTERM).name if is_stopping and done.steps < steps else None,
         )
@@ -300,51 +302,54 @@ class _Loop:
     def _save(self, done: Progress) -> None:
         with span(Span.SAVE):
             save_state(self._store, done.steps, self._session.state, {"tokens_seen": done.tokens})
+        self._saved = done.steps
         for observer in self._observers:
             observer.saved(done.steps)
 
     def _halt(self, done: Progress, before: Place, batch: Batch, result: StepResult) -> NonFiniteError:
-        """Save the state before a step that was not applied, then look where it began."""
-        self._recorder.finish()
+        """A step was not applied: the state before it can be saved."""
+        model, state = self._session.model, self._session.state
 
-        # 1. Parameters, moments and expert bias are as before the step; put data and random numbers back, too.
-        self._session.state.batches.restore(before.data)
-        restore_random_state(before.random)
-
-        # 2. Save, and wait until it is on disk.
-        self._store.wait()
-        if self._store.latest() != done.steps:
-            self._save(done)
+        def save() -> None:
             self._store.wait()
+            if self._run.checkpoint.enabled and self._saved != done.steps:
+                # Parameters, moments and expert bias are as before the step; put data and random numbers back, too.
+                state.batches.restore(before.data)
+                restore_random_state(before.random)
+                self._save(done)
+                self._store.wait()
 
-        # 3. Look where it began, with all the memory that there is.
-        self._give_graph_up()
         finding = Finding(
             figure="gradient norm" if math.isfinite(result.loss) else "loss",
             value=str(result.gradient_norm if math.isfinite(result.loss) else result.loss),
             step=done.steps + 1,
-            origin=find_origin(self._session.model, self._session.state.optimizer, batch, self._rule),
-            checkpoint=str(self._store.path(done.steps)),
         )
-        return finding.write(self._folder.nonfinite, writes=self._session.axes.rank == 0)
+        return self._end(finding, save, lambda: find_origin(model, state.optimizer, batch, self._rule))
 
     def _halt_after(self, step: int, rows: Evaluation, held_out: HeldOutLoss) -> NonFiniteError:
         """The step itself was finite, but its update spoiled the model: there is no state to save any more."""
-        self._store.wait()
-        latest = self._store.latest()
-        self._give_graph_up()
-        finding = Finding(
-            figure="held-out loss",
-            value=str(held_out.loss),
-            step=step,
-            origin=find_held_out_origin(self._session.model, rows, self._rule),
-            checkpoint=None if latest is None else str(self._store.path(latest)),
-        )
-        return finding.write(self._folder.nonfinite, writes=self._session.axes.rank == 0)
+        model, finding = self._session.model, Finding(figure="held-out loss", value=str(held_out.loss), step=step)
+        return self._end(finding, self._store.wait, lambda: find_held_out_origin(model, rows, self._rule))
 
-    def _give_graph_up(self) -> None:
-        if self._session.graphs is not None:
-            self._session.graphs.release()
+    def _end(self, finding: Finding, save: Callable[[], None], look: Callable[[], Origin | None]) -> NonFiniteError:
+        """Report a figure that is not finite; see `report_figure`."""
+
+        def save_all() -> None:
+            with suppress(RunFolderError):  # A recording is not what the user must hear of now.
+                self._recorder.finish()
+            save()
+
+        def newest() -> Path | None:
+            step = self._store.latest()
+            return None if step is None else self._store.path(step)
+
+        def look_with_all_memory() -> Origin | None:
+            if self._session.graphs is not None:
+                self._session.graphs.release()
+            return look()
+
+        path, world = self._folder.nonfinite, self._session.axes.world
+        return report_figure(finding, path, world, save=save_all, newest=newest, look=look_with_all_memory)
 
 
 def _is_due(step: int, every: int) -> bool:

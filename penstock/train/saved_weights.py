@@ -173,7 +173,7 @@ def load_initial_weights(source: str, state: TrainState, store_of: Callable[[Pat
     imported = folder / WEIGHTS
     store = store_of(imported if imported.is_dir() else RunFolder(folder).checkpoints)
     try:
-        step = store.latest()
+        step = store.latest_of_all()
         if step is None:
             raise CheckpointError(
                 f"training.initial_weights: {source} has no weights",

@@ -1,9 +1,10 @@
 """One optimizer step: global batch in, updated parameters and plain numbers out.
 
-The host waits for the device once: when all gradients are there, loss, norm and expert loads are read in one copy. Only
-then is it decided whether to update. So a step that is not finite leaves parameters, moments and expert bias exactly as
-they were, and the update's kernels still run while the host prepares the next step. What else ranks must tell each
-other, their memory and whether somebody asked them to stop, is summed and read with these figures.
+Outside of MoE layers, which at `dispatch.sync_free` 0 and 1 may read how many rows there are, the host waits for the
+device once: when all gradients are there, loss, norm and expert loads are read in one copy. Only then is it decided
+whether to update. So a step that is not finite leaves parameters, moments and expert bias exactly as they were, and the
+update's kernels still run while the host prepares the next step. What else ranks must tell each other, their memory and
+whether somebody asked them to stop, is summed and read with these figures.
 
 A step in which rows found no room at their experts, on any rank, is made again with more of it
 (penstock/moe/dispatch/room.py).
@@ -12,6 +13,7 @@ A step in which rows found no room at their experts, on any rank, is made again 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -191,12 +193,16 @@ def _differentiate(
         figures = _sum_figures(losses, _own_words(model, stop), model, rule)
         result, is_late = _read(figures, norm)
     if is_late:
-        _refuse_late(model)
+        refuse_late(model)
     return result, figures.loads
 
 
-def _refuse_late(model: RankModel) -> None:
-    """Some rank waited in vain for rows from the GPUs of its node, so what was computed is wrong everywhere."""
+def refuse_late(model: RankModel) -> NoReturn:
+    """Some rank waited in vain for rows from the GPUs of its node, so what was computed is wrong everywhere.
+
+    Raises:
+        DeviceError: always; it says which rank, if it was this one that waited.
+    """
     if model.buffers is not None:
         model.buffers.check()
     raise DeviceError("another rank waited in vain for the GPUs of its node", fix="look at what that rank says")

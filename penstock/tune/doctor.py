@@ -217,6 +217,9 @@ def _facts(evidence: Evidence, walls: Walls) -> Iterator[Fact]:
 def _communication(evidence: Evidence, walls: Walls) -> Iterator[Fact]:
     exposed = evidence.mean("exposed_communication_us")
     yield _time("exposed communication, mean of ranks", "communication", exposed, walls)
+    if walls.share(walls.late_host_us) >= LEAST:
+        what = "of it waiting for ranks whose host is late, which counts as the host's"
+        yield _time(what, "communication", walls.late_host_us, walls)
     for kind in evidence.kinds:
         if walls.share(evidence.communication(kind)) >= 0.01:
             yield _time(f"of it {kind}", "communication", evidence.communication(kind), walls)
@@ -288,6 +291,9 @@ def _memory_sizes(evidence: Evidence) -> Iterator[Fact]:
         yield Fact(what="memory of the fullest rank, by the plan", wall="memory", size=facts.planned_bytes)
     for name, size in sorted(facts.planned_terms.items(), key=lambda item: -item[1])[:3]:
         yield Fact(what=f"of it {name}", wall="memory", size=size)
+    for change, size in facts.lacking_bytes.items():
+        if size > 0:
+            yield Fact(what=f"{change} is not offered: the fullest rank lacks, by the plan", wall="memory", size=size)
     if facts.repeated_steps:
         yield Fact(
             what=f"{facts.repeated_steps} recorded steps were made twice (dispatch.bound is too small)", wall="memory"

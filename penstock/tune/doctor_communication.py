@@ -3,7 +3,7 @@
 from math import comb
 
 from penstock.config.fit import grid_of, micro_batches
-from penstock.plan.rules.advice import FEW_PEERS
+from penstock.plan.rules.advice import FEW_PEERS, MANY_COPIES
 from penstock.tune.doctor_evidence import Evidence, Late
 from penstock.tune.doctor_remedy import DOUBLED, PLAN_SOURCES, Remedy, first_accepted, named
 from penstock.tune.doctor_walls import Walls
@@ -21,8 +21,9 @@ EXPERTS_WEIGHT = 0.001
 
 def symmetric(evidence: Evidence, walls: Walls) -> Remedy | None:
     """Each token goes once to each rank that needs it, written straight into that rank's memory."""
-    run, change = evidence.facts.run, first_accepted(evidence, 'dispatch.method="symmetric"')
-    if change is None or (run is not None and run.parallel.expert == 1):
+    run = evidence.facts.run
+    change = first_accepted(evidence, 'dispatch.method="symmetric"', words="each token once to each rank that needs it")
+    if change is None or not evidence.has_experts or (run is not None and run.parallel.expert == 1):
         return None
     spared = spared_copies(evidence)
     return Remedy(
@@ -51,10 +52,10 @@ def overlap(evidence: Evidence, walls: Walls) -> Remedy | None:
     run = evidence.facts.run
     ranks = evidence.facts.world if run is None else run.parallel.expert * run.parallel.expert_tensor
     overlaps = run is not None and run.dispatch.overlap != "none"
-    if overlaps or (ranks is not None and ranks <= FEW_PEERS):
+    if overlaps or not evidence.has_experts or (ranks is not None and ranks <= FEW_PEERS):
         return None
-    changes = ['dispatch.overlap="passes"', 'dispatch.overlap="halves"', 'dispatch.overlap="shared"']
-    change = first_accepted(evidence, *changes[run is None :])
+    changes = ('dispatch.overlap="passes"', 'dispatch.overlap="halves"', 'dispatch.overlap="shared"')
+    change = first_accepted(evidence, *changes, words="transfers of tokens beside computing")
     if change is None:
         return None
     tokens = ("all-to-all",) if run is not None and run.parallel.pipeline > 1 else ("all-to-all", "send-recv")
@@ -77,7 +78,7 @@ def even_experts(evidence: Evidence, walls: Walls) -> Remedy | None:
         changes.insert(0, "model.moe.router.expert_bias=true")
         if run.model.moe.balance.auxiliary_weight > 0:
             changes[1] = f"model.moe.balance.auxiliary_weight={2 * run.model.moe.balance.auxiliary_weight:g}"
-    change = first_accepted(evidence, *changes)
+    change = first_accepted(evidence, *changes, words="a bias of the router by load, or an auxiliary loss")
     if not hot or change is None:
         return None
     return Remedy(
@@ -126,11 +127,12 @@ def fewer_sums(evidence: Evidence, walls: Walls) -> Remedy | None:
     run = evidence.facts.run
     if not evidence.trains or (run is not None and run.parallel.tensor * run.parallel.context > 1):
         return None
-    change = None if run is None else f"training.global_batch={2 * run.training.global_batch}"
-    if change is not None and first_accepted(evidence, change) is None:
+    changes = () if run is None else (f"training.global_batch={2 * run.training.global_batch}",)
+    change = first_accepted(evidence, *changes, words="twice the rows for each sum of gradients")
+    if change is None:
         return None
     return Remedy(
-        change=change or "twice the rows for each sum of gradients (training.global_batch x 2)",
+        change=change,
         what="sum gradients once for twice the rows: half as many sums for the same tokens; it trains differently",
         gain_us=DOUBLED * _transfers(evidence, walls, "all-reduce"),
         rule="sums-once-for-more-rows",
@@ -140,12 +142,18 @@ def fewer_sums(evidence: Evidence, walls: Walls) -> Remedy | None:
 
 def sums_in_two_bytes(evidence: Evidence, walls: Walls) -> Remedy | None:
     """Gradients are summed in bfloat16 where few ranks sum."""
-    run = evidence.facts.run
-    if run is None or run.parallel.reduce != "fp32":
+    run, world = evidence.facts.run, evidence.facts.world
+    if run is None or world is None or run.parallel.reduce != "fp32":
+        return None
+    change = first_accepted(evidence, 'parallel.reduce="bf16"')
+    if change is None:
+        return None
+    grid = grid_of(run, world)
+    if grid.data * grid.context >= MANY_COPIES:
         return None
     return Remedy(
-        change='parallel.reduce="bf16"',
-        what="sum gradients in bfloat16: half the bytes; below 128 ranks",
+        change=change,
+        what=f"sum gradients in bfloat16: half the bytes; below {MANY_COPIES} ranks",
         gain_us=DOUBLED * _transfers(evidence, walls, "all-reduce", "reduce-scatter"),
         rule="sums-over-many-in-fp32",
         source=PLAN_SOURCES["sums-over-many-in-fp32"],

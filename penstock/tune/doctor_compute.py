@@ -21,9 +21,10 @@ def float8(evidence: Evidence, walls: Walls) -> Remedy | None:
     """Products in 8 bits, as many as the plan says pay."""
     planned, facts = evidence.facts.planned_step_seconds, evidence.facts
     computes = walls.share(walls.host_us) < STANDS and walls.share(walls.waiting_us) < STANDS
-    if not facts.saved_seconds or not planned or not computes:
+    in_8_bits = {change: saved for change, saved in facts.saved_seconds.items() if change.startswith("float8.")}
+    if not in_8_bits or not planned or not computes:
         return None
-    change, saved = max(facts.saved_seconds.items(), key=lambda item: item[1])
+    change, saved = max(in_8_bits.items(), key=lambda item: item[1])
     if saved <= 0:
         return None
     return Remedy(

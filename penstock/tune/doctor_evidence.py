@@ -117,8 +117,9 @@ class Facts:
         planned_bytes: that the plan says the fullest rank needs, context and reserve included.
         planned_terms: of these, by component.
         freed_bytes: by change, what the plan says it frees on the fullest rank; only where the run does not fit.
+        lacking_bytes: by change that the plan refuses, what the fullest rank would lack; 0 if it would change nothing.
         planned_step_seconds: that the plan says a step takes.
-        saved_seconds: by change, what the plan says a step of the changed run takes less.
+        saved_seconds: by change, what the plan says the changed run takes less for the tokens of a step.
         has_steps: the run made at least one step.
     """
 
@@ -135,6 +136,7 @@ class Facts:
     planned_bytes: int | None = None
     planned_terms: Mapping[str, int] = field(default_factory=lambda: NO_BYTES)
     freed_bytes: Mapping[str, int] = field(default_factory=lambda: NO_BYTES)
+    lacking_bytes: Mapping[str, int] = field(default_factory=lambda: NO_BYTES)
     planned_step_seconds: float | None = None
     saved_seconds: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)
     has_steps: bool = True
@@ -169,6 +171,12 @@ class Evidence:
     trains: bool = True
     facts: Facts = Facts()
     missing: tuple[str, ...] = ()
+
+    @property
+    def has_experts(self) -> bool:
+        """Products of experts are computed, as the configuration says, or else the trace."""
+        run = self.facts.run
+        return "experts" in self.computing if run is None else run.model.moe is not None
 
     @property
     def waits_are_known(self) -> bool:

@@ -26,7 +26,7 @@ def graphs(evidence: Evidence, walls: Walls) -> Remedy | None:
     run, launches = evidence.facts.run, evidence.launches
     if launches is not None and launches.from_graphs > DOUBLED * launches.kernels:
         return None
-    change = first_accepted(evidence, *_PASSES, _PARTS)
+    change = first_accepted(evidence, *_PASSES, _PARTS, words="graphs of whole passes")
     if change is None or (run is not None and run.graphs.capture != "none"):
         return None
     gain = LAUNCHES_OF_PARTS * _late_launches(evidence, walls)
@@ -47,11 +47,14 @@ def larger_passes(evidence: Evidence, walls: Walls) -> Remedy | None:
     facts = evidence.facts
     if facts.peak_bytes is not None and facts.capacity_bytes and facts.peak_bytes > DOUBLED * facts.capacity_bytes:
         return None
-    change = None if facts.run is None else f"training.micro_batch={2 * facts.run.training.micro_batch}"
-    if change is not None and first_accepted(evidence, change) is None:
+    if facts.run is None and not evidence.trains:  # a server does not choose how many ask
+        return None
+    changes = () if facts.run is None else (f"training.micro_batch={2 * facts.run.training.micro_batch}",)
+    change = first_accepted(evidence, *changes, words="twice the rows in a pass")
+    if change is None:
         return None
     return Remedy(
-        change=change or "twice the rows in a pass (training.micro_batch x 2)",
+        change=change,
         what="twice the rows in a pass: half as many launches for the same tokens, if memory allows",
         gain_us=DOUBLED * _late_launches(evidence, walls),
         rule="larger-passes",
@@ -62,9 +65,10 @@ def larger_passes(evidence: Evidence, walls: Walls) -> Remedy | None:
 def sync_free(evidence: Evidence, walls: Walls) -> Remedy | None:
     """The host does not wait for the device."""
     run = evidence.facts.run
-    if run is not None and (run.dispatch.sync_free >= 2 or run.model.moe is None):
+    if not evidence.has_experts or (run is not None and run.dispatch.sync_free >= 2):
         return None
-    change = first_accepted(evidence, "dispatch.sync_free=2", 'dispatch.sync_free=2 dispatch.method="auto"')
+    changes = ("dispatch.sync_free=2", 'dispatch.sync_free=2 dispatch.method="auto"')
+    change = first_accepted(evidence, *changes, words="buffers of the experts with a bound")
     if change is None:
         return None
     return Remedy(

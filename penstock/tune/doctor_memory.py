@@ -17,10 +17,8 @@ SELECTIVE = 'recompute.modules=["norm","expert-activation"]'
 def recompute_less(evidence: Evidence, walls: Walls) -> Remedy | None:
     """Only what is cheap is computed again."""
     run = evidence.facts.run
-    change: str | None = "compute less of forward again in backward"
-    if run is not None:
-        change = first_accepted(evidence, SELECTIVE) if {"layer", "moe"} & set(run.recompute.modules) else None
-    if change is None:
+    change = first_accepted(evidence, SELECTIVE, words="compute less of forward again in backward")
+    if change is None or (run is not None and not {"layer", "moe"} & set(run.recompute.modules)):
         return None
     return Remedy(
         change=change,
@@ -62,17 +60,30 @@ def kernels(evidence: Evidence, walls: Walls) -> Remedy | None:
 
 
 def make_it_fit(evidence: Evidence) -> list[Remedy]:
-    """What each change frees, of a run that does not fit; the one that frees most first."""
-    freed = sorted(evidence.facts.freed_bytes.items(), key=lambda item: -item[1])
+    """What each change frees, of a run that does not fit.
+
+    Those after which it fits come first, the fastest step first; then the others, the one that frees most first.
+    """
+    facts = evidence.facts
+    lacks = (facts.planned_bytes or 0) - (facts.capacity_bytes or 0)
+    enough = {change: size for change, size in facts.freed_bytes.items() if size >= lacks}
+    others = {change: size for change, size in facts.freed_bytes.items() if 0 < size < lacks}
+    fastest = sorted(enough, key=lambda change: (-facts.saved_seconds.get(change, 0.0), -enough[change]))
     return [
-        Remedy(
-            change=change,
-            what=f"needs {size / 1e9:.1f} GB less on the fullest rank, by the plan",
-            gain_us=0.0,
-            gain_bytes=size,
-            rule="selective-before-full" if change.startswith("recompute") else "fits-by-plan",
-            source="penstock plan, memory of the fullest rank",
-        )
-        for change, size in freed
-        if size > 0
+        *(_frees(change, enough[change], "fits then") for change in fastest),
+        *(
+            _frees(change, others[change], "not enough alone")
+            for change in sorted(others, key=lambda one: -others[one])
+        ),
     ]
+
+
+def _frees(change: str, size: int, verdict: str) -> Remedy:
+    return Remedy(
+        change=change,
+        what=f"{verdict}: needs {size / 1e9:.1f} GB less on the fullest rank, by the plan",
+        gain_us=0.0,
+        gain_bytes=size,
+        rule="selective-before-full" if change == SELECTIVE else "fits-by-plan",
+        source="penstock plan, memory of the fullest rank",
+    )

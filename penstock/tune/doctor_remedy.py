@@ -64,10 +64,19 @@ def accepted(run: Run, change: str, world: int | None = None) -> Run | None:
     return None if changed == run else changed
 
 
-def first_accepted(evidence: Evidence, *changes: str) -> str | None:
-    """The first change that the run takes; where nobody knows the run, the first."""
-    run, world = evidence.facts.run, evidence.facts.world
-    return next((one for one in changes if run is None or accepted(run, one, world) is not None), None)
+def first_accepted(evidence: Evidence, *changes: str, words: str = "") -> str | None:
+    """The first change that the run takes, and that the plan does not refuse.
+
+    Args:
+        evidence: with the run, and what the plan said of changes so far.
+        changes: overrides, separated by blanks.
+        words: for another program's run, which has other names for what we override.
+    """
+    facts = evidence.facts
+    if facts.run is None:
+        return words or None
+    asked = (one for one in changes if one not in facts.lacking_bytes)
+    return next((one for one in asked if accepted(facts.run, one, facts.world) is not None), None)
 
 
 def named(ranks: list[Late]) -> str:

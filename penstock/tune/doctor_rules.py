@@ -5,9 +5,13 @@ of it that the same change was measured, or computed, to take away, and never mo
 add up: two changes may take away the same time.
 
 A change is an override of the run, as `penstock train` takes it. Where the run is known, a change that its config would
-refuse, or that changes nothing, is not offered. `what` says the same in words, for whoever trains with something else.
-Rules that a plan has too keep their names and sources (`penstock.plan.rules`).
+refuse, or that changes nothing, is not offered; neither is one that the plan refuses, where there is a plan
+(`penstock.tune.doctor_changes`). Where times are those of the plan, no gain is more than it says. Where the run is not
+known, a change is said in words, and `what` says it in words always, for whoever trains with something else. Rules that
+a plan has too keep their names and sources (`penstock.plan.rules`).
 """
+
+from dataclasses import replace
 
 from penstock.tune import doctor_communication as communication
 from penstock.tune import doctor_compute as compute
@@ -48,7 +52,17 @@ def remedies(evidence: Evidence, walls: Walls) -> tuple[Remedy, ...]:
         evidence: all that is known.
         walls: where the time went.
     """
-    offered = [one for rule in RULES if (one := rule(evidence, walls)) is not None]
+    refused = evidence.facts.lacking_bytes
+    found = [one for rule in RULES if (one := rule(evidence, walls)) is not None]
+    offered = [_as_planned(one, evidence) for one in found if one.change not in refused]
     worth = [one for one in offered if walls.share(one.gain_us) >= WORTH_SAYING]
     fitting = [] if walls.fits else memory.make_it_fit(evidence)
     return (*fitting, *sorted(worth, key=lambda one: -one.gain_us))
+
+
+def _as_planned(offered: Remedy, evidence: Evidence) -> Remedy:
+    """With no larger gain than the plan's, where times are those of the plan; a trace knows better."""
+    saved = evidence.facts.saved_seconds.get(offered.change)
+    if evidence.source != "plan" or saved is None:
+        return offered
+    return replace(offered, gain_us=min(offered.gain_us, saved * 1e6))

@@ -32,6 +32,23 @@ def is_run(path: Path) -> bool:
     return (path / RUN_FILE).is_file()
 
 
+def is_planned(path: Path) -> bool:
+    """Whether a path is the TOML file of a run that is only planned."""
+    return path.suffix == ".toml" and path.is_file()
+
+
+def facts_of_plan(path: Path) -> tuple[Facts, tuple[str, ...]]:
+    """What is known of a run that is only planned, and what is missing.
+
+    Args:
+        path: its TOML file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    return Facts(run=load_run(str(path.absolute())), has_steps=False), ("the run is only planned: no step is recorded",)
+
+
 def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tuple[Facts, tuple[str, ...]]:
     """What is known of a run, and what is missing.
 

@@ -128,6 +128,29 @@ def test_a_wrong_question_is_one_line(
     assert error in refused(capsys, *arguments)
 
 
+def test_a_toml_file_is_judged_as_a_run_that_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "best.toml"
+    path.write_text(dump_toml(load_run("debug")))
+    answer = told(capsys, path, "--on", "1xH200")
+    assert answer["wall"] == "host"
+    assert "the run is only planned: no step is recorded" in answer["missing"]
+
+
+def test_a_place_that_is_no_run_is_told_what_a_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(capsys, tmp_path, "--on", "1xH200")
+    assert f"one folder with {RUN_FILE} in it, or one TOML file" in error
+
+
+def test_text_says_gains_of_one_step_and_json_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make(Job(stall_us=1_300.0)).write(tmp_path)
+    first = told(capsys, folder)["remedies"][0]
+    assert main(["doctor", str(folder)]) == 0
+    text = capsys.readouterr().out
+    row = text[text.index("gains ms a step, at most") :].splitlines()[1]
+    assert row.split()[0] == f"{first['gain_us'] / 2 / 1e3:,.2f}"
+    assert "2 steps, mean of ranks; gains are of one step" in text
+
+
 def test_unknown_hardware_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "abacus" in refused(capsys, run_folder(tmp_path / "run"), "--on", "1xabacus")
 

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from penstock.cli.main import main
 from penstock.config.load import load_run
 from penstock.models.build import build_model
-from penstock.models.huggingface.weights import save_huggingface
 from tests.models.huggingface.family_models import VARIANTS
+from tests.models.huggingface.saved import save_huggingface
 from tests.train.tiny_run import tiny_run
 
 SYNTHETIC = "data.source=synthetic-learnable"

@@ -87,6 +87,35 @@ def test_a_search_is_asked_what_the_command_line_says(capsys: pytest.CaptureFixt
     assert "1.5 x their even share" in text
 
 
+def test_overrides_of_a_layout_bind_a_search(searched: Searched, capsys: pytest.CaptureFixture[str]) -> None:
+    said = ("parallel.expert=4", "training.micro_batch=2", 'recompute.modules=["norm","layer"]', "model.layers=2")
+    shown(capsys, "debug", *said, "dispatch.method=all-gather", "parallel.shard=full", *ON, "--only", "cp=2,ep=4")
+    shown(capsys, "debug", "dispatch.method=auto", "offload.optimizer=false", *ON)
+    bound, free = (dict(question.fixed) for question in searched.questions)
+    sizes = {"ep": "4", "cp": "2", "micro_batch": "2"}
+    assert bound == {**sizes, "recompute": "norm+layer", "dispatcher": "all-gather", "shard": "full"}
+    assert free == {}
+
+
+def test_a_layout_of_a_file_does_not_bind_a_search(
+    searched: Searched, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('preset = "debug"\n[parallel]\nexpert = 4\n')
+    shown(capsys, str(path), *ON)
+    assert [dict(question.fixed) for question in searched.questions] == [{}]
+
+
+def test_a_layout_that_is_asked_for_comes_with_advice(capsys: pytest.CaptureFixture[str], searched: Searched) -> None:
+    words = (*LAID_OUT, *ON, "--layout", "own")
+    text = shown(capsys, *words)
+    assert "advice: PP 2 for a model of" in text and "(small-model-without-pipeline, L11" in text
+    told = {one["rule"]: one for one in told_as_json(capsys, *words)["advice"]}
+    assert told["small-model-without-pipeline"]["changes"] == ["parallel.pipeline=1"]
+    assert "advice:" not in shown(capsys, "debug", *ON)
+    assert told_as_json(capsys, "debug", *ON)["advice"] == []
+
+
 def test_json_is_the_contract(capsys: pytest.CaptureFixture[str], searched: Searched) -> None:
     found = told_as_json(capsys, "debug", *ON)
     assert (found["model"], found["hardware"], found["world"]) == ("debug", "MI300X", 16)
@@ -220,6 +249,12 @@ def test_pictures_are_written_by_their_suffix(
         (("debug", "--on", "12xMI300X"), "do not fill nodes of 8"),
         (("debug", *ON, "--layout", "pq=2"), "a layout has no such part; got pq"),
         (("debug", *ON, "--only", "pp"), "a layout is a list of assignments"),
+        (
+            ("debug", "parallel.expert=4", *ON, "--only", "ep=2"),
+            "differently; got ep=2 and parallel.expert=4; fix: leave one out",
+        ),
+        (("debug", "offload.optimizer=true", *ON), "a search looks at no layout with offload.optimizer; got True"),
+        (("debug", "dispatch.overlap=halves", *ON), "a search looks at no layout with dispatch.overlap; got halves"),
         (("debug", *ON, "--saving", "all"), "--saving is unknown; got all; allowed: run, conventional"),
         (("debug", *ON, "--imbalance", "0.5"), "--imbalance"),
         (("debug", *ON, "--top", "0"), "--top"),

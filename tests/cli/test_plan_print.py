@@ -224,3 +224,8 @@ def test_an_unknown_topic_names_those_that_there_are() -> None:
     with pytest.raises(ValueError, match="memory.activations, time, refused, hardware; fix: did you mean time") as told:
         check_topic("times")
     assert all(topic in str(told.value) for topic in TOPICS)
+
+
+def test_sizes_that_no_grid_has_are_told_as_that(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, plan())
+    assert lines[1] == "nothing fits: no grid of 16 devices has the sizes that are asked for"

@@ -15,6 +15,7 @@ import torch
 
 from penstock.cli.main import main
 from penstock.config.load import dump_toml, load_run
+from penstock.parallel.launch.meeting import Meeting
 from penstock.train import parts, run_folder, stop
 from penstock.train.metrics import FIELDS, MetricsFile
 from penstock.train.observer import StepReport
@@ -186,7 +187,8 @@ def test_a_run_without_checkpoints_says_that_nothing_is_saved(capsys: pytest.Cap
     assert "stopped by SIGTERM after step 3 of 4, nothing is saved" in text
     assert "go on" not in text
     assert not Path("runs/tiny/checkpoints").exists()
-    assert "done: 4 steps in 0:00, nothing is saved" in printed(capsys, "tiny.toml", "checkpoint.enabled=false")
+    text = printed(capsys, "tiny.toml", "checkpoint.enabled=false")
+    assert re.search(r"done: 4 steps in 0:\d\d, nothing is saved", text)
 
 
 def test_a_second_ctrl_c_stops_at_once() -> None:
@@ -276,6 +278,16 @@ def test_a_run_folder_is_no_start(capsys: pytest.CaptureFixture[str]) -> None:
     printed(capsys, "tiny.toml")
     assert "runs/tiny is the folder of a run; fix: add --resume" in refused(capsys, "runs/tiny")
     assert "both say which run" in refused(capsys, "runs/tiny", "--resume", "--name", "tiny")
+
+
+def test_a_rank_goes_on_with_the_folder_of_the_first_and_stops_where_that_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        printed(capsys, "tiny.toml", "checkpoint.enabled=false")
+    answers = iter(["runs/tiny", True])
+    monkeypatch.setattr(Meeting, "agree", lambda *arguments: next(answers))
+    assert "runs/tiny is finished" in printed(capsys, "tiny.toml", "--resume")
 
 
 @pytest.mark.parametrize(

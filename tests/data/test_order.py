@@ -1,10 +1,14 @@
 """Orders of documents: permutations, and those that read each block of a table once."""
 
+from collections.abc import Sequence
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from penstock.data.order import BlockOrder, document_order
+from penstock.data.order import BlockOrder, document_order, permutation
 
 sizes = st.lists(st.integers(0, 6), min_size=1, max_size=12).filter(any)
 
@@ -31,6 +35,20 @@ def test_no_more_blocks_than_a_pool_are_needed_at_a_time(blocks: list[int], pool
     spans = {block: (visited.index(block), len(visited) - visited[::-1].index(block)) for block in set(visited)}
     for place in range(len(visited)):
         assert sum(first <= place < last for first, last in spans.values()) <= pool
+
+
+def test_the_pools_that_were_asked_for_last_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = BlockOrder(np.full(4, 3), 1, seed=0, epoch=0)
+    made: list[int] = []
+
+    def counted(count: int, key: Sequence[int]) -> NDArray[np.int64]:
+        made.append(key[-1] - 1)
+        return permutation(count, key)
+
+    monkeypatch.setattr("penstock.data.order.permutation", counted)
+    for pool in (2, 0, 1, 0, 1, 0, 3, 0, 1):
+        _ = order[3 * pool]
+    assert made == [2, 0, 1, 3, 1]
 
 
 def test_one_pool_mixes_all_blocks_and_epochs_differ() -> None:

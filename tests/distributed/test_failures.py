@@ -16,18 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from penstock.base.errors import NonFiniteError
+from penstock.base.errors import CheckpointError, NonFiniteError
 from penstock.cli.main import main
 from penstock.config.load import dump_toml
 from penstock.config.training import Checkpoint, Evaluation, Training
-from penstock.train.loop import Progress, open_store, train_run
+from penstock.train import diagnose
+from penstock.train.diagnose import NO_ORIGIN
+from penstock.train.loop import Progress, open_store, resume, train_run
 from penstock.train.observer import StepReport
 from penstock.train.run_folder import RunFolder
 from penstock.train.setup import Session
-from penstock.train.state import restore_state
+from penstock.train.state import restore_state, save_state
 from penstock.train.stop import StopRequest
 from tests.distributed.one_loss import Saved, layout, pipeline, saved_by, start_session, trace
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Pool, WorkerError
 from tests.train.tiny_run import Recorder, tiny_run
 
 # A figure that is not finite
@@ -71,7 +73,7 @@ def _spoiled_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tens
 
 def _halted(overrides: tuple[str, ...], folder: str, where: str, rank: int) -> tuple[str, bool]:
     """The line that ends this rank, and whether what was saved is the state before the step."""
-    session = start_session((*overrides, f'record.folder="{folder}"'))
+    session = start_session((*overrides, "checkpoint.enabled=true", f'record.folder="{folder}"'))
     store = open_store(session.run, RunFolder(Path(folder)), session.axes.world)
     spoiler = _Spoiler(session, where, rank)
     with pytest.raises(NonFiniteError) as refusal:
@@ -117,6 +119,93 @@ def test_what_breaks_on_one_rank_ends_all_with_its_place_and_the_state_before(
     assert report["checkpoint"] == str(tmp_path / "checkpoints" / "step-000001")
     assert f"of step 2 is nan: it began in the {kind} of {origin['name']} (layer {layer}); fix: read " in lines[0]
     assert all(same), "not the state before the step"
+
+
+def _halted_without_memory(folder: str, where: str, rank: int) -> str:
+    """The line that ends this rank, if one rank has no memory left to look in a part of the search."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == rank:
+            patch.setattr(diagnose, where, _no_memory)
+        return _halted(layout("expert=2"), folder, "parameter blocks.5.ffn.experts.down_eDF", rank)[0]
+
+
+def _no_memory(*arguments: object) -> None:
+    raise torch.OutOfMemoryError
+
+
+def test_a_rank_without_memory_to_look_ends_the_search_of_all(ranks: Pool, tmp_path: Path) -> None:
+    first, second = ranks.run(2, _halted_without_memory, str(tmp_path), "own_rows", 1)
+    assert first == second
+    assert f"of step 2 is nan: {NO_ORIGIN}; fix: read " in first
+    report = json.loads((tmp_path / "nonfinite.json").read_text())
+    assert report["origin"] is None
+    assert report["checkpoint"] == str(tmp_path / "checkpoints" / "step-000001")
+
+
+def _halted_in_a_pass(folder: str, rank: int) -> None:
+    """Train until a layer's gradient is spoiled; a rank has no memory left for a pass of the search."""
+    settings = (*layout("expert=2"), "evaluation.rows=0", "checkpoint.enabled=true", f'record.folder="{folder}"')
+    session = start_session(settings)
+    store = open_store(session.run, RunFolder(Path(folder)), session.axes.world)
+    spoiler = _Spoiler(session, "gradient blocks.4.ffn.experts", rank)
+    if dist.get_rank() == rank:
+        experts = session.model.whole.get_submodule("blocks.3.ffn.experts")
+        experts.register_forward_hook(_no_memory_to_look)
+    train_run(session, RunFolder(Path(folder)), store, Progress(), [spoiler], StopRequest())
+
+
+def _no_memory_to_look(module: nn.Module, *arguments: object) -> None:
+    if not module.training:
+        raise torch.OutOfMemoryError
+
+
+def test_a_rank_without_memory_in_the_middle_of_a_pass_keeps_no_other_waiting(tmp_path: Path) -> None:
+    pool = Pool(grace=30)
+    try:
+        with pytest.raises(WorkerError) as caught:
+            pool.run(2, _halted_in_a_pass, str(tmp_path), 1)
+    finally:
+        pool.close()
+    _, *texts = str(caught.value).split("_halted_in_a_pass on rank ")
+    assert len(texts) == 2
+    for text in texts:
+        assert f"NonFiniteError: the gradient norm of step 2 is nan: {NO_ORIGIN}; fix: read " in text
+    assert "hangs" not in str(caught.value)
+    report = json.loads((tmp_path / "nonfinite.json").read_text())
+    assert (report["figure"], report["step"], report["origin"]) == ("gradient norm", 2, None)
+    assert report["checkpoint"] == str(tmp_path / "checkpoints" / "step-000001")
+
+
+# A file system that shows ranks different things
+
+
+def _resumed(folder: str, blind: int) -> tuple[str, bool]:
+    """The error of a rank that resumes while one of them does not see the checkpoint, and whether metrics are there."""
+    session = start_session((*layout("expert=2"), "evaluation.rows=0"))
+    session.state.batches.close()
+    paths = RunFolder(Path(folder))
+    store = open_store(session.run, paths, session.axes.world)
+    save_state(store, 2, session.state, {"tokens_seen": 1})
+    store.wait()
+    paths.metrics.write_text('{"step": 1}\n{"step": 2}\n')
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == blind:
+            patch.setattr(store, "steps", list)
+        with pytest.raises(CheckpointError) as refusal:
+            resume(session, paths, store)
+    store.close()
+    return str(refusal.value), paths.metrics.read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize("blind", [0, 1])
+def test_a_rank_that_does_not_see_the_checkpoint_keeps_all_from_starting_anew(
+    blind: int, ranks: Pool, tmp_path: Path
+) -> None:
+    (first, is_whole), other = ranks.run(2, _resumed, str(tmp_path), blind, timeout=30)
+    assert other == (first, is_whole)
+    assert is_whole
+    assert f"not every rank sees {tmp_path}/checkpoints/step-000002; got 1 of 2 that do not: rank {blind}" in first
 
 
 # What comes from outside

@@ -12,8 +12,8 @@ from penstock.config.training import Optimizer, Training
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
-from penstock.models.frame import Reading, ahead_of, attention_borders
-from penstock.models.huggingface.weights import save_huggingface
+from penstock.models.frame import Reading, ahead_of
+from tests.models.huggingface.saved import save_huggingface
 
 
 def tiny_model(family: str = "deepseek-v3", **changes: object) -> Model:
@@ -84,7 +84,7 @@ def reading_of(
         tokens_BS=tokens_BS,
         positions_BS=positions_BS,
         ahead=ahead_of(tokens_BS, depths),
-        allowed_BSS=attention_borders(documents_BS),
+        documents_BS=documents_BS,
     )
 
 

@@ -179,7 +179,7 @@ def test_halves_of_a_reading_are_its_rows_in_order_with_half_the_share() -> None
     reading = replace(reading_of(tokens_BS, tokens_BS, documents_BS, depths=2), share=0.5)
     one, other = reading.halves()
     assert one.share == other.share == 0.25
-    for name in ("tokens_BS", "positions_BS", "allowed_BSS"):
+    for name in ("tokens_BS", "positions_BS", "documents_BS"):
         assert torch.equal(torch.cat((vars(one)[name], vars(other)[name])), vars(reading)[name])
     for depth, ahead_BS in enumerate(reading.ahead):
         assert torch.equal(torch.cat((one.ahead[depth], other.ahead[depth])), ahead_BS)

@@ -104,7 +104,7 @@ def problem(placement: ExpertPlacement, routing: Routing, family: Family = "plai
 
 def parts_of(parameters: Sequence[Tensor], place: int, placement: ExpertPlacement) -> list[Tensor]:
     """What a place holds: some experts, and of each its part of the width; the last bias with the first part only."""
-    own, part, parts = placement.experts_of(place), placement.part_of(place), placement.expert_tensor
+    own, part, parts = placement.experts_of(place), place % placement.expert_tensor, placement.expert_tensor
     gate_up_eFD, down_eDF, *biases = (parameter[own.start : own.stop] for parameter in parameters)
 
     def cut(gate_up: Tensor) -> Tensor:

@@ -23,15 +23,18 @@ from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
 from penstock.moe.dispatch.room import Room
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher
 from penstock.parallel import deep_ep, reach
-from penstock.parallel.axes import Axes
+from penstock.parallel.axes import Axes, Axis, make_axes
 from penstock.parallel.kit import Kit
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
+from penstock.plan.stand_in import buffer_sizes
+from tests.distributed.pool import Pool
 from tests.moe import simulated_deep_ep
 from tests.parallel.simulated import every_rank
 
 CPU, GPU, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
 EP8 = Grid(world=8, expert=8)
-MOE = load_run("deepseek-v2-lite", ()).model.moe
+LITE = load_run("deepseek-v2-lite", ())
+MOE = LITE.model.moe
 
 
 def _axes(grid: Grid, per_node: int) -> Axes:
@@ -123,7 +126,11 @@ def test_buffers_hold_what_may_come_from_all_nodes(
     [(4, True, "device cpu, which is no GPU"), (4, False, "device cpu, which is no GPU")],
 )
 def test_no_memory_is_shared_without_gpus(per_node: int, is_crossing: bool, reason: str) -> None:
-    assert reach.why_not(_axes(EP8, per_node), CPU, is_crossing) == reason
+    assert reach.why_not(LITE, _axes(EP8, per_node), CPU, is_crossing) == reason
+
+
+def _answers_itself(value: Any, _: Axis) -> list[Any]:
+    return [value]
 
 
 @pytest.mark.parametrize(
@@ -133,8 +140,88 @@ def test_no_memory_is_shared_without_gpus(per_node: int, is_crossing: bool, reas
         (1, True, "one rank on each node"),
     ],
 )
-def test_no_memory_is_shared_between_nodes(per_node: int, is_crossing: bool, reason: str) -> None:
-    assert reach.why_not(_axes(EP8, per_node), GPU, is_crossing) == reason
+def test_no_memory_is_shared_between_nodes(
+    monkeypatch: pytest.MonkeyPatch, per_node: int, is_crossing: bool, reason: str
+) -> None:
+    monkeypatch.setattr(reach, "exchange_json", _answers_itself)
+    assert reach.why_not(LITE, _axes(EP8, per_node), GPU, is_crossing) == reason
+
+
+@pytest.mark.parametrize(
+    ("grid", "overrides", "reason"),
+    [
+        (EP8, ("model.hidden_size=2052",), "rows of 4104 bytes, no multiple of 16 (model.hidden_size 2052)"),
+        (EP8, ("model.hidden_size=2054", "training.precision=fp32"), "rows of 8216 bytes, no multiple of 16"),
+        (Grid(world=32, expert=32), (), "32 ranks on a node, and 31 are the most"),
+        (EP8, (), ""),
+    ],
+)
+def test_no_memory_is_shared_for_what_the_kernels_do_not_send(
+    monkeypatch: pytest.MonkeyPatch, grid: Grid, overrides: tuple[str, ...], reason: str
+) -> None:
+    _pretend_gpus(monkeypatch, seen=8)
+    monkeypatch.setattr(reach, "exchange_json", _answers_itself)
+    monkeypatch.setattr("penstock.parallel.symmetric.allocate", lambda sizes, axis, device: sizes)
+    axes = _axes(grid, 0)
+    found = reach.shared_buffers(load_run("deepseek-v2-lite", overrides), axes, GPU)
+    assert (found is None) == bool(reason)
+    assert buffer_sizes(load_run("deepseek-v2-lite", overrides), axes) == found, "the plan says something else"
+    by_name = load_run("deepseek-v2-lite", (*overrides, "dispatch.method=symmetric"))
+    if not reason:
+        assert reach.shared_buffers(by_name, axes, GPU) == found
+        return
+    with pytest.raises(DeviceError) as raised:
+        reach.shared_buffers(by_name, axes, GPU)
+    assert f"dispatch.method=symmetric cannot be had; got {reason}" in str(raised.value)
+
+
+def _pretend_gpus(patch: pytest.MonkeyPatch, *, seen: int, has_triton: bool = True) -> None:
+    """This process sees so many, and they all reach each other."""
+    patch.setattr(torch.cuda, "device_count", lambda: seen)
+    patch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    patch.setattr(reach, "installed", lambda _: has_triton)
+
+
+def _asked(method: str, seen: int, one_lacks_triton: bool) -> str:
+    """On a rank of two: what comes of asking for memory that they share, in words."""
+    axes = make_axes(Grid(world=2, expert=2))
+
+    def allocate(sizes: BufferSizes, axis: Axis, device: torch.device) -> str:
+        assert seen > 1, "torch refuses: detected allocations from overlapping devices from different ranks"
+        return "mapped"
+
+    with pytest.MonkeyPatch.context() as patch:
+        _pretend_gpus(patch, seen=seen, has_triton=not (one_lacks_triton and axes.rank))
+        patch.setattr("penstock.parallel.symmetric.allocate", allocate)
+        run = load_run("deepseek-v2-lite", (f"dispatch.method={method}",))
+        try:
+            return str(reach.shared_buffers(run, axes, torch.device("cuda", axes.rank if seen > 1 else 0)))
+        except DeviceError as error:
+            return str(error)
+
+
+OWN_GPU = (
+    "got 2 ranks of a node that see their own GPUs only and call them all 0 (show each rank all GPUs of its node: srun"
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "seen", "one_lacks_triton", "outcome"),
+    [
+        ("auto", 2, False, "mapped"),
+        ("symmetric", 2, False, "mapped"),
+        ("auto", 1, False, "None"),
+        ("symmetric", 1, False, OWN_GPU),
+        ("auto", 2, True, "None"),
+        ("symmetric", 2, True, "dispatch.method=symmetric cannot be had; got no Triton"),
+    ],
+)
+def test_all_ranks_go_without_shared_memory_for_the_same_reason(
+    ranks: Pool, method: str, seen: int, one_lacks_triton: bool, outcome: str
+) -> None:
+    one, other = ranks.run(2, _asked, method, seen, one_lacks_triton)
+    assert one == other
+    assert outcome in one
 
 
 DEEP_EP = load_run("deepseek-v2-lite", ("dispatch.method=deep-ep",))

@@ -34,10 +34,9 @@ def test_a_token_needs_the_nodes_that_hold_a_part_of_its_experts(
     experts_TK = random_routing(9, placement.experts, min(2, placement.experts), seed, dropped=0.3).experts_TK
     for choices, found in zip(experts_TK.tolist(), nodes.needed(experts_TK).tolist(), strict=True):
         needed = {
-            placement.place_of(one, part) // per_node
-            for one in choices
-            if one < placement.experts
-            for part in range(expert_tensor)
+            place // per_node
+            for place in range(placement.places)
+            if any(one in placement.experts_of(place) for one in choices)
         }
         assert found == [node if node in needed else count for node in range(count)]
     for node in range(count):

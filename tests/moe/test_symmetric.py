@@ -48,7 +48,8 @@ class Layer:
 
     def of(self, place: int) -> "Layer":
         """What a place has of it."""
-        own, part, parts = self.placement.experts_of(place), self.placement.part_of(place), self.placement.expert_tensor
+        own, parts = self.placement.experts_of(place), self.placement.expert_tensor
+        part = place % parts
         tokens = (
             tensor.chunk(self.placement.places)[place] for tensor in (self.x_TD, self.weights_TK, self.experts_TK)
         )

@@ -23,7 +23,7 @@ from penstock.kernels.float8.reference import dequantize, quantize_weight
 from penstock.layout.grid import Grid
 from penstock.parallel.axes import Axes, make_axes
 from penstock.parallel.float8_gather import EightBitRows, refresh
-from penstock.parallel.shard import accumulate_only, local_rows, shard_fully
+from penstock.parallel.shard import local_rows, shard_fully
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.state import restore_state, save_state
 from tests.distributed.one_loss import Saved, Trace, follow, saved_by, start_session
@@ -209,7 +209,6 @@ def _trained(in_8_bits: bool, reshard: str) -> tuple[dict[str, Tensor], int]:
         model(x_TD[0])
     for step in range(3):
         for micro in range(2):
-            accumulate_only(model, micro == 0)
             model(x_TD[step] * (1 + micro)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

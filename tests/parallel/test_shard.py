@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from penstock.config.parallel import Parallel
 from penstock.layout.grid import Grid
 from penstock.parallel.axes import Axes, make_axes
-from penstock.parallel.shard import accumulate_only, local_rows, shard_fully
+from penstock.parallel.shard import local_rows, shard_fully
 from tests.distributed.pool import Pool
 
 D, F = 5, 7
@@ -71,8 +71,8 @@ def _inputs(rank: int, micro_batch: int) -> Tensor:
     return torch.randn(3, D, generator=torch.Generator().manual_seed(100 + 10 * rank + micro_batch))
 
 
-def _gradients(settings: Parallel, expert: int, dtype: torch.dtype, accumulate: bool) -> dict[str, Tensor]:
-    """Whole gradients of two micro-batches; what is not divided over all ranks is summed here."""
+def _gradients(settings: Parallel, expert: int, dtype: torch.dtype, micro_batches: int) -> dict[str, Tensor]:
+    """Whole gradients of some micro-batches; what is not divided over all ranks is summed here."""
     world = dist.get_world_size()
     axes = make_axes(Grid(world=world, expert=expert), shard_size=settings.shard_size)
     with torch.device("meta"):
@@ -82,8 +82,7 @@ def _gradients(settings: Parallel, expert: int, dtype: torch.dtype, accumulate: 
     for block in model.blocks:
         if expert > 1 and axes.expert_data.size == 1:
             block.experts.to(dtype)
-    for micro_batch in range(2):
-        accumulate_only(model, accumulate and micro_batch == 0)
+    for micro_batch in range(micro_batches):
         model(_inputs(dist.get_rank(), micro_batch).to(dtype)).float().square().sum().backward()
     found = {}
     for name, parameter in model.named_parameters():
@@ -98,24 +97,28 @@ def _gradients(settings: Parallel, expert: int, dtype: torch.dtype, accumulate: 
     return found
 
 
+def _alone(*, ranks: int, micro_batches: int) -> Blocks:
+    """One process, with the gradients of what all ranks see."""
+    model = _fill(Blocks())
+    for rank in range(ranks):
+        for micro_batch in range(micro_batches):
+            model(_inputs(rank, micro_batch)).square().sum().backward()
+    return model
+
+
 @pytest.mark.parametrize(
-    ("settings", "expert", "accumulate"),
+    ("settings", "expert"),
     [
-        pytest.param(Parallel(shard="full"), 1, False, id="full"),
-        pytest.param(Parallel(shard="full", reshard="backward", prefetch=2), 2, True, id="experts-apart"),
-        pytest.param(Parallel(shard="full", shard_size=2, prefetch=0), 2, True, id="hybrid-dense"),
-        pytest.param(Parallel(shard="full", shard_size=2), 1, True, id="hybrid"),
-        pytest.param(Parallel(shard="full", shard_size=2), 4, False, id="experts-not-divided"),
+        pytest.param(Parallel(shard="full"), 1, id="full"),
+        pytest.param(Parallel(shard="full", reshard="backward", prefetch=2), 2, id="experts-apart"),
+        pytest.param(Parallel(shard="full", shard_size=2, prefetch=0), 2, id="hybrid-dense"),
+        pytest.param(Parallel(shard="full", shard_size=2), 1, id="hybrid"),
+        pytest.param(Parallel(shard="full", shard_size=2), 4, id="experts-not-divided"),
     ],
 )
-def test_gradients_are_those_of_one_process_that_saw_every_row(
-    ranks: Pool, settings: Parallel, expert: int, accumulate: bool
-) -> None:
-    alone = _fill(Blocks())
-    for rank in range(4):
-        for micro_batch in range(2):
-            alone(_inputs(rank, micro_batch)).square().sum().backward()
-    for found in ranks.run(4, _gradients, settings, expert, torch.float32, accumulate):
+def test_gradients_are_those_of_one_process_that_saw_every_row(ranks: Pool, settings: Parallel, expert: int) -> None:
+    alone = _alone(ranks=4, micro_batches=2)
+    for found in ranks.run(4, _gradients, settings, expert, torch.float32, 2):
         for name, parameter in alone.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
 
@@ -123,19 +126,16 @@ def test_gradients_are_those_of_one_process_that_saw_every_row(
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
 def test_weights_gathered_in_bfloat16_have_gradients_that_add_up_in_float32(ranks: Pool, reduce: str) -> None:
     settings = Parallel.model_validate({"shard": "full", "reduce": reduce})
-    alone = _fill(Blocks())
-    for rank in range(2):
-        for micro_batch in range(2):
-            alone(_inputs(rank, micro_batch)).square().sum().backward()
-    apart, together = (ranks.run(2, _gradients, settings, 1, torch.bfloat16, flag)[0] for flag in (False, True))
-    for name, parameter in alone.named_parameters():
-        assert parameter.grad is not None
-        for found in (apart[name], together[name]):
-            assert found.dtype == torch.float32
-            assert (found - parameter.grad).norm() < 0.05 * parameter.grad.norm(), name
-        if reduce == "bf16" and "router" not in name:
-            assert torch.equal(together[name], together[name].bfloat16().float()), "it travelled once, as bfloat16"
-            assert not torch.equal(apart[name], apart[name].bfloat16().float()), "two sums, added in float32"
+    for micro_batches in (1, 2):
+        found = ranks.run(2, _gradients, settings, 1, torch.bfloat16, micro_batches)[0]
+        for name, parameter in _alone(ranks=2, micro_batches=micro_batches).named_parameters():
+            gradient = found[name]
+            assert parameter.grad is not None
+            assert gradient.dtype == torch.float32
+            assert (gradient - parameter.grad).norm() < 0.05 * parameter.grad.norm(), name
+            if reduce == "bf16" and "router" not in name:
+                # The sum over ranks of one micro-batch travels as bfloat16; two such sums are added in float32.
+                assert torch.equal(gradient, gradient.bfloat16().float()) == (micro_batches == 1), name
 
 
 def _rows(shard_size: int) -> dict[str, tuple[tuple[int, int], tuple[int, ...]]]:
@@ -195,5 +195,4 @@ def test_a_matrix_that_two_roots_share_is_left_whole_or_noticed() -> None:
 
 def test_where_nobody_shares_nothing_is_divided() -> None:
     model = _divided(Blocks(), Axes(), Parallel(shard="full"))
-    accumulate_only(model, True)
     assert not any(isinstance(module, FSDPModule) for module in model.modules())

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.plan.costs import Costs, Experts, rooms_of
+from penstock.config.load import load_run
+from penstock.plan.costs import Costs, Experts, experts_of, rooms_of
 from penstock.plan.hardware import Group
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.rates import Rates
@@ -162,3 +163,21 @@ def test_attention_in_8_bits_makes_the_scores_twice_in_backward() -> None:
     whole = RATES.attention("backward", 32, 4096, 4096, (192, 128), dtype="fp8").seconds
     products = (4 * 192 + 3 * 128) / (3 * 192 + 2 * 128)
     assert COSTS.of(queries).seconds + COSTS.of(keys).seconds == pytest.approx(whole * products)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "imbalance", "uneven"),
+    [
+        (1, 100.0, 1.0),
+        (4, 1.2, 1.2),
+        (4, 100.0, 4.0),
+        # Two experts of each rank: of the 6 choices of a token 4 go elsewhere.
+        (32, 100.0, 32 * 2 / 6),
+    ],
+)
+def test_no_rank_gets_more_rows_than_there_are(ranks: int, imbalance: float, uneven: float) -> None:
+    run = load_run("deepseek-v2-lite", [f"parallel.expert={ranks}", "training.micro_batch=1"])
+    experts = experts_of(run, imbalance)
+    assert experts is not None
+    assert experts.imbalance == pytest.approx(uneven)
+    assert experts.rows == round(4096 * 6 * uneven)

@@ -11,7 +11,7 @@ from penstock.base.errors import ConfigError
 from penstock.config.fit import grid_of
 from penstock.config.load import dump_toml, load_run
 from penstock.config.run import Run
-from penstock.plan.candidates import GRID, Space, ladder_of, run_of, with_recompute
+from penstock.plan.candidates import GRID, Space, fixed_by, ladder_of, run_of, with_recompute
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.project import project
 from penstock.plan.projection import Plan
@@ -176,3 +176,19 @@ def test_a_ladder_ends_with_whole_layers() -> None:
     assert ladder_of(V3.model)[0] == () and ladder_of(V3.model)[-1] == ("layer",)
     assert "latent-up" in ladder_of(V3.model)[2]
     assert not any("latent-up" in step for step in ladder_of(load_run("moe-1t").model))
+
+
+def test_a_search_among_what_overrides_say_finds_only_that() -> None:
+    overrides = ["parallel.expert=8", "training.micro_batch=2", 'recompute.modules=["layer"]']
+    run = load_run("deepseek-v2-lite-6l", ["training.global_batch=64", *overrides])
+    plan = search(Question(run=run, cluster=parse_cluster("8xH200"), fixed=fixed_by(run, overrides, {}), top=3))
+    layouts = {(one.layout.ep, one.layout.micro_batch, one.layout.recompute) for one in plan.candidates}
+    assert layouts == {(8, 2, "layer")}
+
+
+def test_sizes_that_do_not_divide_the_devices_fit_nowhere() -> None:
+    sizes = dict.fromkeys(("pp", "vpp", "etp", "cp", "tp", "micro_batch"), "1")
+    choices = {"schedule": "none", "recompute": "none", "sync_free_stage": "0", "dispatcher": "symmetric"}
+    for fixed in ({"ep": "16"}, {"ep": "16", **sizes, **choices}):
+        plan = found(**fixed)
+        assert (plan.candidates, plan.refused, plan.considered) == ((), (), 0)

@@ -47,8 +47,8 @@ def test_planned_and_measured_lie_on_one_axis_with_their_bubbles(pipeline: RunEv
     assert [name for name, _ in names] == ["rank 0 planned", "rank 0 measured", "rank 1 planned", "rank 1 measured"]
     shares = [share for _, share in names]
     assert all(share.endswith("bubble") for share in shares)
-    bubbles = piped().playback.bubbles
-    assert [shares[1], shares[3]] == [f"{bubble:.0%} bubble" for bubble in bubbles]
+    playback = piped().playback
+    assert [shares[1], shares[3]] == [f"{1 - busy / playback.span:.0%} bubble" for busy in playback.busy]
 
 
 def test_a_pipeline_without_a_plan_shows_what_was_measured(tmp_path: Path) -> None:

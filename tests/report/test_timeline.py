@@ -86,7 +86,7 @@ def test_the_share_of_waiting_is_that_of_the_clock() -> None:
     figure = timeline_figure("t", "T", [planned(ONE_F_ONE_B, playback)])
     assert f"{playback.bubble:.1%} idle" in figure.caption
     shares = [text.split("\u00b7")[1].strip() for text in figure.layout["yaxis"]["ticktext"]]
-    assert shares == [f"{bubble:.0%} idle" for bubble in playback.bubbles]
+    assert shares == [f"{1 - busy / playback.span:.0%} idle" for busy in playback.busy]
 
 
 def test_a_measured_timeline_lies_under_the_planned_one() -> None:

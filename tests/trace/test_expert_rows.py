@@ -1,6 +1,8 @@
 """Rows that held tokens, and rows of each expert: by exchanges, by the configuration, by lists of numbers."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,8 @@ from penstock.base.spans import Span
 from penstock.trace.answer import answer_json, answer_of
 from penstock.trace.calls import calls_of
 from penstock.trace.events import Trace
-from penstock.trace.expert_rows import UsedRows, products_of, split_counts, used_rows
-from penstock.trace.load import decode_trace
+from penstock.trace.expert_rows import UsedRows, products_of, rows_before, split_counts, used_rows
+from penstock.trace.load import decode_trace, load_ranks
 from penstock.trace.phases import find_phases
 from penstock.trace.recorded_call import rows_of_groups
 from penstock.trace.replay import Question, replay
@@ -20,6 +22,10 @@ from tests.trace.synthetic_job import Job
 from tests.trace.test_replay import BF16, LONG, shapes
 from tests.trace.test_tree import span
 from tests.trace.tiny import event, kernel, launch, text_of, trace_of
+from tools.small_recording import unpack
+
+RECORDED = Path(__file__).parent.parent / "tune" / "data" / "recorded" / "hot-experts.tar.xz"
+FLOAT = "float"
 
 
 def traces_of(job: Job, **header: Any) -> dict[int, Trace]:
@@ -58,6 +64,49 @@ def test_counts_that_travel_before_the_rows_are_not_taken_for_rows() -> None:
     sent = event("kernel", "ncclDevKernel_SendRecv(x)", 15, 9, stream=20, correlation=49, **counts)
     before = [span(Span.DISPATCH, 0, 80), launch(10, correlation=49), sent, *exchange(50, [3, 4])]
     assert used({0: grouped_trace(*before)}, 0) == UsedRows(share=pytest.approx(7 / 12), source="all-to-all")
+
+
+@pytest.mark.parametrize(("dtype", "operand"), [("BFloat16", BF16), ("Float", FLOAT)])
+@pytest.mark.parametrize("parts", [[8, 8], [9, 2], [0, 0]])
+def test_weights_of_routing_that_travel_behind_the_rows_are_not_taken_for_rows(
+    dtype: str, operand: str, parts: list[int]
+) -> None:
+    sent = [*exchange(50, parts, dtype=dtype), *exchange(60, parts, dtype="Float", width=1, correlation=60)]
+    trace = grouped_trace(span(Span.DISPATCH, 0, 80), *sent, rows=32, dtype=operand)
+    assert used({0: trace}, 0) == UsedRows(share=pytest.approx(sum(parts) / 32), source="all-to-all")
+
+
+@pytest.mark.parametrize("dtype", ["Byte", "Float8_e4m3fn"])
+def test_rows_may_travel_in_8_bits_to_products_in_16(dtype: str) -> None:
+    sent = [*exchange(50, [8, 8], dtype=dtype), *exchange(60, [8, 8], dtype="Float", width=1, correlation=60)]
+    trace = grouped_trace(span(Span.DISPATCH, 0, 80), *sent, rows=32)
+    assert used({0: trace}, 0) == UsedRows(share=pytest.approx(0.5), source="all-to-all")
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_dispatcher_that_waits_for_the_host_gives_experts_no_row_too_many(stage: int) -> None:
+    """Exchanges and products of a part of a trace need not be of the same layers, and the mean rank is not this one."""
+    told = recording(dispatch={"method": "all-to-all", "sync_free": stage})
+    told["config"]["training"] = {"micro_batch": 1, "sequence_length": 2}
+    sent = [span(Span.DISPATCH, 0, 80), *exchange(50, [3, 4])]
+    assert used({0: grouped_trace(*sent, penstock=told)}, 0) == UsedRows(share=1.0, source="all-to-all")
+    assert used({0: grouped_trace(penstock=told)}, 0) is not None
+    assert "Rows: all 12 that there was room for" in script(grouped_trace(penstock=told))
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_recorded_steps_of_an_exchange_without_room_have_no_empty_rows(rank: int, tmp_path: Path) -> None:
+    traces = load_ranks([unpack(RECORDED, tmp_path)])
+    assert used(traces, rank) == UsedRows(share=1.0, source="all-to-all")
+    # And by the exchanges alone, as in a recording that says nothing of its configuration.
+    alone = {one: replace(trace, header={}) for one, trace in traces.items()}
+    assert used(alone, rank) == UsedRows(share=1.0, source="all-to-all")
+    given = products_of(alone[rank]).rows
+    calls = calls_of({rank: alone[rank]})
+    found = [rows_before(alone[rank], calls, int(row)) for row in products_of(alone[rank]).row]
+    assert found == given.tolist()
+    text = replay({rank: traces[rank]}, Question(op="_ExpertFfn"))
+    assert "Rows: all " in text
 
 
 def test_without_a_bound_every_row_holds_a_token() -> None:
@@ -118,14 +167,14 @@ def test_our_own_products_count_the_rows_that_they_pick() -> None:
 # ------------------------------------------------------------------------------------------------------------- replay
 
 
-def grouped_trace(*before: dict[str, Any], rows: int = 12, penstock: Any = None) -> Trace:
+def grouped_trace(*before: dict[str, Any], rows: int = 12, penstock: Any = None, dtype: str = BF16) -> Trace:
     """A grouped product of three experts at 100 us, and what was before it."""
-    content = trace_of(*before, *product(rows))
+    content = trace_of(*before, *product(rows, dtype))
     return decode_trace(text_of(content if penstock is None else content | {"penstock": penstock}))
 
 
-def product(rows: int = 12) -> list[dict[str, Any]]:
-    args = shapes([BF16, BF16, "int"], [[rows, 16], [3, 16, 32], [3]])
+def product(rows: int = 12, dtype: str = BF16) -> list[dict[str, Any]]:
+    args = shapes([dtype, dtype, "int"], [[rows, 16], [3, 16, 32], [3]])
     return [
         event("cpu_op", "aten::_grouped_mm", 100, 20, **args),
         launch(105, correlation=1),
@@ -147,13 +196,15 @@ def split(at: float, sizes: list[int]) -> dict[str, Any]:
     return event("cpu_op", "aten::split_with_sizes", at, 3, **args)
 
 
-def exchange(at: float, parts: list[int]) -> list[dict[str, Any]]:
-    """An all-to-all that brought so many rows of 16 from each of two ranks."""
+def exchange(
+    at: float, parts: list[int], *, dtype: str = "BFloat16", width: int = 16, correlation: int = 50
+) -> list[dict[str, Any]]:
+    """An all-to-all that brought so many rows from each of two ranks."""
     args = {
         "Collective name": "all_to_allv",
-        "dtype": "BFloat16",
-        "In msg nelems": 16 * 9,
-        "Out msg nelems": 16 * sum(parts),
+        "dtype": dtype,
+        "In msg nelems": width * 9,
+        "Out msg nelems": width * sum(parts),
         "In split size": "[4, 5]",
         "Out split size": str(parts),
         "Group size": 2,
@@ -161,8 +212,8 @@ def exchange(at: float, parts: list[int]) -> list[dict[str, Any]]:
         "Process Group Ranks": "[0, 1]",
     }
     return [
-        launch(at, correlation=50),
-        event("kernel", "ncclDevKernel_SendRecv(x)", at + 5, 9, stream=20, correlation=50, **args),
+        launch(at, correlation=correlation),
+        event("kernel", "ncclDevKernel_SendRecv(x)", at + 5, 9, stream=20, correlation=correlation, **args),
     ]
 
 
@@ -184,6 +235,12 @@ def test_rows_that_an_exchange_brought_are_what_is_in_use() -> None:
     text = script(grouped_trace(*exchange(50, [3, 4])))
     assert "torch.tensor([3, 5, 7]" in text
     assert "Rows: 7 of 12 held tokens, by the all-to-all before it; even among experts" in text
+
+
+def test_a_script_goes_by_the_rows_that_came_and_not_by_their_weights_or_what_went_back() -> None:
+    sent = [*exchange(50, [8, 8]), *exchange(60, [8, 8], dtype="Float", width=1, correlation=60)]
+    back = [span(Span.COMBINE, 70, 9), *exchange(72, [5, 6], correlation=70)]
+    assert "Rows: 16 of 32 held tokens, by the all-to-all before it" in script(grouped_trace(*sent, *back, rows=32))
 
 
 def test_an_exchange_behind_the_product_says_nothing_of_it() -> None:

@@ -51,6 +51,27 @@ def test_a_span_names_the_phase_and_inside_a_mixture_of_experts_the_kernel_says_
     assert named(decoded(span(around, 0, 50), *started(5, 1, name))) == [(phase, "forward")]
 
 
+@pytest.mark.parametrize("around", [Span.ZERO, Span.REDUCE, Span.CLIP, Span.READ, Span.OPTIMIZER, Span.BALANCE])
+@pytest.mark.parametrize(
+    ("name", "phase"),
+    [
+        ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(args)", "reduce-scatter"),
+        ("ncclDevKernel_AllGather_RING_LL(args)", "all-gather"),
+        ("ncclDevKernel_AllReduce_Sum_f64_RING_LL(args)", "all-reduce"),
+        ("quantize_kernel", "quantize"),
+        ("some_kernel", ""),
+    ],
+)
+def test_what_stands_in_a_span_of_the_update_is_of_the_update(around: Span, name: str, phase: str) -> None:
+    assert named(decoded(span(around, 0, 50), *started(5, 1, name))) == [(phase or around.value, "update")]
+
+
+@pytest.mark.parametrize("around", [Span.DATA, Span.ATTENTION])
+def test_a_collective_in_another_span_is_of_the_pass(around: Span) -> None:
+    gathered = started(5, 1, "ncclDevKernel_AllGather_RING_LL(args)")
+    assert named(decoded(span(around, 0, 50), *gathered)) == [("all-gather", "forward")]
+
+
 @pytest.mark.parametrize(
     ("said", "phase"),
     [("recv", "send and receive"), ("send", "send and receive"), ("all_to_allv", "all-to-all"), ("", "all-to-all")],

@@ -211,10 +211,11 @@ def test_what_a_graph_reads_is_filled_with_everything_of_another_micro_batch(tmp
     fill(own, own_counted, other, second.counted)
     assert [tensor.data_ptr() for tensor in (own.reading.tokens_BS, *own.labels, own_counted)] == addresses
     assert torch.equal(own_counted, second.counted)
-    for name in ("tokens_BS", "positions_BS", "allowed_BSS"):
-        assert torch.equal(getattr(own.reading, name), getattr(other.reading, name)), name
-    pairs = zip((*own.reading.ahead, *own.labels), (*other.reading.ahead, *other.labels), strict=True)
-    assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+    found = own.reading.tensors
+    assert found.keys() == other.reading.tensors.keys() >= {"tokens_BS", "positions_BS", "ahead 1", "documents_BS"}
+    for name, tensor in other.reading.tensors.items():
+        assert torch.equal(found[name], tensor), name
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(own.labels, other.labels, strict=True))
     assert not torch.equal(own.reading.tokens_BS, first.micro_batches[0].reading.tokens_BS)
 
 

@@ -363,3 +363,25 @@ def test_some_of_the_tensors_can_be_loaded(saved: CheckpointStore, monkeypatch: 
         saved.load(2, {"model.weight": whole(torch.zeros(7))}, all_of_it=False)
     with pytest.raises(CheckpointError, match=r"tensor model\.more; got none in the checkpoint"):
         saved.load(2, {"model.more": whole(torch.zeros(7))}, all_of_it=False)
+
+
+def test_what_waits_in_host_memory_shares_blocks_of_sizes_that_pinning_does_not_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"w{number}": torch.ones(3, 1 << 13) for number in range(40)}
+    tensors |= {f"low{number}": torch.ones(3, 1 << 13).bfloat16() for number in range(40)}
+    staged: dict[str, Part] = {}
+
+    def write(folder: Path, parts: Mapping[str, Part], rank: int) -> Written:
+        staged.update(parts)
+        return write_parts(folder, parts, rank)
+
+    write_parts = checkpoint.write_parts
+    monkeypatch.setattr(checkpoint, "write_parts", write)
+    store = CheckpointStore(tmp_path, keep=0, asynchronous=True)
+    store.save(1, _parts(tensors), {})
+    store.close()
+    storages = [part.tensor.untyped_storage() for part in staged.values()]
+    blocks = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    assert all(size.bit_count() == 1 for size in blocks.values())
+    assert sum(blocks.values()) < 1.15 * sum(tensor.nbytes for tensor in tensors.values())

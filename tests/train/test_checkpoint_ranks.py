@@ -207,3 +207,29 @@ def test_a_rank_that_is_killed_leaves_only_whole_checkpoints(tmp_path: Path) -> 
     store = CheckpointStore(tmp_path, keep=0, asynchronous=False)
     store.save(3, {"w": whole(torch.ones(2))}, {})
     assert _names(tmp_path) == ["step-000001", "step-000003"]
+
+
+def _newest_seen(folder: str, hidden: list[list[int]]) -> int | str | None:
+    """What ranks agree on, or their error, if each of them does not see some steps."""
+    store = _store(folder, asynchronous=False)
+    with pytest.MonkeyPatch.context() as patch:
+        steps = [step for step in store.steps() if step not in hidden[dist.get_rank()]]
+        patch.setattr(store, "steps", lambda: steps)
+        try:
+            return store.latest_of_all()
+        except CheckpointError as error:
+            return str(error)
+        finally:
+            store.close()
+
+
+def test_ranks_go_on_with_one_checkpoint_or_say_who_does_not_see_it(ranks: Pool, tmp_path: Path) -> None:
+    assert ranks.run(2, _newest_seen, str(tmp_path), [[], []]) == [None, None]
+    store = CheckpointStore(tmp_path, keep=0, asynchronous=False)
+    for step in (1, 2):
+        store.save(step, {"w": whole(torch.ones(2))}, {})
+    assert ranks.run(2, _newest_seen, str(tmp_path), [[], [1]]) == [2, 2]
+    for hidden, rank in (([[], [2]], 1), ([[1, 2], []], 0)):
+        first, second = ranks.run(2, _newest_seen, str(tmp_path), hidden)
+        assert first == second
+        assert f"not every rank sees {tmp_path}/step-000002; got 1 of 2 that do not: rank {rank}; fix: " in str(first)

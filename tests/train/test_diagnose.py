@@ -15,7 +15,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.holdings import holdings
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import layer_loads
-from penstock.train.diagnose import Finding, Origin, find_origin, layer_of
+from penstock.train.diagnose import NO_ORIGIN, Finding, Origin, find_origin, layer_of
 from penstock.train.loss import LossRule
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.step import StepRule
@@ -164,7 +164,8 @@ def test_a_finding_is_a_report_and_one_line(tmp_path: Path) -> None:
     origin = Origin(place="output", name="blocks.1.ffn", layer=1, micro_batch=0)
     path = tmp_path / "nonfinite.json"
     finding = Finding(figure="loss", value="nan", step=7, origin=origin, checkpoint="runs/a/checkpoints/step-000006")
-    assert str(finding.write(path)) == (
+    assert finding.write(path) is None
+    assert str(finding.error(path)) == (
         "the loss of step 7 is nan: it began in the output of blocks.1.ffn (layer 1), micro-batch 0; "
         f"fix: read {path}; newest checkpoint: runs/a/checkpoints/step-000006"
     )
@@ -172,5 +173,16 @@ def test_a_finding_is_a_report_and_one_line(tmp_path: Path) -> None:
     assert report["origin"] == {
         "place": "output", "name": "blocks.1.ffn", "layer": 1, "micro_batch": 0, "parameters": [],
     }  # fmt: skip
-    nothing = Finding(figure="loss", value="inf", step=1, origin=None, checkpoint=None)
-    assert "no memory was left to find out where it began" in str(nothing.write(path))
+    nothing = Finding(figure="loss", value="inf", step=1).error(path)
+    assert f"is inf: {NO_ORIGIN}; fix: read {path}; newest checkpoint: none" in str(nothing)
+
+
+def test_a_finding_that_cannot_be_written_is_an_error_that_says_both(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / "nonfinite.json"
+    finding = Finding(figure="loss", value="nan", step=7, unsaved="cannot write step-000006; got No space left")
+    unwritten = finding.write(path)
+    assert unwritten == f"cannot write {path}: No such file or directory"
+    assert str(finding.error(path, unwritten)) == (
+        f"the loss of step 7 is nan: {NO_ORIGIN}; nothing was saved: cannot write step-000006; got No space left; "
+        f"{unwritten}; fix: newest checkpoint: none"
+    )

@@ -1,18 +1,23 @@
 """Held-out loss is exact, and measuring changes nothing."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from penstock.base.errors import DeviceError
 from penstock.data.evaluation import Evaluation
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import layer_loads
+from penstock.parallel.symmetric import BufferSizes, Channel, SymmetricBuffers
 from penstock.train.evaluate import evaluate
 from penstock.train.loss import LossRule
 from penstock.train.observer import HeldOutLoss
+from tests.distributed.one_loss import layout, start_session
+from tests.distributed.pool import Pool
 from tests.train.tiny_run import cut_rule, one_rank, random_batch, tiny_run
 
 RULE = LossRule(depths=1, mtp_weight=0.3, z_weight=0.1, chunk_tokens=None)
@@ -67,3 +72,23 @@ def test_an_untrained_model_costs_what_a_uniform_guess_costs(tmp_path: Path) -> 
     run = tiny_run(tmp_path)
     run = run.model_copy(update={"model": run.model.model_copy(update={"initial_std": 1e-4})})
     assert math.isclose(measure(one_rank(run), rows_of(4)).loss, math.log(17), rel_tol=1e-4)
+
+
+def _one_is_late(late: int) -> str:
+    """What a rank says of an evaluation in which rank `late` waited in vain for other GPUs."""
+    session = start_session(layout("expert=2", "evaluation.rows=2"))
+    session.state.batches.close()
+    sizes = BufferSizes(tokens=1, top_k=1, row_bytes=16, ranks=1)
+    memory = torch.zeros(sizes.total_bytes, dtype=torch.uint8)
+    buffers = SymmetricBuffers(sizes, memory, [memory.data_ptr()], 0)
+    buffers.late.fill_(1 + Channel.BACK if session.axes.rank == late else 0)
+    assert session.held_out is not None
+    with pytest.raises(DeviceError) as raised:
+        evaluate(replace(session.model, buffers=buffers), session.held_out, session.rule.cut, session.rule.loss)
+    return str(raised.value)
+
+
+def test_a_wait_in_vain_for_other_gpus_ends_the_evaluation_of_every_rank(ranks: Pool) -> None:
+    first, second = ranks.run(2, _one_is_late, 1)
+    assert "no signal BACK" in second
+    assert first == "another rank waited in vain for the GPUs of its node; fix: look at what that rank says"

@@ -15,7 +15,7 @@ from penstock.config.model import GroupedQueryAttention
 from penstock.config.run import Run
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
-from penstock.models.huggingface.weights import load_huggingface, save_huggingface
+from penstock.models.huggingface.weights import load_huggingface
 from penstock.parallel.holding import whole
 from penstock.train import export
 from penstock.train.checkpoint import CheckpointStore
@@ -23,6 +23,7 @@ from penstock.train.export import INDEX_FILE, export_huggingface
 from penstock.train.state import identity_of
 from penstock.train.tensor_files import Entry, write_entries
 from tests.distributed.pool import Pool
+from tests.models.huggingface.saved import save_huggingface
 from tests.parallel.test_messages import world
 from tests.train.layouts import Layout, ranks_of
 from tests.train.small_model import holdings_of

@@ -1,11 +1,13 @@
 """What each rank reads of a step's rows is its part of what one rank reads of them."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.base.errors import DataError
 from penstock.kernels.reference import IGNORED_LABEL
@@ -18,6 +20,7 @@ from tests.distributed.pool import Pool
 from tests.train.tiny_run import cut_rule, random_batch
 
 LENGTH, DEPTHS = 16, 2
+META = torch.device("meta")
 
 
 def _places(context: int, method: Method = "all-gather") -> list[tuple[int, ...]]:
@@ -85,21 +88,70 @@ def test_borders_are_for_our_queries_and_all_keys() -> None:
     whole_BSS = attention_borders(batch.documents_BS)
     assert whole_BSS is not None
     for places in _places(2):
-        allowed_BSS = read(batch, _of(places)).reading.allowed_BSS
+        allowed_BSS = read(batch, _of(places)).reading.allowed_BSS()
         assert allowed_BSS is not None
         assert torch.equal(allowed_BSS, whole_BSS[:, places])
 
 
 def test_borders_are_whole_where_ranks_divide_heads() -> None:
     batch = random_batch(2, LENGTH, documents=True)
-    reading = read(batch, _of(_places(2, "ulysses")[1], sees_row=True)).reading
+    allowed_BSS = read(batch, _of(_places(2, "ulysses")[1], sees_row=True)).reading.allowed_BSS()
     whole_BSS = attention_borders(batch.documents_BS)
-    assert reading.allowed_BSS is not None and whole_BSS is not None
-    assert torch.equal(reading.allowed_BSS, whole_BSS)
+    assert allowed_BSS is not None and whole_BSS is not None
+    assert torch.equal(allowed_BSS, whole_BSS)
+
+
+def test_borders_are_causal_and_inside_a_document() -> None:
+    documents_BS = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 2]])
+    allowed_BSS = attention_borders(documents_BS)
+    assert allowed_BSS is not None
+    causal_SS = torch.ones(4, 4, dtype=torch.bool).tril()
+    assert torch.equal(allowed_BSS, (documents_BS[:, :, None] == documents_BS[:, None, :]) & causal_SS)
+
+
+def _copied(of: CutRule) -> list[tuple[int, bool]]:
+    """What a cut copies to a device: numbers in each copy, and whether the host goes on at once."""
+    copies: list[tuple[int, bool]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func is torch.ops.aten._to_copy.default and kwargs.get("device") == META:
+                copies.append((args[0].numel(), bool(kwargs.get("non_blocking"))))
+            return func(*args, **kwargs)
+
+    with Watch():
+        cut(random_batch(4, LENGTH, documents=True), replace(of, device=META))
+    return copies
+
+
+@pytest.mark.parametrize("sees_row", [False, True])
+def test_what_is_copied_grows_with_the_row_and_not_its_square_and_nobody_waits(sees_row: bool) -> None:
+    method: Method = "ulysses" if sees_row else "all-gather"
+    for of in (cut_rule(1, DEPTHS), _of(_places(2, method)[1], sees_row=sees_row)):
+        copies = _copied(of)
+        assert len(copies) > 4 * 2 * (1 + DEPTHS)
+        assert max(numbers for numbers, _ in copies) <= LENGTH
+        assert all(goes_on for _, goes_on in copies)
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_a_gpu() -> None:
+    rule = replace(_of(_places(2)[1]), device=torch.device("cuda", torch.cuda.current_device()))
+    batch = random_batch(2, LENGTH, documents=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        allowed_BSS = [part.reading.allowed_BSS() for part in cut(batch, rule).micro_batches]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    whole_BSS = attention_borders(batch.documents_BS)
+    assert whole_BSS is not None
+    found = [one.cpu() for one in allowed_BSS if one is not None]
+    assert torch.equal(torch.cat(found), whole_BSS[:, _places(2)[1]])
 
 
 def test_without_documents_there_are_no_borders() -> None:
-    assert read(random_batch(1, LENGTH), cut_rule(1)).reading.allowed_BSS is None
+    assert read(random_batch(1, LENGTH), cut_rule(1)).reading.allowed_BSS() is None
 
 
 def test_micro_batches_are_the_rows_in_order_with_their_share() -> None:

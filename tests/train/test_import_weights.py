@@ -14,7 +14,6 @@ from penstock.config.training import Training
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.stored import WeightFolder
-from penstock.models.huggingface.weights import save_huggingface
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.export import export_huggingface
 from penstock.train.import_weights import Upcycling, import_weights, model_in
@@ -24,6 +23,7 @@ from penstock.train.setup import prepare
 from tests.distributed.one_loss import BASE, Saved, Trace, put_together, saved_by, start_session
 from tests.distributed.pool import Pool
 from tests.models.huggingface.family_models import VARIANTS
+from tests.models.huggingface.saved import save_huggingface
 from tests.train.tiny_run import ENVIRONMENT, tiny_run
 
 CPU = torch.device("cpu")

@@ -1,5 +1,6 @@
 """The loop: what is due when, who is told, and that a run goes on as if it had never stopped."""
 
+import errno
 import gc
 import json
 import math
@@ -17,8 +18,9 @@ from penstock.config.model import Balance
 from penstock.config.run import Run
 from penstock.config.training import Checkpoint, Evaluation, Training
 from penstock.models.rank_model import RankModel
-from penstock.train import loop
+from penstock.train import checkpoint, loop
 from penstock.train.loop import Progress, open_store, resume, train_run
+from penstock.train.manifest import Written
 from penstock.train.metrics import MetricsFile
 from penstock.train.observer import Observer, RunEnd, StepReport
 from penstock.train.run_folder import RunFolder, create_run_folder
@@ -286,6 +288,13 @@ def _spoil(y_RD: Tensor, place: str) -> Tensor:
 def test_the_state_before_a_first_step_that_is_not_finite_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    spoil_the_first_step(monkeypatch)
+    with pytest.raises(NonFiniteError, match="newest checkpoint: .*step-000000"):
+        start(tiny_run(tmp_path))
+    assert (tmp_path / "tiny" / "checkpoints" / "step-000000").is_dir()
+
+
+def spoil_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     real = loop.train_step
 
     def spoiled(model: RankModel, *rest: object) -> object:
@@ -293,9 +302,41 @@ def test_the_state_before_a_first_step_that_is_not_finite_is_saved(
         return real(model, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loop, "train_step", spoiled)
-    with pytest.raises(NonFiniteError, match="newest checkpoint: .*step-000000"):
-        start(tiny_run(tmp_path))
-    assert (tmp_path / "tiny" / "checkpoints" / "step-000000").is_dir()
+
+
+def test_a_run_without_checkpoints_saves_none_when_a_step_is_not_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_the_first_step(monkeypatch)
+    with pytest.raises(NonFiniteError, match=r"step 1 is nan: it began in the output of norm.*newest checkpoint: none"):
+        start(tiny_run(tmp_path, checkpoint=Checkpoint(enabled=False)))
+    assert not RunFolder(tmp_path / "tiny").checkpoints.exists()
+    assert json.loads(RunFolder(tmp_path / "tiny").nonfinite.read_text())["checkpoint"] is None
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_does_not_hide_a_step_that_is_not_finite(
+    asynchronous: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = RunFolder(tmp_path / "tiny").nonfinite
+    known: list[dict[str, object]] = []
+
+    def no_space(*arguments: object) -> Written:
+        known.append(json.loads(path.read_text()))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_parts", no_space)
+    spoil_the_first_step(monkeypatch)
+    message = (
+        r"^the loss of step 1 is nan: it began in the output of norm, micro-batch 0; nothing was saved: "
+        r"cannot write \S+step-000000; got No space left on device; fix: read \S+; newest checkpoint: none$"
+    )
+    with pytest.raises(NonFiniteError, match=message):
+        start(tiny_run(tmp_path, checkpoint=Checkpoint(asynchronous=asynchronous)))
+    assert [(report["figure"], report["value"], report["origin"]) for report in known] == [("loss", "nan", None)]
+    report = json.loads(path.read_text())
+    assert report["origin"]["name"] == "norm"
+    assert "No space left on device" in report["unsaved"]
 
 
 def test_an_update_that_spoils_the_model_is_found_by_the_next_evaluation(

@@ -21,7 +21,7 @@ from penstock.layout.grid import Grid
 from penstock.layout.pieces import Cut, Piece
 from penstock.parallel.axes import Axes, make_axes
 from penstock.parallel.holding import Holding, Part
-from penstock.parallel.shard import accumulate_only, shard_fully
+from penstock.parallel.shard import shard_fully
 from penstock.train.optimizer import MasterAdamW
 from tests.distributed.pool import Pool
 from tests.train.small_model import SETTINGS, holdings_of
@@ -47,7 +47,6 @@ class Case:
     parallel: Parallel
     bf16: bool = False
     bucket_values: int | None = None
-    accumulate: bool = False
     offload: bool = False
 
     @property
@@ -178,7 +177,6 @@ def _train(case: Case) -> Outcome:
     for step in range(STEPS):
         optimizer.zero_gradients()
         for micro in range(MICRO_BATCHES):
-            accumulate_only(model, case.accumulate and micro + 1 < MICRO_BATCHES)
             place = axes.dense_data.rank, tensor.rank
             given = {name: take(name, _gradient(name, step, micro, *place)) for name in SHAPES}
             model(torch.zeros(()), given).backward()
@@ -218,8 +216,8 @@ def _cases() -> list[Case]:
         Case(Parallel.model_validate({"shard": shard}), bf16=True, offload=True)
         for shard in ("none", "optimizer", "full")
     ]
-    cases.append(Case(Parallel(shard="full", reshard="backward", prefetch=2), bf16=True, accumulate=True))
-    cases.append(Case(Parallel(shard="full", prefetch=0, reduce="bf16"), bf16=True, accumulate=True))
+    cases.append(Case(Parallel(shard="full", reshard="backward", prefetch=2), bf16=True))
+    cases.append(Case(Parallel(shard="full", prefetch=0, reduce="bf16"), bf16=True))
     return cases
 
 

@@ -18,6 +18,7 @@ TOTAL = 100_000.0
 def costs(rank: int = 0, **spent: Any) -> RankCosts:
     """A rank of 100 ms; what nothing else takes is computing."""
     losses = {"exposed_communication_us": 0.0, "exposed_copies_us": 0.0, "idle_us": 0.0} | spent
+    losses = {"computing_us": {"experts": 2_000.0}} | losses
     compute = TOTAL - sum(losses[name] for name in ("exposed_communication_us", "exposed_copies_us", "idle_us"))
     return RankCosts(rank=rank, total_us=TOTAL, compute_us=compute, **losses)
 

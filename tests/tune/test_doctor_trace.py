@@ -68,7 +68,7 @@ def test_hosts_that_stall_are_the_wall(tmp_path: Path) -> None:
     evidence, verdict = examined(make(Job(stall_us=1_300.0)), tmp_path)
     assert verdict.wall == "host"
     assert verdict.then == ("communication",)
-    assert verdict.remedies[0].change == 'graphs.capture="passes"'
+    assert verdict.remedies[0].rule == "launches-in-one-call"
     assert 0 < evidence.mean("sync_idle_us") < evidence.mean("idle_us")
 
 

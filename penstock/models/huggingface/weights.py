@@ -1,17 +1,14 @@
 """Whole models in and out of Hugging Face's form, bit for bit."""
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.base.errors import CheckpointError
 from penstock.config.model import Model
 from penstock.models.decoder import Decoder
-from penstock.models.huggingface.config import huggingface_config
 from penstock.models.huggingface.families import family_of
 from penstock.models.huggingface.names import WeightName, weight_names
 from penstock.models.huggingface.stored import WeightFolder
@@ -90,21 +87,6 @@ def _refuse_unless_equal(expected: set[str], given: set[str]) -> None:
             got=f"missing {missing[:2]}, unknown {extra[:2]}",
             fix="choose the preset that these weights belong to",
         )
-
-
-def save_huggingface(model: Decoder, folder: Path, positions: int | None = None) -> None:
-    """Write `config.json` and `model.safetensors`, which `transformers` loads.
-
-    Args:
-        model: the whole model.
-        folder: is made.
-        positions: as of `huggingface_config`.
-    """
-    fields = huggingface_config(model.config, positions) | {"dtype": str(model.head_VD.dtype).removeprefix("torch.")}
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.contiguous() for name, tensor in to_huggingface(model)}
-    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def load_huggingface(model: Decoder, folder: Path) -> None:

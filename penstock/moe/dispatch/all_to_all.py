@@ -8,7 +8,7 @@
 
 Where several ranks hold a part of each expert ("expert tensor parallelism"), a slot becomes one slot for each part,
 with the same weight: a row travels to all of them and the sum at the token adds up what the parts give.
-`ExpertPlacement` numbers the parts as virtual experts.
+penstock/layout/experts.py says how the parts are numbered as virtual experts.
 
 `AllToAllDispatcher` sends the rows that there are, so the host must know their numbers before it can go on.
 `PaddedAllToAllDispatcher` sends the capacity for every expert: all shapes are known, and nothing is asked. It also
@@ -180,7 +180,7 @@ def each_part(routing: Routing, placement: ExpertPlacement) -> Routing:
 
     Args:
         routing: by expert.
-        placement: numbers the parts.
+        placement: of the experts.
     """
     parts = placement.expert_tensor
     if parts == 1:
@@ -188,7 +188,8 @@ def each_part(routing: Routing, placement: ExpertPlacement) -> Routing:
     e = placement.per_place
     experts_TK1 = routing.experts_TK[:, :, None]
     part = torch.arange(parts, device=experts_TK1.device)
-    virtual = (experts_TK1 // e * parts + part) * e + experts_TK1 % e  # ExpertPlacement.virtual
+    place = experts_TK1 // e * parts + part
+    virtual = place * e + experts_TK1 % e
     weights = routing.weights_TK[:, :, None].expand(-1, -1, parts)
     return Routing(weights.flatten(1), virtual.clamp(max=placement.virtual_experts).flatten(1))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
+from torch.utils._pytree import register_dataclass
 
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.reference import RowOrder
@@ -45,6 +46,11 @@ class ExpertRows:
     places_NK: Tensor | None = None
     quantized: Quantized | None = None
     only_last: bool = False
+
+
+# FSDP2 frees gathered experts once their inputs have gradients. Before torch 2.13 it finds these with `tree_flatten`
+# alone, which does not look into a dataclass that it does not know: experts would stay gathered until backward ends.
+register_dataclass(ExpertRows)
 
 
 @dataclass(frozen=True)

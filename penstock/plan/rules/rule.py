@@ -5,7 +5,7 @@ Four kinds:
     legal    the run would be refused when it is loaded or started; `by` names the function that refuses it
     prune    a layout that a search does not project, because another one does the same with less
     order    a layout that is projected only if none that comes before it fits; such a rule has a `rank` too
-    advice   the layout stays, and whoever asks is told
+    advice   the layout stays, and `penstock plan --layout` says so
 
 A reason is one line with the numbers of the case in it. None means that the rule has nothing against these sizes.
 """

@@ -11,10 +11,11 @@ from penstock.base.errors import CheckpointError
 from penstock.config.model import Model
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.names import weight_names
-from penstock.models.huggingface.weights import from_huggingface, load_huggingface, save_huggingface, to_huggingface
+from penstock.models.huggingface.weights import from_huggingface, load_huggingface, to_huggingface
 from tests.models.families import in_transformers, tiny_decoder, tiny_model
 from tests.models.huggingface.family_models import V3, VARIANTS, gpt_oss, moe
 from tests.models.huggingface.parity import unsettled
+from tests.models.huggingface.saved import save_huggingface
 
 FIRSTS = {name: config for name, config in VARIANTS.items() if "," not in name}
 """One model of each family."""
