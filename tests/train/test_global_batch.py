@@ -136,6 +136,7 @@ def test_what_is_copied_grows_with_the_row_and_not_its_square_and_nobody_waits(s
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_host_does_not_wait_for_a_gpu() -> None:
     rule = replace(_of(_places(2)[1]), device=torch.device("cuda", torch.cuda.current_device()))
     batch = random_batch(2, LENGTH, documents=True)
