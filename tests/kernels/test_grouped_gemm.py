@@ -20,7 +20,7 @@ from penstock.kernels.grouped_gemm import (
 )
 from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
 from penstock.kernels.tile_table import tile_table
-from penstock.kernels.tuning import GROUPED_GEMM, GemmLaunch, GemmProduct, target_of
+from penstock.kernels.tuning import GROUPED_GEMM, GemmLaunch, GemmProduct, in_triton, target_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
 from tests.kernels.parity import assert_close, assert_parity
 
@@ -253,11 +253,11 @@ def depths(product: GemmProduct, launch: GemmLaunch) -> tuple[bool, ...]:
 
 
 CHOICES = [
-    pytest.param(target, product, launch, whole, id=f"{target}-{product}-{launch.block_columns}-{whole}")
+    pytest.param(target, product, in_triton(launch), whole, id=f"{target}-{product}-{launch.block_columns}-{whole}")
     for target, products in GROUPED_GEMM.items()
     for product, launches in products.items()
     for _, launch in launches
-    for whole in depths(product, launch)
+    for whole in depths(product, in_triton(launch))
 ]
 FORWARDS = [choice for choice in CHOICES if choice.values[1].startswith("forward")]
 

@@ -136,8 +136,18 @@ def test_what_the_kernel_cannot_do_is_said_and_done_in_triton() -> None:
     assert "float16" in str(obstacle(dy_RF.half(), None, "sm_90"))
     assert "gathered" in str(obstacle(dy_RF, index_R, "sm_90"))
     assert not isinstance(in_triton(RING), RingLaunch) and in_triton(RING).copy_gathered
-    triton = GROUPED_GEMM["sm_90"]["weight_gradient_accumulated"][0][1]
-    assert in_triton(triton) is triton
+    assert in_triton(in_triton(RING)) == in_triton(RING)
+
+
+def test_hopper_adds_gradients_through_a_ring_and_no_other_chip_does() -> None:
+    taken = {
+        target
+        for target, products in GROUPED_GEMM.items()
+        for launches in products.values()
+        if any(isinstance(launch, RingLaunch) for _, launch in launches)
+    }
+    assert taken == {"sm_90"}
+    assert GROUPED_GEMM["sm_90"]["weight_gradient_accumulated"] == ((0, RINGS["ring_square"]),)
 
 
 def test_a_tile_stands_where_so_fewer_cover_a_matrix() -> None:

@@ -78,10 +78,11 @@ def test_where_nobody_reads_the_tail_only_its_last_row_is_set_to_zero(device: to
     assert last[63:79].eq(7).all() and last[79].eq(0).all()
 
 
-def launches_on(device: torch.device, product: Product) -> dict[str, ProductLaunch]:
-    """What a GPU's table takes, and all that is tried there."""
+def launches_on(device: torch.device, product: Product, dtype: torch.dtype) -> dict[str, ProductLaunch]:
+    """What a GPU's table takes; and where results are of 16 bits, for which they are made, all that is tried there."""
     target = target_of(device)
-    return {"table": PRODUCTS[target][product], **CANDIDATES.get(target, {}).get(product, {})}
+    tried = CANDIDATES.get(target, {}).get(product, {}) if dtype == torch.bfloat16 else {}
+    return {"table": PRODUCTS[target][product], **tried}
 
 
 @pytest.mark.gpu
@@ -99,7 +100,7 @@ def test_every_launch_of_a_gpu_writes_where_rows_are_kept_and_nothing_beside_it(
     around = rows_SF[before - first :]
     index: dict[Product, Tensor | None] = {"rows": None, "rows_gathered": torch.randint(room, (room,), device=device)}
     for product, index_R in index.items():
-        for name, launch in launches_on(device, product).items():
+        for name, launch in launches_on(device, product, dtype).items():
             multiply = partial(multiply_groups, x, w, counts_e, index_R, dtype=dtype, launch=launch)
             rows_SF.fill_(5)
             own_RN, kept_SF = multiply(), multiply(keep=place)
@@ -115,7 +116,7 @@ def test_every_launch_of_a_gpu_sets_the_last_row_of_the_tail_to_zero(device: tor
     counts_e = torch.tensor([130, 0, 70], device=device)
     x, w = draw_rows(400, 640, BLOCKWISE, device), draw_weight(BLOCKWISE, device, 3, 384, 640)
     tiles = tile_table(counts_e, 400)
-    for name, launch in launches_on(device, "rows").items():
+    for name, launch in launches_on(device, "rows", torch.bfloat16).items():
         whole, last = (torch.full((400, 384), 7.0, dtype=torch.bfloat16, device=device) for _ in range(2))
         _launch_rows(x, w, whole, None, tiles, launch, "promoted", None)
         _launch_rows(x, w, last, None, replace(tiles, only_last=True), launch, "promoted", None)
@@ -142,8 +143,9 @@ def test_a_gpu_reads_kept_rows_of_16_bits_where_they_stand(before: int, device: 
     rest = (weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, form, form)
     for name, launch in BACKWARD_LAUNCHES.items():
         back, kept_back = (swiglu_backward(one, *rest, launch=launch) for one in (own_RF, place))
-        for found, expected, rows in zip(kept_back[:3], back[:3], (used, None, None), strict=True):
-            assert_same(found, expected, rows)
+        assert_same(kept_back.d_gate_up, back.d_gate_up, used)
+        for found, expected in zip(kept_back[1:3], back[1:3], strict=True):
+            assert_same(without_tail(found, counts_e), without_tail(expected, counts_e))
         assert torch.equal(kept_back.dweights_R, back.dweights_R), name
 
 
