@@ -14,7 +14,7 @@ def curves(result: Result) -> str:
     first = numbers["cases"][0]
     sizes = f"{numbers['steps']:,} steps, {first['tokens'] / 1e6:.1f} M tokens"
     lines = [
-        f"`{result['command']}`, commit `{result['commit']}`: {sizes}.",
+        f"`{result['command']}`, commit `{result['commit']}`: {sizes}{_seeds(numbers['cases'])}.",
         "",
         "| recipe of dense products and experts | loss of the last steps | beside none | held-out loss | beside none |",
         "|---|---:|---:|---:|---:|",
@@ -22,11 +22,28 @@ def curves(result: Result) -> str:
     for case in numbers["cases"]:
         held_out = case["held_out_loss"]
         name = "none in 8 bits" if case["case"] == "none" else f"`{case['case']}`"
+        # Results of one run a case say nothing of seeds, and of held-out text only the loss.
+        beside = case["held_out_difference"] if "seeds" in case else held_out / first["held_out_loss"] - 1
         lines.append(
-            f"| {name} | {case['last_loss']:.4f} | {case['difference']:+.2%} | {held_out:.4f} "
-            f"| {held_out / first['held_out_loss'] - 1:+.2%} |"
+            f"| {name} | {case['last_loss']:.4f} | {_difference(case['difference'], case.get('difference_error'))} "
+            f"| {_figure(held_out, '.4f')} | {_difference(beside, case.get('held_out_error'))} |"
         )
     return "\n".join(lines)
+
+
+def _seeds(cases: list[dict[str, Any]]) -> str:
+    """Behind the size of the runs: how many seeds a case has, where one has several."""
+    counts = {case["case"]: len(case.get("seeds", ["one"])) for case in cases}
+    if max(counts.values()) == 1:
+        return ""
+    same = len(set(counts.values())) == 1
+    each = str(counts[cases[0]["case"]]) if same else ", ".join(f"{count} (`{name}`)" for name, count in counts.items())
+    return f", seeds a case: {each}; differences are means over seeds +- their standard error"
+
+
+def _difference(share: float | None, error: float | None) -> str:
+    # The first case is nothing beside itself for every seed.
+    return _figure(share, "+.2%") + (f" +- {error:.2%}" if error else "")
 
 
 INPUTS = {
@@ -126,8 +143,8 @@ def _uncaptured(rows: list[dict[str, Any]]) -> list[str]:
     return ["", f"Launched from Python and not replayed by a graph: {', '.join(ways)}."] if ways else []
 
 
-def _figure(tflops: float | None) -> str:
-    return "-" if tflops is None else f"{tflops:.0f}"
+def _figure(value: float | None, form: str = ".0f") -> str:
+    return "-" if value is None else f"{value:{form}}"
 
 
 def networks(result: Result) -> str:

@@ -6,6 +6,7 @@ Each function of `TABLES` takes the whole result and gives Markdown. What the pr
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import geometric_mean
 from typing import Any
 
 BAR_OVER_BMM = 1.00
@@ -19,6 +20,8 @@ BAR_LOSS_GIB = 2.0
 BAR_COPY = 0.80
 
 MEAN = "geometric mean"
+TAKEN_RING = "ring_square"
+"""The launch of `penstock.kernels.tuning.RINGS` that the table of sm_90 takes."""
 COMPILED = "torch.compile, full logits"
 
 Result = dict[str, Any]
@@ -186,8 +189,33 @@ def pointwise(result: Result) -> str:
     return "\n".join(lines)
 
 
+def weight_gradient_rings(result: Result) -> str:
+    """TFLOP/s of weight gradients by Triton's kernel, by the launch that Hopper's table takes and by cuBLAS."""
+    rows = []
+    for row in result["numbers"]["rows"]:
+        tflops, taken = row["tflops"], row["tflops"][TAKEN_RING]
+        speeds = (f"{taken / tflops['triton']:.2f}", f"{taken / tflops['mm']:.2f}")
+        rows.append((row["case"], *(f"{tflops[name]:.0f}" for name in ("triton", TAKEN_RING, "mm")), *speeds))
+    table = _table(("case", "Triton", "ring", "mm", "/ Triton", "/ mm"), "lrrrrr", rows)
+    return f"{origin(result)}\n\n{table}"
+
+
+def weight_gradient_launches(result: Result) -> str:
+    """Every launch of the ring over Triton's kernel, in the mean."""
+    rows = []
+    for name in result["numbers"]["checks"]:
+        ratios: dict[bool, list[float]] = {True: [], False: []}
+        for row in result["numbers"]["rows"]:
+            ratios[row["balanced"]].append(row["tflops"][name] / row["tflops"]["triton"])
+        means = (f"{geometric_mean(ratios[balanced]):.3f}" for balanced in (True, False))
+        rows.append((f"`{name}`" + " (taken)" * (name == TAKEN_RING), *means))
+    return f"{origin(result)}\n\n{_table(('launch', 'balanced', 'skewed'), 'lrr', rows)}"
+
+
 TABLES: dict[str, Callable[[Result], str]] = {
     "origin": origin,
+    "weight_gradient_rings": weight_gradient_rings,
+    "weight_gradient_launches": weight_gradient_launches,
     "grouped_gemm_bars": grouped_gemm_bars,
     "grouped_gemm_products": grouped_gemm_products,
     "expert_block": expert_block,
