@@ -1,15 +1,19 @@
-"""Loss curves in 16 and in 8 bits: the same run, seed and text, once for each recipe.
+"""Loss curves in 16 and in 8 bits: the same runs, seeds and text, once for each recipe.
 
-python -m benchmarks.float8_curves --output benchmarks/results/float8-curves-debug.json
-python -m benchmarks.float8_curves --target benchmarks/float8_curves.toml --cases none rows-2 --output one.json
+python -m benchmarks.float8_curves --target benchmarks/float8_curves_debug.toml --cases none rows-16 blockwise \
+    --seeds 0 1 2 3 --parallel 6 --output benchmarks/results/float8-curves-calm.json
+python -m benchmarks.float8_curves --target benchmarks/float8_curves.toml --cases none rows-8 --output one.json
 python -m benchmarks.float8_curves --target benchmarks/float8_curves.toml --cases blockwise --output two.json
 python -m benchmarks.float8_curves --cases --add-to one.json two.json --output c.json
 
-The last line trains nothing and joins what two GPUs have trained. benchmarks/float8_curves.toml is a model of 1.3 B
-parameters, for which text is best packed beforehand (`--set data.source=packed ...`).
+The last line trains nothing and joins what two GPUs have trained, cases and seeds. A run that a file of `--add-to` has
+is not trained again: a benchmark that was ended goes on from its own output. benchmarks/float8_curves.toml is a model
+of 1.3 B parameters, for which text is best packed beforehand (`--set data.source=packed ...`).
 
-What is a difference worth? Case `rows-2` makes passes of so many rows instead of the preset's: the same run, whose sums
-are rounded in another order. Case `bf16` is the run in bfloat16, which a debug preset in float32 is not.
+What is a difference worth? Every case is trained once for each seed and held against the first case's run of the same
+seed, which began with the same weights and read the same text; the standard error over the seeds is beside the mean.
+Case `rows-2` makes passes of so many rows instead of the target's: the same run, whose sums are rounded in another
+order. Case `bf16` is the run in bfloat16, which a debug preset in float32 is not.
 
 A case is a recipe for dense products and experts; `+dispatch` behind it sends rows in 8 bits too, those of
 `blockwise-square` as `blockwise`. The last loss is the mean over the last `--last` steps, because a single one depends
@@ -21,14 +25,19 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from math import sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks import record
+from penstock.config.load import load_run
+
+Case = dict[str, Any]
+"""As in the file: its name, the figures of each seed, means over the seeds, and what they are beside the first case."""
 
 CASES = ("none", "blockwise", "blockwise-e5m2", "blockwise-square", "tensorwise", "rowwise", "mxfp8", "nvfp4")
 E5M2 = "-e5m2"
@@ -39,36 +48,179 @@ POINTS = 200
 
 
 def main() -> None:
-    """Train every case and compare each with the first."""
+    """Train every case with every seed and hold each against the first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="debug", help="preset or TOML file")
+    parser.add_argument("--target", help="preset or TOML file (default: that of --add-to, or debug)")
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="overrides of every case")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, help="of each run (default: those of --add-to, or 2000)")
     parser.add_argument("--last", type=int, default=100, help="steps whose mean is the last loss")
     parser.add_argument("--cases", nargs="*", default=list(CASES))
+    parser.add_argument("--seeds", nargs="+", type=int, help="each case is trained with each (default: the target's)")
     parser.add_argument(
         "--add-to", type=Path, nargs="*", default=[], help="earlier results of the same run, whose cases are kept"
     )
     parser.add_argument("--folder", type=Path, help="for the runs; without it they are not kept")
-    parser.add_argument("--parallel", type=int, default=1, help="cases that run at once")
-    parser.add_argument("--timeout", type=float, default=None, help="seconds after which a case is ended")
+    parser.add_argument("--parallel", type=int, default=1, help="runs at once")
+    parser.add_argument("--timeout", type=float, default=None, help="seconds after which a run is ended")
     record.add_arguments(parser)
     options = parser.parse_args()
-    cases = [case for file in options.add_to for case in json.loads(file.read_text("utf-8"))["numbers"]["cases"]]
-    for case in cases:
-        _add(options, case, cases)
-    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(options.parallel) as pool:
-        trained = pool.map(partial(_train, options, folder=options.folder or Path(temporary)), options.cases)
-        for case, lines in zip(options.cases, trained, strict=True):
-            cases.append(_figures(case, lines, options.last))
-            _add(options, cases[-1], cases)
+    curves = joined(options.add_to, target=options.target, steps=options.steps)
+    options.target, options.steps = curves.target, curves.steps
+    curves.order += options.cases
+    if options.cases and options.seeds is None:
+        options.seeds = [load_run(options.target, [f"training.steps={options.steps}", *options.set]).seed]
+    # Seed by seed: a benchmark that is ended has whole seeds.
+    wanted = dict.fromkeys((case, seed) for seed in options.seeds or [] for case in options.cases)
+    pairs = [pair for pair in wanted if not curves.has(*pair)]
+    if not pairs:
+        # The machine that joins says nothing of those that trained.
+        record.write(options, curves.numbers(), **curves.environment)
+    failed = _train_all(options, pairs, curves)
+    print("\n".join(_row(case) for case in curves.numbers()["cases"]))
+    if failed:
+        raise SystemExit(f"{failed} of {len(pairs)} runs failed")
 
 
-def _add(options: argparse.Namespace, case: dict[str, Any], cases: list[dict[str, Any]]) -> None:
-    """Hold a case against the first one, print it, and write all so far."""
-    case["difference"] = case["last_loss"] / cases[0]["last_loss"] - 1
-    print(_row(case), flush=True)
-    record.write(options, {"target": options.target, "steps": options.steps, "cases": cases})
+@dataclass
+class Curves:
+    """All that was trained so far.
+
+    Attributes:
+        target: preset or file of all runs.
+        steps: of each run.
+        cases: of each name, without what they are beside the first.
+        order: names in the order of the file, some more than once; all are held against the first.
+        failed: runs that gave nothing, by case and seed, and why.
+        environment: of the first file that was joined.
+    """
+
+    target: str
+    steps: int
+    cases: dict[str, Case] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    failed: dict[tuple[str, int], str] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    def has(self, case: str, seed: int) -> bool:
+        """Whether this run is there."""
+        return case in self.cases and any(run["seed"] == seed for run in self.cases[case]["seeds"])
+
+    def add(self, case: Case) -> None:
+        """Take a case, or further seeds of one that is there.
+
+        Raises:
+            ValueError: a seed of it is there already, or its curve has other steps.
+        """
+        name = case["case"]
+        self.cases[name] = united(self.cases[name], case) if name in self.cases else case
+        self.order.append(name)
+
+    def numbers(self) -> dict[str, Any]:
+        """What the file says: every case beside the first one, which may not be there yet."""
+        names = [name for name in dict.fromkeys(self.order) if name in self.cases]
+        first = self.order[0] if self.order else ""
+        failed = [
+            {"case": case, "seed": seed, "why": why}
+            for (case, seed), why in self.failed.items()
+            if not self.has(case, seed)
+        ]
+        cases = [compared(self.cases[name], self.cases.get(first)) for name in names]
+        return {"target": self.target, "steps": self.steps, "first": first, "cases": cases, "failed": failed}
+
+
+def joined(files: Sequence[Path], *, target: str | None = None, steps: int | None = None) -> Curves:
+    """Join results of one target: cases, and the seeds of each case.
+
+    Args:
+        files: results with seeds.
+        target: what they must have trained, if it is given.
+        steps: how long.
+
+    Returns:
+        All of it; without files nothing yet of the preset `debug` and 2,000 steps, or of what is given.
+
+    Raises:
+        ValueError: the files are of different runs, or name no seeds, or have the same run twice.
+    """
+    nothing: dict[str, Any] = {"numbers": {"target": "debug", "steps": 2000}, "environment": {}}
+    results = {file: json.loads(file.read_text("utf-8")) for file in files}
+    found = next(iter(results.values()), nothing)
+    curves = Curves(
+        target=found["numbers"]["target"] if target is None else target,
+        steps=found["numbers"]["steps"] if steps is None else steps,
+        environment=found["environment"],
+    )
+    for file, result in results.items():
+        numbers = result["numbers"]
+        for name, wanted in (("target", curves.target), ("steps", curves.steps)):
+            if numbers[name] != wanted:
+                raise ValueError(f"{name} of {file}: got {numbers[name]}; allowed: {wanted}; fix: join one kind of run")
+        if any("seeds" not in case for case in numbers["cases"]):
+            raise ValueError(f"cases of {file} have no seeds: an earlier benchmark wrote it; fix: train them again")
+        curves.order.append(numbers["first"])
+        for case in numbers["cases"]:
+            curves.add(case)
+        curves.failed |= {(one["case"], one["seed"]): one["why"] for one in numbers["failed"]}
+    return curves
+
+
+def united(one: Case, other: Case) -> Case:
+    """One case of the seeds of two.
+
+    Raises:
+        ValueError: they have a seed in common, or curves of different steps.
+    """
+    name = one["case"]
+    seeds = sorted([*one["seeds"], *other["seeds"]], key=lambda run: run["seed"])
+    twice = {run["seed"] for run in one["seeds"]} & {run["seed"] for run in other["seeds"]}
+    if twice:
+        raise ValueError(f"case {name} has seeds {sorted(twice)} twice; allowed: once; fix: leave out one of the files")
+    if [step for step, _ in one["curve"]] != [step for step, _ in other["curve"]]:
+        raise ValueError(f"curves of case {name} have other steps; allowed: the same; fix: join runs of one length")
+    weight = len(one["seeds"]) / len(seeds)
+    curve = [
+        [step, weight * loss + (1 - weight) * also]
+        for (step, loss), (_, also) in zip(one["curve"], other["curve"], strict=True)
+    ]
+    return one | _means(seeds) | {"curve": curve, "seeds": seeds}
+
+
+def compared(case: Case, first: Case | None) -> Case:
+    """A case with its differences from the first one, and their standard errors.
+
+    Args:
+        case: what is compared.
+        first: with what; None if it is not there.
+
+    Returns:
+        The case with `difference`, `difference_error`, `held_out_difference` and `held_out_error`: the mean over the
+        seeds that both have of how much larger its loss is, as a share of the first one's, and its standard error. The
+        mean is None without such a seed, the error with fewer than two.
+    """
+    last, last_error = _beside(case, first, "last_loss")
+    held_out, held_out_error = _beside(case, first, "held_out_loss")
+    return case | {
+        "difference": last,
+        "difference_error": last_error,
+        "held_out_difference": held_out,
+        "held_out_error": held_out_error,
+    }
+
+
+def _beside(case: Case, first: Case | None, figure: str) -> tuple[float | None, float | None]:
+    bases = {run["seed"]: run[figure] for run in ([] if first is None else first["seeds"])}
+    both = [(run[figure], bases.get(run["seed"])) for run in case["seeds"]]
+    more = [loss / base - 1 for loss, base in both if loss is not None and base is not None]
+    error = stdev(more) / sqrt(len(more)) if len(more) > 1 else None
+    return (fmean(more) if more else None), error
+
+
+def _means(seeds: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+    held_out = [run["held_out_loss"] for run in seeds if run["held_out_loss"] is not None]
+    return {
+        "last_loss": fmean(run["last_loss"] for run in seeds),
+        "held_out_loss": fmean(held_out) if held_out else None,
+    }
 
 
 def overrides_of(case: str) -> list[str]:
@@ -84,32 +236,88 @@ def overrides_of(case: str) -> list[str]:
     return [*changes, f"float8.dispatch={recipe.removesuffix('-square')}"] if also == "dispatch" else changes
 
 
-def _train(options: argparse.Namespace, case: str, folder: Path) -> list[dict[str, Any]]:
-    name = case.replace("+", "-")
+def _train_all(options: argparse.Namespace, pairs: Sequence[tuple[str, int]], curves: Curves) -> int:
+    """Train what is missing and write all so far after each run. Returns how many runs failed."""
+    failed = 0
+    for case, seed, found in _runs(options, pairs):
+        if isinstance(found, str):
+            failed += 1
+            curves.failed[case, seed] = found
+            print(f"{case}, seed {seed}: FAILED, {found}", flush=True)
+        else:
+            curves.add(found)
+            print(f"{case}, seed {seed}: last {found['last_loss']:.4f}{_held_out(found)}", flush=True)
+        record.write(options, curves.numbers())
+    return failed
+
+
+def _runs(options: argparse.Namespace, pairs: Sequence[tuple[str, int]]) -> Iterator[tuple[str, int, Case | str]]:
+    """Case, seed, and figures of each run in the order in which they end, or why there are none."""
+    with tempfile.TemporaryDirectory() as temporary:
+        pool = ThreadPoolExecutor(options.parallel)
+        try:
+            folder = options.folder or Path(temporary)
+            runs = {pool.submit(_train, options, case, seed, folder): (case, seed) for case, seed in pairs}
+            for run in as_completed(runs):
+                case, seed = runs[run]
+                try:
+                    yield case, seed, of_run(case, seed, run.result(), options.last)
+                except subprocess.CalledProcessError as error:
+                    yield case, seed, f"exit code {error.returncode}"
+                except subprocess.TimeoutExpired as error:
+                    yield case, seed, f"ended after {error.timeout:.0f} s"
+        finally:
+            pool.shutdown(cancel_futures=True)  # after Ctrl-C the rest does not begin
+
+
+def _train(options: argparse.Namespace, case: str, seed: int, folder: Path) -> list[dict[str, Any]]:
+    name = f"{case.replace('+', '-')}-seed-{seed}"
     own = [f"name={name}", f"record.folder={folder}", f"training.steps={options.steps}", "checkpoint.enabled=false"]
-    words = [sys.executable, "-m", "penstock", "train", options.target, *own, *options.set, *overrides_of(case)]
+    overrides = [*own, *options.set, f"seed={seed}", *overrides_of(case)]
+    words = [sys.executable, "-m", "penstock", "train", options.target, *overrides]
     subprocess.run(words, check=True, timeout=options.timeout, stdout=subprocess.DEVNULL)
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text("utf-8").splitlines()]
 
 
-def _figures(case: str, lines: Sequence[dict[str, Any]], last: int) -> dict[str, Any]:
+def of_run(name: str, seed: int, lines: Sequence[dict[str, Any]], last: int) -> Case:
+    """A case of one seed.
+
+    Args:
+        name: of the case.
+        seed: of the run.
+        lines: what it recorded of each step (docs/metrics.md).
+        last: steps whose mean is the last loss.
+    """
     losses = [line["loss"] for line in lines]
     width = max(1, len(losses) // POINTS)
     held_out = [line["evaluation_loss"] for line in lines if line.get("evaluation_loss") is not None]
+    run = {"seed": seed, "last_loss": fmean(losses[-last:]), "held_out_loss": held_out[-1] if held_out else None}
     return {
-        "case": case,
-        "last_loss": fmean(losses[-last:]),
-        "held_out_loss": held_out[-1] if held_out else None,
+        "case": name,
+        **_means([run]),
         "tokens": lines[-1]["tokens_seen"],
         "curve": [
             [lines[end - 1]["step"], fmean(losses[end - width : end])] for end in range(width, len(losses) + 1, width)
         ],
+        "seeds": [run],
     }
 
 
-def _row(figures: dict[str, Any]) -> str:
-    held_out = "" if figures["held_out_loss"] is None else f"  held out {figures['held_out_loss']:.4f}"
-    return f"{figures['case']:24} last {figures['last_loss']:.4f}  {figures['difference']:+.3%}{held_out}"
+def _row(case: Case) -> str:
+    """A case on one line."""
+    last = _difference(case["difference"], case["difference_error"])
+    held_out = _difference(case["held_out_difference"], case["held_out_error"]) if case["held_out_loss"] else ""
+    seeds = f"{len(case['seeds'])} seed" + "s" * (len(case["seeds"]) > 1)
+    return f"{case['case']:24} {seeds}  last {case['last_loss']:.4f}{last}{_held_out(case)}{held_out}"
+
+
+def _held_out(case: Case) -> str:
+    return "" if case["held_out_loss"] is None else f"  held out {case['held_out_loss']:.4f}"
+
+
+def _difference(difference: float | None, error: float | None) -> str:
+    mean = "" if difference is None else f"  {difference:+.3%}"
+    return mean if error is None else f"{mean} +- {error:.3%}"
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def main() -> None:
     if options.check:
         print(json.dumps(check_launch(RINGS[options.check])))
         return
-    checks = check_all(options.launches, options.patience)
+    checks = check_all("benchmarks.kernels.hopper_weight_gradient", options.launches, options.patience)
     names = [name for name, found in checks.items() if "fault" not in found]
     burn(seconds=2.0)
     rows: list[dict] = []
@@ -148,9 +148,9 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def check_all(names: Sequence[str], patience: float) -> dict[str, dict]:
+def check_all(module: str, names: Sequence[str], patience: float) -> dict[str, dict]:
     """What each launch's own process found, or why it found nothing; a process that takes too long is ended."""
-    command = [sys.executable, "-m", "benchmarks.kernels.hopper_weight_gradient", "--check"]
+    command = [sys.executable, "-m", module, "--check"]
     processes = {
         name: subprocess.Popen([*command, name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for name in names

@@ -23,7 +23,7 @@ from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.base.errors import KernelError
-from penstock.kernels import hopper_weight_gradient
+from penstock.kernels import hopper_expert_rows, hopper_weight_gradient
 from penstock.kernels.expert_parts import KeptRows
 from penstock.kernels.gather_rows import gather_rows
 from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
@@ -33,6 +33,7 @@ from penstock.kernels.tuning import (
     GemmLaunch,
     GemmProduct,
     RingLaunch,
+    RowsRingLaunch,
     grouped_gemm_launch,
     in_triton,
     programs_of,
@@ -123,6 +124,7 @@ def grouped_gemm_forward(
     if rows:
         product: GemmProduct = "forward" if index_R is None else "forward_gathered"
         launch = launch or grouped_gemm_launch(product, x_RD.device, x_RD.dtype, width * depth)
+        launch = _rows_launch(launch, x_RD, w_eFD, y_RF, bias_eF, index_R)
         tiles, bias = tiles or tile_table(counts_e, rows), (bias_eF, weights_R)
         x_RD, index_R = _gather(x_RD, index_R, tiles, launch)
         first = None if keep is None else keep.first
@@ -156,6 +158,7 @@ def grouped_gemm_input_gradient(
     dx_RD = dy_RF.new_empty(rows, width)
     if rows:
         launch = launch or grouped_gemm_launch("input_gradient", dy_RF.device, dy_RF.dtype, width * depth)
+        launch = _rows_launch(launch, dy_RF, w_eFD, dx_RD)
         _launch_rows(dy_RF, w_eFD, dx_RD, None, tiles or tile_table(counts_e, rows), launch, depth_first=True)
     return dx_RD
 
@@ -256,6 +259,22 @@ def _check_bias(bias_eF: Tensor | None, weights_R: Tensor | None, shape: tuple[i
         raise KernelError("grouped GEMM (forward): weights_R does not fit", got=got, allowed=f"float32 ({rows},)")
 
 
+def _rows_launch(
+    launch: GemmLaunch,
+    x: Tensor,
+    w: Tensor,
+    y: Tensor,
+    bias: Tensor | None = None,
+    index: Tensor | None = None,
+) -> GemmLaunch:
+    """The launch, or Triton's where Hopper's own kernel cannot be had: those gather differently."""
+    if isinstance(launch, RowsRingLaunch) and hopper_expert_rows.obstacle(
+        x, y, launch, target_of(x.device), bias=bias, index=index
+    ):
+        return in_triton(launch, w[0].numel())
+    return launch
+
+
 def _launch_rows(
     x: Tensor,
     w: Tensor,
@@ -268,10 +287,13 @@ def _launch_rows(
     bias: tuple[Tensor | None, Tensor | None] = (None, None),
     first: Tensor | None = None,
 ) -> None:
-    """Run `rows_kernel`; w is experts x depth x columns if depth_first, else experts x columns x depth.
+    """Run `rows_kernel` or Hopper's own; w is experts x depth x columns if depth_first, else experts x columns x depth.
 
     The bias comes with the rows' weights, which nobody reads without it. `first` is the first row of y that is ours.
     """
+    if isinstance(launch, RowsRingLaunch):
+        hopper_expert_rows.launch_rows(x, w, y, tiles, launch, depth_first=depth_first, first=first)
+        return
     bias_eF, weights_R = bias
     (rows, columns), (experts, depth) = y.shape, (len(w), x.shape[1])
     size = BLOCK_SIZES.index(launch.block_rows)

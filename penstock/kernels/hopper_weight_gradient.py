@@ -84,7 +84,7 @@ def launch_weights(
     start_kernel(
         weight_gradient_kernel,
         (programs_of(launch, dw.device),),
-        _blocks_of_rows(dy, launch.block_depth, launch.block_rows // 2),
+        _blocks_of_rows(dy, launch.block_depth, launch.block_rows // (1 if launch.turns else 2)),
         _blocks_of_rows(x, launch.block_depth, launch.block_columns),
         TensorDescriptor.from_tensor(dw, [1, PIECE_ROWS, piece_columns], _layout(dw, piece_columns, 3)),
         tiles.starts_e,
@@ -94,6 +94,7 @@ def launch_weights(
         STAGES=launch.stages,
         GROUP=launch.group,
         ACCUMULATE=accumulate,
+        TURNS=launch.turns,
         num_warps=launch.warps,
         maxnreg=REGISTERS,
     )

@@ -1,8 +1,11 @@
 """Hopper's own kernel for gradients of experts' weights in 16 bits.
 
 Who does what and how slots of a ring change hands is told in `penstock.kernels.float8.hopper_ring`. Here a multiplier
-has half the rows of a tile. Sums stay in the matrix unit's registers for all of a tile, and one product is always
-waiting behind the one that is made: a slot is free when the product after its own has been started and its own is done.
+has half the rows of a tile; or with TURNS the multipliers take whole tiles in turns, so that one writes while the other
+multiplies. They go through the ring in the order of tiles: a barrier has two phases, so nobody may wait for a slot
+before all slots ahead of it were full. Sums stay in the matrix unit's registers for all of a tile, and one product is
+always waiting behind the one that is made: a slot is free when the product after its own has been started and its own
+is done.
 
 Both operands have the contracted dim, an expert's rows, first in memory. So a slot holds columns of dy and of x for
 some rows, and the matrix unit reads the first transposed. Descriptors are ragged (`penstock.kernels.output_tiles`):
@@ -24,6 +27,7 @@ from penstock.kernels.float8.hopper_ring import (
     copy_in,
     copy_out,
     make_barriers,
+    make_turns,
     ring,
     swizzle,
 )
@@ -44,31 +48,34 @@ def weight_gradient_kernel(
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
     ACCUMULATE: gl.constexpr,
+    TURNS: gl.constexpr,
 ):
     """Multiply the transpose of each expert's rows of dy by its rows of x; add to what dw holds if ACCUMULATE.
 
     dw is experts x rows x columns, so dy is as wide as dw has rows, and x as wide as dw has columns. All three are
-    descriptors, of half a tile's rows of dw, of all its columns, and of a piece of the result. `starts_ptr` says where
+    descriptors, of a multiplier's rows of dw, of all its columns, and of a piece of the result. `starts_ptr` says where
     each expert's rows begin, and where the last one's end. A sum is left alone where an expert has no rows.
     """
-    half: gl.constexpr = dy.block_shape[3]
+    height: gl.constexpr = dy.block_shape[3]
     width: gl.constexpr = x.block_shape[3]
     depth: gl.constexpr = dy.block_shape[2]
-    down = gl.cdiv(rows, 2 * half)
+    parts: gl.constexpr = 1 if TURNS else 2
+    down = gl.cdiv(rows, parts * height)
     across = gl.cdiv(columns, width)
     walk = (starts_ptr, down, across, down * across * experts)
-    dy_slots = gl.allocate_shared_memory(dy.dtype, [2 * STAGES, 1, 1, depth, half], dy.layout)
+    dy_slots = gl.allocate_shared_memory(dy.dtype, [parts * STAGES, 1, 1, depth, height], dy.layout)
     x_slots = gl.allocate_shared_memory(x.dtype, [STAGES, 1, 1, depth, width], x.layout)
     rooms = gl.allocate_shared_memory(dw.dtype, [4, 1, dw.block_shape[1], dw.block_shape[2]], dw.layout)
-    full, empty = make_barriers(STAGES)
+    full, empty = make_barriers(STAGES, parts)
     slots = (dy_slots, x_slots, full, empty)
-    upper: gl.constexpr = 0
-    lower: gl.constexpr = 1
+    turns = make_turns()
+    one: gl.constexpr = 0
+    other: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_multiply, (walk, slots, dw, rooms, STAGES, GROUP, ACCUMULATE, upper)),
-            (_multiply, (walk, slots, dw, rooms, STAGES, GROUP, ACCUMULATE, lower)),
-            (_load, (walk, slots, dy, x, STAGES, GROUP)),
+            (_multiply, (walk, slots, turns, dw, rooms, STAGES, GROUP, ACCUMULATE, TURNS, one)),
+            (_multiply, (walk, slots, turns, dw, rooms, STAGES, GROUP, ACCUMULATE, TURNS, other)),
+            (_load, (walk, slots, dy, x, STAGES, GROUP, parts)),
         ],
         [4, 1],
         [MULTIPLIER_REGISTERS, LOADER_REGISTERS],
@@ -76,10 +83,10 @@ def weight_gradient_kernel(
 
 
 @gluon.jit
-def _load(walk, slots, dy, x, STAGES: gl.constexpr, GROUP: gl.constexpr):
+def _load(walk, slots, dy, x, STAGES: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr):
     """Fill slots with blocks of dy and x, tile by tile."""
     dy_slots, x_slots, full, empty = slots
-    half: gl.constexpr = dy.block_shape[3]
+    height: gl.constexpr = dy.block_shape[3]
     width: gl.constexpr = x.block_shape[3]
     depth: gl.constexpr = dy.block_shape[2]
     step = 0
@@ -89,11 +96,11 @@ def _load(walk, slots, dy, x, STAGES: gl.constexpr, GROUP: gl.constexpr):
         for block in range(gl.cdiv(end - start, depth)):
             slot, phase = ring(step, STAGES)
             mbarrier.wait(empty.index(slot), phase ^ 1)
-            mbarrier.expect(full.index(slot), (2 * half + width) * depth * 2)
+            mbarrier.expect(full.index(slot), (PARTS * height + width) * depth * 2)
             span, place = gl.to_tensor(SPAN), start - end + block * depth + SPAN
-            upper, lower = row * 2 * half, row * 2 * half + half
-            copy_in(dy, [span, end, place, upper], full.index(slot), dy_slots.index(2 * slot))
-            copy_in(dy, [span, end, place, lower], full.index(slot), dy_slots.index(2 * slot + 1))
+            for part in gl.static_range(PARTS):
+                first = (row * PARTS + part) * height
+                copy_in(dy, [span, end, place, first], full.index(slot), dy_slots.index(PARTS * slot + part))
             copy_in(x, [span, end, place, column * width], full.index(slot), x_slots.index(slot))
             step += 1
 
@@ -102,41 +109,65 @@ def _load(walk, slots, dy, x, STAGES: gl.constexpr, GROUP: gl.constexpr):
 def _multiply(
     walk,
     slots,
+    turns,
     dw,
     rooms,
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
     ACCUMULATE: gl.constexpr,
+    TURNS: gl.constexpr,
     PLACE: gl.constexpr,
 ):
-    """Make the upper or the lower half of each tile."""
+    """Make the upper or the lower half of each tile, or every other tile."""
     dy_slots, x_slots, full, empty = slots
     depth: gl.constexpr = dy_slots.shape[3]
-    half: gl.constexpr = dy_slots.shape[4]
+    height: gl.constexpr = dy_slots.shape[4]
     width: gl.constexpr = x_slots.shape[4]
+    parts: gl.constexpr = 1 if TURNS else 2
+    part: gl.constexpr = 0 if TURNS else PLACE
     product: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16])
+    programs = gl.num_programs(0)
+    first = gl.program_id(0) + (PLACE * programs if TURNS else 0)
     step = 0
-    for tile in range(gl.program_id(0), walk[3], gl.num_programs(0)):
+    turn = 0
+    for tile in range(first, walk[3], 2 * programs if TURNS else programs):
+        if TURNS and PLACE == 1:
+            step += _blocks_of(walk, tile - programs, depth)
         # Not carried from tile to tile: Triton 3.6 takes a bound that only an inner loop reads for the first tile's.
         start, end = _load_span(walk, tile)
         expert, row, column = _place(walk, tile, GROUP)
-        sums = gl.zeros([half, width], gl.float32, product)
+        sums = gl.zeros([height, width], gl.float32, product)
+        if TURNS:
+            mbarrier.wait(turns.index(PLACE), turn & 1 ^ 1 ^ PLACE)
+            turn += 1
         for block in range(gl.cdiv(end - start, depth)):
             slot, phase = ring(step, STAGES)
             mbarrier.wait(full.index(slot), phase)
-            dy_block = dy_slots.index(2 * slot + PLACE).reshape([depth, half]).permute([1, 0])
+            dy_block = dy_slots.index(parts * slot + part).reshape([depth, height]).permute([1, 0])
             x_block = x_slots.index(slot).reshape([depth, width])
             sums = hopper.warpgroup_mma(dy_block, x_block, sums, is_async=True)
             sums = hopper.warpgroup_mma_wait(1, deps=[sums])
             before, _ = ring(step + STAGES - 1, STAGES)
             mbarrier.arrive(empty.index(before), count=1, pred=block > 0)
             step += 1
+        if TURNS:
+            mbarrier.arrive(turns.index(1 - PLACE), count=1)
         sums = hopper.warpgroup_mma_wait(0, deps=[sums])
         before, _ = ring(step + STAGES - 1, STAGES)
         mbarrier.arrive(empty.index(before), count=1, pred=end > start)
+        if TURNS and PLACE == 0:
+            # Behind the last tile nobody takes a step.
+            step += _blocks_of(walk, gl.minimum(tile + programs, walk[3] - 1), depth)
         if (end > start) | (not ACCUMULATE):
-            _write(dw, rooms, sums, expert, (2 * row + PLACE) * half, column * width, ACCUMULATE, 0, PLACE)
+            _write(dw, rooms, sums, expert, (parts * row + part) * height, column * width, ACCUMULATE, 0, PLACE)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _blocks_of(walk, tile, DEPTH: gl.constexpr):
+    """Load how many blocks a tile's expert has."""
+    start, end = _load_span(walk, tile)
+    return gl.cdiv(end - start, DEPTH)
 
 
 @gluon.jit

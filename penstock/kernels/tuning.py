@@ -70,11 +70,32 @@ class RingLaunch(GemmLaunch):
 
     A loader fills a ring of `stages` slots for two multipliers of four warps, `warps`, which have half of a tile each.
     Where the kernel cannot be had, `in_triton` says what is taken.
+
+    Attributes:
+        turns: multipliers take whole tiles in turns: while one writes, the other multiplies.
     """
 
     pieces: int = 16
     stages: int = 4
     copy_gathered: bool = True
+    turns: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsRingLaunch(GemmLaunch):
+    """How Hopper's own kernel for experts' rows is cut (`penstock.kernels.hopper_expert_rows`), as a `RingLaunch` is.
+
+    With four `pieces` all of a tile finds room in shared memory, and is written while the next one is multiplied; with
+    two, where multipliers take turns.
+
+    Attributes:
+        turns: multipliers take whole tiles in turns: while one writes, the other multiplies.
+    """
+
+    pieces: int = 8
+    stages: int = 4
+    copy_gathered: bool = True
+    turns: bool = False
 
 
 @cache
@@ -126,6 +147,9 @@ _SMALL = replace(_POINTERS, block_rows=64, block_columns=64, block_depth=32, war
 
 _RING = RingLaunch(block_rows=128, block_columns=256, block_depth=64)
 _RING_SQUARE = replace(_RING, block_columns=128, stages=6, pieces=8)
+_RING_TURNS = replace(_RING_SQUARE, turns=True)
+_ROWS_RING = RowsRingLaunch(block_rows=128, block_columns=256, block_depth=64)
+_ROWS_TURNS = replace(_ROWS_RING, block_columns=128, stages=6, pieces=4, turns=True)
 
 _HOPPER: LaunchBySize = ((0, _PAIR), (1 << 24, _WIDE))
 _AMD: dict[GemmProduct, LaunchBySize] = {
@@ -162,12 +186,34 @@ RINGS: dict[str, RingLaunch] = {
     "ring_deep": replace(_RING, block_depth=128, stages=2),
     "ring_shallow": replace(_RING, block_depth=32, stages=8),
     "ring_square": _RING_SQUARE,
+    "turns": _RING_TURNS,
+    "turns_5": replace(_RING_TURNS, stages=5, pieces=4),
+    "turns_deep": replace(_RING_TURNS, block_depth=128, stages=3),
+    "turns_group_16": replace(_RING_TURNS, group=16),
 }
 """What `benchmarks.kernels.hopper_weight_gradient` tries."""
 
+ROWS_RINGS: dict[str, RowsRingLaunch] = {
+    "ring": _ROWS_RING,
+    "ring_3": replace(_ROWS_RING, stages=3, pieces=4),
+    "ring_tall": replace(_ROWS_RING, block_rows=256, block_columns=128),
+    "ring_square": replace(_ROWS_RING, block_columns=128, stages=6, pieces=4),
+    "turns": _ROWS_TURNS,
+    "turns_5": replace(_ROWS_TURNS, stages=5, pieces=2),
+    "turns_deep": replace(_ROWS_TURNS, block_depth=128, stages=3),
+}
+"""What `benchmarks.kernels.hopper_expert_rows` tries. No table has one yet: the kernel has not been measured."""
 
-def in_triton(launch: GemmLaunch) -> GemmLaunch:
-    """The launch itself, or where its kernel cannot be had one of Triton's on the same multiprocessors."""
+
+def in_triton(launch: GemmLaunch, matrix: int = 0) -> GemmLaunch:
+    """The launch itself, or where its kernel cannot be had one of Triton's on the same multiprocessors.
+
+    Args:
+        launch: of any kernel.
+        matrix: elements of one expert's matrix, where rows are multiplied with it.
+    """
+    if isinstance(launch, RowsRingLaunch):
+        return replace(_by_size(_HOPPER, matrix), idle_units=launch.idle_units)
     if not isinstance(launch, RingLaunch):
         return launch
     return replace(_WIDE_FLOAT32, idle_units=launch.idle_units, copy_gathered=launch.copy_gathered)
@@ -188,4 +234,9 @@ def grouped_gemm_launch(product: GemmProduct, device: torch.device, dtype: torch
     launches = GROUPED_GEMM.get(target_of(device))
     if launches is None or dtype == torch.float32:
         return _SMALL
-    return [launch for least, launch in launches[product] if matrix >= least][-1]
+    return _by_size(launches[product], matrix)
+
+
+def _by_size(launches: LaunchBySize, matrix: int) -> GemmLaunch:
+    """The one for matrices of so many elements."""
+    return [launch for least, launch in launches if matrix >= least][-1]

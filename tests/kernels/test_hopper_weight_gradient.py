@@ -99,10 +99,11 @@ def cpu_as_hopper(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
 
 @either_result
 @every_count
+@pytest.mark.parametrize("turns", [False, True], ids=["halves of a tile", "tiles in turns"])
 def test_gradients_are_those_of_each_experts_rows(
-    counts: list[int], added: bool, cpu_as_hopper: list[Mapping[str, Any]]
+    turns: bool, counts: list[int], added: bool, cpu_as_hopper: list[Mapping[str, Any]]
 ) -> None:
-    check(counts, 200, 136, SMALL, torch.device("cpu"), added=added)
+    check(counts, 200, 136, replace(SMALL, turns=turns), torch.device("cpu"), added=added)
     (launched,) = cpu_as_hopper
     assert launched["programs"] < 4 * len(counts), "programs must have several tiles"
 
@@ -165,7 +166,7 @@ def test_products_run_one_after_the_other_and_nothing_spills(name: str, added: b
     width = launch.block_columns
     products = re.findall(rf"wgmma\.mma_async\S*m64n{width}k16\.f32\.bf16\.bf16", compiled.asm)
     # Two multipliers, which have a source each.
-    each = launch.block_rows // 128 * launch.block_depth // 16
+    each = launch.block_rows // (64 if launch.turns else 128) * launch.block_depth // 16
     assert len(products) == 2 * each == compiled.matrix_instructions, compiled.summary
     assert compiled.spills == 0, compiled.summary
     assert compiled.registers == REGISTERS, compiled.summary
@@ -190,14 +191,14 @@ def compile_kernel(launch: RingLaunch, *, added: bool) -> Compiled:
         return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
     signature = {
-        "dy": operand("bf16", 16, 1, 1, depth, launch.block_rows // 2),
+        "dy": operand("bf16", 16, 1, 1, depth, launch.block_rows // (1 if launch.turns else 2)),
         "x": operand("bf16", 16, 1, 1, depth, launch.block_columns),
         "dw": operand(result, bits, 1, PIECE_ROWS, piece),
         "starts_ptr": "*i32:16",
         **dict.fromkeys(("rows", "columns"), "i32:16"),
         "experts": "i32",
     }
-    constants = {"STAGES": launch.stages, "GROUP": launch.group, "ACCUMULATE": added}
+    constants = {"STAGES": launch.stages, "GROUP": launch.group, "ACCUMULATE": added, "TURNS": launch.turns}
     return compile_for(weight_gradient_kernel, signature, constants, TARGETS["sm_90"], launch.warps, maxnreg=REGISTERS)
 
 

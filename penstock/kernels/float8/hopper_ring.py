@@ -59,15 +59,25 @@ def ring(step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def make_barriers(STAGES: gl.constexpr):
-    """A slot is full when the one loader's bytes are there, empty when both multipliers are done."""
+def make_barriers(STAGES: gl.constexpr, READERS: gl.constexpr = 2):
+    """A slot is full when the one loader's bytes are there, empty when so many multipliers are done."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
+        mbarrier.init(empty.index(slot), count=READERS)
     fence_async_shared()
     return full, empty
+
+
+@gluon.jit
+def make_turns():
+    """For each of two multipliers that go through a ring one after the other: arrived at when it is its turn."""
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turns.index(0), count=1)
+    mbarrier.init(turns.index(1), count=1)
+    fence_async_shared()
+    return turns
 
 
 @gluon.jit

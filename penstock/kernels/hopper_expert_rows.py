@@ -1,0 +1,144 @@
+"""Launch of Hopper's own kernel for products of experts' rows in 16 bits; see `hopper_expert_rows_kernel`.
+
+`penstock.kernels.grouped_gemm` checks operands, makes room for the result and comes here where the launch is a
+`RowsRingLaunch` and `obstacle` finds nothing. When Gluon is there at all, `penstock.kernels.float8.hopper_products`
+says.
+"""
+
+from dataclasses import replace
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor
+
+from penstock.kernels.float8.hopper_products import HAS_GLUON, REGISTERS, VERSIONS
+from penstock.kernels.launching import start_kernel
+from penstock.kernels.tile_table import BLOCK_SIZES, TileTable
+from penstock.kernels.tuning import RowsRingLaunch, programs_of
+
+if HAS_GLUON:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from penstock.kernels.hopper_expert_rows_kernel import expert_rows_kernel
+
+PIECE_ROWS = 64
+"""Rows of a tile that are written at a time: those of one instruction of the matrix unit."""
+
+SWIZZLE = 128
+"""Bytes of shared memory in a row, at most, that are shuffled together so that neighbours lie in different banks."""
+
+WORTH = 0.97
+"""Of the tiles that a launch has, at most so many may be left for it to be turned. Nothing was measured about it."""
+
+
+def obstacle(
+    x: Tensor,
+    y: Tensor,
+    launch: RowsRingLaunch,
+    target: str,
+    *,
+    bias: Tensor | None = None,
+    index: Tensor | None = None,
+) -> str | None:
+    """Why the kernel cannot multiply operands that fit each other, or None.
+
+    Args:
+        x: rows.
+        y: what the result is written to.
+        launch: how the product is cut.
+        target: chip as compilers name it.
+        bias: what is added to the rows of each expert, or None.
+        index: where rows are gathered from, or None.
+    """
+    if target != "sm_90":
+        return f"the kernel is Hopper's, this is {target}"
+    if not HAS_GLUON:
+        return f"Triton {triton.__version__} has no Gluon of the versions {', '.join(VERSIONS)}"
+    if not x.dtype == y.dtype == torch.bfloat16:
+        return f"operands are {x.dtype} and the result is {y.dtype}, not bfloat16"
+    if bias is not None:
+        return "a bias is added"
+    if index is not None and not launch.copy_gathered:
+        return "rows are gathered while they are loaded"
+    return None
+
+
+def turned(launch: RowsRingLaunch, rows: int, columns: int, experts: int) -> RowsRingLaunch:
+    """The launch, its tile turned by a right angle where so fewer tiles cover the result.
+
+    Args:
+        launch: how the product is cut.
+        rows: of all experts, at most. Which of them has how many is known to the device only.
+        columns: of the result.
+        experts: of each of which the last tile is taken to be half empty.
+    """
+    other = replace(launch, block_rows=launch.block_columns, block_columns=launch.block_rows)
+
+    def tiles(one: RowsRingLaunch) -> float:
+        return (rows / one.block_rows + experts / 2) * triton.cdiv(columns, one.block_columns)
+
+    return other if tiles(other) < WORTH * tiles(launch) else launch
+
+
+def launch_rows(
+    x: Tensor,
+    w: Tensor,
+    y: Tensor,
+    tiles: TileTable,
+    launch: RowsRingLaunch,
+    *,
+    depth_first: bool,
+    first: Tensor | None = None,
+) -> None:
+    """Write rows times their expert's matrix; zeros behind the last expert's rows.
+
+    Args:
+        x: R x K, bfloat16, contiguous; rows past the last expert's may hold anything.
+        w: e x N x K likewise, or e x K x N if depth_first.
+        y: R x N likewise; with `first` it has other rows besides.
+        tiles: of the experts' counts.
+        launch: how it is cut.
+        depth_first: the dim of w that is contracted is the first of a matrix.
+        first: int64 [1], the first row of y that is ours; then nothing but the experts' rows is written.
+    """
+    (rows, depth), experts, columns = x.shape, len(w), y.shape[1]
+    launch = turned(launch, rows, columns, experts)
+    size = BLOCK_SIZES.index(launch.block_rows)
+    w_block = (launch.block_depth, launch.block_columns) if depth_first else (launch.block_columns, launch.block_depth)
+    piece_columns = launch.block_rows * launch.block_columns // launch.pieces // PIECE_ROWS
+    ragged = create_ragged_descriptor(y, [PIECE_ROWS, piece_columns])
+    start_kernel(
+        expert_rows_kernel,
+        (programs_of(launch, y.device),),
+        _blocks_of(x, launch.block_rows // (1 if launch.turns else 2), launch.block_depth),
+        _blocks_of(w, 1, *w_block),
+        TensorDescriptor(ragged.base, ragged.shape, ragged.strides, ragged.block_shape, _layout(piece_columns, 4)),
+        y,
+        tiles.starts_e,
+        tiles.owners[size],
+        tiles.block_counts[size:],
+        first,
+        rows,
+        columns,
+        depth,
+        experts,
+        DEPTH_FIRST=depth_first,
+        STAGES=launch.stages,
+        GROUP=launch.group,
+        ONLY_LAST=tiles.only_last,
+        TURNS=launch.turns,
+        num_warps=launch.warps,
+        maxnreg=REGISTERS,
+    )
+
+
+def _blocks_of(memory: Tensor, *block: int) -> "TensorDescriptor":
+    """Blocks as the matrix unit wants them in shared memory."""
+    return TensorDescriptor.from_tensor(memory, list(block), _layout(block[-1], len(block)))
+
+
+def _layout(columns: int, rank: int) -> "NVMMASharedLayout":
+    """How blocks of so many columns lie in shared memory."""
+    return NVMMASharedLayout(swizzle_byte_width=min(SWIZZLE, 2 * columns), element_bitwidth=16, rank=rank)

@@ -1,0 +1,252 @@
+"""Loss curves of several seeds: what is joined, what is held against what, and what the table says of it."""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import float8_curves
+from benchmarks.float8_curves import Curves, compared, joined, main, of_run, overrides_of, united
+from penstock.config.load import load_run
+from tools.float8_tables import curves as table
+
+LOSSES = {("none", 0): 2.0, ("none", 1): 4.0, ("blockwise", 0): 2.02, ("blockwise", 1): 4.12}
+"""Blockwise is 1 % and 3 % above none."""
+
+
+def lines(loss: float) -> list[dict[str, Any]]:
+    """What a run records whose loss falls to one that it holds for two steps."""
+    return [
+        {"step": 1, "loss": 9.0, "tokens_seen": 8, "evaluation_loss": 9.0},
+        {"step": 2, "loss": loss, "tokens_seen": 16},
+        {"step": 3, "loss": loss, "tokens_seen": 24, "evaluation_loss": 2 * loss},
+    ]
+
+
+def case(name: str, *seeds: int) -> dict[str, Any]:
+    """A case of `LOSSES` with these seeds."""
+    runs = [of_run(name, seed, lines(LOSSES[name, seed]), last=2) for seed in seeds]
+    whole = runs[0]
+    for run in runs[1:]:
+        whole = united(whole, run)
+    return whole
+
+
+def write(path: Path, *cases: dict[str, Any], **others: Any) -> Path:
+    """A result of these cases."""
+    numbers = {"target": "debug", "steps": 3, "first": cases[0]["case"], "cases": cases, "failed": []} | others
+    path.write_text(json.dumps({"environment": {"device": "a chip"}, "numbers": numbers}))
+    return path
+
+
+def trained(
+    monkeypatch: pytest.MonkeyPatch,
+    output: Path,
+    *words: str,
+    failing: Mapping[tuple[str, int], Exception] | None = None,
+) -> list[tuple[str, int]]:
+    """Run the benchmark with runs that train nothing. Returns which were asked for."""
+    asked = []
+
+    def train(options: argparse.Namespace, name: str, seed: int, folder: Path) -> list[dict[str, Any]]:
+        asked.append((name, seed))
+        if failing and (name, seed) in failing:
+            raise failing[name, seed]
+        return lines(LOSSES[name, seed])
+
+    monkeypatch.setattr(float8_curves, "_train", train)
+    monkeypatch.setattr(sys, "argv", ["float8_curves", *words, "--last", "2", "--output", str(output)])
+    main()
+    return asked
+
+
+def test_seeds_of_a_case_are_united_and_its_figures_are_means() -> None:
+    both = case("none", 1, 0)
+    assert both["seeds"] == [
+        {"seed": 0, "last_loss": 2.0, "held_out_loss": 4.0},
+        {"seed": 1, "last_loss": 4.0, "held_out_loss": 8.0},
+    ]
+    assert (both["last_loss"], both["held_out_loss"], both["tokens"]) == (3.0, 6.0, 24)
+    assert both["curve"] == [[1, 9.0], [2, 3.0], [3, 3.0]]
+    third = united(both, of_run("none", 2, lines(9.0), last=2))
+    assert third["last_loss"] == 5.0
+    assert third["curve"][1] == [2, pytest.approx(5.0)], "two seeds weigh twice as much as one"
+
+
+def test_a_seed_that_is_there_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"case none has seeds \[1\] twice"):
+        united(case("none", 0, 1), case("none", 1))
+
+
+def test_curves_of_other_steps_are_not_united() -> None:
+    with pytest.raises(ValueError, match="curves of case none have other steps"):
+        united(case("none", 0), of_run("none", 1, lines(4.0)[:2], last=2))
+
+
+def test_a_difference_is_the_mean_over_pairs_of_one_seed() -> None:
+    found = compared(case("blockwise", 0, 1), case("none", 0, 1))
+    assert found["difference"] == pytest.approx(0.02)
+    assert found["difference_error"] == pytest.approx(0.02 / sqrt(2) / sqrt(2)), "of 1 % and 3 %"
+    assert found["held_out_difference"] == pytest.approx(0.02)
+    assert found["held_out_error"] == pytest.approx(0.01)
+    assert found["difference"] != pytest.approx(found["last_loss"] / 3.0 - 1), "not the ratio of the means"
+
+
+def test_only_seeds_that_both_have_are_compared() -> None:
+    found = compared(case("blockwise", 0, 1), case("none", 1))
+    assert found["difference"] == pytest.approx(0.03) and found["difference_error"] is None
+    apart = compared(case("blockwise", 0), case("none", 1))
+    assert apart["difference"] is None and apart["held_out_difference"] is None
+    assert compared(case("blockwise", 0), None)["difference"] is None
+
+
+def test_without_held_out_text_only_the_last_loss_is_compared() -> None:
+    bare = [{key: value for key, value in line.items() if key != "evaluation_loss"} for line in lines(2.0)]
+    one = of_run("none", 0, bare, last=2)
+    found = compared(one, one)
+    assert one["held_out_loss"] is None and found["held_out_difference"] is None and found["difference"] == 0
+
+
+def test_files_of_two_gpus_are_joined_by_case_and_seed(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.json", case("none", 0), case("blockwise", 0))
+    two = write(tmp_path / "two.json", case("blockwise", 1), case("none", 1))
+    numbers = joined([one, two]).numbers()
+    assert numbers["steps"] == 3 and numbers["first"] == "none"
+    assert [(found["case"], len(found["seeds"])) for found in numbers["cases"]] == [("none", 2), ("blockwise", 2)]
+    assert numbers["cases"][1]["difference"] == pytest.approx(0.02)
+
+
+def test_a_joined_file_names_the_machine_that_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [write(tmp_path / f"{seed}.json", case("none", seed)) for seed in (0, 1)]
+    output = tmp_path / "out.json"
+    assert trained(monkeypatch, output, "--cases", "--add-to", *map(str, files)) == []
+    result = json.loads(output.read_text())
+    assert result["environment"]["device"] == "a chip" and len(result["numbers"]["cases"][0]["seeds"]) == 2
+
+
+def test_files_of_different_runs_are_not_joined(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.json", case("none", 0))
+    with pytest.raises(ValueError, match="steps of .*two.json: got 4; allowed: 3"):
+        joined([one, write(tmp_path / "two.json", case("none", 1), steps=4)])
+    with pytest.raises(ValueError, match="target of .*one.json: got debug; allowed: other.toml"):
+        joined([one], target="other.toml")
+
+
+def test_a_file_without_seeds_is_not_joined(tmp_path: Path) -> None:
+    old = {key: value for key, value in case("none", 0).items() if key != "seeds"}
+    with pytest.raises(ValueError, match=r"cases of .*old.json have no seeds"):
+        joined([write(tmp_path / "old.json", old)])
+
+
+def test_every_case_is_trained_with_every_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "out.json"
+    words = ("--cases", "none", "blockwise", "--seeds", "0", "1", "--parallel", "3")
+    asked = trained(monkeypatch, output, *words)
+    assert sorted(asked) == sorted(LOSSES)
+    numbers = json.loads(output.read_text())["numbers"]
+    assert [found["case"] for found in numbers["cases"]] == ["none", "blockwise"]
+    assert numbers["cases"][1]["difference_error"] == pytest.approx(0.01) and numbers["failed"] == []
+
+
+def test_without_seeds_the_one_of_the_target_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert trained(monkeypatch, tmp_path / "out.json", "--cases", "none", "--set", "seed=1") == [("none", 1)]
+    numbers = json.loads((tmp_path / "out.json").read_text())["numbers"]
+    assert numbers["cases"][0]["difference_error"] is None and (numbers["target"], numbers["steps"]) == ("debug", 2000)
+
+
+def test_runs_that_fail_are_named_and_others_kept_and_they_are_trained_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out.json"
+    failing = {("none", 0): subprocess.CalledProcessError(2, ["penstock"]), ("blockwise", 1): timeout()}
+    words = ("--cases", "none", "blockwise", "--seeds", "0", "1")
+    with pytest.raises(SystemExit, match="2 of 4 runs failed"):
+        trained(monkeypatch, output, *words, failing=failing)
+    assert "none, seed 0: FAILED, exit code 2" in capsys.readouterr().out
+    numbers = json.loads(output.read_text())["numbers"]
+    assert {(one["case"], one["seed"], one["why"]) for one in numbers["failed"]} == {
+        ("none", 0, "exit code 2"),
+        ("blockwise", 1, "ended after 60 s"),
+    }
+    assert [[run["seed"] for run in found["seeds"]] for found in numbers["cases"]] == [[1], [0]]
+    assert numbers["cases"][1]["difference"] is None
+    again = trained(monkeypatch, output, *words, "--add-to", str(output))
+    assert sorted(again) == [("blockwise", 1), ("none", 0)]
+    numbers = json.loads(output.read_text())["numbers"]
+    assert numbers["failed"] == [] and numbers["cases"][1]["difference"] == pytest.approx(0.02)
+
+
+def timeout() -> subprocess.TimeoutExpired:
+    """What a run raises that takes longer than a minute."""
+    return subprocess.TimeoutExpired(["penstock"], 60.0)
+
+
+def test_a_first_case_that_comes_later_stays_the_first(tmp_path: Path) -> None:
+    kept = Curves("debug", 3, order=["none", "blockwise"])
+    kept.add(case("blockwise", 0))
+    numbers = kept.numbers()
+    assert numbers["first"] == "none" and numbers["cases"][0]["difference"] is None
+    file = write(tmp_path / "ended.json", *numbers["cases"], first="none")
+    goes_on = joined([file])
+    goes_on.add(case("none", 0))
+    assert [found["case"] for found in goes_on.numbers()["cases"]] == ["none", "blockwise"]
+    assert goes_on.numbers()["cases"][1]["difference"] == pytest.approx(0.01)
+
+
+def test_a_run_is_told_its_seed_its_case_and_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def run(words: list[str], **_: Any) -> None:
+        told.append(words)
+        folder = tmp_path / next(word for word in words if word.startswith("name=")).removeprefix("name=")
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines(2.0)))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    words = ["--cases", "none", "blockwise+dispatch", "--seeds", "3", "7", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["float8_curves", *words])
+    main()
+    names = [folder.name for folder in tmp_path.iterdir()]
+    assert sorted(names) == [f"{name}-seed-{seed}" for name in ("blockwise-dispatch", "none") for seed in (3, 7)]
+    assert {"seed=7", "float8.dispatch=blockwise", "name=blockwise-dispatch-seed-7"} <= set(told[-1])
+
+
+@pytest.mark.parametrize("name", ["float8_curves", "float8_curves_debug"])
+@pytest.mark.parametrize("changed", ["none", "rows-8", "rows-16", "blockwise", "blockwise-square"])
+def test_the_targets_have_room_for_their_cases(name: str, changed: str) -> None:
+    run = load_run(f"benchmarks/{name}.toml", ["training.steps=2000", *overrides_of(changed)])
+    assert run.training.precision == "bf16" and run.evaluation.every == 2000
+
+
+def test_a_table_gives_standard_errors_where_there_are_several_seeds() -> None:
+    cases = [compared(case(name, 0, 1), case("none", 0, 1)) for name in ("none", "blockwise")]
+    text = table({"command": "python", "commit": "c", "numbers": {"steps": 3, "cases": cases}})
+    assert "seeds a case: 2; differences are means over seeds +- their standard error" in text
+    assert "| none in 8 bits | 3.0000 | +0.00% | 6.0000 | +0.00% |" in text
+    assert "| `blockwise` | 3.0700 | +2.00% +- 1.00% | 6.1400 | +2.00% +- 1.00% |" in text
+
+
+def test_a_table_says_which_case_has_fewer_seeds_and_what_cannot_be_compared() -> None:
+    first = case("none", 0, 1)
+    few = [compared(first, first), compared(case("blockwise", 1), first)]
+    text = table({"command": "python", "commit": "c", "numbers": {"steps": 3, "cases": few}})
+    assert "seeds a case: 2 (`none`), 1 (`blockwise`)" in text and "| +3.00% | 8.2400 | +3.00% |" in text
+    alone = table({"command": "python", "commit": "c", "numbers": {"steps": 3, "cases": [compared(first, None)]}})
+    assert "| none in 8 bits | 3.0000 | - | 6.0000 | - |" in alone
+
+
+def test_a_table_reads_results_without_seeds() -> None:
+    old = [
+        {"case": "none", "last_loss": 2.0, "held_out_loss": 4.0, "tokens": 24, "difference": 0.0},
+        {"case": "mxfp8", "last_loss": 2.1, "held_out_loss": 4.1, "tokens": 24, "difference": 0.05},
+    ]
+    text = table({"command": "python", "commit": "c", "numbers": {"steps": 3, "cases": old}})
+    assert "3 steps, 0.0 M tokens.\n" in text and "| `mxfp8` | 2.1000 | +5.00% | 4.1000 | +2.50% |" in text
