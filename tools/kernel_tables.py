@@ -20,8 +20,6 @@ BAR_LOSS_GIB = 2.0
 BAR_COPY = 0.80
 
 MEAN = "geometric mean"
-TAKEN_RING = "ring_square"
-"""The launch of `penstock.kernels.tuning.RINGS` that the table of sm_90 takes."""
 COMPILED = "torch.compile, full logits"
 
 Result = dict[str, Any]
@@ -189,39 +187,47 @@ def pointwise(result: Result) -> str:
     return "\n".join(lines)
 
 
-def weight_gradient_rings(result: Result) -> str:
-    """TFLOP/s of weight gradients by Triton's kernel, by the launch that Hopper's table takes and by cuBLAS."""
-    rows = []
+def rings(result: Result) -> str:
+    """TFLOP/s of one product after the other by Triton's kernel, by each launch of Hopper's own and by cuBLAS."""
+    names = [*dict.fromkeys(("triton", *result["numbers"]["checks"], "mm"))]
+    rows = [(row["case"], *(f"{row['tflops'][name]:.0f}" for name in names)) for row in result["numbers"]["rows"]]
+    heads = ("case", "Triton", *(f"`{name}`" for name in names[1:-1]), "mm")
+    return f"{origin(result)}\n\n{_table(heads, 'l' + 'r' * len(names), rows)}"
+
+
+def rings_over_triton(result: Result) -> str:
+    """The same over Triton's kernel, in the mean of all cases with even and with uneven loads."""
+    ratios: dict[tuple[str, str], dict[bool, list[float]]] = {}
     for row in result["numbers"]["rows"]:
-        tflops, taken = row["tflops"], row["tflops"][TAKEN_RING]
-        speeds = (f"{taken / tflops['triton']:.2f}", f"{taken / tflops['mm']:.2f}")
-        rows.append((row["case"], *(f"{tflops[name]:.0f}" for name in ("triton", TAKEN_RING, "mm")), *speeds))
-    table = _table(("case", "Triton", "ring", "mm", "/ Triton", "/ mm"), "lrrrrr", rows)
-    return f"{origin(result)}\n\n{table}"
-
-
-def weight_gradient_launches(result: Result) -> str:
-    """Every launch of the ring over Triton's kernel, in the mean."""
-    rows = []
-    for name in result["numbers"]["checks"]:
-        ratios: dict[bool, list[float]] = {True: [], False: []}
-        for row in result["numbers"]["rows"]:
-            ratios[row["balanced"]].append(row["tflops"][name] / row["tflops"]["triton"])
-        means = (f"{geometric_mean(ratios[balanced]):.3f}" for balanced in (True, False))
-        rows.append((f"`{name}`" + " (taken)" * (name == TAKEN_RING), *means))
-    return f"{origin(result)}\n\n{_table(('launch', 'balanced', 'skewed'), 'lrr', rows)}"
+        for name in (*result["numbers"]["checks"], "mm"):
+            pair = ratios.setdefault((row.get("product", "weight_gradient"), name), {True: [], False: []})
+            pair[row["balanced"]].append(row["tflops"][name] / row["tflops"]["triton"])
+    rows = [
+        (
+            product.replace("_", " "),
+            name if name == "mm" else f"`{name}`",
+            *map(_mean_and_least, (pair[True], pair[False])),
+        )
+        for (product, name), pair in ratios.items()
+    ]
+    heads = ("product", "launch", "balanced, over Triton (least)", "skewed (least)")
+    return f"{origin(result)}\n\n{_table(heads, 'llrr', rows)}"
 
 
 TABLES: dict[str, Callable[[Result], str]] = {
     "origin": origin,
-    "weight_gradient_rings": weight_gradient_rings,
-    "weight_gradient_launches": weight_gradient_launches,
+    "rings": rings,
+    "rings_over_triton": rings_over_triton,
     "grouped_gemm_bars": grouped_gemm_bars,
     "grouped_gemm_products": grouped_gemm_products,
     "expert_block": expert_block,
     "linear_cross_entropy": linear_cross_entropy,
     "pointwise": pointwise,
 }
+
+
+def _mean_and_least(ratios: Sequence[float]) -> str:
+    return f"{geometric_mean(ratios):.3f} ({min(ratios):.3f})"
 
 
 def _without_bar(ratios: Result) -> Iterator[tuple[str, Result]]:

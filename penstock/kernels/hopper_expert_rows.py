@@ -5,8 +5,6 @@
 says.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 from torch import Tensor
@@ -28,9 +26,6 @@ PIECE_ROWS = 64
 
 SWIZZLE = 128
 """Bytes of shared memory in a row, at most, that are shuffled together so that neighbours lie in different banks."""
-
-WORTH = 0.97
-"""Of the tiles that a launch has, at most so many may be left for it to be turned. Nothing was measured about it."""
 
 
 def obstacle(
@@ -65,23 +60,6 @@ def obstacle(
     return None
 
 
-def turned(launch: RowsRingLaunch, rows: int, columns: int, experts: int) -> RowsRingLaunch:
-    """The launch, its tile turned by a right angle where so fewer tiles cover the result.
-
-    Args:
-        launch: how the product is cut.
-        rows: of all experts, at most. Which of them has how many is known to the device only.
-        columns: of the result.
-        experts: of each of which the last tile is taken to be half empty.
-    """
-    other = replace(launch, block_rows=launch.block_columns, block_columns=launch.block_rows)
-
-    def tiles(one: RowsRingLaunch) -> float:
-        return (rows / one.block_rows + experts / 2) * triton.cdiv(columns, one.block_columns)
-
-    return other if tiles(other) < WORTH * tiles(launch) else launch
-
-
 def launch_rows(
     x: Tensor,
     w: Tensor,
@@ -104,7 +82,6 @@ def launch_rows(
         first: int64 [1], the first row of y that is ours; then nothing but the experts' rows is written.
     """
     (rows, depth), experts, columns = x.shape, len(w), y.shape[1]
-    launch = turned(launch, rows, columns, experts)
     size = BLOCK_SIZES.index(launch.block_rows)
     w_block = (launch.block_depth, launch.block_columns) if depth_first else (launch.block_columns, launch.block_depth)
     piece_columns = launch.block_rows * launch.block_columns // launch.pieces // PIECE_ROWS
@@ -112,7 +89,7 @@ def launch_rows(
     start_kernel(
         expert_rows_kernel,
         (programs_of(launch, y.device),),
-        _blocks_of(x, launch.block_rows // (1 if launch.turns else 2), launch.block_depth),
+        _blocks_of(x, launch.block_rows, launch.block_depth),
         _blocks_of(w, 1, *w_block),
         TensorDescriptor(ragged.base, ragged.shape, ragged.strides, ragged.block_shape, _layout(piece_columns, 4)),
         y,
@@ -128,7 +105,6 @@ def launch_rows(
         STAGES=launch.stages,
         GROUP=launch.group,
         ONLY_LAST=tiles.only_last,
-        TURNS=launch.turns,
         num_warps=launch.warps,
         maxnreg=REGISTERS,
     )

@@ -1,16 +1,13 @@
 """Hopper's own kernel for products of experts' rows in 16 bits: forward and the gradient of the input.
 
-Who does what and how slots of a ring change hands is told in `penstock.kernels.float8.hopper_ring`. Here a multiplier
-has half the rows of a tile; or with TURNS the multipliers take whole tiles in turns, so that one writes while the other
-multiplies (`penstock.kernels.hopper_weight_gradient_kernel`). Sums stay in the matrix unit's registers for all of a
-tile, and one product is always waiting behind the one that is made: a slot is free when the product after its own has
-been started and its own is done.
+What trades warps have and how slots of a ring change hands is told in `penstock.kernels.float8.hopper_ring`, and how
+two multipliers take whole tiles in turns in `penstock.kernels.hopper_weight_gradient_kernel`.
 
 The weight is read as the model has it. Where its contracted dim is the last one, as the rows' is, the matrix unit gets
 a block's transpose; for the gradient of the input it is the first of the two, and a block is taken as it lies.
 
-A tile is written in pieces, each through one of two rooms in shared memory. While the copy engine writes a piece, the
-next one is put into the other room; while it does so with the last two, the next tile is multiplied. Descriptors of the
+A tile is written in pieces, each through one of its multiplier's two rooms in shared memory. While the copy engine
+writes a piece, the next one is put into the other room. Descriptors of the
 result are ragged (`penstock.kernels.output_tiles`): rows past an expert's last are multiplied, whatever they hold, and
 never written.
 """
@@ -54,26 +51,24 @@ def expert_rows_kernel(
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
     ONLY_LAST: gl.constexpr,
-    TURNS: gl.constexpr,
 ):
     """Multiply each row of x by the matrix of the row's expert; set the rows of the tail to zero, or ONLY_LAST of them.
 
     x is rows x depth, w experts x columns x depth, or experts x depth x columns if DEPTH_FIRST, y rows x columns. All
-    three are descriptors, of a multiplier's rows of x, of all columns of a tile of w, and of a piece of the result, which is
-    ragged; y_ptr is the pointer. With `first_ptr` the first row of y is not its own: rows are written from the one on
-    that is said there, and there is no tail.
+    three are descriptors, of a tile's rows of x, of its columns of w, and of a piece of the result, which is ragged;
+    y_ptr is the pointer. With `first_ptr` the first row of y is not its own: rows are written from the one on that is
+    said there, and there is no tail.
     """
     height: gl.constexpr = x.block_shape[0]
     block_depth: gl.constexpr = x.block_shape[1]
     width: gl.constexpr = w.block_shape[2] if DEPTH_FIRST else w.block_shape[1]
-    parts: gl.constexpr = 1 if TURNS else 2
     across = gl.cdiv(columns, width)
     walk = (owners_ptr, across, gl.load(block_count_ptr) * across)
     blocks = gl.cdiv(depth, block_depth)
-    x_slots = gl.allocate_shared_memory(x.dtype, [parts * STAGES, height, block_depth], x.layout)
+    x_slots = gl.allocate_shared_memory(x.dtype, [STAGES, height, block_depth], x.layout)
     w_slots = gl.allocate_shared_memory(w.dtype, [STAGES, 1, w.block_shape[1], w.block_shape[2]], w.layout)
     rooms = gl.allocate_shared_memory(y.dtype, [4, 1, 1, y.block_shape[2], y.block_shape[3]], y.layout)
-    full, empty = make_barriers(STAGES, parts)
+    full, empty = make_barriers(STAGES, 1)
     slots = (x_slots, w_slots, full, empty)
     turns = make_turns()
     target = (y, rooms, first_ptr)
@@ -81,9 +76,9 @@ def expert_rows_kernel(
     other: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_multiply, (walk, slots, turns, target, blocks, DEPTH_FIRST, STAGES, GROUP, TURNS, one)),
-            (_multiply, (walk, slots, turns, target, blocks, DEPTH_FIRST, STAGES, GROUP, TURNS, other)),
-            (_load, (walk, slots, x, w, blocks, DEPTH_FIRST, STAGES, GROUP, parts)),
+            (_multiply, (walk, slots, turns, target, blocks, DEPTH_FIRST, STAGES, GROUP, one)),
+            (_multiply, (walk, slots, turns, target, blocks, DEPTH_FIRST, STAGES, GROUP, other)),
+            (_load, (walk, slots, x, w, blocks, DEPTH_FIRST, STAGES, GROUP)),
         ],
         [4, 1],
         [MULTIPLIER_REGISTERS, LOADER_REGISTERS],
@@ -94,17 +89,7 @@ def expert_rows_kernel(
 
 
 @gluon.jit
-def _load(
-    walk,
-    slots,
-    x,
-    w,
-    blocks,
-    DEPTH_FIRST: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
-    PARTS: gl.constexpr,
-):
+def _load(walk, slots, x, w, blocks, DEPTH_FIRST: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr):
     """Fill slots with blocks of x and w, tile by tile."""
     x_slots, w_slots, full, empty = slots
     height: gl.constexpr = x.block_shape[0]
@@ -112,15 +97,13 @@ def _load(
     width: gl.constexpr = w.block_shape[2] if DEPTH_FIRST else w.block_shape[1]
     step = 0
     for tile in range(gl.program_id(0), walk[2], gl.num_programs(0)):
-        expert, start, _, row, column = _place(walk, tile, _load_owner(walk, tile), PARTS * height, GROUP)
+        expert, start, _, row, column = _place(walk, tile, _load_owner(walk, tile), height, GROUP)
         for block in range(blocks):
             slot, phase = ring(step, STAGES)
             mbarrier.wait(empty.index(slot), phase ^ 1)
-            mbarrier.expect(full.index(slot), (PARTS * height + width) * block_depth * 2)
+            mbarrier.expect(full.index(slot), (height + width) * block_depth * 2)
             deep = block * block_depth
-            for part in gl.static_range(PARTS):
-                rows = [start + row + part * height, deep]
-                copy_in(x, rows, full.index(slot), x_slots.index(PARTS * slot + part))
+            copy_in(x, [start + row, deep], full.index(slot), x_slots.index(slot))
             if DEPTH_FIRST:
                 copy_in(w, [expert, deep, column * width], full.index(slot), w_slots.index(slot))
             else:
@@ -138,53 +121,44 @@ def _multiply(
     DEPTH_FIRST: gl.constexpr,
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
-    TURNS: gl.constexpr,
     PLACE: gl.constexpr,
 ):
-    """Make the upper or the lower half of each tile, or every other tile."""
+    """Make every other tile."""
     x_slots, w_slots, full, empty = slots
     y, rooms, first_ptr = target
     height: gl.constexpr = x_slots.shape[1]
     outer: gl.constexpr = w_slots.shape[2]
     inner: gl.constexpr = w_slots.shape[3]
     width: gl.constexpr = inner if DEPTH_FIRST else outer
-    parts: gl.constexpr = 1 if TURNS else 2
-    part: gl.constexpr = 0 if TURNS else PLACE
     product: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16])
     # On a shelf of many layers there are fewer than 2**31 rows, if not numbers.
     shift = 0 if first_ptr is None else gl.load(first_ptr).to(gl.int32)
     programs = gl.num_programs(0)
     # Steps of the other multiplier's tiles are passed over.
-    first = gl.program_id(0) + (PLACE * programs if TURNS else 0)
-    step = PLACE * blocks if TURNS else 0
-    turn = 0
-    for tile in range(first, walk[2], 2 * programs if TURNS else programs):
+    step = PLACE * blocks
+    for tile in range(gl.program_id(0) + PLACE * programs, walk[2], 2 * programs):
         # On its way while the tile is multiplied: nobody needs it before.
         owner = _load_owner(walk, tile)
         sums = gl.zeros([height, width], gl.float32, product)
-        if TURNS:
-            mbarrier.wait(turns.index(PLACE), turn & 1 ^ 1 ^ PLACE)
-            turn += 1
+        mbarrier.wait(turns.index(PLACE), tile // (2 * programs) & 1 ^ 1 ^ PLACE)
         for block in range(blocks):
             slot, phase = ring(step, STAGES)
             mbarrier.wait(full.index(slot), phase)
             w_block = w_slots.index(slot).reshape([outer, inner])
             if not DEPTH_FIRST:
                 w_block = w_block.permute([1, 0])
-            sums = hopper.warpgroup_mma(x_slots.index(parts * slot + part), w_block, sums, is_async=True)
+            sums = hopper.warpgroup_mma(x_slots.index(slot), w_block, sums, is_async=True)
             sums = hopper.warpgroup_mma_wait(1, deps=[sums])
             before, _ = ring(step + STAGES - 1, STAGES)
             mbarrier.arrive(empty.index(before), count=1, pred=block > 0)
             step += 1
-        if TURNS:
-            mbarrier.arrive(turns.index(1 - PLACE), count=1)
+        mbarrier.arrive(turns.index(1 - PLACE), count=1)
         sums = hopper.warpgroup_mma_wait(0, deps=[sums])
         before, _ = ring(step + STAGES - 1, STAGES)
         mbarrier.arrive(empty.index(before), count=1)
-        if TURNS:
-            step += blocks
-        _, start, end, row, column = _place(walk, tile, owner, parts * height, GROUP)
-        place = start - end + row + part * height + SPAN
+        step += blocks
+        _, start, end, row, column = _place(walk, tile, owner, height, GROUP)
+        place = start - end + row + SPAN
         _write(y, rooms, sums.to(y.dtype), end + shift, place, column * width, 0, PLACE)
     tma.store_wait(0)
 

@@ -4,8 +4,6 @@
 `RingLaunch` and `obstacle` finds nothing. When Gluon is there at all, `penstock.kernels.float8.hopper_products` says.
 """
 
-from dataclasses import replace
-
 import torch
 import triton
 from torch import Tensor
@@ -48,22 +46,6 @@ def obstacle(dy: Tensor, index: Tensor | None, target: str) -> str | None:
     return None
 
 
-def turned(launch: RingLaunch, rows: int, columns: int) -> RingLaunch:
-    """The launch, its tile turned by a right angle where so fewer tiles cover a matrix.
-
-    Args:
-        launch: how the product is cut.
-        rows: of a matrix of the result.
-        columns: of the same.
-    """
-    other = replace(launch, block_rows=launch.block_columns, block_columns=launch.block_rows)
-
-    def tiles(one: RingLaunch) -> int:
-        return triton.cdiv(rows, one.block_rows) * triton.cdiv(columns, one.block_columns)
-
-    return min(launch, other, key=tiles)
-
-
 def launch_weights(
     dy: Tensor, x: Tensor, dw: Tensor, tiles: TileTable, launch: RingLaunch, *, accumulate: bool
 ) -> None:
@@ -78,13 +60,12 @@ def launch_weights(
         accumulate: add to what dw, then float32, holds.
     """
     experts, rows, columns = dw.shape
-    launch = turned(launch, rows, columns)
     # A result of 16 bits in pieces twice as wide, of as many bytes.
     piece_columns = launch.block_rows * launch.block_columns // launch.pieces // PIECE_ROWS * 4 // dw.itemsize
     start_kernel(
         weight_gradient_kernel,
         (programs_of(launch, dw.device),),
-        _blocks_of_rows(dy, launch.block_depth, launch.block_rows // (1 if launch.turns else 2)),
+        _blocks_of_rows(dy, launch.block_depth, launch.block_rows),
         _blocks_of_rows(x, launch.block_depth, launch.block_columns),
         TensorDescriptor.from_tensor(dw, [1, PIECE_ROWS, piece_columns], _layout(dw, piece_columns, 3)),
         tiles.starts_e,
@@ -94,7 +75,6 @@ def launch_weights(
         STAGES=launch.stages,
         GROUP=launch.group,
         ACCUMULATE=accumulate,
-        TURNS=launch.turns,
         num_warps=launch.warps,
         maxnreg=REGISTERS,
     )

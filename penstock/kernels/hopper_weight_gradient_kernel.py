@@ -1,18 +1,17 @@
 """Hopper's own kernel for gradients of experts' weights in 16 bits.
 
-Who does what and how slots of a ring change hands is told in `penstock.kernels.float8.hopper_ring`. Here a multiplier
-has half the rows of a tile; or with TURNS the multipliers take whole tiles in turns, so that one writes while the other
-multiplies. They go through the ring in the order of tiles: a barrier has two phases, so nobody may wait for a slot
-before all slots ahead of it were full. Sums stay in the matrix unit's registers for all of a tile, and one product is
-always waiting behind the one that is made: a slot is free when the product after its own has been started and its own
-is done.
+What trades warps have and how slots of a ring change hands is told in `penstock.kernels.float8.hopper_ring`. Here the
+multipliers take whole tiles in turns, so that one writes while the other multiplies. They go through the ring in the
+order of tiles: a barrier has two phases, so nobody may wait for a slot before all slots ahead of it were full. Sums
+stay in the matrix unit's registers for all of a tile, and one product is always waiting behind the one that is made: a
+slot is free when the product after its own has been started and its own is done.
 
 Both operands have the contracted dim, an expert's rows, first in memory. So a slot holds columns of dy and of x for
 some rows, and the matrix unit reads the first transposed. Descriptors are ragged (`penstock.kernels.output_tiles`):
 past an expert's last row they give zeros, whatever stands there.
 
-A tile is written in pieces, each through one of two rooms in shared memory. While the copy engine writes, or adds, a
-piece, the next one is put into the other room; while it does so with the last two, the next tile is multiplied.
+A tile is written in pieces, each through one of its multiplier's two rooms in shared memory. While the copy engine
+writes, or adds, a piece, the next one is put into the other room.
 """
 
 from triton.experimental import gluon
@@ -48,34 +47,32 @@ def weight_gradient_kernel(
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
     ACCUMULATE: gl.constexpr,
-    TURNS: gl.constexpr,
 ):
     """Multiply the transpose of each expert's rows of dy by its rows of x; add to what dw holds if ACCUMULATE.
 
     dw is experts x rows x columns, so dy is as wide as dw has rows, and x as wide as dw has columns. All three are
-    descriptors, of a multiplier's rows of dw, of all its columns, and of a piece of the result. `starts_ptr` says where
+    descriptors, of a tile's rows of dw, of its columns, and of a piece of the result. `starts_ptr` says where
     each expert's rows begin, and where the last one's end. A sum is left alone where an expert has no rows.
     """
     height: gl.constexpr = dy.block_shape[3]
     width: gl.constexpr = x.block_shape[3]
     depth: gl.constexpr = dy.block_shape[2]
-    parts: gl.constexpr = 1 if TURNS else 2
-    down = gl.cdiv(rows, parts * height)
+    down = gl.cdiv(rows, height)
     across = gl.cdiv(columns, width)
     walk = (starts_ptr, down, across, down * across * experts)
-    dy_slots = gl.allocate_shared_memory(dy.dtype, [parts * STAGES, 1, 1, depth, height], dy.layout)
+    dy_slots = gl.allocate_shared_memory(dy.dtype, [STAGES, 1, 1, depth, height], dy.layout)
     x_slots = gl.allocate_shared_memory(x.dtype, [STAGES, 1, 1, depth, width], x.layout)
     rooms = gl.allocate_shared_memory(dw.dtype, [4, 1, dw.block_shape[1], dw.block_shape[2]], dw.layout)
-    full, empty = make_barriers(STAGES, parts)
+    full, empty = make_barriers(STAGES, 1)
     slots = (dy_slots, x_slots, full, empty)
     turns = make_turns()
     one: gl.constexpr = 0
     other: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_multiply, (walk, slots, turns, dw, rooms, STAGES, GROUP, ACCUMULATE, TURNS, one)),
-            (_multiply, (walk, slots, turns, dw, rooms, STAGES, GROUP, ACCUMULATE, TURNS, other)),
-            (_load, (walk, slots, dy, x, STAGES, GROUP, parts)),
+            (_multiply, (walk, slots, turns, dw, rooms, STAGES, GROUP, ACCUMULATE, one)),
+            (_multiply, (walk, slots, turns, dw, rooms, STAGES, GROUP, ACCUMULATE, other)),
+            (_load, (walk, slots, dy, x, STAGES, GROUP)),
         ],
         [4, 1],
         [MULTIPLIER_REGISTERS, LOADER_REGISTERS],
@@ -83,7 +80,7 @@ def weight_gradient_kernel(
 
 
 @gluon.jit
-def _load(walk, slots, dy, x, STAGES: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr):
+def _load(walk, slots, dy, x, STAGES: gl.constexpr, GROUP: gl.constexpr):
     """Fill slots with blocks of dy and x, tile by tile."""
     dy_slots, x_slots, full, empty = slots
     height: gl.constexpr = dy.block_shape[3]
@@ -96,11 +93,9 @@ def _load(walk, slots, dy, x, STAGES: gl.constexpr, GROUP: gl.constexpr, PARTS: 
         for block in range(gl.cdiv(end - start, depth)):
             slot, phase = ring(step, STAGES)
             mbarrier.wait(empty.index(slot), phase ^ 1)
-            mbarrier.expect(full.index(slot), (PARTS * height + width) * depth * 2)
+            mbarrier.expect(full.index(slot), (height + width) * depth * 2)
             span, place = gl.to_tensor(SPAN), start - end + block * depth + SPAN
-            for part in gl.static_range(PARTS):
-                first = (row * PARTS + part) * height
-                copy_in(dy, [span, end, place, first], full.index(slot), dy_slots.index(PARTS * slot + part))
+            copy_in(dy, [span, end, place, row * height], full.index(slot), dy_slots.index(slot))
             copy_in(x, [span, end, place, column * width], full.index(slot), x_slots.index(slot))
             step += 1
 
@@ -115,51 +110,44 @@ def _multiply(
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
     ACCUMULATE: gl.constexpr,
-    TURNS: gl.constexpr,
     PLACE: gl.constexpr,
 ):
-    """Make the upper or the lower half of each tile, or every other tile."""
+    """Make every other tile."""
     dy_slots, x_slots, full, empty = slots
     depth: gl.constexpr = dy_slots.shape[3]
     height: gl.constexpr = dy_slots.shape[4]
     width: gl.constexpr = x_slots.shape[4]
-    parts: gl.constexpr = 1 if TURNS else 2
-    part: gl.constexpr = 0 if TURNS else PLACE
     product: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16])
     programs = gl.num_programs(0)
-    first = gl.program_id(0) + (PLACE * programs if TURNS else 0)
     step = 0
-    turn = 0
-    for tile in range(first, walk[3], 2 * programs if TURNS else programs):
-        if TURNS and PLACE == 1:
+    for tile in range(gl.program_id(0) + PLACE * programs, walk[3], 2 * programs):
+        # Steps of the other multiplier's tiles are passed over.
+        if PLACE == 1:
             step += _blocks_of(walk, tile - programs, depth)
         # Not carried from tile to tile: Triton 3.6 takes a bound that only an inner loop reads for the first tile's.
         start, end = _load_span(walk, tile)
         expert, row, column = _place(walk, tile, GROUP)
         sums = gl.zeros([height, width], gl.float32, product)
-        if TURNS:
-            mbarrier.wait(turns.index(PLACE), turn & 1 ^ 1 ^ PLACE)
-            turn += 1
+        mbarrier.wait(turns.index(PLACE), tile // (2 * programs) & 1 ^ 1 ^ PLACE)
         for block in range(gl.cdiv(end - start, depth)):
             slot, phase = ring(step, STAGES)
             mbarrier.wait(full.index(slot), phase)
-            dy_block = dy_slots.index(parts * slot + part).reshape([depth, height]).permute([1, 0])
+            dy_block = dy_slots.index(slot).reshape([depth, height]).permute([1, 0])
             x_block = x_slots.index(slot).reshape([depth, width])
             sums = hopper.warpgroup_mma(dy_block, x_block, sums, is_async=True)
             sums = hopper.warpgroup_mma_wait(1, deps=[sums])
             before, _ = ring(step + STAGES - 1, STAGES)
             mbarrier.arrive(empty.index(before), count=1, pred=block > 0)
             step += 1
-        if TURNS:
-            mbarrier.arrive(turns.index(1 - PLACE), count=1)
+        mbarrier.arrive(turns.index(1 - PLACE), count=1)
         sums = hopper.warpgroup_mma_wait(0, deps=[sums])
         before, _ = ring(step + STAGES - 1, STAGES)
         mbarrier.arrive(empty.index(before), count=1, pred=end > start)
-        if TURNS and PLACE == 0:
+        if PLACE == 0:
             # Behind the last tile nobody takes a step.
             step += _blocks_of(walk, gl.minimum(tile + programs, walk[3] - 1), depth)
         if (end > start) | (not ACCUMULATE):
-            _write(dw, rooms, sums, expert, (parts * row + part) * height, column * width, ACCUMULATE, 0, PLACE)
+            _write(dw, rooms, sums, expert, row * height, column * width, ACCUMULATE, 0, PLACE)
     tma.store_wait(0)
 
 

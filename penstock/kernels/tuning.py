@@ -68,34 +68,18 @@ class GemmLaunch(Launch):
 class RingLaunch(GemmLaunch):
     """How Hopper's own kernel for weight gradients is cut (`penstock.kernels.hopper_weight_gradient`).
 
-    A loader fills a ring of `stages` slots for two multipliers of four warps, `warps`, which have half of a tile each.
-    Where the kernel cannot be had, `in_triton` says what is taken.
-
-    Attributes:
-        turns: multipliers take whole tiles in turns: while one writes, the other multiplies.
+    A loader fills a ring of `stages` slots for two multipliers of four warps, `warps`, which take tiles in turns. Where
+    the kernel cannot be had, `in_triton` says what is taken.
     """
 
-    pieces: int = 16
-    stages: int = 4
     copy_gathered: bool = True
-    turns: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsRingLaunch(GemmLaunch):
-    """How Hopper's own kernel for experts' rows is cut (`penstock.kernels.hopper_expert_rows`), as a `RingLaunch` is.
+    """How Hopper's own kernel for experts' rows is cut (`penstock.kernels.hopper_expert_rows`), like a `RingLaunch`."""
 
-    With four `pieces` all of a tile finds room in shared memory, and is written while the next one is multiplied; with
-    two, where multipliers take turns.
-
-    Attributes:
-        turns: multipliers take whole tiles in turns: while one writes, the other multiplies.
-    """
-
-    pieces: int = 8
-    stages: int = 4
     copy_gathered: bool = True
-    turns: bool = False
 
 
 @cache
@@ -145,11 +129,10 @@ _POINTERS = GemmLaunch(block_rows=128, block_columns=128, block_depth=64, warps=
 _POINTERS_WIDE = replace(_POINTERS, block_columns=256)
 _SMALL = replace(_POINTERS, block_rows=64, block_columns=64, block_depth=32, warps=4)
 
-_RING = RingLaunch(block_rows=128, block_columns=256, block_depth=64)
-_RING_SQUARE = replace(_RING, block_columns=128, stages=6, pieces=8)
-_RING_TURNS = replace(_RING_SQUARE, turns=True)
-_ROWS_RING = RowsRingLaunch(block_rows=128, block_columns=256, block_depth=64)
-_ROWS_TURNS = replace(_ROWS_RING, block_columns=128, stages=6, pieces=4, turns=True)
+# More slots, or all of a tile of 16 bits and half of one of 32 bits in shared memory while it is written.
+_RING = RingLaunch(block_rows=128, block_columns=128, block_depth=64, stages=6, pieces=8)
+_RING_5 = replace(_RING, stages=5, pieces=4)
+_ROWS_RING = RowsRingLaunch(block_rows=128, block_columns=128, block_depth=64, stages=6, pieces=4)
 
 _HOPPER: LaunchBySize = ((0, _PAIR), (1 << 24, _WIDE))
 _AMD: dict[GemmProduct, LaunchBySize] = {
@@ -163,12 +146,12 @@ _AMD: dict[GemmProduct, LaunchBySize] = {
 
 GROUPED_GEMM: dict[str, dict[GemmProduct, LaunchBySize]] = {
     "sm_90": {
-        "forward": _HOPPER,
+        "forward": ((0, _ROWS_RING),),
         "forward_gathered": ((0, _PAIR),),
-        "input_gradient": _HOPPER,
+        "input_gradient": ((0, _ROWS_RING),),
         "weight_gradient": _HOPPER,
         "weight_gradient_gathered": tuple((least, replace(launch, copy_gathered=True)) for least, launch in _HOPPER),
-        "weight_gradient_accumulated": ((0, _RING_SQUARE),),
+        "weight_gradient_accumulated": ((0, _RING), (1 << 23, _RING_5)),
     },
     "sm_100": dict.fromkeys(get_args(GemmProduct), ((0, replace(_WIDE_FLOAT32, stages=3)),)),
     "gfx942": _AMD,
@@ -179,30 +162,18 @@ largest that do not spill."""
 
 RINGS: dict[str, RingLaunch] = {
     "ring": _RING,
-    "ring_group_4": replace(_RING, group=4),
+    "ring_5": _RING_5,
+    "ring_deep": replace(_RING, block_depth=128, stages=3),
     "ring_group_16": replace(_RING, group=16),
-    "ring_tall": replace(_RING, block_rows=256, block_columns=128),
-    "ring_3": replace(_RING, stages=3, pieces=8),
-    "ring_deep": replace(_RING, block_depth=128, stages=2),
-    "ring_shallow": replace(_RING, block_depth=32, stages=8),
-    "ring_square": _RING_SQUARE,
-    "turns": _RING_TURNS,
-    "turns_5": replace(_RING_TURNS, stages=5, pieces=4),
-    "turns_deep": replace(_RING_TURNS, block_depth=128, stages=3),
-    "turns_group_16": replace(_RING_TURNS, group=16),
 }
 """What `benchmarks.kernels.hopper_weight_gradient` tries."""
 
 ROWS_RINGS: dict[str, RowsRingLaunch] = {
     "ring": _ROWS_RING,
-    "ring_3": replace(_ROWS_RING, stages=3, pieces=4),
-    "ring_tall": replace(_ROWS_RING, block_rows=256, block_columns=128),
-    "ring_square": replace(_ROWS_RING, block_columns=128, stages=6, pieces=4),
-    "turns": _ROWS_TURNS,
-    "turns_5": replace(_ROWS_TURNS, stages=5, pieces=2),
-    "turns_deep": replace(_ROWS_TURNS, block_depth=128, stages=3),
+    "ring_5": replace(_ROWS_RING, stages=5, pieces=2),
+    "ring_deep": replace(_ROWS_RING, block_depth=128, stages=3),
 }
-"""What `benchmarks.kernels.hopper_expert_rows` tries. No table has one yet: the kernel has not been measured."""
+"""What `benchmarks.kernels.hopper_expert_rows` tries."""
 
 
 def in_triton(launch: GemmLaunch, matrix: int = 0) -> GemmLaunch:

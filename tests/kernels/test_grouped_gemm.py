@@ -253,11 +253,11 @@ def depths(product: GemmProduct, launch: GemmLaunch) -> tuple[bool, ...]:
 
 
 CHOICES = [
-    pytest.param(target, product, in_triton(launch), whole, id=f"{target}-{product}-{launch.block_columns}-{whole}")
+    pytest.param(target, product, launch, whole, id=f"{target}-{product}-{launch.block_columns}-{whole}")
     for target, products in GROUPED_GEMM.items()
     for product, launches in products.items()
-    for _, launch in launches
-    for whole in depths(product, in_triton(launch))
+    for launch in {in_triton(launch, matrix): None for _, launch in launches for matrix in (1 << 20, 1 << 24)}
+    for whole in depths(product, launch)
 ]
 FORWARDS = [choice for choice in CHOICES if choice.values[1].startswith("forward")]
 

@@ -16,7 +16,7 @@ from penstock.kernels import grouped_gemm, hopper_expert_rows, reference
 from penstock.kernels.expert_parts import KeptRows
 from penstock.kernels.float8.hopper_products import HAS_GLUON, REGISTERS
 from penstock.kernels.grouped_gemm import grouped_gemm_forward, grouped_gemm_input_gradient
-from penstock.kernels.hopper_expert_rows import PIECE_ROWS, obstacle, turned
+from penstock.kernels.hopper_expert_rows import PIECE_ROWS, obstacle
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import ROWS_RINGS, RowsRingLaunch, in_triton, target_of, units_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
@@ -98,18 +98,17 @@ def cpu_as_hopper(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
 
 @either_product
 @every_count
-@pytest.mark.parametrize("turns", [False, True], ids=["halves of a tile", "tiles in turns"])
 def test_rows_are_multiplied_with_the_matrix_of_their_expert(
-    turns: bool, counts: list[int], back: bool, cpu_as_hopper: list[Mapping[str, Any]]
+    counts: list[int], back: bool, cpu_as_hopper: list[Mapping[str, Any]]
 ) -> None:
-    check(counts, 200, 136, replace(SMALL, turns=turns), torch.device("cpu"), back)
+    check(counts, 200, 136, SMALL, torch.device("cpu"), back)
     assert len(cpu_as_hopper) == (1 if back else 2)
     assert all(launched["DEPTH_FIRST"] == back and launched["programs"] == 3 for launched in cpu_as_hopper)
 
 
 @either_product
 @pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("shape", [(128, 256), (256, 128)], ids=["wide", "tall"])
+@pytest.mark.parametrize("shape", [(64, 256), (128, 128)], ids=["wide", "square"])
 @pytest.mark.parametrize("pieces", [4, 8])
 def test_tiles_of_other_shapes_and_rings_of_other_sizes_do_the_same(
     pieces: int, shape: tuple[int, int], stages: int, back: bool, cpu_as_hopper: list[Mapping[str, Any]]
@@ -155,14 +154,6 @@ def test_what_the_kernel_cannot_do_is_said_and_done_in_triton(monkeypatch: pytes
         assert not isinstance(triton, RowsRingLaunch) and triton.idle_units == 7 and not triton.copy_gathered
 
 
-def test_a_tile_stands_where_so_fewer_cover_the_result() -> None:
-    assert turned(RING, 98304, 2048, 16) == RING
-    tall = turned(RING, 98304, 1408, 16)
-    assert (tall.block_rows, tall.block_columns) == (256, 128)
-    assert turned(tall, 98304, 2048, 16) == tall, "a few tiles more or less are not worth it"
-    assert turned(tall, 64 * 768, 2048, 64) == RING, "experts with few rows have many tiles that are half empty"
-
-
 @pytest.mark.parametrize("name", ROWS_RINGS)
 @pytest.mark.parametrize("kept", [pytest.param(False, marks=pytest.mark.slow), True], ids=["own", "kept"])
 @either_product
@@ -172,7 +163,7 @@ def test_products_run_one_after_the_other_and_nothing_spills(name: str, kept: bo
     width = launch.block_columns
     products = re.findall(rf"wgmma\.mma_async\S*m64n{width}k16\.f32\.bf16\.bf16", compiled.asm)
     # Two multipliers, which have a source each.
-    each = launch.block_rows // (64 if launch.turns else 128) * launch.block_depth // 16
+    each = launch.block_rows // 64 * launch.block_depth // 16
     assert len(products) == 2 * each == compiled.matrix_instructions, compiled.summary
     assert compiled.spills == 0, compiled.summary
     assert compiled.registers == REGISTERS, compiled.summary
@@ -194,7 +185,7 @@ def compile_kernel(launch: RowsRingLaunch, *, kept: bool, back: bool) -> Compile
         return f"tensordesc<bf16{list(block)},{layout!r}>"
 
     signature = {
-        "x": operand(launch.block_rows // (1 if launch.turns else 2), depth),
+        "x": operand(launch.block_rows, depth),
         "w": operand(1, depth, columns) if back else operand(1, columns, depth),
         "y": operand(1, 1, PIECE_ROWS, piece),
         "y_ptr": "*bf16:16",
@@ -204,7 +195,7 @@ def compile_kernel(launch: RowsRingLaunch, *, kept: bool, back: bool) -> Compile
         **dict.fromkeys(("rows", "experts"), "i32"),
     }
     constants: dict[str, int | None] = {"DEPTH_FIRST": back, "STAGES": launch.stages, "GROUP": launch.group}
-    constants |= {"ONLY_LAST": False, "TURNS": launch.turns}
+    constants |= {"ONLY_LAST": False}
     if kept:
         signature["first_ptr"] = "*i64:16"
     else:

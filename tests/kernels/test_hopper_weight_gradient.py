@@ -15,8 +15,8 @@ from torch import Tensor
 from penstock.kernels import grouped_gemm, hopper_weight_gradient
 from penstock.kernels.float8.hopper_products import HAS_GLUON, REGISTERS
 from penstock.kernels.grouped_gemm import grouped_gemm_weight_gradient
-from penstock.kernels.hopper_weight_gradient import PIECE_ROWS, obstacle, turned
-from penstock.kernels.tuning import GROUPED_GEMM, RINGS, RingLaunch, in_triton, target_of, units_of
+from penstock.kernels.hopper_weight_gradient import PIECE_ROWS, obstacle
+from penstock.kernels.tuning import GROUPED_GEMM, RINGS, RingLaunch, RowsRingLaunch, in_triton, target_of, units_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
 from tests.kernels.float8.gluon_in_torch import launch as run
 from tests.kernels.hopper_in_torch import in_memory, interpret_trades
@@ -99,22 +99,21 @@ def cpu_as_hopper(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
 
 @either_result
 @every_count
-@pytest.mark.parametrize("turns", [False, True], ids=["halves of a tile", "tiles in turns"])
 def test_gradients_are_those_of_each_experts_rows(
-    turns: bool, counts: list[int], added: bool, cpu_as_hopper: list[Mapping[str, Any]]
+    counts: list[int], added: bool, cpu_as_hopper: list[Mapping[str, Any]]
 ) -> None:
-    check(counts, 200, 136, replace(SMALL, turns=turns), torch.device("cpu"), added=added)
+    check(counts, 200, 136, SMALL, torch.device("cpu"), added=added)
     (launched,) = cpu_as_hopper
     assert launched["programs"] < 4 * len(counts), "programs must have several tiles"
 
 
 @either_result
 @pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("shape", [(128, 256), (256, 128)], ids=["wide", "tall"])
+@pytest.mark.parametrize("shape", [(64, 256), (256, 64)], ids=["wide", "tall"])
 def test_tiles_of_other_shapes_and_rings_of_other_sizes_do_the_same(
     shape: tuple[int, int], stages: int, added: bool, cpu_as_hopper: list[Mapping[str, Any]]
 ) -> None:
-    launch = replace(SMALL, block_rows=shape[0], block_columns=shape[1], stages=stages, pieces=16, idle_units=2)
+    launch = replace(SMALL, block_rows=shape[0], block_columns=shape[1], stages=stages, pieces=8, idle_units=2)
     check([50, 0, 31], 264, 264, launch, torch.device("cpu"), added=added)
     (launched,) = cpu_as_hopper
     assert launched["programs"] == 1 and launched["STAGES"] == stages
@@ -140,22 +139,14 @@ def test_what_the_kernel_cannot_do_is_said_and_done_in_triton() -> None:
     assert in_triton(in_triton(RING)) == in_triton(RING)
 
 
-def test_hopper_adds_gradients_through_a_ring_and_no_other_chip_does() -> None:
+def test_hopper_adds_gradients_and_multiplies_rows_in_place_through_a_ring_and_no_other_chip_does() -> None:
     taken = {
-        target
+        (target, product)
         for target, products in GROUPED_GEMM.items()
-        for launches in products.values()
-        if any(isinstance(launch, RingLaunch) for _, launch in launches)
+        for product, launches in products.items()
+        if any(isinstance(launch, (RingLaunch, RowsRingLaunch)) for _, launch in launches)
     }
-    assert taken == {"sm_90"}
-    assert GROUPED_GEMM["sm_90"]["weight_gradient_accumulated"] == ((0, RINGS["ring_square"]),)
-
-
-def test_a_tile_stands_where_so_fewer_cover_a_matrix() -> None:
-    assert turned(RING, 2816, 2048) == RING
-    tall = turned(RING, 2048, 1408)
-    assert (tall.block_rows, tall.block_columns) == (256, 128)
-    assert turned(tall, 1408, 2048) == RING
+    assert taken == {("sm_90", name) for name in ("forward", "input_gradient", "weight_gradient_accumulated")}
 
 
 @pytest.mark.parametrize("name", RINGS)
@@ -166,7 +157,7 @@ def test_products_run_one_after_the_other_and_nothing_spills(name: str, added: b
     width = launch.block_columns
     products = re.findall(rf"wgmma\.mma_async\S*m64n{width}k16\.f32\.bf16\.bf16", compiled.asm)
     # Two multipliers, which have a source each.
-    each = launch.block_rows // (64 if launch.turns else 128) * launch.block_depth // 16
+    each = launch.block_rows // 64 * launch.block_depth // 16
     assert len(products) == 2 * each == compiled.matrix_instructions, compiled.summary
     assert compiled.spills == 0, compiled.summary
     assert compiled.registers == REGISTERS, compiled.summary
@@ -191,14 +182,14 @@ def compile_kernel(launch: RingLaunch, *, added: bool) -> Compiled:
         return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
     signature = {
-        "dy": operand("bf16", 16, 1, 1, depth, launch.block_rows // (1 if launch.turns else 2)),
+        "dy": operand("bf16", 16, 1, 1, depth, launch.block_rows),
         "x": operand("bf16", 16, 1, 1, depth, launch.block_columns),
         "dw": operand(result, bits, 1, PIECE_ROWS, piece),
         "starts_ptr": "*i32:16",
         **dict.fromkeys(("rows", "columns"), "i32:16"),
         "experts": "i32",
     }
-    constants = {"STAGES": launch.stages, "GROUP": launch.group, "ACCUMULATE": added, "TURNS": launch.turns}
+    constants = {"STAGES": launch.stages, "GROUP": launch.group, "ACCUMULATE": added}
     return compile_for(weight_gradient_kernel, signature, constants, TARGETS["sm_90"], launch.warps, maxnreg=REGISTERS)
 
 
