@@ -1,36 +1,32 @@
 """Hopper's own kernel for products of experts' rows in 16 bits: forward and the gradient of the input.
 
-What trades warps have and how slots of a ring change hands is told in `penstock.kernels.float8.hopper_ring`, and how
+What trades warps have and how slots of a ring change hands is told in `penstock.kernels.hopper_ring`, and how
 two multipliers take whole tiles in turns in `penstock.kernels.hopper_weight_gradient_kernel`.
 
 The weight is read as the model has it. Where its contracted dim is the last one, as the rows' is, the matrix unit gets
 a block's transpose; for the gradient of the input it is the first of the two, and a block is taken as it lies.
 
-A tile is written in pieces, each through one of its multiplier's two rooms in shared memory. While the copy engine
-writes a piece, the next one is put into the other room. Descriptors of the
-result are ragged (`penstock.kernels.output_tiles`): rows past an expert's last are multiplied, whatever they hold, and
-never written.
+Descriptors of the result are ragged (`penstock.kernels.output_tiles`): rows past an expert's last are multiplied,
+whatever they hold, and never written.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from penstock.kernels.float8.hopper_ring import (
+from penstock.kernels.hopper_ring import (
     LOADER_REGISTERS,
     MULTIPLIER_REGISTERS,
+    SPAN,
     copy_in,
-    copy_out,
     make_barriers,
     make_turns,
     ring,
     swizzle,
+    write_pieces,
+    zero_tail,
 )
-
-SPAN = gl.constexpr(2**30)
-"""Where a ragged descriptor's rows end."""
-LINE = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))
 
 
 @gluon.jit(do_not_specialize=["rows", "experts"])
@@ -85,7 +81,7 @@ def expert_rows_kernel(
     )
     if first_ptr is None:
         tail = gl.load(starts_ptr + experts)
-        _zero_tail(y_ptr, gl.maximum(tail, rows - 1) if ONLY_LAST else tail, rows, columns, y.dtype)
+        zero_tail(y_ptr, gl.maximum(tail, rows - 1) if ONLY_LAST else tail, rows, columns, y.dtype)
 
 
 @gluon.jit
@@ -159,7 +155,8 @@ def _multiply(
         step += blocks
         _, start, end, row, column = _place(walk, tile, owner, height, GROUP)
         place = start - end + row + SPAN
-        _write(y, rooms, sums.to(y.dtype), end + shift, place, column * width, 0, PLACE)
+        result = sums.to(y.dtype)
+        write_pieces(y, rooms, result, (gl.to_tensor(SPAN), end + shift), place, column * width, False, 0, PLACE)
     tma.store_wait(0)
 
 
@@ -176,35 +173,3 @@ def _place(walk, tile, owner, ROWS: gl.constexpr, GROUP: gl.constexpr):
     expert, start, end, first_block = owner
     row, column = swizzle(tile - first_block * walk[1], gl.cdiv(end - start, ROWS), walk[1], GROUP)
     return expert, start, end, row * ROWS, column
-
-
-@gluon.jit
-def _write(y, rooms, block, end, place, column, PIECE: gl.constexpr, PLACE: gl.constexpr):
-    """Write what a multiplier has and is the expert's own, half by half until it is a piece."""
-    down: gl.constexpr = block.shape[0] // 2
-    across: gl.constexpr = block.shape[1] // 2
-    if block.shape[0] > y.block_shape[2]:
-        one, other = gl.split(gl.permute(gl.reshape(block, [2, down, 2 * across]), [1, 2, 0]))
-        _write(y, rooms, one, end, place, column, 2 * PIECE, PLACE)
-        _write(y, rooms, other, end, place + down, column, 2 * PIECE + 1, PLACE)
-    elif block.shape[1] > y.block_shape[3]:
-        one, other = gl.split(gl.permute(gl.reshape(block, [2 * down, 2, across]), [0, 2, 1]))
-        _write(y, rooms, one, end, place, column, 2 * PIECE, PLACE)
-        _write(y, rooms, other, end, place, column + across, 2 * PIECE + 1, PLACE)
-    else:
-        # The piece before this one may still be read, from the other room.
-        room = rooms.index(2 * PLACE + PIECE % 2)
-        tma.store_wait(1)
-        room.reshape([2 * down, 2 * across]).store(block)
-        fence_async_shared()
-        copy_out(y, [gl.to_tensor(SPAN), end, place, column], room)
-
-
-@gluon.jit
-def _zero_tail(y_ptr, tail, rows, columns, DTYPE: gl.constexpr):
-    """Set the rows past the last expert's to zero; programs take turns, a row at a time."""
-    for row in range(tail + gl.program_id(0), rows, gl.num_programs(0)):
-        row_ptr = y_ptr + row * columns.to(gl.int64)
-        for first in range(0, columns, 1024):
-            across = first + gl.arange(0, 1024, LINE)
-            gl.store(row_ptr + across, gl.zeros([1024], DTYPE, LINE), mask=across < columns)

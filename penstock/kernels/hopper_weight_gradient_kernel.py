@@ -1,6 +1,6 @@
 """Hopper's own kernel for gradients of experts' weights in 16 bits.
 
-What trades warps have and how slots of a ring change hands is told in `penstock.kernels.float8.hopper_ring`. Here the
+What trades warps have and how slots of a ring change hands is told in `penstock.kernels.hopper_ring`. Here the
 multipliers take whole tiles in turns, so that one writes while the other multiplies. They go through the ring in the
 order of tiles: a barrier has two phases, so nobody may wait for a slot before all slots ahead of it were full. Sums
 stay in the matrix unit's registers for all of a tile, and one product is always waiting behind the one that is made: a
@@ -9,30 +9,24 @@ slot is free when the product after its own has been started and its own is done
 Both operands have the contracted dim, an expert's rows, first in memory. So a slot holds columns of dy and of x for
 some rows, and the matrix unit reads the first transposed. Descriptors are ragged (`penstock.kernels.output_tiles`):
 past an expert's last row they give zeros, whatever stands there.
-
-A tile is written in pieces, each through one of its multiplier's two rooms in shared memory. While the copy engine
-writes, or adds, a piece, the next one is put into the other room.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from penstock.kernels.float8.hopper_ring import (
+from penstock.kernels.hopper_ring import (
     LOADER_REGISTERS,
     MULTIPLIER_REGISTERS,
-    add_out,
+    SPAN,
     copy_in,
-    copy_out,
     make_barriers,
     make_turns,
     ring,
     swizzle,
+    write_pieces,
 )
-
-SPAN = gl.constexpr(2**30)
-"""Where a ragged descriptor's rows end."""
 
 
 @gluon.jit(do_not_specialize=["experts"])
@@ -147,7 +141,7 @@ def _multiply(
             # Behind the last tile nobody takes a step.
             step += _blocks_of(walk, gl.minimum(tile + programs, walk[3] - 1), depth)
         if (end > start) | (not ACCUMULATE):
-            _write(dw, rooms, sums, expert, row * height, column * width, ACCUMULATE, 0, PLACE)
+            write_pieces(dw, rooms, sums, (expert,), row * height, column * width, ACCUMULATE, 0, PLACE)
     tma.store_wait(0)
 
 
@@ -172,38 +166,3 @@ def _place(walk, tile, GROUP: gl.constexpr):
     _, down, across, _ = walk
     row, column = swizzle(tile % (down * across), down, across, GROUP)
     return tile // (down * across), row, column
-
-
-@gluon.jit
-def _write(
-    dw,
-    rooms,
-    block,
-    expert,
-    row,
-    column,
-    ACCUMULATE: gl.constexpr,
-    PIECE: gl.constexpr,
-    PLACE: gl.constexpr,
-):
-    """Write or add what a multiplier has, half by half until it is a piece. One program owns each element."""
-    down: gl.constexpr = block.shape[0] // 2
-    across: gl.constexpr = block.shape[1] // 2
-    if block.shape[0] > dw.block_shape[1]:
-        one, other = gl.split(gl.permute(gl.reshape(block, [2, down, 2 * across]), [1, 2, 0]))
-        _write(dw, rooms, one, expert, row, column, ACCUMULATE, 2 * PIECE, PLACE)
-        _write(dw, rooms, other, expert, row + down, column, ACCUMULATE, 2 * PIECE + 1, PLACE)
-    elif block.shape[1] > dw.block_shape[2]:
-        one, other = gl.split(gl.permute(gl.reshape(block, [2 * down, 2, across]), [0, 2, 1]))
-        _write(dw, rooms, one, expert, row, column, ACCUMULATE, 2 * PIECE, PLACE)
-        _write(dw, rooms, other, expert, row, column + across, ACCUMULATE, 2 * PIECE + 1, PLACE)
-    else:
-        # The piece before this one may still be read, from the other room.
-        room = rooms.index(2 * PLACE + PIECE % 2)
-        tma.store_wait(1)
-        room.reshape([2 * down, 2 * across]).store(block.to(dw.dtype))
-        fence_async_shared()
-        if ACCUMULATE:
-            add_out(dw, [expert, row, column], room)
-        else:
-            copy_out(dw, [expert, row, column], room)

@@ -237,5 +237,5 @@ def interpret_trades(*names: str) -> ModuleType:
     vars(hopper).update(warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait)
     vars(nvidia).update(hopper=hopper)
     more = {f"{root}._core": core, f"{root}.nvidia": nvidia, f"{root}.nvidia.hopper": hopper}
-    ring = "penstock.kernels.float8.hopper_ring"
+    ring = "penstock.kernels.hopper_ring"
     return interpreted(ring, *names, language=HoppersLanguage("language"), more=more)[-1]

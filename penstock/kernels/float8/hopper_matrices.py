@@ -1,4 +1,4 @@
-"""Hopper's own kernel for gradients of weights, dense or of each expert; see `hopper_ring` for how it works.
+"""Hopper's own kernel for gradients of weights, dense or of each expert; how it works: `penstock.kernels.hopper_ring`.
 
 Its second operand has a scale for each row, with which every number of a partial sum is multiplied by itself, or one
 for 128 rows (SQUARE), as weights have in `hopper_rows`, whose pace it then has.
@@ -9,24 +9,26 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from penstock.kernels.float8.hopper_ring import (
+from penstock.kernels.float8.hopper_blocks import (
     ACROSS,
     DEPTH,
     DOWN,
     HALF,
-    LOADER_REGISTERS,
-    MULTIPLIER_REGISTERS,
     PRODUCT,
     ROWS,
     WIDTH,
     add_one,
-    add_out,
     add_two,
+    scales_of_turn,
+    start_product,
+)
+from penstock.kernels.hopper_ring import (
+    LOADER_REGISTERS,
+    MULTIPLIER_REGISTERS,
+    add_out,
     copy_in,
     make_barriers,
     ring,
-    scales_of_turn,
-    start_product,
     swizzle,
 )
 

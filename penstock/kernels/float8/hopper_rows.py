@@ -1,36 +1,36 @@
-"""Hopper's own kernel for products of experts' rows, or of all rows, with weights; see `hopper_ring` for how it works.
+"""Hopper's own kernel for products of experts' rows, or of all rows, with weights.
 
-With STEPS = 2 a multiplier starts two products and scales the first while the second is made, which takes 64 registers
-more for the second sum.
+How it works is told in `penstock.kernels.hopper_ring`. With STEPS = 2 a multiplier starts two products and scales the
+first while the second is made, which takes 64 registers more for the second sum.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from penstock.kernels.float8.hopper_ring import (
+from penstock.kernels.float8.hopper_blocks import (
     ACROSS,
     DEPTH,
     DOWN,
     HALF,
-    LOADER_REGISTERS,
-    MULTIPLIER_REGISTERS,
     PRODUCT,
     ROWS,
     WIDTH,
     add_one,
     add_two,
+    scales_of_turn,
+)
+from penstock.kernels.hopper_ring import (
+    LOADER_REGISTERS,
+    MULTIPLIER_REGISTERS,
+    SPAN,
     copy_in,
     copy_out,
     make_barriers,
     ring,
-    scales_of_turn,
     swizzle,
+    zero_tail,
 )
-
-SPAN = gl.constexpr(2**30)
-"""Where a ragged descriptor's rows end; see `penstock.kernels.output_tiles`."""
-LINE = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))
 
 
 @gluon.jit
@@ -92,7 +92,7 @@ def float8_rows_kernel(
     )
     if owners_ptr is not None and first_ptr is None:
         tail = gl.load(starts_ptr + experts)
-        _zero_tail(y_ptr, gl.maximum(tail, rows - 1) if ONLY_LAST else tail, rows, columns)
+        zero_tail(y_ptr, gl.maximum(tail, rows - 1) if ONLY_LAST else tail, rows, columns, y_ptr.dtype.element_ty)
 
 
 @gluon.jit
@@ -209,13 +209,3 @@ def _store_rows(target, sums, here, shift, columns, PLACE: gl.constexpr):
         inside = gl.expand_dims(place < end, 1) & gl.expand_dims(across < columns, 0)
         y_places = gl.expand_dims(place.to(gl.int64) * columns, 1) + gl.expand_dims(across, 0)
         gl.store(y_ptr + y_places, result, mask=inside)
-
-
-@gluon.jit
-def _zero_tail(y_ptr, tail, rows, columns):
-    """Set the rows past the last expert's to zero; programs take turns, a row at a time."""
-    for row in range(tail + gl.program_id(0), rows, gl.num_programs(0)):
-        row_ptr = y_ptr + row * columns.to(gl.int64)
-        for first in range(0, columns, 1024):
-            across = first + gl.arange(0, 1024, LINE)
-            gl.store(row_ptr + across, gl.zeros([1024], y_ptr.dtype.element_ty, LINE), mask=across < columns)

@@ -26,8 +26,8 @@ if hopper_products.HAS_GLUON:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     from penstock.kernels.float8.hopper_matrices import float8_matrices_kernel
-    from penstock.kernels.float8.hopper_ring import ring
     from penstock.kernels.float8.hopper_rows import float8_rows_kernel
+    from penstock.kernels.hopper_ring import ring
 
 QUICKLY_COMPILED = {
     ("rows", "gluon_double"),
