@@ -2,7 +2,7 @@
 
 python -m benchmarks.float8_curves --target benchmarks/float8_curves_debug.toml --cases none rows-16 blockwise \
     --seeds 0 1 2 3 --parallel 6 --output benchmarks/results/float8-curves-calm.json
-python -m benchmarks.float8_curves --target benchmarks/float8_curves.toml --cases none rows-8 --output one.json
+python -m benchmarks.float8_curves --target benchmarks/float8_curves.toml --cases none rows-4 --output one.json
 python -m benchmarks.float8_curves --target benchmarks/float8_curves.toml --cases blockwise --output two.json
 python -m benchmarks.float8_curves --cases --add-to one.json two.json --output c.json
 

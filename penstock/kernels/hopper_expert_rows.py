@@ -1,31 +1,20 @@
 """Launch of Hopper's own kernel for products of experts' rows in 16 bits; see `hopper_expert_rows_kernel`.
 
 `penstock.kernels.grouped_gemm` checks operands, makes room for the result and comes here where the launch is a
-`RowsRingLaunch` and `obstacle` finds nothing. When Gluon is there at all, `penstock.kernels.float8.hopper_products`
-says.
+`RowsRingLaunch` and `obstacle` finds nothing.
 """
 
 import torch
-import triton
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor
 
-from penstock.kernels.float8.hopper_products import HAS_GLUON, REGISTERS, VERSIONS
+from penstock.kernels.float8.hopper_products import HAS_GLUON, REGISTERS
+from penstock.kernels.hopper_launching import PIECE_ROWS, blocks_of, ragged_blocks_of, unavailable
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable
 from penstock.kernels.tuning import RowsRingLaunch, programs_of
 
 if HAS_GLUON:
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from penstock.kernels.hopper_expert_rows_kernel import expert_rows_kernel
-
-PIECE_ROWS = 64
-"""Rows of a tile that are written at a time: those of one instruction of the matrix unit."""
-
-SWIZZLE = 128
-"""Bytes of shared memory in a row, at most, that are shuffled together so that neighbours lie in different banks."""
 
 
 def obstacle(
@@ -47,10 +36,8 @@ def obstacle(
         bias: what is added to the rows of each expert, or None.
         index: where rows are gathered from, or None.
     """
-    if target != "sm_90":
-        return f"the kernel is Hopper's, this is {target}"
-    if not HAS_GLUON:
-        return f"Triton {triton.__version__} has no Gluon of the versions {', '.join(VERSIONS)}"
+    if (reason := unavailable(target)) is not None:
+        return reason
     if not x.dtype == y.dtype == torch.bfloat16:
         return f"operands are {x.dtype} and the result is {y.dtype}, not bfloat16"
     if bias is not None:
@@ -85,13 +72,12 @@ def launch_rows(
     size = BLOCK_SIZES.index(launch.block_rows)
     w_block = (launch.block_depth, launch.block_columns) if depth_first else (launch.block_columns, launch.block_depth)
     piece_columns = launch.block_rows * launch.block_columns // launch.pieces // PIECE_ROWS
-    ragged = create_ragged_descriptor(y, [PIECE_ROWS, piece_columns])
     start_kernel(
         expert_rows_kernel,
         (programs_of(launch, y.device),),
-        _blocks_of(x, launch.block_rows, launch.block_depth),
-        _blocks_of(w, 1, *w_block),
-        TensorDescriptor(ragged.base, ragged.shape, ragged.strides, ragged.block_shape, _layout(piece_columns, 4)),
+        blocks_of(x, launch.block_rows, launch.block_depth),
+        blocks_of(w, 1, *w_block),
+        ragged_blocks_of(y, PIECE_ROWS, piece_columns),
         y,
         tiles.starts_e,
         tiles.owners[size],
@@ -108,13 +94,3 @@ def launch_rows(
         num_warps=launch.warps,
         maxnreg=REGISTERS,
     )
-
-
-def _blocks_of(memory: Tensor, *block: int) -> "TensorDescriptor":
-    """Blocks as the matrix unit wants them in shared memory."""
-    return TensorDescriptor.from_tensor(memory, list(block), _layout(block[-1], len(block)))
-
-
-def _layout(columns: int, rank: int) -> "NVMMASharedLayout":
-    """How blocks of so many columns lie in shared memory."""
-    return NVMMASharedLayout(swizzle_byte_width=min(SWIZZLE, 2 * columns), element_bitwidth=16, rank=rank)

@@ -1,7 +1,6 @@
 """Run a kernel of Hopper's whose warps have trades of their own on a CPU: what `gluon_in_torch` lacks for that.
 
-    module = interpret_trades("penstock.kernels.hopper_weight_gradient_kernel")
-    launch(module.weight_gradient_kernel, (3,), *map(in_memory, arguments), STAGES=2, GROUP=4, ACCUMULATE=False)
+    launched = launched_on_cpu(monkeypatch, hopper_weight_gradient, "weight_gradient_kernel")
 
 Each partition of a program is a thread. What the hardware does behind a program's back is done as late as it may be:
 products when they are waited for, copies out of shared memory too. So memory that is given away too early shows in the
@@ -10,16 +9,17 @@ result. Threads that wait for each other are a mistake, and end.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.float8.gluon_in_torch import Language, Layout, Shared, Value, interpreted, value
+from tests.kernels.float8.gluon_in_torch import Language, Layout, Shared, Value, interpreted, launch, value
 
 PATIENCE = 20.0
 """Seconds that a thread waits for the others."""
@@ -239,3 +239,20 @@ def interpret_trades(*names: str) -> ModuleType:
     more = {f"{root}._core": core, f"{root}.nvidia": nvidia, f"{root}.nvidia.hopper": hopper}
     ring = "penstock.kernels.hopper_ring"
     return interpreted(ring, *names, language=HoppersLanguage("language"), more=more)[-1]
+
+
+def launched_on_cpu(monkeypatch: pytest.MonkeyPatch, launcher: ModuleType, name: str) -> list[Mapping[str, Any]]:
+    """Let torch run the kernel of a module that launches it; what it was launched with comes into the list."""
+    if torch.cuda.is_available():
+        pytest.skip("tables of tiles are made on the GPU that there is")
+    kernel, source = getattr(launcher, name), interpret_trades(f"{launcher.__name__}_kernel")
+    found: list[Mapping[str, Any]] = []
+
+    def start_kernel(started: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        assert started is kernel
+        found.append({"programs": grid[0], **constants})
+        constants = {name: value for name, value in constants.items() if name.isupper()}
+        launch(getattr(source, name), grid, *map(in_memory, arguments), **constants)
+
+    monkeypatch.setattr(launcher, "start_kernel", start_kernel)
+    return found

@@ -16,12 +16,12 @@ from penstock.kernels import grouped_gemm, hopper_expert_rows, reference
 from penstock.kernels.expert_parts import KeptRows
 from penstock.kernels.float8.hopper_products import HAS_GLUON, REGISTERS
 from penstock.kernels.grouped_gemm import grouped_gemm_forward, grouped_gemm_input_gradient
-from penstock.kernels.hopper_expert_rows import PIECE_ROWS, obstacle
+from penstock.kernels.hopper_expert_rows import obstacle
+from penstock.kernels.hopper_launching import PIECE_ROWS
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import ROWS_RINGS, RowsRingLaunch, in_triton, target_of, units_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
-from tests.kernels.float8.gluon_in_torch import launch as run
-from tests.kernels.hopper_in_torch import in_memory, interpret_trades
+from tests.kernels.hopper_in_torch import launched_on_cpu
 from tests.kernels.parity import assert_close
 
 pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernel knows")
@@ -32,8 +32,8 @@ if HAS_GLUON:
     from penstock.kernels.hopper_expert_rows_kernel import expert_rows_kernel
 
 RING = ROWS_RINGS["ring"]
-SMALL = replace(RING, block_columns=128, block_depth=16, stages=3, group=2)
-"""Of tiles that torch multiplies quickly, with as many pieces for each multiplier."""
+SMALL = replace(RING, block_depth=16, stages=3, group=2)
+"""Of blocks that torch multiplies quickly."""
 
 COUNTS = {
     "ends of all kinds": [140, 64, 1, 133, 128],
@@ -81,19 +81,8 @@ def check(counts: list[int], width: int, depth: int, launch: RowsRingLaunch, dev
 @pytest.fixture
 def cpu_as_hopper(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
     """What the kernel was launched with; torch runs it, on a CPU that is taken for a Hopper."""
-    if torch.cuda.is_available():
-        pytest.skip("tables of tiles are made on the GPU that there is")
-    module, found = interpret_trades("penstock.kernels.hopper_expert_rows_kernel"), []
-
-    def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        assert kernel is expert_rows_kernel
-        found.append({"programs": grid[0], **constants})
-        constants = {name: value for name, value in constants.items() if name.isupper()}
-        run(module.expert_rows_kernel, grid, *map(in_memory, arguments), **constants)
-
-    monkeypatch.setattr(hopper_expert_rows, "start_kernel", start_kernel)
     monkeypatch.setattr(grouped_gemm, "target_of", lambda device: "sm_90")
-    return found
+    return launched_on_cpu(monkeypatch, hopper_expert_rows, "expert_rows_kernel")
 
 
 @either_product

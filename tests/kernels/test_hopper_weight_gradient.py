@@ -15,11 +15,11 @@ from torch import Tensor
 from penstock.kernels import grouped_gemm, hopper_weight_gradient
 from penstock.kernels.float8.hopper_products import HAS_GLUON, REGISTERS
 from penstock.kernels.grouped_gemm import grouped_gemm_weight_gradient
-from penstock.kernels.hopper_weight_gradient import PIECE_ROWS, obstacle
+from penstock.kernels.hopper_launching import PIECE_ROWS
+from penstock.kernels.hopper_weight_gradient import obstacle
 from penstock.kernels.tuning import GROUPED_GEMM, RINGS, RingLaunch, RowsRingLaunch, in_triton, target_of, units_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
-from tests.kernels.float8.gluon_in_torch import launch as run
-from tests.kernels.hopper_in_torch import in_memory, interpret_trades
+from tests.kernels.hopper_in_torch import launched_on_cpu
 from tests.kernels.parity import assert_close
 
 pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernel knows")
@@ -30,8 +30,8 @@ if HAS_GLUON:
     from penstock.kernels.hopper_weight_gradient_kernel import weight_gradient_kernel
 
 RING = RINGS["ring"]
-SMALL = replace(RING, block_rows=128, block_columns=128, block_depth=16, stages=3, pieces=8, group=2)
-"""Of tiles that torch multiplies quickly, with as many pieces for each multiplier."""
+SMALL = replace(RING, block_depth=16, stages=3, group=2)
+"""Of blocks that torch multiplies quickly."""
 
 COUNTS = {
     "ends of all kinds": [40, 16, 1, 33],
@@ -82,19 +82,8 @@ def check(counts: list[int], width: int, depth: int, launch: RingLaunch, device:
 @pytest.fixture
 def cpu_as_hopper(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
     """What the kernel was launched with; torch runs it, on a CPU that is taken for a Hopper."""
-    if torch.cuda.is_available():
-        pytest.skip("tables of tiles are made on the GPU that there is")
-    module, found = interpret_trades("penstock.kernels.hopper_weight_gradient_kernel"), []
-
-    def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        assert kernel is weight_gradient_kernel
-        found.append({"programs": grid[0], **constants})
-        constants = {name: value for name, value in constants.items() if name.isupper()}
-        run(module.weight_gradient_kernel, grid, *map(in_memory, arguments), **constants)
-
-    monkeypatch.setattr(hopper_weight_gradient, "start_kernel", start_kernel)
     monkeypatch.setattr(grouped_gemm, "target_of", lambda device: "sm_90")
-    return found
+    return launched_on_cpu(monkeypatch, hopper_weight_gradient, "weight_gradient_kernel")
 
 
 @either_result
