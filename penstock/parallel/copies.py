@@ -15,9 +15,6 @@ CHUNK_BYTES = 1 << 26
 """Of device memory for one chunk of a `ChunkStream`. At 50 GB/s it takes 1.3 ms, much more than the host needs to start
 its copies and kernels; a larger one only makes the first way in and the last way out longer, which nothing covers."""
 
-BLOCK_BYTES = 1 << 30
-"""Of host memory that long-lived tensors share."""
-
 ALIGNMENT = 512
 """Bytes; the CUDA allocator's own, so that kernels find a chunk's tensors as aligned as any other."""
 
@@ -88,6 +85,29 @@ class Lane:
             return Copied(self._stream.record_event())
 
 
+class _Block:
+    """Bytes of host memory that are handed out one after another.
+
+    Args:
+        memory: one-dimensional, bytes.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._start = 0
+
+    @property
+    def room(self) -> int:
+        """Bytes that are left."""
+        return self._memory.numel() - self._start
+
+    def take(self, bytes_: int) -> Tensor:
+        """The next so many bytes, behind which an aligned address follows."""
+        taken = self._memory[self._start : self._start + bytes_]
+        self._start += _aligned(bytes_)
+        return taken
+
+
 def host_empty(bytes_: int, device: torch.device) -> Tensor:
     """Bytes of host memory, pinned for a GPU. torch pools them, and uses no block again while copies run.
 
@@ -102,7 +122,8 @@ def host_tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: 
     """Contiguous host tensors that stay, pinned for a GPU, not filled; on the meta device for that device.
 
     torch rounds pinned memory up to a power of two, which of large tensors would be a third more on average. Here they
-    share blocks of such sizes.
+    share blocks of such sizes, the largest that what is left can fill. Large tensors come first, and small ones go
+    where these left room, so that at most the last blocks are not full.
 
     Args:
         shapes: of the tensors.
@@ -112,15 +133,17 @@ def host_tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: 
     if device.type == "meta":
         return [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
     sizes = [prod(shape) * dtype.itemsize for shape in shapes]
-    left, tensors, block, start = sum(map(_aligned, sizes)), [], host_empty(0, device), 0
-    for shape, size in zip(shapes, sizes, strict=True):
-        if start + size > block.numel():
-            usual = 1 << (min(left, BLOCK_BYTES).bit_length() - 1)
-            block, start = host_empty(max(usual, ALIGNMENT, 1 << (size - 1).bit_length()), device), 0
-        tensors.append(block[start : start + size].view(dtype).view(shape))
-        start += _aligned(size)
-        left -= _aligned(size)
-    return tensors
+    left, blocks, tensors = sum(map(_aligned, sizes)), list[_Block](), dict[int, Tensor]()
+    for index in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
+        size = _aligned(sizes[index])
+        block = next((block for block in blocks if block.room >= size), None)
+        if block is None:
+            usual = 1 << (max(left, 1).bit_length() - 1)
+            block = _Block(host_empty(max(usual, ALIGNMENT, 1 << (size - 1).bit_length()), device))
+            blocks.append(block)
+        tensors[index] = block.take(sizes[index]).view(dtype).view(shapes[index])
+        left -= size
+    return [tensors[index] for index in range(len(sizes))]
 
 
 @dataclass(frozen=True)
