@@ -8,7 +8,7 @@ from penstock.plan.hardware_file import known_hardware, load_hardware
 
 KINDS = get_args(CollectiveKind)
 
-TABLES = ("memory", "peaks", "node", "overhead", "host", "efficiency")
+TABLES = ("memory", "peaks", "node", "overhead", "host", "host_link", "efficiency")
 """Tables of a file that have one source each."""
 
 
@@ -88,6 +88,8 @@ def _overheads(chips: Sequence[Hardware]) -> list[tuple[str, ...]]:
         ("between two kernels, us", *(f"{chip.host.gap_seconds * 1e6:g}" for chip in chips)),
         ("still in a step, ms", *(f"{chip.host.step_seconds * 1e3:g}" for chip in chips)),
         ("source", *(chip.host.origin for chip in chips)),
+        ("to the host's memory, or from it, GB/s", *(_gigabytes(chip.host_link.bytes_per_second) for chip in chips)),
+        ("source", *(chip.host_link.origin for chip in chips)),
         ("memory that tensors can have, GB", *(f"{chip.usable_bytes / 1e9:.1f}" for chip in chips)),
         ("source", *(chip.overhead.origin for chip in chips)),
     ]
@@ -150,7 +152,8 @@ _REACHED = """
 Shares of the peak by operators of training size. A grouped product is that of a layer's experts; *gathered* looks its
 rows up among the tokens while it loads them. Attention counts half of the square where it is causal, and 5 products in
 backward where forward has 2. The rows *memory* and *optimizer* are shares of the
-memory's bandwidth: by kernels that compute little, and by those of the update.
+memory's bandwidth: by kernels that compute little, and by those of the update. The way *to the host's memory* is of one
+device and one direction, while as much goes in the other: it decides what [`offload`](plan.md#host-memory) costs.
 """
 
 _COLLECTIVES = """

@@ -240,6 +240,7 @@ def _tables(hardware: Hardware) -> dict[str, Sourced]:
         "node": hardware.node,
         "overhead": hardware.overhead,
         "host": hardware.host,
+        "host link": hardware.host_link,
         "efficiency": hardware.efficiency,
     }
 

@@ -13,12 +13,14 @@ from typing import Literal, TypeVar, get_args
 from penstock.config.section import Section
 from penstock.plan.calibrate import Findings
 from penstock.plan.hardware import (
+    USUAL_HOST_LINK,
     Collective,
     CollectiveKind,
     Dtype,
     Efficiency,
     Hardware,
     Host,
+    HostLink,
     Measured,
     Memory,
     Node,
@@ -81,8 +83,19 @@ def calibrated(
             source=f"{measured}; the launch of operators of a small network",
         ),
         efficiency=_efficiency(findings, peaks, measured),
+        host_link=_host_link(vendor, findings, measured) if known is None else known.host_link,
         collectives=(*collectives, *(one for one in kept if (one.kind, one.reach) not in fresh)),
         measured=tuple(Measured(operator=operator, source=measured, points=found) for operator, found in points),
+    )
+
+
+def _host_link(vendor: str, findings: Findings, source: str) -> HostLink:
+    """Nobody measures that of a GPU; a CPU's host memory is its own."""
+    if vendor != "cpu":
+        return USUAL_HOST_LINK
+    return HostLink(
+        bytes_per_second=findings.memory_bytes_per_second / 4,
+        source=f"{source}; of the memory a quarter, as a copy reads and writes and both ways share it",
     )
 
 

@@ -2,6 +2,7 @@
 
     products          mm, addmm, bmm, the experts' kernels, attention: penstock/plan/rates.py, by shapes
     communication     collectives, and the kernels that write into other GPUs' memory: penstock/plan/transfers.py
+    host link         copies between the device and its host's memory, at the link's rate
     all others        the bytes of their tensors at the memory's rate
 
 Kernels of experts work on rows that came, whatever room there is: where a run has a bound on rows instead of a count,
@@ -19,8 +20,11 @@ from typing import NamedTuple
 from penstock.config.run import Run
 from penstock.plan.hardware import Dtype, Group, Hardware
 from penstock.plan.rates import SUM_BYTES, GroupedProduct, Pass, Rates
-from penstock.plan.tape import Operator, Work
+from penstock.plan.tape import FROM_HOST, TO_HOST, Operator, Work
 from penstock.plan.transfers import Kind, Transfers, Travel
+
+HOST_LINK = "host link"
+"""What copies between the device and its host's memory count as, where something waits for them."""
 
 
 class Cost(NamedTuple):
@@ -108,6 +112,8 @@ class Costs:
         name = operator.name
         if operator.group is not None:
             return self._collective(operator)
+        if name in (TO_HOST, FROM_HOST):
+            return Cost(operator.moved_bytes / self._rates.hardware.host_link.bytes_per_second, HOST_LINK)
         if name in _PRODUCTS:
             return Cost(self._product(operator), "products")
         if name == "_grouped_mm":
@@ -299,8 +305,11 @@ _BYTES: Mapping[str, Callable[[Operator, float], float]] = MappingProxyType(
 )
 """Bytes that the memory moves, from an operator and the sum of its tensors, where that is not the sum."""
 
-_NOTHING = frozenset({"wait_kernel", "hold_kernel", "signal_kernel"})
+_WAITS = frozenset({"wait_kernel", "hold_kernel", "signal_kernel"})
 """Kernels that move nothing."""
+
+_NOTHING = _WAITS | {"set_"}
+"""These, and what the host alone does: another tensor gets a storage that is there."""
 
 _FLOAT8_ATTENTION: Mapping[str, int] = MappingProxyType({"attention_queries_kernel": 0, "attention_keys_kernel": 1})
 """Kernels of attention in 8 bits, and which of their tensors are the queries."""
@@ -325,7 +334,7 @@ _TERMS: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("route_kernel", "route_backward_kernel", "sum_parts_kernel"), "route"),
         **dict.fromkeys(("count_kernel", "scan_kernel", "place_kernel", "tile_table_kernel"), "route"),
         **dict.fromkeys(("count_arrivals_kernel", "place_arrivals_kernel", "spread_kernel"), "route"),
-        **dict.fromkeys(("take_rows_kernel", "sum_ranks_kernel", *sorted(_NOTHING)), "dispatch"),
+        **dict.fromkeys(("take_rows_kernel", "sum_ranks_kernel", *sorted(_WAITS)), "dispatch"),
         **dict.fromkeys(("_fused_adamw_", "_foreach_norm", "_foreach_zero_", "_foreach_copy_"), "optimizer"),
         "linear_cross_entropy_kernel": "loss",
     }

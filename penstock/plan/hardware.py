@@ -1,8 +1,8 @@
 """Hardware as data: what a chip and its node promise, what was really reached, and where each figure comes from.
 
 A hardware file (penstock/plan/hardware_data, or a user's own) has two halves that are never mixed. Tables `memory`,
-`peaks` and `node` hold what data sheets and drivers say. Tables `overhead`, `host`, `efficiency`, `collective` and
-`measured` hold what programs reach. Each table has a `source`, which begins with one word:
+`peaks` and `node` hold what data sheets and drivers say. Tables `overhead`, `host`, `host_link`, `efficiency`,
+`collective` and `measured` hold what programs reach. Each table has a `source`, which begins with one word:
 
     measured:    by us, on this chip
     reported:    measured by others, who are named
@@ -123,6 +123,20 @@ class Host(Sourced):
         unit="seconds",
         low=0,
     )
+
+
+class HostLink(Sourced):
+    """The way between a device and its host's memory."""
+
+    bytes_per_second: float = knob(
+        doc="Of large copies from pinned memory to one device, while as much goes back.", unit="bytes/s", low=1
+    )
+
+
+USUAL_HOST_LINK = HostLink(
+    bytes_per_second=50e9, source="assumed: PCIe Gen5 x16, about 50 usable of the 64 GB/s of its data sheet"
+)
+"""Of a device of which a file says nothing else."""
 
 
 class Efficiency(Sourced):
@@ -268,6 +282,7 @@ class Hardware:
         efficiency: where no point is near.
         collectives: at most one of a kind and reach.
         measured: points, several tables for one operator allowed.
+        host_link: the way to the host's memory.
     """
 
     name: str
@@ -280,6 +295,7 @@ class Hardware:
     efficiency: Efficiency
     collectives: tuple[Collective, ...]
     measured: tuple[Measured, ...]
+    host_link: HostLink = USUAL_HOST_LINK
 
     @property
     def usable_bytes(self) -> int:

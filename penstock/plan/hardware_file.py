@@ -30,16 +30,19 @@ from penstock.config.validation import build
 from penstock.plan.hardware import (
     ORIGINS,
     POINTS,
+    USUAL_HOST_LINK,
     Cluster,
     Collective,
     Efficiency,
     Hardware,
     Host,
+    HostLink,
     Measured,
     Memory,
     Node,
     Overhead,
     Peaks,
+    Sourced,
     cluster_of,
     split_cluster,
 )
@@ -63,6 +66,7 @@ class _Head(Section):
     overhead: Overhead = knob(doc="Memory that no tensor can have.")
     host: Host = knob(doc="What starting work costs.")
     efficiency: Efficiency = knob(doc="Shares of the peak.")
+    host_link: HostLink = knob(USUAL_HOST_LINK, doc="The way to the host's memory.")
 
 
 def known_hardware() -> tuple[str, ...]:
@@ -119,8 +123,9 @@ def read_hardware(path: Path) -> Hardware:
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
             raise HardwareError(f"{path}: {name} is no list of tables", fix=f"write [[{name}]]")
     head = _built(_Head, tree, f"{path}: ")
-    for table in (head.memory, head.peaks, head.node, head.overhead, head.host, head.efficiency):
-        _check_source(table.source, f"{path}: {type(table).__name__.lower()}.source")
+    for name, table in head:
+        if isinstance(table, Sourced):
+            _check_source(table.source, f"{path}: {name}.source")
     collectives = tuple(_collectives(lists["collective"], path))
     measured = tuple(_measured(table, f"{path}: measured {at}") for at, table in enumerate(lists["measured"], start=1))
     return Hardware(**dict(head), collectives=collectives, measured=measured)

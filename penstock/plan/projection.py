@@ -112,6 +112,8 @@ class RankTime:
         communication: that collectives and transfers of tokens take.
         exposed_communication: of that, what nothing is computed beside.
         host: that the device has nothing to do because the host has not launched it yet; part of `passes` and `update`.
+        host_link: that nothing goes on but copies between the device and its host's memory; part of `passes` and
+            `update`.
         terms: seconds by what is done (`attention`, `experts`, `dispatch`, ...); add up to the step.
     """
 
@@ -123,6 +125,7 @@ class RankTime:
     communication: float
     exposed_communication: float
     host: float
+    host_link: float = 0.0
     terms: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -151,6 +154,11 @@ class StepTime:
     schedule: Schedule | None = None
     playback: Playback | None = None
     kept_bytes: tuple[int, ...] = ()
+
+    @property
+    def host_link_seconds(self) -> float:
+        """Of the place that waits most for copies between the device and its host's memory."""
+        return max(rank.host_link for rank in self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +278,7 @@ def candidate_json(projection: Projection) -> dict[str, Any]:
         "model_flops_utilization": time.model_flops_utilization,
         "bubble": time.bubble,
         "exposed_communication_seconds": time.exposed_communication_seconds,
+        "host_link_seconds": time.host_link_seconds,
     }
 
 

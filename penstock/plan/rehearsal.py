@@ -38,6 +38,7 @@ class Update:
         reduce: sums over ranks.
         norm: of the gradient.
         step: of the optimizer, and new weights for the others.
+        host_bytes: of masters and moments that come from the host for it, and go back.
     """
 
     peak_bytes: int = 0
@@ -45,6 +46,7 @@ class Update:
     reduce: Work = ()
     norm: Work = ()
     step: Work = ()
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +190,7 @@ def _update(rank: StandIn) -> Update:
         if not rank.divided or rank.run.float8.gather:
             refresh_float8(rank.decoders.values())
         step = tape.cut()
-    return Update(peak_bytes=peak, zero=zero, reduce=reduce, norm=norm, step=step)
+    return Update(peak_bytes=peak, zero=zero, reduce=reduce, norm=norm, step=step, host_bytes=rank.state.host)
 
 
 def _gathered(rank: StandIn) -> int:

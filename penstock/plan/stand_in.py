@@ -40,7 +40,7 @@ from penstock.parallel.later import Later
 from penstock.parallel.reach import crosses_nodes, unfit_rows, widest_row
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
 from penstock.plan.conventional import Saving, conventional_operators
-from penstock.plan.tape import RehearsedLater, RehearsedTransfers
+from penstock.plan.tape import RehearsedLane, RehearsedLater, RehearsedTransfers
 from penstock.train.optimizer import MasterAdamW, StateBytes
 
 META = torch.device("meta")
@@ -160,8 +160,16 @@ def _kit(run: Run, axes: Axes, target: Target, later: Later | None, buffers: Sym
         buffers=buffers,
         transfers=None if transfers_of(run, HOME) is None else RehearsedTransfers(),
         float8=float8_rule(run, target.device),
-        offload=offload.rule_for(run.offload, META),
+        offload=_offload(run),
     )
+
+
+def _offload(run: Run) -> offload.OffloadRule:
+    """What of activations waits on the host, with copies that are written down."""
+    rule = offload.rule_for(run.offload, META)
+    if rule.store is not None:
+        rule.store.outward, rule.store.inward = RehearsedLane(is_back=False), RehearsedLane(is_back=True)
+    return rule
 
 
 def _copied_bytes(decoders: Mapping[int, Decoder]) -> int:

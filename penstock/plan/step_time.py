@@ -6,7 +6,8 @@
                 new weights for the other ranks
 
 With FSDP2 weights are fetched and gradients reduced beside the passes: what takes longer counts. Messages between
-stages travel while both sides compute; a stage that waits for one waits for its latency and its bytes.
+stages travel while both sides compute; a stage that waits for one waits for its latency and its bytes. An optimizer in
+host memory passes through the host's link beside its kernels.
 """
 
 from collections import Counter
@@ -22,7 +23,7 @@ from penstock.layout.clock import Costs as ClockCosts
 from penstock.layout.clock import play
 from penstock.models.count import count
 from penstock.models.rank_model import message_of
-from penstock.plan.costs import Costs, experts_of, rooms_of
+from penstock.plan.costs import HOST_LINK, Costs, experts_of, rooms_of
 from penstock.plan.hardware import Cluster, Group
 from penstock.plan.pieces import StageActivations
 from penstock.plan.projection import RankTime, StepTime
@@ -126,9 +127,20 @@ class Clockwork:
         for work in (update.zero, update.norm, rest):
             streams.play(work)
         still = self._cluster.hardware.host.step_seconds
-        return added(reduce, gather), added(
-            streams.timing, Timing(seconds=still, idle=still, terms={"host": still} if still else {})
-        )
+        computed = added(streams.timing, Timing(seconds=still, idle=still, terms={"host": still} if still else {}))
+        return added(reduce, gather), added(computed, self._through_host_link(update.host_bytes, rest))
+
+    def _through_host_link(self, host_bytes: int, step: Work) -> Timing:
+        """What the optimizer's kernels wait for, with masters and moments that come from the host and go back.
+
+        Both ways run at once, and there are two buffers (penstock/parallel/copies.py). In each a chunk comes, is
+        updated and leaves, so of every second chunk's kernels the link sees nothing: all take as long as the link and
+        half of the kernels, or as the kernels.
+        """
+        costs = [self._costs.of(one) for one in step]
+        kernels = sum(cost.seconds for cost in costs if cost.term == "optimizer")
+        waited = max(0.0, host_bytes / self._cluster.hardware.host_link.bytes_per_second - kernels / 2)
+        return Timing(seconds=waited, host_link=waited, terms={HOST_LINK: waited}) if waited else Timing()
 
     def _bucketed(self, work: Work) -> Timing:
         """Messages, and copies into and out of them: at the same time."""
@@ -249,6 +261,7 @@ def _rank_time(place: Rehearsal, passes: Timing, span: float, update: tuple[Timi
         communication=whole.communication,
         exposed_communication=whole.exposed,
         host=whole.idle,
+        host_link=whole.host_link,
         terms={name: seconds for name, seconds in terms.items() if seconds},
     )
 

@@ -8,6 +8,7 @@ launched and the one before is done.
     host-bound       the device waits for launches; the time is that of the host
     a wait           the host stops until the device has done all so far, and the device then waits for the host
 
+Copies to the host's memory and back run on lanes of their own (penstock/plan/host_lanes.py), and slow nothing down.
 A second stream carries transfers between `fork` and `join`; what the first one computes meanwhile hides them. Each
 slows the other down while both run: of what is hidden only `OVERLAP_GAIN` is gained. Work that was captured as a graph
 takes no time of the host.
@@ -17,8 +18,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.plan.costs import Cost
-from penstock.plan.tape import END, FORK, JOIN, PUT_OFF, WAIT, Operator, Work
+from penstock.plan.costs import HOST_LINK, Cost
+from penstock.plan.host_lanes import HostLanes
+from penstock.plan.tape import ARRIVE, END, FORK, FROM_HOST, JOIN, PUT_OFF, TO_HOST, WAIT, Operator, Work
 
 OVERLAP_GAIN = 0.25
 """Of the time that a transfer and computation run side by side, what is gained by it; fitted to one run with FSDP2 on
@@ -35,6 +37,7 @@ class Timing:
         communication: that transfers take.
         exposed: of `seconds`, what only transfers go on in.
         idle: of `seconds`, what nothing goes on in.
+        host_link: of `seconds`, what only copies between the device and its host's memory go on in.
         terms: `seconds` by what is done.
     """
 
@@ -43,6 +46,7 @@ class Timing:
     communication: float = 0.0
     exposed: float = 0.0
     idle: float = 0.0
+    host_link: float = 0.0
     terms: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -54,6 +58,7 @@ class Streams:
         launch_seconds: of the host for each operator; 0 if the work is captured.
         gap_seconds: of the device between two operators.
         put_off_seconds: of the host for each weight gradient that is put off.
+        lanes: to the host's memory and back; None for the usual ones, with nothing on them.
     """
 
     def __init__(
@@ -62,15 +67,17 @@ class Streams:
         launch_seconds: float,
         gap_seconds: float = 0.0,
         put_off_seconds: float = 0.0,
+        lanes: HostLanes | None = None,
     ) -> None:
         self._cost_of = cost_of
         self._launch = launch_seconds
         self._gap = gap_seconds
         self._put_off = put_off_seconds
+        self._lanes = lanes or HostLanes()
         self._host = self._main = self._side = 0.0
         self._ends: dict[str, float] = {}
         self._hidden = 0.0
-        self._compute = self._communication = self._exposed = self._idle = 0.0
+        self._compute = self._communication = self._exposed = self._idle = self._host_link = 0.0
         self._terms: dict[str, float] = defaultdict(float)
 
     @property
@@ -82,6 +89,7 @@ class Streams:
             communication=self._communication,
             exposed=self._exposed,
             idle=self._idle,
+            host_link=self._host_link,
             terms=dict(self._terms),
         )
 
@@ -99,6 +107,10 @@ class Streams:
                 self._ends[operator.switches[0]], is_side = self._side, False
             elif operator.name == JOIN:
                 self._join(operator.switches[0])
+            elif operator.name in (TO_HOST, FROM_HOST):
+                self._copy(operator)
+            elif operator.name == ARRIVE:
+                self._wait_for_copies(self._lanes.arrival(operator.switches[0]))
             elif is_side:
                 self._travel(self._cost_of(operator))
             else:
@@ -124,6 +136,23 @@ class Streams:
         self._side = max(self._side, self._host) + cost.seconds
         self._hidden += cost.seconds
         self._communication += cost.seconds
+
+    def _copy(self, operator: Operator) -> None:
+        """A storage begins its way to the host, or back."""
+        self._host += self._launch
+        number, seconds = operator.switches[0], self._cost_of(operator).seconds
+        if operator.name == FROM_HOST:
+            self._lanes.come_back(number, seconds, launched=self._host, done=self._main)
+            return
+        size = operator.moved_bytes
+        self._wait_for_copies(self._lanes.leave(number, size, seconds, launched=self._host, done=self._main))
+
+    def _wait_for_copies(self, until: float) -> None:
+        """The first stream waits for a copy."""
+        late = max(0.0, until - self._main)
+        self._main += late
+        self._host_link += late
+        self._terms[HOST_LINK] += late
 
     def _join(self, number: str) -> None:
         """The first stream waits for the second, and pays for what it has hidden."""
@@ -164,5 +193,6 @@ def added(one: Timing, other: Timing, times: float = 1) -> Timing:
         communication=one.communication + times * other.communication,
         exposed=one.exposed + times * other.exposed,
         idle=one.idle + times * other.idle,
+        host_link=one.host_link + times * other.host_link,
         terms=terms,
     )

@@ -3,13 +3,15 @@
 The work runs on the meta device, so nothing is computed: a mode of torch's dispatcher writes down what is called. It
 sees torch's own operators and collectives, launches of our kernels and places where the host would wait
 (penstock/kernels/launching.py), in forward and in backward. What only makes another view of a tensor, or allocates one,
-is no work of the device and is left out. `RehearsedTransfers` writes down what goes to a second stream.
+is no work of the device and is left out. `RehearsedTransfers` writes down what goes to a second stream, `RehearsedLane`
+what goes to the host's memory and comes back.
 
 An `Operator` has the shapes and bytes of its tensors and knows nothing of any hardware: what it costs is said by
 penstock/plan/costs.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.parallel.copies import DONE, Copied, Lane
 from penstock.parallel.flight import Result, Transfers
 from penstock.parallel.later import Later, Task
 from penstock.plan.hardware import Group
@@ -27,15 +30,24 @@ FORK, END, JOIN, WAIT, PUT_OFF = "fork", "end", "join", "wait", "put off"
 """Names of operators that move nothing: a second stream begins after all so far; ends; the first waits for that end;
 the host waits for the device; a weight gradient is put off (penstock/parallel/later.py)."""
 
+TO_HOST, FROM_HOST, ARRIVE = "to host", "from host", "arrive"
+"""Names of what happens to a storage that waits in host memory: it leaves; begins its way back; must have come."""
+
 _LIBRARY = torch.library.Library("penstock", "FRAGMENT")
 _LIBRARY.define("marked(str name, int number) -> ()")
+_LIBRARY.define("copied(str name, int number, int size) -> ()")
 
 
 def _nothing(name: str, number: int) -> None:
     """What a mark does."""
 
 
+def _no_copy(name: str, number: int, size: int) -> None:
+    """What a copy does."""
+
+
 _LIBRARY.impl("marked", _nothing, "CompositeExplicitAutograd")
+_LIBRARY.impl("copied", _no_copy, "CompositeExplicitAutograd")
 
 _SILENT = frozenset(
     {
@@ -58,9 +70,9 @@ class Operator(NamedTuple):
     Attributes:
         name: torch's without namespace and overload, a Triton kernel's, or one of this file.
         shapes: of its tensors: first those that it is given, then its results.
-        sizes: bytes of each; a tensor that is changed in place stands among the first only.
+        sizes: bytes of each; a tensor that is changed in place stands among the first only. Of a copy, its own.
         itemsize: bytes of a number of the first tensor.
-        switches: constants of a kernel that are true; the number of a mark.
+        switches: constants of a kernel that are true; the number of a mark, or of a storage.
         group: ranks of a collective.
     """
 
@@ -152,12 +164,53 @@ class RehearsedTransfers(Transfers):
             torch.ops.penstock.marked(JOIN, end)
 
 
+@dataclass(frozen=True)
+class RehearsedCopy(Copied):
+    """A copy of a `RehearsedLane`; here it is over at once.
+
+    Attributes:
+        number: of the storage.
+        is_back: it comes from the host. Who waits for another one waits for room, which depends on times.
+    """
+
+    number: int = 0
+    is_back: bool = False
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """See `Copied`."""
+        if self.is_back:
+            torch.ops.penstock.marked(ARRIVE, self.number)
+
+
+class RehearsedLane(Lane):
+    """Copies that are written down.
+
+    Args:
+        is_back: they come from the host.
+    """
+
+    def __init__(self, *, is_back: bool) -> None:
+        super().__init__(torch.device("cpu"))
+        self._is_back = is_back
+        self._number = 0
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, after: Copied = DONE) -> RehearsedCopy:
+        """See `Lane`; what comes back has the number under which it left."""
+        self._number += 1
+        number = after.number if isinstance(after, RehearsedCopy) else self._number
+        size = sum(source.nbytes for source, _ in pairs)
+        torch.ops.penstock.copied(FROM_HOST if self._is_back else TO_HOST, number, size)
+        return RehearsedCopy(number=number, is_back=self._is_back)
+
+
 def _ours(name: str, arguments: Sequence[Any]) -> Operator:
     """What penstock's own operators say."""
     if name == "waited":
         return Operator(WAIT)
     if name == "marked":
         return Operator(arguments[0], switches=(str(arguments[1]),))
+    if name == "copied":
+        return Operator(arguments[0], sizes=(arguments[2],), switches=(str(arguments[1]),))
     kernel, tensors, switches = arguments
     return _with_tensors(kernel, tensors, tuple(switches), None)
 

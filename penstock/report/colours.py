@@ -60,6 +60,7 @@ TIME_PARTS: dict[str, str] = {
     "optimizer": "#b55fb0",
     "update": "#b55fb0",
     "host": "#cf5446",
+    "host link": "#7f8896",
     "bubble": "#a9afb9",
     "waiting": "#a9afb9",
     "other": "#5c636d",

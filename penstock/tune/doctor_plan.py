@@ -72,16 +72,16 @@ def _facts(facts: Facts, planned: Projection) -> Facts:
 def _costs(time: RankTime, step_us: float, dispatcher: str) -> RankCosts:
     """One place on the pipeline. Waiting for other stages is communication that nothing hides."""
     exposed = (time.exposed_communication + time.waiting) * 1e6
-    host = time.host * 1e6
+    host, copies = time.host * 1e6, time.host_link * 1e6
     terms = {kind: time.terms.get(term, 0.0) for term, kind in (_KINDS | {"dispatch": dispatcher}).items()}
     # A term holds all that a transfer costs, computing around it too; exposed time is divided like the terms.
     scale = exposed / sum(terms.values()) if sum(terms.values()) else 0.0
     return RankCosts(
         rank=time.rank,
         total_us=step_us,
-        compute_us=max(0.0, step_us - exposed - host),
+        compute_us=max(0.0, step_us - exposed - host - copies),
         exposed_communication_us=exposed,
-        exposed_copies_us=0.0,
+        exposed_copies_us=copies,
         idle_us=host,
         communication_us={kind: value * scale for kind, value in terms.items() if value},
     )

@@ -126,7 +126,7 @@ def test_a_plan_says_what_it_rests_on(capsys: pytest.CaptureFixture[str]) -> Non
     lines = printed(capsys, plan(projection()))
     assert "assumed: rows are even" in lines
     figures = next(line for line in lines if line.startswith("figures of MI300X: reported memory, 2 of 11 collectives"))
-    assert "; assumed overhead, host, efficiency, 9 of 11 collectives (" in figures
+    assert "; assumed overhead, host, host link, efficiency, 9 of 11 collectives (" in figures
     assert lines[-1].startswith("error against ")
     assert "docs/projection.md" in lines[-1]
 
@@ -146,7 +146,7 @@ def test_the_known_error_is_that_of_the_measurements() -> None:
 def test_measured_hardware_is_told_from_assumed_and_one_node_has_no_network() -> None:
     told = origins_text(parse_cluster("4xH200")).split("; ")
     assert told[0] == "measured memory, host, efficiency, 5 of 6 collectives"
-    assert told[-1] == "assumed overhead, 1 of 6 collectives"
+    assert told[-1] == "assumed overhead, host link, 1 of 6 collectives"
 
 
 @pytest.mark.parametrize(

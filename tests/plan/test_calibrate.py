@@ -83,6 +83,7 @@ def test_what_is_measured_here_is_a_file_that_rates_read(tmp_path: Path) -> None
     assert answer.seconds == pytest.approx(2 * 32**3 / point.flops_per_second, rel=1e-3)
     assert answer.source == f"measured: {WHERE}"
     assert rates.grouped("forward_gathered", 2, 8, 16, 8, "fp32").seconds > 0
+    assert again.host_link.bytes_per_second == pytest.approx(found.memory_bytes_per_second / 4, rel=1e-3)
     with pytest.raises(HardwareError, match=r"nothing is known of all-to-all.*penstock calibrate --processes"):
         Transfers(again).collective("all-to-all", 1e6, Group(2, 2))
 

@@ -90,6 +90,11 @@ def test_rows_that_nobody_filled_are_not_moved() -> None:
     assert half.seconds == pytest.approx(H200.host.kernel_seconds + 2 * 512 * (2048 + 512) / BANDWIDTH)
 
 
+def test_another_storage_for_a_tensor_is_no_work_of_the_device() -> None:
+    whole = Operator("set_", ((1 << 20,), (1 << 20,)), (1 << 21, 1 << 21), 2)
+    assert COSTS.of(whole).seconds == 0
+
+
 def test_the_optimizer_has_a_rate_of_its_own() -> None:
     cost = COSTS.of(Operator("_foreach_norm", ((1000, 1000),), (4_000_000,), 4))
     rate = H200.peaks.memory_bytes_per_second * H200.efficiency.optimizer
