@@ -214,6 +214,25 @@ def rings_over_triton(result: Result) -> str:
     return f"{origin(result)}\n\n{_table(heads, 'llrr', rows)}"
 
 
+def attention(result: Result) -> str:
+    """Milliseconds and TFLOP/s of attention by backend."""
+    version = result["environment"].get("flash_attn_4")
+    lines = [
+        f"{origin(result)} flash-attn-4 {version}. Milliseconds forward and backward, TFLOP/s of either.",
+        "",
+        "| shape | cuDNN | flash-4 | speed |",
+        "|---|---:|---:|---:|",
+    ]
+    for name, ways in result["numbers"]["times"].items():
+        cells = [
+            f"{way['forward_ms']:.2f} + {way['backward_ms']:.2f}, {way['forward_tflops']:.0f} and "
+            f"{way['backward_tflops']:.0f}"
+            for way in (ways["cudnn"], ways["flash-4"])
+        ]
+        lines.append(f"| {name} | " + " | ".join(cells) + f" | {ways['flash-4']['speed_of_first']:.2f} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[Result], str]] = {
     "origin": origin,
     "rings": rings,
@@ -223,6 +242,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "expert_block": expert_block,
     "linear_cross_entropy": linear_cross_entropy,
     "pointwise": pointwise,
+    "attention": attention,
 }
 
 

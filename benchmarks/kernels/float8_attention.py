@@ -13,10 +13,9 @@ with queries that look at the first key almost alone.
 """
 
 import argparse
-import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,43 +24,26 @@ import triton
 from torch import Tensor
 
 from benchmarks import record
-from penstock.kernels.attention import causal_attention
+from benchmarks.kernels.attention import (
+    NAMES,
+    SHAPES,
+    Attention,
+    Shape,
+    decibels,
+    draw,
+    in_16_bits,
+    in_float32,
+    medians,
+    passes,
+    step,
+)
 from penstock.kernels.float8 import attention, attention_reference
 from penstock.kernels.float8.attention import Launches
 from penstock.kernels.float8.formats import format_on
 from penstock.kernels.tuning import Launch, target_of
 
-Attention = Callable[..., Tensor]
-NAMES = ("output", "dq", "dk", "dv")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Rows, positions, heads of queries and of keys, and the widths of keys and values."""
-
-    name: str
-    B: int
-    S: int
-    H: int
-    G: int
-    N: int = 128
-    M: int = 128
-
-    @property
-    def forward_flops(self) -> float:
-        """Of both products, half of the square each."""
-        return self.B * self.H * self.S**2 * (self.N + self.M)
-
-    @property
-    def backward_flops(self) -> float:
-        """Scores, dQ and dK; dP and dV."""
-        return self.B * self.H * self.S**2 * (3 * self.N + 2 * self.M)
-
-
-SHAPES = (
-    Shape(name="V2-Lite", B=4, S=4096, H=16, G=16, N=192),
-    Shape(name="V3", B=1, S=4096, H=128, G=128, N=192),
-    Shape(name="Qwen3-30B", B=4, S=4096, H=32, G=4),
+TIMED = (
+    *(shape for shape in SHAPES if shape.name in ("V2-Lite", "V3", "Qwen3-30B")),
     Shape(name="Qwen3-30B, long", B=1, S=32768, H=8, G=1),
 )
 JUDGED = Shape(name="errors", B=1, S=2048, H=4, G=4, N=192)
@@ -90,9 +72,9 @@ def main() -> None:
     options = parse_arguments()
     torch.manual_seed(0)
     numbers: dict[str, Any] = {"errors": print_errors(options.tiny), "times": {}, "sweep": []}
-    for shape in () if options.tiny else SHAPES:
+    for shape in () if options.tiny else TIMED:
         numbers["times"][shape.name] = print_times(shape, options.rounds)
-    for shape in SHAPES[::2] if options.sweep else ():
+    for shape in TIMED[::2] if options.sweep else ():
         numbers["sweep"] += sweep(shape)
     record.write(options, numbers, triton=triton.__version__)
 
@@ -104,12 +86,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="errors only, of a small shape by the definition, on a CPU")
     record.add_arguments(parser)
     return parser.parse_args()
-
-
-def draw(shape: Shape, device: str) -> list[Tensor]:
-    """Queries, keys, values and the gradient of the output, in bfloat16."""
-    heads = ((shape.H, shape.N), (shape.G, shape.N), (shape.G, shape.M), (shape.H, shape.M))
-    return [torch.randn(shape.B, shape.S, *size, device=device, dtype=torch.bfloat16) for size in heads]
 
 
 def around_means(inputs: list[Tensor]) -> list[Tensor]:
@@ -147,18 +123,6 @@ def print_errors(tiny: bool) -> dict[str, dict[str, dict[str, float]]]:
     return found
 
 
-def in_float32(q_BSHN: Tensor, k_BSGN: Tensor, v_BSGM: Tensor) -> Tensor:
-    """All scores in memory."""
-    scale = q_BSHN.shape[-1] ** -0.5
-    return causal_attention(q_BSHN, k_BSGN, v_BSGM, scale=scale, allowed_BSS=None, backend="math")
-
-
-def in_16_bits(q_BSHN: Tensor, k_BSGN: Tensor, v_BSGM: Tensor, backend: str) -> Tensor:
-    """What runs without float8.attention."""
-    scale = q_BSHN.shape[-1] ** -0.5
-    return causal_attention(q_BSHN, k_BSGN, v_BSGM, scale=scale, allowed_BSS=None, backend=backend)
-
-
 def in_8_bits(target: str, launches: Launches | None = None) -> Attention:
     """Our kernels."""
     form = format_on("e4m3", target)
@@ -183,35 +147,14 @@ def by_definition(target: str, gradient: str = "e4m3") -> Attention:
     return attend
 
 
-def passes(attend: Attention, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Output and gradients."""
-    *leaves, do_BSHM = (x.detach() for x in inputs)
-    leaves = [x.requires_grad_() for x in leaves]
-    o_BSHM = attend(*leaves)
-    return [o_BSHM.detach(), *torch.autograd.grad(o_BSHM, leaves, do_BSHM)]
-
-
-def decibels(got: Tensor, expected: Tensor) -> float:
-    """Signal to noise."""
-    noise = (got.double() - expected.double()).square().sum().item()
-    return 10 * math.log10(expected.double().square().sum().item() / noise) if noise else math.inf
-
-
 def print_times(shape: Shape, rounds: int) -> dict[str, dict[str, float]]:
     """Milliseconds and TFLOP/s of both passes of every candidate, and what quantization takes of ours."""
     target = target_of(torch.device("cuda"))
     inputs = draw(shape, "cuda")
     rivals: dict[str, Attention] = {"16 bits, cuDNN": partial(in_16_bits, backend="cudnn"), "E4M3": in_8_bits(target)}
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in rivals}
-    for turn in range(rounds + 3):
-        for name, rival in rivals.items():
-            pair = step(rival, inputs)
-            if turn >= 3:
-                times[name].append(pair)
     print(f"{shape.name:28}{'fwd ms':>9}{'bwd ms':>9}{'TFLOP/s':>9}{'TFLOP/s':>9}{'of 16 bits':>12}")
     found: dict[str, dict[str, float]] = {}
-    for name, pairs in times.items():
-        forward, backward = (statistics.median(column) for column in zip(*pairs, strict=True))
+    for name, (forward, backward) in medians(rivals, inputs, rounds).items():
         found[name] = row = {"forward_ms": forward, "backward_ms": backward}
         row["forward_tflops"], row["backward_tflops"] = (
             flops / ms / 1e9 for flops, ms in ((shape.forward_flops, forward), (shape.backward_flops, backward))
@@ -223,22 +166,6 @@ def print_times(shape: Shape, rounds: int) -> dict[str, dict[str, float]]:
     found["quantization"] = quantization(inputs, target)
     print(f"{'of these, quantization':28}" + "".join(f"{ms:9.3f}" for ms in found["quantization"].values()))
     return found
-
-
-def step(attend: Attention, inputs: Sequence[Tensor]) -> tuple[float, float]:
-    """Milliseconds of forward and of backward, by events on the stream."""
-    *leaves, do_BSHM = (x.detach() for x in inputs)
-    leaves = [x.requires_grad_() for x in leaves]
-    start, middle, stop = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-    # The device is kept busy while the host queues both, so that launches are not what is measured.
-    torch.cuda._sleep(20_000_000)
-    start.record()
-    o_BSHM = attend(*leaves)
-    middle.record()
-    torch.autograd.grad(o_BSHM, leaves, do_BSHM)
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(middle), middle.elapsed_time(stop)
 
 
 def quantization(inputs: Sequence[Tensor], target: str) -> dict[str, float]:

@@ -46,12 +46,17 @@ class Kernels(Section):
     swiglu: Literal["auto", "reference", "torch", "triton"] = knob(
         "auto", doc="SwiGLU of dense networks and shared experts; inside the experts it goes with their products."
     )
-    norm: Literal["auto", "reference", "torch", "triton"] = knob("auto", doc="RMSNorm, alone and of a residual sum.")
+    norm: Literal["auto", "reference", "torch", "triton"] = knob(
+        "auto", doc="RMSNorm, alone and of a residual sum, and other sums of the residual stream."
+    )
     rope: Literal["auto", "reference", "triton"] = knob(
         "auto", doc="Rotary position embedding, and the assembly of latent attention's heads."
     )
-    attention: Literal["auto", "default", "math", "flash", "efficient", "cudnn"] = knob(
-        "auto", doc="Backend of scaled_dot_product_attention; auto prefers cuDNN, default leaves it to torch."
+    attention: Literal["auto", "default", "math", "flash", "efficient", "cudnn", "flash-4"] = knob(
+        "auto",
+        doc="Backend of scaled_dot_product_attention, default leaves it to torch; or the package flash-attn-4. auto "
+        "prefers that one where it is installed on Hopper, and cuDNN elsewhere. What the package does not take, masks "
+        "and sinks, goes to cuDNN.",
     )
     float8: Literal["auto", "reference", "triton", "torch"] = knob(
         "auto",

@@ -1,7 +1,10 @@
-"""Causal attention through torch's scaled_dot_product_attention, with the backend chosen by name.
+"""Causal attention through torch's scaled_dot_product_attention, or flash-attn-4, with the backend chosen by name.
 
 On Hopper only cuDNN's backend is fast for latent attention's heads (192 wide for query and key, 128 for value); flash
 needs equal widths and would pad the value. `auto` therefore puts cuDNN first where it exists and lets torch fall back.
+
+The package flash-attn-4 (penstock/kernels/flash_4.py) is faster still where it is installed. What it does not take goes
+to torch's backends in the order of `auto`.
 
 A mask rules flash out, and the efficient backend does not know heads that share keys. Where torch would therefore write
 all scores down, keys and values are given to each head instead.
@@ -14,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.kernels import flash_4
 from penstock.kernels.attention_backends import Scores, aten, for_each_head, in_order, with_own_keys
 from penstock.kernels.attention_sinks import attention_with_sinks
 
@@ -37,13 +41,15 @@ def causal_attention(
         scale: factor on the scores before the softmax.
         allowed_BSS: boolean, True where query position (first S) may look at key position (second S); it must be causal
             already. None means causal over the whole row.
-        backend: `auto`, `default` (torch's own choice), or one of torch's backends by name; a named backend that cannot
-            run raises torch's RuntimeError.
+        backend: `auto`, `default` (torch's own choice), `flash-4`, or one of torch's backends by name; a named backend
+            of torch that cannot run raises torch's RuntimeError.
         sinks_H: a logit for each query head that takes part in the softmax and has no value; None for a plain softmax.
 
     Returns:
         o_BSHM in the dtype of q.
     """
+    if backend == flash_4.NAME and allowed_BSS is None and sinks_H is None and flash_4.takes(q_BSHN, v_BSGM):
+        return flash_4.attention(q_BSHN, k_BSGN, v_BSGM, scale=scale)
     q_BHSN, k_BGSN, v_BGSM = q_BSHN.transpose(1, 2), k_BSGN.transpose(1, 2), v_BSGM.transpose(1, 2)
     scores = Scores(scale=scale, allowed=None if allowed_BSS is None else allowed_BSS[:, None])
     if sinks_H is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.base.errors import KernelError
+from penstock.kernels import flash_4
 
 ORDERS: dict[str, list[SDPBackend]] = {
     "default": [],
@@ -31,6 +32,9 @@ ORDERS: dict[str, list[SDPBackend]] = {
     ],
 }
 """What `kernels.attention` may say, and torch's backends in the order in which they are tried; none is torch's own."""
+
+ORDERS[flash_4.NAME] = ORDERS["auto"]
+"""For what the package does not take."""
 
 BIAS_STRIDE = 16
 """The efficient backend reads rows of a bias that begin at multiples of so many numbers."""

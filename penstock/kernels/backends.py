@@ -27,7 +27,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "permute": ("order_rows", "unpermute"),
         "experts": ("expert_ffn", "expert_ffn_is_ours", "keeps_rows"),
         "swiglu": ("swiglu",),
-        "norm": ("rms_norm", "add_rms_norm"),
+        "norm": ("rms_norm", "rms_norm_beside", "add_rms_norm", "add_three", "fan_out"),
         "rope": ("rotate", "mla_heads"),
     }
 )

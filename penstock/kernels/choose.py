@@ -19,8 +19,9 @@ from statistics import fmean
 from typing import Any
 
 from penstock.base.errors import KernelError
+from penstock.kernels import flash_4
 from penstock.kernels.backends import BACKENDS, FIELDS, experts_of, operators_of
-from penstock.kernels.device_facts import DeviceFacts
+from penstock.kernels.device_facts import FLASH_4, DeviceFacts
 from penstock.kernels.measured import Entry, Measurements
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.kernels.questions import QUESTIONS, Direction, Part, Question, Shapes, has, shape_of
@@ -233,16 +234,38 @@ def _refuse_mixture_without_triton(choices: Sequence[Choice], device: DeviceFact
 
 
 def _attention(wanted: Mapping[str, str], device: DeviceFacts) -> Choice:
-    """Attention is torch's; what is chosen is which of its backends comes first."""
+    """Attention is torch's, and what is chosen is which of its backends comes first; or flash-attn-4's.
+
+    Raises:
+        KernelError: that package is asked for by name, and is not here or has nothing for the chip.
+    """
+    problem = _flash_4_obstacle(device)
+    if wanted.get("attention") == flash_4.NAME and problem is not None:
+        raise KernelError(
+            f"kernels.attention={flash_4.NAME} cannot run",
+            got=problem,
+            fix=f"pip install {FLASH_4}, or kernels.attention=auto",
+        )
     if wanted.get("attention", AUTO) != AUTO:
         return Choice("attention", "both", wanted["attention"], f"kernels.attention={wanted['attention']}")
     if wanted.get("all", AUTO) == "reference":
         return Choice("attention", "both", "default", "kernels.all=reference: the order is torch's own")
     if device.kind == "cpu":
         return Choice("attention", "both", "default", "no GPU")
+    if problem is None and device.target in flash_4.MEASURED:
+        return Choice("attention", "both", flash_4.NAME, f"{FLASH_4} is installed; cuDNN for what it does not take")
     has_cudnn = not device.target.startswith("gfx")
     order = "cuDNN first, then flash, efficient, math" if has_cudnn else "flash first, then efficient, math: no cuDNN"
     return Choice("attention", "both", AUTO, order)
+
+
+def _flash_4_obstacle(device: DeviceFacts) -> str | None:
+    """Why flash-attn-4 cannot run, or None."""
+    if FLASH_4 not in device.packages:
+        return f"{FLASH_4} is not installed"
+    if device.kind == "cpu" or device.target not in flash_4.WIDEST:
+        return f"it has no kernels for {device.name}"
+    return None
 
 
 def _loss(device: DeviceFacts) -> Choice:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Literal
 
@@ -20,6 +21,9 @@ TRITON = "triton"
 PACKAGES: tuple[str, ...] = (TRITON,)
 """Packages that some backend needs besides PyTorch."""
 
+FLASH_4 = "flash-attn-4"
+"""Distribution of attention kernels that are used where they are installed; nothing asks for it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
@@ -29,7 +33,7 @@ class DeviceFacts:
         kind: `cuda` (AMD's too) or `cpu`.
         name: as the driver reports it; `CPU` for every CPU.
         target: the chip as launch tables name it.
-        packages: those of `PACKAGES` that are installed.
+        packages: those of `PACKAGES` that are installed, and `FLASH_4` if it is.
         dtype: what the model computes in.
     """
 
@@ -50,6 +54,15 @@ def installed(packages: Iterable[str] = PACKAGES) -> frozenset[str]:
     return frozenset(package for package in packages if find_spec(package) is not None)
 
 
+def extras() -> frozenset[str]:
+    """`FLASH_4` if it is installed; imports nothing."""
+    try:
+        version(FLASH_4)
+    except PackageNotFoundError:
+        return frozenset()
+    return frozenset({FLASH_4})
+
+
 def device_facts(device: torch.device, dtype: Dtype) -> DeviceFacts:
     """The facts of a device that is here."""
     is_gpu = device.type == "cuda"
@@ -57,13 +70,13 @@ def device_facts(device: torch.device, dtype: Dtype) -> DeviceFacts:
         kind="cuda" if is_gpu else "cpu",
         name=torch.cuda.get_device_name(device) if is_gpu else "CPU",
         target=target_of(device),
-        packages=installed(),
+        packages=installed() | extras(),
         dtype=dtype,
     )
 
 
 def named_device(name: str, dtype: Dtype) -> DeviceFacts:
-    """The facts of a GPU that need not be here, as if everything that backends need were installed.
+    """The facts of a GPU that need not be here, as if everything that backends need were installed, and nothing more.
 
     Args:
         name: the driver's name, or the part of it by which people know the chip: `H200`.

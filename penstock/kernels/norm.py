@@ -5,6 +5,8 @@ With r = 1 / sqrt(mean(x**2) + epsilon) and n = x r, the output is n * weight an
     dx      = r (weight dy - n mean(weight dy n))
     dweight = sum over tokens of dy n
 
+and dx takes up the gradient of what goes on beside the norm: of the residual sum, or of x itself.
+
 A program holds whole rows, so a mean is a reduction inside it. Backward walks several tiles of rows with one running
 sum for the weight in registers, writes it as one row of a small table, and the table is summed: no atomics, and how the
 sum is cut depends on the shape alone, so every chip and every run adds in the same order.
@@ -59,6 +61,27 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: Launch |
     return normed_TD
 
 
+def rms_norm_beside(
+    x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: Launch | None = None
+) -> tuple[Tensor, Tensor]:
+    """`penstock.kernels.reference.rms_norm_beside` in one kernel, and two backward, which add both gradients of x.
+
+    Args:
+        x_TD: as in `rms_norm`.
+        weight_D: likewise.
+        epsilon: likewise.
+        launch: likewise.
+
+    Returns:
+        (normed_TD, x).
+
+    Raises:
+        KernelError: the weight does not fit.
+    """
+    check_weight(x_TD, weight_D)
+    return _RmsNormBeside.apply(x_TD, None, weight_D, epsilon, launch)
+
+
 def add_rms_norm(
     x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: Launch | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -105,6 +128,17 @@ class _RmsNorm(torch.autograd.Function):
         ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         return *normalized_gradients(ctx, dnormed_TD, dsum_TD, ctx.launch), None, None
+
+
+class _RmsNormBeside(_RmsNorm):
+    """The form without a residual, whose second output is x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, epsilon: float, launch: Launch | None
+    ) -> tuple[Tensor, Tensor]:
+        normed_TD, _ = _RmsNorm.forward(ctx, x_TD, residual_TD, weight_D, epsilon, launch)
+        return normed_TD, x_TD.view_as(x_TD)
 
 
 def normed_dtype(x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor) -> torch.dtype:
@@ -175,7 +209,10 @@ def save_normalized(
 def normalized_gradients(
     ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None, launch: Launch | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, residual and weight, from those of the normed rows and of the sum, as far as there are some."""
+    """Gradients of x, residual and weight, from those of the normed rows and of the sum, as far as there are some.
+
+    Without a residual the sum is x.
+    """
     x_TD, weight_D, scale_T = ctx.saved_tensors
     x_dtype, residual_dtype = ctx.dtypes
     if dnormed_TD is None:

@@ -38,7 +38,10 @@ class Operators:
     keeps_rows: bool
     swiglu: Callable[[Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    rms_norm_beside: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    add_three: Callable[[Tensor, Tensor, Tensor], Tensor]
+    fan_out: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     mla_heads: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
@@ -64,10 +67,20 @@ def torch_rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x_TD, (x_TD.shape[-1],), weight_D, epsilon)
 
 
+def torch_rms_norm_beside(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """`reference.rms_norm_beside` with torch's fused norm."""
+    return torch_rms_norm(x_TD, weight_D, epsilon), x_TD
+
+
 def torch_add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """`reference.add_rms_norm` with torch's fused norm."""
     sum_TD = x_TD + residual_TD
     return torch_rms_norm(sum_TD, weight_D, epsilon), sum_TD
+
+
+def torch_add_three(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
+    """`reference.add_three` as two additions, each rounded."""
+    return x_TD + y_TD + z_TD
 
 
 def torch_swiglu(gate_up_RF: Tensor, rule: ExpertRule = SWIGLU) -> Tensor:
@@ -152,7 +165,10 @@ REFERENCE = Operators(
     keeps_rows=False,
     swiglu=reference.swiglu,
     rms_norm=reference.rms_norm,
+    rms_norm_beside=reference.rms_norm_beside,
     add_rms_norm=reference.add_rms_norm,
+    add_three=reference.add_three,
+    fan_out=reference.fan_out,
     rotate=reference.rotate,
     mla_heads=reference.mla_heads,
 )
@@ -162,5 +178,7 @@ TORCH = replace(
     expert_ffn=torch_expert_ffn,
     swiglu=torch_swiglu,
     rms_norm=torch_rms_norm,
+    rms_norm_beside=torch_rms_norm_beside,
     add_rms_norm=torch_add_rms_norm,
+    add_three=torch_add_three,
 )

@@ -307,10 +307,26 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     return weight_D * normed.to(x_TD.dtype)
 
 
+def rms_norm_beside(x_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """The norm of a residual stream beside which x goes on: returns (normed_TD, x), whose two gradients x has."""
+    return rms_norm(x_TD, weight_D, epsilon), x_TD
+
+
 def add_rms_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """The residual sum and its norm: returns (normed_TD, x + residual)."""
     sum_TD = x_TD + residual_TD
     return rms_norm(sum_TD, weight_D, epsilon), sum_TD
+
+
+def add_three(x_TD: Tensor, y_TD: Tensor, z_TD: Tensor) -> Tensor:
+    """(x + y) + z in float32, rounded once; all in one shape."""
+    dtype = torch.promote_types(torch.promote_types(x_TD.dtype, y_TD.dtype), z_TD.dtype)
+    return (x_TD.float() + y_TD.float() + z_TD.float()).to(dtype)
+
+
+def fan_out(x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same tensor for three who read it, whose gradients it has the sum of."""
+    return x_TD, x_TD, x_TD
 
 
 def rotate(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor) -> Tensor:

@@ -4,10 +4,11 @@
 """
 
 from penstock.kernels.expert_ffn import expert_ffn
-from penstock.kernels.norm import add_rms_norm, rms_norm
+from penstock.kernels.norm import add_rms_norm, rms_norm, rms_norm_beside
 from penstock.kernels.operators import Operators
 from penstock.kernels.permute import order_rows, unpermute
 from penstock.kernels.rope import mla_heads, rotate
+from penstock.kernels.sums import add_three, fan_out
 from penstock.kernels.swiglu import swiglu
 from penstock.kernels.topk import route
 
@@ -21,7 +22,10 @@ TRITON = Operators(
     keeps_rows=True,
     swiglu=swiglu,
     rms_norm=rms_norm,
+    rms_norm_beside=rms_norm_beside,
     add_rms_norm=add_rms_norm,
+    add_three=add_three,
+    fan_out=fan_out,
     rotate=rotate,
     mla_heads=mla_heads,
 )

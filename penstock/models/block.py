@@ -17,7 +17,7 @@ from penstock.models.ffn import FeedForward
 from penstock.models.frame import Frame
 from penstock.models.mla import LatentLayer
 from penstock.models.norm import PreNorm
-from penstock.moe.layer import MoE
+from penstock.moe.layer import MoE, Terms
 from penstock.moe.routing import Routing
 from penstock.parallel.kit import Kit
 from penstock.parallel.parts import Parts
@@ -61,27 +61,27 @@ class Block(nn.Module):
         with self.kit.recompute.discarding_in_pieces() as piece:
             with piece():
                 x_BSD, x_TD, ready = self._attend(x_BSD, frame)
-            y_TD = yield from within(piece, self._mix(x_TD, ready, frame))
-            return _add(x_BSD, y_TD)
+            terms = yield from within(piece, self._mix(x_TD, ready, frame))
+            return self._add(x_BSD, terms)
 
-    def _mix(self, x_TD: Tensor, ready: Both | None, frame: Frame) -> Steps[Tensor]:
+    def _mix(self, x_TD: Tensor, ready: Both | None, frame: Frame) -> Steps[Terms]:
         if isinstance(self.ffn, MoE):
-            return (yield from self.ffn.steps(x_TD, self.ffn.route(x_TD, frame.scope), ready))
+            return (yield from self.ffn.steps(x_TD, frame.scope, ready))
         return self._dense(x_TD, ready)
 
-    def _dense(self, x_TD: Tensor, ready: Both | None) -> Tensor:
+    def _dense(self, x_TD: Tensor, ready: Both | None) -> Terms:
         with span(Span.DENSE):
-            return self.kit.run("dense", self.ffn, x_TD, ready)
+            return (self.kit.run("dense", self.ffn, x_TD, ready),)
 
     def _forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
         if frame.parts is not None:
             return self._behind_part(x_BSD, frame, frame.parts)
         x_BSD, x_TD, ready = self._attend(x_BSD, frame)
         if isinstance(self.ffn, MoE):
-            y_TD = self.kit.run("moe", self.ffn, x_TD, frame.scope, ready)
+            terms = self.kit.run("moe", self.ffn, x_TD, frame.scope, ready)
         else:
-            y_TD = self._dense(x_TD, ready)
-        return _add(x_BSD, y_TD)
+            terms = self._dense(x_TD, ready)
+        return self._add(x_BSD, terms)
 
     def _behind_part(self, x_BSD: Tensor, frame: Frame, parts: Parts) -> Tensor:
         """`_forward` whose first part is replayed. What a part gives stays for good, so it gives nothing twice."""
@@ -93,27 +93,32 @@ class Block(nn.Module):
 
         x_BSD, x_TD, *routing = parts.run(self, until_dispatch, x_BSD)
         if isinstance(self.ffn, MoE):
-            y_TD = self.ffn.mix(x_TD, Routing.of(*routing))
+            terms = self.ffn.mix(x_TD, Routing.of(*routing))
         else:
-            y_TD = self._dense(x_TD, None)
-        return _add(x_BSD, y_TD)
+            terms = self._dense(x_TD, None)
+        return self._add(x_BSD, terms)
 
     def _attend(self, x_BSD: Tensor, frame: Frame, *, ready: bool = True) -> tuple[Tensor, Tensor, Both | None]:
         """The residual stream after attention, and what the feed-forward network reads, T x D; also in 8 bits."""
-        run = self.kit.run
-        normed_BSD, both = run("norm", self.attention_norm, x_BSD)
+        run, is_again = self.kit.run, self.kit.recompute.recomputes("norm")
+        if is_again:
+            normed_BSD, both = run("norm", self.attention_norm, x_BSD)
+        else:
+            normed_BSD, x_BSD, both = self.attention_norm.beside(x_BSD)
         with span(Span.ATTENTION):
             attended_BSD = self.attention(normed_BSD, frame, both)
-        if self.kit.recompute.recomputes("norm"):
+        if is_again:
             # Made again from the sum alone; the fused form would keep both of its terms.
-            x_BSD = _add(attended_BSD, x_BSD)
+            x_BSD = self._add(x_BSD, (attended_BSD,))
             normed_BSD, both = run("norm", partial(self.ffn_norm, ready=ready), x_BSD)
         else:
             normed_BSD, x_BSD, both = self.ffn_norm.add(attended_BSD, x_BSD, ready=ready)
         return x_BSD, normed_BSD.flatten(0, 1), both
 
-
-def _add(x_BSD: Tensor, y_TD: Tensor) -> Tensor:
-    """The sum of two streams, in the shape of the first."""
-    with span(Span.RESIDUAL):
-        return x_BSD + y_TD.view_as(x_BSD)
+    def _add(self, x_BSD: Tensor, terms: Terms) -> Tensor:
+        """The residual stream with one term more, or two."""
+        with span(Span.RESIDUAL):
+            if len(terms) == 1:
+                return x_BSD + terms[0].view_as(x_BSD)
+            routed_BSD, shared_BSD = (term.view_as(x_BSD) for term in terms)
+            return self.kit.operators.add_three(routed_BSD, shared_BSD, x_BSD)

@@ -90,6 +90,25 @@ class PreNorm(Norm):
             )
             return normed_TD.view_as(x_D), both
 
+    def beside(self, x_D: Tensor, *, ready: bool = True) -> tuple[Tensor, Tensor, Both | None]:
+        """Normalize a residual stream that goes on: returns (normed, x, normed in 8 bits or None).
+
+        Whoever reads on takes this x. Its gradient then goes into the norm's, and nobody adds the two.
+        """
+        with span(Span.NORM):
+            if self.float8 is None or not ready:
+                return *self.operators.rms_norm_beside(x_D, self.weight_D, self.epsilon), None
+            normed_TD, x_TD, both = self.float8.operators.rms_norm_beside(
+                x_D.flatten(0, -2),
+                self.weight_D,
+                self.epsilon,
+                recipe_of(self.float8),
+                self.float8.forward,
+                columns=torch.is_grad_enabled(),
+                keep_plain=self.keep_plain,
+            )
+            return normed_TD.view_as(x_D), x_TD.view_as(x_D), both
+
     def add(self, x_D: Tensor, residual_D: Tensor, *, ready: bool = True) -> tuple[Tensor, Tensor, Both | None]:
         """Add to the residual stream and normalize the sum: returns (normed, sum, normed in 8 bits or None)."""
         with span(Span.NORM):

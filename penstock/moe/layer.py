@@ -23,6 +23,10 @@ from penstock.parallel.turns import Steps, drain
 if TYPE_CHECKING:  # it imports Triton, which may be absent
     from penstock.moe.dispatch.shelf import Shelf
 
+Terms = tuple[Tensor, ...]
+"""What a network adds to the residual stream, T x D: of the routed experts, and of the shared expert if there is one.
+Who owns the stream adds all at once."""
+
 
 class MoE(nn.Module):
     """A mixture-of-experts feed-forward network.
@@ -63,15 +67,23 @@ class MoE(nn.Module):
         """Part of the layer's routed experts that one token meets."""
         return self.router.top_k / self.router.experts
 
-    def forward(self, x_TD: Tensor, scope: Scope, ready: Both | None = None) -> Tensor:
-        """Mix the chosen experts for every token. Returns y_TD.
+    def forward(self, x_TD: Tensor, scope: Scope, ready: Both | None = None) -> Terms:
+        """Mix the chosen experts for every token.
 
         Args:
             x_TD: tokens.
             scope: where they come from.
             ready: the same in 8 bits for the shared expert, if they are there.
         """
-        return self.mix(x_TD, self.route(x_TD, scope), ready)
+        if self.kit.transfers is not None:
+            return drain(self.steps(x_TD, scope, ready))
+        routed_TD, x_TD, shared_TD = self.kit.operators.fan_out(x_TD)
+        return self._mix(x_TD, shared_TD, self.route(routed_TD, scope), ready)
+
+    def steps(self, x_TD: Tensor, scope: Scope, ready: Both | None = None) -> Steps[Terms]:
+        """`forward` with its transfers beside the shared expert; stops where they are under way."""
+        routed_TD, x_TD, shared_TD = self.kit.operators.fan_out(x_TD)
+        return (yield from self._mix_in_steps(x_TD, shared_TD, self.route(routed_TD, scope), ready))
 
     def route(self, x_TD: Tensor, scope: Scope) -> Routing:
         """Choose experts, and sort the slots if dispatch would begin with that in any case.
@@ -84,40 +96,39 @@ class MoE(nn.Module):
                 return replace(routing, sorted=self.dispatcher.sorted_slots(routing))
             return routing
 
-    def mix(self, x_TD: Tensor, routing: Routing, ready: Both | None = None) -> Tensor:
-        """`forward` behind `route`."""
+    def mix(self, x_TD: Tensor, routing: Routing) -> Terms:
+        """`forward` behind a `route` that somebody else has called."""
         if self.kit.transfers is not None:
-            return drain(self.steps(x_TD, routing, ready))
+            return drain(self._mix_in_steps(x_TD, x_TD, routing, None))
+        return self._mix(x_TD, x_TD, routing, None)
+
+    def _mix(self, x_TD: Tensor, shared_TD: Tensor, routing: Routing, ready: Both | None) -> Terms:
         with span(Span.DISPATCH):
             rows, receipt = self.dispatcher.dispatch(x_TD, routing)
         y_RD = self._run_experts(rows)
         with span(Span.COMBINE):
             y_TD = self.dispatcher.combine(y_RD, receipt)
         if self.shared is None:
-            return y_TD
+            return (y_TD,)
         with span(Span.SHARED):
-            return y_TD + self.kit.run("shared-expert", self.shared, x_TD, ready)
+            return y_TD, self.kit.run("shared-expert", self.shared, shared_TD, ready)
 
-    def steps(self, x_TD: Tensor, routing: Routing, ready: Both | None = None) -> Steps[Tensor]:
-        """`mix` with its transfers beside the shared expert; stops where they are under way."""
+    def _mix_in_steps(self, x_TD: Tensor, shared_TD: Tensor, routing: Routing, ready: Both | None) -> Steps[Terms]:
         assert self.kit.transfers is not None, "nothing here leaves"
-        leaving, h_TF, shared_TD = Departures(self.dispatcher, self.kit.transfers), None, None
+        leaving, h_TF, beside_TD = Departures(self.dispatcher, self.kit.transfers), None, None
         wait_for_rows = leaving.dispatch(x_TD, routing)
         if self.shared is not None:
             with span(Span.SHARED):
-                h_TF = self.kit.run("shared-expert", self.shared.widen, x_TD, ready)
+                h_TF = self.kit.run("shared-expert", self.shared.widen, shared_TD, ready)
         yield
         rows, receipt = wait_for_rows()
         wait_for_sums = leaving.combine(self._run_experts(rows), receipt)
         if self.shared is not None and h_TF is not None:
             with span(Span.SHARED):
-                shared_TD = self.shared.narrow(h_TF)
+                beside_TD = self.shared.narrow(h_TF)
         yield
         y_TD = wait_for_sums()
-        if shared_TD is None:
-            return y_TD
-        with span(Span.SHARED):
-            return y_TD + shared_TD
+        return (y_TD,) if beside_TD is None else (y_TD, beside_TD)
 
     def _run_experts(self, rows: ExpertRows) -> Tensor:
         """A recomputed region repeats both products; a network that recomputes by itself repeats only the first."""

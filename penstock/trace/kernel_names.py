@@ -89,7 +89,7 @@ TELLING: tuple[tuple[Part, str], ...] = (
     (Part.ACTIVATION, r"^swiglu(_backward)?(_float8)?_kernel$|^_Swiglu"),
     (Part.QUANTIZE, r"^(quantize|measure|group_tiles|norm_quantize|pack_rows|unpack_rows|transpose)_kernel$"),
     (Part.EXPERTS, r"^bias_(parts|sums)_kernel$"),
-    (Part.NORM, r"^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm|^_Float8Norm(Backward)?$"),
+    (Part.NORM, r"^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm|^_Float8Norm(Beside)?(Backward)?$"),
     (
         Part.ATTENTION,
         r"^mla_heads_(backward_)?kernel$|^_MlaHeads|^_Float8Attention(Backward)?$"
@@ -184,7 +184,8 @@ GENERAL: tuple[tuple[Part, str], ...] = (
     ),
     (
         Part.ELEMENTWISE,
-        r"elementwise|triton_(poi|red|per)|pointwise|_assert_async|where|clamp|dropout|masked_fill|tri[ul]_"
+        r"^add_three_kernel$|^_(AddThree|FanOut)(Backward)?$"
+        r"|elementwise|triton_(poi|red|per)|pointwise|_assert_async|where|clamp|dropout|masked_fill|tri[ul]_"
         r"|aten::(add|mul|sub|div|neg|pow|sqrt|exp|sigmoid|tanh|clamp|eq|ne|lt|gt)_?\b|nan_to_num|AddBackward|MulBackward",
     ),
 )

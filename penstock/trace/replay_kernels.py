@@ -52,6 +52,9 @@ class Recipe:
 
 RECIPES: dict[str, Recipe] = {
     "_RmsNorm": Recipe(module="norm", call="rms_norm({0}, {2}, {3})", with_residual="add_rms_norm({0}, {1}, {2}, {3})"),
+    "_RmsNormBeside": Recipe(module="norm", call="rms_norm_beside({0}, {2}, {3})"),
+    "_AddThree": Recipe(module="sums", call="add_three({0}, {1}, {2})"),
+    "_FanOut": Recipe(module="sums", call="fan_out({0})"),
     "_Swiglu": Recipe(module="swiglu", call="swiglu({0}, {1})"),
     "_Rotate": Recipe(module="rope", call="rotate({0}, {1}, {2})"),
     "_MlaHeads": Recipe(module="rope", call="mla_heads({0}, {1}, {2}, {3}, {4})"),
@@ -102,6 +105,13 @@ RECIPES: dict[str, Recipe] = {
         module="norm",
         call="rms_norm({0}, {2}, {3}, RECIPE, rule.forward, columns=True)[0]",
         with_residual="add_rms_norm({0}, {1}, {2}, {3}, RECIPE, rule.forward, columns=True)[:2]",
+        most=4,
+        float8="dense",
+    ),
+    "_Float8NormBeside": Recipe(
+        package="kernels.float8",
+        module="norm",
+        call="rms_norm_beside({0}, {2}, {3}, RECIPE, rule.forward, columns=True)[:2]",
         most=4,
         float8="dense",
     ),

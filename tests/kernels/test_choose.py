@@ -274,9 +274,8 @@ def test_operators_are_those_of_the_chosen_backends() -> None:
     found = operators(choose({"rope": "reference", "norm": "torch", "all": "reference"}, CPU, SHAPES, None))
     assert found.rms_norm is TORCH.rms_norm
     assert found.add_rms_norm is TORCH.add_rms_norm
-    assert found == replace(
-        REFERENCE, rms_norm=TORCH.rms_norm, add_rms_norm=TORCH.add_rms_norm, attention_backend="default"
-    )
+    norms = {field: vars(TORCH)[field] for field in FIELDS["norm"]}
+    assert found == replace(REFERENCE, **norms, attention_backend="default")
     assert operators(choose({"all": "reference", "attention": "math"}, CPU, SHAPES, None)).attention_backend == "math"
 
 

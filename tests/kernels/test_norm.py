@@ -14,6 +14,7 @@ from penstock.kernels.norm import (
     add_rms_norm,
     rms_norm,
     rms_norm_backward_kernel,
+    rms_norm_beside,
     rms_norm_kernel,
     stages_of,
     sum_table_kernel,
@@ -33,6 +34,10 @@ def _norm(x_TD: Tensor, weight_D: Tensor) -> Tensor:
 
 def _add_norm(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
     return add_rms_norm(x_TD, residual_TD, weight_D, EPSILON, launch=SMALL)
+
+
+def _norm_beside(x_TD: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
+    return rms_norm_beside(x_TD, weight_D, EPSILON, launch=SMALL)
 
 
 def _with_epsilon(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -57,6 +62,26 @@ def test_add_rms_norm_and_its_gradients_equal_the_reference(
     x_TD, residual_TD = torch.randn(2, *shape, device=device, dtype=dtype)
     weight_D = (1 + 0.1 * torch.randn(shape[-1], device=device)).to(dtype)
     assert_parity(_add_norm, _with_epsilon(reference.add_rms_norm), [x_TD, residual_TD, weight_D])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(37, 16), (1, 24), (2, 3, 70)])
+def test_what_goes_on_beside_the_norm_gives_its_gradient_to_the_norm(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    x_TD = torch.randn(shape, device=device, dtype=dtype).requires_grad_()
+    weight_D = (1 + 0.1 * torch.randn(shape[-1], device=device)).to(dtype)
+    truth = _with_epsilon(reference.rms_norm_beside)
+    assert_parity(_norm_beside, truth, [x_TD.detach(), weight_D])
+    normed_TD, beside_TD = _norm_beside(x_TD, weight_D)
+    assert torch.equal(beside_TD, x_TD) and beside_TD.data_ptr() == x_TD.data_ptr()
+    assert normed_TD.grad_fn is beside_TD.grad_fn, "autograd adds nothing behind one node"
+    for index in (0, 1):
+        assert_parity(
+            lambda x, index=index: _norm_beside(x, weight_D)[index],
+            lambda x, index=index: truth(x, weight_D)[index],
+            [x_TD.detach()],
+        )
 
 
 def test_a_weight_of_another_dtype_promotes_as_the_reference_does(device: torch.device) -> None:

@@ -309,7 +309,7 @@ def test_rows_in_8_bits_leave_beside_other_work_too(experts: Recipe | None) -> N
     rule, results = Float8Rule(dispatch=BLOCKWISE, experts=experts), []
     for transfers in (None, Transfers(torch.device("cpu"))):
         layer, x_TD = _layer(rule, transfers), torch.randn(12, D, generator=torch.Generator().manual_seed(0))
-        y_TD = layer(x_TD.requires_grad_(), Scope())
+        (y_TD,) = layer(x_TD.requires_grad_(), Scope())
         y_TD.square().sum().backward()
         results.append([y_TD.detach(), x_TD.grad, *(parameter.grad for parameter in layer.parameters())])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

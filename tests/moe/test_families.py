@@ -94,7 +94,7 @@ def compare(layer: MoE, theirs: nn.Module, renamed: Callable[[Named], Named]) ->
     x_TD = torch.randn(T, D)
     direction_TD = torch.randn(T, D)
     inputs = [x_TD.clone().requires_grad_() for _ in range(2)]
-    y_TD = layer(inputs[0], Scope())
+    y_TD = torch.stack(layer(inputs[0], Scope())).sum(0)
     right_TD, _ = theirs(inputs[1][None])
     torch.testing.assert_close(y_TD, right_TD.view(T, D), rtol=1e-5, atol=1e-5)
     (y_TD * direction_TD).sum().backward()
@@ -140,7 +140,7 @@ FAMILIES = pytest.mark.parametrize("moe", [gpt_oss(2), llama4(1)], ids=["gpt-oss
 def trained(layer: MoE) -> list[Tensor]:
     """Output, and the gradient of the input."""
     x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    y_TD = layer.kit.run("moe", layer, x_TD, Scope())
+    y_TD = torch.stack(layer.kit.run("moe", layer, x_TD, Scope())).sum(0)
     y_TD.square().sum().backward()
     assert x_TD.grad is not None
     return [y_TD.detach(), x_TD.grad]

@@ -19,7 +19,7 @@ from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.experts import Experts
-from penstock.moe.layer import MoE
+from penstock.moe.layer import MoE, Terms
 from penstock.moe.router import Router
 from penstock.moe.routing import Routing, Scope
 from penstock.parallel.activations.recompute import RecomputeRule
@@ -49,10 +49,10 @@ def _layer(network: Operators, kinds: tuple[str, ...], *, later: Later | None = 
     return layer
 
 
-def _whole(layer: MoE, run: Callable[..., Tensor] | None = None) -> list[Tensor]:
+def _whole(layer: MoE, run: Callable[..., Terms] | None = None) -> list[Tensor]:
     """Output, and gradients of the input and all parameters."""
     x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    y_TD = (run or layer)(x_TD, Scope())
+    (y_TD,) = (run or layer)(x_TD, Scope())
     y_TD.square().sum().backward()
     assert x_TD.grad is not None
     return [y_TD.detach(), x_TD.grad, *(parameter.grad for parameter in layer.parameters())]
@@ -93,7 +93,7 @@ def test_expert_activations_are_freed_whatever_the_network_is(network: Operators
         layer = _layer(network, kinds)
         x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(0)).requires_grad_()
         with Alive() as alive:
-            y_TD = layer(x_TD, Scope())
+            (y_TD,) = layer(x_TD, Scope())
             kept.append(alive.bytes())
         y_TD.square().sum().backward()
         found.append([x_TD.grad, *(parameter.grad for parameter in layer.parameters())])
@@ -130,7 +130,8 @@ def test_slots_are_sorted_once_and_by_the_router_if_dispatch_begins_with_that() 
     assert len(sorts) == 1
     again = Routing.of(*routing.tensors())
     assert again == routing
-    assert torch.equal(layer.mix(x_TD, again), layer.mix(x_TD, Routing(routing.weights_TK, routing.experts_TK)))
+    (found_TD,), (other_TD,) = layer.mix(x_TD, again), layer.mix(x_TD, Routing(*routing.tensors()[:2]))
+    assert torch.equal(found_TD, other_TD)
     assert len(sorts) == 2
     assert Routing.of(routing.weights_TK, routing.experts_TK).sorted is None
 

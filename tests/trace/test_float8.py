@@ -317,7 +317,7 @@ def test_our_functions_in_8_bits_are_run_again_forward_and_backward(tmp_path: Pa
 def test_what_a_profile_holds_of_our_functions_is_what_models_of_their_work_read() -> None:
     trace = profiled()
     host = trace.host
-    for name in (one for one in FUNCTIONS if one != "_Float8Norm"):
+    for name in (one for one in FUNCTIONS if not one.startswith("_Float8Norm")):
         args = host.args(int(np.flatnonzero(host.called(name))[0]))
         dims = tuple(tuple(one) for one in args["Input Dims"])
         assert work(Call(name=name, shapes=dims, types=tuple(args["Input type"]))).flops > 0

@@ -127,6 +127,7 @@ def test_what_nothing_names_is_other_and_its_share_is_said() -> None:
         ("igemm_wrw_gtcx3_nhwc_bf16_bx0_ex1_bt64x64x64", "convolution"),
         ("void deep_ep::internode::dispatch<false, 8>(int4*)", "dispatch"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26", "attention"),
+        ("add_three_kernel", "elementwise"),
     ],
 )
 def test_kernels_of_libraries_are_known_by_name(name: str, part: str) -> None:

@@ -1,4 +1,4 @@
-"""RMSNorm whose rows leave in 8 bits, by rows and by columns, from one tile: `operators.rms_norm` and `add_rms_norm`.
+"""RMSNorm whose rows leave in 8 bits, by rows and by columns, from one tile: the norms of `operators`.
 
 A row's scale needs all of the row, a column's scale 128 rows: no tile holds both. So there are two passes over the
 input, and bytes of memory for each number of 16 bits are
@@ -67,6 +67,43 @@ def rms_norm(
         return normed_TD, quantize_rows(normed_TD.detach(), recipe, form, columns=block)
     normed_TD, _, *copies = _Float8Norm.apply(x_TD, None, weight_D, epsilon, _How(recipe, form, columns, keep_plain))
     return normed_TD, _both(copies, recipe)
+
+
+def rms_norm_beside(
+    x_TD: Tensor,
+    weight_D: Tensor,
+    epsilon: float,
+    recipe: Recipe,
+    form: Format,
+    *,
+    columns: bool,
+    keep_plain: bool = True,
+) -> tuple[Tensor, Tensor, Both]:
+    """`rms_norm` beside which x goes on; backward adds both of its gradients.
+
+    Args:
+        x_TD: as in `rms_norm`.
+        weight_D: likewise.
+        epsilon: likewise.
+        recipe: likewise.
+        form: likewise.
+        columns: likewise.
+        keep_plain: likewise.
+
+    Returns:
+        (rows or their carrier, x, both copies).
+
+    Raises:
+        KernelError: not a matrix, or the weight does not fit.
+    """
+    _check(x_TD, weight_D)
+    if not _fits(recipe):
+        normed_TD, x_TD = norm.rms_norm_beside(x_TD, weight_D, epsilon)
+        block = recipe.columns if columns else None
+        return normed_TD, x_TD, quantize_rows(normed_TD.detach(), recipe, form, columns=block)
+    how = _How(recipe, form, columns, keep_plain)
+    normed_TD, x_TD, *copies = _Float8NormBeside.apply(x_TD, None, weight_D, epsilon, how)
+    return normed_TD, x_TD, _both(copies, recipe)
 
 
 def add_rms_norm(
@@ -150,6 +187,17 @@ class _Float8Norm(torch.autograd.Function):
         ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None, *of_copies: None
     ) -> tuple[Tensor | None, ...]:
         return *norm.normalized_gradients(ctx, dnormed_TD, dsum_TD), None, None
+
+
+class _Float8NormBeside(_Float8Norm):
+    """The form without a residual, whose second output is x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, epsilon: float, how: _How
+    ) -> tuple[Tensor | None, ...]:
+        normed_TD, _, *copies = _Float8Norm.forward(ctx, x_TD, residual_TD, weight_D, epsilon, how)
+        return normed_TD, x_TD.view_as(x_TD), *copies
 
 
 def _quantize(x_TD: Tensor, scale_T: Tensor, weight_D: Tensor, normed_TD: Tensor, how: _How) -> list[Tensor]:

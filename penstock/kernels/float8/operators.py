@@ -63,6 +63,7 @@ class Float8Operators:
         rms_norm: (x_TD, weight_D, epsilon, recipe, form, *, columns, keep_plain=True) -> (normed_TD, Both);
             differentiable in x and weight by normed_TD. Without `keep_plain` that is a carrier of gradients with one
             number of memory, which nobody may read.
+        rms_norm_beside: as `rms_norm`, with x behind the rows: -> (normed_TD, x_TD, Both).
         add_rms_norm: (x_TD, residual_TD, weight_D, epsilon, recipe, form, *, columns, keep_plain=True)
             -> (normed_TD, sum_TD, Both).
         tile_table: (counts_e, rows) -> what a layer's grouped products share, as their `tiles`; None if nothing.
@@ -84,6 +85,7 @@ class Float8Operators:
     swiglu: Callable[..., Both]
     swiglu_backward: Callable[..., SwigluForBackward]
     rms_norm: Callable[..., tuple[Tensor, Both]]
+    rms_norm_beside: Callable[..., tuple[Tensor, Tensor, Both]]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor, Both]]
     tile_table: "Callable[[Tensor, int], TileTable | None]" = _no_tile_table
     unpermute: Callable[[Tensor, RowOrder], Tensor] = plain.unpermute
@@ -164,6 +166,22 @@ def rms_norm(
     return normed_TD if keep_plain else _Carrier.apply(normed_TD), both
 
 
+def rms_norm_beside(
+    x_TD: Tensor,
+    weight_D: Tensor,
+    epsilon: float,
+    recipe: Recipe,
+    form: Format,
+    *,
+    columns: bool,
+    keep_plain: bool = True,
+) -> tuple[Tensor, Tensor, Both]:
+    """`rms_norm`, and x. The norm has a view of it: its own gradients are summed first, as in the kernel."""
+    view_TD = x_TD.view_as(x_TD)
+    normed_TD, both = rms_norm(view_TD, weight_D, epsilon, recipe, form, columns=columns, keep_plain=keep_plain)
+    return normed_TD, x_TD, both
+
+
 def add_rms_norm(
     x_TD: Tensor,
     residual_TD: Tensor,
@@ -206,6 +224,7 @@ REFERENCE = Float8Operators(
     swiglu=swiglu,
     swiglu_backward=swiglu_backward,
     rms_norm=rms_norm,
+    rms_norm_beside=rms_norm_beside,
     add_rms_norm=add_rms_norm,
 )
 """From the definitions."""

@@ -10,7 +10,8 @@ check it (aten/src/ATen/native/cuda/ScaledBlas.cpp; block-wise needs CUDA 12.9):
 
 (CUDA takes a last block that is smaller, but the function that rehearses the product on the meta device does not.)
 
-cuBLASLt cannot add to what stands in memory here, so sums take a product of their own in float32 first.
+cuBLASLt cannot add to what stands in memory here, so sums take a product of their own in float32 first. `F.scaled_mm`
+has no place for its result; what it calls has one, so a result that has its place already is written there.
 """
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.functional import ScalingType
 
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import DEPTH, Recipe
+from penstock.kernels.launching import rehearsed
 
 _PADDED = 4
 """Depth blocks of which a 128 x 128 weight's scales must have a multiple."""
@@ -79,23 +81,48 @@ def multiply(
         a: M x K, a scale for each row.
         b: N x K.
         dtype: of the result.
-        out: where it is written; takes a copy.
+        out: where it is written; takes a copy unless it is contiguous and of this dtype.
         accumulate_into: float32 sums that it is added to and that are returned.
     """
     problem = shape_obstacle(a, b)
     assert problem is None, f"torch's scaled_mm was chosen for what it cannot do: {problem}"
+    scales_a, scales_b = _scales(a, left=True), _scales(b, left=False)
+    if out is not None and accumulate_into is None and out.is_contiguous() and out.dtype == dtype:
+        return _write(a, b, scales_a, scales_b, out)
     found = F.scaled_mm(
         a.values,
         b.values.T,
-        _scales(a, left=True),
+        scales_a,
         _KINDS[a.block],
-        _scales(b, left=False),
+        scales_b,
         _KINDS[b.block],
         output_dtype=torch.float32 if accumulate_into is not None else dtype,
     )
     if accumulate_into is not None:
         return accumulate_into.add_(found)
     return found if out is None else out.copy_(found)
+
+
+def _write(a: Quantized, b: Quantized, scales_a: Tensor, scales_b: Tensor, out: Tensor) -> Tensor:
+    """The product where it belongs; scales as `_scales` gives them."""
+    if out.is_meta:
+        # Torch rehearses only the form that makes a new tensor.
+        rehearsed("_scaled_mm_v2", a.values, b.values.T, scales_a, scales_b, out)
+        return out
+    left, right, no_swizzle = [_KINDS[a.block].value], [_KINDS[b.block].value], list[int]()
+    return torch._scaled_mm_v2(
+        a.values,
+        b.values.T,
+        [scales_a],
+        left,
+        no_swizzle,
+        [scales_b],
+        right,
+        no_swizzle,
+        bias=None,
+        out_dtype=out.dtype,
+        out=out,
+    )
 
 
 def _scales(x: Quantized, *, left: bool) -> Tensor:

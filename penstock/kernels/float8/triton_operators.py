@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.kernels.bias_gradient import bias_gradient
 from penstock.kernels.float8 import torch_products
 from penstock.kernels.float8.attention import attention
-from penstock.kernels.float8.norm import add_rms_norm, rms_norm
+from penstock.kernels.float8.norm import add_rms_norm, rms_norm, rms_norm_beside
 from penstock.kernels.float8.operators import Float8Operators
 from penstock.kernels.float8.pack import pack_rows, unpack_rows
 from penstock.kernels.float8.products import multiply, multiply_columns, multiply_groups
@@ -37,6 +37,7 @@ TRITON = Float8Operators(
     swiglu=swiglu,
     swiglu_backward=swiglu_backward,
     rms_norm=rms_norm,
+    rms_norm_beside=rms_norm_beside,
     add_rms_norm=add_rms_norm,
     tile_table=tile_table,
     unpermute=unpermute,

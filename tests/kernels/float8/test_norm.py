@@ -62,6 +62,11 @@ def test_rows_that_nobody_reads_in_16_bits_are_not_written(form: Format, device:
     assert carrier_TD.untyped_storage().nbytes() == 4
     assert_equal(found.rows, expected.rows)
     assert_equal(found.columns, expected.columns)
+    carrier_TD, beside_TD, found = norm.rms_norm_beside(
+        x_TD, weight_D, EPSILON, BLOCKWISE, form, columns=True, keep_plain=False
+    )
+    assert carrier_TD.untyped_storage().nbytes() == 4 and torch.equal(beside_TD, x_TD)
+    assert_equal(found.columns, expected.columns)
     carrier_TD, _, _ = norm.add_rms_norm(
         x_TD, residual_TD, weight_D, EPSILON, BLOCKWISE, form, columns=True, keep_plain=False
     )
@@ -84,7 +89,8 @@ def test_gradients_are_those_of_the_norm(module: object, keep_plain: bool, devic
     def as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return result if isinstance(result, tuple) else (result,)
 
-    for name, tensors in (("rms_norm", (x_TD, weight_D)), ("add_rms_norm", (x_TD, residual_TD, weight_D))):
+    both, alone = (x_TD, residual_TD, weight_D), (x_TD, weight_D)
+    for name, tensors in (("rms_norm", alone), ("rms_norm_beside", alone), ("add_rms_norm", both)):
         fast, exact = (
             partial(vars(module)[name], epsilon=EPSILON, **how),
             partial(vars(plain_norm)[name], epsilon=EPSILON),

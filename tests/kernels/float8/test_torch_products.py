@@ -7,6 +7,8 @@ from penstock.kernels.float8 import reference, torch_products, triton_operators
 from penstock.kernels.float8.formats import E4M3
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, Recipe
 from penstock.kernels.tuning import target_of
+from penstock.plan.ledger import Ledger
+from penstock.plan.tape import Tape
 from tests.kernels.float8.draw_quantized import draw_rows, draw_weight, lay_out, without_memory
 
 CPU = torch.device("cpu")
@@ -35,6 +37,31 @@ def test_torch_takes_a_weights_gradient_whose_activation_has_squares() -> None:
     assert torch_products.multiply(a, b, torch.float32, accumulate_into=sums) is sums
 
 
+def test_a_product_is_written_where_it_belongs() -> None:
+    a, b = draw_rows(48, 256, ROWWISE, CPU), draw_rows(32, 256, ROWWISE, CPU)
+    found = torch_products.multiply(a, b, torch.bfloat16)
+    out = torch.zeros(48, 32, dtype=torch.bfloat16)
+    assert torch_products.multiply(a, b, torch.bfloat16, out=out) is out
+    apart = torch.zeros(48, 40, dtype=torch.bfloat16)[:, :32]
+    assert torch_products.multiply(a, b, torch.bfloat16, out=apart) is apart
+    assert torch.equal(out, found) and torch.equal(apart, found)
+
+
+@pytest.mark.parametrize("recipe", [BLOCKWISE, ROWWISE], ids=lambda recipe: recipe.name)
+def test_a_rehearsed_product_with_a_place_is_one_product_and_no_copy(recipe: Recipe) -> None:
+    a, b = without_memory(draw_rows(52, 512, recipe, CPU)), without_memory(draw_weight(recipe, CPU, 384, 512))
+    out, works = torch.empty(52, 384, dtype=torch.bfloat16, device="meta"), []
+    for given in (None, out):
+        ledger = Ledger()
+        tape = Tape(ledger=ledger)
+        with tape:
+            torch_products.multiply(a, b, torch.bfloat16, out=given)
+        works.append([one for one in tape.cut() if one.name == "_scaled_mm_v2" or one.name.startswith("copy")])
+        passing = ledger.mark("product").passing
+    assert [one.name for one in works[0]] == ["_scaled_mm_v2"] and works[1] == works[0]
+    assert passing < out.nbytes, "no tensor of the result's size besides"
+
+
 def test_torchs_products_say_what_they_cannot_do() -> None:
     for recipe in (BLOCKWISE, BLOCKWISE_SQUARE):
         assert torch_products.obstacle(recipe, "sm_90", "13.0") is None
@@ -58,6 +85,8 @@ def test_torchs_products_equal_their_definition(recipe: Recipe, device: torch.de
     a = draw_rows(516, 896, recipe, device)
     for b in (draw_weight(recipe, device, 384, 896), draw_rows(272, 896, recipe, device)):
         got, expected = (one(a, b, torch.bfloat16) for one in (torch_products.multiply, reference.multiply))
+        out = torch.full_like(got, torch.nan)
+        assert torch_products.multiply(a, b, torch.bfloat16, out=out) is out and torch.equal(out, got)
         # A matrix unit that keeps 14 bits of a sum, and a result of 8 bits.
         assert (got.float() - expected.float()).norm() < 5e-3 * expected.float().norm()
 

@@ -1,0 +1,62 @@
+"""Plain causal attention by the package flash-attn-4, FlashAttention's kernels for Hopper and Blackwell.
+
+They take queries, keys and values as they lie here, positions before heads, and heads whose keys are wider than their
+values, as latent attention's are. Masks and sinks stay with torch's backends. The package compiles a kernel at the
+first call for its widths, a few seconds for each direction.
+
+The gradients of queries are summed in no fixed order, so a repeated step may differ in its last bits, unless torch is
+told to be deterministic (`training.deterministic`), which the package has a slower way for.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.tuning import target_of
+
+NAME = "flash-4"
+"""What `kernels.attention` calls it."""
+
+WIDEST: Mapping[str, tuple[int, int]] = MappingProxyType({"sm_90": (256, 256), "sm_100": (128, 128)})
+"""The widest heads of keys and of values that it has kernels for, by chip; `LATENT` go on all."""
+
+LATENT = (192, 128)
+
+MULTIPLE = 8
+"""Of a head's widths: 16 bytes."""
+
+MEASURED = ("sm_90",)
+"""Chips on which `auto` takes it, because it was faster there (benchmarks/results/attention-h200.json)."""
+
+
+def takes(q_BSHN: Tensor, v_BSGM: Tensor) -> bool:
+    """Whether it has a kernel for such heads on the device where they are."""
+    if not q_BSHN.is_cuda or q_BSHN.dtype.itemsize != 2:
+        return False
+    return has_kernel(q_BSHN.shape[-1], v_BSGM.shape[-1], target_of(q_BSHN.device))
+
+
+def has_kernel(keys: int, values: int, target: str) -> bool:
+    """Whether it has a kernel for heads of these widths on a chip."""
+    if target not in WIDEST or keys % MULTIPLE or values % MULTIPLE:
+        return False
+    widest = WIDEST[target]
+    return (keys, values) == LATENT or (keys <= widest[0] and values <= widest[1])
+
+
+def attention(q_BSHN: Tensor, k_BSGN: Tensor, v_BSGM: Tensor, *, scale: float) -> Tensor:
+    """As `penstock.kernels.attention.causal_attention` without a mask and without sinks. Returns o_BSHM."""
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    how = {"softmax_scale": scale, "causal": True, "deterministic": is_deterministic}
+    o_BSHM: Tensor = _package().flash_attn_func(q_BSHN, k_BSGN, v_BSGM, **how)[0]
+    return o_BSHM
+
+
+@cache
+def _package() -> Any:
+    return import_module("flash_attn.cute")
