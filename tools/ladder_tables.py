@@ -1,6 +1,7 @@
 """The tables of what optimizations are worth: ladder, scaling over expert ranks, jitter. As `tools.kernel_tables`."""
 
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 from tools.dispatch_tables import origin
@@ -108,10 +109,31 @@ def jitter(result: Result) -> str:
         if figures is None:
             lines.append(f"| {case['garbage']} | {case['graphs']} | {_in_cell(case['reason'])} | | | | |")
             continue
-        median, p99, slowest = (figures[f"step_seconds_{name}"] for name in ("median", "p99", "highest"))
+        usual, p99, slowest = (figures[f"step_seconds_{name}"] for name in ("median", "p99", "highest"))
         lines.append(
-            f"| {case['garbage']} | {case['graphs']} | {median * 1e3:.1f} ms | {p99 * 1e3:.1f} ms | "
-            f"{slowest * 1e3:.1f} ms | {p99 / median:.3f} | {slowest / median:.3f} |"
+            f"| {case['garbage']} | {case['graphs']} | {usual * 1e3:.1f} ms | {p99 * 1e3:.1f} ms | "
+            f"{slowest * 1e3:.1f} ms | {p99 / usual:.3f} | {slowest / usual:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def whole(result: Result) -> str:
+    """Steps of whole runs, each after the first, as they were printed."""
+    numbers = result["numbers"]
+    lines = [
+        f"{origin(result)}, flash-attn-4 {result['environment']['flash_attn_4']}. "
+        f"`{' '.join([numbers['target'], *numbers['overrides']])}`; {numbers['routing']}.",
+        "",
+        "| run | tokens/s/GPU in steps 2 and 3 | MFU | peak memory | loss | x the first |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    speeds = [[step["tokens_per_second_per_device"] for step in run["steps"][1:]] for run in numbers["runs"]]
+    for run, own in zip(numbers["runs"], speeds, strict=True):
+        first, *_, last = run["steps"]
+        lines.append(
+            f"| {run['what']} | {', '.join(f'{speed:,}' for speed in own)} | {last['model_flops_utilization']:.1%} | "
+            f"{last['peak_memory_gb']:.1f} GB | {first['loss']:.4f} -> {last['loss']:.4f} | "
+            f"{median(own) / median(speeds[0]):.2f} |"
         )
     return "\n".join(lines)
 
@@ -137,4 +159,5 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "step-phases": step_phases,
     "scaling": scaling,
     "jitter": jitter,
+    "whole": whole,
 }
