@@ -8,6 +8,7 @@ The gradients of queries are summed in no fixed order, so a repeated step may di
 told to be deterministic (`training.deterministic`), which the package has a slower way for.
 """
 
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -59,4 +60,6 @@ def attention(q_BSHN: Tensor, k_BSGN: Tensor, v_BSGM: Tensor, *, scale: float) -
 
 @cache
 def _package() -> Any:
+    # Its compiler warns at every kernel of what only the package's authors can mend.
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"cutlass\.")
     return import_module("flash_attn.cute")

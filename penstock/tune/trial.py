@@ -168,9 +168,12 @@ def run_trial(trial: Trial) -> Figures | Failure:
     with log.open("wb") as output:
         code = _train(trial, output.fileno())
     seconds = time.perf_counter() - begin
-    if code is None:
-        return Failure(kind="failed", reason=f"not done after {trial.most_seconds:.0f} s", seconds=seconds)
     folder = RunFolder(trial.folder / trial.name)
+    if code is None:
+        # A run may have made all of them: to give back much pinned memory takes many seconds, too.
+        made = len(folder.metrics.read_text(encoding="utf-8").splitlines()) if folder.metrics.exists() else 0
+        reason = f"not done after {trial.most_seconds:.0f} s, in which it made {made} steps"
+        return Failure(kind="failed", reason=reason, seconds=seconds)
     if code:
         # The folder is made last, before the first step: what is wrong with the configuration shows earlier.
         return failure_of(log.read_text(encoding="utf-8", errors="replace"), code, seconds, had_begun=folder.exists)

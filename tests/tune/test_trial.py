@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.config.load import load_run
+from penstock.train.run_folder import RunFolder
 from penstock.train.schedule import learning_rate
 from penstock.tune import trial as trials
 from penstock.tune.trial import Failure, Figures, Trial, failure_of, figures_of, first_steps, run_trial
@@ -191,7 +192,18 @@ def assert_ends(process: int) -> None:
 def test_a_trial_that_is_not_done_in_time_is_ended_with_all_of_its_ranks(tmp_path: Path, stubborn: Path) -> None:
     found = run_trial(trial_in(tmp_path, most_seconds=1.0))
     assert isinstance(found, Failure)
-    assert (found.kind, found.reason) == ("failed", "not done after 1 s")
+    assert (found.kind, found.reason) == ("failed", "not done after 1 s, in which it made 0 steps")
+    assert_ends(int(stubborn.read_text()))
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="asks Linux whether a process lives")
+def test_a_trial_that_was_ended_says_how_far_it_came(tmp_path: Path, stubborn: Path) -> None:
+    trial = trial_in(tmp_path, most_seconds=0.5)
+    metrics = RunFolder(trial.folder / trial.name).metrics
+    metrics.parent.mkdir(parents=True)
+    metrics.write_text("{}\n{}\n")
+    found = run_trial(trial)
+    assert isinstance(found, Failure) and found.reason.endswith("in which it made 2 steps")
     assert_ends(int(stubborn.read_text()))
 
 
