@@ -26,6 +26,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from penstock.kernels.tuning import GROUPED_GEMM, GemmLaunch
+
 Constant = int | float | bool | str | None
 
 
@@ -210,3 +214,9 @@ def _resources_of_amdgcn(asm: str) -> tuple[int, int]:
     """
     fields = dict(re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", asm))
     return int(fields["vgpr_count"]), int(fields["private_segment_fixed_size"])
+
+
+def those_taken_first(launches: Mapping[str, GemmLaunch]) -> list[Any]:
+    """Names of launches as parameters of a test; those that are in no table, which only benchmarks try, are slow."""
+    taken = [launch for by_size in GROUPED_GEMM["sm_90"].values() for _, launch in by_size]
+    return [pytest.param(name, marks=() if launch in taken else pytest.mark.slow) for name, launch in launches.items()]

@@ -20,7 +20,7 @@ from penstock.kernels.hopper_expert_rows import obstacle
 from penstock.kernels.hopper_launching import PIECE_ROWS
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import ROWS_RINGS, RowsRingLaunch, in_triton, target_of, units_of
-from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
+from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for, those_taken_first
 from tests.kernels.hopper_in_torch import launched_on_cpu
 from tests.kernels.parity import assert_close
 
@@ -143,7 +143,7 @@ def test_what_the_kernel_cannot_do_is_said_and_done_in_triton(monkeypatch: pytes
         assert not isinstance(triton, RowsRingLaunch) and triton.idle_units == 7 and not triton.copy_gathered
 
 
-@pytest.mark.parametrize("name", ROWS_RINGS)
+@pytest.mark.parametrize("name", those_taken_first(ROWS_RINGS))
 @pytest.mark.parametrize("kept", [pytest.param(False, marks=pytest.mark.slow), True], ids=["own", "kept"])
 @either_product
 def test_products_run_one_after_the_other_and_nothing_spills(name: str, kept: bool, back: bool) -> None:

@@ -18,7 +18,7 @@ from penstock.kernels.grouped_gemm import grouped_gemm_weight_gradient
 from penstock.kernels.hopper_launching import PIECE_ROWS
 from penstock.kernels.hopper_weight_gradient import obstacle
 from penstock.kernels.tuning import GROUPED_GEMM, RINGS, RingLaunch, RowsRingLaunch, in_triton, target_of, units_of
-from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
+from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for, those_taken_first
 from tests.kernels.hopper_in_torch import launched_on_cpu
 from tests.kernels.parity import assert_close
 
@@ -138,7 +138,7 @@ def test_hopper_multiplies_through_a_ring_what_is_not_gathered_while_it_is_loade
     assert taken == {("sm_90", product) for product in GROUPED_GEMM["sm_90"] if product != "forward_gathered"}
 
 
-@pytest.mark.parametrize("name", RINGS)
+@pytest.mark.parametrize("name", those_taken_first(RINGS))
 @pytest.mark.parametrize("added", [pytest.param(False, marks=pytest.mark.slow), True], ids=["written", "added"])
 def test_products_run_one_after_the_other_and_nothing_spills(name: str, added: bool) -> None:
     launch = RINGS[name]
