@@ -20,6 +20,7 @@ from penstock.base.errors import CheckpointError, NonFiniteError
 from penstock.cli.main import main
 from penstock.config.load import dump_toml
 from penstock.config.training import Checkpoint, Evaluation, Training
+from penstock.moe.layer import Terms
 from penstock.train import diagnose
 from penstock.train.diagnose import NO_ORIGIN
 from penstock.train.loop import Progress, open_store, resume, train_run
@@ -61,8 +62,9 @@ def _spoil(session: Session, kind: str, name: str) -> None:
     module.register_forward_hook(_spoiled_gradient if kind == "gradient" else _spoiled_output)
 
 
-def _spoiled_output(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    return output * math.nan
+def _spoiled_output(module: nn.Module, inputs: object, output: Tensor | Terms) -> Tensor | Terms:
+    """The last of several, as a mixture gives them."""
+    return (*output[:-1], output[-1] * math.nan) if isinstance(output, tuple) else output * math.nan
 
 
 def _spoiled_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
