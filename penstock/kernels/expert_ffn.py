@@ -39,6 +39,8 @@ from torch.autograd.function import once_differentiable
 from penstock.kernels.expert_kernels import REFERENCE, TRITON, ExpertKernels
 from penstock.kernels.expert_parts import (
     BIASES,
+    DOWN,
+    GATE_UP,
     MATRICES,
     Keep,
     KeptRows,
@@ -190,7 +192,7 @@ class _ExpertFfn(torch.autograd.Function):
         if wants_down:
             rows = dy_RD, h_RF, counts_e, None
             make = partial(kernels.weight_gradient, *rows, accumulate_into=down_sum, tiles=tiles)
-            d_down_eDF = put_gradient(make, extras.parameters[1], down_sum, extras.put_off)
+            d_down_eDF = put_gradient(make, DOWN, extras.parameters[DOWN], down_sum, extras.put_off)
             del rows, make
         del h_RF
         if down_bias is not None:
@@ -208,7 +210,7 @@ class _ExpertFfn(torch.autograd.Function):
         if wants_gate_up:
             rows = d_gate_up_RF, x_ND, counts_e, index_R
             make = partial(kernels.weight_gradient, *rows, accumulate_into=gate_up_sum, tiles=tiles)
-            d_gate_up_eFD = put_gradient(make, extras.parameters[0], gate_up_sum, extras.put_off)
+            d_gate_up_eFD = put_gradient(make, GATE_UP, extras.parameters[GATE_UP], gate_up_sum, extras.put_off)
         # What was added to a sum is given to nobody else.
         of_biases = zip((d_gate_up_bias_eF, d_down_bias_eD), (gate_up_bias_sum, down_bias_sum), strict=True)
         given = [None if total is not None else one for one, total in of_biases]

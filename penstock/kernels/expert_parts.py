@@ -19,8 +19,12 @@ MATRICES, BIASES = 2, 2
 """Parameters of the experts: gate and up together, and down; with biases the same two once more."""
 
 
-PutOff = Callable[[Callable[[], None]], bool]
-"""Is offered a weight gradient, as a function that puts it where it belongs, and says whether it will call it."""
+GATE_UP, DOWN = range(MATRICES)
+"""Places of the matrices among the parameters."""
+
+PutOff = Callable[[int, Callable[[], None]], bool]
+"""Is offered the gradient of the matrix at a place, as a function that puts it where it belongs, and says whether it
+will call it."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +116,13 @@ def add_or_return(dw_eFD: Tensor, accumulate_into: Tensor | None) -> Tensor:
 
 
 def put_gradient(
-    make: Callable[[], Tensor], parameter: Tensor, total: Tensor | None, put_off: PutOff | None
+    make: Callable[[], Tensor], place: int, parameter: Tensor, total: Tensor | None, put_off: PutOff | None
 ) -> Tensor | None:
     """Make the gradient of a matrix, or leave that to somebody else.
 
     Args:
         make: gives it; if there is a sum, has added it there.
+        place: of the matrix.
         parameter: the matrix.
         total: float32 sum; None for the parameter's own `.grad`.
         put_off: None has it made now.
@@ -131,7 +136,7 @@ def put_gradient(
         if total is None:  # Through the parameter's own hooks, as in any backward pass.
             parameter.view_as(parameter).backward(found)
 
-    if put_off is not None and put_off(late):
+    if put_off is not None and put_off(place, late):
         return None
     found = make()
     return found if total is None else None

@@ -54,11 +54,17 @@ PUSH_LAUNCH = PersistentLaunch(block_rows=8, block_columns=1024, warps=8, progra
 TAKE_LAUNCH = PersistentLaunch(block_rows=8, block_columns=1024, warps=8, programs=132)
 """Must keep up with the links; what is left when the last chunk has come is in nobody's shadow."""
 
+TAKE_ALL_LAUNCH = PersistentLaunch(block_rows=8, block_columns=1024, warps=8, programs=528)
+"""Where all have come already, as much as the memory gives."""
+
 RETURN_LAUNCH = PersistentLaunch(block_rows=4, block_columns=1024, warps=8, programs=264)
 """Sums K rows for each that it sends, so it needs more programs than a push."""
 
 SUM_LAUNCH = PersistentLaunch(block_rows=4, block_columns=1024, warps=4, programs=132)
 """As `TAKE_LAUNCH`. Half as many take a fifth longer (benchmarks/results/dispatch-h200x2.json)."""
+
+SUM_ALL_LAUNCH = PersistentLaunch(block_rows=4, block_columns=1024, warps=4, programs=1056)
+"""Where all have come already, as much as the memory gives."""
 
 
 def push_rows(
@@ -267,6 +273,8 @@ def sum_ranks(
         sum_ranks_kernel,
         (launch.programs_for(tokens),),
         home.parts_ND,
+        None if home.own_TD is None else home.own_TD.contiguous(),
+        home.rank,
         home.scalars_NK,
         experts_TK.contiguous(),
         home.y_TD,

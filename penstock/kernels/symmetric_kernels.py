@@ -318,9 +318,11 @@ def hold_kernel(flags_ptr, expected_ptr, late_ptr, channel, signals, limit, W: t
     await_chunk(flags_ptr, tl.load(expected_ptr) + signals, late_ptr, channel, limit, W, BLOCK_W)
 
 
-@triton.jit(do_not_specialize=["channel", "first", "last"])
+@triton.jit(do_not_specialize=["own_rank", "channel", "first", "last"])
 def sum_ranks_kernel(
     parts_ptr,
+    own_ptr,
+    own_rank,
     scalars_ptr,
     ids_ptr,
     out_ptr,
@@ -346,7 +348,10 @@ def sum_ranks_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Chunk by chunk, each token's sum of the rows that came back from ranks that had it; each choice's scalar too."""
+    """Chunk by chunk, each token's sum of the rows that came back from ranks that had it; each choice's scalar too.
+
+    With `own_ptr` the rows of rank `own_rank` stand there.
+    """
     for chunk in range(first, last):
         wanted = tl.load(expected_ptr + chunk) + signals
         await_chunk(flags_ptr + chunk * W, wanted, late_ptr, channel, limit, W, BLOCK_W)
@@ -371,8 +376,11 @@ def sum_ranks_kernel(
                 sum_TD = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
                 for rank in tl.static_range(W):
                     had = ((bits_T >> rank) & 1 != 0)[:, None] & (column_1D < D)
-                    row_T1 = (rank * tokens + token_T)[:, None]
-                    sum_TD += tl.load(parts_ptr + row_T1 * D + column_1D, mask=had, other=0.0).to(tl.float32)
+                    part_ptr = parts_ptr + rank * tokens.to(tl.int64) * D
+                    if own_ptr is not None:
+                        part_ptr = tl.where(own_rank == rank, own_ptr, part_ptr)
+                    part_ptrs = part_ptr + token_T[:, None] * D + column_1D
+                    sum_TD += tl.load(part_ptrs, mask=had, other=0.0).to(tl.float32)
                 out_ptrs = out_ptr + token_T[:, None] * D + column_1D
                 tl.store(out_ptrs, sum_TD.to(out_ptr.dtype.element_ty), mask=exists_T[:, None] & (column_1D < D))
     if last == chunks:

@@ -191,6 +191,8 @@ class Home:
 
     Attributes:
         parts_ND: N = W x T rows, those of rank r from r x T on; of a rank that had no expert of a token, anything.
+        own_TD: those of our own rank, which need not stand there; None if they do.
+        rank: our own, with `own_TD`.
         y_TD: sums, in the dtype of the parts; zero where all slots were dropped.
         scalars_NK: float32, or None.
         scalars_TK: for each choice the sum of the scalars of the ranks that hold it, 0 for dropped slots.
@@ -200,3 +202,5 @@ class Home:
     y_TD: Tensor
     scalars_NK: Tensor | None = None
     scalars_TK: Tensor | None = None
+    own_TD: Tensor | None = None
+    rank: int = 0

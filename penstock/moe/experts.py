@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.config.model import Moe
-from penstock.kernels.expert_parts import Keep
+from penstock.kernels.expert_parts import GATE_UP, Keep
 from penstock.kernels.float8.expert_ffn import ExpertCopies, copy_experts, expert_ffn
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.layout.pieces import Cut, local_shape
@@ -151,7 +151,8 @@ class Experts(nn.Module):
         gate_up_eFD, down_eDF, *of_biases = parameters
         ffn = partial(self.operators.expert_ffn, biases=_pair(of_biases), rule=self.rule, places_TK=rows.places_NK)
         if self.operators.expert_ffn_is_ours:
-            ours = partial(ffn, recompute=recompute, accumulate_into=self.sums, put_off=self._put_off)
+            put_off = partial(self._put_off, rows)
+            ours = partial(ffn, recompute=recompute, accumulate_into=self.sums, put_off=put_off)
             ffn = partial(ours, keep=keep, only_last=rows.only_last)
         return ffn(x_ND, gate_up_eFD, down_eDF, rows.counts_e, weights_R, rows.index_R)
 
@@ -175,17 +176,23 @@ class Experts(nn.Module):
             rule=self.rule,
             places_TK=rows.places_NK,
             accumulate_into=self.sums,
-            put_off=self._put_off,
+            put_off=partial(self._put_off, rows),
             recompute=recompute,
             keep=keep,
             only_last=rows.only_last,
         )
 
-    def _put_off(self, task: Task) -> bool:
-        """Leave a weight gradient to whoever collects, if somebody does."""
-        if self.later is None or not self.later.is_collecting:
+    def _put_off(self, rows: ExpertRows, place: int, task: Task) -> bool:
+        """Leave a weight gradient to whoever collects; or the first matrix's to the journey of the rows' gradients.
+
+        The second matrix's could go with it, but what it reads would be held until then.
+        """
+        if self.later is not None and self.later.is_collecting:
+            self.later.add(task)
+            return True
+        if rows.aside is None or place != GATE_UP or self.sums is None or not rows.x_ND.requires_grad:
             return False
-        self.later.add(task)
+        rows.aside.add(task)
         return True
 
 

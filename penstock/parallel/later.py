@@ -60,6 +60,31 @@ class Later:
         self._work.append(task)
 
 
+class Aside:
+    """Work of one layer's backward pass that is done while something of the same pass travels.
+
+    Whoever computes puts it here, and who sends what was computed last does it before it waits for the others.
+    """
+
+    def __init__(self) -> None:
+        self._work: list[Task] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._work
+
+    def add(self, task: Task) -> None:
+        """Leave one task."""
+        self._work.append(task)
+
+    def do(self) -> None:
+        """Do all of it, once."""
+        work, self._work = self._work, []
+        for task in work:
+            task()
+
+
 def deferrable(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], later: Later | None
 ) -> Tensor:

@@ -256,6 +256,25 @@ class SymmetricBuffers:
             yield
         stream.wait_stream(self._beside)
 
+    @contextmanager
+    def departure(self, send: Callable[[Chunks], None], chunks: Chunks) -> Iterator[None]:
+        """Launch `send`, and what is launched inside beside it; who reads what arrives is launched afterwards.
+
+        Args:
+            send: as in `transfer`.
+            chunks: likewise.
+        """
+        if self._beside is None:
+            self._send(send, chunks)
+            yield
+            return
+        stream = torch.cuda.current_stream(self._beside.device)
+        self._beside.wait_stream(stream)
+        with torch.cuda.stream(self._beside):
+            self._send(send, chunks)
+        yield
+        stream.wait_stream(self._beside)
+
     def wait(self, channel: Channel, signals: int) -> None:
         """Hold the stream until all ranks have written the first chunk.
 

@@ -15,6 +15,7 @@ from penstock.base.errors import KernelError
 from penstock.kernels.symmetric import (
     PUSH_LAUNCH,
     RETURN_LAUNCH,
+    SUM_ALL_LAUNCH,
     SUM_LAUNCH,
     TAKE_LAUNCH,
     push_rows,
@@ -162,6 +163,15 @@ def test_sums_over_ranks_leave_out_those_that_had_no_expert_of_the_token(device:
     assert scalars_TK.tolist() == [[0, 1], [2, 9], [0, 0]]
 
 
+def test_our_own_part_of_a_sum_may_stand_elsewhere(device: torch.device) -> None:
+    parts_ND, own_TD = torch.randn(6, D, device=device), torch.randn(3, D, device=device)
+    experts_TK = torch.tensor([[0, 1], [1, 2], [3, 4]], device=device)
+    home = Home(parts_ND=parts_ND, y_TD=torch.empty(3, D, device=device), own_TD=own_TD, rank=1)
+    awaited = _awaited(torch.ones(16, W, dtype=torch.int64, device=device), 1)
+    sum_ranks(home, experts_TK, Homes(per_rank=2), awaited, Chunks.cut(3, 1), launch=FEW)
+    torch.testing.assert_close(home.y_TD, torch.stack((parts_ND[0], parts_ND[1] + own_TD[1], own_TD[2])))
+
+
 def test_packed_bytes_are_taken_to_their_places_as_they_are(device: torch.device) -> None:
     came, own = torch.randint(0, 255, (2, 4, 48), dtype=torch.uint8, device=device)
     places_NK = torch.tensor([[4, 0], [1, 4], [4, 4], [2, 3]], device=device)
@@ -267,7 +277,14 @@ CASES = {
         sum_ranks_kernel,
         SUM_LAUNCH,
         {"parts_ptr": ROWS, "out_ptr": ROWS, "ids_ptr": IDS, "scalars_ptr": SCALARS, "out_scalars_ptr": SCALARS}
-        | {"chunks": "i32", **WAITS, **NUMBERS},
+        | {"own_rank": "i32", "chunks": "i32", **WAITS, **NUMBERS},
+        {"own_ptr": None, "D": HIDDEN, **HOMES},
+    ),
+    "sum with our own part elsewhere": Case(
+        sum_ranks_kernel,
+        SUM_ALL_LAUNCH,
+        {"parts_ptr": ROWS, "own_ptr": ROWS, "out_ptr": ROWS, "ids_ptr": IDS, "scalars_ptr": SCALARS}
+        | {"out_scalars_ptr": SCALARS, "own_rank": "i32", "chunks": "i32", **WAITS, **NUMBERS},
         {"D": HIDDEN, **HOMES},
     ),
 }

@@ -1,6 +1,7 @@
 """Experts that compute in 8 bits: whose copies they read, and when weight gradients come."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from penstock.kernels.float8.recipes import BLOCKWISE
 from penstock.moe.dispatch.contract import ExpertRows
 from penstock.moe.experts import Experts
 from penstock.parallel.kit import Kit
-from penstock.parallel.later import Later
+from penstock.parallel.later import Aside, Later
 
 HIDDEN, WIDTH, EXPERTS = 32, 48, 3
 
@@ -101,3 +102,18 @@ def test_a_split_backward_puts_weight_gradients_off(with_sums: bool) -> None:
         task()
     for mine, right in zip(gradients(split), gradients(at_once), strict=True):
         assert mine is not None and right is not None and torch.equal(mine, right)
+
+
+@pytest.mark.parametrize("lacks", ["nothing", "sums", "a gradient of the rows"])
+def test_the_first_matrixs_gradient_is_left_aside_where_the_rows_gradients_travel_after_it(lacks: str) -> None:
+    experts, aside = make(Kit(float8=IN_8_BITS)), Aside()
+    totals = tuple(torch.zeros_like(one) for one in experts.parameters())
+    experts.sums = None if lacks == "sums" else totals
+    rows = replace(draw(), aside=aside)
+    rows.x_ND.requires_grad_(lacks != "a gradient of the rows")
+    experts(rows).square().sum().backward()
+    gate_up, down = experts.sums or [one.grad for one in experts.parameters()]
+    assert down is not None and down.any()
+    assert aside.is_empty == (lacks != "nothing") == (gate_up is not None and bool(gate_up.any()))
+    aside.do()
+    assert gate_up is not None and gate_up.any() and aside.is_empty

@@ -1,6 +1,7 @@
 """Rows that are pushed into other ranks' memory: simulated ranks against one rank that holds everything."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def _output_and_gradients(y_TD: Tensor, layer: Layer, leaves: list[Tensor]) -> l
 def _in_large_tiles(links: Links) -> Links:
     """The interpreter's time is that of the tiles, whatever is in them. Small ones are in tests/kernels."""
     launch = PersistentLaunch(block_rows=8, block_columns=64, warps=1, programs=3)
-    return replace(links, push=launch, take=launch, back=launch, sum=launch)
+    return replace(links, **dict.fromkeys(("push", "take", "take_all", "back", "sum", "sum_all"), launch))
 
 
 def _all_layers(
@@ -214,6 +215,48 @@ def test_transfers_may_differ_in_their_number_of_chunks() -> None:
     _compare(layers, run_ranks(_in_other_chunks, _sizes(placement, layers), layers))
 
 
+def _first_matrix_aside(
+    buffers: SymmetricBuffers, layers: list[Layer], log: dict[int, list[str]]
+) -> list[list[Tensor]]:
+    """As `_all_layers`, with a task in each layer's backward pass that is left aside; says in which order all came."""
+    return [_left_aside(buffers, whole.of(buffers.peers.rank), log[buffers.peers.rank]) for whole in layers]
+
+
+def _left_aside(buffers: SymmetricBuffers, layer: Layer, log: list[str]) -> list[Tensor]:
+    def logged(name: str) -> None:
+        own = getattr(buffers, name)
+
+        def call(*arguments: Any) -> None:
+            log.append(name)
+            own(*arguments)
+
+        setattr(buffers, name, call)
+
+    links = _in_large_tiles(links_of(layer.placement, buffers))
+    dispatcher, leaves = SymmetricDispatcher(layer.placement, links, is_filled=True), layer.leaves
+    rows, receipt = dispatcher.dispatch(leaves[0], Routing(leaves[1], layer.experts_TK))
+    aside = rows.aside
+    assert aside is not None
+    rows.x_ND.register_hook(lambda gradient: aside.add(lambda: log.append("task")))
+    y_TD = _finish(dispatcher, leaves, rows, receipt)
+    for name in ("_send", "hold", "read"):
+        logged(name)
+    found = _output_and_gradients(y_TD, layer, leaves)
+    for name in ("_send", "hold", "read"):
+        delattr(buffers, name)
+    assert aside.is_empty
+    return found
+
+
+def test_what_is_left_aside_is_done_while_gradients_of_rows_travel_by_copy_engines() -> None:
+    placement = ExpertPlacement(experts=EXPERTS, expert=2)
+    layers = [_layer(placement, _adversarial(kind, 12)) for kind in ("skewed", "some dropped")]
+    log: dict[int, list[str]] = {0: [], 1: []}
+    _compare(layers, run_ranks(_first_matrix_aside, _sizes(placement, layers), layers, log, seed=1))
+    of_gradients_out, of_gradients_home = ["_send", "read"], ["_send", "task", "hold", "read"]
+    assert log[0] == log[1] == 2 * [*of_gradients_out, *of_gradients_home]
+
+
 def test_how_many_programs_run_can_be_chosen() -> None:
     sizes = BufferSizes(tokens=1, top_k=1, row_bytes=16, ranks=2)
     assert run_ranks(_programs, sizes, 5) == [{5}] * 2
@@ -221,7 +264,9 @@ def test_how_many_programs_run_can_be_chosen() -> None:
 
 def _programs(buffers: SymmetricBuffers, programs: int) -> set[int]:
     links = links_of(ExpertPlacement(experts=EXPERTS, expert=2), buffers, programs)
-    return {launch.programs for launch in (links.push, links.take, links.back, links.sum)}
+    return {
+        launch.programs for launch in (links.push, links.take, links.take_all, links.back, links.sum, links.sum_all)
+    }
 
 
 @settings(max_examples=8)

@@ -37,6 +37,8 @@ from torch.autograd.function import once_differentiable
 from penstock.base.errors import KernelError
 from penstock.kernels.expert_parts import (
     BIASES,
+    DOWN,
+    GATE_UP,
     MATRICES,
     Keep,
     KeptRows,
@@ -247,7 +249,7 @@ class _Float8ExpertFfn(torch.autograd.Function):
         )
         del dh_RF, kept_RF, rest
         if wants_down:
-            d_down_eDF = _weight_gradient(1, dy.columns, h_columns, counts_e, ctx.tiles, extras)
+            d_down_eDF = _weight_gradient(DOWN, dy.columns, h_columns, counts_e, ctx.tiles, extras)
         del dy, h_columns
         d_biases = _bias_gradients(dy_RD, d_gate_up_RF, counts_e, weights_R, dweights_R, biases, extras)
         del d_gate_up_RF
@@ -259,7 +261,7 @@ class _Float8ExpertFfn(torch.autograd.Function):
         # Last, because it is the largest: everything above is free again by now.
         if wants_gate_up:
             x = partial(operators.quantize_groups, rows, counts_e, recipe, float8.forward, index_R)
-            d_gate_up_eFD = _weight_gradient(0, d_gate_up_columns, x, counts_e, ctx.tiles, extras)
+            d_gate_up_eFD = _weight_gradient(GATE_UP, d_gate_up_columns, x, counts_e, ctx.tiles, extras)
         dweights_R = dweights_R if wants_weights else None
         return dx_ND, d_gate_up_eFD, d_down_eDF, None, dweights_R, None, *d_biases, None, None
 
@@ -298,7 +300,7 @@ def _weight_gradient(
         )
         return found
 
-    return put_gradient(made, parameter, total, extras.put_off)
+    return put_gradient(made, place, parameter, total, extras.put_off)
 
 
 def _bias_gradients(

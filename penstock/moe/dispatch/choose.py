@@ -65,7 +65,8 @@ def _inside(placement: ExpertPlacement, axis: Axis, kit: Kit, room: Room | None)
         # By name, because it needs Triton, which may be absent.
         symmetric = import_module("penstock.moe.dispatch.symmetric")
         links = symmetric.links_of(placement, kit.buffers, kit.dispatch.sms, by_engines=kit.dispatch.engines)
-        mapped: Dispatcher = symmetric.SymmetricDispatcher(placement, links, room, packing=packing)
+        is_filled = kit.transfers is None
+        mapped: Dispatcher = symmetric.SymmetricDispatcher(placement, links, room, packing=packing, is_filled=is_filled)
         return mapped
     if method == "all-gather" or (method != "all-to-all" and counts_stay):
         return AllGatherDispatcher(placement, axis, kit.operators, room, packing=packing)

@@ -19,6 +19,7 @@ from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.reference import RowOrder
 from penstock.moe.dispatch.cargo import Cargo
 from penstock.moe.routing import Routing, SortedSlots
+from penstock.parallel.later import Aside
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class ExpertRows:
         quantized: the source rows in 8 bits, in the recipe of the experts, if they travelled so; rows stand apart, each
             with its scales behind it. Rows that no place reads may hold anything.
         only_last: of the places that hold nothing, nobody reads any but the very last one.
+        aside: takes work of the experts' backward pass that is done while the gradients of the rows travel; None if
+            nothing travels, or nothing is done meanwhile.
     """
 
     x_ND: Tensor
@@ -46,6 +49,7 @@ class ExpertRows:
     places_NK: Tensor | None = None
     quantized: Quantized | None = None
     only_last: bool = False
+    aside: Aside | None = None
 
 
 # FSDP2 frees gathered experts once their inputs have gradients. Before torch 2.13 it finds these with `tree_flatten`

@@ -8,9 +8,10 @@
                beside it: the ranks' sums added up, chunk by chunk
 
 Backward is the same the other way: gradients of the outputs are pushed to the experts like rows (the choices are known
-there by now) and go straight to their places, and those of the rows and weights are pushed back and added up. Rows may
-go out in 8 bits; the same slots then serve gradients in 16. Shapes depend on nothing but the number of tokens and the
-`Room`, the host reads nothing, and no collective is called.
+there by now) and go straight to their places, and those of the rows and weights are pushed back and added up: by copy
+engines, while the gradient of the experts' first matrix is computed (`ExpertRows.aside`). Rows may go out in 8 bits;
+the same slots then serve gradients in 16. Shapes depend on nothing but the number of tokens and the `Room`, the host
+reads nothing, and no collective is called.
 
 Simpler than DeepEP: a row's place at the receiver is its token's number, so there are no queues, counts or handles; the
 price is memory for all tokens of all ranks, and one copy of what arrived, made while the rest is on its way.
@@ -29,7 +30,9 @@ from penstock.kernels.reference import RowOrder
 from penstock.kernels.symmetric import (
     PUSH_LAUNCH,
     RETURN_LAUNCH,
+    SUM_ALL_LAUNCH,
     SUM_LAUNCH,
+    TAKE_ALL_LAUNCH,
     TAKE_LAUNCH,
     push_rows,
     return_rows,
@@ -53,6 +56,7 @@ from penstock.moe.dispatch.host_counts import READ, HostCounts
 from penstock.moe.dispatch.room import Room
 from penstock.moe.routing import Routing
 from penstock.parallel.activations.region import is_replaying
+from penstock.parallel.later import Aside
 from penstock.parallel.symmetric import Channel, Lane, Section, SymmetricBuffers, chunks_for
 
 
@@ -64,9 +68,11 @@ class Links:
         buffers: where rows travel through.
         homes: of the experts.
         push: how rows are sent to experts.
-        take: how they are copied out there.
+        take: how they are copied out there, as they come.
+        take_all: the same when all are there.
         back: how they are sent home.
-        sum: how they are added up there.
+        sum: how they are added up there, as they come.
+        sum_all: the same when all are there.
         chunks: that tokens are cut into; 0 asks `chunks_for`.
         by_engines: copy engines send the rows, all of them to all ranks, in one chunk.
     """
@@ -75,8 +81,10 @@ class Links:
     homes: Homes
     push: PersistentLaunch = PUSH_LAUNCH
     take: PersistentLaunch = TAKE_LAUNCH
+    take_all: PersistentLaunch = TAKE_ALL_LAUNCH
     back: PersistentLaunch = RETURN_LAUNCH
     sum: PersistentLaunch = SUM_LAUNCH
+    sum_all: PersistentLaunch = SUM_ALL_LAUNCH
     chunks: int = 0
     by_engines: bool = False
 
@@ -118,6 +126,8 @@ class SymmetricDispatcher:
         room: says how many rows the experts have room for; None asks the device, and the host waits.
         counts: asks it.
         packing: in which form rows travel.
+        is_filled: something of the experts' backward pass is computed while gradients of rows travel; not where
+            transfers run on a stream of their own in any case.
     """
 
     placement: ExpertPlacement
@@ -125,16 +135,18 @@ class SymmetricDispatcher:
     room: Room | None = None
     counts: HostCounts = READ
     packing: Packing = AS_THEY_ARE
+    is_filled: bool = False
 
     def dispatch(self, x_TD: Tensor | Cargo, routing: Routing) -> tuple[ExpertRows, Receipt]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         cargo, choices = self.packing.load(x_TD), (routing.weights_TK, routing.experts_TK)
-        x_ND, packed, *arrived = _Dispatch.apply(cargo.x_ND, cargo.packed, *choices, self.links, self._order)
+        aside = Aside() if self.is_filled else None
+        x_ND, packed, *arrived = _Dispatch.apply(cargo.x_ND, cargo.packed, *choices, self.links, self._order, aside)
         arrivals = Arrivals(*arrived)
         order = RowOrder(arrivals.slots_R, arrivals.places_NK, arrivals.counts_e)
         x_ND, quantized = self.packing.unload(Cargo(x_ND, packed))
         placed = (arrivals.index_R, arrivals.weights_R, arrivals.counts_e, arrivals.places_NK)
-        rows = ExpertRows(x_ND, *placed, quantized, only_last=True)
+        rows = ExpertRows(x_ND, *placed, quantized, only_last=True, aside=aside)
         return rows, Trip(order, routing.experts_TK)
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
@@ -172,9 +184,8 @@ def links_of(
     links = Links(buffers, homes, by_engines=by_engines and bool(buffers.memories))
     if not programs:
         return links
-    alone = (PUSH_LAUNCH, TAKE_LAUNCH, RETURN_LAUNCH, SUM_LAUNCH)
-    push, take, back, add = (replace(launch, programs=programs) for launch in alone)
-    return replace(links, push=push, take=take, back=back, sum=add)
+    names = ("push", "take", "take_all", "back", "sum", "sum_all")
+    return replace(links, **{name: replace(getattr(links, name), programs=programs) for name in names})
 
 
 def _used(arrivals: Arrivals, rows: int) -> Arrivals:
@@ -212,8 +223,8 @@ def _take(own_T: Tensor, slot: int, places: Places, out: Tensor, links: Links, *
     rows_N = _arrived((tokens, own_T.shape[1]), own_T.dtype, Section.OUT_ROWS, slot, links)
 
     def take(awaited: Awaited, chunks: Chunks) -> None:
-        rank = buffers.peers.rank
-        take_rows(rows_N, own_T, places, out, awaited, chunks, rank=rank, is_spread=is_spread, launch=links.take)
+        rank, launch = buffers.peers.rank, links.take_all if links.by_engines else links.take
+        take_rows(rows_N, own_T, places, out, awaited, chunks, rank=rank, is_spread=is_spread, launch=launch)
 
     signals = links.signals(links.push, tokens)
     if links.by_engines:
@@ -221,44 +232,61 @@ def _take(own_T: Tensor, slot: int, places: Places, out: Tensor, links: Links, *
     buffers.read(take, Channel.ROWS, signals, links.cut(own_T))
 
 
-def _bring_back(returned: Returned, places: Places, experts_TK: Tensor, links: Links) -> Home:
-    """One row (and the scalars) back for each that came; what came back to us, summed."""
-    buffers, sizes, (tokens, width) = links.buffers, links.buffers.sizes, (experts_TK.shape[0], returned.rows.shape[1])
+def _bring_back(
+    returned: Returned, places: Places, experts_TK: Tensor, links: Links, aside: Aside | None = None
+) -> Home:
+    """One row (and the scalars) back for each that came; what came back to us, summed. `aside` is done meanwhile."""
+    is_filled = aside is not None and not aside.is_empty
+    if is_filled:
+        # All rows to all ranks are more bytes, but what is computed meanwhile hides them and loses no multiprocessor.
+        links = replace(links, by_engines=bool(links.buffers.memories))
+    buffers, tokens = links.buffers, len(experts_TK)
     slot = buffers.take(Lane.BACK)
-    y_TD = returned.rows.new_empty(tokens, width)
-    home = Home(parts_ND=_arrived((tokens, width), y_TD.dtype, Section.BACK_ROWS, slot, links), y_TD=y_TD)
-    if returned.scalars_R is not None:
-        scalars_TK = returned.scalars_R.new_empty(experts_TK.shape)
-        scalars_NK = _arrived((tokens, experts_TK.shape[1]), torch.float32, Section.SCALARS, slot, links)
-        home = replace(home, scalars_NK=scalars_NK, scalars_TK=scalars_TK)
-    offsets = (
-        sizes.offset(Section.BACK_ROWS, slot),
-        sizes.offset(Section.SCALARS, slot),
-        buffers.flags_at(Channel.BACK),
-    )
+    sizes, home = buffers.sizes, _home(returned, experts_TK, slot, links)
+    flags_at = buffers.flags_at(Channel.BACK)
+    offsets = sizes.offset(Section.BACK_ROWS, slot), sizes.offset(Section.SCALARS, slot), flags_at
+    chunks, signals = links.cut(home.y_TD), links.signals(links.back, buffers.peers.size * tokens)
+    staged_ND = None
+    if links.by_engines:
+        rows = returned.rows.contiguous()
+        staged_ND = rows.new_empty(buffers.peers.size * tokens, rows.shape[1]) if returned.is_summed else rows
+        home = replace(home, own_TD=staged_ND.split(tokens)[buffers.peers.rank], rank=buffers.peers.rank)
 
     def send(chunks: Chunks) -> None:
-        return_rows(returned, places, buffers.peers, offsets, chunks, launch=links.back)
-
-    def send_by_engines(chunks: Chunks) -> None:
-        rows = returned.rows.contiguous()
-        staged_ND = rows.new_empty(buffers.peers.size * tokens, width) if returned.is_summed else rows
-        if returned.is_summed or returned.scalars_R is not None:
+        if staged_ND is None or returned.is_summed or returned.scalars_R is not None:
             return_rows(returned, places, buffers.peers, offsets, chunks, staged_ND=staged_ND, launch=links.back)
-        blocks = staged_ND.split(tokens)
-        home.parts_ND.split(tokens)[buffers.peers.rank].copy_(blocks[buffers.peers.rank])
-        buffers.copy_to_others(Section.BACK_ROWS, slot, blocks.__getitem__, Channel.BACK)
+        if staged_ND is not None:
+            buffers.copy_to_others(Section.BACK_ROWS, slot, staged_ND.split(tokens).__getitem__, Channel.BACK)
 
     def add(awaited: Awaited, chunks: Chunks) -> None:
-        sum_ranks(home, experts_TK, links.homes, awaited, chunks, launch=links.sum)
+        launch = links.sum_all if links.by_engines else links.sum
+        sum_ranks(home, experts_TK, links.homes, awaited, chunks, launch=launch)
 
-    chunks = links.cut(y_TD)
-    signals = links.signals(links.back, buffers.peers.size * tokens)
-    with buffers.transfer(send_by_engines if links.by_engines else send, chunks):
+    def receive() -> None:
         if links.by_engines:
             buffers.hold(Channel.BACK, signals)
         buffers.read(add, Channel.BACK, signals, chunks)
+
+    if aside is not None and is_filled:
+        with buffers.departure(send, chunks):
+            aside.do()
+        receive()
+    else:
+        with buffers.transfer(send, chunks):
+            receive()
     return home
+
+
+def _home(returned: Returned, experts_TK: Tensor, slot: int, links: Links) -> Home:
+    """Where rows and scalars come to us, and where their sums go."""
+    tokens, width = len(experts_TK), returned.rows.shape[1]
+    y_TD = returned.rows.new_empty(tokens, width)
+    parts_ND = _arrived((tokens, width), y_TD.dtype, Section.BACK_ROWS, slot, links)
+    if returned.scalars_R is None:
+        return Home(parts_ND=parts_ND, y_TD=y_TD)
+    scalars_NK = _arrived((tokens, experts_TK.shape[1]), torch.float32, Section.SCALARS, slot, links)
+    scalars_TK = returned.scalars_R.new_empty(experts_TK.shape)
+    return Home(parts_ND=parts_ND, y_TD=y_TD, scalars_NK=scalars_NK, scalars_TK=scalars_TK)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -276,6 +304,7 @@ class _Dispatch(torch.autograd.Function):
         experts_TK: Tensor,
         links: Links,
         make_order: Callable[[Tensor, Tensor], Arrivals],
+        aside: Aside | None,
     ) -> tuple[Tensor | None, ...]:
         buffers, sizes, shape = links.buffers, links.buffers.sizes, (experts_TK.shape[0], experts_TK.shape[1])
         slot = buffers.take(Lane.OUT)
@@ -297,7 +326,7 @@ class _Dispatch(torch.autograd.Function):
             _take(own_T, slot, places, rows_N, links, is_spread=False)
 
         ctx.save_for_backward(experts_TK, arrivals.places_NK, arrivals.counts_e)
-        ctx.links = links
+        ctx.links, ctx.aside = links, aside
         # Else autograd fills a gradient of zeros for everything that has none, packed rows too.
         ctx.set_materialize_grads(False)
         integers = (arrivals.slots_R, arrivals.index_R, arrivals.places_NK, arrivals.counts_e)
@@ -311,12 +340,13 @@ class _Dispatch(torch.autograd.Function):
     @once_differentiable
     def backward(
         ctx: Any, dx_ND: Tensor | None, _packed: None, _slots: None, _index: None, dweights_R: Tensor | None, *_: None
-    ) -> tuple[Tensor, None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor, None, Tensor | None, None, None, None, None]:
         experts_TK, places_NK, counts_e = ctx.saved_tensors
         assert dx_ND is not None, "experts give their rows a gradient"
         returned = Returned(rows=dx_ND, is_summed=False, scalars_R=dweights_R)
-        home = _bring_back(returned, Places(places_NK=places_NK, counts_e=counts_e), experts_TK, ctx.links)
-        return home.y_TD, None, home.scalars_TK, None, None, None
+        places = Places(places_NK=places_NK, counts_e=counts_e)
+        home = _bring_back(returned, places, experts_TK, ctx.links, ctx.aside)
+        return home.y_TD, None, home.scalars_TK, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
