@@ -199,22 +199,26 @@ def _arrived(shape: tuple[int, int], dtype: torch.dtype, section: Section, slot:
     return links.buffers.view(section, slot, (links.buffers.peers.size * shape[0], shape[1]), dtype)
 
 
-def _sender(
+def _pusher(
     rows_T: Tensor, experts_TK: Tensor, slot: int, links: Links, choices: Choices | None = None
 ) -> Callable[[Chunks], None]:
-    """Launches what writes our rows, of any dtype, into everybody's slot of the way out."""
+    """Launches the kernel that writes our rows, of any dtype, into everybody's slot of the way out, choices first."""
     buffers = links.buffers
     offsets = buffers.sizes.offset(Section.OUT_ROWS, slot), buffers.flags_at(Channel.ROWS)
 
     def send(chunks: Chunks) -> None:
         push_rows(rows_T, experts_TK, links.homes, buffers.peers, offsets, chunks, choices, launch=links.push)
 
-    def send_by_engines(chunks: Chunks) -> None:
-        if choices is not None:
-            send(replace(chunks, last=chunks.first))
-        buffers.copy_to_others(Section.OUT_ROWS, slot, lambda peer: rows_T, Channel.ROWS)
+    return send
 
-    return send_by_engines if links.by_engines else send
+
+def _copier(rows_T: Tensor, slot: int, links: Links) -> Callable[[Chunks], None]:
+    """Has copy engines do so, without choices."""
+
+    def send(chunks: Chunks) -> None:
+        links.buffers.copy_to_others(Section.OUT_ROWS, slot, lambda peer: rows_T, Channel.ROWS)
+
+    return send
 
 
 def _take(own_T: Tensor, slot: int, places: Places, out: Tensor, links: Links, *, is_spread: bool) -> None:
@@ -316,7 +320,11 @@ class _Dispatch(torch.autograd.Function):
             weights_offset=sizes.offset(Section.WEIGHTS, slot),
             flags_offset=buffers.flags_at(Channel.CHOICES),
         )
-        with buffers.transfer(_sender(own_T, experts_TK, slot, links, choices), links.cut(own_T)):
+        push, chunks = _pusher(own_T, experts_TK, slot, links, choices), links.cut(own_T)
+        with buffers.transfer(_copier(own_T, slot, links) if links.by_engines else push, chunks):
+            if links.by_engines:
+                # Not before the rows: engines need no multiprocessor, and may be done before one is free for this.
+                push(replace(chunks, last=chunks.first))
             buffers.wait(Channel.CHOICES, links.push.programs_for(shape[0]))
             arrivals = make_order(
                 _arrived(shape, torch.int32, Section.IDS, slot, links),
@@ -365,7 +373,8 @@ class _Combine(torch.autograd.Function):
         links, dy_TD = ctx.links, dy_TD.contiguous()
         slot = links.buffers.take(Lane.OUT)
         dy_RD = dy_TD.new_empty(ctx.rows, dy_TD.shape[1])
-        with links.buffers.transfer(_sender(dy_TD, experts_TK, slot, links), links.cut(dy_TD)):
+        by_kernels, by_engines = _pusher(dy_TD, experts_TK, slot, links), _copier(dy_TD, slot, links)
+        with links.buffers.transfer(by_engines if links.by_engines else by_kernels, links.cut(dy_TD)):
             places = Places(places_NK=places_NK, counts_e=counts_e)
             _take(dy_TD, slot, places, dy_RD, links, is_spread=True)
         return dy_RD, None, None
