@@ -23,7 +23,7 @@ from penstock.kernels.questions import PRODUCTS
 
 FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "route": ("route",),
+        "route": ("route", "balance_loss"),
         "permute": ("order_rows", "unpermute"),
         "experts": ("expert_ffn", "expert_ffn_is_ours", "keeps_rows"),
         "swiglu": ("swiglu",),

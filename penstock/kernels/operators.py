@@ -8,6 +8,7 @@ forms where it has them: grouped_mm for the experts, rms_norm, silu. The third,
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,20 @@ from torch import Tensor
 
 from penstock.kernels import reference
 from penstock.kernels.reference import SWIGLU, ExpertRule, Routed, RowOrder, check_biases
+
+
+class LinearLoss(NamedTuple):
+    """A loss that is a sum of numbers times factors which have no gradient, so that its gradients are these.
+
+    Attributes:
+        loss: float32 scalar.
+        dmass_BE: float32, gradient of what the router gives each expert of each sequence.
+        dz_B: float32, gradient of the squared logsumexp of each sequence.
+    """
+
+    loss: Tensor
+    dmass_BE: Tensor
+    dz_B: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +46,7 @@ class Operators:
 
     attention_backend: str
     route: Callable[..., Routed]
+    balance_loss: Callable[[Tensor, Tensor, Tensor, float, float], LinearLoss]
     order_rows: Callable[[Tensor, int], RowOrder]
     unpermute: Callable[[Tensor, RowOrder], Tensor]
     expert_ffn: Callable[..., Tensor]
@@ -44,6 +60,24 @@ class Operators:
     fan_out: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     mla_heads: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def reference_balance_loss(
+    mass_BE: Tensor, z_B: Tensor, slots_BE: Tensor, factor: float, z_factor: float
+) -> LinearLoss:
+    """The sum `factor` * mass * E * slots / all slots, and `z_factor` * z.
+
+    Args:
+        mass_BE: float32, see `reference.Routed`.
+        z_B: likewise.
+        slots_BE: int64, slots that chose each expert, of each sequence; or 1 x E for all.
+        factor: of the first loss.
+        z_factor: of the second.
+    """
+    even_B1 = mass_BE.shape[1] / slots_BE.sum(1, keepdim=True).clamp(min=1)
+    dmass_BE = (slots_BE * even_B1 * factor).expand_as(mass_BE)
+    dz_B = torch.full_like(z_B, z_factor)
+    return LinearLoss((mass_BE * dmass_BE).sum() + (z_B * dz_B).sum(), dmass_BE, dz_B)
 
 
 def reference_expert_ffn(
@@ -158,6 +192,7 @@ def _grouped_mm(x_RD: Tensor, w_eFD: Tensor, ends_e: Tensor) -> Tensor:
 REFERENCE = Operators(
     attention_backend="auto",
     route=reference.route,
+    balance_loss=reference_balance_loss,
     order_rows=reference.order_rows,
     unpermute=reference.unpermute,
     expert_ffn=reference_expert_ffn,

@@ -3,6 +3,7 @@
 `TRITON` differs from the other sets in every operator; attention stays with torch, whose cuDNN backend is the fast one.
 """
 
+from penstock.kernels.balance_loss import balance_loss
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.norm import add_rms_norm, rms_norm, rms_norm_beside
 from penstock.kernels.operators import Operators
@@ -15,6 +16,7 @@ from penstock.kernels.topk import route
 TRITON = Operators(
     attention_backend="auto",
     route=route,
+    balance_loss=balance_loss,
     order_rows=order_rows,
     unpermute=unpermute,
     expert_ffn=expert_ffn,

@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from penstock.config.model import Balance
+from penstock.kernels.operators import LinearLoss, Operators
 from penstock.kernels.reference import Routed
 from penstock.moe.routing import Routing, Scope
 from penstock.parallel.axes import ALONE, Axes, Axis
@@ -72,28 +74,28 @@ class LayerLoad:
 
 
 class _Attach(torch.autograd.Function):
-    """Identity on the first argument; the second, a scalar loss, receives a gradient of one."""
+    """Identity on the first argument; the others receive gradients that are known already."""
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, loss: Tensor) -> Tensor:
-        ctx.set_materialize_grads(True)
-        ctx.loss_dtype = loss.dtype
-        ctx.loss_device = loss.device
+    def forward(ctx: Any, carrier: Tensor, mass_BE: Tensor, z_B: Tensor, loss: LinearLoss) -> Tensor:
+        ctx.gradients = loss.dmass_BE, loss.dz_B
         return carrier.view_as(carrier)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        return gradients[0], torch.ones((), dtype=ctx.loss_dtype, device=ctx.loss_device)
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, *ctx.gradients, None
 
 
-def attach(carrier: Tensor, loss: Tensor) -> Tensor:
+def attach(carrier: Tensor, routed: Routed, loss: LinearLoss) -> Tensor:
     """Return `carrier` unchanged, with `loss` added to whatever is differentiated through it.
 
     Args:
         carrier: any differentiable tensor that reaches the main loss.
-        loss: scalar, scaled like the main loss.
+        routed: what the loss was computed from.
+        loss: scaled like the main loss.
     """
-    attached: Tensor = _Attach.apply(carrier, loss)
+    attached: Tensor = _Attach.apply(carrier, routed.mass_BE, routed.z_B, loss)
     return attached
 
 
@@ -129,7 +131,10 @@ def load_of(counts_BE: Tensor, meter: LoadMeter, balance: Balance, axes: Axes) -
     return Load(counts_BE, slots_E)
 
 
-def auxiliary_loss(routed: Routed, tokens: int, balance: Balance, scope: Scope, load: Load) -> Tensor:
+@torch.no_grad()
+def auxiliary_loss(
+    routed: Routed, tokens: int, balance: Balance, scope: Scope, load: Load, operators: Operators
+) -> LinearLoss:
     """Weighted balance loss plus router z-loss of our tokens, scaled by their share of the global batch.
 
     Args:
@@ -138,20 +143,16 @@ def auxiliary_loss(routed: Routed, tokens: int, balance: Balance, scope: Scope, 
         balance: which loss, and its weight.
         scope: sequences and share of the micro-batch.
         load: slots that the loss counts.
-
-    Returns:
-        Scalar float32, differentiable.
+        operators: kernels to run on.
     """
-    experts = routed.mass_BE.shape[1]
-    mass_E = routed.mass_BE.sum(0)
+    slots_BE, factor = load.counts_BE, balance.auxiliary_weight * scope.share / tokens
     if balance.auxiliary == "sequence":
-        even = experts / (load.counts_BE.sum(1, keepdim=True).clamp(min=1))
-        per_sequence_B = (load.counts_BE * even * routed.mass_BE * (scope.sequences / tokens)).sum(1)
-        loss = per_sequence_B.mean()
+        factor *= scope.sequences / len(slots_BE)
+    elif balance.auxiliary == "global-batch":
+        slots_BE = load.step_slots_E[None]
     else:
-        slots_E = load.step_slots_E if balance.auxiliary == "global-batch" else load.counts_BE.sum(0)
-        loss = (slots_E * (experts / slots_E.sum().clamp(min=1)) * (mass_E / tokens)).sum()
-    return (balance.auxiliary_weight * loss + balance.z_weight * routed.z_B.sum() / tokens) * scope.share
+        slots_BE = slots_BE.sum(0, keepdim=True)
+    return operators.balance_loss(routed.mass_BE, routed.z_B, slots_BE, factor, balance.z_weight * scope.share / tokens)
 
 
 def capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:

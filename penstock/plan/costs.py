@@ -331,7 +331,7 @@ _SENDERS: Mapping[str, str] = MappingProxyType({"push_rows_kernel": "dispatch", 
 
 _TERMS: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("route_kernel", "route_backward_kernel", "sum_parts_kernel"), "route"),
+        **dict.fromkeys(("route_kernel", "route_backward_kernel", "sum_parts_kernel", "balance_loss_kernel"), "route"),
         **dict.fromkeys(("count_kernel", "scan_kernel", "place_kernel", "tile_table_kernel"), "route"),
         **dict.fromkeys(("count_arrivals_kernel", "place_arrivals_kernel", "spread_kernel"), "route"),
         **dict.fromkeys(("take_rows_kernel", "sum_ranks_kernel", *sorted(_WAITS)), "dispatch"),

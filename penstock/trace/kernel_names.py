@@ -83,7 +83,7 @@ TELLING: tuple[tuple[Part, str], ...] = (
         Part.PERMUTE,
         r"^(spread|sum_rows|gather_rows|gather_columns)_kernel$|^_(Permute|Unpermute|Reorder|PickKept|Spread|CollectPadded)",
     ),
-    (Part.ROUTE, r"^(route|route_backward|sum_parts)_kernel$|^_(Route|LinearInParts)(Backward)?$"),
+    (Part.ROUTE, r"^(route|route_backward|sum_parts|balance_loss)_kernel$|^_(Route|LinearInParts)(Backward)?$"),
     (Part.GROUPED_WEIGHTS, r"^(weights|weight_gradient)_kernel$"),
     (Part.GROUPED, r"^(float8_|expert_)?rows_kernel$|^_(GroupedGemm|(Float8)?ExpertFfn)(Backward)?$"),
     (Part.ACTIVATION, r"^swiglu(_backward)?(_float8)?_kernel$|^_Swiglu"),

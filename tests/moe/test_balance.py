@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock.config.model import Balance, Moe, Router
-from penstock.kernels.operators import REFERENCE
-from penstock.kernels.reference import RouterRule, route
+from penstock.kernels.operators import REFERENCE, LinearLoss
+from penstock.kernels.reference import Routed, RouterRule, route
 from penstock.layout.grid import Grid
 from penstock.moe import router as router_module
 from penstock.moe.balance import (
@@ -45,7 +45,13 @@ def _loss(logits_TE: Tensor, balance: Balance, scope: Scope, seen_E: Tensor | No
     routed = route(logits_TE, None, RouterRule(top_k=K), scope.sequences)
     slots_E = routed.counts_BE.sum(0) if seen_E is None else seen_E + routed.counts_BE.sum(0)
     load = Load(counts_BE=routed.counts_BE, step_slots_E=slots_E)
-    return auxiliary_loss(routed, logits_TE.shape[0], balance, scope, load)
+    return _differentiable(routed, auxiliary_loss(routed, logits_TE.shape[0], balance, scope, load, REFERENCE))
+
+
+def _differentiable(routed: Routed, found: LinearLoss) -> Tensor:
+    """The loss, with the gradients that it says that it has."""
+    mass_BE, z_B = routed.mass_BE - routed.mass_BE.detach(), routed.z_B - routed.z_B.detach()
+    return found.loss + (mass_BE * found.dmass_BE).sum() + (z_B * found.dz_B).sum()
 
 
 def test_the_loss_of_a_micro_batch_is_the_switch_loss_times_its_share() -> None:
@@ -83,13 +89,16 @@ def test_even_load_and_even_scores_give_a_loss_of_one() -> None:
 
 
 def test_an_attached_loss_changes_gradients_and_nothing_else() -> None:
-    weight = torch.tensor([1.0, 2.0], requires_grad=True)
-    carrier = weight * 3
-    attached = attach(carrier, (weight**2).sum())
-    assert torch.equal(attached, carrier)
-    attached.sum().backward()
-    assert weight.grad is not None
-    torch.testing.assert_close(weight.grad, 3 + 2 * weight.detach())
+    logits_TE, balance = _logits(), Balance(auxiliary="sequence", auxiliary_weight=0.5, z_weight=0.1)
+    routed = route(logits_TE, None, RouterRule(top_k=K), 3)
+    load = Load(counts_BE=routed.counts_BE, step_slots_E=routed.counts_BE.sum(0))
+    found = auxiliary_loss(routed, len(logits_TE), balance, Scope(sequences=3), load, REFERENCE)
+    expected = routed.weights_TK.sum() + _differentiable(routed, found)
+    (wanted,) = torch.autograd.grad(expected, logits_TE, retain_graph=True)
+    attached = attach(routed.weights_TK, routed, found)
+    assert torch.equal(attached, routed.weights_TK)
+    (got,) = torch.autograd.grad(attached.sum(), logits_TE)
+    torch.testing.assert_close(got, wanted)
 
 
 def _router(rate: float = 0.1) -> router_module.Router:
@@ -171,7 +180,8 @@ def _loss_among_ranks(balance: Balance) -> tuple[Tensor, Tensor]:
     meter = LoadMeter(E)
     meter.slots_E += routed.counts_BE.sum(0)
     load = load_of(routed.counts_BE, meter, balance, axes)
-    loss = auxiliary_loss(routed, size * logits_TE.shape[0], balance, Scope(sequences=3, share=0.5), load)
+    scope = Scope(sequences=3, share=0.5)
+    loss = _differentiable(routed, auxiliary_loss(routed, size * len(logits_TE), balance, scope, load, REFERENCE))
     loss.backward()
     assert logits_TE.grad is not None
     return loss.detach(), logits_TE.grad.unflatten(0, (3, -1))
