@@ -78,13 +78,13 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, mass_BE: Tensor, z_B: Tensor, loss: LinearLoss) -> Tensor:
-        ctx.gradients = loss.dmass_BE, loss.dz_B
+        ctx.save_for_backward(loss.dmass_BE, loss.dz_B)
         return carrier.view_as(carrier)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient, *ctx.gradients, None
+        return gradient, *ctx.saved_tensors, None
 
 
 def attach(carrier: Tensor, routed: Routed, loss: LinearLoss) -> Tensor:

@@ -24,7 +24,7 @@ from penstock.moe.balance import (
     spread_evenly,
 )
 from penstock.moe.routing import Routing, Scope
-from penstock.parallel.activations.region import is_replaying
+from penstock.parallel.activations.region import is_replaying, kept
 from penstock.parallel.axes import ALONE, Axes
 
 
@@ -92,7 +92,8 @@ class Router(BalancedRouter):
             load = load_of(routed.counts_BE, self.meter, self.balance, self.axes)
             found = auxiliary_loss(routed, tokens, self.balance, scope, load, self.operators)
             self.meter.auxiliary_loss += found.loss
-            routing = Routing(attach(routing.weights_TK, routed, found), routing.experts_TK)
+            with kept():
+                routing = Routing(attach(routing.weights_TK, routed, found), routing.experts_TK)
         if self.balance.force:
             routing = spread_evenly(routing, self.experts)
         if self.balance.capacity_factor:

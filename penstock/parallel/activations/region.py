@@ -14,9 +14,9 @@ layer is kept, or each layer's replay would begin with the replay of all layers 
 part of the outer one.
 
 The function must do the same when it runs again: same saves in the same order. It draws no random numbers, and what it
-counts on the side it counts only `if not is_replaying()`, and that part saves no tensor. Tensors that it needs come as
-arguments; one that it closes over is held for as long as the region. State is per call, so calls of one module may wait
-for backward in any number. Nothing here waits for the device.
+counts on the side it counts only `if not is_replaying()`, with the operators of that part under `kept`. Tensors that it
+needs come as arguments; one that it closes over is held for as long as the region. State is per call, so calls of one
+module may wait for backward in any number. Nothing here waits for the device.
 
 Simpler than `torch.utils.checkpoint`, which frees what is saved inside but not the output, runs again for every
 backward pass over a retained graph, and keeps random state and autocast. Discarding outputs is Megatron-Core's idea,
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.base.spans import Span
-from penstock.parallel.activations.keeping import Geometry, Keeper, Kept, bring, current, keeping
+from penstock.parallel.activations.keeping import Geometry, Keeper, Kept, bring, current, keep_plainly, keeping
 from penstock.parallel.spans import span
 
 Result = TypeVar("Result")
@@ -66,6 +66,11 @@ def is_replaying() -> bool:
 def is_inside() -> bool:
     """Whether a region runs, for the first or the second time."""
     return _phase.get() is not _Phase.OUTSIDE
+
+
+def kept() -> AbstractContextManager[None]:
+    """Inside a region: what is saved here is small, stays, and is not made again. Replays may skip this part."""
+    return keeping(keep_plainly) if is_inside() else nullcontext()
 
 
 def recomputed(function: Callable[..., Result], *arguments: object) -> Result:

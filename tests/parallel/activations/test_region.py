@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from penstock.kernels import reference
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE
 from penstock.parallel.activations.keeping import current, keep_plainly
-from penstock.parallel.activations.region import discarding, is_inside, is_replaying, recomputed
+from penstock.parallel.activations.region import discarding, is_inside, is_replaying, kept, recomputed
 from tests.parallel.activations.regions import ONE, Counted, D, T, assert_same, gradients, linear, norm, source
 from tests.parallel.alive import Alive
 
@@ -204,19 +203,20 @@ def test_a_replay_counts_nothing_twice_and_an_attached_loss_survives_it() -> Non
 
     class Attach(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, carrier: Tensor, known: Tensor) -> Tensor:
-            ctx.known = known
+        def forward(ctx: object, carrier: Tensor, loss: Tensor) -> Tensor:
             return carrier.view_as(carrier)
 
         @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-            return gradient + ctx.known, None
+        def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, Tensor]:
+            return gradient, torch.ones(())
 
     def route(x_TD: Tensor) -> Tensor:
         weights_TD = net(x_TD).sigmoid()
         if not is_replaying():
             meter.add_(1)
-            weights_TD = Attach.apply(weights_TD, 2 * weights_TD.detach() * meter.clone() / T)
+            with kept():
+                loss = (weights_TD.square() * meter.clone()).sum() / T
+            weights_TD = Attach.apply(weights_TD, loss)
         return weights_TD * x_TD
 
     def two_batches(run: Callable[..., Tensor]) -> list[Tensor]:
