@@ -28,7 +28,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "experts": ("expert_ffn", "expert_ffn_is_ours", "keeps_rows"),
         "swiglu": ("swiglu",),
         "norm": ("rms_norm", "rms_norm_beside", "add_rms_norm", "add_three", "fan_out"),
-        "rope": ("rotate", "mla_heads"),
+        "rope": ("rotate", "mla_heads", "mla_heads_is_ours"),
     }
 )
 """The operators that have a choice, and the fields of `Operators` that each stands for."""

@@ -42,6 +42,7 @@ class Operators:
         expert_ffn_is_ours: it is one autograd function, and takes `recompute` and `accumulate_into` besides.
         keeps_rows: what it keeps can stand where it is told (`keep` of `penstock.kernels.expert_ffn`).
         swiglu: without weights, for the dense networks.
+        mla_heads_is_ours: a kernel of ours that also quantizes its gradients may take its place.
     """
 
     attention_backend: str
@@ -60,6 +61,7 @@ class Operators:
     fan_out: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     mla_heads: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    mla_heads_is_ours: bool
 
 
 def reference_balance_loss(
@@ -206,6 +208,7 @@ REFERENCE = Operators(
     fan_out=reference.fan_out,
     rotate=reference.rotate,
     mla_heads=reference.mla_heads,
+    mla_heads_is_ours=False,
 )
 
 TORCH = replace(

@@ -98,7 +98,7 @@ class _Rotate(torch.autograd.Function):
 def _turn(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: Launch, direction: float) -> Tensor:
     """Rotate by the angles times `direction`, which is 1 or -1."""
     batch, positions, heads, width = x_BSHP.shape
-    x_BSHP = _with_contiguous_rows(x_BSHP)
+    x_BSHP = with_contiguous_rows(x_BSHP)
     out_BSHP = torch.empty_like(x_BSHP, memory_format=torch.contiguous_format)
     start_kernel(
         rotate_kernel,
@@ -108,12 +108,12 @@ def _turn(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: Launch, dire
         sin_BSP,
         out_BSHP,
         *x_BSHP.stride()[:3],
-        *_angle_strides(cos_BSP, batch),
+        *angle_strides(cos_BSP, batch),
         H=heads,
         P=width,
         DIRECTION=direction,
         BLOCK_P=triton.next_power_of_2(width),
-        **_heads_at_a_time(heads, launch),
+        **heads_at_a_time(heads, launch),
     )
     return out_BSHP
 
@@ -132,7 +132,7 @@ class _MlaHeads(torch.autograd.Function):
         launch: Launch,
     ) -> tuple[Tensor, Tensor, Tensor]:
         (batch, positions, heads, width), rotary = q_BSHN.shape, k_rope_BSP.shape[-1]
-        q_BSHN, kv_BSHN, k_rope_BSP = map(_with_contiguous_rows, (q_BSHN, kv_BSHN, k_rope_BSP))
+        q_BSHN, kv_BSHN, k_rope_BSP = map(with_contiguous_rows, (q_BSHN, kv_BSHN, k_rope_BSP))
         q_out_BSHN, k_out_BSHN = (torch.empty_like(q_BSHN, memory_format=torch.contiguous_format) for _ in range(2))
         start_kernel(
             mla_heads_kernel,
@@ -147,13 +147,13 @@ class _MlaHeads(torch.autograd.Function):
             *q_BSHN.stride()[:3],
             *kv_BSHN.stride()[:3],
             *k_rope_BSP.stride()[:2],
-            *_angle_strides(cos_BSP, batch),
+            *angle_strides(cos_BSP, batch),
             H=heads,
             PLAIN=width - rotary,
             P=rotary,
             BLOCK_N=triton.next_power_of_2(width - rotary),
             BLOCK_P=triton.next_power_of_2(rotary),
-            **_heads_at_a_time(heads, launch),
+            **heads_at_a_time(heads, launch),
         )
         ctx.save_for_backward(cos_BSP, sin_BSP)
         ctx.launch = launch
@@ -167,7 +167,7 @@ class _MlaHeads(torch.autograd.Function):
         cos_BSP, sin_BSP = ctx.saved_tensors
         batch, positions, heads, width = dq_BSHN.shape
         rotary, value = 2 * cos_BSP.shape[-1], dv_BSHM.shape[-1]
-        dq_BSHN, dk_BSHN, dv_BSHM = map(_with_contiguous_rows, (dq_BSHN, dk_BSHN, dv_BSHM))
+        dq_BSHN, dk_BSHN, dv_BSHM = map(with_contiguous_rows, (dq_BSHN, dk_BSHN, dv_BSHM))
         dq_in_BSHN = torch.empty_like(dq_BSHN, memory_format=torch.contiguous_format)
         dkv_BSHN = dk_BSHN.new_empty(batch, positions, heads, width - rotary + value)
         dk_rope_BSP = dk_BSHN.new_empty(batch, positions, rotary)
@@ -185,7 +185,7 @@ class _MlaHeads(torch.autograd.Function):
             *dq_BSHN.stride()[:3],
             *dk_BSHN.stride()[:3],
             *dv_BSHM.stride()[:3],
-            *_angle_strides(cos_BSP, batch),
+            *angle_strides(cos_BSP, batch),
             H=heads,
             PLAIN=width - rotary,
             P=rotary,
@@ -193,23 +193,23 @@ class _MlaHeads(torch.autograd.Function):
             BLOCK_N=triton.next_power_of_2(width - rotary),
             BLOCK_P=triton.next_power_of_2(rotary),
             BLOCK_M=triton.next_power_of_2(value),
-            **_heads_at_a_time(heads, ctx.launch),
+            **heads_at_a_time(heads, ctx.launch),
         )
         return dq_in_BSHN, dkv_BSHN, dk_rope_BSP, None, None, None
 
 
-def _angle_strides(cos_BSP: Tensor, batch: int) -> tuple[int, int]:
+def angle_strides(cos_BSP: Tensor, batch: int) -> tuple[int, int]:
     """Strides of batch and position, for cosine and sine; a single row serves every batch by a stride of 0."""
     return 0 if cos_BSP.shape[0] < batch else cos_BSP.stride(0), cos_BSP.stride(1)
 
 
-def _heads_at_a_time(heads: int, launch: Launch) -> dict[str, int]:
+def heads_at_a_time(heads: int, launch: Launch) -> dict[str, int]:
     """Heads of a block and warps; a few heads take as many fewer warps."""
     block = min(launch.block_rows, triton.next_power_of_2(heads))
     return {"BLOCK_H": block, "num_warps": max(1, launch.warps * block // launch.block_rows)}
 
 
-def _with_contiguous_rows(x: Tensor) -> Tensor:
+def with_contiguous_rows(x: Tensor) -> Tensor:
     """The kernels walk every dim by its stride except the last."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -225,7 +225,7 @@ def _check(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, rotary: int) -> Non
 
 
 @triton.jit
-def _turn_pairs(x_HP, cos_P, sin_P, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr):
+def turn_pairs(x_HP, cos_P, sin_P, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr):
     """Neighbours (a, b) become (a cos - b sin, a sin + b cos); both lie in one thread, so nothing moves."""
     even, odd = tl.split(tl.reshape(x_HP.to(tl.float32), [BLOCK_H, BLOCK_P // 2, 2]))
     cos, sin = cos_P[None, :], sin_P[None, :]
@@ -233,7 +233,7 @@ def _turn_pairs(x_HP, cos_P, sin_P, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr
 
 
 @triton.jit
-def _load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P: tl.constexpr, BLOCK_P: tl.constexpr):
+def load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P: tl.constexpr, BLOCK_P: tl.constexpr):
     """Cosines and sines of this program's token."""
     pair_P = tl.arange(0, BLOCK_P // 2)
     start = tl.program_id(1) * cos_batch + tl.program_id(0) * cos_position
@@ -242,7 +242,7 @@ def _load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P: tl.constexpr, BLO
 
 
 @triton.jit
-def _token_offset(batch_stride, position_stride):
+def token_offset(batch_stride, position_stride):
     """Where this program's token begins in a tensor with these strides."""
     return tl.program_id(1).to(tl.int64) * batch_stride + tl.program_id(0).to(tl.int64) * position_stride
 
@@ -265,16 +265,16 @@ def rotate_kernel(
     BLOCK_P: tl.constexpr,
 ):
     """One token. Example with P = 2 and a quarter turn (cos 0, sin 1): the head [1, 0] becomes [0, 1]."""
-    cos_P, sin_P = _load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
+    cos_P, sin_P = load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
     sin_P *= DIRECTION
-    x_ptr += _token_offset(x_batch, x_position)
-    out_ptr += _token_offset(tl.num_programs(0).to(tl.int64) * (H * P), H * P)
+    x_ptr += token_offset(x_batch, x_position)
+    out_ptr += token_offset(tl.num_programs(0).to(tl.int64) * (H * P), H * P)
     column_1P = tl.arange(0, BLOCK_P)[None, :]
     for start in range(0, H, BLOCK_H):
         head_H1 = start + tl.arange(0, BLOCK_H)[:, None]
         inside = (head_H1 < H) & (column_1P < P)
         x_HP = tl.load(x_ptr + head_H1 * x_head + column_1P, mask=inside, other=0.0)
-        out_HP = _turn_pairs(x_HP, cos_P, sin_P, BLOCK_H, BLOCK_P)
+        out_HP = turn_pairs(x_HP, cos_P, sin_P, BLOCK_H, BLOCK_P)
         tl.store(out_ptr + head_H1 * P + column_1P, out_HP.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -310,15 +310,15 @@ def mla_heads_kernel(
     k [6, -1, 0].
     """
     N: tl.constexpr = PLAIN + P
-    cos_P, sin_P = _load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
-    q_ptr += _token_offset(q_batch, q_position)
-    kv_ptr += _token_offset(kv_batch, kv_position)
-    k_rope_ptr += _token_offset(k_rope_batch, k_rope_position)
-    out = _token_offset(tl.num_programs(0).to(tl.int64) * (H * N), H * N)
+    cos_P, sin_P = load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
+    q_ptr += token_offset(q_batch, q_position)
+    kv_ptr += token_offset(kv_batch, kv_position)
+    k_rope_ptr += token_offset(k_rope_batch, k_rope_position)
+    out = token_offset(tl.num_programs(0).to(tl.int64) * (H * N), H * N)
     plain_1N = tl.arange(0, BLOCK_N)[None, :]
     rotary_1P = tl.arange(0, BLOCK_P)[None, :]
     shared_1P = tl.load(k_rope_ptr + rotary_1P, mask=rotary_1P < P, other=0.0)
-    turned_1P = _turn_pairs(shared_1P, cos_P, sin_P, 1, BLOCK_P).to(k_out_ptr.dtype.element_ty)
+    turned_1P = turn_pairs(shared_1P, cos_P, sin_P, 1, BLOCK_P).to(k_out_ptr.dtype.element_ty)
     for start in range(0, H, BLOCK_H):
         head_H1 = start + tl.arange(0, BLOCK_H)[:, None]
         is_plain = (head_H1 < H) & (plain_1N < PLAIN)
@@ -328,7 +328,7 @@ def mla_heads_kernel(
         q_HN = tl.load(q_ptr + head_H1 * q_head + plain_1N, mask=is_plain)
         q_HP = tl.load(q_ptr + head_H1 * q_head + PLAIN + rotary_1P, mask=is_rotary, other=0.0)
         k_HN = tl.load(kv_ptr + head_H1 * kv_head + plain_1N, mask=is_plain)
-        q_HP = _turn_pairs(q_HP, cos_P, sin_P, BLOCK_H, BLOCK_P)
+        q_HP = turn_pairs(q_HP, cos_P, sin_P, BLOCK_H, BLOCK_P)
         tl.store(q_out_ptr + plain_out, q_HN, mask=is_plain)
         tl.store(q_out_ptr + rotary_out, q_HP.to(q_out_ptr.dtype.element_ty), mask=is_rotary)
         tl.store(k_out_ptr + plain_out, k_HN, mask=is_plain)
@@ -368,14 +368,14 @@ def mla_heads_backward_kernel(
     """One token: dq turned back, dkv = [dk plain | dv], dk_rope = the heads' rotary dk summed, then turned back."""
     N: tl.constexpr = PLAIN + P
     WIDE: tl.constexpr = PLAIN + M
-    cos_P, sin_P = _load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
+    cos_P, sin_P = load_angles(cos_ptr, sin_ptr, cos_batch, cos_position, P, BLOCK_P)
     positions = tl.num_programs(0).to(tl.int64)
-    dq_ptr += _token_offset(dq_batch, dq_position)
-    dk_ptr += _token_offset(dk_batch, dk_position)
-    dv_ptr += _token_offset(dv_batch, dv_position)
-    dq_in_ptr += _token_offset(positions * (H * N), H * N)
-    dkv_ptr += _token_offset(positions * (H * WIDE), H * WIDE)
-    dk_rope_ptr += _token_offset(positions * P, P)
+    dq_ptr += token_offset(dq_batch, dq_position)
+    dk_ptr += token_offset(dk_batch, dk_position)
+    dv_ptr += token_offset(dv_batch, dv_position)
+    dq_in_ptr += token_offset(positions * (H * N), H * N)
+    dkv_ptr += token_offset(positions * (H * WIDE), H * WIDE)
+    dk_rope_ptr += token_offset(positions * P, P)
     plain_1N = tl.arange(0, BLOCK_N)[None, :]
     rotary_1P = tl.arange(0, BLOCK_P)[None, :]
     value_1M = tl.arange(0, BLOCK_M)[None, :]
@@ -391,10 +391,10 @@ def mla_heads_backward_kernel(
         dk_HP = tl.load(dk_ptr + head_H1 * dk_head + PLAIN + rotary_1P, mask=is_rotary, other=0.0)
         dv_HM = tl.load(dv_ptr + head_H1 * dv_head + value_1M, mask=is_value)
         shared_HP += dk_HP.to(tl.float32)
-        dq_HP = _turn_pairs(dq_HP, cos_P, -sin_P, BLOCK_H, BLOCK_P)
+        dq_HP = turn_pairs(dq_HP, cos_P, -sin_P, BLOCK_H, BLOCK_P)
         tl.store(dq_in_ptr + head_H1 * N + plain_1N, dq_HN, mask=is_plain)
         tl.store(dq_in_ptr + head_H1 * N + PLAIN + rotary_1P, dq_HP.to(dq_in_ptr.dtype.element_ty), mask=is_rotary)
         tl.store(dkv_ptr + head_H1 * WIDE + plain_1N, dk_HN, mask=is_plain)
         tl.store(dkv_ptr + head_H1 * WIDE + PLAIN + value_1M, dv_HM, mask=is_value)
-    shared_1P = _turn_pairs(tl.sum(shared_HP, 0)[None, :], cos_P, -sin_P, 1, BLOCK_P)
+    shared_1P = turn_pairs(tl.sum(shared_HP, 0)[None, :], cos_P, -sin_P, 1, BLOCK_P)
     tl.store(dk_rope_ptr + rotary_1P, shared_1P.to(dk_rope_ptr.dtype.element_ty), mask=rotary_1P < P)

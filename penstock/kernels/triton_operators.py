@@ -30,4 +30,5 @@ TRITON = Operators(
     fan_out=fan_out,
     rotate=rotate,
     mla_heads=mla_heads,
+    mla_heads_is_ours=True,
 )

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.kernels.float8.gathered import GatheredCopies, copies_of
+from penstock.kernels.float8.handed import Handed
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.quantized import Both, Quantized, WeightCopies
 from penstock.kernels.float8.recipes import Recipe
@@ -105,7 +106,13 @@ class Float8Weight:
             self.parameter_FD.view_as(self.parameter_FD).backward(found)
 
 
-def float8_linear(x_D: Tensor, weight: Float8Weight, bias: Tensor | None = None, ready: Both | None = None) -> Tensor:
+def float8_linear(
+    x_D: Tensor,
+    weight: Float8Weight,
+    bias: Tensor | None = None,
+    ready: Both | None = None,
+    handed: Handed | None = None,
+) -> Tensor:
     """`F.linear` with all three products in 8 bits.
 
     Args:
@@ -113,12 +120,14 @@ def float8_linear(x_D: Tensor, weight: Float8Weight, bias: Tensor | None = None,
         weight: output x input.
         bias: added to the product; its gradient goes to autograd.
         ready: x, quantized by somebody else; None quantizes it here.
+        handed: where the gradient of the product may come in 8 bits; then there is no bias.
 
     Returns:
         In the dtype of x.
     """
+    assert handed is None or bias is None, "the gradient of a bias is a sum of 16 bits"
     ready = quantized(x_D, weight.rule) if ready is None else ready
-    y: Tensor = _Float8Linear.apply(x_D, weight.parameter_FD, bias, ready.columns, weight)
+    y: Tensor = _Float8Linear.apply(x_D, weight.parameter_FD, bias, ready.columns, weight, handed)
     with torch.no_grad():
         forward = weight.copies(weight.parameter_FD).forward
         weight.rule.operators.multiply(ready.rows, forward, y.dtype, out=y.flatten(0, -2))
@@ -163,12 +172,13 @@ class _Float8Linear(torch.autograd.Function):
         bias: Tensor | None,
         columns: Quantized | None,
         weight: Float8Weight,
+        handed: Handed | None,
     ) -> Tensor:
         if columns is not None:
             of_weight = (parameter_FD,) if weight.kept is None else ()
             ctx.save_for_backward(columns.values, columns.scales, *of_weight)
             ctx.block = columns.block
-        ctx.weight, ctx.shape = weight, x_D.shape
+        ctx.weight, ctx.shape, ctx.handed = weight, x_D.shape, handed
         return x_D.new_empty(*x_D.shape[:-1], len(parameter_FD))
 
     @staticmethod
@@ -176,8 +186,10 @@ class _Float8Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight: Float8Weight = ctx.weight
         values, scales, *of_weight = ctx.saved_tensors
-        dy_TF = dy.flatten(0, -2).contiguous()
-        both = _gradient_in_8_bits(dy_TF, weight.rule)
+        both = None if ctx.handed is None else ctx.handed.take()
+        if both is None:
+            dy = dy.contiguous()
+            both = _gradient_in_8_bits(dy.flatten(0, -2), weight.rule)
         dx_D = dweight = None
         if ctx.needs_input_grad[0]:
             backward = weight.copies(*(of_weight or (weight.parameter_FD,))).backward
@@ -185,8 +197,8 @@ class _Float8Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             assert both.columns is not None, "asked for"
             dweight = weight.put_gradient(both.columns, Quantized(values, scales, ctx.block))
-        dbias = dy_TF.sum(0) if ctx.needs_input_grad[2] else None
-        return dx_D, dweight, dbias, None, None
+        dbias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return dx_D, dweight, dbias, None, None, None
 
 
 class _Float8Network(torch.autograd.Function):

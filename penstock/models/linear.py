@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from penstock.kernels.float8.handed import Handed
 from penstock.kernels.float8.quantized import Both, WeightCopies
 from penstock.kernels.float32_products import add_product
 from penstock.kernels.launching import on_gpu
@@ -66,16 +67,18 @@ class Linear(nn.Linear):
         self.is_summed = split == "inputs"
         self.float8 = kit.float8 if kit.float8.dense is not None and fits(rows, columns) else None
 
-    def forward(self, x_D: Tensor, ready: Both | None = None) -> Tensor:
+    def forward(self, x_D: Tensor, ready: Both | None = None, handed: Handed | None = None) -> Tensor:
         """Multiply the last dim, whatever stands before it, and add the bias unless the product is yet to be summed.
 
         Args:
             x_D: input.
             ready: the same in 8 bits, if it is there already; see `quantized`.
+            handed: where the gradient of the product may come in 8 bits, if this one is in 8 bits.
         """
         bias = None if self.is_summed else self.bias
         if self.float8 is not None:
-            return float8_linear(x_D, self.float8_weight(), bias, ready)
+            return float8_linear(x_D, self.float8_weight(), bias, ready, handed)
+        assert handed is None, "a product in 16 bits reads its gradient in 16 bits"
         if self.total is None or not torch.is_grad_enabled():
             return deferrable(F.linear, (x_D,), (self.weight,) if bias is None else (self.weight, bias), self.later)
         return linear_into(self.total, x_D, self.weight, self.later, bias)

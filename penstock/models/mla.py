@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.model import LatentAttention
+from penstock.kernels.float8.handed import Handed, HandedHeads, obstacle
 from penstock.kernels.float8.quantized import Both
 from penstock.models.frame import Frame
 from penstock.models.linear import Linear
@@ -44,13 +45,18 @@ class LatentQuery(nn.Module):
         """Whether hidden states are read in 16 bits."""
         return self.down.float8 is None
 
-    def forward(self, x_BSD: Tensor, ready: Both | None = None) -> Tensor:
+    @property
+    def is_in_8_bits(self) -> bool:
+        """Whether the product that gives queries is."""
+        return self.up.float8 is not None
+
+    def forward(self, x_BSD: Tensor, ready: Both | None = None, handed: Handed | None = None) -> Tensor:
         """The latent of every position of the tensor-parallel ranks, from our own (`ready`: in 8 bits)."""
         return all_gather(self.norm(self.down(x_BSD, ready)), self.axis, dim=1)
 
-    def expand(self, latent_BSC: Tensor) -> Tensor:
-        """The queries of our heads, B x S x (H N)."""
-        q: Tensor = self.up(latent_BSC)
+    def expand(self, latent_BSC: Tensor, handed: Handed | None = None) -> Tensor:
+        """The queries of our heads, B x S x (H N), whose gradient may be `handed` over."""
+        q: Tensor = self.up(latent_BSC, handed=handed)
         return q
 
 
@@ -72,11 +78,17 @@ class DirectQuery(Linear):
         """Whether hidden states are read in 16 bits, as they travel."""
         return self.float8 is None or self.axis.size > 1
 
-    def forward(self, x_BSD: Tensor, ready: Both | None = None) -> Tensor:
-        """The queries of our heads at every position of the tensor-parallel ranks, from our own positions."""
-        return super().forward(all_gather(x_BSD, self.axis, dim=1), ready if self.axis.size == 1 else None)
+    @property
+    def is_in_8_bits(self) -> bool:
+        """Whether the product that gives queries is."""
+        return self.float8 is not None
 
-    def expand(self, q: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, ready: Both | None = None, handed: Handed | None = None) -> Tensor:
+        """The queries of our heads at every position of the tensor-parallel ranks, from our own positions."""
+        ready = ready if self.axis.size == 1 else None
+        return super().forward(all_gather(x_BSD, self.axis, dim=1), ready, handed)
+
+    def expand(self, q: Tensor, handed: Handed | None = None) -> Tensor:
         """Nothing is left to do."""
         return q
 
@@ -126,17 +138,33 @@ class LatentLayer(nn.Module):
             ready: x in 8 bits, if it is there.
         """
         config, tensor, run = self.config, self.kit.axes.tensor, self.kit.run
-        query = self.query(x_BSD, ready)
+        handed = self._handed()
+        query = self.query(x_BSD, ready, handed.q)
         latent_BSC, k_rotary_BSP = self.kv_down(x_BSD, ready).split([config.kv_latent, config.rotary_head_dim], dim=-1)
         latent_BSC = run("norm", self.kv_norm, latent_BSC)
         if tensor.size > 1:
             latent_BSC, k_rotary_BSP = self._gathered(latent_BSC, k_rotary_BSP)
-        by_row = self.kit.axes.context.size > 1 and self.kit.context_method == "all-gather"
-        heads, attend_by = (self._heads_of_row, attend_to_row) if by_row else (self._heads, attend)
+        heads = self._heads_of_row if self.is_by_row else partial(self._heads, handed=handed)
+        attend_by = attend_to_row if self.is_by_row else attend
         q_BSHN, k_BSHN, v_BSHM = run("latent-up", heads, query, latent_BSC, k_rotary_BSP, frame)
         function = partial(attend_by, kit=self.kit, scale=self.scale, allowed_BSS=frame.allowed_BSS)
         o_BSHM = run("attention", function, q_BSHN, k_BSHN, v_BSHM)
         return reduce_scatter(self.out(o_BSHM.flatten(-2)), tensor, dim=1)
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether context-parallel ranks hold keys and values of the whole row."""
+        return self.kit.axes.context.size > 1 and self.kit.context_method == "all-gather"
+
+    def _handed(self) -> HandedHeads:
+        """Where the heads hand their gradients over in 8 bits to the products before them."""
+        config, operators, recipe = self.config, self.kit.float8.operators, self.kit.float8.dense
+        widths = config.plain_head_dim, config.rotary_head_dim, config.value_head_dim
+        are_in_8_bits = self.query.is_in_8_bits and self.kv_up.float8 is not None
+        have_kernel = self.kit.operators.mla_heads_is_ours and operators.mla_heads is not None and not self.is_by_row
+        if recipe is None or not are_in_8_bits or not have_kernel or obstacle(recipe, self.heads, *widths) is not None:
+            return HandedHeads()
+        return HandedHeads(Handed(), Handed())
 
     def _gathered(self, latent_BSC: Tensor, k_rotary_BSP: Tensor) -> tuple[Tensor, Tensor]:
         """The same at the positions of all tensor-parallel ranks."""
@@ -145,12 +173,16 @@ class LatentLayer(nn.Module):
         return latent_BSC, k_rotary_BSP
 
     def _heads(
-        self, query: Tensor, latent_BSC: Tensor, k_rotary_BSP: Tensor, frame: Frame
+        self, query: Tensor, latent_BSC: Tensor, k_rotary_BSP: Tensor, frame: Frame, handed: HandedHeads
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, keys and values at the positions that this rank holds."""
-        q_BSHN = self.query.expand(query).unflatten(-1, (self.heads, -1))
-        kv_BSHN = self.kv_up(latent_BSC).unflatten(-1, (self.heads, -1))
-        return self.kit.operators.mla_heads(q_BSHN, kv_BSHN, k_rotary_BSP, frame.cos_BSP, frame.sin_BSP)
+        float8 = self.kit.float8
+        q_BSHN = self.query.expand(query, handed.q).unflatten(-1, (self.heads, -1))
+        kv_BSHN = self.kv_up(latent_BSC, handed=handed.kv).unflatten(-1, (self.heads, -1))
+        inputs = q_BSHN, kv_BSHN, k_rotary_BSP, frame.cos_BSP, frame.sin_BSP
+        if handed.q is None or float8.operators.mla_heads is None:
+            return self.kit.operators.mla_heads(*inputs)
+        return float8.operators.mla_heads(*inputs, handed, float8.gradient)
 
     def _heads_of_row(
         self, query: Tensor, latent_BSC: Tensor, k_rotary_BSP: Tensor, frame: Frame

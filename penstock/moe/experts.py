@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.config.model import Moe
-from penstock.kernels.expert_parts import GATE_UP, Keep
+from penstock.kernels.expert_parts import GATE_UP, Keep, PutOff
 from penstock.kernels.float8.expert_ffn import ExpertCopies, copy_experts, expert_ffn
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.layout.pieces import Cut, local_shape
@@ -151,8 +151,7 @@ class Experts(nn.Module):
         gate_up_eFD, down_eDF, *of_biases = parameters
         ffn = partial(self.operators.expert_ffn, biases=_pair(of_biases), rule=self.rule, places_TK=rows.places_NK)
         if self.operators.expert_ffn_is_ours:
-            put_off = partial(self._put_off, rows)
-            ours = partial(ffn, recompute=recompute, accumulate_into=self.sums, put_off=put_off)
+            ours = partial(ffn, recompute=recompute, accumulate_into=self.sums, put_off=self._put_off_to(rows))
             ffn = partial(ours, keep=keep, only_last=rows.only_last)
         return ffn(x_ND, gate_up_eFD, down_eDF, rows.counts_e, weights_R, rows.index_R)
 
@@ -176,24 +175,30 @@ class Experts(nn.Module):
             rule=self.rule,
             places_TK=rows.places_NK,
             accumulate_into=self.sums,
-            put_off=partial(self._put_off, rows),
+            put_off=self._put_off_to(rows),
             recompute=recompute,
             keep=keep,
             only_last=rows.only_last,
         )
 
-    def _put_off(self, rows: ExpertRows, place: int, task: Task) -> bool:
-        """Leave a weight gradient to whoever collects; or the first matrix's to the journey of the rows' gradients.
+    def _put_off_to(self, rows: ExpertRows) -> PutOff:
+        """Leaves a weight gradient to whoever collects; or the first matrix's to the journey of the rows' gradients.
 
         The second matrix's could go with it, but what it reads would be held until then.
         """
-        if self.later is not None and self.later.is_collecting:
-            self.later.add(task)
+        # Not the rows: the graph's nodes hold this until all of the backward pass is done.
+        aside = rows.aside if self.sums is not None and rows.x_ND.requires_grad else None
+
+        def put_off(place: int, task: Task) -> bool:
+            if self.later is not None and self.later.is_collecting:
+                self.later.add(task)
+                return True
+            if aside is None or place != GATE_UP:
+                return False
+            aside.add(task)
             return True
-        if rows.aside is None or place != GATE_UP or self.sums is None or not rows.x_ND.requires_grad:
-            return False
-        rows.aside.add(task)
-        return True
+
+        return put_off
 
 
 def _pair(of_biases: list[Tensor]) -> tuple[Tensor, Tensor | None] | None:

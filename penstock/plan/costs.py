@@ -295,6 +295,8 @@ _BYTES: Mapping[str, Callable[[Operator, float], float]] = MappingProxyType(
         **dict.fromkeys(
             ("gather_rows_kernel", "gather_columns_kernel"), lambda operator, moved: 2.0 * (moved - operator.sizes[0])
         ),
+        # Rows and transposed ones of 8 bits are as many bytes as what they are made of; both are larger than that part.
+        "latent_heads_backward_kernel": lambda operator, moved: 2.0 * operator.sizes[0],
         "index_put_": lambda operator, moved: 3.0 * operator.sizes[-1],
         **dict.fromkeys(("copy_", "zero_", "fill_", "_foreach_zero_", "_foreach_copy_"), _all),
         # Of parameter, gradient and two moments only the gradient stays as it is.

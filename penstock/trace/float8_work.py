@@ -44,6 +44,12 @@ def _attention(call: Call, tensors: list[Tensor | None], used_rows: float) -> Fo
     return 2 * scores * (3 * width + 2 * values), 2 * moved
 
 
+def _latent_heads_backward(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
+    """Gradients of queries, keys and values, read in 16 bits and written in 8, twice; a rotation has few FLOPs."""
+    given = [need(tensors, place, 4) for place in range(3)]
+    return sum(one.numel for one in given), 2 * sum(one.bytes for one in given)
+
+
 def _refuse_others(call: Call, *, most: int) -> None:
     """Functions of the same name in other libraries have more arguments; of ours, objects are not recorded."""
     if len(call.shapes) > most:
@@ -60,3 +66,6 @@ FORWARD: Mapping[str, Model] = {
 
 ATTENTION_BACKWARD: Model = _attention
 """That of attention; the other functions' is twice the forward."""
+
+LATENT_HEADS_BACKWARD: Model = _latent_heads_backward
+"""Of heads that hand their gradients over in 8 bits; forward they are those of 16 bits."""

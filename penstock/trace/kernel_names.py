@@ -92,7 +92,8 @@ TELLING: tuple[tuple[Part, str], ...] = (
     (Part.NORM, r"^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm|^_Float8Norm(Beside)?(Backward)?$"),
     (
         Part.ATTENTION,
-        r"^mla_heads_(backward_)?kernel$|^_MlaHeads|^_Float8Attention(Backward)?$"
+        r"^(mla|latent)_heads_(backward_)?kernel$|^shared_key_backward_kernel$|^_(Mla|Latent)Heads(Backward)?$"
+        r"|^_Float8Attention(Backward)?$"
         r"|^(attention_(queries|keys)|quantize_(heads|output_gradient))_kernel$",
     ),
     (Part.POSITIONS, r"^rotate_kernel$|^_Rotate"),

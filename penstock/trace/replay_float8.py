@@ -52,6 +52,13 @@ NETWORK = _WEIGHT.format(name="gate_up", place=1) + _WEIGHT.format(name="down", 
 """Behind the rule, of a network."""
 
 
+HANDED = """from penstock.kernels.float8.handed import Handed, HandedHeads  # noqa: E402
+
+handed = HandedHeads(Handed(), Handed())
+"""
+"""Behind the rule, of latent attention's heads: nobody takes what they hand over."""
+
+
 def rule_text(header: Mapping[str, Any], knob: Knob) -> tuple[str, str]:
     """Lines of a script that make a `Float8Rule`, and one that says where it comes from.
 

@@ -115,6 +115,14 @@ RECIPES: dict[str, Recipe] = {
         most=4,
         float8="dense",
     ),
+    "_LatentHeads": Recipe(
+        package="kernels.float8",
+        module="latent_heads",
+        call="mla_heads({0}, {1}, {2}, {3}, {4}, handed, rule.gradient)",
+        most=6,
+        float8="dense",
+        setup=replay_float8.HANDED,
+    ),
     "_Float8Attention": Recipe(
         package="kernels.float8",
         module="attention",

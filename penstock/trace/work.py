@@ -274,6 +274,7 @@ _MODELS: Mapping[str, Model] = {
     "_SwigluBackward": _streaming(3, 2, 10),
     "_MlaHeads": _everything,
     "_MlaHeadsBackward": _everything,
+    "_LatentHeadsBackward": float8_work.LATENT_HEADS_BACKWARD,
     "_Unpermute": _unpermute,
     "_LinearCrossEntropy": _loss,
     "_Route": _everything,

@@ -90,6 +90,12 @@ def test_rows_that_nobody_filled_are_not_moved() -> None:
     assert half.seconds == pytest.approx(H200.host.kernel_seconds + 2 * 512 * (2048 + 512) / BANDWIDTH)
 
 
+def test_heads_that_hand_their_gradients_over_write_as_many_bytes_as_they_read() -> None:
+    part = ((2, 4096, 16, 128), (65536, 4096), (65536, 4096))
+    cost = COSTS.of(Operator("latent_heads_backward_kernel", part, (1 << 25, 1 << 28, 1 << 28), 2))
+    assert cost.seconds == pytest.approx(H200.host.kernel_seconds + 2 * (1 << 25) / BANDWIDTH)
+
+
 def test_another_storage_for_a_tensor_is_no_work_of_the_device() -> None:
     whole = Operator("set_", ((1 << 20,), (1 << 20,)), (1 << 21, 1 << 21), 2)
     assert COSTS.of(whole).seconds == 0

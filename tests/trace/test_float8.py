@@ -72,6 +72,8 @@ def test_every_kernel_of_8_bits_has_a_part_of_its_own() -> None:
         (Span.ATTENTION, "quantize_kernel", "quantize"),
         (Span.ATTENTION, "quantize_heads_kernel", "attention"),
         (Span.ATTENTION, "attention_queries_kernel", "attention"),
+        (Span.ATTENTION, "latent_heads_backward_kernel", "attention"),
+        (None, "shared_key_backward_kernel", "attention"),
         (Span.ATTENTION, MATRICES, "attention"),
         (Span.DENSE, "swiglu_float8_kernel", "dense"),
         (Span.SHARED, MATRICES, "shared"),
@@ -212,6 +214,11 @@ def test_attention_in_8_bits_is_causal_and_shares_keys() -> None:
     assert work(backward).flops == 2 * 4 * 64 * 64 * (3 * 24 + 2 * 16)
 
 
+def test_gradients_of_latent_heads_are_read_in_16_bits_and_written_twice_in_8() -> None:
+    backward = work(call("_LatentHeadsBackward", *tensors((2, 64, 4, 192), (2, 64, 4, 192), (2, 64, 4, 128))))
+    assert backward.bytes == 2 * 2 * 2 * 64 * 4 * (192 + 192 + 128)
+
+
 def test_a_function_of_another_library_that_has_the_same_name_is_not_ours() -> None:
     others = tensors((512, 256), (64, 256), *[(4,)] * 12)
     assert work_of(call("_Float8Linear", *others)) is None
@@ -317,10 +324,24 @@ def test_our_functions_in_8_bits_are_run_again_forward_and_backward(tmp_path: Pa
 def test_what_a_profile_holds_of_our_functions_is_what_models_of_their_work_read() -> None:
     trace = profiled()
     host = trace.host
-    for name in (one for one in FUNCTIONS if not one.startswith("_Float8Norm")):
+    # Norms and heads have no definition whose function has that name.
+    for name in (one for one in FUNCTIONS if not one.startswith(("_Float8Norm", "_LatentHeads"))):
         args = host.args(int(np.flatnonzero(host.called(name))[0]))
         dims = tuple(tuple(one) for one in args["Input Dims"])
         assert work(Call(name=name, shapes=dims, types=tuple(args["Input type"]))).flops > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs our kernels under Triton's interpreter")
+def test_latent_heads_are_run_again_and_hand_over_to_nobody(tmp_path: Path) -> None:
+    dims: list[Any] = [[1, 128, 2, 192], [1, 128, 2, 256], [1, 128, 64], [1, 128, 32], [1, 128, 32], []]
+    numbered = {"Sequence number": 7}
+    forward = event("cpu_op", "_LatentHeads", 0, 20, **shapes([BF16] * 3 + ["float"] * 2 + [""], dims), **numbered)
+    backward = event("cpu_op", "_LatentHeadsBackward", 50, 20, **shapes([BF16], [[1, 128, 2, 192]]), **numbered)
+    text = replay(
+        {0: decode_trace(text_of(trace_of(forward, backward)), gpu_required=False)}, Question(op="_LatentHeadsBackward")
+    )
+    found = run(text.replace("warm_up=10, times=50", "warm_up=1, times=1"), tmp_path)
+    assert found.startswith("_LatentHeadsBackward:")
 
 
 def test_a_dense_product_leads_to_its_function_whose_time_is_its_products() -> None:

@@ -1,24 +1,24 @@
 """Launches of Hopper's own kernels that quantize tiles along both of their sides, as the blockwise recipes have it.
 
-`penstock.kernels.float8.quantize` and `swiglu` make room for copies, and come here where a launch's engine is `gluon`
-and nothing stands in the way. When Gluon is there at all, `hopper_products` says.
+`penstock.kernels.float8.quantize`, `swiglu` and `latent_heads` make room for copies, and come here where a launch's
+engine is `gluon` and nothing stands in the way. When Gluon is there at all, `hopper_products` says.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.float8.formats import E4M3, E5M2, Format
 from penstock.kernels.float8.hopper_products import HAS_GLUON
-from penstock.kernels.float8.quantized import Quantized
+from penstock.kernels.float8.quantized import Both, Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE_SQUARE, Block, Scaling
 from penstock.kernels.float8.tile_launches import BackwardLaunch, TileLaunch
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import programs_of
 
 if HAS_GLUON:
-    from penstock.kernels.float8 import hopper_quantize, hopper_swiglu
+    from penstock.kernels.float8 import hopper_latent_heads, hopper_quantize, hopper_swiglu
 
 TILE = 128
 
@@ -91,6 +91,48 @@ def launch_quantize(
         values.shape[1],
         LARGEST=form.largest,
         SQUARE=by_column.block == RECIPE.columns,
+        num_warps=launch.warps,
+        maxnreg=launch.registers,
+    )
+
+
+def launch_latent_heads(
+    source: tuple[Tensor, Tensor | None, Tensor | None],
+    both: Both,
+    positions: int,
+    strides: Sequence[int],
+    sizes: Mapping[str, float],
+    launch: TileLaunch,
+) -> None:
+    """Write some columns of the heads' gradients, by rows and transposed, as `latent_heads` tells them.
+
+    Args:
+        source: in bfloat16, B x S x H x N; cosines and sines by which its last columns are turned back, or None twice.
+        both: of all columns; blocks of 1 x 128.
+        positions: S, a multiple of 128.
+        strides: of batch, position and head, and of the angles' batch and position.
+        sizes: constants of the kernel.
+        launch: warps and registers.
+    """
+    by_row, by_column = both
+    assert by_column is not None, "both are written"
+    columns = by_column.values.view(torch.int64)
+    batch, _, heads, width = source[0].shape
+    start_kernel(
+        hopper_latent_heads.latent_heads_backward_kernel,
+        (heads * width // TILE, batch * positions // TILE),
+        *source,
+        by_row.values.view(torch.int8),
+        by_row.scales.T,
+        columns,
+        by_column.scales.T,
+        len(by_row.values),
+        positions,
+        *strides,
+        by_row.values.stride(0),
+        columns.stride(0),
+        by_row.values.shape[1],
+        **sizes,
         num_warps=launch.warps,
         maxnreg=launch.registers,
     )

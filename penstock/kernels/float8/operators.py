@@ -69,6 +69,8 @@ class Float8Operators:
         tile_table: (counts_e, rows) -> what a layer's grouped products share, as their `tiles`; None if nothing.
         unpermute: (y_RD, order) -> y_TD, in 16 bits.
         bias_gradient: of `penstock.kernels.bias_gradient`, in 16 bits.
+        mla_heads: (q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP, sin_BSP, handed, form) -> as in 16 bits; backward leaves the
+            gradients of q and kv at `handed` (`penstock.kernels.float8.handed`). None where they stay in 16 bits.
         attention: (q_BSHN, k_BSGN, v_BSGM, *, scale, forward, gradient) -> o_BSHM, differentiable. Causal.
         keeps_rows: whether rows can stand in a buffer from a row on that only the device knows.
     """
@@ -90,6 +92,7 @@ class Float8Operators:
     tile_table: "Callable[[Tensor, int], TileTable | None]" = _no_tile_table
     unpermute: Callable[[Tensor, RowOrder], Tensor] = plain.unpermute
     bias_gradient: Callable[..., Tensor] = bias_gradient_by_definition
+    mla_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     attention: Callable[..., Tensor] = attention_reference.attention
     keeps_rows: bool = False
 

@@ -30,6 +30,10 @@ TRANSPOSING = TileLaunch(block_rows=ALIGNMENT, block_columns=ALIGNMENT, warps=8,
 """64 numbers a thread. Two such programs share a multiprocessor, so that one loads while the other computes; left alone
 the compiler can take more than 128 registers, with which only one has room. At 128 it spills none."""
 
+TURNING = replace(TRANSPOSING, warps=16)
+"""Where pairs of columns are turned first, whose angles need registers too. The compiler takes fewer than 128, so as
+many threads share a multiprocessor."""
+
 ROWS_ONLY = TileLaunch(block_rows=32, block_columns=128, warps=4)
 """Where nothing is transposed: a block of depth 128, four loads of 16 bytes a thread. On an H200 as fast as a copy."""
 
@@ -46,6 +50,9 @@ TRANSPOSING_LAUNCHES: Mapping[str, TileLaunch] = MappingProxyType(
 
 TRANSPOSING_TAKEN = TRANSPOSING_LAUNCHES["gluon"]
 """What runs take."""
+
+TURNING_TAKEN = TRANSPOSING_LAUNCHES["gluon_128"]
+"""What they take where pairs of columns are turned first: with 96 registers some are spilled."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.kernels.bias_gradient import bias_gradient
 from penstock.kernels.float8 import torch_products
 from penstock.kernels.float8.attention import attention
+from penstock.kernels.float8.latent_heads import mla_heads
 from penstock.kernels.float8.norm import add_rms_norm, rms_norm, rms_norm_beside
 from penstock.kernels.float8.operators import Float8Operators
 from penstock.kernels.float8.pack import pack_rows, unpack_rows
@@ -42,6 +43,7 @@ TRITON = Float8Operators(
     tile_table=tile_table,
     unpermute=unpermute,
     bias_gradient=bias_gradient,
+    mla_heads=mla_heads,
     attention=attention,
     keeps_rows=True,
 )

@@ -250,6 +250,9 @@ class Language(ModuleType):
     inline_asm_elementwise = staticmethod(inline_asm)
     expand_dims = staticmethod(torch.unsqueeze)
     convert_layout = staticmethod(lambda x, layout: x)
+    reshape = staticmethod(torch.reshape)
+    split = staticmethod(lambda x: x.unbind(-1))
+    join = staticmethod(lambda one, other: torch.stack((one, other), -1))
 
     @staticmethod
     def arange(start: int, end: int, layout: object = None) -> Value:

@@ -1,0 +1,79 @@
+"""Gradients in 8 bits on their way from one backward to the next.
+
+Autograd passes on tensors of the dtype of what they are gradients of. Where the kernel that makes a gradient can
+quantize it, the product that reads it gets it by a `Handed` that both functions know, and autograd gets a carrier: a
+tensor of the right shape and dtype with one number of memory, which nobody may read.
+
+    backward of who makes it       handed.put(both); return carrier_of(dy)
+    backward of the product        both = handed.take(), and dy is not looked at if there is one
+
+So what is handed over has one reader, and its maker is the only one who gives it a gradient.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from penstock.kernels.float8.quantized import Both
+from penstock.kernels.float8.recipes import BLOCKWISE, DEPTH, Recipe
+
+
+class Handed:
+    """The place of one gradient. No dataclass: a region that runs again is given the same one, not a copy."""
+
+    def __init__(self) -> None:
+        self._both: Both | None = None
+
+    def put(self, both: Both) -> None:
+        """Leave a gradient; one that nobody took was that of a walk that ended in the middle.
+
+        Args:
+            both: by rows, and transposed.
+        """
+        self._both = both
+
+    def take(self) -> Both | None:
+        """What was left, once; None if the gradient comes through autograd."""
+        both, self._both = self._both, None
+        return both
+
+
+class HandedHeads(NamedTuple):
+    """Those of the products behind which latent attention's heads are assembled; None where 16 bits come by autograd.
+
+    Attributes:
+        q: tokens x (H N).
+        kv: tokens x (H (plain + M)).
+    """
+
+    q: Handed | None = None
+    kv: Handed | None = None
+
+
+def carrier_of(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """What autograd is given for a gradient that is handed over.
+
+    Args:
+        shape: its own.
+        like: of its dtype and device.
+    """
+    return like.new_empty(()).expand(shape)
+
+
+def obstacle(recipe: Recipe, heads: int, plain: int, rotary: int, value: int) -> str | None:
+    """Why latent attention's heads cannot hand their gradients over, or None.
+
+    Args:
+        recipe: of the products that read them.
+        heads: of this rank.
+        plain: width of a head of queries and keys without its rotary part.
+        rotary: width of that.
+        value: width of a head of values.
+    """
+    if (recipe.rows, recipe.scaling, recipe.bits) != (BLOCKWISE.rows, BLOCKWISE.scaling, BLOCKWISE.bits):
+        return f"gradients are quantized tile by tile in blocks of 1 x {DEPTH}, and {recipe.name} has others"
+    if plain % DEPTH or value % DEPTH:
+        return f"keys of {plain} and values of {value} columns share a tile of {DEPTH}"
+    if heads * (plain + rotary) % DEPTH or plain % 2 or rotary % 2:
+        return f"{heads} heads of {plain + rotary} columns do not fill tiles of {DEPTH}"
+    return None

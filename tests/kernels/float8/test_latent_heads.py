@@ -1,0 +1,298 @@
+"""Latent attention's heads whose gradients leave in 8 bits: bit for bit what quantization makes of those in 16 bits."""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.kernels import reference, rope
+from penstock.kernels.float8 import hopper_copies, latent_heads
+from penstock.kernels.float8.formats import E4M3, E5M2, Format
+from penstock.kernels.float8.handed import Handed, HandedHeads, carrier_of, obstacle
+from penstock.kernels.float8.hopper_products import HAS_GLUON
+from penstock.kernels.float8.latent_heads_kernels import latent_heads_backward_kernel, shared_key_backward_kernel
+from penstock.kernels.float8.quantize import run_of
+from penstock.kernels.float8.quantized import Both, Quantized
+from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE
+from penstock.kernels.float8.reference import quantize_rows
+from penstock.kernels.float8.tile_launches import (
+    TRANSPOSING,
+    TRANSPOSING_LAUNCHES,
+    TURNING,
+    TURNING_TAKEN,
+    TileLaunch,
+)
+from penstock.kernels.tuning import target_of
+from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
+from tests.kernels.float8.gluon_in_torch import interpreted, launch
+
+needs_gluon = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
+
+if HAS_GLUON:
+    from penstock.kernels.float8 import hopper_latent_heads
+
+SPILLED_BY_TRITON_3_9 = 24
+"""Bytes, with 96 registers, of a tile that is turned. Runs take 128 for it."""
+
+PLAIN, ROTARY, VALUE = 128, 64, 128
+GLUON = {name: one for name, one in TRANSPOSING_LAUNCHES.items() if one.engine == "gluon"}
+
+
+class Case(NamedTuple):
+    """Inputs of the heads, and gradients of what they give."""
+
+    inputs: tuple[Tensor, ...]
+    angles: tuple[Tensor, Tensor]
+    gradients: tuple[Tensor, ...]
+
+
+class Found(NamedTuple):
+    """What both forms give."""
+
+    outputs: tuple[Tensor, ...]
+    q: Both
+    kv: Both
+    dk_rope_BSP: Tensor
+
+
+def case_of(
+    batch: int = 1,
+    positions: int = 128,
+    heads: int = 2,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    heads_first: bool = False,
+    rows_of_angles: int = 1,
+) -> Case:
+    """With `heads_first` gradients lie in memory as cuDNN may leave them."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype)
+
+    def gradient(width: int) -> Tensor:
+        # Of very different sizes.
+        sizes = torch.randn(batch, positions, heads, 1, device=device).mul(3).exp()
+        drawn = (draw(batch, positions, heads, width) * sizes).to(dtype)
+        return drawn.transpose(1, 2).contiguous().transpose(1, 2) if heads_first else drawn
+
+    angles_BSP = torch.rand(rows_of_angles, positions, ROTARY // 2, device=device) * 6
+    inputs = tuple(draw(batch, positions, heads, width) for width in (PLAIN + ROTARY, PLAIN + VALUE))
+    gradients = tuple(gradient(width) for width in (PLAIN + ROTARY, PLAIN + ROTARY, VALUE))
+    return Case((*inputs, draw(batch, positions, ROTARY)), (angles_BSP.cos(), angles_BSP.sin()), gradients)
+
+
+def handed_over(case: Case, form: Format = E4M3, launch: TileLaunch = TRANSPOSING) -> Found:
+    inputs = [one.detach().requires_grad_() for one in case.inputs]
+    handed = HandedHeads(Handed(), Handed())
+    outputs = latent_heads.mla_heads(*inputs, *case.angles, handed, form, launch=launch)
+    dq, dkv, dk_rope = torch.autograd.grad(outputs, inputs, case.gradients)
+    assert dq.untyped_storage().nbytes() == dkv.untyped_storage().nbytes() == dq.itemsize, "carriers"
+    assert handed.q is not None and handed.kv is not None
+    q, kv = handed.q.take(), handed.kv.take()
+    assert q is not None and kv is not None and handed.q.take() is None, "they are taken once"
+    return Found(tuple(one.detach() for one in outputs), q, kv, dk_rope)
+
+
+def by_definition(case: Case, form: Format = E4M3, mla_heads: Callable[..., Any] = rope.mla_heads) -> Found:
+    """The kernel in 16 bits, and quantization of what it gives."""
+    inputs = [one.detach().requires_grad_() for one in case.inputs]
+    outputs = mla_heads(*inputs, *case.angles)
+    dq, dkv, dk_rope = torch.autograd.grad(outputs, inputs, case.gradients)
+    both = (quantize_rows(one.flatten(2).flatten(0, 1), BLOCKWISE, form, columns=BLOCKWISE.rows) for one in (dq, dkv))
+    return Found(tuple(one.detach() for one in outputs), *both, dk_rope)
+
+
+def assert_same(found: Found, expected: Found) -> None:
+    """Bit for bit."""
+    torch.testing.assert_close(found.outputs, expected.outputs, rtol=0, atol=0)
+    torch.testing.assert_close(found.dk_rope_BSP, expected.dk_rope_BSP, rtol=0, atol=0)
+    for mine, other in zip((*found.q, *found.kv), (*expected.q, *expected.kv), strict=True):
+        assert_equal(mine, other)
+
+
+def assert_equal(mine: Quantized | None, other: Quantized | None) -> None:
+    assert mine is not None and other is not None
+    assert (mine.values.shape, mine.scales.shape, mine.block) == (other.values.shape, other.scales.shape, other.block)
+    assert torch.equal(mine.scales, other.scales)
+    assert torch.equal(mine.values.view(torch.uint8), other.values.view(torch.uint8))
+
+
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
+@pytest.mark.parametrize("heads_first", [False, True], ids=["positions first", "heads first"])
+def test_gradients_are_those_of_16_bits_quantized(heads_first: bool, form: Format) -> None:
+    case = case_of(heads_first=heads_first)
+    assert_same(handed_over(case, form), by_definition(case, form))
+
+
+@pytest.mark.parametrize(
+    ("batch", "positions", "heads", "dtype"), [(2, 40, 2, torch.bfloat16), (3, 50, 4, torch.float32)]
+)
+def test_a_tile_may_reach_over_rows_of_the_batch(batch: int, positions: int, heads: int, dtype: torch.dtype) -> None:
+    case = case_of(batch, positions, heads, dtype=dtype, heads_first=True, rows_of_angles=batch)
+    assert_same(handed_over(case), by_definition(case))
+
+
+def test_a_gradient_that_nobody_took_is_replaced_by_the_next() -> None:
+    handed, first, second = Handed(), *(by_definition(case_of()).q for _ in range(2))
+    handed.put(first)
+    handed.put(second)
+    assert handed.take() is second
+
+
+def test_a_carrier_has_one_number_of_memory() -> None:
+    found = carrier_of((3, 4), torch.zeros(2, dtype=torch.bfloat16))
+    assert (found.shape, found.dtype, found.untyped_storage().nbytes()) == ((3, 4), torch.bfloat16, 2)
+
+
+def test_what_does_not_fill_tiles_stays_in_16_bits() -> None:
+    for recipe in (BLOCKWISE, BLOCKWISE_SQUARE):
+        assert obstacle(recipe, 16, 128, 64, 128) is None
+    for recipe in (MXFP8, ROWWISE):
+        assert recipe.name in str(obstacle(recipe, 16, 128, 64, 128))
+    assert "3 heads" in str(obstacle(BLOCKWISE, 3, 128, 64, 128))
+    assert "share a tile" in str(obstacle(BLOCKWISE, 16, 64, 64, 128))
+    assert "share a tile" in str(obstacle(BLOCKWISE, 16, 128, 64, 96))
+
+
+# Hopper's own form
+
+
+@needs_gluon
+@pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
+@pytest.mark.parametrize("heads_first", [False, True], ids=["positions first", "heads first"])
+def test_hoppers_kernel_gives_the_same(heads_first: bool, form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU that is taken for a Hopper, where torch runs its source."""
+    if torch.cuda.is_available():
+        pytest.skip("the other kernels run on the GPU that there is")
+    folder, launched = "penstock.kernels.float8", []
+    module = interpreted(f"{folder}.scaling", f"{folder}.hopper_tiles", f"{folder}.hopper_latent_heads")[-1]
+
+    def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        assert kernel is hopper_latent_heads.latent_heads_backward_kernel
+        launched.append(grid)
+        source, *rest = arguments
+        constants = {name: value for name, value in constants.items() if name.isupper()}
+        # A pointer is to whole memory; of a part of the columns it begins where theirs do.
+        whole = source.as_strided((source.untyped_storage().nbytes() // source.itemsize,), (1,), 0)
+        launch(module.latent_heads_backward_kernel, grid, whole[source.storage_offset() :], *rest, **constants)
+
+    monkeypatch.setattr(hopper_copies, "start_kernel", start_kernel)
+    monkeypatch.setattr(latent_heads, "target_of", lambda device: "sm_90")
+    case = case_of(2, 128, 2, heads_first=heads_first, rows_of_angles=2)
+    found = handed_over(case, form, GLUON["gluon"])
+    assert launched == [(3, 2), (2, 2), (2, 2)], "dq, dk, dv"
+    # Triton's interpreter cuts 32 bits off to 16 where chips round them.
+    expected = by_definition(case, form, reference.mla_heads)
+    for mine, other in zip((*found.q, *found.kv), (*expected.q, *expected.kv), strict=True):
+        assert_equal(mine, other)
+
+
+@needs_gluon
+def test_what_hoppers_kernel_cannot_do_tritons_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the batch that are no multiple of 128, and 32 bits."""
+    monkeypatch.setattr(latent_heads, "target_of", lambda device: "sm_90")
+    for case in (case_of(2, 64), case_of(1, 128, dtype=torch.float32)):
+        assert_same(handed_over(case, launch=GLUON["gluon"]), by_definition(case))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("launch", {"triton": TRANSPOSING, **GLUON}.values(), ids=["triton", *GLUON])
+@pytest.mark.parametrize("heads_first", [False, True], ids=["positions first", "heads first"])
+def test_a_gpu_gives_the_gradients_of_16_bits_quantized(
+    heads_first: bool, launch: TileLaunch, device: torch.device
+) -> None:
+    if launch.engine == "gluon" and target_of(device) != "sm_90":
+        pytest.skip("the kernel is Hopper's")
+    for case in (
+        case_of(2, 512, 16, device, heads_first=heads_first),
+        case_of(1, 1024, 128, device, heads_first=heads_first),
+    ):
+        found, expected = handed_over(case, launch=launch), by_definition(case)
+        assert_same(found._replace(q=expected.q), expected)
+        for mine, other in zip(found.q, expected.q, strict=True):
+            assert mine is not None and other is not None
+            # Compilers may contract products and sums of a rotation in other ways.
+            for one, truth in (
+                (mine.values.view(torch.uint8), other.values.view(torch.uint8)),
+                (mine.scales, other.scales),
+            ):
+                assert (one != truth).float().mean() < 1e-3
+
+
+SIGNATURE = (
+    dict.fromkeys(("x_ptr",), "*bf16:16")
+    | dict.fromkeys(("row_scales_ptr", "column_scales_ptr"), "*fp32:16")
+    | dict.fromkeys(("x_batch", "x_position", "x_head", "cos_batch", "cos_position"), "i32:16")
+    | dict.fromkeys(("rows_stride", "columns_stride", "D", "R", "positions"), "i32:16")
+)
+QUERIES = {"WIDTH": 192, "APART": 192, "FIRST": 0, "PLAIN": 128, "LARGEST": 448.0}
+VALUES = {"WIDTH": 128, "APART": 256, "FIRST": 128, "PLAIN": 128, "LARGEST": 448.0}
+
+
+def signature_of(*, turns: bool, hoppers: bool) -> tuple[dict[str, str], dict[str, Any]]:
+    """Types of arguments, and constants."""
+    angles = ("cos_ptr", "sin_ptr")
+    copies = ("*i8:16", "*i64:16") if hoppers else ("*fp8e4nv:16", "*fp8e4nv:16")
+    signature = SIGNATURE | dict(zip(("rows_ptr", "columns_ptr"), copies, strict=True))
+    if turns:
+        return signature | dict.fromkeys(angles, "*fp32:16"), dict(QUERIES)
+    return signature, VALUES | dict.fromkeys(angles)
+
+
+def compiled(target: str, *, turns: bool) -> Compiled:
+    is_amd = target.startswith("gfx")
+    signature, constants = signature_of(turns=turns, hoppers=False)
+    if target == "gfx942":
+        signature |= dict.fromkeys(("rows_ptr", "columns_ptr"), "*fp8e4b8:16")
+        constants["LARGEST"] = 240.0
+    launch = TURNING if turns else TRANSPOSING
+    constants |= {"BLOCK_R": 128, "BLOCK_D": 128, "RUN": run_of(launch)}
+    options = {"num_warps": launch.warps // 2} if is_amd else {"num_warps": launch.warps, "maxnreg": launch.registers}
+    return compile_for(latent_heads_backward_kernel, signature, constants, TARGETS[target], **options)
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["values", "queries"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_kernel_compiles_for_every_chip(target: str, turns: bool) -> None:
+    found = compiled(target, turns=turns)
+    assert found.spills == 0, found.summary
+    if not target.startswith("gfx"):
+        assert re.search(r"ld\.global(?:\.\w+)*\.v4\.b32", found.asm), "numbers are loaded in wide pieces"
+        assert not re.search(r"st\.global(?:\.\w+)*\.b8", found.asm), "and stored so"
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_kernel_of_the_shared_key_compiles_for_every_chip(target: str) -> None:
+    signature = dict.fromkeys(("dk_ptr", "dk_rope_ptr"), "*bf16:16") | dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32:16")
+    signature |= dict.fromkeys(("dk_batch", "dk_position", "dk_head", "cos_batch", "cos_position"), "i32:16")
+    constants = {"H": 16, "P": 64, "BLOCK_H": rope.LAUNCH.block_rows, "BLOCK_P": 64}
+    found = compile_for(shared_key_backward_kernel, signature, constants, TARGETS[target], num_warps=rope.LAUNCH.warps)
+    assert found.spills == 0, found.summary
+
+
+@needs_gluon
+@pytest.mark.parametrize("turns", [False, True], ids=["values", "queries"])
+@pytest.mark.parametrize("launch", GLUON.values(), ids=GLUON)
+def test_hoppers_kernel_moves_tiles_in_wide_pieces_without_spills(launch: TileLaunch, turns: bool) -> None:
+    signature, constants = signature_of(turns=turns, hoppers=True)
+    found = compile_for(
+        hopper_latent_heads.latent_heads_backward_kernel,
+        signature,
+        constants,
+        TARGETS["sm_90"],
+        num_warps=launch.warps,
+        maxnreg=launch.registers,
+    )
+    assert found.spills <= SPILLED_BY_TRITON_3_9 * turns and found.registers <= launch.registers, found.summary
+    assert found.spills == 0 or launch != TURNING_TAKEN, found.summary
+    assert not re.search(r"st\.global(?:\.\w+)*\.b8", found.asm), "rows"
+    numbers = 128 * 128 // (32 * launch.warps)
+    assert len(re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", found.asm)) >= numbers // 8
+    stores = re.findall(r"st\.global(?:\.\w+)*\.v2\.b64|st\.global(?:\.\w+)*\.v4\.b32", found.asm)
+    assert len(stores) >= numbers // 16, "of columns"
+    assert found.shared_bytes == 32 * 1024, found.summary
