@@ -17,7 +17,9 @@ class Float8(Section):
     dense: RecipeKnob = knob("none", doc="Recipe of attention's projections, dense networks and shared experts.")
     experts: RecipeKnob = knob("none", doc="Recipe of the routed experts' products.")
     dispatch: Literal["none", "auto", "blockwise", "mxfp8"] = knob(
-        "none", doc="In whose blocks rows travel to their experts; their outputs come back in 16 bits."
+        "none",
+        doc="In whose blocks rows travel to their experts, by symmetric dispatch gradients of outputs too; outputs and "
+        "gradients of rows come back in 16 bits.",
     )
     attention: Literal["none", "blockwise"] = knob(
         "none", doc="Experimental: scores, and products with the values, forward and backward."

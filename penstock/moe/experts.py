@@ -171,6 +171,7 @@ class Experts(nn.Module):
             float8=self.float8,
             copies=copies if is_fresh else None,
             quantized=rows.quantized,
+            gradients=rows.gradients,
             biases=_pair(of_biases),
             rule=self.rule,
             places_TK=rows.places_NK,

@@ -11,7 +11,8 @@ A product contracts the last dim of both operands, so each weight has a copy for
 an optimizer step (`ExpertCopies`), and what the weight gradients read is quantized along the rows, transposed, with the
 rows of each expert from a multiple of 128 on. Where that is and how much of it is used only the device knows.
 
-    dy_RD^q, dy_DR^q                          <-  dy_RD                            one pass, both directions
+    dy_RD^q, dy_DR^q                          <-  dy_RD                            one pass, both directions; or
+             dy_DR^q                          <-  dy_RD^q, if it travelled so      8 bits in, 8 bits out
     dh_RF          = dy_RD^q @ down^q
     d_gate_up_RF^q, d_gate_up_FR^q, h_FR^q    <-  gate_up_RF, weights_R, dh_RF     one pass
     d_down         = dy_DR^q @ h_FR^q                                              added to float32 sums
@@ -48,9 +49,11 @@ from penstock.kernels.expert_parts import (
     put_gradient,
     sum_over_places,
 )
+from penstock.kernels.float8.formats import Format
 from penstock.kernels.float8.gathered import GatheredCopies, copies_of
+from penstock.kernels.float8.gradient_box import GradientBox
 from penstock.kernels.float8.operators import Float8Operators, Float8Rule
-from penstock.kernels.float8.quantized import Quantized, WeightCopies
+from penstock.kernels.float8.quantized import Both, Quantized, WeightCopies
 from penstock.kernels.float8.recipes import Recipe
 from penstock.kernels.operators import torch_add_bias
 from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
@@ -96,6 +99,7 @@ def expert_ffn(
     float8: Float8Rule,
     copies: ExpertCopies | None = None,
     quantized: Quantized | None = None,
+    gradients: GradientBox | None = None,
     biases: tuple[Tensor, Tensor | None] | None = None,
     rule: ExpertRule = SWIGLU,
     places_TK: Tensor | None = None,
@@ -117,6 +121,7 @@ def expert_ffn(
         float8: recipe (of `experts`), formats and kernels.
         copies: `copy_experts` of both matrices; None quantizes them in each pass, and keeps no copy.
         quantized: x_ND by the rows' blocks of the recipe, in the format of forward.
+        gradients: where the output's gradient may come in 8 bits. Biases sum it in 16: with them it must not.
         biases: in the dtype of the matrices; added in 16 bits.
         rule: what is computed between the products.
         places_TK: the inverse of `index_R`.
@@ -129,8 +134,6 @@ def expert_ffn(
     Raises:
         KernelError: as there, or rows are quantized otherwise.
     """
-    check_biases(biases is not None, rule)
-    check_operands(x_ND, gate_up_eFD, down_eDF, index_R, places_TK)
     extras = _Extras(
         float8=float8,
         copies=copies,
@@ -144,7 +147,7 @@ def expert_ffn(
         rule=rule,
     )
     matrices, of_rows = (gate_up_eFD, down_eDF), (counts_e, weights_R, index_R)
-    return _Float8ExpertFfn.apply(x_ND, *matrices, *of_rows, *(biases or (None, None)), quantized, extras)
+    return _Float8ExpertFfn.apply(x_ND, *matrices, *of_rows, *(biases or (None, None)), quantized, gradients, extras)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +206,13 @@ class _Float8ExpertFfn(torch.autograd.Function):
         gate_up_bias_eF: Tensor | None,
         down_bias_eD: Tensor | None,
         rows: Quantized | None,
+        gradients: GradientBox | None,
         extras: _Extras,
     ) -> Tensor:
+        check_biases(gate_up_bias_eF is not None, extras.rule)
+        check_operands(x_ND, gate_up_eFD, down_eDF, index_R, extras.places_TK)
+        if gradients is not None and gate_up_bias_eF is None:
+            gradients.expect()
         operators, recipe, form = extras.operators, extras.recipe, extras.float8.forward
         rows = _source_rows(x_ND, rows, counts_e if index_R is None else None, extras.float8)
         places = x_ND.shape[0] if index_R is None else index_R.shape[0]
@@ -221,7 +229,7 @@ class _Float8ExpertFfn(torch.autograd.Function):
         matrices = (gate_up_eFD, down_eDF) if extras.copies is None else (None, None)
         biases, of_rows = (gate_up_bias_eF, down_bias_eD), (counts_e, weights_R, index_R)
         ctx.save_for_backward(rows.values, rows.scales, *matrices, *of_rows, *biases, *of_kept)
-        ctx.extras, ctx.block, ctx.tiles = extras, rows.block, tiles
+        ctx.extras, ctx.gradients, ctx.block, ctx.tiles = extras, gradients, rows.block, tiles
         y_RD = operators.multiply_groups(h, extras.down(down_eDF).forward, counts_e, **options)
         return y_RD if down_bias_eD is None else torch_add_bias(y_RD, down_bias_eD, counts_e, weights_R)
 
@@ -231,7 +239,7 @@ class _Float8ExpertFfn(torch.autograd.Function):
         values, scales, gate_up_eFD, down_eDF, counts_e, weights_R, index_R, *rest = ctx.saved_tensors
         *biases, kept_RF, first = rest
         wants_x, wants_gate_up, wants_down, _, wants_weights, *_ = ctx.needs_input_grad
-        extras, rows, dy_RD = ctx.extras, Quantized(values, scales, ctx.block), dy_RD.contiguous()
+        extras, rows = ctx.extras, Quantized(values, scales, ctx.block)
         options = {"dtype": dy_RD.dtype, "tiles": ctx.tiles}
         operators, recipe, float8 = extras.operators, extras.recipe, extras.float8
         dx_ND = d_gate_up_eFD = d_down_eDF = None
@@ -239,8 +247,7 @@ class _Float8ExpertFfn(torch.autograd.Function):
         gate_up = extras.gate_up(gate_up_eFD)
         if kept_RF is None:
             kept_RF = _pre_activation(rows, gate_up.forward, counts_e, index_R, biases[0], operators, options)
-        along_rows = recipe.rows if wants_down else None
-        dy = operators.quantize_rows(dy_RD, recipe, float8.gradient, columns=along_rows, counts_e=counts_e)
+        dy = _quantized_gradient(dy_RD, ctx.gradients, counts_e, extras, columns=wants_down)
         dh_RF = operators.multiply_groups(dy.rows, extras.down(down_eDF).backward, counts_e, **options)
         formats, keep_plain = (float8.forward, float8.gradient), biases[0] is not None
         kept_RF = kept_RF if first is None else KeptRows(kept_RF, first, len(dy_RD))
@@ -248,7 +255,7 @@ class _Float8ExpertFfn(torch.autograd.Function):
             kept_RF, weights_R, dh_RF, counts_e, extras.rule, recipe, *formats, keep_plain=keep_plain
         )
         del dh_RF, kept_RF, rest
-        if wants_down:
+        if dy.columns is not None:
             d_down_eDF = _weight_gradient(DOWN, dy.columns, h_columns, counts_e, ctx.tiles, extras)
         del dy, h_columns
         d_biases = _bias_gradients(dy_RD, d_gate_up_RF, counts_e, weights_R, dweights_R, biases, extras)
@@ -263,7 +270,22 @@ class _Float8ExpertFfn(torch.autograd.Function):
             x = partial(operators.quantize_groups, rows, counts_e, recipe, float8.forward, index_R)
             d_gate_up_eFD = _weight_gradient(GATE_UP, d_gate_up_columns, x, counts_e, ctx.tiles, extras)
         dweights_R = dweights_R if wants_weights else None
-        return dx_ND, d_gate_up_eFD, d_down_eDF, None, dweights_R, None, *d_biases, None, None
+        return dx_ND, d_gate_up_eFD, d_down_eDF, None, dweights_R, None, *d_biases, None, None, None
+
+
+def _quantized_gradient(
+    dy_RD: Tensor, box: GradientBox | None, counts_e: Tensor, extras: _Extras, *, columns: bool
+) -> Both:
+    """The output's gradient in 8 bits, and if wanted transposed; with something in the box `dy_RD` is a carrier."""
+    operators, recipe, form = extras.operators, extras.recipe, extras.float8.gradient
+    rows = None if box is None else box.take()
+    if rows is None:
+        along_rows = recipe.rows if columns else None
+        dy_RD = dy_RD.contiguous()
+        made: Both = operators.quantize_rows(dy_RD, recipe, form, columns=along_rows, counts_e=counts_e)
+        return made
+    _check_rows("the output's gradient", rows, dy_RD, recipe, form)
+    return Both(rows, operators.quantize_groups(rows, counts_e, recipe, form, block=recipe.rows) if columns else None)
 
 
 def _pre_activation(
@@ -319,7 +341,7 @@ def _bias_gradients(
         found[0] = gradient(d_gate_up_RF, counts_e, accumulate_into=sums[0])
     if biases[1] is not None:
         weighed = None if weights_R is None or dweights_R is None else Weighed(biases[1], weights_R, dweights_R)
-        found[1] = gradient(dy_RD, counts_e, weighed, accumulate_into=sums[1])
+        found[1] = gradient(dy_RD.contiguous(), counts_e, weighed, accumulate_into=sums[1])
     return [None if total is not None else one for one, total in zip(found, sums, strict=True)]
 
 
@@ -344,12 +366,17 @@ def _source_rows(x_ND: Tensor, quantized: Quantized | None, counts_e: Tensor | N
     if quantized is None:
         made: Quantized = float8.operators.quantize_rows(x_ND, recipe, form, counts_e=counts_e).rows
         return made
-    expected = (x_ND.shape, recipe.rows, form.dtype)
-    found = (quantized.values.shape, quantized.block, quantized.values.dtype)
+    _check_rows("x", quantized, x_ND, recipe, form)
+    return quantized
+
+
+def _check_rows(name: str, came: Quantized, plain: Tensor, recipe: Recipe, form: Format) -> None:
+    """Refuse rows that came in other 8 bits than would be made here of `plain`."""
+    expected = (plain.shape, recipe.rows, form.dtype)
+    found = (came.values.shape, came.block, came.values.dtype)
     if found != expected:
         raise KernelError(
-            "expert_ffn: rows in 8 bits must be those of x, in the blocks and the format of forward",
+            f"expert_ffn: rows in 8 bits must be those of {name}, in the blocks and the format of ours",
             got=f"{tuple(found[0])} by blocks of {found[1]} in {found[2]}",
             allowed=f"{tuple(expected[0])} by blocks of {expected[1]} in {expected[2]}",
         )
-    return quantized

@@ -161,7 +161,9 @@ def _gather(
     x: Quantized, index_R: Tensor | None, tiles: TileTable, launch: ProductLaunch
 ) -> tuple[Quantized, Tensor | None]:
     """Rows and index for the kernel: as they are, or the rows copied first, also where 32 bits cannot count them."""
-    if index_R is None or (not launch.copy_gathered and len(x.values) * x.values.stride(0) < GATHER_LIMIT):
+    if index_R is None:
+        return _countable(x), None
+    if not launch.copy_gathered and len(x.values) * x.values.stride(0) < GATHER_LIMIT:
         return x, index_R
     words, scales = x.values.view(torch.int16 if x.values.shape[1] % 2 == 0 else torch.int8), x.scales
     values = gather_rows(words, index_R, tiles.used, multiple=16 // words.itemsize).view(x.values.dtype)
@@ -169,6 +171,13 @@ def _gather(
         memory = scales.view(torch.uint8) if scales.itemsize == 1 else scales
         scales = gather_columns(memory.T.contiguous(), index_R, tiles.used).T.view(scales.dtype)
     return Quantized(values, scales, x.block), None
+
+
+def _countable(x: Quantized) -> Quantized:
+    """Rows in place; scales far apart, as behind rows that travelled, are copied where 32 bits cannot count them."""
+    if x.scales.stride(0) * len(x.values) < GATHER_LIMIT:
+        return x
+    return x._replace(scales=_scales(x).T.contiguous().T.view(x.scales.dtype))
 
 
 def _check(product: str, **operands: tuple[Quantized, tuple[int, ...]]) -> Scaling:

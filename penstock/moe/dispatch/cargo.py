@@ -6,7 +6,8 @@
 Bytes have no gradient, and autograd would cast a gradient to the dtype of what it belongs to. So the graph sees a
 carrier instead: a tensor with the shape and dtype of the rows, and one number of memory. Bytes move forward; the
 carrier's gradient moves back in 16 bits. Moves copy rows, so their transposes are what `combine` does with outputs, and
-a dispatcher has both at hand.
+a dispatcher has both at hand. Gradients of outputs, which move as rows do, may be packed too: past the graph, in a box
+(penstock/kernels/float8/gradient_box.py).
 
 Rows are quantized before they leave, once, and nobody quantizes them again where their experts read rows in the same
 blocks. Where these do not, rows are dequantized as soon as they are there.
@@ -64,12 +65,14 @@ class Packing:
     Attributes:
         recipe: in whose blocks they are quantized; None sends them as they are.
         form: of the values.
+        gradient: likewise, where the rows are gradients of outputs.
         operators: quantize and dequantize.
         is_opened: where they arrive they are dequantized; else experts multiply them as they came.
     """
 
     recipe: Recipe | None = None
     form: Format = E4M3
+    gradient: Format = E4M3
     operators: Float8Operators = REFERENCE
     is_opened: bool = False
 
@@ -93,6 +96,21 @@ class Packing:
             return opened_ND, None
         return cargo.x_ND, as_quantized(cargo.packed, cargo.x_ND.shape[1], self.recipe, self.form)
 
+    def load_gradients(self, dy_TD: Tensor) -> Tensor:
+        """Gradients of outputs, packed for experts that expect them so: uint8, T x the bytes of a row."""
+        assert self.recipe is not None, "gradients are packed where rows are"
+        return self.operators.pack_rows(dy_TD, self.recipe, self.gradient)
+
+    def unload_gradients(self, packed: Tensor, width: int) -> Quantized:
+        """Packed gradients that arrived, as experts multiply them.
+
+        Args:
+            packed: uint8, rows x the bytes of one.
+            width: numbers of a row.
+        """
+        assert self.recipe is not None, "packed gradients for somebody who knows no recipe"
+        return as_quantized(packed, width, self.recipe, self.gradient)
+
 
 AS_THEY_ARE = Packing()
 """16 bits."""
@@ -105,7 +123,8 @@ def packing_of(rule: Float8Rule) -> Packing:
         rule: of the layer.
     """
     is_opened = _rows_by(rule.dispatch) != _rows_by(rule.experts)
-    return Packing(recipe=rule.dispatch, form=rule.forward, operators=rule.operators, is_opened=is_opened)
+    forms = {"form": rule.forward, "gradient": rule.gradient}
+    return Packing(recipe=rule.dispatch, operators=rule.operators, is_opened=is_opened, **forms)
 
 
 def _rows_by(recipe: Recipe | None) -> tuple[object, ...] | None:

@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
+from penstock.kernels.float8.gradient_box import GradientBox
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.reference import RowOrder
 from penstock.moe.dispatch.cargo import Cargo
@@ -40,6 +41,8 @@ class ExpertRows:
         only_last: of the places that hold nothing, nobody reads any but the very last one.
         aside: takes work of the experts' backward pass that is done while the gradients of the rows travel; None if
             nothing travels, or nothing is done meanwhile.
+        gradients: where experts may find the gradients of their outputs in 8 bits, by the blocks of `quantized` and in
+            the format of gradients, if they say in forward that they expect them; None where these come in 16 bits.
     """
 
     x_ND: Tensor
@@ -50,6 +53,7 @@ class ExpertRows:
     quantized: Quantized | None = None
     only_last: bool = False
     aside: Aside | None = None
+    gradients: GradientBox | None = None
 
 
 # FSDP2 frees gathered experts once their inputs have gradients. Before torch 2.13 it finds these with `tree_flatten`

@@ -9,9 +9,9 @@
 
 Backward is the same the other way: gradients of the outputs are pushed to the experts like rows (the choices are known
 there by now) and go straight to their places, and those of the rows and weights are pushed back and added up: by copy
-engines, while the gradient of the experts' first matrix is computed (`ExpertRows.aside`). Rows may go out in 8 bits;
-the same slots then serve gradients in 16. Shapes depend on nothing but the number of tokens and the `Room`, the host
-reads nothing, and no collective is called.
+engines, while the gradient of the experts' first matrix is computed (`ExpertRows.aside`). Rows may go out in 8 bits,
+and so do gradients of the outputs then, if the experts expect it; what goes home has 16 bits and uses the same slots.
+Shapes depend on nothing but the number of tokens and the `Room`, the host reads nothing, and no collective is called.
 
 Simpler than DeepEP: a row's place at the receiver is its token's number, so there are no queues, counts or handles; the
 price is memory for all tokens of all ranks, and one copy of what arrived, made while the rest is on its way.
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.kernels.arrivals import Arrivals, order_arrivals
+from penstock.kernels.float8.gradient_box import GradientBox
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.symmetric import (
     PUSH_LAUNCH,
@@ -106,9 +107,11 @@ class Trip(Receipt):
 
     Attributes:
         experts_TK: our own choices.
+        gradients: see `ExpertRows`.
     """
 
     experts_TK: Tensor
+    gradients: GradientBox | None = None
 
     @property
     def places(self) -> Places:
@@ -146,13 +149,15 @@ class SymmetricDispatcher:
         order = RowOrder(arrivals.slots_R, arrivals.places_NK, arrivals.counts_e)
         x_ND, quantized = self.packing.unload(Cargo(x_ND, packed))
         placed = (arrivals.index_R, arrivals.weights_R, arrivals.counts_e, arrivals.places_NK)
-        rows = ExpertRows(x_ND, *placed, quantized, only_last=True, aside=aside)
-        return rows, Trip(order, routing.experts_TK)
+        # Experts that multiply rows as they came quantize gradients in the same blocks.
+        gradients = None if quantized is None else GradientBox()
+        rows = ExpertRows(x_ND, *placed, quantized, only_last=True, aside=aside, gradients=gradients)
+        return rows, Trip(order, routing.experts_TK, gradients)
 
     def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
         """See `Dispatcher.combine`. All ranks of the axis call it."""
         assert isinstance(receipt, Trip), f"not a receipt of this dispatcher: {receipt}"
-        y_TD: Tensor = _Combine.apply(y_RD, receipt, self.links)
+        y_TD: Tensor = _Combine.apply(y_RD, receipt, self.links, self.packing)
         return y_TD
 
     def _order(self, experts_NK: Tensor, weights_NK: Tensor) -> Arrivals:
@@ -358,23 +363,28 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Outputs home and summed; backward pushes their gradients to the experts."""
+    """Outputs home and summed; backward pushes their gradients to the experts, in 8 bits if these expect that."""
 
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, trip: Trip, links: Links) -> Tensor:
+    def forward(ctx: Any, y_RD: Tensor, trip: Trip, links: Links, packing: Packing) -> Tensor:
         ctx.save_for_backward(trip.experts_TK, trip.places.places_NK, trip.places.counts_e)
-        ctx.links, ctx.rows = links, y_RD.shape[0]
+        ctx.links, ctx.packing, ctx.gradients, ctx.rows = links, packing, trip.gradients, y_RD.shape[0]
         return _bring_back(Returned(rows=y_RD, is_summed=True), trip.places, trip.experts_TK, links).y_TD
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None, None]:
         experts_TK, places_NK, counts_e = ctx.saved_tensors
-        links, dy_TD = ctx.links, dy_TD.contiguous()
+        links, packing, box = ctx.links, ctx.packing, ctx.gradients
+        is_packed = box is not None and box.is_expected
+        own_T = packing.load_gradients(dy_TD) if is_packed else dy_TD.contiguous()
         slot = links.buffers.take(Lane.OUT)
-        dy_RD = dy_TD.new_empty(ctx.rows, dy_TD.shape[1])
-        by_kernels, by_engines = _pusher(dy_TD, experts_TK, slot, links), _copier(dy_TD, slot, links)
-        with links.buffers.transfer(by_engines if links.by_engines else by_kernels, links.cut(dy_TD)):
+        rows_R = own_T.new_empty(ctx.rows, own_T.shape[1])
+        by_kernels, by_engines = _pusher(own_T, experts_TK, slot, links), _copier(own_T, slot, links)
+        with links.buffers.transfer(by_engines if links.by_engines else by_kernels, links.cut(own_T)):
             places = Places(places_NK=places_NK, counts_e=counts_e)
-            _take(dy_TD, slot, places, dy_RD, links, is_spread=True)
-        return dy_RD, None, None
+            _take(own_T, slot, places, rows_R, links, is_spread=True)
+        if not is_packed:
+            return rows_R, None, None, None
+        box.put(packing.unload_gradients(rows_R, dy_TD.shape[1]))
+        return carrier_like(dy_TD, ctx.rows), None, None, None

@@ -343,12 +343,12 @@ def interpreted(
 
 
 def launch(kernel: Callable[..., None], grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
-    """Run all programs of a kernel, one after the other; tensors are given as pointers to their memory."""
+    """Run all programs of a kernel, one after the other; tensors are pointers to memory from first to last number."""
     given = []
     for one in arguments:
         if isinstance(one, Tensor):
-            assert one.is_contiguous(), "a pointer is to whole memory"
-            given.append(Pointer(one.view(-1), 0))
+            size = 1 + sum((size - 1) * stride for size, stride in zip(one.shape, one.stride(), strict=True))
+            given.append(Pointer(one.as_strided((size,), (1,)) if one.numel() else one.view(-1), 0))
         else:
             given.append(value(one, torch.int32) if isinstance(one, int) else one)
     GRID[:] = grid

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from penstock.kernels.expert_parts import KeptRows
 from penstock.kernels.float8 import hopper_products, products
-from penstock.kernels.float8.formats import format_on
+from penstock.kernels.float8.formats import E4M3, format_on
 from penstock.kernels.float8.launches import CANDIDATES, Product, ProductLaunch, in_triton
+from penstock.kernels.float8.packed_rows import as_quantized, pack_rows
 from penstock.kernels.float8.products import multiply, multiply_columns, multiply_groups
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, ROWWISE
 from penstock.kernels.tile_table import TileTable
@@ -137,6 +138,11 @@ def test_nothing_spills_where_rows_are_kept(dtype: str, launch: ProductLaunch) -
     check_warps(compile_kernel("rows", launch, is_kept=True, dtype=dtype), launch)
 
 
+@pytest.mark.parametrize("launch", HOPPERS_OF_ROWS.values(), ids=HOPPERS_OF_ROWS)
+def test_nothing_spills_where_scales_stand_behind_rows(launch: ProductLaunch) -> None:
+    check_warps(compile_kernel("rows", launch, is_packed=True), launch)
+
+
 @pytest.mark.parametrize(("product", "launch"), LAUNCHES)
 def test_multipliers_never_wait_for_each_other_and_nothing_spills(product: Product, launch: ProductLaunch) -> None:
     check_warps(compile_kernel(product, launch), launch)
@@ -164,7 +170,9 @@ def test_the_first_of_two_sums_is_there_before_the_second() -> None:
     assert rest[: len(turn)] == turn, order
 
 
-def compile_kernel(product: Product, launch: ProductLaunch, *, is_kept: bool = False, dtype: str = "bf16") -> Compiled:
+def compile_kernel(
+    product: Product, launch: ProductLaunch, *, is_kept: bool = False, is_packed: bool = False, dtype: str = "bf16"
+) -> Compiled:
     """Compile as the launchers would for widths that are multiples of 128; rows are written in a dtype."""
 
     def operand(dtype: str, bits: int, *block: int) -> str:
@@ -188,11 +196,13 @@ def compile_kernel(product: Product, launch: ProductLaunch, *, is_kept: bool = F
             "w": operand("fp8e4nv", 8, 1, 128, 128),
             "y_ptr": f"*{dtype}:16",
             **dict.fromkeys(("x_scales", "w_scales"), "*fp32:16"),
-            **dict.fromkeys(("x_scale_depth", "w_scale_expert", "w_scale_depth"), "i32"),
+            **dict.fromkeys(("w_scale_expert", "w_scale_depth"), "i32"),
+            "x_scale_outer" if is_packed else "x_scale_depth": "i32",
         }
         signature |= {"y": operand("bf16", 16, 1, 1, 64, 128)} if dtype == "bf16" else {}
         signature |= {"first_ptr": "*i64:16"} if is_kept else {}
-        constants |= {"x_scale_outer": 1, "w_scale_outer": 1, "ONLY_LAST": False}
+        constants |= {"w_scale_outer": 1, "ONLY_LAST": False}
+        constants |= {"x_scale_depth" if is_packed else "x_scale_outer": 1}
         table += ("owners_ptr", "block_count_ptr")
         kernel = float8_rows_kernel
     else:
@@ -248,6 +258,17 @@ def test_rows_of_experts_are_launched_with_their_table(launched: list[dict[str, 
     assert [found[name] for name in ("w_scale_expert", "w_scale_outer", "w_scale_depth")] == [4, 1, 2]
     assert isinstance(found["block_count_ptr"], Tensor) and found["block_count_ptr"][0] == 1, "of blocks of 128 rows"
     assert (found["STAGES"], found["STEPS"]) == (6, 2)
+
+
+def test_rows_that_travelled_are_launched_where_they_lie(launched: list[dict[str, object]]) -> None:
+    counts, launch = [70, 0, 3], CANDIDATES["sm_90"]["rows"]["gluon_double"]
+    packed = pack_rows(torch.randn(sum(counts) + TAIL, 200), BLOCKWISE, E4M3)
+    x, w = as_quantized(packed, 200, BLOCKWISE, E4M3), draw_weight(BLOCKWISE, CPU, len(counts), 136, 200)
+    multiply_groups(x, w, torch.tensor(counts), dtype=torch.bfloat16, tiles=table_of(counts), launch=launch)
+    (found,) = launched
+    assert tuple(found["x"].strides) == (packed.shape[1], 1) and found["x"].base.data_ptr() == packed.data_ptr()
+    assert found["x_scales"] is x.scales and x.scales.data_ptr() == packed.data_ptr() + 208
+    assert [found[name] for name in ("x_scale_outer", "x_scale_depth")] == [packed.shape[1] // 4, 1]
 
 
 def test_rows_that_are_kept_are_launched_with_their_first(launched: list[dict[str, object]]) -> None:

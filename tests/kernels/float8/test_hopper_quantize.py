@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.kernels.float8 import hopper_copies, quantize, reference
 from penstock.kernels.float8.formats import E4M3, E5M2, Format
 from penstock.kernels.float8.hopper_products import HAS_GLUON
+from penstock.kernels.float8.packed_rows import as_quantized, pack_rows
 from penstock.kernels.float8.quantize import quantize_groups, quantize_rows
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe
@@ -91,13 +92,15 @@ def test_rows_in_16_bits_give_both_copies(
 
 @every_recipe
 @pytest.mark.parametrize("is_gathered", [False, True])
-@pytest.mark.parametrize("eight", [False, True], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize("kind", ["16 bits", "8 bits", "8 bits that travelled"])
 def test_gathered_rows_give_the_transposed_copy(
-    eight: bool, is_gathered: bool, recipe: Recipe, launched: list[tuple[int, ...]]
+    kind: str, is_gathered: bool, recipe: Recipe, launched: list[tuple[int, ...]]
 ) -> None:
     source: Tensor | Quantized = rows(40, 256, CPU)
-    if eight:
+    if kind == "8 bits":
         source = reference.quantize_rows(source, recipe, E4M3).rows
+    elif kind != "16 bits":
+        source = as_quantized(pack_rows(source, recipe, E4M3), 256, recipe, E4M3)
     index_R = torch.randint(0, 40, (45,)) if is_gathered else None
     how = {"counts_e": torch.tensor([7, 0, 33]), "recipe": recipe, "form": E4M3, "index_R": index_R}
     copies = quantize_groups(source, **how, launch=GLUON), reference.quantize_groups(source, **how)
@@ -156,18 +159,19 @@ def test_a_hopper_gives_the_copies_of_the_definition(
     assert_equal(without_tail(found_columns, counts_e), without_tail(expected_columns, counts_e))
 
 
-def compiled(launch: TileLaunch, *, eight: bool, square: bool) -> Compiled:
+def compiled(launch: TileLaunch, *, eight: bool, square: bool, travelled: bool = False) -> Compiled:
     pointers = {
         "x_ptr": "*fp8e4nv:16" if eight else "*bf16:16",
         "x_scales_ptr": "*fp32:16" if eight else None,
-        "index_ptr": "*i64:16" if eight else None,
+        "index_ptr": "*i64:16" if eight and not travelled else None,
         "tiles_ptr": "*i32:16",
         "rows_ptr": None if eight else "*i8:16",
         "row_scales_ptr": None if eight else "*fp32:16",
         "columns_ptr": "*i64:16",
         "column_scales_ptr": "*fp32:16",
     }
-    numbers = dict.fromkeys(("x_scales_outer", "x_stride", "rows_stride", "columns_stride", "D"), "i32:16")
+    numbers = dict.fromkeys(("x_stride", "rows_stride", "columns_stride", "D"), "i32:16")
+    numbers["x_scales_outer"] = "i32" if travelled else "i32:16"
     return compile_for(
         quantize_kernel,
         {name: kind for name, kind in pointers.items() if kind} | numbers | {"R": "i32", "x_scales_depth": "i32"},
@@ -178,13 +182,16 @@ def compiled(launch: TileLaunch, *, eight: bool, square: bool) -> Compiled:
     )
 
 
-@pytest.mark.parametrize("square", [False, True], ids=["rows", "squares"])
 @every_launch
-@pytest.mark.parametrize("eight", [False, True], ids=["16 bits", "8 bits"])
+@pytest.mark.parametrize(
+    ("kind", "square"),
+    [*((kind, square) for kind in ("16 bits", "8 bits") for square in (False, True)), ("8 bits that travelled", False)],
+)
 def test_tiles_are_moved_in_wide_pieces_by_as_many_registers_as_there_are(
-    eight: bool, launch: TileLaunch, square: bool
+    kind: str, launch: TileLaunch, square: bool
 ) -> None:
-    found = compiled(launch, eight=eight, square=square)
+    eight = kind != "16 bits"
+    found = compiled(launch, eight=eight, square=square, travelled=kind.endswith("travelled"))
     assert found.spills <= SPILLED_BY_TRITON_3_9 and found.registers <= launch.registers, found.summary
     numbers = 128 * 128 // (32 * launch.warps)
     loads = r"ld\.global(?:\.\w+)*\.v2\.b32" if eight else r"ld\.global(?:\.\w+)*\.v4\.b32"

@@ -10,13 +10,22 @@ from penstock.base.errors import KernelError
 from penstock.kernels.float8 import reference
 from penstock.kernels.float8.formats import E4M3, format_on
 from penstock.kernels.float8.launches import ProductLaunch
+from penstock.kernels.float8.packed_rows import as_quantized, pack_rows, row_bytes, scale_dtype
 from penstock.kernels.float8.products import _gather, multiply, multiply_columns, multiply_groups
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, DEPTH, MXFP8, NVFP4, ROWWISE, TENSORWISE, Recipe
 from penstock.kernels.grouped_gemm import GATHER_LIMIT
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import target_of
-from tests.kernels.float8.draw_quantized import TAIL, draw_columns, draw_rows, draw_weight, lay_out, without_memory
+from tests.kernels.float8.draw_quantized import (
+    TAIL,
+    draw_columns,
+    draw_rows,
+    draw_weight,
+    form_on,
+    lay_out,
+    without_memory,
+)
 
 POINTERS = ProductLaunch(block_rows=64, block_columns=64, stages=2, group=2, descriptors=False)
 DESCRIPTORS = replace(POINTERS, pieces=2, descriptors=True, steps=2, ahead=True)
@@ -77,6 +86,20 @@ def test_gathered_rows_are_multiplied_where_they_lie(
     index_R = torch.randint(30, (sum(COUNTS) + TAIL,), device=device)
     expected = reference.multiply_groups(x, w, counts_e, index_R, dtype=torch.float32)
     assert_equal_sums(multiply_groups(travelled, w, counts_e, index_R, dtype=torch.float32, launch=launch), expected)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
+def test_rows_that_travelled_are_multiplied_in_their_order(
+    recipe: Recipe, launch: ProductLaunch, device: torch.device
+) -> None:
+    counts_e, form = torch.tensor(COUNTS, device=device), form_on(device)
+    packed = pack_rows(torch.randn(sum(COUNTS) + TAIL, DEPTH_ODD, device=device), recipe, form)
+    w = draw_weight(recipe, device, len(COUNTS), WIDTH_ODD, DEPTH_ODD)
+    x = as_quantized(packed, DEPTH_ODD, recipe, form)
+    expected = reference.multiply_groups(x, w, counts_e, dtype=torch.float32)
+    packed[sum(COUNTS) :] = 0xFF  # NaN, values and scales
+    assert_equal_sums(multiply_groups(x, w, counts_e, dtype=torch.float32, launch=launch), expected)
 
 
 @EVERY_RECIPE
@@ -176,6 +199,20 @@ def test_rows_are_copied_where_32_bits_cannot_count_what_they_are_gathered_from(
     assert _gather(source(GATHER_LIMIT // 2048 - 1), index_R, tiles, POINTERS)[1] is index_R
     copy, no_index = _gather(source(GATHER_LIMIT // 2048), index_R, tiles, POINTERS)
     assert copy.values.shape == (2, 2048) and copy.scales.shape == (2, 16) and no_index is None
+
+
+@pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
+def test_scales_behind_rows_are_copied_where_32_bits_cannot_count_them(recipe: Recipe) -> None:
+    tiles, apart = tile_table(torch.empty(1, dtype=torch.int32, device="meta"), 2), row_bytes(2048, recipe)
+    limit = GATHER_LIMIT // (apart // scale_dtype(recipe).itemsize)
+
+    def scales_of(rows: int) -> Tensor:
+        packed = torch.empty(rows, apart, dtype=torch.uint8, device="meta")
+        return _gather(as_quantized(packed, 2048, recipe, E4M3), None, tiles, POINTERS)[0].scales
+
+    assert scales_of(limit).stride(1) == 1
+    found = scales_of(limit + 1)
+    assert found.stride() == (1, limit + 1) and found.dtype == scale_dtype(recipe)
 
 
 def test_operands_that_do_not_fit_are_refused_by_name() -> None:
