@@ -8,33 +8,21 @@ of `dispatch`, and both nodes of its graph hold it; what a region runs again has
 that know no boxes never expect anything, and get 16 bits.
 """
 
+from penstock.kernels.float8.handed import HandedOver
 from penstock.kernels.float8.quantized import Quantized
 
 
-class GradientBox:
-    """One place. No dataclass: whoever rebuilds one for its tensors would make another box.
+class GradientBox(HandedOver[Quantized]):
+    """The place of dy, R x D, by the blocks of rows and in the format of gradients; rows of no place may be anything.
 
     Attributes:
         is_expected: the experts look into it, so their outputs' gradient may be a carrier. The same on all ranks.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.is_expected = False
-        self._rows: Quantized | None = None
 
     def expect(self) -> None:
         """Say that the backward pass of the experts will look into it."""
         self.is_expected = True
-
-    def put(self, rows: Quantized) -> None:
-        """Leave gradients, in each backward pass anew.
-
-        Args:
-            rows: dy, R x D, by the blocks of rows and in the format of gradients; those of no place may be anything.
-        """
-        self._rows = rows
-
-    def take(self) -> Quantized | None:
-        """What was left, once; None if nothing was: then autograd has the gradient."""
-        rows, self._rows = self._rows, None
-        return rows

@@ -10,32 +10,35 @@ tensor of the right shape and dtype with one number of memory, which nobody may 
 So what is handed over has one reader, and its maker is the only one who gives it a gradient.
 """
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
 from penstock.kernels.float8.quantized import Both
 from penstock.kernels.float8.recipes import BLOCKWISE, DEPTH, Recipe
 
+Gradient = TypeVar("Gradient")
+"""By rows, or by rows and transposed."""
 
-class Handed:
-    """The place of one gradient. No dataclass: a region that runs again is given the same one, not a copy."""
+
+class HandedOver(Generic[Gradient]):
+    """The place of one gradient. No dataclass: who rebuilds one, as a region that runs again, would make another."""
 
     def __init__(self) -> None:
-        self._both: Both | None = None
+        self._gradient: Gradient | None = None
 
-    def put(self, both: Both) -> None:
-        """Leave a gradient; one that nobody took was that of a walk that ended in the middle.
+    def put(self, gradient: Gradient) -> None:
+        """Leave a gradient; one that nobody took was that of a walk that ended in the middle."""
+        self._gradient = gradient
 
-        Args:
-            both: by rows, and transposed.
-        """
-        self._both = both
-
-    def take(self) -> Both | None:
+    def take(self) -> Gradient | None:
         """What was left, once; None if the gradient comes through autograd."""
-        both, self._both = self._both, None
-        return both
+        gradient, self._gradient = self._gradient, None
+        return gradient
+
+
+class Handed(HandedOver[Both]):
+    """The gradient of a product, for both of the products that read it."""
 
 
 class HandedHeads(NamedTuple):
@@ -57,7 +60,7 @@ def carrier_of(shape: tuple[int, ...], like: Tensor) -> Tensor:
         shape: its own.
         like: of its dtype and device.
     """
-    return like.new_empty(()).expand(shape)
+    return like.new_empty_strided(shape, (0,) * len(shape))
 
 
 def obstacle(recipe: Recipe, heads: int, plain: int, rotary: int, value: int) -> str | None:
