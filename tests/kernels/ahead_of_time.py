@@ -65,6 +65,13 @@ TARGETS: dict[str, Target] = {
 }
 
 
+ONE_OF_EACH_MAKER = [
+    pytest.param(name, marks=() if name in ("sm_90", "gfx942") else pytest.mark.slow, id=name) for name in TARGETS
+]
+"""Names of targets as parameters of a test of a kernel's variant, whose plain form other tests compile for all of them:
+those of the newer chip of each maker are slow."""
+
+
 @dataclass(frozen=True)
 class Compiled:
     """What the compiler made of one kernel for one target.

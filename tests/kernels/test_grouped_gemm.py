@@ -260,7 +260,9 @@ CHOICES = [
     for whole in depths(product, launch)
 ]
 FORWARDS = [
-    choice
+    pytest.param(
+        *choice.values, id=choice.id, marks=[] if choice.values[0] in ("sm_90", "gfx942") else pytest.mark.slow
+    )
     for choice in CHOICES
     # Of two forms the one that masks the depth holds more.
     if choice.values[1].startswith("forward") and choice.values[3] == depths(*choice.values[1:3])[-1]

@@ -48,7 +48,11 @@ LAUNCHES = [
 ]
 
 
-HOPPERS_OF_ROWS = {name: one for name, one in CANDIDATES["sm_90"]["rows"].items() if one.engine == "gluon"}
+HOPPERS_OF_ROWS = [
+    pytest.param(one, id=name, marks=[] if ("rows", name) in QUICKLY_COMPILED else [pytest.mark.slow])
+    for name, one in CANDIDATES["sm_90"]["rows"].items()
+    if one.engine == "gluon"
+]
 
 
 class Barrier:
@@ -132,13 +136,13 @@ def test_slots_change_hands_without_a_deadlock_and_without_being_overwritten(sta
         assert program.finished == [sum(tiles)] * 2
 
 
-@pytest.mark.parametrize("launch", HOPPERS_OF_ROWS.values(), ids=HOPPERS_OF_ROWS)
+@pytest.mark.parametrize("launch", HOPPERS_OF_ROWS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_nothing_spills_where_rows_are_kept(dtype: str, launch: ProductLaunch) -> None:
     check_warps(compile_kernel("rows", launch, is_kept=True, dtype=dtype), launch)
 
 
-@pytest.mark.parametrize("launch", HOPPERS_OF_ROWS.values(), ids=HOPPERS_OF_ROWS)
+@pytest.mark.parametrize("launch", HOPPERS_OF_ROWS)
 def test_nothing_spills_where_scales_stand_behind_rows(launch: ProductLaunch) -> None:
     check_warps(compile_kernel("rows", launch, is_packed=True), launch)
 

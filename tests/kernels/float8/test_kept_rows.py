@@ -26,7 +26,7 @@ from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import target_of
 from penstock.moe.dispatch.room import forget_left_out, make_room
 from penstock.moe.dispatch.shelf import Shelf
-from tests.kernels.ahead_of_time import TARGETS
+from tests.kernels.ahead_of_time import ONE_OF_EACH_MAKER
 from tests.kernels.float8.draw_quantized import draw_rows, draw_weight, form_on, without_tail
 from tests.kernels.float8.test_product_launches import compile_product
 from tests.kernels.float8.test_swiglu import compiled as compile_activation
@@ -149,7 +149,7 @@ def test_a_gpu_reads_kept_rows_of_16_bits_where_they_stand(before: int, device: 
         assert torch.equal(kept_back.dweights_R, back.dweights_R), name
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ONE_OF_EACH_MAKER)
 def test_the_kernels_compile_without_spills(target: str) -> None:
     recipe, scaling = (MXFP8, "inside") if target in ("sm_100", "gfx950") else (BLOCKWISE, "promoted")
     for product in ("rows", "rows_gathered"):
