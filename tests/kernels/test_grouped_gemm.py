@@ -264,7 +264,7 @@ FORWARDS = [
         *choice.values, id=choice.id, marks=[] if choice.values[0] in ("sm_90", "gfx942") else pytest.mark.slow
     )
     for choice in CHOICES
-    # Of two forms the one that masks the depth holds more.
+    # Of two forms the one that masks the depth holds more; the newer chip of each maker is left to the slow tests.
     if choice.values[1].startswith("forward") and choice.values[3] == depths(*choice.values[1:3])[-1]
 ]
 
