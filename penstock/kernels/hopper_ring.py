@@ -5,9 +5,9 @@ others load, scale or write. In kernels that are written in Gluon a program has 
 warps have trades:
 
     a loader            one warp, copies blocks of both operands into a ring of STAGES slots
-    two multipliers     four warps each; each goes its own way
+    multipliers         two or three, four warps each; each goes its own way
 
-Those of 8 bits (`penstock.kernels.float8.hopper_blocks`) have half of a tile each: while one scales, the other's
+Those of 8 bits (`penstock.kernels.float8.hopper_blocks`) have a part of a tile each: while one scales, another one's
 product is in the matrix unit. Those of 16 bits take tiles in turns: while one writes, the other multiplies.
 
 Slots are handed over by barriers in shared memory: `full` counts the bytes that arrive, `empty` the multipliers that
@@ -49,12 +49,12 @@ def ring(step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def make_barriers(STAGES: gl.constexpr, READERS: gl.constexpr = 2):
-    """A slot is full when the one loader's bytes are there, empty when so many multipliers are done."""
+def make_barriers(STAGES: gl.constexpr, READERS: gl.constexpr = 2, WRITERS: gl.constexpr = 1):
+    """A slot is full when so many have arrived and its bytes are there, empty when so many multipliers are done."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(full.index(slot), count=WRITERS)
         mbarrier.init(empty.index(slot), count=READERS)
     fence_async_shared()
     return full, empty

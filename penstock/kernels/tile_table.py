@@ -25,8 +25,8 @@ from torch import Tensor, int32, int64
 from penstock.base.errors import KernelError
 from penstock.kernels.launching import start_kernel
 
-BLOCK_SIZES = (64, 128, 256)
-"""Rows of a block, one owner table for each: powers of two, each twice the one before."""
+BLOCK_SIZES = (64, 128, 192, 256)
+"""Rows of a block, one owner table for each: multiples of the first one."""
 
 ALIGNED_BLOCK = 128
 """The one of `BLOCK_SIZES` at whose multiples experts begin in copies that are aligned."""
@@ -120,7 +120,7 @@ def tile_table_kernel(
     """One program writes one expert's part of the owner table for one size of block."""
     expert = tl.program_id(0)
     size = tl.program_id(1)
-    block_rows = SMALLEST_BLOCK << size
+    block_rows = SMALLEST_BLOCK * (size + 1)
     ids = tl.arange(0, EXPERTS_PADDED)
     counts = tl.load(counts_ptr + ids, mask=ids < experts, other=0).to(tl.int32)
     ends = tl.cumsum(counts, 0)

@@ -25,11 +25,17 @@ from penstock.kernels.tuning import programs_of
 VERSIONS = ("3.6", "3.9")
 """Of Triton, whose Gluon takes the kernels."""
 
-TILE = 128
-"""Rows and columns of a tile. Each of two multipliers has half of its rows."""
+PART = 64
+"""Rows of a tile that one multiplier has."""
+
+WIDTH = 128
+"""Columns of a tile."""
 
 REGISTERS = 168
 """Of a thread at the start: twelve warps share a multiprocessor, which then hand them from one to the other."""
+
+TRIOS_REGISTERS = 128
+"""The same of sixteen warps, where there are three multipliers."""
 
 HAS_GLUON = (
     torch.version.hip is None
@@ -85,13 +91,13 @@ def launch_rows(
     """
     (rows, depth), columns = x.values.shape, y.shape[1]
     values = w.values if tiles is not None else w.values[None]
-    size = BLOCK_SIZES.index(TILE)
+    size = BLOCK_SIZES.index(launch.block_rows)
     start_kernel(
         float8_rows_kernel,
         (programs_of(launch, y.device),),
-        _blocks_of(x.values, TILE),
-        _blocks_of(values, 1, TILE),
-        _ragged_blocks_of(y) if y.dtype == torch.bfloat16 else None,
+        _blocks_of(x.values, PART),
+        _blocks_of(values, 1, WIDTH),
+        _ragged_pieces_of(y, launch) if y.dtype == torch.bfloat16 else None,
         y,
         x.scales,
         w.scales,
@@ -109,9 +115,9 @@ def launch_rows(
         STAGES=launch.stages,
         STEPS=launch.steps,
         GROUP=launch.group,
+        MULTIPLIERS=launch.block_rows // PART,
         ONLY_LAST=tiles is not None and tiles.only_last,
-        num_warps=launch.warps,
-        maxnreg=REGISTERS,
+        **_warps_of(launch),
     )
 
 
@@ -130,14 +136,13 @@ def launch_matrices(
         accumulate: add to what c, then float32, holds.
     """
     experts, rows, columns = c.shape
-    is_square = b.block[0] == TILE
-    is_whole = rows % TILE == 0 and columns % TILE == 0
+    is_square = b.block[0] == WIDTH
     start_kernel(
         float8_matrices_kernel,
         (programs_of(launch, c.device),),
-        _blocks_of(a.values, TILE),
-        _blocks_of(b.values, TILE),
-        _sums_of(c) if accumulate else None,
+        _blocks_of(a.values, PART),
+        _blocks_of(b.values, WIDTH),
+        _pieces_of(c, launch) if accumulate else None,
         c,
         a.scales,
         b.scales,
@@ -151,10 +156,10 @@ def launch_matrices(
         STAGES=launch.stages,
         STEPS=launch.steps if is_square else 1,
         GROUP=launch.group,
+        MULTIPLIERS=launch.block_rows // PART,
         SQUARE=is_square,
-        WHOLE=is_whole and (is_square or _stand_together(b.scales)),
-        num_warps=launch.warps,
-        maxnreg=REGISTERS,
+        WHOLE=rows % launch.block_rows == 0 and columns % WIDTH == 0,
+        **_warps_of(launch),
     )
 
 
@@ -164,19 +169,24 @@ def _blocks_of(values: Tensor, *block: int) -> "TensorDescriptor":
     return TensorDescriptor.from_tensor(values, [*block, DEPTH], layout)
 
 
-def _ragged_blocks_of(y: Tensor) -> "TensorDescriptor":
-    """Halves of tiles of which rows past an expert's last are not written."""
-    ragged = create_ragged_descriptor(y, [TILE // 2, TILE])
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(ragged.shape))
-    return TensorDescriptor(ragged.base, ragged.shape, ragged.strides, ragged.block_shape, layout)
+def _ragged_pieces_of(y: Tensor, launch: ProductLaunch) -> "TensorDescriptor":
+    """Pieces of a multiplier's part of a tile, of which rows past an expert's last are not written."""
+    ragged = create_ragged_descriptor(y, [PART, WIDTH // launch.pieces])
+    return TensorDescriptor(
+        ragged.base, ragged.shape, ragged.strides, ragged.block_shape, _layout_of_pieces(y, launch, len(ragged.shape))
+    )
 
 
-def _sums_of(c: Tensor) -> "TensorDescriptor":
-    """Halves of tiles of float32 that are added to."""
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
-    return TensorDescriptor.from_tensor(c, [1, TILE // 2, TILE], layout)
+def _pieces_of(c: Tensor, launch: ProductLaunch) -> "TensorDescriptor":
+    """Pieces of a multiplier's part of a tile that are added to."""
+    return TensorDescriptor.from_tensor(c, [1, PART, WIDTH // launch.pieces], _layout_of_pieces(c, launch, 3))
 
 
-def _stand_together(scales: Tensor) -> bool:
-    """Scales of neighbouring rows lie side by side, those of each block of depth aligned at 16 bytes."""
-    return scales.stride(0) == 1 and scales.stride(1) % 4 == 0 and scales.data_ptr() % 16 == 0
+def _layout_of_pieces(memory: Tensor, launch: ProductLaunch, rank: int) -> "NVMMASharedLayout":
+    width = min(128, WIDTH // launch.pieces * memory.itemsize)
+    return NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * memory.itemsize, rank=rank)
+
+
+def _warps_of(launch: ProductLaunch) -> dict[str, int]:
+    """Warps of a multiplier, and registers of a thread before warps hand them on."""
+    return {"num_warps": launch.warps, "maxnreg": REGISTERS if launch.block_rows == 2 * PART else TRIOS_REGISTERS}

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from penstock.kernels.float8.recipes import DEPTH
-from penstock.kernels.tuning import GemmLaunch, target_of
+from penstock.kernels.tuning import GemmLaunch, programs_of, target_of
 
 Product = Literal["dense", "dense_gradient", "dense_square", "rows", "rows_gathered", "columns", "columns_square"]
 """What is computed, as far as launches differ: a dense product with a weight; one of two operands that have a scale for
@@ -47,12 +47,14 @@ _PAIR = ProductLaunch(block_rows=64, block_columns=128, warps=4, stages=4, piece
 _PAIR_3 = replace(_PAIR, stages=3)
 # Three, each of a third of the registers.
 _TRIO_AHEAD = replace(_PAIR, stages=2, residency=3, registers=168)
-# A loader and two multipliers of four warps each, which have half of the tile each; warps are one multiplier's.
-_TRADES = ProductLaunch(engine="gluon", block_rows=128, block_columns=128, warps=4, stages=6)
+# A loader, and for 64 rows of a tile a multiplier of four warps, two or three; warps and pieces are one multiplier's.
+_TRADES = ProductLaunch(engine="gluon", block_rows=128, block_columns=128, warps=4, stages=6, pieces=4)
 _TRADES_DOUBLE = replace(_TRADES, steps=2)
-# A tile of float32 that the copy engine adds takes the room of two slots.
+_TRADES_THREE = replace(_TRADES, block_rows=192, stages=4, pieces=2)
+# Pieces of float32 that the copy engine adds take the room of a slot.
 _TRADES_SUM = replace(_TRADES, stages=5)
 _TRADES_SUM_DOUBLE = replace(_TRADES_DOUBLE, stages=5)
+_TRADES_SUM_THREE = replace(_TRADES_THREE, pieces=4)
 # Where no copy engine reads descriptors.
 _POINTERS = ProductLaunch(block_rows=128, block_columns=128, warps=8, stages=2, descriptors=False)
 _SMALL = replace(_POINTERS, block_rows=64, block_columns=64, warps=4)
@@ -61,21 +63,27 @@ PRODUCTS: Mapping[str, Mapping[Product, ProductLaunch]] = MappingProxyType(
     {
         "sm_90": (
             dict.fromkeys(get_args(Product), _PAIR_3)
-            | dict.fromkeys(("dense", "rows"), _TRADES_DOUBLE)
-            | {"rows_gathered": replace(_TRADES_DOUBLE, copy_gathered=True)}
-            | dict.fromkeys(("dense_square", "columns_square"), _TRADES_SUM_DOUBLE)
+            | dict.fromkeys(("dense", "rows"), _TRADES_THREE)
+            | {"rows_gathered": replace(_TRADES_THREE, copy_gathered=True)}
+            | dict.fromkeys(("dense_square", "columns_square"), _TRADES_SUM_THREE)
         ),
         "sm_100": dict.fromkeys(get_args(Product), replace(_SINGLE, stages=4)),
         "gfx942": dict.fromkeys(get_args(Product), _POINTERS),
         "gfx950": dict.fromkeys(get_args(Product), _POINTERS),
     }
 )
-"""By target and product. On sm_90 what was fastest on an H200 (benchmarks/results/float8-launches-h200-*.json): for
-experts' rows those of DeepSeek-V3 and V2-Lite, for dense layers V3's query projection. Rows that are gathered are
-copied first. Gradients of weights with squares have what was best in the mean (float8-launches-square-h200-*.json),
-those without have Triton's launch that was best for experts. Triton's `double` was faster for wide dense layers, but a
-run of V2-Lite did not get through its first step with it, and nobody knows why yet. The others were chosen by what the
-compiler makes of them."""
+"""By target and product. On sm_90 what was fastest on an H200 for layers of DeepSeek-V3 and V2-Lite
+(benchmarks/results/float8-launches-three-h200.json; those without squares float8-launches-h200-*.json). Rows that are
+gathered are copied first. Triton's `double` was faster for wide dense layers, but a run of V2-Lite did not get through
+its first step with it, and nobody knows why yet. The others were chosen by what the compiler makes of them."""
+
+_IN_PAIRS: Mapping[ProductLaunch, ProductLaunch] = MappingProxyType(
+    {_TRADES_THREE: _TRADES_DOUBLE, _TRADES_SUM_THREE: _TRADES_SUM_DOUBLE}
+)
+"""Tiles of 128 rows, for launches with tiles of 192."""
+
+TALLER_TILES_GAIN = 1.03
+"""What tiles of 192 rows gain, beside tiles of 128, where both fill the multiprocessors alike."""
 
 _OF_WEIGHTS = {
     "pair_3": _PAIR_3,
@@ -83,7 +91,7 @@ _OF_WEIGHTS = {
     "trio_ahead_group_16": replace(_TRIO_AHEAD, group=16),
     "double": _DOUBLE,
 }
-_HOPPERS_OF_WEIGHTS = {"gluon": _TRADES, "gluon_double": _TRADES_DOUBLE}
+_HOPPERS_OF_WEIGHTS = {"gluon": _TRADES, "gluon_double": _TRADES_DOUBLE, "gluon_three": _TRADES_THREE}
 _OF_GRADIENTS = {"pair": _PAIR, "pair_3": _PAIR_3, "pair_group_16": replace(_PAIR, group=16)}
 _HOPPERS_OF_GRADIENTS = {"gluon": _TRADES_SUM, "gluon_4": replace(_TRADES, stages=4)}
 _OF_SQUARES = _OF_GRADIENTS | {
@@ -91,6 +99,7 @@ _OF_SQUARES = _OF_GRADIENTS | {
     "gluon_double": _TRADES_SUM_DOUBLE,
     "gluon_double_4": replace(_TRADES_DOUBLE, stages=4),
     "gluon_double_group_16": replace(_TRADES_SUM_DOUBLE, group=16),
+    "gluon_three": _TRADES_SUM_THREE,
 }
 
 CANDIDATES: Mapping[str, Mapping[Product, Mapping[str, ProductLaunch]]] = MappingProxyType(
@@ -100,7 +109,8 @@ CANDIDATES: Mapping[str, Mapping[Product, Mapping[str, ProductLaunch]]] = Mappin
             "dense_gradient": _OF_GRADIENTS | _HOPPERS_OF_GRADIENTS,
             "dense_square": _OF_SQUARES,
             "rows": _OF_WEIGHTS | _HOPPERS_OF_WEIGHTS,
-            "rows_gathered": _OF_WEIGHTS | {"gluon_double": replace(_TRADES_DOUBLE, copy_gathered=True)},
+            "rows_gathered": _OF_WEIGHTS
+            | {name: replace(launch, copy_gathered=True) for name, launch in _HOPPERS_OF_WEIGHTS.items()},
             "columns": _OF_GRADIENTS | _HOPPERS_OF_GRADIENTS,
             "columns_square": _OF_SQUARES,
         },
@@ -112,6 +122,28 @@ CANDIDATES: Mapping[str, Mapping[Product, Mapping[str, ProductLaunch]]] = Mappin
 def in_triton(launch: ProductLaunch) -> ProductLaunch:
     """The launch itself, or where its kernels cannot be had one of Triton's on the same multiprocessors."""
     return launch if launch.engine == "triton" else replace(_PAIR_3, idle_units=launch.idle_units)
+
+
+def dense_launch(product: Product, rows: int, columns: int, device: torch.device) -> ProductLaunch:
+    """The launch for a dense result: the table's, or its like with smaller tiles where few tiles leave some units idle.
+
+    Args:
+        product: what is computed.
+        rows: of the result.
+        columns: of the result.
+        device: where.
+    """
+    launch = product_launch(product, device)
+    smaller = _IN_PAIRS.get(launch)
+    if smaller is None:
+        return launch
+
+    def rounds(one: ProductLaunch) -> int:
+        """Rows of tiles that the busiest multiprocessor makes."""
+        tiles = -(-rows // one.block_rows) * -(-columns // one.block_columns)
+        return -(-tiles // programs_of(one, device)) * one.block_rows
+
+    return launch if rounds(launch) <= rounds(smaller) * TALLER_TILES_GAIN else smaller
 
 
 def product_launch(product: Product, device: torch.device) -> ProductLaunch:

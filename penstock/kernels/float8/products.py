@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from penstock.base.errors import KernelError
 from penstock.kernels.expert_parts import KeptRows
 from penstock.kernels.float8 import hopper_products
-from penstock.kernels.float8.launches import Product, ProductLaunch, in_triton, product_launch
+from penstock.kernels.float8.launches import Product, ProductLaunch, dense_launch, in_triton, product_launch
 from penstock.kernels.float8.product_kernels import float8_matrices_kernel, float8_rows_kernel
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import DEPTH
@@ -71,7 +71,8 @@ def multiply(
     _check_result("dense", result, (rows, columns), expected)
     if result.numel():
         of_squares: Product = "dense" if accumulate_into is None else "dense_square"
-        launch = launch or product_launch("dense_gradient" if b.block[0] == 1 else of_squares, a.values.device)
+        which: Product = "dense_gradient" if b.block[0] == 1 else of_squares
+        launch = launch or dense_launch(which, rows, columns, a.values.device)
         _launch_matrices(a, b, result[None], None, launch, scaling, accumulate=accumulate_into is not None)
     return result
 

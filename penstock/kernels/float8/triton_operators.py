@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.kernels.bias_gradient import bias_gradient
 from penstock.kernels.float8 import torch_products
 from penstock.kernels.float8.attention import attention
+from penstock.kernels.float8.hopper_products import obstacle as hopper_obstacle
 from penstock.kernels.float8.latent_heads import mla_heads
 from penstock.kernels.float8.norm import add_rms_norm, rms_norm, rms_norm_beside
 from penstock.kernels.float8.operators import Float8Operators
@@ -24,6 +25,7 @@ from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
 from penstock.kernels.float8.transpose import transpose_weight
 from penstock.kernels.permute import unpermute
 from penstock.kernels.tile_table import tile_table
+from penstock.kernels.tuning import target_of
 
 TRITON = Float8Operators(
     quantize_rows=quantize_rows,
@@ -57,9 +59,10 @@ def multiply_with_torch(
     out: Tensor | None = None,
     accumulate_into: Tensor | None = None,
 ) -> Tensor:
-    """`products.multiply` by torch's `scaled_mm` where it takes these sizes, else by our own kernel.
+    """`products.multiply` by torch's `scaled_mm` where it takes these sizes and we have no kernel that is as fast.
 
-    What is added to a sum and has squares is always ours: it adds while it writes, torch would write and then add.
+    Ours is everything that has squares on one side, on a Hopper whose Triton has Gluon; elsewhere at least what is
+    added to a sum: ours adds while it writes, torch would write and then add.
 
     Args:
         a: M x K.
@@ -68,7 +71,8 @@ def multiply_with_torch(
         out: where it is written.
         accumulate_into: float32 sums that it is added to and that are returned.
     """
-    is_ours = accumulate_into is not None and b.block[0] == DEPTH
+    has_kernel = hopper_obstacle(a, b, target_of(a.values.device)) is None
+    is_ours = b.block[0] == DEPTH and (has_kernel or accumulate_into is not None)
     chosen = multiply if is_ours or torch_products.shape_obstacle(a, b) else torch_products.multiply
     return chosen(a, b, dtype, out=out, accumulate_into=accumulate_into)
 

@@ -140,7 +140,7 @@ def test_no_launch_spills_or_lacks_matrix_instructions_of_8_bits(
 @pytest.mark.parametrize("product", ["rows", "columns"])
 def test_no_load_of_scales_stands_between_a_product_and_its_sum(product: Product) -> None:
     """They were loaded a block ahead, so only sums and copies of blocks stand behind the wait."""
-    asm = compile_product(product, PRODUCTS["sm_90"][product], "sm_90", "promoted").asm
+    asm = compile_product(product, in_triton(PRODUCTS["sm_90"][product]), "sm_90", "promoted").asm
     behind = asm[asm.rindex("wgmma.wait_group") :]
     assert "ld.global" in asm[: asm.index("wgmma.wait_group")]
     for load in ("ld.global", "ld.shared"):
