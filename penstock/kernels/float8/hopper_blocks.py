@@ -39,8 +39,8 @@ IN_A_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 # Of a thread, by how many multipliers there are: what a multiplier and the loader have of 65536.
 PAIRS_REGISTERS = gl.constexpr(240)
 PAIRS_LOADER_REGISTERS = gl.constexpr(24)
-TRIOS_REGISTERS = gl.constexpr(152)
-TRIOS_LOADER_REGISTERS = gl.constexpr(24)
+TRIOS_REGISTERS = gl.constexpr(160)
+TRIOS_LOADER_REGISTERS = gl.constexpr(32)
 
 # Triton 3.9 renamed it.
 copy_scales = vars(async_copy)["async_load" if "async_load" in vars(async_copy) else "async_copy_global_to_shared"]

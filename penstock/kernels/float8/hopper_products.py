@@ -34,7 +34,7 @@ WIDTH = 128
 REGISTERS = 168
 """Of a thread at the start: twelve warps share a multiprocessor, which then hand them from one to the other."""
 
-TRIOS_REGISTERS = 120
+TRIOS_REGISTERS = 128
 """The same of sixteen warps, where there are three multipliers."""
 
 HAS_GLUON = (
