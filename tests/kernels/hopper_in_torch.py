@@ -3,15 +3,16 @@
     launched = launched_on_cpu(monkeypatch, hopper_weight_gradient, "weight_gradient_kernel")
 
 Each partition of a program is a thread. What the hardware does behind a program's back is done as late as it may be:
-products when they are waited for, copies out of shared memory too. So memory that is given away too early shows in the
-result. Threads that wait for each other are a mistake, and end.
+products when they are waited for, copies out of shared memory too, and those of threads when their barrier is told. So
+memory that is given away too early shows in the result: who has given it away lets all others go on as far as they
+can. Threads that wait for each other are a mistake, and end.
 """
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.float8.gluon_in_torch import Language, Layout, Shared, Value, interpreted, launch, value
+from tests.kernels.float8.gluon_in_torch import (
+    BITS,
+    Language,
+    Layout,
+    Pointer,
+    Shared,
+    Value,
+    interpreted,
+    launch,
+    load,
+    value,
+)
 
 PATIENCE = 20.0
 """Seconds that a thread waits for the others."""
@@ -43,7 +55,7 @@ class Memory(Shared):
         return Memory(self.x.permute(*dims))
 
 
-@dataclass
+@dataclass(eq=False)
 class Barrier:
     """So many arrivals and all expected bytes end a phase; who waits for a parity goes on once that phase is over."""
 
@@ -51,6 +63,9 @@ class Barrier:
     pending: int
     bytes: int = 0
     phase: int = 0
+
+    def is_over(self, parity: int) -> bool:
+        return self.phase % 2 != parity
 
     def change(self, arrivals: int, count: int) -> None:
         with TURN:
@@ -64,10 +79,10 @@ class Barrier:
 
 @dataclass
 class Sums:
-    """Of products that were started, the last of which may not be made yet."""
+    """Of products that were started, of which so many are not made yet."""
 
     x: Tensor
-    waiting: list[tuple[Memory, Memory]] = field(default_factory=list)
+    waiting: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,7 +92,7 @@ class Descriptor:
     memory: Tensor
     shape_of: tuple[int, ...]
     strides: tuple[int, ...]
-    block_shape: tuple[int, ...]
+    block_shape: list[int]
     layout: object = None
 
     @property
@@ -104,17 +119,23 @@ def in_memory(argument: Any) -> Any:
     """A kernel's argument as `launch` takes it: a host's descriptor becomes one of ours."""
     if not hasattr(argument, "block_shape"):
         return argument
-    assert argument.base.is_contiguous()
-    shapes = (tuple(one) for one in (argument.shape, argument.strides, argument.block_shape))
-    return Descriptor(argument.base.view(-1), *shapes)
+    base = argument.base
+    size = 1 + sum((size - 1) * stride for size, stride in zip(base.shape, base.stride(), strict=True))
+    memory = base.as_strided((size,), (1,)) if base.numel() else base.reshape(-1)
+    return Descriptor(memory, tuple(argument.shape), tuple(argument.strides), list(argument.block_shape))
 
 
 TURN = threading.Condition()
 BARRIERS: dict[int, Barrier] = {}
+WAITS: dict[int, Callable[[], bool]] = {}
+"""By number of a thread, what it waits for."""
+BUSY: set[int] = set()
+"""Threads that do not stand still."""
 FAILURES: list[BaseException] = []
 """Of threads; the first is the cause of the others."""
 MINE = threading.local()
-"""What a thread's copies out of shared memory are, that have not been made."""
+"""A thread's `number`, and what it has begun and not seen the end of: `copies` out of shared memory, `loads`, which are
+its own copies into it, and `products`."""
 
 
 def init(barrier: Memory, count: int) -> None:
@@ -124,8 +145,18 @@ def init(barrier: Memory, count: int) -> None:
 def wait(barrier: Memory, phase: Any) -> None:
     held, parity = BARRIERS[barrier.x.data_ptr()], int(phase)
     with TURN:
-        TURN.wait_for(lambda: held.phase % 2 != parity or FAILURES, PATIENCE)
-        assert held.phase % 2 != parity, "everybody waits"
+        WAITS[MINE.number] = partial(held.is_over, parity)
+        _stand_still(WAITS[MINE.number])
+        del WAITS[MINE.number]
+        assert held.is_over(parity), "everybody waits"
+
+
+def _stand_still(until: Callable[[], bool]) -> None:
+    """This thread, until something is so, or another one has failed, or patience ends."""
+    BUSY.remove(MINE.number)
+    TURN.notify_all()
+    TURN.wait_for(lambda: until() or FAILURES, PATIENCE)
+    BUSY.add(MINE.number)
 
 
 def expect(barrier: Memory, count: int) -> None:
@@ -135,15 +166,30 @@ def expect(barrier: Memory, count: int) -> None:
 def arrive(barrier: Memory, *, count: int = 1, pred: Any = True) -> None:
     if bool(pred):
         BARRIERS[barrier.x.data_ptr()].change(count, 0)
-        # Whoever waits for this may act before the next line does.
-        time.sleep(0.0002)
+        with TURN:
+            _stand_still(lambda: not BUSY and not any(is_over() for is_over in WAITS.values()))
 
 
 def copy_in(source: Descriptor, place: Sequence[Any], barrier: Memory, slot: Memory) -> None:
     places, inside = source.places(place)
     assert slot.x.shape == places.shape and slot.x.dtype == source.dtype
-    slot.x.copy_(torch.where(inside, source.memory[torch.where(inside, places, 0)], 0))
+    # torch picks no numbers of 8 bits out.
+    bits = BITS[source.dtype.itemsize]
+    slot.x.view(bits).copy_(torch.where(inside, source.memory.view(bits)[torch.where(inside, places, 0)], 0))
     BARRIERS[barrier.x.data_ptr()].change(0, -slot.x.numel() * slot.x.itemsize)
+
+
+def copy_by_threads(slot: Memory, source: Pointer) -> None:
+    MINE.loads.append((slot, source))
+
+
+def arrive_behind_copies(barrier: Memory, *, increment_count: bool) -> None:
+    """Of the threads of one warp, when what each of them copies has landed."""
+    assert not increment_count
+    while MINE.loads:
+        slot, source = MINE.loads.pop(0)
+        slot.store(load(source))
+    BARRIERS[barrier.x.data_ptr()].change(32, 0)
 
 
 def copy_out(target: Descriptor, place: Sequence[Any], slot: Memory) -> None:
@@ -163,40 +209,45 @@ def store_wait(left: int) -> None:
         target.memory[places[inside]] = numbers[inside]
 
 
-def warpgroup_mma(a: Memory, b: Memory, sums: Any, *, is_async: bool) -> Sums:
+def warpgroup_mma(a: Memory, b: Memory, sums: Any, *, is_async: bool, use_acc: bool = True) -> Sums:
     assert is_async
     sums = sums if isinstance(sums, Sums) else Sums(torch.as_tensor(sums).as_subclass(Tensor))
-    return Sums(sums.x, [*sums.waiting, (a, b)])
+    assert use_acc or not sums.x.any(), "sums that are given are left out"
+    sums.waiting += 1
+    MINE.products.append((sums, a, b))
+    return sums
 
 
 def warpgroup_mma_wait(left: int, deps: Sequence[Any]) -> Any:
-    (sums,) = deps
-    if isinstance(sums, Tensor):
-        return sums
-    made = len(sums.waiting) - left
-    for a, b in sums.waiting[: max(made, 0)]:
-        sums = Sums(sums.x + a.x.float() @ b.x.float(), sums.waiting[1:])
-    return sums if sums.waiting else value(sums.x)
+    (asked,) = deps
+    while len(MINE.products) > left:
+        sums, a, b = MINE.products.pop(0)
+        sums.x, sums.waiting = sums.x + a.x.float() @ b.x.float(), sums.waiting - 1
+    return asked if isinstance(asked, Tensor) or asked.waiting else value(asked.x)
 
 
 def warp_specialize(parts: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], *warps: Sequence[int]) -> None:
     FAILURES.clear()
+    WAITS.clear()
+    BUSY.update(range(len(parts)))
 
-    def run(part: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        MINE.copies = []
+    def run(number: int, part: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        MINE.number, MINE.copies, MINE.loads, MINE.products = number, [], [], []
         part(*arguments)
         assert not MINE.copies, "the program ends before its memory has been read"
+        assert not MINE.loads and not MINE.products, "something is begun that nobody waits for"
 
-    def tell_others(done: Future[None]) -> None:
-        if done.exception() is not None:
-            with TURN:
+    def tell_others(number: int, done: Future[None]) -> None:
+        with TURN:
+            BUSY.remove(number)
+            WAITS.pop(number, None)
+            if done.exception() is not None:
                 FAILURES.append(done.exception())
-                TURN.notify_all()
+            TURN.notify_all()
 
     with ThreadPoolExecutor(len(parts)) as threads:
-        work = [threads.submit(run, *part) for part in parts]
-        for one in work:
-            one.add_done_callback(tell_others)
+        for number, part in enumerate(parts):
+            threads.submit(run, number, *part).add_done_callback(partial(tell_others, number))
     if FAILURES:
         raise FAILURES[0]
 
@@ -219,6 +270,10 @@ class HoppersLanguage(Language):
         return value(torch.zeros(shape, dtype=dtype))
 
     @staticmethod
+    def full(shape: Sequence[int], x: Any, dtype: torch.dtype, layout: object) -> Value:
+        return value(torch.as_tensor(x, dtype=dtype).expand(*shape))
+
+    @staticmethod
     def allocate_shared_memory(dtype: torch.dtype, shape: Sequence[int], layout: object) -> Memory:
         filler = float("nan") if dtype.is_floating_point else 0
         return Memory(torch.full(tuple(shape), filler, dtype=dtype))
@@ -227,32 +282,46 @@ class HoppersLanguage(Language):
 def interpret_trades(*names: str) -> ModuleType:
     """The last of some modules of ours, executed where Triton is what stands here; `hopper_ring` is there before."""
     root = "triton.experimental.gluon.language"
-    core, nvidia, hopper = ModuleType("_core"), ModuleType("nvidia"), ModuleType("hopper")
-    mbarrier, tma = ModuleType("mbarrier"), ModuleType("tma")
+    core, nvidia, hopper, ampere = (ModuleType(name) for name in ("_core", "nvidia", "hopper", "ampere"))
+    mbarrier, tma, async_copy = (ModuleType(name) for name in ("mbarrier", "tma", "async_copy"))
     # The one builtin of our own speaks to the compiler.
     vars(core).update(builtin=lambda function: {"add_out": add_out}[function.__name__], ir=None)
     vars(mbarrier).update(init=init, wait=wait, expect=expect, arrive=arrive, MBarrierLayout=Layout)
     vars(tma).update(async_load=copy_in, async_store=copy_out, store_wait=store_wait)
     vars(hopper).update(mbarrier=mbarrier, tma=tma, fence_async_shared=lambda: None)
     vars(hopper).update(warpgroup_mma=warpgroup_mma, warpgroup_mma_wait=warpgroup_mma_wait)
-    vars(nvidia).update(hopper=hopper)
-    more = {f"{root}._core": core, f"{root}.nvidia": nvidia, f"{root}.nvidia.hopper": hopper}
+    vars(async_copy).update(async_load=copy_by_threads, mbarrier_arrive=arrive_behind_copies)
+    vars(ampere).update(async_copy=async_copy)
+    vars(nvidia).update(hopper=hopper, ampere=ampere)
+    more = {f"{root}._core": core, f"{root}.nvidia": nvidia}
+    more |= {f"{root}.nvidia.{module.__name__}": module for module in (hopper, ampere)}
     ring = "penstock.kernels.hopper_ring"
     return interpreted(ring, *names, language=HoppersLanguage("language"), more=more)[-1]
 
 
-def launched_on_cpu(monkeypatch: pytest.MonkeyPatch, launcher: ModuleType, name: str) -> list[Mapping[str, Any]]:
-    """Let torch run the kernel of a module that launches it; what it was launched with comes into the list."""
+def launched_on_cpu(
+    monkeypatch: pytest.MonkeyPatch, launcher: ModuleType, *names: str, parts: Sequence[str] = ()
+) -> list[Mapping[str, Any]]:
+    """Let torch run kernels of a module that launches them; what they were launched with comes into the list.
+
+    Args:
+        monkeypatch: until it is undone.
+        launcher: the module.
+        names: of the kernels.
+        parts: modules that those of the kernels import, which are executed before.
+    """
     if torch.cuda.is_available():
         pytest.skip("tables of tiles are made on the GPU that there is")
-    kernel, source = getattr(launcher, name), interpret_trades(f"{launcher.__name__}_kernel")
+    kernels = {}
+    for name in names:
+        kernel = getattr(launcher, name)
+        kernels[kernel] = getattr(interpret_trades(*parts, kernel.fn.__module__), name)
     found: list[Mapping[str, Any]] = []
 
     def start_kernel(started: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        assert started is kernel
         found.append({"programs": grid[0], **constants})
         constants = {name: value for name, value in constants.items() if name.isupper()}
-        launch(getattr(source, name), grid, *map(in_memory, arguments), **constants)
+        launch(kernels[started], grid, *map(in_memory, arguments), **constants)
 
     monkeypatch.setattr(launcher, "start_kernel", start_kernel)
     return found

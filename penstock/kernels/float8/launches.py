@@ -72,10 +72,10 @@ PRODUCTS: Mapping[str, Mapping[Product, ProductLaunch]] = MappingProxyType(
         "gfx950": dict.fromkeys(get_args(Product), _POINTERS),
     }
 )
-"""By target and product. On sm_90 what was fastest on an H200 for layers of DeepSeek-V3 and V2-Lite: with squares on one
-side see docs/decisions/0152-scales-in-slots.md, without benchmarks/results/float8-launches-h200-*.json. Rows that are
-gathered are copied first. Triton's `double` was faster for wide dense layers, but a run of V2-Lite did not get through
-its first step with it, and nobody knows why yet. The others were chosen by what the compiler makes of them."""
+"""By target and product. On sm_90 what was fastest on an H200 for layers of DeepSeek-V3 and V2-Lite: with squares on
+one side see docs/decisions/0152-scales-in-slots.md, without benchmarks/results/float8-launches-h200-*.json. Rows that
+are gathered are copied first. Triton's `double` was faster for wide dense layers, but a run of V2-Lite did not get
+through its first step with it, and nobody knows why yet. The others were chosen by what the compiler makes of them."""
 
 _IN_PAIRS: Mapping[ProductLaunch, ProductLaunch] = MappingProxyType(
     {_TRADES_THREE: _TRADES_DOUBLE, _TRADES_SUM_THREE: _TRADES_SUM_DOUBLE}

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec, module_from_spec
 from itertools import product
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,6 +55,10 @@ class Pointer:
 
     memory: Tensor
     places: Any
+
+    @property
+    def dtype(self) -> Any:
+        return SimpleNamespace(element_ty=self.memory.dtype)
 
     def __add__(self, other: Any) -> "Pointer":
         return Pointer(self.memory, self.places + other)
@@ -122,7 +126,7 @@ def same(x: Any = None, **options: object) -> Any:
     return x
 
 
-def inline_asm(asm: str, constraints: str, arguments: Sequence[Tensor], dtype: Any, pure: bool, pack: int) -> Any:
+def inline_asm(asm: str, constraints: str, arguments: Sequence[Tensor], dtype: Any, is_pure: bool, pack: int) -> Any:
     """Instructions on each group of `pack` neighbours of the last dim."""
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     arguments = torch.broadcast_tensors(*arguments)
@@ -157,6 +161,8 @@ def _parted(register: Tensor, dtype: torch.dtype, count: int) -> Tensor:
 def run_ptx(asm: str, outputs: int, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Registers $0 and on behind some instructions, from those of the inputs."""
     held = {f"${outputs + place}": register for place, register in enumerate(inputs)}
+    # Of vectors of numbers of 32 bits only, which lie over the threads one by one.
+    held["%laneid"] = torch.arange(len(inputs[0]), dtype=torch.int32) % 32
     # Braces of a scope go, those of `mov` stay.
     body = re.sub(r"^\{|\}$", "", asm.strip())
     for statement in filter(None, (part.strip() for part in body.split(";"))):
@@ -220,6 +226,8 @@ def _to_8_bits(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
 _INSTRUCTIONS: dict[str, Callable[..., Tensor]] = {
     "prmt.b32": _permuted,
     "shl.b32": lambda a, count: a << count,
+    "add.s32": lambda a, b: a + b,
+    "mov.u32": lambda a: a,
     "and.b32": lambda a, mask: a & mask,
     "mov.b32": lambda parts: _joined(torch.stack(parts, 1)),
     "mov.b64": lambda parts: _joined(torch.stack(parts, 1)),
@@ -241,7 +249,7 @@ class Language(ModuleType):
     int8, int16, int32, int64 = torch.int8, torch.int16, torch.int32, torch.int64
     bfloat16, float32 = torch.bfloat16, torch.float32
     constexpr = staticmethod(same)
-    BlockedLayout = SliceLayout = SharedLinearLayout = Layout
+    BlockedLayout = SliceLayout = SharedLinearLayout = SwizzledSharedLayout = Layout
     static_range = range
     static_assert = staticmethod(lambda *arguments: None)
     shared_memory_descriptor_type = distributed_type = Layout
