@@ -39,7 +39,7 @@ def test_patterns_and_hashes_are_the_published_ones(name: str, published: str, m
     assert {token: sizes[name] + place for token, place in ours.special_tokens.items()} == theirs["special_tokens"]
 
 
-@given(st.text(max_size=30) | st.sampled_from(HARD_TEXTS))
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sampled_from(HARD_TEXTS))
 def test_llama_3_cuts_as_cl100k_does(text: str) -> None:
     text = text.encode(errors="replace").decode()
     by_name = {

@@ -140,6 +140,7 @@ def _work(pipe: Connection, port: int, stacks: Path) -> None:
     """A worker's whole life: it ends when the parent is gone."""
     torch.set_num_threads(1)
     warm.hasten_interpreter(pytest.MonkeyPatch())
+    warm.hasten_evaluation(pytest.MonkeyPatch())
     gc.freeze()
     store = dist.TCPStore(LOCALHOST, port)
     with stacks.open("w") as stack_file:

@@ -157,8 +157,11 @@ def _compiler_process() -> ProcessPoolExecutor:
 
 
 def _leave_the_interpreter() -> None:
-    """First act of the other process: it must come before Triton is imported there."""
-    os.environ["TRITON_INTERPRET"] = "0"
+    """First act of the other process: it must come before Triton is imported there.
+
+    Lines of the source, which debuggers want, are left out: instructions and registers are the same without them.
+    """
+    os.environ.update(TRITON_INTERPRET="0", TRITON_DISABLE_LINE_INFO="1")
 
 
 def _compile(job: _Job) -> Compiled:
