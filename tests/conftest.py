@@ -89,8 +89,9 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "elastic_launch", partial(warm.launch, "forkserver"))
 
 
-class _RanksTogether(LoadScopeScheduling):
-    """Gives every test to the process that is free next, but all tests of files that use `ranks` to one process.
+class _Together(LoadScopeScheduling):
+    """Gives every test to the process that is free next, but those that share what takes long to make to one process:
+    all tests of files that use `ranks`, and all of a file that keeps something from test to test.
 
     Marks `xdist_group` would say the same, but pytest-xdist 3.8 does not see them under pytest 9.2
     (https://github.com/pytest-dev/pytest-xdist/issues/1386).
@@ -104,15 +105,23 @@ class _RanksTogether(LoadScopeScheduling):
             del groups[self._split_scope(nodeid)]
 
     def _split_scope(self, nodeid: str) -> str:
-        return "ranks" if _uses_ranks(self.config.rootpath / nodeid.partition("::")[0]) else nodeid
+        file = nodeid.partition("::")[0]
+        text = _text(self.config.rootpath / file)
+        if "ranks: Pool" in text:
+            return "ranks"
+        return file if any(word in text for word in _KEPT) else nodeid
+
+
+_KEPT = ("@cache\n", 'scope="module"', "from benchmarks.planning import")
+"""What a file that keeps something has in it; the last one's functions do."""
 
 
 @cache
-def _uses_ranks(path: Path) -> bool:
-    return "ranks: Pool" in path.read_text()
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
     """Only where the command asks for groups."""
-    return _RanksTogether(config, log) if config.getvalue("dist") == "loadgroup" else None
+    return _Together(config, log) if config.getvalue("dist") == "loadgroup" else None
