@@ -6,7 +6,7 @@ the matrix unit. Three share what they multiply with: a tile of 192 rows asks th
 128, of the same numbers. Who has no row of a tile lets its slots pass.
 
 Scales come into slots beside their blocks. Loaded when they are needed they would come from the L2 cache, which answers
-late when it is asked for blocks all the time: that cost a fifth of the products' speed. Copies of 4 bytes need no
+late when it is asked for blocks all the time (docs/decisions/0152-scales-in-slots.md). Copies of 4 bytes need no
 alignment and know all strides, so scales may lie as they like, also behind rows that travelled. Each of the loader's 32
 threads arrives at a slot's `full` when its copies have landed, besides the one arrival for the blocks' bytes.
 
