@@ -84,19 +84,23 @@ class Block(nn.Module):
         return self._add(x_BSD, terms)
 
     def _behind_part(self, x_BSD: Tensor, frame: Frame, parts: Parts) -> Tensor:
-        """`_forward` whose first part is replayed. What a part gives stays for good, so it gives nothing twice."""
+        """`_forward` whose first part is replayed. What a part gives stays for good, so it gives nothing twice.
+
+        Who reads its tokens reads them from an output of his own, though of one memory: their gradients come to the
+        part one by one and are added there all at once, as in a layer that is no graph.
+        """
+        if not isinstance(self.ffn, MoE):
+            x_BSD, x_TD = parts.run(self, lambda x_BSD: self._attend(x_BSD, frame, ready=False)[:2], x_BSD)
+            return self._add(x_BSD, self._dense(x_TD, None))
+        mixture = self.ffn
 
         def until_dispatch(x_BSD: Tensor) -> tuple[Tensor, ...]:
             x_BSD, x_TD, _ = self._attend(x_BSD, frame, ready=False)
-            routing = self.ffn.route(x_TD, frame.scope).tensors() if isinstance(self.ffn, MoE) else ()
-            return x_BSD, x_TD, *routing
+            routed_TD, x_TD, shared_TD = self.kit.operators.fan_out(x_TD)
+            return x_BSD, x_TD, shared_TD, *mixture.route(routed_TD, frame.scope).tensors()
 
-        x_BSD, x_TD, *routing = parts.run(self, until_dispatch, x_BSD)
-        if isinstance(self.ffn, MoE):
-            terms = self.ffn.mix(x_TD, Routing.of(*routing))
-        else:
-            terms = self._dense(x_TD, None)
-        return self._add(x_BSD, terms)
+        x_BSD, x_TD, shared_TD, *routing = parts.run(self, until_dispatch, x_BSD)
+        return self._add(x_BSD, mixture.mix(x_TD, shared_TD, Routing.of(*routing)))
 
     def _attend(self, x_BSD: Tensor, frame: Frame, *, ready: bool = True) -> tuple[Tensor, Tensor, Both | None]:
         """The residual stream after attention, and what the feed-forward network reads, T x D; also in 8 bits."""

@@ -96,11 +96,17 @@ class MoE(nn.Module):
                 return replace(routing, sorted=self.dispatcher.sorted_slots(routing))
             return routing
 
-    def mix(self, x_TD: Tensor, routing: Routing) -> Terms:
-        """`forward` behind a `route` that somebody else has called."""
+    def mix(self, x_TD: Tensor, shared_TD: Tensor, routing: Routing) -> Terms:
+        """`forward` behind a `fan_out` and a `route` that somebody else has called.
+
+        Args:
+            x_TD: tokens, for dispatch.
+            shared_TD: the same, for the shared expert.
+            routing: what `route` gave.
+        """
         if self.kit.transfers is not None:
-            return drain(self._mix_in_steps(x_TD, x_TD, routing, None))
-        return self._mix(x_TD, x_TD, routing, None)
+            return drain(self._mix_in_steps(x_TD, shared_TD, routing, None))
+        return self._mix(x_TD, shared_TD, routing, None)
 
     def _mix(self, x_TD: Tensor, shared_TD: Tensor, routing: Routing, ready: Both | None) -> Terms:
         with span(Span.DISPATCH):

@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def by_plain_sums(block: Block, x_BSD: Tensor, frame: Frame) -> Tensor:
     x_BSD = x_BSD + block.attention(block.attention_norm(x_BSD)[0], frame, None)
     x_TD = block.ffn_norm(x_BSD)[0].flatten(0, 1)
     if isinstance(block.ffn, MoE):
-        y_TD = torch.stack(block.ffn.mix(x_TD, block.ffn.route(x_TD, frame.scope))).sum(0)
+        y_TD = torch.stack(block.ffn.mix(x_TD, x_TD, block.ffn.route(x_TD, frame.scope))).sum(0)
     else:
         y_TD = block.ffn(x_TD)
     return x_BSD + y_TD.view_as(x_BSD)
@@ -122,6 +123,26 @@ def test_so_are_a_layer_in_pieces_and_one_behind_a_graph(model: Model, operators
     for name, value in expected(model).items():
         for one in found:
             torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("overlap", ["none", "shared"])
+@pytest.mark.parametrize("operators", OPERATORS.values(), ids=OPERATORS)
+@BY_MODEL
+def test_a_layer_behind_a_graph_rounds_where_an_eager_one_does(
+    model: Model, operators: Operators, overlap: Literal["none", "shared"]
+) -> None:
+    transfers = None if overlap == "none" else Transfers(CPU)
+    found = []
+    for is_captured in (False, True):
+        block, frame = a_block(model, Kit(operators=operators, dispatch=Dispatch(overlap=overlap), transfers=transfers))
+        block.to(torch.bfloat16)
+        if isinstance(block.ffn, MoE):
+            block.ffn.router.float()
+        x_BSD = an_input().detach().bfloat16().requires_grad_()
+        with in_parts(frame) if is_captured else nullcontext(frame) as passing:
+            found.append(trained(block, block(x_BSD, passing), x_BSD))
+    eager, captured = found
+    assert {name for name, value in eager.items() if not torch.equal(captured[name], value)} == set()
 
 
 def sums_of(model: Model, *, part: str = "layer") -> Counter[str]:

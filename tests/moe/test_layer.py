@@ -130,7 +130,7 @@ def test_slots_are_sorted_once_and_by_the_router_if_dispatch_begins_with_that() 
     assert len(sorts) == 1
     again = Routing.of(*routing.tensors())
     assert again == routing
-    (found_TD,), (other_TD,) = layer.mix(x_TD, again), layer.mix(x_TD, Routing(*routing.tensors()[:2]))
+    (found_TD,), (other_TD,) = layer.mix(x_TD, x_TD, again), layer.mix(x_TD, x_TD, Routing(*routing.tensors()[:2]))
     assert torch.equal(found_TD, other_TD)
     assert len(sorts) == 2
     assert Routing.of(routing.weights_TK, routing.experts_TK).sorted is None
