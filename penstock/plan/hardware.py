@@ -160,7 +160,7 @@ class Efficiency(Sourced):
         low=0.001,
         high=1,
     )
-    float8_grouped: float = knob(0.73, doc="The same of grouped products.", low=0.001, high=1)
+    float8_grouped: float = knob(0.74, doc="The same of grouped products.", low=0.001, high=1)
     float8_by_rows: float = knob(
         0.52,
         doc="The same of either, where both operands have scales of single rows: gradients of weights without squares.",
