@@ -1,0 +1,21 @@
+"""Clock and power of a step are those that were told during it, and cases that fail say why."""
+
+from benchmarks.power import Answer, of_steps
+
+
+def answers(clocks: list[float], powers: list[float]) -> list[Answer]:
+    """One each tenth of a second."""
+    pairs = enumerate(zip(clocks, powers, strict=True))
+    return [Answer(number / 10, clock, 1980, power, 700) for number, (clock, power) in pairs]
+
+
+def test_a_step_has_the_median_of_what_was_told_during_it() -> None:
+    idle, first, second, after = 5, 10, 20, 6
+    clocks = [345.0] * idle + [1980.0] * first + [1500.0] * second + [1200.0] * after
+    powers = [90.0] * idle + [600.0] * first + [690.0] * second + [120.0] * after
+    assert of_steps(answers(clocks, powers), (1.0, 1.95)) == [(1980, 600), (1500, 690)]
+
+
+def test_a_step_that_is_over_between_two_answers_takes_the_nearest() -> None:
+    heard = answers([1000.0, 1100.0, 1200.0, 1300.0], [700.0] * 4)
+    assert of_steps(heard, (0.02, 0.03, 0.01)) == [(1200, 700), (1300, 700), (1300, 700)]
