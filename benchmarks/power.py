@@ -25,7 +25,7 @@ from benchmarks import record
 from penstock.config.load import load_run
 from penstock.tune.trial import Failure, Trial, first_steps, run_trial
 
-ASKED = ("clocks.sm", "clocks.max.sm", "power.draw", "power.limit")
+ASKED = ("clocks.sm", "clocks.max.sm", "power.draw.instant", "power.limit")
 QUERY = ("nvidia-smi", "-i", "0", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits", "-lms", "100")
 
 AT_WORK = 0.6

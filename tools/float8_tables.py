@@ -1,6 +1,7 @@
 """Tables of docs/float8.md, from results of the benchmarks that it names. As `tools.kernel_tables`."""
 
 from collections.abc import Callable, Mapping
+from statistics import median
 from typing import Any
 
 from tools.kernel_tables import origin
@@ -203,6 +204,26 @@ def quantization(result: Result) -> str:
     return "\n".join(lines)
 
 
+def power(result: Result) -> str:
+    """Clock and power of steady steps; the first and the last ones are half of something else."""
+    numbers = result["numbers"]
+    lines = [
+        f"{origin(result)} `{numbers['target']} {' '.join(numbers['overrides'])}`, medians of steps 4 to "
+        f"{result['environment']['steps'] - 2}.",
+        "",
+        "| | tokens/s | clock, MHz | at most | power, W | at most |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for case in numbers["cases"]:
+        steady = case["steps"][2:-2]  # the first that is told is step 2
+        told = {name: median(step[name] for step in steady) for name in steady[0]}
+        lines.append(
+            f"| {case['case']} | {told['tokens_per_second']:,.0f} | {told['clock_mhz']:,.0f} "
+            f"| {case['most_clock_mhz']:,.0f} | {told['power_watts']:,.0f} | {case['most_power_watts']:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[Result], str]] = {
     "float8-curves": curves,
     "float8-launches": launches,
@@ -211,6 +232,7 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "float8-ffn": networks,
     "float8-ffn-errors": network_errors,
     "float8-quantize": quantization,
+    "float8-power": power,
     "float8-attention-errors": attention_errors,
     "float8-attention-speed": attention_speed,
 }
