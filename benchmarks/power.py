@@ -1,11 +1,11 @@
-"""What steady work does to the clock: the first steps of a run on a cold GPU, and those that come later.
+"""What steady work does to the clock of a GPU: tokens per second, clock and power, step by step.
 
     python -m benchmarks.power deepseek-v2-lite-9l training.micro_batch=4 --case "16 bits" \
         --case "8 bits" float8.dense=blockwise-square float8.experts=blockwise-square --output power.json
 
-A GPU that draws more than its board may have lowers its clock, so a short measurement is faster than a long run. Cases
-are `penstock train` on one GPU. Beside each `nvidia-smi` is asked for clock and power; a step's are medians of what it
-said during the step. Which answers these are is reckoned back from the end of the work, after which power falls.
+A GPU that would draw more than its board may have lowers its clock. Cases are `penstock train` on one GPU. Beside each
+`nvidia-smi` is asked for clock and power; a step's are medians of what it said during the step. Which answers these are
+is reckoned back from the end of the work, after which power falls.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Answer:
 
 
 def main() -> None:
-    """Train each case, print its first and its last steps, and write all so far."""
+    """Train each case, print its steps, and write all so far."""
     options = parse_arguments()
     cases: list[dict[str, Any]] = []
     for name, *overrides in options.case:

@@ -1,4 +1,4 @@
-"""Clock and power of a step are those that were told during it, and cases that fail say why."""
+"""Clock and power of a step are those that were told during it."""
 
 from benchmarks.power import Answer, of_steps
 
