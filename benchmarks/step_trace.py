@@ -25,11 +25,9 @@ def distilled(run: Path) -> dict[str, Any]:
     """What the documents show of a run's recording."""
     traced = [sys.executable, "-m", "penstock", "trace", str(run), "--json"]
     answer = json.loads(subprocess.run(traced, check=True, capture_output=True, text=True).stdout)
-    # Of one rank alone the answer is that rank's, and nothing travelled.
-    of_ranks, collectives = answer.get("ranks", {"0": answer}), answer.get("collectives", [])
-    ranks = [_of_rank(int(rank), found, collectives) for rank, found in of_ranks.items()]
+    ranks = [_of_rank(int(rank), found, answer["collectives"]) for rank, found in answer["ranks"].items()]
     times: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for found in of_ranks.values():
+    for found in answer["ranks"].values():
         for phase in found["phases"]:
             of_both = times[phase["name"], phase["pass"]]
             of_both[0] += phase["kernel_us"] / len(ranks)

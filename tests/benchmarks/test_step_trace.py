@@ -22,14 +22,3 @@ def test_phases_and_idle_time_make_up_the_step(tmp_path: Path) -> None:
     shares = [row["share"] for row in phases[:-1]]
     assert shares == sorted(shares, reverse=True)
     assert all(one["pure_us"] > 0 for one in ranks)
-
-
-def test_of_one_rank_nothing_travelled(tmp_path: Path) -> None:
-    with tarfile.open(RECORDED) as archive:
-        archive.extractall(tmp_path, filter="data")
-    folder = next(path for path in tmp_path.iterdir() if path.is_dir())
-    for trace in sorted(folder.rglob("rank-*.json"))[1:]:
-        trace.unlink()
-    (rank,) = distilled(folder)["ranks"]
-    assert (rank["rank"], rank["pure_us"], rank["wait_us"]) == (0, 0, 0)
-    assert rank["compute_us"] > 0
