@@ -22,8 +22,8 @@ from penstock.base.shapes import LEGEND
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("penstock", "tests", "benchmarks", "tools")
 
-FILE_LINES = 400
-FUNCTION_LINES = 60
+FILE_LINES = 600
+FUNCTION_LINES = 80
 KERNEL_LINES = 120
 FUNCTION_LINES_P90 = 40
 DOCSTRING_LINES = 30
