@@ -1,0 +1,202 @@
+"""The one comparison of computed numbers: by a tensor's largest magnitude or by its norm, never element by element.
+
+Sums differ in their last bits with the processor, the number of threads and the order of ranks. An element that is
+small because large summands cancel carries the rounding of those summands, so its error says something only beside the
+size of its whole tensor. Bits that are promised are compared with `torch.equal` or `assert_equal`.
+
+Every tensor is measured by its own size: compare parameters one by one, not joined, or what is small goes unseen.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+By = Literal["largest", "norm"]
+
+TOLERANCES = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1.6e-2,
+    torch.float8_e4m3fn: 0.13,
+    torch.float8_e5m2: 0.26,
+}
+"""Largest relative error that passes by dtype: two steps of 16-bit formats, one of 8-bit ones, many of wider ones."""
+
+FLOAT_TOLERANCE = 1e-6
+"""Of Python's floats, which are often results in float32."""
+
+Leaf = Tensor | np.ndarray | float | None
+
+
+def assert_close(
+    actual: object,
+    expected: object,
+    *,
+    tolerance: float | None = None,
+    by: By = "largest",
+    least: float = 0.0,
+    same_dtype: bool = True,
+    what: str = "",
+) -> None:
+    """Assert that every tensor of `actual` is near its counterpart in `expected`.
+
+    Shapes, dtypes, integers, and the places of NaN and of each infinity must be equal.
+
+    Args:
+        actual: a tensor, an array, a number, None, or mappings and sequences of them, nested at will.
+        expected: the same structure. A number stands for a tensor or an array without dimensions of any dtype.
+        tolerance: largest error that passes, as a share of the size of `expected`; None takes the dtype's of
+            `TOLERANCES`, of two dtypes the coarser one's.
+        by: "largest" compares the largest deviation with the largest magnitude of `expected`, "norm" the norm of the
+            difference with the norm of `expected`.
+        least: the size of `expected` counts as at least this, for what is zero but for rounding.
+        same_dtype: False lets dtypes of floats differ.
+        what: name of the compared thing in the failure's message.
+
+    Raises:
+        AssertionError: they are not near each other; says which, where and by how much.
+    """
+    for name, one, other in _pairs(actual, expected, what):
+        _check(name, one, other, tolerance=tolerance, by=by, least=least, same_dtype=same_dtype)
+
+
+def assert_equal(actual: object, expected: object, *, what: str = "") -> None:
+    """Assert that every value is the same, where NaN equals NaN; structures, shapes and dtypes as in `assert_close`."""
+    assert_close(actual, expected, tolerance=0.0, what=what)
+
+
+def is_close(
+    actual: object, expected: object, *, tolerance: float | None = None, by: By = "largest", least: float = 0.0
+) -> bool:
+    """Whether `assert_close` passes."""
+    try:
+        assert_close(actual, expected, tolerance=tolerance, by=by, least=least)
+    except AssertionError:
+        return False
+    return True
+
+
+def relative_error(actual: Leaf, expected: Leaf, *, by: By = "largest", least: float = 0.0) -> float:
+    """Deviation of finite values as a share of the size of `expected`; infinity where that is zero and they differ.
+
+    Args:
+        actual: a tensor, an array or a number.
+        expected: of the same shape.
+        by: what is a size, as in `assert_close`.
+        least: least size of `expected`.
+    """
+    one, other = _wide(_tensor(actual)), _wide(_tensor(expected))
+    assert one.shape == other.shape, f"shape {tuple(one.shape)}, expected {tuple(other.shape)}"
+    deviation, size = _size(one - other, by), max(_size(other, by), least)
+    if deviation == 0:
+        return 0.0
+    return deviation / size if size else math.inf
+
+
+def _pairs(actual: object, expected: object, what: str) -> Iterator[tuple[str, Leaf, Leaf]]:
+    """Name and both sides of each leaf."""
+    if isinstance(expected, Mapping):
+        if not isinstance(actual, Mapping) or actual.keys() != expected.keys():
+            got = sorted(map(str, actual)) if isinstance(actual, Mapping) else type(actual).__name__
+            raise AssertionError(_said(what, f"got {got}, expected the keys {sorted(map(str, expected))}"))
+        for key, value in expected.items():
+            yield from _pairs(actual[key], value, f"{what}[{key!r}]" if what else str(key))
+    elif isinstance(expected, Sequence) and not isinstance(expected, str):
+        if not isinstance(actual, Sequence) or len(actual) != len(expected):
+            got = f"{len(actual)} items" if isinstance(actual, Sequence) else type(actual).__name__
+            raise AssertionError(_said(what, f"got {got}, expected {len(expected)} items"))
+        for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            yield from _pairs(one, other, f"{what}[{index}]")
+    elif all(isinstance(side, Tensor | np.ndarray | np.generic | float | int | None) for side in (actual, expected)):
+        yield what, actual, expected  # type: ignore[misc]
+    else:
+        raise AssertionError(_said(what, f"got {type(actual).__name__}, expected {type(expected).__name__}"))
+
+
+def _check(
+    what: str, actual: Leaf, expected: Leaf, *, tolerance: float | None, by: By, least: float, same_dtype: bool
+) -> None:
+    if actual is None or expected is None:
+        if actual is not expected:
+            raise AssertionError(_said(what, f"got {_kind(actual)}, expected {_kind(expected)}"))
+        return
+    one, other = _tensor(actual), _tensor(expected)
+    are_numbers = [isinstance(side, float | int) for side in (actual, expected)]
+    both_floats = one.is_floating_point() and other.is_floating_point()
+    if one.shape != other.shape:
+        raise AssertionError(_said(what, f"shape {tuple(one.shape)}, expected {tuple(other.shape)}"))
+    if one.dtype != other.dtype and not any(are_numbers) and (same_dtype or not both_floats):
+        raise AssertionError(_said(what, f"dtype {_kind(one)}, expected {_kind(other)}"))
+    wide, wide_other = _wide(one), _wide(other)
+    if both_floats or any(are_numbers):
+        _check_what_is_not_finite(what, wide, wide_other)
+        floats = [FLOAT_TOLERANCE] if all(are_numbers) else []
+        tensors = [
+            TOLERANCES.get(side.dtype, 0.0)
+            for side, is_number in zip((one, other), are_numbers, strict=True)
+            if not is_number
+        ]
+        allowed = max(floats + tensors) if tolerance is None else tolerance
+    else:
+        allowed = 0.0
+    error = relative_error(wide, wide_other, by=by, least=least)
+    if not error <= allowed:
+        raise AssertionError(_said(what, _deviation(one, wide, wide_other, f"{error:.3g} by {by}", allowed)))
+
+
+def _check_what_is_not_finite(what: str, actual: Tensor, expected: Tensor) -> None:
+    for name, value in (("NaN", math.nan), ("infinity", math.inf), ("minus infinity", -math.inf)):
+        places, wanted = (side.isnan() if math.isnan(value) else side == value for side in (actual, expected))
+        if not torch.equal(places, wanted):
+            at = tuple((places != wanted).nonzero()[0].tolist())
+            raise AssertionError(
+                _said(
+                    what,
+                    f"{name} at {int(places.sum())} places, expected at {int(wanted.sum())}; "
+                    f"first difference at {at}: {actual[at].item()} instead of {expected[at].item()}",
+                )
+            )
+
+
+def _deviation(actual: Tensor, wide: Tensor, expected: Tensor, error: str, allowed: float) -> str:
+    """Says how far, where, and what else is needed to judge it."""
+    apart = (wide - expected).nan_to_num(0.0, 0.0, 0.0).abs()
+    at = tuple(int(index) for index in np.unravel_index(int(apart.argmax()), apart.shape))
+    beyond = int((apart > allowed * _size(expected, "largest")).sum())
+    return (
+        f"relative error {error}, at most {allowed:.3g}; largest deviation at {at}: {wide[at].item():.9g} instead of "
+        f"{expected[at].item():.9g}, where the largest magnitude is {_size(expected, 'largest'):.4g}; "
+        f"{beyond} of {apart.numel()} values of {_kind(actual)}{list(actual.shape)} are beyond that share of it"
+    )
+
+
+def _tensor(leaf: Leaf) -> Tensor:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().cpu()
+    return torch.from_numpy(np.asarray(leaf))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In 64 bits; through 32 where PyTorch has no direct way."""
+    return tensor.float().double() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor.double()
+
+
+def _size(wide: Tensor, by: By) -> float:
+    """Norm or largest magnitude of the finite values; 0 of nothing."""
+    finite = wide[wide.isfinite()]
+    if not finite.numel():
+        return 0.0
+    return (finite.norm() if by == "norm" else finite.abs().max()).item()
+
+
+def _kind(leaf: Leaf) -> str:
+    return str(leaf.dtype).removeprefix("torch.") if isinstance(leaf, Tensor) else type(leaf).__name__
+
+
+def _said(what: str, problem: str) -> str:
+    return f"{what}: {problem}" if what else problem
