@@ -229,8 +229,8 @@ def _find_run(target: str, overrides: list[str], name: str | None) -> Launch:
     else:
         run = load_run(target, overrides)
         folder = find_run_folder(Path(run.record.folder), name or run.name, newest=name is None)
-    saved = load_run(str(folder.config))
-    wanted = load_run(str(folder.config), overrides)
+    saved = load_run(str(folder.config), follows=False)
+    wanted = load_run(str(folder.config), overrides, follows=False)
     check_same_run(saved, wanted)
     return Launch(wanted, folder, is_named=True)
 

@@ -2,7 +2,8 @@
 
 A target is a preset (`debug`), a variant of one (`deepseek-v2-lite-8l`), a TOML file, or the folder of a run, whose
 config.toml is read. A name that is a preset is the preset, even where a folder has the same name; write `./debug` for
-the folder. The steps are always the same: read a tree, lay the overrides over it, build the run, check the rules.
+the folder. The steps are always the same: read a tree, lay the overrides over it, build the run, let what the user did
+not write follow what the user wrote (penstock/config/follow.py), check the rules.
 
 A file may start from a preset with `preset = "debug"` at its top: what else it says wins, table by table. A file that
 gives no `name` is a run named after the file. `version` at its top is that of penstock/config/versions.py.
@@ -19,7 +20,8 @@ from typing import Any
 import tomli_w
 
 from penstock.base.errors import ConfigError
-from penstock.config.merge import NONE, Tree, merge, parse_overrides, settle
+from penstock.config.follow import follow
+from penstock.config.merge import NONE, Tree, merge, parse_overrides, paths_in, settle
 from penstock.config.presets.registry import is_preset, preset
 from penstock.config.rules import check
 from penstock.config.run import Run
@@ -34,17 +36,20 @@ RUN_FILE = "config.toml"
 _PRESET = "preset"
 
 
-def load_run(target: str, overrides: Sequence[str] = ()) -> Run:
+def load_run(target: str, overrides: Sequence[str] = (), *, follows: bool = True) -> Run:
     """The run that a user asks for, resolved and checked.
 
     Args:
         target: name of a preset, path of a TOML file, or path of the folder of a run.
         overrides: `a.b=c` each; the later ones win.
+        follows: values of presets and defaults, and of the resolved configuration of a run, follow what was written.
+            A run that goes on stays as it is.
 
     Raises:
         ConfigError: the target is not there or cannot be read, or what it describes is not a run.
     """
-    return _built(_read_target(target), overrides)
+    tree, written = _read_target(target)
+    return _built(tree, overrides, written if follows else None)
 
 
 def with_overrides(run: Run, overrides: Sequence[str]) -> Run:
@@ -57,13 +62,16 @@ def with_overrides(run: Run, overrides: Sequence[str]) -> Run:
     Raises:
         ConfigError: an override is wrong, or what comes out is not a run.
     """
-    return _built(run.model_dump(), overrides)
+    return _built(run.model_dump(), overrides, frozenset())
 
 
-def _built(tree: Tree, overrides: Sequence[str]) -> Run:
+def _built(tree: Tree, overrides: Sequence[str], written: frozenset[str] | None) -> Run:
+    """The run of a tree, in which values follow those at the paths that were written; None lets none follow."""
     changes = parse_overrides(Run, overrides)
     refuse_old(changes, VERSION, "override", _paths())
     run = build(Run, merge(Run, tree, changes))
+    if written is not None:
+        run = follow(run, written | paths_in(changes))
     check(run)
     return run
 
@@ -73,9 +81,10 @@ def dump_toml(run: Run) -> str:
     return tomli_w.dumps({VERSION_KEY: VERSION, **_as_table(run)})
 
 
-def _read_target(target: str) -> Tree:
+def _read_target(target: str) -> tuple[Tree, frozenset[str]]:
+    """What a target says, and the paths of what the user wrote there."""
     if is_preset(target):
-        return preset(target).model_dump()
+        return preset(target).model_dump(), frozenset()
     path = Path(target)
     if os.path.isdir(path):
         if not os.path.isfile(path / RUN_FILE):
@@ -83,11 +92,14 @@ def _read_target(target: str) -> Tree:
         return _read_file(path / RUN_FILE)
     if os.path.exists(path) or path.suffix == ".toml" or len(path.parts) > 1:
         return _read_file(path)
-    return preset(target).model_dump()  # It is none, and the error says which there are.
+    return preset(target).model_dump(), frozenset()  # It is none, and the error says which there are.
 
 
-def _read_file(path: Path) -> Tree:
-    """The settled tree of a file, laid over the preset that it starts from, if it does."""
+def _read_file(path: Path) -> tuple[Tree, frozenset[str]]:
+    """The settled tree of a file, laid over the preset that it starts from, if it does; and what the user wrote in it.
+
+    The configuration in the folder of a run was written by the run.
+    """
     table = _parse_file(path)
     version = pop_version(table, str(path))
     if path.name == RUN_FILE:
@@ -101,7 +113,8 @@ def _read_file(path: Path) -> Tree:
     if name is not None and not isinstance(name, str):
         raise ConfigError(f"{path}: {_PRESET} must be the name of a preset", got=name)
     base: Tree = {} if name is None else preset(name).model_dump()
-    return merge(Run, {**base, "name": path.stem}, settle(fields_of(Run), table))
+    own = settle(fields_of(Run), table)
+    return merge(Run, {**base, "name": path.stem}, own), frozenset() if path.name == RUN_FILE else paths_in(own)
 
 
 @cache

@@ -88,6 +88,20 @@ def _settle_value(field: Field | None, value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def paths_in(tree: Mapping[str, Any], above: str = "") -> frozenset[str]:
+    """Full paths of all values in a tree; an empty table is a value.
+
+    Args:
+        tree: of tables.
+        above: path of the table itself, with a dot at its end; empty for the whole tree.
+    """
+    found: set[str] = set()
+    for key, value in tree.items():
+        path = f"{above}{key}"
+        found |= paths_in(value, f"{path}.") if isinstance(value, Mapping) and value else {path}
+    return frozenset(found)
+
+
 def merge(section: type[Section], base: Mapping[str, Any], overlay: Mapping[str, Any]) -> Tree:
     """`base` with the values of `overlay`, table by table.
 

@@ -38,6 +38,10 @@ experts = 16
 - A file that names no `preset` must give every field without a default. A file without `name` is named after itself.
 - `"none"` in a file, `none` in an override, clears a field or a section that may be none.
 - A section of another `{KIND}` keeps the fields that both kinds know; the other fields of the new kind must be given.
+- What you do not write follows what you write: `training.steps=12` shortens a preset's warm-up of 20 steps to a tenth
+  of the steps, `model.layers=1` leaves one layer with experts, `model.moe.experts=4` lowers `top_k`. A value changes
+  only where it would break a rule below, and `penstock config show` prints what came out. Two things that you wrote and
+  that do not go together are refused. Ranks never change what is trained, and a run that goes on keeps its values.
 - In an override, a text needs no quotes, and one file is a list of files: `data.files=a.txt`.
 
 `penstock config explain FIELD` says the same as this page, and which presets set the field.

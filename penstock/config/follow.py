@@ -1,0 +1,242 @@
+"""Values that follow others: what a preset or a default says gives way to what the user wrote.
+
+A preset is whole, and an override changes one field of it: `training.steps=12` where the warm-up takes 20 steps,
+`model.layers=1` where the first three layers are dense. What the user wrote stays, and is refused if it cannot be. A
+value that the user did not write follows, to the nearest one that the rules allow, and only where it breaks a rule: a
+run that obeys them is never changed. What comes out stands in `penstock config show` and in a run's config.toml.
+
+Two things follow nothing. A value that only the user knows, such as the experts of a dense preset, is asked for. And
+what ranks share never changes what is trained: `parallel.tensor=2` alters no vocabulary and no sequence length.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, TypeVar
+
+from penstock.config.data_rules import evaluation_has_text
+from penstock.config.graph_rules import captured_shapes_are_known
+from penstock.config.layout_rules import schedule_has_its_stages
+from penstock.config.model import GroupedQueryAttention
+from penstock.config.overlap_rules import passes_stand_beside_each_other
+from penstock.config.run import Run
+from penstock.config.section import Section
+from penstock.layout.schedules import SCHEDULES
+
+_WARMUP_SHARE = 10
+"""A warm-up that would not end takes this part of the steps."""
+
+_SYNC_FREE_COUNTS = 2
+"""The lowest `dispatch.sync_free` at which the host reads no row counts."""
+
+AnySection = TypeVar("AnySection", bound=Section)
+Values = dict[str, Any]
+"""New values by the full path of their field."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """The fields that the user wrote; a section that was written as a whole covers its fields."""
+
+    paths: frozenset[str]
+
+    def __call__(self, path: str) -> bool:
+        """Whether the user wrote a field."""
+        names = path.split(".")
+        return any(".".join(names[:end]) in self.paths for end in range(1, len(names) + 1))
+
+
+def follow(run: Run, written: Collection[str]) -> Run:
+    """The run with values that follow what was written.
+
+    Args:
+        run: in which rules between fields may be broken.
+        written: full paths of fields, or of sections that were written as a whole, such as `model.moe`; they stay.
+    """
+    is_written = Written(frozenset(written))
+    for values_of in _FOLLOWERS:
+        for path, value in values_of(run, is_written).items():
+            if not is_written(path):
+                run = _replaced(run, path.split("."), value)
+    return run
+
+
+def _replaced(section: AnySection, names: list[str], value: object) -> AnySection:
+    name, *below = names
+    inner = dict(section)[name]
+    return section.model_copy(update={name: _replaced(inner, below, value) if below else value})
+
+
+def _warmup(run: Run, _: Written) -> Values:
+    steps = run.training.steps
+    return {"schedule.warmup_steps": steps // _WARMUP_SHARE} if run.schedule.warmup_steps > steps else {}
+
+
+def _decay(run: Run, is_written: Written) -> Values:
+    """The decay gives way to the warm-up, or that to a decay that was written."""
+    schedule, steps = run.schedule, run.training.steps
+    if schedule.decay != "wsd":
+        return {"schedule.decay_steps": 0}
+    if schedule.warmup_steps + schedule.decay_steps <= steps:
+        return {}
+    if is_written("schedule.decay_steps"):
+        return {"schedule.warmup_steps": max(0, steps - schedule.decay_steps)}
+    return {"schedule.decay_steps": max(0, steps - schedule.warmup_steps)}
+
+
+def _batch(run: Run, is_written: Written) -> Values:
+    """Micro-batches fill the global batch; two halves of one are whole rows."""
+    rows, micro = run.training.global_batch, run.training.micro_batch
+    if run.dispatch.overlap == "halves" and micro % 2 and rows % (2 * micro) == 0:
+        return {"training.micro_batch": 2 * micro}
+    if rows % micro == 0:
+        return {}
+    if is_written("training.global_batch"):
+        return {"training.micro_batch": gcd(rows, micro)}
+    return {"training.global_batch": max(micro, rows - rows % micro)}
+
+
+def _profile(run: Run, _: Written) -> Values:
+    left = run.training.steps - run.profile.start + 1
+    return {"profile.steps": min(run.profile.steps, left)} if run.profile.start and left > 0 else {}
+
+
+def _evaluation(run: Run, _: Written) -> Values:
+    return {} if evaluation_has_text(run) is None else {"evaluation.rows": 0}
+
+
+def _layers(run: Run, is_written: Written) -> Values:
+    """As in variants of presets that keep their first layers: one layer with experts stays."""
+    model, moe = run.model, run.model.moe
+    if moe is None:
+        return {"model.dense_layers": model.layers}
+    if model.dense_layers < model.layers and model.moe_layers > 0:
+        return {}
+    if is_written("model.dense_layers"):
+        return {"model.moe.every": max(1, model.layers - model.dense_layers)}
+    every = min(moe.every, model.layers)
+    return {"model.moe.every": every, "model.dense_layers": min(model.dense_layers, model.layers - every)}
+
+
+def _dense_width(run: Run, _: Written) -> Values:
+    """A dense layer is as wide as the experts that a token meets."""
+    model, moe = run.model, run.model.moe
+    if moe is None or model.dense_ffn_size or model.layers == model.moe_layers:
+        return {}
+    return {"model.dense_ffn_size": moe.top_k * moe.ffn_size + moe.shared_ffn_size}
+
+
+def _prediction(run: Run, _: Written) -> Values:
+    return {"model.mtp_layers": min(run.model.mtp_layers, run.training.sequence_length - 1)}
+
+
+def _heads(run: Run, _: Written) -> Values:
+    attention = run.model.attention
+    if not isinstance(attention, GroupedQueryAttention):
+        return {}
+    return {"model.attention.kv_heads": gcd(attention.heads, attention.kv_heads)}
+
+
+def _local(run: Run, _: Written) -> Values:
+    """Without layers that see the whole row, nothing is said of them."""
+    attention = run.model.attention
+    if not isinstance(attention, GroupedQueryAttention) or attention.local is None or attention.local.global_every:
+        return {}
+    return {"model.attention.local.global_rope": True, "model.attention.local.global_temperature": 0.0}
+
+
+def _rope(run: Run, is_written: Written) -> Values:
+    """Context is extended in the way that was written."""
+    rope, path = run.model.attention.rope, "model.attention.rope"
+    if rope.yarn is None or rope.llama3 is None:
+        return {}
+    chosen = {name for name in ("yarn", "llama3") if any(one.startswith(f"{path}.{name}") for one in is_written.paths)}
+    return {f"{path}.{name}": None for name in {"yarn", "llama3"} - chosen} if chosen else {}
+
+
+def _groups(run: Run, _: Written) -> Values:
+    """Groups divide the experts; those that are judged by two experts have two."""
+    moe = run.model.moe
+    if moe is None:
+        return {}
+    least = 2 if moe.router.group_score == "top2" and moe.experts > 1 else 1
+    most = gcd(moe.router.groups, moe.experts)
+    groups = max(one for one in range(1, most + 1) if most % one == 0 and moe.experts >= least * one)
+    values: Values = {"model.moe.router.groups": groups}
+    return values | ({"model.moe.router.group_score": "max"} if moe.experts == 1 else {})
+
+
+def _choice(run: Run, is_written: Written) -> Values:
+    """A token chooses among experts that it can reach."""
+    moe = run.model.moe
+    if moe is None or moe.experts % moe.router.groups:
+        return {}
+    kept, of_group = min(moe.router.groups_kept, moe.router.groups), moe.experts // moe.router.groups
+    if is_written("model.moe.top_k"):
+        kept = min(max(kept, -(-moe.top_k // of_group)), moe.router.groups)
+    elif is_written("model.moe.router.groups_kept"):
+        kept = moe.router.groups_kept
+    return {"model.moe.router.groups_kept": kept, "model.moe.top_k": min(moe.top_k, kept * of_group)}
+
+
+def _router(run: Run, _: Written) -> Values:
+    """A score has the choices that go with it; the weight of one expert alone has none."""
+    moe = run.model.moe
+    if moe is None:
+        return {}
+    values: Values = {}
+    if moe.router.score == "softmax":
+        values["model.moe.router.expert_bias"] = False
+    if moe.router.score == "sigmoid" or moe.top_k == 1:
+        values["model.moe.router.softmax_after_top_k"] = False
+    if moe.top_k == 1:
+        values["model.moe.router.normalize"] = False
+    if moe.router.weigh == "input":
+        values["model.moe.bias"] = False
+    if moe.balance.auxiliary == "none":
+        values["model.moe.balance.auxiliary_weight"] = 0.0
+    if moe.balance.capacity_factor == 0:
+        values["model.moe.balance.pad_to_capacity"] = False
+    return values
+
+
+def _schedule(run: Run, is_written: Written) -> Values:
+    """A pipeline has the schedule that its overlap or its stages need."""
+    if run.parallel.pipeline == 1:
+        return {}
+    wants_another = schedule_has_its_stages(run) is not None and is_written("pipeline.stages_per_rank")
+    if wants_another or passes_stand_beside_each_other(run) is not None:
+        return {"pipeline.schedule": "interleaved" if run.pipeline.stages_per_rank > 1 or not wants_another else "1f1b"}
+    return {}
+
+
+def _stages(run: Run, _: Written) -> Values:
+    if schedule_has_its_stages(run) is None:
+        return {}
+    return {"pipeline.stages_per_rank": SCHEDULES[run.pipeline.schedule].fewest}
+
+
+def _row_counts(run: Run, _: Written) -> Values:
+    return {} if captured_shapes_are_known(run) is None else {"dispatch.sync_free": _SYNC_FREE_COUNTS}
+
+
+_FOLLOWERS: tuple[Callable[[Run, Written], Values], ...] = (
+    _warmup,
+    _decay,
+    _batch,
+    _profile,
+    _evaluation,
+    _layers,
+    _dense_width,
+    _prediction,
+    _heads,
+    _local,
+    _rope,
+    _groups,
+    _choice,
+    _router,
+    _schedule,
+    _stages,
+    _row_counts,
+)
+"""In the order in which they are asked; a later one sees what an earlier one changed."""
