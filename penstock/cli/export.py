@@ -15,14 +15,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.base.errors import CheckpointError, RunFolderError
-from penstock.config.load import load_run
-from penstock.config.run import Run
-from penstock.train.checkpoint import CheckpointStore
 from penstock.train.export import Precision, export_huggingface
-from penstock.train.loop import open_store
-from penstock.train.run_folder import RunFolder
-from penstock.train.saved_weights import RUN_FILE, WEIGHTS
+from penstock.train.saved_weights import chosen_step, open_saved
 from penstock.train.verify_export import verify_export
 
 
@@ -36,23 +30,10 @@ def export(
     ),
 ) -> None:
     """Write the weights of a run's checkpoint in Hugging Face format."""
-    config, store = _opened(run)
-    wanted = store.latest() if step is None else step
-    if wanted is None:
-        raise CheckpointError(f"{run} has no checkpoint yet", fix="wait for the first one, or let the run end")
+    config, store = open_saved(run)
+    wanted = chosen_step(store, run, step)
     precision = precision or config.training.precision
     export_huggingface(config, store, wanted, folder, precision)
     print(f"wrote {folder}: the weights of step {wanted} of {run}, in {precision}")
     if verify:
         print(f"transformers computes the same logits: {verify_export(config, folder):.1e} apart")
-
-
-def _opened(folder: Path) -> tuple[Run, CheckpointStore]:
-    """The configuration and the checkpoints of a run, or of what `penstock import` wrote."""
-    source, imported = RunFolder(folder), folder / RUN_FILE
-    if not source.exists and imported.is_file():
-        return load_run(str(imported)), CheckpointStore(folder / WEIGHTS, keep=0, asynchronous=False)
-    if not source.exists:
-        raise RunFolderError(f"{folder} is not the folder of a run", fix="give one, such as runs/debug")
-    config = load_run(str(source.config))
-    return config, open_store(config, source)

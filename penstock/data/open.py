@@ -4,6 +4,7 @@ Training and held-out text are opened by the same rule, part by part: held out a
 else the share of all documents that a hash chooses.
 """
 
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from penstock.data.files import matched
 from penstock.data.fill_in_middle import FillInMiddle, find_marks
 from penstock.data.hub import DatasetOnDisk, Name, StreamedDataset
 from penstock.data.packed import open_packed
+from penstock.data.packed_files import Pair, prefix_of
 from penstock.data.shards import Shards
 from penstock.data.sources import Keep, Source, Split
 from penstock.data.standard_library import open_standard_library
@@ -21,7 +23,7 @@ from penstock.data.synthetic import MarkovTokens, RandomTokens
 from penstock.data.tables import ARROW, PARQUET, Tables
 from penstock.data.text import JsonLines, PlainText
 from penstock.data.texts import Part, Text
-from penstock.data.tokenizer import Tokenizer, open_tokenizer
+from penstock.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 
 SUFFIXES = {
     "text": (),
@@ -61,6 +63,45 @@ def open_text(data: Data, split: Split, *, vocabulary_size: int, seed: int, cach
             fix="encode all parts with one tokenizer",
         )
     return Text(tuple(parts), opener.corrupt)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """What the token ids of a run stand for.
+
+    Attributes:
+        setting: what opened the tokenizer: "bytes", or a path.
+        tokenizer: turns text into the ids and back.
+        end_of_document: the id that ends a document.
+    """
+
+    setting: str
+    tokenizer: Tokenizer
+    end_of_document: int
+
+
+def vocabulary_of(data: Data) -> Vocabulary:
+    """The tokenizer of a run, without opening its text. Of packed documents it is the one that packed them.
+
+    Raises:
+        DataError: the tokens stand for no text, or the tokenizer cannot be opened.
+    """
+    places = tuple(data.mixture.values()) or (data,)
+    if places[0].source in ("synthetic-random", "synthetic-learnable"):
+        raise DataError(f"the tokens of data.source={places[0].source} stand for no text")
+    setting, end = data.tokenizer, data.end_of_document
+    if setting == BYTES and all(place.source == "packed" for place in places):
+        files = matched(places[0].files, SUFFIXES["packed"])
+        origin = next((one for path in files if (one := Pair(prefix_of(path)).origin()) is not None), None)
+        if origin is None:
+            raise DataError(f"nothing says which tokenizer packed {files[0]}", fix="set data.tokenizer")
+        setting, end = origin.tokenizer, end or origin.end_of_document_name
+    tokenizer = open_tokenizer(setting, None if end.isdecimal() else end or None)
+    return Vocabulary(
+        setting=setting,
+        tokenizer=tokenizer,
+        end_of_document=int(end) if end.isdecimal() else tokenizer.end_of_document,
+    )
 
 
 class _Opener:

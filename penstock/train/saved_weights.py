@@ -18,7 +18,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from penstock.base.errors import CheckpointError
+from penstock.base.errors import CheckpointError, RunFolderError
+from penstock.config.load import load_run
+from penstock.config.run import Run
 from penstock.layout.pieces import Piece
 from penstock.layout.rectangles import Rectangle
 from penstock.models.holdings import refresh_float8
@@ -156,6 +158,36 @@ def _checked(folder: Path, wanted: Mapping[str, str]) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"cannot read {folder}", got=error.strerror or error) from error
     return manifest
+
+
+def open_saved(folder: Path) -> tuple[Run, CheckpointStore]:
+    """The configuration and the checkpoints of a run, or of what `penstock import` wrote, to read from.
+
+    Raises:
+        RunFolderError: the folder is neither.
+        ConfigError: its configuration cannot be read.
+    """
+    source, imported = RunFolder(folder), folder / RUN_FILE
+    if not source.exists and imported.is_file():
+        return load_run(str(imported)), CheckpointStore(folder / WEIGHTS, keep=0, asynchronous=False)
+    if not source.exists:
+        raise RunFolderError(f"{folder} is not the folder of a run", fix="give one, such as runs/debug")
+    return load_run(str(source.config)), CheckpointStore(source.checkpoints, keep=0, asynchronous=False)
+
+
+def chosen_step(store: CheckpointStore, folder: Path, step: int | None) -> int:
+    """The checkpoint that is meant: `step`, or the newest.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
+    if step is not None:
+        store.read_facts(step)  # refuses a step without a checkpoint
+        return step
+    newest = store.latest()
+    if newest is None:
+        raise CheckpointError(f"{folder} has no checkpoint yet", fix="wait for the first one, or let the run end")
+    return newest
 
 
 def load_initial_weights(source: str, state: TrainState, store_of: Callable[[Path], CheckpointStore]) -> None:

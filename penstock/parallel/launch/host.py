@@ -68,6 +68,16 @@ def usable_cores(root: Path = ROOT) -> int:
     return cores
 
 
+def free_host_bytes(root: Path = ROOT) -> int | None:
+    """Memory that programs can have, or less of it if this process is in a container; None if that is not known."""
+    lines = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
+    if "MemAvailable" not in lines:
+        return None
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    limit, used = (_read(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory.current"))
+    return min(free, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else free
+
+
 def parse_ranges(text: str) -> tuple[int, ...]:
     """Numbers of a list as the kernel writes it: `0-2,8` is 0, 1, 2, 8."""
     numbers: list[int] = []

@@ -11,7 +11,7 @@ import torch
 
 from penstock.base.errors import DeviceError
 from penstock.parallel.launch.environment import Environment, prepare_environment
-from penstock.parallel.launch.host import Binding, allowed_cores, bind, choose_binding, usable_cores
+from penstock.parallel.launch.host import Binding, allowed_cores, bind, choose_binding, free_host_bytes, usable_cores
 from penstock.parallel.launch.variables import Facts
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -105,6 +105,11 @@ def prepare_process(environment: Environment, *, seed: int, deterministic: bool)
     if deterministic != torch.are_deterministic_algorithms_enabled():  # asking imports the compiler: over a second
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = False
+
+
+def free_memory_bytes(device: torch.device) -> int | None:
+    """Memory of a device that this process can still have; None if that is not known."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
 
 
 def peak_memory_bytes(device: torch.device) -> int:

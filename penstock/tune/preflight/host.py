@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.parallel.launch.host import ROOT, usable_cores
+from penstock.parallel.launch.host import ROOT, free_host_bytes, usable_cores
 from penstock.tune.preflight.check import Check, fine
 
 CORES_EACH = 4
@@ -88,7 +88,7 @@ def read_host(gpus: int, gpu_bytes: int, root: Path = ROOT) -> HostFacts:
         cores=usable_cores(root),
         numa_nodes=len(list((root / "sys/devices/system/node").glob("node[0-9]*"))),
         numa_balancing=_read(root / "proc/sys/kernel/numa_balancing") not in ("", "0"),
-        free_bytes=_free_bytes(root),
+        free_bytes=free_host_bytes(root),
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
         has_infiniband=any((root / "sys/class/infiniband").glob("*")),
@@ -110,16 +110,6 @@ def _limit(kind: int) -> int | None:
 def _size(path: Path) -> int:
     found = os.statvfs(path)
     return found.f_blocks * found.f_frsize
-
-
-def _free_bytes(root: Path) -> int | None:
-    """Memory that programs can have, or less of it if this process is in a container."""
-    lines = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
-    if "MemAvailable" not in lines:
-        return None
-    free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, used = (_read(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory.current"))
-    return min(free, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else free
 
 
 def _clock_is_kept() -> bool | None:

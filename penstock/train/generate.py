@@ -1,0 +1,167 @@
+"""Text from the weights of a checkpoint: one process, one row, the whole row computed anew for each token.
+
+    open_saved -> load_decoder -> generate -> text_pieces
+
+The decoder is the one that training evaluates, in the run's own precision, with three differences: no token is dropped
+over an expert's capacity and no balance is forced, because both would let later tokens change earlier ones; products in
+8 bits are computed in 16; and kernels are chosen for the device at hand.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.base.errors import DeviceError
+from penstock.config.model import Model
+from penstock.config.run import Kernels, Run
+from penstock.data.tokenizer import Tokenizer
+from penstock.layout.rectangles import Rectangle
+from penstock.models.build import meta_model, to_dtype
+from penstock.models.decoder import Decoder
+from penstock.models.frame import Reading
+from penstock.models.kernels import choose_operators
+from penstock.parallel.kit import Kit
+from penstock.parallel.launch.process import free_memory_bytes
+from penstock.train.checkpoint import CheckpointStore
+from penstock.train.saved_weights import SavedWeights
+from penstock.train.state import check_same_model, identity_of
+
+NOT_TEXT = "\ufffd"
+"""What bytes that are no UTF-8 decode to; at the end of a text they may become a character with the next token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRule:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: logits are divided by it; 0 takes the token with the largest logit.
+        top_p: only the most probable tokens whose probabilities reach this sum are drawn from.
+        seed: of the draws.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+def load_decoder(run: Run, store: CheckpointStore, step: int, device: torch.device) -> Decoder:
+    """The whole model of a checkpoint, whatever layout saved it, in evaluation mode.
+
+    Args:
+        run: the configuration that the checkpoint was saved with.
+        store: of the run.
+        step: which checkpoint.
+        device: where to put it.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or of another model.
+        DeviceError: the device has too little free memory; nothing has been allocated then.
+    """
+    check_same_model(step, store.read_facts(step)["model"], identity_of(run))
+    plain = run.model_copy(update={"model": _plain(run.model), "kernels": Kernels()})
+    decoder = meta_model(plain.model, Kit(operators=choose_operators(plain, device)))
+    saved = SavedWeights(
+        store, step, {name: f"float32 {list(tensor.shape)}" for name, tensor in decoder.state_dict().items()}
+    )
+    to_dtype(decoder, torch.bfloat16 if run.training.precision == "bf16" else torch.float32)
+    _refuse_too_large(decoder, device)
+    decoder.to_empty(device=device)
+    for buffer in decoder.buffers():
+        buffer.zero_()
+    for name, tensor in decoder.state_dict().items():
+        tensor.copy_(saved.read(name, Rectangle((0,) * tensor.ndim, tuple(tensor.shape))))
+    return decoder.eval()
+
+
+@torch.no_grad()
+def generate(
+    decoder: Decoder, prompt: Sequence[int], *, most: int, end: int, vocabulary: int, rule: SamplingRule
+) -> Iterator[int]:
+    """Token ids that continue a prompt, up to the end of the document, which is not among them.
+
+    Args:
+        decoder: in evaluation mode.
+        prompt: at least one id.
+        most: ids to give at most.
+        end: id that ends a document.
+        vocabulary: ids from here on stand for no text and are never chosen.
+        rule: how ids are chosen.
+    """
+    device = decoder.head_VD.device
+    generator = torch.Generator().manual_seed(rule.seed)
+    tokens = list(prompt)
+    for _ in range(most):
+        tokens_BS = torch.tensor([tokens], device=device)
+        reading = Reading(tokens_BS=tokens_BS, positions_BS=torch.arange(len(tokens), device=device)[None])
+        last_D = decoder(reading).main_BSD[0, -1]
+        logits_V = F.linear(last_D, decoder.head_VD)[:vocabulary].float().cpu()
+        token = _chosen(logits_V, rule, generator)
+        if token == end:
+            return
+        yield token
+        tokens.append(token)
+
+
+def text_pieces(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]) -> Iterator[str]:
+    """The text of tokens as they come, each character once and whole.
+
+    Args:
+        tokenizer: decodes them.
+        prompt: ids before them, whose text is left out.
+        tokens: ids.
+    """
+    ids = list(prompt)
+    told = len(_text(tokenizer, ids))
+    text = ""
+    for token in tokens:
+        ids.append(token)
+        text = _text(tokenizer, ids)
+        sure = text.rstrip(NOT_TEXT)
+        if len(sure) > told:
+            yield sure[told:]
+            told = len(sure)
+    if len(text) > told:
+        yield text[told:]
+
+
+def _plain(model: Model) -> Model:
+    """The model without prediction layers, and with experts that take every token that the router sends."""
+    moe = model.moe
+    if moe is not None:
+        balance = moe.balance.model_copy(update={"capacity_factor": 0.0, "pad_to_capacity": False, "force": False})
+        moe = moe.model_copy(update={"balance": balance})
+    return model.model_copy(update={"mtp_layers": 0, "moe": moe})
+
+
+def _refuse_too_large(decoder: Decoder, device: torch.device) -> None:
+    tensors = list(decoder.state_dict().values())
+    held = sum(tensor.nbytes for tensor in tensors)
+    read = max(4 * tensor.numel() for tensor in tensors)  # the host reads one weight at a time, in float32
+    for place, needed in {device: held, torch.device("cpu"): read + (held if device.type == "cpu" else 0)}.items():
+        free = free_memory_bytes(place)
+        if free is not None and needed > free:
+            raise DeviceError(
+                f"the model is too large for the {'GPU' if place.type == 'cuda' else 'memory of this machine'}",
+                got=f"{needed / 1e9:.1f} GB of weights",
+                allowed=f"{free / 1e9:.1f} GB that are free",
+                fix="run it on a larger machine, or export the weights",
+            )
+
+
+def _chosen(logits_V: Tensor, rule: SamplingRule, generator: torch.Generator) -> int:
+    if rule.temperature == 0:
+        return int(logits_V.argmax())
+    probabilities_V, order_V = (logits_V / rule.temperature).softmax(0).sort(descending=True, stable=True)
+    before_V = probabilities_V.cumsum(0) - probabilities_V
+    kept_V = torch.where(before_V < rule.top_p, probabilities_V, 0.0)
+    kept_V[0] = probabilities_V[0]
+    return int(order_V[torch.multinomial(kept_V, 1, generator=generator)])
+
+
+def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    return tokenizer.decode(np.array(ids, dtype=np.int64))
