@@ -18,7 +18,8 @@ TESTS       ?=
 
 BIN  := .venv/bin
 CODE := penstock tests benchmarks tools
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadgroup
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadgroup \
+          --durations=10 --durations-min=2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # Triton comes with a GPU build of PyTorch, in that build's version. Beside a CPU build the tests bring this one.
@@ -31,7 +32,7 @@ VENV  := .venv/stamps/made
 READY := .venv/stamps/run-$(KEY)
 DEV   := .venv/stamps/test-$(KEY)
 
-.PHONY: help setup train test test-all lint docs site clean
+.PHONY: help setup train test test-all lint lint-types lint-rest docs site clean
 
 help: ## show this
 	@echo "Penstock: make TARGET"
@@ -50,9 +51,14 @@ test-all: lint ## everything, the slow tests too
 	@$(PYTEST) $(TESTS)
 
 lint: $(DEV) ## the checks that run nothing: ruff, mypy, import-linter, house rules
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 lint-types lint-rest
+
+lint-types: # takes as long as all others together
+	@echo "== mypy";        $(BIN)/mypy
+
+lint-rest:
 	@echo "== ruff check";  $(BIN)/ruff check --quiet $(CODE)
 	@echo "== ruff format"; $(BIN)/ruff format --check --quiet $(CODE)
-	@echo "== mypy";        $(BIN)/mypy
 	@echo "== layers";      $(BIN)/lint-imports --no-logo
 	@echo "== house rules"; $(BIN)/python -m tools.style
 

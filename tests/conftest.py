@@ -5,11 +5,19 @@ it will be interpreted; a test far from the kernels may be the first to import o
 any test module is collected.
 
 Tests that take `ranks` share one pool of worker processes, so one of pytest's processes runs them all.
+
+`make test` has a budget of eight minutes on two cores (docs/decisions/0153). Two things keep it:
+
+- `@pytest.mark.often("*sm_90*")` names the cases of a parametrized test that `make test` runs; the others are slow.
+- `examples(60)` of tests/examples.py draws a third as many examples when slow tests are left out.
+
+`pytest --budget 5` fails every test that is not marked slow and takes longer than 5 s.
 """
 
 import gc
 import os
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 
@@ -37,7 +45,48 @@ if not torch.cuda.is_available():
 
 # Found examples are printed, not kept; a busy machine is no failure; the same examples on every machine.
 settings.register_profile("penstock", deadline=None, derandomize=True, database=None, print_blob=True)
-settings.load_profile("penstock")
+settings.register_profile("often", settings.get_profile("penstock"), max_examples=33)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long a test may take."""
+    parser.addoption(
+        "--budget", type=float, metavar="S", help="fail each test that takes over S seconds and is not slow"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis draws fewer examples where slow tests are left out; before any test module is imported."""
+    settings.load_profile("often" if config.option.markexpr == "not slow" else "penstock")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The cases that `often` does not name are slow. A pattern that names no case is a mistake in the test."""
+    unused: dict[str, set[str]] = {}
+    for item in items:
+        mark = item.get_closest_marker("often")
+        if mark is not None and isinstance(item, pytest.Function):
+            matching = {pattern for pattern in mark.args if fnmatchcase(item.callspec.id, pattern)}
+            if not matching:
+                item.add_marker(pytest.mark.slow)
+            test = item.nodeid.partition("[")[0]
+            unused[test] = unused.get(test, set(mark.args)) - matching
+    are_all_cases_here = not any("::" in argument for argument in config.args)
+    wrong = [f"{test} has no case {sorted(patterns)}" for test, patterns in unused.items() if patterns]
+    if wrong and are_all_cases_here:
+        raise pytest.UsageError("; ".join(wrong))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """A test that is over its budget fails."""
+    report = yield
+    budget = item.config.option.budget
+    is_over = budget is not None and call.duration > budget and "slow" not in item.keywords
+    if is_over and call.when == "call" and report.passed:
+        report.outcome, report.longrepr = "failed", f"it took {call.duration:.1f} s; its budget is {budget:g} s"
+    return report
 
 
 def pytest_unconfigure() -> None:
@@ -56,12 +105,29 @@ def fixed_seed() -> None:
         torch.cuda.manual_seed_all(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def thaws() -> Iterator[list[bool]]:
+    """Runs end with `gc.unfreeze`; that the next test looks through all imports takes 0.2 s. It is put off."""
+    asked: list[bool] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: asked.append(True))
+        yield asked
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_runs_kept_is_collected(thaws: list[bool]) -> Iterator[None]:
+    """What runs of a module had frozen is looked through once, behind its last test."""
+    yield
+    if thaws:
+        thaws.clear()
+        THAW()
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def imports_are_frozen() -> None:
-    """Whoever collects garbage need not look through all that was imported, which takes 0.3 s. Runs end the frost.
-
-    What is frozen costs nothing here. To ask how much that is would count it, which takes 0.1 s.
-    """
+    """The garbage collector need not look through all that was imported. What is frozen costs nothing here."""
     gc.collect()
     gc.freeze()
 
@@ -111,6 +177,8 @@ class _Together(LoadScopeScheduling):
             return "ranks"
         return file if any(word in text for word in _KEPT) else nodeid
 
+
+THAW = gc.unfreeze
 
 _KEPT = ("@cache\n", 'scope="module"', "from benchmarks.planning import")
 """What a file that keeps something has in it; the last one's functions do."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError
@@ -15,6 +15,7 @@ from penstock.config.presets.debug import debug
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.schema import every_field
+from tests.examples import examples
 
 
 def write(path: Path, text: str) -> str:
@@ -226,7 +227,7 @@ CHARACTERS = st.characters(exclude_categories=["Cs"])
 """All that UTF-8 writes. Hypothesis has them by itself too, but tries every one first, in 3 s."""
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40, deadline=None)
 @given(
     text=st.text(CHARACTERS, max_size=20),
     files=st.lists(st.text(CHARACTERS, min_size=1, max_size=10), max_size=3, unique=True),
@@ -259,7 +260,7 @@ JUNK = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([*PATHS, "x", "model.x.y", "model.moe.x"]), JUNK), max_size=3))
 def test_whatever_is_typed_gives_a_run_or_one_clear_line(typed: list[tuple[str, str]]) -> None:
     overrides = [f"{path}={value}" for path, value in typed]
@@ -270,7 +271,7 @@ def test_whatever_is_typed_gives_a_run_or_one_clear_line(typed: list[tuple[str, 
     assert len(line.splitlines()) == 1
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, deadline=None)
 @given(content=st.one_of(st.binary(max_size=40), st.text(CHARACTERS, max_size=40).map(lambda text: text.encode())))
 def test_whatever_a_file_holds_gives_a_run_or_one_clear_line(
     tmp_path_factory: pytest.TempPathFactory, content: bytes

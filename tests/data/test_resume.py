@@ -9,7 +9,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from penstock.config.data import Data, Part
@@ -19,6 +19,7 @@ from penstock.data.pack_files import pack
 from penstock.data.text import JsonLines
 from penstock.data.texts import Text
 from penstock.data.tokenizer import ByteTokenizer
+from tests.examples import examples
 
 SOURCES = ("text", "jsonl", "compressed", "corrupt", "parquet", "packed", "dataset", "stream", "mixture")
 
@@ -113,7 +114,7 @@ def rows_of(readers: list[Loader], batches: int) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shuffle=st.booleans(),
     before=st.sampled_from([(4, 1), (4, 2), (8, 8)]),

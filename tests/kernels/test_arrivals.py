@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.kernels import reference
 from penstock.kernels.arrivals import count_arrivals_kernel, order_arrivals, place_arrivals_kernel
 from penstock.kernels.tuning import Launch
+from tests.examples import examples
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 
 SMALL = Launch(block_rows=4, block_columns=2, warps=1)
@@ -26,7 +27,7 @@ def test_the_example_of_the_docstring(device: torch.device) -> None:
     assert arrivals.weights_R.tolist() == [0, 2, 5, 0] and meter.tolist() == [2, 4]
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20, deadline=None)
 @given(
     tokens=st.integers(1, 40),
     top_k=st.integers(1, 4),

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels.local_attention import local_attention, near
 from penstock.kernels.reach import Reach
+from tests.examples import examples
 from tests.kernels.eager_attention import eager_attention, random_documents, random_heads, seen_by, with_gradients
 
 SCALE = 0.3
@@ -24,7 +25,7 @@ def _by_blocks(
     return local_attention(q[:, part], k, v, seen, scale=SCALE, backend=backend, sinks_H=sinks_H)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150, deadline=None)
 @given(
     kind=st.sampled_from(("window", "chunk")),
     size=st.integers(1, 14),

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import KernelError
 from penstock.kernels.tile_table import ALIGNED_BLOCK, BLOCK_SIZES, TileTable, tile_table, tile_table_kernel
+from tests.examples import examples
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 
 
@@ -20,7 +21,7 @@ def rows_of_blocks(table: TileTable, block_rows: int) -> list[tuple[int, range]]
     ]
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(counts=st.lists(st.integers(0, 600), min_size=1, max_size=9), tail=st.integers(0, 300))
 def test_blocks_cover_the_rows_of_each_expert_once(device: torch.device, counts: list[int], tail: int) -> None:
     table = tile_table(torch.tensor(counts, dtype=torch.int32, device=device), sum(counts) + tail)

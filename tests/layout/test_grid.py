@@ -4,10 +4,11 @@ import time
 from itertools import chain, combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.layout.grid import DENSE_AXES, EXPERT_AXES, Grid
+from tests.examples import examples
 from tests.layout.grids import grids
 
 VIEWS = (DENSE_AXES, EXPERT_AXES)
@@ -29,7 +30,7 @@ def test_a_place_leads_back_to_its_rank(view: tuple[str, ...], grid: Grid, data:
 
 
 @pytest.mark.parametrize("axes", SUBSETS, ids="-".join)
-@settings(max_examples=20)
+@examples(20)
 @given(grid=grids(largest=3))
 def test_groups_are_disjoint_and_cover_all_ranks(axes: tuple[str, ...], grid: Grid) -> None:
     groups = grid.groups(axes)
@@ -38,7 +39,7 @@ def test_groups_are_disjoint_and_cover_all_ranks(axes: tuple[str, ...], grid: Gr
 
 
 @pytest.mark.parametrize("axes", SUBSETS, ids="-".join)
-@settings(max_examples=20)
+@examples(20)
 @given(grid=grids(largest=3), data=st.data())
 def test_a_group_is_what_differs_on_its_axes_only(axes: tuple[str, ...], grid: Grid, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, grid.world - 1))

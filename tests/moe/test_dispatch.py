@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from penstock.moe.dispatch.room import Room, forget_left_out, make_room
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import ALONE
 from tests.distributed.pool import Pool
+from tests.examples import examples
 from tests.moe.mixture import D, Family, Problem, compare, mix, problem, random_routing, token_by_token, weights_of
 from tests.moe.ways import OVER_GLOO, Gloo, Way, dispatchers_on_a_rank, solve
 
@@ -37,7 +38,7 @@ def _mix(dispatcher: Dispatcher, x_TD: Tensor, routing: Routing, gate_up_eFD: Te
     return dispatcher.combine(y_RD, receipt)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25, deadline=None)
 @given(
     tokens=st.integers(1, 20),
     experts=st.integers(1, 7),
@@ -207,7 +208,7 @@ def test_many_steps_with_changing_routing_leave_no_trace(ranks: Pool, way: Way) 
     )
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     layout=st.sampled_from([(2, 1), (2, 2), (4, 1)]),
     tokens=st.integers(1, 9),

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.kernels import expert_kernels as networks
@@ -15,6 +15,7 @@ from penstock.moe.dispatch.all_gather import first_rows
 from penstock.moe.dispatch.gathers import pick_kept
 from penstock.moe.dispatch.room import Room, forget_left_out, make_room, widenings
 from penstock.moe.routing import Routing
+from tests.examples import examples
 from tests.moe.mixture import D, random_routing, token_by_token, weights_of
 
 
@@ -51,7 +52,7 @@ def test_a_rank_never_needs_more_rows_of_a_token_than_it_has_experts() -> None:
     assert Room(ExpertPlacement(experts=256, expert=64), math.inf).rows(1000, 8) == 4000
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25, deadline=None)
 @given(
     tokens=st.integers(1, 9),
     experts=st.integers(1, 4),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from penstock.moe.dispatch.symmetric import Links, SymmetricDispatcher, links_of
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
+from tests.examples import examples
 from tests.parallel.symmetric_ranks import StuckError, run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are simulated in Triton's interpreter")
@@ -269,7 +270,7 @@ def _programs(buffers: SymmetricBuffers, programs: int) -> set[int]:
     }
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(
     ranks=st.sampled_from([2, 4]),
     tokens=st.integers(1, 5),

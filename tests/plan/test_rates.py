@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import HardwareError
@@ -15,6 +15,7 @@ from penstock.kernels.tuning import GemmProduct
 from penstock.plan.hardware import AttentionPoint, GroupedPoint, ProductPoint
 from penstock.plan.hardware_file import known_hardware, load_hardware
 from penstock.plan.rates import NEAR, Correction, GroupedProduct, Rates, corrected, pairs
+from tests.examples import examples
 
 H200 = load_hardware("H200")
 RATES = Rates(H200)
@@ -133,7 +134,7 @@ def test_points_count_by_nearness_and_the_roofline_as_one_a_factor_of_4_away() -
     assert math.log(4) == NEAR
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60, deadline=None)
 @given(m=SIZE, n=SIZE, k=SIZE)
 def test_a_product_never_beats_the_peak(m: int, n: int, k: int) -> None:
     for name in known_hardware():
@@ -141,7 +142,7 @@ def test_a_product_never_beats_the_peak(m: int, n: int, k: int) -> None:
         assert rates.product(m, n, k).seconds >= 2 * m * n * k / rates.hardware.peaks.bf16
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60, deadline=None)
 @given(groups=st.integers(1, 128), rows=st.integers(1, 8192), n=st.integers(64, 8192), k=st.integers(64, 8192))
 def test_twice_the_rows_never_take_less_time(groups: int, rows: int, n: int, k: int) -> None:
     few, many = (RATES.grouped("forward", groups, count, n, k).seconds for count in (rows, 2 * rows))

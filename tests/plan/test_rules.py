@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError, KernelError
@@ -50,6 +50,7 @@ from penstock.plan.rules.sizes import MOST_MAPPED, Sizes, facts_of, sizes_of
 from penstock.plan.rules.table import TABLE
 from penstock.plan.stand_in import Target, stand_in
 from tests.config.small import SMALL, unchecked_run
+from tests.examples import examples
 from tests.plan.rule_cases import CASES, DENSE, EP8, EP16, PLAIN, PP8X2, V3, Case
 from tools.rules_page import known_names
 
@@ -197,7 +198,7 @@ def runs(draw: st.DrawFn) -> tuple[Run, int]:
     return run, draw(st.sampled_from((smallest_world(run), 2 * smallest_world(run), 12)))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(drawn=runs())
 def test_a_legal_rule_refuses_what_the_function_refuses_whose_name_it_has(drawn: tuple[Run, int]) -> None:
     """And those about ranks refuse together what has no grid."""

@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError
@@ -18,6 +18,7 @@ from penstock.plan.projection import Plan
 from penstock.plan.rules.book import config_refusal, illegal, order_key
 from penstock.plan.rules.sizes import Sizes, facts_of, sizes_of
 from penstock.plan.search import Question, search
+from tests.examples import examples
 
 LITE = load_run("deepseek-v2-lite-6l", ["training.global_batch=64"])
 V3 = load_run("deepseek-v3")
@@ -141,7 +142,7 @@ def every_pace(devices: str) -> list[tuple[Space, Sizes]]:
     ]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(devices=st.sampled_from(["8xH200", "48xMI300X", "128xMI300X"]), data=st.data())
 def test_every_layout_that_no_rule_calls_illegal_is_a_run(devices: str, data: st.DataObject) -> None:
     space, pace = data.draw(st.sampled_from(every_pace(devices)))
@@ -158,7 +159,7 @@ def _grid(run: Run, sizes: Sizes) -> tuple[int, ...]:
     return grid.tensor, grid.context, grid.pipeline, grid.expert, grid.expert_tensor
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_a_ladder_changes_the_order_alike_on_all_schedules(data: st.DataObject) -> None:
     paces = [pace for _, pace in every_pace("48xMI300X")]

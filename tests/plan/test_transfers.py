@@ -4,13 +4,14 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import HardwareError
 from penstock.plan.hardware import Collective, Group, Hardware, Measured, TransferPoint
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.transfers import Kind, Transfers, Travel, copies
+from tests.examples import examples
 
 H200 = load_hardware("H200")
 MI300X = load_hardware("MI300X")
@@ -80,7 +81,7 @@ def test_over_nodes_the_slower_way_counts() -> None:
     assert transfers.collective("point-to-point", 1e6, Group(2, 1)).seconds == pytest.approx(1e6 / 50e9)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     size=st.floats(1, 1e10),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.trace.calls import Way
@@ -14,6 +14,7 @@ from penstock.trace.collectives import Collectives, bandwidths, collectives_of, 
 from penstock.trace.events import NONE, Trace
 from penstock.trace.load import decode_trace
 from penstock.trace.matching import meet
+from tests.examples import examples
 from tests.trace.made_calls import Call, table
 from tests.trace.synthetic import Traces, make
 from tests.trace.synthetic_job import Job
@@ -72,7 +73,7 @@ def test_whoever_came_last_is_named_as_often_as_it_did_and_with_what_it_cost(nam
     assert collectives.cost_us.sum() == pytest.approx(sum(cost.values()), abs=1e-2)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15, deadline=None)
 @given(
     offsets=st.lists(st.integers(-40_000_000, 40_000_000), min_size=3, max_size=3),
     seed=st.integers(0, 99),

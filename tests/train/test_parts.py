@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
@@ -15,6 +15,7 @@ from penstock.layout.pieces import Piece
 from penstock.parallel.holding import Part, whole
 from penstock.train import parts
 from penstock.train.parts import fill_parts, write_parts
+from tests.examples import examples
 from tests.train.layouts import Layout, ranks_of, write_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
@@ -39,7 +40,7 @@ def tensors_and_layouts(draw: st.DrawFn) -> tuple[Tensor, Layout, Layout]:
     return tensor, layouts[0], layouts[1]
 
 
-@settings(max_examples=30)  # each waits for the disk
+@examples(30)  # each waits for the disk
 @given(tensors_and_layouts())
 def test_what_one_layout_wrote_every_other_reads(case: tuple[Tensor, Layout, Layout]) -> None:
     tensor, before, after = case

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -10,6 +10,7 @@ from penstock.config.parallel import Offload
 from penstock.train.adamw import FusedAdamW
 from penstock.train.optimizer import MasterAdamW, clip_divisor
 from penstock.train.streamed_adamw import BYTES, UNIT, StreamedAdamW
+from tests.examples import examples
 from tests.train.small_model import SETTINGS, SmallModel, holdings_of, tokens
 
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ def _check_same_bits(device: torch.device, dtype: torch.dtype, chunk_bytes: int)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @given(units=st.integers(0, 20))
-@settings(max_examples=12)
+@examples(12)
 def test_updates_are_those_of_an_optimizer_on_the_device_to_the_bit(dtype: torch.dtype, units: int) -> None:
     _check_same_bits(CPU, dtype, units * UNIT * BYTES)
 

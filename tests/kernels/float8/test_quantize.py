@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -34,6 +34,7 @@ from penstock.kernels.float8.recipes import (
     Recipe,
 )
 from penstock.kernels.float8.tile_launches import ROWS_ONLY, TRANSPOSING
+from tests.examples import examples
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
 from tests.kernels.float8.draw_quantized import without_tail
 
@@ -240,7 +241,7 @@ def test_bad_numbers_in_8_bits_and_scales_are_seen_again(device: torch.device) -
         assert_equal(without_tail(quantize_groups(source, counts_e, recipe, E4M3), counts_e), expected)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=9), st.integers(0, 200))
 def test_a_tile_holds_rows_of_one_expert_and_all_rows_have_a_place(
     device: torch.device, counts: list[int], spare: int

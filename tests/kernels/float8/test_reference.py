@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -33,6 +33,7 @@ from penstock.kernels.float8.reference import (
     quantize_rows,
     quantize_weight,
 )
+from tests.examples import examples
 
 FORMS = [E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ]
 EIGHT_BITS = [TENSORWISE, ROWWISE, BLOCKWISE, BLOCKWISE_SQUARE, MXFP8]
@@ -117,7 +118,7 @@ def test_an_error_is_half_a_step_of_the_number_or_of_the_smallest(numbers: list[
     assert ((dequantize(found) - x_RD).abs() <= half_a_step.maximum(scale_RD * smallest / 2)).all()
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.integers(1, 70), st.integers(1, 70), st.sampled_from(EIGHT_BITS))
 def test_a_last_block_is_smaller_and_all_shapes_are_kept(outer: int, depth: int, recipe: Recipe) -> None:
     x_RD = torch.full((outer, depth), 3.0)

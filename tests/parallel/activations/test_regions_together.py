@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -15,6 +15,7 @@ from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, reduce_scatter
 from penstock.parallel.later import Later, deferrable
 from tests.distributed.pool import Pool
+from tests.examples import examples
 from tests.parallel.activations.regions import ONE, Counted, D, assert_same, gradients, linear, norm, source
 from tests.parallel.alive import Alive
 
@@ -173,7 +174,7 @@ def play(program: Program, x_TD: Tensor, weight_DD: Tensor, *, recompute: bool) 
     return x_TD
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60, deadline=None)
 @given(program=PROGRAMS, seed=st.integers(0, 99))
 def test_any_composition_of_regions_and_layers_gives_the_same_gradients(program: Program, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
