@@ -44,6 +44,22 @@ def duration_text(seconds: float) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
+def shortened(text: str, most: int) -> str:
+    """A text of at most so many characters: whole words, then dots where it was longer.
+
+    A single word, such as a kernel's name, is cut, but no number in it is.
+    """
+    if len(text) <= most:
+        return text
+    words = text[: most - len(" ...") + 1].rpartition(" ")[0]
+    if words:
+        return f"{words} ..."
+    start = text[: most - len("...")]
+    if text[len(start)].isdigit():
+        start = start.rstrip("0123456789.")
+    return f"{start}..."
+
+
 def spark_line(values: Sequence[float], width: int) -> str:
     """Values as a row of blocks, the lowest an eighth high and the highest full.
 

@@ -34,6 +34,9 @@ from penstock.tune.ladder_file import NOTHING_KEPT, Kept, read_kept, recalling, 
 from penstock.tune.rungs import LADDER, Rung, chosen, load_rungs
 from penstock.tune.trial import first_steps, run_trial
 
+_LEAST = ("x size", "x optimization", "gap", "TFLOP/s", "p99/p50", "changed", "loss", "peak GiB", "MFU", "x before")
+"""Columns that a narrow terminal misses least."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -147,7 +150,7 @@ def climb_and_print(plan: Plan, measure: Measure) -> list[Outcome]:
         if plan.output is not None:
             _write(plan, plan.output, outcomes, kept)
     print()
-    print_table(*_table(outcomes, plan))
+    print_table(*_table(outcomes, plan), _LEAST)
     timed = f"medians after {ground.warm_up} of {plan.steps} steps"
     print(f"\n{plan.routing}; {timed}; gap: largest relative difference of a step's loss from the first rung's")
     return outcomes

@@ -137,7 +137,7 @@ def _refused(plan: Plan) -> None:
         print("nothing was refused")
         return
     rows = [(one.rule, f"{one.count:,}", refused_text(one.layout), one.reason) for one in plan.refused]
-    print_table(("rule", "layouts", "where", "because"), sorted(rows, key=lambda row: row[0]))
+    print_table(("rule", "layouts", "where", "because"), sorted(rows, key=lambda row: row[0]), ("where",))
 
 
 def _hardware(plan: Plan) -> None:

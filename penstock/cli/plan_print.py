@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from penstock.cli.figures import bytes_text
+from penstock.cli.figures import bytes_text, shortened
 from penstock.cli.table import print_table
 from penstock.plan.hardware import ORIGINS, Cluster, Hardware, Sourced
 from penstock.plan.projection import Layout, Plan, Projection, Refusal
@@ -22,9 +22,13 @@ _CHOICES: Mapping[str, str] = {
 }
 """Parts of a layout that have a column where candidates differ in them, and a word in one line where they do not."""
 
-_PASSES: Mapping[str, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
+_LEAST = ("left", "exposed", "bubble", *reversed(_CHOICES.values()), "MFU")
+"""Columns of candidates that a narrow terminal misses least."""
 
-_LONGEST_REASON = 110
+LONGEST_REASON = 110
+"""Characters of a reason in the table of refusals."""
+
+_PASSES: Mapping[str, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradients"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +157,7 @@ def print_candidates(candidates: Sequence[Projection]) -> None:
         row += [seconds_text(time.exposed_communication_seconds), bytes_text(one.memory.total)]
         row += [bytes_text(-one.over_bytes) if one.fits else f"{bytes_text(one.over_bytes)} too much"]
         rows.append(row)
-    print_table(head, rows)
+    print_table(head, rows, _LEAST)
     same = [f"{word} {choices[0][name]}" for name, word in _CHOICES.items() if name not in told]
     if same:
         print(f"{'all' if len(candidates) > 1 else 'with'}: {', '.join(same)}")
@@ -187,8 +191,8 @@ def print_refusals(refused: Sequence[Refusal], considered: int) -> None:
     rows = []
     for rule in sorted(groups, key=lambda rule: -counts[rule]):
         first = groups[rule][0]
-        rows.append((rule, f"{counts[rule]:,}", refused_text(first.layout), shortened(first.reason)))
-    print_table(("rule", "layouts", "where", "because"), rows)
+        rows.append((rule, f"{counts[rule]:,}", refused_text(first.layout), shortened(first.reason, LONGEST_REASON)))
+    print_table(("rule", "layouts", "where", "because"), rows, ("where",))
 
 
 def refused_text(layout: Mapping[str, object]) -> str:
@@ -199,13 +203,6 @@ def refused_text(layout: Mapping[str, object]) -> str:
         if layout.get(name) not in (None, "none", "1f1b")
     ]
     return ", ".join([sizes_text(layout), *choices])
-
-
-def shortened(text: str, most: int = _LONGEST_REASON) -> str:
-    """A text that fits a row; whole words, and dots where it was longer."""
-    if len(text) <= most:
-        return text
-    return f"{text[:most].rpartition(' ')[0]} ..."
 
 
 def print_grounds(cluster: Cluster, assumed: Sequence[str]) -> None:

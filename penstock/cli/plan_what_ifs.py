@@ -112,7 +112,7 @@ def _print_points(points: Sequence[Point], speed: str) -> None:
     for point in points:
         row = [point.asked.get(name, "") for name in asked]
         rows.append([*row, *_cells(point, with_efficiency=with_efficiency)])
-    print_table((*(name.rpartition(".")[2] for name in asked), "rows", *words, ""), rows)
+    print_table((*(name.rpartition(".")[2] for name in asked), "rows", *words, ""), rows, ("exposed", "bubble", "MFU"))
     refusals = [point.answer for point in points if isinstance(point.answer, Refusal)]
     for reason in dict.fromkeys(f"{one.rule}: {one.reason}" for one in refusals):
         print(reason)

@@ -9,11 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from penstock.base.errors import TraceError
+from penstock.cli.figures import shortened
 from penstock.cli.table import print_table
 from penstock.trace.compare import CLOSING, Comparison, Row, Verdict, compare
 from penstock.trace.events import Trace
 from penstock.trace.load import load_ranks
 from penstock.trace.named_work import work_of
+
+LONGEST_NAME = 60
 
 _TITLES = {
     Verdict.SLOWER: "slower",
@@ -117,13 +120,9 @@ def _print_rows(rows: Sequence[Row], steps: bool) -> None:
                 f"{row.b.time_us:,.1f}",
                 f"{row.a.events:g}" if row.a.events == row.b.events else f"{row.a.events:g} -> {row.b.events:g}",
                 row.key.span,
-                _shortened(row.key.operator),
-                _shortened(row.key.shape),
+                shortened(row.key.operator, LONGEST_NAME),
+                shortened(row.key.shape, LONGEST_NAME),
             )
             for row in rows
         ],
     )
-
-
-def _shortened(text: str, most: int = 60) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -7,7 +7,7 @@ asked for. Tables are cut, and the last row says what was left out: `--json` has
 from collections.abc import Callable, Sequence
 
 from penstock.base.spans import Span
-from penstock.cli.figures import bytes_text
+from penstock.cli.figures import bytes_text, shortened
 from penstock.cli.table import print_table
 from penstock.cli.trace_memory import print_memory
 from penstock.trace.answer import Answer, RankAnswer
@@ -75,8 +75,19 @@ def _timelines(ranks: Sequence[RankAnswer]) -> None:
         for name, timeline in one.timelines.items():
             if name == "all" or not same:
                 rows.append((f"{one.rank}", "all, linked" if same else name, *_spent(timeline)))
-    head = ("rank", "events", "total", "busy", "compute", "communication", "exposed", "copies", "exposed", "idle")
-    print_table(head, rows)
+    head = (
+        "rank",
+        "events",
+        "total",
+        "busy",
+        "compute",
+        "communication",
+        "exposed",
+        "copies",
+        "exposed copies",
+        "idle",
+    )
+    print_table(head, rows, ("exposed copies", "copies", "busy", "communication"))
 
 
 def _spent(one: Timeline) -> tuple[str, ...]:
@@ -122,7 +133,9 @@ def _phases(first: RankAnswer, *, by_layer: bool, of: str) -> None:
         f"{sum(one.count for one in left):,}",
     )
     print_table(
-        ("phase", "layer", "pass", "kernels ms", "exposed ms", "share", "events"), _cut(rows, PHASES, lambda _: rest)
+        ("phase", "layer", "pass", "kernels ms", "exposed ms", "share", "events"),
+        _cut(rows, PHASES, lambda _: rest),
+        ("events", "kernels ms"),
     )
     print(f"other: {first.phases.other_share:.1%} of this time has no name")
     if first.phases.replays is not None:
@@ -263,7 +276,7 @@ def _roofline(first: RankAnswer, of: str) -> None:
         for row in found.rows
     ]
     head = ("operator", "shapes", "calls", "ms", "share", "TFLOP/s", "GB/s", "bound by", "reached")
-    print_table(head, _cut(rows, ROOFS, _more(9)))
+    print_table(head, _cut(rows, ROOFS, _more(9)), ("GB/s", "TFLOP/s", "calls", "shapes"))
     if first.used_rows is not None:
         print(first.used_rows.told)
 
@@ -274,4 +287,4 @@ def _is_list(shape: tuple[object, ...]) -> bool:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= SHORT_NAME else f"{text[: SHORT_NAME - 3]}..."
+    return shortened(text, SHORT_NAME)

@@ -240,7 +240,7 @@ _ENDED = re.compile(r"rank \d+ \(process \d+\)")
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}..."
+    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS].rpartition(' ')[0]} ..."
 
 
 def _train(trial: Trial, output: int) -> int | None:

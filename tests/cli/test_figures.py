@@ -4,7 +4,16 @@ import math
 
 import pytest
 
-from penstock.cli.figures import BLOCKS, Trail, bytes_text, count_text, duration_text, load_bars, spark_line
+from penstock.cli.figures import (
+    BLOCKS,
+    Trail,
+    bytes_text,
+    count_text,
+    duration_text,
+    load_bars,
+    shortened,
+    spark_line,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +33,21 @@ from penstock.cli.figures import BLOCKS, Trail, bytes_text, count_text, duration
 )
 def test_counts(number: float, text: str) -> None:
     assert count_text(number) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "most", "shown"),
+    [
+        ("one two three", 11, "one two ..."),
+        ("one two three", 13, "one two three"),
+        ("(4096, 7168) (7168, 2048)", 20, "(4096, 7168) ..."),
+        ("a_kernel_of_tiles_128x256", 24, "a_kernel_of_tiles_128..."),
+        ("a_kernel_of_tiles_128x2567", 25, "a_kernel_of_tiles_128x..."),
+    ],
+)
+def test_a_long_text_ends_between_words_and_never_in_a_number(text: str, most: int, shown: str) -> None:
+    assert shortened(text, most) == shown
+    assert len(shown) <= most
 
 
 def test_bytes() -> None:

@@ -15,7 +15,6 @@ from penstock.cli.plan_print import (
     origins_text,
     print_plan,
     seconds_text,
-    shortened,
     sizes_text,
 )
 from penstock.plan.hardware_file import parse_cluster
@@ -159,11 +158,6 @@ def test_sizes_stand_in_one_order_without_those_of_one(given: dict[str, object])
 def test_sizes_that_nobody_settled_are_not_taken_for_one() -> None:
     assert sizes_text({"pp": None, "ep": 1}) == "any"
     assert sizes_text(dict.fromkeys(("tp", "cp", "pp", "ep", "etp"), 1)) == "one rank for all"
-
-
-def test_a_long_reason_ends_between_words() -> None:
-    assert shortened("one two three", most=9) == "one two ..."
-    assert shortened("one two three", most=13) == "one two three"
 
 
 def test_memory_is_explained_by_place(capsys: pytest.CaptureFixture[str]) -> None:
