@@ -7,6 +7,8 @@ every `SLOWEST_LINE_SECONDS` later on, so that a long run leaves a log that can 
 """
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from rich.box import ROUNDED
 from rich.console import Console, Group, RenderableType
@@ -29,7 +31,10 @@ PANEL_WIDTH = 110
 
 FRAME_WIDTH = 4
 LABEL_WIDTH, VALUE_WIDTH, GAP = 8, 20, 2
-"""Columns of the panel's frame with its padding, and of its grid: label, value, and what is left for the detail."""
+"""Columns of the panel's frame with its padding, and of its grid: label, value at least, and between them."""
+
+NARROWEST_DETAIL = 22
+"""Columns that a detail needs beside its figure; with fewer it stands below."""
 
 STOPPING = "stopping after this step; Ctrl-C once more stops at once, unsaved"
 
@@ -164,10 +169,9 @@ class RunPanel:
             width: columns of the terminal.
         """
         width = min(width, PANEL_WIDTH)
-        detail_width = width - FRAME_WIDTH - LABEL_WIDTH - VALUE_WIDTH - 2 * GAP
         forced = is_forced(self._start)
         parts: list[RenderableType] = [Text(FORCED_BALANCE, style="bold red")] if forced else []
-        parts += [self._facts(width - FRAME_WIDTH), "", self._figures(detail_width)]
+        parts += [self._facts(width - FRAME_WIDTH), "", self._figures(width - FRAME_WIDTH)]
         parts += [Text(self.notice, style="bold yellow")] if self.notice else []
         return Panel(
             Group(*parts),
@@ -184,65 +188,120 @@ class RunPanel:
     def _facts(self, width: int) -> Table:
         grid = Table.grid(padding=(0, GAP, 0, 0))
         grid.add_column(width=LABEL_WIDTH, style="dim")
-        grid.add_column(width=width - LABEL_WIDTH - GAP, no_wrap=True, overflow="ellipsis")
+        grid.add_column(width=width - LABEL_WIDTH - GAP, overflow="fold")
         for label, text in facts_of(self._start).items():
             grid.add_row(label, text)
         return grid
 
-    def _figures(self, detail_width: int) -> Table:
+    def _figures(self, width: int) -> Table:
+        """Label, value and detail in a row each; a narrow terminal has the detail below its value."""
+        done = self._start.steps_done if self._last is None else self._last.step
+        lines = [_Line("step", Text(f"{done:,} of {self.steps:,}", style="bold"), self._progress(done))]
+        if self._last is not None:
+            lines += [*self._training(self._last), *_experts(self._last)]
+        if self.saved_step is not None:
+            lines.append(_Line("saved", Text(f"step {self.saved_step:,}")))
+        value_width = max(VALUE_WIDTH, *(len(line.value) for line in lines))
+        beside = width - LABEL_WIDTH - value_width - 2 * GAP
         grid = Table.grid(padding=(0, GAP, 0, 0))
         grid.add_column(width=LABEL_WIDTH, style="dim")
-        grid.add_column(width=VALUE_WIDTH, no_wrap=True)
-        grid.add_column(width=detail_width, no_wrap=True, overflow="ellipsis")
-        done = self._start.steps_done if self._last is None else self._last.step
-        grid.add_row("step", Text(f"{done:,} of {self.steps:,}", style="bold"), self._progress(done, detail_width))
-        if self._last is not None:
-            self._add_training(grid, self._last, detail_width)
-            self._add_experts(grid, self._last, detail_width)
-        if self.saved_step is not None:
-            grid.add_row("saved", f"step {self.saved_step:,}", "")
+        if beside >= NARROWEST_DETAIL:
+            grid.add_column(width=value_width)
+            grid.add_column(width=beside, overflow="fold")
+            for line in lines:
+                grid.add_row(line.label, line.value, line.detail(beside))
+            return grid
+        below = width - LABEL_WIDTH - GAP
+        grid.add_column(width=below, overflow="fold")
+        for line in lines:
+            grid.add_row(line.label, line.value)
+            if line.has_detail:
+                grid.add_row("", line.detail(below))
         return grid
 
-    def _progress(self, done: int, width: int) -> RenderableType:
+    def _progress(self, done: int) -> "_Detail":
         share, time_left = f"{done / self.steps:4.0%}", ""
         if self._last is not None:
             seconds = self._last.elapsed_seconds
             left = seconds / (done - self._start.steps_done) * (self.steps - done)
             time_left = f"{duration_text(left)} left" if done < self.steps else f"in {duration_text(seconds)}"
-        bar_width = width - len(share) - len(time_left) - 2 * GAP
-        row = Table.grid(padding=(0, GAP, 0, 0))
-        row.add_row(ProgressBar(total=self.steps, completed=done, width=bar_width), share, time_left)
-        return row
 
-    def _add_training(self, grid: Table, last: StepReport, width: int) -> None:
-        spark = Text(spark_line(self._losses.values, width), style="green")
-        grid.add_row("loss", _figure(f"{last.loss:.4f}", "nats/token"), spark)
+        def draw(width: int) -> RenderableType:
+            bar_width = width - len(share) - len(time_left) - 2 * GAP
+            if bar_width < len(share):
+                return f"{share.strip()}  {time_left}"
+            row = Table.grid(padding=(0, GAP, 0, 0))
+            row.add_row(ProgressBar(total=self.steps, completed=done, width=bar_width), share, time_left)
+            return row
+
+        return draw
+
+    def _training(self, last: StepReport) -> list["_Line"]:
+        losses, held_out = self._losses.values, self._held_out.values
+        loss = _figure(f"{last.loss:.4f}", "nats/token")
+        lines = [_Line("loss", loss, lambda width: Text(spark_line(losses, width), style="green"))]
         if self._evaluated is not None:
             step, bits = self._evaluated
             when = f"after step {step:,}"
-            history = spark_line(self._held_out.values, width - len(when) - GAP)
-            grid.add_row("held out", _figure(f"{bits:.3f}", "bits/byte"), Text.assemble((history, "green"), "  ", when))
+
+            def history(width: int) -> RenderableType:
+                drawn = spark_line(held_out, max(width - len(when) - GAP, 0))
+                return Text.assemble((drawn, "green"), "  " if drawn else "", when)
+
+            lines.append(_Line("held out", _figure(f"{bits:.3f}", "bits/byte"), history))
         details = [f"{last.step_seconds:.3g} s a step"]
         if last.model_flops_utilization is not None:
             details.append(f"{last.model_flops_utilization:.1%} of peak FLOP/s")
-        speed = f"{last.tokens_per_second_per_device:,.0f}"
-        grid.add_row("speed", _figure(speed, "tokens/s"), ", ".join(details))
-        rate = f"learning rate {last.learning_rate:.2e}"
-        grid.add_row("update", _figure(f"{last.gradient_norm:.3g}", "gradient norm"), rate)
-        grid.add_row("memory", _figure(bytes_text(last.peak_memory_bytes), "at most"), "")
+        speed = _figure(f"{last.tokens_per_second_per_device:,.0f}", "tokens/s")
+        lines.append(_Line("speed", speed, _words(", ".join(details))))
+        norm = _figure(f"{last.gradient_norm:.3g}", "gradient norm")
+        lines.append(_Line("update", norm, _words(f"learning rate {last.learning_rate:.2e}")))
+        lines.append(_Line("memory", _figure(bytes_text(last.peak_memory_bytes), "at most")))
+        return lines
 
-    def _add_experts(self, grid: Table, last: StepReport, width: int) -> None:
-        worst = last.worst_layer
-        if worst is None:
-            return
-        entropy = min(layer.entropy for layer in last.layers)
-        dropped = sum(layer.dropped for layer in last.layers)
-        facts = f"entropy {entropy:.3f}, {dropped:,} dropped"
-        grid.add_row("experts", _figure(f"{worst.max_over_mean:.2f}", "max/mean"), facts)
-        shown = sorted(last.layers, key=lambda layer: layer.max_over_mean, reverse=True)[:LAYERS_SHOWN]
-        for layer in sorted(shown, key=lambda layer: layer.layer):
-            bars = Text(load_bars(layer.slots, width), style=_style_of(layer))
-            grid.add_row(f"layer {layer.layer}", f"{layer.max_over_mean:.2f}", bars)
+
+_Detail = Callable[[int], RenderableType]
+"""What stands beside a figure, drawn for so many columns."""
+
+
+def _words(text: str) -> _Detail:
+    """A detail that is text, which is wrapped where it is too long."""
+    return lambda width: text
+
+
+_NO_DETAIL = _words("")
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One line of figures."""
+
+    label: str
+    value: Text
+    detail: _Detail = _NO_DETAIL
+
+    @property
+    def has_detail(self) -> bool:
+        """There is something to draw."""
+        return self.detail is not _NO_DETAIL
+
+
+def _experts(last: StepReport) -> list[_Line]:
+    worst = last.worst_layer
+    if worst is None:
+        return []
+    entropy = min(layer.entropy for layer in last.layers)
+    dropped = sum(layer.dropped for layer in last.layers)
+    facts = _words(f"entropy {entropy:.3f}, {dropped:,} dropped")
+    lines = [_Line("experts", _figure(f"{worst.max_over_mean:.2f}", "max/mean"), facts)]
+    shown = sorted(last.layers, key=lambda layer: layer.max_over_mean, reverse=True)[:LAYERS_SHOWN]
+    for layer in sorted(shown, key=lambda layer: layer.layer):
+        lines.append(_Line(f"layer {layer.layer}", Text(f"{layer.max_over_mean:.2f}"), _bars(layer)))
+    return lines
+
+
+def _bars(layer: LayerReport) -> _Detail:
+    return lambda width: Text(load_bars(layer.slots, width), style=_style_of(layer))
 
 
 def _figure(number: str, unit: str) -> Text:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock.cli.view import COLUMNS, FORCED_BALANCE, STOPPING, LiveView, PlainView, RunPanel, facts_of
+from penstock.cli.view import COLUMNS, FORCED_BALANCE, PANEL_WIDTH, STOPPING, LiveView, PlainView, RunPanel, facts_of
 from penstock.config.model import Balance
 from penstock.config.run import Run
 from penstock.train.observer import LayerReport
@@ -37,7 +37,7 @@ def lines_of(run: Run, steps: int, *, seconds: float) -> list[str]:
     return file.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [40, 56, 64, 80, 120, 200])
 def test_the_panel_fits_and_holds_every_figure(width: int, tmp_path: Path) -> None:
     panel = RunPanel(run_start(tiny_run(tmp_path)))
     panel.add(step_report(1))
@@ -46,7 +46,8 @@ def test_the_panel_fits_and_holds_every_figure(width: int, tmp_path: Path) -> No
     lines = drawn(panel, width)
     assert all(len(line) <= width for line in lines)
     assert len({len(line) for line in lines}) == 1
-    text = "\n".join(lines)
+    assert "\u2026" not in "".join(lines[1:-1]), "something was cut off"
+    text = " ".join(" ".join(line.strip("\u2502") for line in lines).split())
     for figure in (
         "1.24 M parameters, 730.0 k active",
         "a laptop",
@@ -68,7 +69,19 @@ def test_the_panel_fits_and_holds_every_figure(width: int, tmp_path: Path) -> No
         "saved",
     ):
         assert figure in text
-    assert "\u2026" not in text, "something was cut off"
+
+
+def test_large_figures_are_whole_at_any_width(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    training = run.training.model_copy(update={"steps": 10_000_000})
+    panel = RunPanel(run_start(run.model_copy(update={"training": training})))
+    panel.add(step_report(1_234_567, tokens_per_second_per_device=23_456_789.0, evaluation=HELD_OUT))
+    for width in range(40, 201, 4):
+        lines = drawn(panel, width)
+        assert {len(line) for line in lines} == {min(width, PANEL_WIDTH)}
+        words = " ".join(" ".join(line.strip("\u2502") for line in lines).split())
+        for figure in ("1,234,567 of 10,000,000", "12%", "23,456,789 tokens/s", "1.00e-03", "after step 1,234,567"):
+            assert figure in words, f"{figure} at {width}"
 
 
 def test_the_panel_can_be_drawn_before_the_first_step(tmp_path: Path) -> None:
