@@ -19,7 +19,15 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from penstock.cli.data_texts import (
     CACHE,
@@ -39,6 +47,9 @@ from penstock.data.packed_files import prefix_of
 from penstock.parallel.launch.host import allowed_cores
 
 STOPPED = 143
+
+WIDE = 64
+"""Columns of a terminal from which on progress has a bar; what it counts must never be cut."""
 
 Output = Annotated[Path, typer.Option("--output", help="Prefix of the files: PREFIX.bin, PREFIX.idx.")]
 TokenizerName = Annotated[str, typer.Option("--tokenizer", help="As data.tokenizer: a file or folder, or `bytes`.")]
@@ -103,14 +114,9 @@ def _print_summary(prefix: Path, packed: Packed, seconds: float) -> None:
 def _progress() -> Iterator[Callable[[int], Callable[[Done], None]]]:
     """Gives what draws a bar on a terminal, and nothing elsewhere: called with the texts that there are."""
     console = Console(stderr=True)
-    columns = (
-        TextColumn("packing"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns: list[ProgressColumn] = [MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn()]
+    if console.width >= WIDE:
+        columns = [TextColumn("packing"), BarColumn(None), *columns[:2], TimeElapsedColumn(), columns[2]]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
 
         def show(texts: int) -> Callable[[Done], None]:
