@@ -22,7 +22,7 @@ _CHOICES: Mapping[str, str] = {
 }
 """Parts of a layout that have a column where candidates differ in them, and a word in one line where they do not."""
 
-_LEAST = ("left", "exposed", "bubble", *reversed(_CHOICES.values()), "MFU")
+_LEAST = ("left", "exposed", "bubble", *reversed(tuple(_CHOICES.values())), "MFU")
 """Columns of candidates that a narrow terminal misses least."""
 
 LONGEST_REASON = 110
