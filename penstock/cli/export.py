@@ -17,7 +17,7 @@ import typer
 
 from penstock.train.export import Precision, export_huggingface
 from penstock.train.saved_weights import chosen_step, open_saved
-from penstock.train.verify_export import verify_export
+from penstock.train.verify_export import import_transformers, verify_export
 
 
 def export(
@@ -30,6 +30,8 @@ def export(
     ),
 ) -> None:
     """Write the weights of a run's checkpoint in Hugging Face format."""
+    if verify:
+        import_transformers()
     config, store = open_saved(run)
     wanted = chosen_step(store, run, step)
     precision = precision or config.training.precision

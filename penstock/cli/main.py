@@ -12,9 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock import __version__
 from penstock.base.errors import WRONG_INPUT, PenstockError
 from penstock.cli.help import on_one_screen
-from penstock.cli.verbs import Verb, group_of, load_by_name
+from penstock.cli.verbs import Verb, group_of
 from penstock.parallel.launch.environment import prepare_environment
 
 VERBS = (
@@ -59,7 +60,7 @@ def penstock(
 ) -> None:
     """Pretrain mixture-of-experts language models."""
     if show_version:
-        print(f"penstock {_version()}")
+        print(f"penstock {__version__}")
     elif context.invoked_subcommand is None:
         print(context.get_help())
 
@@ -95,11 +96,3 @@ def _command(arguments: Sequence[str] | None) -> Any:
 def _refuse(message: str, code: int = WRONG_INPUT) -> int:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return code
-
-
-def _version() -> str:
-    """Of the package as it was installed; the error when it is not is one of imports."""
-    try:
-        return str(load_by_name("importlib.metadata", "version")("penstock"))
-    except ModuleNotFoundError:
-        return "(not installed: running from source)"

@@ -8,15 +8,16 @@ from penstock.base.errors import PenstockError
 from penstock.cli.plan_print import cluster_text, conclusion
 from penstock.config.load import dump_toml
 from penstock.plan.projection import Plan, Projection
-from penstock.report.export import write_image
+from penstock.report.export import find_browser, write_image
 from penstock.report.figure import Figure
 from penstock.report.page import write_page
+from penstock.report.plotly_script import plotly_script
 
 _SUFFIXES: Mapping[str, str] = {"--write": ".toml", "--html": ".html", "--png": ".png", "--svg": ".svg"}
 
 
 def check_file(path: Path, option: str) -> None:
-    """Refuse a file that could not be written, before anything is computed.
+    """Refuse a file that could not be written, and pictures that nothing here could draw, before anything is computed.
 
     Args:
         path: of the file.
@@ -24,11 +25,16 @@ def check_file(path: Path, option: str) -> None:
 
     Raises:
         PenstockError: it has another suffix, or its folder is not there.
+        PicturesError: Plotly is not installed, or no browser that draws images.
     """
     if path.suffix != _SUFFIXES[option]:
         raise PenstockError(f"{option} writes a file that ends in {_SUFFIXES[option]}", got=path)
     if not path.absolute().parent.is_dir():
         raise PenstockError(f"{option}: there is no folder {path.parent}", fix="make it first")
+    if option != "--write":
+        plotly_script()
+    if option in ("--png", "--svg"):
+        find_browser()
 
 
 def write_run(path: Path, plan: Plan) -> None:

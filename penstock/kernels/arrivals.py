@@ -11,10 +11,9 @@ for it than the links take to bring the rows.
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.permute import CHUNKS, ORDER_LAUNCH, scan_kernel
 from penstock.kernels.symmetric_transfer import ceil_div, power_of_two

@@ -4,10 +4,9 @@ Each step of their definition is an operator on a few hundred numbers, and there
 takes some microseconds however little it does, and tokens wait for them at every layer.
 """
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.operators import LinearLoss
 

@@ -11,12 +11,11 @@ weights, and a weight's gradient has the product of its row with the bias: both 
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels.expert_parts import Weighed
+from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
 

@@ -3,10 +3,9 @@
 torch's `index_select` copies all of an index; where experts have room for more rows than came that is time for nothing.
 """
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import Launch, turns_of
 

@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.base.errors import KernelError
 from penstock.kernels import hopper_expert_rows, hopper_weight_gradient
 from penstock.kernels.expert_parts import KeptRows
 from penstock.kernels.gather_rows import gather_rows
 from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
+from penstock.kernels.language import TensorDescriptor, create_ragged_descriptor
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
 from penstock.kernels.tuning import (

@@ -12,9 +12,7 @@ row cannot matter: then it is some other row, without a mask.
 Inside, the words are those of a matrix product: an output of rows x columns, contracted over depth.
 """
 
-import triton
-import triton.language as tl
-
+from penstock.kernels.language import tl, triton
 from penstock.kernels.output_tiles import locate_rows, ragged, store_matrix, store_rows, swizzle, zero_tail
 
 

@@ -3,11 +3,10 @@
 When Gluon is there at all, `penstock.kernels.float8.hopper_products` says.
 """
 
-import triton
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor
 
 from penstock.kernels.float8.hopper_products import HAS_GLUON, VERSIONS
+from penstock.kernels.language import create_ragged_descriptor, triton
 
 if HAS_GLUON:
     from triton.experimental.gluon.language import NVMMASharedLayout

@@ -13,10 +13,9 @@ makes it again (penstock/moe/dispatch/shelf.py).
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 
 

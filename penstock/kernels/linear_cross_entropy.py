@@ -29,15 +29,10 @@ from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
 from penstock.kernels.float32_products import add_product
+from penstock.kernels.language import HAS_TRITON, tl, triton
 from penstock.kernels.launching import on_gpu, start_kernel
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.kernels.tuning import Launch
-
-try:
-    import triton
-    import triton.language as tl
-except ModuleNotFoundError:  # A CPU trains without it.
-    triton = None
 
 LOGITS_BYTES = 2**30
 """A chunk of 4,096 tokens is taken while its logits fit into this, else one of 2,048."""
@@ -89,7 +84,7 @@ def linear_cross_entropy(
         chunk_tokens=default_chunk_tokens(head_VD) if chunk_tokens is None else chunk_tokens,
         group=group,
         accumulate_into=accumulate_into,
-        launch=LAUNCH if launch is None and on_gpu(x_TD) and triton is not None else launch,
+        launch=LAUNCH if launch is None and on_gpu(x_TD) and (HAS_TRITON or x_TD.is_meta) else launch,
     )
     if torch.is_grad_enabled() and (x_TD.requires_grad or head_VD.requires_grad):
         return _LinearCrossEntropy.apply(x_TD, head_VD, labels_T.contiguous(), plan)
@@ -290,81 +285,78 @@ def _rows_in_triton(
     )
 
 
-if triton is not None:
+@triton.jit
+def linear_cross_entropy_kernel(
+    logits_ptr,
+    labels_ptr,
+    logsumexp_ptr,
+    target_ptr,
+    columns,
+    first_label,
+    vocabulary,
+    z_weight,
+    IGNORED: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One row of logits: logsumexp and its label's logit (STATISTICS), then its gradient in its place (GRADIENT).
 
-    @triton.jit
-    def linear_cross_entropy_kernel(
-        logits_ptr,
-        labels_ptr,
-        logsumexp_ptr,
-        target_ptr,
-        columns,
-        first_label,
-        vocabulary,
-        z_weight,
-        IGNORED: tl.constexpr,
-        STATISTICS: tl.constexpr,
-        GRADIENT: tl.constexpr,
-        BLOCK: tl.constexpr,
-        STAGES: tl.constexpr,
-    ):
-        """One row of logits: logsumexp and its label's logit (STATISTICS), then its gradient in its place (GRADIENT).
+    Without STATISTICS logsumexp is read instead of made. Example: the second of two shards of a vocabulary of 8 has
+    columns = 4 and first_label = 4; label 5 is its column 1, label 2 is no column of it and leaves 0 as its part of
+    the target, label 9 does not exist and leaves NaN.
+    """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * columns
+    label = tl.load(labels_ptr + row)
+    counted = label != IGNORED
+    here = counted & (label >= first_label) & (label < first_label + columns)
+    column = tl.where(here, label - first_label, -1).to(tl.int32)
+    offsets = tl.arange(0, BLOCK)
+    # A row that is not counted is never read.
+    readable = tl.where(counted, columns, 0)
 
-        Without STATISTICS logsumexp is read instead of made. Example: the second of two shards of a vocabulary of 8 has
-        columns = 4 and first_label = 4; label 5 is its column 1, label 2 is no column of it and leaves 0 as its part of
-        the target, label 9 does not exist and leaves NaN.
-        """
-        LOG2_E: tl.constexpr = 1.4426950408889634
-        row = tl.program_id(0).to(tl.int64)
-        logits_ptr += row * columns
-        label = tl.load(labels_ptr + row)
-        counted = label != IGNORED
-        here = counted & (label >= first_label) & (label < first_label + columns)
-        column = tl.where(here, label - first_label, -1).to(tl.int32)
-        offsets = tl.arange(0, BLOCK)
-        # A row that is not counted is never read.
-        readable = tl.where(counted, columns, 0)
+    if STATISTICS:
+        # Read before the second pass overwrites it; the reductions in between are barriers.
+        target = tl.load(logits_ptr + column, mask=here, other=0.0).to(tl.float32)
+        exists = (label == IGNORED) | ((label >= 0) & (label < vocabulary))
+        # Finite, so that a first block of -inf does not become inf - inf.
+        largest = -1.0e30
+        sums = tl.zeros([BLOCK], tl.float32)
+        for start in tl.range(0, readable, BLOCK, num_stages=STAGES):
+            in_row = start + offsets < readable
+            values = tl.load(logits_ptr + start + offsets, mask=in_row, other=float("-inf")).to(tl.float32)
+            previous = largest
+            largest = tl.maximum(previous, tl.max(values, 0))
+            # One sum for each lane: only the maximum is reduced in each block.
+            sums = sums * tl.exp2((previous - largest) * LOG2_E) + tl.exp2(values * LOG2_E - largest * LOG2_E)
+        logsumexp = tl.where(counted, largest + tl.log(tl.sum(sums, 0)), 0.0)
+        tl.store(logsumexp_ptr + row, logsumexp)
+        tl.store(target_ptr + row, tl.where(exists, target, float("nan")))
+    else:
+        logsumexp = tl.load(logsumexp_ptr + row)
 
-        if STATISTICS:
-            # Read before the second pass overwrites it; the reductions in between are barriers.
-            target = tl.load(logits_ptr + column, mask=here, other=0.0).to(tl.float32)
-            exists = (label == IGNORED) | ((label >= 0) & (label < vocabulary))
-            # Finite, so that a first block of -inf does not become inf - inf.
-            largest = -1.0e30
-            sums = tl.zeros([BLOCK], tl.float32)
-            for start in tl.range(0, readable, BLOCK, num_stages=STAGES):
-                in_row = start + offsets < readable
-                values = tl.load(logits_ptr + start + offsets, mask=in_row, other=float("-inf")).to(tl.float32)
-                previous = largest
-                largest = tl.maximum(previous, tl.max(values, 0))
-                # One sum for each lane: only the maximum is reduced in each block.
-                sums = sums * tl.exp2((previous - largest) * LOG2_E) + tl.exp2(values * LOG2_E - largest * LOG2_E)
-            logsumexp = tl.where(counted, largest + tl.log(tl.sum(sums, 0)), 0.0)
-            tl.store(logsumexp_ptr + row, logsumexp)
-            tl.store(target_ptr + row, tl.where(exists, target, float("nan")))
-        else:
-            logsumexp = tl.load(logsumexp_ptr + row)
+    if GRADIENT:
+        factor = 1.0 + 2.0 * z_weight * logsumexp
+        for start in range(0, columns, BLOCK):
+            values = tl.load(logits_ptr + start + offsets, mask=start + offsets < readable, other=0.0).to(tl.float32)
+            slopes = tl.exp2(values * LOG2_E - logsumexp * LOG2_E) * factor
+            slopes = tl.where(start + offsets == column, slopes - 1.0, slopes)
+            slopes = tl.where(counted, slopes, 0.0).to(logits_ptr.dtype.element_ty)
+            tl.store(logits_ptr + start + offsets, slopes, mask=start + offsets < columns)
 
-        if GRADIENT:
-            factor = 1.0 + 2.0 * z_weight * logsumexp
-            for start in range(0, columns, BLOCK):
-                values = tl.load(logits_ptr + start + offsets, mask=start + offsets < readable, other=0.0).to(
-                    tl.float32
-                )
-                slopes = tl.exp2(values * LOG2_E - logsumexp * LOG2_E) * factor
-                slopes = tl.where(start + offsets == column, slopes - 1.0, slopes)
-                slopes = tl.where(counted, slopes, 0.0).to(logits_ptr.dtype.element_ty)
-                tl.store(logits_ptr + start + offsets, slopes, mask=start + offsets < columns)
 
-    @triton.jit
-    def scale_kernel(gradient_ptr, scale_ptr, out_ptr, elements, ADD: tl.constexpr, BLOCK: tl.constexpr):
-        """One block of out = gradient * scale, or of out += gradient * scale."""
-        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = offsets < elements
-        scaled = tl.load(gradient_ptr + offsets, mask=inside).to(tl.float32) * tl.load(scale_ptr)
-        if ADD:
-            scaled += tl.load(out_ptr + offsets, mask=inside)
-        tl.store(out_ptr + offsets, scaled.to(out_ptr.dtype.element_ty), mask=inside)
+@triton.jit
+def scale_kernel(gradient_ptr, scale_ptr, out_ptr, elements, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """One block of out = gradient * scale, or of out += gradient * scale."""
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offsets < elements
+    scaled = tl.load(gradient_ptr + offsets, mask=inside).to(tl.float32) * tl.load(scale_ptr)
+    if ADD:
+        scaled += tl.load(out_ptr + offsets, mask=inside)
+    tl.store(out_ptr + offsets, scaled.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _check(x_TD: Tensor, head_VD: Tensor, labels_T: Tensor, accumulate_into: Tensor | None) -> None:

@@ -9,8 +9,7 @@ A ragged descriptor, made by `triton.tools.ragged_tma`, has two dimensions more,
 rows stands exactly at the expert's end. So loads past an expert's last row give zeros and stores past it are dropped.
 """
 
-import triton
-import triton.language as tl
+from penstock.kernels.language import tl, triton
 
 
 @triton.jit

@@ -15,12 +15,11 @@ and what they hold is never used, NaN included.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
+from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.tuning import Launch

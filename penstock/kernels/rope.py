@@ -13,12 +13,11 @@ Inputs and incoming gradients may lie in any order of batch, position and head; 
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
+from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import Launch
 

@@ -9,12 +9,11 @@ Two additions one after the other would write what is between them, read it agai
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
+from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 
 BLOCK = 2048

@@ -15,13 +15,12 @@ knows how many rows there are, a limited number of programs takes turns, so that
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
 from penstock.kernels.expert_parts import KeptRows
+from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tuning import Launch, turns_of

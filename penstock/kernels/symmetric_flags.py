@@ -7,8 +7,7 @@ it. How far each flag must have grown is counted on the device, by the last prog
 be replayed, and transfers may differ in their number of chunks.
 """
 
-import triton
-import triton.language as tl
+from penstock.kernels.language import tl, triton
 
 MOST_CHUNKS = tl.constexpr(16)
 """Chunks that a channel has flags for."""

@@ -11,9 +11,7 @@ Tokens are cut into chunks (penstock/kernels/symmetric_flags.py). `first` and `l
 them, but in simulations.
 """
 
-import triton
-import triton.language as tl
-
+from penstock.kernels.language import tl, triton
 from penstock.kernels.symmetric_flags import await_chunk, first_tile, leave, peer_pointer, signal
 
 

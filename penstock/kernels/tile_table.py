@@ -18,11 +18,10 @@ owner table for each size of block that a GEMM may be cut into, so that the pass
 
 from dataclasses import dataclass
 
-import triton
-import triton.language as tl
 from torch import Tensor, int32, int64
 
 from penstock.base.errors import KernelError
+from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 
 BLOCK_SIZES = (64, 128, 192, 256)

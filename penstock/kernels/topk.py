@@ -12,11 +12,11 @@ depends on their number alone. Only the logits and the choices are saved. Device
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
+from penstock.kernels.language import triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import Routed, RouterRule
 from penstock.kernels.topk_kernels import MOST_COLUMNS, route_backward_kernel, route_kernel, sum_parts_kernel

@@ -8,8 +8,7 @@ The choice is made on integers. A float32 score becomes an int32 key of the same
 hold. Ties go to the lowest expert id. Why the search goes as it does: docs/decisions/0110.
 """
 
-import triton
-import triton.language as tl
+from penstock.kernels.language import tl, triton
 
 MOST_COLUMNS = tl.constexpr(1024)
 """Of a tile: a column's number stands in the low bits of a key."""

@@ -20,10 +20,19 @@ def packed_plotly() -> str:
     Raises:
         PicturesError: the package is not installed.
     """
+    # Without a time of day in its head the same page is the same file.
+    return b64encode(gzip.compress(plotly_script().read_bytes(), mtime=0)).decode()
+
+
+def plotly_script() -> Path:
+    """Where Plotly's script is.
+
+    Raises:
+        PicturesError: the package is not installed.
+    """
     spec = find_spec("plotly")
     folders = spec.submodule_search_locations if spec is not None else None
     scripts = [Path(folder) / SCRIPT for folder in folders or () if (Path(folder) / SCRIPT).is_file()]
     if not scripts:
-        raise PicturesError("pictures need plotly, which is not installed", fix="pip install 'penstock[pictures]'")
-    # Without a time of day in its head the same page is the same file.
-    return b64encode(gzip.compress(scripts[0].read_bytes(), mtime=0)).decode()
+        raise PicturesError("pictures need plotly, which is not installed", fix="pip install plotly")
+    return scripts[0]

@@ -19,10 +19,10 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from penstock import __version__
 from penstock.base.errors import CheckpointError
 from penstock.layout.rectangles import Rectangle, not_the_whole, parse_rectangle
 from penstock.parallel.holding import Part
@@ -139,7 +139,7 @@ def write_manifest(folder: Path, step: int, written: Written) -> None:
         step: optimizer steps done.
         written: by all ranks.
     """
-    manifest = asdict(Manifest(step=step, tensors=written.tensors, files=written.files, penstock=_own_version()))
+    manifest = asdict(Manifest(step=step, tensors=written.tensors, files=written.files, penstock=__version__))
     write_whole(folder / MANIFEST, json.dumps({**manifest, "seal": _seal(manifest)}, indent=1))
 
 
@@ -277,10 +277,3 @@ def _damaged(path: Path, got: str) -> CheckpointError:
 def _seal(manifest: Mapping[str, Any]) -> str:
     """CRC-32 of a manifest's values, however its text is indented."""
     return f"crc32 {zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
-
-
-def _own_version() -> str:
-    try:
-        return version("penstock")
-    except PackageNotFoundError:  # run from its sources
-        return "not installed"

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from penstock import __version__
 from penstock.base.errors import RunFolderError
 from penstock.train.observer import RunStart, StepReport
 
@@ -78,7 +79,7 @@ def start_record(start: RunStart, words: Sequence[str]) -> dict[str, Any]:
         "kernels": start.kernels,
         "parameters": start.parameters,
         "active_parameters": start.active_parameters,
-        "penstock": _version("penstock"),
+        "penstock": __version__,
         "torch": torch.__version__,
         "triton": _version("triton"),
         "cuda": torch.version.cuda,

@@ -34,7 +34,7 @@ def verify_export(run: Run, folder: Path) -> float:
         DeviceError: `transformers` is not installed.
         CheckpointError: it cannot read the folder, or computes something else.
     """
-    library = _transformers()
+    library = import_transformers()
     try:
         theirs = library.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -54,7 +54,12 @@ def verify_export(run: Run, folder: Path) -> float:
     return apart
 
 
-def _transformers() -> Any:
+def import_transformers() -> Any:
+    """The library.
+
+    Raises:
+        DeviceError: it is not installed.
+    """
     try:
         return import_module("transformers")
     except ImportError as error:

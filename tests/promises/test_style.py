@@ -14,6 +14,8 @@ BROKEN = [
     ("module_says_what_it_is", "tools/a.py", "x = 1\n"),
     ("module_says_what_it_is", "tests/a.py", '"""' + "word\n" * 31 + '"""\n'),
     ("package_holds_no_code", "penstock/a/__init__.py", '"""What."""\nfrom a import b\n'),
+    ("package_holds_no_code", "penstock/a/__init__.py", '__version__ = "1"\n'),
+    ("package_holds_no_code", "penstock/__init__.py", '"""What."""\nNAME = "1"\n'),
     ("text_is_ascii", "tests/a.py", "# 3 \N{MULTIPLICATION SIGN} 4\n"),
     ("name_says_something", "penstock/loss_utils.py", ""),
     ("name_says_something", "penstock/helpers/a.py", ""),
@@ -33,6 +35,7 @@ BROKEN = [
 KEPT = [
     ("function_is_short", "penstock/a.py", "@triton.jit\ndef f():\n" + "    x = 1\n" * 119),
     ("package_holds_no_code", "penstock/a/__init__.py", '"""What."""\n'),
+    ("package_holds_no_code", "penstock/__init__.py", '"""What."""\n__version__ = "1"\n'),
     ("assert_speaks", "tests/a.py", "assert x\n"),
     ("environment_is_read_in_one_file", style.ENVIRONMENT_READER, 'os.environ["X"]\n'),
     ("others_are_not_changed", "penstock/a.py", "import torch\ntorch.backends.cudnn.benchmark = False\n"),

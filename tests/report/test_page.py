@@ -114,7 +114,7 @@ def test_without_plotly_the_error_says_what_to_install(plan: Plan, monkeypatch: 
         return None
 
     monkeypatch.setattr(plotly_script, "find_spec", nothing)
-    with pytest.raises(PicturesError, match=r"fix: pip install 'penstock\[pictures\]'"):
+    with pytest.raises(PicturesError, match=r"fix: pip install plotly"):
         page(plan)
 
 

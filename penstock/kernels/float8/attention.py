@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -29,6 +28,7 @@ from penstock.kernels.float8.attention_reference import BLOCK, LOG2_E, Attention
 from penstock.kernels.float8.formats import Format
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.transpose import transpose_weight
+from penstock.kernels.language import triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import Launch, target_of
 

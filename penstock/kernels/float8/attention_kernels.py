@@ -16,10 +16,8 @@ Scores are in units of log2. A row's largest one is rounded up to an integer, so
 after at most 128 positions and are added in float32.
 """
 
-import triton
-import triton.language as tl
-
 from penstock.kernels.float8.scaling import magnitude_bits, scale_of, to_float8, to_float32
+from penstock.kernels.language import tl, triton
 
 LEAST_UNIT = tl.constexpr(2.0**-126)
 

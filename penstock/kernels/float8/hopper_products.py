@@ -11,13 +11,12 @@ that these kernels have been compiled with, and never on AMD's chips.
 from importlib.util import find_spec
 
 import torch
-import triton
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor
 
 from penstock.kernels.float8.launches import ProductLaunch
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, DEPTH
+from penstock.kernels.language import create_ragged_descriptor, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable
 from penstock.kernels.tuning import programs_of

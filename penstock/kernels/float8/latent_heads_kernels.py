@@ -5,11 +5,9 @@ come from one tensor, whose heads need not lie beside each other: queries of 192
 heads.
 """
 
-import triton
-import triton.language as tl
-
 from penstock.kernels.float8.quantize_kernels import pair_neighbours, quantize_tile, tile_rows, transpose_tile
 from penstock.kernels.float8.scaling import to_float32
+from penstock.kernels.language import tl, triton
 from penstock.kernels.rope import load_angles, token_offset, turn_pairs
 
 

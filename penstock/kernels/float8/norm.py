@@ -16,8 +16,6 @@ Recipes whose scales reach over whole rows or columns are a norm, and quantizati
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -30,6 +28,7 @@ from penstock.kernels.float8.quantized import Both, Quantized
 from penstock.kernels.float8.recipes import DEPTH, Block, Recipe
 from penstock.kernels.float8.scaling import magnitude_bits
 from penstock.kernels.float8.tile_launches import TRANSPOSING
+from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 
 

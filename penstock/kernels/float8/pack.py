@@ -9,14 +9,13 @@ there give. Bytes between the values and the scales, and behind those, are not w
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.float8.formats import Format
 from penstock.kernels.float8.packed_rows import blocks_of, row_bytes, scales_at
 from penstock.kernels.float8.recipes import Recipe
 from penstock.kernels.float8.scaling import exponent_of, magnitude_bits, power_of, scale_of, to_float8, to_float32
+from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import Launch
 

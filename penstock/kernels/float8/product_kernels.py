@@ -21,10 +21,8 @@ tiles of 128 x 128 and 8 warps.
 A block past the last one, if STEPS does not divide them, is zeros times a scale of zero.
 """
 
-import triton
-import triton.language as tl
-
 from penstock.kernels.float8.recipes import DEPTH as RECIPE_DEPTH
+from penstock.kernels.language import tl, triton
 from penstock.kernels.output_tiles import locate_rows, store_matrix, store_rows, swizzle, zero_tail
 
 DEPTH = tl.constexpr(RECIPE_DEPTH)

@@ -16,8 +16,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.base.errors import KernelError
 from penstock.kernels.expert_parts import KeptRows
@@ -28,6 +26,7 @@ from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import DEPTH
 from penstock.kernels.gather_rows import gather_columns, gather_rows
 from penstock.kernels.grouped_gemm import GATHER_LIMIT
+from penstock.kernels.language import TensorDescriptor, create_ragged_descriptor
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
 from penstock.kernels.tuning import programs_of, target_of

@@ -11,7 +11,6 @@ are given as outer x depth blocks. Values' rows lie a multiple of 16 bytes apart
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from penstock.base.errors import KernelError
@@ -28,6 +27,7 @@ from penstock.kernels.float8.tile_launches import (
     BackwardLaunch,
     TileLaunch,
 )
+from penstock.kernels.language import triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import Launch, target_of
 

@@ -21,10 +21,8 @@ A scale that reaches further than a tile, over a row or a whole matrix, needs a 
 magnitudes are integers, and their maxima are found by atomics in any order.
 """
 
-import triton
-import triton.language as tl
-
 from penstock.kernels.float8.scaling import exponent_of, magnitude_bits, power_of, scale_of, to_float8, to_float32
+from penstock.kernels.language import tl, triton
 
 
 @triton.jit(do_not_specialize=["R", "x_scales_depth"])

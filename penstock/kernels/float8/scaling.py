@@ -16,8 +16,7 @@ Triton's interpreter cuts 8-bit numbers off where chips round them, and knows no
 they are made and read by integer arithmetic, so that tests can ask for equality.
 """
 
-import triton
-import triton.language as tl
+from penstock.kernels.language import tl, triton
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 

@@ -13,7 +13,6 @@ parts are added in one order always.
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from penstock.base.errors import KernelError
@@ -27,6 +26,7 @@ from penstock.kernels.float8.recipes import DEPTH, Recipe
 from penstock.kernels.float8.reference import aligned_rows
 from penstock.kernels.float8.swiglu_kernels import swiglu_backward_float8_kernel, swiglu_float8_kernel
 from penstock.kernels.float8.tile_launches import BACKWARD, BACKWARD_TAKEN, BackwardLaunch
+from penstock.kernels.language import triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import ExpertRule
 from penstock.kernels.tuning import Launch, target_of

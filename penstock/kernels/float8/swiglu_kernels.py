@@ -17,9 +17,6 @@ numbers of a column's four places are put together in a word, and words are tran
 shared memory, and 8-bit tiles are never transposed, which Triton 3.6 gets wrong on sm_90.
 """
 
-import triton
-import triton.language as tl
-
 from penstock.kernels.float8.quantize_kernels import (
     largest_of_tile,
     quantize_tile,
@@ -28,6 +25,7 @@ from penstock.kernels.float8.quantize_kernels import (
     transpose_tile,
 )
 from penstock.kernels.float8.scaling import exponent_of, magnitude_bits, scale_of, to_float8
+from penstock.kernels.language import tl, triton
 from penstock.kernels.swiglu import activated, activation_gradients
 
 

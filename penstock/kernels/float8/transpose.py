@@ -4,11 +4,10 @@ Quantizing the weight again would read two bytes for each and write both copies;
 """
 
 import torch
-import triton
-import triton.language as tl
 
 from penstock.base.errors import KernelError
 from penstock.kernels.float8.quantized import Quantized
+from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 
 BLOCK = 128
