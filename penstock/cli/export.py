@@ -5,9 +5,9 @@
     penstock export runs/debug weights --precision fp32   the float32 weights that the optimizer updates
     penstock export runs/debug weights --verify           and let transformers compute the same logits with them
 
-The folder then holds `config.json` and safetensors, which `transformers` loads; a large model has several files and an
-index. How many processes trained the run, and in which layout, makes no difference. Nothing of the run is changed, so
-it may still be training.
+The folder then holds `config.json`, safetensors and the tokenizer, which `transformers` loads; a large model has
+several files and an index. How many processes trained the run, and in which layout, makes no difference. Nothing of the
+run is changed, so it may still be training.
 """
 
 from pathlib import Path
@@ -35,7 +35,10 @@ def export(
     config, store = open_saved(run)
     wanted = chosen_step(store, run, step)
     precision = precision or config.training.precision
-    export_huggingface(config, store, wanted, folder, precision)
-    print(f"wrote {folder}: the weights of step {wanted} of {run}, in {precision}")
+    why_not = export_huggingface(config, store, wanted, folder, precision)
+    also = "" if why_not else ", and the tokenizer"
+    print(f"wrote {folder}: the weights of step {wanted} of {run}, in {precision}{also}")
+    if why_not:
+        print(f"the tokenizer is not exported: {why_not}")
     if verify:
         print(f"transformers computes the same logits: {verify_export(config, folder):.1e} apart")

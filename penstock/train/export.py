@@ -1,5 +1,6 @@
 """A checkpoint of any layout as weights that other programs load: Hugging Face names, safetensors, `config.json`.
 
+The tokenizer goes with them if `transformers` can have it (penstock/data/tokenizer_export.py).
 Weights are read, brought into their form and written one at a time, so that a model of any size passes. The folder is
 written under a hidden name, so that it is there whole or not at all.
 """
@@ -7,7 +8,7 @@ written under a hidden name, so that it is there whole or not at all.
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -19,6 +20,7 @@ from torch import Tensor
 from penstock.base.errors import CheckpointError
 from penstock.config.model import Model
 from penstock.config.run import Run
+from penstock.data.tokenizer_export import export_tokenizer
 from penstock.models.build import meta_model, to_dtype
 from penstock.models.huggingface.config import huggingface_config
 from penstock.models.huggingface.names import WeightName, weight_names
@@ -41,8 +43,8 @@ _METADATA = {"format": "pt"}
 
 def export_huggingface(
     run: Run, store: CheckpointStore, step: int, folder: Path, precision: Precision, shard_bytes: int = SHARD_BYTES
-) -> None:
-    """Write the weights of a checkpoint for `transformers`.
+) -> str:
+    """Write the weights of a checkpoint for `transformers`, and the tokenizer that goes with them.
 
     Args:
         run: the configuration.
@@ -51,6 +53,9 @@ def export_huggingface(
         folder: is made; must not be there.
         precision: of the weights in it. Router weights stay float32, as in training.
         shard_bytes: of a file, at most, unless one weight is larger.
+
+    Returns:
+        Why the tokenizer is not among the files; empty if it is.
 
     Raises:
         ConfigError: the model has no Hugging Face form.
@@ -61,12 +66,17 @@ def export_huggingface(
     # Refuses a model without a Hugging Face form before anything is read.
     fields = huggingface_config(run.model, run.training.sequence_length)
     fields["dtype"] = "bfloat16" if precision == "bf16" else "float32"
+    tokenizer = export_tokenizer(run.data, run.training.sequence_length)
+    # Not pad_token_id: transformers keeps that token's embedding from learning. generation_config.json has it.
+    fields["eos_token_id"] = tokenizer.end_of_document
     check_same_model(step, store.read_facts(step)["model"], identity_of(run))
     entries = _entries(run.model, store, step, torch.bfloat16 if precision == "bf16" else torch.float32)
+    texts = {"config.json": json.dumps(fields, indent=2) + "\n", **tokenizer.files}
     try:
-        _write(entries, json.dumps(fields, indent=2) + "\n", folder, shard_bytes)
+        _write(entries, texts, folder, shard_bytes)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {folder}", got=error) from error
+    return tokenizer.why_not
 
 
 def _entries(model: Model, store: CheckpointStore, step: int, dtype: torch.dtype) -> list[Entry]:
@@ -92,13 +102,14 @@ def _values(line: WeightName, saved: SavedWeights, dtype: torch.dtype) -> Tensor
     return line.write(ours if line.expert is None else ours[0])
 
 
-def _write(entries: list[Entry], config: str, folder: Path, shard_bytes: int) -> None:
+def _write(entries: list[Entry], texts: Mapping[str, str], folder: Path, shard_bytes: int) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         _write_files(entries, draft, shard_bytes)
-        (draft / "config.json").write_text(config)
-        sync(draft / "config.json")
+        for name, text in texts.items():
+            (draft / name).write_text(text, encoding="utf-8")
+            sync(draft / name)
         draft.chmod(0o755)  # mkdtemp makes what it makes private
         sync(draft)
         draft.rename(folder)

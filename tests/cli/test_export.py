@@ -6,6 +6,8 @@ import pytest
 from safetensors.torch import load_file
 
 from penstock.cli.main import main
+from penstock.config.load import load_run
+from tests.train.saved_run import random_model, save_run
 from tests.train.test_loop import start
 from tests.train.tiny_run import tiny_run
 
@@ -29,7 +31,8 @@ def test_the_newest_checkpoint_is_written_in_the_precision_of_the_run(
     folder = tmp_path / "out"
     assert _outcome(capsys, run_folder, folder) == (
         0,
-        f"wrote {folder}: the weights of step 4 of {run_folder}, in fp32\n",
+        f"wrote {folder}: the weights of step 4 of {run_folder}, in fp32\n"
+        "the tokenizer is not exported: the tokens of data.source=synthetic-learnable stand for no text\n",
         "",
     )
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
@@ -45,6 +48,23 @@ def test_another_checkpoint_and_precision_can_be_chosen(
     early, late = (load_file(tmp_path / folder / "model.safetensors")[name] for folder in ("out", "last"))
     assert str(early.dtype) == "torch.bfloat16"
     assert not early.equal(late)
+
+
+def test_transformers_encodes_and_generates_what_sample_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    run = load_run("debug-2l", [f'record.folder="{tmp_path}"'])
+    folder, out = save_run(run, random_model(run)), tmp_path / "out"
+    assert _outcome(capsys, folder, out)[1].startswith(f"wrote {out}: the weights of step 1 of {folder}, in fp32, and")
+    assert main(["sample", str(folder), "def ", "--tokens", "5"]) == 0
+    printed = capsys.readouterr().out
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert (model.config.eos_token_id, model.generation_config.eos_token_id, tokenizer.eos_token_id) == (256, 256, 256)
+    tokens = model.generate(**tokenizer("def ", return_tensors="pt"), max_new_tokens=5, do_sample=False)
+    assert len(tokens[0]) == len("def ") + 5
+    assert tokenizer.decode(tokens[0], skip_special_tokens=True) + "\n" == printed
 
 
 def test_what_cannot_be_exported_is_one_line(
