@@ -175,6 +175,7 @@ def test_a_pair_that_is_there_is_kept(corpus: Path, tmp_path: Path, capsys: pyte
     )
 
 
+@pytest.mark.often("2-130")
 @pytest.mark.parametrize(("ended_by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_no_file_and_no_process(tmp_path: Path, ended_by: signal.Signals, code: int) -> None:
     corpus = tmp_path / "corpus.jsonl"

@@ -33,6 +33,7 @@ def test_a_run_says_what_is_in_force_in_its_environment(
     assert not [line for line in lines[1:] if line.startswith("environment")]
 
 
+@pytest.mark.often("options1")
 @pytest.mark.parametrize("options", [(), ("--name", "first")])
 def test_a_launch_that_starts_again_goes_on_with_its_run(
     options: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -12,14 +12,12 @@ class Case:
         ranks: processes.
         overrides: what makes the layout, on top of BASE.
         model: what changes the model or the data, for the single process too.
-        core: whether it is in the core set that every test run plays.
     """
 
     name: str
     ranks: int
     overrides: tuple[str, ...]
     model: tuple[str, ...] = ()
-    core: bool = False
 
 
 def layout(*settings: str) -> tuple[str, ...]:

@@ -75,10 +75,7 @@ def _of_family(family: str, model: tuple[str, ...]) -> tuple[Case, ...]:
         "TP 2 folded with EP 2" if expert else "TP 2": layout("tensor=2", *expert),
         "PP 2": pipeline("1f1b", 2),
     }
-    is_rich = DOCUMENTS[0] in model
-    return tuple(
-        Case(f"{family}: {name}", 2, one, model, core=is_rich or "FSDP" in name) for name, one in layouts.items()
-    )
+    return tuple(Case(f"{family}: {name}", 2, one, model) for name, one in layouts.items())
 
 
 FAMILY_CASES = tuple(case for family, model in FAMILIES.items() for case in _of_family(family, model))

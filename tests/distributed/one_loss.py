@@ -216,44 +216,44 @@ NO_ROOM = (*gathered(2, "expert=4"), "dispatch.bound=1.0")
 
 CASES = (
     Case("DP 2, optimizer whole", 2, layout("shard=none")),
-    Case("DP 4, ZeRO-1", 4, layout("shard=optimizer"), core=True),
+    Case("DP 4, ZeRO-1", 4, layout("shard=optimizer")),
     Case("DP 4, ZeRO-1 in pairs", 4, layout("shard=optimizer", "shard_size=2")),
-    Case("DP 4, FSDP", 4, layout("shard=full"), core=True),
+    Case("DP 4, FSDP", 4, layout("shard=full")),
     Case("DP 4, FSDP in pairs", 4, layout("shard=full", "shard_size=2")),
-    Case("EP 4", 4, layout("expert=4"), core=True),
+    Case("EP 4", 4, layout("expert=4")),
     Case("EP 4, all-gather, counted", 4, gathered(0, "expert=4")),
     Case("EP 4, all-gather, sync-free 2", 4, gathered(2, "expert=4")),
     Case("EP 4, all-gather, sync-free 2, too little room", 4, NO_ROOM),
-    Case("EP 4, all-gather, sync-free 3", 4, gathered(3, "expert=4"), core=True),
+    Case("EP 4, all-gather, sync-free 3", 4, gathered(3, "expert=4")),
     Case("EP 2 x ETP 2, all-gather, sync-free 3", 4, gathered(3, "expert=2", "expert_tensor=2")),
     Case("TP 2 folded with EP 4, all-gather, sync-free 2", 4, gathered(2, "tensor=2", "expert=4")),
     Case("PP 2 x EP 2, ZB-V, all-gather, too little room", 4, (*pipeline("zb-v", 2, "expert=2"), *NO_ROOM[1:])),
     Case("EP 2 x EDP 2, FSDP, all-gather, too little room", 4, (*layout("expert=2", "shard=full"), *NO_ROOM[1:])),
     Case("EP 4, all-gather, recompute moe, too little room", 4, (*NO_ROOM, "recompute.modules=moe")),
-    Case("EP 4 on 2 nodes", 4, (*layout("expert=4"), TWO_NODES), core=True),
+    Case("EP 4 on 2 nodes", 4, (*layout("expert=4"), TWO_NODES)),
     Case("EP 2 x ETP 2 on 2 nodes, sync-free 3", 4, by_node(3, "expert=2", "expert_tensor=2")),
     Case("EP 4 on 2 nodes, sync-free 2, too little room", 4, (*by_node(2, "expert=4"), "dispatch.bound=1.0")),
     Case("EP 2 x EDP 2, ZeRO-1", 4, layout("expert=2")),
-    Case("EP 2 x EDP 2, FSDP", 4, layout("expert=2", "shard=full"), core=True),
+    Case("EP 2 x EDP 2, FSDP", 4, layout("expert=2", "shard=full")),
     Case("ETP 2", 2, layout("expert_tensor=2")),
     Case("EP 2 x ETP 2, FSDP", 8, layout("expert=2", "expert_tensor=2", "shard=full")),
-    Case("TP 2 + SP", 2, layout("tensor=2"), core=True),
+    Case("TP 2 + SP", 2, layout("tensor=2")),
     Case("TP 4 + SP", 4, layout("tensor=4")),
     Case("TP 2 + SP, grouped queries", 2, layout("tensor=2"), GQA),
-    Case("TP 2 folded with EP 4", 4, layout("tensor=2", "expert=4"), core=True),
+    Case("TP 2 folded with EP 4", 4, layout("tensor=2", "expert=4")),
     Case("TP 2 x DP 4 folded with EP 4 x EDP 2, FSDP", 8, layout("tensor=2", "expert=4", "shard=full")),
-    Case("CP 2, heads exchanged", 2, layout("context=2", "context_method=ulysses"), core=True),
-    Case("CP 2, latent gathered", 2, layout("context=2", "context_method=all-gather"), core=True),
+    Case("CP 2, heads exchanged", 2, layout("context=2", "context_method=ulysses")),
+    Case("CP 2, latent gathered", 2, layout("context=2", "context_method=all-gather")),
     Case("CP 4, latent gathered, documents", 4, layout("context=4", "context_method=all-gather"), DOCUMENTS),
     Case("CP 2, heads exchanged, documents", 2, layout("context=2", "context_method=ulysses"), DOCUMENTS),
     Case("CP 2, keys gathered, grouped queries", 2, layout("context=2", "context_method=all-gather"), GQA),
     Case("CP 2 x TP 2 folded with EP 4", 4, layout("context=2", "tensor=2", "expert=4")),
     *(
-        Case(f"PP 4, {schedule}", 4, pipeline(schedule), core=schedule in ("1f1b", "zb-1f1b", "dualpipe-v"))
+        Case(f"PP 4, {schedule}", 4, pipeline(schedule))
         for schedule in ("gpipe", "1f1b", "interleaved", "zb-1f1b", "zb-v", "v-half", "v-min", "dualpipe-v")
     ),
-    Case("PP 2 x EP 2", 4, pipeline("1f1b", 2, "expert=2"), core=True),
-    Case("PP 2 x VPP 2 x EP 2 x FSDP", 8, pipeline("interleaved", 2, "expert=2", "shard=full"), core=True),
+    Case("PP 2 x EP 2", 4, pipeline("1f1b", 2, "expert=2")),
+    Case("PP 2 x VPP 2 x EP 2 x FSDP", 8, pipeline("interleaved", 2, "expert=2", "shard=full")),
     Case("PP 2 x VPP 2 x EP 2, ZeRO-1", 8, pipeline("interleaved", 2, "expert=2")),
     Case("PP 2 x TP 2 folded with EP 2, ZB-V", 4, pipeline("zb-v", 2, "tensor=2", "expert=2")),
     Case("PP 2 x CP 2, 1F1B", 4, pipeline("1f1b", 2, "context=2")),
@@ -268,19 +268,16 @@ CASES = (
     Case("TP 2, micro-batch balance", 2, layout("tensor=2"), ("model.moe.balance.auxiliary=micro-batch",)),
     Case("CP 2, global-batch balance", 2, layout("context=2"), ("model.moe.balance.auxiliary=global-batch",)),
     *(
-        Case(f"EP 2 x DP 2, recompute {kind}", 4, layout("expert=2", f"recompute.modules={kind}"), core=kind == "layer")
+        Case(f"EP 2 x DP 2, recompute {kind}", 4, layout("expert=2", f"recompute.modules={kind}"))
         for kind in ("norm", "latent-up", "attention", "expert-activation", "shared-expert", "dense", "moe", "layer")
     ),
     *(Case(f"one rank, overlap {overlap}", 1, overlapped(overlap)) for overlap in ("shared", "halves")),
-    *(
-        Case(f"EP 4, overlap {overlap}", 4, overlapped(overlap, "expert=4"), core=overlap == "halves")
-        for overlap in ("shared", "halves")
-    ),
+    *(Case(f"EP 4, overlap {overlap}", 4, overlapped(overlap, "expert=4")) for overlap in ("shared", "halves")),
     *(
         Case(f"PP 2 x EP 2, {schedule}, overlap passes", 4, overlapped("passes", *pipeline(schedule, 2, "expert=2")))
         for schedule in ("interleaved", "dualpipe-v")
     ),
-    Case("PP 2, interleaved, overlap passes", 2, overlapped("passes", *pipeline("interleaved", 2)), core=True),
+    Case("PP 2, interleaved, overlap passes", 2, overlapped("passes", *pipeline("interleaved", 2))),
     Case("PP 2 x TP 2 folded with EP 2, interleaved, overlap passes", 4, PASSES_FOLDED),
     Case("EP 2 x DP 2, FSDP, overlap shared", 4, overlapped("shared", "expert=2", "shard=full")),
     Case("EP 2, overlap halves", 2, overlapped("halves", "expert=2")),
@@ -308,6 +305,38 @@ CASES = (
     *ATTENTION_CASES,
     *EXPERT_CASES,
 )
+
+OFTEN = (
+    "DP 2, optimizer whole",
+    "DP 4, ZeRO-1 in pairs",
+    "EP 4, all-gather, sync-free 3",
+    "EP 4, all-gather, recompute moe, too little room",
+    "EP 2 x ETP 2 on 2 nodes, sync-free 3",
+    "EP 2 x EDP 2, FSDP",
+    "TP 2 folded with EP 4",
+    "CP 2, latent gathered",
+    "PP 4, gpipe",
+    "PP 4, v-half",
+    "PP 4, v-min",
+    "PP 4, dualpipe-v",
+    "PP 2 x VPP 2 x EP 2 x FSDP",
+    "EP 4, overlap halves, recompute all parts",
+    "EP 2 x DP 2, recompute layer",
+    "EP 4, drop and pad, overlap shared",
+    "PP 2, interleaved, overlap passes",
+    "CP 2, keys gathered, windows, sinks, documents",
+    "PP 2 x EP 2, ZB-V, windows, sinks",
+    "CP 2, heads exchanged, chunks, documents",
+    "ETP 2, biases",
+    "PP 2 x EP 2, ZB-1F1B, biases",
+    "EP 4, weighted inputs",
+    "OLMoE: EP 2, FSDP",
+    "Qwen3, dense: FSDP 2",
+    "gpt-oss: TP 2 folded with EP 2",
+    "Llama 4: PP 2",
+)
+"""Cases that every test run plays: few in which every schedule, way of the tokens, kind of recomputation and overlap
+occurs, and every axis beside others. The rest is slow."""
 
 
 def main() -> None:

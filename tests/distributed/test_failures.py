@@ -98,6 +98,7 @@ def _equal(one: Saved, other: Saved) -> bool:
     )
 
 
+@pytest.mark.often("2-overrides0-*", "4-overrides1-*", "2-overrides3-*")
 @pytest.mark.parametrize(
     ("count", "overrides", "where", "rank"),
     [
@@ -299,6 +300,7 @@ def test_a_run_that_diverges_on_two_ranks_says_so_once(tiny: Path, capfd: pytest
     assert json.loads(RunFolder(tiny / "runs" / "tiny").nonfinite.read_text())["step"] == 2
 
 
+@pytest.mark.often("data.files*")
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -328,6 +330,7 @@ def test_a_batch_that_the_ranks_do_not_divide_is_refused_before_any_is_started(
 # What is less than the ranks
 
 
+@pytest.mark.often("5")
 @pytest.mark.parametrize("rows", [1, 5])
 def test_held_out_rows_need_not_be_as_many_as_ranks(rows: int, ranks: Pool) -> None:
     few = (f"evaluation.rows={rows}",)

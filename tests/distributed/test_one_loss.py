@@ -1,12 +1,24 @@
 """Every layout trains as one process does: losses, gradient norms, held-out loss, weights and moments agree."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.one_loss import CASES, NO_ROOM, STEPS, TOLERANCES, Case, Trace, differences, pipeline, trace
+from penstock.config.parallel import RECOMPUTABLE
+from tests.distributed.one_loss import (
+    CASES,
+    NO_ROOM,
+    OFTEN,
+    STEPS,
+    TOLERANCES,
+    Case,
+    Trace,
+    differences,
+    pipeline,
+    trace,
+)
 from tests.distributed.pool import Pool
 
 Alone = Callable[[tuple[str, ...]], tuple[Trace, dict[str, Tensor]]]
@@ -35,13 +47,36 @@ def model_of(case: Case) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=() if case.core else pytest.mark.slow) for case in CASES]
+    "case", [pytest.param(case, id=case.name, marks=() if case.name in OFTEN else pytest.mark.slow) for case in CASES]
 )
 def test_a_layout_gives_the_figures_of_one_process(case: Case, ranks: Pool, alone: Alone) -> None:
     expected, start = alone(model_of(case))
     found = differences(trace(ranks, case.ranks, model_of(case) + case.overrides), expected, start)
     too_large = {figure: value for figure, value in found.items() if not value <= TOLERANCES[figure]}
     assert not too_large, f"allowed: {TOLERANCES}"
+
+
+CHOICES = (
+    "parallel.shard=",
+    "parallel.context_method=",
+    "parallel.pipeline.schedule=",
+    "dispatch.method=",
+    "dispatch.o",
+)
+
+
+def test_every_axis_schedule_way_of_tokens_and_recomputed_part_is_played_by_every_test_run() -> None:
+    def played(cases: Iterable[Case]) -> set[str]:
+        words = {word for case in cases for word in case.overrides}
+        recomputed = "".join(word for word in words if word.startswith("recompute."))
+        chosen = {word for word in words if word.startswith(CHOICES)}
+        return (
+            chosen | {word.partition("=")[0] for word in words} | {kind for kind in RECOMPUTABLE if kind in recomputed}
+        )
+
+    often = [case for case in CASES if case.name in OFTEN]
+    assert len(often) == len(OFTEN)
+    assert played(often) >= played(CASES) - {"pipeline.layout", "training.global_batch"}
 
 
 def test_a_step_whose_rows_find_no_room_is_made_again_and_gives_the_same(ranks: Pool, alone: Alone) -> None:

@@ -117,6 +117,7 @@ def test_parts_that_do_not_fit_are_refused(changes: dict[str, Tensor], says: str
         bias_gradient(torch.zeros(6, 16), torch.zeros(2, dtype=torch.int32), accumulate_into=torch.zeros(2, 16).half())
 
 
+@pytest.mark.often("sm_90-True", "gfx942-False")
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_without_spills(target: str, weighted: bool) -> None:

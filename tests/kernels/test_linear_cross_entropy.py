@@ -246,6 +246,7 @@ WIDE_LOAD = re.compile(r"ld\.global\.v4\.b32|cp\.async\.cg\.shared\.global|load_
 PASSES = {"both": (True, True), "statistics": (True, False), "gradient": (False, True)}
 
 
+@pytest.mark.often("sm_90-both", "gfx942-gradient", "gfx942-statistics")
 @pytest.mark.parametrize(("statistics", "gradient"), PASSES.values(), ids=PASSES.keys())
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_row_kernel_compiles_without_spills(target: str, statistics: bool, gradient: bool) -> None:
@@ -266,6 +267,7 @@ def test_the_row_kernel_compiles_without_spills(target: str, statistics: bool, g
     assert WIDE_LOAD.search(compiled.asm), "logits must be read 16 bytes at a time"
 
 
+@pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("add", [True, False])
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_scale_kernel_compiles_without_spills(target: str, add: bool) -> None:

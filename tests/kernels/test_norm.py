@@ -134,6 +134,7 @@ def test_what_is_loaded_ahead_fits_into_shared_memory() -> None:
     assert stages_of(4 * wide[0] * wide[1], BACKWARD_LAUNCH) == 1, "float32 rows of 16,384 are not loaded ahead"
 
 
+@pytest.mark.often("128-gfx942", "7168-sm_90")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("width", [128, 7168])
 def test_the_kernels_compile_without_spills(width: int, target: str) -> None:
@@ -158,6 +159,7 @@ def test_the_kernels_compile_without_spills(width: int, target: str) -> None:
     assert backward.shared_bytes <= TARGETS[target].shared_bytes, backward.summary
 
 
+@pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_sum_of_the_table_compiles_without_spills(target: str) -> None:
     constants = {"D": 2048, "BLOCK_P": 256, "BLOCK_D": 16}

@@ -161,6 +161,7 @@ def test_misfits_are_refused(device: torch.device) -> None:
         unpermute(torch.zeros(8, 8, device=device), order, torch.zeros(4, 3, device=device))
 
 
+@pytest.mark.often("64-gfx942", "256-sm_90")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("experts", [64, 256])
 def test_the_index_build_compiles_without_spills(experts: int, target: str) -> None:
@@ -186,6 +187,7 @@ def test_the_index_build_compiles_without_spills(experts: int, target: str) -> N
         assert compiled.spills == 0, f"{kernel.fn.__name__}: {compiled.summary}"
 
 
+@pytest.mark.often("2048-64-6-gfx942", "7168-256-8-sm_90")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(("width", "experts", "top_k"), [(2048, 64, 6), (7168, 256, 8)])
 def test_the_copies_compile_without_spills(width: int, experts: int, top_k: int, target: str) -> None:

@@ -150,6 +150,7 @@ def test_misfits_are_refused(shape: tuple[int, int], weights: tuple[int] | None)
         swiglu(torch.zeros(shape), None if weights is None else torch.zeros(weights))
 
 
+@pytest.mark.often("sm_90-weighted inputs", "gfx942-clamped")
 @pytest.mark.parametrize("rule", [SWIGLU, *RULES.values()], ids=["SwiGLU", *RULES])
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_without_spills(target: str, rule: ExpertRule) -> None:

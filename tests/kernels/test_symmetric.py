@@ -290,6 +290,7 @@ CASES = {
 }
 
 
+@pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_moves_compile_without_spills_with_wide_stores_and_ordered_flags(target: str) -> None:
     is_nvidia = TARGETS[target].backend == "cuda"
@@ -319,6 +320,7 @@ _WAITS_IN_ORDER = (
 )
 
 
+@pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_wait_of_one_warp_acquires_across_the_node(target: str) -> None:
     is_nvidia = TARGETS[target].backend == "cuda"
@@ -329,6 +331,7 @@ def test_a_wait_of_one_warp_acquires_across_the_node(target: str) -> None:
         assert waited.spills == 0 and re.search(acquire, waited.asm)
 
 
+@pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_sums_that_copy_engines_send_are_left_here_and_a_word_comes_behind_them(target: str) -> None:
     case, is_nvidia = CASES["return of sums"], TARGETS[target].backend == "cuda"

@@ -59,6 +59,7 @@ def test_counts_that_are_no_vector_of_integers_are_refused(device: torch.device)
         tile_table(torch.ones(2, device=device), 4)
 
 
+@pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_table_kernel_compiles_without_spills(target: str) -> None:
     pointers = dict.fromkeys(("counts_ptr", "starts_ptr", "aligned_ptr", "block_counts_ptr", "owners_ptr"), "*i32:16")

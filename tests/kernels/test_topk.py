@@ -125,6 +125,7 @@ def test_misfits_are_refused(rule: RouterRule, sequences: int, words: str) -> No
         route(torch.zeros(6, 8), None, rule, sequences)
 
 
+@pytest.mark.often("64-*-gfx942", "256-*-sm_90")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize(
     ("experts", "rule"),
@@ -147,6 +148,7 @@ def test_the_kernels_compile_without_spills(experts: int, rule: RouterRule, targ
     assert backward.spills == 0, backward.summary
 
 
+@pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_sum_over_programs_compiles_without_spills(target: str) -> None:
     pointers = {"part_counts_ptr": "*i32:16", "counts_ptr": "*i64:16"}

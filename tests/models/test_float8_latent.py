@@ -89,6 +89,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield found
 
 
+@pytest.mark.often("blockwise-recomputed-queries from a latent", "blockwise-square-kept-from hidden states")
 @queries
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE], ids=lambda recipe: recipe.name)
@@ -107,6 +108,7 @@ def test_a_layer_that_hands_gradients_over_is_the_one_that_does_not(
     torch.testing.assert_close(gradients_of(layer), gradients_of(plain), rtol=0, atol=0)
 
 
+@pytest.mark.often("from hidden states")
 @queries
 def test_weight_gradients_may_come_later(q_latent: int) -> None:
     later = Later()
@@ -121,6 +123,7 @@ def test_weight_gradients_may_come_later(q_latent: int) -> None:
     torch.testing.assert_close(gradients_of(layer), gradients_of(plain), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_second_walk_through_one_graph_is_as_the_first() -> None:
     layer = layer_of(kit_of(hands_over=True))
     x_BSD = torch.randn(ROWS, LENGTH, D).bfloat16().requires_grad_()
@@ -129,6 +132,7 @@ def test_a_second_walk_through_one_graph_is_as_the_first() -> None:
     torch.testing.assert_close(*walks, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_heads_hand_over_only_where_kernels_and_widths_are_such(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken_by(kit: Kit, config: LatentAttention = CONFIG) -> int:
         with counted(monkeypatch) as taken:

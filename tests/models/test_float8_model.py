@@ -150,6 +150,7 @@ def followed(*overrides: str, steps: int = 10) -> list[float]:
         return follow(session, steps).losses
 
 
+@pytest.mark.often("latent-bf16", "grouped queries-fp32")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", [(), GQA], ids=["latent", "grouped queries"])
 def test_a_small_model_learns_nearly_as_in_16_bits(model: tuple[str, ...], precision: str) -> None:
@@ -173,6 +174,12 @@ def test_every_recipe_trains(recipe: str) -> None:
     assert found == pytest.approx(followed_in_16_bits(), rel=0.01)
 
 
+@pytest.mark.often(
+    "recompute.modules=layer",
+    "dispatch.overlap=halves",
+    "recompute.modules=shared-expert dispatch.overlap=shared",
+    "recompute.modules=?*norm*latent-up*",
+)
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -73,6 +73,7 @@ def _step(overrides: tuple[str, ...]) -> list[tuple[bool, bool]]:
     return seen
 
 
+@pytest.mark.often("layer recomputed", "over ranks in 8 bits", "gathered until backward", "alone")
 @pytest.mark.parametrize(
     ("count", "overrides"),
     [

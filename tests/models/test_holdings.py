@@ -43,6 +43,7 @@ def test_every_rank_holds_each_of_its_parameters_once(model: str, layout: str) -
             assert tuple(one.parameter.shape) == one.local_shape, one.name
 
 
+@pytest.mark.often("*-everything", "v3-*", "grouped queries-tensor")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_pieces_of_all_ranks_tile_every_parameter_as_often_as_there_are_copies(model: str, layout: str) -> None:

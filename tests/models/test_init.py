@@ -17,6 +17,7 @@ from tests.models.families import tiny_decoder, tiny_model
 from tests.models.layouts import CPU, LAYOUTS, MODELS, V3, every_rank_model, laid_out, part_of
 
 
+@pytest.mark.often("*-everything", "v3-*", "grouped queries-tensor")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_part_of_the_model_has_the_values_of_the_whole_one(model: str, layout: str) -> None:

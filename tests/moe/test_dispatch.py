@@ -171,6 +171,18 @@ def _hold(ranks: Pool, way: Way, flights: list[list[Problem]], **options: Any) -
         compare(whole, got)
 
 
+@pytest.mark.often(
+    "4-2-*",
+    "1-1-alone-",
+    "1-2-sent-",
+    "2-1-DeepEP-",
+    "4-1-pushed-",
+    "2-2-by node, pushed-",
+    "1-4-sent-",
+    "1-4-by node, gathered-",
+    "4-1-padded-",
+    "4-1-gathered, worst case-",
+)
 @pytest.mark.parametrize(
     ("expert", "expert_tensor", "way", "kinds"),
     [(*sizes, way, kinds) for *sizes, ways, kinds in PROMISES for way in ways],
@@ -185,6 +197,7 @@ def test_whatever_was_chosen_ranks_that_share_the_experts_give_what_one_rank_giv
     _hold(ranks, way, [[problem(placement, adversarial(kind, tokens)) for kind in kinds]])
 
 
+@pytest.mark.often("*-2-2", "sent-2-1", "pushed-1-2")
 @pytest.mark.parametrize(("expert", "expert_tensor"), [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("way", [*FLAT, "DeepEP", "by node, sent", "by node, bounded", "pushed"])
 def test_experts_of_any_family_are_divided_by_every_way(ranks: Pool, way: Way, expert: int, expert_tensor: int) -> None:

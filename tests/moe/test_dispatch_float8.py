@@ -64,6 +64,7 @@ def _same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
+@pytest.mark.often("*-blockwise", "sent-mxfp8")
 @pytest.mark.parametrize(
     ("way", "recipe"),
     [*((way, BLOCKWISE) for way in OVER_GLOO), ("sent", MXFP8), ("by node, bounded", MXFP8)],
@@ -144,6 +145,7 @@ def _arrives_over_gloo(way: Gloo, x_TD: Tensor, experts_TK: Tensor, packing: Pac
     return found == _expected(x_TD, experts_TK, own, packing)
 
 
+@pytest.mark.often("*-blockwise", "sent-mxfp8", "by node, bounded-mxfp8")
 @pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("way", OVER_GLOO)
 def test_experts_read_the_bytes_that_were_packed(ranks: Pool, way: Gloo, recipe: Recipe) -> None:
@@ -315,6 +317,7 @@ def test_rows_in_8_bits_leave_beside_other_work_too(experts: Recipe | None) -> N
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
+@pytest.mark.often("read")
 @pytest.mark.parametrize(
     ("experts", "way"),
     [

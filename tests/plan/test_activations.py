@@ -121,6 +121,9 @@ BY_KERNELS = [
 ]
 
 
+@pytest.mark.often(
+    "gathered, worst case-reference", "gathered, on a shelf-reference", "sent, counts of the device-reference"
+)
 @pytest.mark.parametrize(("way", "kernels"), BY_KERNELS)
 def test_every_way_to_the_experts_keeps_the_same_bytes(
     way: str, kernels: str, ranks: Pool, monkeypatch: pytest.MonkeyPatch
@@ -130,6 +133,7 @@ def test_every_way_to_the_experts_keeps_the_same_bytes(
     compare(expected, pieces_without_memory(overrides, kernels, 2, monkeypatch))
 
 
+@pytest.mark.often("tensor=2", "context=2")
 @pytest.mark.parametrize("parallel", ["tensor=2", "context=2", "expert_tensor=2"])
 def test_ranks_that_share_matrices_or_rows_keep_the_same_bytes(
     parallel: str, ranks: Pool, monkeypatch: pytest.MonkeyPatch

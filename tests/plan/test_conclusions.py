@@ -41,6 +41,7 @@ def saved(model: str, variant: Variant) -> int:
     return memory(model, PLAIN, variant).activations - memory(model, HALVED, variant).activations
 
 
+@pytest.mark.often("all-to-all-moe-1t", "conventional-moe-2t")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("variant", [ROWS_SENT, CONVENTIONAL], ids=lambda one: one.name)
 def test_two_context_ranks_halve_the_activations_and_save_what_is_published(model: str, variant: Variant) -> None:
@@ -59,6 +60,7 @@ def test_the_first_rank_of_the_pipeline_needs_more_than_the_last() -> None:
     assert memory("moe-2t", HALVED).total > 1.2 * memory_of_the_last("moe-2t", HALVED).total
 
 
+@pytest.mark.often("moe-1t")
 @pytest.mark.parametrize("model", MODELS)
 def test_separate_operators_keep_more_than_ours(model: str) -> None:
     assert saved(model, CONVENTIONAL) > SAVED_BYTES[model] > 0.99 * saved(model, DE_DUPLICATED)
@@ -71,6 +73,7 @@ def test_de_duplication_keeps_fewer_rows_than_choices_where_ranks_are_fewer_than
     assert memory("moe-1t", PLAIN, DE_DUPLICATED).activations > 0.99 * memory("moe-1t", PLAIN).activations
 
 
+@pytest.mark.often("moe-2t")
 @pytest.mark.parametrize("model", MODELS)
 def test_more_expert_ranks_save_no_activations(model: str) -> None:
     few, many = memory(model, HALVED), memory(model, Layout(24, 16, 2))
@@ -78,6 +81,7 @@ def test_more_expert_ranks_save_no_activations(model: str) -> None:
     assert few.total - many.total < 0.15 * few.total
 
 
+@pytest.mark.often("1-moe-1t", "2-moe-2t")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("context", [1, 2])
 def test_a_longer_pipeline_holds_more_activations_and_saves_next_to_nothing(model: str, context: int) -> None:

@@ -43,6 +43,7 @@ def projected(on: str, *overrides: str, link: float = 0.0) -> Projection:
     return project(load_run(preset, (*others, *overrides)), cluster, Assumptions(imbalance=1.0))
 
 
+@pytest.mark.often("divided", "pipeline", "FSDP")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_update_takes_at_least_as_long_as_the_optimizer_passes_through_the_link(layout: str) -> None:
     plain, away = projected(*LAYOUTS[layout]), projected(*LAYOUTS[layout], OPTIMIZER)

@@ -37,6 +37,7 @@ def test_the_best_come_first_and_fit() -> None:
     assert plan.model == LITE.name
 
 
+@pytest.mark.often("deepseek-v2-lite-*")
 @pytest.mark.parametrize(
     ("preset", "devices", "fixed"),
     [

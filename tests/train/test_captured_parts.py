@@ -57,6 +57,16 @@ def captured(graphs: SameAddresses, *, is_asked_for: bool = True) -> CapturedPar
     return CapturedParts(is_asked_for=is_asked_for, begin_pool=graphs.begin)
 
 
+@pytest.mark.often(
+    "sequence loss-True",
+    "drops-False",
+    "recomputed-True",
+    "offloaded-False",
+    "dense-True",
+    "windows-False",
+    "chunks-True",
+    "loss over the micro-batch-False",
+)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(
     "changes",

@@ -61,6 +61,7 @@ SPILLED_BY_TRITON_3_9 = 8
 """Bytes. A number of the loader's is put away once, before its loop; Triton 3.6 finds a register for it."""
 
 
+@pytest.mark.often("bf16-gluon_three")
 @pytest.mark.parametrize("launch", HOPPERS_OF_ROWS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_nothing_spills_where_rows_are_kept(dtype: str, launch: ProductLaunch) -> None:
@@ -72,6 +73,7 @@ def test_nothing_spills_where_scales_stand_behind_rows(launch: ProductLaunch) ->
     check_warps(compile_kernel("rows", launch, is_packed=True), launch)
 
 
+@pytest.mark.often("rows-gluon_three", "dense_square-gluon_double")
 @pytest.mark.parametrize(("product", "launch"), LAUNCHES)
 def test_multipliers_never_wait_for_each_other_and_nothing_spills(product: Product, launch: ProductLaunch) -> None:
     check_warps(compile_kernel(product, launch), launch)

@@ -82,6 +82,7 @@ def share_of_equal_columns(found: SwigluForBackward, expected: SwigluForBackward
     return min(share_of_equal(*(without_tail(copy, counts_e) for copy in pair)) for pair in pairs)
 
 
+@pytest.mark.often("weighted inputs", "squares")
 @pytest.mark.parametrize(
     ("counts", "width", "rule", "gradient", "is_weighed", "name", "recipe"),
     [
@@ -130,6 +131,7 @@ def assert_same(found: SwigluForBackward, expected: SwigluForBackward, counts_e:
     assert torch.equal(found.dweights_R, expected.dweights_R)
 
 
+@pytest.mark.often("gluon", "gluon_4_ahead")
 @every_launch
 def test_kept_rows_are_read_where_they_stand(launch: BackwardLaunch, in_torch: ModuleType) -> None:
     gate_up_RF, weights_R, dh_RF, counts_e = draw((3, 0, 130), 256, torch.device("cpu"))
@@ -138,6 +140,7 @@ def test_kept_rows_are_read_where_they_stand(launch: BackwardLaunch, in_torch: M
     assert_same(found, expected, counts_e)
 
 
+@pytest.mark.often("gluon_4_ahead")
 @every_launch
 def test_nothing_is_read_or_written_behind_the_last_row(launch: BackwardLaunch, in_torch: ModuleType) -> None:
     """The last row of an odd number is the lower one of a pair."""
@@ -145,6 +148,7 @@ def test_nothing_is_read_or_written_behind_the_last_row(launch: BackwardLaunch, 
     swiglu_backward(gate_up_RF, weights_R, dh_RF, counts_e, SWIGLU, BLOCKWISE, E4M3, E4M3, launch=launch)
 
 
+@pytest.mark.often("blockwise-square")
 @pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE], ids=lambda recipe: recipe.name)
 def test_what_is_not_finite_is_seen_in_its_row_and_its_block_of_columns(recipe: Recipe, in_torch: ModuleType) -> None:
     gate_up_RF, weights_R, dh_RF, counts_e = draw((20,), 128, torch.device("cpu"))
@@ -263,6 +267,7 @@ def compiled(
     )
 
 
+@pytest.mark.often("gluon", "squares of kept rows")
 @pytest.mark.parametrize(
     ("launch", "square", "is_kept"),
     [

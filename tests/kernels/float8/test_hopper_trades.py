@@ -61,6 +61,7 @@ def spoil(x: Tensor, scales: Tensor) -> None:
     scales.fill_(float("nan"))
 
 
+@pytest.mark.often("gluon-empty experts", "gluon_double-no rows", "gluon_three-ends of all kinds")
 @every_count
 @every_form("rows")
 def test_rows_are_multiplied_with_the_matrix_of_their_expert(
@@ -123,6 +124,7 @@ def test_where_nobody_reads_the_tail_only_its_last_row_is_set_to_zero(launched: 
     assert launched[0]["ONLY_LAST"] is True
 
 
+@pytest.mark.often("e4m3-gluon_double", "e5m2-gluon_three", "e4m3-gluon")
 @every_form("dense")
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
 def test_a_dense_product_equals_its_definition(
@@ -151,6 +153,7 @@ def test_a_dense_gradient_is_written_or_added_to_its_sum(product: Product, launc
     assert {found["SQUARE"] for found in launched} == {product == "dense_square"}
 
 
+@pytest.mark.often("columns-empty experts", "columns_square-ends of all kinds")
 @every_count
 @pytest.mark.parametrize("product", ["columns", "columns_square"])
 def test_gradients_of_experts_are_written_or_added_to_their_sums(

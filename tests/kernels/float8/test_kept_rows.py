@@ -46,6 +46,7 @@ def board(width: int, device: torch.device, numbers: float = 5.0) -> KeptRows:
     return KeptRows(rows_SF, torch.tensor([BEFORE], device=device), ROOM)
 
 
+@pytest.mark.often("pointers-blockwise-gathered", "descriptors-blockwise-in place", "pointers-mxfp8-in place")
 @pytest.mark.parametrize("gathers", [False, True], ids=["in place", "gathered"])
 @pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("launch", [POINTERS, DESCRIPTORS], ids=["pointers", "descriptors"])
@@ -167,6 +168,7 @@ def assert_same(found: Quantized, expected: Quantized, rows: int | None = None) 
     assert torch.equal(found.values.view(torch.uint8)[:rows], expected.values.view(torch.uint8)[:rows])
 
 
+@pytest.mark.often("squares", "clamped")
 @pytest.mark.parametrize(
     ("recipe", "rule"),
     [(BLOCKWISE_SQUARE, SWIGLU), (MXFP8, SWIGLU), (TENSORWISE, SWIGLU), (BLOCKWISE, CLAMPED)],
@@ -277,6 +279,7 @@ class Layers:
         return [*own, *(leaf.grad for leaf in leaves)]
 
 
+@pytest.mark.often("uneven")
 @pytest.mark.usefixtures("no_memory_is_clean")
 @pytest.mark.parametrize(
     ("parts", "only_last"), [((1.0, 0.1, 0.6), False), ((0.7, 1.0, 0.0), True)], ids=["uneven", "one has no rows"]
@@ -303,6 +306,7 @@ def test_what_finds_no_room_is_counted_and_found_the_next_time(device: torch.dev
     assert int(shelf.left_out) == 0
 
 
+@pytest.mark.slow
 def test_what_is_recomputed_takes_no_room(device: torch.device) -> None:
     layers = Layers((0.9, 0.2), device)
     shelf = shelf_of(layers.count, bound=1.0).to(device)

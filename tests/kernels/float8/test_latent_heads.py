@@ -121,6 +121,7 @@ def assert_equal(mine: Quantized | None, other: Quantized | None) -> None:
     assert torch.equal(mine.values.view(torch.uint8), other.values.view(torch.uint8))
 
 
+@pytest.mark.often("heads first-e4m3")
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
 @pytest.mark.parametrize("heads_first", [False, True], ids=["positions first", "heads first"])
 def test_gradients_are_those_of_16_bits_quantized(heads_first: bool, form: Format) -> None:
@@ -128,6 +129,7 @@ def test_gradients_are_those_of_16_bits_quantized(heads_first: bool, form: Forma
     assert_same(handed_over(case, form), by_definition(case, form))
 
 
+@pytest.mark.often("2-40-2-*")
 @pytest.mark.parametrize(
     ("batch", "positions", "heads", "dtype"), [(2, 40, 2, torch.bfloat16), (3, 50, 4, torch.float32)]
 )
@@ -136,6 +138,7 @@ def test_a_tile_may_reach_over_rows_of_the_batch(batch: int, positions: int, hea
     assert_same(handed_over(case), by_definition(case))
 
 
+@pytest.mark.slow
 def test_a_gradient_that_nobody_took_is_replaced_by_the_next() -> None:
     handed, first, second = Handed(), *(by_definition(case_of()).q for _ in range(2))
     handed.put(first)
@@ -161,6 +164,7 @@ def test_what_does_not_fill_tiles_stays_in_16_bits() -> None:
 # Hopper's own form
 
 
+@pytest.mark.often("positions first-e5m2")
 @needs_gluon
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
 @pytest.mark.parametrize("heads_first", [False, True], ids=["positions first", "heads first"])
@@ -191,6 +195,7 @@ def test_hoppers_kernel_gives_the_same(heads_first: bool, form: Format, monkeypa
         assert_equal(mine, other)
 
 
+@pytest.mark.slow
 @needs_gluon
 def test_what_hoppers_kernel_cannot_do_tritons_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the batch that are no multiple of 128, and 32 bits."""
@@ -256,6 +261,7 @@ def compiled(target: str, *, turns: bool) -> Compiled:
     return compile_for(latent_heads_backward_kernel, signature, constants, TARGETS[target], **options)
 
 
+@pytest.mark.often("sm_90-queries", "gfx942-values")
 @pytest.mark.parametrize("turns", [False, True], ids=["values", "queries"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernel_compiles_for_every_chip(target: str, turns: bool) -> None:
@@ -266,6 +272,7 @@ def test_the_kernel_compiles_for_every_chip(target: str, turns: bool) -> None:
         assert not re.search(r"st\.global(?:\.\w+)*\.b8", found.asm), "and stored so"
 
 
+@pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernel_of_the_shared_key_compiles_for_every_chip(target: str) -> None:
     signature = dict.fromkeys(("dk_ptr", "dk_rope_ptr"), "*bf16:16") | dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32:16")
@@ -275,6 +282,7 @@ def test_the_kernel_of_the_shared_key_compiles_for_every_chip(target: str) -> No
     assert found.spills == 0, found.summary
 
 
+@pytest.mark.often("gluon-queries", "gluon_8-values")
 @needs_gluon
 @pytest.mark.parametrize("turns", [False, True], ids=["values", "queries"])
 @pytest.mark.parametrize("launch", GLUON.values(), ids=GLUON)

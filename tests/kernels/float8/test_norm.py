@@ -39,6 +39,9 @@ def inputs(tokens: int, width: int, device: torch.device, dtype: torch.dtype) ->
     return x_TD.to(dtype), residual_TD.to(dtype), weight_D.to(dtype)
 
 
+@pytest.mark.often(
+    "dtype0-True-blockwise", "dtype1-False-mxfp8", "dtype1-False-rowwise", "dtype0-True-blockwise-square"
+)
 @pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize(("dtype", "columns"), [(torch.bfloat16, True), (torch.float32, False)])
 def test_both_copies_are_of_the_very_rows_that_come_out(
@@ -128,6 +131,7 @@ def test_misfits_are_refused(device: torch.device) -> None:
         norm.add_rms_norm(torch.zeros(2, 16), torch.zeros(1, 16), weight_D, EPSILON, BLOCKWISE, E4M3, columns=True)
 
 
+@pytest.mark.often("sm_90-blockwise", "gfx942-mxfp8")
 @pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE, MXFP8], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernel_compiles_without_spills(target: str, recipe: Recipe) -> None:

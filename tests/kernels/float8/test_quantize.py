@@ -118,6 +118,7 @@ def test_no_rows_give_no_rows(device: torch.device) -> None:
     assert columns.values.shape == (256, 0) and columns.scales.shape == (256, 0)
 
 
+@pytest.mark.often("blockwise", "mxfp8", "e4m3fnuz", "rowwise", "e5m2")
 @every_recipe_and_form
 def test_scales_are_right_at_every_power_of_two(recipe: Recipe, form: Format, device: torch.device) -> None:
     """Each row is one block, whose largest number stands just below, at and just above where the scale doubles."""
@@ -349,6 +350,15 @@ CASES = {
 }
 
 
+@pytest.mark.often(
+    "sm_90-rows and columns",
+    "sm_90-gathered, squares",
+    "sm_90-one scale",
+    "gfx942-weight",
+    "gfx942-gathered, in 8 bits",
+    "gfx942-squares of columns",
+    "sm_90-small blocks",
+)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_tiles_are_moved_16_bytes_at_a_time_without_spills(target: str, case: dict[str, object]) -> None:
@@ -365,6 +375,7 @@ def test_tiles_are_moved_16_bytes_at_a_time_without_spills(target: str, case: di
     assert found.shared_bytes <= 32 * 1024, found.summary
 
 
+@pytest.mark.often("sm_90-rows and columns", "sm_90-gathered, squares", "sm_90-one scale", "sm_90-small blocks")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_no_pair_of_8_bit_numbers_is_used_whole_and_in_bytes(target: str, case: dict[str, object]) -> None:
@@ -382,6 +393,7 @@ def test_no_pair_of_8_bit_numbers_is_used_whole_and_in_bytes(target: str, case: 
     assert not whole & apart
 
 
+@pytest.mark.often("*sm_90*", "*gfx942*")
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_small_kernels_compile_without_spills(target: str) -> None:
     pointers = {"x_ptr": "*bf16:16", "tiles_ptr": "*i32:16", "whole_amax_ptr": "*i32:16", "row_amax_ptr": "*i32:16"}

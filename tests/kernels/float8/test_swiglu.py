@@ -82,6 +82,7 @@ def test_a_dense_network_gets_columns_too(recipe: Recipe, device: torch.device) 
     assert_near(found.columns, expected.columns)
 
 
+@pytest.mark.often("squares", "mxfp8")
 @pytest.mark.parametrize(
     ("recipe", "rule", "gradient"),
     [
@@ -248,6 +249,7 @@ def compiled(target: str, recipe: Recipe, rule: ExpertRule, which: str, *, is_ke
     return compile_for(kernel, signature, constants, TARGETS[target], num_warps=warps, **options)
 
 
+@pytest.mark.often("sm_90-backward", "gfx942-columns", "gfx942-rows")
 @pytest.mark.parametrize("which", ["rows", "columns", "backward"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_kernels_compile_without_spills(target: str, which: str) -> None:
@@ -255,6 +257,7 @@ def test_the_kernels_compile_without_spills(target: str, which: str) -> None:
     assert made.spills == 0, made.summary
 
 
+@pytest.mark.often("backward")
 @pytest.mark.parametrize("which", ["columns", "backward"])
 def test_squares_compile_without_spills(which: str) -> None:
     made = compiled("sm_90", BLOCKWISE_SQUARE, SWIGLU, which)

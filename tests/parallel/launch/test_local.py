@@ -75,6 +75,7 @@ def test_a_rank_that_dies_is_started_again_with_the_others(tmp_path: Path, capfd
     assert "ChildFailedError" not in capfd.readouterr().err
 
 
+@pytest.mark.often("mistake-of-one*")
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
     ("word", "line"),
