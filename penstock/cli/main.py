@@ -6,6 +6,7 @@ Exit codes: 0 when done, 2 with one line on stderr when the user has something t
 return another code. What is neither is a fault of ours: it keeps its traceback and exits with 1.
 """
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ import typer
 
 from penstock import __version__
 from penstock.base.errors import WRONG_INPUT, PenstockError
+from penstock.base.meant import asked, did_you_mean
 from penstock.cli.help import on_one_screen
 from penstock.cli.verbs import Verb, group_of
 from penstock.parallel.launch.environment import prepare_environment
@@ -78,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prepare_environment()
         outcome = _command(arguments).main(arguments, prog_name="penstock", standalone_mode=False)
     except typer.TyperException as error:
-        return _refuse(f"{error.format_message().rstrip('.')} (see --help)")
+        return _refuse(f"{_told(error.format_message().rstrip('.'))} (see --help)")
     except PenstockError as error:
         return _refuse(str(error), error.exit_code)
     return outcome if isinstance(outcome, int) else 0
@@ -91,6 +93,21 @@ def _command(arguments: Sequence[str] | None) -> Any:
     if not words or words[0].startswith("-"):
         command.params += typer.main.get_install_completion_arguments()
     return command
+
+
+_PROPOSED = re.compile(r"\.? (Did you mean |\(Possible options: )(?P<names>.+)[?)]$")
+_NAME = re.compile(r"[^\s,']+")
+_CHOICES = re.compile(r"'(?P<got>[^']*)' is not one of (?P<choices>.+)$")
+
+
+def _told(message: str) -> str:
+    """What typer says, with its proposals in the words that every other error has for them."""
+    if found := _PROPOSED.search(message):
+        return f"{message[: found.start()]}; fix: {asked(_NAME.findall(found['names']))}"
+    if found := _CHOICES.search(message):
+        fix = did_you_mean(found["got"], _NAME.findall(found["choices"]))
+        return message if fix is None else f"{message}; fix: {fix}"
+    return message
 
 
 def _refuse(message: str, code: int = WRONG_INPUT) -> int:

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.status import Status
 
 from penstock.base.errors import PenstockError
+from penstock.base.meant import did_you_mean
 from penstock.cli.config import Json
 from penstock.cli.plan_explain import check_topic, explain
 from penstock.cli.plan_files import check_file, write_pictures, write_run
@@ -149,7 +150,8 @@ def _assumptions(imbalance: float, saving: str, *, writes: bool) -> Assumptions:
     match saving:
         case "run" | "conventional":
             return Assumptions(imbalance=imbalance, saving=saving)
-    raise PenstockError("--saving is unknown", got=saving, allowed="run, conventional")
+    told = did_you_mean(saving, ("run", "conventional"))
+    raise PenstockError("--saving is unknown", got=saving, allowed="run, conventional", fix=told)
 
 
 def _assumed(assumptions: Assumptions) -> list[str]:

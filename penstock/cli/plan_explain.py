@@ -10,10 +10,10 @@ hardware             where each figure of the hardware comes from
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.base.errors import PenstockError
+from penstock.base.meant import did_you_mean
 from penstock.cli.figures import bytes_text
 from penstock.cli.plan_print import cluster_text, conclusion, moment_text, refused_text, seconds_text, sourced_tables
 from penstock.cli.table import print_table
-from penstock.config.schema import nearest
 from penstock.plan.projection import Plan, Projection
 from penstock.plan.what_if import COMPONENTS, components
 
@@ -28,9 +28,8 @@ def check_topic(topic: str) -> None:
         PenstockError: with those that there are.
     """
     if topic not in TOPICS:
-        near = nearest(topic, TOPICS)
-        fix = None if near is None else f"did you mean {near}?"
-        raise PenstockError("--explain knows no such topic", got=topic, allowed=", ".join(TOPICS), fix=fix)
+        told = did_you_mean(topic, TOPICS)
+        raise PenstockError("--explain knows no such topic", got=topic, allowed=", ".join(TOPICS), fix=told)
 
 
 def explain(plan: Plan, topic: str) -> None:

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from penstock.base.errors import PenstockError
+from penstock.base.meant import did_you_mean_path
 from penstock.cli.plan_files import check_file
 from penstock.report.run_evidence import gather
 from penstock.report.run_page import write_run_page
@@ -34,7 +35,9 @@ NoPlan = Annotated[bool, typer.Option("--no-plan", help="Do not project the run.
 def report(path: Place, html: Html = None, on: On = None, no_plan: NoPlan = False) -> None:
     """Write one HTML page of a run: verdict, curves, memory, timeline, flame, roofline, ranks, experts."""
     if not path.exists():
-        raise PenstockError(f"there is no {path}", allowed="the folder of a run, or traces")
+        raise PenstockError(
+            f"there is no {path}", allowed="the folder of a run, or traces", fix=did_you_mean_path(path)
+        )
     if html is None and not path.is_dir():
         raise PenstockError(f"{path} is a file, so the page needs a place", fix="--html report.html")
     target = path / PAGE if html is None else html

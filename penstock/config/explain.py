@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 from penstock.base.errors import ConfigError
+from penstock.base.meant import asked, nearest
 from penstock.config.compare import leaves
 from penstock.config.presets.registry import PRESETS
 from penstock.config.rules import RULES, rule_text
 from penstock.config.run import Run
-from penstock.config.schema import KIND, NAME, Field, as_toml, every_field, fields_of, find, kind_of, nearest
+from penstock.config.schema import KIND, NAME, Field, as_toml, every_field, fields_of, find, kind_of
 from penstock.config.section import Section
 
 
@@ -88,11 +89,10 @@ def _unknown(path: str) -> ConfigError:
     """Suggest a like path, or else the paths that end in a like name: `topk` is most likely `model.moe.top_k`."""
     names = {field.path: field.path.rpartition(".")[2] for field in every_field(Run)}
     name = path.rpartition(".")[2]
-    meant = name if name in names.values() else nearest(name, names.values())
-    near = nearest(path, names) if "." in path else None
-    candidates = [near] if near is not None else [path for path, name in names.items() if name == meant]
+    meant = [name] if name in names.values() else nearest(name, names.values())
+    near = nearest(path, names) if "." in path else []
     return ConfigError(
         f"there is no field {path!r}",
         allowed="full paths such as model.moe.top_k, or sections such as model.moe",
-        fix=f"did you mean {' or '.join(candidates)}?" if candidates else None,
+        fix=asked(near or [path for path, name in names.items() if name in meant]),
     )

@@ -6,12 +6,12 @@ What depends on the number of ranks is not here but in `penstock.config.fit`.
 from collections.abc import Iterable, Sequence
 
 from penstock.base.errors import ConfigError
+from penstock.base.meant import did_you_mean
 from penstock.config.fit import SPLITTING_SCHEDULES, context_method, heads_of, shard, stage_count
 from penstock.config.model import LatentAttention
 from penstock.config.parallel import OFFLOADABLE, RECOMPUTABLE
 from penstock.config.problem import Problem, divisors
 from penstock.config.run import Run
-from penstock.config.schema import nearest
 from penstock.layout.schedules import SCHEDULES
 from penstock.layout.sequence import multiple_of
 from penstock.layout.stages import parse_stages
@@ -261,8 +261,7 @@ def _unknown_part(run: Run, field: str, names: Sequence[str], known: Sequence[st
     missing = _missing_parts(run)
     for name in names:
         if name not in known:
-            near = nearest(name, known)
-            fix = None if near is None else f"did you mean {near}?"
+            fix = did_you_mean(name, known)
             return Problem(field, "has an unknown name", got=name, allowed=", ".join(known), fix=fix)
         if name in missing:
             allowed = ", ".join(one for one in known if one not in missing)

@@ -20,12 +20,13 @@ from typing import Any
 import tomli_w
 
 from penstock.base.errors import ConfigError
+from penstock.base.meant import asked, did_you_mean_path, nearest
 from penstock.config.follow import follow
 from penstock.config.merge import NONE, Tree, merge, parse_overrides, paths_in, settle
 from penstock.config.presets.registry import is_preset, preset
 from penstock.config.rules import check
 from penstock.config.run import Run
-from penstock.config.schema import every_field, fields_of, nearest
+from penstock.config.schema import every_field, fields_of
 from penstock.config.section import Section
 from penstock.config.validation import build
 from penstock.config.versions import VERSION, VERSION_KEY, brought_up_to_date, pop_version, refuse_old
@@ -107,8 +108,8 @@ def _read_file(path: Path) -> tuple[Tree, frozenset[str]]:
     else:
         refuse_old(table, version, str(path), _paths())
     for key in table:
-        if key not in fields_of(Run) and key != _PRESET and nearest(key, (*fields_of(Run), _PRESET)) == _PRESET:
-            raise ConfigError(f"{path}: {key} is an unknown key", fix=f"did you mean {_PRESET}?")
+        if key not in fields_of(Run) and key != _PRESET and nearest(key, (*fields_of(Run), _PRESET)) == [_PRESET]:
+            raise ConfigError(f"{path}: {key} is an unknown key", fix=asked([_PRESET]))
     name = table.pop(_PRESET, None)
     if name is not None and not isinstance(name, str):
         raise ConfigError(f"{path}: {_PRESET} must be the name of a preset", got=name)
@@ -127,7 +128,9 @@ def _parse_file(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
-        raise ConfigError(f"there is no file {path}", fix="check the path, or name a preset") from error
+        raise ConfigError(
+            f"there is no file {path}", fix=did_you_mean_path(path) or "check the path, or name a preset"
+        ) from error
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

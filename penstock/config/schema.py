@@ -9,7 +9,6 @@ them, each under a name that a user chose), and any of these or None.
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cache
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -181,11 +180,6 @@ def find(root: type[Section], path: str) -> tuple[Field, ...]:
 
 def _fits(names: list[str], path: list[str]) -> bool:
     return len(names) == len(path) and all(place in (name, NAME) for name, place in zip(names, path, strict=True))
-
-
-def nearest(name: object, names: Iterable[str]) -> str | None:
-    """The name that `name` is most likely meant to be, or None if none resembles it."""
-    return next(iter(get_close_matches(str(name), tuple(names), n=1)), None)
 
 
 def as_toml(value: object) -> str:

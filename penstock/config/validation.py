@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from penstock.base.meant import asked, did_you_mean, nearest
 from penstock.config.problem import Problem, refuse
 from penstock.config.schema import (
     KIND,
@@ -17,7 +18,6 @@ from penstock.config.schema import (
     fields_under,
     find,
     kind_of,
-    nearest,
 )
 from penstock.config.section import Section
 
@@ -111,18 +111,16 @@ def _unknown_key(root: type[Section], path: str, owner: type[Section]) -> Proble
     if elsewhere := find(root, path):
         kinds = " or ".join(str(kind_of(field.owner)) for field in elsewhere)
         return Problem(path, what, fix=f"leave it out: it belongs to {parent}.{KIND} = {kinds}")
-    if (near := nearest(name, siblings)) is not None:
-        return Problem(path, what, fix=f"did you mean {f'{parent}.{near}'.lstrip('.')}?")
+    if near := nearest(name, siblings):
+        return Problem(path, what, fix=asked(f"{parent}.{one}".lstrip(".") for one in near))
     if namesakes := {field.path: None for field in every_field(root) if field.path.rpartition(".")[2] == name}:
-        return Problem(path, what, fix=f"did you mean {' or '.join(namesakes)}?")
+        return Problem(path, what, fix=asked(namesakes))
     return Problem(path, what, allowed=", ".join(siblings))
 
 
 def _unknown_value(path: str, value: object, choices: Iterable[str]) -> Problem:
     choices = tuple(choices)
-    near = nearest(value, choices)
-    fix = None if near is None else f"did you mean {near}?"
-    return Problem(path, "has an unknown value", _shown(value), ", ".join(choices), fix)
+    return Problem(path, "has an unknown value", _shown(value), ", ".join(choices), did_you_mean(value, choices))
 
 
 def _kinds(field: Field) -> list[str]:

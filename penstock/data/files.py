@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from penstock.base.errors import DataError
+from penstock.base.meant import did_you_mean_path
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of files that are decompressed before they are read."""
@@ -47,8 +48,10 @@ def stem(path: Path) -> Path:
 
 def unreadable(path: Path, error: OSError) -> DataError:
     """Returns the error for a file that the system does not let us read."""
+    told = None if path.exists() else did_you_mean_path(path)
     return DataError(
-        f"cannot read data file {path}: {error.strerror or error}", fix="correct data.files or data.validation_files"
+        f"cannot read data file {path}: {error.strerror or error}",
+        fix=told or "correct data.files or data.validation_files",
     )
 
 

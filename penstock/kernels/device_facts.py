@@ -10,6 +10,7 @@ import torch
 
 from penstock.base.devices import CHIPS, chip_named
 from penstock.base.errors import DeviceError
+from penstock.base.meant import did_you_mean
 from penstock.kernels.tuning import target_of
 
 Dtype = Literal["bf16", "fp32"]
@@ -87,8 +88,13 @@ def named_device(name: str, dtype: Dtype) -> DeviceFacts:
     """
     chip = chip_named(name)
     if chip is None:
-        known = ", ".join(chip.pattern for chip in CHIPS)
-        raise DeviceError("no device is known by this name", got=repr(name), allowed=f"auto, cpu, cuda, or {known}")
+        known = [chip.pattern for chip in CHIPS]
+        raise DeviceError(
+            "no device is known by this name",
+            got=repr(name),
+            allowed=f"auto, cpu, cuda, or {', '.join(known)}",
+            fix=did_you_mean(name, ("auto", "cpu", "cuda", *known)),
+        )
     return DeviceFacts(
         kind="cuda",
         name=chip.name if name.lower() == chip.pattern.lower() else name,

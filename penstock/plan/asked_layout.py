@@ -10,10 +10,10 @@ from dataclasses import fields
 from math import floor
 
 from penstock.base.errors import ConfigError
+from penstock.base.meant import did_you_mean
 from penstock.config.fit import grid_of
 from penstock.config.merge import merge, parse_overrides
 from penstock.config.run import Run
-from penstock.config.schema import nearest
 from penstock.config.validation import build
 from penstock.layout.schedules import SCHEDULES
 from penstock.plan.projection import Layout
@@ -64,9 +64,8 @@ def check_name(name: str) -> None:
     """
     known = (*FIELDS, *FOLLOW)
     if name not in known:
-        near = nearest(name, known)
-        fix = None if near is None else f"did you mean {near}?"
-        raise ConfigError("a layout has no such part", got=name, allowed=", ".join(known), fix=fix)
+        told = did_you_mean(name, known)
+        raise ConfigError("a layout has no such part", got=name, allowed=", ".join(known), fix=told)
 
 
 def with_layout(run: Run, choices: Mapping[str, str], world: int, tokens: float | None = None) -> Run:

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from penstock.base.errors import HardwareError
+from penstock.base.meant import asked
 from penstock.config.section import Section, knob
 
 Dtype = Literal["bf16", "fp8", "fp32"]
@@ -369,8 +370,12 @@ def split_cluster(text: str) -> tuple[int, str]:
     """
     match = CLUSTER.fullmatch(text)
     if match is None or int(match["devices"]) < 1:
+        loose = re.fullmatch(r"\s*(\d+)[\s*]*(\w.*)", text)
         raise HardwareError(
-            "a cluster is a number of devices, x, and their name", got=repr(text), allowed="768xMI300X, 8xmine.toml"
+            "a cluster is a number of devices, x, and their name",
+            got=repr(text),
+            allowed="768xMI300X, 8xmine.toml",
+            fix=asked([f"{loose[1]}x{loose[2]}"]) if loose is not None and int(loose[1]) else None,
         )
     return int(match["devices"]), match["hardware"]
 

@@ -23,8 +23,9 @@ import tomli_w
 
 from penstock.base.devices import chip_named
 from penstock.base.errors import ConfigError, HardwareError
+from penstock.base.meant import did_you_mean, did_you_mean_path
 from penstock.config.merge import settle
-from penstock.config.schema import fields_of, nearest
+from penstock.config.schema import fields_of
 from penstock.config.section import Section, knob
 from penstock.config.validation import build
 from penstock.plan.hardware import (
@@ -90,13 +91,11 @@ def load_hardware(name_or_path: str) -> Hardware:
     chip = chip_named(name_or_path)
     name = name_or_path.upper() if chip is None else chip.pattern
     if name not in known:
-        near = nearest(name, known)
         raise HardwareError(
             f"no hardware is called {name_or_path!r}",
             allowed=f"{', '.join(known)}, or a file that ends in .toml",
-            fix="describe it in a file: `penstock calibrate --output mine.toml` on such a machine"
-            if near is None
-            else f"did you mean {near}?",
+            fix=did_you_mean(name, known)
+            or "describe it in a file: `penstock calibrate --output mine.toml` on such a machine",
         )
     return read_hardware(PACKAGED / f"{name.lower()}.toml")
 
@@ -175,7 +174,7 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise HardwareError(f"there is no hardware file {path}") from error
+        raise HardwareError(f"there is no hardware file {path}", fix=did_you_mean_path(path)) from error
     except OSError as error:
         raise HardwareError(f"cannot read hardware file {path}: {error.strerror}") from error
     except ValueError as error:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.base.errors import ConfigError, PenstockError
+from penstock.base.meant import did_you_mean
 from penstock.config.compare import Difference, differences
 from penstock.config.run import Run
-from penstock.config.schema import find, nearest
+from penstock.config.schema import find
 from penstock.plan.asked_layout import FIELDS, FOLLOW, revised, settled, with_layout
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.memory import Memory
@@ -213,10 +214,9 @@ def _field(name: str) -> str | None:
     if find(Run, path):
         return path
     known = (*FIELDS, *SHORT)
-    near = nearest(name, known)
     raise ConfigError(
         f"{name} follows from the layout" if name in FOLLOW else "nothing of this name can be swept",
         got=None if name in FOLLOW else name,
         allowed=f"{', '.join(known)}, or the full path of a field",
-        fix=None if near is None or name in FOLLOW else f"did you mean {near}?",
+        fix=None if name in FOLLOW else did_you_mean(name, known),
     )

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from penstock.base.errors import TraceError
+from penstock.base.meant import did_you_mean_path
 from penstock.trace.columns import columns_of
 from penstock.trace.decode import parse
 from penstock.trace.events import Trace
@@ -98,7 +99,8 @@ def read_text(path: Path) -> bytes:
     try:
         packed = path.read_bytes()
     except OSError as error:
-        raise TraceError(f"cannot read {path}: {error.strerror}") from error
+        told = None if path.exists() else did_you_mean_path(path)
+        raise TraceError(f"cannot read {path}: {error.strerror}", fix=told) from error
     if packed[:2] != b"\x1f\x8b":
         return packed
     return _unpacked(packed, path)

@@ -14,13 +14,13 @@ joined by their sequence number.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from penstock.base.errors import TraceError
+from penstock.base.meant import asked, nearest
 from penstock.trace.events import NONE, HostKind, Trace
 from penstock.trace.float8_products import with_float8_products
 from penstock.trace.named_work import shape_text
@@ -329,6 +329,5 @@ def _of_kernel(traces: Mapping[int, Trace], question: Question) -> str:
 def _absent(trace: Trace, op: str) -> TraceError:
     used = np.unique(trace.host.name_id[trace.host.kind == HostKind.OPERATOR])
     names = [trace.names[name] for name in used]
-    near = get_close_matches(op, names, n=3, cutoff=0.5) or [name for name in names if op.lower() in name.lower()][:3]
-    fix = f"did you mean {' or '.join(near)}?" if near else None
+    fix = asked(nearest(op, names, most=3) or [name for name in names if op.lower() in name.lower()][:3])
     return TraceError("no operator, collective or kernel of this trace has this name", got=op, fix=fix)

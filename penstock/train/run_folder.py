@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.base.errors import CheckpointError, RunFolderError
+from penstock.base.meant import did_you_mean_path
 from penstock.config.compare import differences
 from penstock.config.load import RUN_FILE, dump_toml
 from penstock.config.run import Run
@@ -212,7 +213,8 @@ def find_run_folder(parent: Path, name: str, *, newest: bool) -> RunFolder:
     found = [RunFolder(parent / _numbered(name, number)) for number in sorted(numbers, reverse=True)]
     folder = next((folder for folder in found if folder.exists), None)
     if folder is None:
-        raise RunFolderError(f"there is no run {name} in {parent} to resume", fix="leave out --resume to start it")
+        told = did_you_mean_path(parent / name) or "leave out --resume to start it"
+        raise RunFolderError(f"there is no run {name} in {parent} to resume", fix=told)
     return folder
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from penstock.base.errors import ConfigError
+from penstock.base.meant import did_you_mean
 from penstock.config.dispatch_rules import COUNTS_STAY
 from penstock.config.merge import settle
 from penstock.config.run import Run
@@ -317,7 +318,9 @@ def chosen(rungs: Sequence[Rung], names: Sequence[str]) -> frozenset[str]:
     """
     known = [rung.name for rung in rungs]
     if unknown := [name for name in names if name not in known]:
-        raise ConfigError("--only names no rung of the ladder", got=", ".join(unknown), allowed=", ".join(known))
+        told = did_you_mean(unknown[0], known)
+        got, allowed = ", ".join(unknown), ", ".join(known)
+        raise ConfigError("--only names no rung of the ladder", got=got, allowed=allowed, fix=told)
     wanted = frozenset(names or known)
     first = min(known.index(name) for name in wanted)
     left_out: list[Rung] = []

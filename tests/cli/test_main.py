@@ -50,11 +50,11 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian"], "No such command 'trian'. Did you mean 'train', 'trace'? (see --help)"),
-        (["config", "shwo"], "No such command 'shwo'. Did you mean 'show'? (see --help)"),
+        (["trian"], "No such command 'trian'; fix: did you mean train or trace? (see --help)"),
+        (["config", "shwo"], "No such command 'shwo'; fix: did you mean show? (see --help)"),
         (["xyzzy"], "No such command 'xyzzy' (see --help)"),
-        (["--versoin"], "No such option: --versoin (Possible options: --version) (see --help)"),
-        (["config", "list", "--jsn"], "No such option: --jsn (Possible options: --json) (see --help)"),
+        (["--versoin"], "No such option: --versoin; fix: did you mean --version? (see --help)"),
+        (["config", "list", "--jsn"], "No such option: --jsn; fix: did you mean --json? (see --help)"),
         (["config", "diff", "debug"], "Missing argument 'B' (see --help)"),
         (["config", "list", "debug"], "Got unexpected extra argument(s) (debug) (see --help)"),
     ],

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Discriminator
 
 from penstock.config.run import Run
-from penstock.config.schema import alternative, as_toml, every_field, fields_of, fields_under, find, kind_of, nearest
+from penstock.config.schema import alternative, as_toml, every_field, fields_of, fields_under, find, kind_of
 from penstock.config.section import Section, knob
 
 
@@ -79,11 +79,6 @@ def test_every_field_is_listed_by_full_path_once_for_each_alternative() -> None:
     assert paths.count("thing.colour") == 2
     assert [field.owner for field in find(Box, "thing.colour")] == [Round, Square]
     assert find(Box, "thing.weight") == ()
-
-
-def test_the_nearest_name_is_one_that_resembles() -> None:
-    assert nearest("stpes", ("steps", "seed")) == "steps"
-    assert nearest("xyz", ("steps", "seed")) is None
 
 
 def test_values_are_shown_as_in_toml() -> None:

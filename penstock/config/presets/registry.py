@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from penstock.base.errors import ConfigError
+from penstock.base.meant import asked, nearest
 from penstock.config.presets.debug import debug, debug_softmax
 from penstock.config.presets.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
 from penstock.config.presets.gpt_oss import gpt_oss_20b, gpt_oss_120b
@@ -28,7 +29,6 @@ from penstock.config.presets.qwen3 import (
     qwen3_235b_a22b,
 )
 from penstock.config.run import Run
-from penstock.config.schema import nearest
 
 PRESETS: Mapping[str, Callable[[], Run]] = MappingProxyType(
     {
@@ -80,11 +80,10 @@ def preset(name: str) -> Run:
     if variant is not None and variant["base"] in PRESETS:
         return keep_layers(PRESETS[variant["base"]](), int(variant["layers"]))
     stem, suffix = (name, "") if variant is None else (variant["base"], f"-{variant['layers']}l")
-    near = nearest(stem, PRESETS)
     raise ConfigError(
         f"no preset is called {name!r}",
         allowed=f"{', '.join(PRESETS)}, or one of them with -8l to keep 8 layers",
-        fix=None if near is None else f"did you mean {near}{suffix}?",
+        fix=asked(f"{near}{suffix}" for near in nearest(stem, PRESETS)),
     )
 
 
