@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.base.errors import PenstockError
 from penstock.cli.config import Json, Target
 from penstock.config.load import dump_toml, load_run
 from penstock.config.run import Run
@@ -17,9 +18,15 @@ def show(
     target: Target,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
     as_json: Json = False,
+    as_toml: Annotated[bool, typer.Option("--toml", help="Print the file alone, without the counts below it.")] = False,
 ) -> None:
     """Print a run in full, with its parameters and FLOPs per token. The output is a TOML file that can be trained."""
+    if as_json and as_toml:
+        raise PenstockError("--json and --toml are two forms of one answer", fix="leave one of them out")
     run = load_run(target, overrides or ())
+    if as_toml:
+        print(dump_toml(run), end="")
+        return
     counted = count(run.model, run.training.sequence_length)
     if as_json:
         print(json.dumps({"run": run.model_dump(), "count": asdict(counted)}, indent=2))
