@@ -82,7 +82,9 @@ def is_close(
 
 
 def relative_error(actual: Leaf, expected: Leaf, *, by: By = "largest", least: float = 0.0) -> float:
-    """Deviation of finite values as a share of the size of `expected`; infinity where that is zero and they differ.
+    """Deviation as a share of the size of `expected`; infinity where that is zero and they differ.
+
+    Of finite values: where others are not the same on both sides, the error is infinite.
 
     Args:
         actual: a tensor, an array or a number.
@@ -92,10 +94,20 @@ def relative_error(actual: Leaf, expected: Leaf, *, by: By = "largest", least: f
     """
     one, other = _wide(_tensor(actual)), _wide(_tensor(expected))
     assert one.shape == other.shape, f"shape {tuple(one.shape)}, expected {tuple(other.shape)}"
-    deviation, size = _size(one - other, by), max(_size(other, by), least)
+    apart = one - other
+    is_finite = one.isfinite() & other.isfinite()
+    if not torch.equal(one[~is_finite].nan_to_num(math.pi), other[~is_finite].nan_to_num(math.pi)):
+        return math.inf
+    deviation, size = _size(apart[is_finite], by), max(_size(other, by), least)
     if deviation == 0:
         return 0.0
     return deviation / size if size else math.inf
+
+
+def decibels(actual: Tensor, expected: Tensor) -> float:
+    """Signal to noise by norm: 20 more is ten times closer, infinity is the same."""
+    error = relative_error(actual, expected, by="norm")
+    return -20 * math.log10(error) if error else math.inf
 
 
 def _pairs(actual: object, expected: object, what: str) -> Iterator[tuple[str, Leaf, Leaf]]:

@@ -28,6 +28,8 @@ KERNEL_LINES = 120
 FUNCTION_LINES_P90 = 40
 DOCSTRING_LINES = 30
 ENVIRONMENT_READER = "penstock/parallel/launch/environment.py"
+CLOSENESS = "tests/closeness.py"
+BY_ELEMENT = frozenset({"assert_close", "allclose", "isclose", "assert_allclose", "assert_array_almost_equal"})
 EMPTY_NAMES = frozenset({"utils", "util", "common", "helpers", "helper", "manager", "misc"})
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -243,6 +245,25 @@ def shape_letters_are_in_the_legend(source: Source) -> Iterator[tuple[int, str]]
             yield line_of(node), f"{name}: {', '.join(sorted(strange))} is not in the legend of dimensions"
 
 
+def numbers_are_compared_by_size(source: Source) -> Iterator[tuple[int, str]]:
+    """Tests compare tensors by norm or largest magnitude; element by element small ones depend on the processor."""
+    if not source.path.startswith("tests/") or source.path == CLOSENESS:
+        return
+    advice = f"compares by element; take {CLOSENESS}"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and node.attr in BY_ELEMENT:
+            if ast.unparse(node.value) not in {"math", "closeness"}:
+                yield node.lineno, f"{ast.unparse(node)} {advice}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in {"torch", "numpy"}:
+            for alias in node.names:
+                if alias.name in BY_ELEMENT:
+                    yield node.lineno, f"{node.module}.{alias.name} {advice}"
+        elif isinstance(node, ast.Compare):
+            left, right = (ast.unparse(side) for side in (node.left, node.comparators[0]))
+            if (left.endswith(".tolist()") and "approx(" in right) or left.endswith(".abs().max()"):
+                yield node.lineno, f"{left} {advice}"
+
+
 RULES: tuple[Rule, ...] = (
     file_is_short,
     function_is_short,
@@ -257,6 +278,7 @@ RULES: tuple[Rule, ...] = (
     others_are_not_changed,
     function_is_typed,
     shape_letters_are_in_the_legend,
+    numbers_are_compared_by_size,
 )
 
 

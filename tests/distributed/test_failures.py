@@ -29,6 +29,7 @@ from penstock.train.run_folder import RunFolder
 from penstock.train.setup import Session
 from penstock.train.state import restore_state, save_state
 from penstock.train.stop import StopRequest
+from tests.closeness import assert_close
 from tests.distributed.one_loss import Saved, layout, pipeline, saved_by, start_session, trace
 from tests.distributed.pool import Pool, WorkerError
 from tests.train.tiny_run import Recorder, tiny_run
@@ -335,4 +336,4 @@ def test_a_batch_that_the_ranks_do_not_divide_is_refused_before_any_is_started(
 def test_held_out_rows_need_not_be_as_many_as_ranks(rows: int, ranks: Pool) -> None:
     few = (f"evaluation.rows={rows}",)
     alone, shared = (trace(ranks, count, few, steps=0).held_out for count in (1, 4))
-    assert shared == pytest.approx(alone, rel=2e-5)
+    assert_close(shared, alone, tolerance=2e-5)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.parallel import RECOMPUTABLE
+from tests.closeness import assert_equal
 from tests.distributed.one_loss import (
     CASES,
     NO_ROOM,
@@ -107,4 +108,4 @@ def test_in_bf16_every_layout_starts_from_the_values_that_weights_were_rounded_f
     for count, overrides in ((1, ()), (2, ("parallel.shard=optimizer",)), (2, ("parallel.shard=full",))):
         started = trace(ranks, count, (bf16, *overrides), 0).tensors
         for name, tensor in exact.items():
-            torch.testing.assert_close(started[name], tensor, rtol=0, atol=0, msg=f"{name} with {overrides}")
+            assert_equal(started[name], tensor, what=f"{name} with {overrides}")

@@ -23,6 +23,7 @@ from penstock.models.huggingface.weights import load_huggingface
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.run_folder import RunFolder
 from penstock.train.state import restore_state, save_state
+from tests.closeness import assert_close
 from tests.distributed.one_loss import (
     BASE,
     TOLERANCES,
@@ -204,4 +205,4 @@ def test_what_a_pipeline_saved_is_exported_as_one_process_would(
     tokens_BS = torch.randint(run.model.vocabulary, (2, 24))
     with torch.no_grad():
         logits_BSV = ours.logits(tokens_BS, torch.arange(24).expand(2, -1))
-        torch.testing.assert_close(logits_BSV, theirs(tokens_BS, use_cache=False).logits, rtol=2e-5, atol=2e-5)
+        assert_close(logits_BSV, theirs(tokens_BS, use_cache=False).logits, tolerance=2e-5)

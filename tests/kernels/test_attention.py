@@ -11,6 +11,7 @@ from penstock.kernels.attention import causal_attention
 from penstock.kernels.attention_backends import Scores, Softmax, backend_for, backward, forward, with_own_keys
 from penstock.kernels.local_attention import local_attention, near
 from penstock.kernels.reach import Reach
+from tests.closeness import assert_close
 from tests.kernels.eager_attention import eager_attention, random_documents, random_heads, seen_by, with_gradients
 
 SCALE = 0.3
@@ -29,7 +30,7 @@ def test_a_sink_takes_part_in_the_softmax(backend: str, has_documents: bool) -> 
     seen_BSS = seen_by(None, LENGTH) if allowed_BSS is None else allowed_BSS
     expected = with_gradients(eager_attention(q, k, v, seen_BSS, SCALE, sinks_H), direction, leaves)
     o_BSHM = causal_attention(q, k, v, scale=SCALE, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H)
-    torch.testing.assert_close(with_gradients(o_BSHM, direction, leaves), expected)
+    assert_close(with_gradients(o_BSHM, direction, leaves), expected)
 
 
 @pytest.mark.parametrize("backend", ["auto", "math"])
@@ -43,7 +44,7 @@ def test_rounding_costs_no_more_than_rounding(backend: str) -> None:
     o_BSHM = causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend=backend, sinks_H=sinks_H)
     for got, truth in zip(with_gradients(o_BSHM, direction, leaves), expected, strict=True):
         assert got.dtype == torch.bfloat16
-        assert (got - truth).norm() < 0.01 * truth.norm()
+        assert_close(got, truth, by="norm", tolerance=0.01, same_dtype=False)
 
 
 def test_a_far_sink_changes_nothing_and_a_near_one_leaves_nothing() -> None:
@@ -53,7 +54,7 @@ def test_a_far_sink_changes_nothing_and_a_near_one_leaves_nothing() -> None:
         causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend="auto", sinks_H=torch.full_like(sinks_H, s))
         for s in (-1e4, 1e4)
     )
-    torch.testing.assert_close(far, plain)
+    assert_close(far, plain)
     assert not near.any()
 
 
@@ -83,7 +84,7 @@ def test_heads_get_their_own_keys_rather_than_all_scores(monkeypatch: pytest.Mon
     leaves, seen_BSS = [x.requires_grad_() for x in (q, k, v, sinks_H)], _allowed(True)
     expected = with_gradients(eager_attention(q, k, v, seen_BSS, SCALE, sinks_H), direction, leaves)
     o_BSHM = causal_attention(q, k, v, scale=SCALE, allowed_BSS=seen_BSS, backend="auto", sinks_H=sinks_H)
-    torch.testing.assert_close(with_gradients(o_BSHM, direction, leaves), expected)
+    assert_close(with_gradients(o_BSHM, direction, leaves), expected)
     assert asked == [2, 4]
 
 
@@ -144,7 +145,7 @@ def test_padding_of_logarithms_is_not_read(monkeypatch: pytest.MonkeyPatch) -> N
     leaves = [x.requires_grad_() for x in (q, k, v, sinks_H)]
     expected = with_gradients(eager_attention(q, k, v, seen_by(None, LENGTH), SCALE, sinks_H), direction, leaves)
     o_BSHM = causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend="auto", sinks_H=sinks_H)
-    torch.testing.assert_close(with_gradients(o_BSHM, direction, leaves), expected)
+    assert_close(with_gradients(o_BSHM, direction, leaves), expected)
 
 
 def test_a_bias_is_as_its_backend_wants_it() -> None:
@@ -193,4 +194,4 @@ def test_a_gpu_gives_what_the_definition_says(
         seen = near(reach, 0, length, allowed_BSS, rows=rows, device=device)
         o_BSHM = local_attention(q, k, v, seen, scale=0.125, backend=backend, sinks_H=sinks_H)
     for got, truth in zip(with_gradients(o_BSHM, direction, leaves), expected, strict=True):
-        assert (got - truth).norm() < 0.02 * truth.norm()
+        assert_close(got, truth, by="norm", tolerance=0.02, same_dtype=False)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from penstock.kernels.balance_loss import balance_loss, balance_loss_kernel
 from penstock.kernels.operators import LinearLoss, reference_balance_loss
+from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 
 
@@ -18,7 +19,7 @@ def _drawn(sequences: int, experts: int, device: torch.device) -> tuple[Tensor, 
 def _compare(found: LinearLoss, wanted: LinearLoss) -> None:
     for mine, right in zip(found, wanted, strict=True):
         assert mine.shape == right.shape and mine.dtype == torch.float32
-        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-7)
+        assert_close(mine, right, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(("sequences", "experts"), [(1, 6), (4, 64), (3, 100)])
@@ -41,7 +42,7 @@ def test_the_definitions_gradients_are_its_gradients() -> None:
 
     found = reference_balance_loss(mass_BE, z_B, slots_BE, 0.5, 0.1)
     known = torch.autograd.functional.jacobian(loss, (mass_BE, z_B))
-    torch.testing.assert_close(known, (found.dmass_BE, found.dz_B))
+    assert_close(known, (found.dmass_BE, found.dz_B))
 
 
 def test_a_sequence_that_chose_nothing_has_no_loss(device: torch.device) -> None:

@@ -17,7 +17,7 @@ from penstock.kernels.bias_gradient import (
 )
 from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON, ExpertKernels
 from tests.kernels.ahead_of_time import TARGETS, compile_for
-from tests.kernels.parity import assert_close
+from tests.kernels.parity import assert_near
 
 COUNTS = {
     "balanced": [64, 64, 64],
@@ -60,7 +60,7 @@ def test_rows_of_each_expert_are_summed_and_a_tail_of_nan_is_not(
     dy_RF, counts_e, _ = draw(counts, device, dtype)
     sums_eF = kernels.bias_gradient(dy_RF, counts_e, tiles=kernels.tile_table(counts_e, len(dy_RF)))
     assert sums_eF.dtype == dtype
-    assert_close(sums_eF, sums_of(dy_RF, counts), "sums")
+    assert_near(sums_eF, sums_of(dy_RF, counts), "sums")
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
@@ -71,11 +71,11 @@ def test_a_weighted_bias_has_weighted_sums_and_adds_to_the_gradient_of_the_weigh
     before_R = weighed.dweights_R.clone()
     tiles = kernels.tile_table(counts_e, len(dy_RF))
     sums_eF = kernels.bias_gradient(dy_RF, counts_e, weighed, tiles=tiles)
-    assert_close(sums_eF, sums_of(dy_RF, counts, weighed.weights_R), "weighted sums")
+    assert_near(sums_eF, sums_of(dy_RF, counts, weighed.weights_R), "weighted sums")
     used = sum(counts)
     bias_RF = torch.cat([weighed.bias_eF[e].expand(count, -1) for e, count in enumerate(counts)])
     dots_R = (dy_RF[:used] * bias_RF).sum(1)
-    assert_close(weighed.dweights_R[:used], before_R[:used] + dots_R, "gradient of the weights")
+    assert_near(weighed.dweights_R[:used], before_R[:used] + dots_R, "gradient of the weights")
 
 
 def test_sums_are_added_to_a_float32_buffer(kernels: ExpertKernels, device: torch.device) -> None:
@@ -85,14 +85,14 @@ def test_sums_are_added_to_a_float32_buffer(kernels: ExpertKernels, device: torc
     expected_eF = total_eF.double() + sums_of(dy_RF, counts)
     tiles = kernels.tile_table(counts_e, len(dy_RF))
     assert kernels.bias_gradient(dy_RF, counts_e, accumulate_into=total_eF, tiles=tiles) is total_eF
-    assert_close(total_eF, expected_eF, "added sums")
+    assert_near(total_eF, expected_eF, "added sums")
 
 
 def test_wide_rows_are_walked_by_several_programs(device: torch.device) -> None:
     dy_RF = torch.randn(70, WALKED_COLUMNS + 40, device=device)
     counts_e = torch.tensor([3, 66], device=device)
     sums_eF = bias_gradient(dy_RF, counts_e)
-    assert_close(sums_eF, sums_of(dy_RF, [3, 66]), "sums of wide rows")
+    assert_near(sums_eF, sums_of(dy_RF, [3, 66]), "sums of wide rows")
 
 
 def test_the_order_of_a_sum_is_always_the_same(device: torch.device) -> None:

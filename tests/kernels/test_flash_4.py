@@ -13,6 +13,7 @@ from penstock.kernels import flash_4
 from penstock.kernels.attention import causal_attention
 from penstock.kernels.choose import Choice, choose, summary
 from penstock.kernels.device_facts import FLASH_4, extras, named_device
+from tests.closeness import assert_close, relative_error
 from tests.kernels.test_choose import CPU, SHAPES
 
 H200 = named_device("H200", "bf16")
@@ -90,7 +91,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_it_computes_what_nothing_masks(calls: list[dict[str, Any]]) -> None:
     q, k, v = heads()
     expected = causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="math")
-    torch.testing.assert_close(causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="flash-4"), expected)
+    assert_close(causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="flash-4"), expected)
     assert calls == [{"softmax_scale": 0.1, "causal": True, "deterministic": False}]
 
 
@@ -107,9 +108,7 @@ def test_masks_and_sinks_go_to_torch(calls: list[dict[str, Any]]) -> None:
     q, k, v = heads()
     seen_BSS = torch.ones(24, 24, dtype=torch.bool).tril().expand(2, 24, 24)
     masked = causal_attention(q, k, v, scale=0.1, allowed_BSS=seen_BSS, backend="flash-4")
-    torch.testing.assert_close(
-        masked, causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="math"), atol=1e-5, rtol=1e-5
-    )
+    assert_close(masked, causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="math"), tolerance=1e-5)
     causal_attention(q, k, k, scale=0.1, allowed_BSS=None, backend="flash-4", sinks_H=torch.zeros(4))
     assert not calls
 
@@ -118,7 +117,7 @@ def test_heads_that_it_has_nothing_for_go_to_torch() -> None:
     q, k, v = heads()
     assert not flash_4.takes(q, v)
     expected = causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="math")
-    torch.testing.assert_close(causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="flash-4"), expected)
+    assert_close(causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend="flash-4"), expected)
 
 
 @pytest.mark.gpu
@@ -135,7 +134,7 @@ def test_output_and_gradients_are_as_exact_as_cudnns() -> None:
         expected = [o, *torch.autograd.grad(o, exact, direction)]
         o = causal_attention(q, k, v, scale=0.1, allowed_BSS=None, backend=backend)
         found = [o, *torch.autograd.grad(o, [q, k, v], direction.to(o.dtype))]
-        return [((a.float() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
+        return [relative_error(one, other, by="norm") for one, other in zip(found, expected, strict=True)]
 
     torch.manual_seed(5)
     ours = noise("flash-4")

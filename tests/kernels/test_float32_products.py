@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels.float32_products import LEFT, RIGHT, add_product, float32_linear, in_parts, linear_in_parts
+from tests.closeness import assert_close, relative_error
 
 T, E, D = 96, 8, 64
 
@@ -36,10 +37,6 @@ def _results(
     return [logits_TE.detach(), *torch.autograd.grad(logits_TE, (x_TD, weight_ED), dy_TE)]
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_logits_and_gradients_are_as_exact_as_float32_and_far_from_bfloat16(device: str) -> None:
     drawn = _draw(device) if device == "cpu" else _draw(device, 8192, 64, 2048)
@@ -50,8 +47,9 @@ def test_logits_and_gradients_are_as_exact_as_float32_and_far_from_bfloat16(devi
     assert [one.dtype for one in found] == [torch.float32, torch.bfloat16, torch.float32]
     for index, (mine, true) in enumerate(zip(found, exact, strict=True)):
         # The gradient of x is rounded to bfloat16 either way.
-        limit = 1.001 * _error(plain[index], true) if index == 1 else 1e-6 if device == "cpu" else 1e-5
-        assert _error(mine, true) < limit < _error(rounded[index], true), index
+        in_float32, in_bfloat16 = (relative_error(one[index], true, by="norm") for one in (plain, rounded))
+        limit = 1.001 * in_float32 if index == 1 else 1e-6 if device == "cpu" else 1e-5
+        assert relative_error(mine, true, by="norm") < limit < in_bfloat16, index
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -110,9 +108,9 @@ def test_a_product_is_added_without_being_rounded(device: str, dtype: torch.dtyp
     exact_ED = dy_TE.double().T @ x_TD.double()
     for count in (1, 2):
         add_product(total_ED, dy_TE.T, x_TD)
-        torch.testing.assert_close(total_ED.double(), 3.0 + count * exact_ED, rtol=1e-5, atol=1e-4)
+        assert_close(total_ED.double(), 3.0 + count * exact_ED, tolerance=1e-5)
     add_product(total_ED, dy_TE.T, x_TD, overwrite=True)
-    torch.testing.assert_close(total_ED.double(), exact_ED, rtol=1e-5, atol=1e-4)
+    assert_close(total_ED.double(), exact_ED, tolerance=1e-5)
     assert total_ED.data_ptr() == address
 
 

@@ -22,7 +22,7 @@ from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import ROWS_RINGS, RowsRingLaunch, in_triton, target_of, units_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for, those_taken_first
 from tests.kernels.hopper_in_torch import launched_on_cpu
-from tests.kernels.parity import assert_close
+from tests.kernels.parity import assert_near
 
 pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernel knows")
 
@@ -66,10 +66,10 @@ def check(counts: list[int], width: int, depth: int, launch: RowsRingLaunch, dev
     x_RD, w_eFD, counts_e = draw(counts, width, depth, device, back)
     true_RF = true_rows(x_RD, w_eFD, counts_e, back)
     if back:
-        assert_close(grouped_gemm_input_gradient(x_RD, w_eFD, counts_e, launch=launch), true_RF, f"{launch}")
+        assert_near(grouped_gemm_input_gradient(x_RD, w_eFD, counts_e, launch=launch), true_RF, f"{launch}")
         return
     y_RF = grouped_gemm_forward(x_RD, w_eFD, counts_e, launch=launch)
-    assert_close(y_RF, true_RF, f"{launch}")
+    assert_near(y_RF, true_RF, f"{launch}")
     assert not y_RF[sum(counts) :].any(), "rows of the tail must be zero"
     kept_SF = torch.full((37 + len(x_RD) + 3, width), 5.0, dtype=torch.bfloat16, device=device)
     place = KeptRows(kept_SF, torch.tensor([37], device=device), len(x_RD))
@@ -113,7 +113,7 @@ def test_rows_that_are_gathered_are_copied_first(cpu_as_hopper: list[Mapping[str
     x_RD, w_eFD, counts_e = draw(counts, 64, 72, torch.device("cpu"), False)
     index_R = torch.arange(sum(counts) - 1, -1, -1)
     y_RF = grouped_gemm_forward(x_RD, w_eFD, counts_e, index_R, launch=SMALL)
-    assert_close(y_RF, true_rows(x_RD[index_R], w_eFD, counts_e, False), "gathered")
+    assert_near(y_RF, true_rows(x_RD[index_R], w_eFD, counts_e, False), "gathered")
     assert len(cpu_as_hopper) == 1
 
 

@@ -23,8 +23,9 @@ from penstock.kernels.linear_cross_entropy import (
 )
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.kernels.tuning import Launch
+from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_for
-from tests.kernels.parity import assert_close
+from tests.kernels.parity import assert_near
 
 SMALL = Launch(block_rows=1, block_columns=32)
 """Several blocks in a small row, the last one ragged."""
@@ -87,7 +88,7 @@ def test_loss_and_gradients_equal_the_reference(case: Case, launch: Launch | Non
         linear_cross_entropy, x_TD, head_VD, labels_T, case.z_weight, scale=0.37, chunk_tokens=8, launch=launch
     )
     for one, other in zip(expected, actual, strict=True):
-        torch.testing.assert_close(other.double(), one.double(), rtol=2e-5, atol=2e-5)
+        assert_close(other.double(), one.double(), tolerance=2e-5)
 
 
 def test_bfloat16_stays_near_float64(launch: Launch | None, device: torch.device) -> None:
@@ -103,7 +104,7 @@ def test_bfloat16_stays_near_float64(launch: Launch | None, device: torch.device
     assert actual[0].dtype == torch.float32
     assert actual[1].dtype == actual[2].dtype == torch.bfloat16
     for name, one, other in zip(("loss", "dx", "dhead"), expected, actual, strict=True):
-        assert_close(other.bfloat16(), one, name)
+        assert_near(other.bfloat16(), one, name)
 
 
 def test_large_logits_and_masked_words_stay_finite(launch: Launch | None, device: torch.device) -> None:
@@ -113,7 +114,7 @@ def test_large_logits_and_masked_words_stay_finite(launch: Launch | None, device
     head_VD[40], head_VD[70] = 3.0e4, 3.0e4
     labels_T = torch.tensor([40, 70], device=device)
     loss = linear_cross_entropy(x_TD, head_VD, labels_T, launch=launch)
-    torch.testing.assert_close(loss, torch.tensor(2 * 0.6931472, device=device), rtol=0, atol=0.01)
+    assert_close(loss, torch.tensor(2 * 0.6931472, device=device), tolerance=0.01)
 
 
 def test_a_label_outside_the_vocabulary_makes_the_loss_nan(launch: Launch | None, device: torch.device) -> None:
@@ -132,7 +133,7 @@ def test_evaluation_makes_no_gradients(
         monkeypatch.setattr(torch, "empty_like", lambda *_, **__: pytest.fail("a gradient was allocated"))
         loss = linear_cross_entropy(x_TD, head_VD, labels_T, launch=launch)
     assert not loss.requires_grad
-    torch.testing.assert_close(loss, reference.linear_cross_entropy(x_TD, head_VD, labels_T).detach())
+    assert_close(loss, reference.linear_cross_entropy(x_TD, head_VD, labels_T).detach())
 
 
 @pytest.mark.parametrize("wanted", ["x", "head"])
@@ -142,7 +143,7 @@ def test_only_the_wanted_gradient_is_made(wanted: str, launch: Launch | None, de
     tensors[wanted].requires_grad_()
     expected = torch.autograd.grad(reference.linear_cross_entropy(x_TD, head_VD, labels_T), tensors[wanted])
     actual = torch.autograd.grad(linear_cross_entropy(x_TD, head_VD, labels_T, launch=launch), tensors[wanted])
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert_close(actual, expected, tolerance=1e-4)
 
 
 def test_head_gradients_of_two_batches_add_up_in_float32(launch: Launch | None, device: torch.device) -> None:
@@ -159,7 +160,7 @@ def test_head_gradients_of_two_batches_add_up_in_float32(launch: Launch | None, 
         )
         expected_VD += gradient
     assert head_VD.grad is None
-    assert_close(sum_VD.bfloat16(), expected_VD, "sum of gradients")
+    assert_near(sum_VD.bfloat16(), expected_VD, "sum of gradients")
 
 
 def test_backward_can_run_twice(launch: Launch | None, device: torch.device) -> None:
@@ -168,7 +169,7 @@ def test_backward_can_run_twice(launch: Launch | None, device: torch.device) -> 
     loss = linear_cross_entropy(x_TD, head_VD, labels_T, launch=launch)
     (first,) = torch.autograd.grad(loss, x_TD, grad_outputs=torch.tensor(2.0, device=device), retain_graph=True)
     (second,) = torch.autograd.grad(loss, x_TD, grad_outputs=torch.tensor(1.0, device=device))
-    torch.testing.assert_close(first, 2 * second)
+    assert_close(first, 2 * second)
 
 
 def test_chunks_shrink_with_a_large_vocabulary() -> None:
@@ -231,11 +232,11 @@ def test_two_shards_of_the_vocabulary_equal_the_whole(device: torch.device, tmp_
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for (loss_0, dx_0, dhead_0, *rest_0), (loss_1, dx_1, dhead_1, *rest_1) in zip(*ranks, strict=True):
         for found, evaluated, beyond in ((loss_0, *rest_0), (loss_1, *rest_1)):
-            torch.testing.assert_close(found, loss)
-            torch.testing.assert_close(evaluated, loss)
+            assert_close(found, loss)
+            assert_close(evaluated, loss)
             assert beyond.isnan(), "a label that no rank has"
-        torch.testing.assert_close(dx_0 + dx_1, dx_TD, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(torch.cat((dhead_0, dhead_1)), dhead_VD, rtol=1e-4, atol=1e-5)
+        assert_close(dx_0 + dx_1, dx_TD, tolerance=1e-4)
+        assert_close(torch.cat((dhead_0, dhead_1)), dhead_VD, tolerance=1e-4)
 
 
 # Ahead-of-time compilation.

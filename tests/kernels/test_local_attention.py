@@ -8,6 +8,7 @@ from torch import Tensor
 
 from penstock.kernels.local_attention import local_attention, near
 from penstock.kernels.reach import Reach
+from tests.closeness import assert_close
 from tests.examples import examples
 from tests.kernels.eager_attention import eager_attention, random_documents, random_heads, seen_by, with_gradients
 
@@ -47,7 +48,7 @@ def test_any_range_of_queries_attends_as_if_all_scores_were_there(
     expected = with_gradients(expected_BSHM, direction[:, part], leaves)
     got = with_gradients(_by_blocks(leaves, reach, part, documents_BS), direction[:, part], leaves)
     for name, one, other in zip(("output", "dq", "dk", "dv", "dsinks"), got, expected, strict=False):
-        torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
+        assert_close(one, other, what=name)
 
 
 @pytest.mark.parametrize("reach", [Reach(kind="window", size=3), Reach(kind="chunk", size=5)], ids=lambda x: x.kind)
@@ -59,7 +60,7 @@ def test_all_scores_may_be_asked_for(reach: Reach) -> None:
         eager_attention(q, k, v, seen_by(reach, 11, documents_BS), SCALE, sinks_H), direction, leaves
     )
     got = with_gradients(_by_blocks(leaves, reach, slice(0, 11), documents_BS, "math"), direction, leaves)
-    torch.testing.assert_close(got, expected)
+    assert_close(got, expected)
 
 
 def test_whole_chunks_of_one_document_need_no_mask() -> None:

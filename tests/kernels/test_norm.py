@@ -21,6 +21,7 @@ from penstock.kernels.norm import (
     tile_of,
 )
 from penstock.kernels.tuning import Launch
+from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 from tests.kernels.parity import assert_parity
 
@@ -89,7 +90,7 @@ def test_a_weight_of_another_dtype_promotes_as_the_reference_does(device: torch.
     normed_TD = _norm(x_TD, weight_D)
     expected_TD = reference.rms_norm(x_TD, weight_D, EPSILON)
     assert normed_TD.dtype == expected_TD.dtype == torch.float32
-    torch.testing.assert_close(normed_TD, expected_TD, rtol=2**-7, atol=0)
+    assert_close(normed_TD, expected_TD, tolerance=2**-7)
 
 
 def test_rows_that_lie_apart_are_read_where_they_are(device: torch.device) -> None:

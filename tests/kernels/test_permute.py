@@ -24,7 +24,7 @@ from penstock.kernels.permute import (
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.tuning import Launch
 from tests.kernels.ahead_of_time import TARGETS, compile_for
-from tests.kernels.parity import assert_close, assert_parity
+from tests.kernels.parity import assert_near, assert_parity
 
 TILES_OF_8 = Launch(block_rows=8, block_columns=4, warps=1)
 SMALL = Launch(block_rows=1, block_columns=16, warps=1)
@@ -125,7 +125,7 @@ def test_nan_in_rows_of_dropped_slots_reaches_nothing(device: torch.device) -> N
 def test_there_and_back_multiplies_by_k(device: torch.device) -> None:
     order = order_rows(_experts(6, 2, 4, device), 4, launch=TILES_OF_8)
     x_TD = torch.randn(6, 16, device=device)
-    assert_close(unpermute(permute(x_TD, order, launch=SMALL), order, launch=SMALL), 2 * x_TD, "round trip")
+    assert_near(unpermute(permute(x_TD, order, launch=SMALL), order, launch=SMALL), 2 * x_TD, "round trip")
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -148,7 +148,7 @@ def test_dropped_slots_may_share_a_place_in_an_order_of_fewer_rows(weighted: boo
         results.append((y_TD, *torch.autograd.grad(y_TD.square().sum(), leaves)))
     for name, got, expected in zip(("y", "dy", "dweights"), *results, strict=False):
         last = rows if name == "dy" else len(got)
-        assert_close(got[:last], expected[:last], name)
+        assert_near(got[:last], expected[:last], name)
 
 
 def test_misfits_are_refused(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from penstock.kernels import reference
 from penstock.kernels.rope import LAUNCH, mla_heads, mla_heads_backward_kernel, mla_heads_kernel, rotate, rotate_kernel
 from penstock.kernels.tuning import Launch
 from tests.kernels.ahead_of_time import TARGETS, compile_for
-from tests.kernels.parity import assert_close, assert_parity
+from tests.kernels.parity import assert_near, assert_parity
 
 SMALL = Launch(block_rows=2, block_columns=0, warps=1)
 
@@ -112,7 +112,7 @@ def test_every_backend_of_attention_takes_the_value_as_a_view(backend: str) -> N
         return o_BHSM, *torch.autograd.grad(o_BHSM.square().sum(), inputs)
 
     for got, expected in zip(attend(as_view=True), attend(as_view=False), strict=True):
-        assert_close(got, expected, f"{backend} with a view")
+        assert_near(got, expected, f"{backend} with a view")
 
 
 def test_misfits_are_refused() -> None:

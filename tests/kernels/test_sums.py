@@ -8,6 +8,7 @@ from penstock.base.errors import KernelError
 from penstock.kernels import reference
 from penstock.kernels.sums import BLOCK, add_three, add_three_kernel, fan_out
 from penstock.plan.tape import Tape
+from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 from tests.kernels.parity import assert_parity
 
@@ -39,7 +40,7 @@ def test_terms_may_lie_apart_and_the_widest_dtype_wins(device: torch.device) -> 
     z = torch.randn(4, 6, device=device).bfloat16()
     found = add_three(x, y, z)
     assert found.is_contiguous() and found.dtype == torch.float32
-    torch.testing.assert_close(found, x + y + z)
+    assert_close(found, x + y + z)
 
 
 def test_no_rows_have_an_empty_sum(device: torch.device) -> None:

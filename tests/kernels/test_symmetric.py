@@ -44,6 +44,7 @@ from penstock.kernels.symmetric_transfer import (
     Places,
     Returned,
 )
+from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 
 W, T, D = 2, 5, 12
@@ -141,9 +142,9 @@ def test_sums_and_scalars_return_to_the_rows_they_belong_to(device: torch.device
     places = Places(places_NK=places_NK, counts_e=torch.tensor([1, 2], dtype=torch.int32, device=device))
     returned = Returned(rows=y_RD, is_summed=True, scalars_R=scalars_R)
     return_rows(returned, places, peers, (0, 512, FLAGS_AT), Chunks.cut(2, 1), launch=FEW)
-    torch.testing.assert_close(memories[0][:D], y_RD[0])
+    assert_close(memories[0][:D], y_RD[0])
     assert (memories[0][D : 4 * D] == -1).all()
-    torch.testing.assert_close(memories[1][: 2 * D].view(2, D), torch.stack((y_RD[2] + y_RD[1], y_RD[1])))
+    assert_close(memories[1][: 2 * D].view(2, D), torch.stack((y_RD[2] + y_RD[1], y_RD[1])))
     scalars_NK = torch.where(places_NK < 3, scalars_R[places_NK], 0)
     for memory, scalars in zip(memories, scalars_NK.chunk(2), strict=True):
         assert torch.equal(memory[128:132].view(2, 2), scalars)
@@ -159,7 +160,7 @@ def test_sums_over_ranks_leave_out_those_that_had_no_expert_of_the_token(device:
     home = Home(parts_ND=parts_ND, y_TD=y_TD, scalars_NK=scalars_NK, scalars_TK=scalars_TK)
     awaited = _awaited(torch.ones(16, W, dtype=torch.int64, device=device), 1)
     sum_ranks(home, experts_TK, Homes(per_rank=2), awaited, Chunks.cut(3, 1), launch=FEW)
-    torch.testing.assert_close(y_TD, torch.stack((parts_ND[0], parts_ND[1] + parts_ND[4], torch.zeros_like(y_TD[0]))))
+    assert_close(y_TD, torch.stack((parts_ND[0], parts_ND[1] + parts_ND[4], torch.zeros_like(y_TD[0]))))
     assert scalars_TK.tolist() == [[0, 1], [2, 9], [0, 0]]
 
 
@@ -169,7 +170,7 @@ def test_our_own_part_of_a_sum_may_stand_elsewhere(device: torch.device) -> None
     home = Home(parts_ND=parts_ND, y_TD=torch.empty(3, D, device=device), own_TD=own_TD, rank=1)
     awaited = _awaited(torch.ones(16, W, dtype=torch.int64, device=device), 1)
     sum_ranks(home, experts_TK, Homes(per_rank=2), awaited, Chunks.cut(3, 1), launch=FEW)
-    torch.testing.assert_close(home.y_TD, torch.stack((parts_ND[0], parts_ND[1] + own_TD[1], own_TD[2])))
+    assert_close(home.y_TD, torch.stack((parts_ND[0], parts_ND[1] + own_TD[1], own_TD[2])))
 
 
 def test_packed_bytes_are_taken_to_their_places_as_they_are(device: torch.device) -> None:

@@ -16,6 +16,7 @@ from penstock.config.model import GroupedQueryAttention
 from penstock.kernels.reach import Reach
 from penstock.models.attention import GroupedQueryLayer, temperature
 from penstock.models.frame import attention_borders
+from tests.closeness import assert_close
 from tests.kernels.eager_attention import eager_attention, random_documents, seen_by, with_gradients
 from tests.models.attentions import ATTENTIONS
 from tests.models.families import reading_of, tiny_decoder, tiny_model
@@ -166,7 +167,7 @@ def test_a_layer_equals_that_of_transformers(family: str, layer: int, has_docume
     got = with_gradients(ours(leaves[0], frame), direction_BSD, leaves)
     for name, one, other in zip(("output", "x", *pairs), got, expected, strict=True):
         mine = _their_order(name, one, attention.head_dim, family == "llama4")
-        assert (mine - other).norm() < 1e-5 * other.norm(), name
+        assert_close(mine, other, by="norm", what=name)
 
 
 @pytest.mark.parametrize("kind", ["window", "chunk"])
@@ -198,7 +199,7 @@ def test_queries_grow_by_their_place_in_the_row() -> None:
     assert local is not None
     grown = temperature(local, torch.tensor([0, 1, 2, 5, 8]))
     expected = [1.0, 1.0, 1 + 0.3 * 0.693147, 1 + 0.3 * 1.098612, 1 + 0.3 * 1.386294]
-    torch.testing.assert_close(grown, torch.tensor(expected))
+    assert_close(grown, torch.tensor(expected))
 
 
 def test_borders_and_reach_meet_in_a_block() -> None:
@@ -216,4 +217,4 @@ def test_borders_and_reach_meet_in_a_block() -> None:
     v_BSGN = ours.value(x_BSD).unflatten(-1, (-1, 8))
     seen = seen_by(Reach(kind="window", size=4), LENGTH, documents_BS)
     expected = eager_attention(q_BSHN, k_BSGN, v_BSGN, seen, ours.scale, ours.sinks_H)
-    torch.testing.assert_close(ours._attended(q_BSHN, k_BSGN, v_BSGN, frame), expected)
+    assert_close(ours._attended(q_BSHN, k_BSGN, v_BSGN, frame), expected)

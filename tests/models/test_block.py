@@ -27,6 +27,7 @@ from penstock.parallel.kit import Kit
 from penstock.parallel.parts import Parts
 from penstock.parallel.turns import drain
 from penstock.plan.tape import Tape
+from tests.closeness import assert_close
 from tests.models.families import moe_with, reading_of, tiny_model
 from tests.parallel.same_addresses import SameAddresses
 
@@ -103,7 +104,7 @@ def test_a_layer_and_its_gradients_are_those_of_plain_sums(
     x_BSD = an_input()
     found = trained(block, block(x_BSD, frame), x_BSD)
     for name, value in expected(model).items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+        assert_close(found[name], value, tolerance=1e-4, what=name)
 
 
 @pytest.mark.parametrize("operators", OPERATORS.values(), ids=OPERATORS)
@@ -122,7 +123,7 @@ def test_so_are_a_layer_in_pieces_and_one_behind_a_graph(model: Model, operators
         found.append(trained(block, block(x_BSD, captured), x_BSD))
     for name, value in expected(model).items():
         for one in found:
-            torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-5, msg=name)
+            assert_close(one[name], value, tolerance=1e-4, what=name)
 
 
 @pytest.mark.parametrize("overlap", ["none", "shared"])

@@ -24,6 +24,7 @@ from penstock.parallel.activations.recompute import RecomputeRule
 from penstock.parallel.activations.region import discarding
 from penstock.parallel.kit import Kit
 from penstock.parallel.later import Later
+from tests.closeness import assert_equal
 
 ROWS, LENGTH, D = 2, 64, 256
 OURS = replace(PLAIN, mla_heads=rope.mla_heads, mla_heads_is_ours=True)
@@ -104,8 +105,8 @@ def test_a_layer_that_hands_gradients_over_is_the_one_that_does_not(
     with counted(monkeypatch) as taken:
         found = passes(layer)
     assert sorted(taken) == [2 * 192, 2 * 256], "queries, keys and values"
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    torch.testing.assert_close(gradients_of(layer), gradients_of(plain), rtol=0, atol=0)
+    assert_equal(found, expected)
+    assert_equal(gradients_of(layer), gradients_of(plain))
 
 
 @pytest.mark.often("from hidden states")
@@ -119,8 +120,8 @@ def test_weight_gradients_may_come_later(q_latent: int) -> None:
     assert layer.kv_up.weight.grad is None
     for task in work:
         task()
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    torch.testing.assert_close(gradients_of(layer), gradients_of(plain), rtol=0, atol=0)
+    assert_equal(found, expected)
+    assert_equal(gradients_of(layer), gradients_of(plain))
 
 
 @pytest.mark.slow
@@ -129,7 +130,7 @@ def test_a_second_walk_through_one_graph_is_as_the_first() -> None:
     x_BSD = torch.randn(ROWS, LENGTH, D).bfloat16().requires_grad_()
     y_BSD = layer(x_BSD, frame())
     walks = [torch.autograd.grad(y_BSD.float().sum(), x_BSD, retain_graph=True) for _ in range(2)]
-    torch.testing.assert_close(*walks, rtol=0, atol=0)
+    assert_equal(*walks)
 
 
 @pytest.mark.slow

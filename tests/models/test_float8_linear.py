@@ -20,6 +20,7 @@ from penstock.parallel.activations.recompute import RecomputeRule
 from penstock.parallel.activations.region import discarding, recomputed
 from penstock.parallel.kit import Kit
 from penstock.parallel.later import Later
+from tests.closeness import assert_close, assert_equal, decibels
 
 RECIPES = (BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, TENSORWISE)
 BARS = {"e4m3": 25.0, "e5m2": 20.0}
@@ -30,11 +31,6 @@ T, D, OUT = 192, 256, 144
 
 def kit_of(recipe: Recipe = BLOCKWISE, gradient: Format = E4M3, later: Later | None = None) -> Kit:
     return Kit(float8=Float8Rule(dense=recipe, gradient=gradient), later=later)
-
-
-def decibels(found: Tensor, expected: Tensor) -> float:
-    noise = (found.double() - expected.double()).square().mean()
-    return float(10 * torch.log10(expected.double().square().mean() / noise))
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -173,8 +169,8 @@ def test_a_weights_gradient_is_the_same_by_autograd_in_a_sum_and_later(dtype: to
         assert matrix.weight.grad is None
     for task in work:
         task()
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    torch.testing.assert_close((matrix.weight.grad, matrix.bias.grad), by_autograd, rtol=0, atol=0)
+    assert_equal(found, expected)
+    assert_equal((matrix.weight.grad, matrix.bias.grad), by_autograd)
 
     matrix.weight.grad = matrix.bias.grad = None
     matrix.total = torch.ones(OUT, D)
@@ -185,7 +181,7 @@ def test_a_weights_gradient_is_the_same_by_autograd_in_a_sum_and_later(dtype: to
         task()
     assert matrix.weight.grad is None
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(matrix.total, 1 + 2 * by_autograd[0].float(), rtol=tolerance, atol=tolerance)
+    assert_close(matrix.total, 1 + 2 * by_autograd[0].float(), tolerance=tolerance)
     assert matrix.total.dtype == torch.float32
 
 
@@ -224,7 +220,7 @@ def test_products_of_one_input_share_what_is_kept_of_it() -> None:
         ready = one.quantized(x)
         found = one(x, ready), other(x, ready)
     assert sum(sizes) == T * D + 4 * D * 2
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert_equal(found, expected)
 
 
 # Weights
@@ -252,7 +248,7 @@ def test_with_copies_and_without_gradients_are_the_same() -> None:
     expected = *passes(matrix, x, dy), matrix.weight.grad
     matrix.weight.grad = None
     matrix.refresh_float8()
-    torch.testing.assert_close((*passes(matrix, x, dy), matrix.weight.grad), expected, rtol=0, atol=0)
+    assert_equal((*passes(matrix, x, dy), matrix.weight.grad), expected)
 
 
 # Networks
@@ -285,7 +281,7 @@ def test_a_network_in_one_function_is_its_parts(has_copies: bool, recipe: Recipe
         network.down.refresh_float8()
     x, dy = random(T, D, seed=3), random(T, D, seed=4)
     expected = network_passes(network, x, dy, in_halves=True)
-    torch.testing.assert_close(network_passes(network, x, dy), expected, rtol=0, atol=0)
+    assert_equal(network_passes(network, x, dy), expected)
     for found, exact in zip(expected, network_passes(network_of(Kit()), x, dy), strict=True):
         assert decibels(found, exact) > BARS["e4m3"] - 3, "two products stand behind each other"
 
@@ -327,7 +323,7 @@ def test_weight_gradients_of_a_network_may_come_later() -> None:
     for task in work:
         task()
     found = [x.grad, network.gate_up.weight.grad, network.down.weight.grad]
-    torch.testing.assert_close(found, expected[1:], rtol=0, atol=0)
+    assert_equal(found, expected[1:])
 
 
 @pytest.mark.parametrize("recipe", [BLOCKWISE_SQUARE, MXFP8], ids=lambda recipe: recipe.name)
@@ -373,7 +369,7 @@ def test_a_network_that_runs_again_makes_its_last_product_once() -> None:
     y.backward(dy)
     assert outputs.count(True) == 1, "only forward asks for it"
     assert len(outputs) == 2 + 1 + 4, "the first product runs again"
-    torch.testing.assert_close([x.grad, network.gate_up.weight.grad], expected[1:3], rtol=0, atol=0)
+    assert_equal([x.grad, network.gate_up.weight.grad], expected[1:3])
 
 
 def test_behind_a_norm_that_runs_again_no_copy_of_its_rows_is_kept() -> None:
@@ -397,4 +393,4 @@ def test_behind_a_norm_that_runs_again_no_copy_of_its_rows_is_kept() -> None:
         y = through(x, rule)
     assert sizes == [x.nbytes], "what the norm reads"
     y.backward(dy)
-    torch.testing.assert_close((x.grad, matrix.weight.grad, norm.weight_D.grad), expected, rtol=0, atol=0)
+    assert_equal((x.grad, matrix.weight.grad, norm.weight_D.grad), expected)

@@ -28,6 +28,7 @@ from penstock.train.captured_parts import CapturedParts
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.setup import Session, prepare
 from penstock.train.state import restore_state, save_state
+from tests.closeness import assert_close, is_close
 from tests.distributed.case import GQA
 from tests.distributed.one_loss import BASE, follow
 from tests.parallel.recorded_graph import Graphs
@@ -158,8 +159,7 @@ def test_a_small_model_learns_nearly_as_in_16_bits(model: tuple[str, ...], preci
     expected, found = followed(*overrides), followed(*overrides, DENSE, "float8.experts=blockwise")
     assert found != expected
     assert expected[-1] < 0.9 * expected[0], "the model learns"
-    for mine, other in zip(found, expected, strict=True):
-        assert mine == pytest.approx(other, rel=0.01)
+    assert_close(found, expected, tolerance=0.01)
 
 
 @cache
@@ -171,7 +171,7 @@ def followed_in_16_bits() -> list[float]:
 def test_every_recipe_trains(recipe: str) -> None:
     found = followed(f"float8.dense={recipe}", steps=3)
     assert found != followed_in_16_bits()
-    assert found == pytest.approx(followed_in_16_bits(), rel=0.01)
+    assert_close(found, followed_in_16_bits(), tolerance=0.01)
 
 
 @pytest.mark.often(
@@ -193,7 +193,7 @@ def test_every_recipe_trains(recipe: str) -> None:
     ids=lambda overrides: " ".join(overrides),
 )
 def test_what_is_computed_again_or_beside_a_transfer_changes_nothing(overrides: tuple[str, ...]) -> None:
-    assert followed(DENSE, *overrides, steps=2) == pytest.approx(followed(DENSE, steps=2), rel=1e-6)
+    assert_close(followed(DENSE, *overrides, steps=2), followed(DENSE, steps=2))
 
 
 def test_replayed_parts_read_the_copies_of_their_step() -> None:
@@ -204,18 +204,18 @@ def test_replayed_parts_read_the_copies_of_their_step() -> None:
         parts = CapturedParts(is_asked_for=True, begin_pool=graphs.begin)
         found = follow(replace(session, rule=replace(session.rule, passes=parts)), 4).losses
     assert graphs.captures == 4, "two layers forward and backward"
-    assert found == pytest.approx(expected, rel=1e-6)
+    assert_close(found, expected)
 
 
 def test_weights_are_quantized_anew_behind_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = followed(DENSE, steps=3)
     with monkeypatch.context() as patch:
         patch.setattr(Linear, "refresh_float8", lambda matrix: None)
-        assert followed(DENSE, steps=3) == pytest.approx(expected, rel=1e-6), "quantized in each pass"
+        assert_close(followed(DENSE, steps=3), expected, what="losses where each pass quantizes")
     monkeypatch.setattr(step_module, "refresh_float8", lambda modules: None)
     stale = followed(DENSE, steps=3)
     assert stale[0] == expected[0]
-    assert stale[1:] != pytest.approx(expected[1:], rel=1e-4), "a copy that stays old is seen"
+    assert not is_close(stale[1:], expected[1:], tolerance=1e-4), "a copy that stays old is seen"
 
 
 def test_a_resumed_run_reads_copies_of_what_was_saved(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 
+from tests.closeness import assert_close
 from tests.distributed.case import GQA, layout, pipeline
 from tests.distributed.one_loss import Trace, trace
 from tests.distributed.pool import Pool
@@ -32,5 +33,5 @@ def test_two_ranks_see_the_losses_of_one(case: str, ranks: Pool) -> None:
     model = (*SMALL, *((*GQA, "float8.dense=blockwise-square") if "grouped" in case else ()))
     expected, found = alone(ranks, model), trace(ranks, 2, (*model, *CASES[case]), 2)
     # A number next to a tie may go to its other side.
-    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
-    assert found.norms == pytest.approx(expected.norms, rel=1e-4)
+    assert_close(found.losses, expected.losses, what="losses")
+    assert_close(found.norms, expected.norms, tolerance=1e-4, what="norms")

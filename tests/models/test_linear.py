@@ -16,6 +16,7 @@ from penstock.parallel.activations.region import recomputed
 from penstock.parallel.axes import ALONE, Axes, Axis, make_axes
 from penstock.parallel.kit import Kit
 from penstock.parallel.later import Later
+from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -48,7 +49,7 @@ def test_parts_by_outputs_give_parts_of_the_output(size: int) -> None:
         assert part.cuts == {"weight": (Cut(0, rank, size),)}
         _fill(part.weight, whole.chunk(size)[rank])
         found.append(part(x))
-    torch.testing.assert_close(torch.cat(found, dim=-1), F.linear(x, whole))
+    assert_close(torch.cat(found, dim=-1), F.linear(x, whole))
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -60,7 +61,7 @@ def test_parts_by_inputs_give_summands_of_the_output(size: int) -> None:
         assert part.cuts == {"weight": (Cut(1, rank, size),)}
         _fill(part.weight, whole.chunk(size, dim=1)[rank])
         summands.append(part(x.chunk(size, dim=1)[rank]))
-    torch.testing.assert_close(torch.stack(summands).sum(0), F.linear(x, whole))
+    assert_close(torch.stack(summands).sum(0), F.linear(x, whole))
 
 
 def test_blocks_of_the_output_are_divided_each_by_itself() -> None:
@@ -106,7 +107,7 @@ def test_a_bias_is_added_once_whoever_shares_the_matrix(size: int) -> None:
         _fill(second.bias, second_I)
         summands.append(second(first(x)))
     found = second.shifted(torch.stack(summands).sum(0))
-    torch.testing.assert_close(found, F.linear(F.linear(x, by_outputs, first_O), by_inputs, second_I))
+    assert_close(found, F.linear(F.linear(x, by_outputs, first_O), by_inputs, second_I))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -120,7 +121,7 @@ def test_a_bias_has_its_gradient_when_that_of_the_matrix_goes_into_a_sum(dtype: 
     matrix.total = torch.zeros(OUTPUTS, INPUTS)
     found = *_passes(matrix, x, 1), matrix.bias.grad
     for mine, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, other)
+        assert_close(mine, other)
     assert matrix.weight.grad is None and matrix.total.any()
 
 
@@ -137,7 +138,7 @@ def test_a_bias_has_its_gradient_when_that_of_the_matrix_comes_later() -> None:
         _passes(matrix, x, 1)
     for task in work:
         task()
-    torch.testing.assert_close((matrix.weight.grad, matrix.bias.grad), expected)
+    assert_close((matrix.weight.grad, matrix.bias.grad), expected)
 
 
 # Into a sum
@@ -170,7 +171,7 @@ def test_a_gradient_goes_into_the_sum_and_nowhere_else(dtype: torch.dtype) -> No
         assert torch.equal(mine, other)
     assert matrix.weight.grad is None
     exact = 2 * (2 * found[0].double().flatten(0, 1).to(dtype)).double().T @ x.double().flatten(0, 1)
-    torch.testing.assert_close(matrix.total.double(), 1.0 + exact, rtol=1e-6, atol=1e-5)
+    assert_close(matrix.total.double(), 1.0 + exact, tolerance=1e-6)
 
 
 def test_a_sum_and_a_gradient_by_autograd_may_come_of_one_weight() -> None:
@@ -180,7 +181,7 @@ def test_a_sum_and_a_gradient_by_autograd_may_come_of_one_weight() -> None:
     (matrix(x).sum() + matrix.weight.square().sum()).backward()
     assert matrix.weight.grad is matrix.total
     expected = torch.ones(OUTPUTS, 6) @ x.flatten(0, 1) + 2 * matrix.weight.detach()
-    torch.testing.assert_close(matrix.total, expected)
+    assert_close(matrix.total, expected)
 
 
 def test_without_gradients_a_matrix_with_a_sum_is_a_plain_product() -> None:
@@ -205,7 +206,7 @@ def test_a_gradient_that_comes_later_goes_into_the_sum_when_it_comes() -> None:
     work.pop()()
     assert not work
     # Not bit for bit: some CPUs start the second product's sums from what stands there.
-    torch.testing.assert_close(matrix.total, 2 * at_once, rtol=1e-6, atol=1e-5)
+    assert_close(matrix.total, 2 * at_once, tolerance=1e-6)
     assert matrix.weight.grad is None
 
 
@@ -246,7 +247,7 @@ def test_a_look_up_adds_each_tokens_gradient_to_its_row(device: str) -> None:
     x_BSD.backward(gradient_BSD)
     exact_VD = torch.ones(V, D, dtype=torch.float64, device=device)
     exact_VD.index_add_(0, tokens_BS.flatten(), gradient_BSD.double().flatten(0, 1))
-    torch.testing.assert_close(total_VD.double(), exact_VD, rtol=1e-6, atol=1e-6)
+    assert_close(total_VD.double(), exact_VD, tolerance=1e-6)
     assert weight_VD.grad is None
 
 
@@ -297,8 +298,8 @@ def test_an_embedding_over_ranks_gives_each_its_positions_of_the_whole_one(size:
     expected_BSD = F.embedding(_tokens(), weight)
     (expected_BSD * _direction()).sum().backward()
     found = ranks.run(size, _embedded, size)
-    torch.testing.assert_close(torch.cat([x_BSD for x_BSD, _ in found], dim=1), expected_BSD.detach())
-    torch.testing.assert_close(torch.cat([gradient for _, gradient in found]), weight.grad)
+    assert_close(torch.cat([x_BSD for x_BSD, _ in found], dim=1), expected_BSD.detach())
+    assert_close(torch.cat([gradient for _, gradient in found]), weight.grad)
 
 
 def _fed_forward(size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -325,8 +326,8 @@ def test_a_network_over_ranks_gives_each_its_tokens_of_the_whole_one(ranks: Pool
     expected.square().sum().backward()
     found = ranks.run(2, _fed_forward, 2)
     outputs, inputs, gate_ups, downs = zip(*found, strict=True)
-    torch.testing.assert_close(torch.cat(outputs), expected.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.cat(inputs), x_TD.grad, rtol=1e-4, atol=1e-4)
+    assert_close(torch.cat(outputs), expected.detach(), tolerance=1e-5)
+    assert_close(torch.cat(inputs), x_TD.grad, tolerance=1e-4)
     both = zip(*(gradient.chunk(2) for gradient in gate_ups), strict=True)
-    torch.testing.assert_close(torch.cat([part for half in both for part in half]), gate_up.grad, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(torch.cat(downs, dim=1), down.grad, rtol=1e-4, atol=1e-4)
+    assert_close(torch.cat([part for half in both for part in half]), gate_up.grad, tolerance=1e-4)
+    assert_close(torch.cat(downs, dim=1), down.grad, tolerance=1e-4)

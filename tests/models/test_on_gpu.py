@@ -9,6 +9,7 @@ from torch import Tensor
 
 from penstock.config.model import GroupedQueryAttention, LatentAttention, Model
 from penstock.kernels.operators import REFERENCE, TORCH, Operators
+from tests.closeness import assert_close, relative_error
 from tests.models.families import reading_of, tiny_decoder, tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -34,10 +35,6 @@ def _gradients(config: Model, operators: Operators, precision: str, masked: bool
     return found | {n: p.grad.float() for n, p in decoder.named_parameters() if p.grad is not None}
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
-    return ((found - expected).norm() / expected.norm().clamp(min=1e-6)).item()
-
-
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("attention", [MLA, GQA], ids=["mla", "gqa"])
 def test_fused_operators_in_bf16_give_the_gradients_of_the_eager_fp32_model(
@@ -50,7 +47,8 @@ def test_fused_operators_in_bf16_give_the_gradients_of_the_eager_fp32_model(
     assert fused.keys() == expected.keys()
     for name, gradient in fused.items():
         # a near tie may send a token elsewhere in bf16: the fused model may be as far off as the eager one, not further
-        assert _relative(gradient, expected[name]) < max(0.05, 2 * _relative(eager[name], expected[name])), name
+        apart = relative_error(eager[name], expected[name], by="norm", least=1e-6)
+        assert_close(gradient, expected[name], by="norm", least=1e-6, tolerance=max(0.05, 2 * apart), what=name)
 
 
 @pytest.mark.parametrize("backend", ["default", "math", "efficient", "cudnn"])
@@ -59,4 +57,4 @@ def test_every_attention_backend_gives_the_same_hidden_states(backend: str) -> N
     config = tiny_model(family="plain", attention=MLA, hidden_size=64, dense_layers=3, dense_ffn_size=96, moe=None)
     expected = _gradients(config, REFERENCE, "fp32", masked=False)["hidden"]
     found = _gradients(config, replace(TORCH, attention_backend=backend), "bf16", masked=False)["hidden"]
-    assert _relative(found, expected) < 0.03
+    assert_close(found, expected, by="norm", tolerance=0.03)

@@ -16,6 +16,7 @@ from penstock.moe.dispatch.contract import ExpertRows
 from penstock.moe.layer import MoE
 from penstock.parallel.activations.recompute import RecomputeRule
 from penstock.parallel.kit import Kit
+from tests.closeness import assert_close
 from tests.models.families import reading_of, tiny_model
 from tests.parallel.alive import Alive
 from tests.parallel.recorded import Recorded, mirrored
@@ -70,7 +71,7 @@ def test_every_overlap_gives_the_loss_the_gradients_and_the_counts_of_none(
     expected = _trained(_model(_kit("none")[0]))
     found = _trained(_model(_kit(overlap, kinds)[0]))
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
+        assert_close(found[name], value, tolerance=1e-4, what=name)
 
 
 class _Marked(nn.Module):

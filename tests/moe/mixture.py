@@ -16,6 +16,7 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.contract import Dispatcher, ExpertRows
 from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.routing import Routing
+from tests.closeness import assert_close
 
 D, F = 8, 8
 
@@ -165,9 +166,9 @@ def compare(whole: Problem, got: Sequence[Sequence[Tensor]]) -> None:
     y_TD, dx_TD, dweights_TK, *parameters = mix([LocalDispatcher(placement.experts, REFERENCE)], [alone], 0)[0]
     is_kept_TK = whole.experts_TK < placement.experts
     together = [torch.cat([one[index] for one in got]) for index in range(3)]
-    torch.testing.assert_close(together[0], y_TD, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(together[1], dx_TD, rtol=1e-4, atol=1e-4, msg=lambda text: f"gradient of x: {text}")
-    torch.testing.assert_close(together[2][is_kept_TK], dweights_TK[is_kept_TK], rtol=1e-4, atol=1e-4)
+    assert_close(together[0], y_TD, tolerance=1e-4)
+    assert_close(together[1], dx_TD, tolerance=1e-4, what="gradient of x")
+    assert_close(together[2][is_kept_TK], dweights_TK[is_kept_TK], tolerance=1e-4)
     for place, one in enumerate(got):
         for mine, theirs in zip(one[3:], parts_of(parameters, place, placement), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4, msg=f"parameters of place {place}")
+            assert_close(mine, theirs, tolerance=1e-4, what=f"parameters of place {place}")

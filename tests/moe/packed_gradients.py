@@ -1,6 +1,5 @@
 """A layer whose ranks push gradients of the experts' outputs, in 8 bits or as they are; simulated ranks or GPUs."""
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -132,8 +131,3 @@ def results_of(buffers: SymmetricBuffers | None, case: Case, device: torch.devic
         y_TD.backward(dy_TD, retain_graph=left > 0)
     gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
     return {"y": y_TD.detach(), "x": x_TD.grad, **gradients}
-
-
-def decibels(found: Tensor, expected: Tensor) -> float:
-    noise = (found.double() - expected.double()).square().sum().item()
-    return math.inf if noise == 0 else 10 * math.log10(expected.double().square().sum().item() / noise)

@@ -25,6 +25,7 @@ from penstock.moe.balance import (
 )
 from penstock.moe.routing import Routing, Scope
 from penstock.parallel.axes import Axes, make_axes
+from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 
 E, K = 6, 2
@@ -57,14 +58,14 @@ def _differentiable(routed: Routed, found: LinearLoss) -> Tensor:
 def test_the_loss_of_a_micro_batch_is_the_switch_loss_times_its_share() -> None:
     logits_TE = _logits()
     balance = Balance(auxiliary="micro-batch", auxiliary_weight=0.5)
-    torch.testing.assert_close(_loss(logits_TE, balance, Scope(share=0.25)), 0.125 * _switch_loss(logits_TE))
+    assert_close(_loss(logits_TE, balance, Scope(share=0.25)), 0.125 * _switch_loss(logits_TE))
 
 
 def test_the_loss_per_sequence_is_the_mean_of_each_sequence_alone() -> None:
     logits_TE = _logits()
     balance = Balance(auxiliary="sequence", auxiliary_weight=1.0)
     expected = torch.stack([_switch_loss(rows) for rows in logits_TE.chunk(3)]).mean()
-    torch.testing.assert_close(_loss(logits_TE, balance, Scope(sequences=3)), expected)
+    assert_close(_loss(logits_TE, balance, Scope(sequences=3)), expected)
 
 
 def test_the_global_loss_counts_load_over_the_step_so_far() -> None:
@@ -73,19 +74,19 @@ def test_the_global_loss_counts_load_over_the_step_so_far() -> None:
     scores_TE = logits_TE.softmax(-1)
     slots_E = seen_E + torch.bincount(scores_TE.topk(K).indices.flatten(), minlength=E)
     expected = E * (slots_E / slots_E.sum() * scores_TE.mean(0)).sum()
-    torch.testing.assert_close(_loss(logits_TE, balance, Scope(), seen_E), expected)
+    assert_close(_loss(logits_TE, balance, Scope(), seen_E), expected)
 
 
 def test_the_z_loss_is_the_mean_squared_logsumexp() -> None:
     logits_TE = _logits()
     balance = Balance(z_weight=0.1)
-    torch.testing.assert_close(_loss(logits_TE, balance, Scope()), 0.1 * logits_TE.logsumexp(-1).square().mean())
+    assert_close(_loss(logits_TE, balance, Scope()), 0.1 * logits_TE.logsumexp(-1).square().mean())
 
 
 def test_even_load_and_even_scores_give_a_loss_of_one() -> None:
     logits_TE = torch.eye(E).repeat(4, 1) * 1e-4
     loss = _loss(logits_TE, Balance(auxiliary="micro-batch", auxiliary_weight=1.0), Scope())
-    assert loss.item() == pytest.approx(1.0, abs=1e-3)
+    assert_close(loss, 1.0, tolerance=1e-3)
 
 
 def test_an_attached_loss_changes_gradients_and_nothing_else() -> None:
@@ -98,7 +99,7 @@ def test_an_attached_loss_changes_gradients_and_nothing_else() -> None:
     attached = attach(routed.weights_TK, routed, found)
     assert torch.equal(attached, routed.weights_TK)
     (got,) = torch.autograd.grad(attached.sum(), logits_TE)
-    torch.testing.assert_close(got, wanted)
+    assert_close(got, wanted)
 
 
 def _router(rate: float = 0.1) -> router_module.Router:
@@ -114,7 +115,7 @@ def test_the_bias_moves_one_step_against_the_load() -> None:
     router = _router()
     router.meter.slots_E.copy_(torch.tensor([9, 1, 5, 5, 10, 0]))
     update_expert_bias([nn.Sequential(router)], layer_loads([router]))
-    torch.testing.assert_close(router.expert_bias_E, torch.tensor([-0.1, 0.1, 0.0, 0.0, -0.1, 0.1]))
+    assert_close(router.expert_bias_E, torch.tensor([-0.1, 0.1, 0.0, 0.0, -0.1, 0.1]))
 
 
 def test_the_bias_evens_a_skewed_load() -> None:
@@ -194,15 +195,15 @@ def test_losses_of_ranks_that_share_rows_add_up_to_those_of_whole_rows(auxiliary
     expected = _loss(logits_TE, balance, Scope(sequences=3, share=0.5))
     expected.backward()
     losses, gradients = zip(*ranks.run(2, _loss_among_ranks, balance), strict=True)
-    torch.testing.assert_close(sum(losses), expected.detach())
-    torch.testing.assert_close(torch.cat(gradients, dim=1).flatten(0, 1), logits_TE.grad)
+    assert_close(sum(losses), expected.detach())
+    assert_close(torch.cat(gradients, dim=1).flatten(0, 1), logits_TE.grad)
 
 
 def test_a_dropped_slot_stays_dropped() -> None:
     routing = Routing(torch.tensor([[0.5, 0.0], [0.4, 0.3]]), torch.tensor([[0, 2], [0, 1]]))
     kept = drop_over_capacity(routing, experts=2, limit=1)
     assert kept.experts_TK.tolist() == [[0, 2], [2, 1]]
-    torch.testing.assert_close(kept.weights_TK, torch.tensor([[0.5, 0.0], [0.0, 0.3]]))
+    assert_close(kept.weights_TK, torch.tensor([[0.5, 0.0], [0.0, 0.3]]))
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(64, 6), (256, 8), (128, 8), (8, 2), (160, 6), (7, 3)])

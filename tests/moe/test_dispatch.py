@@ -23,6 +23,7 @@ from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.dispatch.room import Room, forget_left_out, make_room
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import ALONE
+from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 from tests.examples import examples
 from tests.moe.mixture import D, Family, Problem, compare, mix, problem, random_routing, token_by_token, weights_of
@@ -60,7 +61,7 @@ def test_tokens_meet_their_experts_and_return_with_the_right_gradients(
     leaves = (x_TD, routing.weights_TK, *weights_of(experts))
     got_TD = _mix(dispatcher, x_TD, routing, *leaves[2:])
     expected_TD = token_by_token(x_TD, routing, *leaves[2:])
-    torch.testing.assert_close(got_TD, expected_TD, rtol=1e-4, atol=1e-4)
+    assert_close(got_TD, expected_TD, tolerance=1e-4)
     direction_TD = torch.randn(tokens, D, generator=torch.Generator().manual_seed(seed + 1))
     got = torch.autograd.grad((got_TD * direction_TD).sum(), leaves, allow_unused=True, materialize_grads=True)
     expected = torch.autograd.grad(
@@ -69,7 +70,7 @@ def test_tokens_meet_their_experts_and_return_with_the_right_gradients(
     kept_TK = routing.experts_TK < experts
     for name, one, other in zip(("x", "weights", "gate_up", "down"), got, expected, strict=True):
         mine, theirs = (one[kept_TK], other[kept_TK]) if name == "weights" else (one, other)
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3, msg=f"gradient of {name}")
+        assert_close(mine, theirs, tolerance=1e-3, what=f"gradient of {name}")
 
 
 def test_rows_stand_expert_by_expert_with_their_counts() -> None:
@@ -104,7 +105,7 @@ def test_one_token_is_enough(top_k: int) -> None:
     routing = random_routing(1, 4, top_k, seed=3)
     x_TD, weights = torch.randn(1, D), weights_of(4)
     got = _mix(LocalDispatcher(4, REFERENCE), x_TD, routing, *weights)
-    torch.testing.assert_close(got, token_by_token(x_TD, routing, *weights), rtol=1e-4, atol=1e-5)
+    assert_close(got, token_by_token(x_TD, routing, *weights), tolerance=1e-4)
 
 
 # On several ranks. Tokens and experts are divided; what comes out is put together again.

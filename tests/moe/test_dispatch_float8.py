@@ -35,6 +35,7 @@ from penstock.parallel.flight import Transfers
 from penstock.parallel.kit import Kit
 from penstock.parallel.reach import widest_row
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
+from tests.closeness import assert_close, relative_error
 from tests.distributed.one_loss import trace
 from tests.distributed.pool import Pool
 from tests.moe.host_waits import HostWaits
@@ -97,9 +98,9 @@ def test_rows_are_rounded_once_and_the_same_whichever_way_they_go(ranks: Pool, w
     found = solve(ranks, way, [[whole]], packing=OPENED)
     together_TD = torch.cat([one[0][0] for one in found])
     (((y_TD, *_),),) = solve(ranks, "alone", [[replace(whole, placement=ExpertPlacement(experts=8))]], packing=OPENED)
-    torch.testing.assert_close(together_TD, y_TD, rtol=1e-4, atol=1e-4)
+    assert_close(together_TD, y_TD, tolerance=1e-4)
     (((exact_TD, *_),),) = solve(ranks, "alone", [[replace(whole, placement=ExpertPlacement(experts=8))]])
-    assert (y_TD - exact_TD).norm() > 0.01 * exact_TD.norm(), "nothing was rounded"
+    assert relative_error(y_TD, exact_TD, by="norm") > 0.01, "nothing was rounded"
 
 
 # What arrives, row by row.
@@ -332,5 +333,5 @@ def test_a_small_model_has_one_loss_however_its_rows_travel_in_8_bits(
     settings = ("float8.dispatch=blockwise", f"float8.experts={experts}")
     alone = trace(ranks, 1, settings, steps=1)
     found = trace(ranks, 2, (*settings, "parallel.expert=2", *way), steps=1)
-    assert found.losses == pytest.approx(alone.losses, rel=1e-5)
-    assert found.norms == pytest.approx(alone.norms, rel=1e-3)
+    assert_close(found.losses, alone.losses, tolerance=1e-5, what="losses")
+    assert_close(found.norms, alone.norms, tolerance=1e-3, what="norms")

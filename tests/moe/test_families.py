@@ -26,6 +26,7 @@ from penstock.moe.routing import Scope
 from penstock.parallel.activations.recompute import RecomputeRule
 from penstock.parallel.kit import Kit
 from penstock.parallel.later import Later
+from tests.closeness import assert_close
 
 T, D, F, E = 13, 16, 8, 6
 
@@ -96,15 +97,15 @@ def compare(layer: MoE, theirs: nn.Module, renamed: Callable[[Named], Named]) ->
     inputs = [x_TD.clone().requires_grad_() for _ in range(2)]
     y_TD = torch.stack(layer(inputs[0], Scope())).sum(0)
     right_TD, _ = theirs(inputs[1][None])
-    torch.testing.assert_close(y_TD, right_TD.view(T, D), rtol=1e-5, atol=1e-5)
+    assert_close(y_TD, right_TD.view(T, D), tolerance=1e-5)
     (y_TD * direction_TD).sum().backward()
     (right_TD.view(T, D) * direction_TD).sum().backward()
-    torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-4, atol=1e-5)
+    assert_close(inputs[0].grad, inputs[1].grad, tolerance=1e-4)
     found = renamed(
         {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}
     )
     for name, parameter in theirs.named_parameters():
-        torch.testing.assert_close(found.pop(name), parameter.grad, rtol=1e-4, atol=1e-5, msg=f"gradient of {name}")
+        assert_close(found.pop(name), parameter.grad, tolerance=1e-4, what=f"gradient of {name}")
     assert not found
 
 

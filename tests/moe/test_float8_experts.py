@@ -1,6 +1,5 @@
 """Experts that compute in 8 bits: whose copies they read, and when weight gradients come."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ from penstock.moe.dispatch.contract import ExpertRows
 from penstock.moe.experts import Experts
 from penstock.parallel.kit import Kit
 from penstock.parallel.later import Aside, Later
+from tests.closeness import decibels
 
 HIDDEN, WIDTH, EXPERTS = 32, 48, 3
 
@@ -33,11 +33,6 @@ def draw() -> ExpertRows:
     x_ND = torch.randn(20, HIDDEN, generator=generator, requires_grad=True)
     counts_e = torch.tensor([7, 0, 11], dtype=torch.int32)
     return ExpertRows(x_ND, None, torch.rand(20, generator=generator), counts_e)
-
-
-def decibels(found: Tensor, expected: Tensor) -> float:
-    noise = (found.double() - expected.double()).square().sum().item()
-    return math.inf if noise == 0 else 10 * math.log10(expected.double().square().sum().item() / noise)
 
 
 def test_8_bits_are_near_16() -> None:

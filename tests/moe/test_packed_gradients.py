@@ -22,7 +22,8 @@ from penstock.moe.dispatch import symmetric
 from penstock.moe.routing import Scope
 from penstock.parallel.symmetric import SymmetricBuffers
 from penstock.plan.tape import Tape
-from tests.moe.packed_gradients import RANKS, READ, Case, D, F, decibels, layer_of, results_of
+from tests.closeness import decibels
+from tests.moe.packed_gradients import RANKS, READ, Case, D, F, layer_of, results_of
 from tests.parallel.symmetric_ranks import run_ranks
 
 CPU, META = torch.device("cpu"), torch.device("meta")

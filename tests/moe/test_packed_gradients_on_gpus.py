@@ -16,7 +16,8 @@ from penstock.kernels.tuning import target_of
 from penstock.layout.grid import Grid
 from penstock.parallel.axes import make_axes
 from penstock.parallel.symmetric import allocate
-from tests.moe.packed_gradients import RANKS, Case, decibels, results_of
+from tests.closeness import decibels
+from tests.moe.packed_gradients import RANKS, Case, results_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,6 +15,7 @@ from penstock.moe.dispatch.all_gather import first_rows
 from penstock.moe.dispatch.gathers import pick_kept
 from penstock.moe.dispatch.room import Room, forget_left_out, make_room, widenings
 from penstock.moe.routing import Routing
+from tests.closeness import assert_close
 from tests.examples import examples
 from tests.moe.mixture import D, random_routing, token_by_token, weights_of
 
@@ -92,11 +93,11 @@ def test_an_order_of_fewer_rows_keeps_the_first_and_drops_the_rest(
     expected_TD = token_by_token(
         x_TD, Routing(routing.weights_TK, routing.experts_TK.masked_fill(~kept_TK, experts)), *leaves[2:]
     )
-    torch.testing.assert_close(got_TD, expected_TD, rtol=1e-4, atol=1e-4)
+    assert_close(got_TD, expected_TD, tolerance=1e-4)
     got = torch.autograd.grad(got_TD.sum(), leaves)
     expected = torch.autograd.grad(expected_TD.sum(), leaves, allow_unused=True, materialize_grads=True)
     for name, one, other in zip(("x", "weights", "gate_up", "down"), got, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3, msg=f"gradient of {name}")
+        assert_close(one, other, tolerance=1e-3, what=f"gradient of {name}")
 
 
 def test_what_comes_back_at_places_of_dropped_slots_never_reaches_their_weights() -> None:

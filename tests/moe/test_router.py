@@ -11,6 +11,7 @@ from penstock.kernels.operators import REFERENCE
 from penstock.kernels.reference import RouterRule, route
 from penstock.moe import router as router_module
 from penstock.moe.routing import Scope
+from tests.closeness import assert_close
 
 RULES = {
     "softmax": RouterRule(top_k=3),
@@ -63,7 +64,7 @@ def test_choice_and_weights_equal_a_loop_over_tokens(name: str, with_bias: bool)
         expected = _by_hand(logits, bias, RULES[name])
         got = dict(zip(routed.experts_TK[token].tolist(), routed.weights_TK[token].tolist(), strict=True))
         assert got.keys() == expected.keys(), f"token {token}"
-        assert got == pytest.approx(expected, rel=1e-5)
+        assert_close(got, expected, tolerance=1e-5, what=f"token {token}")
         for expert in expected:
             counts_BE[token // 10, expert] += 1
     assert torch.equal(routed.counts_BE, counts_BE)
@@ -75,14 +76,14 @@ def test_the_bias_steers_the_choice_and_never_the_weights() -> None:
     bias_E[5] = 10.0
     routed = route(logits_TE, bias_E, RULES["sigmoid"], sequences=1)
     assert (routed.experts_TK[:, 0] == 5).all(), "the favoured expert is everyone's first choice"
-    torch.testing.assert_close(routed.weights_TK[:, 0], logits_TE[:, 5].sigmoid())
+    assert_close(routed.weights_TK[:, 0], logits_TE[:, 5].sigmoid())
 
 
 def test_mass_and_z_are_sums_over_each_sequence() -> None:
     logits_TE = torch.randn(8, E, generator=torch.Generator().manual_seed(2))
     routed = route(logits_TE, None, RULES["softmax"], sequences=2)
-    torch.testing.assert_close(routed.mass_BE[1], logits_TE[4:].softmax(-1).sum(0))
-    torch.testing.assert_close(routed.z_B[0], logits_TE[:4].exp().sum(-1).log().square().sum())
+    assert_close(routed.mass_BE[1], logits_TE[4:].softmax(-1).sum(0))
+    assert_close(routed.z_B[0], logits_TE[:4].exp().sum(-1).log().square().sum())
 
 
 def _router(balance: Balance, **changes: object) -> router_module.Router:
@@ -120,7 +121,7 @@ def test_over_capacity_the_smallest_weights_of_an_expert_are_dropped() -> None:
         asked = free.weights_TK[free.experts_TK == expert]
         kept = routing.weights_TK[routing.experts_TK == expert]
         assert len(kept) == min(limit, len(asked))
-        torch.testing.assert_close(kept.sort().values, asked.sort().values[len(asked) - len(kept) :])
+        assert_close(kept.sort().values, asked.sort().values[len(asked) - len(kept) :])
         dropped += len(asked) - len(kept)
     assert dropped > 0, "this case must drop something"
     assert router.meter.dropped.item() == dropped == (routing.experts_TK == E).sum().item()

@@ -11,6 +11,7 @@ from penstock.kernels.expert_kernels import TRITON
 from penstock.kernels.expert_parts import KeptRows
 from penstock.moe.dispatch.room import forget_left_out, make_room, rows_left_out, widenings
 from penstock.moe.dispatch.shelf import Shelf
+from tests.closeness import assert_close
 
 LIKE = torch.empty(0, 4)
 
@@ -88,5 +89,5 @@ def test_experts_that_share_a_shelf_give_what_they_give_alone(counts: tuple[tupl
         return [*outputs, *(leaf.grad for leaf in leaves)]
 
     for own, kept in zip(run(shelved=False), run(shelved=True), strict=True):
-        assert torch.equal(own, kept) or torch.allclose(own, kept, atol=1e-6), "sums by atomics differ in their order"
+        assert_close(own, kept, tolerance=1e-6, what="but for sums by atomics, which differ in their order,")
     assert shelf.meter.tolist() == [0, sum(map(sum, counts))]

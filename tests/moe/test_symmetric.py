@@ -22,6 +22,7 @@ from penstock.moe.dispatch.symmetric import Links, SymmetricDispatcher, links_of
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
+from tests.closeness import assert_close
 from tests.examples import examples
 from tests.parallel.symmetric_ranks import StuckError, run_ranks
 
@@ -123,9 +124,7 @@ def _compare(layers: list[Layer], got: list[list[list[Tensor]]], tolerance: floa
             for name, one, other in zip(
                 ("y", "x", "weights", "gate_up", "down"), got[place][number], wanted, strict=True
             ):
-                torch.testing.assert_close(
-                    one, other, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
-                )
+                assert_close(one, other, tolerance=tolerance, what=name)
 
 
 def _sizes(placement: ExpertPlacement, layers: list[Layer], slots: int = 2) -> BufferSizes:

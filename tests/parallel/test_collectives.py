@@ -16,6 +16,7 @@ from penstock.parallel.collectives import (
     reduce_scatter,
     swap,
 )
+from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 
 Collective = Callable[[Tensor, Axis], Tensor]
@@ -56,8 +57,8 @@ def _check(
     loss = torch.stack([(y * direction).sum() for y, direction in zip(expected, directions, strict=True)]).sum()
     gradients = torch.autograd.grad(loss, leaves)
     for rank, (y, gradient) in enumerate(ranks.run(len(inputs), _on_a_rank, collective, inputs, directions)):
-        torch.testing.assert_close(y, expected[rank], msg=f"output of rank {rank}")
-        torch.testing.assert_close(gradient, gradients[rank], msg=f"gradient of rank {rank}")
+        assert_close(y, expected[rank], what=f"output of rank {rank}")
+        assert_close(gradient, gradients[rank], what=f"gradient of rank {rank}")
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -1])
@@ -80,7 +81,7 @@ def _summed(inputs: list[Tensor]) -> Tensor:
 def test_all_reduce_gives_every_rank_the_sum_and_leaves_what_it_was_given(ranks: Pool) -> None:
     inputs = [x.transpose(0, 1) for x in _inputs(4)]
     for total in ranks.run(4, _summed, inputs):
-        torch.testing.assert_close(total, sum(inputs))
+        assert_close(total, sum(inputs))
 
 
 def test_a_sum_over_ranks_has_no_gradient() -> None:

@@ -21,6 +21,7 @@ from penstock.parallel.context import (
     nears_of,
 )
 from penstock.parallel.kit import Kit
+from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 from tests.kernels.eager_attention import eager_attention, seen_by, with_gradients
 
@@ -91,7 +92,7 @@ def test_ranks_attend_together_as_one_does_alone(
     for rank, got in enumerate(ranks.run(size, _on_a_rank, size, shape, method, documents)):
         own = list(layout.of_context(rank))
         for name, mine, whole in zip(("output", "dq", "dk", "dv"), got, expected, strict=True):
-            torch.testing.assert_close(mine, whole[:, own], msg=f"{name} of rank {rank}")
+            assert_close(mine, whole[:, own], what=f"{name} of rank {rank}")
 
 
 def _gathered_positions(size: int) -> tuple[Tensor, Tensor]:
@@ -117,8 +118,8 @@ def test_one_rank_alone_attends_to_its_row() -> None:
     allowed_BSS = _borders(True, 2)
     expected = causal_attention(q, k, v, scale=SCALE, allowed_BSS=allowed_BSS, backend="math")
     kit = Kit(axes=ALONE)
-    torch.testing.assert_close(attend(q, k, v, kit, scale=SCALE, allowed_BSS=allowed_BSS), expected)
-    torch.testing.assert_close(attend_to_row(q, k, v, kit, scale=SCALE, allowed_BSS=allowed_BSS), expected)
+    assert_close(attend(q, k, v, kit, scale=SCALE, allowed_BSS=allowed_BSS), expected)
+    assert_close(attend_to_row(q, k, v, kit, scale=SCALE, allowed_BSS=allowed_BSS), expected)
     assert gather_positions(k, ALONE.context) is k
 
 
@@ -177,8 +178,8 @@ def test_ranks_see_a_part_of_the_row_together_as_one_does_alone(
         for rank, (*got, _) in enumerate(of_ranks):
             own = list(layout.of_context(rank))
             for what, mine, whole in zip(("output", "dq", "dk", "dv"), got, expected, strict=True):
-                torch.testing.assert_close(mine, whole[:, own], msg=f"{name}: {what} of rank {rank}")
-        torch.testing.assert_close(sum(found[-1] for found in of_ranks), dsinks_H, msg=f"{name}: dsinks")
+                assert_close(mine, whole[:, own], what=f"{name}: {what} of rank {rank}")
+        assert_close(sum(found[-1] for found in of_ranks), dsinks_H, what=f"{name}: dsinks")
 
 
 def test_a_row_no_longer_than_the_reach_needs_no_masks() -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.parallel.copies import ALIGNMENT, ChunkStream, Lane, Piece, cut_into_chunks, host_tensors
+from tests.closeness import assert_close
 
 CPU = torch.device("cpu")
 
@@ -91,7 +92,7 @@ def test_adam_over_streamed_chunks_is_adam() -> None:
         stream.run(chunks, work)
         stream.finish()
     for master, parameter in zip(masters, expected, strict=True):
-        assert torch.allclose(master, parameter.detach(), rtol=1e-5, atol=1e-6)
+        assert_close(master, parameter)
 
 
 @given(shapes=st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=9))

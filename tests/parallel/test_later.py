@@ -10,6 +10,7 @@ from penstock.parallel.axes import Axis
 from penstock.parallel.holding import Holding
 from penstock.parallel.later import Later, deferrable
 from penstock.train.optimizer import MasterAdamW
+from tests.closeness import assert_close
 from tests.parallel.alive import Alive
 
 T, D, WIDE = 6, 5, 64
@@ -93,7 +94,7 @@ def test_tasks_may_be_done_in_any_order_and_after_other_passes() -> None:
     for task in reversed(work):
         task()
     for weight, expected in zip(weights, twice, strict=True):
-        torch.testing.assert_close(weight.grad, expected)
+        assert_close(weight.grad, expected)
 
 
 def test_hooks_of_a_parameter_see_its_gradient_when_it_comes() -> None:
@@ -187,7 +188,7 @@ def test_an_input_without_gradient_puts_off_all_the_work() -> None:
     assert weight.grad is None
     (task,) = work
     task()
-    torch.testing.assert_close(weight.grad, x_TD.sum(0).expand(D, -1))
+    assert_close(weight.grad, x_TD.sum(0).expand(D, -1))
 
 
 def test_a_weight_that_is_not_trained_is_no_work() -> None:
@@ -197,7 +198,7 @@ def test_a_weight_that_is_not_trained_is_no_work() -> None:
     with later.collecting() as work:
         output.sum().backward()
     assert work == []
-    torch.testing.assert_close(x_TD.grad, weight.sum(0).expand(T, -1))
+    assert_close(x_TD.grad, weight.sum(0).expand(T, -1))
 
 
 def test_two_passes_cannot_collect_at_once() -> None:

@@ -16,6 +16,7 @@ from penstock.parallel.flight import Transfers
 from penstock.parallel.later import Later
 from penstock.parallel.pipeline import Message, Pipeline
 from penstock.parallel.turns import Steps, drain
+from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 from tests.parallel.recorded import Recorded
 
@@ -87,7 +88,7 @@ def test_pairs_give_the_gradients_of_one_after_the_other(micro_batches: int, cou
     assert found.keys() == expected.keys()
     for stage, pair in expected.items():
         for one, other in zip(found[stage], pair, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+            assert_close(one, other, tolerance=1e-5)
 
 
 def _alone(transfers: Transfers | None) -> Pipeline:

@@ -12,6 +12,7 @@ from penstock.config.parallel import Parallel
 from penstock.layout.grid import Grid
 from penstock.parallel.axes import Axes, make_axes
 from penstock.parallel.shard import local_rows, shard_fully
+from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 
 D, F = 5, 7
@@ -120,7 +121,7 @@ def test_gradients_are_those_of_one_process_that_saw_every_row(ranks: Pool, sett
     alone = _alone(ranks=4, micro_batches=2)
     for found in ranks.run(4, _gradients, settings, expert, torch.float32, 2):
         for name, parameter in alone.named_parameters():
-            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+            assert_close(found[name], parameter.grad, tolerance=1e-4, what=name)
 
 
 @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
@@ -132,7 +133,7 @@ def test_weights_gathered_in_bfloat16_have_gradients_that_add_up_in_float32(rank
             gradient = found[name]
             assert parameter.grad is not None
             assert gradient.dtype == torch.float32
-            assert (gradient - parameter.grad).norm() < 0.05 * parameter.grad.norm(), name
+            assert_close(gradient, parameter.grad, by="norm", tolerance=0.05, what=name)
             if reduce == "bf16" and "router" not in name:
                 # The sum over ranks of one micro-batch travels as bfloat16; two such sums are added in float32.
                 assert torch.equal(gradient, gradient.bfloat16().float()) == (micro_batches == 1), name

@@ -14,6 +14,7 @@ from penstock.kernels.expert_ffn import expert_ffn
 from penstock.plan.conventional import conventional, separate_expert_ffn
 from penstock.plan.memory import memory_of
 from penstock.plan.stand_in import Target
+from tests.closeness import assert_close
 
 TOKENS, TOP_K, HIDDEN, WIDTH, EXPERTS = 24, 2, 32, 16, 3
 ROWS = TOKENS * TOP_K
@@ -36,7 +37,7 @@ def test_separate_experts_give_what_the_definition_gives() -> None:
         y_RD.square().sum().backward()
         results.append((y_RD, x_TD.grad, gate_up_eFD.grad, down_eDF.grad, weights_R.grad))
     for ours, right in zip(*results, strict=True):
-        torch.testing.assert_close(ours, right, rtol=2e-3, atol=1e-3)
+        assert_close(ours, right, tolerance=2e-3)
 
 
 def kept_by(ffn: Callable[..., Tensor]) -> int:

@@ -30,6 +30,11 @@ BROKEN = [
     ("function_is_typed", "penstock/a.py", "def f(*names: int): ...\n"),
     ("shape_letters_are_in_the_legend", "penstock/a.py", "x_TZ = 1\n"),
     ("shape_letters_are_in_the_legend", "penstock/a.py", "def f(x_TDj: int) -> int: ...\n"),
+    ("numbers_are_compared_by_size", "tests/a.py", "torch.testing.assert_close(x, y)\n"),
+    ("numbers_are_compared_by_size", "tests/a.py", "from numpy.testing import assert_allclose\n"),
+    ("numbers_are_compared_by_size", "tests/a.py", "assert x.allclose(y)\n"),
+    ("numbers_are_compared_by_size", "tests/a.py", "assert (x - y).abs().max() < 1e-5\n"),
+    ("numbers_are_compared_by_size", "tests/a.py", "assert x.tolist() == pytest.approx(y)\n"),
 ]
 
 KEPT = [
@@ -41,6 +46,8 @@ KEPT = [
     ("others_are_not_changed", "penstock/a.py", "import torch\ntorch.backends.cudnn.benchmark = False\n"),
     ("function_is_typed", "penstock/a.py", "@triton.jit\ndef f(x_ptr, BLOCK: tl.constexpr): ...\n"),
     ("function_is_typed", "penstock/a.py", "class A:\n    def __init__(self, x: int): ...\n"),
+    ("numbers_are_compared_by_size", "tests/a.py", "from tests.closeness import assert_close\nmath.isclose(x, y)\n"),
+    ("numbers_are_compared_by_size", style.CLOSENESS, "torch.allclose(x, y)\n"),
     ("shape_letters_are_in_the_legend", "penstock/a.py", "x_TD = used_R1 = weights_eFD = MAX_TZ = learning_rate = 1\n"),
 ]
 

@@ -16,6 +16,7 @@ from penstock.parallel.symmetric import BufferSizes, Channel, SymmetricBuffers
 from penstock.train.evaluate import evaluate
 from penstock.train.loss import LossRule
 from penstock.train.observer import HeldOutLoss
+from tests.closeness import assert_close
 from tests.distributed.one_loss import layout, start_session
 from tests.distributed.pool import Pool
 from tests.train.tiny_run import cut_rule, one_rank, random_batch, tiny_run
@@ -43,7 +44,7 @@ def test_the_loss_is_the_mean_over_counted_tokens(model: RankModel) -> None:
     logits_BSV = model.whole.logits(batch.tokens_BS, batch.positions_BS)
     expected = F.cross_entropy(logits_BSV.flatten(0, 1), batch.labels_BS.flatten()).item()
     held_out = measure(model, rows_of(2))
-    assert math.isclose(held_out.loss, expected, rel_tol=1e-6)
+    assert_close(held_out.loss, expected)
     assert held_out.tokens == rows_of(2).tokens
 
 
@@ -54,8 +55,7 @@ def test_bits_per_byte_are_nats_over_ln_2_and_bytes(model: RankModel) -> None:
 
 def test_the_loss_does_not_depend_on_the_cut(model: RankModel) -> None:
     losses = [measure(model, rows_of(size)).loss for size in (1, 2, 4)]
-    assert math.isclose(losses[0], losses[1], rel_tol=1e-6)
-    assert math.isclose(losses[0], losses[2], rel_tol=1e-6)
+    assert_close(losses[1:], 2 * losses[:1])
 
 
 def test_measuring_leaves_weights_loads_gradients_and_mode_alone(model: RankModel) -> None:
@@ -71,7 +71,7 @@ def test_measuring_leaves_weights_loads_gradients_and_mode_alone(model: RankMode
 def test_an_untrained_model_costs_what_a_uniform_guess_costs(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
     run = run.model_copy(update={"model": run.model.model_copy(update={"initial_std": 1e-4})})
-    assert math.isclose(measure(one_rank(run), rows_of(4)).loss, math.log(17), rel_tol=1e-4)
+    assert_close(measure(one_rank(run), rows_of(4)).loss, math.log(17), tolerance=1e-4)
 
 
 def _one_is_late(late: int) -> str:

@@ -20,6 +20,7 @@ from penstock.train.import_weights import Upcycling, import_weights, model_in
 from penstock.train.loop import start
 from penstock.train.saved_weights import RUN_FILE, STEP, WEIGHTS
 from penstock.train.setup import prepare
+from tests.closeness import assert_close
 from tests.distributed.one_loss import BASE, Saved, Trace, put_together, saved_by, start_session
 from tests.distributed.pool import Pool
 from tests.models.huggingface.family_models import VARIANTS
@@ -131,7 +132,7 @@ def test_experts_made_of_a_dense_model_compute_the_same_at_first(
         made_BSV = made.eval().logits(tokens_BS, positions_BS)
     weight = upcycling.chosen > 1 or upcycling.granularity > 1 or family == "llama"
     if weight:
-        torch.testing.assert_close(made_BSV, expected_BSV, rtol=1e-4, atol=1e-4)
+        assert_close(made_BSV, expected_BSV, tolerance=1e-4)
     experts = made.state_dict()["blocks.0.ffn.experts.down_eDF"]
     assert len(experts) == upcycling.copies * upcycling.granularity
 

@@ -10,6 +10,7 @@ from penstock.kernels.reference import IGNORED_LABEL
 from penstock.models.decoder import Hidden
 from penstock.train.global_batch import cut, labels_at_depth
 from penstock.train.loss import LossRule, batch_loss
+from tests.closeness import assert_close
 from tests.train.tiny_run import cut_rule, random_batch
 
 
@@ -53,8 +54,8 @@ def test_parts_of_micro_batches_add_up_to_means_over_the_global_batch() -> None:
     ]
     main = F.cross_entropy((hidden_BSD @ head_VD.T).flatten(0, 1), batch.labels_BS.flatten())
     deeper = F.cross_entropy((deeper_BSD @ head_VD.T).flatten(0, 1), labels_at_depth(batch, 1).flatten())
-    torch.testing.assert_close(sum(loss.parts for loss in losses), torch.stack([main, deeper]))
-    torch.testing.assert_close(sum(loss.total for loss in losses), main + 0.3 * deeper)
+    assert_close(sum(loss.parts for loss in losses), torch.stack([main, deeper]))
+    assert_close(sum(loss.total for loss in losses), main + 0.3 * deeper)
 
 
 def test_the_mtp_weight_is_shared_by_the_depths() -> None:
@@ -63,7 +64,7 @@ def test_the_mtp_weight_is_shared_by_the_depths() -> None:
     rule = LossRule(depths=2, mtp_weight=0.5, z_weight=0.0, chunk_tokens=None)
     whole = cut(batch, cut_rule(1, depths=2))
     loss = batch_loss(hidden, head_VD, whole.micro_batches[0].labels, whole.counted, rule)
-    torch.testing.assert_close(loss.total, loss.parts[0] + 0.25 * (loss.parts[1] + loss.parts[2]))
+    assert_close(loss.total, loss.parts[0] + 0.25 * (loss.parts[1] + loss.parts[2]))
 
 
 def test_a_depth_that_no_row_is_long_enough_for_costs_nothing() -> None:
@@ -84,4 +85,4 @@ def test_the_z_loss_is_part_of_the_loss() -> None:
         return batch_loss(Hidden(hidden_BSD, ()), head_VD, whole.micro_batches[0].labels, whole.counted, rule).total
 
     z = (hidden_BSD @ head_VD.T).logsumexp(-1).square().mean()
-    torch.testing.assert_close(loss(0.1) - loss(0.0), 0.1 * z)
+    assert_close(loss(0.1) - loss(0.0), 0.1 * z)

@@ -23,6 +23,7 @@ from penstock.parallel.axes import Axes, make_axes
 from penstock.parallel.holding import Holding, Part
 from penstock.parallel.shard import shard_fully
 from penstock.train.optimizer import MasterAdamW
+from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 from tests.train.small_model import SETTINGS, holdings_of
 
@@ -227,17 +228,17 @@ def test_every_division_gives_the_gradients_masters_and_moments_of_one_process(r
     found = ranks.run(4, _train, case)
     for rank in found:
         assert rank.norms == found[0].norms
-        assert rank.norms == pytest.approx(expected.norms, rel=1e-6)
+        assert_close(rank.norms, expected.norms, what="norms")
         for name, gradient in rank.gradients.items():
             pieces = rank.parts[f"model.{name}"].pieces
             assert torch.equal(gradient, _take(expected.gradients[name], pieces, tuple(gradient.shape))), name
         for name, held in rank.parts.items():
             wanted = _take(expected.parts[name].tensor, held.pieces, tuple(held.tensor.shape))
-            torch.testing.assert_close(held.tensor, wanted, rtol=1e-6, atol=1e-9, msg=name)
+            assert_close(held.tensor, wanted, tolerance=1e-6, what=name)
         for name, value in rank.parameters.items():
             if case.parallel.tensor == 1:
                 assert torch.equal(value, found[0].parameters[name]), name
-                torch.testing.assert_close(value, expected.parameters[name], rtol=0.01 if case.bf16 else 1e-6, atol=0)
+                assert_close(value, expected.parameters[name], tolerance=0.01 if case.bf16 else 1e-6, what=name)
 
 
 @pytest.mark.parametrize("case", _cases(), ids=str)

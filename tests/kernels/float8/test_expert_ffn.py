@@ -1,6 +1,5 @@
 """The experts' network in 8 bits against float32, on the definitions and on our kernels, and what it keeps."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +18,7 @@ from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, 
 from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.reference import SWIGLU, ExpertRule, RowOrder
 from penstock.kernels.tuning import target_of
+from tests.closeness import decibels
 
 HIDDEN, WIDTH, EXPERTS = 128, 128, 3
 
@@ -109,11 +109,6 @@ def run_exactly(batch: Batch, **options: Any) -> list[Tensor]:
         biases=(batch.biases[0].float(), batch.biases[1].float()),
     )
     return run(wide, reference.expert_ffn, **options)
-
-
-def decibels(found: Tensor, expected: Tensor) -> float:
-    noise = (found.double() - expected.double()).square().sum().item()
-    return math.inf if noise == 0 else 10 * math.log10(expected.double().square().sum().item() / noise)
 
 
 def assert_over(bar: float, found: list[Tensor], expected: list[Tensor]) -> None:

@@ -23,6 +23,7 @@ from penstock.kernels.float8.swiglu import swiglu_backward
 from penstock.kernels.float8.tile_launches import BACKWARD_LAUNCHES, BACKWARD_TAKEN, BackwardLaunch
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tuning import target_of
+from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
 from tests.kernels.float8.draw_quantized import without_tail
 from tests.kernels.float8.gluon_in_torch import interpreted, launch
@@ -112,7 +113,7 @@ def test_copies_are_those_of_the_definition_byte_for_byte(
     if is_weighed:
         assert found.dweights_R is not None and expected.dweights_R is not None
         used = slice(sum(counts))
-        torch.testing.assert_close(found.dweights_R[used], expected.dweights_R[used], rtol=1e-5, atol=1e-3)
+        assert_close(found.dweights_R[used], expected.dweights_R[used], tolerance=1e-5)
         assert not found.dweights_R[sum(counts) :].any()
 
 
@@ -218,7 +219,7 @@ def test_a_hopper_gives_the_copies_of_the_definition(
         same = (mine.values.view(torch.uint8)[rows] == other.values.view(torch.uint8)[rows]).float()
         assert not same.numel() or (same_scales.mean() > 0.999 and same.mean() > 0.999)
     assert found.dweights_R is not None and expected.dweights_R is not None
-    torch.testing.assert_close(found.dweights_R[used], expected.dweights_R[used], rtol=1e-3, atol=1e-2)
+    assert_close(found.dweights_R[used], expected.dweights_R[used], tolerance=1e-3)
     assert not found.dweights_R[sum(counts) :].any()
 
 

@@ -16,6 +16,7 @@ from penstock.kernels.float8.quantized import Both, Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, Recipe
 from penstock.kernels.float8.reference import quantize_rows
 from penstock.kernels.float8.tile_launches import TRANSPOSING
+from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 from tests.kernels.parity import assert_parity
 
@@ -99,7 +100,7 @@ def test_gradients_are_those_of_the_norm(module: object, keep_plain: bool, devic
             partial(vars(plain_norm)[name], epsilon=EPSILON),
         )
         for mine, other in zip(gradients(fast, *tensors), gradients(exact, *tensors), strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+            assert_close(mine, other, tolerance=1e-5)
 
 
 def test_rows_that_lie_apart_are_read_where_they_are(device: torch.device) -> None:

@@ -20,6 +20,7 @@ from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
 from penstock.kernels.float8.transpose import transpose_weight
 from penstock.kernels.reference import SWIGLU
 from penstock.kernels.tuning import target_of
+from tests.closeness import decibels
 from tests.kernels.float8.draw_quantized import without_tail
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -66,11 +67,6 @@ def assert_equal(found: Quantized | None, expected: Quantized | None, rows: int 
 def assert_both_equal(found: Both, expected: Both) -> None:
     assert_equal(found.rows, expected.rows)
     assert_equal(found.columns, expected.columns)
-
-
-def decibels(got: Tensor, expected: Tensor) -> float:
-    noise = (got.double() - expected.double()).square().sum().item()
-    return 10 * math.log10(expected.double().square().sum().item() / noise) if noise else math.inf
 
 
 def assert_near(found: Quantized | None, expected: Quantized | None, rows: int | None = None) -> None:

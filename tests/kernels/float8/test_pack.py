@@ -13,6 +13,7 @@ from penstock.kernels.float8.packed_rows import as_quantized, row_bytes
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8, ROWWISE, Recipe
 from penstock.kernels.float8.reference import dequantize
+from tests.closeness import assert_equal
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 
 FORMS = (E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ)
@@ -33,7 +34,7 @@ def _hostile(rows: int, width: int, dtype: torch.dtype, device: torch.device) ->
 def _assert_same(one: Quantized, other: Quantized) -> None:
     """Bit for bit, but that one NaN is like another."""
     for mine, theirs in zip(one[:2], other[:2], strict=True):
-        torch.testing.assert_close(mine.float(), theirs.float(), rtol=0, atol=0, equal_nan=True)
+        assert_equal(mine.float(), theirs.float())
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form.dtype))
@@ -50,7 +51,7 @@ def test_one_kernel_gives_the_bits_that_the_definition_gives(
     _assert_same(found, REFERENCE.quantize_rows(x_TD, recipe, form).rows)
     opened_TD = pack.unpack_rows(packed, width, recipe, form, dtype)
     wanted_TD = dequantize(found).to(dtype)
-    torch.testing.assert_close(opened_TD, wanted_TD, rtol=0, atol=0, equal_nan=True)
+    assert_equal(opened_TD, wanted_TD)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)

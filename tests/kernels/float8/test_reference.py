@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from penstock.kernels.float8.formats import E4M3, E4M3_FNUZ, E5M2, E5M2_FNUZ, Format, format_on
 from penstock.kernels.float8.recipes import (
@@ -33,18 +32,13 @@ from penstock.kernels.float8.reference import (
     quantize_rows,
     quantize_weight,
 )
+from tests.closeness import assert_close, decibels
 from tests.examples import examples
 
 FORMS = [E4M3, E5M2, E4M3_FNUZ, E5M2_FNUZ]
 EIGHT_BITS = [TENSORWISE, ROWWISE, BLOCKWISE, BLOCKWISE_SQUARE, MXFP8]
 every_recipe = pytest.mark.parametrize("recipe", EIGHT_BITS, ids=lambda recipe: recipe.name)
 every_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form.dtype).removeprefix("torch."))
-
-
-def decibels(found: Tensor, expected: Tensor) -> float:
-    """Signal to noise."""
-    noise = (found.double() - expected.double()).square().sum().item()
-    return 10 * math.log10(expected.double().square().sum().item() / noise) if noise else math.inf
 
 
 @every_form
@@ -58,7 +52,7 @@ def test_signal_to_noise_is_what_the_format_has_bits_for(recipe: Recipe, form: F
     assert decibels(dequantize(columns).T, x_RD) > bar
 
 
-def test_four_bits_keep_twelve_decibels() -> None:
+def test_four_bits_keep_twelvedecibels() -> None:
     x_RD = torch.randn(64, 256)
     assert decibels(dequantize(quantize_rows(x_RD, NVFP4, E4M3).rows), x_RD) > 12
 
@@ -70,7 +64,7 @@ def test_outliers_make_no_nan_and_stay_themselves(recipe: Recipe, form: Format) 
     x_RD[3, 7], x_RD[3, 200], x_RD[11, 0] = 1e30, -1e20, 4e4
     found = dequantize(quantize_rows(x_RD, recipe, form).rows)
     assert found.isfinite().all()
-    assert found[3, 7].item() == pytest.approx(1e30, rel=0.13)
+    assert_close(found[3, 7], 1e30, tolerance=0.13)
     if recipe is not TENSORWISE:
         untouched = [row for row in range(20) if row not in (3, 11)]
         assert decibels(found[untouched], x_RD[untouched]) > 20, "an outlier is a matter of its own row"
@@ -127,7 +121,7 @@ def test_a_last_block_is_smaller_and_all_shapes_are_kept(outer: int, depth: int,
     for copy, sizes, block in ((found, (outer, depth), recipe.rows), (columns, (depth, outer), recipe.columns)):
         assert copy.values.shape == sizes and copy.block == block
         assert copy.scales.shape == tuple(-(-size // (side or size)) for size, side in zip(sizes, block, strict=True))
-    torch.testing.assert_close(dequantize(found), x_RD, rtol=0.07, atol=0)
+    assert_close(dequantize(found), x_RD, tolerance=0.07)
     assert torch.equal(dequantize(columns).T, dequantize(found)), "one number has one scale in either direction"
 
 
@@ -180,7 +174,7 @@ def test_four_bits_round_to_the_nearest_and_halves_to_even() -> None:
     x = torch.tensor([[6.0, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 2.51, 3.5, 5.0, 5.01, -0.75, -5.0, 0.0, -6.0, 3.0]])
     found = quantize(x, NVFP4.rows, E4M3, NVFP4.scaling)
     expected = [6.0, 0.0, 0.5, 1.0, 1.0, 2.0, 2.0, 3.0, 4.0, 4.0, 6.0, -1.0, -4.0, 0.0, -6.0, 3.0]
-    assert found.scales.item() == pytest.approx(1.0)
+    assert_close(found.scales.item(), 1.0)
     assert found.values.float()[0].tolist() == expected
 
 

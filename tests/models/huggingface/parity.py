@@ -22,6 +22,7 @@ from transformers.masking_utils import (
 from penstock.config.model import Model
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.weights import load_huggingface
+from tests.closeness import relative_error
 from tests.models.families import in_transformers, reading_of, tiny_decoder
 
 ROWS, POSITIONS = 3, 24
@@ -70,7 +71,7 @@ def compare(config: Model, folder: Path, *, packed: bool = False) -> Parity:
     loss.backward()
     expected.backward()
     gradient, weight = _worst_gradient(ours, _their_gradients(config, theirs, folder / "gradients"))
-    return Parity(_apart(logits_BSV, expected_BSV), _apart(loss, expected), gradient, weight)
+    return Parity(relative_error(logits_BSV, expected_BSV), relative_error(loss, expected), gradient, weight)
 
 
 def unsettled(model: Decoder) -> Decoder:
@@ -133,10 +134,6 @@ def _worst_gradient(ours: Decoder, expected: dict[str, Tensor]) -> tuple[float, 
     apart = {}
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
-        apart[name] = _apart(parameter.grad, expected[name], least)
+        apart[name] = relative_error(parameter.grad, expected[name], least=least)
     worst = max(apart, key=lambda name: apart[name])
     return apart[worst], worst
-
-
-def _apart(ours: Tensor, theirs: Tensor, least: float = 0.0) -> float:
-    return float((ours - theirs).detach().abs().max() / theirs.detach().abs().max().clamp(min=least))
