@@ -18,7 +18,7 @@ TESTS       ?=
 
 BIN  := .venv/bin
 CODE := penstock tests benchmarks tools
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadgroup \
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadgroup \
           --durations=10 --durations-min=2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
