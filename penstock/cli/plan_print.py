@@ -7,23 +7,20 @@ from dataclasses import asdict, dataclass
 
 from penstock.cli.figures import bytes_text, shortened
 from penstock.cli.table import print_table
+from penstock.plan.asked_layout import FOLLOW, differing_fields, field_label
 from penstock.plan.hardware import ORIGINS, Cluster, Hardware, Sourced
 from penstock.plan.projection import Layout, Plan, Projection, Refusal
 from penstock.plan.what_if import components, slowest
 
 _SIZES = ("tp", "cp", "pp", "ep", "etp")
-_CHOICES: Mapping[str, str] = {
-    "schedule": "schedule",
-    "micro_batch": "micro-batch",
-    "recompute": "recompute",
-    "sync_free_stage": "sync-free stage",
-    "dispatcher": "dispatcher",
-    "shard": "shard",
-}
-"""Parts of a layout that have a column where candidates differ in them, and a word in one line where they do not."""
+_CHOICES = ("schedule", "micro_batch", "recompute", "sync_free_stage", "dispatcher", "shard")
+"""Parts of a layout that stand in one line behind the table where candidates do not differ in them."""
 
-_LEAST = ("left", "exposed", "bubble", *reversed(tuple(_CHOICES.values())), "MFU")
-"""Columns of candidates that a narrow terminal misses least."""
+_IN_SIZES = {*_SIZES, "vpp", *FOLLOW}
+"""Parts of a layout that the text of its sizes says, or that follow from them."""
+
+_LEAST = ("left", "exposed", "bubble", "MFU", "memory", *map(field_label, reversed(_CHOICES)))
+"""Columns of candidates that a narrow terminal misses least: what tells rows apart is left out last."""
 
 LONGEST_REASON = 110
 """Characters of a reason in the table of refusals."""
@@ -89,15 +86,10 @@ def cluster_text(cluster: Cluster) -> str:
     return f"{cluster.devices} {hardware.name}{nodes}, {bytes_text(hardware.memory.capacity_bytes)} each"
 
 
-def speed_unit(cluster: Cluster) -> str:
-    """Of a device's speed."""
-    return "tokens/s/CPU" if cluster.hardware.vendor == "cpu" else "tokens/s/GPU"
-
-
 def conclusion(projection: Projection) -> str:
     """The one line that matters, of one candidate."""
     time, capacity = projection.time, bytes_text(projection.capacity_bytes)
-    each = f"{time.tokens_per_second_per_device:,.0f} {speed_unit(projection.cluster)}"
+    each = f"{time.tokens_per_second_per_device:,.0f} {projection.cluster.speed_unit}"
     speed = f"{seconds_text(time.step_seconds)} a step, {each}"
     if projection.fits:
         return f"{projection.layout}: {speed}, {bytes_text(projection.memory.total)} of {capacity}"
@@ -144,21 +136,21 @@ def print_plan(plan: Plan, assumed: Sequence[str]) -> None:
 
 def print_candidates(candidates: Sequence[Projection]) -> None:
     """A row for each; choices in which they do not differ come behind the table, in one line."""
-    choices = [asdict(one.layout) for one in candidates]
-    told = {name for name in _CHOICES if len({choice[name] for choice in choices}) > 1}
-    head = ["", "layout", *(word for name, word in _CHOICES.items() if name in told)]
-    head += ["step", speed_unit(candidates[0].cluster), "MFU", "bubble", "exposed", "memory", "left"]
+    first = asdict(candidates[0].layout)
+    told = {name: texts for name, texts in differing_fields(candidates).items() if name not in _IN_SIZES}
+    head = ["", "layout", *map(field_label, told)]
+    head += ["step", candidates[0].cluster.speed_unit, "MFU", "bubble", "exposed", "memory", "left"]
     rows = []
-    for number, (one, choice) in enumerate(zip(candidates, choices, strict=True), start=1):
+    for number, one in enumerate(candidates, start=1):
         time = one.time
-        row = [f"{number}", sizes_text(one.layout), *(f"{choice[name]}" for name in _CHOICES if name in told)]
+        row = [f"{number}", sizes_text(one.layout), *(texts[number - 1] for texts in told.values())]
         row += [seconds_text(time.step_seconds), f"{time.tokens_per_second_per_device:,.0f}"]
         row += [f"{time.model_flops_utilization:.1%}", f"{time.bubble:.1%}"]
         row += [seconds_text(time.exposed_communication_seconds), bytes_text(one.memory.total)]
         row += [bytes_text(-one.over_bytes) if one.fits else f"{bytes_text(one.over_bytes)} too much"]
         rows.append(row)
     print_table(head, rows, _LEAST)
-    same = [f"{word} {choices[0][name]}" for name, word in _CHOICES.items() if name not in told]
+    same = [f"{field_label(name)} {first[name]}" for name in _CHOICES if name not in told]
     if same:
         print(f"{'all' if len(candidates) > 1 else 'with'}: {', '.join(same)}")
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.cli.figures import bytes_text
-from penstock.cli.plan_print import conclusion, seconds_text, speed_unit
+from penstock.cli.plan_print import conclusion, seconds_text
 from penstock.cli.table import print_table
 from penstock.plan.projection import Projection, Refusal, candidate_json
 from penstock.plan.what_if import Change, Comparison, Point
@@ -95,13 +95,13 @@ def print_scaling(kinds: Mapping[str, Sequence[Point]], base: Projection) -> Non
     }
     for kind, points in kinds.items():
         print(f"\n{titles[kind]}")
-        _print_points(points, speed_unit(base.cluster))
+        _print_points(points, base.cluster.speed_unit)
 
 
 def print_sweep(points: Sequence[Point], base: Projection) -> None:
     """Print one run with several values of one thing."""
     print(f"from: {conclusion(base)}\n")
-    _print_points(points, speed_unit(base.cluster))
+    _print_points(points, base.cluster.speed_unit)
 
 
 def _print_points(points: Sequence[Point], speed: str) -> None:

@@ -6,17 +6,19 @@ recomputation begins with all layers. `dp` and `edp` follow from the others; say
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
+from itertools import chain
 from math import floor
 
 from penstock.base.errors import ConfigError
 from penstock.base.meant import did_you_mean
+from penstock.config.compare import leaves
 from penstock.config.fit import grid_of
 from penstock.config.merge import merge, parse_overrides
 from penstock.config.run import Run
 from penstock.config.validation import build
 from penstock.layout.schedules import SCHEDULES
-from penstock.plan.projection import Layout
+from penstock.plan.projection import Layout, Projection
 
 FIELDS: Mapping[str, str] = {
     "pp": "parallel.pipeline",
@@ -38,6 +40,40 @@ FOLLOW: Mapping[str, str] = {"dp": "data", "edp": "expert_data"}
 """What follows from the rest, by its name in the grid."""
 
 assert {*FIELDS, *FOLLOW} == {field.name for field in fields(Layout)}, "every word of a layout is known here"
+
+_SIZES = ("pp", "vpp", "ep", "etp", "cp", "tp", "dp", "edp")
+
+
+def differing_fields(projections: Sequence[Projection]) -> dict[str, list[str]]:
+    """What tells projections apart: each field of their layouts, and then of their runs, that is not the same in all.
+
+    Args:
+        projections: at least one.
+
+    Returns:
+        Values as texts, one for each projection, by the name in a layout, or by the path in a run (`a.b`) of what no
+        layout says.
+    """
+    said = set(FIELDS.values())
+    tables = [
+        {**asdict(one.layout), **{path: value for path, value in leaves(one.run).items() if path not in said}}
+        for one in projections
+    ]
+    columns = {name: [table.get(name) for table in tables] for name in dict.fromkeys(chain(*tables))}
+    return {
+        name: ["-" if value is None else f"{value}" for value in values]
+        for name, values in columns.items()
+        if any(value != values[0] for value in values)
+    }
+
+
+def field_label(name: str) -> str:
+    """How tables call a field of `differing_fields`: `PP`, `sync-free stage`, `training.sequence_length`."""
+    if "." in name:
+        return name
+    if name in _SIZES:
+        return name.upper()
+    return {"micro_batch": "micro-batch", "sync_free_stage": "sync-free stage"}.get(name, name)
 
 
 def parse_layout(text: str) -> dict[str, str]:

@@ -345,6 +345,11 @@ class Cluster:
         """How many."""
         return self.devices // self.node_devices
 
+    @property
+    def speed_unit(self) -> str:
+        """Of a device's speed."""
+        return "tokens/s/CPU" if self.hardware.vendor == "cpu" else "tokens/s/GPU"
+
     def group(self, ranks: int, stride: int = 1) -> Group:
         """Ranks that stand `stride` apart, the first at the beginning of a node.
 

@@ -60,7 +60,10 @@ def curves_figure(name: str, title: str, caption: str, axes: Axes, curves: Seque
     data = [_line(curve, SERIES[place % len(SERIES)], axes) for place, curve in enumerate(curves)]
     xs = [x for curve in curves for x in curve.xs]
     # A curve that starts at 0 is honest about ratios; on a logarithmic axis there is no 0.
-    y_axis = {"title": {"text": axes.y}, **({"type": "log"} if axes.is_y_log else {"rangemode": "tozero"})}
+    y_axis = {
+        "title": {"text": axes.y},
+        **({"type": "log"} if axes.is_y_log else {"rangemode": "tozero", "tickformat": ","}),
+    }
     layout = {"xaxis": _x_axis(axes, xs), "yaxis": y_axis, "hovermode": "closest", "showlegend": len(curves) > 1}
     return Figure(name=name, title=title, caption=caption, data=data, layout=layout)
 
@@ -88,7 +91,9 @@ class Scaling:
         ]
 
 
-def scaling_figure(name: str, title: str, caption: str, scalings: Sequence[Scaling]) -> Figure:
+def scaling_figure(
+    name: str, title: str, caption: str, scalings: Sequence[Scaling], unit: str = "tokens/s/device"
+) -> Figure:
     """Tokens per second of a device, and efficiency, over devices, one above the other.
 
     Args:
@@ -96,8 +101,9 @@ def scaling_figure(name: str, title: str, caption: str, scalings: Sequence[Scali
         title: of it.
         caption: what is held fixed.
         scalings: weak, strong, or both.
+        unit: of the speed.
     """
-    axes = Axes(x="devices", y="tokens/s for each device")
+    axes = Axes(x="devices", y=unit)
     data: list[dict[str, Any]] = []
     for place, scaling in enumerate(scalings):
         colour = SERIES[place % len(SERIES)]
@@ -110,7 +116,7 @@ def scaling_figure(name: str, title: str, caption: str, scalings: Sequence[Scali
     percent = {"title": {"text": "efficiency"}, "tickformat": ".0%", "rangemode": "tozero", "domain": [0, 0.42]}
     layout = {
         "xaxis": _x_axis(axes, xs) | {"anchor": "y2"},
-        "yaxis": {"title": {"text": axes.y}, "rangemode": "tozero", "domain": [0.52, 1]},
+        "yaxis": {"title": {"text": axes.y}, "rangemode": "tozero", "domain": [0.52, 1], "tickformat": ","},
         "yaxis2": percent,
         "hovermode": "closest",
     }
@@ -120,7 +126,7 @@ def scaling_figure(name: str, title: str, caption: str, scalings: Sequence[Scali
 def _x_axis(axes: Axes, xs: Sequence[float]) -> dict[str, Any]:
     """The lower axis, with ticks where there are points."""
     ticks = sorted(set(xs))
-    axis: dict[str, Any] = {"title": {"text": axes.x}}
+    axis: dict[str, Any] = {"title": {"text": axes.x}, "tickformat": ","}
     if axes.is_x_log:
         axis["type"] = "log"
     if len(ticks) <= 12:

@@ -139,6 +139,11 @@ def time_text(seconds: float) -> str:
     return f"{three_digits(seconds / size)} {name}"
 
 
+def share_text(share: float) -> str:
+    """A share with one decimal: `28.3%`; a small one is not written as nothing."""
+    return "<0.1%" if 0 < share < 0.0005 else f"{share:.1%}"
+
+
 def bytes_text(size: float) -> str:
     """Bytes in the unit in which they are at least 1: `14.9 MB`, `45.7 GB`."""
     unit, name = next((one for one in BYTE_UNITS if size >= one[0]), (1.0, "B"))

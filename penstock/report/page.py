@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from penstock.plan.projection import Plan, Projection
-from penstock.report.figure import Figure, gigabytes, time_text
-from penstock.report.frame import card, document, key_figures, scrolling, write_whole
+from penstock.plan.projection import Plan
+from penstock.report.figure import Figure, counted, gigabytes, share_text, time_text
+from penstock.report.frame import card, document, key_figures, write_whole
 from penstock.report.stacks import memory_figure, time_figure
 from penstock.report.tables import candidates_table, refusals_table
-from penstock.report.timeline import Shares, planned, timeline_figure
+from penstock.report.timeline import planned, shares_of, timeline_figure
 
 BARS = 12
 """Layouts of a picture at most."""
@@ -38,15 +38,11 @@ def plan_figures(plan: Plan, timelines: int = TIMELINES) -> list[Figure]:
     for place, one in enumerate(shown[:timelines], start=1):
         schedule, playback = one.time.schedule, one.time.playback
         if schedule is not None and playback is not None:
-            stages = f"{schedule.ranks} ranks x {schedule.stages_per_rank}"
-            title = f"Pipeline of layout {place}: {schedule.name}, {stages}, {schedule.micro_batches} micro-batches"
-            figures.append(timeline_figure(f"timeline-{place}", title, [planned(schedule, playback, _shares(one))]))
+            stages = f"{schedule.ranks} ranks x {counted(schedule.stages_per_rank, 'stage')}"
+            parts = "1 micro-batch" if schedule.micro_batches == 1 else f"{schedule.micro_batches:,} micro-batches"
+            title = f"Pipeline of layout {place}: {schedule.name}, {stages}, {parts}"
+            figures.append(timeline_figure(f"timeline-{place}", title, [planned(schedule, playback, shares_of(one))]))
     return figures
-
-
-def _shares(projection: Projection) -> Shares:
-    """What stages hold of a micro-batch, in GB."""
-    return Shares(activation=tuple(kept / 1e9 for kept in projection.time.kept_bytes), unit="GB")
 
 
 def page(plan: Plan, *, more: Sequence[Figure] = (), timelines: int = TIMELINES) -> str:
@@ -62,21 +58,24 @@ def page(plan: Plan, *, more: Sequence[Figure] = (), timelines: int = TIMELINES)
     """
     figures = [*plan_figures(plan, timelines), *more]
     wide, narrow = [one for one in figures if one.is_wide], [one for one in figures if not one.is_wide]
-    # Pictures stand in two columns; refusals fill the place that an odd number leaves.
-    refused = '<section class="wide">' if len(narrow) % 2 == 0 else "<section>"
     fit = sum(one.fits for one in plan.candidates)
     where = f"{plan.cluster.devices:,} x {plan.cluster.hardware.name}"
     shown = f"{len(plan.candidates):,} shown" if fit else "none of those shown fits"
+    found = candidates_table(plan) if plan.candidates else _NOTHING
+    # Pictures stand in two columns; refusals fill the place that an odd number leaves.
+    width = ' class="wide"' if len(narrow) % 2 == 0 else ""
+    refused = f"<section{width}><h2>Refused</h2>{refusals_table(plan.refused)}</section>" if plan.refused else ""
+    alone = {narrow[-1].name} if len(narrow) % 2 and not refused else set()
     body = f"""
 <header>
 <h1>{escape(plan.model)} <span class="faint">on {escape(where)}</span></h1>
-<p class="faint">{plan.considered:,} layouts looked at, {shown}. Projected, not measured.</p>
-{_key_figures(plan.candidates[0]) if plan.candidates else ""}
+<p class="faint">{counted(plan.considered, "layout")} looked at, {shown}. Projected, not measured.</p>
+{_key_figures(plan) if plan.candidates else ""}
 </header>
 <main>
-<section class="wide"><h2>Candidates</h2>{scrolling(candidates_table(plan)) if plan.candidates else _NOTHING}</section>
-{"".join(card(figure) for figure in [*narrow[:2], *wide, *narrow[2:]])}
-{refused}<h2>Refused</h2>{scrolling(refusals_table(plan.refused))}</section>
+<section class="wide"><h2>Candidates</h2>{found}</section>
+{"".join(card(one, is_wide=one.name in alone) for one in [*narrow[:2], *wide, *narrow[2:]])}
+{refused}
 </main>"""
     return document(f"{plan.model} on {where}", body, figures)
 
@@ -99,15 +98,17 @@ def write_page(plan: Plan, path: Path, *, more: Sequence[Figure] = (), timelines
     write_whole(path, page(plan, more=more, timelines=timelines).encode())
 
 
-def _key_figures(best: Projection) -> str:
+def _key_figures(plan: Plan) -> str:
     """What is read first of the first candidate."""
+    best = plan.candidates[0]
     time = best.time
+    is_search = plan.considered > len(plan.candidates)
     facts = {
-        "fastest" if best.fits else "asked for": str(best.layout),
-        "step": time_text(time.step_seconds),
-        "tokens/s/device": f"{time.tokens_per_second_per_device:,.0f}",
-        "MFU": f"{time.model_flops_utilization:.1%}",
-        "bubble": f"{time.bubble:.1%}",
+        "fastest" if best.fits and is_search else "asked for": str(best.layout),
+        "time": f"{time_text(time.step_seconds)} per step",
+        "speed": f"{time.tokens_per_second_per_device:,.0f} {plan.cluster.speed_unit}",
+        "MFU": share_text(time.model_flops_utilization),
+        "bubble": share_text(time.bubble),
         "memory": f"{gigabytes(best.memory.total)} of {gigabytes(best.capacity_bytes)}",
     }
     return key_figures(facts, over="" if best.fits else "memory")

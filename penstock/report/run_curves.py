@@ -7,7 +7,7 @@ from typing import Any
 from penstock.config.run import Run
 from penstock.plan.projection import Projection
 from penstock.report.colours import LIMIT, PHASES, SERIES, part_colours
-from penstock.report.figure import Figure, three_digits, time_text, time_unit
+from penstock.report.figure import Figure, share_text, three_digits, time_text, time_unit
 from penstock.report.thin import Points, curve, thinned
 from penstock.tune.doctor_run import USUAL
 
@@ -51,7 +51,7 @@ def loss_figure(lines: Sequence[Line]) -> Figure | None:
         title="Loss",
         caption=f"nats per token. {last}. {train.words}".strip(),
         data=data,
-        layout={"xaxis": _steps(), "yaxis": {"title": {"text": "nats/token"}}, "hovermode": "closest"},
+        layout={"xaxis": _steps(), "yaxis": {"title": {"text": "loss (nats/token)"}}, "hovermode": "closest"},
     )
 
 
@@ -88,33 +88,34 @@ def gradient_figure(lines: Sequence[Line], run: Run | None) -> Figure | None:
     )
 
 
-def speed_figure(lines: Sequence[Line], planned: Projection | None) -> Figure | None:
+def speed_figure(lines: Sequence[Line], planned: Projection | None, unit: str = "tokens/s/device") -> Figure | None:
     """Tokens per second of a device, and below it model FLOPs utilization where it is known.
 
     Args:
         lines: of metrics.jsonl.
         planned: the run where it ran, drawn as dashed lines.
+        unit: of the speed.
     """
     speed, mfu = _points(lines, "tokens_per_second_per_device"), _points(lines, "model_flops_utilization")
     if speed is None:
         return None
-    data = curve(speed, "tokens/s/device", SERIES[0], "step %{x:,}<br>%{y:,.0f} tokens/s/device")
+    data = curve(speed, unit, SERIES[0], f"step %{{x:,}}<br>%{{y:,.0f}} {unit}")
     usual = usual_of(lines, "tokens_per_second_per_device")
-    words = [f"{three_digits(usual)} tokens/s/device" if usual is not None else ""]
+    words = [f"{three_digits(usual)} {unit}" if usual is not None else ""]
     shapes = []
-    layout: dict[str, Any] = {"yaxis": {"title": {"text": "tokens/s/device"}, "rangemode": "tozero"}}
+    layout: dict[str, Any] = {"yaxis": {"title": {"text": unit}, "rangemode": "tozero", "tickformat": ","}}
     if mfu is not None:
         data += curve(mfu, "MFU", SERIES[2], "step %{x:,}<br>MFU %{y:.1%}", yaxis="y2")
         layout["yaxis"]["domain"] = TOP
-        layout["yaxis2"] = {"title": {"text": "MFU"}, "rangemode": "tozero", "domain": BOTTOM, "tickformat": ".0%"}
-        words.append(f"MFU {usual_of(lines, 'model_flops_utilization') or 0:.1%}")
+        layout["yaxis2"] = {"title": {"text": "MFU"}, "rangemode": "tozero", "domain": BOTTOM, "tickformat": ".2~%"}
+        words.append(f"MFU {share_text(usual_of(lines, 'model_flops_utilization') or 0.0)}")
     plan = ""
     if planned is not None:
         shapes.append(_level(planned.time.tokens_per_second_per_device, "y"))
-        plan = f" Dashed, the plan: {three_digits(planned.time.tokens_per_second_per_device)} tokens/s/device"
+        plan = f" Dashed, the plan: {three_digits(planned.time.tokens_per_second_per_device)} {unit}"
         if mfu is not None:
             shapes.append(_level(planned.time.model_flops_utilization, "y2"))
-            plan += f", MFU {planned.time.model_flops_utilization:.1%}"
+            plan += f", MFU {share_text(planned.time.model_flops_utilization)}"
         plan += "."
     unknown = "" if mfu is not None else " No MFU: the peak of the device is not known."
     axis = _steps() | ({"anchor": "y2"} if mfu is not None else {})
@@ -163,7 +164,7 @@ def step_figure(lines: Sequence[Line], planned: Projection | None) -> Figure | N
         data=[*data, *total],
         layout={
             "xaxis": _steps(),
-            "yaxis": {"title": {"text": unit}, "rangemode": "tozero"},
+            "yaxis": {"title": {"text": f"time of a step ({unit})"}, "rangemode": "tozero", "tickformat": ","},
             "shapes": shapes,
             "hovermode": "x unified" if names else "closest",
             "showlegend": bool(names),

@@ -98,6 +98,21 @@ class RunEvidence:
         """Those with a trace."""
         return () if self.answer is None else self.answer.ranks
 
+    @property
+    def is_cpu(self) -> bool:
+        """The run is on a CPU, as far as one can tell; of traces alone that of their device."""
+        if self.starts:
+            return self.starts[-1].get("cuda") is None and self.starts[-1].get("hip") is None
+        if self.ranks:
+            return self.is_host
+        is_gpu = self.facts.capacity_bytes is not None or self.projection is not None
+        return not (is_gpu or (self.run is not None and self.run.device == "cuda"))
+
+    @property
+    def speed_unit(self) -> str:
+        """Of a device's speed."""
+        return "tokens/s/CPU" if self.is_cpu else "tokens/s/GPU"
+
 
 def sentence(reason: str) -> str:
     """A reason with a capital and a full stop."""

@@ -122,7 +122,7 @@ def _heat(table: Any, names: Sequence[str], hover: str) -> dict[str, Any]:
         "z": [[None if np.isnan(value) else rounded(value, 4) for value in row] for row in table.tolist()],
         "y": list(names),
         "ygap": 1,
-        "colorbar": {"thickness": 12, "outlinewidth": 0},
+        "colorbar": {"title": {"text": "x mean"}, "thickness": 12, "outlinewidth": 0},
         "hovertemplate": hover + "<extra></extra>",
     }
 

@@ -10,7 +10,7 @@ from penstock.report.colours import LIMIT, MEMORY_PARTS, SERIES
 from penstock.report.figure import Figure, gigabytes, rounded
 from penstock.report.run_evidence import RunEvidence
 from penstock.report.run_steps import last_step
-from penstock.report.stacks import height_of, limit_line, memory_parts, part_bars, stacked
+from penstock.report.stacks import height_of, memory_layout, memory_parts, part_bars, stacked
 from penstock.report.thin import extremes
 from penstock.trace.answer import RankAnswer
 
@@ -44,11 +44,12 @@ def memory_figure(evidence: RunEvidence) -> Figure | None:
     names = {place: place_name(planned, place) for place in shown}
     bars = [{name: size / 1e9 for name, size in memory_parts(planned.memories[place]).items()} for place in shown]
     notes = [f"planned, in {planned.memories[place].moment}" for place in shown]
-    data = part_bars([names[place] for place in shown], bars, notes, "GB", MEMORY_PARTS)
+    rows = [names[place] for place in shown]
+    data = part_bars(rows, bars, notes, "GB", MEMORY_PARTS)
     at = {rank: rank * count // world for rank in peaks}
     data += _marks({rank: peak for rank, peak in peaks.items() if at[rank] in names}, lambda rank: names[at[rank]])
     capacity = planned.capacity_bytes / 1e9
-    most = max(capacity, *(sum(bar.values()) for bar in bars), *(peak / 1e9 for peak, _ in peaks.values()))
+    marks = [size / 1e9 for sizes in peaks.values() for size in sizes if size is not None]
     hidden = len(planned.memories) - len(shown)
     left = f" {hidden} places between these are left out." if hidden else ""
     return stacked(
@@ -56,9 +57,9 @@ def memory_figure(evidence: RunEvidence) -> Figure | None:
             name="memory",
             title="Memory planned and measured",
             caption=f"Bars: the plan, at the fullest moment of a step. {_measured_words(evidence)} "
-            f"The line is the capacity of {planned.cluster.hardware.name}: {capacity:.0f} GB.{left}",
+            f"Dashed: the capacity of {planned.cluster.hardware.name}, {capacity:.0f} GB.{left}",
             data=data,
-            layout={"xaxis": {"title": {"text": "GB"}, "range": [0, most * 1.13]}, "shapes": [limit_line(capacity)]},
+            layout=memory_layout(rows, bars, capacity, marks),
             height=max(380 if any(one.memory for one in evidence.ranks) else 240, height_of(len(bars))),
         )
     )
@@ -100,17 +101,9 @@ def _measured_words(evidence: RunEvidence) -> str:
     """What a mark is."""
     if not measured_peaks(evidence):
         return "Nothing was measured."
-    if _of_process(evidence):
+    if evidence.is_cpu:
         return "Diamonds: the most that a rank's process held (resident set)."
     return "Diamonds: the most that a rank's allocator handed out; libraries and reserve are not in it."
-
-
-def _of_process(evidence: RunEvidence) -> bool:
-    """The run is on a CPU, so what was measured is the resident set."""
-    if evidence.starts:
-        return evidence.starts[-1].get("cuda") is None and evidence.starts[-1].get("hip") is None
-    is_gpu = evidence.facts.capacity_bytes is not None or evidence.projection is not None
-    return evidence.is_host or not (is_gpu or (evidence.run is not None and evidence.run.device == "cuda"))
 
 
 def _marks(peaks: Mapping[int, tuple[int, int | None]], row: Callable[[int], str]) -> list[dict[str, Any]]:
@@ -141,17 +134,16 @@ def _only_measured(evidence: RunEvidence, peaks: Mapping[int, tuple[int, int | N
     ranks.sort()
     names = [f"rank {rank}" for rank in ranks]
     bars = [{MEASURED: peaks[rank][0] / 1e9} for rank in ranks]
-    of = "the process held (resident set)" if _of_process(evidence) else "the allocator handed out"
+    of = "the process held (resident set)" if evidence.is_cpu else "the allocator handed out"
     data = part_bars(names, bars, ["the most so far"] * len(names), "GB", {MEASURED: SERIES[0]})
     left = f" The fullest {PLACES} of {len(peaks)} ranks." if len(peaks) > PLACES else ""
-    longest = max(bar[MEASURED] for bar in bars)
     return stacked(
         Figure(
             name="memory",
             title="Memory measured",
             caption=f"The most that {of} so far.{left}",
             data=[trace | {"showlegend": False} for trace in data],
-            layout={"xaxis": {"title": {"text": "GB"}, "range": [0, longest * 1.15]}},
+            layout=memory_layout(names, bars, None),
             height=max(240, height_of(len(bars))),
         )
     )
@@ -187,7 +179,7 @@ def memory_over_time(evidence: RunEvidence) -> Figure | None:
         data=data,
         layout={
             "xaxis": {"title": {"text": "time in the step (ms)"}, "rangemode": "tozero"},
-            "yaxis": {"title": {"text": "GB"}, "rangemode": "tozero"},
+            "yaxis": {"title": {"text": "memory (GB)"}, "rangemode": "tozero"},
             "hovermode": "closest",
         },
     )

@@ -2,8 +2,8 @@
 
     write_run_page(gather(Path("runs/first")), Path("runs/first/report.html"))
 
-Ten parts, each from a file beside this one. Where evidence is missing a part says in one line what is missing and how
-to record it. What is too much for a page is thinned, and says so.
+Ten parts, each from a file beside this one. A part without evidence is left out; the last card says what is missing,
+and how to record it. What is too much for a page is thinned, and says so.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from penstock.report.run_flame import flame_figure
 from penstock.report.run_memory import memory_figure, memory_over_time
 from penstock.report.run_ranks import rank_pictures
 from penstock.report.run_roofline import roofline_figure
-from penstock.report.run_tables import config_html, environment_html, summary, verdict_html, where_text
+from penstock.report.run_tables import config_html, environment_html, reasons, summary, verdict_html, where_text
 from penstock.report.run_timeline import timeline_pictures
 
 
@@ -61,7 +61,10 @@ def _loss(evidence: RunEvidence) -> Part:
 
 
 def _speed(evidence: RunEvidence) -> Part:
-    figures = [speed_figure(evidence.lines, evidence.projection), step_figure(evidence.lines, evidence.projection)]
+    figures = [
+        speed_figure(evidence.lines, evidence.projection, evidence.speed_unit),
+        step_figure(evidence.lines, evidence.projection),
+    ]
     return _of_metrics(evidence, "speed", "Speed", figures)
 
 
@@ -123,13 +126,31 @@ def _experts(evidence: RunEvidence) -> Part:
 
 
 def _setting(evidence: RunEvidence) -> Part:
-    cards = [("Configuration", config_html(evidence)), ("Environment", environment_html(evidence))]
-    return Part(name="setting", title="Configuration and environment", cards=cards)
+    config = config_html(evidence.run) if evidence.run is not None else ""
+    cards = [("Configuration", config), ("Environment", environment_html(evidence))]
+    missing = []
+    if not config:
+        missing.append("The configuration is not known: no trace carries it.")
+    if not evidence.starts:
+        missing.append("No start is recorded (starts.jsonl), so neither the command nor versions are known.")
+    shown = [(title, html) for title, html in cards if html]
+    return Part(name="setting", title="Configuration and environment", cards=shown, missing=missing)
 
 
 PARTS: tuple[Callable[[RunEvidence], Part], ...] = (
     _verdict, _loss, _speed, _memory, _timeline, _flame, _roofline, _ranks, _experts, _setting,
 )  # fmt: skip
+
+
+def _not_shown(parts: Sequence[Part]) -> Part:
+    """What the parts lack, each reason once, with the parts that it holds for."""
+    titles: dict[str, list[str]] = {}
+    for part in parts:
+        for line in filter(None, part.missing):
+            titles.setdefault(line, []).append(part.title)
+    rows = {line: ", ".join(dict.fromkeys(names)) for line, names in titles.items()}
+    cards = [("What is missing, and why", reasons(rows))] if rows else []
+    return Part(name="missing", title="Not shown", cards=cards)
 
 
 def run_page(evidence: RunEvidence) -> str:
@@ -141,7 +162,8 @@ def run_page(evidence: RunEvidence) -> str:
     Raises:
         PicturesError: Plotly is not installed.
     """
-    parts = parts_of(evidence)
+    made = parts_of(evidence)
+    parts = [part for part in (*made, _not_shown(made)) if part.figures or part.cards]
     where = where_text(evidence)
     links = "".join(f'<a href="#part-{part.name}">{escape(part.title)}</a>' for part in parts)
     heading = f'{escape(evidence.name)} <span class="faint">{f"on {escape(where)}" if where else ""}</span>'
@@ -169,11 +191,9 @@ def write_run_page(evidence: RunEvidence, path: Path) -> None:
 
 
 def _html(part: Part) -> str:
-    """Heading, pictures, cards, and what is missing. A picture or card that stands alone takes the whole width."""
+    """Heading, pictures and cards. A picture or card that stands alone takes the whole width."""
     narrow = [figure for figure in part.figures if not figure.is_wide]
     figures = "".join(card(figure, is_wide=figure.is_wide or len(narrow) == 1) for figure in part.figures)
     width = ' class="wide"' if len(part.cards) == 1 else ""
     cards = "".join(f"<section{width}><h2>{escape(title)}</h2>{html}</section>" for title, html in part.cards)
-    lines = "".join(f"<p>{escape(line)}</p>" for line in part.missing if line)
-    missing = f'<div class="missing">{lines}</div>' if lines else ""
-    return f'<h2 class="part" id="part-{part.name}">{escape(part.title)}</h2>{figures}{cards}{missing}'
+    return f'<h2 class="part" id="part-{part.name}">{escape(part.title)}</h2>{figures}{cards}'

@@ -44,7 +44,7 @@ def rank_pictures(evidence: RunEvidence) -> tuple[list[Figure], list[str]]:
         missing.append(
             "No waiting is known: collectives of a CPU say neither their group nor their number."
             if evidence.is_host
-            else "No collective could be matched across ranks, so nobody's waiting is known."
+            else "No collective could be matched across ranks, so no waiting is known."
         )
     sent = bytes_figure(answer.collectives, {one.rank: one.trace for one in answer.ranks})
     if sent is not None:

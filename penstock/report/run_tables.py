@@ -1,13 +1,13 @@
 """The words of a run's page: what is read first, the doctor's verdict, configuration and environment."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from penstock.config.fit import grid_of
 from penstock.config.load import dump_toml
 from penstock.config.run import Run
-from penstock.report.figure import bytes_text, counted, three_digits, time_text
+from penstock.report.figure import bytes_text, counted, share_text, three_digits, time_text
 from penstock.report.frame import scrolling
 from penstock.report.run_curves import usual_of
 from penstock.report.run_evidence import RunEvidence
@@ -25,12 +25,12 @@ def summary(evidence: RunEvidence) -> dict[str, str]:
     if lines:
         last = lines[-1]
         steps = evidence.run.training.steps if evidence.run is not None else None
-        facts["steps"] = f"{last['step']:,}" + (f" of {steps:,}" if steps else "")
-        facts["tokens"] = count_text(last["tokens_seen"])
-        facts["loss"] = f"{last['loss']:.4f}"
+        facts["done"] = f"{last['step']:,} of {counted(steps, 'step')}" if steps else counted(last["step"], "step")
+        facts["seen"] = f"{count_text(last['tokens_seen'])} tokens"
+        facts["loss"] = f"{last['loss']:.4f} nats/token"
         held_out = [line for line in lines if "evaluation_loss" in line]
         if held_out:
-            facts["held out"] = f"{held_out[-1]['evaluation_loss']:.4f}"
+            facts["held out"] = f"{held_out[-1]['evaluation_loss']:.4f} nats/token"
     facts |= _speeds(evidence)
     if evidence.facts.peak_bytes is not None:
         facts["peak memory"] = bytes_text(evidence.facts.peak_bytes)
@@ -41,17 +41,13 @@ def summary(evidence: RunEvidence) -> dict[str, str]:
 
 def _speeds(evidence: RunEvidence) -> dict[str, str]:
     """Of the usual step."""
-    texts = {
-        "tokens_per_second_per_device": ("tokens/s/device", three_digits),
-        "step_seconds": ("step", time_text),
-        "model_flops_utilization": ("MFU", "{:.1%}".format),
+    texts: dict[str, tuple[str, Callable[[float], str]]] = {
+        "tokens_per_second_per_device": ("speed", lambda speed: f"{three_digits(speed)} {evidence.speed_unit}"),
+        "step_seconds": ("time", lambda seconds: f"{time_text(seconds)} per step"),
+        "model_flops_utilization": ("MFU", share_text),
     }
-    found = {}
-    for field, (name, text) in texts.items():
-        usual = usual_of(evidence.lines, field)
-        if usual is not None:
-            found[name] = text(usual)
-    return found
+    usual = {field: usual_of(evidence.lines, field) for field in texts}
+    return {name: text(value) for field, (name, text) in texts.items() if (value := usual[field]) is not None}
 
 
 def where_text(evidence: RunEvidence) -> str:
@@ -90,15 +86,16 @@ def verdict_html(verdict: Verdict, judged: Evidence) -> str:
     """
     steps = f", {counted(judged.steps, 'step')}" if judged.steps else ""
     times = f"Times are of {_SOURCES[judged.source]}: {time_text(verdict.walls.total_us / 1e6)}{steps}, mean of ranks."
+    words = f'<p class="faint">{times}</p>' if judged.ranks else ""
     remedies = _remedies(verdict) if verdict.remedies else "<p>No change that is known wins more than noise.</p>"
     shown, folded = verdict.facts[:FACTS], verdict.facts[FACTS:]
     more = f"<details><summary>{len(folded)} more</summary>{_facts(folded)}</details>" if folded else ""
     lacking = "".join(f"<li>{escape(line)}</li>" for line in verdict.missing)
     return f"""<p class="verdict"><b class="wall {verdict.wall}">{escape(verdict.wall)}</b>
 {escape(verdict.sentence.partition(": ")[2])}</p>
-<p class="faint">{times if judged.ranks else ""}</p>
+{words}
 <h3>Remedies</h3>{remedies}
-<h3>Evidence</h3>{_facts(shown)}{more}
+{f"<h3>Evidence</h3>{_facts(shown)}{more}" if shown else ""}
 {f'<h3>Not looked at</h3><ul class="faint">{lacking}</ul>' if lacking else ""}"""
 
 
@@ -108,7 +105,7 @@ _SOURCES = {"trace": "the traces", "plan": "the plan", "none": "nothing"}
 def _remedies(verdict: Verdict) -> str:
     rows = "".join(
         f"<tr><td>{f'-{bytes_text(one.gain_bytes)}' if one.gain_bytes else f'{one.gain_us / 1e3:,.2f} ms'}</td>"
-        f"<td>{verdict.walls.share(one.gain_us):.1%}</td><td class=text><code>{escape(one.change)}</code></td>"
+        f"<td>{share_text(verdict.walls.share(one.gain_us))}</td><td class=text><code>{escape(one.change)}</code></td>"
         f"<td class=reason>{escape(one.what)}</td><td class=text><code>{escape(one.rule)}</code></td></tr>"
         for one in verdict.remedies
     )
@@ -120,22 +117,23 @@ def _remedies(verdict: Verdict) -> str:
 
 
 def _facts(facts: Sequence[Fact]) -> str:
+    columns = {
+        "time": ["" if fact.time_us is None else time_text(fact.time_us / 1e6) for fact in facts],
+        "of the step": ["" if fact.share is None else share_text(fact.share) for fact in facts],
+        "memory": ["" if fact.size is None else bytes_text(fact.size) for fact in facts],
+    }
+    shown = {name: texts for name, texts in columns.items() if any(texts)}
     rows = "".join(
         f"<tr><td class=text>{escape(fact.wall)}</td><td class=reason>{escape(fact.what)}</td>"
-        f"<td>{'' if fact.time_us is None else time_text(fact.time_us / 1e6)}</td>"
-        f"<td>{'' if fact.share is None else f'{fact.share:.1%}'}</td>"
-        f"<td>{'' if fact.size is None else bytes_text(fact.size)}</td></tr>"
-        for fact in facts
+        f"{''.join(f'<td>{texts[place]}</td>' for texts in shown.values())}</tr>"
+        for place, fact in enumerate(facts)
     )
-    heads = "<th class=text>wall</th><th class=text>what</th><th>time</th><th>of the step</th><th>bytes</th>"
+    heads = "<th class=text>wall</th><th class=text>what</th>" + "".join(f"<th>{name}</th>" for name in shown)
     return scrolling(f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>")
 
 
-def config_html(evidence: RunEvidence) -> str:
+def config_html(run: Run) -> str:
     """The whole configuration, folded away under what is most asked for."""
-    run = evidence.run
-    if run is None:
-        return '<p class="faint">The configuration is not known: no trace carries it.</p>'
     training, parallel, moe = run.training, run.parallel, run.model.moe
     model = f"{run.model.family}, {run.model.layers} layers, hidden {run.model.hidden_size:,}"
     if moe is not None:
@@ -157,11 +155,10 @@ def config_html(evidence: RunEvidence) -> str:
 
 
 def environment_html(evidence: RunEvidence) -> str:
-    """Where and how the run was started, each time."""
+    """Where and how the run was started, each time; empty if nothing is known of it."""
     known = {**_of_traces(evidence), "recorded": counted(len(evidence.lines), "step") if evidence.lines else ""}
     if not evidence.starts:
-        note = "No start is recorded (starts.jsonl is not there), so neither the command nor versions are known."
-        return pairs({name: text for name, text in known.items() if text}) + f'<p class="faint">{note}</p>'
+        return pairs({name: text for name, text in known.items() if text}) if any(known.values()) else ""
     shown = evidence.starts[-1]
     facts = {name.replace("_", " "): _text(value) for name, value in shown.items() if value is not None}
     facts |= known
@@ -207,5 +204,18 @@ def pairs(facts: Mapping[str, str]) -> str:
     rows = "".join(
         f"<tr><th class=text>{escape(name)}</th><td class=reason>{escape(text)}</td></tr>"
         for name, text in facts.items()
+    )
+    return scrolling(f'<table class="pairs"><tbody>{rows}</tbody></table>')
+
+
+def reasons(parts: Mapping[str, str]) -> str:
+    """Reasons why something is not shown, each behind the parts that it holds for.
+
+    Args:
+        parts: by reason.
+    """
+    rows = "".join(
+        f"<tr><th class=text>{escape(names)}</th><td class=reason>{escape(line)}</td></tr>"
+        for line, names in parts.items()
     )
     return scrolling(f'<table class="pairs"><tbody>{rows}</tbody></table>')

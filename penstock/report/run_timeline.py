@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.plan.projection import Projection
-from penstock.report.figure import BYTE_UNITS, Figure, three_digits
+from penstock.report.figure import Figure, three_digits
 from penstock.report.run_evidence import RunEvidence, sentence
 from penstock.report.run_lanes import measured_phases
 from penstock.report.run_memory import place_name
 from penstock.report.run_passes import has_passes, measured_passes
 from penstock.report.run_steps import clock_of, last_step
-from penstock.report.timeline import Shares, Timeline, planned, timeline_figure
+from penstock.report.timeline import Timeline, planned, shares_of, timeline_figure
 from penstock.trace.answer import RankAnswer
 
 LANES = 64
@@ -36,10 +36,7 @@ def _planned(projection: Projection | None) -> Timeline | None:
     """The plan's passes, if the run has a pipeline."""
     if projection is None or projection.time.schedule is None or projection.time.playback is None:
         return None
-    most = max(projection.time.kept_bytes, default=0)
-    size, unit = next((one for one in BYTE_UNITS if most >= one[0]), (1.0, "B"))
-    shares = Shares(activation=tuple(kept / size for kept in projection.time.kept_bytes), unit=unit)
-    found = planned(projection.time.schedule, projection.time.playback, shares)
+    found = planned(projection.time.schedule, projection.time.playback, shares_of(projection))
     lanes = [replace(lane, name=place_name(projection, place)) for place, lane in enumerate(found.lanes)]
     return replace(found, lanes=lanes, gaps="bubble")
 

@@ -59,21 +59,18 @@ def memory_figure(projections: Sequence[Projection]) -> Figure:
     Args:
         projections: on one cluster; at least one.
     """
+    names = names_of([one.layout for one in projections])
     bars = [{name: size / 1e9 for name, size in memory_parts(one.memory).items()} for one in projections]
     capacity = projections[0].capacity_bytes / 1e9
     ranks = [f"rank {one.memory.rank}, in {one.memory.moment}" for one in projections]
-    most = max(capacity, *(sum(bar.values()) for bar in bars))
     hardware = projections[0].cluster.hardware.name
     return stacked(
         Figure(
             name="memory",
             title="Memory of the fullest rank",
-            caption=f"At the fullest moment of a step. The line is the capacity of {hardware}: {capacity:.0f} GB.",
-            data=part_bars(names_of([one.layout for one in projections]), bars, ranks, "GB", MEMORY_PARTS),
-            layout={
-                "xaxis": {"title": {"text": "GB"}, "range": [0, most * 1.13]},
-                "shapes": [limit_line(capacity)],
-            },
+            caption=f"At the fullest moment of a step. Dashed: the capacity of {hardware}, {capacity:.0f} GB.",
+            data=part_bars(names, bars, ranks, "GB", MEMORY_PARTS),
+            layout=memory_layout(names, bars, capacity),
             height=height_of(len(bars)),
         )
     )
@@ -88,7 +85,6 @@ def time_figure(projections: Sequence[Projection]) -> Figure:
     ranks = [slowest(one) for one in projections]
     size, unit = time_unit(max(one.time.step_seconds for one in projections))
     bars = [{name: seconds / size for name, seconds in time_parts(rank).items()} for rank in ranks]
-    longest = max(sum(bar.values()) for bar in bars)
     names, notes = names_of([one.layout for one in projections]), [f"rank {one.rank}" for one in ranks]
     return stacked(
         Figure(
@@ -96,10 +92,51 @@ def time_figure(projections: Sequence[Projection]) -> Figure:
             title="Time of a step",
             caption="By what is done, on the pipeline rank that waits least for the others.",
             data=part_bars(names, bars, notes, unit, TIME_PARTS),
-            layout={"xaxis": {"title": {"text": unit}, "range": [0, longest * 1.13]}},
+            layout={"xaxis": {"title": {"text": f"time of a step ({unit})"}}, **sums_beside(names, bars, unit)},
             height=height_of(len(bars)),
         )
     )
+
+
+def memory_layout(
+    names: Sequence[str], bars: Sequence[Mapping[str, float]], capacity: float | None, marks: Sequence[float] = ()
+) -> dict[str, Any]:
+    """What pictures of memory have in their layout: the axis, the line of the capacity, and sums beside the bars.
+
+    Args:
+        names: of the bars.
+        bars: parts of each, in GB.
+        capacity: of a device, in GB; None if it is not known.
+        marks: further values that are drawn, in GB.
+    """
+    most = max(capacity or 0.0, *marks, *(sum(bar.values()) for bar in bars))
+    return {
+        "xaxis": {"title": {"text": "memory of a rank (GB)"}, "range": [0, most * 1.03]},
+        "shapes": [] if capacity is None else [limit_line(capacity)],
+        **sums_beside(names, bars, "GB", capacity),
+    }
+
+
+def sums_beside(
+    names: Sequence[str], bars: Sequence[Mapping[str, float]], unit: str, limit: float | None = None
+) -> dict[str, Any]:
+    """The sum of each bar, in the margin to the right: no bar and no line is there.
+
+    Args:
+        names: of the bars.
+        bars: parts of each.
+        unit: of the numbers.
+        limit: sums above it are called `over`.
+    """
+    totals = [sum(bar.values()) for bar in bars]
+    is_over = [limit is not None and total > limit for total in totals]
+    texts = [f"{three_digits(total)} {unit}" for total in totals]
+    words = [f"<b>{text} over</b>" if over else text for text, over in zip(texts, is_over, strict=True)]
+    place = {"xref": "paper", "x": 1, "xanchor": "left", "yref": "y", "showarrow": False, "font": {"size": 11}}
+    return {
+        "annotations": [place | {"y": name, "text": text} for name, text in zip(names, words, strict=True)],
+        "margin": {"r": 84 if any(is_over) else 62},
+    }
 
 
 def height_of(bars: int) -> int:
@@ -116,7 +153,7 @@ def limit_line(at: float) -> dict[str, Any]:
 def part_bars(
     names: Sequence[str], bars: Sequence[Mapping[str, float]], notes: Sequence[str], unit: str, known: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """One trace for each part, and one with the sums behind the bars.
+    """One trace for each part.
 
     Args:
         names: of the bars.
@@ -129,7 +166,7 @@ def part_bars(
     parts = sorted({name for bar in bars for name in bar}, key=_order(bars, known))
     colours = part_colours(parts, known)
     totals = [sum(bar.values()) for bar in bars]
-    traces: list[dict[str, Any]] = [
+    return [
         {
             "type": "bar",
             "orientation": "h",
@@ -146,19 +183,6 @@ def part_bars(
         }
         for part in parts
     ]
-    sums = {
-        "type": "scatter",
-        "mode": "text",
-        "y": list(names),
-        "x": [rounded(total) for total in totals],
-        "text": [f" {three_digits(total)}" for total in totals],
-        "textposition": "middle right",
-        "textfont": {"size": 11},
-        "cliponaxis": False,
-        "hoverinfo": "skip",
-        "showlegend": False,
-    }
-    return [*traces, sums]
 
 
 def _order(bars: Sequence[Mapping[str, float]], known: Mapping[str, str]) -> Callable[[str], tuple[int, int]]:

@@ -1,43 +1,67 @@
 """Tables of a page, as HTML: the candidates of a plan, and what was refused and why."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import asdict
 from html import escape
 from typing import Any
 
+from penstock.plan.asked_layout import FOLLOW, differing_fields, field_label
 from penstock.plan.projection import Plan, Projection, Refusal
-from penstock.report.figure import time_text
+from penstock.report.figure import share_text, time_text
+from penstock.report.frame import scrolling
 from penstock.report.stacks import SIZES
 
 REFUSALS_SHOWN = 12
 """More are folded away."""
 
-CANDIDATE_COLUMNS = (
-    "", "PP", "VPP", "EP", "ETP", "CP", "TP", "DP", "schedule", "mb", "recompute", "dispatcher", "memory", "step",
-    "tokens/s/device", "MFU", "bubble", "exposed",
-)  # fmt: skip
-
 
 def candidates_table(plan: Plan) -> str:
-    """The candidates, fastest first."""
-    rows = [_candidate(place, one) for place, one in enumerate(plan.candidates, start=1)]
-    texts = {"schedule", "recompute", "dispatcher"}
-    heads = "".join(f"<th{' class=text' if name in texts else ''}>{escape(name)}</th>" for name in CANDIDATE_COLUMNS)
-    return f'<table class="candidates"><thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    """The candidates, fastest first: a column for each field in which they differ, and a line of what all have.
+
+    Args:
+        plan: with at least one candidate.
+    """
+    told = differing_fields(plan.candidates)
+    is_text = {name: not all(text.isdecimal() for text in texts) for name, texts in told.items()}
+    heads = ["<th></th>", *(f"<th{_kind(is_text[name])}>{escape(field_label(name))}</th>" for name in told)]
+    results = ("memory", "step", plan.cluster.speed_unit, "MFU", "bubble", "exposed communication")
+    heads += [f"<th>{name}</th>" for name in results]
+    rows = []
+    for place, one in enumerate(plan.candidates):
+        cells = [f"<td>{place + 1}</td>"]
+        cells += [f"<td{_kind(is_text[name])}>{escape(texts[place])}</td>" for name, texts in told.items()]
+        rows.append(f"<tr>{''.join([*cells, *_results(one)])}</tr>")
+    table = f'<table class="candidates"><thead><tr>{"".join(heads)}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    return f'{scrolling(table)}<p class="faint">{escape(_shared_text(plan.candidates, told))}</p>'
 
 
-def _candidate(place: int, one: Projection) -> str:
-    """A row."""
-    layout, time = one.layout, one.time
-    sizes = [layout.pp, layout.vpp, layout.ep, layout.etp, layout.cp, layout.tp, layout.dp]
-    cells = [f"<td>{place}</td>"]
-    cells += [f"<td{' class=one' if size == 1 else ''}>{size}</td>" for size in sizes]
-    cells += [f"<td class=text>{escape(layout.schedule)}</td>", f"<td>{layout.micro_batch}</td>"]
-    cells += [f"<td class=text>{escape(layout.recompute)}</td>", f"<td class=text>{escape(layout.dispatcher)}</td>"]
-    cells += [_memory_cell(one), f"<td>{time_text(time.step_seconds)}</td>"]
-    cells.append(f"<td><b>{time.tokens_per_second_per_device:,.0f}</b></td>")
-    cells += [f"<td>{time.model_flops_utilization:.1%}</td>", f"<td>{time.bubble:.1%}</td>"]
-    cells.append(f"<td>{time_text(time.exposed_communication_seconds)}</td>")
-    return f"<tr>{''.join(cells)}</tr>"
+def _kind(is_text: bool) -> str:
+    return " class=text" if is_text else ""
+
+
+def _shared_text(candidates: Sequence[Projection], told: Container[str]) -> str:
+    """What all candidates have, without sizes of 1."""
+    shared = {name: value for name, value in asdict(candidates[0].layout).items() if name not in told}
+    words = [
+        f"{field_label(name)} {value}"
+        for name, value in shared.items()
+        if not (name in SIZES and value == 1) and name not in FOLLOW
+    ]
+    ranks = f"DP {shared['dp']}" if "dp" in shared else ""
+    return f"{'All' if len(candidates) > 1 else 'With'}: {', '.join(filter(None, [*words, ranks]))}."
+
+
+def _results(one: Projection) -> list[str]:
+    """The cells of what is projected."""
+    time = one.time
+    return [
+        _memory_cell(one),
+        f"<td>{time_text(time.step_seconds)}</td>",
+        f"<td><b>{time.tokens_per_second_per_device:,.0f}</b></td>",
+        f"<td>{share_text(time.model_flops_utilization)}</td>",
+        f"<td>{share_text(time.bubble)}</td>",
+        f"<td>{time_text(time.exposed_communication_seconds)}</td>",
+    ]
 
 
 def _memory_cell(one: Projection) -> str:
@@ -51,15 +75,14 @@ def _memory_cell(one: Projection) -> str:
 
 def refusals_table(refusals: Sequence[Refusal]) -> str:
     """What is not among the candidates; those that stand for most layouts first, the rest folded away."""
-    if not refusals:
-        return '<p class="faint">Nothing was refused.</p>'
     ordered = sorted(refusals, key=lambda one: -one.count)
     shown, folded = ordered[:REFUSALS_SHOWN], ordered[REFUSALS_SHOWN:]
     more = ""
     if folded:
         layouts = sum(one.count for one in folded)
-        more = f"<details><summary>{len(folded)} more, of {layouts:,} layouts</summary>{_refusals(folded)}</details>"
-    return _refusals(shown) + more
+        summary = f"<summary>{len(folded)} more, of {layouts:,} layouts</summary>"
+        more = f"<details>{summary}{scrolling(_refusals(folded))}</details>"
+    return scrolling(_refusals(shown)) + more
 
 
 def _refusals(refusals: Sequence[Refusal]) -> str:

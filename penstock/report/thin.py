@@ -115,10 +115,10 @@ def curve(points: Points, name: str, colour: str, hover: str, **more: Any) -> li
         "hovertemplate": hover + "<extra></extra>",
         "legendgroup": name,
     }
-    traces.append(line | ({"opacity": 0.4} if is_noisy else {}) | more)
+    traces.append(line | ({"opacity": 0.4, "showlegend": False} if is_noisy else {}) | more)
     if is_noisy:
         mean = {"type": "scatter", "mode": "lines", "x": list(points.xs), "y": _short(_trailing(points.ys))}
-        style = {"name": name, "line": {"color": colour, "width": 2.2}, "hoverinfo": "skip", "showlegend": False}
+        style = {"name": name, "line": {"color": colour, "width": 2.2}, "hoverinfo": "skip"}
         traces.append(mean | style | {"legendgroup": name} | more)
     return traces
 

@@ -18,13 +18,17 @@ from typing import Any
 
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.clock import Playback
+from penstock.plan.projection import Projection
 from penstock.report.colours import HELD, HUES, IDLE, KERNELS, ink_on, shade
-from penstock.report.figure import Figure, rounded, time_text, time_unit
+from penstock.report.figure import BYTE_UNITS, Figure, rounded, time_text, time_unit
 
 BOX_POINTS = 6
 
 BOX_TOP, BOX_BOTTOM, HELD_TOP, HELD_BOTTOM = 0.46, -0.16, -0.2, -0.42
 """Of a lane that is 1 high and whose middle is 0: its boxes, and below them what is held."""
+
+MOST_BOXES = 16_000
+"""Of a picture: with more of them some ranks are left out, because each box takes 200 bytes of a page."""
 
 ZOOM = "Drag to zoom, double-click to see all again."
 """Of a picture whose details are smaller than a pixel."""
@@ -115,6 +119,13 @@ class Shares:
 
 
 WHOLE_MICRO_BATCHES = Shares()
+
+
+def shares_of(projection: Projection) -> Shares:
+    """What stages hold of a micro-batch, in the unit in which the most is at least 1."""
+    most = max(projection.time.kept_bytes, default=0)
+    size, unit = next((one for one in BYTE_UNITS if most >= one[0]), (1.0, "B"))
+    return Shares(activation=tuple(kept / size for kept in projection.time.kept_bytes), unit=unit)
 
 
 def planned(schedule: Schedule, playback: Playback, shares: Shares = WHOLE_MICRO_BATCHES) -> Timeline:
@@ -212,7 +223,7 @@ def timeline_figure(name: str, title: str, timelines: Sequence[Timeline]) -> Fig
         title: of it.
         timelines: one, or several of the same ranks: planned and measured.
     """
-    rows = _rows(timelines)
+    rows, left = _few(_rows(timelines))
     span = max(timeline.span for timeline in timelines)
     size, _ = time_unit(span)
     most = max((held for row in rows for _, held in row.lane.held), default=0.0)
@@ -226,7 +237,7 @@ def timeline_figure(name: str, title: str, timelines: Sequence[Timeline]) -> Fig
     return Figure(
         name=name,
         title=title,
-        caption=f"Passes: {'; '.join(numbers)}. Grey is {timelines[0].ground}. {below}".strip(),
+        caption=f"Passes: {'; '.join(numbers)}. Grey is {timelines[0].ground}. {below} {left}".strip(),
         data=data,
         layout=_layout(rows, span),
         height=96 + max(_least_height(len(rows)), 240 // len(rows)) * len(rows),
@@ -245,6 +256,7 @@ class _Row:
     """A lane of a picture, from top to bottom; its step ends at `span` seconds."""
 
     name: str
+    place: int
     lane: Lane
     span: float
     gaps: str
@@ -266,12 +278,24 @@ def _rows(timelines: Sequence[Timeline]) -> list[_Row]:
     return [
         _Row(
             name=f"{lane.name} {timelines[order].name}" if several else lane.name,
+            place=place,
             lane=lane,
             span=timelines[order].span,
             gaps=timelines[order].gaps,
         )
-        for _, order, lane in sorted(placed, key=lambda one: one[:2])
+        for place, order, lane in sorted(placed, key=lambda one: one[:2])
     ]
+
+
+def _few(rows: list[_Row]) -> tuple[list[_Row], str]:
+    """Rows of evenly many places where boxes are too many for a page, the first and the last among them; and words."""
+    boxes = sum(len(row.lane.intervals) for row in rows)
+    places = sorted({row.place for row in rows})
+    most = max(2, len(places) * MOST_BOXES // max(boxes, 1))
+    if boxes <= MOST_BOXES or len(places) <= most:
+        return rows, ""
+    kept = {places[round(at * (len(places) - 1) / (most - 1))] for at in range(most)}
+    return [row for row in rows if row.place in kept], f"{len(kept)} of {len(places)} ranks are drawn."
 
 
 def _idle_share(timeline: Timeline) -> float:

@@ -27,7 +27,7 @@ def scaling_pictures(kinds: Mapping[str, Sequence[Point]], base: Projection) -> 
         for kind, points in kinds.items()
     ]
     caption = f"{base.run.name} on {base.cluster.hardware.name}, {base.layout}. Projected."
-    return [scaling_figure("scaling", "Scaling", caption, scalings)]
+    return [scaling_figure("scaling", "Scaling", caption, scalings, base.cluster.speed_unit)]
 
 
 def sweep_pictures(points: Sequence[Point], base: Projection) -> list[Figure]:
@@ -48,8 +48,14 @@ def sweep_pictures(points: Sequence[Point], base: Projection) -> list[Figure]:
     speeds = [_curve(group, name, dispatcher, "speed") for dispatcher, group in groups.items()]
     memories = [_curve(group, name, dispatcher, "memory") for dispatcher, group in groups.items()]
     return [
-        curves_figure("sweep-speed", f"Speed over {label}", caption, Axes(x=label, y="tokens/s/device"), speeds),
-        curves_figure("sweep-memory", f"Memory over {label}", caption, Axes(x=label, y="GB"), memories),
+        curves_figure("sweep-speed", f"Speed over {label}", caption, Axes(x=label, y=base.cluster.speed_unit), speeds),
+        curves_figure(
+            "sweep-memory",
+            f"Memory over {label}",
+            caption,
+            Axes(x=label, y="memory of the fullest rank (GB)"),
+            memories,
+        ),
     ]
 
 

@@ -42,3 +42,20 @@ def looked_at(browser: str, html: str, looking: str, *options: str) -> dict[str,
     assert match is not None, re.findall(r'class="trouble">[^<]*', drawn) or drawn[:500]
     found: dict[str, Any] = json.loads(unescape(match[1]))
     return found
+
+
+def channels(colour: str) -> tuple[int, int, int]:
+    """Red, green and blue of `#rrggbb`."""
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def contrast(one: str, other: str) -> float:
+    """Of two colours, 1 to 21, as WCAG 2.2 has it."""
+
+    def luminance(colour: str) -> float:
+        shares = [value / 255 for value in channels(colour)]
+        red, green, blue = (share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)

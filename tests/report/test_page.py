@@ -1,7 +1,7 @@
 """A page holds everything that it needs, says what the plan says, and is drawn without an error."""
 
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,15 @@ import pytest
 from plotly.graph_objects import Figure as CheckedFigure
 
 from penstock.base.errors import PicturesError
+from penstock.config.load import load_run
 from penstock.layout.schedules import schedule
-from penstock.plan.projection import Plan, Refusal
+from penstock.plan.asked_layout import field_label
+from penstock.plan.projection import Layout, Plan, Refusal
 from penstock.report import plotly_script
 from penstock.report.curves import Axes, Check, Curve, Scaling, checks_figure, curves_figure, scaling_figure
 from penstock.report.figure import THEMES, Figure, plotly_json
 from penstock.report.page import page, plan_figures, write_page
+from penstock.report.tables import candidates_table
 from tests.report.looking import looked_at
 from tests.report.plans import with_schedule
 
@@ -72,6 +75,15 @@ def test_the_page_of_a_large_step_is_small(plan: Plan) -> None:
     assert len(page(with_schedule(plan, large))) < 6e6
 
 
+def test_ranks_are_left_out_where_a_step_has_too_many_passes(plan: Plan) -> None:
+    large = schedule("1f1b", ranks=16, stages_per_rank=1, micro_batches=1024)
+    figure = next(one for one in plan_figures(with_schedule(plan, large)) if one.is_wide)
+    names = [name.partition(" \u00b7 ")[0] for name in figure.layout["yaxis"]["ticktext"]]
+    assert (names[0], names[-1]) == ("rank 0", "rank 15") and len(names) == 7
+    assert "7 of 16 ranks are drawn" in figure.caption
+    assert sum(len(trace["x"]) for trace in figure.data if trace.get("meta", {}).get("role") == "boxes") < 6 * 16_000
+
+
 def test_the_same_plan_gives_the_same_page(plan: Plan) -> None:
     assert page(plan) == page(plan)
 
@@ -83,6 +95,38 @@ def test_tables_say_what_the_plan_says(plan: Plan) -> None:
     assert f"{plan.candidates[0].time.tokens_per_second_per_device:,.0f}" in text
     assert "layers-divide" in text and "4 layers do not fill &lt;6&gt; stages" in text
     assert text.index("layers-divide") < text.index("activations overflow by 12.3 GB"), "most layouts first"
+
+
+def test_the_table_has_every_field_in_which_candidates_differ(plan: Plan) -> None:
+    first = plan.candidates[0]
+    named = {field.name: "x" if field.type is str else 7 for field in fields(Layout)}
+    runs = [first.run, load_run("debug", ["training.sequence_length=64"])]
+    twins = [
+        first,
+        *(replace(first, layout=replace(first.layout, **{name: value})) for name, value in named.items()),
+        replace(first, run=runs[1]),
+    ]
+    table = candidates_table(replace(plan, candidates=tuple(twins)))
+    for name in [*named, "training.sequence_length"]:
+        assert re.search(f"<th[^>]*>{field_label(name)}</th>", table), name
+    rows = [re.sub(r"<td>\d+</td>", "", row, count=1) for row in re.findall("<tr>.*?</tr>", table)[1:]]
+    assert len({*rows}) == len(rows) == len(twins)
+
+
+def test_what_all_candidates_have_is_said_once(plan: Plan) -> None:
+    table = candidates_table(replace(plan, candidates=plan.candidates[:1]))
+    assert "With: PP 2, " in table and "<th>PP</th>" not in table and "TP 1" not in table
+
+
+def test_a_plan_that_refuses_nothing_has_no_section_of_refusals(plan: Plan) -> None:
+    assert "<h2>Refused</h2>" in page(plan)
+    assert "<h2>Refused</h2>" not in page(replace(plan, refused=()))
+
+
+def test_every_tile_of_a_plan_has_a_unit(plan: Plan) -> None:
+    tiles = dict(re.findall(r"<dt>([^<]*)</dt><dd[^>]*>([^<]*)</dd>", page(plan)))
+    assert tiles["speed"].endswith(" tokens/s/GPU") and tiles["time"].endswith("s per step")
+    assert tiles["memory"].count(" GB") == 2 and tiles["MFU"].endswith("%") and tiles["bubble"].endswith("%")
 
 
 def test_many_refusals_are_folded_away(plan: Plan) -> None:

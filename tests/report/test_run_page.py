@@ -9,13 +9,18 @@ import pytest
 from plotly.graph_objects import Figure as CheckedFigure
 
 from penstock.report.figure import THEMES, plotly_json
+from penstock.report.frame import asset
 from penstock.report.run_evidence import RunEvidence, gather
 from penstock.report.run_page import PARTS, parts_of, run_page, write_run_page
-from tests.report.looking import looked_at
+from penstock.report.run_tables import summary
+from tests.report.looking import channels, contrast, looked_at
 from tests.report.made_runs import host_folder, metrics_line, piped_folder, run_folder, traced_folder
 from tests.trace.synthetic import Job, make
 
 MOST_BYTES = 6e6
+
+UNIT = re.compile(r"\d ?([kMBT] )?(steps?|tokens|nats/token|tokens/s/[CG]PU|[m\u00b5]?s per step|%|[kMGT]?B)$")
+"""How a tile ends."""
 
 ACTING = """
   const pause = (ms) => new Promise((wake) => setTimeout(wake, ms));
@@ -97,9 +102,11 @@ def test_plotly_knows_every_word_of_every_picture(tmp_path: Path, traced: RunEvi
                 CheckedFigure({"data": picture["data"], "layout": picture["layout"] | {"template": {"layout": theme}}})
 
 
-def test_the_page_has_ten_parts_and_a_way_to_each(traced: RunEvidence) -> None:
+def test_the_page_has_ten_parts_and_a_way_to_each_that_has_content(traced: RunEvidence) -> None:
     text = run_page(traced)
     assert len(PARTS) == 10
+    full = [part.name for part in parts_of(traced) if part.figures or part.cards]
+    assert re.findall(r'class="part" id="part-(\w+)"', text) == [*full, "missing"]
     assert re.findall(r'<a href="#(part-\w+)"', text) == re.findall(r'class="part" id="(part-\w+)"', text)
 
 
@@ -154,7 +161,8 @@ def test_it_follows_the_readers_system(browser: str, light: dict[str, Any], tmp_
 
 def test_a_run_without_traces_says_what_to_record(browser: str, tmp_path: Path) -> None:
     text = run_page(gather(run_folder(tmp_path / "run", device="NVIDIA H200")))
-    assert text.count("profile.start=20") >= 4
+    assert text.count("No step was traced; record some steps: penstock train ... profile.start=20") == 1
+    assert "Memory, Timeline, Flame, Roofline" in text
     assert "Times are of the plan" in text and "penstock train debug" in text
     found = looked_at(browser, text, "found.figures = document.querySelectorAll('.figure svg.main-svg').length;")
     assert found["errors"] == [] and found["figures"] > 0
@@ -166,10 +174,37 @@ def test_a_run_on_a_cpu_has_a_page(browser: str, tmp_path: Path) -> None:
     assert looked_at(browser, text, "")["errors"] == []
 
 
-def test_a_run_that_made_no_step_has_a_page(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run", steps=0)
-    text = run_page(gather(folder))
-    assert text.count("No step of the run is recorded") == 2
+def test_a_run_that_made_no_step_has_a_page_without_empty_parts(tmp_path: Path) -> None:
+    text = run_page(gather(run_folder(tmp_path / "run", steps=0)))
+    assert re.findall(r'class="part" id="part-(\w+)"', text) == ["setting", "missing"]
+    assert text.count("No step of the run is recorded") == 1 and ">Loss, Speed<" in text
+    assert "<td></td>" not in text and 'class="faint"></p>' not in text
+
+
+def test_traces_alone_have_no_heading_for_what_only_runs_record(tmp_path: Path) -> None:
+    found = gather(make(Job()).write(tmp_path / "traces"))
+    shown = re.findall(r'class="part" id="part-(\w+)"', run_page(found))
+    assert "verdict" in shown and not {"loss", "speed"} & {*shown}
+    assert found.speed_unit == "tokens/s/GPU"
+
+
+def test_every_tile_has_a_unit(traced: RunEvidence, tmp_path: Path) -> None:
+    cpu = gather(run_folder(tmp_path / "run", device="AMD EPYC", mfu=None))
+    assert summary(cpu)["speed"] == "2,048 tokens/s/CPU"
+    for name, text in [*summary(traced).items(), *summary(cpu).items()]:
+        assert name == "wall" or UNIT.search(text), (name, text)
+
+
+def test_no_wall_is_green_and_its_words_can_be_read() -> None:
+    css = asset("page.css")
+    grounds = re.findall(r"\.wall[ .{][^}]*?background: (#[0-9a-f]{6});", css)
+    assert len(grounds) == 2
+    for ground in grounds:
+        red, green, blue = channels(ground)
+        assert green < max(red, blue) and contrast("#ffffff", ground) >= 4.5
+    over = re.findall(r"--over: (#[0-9a-f]{6});", css)
+    papers = [theme["paper_bgcolor"] for theme in THEMES.values()]
+    assert all(contrast(text, paper) >= 4.5 for text, paper in zip(over, papers, strict=True))
 
 
 @pytest.mark.slow

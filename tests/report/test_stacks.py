@@ -1,5 +1,6 @@
 """Bars add up to what they are made of, and have names that tell them apart."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -30,6 +31,19 @@ def test_bars_are_as_long_as_what_they_show(plan: Plan) -> None:
 def test_the_line_is_the_capacity(plan: Plan) -> None:
     (line,) = memory_figure(plan.candidates).layout["shapes"]
     assert line["x0"] == line["x1"] == plan.cluster.hardware.memory.capacity_bytes / 1e9
+
+
+def test_no_sum_stands_where_bars_and_the_line_are(plan: Plan) -> None:
+    first = plan.candidates[0]
+    large = replace(first, memories=tuple(replace(one, activations=300 * 10**9) for one in first.memories))
+    figure = memory_figure([first, large])
+    (line,), right = figure.layout["shapes"], figure.layout["xaxis"]["range"][1]
+    labels = figure.layout["annotations"]
+    assert [label["text"] for label in labels] == [f"{first.memory.total / 1e9:#.3g} GB", "<b>326 GB over</b>"]
+    assert line["x1"] < right and max(sums(figure)) < right, "bars and line end inside of the axes"
+    # The margin begins where the axes end; letters of 11 pixels are at most 7 wide.
+    assert all((label["xref"], label["x"], label["xanchor"]) == ("paper", 1, "left") for label in labels)
+    assert all(7 * len(re.sub("<.*?>", "", label["text"])) <= figure.layout["margin"]["r"] for label in labels)
 
 
 def test_a_bar_beyond_the_capacity_is_inside_the_picture(plan: Plan) -> None:
