@@ -1,0 +1,75 @@
+"""Files for people and tools outside: the image, how to cite, what changed. No Docker is needed to check them."""
+
+import re
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+
+import yaml
+
+from penstock.parallel.launch.jobs import Job, kubernetes_manifest
+from penstock.parallel.launch.variables import Facts
+
+ROOT = Path(__file__).parents[2]
+INSTRUCTIONS = {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN", "CMD"}
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Name and words of every instruction of the Dockerfile, lines joined where a backslash continues them."""
+    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", " ")
+    found = [line.partition(" ") for line in text.splitlines() if line.strip()]
+    return [(name, words.strip()) for name, _, words in found]
+
+
+def reaches_the_image(name: str) -> bool:
+    """.dockerignore lets a file of the top folder through; its last line that fits decides."""
+    outcome = True
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        if line and not line.startswith("#") and fnmatch(name, line.removeprefix("!")):
+            outcome = line.startswith("!")
+    return outcome
+
+
+def test_the_image_begins_at_a_base_that_can_be_chosen_and_keeps_its_pytorch() -> None:
+    found = instructions()
+    assert {name for name, _ in found} <= INSTRUCTIONS
+    assert found[0][0] == "ARG"
+    assert found[0][1].startswith("BASE=")
+    assert found[1] == ("FROM", "${BASE}")
+    assert any(name == "RUN" and "--constraint /tmp/torch.txt" in words for name, words in found)
+
+
+def test_what_the_image_copies_is_there_and_reaches_it() -> None:
+    copied = [word for name, words in instructions() if name == "COPY" for word in words.split()[:-1]]
+    assert "penstock" in copied
+    for name in copied:
+        assert (ROOT / name).exists()
+        assert reaches_the_image(name), f".dockerignore keeps {name} out"
+    assert not reaches_the_image("tests")
+
+
+def test_the_image_has_what_building_the_package_reads() -> None:
+    copied = {word for name, words in instructions() if name == "COPY" for word in words.split()[:-1]}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"pyproject.toml", project["readme"], *project["license-files"]} <= copied
+
+
+def test_the_image_works_where_the_manifest_mounts_its_volume() -> None:
+    facts = Facts(vendor="nvidia", world=8, local_world=8)
+    job = Job(name="a", words=("train", "debug"), nodes=1, gpus=8, cpus=None, restarts=0, facts=facts)
+    manifest = kubernetes_manifest(job, "registry/penstock:1", "shared")
+    *_, last = [words for name, words in instructions() if name == "WORKDIR"]
+    assert re.search(rf'workingDir"?: "?{last}\b', manifest)
+
+
+def test_the_citation_is_of_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert cited["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors"} <= set(cited)
+    assert all(set(author) == {"name"} for author in cited["authors"])
+    assert cited["license"] == project["license"]
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert f"## [{cited['version']}]" in changelog
+    if "version" in project:
+        assert cited["version"] == project["version"]
