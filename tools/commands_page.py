@@ -8,12 +8,16 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
+from io import StringIO
 from typing import Any
 
 import typer
 
+from penstock.cli.help import COLUMNS, HELP, MARGIN
 from penstock.cli.main import VERBS
+from penstock.cli.verbs import PROGRAM
 
 _KINDS = {"str": "TEXT", "int": "N", "float": "X", "path": "PATH"}
 
@@ -42,7 +46,8 @@ def commands_page() -> str:
 
 def commands_json() -> str:
     """penstock/cli/commands.json."""
-    table = {verb.name: {"summary": verb.summary, **_entry(verb.load())} for verb in VERBS}
+    program = typer.Context(typer.core.TyperGroup(name=PROGRAM), info_name=PROGRAM, terminal_width=COLUMNS - MARGIN)
+    table = {verb.name: {"summary": verb.summary, **_entry(verb.name, verb.load(), program)} for verb in VERBS}
     return json.dumps(table, indent=1) + "\n"
 
 
@@ -59,12 +64,21 @@ def _inner(command: Any) -> Iterator[tuple[str, Any]]:
             yield name, inner.load() if hasattr(inner, "load") else inner
 
 
-def _entry(command: Any) -> dict[str, Any]:
+def _entry(name: str, command: Any, parent: Any) -> dict[str, Any]:
+    context = typer.Context(command, info_name=name, parent=parent)
     arguments, wanted = _parameters(command)
     options = {_name(one): {"value": _value(one), "help": one.help or ""} for one in wanted}
     options["--help"] = {"value": "", "help": "Show this message and exit."}
-    verbs = {name: {"summary": _summary(inner), **_entry(inner)} for name, inner in _inner(command)}
-    return {"arguments": [_value(one) for one in arguments], "options": options, "verbs": verbs}
+    verbs = {name: {"summary": _summary(inner), **_entry(name, inner, context)} for name, inner in _inner(command)}
+    screen = _screen(name, command, parent)
+    return {"arguments": [_value(one) for one in arguments], "options": options, "verbs": verbs, "screen": screen}
+
+
+def _screen(name: str, command: Any, parent: Any) -> str:
+    """What `--help` prints."""
+    with redirect_stdout(StringIO()) as printed, suppress(typer.Exit):
+        command.invoke(command.make_context(name, [HELP], parent=parent))
+    return printed.getvalue().rstrip("\n")
 
 
 def _parameters(command: Any) -> tuple[list[Any], list[Any]]:

@@ -8,15 +8,13 @@ in modules that load quickly. Where nothing is proposed the shell offers its fil
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from penstock.cli.help import COMMANDS
 from penstock.cli.verbs import load_by_name
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.schema import NAME, every_field
-
-COMMANDS = Path(__file__).with_name("commands.json")
 
 Word = tuple[str, str]
 """What may be put there, and a few words on it."""

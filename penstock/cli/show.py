@@ -11,7 +11,7 @@ from penstock.base.errors import PenstockError
 from penstock.cli.config import Json, Target
 from penstock.config.load import dump_toml, load_run
 from penstock.config.run import Run
-from penstock.models.count import Count, count
+from penstock.config.size import Count, size_of
 
 
 def show(
@@ -27,7 +27,7 @@ def show(
     if as_toml:
         print(dump_toml(run), end="")
         return
-    counted = count(run.model, run.training.sequence_length)
+    counted = size_of(run.model, run.training.sequence_length)
     if as_json:
         print(json.dumps({"run": run.model_dump(), "count": asdict(counted)}, indent=2))
     else:

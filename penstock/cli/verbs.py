@@ -13,10 +13,11 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from penstock.cli.help import HELP, screen_asked_for
 from penstock.parallel.launch.environment import prepare_environment
 from penstock.parallel.launch.variables import Facts
 
-HELP = "--help"
+PROGRAM = "penstock"
 
 
 def load_by_name(module: str, attribute: str) -> Any:
@@ -81,16 +82,27 @@ class _Unloaded(TyperCommand):
         super().__init__(name=verb.name, help=verb.summary, add_help_option=False, context_settings=_ANY_WORDS)
         self._verb = verb
 
+    def load(self) -> Any:
+        """The verb itself."""
+        return self._verb.load()
+
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """What could come next, without loading the verb: who presses a key does not wait for PyTorch."""
         proposals = load_by_name("penstock.cli.completion", "proposals")
         return [_Proposal(word, text) for word, text in proposals(self.name, ctx.args, incomplete)]
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Load the verb and let it parse; a shell that only asks what could come next needs neither."""
+        """Load the verb and let it parse; help, and a shell that asks what could come next, need neither."""
         if extra.get("resilient_parsing"):
             return super().make_context(info_name, args, parent, **extra)
-        return self._verb.load().make_context(info_name, args, parent, **extra)
+        if parent is not None and parent.command_path == PROGRAM:
+            screen = screen_asked_for(self.name, args)
+            if screen is not None:
+                print(screen)
+                raise typer.Exit
+        if HELP in args:
+            extra["help_option_names"] = [HELP]
+        return self.load().make_context(info_name, args, parent, **extra)
 
 
 def group_of(*verbs: Verb) -> type[TyperGroup]:
@@ -103,8 +115,10 @@ def group_of(*verbs: Verb) -> type[TyperGroup]:
 
         def parse_args(self, ctx: Any, args: list[str]) -> Any:
             # typer checks every value with pydantic, also that of `--help`, which it has for each verb. The import of
-            # pydantic takes longer than to answer for a small trace, so the option is there if somebody asks for it.
-            if args and HELP not in args and not ctx.resilient_parsing:
+            # pydantic takes longer than to answer for a small trace, so the option is there if it is asked for. Where a
+            # verb is asked, it has the option itself.
+            is_asked = HELP in args and not isinstance(self.commands.get(args[0]), _Unloaded)
+            if args and not is_asked and not ctx.resilient_parsing:
                 ctx.help_option_names = []
             return super().parse_args(ctx, args)
 

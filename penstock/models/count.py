@@ -1,39 +1,24 @@
-"""Parameters and FLOPs of a model, by walking the meta model that a run is built from: no table, no second formula.
+"""Parameters and FLOPs of a model, by walking the meta model that a run is built from.
 
 FLOPs are those of the matrix products of one trained token: forward once, backward twice, a product of M x K and K x
 N counted as 2 M K N. Causal attention is counted as half of the full square, and of layers that see a part of the row
 only that part is. Elementwise work and embedding look-ups are not counted. A token passes top-k of the routed experts,
 so only their share of the weights is active.
+
+penstock/config/size.py counts the same by arithmetic, for answers that do not wait for PyTorch, and is held to this walk.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 from torch import nn
 
 from penstock.config.model import Model
+from penstock.config.size import Count
 from penstock.layout.stages import StageCosts
 from penstock.models.attention import GroupedQueryLayer
 from penstock.models.build import meta_model
 from penstock.models.mla import LatentLayer
 from penstock.moe.layer import MoE
-
-
-@dataclass(frozen=True)
-class Count:
-    """Size of a model.
-
-    Attributes:
-        parameters: all, without multi-token prediction (the convention of the published totals).
-        active_parameters: those that one token meets, embedding and output projection included.
-        mtp_parameters: multi-token prediction layers, beside the total.
-        flops_per_token: to train one token, multi-token prediction included.
-    """
-
-    parameters: int
-    active_parameters: int
-    mtp_parameters: int
-    flops_per_token: float
 
 
 @lru_cache(maxsize=16)

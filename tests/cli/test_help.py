@@ -70,3 +70,12 @@ def test_colors_are_for_who_wants_them(
     out = capsys.readouterr().out
     assert "failed" in out
     assert bool(COLOR.search(out)) is is_colored
+
+
+def test_help_that_was_written_down_is_that_of_the_verb(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verbs = all_verbs()
+    written = {" ".join(words): lines_of(capsys, words) for words in verbs}
+    monkeypatch.setattr("penstock.cli.verbs.screen_asked_for", lambda verb, words: None)
+    assert {" ".join(words): lines_of(capsys, words) for words in verbs} == written

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from penstock.config.load import load_run
 from penstock.config.model import GroupedQueryAttention, Model
 from penstock.config.presets.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
 from penstock.config.presets.proxies import moe_1t, moe_2t, moe_515b
+from penstock.config.presets.registry import PRESETS
+from penstock.config.size import size_of
 from penstock.kernels.operators import REFERENCE
 from penstock.models.count import count
 from tests.models.attentions import ATTENTIONS
@@ -95,3 +98,43 @@ def test_products_are_those_that_torch_counts_when_the_dense_model_runs() -> Non
 def _attention_flops(config: Model, sequence_length: int) -> float:
     """The part of a token's FLOPs that grows with the row, of a model whose layers all see the whole row."""
     return count(config, 2 * sequence_length).flops_per_token - count(config, sequence_length).flops_per_token
+
+
+SMALL = (
+    "model.layers=5",
+    "model.attention.heads=8",
+    "training.sequence_length=100",
+    "model.mtp_layers=2",
+    "model.tied_embeddings=true",
+    "model.hidden_size=96",
+)
+OF_EXPERTS = (
+    "model.moe.experts=12",
+    "model.moe.top_k=3",
+    "model.moe.shared_ffn_size=0",
+    "model.moe.shared_ffn_size=64",
+    "model.moe.bias=true",
+    "model.moe.router.logit_bias=true",
+    "model.moe.every=2",
+    "model.dense_layers=2",
+)
+OF_GROUPED = (
+    "model.attention.bias=true",
+    "model.attention.sinks=true",
+    *(f"model.attention.qk_norm={norm}" for norm in ("none", "head", "projection", "rotated-head")),
+    *(f"model.attention.local={{kind='{kind}', size=48, global_every=2}}" for kind in ("window", "chunk")),
+)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_arithmetic_counts_what_the_walk_over_the_model_counts(name: str) -> None:
+    whole = PRESETS[name]()
+    overrides = SMALL if whole.model.moe is None else (*SMALL, *OF_EXPERTS)
+    if isinstance(whole.model.attention, GroupedQueryAttention):
+        overrides = (*overrides, *OF_GROUPED)
+    every = range(len(overrides)) if name in ("debug", "gpt-oss-20b") else [len(name) % len(overrides)]
+    runs = [whole, *(load_run(f"{name}-6l" if whole.model.layers > 6 else name, [overrides[one]]) for one in every)]
+    for run in runs:
+        size = size_of(run.model, run.training.sequence_length)
+        walked = count(run.model, run.training.sequence_length)
+        assert size == replace(walked, flops_per_token=pytest.approx(walked.flops_per_token, rel=1e-12))

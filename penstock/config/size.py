@@ -1,0 +1,130 @@
+"""Parameters and FLOPs of a model by arithmetic, for verbs that answer before PyTorch would have been imported.
+
+The truth is the walk over the model that a run is built from (penstock/models/count.py, which has the conventions);
+tests hold the two together on every preset, on variants of them and on models that differ in one field.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.config.model import GroupedQueryAttention, LatentAttention, Model
+from penstock.kernels.reach import Reach
+
+
+@dataclass(frozen=True)
+class Count:
+    """Size of a model.
+
+    Attributes:
+        parameters: all, without multi-token prediction (the convention of the published totals).
+        active_parameters: those that one token meets, embedding and output projection included.
+        mtp_parameters: multi-token prediction layers, beside the total.
+        flops_per_token: to train one token, multi-token prediction included.
+    """
+
+    parameters: int
+    active_parameters: int
+    mtp_parameters: int
+    flops_per_token: float
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Parameters of a part, those of them that a token does not meet, and FLOPs of one token's forward pass."""
+
+    parameters: int
+    idle: int = 0
+    flops: float = 0.0
+
+
+def size_of(model: Model, sequence_length: int) -> Count:
+    """Count a model at a sequence length.
+
+    Args:
+        model: the model.
+        sequence_length: positions of a row, S.
+    """
+    matrix = model.vocabulary * model.hidden_size
+    head = _Part(0 if model.tied_embeddings else matrix, flops=2 * matrix)
+    layers = [_block(model, layer, sequence_length) for layer in range(model.layers)]
+    whole = _sum([_Part(matrix), *layers, _Part(model.hidden_size), head])
+    join = 2 * model.hidden_size**2
+    depths = [
+        _sum([_block(model, model.layers + depth, sequence_length), _Part(join + 3 * model.hidden_size, 0, 2 * join)])
+        for depth in range(model.mtp_layers)
+    ]
+    ahead = _sum(depths)
+    return Count(
+        parameters=whole.parameters,
+        active_parameters=whole.parameters - whole.idle,
+        mtp_parameters=ahead.parameters,
+        flops_per_token=3 * (whole.flops + ahead.flops + head.flops * len(depths)),
+    )
+
+
+def _sum(parts: Iterable[_Part]) -> _Part:
+    there = list(parts)
+    flops = sum(part.flops for part in there)
+    return _Part(sum(part.parameters for part in there), sum(part.idle for part in there), flops)
+
+
+def _matrices(*shapes: tuple[int, int]) -> _Part:
+    """Matrices that a token passes."""
+    numbers = sum(rows * columns for rows, columns in shapes)
+    return _Part(numbers, flops=2 * numbers)
+
+
+def _block(model: Model, layer: int, sequence_length: int) -> _Part:
+    attention, hidden = model.attention, model.hidden_size
+    if isinstance(attention, LatentAttention):
+        attends = _latent(attention, hidden, sequence_length)
+    else:
+        attends = _grouped(attention, hidden, layer, sequence_length)
+    feeds = _feed_forward(hidden, model.dense_ffn_size) if model.is_dense(layer) else _experts(model)
+    return _sum([attends, feeds, _Part(2 * hidden)])
+
+
+def _grouped(attention: GroupedQueryAttention, hidden: int, layer: int, sequence_length: int) -> _Part:
+    local, width = attention.local, attention.head_dim
+    queries, keys = attention.heads * width, attention.kv_heads * width
+    seen = sequence_length / 2
+    if local is not None and not attention.is_global(layer):
+        seen = Reach(kind=local.kind, size=local.size).pairs(sequence_length) / sequence_length
+    norms = {"head": 2 * width, "projection": queries + keys}.get(attention.qk_norm, 0)
+    biases = queries + 2 * keys + hidden if attention.bias else 0
+    rest = _Part(norms + biases + attention.heads * attention.sinks, flops=2 * 2 * queries * seen)
+    return _sum([_matrices((hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)), rest])
+
+
+def _latent(attention: LatentAttention, hidden: int, sequence_length: int) -> _Part:
+    heads, kv_latent, q_latent = attention.heads, attention.kv_latent, attention.q_latent
+    queries, values = heads * attention.head_dim, heads * attention.value_head_dim
+    query = [(hidden, q_latent), (q_latent, queries)] if q_latent else [(hidden, queries)]
+    keys = [
+        (hidden, kv_latent + attention.rotary_head_dim),
+        (kv_latent, heads * attention.plain_head_dim + values),
+        (values, hidden),
+    ]
+    rest = _Part(q_latent + kv_latent, flops=(queries + values) * sequence_length)
+    return _sum([_matrices(*query, *keys), rest])
+
+
+def _feed_forward(hidden: int, width: int) -> _Part:
+    return _matrices((hidden, 2 * width), (width, hidden))
+
+
+def _experts(model: Model) -> _Part:
+    moe, hidden = model.moe, model.hidden_size
+    assert moe is not None, "a model without experts has dense layers only"
+    one = 3 * hidden * moe.ffn_size
+    biases = 2 * moe.ffn_size + hidden if moe.bias else 0
+    share = moe.top_k / moe.experts
+    routed = moe.experts * (one + biases)
+    return _sum(
+        [
+            _matrices((hidden, moe.experts)),
+            _Part(moe.experts * moe.router.logit_bias),
+            _Part(routed, idle=round(routed * (1 - share)), flops=2 * moe.experts * one * share),
+            _feed_forward(hidden, moe.shared_ffn_size),
+        ]
+    )
