@@ -49,7 +49,9 @@ class Data(Documents):
     mixture: dict[str, Part] = knob(
         {}, doc="Parts by name, each with a weight; then the fields above are those of the parts."
     )
-    validation_share: float = knob(0.02, doc="Share of documents held out.", low=0.0, high=0.5)
+    validation_share: float = knob(
+        0.02, doc="Share of documents held out; of too few documents, the end of each.", low=0.0, high=0.5
+    )
     tokenizer: str = knob(
         "bytes",
         doc="`bytes`, or the path of a tokenizer.json, of a folder with one, of a sentencepiece .model, or of ranks of "

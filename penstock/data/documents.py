@@ -8,14 +8,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from penstock.data.corrupt import NOTHING, Corrupt
-from penstock.data.sources import Keep, RecordError, Tokens, fingerprint_of
+from penstock.data.sources import Keep, RecordError, Stretch, Tokens, fingerprint_of
 from penstock.data.tokenizer import Tokenizer
 
 
 class TextDocuments(ABC):
     """A source of documents of text. Subclasses say what one is."""
 
-    def __init__(self, tokenizer: Tokenizer, content: int, *, corrupt: Corrupt, keep: Keep) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, content: int, *, corrupt: Corrupt, keep: Keep, stretch: Stretch | None = None
+    ) -> None:
         """Takes what encodes the text.
 
         Args:
@@ -23,10 +25,12 @@ class TextDocuments(ABC):
             content: fingerprint of all documents.
             corrupt: what to do with records that cannot be read.
             keep: which documents belong to this source, where that is not known before they are read.
+            stretch: which part of each belongs to it; None takes them whole. `content` knows it.
         """
         self._tokenizer = tokenizer
         self._corrupt = corrupt
         self._keep = keep
+        self._stretch = stretch
         self.vocabulary_size = tokenizer.vocabulary_size
         self.end_of_document = tokenizer.end_of_document
         self.fingerprint = fingerprint_of(content, tokenizer.fingerprint, keep)
@@ -57,7 +61,10 @@ class TextDocuments(ABC):
         return self._corrupt.survived(lambda: self._encoded(self.record(index), encode), NOTHING)
 
     def _encoded(self, text: str, encode: Callable[[str], Tokens]) -> Tokens:
-        return encode(text) if text and self._keep.document(text) else NOTHING
+        if not text or not self._keep.document(text):
+            return NOTHING
+        ours = text if self._stretch is None else self._stretch.of(text)
+        return encode(ours) if ours else NOTHING
 
 
 def checked_text(value: object, place: str) -> str:

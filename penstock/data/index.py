@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
 from penstock.data.files import unreadable
-from penstock.data.sources import Keep, RecordError, fingerprint_of
+from penstock.data.sources import Keep, RecordError, Stretch, divided, fingerprint_of
 
 _BLOCK = 512 << 10
 """Bytes that are looked at together: they stay in a core's cache."""
@@ -56,6 +56,7 @@ class DocumentIndex:
         file_of: number of the document's file.
         found: its line, first byte and bytes; checksums are not kept.
         fingerprint: hash of all documents, in order; file names do not count.
+        stretch: the part of each document that belongs to the split, where they are too few to be told apart.
     """
 
     files: tuple[Path, ...]
@@ -63,6 +64,7 @@ class DocumentIndex:
     file_of: NDArray[np.int64]
     found: Found
     fingerprint: int
+    stretch: Stretch | None = None
 
     @staticmethod
     def build(
@@ -76,14 +78,18 @@ class DocumentIndex:
         numbers: list[NDArray[np.int64]] = []
         for number, (path, copy) in enumerate(zip(files, copies, strict=True)):
             for found in documents_in(path, copy):
-                kept = keep.each(found.checksums)
-                parts.append(Found(*(column[kept] for column in found)))
-                numbers.append(np.full(int(kept.sum()), number))
+                parts.append(found)
+                numbers.append(np.full(len(found.sizes), number))
         found = Found(*(np.concatenate([_NONE, *columns]) for columns in zip(*parts, strict=True))) if parts else _NO
+        file_of = np.concatenate([_NONE, *numbers])
+        kept = keep.each(found.checksums)
+        stretch = divided(kept, keep)
+        if stretch is None:
+            found, file_of = Found(*(column[kept] for column in found)), file_of[kept]
         digest = blake2b(found.checksums.tobytes(), digest_size=16)
-        fingerprint = fingerprint_of(digest.digest(), found.sizes.tobytes())
+        fingerprint = fingerprint_of(digest.digest(), found.sizes.tobytes(), *([] if stretch is None else [stretch]))
         found = found._replace(checksums=_NONE)
-        return DocumentIndex(tuple(files), tuple(copies), np.concatenate([_NONE, *numbers]), found, fingerprint)
+        return DocumentIndex(tuple(files), tuple(copies), file_of, found, fingerprint, stretch)
 
     def __len__(self) -> int:
         """Number of documents."""

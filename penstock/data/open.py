@@ -1,7 +1,7 @@
 """The data settings of a run -> the text that they name. The only file that knows all sources.
 
 Training and held-out text are opened by the same rule, part by part: held out are files or a split of their own, or
-else the share of all documents that a hash chooses.
+else the share of all documents that a hash chooses; of too few documents, the end of each.
 """
 
 from dataclasses import dataclass
@@ -123,7 +123,7 @@ class _Opener:
             raise DataError(
                 f"the {self._split} split of {path} holds no document",
                 got=f"data.validation_share {self._data.validation_share:g}",
-                fix="set data.validation_files, or change data.validation_share, or give more documents",
+                fix="raise data.validation_share, or hold out nothing: data.validation_share=0 evaluation.rows=0",
             )
         return Part(name=name, weight=weight, documents=documents, middle=self._middle)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
 from penstock.data.packed_files import Origin, Pair, prefix_of
-from penstock.data.sources import Keep, Tokens, fingerprint_of
+from penstock.data.sources import Keep, Stretch, Tokens, divided, fingerprint_of
 from penstock.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 
 
@@ -36,6 +36,7 @@ class PackedTokens:
         end_of_document: int,
         tokenizer: Tokenizer | None = None,
         documents: NDArray[np.int64] | None = None,
+        stretch: Stretch | None = None,
     ) -> None:
         """Takes pairs that are open.
 
@@ -45,6 +46,7 @@ class PackedTokens:
             end_of_document: the id that ends documents, there and in the stream.
             tokenizer: what made the ids; without it their bytes cannot be told.
             documents: numbers of those that belong to this source, counted over all pairs; None means all.
+            stretch: which part of each belongs to it; None takes them whole.
         """
         self.vocabulary_size = vocabulary_size
         self.end_of_document = end_of_document
@@ -52,8 +54,10 @@ class PackedTokens:
         self._pairs = pairs
         self._firsts = [0, *accumulate(len(pair) for pair in pairs)]
         self._documents = documents
+        self._stretch = stretch
         chosen = b"" if documents is None else documents.tobytes()
-        self.fingerprint = fingerprint_of(*(pair.fingerprint() for pair in pairs), end_of_document, chosen)
+        divided_as = [] if stretch is None else [stretch]
+        self.fingerprint = fingerprint_of(*(pair.fingerprint() for pair in pairs), end_of_document, chosen, *divided_as)
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -73,7 +77,7 @@ class PackedTokens:
         tokens = tokens[:stop]
         if stop > 0:
             self._check_ids(tokens, f"document {number} of {pair.prefix}.bin")
-        return tokens
+        return tokens if self._stretch is None else self._stretch.of(tokens)
 
     def bytes_per_token(self, index: int) -> Tokens:
         """Returns the bytes of text behind each token of `read(index)`.
@@ -144,8 +148,12 @@ def open_packed(
             got=f"ids up to {max(size - 1, end)} and a vocabulary of {vocabulary_size}",
             fix=f"give the model a vocabulary of {max(size, end + 1)} or more",
         )
-    documents = None if keep.split is None else _kept(pairs, keep)
-    return PackedTokens(pairs, vocabulary_size=size, end_of_document=end, tokenizer=opened, documents=documents)
+    kept = np.concatenate([keep.each(np.arange(len(pair))) for pair in pairs])
+    stretch = divided(kept, keep)
+    documents = np.flatnonzero(kept) if keep.split is not None and stretch is None else None
+    return PackedTokens(
+        pairs, vocabulary_size=size, end_of_document=end, tokenizer=opened, documents=documents, stretch=stretch
+    )
 
 
 def _common_origin(pairs: Sequence[Pair]) -> Origin | None:
@@ -204,12 +212,3 @@ def _meaning(
         f"nothing says what the ids of {pair.prefix} are",
         fix="set data.tokenizer to what packed them, or data.end_of_document to the id that ends a document",
     )
-
-
-def _kept(pairs: Sequence[Pair], keep: Keep) -> NDArray[np.int64]:
-    """Returns the documents that belong to a split, counted over all pairs."""
-    kept, first = [], 0
-    for pair in pairs:
-        kept.append(first + np.flatnonzero(keep.each(np.arange(len(pair)))))
-        first += len(pair)
-    return np.concatenate(kept)

@@ -7,12 +7,13 @@ does. (A dataset that is read over the network has no random access: see `shards
 Training and validation documents are told apart by a hash of the document (its text, or its name where names are
 stable), not by its number, so that the split stays the same when documents are added, removed or moved. A source either
 looks at every document when it is opened and leaves out those of the other split, or, where that would take too long,
-holds them as documents without tokens.
+holds them as documents without tokens. Where documents are so few that one split would have none, such as the one file
+of a book, each document is divided instead: its end is held out (`Stretch`).
 """
 
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 from zlib import crc32
 
 import numpy as np
@@ -24,6 +25,11 @@ Tokens: TypeAlias = NDArray[np.integer[Any]]
 """Token ids of one document, one dimension, of any integer type."""
 
 Split = Literal["train", "validation"]
+
+Document = TypeVar("Document", str, Tokens)
+
+_LEAST_HELD_OUT = 256
+"""Characters or tokens of a document that are held out at least, where that is no more than a quarter of it."""
 
 
 class Source(Protocol):
@@ -81,6 +87,38 @@ class Keep:
             return np.ones(len(checksums), dtype=np.bool_)
         is_held_out = _mixed(checksums.astype(np.uint64)) < self.validation_share * 2.0**64
         return is_held_out == (self.split == "validation")
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The part of every document that belongs to a split: the end of each is held out, what is before it trains.
+
+    Attributes:
+        split: the split.
+        validation_share: share of each document that is held out, 0 < share < 1; short documents give more.
+    """
+
+    split: Split
+    validation_share: float
+
+    def of(self, document: Document) -> Document:
+        """Returns our part of a document, of its characters or tokens."""
+        size = len(document)
+        held_out = max(round(size * self.validation_share), min(_LEAST_HELD_OUT, size // 4))
+        cut = size - held_out
+        return document[:cut] if self.split == "train" else document[cut:]
+
+
+def divided(kept: NDArray[np.bool_], keep: Keep) -> Stretch | None:
+    """Returns how documents are divided if they are too few to be told apart as wholes; None if each has its split.
+
+    Args:
+        kept: which documents `keep` keeps.
+        keep: of one split.
+    """
+    if keep.split is None or keep.validation_share == 0 or len(kept) == 0 or 0 < kept.sum() < len(kept):
+        return None
+    return Stretch(keep.split, keep.validation_share)
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -38,7 +38,7 @@ class IndexedText(TextDocuments):
 
     def __init__(self, index: DocumentIndex, tokenizer: Tokenizer, corrupt: Corrupt) -> None:
         """Takes the index of the documents."""
-        super().__init__(tokenizer, index.fingerprint, corrupt=corrupt, keep=KEEP_ALL)
+        super().__init__(tokenizer, index.fingerprint, corrupt=corrupt, keep=KEEP_ALL, stretch=index.stretch)
         self._index = index
 
     def __len__(self) -> int:

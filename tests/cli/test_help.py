@@ -1,6 +1,8 @@
 """Help fits a screen, every verb's too, and has no colors where nobody wants them."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,3 +81,14 @@ def test_help_that_was_written_down_is_that_of_the_verb(
     written = {" ".join(words): lines_of(capsys, words) for words in verbs}
     monkeypatch.setattr("penstock.cli.verbs.screen_asked_for", lambda verb, words: None)
     assert {" ".join(words): lines_of(capsys, words) for words in verbs} == written
+
+
+def test_help_of_every_verb_imports_neither_pytorch_nor_pydantic_and_config_show_no_pytorch() -> None:
+    program = (
+        "import sys; from penstock.cli.main import main\n"
+        f"assert all(main([*words, '--help']) == 0 for words in {all_verbs()})\n"
+        "assert not {'torch', 'pydantic'} & {*sys.modules}\n"
+        "assert main(['config', 'show', 'debug-2l', 'model.moe.experts=4']) == 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.base.errors import DataError
+from penstock.cli.main import main
 from penstock.config.data import Data, Part
 from penstock.data.open import open_text
 from penstock.data.sources import Source, Split
@@ -67,6 +68,52 @@ def test_plain_files_are_split_by_content(plain: list[str]) -> None:
     assert validation
 
 
+def in_one_document(kind: str, folder: Path, text: str) -> tuple[str, str]:
+    """Source and files of a corpus that is one document, or a few lines of it."""
+    path = folder / f"book.{kind}"
+    if kind == "txt":
+        path.write_text(text)
+        return "text", str(path)
+    lines = folder / "book.jsonl"
+    lines.write_text("".join(json.dumps({"text": part}) + "\n" for part in (text[:3000], text[3000:])))
+    if kind == "jsonl":
+        return "jsonl", str(lines)
+    assert main(["data", "pack", str(lines), "--tokenizer", "bytes", "--output", str(folder / "book")]) == 0
+    return "packed", str(folder / "book")
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "packed"])
+def test_few_documents_are_divided_and_their_ends_are_held_out(kind: str, tmp_path: Path) -> None:
+    text = "".join(f"{number} bottles of beer on the wall, café. " for number in range(300))
+    source, file = in_one_document(kind, tmp_path, text)
+    train, validation = (open_files(source, split, [file], share=0.02) for split in ("train", "validation"))
+    pairs = zip(contents(train), contents(validation), strict=True)
+    whole = [b"".join(pair) for pair in pairs]
+    assert b"".join(whole).decode() == text, "nothing is in both, and nothing is lost"
+    ends = [len(end) for end in contents(validation)]
+    assert min(ends) >= 250
+    assert sum(ends) < 0.1 * len(text)
+    assert [train.bytes_per_token(index).sum() for index in range(len(train))] == [*map(len, contents(train))]
+    assert train.fingerprint != validation.fingerprint
+    assert train.fingerprint != open_files(source, "train", [file], share=0.05).fingerprint
+    assert contents(open_files(source, "train", [file], share=0.0)) == whole
+
+
+def test_a_document_of_a_few_letters_gives_a_quarter(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abcdefgh")
+    files = [str(tmp_path / "a.txt")]
+    assert contents(open_files("text", "train", files, share=0.01)) == [b"abcdef"]
+    assert contents(open_files("text", "validation", files, share=0.01)) == [b"gh"]
+
+
+def test_documents_that_a_hash_tells_apart_stay_whole(plain: list[str]) -> None:
+    parts = [open_files("text", split, plain[:40], share=0.02) for split in ("train", "validation")]
+    held_out = contents(parts[1])
+    assert held_out
+    assert all(content.startswith(b"text ") for content in held_out)
+    assert sum(map(len, parts)) == 40
+
+
 def test_validation_files_of_its_own_leave_all_files_to_training(plain: list[str]) -> None:
     own = tuple(plain[30:])
     assert len(open_files("text", "train", plain[:30], held_out=own)) == 30
@@ -96,7 +143,7 @@ def test_a_folder_that_holds_the_held_out_files_is_refused(plain: list[str]) -> 
 
 def test_a_split_without_a_document_is_refused(plain: list[str]) -> None:
     with pytest.raises(
-        DataError, match=r"the validation split of data holds no document; got data\.validation_share 0; fix: set"
+        DataError, match=r"the validation split of data holds no document; got data\.validation_share 0; fix: raise"
     ):
         open_files("text", "validation", plain, share=0.0)
 

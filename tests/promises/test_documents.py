@@ -8,10 +8,12 @@ A fenced block marked `bash` holds commands. Each line must be a command that th
 
 and anything else is refused. A block marked `bash run` is executed too, line by line, in an empty folder, and must
 succeed. The README's lines are executed by a shell; `penstock` elsewhere starts warm (tests/warm.py). Blocks marked
-`text`, `toml` or `python` are not commands.
+`text`, `toml` or `python` are not commands. A block with a title, such as `toml title="book.toml"`, is the file of that
+name in the folder where the document's commands run, and the reader's own `book.txt` is there, too.
 """
 
 import os
+import random
 import re
 import shlex
 import subprocess
@@ -27,8 +29,9 @@ from penstock.cli.main import app, main
 from tests import warm
 from tools import documents
 
-SHOWN_ONLY = {"git", "cd", "pip", "tensorboard", "python", "torchrun"}
+SHOWN_ONLY = {"source", "git", "cd", "pip", "tensorboard", "python", "torchrun"}
 BLOCK = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```", re.DOTALL | re.MULTILINE)
+TITLE = re.compile(r'title="(?P<name>[\w.-]+)"')
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 PATH = re.compile(r"`(?P<path>(?:penstock|tests|tools|docs|benchmarks|\.ci)/[\w./-]*)(?::\d+)?`")
 FILES = documents.markdown_files()
@@ -56,7 +59,9 @@ class Command:
     def starts_a_run(self) -> bool:
         """It trains a preset. A file of one's own, or a run to go on with, is not here to be read."""
         words = self.words
-        return words[:2] == ["penstock", "train"] and "--resume" not in words and not words[2].endswith(".toml")
+        return (
+            words[:2] == ["penstock", "train"] and not {"--resume", "--dry-run"} & {*words} and ".toml" not in words[2]
+        )
 
     def __str__(self) -> str:
         return f"{self.file}: {' '.join(self.words)}"
@@ -71,6 +76,17 @@ def commands_in(text: str, file: str = "") -> list[Command]:
             lines = block["body"].replace("\\\n", " ").splitlines()
             found += [Command(file, line, "run" in kind) for line in lines if line.split("#")[0].strip()]
     return found
+
+
+def write_files(text: str, folder: Path) -> None:
+    """Put the files that a document shows into a folder, and a book of 413 kB."""
+    for block in BLOCK.finditer(text):
+        if title := TITLE.search(block["kind"]):
+            (folder / title["name"]).write_text(block["body"], encoding="utf-8")
+    words = ("whale", "ship", "sea", "captain", "harpoon", "and", "the", "of", "white", "ran", "saw", "again")
+    draw = random.Random(0)
+    lines = (" ".join(draw.choices(words, k=draw.randint(6, 12))).capitalize() + ".\n" for _ in range(9000))
+    (folder / "book.txt").write_text("".join(lines)[:413_000], encoding="utf-8")
 
 
 def name_of(path: Path) -> str:
@@ -188,7 +204,9 @@ def test_every_job_that_is_shown_fits_its_machines(
 def test_every_block_marked_run_runs(path: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     execute = in_a_shell if path.name == "README.md" else started_warm
-    for command in commands_in(path.read_text(encoding="utf-8")):
+    text = path.read_text(encoding="utf-8")
+    write_files(text, tmp_path)
+    for command in commands_in(text):
         if command.runs:
             result = execute(command, tmp_path, environment)
             assert result.returncode == 0, f"{command.line}\n{result.stdout}{result.stderr}"
