@@ -5,7 +5,7 @@ N counted as 2 M K N. Causal attention is counted as half of the full square, an
 only that part is. Elementwise work and embedding look-ups are not counted. A token passes top-k of the routed experts,
 so only their share of the weights is active.
 
-penstock/config/size.py counts the same by arithmetic, for answers that do not wait for PyTorch, and is held to this walk.
+penstock/config/size.py counts the same by arithmetic, for answers that do not wait for PyTorch. Tests compare the two.
 """
 
 from functools import lru_cache
