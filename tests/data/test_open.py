@@ -84,7 +84,7 @@ def in_one_document(kind: str, folder: Path, text: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "packed"])
 def test_few_documents_are_divided_and_their_ends_are_held_out(kind: str, tmp_path: Path) -> None:
-    text = "".join(f"{number} bottles of beer on the wall, café. " for number in range(300))
+    text = "".join(f"{number} bottles of beer on the wall, caf\u00e9. " for number in range(300))
     source, file = in_one_document(kind, tmp_path, text)
     train, validation = (open_files(source, split, [file], share=0.02) for split in ("train", "validation"))
     pairs = zip(contents(train), contents(validation), strict=True)
