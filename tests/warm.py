@@ -8,6 +8,7 @@ tests/promises/test_packaging.py, tests/cli/test_preflight.py and the commands o
 """
 
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -79,6 +80,13 @@ def penstock(words: Sequence[str]) -> int:
     sys.argv = ["penstock", *words]
     vars(local)["elastic_launch"] = partial(launch, "fork")
     return main()
+
+
+def script(path: str) -> int:
+    """`python PATH`."""
+    sys.argv = [path]
+    runpy.run_path(path, run_name="__main__")
+    return 0
 
 
 def hasten_interpreter(patch: pytest.MonkeyPatch) -> None:

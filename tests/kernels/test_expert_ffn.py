@@ -104,6 +104,7 @@ def kernels(request: pytest.FixtureRequest) -> ExpertKernels:
     return request.param
 
 
+@pytest.mark.often("triton-*", "*-dropped slots", "reference-skewed")
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_gathered_rows_equal_the_reference(routing: str, kernels: ExpertKernels, device: torch.device) -> None:
     batch = draw(routing, device)
@@ -119,6 +120,7 @@ def test_rows_in_order_equal_the_reference(routing: str, kernels: ExpertKernels,
     assert_parity(fast, on_float32_weights(reference.expert_ffn), [x_RD, *batch.inputs[1:5], None])
 
 
+@pytest.mark.often("triton-*", "mixed-neither", "reference-index")
 @pytest.mark.parametrize("given", [[], ["index"], ["weights"]], ids=["neither", "index", "weights"])
 def test_weights_index_and_places_may_be_missing(
     given: list[str], kernels: ExpertKernels, device: torch.device
@@ -168,6 +170,7 @@ def test_only_x_and_the_pre_activation_are_kept(recompute: bool, kernels: Expert
     assert made == ([] if recompute else [(33, 2 * WIDTH)]), "nothing but gate_up_RF is made to be kept"
 
 
+@pytest.mark.often("triton-*", "*-dropped slots")
 @pytest.mark.parametrize("routing", ["random", "dropped slots", "all slots dropped"])
 def test_a_pre_activation_that_is_recomputed_gives_the_same_bits(
     routing: str, kernels: ExpertKernels, device: torch.device

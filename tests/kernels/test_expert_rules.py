@@ -60,18 +60,21 @@ def compare(ffn: Ffn, inputs: list[Tensor | None], rule: ExpertRule, **options: 
     assert_parity(with_biases(ffn, rule=rule, **options), with_biases(reference.expert_ffn, rule=rule), inputs)
 
 
+@pytest.mark.often("*-dropped slots", "*-skewed", "one function, triton-all slots dropped")
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_experts_with_biases_and_clamps_equal_the_reference(routing: str, ffn: Ffn, device: torch.device) -> None:
     batch = draw(routing, device)
     compare(ffn, [*batch.inputs, *biases_of(batch)], GPT_OSS, places_TK=batch.order.places_TK)
 
 
+@pytest.mark.often("*-dropped slots", "*-skewed", "one function, triton-all slots dropped")
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_experts_with_weighted_inputs_equal_the_reference(routing: str, ffn: Ffn, device: torch.device) -> None:
     batch = draw(routing, device)
     compare(ffn, [*batch.inputs, None, None], LLAMA4, places_TK=batch.order.places_TK)
 
 
+@pytest.mark.often("*-both, without weights", "one function, triton-*")
 @pytest.mark.parametrize("given", ["gate and up", "both, without weights", "rows in order"])
 def test_a_part_of_the_inputs_may_be_missing(given: str, ffn: Ffn, device: torch.device) -> None:
     """The down projection's bias where another rank adds it; weights; the index."""

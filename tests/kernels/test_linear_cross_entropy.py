@@ -227,7 +227,9 @@ def test_two_shards_of_the_vocabulary_equal_the_whole(device: torch.device, tmp_
     x_TD, head_VD, labels_T = Case(vocabulary=90).draw(device)
     torch.save((x_TD, head_VD, labels_T), tmp_path / "batch.pt")
     launches = [SMALL] if device.type == "cuda" else [SMALL, None]
-    torch.multiprocessing.spawn(run_shard, (str(tmp_path), device, launches), nprocs=2)
+    arguments = (str(tmp_path), device, launches)
+    start_method = "spawn" if device.type == "cuda" else "forkserver"  # the latter begins warm (tests/warm.py)
+    torch.multiprocessing.start_processes(run_shard, arguments, nprocs=2, start_method=start_method)
     loss, dx_TD, dhead_VD = loss_and_gradients(reference.linear_cross_entropy, x_TD, head_VD, labels_T, 0.1)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     for (loss_0, dx_0, dhead_0, *rest_0), (loss_1, dx_1, dhead_1, *rest_1) in zip(*ranks, strict=True):

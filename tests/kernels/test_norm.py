@@ -65,6 +65,7 @@ def test_add_rms_norm_and_its_gradients_equal_the_reference(
     assert_parity(_add_norm, _with_epsilon(reference.add_rms_norm), [x_TD, residual_TD, weight_D])
 
 
+@pytest.mark.often("shape0-dtype1", "shape1-dtype0", "shape2-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(37, 16), (1, 24), (2, 3, 70)])
 def test_what_goes_on_beside_the_norm_gives_its_gradient_to_the_norm(

@@ -47,6 +47,7 @@ def test_rotate_reads_heads_in_any_memory_order(device: torch.device) -> None:
         )
 
 
+@pytest.mark.often("3-8-*-dtype1", "4-6-*-dtype0", "1-1-*-dtype0", "5-16-*-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("heads", "plain", "rotary", "value", "batch"),

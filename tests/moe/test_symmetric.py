@@ -155,6 +155,7 @@ def _adversarial(kind: str, tokens: int) -> Tensor:
 KINDS = ("even", "skewed", "all on the last rank", "one expert", "some dropped", "all dropped", "one sender")
 
 
+@pytest.mark.often("4-1-*", "2-2-*")
 @pytest.mark.parametrize(
     ("expert", "expert_tensor", "kinds"),
     [(1, 1, KINDS[:1]), (2, 1, KINDS[:3]), (4, 1, KINDS), (2, 2, KINDS[4:5]), (1, 2, KINDS[4:5])],
@@ -165,6 +166,7 @@ def test_rows_that_are_pushed_give_what_one_rank_gives(expert: int, expert_tenso
     _compare(layers, run_ranks(_all_layers, _sizes(placement, layers), layers))
 
 
+@pytest.mark.often("1-1-*", "2-2-*")
 @pytest.mark.parametrize(("expert", "expert_tensor", "kinds"), [(1, 1, KINDS[:1]), (4, 1, KINDS), (2, 2, KINDS[4:5])])
 def test_rows_that_copy_engines_send_give_what_one_rank_gives(
     expert: int, expert_tensor: int, kinds: tuple[str, ...]

@@ -136,6 +136,7 @@ TIMED = ["experts by symmetric", "1f1b", "zb-v, parts computed twice", "several 
 TIMED += ["experts in every second layer", "local layers", "four kinds, zb-v", "eight bits", "eight bits, gathered so"]
 
 
+@pytest.mark.often("four kinds, zb-v", "several copies", "eight bits, gathered so", "1f1b")
 @pytest.mark.parametrize("name", TIMED)
 def test_a_composed_run_takes_as_long_as_the_run(name: str) -> None:
     preset, world, overrides = CASES[name]

@@ -331,6 +331,7 @@ def test_what_a_profile_holds_of_our_functions_is_what_models_of_their_work_read
         assert work(Call(name=name, shapes=dims, types=tuple(args["Input type"]))).flops > 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs our kernels under Triton's interpreter")
 def test_latent_heads_are_run_again_and_hand_over_to_nobody(tmp_path: Path) -> None:
     dims: list[Any] = [[1, 128, 2, 192], [1, 128, 2, 256], [1, 128, 64], [1, 128, 32], [1, 128, 32], []]

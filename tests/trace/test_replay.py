@@ -23,6 +23,7 @@ from penstock.trace.replay import Question, replay
 from penstock.trace.replay_collective import Collective, collective_of, exchanged
 from penstock.trace.replay_kernels import RECIPES
 from penstock.trace.replay_script import literal
+from tests import warm
 from tests.trace.tiny import event, kernel, launch, text_of, trace_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,19 +52,22 @@ def script(*calls: tuple[str, Any], op: str, rank: int = 0, **question: Any) -> 
     return replay({rank: trace}, Question(op=op, **question))
 
 
-def run(text: str, folder: Path, **environment: str) -> str:
+def started_warm(path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Execute a script in a process of its own, which need not import PyTorch."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return warm.run(warm.script, str(path), folder=path.parent, environment=variables)
+
+
+def run(text: str, folder: Path, *, is_warm: bool = True) -> str:
     """What a script prints, in a process of its own; with few repetitions."""
     path = folder / "replayed.py"
     path.write_text(text.replace("warm_up=10, times=50", "warm_up=1, times=2"), encoding="utf-8")
-    command = [sys.executable, str(path)]
-    found = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | environment,
-    )
+    if is_warm:
+        found = started_warm(path)
+    else:
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, str(path)]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=variables)
     assert found.returncode == 0, found.stderr
     return found.stdout
 
@@ -242,7 +246,7 @@ def test_a_scripts_argument_is_laid_out_as_recorded(tmp_path: Path) -> None:
 def test_a_library_that_is_not_imported_is_named(tmp_path: Path) -> None:
     path = tmp_path / "replayed.py"
     path.write_text(script(("vllm::moe_forward", shapes([BF16], [[4, 8]])), op="vllm::moe_forward"))
-    found = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False)
+    found = started_warm(path)
     assert found.returncode == 1
     assert "this PyTorch has no vllm::moe_forward" in found.stderr
 
@@ -250,7 +254,7 @@ def test_a_library_that_is_not_imported_is_named(tmp_path: Path) -> None:
 def test_an_argument_that_was_not_recorded_ends_the_script_with_a_line(tmp_path: Path) -> None:
     path = tmp_path / "replayed.py"
     path.write_text(cpu_script(lambda: torch.einsum("ij,kj->ik", torch.ones(2, 3), torch.ones(2, 3)), "einsum"))
-    found = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False)
+    found = started_warm(path)
     assert found.returncode == 1
     assert "no overload of aten::einsum takes what the trace holds" in found.stderr
 
@@ -274,7 +278,7 @@ def test_our_norm_is_replayed_backward_with_the_arguments_of_forward(tmp_path: P
     trace = decode_trace(text_of(trace_of(forward, backward)), gpu_required=False)
     text = replay({0: trace}, Question(op="_RmsNormBackward"))
     assert "norm.rms_norm(arguments[0], arguments[2], arguments[3])" in text
-    assert run(text, tmp_path).startswith("_RmsNormBackward: ")
+    assert run(text, tmp_path, is_warm=False).startswith("_RmsNormBackward: ")
 
 
 @needs_interpreter

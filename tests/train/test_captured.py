@@ -119,6 +119,9 @@ def test_a_run_tells_of_its_graph_and_gives_it_back_at_the_end(tmp_path: Path) -
     assert recorded.log == ["capture", *["replay"] * 3 * 2, "release"]
 
 
+@pytest.mark.often(
+    "sequence loss-True", "drops-False", "windows-True", "chunks-False", "loss over the global batch-False"
+)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(
     "changes",

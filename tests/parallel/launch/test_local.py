@@ -99,6 +99,7 @@ def test_a_signal_reaches_the_ranks_and_their_code_comes_out(number: signal.Sign
     assert signal.getsignal(number) is handler
 
 
+@pytest.mark.slow
 def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     command += ["-m", "tests.parallel.launch.ranks", "die-once", str(tmp_path)]
