@@ -15,22 +15,20 @@ from tests.parallel.same_addresses import SameAddresses
 SHARED = ("parallel.expert=2", "dispatch.method=all-to-all", "dispatch.sync_free=0")
 OVERLAPPED = (*SHARED, "dispatch.overlap=shared")
 IN_PARTS = ("parallel.expert_tensor=2", "dispatch.method=all-to-all", "parallel.expert=1")
-LAYERS = 5
-"""Of the run, the one that predicts further included."""
-
 Seen = tuple[Trace, Saved, tuple[str, ...], int]
 
 
-def play(overrides: tuple[str, ...], replays: bool, fails_on: int) -> Seen:
+def play(overrides: tuple[str, ...], replays: bool, fails_on: int = -1, layers: int = 3) -> Seen:
     """Train on this rank; what it saw, would save and would tell the user, and how often it captured.
 
     Args:
         overrides: of the small run.
         replays: parts; else all is eager.
         fails_on: rank that finds no memory for its fourth graph; -1 if none does.
+        layers: of the run, the one that predicts further included.
     """
-    session = start_session((*overrides, f"model.layers={LAYERS - 1}"))
-    graphs = Graphs(LAYERS) if fails_on == -1 else SameAddresses(fails_at=3 if dist.get_rank() == fails_on else None)
+    session = start_session((*overrides, f"model.layers={layers - 1}"))
+    graphs = Graphs(layers) if fails_on == -1 else SameAddresses(fails_at=3 if dist.get_rank() == fails_on else None)
     parts = CapturedParts(is_asked_for=False, begin_pool=graphs.begin)
     if replays:
         session = replace(session, rule=replace(session.rule, passes=parts))
@@ -51,16 +49,16 @@ def whole(results: list[Seen]) -> Trace:
 def test_parts_give_the_bits_of_eager_layers_where_the_host_reads_row_counts(
     overrides: tuple[str, ...], ranks: Pool
 ) -> None:
-    expected, results = whole(ranks.run(2, play, overrides, False, -1)), ranks.run(2, play, overrides, True, -1)
+    expected, results = whole(ranks.run(2, play, overrides, False)), ranks.run(2, play, overrides, True)
     found = whole(results)
     assert (found.losses, found.norms, found.held_out) == (expected.losses, expected.norms, expected.held_out)
     assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items())
-    assert [captures for _, _, _, captures in results] == [2 * LAYERS] * 2
+    assert [captures for _, _, _, captures in results] == [2 * 3] * 2
 
 
 def test_a_rank_without_memory_lets_all_ranks_stay_eager_and_none_waits(ranks: Pool) -> None:
-    expected, results = whole(ranks.run(2, play, SHARED, False, -1)), ranks.run(2, play, SHARED, True, 1)
+    expected, results = whole(ranks.run(2, play, SHARED, False, -1, 5)), ranks.run(2, play, SHARED, True, 1, 5)
     assert whole(results).losses == expected.losses
     told = "graphs: layers stay eager, there is no memory for a part (tried to allocate 2 GiB)"
     assert [notices for _, _, notices, _ in results] == [(told,)] * 2
-    assert [captures for _, _, _, captures in results] == [2 * LAYERS, 4 + 3]
+    assert [captures for _, _, _, captures in results] == [2 * 5, 4 + 3]

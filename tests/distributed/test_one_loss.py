@@ -12,7 +12,6 @@ from tests.distributed.one_loss import (
     CASES,
     NO_ROOM,
     OFTEN,
-    STEPS,
     TOLERANCES,
     Case,
     Trace,
@@ -32,19 +31,23 @@ def alone(ranks: Pool) -> Alone:
 
     def of(model: tuple[str, ...]) -> tuple[Trace, dict[str, Tensor]]:
         if model not in known:
-            known[model] = trace(ranks, 1, model), trace(ranks, 1, model, 0).tensors
+            known[model] = trace(ranks, 1, model, TWO), trace(ranks, 1, model, 0).tensors
         return known[model]
 
     return of
 
 
-SHORT = ("model.layers=4",)
+SHORT, SHORTEST = ("model.layers=4",), ("model.layers=2",)
+TWO = 2
+"""Steps: the second one is of weights that the first one changed."""
 
 
 def model_of(case: Case) -> tuple[str, ...]:
-    """The model of a case, with half the layers where those of the run are more than the stages of its pipeline."""
-    is_fixed = "parallel.pipeline=4" in case.overrides or any(word.startswith("model.layers") for word in case.model)
-    return case.model if is_fixed else case.model + SHORT
+    """The model of a case with as few layers as its pipeline, and kinds of layers that take turns, need."""
+    if "parallel.pipeline=4" in case.overrides or any(word.startswith("model.layers") for word in case.model):
+        return case.model
+    takes_turns = any("every" in word for word in case.model)
+    return case.model + (SHORT if takes_turns or "parallel.pipeline=2" in case.overrides else SHORTEST)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +55,7 @@ def model_of(case: Case) -> tuple[str, ...]:
 )
 def test_a_layout_gives_the_figures_of_one_process(case: Case, ranks: Pool, alone: Alone) -> None:
     expected, start = alone(model_of(case))
-    found = differences(trace(ranks, case.ranks, model_of(case) + case.overrides), expected, start)
+    found = differences(trace(ranks, case.ranks, model_of(case) + case.overrides, TWO), expected, start)
     too_large = {figure: value for figure, value in found.items() if not value <= TOLERANCES[figure]}
     assert not too_large, f"allowed: {TOLERANCES}"
 
@@ -81,13 +84,13 @@ def test_every_axis_schedule_way_of_tokens_and_recomputed_part_is_played_by_ever
 
 
 def test_a_step_whose_rows_find_no_room_is_made_again_and_gives_the_same(ranks: Pool, alone: Alone) -> None:
-    no_room = SHORT + NO_ROOM
-    expected, start = alone(SHORT)
-    got = trace(ranks, 4, no_room)
+    no_room = SHORTEST + NO_ROOM
+    expected, start = alone(SHORTEST)
+    got = trace(ranks, 4, no_room, TWO)
     assert got.left_out[0] > 0
-    assert got.left_out == trace(ranks, 4, no_room).left_out
-    enough = trace(ranks, 4, (*no_room, "dispatch.bound=4.0"))
-    assert enough.left_out == [0] * STEPS
+    assert got.left_out == trace(ranks, 4, no_room, TWO).left_out
+    enough = trace(ranks, 4, (*no_room, "dispatch.bound=4.0"), TWO)
+    assert enough.left_out == [0] * TWO
     assert (got.losses, got.norms, got.held_out) == (enough.losses, enough.norms, enough.held_out)
     found = differences(got, expected, start)
     assert all(value <= TOLERANCES[figure] for figure, value in found.items()), found
@@ -95,7 +98,8 @@ def test_a_step_whose_rows_find_no_room_is_made_again_and_gives_the_same(ranks: 
 
 def test_in_bf16_putting_weight_gradients_off_changes_nothing(ranks: Pool) -> None:
     plain, split = (
-        trace(ranks, 2, (*SHORT, "training.precision=bf16", *pipeline(schedule, 2))) for schedule in ("1f1b", "zb-1f1b")
+        trace(ranks, 2, (*SHORT, "training.precision=bf16", *pipeline(schedule, 2)), TWO)
+        for schedule in ("1f1b", "zb-1f1b")
     )
     assert (split.losses, split.norms, split.held_out) == (plain.losses, plain.norms, plain.held_out)
     for name, tensor in plain.tensors.items():
@@ -103,9 +107,9 @@ def test_in_bf16_putting_weight_gradients_off_changes_nothing(ranks: Pool) -> No
 
 
 def test_in_bf16_every_layout_starts_from_the_values_that_weights_were_rounded_from(ranks: Pool) -> None:
-    exact = trace(ranks, 1, (), 0).tensors
+    exact = trace(ranks, 1, SHORTEST, 0).tensors
     bf16 = "training.precision=bf16"
     for count, overrides in ((1, ()), (2, ("parallel.shard=optimizer",)), (2, ("parallel.shard=full",))):
-        started = trace(ranks, count, (bf16, *overrides), 0).tensors
+        started = trace(ranks, count, (*SHORTEST, bf16, *overrides), 0).tensors
         for name, tensor in exact.items():
             assert_equal(started[name], tensor, what=f"{name} with {overrides}")
