@@ -21,6 +21,7 @@ import typer
 from penstock.base.devices import chip_named
 from penstock.base.errors import DeviceError
 from penstock.cli.main import main
+from penstock.cli.outputs import Force, check_output
 from penstock.cli.table import print_table
 from penstock.kernels.device_facts import device_facts
 from penstock.parallel.launch.environment import (
@@ -30,7 +31,7 @@ from penstock.parallel.launch.environment import (
     read_environment,
 )
 from penstock.parallel.launch.host import gpu_vendor
-from penstock.parallel.launch.local import LocalLaunch, run_processes
+from penstock.parallel.launch.local import MOST_PROCESSES, LocalLaunch, run_processes
 from penstock.parallel.launch.meeting import Meeting, start_process_group, stop_process_group
 from penstock.parallel.launch.process import choose_device, device_name, prepare_process
 from penstock.plan.calibrate import LARGE, SMALL, measure_device, memory_of
@@ -44,14 +45,17 @@ TIMEOUT_MINUTES = 10.0
 
 def calibrate(
     output: Annotated[Path | None, typer.Option("--output", help="File to write, instead of printing it.")] = None,
-    processes: Annotated[int, typer.Option("--processes", min=1, help="Ranks to start here.")] = 1,
+    processes: Annotated[int, typer.Option("--processes", min=1, max=MOST_PROCESSES, help="Ranks to start here.")] = 1,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     name: Annotated[str | None, typer.Option("--name", help="Name in the file, instead of the chip's.")] = None,
+    force: Force = False,
 ) -> int:
     """Measure this machine: products, attention, memory, launches, and collectives between processes."""
     if device not in ("auto", "cpu", "cuda"):
         raise DeviceError("--device is unknown", got=device, allowed="auto, cpu, cuda")
     environment = read_environment()
+    if output is not None:
+        check_output(output, "--output", force=force)
     if processes > 1:
         if environment.started_by:
             raise DeviceError(f"{environment.started_by} has started the processes already", fix="no --processes")
@@ -60,6 +64,7 @@ def calibrate(
             raise DeviceError("--processes is more than GPUs", got=processes, allowed=torch.cuda.device_count())
         words = ["calibrate", "--device", device, *(["--name", name] if name else [])]
         words += ["--output", str(output)] if output else []
+        words += ["--force"] if force else []
         return run_processes(main, words, _launch(environment, processes, on_cpu=on_cpu))
     hardware = _measure(environment, device, name)
     if environment.rank == 0:

@@ -54,7 +54,9 @@ WIDE = 64
 Output = Annotated[Path, typer.Option("--output", help="Prefix of the files: PREFIX.bin, PREFIX.idx.")]
 TokenizerName = Annotated[str, typer.Option("--tokenizer", help="As data.tokenizer: a file or folder, or `bytes`.")]
 End = Annotated[str | None, typer.Option("--end-of-document", help="Name of the token, if it is not a usual one.")]
-Processes = Annotated[int | None, typer.Option("--processes", min=1, help="That encode; one a core if left out.")]
+Processes = Annotated[
+    int | None, typer.Option("--processes", min=1, max=1024, help="That encode; one a core if left out.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -22,11 +22,14 @@ from penstock.cli.data_texts import (
     open_texts,
     print_left_out,
 )
+from penstock.cli.outputs import Force, check_output
 from penstock.data.documents import TextDocuments
 from penstock.data.sources import RecordError
 from penstock.data.tokenizer_train import END_OF_DOCUMENT, train_tokenizer
 
-Vocabulary = Annotated[int, typer.Option("--vocabulary", help="Tokens, 256 bytes and special ones among them.")]
+Vocabulary = Annotated[
+    int, typer.Option("--vocabulary", max=10_000_000, help="Tokens, 256 bytes and special ones among them.")
+]
 Output = Annotated[Path, typer.Option("--output", help="File to write, such as tokenizer.json.")]
 Special = Annotated[list[str] | None, typer.Option("--special", help="One more special token; any number of times.")]
 
@@ -41,7 +44,7 @@ def tokenizer(context: typer.Context) -> None:
 
 
 @app.command()
-def train(
+def train(  # noqa: PLR0913 - one argument for each option
     files: Files,
     vocabulary: Vocabulary,
     output: Output,
@@ -50,8 +53,10 @@ def train(
     special: Special = None,
     corrupt: CorruptOption = CorruptTexts.STOP,
     cache: CacheOption = CACHE,
+    force: Force = False,
 ) -> None:
     """Train a byte-level BPE tokenizer on text and write its tokenizer.json."""
+    check_output(output, "--output", force=force)
     texts = open_texts(files, source, text_field, corrupt, cache)
     left_out: list[str] = []
     size = train_tokenizer(

@@ -30,6 +30,7 @@ from penstock.cli.init_run import (
     tokens_of,
     usual_tokens,
 )
+from penstock.cli.outputs import Force, check_output
 from penstock.config.presets.registry import PRESETS, preset
 from penstock.data.tokenizer import BYTES, open_tokenizer
 
@@ -57,7 +58,7 @@ def init(  # noqa: PLR0913 - one argument for each option
         str | None, typer.Option("--tokens", metavar="N", help="How much text: 2B; or how long: 3d.")
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Ask nothing; take the usual answer.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    force: Force = False,
 ) -> None:
     """Ask five questions, and write a file that trains as it is."""
     _check_file(file, force=force)
@@ -76,10 +77,7 @@ def init(  # noqa: PLR0913 - one argument for each option
 def _check_file(file: Path, *, force: bool) -> None:
     if file.suffix != ".toml":
         raise ConfigError("init writes a file that ends in .toml", got=file)
-    if file.exists() and not force:
-        raise ConfigError(f"{file} is there already", fix="another name, or --force to write over it")
-    if not file.absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder {file.parent}", fix="make it first")
+    check_output(file, "FILE", force=force)
 
 
 def _answers(given: dict[str, str | None], *, asks: bool) -> Answers:

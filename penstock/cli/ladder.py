@@ -21,6 +21,7 @@ import torch
 import typer
 
 from penstock.base.errors import FAILED, ConfigError, DeviceError
+from penstock.cli.outputs import Force, check_output
 from penstock.cli.table import print_table
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
@@ -82,6 +83,7 @@ def ladder(  # noqa: PLR0913 - one argument for each option
     most_seconds: Annotated[
         float, typer.Option("--timeout", min=0, help="Seconds after which a rung is ended; 0 never.")
     ] = 0.0,
+    force: Force = False,
     commit: Annotated[str, typer.Option("--commit", help="Commit to write down, where there is no repository.")] = "",
 ) -> int:
     """Measure what each optimization is worth: one configuration after another, each in processes of its own.
@@ -97,6 +99,8 @@ def ladder(  # noqa: PLR0913 - one argument for each option
         raise ConfigError("--warm-up leaves no step to time", got=f"{warm_up} of {steps}", allowed=f"0 to {steps - 1}")
     if resumes and output is None:
         raise ConfigError("--resume needs the file that it goes on with", fix="--json FILE")
+    if output is not None:
+        check_output(output, "--json", force=force or resumes)
     whole, own = load_run(target, overrides or ()), tuple(overrides or ())
     table = LADDER if rungs is None else load_rungs(rungs)
     parent = Path(whole.record.folder)

@@ -7,6 +7,7 @@ The run is checked against its ranks first, so a layout that does not fit is ref
 queue. On one machine nothing of this is needed: `penstock train` starts a rank for each GPU.
 """
 
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +15,10 @@ from typing import Annotated
 import typer
 
 from penstock.base.errors import RunFolderError
+from penstock.cli.outputs import Force, check_output
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
-from penstock.parallel.launch.jobs import Job, kubernetes_manifest, slurm_script
+from penstock.parallel.launch.jobs import Job, kubernetes_manifest, kubernetes_name, slurm_script
 from penstock.parallel.launch.local import facts_of_run
 from penstock.parallel.launch.variables import Facts
 
@@ -32,7 +34,7 @@ Target = Annotated[str, typer.Argument(metavar="TARGET", help="A preset or a TOM
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")]
 Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Machines.")]
 Gpus = Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs of each machine, and so its ranks.")]
-Cpus = Annotated[int | None, typer.Option("--cpus-per-node", min=1, help="CPU cores of each machine.")]
+Cpus = Annotated[int | None, typer.Option("--cpus-per-node", min=1, max=65_536, help="CPU cores of each machine.")]
 Restarts = Annotated[int, typer.Option("--restarts", min=0, help="Start all ranks again after one died.")]
 WhoseGpus = Annotated[Vendor, typer.Option("--vendor", help="Whose GPUs they are.")]
 Output = Annotated[Path | None, typer.Option("--output", help="Write to this file instead of printing.")]
@@ -63,8 +65,10 @@ def slurm(  # noqa: PLR0913 (a parameter is an option)
     account: Annotated[str | None, typer.Option("--account", help="Account.")] = None,
     container: Annotated[str | None, typer.Option("--container", help="Image for the pyxis plugin.")] = None,
     output: Output = None,
+    force: Force = False,
 ) -> None:
     """Print a script for sbatch."""
+    _check_output(output, force=force)
     job = _job(target, overrides or [], nodes, gpus, cpus, restarts, vendor, name)
     wanted = {"time": time, "partition": partition, "account": account}
     options = {option: value for option, value in wanted.items() if value is not None}
@@ -85,9 +89,13 @@ def kubernetes(  # noqa: PLR0913 (a parameter is an option)
     name: Name = None,
     namespace: Annotated[str | None, typer.Option("--namespace", help="Namespace of the job.")] = None,
     output: Output = None,
+    force: Force = False,
 ) -> None:
     """Print a PyTorchJob (kubeflow.org/v1)."""
+    _check_output(output, force=force)
     job = _job(target, overrides or [], nodes, gpus, cpus, restarts, vendor, name)
+    if name is None:
+        job = replace(job, name=kubernetes_name(job.name))
     _hand_over(kubernetes_manifest(job, image, claim, namespace), output)
 
 
@@ -107,7 +115,7 @@ def _job(
     grid_of(run, world)
     machine = Facts(vendor=vendor.value, world=world, local_world=gpus, cores=cpus or 0)
     return Job(
-        name=name or run.name,
+        name=run.name if name is None else name,
         words=("train", target, *overrides),
         nodes=nodes,
         gpus=gpus,
@@ -115,6 +123,11 @@ def _job(
         restarts=restarts,
         facts=facts_of_run(run, machine),
     )
+
+
+def _check_output(output: Path | None, *, force: bool) -> None:
+    if output is not None:
+        check_output(output, "--output", force=force)
 
 
 def _hand_over(text: str, output: Path | None) -> None:

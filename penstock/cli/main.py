@@ -2,13 +2,17 @@
 
 `penstock --install-completion` teaches the shell to finish verbs, presets and fields (penstock/cli/completion.py).
 
-Exit codes: 0 when done, 2 with one line on stderr when the user has something to mend, 130 when interrupted. A verb may
-return another code. What is neither is a fault of ours: it keeps its traceback and exits with 1.
+Exit codes: 0 when done, 2 with one line on stderr when the user has something to mend, 130 when interrupted, 141 when
+the reader of the output has gone. A verb may return another code. All else is a fault of ours: it keeps its traceback
+and exits with 1.
 """
 
+import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from errno import EACCES, EDQUOT, EIO, ELOOP, EMFILE, ENAMETOOLONG, ENFILE, ENOSPC, EPERM, EROFS
 from typing import Annotated, Any
 
 import typer
@@ -17,8 +21,18 @@ from penstock import __version__
 from penstock.base.errors import WRONG_INPUT, PenstockError
 from penstock.base.meant import asked, did_you_mean
 from penstock.cli.help import on_one_screen
+from penstock.cli.interrupts import INTERRUPTED, raise_again
 from penstock.cli.verbs import Verb, group_of
 from penstock.parallel.launch.environment import prepare_environment
+
+PIPE_CLOSED = 141
+"""Exit code when the reader of what is printed has gone, as with `| head -1`: that of SIGPIPE."""
+
+OF_THE_MACHINE = (ENOSPC, EDQUOT, EROFS, EACCES, EPERM, ENAMETOOLONG, ELOOP, EMFILE, ENFILE, EIO)
+"""Why a file cannot be read or written, where that is no fault of ours: the disk is full, the folder read-only, ..."""
+
+LONGEST_MESSAGE = 2000
+"""Characters of an error. A longer one repeats a long value; its middle is left out."""
 
 VERBS = (
     Verb("init", "penstock.cli.init", "init", "Ask five questions, and write a file that trains as it is."),
@@ -77,12 +91,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     try:
+        raise_again()
         prepare_environment()
         outcome = _command(arguments).main(arguments, prog_name="penstock", standalone_mode=False)
+        sys.stdout.flush()
     except typer.TyperException as error:
         return _refuse(f"{_told(error.format_message().rstrip('.'))} (see --help)")
     except PenstockError as error:
         return _refuse(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _print_nowhere()
+        return PIPE_CLOSED
+    except OSError as error:
+        if error.errno not in OF_THE_MACHINE:
+            raise
+        _print_nowhere()
+        where = "" if error.filename is None else f": {error.filename}"
+        return _refuse(f"{error.strerror}{where}")
+    except MemoryError:
+        return _refuse("the memory of this machine, or what this process may have of it, is used up")
     return outcome if isinstance(outcome, int) else 0
 
 
@@ -111,5 +140,14 @@ def _told(message: str) -> str:
 
 
 def _refuse(message: str, code: int = WRONG_INPUT) -> int:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    line = " ".join(message.split())
+    if len(line) > LONGEST_MESSAGE:
+        line = f"{line[: LONGEST_MESSAGE // 2]} ... {line[-LONGEST_MESSAGE // 2 :]}"
+    print(f"error: {line}", file=sys.stderr)
     return code
+
+
+def _print_nowhere() -> None:
+    """Drop what waits to be printed: Python would try again at its end, and complain."""
+    with suppress(OSError, ValueError):  # A replacement of standard output, as in tests, has no file.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

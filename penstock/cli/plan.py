@@ -26,6 +26,7 @@ from rich.status import Status
 from penstock.base.errors import PenstockError
 from penstock.base.meant import did_you_mean
 from penstock.cli.config import Json
+from penstock.cli.outputs import Force
 from penstock.cli.plan_explain import check_topic, explain
 from penstock.cli.plan_files import check_file, write_pictures, write_run
 from penstock.cli.plan_options import (
@@ -86,13 +87,14 @@ def plan(  # noqa: PLR0913 - one argument for each option
     saving: Saving = "run",
     as_json: Json = False,
     write: Write = None,
+    force: Force = False,
     html: Html = None,
     png: Png = None,
     svg: Svg = None,
 ) -> None:
     """Say which layout of a run fits a cluster, how fast it is, and why others are refused. Nothing is started."""
     files = {"--write": write, "--html": html, "--png": png, "--svg": svg}
-    _check({"--explain": topic, "--compare": compared, "--scale": scales, "--sweep": swept}, files)
+    _check({"--explain": topic, "--compare": compared, "--scale": scales, "--sweep": swept}, files, force=force)
     cluster, assumptions = parse_cluster(on), _assumptions(imbalance, saving, writes=write is not None)
     planner = partial(project, assumptions=assumptions)
     if compared is not None:
@@ -121,7 +123,7 @@ def plan(  # noqa: PLR0913 - one argument for each option
     _write(found, more, files)
 
 
-def _check(questions: Mapping[str, object], files: Mapping[str, Path | None]) -> None:
+def _check(questions: Mapping[str, object], files: Mapping[str, Path | None], *, force: bool) -> None:
     """Refuse what could only fail later."""
     asked = [option for option, value in questions.items() if value is not None]
     if len(asked) > 1:
@@ -135,7 +137,7 @@ def _check(questions: Mapping[str, object], files: Mapping[str, Path | None]) ->
                 raise PenstockError(
                     "--write writes a candidate, and --compare has two runs of yours", fix="leave it out"
                 )
-            check_file(path, option)
+            check_file(path, option, force=force)
 
 
 def _searched(question: Question) -> Plan:

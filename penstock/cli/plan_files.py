@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from penstock.base.errors import PenstockError
+from penstock.cli.outputs import check_output
 from penstock.cli.plan_print import cluster_text, conclusion
 from penstock.config.load import dump_toml
 from penstock.plan.projection import Plan, Projection
@@ -16,21 +17,21 @@ from penstock.report.plotly_script import plotly_script
 _SUFFIXES: Mapping[str, str] = {"--write": ".toml", "--html": ".html", "--png": ".png", "--svg": ".svg"}
 
 
-def check_file(path: Path, option: str) -> None:
+def check_file(path: Path, option: str, *, force: bool = False) -> None:
     """Refuse a file that could not be written, and pictures that nothing here could draw, before anything is computed.
 
     Args:
         path: of the file.
         option: that asks for it.
+        force: write over a run.
 
     Raises:
-        PenstockError: it has another suffix, or its folder is not there.
+        PenstockError: it has another suffix, is a folder or a run that is there, or its folder is not there.
         PicturesError: Plotly is not installed, or no browser that draws images.
     """
     if path.suffix != _SUFFIXES[option]:
         raise PenstockError(f"{option} writes a file that ends in {_SUFFIXES[option]}", got=path)
-    if not path.absolute().parent.is_dir():
-        raise PenstockError(f"{option}: there is no folder {path.parent}", fix="make it first")
+    check_output(path, option, force=force or option != "--write")
     if option != "--write":
         plotly_script()
     if option in ("--png", "--svg"):

@@ -41,7 +41,7 @@ from penstock.parallel.launch.environment import (
     shell_variables,
 )
 from penstock.parallel.launch.host import gpu_vendor
-from penstock.parallel.launch.local import LocalLaunch, run_processes
+from penstock.parallel.launch.local import MOST_PROCESSES, LocalLaunch, run_processes
 from penstock.parallel.launch.meeting import Meeting, start_process_group, stop_process_group
 from penstock.parallel.launch.process import choose_device, prepare_process
 from penstock.plan.hardware import Hardware
@@ -75,7 +75,10 @@ def preflight(
         Path | None, typer.Option("--hardware", metavar="F.toml", help="What to compare with, instead of the chip's.")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="Ranks to start; without it, one for each GPU, or 2.")
+        int | None,
+        typer.Option(
+            "--processes", min=1, max=MOST_PROCESSES, help="Ranks to start; without it, one for each GPU, or 2."
+        ),
     ] = None,
     as_json: Json = False,
     result: Annotated[Path | None, typer.Option("--result", hidden=True)] = None,

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from penstock.base.errors import TraceError
+from penstock.cli.outputs import Force, check_output
 from penstock.trace.load import load_ranks
 from penstock.trace.replay import Question
 from penstock.trace.replay import replay as script_of
@@ -23,8 +24,11 @@ def replay(
     ] = None,
     rank: Annotated[int | None, typer.Option("--rank", help="Whose call, of several; else the lowest.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="File to write; else the script is printed.")] = None,
+    force: Force = False,
 ) -> None:
     """Write a script that runs one call of a trace again, with its sizes, dtypes and splits, and times it."""
+    if out is not None:
+        check_output(out, "--out", force=force)
     question = Question(op=op, shape=shape, counts=None if counts is None else _numbers(counts))
     traces = load_ranks(path, gpu_required=False)
     if rank is not None:

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from penstock.cli.help import HELP, screen_asked_for
+from penstock.cli.interrupts import imports_end_at_once
 from penstock.parallel.launch.environment import prepare_environment
 from penstock.parallel.launch.variables import Facts
 
@@ -22,7 +23,8 @@ PROGRAM = "penstock"
 
 def load_by_name(module: str, attribute: str) -> Any:
     """What a module calls so; the module is imported now."""
-    return vars(import_module(module))[attribute]
+    with imports_end_at_once():
+        return vars(import_module(module))[attribute]
 
 
 @dataclass(frozen=True)

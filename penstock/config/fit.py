@@ -10,7 +10,7 @@ from typing import Literal
 from penstock.config.model import Attention, GroupedQueryAttention
 from penstock.config.problem import Problem, divisors, refuse
 from penstock.config.run import Run
-from penstock.layout.grid import Grid
+from penstock.layout.grid import MOST_RANKS, Grid
 from penstock.layout.schedules import SCHEDULES
 from penstock.layout.sequence import Method
 
@@ -81,6 +81,8 @@ def heads_of(attention: Attention) -> dict[str, int]:
 def _ranks(run: Run, world: int) -> list[Problem]:
     """The sizes divide the ranks, in both views."""
     parallel, least = run.parallel, smallest_world(run)
+    if max(world, least) > MOST_RANKS:
+        return [Problem("parallel", "is for too many ranks", got=max(world, least), allowed=f"at most {MOST_RANKS}")]
     dense = {"pipeline": parallel.pipeline, "tensor": parallel.tensor, "context": parallel.context}
     expert = {"pipeline": parallel.pipeline, "expert": parallel.expert, "expert_tensor": parallel.expert_tensor}
     if world < least:

@@ -20,6 +20,7 @@ from typing import Any
 import tomli_w
 
 from penstock.base.errors import ConfigError
+from penstock.base.files import MOST_TOML_BYTES, parse_toml, read_bounded
 from penstock.base.meant import asked, did_you_mean_path, nearest
 from penstock.config.follow import follow
 from penstock.config.merge import NONE, Tree, merge, parse_overrides, paths_in, settle
@@ -126,7 +127,7 @@ def _paths() -> tuple[str, ...]:
 
 def _parse_file(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_bounded(path, MOST_TOML_BYTES).decode("utf-8-sig")
     except FileNotFoundError as error:
         raise ConfigError(
             f"there is no file {path}", fix=did_you_mean_path(path) or "check the path, or name a preset"
@@ -137,7 +138,7 @@ def _parse_file(path: Path) -> dict[str, Any]:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}:{line}: the file is not UTF-8 text", fix="save it as UTF-8") from error
     try:
-        return tomllib.loads(text)
+        return parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(_syntax_fault(path, text, str(error))) from error
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.base.errors import ConfigError
+from penstock.base.files import parse_toml
 from penstock.config.schema import KIND, Field, alternative, fields_of, fields_under, find
 from penstock.config.section import Section
 
@@ -51,7 +52,7 @@ def parse_overrides(root: type[Section], overrides: Sequence[str]) -> Tree:
 def _parse_value(path: str, text: str, *, takes_text: bool) -> Any:
     """A TOML value, or the text itself. A field that takes text takes `2024` and `true` for texts too."""
     try:
-        table = tomllib.loads(f"value = {text}")
+        table = parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError as error:
         if text[:1] in ("[", "{", '"', "'"):
             raise ConfigError(
@@ -76,6 +77,8 @@ def settle(fields: Mapping[str, Field], tree: Mapping[str, Any]) -> Tree:
 def _settle_value(field: Field | None, value: Any) -> Any:
     if field is None:
         return value
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ConfigError(f"{field.path} is more than 64 bits can hold", got=value)
     if field.optional and value == NONE:
         return None
     if field.sections and isinstance(value, Mapping):

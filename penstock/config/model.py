@@ -6,6 +6,13 @@ from pydantic import Discriminator
 
 from penstock.config.section import Section, knob
 
+# Far above any model that was ever trained, and low enough that the product of a few still counts in 64 bits.
+MOST_FEATURES = 2**20
+MOST_HEADS = 2**16
+MOST_EXPERTS = 2**16
+MOST_LAYERS = 10_000
+MOST_TOKENS = 2**31
+
 
 class Yarn(Section):
     """YaRN context extension (arXiv 2309.00071), as DeepSeek uses it."""
@@ -52,7 +59,11 @@ class LocalAttention(Section):
     )
     size: int = knob(doc="Positions that a layer sees at most.", unit="positions", low=1)
     global_every: int = knob(
-        0, doc="Every n-th layer, the n-th first, sees the whole row instead; 0: none does.", unit="layers", low=0
+        0,
+        doc="Every n-th layer, the n-th first, sees the whole row instead; 0: none does.",
+        unit="layers",
+        low=0,
+        high=MOST_LAYERS,
     )
     global_rope: bool = knob(True, doc="Whether layers that see the whole row rotate positions (Llama 4: no).")
     global_temperature: float = knob(
@@ -65,9 +76,9 @@ class GroupedQueryAttention(Section):
     """Attention whose query heads share key/value heads (arXiv 2305.13245)."""
 
     kind: Literal["gqa"] = knob("gqa", doc="Grouped-query attention.")
-    heads: int = knob(doc="Query heads.", unit="heads", low=1)
-    kv_heads: int = knob(doc="Key/value heads; must divide `heads`.", unit="heads", low=1)
-    head_dim: int = knob(doc="Width of a head; even.", unit="features", low=2)
+    heads: int = knob(doc="Query heads.", unit="heads", low=1, high=MOST_HEADS)
+    kv_heads: int = knob(doc="Key/value heads; must divide `heads`.", unit="heads", low=1, high=MOST_HEADS)
+    head_dim: int = knob(doc="Width of a head; even.", unit="features", low=2, high=MOST_FEATURES)
     rope: Rope = knob(Rope(), doc="Position embedding.")
     qk_norm: Literal["none", "head", "projection", "rotated-head"] = knob(
         "none",
@@ -97,16 +108,24 @@ class LatentAttention(Section):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434 section 2.1)."""
 
     kind: Literal["mla"] = knob("mla", doc="Multi-head latent attention.")
-    heads: int = knob(doc="Heads.", unit="heads", low=1)
-    q_latent: int = knob(0, doc="Rank of the query projection; 0 projects queries directly.", unit="features", low=0)
-    kv_latent: int = knob(doc="Rank of the key/value projection.", unit="features", low=1)
+    heads: int = knob(doc="Heads.", unit="heads", low=1, high=MOST_HEADS)
+    q_latent: int = knob(
+        0, doc="Rank of the query projection; 0 projects queries directly.", unit="features", low=0, high=MOST_FEATURES
+    )
+    kv_latent: int = knob(doc="Rank of the key/value projection.", unit="features", low=1, high=MOST_FEATURES)
     plain_head_dim: int = knob(
-        doc="Part of a query/key head without position (`qk_nope_head_dim`).", unit="features", low=1
+        doc="Part of a query/key head without position (`qk_nope_head_dim`).",
+        unit="features",
+        low=1,
+        high=MOST_FEATURES,
     )
     rotary_head_dim: int = knob(
-        doc="Part of a query/key head with position; even (`qk_rope_head_dim`).", unit="features", low=2
+        doc="Part of a query/key head with position; even (`qk_rope_head_dim`).",
+        unit="features",
+        low=2,
+        high=MOST_FEATURES,
     )
-    value_head_dim: int = knob(doc="Width of a value head.", unit="features", low=1)
+    value_head_dim: int = knob(doc="Width of a value head.", unit="features", low=1, high=MOST_FEATURES)
     rope: Rope = knob(Rope(), doc="Position embedding of the rotary part.")
 
     @property
@@ -130,8 +149,8 @@ class Router(Section):
     softmax_after_top_k: bool = knob(
         False, doc="Choose by logits and take the softmax over the chosen experts only (Mixtral) instead of before."
     )
-    groups: int = knob(1, doc="Equal groups of experts; 1 means no groups.", unit="groups", low=1)
-    groups_kept: int = knob(1, doc="Groups that one token may choose from.", unit="groups", low=1)
+    groups: int = knob(1, doc="Equal groups of experts; 1 means no groups.", unit="groups", low=1, high=MOST_EXPERTS)
+    groups_kept: int = knob(1, doc="Groups that one token may choose from.", unit="groups", low=1, high=MOST_EXPERTS)
     group_score: Literal["max", "top2"] = knob(
         "max", doc="Judge a group by its best expert (DeepSeek-V2) or by its best two (DeepSeek-V3)."
     )
@@ -176,14 +195,22 @@ class ClampedSwiglu(Section):
 class Moe(Section):
     """Mixture-of-experts feed-forward network."""
 
-    experts: int = knob(doc="Routed experts of a layer.", unit="experts", low=1)
-    top_k: int = knob(doc="Experts per token.", unit="experts", low=1)
-    ffn_size: int = knob(doc="Width of one expert.", unit="features", low=1)
+    experts: int = knob(doc="Routed experts of a layer.", unit="experts", low=1, high=MOST_EXPERTS)
+    top_k: int = knob(doc="Experts per token.", unit="experts", low=1, high=MOST_EXPERTS)
+    ffn_size: int = knob(doc="Width of one expert.", unit="features", low=1, high=MOST_FEATURES)
     shared_ffn_size: int = knob(
-        0, doc="Width of the shared expert that sees every token; 0 for none.", unit="features", low=0
+        0,
+        doc="Width of the shared expert that sees every token; 0 for none.",
+        unit="features",
+        low=0,
+        high=MOST_FEATURES,
     )
     every: int = knob(
-        1, doc="Experts in every n-th layer behind the first dense ones, the n-th first.", unit="layers", low=1
+        1,
+        doc="Experts in every n-th layer behind the first dense ones, the n-th first.",
+        unit="layers",
+        low=1,
+        high=MOST_LAYERS,
     )
     bias: bool = knob(False, doc="Biases on both products of every routed expert.")
     clamped: ClampedSwiglu | None = knob(None, doc="gpt-oss's activation in routed experts; none for SwiGLU.")
@@ -206,16 +233,24 @@ class Model(Section):
         "qwen3",
         "plain",
     ] = knob(doc="Whose names weights are exchanged in (plain: nobody's); the values below decide everything else.")
-    vocabulary: int = knob(doc="Token ids.", unit="tokens", low=2)
-    hidden_size: int = knob(doc="Width of the residual stream.", unit="features", low=2)
-    layers: int = knob(doc="Decoder layers.", unit="layers", low=1)
+    vocabulary: int = knob(doc="Token ids.", unit="tokens", low=2, high=MOST_TOKENS)
+    hidden_size: int = knob(doc="Width of the residual stream.", unit="features", low=2, high=MOST_FEATURES)
+    layers: int = knob(doc="Decoder layers.", unit="layers", low=1, high=MOST_LAYERS)
     dense_layers: int = knob(
-        0, doc="First layers whose feed-forward network is dense; `moe.every` may leave more.", unit="layers", low=0
+        0,
+        doc="First layers whose feed-forward network is dense; `moe.every` may leave more.",
+        unit="layers",
+        low=0,
+        high=MOST_LAYERS,
     )
-    dense_ffn_size: int = knob(0, doc="Width of a dense feed-forward network.", unit="features", low=0)
+    dense_ffn_size: int = knob(
+        0, doc="Width of a dense feed-forward network.", unit="features", low=0, high=MOST_FEATURES
+    )
     attention: Attention = knob(doc="Attention of every layer.")
     moe: Moe | None = knob(None, doc="Mixture of experts of the other layers; none for a dense model.")
-    mtp_layers: int = knob(0, doc="Multi-token prediction depth (DeepSeek-V3 section 2.2).", unit="layers", low=0)
+    mtp_layers: int = knob(
+        0, doc="Multi-token prediction depth (DeepSeek-V3 section 2.2).", unit="layers", low=0, high=MOST_LAYERS
+    )
     norm_epsilon: float = knob(1e-6, doc="Epsilon of RMSNorm.", low=0.0)
     tied_embeddings: bool = knob(False, doc="Output projection shares the embedding's weights.")
     initial_std: float = knob(0.02, doc="Standard deviation of initial weights.", low=0.0)

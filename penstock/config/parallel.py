@@ -2,7 +2,9 @@
 
 from typing import Literal
 
+from penstock.config.model import MOST_LAYERS
 from penstock.config.section import Section, knob
+from penstock.layout.grid import MOST_RANKS
 
 RECOMPUTABLE = ("norm", "latent-up", "attention", "expert-activation", "shared-expert", "dense", "moe", "layer")
 """Parts of a layer that `recompute.modules` can name."""
@@ -25,18 +27,23 @@ class Parallel(Section):
     pipeline, over the same ranks.
     """
 
-    tensor: int = knob(1, doc="Ranks that share each dense matrix, and the positions between them (TP, SP).", low=1)
-    context: int = knob(1, doc="Ranks that share each row of tokens (CP).", low=1)
-    pipeline: int = knob(1, doc="Ranks that share the layers (PP).", low=1)
-    expert: int = knob(1, doc="Ranks that share a layer's experts (EP).", low=1)
-    expert_tensor: int = knob(1, doc="Ranks that share each expert's matrices (ETP).", low=1)
+    tensor: int = knob(
+        1, doc="Ranks that share each dense matrix, and the positions between them (TP, SP).", low=1, high=MOST_RANKS
+    )
+    context: int = knob(1, doc="Ranks that share each row of tokens (CP).", low=1, high=MOST_RANKS)
+    pipeline: int = knob(1, doc="Ranks that share the layers (PP).", low=1, high=MOST_RANKS)
+    expert: int = knob(1, doc="Ranks that share a layer's experts (EP).", low=1, high=MOST_RANKS)
+    expert_tensor: int = knob(1, doc="Ranks that share each expert's matrices (ETP).", low=1, high=MOST_RANKS)
     shard: Literal["auto", "none", "optimizer", "full"] = knob(
         "auto",
         doc="What data-parallel ranks divide: none, the optimizer (ZeRO-1: weights stay whole, gradients are reduced "
         "once a step), or full (FSDP2: weights, gradients and optimizer). auto takes the optimizer.",
     )
     shard_size: int = knob(
-        0, doc="Ranks that divide one copy (hybrid sharding); 0 divides among all data-parallel ranks.", low=0
+        0,
+        doc="Ranks that divide one copy (hybrid sharding); 0 divides among all data-parallel ranks.",
+        low=0,
+        high=MOST_RANKS,
     )
     reshard: Literal["forward", "backward"] = knob(
         "forward", doc="With `shard` full: free gathered weights after forward and gather again, or after backward."
@@ -110,7 +117,11 @@ class Pipeline(Section):
         "1f1b", doc="Order of forward and backward passes."
     )
     stages_per_rank: int = knob(
-        1, doc="Virtual stages of a rank (VPP); 2 with the schedules whose name has a v.", unit="stages", low=1
+        1,
+        doc="Virtual stages of a rank (VPP); 2 with the schedules whose name has a v.",
+        unit="stages",
+        low=1,
+        high=MOST_LAYERS,
     )
     layout: str = knob(
         "",

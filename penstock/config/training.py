@@ -9,9 +9,9 @@ class Training(Section):
     """Batch, length, precision."""
 
     steps: int = knob(doc="Optimizer steps.", unit="steps", low=1)
-    sequence_length: int = knob(doc="Positions of a row.", unit="positions", low=2)
-    micro_batch: int = knob(1, doc="Rows of one forward pass on one rank.", unit="rows", low=1)
-    global_batch: int = knob(1, doc="Rows of one optimizer step over all ranks.", unit="rows", low=1)
+    sequence_length: int = knob(doc="Positions of a row.", unit="positions", low=2, high=2**30)
+    micro_batch: int = knob(1, doc="Rows of one forward pass on one rank.", unit="rows", low=1, high=2**20)
+    global_batch: int = knob(1, doc="Rows of one optimizer step over all ranks.", unit="rows", low=1, high=2**30)
     precision: Literal["bf16", "fp32"] = knob(
         "bf16", doc="bf16: parameters and compute in bfloat16, master weights, moments and gradients in float32."
     )
@@ -59,7 +59,7 @@ class Evaluation(Section):
     """Loss on held-out text."""
 
     every: int = knob(0, doc="Steps between evaluations; 0 evaluates only at the end.", unit="steps", low=0)
-    rows: int = knob(64, doc="Rows of held-out text; 0 switches evaluation off.", unit="rows", low=0)
+    rows: int = knob(64, doc="Rows of held-out text; 0 switches evaluation off.", unit="rows", low=0, high=2**30)
 
 
 class Checkpoint(Section):

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
+from penstock.base.files import read_json
 from penstock.data.sources import Tokens, fingerprint_of
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -126,7 +127,7 @@ class Pair:
         """
         path = _beside(self.prefix, ".packed.json")
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = read_json(path)
             return Origin(**{**values, "left_out": tuple(values.get("left_out", ()))})
         except FileNotFoundError:
             return None

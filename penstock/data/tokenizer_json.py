@@ -13,6 +13,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
+from penstock.base.files import MOST_JSON_BYTES, parse_json, read_bounded
 from penstock.data.end_of_document import find_end_of_document
 from penstock.data.sources import Tokens, fingerprint_of
 from penstock.data.token_bytes import byte_offsets, bytes_between, bytes_by_repeating
@@ -105,13 +106,13 @@ def _stated_end(config: Path) -> str | None:
 
 def _read_json_text(path: Path) -> str:
     try:
-        content = path.read_text(encoding="utf-8")
-        json.loads(content)
+        content = read_bounded(path, MOST_JSON_BYTES).decode()
+        parse_json(content)
     except OSError as error:
         raise DataError(
             f"cannot read data.tokenizer {path}: {error.strerror}", fix=f'give a {TOKENIZER_FILE}, or "bytes"'
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _no_tokenizer(path, f"it is not JSON ({error})") from error
     return content
 

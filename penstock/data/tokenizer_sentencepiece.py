@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.base.errors import DataError
+from penstock.base.files import MOST_JSON_BYTES, read_bounded
 from penstock.data.end_of_document import find_end_of_document
 from penstock.data.optional import require
 from penstock.data.sources import Tokens, fingerprint_of
@@ -82,7 +83,7 @@ class SentencePieceTokenizer:
 
 def _read(path: Path) -> bytes:
     try:
-        content = path.read_bytes()
+        content = read_bounded(path, MOST_JSON_BYTES)
     except OSError as error:
         raise DataError(f"cannot read data.tokenizer {path}: {error.strerror}", fix="give a .model file") from error
     if not content:

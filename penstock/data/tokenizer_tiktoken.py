@@ -14,7 +14,6 @@ merging have one rank it may choose the other.
 
 import base64
 import binascii
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from penstock.base.errors import DataError
+from penstock.base.files import MOST_JSON_BYTES, read_bounded, read_json
 from penstock.data.end_of_document import find_end_of_document
 from penstock.data.optional import require
 from penstock.data.sources import RecordError, Tokens, fingerprint_of
@@ -195,7 +195,7 @@ def holds_ranks(path: Path) -> bool:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_bounded(path, MOST_JSON_BYTES)
     except OSError as error:
         raise DataError(f"cannot read data.tokenizer {path}: {error.strerror}", fix="give a .tiktoken file") from error
 
@@ -247,7 +247,7 @@ def _choose(path: Path, name: str | None, content: bytes, behind: int) -> Patter
 def _read_beside(path: Path, behind: int) -> Pattern:
     """Returns what a JSON file says of the vocabulary beside it; `behind` is the first id behind its ranks."""
     try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         pattern = values["pattern"]
         known = PATTERNS.get(pattern)
         special = {str(token): int(number) - behind for token, number in values.get("special_tokens", {}).items()}

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.base.errors import KernelError
+from penstock.base.files import read_json
 
 PACKAGED = Path(__file__).with_name("measured_data")
 """Measurements that come with the package."""
@@ -138,7 +139,7 @@ def load(path: Path) -> Measurements:
     """
     fix = "measure again with `penstock kernels tune`, or delete the file"
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = read_json(path)
     except OSError as error:
         raise KernelError(f"measurements {path} cannot be read", got=error.strerror, fix=fix) from error
     except ValueError as error:

@@ -19,6 +19,9 @@ from math import prod
 DENSE_AXES = ("pipeline", "data", "context", "tensor")
 EXPERT_AXES = ("pipeline", "expert_data", "expert", "expert_tensor")
 
+MOST_RANKS = 2**20
+"""Ranks of the largest world that is laid out: several times the largest cluster there is."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:

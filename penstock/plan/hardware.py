@@ -22,6 +22,7 @@ from typing import Literal, get_args
 from penstock.base.errors import HardwareError
 from penstock.base.meant import asked
 from penstock.config.section import Section, knob
+from penstock.layout.grid import MOST_RANKS
 
 Dtype = Literal["bf16", "fp8", "fp32"]
 
@@ -363,7 +364,7 @@ class Cluster:
         return Group(ranks, inside)
 
 
-CLUSTER = re.compile(r"\s*(?P<devices>\d+)\s*[xX]\s*(?P<hardware>\S.*?)\s*")
+CLUSTER = re.compile(r"\s*(?P<devices>[0-9]{1,40})\s*[xX]\s*(?P<hardware>\S.*?)\s*")
 """Such as `768xMI300X`, or `16xmine.toml`."""
 
 
@@ -392,6 +393,8 @@ def cluster_of(devices: int, hardware: Hardware) -> Cluster:
         HardwareError: they do not fill their nodes.
     """
     each = hardware.node.devices
+    if devices > MOST_RANKS:
+        raise HardwareError("the cluster is too large", got=f"{devices:,} devices", allowed=f"at most {MOST_RANKS:,}")
     if devices > each and devices % each:
         low = devices // each * each
         raise HardwareError(

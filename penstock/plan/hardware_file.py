@@ -14,7 +14,6 @@ What is wrong is told in one line that begins with the file and the place in it.
 """
 
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -23,6 +22,7 @@ import tomli_w
 
 from penstock.base.devices import chip_named
 from penstock.base.errors import ConfigError, HardwareError
+from penstock.base.files import read_toml
 from penstock.base.meant import did_you_mean, did_you_mean_path
 from penstock.config.merge import settle
 from penstock.config.schema import fields_of
@@ -172,7 +172,7 @@ def _as_table(section: Section) -> dict[str, Any]:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return read_toml(path)
     except FileNotFoundError as error:
         raise HardwareError(f"there is no hardware file {path}", fix=did_you_mean_path(path)) from error
     except OSError as error:

@@ -27,6 +27,7 @@ _ENDINGS = (".json", ".json.gz")
 READER = "penstock-trace"
 """Name of the thread that reads ahead."""
 _RANK = re.compile(r"rank[-_ ]?(\d+)", re.IGNORECASE)
+_BEGINNING_BYTES = 4096
 _GZIP = 31
 """Of zlib: a header as gzip writes it, and the largest window."""
 
@@ -97,13 +98,22 @@ def read_text(path: Path) -> bytes:
         TraceError: it cannot be read, or is packed and damaged.
     """
     try:
-        packed = path.read_bytes()
+        with path.open("rb", buffering=0) as file:
+            packed = file.read(_BEGINNING_BYTES)
+            is_packed = packed[:2] == b"\x1f\x8b"
+            beginning = zlib.decompressobj(_GZIP).decompress(packed, _BEGINNING_BYTES) if is_packed else packed
+            if beginning.lstrip()[:1] not in (b"", b"{", b"["):
+                return beginning  # No JSON, so the rest of what may be a file of any size is not needed.
+            if file.seekable():
+                file.seek(0)
+                packed = b""
+            packed += file.readall()
     except OSError as error:
         told = None if path.exists() else did_you_mean_path(path)
         raise TraceError(f"cannot read {path}: {error.strerror}", fix=told) from error
-    if packed[:2] != b"\x1f\x8b":
-        return packed
-    return _unpacked(packed, path)
+    except zlib.error as error:
+        raise _damaged(path, error) from error
+    return _unpacked(packed, path) if is_packed else packed
 
 
 def _unpacked(packed: bytes, path: Path) -> bytes:
@@ -117,10 +127,12 @@ def _unpacked(packed: bytes, path: Path) -> bytes:
                 raise TraceError(f"{path} was cut off: its gzip data do not end", fix="copy or record it again")
             packed = member.unused_data.lstrip(b"\0")
     except zlib.error as error:
-        raise TraceError(
-            f"{path} is damaged: its gzip data are wrong ({error})", fix="copy or record it again"
-        ) from error
+        raise _damaged(path, error) from error
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _damaged(path: Path, error: zlib.error) -> TraceError:
+    return TraceError(f"{path} is damaged: its gzip data are wrong ({error})", fix="copy or record it again")
 
 
 def _files(path: Path) -> list[Path]:

@@ -8,7 +8,6 @@
 Of a dense model one with experts can be made ("upcycling", arXiv 2212.05055, 2410.07524): see `Upcycling`.
 """
 
-import json
 import re
 import shutil
 import tempfile
@@ -23,6 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.base.errors import CheckpointError, ConfigError
+from penstock.base.files import read_json
 from penstock.config.load import dump_toml
 from penstock.config.model import Model, Moe, Router
 from penstock.config.run import Run
@@ -143,7 +143,7 @@ def model_in(folder: Path) -> Model:
     """
     path = folder / CONFIG_FILE
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_json(path)
     except OSError as error:
         raise CheckpointError(
             f"cannot read {path}", got=error.strerror, fix="give a folder with config.json, or name the preset"

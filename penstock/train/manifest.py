@@ -24,6 +24,7 @@ from typing import Any
 
 from penstock import __version__
 from penstock.base.errors import CheckpointError
+from penstock.base.files import read_json
 from penstock.layout.rectangles import Rectangle, not_the_whole, parse_rectangle
 from penstock.parallel.holding import Part
 from penstock.train.run_folder import write_whole
@@ -263,7 +264,7 @@ def parse_json(path: Path) -> Any:
         CheckpointError: it is not JSON.
     """
     try:
-        return json.loads(path.read_bytes())
+        return read_json(path)
     except ValueError as error:  # of which UnicodeDecodeError and JSONDecodeError are kinds
         raise _damaged(path, f"no JSON: {error}") from error
 

@@ -4,13 +4,13 @@ Taken back are figures, and what was refused by configuration or found no memory
 crashed or was not done in time is made again.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.base.errors import ConfigError
+from penstock.base.files import read_json
 from penstock.tune.ladder import Measure, Outcome, gains
 from penstock.tune.trial import Failure, Figures, Trial
 
@@ -91,7 +91,7 @@ def read_kept(path: Path, environment: Mapping[str, Any], commit: str) -> Kept:
     if not path.exists():
         return NOTHING_KEPT
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = read_json(path)
         numbers = result["numbers"]
         kept = _kept([*numbers["rungs"], *numbers["still_ahead"]])
         then = {**result["environment"], "commit": result["commit"]}

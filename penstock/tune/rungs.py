@@ -20,13 +20,13 @@ A new optimization is a row here. A knob that this version does not have yet may
 says so.
 """
 
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
 from penstock.base.errors import ConfigError
+from penstock.base.files import read_toml
 from penstock.base.meant import did_you_mean
 from penstock.config.dispatch_rules import COUNTS_STAY
 from penstock.config.merge import settle
@@ -245,7 +245,7 @@ def load_rungs(path: Path) -> tuple[Rung, ...]:
         ConfigError: the file cannot be read or is no list of rungs.
     """
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = read_toml(path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", fix="check --rungs") from error
     except ValueError as error:

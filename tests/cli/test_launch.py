@@ -50,7 +50,7 @@ def test_what_is_written_is_what_would_be_printed(capsys: pytest.CaptureFixture[
         (["slurm", *LITE], "--nodes"),
         (["slurm", *LITE, "--nodes", "1", "training.stepz=3"], "training.stepz"),
         (["kubernetes", *LITE, "--nodes", "1", "--image", "x"], "--claim"),
-        (["slurm", *LITE, "--nodes", "1", "--output", "gone/job.sh"], "cannot write gone/job.sh"),
+        (["slurm", *LITE, "--nodes", "1", "--output", "gone/job.sh"], "there is no folder gone"),
     ],
 )
 def test_what_cannot_run_is_refused_here(

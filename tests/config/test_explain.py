@@ -14,7 +14,7 @@ def test_a_field_is_explained_with_range_presets_and_rules() -> None:
         "model.moe.router.groups_kept",
         "  Groups that one token may choose from.",
         "",
-        "  type     whole number >= 1 (groups)",
+        "  type     whole number 1 to 65536 (groups)",
         "  default  1",
         "  presets  3: deepseek-v2",
         "           4: deepseek-v3",

@@ -101,7 +101,7 @@ def without(tree: Tree, *names: str) -> Tree:
 
 def test_a_missing_field_is_named_with_what_it_may_be() -> None:
     tree = without(SMALL.model_dump(), "model", "moe", "top_k")
-    assert message_of(tree) == "model.moe.top_k is missing; allowed: whole number >= 1 (experts)"
+    assert message_of(tree) == "model.moe.top_k is missing; allowed: whole number 1 to 65536 (experts)"
 
 
 def test_a_missing_section_can_come_from_a_preset() -> None:
@@ -118,7 +118,8 @@ def test_a_missing_kind_is_named_with_the_kinds() -> None:
 
 def test_another_kind_needs_its_own_fields() -> None:
     assert message_of(tree_with("model.attention.kind=gqa")) == (
-        "model.attention.kv_heads is missing (also wrong: model.attention.head_dim); allowed: whole number >= 1 (heads)"
+        "model.attention.kv_heads is missing (also wrong: model.attention.head_dim); "
+        "allowed: whole number 1 to 65536 (heads)"
     )
 
 

@@ -13,12 +13,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.base.errors import ConfigError
 from penstock.parallel.launch.environment import FIRST_PORT, PORTS
 from penstock.parallel.launch.host import Vendor
 from penstock.parallel.launch.variables import Facts, settings
 
 STOP_SECONDS = 120
 """Time for the step that runs and its checkpoint: Slurm asks for a stop so long before the end, a pod is given it."""
+
+_SLURM_TIME = re.compile(
+    r"\d+(:[0-5]?\d(:[0-5]?\d)?)?|\d+-([01]?\d|2[0-3])(:[0-5]?\d){0,2}|UNLIMITED|INFINITE", re.ASCII | re.IGNORECASE
+)
+_SLURM_NAME = re.compile(r"\w[\w.,@:+-]*", re.ASCII)
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+_SUBDOMAIN = re.compile(rf"{_LABEL.pattern}(\.{_LABEL.pattern})*")
+_PART = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
+_IMAGE = re.compile(
+    rf"([A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:\d+)?/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@[\w+.-]+:[0-9a-f]{{32,}})?",
+    re.ASCII,
+)
+_LABEL_LENGTH, _SUBDOMAIN_LENGTH, _IMAGE_LENGTH = 63, 253, 400
 
 _RESOURCE: dict[Vendor, str] = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
 
@@ -58,7 +72,17 @@ def slurm_script(job: Job, options: dict[str, str], container: str | None = None
         job: what to run.
         options: further options of sbatch, such as {"time": "24:00:00"}.
         container: an image for the pyxis plugin, or None to use what is installed.
+
+    Raises:
+        ConfigError: Slurm would not take an option.
     """
+    for option, value in {"name": job.name, **options}.items():
+        if option == "time":
+            _check(value, "--time", _SLURM_TIME, "24:00:00, 90 (minutes), 2-12 (days-hours), 2-12:30:00, UNLIMITED")
+        else:
+            _check(value, f"--{option}", _SLURM_NAME, "letters, digits and . , @ : + _ -, not first")
+    if container is not None:
+        _check(container, "--container", re.compile(r"[^\s-][^\s]*"), "an image or a file, without spaces")
     wanted = {
         "job-name": job.name,
         "nodes": str(job.nodes),
@@ -111,9 +135,18 @@ def kubernetes_manifest(job: Job, image: str, claim: str, namespace: str | None 
         image: with PyTorch and Penstock in it.
         claim: PersistentVolumeClaim that all pods share; they work in it, and runs stay in it.
         namespace: where the job lives; None for kubectl's own choice.
+
+    Raises:
+        ConfigError: Kubernetes would not take a name.
     """
     assert job.facts.vendor != "cpu", "a cluster without GPUs is not planned for"
-    name = re.sub(r"[^a-z0-9-]+", "-", job.name.lower()).strip("-")
+    name = job.name
+    rule = "letters a to z, digits and -, which is neither first nor last"
+    _check(name, "--name", _LABEL, rule, _LABEL_LENGTH - len(f"-worker-{job.nodes - 1}"))  # Pods are called so.
+    _check(claim, "--claim", _SUBDOMAIN, rule.replace("and -", "- and ."), _SUBDOMAIN_LENGTH)
+    _check(image, "--image", _IMAGE, "registry/name:tag or name@sha256:...", _IMAGE_LENGTH)
+    if namespace is not None:
+        _check(namespace, "--namespace", _LABEL, rule, _LABEL_LENGTH)
     arguments = [
         f"--nnodes={job.nodes}",
         f"--nproc-per-node={job.gpus}",
@@ -158,6 +191,20 @@ def kubernetes_manifest(job: Job, image: str, claim: str, namespace: str | None 
         },
     }
     return "\n".join(yaml_lines(manifest)) + "\n"
+
+
+def kubernetes_name(name: str) -> str:
+    """The name of a run, as Kubernetes takes it."""
+    return re.sub(r"[^a-z0-9-]+", "-", name.lower())[:40].strip("-") or "penstock"
+
+
+def _check(value: str, option: str, pattern: re.Pattern[str], allowed: str, most: int = 255) -> None:
+    if not pattern.fullmatch(value) or len(value) > most:
+        raise ConfigError(
+            f"{option} would be refused where the job runs",
+            got=repr(value),
+            allowed=f"{allowed}; up to {most} characters",
+        )
 
 
 def yaml_lines(value: dict[str, Any] | Sequence[Any]) -> list[str]:

@@ -35,6 +35,9 @@ from penstock.parallel.launch.variables import Facts
 INTERRUPTED = 130
 """Exit code of a rank that Ctrl-C ended."""
 
+MOST_PROCESSES = 1024
+"""Ranks that are started on one machine; each is a process that imports PyTorch."""
+
 LOCALHOST = "127.0.0.1"
 """An address, not a name: nothing is looked up."""
 
@@ -90,6 +93,8 @@ def processes_to_start(run: Run, environment: Environment, asked: int | None) ->
                 fix="leave out --processes, or start one command without it",
             )
         return 1
+    if asked is not None and asked > MOST_PROCESSES:
+        raise DeviceError("--processes is too many for one machine", got=asked, allowed=f"at most {MOST_PROCESSES}")
     gpus = 0 if run.device == "cpu" else torch.cuda.device_count()
     if asked is not None and gpus and asked > gpus:
         raise DeviceError(

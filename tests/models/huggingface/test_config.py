@@ -233,7 +233,7 @@ CANNOT_BE_READ = {
     ),
     "a number that is text": (
         _changed("mixtral", num_local_experts="8"),
-        'config.json: num_local_experts cannot be used; got "8"; allowed: whole number >= 1 (experts)',
+        'config.json: num_local_experts cannot be used; got "8"; allowed: whole number 1 to 65536 (experts)',
     ),
     "heads that are text": (
         _changed("mixtral", num_attention_heads="4"),

@@ -1,0 +1,77 @@
+"""Small files that a user names: read up to a size, and parsed so that every fault of the text is a ValueError.
+
+Path.read_text holds a file of any size in memory, also one that was named by mistake or `/dev/zero`. tomllib and json
+let two faults of a text through that are no syntax error: a nesting that exhausts Python's stack, and a whole number
+with more digits than Python converts.
+"""
+
+import errno
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+MOST_TOML_BYTES = 4 * 2**20
+MOST_JSON_BYTES = 128 * 2**20
+"""Several times the largest tokenizer.json that was published."""
+
+
+def read_bounded(path: Path, most_bytes: int) -> bytes:
+    """Content of a file.
+
+    Raises:
+        OSError: it cannot be read, or is larger than `most_bytes`.
+    """
+    with path.open("rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"larger than {most_bytes / 2**20:.0f} MiB", str(path))
+    return content
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Tables of a TOML text.
+
+    Raises:
+        TOMLDecodeError: it is not TOML, is nested too deeply, or has a number with too many digits.
+    """
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except RecursionError as error:
+        raise tomllib.TOMLDecodeError("it is nested too deeply") from error
+    except ValueError as error:
+        raise tomllib.TOMLDecodeError(str(error).partition(";")[0]) from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that a JSON text holds.
+
+    Raises:
+        ValueError: it is not JSON, not UTF-8, or nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Tables of a TOML file.
+
+    Raises:
+        OSError: it cannot be read or is too large.
+        ValueError: it is not UTF-8 or not TOML.
+    """
+    return parse_toml(read_bounded(path, MOST_TOML_BYTES).decode("utf-8-sig"))
+
+
+def read_json(path: Path) -> Any:
+    """The value that a JSON file holds.
+
+    Raises:
+        OSError: it cannot be read or is too large.
+        ValueError: it is not UTF-8 or not JSON.
+    """
+    return parse_json(read_bounded(path, MOST_JSON_BYTES))

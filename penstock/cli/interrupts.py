@@ -1,0 +1,45 @@
+"""Ctrl-C while modules are imported ends the program at once.
+
+An import may turn a KeyboardInterrupt into another error or print it in the middle of a callback, and nothing has been
+begun that needs an orderly end. `penstock/__main__.py` asks for this before its own imports, and so do processes that
+multiprocessing spawns, which import that file first.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as in a shell."""
+
+
+def end_at_once() -> None:
+    """From now on Ctrl-C ends the process without a word, unless something else is to happen already."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is _RAISE:
+        signal.signal(signal.SIGINT, _end)
+
+
+def raise_again() -> None:
+    """From now on Ctrl-C raises KeyboardInterrupt again, if `end_at_once` was in effect."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, _RAISE)
+
+
+@contextmanager
+def imports_end_at_once() -> Iterator[None]:
+    """Ctrl-C ends the process at once inside, and raises KeyboardInterrupt again behind."""
+    end_at_once()
+    try:
+        yield
+    finally:
+        raise_again()
+
+
+_RAISE = signal.default_int_handler
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os._exit(INTERRUPTED)
