@@ -57,6 +57,13 @@ def inspect(
         what = f"held-out rows of {run.name}"
         contents = held_out_contents(run, open_split(run, "validation"))
     else:
+        if step > run.training.steps:
+            raise ConfigError(
+                "--step is behind the last step of the run",
+                got=step,
+                allowed=f"1 to {run.training.steps}",
+                fix=f"training.steps={step} makes the run that long",
+            )
         what = f"step {step} of {run.name}"
         folder = RunFolder(Path(target))
         store = open_store(run, folder) if folder.exists else None

@@ -14,6 +14,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,6 +96,8 @@ def ladder(  # noqa: PLR0913 - one argument for each option
         raise DeviceError(
             "a ladder starts its own processes", got=f"one of {environment.started_by}'s", fix="start one command"
         )
+    if not isfinite(most_seconds):
+        raise ConfigError("--timeout is no number of seconds", got=most_seconds, allowed="0 (never) or more")
     if warm_up >= steps:
         raise ConfigError("--warm-up leaves no step to time", got=f"{warm_up} of {steps}", allowed=f"0 to {steps - 1}")
     if resumes and output is None:

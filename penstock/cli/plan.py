@@ -17,6 +17,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Literal
 
@@ -147,6 +148,8 @@ def _searched(question: Question) -> Plan:
 
 
 def _assumptions(imbalance: float, saving: str, *, writes: bool) -> Assumptions:
+    if not isfinite(imbalance):
+        raise PenstockError("--imbalance is no number", got=imbalance, allowed="1 or more, such as 1.2")
     if saving == "conventional" and writes:
         raise PenstockError("--write writes a run, and no run of ours keeps what --saving conventional counts")
     match saving:

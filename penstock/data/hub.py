@@ -8,9 +8,14 @@ newest revision on the hub may change: `data.revision` holds a run to one.
 """
 
 import os.path
+import socket
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
+from threading import Thread
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from penstock.base.errors import DataError
 from penstock.data.corrupt import Corrupt
@@ -19,6 +24,9 @@ from penstock.data.optional import require
 from penstock.data.shards import Shards
 from penstock.data.sources import Keep, fingerprint_of
 from penstock.data.tokenizer import Tokenizer
+
+REACH_SECONDS = 3.0
+"""For which the hub is given time to answer at all."""
 
 _SAMPLES = 1024
 _SAVED = ("state.json", "dataset_dict.json")
@@ -142,17 +150,49 @@ def _load(name: Name, *, streaming: bool) -> Any:
     """Returns a Dataset or IterableDataset."""
     datasets = require("datasets", extra="huggingface", purpose="data.source huggingface")
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    require(
+        "huggingface_hub.utils.logging", extra="huggingface", purpose="data.source huggingface"
+    ).set_verbosity_error()
+    reached = os.path.exists(name.dataset) or _hub_answers()
     try:
         if not any(os.path.isfile(os.path.join(name.dataset, file)) for file in _SAVED):
             config, revision = name.config or None, name.revision or None
             return datasets.load_dataset(name.dataset, config, split=name.split, revision=revision, streaming=streaming)
         saved = datasets.load_from_disk(name.dataset)
     except _errors(str(name)) as error:
+        where = "" if reached else "the hub cannot be reached, and this machine has no copy: "
         raise DataError(
-            f"cannot open {name}: {_first_line(error)}",
+            f"cannot open {name}: {where}{_first_line(error)}",
             fix="correct data.dataset, data.dataset_config, data.split or data.revision, or see that it can be reached",
         ) from error
     return _saved_split(name, saved, streaming=streaming)
+
+
+def _hub_answers() -> bool:
+    """Whether the hub can be reached, found out within REACH_SECONDS.
+
+    Where it cannot, its libraries are told to work offline: they take a copy from their cache, or fail at once. Left to
+    themselves they try again for half a minute. Behind a proxy they are left to themselves.
+    """
+    constants = require("huggingface_hub.constants", extra="huggingface", purpose="data.source huggingface")
+    url = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE or {"https", "http", "all"} & set(getproxies()):
+        return not constants.HF_HUB_OFFLINE
+    answers: list[bool] = []
+
+    def connect() -> None:
+        with suppress(OSError), socket.create_connection((url.hostname, url.port or 443), REACH_SECONDS):
+            answers.append(True)
+
+    # In a thread: looking up the name has no timeout of its own.
+    thread = Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(REACH_SECONDS)
+    if not answers:
+        config = require("datasets.config", extra="huggingface", purpose="data.source huggingface")
+        constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = True
+    return bool(answers)
 
 
 def _saved_split(name: Name, saved: Any, *, streaming: bool) -> Any:

@@ -107,6 +107,12 @@ def open_tokenizer(tokenizer: str, end_of_document: str | None = None) -> Tokeni
             is missing.
     """
     if tokenizer == BYTES:
+        if end_of_document:
+            raise DataError(
+                f"data.tokenizer {BYTES} has its own token that ends a document",
+                got=f"{end_of_document!r:.80}",
+                fix="leave data.end_of_document (--end-of-document) out",
+            )
         return ByteTokenizer()
     path, pattern = Path(tokenizer), None
     if not path.exists() and ":" in tokenizer:

@@ -34,7 +34,7 @@ from penstock.config.compare import differences
 from penstock.config.load import RUN_FILE, dump_toml
 from penstock.config.run import Run
 
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """Names that are one harmless path component everywhere."""
 
 FIXED = ("model", "data", "seed", "name", "record.folder", "training.precision")
@@ -123,7 +123,9 @@ def check_name(name: str) -> None:
     """
     if not NAME_PATTERN.fullmatch(name):
         raise RunFolderError(
-            "the name of a run becomes a folder", got=repr(name), allowed="letters, digits, '.', '_', '-', not first"
+            "the name of a run becomes a folder",
+            got=repr(name),
+            allowed="up to 200 letters, digits, '.', '_', '-', not first",
         )
 
 

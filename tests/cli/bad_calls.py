@@ -1,0 +1,588 @@
+"""Command lines that are wrong, drawn with a seed from the verbs' own declarations and from the schema of a run.
+
+Every call is wrong by construction: an option that there is not, a value of another type or out of range, a file that
+is missing, damaged, of another kind or far too large, options that exclude each other, a layout that does not fit, a
+model of absurd size. `calls` draws so many of them, evenly over verbs and kinds; `attempt` runs one in a process of its
+own that has little memory, and says what is wrong with how it ended.
+
+    python -m tests.cli.bad_calls 400          runs 400 and prints those that end badly
+    python -m tests.cli.bad_calls 400 17 25    numbers 17 to 24 of them
+"""
+
+import os
+import random
+import resource
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+
+from penstock.cli.main import VERBS
+from penstock.config.run import Run
+from penstock.config.schema import Field, every_field
+from tests import warm
+from tests.cli.bad_material import RUN, make_material
+
+SEED = 20
+MOST_SECONDS = 20.0
+MOST_BYTES = 4 * 10**9
+KILLED_AFTER = 90.0
+"""Seconds of the clock. What is judged are seconds of the processor: other programs may keep it busy."""
+
+LONG = "x" * 5000
+NOT_A_NUMBER = ("banana", "", "1.5.2", "0x10", "--", "1e", "nan ", LONG, "\u221e", "[1]")
+STRANGE_NAMES = (
+    "debgu",
+    "",
+    " ",
+    "nowhere/to/be/found",
+    "missing.toml",
+    "debug-0l",
+    "debug-99999l",
+    "\u6c34\u95f8",
+    LONG,
+)
+
+Words = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BadCall:
+    """A command line, and why it is wrong."""
+
+    words: Words
+    why: str
+
+    @property
+    def verb(self) -> str:
+        """The first word: calls are drawn evenly over these."""
+        return self.words[0]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a call ended, and what is wrong with that."""
+
+    call: BadCall
+    seconds: float
+    peak_bytes: float
+    faults: tuple[str, ...]
+    error: str
+
+    def __str__(self) -> str:
+        shown = shlex.join(word if len(word) < 200 else f"{word[:40]}...({len(word)})" for word in self.call.words)
+        head = f"penstock {shown}   # {self.call.why}: {self.seconds:.1f} s, {self.peak_bytes / 1e9:.1f} GB"
+        return "\n".join([head, *(f"    FAULT {fault}" for fault in self.faults), f"    {self.error[-1500:]}"])
+
+
+def _files(ending: str) -> tuple[str, ...]:
+    """Files of a kind that cannot be used by anything."""
+    kinds = ("binary", "empty", "folder", "dangling", "loop", "huge", "missing")
+    return tuple(f"M/{kind}.{ending}" for kind in kinds)
+
+
+TOML = (
+    *_files("toml"),
+    *(f"M/{name}.toml" for name in ["cut", "damaged", "deep", "digits", "key", "preset", "type", "version", "latin"]),
+)
+TARGETS = (*TOML, *STRANGE_NAMES, "M/folder", "M/damaged-run", "M/good.jsonl", "/dev/zero", "/dev/null")
+HARDWARE = (*_files("toml"), "M/damaged.toml", "M/deep.toml", "M/digits.toml", "M/latin.toml", "M/key.toml")
+TRACES = (
+    *_files("json"),
+    *(f"M/{name}.json" for name in ["cut", "deep", "list", "null", "text", "events", "other"]),
+    *(f"M/{name}.json.gz" for name in ["binary", "empty", "cut", "bomb", "huge"]),
+    *("M/folder", "M/traces", "M/run", "/dev/zero", "/dev/null", "", LONG),
+)
+TEXTS = (*_files("jsonl"), "M/number.jsonl", "M/field.jsonl", "M/cut.jsonl", "M/latin.jsonl", "M/*.nothing", "")
+TOKENIZERS = (
+    *_files("json"),
+    *_files("model"),
+    *(f"M/{name}.json" for name in ["cut", "deep", "list", "null", "other"]),
+    *("M/folder", "M/weights", "banana", LONG),
+)
+CLUSTERS = (
+    *("", "8", "xH200", "0xH200", "-8xH200", "8xBanana", "nanxH200", "1e9xH200", "8.5xH200", "8 x H200", "12xH200"),
+    *("8x", "8xH200xH200", f"{'9' * 5000}xH200", "\u0664\u0662xBanana", "1000000001xH200"),
+    *(f"8x{name}" for name in HARDWARE),
+)
+OUTPUTS = ("M/folder", "nowhere/there/{}", "/proc/nothing/{}", f"{LONG}.{{}}", "M/binary.txt/{}", "/dev/full/{}")
+
+# ---------------------------------------------------------------------------------------------------- what is right
+
+SHORT = {
+    "init": "init new.toml --model debug --yes",
+    "train": f"train {RUN} --dry-run",
+    "import": "import M/weights --output out",
+    "export": "export M/run out",
+    "launch slurm": f"launch slurm {RUN} --nodes 1 --gpus-per-node 1",
+    "launch kubernetes": f"launch kubernetes {RUN} --nodes 1 --gpus-per-node 1 --image penstock --claim work",
+    "data inspect": f"data inspect {RUN}",
+    "data pack": "data pack M/good.jsonl --output packed --tokenizer bytes --processes 1",
+    "data tokenizer train": "data tokenizer train M/good.jsonl --vocabulary 300 --output new.json",
+    "config explain": "config explain model",
+    "config diff": f"config diff {RUN} debug",
+    "config validate": f"config validate {RUN}",
+    "config show": f"config show {RUN}",
+    "layout": f"layout {RUN}",
+    "plan": f"plan {RUN} --on 8xH200",
+    "trace diff": "trace diff M/events.json M/events.json",
+    "trace replay": "trace replay M/events.json --op mm",
+    "trace": "trace M/events.json",
+    "doctor": "doctor M/run",
+    "report": "report M/run",
+    "ladder": f"ladder {RUN} --steps 3 --warm-up 1",
+    "kernels list": f"kernels list {RUN}",
+    "kernels tune": f"kernels tune {RUN}",
+}
+"""A call of each verb to which one wrong thing is done. Verbs that are not here get their name alone."""
+
+
+def short(name: str) -> list[str]:
+    """Words of a call of a verb."""
+    return SHORT.get(name, name).split()
+
+
+@cache
+def commands() -> dict[str, Any]:
+    """Every verb that does something, by its full name."""
+    found: dict[str, Any] = {}
+
+    def visit(command: Any, name: str) -> None:
+        if isinstance(command, TyperGroup):
+            for word, inner in command.commands.items():
+                visit(vars(inner)["_verb"].load() if "_verb" in vars(inner) else inner, f"{name} {word}")
+        else:
+            found[name.removesuffix(" PATHS").removesuffix(" PATH")] = command
+
+    for verb in VERBS:
+        visit(verb.load(), verb.name)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------- drawing
+
+
+def wrong_words() -> Iterator[BadCall]:
+    """Verbs and options that there are not; words that are missing or too many; values of another type or too small."""
+    groups = ([], ["data"], ["data", "tokenizer"], ["config"], ["launch"], ["kernels"])
+    for group in groups:
+        for word in ("banana", "--banana", "-Z", "", "\u6c34", LONG):
+            yield BadCall((*group, word), "no such verb or option")
+    for name, command in commands().items():
+        yield from _wrong_words_of(name, command)
+
+
+def _wrong_words_of(name: str, command: TyperCommand) -> Iterator[BadCall]:
+    words = short(name)
+    for option in ("--banana", "--banana=3", "-Z", "--hlep"):
+        yield BadCall((*words, option), "no such option")
+    arguments = [one for one in command.params if isinstance(one, TyperArgument)]
+    if arguments and any(one.required for one in arguments):
+        yield BadCall(tuple(name.split()), "an argument is missing")
+    if all(one.nargs == 1 for one in arguments):
+        yield BadCall((*words, *["surplus"] * (len(arguments) + 1)), "too many words")
+    for option in command.params:
+        if not isinstance(option, TyperOption) or option.opts == ["--help"]:
+            continue
+        flag = option.opts[0]
+        if option.is_flag:
+            yield BadCall((*words, f"{flag}=maybe"), "a switch has no value")
+            continue
+        yield BadCall((*words, flag), "the value is missing")
+        kind = option.type_descriptor.annotation
+        if flag in words and option.required:
+            at = words.index(flag)
+            yield BadCall((*words[:at], *words[at + 2 :]), "an option is missing")
+        if kind in (int, float):
+            yield from (BadCall((*words, flag, value), "not a number") for value in NOT_A_NUMBER)
+            if option.min is not None:
+                below = (option.min - 1, -(10**9), -(10**30))
+                yield from (BadCall((*words, f"{flag}={value:.0f}"), "too small") for value in below)
+        elif kind not in (str, Path, list[str], tuple[str, str]):
+            yield from (BadCall((*words, flag, value), "no such choice") for value in ("banana", "", LONG))
+
+
+def wrong_targets() -> Iterator[BadCall]:
+    """Runs that there are not, or that cannot be read."""
+    for name in SHORT:
+        words = short(name)
+        if RUN in words:
+            for target in TARGETS:
+                yield BadCall(tuple(target if word == RUN else word for word in words), "no run")
+
+
+def wrong_fields() -> Iterator[BadCall]:
+    """Overrides that name no field, or give it a value of another type, out of range, or unknown."""
+    verbs = (
+        "train",
+        "config validate",
+        "config show",
+        "layout",
+        "plan",
+        "data inspect",
+        "launch slurm",
+        "kernels list",
+    )
+    pairs = [pair for field in every_field(Run) for pair in _wrong_values(field)]
+    assignments = ("training.steps", "=3", "a.b.c=3", "training..steps=3", "=", "training=banana", "model.moe=[1]")
+    for verb in verbs:
+        for word in assignments:
+            yield BadCall((*short(verb), word), "no assignment")
+        for field, value in pairs:
+            yield BadCall((*short(verb), f"{field}={value}"), "a wrong value")
+
+
+def _wrong_values(field: Field) -> Iterator[tuple[str, str]]:
+    path = field.path.replace("NAME", "part")
+    yield f"{path}x", "1"
+    if field.sections:
+        values = ["banana", "3", "[{}]"]
+    elif field.type_text == "whole number":
+        values = ["banana", "1.5", "nan", "[1]", "{a=1}", "true", f"1{'0' * 30}", "9" * 5000, "[" * 5000]
+    elif field.type_text == "number":
+        values = ["banana", "nan", "inf", "-inf", "1e999", "[1.0]", "true", "9" * 5000]
+    elif field.type_text == "true or false":
+        values = ["banana", "2", "nan", "[true]"]
+    elif field.choices:
+        values = ["banana", "[1]", '""', "7", LONG]
+    elif field.takes_list:
+        values = ["{a=1}", "[[1]]", "[1.5]", "[", "[" * 5000]
+    else:
+        values = ["[1]", "{a=1}", '"']
+    if field.low is not None:
+        values.append(f"{field.low - 1:.0f}")
+    if field.high is not None:
+        values.append(f"{field.high + 1:.0f}")
+    yield from ((path, value) for value in values)
+
+
+def absurd_sizes() -> Iterator[BadCall]:
+    """Models, batches and clusters that no machine has."""
+    capped = [field.path for field in every_field(Run) if (field.high or 0) > 10**4]
+    fields = [path for path in dict.fromkeys(capped) if path not in ("seed", "training.steps")]
+    for field in fields:
+        for size in (10**12, 10**15, 10**18, 2**63):
+            for verb in ("train", "config show", "layout", "plan", "data inspect", "kernels list", "config validate"):
+                yield BadCall((*short(verb), f"{field}={size}"), "an absurd size")
+    for size in (10**9, 10**12, 2**63, 10**30):
+        for words in (
+            ("train", RUN, "--fake-world", f"{size}"),
+            ("train", RUN, "--fake-world", f"{size}", "--rank", f"{size - 1}"),
+            ("train", RUN, "--fake-world", "8", "--rank", f"{size}"),
+            ("train", RUN, "--processes", f"{size}", "--dry-run"),
+            ("layout", RUN, "--world", f"{size}"),
+            ("plan", RUN, "--on", f"{size}xH200"),
+            ("plan", RUN, "--on", "8xH200", "--scale", f"{size}"),
+            ("plan", RUN, "--on", "8xH200", "--global-batch-tokens", f"{size}"),
+            ("plan", RUN, "--on", "8xH200", "--sweep", f"training.sequence_length={size}"),
+            ("launch", "slurm", RUN, "--nodes", f"{size}", "--gpus-per-node", "8"),
+            ("launch", "slurm", RUN, "--nodes", "1", "--gpus-per-node", f"{size}"),
+            ("launch", "slurm", RUN, "--nodes", "1", "--gpus-per-node", "1", "--cpus-per-node", f"{size}"),
+            ("data", "inspect", RUN, "--step", f"{size}"),
+            ("data", "tokenizer", "train", "M/good.jsonl", "--output", "new.json", "--vocabulary", f"{size}"),
+            ("data", "pack", "M/good.jsonl", "--output", "x", "--tokenizer", "bytes", "--processes", f"{size}"),
+            ("import", "M/weights", "--output", "out", "--copies", f"{size}"),
+            ("ladder", RUN, "--processes", f"{size}"),
+            ("calibrate", "--processes", f"{size}"),
+            ("preflight", "--processes", f"{size}"),
+            ("export", "M/run", "out", "--step", f"{size}"),
+            ("init", "new.toml", "--yes", "--model", "debug", "--tokens", f"{size}000000000000"),
+        ):
+            yield BadCall(words, "an absurd size")
+
+
+def wrong_files() -> Iterator[BadCall]:
+    """Files that are missing, damaged, of another kind, too large, or folders; and places that cannot be written."""
+    places: dict[str, Sequence[str]] = {
+        "trace {}": TRACES,
+        "trace {} --json": TRACES,
+        "trace {} --step 3": TRACES,
+        "trace diff {} M/events.json": TRACES,
+        "trace diff M/events.json {}": TRACES,
+        "trace replay {} --op aten::mm": TRACES,
+        "doctor {}": TRACES,
+        "doctor {} --on 8xH200": TARGETS,
+        "report {} --html new.html": TRACES,
+        f"plan {RUN} --on {{}}": CLUSTERS,
+        "init new.toml --yes --model debug --on {}": CLUSTERS,
+        "init new.toml --yes --model {}": ("debgu", "", LONG),
+        "init new.toml --yes --model debug --data {}": TEXTS,
+        "init new.toml --yes --model debug --tokenizer {}": TOKENIZERS,
+        "init new.toml --yes --model debug --tokens {}": (
+            "banana",
+            "",
+            "-1",
+            "0",
+            "nan",
+            "inf",
+            "1e",
+            "2X",
+            "-3d",
+            LONG,
+        ),
+        "init {} --yes --model debug": ("new.json", "", "M/folder.toml", "no/where.toml", f"{LONG}.toml"),
+        "data pack {} --output packed --tokenizer bytes --processes 1": TEXTS,
+        "data pack {} --output packed --tokenizer bytes --processes 1 --source parquet": _files("parquet"),
+        "data pack M/good.jsonl --output packed --processes 1 --tokenizer {}": TOKENIZERS,
+        "data pack M/good.jsonl --output packed --processes 1 --tokenizer bytes --text-field {}": ("body", LONG),
+        "data pack M/good.jsonl --tokenizer bytes --processes 1 --output {}": ("/proc/no/x", LONG, "M/binary.txt/x"),
+        "data tokenizer train {} --vocabulary 300 --output new.json": TEXTS,
+        "data tokenizer train M/good.jsonl --output new.json --vocabulary {}": ("0", "-1", "3", "256"),
+        "data tokenizer train M/good.jsonl --vocabulary 300 --output {}": ("/proc/no/x", LONG, "M/folder", "/dev/full"),
+        f"train {RUN} --dry-run data.source=jsonl data.files={{}}": TEXTS,
+        f"train {RUN} --dry-run data.source=packed data.files={{}}": ("M/binary", "M/empty", "M/huge", "M/nothing"),
+        f"train {RUN} --dry-run data.source=parquet data.files={{}}": _files("parquet"),
+        f"train {RUN} --dry-run data.tokenizer={{}}": TOKENIZERS,
+        "train M/run --resume --dry-run training.steps={}": ("0", "banana"),
+        "train {} --resume --dry-run": ("M/folder", "M/damaged-run", "debug-2l", "M/binary.toml", ""),
+        f"kernels list {RUN} --device H200 kernels.measured={{}}": (
+            "M/cut.json",
+            "M/list.json",
+            "M/huge.json",
+            "M/deep.json",
+        ),
+        f"train {RUN} --dry-run training.initial_weights={{}}": ("M/weights", "M/folder", "M/nowhere"),
+        "data inspect {}": ("M/damaged-run", "M/cut-run --step 9"),
+        "export {} out": (*_files("toml"), "M/run", "M/cut-run", "M/damaged-run", "M/folder", "M/weights"),
+        "import {} --output out": (*_files("json"), "M/weights", "M/damaged-weights", "M/folder", "M/run"),
+        "import {} --output out --preset debug": ("M/weights", "M/damaged-weights", "M/folder", "M/nothing"),
+        "report {}": ("M/folder", "M/damaged-run", "M/nothing", "M/binary.json", "M/run --on 8xBanana"),
+        f"ladder {RUN} --rungs {{}}": HARDWARE,
+        "preflight --hardware {}": HARDWARE,
+        f"kernels list {RUN} --device {{}}": ("banana", "", LONG),
+        "config explain {}": ("banana", "", "model.banana", LONG, "."),
+        "calibrate --device {}": ("banana", "", "cuda:9"),
+    }
+    for template, wrong in places.items():
+        for value in wrong:
+            words = [word.replace("{}", value) for word in template.split()]
+            yield BadCall(tuple(words), "a wrong file or value")
+    written = {"--write": "toml", "--html": "html", "--png": "png", "--svg": "svg"}
+    for option, ending in written.items():
+        for place in (*OUTPUTS, "new.banana"):
+            yield BadCall((*short("plan"), option, place.format(f"x.{ending}")), "cannot be written")
+    for place in OUTPUTS:
+        yield BadCall((*short("launch slurm"), "--output", place.format("x.sh")), "cannot be written")
+        yield BadCall((*short("launch kubernetes"), "--output", place.format("x.yaml")), "cannot be written")
+
+
+def wrong_names() -> Iterator[BadCall]:
+    """Names, times and images that Slurm, Kubernetes or a file system refuses."""
+    slurm, kubernetes = short("launch slurm"), short("launch kubernetes")
+    for time_limit in ("banana", "", "-1", "1:2:3:4", "24h", "1.5", "1-", "12:99", "1-25:00:00", "\u0663", "1 2"):
+        yield BadCall((*slurm, "--time", time_limit), "no time of Slurm")
+    for option in ("--partition", "--account", "--name", "--container"):
+        for value in ("", "two words", "line\nbreak", "-dash", "semi;colon\n#SBATCH --exclusive"):
+            yield BadCall((*slurm, option, value), "no name of Slurm")
+    for option in ("--name", "--namespace", "--claim"):
+        for value in ("Bad_Name!", "", "-a", "a-", "UPPER", "a" * 300, "two words", "\u6c34", "a\nb"):
+            yield BadCall((*kubernetes, option, value), "no name of Kubernetes")
+    for value in ("", "two words", "UPPER", "image:", ":tag", "a\nb", "a//b", "-x", LONG):
+        yield BadCall((*kubernetes, "--image", value), "no image")
+    for value in ("", "a/b", "..", "a\nb", " ", LONG, "/abs", "~"):
+        yield BadCall(("train", RUN, "--dry-run", "--name", value), "no name of a run")
+
+
+def contradictions() -> Iterator[BadCall]:
+    """Options that exclude each other, questions that are none, layouts that do not fit."""
+    lines = f"""
+        train {RUN} --rank 3
+        train {RUN} --fake-world 4 --rank 4
+        train {RUN} --fake-world 3 parallel.expert=2
+        train {RUN} --dry-run --processes 3 parallel.expert=2
+        train {RUN} --dry-run --processes 7 training.global_batch=4
+        train {RUN} --resume --name nothing-there
+        train M/run --resume --name other
+        train M/run
+        train {RUN} --dry-run parallel.expert=7
+        train {RUN} --dry-run parallel.tensor=3
+        train {RUN} --dry-run parallel.pipeline=5
+        train {RUN} --dry-run pipeline.layout=banana
+        train {RUN} --dry-run training.micro_batch=3 training.global_batch=4
+        train {RUN} --dry-run model.moe.top_k=1000
+        train {RUN} --dry-run data.source=huggingface
+        train {RUN} --dry-run data.source=packed
+        train {RUN} --dry-run data.end_of_document=banana
+        train {RUN} --dry-run record.folder=M/binary.txt
+        train {RUN} record.folder=M/binary.txt
+        train {RUN} record.folder=/proc/nothing
+        layout {RUN} --world 3 parallel.expert=2
+        layout {RUN} parallel.tensor=7
+        plan --on 8xH200
+        plan {RUN}
+        plan {RUN} --on 8xH200 --explain banana
+        plan {RUN} --on 8xH200 --explain memory --scale 8
+        plan {RUN} --on 8xH200 --compare {RUN} debug
+        plan --on 8xH200 --compare {RUN} debgu
+        plan --on 8xH200 --compare {RUN} debug --write x.toml
+        plan {RUN} --on 8xH200 --scale banana
+        plan {RUN} --on 8xH200 --scale 0
+        plan {RUN} --on 8xH200 --scale 8,,16
+        plan {RUN} --on 8xH200 --scale -8
+        plan {RUN} --on 8xH200 --sweep banana
+        plan {RUN} --on 8xH200 --sweep banana=1
+        plan {RUN} --on 8xH200 --sweep micro_batch=
+        plan {RUN} --on 8xH200 --sweep micro_batch=banana
+        plan {RUN} --on 8xH200 --sweep micro_batch=-1
+        plan {RUN} --on 8xH200 --layout banana
+        plan {RUN} --on 8xH200 --layout ep=banana
+        plan {RUN} --on 8xH200 --layout ep=-1
+        plan {RUN} --on 8xH200 --layout ep=0
+        plan {RUN} --on 8xH200 --layout ep=3 --write x.toml
+        plan {RUN} --on 8xH200 --only ep=3,ep=
+        plan {RUN} --on 8xH200 --only banana=2
+        plan {RUN} --on 8xH200 --imbalance nan
+        plan {RUN} --on 8xH200 --imbalance inf
+        plan {RUN} --on 8xH200 --saving banana
+        plan {RUN} --on 8xH200 --saving conventional --write x.toml
+        launch slurm {RUN} --nodes 3 --gpus-per-node 1 parallel.expert=2
+        launch kubernetes {RUN} --nodes 0 --gpus-per-node 8 --image a --claim b
+        data inspect {RUN} --held-out evaluation.rows=0
+        data inspect {RUN} --step 0
+        data inspect {RUN} --rows -1
+        data pack M/good.jsonl --output packed --tokenizer bytes --end-of-document banana
+        trace replay M/events.json --op aten::mm --counts banana
+        trace replay M/events.json --op aten::mm --shape banana
+        trace replay M/events.json --op aten::mm --rank 99
+        trace replay M/events.json --op aten::mm --rank -1
+        trace diff M/events.json M/events.json --rank 7
+        trace M/events.json --rank 99
+        doctor M/run M/run --on 8xH200
+        doctor M/run --step 99999
+        doctor M/run --on 1e9xH200
+        report M/run --on 8xH200 --no-plan
+        report M/run --html page.banana
+        report M/events.json
+        ladder {RUN} --steps 3 --warm-up 3
+        ladder {RUN} --resume
+        ladder {RUN} --only banana
+        ladder {RUN} --timeout nan
+        ladder {RUN} --processes 3 parallel.expert=2
+        ladder {RUN} --json /proc/no/x.json
+        ladder {RUN} --json M/folder --resume
+        ladder {RUN} --json M/binary.json --resume
+        kernels tune {RUN}
+        kernels tune {RUN} --output /proc/no/x.json
+        import M/weights --output M/folder
+        import M/weights --output out --copies -3
+        import M/weights --output out --copies 4 --chosen 9
+        import M/weights --output /proc/no
+        export M/run M/folder
+        export M/run out --step -1
+        init M/cut.toml --yes --model debug
+        init new.toml --yes --model debug banana=3
+        init new.toml --model debug
+        calibrate --device cuda --processes 2000
+        calibrate --output /proc/no/x.toml --device banana
+    """
+    for line in lines.strip().splitlines():
+        yield BadCall(tuple(line.split()), "a contradiction")
+
+
+KINDS = (wrong_words, wrong_targets, wrong_fields, absurd_sizes, wrong_files, wrong_names, contradictions)
+
+
+def calls(number: int, seed: int = SEED) -> list[BadCall]:
+    """So many different calls, drawn in turn from every kind of mistake, and within it from every verb."""
+    draw = random.Random(seed)
+    lines = [_in_turn(list(kind()), draw) for kind in KINDS]
+    found: dict[Words, BadCall] = {}
+    while len(found) < number:
+        for line in lines:
+            call = next(line, None)
+            if call is not None:
+                found.setdefault(call.words, call)
+    return list(found.values())[:number]
+
+
+def _in_turn(every: list[BadCall], draw: random.Random) -> Iterator[BadCall]:
+    """All calls of a kind, in an order in which the verbs take turns."""
+    draw.shuffle(every)
+    by_verb: dict[str, list[BadCall]] = {}
+    for call in every:
+        by_verb.setdefault(call.verb, []).append(call)
+    while any(by_verb.values()):
+        for waiting in by_verb.values():
+            if waiting:
+                yield waiting.pop()
+
+
+# ---------------------------------------------------------------------------------------------------------- running
+
+
+def attempt(call: BadCall, folder: Path) -> Ended:
+    """Run a call in an empty folder of its own.
+
+    Args:
+        call: what is typed.
+        folder: holds the material (`make_material`), which the call sees as `M`.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / "M").symlink_to(folder)
+        figures = Path(place).with_suffix(".figures")
+        environment = {**os.environ, "TMPDIR": place, "COLUMNS": "200"}
+        done = warm.run(
+            _measured, call.words, str(figures), folder=Path(place), environment=environment, timeout=KILLED_AFTER
+        )
+        left = sorted(path.name for path in Path(place).iterdir() if path.name != "M")
+        seconds, peak_bytes = KILLED_AFTER, 0.0
+        if figures.exists():
+            seconds, peak_bytes = map(float, figures.read_text(encoding="utf-8").split())
+            figures.unlink()
+    return Ended(call, seconds, peak_bytes, tuple(_faults(done, left, seconds, peak_bytes)), done.stderr.strip())
+
+
+def _faults(done: Any, left: list[str], seconds: float, peak_bytes: float) -> Iterator[str]:
+    errors = done.stderr.strip().splitlines()
+    if done.returncode != 2:
+        yield f"exit code {done.returncode}"
+    if len(errors) != 1 or not errors[0].startswith("error: "):
+        yield f"{len(errors)} lines on stderr"
+    if "Traceback" in done.stderr:
+        yield "a traceback"
+    if len(done.stderr) > 3000:
+        yield f"{len(done.stderr)} characters on stderr"
+    if left:
+        yield f"left behind: {', '.join(left)}"
+    if seconds > MOST_SECONDS:
+        yield f"{seconds:.0f} s"
+    if peak_bytes > MOST_BYTES:
+        yield f"{peak_bytes / 1e9:.1f} GB"
+
+
+def _measured(words: Words, figures: str) -> int:
+    """The call, with a limit of memory; writes the seconds and the most bytes that it took."""
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    try:
+        return warm.penstock(words)
+    finally:
+        used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        seconds = sum(one.ru_utime + one.ru_stime for one in used)
+        Path(figures).write_text(f"{seconds} {max(one.ru_maxrss for one in used) * 1024}", encoding="utf-8")
+
+
+def main(number: int, first: int = 0, behind: int | None = None) -> int:
+    """Run calls and print those that end badly."""
+    bad = 0
+    with tempfile.TemporaryDirectory() as folder:
+        make_material(Path(folder))
+        begin = time.perf_counter()
+        for place, call in list(enumerate(calls(number)))[first:behind]:
+            ended = attempt(call, Path(folder))
+            if ended.faults:
+                bad += 1
+                print(f"{place}: {ended}", flush=True)
+        print(f"{bad} of {number} end badly; {time.perf_counter() - begin:.0f} s")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))
