@@ -28,7 +28,7 @@ from penstock.cli.main import VERBS
 from penstock.config.run import Run
 from penstock.config.schema import Field, every_field
 from tests import warm
-from tests.cli.bad_material import RUN, make_material
+from tests.cli.bad_material import CONTRADICTIONS, RUN, make_material
 
 SEED = 20
 MOST_SECONDS = 20.0
@@ -392,97 +392,7 @@ def wrong_names() -> Iterator[BadCall]:
 
 def contradictions() -> Iterator[BadCall]:
     """Options that exclude each other, questions that are none, layouts that do not fit."""
-    lines = f"""
-        train {RUN} --rank 3
-        train {RUN} --fake-world 4 --rank 4
-        train {RUN} --fake-world 3 parallel.expert=2
-        train {RUN} --dry-run --processes 3 parallel.expert=2
-        train {RUN} --dry-run --processes 7 training.global_batch=4
-        train {RUN} --resume --name nothing-there
-        train M/run --resume --name other
-        train M/run
-        train {RUN} --dry-run parallel.expert=7
-        train {RUN} --dry-run parallel.tensor=3
-        train {RUN} --dry-run parallel.pipeline=5
-        train {RUN} --dry-run pipeline.layout=banana
-        train {RUN} --dry-run training.micro_batch=3 training.global_batch=4
-        train {RUN} --dry-run model.moe.top_k=1000
-        train {RUN} --dry-run data.source=huggingface
-        train {RUN} --dry-run data.source=packed
-        train {RUN} --dry-run data.end_of_document=banana
-        train {RUN} --dry-run record.folder=M/binary.txt
-        train {RUN} record.folder=M/binary.txt
-        train {RUN} record.folder=/proc/nothing
-        layout {RUN} --world 3 parallel.expert=2
-        layout {RUN} parallel.tensor=7
-        plan --on 8xH200
-        plan {RUN}
-        plan {RUN} --on 8xH200 --explain banana
-        plan {RUN} --on 8xH200 --explain memory --scale 8
-        plan {RUN} --on 8xH200 --compare {RUN} debug
-        plan --on 8xH200 --compare {RUN} debgu
-        plan --on 8xH200 --compare {RUN} debug --write x.toml
-        plan {RUN} --on 8xH200 --scale banana
-        plan {RUN} --on 8xH200 --scale 0
-        plan {RUN} --on 8xH200 --scale 8,,16
-        plan {RUN} --on 8xH200 --scale -8
-        plan {RUN} --on 8xH200 --sweep banana
-        plan {RUN} --on 8xH200 --sweep banana=1
-        plan {RUN} --on 8xH200 --sweep micro_batch=
-        plan {RUN} --on 8xH200 --sweep micro_batch=banana
-        plan {RUN} --on 8xH200 --sweep micro_batch=-1
-        plan {RUN} --on 8xH200 --layout banana
-        plan {RUN} --on 8xH200 --layout ep=banana
-        plan {RUN} --on 8xH200 --layout ep=-1
-        plan {RUN} --on 8xH200 --layout ep=0
-        plan {RUN} --on 8xH200 --layout ep=3 --write x.toml
-        plan {RUN} --on 8xH200 --only ep=3,ep=
-        plan {RUN} --on 8xH200 --only banana=2
-        plan {RUN} --on 8xH200 --imbalance nan
-        plan {RUN} --on 8xH200 --imbalance inf
-        plan {RUN} --on 8xH200 --saving banana
-        plan {RUN} --on 8xH200 --saving conventional --write x.toml
-        launch slurm {RUN} --nodes 3 --gpus-per-node 1 parallel.expert=2
-        launch kubernetes {RUN} --nodes 0 --gpus-per-node 8 --image a --claim b
-        data inspect {RUN} --held-out evaluation.rows=0
-        data inspect {RUN} --step 0
-        data inspect {RUN} --rows -1
-        data pack M/good.jsonl --output packed --tokenizer bytes --end-of-document banana
-        trace replay M/events.json --op aten::mm --counts banana
-        trace replay M/events.json --op aten::mm --shape banana
-        trace replay M/events.json --op aten::mm --rank 99
-        trace replay M/events.json --op aten::mm --rank -1
-        trace diff M/events.json M/events.json --rank 7
-        trace M/events.json --rank 99
-        doctor M/run M/run --on 8xH200
-        doctor M/run --step 99999
-        doctor M/run --on 1e9xH200
-        report M/run --on 8xH200 --no-plan
-        report M/run --html page.banana
-        report M/events.json
-        ladder {RUN} --steps 3 --warm-up 3
-        ladder {RUN} --resume
-        ladder {RUN} --only banana
-        ladder {RUN} --timeout nan
-        ladder {RUN} --processes 3 parallel.expert=2
-        ladder {RUN} --json /proc/no/x.json
-        ladder {RUN} --json M/folder --resume
-        ladder {RUN} --json M/binary.json --resume
-        kernels tune {RUN}
-        kernels tune {RUN} --output /proc/no/x.json
-        import M/weights --output M/folder
-        import M/weights --output out --copies -3
-        import M/weights --output out --copies 4 --chosen 9
-        import M/weights --output /proc/no
-        export M/run M/folder
-        export M/run out --step -1
-        init M/cut.toml --yes --model debug
-        init new.toml --yes --model debug banana=3
-        init new.toml --model debug
-        calibrate --device cuda --processes 2000
-        calibrate --output /proc/no/x.toml --device banana
-    """
-    for line in lines.strip().splitlines():
+    for line in CONTRADICTIONS.strip().splitlines():
         yield BadCall(tuple(line.split()), "a contradiction")
 
 

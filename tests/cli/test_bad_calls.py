@@ -19,7 +19,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_calls_are_the_same_every_time_and_reach_every_verb() -> None:
-    assert CALLS == calls(400)
+    assert calls(400) == CALLS
     assert len({call.words for call in CALLS}) == 400
     verbs = (
         "init train import export launch data config layout plan trace doctor report ladder preflight calibrate kernels"
