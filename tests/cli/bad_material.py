@@ -1,6 +1,4 @@
-"""What tests/cli/bad_calls.py draws from: files and folders that are damaged, of another kind or far too large, some that
-are right, and calls that contradict themselves.
-"""
+"""Files and contradictions for tests/cli/bad_calls.py: damaged, of another kind, far too large; some are right."""
 
 import gzip
 import random
