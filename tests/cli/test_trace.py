@@ -171,6 +171,7 @@ def test_a_verb_is_no_path(verb: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert f"penstock trace {verb}" in shown(capsys, verb, "--help")
 
 
+@pytest.mark.often("flags0")
 @pytest.mark.parametrize("flags", [(), ("--json",), ("--layers",)])
 def test_a_trace_is_read_without_what_takes_long_to_import(folder: Path, flags: tuple[str, ...]) -> None:
     slow = {"torch", "pandas", "pydantic", "rich", "importlib.metadata", "penstock.config.model"}

@@ -90,7 +90,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         yield found
 
 
-@pytest.mark.often("blockwise-recomputed-queries from a latent", "blockwise-square-kept-from hidden states")
+@pytest.mark.often("blockwise-square-recomputed-queries from a latent")
 @queries
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE], ids=lambda recipe: recipe.name)
@@ -109,7 +109,7 @@ def test_a_layer_that_hands_gradients_over_is_the_one_that_does_not(
     assert_equal(gradients_of(layer), gradients_of(plain))
 
 
-@pytest.mark.often("from hidden states")
+@pytest.mark.slow
 @queries
 def test_weight_gradients_may_come_later(q_latent: int) -> None:
     later = Later()

@@ -151,7 +151,7 @@ def followed(*overrides: str, steps: int = 10) -> list[float]:
         return follow(session, steps).losses
 
 
-@pytest.mark.often("latent-bf16", "grouped queries-fp32")
+@pytest.mark.often("latent-bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", [(), GQA], ids=["latent", "grouped queries"])
 def test_a_small_model_learns_nearly_as_in_16_bits(model: tuple[str, ...], precision: str) -> None:
@@ -167,6 +167,7 @@ def followed_in_16_bits() -> list[float]:
     return followed(steps=3)
 
 
+@pytest.mark.often("mxfp8", "tensorwise")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise-square", "mxfp8"])
 def test_every_recipe_trains(recipe: str) -> None:
     found = followed(f"float8.dense={recipe}", steps=3)

@@ -65,7 +65,9 @@ def _same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
-@pytest.mark.often("*-blockwise", "sent-mxfp8")
+@pytest.mark.often(
+    "sent-*", "gathered, bounded-blockwise", "by node, worst case-blockwise", "padded-blockwise", "DeepEP-blockwise"
+)
 @pytest.mark.parametrize(
     ("way", "recipe"),
     [*((way, BLOCKWISE) for way in OVER_GLOO), ("sent", MXFP8), ("by node, bounded", MXFP8)],
@@ -146,7 +148,9 @@ def _arrives_over_gloo(way: Gloo, x_TD: Tensor, experts_TK: Tensor, packing: Pac
     return found == _expected(x_TD, experts_TK, own, packing)
 
 
-@pytest.mark.often("*-blockwise", "sent-mxfp8", "by node, bounded-mxfp8")
+@pytest.mark.often(
+    "sent-*", "gathered, bounded-blockwise", "by node, worst case-mxfp8", "padded-blockwise", "DeepEP-blockwise"
+)
 @pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("way", OVER_GLOO)
 def test_experts_read_the_bytes_that_were_packed(ranks: Pool, way: Gloo, recipe: Recipe) -> None:

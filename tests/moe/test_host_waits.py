@@ -72,6 +72,9 @@ EXPECTED: dict[str, tuple[tuple[str, ...], tuple[int, int, int, int, int]]] = {
 }
 
 
+@pytest.mark.often(
+    "all-to-all, 1", "all-gather, 0", "all-gather, 2", "all-gather, 3", "hierarchical, 3", "padded, 3", "auto, 2"
+)
 @pytest.mark.parametrize("case", EXPECTED)
 def test_a_stage_leaves_only_the_waits_that_it_says(ranks: Pool, case: str) -> None:
     overrides, expected = EXPECTED[case]

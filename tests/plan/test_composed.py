@@ -117,6 +117,21 @@ CASES = {
 }
 
 
+@pytest.mark.often(
+    "one rank",
+    "experts by all-to-all",
+    "a context",
+    "interleaved",
+    "zb-v, parts computed twice",
+    "gathered weights",
+    "several copies",
+    "experts in every second layer, gathered weights",
+    "biases, experts in halves",
+    "four kinds, zb-v",
+    "eight bits, gathered so",
+    "no experts",
+    "prediction layers",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_composed_run_holds_what_the_run_holds(name: str) -> None:
     preset, world, overrides = CASES[name]

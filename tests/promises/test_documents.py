@@ -35,7 +35,7 @@ TITLE = re.compile(r'title="(?P<name>[\w.-]+)"')
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 PATH = re.compile(r"`(?P<path>(?:penstock|tests|tools|docs|benchmarks|\.ci)/[\w./-]*)(?::\d+)?`")
 FILES = documents.markdown_files()
-LONG = ("docs/ladder.md", "docs/plan.md", "docs/workflow.md")
+LONG = ("docs/ladder.md", "docs/plan.md", "docs/report.md", "docs/weights.md", "docs/workflow.md")
 """Documents whose commands take half a minute each; only the slow tests run them."""
 
 

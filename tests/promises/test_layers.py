@@ -4,6 +4,7 @@ import ast
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,12 @@ def deferred_imports(source: style.Source) -> list[str]:
     ]
 
 
+@cache
+def sources() -> tuple[style.Source, ...]:
+    """All of them, parsed once."""
+    return tuple(style.sources())
+
+
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
     """Run import-linter in a folder that holds pyproject.toml and penstock/."""
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--no-logo"]
@@ -82,17 +89,17 @@ def test_a_new_folder_must_find_its_layer(tmp_path: Path) -> None:
 
 
 def test_no_first_party_import_hides_in_a_function() -> None:
-    assert [line for source in style.sources() if source.is_product for line in deferred_imports(source)] == []
+    assert [line for source in sources() if source.is_product for line in deferred_imports(source)] == []
 
 
 def test_no_folder_imports_what_it_must_not_know() -> None:
-    assert [line for source in style.sources() for line in barred_imports(source)] == []
+    assert [line for source in sources() for line in barred_imports(source)] == []
 
 
 def test_nothing_in_the_product_imports_tests_or_tools() -> None:
     found = [
         f"{source.path}: {name}"
-        for source in style.sources()
+        for source in sources()
         if source.is_product
         for name in imported_modules(source.tree)
         if name.split(".")[0] in {"tests", "tools", "benchmarks"}

@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from penstock.train.checkpoint import CheckpointStore
 from tests.train.test_checkpoint import _assert_holds, _facts, _names, _parts, _tensors
 
@@ -59,6 +61,7 @@ def test_a_process_killed_in_any_phase_leaves_only_whole_checkpoints(tmp_path: P
     _assert_holds(store, 4)
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_any_time_leaves_only_whole_checkpoints(tmp_path: Path) -> None:
     process = _python(SAVES_UNTIL_KILLED, str(tmp_path))
     deadline = time.monotonic() + 120

@@ -73,7 +73,7 @@ def test_nothing_spills_where_scales_stand_behind_rows(launch: ProductLaunch) ->
     check_warps(compile_kernel("rows", launch, is_packed=True), launch)
 
 
-@pytest.mark.often("rows-gluon_three", "dense_square-gluon_double")
+@pytest.mark.often("rows-gluon_three")
 @pytest.mark.parametrize(("product", "launch"), LAUNCHES)
 def test_multipliers_never_wait_for_each_other_and_nothing_spills(product: Product, launch: ProductLaunch) -> None:
     check_warps(compile_kernel(product, launch), launch)

@@ -182,7 +182,7 @@ def compiled(launch: TileLaunch, *, eight: bool, square: bool, travelled: bool =
     )
 
 
-@pytest.mark.often("16 bits-False-gluon", "8 bits-True-gluon_128", "8 bits that travelled-False-gluon_8")
+@pytest.mark.often("8 bits-True-gluon_128")
 @every_launch
 @pytest.mark.parametrize(
     ("kind", "square"),

@@ -173,6 +173,7 @@ def test_what_is_not_finite_is_seen_in_its_row_and_its_block_of_columns(recipe: 
     assert found.d_gate_up.scales[7, 0].isnan() and found.d_gate_up.scales[12, 0].isinf()
 
 
+@pytest.mark.slow
 def test_what_the_kernel_cannot_do_triton_does(device: torch.device) -> None:
     """Another recipe, another dtype; here also another chip."""
     gate_up_RF, weights_R, dh_RF, counts_e = draw((30,), 128, device)

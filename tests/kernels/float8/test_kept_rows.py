@@ -150,6 +150,7 @@ def test_a_gpu_reads_kept_rows_of_16_bits_where_they_stand(before: int, device: 
         assert torch.equal(kept_back.dweights_R, back.dweights_R), name
 
 
+@pytest.mark.often("gfx942")
 @pytest.mark.parametrize("target", ONE_OF_EACH_MAKER)
 def test_the_kernels_compile_without_spills(target: str) -> None:
     recipe, scaling = (MXFP8, "inside") if target in ("sm_100", "gfx950") else (BLOCKWISE, "promoted")
@@ -168,7 +169,7 @@ def assert_same(found: Quantized, expected: Quantized, rows: int | None = None) 
     assert torch.equal(found.values.view(torch.uint8)[:rows], expected.values.view(torch.uint8)[:rows])
 
 
-@pytest.mark.often("squares", "clamped")
+@pytest.mark.often("squares")
 @pytest.mark.parametrize(
     ("recipe", "rule"),
     [(BLOCKWISE_SQUARE, SWIGLU), (MXFP8, SWIGLU), (TENSORWISE, SWIGLU), (BLOCKWISE, CLAMPED)],
@@ -279,7 +280,7 @@ class Layers:
         return [*own, *(leaf.grad for leaf in leaves)]
 
 
-@pytest.mark.often("uneven")
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_memory_is_clean")
 @pytest.mark.parametrize(
     ("parts", "only_last"), [((1.0, 0.1, 0.6), False), ((0.7, 1.0, 0.0), True)], ids=["uneven", "one has no rows"]

@@ -129,7 +129,7 @@ def test_gradients_are_those_of_16_bits_quantized(heads_first: bool, form: Forma
     assert_same(handed_over(case, form), by_definition(case, form))
 
 
-@pytest.mark.often("2-40-2-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "positions", "heads", "dtype"), [(2, 40, 2, torch.bfloat16), (3, 50, 4, torch.float32)]
 )

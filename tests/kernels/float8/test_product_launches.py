@@ -120,9 +120,7 @@ EVERY_KERNEL = [
 """In Triton; `test_hopper_products` has the rest."""
 
 
-@pytest.mark.often(
-    "sm_90-table-rows_gathered-promoted", "sm_90-table-columns_square-promoted", "gfx942-table-rows-promoted"
-)
+@pytest.mark.often("sm_90-table-rows_gathered-promoted", "gfx942-table-rows-promoted")
 @pytest.mark.parametrize(("target", "product", "launch", "scaling"), EVERY_KERNEL)
 def test_no_launch_spills_or_lacks_matrix_instructions_of_8_bits(
     target: str, product: Product, launch: ProductLaunch, scaling: Scaling

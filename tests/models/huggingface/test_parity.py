@@ -8,6 +8,7 @@ from tests.models.huggingface.family_models import VARIANTS
 from tests.models.huggingface.parity import TOLERANCES, compare
 
 
+@pytest.mark.often("*-packed", "mixtral-plain", "deepseek-v3-plain")
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_loss_and_every_gradient_equal_transformers(name: str, packed: bool, tmp_path: Path) -> None:
