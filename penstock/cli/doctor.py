@@ -17,13 +17,22 @@ from typing import Annotated
 import typer
 
 from penstock.base.errors import TraceError
-from penstock.cli.doctor_print import print_verdict
+from penstock.cli.doctor_print import print_cpu, print_verdict
 from penstock.cli.verbs import load_by_name
 from penstock.config.load import RUN_FILE
 from penstock.trace.answer import answer_to
 from penstock.tune.doctor import diagnose, verdict_json
+from penstock.tune.doctor_cpu import cpu_json
 from penstock.tune.doctor_evidence import Evidence, Facts
-from penstock.tune.doctor_run import cluster_for, facts_of, facts_of_plan, is_planned, is_run
+from penstock.tune.doctor_run import (
+    cluster_for,
+    compared,
+    facts_of,
+    facts_of_plan,
+    is_planned,
+    is_run,
+    recording_command,
+)
 from penstock.tune.doctor_trace import evidence_of
 
 Place = Annotated[list[Path], typer.Argument(metavar="PATH...", help="The folder of a run, its TOML file, or traces.")]
@@ -35,7 +44,19 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def doctor(paths: Place, on: On = None, step: Step = None, as_json: Json = False) -> None:
     """Say which wall stands (memory, communication, host, compute), and what each remedy would win."""
     evidence = examine(paths, on=on, step=step)
-    verdict = diagnose(evidence)
+    if evidence.host is not None and not evidence.ranks:
+        if as_json:
+            print(json.dumps(cpu_json(evidence.host, evidence), indent=2, allow_nan=False))
+        else:
+            print_cpu(evidence.host, evidence)
+        return
+    try:
+        verdict = diagnose(evidence)
+    except TraceError as error:
+        if len(paths) == 1 and is_run(paths[0]):
+            fix = f"record one: {recording_command(paths[0])}; or say what the run is on: --on 8xH200"
+            raise TraceError(error.what, fix=fix) from error
+        raise
     if as_json:
         print(json.dumps(verdict_json(verdict), indent=2, allow_nan=False))
     else:
@@ -72,8 +93,11 @@ def examine(paths: list[Path], *, on: str | None = None, step: int | None = None
         )
     cluster = cluster_for(evidence.facts, on)
     if cluster is None:
+        if evidence.host is not None:
+            return evidence  # the walls of a plan would be those of another machine
         told = "no plan: nothing says what the run is on; give --on 8xH200"
         return replace(evidence, missing=(*evidence.missing, told))
+    evidence = replace(evidence, notes=compared(evidence.facts, cluster))
     planned: Evidence = load_by_name("penstock.tune.doctor_plan", "with_plan")(evidence, cluster)
     return planned
 
@@ -86,5 +110,5 @@ def _of_run(folder: Path, step: int | None) -> Evidence:
     except TraceError as error:
         if step is not None:
             raise
-        told = f"no trace: {error.what}; profile.start and profile.steps record one on a GPU"
+        told = f"no trace: {error.what}; this records one: {recording_command(folder)}"
         return Evidence(source="none", ranks=(), facts=facts, missing=(*missing, told))

@@ -2,10 +2,14 @@
 
 from penstock.cli.figures import bytes_text
 from penstock.cli.table import print_table
-from penstock.tune.doctor import Fact, Verdict
+from penstock.cli.trace_print import print_host_tables
+from penstock.trace.host_table import HostTable
+from penstock.tune.doctor import Fact, Verdict, ms_text, spent_text
+from penstock.tune.doctor_cpu import cpu_changes, cpu_sentence
 from penstock.tune.doctor_evidence import Evidence
 
-_SOURCES = {"trace": "traces", "plan": "the plan", "none": "nothing"}
+ROWS = 8
+"""Of each table of a CPU."""
 
 
 def print_verdict(verdict: Verdict, evidence: Evidence) -> None:
@@ -16,22 +20,20 @@ def print_verdict(verdict: Verdict, evidence: Evidence) -> None:
         evidence: of what.
     """
     print(verdict.sentence)
+    for note in verdict.notes:
+        print(f"note: {note}")
     if evidence.ranks:
-        of = f", {evidence.steps} steps" if evidence.steps > 1 else ""
-        gains = "; gains are of one step" if evidence.steps > 1 else ""
-        total = f"{verdict.walls.total_us / 1e3:,.1f} ms{of}, mean of ranks{gains}"
-        print(f"times are of {_SOURCES[evidence.source]}: {total}")
+        print(spent_text(verdict, evidence))
+    per = "ms per step" if evidence.steps or not evidence.ranks else "ms"
     print()
-    print_table(("wall", "evidence", "ms", "share", "bytes"), [_row(fact) for fact in verdict.facts])
+    print_table(("wall", "evidence", per, "share", "bytes"), [_row(fact) for fact in verdict.facts])
     print()
     if verdict.remedies:
-        rows, steps = [], max(1, evidence.steps)
+        rows = []
         for one in verdict.remedies:
-            gain = f"-{bytes_text(one.gain_bytes)}" if one.gain_bytes else f"{one.gain_us / steps / 1e3:,.2f}"
+            gain = f"-{bytes_text(one.gain_bytes)}" if one.gain_bytes else ms_text(one.gain_us)
             rows.append((gain, f"{verdict.walls.share(one.gain_us):.1%}", one.change, one.rule))
-        print_table(
-            ("gains ms, at most" if steps == 1 else "gains ms a step, at most", "of step", "change", "rule"), rows
-        )
+        print_table((f"gains {per}, at most", "of step", "change", "rule"), rows)
         print()
         for one in verdict.remedies:
             print(f"{one.rule}: {one.what} [{one.source}]")
@@ -42,11 +44,31 @@ def print_verdict(verdict: Verdict, evidence: Evidence) -> None:
         print(f"missing: {line}")
 
 
+def print_cpu(table: HostTable, evidence: Evidence) -> None:
+    """Print what is said of a run on a CPU.
+
+    Args:
+        table: what its first rank did.
+        evidence: with the configuration, if it is known.
+    """
+    print(cpu_sentence(evidence))
+    print_host_tables([table], most=ROWS)
+    print()
+    changes = list(cpu_changes(table, evidence))
+    for change, why in changes:
+        print(f"{change}: {why}")
+    if not changes and table.operators:
+        longest = table.operators[0]
+        print(f"no change is evident: the longest operator is {longest.name}, {longest.share:.1%} of the step")
+    for line in evidence.missing:
+        print(f"missing: {line}")
+
+
 def _row(fact: Fact) -> tuple[str, ...]:
     return (
         fact.wall,
         fact.what,
-        "" if fact.time_us is None else f"{fact.time_us / 1e3:,.2f}",
+        "" if fact.time_us is None else ms_text(fact.time_us),
         "" if fact.share is None else f"{fact.share:.1%}",
         "" if fact.size is None else bytes_text(fact.size),
     )

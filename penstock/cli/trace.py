@@ -18,14 +18,19 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.base.errors import TraceError
 from penstock.cli.trace_print import print_answer
-from penstock.cli.verbs import Verb, group_of
+from penstock.cli.verbs import Verb, group_of, load_by_name
 from penstock.trace.answer import answer_json, answer_to
+from penstock.trace.host_table import host_table
 
 READ, READ_ALL = "PATH", "PATHS"
 """Stand for the verb where none is named: the second if nothing but paths and flags follow."""
 
 JSON, LAYERS = "--json", "--layers"
+
+RUN_FILE = "config.toml"
+"""Of the folder of a run; `penstock.config.load` knows it too, and takes long to import."""
 
 VERBS = (
     Verb("diff", "penstock.cli.trace_diff", "diff", "What became faster and slower from one trace to another."),
@@ -74,9 +79,16 @@ def read(paths: Paths, as_json: Json = False, rank: Rank = None, step: Step = No
 
     Two more verbs: penstock trace diff A B, and penstock trace replay PATH --op NAME.
     """
-    answer = answer_to(paths, step=step, rank=rank)
+    try:
+        answer = answer_to(paths, step=step, rank=rank)
+    except TraceError as error:
+        if "holds no trace" in error.what and (paths[0] / RUN_FILE).is_file():
+            command = load_by_name("penstock.tune.doctor_run", "recording_command")(paths[0])
+            raise TraceError(error.what, fix=f"record some steps: {command}") from error
+        raise
     if as_json:
-        print(json.dumps(answer_json(answer), allow_nan=False))
+        host = {"host": [host_table(one).as_json() for one in answer.ranks]} if answer.is_host else {}
+        print(json.dumps(answer_json(answer) | host, allow_nan=False))
     else:
         print_answer(answer, by_layer=layers)
 

@@ -12,6 +12,7 @@ from penstock.cli.table import print_table
 from penstock.cli.trace_memory import print_memory
 from penstock.trace.answer import Answer, RankAnswer
 from penstock.trace.collectives import bandwidths
+from penstock.trace.host_table import HostRow, HostTable, host_table
 from penstock.trace.launches import Wait
 from penstock.trace.named_work import shape_text
 from penstock.trace.phases import Phase
@@ -36,6 +37,11 @@ def print_answer(answer: Answer, *, by_layer: bool) -> None:
         by_layer: a row of phases for each layer.
     """
     first = answer.ranks[0]
+    if answer.is_host:
+        several = len(answer.loaded) > 1
+        print(f"{first.trace.path.parent if several else first.trace.path}: a CPU, no kernel of a device")
+        print_host_tables([host_table(one) for one in answer.ranks], most=PHASES)
+        return
     device = first.trace.device_name or "an unknown device"
     others = "" if len(answer.loaded) == 1 else f", {len(answer.loaded)} ranks"
     print(f"{first.trace.path.parent if others else first.trace.path}: {device}{others}")
@@ -51,6 +57,36 @@ def print_answer(answer: Answer, *, by_layer: bool) -> None:
     for memory in first.memory:
         print_memory(memory, _of(answer, first))
     _roofline(first, _of(answer, first))
+
+
+def print_host_tables(tables: Sequence[HostTable], *, most: int) -> None:
+    """Print what CPUs did per step: operators, then phases, both of the first rank.
+
+    Args:
+        tables: of each rank.
+        most: rows of a table.
+    """
+    first, several = tables[0], len(tables) > 1
+    span = f"per step, the mean of {first.steps} recorded steps" if first.steps else "of all that was recorded"
+    for one in tables:
+        rank = f"rank {one.rank}: " if several else ""
+        outside = f"{ms(one.outside_us)} ms ({one.outside:.1%}) outside of operators (Python, waiting)"
+        print(f"{rank}{ms(one.step_us)} ms {span}, of which {outside}")
+    of, per = (f" of rank {first.rank}" if several else ""), (" per step" if first.steps else "")
+    _head(f"operators{of}, by the time that they take themselves, without operators that they call")
+    head = (f"calls{per}", f"ms{per}", "share")
+    print_table(("operator", *head), _host_rows(first.operators, most, lambda row: (row.name,)))
+    _head(f"phases{of}, by the same time")
+    print_table(("phase", "pass", *head), _host_rows(first.phases, most, lambda row: (row.name, row.pass_)))
+
+
+def _host_rows(rows: Sequence[HostRow], most: int, names: Callable[[HostRow], tuple[str, ...]]) -> list[Sequence[str]]:
+    texts = [(*names(row), f"{row.calls:,.0f}", ms(row.own_us), f"{row.share:.1%}") for row in rows]
+    left = rows[most:]
+    calls, own_us = sum(row.calls for row in left), sum(row.own_us for row in left)
+    share = sum(row.share for row in left)
+    blank = [""] * (len(texts[0]) - 4) if texts else []
+    return _cut(texts, most, lambda more: (f"{more} more", *blank, f"{calls:,.0f}", ms(own_us), f"{share:.1%}"))
 
 
 def _of(answer: Answer, first: RankAnswer) -> str:

@@ -18,18 +18,22 @@ from penstock.config.run import Run
 from penstock.plan.hardware import Cluster
 from penstock.plan.project import project
 from penstock.plan.projection import Projection
-from penstock.trace.answer import Answer, RankAnswer, answer_of
-from penstock.trace.host_work import on_host
-from penstock.trace.load import load_ranks
+from penstock.trace.answer import Answer, RankAnswer, answer_of, read_traces
 from penstock.tune.doctor import Verdict, diagnose
+from penstock.tune.doctor_cpu import cpu_sentence
 from penstock.tune.doctor_evidence import Evidence, Facts
 from penstock.tune.doctor_plan import with_projection
-from penstock.tune.doctor_run import METRICS, STARTS, cluster_for, facts_of, is_run, json_lines
+from penstock.tune.doctor_run import (
+    METRICS,
+    STARTS,
+    cluster_for,
+    compared,
+    facts_of,
+    is_run,
+    json_lines,
+    recording_command,
+)
 from penstock.tune.doctor_trace import evidence_of
-
-RECORD = "record some steps: penstock train ... profile.start=20 profile.steps=2"
-"""How a trace is made."""
-
 
 LAYERS = 400
 """Recorded steps whose layers are looked at, evenly, the last among them."""
@@ -141,7 +145,7 @@ def gather(path: Path, *, on: str | None = None, plans: bool = True) -> RunEvide
     cluster = cluster_for(evidence.facts, on) if plans and evidence.facts.run is not None else None
     projection, lack = _projected(evidence, cluster, plans=plans)
     if projection is not None:
-        evidence = with_projection(evidence, projection)
+        evidence = with_projection(replace(evidence, notes=compared(evidence.facts, projection.cluster)), projection)
     verdict, refused = _verdict(evidence, found)
     return replace(
         found,
@@ -172,22 +176,18 @@ def _of_run(path: Path) -> RunEvidence:
 def _with_traces(found: RunEvidence) -> RunEvidence:
     """Traces of devices, or else of the host."""
     try:
-        traces = load_ranks(found.path, gpu_required=False)
+        traces, is_host = read_traces(found.path)
     except TraceError as error:
-        if is_run(found.path) and "holds no trace" in error.what:
-            return replace(found, lacks=replace(found.lacks, trace=f"no step was traced; {RECORD}"))
+        if is_run(found.path) and "holds no" in error.what:
+            lack = f"{error.what}; record some steps: {recording_command(found.path)}"
+            return replace(found, lacks=replace(found.lacks, trace=lack))
         raise
-    with_device = {rank: trace for rank, trace in traces.items() if len(trace.gpu)}
-    if with_device:
-        return replace(found, answer=answer_of(with_device))
-    if not any(len(trace.host) for trace in traces.values()):
-        return replace(found, lacks=replace(found.lacks, trace=f"the traces hold no event; {RECORD}"))
-    return replace(found, answer=answer_of({rank: on_host(trace) for rank, trace in traces.items()}), is_host=True)
+    return replace(found, answer=answer_of(traces, is_host=is_host), is_host=is_host)
 
 
 def _judged(found: RunEvidence) -> Evidence:
-    """The doctor's evidence: only traces of devices count as such."""
-    if found.answer is None or found.is_host:
+    """The doctor's evidence."""
+    if found.answer is None:
         return found.judged
     return evidence_of(found.answer, found.facts)
 
@@ -214,5 +214,6 @@ def _verdict(evidence: Evidence, found: RunEvidence) -> tuple[Verdict | None, st
     try:
         return diagnose(evidence), ""
     except TraceError:
-        traces = "traces of a CPU are not judged" if found.is_host else found.lacks.trace
-        return None, f"no verdict: {traces}; and without a plan there is nothing else to judge by"
+        if found.is_host:
+            return None, cpu_sentence(evidence)
+        return None, f"no verdict: {found.lacks.trace}; and without a plan there is nothing else to judge by"

@@ -20,7 +20,15 @@ from penstock.report.run_flame import flame_figure
 from penstock.report.run_memory import memory_figure, memory_over_time
 from penstock.report.run_ranks import rank_pictures
 from penstock.report.run_roofline import roofline_figure
-from penstock.report.run_tables import config_html, environment_html, reasons, summary, verdict_html, where_text
+from penstock.report.run_tables import (
+    config_html,
+    environment_html,
+    host_html,
+    reasons,
+    summary,
+    verdict_html,
+    where_text,
+)
 from penstock.report.run_timeline import timeline_pictures
 
 
@@ -52,6 +60,8 @@ def _verdict(evidence: RunEvidence) -> Part:
     verdict = evidence.verdict
     cards = [("The doctor's verdict", verdict_html(verdict, evidence.judged))] if verdict is not None else []
     missing = [sentence(evidence.lacks.verdict)] if verdict is None else []
+    if evidence.judged.host is not None:
+        cards.append(("What the CPU did", host_html(evidence.judged.host)))
     return Part(name="verdict", title="Verdict", cards=cards, missing=missing)
 
 

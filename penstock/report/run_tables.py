@@ -10,8 +10,9 @@ from penstock.config.run import Run
 from penstock.report.figure import bytes_text, counted, share_text, three_digits, time_text
 from penstock.report.frame import scrolling
 from penstock.report.run_curves import usual_of
-from penstock.report.run_evidence import RunEvidence
-from penstock.tune.doctor import Fact, Verdict
+from penstock.report.run_evidence import RunEvidence, sentence
+from penstock.trace.host_table import HostRow, HostTable
+from penstock.tune.doctor import Fact, Verdict, ms_text, spent_text
 from penstock.tune.doctor_evidence import Evidence
 
 FACTS = 12
@@ -84,41 +85,36 @@ def verdict_html(verdict: Verdict, judged: Evidence) -> str:
         verdict: of the doctor.
         judged: of what.
     """
-    steps = f", {counted(judged.steps, 'step')}" if judged.steps else ""
-    times = f"Times are of {_SOURCES[judged.source]}: {time_text(verdict.walls.total_us / 1e6)}{steps}, mean of ranks."
-    words = f'<p class="faint">{times}</p>' if judged.ranks else ""
+    notes = "".join(f"<p>{escape(sentence(note))}</p>" for note in verdict.notes)
+    words = f'<p class="faint">{sentence(spent_text(verdict, judged))}</p>' if judged.ranks else ""
     remedies = _remedies(verdict) if verdict.remedies else "<p>No change that is known wins more than noise.</p>"
     shown, folded = verdict.facts[:FACTS], verdict.facts[FACTS:]
     more = f"<details><summary>{len(folded)} more</summary>{_facts(folded)}</details>" if folded else ""
     lacking = "".join(f"<li>{escape(line)}</li>" for line in verdict.missing)
     return f"""<p class="verdict"><b class="wall {verdict.wall}">{escape(verdict.wall)}</b>
 {escape(verdict.sentence.partition(": ")[2])}</p>
-{words}
+{notes}{words}
 <h3>Remedies</h3>{remedies}
 {f"<h3>Evidence</h3>{_facts(shown)}{more}" if shown else ""}
 {f'<h3>Not looked at</h3><ul class="faint">{lacking}</ul>' if lacking else ""}"""
 
 
-_SOURCES = {"trace": "the traces", "plan": "the plan", "none": "nothing"}
-
-
 def _remedies(verdict: Verdict) -> str:
     rows = "".join(
-        f"<tr><td>{f'-{bytes_text(one.gain_bytes)}' if one.gain_bytes else f'{one.gain_us / 1e3:,.2f} ms'}</td>"
+        f"<tr><td>{f'-{bytes_text(one.gain_bytes)}' if one.gain_bytes else f'{ms_text(one.gain_us)} ms'}</td>"
         f"<td>{share_text(verdict.walls.share(one.gain_us))}</td><td class=text><code>{escape(one.change)}</code></td>"
         f"<td class=reason>{escape(one.what)}</td><td class=text><code>{escape(one.rule)}</code></td></tr>"
         for one in verdict.remedies
     )
-    heads = (
-        "<th>at most</th><th>of the step</th><th class=text>change</th><th class=text>what</th><th class=text>rule</th>"
-    )
+    texts = "".join(f"<th class=text>{name}</th>" for name in ("change", "what", "rule"))
+    heads = f"<th>at most, per step</th><th>of the step</th>{texts}"
     note = '<p class="faint">Gains do not add up: several changes may take away the same time.</p>'
     return scrolling(f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>") + note
 
 
 def _facts(facts: Sequence[Fact]) -> str:
     columns = {
-        "time": ["" if fact.time_us is None else time_text(fact.time_us / 1e6) for fact in facts],
+        "per step": ["" if fact.time_us is None else f"{ms_text(fact.time_us)} ms" for fact in facts],
         "of the step": ["" if fact.share is None else share_text(fact.share) for fact in facts],
         "memory": ["" if fact.size is None else bytes_text(fact.size) for fact in facts],
     }
@@ -130,6 +126,34 @@ def _facts(facts: Sequence[Fact]) -> str:
     )
     heads = "<th class=text>wall</th><th class=text>what</th>" + "".join(f"<th>{name}</th>" for name in shown)
     return scrolling(f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>")
+
+
+def host_html(table: HostTable) -> str:
+    """What a CPU did per step: operators and phases by their own time.
+
+    Args:
+        table: of the first rank.
+    """
+    steps = f"per step, the mean of {table.steps} recorded steps" if table.steps else "of all that was recorded"
+    outside = f"{ms_text(table.outside_us)} ms ({table.outside:.1%}) outside of operators (Python, waiting)"
+    tables = "".join(
+        f"<h3>{title}</h3>{_host_rows(rows)}"
+        for title, rows in (
+            ("Operators, by their own time", table.operators),
+            ("Phases, by the same time", table.phases),
+        )
+    )
+    return f'<p class="faint">{ms_text(table.step_us)} ms {steps}, of which {outside}.</p>{tables}'
+
+
+def _host_rows(rows: Sequence[HostRow]) -> str:
+    lines = "".join(
+        f"<tr><td class=text>{escape(f'{row.name} {row.pass_}'.strip())}</td><td>{row.calls:,.0f}</td>"
+        f"<td>{ms_text(row.own_us)} ms</td><td>{row.share:.1%}</td></tr>"
+        for row in rows[:FACTS]
+    )
+    heads = "<th class=text>name</th><th>calls per step</th><th>per step</th><th>of the step</th>"
+    return scrolling(f"<table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table>")
 
 
 def config_html(run: Run) -> str:

@@ -21,6 +21,7 @@ from penstock.trace.collectives import Collectives, bandwidths, collectives_of, 
 from penstock.trace.events import NONE, Floats, Trace
 from penstock.trace.expert_rows import UsedRows, used_rows
 from penstock.trace.experts import ExpertLoad, RecordedLoad, expert_load, recorded_loads
+from penstock.trace.host_work import on_host
 from penstock.trace.launches import Launches, find_launches
 from penstock.trace.load import load_ranks
 from penstock.trace.matching import Unmatched
@@ -68,6 +69,7 @@ class Answer:
         collectives: of all loaded ranks.
         experts: how evenly those of all loaded ranks are loaded.
         recorded: what the run's metrics say of that, of the steps in the traces.
+        is_host: the traces are of a CPU, whose operators stand where kernels would (penstock/trace/host_work.py).
     """
 
     ranks: tuple[RankAnswer, ...]
@@ -75,6 +77,7 @@ class Answer:
     collectives: Collectives
     experts: ExpertLoad
     recorded: tuple[RecordedLoad, ...] = ()
+    is_host: bool = False
 
 
 def answer_to(paths: Sequence[Path], *, step: int | None = None, rank: int | None = None) -> Answer:
@@ -88,24 +91,46 @@ def answer_to(paths: Sequence[Path], *, step: int | None = None, rank: int | Non
     Raises:
         TraceError: a file cannot be read, or there is no such rank or step.
     """
-    traces = load_ranks(paths)
+    traces, is_host = read_traces(paths)
     if rank is not None and rank not in traces:
         raise TraceError(f"no trace is of rank {rank}", allowed=", ".join(map(str, traces)))
     if step is not None:
         traces = {one: _only_step(trace, step) for one, trace in traces.items()}
-    answer = answer_of(traces, rank=rank, step=step)
+    answer = answer_of(traces, rank=rank, step=step, is_host=is_host)
     seen = {one.number for found in answer.ranks for one in found.steps}
     recorded = [one for path in paths for one in recorded_loads(path) if one.step in seen]
     return replace(answer, recorded=tuple(recorded))
 
 
-def answer_of(traces: Mapping[int, Trace], *, rank: int | None = None, step: int | None = None) -> Answer:
+def read_traces(paths: Path | Sequence[Path]) -> tuple[dict[int, Trace], bool]:
+    """Traces by rank, and whether they are of a CPU: then operators stand where kernels would.
+
+    Args:
+        paths: files, folders, the folder of a run.
+
+    Raises:
+        TraceError: a file cannot be read, or holds no event.
+    """
+    traces = load_ranks(paths, gpu_required=False)
+    with_device = {rank: trace for rank, trace in traces.items() if len(trace.gpu)}
+    if with_device:
+        return (with_device if len(with_device) == len(traces) else load_ranks(paths)), False
+    found = {rank: on_host(trace) for rank, trace in traces.items()}
+    if not all(len(trace.gpu) for trace in found.values()):
+        load_ranks(paths)  # says which file holds nothing, and what it holds instead
+    return found, True
+
+
+def answer_of(
+    traces: Mapping[int, Trace], *, rank: int | None = None, step: int | None = None, is_host: bool = False
+) -> Answer:
     """The same of traces that were read.
 
     Args:
         traces: by rank.
         rank: only the tables of this one.
         step: the one that the traces were cut to; None if they were not.
+        is_host: see `Answer`.
     """
     collectives = collectives_of(traces)
     waited_us = _waited(traces, collectives)
@@ -115,6 +140,7 @@ def answer_of(traces: Mapping[int, Trace], *, rank: int | None = None, step: int
         loaded=tuple(traces),
         collectives=collectives,
         experts=expert_load(traces, collectives),
+        is_host=is_host,
     )
 
 

@@ -38,7 +38,7 @@ class Fact:
     Attributes:
         what: in words.
         wall: for which one.
-        time_us: that it takes, of the time that was looked at; None if it is none.
+        time_us: that it takes per step; None if it is none.
         share: of the step; None if it is no time.
         size: bytes; None if it is no size.
     """
@@ -62,6 +62,7 @@ class Verdict:
         facts: evidence, that of the wall first.
         remedies: changes, the largest gain first.
         missing: what could not be looked at, and what would mend that.
+        notes: what must be known to read the rest.
     """
 
     wall: Wall
@@ -71,6 +72,7 @@ class Verdict:
     facts: tuple[Fact, ...]
     remedies: tuple[Remedy, ...]
     missing: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 def diagnose(evidence: Evidence) -> Verdict:
@@ -85,7 +87,7 @@ def diagnose(evidence: Evidence) -> Verdict:
     if not evidence.ranks and _fits_or_unknown(evidence):
         raise TraceError(
             "there is neither a trace nor a plan to judge by",
-            fix="record a trace, or say where the run is: penstock doctor RUN --on 8xH200",
+            fix="record one, or say what the run is on: --on 8xH200",
         )
     walls = walls_of(evidence)
     facts = sorted(_facts(evidence, walls), key=lambda fact: _place(fact, walls))
@@ -97,11 +99,25 @@ def diagnose(evidence: Evidence) -> Verdict:
         facts=tuple(facts),
         remedies=remedies(evidence, walls),
         missing=evidence.missing,
+        notes=evidence.notes,
     )
 
 
+def ms_text(time_us: float) -> str:
+    """Milliseconds per step, as the command line and the page of a run print them."""
+    return f"{time_us / 1e3:,.2f}"
+
+
+def spent_text(verdict: Verdict, evidence: Evidence) -> str:
+    """Of what the times of a verdict are, for the command line and for the page of a run."""
+    source = {"trace": "the traces", "plan": "the plan", "none": "nothing"}[evidence.source]
+    mean = f"the mean of {evidence.steps} steps and of ranks" if evidence.steps > 1 else "the mean of ranks"
+    per = "per step" if evidence.steps else "of all that was recorded"
+    return f"times are of {source}, {per}: {ms_text(verdict.walls.total_us)} ms, {mean}"
+
+
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
-    """The JSON contract of `penstock doctor --json`."""
+    """The JSON contract of `penstock doctor --json`. Times are per step."""
     return {
         "wall": verdict.wall,
         "then": list(verdict.then),
@@ -130,6 +146,7 @@ def verdict_json(verdict: Verdict) -> dict[str, Any]:
             for one in verdict.remedies
         ],
         "missing": list(verdict.missing),
+        "notes": list(verdict.notes),
     }
 
 
@@ -265,7 +282,7 @@ def _host(evidence: Evidence, walls: Walls) -> Iterator[Fact]:
         yield _time(what, "host", walls.recording_us, walls)
     launches = evidence.launches
     if launches is not None and launches.kernels:
-        many = max(1, evidence.steps) * len(evidence.ranks)
+        many = max(1, evidence.steps) * len(evidence.ranks)  # launches are counted over all of the recording
         small = launches.small_kernels / launches.kernels
         graphs = f", {launches.from_graphs / launches.kernels:.0%} from graphs" if launches.from_graphs else ""
         waits = f"; waits of the host: {launches.synchronizations / many:,.0f}"

@@ -1,6 +1,6 @@
 """What the doctor looks at: where the time of a step went, as plain numbers, whoever measured or projected them.
 
-    RankCosts   one rank: computed, communicated, copied, waited, idle; in microseconds of everything that was traced
+    RankCosts   one rank: computed, communicated, copied, waited, idle; in microseconds per step
     Late        a rank for which others waited, and why it was late
     Facts       what is known of the configuration, the memory and the metrics of the run
     Evidence    all of it, with what is missing
@@ -10,11 +10,12 @@ so a test writes evidence by hand.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.config.run import Run
+from penstock.trace.host_table import HostTable
 
 Cause = Literal["host", "experts", "compute", "unknown"]
 """Why a rank is late: its device had nothing to do, its experts had more rows, or it computes more slowly."""
@@ -25,7 +26,7 @@ NO_BYTES: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class RankCosts:
-    """Of one rank, microseconds of all that was traced; the first four and `idle_us` add up to `total_us`.
+    """Of one rank, microseconds per step, the mean of traced steps; the first four and `idle_us` make up `total_us`.
 
     Attributes:
         rank: which one.
@@ -60,6 +61,16 @@ class RankCosts:
     computing_us: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)
     communication_us: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)
 
+    def times(self, factor: float) -> "RankCosts":
+        """The same with every time multiplied."""
+        scaled: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Mapping):
+                scaled[name] = {key: us * factor for key, us in value.items()}
+            elif name != "rank" and value is not None:
+                scaled[name] = value * factor
+        return replace(self, **scaled)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Late:
@@ -68,7 +79,7 @@ class Late:
     Attributes:
         rank: which one.
         times_last: collectives to which it came last.
-        caused_wait_us: what all other ranks together waited for it.
+        caused_wait_us: what all other ranks together waited for it, per step.
         cause: why it was late.
         detail: the number that says so, in words.
         share: of what others waited, that goes away with the cause.
@@ -149,7 +160,7 @@ class Evidence:
     Attributes:
         source: where the times come from: `trace`, `plan`, or `none`.
         ranks: their costs, by rank.
-        steps: that the times span; 0 if nobody marked them.
+        steps: that the times are the mean of; 0 if none is marked, and then times are of the whole recording.
         late: ranks for which others waited, the one that cost most first.
         other_wait_us: what ranks waited for others that are not worth a name.
         unmatched: collectives of which nobody knows for whom they waited.
@@ -158,6 +169,8 @@ class Evidence:
         trains: gradients are computed.
         facts: of the run.
         missing: what could not be looked at, and what would mend that; a line each.
+        notes: what must be known to read the rest, a line each.
+        host: what a CPU did, if the traces are of one; there are no costs then, unless a plan gives them.
     """
 
     source: Literal["trace", "plan", "none"]
@@ -171,6 +184,8 @@ class Evidence:
     trains: bool = True
     facts: Facts = Facts()
     missing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    host: HostTable | None = None
 
     @property
     def has_experts(self) -> bool:

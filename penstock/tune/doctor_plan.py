@@ -52,7 +52,8 @@ def with_projection(evidence: Evidence, planned: Projection) -> Evidence:
         return with_changes(replace(evidence, facts=facts), planned)
     step = planned.time.step_seconds * 1e6
     ranks = tuple(_costs(one, step, planned.layout.dispatcher) for one in planned.time.ranks)
-    told = "times are those of the plan: no trace was recorded"
+    recorded = "no trace was recorded" if evidence.host is None else "the trace is of a CPU"
+    told = f"times are those of the plan: {recorded}"
     missing = (*evidence.missing, told)
     return with_changes(replace(evidence, source="plan", ranks=ranks, steps=1, facts=facts, missing=missing), planned)
 

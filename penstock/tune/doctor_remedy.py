@@ -28,7 +28,7 @@ class Remedy:
     Attributes:
         change: overrides of the run, separated by blanks; words where no override does it.
         what: the same in words.
-        gain_us: at most, of the time that was looked at.
+        gain_us: at most, per step.
         rule: name of the rule.
         source: of the gain, or of the rule.
         gain_bytes: memory that it frees, where that is the point.

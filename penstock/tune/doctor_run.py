@@ -1,5 +1,6 @@
 """What the folder of a run says: configuration, and what its metrics have recorded. Nothing here imports PyTorch."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -19,6 +20,9 @@ METRICS = "metrics.jsonl"
 
 STARTS = "starts.jsonl"
 """A line for each process that made steps of a run; older runs have none (penstock/train/starts.py)."""
+
+WARM_UP, RECORDED = 5, 2
+"""Steps of a process before those that are recorded, which compile and allocate; and how many are recorded."""
 
 USUAL = 0.5
 """Share of the steps in the metrics, the last ones, that stand for the usual step: the first compile and warm up."""
@@ -89,6 +93,27 @@ def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tup
     )
 
 
+def recording_command(folder: Path) -> str:
+    """The command that records two steps of a run: it goes on from the newest checkpoint, or begins anew without one.
+
+    Args:
+        folder: of the run, with its configuration in it.
+
+    Raises:
+        ConfigError: the configuration cannot be read.
+        RunFolderError: the metrics cannot be read.
+    """
+    run, facts = load_run(str(folder.absolute())), facts_of(folder)[0]
+    ranks = f" --processes {facts.world}" if facts.world is not None and facts.world > 1 else ""
+    saved = (re.fullmatch(r"step-([0-9]{6,})", path.name) for path in (folder / "checkpoints").glob("step-*"))
+    done = max((int(match[1]) for match in saved if match), default=0)
+    start = done + WARM_UP
+    steps = max(run.training.steps, start + RECORDED)
+    more = f" training.steps={steps}" if steps > run.training.steps else ""
+    target = f"{folder} --resume" if done else f"{folder / RUN_FILE}"
+    return f"penstock train {target}{more} profile.start={start} profile.steps={RECORDED}{ranks}"
+
+
 def cluster_for(facts: Facts, on: str | None) -> Cluster | None:
     """What a run is on, or None if nobody knows.
 
@@ -105,6 +130,25 @@ def cluster_for(facts: Facts, on: str | None) -> Cluster | None:
     if chip is None or chip.pattern not in known_hardware() or facts.world is None:
         return None
     return cluster_of(facts.world, load_hardware(chip.pattern))
+
+
+def compared(facts: Facts, cluster: Cluster) -> tuple[str, ...]:
+    """A line if the plan is of another device than the run; none if both are the same.
+
+    Args:
+        facts: with the device of the run, if it is known.
+        cluster: of the plan.
+    """
+    device, planned = facts.device, cluster.hardware.name
+    if device is None or device == planned:
+        return ()
+    chip = chip_named(device)
+    if chip is not None and chip is chip_named(planned):
+        return ()
+    return (
+        f"two machines are compared: the run was on {device}, and the plan is of {cluster.devices} x {planned}; "
+        "what a trace says is of the first, what the plan says is of the second",
+    )
 
 
 def json_lines(path: Path, layers: int = 0) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from penstock.config.validation import build
 from penstock.trace.answer import Answer, RankAnswer
 from penstock.trace.calls import Calls
 from penstock.trace.events import Flags, GpuKind, HostKind, Trace
+from penstock.trace.host_table import host_table
 from penstock.trace.kinds import OWN, library_of
 from penstock.trace.launches import idle_behind_waits
 from penstock.trace.phases import EXPERTS as EXPERT_SPANS
@@ -45,17 +46,22 @@ def evidence_of(answer: Answer, facts: Facts, missing: Sequence[str] = ()) -> Ev
         facts: known of the run besides.
         missing: what is known not to be there.
     """
+    if answer.is_host:
+        told = replace(facts, world=facts.world or len(answer.loaded))
+        return Evidence(source="none", ranks=(), facts=told, missing=tuple(missing), host=host_table(answer.ranks[0]))
     collectives = answer.collectives
     totals = collectives.totals_us() if len(answer.loaded) > 1 and len(collectives.meetings) else {}
-    ranks = tuple(_costs(one, collectives.calls, totals) for one in answer.ranks)
-    late = late_ranks(answer)
+    steps = max(len(one.steps) for one in answer.ranks)
+    per_step = 1 / max(1, steps)
+    ranks = tuple(_costs(one, collectives.calls, totals).times(per_step) for one in answer.ranks)
+    late = tuple(replace(one, caused_wait_us=one.caused_wait_us * per_step) for one in late_ranks(answer))
+    caused_us = sum(one.caused_wait_us for one in collectives.stragglers()) * per_step
     return Evidence(
         source="trace",
         ranks=ranks,
-        steps=max(len(one.steps) for one in answer.ranks),
+        steps=steps,
         late=late,
-        other_wait_us=sum(one.caused_wait_us for one in collectives.stragglers())
-        - sum(one.caused_wait_us for one in late),
+        other_wait_us=caused_us - sum(one.caused_wait_us for one in late),
         unmatched=len(collectives.unmatched),
         launches=_launches(answer.ranks),
         max_over_mean=answer.experts.max_over_mean,

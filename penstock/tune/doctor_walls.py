@@ -118,11 +118,11 @@ def walls_of(evidence: Evidence) -> Walls:
 
 
 def _longer_than_beside(evidence: Evidence) -> float:
-    """What the traced steps took longer than steps beside them, in microseconds of all that was traced."""
+    """What a traced step took longer than steps beside it, in microseconds."""
     beside = evidence.facts.beside_seconds
     if evidence.source != "trace" or not evidence.steps or beside is None:
         return 0.0
-    return max(0.0, evidence.mean("total_us") - evidence.steps * beside * 1e6)
+    return max(0.0, evidence.mean("total_us") - beside * 1e6)
 
 
 def _fits(evidence: Evidence) -> bool:

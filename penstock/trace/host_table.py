@@ -1,0 +1,108 @@
+"""What a CPU did in a step, as a table: own time by operator and by phase.
+
+The trace is one that `on_host` (penstock/trace/host_work.py) has made: own time of an operator is the time in which it
+is the innermost of its thread. All figures are of one step, the mean of the recorded ones.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.trace.answer import RankAnswer
+from penstock.trace.events import NONE, Integers
+from penstock.trace.phases import PASSES, grouped
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostRow:
+    """One operator, or one phase in one pass.
+
+    Attributes:
+        name: of it.
+        pass_: one of `PASSES`; empty in rows of operators.
+        calls: per step.
+        own_us: own time per step.
+        share: of the step.
+    """
+
+    name: str
+    pass_: str
+    calls: float
+    own_us: float
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTable:
+    """What one rank's process did.
+
+    Attributes:
+        rank: its number.
+        steps: that were recorded; 0 if none is marked, and then figures are of the whole recording.
+        step_us: of a step, from its first operator to its last.
+        outside_us: in which no operator ran: Python, and waiting.
+        operators: the longest first.
+        phases: the longest first.
+    """
+
+    rank: int
+    steps: int
+    step_us: float
+    outside_us: float
+    operators: tuple[HostRow, ...]
+    phases: tuple[HostRow, ...]
+
+    @property
+    def outside(self) -> float:
+        """Share of the step in which no operator ran."""
+        return self.outside_us / self.step_us if self.step_us else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """With the key `pass` in rows, which is no name in Python."""
+        table = asdict(self)
+        for rows in ("operators", "phases"):
+            table[rows] = [{key.rstrip("_"): value for key, value in row.items()} for row in table[rows]]
+        return table
+
+
+def host_table(one: RankAnswer) -> HostTable:
+    """The table of one rank.
+
+    Args:
+        one: what was said of a trace that `on_host` made.
+    """
+    spent, events, phases = one.timelines["all"], one.trace.gpu, one.phases
+    steps = len(one.steps)
+    nothing = np.full(len(events), NONE)
+    # Entries behind these are parts in which an event waited for other ranks.
+    names, passes = phases.name_id[: len(events)], phases.pass_id[: len(events)]
+
+    def rows(texts: Sequence[str], name_id: Integers, pass_id: Integers) -> tuple[HostRow, ...]:
+        groups, group = grouped(name_id, pass_id)
+        own_us = np.bincount(group, events.duration_us, len(groups)) / max(1, steps)
+        # An operator that calls others has several stretches of own time, and is one call.
+        _, first = np.unique(np.stack((group, events.launch)), axis=1, return_index=True)
+        calls = np.bincount(group[first], minlength=len(groups)) / max(1, steps)
+        step_us = spent.total_us / max(1, steps)
+        found = [
+            HostRow(
+                name=texts[name],
+                pass_="" if number == NONE else PASSES[number],
+                calls=float(calls[place]),
+                own_us=float(own_us[place]),
+                share=float(own_us[place] / step_us) if step_us else 0.0,
+            )
+            for place, (name, number) in enumerate(groups)
+        ]
+        return tuple(sorted(found, key=lambda row: (-row.own_us, row.name, row.pass_)))
+
+    return HostTable(
+        rank=one.rank,
+        steps=steps,
+        step_us=spent.total_us / max(1, steps),
+        outside_us=spent.idle_us / max(1, steps),
+        operators=rows(events.names, events.name_id, nothing),
+        phases=rows(phases.names, names, passes),
+    )
