@@ -42,7 +42,7 @@ def judged(folder: Path) -> dict[str, Any]:
         "ranks": len(evidence.ranks),
         "layers": run.model.layers,
         "steps": evidence.steps,
-        "step_ms": verdict.walls.total_us / 1e3 / max(1, evidence.steps),
+        "step_ms": verdict.walls.total_us / 1e3,
         "wall": verdict.wall,
         "then": list(verdict.then),
         "verdict": verdict.sentence,

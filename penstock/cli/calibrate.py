@@ -21,6 +21,7 @@ import typer
 from penstock.base.devices import chip_named
 from penstock.base.errors import DeviceError
 from penstock.cli.main import main
+from penstock.cli.next import print_next
 from penstock.cli.outputs import Force, check_output
 from penstock.cli.table import print_table
 from penstock.kernels.device_facts import device_facts
@@ -125,6 +126,7 @@ def _hand_over(hardware: Hardware, output: Path | None) -> None:
     write_hardware(output, hardware, comment)
     print_table(("operator", "sizes", "reached"), _rows(hardware))
     print(f"written to {output}; a cluster of 8 such devices is called 8x{output}")
+    print_next("plan", "debug", "--on", f"1x{output}")
 
 
 def _rows(hardware: Hardware) -> list[tuple[str, str, str]]:

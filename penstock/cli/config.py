@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.next import print_next
 from penstock.cli.table import print_table
 from penstock.cli.verbs import Verb, group_of
 from penstock.config.compare import differences
@@ -81,6 +82,7 @@ def validate(
     """Check a file, and say whether it could be trained."""
     run = load_run(file, overrides or ())
     print(f"{file} is valid: run {run.name}, {run.training.steps} steps of {run.tokens_per_step} tokens")
+    print_next("train", file, *(overrides or ()))
 
 
 @app.command()

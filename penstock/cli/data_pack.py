@@ -42,6 +42,7 @@ from penstock.cli.data_texts import (
     print_left_out,
 )
 from penstock.cli.figures import bytes_text, count_text, duration_text
+from penstock.cli.next import print_next
 from penstock.data.pack_files import Done, Packed, pack
 from penstock.data.packed_files import prefix_of
 from penstock.parallel.launch.host import allowed_cores
@@ -95,6 +96,8 @@ def pack_texts(  # noqa: PLR0913 - one argument for each option
         print(json.dumps(summary, indent=2))
     else:
         _print_summary(prefix, packed, seconds)
+        size = f"model.vocabulary={packed.origin.vocabulary_size}"
+        print_next("train", "debug", "data.source=packed", f"data.files={prefix}", size)
 
 
 def _print_summary(prefix: Path, packed: Packed, seconds: float) -> None:

@@ -22,6 +22,7 @@ from penstock.cli.data_texts import (
     open_texts,
     print_left_out,
 )
+from penstock.cli.next import print_next
 from penstock.cli.outputs import Force, check_output
 from penstock.data.documents import TextDocuments
 from penstock.data.sources import RecordError
@@ -68,6 +69,8 @@ def train(  # noqa: PLR0913 - one argument for each option
     )
     print(f"wrote {output}: {size:,} tokens, {END_OF_DOCUMENT} ends a document")
     print_left_out(left_out)
+    kind = [] if source is TextSource.JSONL else ["--source", source.value]
+    print_next("data", "pack", *files, *kind, "--output", "packed/text", "--tokenizer", output)
 
 
 def _readable(texts: TextDocuments, left_out: list[str], *, skip: bool) -> Iterator[str]:

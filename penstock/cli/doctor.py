@@ -18,12 +18,14 @@ import typer
 
 from penstock.base.errors import TraceError
 from penstock.cli.doctor_print import print_cpu, print_verdict
+from penstock.cli.next import print_next
 from penstock.cli.verbs import load_by_name
 from penstock.config.load import RUN_FILE
 from penstock.trace.answer import answer_to
 from penstock.tune.doctor import diagnose, verdict_json
-from penstock.tune.doctor_cpu import cpu_json
+from penstock.tune.doctor_cpu import cpu_changes, cpu_json
 from penstock.tune.doctor_evidence import Evidence, Facts
+from penstock.tune.doctor_remedy import accepted
 from penstock.tune.doctor_run import (
     cluster_for,
     compared,
@@ -49,6 +51,7 @@ def doctor(paths: Place, on: On = None, step: Step = None, as_json: Json = False
             print(json.dumps(cpu_json(evidence.host, evidence), indent=2, allow_nan=False))
         else:
             print_cpu(evidence.host, evidence)
+            _print_next(paths, evidence, [change for change, _ in cpu_changes(evidence.host, evidence)])
         return
     try:
         verdict = diagnose(evidence)
@@ -61,6 +64,22 @@ def doctor(paths: Place, on: On = None, step: Step = None, as_json: Json = False
         print(json.dumps(verdict_json(verdict), indent=2, allow_nan=False))
     else:
         print_verdict(verdict, evidence)
+        _print_next(paths, evidence, [one.change for one in verdict.remedies])
+
+
+def _print_next(paths: list[Path], evidence: Evidence, changes: list[str]) -> None:
+    """The run with the first change that its configuration takes; else its page."""
+    path, run = paths[0], evidence.facts.run
+    if run is not None and (is_run(path) or is_planned(path)):
+        fitting = (change for change in changes if accepted(run, change, evidence.facts.world) is not None)
+        change = next(fitting, None)
+        if change is not None:
+            print_next("train", path / RUN_FILE if is_run(path) else path, *change.split())
+            return
+    if is_run(path):
+        print_next("report", path)
+    elif not is_planned(path):
+        print_next("report", path, "--html", "report.html")
 
 
 def examine(paths: list[Path], *, on: str | None = None, step: int | None = None) -> Evidence:

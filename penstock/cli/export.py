@@ -10,6 +10,7 @@ several files and an index. How many processes trained the run, and in which lay
 run is changed, so it may still be training.
 """
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -42,3 +43,6 @@ def export(
         print(f"the tokenizer is not exported: {why_not}")
     if verify:
         print(f"transformers computes the same logits: {verify_export(config, folder):.1e} apart")
+    if not why_not:
+        code = f"from transformers import pipeline; print(pipeline('text-generation', '{folder}')('The '))"
+        print(f"next:  python -c {shlex.quote(code)}")

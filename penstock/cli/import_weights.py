@@ -19,6 +19,7 @@ import typer
 
 from penstock.base.errors import ConfigError
 from penstock.cli.figures import count_text
+from penstock.cli.next import print_next
 from penstock.config.load import load_run, with_overrides
 from penstock.config.model import Model
 from penstock.config.run import Run
@@ -58,7 +59,7 @@ def import_(
     import_weights(WeightFolder(source), base.model, run, upcycling, output)
     size = count(run.model, run.training.sequence_length)
     print(f"wrote {output}: {count_text(size.parameters + size.mtp_parameters)} parameters, {run.model.family}")
-    print(f"train it:  penstock train {output / RUN_FILE}")
+    print_next("train", output / RUN_FILE)
 
 
 def _base(model: Model, name: str) -> Run:

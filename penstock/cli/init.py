@@ -30,6 +30,7 @@ from penstock.cli.init_run import (
     tokens_of,
     usual_tokens,
 )
+from penstock.cli.next import print_next
 from penstock.cli.outputs import Force, check_output
 from penstock.config.presets.registry import PRESETS, preset
 from penstock.data.tokenizer import BYTES, open_tokenizer
@@ -71,7 +72,8 @@ def init(  # noqa: PLR0913 - one argument for each option
     write_run(file, run_text(made, answers.model, file, words))
     for note in made.notes:
         print(f"note: {note}")
-    print(f"wrote {file}; train it:  penstock train {file}")
+    print(f"wrote {file}")
+    print_next("train", file)
 
 
 def _check_file(file: Path, *, force: bool) -> None:

@@ -22,6 +22,7 @@ import torch
 import typer
 
 from penstock.base.errors import FAILED, ConfigError, DeviceError
+from penstock.cli.next import print_next
 from penstock.cli.outputs import Force, check_output
 from penstock.cli.table import print_table
 from penstock.config.fit import grid_of
@@ -130,6 +131,7 @@ def ladder(  # noqa: PLR0913 - one argument for each option
         resumes=resumes,
     )
     outcomes = climb_and_print(plan, run_trial)
+    print_next("train", target, *own)
     return 0 if any(outcome.state == "ran" for outcome in outcomes) else FAILED
 
 

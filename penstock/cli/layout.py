@@ -16,6 +16,7 @@ from torch import nn
 
 from penstock.cli.config import Target
 from penstock.cli.figures import count_text
+from penstock.cli.next import print_next
 from penstock.cli.table import print_table
 from penstock.config.fit import context_method, grid_of, micro_batches, shard, smallest_world
 from penstock.config.load import load_run
@@ -60,6 +61,7 @@ def layout(
     if groups := list(_group_rows(grid)):
         print()
         print_table(("axis", "size", "groups", "of rank 0", f"of rank {grid.world - 1}"), groups)
+    print_next("train", target, *(overrides or ()), "--fake-world", grid.world, "--rank", 0)
 
 
 def _schedule(run: Run, grid: Grid, count: int) -> Schedule:

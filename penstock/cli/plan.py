@@ -27,6 +27,7 @@ from rich.status import Status
 from penstock.base.errors import PenstockError
 from penstock.base.meant import did_you_mean
 from penstock.cli.config import Json
+from penstock.cli.next import print_next
 from penstock.cli.outputs import Force
 from penstock.cli.plan_explain import check_topic, explain
 from penstock.cli.plan_files import check_file, write_pictures, write_run
@@ -122,6 +123,12 @@ def plan(  # noqa: PLR0913 - one argument for each option
     else:
         print_plan(found, _assumed(assumptions))
     _write(found, more, files)
+    if write is not None:
+        print_next("train", write, to_stderr=True)
+    elif found.candidates and not as_json and saving == "run":
+        asked = {"--only": only or None, "--layout": layout, "--tokens": tokens}
+        options = [word for name, value in asked.items() if value is not None for word in (name, value)]
+        print_next("plan", target, *(overrides or ()), "--on", on, *options, "--write", "best.toml")
 
 
 def _check(questions: Mapping[str, object], files: Mapping[str, Path | None], *, force: bool) -> None:

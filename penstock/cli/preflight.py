@@ -29,6 +29,7 @@ from penstock.base.devices import chip_named
 from penstock.base.errors import FAILED, DeviceError
 from penstock.cli.config import Json
 from penstock.cli.main import main
+from penstock.cli.next import print_next
 from penstock.cli.verbs import load_by_name
 from penstock.config.load import load_run
 from penstock.config.run import Run
@@ -106,6 +107,8 @@ def preflight(
         checks.append(_broken())
     if looks:
         print_checks(checks, environment, as_json=as_json)
+        if not as_json and all(check.status != "failed" for check in checks):
+            print_next("train", target or "debug", *(overrides or ()))
     return FAILED if any(check.status == "failed" for check in checks) else 0
 
 

@@ -8,6 +8,7 @@
 docs/report.md says what is in it. The page is made by penstock/report/run_page.py; here only files are settled.
 """
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -47,3 +48,4 @@ def report(path: Place, html: Html = None, on: On = None, no_plan: NoPlan = Fals
     with Console(stderr=True).status("reading"):
         write_run_page(gather(path, on=on, plans=not no_plan), target)
     print(f"written to {target}", file=sys.stderr)
+    print(f"next:  python -m webbrowser {shlex.quote(str(target))}", file=sys.stderr)

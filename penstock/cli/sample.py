@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from penstock.base.errors import DataError
+from penstock.cli.next import print_next
 from penstock.config.run import Run
 from penstock.data.open import Vocabulary, vocabulary_of
 from penstock.parallel.launch.environment import read_environment
@@ -60,6 +61,8 @@ def sample(
         sys.stdout.write(piece)
         sys.stdout.flush()
     print()
+    if sys.stdout.isatty():
+        print_next("export", run, f"{run.name}-weights")
 
 
 def _prompt(run: Run, vocabulary: Vocabulary, text: str) -> list[int]:

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.base.errors import TraceError
+from penstock.cli.next import print_next
 from penstock.cli.trace_print import print_answer
 from penstock.cli.verbs import Verb, group_of, load_by_name
 from penstock.trace.answer import answer_json, answer_to
@@ -91,6 +92,7 @@ def read(paths: Paths, as_json: Json = False, rank: Rank = None, step: Step = No
         print(json.dumps(answer_json(answer) | host, allow_nan=False))
     else:
         print_answer(answer, by_layer=layers)
+        print_next("doctor", *paths)
 
 
 @app.command(READ_ALL, hidden=True, context_settings={"allow_extra_args": True})

@@ -10,6 +10,7 @@ import typer
 
 from penstock.base.errors import TraceError
 from penstock.cli.figures import shortened
+from penstock.cli.next import print_next
 from penstock.cli.table import print_table
 from penstock.trace.compare import CLOSING, Comparison, Row, Verdict, compare
 from penstock.trace.events import Trace
@@ -40,6 +41,7 @@ def diff(
         print(json.dumps(as_tree(compared)))
     else:
         _print(compared, top)
+        print_next("doctor", b)
 
 
 def one_rank(path: Path, rank: int | None) -> Trace:

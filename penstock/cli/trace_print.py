@@ -67,11 +67,10 @@ def print_host_tables(tables: Sequence[HostTable], *, most: int) -> None:
         most: rows of a table.
     """
     first, several = tables[0], len(tables) > 1
-    span = f"per step, the mean of {first.steps} recorded steps" if first.steps else "of all that was recorded"
     for one in tables:
         rank = f"rank {one.rank}: " if several else ""
         outside = f"{ms(one.outside_us)} ms ({one.outside:.1%}) outside of operators (Python, waiting)"
-        print(f"{rank}{ms(one.step_us)} ms {span}, of which {outside}")
+        print(f"{rank}{ms(one.step_us)} ms {one.span}, of which {outside}")
     of, per = (f" of rank {first.rank}" if several else ""), (" per step" if first.steps else "")
     _head(f"operators{of}, by the time that they take themselves, without operators that they call")
     head = (f"calls{per}", f"ms{per}", "share")

@@ -1,5 +1,6 @@
 """`penstock trace replay PATH --op NAME`: a script that runs one operator, collective or kernel of a trace again."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +45,7 @@ def replay(
     except OSError as error:
         raise TraceError(f"cannot write {out}: {error.strerror}") from error
     print(f"wrote {out}")
+    print(f"next:  python {shlex.quote(str(out))}")
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ from rich.console import Console
 from penstock.base.errors import DeviceError, RunFolderError
 from penstock.cli.figures import DOT, bytes_text, count_text, duration_text
 from penstock.cli.main import main
+from penstock.cli.next import next_line
 from penstock.cli.rehearsal import print_rehearsal
 from penstock.cli.view import FORCED_BALANCE, LiveView, PlainView
 from penstock.config.fit import grid_of
@@ -67,6 +68,9 @@ from penstock.train.stop import StopRequest
 
 INTERRUPTED = 130
 """Exit code of a run that a second Ctrl-C stopped at once."""
+
+TEXT = "The "
+"""What a proposed text begins with."""
 
 STOPPED = 143
 """Exit code of a rank that was not asked itself: that of SIGTERM."""
@@ -125,6 +129,9 @@ def train(  # noqa: PLR0913 - one argument for each option
             check_sinks(launch.run)
         if dry_run:
             _print_plan(console, launch, ranks)
+            named = ["--name", name] if name is not None else []
+            goes_on = ["--resume"] if resumes else []
+            console.print(next_line("train", target, *overrides, *named, *goes_on), markup=False, soft_wrap=True)
             return 0
         if started > 1 or restarts:
             if launch.is_named and launch.folder is None:
@@ -157,7 +164,9 @@ def _be_a_rank(console: Console, environment: Environment, meeting: Meeting, lau
     if meeting.agree(lambda: _is_finished(launch)):
         assert launch.folder is not None, "a new run is not finished"
         console.print(f"{launch.folder.path} is finished: all {run.training.steps} steps are done")
-        console.print(f"go on:  penstock train {launch.folder.path} --resume training.steps=N", markup=False)
+        more = f"training.steps={2 * run.training.steps}"
+        for words in (["sample", launch.folder.path, TEXT], ["train", launch.folder.path, "--resume", more]):
+            console.print(next_line(*words), markup=False, soft_wrap=True)
         return 0
     facts = facts_of_run(run, facts_of_machine(environment))
     prepare_environment(facts)
@@ -274,12 +283,12 @@ def _run(console: Console, launch: Launch, session: Session, environment: Enviro
         sys.stdout.flush()
         # A checkpoint may be on its way to disk in a thread that Python would wait for. What is half written is hidden.
         os._exit(INTERRUPTED)
-    _print_end(console, folder, end)
+    _print_end(console, session.run, folder, end)
     # A rank that stops because another one was asked to ends as that one does.
     return (stop.exit_code or STOPPED) if end.stopped_by else 0
 
 
-def _print_end(console: Console, folder: RunFolder, end: RunEnd) -> None:
+def _print_end(console: Console, run: Run, folder: RunFolder, end: RunEnd) -> None:
     """How it went, and what to type next."""
     saved = f"saved in {end.checkpoint}" if end.checkpoint else "nothing is saved"
     if end.stopped_by:
@@ -294,7 +303,13 @@ def _print_end(console: Console, folder: RunFolder, end: RunEnd) -> None:
             figures.append(FORCED_BALANCE)
         lines.append("  ".join(figures))
     if end.stopped_by and end.checkpoint:
-        lines.append(f"go on:  penstock train {folder.path} --resume")
+        lines.append(next_line("train", folder.path, "--resume"))
+    elif not end.stopped_by:
+        if end.checkpoint and not run.data.source.startswith("synthetic"):
+            lines.append(next_line("sample", folder.path, TEXT))
+        if run.profile.start and folder.profile.is_dir():
+            lines.append(next_line("trace", folder.path))
+        lines.append(next_line("report", folder.path))
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
 

@@ -178,8 +178,8 @@ def _with_traces(found: RunEvidence) -> RunEvidence:
     try:
         traces, is_host = read_traces(found.path)
     except TraceError as error:
-        if is_run(found.path) and "holds no" in error.what:
-            lack = f"{error.what}; record some steps: {recording_command(found.path)}"
+        if is_run(found.path) and "holds no trace" in error.what:
+            lack = f"no step was traced; record some steps: {recording_command(found.path)}"
             return replace(found, lacks=replace(found.lacks, trace=lack))
         raise
     return replace(found, answer=answer_of(traces, is_host=is_host), is_host=is_host)

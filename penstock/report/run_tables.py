@@ -134,7 +134,6 @@ def host_html(table: HostTable) -> str:
     Args:
         table: of the first rank.
     """
-    steps = f"per step, the mean of {table.steps} recorded steps" if table.steps else "of all that was recorded"
     outside = f"{ms_text(table.outside_us)} ms ({table.outside:.1%}) outside of operators (Python, waiting)"
     tables = "".join(
         f"<h3>{title}</h3>{_host_rows(rows)}"
@@ -143,7 +142,7 @@ def host_html(table: HostTable) -> str:
             ("Phases, by the same time", table.phases),
         )
     )
-    return f'<p class="faint">{ms_text(table.step_us)} ms {steps}, of which {outside}.</p>{tables}'
+    return f'<p class="faint">{ms_text(table.step_us)} ms {table.span}, of which {outside}.</p>{tables}'
 
 
 def _host_rows(rows: Sequence[HostRow]) -> str:

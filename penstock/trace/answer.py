@@ -79,6 +79,16 @@ class Answer:
     recorded: tuple[RecordedLoad, ...] = ()
     is_host: bool = False
 
+    @property
+    def steps(self) -> int:
+        """That were recorded; 0 if none is marked."""
+        return max((len(one.steps) for one in self.ranks), default=0)
+
+    @property
+    def per_step(self) -> float:
+        """What makes a sum over the recording the mean of a step; 1 if no step is marked."""
+        return 1 / max(1, self.steps)
+
 
 def answer_to(paths: Sequence[Path], *, step: int | None = None, rank: int | None = None) -> Answer:
     """Read traces and say everything.

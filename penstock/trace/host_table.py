@@ -59,6 +59,13 @@ class HostTable:
         """Share of the step in which no operator ran."""
         return self.outside_us / self.step_us if self.step_us else 0.0
 
+    @property
+    def span(self) -> str:
+        """Of what the figures are, in words."""
+        if self.steps < 2:
+            return "per step, of one recorded step" if self.steps else "of all that was recorded"
+        return f"per step, the mean of {self.steps} recorded steps"
+
     def as_json(self) -> dict[str, Any]:
         """With the key `pass` in rows, which is no name in Python."""
         table = asdict(self)

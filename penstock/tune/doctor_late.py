@@ -149,9 +149,13 @@ def _by_cause(answer: Answer, between: _Between, rank: int) -> Iterator[Late]:
             continue
         found = Late(rank=rank, times_last=int(chosen.sum()), caused_wait_us=float(cost_M[chosen].sum()))
         if of_host:
-            yield replace(found, cause="host", detail=_idle_text(answer, rank, idle_us[chosen]))
+            yield replace(found, cause="host", detail=_idle_text(answer, rank, idle_us[chosen] * answer.per_step))
         else:
-            yield _with_work(found, answer, _computed(answer, between, mine[chosen]))
+            computed = _computed(answer, between, mine[chosen])
+            per_step = {
+                one: {name: us * answer.per_step for name, us in times.items()} for one, times in computed.items()
+            }
+            yield _with_work(found, answer, per_step)
 
 
 def _is_host(between: _Between, mine: Integers, number: int) -> tuple[Flags, Floats]:
@@ -173,7 +177,7 @@ def _with_work(late: Late, answer: Answer, times: dict[int, dict[str, float]]) -
     Args:
         late: who, and what it cost.
         answer: of all ranks.
-        times: what each rank computed before these meetings, by phase.
+        times: what each rank computed before these meetings, by phase, per step.
     """
     if len(answer.ranks) == 1:
         return replace(late, detail="others were not read")
@@ -198,12 +202,12 @@ def _with_work(late: Late, answer: Answer, times: dict[int, dict[str, float]]) -
 
 def _longer_text(mine_us: float, usual_us: float) -> str:
     ratio = f", {mine_us / usual_us - 1:+.0%}" if usual_us else ""
-    return f"{(mine_us - usual_us) / 1e3:.2f} ms longer than on the median rank{ratio}"
+    return f"{(mine_us - usual_us) / 1e3:.2f} ms per step longer than on the median rank{ratio}"
 
 
 def _idle_text(answer: Answer, rank: int, idle_us: Floats) -> str:
     """How much longer a device was idle, and what it may come from: one stall, or launches that take long."""
-    text = f"its device was idle {idle_us.sum() / 1e3:.2f} ms longer than others' before it came"
+    text = f"its device was idle {idle_us.sum() / 1e3:.2f} ms per step longer than others' before it came"
     if idle_us.max() > HALF * idle_us.sum():
         text += f", {idle_us.max() / 1e3:.2f} ms of it at once"
     calls = {one.rank: _launch_us(one.trace) for one in answer.ranks}

@@ -51,15 +51,14 @@ def evidence_of(answer: Answer, facts: Facts, missing: Sequence[str] = ()) -> Ev
         return Evidence(source="none", ranks=(), facts=told, missing=tuple(missing), host=host_table(answer.ranks[0]))
     collectives = answer.collectives
     totals = collectives.totals_us() if len(answer.loaded) > 1 and len(collectives.meetings) else {}
-    steps = max(len(one.steps) for one in answer.ranks)
-    per_step = 1 / max(1, steps)
+    per_step = answer.per_step
     ranks = tuple(_costs(one, collectives.calls, totals).times(per_step) for one in answer.ranks)
     late = tuple(replace(one, caused_wait_us=one.caused_wait_us * per_step) for one in late_ranks(answer))
     caused_us = sum(one.caused_wait_us for one in collectives.stragglers()) * per_step
     return Evidence(
         source="trace",
         ranks=ranks,
-        steps=steps,
+        steps=answer.steps,
         late=late,
         other_wait_us=caused_us - sum(one.caused_wait_us for one in late),
         unmatched=len(collectives.unmatched),

@@ -10,6 +10,12 @@ import pytest
 from penstock.cli.main import main
 from penstock.config.load import RUN_FILE, dump_toml, load_run
 from penstock.plan.hardware_file import load_hardware, write_hardware
+from penstock.report.run_evidence import gather
+from penstock.report.run_page import run_page
+from penstock.trace.answer import answer_to
+from penstock.tune.doctor import ms_text
+from penstock.tune.doctor_run import recording_command
+from tests.report.made_runs import host_folder
 from tests.trace.synthetic import Job, make
 
 LINE = {
@@ -141,14 +147,56 @@ def test_a_place_that_is_no_run_is_told_what_a_run_is(tmp_path: Path, capsys: py
     assert f"one folder with {RUN_FILE} in it, or one TOML file" in error
 
 
-def test_text_says_gains_of_one_step_and_json_of_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_json_and_page_say_the_same_gain_and_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make(Job(stall_us=1_300.0)).write(tmp_path)
-    first = told(capsys, folder)["remedies"][0]
+    verdict = told(capsys, folder)
+    first = verdict["remedies"][0]
     assert main(["doctor", str(folder)]) == 0
     text = capsys.readouterr().out
-    row = text[text.index("gains ms a step, at most") :].splitlines()[1]
-    assert row.split()[0] == f"{first['gain_us'] / 2 / 1e3:,.2f}"
-    assert "2 steps, mean of ranks; gains are of one step" in text
+    row = text[text.index("gains ms per step, at most") :].splitlines()[1]
+    spent = f"imes are of the traces, per step: {verdict['total_us'] / 1e3:,.2f} ms, the mean of 2 steps and of ranks"
+    assert row.split()[0] == ms_text(first["gain_us"])
+    assert spent in text
+    total_us = answer_to([folder]).ranks[0].timelines["all"].total_us
+    assert verdict["total_us"] == pytest.approx(total_us / 2, rel=0.1)
+    page = run_page(gather(folder, plans=False))
+    assert f"<td>{ms_text(first['gain_us'])} ms</td>" in page
+    assert spent in page
+
+
+def test_a_run_on_a_cpu_has_its_operators_and_no_wall(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = host_folder(tmp_path / "run", ranks=1)
+    assert main(["doctor", str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("no wall is judged: memory, communication, compute and host are judged from kernels")
+    assert "aten::addmm" in text and "ms per step" in text
+    assert "training.micro_batch=8: one pass a step instead of 2: no operator runs in " in text
+    assert text.splitlines()[-1] == f"next:  penstock train {folder}/config.toml training.micro_batch=8"
+    found = told(capsys, folder)
+    assert (found["wall"], found["host"]["operators"][0]["name"]) == (None, "aten::addmm")
+
+
+def test_another_chip_than_the_runs_is_said_to_be_another_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / "starts.jsonl").write_text('{"device": "NVIDIA H200"}\n')
+    (note,) = told(capsys, folder, "--on", "1xMI300X")["notes"]
+    assert note.startswith("two machines are compared: the run was on NVIDIA H200, and the plan is of 1 x MI300X")
+    assert told(capsys, folder, "--on", "1xH200")["notes"] == []
+
+
+def test_a_run_without_a_trace_is_told_the_command_that_records_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_folder(tmp_path / "run", "training.steps=12", "schedule.warmup_steps=2")
+    error = refused(capsys, folder)
+    assert f"fix: record one: penstock train {folder}/config.toml profile.start=5 profile.steps=2; or say" in error
+    (folder / "checkpoints" / "step-000012").mkdir(parents=True)
+    command = recording_command(folder)
+    assert command == f"penstock train {folder} --resume training.steps=19 profile.start=17 profile.steps=2"
+    assert main(["trace", str(folder)]) == 2
+    assert f"fix: record some steps: {command}" in capsys.readouterr().err
 
 
 def test_unknown_hardware_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ def test_what_was_imported_trains_and_leaves_again(theirs: Path, capsys: pytest.
     short = ("training.steps=2", "schedule.warmup_steps=0", "training.sequence_length=12", "training.precision=fp32")
     text = (SYNTHETIC, "evaluation.rows=0", "optimizer.learning_rate=0", "device=cpu")
     assert main(["import", "theirs", "--output", "mine", *short, *text]) == 0
-    assert "train it:  penstock train mine/run.toml" in capsys.readouterr().out
+    assert "next:  penstock train mine/run.toml" in capsys.readouterr().out
     assert main(["train", "mine/run.toml", "--name", "still"]) == 0
     for source in ("mine", "runs/still"):
         assert main(["export", source, f"out-{Path(source).name}", "--precision", "fp32"]) == 0

@@ -50,7 +50,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_five_options_are_five_answers(capsys: pytest.CaptureFixture[str]) -> None:
     run = written(*ALL)
-    assert capsys.readouterr().out == "wrote mine.toml; train it:  penstock train mine.toml\n"
+    assert capsys.readouterr().out == "wrote mine.toml\nnext:  penstock train mine.toml\n"
     assert (run.name, run.data.source, run.data.files, run.data.tokenizer) == ("mine", "text", ("notes",), "bytes")
     assert run.training.steps == 20
     assert run.schedule.warmup_steps == 2, "a warm-up of 20 steps would be all of it"

@@ -65,7 +65,7 @@ def recorded(tmp_path: Path) -> str:
 def test_a_script_is_written_or_printed(recorded: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "replayed.py"
     assert main(["trace", "replay", recorded, "--op", "aten::mm", "--out", str(out)]) == 0
-    assert capsys.readouterr().out == f"wrote {out}\n"
+    assert capsys.readouterr().out == f"wrote {out}\nnext:  python {out}\n"
     assert main(["trace", "replay", recorded, "--op", "mm"]) == 0
     assert capsys.readouterr().out == out.read_text()
 

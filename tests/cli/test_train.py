@@ -167,7 +167,7 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(
     text = printed(capsys, "tiny.toml", code=code)
     assert "stopping after this step; Ctrl-C once more" in text
     assert f"stopped by {number.name} after step 3 of 4, saved in runs/tiny/checkpoints/step-000003" in text
-    assert "go on:  penstock train runs/tiny --resume" in text
+    assert "next:  penstock train runs/tiny --resume" in text
 
 
 def test_a_stopped_run_goes_on_as_it_says(in_a_folder_of_its_own: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from tests.trace.synthetic import make
 
 def test_a_run_without_a_trace_is_told_how_to_record_one(tmp_path: Path) -> None:
     found = gather(run_folder(tmp_path / "run"))
-    assert found.answer is None and "profile.start=20" in found.lacks.trace
+    assert found.answer is None and "run/config.toml profile.start=5 profile.steps=2" in found.lacks.trace
     assert "--on names the devices" in found.lacks.plan
     assert "nothing else to judge by" in found.lacks.verdict
     assert len(found.lines) == 12
@@ -57,7 +57,8 @@ def test_traces_of_devices_are_judged(tmp_path: Path) -> None:
 def test_traces_of_a_cpu_are_read_but_not_judged(tmp_path: Path) -> None:
     found = gather(host_folder(tmp_path / "run", ranks=2))
     assert found.is_host and len(found.ranks) == 2
-    assert found.verdict is None and "traces of a CPU are not judged" in found.lacks.verdict
+    assert found.verdict is None and "a recording of a CPU (AMD EPYC)" in found.lacks.verdict
+    assert found.judged.host is not None and found.judged.host.operators[0].name == "aten::addmm"
 
 
 def test_traces_without_a_run_are_enough(tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ def beside(milliseconds: float) -> Evidence:
 
 def test_what_recorded_steps_take_longer_than_those_beside_them_is_no_wall() -> None:
     assert diagnose(SLOWED).wall == "host"
-    verdict = diagnose(beside(40.0))
+    verdict = diagnose(beside(80.0))
     walls = verdict.walls
     assert walls.recording_us == pytest.approx(20_000.0)
     assert walls.host_us == pytest.approx(17_000.0)
@@ -317,21 +317,21 @@ def test_what_recorded_steps_take_longer_than_those_beside_them_is_no_wall() -> 
 
 
 def test_a_late_host_wins_no_more_than_what_is_not_the_recordings() -> None:
-    late, slowed = gain(diagnose(SLOWED), "no-host-is-late"), gain(diagnose(beside(40.0)), "no-host-is-late")
+    late, slowed = gain(diagnose(SLOWED), "no-host-is-late"), gain(diagnose(beside(80.0)), "no-host-is-late")
     assert (late, slowed) == (pytest.approx(12_000.0), pytest.approx(12_000.0 * 17 / 37))
-    few, fewer = gain(diagnose(SLOWED), "larger-passes"), gain(diagnose(beside(40.0)), "larger-passes")
+    few, fewer = gain(diagnose(SLOWED), "larger-passes"), gain(diagnose(beside(80.0)), "larger-passes")
     assert fewer == pytest.approx(few * 17 / 37)
 
 
 def test_recording_costs_what_the_host_costs_at_most_and_nothing_where_steps_are_as_long() -> None:
-    assert diagnose(beside(20.0)).walls.host_us == 0
-    assert rules(diagnose(beside(20.0))) == []
-    assert diagnose(beside(50.0)).walls == diagnose(SLOWED).walls
-    assert diagnose(beside(70.0)).walls.recording_us == 0
+    assert diagnose(beside(63.0)).walls.host_us == 0
+    assert rules(diagnose(beside(63.0))) == []
+    assert diagnose(beside(100.0)).walls == diagnose(SLOWED).walls
+    assert diagnose(beside(140.0)).walls.recording_us == 0
 
 
 def test_a_sentence_about_a_late_host_says_what_the_recording_costs() -> None:
-    assert "of both, 10.0% is the recording's" in diagnose(beside(45.0)).sentence
+    assert "of both, 10.0% is the recording's" in diagnose(beside(90.0)).sentence
 
 
 def test_waits_for_counts_win_the_idle_time_behind_them_and_what_others_wait_for_it() -> None:
