@@ -1,9 +1,10 @@
 # Two commands on a fresh machine: `make train` and `make test`. Both set up what is missing, and only that.
 #
-# Needed: Python >= 3.11 with pip and venv, make, a C compiler. No GPU, no account, no download but packages.
+# Needed: Python >= 3.11 with pip and venv, make, a C compiler. No account, no download but packages. A GPU is found.
 #
 #   PYTHON       which Python makes the virtual environment          make train PYTHON=python3.12
-#   TORCH_BUILD  which build of PyTorch: cpu, cu130, rocm7.0, ...     make train TORCH_BUILD=cu130
+#   TORCH_BUILD  which build of PyTorch: cpu, cu126, cu130, rocm7.2   make train TORCH_BUILD=cu130
+#                if not given, that of the GPU and driver here; what was taken once stays
 #   TORCH_INDEX  where that build is, if pip's own sources lack it    make train TORCH_INDEX=https://mirror/cpu
 #   RUN          what `make train` trains: a preset or file, and overrides
 #   TESTS        what pytest gets beside its settings                 make test TESTS='tests/moe -x'
@@ -11,7 +12,6 @@
 # How PyTorch's build is chosen and why: docs/decisions/0002-install.md.
 
 PYTHON      ?= python3
-TORCH_BUILD ?= cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/$(TORCH_BUILD)
 RUN         ?= debug
 TESTS       ?=
@@ -21,6 +21,16 @@ CODE := penstock tests benchmarks tools
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=loadgroup \
           --durations=10 --durations-min=2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# A driver that does not answer for once must not exchange the build; so the first choice is kept beside the stamps.
+BUILD := .venv/stamps/build
+ifeq ($(origin TORCH_BUILD),undefined)
+  CHOICE      := $(shell cat $(BUILD) 2>/dev/null || $(PYTHON) tools/torch_build.py 2>/dev/null)
+  TORCH_BUILD := $(or $(firstword $(CHOICE)),cpu)
+  WHY         := $(wordlist 2,99,$(CHOICE))
+else
+  WHY         := asked for by TORCH_BUILD
+endif
 
 # Triton comes with a GPU build of PyTorch, in that build's version. Beside a CPU build the tests bring this one.
 TRITON := triton==3.9.0
@@ -85,12 +95,14 @@ $(VENV):
 	@mkdir -p $(@D) && touch $@
 
 $(READY): $(VENV)
-	@echo "Installing $(TORCH), build '$(TORCH_BUILD)', and what Penstock imports; a minute or two the first time"
+	@echo 'PyTorch build $(TORCH_BUILD): $(WHY). Another one: make $(MAKECMDGOALS) TORCH_BUILD=cpu (cu126, cu130, rocm7.2)'
+	@echo "Installing $(TORCH) and what Penstock imports; a minute or two the first time, longer for a GPU"
 	@$(PIP) '$(TORCH)+$(TORCH_BUILD)' 2>/dev/null || { \
 	  echo "pip's own sources have no such build; looking at $(TORCH_INDEX)"; \
 	  $(PIP) --retries 2 --extra-index-url $(TORCH_INDEX) '$(TORCH)'; }
 	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation --editable .
+	@echo '$(TORCH_BUILD) $(WHY)' > $(BUILD)
 	@rm -f .venv/stamps/run-* && touch $@
 
 $(DEV): $(READY)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tools import style
+from tools import style, torch_build
 
 PROJECT = tomllib.loads((style.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CONSTRAINTS = (style.ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-FAKE_PYTHON = """#!/bin/sh
+FAKE_PYTHON = """
 echo "$*" >> calls
 case "$*" in
   *+cpu*) test -e has_cpu_build ;;
@@ -32,11 +32,25 @@ def name_of(requirement: str) -> str:
 
 
 def run_make(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run make in a folder as a user would, free of what an outer make left in the environment."""
-    environment = {"PATH": os.environ["PATH"], "HOME": str(folder)}
+    """Run make in a folder as a user would, free of what an outer make left in the environment.
+
+    Programs in the folder's `programs` come first on PATH. Those that ask for GPUs find none unless they are there.
+    """
+    programs = folder / "programs"
+    for name in ("nvidia-smi", "rocminfo"):
+        if not (programs / name).exists():
+            make_program(programs / name, "exit 9")
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(folder)}
     return subprocess.run(
         ["make", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
+
+
+def make_program(path: Path, script: str) -> None:
+    """A program of a few lines of shell."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
 
 
 @pytest.fixture
@@ -44,16 +58,15 @@ def checkout(tmp_path: Path) -> Path:
     """A folder with what the Makefile reads, and no environment."""
     for name in ("Makefile", "constraints.txt", "pyproject.toml"):
         shutil.copy(style.ROOT / name, tmp_path)
+    (tmp_path / "tools").mkdir()
+    shutil.copy(style.ROOT / "tools/torch_build.py", tmp_path / "tools")
     return tmp_path
 
 
 @pytest.fixture
 def fake_environment(checkout: Path) -> Path:
     """The same with an environment whose Python only writes down what it is asked."""
-    python = checkout / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(FAKE_PYTHON)
-    python.chmod(0o755)
+    make_program(checkout / ".venv/bin/python", FAKE_PYTHON)
     (checkout / ".venv/stamps").mkdir()
     (checkout / ".venv/stamps/made").touch()
     return checkout
@@ -136,9 +149,7 @@ def test_make_alone_says_what_it_can_do(checkout: Path) -> None:
 
 
 def test_an_old_python_is_refused_with_its_version(checkout: Path) -> None:
-    old = checkout / "old"
-    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.2 && exit 0\nexit 1\n')
-    old.chmod(0o755)
+    make_program(checkout / "old", '[ "$1" = --version ] && echo Python 3.9.2 && exit 0\nexit 1')
     result = run_make(checkout, "train", "PYTHON=./old")
     assert result.returncode != 0
     assert "needs Python 3.11 or newer; ./old is: Python 3.9.2" in result.stderr
@@ -160,6 +171,61 @@ def test_without_a_cpu_build_pytorchs_own_index_is_asked(fake_environment: Path)
     calls = (fake_environment / "calls").read_text()
     assert result.returncode == 0, result.stderr
     assert re.search(r"--extra-index-url file:///elsewhere torch==[\d.]+$", calls, re.MULTILINE)
+
+
+H200 = "580.65.06, 9.0, NVIDIA H200"
+GPUS = [
+    ("nvidia-smi", f"{H200}\n{H200}", "cu130", "NVIDIA H200, driver 580.65.06"),
+    ("nvidia-smi", "550.54.15, 9.0, NVIDIA H100 80GB HBM3", "cu126", "CUDA 13 needs driver 580"),
+    ("nvidia-smi", "580.65.06, 7.0, Tesla V100-SXM2-16GB", "cu126", "a GPU of 2018 or newer"),
+    ("nvidia-smi", "570.86.15, 10.0, NVIDIA B200", "cpu", "driver 570.86.15: too old for this GPU"),
+    ("nvidia-smi", "470.256.02, 8.0, NVIDIA A100-SXM4-40GB", "cpu", "a driver 580 or newer"),
+    ("nvidia-smi", "Failed to initialize NVML: Driver/library version mismatch", "cpu", "no GPU found"),
+    ("rocminfo", "  Name:                    gfx942\n  Marketing Name:   AMD Instinct MI300X", "rocm7.2", "AMD gfx942"),
+    ("rocminfo", "  Name:                    gfx90c", "cpu", "AMD gfx90c"),
+    ("rocminfo", "ROCk module is NOT loaded, possibly no GPU devices", "cpu", "no GPU found"),
+]
+"""What asks the driver, what it prints, and which build of PyTorch is taken for that."""
+
+
+@pytest.mark.parametrize(("program", "answer", "build", "why"), GPUS)
+def test_the_build_of_pytorch_is_that_of_the_gpu_and_its_driver(
+    program: str, answer: str, build: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_program(tmp_path / program, f"cat <<'END'\n{answer}\nEND")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    choice = torch_build.choose()
+    assert choice.build == build and why in choice.why
+
+
+def test_a_driver_that_fails_or_hangs_leaves_the_build_for_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(torch_build, "PATIENCE_SECONDS", 0.2)
+    for script in (f"echo {H200}; exit 9", "exec sleep 20", "printf '\\377'"):
+        make_program(tmp_path / "nvidia-smi", script)
+        assert torch_build.choose() == torch_build.Choice("cpu", "no GPU found")
+
+
+def test_make_says_which_build_it_takes_and_how_to_take_another(fake_environment: Path) -> None:
+    make_program(fake_environment / "programs/nvidia-smi", f"echo '{H200}'")
+    result = run_make(fake_environment, "setup")
+    assert result.returncode == 0, result.stderr
+    assert (
+        "PyTorch build cu130: NVIDIA H200, driver 580.65.06. Another one: make setup TORCH_BUILD=cpu" in result.stdout
+    )
+    assert re.search(r"torch==[\d.]+\+cu130$", (fake_environment / "calls").read_text(), re.MULTILINE)
+
+
+def test_a_build_that_was_taken_stays(fake_environment: Path) -> None:
+    """Also if the driver does not answer the next time, and if it was the user who chose."""
+    (fake_environment / "has_cpu_build").touch()
+    make_program(fake_environment / "programs/nvidia-smi", f"echo '{H200}'")
+    assert "PyTorch build cpu: asked for" in run_make(fake_environment, "setup", "TORCH_BUILD=cpu").stdout
+    (fake_environment / "calls").unlink()
+    assert run_make(fake_environment, "setup").returncode == 0
+    assert not (fake_environment / "calls").exists()
 
 
 def test_setting_up_again_does_nothing(fake_environment: Path) -> None:
