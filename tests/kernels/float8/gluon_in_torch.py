@@ -302,11 +302,13 @@ class Language(ModuleType):
 @contextmanager
 def _in_place_of_triton(language: Language, more: Mapping[str, ModuleType]) -> Iterator[None]:
     """What modules find if they import Triton."""
-    root, gluon = ModuleType("triton"), ModuleType("gluon")
+    root, gluon, ours = ModuleType("triton"), ModuleType("gluon"), ModuleType("language")
     vars(root).update(jit=same, constexpr_function=same, language=language)
     vars(root)["knobs"] = type("Knobs", (), {"runtime": type("Runtime", (), {"interpret": False})})
     vars(gluon).update(jit=same, language=language)
+    vars(ours).update(triton=root, tl=language)
     mine = {
+        "penstock.kernels.language": ours,
         "triton": root,
         "triton.language": language,
         "triton.experimental": ModuleType("experimental"),
