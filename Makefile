@@ -42,7 +42,7 @@ VENV  := .venv/stamps/made
 READY := .venv/stamps/run-$(KEY)
 DEV   := .venv/stamps/test-$(KEY)
 
-.PHONY: help setup train test test-all lint lint-types lint-rest docs site clean
+.PHONY: help setup train test test-all lint lint-types lint-rest docs pictures site clean
 
 help: ## show this
 	@echo "Penstock: make TARGET"
@@ -74,6 +74,9 @@ lint-rest:
 
 docs: $(DEV) ## write the generated documents anew
 	$(BIN)/python -m tools.documents
+
+pictures: $(DEV) ## draw the pictures of the documents anew; minutes, and Chromium
+	$(BIN)/python -m tools.pictures
 
 site: $(DEV) ## the documents as pages: build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

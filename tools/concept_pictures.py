@@ -118,7 +118,12 @@ def _save(figure: Figure, path: Path) -> None:
     print(f"wrote {path}")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Draw both."""
     matplotlib.rcParams |= {"svg.hashsalt": "penstock", "svg.fonttype": "none"}
     draw_schedules(FOLDER / "schedules.png")
     draw_folding(FOLDER / "folding.svg")
+
+
+if __name__ == "__main__":
+    main()

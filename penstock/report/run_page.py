@@ -183,7 +183,7 @@ def run_page(evidence: RunEvidence) -> str:
 {key_figures(summary(evidence))}
 <nav>{links}</nav>
 </header>
-<main>{"".join(map(_html, parts))}</main>"""
+<main>{"".join(map(part_html, parts))}</main>"""
     return document(evidence.name, body, [figure for part in parts for figure in part.figures])
 
 
@@ -200,7 +200,7 @@ def write_run_page(evidence: RunEvidence, path: Path) -> None:
     write_whole(path, run_page(evidence).encode())
 
 
-def _html(part: Part) -> str:
+def part_html(part: Part) -> str:
     """Heading, pictures and cards. A picture or card that stands alone takes the whole width."""
     narrow = [figure for figure in part.figures if not figure.is_wide]
     figures = "".join(card(figure, is_wide=figure.is_wide or len(narrow) == 1) for figure in part.figures)

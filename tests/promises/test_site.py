@@ -8,6 +8,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 from tools.documents import ROOT
+from tools.pictures import MAKERS
 from tools.site import for_site, with_bars, without_ways_out
 
 
@@ -29,6 +30,22 @@ def test_a_page_of_the_site_fetches_nothing(site: Path) -> None:
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
         assert not any(mark in text for mark in ('src="http', "src='http", 'rel="stylesheet" href="http')), page.name
+
+
+def test_lines_of_code_wrap_on_every_page(site: Path) -> None:
+    style = (site / "site.css").read_text(encoding="utf-8")
+    assert "pre > code { white-space: pre-wrap;" in style
+    pages = [page for page in site.rglob("*.html") if page.name != "404.html"]
+    assert all("site.css" in page.read_text(encoding="utf-8") for page in pages)
+
+
+def test_every_picture_is_shown_and_has_a_tool_that_makes_it() -> None:
+    assert {path.name for path in (ROOT / "docs/pictures").iterdir()} == {*MAKERS}
+    for tool in {*MAKERS.values()}:
+        assert "def main(" in (ROOT / "tools" / f"{tool}.py").read_text(encoding="utf-8"), tool
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
+    for name in MAKERS:
+        assert any(f"pictures/{name})" in text for text in texts), name
 
 
 @pytest.mark.parametrize(
