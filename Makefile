@@ -76,6 +76,7 @@ docs: $(DEV) ## write the generated documents anew
 	$(BIN)/python -m tools.documents
 
 pictures: $(DEV) ## draw the pictures of the documents anew; minutes, and Chromium
+	@$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(PIP) --no-build-isolation --editable '.[pictures]'
 	$(BIN)/python -m tools.pictures
 
 site: $(DEV) ## the documents as pages: build/site/index.html

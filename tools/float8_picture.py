@@ -12,6 +12,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("svg")
+matplotlib.rcParams["svg.hashsalt"] = "penstock"
 from matplotlib import pyplot
 
 RESULTS = Path("benchmarks/results")

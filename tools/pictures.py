@@ -3,7 +3,8 @@
     make pictures                                     all: minutes, because a run is trained and a search is made
     python -m tools.pictures report.png plan.svg      these
 
-`MAKERS` says which tool makes which picture of docs/pictures; its docstring says from what. Needs Chromium and the extra `pictures`.
+`MAKERS` says which tool makes which picture of docs/pictures; the docstring of the tool says from what. Needs Chromium
+and the extra `pictures`.
 """
 
 import sys
