@@ -12,7 +12,6 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("svg")
-matplotlib.rcParams["svg.hashsalt"] = "penstock"
 from matplotlib import pyplot
 
 RESULTS = Path("benchmarks/results")
@@ -21,6 +20,7 @@ FOLDER = Path("docs/pictures")
 
 def main() -> None:
     """Draw one picture for each result."""
+    pyplot.rcParams["svg.hashsalt"] = "penstock"
     for path in sorted(RESULTS.glob("float8-curves-*.json")):
         numbers = json.loads(path.read_text(encoding="utf-8"))["numbers"]
         target = FOLDER / f"{path.stem}.svg"
