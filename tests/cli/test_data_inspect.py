@@ -146,6 +146,7 @@ def test_a_packed_file_that_cannot_be_used_is_one_line(
     [
         (("debug", "--held-out", "evaluation.rows=0"), "the run has no held-out rows: evaluation.rows is 0"),
         (("debug", "--step", "0"), "Invalid value for '--step'"),
+        (("debug", "--step", "999999999"), "--step is behind the last step of the run; got 999999999; allowed: 1 to "),
         (("debug", "data.source=jsonl", "data.files=none.jsonl"), "cannot read data file none.jsonl"),
         (("debug", "data.tokenizer=none.json"), "cannot read data.tokenizer none.json"),
         (("none",), "no preset is called 'none'"),

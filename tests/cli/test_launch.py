@@ -59,3 +59,40 @@ def test_what_cannot_run_is_refused_here(
     assert main(["launch", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (["slurm", "--time", "banana"], "--time"),
+        (["slurm", "--time", "24h"], "--time"),
+        (["slurm", "--time", "1-25:00:00"], "--time"),
+        (["slurm", "--partition", "two words"], "--partition"),
+        (["slurm", "--name", "a\n#SBATCH --exclusive"], "--name"),
+        (["slurm", "--container", ""], "--container"),
+        (["kubernetes", *POD, "--name", "Bad_Name!"], "--name"),
+        (["kubernetes", *POD, "--name", "a" * 60], "--name"),  # Pods are called NAME-worker-1, of 63 letters at most.
+        (["kubernetes", *POD, "--namespace", "a."], "--namespace"),
+        (["kubernetes", "--claim", "Work", "--image", "image"], "--claim"),
+        (["kubernetes", "--claim", "claim", "--image", "Registry"], "--image"),
+    ],
+)
+def test_what_the_cluster_would_refuse_is_refused_here(
+    wrong: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", *wrong, *LITE, "--nodes", "2"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {told} would be refused where the job runs; got ")
+
+
+@pytest.mark.parametrize("limit", ["90", "90:30", "48:00:00", "2-12", "2-12:30", "2-12:30:00", "UNLIMITED", "0"])
+def test_every_form_of_a_time_of_slurm_is_taken(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "slurm", *LITE, "--nodes", "2", "--time", limit]) == 0
+    assert f"#SBATCH --time={limit}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "image",
+    ["penstock", "nvcr.io/nvidia/pytorch:25.01-py3", "localhost:5000/a/b_c:v1", f"ghcr.io/a/b@sha256:{'a1' * 32}"],
+)
+def test_names_of_images_are_taken(image: str) -> None:
+    assert main(["launch", "kubernetes", *LITE, "--nodes", "2", "--claim", "claim", "--image", image]) == 0

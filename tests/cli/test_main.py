@@ -1,12 +1,16 @@
 """Verbs, exit codes, and how errors are shown."""
 
+import errno
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from types import ModuleType
 
 import pytest
 
 from penstock.base.errors import DataError
+from penstock.cli.interrupts import imports_end_at_once
 from penstock.cli.main import VERBS, main
 
 
@@ -82,6 +86,54 @@ def test_an_interrupt_is_code_130(capsys: pytest.CaptureFixture[str], monkeypatc
     replace_train(monkeypatch, KeyboardInterrupt())
     code, out, _ = outcome(capsys, "train")
     assert (code, out) == (130, "")
+
+
+def test_a_closed_pipe_says_nothing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_train(monkeypatch, BrokenPipeError())
+    with suppress(SystemExit):  # typer's own way out, silent as well
+        assert main(["train"]) == 141
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (PermissionError(errno.EACCES, "Permission denied", "a.txt"), "Permission denied: a.txt"),
+        (MemoryError(), "the memory of this machine, or what this process may have of it, is used up"),
+    ],
+)
+def test_what_the_machine_lacks_is_one_line(
+    error: BaseException, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_train(monkeypatch, error)
+    assert outcome(capsys, "train") == (2, "", f"error: {told}\n")
+
+
+def test_a_file_that_the_program_misses_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_train(monkeypatch, FileNotFoundError(errno.ENOENT, "No such file", "own.txt"))
+    with pytest.raises(FileNotFoundError):
+        main(["train"])
+
+
+def test_a_long_value_is_cut_in_its_middle(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_train(monkeypatch, DataError("x" * 10_000, fix="a shorter one"))
+    _, _, err = outcome(capsys, "train")
+    assert len(err) < 2100 and err.endswith("xxx; fix: a shorter one\n")
+
+
+def test_an_interrupt_while_modules_are_imported_ends_at_once_and_later_ones_raise_again() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with imports_end_at_once():
+            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with imports_end_at_once():  # What ignores Ctrl-C goes on ignoring it.
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(("returned", "code"), [(None, 0), (3, 3), ("text", 0)])

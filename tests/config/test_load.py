@@ -281,3 +281,31 @@ def test_whatever_a_file_holds_gives_a_run_or_one_clear_line(
     with pytest.raises(ConfigError) as raised:
         load_run(str(path))
     assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"a = {'[' * 100_000}", "nested too deeply"),
+        (f"preset = 'debug'\nseed = {'9' * 10_000}", "Exceeds the limit"),
+        ("preset = 'debug'\nseed = 99999999999999999999", "seed is more than 64 bits can hold"),
+    ],
+)
+def test_what_python_cannot_parse_is_one_line(text: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=told):
+        load_run(str(file))
+
+
+def test_a_file_of_any_size_is_read_only_up_to_a_limit(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    with file.open("wb") as opened:
+        opened.truncate(10**12)
+    with pytest.raises(ConfigError, match="larger than 4 MiB"):
+        load_run(str(file))
+
+
+def test_a_deep_override_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load_run("debug", [f"data.files={'[' * 100_000}"])

@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import datasets
+import huggingface_hub
 import pytest
 
 from penstock.base.errors import DataError
+from penstock.data import hub
 from penstock.data.corrupt import Corrupt
 from penstock.data.hub import DatasetOnDisk, Name, StreamedDataset
 from penstock.data.loader import Loader
@@ -185,3 +187,15 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(DataError, match=r"needs the package datasets, .*; fix: pip install 'penstock\[huggingface\]'"):
         open_it(name_of(tmp_path))
+
+
+def test_a_hub_that_does_not_answer_is_said_without_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "getproxies", dict)
+    monkeypatch.setattr(hub.socket, "create_connection", refuse)
+    with pytest.raises(DataError, match="the hub cannot be reached, and this machine has no copy"):
+        DatasetOnDisk(Name("nobody/nothing", "", "train", ""), BYTES, text_field="text", keep=Keep(), corrupt=Corrupt())

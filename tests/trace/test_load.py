@@ -3,6 +3,7 @@
 import gzip
 import random
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -343,3 +344,15 @@ def test_damaged_files_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("error")
 def test_ten_thousand_damaged_files_are_read_or_refused_in_one_line(tmp_path: Path) -> None:
     assert 250 < survive(tmp_path / "rank-0.json", range(10_000)) < 9_750
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_what_does_not_begin_as_json_is_refused_by_its_beginning(
+    pack: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    path.write_bytes(pack(bytes(4096)))
+    with path.open("r+b") as file:
+        file.truncate(10**12)
+    with pytest.raises(TraceError, match="is no trace of torch.profiler, or damaged"):
+        load_trace(path)

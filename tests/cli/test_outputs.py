@@ -1,0 +1,49 @@
+"""Files that are there and may have been edited are written over only with --force."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import main
+
+OWN = "# edited by hand\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("plan debug-2l --on 8xH200 --write {}", "run.toml"),
+        ("init {} --model debug --yes", "run.toml"),
+        ("calibrate --output {}", "chip.toml"),
+        ("launch slurm debug-2l --nodes 1 --gpus-per-node 1 --output {}", "job.sh"),
+        ("launch kubernetes debug-2l --nodes 1 --gpus-per-node 1 --image a --claim b --output {}", "job.yaml"),
+        ("data tokenizer train none.jsonl --vocabulary 300 --output {}", "tokenizer.json"),
+        ("trace replay none.json --op mm --out {}", "replay.py"),
+        ("ladder debug-2l --json {}", "ladder.json"),
+    ],
+)
+def test_a_file_that_is_there_stays_as_it_is(
+    words: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(OWN, encoding="utf-8")
+    assert main(words.format(name).split()) == 2
+    assert f"{name} is there already; fix: another name, or --force to write over it" in capsys.readouterr().err
+    assert [(path.name, path.read_text(encoding="utf-8")) for path in tmp_path.iterdir()] == [(name, OWN)]
+
+
+def test_force_writes_over_it(tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(OWN, encoding="utf-8")
+    words = f"launch slurm debug-2l --nodes 1 --gpus-per-node 1 --output {script} --force"
+    assert main(words.split()) == 0
+    assert script.read_text(encoding="utf-8").startswith("#!/bin/bash\n")
+
+
+@pytest.mark.parametrize(("place", "told"), [("gone/job.sh", "there is no folder"), (".", "is a folder")])
+def test_a_place_that_takes_no_file_is_refused_before_any_work(
+    place: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"launch slurm debug-2l --nodes 1 --gpus-per-node 1 --output {tmp_path / place}"
+    assert main(words.split()) == 2
+    assert told in capsys.readouterr().err
