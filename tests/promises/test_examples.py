@@ -43,7 +43,7 @@ def test_own_text_trains_one_book(here: Path, capsys: pytest.CaptureFixture[str]
     sentence = "Of all the rivers that the traveller crossed, number {} was the widest.\n\n"
     (here / "book.txt").write_text("".join(sentence.format(number) for number in range(6000)))
     assert main(["train", "examples/own-text.toml", "--dry-run"]) == 0, capsys.readouterr().err
-    assert "book.txt" in capsys.readouterr().out
+    assert "run own-text is new" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("continue-qwen3", 8), ("eight-gpus", 8), ("slurm", 32)])
