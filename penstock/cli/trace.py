@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.base.errors import TraceError
+from penstock.base.meant import did_you_mean
 from penstock.cli.next import print_next
 from penstock.cli.trace_print import print_answer
 from penstock.cli.verbs import Verb, group_of, load_by_name
@@ -56,6 +57,8 @@ class _PathsOrVerb(_Verbs):
         """Put in the verb that is meant."""
         if args and args[0] in self.commands:
             return super().parse_args(ctx, args)
+        if args and not Path(args[0]).exists() and (fix := did_you_mean(args[0], [verb.name for verb in VERBS])):
+            raise TraceError(f"there is no {args[0]}, and no verb of this name", fix=fix)
         options = {word for word in args if word.startswith("-")}
         is_plain = options <= {JSON, LAYERS} and len(options) < len(args)
         return super().parse_args(ctx, [READ_ALL if is_plain else READ, *args])

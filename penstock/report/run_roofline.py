@@ -126,7 +126,11 @@ def _facts(row: Row) -> list[str]:
     if row.reached is not None and row.bound is not None:
         time += f"; {row.reached:.0%} of its roof ({row.bound})"
     shapes = ", ".join("x".join(map(str, shape)) for shape in row.shapes if shape)
-    return [row.operator, time, shapes if len(shapes) <= SHAPE_LETTERS else f"{shapes[:SHAPE_LETTERS].rpartition(', ')[0]} ..."]
+    return [
+        row.operator,
+        time,
+        shapes if len(shapes) <= SHAPE_LETTERS else f"{shapes[:SHAPE_LETTERS].rpartition(', ')[0]} ...",
+    ]
 
 
 def _roofs(chip: Chip, size: float, reach: tuple[float, float]) -> list[dict[str, Any]]:

@@ -38,6 +38,7 @@ from penstock.cli.main import main
         ("report runs/frist", "runs/first"),
         ("trace runs/frist", "runs/first"),
         ("doctor runs/frist", "runs/first"),
+        ("trace dif a b", "diff"),
         ("train debug --name frist --resume", "runs/first"),
         ("data inspect debug data.source=text data.files=bok.txt", "book.txt"),
     ],
