@@ -12,6 +12,7 @@ import typer
 from penstock.cli.next import print_next
 from penstock.cli.table import print_table
 from penstock.cli.verbs import Verb, group_of
+from penstock.cli.warnings import warn_of_unfilled
 from penstock.config.compare import differences
 from penstock.config.explain import explain as explain_field
 from penstock.config.load import load_run
@@ -81,6 +82,7 @@ def validate(
 ) -> None:
     """Check a file, and say whether it could be trained."""
     run = load_run(file, overrides or ())
+    warn_of_unfilled(run)
     print(f"{file} is valid: run {run.name}, {run.training.steps} steps of {run.tokens_per_step} tokens")
     print_next("train", file, *(overrides or ()))
 

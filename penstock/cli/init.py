@@ -32,6 +32,7 @@ from penstock.cli.init_run import (
 )
 from penstock.cli.next import print_next
 from penstock.cli.outputs import Force, check_output
+from penstock.cli.warnings import warn_of_unfilled
 from penstock.config.presets.registry import PRESETS, preset
 from penstock.data.tokenizer import BYTES, open_tokenizer
 
@@ -70,6 +71,7 @@ def init(  # noqa: PLR0913 - one argument for each option
     options = [word for name, value in vars(answers).items() for word in (f"--{name}", value)]
     words = shlex.join(["penstock", "init", str(file), *options, *(overrides or [])])
     write_run(file, run_text(made, answers.model, file, words))
+    warn_of_unfilled(made.run)
     for note in made.notes:
         print(f"note: {note}")
     print(f"wrote {file}")

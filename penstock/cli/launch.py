@@ -16,6 +16,7 @@ import typer
 
 from penstock.base.errors import RunFolderError
 from penstock.cli.outputs import Force, check_output
+from penstock.cli.warnings import warn_of_unfilled
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.parallel.launch.jobs import Job, kubernetes_manifest, kubernetes_name, slurm_script
@@ -111,6 +112,7 @@ def _job(
 ) -> Job:
     """The run on its machines, checked."""
     run = load_run(target, overrides)
+    warn_of_unfilled(run)
     world = nodes * gpus
     grid_of(run, world)
     machine = Facts(vendor=vendor.value, world=world, local_world=gpus, cores=cpus or 0)

@@ -52,6 +52,7 @@ from penstock.cli.plan_options import (
 )
 from penstock.cli.plan_print import print_plan
 from penstock.cli.plan_what_ifs import comparison_json, points_json, print_comparison, print_scaling, print_sweep
+from penstock.cli.warnings import warn_of_unfilled
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.plan.advised import advice_for
@@ -106,6 +107,7 @@ def plan(  # noqa: PLR0913 - one argument for each option
     if target is None:
         raise PenstockError("there is nothing to plan", fix="name it: penstock plan deepseek-v3 --on 512xMI325X")
     run = load_run(target, overrides or ())
+    warn_of_unfilled(run)
     if layout is None:
         fixed = fixed_by(run, overrides or (), parse_layout(only) if only else {})
         rows = None if tokens is None else rows_to_share(tokens / run.training.sequence_length, cluster.devices)

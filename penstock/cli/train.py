@@ -35,10 +35,12 @@ from penstock.cli.main import main
 from penstock.cli.next import next_line
 from penstock.cli.rehearsal import print_rehearsal
 from penstock.cli.view import FORCED_BALANCE, LiveView, PlainView
+from penstock.cli.warnings import warn, warn_of_unfilled
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.presets.registry import is_preset
 from penstock.config.run import Run
+from penstock.layout.grid import Grid
 from penstock.models.count import count
 from penstock.parallel.launch.environment import (
     Environment,
@@ -53,16 +55,18 @@ from penstock.parallel.launch.process import bind_near, choose_device, device_na
 from penstock.parallel.messages import lost_ranks
 from penstock.train.loop import open_store, resume, start, train_run
 from penstock.train.observer import RunEnd
+from penstock.train.room import find_shortage
 from penstock.train.run_folder import (
     RunFolder,
     check_is_free,
     check_name,
+    check_nothing_is_lost,
     check_same_run,
     create_run_folder,
     find_launched,
     find_run_folder,
 )
-from penstock.train.setup import Session, open_texts, prepare, state_bytes
+from penstock.train.setup import Session, Texts, open_split, open_texts, prepare, state_bytes
 from penstock.train.sinks import check_sinks, open_sinks
 from penstock.train.stop import StopRequest
 
@@ -124,15 +128,17 @@ def train(  # noqa: PLR0913 - one argument for each option
             raise DeviceError("--rank says which rank --fake-world builds", fix="add --fake-world N")
         started = processes_to_start(launch.run, environment, processes)
         ranks = environment.world_size * started
-        grid_of(launch.run, ranks)
+        grid = grid_of(launch.run, ranks)
         if not environment.started_by:
             check_sinks(launch.run)
         if dry_run:
-            _print_plan(console, launch, ranks)
+            _print_plan(console, launch, grid, started)
             named = ["--name", name] if name is not None else []
             goes_on = ["--resume"] if resumes else []
             console.print(next_line("train", target, *overrides, *named, *goes_on), markup=False, soft_wrap=True)
             return 0
+        if launch.run.device == "cpu" or not torch.cuda.is_available():
+            _check_memory(launch.run, grid, torch.device("cpu"), max(started, environment.local_world_size))
         if started > 1 or restarts:
             if launch.is_named and launch.folder is None:
                 check_is_free(Path(launch.run.record.folder), launch.run.name)
@@ -171,11 +177,15 @@ def _be_a_rank(console: Console, environment: Environment, meeting: Meeting, lau
     facts = facts_of_run(run, facts_of_machine(environment))
     prepare_environment(facts)
     device = choose_device(run.device, environment)
+    if device.type == "cuda":
+        _check_memory(run, grid_of(run, environment.world_size), device, environment.local_world_size)
     binding = bind_near(device, environment) if run.host.numa else None
     start_process_group(meeting, device)
     console.print(f"environment: {environment_line(facts)}", markup=False, soft_wrap=True)
     if binding is not None:
         console.print(f"rank {environment.rank} keeps to {binding}", markup=False, soft_wrap=True)
+    if environment.rank == 0:
+        warn_of_unfilled(run)
     try:
         with lost_ranks():
             with console.status("preparing data and model"):
@@ -249,7 +259,11 @@ def _is_run_folder(target: str) -> bool:
 
 
 def _is_finished(launch: Launch) -> bool:
-    latest = None if launch.folder is None else open_store(launch.run, launch.folder).latest()
+    if launch.folder is None:
+        return False
+    latest = open_store(launch.run, launch.folder).latest()
+    if latest is None:
+        check_nothing_is_lost(launch.folder, launch.run)
     return latest is not None and latest >= launch.run.training.steps
 
 
@@ -270,6 +284,8 @@ def _run(console: Console, launch: Launch, session: Session, environment: Enviro
         folder = launch.folder
         store = open_store(session.run, folder, session.axes.world)
         begin = resume(session, folder, store)
+        if begin.steps == 0:
+            console.print(f"{folder.path} has no checkpoint: it begins at its first step", markup=False, soft_wrap=True)
     view = LiveView(console) if console.is_terminal and not console.is_dumb_terminal else PlainView(console)
     sinks = open_sinks(session.run, folder, begin.steps, view.note) if environment.rank == 0 else []
     try:
@@ -314,16 +330,30 @@ def _print_end(console: Console, run: Run, folder: RunFolder, end: RunEnd) -> No
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _print_plan(console: Console, launch: Launch, ranks: int) -> None:
-    """Open the data, find the device, count the model; then say what would be trained."""
-    run = launch.run
+def _check_memory(run: Run, grid: Grid, device: torch.device, local_ranks: int) -> None:
+    shortage = find_shortage(run, grid, device, local_ranks)
+    if shortage is not None:
+        raise shortage
+
+
+def _print_plan(console: Console, launch: Launch, grid: Grid, local_ranks: int) -> None:
+    """Open the data, find the device, count the model; then say what would be trained.
+
+    A file for a cluster is checked on a laptop, too: that it does not fit here is said, and its rows are not cut.
+    """
+    run, ranks = launch.run, grid.world
     device = choose_device(run.device)
-    texts = open_texts(run)
+    shortage = find_shortage(run, grid, device, local_ranks)
+    warn_of_unfilled(run)
+    if shortage is not None:
+        warn(str(shortage))
+    texts = open_texts(run) if shortage is None else Texts(train=open_split(run, "train"), held_out=None)
     size = count(run.model, run.training.sequence_length)
     parameters, active = count_text(size.parameters + size.mtp_parameters), count_text(size.active_parameters)
     tokens = run.tokens_per_step * run.training.steps
     flops = size.flops_per_token
     held_out = "nothing" if texts.held_out is None else f"{texts.held_out.tokens:,} tokens"
+    held_out = held_out if shortage is None else "rows not cut,"
     facts = {
         "model": f"{parameters} parameters, {active} active for a token {DOT} {run.training.precision}",
         "compute": f"{count_text(flops)}FLOP a token, {count_text(flops * tokens)}FLOP in all",

@@ -36,6 +36,12 @@ def _places(run: Run) -> Iterator[tuple[str, Documents]]:
         yield f"data.mixture.{name}", part
 
 
+def bytes_are_encoded(run: Run) -> bool:
+    """Whether text is encoded, with `data.tokenizer` bytes."""
+    is_encoded = any(place.source not in (*SYNTHETIC_SOURCES, "packed") for _, place in _places(run))
+    return is_encoded and run.data.tokenizer == "bytes"
+
+
 def a_mixture_is_of_parts_only(run: Run) -> Problem | None:
     """With `data.mixture`, fields of `data` that its parts have too, such as `data.source`, stay as they are."""
     if not run.data.mixture:
@@ -162,8 +168,7 @@ def evaluation_has_text(run: Run) -> Problem | None:
 
 def vocabulary_holds_every_byte(run: Run) -> Problem | None:
     """With `data.tokenizer` bytes, `model.vocabulary` is at least 257: 256 bytes and the end of a document."""
-    is_encoded = any(place.source not in (*SYNTHETIC_SOURCES, "packed") for _, place in _places(run))
-    if not is_encoded or run.data.tokenizer != "bytes" or run.model.vocabulary >= _BYTES_VOCABULARY:
+    if not bytes_are_encoded(run) or run.model.vocabulary >= _BYTES_VOCABULARY:
         return None
     return Problem(
         "model.vocabulary",

@@ -170,6 +170,11 @@ class Host(Section):
     """Processes on their machine."""
 
     numa: bool = knob(True, doc="Bind each process to the cores and memory next to its GPU (Linux).")
+    check_memory: bool = knob(
+        True,
+        doc="Refuse a run that cannot fit into the memory of its GPU or machine, by what it needs at least, before "
+        "anything is made.",
+    )
     timeout_minutes: int = knob(
         30, doc="How long a rank waits for the others before it gives up.", unit="minutes", low=1
     )

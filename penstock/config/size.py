@@ -7,7 +7,7 @@ tests hold the two together on every preset, on variants of them and on models t
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.config.model import GroupedQueryAttention, LatentAttention, Model
+from penstock.config.model import GroupedQueryAttention, LatentAttention, Model, Moe
 from penstock.kernels.reach import Reach
 
 
@@ -60,6 +60,18 @@ def size_of(model: Model, sequence_length: int) -> Count:
         mtp_parameters=ahead.parameters,
         flops_per_token=3 * (whole.flops + ahead.flops + head.flops * len(depths)),
     )
+
+
+def routed_parameters(model: Model) -> int:
+    """Parameters of all routed experts, those of multi-token prediction too."""
+    moe = model.moe
+    layers = [layer for layer in range(model.layers + model.mtp_layers) if not model.is_dense(layer)]
+    return 0 if moe is None else len(layers) * moe.experts * sum(_of_expert(model, moe))
+
+
+def _of_expert(model: Model, moe: Moe) -> tuple[int, int]:
+    """Numbers in the matrices of one expert, and in its biases."""
+    return 3 * model.hidden_size * moe.ffn_size, 2 * moe.ffn_size + model.hidden_size if moe.bias else 0
 
 
 def _sum(parts: Iterable[_Part]) -> _Part:
@@ -116,8 +128,7 @@ def _feed_forward(hidden: int, width: int) -> _Part:
 def _experts(model: Model) -> _Part:
     moe, hidden = model.moe, model.hidden_size
     assert moe is not None, "a model without experts has dense layers only"
-    one = 3 * hidden * moe.ffn_size
-    biases = 2 * moe.ffn_size + hidden if moe.bias else 0
+    one, biases = _of_expert(model, moe)
     share = moe.top_k / moe.experts
     routed = moe.experts * (one + biases)
     return _sum(

@@ -189,6 +189,19 @@ def drop_after(path: Path, step: int) -> None:
         raise RunFolderError(f"cannot read {path} as metrics", got=error, fix="move the file away to go on") from error
 
 
+def last_step(path: Path) -> int:
+    """The step of the last whole line of a metrics file; 0 if there is none.
+
+    Raises:
+        RunFolderError: the file is not one of ours, or cannot be read.
+    """
+    try:
+        whole, _, _ = path.read_bytes().rpartition(b"\n") if path.is_file() else (b"", b"", b"")
+        return _step_of(whole.splitlines()[-1]) if whole else 0
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunFolderError(f"cannot read {path} as metrics", got=error, fix="move the file away to go on") from error
+
+
 def _step_of(line: bytes) -> int:
     return int(json.loads(line)["step"])
 

@@ -33,9 +33,13 @@ from penstock.base.meant import did_you_mean_path
 from penstock.config.compare import differences
 from penstock.config.load import RUN_FILE, dump_toml
 from penstock.config.run import Run
+from penstock.train.metrics import last_step
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """Names that are one harmless path component everywhere."""
+
+CHECKPOINTS = "checkpoints"
+"""The folder of saved states, made with the folder of the run: one that is gone was taken away."""
 
 FIXED = ("model", "data", "seed", "name", "record.folder", "training.precision")
 """Parts of a run that a checkpoint is bound to."""
@@ -73,7 +77,7 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         """Saved states."""
-        return self.path / "checkpoints"
+        return self.path / CHECKPOINTS
 
     @property
     def tensorboard(self) -> Path:
@@ -160,6 +164,7 @@ def create_run_folder(run: Run, *, number_if_taken: bool, launch: str = "") -> t
         parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{run.name}.", dir=parent))
         try:
+            (draft / CHECKPOINTS).mkdir()
             draft.chmod(0o755)  # mkdtemp makes it private, a run folder is not
             if launch:
                 write_whole(draft / "launch", launch)
@@ -249,6 +254,30 @@ def check_same_run(saved: Run, wanted: Run) -> None:
                 allowed=difference.left or "none",
                 fix="leave the override out, or start a new run",
             )
+
+
+def check_nothing_is_lost(folder: RunFolder, run: Run) -> None:
+    """Refuse to begin a run again, and to drop its metrics, if it has had checkpoints.
+
+    A run that was killed before its first checkpoint has nothing but some lines of metrics, and begins again.
+
+    Args:
+        folder: of a run that has no checkpoint now.
+        run: its configuration.
+
+    Raises:
+        RunFolderError: the folder of checkpoints is gone, or empty though a checkpoint was due.
+    """
+    steps, every = last_step(folder.metrics), run.checkpoint.every
+    is_there = folder.checkpoints.is_dir()
+    was_due = run.checkpoint.enabled and (0 < every < steps or steps >= run.training.steps)
+    if steps == 0 or (is_there and (not was_due or any(folder.checkpoints.iterdir()))):
+        return
+    raise RunFolderError(
+        f"{folder.checkpoints} {'holds no checkpoint' if is_there else 'is gone'}: the run cannot go on",
+        got=f"{steps} steps in {folder.metrics}",
+        fix=f"put the checkpoints back, or begin a new run: penstock train {folder.config}",
+    )
 
 
 def is_bound(field: str) -> bool:

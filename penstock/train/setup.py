@@ -17,6 +17,7 @@ from penstock.data.loader import Loader, Prefetch
 from penstock.data.open import open_text
 from penstock.data.sources import Split
 from penstock.data.texts import Text
+from penstock.data.tokenizer import BYTES
 from penstock.kernels.choose import summary
 from penstock.kernels.device_facts import device_facts
 from penstock.models.build import meta_model
@@ -151,8 +152,16 @@ def prepare(run: Run, environment: Environment) -> Session:
         held_out=texts.held_out,
         graphs=graphs,
         graphs_note=graphs_note,
-        notices=texts.notices,
+        notices=(*_unfilled(run, texts.train), *texts.notices),
     )
+
+
+def _unfilled(run: Run, text: Text) -> tuple[str, ...]:
+    """A word on a tokenizer of a file that fills less than half of the vocabulary."""
+    ids, size = max(part.documents.vocabulary_size for part in text.parts), run.model.vocabulary
+    if run.data.tokenizer == BYTES or 2 * ids > size:
+        return ()
+    return (f"data.tokenizer has {ids:,} ids of model.vocabulary {size:,}: the others are never trained",)
 
 
 def open_texts(run: Run, axes: Axes = ALONE) -> Texts:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -144,7 +145,61 @@ def test_a_dry_run_says_what_would_be_and_writes_nothing(capsys: pytest.CaptureF
     assert "48 tokens a step, 192 in 4 steps" in text
 
 
+def test_a_run_that_cannot_fit_is_refused_at_once_and_a_dry_run_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    before = everything()
+    huge = ("tiny.toml", "training.sequence_length=1000000000")
+    assert "does not fit into the memory of this machine" in refused(capsys, *huge)
+    assert main(["train", *huge, "--dry-run"]) == 0
+    out, err = capsys.readouterr()
+    assert "warning: run tiny does not fit" in err
+    assert "rows not cut" in out
+    assert everything() == before
+
+
+def test_a_tokenizer_that_leaves_most_of_the_vocabulary_is_warned_of(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    bytes_of_many = ("debug-2l", "model.vocabulary=5000")
+    for words in (
+        ["train", *bytes_of_many, "--dry-run"],
+        ["config", "validate", *bytes_of_many],
+        ["launch", "slurm", *bytes_of_many, "--nodes", "1", "--gpus-per-node", "1"],
+        ["train", *bytes_of_many, "training.steps=1", "evaluation.rows=1"],
+    ):
+        assert main(words) == 0, capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert err.count("warning: data.tokenizer bytes has 257 ids of model.vocabulary 5,000") == 1, words
+    assert main(["config", "validate", "debug"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 # Stopping and going on
+
+
+@pytest.mark.parametrize("how", ["gone", "empty"])
+def test_a_run_whose_checkpoints_were_taken_away_is_not_begun_again(
+    how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed(capsys, "tiny.toml")
+    before = metrics_of("runs/tiny")
+    shutil.rmtree("runs/tiny/checkpoints")
+    if how == "empty":
+        Path("runs/tiny/checkpoints").mkdir()
+    message = refused(capsys, "runs/tiny", "--resume", "training.steps=8")
+    assert f"checkpoints {'is gone' if how == 'gone' else 'holds no checkpoint'}: the run cannot go on" in message
+    assert "got 4 steps in runs/tiny/metrics.jsonl" in message
+    assert metrics_of("runs/tiny") == before
+    assert message.endswith("begin a new run: penstock train runs/tiny/config.toml")
+    assert "in runs/tiny-2" in printed(capsys, "runs/tiny/config.toml")
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, "tiny.toml", "--name", "whole")
+    killed = run_and_signal(2, signal.SIGKILL, "tiny.toml", "checkpoint.every=3", "--name", "broken")
+    assert killed.returncode == -signal.SIGKILL
+    text = printed(capsys, "runs/broken", "--resume")
+    assert "runs/broken has no checkpoint: it begins at its first step" in text
+    assert [line["step"] for line in metrics_of("runs/broken")] == [1, 2, 3, 4]
 
 
 def test_twenty_steps_are_ten_and_kill_9_and_ten(capsys: pytest.CaptureFixture[str]) -> None:

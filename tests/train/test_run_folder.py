@@ -32,7 +32,7 @@ def test_a_new_folder_holds_the_resolved_configuration(run: Run) -> None:
     named, folder = create_run_folder(run, number_if_taken=True)
     assert folder.path == Path(run.record.folder) / "tiny"
     assert folder.exists
-    assert [path.name for path in folder.path.iterdir()] == ["config.toml"]
+    assert sorted(path.name for path in folder.path.iterdir()) == ["checkpoints", "config.toml"]
     assert load_run(str(folder.path)) == named == run
 
 

@@ -78,6 +78,15 @@ def free_host_bytes(root: Path = ROOT) -> int | None:
     return min(free, int(limit) - int(used)) if limit.isdigit() and used.isdigit() else free
 
 
+def host_bytes(root: Path = ROOT) -> int | None:
+    """Memory of the machine, or less of it if this process is in a container; None if that is not known."""
+    lines = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if ":" in line)
+    limits = [_read(root / "sys/fs/cgroup" / name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
+    known = [int(limit) for limit in limits if limit.isdigit()]
+    known += [int(lines["MemTotal"].split()[0]) * 1024] if "MemTotal" in lines else []
+    return min(known, default=None)
+
+
 def parse_ranges(text: str) -> tuple[int, ...]:
     """Numbers of a list as the kernel writes it: `0-2,8` is 0, 1, 2, 8."""
     numbers: list[int] = []
