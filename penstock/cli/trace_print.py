@@ -45,6 +45,8 @@ def print_answer(answer: Answer, *, by_layer: bool) -> None:
     device = first.trace.device_name or "an unknown device"
     others = "" if len(answer.loaded) == 1 else f", {len(answer.loaded)} ranks"
     print(f"{first.trace.path.parent if others else first.trace.path}: {device}{others}")
+    if answer.steps > 1:
+        print(f"times are sums over {answer.steps} recorded steps, but for the table of steps; --step N gives one")
     for one in answer.ranks:
         for note in one.trace.notes:
             print(f"note: rank {one.rank}: {note}")
