@@ -29,7 +29,8 @@ the same.
 `penstock --install-completion` teaches bash, zsh or fish to finish verbs, options, presets and fields;
 `penstock --show-completion` prints what it would install. Output has no colors where `NO_COLOR` is set or where it goes
 to a file. Exit codes: 0 done; 1 a check failed, or a rank was lost; 2 there is something to mend, in one line on
-standard error; 130 and 143 stopped on request, 141 the reader of a pipe has gone.
+standard error; 130 and 143 stopped on request, 141 the reader of a pipe has gone. A file that you may have
+edited is written over only with `--force`; pages and pictures are written anew.
 """
 
 

@@ -135,7 +135,7 @@ reported or assumed, and so is everything that crosses nodes.
 
 ```bash
 penstock calibrate --output mine.toml                  # one device; a laptop takes some seconds, a GPU about a minute
-penstock calibrate --output mine.toml --processes 8    # and the links between eight
+penstock calibrate --output eight.toml --processes 8   # and the links between eight
 ```
 
 A file of one's own goes wherever a chip's name goes: `penstock plan deepseek-v3 --on 16xmine.toml` ([plan](plan.md)).
