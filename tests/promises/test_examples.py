@@ -58,6 +58,7 @@ def test_a_rank_of_a_large_example_can_be_built(
 
 def test_the_job_of_slurm_is_what_its_command_prints(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = next(line for line in COMMAND.findall((EXAMPLES / "slurm.toml").read_text()) if "launch" in line)
+    (here / "examples" / "slurm.sh").unlink()
     assert main(command.split()[1:]) == 0, capsys.readouterr().err
     assert (here / "examples" / "slurm.sh").read_text() == (EXAMPLES / "slurm.sh").read_text()
 
