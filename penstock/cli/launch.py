@@ -74,6 +74,7 @@ def slurm(  # noqa: PLR0913 (a parameter is an option)
     wanted = {"time": time, "partition": partition, "account": account}
     options = {option: value for option, value in wanted.items() if value is not None}
     _hand_over(slurm_script(job, options, container), output)
+    warn_of_unfilled(load_run(target, overrides or []))
 
 
 @app.command()
@@ -98,6 +99,7 @@ def kubernetes(  # noqa: PLR0913 (a parameter is an option)
     if name is None:
         job = replace(job, name=kubernetes_name(job.name))
     _hand_over(kubernetes_manifest(job, image, claim, namespace), output)
+    warn_of_unfilled(load_run(target, overrides or []))
 
 
 def _job(
@@ -112,7 +114,6 @@ def _job(
 ) -> Job:
     """The run on its machines, checked."""
     run = load_run(target, overrides)
-    warn_of_unfilled(run)
     world = nodes * gpus
     grid_of(run, world)
     machine = Facts(vendor=vendor.value, world=world, local_world=gpus, cores=cpus or 0)

@@ -107,7 +107,6 @@ def plan(  # noqa: PLR0913 - one argument for each option
     if target is None:
         raise PenstockError("there is nothing to plan", fix="name it: penstock plan deepseek-v3 --on 512xMI325X")
     run = load_run(target, overrides or ())
-    warn_of_unfilled(run)
     if layout is None:
         fixed = fixed_by(run, overrides or (), parse_layout(only) if only else {})
         rows = None if tokens is None else rows_to_share(tokens / run.training.sequence_length, cluster.devices)
@@ -124,6 +123,7 @@ def plan(  # noqa: PLR0913 - one argument for each option
         explain(found, topic)
     else:
         print_plan(found, _assumed(assumptions))
+    warn_of_unfilled(run)
     _write(found, more, files)
     if write is not None:
         print_next("train", write, to_stderr=True)

@@ -184,12 +184,12 @@ def _be_a_rank(console: Console, environment: Environment, meeting: Meeting, lau
     console.print(f"environment: {environment_line(facts)}", markup=False, soft_wrap=True)
     if binding is not None:
         console.print(f"rank {environment.rank} keeps to {binding}", markup=False, soft_wrap=True)
-    if environment.rank == 0:
-        warn_of_unfilled(run)
     try:
         with lost_ranks():
             with console.status("preparing data and model"):
                 session = prepare(run, environment)
+            if environment.rank == 0:
+                warn_of_unfilled(run)
             code = _run(console, launch, session, environment, meeting)
     except torch.OutOfMemoryError as error:
         raise DeviceError(
