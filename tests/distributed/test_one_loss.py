@@ -44,10 +44,12 @@ TWO = 2
 
 def model_of(case: Case) -> tuple[str, ...]:
     """The model of a case with as few layers as its pipeline, and kinds of layers that take turns, need."""
-    if "parallel.pipeline=4" in case.overrides or any(word.startswith("model.layers") for word in case.model):
+    is_long = "parallel.pipeline=4" in case.overrides and "parallel.pipeline.stages_per_rank=1" not in case.overrides
+    is_fixed = any(word.startswith(("model.layers", "pipeline.layout")) for word in (*case.model, *case.overrides))
+    if is_long or is_fixed:
         return case.model
-    takes_turns = any("every" in word for word in case.model)
-    return case.model + (SHORT if takes_turns or "parallel.pipeline=2" in case.overrides else SHORTEST)
+    needs_more = any("every" in word for word in case.model) or any("pipeline=" in word for word in case.overrides)
+    return case.model + (SHORT if needs_more else SHORTEST)
 
 
 @pytest.mark.parametrize(

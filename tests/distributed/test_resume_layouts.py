@@ -39,7 +39,7 @@ from tests.distributed.one_loss import (
 )
 from tests.distributed.pool import Pool
 
-HALF, STEPS, RATE = 2, 4, 1e-2
+HALF, STEPS, RATE = 1, 2, 1e-2
 SHORT = ("model.layers=4",)
 """A layer for each of a pipeline's stages."""
 

@@ -71,6 +71,7 @@ def play(overrides: tuple[str, ...]) -> tuple[Trace, list, float, int]:
     return seen, saved_by(session), max((one.bound for one in shelves), default=0.0), sum(one.layers for one in shelves)
 
 
+@pytest.mark.often("no room on the shelf")
 @pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in QUICK else pytest.mark.slow) for way in WAYS])
 def test_experts_on_a_shelf_train_as_without(way: str, ranks: Pool) -> None:
     of_layout, settings = WAYS[way]

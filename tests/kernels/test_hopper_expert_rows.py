@@ -144,6 +144,7 @@ def test_what_the_kernel_cannot_do_is_said_and_done_in_triton(monkeypatch: pytes
         assert not isinstance(triton, RowsRingLaunch) and triton.idle_units == 7 and not triton.copy_gathered
 
 
+@pytest.mark.often("forward-kept-ring")
 @pytest.mark.parametrize("name", those_taken_first(ROWS_RINGS))
 @pytest.mark.parametrize("kept", [pytest.param(False, marks=pytest.mark.slow), True], ids=["own", "kept"])
 @either_product

@@ -138,6 +138,7 @@ def test_hopper_multiplies_through_a_ring_what_is_not_gathered_while_it_is_loade
     assert taken == {("sm_90", product) for product in GROUPED_GEMM["sm_90"] if product != "forward_gathered"}
 
 
+@pytest.mark.often("added-ring")
 @pytest.mark.parametrize("name", those_taken_first(RINGS))
 @pytest.mark.parametrize("added", [pytest.param(False, marks=pytest.mark.slow), True], ids=["written", "added"])
 def test_products_run_one_after_the_other_and_nothing_spills(name: str, added: bool) -> None:

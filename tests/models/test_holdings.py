@@ -29,6 +29,7 @@ def _held(model: str, layout: str) -> dict[str, Held]:
     return held
 
 
+@pytest.mark.often("*-everything", "v3-*", "grouped queries-tensor")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_rank_holds_each_of_its_parameters_once(model: str, layout: str) -> None:
@@ -61,6 +62,7 @@ def test_the_pieces_of_all_ranks_tile_every_parameter_as_often_as_there_are_copi
         assert bool((covered == copies.pop()).all()), f"{name} is not covered evenly"
 
 
+@pytest.mark.often("*-everything", "v3-*", "grouped queries-tensor")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_ranks_that_sum_a_gradient_are_those_that_hold_the_same(model: str, layout: str) -> None:

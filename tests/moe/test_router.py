@@ -136,3 +136,21 @@ def test_load_is_measured_in_training_only() -> None:
     with torch.no_grad():
         router.train()(_x(), Scope())
     assert router.meter.slots_E.sum().item() == 24 * 3
+
+
+def test_the_balance_loss_reaches_the_weights_of_the_router() -> None:
+    """Through the weights of the choice, whatever the main loss makes of them; held against differences of the loss."""
+    router = _router(Balance(auxiliary="sequence", auxiliary_weight=0.1))
+
+    def routed() -> Tensor:
+        router.meter.reset()
+        return router(_x(), Scope()).weights_TK
+
+    (gradient_ED,) = torch.autograd.grad((routed() * 0).sum(), router.weight_ED)
+    step_ED, losses = 1e-2 * gradient_ED / gradient_ED.norm(), []
+    for sign in (1, -2):
+        with torch.no_grad():
+            router.weight_ED += sign * step_ED
+        routed()
+        losses.append(float(router.meter.auxiliary_loss))
+    assert_close((losses[0] - losses[1]) / 2e-2, float(gradient_ED.norm()), tolerance=0.02)

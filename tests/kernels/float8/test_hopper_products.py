@@ -68,6 +68,7 @@ def test_nothing_spills_where_rows_are_kept(dtype: str, launch: ProductLaunch) -
     check_warps(compile_kernel("rows", launch, is_kept=True, dtype=dtype), launch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", HOPPERS_OF_ROWS)
 def test_nothing_spills_where_scales_stand_behind_rows(launch: ProductLaunch) -> None:
     check_warps(compile_kernel("rows", launch, is_packed=True), launch)

@@ -73,6 +73,7 @@ def assert_equal(found: Quantized | None, expected: Quantized | None, used: int 
         assert torch.equal(mine[~mine.isnan()], other[~mine.isnan()])
 
 
+@pytest.mark.often("counts2-e4m3-blockwise", "counts1-e5m2-blockwise-square", "None-e4m3-blockwise-square")
 @every_recipe
 @pytest.mark.parametrize("form", [E4M3, E5M2], ids=lambda form: form.name)
 @pytest.mark.parametrize("counts", [None, (3, 0, 130), (129,)])
@@ -90,6 +91,7 @@ def test_rows_in_16_bits_give_both_copies(
     assert launched == [(2, expected.columns.values.shape[1] // 128)]
 
 
+@pytest.mark.often("16 bits-False-blockwise", "8 bits-True-blockwise-square", "8 bits that travelled-False-blockwise")
 @every_recipe
 @pytest.mark.parametrize("is_gathered", [False, True])
 @pytest.mark.parametrize("kind", ["16 bits", "8 bits", "8 bits that travelled"])
