@@ -14,6 +14,7 @@ It needs nothing but Python, git, make and pip, and takes ten minutes; `make tes
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,10 @@ from tests.shown_commands import Command, commands_in, write_files
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/start.md")
 LIMIT_SECONDS = 1800
+"""Of a command."""
+
+TOO_LONG = 124
+"""Exit code of a command that was killed at the limit, as of the program `timeout`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Tried:
 def execute(line: str, folder: Path, environment: dict[str, str]) -> Tried:
     """A line in a shell; without a terminal, and nothing to answer questions with."""
     begin = time.monotonic()
-    done = subprocess.run(
+    process = subprocess.Popen(
         ["bash", "-c", line],
         cwd=folder,
         env=environment,
@@ -62,10 +67,14 @@ def execute(line: str, folder: Path, environment: dict[str, str]) -> Tried:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        timeout=LIMIT_SECONDS,
-        check=False,
+        start_new_session=True,
     )
-    tried = Tried(line, done.returncode, time.monotonic() - begin, done.stdout)
+    try:
+        text, code = process.communicate(timeout=LIMIT_SECONDS)[0], process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        text, code = process.communicate()[0], TOO_LONG
+    tried = Tried(line, code, time.monotonic() - begin, text)
     print(tried, flush=True)
     if tried.code:
         print(tried.text, flush=True)

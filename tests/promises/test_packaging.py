@@ -1,6 +1,7 @@
 """A fresh machine needs two commands, and `pip install .` never touches the PyTorch that a user chose."""
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import penstock
 from tools import style, torch_build
 
 PROJECT = tomllib.loads((style.ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -112,33 +114,52 @@ def test_training_starts_without_triton() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
-    tree, out = tmp_path / "tree", tmp_path / "out"
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `pip install .` installs."""
+    folder = tmp_path_factory.mktemp("wheel")
+    tree, out = folder / "tree", folder / "out"
     tree.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(style.ROOT / name, tree)
     for name in ("penstock", "tools", "tests"):
         shutil.copytree(style.ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(out),
-        ".",
-    ]
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", out, "."]
     subprocess.run(command, cwd=tree, check=True)
-    with zipfile.ZipFile(next(out.glob("penstock-*.whl"))) as wheel:
-        names = wheel.namelist()
-        entry_points = wheel.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"penstock"}
-    assert "penstock/py.typed" in names
-    assert {name for name in names if name.endswith(".py")} == {s.path for s in style.sources() if s.is_product}
+    return next(out.glob("penstock-*.whl"))
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+    package = {
+        path.relative_to(style.ROOT).as_posix()
+        for path in (style.ROOT / "penstock").rglob("*.*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {name for name in names if ".dist-info/" not in name} == package
+    assert wheel.name.startswith(f"penstock-{penstock.__version__}-")
     assert "penstock = penstock.cli.main:main" in entry_points
+
+
+@pytest.mark.slow
+def test_the_wheel_works_away_from_the_repository(wheel: Path, tmp_path: Path) -> None:
+    """A plan reads the data of hardware, and its page what draws it."""
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    for line in (
+        "plan debug-2l --on 2xH200 --layout ep=2 training.global_batch=8 --html plan.html",
+        "train debug-2l training.steps=3 --name first",
+        "kernels list deepseek-v2-lite --device H200",
+    ):
+        command = [sys.executable, "-m", "penstock", *line.split()]
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, f"{line}\n{result.stdout}{result.stderr}"
+    start = json.loads((tmp_path / "runs/first/starts.jsonl").read_text(encoding="utf-8"))
+    assert start["penstock"] == penstock.__version__
 
 
 def test_make_alone_says_what_it_can_do(checkout: Path) -> None:
