@@ -98,7 +98,7 @@ class _Unloaded(TyperCommand):
         if extra.get("resilient_parsing"):
             return super().make_context(info_name, args, parent, **extra)
         if parent is not None and parent.command_path == PROGRAM:
-            screen = screen_asked_for(self.name, args)
+            screen = screen_asked_for(self._verb.name, args)
             if screen is not None:
                 print(screen)
                 raise typer.Exit

@@ -82,7 +82,9 @@ def _ranks(run: Run, world: int) -> list[Problem]:
     """The sizes divide the ranks, in both views."""
     parallel, least = run.parallel, smallest_world(run)
     if max(world, least) > MOST_RANKS:
-        return [Problem("parallel", "is for too many ranks", got=max(world, least), allowed=f"at most {MOST_RANKS}")]
+        return [
+            Problem("parallel", "is for too many ranks", got=f"{max(world, least):,}", allowed=f"at most {MOST_RANKS}")
+        ]
     dense = {"pipeline": parallel.pipeline, "tensor": parallel.tensor, "context": parallel.context}
     expert = {"pipeline": parallel.pipeline, "expert": parallel.expert, "expert_tensor": parallel.expert_tensor}
     if world < least:

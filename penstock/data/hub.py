@@ -191,7 +191,7 @@ def _hub_answers() -> bool:
     thread.join(REACH_SECONDS)
     if not answers:
         config = require("datasets.config", extra="huggingface", purpose="data.source huggingface")
-        constants.HF_HUB_OFFLINE = config.HF_HUB_OFFLINE = True
+        vars(constants)["HF_HUB_OFFLINE"] = vars(config)["HF_HUB_OFFLINE"] = True
     return bool(answers)
 
 

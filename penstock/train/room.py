@@ -63,7 +63,8 @@ def find_shortage(run: Run, grid: Grid, device: torch.device, local_ranks: int) 
     need = least_need(run, grid)
     wanted = need.state + need.activations
     if device.type == "cuda":
-        where, there = "GPU", torch.cuda.get_device_properties(device).total_memory
+        where = "GPU"
+        there: int | None = torch.cuda.get_device_properties(device).total_memory
     else:
         where, there = "machine", host_bytes()
         wanted = (wanted + need.rows) * local_ranks

@@ -12,6 +12,7 @@ from penstock.base.devices import peak_flops
 from penstock.base.errors import DataError
 from penstock.config.fit import grid_of
 from penstock.config.run import Run
+from penstock.config.size import Count
 from penstock.data.evaluation import Evaluation, evaluation_batches
 from penstock.data.loader import Loader, Prefetch
 from penstock.data.open import open_text
@@ -21,7 +22,7 @@ from penstock.data.tokenizer import BYTES
 from penstock.kernels.choose import summary
 from penstock.kernels.device_facts import device_facts
 from penstock.models.build import meta_model
-from penstock.models.count import Count, count
+from penstock.models.count import count
 from penstock.models.holdings import add_in_kernels, holdings, refresh_float8
 from penstock.models.init import initialize_masters
 from penstock.models.kernels import kernel_choices
