@@ -94,6 +94,14 @@ def in_parts(frame: Frame) -> Iterator[Frame]:
     parts.release()
 
 
+@pytest.mark.often(
+    "routed-triton-*",
+    "shared-torch-norm+moe",
+    "dense-reference-moe+dense",
+    "dense-triton-layer",
+    "shared-reference-",
+    "routed-torch-layer",
+)
 @pytest.mark.parametrize("kinds", [(), ("norm",), ("moe", "dense"), ("norm", "moe"), ("layer",)], ids="+".join)
 @pytest.mark.parametrize("operators", OPERATORS.values(), ids=OPERATORS)
 @BY_MODEL
@@ -126,6 +134,7 @@ def test_so_are_a_layer_in_pieces_and_one_behind_a_graph(model: Model, operators
             assert_close(one[name], value, tolerance=1e-4, what=name)
 
 
+@pytest.mark.often("routed-triton-*", "dense-reference-shared", "shared-torch-none", "shared-triton-shared")
 @pytest.mark.parametrize("overlap", ["none", "shared"])
 @pytest.mark.parametrize("operators", OPERATORS.values(), ids=OPERATORS)
 @BY_MODEL
