@@ -140,7 +140,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     }
     assert {name for name in names if ".dist-info/" not in name} == package
     assert wheel.name.startswith(f"penstock-{penstock.__version__}-")
-    assert "penstock = penstock.cli.main:main" in entry_points
+    assert "penstock = penstock.__main__:main" in entry_points
 
 
 @pytest.mark.slow
