@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from penstock.config.fit import context_method
 from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.models.block import Block
 from penstock.models.decoder import IN_PIECES, Decoder
@@ -61,7 +62,7 @@ def micro_batch_of(rank: StandIn) -> MicroBatch:
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape or (rows, here), dtype=torch.int64, device=META)
 
-    is_masked, is_part = rank.run.data.document_mask, axes.context.size > 1 and not _sees_row(rank)
+    is_masked, is_part = rank.run.data.document_mask, axes.context.size > 1 and context_method(rank.run) != "ulysses"
     reading = Reading(
         tokens_BS=numbers(),
         positions_BS=numbers(),
@@ -70,12 +71,6 @@ def micro_batch_of(rank: StandIn) -> MicroBatch:
         places_S=numbers(here) if is_masked and is_part else None,
     )
     return MicroBatch(reading=reading, labels=tuple(numbers() for _ in range(depths + 1)))
-
-
-def _sees_row(rank: StandIn) -> bool:
-    decoder = next(iter(rank.decoders.values()))
-    block = next(module for module in decoder.modules() if isinstance(module, Block))
-    return block.kit.context_method == "ulysses"
 
 
 def _stage(rank: StandIn, number: int, decoder: Decoder, batch: MicroBatch) -> StageActivations:
