@@ -53,6 +53,9 @@ ROUND = 128
 
 _DATASET = re.compile(r"[\w-]+/[\w-]+")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+MOST_TOKENS = 1e15
+"""More than was ever written; a larger number is a slip."""
+
 _NUMBERS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _AMOUNT = re.compile(r"(?P<number>\d[\d_,]*(\.\d+)?(e\d+)?) ?(?P<unit>[kKMBTsmhd]?)")
 
@@ -278,6 +281,10 @@ def tokens_of(text: str, projection: Projection | None = None) -> float:
             "this says neither how many tokens nor how long",
             got=repr(text),
             allowed="a number such as 500M or 2B, or a time such as 90m, 12h or 3d",
+        )
+    if number > MOST_TOKENS:
+        raise ConfigError(
+            "this is more text than there is", got=f"{text:.40}", allowed=f"up to {MOST_TOKENS:.0e} tokens"
         )
     if match["unit"] in _NUMBERS:
         return number * _NUMBERS[match["unit"]]
