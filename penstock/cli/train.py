@@ -131,6 +131,9 @@ def train(  # noqa: PLR0913 - one argument for each option
         grid = grid_of(launch.run, ranks)
         if not environment.started_by:
             check_sinks(launch.run)
+        parent = Path(launch.run.record.folder)
+        if parent.exists() and not parent.is_dir():
+            raise RunFolderError(f"record.folder {parent} is no folder", fix="name another folder for runs")
         if dry_run:
             _print_plan(console, launch, grid, started)
             named = ["--name", name] if name is not None else []
