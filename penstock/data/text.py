@@ -29,6 +29,9 @@ KEEP_ALL = Keep()
 CACHE = Path("cache")
 """Where decompressed copies go if nobody says where."""
 
+MOST_LINE_BYTES = 64 * 2**20
+"""Of a line at the beginning of a file; a longer one is no document."""
+
 _TRIED = 100
 """Lines of a file of which one must be readable where corrupt records are skipped: else it is another kind of file."""
 
@@ -193,5 +196,11 @@ def _filled_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             if line.strip():
                 yield number, line
             number += 1
+        if len(rest) > MOST_LINE_BYTES:
+            raise DataError(
+                f"{path}:{number} is a line of more than {MOST_LINE_BYTES / 2**20:.0f} MiB",
+                allowed="one JSON object a line",
+                fix="a text file is data.source text",
+            )
     if rest.strip():
         yield number, rest
