@@ -57,7 +57,7 @@ def train(  # noqa: PLR0913 - one argument for each option
     force: Force = False,
 ) -> None:
     """Train a byte-level BPE tokenizer on text and write its tokenizer.json."""
-    check_output(output, "--output", force=force)
+    check_output(output, "--output", force=force, makes_folder=True)
     texts = open_texts(files, source, text_field, corrupt, cache)
     left_out: list[str] = []
     size = train_tokenizer(

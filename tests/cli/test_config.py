@@ -82,6 +82,7 @@ def test_validate_says_what_would_be_trained(capsys: pytest.CaptureFixture[str],
     path.write_text('preset = "debug"\n', encoding="utf-8")
     assert printed(capsys, "validate", str(path), "training.steps=5000") == (
         f"{path} is valid: run mine, 5000 steps of {debug().tokens_per_step} tokens\n"
+        f"next:  penstock train {path} training.steps=5000\n"
     )
 
 

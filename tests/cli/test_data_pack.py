@@ -229,7 +229,7 @@ def test_a_tokenizer_is_trained_and_packs(corpus: Path, tmp_path: Path, capsys: 
     ("words", "message"),
     [
         (("corpus.jsonl", "--vocabulary", 256), "the vocabulary is too small; got 256; allowed: >= 257"),
-        (("corpus.jsonl", "--vocabulary", 280, "--output", "corpus.jsonl"), "corpus.jsonl is there already"),
+        (("corpus.jsonl", "--vocabulary", 280, "--output", "corpus.jsonl"), "--output: corpus.jsonl is there already"),
         (("corpus.jsonl", "--vocabulary", 280, "--output", "corpus.jsonl/a"), "cannot write corpus.jsonl/a"),
         (("none.jsonl", "--vocabulary", 280), "cannot read data file none.jsonl"),
         (("short.jsonl", "--vocabulary", 280), "no two characters of the texts stand side by side"),

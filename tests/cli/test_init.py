@@ -111,8 +111,15 @@ def test_a_dataset_is_named_and_not_looked_at(capsys: pytest.CaptureFixture[str]
     assert "note: the dataset was not looked at: that needs the network" in capsys.readouterr().out
 
 
-def test_one_document_leaves_nothing_to_evaluate_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_end_of_one_document_is_evaluated_on(capsys: pytest.CaptureFixture[str]) -> None:
     run = written("--yes", "--data", "notes/1.txt", "--tokens", "10k")
+    assert run.evaluation.rows == 64
+    assert "nothing is evaluated" not in capsys.readouterr().out
+
+
+def test_a_document_of_one_letter_leaves_nothing_to_evaluate_on(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("letter.txt").write_text("a")
+    run = written("--yes", "--data", "letter.txt", "--tokens", "10k")
     assert run.evaluation.rows == 0
     assert "note: nothing is evaluated: " in capsys.readouterr().out
 
@@ -197,7 +204,7 @@ def test_a_cluster_that_is_too_small_is_refused(capsys: pytest.CaptureFixture[st
 
 def test_a_file_that_is_there_is_kept_unless_forced(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.toml").write_text("precious")
-    assert refused(capsys, "mine.toml", "--yes").startswith("mine.toml is there already")
+    assert refused(capsys, "mine.toml", "--yes").startswith("FILE: mine.toml is there already")
     assert Path("mine.toml").read_text() == "precious"
     assert written("--yes", "--force").name == "mine"
 

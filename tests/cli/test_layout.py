@@ -27,7 +27,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]
 
 def cells(table: str) -> list[list[str]]:
     """A table's cells without its head and its note."""
-    lines = [line for line in table.strip().splitlines()[1:] if not line.startswith("dense, experts")]
+    lines = [line for line in table.strip().splitlines()[1:] if not line.startswith(("dense, experts", "next: "))]
     return [[cell.strip() for cell in line.split("  ") if cell] for line in lines]
 
 

@@ -77,7 +77,7 @@ def test_a_script_is_written_or_printed(recorded: str, tmp_path: Path, capsys: p
         (["--op", "mm", "--shape", "1x1"], "has no such shape"),
         (["--op", "mm", "--counts", "1,x"], "--counts takes whole numbers"),
         (["--op", "mm", "--rank", "3"], "has no trace of this rank"),
-        (["--op", "mm", "--out", "/no/such/folder/x.py"], "cannot write"),
+        (["--op", "mm", "--out", "/no/such/folder/x.py"], "there is no folder"),
     ],
 )
 def test_what_cannot_be_replayed_is_one_line(

@@ -26,7 +26,7 @@ MESSAGES = {
     "model.attention.kv_heads=2": (
         "model.attention.kv_heads is an unknown key; fix: leave it out: it belongs to model.attention.kind = gqa"
     ),
-    "host.xyzzy=2": "host.xyzzy is an unknown key; allowed: numa, timeout_minutes",
+    "host.xyzzy=2": "host.xyzzy is an unknown key; allowed: numa, check_memory, timeout_minutes",
     "xyzzy.a.b=2": (
         "xyzzy is an unknown key; allowed: name, seed, device, model, training, optimizer, schedule, data, evaluation, "
         "checkpoint, kernels, float8, record, profile, parallel, dispatch, pipeline, recompute, offload, graphs, host"

@@ -48,7 +48,8 @@ def test_any_range_of_queries_attends_as_if_all_scores_were_there(
     expected = with_gradients(expected_BSHM, direction[:, part], leaves)
     got = with_gradients(_by_blocks(leaves, reach, part, documents_BS), direction[:, part], leaves)
     for name, one, other in zip(("output", "dq", "dk", "dv", "dsinks"), got, expected, strict=False):
-        assert_close(one, other, what=name)
+        # A query that sees one key alone has no gradient but rounding.
+        assert_close(one, other, least=0.1, what=name)
 
 
 @pytest.mark.parametrize("reach", [Reach(kind="window", size=3), Reach(kind="chunk", size=5)], ids=lambda x: x.kind)
