@@ -211,6 +211,10 @@ def _forms(rung: Rung, held: tuple[str, ...], below: Run, ground: Ground) -> lis
         mine = (*held, *own, *fallback.change)
         overrides = (*ground.overrides, *mine)
         run = _describe(overrides, ground)
+        if isinstance(run, Run) and run.training.global_batch != below.training.global_batch:
+            # Rungs are compared at one global batch; written down, it does not follow the micro-batch.
+            overrides = (*overrides, f"training.global_batch={below.training.global_batch}")
+            run = _describe(overrides, ground)
         if name and run in (below, *(form.run for form in forms)):
             continue
         trial = rung.trial_name(name)

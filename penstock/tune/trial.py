@@ -240,7 +240,11 @@ _ENDED = re.compile(r"rank \d+ \(process \d+\)")
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS].rpartition(' ')[0]} ..."
+    """Whole words, or the beginning of a single long one."""
+    if len(text) <= MOST_LETTERS:
+        return text
+    beginning = text[:MOST_LETTERS]
+    return f"{beginning.rpartition(' ')[0] or beginning} ..."
 
 
 def _train(trial: Trial, output: int) -> int | None:

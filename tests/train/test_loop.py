@@ -310,7 +310,7 @@ def test_a_run_without_checkpoints_saves_none_when_a_step_is_not_finite(
     spoil_the_first_step(monkeypatch)
     with pytest.raises(NonFiniteError, match=r"step 1 is nan: it began in the output of norm.*newest checkpoint: none"):
         start(tiny_run(tmp_path, checkpoint=Checkpoint(enabled=False)))
-    assert not RunFolder(tmp_path / "tiny").checkpoints.exists()
+    assert not any(RunFolder(tmp_path / "tiny").checkpoints.iterdir())
     assert json.loads(RunFolder(tmp_path / "tiny").nonfinite.read_text())["checkpoint"] is None
 
 

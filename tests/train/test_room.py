@@ -46,7 +46,7 @@ def test_one_rank_needs_the_state_of_the_run() -> None:
     [
         ("deepseek-v3", (), "run deepseek-v3 does not fit .*: weights, gradients and optimizer are most"),
         ("debug", ("training.sequence_length=100000000",), "activations of training.sequence_length 100,000,000"),
-        ("debug", ("training.global_batch=4000000000000",), "rows of training.sequence_length 128"),
+        ("debug", ("training.global_batch=1000000000",), "rows of training.sequence_length 128"),
     ],
 )
 def test_what_does_not_fit_is_said_with_what_to_do(target: str, overrides: tuple[str, ...], cause: str) -> None:

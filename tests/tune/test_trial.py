@@ -159,7 +159,8 @@ def test_another_configuration_may_mend_a_refusal_before_the_first_step_and_a_la
 
 
 def test_a_long_reason_is_cut() -> None:
-    assert len(failure_of(f"error: {'x' * 1000}", 2, 0.0).reason) == trials.MOST_LETTERS + 3
+    assert failure_of(f"error: {'x' * 1000}", 2, 0.0).reason == f"{'x' * trials.MOST_LETTERS} ..."
+    assert failure_of(f"error: {'word ' * 1000}", 2, 0.0).reason.endswith("word word ...")
 
 
 # ------------------------------------------------------------------------------------------------------ processes
@@ -240,7 +241,7 @@ def test_a_run_that_has_its_folder_had_begun(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.slow
 def test_what_the_product_refuses_is_the_reason(tmp_path: Path) -> None:
-    found = run_trial(trial_in(tmp_path, "training.micro_batch=3"))
+    found = run_trial(trial_in(tmp_path, "training.micro_batch=3", "training.global_batch=4"))
     assert isinstance(found, Failure)
     assert found.kind == "refused"
     assert found.reason.startswith("training.global_batch must be a multiple")

@@ -241,7 +241,7 @@ CANNOT_BE_READ = {
     ),
     "no layers": (
         _changed("mixtral", num_hidden_layers=0),
-        "config.json: num_hidden_layers cannot be used; got 0; allowed: whole number >= 1",
+        "config.json: num_hidden_layers cannot be used; got 0; allowed: whole number 1 to 10000 (layers)",
     ),
     "a stretch that is text": (
         _changed("llama", rope_parameters={"rope_type": "llama3", "factor": "8"}),

@@ -10,11 +10,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.parallel.launch.jobs import Job, kubernetes_manifest, slurm_script, yaml_lines
+from penstock.parallel.launch.jobs import Job, kubernetes_manifest, kubernetes_name, slurm_script, yaml_lines
 from penstock.parallel.launch.variables import Facts, settings
 
 JOB = Job(
-    name="Deep_Seek v2",
+    name="deep-seek-v2",
     words=("train", "deepseek-v2-lite", "parallel.expert=8", "data.files=['a b.txt']"),
     nodes=2,
     gpus=8,
@@ -134,8 +134,7 @@ def test_a_parser_reads_what_was_written(value: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["--x", "UPPER_case.name", "a b"])
 def test_names_become_names_of_kubernetes(name: str) -> None:
-    job = Job(name=name, words=("train", "x"), nodes=1, gpus=1, cpus=None, restarts=0, facts=Facts(vendor="amd"))
-    made = manifest(job)["metadata"]["name"]
+    made = kubernetes_name(name)
     assert made
     assert made.replace("-", "a").isalnum()
     assert made == made.lower().strip("-")
