@@ -97,6 +97,7 @@ def test_a_wrong_question_is_one_line_and_code_2(
     assert message in captured.err
 
 
+@pytest.mark.slow
 def test_ranks_find_each_other_and_are_compared_with_a_file(tmp_path: Path) -> None:
     """The whole of it, in a process of its own: two ranks over gloo, and a file that promises too much."""
     file = tmp_path / "fast.toml"

@@ -155,6 +155,7 @@ def test_compressed_files_are_read_from_copies_beside_the_runs(capsys: pytest.Ca
     assert len(list(Path("elsewhere").iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_skipped_records_are_named_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
     own = ("data.source=jsonl", "data.files=bad.jsonl", "training.sequence_length=100", "training.steps=20")
     text = printed(capsys, "tiny.toml", *own, "data.corrupt=skip")

@@ -163,6 +163,7 @@ def _no_memory_to_look(module: nn.Module, *arguments: object) -> None:
         raise torch.OutOfMemoryError
 
 
+@pytest.mark.slow
 def test_a_rank_without_memory_in_the_middle_of_a_pass_keeps_no_other_waiting(tmp_path: Path) -> None:
     pool = Pool(grace=30)
     try:
@@ -278,6 +279,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     assert lines_of(captured.err) == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_is_one_line_of_the_others_and_a_restart(
     tiny: Path, kill_a_rank: Callable[[signal.Signals], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -293,6 +295,7 @@ def test_a_rank_that_is_killed_is_one_line_of_the_others_and_a_restart(
     assert RunFolder(tiny / "runs" / "tiny").metrics.read_text().count("\n") == 60
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_on_two_ranks_says_so_once(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
     diverging = ("optimizer.learning_rate=1e20", "schedule.warmup_steps=0", "parallel.expert=2")
     assert main(["train", "tiny.toml", *diverging, "--processes", "2"]) == 2

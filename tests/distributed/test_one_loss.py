@@ -85,6 +85,7 @@ def test_every_axis_schedule_way_of_tokens_and_recomputed_part_is_played_by_ever
     assert played(often) >= played(CASES) - {"pipeline.layout", "training.global_batch"}
 
 
+@pytest.mark.slow
 def test_a_step_whose_rows_find_no_room_is_made_again_and_gives_the_same(ranks: Pool, alone: Alone) -> None:
     no_room = SHORTEST + NO_ROOM
     expected, start = alone(SHORTEST)
@@ -98,6 +99,7 @@ def test_a_step_whose_rows_find_no_room_is_made_again_and_gives_the_same(ranks: 
     assert all(value <= TOLERANCES[figure] for figure, value in found.items()), found
 
 
+@pytest.mark.slow
 def test_in_bf16_putting_weight_gradients_off_changes_nothing(ranks: Pool) -> None:
     plain, split = (
         trace(ranks, 2, (*SHORT, "training.precision=bf16", *pipeline(schedule, 2)), TWO)

@@ -140,7 +140,7 @@ def _assert_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(got[name], tensor), name
 
 
-@pytest.mark.often("EP 4, ZeRO-1 to PP 2 x EP 2, ZB-V", "one process to CP 2 x ETP 2")
+@pytest.mark.often("EP 4, ZeRO-1 to PP 2 x EP 2, ZB-V")
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
     name: str, ranks: Pool, kept: Path, tmp_path: Path
@@ -159,7 +159,7 @@ def test_a_run_goes_on_in_another_layout_as_if_nothing_had_happened(
     assert not too_large, f"allowed: {TOLERANCES}"
 
 
-@pytest.mark.often("FSDP 2 to EP 4, ZeRO-1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [

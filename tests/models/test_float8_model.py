@@ -151,7 +151,7 @@ def followed(*overrides: str, steps: int = 10) -> list[float]:
         return follow(session, steps).losses
 
 
-@pytest.mark.often("latent-bf16")
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", [(), GQA], ids=["latent", "grouped queries"])
 def test_a_small_model_learns_nearly_as_in_16_bits(model: tuple[str, ...], precision: str) -> None:
@@ -197,6 +197,7 @@ def test_what_is_computed_again_or_beside_a_transfer_changes_nothing(overrides: 
     assert_close(followed(DENSE, *overrides, steps=2), followed(DENSE, steps=2))
 
 
+@pytest.mark.slow
 def test_replayed_parts_read_the_copies_of_their_step() -> None:
     overrides = (DENSE, "float8.experts=blockwise", "model.mtp_layers=0")
     expected = followed(*overrides, steps=4)

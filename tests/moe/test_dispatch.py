@@ -209,7 +209,7 @@ def test_experts_of_any_family_are_divided_by_every_way(ranks: Pool, way: Way, e
     _hold(ranks, way, [[problem(placement, adversarial(kind, tokens), one) for kind in kinds for one in families]])
 
 
-@pytest.mark.often("sent", "gathered, bounded", "by node, worst case", "padded", "pushed", "DeepEP")
+@pytest.mark.often("gathered, bounded", "by node, worst case", "pushed")
 @pytest.mark.parametrize("way", [*OVER_GLOO, *SIMULATED])
 def test_many_steps_with_changing_routing_leave_no_trace(ranks: Pool, way: Way) -> None:
     placement, steps = ExpertPlacement(experts=8, expert=4), 2 if way in SIMULATED else 20

@@ -322,7 +322,7 @@ def test_rows_in_8_bits_leave_beside_other_work_too(experts: Recipe | None) -> N
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-@pytest.mark.often("read")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experts", "way"),
     [

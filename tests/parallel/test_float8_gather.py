@@ -262,6 +262,7 @@ def _assert_equal(got: tuple[Trace, Saved], expected: tuple[Trace, Saved]) -> No
             assert values.dtype == torch.float32 and torch.equal(values, other), name
 
 
+@pytest.mark.slow
 def test_a_run_that_gathers_in_8_bits_is_bit_for_bit_the_one_that_does_not(ranks: Pool, tmp_path: Path) -> None:
     folders = [str(tmp_path / name) for name in ("plain", "gathered")]
     first = [ranks.run(2, _run, bool(gather), folder, True) for gather, folder in enumerate(folders)]

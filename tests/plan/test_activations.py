@@ -121,7 +121,7 @@ BY_KERNELS = [
 ]
 
 
-@pytest.mark.often("gathered, on a shelf-reference", "sent, counts of the device-reference")
+@pytest.mark.often("sent, counts of the device-reference")
 @pytest.mark.parametrize(("way", "kernels"), BY_KERNELS)
 def test_every_way_to_the_experts_keeps_the_same_bytes(
     way: str, kernels: str, ranks: Pool, monkeypatch: pytest.MonkeyPatch

@@ -41,7 +41,7 @@ def saved(model: str, variant: Variant) -> int:
     return memory(model, PLAIN, variant).activations - memory(model, HALVED, variant).activations
 
 
-@pytest.mark.often("all-to-all-moe-1t")
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("variant", [ROWS_SENT, CONVENTIONAL], ids=lambda one: one.name)
 def test_two_context_ranks_halve_the_activations_and_save_what_is_published(model: str, variant: Variant) -> None:
@@ -50,6 +50,7 @@ def test_two_context_ranks_halve_the_activations_and_save_what_is_published(mode
     assert saved(model, variant) == pytest.approx(SAVED_BYTES[model], rel=0.10)
 
 
+@pytest.mark.slow
 def test_activations_are_the_most_of_the_memory() -> None:
     for model in MODELS:
         found = memory(model, PLAIN)
@@ -60,7 +61,7 @@ def test_the_first_rank_of_the_pipeline_needs_more_than_the_last() -> None:
     assert memory("moe-2t", HALVED).total > 1.2 * memory_of_the_last("moe-2t", HALVED).total
 
 
-@pytest.mark.often("moe-1t")
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_separate_operators_keep_more_than_ours(model: str) -> None:
     assert saved(model, CONVENTIONAL) > SAVED_BYTES[model] > 0.99 * saved(model, DE_DUPLICATED)
@@ -97,6 +98,7 @@ def test_the_published_layouts_of_the_smaller_model_fit_and_the_next_cheaper_one
         assert fits("moe-1t", "MI355X", PLAIN, variant)
 
 
+@pytest.mark.slow
 def test_the_published_layout_of_the_larger_model_fits_the_larger_chip_alone() -> None:
     for variant in (ROWS_SENT, CONVENTIONAL):
         assert not fits("moe-2t", "MI355X", PLAIN, variant)
@@ -118,6 +120,7 @@ def test_sixteen_expert_ranks_fit_the_smaller_chip_with_float32_sums_where_data_
     assert not fits("moe-2t", "MI300X", HALVED, SHARDED)
 
 
+@pytest.mark.slow
 def test_sixteen_expert_ranks_fit_the_smaller_chip_with_the_optimizer_on_the_host() -> None:
     _, (layout, offloaded), *_ = WAYS_IN
     assert fits("moe-2t", "MI300X", layout, offloaded)

@@ -93,6 +93,7 @@ def test_a_written_layout_reads_back(tmp_path: Path) -> None:
     assert load_run(str(path)) == best
 
 
+@pytest.mark.slow
 def test_a_fixed_size_is_kept() -> None:
     plan = found(pp="2", micro_batch="2")
     assert plan.candidates

@@ -31,7 +31,10 @@ SHOWN_ONLY = {"source", "git", "cd", "pip", "tensorboard", "python", "torchrun"}
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 PATH = re.compile(r"`(?P<path>(?:penstock|tests|tools|docs|benchmarks|\.ci)/[\w./-]*)(?::\d+)?`")
 FILES = documents.markdown_files()
-LONG = ("README.md", "docs/ladder.md", "docs/plan.md", "docs/report.md", "docs/weights.md", "docs/workflow.md")
+LONG = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("ladder", "plan", "preflight", "report", "start", "trace", "weights", "workflow")),
+)
 """Documents whose commands take half a minute together or each; only the slow tests run them all."""
 
 

@@ -39,6 +39,7 @@ def test_a_browser_that_does_not_draw_is_told(plan: Plan, tmp_path: Path, monkey
         write_images(plan_figures(plan), tmp_path)
 
 
+@pytest.mark.slow
 def test_every_picture_is_an_svg_that_says_what_it_shows(browser: str, plan: Plan, tmp_path: Path) -> None:
     paths = write_image(plan, tmp_path / "plan.svg")
     assert [path.name for path in paths] == ["plan-memory.svg", "plan-step-time.svg", "plan-timeline-1.svg"]
@@ -48,6 +49,7 @@ def test_every_picture_is_an_svg_that_says_what_it_shows(browser: str, plan: Pla
         assert figure.title in "".join(root.itertext())
 
 
+@pytest.mark.slow
 def test_a_png_has_as_many_pixels_as_asked_for(browser: str, plan: Plan, tmp_path: Path) -> None:
     (path,) = write_images(plan_figures(plan)[:1], tmp_path, kind="png", theme="dark", width=600, scale=3)
     content = path.read_bytes()
@@ -55,6 +57,7 @@ def test_a_png_has_as_many_pixels_as_asked_for(browser: str, plan: Plan, tmp_pat
     assert int.from_bytes(content[16:20]) == 1800
 
 
+@pytest.mark.slow
 def test_pictures_of_what_ifs_are_among_the_files(browser: str, plan: Plan, tmp_path: Path) -> None:
     curve = Curve(name="</div>", xs=[1, 2], ys=[1.0, None])
     more = [curves_figure("sweep", "A <sweep>", 'of "x"', Axes(x="x", y="y"), [curve])]

@@ -173,6 +173,7 @@ def light(browser: str, plan: Plan) -> dict[str, Any]:
     return looked_at(browser, page(plan, more=what_ifs()), LOOKING, "--blink-settings=preferredColorScheme=1")
 
 
+@pytest.mark.slow
 def test_a_page_is_drawn_without_a_complaint(light: dict[str, Any], plan: Plan) -> None:
     figures = plan_figures(plan)
     assert light["errors"] == []
@@ -192,12 +193,14 @@ def test_the_pointer_finds_the_box_under_it(light: dict[str, Any]) -> None:
     assert "gradients" in light["memory"] and "GB" in light["memory"]
 
 
+@pytest.mark.slow
 def test_a_page_follows_the_readers_system(browser: str, plan: Plan, light: dict[str, Any]) -> None:
     dark = looked_at(browser, page(plan), LOOKING, "--blink-settings=preferredColorScheme=0")
     assert set(light["paper"].values()) == {THEMES["light"]["paper_bgcolor"]}
     assert set(dark["paper"].values()) == {THEMES["dark"]["paper_bgcolor"]}
 
 
+@pytest.mark.slow
 def test_sixteen_ranks_are_drawn(browser: str, plan: Plan) -> None:
     large = schedule("zb-v", ranks=16, stages_per_rank=2, micro_batches=64)
     found = looked_at(browser, page(with_schedule(plan, large)), LOOKING)

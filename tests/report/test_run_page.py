@@ -121,6 +121,7 @@ def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
     assert run_page(gather(folder)) == run_page(gather(folder))
 
 
+@pytest.mark.slow
 def test_it_is_drawn_without_a_complaint(light: dict[str, Any], traced: RunEvidence) -> None:
     assert light["errors"] == []
     names = [figure.name for part in parts_of(traced) for figure in part.figures]
@@ -151,6 +152,7 @@ def test_a_reader_hovers_over_curves_and_squares(light: dict[str, Any]) -> None:
     assert "waited for 1" in light["waiting"] and "ms" in light["waiting"]
 
 
+@pytest.mark.slow
 def test_it_follows_the_readers_system(browser: str, light: dict[str, Any], tmp_path: Path) -> None:
     found = gather(piped_folder(tmp_path / "run"), on="2xH200")
     dark = looked_at(browser, run_page(found), ACTING, "--blink-settings=preferredColorScheme=0")

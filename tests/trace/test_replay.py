@@ -270,6 +270,7 @@ def test_every_recipe_is_of_a_function_that_we_have() -> None:
 needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="runs our kernels under Triton's interpreter")
 
 
+@pytest.mark.slow
 @needs_interpreter
 def test_our_norm_is_replayed_backward_with_the_arguments_of_forward(tmp_path: Path) -> None:
     arguments = shapes(["float", "", "float", "Scalar", ""], [[4, 8], [], [8], [], []], texts=["", "", "", "1e-05", ""])

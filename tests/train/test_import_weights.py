@@ -88,6 +88,7 @@ def _started(overrides: tuple[str, ...]) -> tuple[Trace, Saved]:
     return Trace([], [], [], 0.0, [], {}), saved_by(session)
 
 
+@pytest.mark.slow
 def test_any_layout_starts_with_the_same_weights(ranks: Pool, tmp_path: Path) -> None:
     run = load_run("debug", BASE)
     decoder = _decoder(run.model, tmp_path)

@@ -81,6 +81,7 @@ def test_a_trace_knows_its_run(tmp_path: Path) -> None:
     assert facts["grid"]["world"] == 1
 
 
+@pytest.mark.slow
 def test_a_recorded_run_has_the_losses_of_one_that_is_not(tmp_path: Path) -> None:
     training = TRAINING.model_copy(update={"steps": 2})
     for name, modules in (("plain", ()), ("again", ("norm", "moe"))):

@@ -129,6 +129,7 @@ def test_a_sink_that_was_never_opened_closes(stand_in: StandIn, folder: Path) ->
     assert stand_in.codes == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 def test_offline_the_library_writes_every_step_once_under_one_id(folder: Path) -> None:
     from tests.train.wandb_log import records

@@ -265,7 +265,7 @@ MEASURED_SPILLS = {("sm_90", "forward"): 16, ("sm_90", "queries"): 128, ("sm_90"
 """Bytes of launches that were the fastest all the same."""
 
 
-@pytest.mark.often("sm_90-192-forward")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["forward", "queries", "keys"])
 @pytest.mark.parametrize(("target", "widths"), TARGETS_AND_WIDTHS)
 def test_long_kernels_compile_to_products_of_8_bits_and_spill_no_more_than_was_measured(

@@ -61,7 +61,7 @@ SPILLED_BY_TRITON_3_9 = 8
 """Bytes. A number of the loader's is put away once, before its loop; Triton 3.6 finds a register for it."""
 
 
-@pytest.mark.often("bf16-gluon_three")
+@pytest.mark.slow
 @pytest.mark.parametrize("launch", HOPPERS_OF_ROWS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_nothing_spills_where_rows_are_kept(dtype: str, launch: ProductLaunch) -> None:

@@ -296,6 +296,7 @@ def test_experts_that_share_a_shelf_give_what_they_give_alone(
     assert shelf.meter.tolist() == [0, sum(layers.rows)]
 
 
+@pytest.mark.slow
 def test_what_finds_no_room_is_counted_and_found_the_next_time(device: torch.device) -> None:
     layers = Layers((0.9, 1.0, 0.8), device)
     shelf = shelf_of(layers.count, bound=1.0).to(device)
