@@ -162,11 +162,11 @@ def close_by(machine: Machine, payload: str) -> Iterator[dict[str, Any]]:
         results = []
         for dispatcher in dispatchers:
             x_TD, weights, *matrices = [leaf.clone().requires_grad_() for leaf in leaves]
-            rows, receipt = dispatcher.dispatch(x_TD, Routing(weights, experts_TK))
+            rows, metadata = dispatcher.dispatch(x_TD, Routing(weights, experts_TK))
             y_RD = TRITON.expert_ffn(
                 rows.x_ND, *matrices, rows.counts_e, rows.weights_R, rows.index_R, places_TK=rows.places_NK
             )
-            y_TD = dispatcher.combine(y_RD, receipt)
+            y_TD = dispatcher.combine(y_RD, metadata)
             gradients = torch.autograd.grad((y_TD * direction_TD).sum(), (x_TD, weights, *matrices))
             results.append((y_TD, gradients[0], gradients[1] * (experts_TK < shape.E), *gradients[2:]))
         gaps = [relative_gap(one.float(), other.float()) for one, other in zip(*results, strict=True)]

@@ -78,14 +78,14 @@ class Exact:
 
     def begin(self, dispatcher: Dispatcher, first: int) -> Callable[[], Tensor]:
         """Dispatch; the function that is returned does the rest."""
-        rows, receipt = dispatcher.dispatch(self.x_TD, Routing(self.weights_TK, self.experts_TK))
+        rows, metadata = dispatcher.dispatch(self.x_TD, Routing(self.weights_TK, self.experts_TK))
         place_R = torch.arange(len(rows.weights_R), device=rows.x_ND.device)
         ends_e = rows.counts_e.cumsum(0)
         expert_R = torch.searchsorted(ends_e, place_R, right=True).clamp(max=len(ends_e) - 1)
         factor_R = (expert_R + first) % 3 + 1.0
         used_R1 = (place_R < ends_e[-1])[:, None]
         y_RD = torch.where(used_R1, rows.x_ND[rows.index_R] * (rows.weights_R * factor_R)[:, None], 0)
-        return lambda: dispatcher.combine(y_RD, receipt)
+        return lambda: dispatcher.combine(y_RD, metadata)
 
     def wrong(self, y_TD: Tensor, dx_TD: Tensor, dweights_TK: Tensor) -> Tensor:
         """How many numbers are not what they must be; stays on the device."""

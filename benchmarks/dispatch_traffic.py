@@ -17,16 +17,16 @@ from penstock.kernels.float8.packed_rows import row_bytes
 from penstock.kernels.float8.recipes import BLOCKWISE
 from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
-from penstock.moe.dispatch.cargo import AS_THEY_ARE, Packing
 from penstock.moe.dispatch.contract import Dispatcher
-from penstock.moe.dispatch.room import Room
+from penstock.moe.dispatch.payload import UNQUANTIZED, WireFormat
+from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import Links, SymmetricDispatcher, links_of
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis, make_axes
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers, allocate
 
 KERNELS = replace(REFERENCE, pack_rows=pack.pack_rows, unpack_rows=pack.unpack_rows)
-PAYLOADS = {"bf16": AS_THEY_ARE, "float8": Packing(recipe=BLOCKWISE, operators=KERNELS)}
+PAYLOADS = {"bf16": UNQUANTIZED, "float8": WireFormat(recipe=BLOCKWISE, operators=KERNELS)}
 """What rows travel as. Where numbers are looked at, those in 8 bits are dequantized on arrival."""
 
 CALLS_OF_A_GRAPH = 8
@@ -67,7 +67,7 @@ def begin() -> Machine:
     return Machine(axis=axis, device=device)
 
 
-def opened(payload: str) -> Packing:
+def opened(payload: str) -> WireFormat:
     """Numbers from -4 to 4 are whole in 8 bits too, so what is right in 16 is right in 8."""
     return replace(PAYLOADS[payload], is_opened=True)
 
@@ -78,11 +78,11 @@ def symmetric(
     buffers: SymmetricBuffers,
     bound: float = 0,
     change: "Change | None" = None,
-    packing: Packing = AS_THEY_ARE,
+    packing: WireFormat = UNQUANTIZED,
 ) -> SymmetricDispatcher:
     placement = machine.placement(shape)
     links = links_of(placement, buffers)
-    room = Room(placement, bound).to(machine.device) if bound else None
+    room = RowCapacity(placement, bound).to(machine.device) if bound else None
     return SymmetricDispatcher(placement, links if change is None else change.of(links), room, packing=packing)
 
 
@@ -157,11 +157,11 @@ class Traffic:
 @torch.no_grad()
 def time_both(machine: Machine, dispatcher: Dispatcher, traffic: Traffic, graph: bool) -> tuple[float, float]:
     """Seconds of a dispatch and of a combine."""
-    rows, receipt = dispatcher.dispatch(traffic.x_TD, traffic.routing)
+    rows, metadata = dispatcher.dispatch(traffic.x_TD, traffic.routing)
     y_RD = torch.randn(len(rows.weights_R), traffic.shape.D, device=machine.device, dtype=torch.bfloat16)
     calls = (
         lambda: dispatcher.dispatch(traffic.x_TD, traffic.routing),
-        lambda: dispatcher.combine(y_RD, receipt),
+        lambda: dispatcher.combine(y_RD, metadata),
     )
     first, second = (time_call(machine, call, graph) for call in calls)
     return first, second

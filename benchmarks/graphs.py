@@ -54,7 +54,7 @@ def main() -> None:
         fixed = [*FIXED, *overrides]
         eager, expected = measure(preset, fixed)
         numbers[name] = {"eager": eager}
-        for key, capture in (("captured", "passes"), ("parts", "parts")):
+        for key, capture in (("captured", "full"), ("parts", "partial")):
             row, found = measure(preset, [*fixed, f"graphs.capture={capture}"])
             print(name, key, row, flush=True)
             compared = {

@@ -34,7 +34,7 @@ from penstock.kernels.triton_operators import TRITON
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
-from penstock.moe.dispatch.room import Room
+from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher
 from penstock.moe.routing import Routing
 from penstock.parallel.symmetric import SymmetricBuffers
@@ -73,11 +73,11 @@ class Layer:
 
     def forward(self, dispatcher: Dispatcher) -> Tensor:
         x_TD, weights_TK, *matrices = self.leaves
-        rows, receipt = dispatcher.dispatch(x_TD, Routing(weights_TK, self.traffic.routing.experts_TK))
+        rows, metadata = dispatcher.dispatch(x_TD, Routing(weights_TK, self.traffic.routing.experts_TK))
         y_RD = TRITON.expert_ffn(
             rows.x_ND, *matrices, rows.counts_e, rows.weights_R, rows.index_R, places_TK=rows.places_NK
         )
-        return dispatcher.combine(y_RD, receipt)
+        return dispatcher.combine(y_RD, metadata)
 
     def backward(self, y_TD: Tensor, *, again: bool = False) -> tuple[Tensor, ...]:
         return torch.autograd.grad(y_TD, self.leaves, self.direction_TD, retain_graph=again)
@@ -117,7 +117,7 @@ def main() -> None:
 def measure(machine: Machine, traffic: Traffic, buffers: SymmetricBuffers) -> Iterator[dict[str, Any]]:
     """All ways for one shape and routing; each is compared with the first."""
     layer, placement = Layer.draw(machine, traffic), machine.placement(traffic.shape)
-    room = Room(placement, traffic.bound).to(machine.device)
+    room = RowCapacity(placement, traffic.bound).to(machine.device)
     ways: dict[str, Dispatcher] = {
         "all_to_all": AllToAllDispatcher(placement, machine.axis, TRITON),
         "all_gather": AllGatherDispatcher(placement, machine.axis, TRITON, room),

@@ -30,7 +30,7 @@ from penstock.plan.conventional import Saving, conventional
 from penstock.plan.hardware import cluster_of
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.memory import Memory, memory_of, ranks_that_differ, worst_rank
-from penstock.plan.stand_in import Target, stand_in
+from penstock.plan.meta_rank import Target, stand_in
 
 MODELS = ("moe-1t", "moe-2t")
 CHIPS = ("MI300X", "MI355X")

@@ -99,4 +99,4 @@ def _parameters(run: Run, layout: Layout) -> int:
     expert = 3 * model.hidden_size * moe.ffn_size
     heads = 2 * model.hidden_size * attention.head_dim * (attention.heads + attention.kv_heads)
     layer = heads + model.hidden_size * moe.experts + expert * (moe.experts // layout.expert + 1)
-    return layout.stages_per_rank * layer + model.vocabulary * model.hidden_size
+    return layout.stages_per_rank * layer + model.vocab_size * model.hidden_size

@@ -62,7 +62,7 @@ def _case(name: str, target: str, batch: str, *overrides: str, processes: int = 
 QWEN3 = (
     # Qwen3-30B-A3B (its published config.json), but for the norms of its queries and keys.
     "model.hidden_size=2048",
-    "model.vocabulary=151936",
+    "model.vocab_size=151936",
     "model.attention.heads=32",
     "model.attention.kv_heads=4",
     "model.attention.rope.theta=1000000.0",
@@ -77,7 +77,7 @@ V3 = (
     # A share of the experts and of the vocabulary, as one rank of many has it.
     "model.dense_layers=1",
     "model.moe.experts=32",
-    "model.vocabulary=32768",
+    "model.vocab_size=32768",
 )
 
 EP2 = "parallel.expert=2"
@@ -105,7 +105,7 @@ CASES = (
         "model.layers=3",
         "model.mtp_layers=0",
         *V3,
-        "graphs.capture=passes",
+        "graphs.capture=full",
     ),
     _case(
         "lite-14-layers-ep2-all-to-all",
@@ -155,7 +155,7 @@ CASES = (
         chosen=FROZEN,
     ),
     _case(
-        "lite-5-layers-parts-captured", "deepseek-v2-lite-5l", "12 x 2 x 2048", "graphs.capture=parts", chosen=FROZEN
+        "lite-5-layers-parts-captured", "deepseek-v2-lite-5l", "12 x 2 x 2048", "graphs.capture=partial", chosen=FROZEN
     ),
     _case("qwen3-5-layers-8k", "moe-515b", "6 x 2 x 8192", "model.layers=5", *QWEN3, chosen=FROZEN),
     _case(
@@ -176,7 +176,7 @@ CASES = (
         "dispatch.method=symmetric",
         "dispatch.sync_free=2",
         "dispatch.overlap=shared",
-        "graphs.capture=passes",
+        "graphs.capture=full",
         processes=2,
         chosen=FROZEN,
     ),

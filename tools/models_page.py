@@ -17,11 +17,11 @@ SIZES = {
     "layers",
     "dense_layers",
     "dense_ffn_size",
-    "initial_std",
-    "norm_epsilon",
+    "initializer_range",
+    "rms_norm_eps",
 }
-SIZES |= {f"attention.{name}" for name in ("kind", "heads", "kv_heads", "head_dim", "q_latent", "kv_latent")}
-SIZES |= {f"attention.{name}" for name in ("plain_head_dim", "rotary_head_dim", "value_head_dim")}
+SIZES |= {f"attention.{name}" for name in ("kind", "heads", "kv_heads", "head_dim", "q_lora_rank", "kv_lora_rank")}
+SIZES |= {f"attention.{name}" for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
 SIZES |= {f"moe.{name}" for name in ("experts", "top_k", "ffn_size", "shared_ffn_size")}
 """Fields that say how large a model is and not of what kind."""
 

@@ -54,7 +54,7 @@ class Model:
 
 
 V2_LITE = Model(name="V2-Lite", D=2048, E=64, K=6, F=1408, H=16, rule=RouterRule(top_k=6))
-V3_RULE = RouterRule(top_k=8, score="sigmoid", groups=8, groups_kept=4, group_score="top2", normalize=True, scale=2.5)
+V3_RULE = RouterRule(top_k=8, score="sigmoid", groups=8, topk_group=4, group_score="top2", normalize=True, scale=2.5)
 V3 = Model(name="V3", D=7168, E=256, K=8, F=2048, H=128, rule=V3_RULE)
 
 

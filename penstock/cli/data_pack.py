@@ -96,7 +96,7 @@ def pack_texts(  # noqa: PLR0913 - one argument for each option
         print(json.dumps(summary, indent=2))
     else:
         _print_summary(prefix, packed, seconds)
-        size = f"model.vocabulary={packed.origin.vocabulary_size}"
+        size = f"model.vocab_size={packed.origin.vocabulary_size}"
         print_next("train", "debug", "data.source=packed", f"data.files={prefix}", size)
 
 

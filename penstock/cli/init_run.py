@@ -225,14 +225,14 @@ def _with_vocabulary(run: Run) -> tuple[Run, tuple[str, ...]]:
     if run.data.tokenizer == BYTES or run.data.source == "packed":
         return run, ()
     size = open_tokenizer(run.data.tokenizer, run.data.end_of_document or None).vocabulary_size
-    if size <= run.model.vocabulary:
+    if size <= run.model.vocab_size:
         return run, ()
     room = ceil(size / ROUND) * ROUND
     return (
         _with(run, {"model": {"vocabulary": room}}),
         (
-            f"model.vocabulary is {room:,}: the tokenizer has {size:,} ids, "
-            f"and the preset room for {run.model.vocabulary:,}",
+            f"model.vocab_size is {room:,}: the tokenizer has {size:,} ids, "
+            f"and the preset room for {run.model.vocab_size:,}",
         ),
     )
 

@@ -34,7 +34,7 @@ from penstock.train.run_folder import free_name
 from penstock.tune import evidence
 from penstock.tune.ladder import Gain, Ground, Measure, Outcome, balancing, climb, gains
 from penstock.tune.ladder_file import NOTHING_KEPT, Kept, read_kept, recalling, rungs_as_json
-from penstock.tune.rungs import LADDER, Rung, chosen, load_rungs
+from penstock.tune.rungs import LADDER, LadderStep, chosen, load_rungs
 from penstock.tune.trial import first_steps, run_trial
 
 _LEAST = ("x size", "x optimization", "gap", "TFLOP/s", "p99/p50", "changed", "loss", "peak GiB", "MFU", "x before")
@@ -58,7 +58,7 @@ class Plan:
         resumes: take from the file what it has.
     """
 
-    rungs: tuple[Rung, ...]
+    rungs: tuple[LadderStep, ...]
     wanted: frozenset[str]
     ground: Ground
     own: tuple[str, ...]

@@ -33,7 +33,7 @@ from penstock.models.count import stage_costs
 from penstock.models.rank_model import stages_of
 from penstock.moe.experts import Experts
 from penstock.parallel.axes import Axes, Axis
-from penstock.parallel.kit import Kit
+from penstock.parallel.layer_context import LayerContext
 
 _LABEL_WIDTH = 10
 
@@ -188,7 +188,7 @@ def _parameters(run: Run, grid: Grid, rank: int, stages: dict[int, Stage]) -> tu
         tensor=_axis(grid, rank, "tensor"),
         expert=_axis(grid, rank, "expert", "expert_tensor"),
     )
-    decoders = meta_stages(run, Kit(axes=axes), stages)
+    decoders = meta_stages(run, LayerContext(axes=axes), stages)
     # Two stages of a rank share their embedding.
     modules = {id(module): module for decoder in decoders.values() for module in decoder.modules()}
     own = [(module, _own_parameters(module)) for module in modules.values()]

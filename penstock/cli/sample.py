@@ -70,7 +70,7 @@ def _prompt(run: Run, vocabulary: Vocabulary, text: str) -> list[int]:
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise DataError("the text is not UTF-8", got=ascii(text[:40]))
     prompt: list[int] = vocabulary.tokenizer.encode(text).tolist() or [vocabulary.end_of_document]
-    length, size = run.training.sequence_length, run.model.vocabulary
+    length, size = run.training.sequence_length, run.model.vocab_size
     if len(prompt) >= length:
         raise DataError(
             "the text leaves no room in the context of the run",

@@ -73,7 +73,7 @@ def _sharing(run: Run) -> int:
 def is_forced(start: RunStart) -> bool:
     """Whether the router's choice is ignored, so that nothing here says anything about training."""
     moe = start.run.model.moe
-    return moe is not None and moe.balance.force
+    return moe is not None and moe.balance.force_load_balance
 
 
 class LiveView:

@@ -16,12 +16,12 @@ def warn(message: str) -> None:
 
 def warn_of_unfilled(run: Run) -> None:
     """Warn of a vocabulary of which the tokenizer fills less than half, as far as that is known of no file."""
-    if not bytes_are_encoded(run) or run.model.vocabulary < 2 * BYTES_IDS:
+    if not bytes_are_encoded(run) or run.model.vocab_size < 2 * BYTES_IDS:
         return
     library = run.data.source == "standard-library" and not run.data.mixture
     text = " and data.source standard-library is 30 MB of Python" if library else ""
     own = ", and data.source and data.files to your text" if library else ""
     warn(
-        f"data.tokenizer bytes has {BYTES_IDS} ids of model.vocabulary {run.model.vocabulary:,}: the others are never "
-        f"trained{text}; fix: set data.tokenizer to the model's tokenizer{own}, or model.vocabulary={BYTES_IDS}"
+        f"data.tokenizer bytes has {BYTES_IDS} ids of model.vocab_size {run.model.vocab_size:,}: the others are never "
+        f"trained{text}; fix: set data.tokenizer to the model's tokenizer{own}, or model.vocab_size={BYTES_IDS}"
     )

@@ -167,25 +167,25 @@ def evaluation_has_text(run: Run) -> Problem | None:
 
 
 def vocabulary_holds_every_byte(run: Run) -> Problem | None:
-    """With `data.tokenizer` bytes, `model.vocabulary` is at least 257: 256 bytes and the end of a document."""
-    if not bytes_are_encoded(run) or run.model.vocabulary >= _BYTES_VOCABULARY:
+    """With `data.tokenizer` bytes, `model.vocab_size` is at least 257: 256 bytes and the end of a document."""
+    if not bytes_are_encoded(run) or run.model.vocab_size >= _BYTES_VOCABULARY:
         return None
     return Problem(
-        "model.vocabulary",
+        "model.vocab_size",
         "is too small for data.tokenizer bytes",
-        got=f"{run.model.vocabulary}",
+        got=f"{run.model.vocab_size}",
         allowed=f">= {_BYTES_VOCABULARY} (256 bytes and the end of a document)",
     )
 
 
 def vocabulary_holds_the_synthetic_language(run: Run) -> Problem | None:
-    """With `data.source` synthetic-learnable, `model.vocabulary` is at least 5."""
-    if run.data.source != "synthetic-learnable" or run.model.vocabulary >= _LEARNABLE_VOCABULARY:
+    """With `data.source` synthetic-learnable, `model.vocab_size` is at least 5."""
+    if run.data.source != "synthetic-learnable" or run.model.vocab_size >= _LEARNABLE_VOCABULARY:
         return None
     return Problem(
-        "model.vocabulary",
+        "model.vocab_size",
         "is too small for data.source synthetic-learnable",
-        got=f"{run.model.vocabulary}",
+        got=f"{run.model.vocab_size}",
         allowed=f">= {_LEARNABLE_VOCABULARY}",
     )
 

@@ -113,9 +113,9 @@ def _layers(run: Run, is_written: Written) -> Values:
     if model.dense_layers < model.layers and model.moe_layers > 0:
         return {}
     if is_written("model.dense_layers"):
-        return {"model.moe.every": max(1, model.layers - model.dense_layers)}
-    every = min(moe.every, model.layers)
-    return {"model.moe.every": every, "model.dense_layers": min(model.dense_layers, model.layers - every)}
+        return {"model.moe.moe_layer_freq": max(1, model.layers - model.dense_layers)}
+    every = min(moe.moe_layer_freq, model.layers)
+    return {"model.moe.moe_layer_freq": every, "model.dense_layers": min(model.dense_layers, model.layers - every)}
 
 
 def _dense_width(run: Run, _: Written) -> Values:
@@ -160,23 +160,23 @@ def _groups(run: Run, _: Written) -> Values:
     if moe is None:
         return {}
     least = 2 if moe.router.group_score == "top2" and moe.experts > 1 else 1
-    most = gcd(moe.router.groups, moe.experts)
+    most = gcd(moe.router.n_group, moe.experts)
     groups = max(one for one in range(1, most + 1) if most % one == 0 and moe.experts >= least * one)
-    values: Values = {"model.moe.router.groups": groups}
+    values: Values = {"model.moe.router.n_group": groups}
     return values | ({"model.moe.router.group_score": "max"} if moe.experts == 1 else {})
 
 
 def _choice(run: Run, is_written: Written) -> Values:
     """A token chooses among experts that it can reach."""
     moe = run.model.moe
-    if moe is None or moe.experts % moe.router.groups:
+    if moe is None or moe.experts % moe.router.n_group:
         return {}
-    kept, of_group = min(moe.router.groups_kept, moe.router.groups), moe.experts // moe.router.groups
+    kept, of_group = min(moe.router.topk_group, moe.router.n_group), moe.experts // moe.router.n_group
     if is_written("model.moe.top_k"):
-        kept = min(max(kept, -(-moe.top_k // of_group)), moe.router.groups)
-    elif is_written("model.moe.router.groups_kept"):
-        kept = moe.router.groups_kept
-    return {"model.moe.router.groups_kept": kept, "model.moe.top_k": min(moe.top_k, kept * of_group)}
+        kept = min(max(kept, -(-moe.top_k // of_group)), moe.router.n_group)
+    elif is_written("model.moe.router.topk_group"):
+        kept = moe.router.topk_group
+    return {"model.moe.router.topk_group": kept, "model.moe.top_k": min(moe.top_k, kept * of_group)}
 
 
 def _router(run: Run, _: Written) -> Values:

@@ -18,7 +18,7 @@ _NOT_BEHIND_PARTS = {
 
 
 def captured_passes_are_not_cut_into_stages(run: Run) -> Problem | None:
-    """`graphs.capture` passes and parts need `parallel.pipeline` 1.
+    """`graphs.capture` full and partial need `parallel.pipeline` 1.
 
     Ranks of a pipeline have passes of several micro-batches under way, each with activations of its own.
     """
@@ -34,7 +34,7 @@ def captured_passes_are_not_cut_into_stages(run: Run) -> Problem | None:
 
 
 def captured_weights_stay_where_they_are(run: Run) -> Problem | None:
-    """`graphs.capture` passes and parts do not go with `parallel.shard` full, which gathers weights into new memory."""
+    """`graphs.capture` full and partial do not go with `parallel.shard` full, which gathers weights into new memory."""
     if not _captures(run) or shard(run) != "full":
         return None
     return Problem(
@@ -48,12 +48,12 @@ def captured_weights_stay_where_they_are(run: Run) -> Problem | None:
 
 
 def captured_activations_stay_on_the_device(run: Run) -> Problem | None:
-    """`graphs.capture` passes does not go with `offload.activations`, whose copies the host starts."""
-    if not _captures(run, "passes") or not run.offload.activations:
+    """`graphs.capture` full does not go with `offload.activations`, whose copies the host starts."""
+    if not _captures(run, "full") or not run.offload.activations:
         return None
     return Problem(
         "offload.activations",
-        "starts copies from the host, which takes no part in what graphs.capture passes replays",
+        "starts copies from the host, which takes no part in what graphs.capture full replays",
         got=", ".join(run.offload.activations),
         allowed="nothing",
         fix="recompute them instead (recompute.modules), or set graphs.capture=none",
@@ -61,30 +61,30 @@ def captured_activations_stay_on_the_device(run: Run) -> Problem | None:
 
 
 def captured_shapes_are_known(run: Run) -> Problem | None:
-    """`graphs.capture` passes needs row counts that the host never reads, where ranks share experts.
+    """`graphs.capture` full needs row counts that the host never reads, where ranks share experts.
 
     That is `dispatch.sync_free` 2 or 3, `dispatch.method` symmetric, or `model.moe.balance.pad_to_capacity`.
     """
     moe, shares = run.model.moe, run.parallel.expert * run.parallel.expert_tensor > 1
     is_static = run.dispatch.sync_free >= COUNTS_STAY or run.dispatch.method == "symmetric"
-    if not _captures(run, "passes") or moe is None or not shares or is_static or moe.balance.pad_to_capacity:
+    if not _captures(run, "full") or moe is None or not shares or is_static or moe.balance.pad_to_capacity:
         return None
     return Problem(
         "dispatch.sync_free",
-        "lets the host read how many rows travel, and graphs.capture passes has one shape for all",
+        "lets the host read how many rows travel, and graphs.capture full has one shape for all",
         got=f"{run.dispatch.sync_free}",
         allowed="2, 3",
-        fix="set dispatch.sync_free=2, or graphs.capture=parts",
+        fix="set dispatch.sync_free=2, or graphs.capture=partial",
     )
 
 
 def captured_parts_are_kept(run: Run) -> Problem | None:
-    """`graphs.capture` parts does not go with what is done to activations of the captured parts.
+    """`graphs.capture` partial does not go with what is done to activations of the captured parts.
 
     That is `recompute.modules` norm, latent-up, attention, moe and layer, and `offload.activations` attention, moe and
     layer.
     """
-    if not _captures(run, "parts"):
+    if not _captures(run, "partial"):
         return None
     for field, refused in _NOT_BEHIND_PARTS.items():
         chosen = run.recompute.modules if field == "recompute.modules" else run.offload.activations
@@ -92,57 +92,57 @@ def captured_parts_are_kept(run: Run) -> Problem | None:
         if found:
             return Problem(
                 field,
-                "reaches into what graphs.capture parts captures",
+                "reaches into what graphs.capture partial captures",
                 got=", ".join(found),
                 allowed=f"all but {', '.join(refused)}",
-                fix="leave them out, or set graphs.capture=passes or none",
+                fix="leave them out, or set graphs.capture=full or none",
             )
     return None
 
 
 def captured_parts_are_of_one_rank(run: Run) -> Problem | None:
-    """`graphs.capture` parts needs `parallel.tensor` and `parallel.context` 1: its graphs hold no collectives."""
-    if not _captures(run, "parts"):
+    """`graphs.capture` partial needs `parallel.tensor` and `parallel.context` 1: its graphs hold no collectives."""
+    if not _captures(run, "partial"):
         return None
     for field, ranks in (("tensor", run.parallel.tensor), ("context", run.parallel.context)):
         if ranks > 1:
             return Problem(
                 f"parallel.{field}",
-                "lets ranks exchange in attention, and the graphs of graphs.capture parts hold no collectives",
+                "lets ranks exchange in attention, and the graphs of graphs.capture partial hold no collectives",
                 got=f"{ranks}",
                 allowed="1",
-                fix="set graphs.capture=passes or none",
+                fix="set graphs.capture=full or none",
             )
     return None
 
 
 def captured_parts_are_judged_alone(run: Run) -> Problem | None:
-    """`graphs.capture` parts does not go with `model.moe.balance.auxiliary` global-batch, which sums over ranks.
+    """`graphs.capture` partial does not go with `model.moe.balance.auxiliary` global-batch, which sums over ranks.
 
     It is read only if `model.moe.balance.auxiliary_weight` or `model.moe.balance.z_weight` is not 0.
     """
     moe = run.model.moe
-    if not _captures(run, "parts") or moe is None or moe.balance.auxiliary != "global-batch":
+    if not _captures(run, "partial") or moe is None or moe.balance.auxiliary != "global-batch":
         return None
     if not (moe.balance.auxiliary_weight or moe.balance.z_weight):
         return None
     return Problem(
         "model.moe.balance.auxiliary",
-        "sums over ranks in the router, and the graphs of graphs.capture parts hold no collectives",
+        "sums over ranks in the router, and the graphs of graphs.capture partial hold no collectives",
         got="global-batch",
         allowed="none, micro-batch, sequence",
-        fix="set graphs.capture=passes or none",
+        fix="set graphs.capture=full or none",
     )
 
 
 def captured_parts_run_once_in_a_pass(run: Run) -> Problem | None:
-    """`graphs.capture` parts does not go with `dispatch.overlap` halves and passes, which have two passes under way."""
+    """`graphs.capture` partial needs one pass at a time; `dispatch.overlap` halves and passes have two."""
     overlap = run.dispatch.overlap
-    if not _captures(run, "parts") or overlap not in ("halves", "passes"):
+    if not _captures(run, "partial") or overlap not in ("halves", "passes"):
         return None
     return Problem(
         "dispatch.overlap",
-        "has two passes under way, and graphs.capture parts has memory for one",
+        "has two passes under way, and graphs.capture partial has memory for one",
         got=overlap,
         allowed="none, shared",
         fix="set dispatch.overlap=shared, or graphs.capture=none",
@@ -150,7 +150,7 @@ def captured_parts_run_once_in_a_pass(run: Run) -> Problem | None:
 
 
 def captured_work_is_of_a_gpu(run: Run) -> Problem | None:
-    """`graphs.capture` passes and parts need a GPU: `device` cpu has no graphs."""
+    """`graphs.capture` full and partial need a GPU: `device` cpu has no graphs."""
     if not _captures(run) or run.device != "cpu":
         return None
     return Problem(
@@ -162,7 +162,7 @@ def captured_work_is_of_a_gpu(run: Run) -> Problem | None:
 
 
 def _captures(run: Run, *what: str) -> bool:
-    return run.graphs.capture in (what or ("passes", "parts"))
+    return run.graphs.capture in (what or ("full", "partial"))
 
 
 GRAPH_RULES = (

@@ -59,15 +59,15 @@ def tensor_ranks_divide_widths(run: Run) -> Problem | None:
 
 
 def tensor_ranks_divide_the_vocabulary(run: Run) -> Problem | None:
-    """`parallel.tensor` divides `model.vocabulary`; ids that no token has may fill it up."""
-    ranks, vocabulary = run.parallel.tensor, run.model.vocabulary
+    """`parallel.tensor` divides `model.vocab_size`; ids that no token has may fill it up."""
+    ranks, vocabulary = run.parallel.tensor, run.model.vocab_size
     if vocabulary % ranks == 0:
         return None
     return Problem(
-        "model.vocabulary",
+        "model.vocab_size",
         f"must be a multiple of parallel.tensor ({ranks})",
         got=f"{vocabulary}",
-        fix=f"set model.vocabulary={vocabulary + -vocabulary % ranks}; ids that no token has do no harm",
+        fix=f"set model.vocab_size={vocabulary + -vocabulary % ranks}; ids that no token has do no harm",
     )
 
 
@@ -211,8 +211,8 @@ def recomputed_modules_exist(run: Run) -> Problem | None:
     """`recompute.modules` names parts that the model has.
 
     They are norm, latent-up, attention, expert-activation, shared-expert, dense, moe, layer. latent-up is of latent
-    attention (`model.attention.kv_latent`), expert-activation and moe are of `model.moe`, shared-expert of
-    `model.moe.shared_ffn_size`, dense of `model.dense_layers` or of layers that `model.moe.every` leaves.
+    attention (`model.attention.kv_lora_rank`), expert-activation and moe are of `model.moe`, shared-expert of
+    `model.moe.shared_ffn_size`, dense of `model.dense_layers` or of layers that `model.moe.moe_layer_freq` leaves.
     """
     return _unknown_part(run, "recompute.modules", run.recompute.modules, RECOMPUTABLE)
 

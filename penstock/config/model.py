@@ -109,34 +109,34 @@ class LatentAttention(Section):
 
     kind: Literal["mla"] = knob("mla", doc="Multi-head latent attention.")
     heads: int = knob(doc="Heads.", unit="heads", low=1, high=MOST_HEADS)
-    q_latent: int = knob(
+    q_lora_rank: int = knob(
         0, doc="Rank of the query projection; 0 projects queries directly.", unit="features", low=0, high=MOST_FEATURES
     )
-    kv_latent: int = knob(doc="Rank of the key/value projection.", unit="features", low=1, high=MOST_FEATURES)
-    plain_head_dim: int = knob(
+    kv_lora_rank: int = knob(doc="Rank of the key/value projection.", unit="features", low=1, high=MOST_FEATURES)
+    qk_nope_head_dim: int = knob(
         doc="Part of a query/key head without position (`qk_nope_head_dim`).",
         unit="features",
         low=1,
         high=MOST_FEATURES,
     )
-    rotary_head_dim: int = knob(
+    qk_rope_head_dim: int = knob(
         doc="Part of a query/key head with position; even (`qk_rope_head_dim`).",
         unit="features",
         low=2,
         high=MOST_FEATURES,
     )
-    value_head_dim: int = knob(doc="Width of a value head.", unit="features", low=1, high=MOST_FEATURES)
+    v_head_dim: int = knob(doc="Width of a value head.", unit="features", low=1, high=MOST_FEATURES)
     rope: Rope = knob(Rope(), doc="Position embedding of the rotary part.")
 
     @property
     def head_dim(self) -> int:
         """Width of a query/key head."""
-        return self.plain_head_dim + self.rotary_head_dim
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def rotary_dim(self) -> int:
         """Width of the part of a head that is rotated."""
-        return self.rotary_head_dim
+        return self.qk_rope_head_dim
 
 
 Attention = Annotated[GroupedQueryAttention | LatentAttention, Discriminator("kind")]
@@ -149,8 +149,8 @@ class Router(Section):
     softmax_after_top_k: bool = knob(
         False, doc="Choose by logits and take the softmax over the chosen experts only (Mixtral) instead of before."
     )
-    groups: int = knob(1, doc="Equal groups of experts; 1 means no groups.", unit="groups", low=1, high=MOST_EXPERTS)
-    groups_kept: int = knob(1, doc="Groups that one token may choose from.", unit="groups", low=1, high=MOST_EXPERTS)
+    n_group: int = knob(1, doc="Equal groups of experts; 1 means no groups.", unit="groups", low=1, high=MOST_EXPERTS)
+    topk_group: int = knob(1, doc="Groups that one token may choose from.", unit="groups", low=1, high=MOST_EXPERTS)
     group_score: Literal["max", "top2"] = knob(
         "max", doc="Judge a group by its best expert (DeepSeek-V2) or by its best two (DeepSeek-V3)."
     )
@@ -180,7 +180,7 @@ class Balance(Section):
         0.0, doc="Slots of an expert over its fair share; slots beyond are dropped. 0 means dropless.", low=0.0
     )
     pad_to_capacity: bool = knob(False, doc="Give every expert exactly its capacity of rows (drop and pad).")
-    force: bool = knob(
+    force_load_balance: bool = knob(
         False, doc="BENCHMARK ONLY: ignore the router's choice and spread tokens evenly. Marked in every log."
     )
 
@@ -205,7 +205,7 @@ class Moe(Section):
         low=0,
         high=MOST_FEATURES,
     )
-    every: int = knob(
+    moe_layer_freq: int = knob(
         1,
         doc="Experts in every n-th layer behind the first dense ones, the n-th first.",
         unit="layers",
@@ -233,12 +233,12 @@ class Model(Section):
         "qwen3",
         "plain",
     ] = knob(doc="Whose names weights are exchanged in (plain: nobody's); the values below decide everything else.")
-    vocabulary: int = knob(doc="Token ids.", unit="tokens", low=2, high=MOST_TOKENS)
+    vocab_size: int = knob(doc="Token ids.", unit="tokens", low=2, high=MOST_TOKENS)
     hidden_size: int = knob(doc="Width of the residual stream.", unit="features", low=2, high=MOST_FEATURES)
     layers: int = knob(doc="Decoder layers.", unit="layers", low=1, high=MOST_LAYERS)
     dense_layers: int = knob(
         0,
-        doc="First layers whose feed-forward network is dense; `moe.every` may leave more.",
+        doc="First layers whose feed-forward network is dense; `moe.moe_layer_freq` may leave more.",
         unit="layers",
         low=0,
         high=MOST_LAYERS,
@@ -251,17 +251,17 @@ class Model(Section):
     mtp_layers: int = knob(
         0, doc="Multi-token prediction depth (DeepSeek-V3 section 2.2).", unit="layers", low=0, high=MOST_LAYERS
     )
-    norm_epsilon: float = knob(1e-6, doc="Epsilon of RMSNorm.", low=0.0)
-    tied_embeddings: bool = knob(False, doc="Output projection shares the embedding's weights.")
-    initial_std: float = knob(0.02, doc="Standard deviation of initial weights.", low=0.0)
+    rms_norm_eps: float = knob(1e-6, doc="Epsilon of RMSNorm.", low=0.0)
+    tie_word_embeddings: bool = knob(False, doc="Output projection shares the embedding's weights.")
+    initializer_range: float = knob(0.02, doc="Standard deviation of initial weights.", low=0.0)
 
     def is_dense(self, layer: int) -> bool:
         """Whether the layer of this number, from 0, has no experts; layers behind the last are of token prediction."""
         if self.moe is None or layer < self.dense_layers:
             return True
-        return layer < self.layers and (layer - self.dense_layers + 1) % self.moe.every != 0
+        return layer < self.layers and (layer - self.dense_layers + 1) % self.moe.moe_layer_freq != 0
 
     @property
     def moe_layers(self) -> int:
         """Decoder layers with experts, without multi-token prediction."""
-        return 0 if self.moe is None else (self.layers - self.dense_layers) // self.moe.every
+        return 0 if self.moe is None else (self.layers - self.dense_layers) // self.moe.moe_layer_freq

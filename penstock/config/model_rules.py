@@ -36,28 +36,28 @@ def experts_have_a_layer(run: Run) -> Problem | None:
 
 
 def every_nth_layer_exists(run: Run) -> Problem | None:
-    """`model.moe.every` is at most the number of layers behind `model.dense_layers`."""
+    """`model.moe.moe_layer_freq` is at most the number of layers behind `model.dense_layers`."""
     model = run.model
     if model.moe is None or model.dense_layers >= model.layers or model.moe_layers > 0:
         return None
     behind = model.layers - model.dense_layers
     return Problem(
-        "model.moe.every",
+        "model.moe.moe_layer_freq",
         "leaves no layer for the experts of model.moe",
-        got=f"every {model.moe.every} of {behind} layers",
+        got=f"every {model.moe.moe_layer_freq} of {behind} layers",
         allowed=f"1 to {behind}",
     )
 
 
 def dense_layers_have_a_width(run: Run) -> Problem | None:
-    """Dense layers (`model.dense_layers` above 0, or `model.moe.every` above 1) need `model.dense_ffn_size`."""
+    """Dense layers (`model.dense_layers` > 0 or `model.moe.moe_layer_freq` > 1) need `model.dense_ffn_size`."""
     model = run.model
     dense = model.layers - model.moe_layers
     if dense == 0 or model.dense_ffn_size > 0:
         return None
     return Problem(
         "model.dense_ffn_size",
-        f"is the width of {dense} dense layers (model.dense_layers, model.moe.every)",
+        f"is the width of {dense} dense layers (model.dense_layers, model.moe.moe_layer_freq)",
         got="0",
         allowed=">= 1",
         fix="set it; 4 times model.hidden_size is a common choice",
@@ -78,10 +78,10 @@ def kv_heads_divide_heads(run: Run) -> Problem | None:
 
 
 def rotary_width_is_even(run: Run) -> Problem | None:
-    """Rotary embedding turns pairs: `model.attention.head_dim`, `model.attention.rotary_head_dim` are even."""
+    """Rotary embedding turns pairs: `model.attention.head_dim`, `model.attention.qk_rope_head_dim` are even."""
     attention = run.model.attention
     if isinstance(attention, LatentAttention):
-        name, width = "rotary_head_dim", attention.rotary_head_dim
+        name, width = "qk_rope_head_dim", attention.qk_rope_head_dim
     else:
         name, width = "head_dim", attention.head_dim
     if width % 2 == 0:
@@ -173,37 +173,37 @@ def top_k_is_within_experts(run: Run) -> Problem | None:
 
 
 def groups_divide_experts(run: Run) -> Problem | None:
-    """`model.moe.router.groups` divides `model.moe.experts`."""
+    """`model.moe.router.n_group` divides `model.moe.experts`."""
     moe = run.model.moe
-    if moe is None or moe.experts % moe.router.groups == 0:
+    if moe is None or moe.experts % moe.router.n_group == 0:
         return None
     return Problem(
-        "model.moe.router.groups",
+        "model.moe.router.n_group",
         f"must divide model.moe.experts ({moe.experts})",
-        got=f"{moe.router.groups}",
+        got=f"{moe.router.n_group}",
         allowed=divisors(moe.experts),
     )
 
 
 def kept_groups_exist(run: Run) -> Problem | None:
-    """`model.moe.router.groups_kept` is at most `model.moe.router.groups`."""
+    """`model.moe.router.topk_group` is at most `model.moe.router.n_group`."""
     moe = run.model.moe
-    if moe is None or moe.router.groups_kept <= moe.router.groups:
+    if moe is None or moe.router.topk_group <= moe.router.n_group:
         return None
     return Problem(
-        "model.moe.router.groups_kept",
-        "is more than model.moe.router.groups",
-        got=f"{moe.router.groups_kept}",
-        allowed=f"1 to {moe.router.groups}",
+        "model.moe.router.topk_group",
+        "is more than model.moe.router.n_group",
+        got=f"{moe.router.topk_group}",
+        allowed=f"1 to {moe.router.n_group}",
     )
 
 
 def kept_groups_hold_top_k(run: Run) -> Problem | None:
-    """The groups that are kept (`model.moe.router.groups_kept`) hold at least `model.moe.top_k` experts."""
+    """The groups that are kept (`model.moe.router.topk_group`) hold at least `model.moe.top_k` experts."""
     moe = run.model.moe
-    if moe is None or moe.experts % moe.router.groups:
+    if moe is None or moe.experts % moe.router.n_group:
         return None
-    reachable = moe.router.groups_kept * (moe.experts // moe.router.groups)
+    reachable = moe.router.topk_group * (moe.experts // moe.router.n_group)
     if moe.top_k <= reachable or moe.top_k > moe.experts:
         return None
     return Problem(
@@ -211,19 +211,19 @@ def kept_groups_hold_top_k(run: Run) -> Problem | None:
         f"is more than the {reachable} experts in the groups that a token may choose from",
         got=f"{moe.top_k}",
         allowed=f"1 to {reachable}",
-        fix=f"raise model.moe.router.groups_kept ({moe.router.groups_kept} of {moe.router.groups})",
+        fix=f"raise model.moe.router.topk_group ({moe.router.topk_group} of {moe.router.n_group})",
     )
 
 
 def groups_judged_by_two_have_two(run: Run) -> Problem | None:
     """With `model.moe.router.group_score` top2, a group has at least 2 experts."""
     moe = run.model.moe
-    if moe is None or moe.router.group_score != "top2" or moe.experts >= 2 * moe.router.groups:
+    if moe is None or moe.router.group_score != "top2" or moe.experts >= 2 * moe.router.n_group:
         return None
     return Problem(
         "model.moe.router.group_score",
         "top2 needs groups of at least 2 experts",
-        got=f"{moe.experts} experts in {moe.router.groups} groups",
+        got=f"{moe.experts} experts in {moe.router.n_group} groups",
         fix="use group_score max, or fewer groups",
     )
 

@@ -16,7 +16,7 @@ OFFLOADABLE = ("attention", "dense", "moe", "layer")
 Overlap = Literal["none", "shared", "halves", "passes"]
 """What is computed while tokens are on their way."""
 
-Captured = Literal["passes", "parts"]
+Captured = Literal["full", "partial"]
 """What a graph holds."""
 
 
@@ -72,25 +72,25 @@ class Dispatch(Section):
     sync_free: int = knob(
         0,
         doc="Where the host never waits for the device: 0 promises nothing, 1 in router and permutation, 2 in dispatch "
-        "and experts too (buffers bounded by `bound`), 3 nowhere between router and combine (buffers for the worst "
-        "case). See docs/dispatch.md.",
+        "and experts too (buffers bounded by `row_capacity_factor`), 3 nowhere between router and combine (buffers for "
+        "the worst case). See docs/dispatch.md.",
         low=0,
         high=3,
     )
-    bound: float = knob(
+    row_capacity_factor: float = knob(
         2.0,
         doc="At `sync_free` 2: rows that a rank's experts keep room for at first, over its even share: in all layers "
         "together with our own kernels in 16 bits, else in each. A step that needs more is repeated, and what was too "
         "small keeps what it needed and a tenth.",
         low=1.0,
     )
-    layer_bound: float = knob(
+    layer_capacity_factor: float = knob(
         4.0,
         doc="At `sync_free` 2, where layers keep their rows together: rows that one layer of a rank has room for at "
         "first, over its even share. It is memory of one layer at a time.",
         low=1.0,
     )
-    sms: int = knob(
+    num_sms: int = knob(
         0,
         doc="With `method` symmetric: programs of each kernel that sends or receives, on every rank; 0 takes what was "
         "fastest alone, and fewer leave more of the chip to what is computed meanwhile.",
@@ -157,11 +157,11 @@ class Offload(Section):
 class Graphs(Section):
     """CUDA and HIP graphs: work of the device that is captured once and then launched in one call."""
 
-    capture: Literal["none", "passes", "parts", "auto"] = knob(
+    capture: Literal["none", "full", "partial", "auto"] = knob(
         "none",
         doc="Capture in the second step, and replay from there on, the whole forward and backward pass of a "
-        "micro-batch (passes); or of each layer attention, its norms, and the router with the order of its rows, where "
-        "the host reads row counts behind them (parts). auto does the first of these that it can, and says why where "
+        "micro-batch (full); or of each layer attention, its norms, and the router with the order of its rows, where "
+        "the host reads row counts behind them (partial). auto does the first of these that it can, and says why where "
         "it cannot. See docs/graphs.md.",
     )
 

@@ -124,12 +124,12 @@ def flash_heads_are_equally_wide(run: Run) -> Problem | None:
     """`kernels.attention` flash needs latent attention's query/key and value heads equally wide."""
     attention = run.model.attention
     is_flash = run.kernels.attention == "flash"
-    if not is_flash or not isinstance(attention, LatentAttention) or attention.head_dim == attention.value_head_dim:
+    if not is_flash or not isinstance(attention, LatentAttention) or attention.head_dim == attention.v_head_dim:
         return None
     return Problem(
         "kernels.attention",
-        "flash needs model.attention.value_head_dim = plain_head_dim + rotary_head_dim",
-        got=f"{attention.value_head_dim} and {attention.head_dim}",
+        "flash needs model.attention.v_head_dim = qk_nope_head_dim + qk_rope_head_dim",
+        got=f"{attention.v_head_dim} and {attention.head_dim}",
         fix="set kernels.attention to auto",
     )
 

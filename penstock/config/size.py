@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.config.model import GroupedQueryAttention, LatentAttention, Model, Moe
-from penstock.kernels.reach import Reach
+from penstock.kernels.attention_window import Reach
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def size_of(model: Model, sequence_length: int) -> Count:
         model: the model.
         sequence_length: positions of a row, S.
     """
-    matrix = model.vocabulary * model.hidden_size
-    head = _Part(0 if model.tied_embeddings else matrix, flops=2 * matrix)
+    matrix = model.vocab_size * model.hidden_size
+    head = _Part(0 if model.tie_word_embeddings else matrix, flops=2 * matrix)
     layers = [_block(model, layer, sequence_length) for layer in range(model.layers)]
     whole = _sum([_Part(matrix), *layers, _Part(model.hidden_size), head])
     join = 2 * model.hidden_size**2
@@ -109,15 +109,15 @@ def _grouped(attention: GroupedQueryAttention, hidden: int, layer: int, sequence
 
 
 def _latent(attention: LatentAttention, hidden: int, sequence_length: int) -> _Part:
-    heads, kv_latent, q_latent = attention.heads, attention.kv_latent, attention.q_latent
-    queries, values = heads * attention.head_dim, heads * attention.value_head_dim
-    query = [(hidden, q_latent), (q_latent, queries)] if q_latent else [(hidden, queries)]
+    heads, kv_lora_rank, q_lora_rank = attention.heads, attention.kv_lora_rank, attention.q_lora_rank
+    queries, values = heads * attention.head_dim, heads * attention.v_head_dim
+    query = [(hidden, q_lora_rank), (q_lora_rank, queries)] if q_lora_rank else [(hidden, queries)]
     keys = [
-        (hidden, kv_latent + attention.rotary_head_dim),
-        (kv_latent, heads * attention.plain_head_dim + values),
+        (hidden, kv_lora_rank + attention.qk_rope_head_dim),
+        (kv_lora_rank, heads * attention.qk_nope_head_dim + values),
         (values, hidden),
     ]
-    rest = _Part(q_latent + kv_latent, flops=(queries + values) * sequence_length)
+    rest = _Part(q_lora_rank + kv_lora_rank, flops=(queries + values) * sequence_length)
     return _sum([_matrices(*query, *keys), rest])
 
 

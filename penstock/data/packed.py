@@ -106,7 +106,7 @@ class PackedTokens:
                 f"{place} has an id outside the vocabulary",
                 got=lowest if lowest < 0 else highest,
                 allowed=f"0 to {self.vocabulary_size - 1}",
-                fix="set data.tokenizer and model.vocabulary to what the file was packed with",
+                fix="set data.tokenizer and model.vocab_size to what the file was packed with",
             )
 
     def _find(self, index: int) -> tuple[Pair, int]:

@@ -127,7 +127,7 @@ def _multiply(
     inner: gl.constexpr = w_slots.shape[3]
     width: gl.constexpr = inner if DEPTH_FIRST else outer
     product: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16])
-    # On a shelf of many layers there are fewer than 2**31 rows, if not numbers.
+    # On a arena of many layers there are fewer than 2**31 rows, if not numbers.
     shift = 0 if first_ptr is None else gl.load(first_ptr).to(gl.int32)
     programs = gl.num_programs(0)
     # Steps of the other multiplier's tiles are passed over.

@@ -1,8 +1,8 @@
 """Attention of layers that see a part of the row: blocks of queries, each with the keys that it may need.
 
-`penstock.kernels.reach` says which blocks. Each kind of them is one call of `causal_attention` with the blocks as rows
-of a batch: without a mask for whole chunks of one document, with a small one elsewhere. So memory and work grow with
-what is seen and not with the square of the row, and every backend of plain attention serves.
+`penstock.kernels.attention_window` says which blocks. Each kind of them is one call of `causal_attention` with the
+blocks as rows of a batch: without a mask for whole chunks of one document, with a small one elsewhere. So memory and
+work grow with what is seen and not with the square of the row, and every backend of plain attention serves.
 
 What they need to know about a micro-batch is made once (`near`) and read by all layers with one reach: masks that
 combine reach, causality and borders of documents.
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.attention import causal_attention
-from penstock.kernels.reach import Blocks, Reach, blocks_of
+from penstock.kernels.attention_window import Blocks, Reach, blocks_of
 
 
 @dataclass(frozen=True)

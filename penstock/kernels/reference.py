@@ -32,7 +32,7 @@ class RouterRule:
         score: `softmax` over the experts, or `sigmoid` of each.
         softmax_after_top_k: choose by logits and take the softmax over the K chosen only (score must be softmax).
         groups: number of equal groups of experts; 1 means no groups.
-        groups_kept: groups that a token may choose from.
+        topk_group: groups that a token may choose from.
         group_score: a group is judged by its best score (`max`, DeepSeek-V2) or its best two (`top2`, DeepSeek-V3).
         normalize: divide the chosen weights by their sum.
         scale: factor on the final weights.
@@ -42,7 +42,7 @@ class RouterRule:
     score: Literal["softmax", "sigmoid"] = "softmax"
     softmax_after_top_k: bool = False
     groups: int = 1
-    groups_kept: int = 1
+    topk_group: int = 1
     group_score: Literal["max", "top2"] = "max"
     normalize: bool = False
     scale: float = 1.0
@@ -108,7 +108,7 @@ def _kept_groups(choice_TE: Tensor, rule: RouterRule) -> Tensor:
         group_scores_TQ = grouped_TQE.amax(-1)
     else:
         group_scores_TQ = grouped_TQE.topk(2, dim=-1).values.sum(-1)
-    kept = group_scores_TQ.topk(rule.groups_kept, dim=-1).indices
+    kept = group_scores_TQ.topk(rule.topk_group, dim=-1).indices
     kept_TQ = torch.zeros_like(group_scores_TQ, dtype=torch.bool).scatter_(1, kept, True)
     return kept_TQ.repeat_interleave(E // rule.groups, dim=1)
 

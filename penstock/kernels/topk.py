@@ -143,7 +143,7 @@ def kernel_constants(experts: int, rule: RouterRule, launch: Launch) -> dict[str
         "SIGMOID": rule.score == "sigmoid",
         "AFTER": rule.softmax_after_top_k,
         "GROUPS": rule.groups,
-        "GROUPS_KEPT": rule.groups_kept,
+        "GROUPS_KEPT": rule.topk_group,
         "TOP2": rule.group_score == "top2",
         "NORMALIZE": rule.normalize,
         "SCALE": rule.scale,
@@ -169,10 +169,10 @@ def _rows_of_tile(width: int, launch: Launch) -> int:
 def _check(logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int) -> None:
     tokens, experts = logits_TE.shape
     group = experts // rule.groups
-    if experts % rule.groups or rule.top_k > rule.groups_kept * group or rule.groups_kept > rule.groups:
+    if experts % rule.groups or rule.top_k > rule.topk_group * group or rule.topk_group > rule.groups:
         raise KernelError(
             "route: the groups kept must hold top_k experts, and groups must divide the experts",
-            got=f"{experts} experts in {rule.groups} groups, {rule.groups_kept} kept, top {rule.top_k}",
+            got=f"{experts} experts in {rule.groups} groups, {rule.topk_group} kept, top {rule.top_k}",
         )
     if rule.groups > 1 and rule.group_score == "top2" and group < 2:
         raise KernelError("route: a group judged by its best two must have two", got=f"{group} expert in each group")

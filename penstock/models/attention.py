@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.model import GroupedQueryAttention, LocalAttention
-from penstock.kernels.float8.quantized import Both
-from penstock.kernels.reach import Reach
+from penstock.kernels.attention_window import Reach
+from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.models.frame import Frame
 from penstock.models.linear import Linear, cut_over
 from penstock.models.norm import RMSNorm, SplitNorm, norm_together
 from penstock.models.rope import softmax_scale
 from penstock.parallel.collectives import all_gather, reduce_scatter
 from penstock.parallel.context import attend, attend_locally
-from penstock.parallel.kit import Kit
+from penstock.parallel.layer_context import LayerContext
 
 
 class GroupedQueryLayer(nn.Module):
@@ -31,7 +31,7 @@ class GroupedQueryLayer(nn.Module):
     Args:
         config: sizes.
         hidden_size: D.
-        kit: kernels and ranks.
+        layer_context: kernels and ranks.
         layer: number in the model, from 0; layers of multi-token prediction count on.
         epsilon: of norms.
 
@@ -42,44 +42,50 @@ class GroupedQueryLayer(nn.Module):
     """
 
     def __init__(
-        self, config: GroupedQueryAttention, hidden_size: int, kit: Kit, *, layer: int, epsilon: float
+        self,
+        config: GroupedQueryAttention,
+        hidden_size: int,
+        layer_context: LayerContext,
+        *,
+        layer: int,
+        epsilon: float,
     ) -> None:
         super().__init__()
         local, is_global = config.local, config.is_global(layer)
         self.config = config
-        self.kit = kit
+        self.layer_context = layer_context
         self.epsilon = epsilon
         self.scale = softmax_scale(config.rope, config.head_dim)
         self.reach = None if local is None or is_global else reach_of(local)
         self.is_rotated = config.rotates(layer)
         self.is_tempered = local is not None and is_global and local.global_temperature > 0
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.query = Linear(hidden_size, queries, kit, split="outputs", bias=config.bias)
-        self.key = Linear(hidden_size, keys, kit, split="outputs", bias=config.bias)
-        self.value = Linear(hidden_size, keys, kit, split="outputs", bias=config.bias)
-        self.out = Linear(queries, hidden_size, kit, split="inputs", bias=config.bias)
+        self.query = Linear(hidden_size, queries, layer_context, split="outputs", bias=config.bias)
+        self.key = Linear(hidden_size, keys, layer_context, split="outputs", bias=config.bias)
+        self.value = Linear(hidden_size, keys, layer_context, split="outputs", bias=config.bias)
+        self.out = Linear(queries, hidden_size, layer_context, split="inputs", bias=config.bias)
         self.query_norm, self.key_norm = (self._norm(width) for width in (queries, keys))
-        tensor = kit.axes.tensor
+        tensor = layer_context.axes.tensor
         self.cuts = {"sinks_H": cut_over(tensor, dim=0)}
         self.sinks_H = nn.Parameter(torch.empty(config.heads // tensor.size)) if config.sinks else None
 
     def _norm(self, width: int) -> RMSNorm | None:
         """The norm with weights of queries or keys, if they have one."""
         if self.config.qk_norm == "head":
-            return RMSNorm(self.config.head_dim, self.epsilon, self.kit.operators)
-        return SplitNorm(width, self.epsilon, self.kit) if self.config.qk_norm == "projection" else None
+            return RMSNorm(self.config.head_dim, self.epsilon, self.layer_context.operators)
+        return SplitNorm(width, self.epsilon, self.layer_context) if self.config.qk_norm == "projection" else None
 
     @property
     def reads_ready(self) -> bool:
         """Whether products read what comes in in 8 bits; what ranks gather they quantize behind that."""
-        return self.query.float8 is not None and self.kit.axes.tensor.size == 1
+        return self.query.float8 is not None and self.layer_context.axes.tensor.size == 1
 
     @property
     def reads_plain(self) -> bool:
         """Whether something reads it in 16 bits."""
         return not self.reads_ready or any(one.float8 is None for one in (self.key, self.value))
 
-    def forward(self, x_BSD: Tensor, frame: Frame, ready: Both | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, frame: Frame, ready: RowColQuantized | None = None) -> Tensor:
         """Attend. Returns B x S x D, our own positions.
 
         Args:
@@ -87,21 +93,21 @@ class GroupedQueryLayer(nn.Module):
             frame: the micro-batch.
             ready: x in 8 bits, if it is there.
         """
-        tensor = self.kit.axes.tensor
+        tensor = self.layer_context.axes.tensor
         if tensor.size > 1:
             x_BSD = all_gather(x_BSD, tensor, dim=1)
             ready = self.query.quantized(x_BSD)
         q_BSHN, k_BSGN = self._positioned(*self._projected(x_BSD, ready), frame)
         v_BSGN = self.value(x_BSD, ready).unflatten(-1, (-1, self.config.head_dim))
-        o_BSHN = self.kit.run("attention", partial(self._attended, frame=frame), q_BSHN, k_BSGN, v_BSGN)
+        o_BSHN = self.layer_context.run("attention", partial(self._attended, frame=frame), q_BSHN, k_BSGN, v_BSGN)
         return self.out.shifted(reduce_scatter(self.out(o_BSHN.flatten(-2)), tensor, dim=1))
 
-    def _projected(self, x_BSD: Tensor, ready: Both | None = None) -> tuple[Tensor, Tensor]:
+    def _projected(self, x_BSD: Tensor, ready: RowColQuantized | None = None) -> tuple[Tensor, Tensor]:
         """Queries and keys by head, normed if they are so before they are rotated."""
         q, k, split = self.query(x_BSD, ready), self.key(x_BSD, ready), (-1, self.config.head_dim)
         query_norm, key_norm = self.query_norm, self.key_norm
         if isinstance(query_norm, SplitNorm) and isinstance(key_norm, SplitNorm):
-            q, k = norm_together(((query_norm, q), (key_norm, k)), self.kit.axes.tensor)
+            q, k = norm_together(((query_norm, q), (key_norm, k)), self.layer_context.axes.tensor)
         q_BSHN, k_BSGN = q.unflatten(-1, split), k.unflatten(-1, split)
         if self.config.qk_norm == "head":
             assert query_norm is not None and key_norm is not None, "norms of heads have weights"
@@ -111,7 +117,7 @@ class GroupedQueryLayer(nn.Module):
     def _positioned(self, q_BSHN: Tensor, k_BSGN: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
         """Queries and keys that know where they stand, as far as they do in this layer."""
         if self.is_rotated:
-            rotate = self.kit.operators.rotate
+            rotate = self.layer_context.operators.rotate
             q_BSHN, k_BSGN = (rotate(x, frame.cos_BSP, frame.sin_BSP) for x in (q_BSHN, k_BSGN))
             if self.config.qk_norm == "rotated-head":
                 q_BSHN, k_BSGN = self._plainly_normed(q_BSHN), self._plainly_normed(k_BSGN)
@@ -122,15 +128,15 @@ class GroupedQueryLayer(nn.Module):
 
     def _plainly_normed(self, x_BSHN: Tensor) -> Tensor:
         """The norm of each head without weights."""
-        return self.kit.operators.rms_norm(x_BSHN, x_BSHN.new_ones(x_BSHN.shape[-1]), self.epsilon)
+        return self.layer_context.operators.rms_norm(x_BSHN, x_BSHN.new_ones(x_BSHN.shape[-1]), self.epsilon)
 
     def _attended(self, q_BSHN: Tensor, k_BSGN: Tensor, v_BSGN: Tensor, frame: Frame) -> Tensor:
         """Core attention. Sinks are read here, because weights that ranks divide are elsewhere when it runs again."""
         sinks_H = self.sinks_H
-        heads, kit, scale = (q_BSHN, k_BSGN, v_BSGN), self.kit, self.scale
+        heads, layer_context, scale = (q_BSHN, k_BSGN, v_BSGN), self.layer_context, self.scale
         if self.reach is None or not frame.nears:
-            return attend(*heads, kit, scale=scale, allowed_BSS=frame.allowed_BSS, sinks_H=sinks_H)
-        return attend_locally(*heads, kit, scale=scale, nears=frame.nears, sinks_H=sinks_H)
+            return attend(*heads, layer_context, scale=scale, allowed_BSS=frame.allowed_BSS, sinks_H=sinks_H)
+        return attend_locally(*heads, layer_context, scale=scale, nears=frame.nears, sinks_H=sinks_H)
 
 
 def reach_of(local: LocalAttention) -> Reach:

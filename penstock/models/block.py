@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor, nn
 
 from penstock.base.spans import Span
-from penstock.kernels.float8.quantized import Both
+from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.models.attention import GroupedQueryLayer
 from penstock.models.ffn import FeedForward
 from penstock.models.frame import Frame
@@ -19,10 +19,10 @@ from penstock.models.mla import LatentLayer
 from penstock.models.norm import PreNorm
 from penstock.moe.layer import MoE, Terms
 from penstock.moe.routing import Routing
-from penstock.parallel.kit import Kit
+from penstock.parallel.interleave import Steps, within
+from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.parts import Parts
 from penstock.parallel.spans import span
-from penstock.parallel.turns import Steps, within
 
 
 class Block(nn.Module):
@@ -33,7 +33,7 @@ class Block(nn.Module):
         attention: grouped-query or latent attention.
         ffn_norm: norm before the feed-forward network.
         ffn: dense network or mixture of experts.
-        kit: what becomes of activations.
+        layer_context: what becomes of activations.
     """
 
     def __init__(
@@ -42,43 +42,43 @@ class Block(nn.Module):
         attention: GroupedQueryLayer | LatentLayer,
         ffn_norm: PreNorm,
         ffn: FeedForward | MoE,
-        kit: Kit,
+        layer_context: LayerContext,
     ) -> None:
         super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention
         self.ffn_norm = ffn_norm
         self.ffn = ffn
-        self.kit = kit
+        self.layer_context = layer_context
 
     def forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
         """Returns the residual stream after the layer, B x S x D."""
-        with self.kit.recompute.discarding():
-            return self.kit.run("layer", self._forward, x_BSD, frame)
+        with self.layer_context.recompute.discarding():
+            return self.layer_context.run("layer", self._forward, x_BSD, frame)
 
     def steps(self, x_BSD: Tensor, frame: Frame) -> Steps[Tensor]:
         """`forward` that stops where a transfer is under way; a layer that is no region and not on the host."""
-        with self.kit.recompute.discarding_in_pieces() as piece:
+        with self.layer_context.recompute.discarding_in_pieces() as piece:
             with piece():
                 x_BSD, x_TD, ready = self._attend(x_BSD, frame)
             terms = yield from within(piece, self._mix(x_TD, ready, frame))
             return self._add(x_BSD, terms)
 
-    def _mix(self, x_TD: Tensor, ready: Both | None, frame: Frame) -> Steps[Terms]:
+    def _mix(self, x_TD: Tensor, ready: RowColQuantized | None, frame: Frame) -> Steps[Terms]:
         if isinstance(self.ffn, MoE):
             return (yield from self.ffn.steps(x_TD, frame.scope, ready))
         return self._dense(x_TD, ready)
 
-    def _dense(self, x_TD: Tensor, ready: Both | None) -> Terms:
+    def _dense(self, x_TD: Tensor, ready: RowColQuantized | None) -> Terms:
         with span(Span.DENSE):
-            return (self.kit.run("dense", self.ffn, x_TD, ready),)
+            return (self.layer_context.run("dense", self.ffn, x_TD, ready),)
 
     def _forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
         if frame.parts is not None:
             return self._behind_part(x_BSD, frame, frame.parts)
         x_BSD, x_TD, ready = self._attend(x_BSD, frame)
         if isinstance(self.ffn, MoE):
-            terms = self.kit.run("moe", self.ffn, x_TD, frame.scope, ready)
+            terms = self.layer_context.run("moe", self.ffn, x_TD, frame.scope, ready)
         else:
             terms = self._dense(x_TD, ready)
         return self._add(x_BSD, terms)
@@ -96,15 +96,17 @@ class Block(nn.Module):
 
         def until_dispatch(x_BSD: Tensor) -> tuple[Tensor, ...]:
             x_BSD, x_TD, _ = self._attend(x_BSD, frame, ready=False)
-            routed_TD, x_TD, shared_TD = self.kit.operators.fan_out(x_TD)
+            routed_TD, x_TD, shared_TD = self.layer_context.operators.fan_out(x_TD)
             return x_BSD, x_TD, shared_TD, *mixture.route(routed_TD, frame.scope).tensors()
 
         x_BSD, x_TD, shared_TD, *routing = parts.run(self, until_dispatch, x_BSD)
         return self._add(x_BSD, mixture.mix(x_TD, shared_TD, Routing.of(*routing)))
 
-    def _attend(self, x_BSD: Tensor, frame: Frame, *, ready: bool = True) -> tuple[Tensor, Tensor, Both | None]:
+    def _attend(
+        self, x_BSD: Tensor, frame: Frame, *, ready: bool = True
+    ) -> tuple[Tensor, Tensor, RowColQuantized | None]:
         """The residual stream after attention, and what the feed-forward network reads, T x D; also in 8 bits."""
-        run, is_again = self.kit.run, self.kit.recompute.recomputes("norm")
+        run, is_again = self.layer_context.run, self.layer_context.recompute.recomputes("norm")
         if is_again:
             normed_BSD, both = run("norm", self.attention_norm, x_BSD)
         else:
@@ -125,4 +127,4 @@ class Block(nn.Module):
             if len(terms) == 1:
                 return x_BSD + terms[0].view_as(x_BSD)
             routed_BSD, shared_BSD = (term.view_as(x_BSD) for term in terms)
-            return self.kit.operators.add_three(routed_BSD, shared_BSD, x_BSD)
+            return self.layer_context.operators.add_three(routed_BSD, shared_BSD, x_BSD)

@@ -2,7 +2,7 @@
 
 The model is made on the meta device (shapes only), given its dtypes, then memory, then initial weights. The same meta
 model is what counting and planning walk. A rank of a pipeline builds one decoder for each of its stages, with only the
-parts that the stage holds; ranks that share matrices or experts build modules of their share (`Kit.axes`).
+parts that the stage holds; ranks that share matrices or experts build modules of their share (`LayerContext.axes`).
 """
 
 from collections import Counter
@@ -37,14 +37,14 @@ from penstock.moe.layer import MoE
 from penstock.moe.router import Router
 from penstock.parallel.activations import offload
 from penstock.parallel.activations.recompute import rule_for
+from penstock.parallel.async_transfer import Transfers
 from penstock.parallel.axes import ALONE, Axes
-from penstock.parallel.flight import Transfers
 from penstock.parallel.float8_gather import EightBitRows
-from penstock.parallel.kit import Kit
+from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.shard import shard_fully
 
 if TYPE_CHECKING:  # it imports Triton, which may be absent
-    from penstock.moe.dispatch.shelf import Shelf
+    from penstock.moe.dispatch.activation_arena import ActivationArena
 
 
 def whole_model(config: Model) -> Stage:
@@ -56,42 +56,47 @@ def whole_model(config: Model) -> Stage:
 
 def needs_embedding(config: Model, stage: Stage) -> bool:
     """Prediction layers read the embedding of the tokens ahead, and a tied output projection is the embedding."""
-    return stage.embed or bool(stage.mtp) or (stage.norm_and_head and config.tied_embeddings)
+    return stage.embed or bool(stage.mtp) or (stage.norm_and_head and config.tie_word_embeddings)
 
 
 def meta_model(
     config: Model,
-    kit: Kit | None = None,
+    layer_context: LayerContext | None = None,
     stage: Stage | None = None,
-    kit_of: Callable[[int], Kit] | None = None,
+    layer_context_of: Callable[[int], LayerContext] | None = None,
 ) -> Decoder:
     """The model on the meta device: shapes and float32 dtypes, no memory.
 
     Args:
         config: the whole model.
-        kit: kernels and ranks; None for the reference kernels and one rank.
+        layer_context: kernels and ranks; None for the reference kernels and one rank.
         stage: what this decoder holds; None for everything.
-        kit_of: that of each layer; None gives all of them the same one.
+        layer_context_of: that of each layer; None gives all of them the same one.
     """
-    kit, stage = kit or Kit(), stage or whole_model(config)
+    layer_context, stage = layer_context or LayerContext(), stage or whole_model(config)
     # Embedding, final norm and output projection are never in 8 bits.
-    plain, hidden, epsilon = replace(kit, later=None, float8=NO_FLOAT8), config.hidden_size, config.norm_epsilon
-    kit_of = kit_of or (lambda layer: kit)
-    shelf = _shelf(config, kit)
-    has_head = stage.norm_and_head and not config.tied_embeddings
+    plain, hidden, epsilon = (
+        replace(layer_context, later=None, float8=NO_FLOAT8),
+        config.hidden_size,
+        config.rms_norm_eps,
+    )
+    layer_context_of = layer_context_of or (lambda layer: layer_context)
+    arena = _shelf(config, layer_context)
+    has_head = stage.norm_and_head and not config.tie_word_embeddings
     with torch.device("meta"):
         return Decoder(
             config,
-            embed=Embedding(config.vocabulary, hidden, plain) if needs_embedding(config, stage) else None,
-            blocks={layer: _block(config, layer, kit_of(layer), shelf) for layer in stage.layers},
+            embed=Embedding(config.vocab_size, hidden, plain) if needs_embedding(config, stage) else None,
+            blocks={layer: _block(config, layer, layer_context_of(layer), arena) for layer in stage.layers},
             norm=RMSNorm(hidden, epsilon, plain.operators) if stage.norm_and_head else None,
-            head=Linear(hidden, config.vocabulary, plain, split="outputs") if has_head else None,
+            head=Linear(hidden, config.vocab_size, plain, split="outputs") if has_head else None,
             mtp={
-                depth: _mtp(config, config.layers + depth, kit_of(config.layers + depth), shelf) for depth in stage.mtp
+                depth: _mtp(config, config.layers + depth, layer_context_of(config.layers + depth), arena)
+                for depth in stage.mtp
             },
-            kit=kit,
+            layer_context=layer_context,
             is_first=stage.embed,
-            shelf=shelf,
+            arena=arena,
         )
 
 
@@ -106,14 +111,14 @@ def build_model(run: Run, device: torch.device, operators: Operators | None = No
     Raises:
         KernelError: the run asks for kernels that the device cannot run.
     """
-    kit = Kit(
+    layer_context = LayerContext(
         operators=operators or choose_operators(run, device),
         dispatch=run.dispatch,
         transfers=transfers_of(run, device),
         float8=choose_float8(run, device),
         offload=offload.rule_for(run.offload, device),
     )
-    decoders = meta_stages(run, kit, {0: whole_model(run.model)})
+    decoders = meta_stages(run, layer_context, {0: whole_model(run.model)})
     set_dtypes(run, decoders.values(), ALONE, device)
     materialize(run, device, decoders.values())
     return decoders[0]
@@ -124,16 +129,16 @@ def transfers_of(run: Run, device: torch.device) -> Transfers | None:
     return None if run.dispatch.overlap == "none" else Transfers(device)
 
 
-def meta_stages(run: Run, kit: Kit, stages: Mapping[int, Stage]) -> dict[int, Decoder]:
+def meta_stages(run: Run, layer_context: LayerContext, stages: Mapping[int, Stage]) -> dict[int, Decoder]:
     """The decoders of one rank on the meta device, in float32.
 
     Args:
         run: the run.
-        kit: kernels and ranks.
+        layer_context: kernels and ranks.
         stages: what each stage of this rank holds, by number of the stage.
     """
     decoders = {
-        number: meta_model(run.model, kit, stage, partial(_kit_of, run, kit, number))
+        number: meta_model(run.model, layer_context, stage, partial(_kit_of, run, layer_context, number))
         for number, stage in stages.items()
     }
     with_embedding = [decoder for decoder in decoders.values() if decoder.embed is not None]
@@ -142,9 +147,13 @@ def meta_stages(run: Run, kit: Kit, stages: Mapping[int, Stage]) -> dict[int, De
     return decoders
 
 
-def _kit_of(run: Run, kit: Kit, stage: int, layer: int) -> Kit:
-    """The kit of one layer, whose activations and numbers may be treated in their own way."""
-    return replace(kit, recompute=rule_for(run.recompute, layer, stage), float8=_float8_of(run, kit.float8, layer))
+def _kit_of(run: Run, layer_context: LayerContext, stage: int, layer: int) -> LayerContext:
+    """The layer_context of one layer, whose activations and numbers may be treated in their own way."""
+    return replace(
+        layer_context,
+        recompute=rule_for(run.recompute, layer, stage),
+        float8=_float8_of(run, layer_context.float8, layer),
+    )
 
 
 def _float8_of(run: Run, rule: Float8Rule, layer: int) -> Float8Rule:
@@ -192,7 +201,7 @@ def materialize(run: Run, device: torch.device, decoders: Collection[Decoder]) -
     for decoder in decoders:
         decoder.to_empty(device=device)
     for decoder in decoders:  # A second look, because a shared embedding gets its memory more than once.
-        initialize(decoder, run.seed, run.model.initial_std)
+        initialize(decoder, run.seed, run.model.initializer_range)
 
 
 def gather_in_8_bits(run: Run, decoders: Iterable[Decoder], axes: Axes) -> None:
@@ -245,53 +254,66 @@ _READ_TWICE = frozenset({"dense", "moe", "shared-expert"})
 """Parts that keep what they read to run again. They keep it once, in 16 bits, and quantize it by themselves."""
 
 
-def _shelf(config: Model, kit: Kit) -> "Shelf | None":
+def _shelf(config: Model, layer_context: LayerContext) -> "ActivationArena | None":
     """Where the experts of a stage keep their rows together; None if none of them may."""
-    kits = kit, replace(kit, float8=NO_FLOAT8)  # some layers may compute in 16 bits, whatever the others do
+    kits = (
+        layer_context,
+        replace(layer_context, float8=NO_FLOAT8),
+    )  # some layers may compute in 16 bits, whatever the others do
     if config.moe is None or not any(is_shelved(config.moe, one) for one in kits):
         return None
     # By name, because it needs Triton, which may be absent.
-    shelf: Shelf = import_module("penstock.moe.dispatch.shelf").Shelf(kit.dispatch.bound)
-    return shelf
+    arena: ActivationArena = import_module("penstock.moe.dispatch.activation_arena").ActivationArena(
+        layer_context.dispatch.row_capacity_factor
+    )
+    return arena
 
 
-def _block(config: Model, layer: int, kit: Kit, shelf: "Shelf | None" = None) -> Block:
-    attention, ffn = _attention(config, layer, kit), _ffn(config, layer, kit, shelf)
+def _block(config: Model, layer: int, layer_context: LayerContext, arena: "ActivationArena | None" = None) -> Block:
+    attention, ffn = _attention(config, layer, layer_context), _ffn(config, layer, layer_context, arena)
     reader = ffn.shared if isinstance(ffn, MoE) else ffn
-    is_ready = isinstance(reader, FeedForward) and reader.reads_ready and not kit.recompute.kinds & _READ_TWICE
+    is_ready = (
+        isinstance(reader, FeedForward) and reader.reads_ready and not layer_context.recompute.kinds & _READ_TWICE
+    )
 
     def norm(*, ready: bool, keep_plain: bool) -> PreNorm:
-        float8 = kit.float8 if ready else None
-        return PreNorm(config.hidden_size, config.norm_epsilon, kit.operators, float8, keep_plain=keep_plain)
+        float8 = layer_context.float8 if ready else None
+        return PreNorm(config.hidden_size, config.rms_norm_eps, layer_context.operators, float8, keep_plain=keep_plain)
 
     attention_norm = norm(ready=attention.reads_ready, keep_plain=attention.reads_plain)
     # Routers and dispatchers read 16 bits.
-    return Block(attention_norm, attention, norm(ready=is_ready, keep_plain=isinstance(ffn, MoE)), ffn, kit)
+    return Block(attention_norm, attention, norm(ready=is_ready, keep_plain=isinstance(ffn, MoE)), ffn, layer_context)
 
 
-def _attention(config: Model, layer: int, kit: Kit) -> GroupedQueryLayer | LatentLayer:
+def _attention(config: Model, layer: int, layer_context: LayerContext) -> GroupedQueryLayer | LatentLayer:
     if isinstance(config.attention, LatentAttention):
-        return LatentLayer(config.attention, config.hidden_size, kit)
-    return GroupedQueryLayer(config.attention, config.hidden_size, kit, layer=layer, epsilon=config.norm_epsilon)
-
-
-def _ffn(config: Model, layer: int, kit: Kit, shelf: "Shelf | None") -> FeedForward | MoE:
-    moe = config.moe
-    if moe is None or config.is_dense(layer):
-        return FeedForward(config.hidden_size, config.dense_ffn_size, kit)
-    dispatcher, room = make_dispatcher(moe, kit, is_shelved=is_shelved(moe, kit))
-    # What is computed again is kept by nobody, and lives no longer than the layer.
-    keeps = is_shelved(moe, kit) and not kit.recompute.kinds & {"expert-activation", "moe", "layer"}
-    return MoE(
-        Router(moe, config.hidden_size, layer, kit.operators, kit.axes),
-        dispatcher,
-        Experts(moe.experts, config.hidden_size, moe.ffn_size, kit, rule=expert_rule(moe), bias=moe.bias),
-        FeedForward(config.hidden_size, moe.shared_ffn_size, kit) if moe.shared_ffn_size else None,
-        kit,
-        room,
-        shelf if keeps else None,
+        return LatentLayer(config.attention, config.hidden_size, layer_context)
+    return GroupedQueryLayer(
+        config.attention, config.hidden_size, layer_context, layer=layer, epsilon=config.rms_norm_eps
     )
 
 
-def _mtp(config: Model, layer: int, kit: Kit, shelf: "Shelf | None") -> MultiTokenPrediction:
-    return MultiTokenPrediction(config.hidden_size, config.norm_epsilon, _block(config, layer, kit, shelf), kit)
+def _ffn(config: Model, layer: int, layer_context: LayerContext, arena: "ActivationArena | None") -> FeedForward | MoE:
+    moe = config.moe
+    if moe is None or config.is_dense(layer):
+        return FeedForward(config.hidden_size, config.dense_ffn_size, layer_context)
+    dispatcher, room = make_dispatcher(moe, layer_context, is_shelved=is_shelved(moe, layer_context))
+    # What is computed again is kept by nobody, and lives no longer than the layer.
+    keeps = is_shelved(moe, layer_context) and not layer_context.recompute.kinds & {"expert-activation", "moe", "layer"}
+    return MoE(
+        Router(moe, config.hidden_size, layer, layer_context.operators, layer_context.axes),
+        dispatcher,
+        Experts(moe.experts, config.hidden_size, moe.ffn_size, layer_context, rule=expert_rule(moe), bias=moe.bias),
+        FeedForward(config.hidden_size, moe.shared_ffn_size, layer_context) if moe.shared_ffn_size else None,
+        layer_context,
+        room,
+        arena if keeps else None,
+    )
+
+
+def _mtp(
+    config: Model, layer: int, layer_context: LayerContext, arena: "ActivationArena | None"
+) -> MultiTokenPrediction:
+    return MultiTokenPrediction(
+        config.hidden_size, config.rms_norm_eps, _block(config, layer, layer_context, arena), layer_context
+    )

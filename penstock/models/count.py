@@ -88,7 +88,7 @@ def _attention_flops(module: nn.Module, sequence_length: int) -> float:
     flops = 0.0
     for layer in module.modules():
         if isinstance(layer, LatentLayer):
-            widths = layer.config.head_dim + layer.config.value_head_dim
+            widths = layer.config.head_dim + layer.config.v_head_dim
             flops += layer.config.heads * widths * sequence_length
         elif isinstance(layer, GroupedQueryLayer):
             seen = sequence_length / 2 if layer.reach is None else layer.reach.pairs(sequence_length) / sequence_length

@@ -25,12 +25,12 @@ from penstock.models.norm import RMSNorm
 from penstock.models.rope import angles
 from penstock.moe.routing import Scope
 from penstock.parallel.context import held_positions, nears_of
-from penstock.parallel.kit import Kit
+from penstock.parallel.interleave import Steps, drain, interleave, within
+from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.spans import span
-from penstock.parallel.turns import Steps, drain, take_turns, within
 
 if TYPE_CHECKING:  # it imports Triton, which may be absent
-    from penstock.moe.dispatch.shelf import Shelf
+    from penstock.moe.dispatch.activation_arena import ActivationArena
 
 IN_PIECES: tuple[Overlap, ...] = ("halves", "passes")
 """Overlaps in which other work is done between the pieces of a layer."""
@@ -61,8 +61,8 @@ class Decoder(nn.Module):
         head: output projection; None if it is the embedding itself, or not of this stage.
         mtp: multi-token prediction layers by depth, from 0.
         is_first: the stage begins with the embedding; one that has an embedding for its prediction layers may not.
-        shelf: where experts of all layers keep rows; None if each layer keeps its own.
-        kit: ranks, and what is computed while tokens travel.
+        arena: where experts of all layers keep rows; None if each layer keeps its own.
+        layer_context: ranks, and what is computed while tokens travel.
 
     Attributes:
         has_reach: some of its layers see a part of the row only.
@@ -78,16 +78,16 @@ class Decoder(nn.Module):
         norm: RMSNorm | None,
         head: Linear | None,
         mtp: dict[int, MultiTokenPrediction],
-        kit: Kit,
+        layer_context: LayerContext,
         is_first: bool = True,
-        shelf: "Shelf | None" = None,
+        arena: "ActivationArena | None" = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.kit = kit
+        self.layer_context = layer_context
         self.is_first = is_first
-        self.shelf = shelf
-        self.overlap = kit.dispatch.overlap
+        self.arena = arena
+        self.overlap = layer_context.dispatch.overlap
         self.embed = embed
         self.blocks = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
         self.norm = norm
@@ -117,7 +117,7 @@ class Decoder(nn.Module):
             return drain(self.steps(reading, x_BSD))
         parts_BSD = (None, None) if x_BSD is None else x_BSD.chunk(2)
         halves = zip(reading.halves(), parts_BSD, strict=True)
-        one, other = take_turns([self.steps(half, part_BSD) for half, part_BSD in halves])
+        one, other = interleave([self.steps(half, part_BSD) for half, part_BSD in halves])
         mtp = tuple(torch.cat(depth) for depth in zip(one.mtp, other.mtp, strict=True))
         return Hidden(torch.cat((one.main_BSD, other.main_BSD)), mtp)
 
@@ -152,8 +152,8 @@ class Decoder(nn.Module):
         return Hidden(main_BSD, tuple(depths))
 
     def _begin(self) -> None:
-        if self.shelf is not None:
-            self.shelf.begin()
+        if self.arena is not None:
+            self.arena.begin()
 
     def _embed(self, tokens_BS: Tensor) -> Tensor:
         assert self.embed is not None, "this stage has no embedding"
@@ -176,9 +176,11 @@ class Decoder(nn.Module):
         """What layers that see a part of the row must know besides, and those between them."""
         (rows, held), device = positions_BS.shape, positions_BS.device
         if self.has_reach:
-            frame = replace(frame, nears=nears_of(self.kit, reach_of(local), held, rows, frame.allowed_BSS, device))
+            frame = replace(
+                frame, nears=nears_of(self.layer_context, reach_of(local), held, rows, frame.allowed_BSS, device)
+            )
         if self.is_tempered:
-            frame = replace(frame, tempered_S=temperature(local, held_positions(self.kit, held, device)))
+            frame = replace(frame, tempered_S=temperature(local, held_positions(self.layer_context, held, device)))
         return frame
 
     def logits(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:

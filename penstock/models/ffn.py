@@ -2,11 +2,11 @@
 
 from torch import Tensor, nn
 
-from penstock.kernels.float8.quantized import Both
+from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.models.float8_linear import float8_swiglu_network
 from penstock.models.linear import Linear
 from penstock.parallel.collectives import all_gather, reduce_scatter
-from penstock.parallel.kit import Kit
+from penstock.parallel.layer_context import LayerContext
 
 
 class FeedForward(nn.Module):
@@ -18,22 +18,22 @@ class FeedForward(nn.Module):
     Args:
         hidden_size: D.
         ffn_size: F.
-        kit: kernels and ranks.
+        layer_context: kernels and ranks.
     """
 
-    def __init__(self, hidden_size: int, ffn_size: int, kit: Kit) -> None:
+    def __init__(self, hidden_size: int, ffn_size: int, layer_context: LayerContext) -> None:
         super().__init__()
-        self.operators = kit.operators
-        self.axis = kit.axes.tensor
-        self.gate_up = Linear(hidden_size, 2 * ffn_size, kit, split="outputs", blocks=2)
-        self.down = Linear(ffn_size, hidden_size, kit, split="inputs")
+        self.operators = layer_context.operators
+        self.axis = layer_context.axes.tensor
+        self.gate_up = Linear(hidden_size, 2 * ffn_size, layer_context, split="outputs", blocks=2)
+        self.down = Linear(ffn_size, hidden_size, layer_context, split="inputs")
 
     @property
     def reads_ready(self) -> bool:
         """Whether products read what comes in in 8 bits; what ranks gather they quantize behind that."""
         return self.gate_up.float8 is not None and self.axis.size == 1
 
-    def forward(self, x_TD: Tensor, ready: Both | None = None) -> Tensor:
+    def forward(self, x_TD: Tensor, ready: RowColQuantized | None = None) -> Tensor:
         """Apply to every token. Returns y_TD.
 
         Args:
@@ -46,7 +46,7 @@ class FeedForward(nn.Module):
         y_TD = float8_swiglu_network(x_TD, self.gate_up.float8_weight(), self.down.float8_weight(), ready)
         return reduce_scatter(y_TD, self.axis, dim=0)
 
-    def widen(self, x_TD: Tensor, ready: Both | None = None) -> Tensor:
+    def widen(self, x_TD: Tensor, ready: RowColQuantized | None = None) -> Tensor:
         """Our part of the width, activation included, of the tokens of all tensor-parallel ranks. Returns h_TF."""
         x_TD = all_gather(x_TD, self.axis, dim=0)
         return self.operators.swiglu(self.gate_up(x_TD, ready))

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.kernels.float8.gathered import GatheredCopies, copies_of
-from penstock.kernels.float8.handed import Handed
+from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.operators import Float8Rule
-from penstock.kernels.float8.quantized import Both, Quantized, WeightCopies
+from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
 from penstock.kernels.float8.recipes import Recipe
 from penstock.kernels.reference import SWIGLU
-from penstock.parallel.later import Later
+from penstock.parallel.weight_grad_store import WeightGradStore
 
 MULTIPLE = 16
 """Of both widths of a matrix in 8 bits: matrix units and copies of blocks take no others."""
@@ -44,7 +44,7 @@ def recipe_of(rule: Float8Rule) -> Recipe:
     return rule.dense
 
 
-def quantized(x_D: Tensor, rule: Float8Rule) -> Both:
+def quantized(x_D: Tensor, rule: Float8Rule) -> RowColQuantized:
     """The input of one product or several, whatever stands before its last dim; columns only if backward may come."""
     x_TD, recipe = x_D.detach().flatten(0, -2).contiguous(), recipe_of(rule)
     columns = recipe.columns if torch.is_grad_enabled() else None
@@ -66,7 +66,7 @@ class Float8Weight:
     parameter_FD: Tensor
     kept: WeightCopies | None
     total: Tensor | None
-    later: Later | None
+    later: WeightGradStore | None
     rule: Float8Rule
 
     def copies(self, parameter_FD: Tensor) -> WeightCopies | GatheredCopies:
@@ -110,8 +110,8 @@ def float8_linear(
     x_D: Tensor,
     weight: Float8Weight,
     bias: Tensor | None = None,
-    ready: Both | None = None,
-    handed: Handed | None = None,
+    ready: RowColQuantized | None = None,
+    handed: GradientSideChannel | None = None,
 ) -> Tensor:
     """`F.linear` with all three products in 8 bits.
 
@@ -136,7 +136,9 @@ def float8_linear(
     return y
 
 
-def float8_swiglu_network(x_TD: Tensor, gate_up: Float8Weight, down: Float8Weight, ready: Both | None = None) -> Tensor:
+def float8_swiglu_network(
+    x_TD: Tensor, gate_up: Float8Weight, down: Float8Weight, ready: RowColQuantized | None = None
+) -> Tensor:
     """down(silu(gate(x)) * up(x)) with all six products in 8 bits.
 
     Args:
@@ -172,7 +174,7 @@ class _Float8Linear(torch.autograd.Function):
         bias: Tensor | None,
         columns: Quantized | None,
         weight: Float8Weight,
-        handed: Handed | None,
+        handed: GradientSideChannel | None,
     ) -> Tensor:
         if columns is not None:
             of_weight = (parameter_FD,) if weight.kept is None else ()
@@ -256,7 +258,7 @@ class _Float8Network(torch.autograd.Function):
         return dx_TD, dgate_up, ddown, None, None, None, None
 
 
-def _gradient_in_8_bits(dy_TF: Tensor, rule: Float8Rule) -> Both:
+def _gradient_in_8_bits(dy_TF: Tensor, rule: Float8Rule) -> RowColQuantized:
     recipe = recipe_of(rule)
     return rule.operators.quantize_rows(dy_TF, recipe, rule.gradient, columns=recipe.rows)
 

@@ -15,17 +15,17 @@ from penstock.models.norm import SplitNorm
 from penstock.moe.experts import Experts
 from penstock.parallel.axes import Axes, Axis
 from penstock.parallel.float8_gather import EightBitRows, refresh
-from penstock.parallel.holding import Holding
+from penstock.parallel.param_shard import ParamShard
 
 
-def holdings(decoders: Iterable[Decoder], axes: Axes) -> list[Holding]:
+def holdings(decoders: Iterable[Decoder], axes: Axes) -> list[ParamShard]:
     """Every trained parameter of a rank, once each.
 
     Args:
         decoders: the rank's stages.
         axes: its groups.
     """
-    found: dict[str, Holding] = {}
+    found: dict[str, ParamShard] = {}
     for decoder in decoders:
         for name, module, own_name, parameter in _parameters(decoder):
             if name not in found:
@@ -123,14 +123,14 @@ def _parameters(decoder: Decoder) -> Iterator[tuple[str, nn.Module, str, nn.Para
             yield f"{path}.{name}", module, name, parameter
 
 
-def _holding(name: str, module: nn.Module, own_name: str, parameter: nn.Parameter, axes: Axes) -> Holding:
+def _holding(name: str, module: nn.Module, own_name: str, parameter: nn.Parameter, axes: Axes) -> ParamShard:
     cuts = cuts_of(module, own_name)
     is_expert = isinstance(module, Experts)
     # What tensor-parallel ranks hold whole they apply to different positions, so each has a part of its gradient.
     partial: tuple[Axis, ...] = () if is_expert or cuts else (axes.tensor,)
     if isinstance(module, Embedding):
         partial += (axes.embedding,)
-    return Holding(
+    return ParamShard(
         name=name,
         parameter=parameter,
         shape=whole_shape(tuple(parameter.shape), cuts),

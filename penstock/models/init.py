@@ -21,7 +21,7 @@ from penstock.models.holdings import cuts_of
 from penstock.models.norm import Norm
 from penstock.moe.experts import Experts
 from penstock.moe.router import Router
-from penstock.parallel.holding import Part
+from penstock.parallel.param_shard import Part
 from penstock.parallel.shard import own_rows
 
 

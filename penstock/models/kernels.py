@@ -188,7 +188,7 @@ def shapes_of(run: Run) -> Shapes:
         tokens=run.training.micro_batch * run.training.sequence_length,
         hidden=model.hidden_size,
         experts=0 if moe is None else moe.experts,
-        expert_groups=1 if moe is None else moe.router.groups,
+        expert_groups=1 if moe is None else moe.router.n_group,
         top_k=0 if moe is None else moe.top_k,
         ffn=0 if moe is None else moe.ffn_size,
         dense_ffn=dense_ffn,
@@ -196,5 +196,5 @@ def shapes_of(run: Run) -> Shapes:
         heads=attention.heads,
         head_dim=attention.head_dim,
         rotary_dim=attention.rotary_dim,
-        value_dim=attention.value_head_dim if isinstance(attention, LatentAttention) else attention.head_dim,
+        value_dim=attention.v_head_dim if isinstance(attention, LatentAttention) else attention.head_dim,
     )

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from penstock.kernels.float8.handed import Handed
-from penstock.kernels.float8.quantized import Both, WeightCopies
+from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
+from penstock.kernels.float8.quantized import RowColQuantized, WeightCopies
 from penstock.kernels.float32_products import add_product
 from penstock.kernels.launching import on_gpu
 from penstock.layout.pieces import Cut, local_shape
@@ -27,8 +27,8 @@ from penstock.models.float8_linear import Float8Weight, fits, float8_linear, qua
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import reduce_scatter
 from penstock.parallel.float8_gather import EightBitRows
-from penstock.parallel.kit import Kit
-from penstock.parallel.later import Later, deferrable
+from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.weight_grad_store import WeightGradStore, deferrable
 
 
 class Linear(nn.Linear):
@@ -37,8 +37,8 @@ class Linear(nn.Linear):
     Args:
         inputs: width of the whole input.
         outputs: width of the whole output.
-        kit: ranks, whether weight gradients may come later, and whether it computes in 8 bits. Widths that 8-bit
-            products do not take stay in 16.
+        layer_context: ranks, whether weight gradients may come later, and whether it computes in 8 bits. Widths that
+            8-bit products do not take stay in 16.
         split: `outputs` if tensor-parallel ranks divide the rows, `inputs` if the columns; None if each holds all.
         blocks: equal blocks that the output is made of, each divided by itself.
         bias: whether something is added to the product; with `inputs` behind the sum over the ranks, by `shifted`.
@@ -55,19 +55,32 @@ class Linear(nn.Linear):
     gathered: tuple[EightBitRows, ...] = ()
 
     def __init__(
-        self, inputs: int, outputs: int, kit: Kit, *, split: str | None = None, blocks: int = 1, bias: bool = False
+        self,
+        inputs: int,
+        outputs: int,
+        layer_context: LayerContext,
+        *,
+        split: str | None = None,
+        blocks: int = 1,
+        bias: bool = False,
     ) -> None:
-        cuts = () if split is None else cut_over(kit.axes.tensor, dim=0 if split == "outputs" else 1, blocks=blocks)
+        cuts = (
+            ()
+            if split is None
+            else cut_over(layer_context.axes.tensor, dim=0 if split == "outputs" else 1, blocks=blocks)
+        )
         rows, columns = local_shape((outputs, inputs), cuts)
         super().__init__(columns, rows, bias=bias)
         self.cuts = {"weight": cuts}
         if bias:
             self.cuts["bias"] = cuts if split == "outputs" else ()
-        self.later = kit.later
+        self.later = layer_context.later
         self.is_summed = split == "inputs"
-        self.float8 = kit.float8 if kit.float8.dense is not None and fits(rows, columns) else None
+        self.float8 = layer_context.float8 if layer_context.float8.dense is not None and fits(rows, columns) else None
 
-    def forward(self, x_D: Tensor, ready: Both | None = None, handed: Handed | None = None) -> Tensor:
+    def forward(
+        self, x_D: Tensor, ready: RowColQuantized | None = None, handed: GradientSideChannel | None = None
+    ) -> Tensor:
         """Multiply the last dim, whatever stands before it, and add the bias unless the product is yet to be summed.
 
         Args:
@@ -83,7 +96,7 @@ class Linear(nn.Linear):
             return deferrable(F.linear, (x_D,), (self.weight,) if bias is None else (self.weight, bias), self.later)
         return linear_into(self.total, x_D, self.weight, self.later, bias)
 
-    def quantized(self, x_D: Tensor) -> Both | None:
+    def quantized(self, x_D: Tensor) -> RowColQuantized | None:
         """An input in 8 bits, for this product and others that read it; None if this one is in 16 bits."""
         return None if self.float8 is None else quantized(x_D, self.float8)
 
@@ -116,7 +129,7 @@ class Embedding(nn.Embedding):
     Args:
         vocabulary: V.
         hidden_size: D.
-        kit: ranks.
+        layer_context: ranks.
 
     Attributes:
         total: as of `Linear`; also for the product of a tied output projection.
@@ -124,8 +137,8 @@ class Embedding(nn.Embedding):
 
     total: Tensor | None = None
 
-    def __init__(self, vocabulary: int, hidden_size: int, kit: Kit) -> None:
-        axis = kit.axes.tensor
+    def __init__(self, vocabulary: int, hidden_size: int, layer_context: LayerContext) -> None:
+        axis = layer_context.axes.tensor
         cuts = cut_over(axis, dim=0)
         rows, columns = local_shape((vocabulary, hidden_size), cuts)
         super().__init__(rows, columns)
@@ -154,7 +167,7 @@ class Embedding(nn.Embedding):
 
 
 def linear_into(
-    total: Tensor, x_D: Tensor, weight: Tensor, later: Later | None = None, bias: Tensor | None = None
+    total: Tensor, x_D: Tensor, weight: Tensor, later: WeightGradStore | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """`F.linear(x, weight, bias)` whose backward adds the weight's gradient to `total` and gives autograd none.
 
@@ -181,7 +194,7 @@ class _LinearInto(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_D: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor, later: Later | None
+        ctx: Any, x_D: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor, later: WeightGradStore | None
     ) -> Tensor:
         ctx.save_for_backward(x_D, weight)
         ctx.total, ctx.later = total, later

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.model import LatentAttention
-from penstock.kernels.float8.handed import Handed, HandedHeads, obstacle
-from penstock.kernels.float8.quantized import Both
+from penstock.kernels.float8.gradient_side_channel import GradientSideChannel, HandedHeads, obstacle
+from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.models.frame import Frame
 from penstock.models.linear import Linear
 from penstock.models.norm import RMSNorm
 from penstock.models.rope import softmax_scale
 from penstock.parallel.collectives import all_gather, reduce_scatter
 from penstock.parallel.context import attend, attend_to_row, gather_positions
-from penstock.parallel.kit import Kit
+from penstock.parallel.layer_context import LayerContext
 
 LATENT_NORM_EPSILON = 1e-6
 """The published models fix it for the norms of the latents, whatever the model's own epsilon is."""
@@ -30,15 +30,15 @@ class LatentQuery(nn.Module):
     Args:
         config: sizes.
         hidden_size: D.
-        kit: kernels and ranks.
+        layer_context: kernels and ranks.
     """
 
-    def __init__(self, config: LatentAttention, hidden_size: int, kit: Kit) -> None:
+    def __init__(self, config: LatentAttention, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
-        self.axis = kit.axes.tensor
-        self.down = Linear(hidden_size, config.q_latent, kit)
-        self.norm = RMSNorm(config.q_latent, LATENT_NORM_EPSILON, kit.operators)
-        self.up = Linear(config.q_latent, config.heads * config.head_dim, kit, split="outputs")
+        self.axis = layer_context.axes.tensor
+        self.down = Linear(hidden_size, config.q_lora_rank, layer_context)
+        self.norm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPSILON, layer_context.operators)
+        self.up = Linear(config.q_lora_rank, config.heads * config.head_dim, layer_context, split="outputs")
 
     @property
     def reads_plain(self) -> bool:
@@ -50,11 +50,13 @@ class LatentQuery(nn.Module):
         """Whether the product that gives queries is."""
         return self.up.float8 is not None
 
-    def forward(self, x_BSD: Tensor, ready: Both | None = None, handed: Handed | None = None) -> Tensor:
+    def forward(
+        self, x_BSD: Tensor, ready: RowColQuantized | None = None, handed: GradientSideChannel | None = None
+    ) -> Tensor:
         """The latent of every position of the tensor-parallel ranks, from our own (`ready`: in 8 bits)."""
         return all_gather(self.norm(self.down(x_BSD, ready)), self.axis, dim=1)
 
-    def expand(self, latent_BSC: Tensor, handed: Handed | None = None) -> Tensor:
+    def expand(self, latent_BSC: Tensor, handed: GradientSideChannel | None = None) -> Tensor:
         """The queries of our heads, B x S x (H N), whose gradient may be `handed` over."""
         q: Tensor = self.up(latent_BSC, handed=handed)
         return q
@@ -66,12 +68,12 @@ class DirectQuery(Linear):
     Args:
         config: sizes.
         hidden_size: D.
-        kit: kernels and ranks.
+        layer_context: kernels and ranks.
     """
 
-    def __init__(self, config: LatentAttention, hidden_size: int, kit: Kit) -> None:
-        super().__init__(hidden_size, config.heads * config.head_dim, kit, split="outputs")
-        self.axis = kit.axes.tensor
+    def __init__(self, config: LatentAttention, hidden_size: int, layer_context: LayerContext) -> None:
+        super().__init__(hidden_size, config.heads * config.head_dim, layer_context, split="outputs")
+        self.axis = layer_context.axes.tensor
 
     @property
     def reads_plain(self) -> bool:
@@ -83,12 +85,14 @@ class DirectQuery(Linear):
         """Whether the product that gives queries is."""
         return self.float8 is not None
 
-    def forward(self, x_BSD: Tensor, ready: Both | None = None, handed: Handed | None = None) -> Tensor:
+    def forward(
+        self, x_BSD: Tensor, ready: RowColQuantized | None = None, handed: GradientSideChannel | None = None
+    ) -> Tensor:
         """The queries of our heads at every position of the tensor-parallel ranks, from our own positions."""
         ready = ready if self.axis.size == 1 else None
         return super().forward(all_gather(x_BSD, self.axis, dim=1), ready, handed)
 
-    def expand(self, q: Tensor, handed: Handed | None = None) -> Tensor:
+    def expand(self, q: Tensor, handed: GradientSideChannel | None = None) -> Tensor:
         """Nothing is left to do."""
         return q
 
@@ -103,21 +107,21 @@ class LatentLayer(nn.Module):
     Args:
         config: sizes.
         hidden_size: D.
-        kit: kernels and ranks.
+        layer_context: kernels and ranks.
     """
 
-    def __init__(self, config: LatentAttention, hidden_size: int, kit: Kit) -> None:
+    def __init__(self, config: LatentAttention, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
         self.config = config
-        self.kit = kit
-        self.heads = config.heads // kit.axes.tensor.size
+        self.layer_context = layer_context
+        self.heads = config.heads // layer_context.axes.tensor.size
         self.scale = softmax_scale(config.rope, config.head_dim)
-        self.query = (LatentQuery if config.q_latent else DirectQuery)(config, hidden_size, kit)
-        self.kv_down = Linear(hidden_size, config.kv_latent + config.rotary_head_dim, kit)
-        self.kv_norm = RMSNorm(config.kv_latent, LATENT_NORM_EPSILON, kit.operators)
-        per_head = config.plain_head_dim + config.value_head_dim
-        self.kv_up = Linear(config.kv_latent, config.heads * per_head, kit, split="outputs")
-        self.out = Linear(config.heads * config.value_head_dim, hidden_size, kit, split="inputs")
+        self.query = (LatentQuery if config.q_lora_rank else DirectQuery)(config, hidden_size, layer_context)
+        self.kv_down = Linear(hidden_size, config.kv_lora_rank + config.qk_rope_head_dim, layer_context)
+        self.kv_norm = RMSNorm(config.kv_lora_rank, LATENT_NORM_EPSILON, layer_context.operators)
+        per_head = config.qk_nope_head_dim + config.v_head_dim
+        self.kv_up = Linear(config.kv_lora_rank, config.heads * per_head, layer_context, split="outputs")
+        self.out = Linear(config.heads * config.v_head_dim, hidden_size, layer_context, split="inputs")
 
     @property
     def reads_ready(self) -> bool:
@@ -129,7 +133,7 @@ class LatentLayer(nn.Module):
         """Whether something reads it in 16 bits."""
         return self.kv_down.float8 is None or self.query.reads_plain
 
-    def forward(self, x_BSD: Tensor, frame: Frame, ready: Both | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, frame: Frame, ready: RowColQuantized | None = None) -> Tensor:
         """Attend. Returns B x S x D, our own positions.
 
         Args:
@@ -137,66 +141,70 @@ class LatentLayer(nn.Module):
             frame: the micro-batch.
             ready: x in 8 bits, if it is there.
         """
-        config, tensor, run = self.config, self.kit.axes.tensor, self.kit.run
+        config, tensor, run = self.config, self.layer_context.axes.tensor, self.layer_context.run
         handed = self._handed()
         query = self.query(x_BSD, ready, handed.q)
-        latent_BSC, k_rotary_BSP = self.kv_down(x_BSD, ready).split([config.kv_latent, config.rotary_head_dim], dim=-1)
+        latent_BSC, k_rotary_BSP = self.kv_down(x_BSD, ready).split(
+            [config.kv_lora_rank, config.qk_rope_head_dim], dim=-1
+        )
         latent_BSC = run("norm", self.kv_norm, latent_BSC)
         if tensor.size > 1:
             latent_BSC, k_rotary_BSP = self._gathered(latent_BSC, k_rotary_BSP)
         heads = self._heads_of_row if self.is_by_row else partial(self._heads, handed=handed)
         attend_by = attend_to_row if self.is_by_row else attend
         q_BSHN, k_BSHN, v_BSHM = run("latent-up", heads, query, latent_BSC, k_rotary_BSP, frame)
-        function = partial(attend_by, kit=self.kit, scale=self.scale, allowed_BSS=frame.allowed_BSS)
+        function = partial(attend_by, layer_context=self.layer_context, scale=self.scale, allowed_BSS=frame.allowed_BSS)
         o_BSHM = run("attention", function, q_BSHN, k_BSHN, v_BSHM)
         return reduce_scatter(self.out(o_BSHM.flatten(-2)), tensor, dim=1)
 
     @property
     def is_by_row(self) -> bool:
         """Whether context-parallel ranks hold keys and values of the whole row."""
-        return self.kit.axes.context.size > 1 and self.kit.context_method == "all-gather"
+        return self.layer_context.axes.context.size > 1 and self.layer_context.context_method == "all-gather"
 
     def _handed(self) -> HandedHeads:
         """Where the heads hand their gradients over in 8 bits to the products before them."""
-        config, operators, recipe = self.config, self.kit.float8.operators, self.kit.float8.dense
-        widths = config.plain_head_dim, config.rotary_head_dim, config.value_head_dim
+        config, operators, recipe = self.config, self.layer_context.float8.operators, self.layer_context.float8.dense
+        widths = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         are_in_8_bits = self.query.is_in_8_bits and self.kv_up.float8 is not None
-        have_kernel = self.kit.operators.mla_heads_is_ours and operators.mla_heads is not None and not self.is_by_row
+        have_kernel = (
+            self.layer_context.operators.mla_heads_is_ours and operators.mla_heads is not None and not self.is_by_row
+        )
         if recipe is None or not are_in_8_bits or not have_kernel or obstacle(recipe, self.heads, *widths) is not None:
             return HandedHeads()
-        return HandedHeads(Handed(), Handed())
+        return HandedHeads(GradientSideChannel(), GradientSideChannel())
 
     def _gathered(self, latent_BSC: Tensor, k_rotary_BSP: Tensor) -> tuple[Tensor, Tensor]:
         """The same at the positions of all tensor-parallel ranks."""
-        joined_BSC = all_gather(torch.cat((latent_BSC, k_rotary_BSP), dim=-1), self.kit.axes.tensor, dim=1)
-        latent_BSC, k_rotary_BSP = joined_BSC.split([self.config.kv_latent, self.config.rotary_head_dim], dim=-1)
+        joined_BSC = all_gather(torch.cat((latent_BSC, k_rotary_BSP), dim=-1), self.layer_context.axes.tensor, dim=1)
+        latent_BSC, k_rotary_BSP = joined_BSC.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
         return latent_BSC, k_rotary_BSP
 
     def _heads(
         self, query: Tensor, latent_BSC: Tensor, k_rotary_BSP: Tensor, frame: Frame, handed: HandedHeads
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, keys and values at the positions that this rank holds."""
-        float8 = self.kit.float8
+        float8 = self.layer_context.float8
         q_BSHN = self.query.expand(query, handed.q).unflatten(-1, (self.heads, -1))
         kv_BSHN = self.kv_up(latent_BSC, handed=handed.kv).unflatten(-1, (self.heads, -1))
         inputs = q_BSHN, kv_BSHN, k_rotary_BSP, frame.cos_BSP, frame.sin_BSP
         if handed.q is None or float8.operators.mla_heads is None:
-            return self.kit.operators.mla_heads(*inputs)
+            return self.layer_context.operators.mla_heads(*inputs)
         return float8.operators.mla_heads(*inputs, handed, float8.gradient)
 
     def _heads_of_row(
         self, query: Tensor, latent_BSC: Tensor, k_rotary_BSP: Tensor, frame: Frame
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries at the positions that this rank holds, keys and values at every position of the row."""
-        config, rotate = self.config, self.kit.operators.rotate
+        config, rotate = self.config, self.layer_context.operators.rotate
         cos_BSP, sin_BSP = frame.cos_BSP, frame.sin_BSP
         q_BSHN = self.query.expand(query).unflatten(-1, (self.heads, -1))
-        q_plain, q_rotary = q_BSHN.split([config.plain_head_dim, config.rotary_head_dim], dim=-1)
+        q_plain, q_rotary = q_BSHN.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
         q_BSHN = torch.cat((q_plain, rotate(q_rotary, cos_BSP, sin_BSP)), dim=-1)
         k_rotary_BSP = rotate(k_rotary_BSP[:, :, None], cos_BSP, sin_BSP)[:, :, 0]
-        joined_BSC = gather_positions(torch.cat((latent_BSC, k_rotary_BSP), dim=-1), self.kit.axes.context)
-        latent_BSC, k_rotary_BSP = joined_BSC.split([config.kv_latent, config.rotary_head_dim], dim=-1)
+        joined_BSC = gather_positions(torch.cat((latent_BSC, k_rotary_BSP), dim=-1), self.layer_context.axes.context)
+        latent_BSC, k_rotary_BSP = joined_BSC.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
         kv_BSHN = self.kv_up(latent_BSC).unflatten(-1, (self.heads, -1))
-        k_plain, v_BSHM = kv_BSHN.split([config.plain_head_dim, config.value_head_dim], dim=-1)
+        k_plain, v_BSHM = kv_BSHN.split([config.qk_nope_head_dim, config.v_head_dim], dim=-1)
         k_BSHN = torch.cat((k_plain, k_rotary_BSP[:, :, None].expand(-1, -1, self.heads, -1)), dim=-1)
         return q_BSHN, k_BSHN, v_BSHM

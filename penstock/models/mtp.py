@@ -13,7 +13,7 @@ from penstock.models.block import Block
 from penstock.models.frame import Frame
 from penstock.models.linear import Linear
 from penstock.models.norm import RMSNorm
-from penstock.parallel.kit import Kit
+from penstock.parallel.layer_context import LayerContext
 
 
 class MultiTokenPrediction(nn.Module):
@@ -23,16 +23,16 @@ class MultiTokenPrediction(nn.Module):
         hidden_size: D.
         epsilon: of its three norms.
         block: the decoder layer of this depth.
-        kit: kernels and ranks.
+        layer_context: kernels and ranks.
     """
 
-    def __init__(self, hidden_size: int, epsilon: float, block: Block, kit: Kit) -> None:
+    def __init__(self, hidden_size: int, epsilon: float, block: Block, layer_context: LayerContext) -> None:
         super().__init__()
-        self.embed_norm = RMSNorm(hidden_size, epsilon, kit.operators)
-        self.hidden_norm = RMSNorm(hidden_size, epsilon, kit.operators)
-        self.join = Linear(2 * hidden_size, hidden_size, kit)
+        self.embed_norm = RMSNorm(hidden_size, epsilon, layer_context.operators)
+        self.hidden_norm = RMSNorm(hidden_size, epsilon, layer_context.operators)
+        self.join = Linear(2 * hidden_size, hidden_size, layer_context)
         self.block = block
-        self.norm = RMSNorm(hidden_size, epsilon, kit.operators)
+        self.norm = RMSNorm(hidden_size, epsilon, layer_context.operators)
 
     def forward(self, previous_BSD: Tensor, ahead_BSD: Tensor, frame: Frame) -> Tensor:
         """Predict one token further.

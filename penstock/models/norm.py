@@ -5,14 +5,14 @@ from torch import Tensor, nn
 
 from penstock.base.spans import Span
 from penstock.kernels.float8.operators import Float8Rule
-from penstock.kernels.float8.quantized import Both
+from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.operators import Operators
 from penstock.layout.pieces import local_shape
 from penstock.models.float8_linear import recipe_of
 from penstock.models.linear import cut_over
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, reduce_scatter
-from penstock.parallel.kit import Kit
+from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.spans import span
 
 
@@ -66,7 +66,7 @@ class PreNorm(Norm):
         self.float8 = float8
         self.keep_plain = keep_plain
 
-    def forward(self, x_D: Tensor, *, ready: bool = True) -> tuple[Tensor, Both | None]:
+    def forward(self, x_D: Tensor, *, ready: bool = True) -> tuple[Tensor, RowColQuantized | None]:
         """Normalize the last dim, whatever stands before it.
 
         Args:
@@ -90,7 +90,7 @@ class PreNorm(Norm):
             )
             return normed_TD.view_as(x_D), both
 
-    def beside(self, x_D: Tensor, *, ready: bool = True) -> tuple[Tensor, Tensor, Both | None]:
+    def beside(self, x_D: Tensor, *, ready: bool = True) -> tuple[Tensor, Tensor, RowColQuantized | None]:
         """Normalize a residual stream that goes on: returns (normed, x, normed in 8 bits or None).
 
         Whoever reads on takes this x. Its gradient then goes into the norm's, and nobody adds the two.
@@ -109,7 +109,9 @@ class PreNorm(Norm):
             )
             return normed_TD.view_as(x_D), x_TD.view_as(x_D), both
 
-    def add(self, x_D: Tensor, residual_D: Tensor, *, ready: bool = True) -> tuple[Tensor, Tensor, Both | None]:
+    def add(
+        self, x_D: Tensor, residual_D: Tensor, *, ready: bool = True
+    ) -> tuple[Tensor, Tensor, RowColQuantized | None]:
         """Add to the residual stream and normalize the sum: returns (normed, sum, normed in 8 bits or None)."""
         with span(Span.NORM):
             if self.float8 is None or not ready:
@@ -133,13 +135,13 @@ class SplitNorm(RMSNorm):
     Args:
         size: the whole width.
         epsilon: added to the mean square.
-        kit: kernels and ranks.
+        layer_context: kernels and ranks.
     """
 
-    def __init__(self, size: int, epsilon: float, kit: Kit) -> None:
-        cuts = cut_over(kit.axes.tensor, dim=0)
+    def __init__(self, size: int, epsilon: float, layer_context: LayerContext) -> None:
+        cuts = cut_over(layer_context.axes.tensor, dim=0)
         (own,) = local_shape((size,), cuts)
-        super().__init__(own, epsilon, kit.operators)
+        super().__init__(own, epsilon, layer_context.operators)
         self.cuts = {"weight_D": cuts}
 
 

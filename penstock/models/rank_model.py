@@ -26,10 +26,10 @@ from penstock.models.decoder import Decoder
 from penstock.models.kernels import choose_float8, choose_operators
 from penstock.parallel.activations import offload
 from penstock.parallel.axes import ALONE, Axes
-from penstock.parallel.kit import Kit
-from penstock.parallel.later import Later
+from penstock.parallel.dispatch_buffers import library_buffer, shared_buffers
+from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.pipeline import Message, Pipeline
-from penstock.parallel.reach import library_buffer, shared_buffers
+from penstock.parallel.weight_grad_store import WeightGradStore
 
 if TYPE_CHECKING:  # it imports Triton, which may be absent
     from penstock.parallel.symmetric import SymmetricBuffers
@@ -101,12 +101,12 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
     if plan is not None:
         stages = stages_of(run)
         own = {number: stages[number] for number in plan.stages_of(axes.pipeline.rank)}
-    later = Later() if plan is not None and plan.splits_backward else None
+    later = WeightGradStore() if plan is not None and plan.splits_backward else None
     method = context_method(run)
     home = torch.device("cpu") if device.type == "meta" else device
     buffers = shared_buffers(run, axes, device)
     transfers = transfers_of(run, home)
-    kit = Kit(
+    layer_context = LayerContext(
         operators=choose_operators(run, home),
         axes=axes,
         later=later,
@@ -118,7 +118,7 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
         float8=choose_float8(run, home),
         offload=offload.rule_for(run.offload, home),
     )
-    decoders = meta_stages(run, kit, own)
+    decoders = meta_stages(run, layer_context, own)
     set_dtypes(run, decoders.values(), axes, home)
     if device.type != "meta":
         materialize(run, device, decoders.values())

@@ -1,7 +1,7 @@
 """Routed experts: one feed-forward network for each, held as two stacked matrices so that one launch serves all.
 
-In 8 bits (`Kit.float8.experts`) both matrices have copies, made by `refresh_float8` once an optimizer step. Where FSDP
-divides the matrices there are none: whoever has gathered them for a pass quantizes them in it.
+In 8 bits (`LayerContext.float8.experts`) both matrices have copies, made by `refresh_float8` once an optimizer step.
+Where FSDP divides the matrices there are none: whoever has gathered them for a pass quantizes them in it.
 
 Ranks that hold a part of each expert sum what they give ("expert tensor parallelism"), so the down projection's bias is
 held, whole, by the first of them alone. That of gate and up is cut as its matrix is.
@@ -20,8 +20,8 @@ from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.layout.pieces import Cut, local_shape
 from penstock.moe.dispatch.contract import ExpertRows
 from penstock.parallel.float8_gather import EightBitRows
-from penstock.parallel.kit import Kit
-from penstock.parallel.later import Task, deferrable
+from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.weight_grad_store import Task, deferrable
 
 
 def expert_rule(moe: Moe) -> ExpertRule:
@@ -39,7 +39,7 @@ class Experts(nn.Module):
         experts: of the whole layer, E.
         hidden_size: D.
         ffn_size: width of a whole expert, F.
-        kit: kernels, and the ranks that share the experts.
+        layer_context: kernels, and the ranks that share the experts.
         rule: what is computed between the two products, and what a routing weight multiplies.
         bias: whether both products have biases.
 
@@ -61,18 +61,18 @@ class Experts(nn.Module):
         experts: int,
         hidden_size: int,
         ffn_size: int,
-        kit: Kit,
+        layer_context: LayerContext,
         *,
         rule: ExpertRule = SWIGLU,
         bias: bool = False,
     ) -> None:
         super().__init__()
-        self.operators = kit.operators
-        self.float8 = kit.float8
-        self.later = kit.later
+        self.operators = layer_context.operators
+        self.float8 = layer_context.float8
+        self.later = layer_context.later
         self.rule = rule
-        grid = kit.axes.grid
-        group, part = divmod(kit.axes.expert.rank, grid.expert_tensor)
+        grid = layer_context.axes.grid
+        group, part = divmod(layer_context.axes.expert.rank, grid.expert_tensor)
         of_experts = () if grid.expert == 1 else (Cut(0, group, grid.expert),)
         of_gate_up = () if grid.expert_tensor == 1 else (Cut(1, part, grid.expert_tensor, blocks=2),)
         of_down = () if grid.expert_tensor == 1 else (Cut(2, part, grid.expert_tensor),)

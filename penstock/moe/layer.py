@@ -9,19 +9,19 @@ from torch import Tensor, nn
 
 from penstock.base.spans import Span
 from penstock.kernels.expert_parts import Keep
-from penstock.kernels.float8.quantized import Both
+from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, Sorting
-from penstock.moe.dispatch.room import Room
+from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.experts import Experts
-from penstock.moe.overlap import Departures, SharedExpert
+from penstock.moe.overlap import AsyncDispatcher, SharedExpert
 from penstock.moe.router import Router
 from penstock.moe.routing import Routing, Scope
-from penstock.parallel.kit import Kit
+from penstock.parallel.interleave import Steps, drain
+from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.spans import span
-from penstock.parallel.turns import Steps, drain
 
 if TYPE_CHECKING:  # it imports Triton, which may be absent
-    from penstock.moe.dispatch.shelf import Shelf
+    from penstock.moe.dispatch.activation_arena import ActivationArena
 
 Terms = tuple[Tensor, ...]
 """What a network adds to the residual stream, T x D: of the routed experts, and of the shared expert if there is one.
@@ -36,9 +36,9 @@ class MoE(nn.Module):
         dispatcher: brings tokens to them and back.
         experts: those of this rank.
         shared: network that every token passes, or None.
-        kit: what becomes of activations, and what runs beside what.
+        layer_context: what becomes of activations, and what runs beside what.
         room: what the dispatcher asks for its number of rows, so that the layer's owner finds it; None if nothing.
-        shelf: where the experts keep their pre-activations together with other layers'; None if each keeps its own.
+        arena: where the experts keep their pre-activations together with other layers'; None if each keeps its own.
     """
 
     def __init__(
@@ -47,27 +47,27 @@ class MoE(nn.Module):
         dispatcher: Dispatcher,
         experts: Experts,
         shared: SharedExpert | None,
-        kit: Kit,
-        room: Room | None = None,
-        shelf: "Shelf | None" = None,
+        layer_context: LayerContext,
+        room: RowCapacity | None = None,
+        arena: "ActivationArena | None" = None,
     ) -> None:
         super().__init__()
         self.router = router
         self.dispatcher = dispatcher
         self.experts = experts
         self.shared = shared
-        self.kit = kit
+        self.layer_context = layer_context
         self.room = room
-        self.shelf = shelf
-        if shelf is not None:
-            shelf.join()
+        self.arena = arena
+        if arena is not None:
+            arena.join()
 
     @property
     def active_share(self) -> float:
         """Part of the layer's routed experts that one token meets."""
         return self.router.top_k / self.router.experts
 
-    def forward(self, x_TD: Tensor, scope: Scope, ready: Both | None = None) -> Terms:
+    def forward(self, x_TD: Tensor, scope: Scope, ready: RowColQuantized | None = None) -> Terms:
         """Mix the chosen experts for every token.
 
         Args:
@@ -75,14 +75,14 @@ class MoE(nn.Module):
             scope: where they come from.
             ready: the same in 8 bits for the shared expert, if they are there.
         """
-        if self.kit.transfers is not None:
+        if self.layer_context.transfers is not None:
             return drain(self.steps(x_TD, scope, ready))
-        routed_TD, x_TD, shared_TD = self.kit.operators.fan_out(x_TD)
+        routed_TD, x_TD, shared_TD = self.layer_context.operators.fan_out(x_TD)
         return self._mix(x_TD, shared_TD, self.route(routed_TD, scope), ready)
 
-    def steps(self, x_TD: Tensor, scope: Scope, ready: Both | None = None) -> Steps[Terms]:
+    def steps(self, x_TD: Tensor, scope: Scope, ready: RowColQuantized | None = None) -> Steps[Terms]:
         """`forward` with its transfers beside the shared expert; stops where they are under way."""
-        routed_TD, x_TD, shared_TD = self.kit.operators.fan_out(x_TD)
+        routed_TD, x_TD, shared_TD = self.layer_context.operators.fan_out(x_TD)
         return (yield from self._mix_in_steps(x_TD, shared_TD, self.route(routed_TD, scope), ready))
 
     def route(self, x_TD: Tensor, scope: Scope) -> Routing:
@@ -92,7 +92,7 @@ class MoE(nn.Module):
         """
         with span(Span.ROUTE):
             routing: Routing = self.router(x_TD, scope)
-            if self.kit.transfers is None and isinstance(self.dispatcher, Sorting):
+            if self.layer_context.transfers is None and isinstance(self.dispatcher, Sorting):
                 return replace(routing, sorted=self.dispatcher.sorted_slots(routing))
             return routing
 
@@ -104,31 +104,33 @@ class MoE(nn.Module):
             shared_TD: the same, for the shared expert.
             routing: what `route` gave.
         """
-        if self.kit.transfers is not None:
+        if self.layer_context.transfers is not None:
             return drain(self._mix_in_steps(x_TD, shared_TD, routing, None))
         return self._mix(x_TD, shared_TD, routing, None)
 
-    def _mix(self, x_TD: Tensor, shared_TD: Tensor, routing: Routing, ready: Both | None) -> Terms:
+    def _mix(self, x_TD: Tensor, shared_TD: Tensor, routing: Routing, ready: RowColQuantized | None) -> Terms:
         with span(Span.DISPATCH):
-            rows, receipt = self.dispatcher.dispatch(x_TD, routing)
+            rows, metadata = self.dispatcher.dispatch(x_TD, routing)
         y_RD = self._run_experts(rows)
         with span(Span.COMBINE):
-            y_TD = self.dispatcher.combine(y_RD, receipt)
+            y_TD = self.dispatcher.combine(y_RD, metadata)
         if self.shared is None:
             return (y_TD,)
         with span(Span.SHARED):
-            return y_TD, self.kit.run("shared-expert", self.shared, shared_TD, ready)
+            return y_TD, self.layer_context.run("shared-expert", self.shared, shared_TD, ready)
 
-    def _mix_in_steps(self, x_TD: Tensor, shared_TD: Tensor, routing: Routing, ready: Both | None) -> Steps[Terms]:
-        assert self.kit.transfers is not None, "nothing here leaves"
-        leaving, h_TF, beside_TD = Departures(self.dispatcher, self.kit.transfers), None, None
+    def _mix_in_steps(
+        self, x_TD: Tensor, shared_TD: Tensor, routing: Routing, ready: RowColQuantized | None
+    ) -> Steps[Terms]:
+        assert self.layer_context.transfers is not None, "nothing here leaves"
+        leaving, h_TF, beside_TD = AsyncDispatcher(self.dispatcher, self.layer_context.transfers), None, None
         wait_for_rows = leaving.dispatch(x_TD, routing)
         if self.shared is not None:
             with span(Span.SHARED):
-                h_TF = self.kit.run("shared-expert", self.shared.widen, shared_TD, ready)
+                h_TF = self.layer_context.run("shared-expert", self.shared.widen, shared_TD, ready)
         yield
-        rows, receipt = wait_for_rows()
-        wait_for_sums = leaving.combine(self._run_experts(rows), receipt)
+        rows, metadata = wait_for_rows()
+        wait_for_sums = leaving.combine(self._run_experts(rows), metadata)
         if self.shared is not None and h_TF is not None:
             with span(Span.SHARED):
                 beside_TD = self.shared.narrow(h_TF)
@@ -140,13 +142,13 @@ class MoE(nn.Module):
         """A recomputed region repeats both products; a network that recomputes by itself repeats only the first."""
         with span(Span.EXPERTS):
             if not self.experts.is_one_function:
-                return self.kit.run("expert-activation", self.experts, rows)
-            recompute = self.kit.recompute.recomputes("expert-activation")
+                return self.layer_context.run("expert-activation", self.experts, rows)
+            recompute = self.layer_context.recompute.recomputes("expert-activation")
             y_RD: Tensor = self.experts(rows, recompute=recompute, keep=self._keep())
             return y_RD
 
     def _keep(self) -> Keep | None:
         """Where this pass keeps its pre-activation; None for a tensor of its own."""
-        if self.shelf is None or self.room is None or not self.training or not torch.is_grad_enabled():
+        if self.arena is None or self.room is None or not self.training or not torch.is_grad_enabled():
             return None
-        return partial(self.shelf.place, share=self.room.share)
+        return partial(self.arena.place, share=self.room.share)

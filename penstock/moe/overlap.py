@@ -5,8 +5,8 @@
     wait, sum
 
 A stop (`yield`) stands after each piece; a layer that runs alone goes straight on. Backward is the mirror image
-(penstock/parallel/flight.py): combine's gradients travel beside those of the shared expert's last product, dispatch's
-beside those of its first.
+(penstock/parallel/async_transfer.py): combine's gradients travel beside those of the shared expert's last product,
+dispatch's beside those of its first.
 
 Dispatchers know nothing of it, and neither does the contract.
 """
@@ -18,21 +18,21 @@ from typing import Protocol
 from torch import Tensor
 
 from penstock.base.spans import Span
-from penstock.kernels.float8.quantized import Both
-from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, Receipt
+from penstock.kernels.float8.quantized import RowColQuantized
+from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
 from penstock.moe.routing import Routing
-from penstock.parallel.flight import Transfers
+from penstock.parallel.async_transfer import Transfers
 from penstock.parallel.spans import span
 
 
 class SharedExpert(Protocol):
     """A network that every token passes; it comes apart. Tokens may be ready in 8 bits."""
 
-    def __call__(self, x_TD: Tensor, ready: Both | None = None) -> Tensor:
+    def __call__(self, x_TD: Tensor, ready: RowColQuantized | None = None) -> Tensor:
         """All of it."""
         ...
 
-    def widen(self, x_TD: Tensor, ready: Both | None = None) -> Tensor:
+    def widen(self, x_TD: Tensor, ready: RowColQuantized | None = None) -> Tensor:
         """Up to its width, activation included. Returns h_TF."""
         ...
 
@@ -42,7 +42,7 @@ class SharedExpert(Protocol):
 
 
 @dataclass(frozen=True)
-class Departures:
+class AsyncDispatcher:
     """A dispatcher whose two halves leave when they are called, and give what is to be called for their result.
 
     Attributes:
@@ -53,29 +53,31 @@ class Departures:
     dispatcher: Dispatcher
     transfers: Transfers
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], tuple[ExpertRows, Receipt]]:
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], tuple[ExpertRows, DispatchMetadata]]:
         """`Dispatcher.dispatch`, to be waited for."""
 
-        def transfer(x_TD: Tensor, weights_TK: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[ExpertRows, Receipt]]:
-            rows, receipt = self.dispatcher.dispatch(x_TD, Routing(weights_TK, routing.experts_TK))
+        def transfer(
+            x_TD: Tensor, weights_TK: Tensor
+        ) -> tuple[tuple[Tensor, Tensor], tuple[ExpertRows, DispatchMetadata]]:
+            rows, metadata = self.dispatcher.dispatch(x_TD, Routing(weights_TK, routing.experts_TK))
             plain = replace(rows, x_ND=rows.x_ND.detach(), weights_R=rows.weights_R.detach())
-            return (rows.x_ND, rows.weights_R), (plain, receipt)
+            return (rows.x_ND, rows.weights_R), (plain, metadata)
 
         with span(Span.DISPATCH):
             flight = self.transfers.launch("dispatch", transfer, x_TD, routing.weights_TK)
 
-        def wait() -> tuple[ExpertRows, Receipt]:
+        def wait() -> tuple[ExpertRows, DispatchMetadata]:
             with span(Span.DISPATCH):
-                (x_ND, weights_R), (rows, receipt) = flight.wait()
-            return replace(rows, x_ND=x_ND, weights_R=weights_R), receipt
+                (x_ND, weights_R), (rows, metadata) = flight.wait()
+            return replace(rows, x_ND=x_ND, weights_R=weights_R), metadata
 
         return wait
 
-    def combine(self, y_RD: Tensor, receipt: Receipt) -> Callable[[], Tensor]:
+    def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Callable[[], Tensor]:
         """`Dispatcher.combine`, to be waited for."""
 
         def transfer(y_RD: Tensor) -> tuple[tuple[Tensor], None]:
-            return (self.dispatcher.combine(y_RD, receipt),), None
+            return (self.dispatcher.combine(y_RD, metadata),), None
 
         with span(Span.COMBINE):
             flight = self.transfers.launch("combine", transfer, y_RD)

@@ -35,8 +35,8 @@ def router_rule(moe: Moe) -> RouterRule:
         top_k=moe.top_k,
         score=router.score,
         softmax_after_top_k=router.softmax_after_top_k,
-        groups=router.groups,
-        groups_kept=router.groups_kept,
+        groups=router.n_group,
+        topk_group=router.topk_group,
         group_score=router.group_score,
         normalize=router.normalize,
         scale=router.scale,
@@ -94,7 +94,7 @@ class Router(BalancedRouter):
             self.meter.auxiliary_loss += found.loss
             with kept():
                 routing = Routing(attach(routing.weights_TK, routed, found), routing.experts_TK)
-        if self.balance.force:
+        if self.balance.force_load_balance:
             routing = spread_evenly(routing, self.experts)
         if self.balance.capacity_factor:
             limit = capacity(tokens, self.top_k, self.experts, self.balance.capacity_factor)

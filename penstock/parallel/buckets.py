@@ -39,7 +39,7 @@ IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
-class Cargo:
+class BucketEntry:
     """A tensor that travels.
 
     Attributes:
@@ -55,7 +55,7 @@ class Cargo:
 class Stripe:
     """Columns `first` to `end` of a tensor that is dealt out in rows of `width`; they stand at `offset` in a bucket."""
 
-    cargo: Cargo
+    cargo: BucketEntry
     width: int
     first: int
     end: int
@@ -80,7 +80,7 @@ class Stripe:
 
 @torch.no_grad()
 def reduce_rows(
-    cargo: Sequence[Cargo], shard: Axis, replicate: Axis, dtype: torch.dtype, values: int | None = None
+    cargo: Sequence[BucketEntry], shard: Axis, replicate: Axis, dtype: torch.dtype, values: int | None = None
 ) -> None:
     """Sum tensors over ranks; each rank gets its own rows of the sum.
 
@@ -97,7 +97,7 @@ def reduce_rows(
 
 
 @torch.no_grad()
-def gather_rows(cargo: Sequence[Cargo], shard: Axis, values: int | None = None) -> None:
+def gather_rows(cargo: Sequence[BucketEntry], shard: Axis, values: int | None = None) -> None:
     """Fill tensors from the rows that the ranks own.
 
     Args:
@@ -142,7 +142,7 @@ def _gather(bucket: list[Stripe], shard: Axis) -> Iterator[None]:
             here.copy_(there)
 
 
-def stripes_in_buckets(cargo: Sequence[Cargo], ranks: int, values: int | None) -> Iterator[list[Stripe]]:
+def stripes_in_buckets(cargo: Sequence[BucketEntry], ranks: int, values: int | None) -> Iterator[list[Stripe]]:
     """Cut all columns into buckets of equal size; the last one is smaller."""
     columns = max(BUCKET_VALUES // ranks, ROW_VALUES) if values is None else max(values // ranks, 1)
     bucket: list[Stripe] = []

@@ -17,31 +17,31 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import causal_attention
+from penstock.kernels.attention_window import Reach
 from penstock.kernels.local_attention import Near, local_attention, near
-from penstock.kernels.reach import Reach
 from penstock.layout.sequence import SequenceLayout
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, swap
-from penstock.parallel.kit import Kit
+from penstock.parallel.layer_context import LayerContext
 
 
 def attend(
     q_BSHN: Tensor,
     k_BSGN: Tensor,
     v_BSGM: Tensor,
-    kit: Kit,
+    layer_context: LayerContext,
     *,
     scale: float,
     allowed_BSS: Tensor | None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of our own positions over the whole row, by the method of the kit.
+    """Causal attention of our own positions over the whole row, by the method of the layer_context.
 
     Args:
         q_BSHN: queries of our positions; all positions where no ranks share the row.
         k_BSGN: keys of our positions.
         v_BSGM: values of our positions.
-        kit: kernels and ranks.
+        layer_context: kernels and ranks.
         scale: factor on the scores.
         allowed_BSS: boolean, which query position (first S) may look at which of the row's key positions. Its queries
             are all positions of the row with ulysses, ours with all-gather. None for plain causal.
@@ -50,16 +50,23 @@ def attend(
     Returns:
         o_BSHM of our positions.
     """
-    axis, backend = kit.axes.context, kit.operators.attention_backend
-    if axis.size > 1 and kit.context_method == "all-gather":
+    axis, backend = layer_context.axes.context, layer_context.operators.attention_backend
+    if axis.size > 1 and layer_context.context_method == "all-gather":
         k_BSGN, v_BSGM = gather_positions(k_BSGN, axis), gather_positions(v_BSGM, axis)
-        return attend_to_row(q_BSHN, k_BSGN, v_BSGM, kit, scale=scale, allowed_BSS=allowed_BSS, sinks_H=sinks_H)
+        return attend_to_row(
+            q_BSHN, k_BSGN, v_BSGM, layer_context, scale=scale, allowed_BSS=allowed_BSS, sinks_H=sinks_H
+        )
     q_BSHN, k_BSGN, v_BSGM = (swap(x, axis, split_dim=2, join_dim=1) for x in (q_BSHN, k_BSGN, v_BSGM))
     sinks_H = _of_own_heads(sinks_H, axis)
-    if kit.float8.attention:
+    if layer_context.float8.attention:
         assert allowed_BSS is None and sinks_H is None, "a rule refuses masks and sinks with float8.attention"
-        o_BSHM = kit.float8.operators.attention(
-            q_BSHN, k_BSGN, v_BSGM, scale=scale, forward=kit.float8.forward, gradient=kit.float8.gradient
+        o_BSHM = layer_context.float8.operators.attention(
+            q_BSHN,
+            k_BSGN,
+            v_BSGM,
+            scale=scale,
+            forward=layer_context.float8.forward,
+            gradient=layer_context.float8.gradient,
         )
     else:
         o_BSHM = causal_attention(
@@ -72,19 +79,19 @@ def attend_locally(
     q_BSHN: Tensor,
     k_BSGN: Tensor,
     v_BSGM: Tensor,
-    kit: Kit,
+    layer_context: LayerContext,
     *,
     scale: float,
     nears: tuple[Near, ...],
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attention of our own positions over the part of the row that each sees, by the method of the kit.
+    """Attention of our own positions over the part of the row that each sees, by the method of the layer_context.
 
     Args:
         q_BSHN: queries of our positions.
         k_BSGN: keys of our positions.
         v_BSGM: values of our positions.
-        kit: kernels and ranks.
+        layer_context: kernels and ranks.
         scale: factor on the scores.
         nears: what `nears_of` gave for the layer's reach.
         sinks_H: of our queries' heads; None for a plain softmax.
@@ -92,9 +99,9 @@ def attend_locally(
     Returns:
         o_BSHM of our positions.
     """
-    assert not kit.float8.attention, "a rule refuses windows and chunks with float8.attention"
-    axis, backend = kit.axes.context, kit.operators.attention_backend
-    gathers = axis.size > 1 and kit.context_method == "all-gather"
+    assert not layer_context.float8.attention, "a rule refuses windows and chunks with float8.attention"
+    axis, backend = layer_context.axes.context, layer_context.operators.attention_backend
+    gathers = axis.size > 1 and layer_context.context_method == "all-gather"
     if gathers:
         k_BSGN, v_BSGM = gather_positions(k_BSGN, axis), gather_positions(v_BSGM, axis)
     else:
@@ -108,12 +115,12 @@ def attend_locally(
 
 
 def nears_of(
-    kit: Kit, reach: Reach, held: int, rows: int, allowed_BSS: Tensor | None, device: torch.device
+    layer_context: LayerContext, reach: Reach, held: int, rows: int, allowed_BSS: Tensor | None, device: torch.device
 ) -> tuple[Near, ...]:
     """What `attend_locally` needs to know about a micro-batch, the same for all layers of one reach.
 
     Args:
-        kit: ranks.
+        layer_context: ranks.
         reach: of the layers.
         held: positions that this context-parallel rank holds.
         rows: of the micro-batch.
@@ -123,12 +130,12 @@ def nears_of(
     Returns:
         One of each range of queries; none if the row is no longer than the reach: then such a layer sees all of it.
     """
-    layout = _layout(kit, held)
+    layout = _layout(layer_context, held)
     if layout.length <= reach.size:
         return ()
     # With ulysses a rank attends for all of the row, whatever it holds.
     whole = (range(layout.length),)
-    ranges = whole if kit.context_method == "ulysses" else layout.chunks(kit.axes.context.rank)
+    ranges = whole if layer_context.context_method == "ulysses" else layout.chunks(layer_context.axes.context.rank)
     allowed = (None,) * len(ranges) if allowed_BSS is None else allowed_BSS.chunk(len(ranges), dim=1)
     return tuple(
         near(reach, queries.start, len(queries), own, rows=rows, device=device)
@@ -136,21 +143,21 @@ def nears_of(
     )
 
 
-def held_positions(kit: Kit, held: int, device: torch.device) -> Tensor:
+def held_positions(layer_context: LayerContext, held: int, device: torch.device) -> Tensor:
     """Where in the row the positions of this context-parallel rank stand, int64.
 
     Args:
-        kit: ranks.
+        layer_context: ranks.
         held: how many they are.
         device: for the result.
     """
-    chunks = _layout(kit, held).chunks(kit.axes.context.rank)
+    chunks = _layout(layer_context, held).chunks(layer_context.axes.context.rank)
     return torch.cat([torch.arange(one.start, one.stop, device=device) for one in chunks])
 
 
-def _layout(kit: Kit, held: int) -> SequenceLayout:
-    context = kit.axes.context.size
-    return SequenceLayout(length=held * context, context=context, method=kit.context_method)
+def _layout(layer_context: LayerContext, held: int) -> SequenceLayout:
+    context = layer_context.axes.context.size
+    return SequenceLayout(length=held * context, context=context, method=layer_context.context_method)
 
 
 def _of_own_heads(sinks_H: Tensor | None, axis: Axis) -> Tensor | None:
@@ -179,7 +186,7 @@ def attend_to_row(
     q_BSHN: Tensor,
     k_BSGN: Tensor,
     v_BSGM: Tensor,
-    kit: Kit,
+    layer_context: LayerContext,
     *,
     scale: float,
     allowed_BSS: Tensor | None,
@@ -191,7 +198,7 @@ def attend_to_row(
         q_BSHN: queries of our positions, near chunk before far chunk.
         k_BSGN: keys of every position, in order.
         v_BSGM: values of every position.
-        kit: kernels and ranks.
+        layer_context: kernels and ranks.
         scale: factor on the scores.
         allowed_BSS: boolean, our query positions x all key positions, causal already; None for plain causal.
         sinks_H: as of `attend`.
@@ -199,8 +206,8 @@ def attend_to_row(
     Returns:
         o_BSHM of our positions.
     """
-    assert not kit.float8.attention, "a rule refuses all-gather with float8.attention"
-    axis = kit.axes.context
+    assert not layer_context.float8.attention, "a rule refuses all-gather with float8.attention"
+    axis = layer_context.axes.context
     size = q_BSHN.shape[1] // 2
     assert k_BSGN.shape[1] == 2 * size * axis.size, (
         f"{k_BSGN.shape[1]} keys for {axis.size} ranks with 2 x {size} queries"
@@ -219,7 +226,7 @@ def attend_to_row(
                 v_BSGM[:, :end],
                 scale=scale,
                 allowed_BSS=allowed,
-                backend=kit.operators.attention_backend,
+                backend=layer_context.operators.attention_backend,
                 sinks_H=sinks_H,
             )
         )

@@ -2,11 +2,11 @@
 
     F   take the input (a message, or the output of a stage of our own), run the stage, send the output on
     B   take the output's gradient, differentiate, send the input's gradient back
-    I   the same for the input alone; weight gradients become work for later (penstock/parallel/later.py)
+    I   the same for the input alone; weight gradients become work for later (penstock/parallel/weight_grad_store.py)
     W   that work
 
 A pair of the schedule, F and B, is done at once: whenever the backward pass has let a transfer leave, the forward pass
-goes on to its next stop (penstock/parallel/turns.py), inside autograd's own pass and on its thread.
+goes on to its next stop (penstock/parallel/interleave.py), inside autograd's own pass and on its thread.
 
     compute     B loss | F attention   | B experts      | F experts     | B attention   | ...
     transfers          | B combine     | F dispatch     | B dispatch    | F combine     | ...
@@ -34,12 +34,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.base.spans import ACTIONS, Span
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.schedules import forward_only
+from penstock.parallel.async_transfer import Transfers
 from penstock.parallel.axes import Axes, Axis
-from penstock.parallel.flight import Transfers
-from penstock.parallel.later import Later, Task
+from penstock.parallel.interleave import Steps, drain, within
 from penstock.parallel.spans import span
 from penstock.parallel.stopwatch import EnterPhase, untimed
-from penstock.parallel.turns import Steps, drain, within
+from penstock.parallel.weight_grad_store import Task, WeightGradStore
 
 StageCall = Callable[[int, Tensor | None], Steps[Tensor]]
 """(micro-batch, hidden states from the stage before, or None on the first) -> steps to what the next stage gets; on the
@@ -86,7 +86,7 @@ class Pipeline:
         schedule: Schedule,
         axes: Axes,
         message: Message,
-        later: Later | None = None,
+        later: WeightGradStore | None = None,
         transfers: Transfers | None = None,
     ) -> None:
         assert later is not None or not schedule.splits_backward, f"{schedule.name} puts weight gradients off"
@@ -132,7 +132,7 @@ class _Run:
         schedule: Schedule,
         post: "_Post",
         calls: Mapping[int, StageCall],
-        later: Later | None = None,
+        later: WeightGradStore | None = None,
         transfers: Transfers | None = None,
     ) -> None:
         self._schedule = schedule

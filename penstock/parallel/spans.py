@@ -9,7 +9,7 @@ number of the operator that made them, and so lead to the region where that was 
 no object.
 
 A region may stand inside captured work, a recomputed one, a transfer or a hook: it gives the device nothing to do. It
-must not last over a stop of work in pieces (`penstock.parallel.turns.within`).
+must not last over a stop of work in pieces (`penstock.parallel.interleave.within`).
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -27,17 +27,17 @@ from penstock.models.holdings import head_total
 from penstock.models.mtp import MultiTokenPrediction
 from penstock.models.rank_model import message_of
 from penstock.moe.layer import MoE
-from penstock.parallel.later import Task
+from penstock.parallel.weight_grad_store import Task
 from penstock.plan.layer_kinds import layer_kind
 from penstock.plan.ledger import Ledger, Section
+from penstock.plan.meta_rank import META, MetaRank
 from penstock.plan.pieces import Piece, StageActivations
-from penstock.plan.stand_in import META, StandIn
 from penstock.plan.tape import Tape, Work
 from penstock.train.global_batch import MicroBatch
 from penstock.train.loss import batch_loss, loss_rule
 
 
-def activations_of(rank: StandIn, batch: MicroBatch | None = None) -> tuple[StageActivations, ...]:
+def activations_of(rank: MetaRank, batch: MicroBatch | None = None) -> tuple[StageActivations, ...]:
     """Run every stage of a rank once.
 
     Args:
@@ -50,10 +50,10 @@ def activations_of(rank: StandIn, batch: MicroBatch | None = None) -> tuple[Stag
 
 def kind_of(decoder: Decoder, layer: int, block: Block) -> Hashable:
     """Layers of one kind hold the same."""
-    return layer_kind(decoder.config, layer), block.kit.recompute, block.kit.float8 == NO_FLOAT8
+    return layer_kind(decoder.config, layer), block.layer_context.recompute, block.layer_context.float8 == NO_FLOAT8
 
 
-def micro_batch_of(rank: StandIn) -> MicroBatch:
+def micro_batch_of(rank: MetaRank) -> MicroBatch:
     """What a rank reads of a micro-batch, without memory."""
     training, axes = rank.run.training, rank.axes
     rows, here = training.micro_batch, training.sequence_length // axes.context.size
@@ -73,7 +73,7 @@ def micro_batch_of(rank: StandIn) -> MicroBatch:
     return MicroBatch(reading=reading, labels=tuple(numbers() for _ in range(depths + 1)))
 
 
-def _stage(rank: StandIn, number: int, decoder: Decoder, batch: MicroBatch) -> StageActivations:
+def _stage(rank: MetaRank, number: int, decoder: Decoder, batch: MicroBatch) -> StageActivations:
     blocks = {int(layer): block for layer, block in decoder.blocks.items() if isinstance(block, Block)}
     runs_all = rank.run.dispatch.overlap in IN_PIECES or bool(rank.run.offload.activations)
     kinds = {layer: (layer if runs_all else kind_of(decoder, layer, block)) for layer, block in blocks.items()}
@@ -99,7 +99,7 @@ def _shortened(decoder: Decoder, blocks: dict[int, Block]) -> Decoder:
         norm=decoder.norm,
         head=decoder.head,
         mtp={int(depth): one for depth, one in decoder.mtp.items() if isinstance(one, MultiTokenPrediction)},
-        kit=decoder.kit,
+        layer_context=decoder.layer_context,
         is_first=decoder.is_first,
     )
 
@@ -107,7 +107,7 @@ def _shortened(decoder: Decoder, blocks: dict[int, Block]) -> Decoder:
 class _Pass:
     """One forward and backward pass of a stage under a ledger."""
 
-    def __init__(self, rank: StandIn, decoder: Decoder, batch: MicroBatch) -> None:
+    def __init__(self, rank: MetaRank, decoder: Decoder, batch: MicroBatch) -> None:
         self.rank = rank
         self.batch = batch
         self.device = batch.reading.tokens_BS.device

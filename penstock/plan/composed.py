@@ -16,7 +16,7 @@ from penstock.config.run import Run
 from penstock.layout.actions import Kind
 from penstock.layout.grid import Grid
 from penstock.layout.stages import Stage
-from penstock.plan.held import Shape, Standing, standings
+from penstock.plan.held import PeakPoint, Shape, peak_points
 from penstock.plan.held_state import (
     OTHERS,
     Facts,
@@ -27,23 +27,23 @@ from penstock.plan.held_state import (
 )
 from penstock.plan.layer_kinds import has_experts, layer_kind
 from penstock.plan.memory import LOSS, Memory, Overheads
-from penstock.plan.miniature import Likeness, likeness
+from penstock.plan.meta_rank import MetaRank, Target
 from penstock.plan.pieces import StageActivations
-from penstock.plan.stand_in import StandIn, Target
+from penstock.plan.proxy_model import ReuseKey, reuse_key
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """What a miniature showed.
+    """What a proxy model showed.
 
     Attributes:
-        rank: without memory; of the miniature.
+        rank: without memory; of the proxy model.
         stage: of it, that was run.
         shared_bytes: of memory that GPUs of a node write into.
         batch_bytes: of the rows of one micro-batch.
     """
 
-    rank: StandIn
+    rank: MetaRank
     stage: StageActivations
     shared_bytes: int
     batch_bytes: int
@@ -125,7 +125,9 @@ class RankState:
         """Parts of a rank that holds some stages, and how many of each; an embedding is never held twice."""
         mtp = self.run.model.mtp_layers
         has_head = any(one.head for one in stages)
-        needs_embedding = any(one.embed for one in stages) or (has_head and (mtp > 0 or self.run.model.tied_embeddings))
+        needs_embedding = any(one.embed for one in stages) or (
+            has_head and (mtp > 0 or self.run.model.tie_word_embeddings)
+        )
         counts = Counter({"embed": int(needs_embedding), "mtp": int(has_head and mtp > 0), "head": int(has_head)})
         for one in stages:
             for kind, count in one.layers:
@@ -163,13 +165,13 @@ class Composed:
         contents: of every stage.
         activations: of stages by their contents; their numbers are not set.
         sizes: the same in bytes.
-        shown: by a miniature.
-        times: rows of a micro-batch for each of the miniature.
+        shown: by a proxy model.
+        times: rows of a micro-batch for each of the proxy model.
         state: of its ranks.
         shape: of its pipeline; None without one.
         target: where it will run.
         overheads: of the hardware.
-        played: run whose miniature showed the pieces: the run itself, or one that is nearly like it.
+        played: run whose proxy model showed the pieces: the run itself, or one that is nearly like it.
     """
 
     run: Run
@@ -191,9 +193,9 @@ class Composed:
         return self.played is self.run
 
     @property
-    def alike(self) -> Likeness:
+    def alike(self) -> ReuseKey:
         """What runs with the same pieces have in common."""
-        return likeness(self.played)
+        return reuse_key(self.played)
 
     def stage(self, number: int) -> StageActivations:
         """A stage by its number."""
@@ -242,7 +244,7 @@ class Composed:
         state, gathered, update = self.state.of(held), self.state.gathered(held), self.state.update_bytes(held)
         size, standing = max(self._moments(place), key=lambda moment: moment[0])
         terms = self._terms(size, standing)
-        logits, is_captured = terms[LOSS], self.run.graphs.capture == "passes"
+        logits, is_captured = terms[LOSS], self.run.graphs.capture == "full"
         is_update = update > size + gathered and not is_captured
         memory = Memory(
             rank=place * self.grid.world // self.grid.pipeline,
@@ -268,23 +270,23 @@ class Composed:
         """`memory(place).total`, without its terms."""
         held = [self.contents[number] for number in self.stages_of(place)]
         update, passing = self.state.update_bytes(held), self.passing(place) + self.state.gathered(held)
-        most = passing + update if self.run.graphs.capture == "passes" else max(passing, update)
+        most = passing + update if self.run.graphs.capture == "full" else max(passing, update)
         allocated = self.state.of(held).total + most + self.buffers + self.overheads.libraries
         return allocated + self.overheads.context + round(self.overheads.unused * allocated)
 
-    def _moments(self, place: int) -> Iterator[tuple[int, Standing]]:
+    def _moments(self, place: int) -> Iterator[tuple[int, PeakPoint]]:
         if self.shape is None:
             for kind in (Kind.FORWARD, Kind.BACKWARD):
-                yield self.size(0).most(kind), Standing(((0, kind),), (int(kind is Kind.BACKWARD),), (0,))
+                yield self.size(0).most(kind), PeakPoint(((0, kind),), (int(kind is Kind.BACKWARD),), (0,))
             return
         own = [self.size(number) for number in self.stages_of(place)]
         of = {stage: self.size(stage) for stage in self.stages_of(place)}
-        for standing in standings(self.shape, place):
+        for standing in peak_points(self.shape, place):
             held = sum(count * size.kept for count, size in zip(standing.kept, own, strict=True))
             held += sum(count * size.left for count, size in zip(standing.left, own, strict=True))
             yield held + sum(of[stage].of(kind) for stage, kind in standing.work), standing
 
-    def _terms(self, size: int, standing: Standing) -> Counter[str]:
+    def _terms(self, size: int, standing: PeakPoint) -> Counter[str]:
         """What is held at a moment, by the module that allocated it; `held` are other micro-batches."""
         terms: Counter[str] = Counter()
         for stage, kind in standing.work:
@@ -298,7 +300,7 @@ class Composed:
         return terms
 
 
-def _name_of(standing: Standing, *, is_alone: bool) -> str:
+def _name_of(standing: PeakPoint, *, is_alone: bool) -> str:
     if is_alone:
         return "forward" if standing.work[0][1] is Kind.FORWARD else "backward"
     return " and ".join(f"{kind} of stage {stage}" for stage, kind in standing.work)

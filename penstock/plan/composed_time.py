@@ -18,8 +18,8 @@ from penstock.plan.composed import Composed, Contents
 from penstock.plan.composed_update import Partners, update_of
 from penstock.plan.hardware import Cluster, Group
 from penstock.plan.held_state import Shards
-from penstock.plan.miniature import Likeness
 from penstock.plan.projection import StepTime
+from penstock.plan.proxy_model import ReuseKey
 from penstock.plan.rehearsal import Rehearsal, Update
 from penstock.plan.step_time import Clockwork, StageTime, step_time
 
@@ -35,9 +35,9 @@ class Timekeeper:
     def __init__(self, cluster: Cluster, imbalance: float) -> None:
         self._cluster = cluster
         self._imbalance = imbalance
-        self._clockworks: dict[Likeness, Clockwork] = {}
+        self._clockworks: dict[ReuseKey, Clockwork] = {}
         self._updates: dict[tuple[Grid, tuple[Contents, ...], Shards], float] = {}
-        self._stages: dict[tuple[Likeness, Contents], StageTime] = {}
+        self._stages: dict[tuple[ReuseKey, Contents], StageTime] = {}
         self._schedules: dict[tuple[Pipeline, int, int, bool], Schedule | None] = {}
 
     def rough(self, composed: Composed) -> float:
@@ -67,7 +67,7 @@ class Timekeeper:
             sequence=Axis(name="sequence", ranks=tuple(range(grid.context * grid.tensor))),
         )
         schedule = self._schedule(composed.run, axes)
-        # A rank of the miniature speaks for all; how much they hold is not asked here.
+        # A rank of the proxy model speaks for all; how much they hold is not asked here.
         rank = replace(composed.shown.rank, run=composed.run, axes=axes, schedule=schedule)
         found = []
         for place in range(grid.pipeline):

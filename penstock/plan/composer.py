@@ -1,8 +1,8 @@
-"""Memory of every rank of a run, put together from a miniature of it: what a search asks for thousands of layouts.
+"""Memory of every rank of a run, put together from a proxy model of it: what a search asks for thousands of layouts.
 
 `penstock.plan.memory` builds a rank with all of its layers and runs it. Here each kind of part is run once, on the
-fewest ranks that show it (`penstock.plan.miniature`), and kept by what it depends on (`Likeness`). A stage is a list of
-such pieces, a rank holds its stages as its schedule has it (`penstock.plan.held`), and its state is a sum over its
+fewest ranks that show it (`penstock.plan.proxy_model`), and kept by what it depends on (`ReuseKey`). A stage is a list
+of such pieces, a rank holds its stages as its schedule has it (`penstock.plan.held`), and its state is a sum over its
 parameters (`penstock.plan.held_state`). Tests hold the result to half a percent of `memory_of`.
 
 What lets layers of one kind differ, or lets neighbours matter, cannot be composed: `is_composable`.
@@ -35,9 +35,9 @@ from penstock.plan.held_state import (
 )
 from penstock.plan.layer_kinds import first_of_kinds
 from penstock.plan.memory import NO_OVERHEADS, Memory, Overheads
-from penstock.plan.miniature import Likeness, View, kinds_of, later_kinds, likeness, rank_of_miniature
+from penstock.plan.meta_rank import MetaRank, Target
 from penstock.plan.pieces import StageActivations
-from penstock.plan.stand_in import StandIn, Target
+from penstock.plan.proxy_model import ReuseKey, View, kinds_of, later_kinds, rank_of_proxy, reuse_key
 
 _Sharing = tuple[int, int, int, bool]
 
@@ -80,12 +80,12 @@ class Composer:
         self.rehearsals = 0
         self._kinds_of_views: dict[View, tuple[str, ...]] = {}
         self._stages: dict[int, tuple[Stage, ...]] = {}
-        self._rehearsed: dict[tuple[Likeness, View, tuple[str, ...]], Shown] = {}
+        self._rehearsed: dict[tuple[ReuseKey, View, tuple[str, ...]], Shown] = {}
         self._facts: dict[_Sharing, Facts] = {}
         self._states: dict[tuple[_Sharing, Shards], dict[str, PartState]] = {}
         self._contents: dict[tuple[str, int, int], tuple[Contents, ...]] = {}
         self._places: dict[tuple[str, int, int, str], tuple[tuple[tuple[Contents, ...], Load], ...]] = {}
-        self._activations: dict[tuple[Likeness, Contents, bool], tuple[StageActivations, Sizes]] = {}
+        self._activations: dict[tuple[ReuseKey, Contents, bool], tuple[StageActivations, Sizes]] = {}
 
     def stages(self, run: Run) -> tuple[Stage, ...]:
         """As `penstock.models.rank_model.stages_of`, with costs that are counted once.
@@ -144,7 +144,7 @@ class Composer:
         Args:
             run: composable, and of the composer's model.
             grid: that fits it.
-            closely: with miniatures of rare stages too; without, such a stage is put together from pieces of others,
+            closely: with proxy models of rare stages too; without, such a stage is put together from pieces of others,
                 which are off by what one message takes.
         """
         assert is_composable(run), f"{run.name} has layers that differ from others of their kind"
@@ -158,14 +158,14 @@ class Composer:
         """
         one_row = {"training": run.training.model_copy(update={"micro_batch": 1})}
         whole = run.model_copy(update={**one_row, "pipeline": Pipeline()})
-        seen: list[Likeness] = []
+        seen: list[ReuseKey] = []
         for played in (whole, run.model_copy(update=one_row), run):
-            if likeness(played) not in seen and (played is run or likeness(played) != likeness(run)):
-                seen.append(likeness(played))
+            if reuse_key(played) not in seen and (played is run or reuse_key(played) != reuse_key(run)):
+                seen.append(reuse_key(played))
                 yield self._compose(run, grid, played, closely=False)
 
     def _compose(self, run: Run, grid: Grid, played: Run, *, closely: bool) -> Composed:
-        alike, contents = likeness(played), self.contents(run)
+        alike, contents = reuse_key(played), self.contents(run)
         by_contents = {one: self._stage(played, alike, one, closely) for one in dict.fromkeys(contents)}
         times = run.training.micro_batch // played.training.micro_batch
         return Composed(
@@ -193,17 +193,17 @@ class Composer:
         return RankState(run, facts, shards, self._states[key])
 
     def shown(self, run: Run, view: View, kinds: tuple[str, ...] = ()) -> Shown:
-        """One stage of a miniature of the run, made once for all runs that are alike.
+        """One stage of a proxy model of the run, made once for all runs that are alike.
 
         Args:
             run: whose.
             view: which stage.
             kinds: of its layers, in the order of some stage of the run; none for those that the view shows.
         """
-        key = likeness(run), view, kinds or self._kinds(view)
+        key = reuse_key(run), view, kinds or self._kinds(view)
         if key not in self._rehearsed:
             self.rehearsals += 1
-            with rank_of_miniature(run, view, self.target, key[2]) as rank:
+            with rank_of_proxy(run, view, self.target, key[2]) as rank:
                 (stage,) = activations_of(rank)
                 self._rehearsed[key] = Shown(
                     rank=rank, stage=stage, shared_bytes=rank.shared_bytes, batch_bytes=_bytes_of_rows(rank)
@@ -220,18 +220,18 @@ class Composer:
         if key not in self._facts:
             # Others that share a layer change nothing about its parameters.
             alone = run.model_copy(update={"parallel": parallel.model_copy(update={"context": 1, "pipeline": 1})})
-            with rank_of_miniature(alone, "whole", self.target) as rank:
+            with rank_of_proxy(alone, "whole", self.target) as rank:
                 self._facts[key] = facts_of(rank)
         return self._facts[key]
 
-    def _stage(self, run: Run, alike: Likeness, contents: Contents, closely: bool) -> tuple[StageActivations, Sizes]:
+    def _stage(self, run: Run, alike: ReuseKey, contents: Contents, closely: bool) -> tuple[StageActivations, Sizes]:
         key = alike, contents, closely
         if key not in self._activations:
             stage = self._put_together(run, alike, contents, closely)
             self._activations[key] = stage, _sizes_of(stage)
         return self._activations[key]
 
-    def _put_together(self, run: Run, alike: Likeness, contents: Contents, closely: bool) -> StageActivations:
+    def _put_together(self, run: Run, alike: ReuseKey, contents: Contents, closely: bool) -> StageActivations:
         view = view_of(contents, self.leading)
         if not closely:
             view = _COMMON.get(view, view)
@@ -267,7 +267,7 @@ _COMMON: Mapping[View, View] = MappingProxyType({"mixed": "middle", "embed": "fi
 
 
 def view_of(contents: Contents, leading: frozenset[str]) -> View:
-    """Which stage of a miniature shows a stage.
+    """Which stage of a proxy model shows a stage.
 
     Args:
         contents: of the stage.
@@ -292,7 +292,7 @@ def _sizes_of(stage: StageActivations) -> Sizes:
     )
 
 
-def _bytes_of_rows(rank: StandIn) -> int:
+def _bytes_of_rows(rank: MetaRank) -> int:
     batch = micro_batch_of(rank)
     tensors = [*batch.reading.tensors.values(), *batch.labels]
     return sum(tensor.nbytes for tensor in tensors)

@@ -2,7 +2,7 @@
 
 Memory of the passes is the most of `held + what the action takes`, over the actions of the rank's list. Which counts of
 micro-batches are held at an action depends on the schedule only, and of counts that are nowhere above others at an
-action of the same kind nobody need know. So a list of thousands of actions comes down to a few `Standing`s.
+action of the same kind nobody need know. So a list of thousands of actions comes down to a few `PeakPoint`s.
 
 A step of many micro-batches repeats itself in the middle, so a step of fewer holds as much: see `enough`.
 """
@@ -27,7 +27,7 @@ Work = tuple[tuple[int, Kind], ...]
 
 
 @dataclass(frozen=True)
-class Standing:
+class PeakPoint:
     """A rank at the beginning of an action.
 
     Attributes:
@@ -93,13 +93,13 @@ def enough(name: str, ranks: int, micro_batches: int) -> int:
 
 
 @cache
-def standings(shape: Shape, rank: int) -> tuple[Standing, ...]:
+def peak_points(shape: Shape, rank: int) -> tuple[PeakPoint, ...]:
     """Where the most may be held on a rank, for any sizes of stages."""
     place = {stage: number for number, stage in enumerate(shape.stages_of(rank))}
     kept, left = [0] * len(place), [0] * len(place)
-    seen: dict[Work, dict[Standing, None]] = {}
+    seen: dict[Work, dict[PeakPoint, None]] = {}
     for work in _works(shape, rank):
-        seen.setdefault(work, {})[Standing(work, tuple(kept), tuple(left))] = None
+        seen.setdefault(work, {})[PeakPoint(work, tuple(kept), tuple(left))] = None
         for stage, kind in work:
             at = place[stage]
             kept[at] += _KEPT[kind]
@@ -128,7 +128,7 @@ def _plan(shape: Shape) -> Schedule:
     )
 
 
-def _highest(found: list[Standing]) -> list[Standing]:
+def _highest(found: list[PeakPoint]) -> list[PeakPoint]:
     """Those, all of one work, beside which no other holds as much everywhere; in their order."""
     highest: dict[tuple[int, ...], None] = {}
     # What another covers comes behind it, for it holds less in all.

@@ -15,7 +15,7 @@ from penstock.layout.pieces import rows_of_shard
 from penstock.models.holdings import copy_bytes, holdings
 from penstock.parallel.buckets import BUCKET_VALUES, IN_FLIGHT, ROW_VALUES
 from penstock.plan.layer_kinds import layer_kind
-from penstock.plan.stand_in import StandIn
+from penstock.plan.meta_rank import MetaRank
 
 MOMENT_BYTES = 8
 """Of one value: two float32 moments."""
@@ -191,7 +191,7 @@ def _most(what: str, ranks: int, width: int, shards: Shards) -> int:
     return min(width, most) * (ranks + (ranks > 1)) * shards.reduce_bytes
 
 
-def facts_of(rank: StandIn) -> Facts:
+def facts_of(rank: MetaRank) -> Facts:
     """Parameters of the parts of a rank that holds everything."""
     found: dict[str, dict[str, Fact]] = {}
     kind_of, copied = _kinds(rank), _copied(rank)
@@ -215,7 +215,7 @@ def facts_of(rank: StandIn) -> Facts:
     return {kind: tuple(facts.values()) for kind, facts in found.items()}
 
 
-def _copied(rank: StandIn) -> dict[str, int]:
+def _copied(rank: MetaRank) -> dict[str, int]:
     """Bytes of copies in 8 bits, by the name of the weight; FSDP2 leaves none from step to step."""
     if rank.divided:
         return {}
@@ -227,7 +227,7 @@ def _copied(rank: StandIn) -> dict[str, int]:
     }
 
 
-def _kinds(rank: StandIn) -> Callable[[str], tuple[str, str]]:
+def _kinds(rank: MetaRank) -> Callable[[str], tuple[str, str]]:
     """From a parameter's name to its part, and what begins the names of that part."""
     blocks = {
         f"blocks.{layer}.": layer_kind(decoder.config, int(layer))

@@ -1,7 +1,7 @@
 """Kinds of decoder layers, each in a word or two: layers of one kind hold the same and do the same.
 
-What lets layers of one model differ is experts or none (`model.dense_layers`, `model.moe.every`) and whether attention
-sees the whole row (`model.attention.local`). What `recompute.layers` adds, `penstock.plan.activations` sees.
+What lets layers of one model differ is experts or none (`model.dense_layers`, `model.moe.moe_layer_freq`) and whether
+attention sees the whole row (`model.attention.local`). What `recompute.layers` adds, `penstock.plan.activations` sees.
 """
 
 from collections.abc import Iterable

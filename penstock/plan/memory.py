@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 
 from penstock.config.run import Run
 from penstock.layout.actions import Kind
+from penstock.plan.meta_rank import Target
 from penstock.plan.pieces import PUT_OFF, StageActivations
 from penstock.plan.rehearsal import Rehearsal, rehearsal_of
-from penstock.plan.stand_in import Target
 
 LOSS = "loss"
 """Name under which the ledger has logits and the loss's gradients."""
@@ -142,7 +142,7 @@ def memory_of_rehearsal(rehearsal: Rehearsal, overheads: Overheads = NO_OVERHEAD
     state, buffers = rank.state, rank.shared_bytes + rehearsal.batch_bytes
     fullest = max(_moments(rehearsal), key=lambda moment: moment.bytes)
     gathered, update = rehearsal.gathered_bytes, rehearsal.update.peak_bytes
-    is_captured = rank.run.graphs.capture == "passes"
+    is_captured = rank.run.graphs.capture == "full"
     is_update = update > fullest.bytes + gathered and not is_captured
     logits = fullest.terms[LOSS]
     memory = Memory(

@@ -17,9 +17,9 @@ from penstock.moe.layer import MoE
 from penstock.plan.conventional import Saving, conventional
 from penstock.plan.hardware import Cluster, Hardware
 from penstock.plan.memory import Overheads, memory_of_rehearsal
+from penstock.plan.meta_rank import Target
 from penstock.plan.projection import Projection, layout_of
 from penstock.plan.rehearsal import Rehearsal, rehearsals_of
-from penstock.plan.stand_in import Target
 from penstock.plan.step_time import step_time
 
 

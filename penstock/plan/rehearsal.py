@@ -23,8 +23,8 @@ from penstock.parallel.launch.meeting import start_fake_process_group, stop_proc
 from penstock.plan.activations import activations_of, micro_batch_of
 from penstock.plan.layer_kinds import layer_kind
 from penstock.plan.ledger import Ledger
+from penstock.plan.meta_rank import MetaRank, Target, make_meta_rank
 from penstock.plan.pieces import StageActivations
-from penstock.plan.stand_in import StandIn, Target, stand_in
 from penstock.plan.tape import Tape, Work
 
 
@@ -64,7 +64,7 @@ class Rehearsal:
         update: what follows the passes.
     """
 
-    rank: StandIn
+    rank: MetaRank
     first_rank: int
     place: int
     stages: tuple[StageActivations, ...]
@@ -107,12 +107,12 @@ def rehearsal_of(run: Run, *, world: int, rank: int, target: Target) -> Rehearsa
         start_fake_process_group(rank, world)
     try:
         axes = make_axes(grid, embedding_places(run), run.parallel.shard_size, target.ranks_per_node)
-        return rehearse(stand_in(run, axes, target))
+        return rehearse(make_meta_rank(run, axes, target))
     finally:
         stop_process_group()
 
 
-def rehearse(rank: StandIn) -> Rehearsal:
+def rehearse(rank: MetaRank) -> Rehearsal:
     """The same of a rank that was built."""
     return Rehearsal(
         rank=rank,
@@ -159,13 +159,13 @@ def _parts_of(run: Run, stages: tuple[Stage, ...], place: int) -> Hashable:
     return tuple(map(parts, numbers))
 
 
-def _batch_bytes(rank: StandIn) -> int:
+def _batch_bytes(rank: MetaRank) -> int:
     batch = micro_batch_of(rank)
     tensors = [*batch.reading.tensors.values(), *batch.labels]
     return micro_batches(rank.run, rank.axes.grid) * sum(tensor.nbytes for tensor in tensors)
 
 
-def _update(rank: StandIn) -> Update:
+def _update(rank: MetaRank) -> Update:
     """Sums over ranks, norm and update, run without memory."""
     tape, ledger, peak = Tape(rank.target.ranks_per_node), Ledger(), 0
     if rank.optimizer is not None:
@@ -193,7 +193,7 @@ def _update(rank: StandIn) -> Update:
     return Update(peak_bytes=peak, zero=zero, reduce=reduce, norm=norm, step=step, host_bytes=rank.state.host)
 
 
-def _gathered(rank: StandIn) -> int:
+def _gathered(rank: MetaRank) -> int:
     """Whole weights with FSDP2, and gradients that are being reduced.
 
     What belongs to no block stays from the start of forward to the end of backward. Of blocks there are: the weights of
@@ -213,7 +213,7 @@ def _gathered(rank: StandIn) -> int:
     return whole + most * (2 + rank.run.parallel.prefetch) + 4 * values
 
 
-def _gathers(rank: StandIn) -> dict[int, tuple[int, ...]]:
+def _gathers(rank: MetaRank) -> dict[int, tuple[int, ...]]:
     if not rank.divided:
         return {}
     found = {}
@@ -225,7 +225,7 @@ def _gathers(rank: StandIn) -> dict[int, tuple[int, ...]]:
     return found
 
 
-def _divided_bytes(rank: StandIn, decoder: Decoder, part: torch.nn.Module) -> int:
+def _divided_bytes(rank: MetaRank, decoder: Decoder, part: torch.nn.Module) -> int:
     own = {id(parameter) for parameter in part.parameters()}
     return sum(
         parameter.nbytes

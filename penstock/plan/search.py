@@ -42,9 +42,9 @@ from penstock.plan.memory import Memory
 from penstock.plan.project import USUAL, Assumptions, device_of, overheads_of, project, target_of
 from penstock.plan.projection import Plan, Projection, layout_of
 from penstock.plan.refusals import MEMORY, SLOWER, Refusals, overflow
+from penstock.plan.rule_filter import RuleFilter, Tries, Try
 from penstock.plan.rules.book import first_refusal, illegal, order_key
 from penstock.plan.rules.sizes import Sizes, facts_of, sizes_of
-from penstock.plan.sieve import Sieve, Tries, Try
 
 Progress = Callable[[str], None]
 """Told what a search is doing, in a few words."""
@@ -214,7 +214,7 @@ class _Search:
         self._bound = Bound(cluster, run.model.hidden_size, run.training.precision)
         self._space = Space(_neutral(question, run), run, question.fixed)
         self._refusals = Refusals()
-        self._sieve = Sieve(self._space, self._refusals)
+        self._sieve = RuleFilter(self._space, self._refusals)
         self._frames: dict[tuple[object, ...], _Frame] = {}
         self._too_many: dict[Sizes, int] = {}
         self._promises: defaultdict[str, Promises] = defaultdict(Promises)
@@ -226,7 +226,7 @@ class _Search:
         if not tries and self._question.fixed:
             # What is asked for by name need not be worth it.
             self._refusals = Refusals()
-            self._sieve = Sieve(self._space, self._refusals)
+            self._sieve = RuleFilter(self._space, self._refusals)
             tries = self._sieve.tries(illegal)
         self._progress(f"{self._refusals.count} layouts refused by rules")
         for key in sorted(tries):

@@ -25,17 +25,17 @@ from penstock.models.count import count
 from penstock.models.rank_model import message_of
 from penstock.plan.costs import HOST_LINK, Costs, experts_of, rooms_of
 from penstock.plan.hardware import Cluster, Group
+from penstock.plan.meta_rank import META
 from penstock.plan.pieces import StageActivations
 from penstock.plan.projection import RankTime, StepTime
 from penstock.plan.rehearsal import Rehearsal, Update
-from penstock.plan.stand_in import META
 from penstock.plan.streams import OVERLAP_GAIN, Streams, Timing, added, steady
 from penstock.plan.tape import Operator, Work
 from penstock.plan.transfers import Transfers
 
 NOTHING = Timing()
 
-_LAUNCHED: Mapping[str, float] = MappingProxyType({"none": 1.0, "parts": 0.43, "auto": 0.0, "passes": 0.0})
+_LAUNCHED: Mapping[str, float] = MappingProxyType({"none": 1.0, "partial": 0.43, "auto": 0.0, "full": 0.0})
 """Share of the operators of passes that the host launches itself, by `graphs.capture` (benchmarks/graphs.py)."""
 
 

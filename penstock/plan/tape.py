@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.parallel.async_transfer import Result, Transfers
 from penstock.parallel.copies import DONE, Copied, Lane
-from penstock.parallel.flight import Result, Transfers
-from penstock.parallel.later import Later, Task
+from penstock.parallel.weight_grad_store import Task, WeightGradStore
 from penstock.plan.hardware import Group
 from penstock.plan.ledger import Ledger
 
 FORK, END, JOIN, WAIT, PUT_OFF = "fork", "end", "join", "wait", "put off"
 """Names of operators that move nothing: a second stream begins after all so far; ends; the first waits for that end;
-the host waits for the device; a weight gradient is put off (penstock/parallel/later.py)."""
+the host waits for the device; a weight gradient is put off (penstock/parallel/weight_grad_store.py)."""
 
 TO_HOST, FROM_HOST, ARRIVE = "to host", "from host", "arrive"
 """Names of what happens to a storage that waits in host memory: it leaves; begins its way back; must have come."""
@@ -133,11 +133,11 @@ class Tape(TorchDispatchMode):
         return Group(len(ranks), inside if len(ranks) % inside == 0 else 1)
 
 
-class RehearsedLater(Later):
+class RehearsedLater(WeightGradStore):
     """Writes down that something is put off."""
 
     def add(self, task: Task) -> None:
-        """See `Later`."""
+        """See `WeightGradStore`."""
         torch.ops.penstock.marked(PUT_OFF, 0)
         super().add(task)
 

@@ -42,7 +42,7 @@ _COUNTS_STAY = 2
 """The first `dispatch.sync_free` at which row counts stay on the device (penstock.config.dispatch_rules)."""
 
 PACKED_ITEM = 8
-"""Bytes that packed rows are moved by (penstock.moe.dispatch.cargo); no other rows are of such numbers."""
+"""Bytes that packed rows are moved by (penstock.moe.dispatch.payload); no other rows are of such numbers."""
 
 _WIDTHS = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "c10::Float8_e4m3fn": 1, "c10::Float8_e4m3fnuz": 1}
 

@@ -52,7 +52,7 @@ NETWORK = _WEIGHT.format(name="gate_up", place=1) + _WEIGHT.format(name="down", 
 """Behind the rule, of a network."""
 
 
-HANDED = """from penstock.kernels.float8.handed import Handed, HandedHeads  # noqa: E402
+HANDED = """from penstock.kernels.float8.gradient_side_channel import Handed, HandedHeads  # noqa: E402
 
 handed = HandedHeads(Handed(), Handed())
 """

@@ -1,4 +1,4 @@
-"""Forward and backward of a micro-batch as one captured graph (`graphs.capture` passes), replayed for each of them.
+"""Forward and backward of a micro-batch as one captured graph (`graphs.capture` full), replayed for each of them.
 
     first step     eager: kernels are compiled, communicators made
     second step    the pass is captured, then as in every later step:
@@ -30,7 +30,7 @@ from torch import Tensor
 from penstock.base.errors import DeviceError
 from penstock.base.spans import MICRO_BATCH, Span
 from penstock.models.rank_model import RankModel
-from penstock.moe.dispatch.room import widenings
+from penstock.moe.dispatch.row_capacity import widenings
 from penstock.parallel.axes import Axis
 from penstock.parallel.graphs import Capture, Replayable, capture
 from penstock.parallel.messages import exchange_json
@@ -109,7 +109,7 @@ class CapturedPasses:
         if obstacle and made is not None:
             made.graph.release()
         if obstacle and self._is_asked_for:
-            raise no_memory("graphs.capture=passes finds no memory for a pass", obstacle)
+            raise no_memory("graphs.capture=full finds no memory for a pass", obstacle)
         if obstacle:
             self._is_given_up = True
             self._notices.append(f"graphs: passes stay eager, there is no memory for a graph ({obstacle})")

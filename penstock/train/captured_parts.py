@@ -1,4 +1,4 @@
-"""Passes whose layers replay their static parts (`graphs.capture` parts); between them the host may read row counts.
+"""Passes whose layers replay their static parts (`graphs.capture` partial); between them the host may read row counts.
 
     first step     eager: kernels are compiled
     second step    each part of each layer is captured when the first micro-batch comes to it, and replayed
@@ -104,6 +104,6 @@ class CapturedParts:
             return
         self.release()
         if self._is_asked_for:
-            raise no_memory("graphs.capture=parts finds no memory for a part", obstacle)
+            raise no_memory("graphs.capture=partial finds no memory for a part", obstacle)
         self._is_given_up = True
         self._notices.append(f"graphs: layers stay eager, there is no memory for a part ({obstacle})")

@@ -37,8 +37,8 @@ from torch import Tensor
 from penstock.base.errors import CheckpointError, PenstockError
 from penstock.parallel.axes import ALONE, Axis
 from penstock.parallel.copies import host_tensors
-from penstock.parallel.holding import Part
 from penstock.parallel.messages import Messages
+from penstock.parallel.param_shard import Part
 from penstock.train.manifest import (
     FACTS,
     Written,

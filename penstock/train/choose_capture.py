@@ -12,7 +12,7 @@ from penstock.kernels.choose import Choice
 from penstock.train.captured import CapturedPasses
 from penstock.train.captured_parts import CapturedParts
 
-READS_COUNTS: dict[Captured, tuple[str, ...]] = {"passes": ("permute", "experts"), "parts": ("permute",)}
+READS_COUNTS: dict[Captured, tuple[str, ...]] = {"full": ("permute", "experts"), "partial": ("permute",)}
 """Operators of what is captured whose reference form brings row counts to the host."""
 
 
@@ -38,12 +38,12 @@ def choose_capture(
         return None, ""
     if wanted != "auto":
         _refuse(wanted, run, device, choices)
-    obstacle = why_not("passes", run, device, choices)
-    if wanted == "passes" or (wanted == "auto" and not obstacle):
-        return CapturedPasses(is_asked_for=wanted == "passes"), "passes, from the second step on"
-    if wanted == "parts":
+    obstacle = why_not("full", run, device, choices)
+    if wanted == "full" or (wanted == "auto" and not obstacle):
+        return CapturedPasses(is_asked_for=wanted == "full"), "passes, from the second step on"
+    if wanted == "partial":
         return CapturedParts(is_asked_for=True), "parts of layers, from the second step on"
-    if why_not("parts", run, device, choices):
+    if why_not("partial", run, device, choices):
         return None, f"none: {obstacle}"
     return CapturedParts(is_asked_for=False), f"parts of layers, from the second step on; no passes: {obstacle}"
 

@@ -4,8 +4,8 @@ The rows are the same at every evaluation and for every run with the same data, 
 counted tokens in float64 and divided once, so the result does not depend on how the rows are cut into batches. Bits per
 byte are the same nats over ln 2 and over the bytes of text that the counted tokens stand for.
 
-Experts have room for all rows here (penstock/moe/dispatch/room.py), so none is left out. But a rank may wait in vain
-for rows of other GPUs of its node; that is read with the sum, as a step reads it with its figures.
+Experts have room for all rows here (penstock/moe/dispatch/row_capacity.py), so none is left out. But a rank may wait in
+vain for rows of other GPUs of its node; that is read with the sum, as a step reads it with its figures.
 """
 
 import math

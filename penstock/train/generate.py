@@ -24,8 +24,8 @@ from penstock.models.build import meta_model, to_dtype
 from penstock.models.decoder import Decoder
 from penstock.models.frame import Reading
 from penstock.models.kernels import choose_operators
-from penstock.parallel.kit import Kit
 from penstock.parallel.launch.process import free_memory_bytes
+from penstock.parallel.layer_context import LayerContext
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.saved_weights import SavedWeights
 from penstock.train.state import check_same_model, identity_of
@@ -64,7 +64,7 @@ def load_decoder(run: Run, store: CheckpointStore, step: int, device: torch.devi
     """
     check_same_model(step, store.read_facts(step)["model"], identity_of(run))
     plain = run.model_copy(update={"model": _plain(run.model), "kernels": Kernels()})
-    decoder = meta_model(plain.model, Kit(operators=choose_operators(plain, device)))
+    decoder = meta_model(plain.model, LayerContext(operators=choose_operators(plain, device)))
     saved = SavedWeights(
         store, step, {name: f"float32 {list(tensor.shape)}" for name, tensor in decoder.state_dict().items()}
     )
@@ -133,7 +133,9 @@ def _plain(model: Model) -> Model:
     """The model without prediction layers, and with experts that take every token that the router sends."""
     moe = model.moe
     if moe is not None:
-        balance = moe.balance.model_copy(update={"capacity_factor": 0.0, "pad_to_capacity": False, "force": False})
+        balance = moe.balance.model_copy(
+            update={"capacity_factor": 0.0, "pad_to_capacity": False, "force_load_balance": False}
+        )
         moe = moe.model_copy(update={"balance": balance})
     return model.model_copy(update={"mtp_layers": 0, "moe": moe})
 

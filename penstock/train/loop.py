@@ -285,7 +285,7 @@ class _Loop:
             elapsed_seconds=time.perf_counter() - self._begin_seconds,
             model_flops_utilization=self._session.size.flops_per_token * per_device / peak if peak else None,
             peak_memory_bytes=result.peak_memory_bytes,
-            forced_balance=moe is not None and moe.balance.force,
+            forced_balance=moe is not None and moe.balance.force_load_balance,
             layers=result.layers,
             left_out=result.left_out,
             records_skipped=self._session.state.batches.skipped(),

@@ -26,7 +26,7 @@ from penstock import __version__
 from penstock.base.errors import CheckpointError
 from penstock.base.files import read_json
 from penstock.layout.rectangles import Rectangle, not_the_whole, parse_rectangle
-from penstock.parallel.holding import Part
+from penstock.parallel.param_shard import Part
 from penstock.train.run_folder import write_whole
 from penstock.train.tensor_files import fingerprint
 

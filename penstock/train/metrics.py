@@ -65,13 +65,16 @@ FIELDS: dict[str, Field] = {
     ),
     "dropped_slots": Field("slots", "(token, expert) pairs over capacity, all layers together."),
     "rows_left_out": Field(
-        "rows", "Rows that found no room at their experts (dispatch.bound); if any, the step was made again."
+        "rows",
+        "Rows that found no room at their experts (dispatch.row_capacity_factor); if any, the step was made again.",
     ),
     "records_skipped": Field(
         "records", "Records of text that could not be read and were skipped so far (data.corrupt); each epoch anew."
     ),
     "auxiliary_loss": Field("", "Balance losses, weighted, all layers together. Not part of `loss`."),
-    "forced_balance": Field("", "True if the router's choice is ignored (model.moe.balance.force): benchmark only."),
+    "forced_balance": Field(
+        "", "True if the router's choice is ignored (model.moe.balance.force_load_balance): benchmark only."
+    ),
     "layers": Field("", "One object for each MoE layer, see below."),
     "evaluation_loss": Field("nats/token", "On held-out text after this step; only in lines of steps that evaluate."),
     "evaluation_bits_per_byte": Field("bits/byte", "The same over the bytes of text that the tokens stand for."),
@@ -84,7 +87,7 @@ PHASE_FIELDS: Mapping[Span, str] = MappingProxyType(
         Span.OPTIMIZER: "Gradients become zero; later, parameters and expert bias are updated.",
         Span.FORWARD: "Forward passes with their losses; what they wait for counts.",
         Span.BACKWARD: "Backward passes, what is computed again, and forward passes beside one (dispatch.overlap).",
-        Span.REPLAY: "Passes that are one captured graph (graphs.capture passes): forward and backward in one.",
+        Span.REPLAY: "Passes that are one captured graph (graphs.capture full): forward and backward in one.",
         Span.REDUCE: "Gradients are summed over ranks, their norm is taken, the host reads the step's figures.",
     }
 )

@@ -14,8 +14,8 @@ own gradient alone, as matrices and experts do (penstock/models/holdings.py).
 With `offload.optimizer`, moments, and masters that are not the parameters themselves, stay in host memory and pass
 through the device during the step (`penstock/train/streamed_adamw.py`).
 
-Ranks that hold the same parameter may divide its rows (`penstock/train/share.py`): each then has masters and moments of
-its own rows only, and after a step the new values are gathered.
+Ranks that hold the same parameter may divide its rows (`penstock/train/optimizer_shard.py`): each then has masters and
+moments of its own rows only, and after a step the new values are gathered.
 
 A parameter that took no part in a step has a gradient of zeros, not none: its moments fade, and it decays. This is what
 happens to it inside a larger tensor or a shard, so results do not depend on how parameters are laid out. Nothing here
@@ -35,10 +35,10 @@ from torch.distributed.tensor import DTensor
 from penstock.config.parallel import Offload, Parallel
 from penstock.config.training import Optimizer
 from penstock.parallel.axes import ALONE, NO_AXIS, Axis
-from penstock.parallel.buckets import Cargo, gather_rows, reduce_rows
-from penstock.parallel.holding import Holding, Part, whole
+from penstock.parallel.buckets import BucketEntry, gather_rows, reduce_rows
+from penstock.parallel.param_shard import ParamShard, Part, whole
 from penstock.train.adamw import FusedAdamW
-from penstock.train.share import Share, share_of
+from penstock.train.optimizer_shard import OptimizerShard, optimizer_shard_of
 from penstock.train.streamed_adamw import StreamedAdamW
 
 _DEFAULTS = Parallel()
@@ -77,7 +77,7 @@ class MasterAdamW:
 
     def __init__(
         self,
-        holdings: Sequence[Holding],
+        holdings: Sequence[ParamShard],
         settings: Optimizer,
         *,
         parallel: Parallel = _DEFAULTS,
@@ -88,7 +88,9 @@ class MasterAdamW:
         trained = [holding for holding in holdings if holding.parameter.requires_grad]
         assert trained, "an optimizer needs a parameter that is trained"
         # In the order of names, so that messages match even between ranks that hold different layers.
-        self._shares = {one.name: share_of(one, parallel) for one in sorted(trained, key=lambda one: one.name)}
+        self._shares = {
+            one.name: optimizer_shard_of(one, parallel) for one in sorted(trained, key=lambda one: one.name)
+        }
         assert len({id(one.parameter) for one in trained}) == len(self._shares) == len(trained), "one comes twice"
         self._world = world
         self._reduce_dtype = torch.float32 if parallel.reduce == "fp32" else torch.bfloat16
@@ -123,14 +125,14 @@ class MasterAdamW:
     def reduce_gradients(self) -> None:
         """Sum over all ranks that have a part of a gradient. Once a step, after the last backward pass."""
         # All ranks take axes in the order of their names: none waits for one that waits for it.
-        by_axes: dict[tuple[str, str], list[Share]] = defaultdict(list)
+        by_axes: dict[tuple[str, str], list[OptimizerShard]] = defaultdict(list)
         for share in self._shares.values():
             by_axes[share.shard.name, share.replicate.name].append(share)
         for _, shares in sorted(by_axes.items()):
-            cargo = [Cargo(whole=share.total, own=share.gradient) for share in shares]
+            cargo = [BucketEntry(whole=share.total, own=share.gradient) for share in shares]
             self._reduce(cargo, shares[0].shard, shares[0].replicate)
         for axis, shares in self._by_partial_axis():
-            self._reduce([Cargo(whole=share.gradient, own=share.gradient) for share in shares], NO_AXIS, axis)
+            self._reduce([BucketEntry(whole=share.gradient, own=share.gradient) for share in shares], NO_AXIS, axis)
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
@@ -188,10 +190,10 @@ class MasterAdamW:
         self._adamw.loaded()
         self._gather_values()
 
-    def _reduce(self, cargo: Sequence[Cargo], shard: Axis, replicate: Axis) -> None:
+    def _reduce(self, cargo: Sequence[BucketEntry], shard: Axis, replicate: Axis) -> None:
         reduce_rows(cargo, shard, replicate, self._reduce_dtype, self._bucket_values)
 
-    def _by_partial_axis(self) -> list[tuple[Axis, list[Share]]]:
+    def _by_partial_axis(self) -> list[tuple[Axis, list[OptimizerShard]]]:
         """Axes over which gradients are summed besides data, and the parameters that this is about."""
         axes = {axis.name: axis for share in self._shares.values() for axis in share.holding.partial}
         return [
@@ -201,12 +203,12 @@ class MasterAdamW:
 
     def _gather_values(self) -> None:
         """Fetch the rows of parameters that other ranks have updated."""
-        divided: dict[tuple[str, str], list[Share]] = defaultdict(list)
+        divided: dict[tuple[str, str], list[OptimizerShard]] = defaultdict(list)
         for share in self._shares.values():
             if share.shard.size > 1:
                 divided[share.shard.name, str(share.parameter.dtype)].append(share)
         for _, shares in sorted(divided.items()):
-            cargo = [Cargo(whole=share.parameter.detach(), own=share.values) for share in shares]
+            cargo = [BucketEntry(whole=share.parameter.detach(), own=share.values) for share in shares]
             gather_rows(cargo, shares[0].shard, self._bucket_values)
 
 
@@ -227,6 +229,6 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def _move_gradient(total: Tensor, parameter: Tensor) -> None:
     """Add the parameter's gradient, which one backward pass has just finished, to the float32 sum."""
     if parameter.grad is None:
-        return  # A gradient that comes later (penstock/parallel/later.py); autograd calls again when it is there.
+        return  # A deferred weight gradient: autograd calls again when it is computed (parallel/weight_grad_store.py).
     total.add_(parameter.grad)
     parameter.grad = None

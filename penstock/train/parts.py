@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from penstock.layout.rectangles import Rectangle
-from penstock.parallel.holding import Part
+from penstock.parallel.param_shard import Part
 from penstock.train.manifest import SavedTensor, Written, describe
 from penstock.train.tensor_files import write_tensors
 

@@ -11,10 +11,10 @@ from penstock.models.decoder import Decoder, Hidden
 from penstock.models.holdings import head_total
 from penstock.models.rank_model import RankModel
 from penstock.parallel.collectives import all_gather
+from penstock.parallel.interleave import Steps
 from penstock.parallel.pipeline import StageCall
 from penstock.parallel.spans import span
 from penstock.parallel.stopwatch import EnterPhase, untimed
-from penstock.parallel.turns import Steps
 from penstock.train.global_batch import GlobalBatch, MicroBatch
 from penstock.train.loss import LossRule, batch_loss, model_loss
 

@@ -24,7 +24,7 @@ from penstock.config.run import Run
 from penstock.layout.pieces import Piece
 from penstock.layout.rectangles import Rectangle
 from penstock.models.holdings import refresh_float8
-from penstock.parallel.holding import Part
+from penstock.parallel.param_shard import Part
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.manifest import (
     FACTS,

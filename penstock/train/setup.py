@@ -128,7 +128,7 @@ def prepare(run: Run, environment: Environment) -> Session:
     optimizer = MasterAdamW(
         holdings(model.modules, axes), run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload
     )
-    initialize_masters(model.modules, optimizer.parts(), run.seed, run.model.initial_std)
+    initialize_masters(model.modules, optimizer.parts(), run.seed, run.model.initializer_range)
     add_in_kernels(model.modules, optimizer.gradient_of)
     refresh_float8(model.modules)
     choices = kernel_choices(run, device_facts(device, run.training.precision))
@@ -159,10 +159,10 @@ def prepare(run: Run, environment: Environment) -> Session:
 
 def _unfilled(run: Run, text: Text) -> tuple[str, ...]:
     """A word on a tokenizer of a file that fills less than half of the vocabulary."""
-    ids, size = max(part.documents.vocabulary_size for part in text.parts), run.model.vocabulary
+    ids, size = max(part.documents.vocabulary_size for part in text.parts), run.model.vocab_size
     if run.data.tokenizer == BYTES or 2 * ids > size:
         return ()
-    return (f"data.tokenizer has {ids:,} ids of model.vocabulary {size:,}: the others are never trained",)
+    return (f"data.tokenizer has {ids:,} ids of model.vocab_size {size:,}: the others are never trained",)
 
 
 def open_texts(run: Run, axes: Axes = ALONE) -> Texts:
@@ -198,7 +198,7 @@ def open_split(run: Run, split: Split) -> Text:
         DataError: they cannot be used.
     """
     cache = Path(run.data.cache or Path(run.record.folder, "cache"))
-    return open_text(run.data, split, vocabulary_size=run.model.vocabulary, seed=run.seed, cache=cache)
+    return open_text(run.data, split, vocabulary_size=run.model.vocab_size, seed=run.seed, cache=cache)
 
 
 def state_bytes(run: Run) -> int:

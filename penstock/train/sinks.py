@@ -6,8 +6,8 @@
     Weights & Biases             record.wandb                penstock[wandb]
     an endpoint for Prometheus   record.prometheus_port      penstock[prometheus]
 
-Whatever goes wrong in the last three never ends a run (penstock/train/sheltered.py). Only what the user can mend before
-it starts does: a package that is not installed, an account that is not known.
+Whatever goes wrong in the last three never ends a run (penstock/train/background_sink.py). Only what the user can mend
+before it starts does: a package that is not installed, an account that is not known.
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from importlib.util import find_spec
 
 from penstock.base.errors import DeviceError
 from penstock.config.run import Run
+from penstock.train.background_sink import BackgroundSink
 from penstock.train.metrics import MetricsFile
 from penstock.train.observer import Observer
 from penstock.train.prometheus import PrometheusEndpoint
 from penstock.train.run_folder import RunFolder
-from penstock.train.sheltered import Sheltered
 from penstock.train.starts import StartsFile
 from penstock.train.tensorboard import TensorBoard
 from penstock.train.weights_and_biases import WeightsAndBiases
@@ -65,10 +65,14 @@ def open_sinks(run: Run, folder: RunFolder, steps_done: int, tell: Callable[[str
     record = run.record
     sinks: list[Observer] = [MetricsFile(folder.metrics, record.every), StartsFile(folder.starts)]
     if record.tensorboard:
-        sinks.append(Sheltered("TensorBoard", lambda: TensorBoard(folder.tensorboard, record.every, steps_done), tell))
+        sinks.append(
+            BackgroundSink("TensorBoard", lambda: TensorBoard(folder.tensorboard, record.every, steps_done), tell)
+        )
     if record.wandb != "off":
-        sinks.append(Sheltered("Weights & Biases", lambda: WeightsAndBiases(folder), tell))
+        sinks.append(BackgroundSink("Weights & Biases", lambda: WeightsAndBiases(folder), tell))
     if record.prometheus_port:
         address, port = record.prometheus_address, record.prometheus_port
-        sinks.append(Sheltered(f"the endpoint at {address}:{port}", lambda: PrometheusEndpoint(address, port), tell))
+        sinks.append(
+            BackgroundSink(f"the endpoint at {address}:{port}", lambda: PrometheusEndpoint(address, port), tell)
+        )
     return sinks

@@ -32,7 +32,7 @@ from penstock.config.schema import every_field
 from penstock.data.loader import Batches
 from penstock.models.holdings import refresh_float8
 from penstock.parallel.axes import ALONE, Axis
-from penstock.parallel.holding import Part, whole
+from penstock.parallel.param_shard import Part, whole
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.run_folder import is_bound

@@ -7,7 +7,7 @@ update's kernels still run while the host prepares the next step. What else rank
 whether somebody asked them to stop, is summed and read with these figures.
 
 A step in which rows found no room at their experts, on any rank, is made again with more of it
-(penstock/moe/dispatch/room.py).
+(penstock/moe/dispatch/row_capacity.py).
 """
 
 import math
@@ -26,7 +26,7 @@ from penstock.data.batch import Batch
 from penstock.models.holdings import refresh_float8
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import LayerLoad, layer_loads, reset_loads, update_expert_bias
-from penstock.moe.dispatch.room import forget_left_out, make_room, rows_left_out
+from penstock.moe.dispatch.row_capacity import forget_left_out, make_room, rows_left_out
 from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.parallel.spans import span
 from penstock.parallel.stopwatch import EnterPhase, untimed

@@ -43,7 +43,7 @@ def verify_export(run: Run, folder: Path) -> float:
     ours = build_model(run.model_copy(update={"training": training, "device": "cpu"}), torch.device("cpu")).eval()
     load_huggingface(ours, folder)
     positions = min(POSITIONS, run.training.sequence_length)
-    tokens_BS = torch.randint(run.model.vocabulary, (ROWS, positions), generator=torch.Generator().manual_seed(0))
+    tokens_BS = torch.randint(run.model.vocab_size, (ROWS, positions), generator=torch.Generator().manual_seed(0))
     logits_BSV = ours.logits(tokens_BS, torch.arange(positions).expand(ROWS, -1))
     expected_BSV = theirs(tokens_BS, use_cache=False).logits
     apart = float((logits_BSV - expected_BSV).abs().max() / expected_BSV.abs().max())

@@ -83,7 +83,7 @@ def workload_of(run: Run, device: torch.device) -> Workload:
         shapes=shapes_of(run),
         rule=None if run.model.moe is None else router_rule(run.model.moe),
         sequences=run.training.micro_batch,
-        epsilon=run.model.norm_epsilon,
+        epsilon=run.model.rms_norm_eps,
         dtype=torch.bfloat16 if run.training.precision == "bf16" else torch.float32,
         device=device,
     )

@@ -16,7 +16,7 @@ from penstock.base.errors import TraceError
 from penstock.tune.doctor_evidence import Evidence, Late
 from penstock.tune.doctor_remedy import Remedy
 from penstock.tune.doctor_rules import remedies
-from penstock.tune.doctor_walls import ALSO, Wall, Walls, walls_of
+from penstock.tune.doctor_walls import ALSO, Bottlenecks, Wall, walls_of
 
 NAMED_LATE, TOLD_LATE = 4, 8
 """Causes of lateness at most in the conclusion, and in the evidence."""
@@ -68,7 +68,7 @@ class Verdict:
     wall: Wall
     then: tuple[Wall, ...]
     sentence: str
-    walls: Walls
+    walls: Bottlenecks
     facts: tuple[Fact, ...]
     remedies: tuple[Remedy, ...]
     missing: tuple[str, ...]
@@ -154,13 +154,13 @@ def _fits_or_unknown(evidence: Evidence) -> bool:
     return walls_of(evidence).fits
 
 
-def _place(fact: Fact, walls: Walls) -> int:
+def _place(fact: Fact, walls: Bottlenecks) -> int:
     """Evidence of the wall that stands comes first, then that of the others by size."""
     order = (walls.wall, *(name for name in walls.losses if name != walls.wall))
     return order.index(fact.wall) if fact.wall in order else len(order)
 
 
-def _sentence(evidence: Evidence, walls: Walls) -> str:
+def _sentence(evidence: Evidence, walls: Bottlenecks) -> str:
     """One line: the wall, how high it is, and who is late."""
     facts = evidence.facts
     if not walls.fits:
@@ -173,7 +173,7 @@ def _sentence(evidence: Evidence, walls: Walls) -> str:
     return f"{walls.wall}: {_height(evidence, walls)}{named}{then if walls.then else ''}"
 
 
-def _height(evidence: Evidence, walls: Walls) -> str:
+def _height(evidence: Evidence, walls: Bottlenecks) -> str:
     """How high the wall is, and of what."""
     match walls.wall:
         case "communication":
@@ -197,7 +197,7 @@ def _worth_naming(late: Sequence[Late]) -> list[Late]:
     return [one for one in late if one.caused_wait_us >= WORTH_NAMING * late[0].caused_wait_us]
 
 
-def _waiting_text(evidence: Evidence, walls: Walls) -> str:
+def _waiting_text(evidence: Evidence, walls: Bottlenecks) -> str:
     """How much of it is waiting: of the mean rank, and of the one that waits most."""
     waits = {one.rank: one.wait_us / one.total_us for one in evidence.ranks if one.wait_us is not None}
     if not waits:
@@ -216,7 +216,7 @@ def _late_text(late: Sequence[Late]) -> str:
     return ", ".join(f"rank {rank} ({' and '.join(told)})" for rank, told in causes.items())
 
 
-def _facts(evidence: Evidence, walls: Walls) -> Iterator[Fact]:
+def _facts(evidence: Evidence, walls: Bottlenecks) -> Iterator[Fact]:
     """All that is known, wall by wall."""
     if evidence.ranks:
         yield from _communication(evidence, walls)
@@ -231,7 +231,7 @@ def _facts(evidence: Evidence, walls: Walls) -> Iterator[Fact]:
     yield from _steps(evidence)
 
 
-def _communication(evidence: Evidence, walls: Walls) -> Iterator[Fact]:
+def _communication(evidence: Evidence, walls: Bottlenecks) -> Iterator[Fact]:
     exposed = evidence.mean("exposed_communication_us")
     yield _time("exposed communication, mean of ranks", "communication", exposed, walls)
     if walls.share(walls.late_host_us) >= LEAST:
@@ -270,7 +270,7 @@ def _communication(evidence: Evidence, walls: Walls) -> Iterator[Fact]:
         yield Fact(what=f"collectives of which no waiting is told: {evidence.unmatched}", wall="communication")
 
 
-def _host(evidence: Evidence, walls: Walls) -> Iterator[Fact]:
+def _host(evidence: Evidence, walls: Bottlenecks) -> Iterator[Fact]:
     yield _time("the device idle, mean of ranks", "host", evidence.mean("idle_us"), walls)
     behind = evidence.mean("sync_idle_us")
     if walls.share(behind) >= LEAST:
@@ -292,7 +292,7 @@ def _host(evidence: Evidence, walls: Walls) -> Iterator[Fact]:
         )
 
 
-def _memory_times(evidence: Evidence, walls: Walls) -> Iterator[Fact]:
+def _memory_times(evidence: Evidence, walls: Bottlenecks) -> Iterator[Fact]:
     if walls.share(evidence.mean("recompute_us")) >= LEAST:
         yield _time("computing what forward had computed", "memory", evidence.mean("recompute_us"), walls)
     if walls.share(evidence.mean("exposed_copies_us")) >= LEAST:
@@ -313,7 +313,8 @@ def _memory_sizes(evidence: Evidence) -> Iterator[Fact]:
             yield Fact(what=f"{change} is not offered: the fullest rank lacks, by the plan", wall="memory", size=size)
     if facts.repeated_steps:
         yield Fact(
-            what=f"{facts.repeated_steps} recorded steps were made twice (dispatch.bound is too small)", wall="memory"
+            what=f"{facts.repeated_steps} recorded steps were made twice (dispatch.row_capacity_factor is too small)",
+            wall="memory",
         )
 
 
@@ -333,5 +334,5 @@ def _steps(evidence: Evidence) -> Iterator[Fact]:
             yield Fact(what=f"of it {name}, first rank", wall="compute", time_us=seconds * 1e6, share=share)
 
 
-def _time(what: str, wall: Wall, time_us: float, walls: Walls) -> Fact:
+def _time(what: str, wall: Wall, time_us: float, walls: Bottlenecks) -> Fact:
     return Fact(what=what, wall=wall, time_us=time_us, share=walls.share(time_us))

@@ -6,7 +6,7 @@ from penstock.config.fit import grid_of, micro_batches
 from penstock.plan.rules.advice import FEW_PEERS, MANY_COPIES
 from penstock.tune.doctor_evidence import Evidence, Late
 from penstock.tune.doctor_remedy import DOUBLED, PLAN_SOURCES, Remedy, first_accepted, named
-from penstock.tune.doctor_walls import Walls
+from penstock.tune.doctor_walls import Bottlenecks
 
 LEAST_SPARED = 0.24
 """Copies of tokens that are spared if each goes to a rank once, if nobody knows the model: of DeepSeek-V2-Lite on 8
@@ -19,7 +19,7 @@ EXPERTS_WEIGHT = 0.001
 """Weight of an auxiliary loss where there is none: of the order of those that are published; more costs quality."""
 
 
-def symmetric(evidence: Evidence, walls: Walls) -> Remedy | None:
+def symmetric(evidence: Evidence, walls: Bottlenecks) -> Remedy | None:
     """Each token goes once to each rank that needs it, written straight into that rank's memory."""
     run = evidence.facts.run
     change = first_accepted(evidence, 'dispatch.method="symmetric"', words="each token once to each rank that needs it")
@@ -47,7 +47,7 @@ def spared_copies(evidence: Evidence) -> float:
     return 1 - needed / (chosen * (ranks - 1) / ranks)
 
 
-def overlap(evidence: Evidence, walls: Walls) -> Remedy | None:
+def overlap(evidence: Evidence, walls: Bottlenecks) -> Remedy | None:
     """Something else is computed while tokens travel."""
     run = evidence.facts.run
     ranks = evidence.facts.world if run is None else run.parallel.expert * run.parallel.expert_tensor
@@ -68,7 +68,7 @@ def overlap(evidence: Evidence, walls: Walls) -> Remedy | None:
     )
 
 
-def even_experts(evidence: Evidence, walls: Walls) -> Remedy | None:
+def even_experts(evidence: Evidence, walls: Bottlenecks) -> Remedy | None:
     """Experts get as many rows as others."""
     hot = [one for one in evidence.late if one.cause == "experts"]
     run = evidence.facts.run
@@ -90,7 +90,7 @@ def even_experts(evidence: Evidence, walls: Walls) -> Remedy | None:
     )
 
 
-def late_rank(evidence: Evidence, walls: Walls) -> Remedy | None:
+def late_rank(evidence: Evidence, walls: Bottlenecks) -> Remedy | None:
     """A rank computes more slowly than others do the same."""
     slow = [one for one in evidence.late if one.cause in ("compute", "unknown")]
     if not slow:
@@ -104,7 +104,7 @@ def late_rank(evidence: Evidence, walls: Walls) -> Remedy | None:
     )
 
 
-def gathers(evidence: Evidence, walls: Walls) -> Remedy | None:
+def gathers(evidence: Evidence, walls: Bottlenecks) -> Remedy | None:
     """Weights stay whole, and only the optimizer is divided."""
     run = evidence.facts.run
     if run is None or evidence.facts.world is None or run.parallel.shard != "full":
@@ -122,7 +122,7 @@ def gathers(evidence: Evidence, walls: Walls) -> Remedy | None:
     )
 
 
-def fewer_sums(evidence: Evidence, walls: Walls) -> Remedy | None:
+def fewer_sums(evidence: Evidence, walls: Bottlenecks) -> Remedy | None:
     """Gradients are summed once for more rows."""
     run = evidence.facts.run
     if not evidence.trains or (run is not None and run.parallel.tensor * run.parallel.context > 1):
@@ -140,7 +140,7 @@ def fewer_sums(evidence: Evidence, walls: Walls) -> Remedy | None:
     )
 
 
-def sums_in_two_bytes(evidence: Evidence, walls: Walls) -> Remedy | None:
+def sums_in_two_bytes(evidence: Evidence, walls: Bottlenecks) -> Remedy | None:
     """Gradients are summed in bfloat16 where few ranks sum."""
     run, world = evidence.facts.run, evidence.facts.world
     if run is None or world is None or run.parallel.reduce != "fp32":
@@ -160,7 +160,7 @@ def sums_in_two_bytes(evidence: Evidence, walls: Walls) -> Remedy | None:
     )
 
 
-def more_stages(evidence: Evidence, walls: Walls) -> Remedy | None:
+def more_stages(evidence: Evidence, walls: Bottlenecks) -> Remedy | None:
     """A pipeline rank has two stages: ramps are half as long."""
     run = evidence.facts.run
     if run is None or run.parallel.pipeline == 1 or run.pipeline.stages_per_rank > 1:
@@ -177,14 +177,14 @@ def more_stages(evidence: Evidence, walls: Walls) -> Remedy | None:
     )
 
 
-def _transfers(evidence: Evidence, walls: Walls, *kinds: str) -> float:
+def _transfers(evidence: Evidence, walls: Bottlenecks, *kinds: str) -> float:
     """Exposed communication of some kinds that is not known to be waiting."""
     exposed = evidence.mean("exposed_communication_us")
     moving = walls.transfer_us / exposed if exposed else 0.0
     return moving * sum(evidence.communication(kind) for kind in kinds)
 
 
-def _waits_for(ranks: list[Late], evidence: Evidence, walls: Walls) -> float:
+def _waits_for(ranks: list[Late], evidence: Evidence, walls: Bottlenecks) -> float:
     """What the mean rank waits for these."""
     caused = evidence.caused_wait_us - sum(one.caused_wait_us for one in evidence.late if one.cause == "host")
     return walls.waiting_us * sum(one.share * one.caused_wait_us for one in ranks) / caused if caused else 0.0

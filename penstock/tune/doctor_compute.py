@@ -8,7 +8,7 @@ time: a device that waits for its host, or for others, wins nothing by faster pr
 
 from penstock.tune.doctor_evidence import Evidence
 from penstock.tune.doctor_remedy import Remedy
-from penstock.tune.doctor_walls import STANDS, Walls
+from penstock.tune.doctor_walls import STANDS, Bottlenecks
 
 FLOAT8 = "float8.dense=auto float8.experts=auto"
 """Products of every layer."""
@@ -17,7 +17,7 @@ FLOAT8_DISPATCH = f"{FLOAT8} float8.dispatch=auto"
 """Rows that travel too."""
 
 
-def float8(evidence: Evidence, walls: Walls) -> Remedy | None:
+def float8(evidence: Evidence, walls: Bottlenecks) -> Remedy | None:
     """Products in 8 bits, as many as the plan says pay."""
     planned, facts = evidence.facts.planned_step_seconds, evidence.facts
     computes = walls.share(walls.host_us) < STANDS and walls.share(walls.waiting_us) < STANDS

@@ -2,7 +2,7 @@
 
 from penstock.tune.doctor_evidence import Evidence
 from penstock.tune.doctor_remedy import DOUBLED, Remedy, first_accepted, named
-from penstock.tune.doctor_walls import Walls
+from penstock.tune.doctor_walls import Bottlenecks
 
 LAUNCHES_OF_PASSES = 0.81
 """Launches that captured passes spare: 2,541 became 477 (graphs-h200.json), the least of three cases; 0.92 the most."""
@@ -14,14 +14,14 @@ WAITS_OF_STAGE_2 = 6 / 7
 """Waits of the host that sync-free stage 2 spares: 7 of a step became 1 (host-waits-h200x2.json)."""
 
 _PASSES = (
-    'graphs.capture="passes"',
-    'graphs.capture="passes" dispatch.sync_free=2',
-    'graphs.capture="passes" dispatch.sync_free=2 dispatch.method="auto"',
+    'graphs.capture="full"',
+    'graphs.capture="full" dispatch.sync_free=2',
+    'graphs.capture="full" dispatch.sync_free=2 dispatch.method="auto"',
 )
-_PARTS = 'graphs.capture="parts"'
+_PARTS = 'graphs.capture="partial"'
 
 
-def graphs(evidence: Evidence, walls: Walls) -> Remedy | None:
+def graphs(evidence: Evidence, walls: Bottlenecks) -> Remedy | None:
     """Kernels of a pass are launched in one call."""
     run, launches = evidence.facts.run, evidence.launches
     if launches is not None and launches.from_graphs > DOUBLED * launches.kernels:
@@ -42,7 +42,7 @@ def graphs(evidence: Evidence, walls: Walls) -> Remedy | None:
     )
 
 
-def larger_passes(evidence: Evidence, walls: Walls) -> Remedy | None:
+def larger_passes(evidence: Evidence, walls: Bottlenecks) -> Remedy | None:
     """A pass has more rows, so a step has fewer launches."""
     facts = evidence.facts
     if facts.peak_bytes is not None and facts.capacity_bytes and facts.peak_bytes > DOUBLED * facts.capacity_bytes:
@@ -62,7 +62,7 @@ def larger_passes(evidence: Evidence, walls: Walls) -> Remedy | None:
     )
 
 
-def sync_free(evidence: Evidence, walls: Walls) -> Remedy | None:
+def sync_free(evidence: Evidence, walls: Bottlenecks) -> Remedy | None:
     """The host does not wait for the device."""
     run = evidence.facts.run
     if not evidence.has_experts or (run is not None and run.dispatch.sync_free >= 2):
@@ -80,7 +80,7 @@ def sync_free(evidence: Evidence, walls: Walls) -> Remedy | None:
     )
 
 
-def late_host(evidence: Evidence, walls: Walls) -> Remedy | None:
+def late_host(evidence: Evidence, walls: Bottlenecks) -> Remedy | None:
     """The host of a rank is late, and all others wait."""
     late = [one for one in evidence.late if one.cause == "host"]
     if not late:
@@ -98,13 +98,13 @@ def late_host(evidence: Evidence, walls: Walls) -> Remedy | None:
     )
 
 
-def _late_launches(evidence: Evidence, walls: Walls) -> float:
+def _late_launches(evidence: Evidence, walls: Bottlenecks) -> float:
     """Idle time before work that the host had not launched yet, without what its waits for the device explain."""
     other = evidence.mean("sync_idle_us") + evidence.mean("launched_idle_us")
     return walls.usual_host * max(0.0, evidence.mean("idle_us") - other)
 
 
-def _behind_counts(evidence: Evidence, walls: Walls) -> float:
+def _behind_counts(evidence: Evidence, walls: Bottlenecks) -> float:
     """Idle time behind waits for the counts of rows, and what others wait for late hosts by it.
 
     Where no span says which waits these are, the share that was measured of all waits.

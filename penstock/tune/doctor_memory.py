@@ -2,7 +2,7 @@
 
 from penstock.tune.doctor_evidence import Evidence
 from penstock.tune.doctor_remedy import PLAN_SOURCES, Remedy, first_accepted
-from penstock.tune.doctor_walls import Walls
+from penstock.tune.doctor_walls import Bottlenecks
 
 REFERENCE_COSTS = 1 - 14307 / 78946
 """Share of the computing that our kernels spare in a run with eager ones (one-gpu.json, tokens/s)."""
@@ -14,7 +14,7 @@ SELECTIVE = 'recompute.modules=["norm","expert-activation"]'
 """What is cheap to compute again, for much that is kept."""
 
 
-def recompute_less(evidence: Evidence, walls: Walls) -> Remedy | None:
+def recompute_less(evidence: Evidence, walls: Bottlenecks) -> Remedy | None:
     """Only what is cheap is computed again."""
     run = evidence.facts.run
     change = first_accepted(evidence, SELECTIVE, words="compute less of forward again in backward")
@@ -29,7 +29,7 @@ def recompute_less(evidence: Evidence, walls: Walls) -> Remedy | None:
     )
 
 
-def optimizer_on_device(evidence: Evidence, walls: Walls) -> Remedy | None:
+def optimizer_on_device(evidence: Evidence, walls: Bottlenecks) -> Remedy | None:
     """Copies to the host and back end."""
     run = evidence.facts.run
     if run is None or not (run.offload.optimizer or run.offload.activations):
@@ -44,7 +44,7 @@ def optimizer_on_device(evidence: Evidence, walls: Walls) -> Remedy | None:
     )
 
 
-def kernels(evidence: Evidence, walls: Walls) -> Remedy | None:
+def kernels(evidence: Evidence, walls: Bottlenecks) -> Remedy | None:
     """Our kernels compute."""
     run = evidence.facts.run
     if run is None or run.kernels.all not in ("reference", "torch"):

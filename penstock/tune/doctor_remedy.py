@@ -12,7 +12,7 @@ from penstock.config.validation import build
 from penstock.plan.rules.advice import ADVICE
 from penstock.plan.rules.order import ORDER
 from penstock.tune.doctor_evidence import Evidence, Late
-from penstock.tune.doctor_walls import Walls
+from penstock.tune.doctor_walls import Bottlenecks
 
 DOUBLED = 0.5
 """Share of what is done once a pass, or once a step, that goes away if a pass, or a step, has twice the rows."""
@@ -42,7 +42,7 @@ class Remedy:
     gain_bytes: int = 0
 
 
-Offer = Callable[[Evidence, Walls], Remedy | None]
+Offer = Callable[[Evidence, Bottlenecks], Remedy | None]
 """A rule: what it offers for this evidence, or nothing."""
 
 

@@ -19,7 +19,7 @@ from penstock.tune import doctor_host as host
 from penstock.tune import doctor_memory as memory
 from penstock.tune.doctor_evidence import Evidence
 from penstock.tune.doctor_remedy import Offer, Remedy
-from penstock.tune.doctor_walls import Walls
+from penstock.tune.doctor_walls import Bottlenecks
 
 WORTH_SAYING = 0.005
 """Share of the step below which a gain is lost in the noise from step to step."""
@@ -45,7 +45,7 @@ RULES: tuple[Offer, ...] = (
 """In the order in which equal gains are told."""
 
 
-def remedies(evidence: Evidence, walls: Walls) -> tuple[Remedy, ...]:
+def remedies(evidence: Evidence, walls: Bottlenecks) -> tuple[Remedy, ...]:
     """What is worth trying, the largest gain first; for a run that does not fit, what makes it smaller.
 
     Args:

@@ -31,7 +31,7 @@ ALSO = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Walls:
+class Bottlenecks:
     """Where the time went, in microseconds; the four walls and `recording_us` add up to `total_us`.
 
     Attributes:
@@ -94,7 +94,7 @@ class Walls:
         return tuple(name for name, time_us in self.losses.items() if name != self.wall and self.share(time_us) >= ALSO)
 
 
-def walls_of(evidence: Evidence) -> Walls:
+def walls_of(evidence: Evidence) -> Bottlenecks:
     """Divide the time of a step among the four."""
     exposed = evidence.mean("exposed_communication_us")
     waiting = min(evidence.mean("wait_us"), exposed)
@@ -104,7 +104,7 @@ def walls_of(evidence: Evidence) -> Walls:
     recompute = min(evidence.mean("recompute_us"), evidence.mean("compute_us"))
     host = evidence.mean("idle_us") + late_host
     recording = min(host, _longer_than_beside(evidence))
-    return Walls(
+    return Bottlenecks(
         total_us=evidence.mean("total_us"),
         communication_us=exposed - late_host,
         host_us=host - recording,

@@ -28,7 +28,7 @@ from penstock.config.compare import differences
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.run import Run
-from penstock.tune.rungs import MICRO_BATCH, Change, Rung, why_skipped, why_unmet
+from penstock.tune.rungs import MICRO_BATCH, Change, LadderStep, why_skipped, why_unmet
 from penstock.tune.trial import Failure, Figures, Trial
 
 Measure = Callable[[Trial], Figures | Failure]
@@ -102,7 +102,7 @@ class Outcome:
         tried: all forms that were refused by configuration or found no memory, in order.
     """
 
-    rung: Rung
+    rung: LadderStep
     state: State
     reason: str = ""
     trial: str = ""
@@ -165,7 +165,7 @@ class Gain:
     loss_gap: float
 
 
-def climb(rungs: Sequence[Rung], wanted: frozenset[str], ground: Ground, measure: Measure) -> Iterator[Outcome]:
+def climb(rungs: Sequence[LadderStep], wanted: frozenset[str], ground: Ground, measure: Measure) -> Iterator[Outcome]:
     """Measure one rung after another; a generator, so that somebody can watch.
 
     Args:
@@ -196,7 +196,7 @@ def climb(rungs: Sequence[Rung], wanted: frozenset[str], ground: Ground, measure
             held, below = form.held, form.run
 
 
-def _forms(rung: Rung, held: tuple[str, ...], below: Run, ground: Ground) -> list[_Form]:
+def _forms(rung: LadderStep, held: tuple[str, ...], below: Run, ground: Ground) -> list[_Form]:
     """The rung as it is, and with each fallback that means something and makes another run of it.
 
     A fallback that is refused for a reason that is known already is left out.
@@ -233,7 +233,7 @@ def _describe(overrides: tuple[str, ...], ground: Ground) -> Run | Failure:
 
 
 def _measured(
-    rung: Rung, forms: Sequence[_Form], last: Run | None, ground: Ground, measure: Measure
+    rung: LadderStep, forms: Sequence[_Form], last: Run | None, ground: Ground, measure: Measure
 ) -> tuple[Outcome, _Form]:
     """What became of a rung, and the form that this is about.
 
@@ -277,7 +277,7 @@ def _trial(form: _Form, ground: Ground) -> Trial:
     )
 
 
-def _outcome(rung: Rung, form: _Form, last: Run | None, found: Figures | Failure) -> Outcome:
+def _outcome(rung: LadderStep, form: _Form, last: Run | None, found: Figures | Failure) -> Outcome:
     """What a trial of a form makes of the rung."""
     changed: tuple[str, ...] = ()
     if isinstance(form.run, Run):
@@ -364,7 +364,7 @@ def balancing(run: Run) -> str:
     if run.model.moe is None:
         return "no experts"
     balance, router = run.model.moe.balance, run.model.moe.router
-    if balance.force:
+    if balance.force_load_balance:
         return "FORCED EVEN ROUTING, BENCHMARK ONLY"
     parts = ["natural routing"]
     if balance.auxiliary != "none" and balance.auxiliary_weight:

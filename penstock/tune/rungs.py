@@ -51,7 +51,7 @@ class Change(Section):
         return tuple(override.partition("=")[0].strip() for override in self.change)
 
 
-class Rung(Change):
+class LadderStep(Change):
     """One step of a ladder."""
 
     name: str = knob(doc="Short name, also of the folder of its run.")
@@ -112,7 +112,7 @@ def _has_static_rows(run: Run) -> bool:
 
 
 LADDER = (
-    Rung(
+    LadderStep(
         name="baseline",
         what="eager operators, a loop over experts, all-to-all",
         change=(
@@ -135,68 +135,68 @@ LADDER = (
             "kernels.loss_chunk=1048576",
         ),
     ),
-    Rung(
+    LadderStep(
         name="grouped",
         what="grouped products of the experts, fused router and permutation",
         change=("kernels.route=auto", "kernels.permute=auto", "kernels.experts=auto"),
         needs=("experts",),
     ),
-    Rung(
+    LadderStep(
         name="fused",
         what="fused SwiGLU, norms and rotary embedding; the fastest attention",
         change=("kernels.swiglu=auto", "kernels.norm=auto", "kernels.rope=auto", "kernels.attention=auto"),
     ),
-    Rung(name="chunked-loss", what="logits of some thousand tokens at once", change=("kernels.loss_chunk=0",)),
-    Rung(
+    LadderStep(name="chunked-loss", what="logits of some thousand tokens at once", change=("kernels.loss_chunk=0",)),
+    LadderStep(
         name="graph-parts",
         what="attention, router and the order of rows captured once and replayed",
-        change=("graphs.capture=parts",),
+        change=("graphs.capture=partial",),
         needs=("gpu",),
     ),
-    Rung(
+    LadderStep(
         name="symmetric",
         what="tokens written straight into the node's other GPUs",
         change=("dispatch.method=symmetric",),
         needs=("experts", "sharing", "gpu"),
     ),
-    Rung(
+    LadderStep(
         name="sync-free-1",
         what="no wait for the device in router and permutation",
         change=("dispatch.sync_free=1",),
         needs=("experts",),
     ),
-    Rung(
+    LadderStep(
         name="sync-free-2",
         what="nor in dispatch and experts; bounded buffers",
         # auto is symmetric where that runs, and elsewhere all-gather: all-to-all makes the host wait.
         change=("dispatch.sync_free=2", "dispatch.method=auto"),
         needs=("experts",),
     ),
-    Rung(
+    LadderStep(
         name="sync-free-3",
         what="nowhere between router and combine; buffers for the worst case",
         change=("dispatch.sync_free=3",),
         needs=("experts",),
     ),
-    Rung(
+    LadderStep(
         name="graphs",
         what="forward and backward pass captured once and replayed; bounded buffers, whose shapes are static too",
-        change=("graphs.capture=passes", "dispatch.sync_free=2"),
+        change=("graphs.capture=full", "dispatch.sync_free=2"),
         needs=("gpu",),
     ),
-    Rung(
+    LadderStep(
         name="overlap-shared",
         what="shared experts computed while tokens travel",
         change=("dispatch.overlap=shared",),
         needs=("experts", "shared-expert", "sharing"),
     ),
-    Rung(
+    LadderStep(
         name="overlap-engines",
         what="and rows sent by copy engines",
         change=("dispatch.overlap=shared", "dispatch.engines=true"),
         needs=("experts", "shared-expert", "sharing", "gpu"),
     ),
-    Rung(
+    LadderStep(
         name="overlap-halves",
         what="and half of the micro-batch's rows while the other half travels",
         change=("dispatch.overlap=halves",),
@@ -204,7 +204,7 @@ LADDER = (
         # Two passes are under way, and captured parts have memory for one.
         fallbacks={"eager": Change(change=("graphs.capture=none",))},
     ),
-    Rung(
+    LadderStep(
         name="larger",
         what="twice the rows in a micro-batch",
         micro_batch_times=2,
@@ -216,19 +216,19 @@ LADDER = (
             "eager": Change(change=("graphs.capture=none",), needs=("counted-rows",)),
         },
     ),
-    Rung(
+    LadderStep(
         name="float8-dense",
         what="products of attention, dense networks and shared experts in 8 bits",
         change=("float8.dense=auto",),
         needs=("gpu",),
     ),
-    Rung(
+    LadderStep(
         name="float8-experts",
         what="those of the experts",
         change=("float8.experts=auto",),
         needs=("experts", "gpu"),
     ),
-    Rung(
+    LadderStep(
         name="float8-dispatch",
         what="and the rows that travel to them",
         change=("float8.dispatch=auto",),
@@ -238,7 +238,7 @@ LADDER = (
 """From the plainest form of everything to the fastest that there is."""
 
 
-def load_rungs(path: Path) -> tuple[Rung, ...]:
+def load_rungs(path: Path) -> tuple[LadderStep, ...]:
     """The ladder of a TOML file.
 
     Raises:
@@ -256,7 +256,7 @@ def load_rungs(path: Path) -> tuple[Rung, ...]:
     found = []
     for number, rung in enumerate(rungs, start=1):
         try:
-            found.append(build(Rung, settle(fields_of(Rung), rung)))
+            found.append(build(LadderStep, settle(fields_of(LadderStep), rung)))
         except ConfigError as error:
             raise ConfigError(
                 f"{path}, rung {number}: {error.what}", got=error.got, allowed=error.allowed, fix=error.fix
@@ -264,7 +264,7 @@ def load_rungs(path: Path) -> tuple[Rung, ...]:
     return checked(found)
 
 
-def checked(rungs: Sequence[Rung]) -> tuple[Rung, ...]:
+def checked(rungs: Sequence[LadderStep]) -> tuple[LadderStep, ...]:
     """The same rungs, if they make a ladder.
 
     Raises:
@@ -306,7 +306,7 @@ def _check_form(name: str, change: Change, taken: set[str]) -> None:
         )
 
 
-def chosen(rungs: Sequence[Rung], names: Sequence[str]) -> frozenset[str]:
+def chosen(rungs: Sequence[LadderStep], names: Sequence[str]) -> frozenset[str]:
     """Names of the rungs that are to be measured.
 
     Args:
@@ -323,7 +323,7 @@ def chosen(rungs: Sequence[Rung], names: Sequence[str]) -> frozenset[str]:
         raise ConfigError("--only names no rung of the ladder", got=got, allowed=allowed, fix=told)
     wanted = frozenset(names or known)
     first = min(known.index(name) for name in wanted)
-    left_out: list[Rung] = []
+    left_out: list[LadderStep] = []
     for rung in rungs[first + 1 :]:
         if rung.name not in wanted:
             left_out.append(rung)
@@ -339,7 +339,7 @@ def chosen(rungs: Sequence[Rung], names: Sequence[str]) -> frozenset[str]:
     return wanted
 
 
-def why_skipped(rung: Rung, run: Run, has_gpu: bool) -> str:
+def why_skipped(rung: LadderStep, run: Run, has_gpu: bool) -> str:
     """Why a rung means nothing for a run; empty if it means something.
 
     Args:

@@ -75,7 +75,7 @@ class Figures:
         model_flops_utilization: median; None where the peak of the device is unknown.
         peak_memory_bytes: most of any rank, warm-up included.
         expert_load_max_over_mean: median; None for a dense model.
-        repeated_steps: steps that were made twice because rows found no room (dispatch.bound).
+        repeated_steps: steps that were made twice because rows found no room (dispatch.row_capacity_factor).
         losses: of all steps, warm-up included.
         seconds: that the trial took, start and end of the processes included.
     """

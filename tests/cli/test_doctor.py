@@ -75,7 +75,7 @@ def test_a_run_is_judged_by_its_traces_metrics_and_plan(tmp_path: Path, capsys: 
     answer = told(capsys, folder, "--on", "1xH200")
     assert answer["wall"] == "host"
     changes = [one["change"] for one in answer["remedies"]]
-    assert 'graphs.capture="passes"' in changes
+    assert 'graphs.capture="full"' in changes
     assert "training.micro_batch=8" in changes
     whats = " ".join(one["what"] for one in answer["evidence"])
     assert "by the plan" in whats

@@ -53,7 +53,7 @@ def test_an_export_may_be_compared_with_transformers(theirs: Path, capsys: pytes
         ),
         (("theirs", "--output", "theirs"), "error: theirs exists already; fix: give the name of a new folder"),
         (
-            ("theirs", "--output", "mine", "model.norm_epsilon=0.1"),
+            ("theirs", "--output", "mine", "model.rms_norm_eps=0.1"),
             "error: the weights decide the model; fix: leave out ",
         ),
         (("theirs", "--output", "mine", "--preset", "mixtral-8x7b-1l"), "error: weights do not belong to this model: "),

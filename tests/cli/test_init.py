@@ -131,8 +131,8 @@ def test_a_tokenizer_with_more_ids_gets_a_larger_vocabulary(capsys: pytest.Captu
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     Path("t.json").write_text(json.dumps({"version": "1.0", "added_tokens": [end | flags], "model": model}))
     run = written("--yes", "--data", "notes", "--tokenizer", "t.json", "--tokens", "10k")
-    assert run.model.vocabulary == 384
-    assert "note: model.vocabulary is 384: the tokenizer has 301 ids" in capsys.readouterr().out
+    assert run.model.vocab_size == 384
+    assert "note: model.vocab_size is 384: the tokenizer has 301 ids" in capsys.readouterr().out
 
 
 # Clusters

@@ -40,7 +40,7 @@ def test_one_rank_holds_everything(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_both_views_their_groups_and_every_stage_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("parallel.pipeline=2", "parallel.tensor=2", "parallel.context=2", "parallel.expert=4")
-    found = shown(capsys, "debug", *sizes, "model.vocabulary=260", "training.global_batch=16", "--world", "16")
+    found = shown(capsys, "debug", *sizes, "model.vocab_size=260", "training.global_batch=16", "--world", "16")
     assert found["dense"] == "16 = pipeline 2 x data 2 x context 2 x tensor 2"
     assert found["experts"] == "16 = pipeline 2 x expert_data 2 x expert 4 x expert_tensor 1"
     assert found["batch"] == "16 rows = data 2 x 2 micro-batches x 4, of 128 positions"
@@ -136,7 +136,7 @@ def test_errors_are_those_that_the_document_quotes(
 def test_parameters_of_all_ranks_are_the_model(capsys: pytest.CaptureFixture[str], sizes: dict[str, int]) -> None:
     """Tensor-parallel ranks hold norms, routers and narrow projections whole; everything else is divided."""
     path = [f"parallel.{name}={size}" for name, size in sizes.items()]
-    table = shown(capsys, "debug", *path, "model.vocabulary=260", "training.global_batch=32")["stages of ranks"]
+    table = shown(capsys, "debug", *path, "model.vocab_size=260", "training.global_batch=32")["stages of ranks"]
     whole = count(SMALL.model.model_copy(update={"vocabulary": 260}), 128).parameters
     dense, experts = (sum(_number(row[column]) for row in cells(table)) for column in (4, 5))
     every_expert = 3 * 8 * 3 * 128 * 128

@@ -85,7 +85,7 @@ def test_text_leads_from_a_tokenizer_to_packing_and_training(
     made = _proposed(capsys, "data", "tokenizer", "train", text, "--vocabulary", 270, "--output", tokenizer)
     assert made == [f"penstock data pack {text} --output packed/text --tokenizer {tokenizer}"]
     assert _proposed(capsys, "data", "pack", text, "--output", prefix, "--tokenizer", tokenizer, "--processes", 1) == [
-        f"penstock train debug data.source=packed data.files={prefix} model.vocabulary=270"
+        f"penstock train debug data.source=packed data.files={prefix} model.vocab_size=270"
     ]
 
 

@@ -159,7 +159,7 @@ def test_a_run_that_cannot_fit_is_refused_at_once_and_a_dry_run_says_so(capsys: 
 def test_a_tokenizer_that_leaves_most_of_the_vocabulary_is_warned_of(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    bytes_of_many = ("debug-2l", "model.vocabulary=5000")
+    bytes_of_many = ("debug-2l", "model.vocab_size=5000")
     for words in (
         ["train", *bytes_of_many, "--dry-run"],
         ["config", "validate", *bytes_of_many],
@@ -168,7 +168,7 @@ def test_a_tokenizer_that_leaves_most_of_the_vocabulary_is_warned_of(
     ):
         assert main(words) == 0, capsys.readouterr().err
         err = capsys.readouterr().err
-        assert err.count("warning: data.tokenizer bytes has 257 ids of model.vocabulary 5,000") == 1, words
+        assert err.count("warning: data.tokenizer bytes has 257 ids of model.vocab_size 5,000") == 1, words
     assert main(["config", "validate", "debug"]) == 0
     assert capsys.readouterr().err == ""
 

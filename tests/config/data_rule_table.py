@@ -41,14 +41,14 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     ),
     (
         rules.vocabulary_holds_every_byte,
-        ("model.vocabulary=256",),
-        "model.vocabulary is too small for data.tokenizer bytes; got 256; "
+        ("model.vocab_size=256",),
+        "model.vocab_size is too small for data.tokenizer bytes; got 256; "
         "allowed: >= 257 (256 bytes and the end of a document)",
     ),
     (
         rules.vocabulary_holds_the_synthetic_language,
-        ("data.source=synthetic-learnable", "model.vocabulary=4"),
-        "model.vocabulary is too small for data.source synthetic-learnable; got 4; allowed: >= 5",
+        ("data.source=synthetic-learnable", "model.vocab_size=4"),
+        "model.vocab_size is too small for data.source synthetic-learnable; got 4; allowed: >= 5",
     ),
     (
         rules.bytes_have_one_end,
@@ -121,8 +121,8 @@ FINE = {
     "files held out": (*TEXT, "data.validation_files=b.txt", "data.validation_share=0.0"),
     "no evaluation": (*TEXT, "data.validation_share=0.0", "evaluation.rows=0"),
     "synthetic text needs no share": ("data.source=synthetic-random", "data.validation_share=0.0"),
-    "a tiny vocabulary for synthetic text": ("data.source=synthetic-learnable", "model.vocabulary=5"),
-    "a tokenizer file": ("data.tokenizer=t.json", "data.end_of_document=</s>", "model.vocabulary=64"),
+    "a tiny vocabulary for synthetic text": ("data.source=synthetic-learnable", "model.vocab_size=5"),
+    "a tokenizer file": ("data.tokenizer=t.json", "data.end_of_document=</s>", "model.vocab_size=64"),
     "the id that ends packed tokens": ("data.source=packed", "data.files=a.bin", "data.end_of_document=50256"),
     "a mixture": (*WEB, *CODE),
     "a mixture with files held out": (

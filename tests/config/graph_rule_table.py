@@ -3,97 +3,97 @@
 from penstock.config import graph_rules as rules
 from penstock.config.rules import Rule
 
-PASSES, PARTS = "graphs.capture=passes", "graphs.capture=parts"
+PASSES, PARTS = "graphs.capture=full", "graphs.capture=partial"
 PADDED = ("model.moe.balance.capacity_factor=1.5", "model.moe.balance.pad_to_capacity=true")
 
 BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     (
         rules.captured_passes_are_not_cut_into_stages,
         (PASSES, "parallel.pipeline=2"),
-        "parallel.pipeline has passes of several micro-batches under way, and graphs.capture passes has memory for "
+        "parallel.pipeline has passes of several micro-batches under way, and graphs.capture full has memory for "
         "one; got 2; allowed: 1; fix: set graphs.capture=none",
     ),
     (
         rules.captured_weights_stay_where_they_are,
         (PASSES, "parallel.shard=full"),
-        "parallel.shard gathers weights into new memory in every pass, and graphs.capture passes reads them where they "
+        "parallel.shard gathers weights into new memory in every pass, and graphs.capture full reads them where they "
         "were; got full; allowed: auto, none, optimizer; fix: set parallel.shard=optimizer, or graphs.capture=none",
     ),
     (
         rules.captured_activations_stay_on_the_device,
         (PASSES, 'offload.activations=["moe", "dense"]'),
-        "offload.activations starts copies from the host, which takes no part in what graphs.capture passes replays; "
+        "offload.activations starts copies from the host, which takes no part in what graphs.capture full replays; "
         "got moe, dense; allowed: nothing; fix: recompute them instead (recompute.modules), or set graphs.capture=none",
     ),
     (
         rules.captured_shapes_are_known,
         (PASSES, "parallel.expert=2", "dispatch.sync_free=1"),
-        "dispatch.sync_free lets the host read how many rows travel, and graphs.capture passes has one shape for all; "
-        "got 1; allowed: 2, 3; fix: set dispatch.sync_free=2, or graphs.capture=parts",
+        "dispatch.sync_free lets the host read how many rows travel, and graphs.capture full has one shape for all; "
+        "got 1; allowed: 2, 3; fix: set dispatch.sync_free=2, or graphs.capture=partial",
     ),
     (
         rules.captured_shapes_are_known,
         (PASSES, "parallel.expert_tensor=2", "dispatch.method=all-gather"),
-        "dispatch.sync_free lets the host read how many rows travel, and graphs.capture passes has one shape for all; "
-        "got 0; allowed: 2, 3; fix: set dispatch.sync_free=2, or graphs.capture=parts",
+        "dispatch.sync_free lets the host read how many rows travel, and graphs.capture full has one shape for all; "
+        "got 0; allowed: 2, 3; fix: set dispatch.sync_free=2, or graphs.capture=partial",
     ),
     (
         rules.captured_passes_are_not_cut_into_stages,
         (PARTS, "parallel.pipeline=2"),
-        "parallel.pipeline has passes of several micro-batches under way, and graphs.capture parts has memory for one; "
-        "got 2; allowed: 1; fix: set graphs.capture=none",
+        "parallel.pipeline has passes of several micro-batches under way, and graphs.capture partial has memory for "
+        "one; got 2; allowed: 1; fix: set graphs.capture=none",
     ),
     (
         rules.captured_weights_stay_where_they_are,
         (PARTS, "parallel.shard=full"),
-        "parallel.shard gathers weights into new memory in every pass, and graphs.capture parts reads them where they "
-        "were; got full; allowed: auto, none, optimizer; fix: set parallel.shard=optimizer, or graphs.capture=none",
+        "parallel.shard gathers weights into new memory in every pass, and graphs.capture partial reads them where "
+        "they were; got full; allowed: auto, none, optimizer; fix: set parallel.shard=optimizer, or graphs.capture=none",
     ),
     (
         rules.captured_parts_are_kept,
         (PARTS, 'recompute.modules=["norm", "dense", "attention"]'),
-        "recompute.modules reaches into what graphs.capture parts captures; got norm, attention; allowed: all but "
-        "norm, latent-up, attention, moe, layer; fix: leave them out, or set graphs.capture=passes or none",
+        "recompute.modules reaches into what graphs.capture partial captures; got norm, attention; allowed: all but "
+        "norm, latent-up, attention, moe, layer; fix: leave them out, or set graphs.capture=full or none",
     ),
     (
         rules.captured_parts_are_kept,
         (PARTS, 'offload.activations=["moe"]'),
-        "offload.activations reaches into what graphs.capture parts captures; got moe; allowed: all but attention, "
-        "moe, layer; fix: leave them out, or set graphs.capture=passes or none",
+        "offload.activations reaches into what graphs.capture partial captures; got moe; allowed: all but attention, "
+        "moe, layer; fix: leave them out, or set graphs.capture=full or none",
     ),
     (
         rules.captured_parts_are_of_one_rank,
         (PARTS, "parallel.tensor=2"),
-        "parallel.tensor lets ranks exchange in attention, and the graphs of graphs.capture parts hold no collectives; "
-        "got 2; allowed: 1; fix: set graphs.capture=passes or none",
+        "parallel.tensor lets ranks exchange in attention, and the graphs of graphs.capture partial hold no "
+        "collectives; got 2; allowed: 1; fix: set graphs.capture=full or none",
     ),
     (
         rules.captured_parts_are_of_one_rank,
         (PARTS, "parallel.context=2"),
-        "parallel.context lets ranks exchange in attention, and the graphs of graphs.capture parts hold no "
-        "collectives; got 2; allowed: 1; fix: set graphs.capture=passes or none",
+        "parallel.context lets ranks exchange in attention, and the graphs of graphs.capture partial hold no "
+        "collectives; got 2; allowed: 1; fix: set graphs.capture=full or none",
     ),
     (
         rules.captured_parts_are_judged_alone,
         (PARTS, "model.moe.balance.auxiliary=global-batch", "model.moe.balance.z_weight=0.1"),
-        "model.moe.balance.auxiliary sums over ranks in the router, and the graphs of graphs.capture parts hold no "
-        "collectives; got global-batch; allowed: none, micro-batch, sequence; fix: set graphs.capture=passes or none",
+        "model.moe.balance.auxiliary sums over ranks in the router, and the graphs of graphs.capture partial hold no "
+        "collectives; got global-batch; allowed: none, micro-batch, sequence; fix: set graphs.capture=full or none",
     ),
     (
         rules.captured_parts_run_once_in_a_pass,
         (PARTS, "dispatch.overlap=halves"),
-        "dispatch.overlap has two passes under way, and graphs.capture parts has memory for one; got halves; "
+        "dispatch.overlap has two passes under way, and graphs.capture partial has memory for one; got halves; "
         "allowed: none, shared; fix: set dispatch.overlap=shared, or graphs.capture=none",
     ),
     (
         rules.captured_work_is_of_a_gpu,
         (PARTS, "device=cpu"),
-        "graphs.capture captures the work of a GPU, but device is cpu; got parts; allowed: none, auto",
+        "graphs.capture captures the work of a GPU, but device is cpu; got partial; allowed: none, auto",
     ),
     (
         rules.captured_work_is_of_a_gpu,
         (PASSES, "device=cpu"),
-        "graphs.capture captures the work of a GPU, but device is cpu; got passes; allowed: none, auto",
+        "graphs.capture captures the work of a GPU, but device is cpu; got full; allowed: none, auto",
     ),
 ]
 
@@ -104,7 +104,7 @@ FINE: dict[str, tuple[str, ...]] = {
     "passes of padded dispatch are captured": (PASSES, "parallel.expert=4", *PADDED),
     "passes of ranks that share matrices and rows are captured": (
         PASSES,
-        "model.vocabulary=258",
+        "model.vocab_size=258",
         "parallel.tensor=2",
         "parallel.context=2",
     ),

@@ -12,12 +12,12 @@ SMALL = Run(
     name="small",
     model=Model(
         family="deepseek-v3",
-        vocabulary=257,
+        vocab_size=257,
         hidden_size=128,
         layers=4,
         dense_layers=1,
         dense_ffn_size=384,
-        attention=LatentAttention(heads=4, kv_latent=64, plain_head_dim=32, rotary_head_dim=16, value_head_dim=32),
+        attention=LatentAttention(heads=4, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32),
         moe=Moe(
             experts=8,
             top_k=2,

@@ -9,17 +9,17 @@ from penstock.config.schema import every_field, fields_of
 
 
 def test_a_field_is_explained_with_range_presets_and_rules() -> None:
-    text = explain("model.moe.router.groups_kept")
+    text = explain("model.moe.router.topk_group")
     assert text.splitlines() == [
-        "model.moe.router.groups_kept",
+        "model.moe.router.topk_group",
         "  Groups that one token may choose from.",
         "",
         "  type     whole number 1 to 65536 (groups)",
         "  default  1",
         "  presets  3: deepseek-v2",
         "           4: deepseek-v3",
-        "  rules    `model.moe.router.groups_kept` is at most `model.moe.router.groups`.",
-        "           The groups that are kept (`model.moe.router.groups_kept`) hold at least `model.moe.top_k` experts.",
+        "  rules    `model.moe.router.topk_group` is at most `model.moe.router.n_group`.",
+        "           The groups that are kept (`model.moe.router.topk_group`) hold at least `model.moe.top_k` experts.",
     ]
 
 
@@ -28,7 +28,7 @@ def test_presets_that_leave_the_default_are_not_listed() -> None:
 
 
 def test_a_field_of_one_kind_says_so() -> None:
-    assert "  only with  model.attention.kind = mla\n" in explain("model.attention.kv_latent")
+    assert "  only with  model.attention.kind = mla\n" in explain("model.attention.kv_lora_rank")
     assert "only with" not in explain("model.attention.heads")
 
 

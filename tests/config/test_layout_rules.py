@@ -51,8 +51,8 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     (
         rules.tensor_ranks_divide_the_vocabulary,
         ("parallel.tensor=4",),
-        "model.vocabulary must be a multiple of parallel.tensor (4); got 257; "
-        "fix: set model.vocabulary=260; ids that no token has do no harm",
+        "model.vocab_size must be a multiple of parallel.tensor (4); got 257; "
+        "fix: set model.vocab_size=260; ids that no token has do no harm",
     ),
     (
         rules.tensor_ranks_divide_widths,
@@ -195,7 +195,7 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     ),
     (
         rules.tensor_ranks_divide_widths,
-        ("model.dense_layers=0", "model.moe.every=2", "model.dense_ffn_size=383", "parallel.tensor=2"),
+        ("model.dense_layers=0", "model.moe.moe_layer_freq=2", "model.dense_ffn_size=383", "parallel.tensor=2"),
         "parallel.tensor must divide model.dense_ffn_size (383); got 2; allowed: 1, 383",
     ),
     (
@@ -218,11 +218,11 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
 
 FINE = {
     "experts over all they are": ("parallel.expert=8", "parallel.expert_tensor=4"),
-    "tensor with a vocabulary that divides": ("model.vocabulary=260", "parallel.tensor=4"),
-    "grouped heads": (*GROUPED, "model.vocabulary=260", "parallel.tensor=4"),
-    "no shared expert to divide": ("model.vocabulary=260", "model.moe.shared_ffn_size=0", "parallel.tensor=2"),
+    "tensor with a vocabulary that divides": ("model.vocab_size=260", "parallel.tensor=4"),
+    "grouped heads": (*GROUPED, "model.vocab_size=260", "parallel.tensor=4"),
+    "no shared expert to divide": ("model.vocab_size=260", "model.moe.shared_ffn_size=0", "parallel.tensor=2"),
     "a dense width that no layer has": (
-        "model.vocabulary=260",
+        "model.vocab_size=260",
         "model.dense_layers=0",
         "model.dense_ffn_size=385",
         "parallel.tensor=2",
@@ -237,7 +237,7 @@ FINE = {
     "embedding and head alone": ("parallel.pipeline=6",),
     "a layout": (*TWO_STAGES, "pipeline.schedule=interleaved", "pipeline.layout=E|(t*2|)*2L"),
     "a layout with prediction": (*PIPELINE, "model.mtp_layers=1", "pipeline.layout=Et*3|t,mL"),
-    "tied embeddings over stages": (*PIPELINE, "model.tied_embeddings=true"),
+    "tied embeddings over stages": (*PIPELINE, "model.tie_word_embeddings=true"),
     "full shards in a plain pipeline": (*PIPELINE, "parallel.shard=full"),
     "full shards with a schedule that is not read": ("pipeline.schedule=zb-v", "parallel.shard=full"),
     "hybrid sharding": ("parallel.shard_size=4",),
@@ -247,7 +247,7 @@ FINE = {
     "padded experts over ranks": (
         "model.moe.balance.capacity_factor=1.5",
         "model.moe.balance.pad_to_capacity=true",
-        "model.vocabulary=260",
+        "model.vocab_size=260",
         "parallel.expert=2",
         "parallel.tensor=2",
         "parallel.context=2",

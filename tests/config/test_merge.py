@@ -121,8 +121,8 @@ def test_another_kind_keeps_what_both_kinds_know() -> None:
 
 
 def test_a_field_of_the_old_kind_that_is_given_on_purpose_is_not_dropped() -> None:
-    merged = merge(Run, SMALL.model_dump(), parsed("model.attention.kind=gqa", "model.attention.q_latent=8"))
-    assert merged["model"]["attention"]["q_latent"] == 8
+    merged = merge(Run, SMALL.model_dump(), parsed("model.attention.kind=gqa", "model.attention.q_lora_rank=8"))
+    assert merged["model"]["attention"]["q_lora_rank"] == 8
 
 
 def test_the_same_kind_drops_nothing() -> None:

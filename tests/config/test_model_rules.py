@@ -7,7 +7,7 @@ from tests.config.small import unchecked_run
 GQA = ("model.attention.kind=gqa", "model.attention.kv_heads=2", "model.attention.head_dim=32")
 YARN = ("model.attention.rope.yarn.factor=2", "model.attention.rope.yarn.original_positions=64")
 ROUTER = "model.moe.router."
-GROUPED = (f"{ROUTER}groups=4", f"{ROUTER}groups_kept=2", f"{ROUTER}group_score=top2")
+GROUPED = (f"{ROUTER}n_group=4", f"{ROUTER}topk_group=2", f"{ROUTER}group_score=top2")
 SOFTMAX = (f"{ROUTER}score=softmax", f"{ROUTER}expert_bias=false", f"{ROUTER}normalize=false")
 
 BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
@@ -25,13 +25,14 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     ),
     (
         rules.every_nth_layer_exists,
-        ("model.layers=3", "model.moe.every=3"),
-        "model.moe.every leaves no layer for the experts of model.moe; got every 3 of 2 layers; allowed: 1 to 2",
+        ("model.layers=3", "model.moe.moe_layer_freq=3"),
+        "model.moe.moe_layer_freq leaves no layer for the experts of model.moe; got every 3 of 2 layers; "
+        "allowed: 1 to 2",
     ),
     (
         rules.dense_layers_have_a_width,
         ("model.dense_ffn_size=0",),
-        "model.dense_ffn_size is the width of 1 dense layers (model.dense_layers, model.moe.every); got 0; "
+        "model.dense_ffn_size is the width of 1 dense layers (model.dense_layers, model.moe.moe_layer_freq); got 0; "
         "allowed: >= 1; fix: set it; 4 times model.hidden_size is a common choice",
     ),
     (
@@ -46,8 +47,8 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     ),
     (
         rules.rotary_width_is_even,
-        ("model.attention.rotary_head_dim=15",),
-        "model.attention.rotary_head_dim must be even, since rotary embedding turns pairs; got 15; fix: use 14 or 16",
+        ("model.attention.qk_rope_head_dim=15",),
+        "model.attention.qk_rope_head_dim must be even, since rotary embedding turns pairs; got 15; fix: use 14 or 16",
     ),
     (
         rules.yarn_bounds_are_ordered,
@@ -99,23 +100,23 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     ),
     (
         rules.groups_divide_experts,
-        (f"{ROUTER}groups=3",),
-        "model.moe.router.groups must divide model.moe.experts (8); got 3; allowed: 1, 2, 4, 8",
+        (f"{ROUTER}n_group=3",),
+        "model.moe.router.n_group must divide model.moe.experts (8); got 3; allowed: 1, 2, 4, 8",
     ),
     (
         rules.kept_groups_exist,
-        (*GROUPED, f"{ROUTER}groups_kept=5"),
-        "model.moe.router.groups_kept is more than model.moe.router.groups; got 5; allowed: 1 to 4",
+        (*GROUPED, f"{ROUTER}topk_group=5"),
+        "model.moe.router.topk_group is more than model.moe.router.n_group; got 5; allowed: 1 to 4",
     ),
     (
         rules.kept_groups_hold_top_k,
-        (*GROUPED, f"{ROUTER}groups_kept=1", "model.moe.top_k=3"),
+        (*GROUPED, f"{ROUTER}topk_group=1", "model.moe.top_k=3"),
         "model.moe.top_k is more than the 2 experts in the groups that a token may choose from; got 3; "
-        "allowed: 1 to 2; fix: raise model.moe.router.groups_kept (1 of 4)",
+        "allowed: 1 to 2; fix: raise model.moe.router.topk_group (1 of 4)",
     ),
     (
         rules.groups_judged_by_two_have_two,
-        (*GROUPED, f"{ROUTER}groups=8"),
+        (*GROUPED, f"{ROUTER}n_group=8"),
         "model.moe.router.group_score top2 needs groups of at least 2 experts; got 8 experts in 8 groups; "
         "fix: use group_score max, or fewer groups",
     ),
@@ -166,7 +167,7 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
 
 FINE = {
     "experts of gpt-oss": ("model.moe.bias=true", "model.moe.clamped.limit=7", f"{ROUTER}logit_bias=true"),
-    "experts of Llama 4": (f"{ROUTER}weigh=input", "model.moe.every=3"),
+    "experts of Llama 4": (f"{ROUTER}weigh=input", "model.moe.moe_layer_freq=3"),
     "a dense model": ("model.moe=none", "model.dense_layers=4"),
     "no dense layer": ("model.dense_layers=0", "model.dense_ffn_size=0"),
     "grouped-query attention": GQA,
@@ -196,12 +197,12 @@ FINE = {
         "model.moe.balance.auxiliary_weight=0.0",
     ),
     "an auxiliary loss that is switched off": ("model.moe.balance.auxiliary_weight=0.0",),
-    "tied embeddings": ("model.tied_embeddings=true",),
+    "tied embeddings": ("model.tie_word_embeddings=true",),
 }
 
 
 def test_many_divisors_are_cut_short() -> None:
-    problem = rules.groups_divide_experts(unchecked_run(["model.moe.experts=360", f"{ROUTER}groups=7"]))
+    problem = rules.groups_divide_experts(unchecked_run(["model.moe.experts=360", f"{ROUTER}n_group=7"]))
     assert problem is not None
     assert problem.allowed == "1, 2, 3, 4, 5, 6, 8, 9, 10, 12, 15, ..."
 

@@ -71,7 +71,7 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     (
         rules.flash_heads_are_equally_wide,
         ("kernels.attention=flash",),
-        "kernels.attention flash needs model.attention.value_head_dim = plain_head_dim + rotary_head_dim; "
+        "kernels.attention flash needs model.attention.v_head_dim = qk_nope_head_dim + qk_rope_head_dim; "
         "got 32 and 48; fix: set kernels.attention to auto",
     ),
     (
@@ -121,7 +121,7 @@ FINE = {
     "decay right after warm-up": (*WSD, "schedule.decay_steps=180"),
     "a tenth of the steps by default": WSD,
     "bf16 on a CPU, slow as it is": ("device=cpu", "training.precision=bf16"),
-    "flash with equal heads": ("kernels.attention=flash", "model.attention.value_head_dim=48", "device=cuda"),
+    "flash with equal heads": ("kernels.attention=flash", "model.attention.v_head_dim=48", "device=cuda"),
     "flash and a window as long as the row": (*ON_FLASH, *GQA, "model.attention.local.size=128"),
     "flash and chunks": (*ON_FLASH, *GQA, "model.attention.local={kind='chunk', size=32}"),
     "Triton where the device is not known yet": ("kernels.all=triton",),

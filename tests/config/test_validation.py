@@ -58,7 +58,7 @@ MESSAGES = {
     # Sections.
     "model=big": (
         'model is a section, not a value; got "big"; allowed: its fields; '
-        "fix: set model.family, model.vocabulary, model.hidden_size, ..."
+        "fix: set model.family, model.vocab_size, model.hidden_size, ..."
     ),
     "model.moe=8": (
         "model.moe is a section, not a value; got 8; allowed: its fields, or none; "
@@ -66,7 +66,7 @@ MESSAGES = {
     ),
     "model.attention=mla": (
         'model.attention is a section, not a value; got "mla"; allowed: its fields; '
-        "fix: set model.attention.kind, model.attention.heads, model.attention.q_latent, ..."
+        "fix: set model.attention.kind, model.attention.heads, model.attention.q_lora_rank, ..."
     ),
     "training.steps.x=3": "training.steps has the wrong type; got {x = 3}; allowed: whole number >= 1 (steps)",
 }

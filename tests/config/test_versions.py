@@ -15,7 +15,7 @@ from penstock.config.versions import CHANGES, VERSION, VERSION_KEY, Change, brou
 
 TABLE = (
     Change(since=2, old="moe.dispatcher", new="dispatch.kind", values={"a2a": "all-to-all"}),
-    Change(since=2, old="training.tied", default=False, instead="set model.tied_embeddings"),
+    Change(since=2, old="training.tied", default=False, instead="set model.tie_word_embeddings"),
     Change(since=3, old="dispatch.kind", new="dispatch.method"),
     Change(since=3, old="schedule.decay", new="schedule.decay", values={"cos": "cosine"}),
     Change(since=3, old="saving", new="checkpoint"),
@@ -47,7 +47,7 @@ def test_a_field_that_moved_twice_is_told_where_it_is_now_with_its_value_of_now(
 
 def test_a_field_that_is_gone_is_told_with_what_to_do() -> None:
     assert message_of({"training": {"tied": True}}, 1) == (
-        "mine.toml: `training.tied` is gone since version 2, leave it out: set model.tied_embeddings; "
+        "mine.toml: `training.tied` is gone since version 2, leave it out: set model.tie_word_embeddings; "
         "fix: write that, and version = 3"
     )
 
@@ -119,7 +119,7 @@ def test_a_run_that_needs_what_is_gone_is_refused() -> None:
         brought_up_to_date({"training": {"tied": True}}, 1, "runs/a/config.toml", TABLE)
     assert str(refusal.value) == (
         "runs/a/config.toml: this run has training.tied, which is gone since version 2; got true; allowed: false; "
-        "fix: set model.tied_embeddings"
+        "fix: set model.tie_word_embeddings"
     )
 
 

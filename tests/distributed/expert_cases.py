@@ -11,7 +11,7 @@ GPT_OSS = (
 LLAMA4 = (
     'model.family="plain"',
     "model.dense_layers=0",
-    "model.moe.every=2",
+    "model.moe.moe_layer_freq=2",
     "model.moe.top_k=1",
     'model.moe.router={score="sigmoid", normalize=false, weigh="input"}',
 )
@@ -20,7 +20,7 @@ PADDED = (*CAPACITY, "model.moe.balance.pad_to_capacity=true")
 
 GATHERED = ("dispatch.method=all-gather", "dispatch.sync_free=3")
 BY_NODE = ("dispatch.method=hierarchical", "dispatch.sync_free=2")
-NO_ROOM = ("dispatch.method=all-gather", "dispatch.sync_free=2", "dispatch.bound=1.0")
+NO_ROOM = ("dispatch.method=all-gather", "dispatch.sync_free=2", "dispatch.row_capacity_factor=1.0")
 HALVES = ("dispatch.overlap=halves", "training.micro_batch=2")
 
 EXPERT_CASES = (

@@ -62,7 +62,7 @@ FAMILIES = {
             rope=Rope(yarn=Yarn(factor=2.0, original_positions=16, whole_pairs=False)),
         ),
     ),
-    "Qwen3, dense": _overrides("qwen3", dense_layers=4, attention=_attention(qk_norm="head"), tied_embeddings=True),
+    "Qwen3, dense": _overrides("qwen3", dense_layers=4, attention=_attention(qk_norm="head"), tie_word_embeddings=True),
 }
 """Overrides of the model by family. Llama has nothing that Qwen3 and Mixtral lack."""
 

@@ -31,7 +31,7 @@ from tests.distributed.pool import Pool
 STEPS, RATE = 3, 1e-2
 BASE = (
     "data.source=synthetic-learnable",
-    "model.vocabulary=64",
+    "model.vocab_size=64",
     "model.layers=8",
     "model.hidden_size=64",
     "model.dense_ffn_size=128",
@@ -211,7 +211,7 @@ def by_node(stage: int, *settings: str) -> tuple[str, ...]:
 
 PASSES_FOLDED = overlapped("passes", *pipeline("interleaved", 2, "tensor=2", "expert=2"))
 
-NO_ROOM = (*gathered(2, "expert=4"), "dispatch.bound=1.0")
+NO_ROOM = (*gathered(2, "expert=4"), "dispatch.row_capacity_factor=1.0")
 """Room for even loads only: every step is made twice."""
 
 CASES = (
@@ -232,7 +232,11 @@ CASES = (
     Case("EP 4, all-gather, recompute moe, too little room", 4, (*NO_ROOM, "recompute.modules=moe")),
     Case("EP 4 on 2 nodes", 4, (*layout("expert=4"), TWO_NODES)),
     Case("EP 2 x ETP 2 on 2 nodes, sync-free 3", 4, by_node(3, "expert=2", "expert_tensor=2")),
-    Case("EP 4 on 2 nodes, sync-free 2, too little room", 4, (*by_node(2, "expert=4"), "dispatch.bound=1.0")),
+    Case(
+        "EP 4 on 2 nodes, sync-free 2, too little room",
+        4,
+        (*by_node(2, "expert=4"), "dispatch.row_capacity_factor=1.0"),
+    ),
     Case("EP 2 x EDP 2, ZeRO-1", 4, layout("expert=2")),
     Case("EP 2 x EDP 2, FSDP", 4, layout("expert=2", "shard=full")),
     Case("ETP 2", 2, layout("expert_tensor=2")),
@@ -258,8 +262,8 @@ CASES = (
     Case("PP 2 x TP 2 folded with EP 2, ZB-V", 4, pipeline("zb-v", 2, "tensor=2", "expert=2")),
     Case("PP 2 x CP 2, 1F1B", 4, pipeline("1f1b", 2, "context=2")),
     Case("PP 4, explicit layout", 4, pipeline("1f1b", 4, 'pipeline.layout="Et|t*4|t*2|t,mL"')),
-    Case("PP 2, tied embeddings", 2, pipeline("1f1b", 2), ("model.tied_embeddings=true",)),
-    Case("PP 2, ZB-V, tied embeddings", 2, pipeline("zb-v", 2), ("model.tied_embeddings=true",)),
+    Case("PP 2, tied embeddings", 2, pipeline("1f1b", 2), ("model.tie_word_embeddings=true",)),
+    Case("PP 2, ZB-V, tied embeddings", 2, pipeline("zb-v", 2), ("model.tie_word_embeddings=true",)),
     Case("EP 4, capacity", 4, layout("expert=4"), CAPACITY),
     Case("EP 4, drop and pad", 4, layout("expert=4"), PADDED),
     Case("TP 2 folded with EP 4, drop and pad", 4, layout("tensor=2", "expert=4"), PADDED),

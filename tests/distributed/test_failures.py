@@ -315,7 +315,7 @@ def test_a_run_that_diverges_on_two_ranks_says_so_once(tiny: Path, capfd: pytest
 def test_what_ranks_cannot_start_with_is_said_once(
     override: str, message: str, tiny: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    more = ("data.source=text", "model.vocabulary=257") if "files" in override else ()
+    more = ("data.source=text", "model.vocab_size=257") if "files" in override else ()
     assert main(["train", "tiny.toml", override, *more, "parallel.expert=2", "--processes", "2"]) == 2
     (line,) = lines_of(capfd.readouterr().err)
     assert line.startswith("error: ")

@@ -92,7 +92,7 @@ def test_a_step_whose_rows_find_no_room_is_made_again_and_gives_the_same(ranks: 
     got = trace(ranks, 4, no_room, TWO)
     assert got.left_out[0] > 0
     assert got.left_out == trace(ranks, 4, no_room, TWO).left_out
-    enough = trace(ranks, 4, (*no_room, "dispatch.bound=4.0"), TWO)
+    enough = trace(ranks, 4, (*no_room, "dispatch.row_capacity_factor=4.0"), TWO)
     assert enough.left_out == [0] * TWO
     assert (got.losses, got.norms, got.held_out) == (enough.losses, enough.norms, enough.held_out)
     found = differences(got, expected, start)

@@ -202,7 +202,7 @@ def test_what_a_pipeline_saved_is_exported_as_one_process_would(
     ours = build_model(run, torch.device("cpu"))
     load_huggingface(ours, tmp_path / "pipeline-out")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "pipeline-out", dtype=torch.float32).eval()
-    tokens_BS = torch.randint(run.model.vocabulary, (2, 24))
+    tokens_BS = torch.randint(run.model.vocab_size, (2, 24))
     with torch.no_grad():
         logits_BSV = ours.logits(tokens_BS, torch.arange(24).expand(2, -1))
         assert_close(logits_BSV, theirs(tokens_BS, use_cache=False).logits, tolerance=2e-5)

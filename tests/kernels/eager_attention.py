@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from penstock.kernels.reach import Reach
+from penstock.kernels.attention_window import Reach
 
 
 def eager_attention(

@@ -9,8 +9,8 @@ from penstock.base.errors import KernelError
 from penstock.kernels import attention_backends
 from penstock.kernels.attention import causal_attention
 from penstock.kernels.attention_backends import Scores, Softmax, backend_for, backward, forward, with_own_keys
+from penstock.kernels.attention_window import Reach
 from penstock.kernels.local_attention import local_attention, near
-from penstock.kernels.reach import Reach
 from tests.closeness import assert_close
 from tests.kernels.eager_attention import eager_attention, random_documents, random_heads, seen_by, with_gradients
 

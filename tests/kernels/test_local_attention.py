@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.kernels.attention_window import Reach
 from penstock.kernels.local_attention import local_attention, near
-from penstock.kernels.reach import Reach
 from tests.closeness import assert_close
 from tests.examples import examples
 from tests.kernels.eager_attention import eager_attention, random_documents, random_heads, seen_by, with_gradients

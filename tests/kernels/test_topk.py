@@ -19,8 +19,8 @@ RULES = {
     "V2-Lite": RouterRule(top_k=6),
     "Mixtral": RouterRule(top_k=2, softmax_after_top_k=True),
     "Qwen3": RouterRule(top_k=4, normalize=True),
-    "V2": RouterRule(top_k=3, groups=4, groups_kept=2, scale=16.0),
-    "V3": RouterRule(top_k=4, score="sigmoid", groups=4, groups_kept=2, group_score="top2", normalize=True, scale=2.5),
+    "V2": RouterRule(top_k=3, groups=4, topk_group=2, scale=16.0),
+    "V3": RouterRule(top_k=4, score="sigmoid", groups=4, topk_group=2, group_score="top2", normalize=True, scale=2.5),
     "sigmoid": RouterRule(top_k=1, score="sigmoid"),
     "after, normalized": RouterRule(top_k=3, softmax_after_top_k=True, normalize=True, scale=2.0),
 }
@@ -66,7 +66,7 @@ def test_each_output_alone_may_be_used(choice: int, device: torch.device) -> Non
 
 
 def test_all_experts_may_be_chosen(device: torch.device) -> None:
-    _check(torch.randn(5, 6, device=device), None, RouterRule(top_k=6, groups=2, groups_kept=2), sequences=1)
+    _check(torch.randn(5, 6, device=device), None, RouterRule(top_k=6, groups=2, topk_group=2), sequences=1)
 
 
 def test_ties_go_to_the_lowest_expert(device: torch.device) -> None:
@@ -75,7 +75,7 @@ def test_ties_go_to_the_lowest_expert(device: torch.device) -> None:
     signed = torch.tensor([[-0.0, 0.0, -1.0, 0.0]], device=device)
     rule = RouterRule(top_k=3, softmax_after_top_k=True)
     assert route(signed, None, rule, 1, launch=SMALL).experts_TK.tolist() == [[0, 1, 3]], "-0 equals 0"
-    grouped = RouterRule(top_k=2, groups=4, groups_kept=1, group_score="top2")
+    grouped = RouterRule(top_k=2, groups=4, topk_group=1, group_score="top2")
     assert route(torch.zeros(1, 12, device=device), None, grouped, 1, launch=SMALL).experts_TK.tolist() == [[0, 1]]
 
 
@@ -114,8 +114,8 @@ def test_a_saturated_router_keeps_finite_gradients(device: torch.device) -> None
     ("rule", "sequences", "words"),
     [
         (RouterRule(top_k=2, groups=3), 1, "groups"),
-        (RouterRule(top_k=5, groups=4, groups_kept=2), 1, "groups kept"),
-        (RouterRule(top_k=1, groups=8, groups_kept=2, group_score="top2"), 1, "best two"),
+        (RouterRule(top_k=5, groups=4, topk_group=2), 1, "groups kept"),
+        (RouterRule(top_k=1, groups=8, topk_group=2, group_score="top2"), 1, "best two"),
         (RouterRule(top_k=1, score="sigmoid", softmax_after_top_k=True), 1, "softmax"),
         (RouterRule(top_k=1), 4, "sequences"),
     ],
@@ -131,7 +131,7 @@ def test_misfits_are_refused(rule: RouterRule, sequences: int, words: str) -> No
     ("experts", "rule"),
     [
         (64, RouterRule(top_k=6)),
-        (256, RouterRule(top_k=8, score="sigmoid", groups=8, groups_kept=4, group_score="top2", normalize=True)),
+        (256, RouterRule(top_k=8, score="sigmoid", groups=8, topk_group=4, group_score="top2", normalize=True)),
     ],
 )
 def test_the_kernels_compile_without_spills(experts: int, rule: RouterRule, target: str) -> None:

@@ -35,27 +35,27 @@ def tiny_model(family: str = "deepseek-v3", **changes: object) -> Model:
             router=Router(
                 score="sigmoid" if is_v3 else "softmax",
                 groups=4 if is_v3 else 1,
-                groups_kept=2 if is_v3 else 1,
+                topk_group=2 if is_v3 else 1,
                 group_score="top2" if is_v3 else "max",
                 normalize=is_v3,
                 scale=2.5 if is_v3 else 1.0,
                 expert_bias=is_v3,
             ),
         ),
-        "initial_std": 0.2,
+        "initializer_range": 0.2,
     }
     return Model.model_validate(fields | changes)
 
 
-def tiny_attention(*, q_latent: int = 0, yarn: Yarn | None = None) -> LatentAttention:
+def tiny_attention(*, q_lora_rank: int = 0, yarn: Yarn | None = None) -> LatentAttention:
     """Latent attention with heads of 12 + 8 and values of 10."""
     return LatentAttention(
         heads=4,
-        q_latent=q_latent,
-        kv_latent=24,
-        plain_head_dim=12,
-        rotary_head_dim=8,
-        value_head_dim=10,
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=24,
+        qk_nope_head_dim=12,
+        qk_rope_head_dim=8,
+        v_head_dim=10,
         rope=Rope(yarn=yarn),
     )
 

@@ -12,16 +12,16 @@ from penstock.config.parallel import Parallel, Pipeline
 from penstock.config.run import Run
 from penstock.config.training import Optimizer, Training
 from penstock.models.rank_model import RankModel, build_rank, embedding_places
-from penstock.parallel.holding import Holding
+from penstock.parallel.param_shard import ParamShard
 from tests.models.families import tiny_attention, tiny_model
 from tests.parallel.simulated import every_rank
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
-V3 = tiny_model(vocabulary=64, mtp_layers=2, attention=tiny_attention(q_latent=20))
+V3 = tiny_model(vocabulary=64, mtp_layers=2, attention=tiny_attention(q_lora_rank=20))
 MODELS = {
     "v3": V3,
-    "tied": tiny_model(vocabulary=64, tied_embeddings=True, mtp_layers=1),
+    "tied": tiny_model(vocabulary=64, tie_word_embeddings=True, mtp_layers=1),
     "grouped queries": tiny_model(
         family="plain", vocabulary=64, attention=GroupedQueryAttention(heads=4, kv_heads=2, head_dim=8)
     ),
@@ -84,7 +84,7 @@ def every_rank_model(run: Run, world: int, device: torch.device) -> Iterator[Ran
         yield build_rank(run, axes, device)
 
 
-def rectangles(holding: Holding) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+def rectangles(holding: ParamShard) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Where parts of what a rank holds lie in its own tensor and in the whole."""
     for piece in holding.pieces():
         here = tuple(slice(start, start + size) for start, size in zip(piece.here, piece.sizes, strict=True))
@@ -92,7 +92,7 @@ def rectangles(holding: Holding) -> Iterator[tuple[tuple[slice, ...], tuple[slic
         yield here, there
 
 
-def part_of(whole: Tensor, holding: Holding) -> Tensor:
+def part_of(whole: Tensor, holding: ParamShard) -> Tensor:
     """What a rank holds, cut out of the whole tensor."""
     part = torch.full(holding.local_shape, float("nan"), dtype=whole.dtype)
     for here, there in rectangles(holding):

@@ -13,7 +13,7 @@ from transformers.models.olmoe import modeling_olmoe as olmoe
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from penstock.config.model import GroupedQueryAttention
-from penstock.kernels.reach import Reach
+from penstock.kernels.attention_window import Reach
 from penstock.models.attention import GroupedQueryLayer, temperature
 from penstock.models.frame import attention_borders
 from tests.closeness import assert_close

@@ -22,10 +22,10 @@ from penstock.models.frame import Frame
 from penstock.models.init import initialize
 from penstock.moe.layer import MoE
 from penstock.parallel.activations.recompute import RecomputeRule
-from penstock.parallel.flight import Transfers
-from penstock.parallel.kit import Kit
+from penstock.parallel.async_transfer import Transfers
+from penstock.parallel.interleave import drain
+from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.parts import Parts
-from penstock.parallel.turns import drain
 from penstock.plan.tape import Tape
 from tests.closeness import assert_close
 from tests.models.families import moe_with, reading_of, tiny_model
@@ -45,8 +45,8 @@ if not torch.cuda.is_available():  # else nobody interprets kernels
 BY_MODEL = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 
 
-def a_block(model: Model, kit: Kit, device: torch.device = CPU) -> tuple[Block, Frame]:
-    decoder = meta_model(model, kit)
+def a_block(model: Model, layer_context: LayerContext, device: torch.device = CPU) -> tuple[Block, Frame]:
+    decoder = meta_model(model, layer_context)
     if device == CPU:
         decoder.to_empty(device=CPU)
         initialize(decoder, 3, 0.2)
@@ -82,7 +82,7 @@ def an_input() -> Tensor:
 
 
 def expected(model: Model) -> dict[str, Tensor]:
-    block, frame = a_block(model, Kit())
+    block, frame = a_block(model, LayerContext())
     x_BSD = an_input()
     return trained(block, by_plain_sums(block, x_BSD, frame), x_BSD)
 
@@ -108,7 +108,7 @@ def in_parts(frame: Frame) -> Iterator[Frame]:
 def test_a_layer_and_its_gradients_are_those_of_plain_sums(
     model: Model, operators: Operators, kinds: tuple[str, ...]
 ) -> None:
-    block, frame = a_block(model, Kit(operators=operators, recompute=RecomputeRule(kinds=frozenset(kinds))))
+    block, frame = a_block(model, LayerContext(operators=operators, recompute=RecomputeRule(kinds=frozenset(kinds))))
     x_BSD = an_input()
     found = trained(block, block(x_BSD, frame), x_BSD)
     for name, value in expected(model).items():
@@ -118,14 +118,14 @@ def test_a_layer_and_its_gradients_are_those_of_plain_sums(
 @pytest.mark.parametrize("operators", OPERATORS.values(), ids=OPERATORS)
 @BY_MODEL
 def test_so_are_a_layer_in_pieces_and_one_behind_a_graph(model: Model, operators: Operators) -> None:
-    travelling = Kit(operators=operators, dispatch=Dispatch(overlap="shared"), transfers=Transfers(CPU))
+    travelling = LayerContext(operators=operators, dispatch=Dispatch(overlap="shared"), transfers=Transfers(CPU))
     found = []
-    for kit in (travelling, replace(travelling, dispatch=Dispatch(overlap="halves"))):
-        block, frame = a_block(model, kit)
+    for layer_context in (travelling, replace(travelling, dispatch=Dispatch(overlap="halves"))):
+        block, frame = a_block(model, layer_context)
         x_BSD = an_input()
-        y_BSD = block(x_BSD, frame) if kit is travelling else drain(block.steps(x_BSD, frame))
+        y_BSD = block(x_BSD, frame) if layer_context is travelling else drain(block.steps(x_BSD, frame))
         found.append(trained(block, y_BSD, x_BSD))
-    block, frame = a_block(model, Kit(operators=operators))
+    block, frame = a_block(model, LayerContext(operators=operators))
     with in_parts(frame) as captured:
         x_BSD = an_input()
         found.append(trained(block, block(x_BSD, captured), x_BSD))
@@ -144,7 +144,9 @@ def test_a_layer_behind_a_graph_rounds_where_an_eager_one_does(
     transfers = None if overlap == "none" else Transfers(CPU)
     found = []
     for is_captured in (False, True):
-        block, frame = a_block(model, Kit(operators=operators, dispatch=Dispatch(overlap=overlap), transfers=transfers))
+        block, frame = a_block(
+            model, LayerContext(operators=operators, dispatch=Dispatch(overlap=overlap), transfers=transfers)
+        )
         block.to(torch.bfloat16)
         if isinstance(block.ffn, MoE):
             block.ffn.router.float()
@@ -157,7 +159,7 @@ def test_a_layer_behind_a_graph_rounds_where_an_eager_one_does(
 
 def sums_of(model: Model, *, part: str = "layer") -> Counter[str]:
     """How often which operator adds tensors of the residual stream's size, in both passes, if kernels are ours."""
-    block, frame = a_block(model, Kit(operators=TRITON), META)
+    block, frame = a_block(model, LayerContext(operators=TRITON), META)
     x_BSD = torch.empty(ROWS, POSITIONS, HIDDEN, device=META, requires_grad=True)
     tape = Tape()
     with tape:

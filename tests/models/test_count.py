@@ -72,7 +72,7 @@ def test_of_layers_that_see_a_part_of_the_row_only_that_part_is_counted(family: 
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"attention": ATTENTIONS["gpt-oss"]}, {"tied_embeddings": True}, {"mtp_layers": 2}]
+    "changes", [{}, {"attention": ATTENTIONS["gpt-oss"]}, {"tie_word_embeddings": True}, {"mtp_layers": 2}]
 )
 def test_the_count_equals_the_weights_of_the_built_model(changes: dict[str, object]) -> None:
     config = tiny_model(**changes)
@@ -105,7 +105,7 @@ SMALL = (
     "model.attention.heads=8",
     "training.sequence_length=100",
     "model.mtp_layers=2",
-    "model.tied_embeddings=true",
+    "model.tie_word_embeddings=true",
     "model.hidden_size=96",
 )
 OF_EXPERTS = (
@@ -115,7 +115,7 @@ OF_EXPERTS = (
     "model.moe.shared_ffn_size=64",
     "model.moe.bias=true",
     "model.moe.router.logit_bias=true",
-    "model.moe.every=2",
+    "model.moe.moe_layer_freq=2",
     "model.dense_layers=2",
 )
 OF_GROUPED = (

@@ -100,6 +100,6 @@ def test_bf16_weights_are_the_fp32_weights_rounded_and_the_router_stays_fp32() -
 
 
 def test_tied_embeddings_have_one_weight() -> None:
-    decoder = tiny_decoder(tiny_model(tied_embeddings=True), precision="bf16")
+    decoder = tiny_decoder(tiny_model(tie_word_embeddings=True), precision="bf16")
     assert decoder.head_VD is decoder.embed.weight
     assert "head.weight" not in decoder.state_dict()

@@ -11,9 +11,9 @@ from torch import Tensor
 from penstock.config.model import LatentAttention
 from penstock.kernels import rope
 from penstock.kernels.float8 import latent_heads
-from penstock.kernels.float8.handed import Handed
+from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.operators import REFERENCE, Float8Rule
-from penstock.kernels.float8.quantized import Both
+from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, ROWWISE, Recipe
 from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.operators import REFERENCE as PLAIN
@@ -22,30 +22,32 @@ from penstock.models.mla import LatentLayer
 from penstock.moe.routing import Scope
 from penstock.parallel.activations.recompute import RecomputeRule
 from penstock.parallel.activations.region import discarding
-from penstock.parallel.kit import Kit
-from penstock.parallel.later import Later
+from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_equal
 
 ROWS, LENGTH, D = 2, 64, 256
 OURS = replace(PLAIN, mla_heads=rope.mla_heads, mla_heads_is_ours=True)
 CONFIG = LatentAttention(
-    heads=2, q_latent=128, kv_latent=128, plain_head_dim=128, rotary_head_dim=64, value_head_dim=128
+    heads=2, q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
 )
 """Of which every width fills tiles."""
 
-queries = pytest.mark.parametrize("q_latent", [128, 0], ids=["queries from a latent", "from hidden states"])
+queries = pytest.mark.parametrize("q_lora_rank", [128, 0], ids=["queries from a latent", "from hidden states"])
 
 
-def kit_of(*, hands_over: bool, recipe: Recipe = BLOCKWISE, later: Later | None = None, again: bool = False) -> Kit:
+def layer_context_of(
+    *, hands_over: bool, recipe: Recipe = BLOCKWISE, later: WeightGradStore | None = None, again: bool = False
+) -> LayerContext:
     """Definitions, but for the heads."""
     operators = replace(REFERENCE, mla_heads=latent_heads.mla_heads if hands_over else None)
     recompute = RecomputeRule(kinds=frozenset({"latent-up"} if again else ()))
     rule = Float8Rule(dense=recipe, operators=operators)
-    return Kit(operators=OURS, float8=rule, later=later, recompute=recompute)
+    return LayerContext(operators=OURS, float8=rule, later=later, recompute=recompute)
 
 
-def layer_of(kit: Kit, q_latent: int = 128, config: LatentAttention = CONFIG) -> LatentLayer:
-    layer = LatentLayer(config.model_copy(update={"q_latent": q_latent}), D, kit).bfloat16()
+def layer_of(layer_context: LayerContext, q_lora_rank: int = 128, config: LatentAttention = CONFIG) -> LatentLayer:
+    layer = LatentLayer(config.model_copy(update={"q_lora_rank": q_lora_rank}), D, layer_context).bfloat16()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -54,7 +56,7 @@ def layer_of(kit: Kit, q_latent: int = 128, config: LatentAttention = CONFIG) ->
 
 
 def frame() -> Frame:
-    angles_BSP = torch.arange(LENGTH)[None, :, None] * torch.logspace(0, -3, CONFIG.rotary_head_dim // 2)
+    angles_BSP = torch.arange(LENGTH)[None, :, None] * torch.logspace(0, -3, CONFIG.qk_rope_head_dim // 2)
     return Frame(angles_BSP.cos(), angles_BSP.sin(), None, Scope())
 
 
@@ -78,15 +80,15 @@ def gradients_of(layer: LatentLayer) -> dict[str, Tensor]:
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Columns of the gradients that are handed over and taken."""
     found: list[int] = []
-    take = Handed.take
+    take = GradientSideChannel.take
 
-    def taking(handed: Handed) -> Both | None:
+    def taking(handed: GradientSideChannel) -> RowColQuantized | None:
         both = take(handed)
         found.extend([] if both is None else [both.rows.values.shape[1]])
         return both
 
     with monkeypatch.context() as patch:
-        patch.setattr(Handed, "take", taking)
+        patch.setattr(GradientSideChannel, "take", taking)
         yield found
 
 
@@ -95,13 +97,13 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE], ids=lambda recipe: recipe.name)
 def test_a_layer_that_hands_gradients_over_is_the_one_that_does_not(
-    recipe: Recipe, again: bool, q_latent: int, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, again: bool, q_lora_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = layer_of(kit_of(hands_over=False, recipe=recipe), q_latent)
+    plain = layer_of(layer_context_of(hands_over=False, recipe=recipe), q_lora_rank)
     with counted(monkeypatch) as taken:
         expected = passes(plain)
     assert not taken
-    layer = layer_of(kit_of(hands_over=True, recipe=recipe, again=again), q_latent)
+    layer = layer_of(layer_context_of(hands_over=True, recipe=recipe, again=again), q_lora_rank)
     with counted(monkeypatch) as taken:
         found = passes(layer)
     assert sorted(taken) == [2 * 192, 2 * 256], "queries, keys and values"
@@ -111,9 +113,9 @@ def test_a_layer_that_hands_gradients_over_is_the_one_that_does_not(
 
 @pytest.mark.slow
 @queries
-def test_weight_gradients_may_come_later(q_latent: int) -> None:
-    later = Later()
-    plain, layer = (layer_of(kit_of(hands_over=one, later=later), q_latent) for one in (False, True))
+def test_weight_gradients_may_come_later(q_lora_rank: int) -> None:
+    later = WeightGradStore()
+    plain, layer = (layer_of(layer_context_of(hands_over=one, later=later), q_lora_rank) for one in (False, True))
     expected = passes(plain)
     with later.collecting() as work:
         found = passes(layer)
@@ -126,7 +128,7 @@ def test_weight_gradients_may_come_later(q_latent: int) -> None:
 
 @pytest.mark.slow
 def test_a_second_walk_through_one_graph_is_as_the_first() -> None:
-    layer = layer_of(kit_of(hands_over=True))
+    layer = layer_of(layer_context_of(hands_over=True))
     x_BSD = torch.randn(ROWS, LENGTH, D).bfloat16().requires_grad_()
     y_BSD = layer(x_BSD, frame())
     walks = [torch.autograd.grad(y_BSD.float().sum(), x_BSD, retain_graph=True) for _ in range(2)]
@@ -135,18 +137,18 @@ def test_a_second_walk_through_one_graph_is_as_the_first() -> None:
 
 @pytest.mark.slow
 def test_heads_hand_over_only_where_kernels_and_widths_are_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken_by(kit: Kit, config: LatentAttention = CONFIG) -> int:
+    def taken_by(layer_context: LayerContext, config: LatentAttention = CONFIG) -> int:
         with counted(monkeypatch) as taken:
-            passes(layer_of(kit, config=config))
+            passes(layer_of(layer_context, config=config))
         return len(taken)
 
-    kit = kit_of(hands_over=True)
-    assert taken_by(kit) == 2
-    assert taken_by(kit_of(hands_over=True, recipe=ROWWISE)) == 0
-    assert taken_by(replace(kit, operators=PLAIN)) == 0, "somebody wants the reference"
-    assert taken_by(replace(kit, float8=replace(kit.float8, dense=None))) == 0
-    for change in ({"value_head_dim": 64}, {"heads": 1}):
-        assert taken_by(kit, CONFIG.model_copy(update=change)) == 0
-    odd = CONFIG.model_copy(update={"kv_latent": 120})
-    assert taken_by(kit, odd) == 0, "keys and values are in 16 bits"
+    layer_context = layer_context_of(hands_over=True)
+    assert taken_by(layer_context) == 2
+    assert taken_by(layer_context_of(hands_over=True, recipe=ROWWISE)) == 0
+    assert taken_by(replace(layer_context, operators=PLAIN)) == 0, "somebody wants the reference"
+    assert taken_by(replace(layer_context, float8=replace(layer_context.float8, dense=None))) == 0
+    for change in ({"v_head_dim": 64}, {"heads": 1}):
+        assert taken_by(layer_context, CONFIG.model_copy(update=change)) == 0
+    odd = CONFIG.model_copy(update={"kv_lora_rank": 120})
+    assert taken_by(layer_context, odd) == 0, "keys and values are in 16 bits"
     assert REFERENCE.mla_heads is None and TRITON.mla_heads is latent_heads.mla_heads

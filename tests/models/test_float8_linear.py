@@ -15,11 +15,11 @@ from penstock.kernels.float8.triton_operators import TRITON
 from penstock.models.ffn import FeedForward
 from penstock.models.linear import Linear
 from penstock.models.norm import PreNorm
-from penstock.parallel.activations.keeping import keeping
+from penstock.parallel.activations.keeping import saving
 from penstock.parallel.activations.recompute import RecomputeRule
 from penstock.parallel.activations.region import discarding, recomputed
-from penstock.parallel.kit import Kit
-from penstock.parallel.later import Later
+from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_close, assert_equal, decibels
 
 RECIPES = (BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, TENSORWISE)
@@ -29,16 +29,18 @@ BARS = {"e4m3": 25.0, "e5m2": 20.0}
 T, D, OUT = 192, 256, 144
 
 
-def kit_of(recipe: Recipe = BLOCKWISE, gradient: Format = E4M3, later: Later | None = None) -> Kit:
-    return Kit(float8=Float8Rule(dense=recipe, gradient=gradient), later=later)
+def layer_context_of(
+    recipe: Recipe = BLOCKWISE, gradient: Format = E4M3, later: WeightGradStore | None = None
+) -> LayerContext:
+    return LayerContext(float8=Float8Rule(dense=recipe, gradient=gradient), later=later)
 
 
 def random(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def matrix_of(kit: Kit, rows: int = OUT, columns: int = D, *, bias: bool = False) -> Linear:
-    matrix = Linear(columns, rows, kit, bias=bias)
+def matrix_of(layer_context: LayerContext, rows: int = OUT, columns: int = D, *, bias: bool = False) -> Linear:
+    matrix = Linear(columns, rows, layer_context, bias=bias)
     with torch.no_grad():
         matrix.weight.copy_(random(rows, columns, seed=1) * 0.02)
         if bias:
@@ -68,7 +70,7 @@ def counted_bytes(module: nn.Module) -> Iterator[list[int]]:
             found[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with keeping(keep):
+    with saving(keep):
         yield sizes
     sizes.extend(found.values())
 
@@ -79,7 +81,7 @@ def counted_bytes(module: nn.Module) -> Iterator[list[int]]:
 @pytest.mark.parametrize("gradient", [E4M3, E5M2], ids=lambda form: form.name)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_all_three_products_are_near_those_of_float32(recipe: Recipe, gradient: Format) -> None:
-    matrix = matrix_of(kit_of(recipe, gradient))
+    matrix = matrix_of(layer_context_of(recipe, gradient))
     # Some columns are larger than others, as activations have them.
     x = random(2, T // 2, D, seed=3) * (1 + 7 * (torch.arange(D) % 64 == 0))
     dy = random(2, T // 2, OUT, seed=4) * 1e-3
@@ -93,7 +95,7 @@ def test_all_three_products_are_near_those_of_float32(recipe: Recipe, gradient: 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_outliers_and_zeros_give_no_nan(recipe: Recipe) -> None:
-    matrix = matrix_of(kit_of(recipe))
+    matrix = matrix_of(layer_context_of(recipe))
     x, dy = random(T, D, seed=5), random(T, OUT, seed=6)
     x[7, 5], x[9], dy[3, 1], dy[8] = 3e38, 0, -1e30, 0
     y, dx = passes(matrix, x, dy)
@@ -113,7 +115,7 @@ def test_a_channel_a_thousand_times_as_large_as_others_in_its_square_costs_them_
     x[:, 7] *= larger
     gradients, exact = [], dy.T @ x
     for recipe in (BLOCKWISE_SQUARE, BLOCKWISE):
-        matrix = matrix_of(kit_of(recipe))
+        matrix = matrix_of(layer_context_of(recipe))
         passes(matrix, x, dy)
         assert matrix.weight.grad is not None
         gradients.append(matrix.weight.grad)
@@ -126,7 +128,7 @@ def test_a_channel_a_thousand_times_as_large_as_others_in_its_square_costs_them_
 
 
 def test_a_nan_that_comes_in_comes_out() -> None:
-    matrix = matrix_of(kit_of())
+    matrix = matrix_of(layer_context_of())
     x = random(T, D, seed=5)
     x[7, 5] = torch.nan
     y, _ = passes(matrix, x, random(T, OUT, seed=6))
@@ -135,7 +137,7 @@ def test_a_nan_that_comes_in_comes_out() -> None:
 
 @pytest.mark.parametrize("shape", [(OUT + 8, D), (OUT, D + 8)])
 def test_widths_that_8_bit_products_do_not_take_stay_in_16_bits(shape: tuple[int, int]) -> None:
-    matrix, plain = matrix_of(kit_of(), *shape), matrix_of(Kit(), *shape)
+    matrix, plain = matrix_of(layer_context_of(), *shape), matrix_of(LayerContext(), *shape)
     x = random(T, shape[1], seed=7)
     assert matrix.float8 is None and matrix.quantized(x) is None
     assert torch.equal(matrix(x), plain(x))
@@ -143,7 +145,7 @@ def test_widths_that_8_bit_products_do_not_take_stay_in_16_bits(shape: tuple[int
 
 @pytest.mark.parametrize("rows", [1, 130])
 def test_any_number_of_rows_is_multiplied(rows: int) -> None:
-    matrix = matrix_of(kit_of())
+    matrix = matrix_of(layer_context_of())
     x, dy = random(rows, D, seed=8), random(rows, OUT, seed=9)
     y, _ = passes(matrix, x, dy)
     assert matrix.weight.grad is not None
@@ -157,8 +159,8 @@ def test_any_number_of_rows_is_multiplied(rows: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_weights_gradient_is_the_same_by_autograd_in_a_sum_and_later(dtype: torch.dtype) -> None:
     x, dy = random(2, T // 2, D, seed=3).to(dtype), random(2, T // 2, OUT, seed=4).to(dtype)
-    later = Later()
-    matrix = matrix_of(kit_of(later=later), bias=True).to(dtype)
+    later = WeightGradStore()
+    matrix = matrix_of(layer_context_of(later=later), bias=True).to(dtype)
     expected = passes(matrix, x, dy)
     by_autograd = matrix.weight.grad, matrix.bias.grad
     assert by_autograd[0] is not None and by_autograd[1] is not None
@@ -186,7 +188,7 @@ def test_a_weights_gradient_is_the_same_by_autograd_in_a_sum_and_later(dtype: to
 
 
 def test_without_gradients_nothing_is_kept_or_transposed() -> None:
-    matrix = matrix_of(kit_of())
+    matrix = matrix_of(layer_context_of())
     x = random(T, D, seed=3)
     with torch.no_grad():
         ready = matrix.quantized(x)
@@ -201,8 +203,8 @@ def test_without_gradients_nothing_is_kept_or_transposed() -> None:
 def test_of_its_input_one_byte_a_number_is_kept() -> None:
     x = random(T, D, seed=3).bfloat16().requires_grad_()
     kept = {}
-    for name, kit in (("16", Kit()), ("8", kit_of())):
-        matrix = matrix_of(kit).bfloat16()
+    for name, layer_context in (("16", LayerContext()), ("8", layer_context_of())):
+        matrix = matrix_of(layer_context).bfloat16()
         matrix.refresh_float8()
         with counted_bytes(matrix) as sizes:
             matrix(x + 2)
@@ -212,8 +214,8 @@ def test_of_its_input_one_byte_a_number_is_kept() -> None:
 
 
 def test_products_of_one_input_share_what_is_kept_of_it() -> None:
-    kit = kit_of()
-    one, other = matrix_of(kit), matrix_of(kit, rows=64)
+    layer_context = layer_context_of()
+    one, other = matrix_of(layer_context), matrix_of(layer_context, rows=64)
     x = random(T, D, seed=3).requires_grad_()
     expected = one(x), other(x)
     with counted_bytes(nn.ModuleList((one, other))) as sizes:
@@ -227,7 +229,7 @@ def test_products_of_one_input_share_what_is_kept_of_it() -> None:
 
 
 def test_copies_that_nobody_refreshes_are_old_and_fresh_ones_are_in_the_same_memory() -> None:
-    matrix = matrix_of(kit_of())
+    matrix = matrix_of(layer_context_of())
     x = random(T, D, seed=3)
     y = matrix(x).detach()
     matrix.refresh_float8()
@@ -243,7 +245,7 @@ def test_copies_that_nobody_refreshes_are_old_and_fresh_ones_are_in_the_same_mem
 
 
 def test_with_copies_and_without_gradients_are_the_same() -> None:
-    matrix = matrix_of(kit_of())
+    matrix = matrix_of(layer_context_of())
     x, dy = random(T, D, seed=3), random(T, OUT, seed=4)
     expected = *passes(matrix, x, dy), matrix.weight.grad
     matrix.weight.grad = None
@@ -254,8 +256,8 @@ def test_with_copies_and_without_gradients_are_the_same() -> None:
 # Networks
 
 
-def network_of(kit: Kit) -> FeedForward:
-    network = FeedForward(D, OUT, kit)
+def network_of(layer_context: LayerContext) -> FeedForward:
+    network = FeedForward(D, OUT, layer_context)
     with torch.no_grad():
         network.gate_up.weight.copy_(random(2 * OUT, D, seed=1) * 0.05)
         network.down.weight.copy_(random(D, OUT, seed=2) * 0.05)
@@ -275,14 +277,14 @@ def network_passes(network: FeedForward, x: Tensor, dy: Tensor, *, in_halves: bo
 @pytest.mark.parametrize("recipe", [BLOCKWISE, BLOCKWISE_SQUARE], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("has_copies", [False, True], ids=["quantized in each pass", "with copies"])
 def test_a_network_in_one_function_is_its_parts(has_copies: bool, recipe: Recipe) -> None:
-    network = network_of(kit_of(recipe))
+    network = network_of(layer_context_of(recipe))
     if has_copies:
         network.gate_up.refresh_float8()
         network.down.refresh_float8()
     x, dy = random(T, D, seed=3), random(T, D, seed=4)
     expected = network_passes(network, x, dy, in_halves=True)
     assert_equal(network_passes(network, x, dy), expected)
-    for found, exact in zip(expected, network_passes(network_of(Kit()), x, dy), strict=True):
+    for found, exact in zip(expected, network_passes(network_of(LayerContext()), x, dy), strict=True):
         assert decibels(found, exact) > BARS["e4m3"] - 3, "two products stand behind each other"
 
 
@@ -292,7 +294,7 @@ def test_squares_change_the_gradients_of_a_networks_matrices_only() -> None:
     x[:, 7] *= 1e6
     found = []
     for recipe in (BLOCKWISE_SQUARE, BLOCKWISE):
-        network = network_of(kit_of(recipe))
+        network = network_of(layer_context_of(recipe))
         with torch.no_grad():
             network.gate_up.weight[:, 7] *= 1e-6
             network.gate_up.weight[[5, 5 + OUT]] *= 1e3
@@ -302,7 +304,7 @@ def test_squares_change_the_gradients_of_a_networks_matrices_only() -> None:
 
 
 def test_a_network_keeps_its_input_in_8_bits_and_gate_and_up() -> None:
-    network = network_of(kit_of()).bfloat16()
+    network = network_of(layer_context_of()).bfloat16()
     network.gate_up.refresh_float8()
     network.down.refresh_float8()
     x = random(T, D, seed=3).bfloat16().requires_grad_()
@@ -312,8 +314,8 @@ def test_a_network_keeps_its_input_in_8_bits_and_gate_and_up() -> None:
 
 
 def test_weight_gradients_of_a_network_may_come_later() -> None:
-    later = Later()
-    network = network_of(kit_of(later=later))
+    later = WeightGradStore()
+    network = network_of(layer_context_of(later=later))
     x, dy = random(T, D, seed=3), random(T, D, seed=4)
     expected = network_passes(network, x, dy)
     x = x.requires_grad_()
@@ -330,15 +332,15 @@ def test_weight_gradients_of_a_network_may_come_later() -> None:
 def test_kernels_give_what_definitions_give(recipe: Recipe) -> None:
     found = []
     for operators, bar in ((REFERENCE, 0), (TRITON, 25)):
-        kit = Kit(float8=Float8Rule(dense=recipe, operators=operators))
-        network = FeedForward(144, 48, kit)
+        layer_context = LayerContext(float8=Float8Rule(dense=recipe, operators=operators))
+        network = FeedForward(144, 48, layer_context)
         with torch.no_grad():
             network.gate_up.weight.copy_(random(96, 144, seed=1) * 0.1)
             network.down.weight.copy_(random(144, 48, seed=2) * 0.1)
         network.gate_up.refresh_float8()
         network.down.refresh_float8()
         network.gate_up.total = torch.zeros(96, 144)
-        norm = PreNorm(144, 1e-6, kit.operators, kit.float8, keep_plain=False)
+        norm = PreNorm(144, 1e-6, layer_context.operators, layer_context.float8, keep_plain=False)
         torch.nn.init.ones_(norm.weight_D)
         x = random(40, 144, seed=3).requires_grad_()
         y = network(*norm(x))
@@ -351,7 +353,7 @@ def test_kernels_give_what_definitions_give(recipe: Recipe) -> None:
 
 
 def test_a_network_that_runs_again_makes_its_last_product_once() -> None:
-    network = network_of(kit_of())
+    network = network_of(layer_context_of())
     x, dy = random(T, D, seed=3), random(T, D, seed=4)
     expected = network_passes(network, x, dy)
     multiply, outputs = network.down.float8.operators.multiply, []
@@ -373,10 +375,10 @@ def test_a_network_that_runs_again_makes_its_last_product_once() -> None:
 
 
 def test_behind_a_norm_that_runs_again_no_copy_of_its_rows_is_kept() -> None:
-    kit = kit_of()
-    matrix = matrix_of(kit)
+    layer_context = layer_context_of()
+    matrix = matrix_of(layer_context)
     matrix.refresh_float8()
-    norm = PreNorm(D, 1e-6, kit.operators, kit.float8)
+    norm = PreNorm(D, 1e-6, layer_context.operators, layer_context.float8)
     torch.nn.init.ones_(norm.weight_D)
     rule = RecomputeRule(kinds=frozenset({"norm"}))
     x, dy = random(2, T // 2, D, seed=3).requires_grad_(), random(2, T // 2, OUT, seed=4)

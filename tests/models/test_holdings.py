@@ -12,10 +12,10 @@ from penstock.models.holdings import add_in_kernels, gradients_by_autograd, head
 from penstock.models.linear import Embedding, Linear
 from penstock.moe.experts import Experts
 from penstock.parallel.axes import ALONE
-from penstock.parallel.holding import Holding
+from penstock.parallel.param_shard import ParamShard
 from tests.models.layouts import LAYOUTS, META, MODELS, every_rank_model, laid_out, rectangles
 
-Held = list[tuple[int, Holding]]
+Held = list[tuple[int, ParamShard]]
 """Rank and what it holds, of one parameter."""
 
 

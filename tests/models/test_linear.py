@@ -14,8 +14,8 @@ from penstock.models.ffn import FeedForward
 from penstock.models.linear import Embedding, Linear, cut_over, look_up_into
 from penstock.parallel.activations.region import recomputed
 from penstock.parallel.axes import ALONE, Axes, Axis, make_axes
-from penstock.parallel.kit import Kit
-from penstock.parallel.later import Later
+from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 
@@ -25,10 +25,10 @@ B, S, D, V = 2, 8, 6, 12
 INPUTS, OUTPUTS = 8, 16
 
 
-def _kit(rank: int, size: int) -> Kit:
+def _layer_context(rank: int, size: int) -> LayerContext:
     """A rank that is alone but believes that it is one of several: good for everything but talking."""
     axis = Axis(name="tensor", ranks=tuple(range(size)), rank=rank)
-    return Kit(axes=replace(ALONE, tensor=axis))
+    return LayerContext(axes=replace(ALONE, tensor=axis))
 
 
 def _whole(rows: int, columns: int, seed: int = 1) -> Tensor:
@@ -45,7 +45,7 @@ def test_parts_by_outputs_give_parts_of_the_output(size: int) -> None:
     whole, x = _whole(OUTPUTS, INPUTS), torch.randn(3, INPUTS)
     found = []
     for rank in range(size):
-        part = Linear(INPUTS, OUTPUTS, _kit(rank, size), split="outputs")
+        part = Linear(INPUTS, OUTPUTS, _layer_context(rank, size), split="outputs")
         assert part.cuts == {"weight": (Cut(0, rank, size),)}
         _fill(part.weight, whole.chunk(size)[rank])
         found.append(part(x))
@@ -57,7 +57,7 @@ def test_parts_by_inputs_give_summands_of_the_output(size: int) -> None:
     whole, x = _whole(OUTPUTS, INPUTS), torch.randn(3, INPUTS)
     summands = []
     for rank in range(size):
-        part = Linear(INPUTS, OUTPUTS, _kit(rank, size), split="inputs")
+        part = Linear(INPUTS, OUTPUTS, _layer_context(rank, size), split="inputs")
         assert part.cuts == {"weight": (Cut(1, rank, size),)}
         _fill(part.weight, whole.chunk(size, dim=1)[rank])
         summands.append(part(x.chunk(size, dim=1)[rank]))
@@ -65,27 +65,27 @@ def test_parts_by_inputs_give_summands_of_the_output(size: int) -> None:
 
 
 def test_blocks_of_the_output_are_divided_each_by_itself() -> None:
-    part = Linear(INPUTS, OUTPUTS, _kit(1, 2), split="outputs", blocks=2)
+    part = Linear(INPUTS, OUTPUTS, _layer_context(1, 2), split="outputs", blocks=2)
     assert part.cuts == {"weight": (Cut(0, 1, 2, blocks=2),)}
     assert part.weight.shape == (OUTPUTS // 2, INPUTS)
 
 
-@pytest.mark.parametrize("kit", [Kit(), _kit(1, 2)], ids=["alone", "among two"])
-def test_a_matrix_that_nobody_divides_is_whole(kit: Kit) -> None:
-    matrix = Linear(INPUTS, OUTPUTS, kit)
+@pytest.mark.parametrize("layer_context", [LayerContext(), _layer_context(1, 2)], ids=["alone", "among two"])
+def test_a_matrix_that_nobody_divides_is_whole(layer_context: LayerContext) -> None:
+    matrix = Linear(INPUTS, OUTPUTS, layer_context)
     assert matrix.cuts == {"weight": ()}
     assert matrix.weight.shape == (OUTPUTS, INPUTS)
 
 
 def test_one_rank_cuts_nothing() -> None:
-    assert Linear(INPUTS, OUTPUTS, Kit(), split="outputs").cuts == {"weight": ()}
-    assert Embedding(V, D, Kit()).cuts == {"weight": ()}
+    assert Linear(INPUTS, OUTPUTS, LayerContext(), split="outputs").cuts == {"weight": ()}
+    assert Embedding(V, D, LayerContext()).cuts == {"weight": ()}
     assert cut_over(Axis(name="tensor"), dim=0) == ()
 
 
 def test_a_size_that_does_not_divide_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError, match="is not divided by"):
-        Linear(INPUTS, 9, _kit(0, 2), split="outputs")
+        Linear(INPUTS, 9, _layer_context(0, 2), split="outputs")
 
 
 # Biases
@@ -97,8 +97,8 @@ def test_a_bias_is_added_once_whoever_shares_the_matrix(size: int) -> None:
     first_O, second_I, x = torch.randn(OUTPUTS), torch.randn(INPUTS), torch.randn(3, INPUTS)
     summands = []
     for rank in range(size):
-        first = Linear(INPUTS, OUTPUTS, _kit(rank, size), split="outputs", bias=True)
-        second = Linear(OUTPUTS, INPUTS, _kit(rank, size), split="inputs", bias=True)
+        first = Linear(INPUTS, OUTPUTS, _layer_context(rank, size), split="outputs", bias=True)
+        second = Linear(OUTPUTS, INPUTS, _layer_context(rank, size), split="inputs", bias=True)
         assert first.cuts["bias"] == first.cuts["weight"]
         assert second.cuts["bias"] == ()
         _fill(first.weight, by_outputs.chunk(size)[rank])
@@ -112,7 +112,7 @@ def test_a_bias_is_added_once_whoever_shares_the_matrix(size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_bias_has_its_gradient_when_that_of_the_matrix_goes_into_a_sum(dtype: torch.dtype) -> None:
-    matrix = Linear(INPUTS, OUTPUTS, Kit(), bias=True).to(dtype)
+    matrix = Linear(INPUTS, OUTPUTS, LayerContext(), bias=True).to(dtype)
     _fill(matrix.weight, _whole(OUTPUTS, INPUTS))
     _fill(matrix.bias, torch.randn(OUTPUTS))
     x = torch.randn(2, 3, INPUTS).to(dtype)
@@ -126,8 +126,8 @@ def test_a_bias_has_its_gradient_when_that_of_the_matrix_goes_into_a_sum(dtype: 
 
 
 def test_a_bias_has_its_gradient_when_that_of_the_matrix_comes_later() -> None:
-    later = Later()
-    matrix = Linear(INPUTS, OUTPUTS, Kit(later=later), bias=True)
+    later = WeightGradStore()
+    matrix = Linear(INPUTS, OUTPUTS, LayerContext(later=later), bias=True)
     _fill(matrix.weight, _whole(OUTPUTS, INPUTS))
     _fill(matrix.bias, torch.randn(OUTPUTS))
     x = torch.randn(2, 3, INPUTS)
@@ -144,8 +144,8 @@ def test_a_bias_has_its_gradient_when_that_of_the_matrix_comes_later() -> None:
 # Into a sum
 
 
-def _matrix_and_input(dtype: torch.dtype, later: Later | None = None) -> tuple[Linear, Tensor]:
-    matrix = Linear(INPUTS, OUTPUTS, Kit(later=later)).to(dtype)
+def _matrix_and_input(dtype: torch.dtype, later: WeightGradStore | None = None) -> tuple[Linear, Tensor]:
+    matrix = Linear(INPUTS, OUTPUTS, LayerContext(later=later)).to(dtype)
     _fill(matrix.weight, _whole(OUTPUTS, INPUTS))
     return matrix, torch.randn(2, 3, INPUTS, generator=torch.Generator().manual_seed(5)).to(dtype)
 
@@ -194,7 +194,7 @@ def test_without_gradients_a_matrix_with_a_sum_is_a_plain_product() -> None:
 
 
 def test_a_gradient_that_comes_later_goes_into_the_sum_when_it_comes() -> None:
-    later = Later()
+    later = WeightGradStore()
     matrix, x = _matrix_and_input(torch.bfloat16, later)
     matrix.total = torch.zeros(OUTPUTS, INPUTS)
     _, expected = _passes(matrix, x, 1)
@@ -211,7 +211,7 @@ def test_a_gradient_that_comes_later_goes_into_the_sum_when_it_comes() -> None:
 
 
 def test_a_replay_of_a_network_makes_no_last_product_and_adds_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, products, real = FeedForward(D, OUTPUTS, Kit()), [0], torch.mm
+    network, products, real = FeedForward(D, OUTPUTS, LayerContext()), [0], torch.mm
 
     def counting(*operands: Tensor, **more: Tensor) -> Tensor:
         products[0] += 1
@@ -254,7 +254,7 @@ def test_a_look_up_adds_each_tokens_gradient_to_its_row(device: str) -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_on_a_gpu_the_embedding_adds_to_its_sum_the_same_bits_each_time() -> None:
-    embed = Embedding(V, D, Kit()).cuda()
+    embed = Embedding(V, D, LayerContext()).cuda()
     found = []
     for _ in range(2):
         embed.total = torch.zeros(V, D, device="cuda")
@@ -284,7 +284,7 @@ def _direction() -> Tensor:
 def _embedded(size: int) -> tuple[Tensor, Tensor]:
     """Our positions' embeddings, and the gradient of our range of the vocabulary."""
     axes = _tensor_axes(size)
-    embed = Embedding(V, D, Kit(axes=axes))
+    embed = Embedding(V, D, LayerContext(axes=axes))
     _fill(embed.weight, _whole(V, D).chunk(size)[axes.rank])
     x_BSD = embed(_tokens())
     (x_BSD * _direction().chunk(size, dim=1)[axes.rank]).sum().backward()
@@ -305,7 +305,7 @@ def test_an_embedding_over_ranks_gives_each_its_positions_of_the_whole_one(size:
 def _fed_forward(size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Our tokens' outputs, and gradients of them and of both matrices."""
     axes = _tensor_axes(size)
-    network = FeedForward(D, OUTPUTS, Kit(axes=axes))
+    network = FeedForward(D, OUTPUTS, LayerContext(axes=axes))
     gate, up = (half.chunk(size)[axes.rank] for half in _whole(2 * OUTPUTS, D).chunk(2))
     _fill(network.gate_up.weight, torch.cat((gate, up)))
     _fill(network.down.weight, _whole(D, OUTPUTS, seed=4).chunk(size, dim=1)[axes.rank])

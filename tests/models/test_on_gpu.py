@@ -14,7 +14,7 @@ from tests.models.families import reading_of, tiny_decoder, tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-MLA = LatentAttention(heads=4, kv_latent=32, plain_head_dim=32, rotary_head_dim=32, value_head_dim=32, q_latent=32)
+MLA = LatentAttention(heads=4, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32, q_lora_rank=32)
 GQA = GroupedQueryAttention(heads=4, kv_heads=2, head_dim=32)
 
 

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from penstock.config.model import Balance, Moe
 from penstock.config.parallel import Dispatch, Overlap
-from penstock.kernels.float8.quantized import Both
+from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
 from penstock.models.init import initialize
 from penstock.moe.dispatch.contract import ExpertRows
 from penstock.moe.layer import MoE
 from penstock.parallel.activations.recompute import RecomputeRule
-from penstock.parallel.kit import Kit
+from penstock.parallel.layer_context import LayerContext
 from tests.closeness import assert_close
 from tests.models.families import reading_of, tiny_model
 from tests.parallel.alive import Alive
@@ -28,22 +28,22 @@ LAYERS = 2
 FINE = ("norm", "latent-up", "attention", "expert-activation", "shared-expert", "dense")
 
 
-def _model(kit: Kit) -> Decoder:
+def _model(layer_context: LayerContext) -> Decoder:
     plain = tiny_model(mtp_layers=1)
     assert isinstance(plain.moe, Moe)
     balance = Balance(auxiliary="sequence", auxiliary_weight=0.1, z_weight=0.01)
     config = plain.model_copy(update={"moe": plain.moe.model_copy(update={"balance": balance})})
-    decoder = meta_model(config, kit)
+    decoder = meta_model(config, layer_context)
     decoder.to_empty(device="cpu")
     initialize(decoder, 3, 0.2)
     return decoder.train()
 
 
-def _kit(overlap: Overlap, kinds: tuple[str, ...] = ()) -> tuple[Kit, Recorded]:
+def _layer_context(overlap: Overlap, kinds: tuple[str, ...] = ()) -> tuple[LayerContext, Recorded]:
     transfers = Recorded()
     rule = RecomputeRule(kinds=frozenset(kinds))
     travelling = None if overlap == "none" else transfers
-    return Kit(dispatch=Dispatch(overlap=overlap), transfers=travelling, recompute=rule), transfers
+    return LayerContext(dispatch=Dispatch(overlap=overlap), transfers=travelling, recompute=rule), transfers
 
 
 def _loss(decoder: Decoder) -> Tensor:
@@ -68,8 +68,8 @@ def _trained(decoder: Decoder) -> dict[str, Tensor]:
 def test_every_overlap_gives_the_loss_the_gradients_and_the_counts_of_none(
     overlap: Overlap, kinds: tuple[str, ...]
 ) -> None:
-    expected = _trained(_model(_kit("none")[0]))
-    found = _trained(_model(_kit(overlap, kinds)[0]))
+    expected = _trained(_model(_layer_context("none")[0]))
+    found = _trained(_model(_layer_context(overlap, kinds)[0]))
     for name, value in expected.items():
         assert_close(found[name], value, tolerance=1e-4, what=name)
 
@@ -81,7 +81,7 @@ class _Marked(nn.Module):
         super().__init__()
         self.inner, self.transfers = inner, transfers
 
-    def widen(self, x_TD: Tensor, ready: Both | None = None) -> Tensor:
+    def widen(self, x_TD: Tensor, ready: RowColQuantized | None = None) -> Tensor:
         return self.transfers.mark("widen", self.inner.widen(x_TD, ready))
 
     def narrow(self, h_TF: Tensor) -> Tensor:
@@ -108,8 +108,8 @@ def _mark(decoder: Decoder, transfers: Recorded) -> None:
 
 
 def test_the_shared_expert_runs_beside_both_transfers_in_both_directions() -> None:
-    kit, transfers = _kit("shared")
-    decoder = _model(kit)
+    layer_context, transfers = _layer_context("shared")
+    decoder = _model(layer_context)
     _mark(decoder, transfers)
     loss = _loss(decoder)
     forward = [
@@ -136,8 +136,8 @@ def test_the_shared_expert_runs_beside_both_transfers_in_both_directions() -> No
 
 
 def test_each_half_computes_while_the_other_travels_in_both_directions() -> None:
-    kit, transfers = _kit("halves")
-    decoder = _model(kit)
+    layer_context, transfers = _layer_context("halves")
+    decoder = _model(layer_context)
     loss = _loss(decoder)
     # Transfers of one half are even, of the other odd; a layer has four.
     forward = []
@@ -154,15 +154,15 @@ def test_each_half_computes_while_the_other_travels_in_both_directions() -> None
 
 
 def test_an_evaluation_is_not_divided() -> None:
-    kit, transfers = _kit("halves")
+    layer_context, transfers = _layer_context("halves")
     with torch.no_grad():
-        _loss(_model(kit).eval())
+        _loss(_model(layer_context).eval())
     assert transfers.launched == 2 * (LAYERS + 1), "a dispatch and a combine for each layer and for the prediction"
 
 
 def test_halves_free_what_is_recomputed_as_a_whole_micro_batch_does() -> None:
     def kept(overlap: Overlap, kinds: tuple[str, ...]) -> int:
-        decoder = _model(_kit(overlap, kinds)[0])
+        decoder = _model(_layer_context(overlap, kinds)[0])
         with Alive() as alive:
             loss = _loss(decoder)
             size = alive.bytes()

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from penstock.kernels import permute
 from penstock.kernels.reference import RowOrder
-from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, Receipt
+from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
 from penstock.moe.layer import MoE
 from penstock.moe.routing import Routing
 
@@ -97,13 +97,13 @@ class _Followed:
     dispatcher: Dispatcher
     waits: HostWaits
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         with self.waits.phase("dispatch"):
             return self.dispatcher.dispatch(x_TD, routing)
 
-    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
+    def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
         with self.waits.phase("combine"):
-            return self.dispatcher.combine(y_RD, receipt)
+            return self.dispatcher.combine(y_RD, metadata)
 
 
 class _Operators(TorchDispatchMode):

@@ -128,12 +128,12 @@ def mix(dispatchers: Sequence[Dispatcher], problems: Sequence[Problem], place: i
         sent = dispatcher.dispatch(leaves[0], Routing(leaves[1], own.experts_TK))
         flying.append((dispatcher, leaves, RULES[whole.family], *sent))
     outputs = []
-    for dispatcher, leaves, rule, rows, receipt in flying:
+    for dispatcher, leaves, rule, rows, metadata in flying:
         _, _, gate_up_eFD, down_eDF, *held = leaves
         biases = (held[0], held[1] if len(held) > 1 else None) if held else None
         rest = rows.counts_e, rows.weights_R, rows.index_R
         options = {"places_TK": rows.places_NK, "biases": biases, "rule": rule}
-        outputs.append(dispatcher.combine(expert_ffn(read(rows), gate_up_eFD, down_eDF, *rest, **options), receipt))
+        outputs.append(dispatcher.combine(expert_ffn(read(rows), gate_up_eFD, down_eDF, *rest, **options), metadata))
     directions = [whole.of(place).direction_TD for whole in problems]
     gradients = iter(torch.autograd.grad(outputs, [leaf for one in flying for leaf in one[1]], directions))
     return [

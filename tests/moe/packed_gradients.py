@@ -12,15 +12,15 @@ from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.recipes import BLOCKWISE
 from penstock.layout.grid import Grid
 from penstock.moe.dispatch.choose import make_dispatcher
-from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, Receipt
+from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
 from penstock.moe.experts import Experts
 from penstock.moe.layer import MoE
 from penstock.moe.router import Router
 from penstock.moe.routing import Routing, Scope
 from penstock.parallel.activations.recompute import RecomputeRule
+from penstock.parallel.async_transfer import Transfers
 from penstock.parallel.axes import ALONE, Axes, Axis
-from penstock.parallel.flight import Transfers
-from penstock.parallel.kit import Kit
+from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
 
 D, F, EXPERTS, RANKS = 256, 128, 4, 2
@@ -42,12 +42,12 @@ class InSixteen:
 
     inner: Dispatcher
 
-    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, Receipt]:
-        rows, receipt = self.inner.dispatch(x_TD, routing)
-        return replace(rows, gradients=None), receipt
+    def dispatch(self, x_TD: Tensor, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
+        rows, metadata = self.inner.dispatch(x_TD, routing)
+        return replace(rows, gradients=None), metadata
 
-    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
-        return self.inner.combine(y_RD, receipt)
+    def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
+        return self.inner.combine(y_RD, metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ def axes_of(rank: int) -> Axes:
 
 def layer_of(case: Case, buffers: SymmetricBuffers | None, device: torch.device) -> MoE:
     """A rank's, with the numbers that the experts of one rank alone have."""
-    kit = Kit(
+    layer_context = LayerContext(
         axes=ALONE if buffers is None else axes_of(buffers.peers.rank),
         float8=case.rule,
         dispatch=Dispatch(sync_free=2, bound=case.bound) if case.bound else Dispatch(),
@@ -99,15 +99,17 @@ def layer_of(case: Case, buffers: SymmetricBuffers | None, device: torch.device)
         recompute=RecomputeRule(kinds=frozenset(case.recompute)),
         transfers=Transfers(device) if case.leaves else None,
     )
-    dispatcher, room = make_dispatcher(MOE, kit)
-    experts = Experts(EXPERTS, D, F, kit, bias=case.bias)
-    layer = MoE(Router(MOE, D, 0, kit.operators), dispatcher, experts, None, kit, room)
+    dispatcher, room = make_dispatcher(MOE, layer_context)
+    experts = Experts(EXPERTS, D, F, layer_context, bias=case.bias)
+    layer = MoE(Router(MOE, D, 0, layer_context.operators), dispatcher, experts, None, layer_context, room)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in layer.named_parameters():
         is_experts = name.startswith("experts")
         whole = torch.empty(EXPERTS, *parameter.shape[1:]) if is_experts else torch.empty(parameter.shape)
         nn.init.normal_(whole, std=whole.shape[-1] ** -0.5, generator=generator)
-        parameter.data = whole.chunk(kit.axes.expert.size)[kit.axes.expert.rank] if is_experts else whole
+        parameter.data = (
+            whole.chunk(layer_context.axes.expert.size)[layer_context.axes.expert.rank] if is_experts else whole
+        )
     if case.in_sixteen:
         layer.dispatcher = InSixteen(layer.dispatcher)
     layer.experts.to(case.dtype)
@@ -126,7 +128,7 @@ def results_of(buffers: SymmetricBuffers | None, case: Case, device: torch.devic
     place, ranks = (0, 1) if buffers is None else (buffers.peers.rank, RANKS)
     layer = layer_of(case, buffers, device)
     x_TD, dy_TD = (drawn(case, seed).chunk(ranks)[place].to(device) for seed in range(2))
-    (y_TD,) = layer.kit.run("moe", layer, x_TD.requires_grad_(), Scope(), None)
+    (y_TD,) = layer.layer_context.run("moe", layer, x_TD.requires_grad_(), Scope(), None)
     for left in reversed(range(case.passes)):
         y_TD.backward(dy_TD, retain_graph=left > 0)
     gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}

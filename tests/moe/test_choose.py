@@ -20,13 +20,13 @@ from penstock.moe.dispatch.choose import make_dispatcher
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.deep_ep import DeepEpDispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
-from penstock.moe.dispatch.room import Room
+from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher
-from penstock.parallel import deep_ep, reach
+from penstock.parallel import deep_ep, dispatch_buffers
 from penstock.parallel.axes import Axes, Axis, make_axes
-from penstock.parallel.kit import Kit
+from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
-from penstock.plan.stand_in import buffer_sizes
+from penstock.plan.meta_rank import buffer_sizes
 from tests.distributed.pool import Pool
 from tests.moe import simulated_deep_ep
 from tests.parallel.simulated import every_rank
@@ -42,9 +42,9 @@ def _axes(grid: Grid, per_node: int) -> Axes:
     return next(every_rank(grid, ranks_per_node=per_node))
 
 
-def _made(axes: Axes, method: str, stage: int, **more: Any) -> tuple[Dispatcher, Room | None]:
+def _made(axes: Axes, method: str, stage: int, **more: Any) -> tuple[Dispatcher, RowCapacity | None]:
     assert MOE is not None
-    return make_dispatcher(MOE, Kit(axes=axes, dispatch=Dispatch(method=method, sync_free=stage), **more))
+    return make_dispatcher(MOE, LayerContext(axes=axes, dispatch=Dispatch(method=method, sync_free=stage), **more))
 
 
 @pytest.mark.parametrize("method", ["auto", "hierarchical"])
@@ -112,13 +112,13 @@ def test_inside_a_node_rows_are_written_into_other_gpus_memory_where_it_is_mappe
 def test_buffers_hold_what_may_come_from_all_nodes(
     monkeypatch: pytest.MonkeyPatch, method: str, per_node: int, tokens: int, ranks: int
 ) -> None:
-    monkeypatch.setattr(reach, "why_not", lambda *_: "")
+    monkeypatch.setattr(dispatch_buffers, "why_not", lambda *_: "")
     monkeypatch.setattr("penstock.parallel.symmetric.allocate", lambda sizes, axis, device: (sizes, axis))
     axes = _axes(EP8, per_node)
     run = load_run("deepseek-v2-lite", ("training.sequence_length=4096", f"dispatch.method={method}"))
-    found: Any = reach.shared_buffers(run, axes, GPU)
+    found: Any = dispatch_buffers.shared_buffers(run, axes, GPU)
     assert found == (BufferSizes(tokens=tokens, top_k=6, row_bytes=2 * 2048, ranks=ranks), axes.expert_node)
-    assert reach.shared_buffers(run, axes, META) is None
+    assert dispatch_buffers.shared_buffers(run, axes, META) is None
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_buffers_hold_what_may_come_from_all_nodes(
     [(4, True, "device cpu, which is no GPU"), (4, False, "device cpu, which is no GPU")],
 )
 def test_no_memory_is_shared_without_gpus(per_node: int, is_crossing: bool, reason: str) -> None:
-    assert reach.why_not(LITE, _axes(EP8, per_node), CPU, is_crossing) == reason
+    assert dispatch_buffers.why_not(LITE, _axes(EP8, per_node), CPU, is_crossing) == reason
 
 
 def _answers_itself(value: Any, _: Axis) -> list[Any]:
@@ -143,8 +143,8 @@ def _answers_itself(value: Any, _: Axis) -> list[Any]:
 def test_no_memory_is_shared_between_nodes(
     monkeypatch: pytest.MonkeyPatch, per_node: int, is_crossing: bool, reason: str
 ) -> None:
-    monkeypatch.setattr(reach, "exchange_json", _answers_itself)
-    assert reach.why_not(LITE, _axes(EP8, per_node), GPU, is_crossing) == reason
+    monkeypatch.setattr(dispatch_buffers, "exchange_json", _answers_itself)
+    assert dispatch_buffers.why_not(LITE, _axes(EP8, per_node), GPU, is_crossing) == reason
 
 
 @pytest.mark.parametrize(
@@ -160,18 +160,18 @@ def test_no_memory_is_shared_for_what_the_kernels_do_not_send(
     monkeypatch: pytest.MonkeyPatch, grid: Grid, overrides: tuple[str, ...], reason: str
 ) -> None:
     _pretend_gpus(monkeypatch, seen=8)
-    monkeypatch.setattr(reach, "exchange_json", _answers_itself)
+    monkeypatch.setattr(dispatch_buffers, "exchange_json", _answers_itself)
     monkeypatch.setattr("penstock.parallel.symmetric.allocate", lambda sizes, axis, device: sizes)
     axes = _axes(grid, 0)
-    found = reach.shared_buffers(load_run("deepseek-v2-lite", overrides), axes, GPU)
+    found = dispatch_buffers.shared_buffers(load_run("deepseek-v2-lite", overrides), axes, GPU)
     assert (found is None) == bool(reason)
     assert buffer_sizes(load_run("deepseek-v2-lite", overrides), axes) == found, "the plan says something else"
     by_name = load_run("deepseek-v2-lite", (*overrides, "dispatch.method=symmetric"))
     if not reason:
-        assert reach.shared_buffers(by_name, axes, GPU) == found
+        assert dispatch_buffers.shared_buffers(by_name, axes, GPU) == found
         return
     with pytest.raises(DeviceError) as raised:
-        reach.shared_buffers(by_name, axes, GPU)
+        dispatch_buffers.shared_buffers(by_name, axes, GPU)
     assert f"dispatch.method=symmetric cannot be had; got {reason}" in str(raised.value)
 
 
@@ -179,7 +179,7 @@ def _pretend_gpus(patch: pytest.MonkeyPatch, *, seen: int, has_triton: bool = Tr
     """This process sees so many, and they all reach each other."""
     patch.setattr(torch.cuda, "device_count", lambda: seen)
     patch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
-    patch.setattr(reach, "installed", lambda _: has_triton)
+    patch.setattr(dispatch_buffers, "installed", lambda _: has_triton)
 
 
 def _asked(method: str, seen: int, one_lacks_triton: bool) -> str:
@@ -195,7 +195,7 @@ def _asked(method: str, seen: int, one_lacks_triton: bool) -> str:
         patch.setattr("penstock.parallel.symmetric.allocate", allocate)
         run = load_run("deepseek-v2-lite", (f"dispatch.method={method}",))
         try:
-            return str(reach.shared_buffers(run, axes, torch.device("cuda", axes.rank if seen > 1 else 0)))
+            return str(dispatch_buffers.shared_buffers(run, axes, torch.device("cuda", axes.rank if seen > 1 else 0)))
         except DeviceError as error:
             return str(error)
 
@@ -254,7 +254,7 @@ def test_where_the_library_cannot_run_one_line_says_why(
 ) -> None:
     monkeypatch.setattr(deep_ep, "import_module", _without("deep_ep"))
     with pytest.raises(DeviceError) as raised:
-        reach.library_buffer(DEEP_EP, _axes(Grid(world=world, expert=world), per_node), device)
+        dispatch_buffers.library_buffer(DEEP_EP, _axes(Grid(world=world, expert=world), per_node), device)
     assert message in str(raised.value)
 
 
@@ -263,7 +263,7 @@ def test_the_library_is_asked_for_a_buffer_of_the_size_that_it_wants(monkeypatch
     found = [
         (buffer.num_nvl_bytes, buffer.num_rdma_bytes, buffer.group_size)
         for axes in every_rank(EP8)
-        if isinstance(buffer := reach.library_buffer(DEEP_EP, axes, GPU), simulated_deep_ep.Buffer)
+        if isinstance(buffer := dispatch_buffers.library_buffer(DEEP_EP, axes, GPU), simulated_deep_ep.Buffer)
     ]
     assert found == [(2 * 2048 * 8 * 256, 0, 8)] * 8
 
@@ -271,14 +271,14 @@ def test_the_library_is_asked_for_a_buffer_of_the_size_that_it_wants(monkeypatch
 def test_the_library_has_no_settings_for_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", simulated_deep_ep)
     with pytest.raises(DeviceError, match="no settings for so many ranks that share experts; got 32"):
-        reach.library_buffer(DEEP_EP, _axes(Grid(world=32, expert=32), 8), GPU)
+        dispatch_buffers.library_buffer(DEEP_EP, _axes(Grid(world=32, expert=32), 8), GPU)
 
 
 def test_who_asks_for_something_else_or_has_one_rank_or_shapes_only_never_loads_the_library() -> None:
     axes = _axes(EP8, 8)
-    assert reach.library_buffer(load_run("deepseek-v2-lite", ()), axes, GPU) is None
-    assert reach.library_buffer(DEEP_EP, axes, META) is None
-    assert reach.library_buffer(DEEP_EP, replace(axes, expert=_axes(Grid(world=8), 8).expert), GPU) is None
+    assert dispatch_buffers.library_buffer(load_run("deepseek-v2-lite", ()), axes, GPU) is None
+    assert dispatch_buffers.library_buffer(DEEP_EP, axes, META) is None
+    assert dispatch_buffers.library_buffer(DEEP_EP, replace(axes, expert=_axes(Grid(world=8), 8).expert), GPU) is None
 
 
 def test_the_librarys_buffer_moves_the_tokens() -> None:

@@ -20,7 +20,7 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_to_all import PaddedAllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.local import LocalDispatcher
-from penstock.moe.dispatch.room import Room, forget_left_out, make_room
+from penstock.moe.dispatch.row_capacity import RowCapacity, forget_left_out, make_room
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import ALONE
 from tests.closeness import assert_close
@@ -34,9 +34,9 @@ WHOLE = ExpertPlacement(experts=8)
 
 
 def _mix(dispatcher: Dispatcher, x_TD: Tensor, routing: Routing, gate_up_eFD: Tensor, down_eDF: Tensor) -> Tensor:
-    rows, receipt = dispatcher.dispatch(x_TD, routing)
+    rows, metadata = dispatcher.dispatch(x_TD, routing)
     y_RD = expert_ffn(rows.x_ND, gate_up_eFD, down_eDF, rows.counts_e, rows.weights_R, rows.index_R)
-    return dispatcher.combine(y_RD, receipt)
+    return dispatcher.combine(y_RD, metadata)
 
 
 @examples(25, deadline=None)
@@ -94,10 +94,10 @@ def test_a_token_all_of_whose_slots_were_dropped_gets_zero() -> None:
 def test_what_unused_rows_hold_never_reaches_a_token() -> None:
     routing = random_routing(6, 3, 2, seed=2, dropped=0.5)
     dispatcher = LocalDispatcher(3, REFERENCE)
-    rows, receipt = dispatcher.dispatch(torch.randn(6, D), routing)
+    rows, metadata = dispatcher.dispatch(torch.randn(6, D), routing)
     y_RD = torch.zeros(12, D)
     y_RD[int(rows.counts_e.sum()) :] = float("nan")
-    assert torch.isfinite(dispatcher.combine(y_RD, receipt)).all()
+    assert torch.isfinite(dispatcher.combine(y_RD, metadata)).all()
 
 
 @pytest.mark.parametrize("top_k", [1, 4])
@@ -292,7 +292,7 @@ def test_rows_that_find_no_room_are_counted_and_pass_when_there_is_as_much_as_ca
     placement = ExpertPlacement(experts=8, expert=2, expert_tensor=expert_tensor)
     whole = problem(placement, adversarial(kind, 64))
     results = ranks.run(placement.places, _without_and_with_room, way, whole, triton)
-    room = Room(placement, 1.0).rows(64, 2)
+    room = RowCapacity(placement, 1.0).rows(64, 2)
     assert room == 79  # 64 x 2 / 2 rows and nobody's, in sixteens
     for place, (left_out, still_left_out, _) in enumerate(results):
         experts = placement.experts_of(place)
@@ -305,7 +305,7 @@ def test_rows_that_find_no_room_are_counted_and_pass_when_there_is_as_much_as_ca
 
 def _without_and_with_room(way: Gloo, whole: Problem, triton: bool) -> tuple[int, int, list[Tensor]]:
     """On a rank: rows that found no room, those that found none with room for them, and what came out then."""
-    room = Room(whole.placement, 1.0)
+    room = RowCapacity(whole.placement, 1.0)
     dispatchers, place = dispatchers_on_a_rank(way, whole.placement, [room], triton)
     (first,) = mix(dispatchers, [whole], place)
     assert all(torch.isfinite(tensor).all() for tensor in first), "rows without room spoil others"

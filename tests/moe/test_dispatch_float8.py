@@ -20,20 +20,20 @@ from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, 
 from penstock.kernels.operators import REFERENCE as PLAIN
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
-from penstock.moe.dispatch.cargo import AS_THEY_ARE, Packing, packing_of
 from penstock.moe.dispatch.choose import make_dispatcher
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.local import LocalDispatcher
-from penstock.moe.dispatch.room import Room
+from penstock.moe.dispatch.payload import UNQUANTIZED, WireFormat, wire_format_of
+from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher, links_of
 from penstock.moe.experts import Experts
 from penstock.moe.layer import MoE
 from penstock.moe.router import Router
 from penstock.moe.routing import Routing, Scope
+from penstock.parallel.async_transfer import Transfers
 from penstock.parallel.axes import ALONE
-from penstock.parallel.flight import Transfers
-from penstock.parallel.kit import Kit
-from penstock.parallel.reach import widest_row
+from penstock.parallel.dispatch_buffers import widest_row
+from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
 from tests.closeness import assert_close, relative_error
 from tests.distributed.one_loss import trace
@@ -44,20 +44,20 @@ from tests.moe.test_dispatch import adversarial
 from tests.moe.ways import OVER_GLOO, Gloo, Way, dispatchers_on_a_rank, solve
 from tests.parallel.symmetric_ranks import run_ranks
 
-OPENED = Packing(recipe=BLOCKWISE, is_opened=True)
-READ = Packing(recipe=BLOCKWISE)
+OPENED = WireFormat(recipe=BLOCKWISE, is_opened=True)
+READ = WireFormat(recipe=BLOCKWISE)
 TRITON: Float8Operators = replace(REFERENCE, pack_rows=pack.pack_rows, unpack_rows=pack.unpack_rows)
 EP4 = ExpertPlacement(experts=8, expert=4)
 KINDS = ("skewed", "some dropped", "one sender", "all experts")
 SIMULATED = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are simulated in Triton's interpreter")
 
 
-def _representable(whole: Problem, packing: Packing) -> Problem:
+def _representable(whole: Problem, wire_format: WireFormat) -> Problem:
     """The same problem with tokens that 8 bits hold exactly."""
-    cargo = packing.load(whole.x_TD)
-    assert cargo.packed is not None and packing.recipe is not None
+    payload = wire_format.load(whole.x_TD)
+    assert payload.packed is not None and wire_format.recipe is not None
     width, dtype = whole.x_TD.shape[1], whole.x_TD.dtype
-    return replace(whole, x_TD=unpack_rows(cargo.packed, width, packing.recipe, packing.form, dtype))
+    return replace(whole, x_TD=unpack_rows(payload.packed, width, wire_format.recipe, wire_format.form, dtype))
 
 
 def _same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
@@ -75,11 +75,11 @@ def _same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
 )
 def test_what_8_bits_hold_gives_the_bits_that_16_bits_give(ranks: Pool, way: Way, recipe: Recipe) -> None:
     """Outputs and all gradients, whether rows are opened where they arrive or read as they came."""
-    packing = Packing(recipe=recipe)
-    problems = [_representable(problem(EP4, adversarial(kind, 16)), packing) for kind in KINDS]
+    wire_format = WireFormat(recipe=recipe)
+    problems = [_representable(problem(EP4, adversarial(kind, 16)), wire_format) for kind in KINDS]
     plain = solve(ranks, way, [problems])
-    for packed in (replace(packing, is_opened=True), packing):
-        found = solve(ranks, way, [problems], packing=packed)
+    for packed in (replace(wire_format, is_opened=True), wire_format):
+        found = solve(ranks, way, [problems], wire_format=packed)
         assert all(_same(one, other) for one, other in zip(found, plain, strict=True))
 
 
@@ -89,7 +89,7 @@ def test_what_8_bits_hold_is_pushed_with_the_bits_of_16(ranks: Pool, way: Way, e
     placement = ExpertPlacement(experts=8, expert=expert)
     problems = [_representable(problem(placement, adversarial("some dropped", 8)), READ)]
     plain = solve(ranks, way, [problems])
-    found = solve(ranks, way, [problems], packing=READ)
+    found = solve(ranks, way, [problems], wire_format=READ)
     assert all(_same(one, other) for one, other in zip(found, plain, strict=True))
 
 
@@ -97,9 +97,11 @@ def test_what_8_bits_hold_is_pushed_with_the_bits_of_16(ranks: Pool, way: Way, e
 def test_rows_are_rounded_once_and_the_same_whichever_way_they_go(ranks: Pool, way: Way) -> None:
     placement = ExpertPlacement(experts=8) if way == "alone" else ExpertPlacement(experts=8, expert=2, expert_tensor=2)
     whole = problem(placement, adversarial("some dropped", 16))
-    found = solve(ranks, way, [[whole]], packing=OPENED)
+    found = solve(ranks, way, [[whole]], wire_format=OPENED)
     together_TD = torch.cat([one[0][0] for one in found])
-    (((y_TD, *_),),) = solve(ranks, "alone", [[replace(whole, placement=ExpertPlacement(experts=8))]], packing=OPENED)
+    (((y_TD, *_),),) = solve(
+        ranks, "alone", [[replace(whole, placement=ExpertPlacement(experts=8))]], wire_format=OPENED
+    )
     assert_close(together_TD, y_TD, tolerance=1e-4)
     (((exact_TD, *_),),) = solve(ranks, "alone", [[replace(whole, placement=ExpertPlacement(experts=8))]])
     assert relative_error(y_TD, exact_TD, by="norm") > 0.01, "nothing was rounded"
@@ -131,21 +133,25 @@ def _bytes_of(values: Tensor) -> bytes:
     return bytes(values.contiguous().view(torch.uint8).tolist())
 
 
-def _expected(x_TD: Tensor, experts_TK: Tensor, own: range, packing: Packing) -> Arrived:
-    assert packing.recipe is not None
-    rows = as_quantized(pack_rows(x_TD, packing.recipe, packing.form), x_TD.shape[1], packing.recipe, packing.form)
+def _expected(x_TD: Tensor, experts_TK: Tensor, own: range, wire_format: WireFormat) -> Arrived:
+    assert wire_format.recipe is not None
+    rows = as_quantized(
+        pack_rows(x_TD, wire_format.recipe, wire_format.form), x_TD.shape[1], wire_format.recipe, wire_format.form
+    )
     by_token = [_bytes_of(values) + _bytes_of(scales) for values, scales in zip(rows.values, rows.scales, strict=True)]
     chosen = [(expert, token) for token, choices in enumerate(experts_TK.tolist()) for expert in choices]
     return Counter((expert, by_token[token]) for expert, token in chosen if expert in own)
 
 
-def _arrives_over_gloo(way: Gloo, x_TD: Tensor, experts_TK: Tensor, packing: Packing) -> bool:
-    (dispatcher,), place = dispatchers_on_a_rank(way, EP4, [Room(EP4, 4.0)], triton=False, packing=packing)
+def _arrives_over_gloo(way: Gloo, x_TD: Tensor, experts_TK: Tensor, wire_format: WireFormat) -> bool:
+    (dispatcher,), place = dispatchers_on_a_rank(
+        way, EP4, [RowCapacity(EP4, 4.0)], triton=False, wire_format=wire_format
+    )
     own_TK = experts_TK.chunk(4)[place]
     routing = Routing(torch.ones(own_TK.shape).masked_fill(own_TK == 8, 0), own_TK)
     own = EP4.experts_of(place)
     found = _arrived(dispatcher, x_TD.chunk(4)[place], routing, own)
-    return found == _expected(x_TD, experts_TK, own, packing)
+    return found == _expected(x_TD, experts_TK, own, wire_format)
 
 
 @pytest.mark.often(
@@ -155,8 +161,8 @@ def _arrives_over_gloo(way: Gloo, x_TD: Tensor, experts_TK: Tensor, packing: Pac
 @pytest.mark.parametrize("way", OVER_GLOO)
 def test_experts_read_the_bytes_that_were_packed(ranks: Pool, way: Gloo, recipe: Recipe) -> None:
     x_TD, experts_TK = torch.randn(16, WIDE).bfloat16(), adversarial("some dropped", 16).experts_TK
-    packing = Packing(recipe=recipe, operators=TRITON)
-    assert all(ranks.run(4, _arrives_over_gloo, way, x_TD, experts_TK, packing))
+    wire_format = WireFormat(recipe=recipe, operators=TRITON)
+    assert all(ranks.run(4, _arrives_over_gloo, way, x_TD, experts_TK, wire_format))
 
 
 @SIMULATED
@@ -166,18 +172,20 @@ def test_pushed_bytes_take_half_the_memory_on_their_way(recipe: Recipe) -> None:
     size = row_bytes(WIDE, recipe)
     assert size == WIDE + 32
     sizes = BufferSizes(tokens=4, top_k=2, row_bytes=size, ranks=2)
-    assert run_ranks(_arrives_pushed, sizes, x_TD, experts_TK, Packing(recipe=recipe)) == [True, True]
+    assert run_ranks(_arrives_pushed, sizes, x_TD, experts_TK, WireFormat(recipe=recipe)) == [True, True]
     with pytest.raises(AssertionError, match="OUT_ROWS"):
-        run_ranks(_arrives_pushed, sizes, x_TD, experts_TK, AS_THEY_ARE)
+        run_ranks(_arrives_pushed, sizes, x_TD, experts_TK, UNQUANTIZED)
 
 
-def _arrives_pushed(buffers: SymmetricBuffers, x_TD: Tensor, experts_TK: Tensor, packing: Packing) -> bool:
+def _arrives_pushed(buffers: SymmetricBuffers, x_TD: Tensor, experts_TK: Tensor, wire_format: WireFormat) -> bool:
     placement, place = ExpertPlacement(experts=8, expert=2), buffers.peers.rank
-    dispatcher = SymmetricDispatcher(placement, links_of(placement, buffers), Room(placement, 2.0), packing=packing)
+    dispatcher = SymmetricDispatcher(
+        placement, links_of(placement, buffers), RowCapacity(placement, 2.0), wire_format=wire_format
+    )
     own_TK = experts_TK.chunk(2)[place]
     routing = Routing(torch.ones(own_TK.shape).masked_fill(own_TK == 8, 0), own_TK)
     found = _arrived(dispatcher, x_TD.chunk(2)[place], routing, placement.experts_of(place))
-    return found == _expected(x_TD, experts_TK, placement.experts_of(place), packing)
+    return found == _expected(x_TD, experts_TK, placement.experts_of(place), wire_format)
 
 
 # What is sent.
@@ -203,9 +211,11 @@ class _Sent(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _sent(way: Gloo, x_TD: Tensor, experts_TK: Tensor, packing: Packing) -> tuple[Counter[torch.dtype], ...]:
+def _sent(way: Gloo, x_TD: Tensor, experts_TK: Tensor, wire_format: WireFormat) -> tuple[Counter[torch.dtype], ...]:
     """On a rank: bytes sent by dispatch, and by its backward."""
-    (dispatcher,), place = dispatchers_on_a_rank(way, EP4, [Room(EP4, 4.0)], triton=False, packing=packing)
+    (dispatcher,), place = dispatchers_on_a_rank(
+        way, EP4, [RowCapacity(EP4, 4.0)], triton=False, wire_format=wire_format
+    )
     own_TD, own_TK = x_TD.chunk(4)[place].requires_grad_(), experts_TK.chunk(4)[place]
     with _Sent() as out:
         rows, _ = dispatcher.dispatch(own_TD, Routing(torch.ones(own_TK.shape), own_TK))
@@ -218,7 +228,7 @@ def _sent(way: Gloo, x_TD: Tensor, experts_TK: Tensor, packing: Packing) -> tupl
 @pytest.mark.parametrize("way", [way for way in OVER_GLOO if way != "DeepEP"])
 def test_half_the_bytes_go_out_and_all_of_them_come_back(ranks: Pool, way: Gloo) -> None:
     x_TD, experts_TK = torch.randn(16, WIDE).bfloat16(), adversarial("even", 16).experts_TK
-    plain = ranks.run(4, _sent, way, x_TD, experts_TK, AS_THEY_ARE)
+    plain = ranks.run(4, _sent, way, x_TD, experts_TK, UNQUANTIZED)
     packed = ranks.run(4, _sent, way, x_TD, experts_TK, READ)
     for (out, back), (out_8, back_8) in zip(plain, packed, strict=True):
         others = out.total() - out[torch.bfloat16]
@@ -232,20 +242,20 @@ def test_half_the_bytes_go_out_and_all_of_them_come_back(ranks: Pool, way: Gloo)
 
 def test_the_carrier_has_one_number_of_memory_and_takes_the_gradient() -> None:
     x_TD = torch.randn(6, D, requires_grad=True)
-    cargo = READ.load(x_TD).moved(lambda rows: rows[:4], lambda gradient: torch.cat((gradient, gradient[:2])))
-    assert cargo.packed is not None and cargo.packed.shape[0] == 4
-    assert cargo.x_ND.shape == (4, D) and cargo.x_ND.untyped_storage().nbytes() == 4
+    payload = READ.load(x_TD).moved(lambda rows: rows[:4], lambda gradient: torch.cat((gradient, gradient[:2])))
+    assert payload.packed is not None and payload.packed.shape[0] == 4
+    assert payload.x_ND.shape == (4, D) and payload.x_ND.untyped_storage().nbytes() == 4
     direction_ND = torch.randn(4, D)
-    (gradient_TD,) = torch.autograd.grad(cargo.x_ND, x_TD, direction_ND)
+    (gradient_TD,) = torch.autograd.grad(payload.x_ND, x_TD, direction_ND)
     assert torch.equal(gradient_TD, torch.cat((direction_ND, direction_ND[:2])))
-    assert READ.load(cargo) is cargo
+    assert READ.load(payload) is payload
 
 
 @pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
 def test_the_benchmarks_whole_numbers_are_whole_in_8_bits(recipe: Recipe) -> None:
     layer = Exact.draw(SMALL, adversarial("some dropped", 12).experts_TK)
     layer = replace(layer, experts_TK=layer.experts_TK.masked_fill(layer.experts_TK == 8, SMALL.E))
-    dispatcher = LocalDispatcher(SMALL.E, PLAIN, Packing(recipe=recipe, operators=TRITON, is_opened=True))
+    dispatcher = LocalDispatcher(SMALL.E, PLAIN, WireFormat(recipe=recipe, operators=TRITON, is_opened=True))
     y_TD = layer.begin(dispatcher, 0)()
     gradients = torch.autograd.grad((y_TD * layer.direction_TD).sum(), (layer.x_TD, layer.weights_TK))
     assert int(layer.wrong(y_TD, *gradients)) == 0
@@ -267,20 +277,22 @@ def test_rows_stay_in_8_bits_where_experts_read_them_in_the_same_blocks(
     experts: Recipe | None, is_opened: bool
 ) -> None:
     rule = Float8Rule(dispatch=BLOCKWISE, experts=experts)
-    assert packing_of(rule) == Packing(recipe=BLOCKWISE, is_opened=is_opened)
-    dispatcher, _ = make_dispatcher(MOE, Kit(float8=rule))
+    assert wire_format_of(rule) == WireFormat(recipe=BLOCKWISE, is_opened=is_opened)
+    dispatcher, _ = make_dispatcher(MOE, LayerContext(float8=rule))
     assert isinstance(dispatcher, LocalDispatcher)
     rows, _ = dispatcher.dispatch(torch.randn(4, D), random_routing(4, 8, 2, seed=0))
     assert (rows.quantized is None) == is_opened
-    assert packing_of(Float8Rule(experts=experts)).recipe is None
+    assert wire_format_of(Float8Rule(experts=experts)).recipe is None
 
 
 def test_nothing_of_8_bits_makes_the_host_wait() -> None:
     waits, placement = HostWaits(), ExpertPlacement(experts=8)
     x_TD, routing = torch.randn(8, D, requires_grad=True), random_routing(8, 8, 2, seed=1)
-    for packing in (OPENED, READ):
-        dispatcher = AllGatherDispatcher(placement, ALONE.expert, PLAIN, Room(placement, 1.0), packing=packing)
-        plain = replace(dispatcher, packing=AS_THEY_ARE)
+    for wire_format in (OPENED, READ):
+        dispatcher = AllGatherDispatcher(
+            placement, ALONE.expert, PLAIN, RowCapacity(placement, 1.0), wire_format=wire_format
+        )
+        plain = replace(dispatcher, wire_format=UNQUANTIZED)
         counts = []
         for one in (plain, dispatcher):
             waits.counts.clear()
@@ -302,9 +314,9 @@ MOE = Moe(
 
 
 def _layer(rule: Float8Rule, transfers: Transfers | None) -> MoE:
-    kit = Kit(float8=rule, transfers=transfers)
-    dispatcher, room = make_dispatcher(MOE, kit)
-    layer = MoE(Router(MOE, D, 0, PLAIN), dispatcher, Experts(8, D, 16, kit), None, kit, room)
+    layer_context = LayerContext(float8=rule, transfers=transfers)
+    dispatcher, room = make_dispatcher(MOE, layer_context)
+    layer = MoE(Router(MOE, D, 0, PLAIN), dispatcher, Experts(8, D, 16, layer_context), None, layer_context, room)
     torch.manual_seed(1)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3)

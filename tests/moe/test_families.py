@@ -24,8 +24,8 @@ from penstock.moe.experts import Experts, expert_rule
 from penstock.moe.layer import MoE
 from penstock.moe.routing import Scope
 from penstock.parallel.activations.recompute import RecomputeRule
-from penstock.parallel.kit import Kit
-from penstock.parallel.later import Later
+from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_close
 
 T, D, F, E = 13, 16, 8, 6
@@ -52,11 +52,13 @@ def llama4(top_k: int) -> Moe:
     return Moe(experts=E, top_k=top_k, ffn_size=F, shared_ffn_size=F, router=Router(score="sigmoid", weigh="input"))
 
 
-def layer_of(moe: Moe, kit: Kit) -> MoE:
-    dispatcher, room = make_dispatcher(moe, kit)
-    experts = Experts(E, D, F, kit, rule=expert_rule(moe), bias=moe.bias)
-    shared = FeedForward(D, moe.shared_ffn_size, kit) if moe.shared_ffn_size else None
-    layer = MoE(router_module.Router(moe, D, 0, kit.operators), dispatcher, experts, shared, kit, room)
+def layer_of(moe: Moe, layer_context: LayerContext) -> MoE:
+    dispatcher, room = make_dispatcher(moe, layer_context)
+    experts = Experts(E, D, F, layer_context, rule=expert_rule(moe), bias=moe.bias)
+    shared = FeedForward(D, moe.shared_ffn_size, layer_context) if moe.shared_ffn_size else None
+    layer = MoE(
+        router_module.Router(moe, D, 0, layer_context.operators), dispatcher, experts, shared, layer_context, room
+    )
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
     return layer
@@ -122,7 +124,7 @@ def test_the_layer_of_gpt_oss_equals_that_of_transformers(forms: Operators, top_
         num_hidden_layers=1,
     )
     config._experts_implementation = "eager"
-    compare(layer_of(gpt_oss(top_k), Kit(operators=forms)), GptOssMLP(config), as_gpt_oss)
+    compare(layer_of(gpt_oss(top_k), LayerContext(operators=forms)), GptOssMLP(config), as_gpt_oss)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
@@ -132,7 +134,7 @@ def test_the_layer_of_llama4_equals_that_of_transformers(forms: Operators, top_k
     config = Llama4TextConfig(
         hidden_size=D, intermediate_size=F, num_local_experts=E, num_experts_per_tok=top_k, num_hidden_layers=1
     )
-    compare(layer_of(llama4(top_k), Kit(operators=forms)), Llama4TextMoe(config), as_llama4)
+    compare(layer_of(llama4(top_k), LayerContext(operators=forms)), Llama4TextMoe(config), as_llama4)
 
 
 FAMILIES = pytest.mark.parametrize("moe", [gpt_oss(2), llama4(1)], ids=["gpt-oss", "llama4"])
@@ -141,7 +143,7 @@ FAMILIES = pytest.mark.parametrize("moe", [gpt_oss(2), llama4(1)], ids=["gpt-oss
 def trained(layer: MoE) -> list[Tensor]:
     """Output, and the gradient of the input."""
     x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    y_TD = torch.stack(layer.kit.run("moe", layer, x_TD, Scope())).sum(0)
+    y_TD = torch.stack(layer.layer_context.run("moe", layer, x_TD, Scope())).sum(0)
     y_TD.square().sum().backward()
     assert x_TD.grad is not None
     return [y_TD.detach(), x_TD.grad]
@@ -160,7 +162,7 @@ def test_what_is_recomputed_gives_the_same_bits(forms: Operators, kinds: tuple[s
     found = []
     for rule in (frozenset[str](), frozenset(kinds)):
         torch.manual_seed(0)
-        layer = layer_of(moe, Kit(operators=forms, recompute=RecomputeRule(kinds=rule)))
+        layer = layer_of(moe, LayerContext(operators=forms, recompute=RecomputeRule(kinds=rule)))
         found.append([*trained(layer), *gradients(layer)])
     for plain, again in zip(*found, strict=True):
         assert torch.equal(plain, again)
@@ -169,11 +171,11 @@ def test_what_is_recomputed_gives_the_same_bits(forms: Operators, kinds: tuple[s
 @FAMILIES
 @pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
 def test_gradients_of_matrices_may_be_put_off_beside_those_of_biases(forms: Operators, moe: Moe) -> None:
-    later = Later()
+    later = WeightGradStore()
     torch.manual_seed(0)
-    at_once = layer_of(moe, Kit(operators=forms))
+    at_once = layer_of(moe, LayerContext(operators=forms))
     torch.manual_seed(0)
-    layer = layer_of(moe, Kit(operators=forms, later=later))
+    layer = layer_of(moe, LayerContext(operators=forms, later=later))
     expected = [*trained(at_once), *gradients(at_once)]
     with later.collecting() as work:
         found = trained(layer)
@@ -185,7 +187,7 @@ def test_gradients_of_matrices_may_be_put_off_beside_those_of_biases(forms: Oper
 
 
 def test_a_learned_bias_of_logits_is_trained_and_chooses() -> None:
-    layer = layer_of(gpt_oss(2), Kit())
+    layer = layer_of(gpt_oss(2), LayerContext())
     router = layer.router
     assert router.logit_bias_E is not None and router.logit_bias_E.dtype == torch.float32
     with torch.no_grad():

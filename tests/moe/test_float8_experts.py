@@ -10,8 +10,8 @@ from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.recipes import BLOCKWISE
 from penstock.moe.dispatch.contract import ExpertRows
 from penstock.moe.experts import Experts
-from penstock.parallel.kit import Kit
-from penstock.parallel.later import Aside, Later
+from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.weight_grad_store import DeferredWork, WeightGradStore
 from tests.closeness import decibels
 
 HIDDEN, WIDTH, EXPERTS = 32, 48, 3
@@ -19,9 +19,9 @@ HIDDEN, WIDTH, EXPERTS = 32, 48, 3
 IN_8_BITS = Float8Rule(experts=BLOCKWISE)
 
 
-def make(kit: Kit) -> Experts:
+def make(layer_context: LayerContext) -> Experts:
     torch.manual_seed(3)
-    experts = Experts(EXPERTS, HIDDEN, WIDTH, kit)
+    experts = Experts(EXPERTS, HIDDEN, WIDTH, layer_context)
     with torch.no_grad():
         for one in experts.parameters():
             one.normal_(std=one.shape[-1] ** -0.5)
@@ -36,11 +36,11 @@ def draw() -> ExpertRows:
 
 
 def test_8_bits_are_near_16() -> None:
-    assert decibels(make(Kit(float8=IN_8_BITS))(draw()), make(Kit())(draw())) > 22
+    assert decibels(make(LayerContext(float8=IN_8_BITS))(draw()), make(LayerContext())(draw())) > 22
 
 
 def test_copies_are_filled_in_place_and_belong_to_nobody() -> None:
-    experts = make(Kit(float8=IN_8_BITS))
+    experts = make(LayerContext(float8=IN_8_BITS))
     experts.refresh_float8()
     copies = experts.float8_copies
     assert copies is not None
@@ -58,7 +58,7 @@ def test_copies_are_filled_in_place_and_belong_to_nobody() -> None:
 
 
 def test_copies_are_read_as_long_as_they_are_fresh() -> None:
-    experts, rows = make(Kit(float8=IN_8_BITS)), draw()
+    experts, rows = make(LayerContext(float8=IN_8_BITS)), draw()
     made_now = experts(rows)
     experts.refresh_float8()
     assert torch.equal(experts(rows), made_now)
@@ -71,15 +71,15 @@ def test_copies_are_read_as_long_as_they_are_fresh() -> None:
 
 
 def test_without_8_bits_there_are_no_copies() -> None:
-    experts = make(Kit())
+    experts = make(LayerContext())
     experts.refresh_float8()
     assert experts.float8_copies is None and not experts.is_one_function
 
 
 @pytest.mark.parametrize("with_sums", [True, False], ids=["sums", "autograd"])
 def test_a_split_backward_puts_weight_gradients_off(with_sums: bool) -> None:
-    later = Later()
-    at_once, split = make(Kit(float8=IN_8_BITS)), make(Kit(float8=IN_8_BITS, later=later))
+    later = WeightGradStore()
+    at_once, split = make(LayerContext(float8=IN_8_BITS)), make(LayerContext(float8=IN_8_BITS, later=later))
     for experts in (at_once, split):
         experts.sums = tuple(torch.zeros_like(one) for one in experts.parameters()) if with_sums else None
 
@@ -101,7 +101,7 @@ def test_a_split_backward_puts_weight_gradients_off(with_sums: bool) -> None:
 
 @pytest.mark.parametrize("lacks", ["nothing", "sums", "a gradient of the rows"])
 def test_the_first_matrixs_gradient_is_left_aside_where_the_rows_gradients_travel_after_it(lacks: str) -> None:
-    experts, aside = make(Kit(float8=IN_8_BITS)), Aside()
+    experts, aside = make(LayerContext(float8=IN_8_BITS)), DeferredWork()
     totals = tuple(torch.zeros_like(one) for one in experts.parameters())
     experts.sums = None if lacks == "sums" else totals
     rows = replace(draw(), aside=aside)

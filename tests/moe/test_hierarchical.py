@@ -11,7 +11,7 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.hierarchical import Crossing, HierarchicalDispatcher, Nodes
-from penstock.moe.dispatch.room import Room
+from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis, make_axes
 from tests.distributed.pool import Pool
@@ -56,11 +56,11 @@ def test_nodes_with_unequal_parts_of_the_experts_have_no_placement(places: int) 
 def _crossed(way: Gloo, experts_TK: Tensor) -> tuple[tuple[int, ...] | None, int, tuple[int, ...]]:
     """On a rank: tokens that went to each node, tokens that came, and the rows that the experts read from."""
     placement = ExpertPlacement(experts=8, expert=4)
-    (dispatcher,), place = dispatchers_on_a_rank(way, placement, [Room(placement, 4.0)], triton=False)
+    (dispatcher,), place = dispatchers_on_a_rank(way, placement, [RowCapacity(placement, 4.0)], triton=False)
     own = problem(placement, Routing(torch.ones(experts_TK.shape), experts_TK)).of(place)
-    rows, receipt = dispatcher.dispatch(own.x_TD, Routing(own.weights_TK, own.experts_TK))
-    assert isinstance(receipt, Crossing)
-    return receipt.send, receipt.arrived, tuple(rows.x_ND.shape)
+    rows, metadata = dispatcher.dispatch(own.x_TD, Routing(own.weights_TK, own.experts_TK))
+    assert isinstance(metadata, Crossing)
+    return metadata.send, metadata.arrived, tuple(rows.x_ND.shape)
 
 
 CHOICES = torch.tensor(
@@ -106,11 +106,11 @@ def _summed(is_counted: bool) -> tuple[Tensor, Tensor]:
     inner = AllGatherDispatcher(nodes.placement.block(1), axes.expert_node, REFERENCE)
     dispatcher = HierarchicalDispatcher(nodes, inner, REFERENCE, is_counted=is_counted)
     x_TD = torch.zeros(2, D, dtype=torch.bfloat16, requires_grad=True)
-    rows, receipt = dispatcher.dispatch(x_TD, Routing(torch.ones(2, 4), torch.arange(4).expand(2, 4)))
+    rows, metadata = dispatcher.dispatch(x_TD, Routing(torch.ones(2, 4), torch.arange(4).expand(2, 4)))
     assert rows.index_R is not None
     number = 256.0 if axes.expert.rank == 0 else 1.0
     read_RD = rows.x_ND[rows.index_R]
-    y_TD = dispatcher.combine(torch.full_like(read_RD, number), receipt)
+    y_TD = dispatcher.combine(torch.full_like(read_RD, number), metadata)
     (read_RD[: int(rows.counts_e.sum())] * number).sum().backward()
     assert x_TD.grad is not None
     return y_TD.detach(), x_TD.grad

@@ -23,9 +23,9 @@ from penstock.moe.layer import MoE, Terms
 from penstock.moe.router import Router
 from penstock.moe.routing import Routing, Scope
 from penstock.parallel.activations.recompute import RecomputeRule
-from penstock.parallel.flight import Transfers
-from penstock.parallel.kit import Kit
-from penstock.parallel.later import Later
+from penstock.parallel.async_transfer import Transfers
+from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.parallel.alive import Alive
 
 T, D, F, E, K = 24, 8, 16, 4, 2
@@ -40,9 +40,11 @@ MOE = Moe(
 )
 
 
-def _layer(network: Operators, kinds: tuple[str, ...], *, later: Later | None = None) -> MoE:
-    kit = Kit(operators=network, recompute=RecomputeRule(kinds=frozenset(kinds)), later=later)
-    layer = MoE(Router(MOE, D, 0, network), LocalDispatcher(E, network), Experts(E, D, F, kit), None, kit)
+def _layer(network: Operators, kinds: tuple[str, ...], *, later: WeightGradStore | None = None) -> MoE:
+    layer_context = LayerContext(operators=network, recompute=RecomputeRule(kinds=frozenset(kinds)), later=later)
+    layer = MoE(
+        Router(MOE, D, 0, network), LocalDispatcher(E, network), Experts(E, D, F, layer_context), None, layer_context
+    )
     torch.manual_seed(1)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -81,7 +83,7 @@ def test_a_network_that_recomputes_by_itself_repeats_one_product(kinds: tuple[st
     products: Counter[str] = Counter()
     expected = _whole(_layer(_by_itself(Counter()), ()))
     layer = _layer(_by_itself(products), kinds)
-    for found, right in zip(_whole(layer, partial(layer.kit.run, "moe", layer)), expected, strict=True):
+    for found, right in zip(_whole(layer, partial(layer.layer_context.run, "moe", layer)), expected, strict=True):
         assert torch.equal(found, right)
     assert products == {"forward": forward, "input_gradient": 2}
 
@@ -103,7 +105,7 @@ def test_expert_activations_are_freed_whatever_the_network_is(network: Operators
 
 
 def test_recomputed_experts_may_put_their_weight_gradients_off() -> None:
-    later, products = Later(), Counter()
+    later, products = WeightGradStore(), Counter()
     expected = _whole(_layer(_by_itself(Counter()), ()))
     layer = _layer(_by_itself(products), ("expert-activation",), later=later)
     with later.collecting() as work:
@@ -138,5 +140,5 @@ def test_slots_are_sorted_once_and_by_the_router_if_dispatch_begins_with_that() 
 
 def test_slots_are_sorted_by_a_dispatch_that_leaves_alone() -> None:
     layer = _layer(operators.REFERENCE, ())
-    layer.kit = replace(layer.kit, transfers=Transfers(torch.device("cpu")))
+    layer.layer_context = replace(layer.layer_context, transfers=Transfers(torch.device("cpu")))
     assert layer.route(torch.ones(T, D), Scope()).sorted is None

@@ -17,10 +17,10 @@ RULES = {
     "softmax": RouterRule(top_k=3),
     "softmax after top-k": RouterRule(top_k=3, softmax_after_top_k=True),
     "softmax normalized and scaled": RouterRule(top_k=2, normalize=True, scale=2.5),
-    "softmax groups by max": RouterRule(top_k=3, groups=4, groups_kept=2, group_score="max", scale=16.0),
+    "softmax groups by max": RouterRule(top_k=3, groups=4, topk_group=2, group_score="max", scale=16.0),
     "sigmoid": RouterRule(top_k=3, score="sigmoid"),
     "sigmoid groups by best two": RouterRule(
-        top_k=4, score="sigmoid", groups=4, groups_kept=2, group_score="top2", normalize=True, scale=2.5
+        top_k=4, score="sigmoid", groups=4, topk_group=2, group_score="top2", normalize=True, scale=2.5
     ),
     "one expert": RouterRule(top_k=1, score="sigmoid"),
     "all experts": RouterRule(top_k=12),
@@ -39,7 +39,7 @@ def _by_hand(logits: list[float], bias: list[float], rule: RouterRule) -> dict[i
     size = len(logits) // rule.groups
     groups = [sorted(judged[g * size : (g + 1) * size], reverse=True) for g in range(rule.groups)]
     merit = [sum(group[: 1 if rule.group_score == "max" else 2]) for group in groups]
-    kept = sorted(range(rule.groups), key=lambda g: -merit[g])[: rule.groups_kept] if rule.groups > 1 else [0]
+    kept = sorted(range(rule.groups), key=lambda g: -merit[g])[: rule.topk_group] if rule.groups > 1 else [0]
     allowed = [e for e in range(len(logits)) if e // size in kept]
     chosen = sorted(allowed, key=lambda e: -judged[e])[: rule.top_k]
     if rule.softmax_after_top_k:

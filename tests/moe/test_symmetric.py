@@ -15,9 +15,9 @@ from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.operators import REFERENCE
 from penstock.kernels.symmetric_transfer import PersistentLaunch
 from penstock.layout.experts import ExpertPlacement
-from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, Receipt
+from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.local import LocalDispatcher
-from penstock.moe.dispatch.room import Room
+from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import Links, SymmetricDispatcher, links_of
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis
@@ -74,11 +74,11 @@ def _mix(dispatcher: Dispatcher, leaves: list[Tensor], experts_TK: Tensor) -> Te
     return _finish(dispatcher, leaves, *dispatcher.dispatch(leaves[0], Routing(leaves[1], experts_TK)))
 
 
-def _finish(dispatcher: Dispatcher, leaves: list[Tensor], rows: ExpertRows, receipt: Receipt) -> Tensor:
+def _finish(dispatcher: Dispatcher, leaves: list[Tensor], rows: ExpertRows, metadata: DispatchMetadata) -> Tensor:
     y_RD = expert_ffn(
         rows.x_ND, leaves[2], leaves[3], rows.counts_e, rows.weights_R, rows.index_R, places_TK=rows.places_NK
     )
-    return dispatcher.combine(y_RD, receipt)
+    return dispatcher.combine(y_RD, metadata)
 
 
 def _output_and_gradients(y_TD: Tensor, layer: Layer, leaves: list[Tensor]) -> list[Tensor]:
@@ -98,7 +98,7 @@ def _all_layers(
     flying = []
     for whole in layers:
         layer = whole.of(buffers.peers.rank)
-        room = Room(layer.placement, bound) if bound else None
+        room = RowCapacity(layer.placement, bound) if bound else None
         links = replace(_in_large_tiles(links_of(layer.placement, buffers, by_engines=by_engines)), chunks=chunks)
         dispatcher = SymmetricDispatcher(layer.placement, links, room)
         leaves = layer.leaves
@@ -236,11 +236,11 @@ def _left_aside(buffers: SymmetricBuffers, layer: Layer, log: list[str]) -> list
 
     links = _in_large_tiles(links_of(layer.placement, buffers))
     dispatcher, leaves = SymmetricDispatcher(layer.placement, links, is_filled=True), layer.leaves
-    rows, receipt = dispatcher.dispatch(leaves[0], Routing(leaves[1], layer.experts_TK))
+    rows, metadata = dispatcher.dispatch(leaves[0], Routing(leaves[1], layer.experts_TK))
     aside = rows.aside
     assert aside is not None
     rows.x_ND.register_hook(lambda gradient: aside.add(lambda: log.append("task")))
-    y_TD = _finish(dispatcher, leaves, rows, receipt)
+    y_TD = _finish(dispatcher, leaves, rows, metadata)
     for name in ("_send", "hold", "read"):
         logged(name)
     found = _output_and_gradients(y_TD, layer, leaves)
@@ -322,7 +322,7 @@ def test_rows_that_find_no_room_are_counted_and_the_others_are_right() -> None:
 
 def _left_out(buffers: SymmetricBuffers, whole: Layer) -> int:
     layer = whole.of(buffers.peers.rank)
-    room = Room(layer.placement, 1.2)
+    room = RowCapacity(layer.placement, 1.2)
     dispatcher = SymmetricDispatcher(layer.placement, links_of(layer.placement, buffers), room)
     _mix(dispatcher, layer.leaves, layer.experts_TK)
     return int(room.left_out)

@@ -22,12 +22,12 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
-from penstock.moe.dispatch.cargo import AS_THEY_ARE, Packing
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.deep_ep import DeepEpDispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, Nodes
 from penstock.moe.dispatch.local import LocalDispatcher
-from penstock.moe.dispatch.room import Room
+from penstock.moe.dispatch.payload import UNQUANTIZED, WireFormat
+from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import Links, SymmetricDispatcher, links_of
 from penstock.parallel.axes import Axes, Axis, make_axes
 from penstock.parallel.deep_ep import sized_buffer
@@ -67,7 +67,7 @@ def solve(
     triton: bool = False,
     bound: float = 0,
     per_node: int = 0,
-    packing: Packing = AS_THEY_ARE,
+    wire_format: WireFormat = UNQUANTIZED,
 ) -> list[Results]:
     """What `mix` gives on every rank.
 
@@ -78,20 +78,20 @@ def solve(
         triton: run on our kernels.
         bound: of the room, where there is one; 0 has room for all rows on one rank.
         per_node: ranks of a node; 0 is half of them.
-        packing: in which form rows travel.
+        wire_format: in which form rows travel.
     """
     placement = flights[0][0].placement
     bound = bound or float(placement.expert)
     if way == "alone":
-        alone = LocalDispatcher(placement.experts, TRITON if triton else REFERENCE, packing)
+        alone = LocalDispatcher(placement.experts, TRITON if triton else REFERENCE, wire_format)
         dispatchers = [alone for _ in flights[0]]
         return [[one for problems in flights for one in mix(dispatchers, problems, 0)]]
     if way == "pushed":
-        return run_ranks(_pushed, _sizes(flights, nodes=1), flights, bound, packing)
+        return run_ranks(_pushed, _sizes(flights, nodes=1), flights, bound, wire_format)
     if way == "by node, pushed":
-        by_node = ranks.run(2, _node_of_pushed, flights, bound, packing)
+        by_node = ranks.run(2, _node_of_pushed, flights, bound, wire_format)
         return [results for node in by_node for results in node]
-    arguments = (way, flights, triton, bound, per_node, packing)
+    arguments = (way, flights, triton, bound, per_node, wire_format)
     return [results for results, _ in ranks.run(placement.places, over_gloo, *arguments)]
 
 
@@ -101,12 +101,12 @@ def over_gloo(
     triton: bool,
     bound: float,
     per_node: int = 0,
-    packing: Packing = AS_THEY_ARE,
+    wire_format: WireFormat = UNQUANTIZED,
 ) -> tuple[Results, list[int]]:
     """On a rank: what `mix` gives, and rows of each layer that found no room."""
     placement = flights[0][0].placement
-    rooms = [Room(placement, bound) for _ in flights[0]]
-    dispatchers, place = dispatchers_on_a_rank(way, placement, rooms, triton, per_node, packing)
+    rooms = [RowCapacity(placement, bound) for _ in flights[0]]
+    dispatchers, place = dispatchers_on_a_rank(way, placement, rooms, triton, per_node, wire_format)
     results = [one for problems in flights for one in mix(dispatchers, problems, place)]
     return results, [int(room.left_out) for room in rooms]
 
@@ -114,10 +114,10 @@ def over_gloo(
 def dispatchers_on_a_rank(
     way: Gloo,
     placement: ExpertPlacement,
-    rooms: Sequence[Room],
+    rooms: Sequence[RowCapacity],
     triton: bool,
     per_node: int = 0,
-    packing: Packing = AS_THEY_ARE,
+    wire_format: WireFormat = UNQUANTIZED,
 ) -> tuple[list[Dispatcher], int]:
     """A dispatcher for each room, and our place."""
     grid = Grid(world=placement.places, expert=placement.expert, expert_tensor=placement.expert_tensor)
@@ -125,31 +125,31 @@ def dispatchers_on_a_rank(
     operators: Operators = TRITON if triton else REFERENCE
     if way == "DeepEP":
         buffer = sized_buffer(simulated_deep_ep, axes.expert, D * 2)
-        return [DeepEpDispatcher(placement, operators, buffer, packing) for _ in rooms], axes.expert.rank
-    return [_dispatcher(way, placement, axes, operators, room, packing) for room in rooms], axes.expert.rank
+        return [DeepEpDispatcher(placement, operators, buffer, wire_format) for _ in rooms], axes.expert.rank
+    return [_dispatcher(way, placement, axes, operators, room, wire_format) for room in rooms], axes.expert.rank
 
 
 def _dispatcher(
-    way: Gloo, placement: ExpertPlacement, axes: Axes, operators: Operators, room: Room, packing: Packing
+    way: Gloo, placement: ExpertPlacement, axes: Axes, operators: Operators, room: RowCapacity, wire_format: WireFormat
 ) -> Dispatcher:
     if way == "padded":
         # a factor of E gives every expert room for all slots, so padding itself drops none
-        return PaddedAllToAllDispatcher(placement, axes.expert, float(placement.experts), operators, packing)
+        return PaddedAllToAllDispatcher(placement, axes.expert, float(placement.experts), operators, wire_format)
     if way == "sent":
-        return AllToAllDispatcher(placement, axes.expert, operators, packing=packing)
+        return AllToAllDispatcher(placement, axes.expert, operators, wire_format=wire_format)
     if way.startswith("gathered"):
         asked = None if way == "gathered, counted" else room
-        return AllGatherDispatcher(placement, axes.expert, operators, asked, packing=packing)
+        return AllGatherDispatcher(placement, axes.expert, operators, asked, wire_format=wire_format)
     nodes = Nodes(placement, axes.expert_node, axes.expert_across)
     block = placement.block(nodes.node.size)
     if way == "by node, sent":
-        inner: Dispatcher = AllToAllDispatcher(block, nodes.node, operators, packing=packing)
-        return HierarchicalDispatcher(nodes, inner, operators, is_counted=True, packing=packing)
+        inner: Dispatcher = AllToAllDispatcher(block, nodes.node, operators, wire_format=wire_format)
+        return HierarchicalDispatcher(nodes, inner, operators, is_counted=True, wire_format=wire_format)
     if way == "by node, gathered":
-        inner = AllGatherDispatcher(block, nodes.node, operators, packing=packing)
-        return HierarchicalDispatcher(nodes, inner, operators, is_counted=True, is_even=True, packing=packing)
-    inner = AllGatherDispatcher(block, nodes.node, operators, room, packing=packing)
-    return HierarchicalDispatcher(nodes, inner, operators, is_counted=False, packing=packing)
+        inner = AllGatherDispatcher(block, nodes.node, operators, wire_format=wire_format)
+        return HierarchicalDispatcher(nodes, inner, operators, is_counted=True, is_even=True, wire_format=wire_format)
+    inner = AllGatherDispatcher(block, nodes.node, operators, room, wire_format=wire_format)
+    return HierarchicalDispatcher(nodes, inner, operators, is_counted=False, wire_format=wire_format)
 
 
 def _sizes(flights: Flights, nodes: int) -> BufferSizes:
@@ -170,31 +170,33 @@ def _links(placement: ExpertPlacement, buffers: SymmetricBuffers) -> Links:
     return replace(links_of(placement, buffers), push=launch, take=launch, back=launch, sum=launch)
 
 
-def _pushed(buffers: SymmetricBuffers, flights: Flights, bound: float, packing: Packing) -> Results:
+def _pushed(buffers: SymmetricBuffers, flights: Flights, bound: float, wire_format: WireFormat) -> Results:
     placement = flights[0][0].placement
-    links, rooms = _links(placement, buffers), [Room(placement, bound) for _ in flights[0]]
-    dispatchers = [SymmetricDispatcher(placement, links, room=room, packing=packing) for room in rooms]
+    links, rooms = _links(placement, buffers), [RowCapacity(placement, bound) for _ in flights[0]]
+    dispatchers = [SymmetricDispatcher(placement, links, room=room, wire_format=wire_format) for room in rooms]
     return [one for problems in flights for one in mix(dispatchers, problems, buffers.peers.rank)]
 
 
-def _node_of_pushed(flights: Flights, bound: float, packing: Packing) -> list[Results]:
+def _node_of_pushed(flights: Flights, bound: float, wire_format: WireFormat) -> list[Results]:
     """One of two nodes: what each of its ranks gives.
 
     Both draw whose turn it is from one seed and make the same calls, so the same rank runs on both and meets itself in
     the collectives between them.
     """
     across = make_axes(Grid(world=2)).world
-    return run_ranks(_by_node_pushed, _sizes(flights, nodes=2), flights, bound, across, packing)
+    return run_ranks(_by_node_pushed, _sizes(flights, nodes=2), flights, bound, across, wire_format)
 
 
 def _by_node_pushed(
-    buffers: SymmetricBuffers, flights: Flights, bound: float, across: Axis, packing: Packing
+    buffers: SymmetricBuffers, flights: Flights, bound: float, across: Axis, wire_format: WireFormat
 ) -> Results:
     placement, rank, per_node = flights[0][0].placement, buffers.peers.rank, buffers.peers.size
     nodes = Nodes(placement, Axis(name="expert_node", ranks=tuple(range(per_node)), rank=rank), across)
     block = placement.block(per_node)
-    inner = SymmetricDispatcher(block, _links(block, buffers), room=Room(placement, bound), packing=packing)
-    outer = HierarchicalDispatcher(nodes, inner, REFERENCE, is_counted=False, packing=packing)
+    inner = SymmetricDispatcher(
+        block, _links(block, buffers), room=RowCapacity(placement, bound), wire_format=wire_format
+    )
+    outer = HierarchicalDispatcher(nodes, inner, REFERENCE, is_counted=False, wire_format=wire_format)
     dispatchers = [outer for _ in flights[0]]
     place = across.rank * per_node + rank
     return [one for problems in flights for one in mix(dispatchers, problems, place)]

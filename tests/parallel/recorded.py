@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.parallel.flight import Flight, Transfer, Transfers
+from penstock.parallel.async_transfer import AsyncTransfer, Transfer, Transfers
 
 Result = TypeVar("Result")
 
@@ -23,7 +23,7 @@ class Recorded(Transfers):
         self.events: list[str] = []
         self.launched = 0
 
-    def launch(self, name: str, function: "Transfer[Any]", *inputs: Tensor) -> Flight[Any]:
+    def launch(self, name: str, function: "Transfer[Any]", *inputs: Tensor) -> AsyncTransfer[Any]:
         number, self.launched = self.launched, self.launched + 1
         return super().launch(f"{name} {number}", function, *inputs)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.layout.pieces import rows_of_shard
 from penstock.parallel.axes import Axis
-from penstock.parallel.buckets import Cargo, empty_rows, gather_rows, reduce_rows, stripes_in_buckets
+from penstock.parallel.buckets import BucketEntry, empty_rows, gather_rows, reduce_rows, stripes_in_buckets
 from tests.distributed.pool import Pool
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -28,12 +28,14 @@ def test_every_value_goes_to_the_rank_that_owns_its_row_and_back(
     by_rank = [
         list(
             stripes_in_buckets(
-                [Cargo(whole, own) for whole, own in zip(filled, owned[rank], strict=True)], ranks, values
+                [BucketEntry(whole, own) for whole, own in zip(filled, owned[rank], strict=True)], ranks, values
             )
         )
         for rank in range(ranks)
     ]
-    for number, bucket in enumerate(stripes_in_buckets([Cargo(tensor, tensor) for tensor in tensors], ranks, values)):
+    for number, bucket in enumerate(
+        stripes_in_buckets([BucketEntry(tensor, tensor) for tensor in tensors], ranks, values)
+    ):
         bucket_RC = empty_rows(bucket, ranks, torch.float32)
         assert bucket_RC.numel() <= max(values, ranks)
         for stripe in bucket:
@@ -62,10 +64,12 @@ def _summed(values: int | None, dtype: torch.dtype) -> tuple[list[Tensor], list[
     axis = Axis(name="data", ranks=tuple(range(ranks)), rank=rank, group=world)
     generator = torch.Generator().manual_seed(rank)
     tensors = [torch.randn(shape, generator=generator) for shape in ((5, 3), (1,), (64,), (3, 2, 4))]
-    cargo = [Cargo(whole=tensor, own=_rows(tensor, rank, ranks)) for tensor in tensors]  # sums fall into the summands
+    cargo = [
+        BucketEntry(whole=tensor, own=_rows(tensor, rank, ranks)) for tensor in tensors
+    ]  # sums fall into the summands
     reduce_rows(cargo, axis, Axis(name="alone"), dtype, values)
     everything = [torch.empty(tensor.shape, dtype=torch.bfloat16) for tensor in tensors]
-    gather_rows([Cargo(whole, one.own) for whole, one in zip(everything, cargo, strict=True)], axis, values)
+    gather_rows([BucketEntry(whole, one.own) for whole, one in zip(everything, cargo, strict=True)], axis, values)
     return [one.own.clone() for one in cargo], everything
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import causal_attention
-from penstock.kernels.reach import Reach
+from penstock.kernels.attention_window import Reach
 from penstock.layout.grid import Grid
 from penstock.layout.sequence import Method, SequenceLayout
 from penstock.models.frame import attention_borders
@@ -20,7 +20,7 @@ from penstock.parallel.context import (
     held_positions,
     nears_of,
 )
-from penstock.parallel.kit import Kit
+from penstock.parallel.layer_context import LayerContext
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 from tests.kernels.eager_attention import eager_attention, seen_by, with_gradients
@@ -71,8 +71,8 @@ def _on_a_rank(size: int, shape: str, method: Method, documents: bool) -> list[T
     if allowed_BSS is not None and method == "all-gather":
         allowed_BSS = allowed_BSS[:, own]
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    kit = replace(Kit(), axes=axes, context_method=method)
-    o_BSHM = attend(*leaves, kit, scale=SCALE, allowed_BSS=allowed_BSS)
+    layer_context = replace(LayerContext(), axes=axes, context_method=method)
+    o_BSHM = attend(*leaves, layer_context, scale=SCALE, allowed_BSS=allowed_BSS)
     return [o_BSHM.detach(), *torch.autograd.grad((o_BSHM * direction).sum(), leaves)]
 
 
@@ -117,9 +117,9 @@ def test_one_rank_alone_attends_to_its_row() -> None:
     q, k, v, _ = _heads("latent")
     allowed_BSS = _borders(True, 2)
     expected = causal_attention(q, k, v, scale=SCALE, allowed_BSS=allowed_BSS, backend="math")
-    kit = Kit(axes=ALONE)
-    assert_close(attend(q, k, v, kit, scale=SCALE, allowed_BSS=allowed_BSS), expected)
-    assert_close(attend_to_row(q, k, v, kit, scale=SCALE, allowed_BSS=allowed_BSS), expected)
+    layer_context = LayerContext(axes=ALONE)
+    assert_close(attend(q, k, v, layer_context, scale=SCALE, allowed_BSS=allowed_BSS), expected)
+    assert_close(attend_to_row(q, k, v, layer_context, scale=SCALE, allowed_BSS=allowed_BSS), expected)
     assert gather_positions(k, ALONE.context) is k
 
 
@@ -146,16 +146,16 @@ def _near_on_a_rank(size: int, method: Method, documents: bool) -> list[list[Ten
     allowed_BSS = attention_borders(_documents(1)) if documents else None
     if allowed_BSS is not None and method == "all-gather":
         allowed_BSS = allowed_BSS[:, own]
-    kit = replace(Kit(), axes=axes, context_method=method)
-    assert held_positions(kit, len(own), torch.device("cpu")).tolist() == own
+    layer_context = replace(LayerContext(), axes=axes, context_method=method)
+    assert held_positions(layer_context, len(own), torch.device("cpu")).tolist() == own
     found = []
     for reach in REACHES.values():
         leaves = [x.clone().requires_grad_() for x in (q, k, v, SINKS_H)]
         if reach is None:
-            o_BSHM = attend(*leaves[:3], kit, scale=SCALE, allowed_BSS=allowed_BSS, sinks_H=leaves[3])
+            o_BSHM = attend(*leaves[:3], layer_context, scale=SCALE, allowed_BSS=allowed_BSS, sinks_H=leaves[3])
         else:
-            nears = nears_of(kit, reach, len(own), 1, allowed_BSS, q.device)
-            o_BSHM = attend_locally(*leaves[:3], kit, scale=SCALE, nears=nears, sinks_H=leaves[3])
+            nears = nears_of(layer_context, reach, len(own), 1, allowed_BSS, q.device)
+            o_BSHM = attend_locally(*leaves[:3], layer_context, scale=SCALE, nears=nears, sinks_H=leaves[3])
         found.append(with_gradients(o_BSHM, direction, leaves))
     return found
 
@@ -183,6 +183,6 @@ def test_ranks_see_a_part_of_the_row_together_as_one_does_alone(
 
 
 def test_a_row_no_longer_than_the_reach_needs_no_masks() -> None:
-    kit, device = Kit(), torch.device("cpu")
-    assert nears_of(kit, Reach(kind="window", size=LENGTH), LENGTH, 1, None, device) == ()
-    assert len(nears_of(kit, Reach(kind="window", size=LENGTH - 1), LENGTH, 1, None, device)) == 1
+    layer_context, device = LayerContext(), torch.device("cpu")
+    assert nears_of(layer_context, Reach(kind="window", size=LENGTH), LENGTH, 1, None, device) == ()
+    assert len(nears_of(layer_context, Reach(kind="window", size=LENGTH - 1), LENGTH, 1, None, device)) == 1

@@ -11,7 +11,7 @@ from penstock.layout.grid import Grid
 from penstock.layout.sequence import SequenceLayout
 from penstock.parallel.axes import ALONE, Axes, make_axes
 from penstock.parallel.context import attend, attend_locally, attend_to_row
-from penstock.parallel.kit import Kit
+from penstock.parallel.layer_context import LayerContext
 from tests.closeness import relative_error
 from tests.distributed.pool import Pool
 
@@ -25,8 +25,8 @@ def _passes(axes: Axes, own: list[int]) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     q, k, v, do = (torch.randn(1, LENGTH, heads, 32, generator=generator)[:, own] for heads in (4, 2, 2, 4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    kit = Kit(axes=axes, context_method="ulysses", float8=IN_EIGHT_BITS)
-    o_BSHM = attend(*leaves, kit, scale=0.2, allowed_BSS=None)
+    layer_context = LayerContext(axes=axes, context_method="ulysses", float8=IN_EIGHT_BITS)
+    o_BSHM = attend(*leaves, layer_context, scale=0.2, allowed_BSS=None)
     return [o_BSHM.detach(), *torch.autograd.grad(o_BSHM, leaves, do)]
 
 
@@ -47,20 +47,20 @@ def test_ranks_that_swap_positions_for_heads_compute_the_same_bits(ranks: Pool) 
 
 def test_it_is_attention_in_eight_bits_that_runs() -> None:
     q, k, v = (torch.randn(1, 40, 2, 32) for _ in range(3))
-    kit = Kit()
-    plain = attend(q, k, v, kit, scale=0.2, allowed_BSS=None)
-    rounded = attend(q, k, v, replace(kit, float8=IN_EIGHT_BITS), scale=0.2, allowed_BSS=None)
+    layer_context = LayerContext()
+    plain = attend(q, k, v, layer_context, scale=0.2, allowed_BSS=None)
+    rounded = attend(q, k, v, replace(layer_context, float8=IN_EIGHT_BITS), scale=0.2, allowed_BSS=None)
     assert 0.001 < relative_error(rounded, plain, by="norm") < 0.1
 
 
 def test_what_has_no_kernel_is_never_computed_in_16_bits_instead() -> None:
     q, k, v = (torch.randn(1, 8, 2, 32) for _ in range(3))
-    kit, causal_BSS = Kit(float8=IN_EIGHT_BITS), torch.ones(1, 8, 8, dtype=torch.bool).tril()
+    layer_context, causal_BSS = LayerContext(float8=IN_EIGHT_BITS), torch.ones(1, 8, 8, dtype=torch.bool).tril()
     with pytest.raises(AssertionError, match="masks"):
-        attend(q, k, v, kit, scale=1.0, allowed_BSS=causal_BSS)
+        attend(q, k, v, layer_context, scale=1.0, allowed_BSS=causal_BSS)
     with pytest.raises(AssertionError, match="sinks"):
-        attend(q, k, v, kit, scale=1.0, allowed_BSS=None, sinks_H=torch.zeros(2))
+        attend(q, k, v, layer_context, scale=1.0, allowed_BSS=None, sinks_H=torch.zeros(2))
     with pytest.raises(AssertionError, match="all-gather"):
-        attend_to_row(q, k, v, kit, scale=1.0, allowed_BSS=None)
+        attend_to_row(q, k, v, layer_context, scale=1.0, allowed_BSS=None)
     with pytest.raises(AssertionError, match="windows"):
-        attend_locally(q, k, v, kit, scale=1.0, nears=())
+        attend_locally(q, k, v, layer_context, scale=1.0, nears=())

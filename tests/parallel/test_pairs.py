@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.grid import Grid
 from penstock.layout.schedules import BESIDE, schedule
+from penstock.parallel.async_transfer import Transfers
 from penstock.parallel.axes import ALONE, make_axes
-from penstock.parallel.flight import Transfers
-from penstock.parallel.later import Later
+from penstock.parallel.interleave import Steps, drain
 from penstock.parallel.pipeline import Message, Pipeline
-from penstock.parallel.turns import Steps, drain
+from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 from tests.parallel.recorded import Recorded
@@ -145,5 +145,5 @@ def test_an_evaluation_has_no_pairs(name: str) -> None:
         return output
 
     calls = {stage: partial(call, stage) for stage in weights}
-    Pipeline(plan, ALONE, MESSAGE, later=Later(), transfers=transfers).evaluate(calls, 3)
+    Pipeline(plan, ALONE, MESSAGE, later=WeightGradStore(), transfers=transfers).evaluate(calls, 3)
     assert len(losses) == 6 and not any(output.requires_grad for output in losses)

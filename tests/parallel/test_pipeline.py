@@ -14,9 +14,9 @@ from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.grid import Grid
 from penstock.layout.schedules import SCHEDULES, schedule
 from penstock.parallel.axes import ALONE, Axes, Axis, make_axes
-from penstock.parallel.later import Later, deferrable
+from penstock.parallel.interleave import Steps, drain
 from penstock.parallel.pipeline import Message, Pipeline, StageCall
-from penstock.parallel.turns import Steps, drain
+from penstock.parallel.weight_grad_store import WeightGradStore, deferrable
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
 
@@ -38,7 +38,7 @@ def _data(number: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _stage(
-    weight: Tensor, later: Later | None, stage: int, last: int, number: int, x_BSD: Tensor | None
+    weight: Tensor, later: WeightGradStore | None, stage: int, last: int, number: int, x_BSD: Tensor | None
 ) -> Steps[Tensor]:
     """One product; the first stage reads the micro-batch, the last one weighs it."""
     yield
@@ -51,7 +51,7 @@ def _stage(
 class Seen:
     """Stages of a rank, and what came out of the last one."""
 
-    def __init__(self, stages: tuple[int, ...], count: int, later: Later | None, dtype: torch.dtype) -> None:
+    def __init__(self, stages: tuple[int, ...], count: int, later: WeightGradStore | None, dtype: torch.dtype) -> None:
         self.weights = {stage: _weight(stage, dtype) for stage in stages}
         self.losses: dict[int, float] = {}
         self.modes: set[bool] = set()
@@ -97,7 +97,7 @@ def _train(plan: Schedule, dtype: torch.dtype) -> list[Result]:
     axes = make_axes(Grid(world=plan.ranks, pipeline=plan.ranks))
     results = []
     for _ in range(2):
-        later = Later() if plan.splits_backward else None
+        later = WeightGradStore() if plan.splits_backward else None
         seen = Seen(plan.stages_of(axes.pipeline.rank), plan.stages, later, dtype)
         Pipeline(plan, axes, _message(dtype), later).train(seen.calls())
         results.append((seen.gradients(), seen.losses))
@@ -133,7 +133,7 @@ def test_messages_travel_in_the_compute_dtype(ranks: Pool) -> None:
 @pytest.mark.parametrize("name", ["gpipe", "interleaved", "zb-v", "dualpipe-v"])
 def test_stages_of_one_rank_hand_over_without_a_message(name: str) -> None:
     plan = schedule(name, ranks=1, stages_per_rank=2, micro_batches=MICRO_BATCHES)
-    later = Later() if plan.splits_backward else None
+    later = WeightGradStore() if plan.splits_backward else None
     seen = Seen((0, 1), 2, later, torch.float32)
     Pipeline(plan, ALONE, _message(), later).train(seen.calls())
     _assert_same((seen.gradients(), seen.losses), _in_one_process(plan))
@@ -141,7 +141,7 @@ def test_stages_of_one_rank_hand_over_without_a_message(name: str) -> None:
 
 def _evaluate(plan: Schedule, micro_batches: int) -> tuple[dict[int, float], set[bool], list[bool]]:
     axes = make_axes(Grid(world=plan.ranks, pipeline=plan.ranks))
-    later = Later() if plan.splits_backward else None
+    later = WeightGradStore() if plan.splits_backward else None
     seen = Seen(plan.stages_of(axes.pipeline.rank), plan.stages, later, torch.float32)
     Pipeline(plan, axes, _message(), later).evaluate(seen.calls(), micro_batches)
     return seen.losses, seen.modes, [gradient is None for gradient in seen.gradients().values()]
@@ -165,7 +165,7 @@ def test_an_evaluation_runs_forward_only_on_any_number_of_micro_batches(
 # What is wrong is said
 
 
-def _alone(actions: str, stages: int, later: Later | None = None) -> Pipeline:
+def _alone(actions: str, stages: int, later: WeightGradStore | None = None) -> Pipeline:
     """A pipeline of one rank that does what is written: `0F0 1F0 1B0 0B0`."""
     spelled = tuple(Action(int(word[0]), Kind(word[1]), int(word[2:])) for word in actions.split())
     plan = Schedule(
@@ -179,7 +179,7 @@ def _alone(actions: str, stages: int, later: Later | None = None) -> Pipeline:
     return Pipeline(plan, ALONE, _message(), later)
 
 
-def _calls(stages: int, later: Later | None = None) -> dict[int, StageCall]:
+def _calls(stages: int, later: WeightGradStore | None = None) -> dict[int, StageCall]:
     return Seen(tuple(range(stages)), stages, later, torch.float32).calls()
 
 
@@ -190,7 +190,7 @@ def test_a_schedule_that_splits_needs_stages_that_can() -> None:
 
 @pytest.mark.parametrize("actions", ["0F0", "0F0 0I0"])
 def test_a_schedule_that_leaves_a_pass_or_work_undone_is_refused(actions: str) -> None:
-    later = Later()
+    later = WeightGradStore()
     with pytest.raises(AssertionError, match="left something undone"):
         _alone(actions, 1, later).train(_calls(1, later))
 
@@ -236,7 +236,7 @@ def test_a_message_that_has_left_gives_up_its_memory(monkeypatch: pytest.MonkeyP
 
 
 def test_weight_gradients_wait_for_their_turn() -> None:
-    later = Later()
+    later = WeightGradStore()
     seen = Seen((0,), 1, later, torch.float32)
     order: list[str] = []
     seen.weights[0].register_post_accumulate_grad_hook(partial(_take, order))

@@ -28,14 +28,14 @@ from penstock.models.holdings import add_in_kernels, holdings
 from penstock.models.rank_model import embedding_places
 from penstock.moe import router
 from penstock.parallel.axes import Axes, Axis, make_axes
-from penstock.parallel.kit import Kit
 from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
+from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.symmetric import SymmetricBuffers
-from penstock.plan import stand_in as stand_in_module
+from penstock.plan import meta_rank
 from penstock.plan.activations import activations_of
 from penstock.plan.ledger import Ledger, Section
+from penstock.plan.meta_rank import MetaRank, Target, make_meta_rank
 from penstock.plan.pieces import Piece
-from penstock.plan.stand_in import StandIn, Target, stand_in
 from penstock.train.global_batch import MicroBatch
 from penstock.train.optimizer import MasterAdamW
 
@@ -44,11 +44,11 @@ FACTS = DeviceFacts(kind="cuda", name="none", target="none", packages=frozenset(
 
 SMALL = [
     # Every rank and every expert gets the same number of rows, so nothing is left to chance.
-    "model.moe.balance.force=true",
+    "model.moe.balance.force_load_balance=true",
     # As wide as a value, so that torch's fused attention of a CPU takes it.
-    "model.attention.value_head_dim=48",
+    "model.attention.v_head_dim=48",
     "model.layers=2",
-    "model.vocabulary=258",
+    "model.vocab_size=258",
     "training.sequence_length=32",
     "training.micro_batch=1",
     "evaluation.rows=0",
@@ -88,7 +88,7 @@ def _axes_without_groups(buffers: SymmetricBuffers) -> Axes:
 
 
 def _pieces_of(run: Run, axes: Axes, kernels: str, buffers: SymmetricBuffers | None) -> tuple[Piece, ...]:
-    kit = Kit(
+    layer_context = LayerContext(
         operators=OPERATORS[kernels],
         axes=axes,
         context_method=context_method(run),
@@ -96,12 +96,12 @@ def _pieces_of(run: Run, axes: Axes, kernels: str, buffers: SymmetricBuffers | N
         buffers=buffers,
         transfers=transfers_of(run, CPU),
     )
-    decoders = meta_stages(run, kit, {0: whole_model(run.model)})
+    decoders = meta_stages(run, layer_context, {0: whole_model(run.model)})
     set_dtypes(run, decoders.values(), axes, CPU)
     materialize(run, CPU, decoders.values())
     optimizer = MasterAdamW(holdings(decoders.values(), axes), run.optimizer, parallel=run.parallel, world=axes.world)
     add_in_kernels(decoders.values(), optimizer.gradient_of)
-    rank = StandIn(
+    rank = MetaRank(
         run=run,
         target=Target(device=FACTS),
         axes=axes,
@@ -144,7 +144,7 @@ def _as_a_gpu(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 def _batch(run: Run, axes: Axes) -> MicroBatch:
     shape = run.training.micro_batch, run.training.sequence_length // axes.context.size
     depths = run.model.mtp_layers
-    draw = partial(torch.randint, run.model.vocabulary, shape)
+    draw = partial(torch.randint, run.model.vocab_size, shape)
     reading = Reading(tokens_BS=draw(), positions_BS=draw(), ahead=tuple(draw() for _ in range(depths)))
     return MicroBatch(reading=reading, labels=tuple(draw() for _ in range(depths + 1)))
 
@@ -154,13 +154,13 @@ def pieces_without_memory(
 ) -> tuple[Piece, ...]:
     """The same by the plan."""
     run = small_run(overrides)
-    monkeypatch.setattr(stand_in_module, "kernel_choices", lambda run, device: ())
-    monkeypatch.setattr(stand_in_module, "operators", lambda choices: OPERATORS[kernels])
+    monkeypatch.setattr(meta_rank, "kernel_choices", lambda run, device: ())
+    monkeypatch.setattr(meta_rank, "operators", lambda choices: OPERATORS[kernels])
     if world > 1:
         start_fake_process_group(0, world)
     try:
         axes = _axes(run, world, per_node)
-        rank = stand_in(run, axes, Target(device=FACTS, ranks_per_node=per_node, imbalance=1.0))
+        rank = make_meta_rank(run, axes, Target(device=FACTS, ranks_per_node=per_node, imbalance=1.0))
         (stage,) = activations_of(rank)
     finally:
         stop_process_group()

@@ -8,7 +8,7 @@ from penstock.plan.rules.sizes import ModelFacts, Sizes
 V3 = ModelFacts(
     layers=61,
     dense_layers=3,
-    vocabulary=129280,
+    vocab_size=129280,
     head_counts=(128,),
     experts=256,
     top_k=8,
@@ -139,14 +139,14 @@ LEGAL = (
     ),
     Case(
         "passes-stand-beside-each-other",
-        {**EP8, **PP16, "overlap": "passes"},
-        {**EP8, **PP8X2, "overlap": "passes"},
+        {**EP8, **PP16, "overlap": "full"},
+        {**EP8, **PP8X2, "overlap": "full"},
         "not 1f1b on 16 ranks",
     ),
     Case(
         "captured-passes-are-not-cut-into-stages",
-        {**PP16, "capture": "parts"},
-        {"capture": "parts"},
+        {**PP16, "capture": "partial"},
+        {"capture": "partial"},
         "PP 16 has several",
     ),
 )

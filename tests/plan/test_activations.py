@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
-from penstock.plan import activations
-from penstock.plan import stand_in as stand_in_module
+from penstock.plan import activations, meta_rank
 from penstock.plan.pieces import Piece
 from tests.distributed.pool import Pool
 from tests.parallel.symmetric_ranks import run_ranks
@@ -61,7 +60,7 @@ def test_whatever_is_recomputed_a_pass_without_memory_keeps_the_same_bytes(
 
 FAMILIES = {
     "gpt-oss": ["model.moe.bias=true", "model.moe.clamped.limit=7", "model.moe.router.logit_bias=true"],
-    "llama4": ["model.moe.router.weigh=input", "model.moe.every=2", "model.dense_layers=0"],
+    "llama4": ["model.moe.router.weigh=input", "model.moe.moe_layer_freq=2", "model.dense_layers=0"],
 }
 
 
@@ -107,9 +106,9 @@ WAYS = {
     "sent": ["dispatch.method=all-to-all"],
     "sent, counts of the device": ["dispatch.method=all-to-all", "dispatch.sync_free=1"],
     "gathered": ["dispatch.method=all-gather"],
-    "gathered, bounded": ["dispatch.method=all-gather", "dispatch.sync_free=2", "dispatch.bound=1.5"],
-    # One layer alone has a shelf as large as itself.
-    "gathered, on a shelf": ["dispatch.method=all-gather", "dispatch.sync_free=2", "dispatch.bound=2.0"],
+    "gathered, bounded": ["dispatch.method=all-gather", "dispatch.sync_free=2", "dispatch.row_capacity_factor=1.5"],
+    # One layer alone has a arena as large as itself.
+    "gathered, on a arena": ["dispatch.method=all-gather", "dispatch.sync_free=2", "dispatch.row_capacity_factor=2.0"],
     "gathered, worst case": ["dispatch.method=all-gather", "dispatch.sync_free=3"],
     "padded": ["model.moe.balance.capacity_factor=2.0", "model.moe.balance.pad_to_capacity=true"],
 }
@@ -117,7 +116,7 @@ WAYS = {
 
 BY_KERNELS = [
     *((way, "reference") for way in WAYS),
-    pytest.param("gathered, on a shelf", "triton", marks=pytest.mark.slow),
+    pytest.param("gathered, on a arena", "triton", marks=pytest.mark.slow),
 ]
 
 
@@ -146,7 +145,7 @@ def test_tokens_that_cross_nodes_keep_the_same_bytes(ranks: Pool, monkeypatch: p
     overrides = ["parallel.expert=4", "training.global_batch=4", "dispatch.method=hierarchical"]
     overrides.append("dispatch.sync_free=3")
     expected, *_ = ranks.run(4, pieces_with_memory, overrides, "reference", 4, 2)
-    monkeypatch.setattr(stand_in_module, "buffer_sizes", lambda run, axes: None)
+    monkeypatch.setattr(meta_rank, "buffer_sizes", lambda run, axes: None)
     compare(expected, pieces_without_memory(overrides, "reference", 4, monkeypatch, per_node=2))
 
 

@@ -1,4 +1,4 @@
-"""A run put together from pieces of a miniature holds, and takes, what the run itself does."""
+"""A run put together from pieces of a proxy model holds, and takes, what the run itself does."""
 
 import pytest
 
@@ -13,12 +13,12 @@ from penstock.plan.composer import Composer, is_composable
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.layer_kinds import first_of_kinds, layers_in_order
 from penstock.plan.memory import memory_of, ranks_that_differ
+from penstock.plan.meta_rank import Target
 from penstock.plan.project import USUAL, overheads_of, project, target_of
-from penstock.plan.stand_in import Target
 
 TARGET = Target(device=named_device("H200", "bf16"))
 LITE, V3 = "deepseek-v2-lite-6l", "deepseek-v3-8l"
-EVERY = ["model.moe.every=2"]
+EVERY = ["model.moe.moe_layer_freq=2"]
 LOCAL = [f"model.attention.local.{one}" for one in ("kind=window", "size=1024", "global_every=3")]
 FLOAT8 = [f"float8.{part}=blockwise" for part in ("dense", "experts", "dispatch")]
 FOUR_KINDS = [*EVERY, *LOCAL, "model.dense_ffn_size=4096", "parallel.expert=8", "parallel.pipeline=2"]

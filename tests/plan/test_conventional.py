@@ -13,7 +13,7 @@ from penstock.kernels.device_facts import named_device
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.plan.conventional import conventional, separate_expert_ffn
 from penstock.plan.memory import memory_of
-from penstock.plan.stand_in import Target
+from penstock.plan.meta_rank import Target
 from tests.closeness import assert_close
 
 TOKENS, TOP_K, HIDDEN, WIDTH, EXPERTS = 24, 2, 32, 16, 3

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.layout.actions import Kind
 from penstock.layout.schedules import BESIDE, SCHEDULES, schedule
-from penstock.plan.held import Shape, enough, standings
+from penstock.plan.held import Shape, enough, peak_points
 
 SIZES = st.lists(st.integers(0, 1000), min_size=4, max_size=4)
 
@@ -18,7 +18,7 @@ def most_held(shape: Shape, rank: int, kept: Sequence[int], left: Sequence[int])
     sizes = [*kept[: shape.stages_per_rank], *left[: shape.stages_per_rank]]
     return max(
         sum(count * size for count, size in zip((*one.kept, *one.left), sizes, strict=True))
-        for one in standings(shape, rank)
+        for one in peak_points(shape, rank)
     )
 
 
@@ -57,7 +57,7 @@ def test_a_short_step_holds_as_much_as_a_long_one(
 
 
 def test_a_list_of_hundreds_of_actions_has_few_standings() -> None:
-    assert len(standings(Shape("1f1b", 16, 1, enough("1f1b", 16, 512)), 0)) == 2
+    assert len(peak_points(Shape("1f1b", 16, 1, enough("1f1b", 16, 512)), 0)) == 2
 
 
 @given(
@@ -69,7 +69,7 @@ def test_no_standing_is_left_beside_which_another_holds_as_much_everywhere(
     name: str, ranks: int, data: st.DataObject
 ) -> None:
     shape = Shape(name, ranks, SCHEDULES[name].fewest, 2 * ranks)
-    found = standings(shape, data.draw(st.integers(0, ranks - 1)))
+    found = peak_points(shape, data.draw(st.integers(0, ranks - 1)))
     for one in found:
         others = [other for other in found if other.work == one.work and other is not one]
         assert not any(all(map(ge, other.counts, one.counts)) for other in others)
@@ -78,7 +78,7 @@ def test_no_standing_is_left_beside_which_another_holds_as_much_everywhere(
 def alike(shape: Shape, rank: int) -> list[tuple[list[tuple[int, Kind]], tuple[int, ...]]]:
     """Standings of a rank, its stages counted from 0."""
     place = {stage: number for number, stage in enumerate(shape.stages_of(rank))}
-    return [([(place[stage], kind) for stage, kind in one.work], one.counts) for one in standings(shape, rank)]
+    return [([(place[stage], kind) for stage, kind in one.work], one.counts) for one in peak_points(shape, rank)]
 
 
 def holds_as_much(shape: Shape, rank: int, other: int) -> bool:

@@ -27,7 +27,7 @@ LAYOUTS = {
     "divided": ("2xH200",),
     "whole": ("2xH200", "parallel.shard=none"),
     "FSDP": ("2xH200", "parallel.shard=full"),
-    "experts and graphs": ("2xH200", "parallel.expert=2", "dispatch.sync_free=2", "graphs.capture=passes"),
+    "experts and graphs": ("2xH200", "parallel.expert=2", "dispatch.sync_free=2", "graphs.capture=full"),
     "pipeline": ("2xH200", "parallel.pipeline=2"),
 }
 

@@ -7,7 +7,7 @@ import pytest
 from penstock.config.load import load_run
 from penstock.kernels.device_facts import named_device
 from penstock.plan.memory import Memory, Overheads, memory_of, ranks_that_differ, worst_rank
-from penstock.plan.stand_in import Target
+from penstock.plan.meta_rank import Target
 
 TARGET = Target(device=named_device("H200", "bf16"), imbalance=1.0)
 FOUR_LAYERS = ("deepseek-v2-lite-4l", ["training.global_batch=8", "training.micro_batch=2"])
@@ -63,7 +63,7 @@ def test_memory_that_gpus_share_is_planned_where_a_node_has_several() -> None:
 
 
 def test_a_pool_of_a_captured_pass_is_not_for_the_update() -> None:
-    assert planned("graphs.capture=passes", "parallel.shard=optimizer", world=2).graph_pool > 0
+    assert planned("graphs.capture=full", "parallel.shard=optimizer", world=2).graph_pool > 0
 
 
 PIPELINE = ["parallel.pipeline=2", "pipeline.layout=Ett|ttL"]
@@ -113,13 +113,24 @@ def test_layers_that_stay_in_16_bits_have_no_copies() -> None:
 
 
 def test_experts_in_8_bits_keep_on_a_shelf_what_all_layers_together_need() -> None:
-    def held(layer_bound: float, *overrides: str) -> tuple[int, int]:
-        base = ["parallel.expert=2", "dispatch.method=all-gather", "dispatch.sync_free=2", "dispatch.bound=1.5"]
-        memory = planned(*base, "float8.experts=blockwise", f"dispatch.layer_bound={layer_bound}", *overrides, world=2)
+    def held(layer_capacity_factor: float, *overrides: str) -> tuple[int, int]:
+        base = [
+            "parallel.expert=2",
+            "dispatch.method=all-gather",
+            "dispatch.sync_free=2",
+            "dispatch.row_capacity_factor=1.5",
+        ]
+        memory = planned(
+            *base,
+            "float8.experts=blockwise",
+            f"dispatch.layer_capacity_factor={layer_capacity_factor}",
+            *overrides,
+            world=2,
+        )
         return memory.terms["ffn.experts"], memory.terms["ffn.dispatch"]
 
     (kept, places), (kept_of_more, more_places) = held(1.5), held(2.0)
     # Only tables of places grow with the room of a layer.
     assert kept_of_more == pytest.approx(kept, rel=1e-3) and more_places > places
     with_biases = "model.moe.bias=true"
-    assert held(1.5, with_biases) == held(2.0, with_biases), "they have no shelf"
+    assert held(1.5, with_biases) == held(2.0, with_biases), "they have no arena"

@@ -33,6 +33,7 @@ from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
 from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import load_hardware
+from penstock.plan.meta_rank import Target, make_meta_rank
 from penstock.plan.project import device_of
 from penstock.plan.rules import legal
 from penstock.plan.rules.book import (
@@ -48,7 +49,6 @@ from penstock.plan.rules.order import ORDER
 from penstock.plan.rules.rule import Rule
 from penstock.plan.rules.sizes import MOST_MAPPED, Sizes, facts_of, sizes_of
 from penstock.plan.rules.table import TABLE
-from penstock.plan.stand_in import Target, stand_in
 from tests.config.small import SMALL, unchecked_run
 from tests.examples import examples
 from tests.plan.rule_cases import CASES, DENSE, EP8, EP16, PLAIN, PP8X2, V3, Case
@@ -149,7 +149,7 @@ def random_sizes() -> st.SearchStrategy[Sizes]:
         shard=st.sampled_from(("none", "optimizer", "full")),
         overlap=st.sampled_from(("none", "shared", "halves", "passes")),
         context_method=st.sampled_from(("auto", "all-gather", "ulysses")),
-        capture=st.sampled_from(("none", "passes", "parts", "auto")),
+        capture=st.sampled_from(("none", "full", "partial", "auto")),
         reduce=st.sampled_from(("fp32", "bf16")),
         offloads_optimizer=st.booleans(),
     )
@@ -184,9 +184,9 @@ def runs(draw: st.DrawFn) -> tuple[Run, int]:
         f"dispatch.sync_free={draw(st.integers(0, 3))}",
         f"dispatch.method={draw(st.sampled_from(('auto', 'all-to-all', 'all-gather', 'symmetric', 'deep-ep')))}",
         f"dispatch.overlap={draw(st.sampled_from(('none', 'shared', 'halves', 'passes')))}",
-        f"graphs.capture={draw(st.sampled_from(('none', 'passes', 'parts')))}",
+        f"graphs.capture={draw(st.sampled_from(('none', 'full', 'partial')))}",
         f"model.dense_layers={draw(st.sampled_from((0, 1)))}",
-        f"model.moe.every={draw(st.sampled_from((1, 1, 3)))}",
+        f"model.moe.moe_layer_freq={draw(st.sampled_from((1, 1, 3)))}",
         f"model.moe.shared_ffn_size={draw(st.sampled_from((0, 128)))}",
     ]
     kind = draw(st.sampled_from(("plain", "plain", "plain", "pads", "dense")))
@@ -374,7 +374,7 @@ def test_the_dispatcher_of_sizes_is_the_one_that_the_model_gets(
     start_fake_process_group(0, world)
     try:
         axes = make_axes(grid_of(run, world), embedding_places(run), 0, H200.node.devices)
-        rank = stand_in(run, axes, Target(device=named_device("H200", "bf16"), ranks_per_node=H200.node.devices))
+        rank = make_meta_rank(run, axes, Target(device=named_device("H200", "bf16"), ranks_per_node=H200.node.devices))
     finally:
         stop_process_group()
     (kind,) = {type(module.dispatcher) for module in rank.decoders[0].modules() if isinstance(module, MoE)}

@@ -39,11 +39,11 @@ LAYOUTS = {
         "dispatch.sync_free=2",
     ),
     "FSDP": ("2xH200", "parallel.shard=full"),
-    "TP": ("2xH200", "parallel.tensor=2", "model.vocabulary=258"),
+    "TP": ("2xH200", "parallel.tensor=2", "model.vocab_size=258"),
     "CP": ("2xH200", "parallel.context=2"),
     "1F1B": ("2xH200", *PP2),
     "zero bubble": ("2xH200", *PP2, "pipeline.schedule=zb-1f1b"),
-    "graphs": ("1xH200", "graphs.capture=passes"),
+    "graphs": ("1xH200", "graphs.capture=full"),
     "recompute": ("1xH200", 'recompute.modules=["layer"]'),
     "optimizer on the host": ("2xH200", "offload.optimizer=true"),
     "activations on the host": ("1xH200", 'offload.activations=["layer"]'),
@@ -73,14 +73,14 @@ def test_a_rate_is_tokens_over_seconds_and_devices() -> None:
 
 
 def test_a_small_model_waits_for_its_host_unless_it_is_captured() -> None:
-    eager, captured = time_of("1xH200"), time_of("1xH200", "graphs.capture=passes")
+    eager, captured = time_of("1xH200"), time_of("1xH200", "graphs.capture=full")
     assert eager.ranks[0].host > 0.5 * eager.step_seconds
     assert captured.step_seconds < eager.step_seconds
     assert captured.ranks[0].compute == pytest.approx(eager.ranks[0].compute)
 
 
 def test_what_is_recomputed_costs_time() -> None:
-    captured = "graphs.capture=passes"
+    captured = "graphs.capture=full"
     plain, again = time_of("1xH200", captured), time_of("1xH200", captured, 'recompute.modules=["layer"]')
     assert again.ranks[0].compute > 1.1 * plain.ranks[0].compute
 
@@ -104,7 +104,7 @@ def test_weight_gradients_that_are_put_off_leave_less_of_a_bubble() -> None:
 
 
 def test_a_slower_chip_takes_longer() -> None:
-    captured = "graphs.capture=passes"
+    captured = "graphs.capture=full"
     assert time_of("1xB200", captured).step_seconds < time_of("1xH100", captured).step_seconds
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.kernels.launching import counts_on_host, start_kernel
-from penstock.parallel.flight import Transfers
+from penstock.parallel.async_transfer import Transfers
 from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
 from penstock.plan.hardware import Group
 from penstock.plan.ledger import Ledger

@@ -117,8 +117,8 @@ def test_expert_ranks_are_swept_by_dispatcher() -> None:
 
 
 def test_any_field_can_be_swept_by_its_path() -> None:
-    (point,) = sweep(run_of(), CLUSTER, "model.vocabulary", ("300",), MadeUp())
-    assert projected(point).run.model.vocabulary == 300
+    (point,) = sweep(run_of(), CLUSTER, "model.vocab_size", ("300",), MadeUp())
+    assert projected(point).run.model.vocab_size == 300
 
 
 def test_a_value_that_a_rule_refuses_is_told_with_the_rule_and_the_planner_is_not_asked() -> None:

@@ -12,8 +12,8 @@ from penstock.layout.clock import even_costs, play
 from penstock.layout.schedules import schedule
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.memory import Memory, memory_of, ranks_that_differ
+from penstock.plan.meta_rank import Target
 from penstock.plan.projection import Plan, Projection, RankTime, Refusal, StepTime, layout_of
-from penstock.plan.stand_in import Target
 
 PRESET, WORLD = "deepseek-v2-lite-4l", 2
 BASE = ["training.global_batch=16", "training.micro_batch=2", "parallel.pipeline=2"]

@@ -17,7 +17,7 @@ from penstock.kernels.float8 import attention_reference, expert_ffn, packed_rows
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8
 from penstock.models.float8_linear import Float8Weight, float8_linear, float8_swiglu_network
-from penstock.moe.dispatch.cargo import Packing
+from penstock.moe.dispatch.payload import WireFormat
 from penstock.trace.calls import calls_of
 from penstock.trace.events import NONE, Trace
 from penstock.trace.expert_rows import PACKED_ITEM, packed_row_bytes, products_of, received_rows
@@ -242,7 +242,7 @@ def test_packed_rows_are_moved_by_numbers_of_eight_bytes() -> None:
         seen.append(rows.itemsize)
         return rows
 
-    packing = Packing(recipe=BLOCKWISE)
+    packing = WireFormat(recipe=BLOCKWISE)
     packing.load(torch.randn(4, 256)).moved(out, out)
     assert seen == [PACKED_ITEM]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.layout.pieces import Cut, local_shape, pieces, rows_of_shard
-from penstock.parallel.holding import Part
+from penstock.parallel.param_shard import Part
 from penstock.train.manifest import Written, merge
 from penstock.train.parts import write_parts
 

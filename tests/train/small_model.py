@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from penstock.config.training import Optimizer
 from penstock.parallel.axes import Axis
-from penstock.parallel.holding import Holding
+from penstock.parallel.param_shard import ParamShard
 
 SETTINGS = Optimizer(learning_rate=1e-2, weight_decay=0.1)
 
@@ -45,11 +45,11 @@ def tokens(seed: int, count: int = 24) -> Tensor:
     return torch.randint(V, (count,), generator=torch.Generator().manual_seed(seed))
 
 
-def holdings_of(module: nn.Module) -> list[Holding]:
+def holdings_of(module: nn.Module) -> list[ParamShard]:
     """The trained parameters of a module that one rank holds whole; a tied parameter comes once."""
     data = Axis(name="data")
     return [
-        Holding(name=name, parameter=parameter, shape=tuple(parameter.shape), cuts=(), data=data)
+        ParamShard(name=name, parameter=parameter, shape=tuple(parameter.shape), cuts=(), data=data)
         for name, parameter in module.named_parameters()
         if parameter.requires_grad
     ]

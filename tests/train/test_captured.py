@@ -17,7 +17,7 @@ from penstock.kernels.choose import Choice
 from penstock.layout.experts import ExpertPlacement
 from penstock.models.holdings import holdings
 from penstock.models.rank_model import RankModel
-from penstock.moe.dispatch.room import Room, make_room
+from penstock.moe.dispatch.row_capacity import RowCapacity, make_room
 from penstock.train.captured import CapturedPasses, copy_of, fill
 from penstock.train.captured_parts import CapturedParts
 from penstock.train.choose_capture import choose_capture, why_not
@@ -164,7 +164,7 @@ def test_the_memory_of_a_graph_is_told_once(tmp_path: Path) -> None:
 def test_a_step_that_is_made_again_gives_the_graph_up_and_the_next_one_captures_another(tmp_path: Path) -> None:
     recorded = Recorded()
     model, optimizer, rule = started(tiny_run(tmp_path), CapturedPasses(is_asked_for=True, capture=recorded.capture))
-    model.whole.room = Room(ExpertPlacement(experts=4), 1.0)
+    model.whole.room = RowCapacity(ExpertPlacement(experts=4), 1.0)
     whole = [cut(random_batch(4, 12, seed=seed), rule.cut) for seed in range(4)]
     for batch in whole[:2]:
         rule.passes(model, batch, rule.loss)
@@ -241,7 +241,7 @@ def test_nobody_asks_nobody_is_told(tmp_path: Path) -> None:
 
 
 def test_on_a_gpu_passes_are_captured_whether_asked_for_or_left_to_us(tmp_path: Path) -> None:
-    for capture in ("passes", "auto"):
+    for capture in ("full", "auto"):
         run = tiny_run(tmp_path, device="cuda", graphs=Graphs(capture=capture))
         passes, note = choose_capture(run, GPU, ())
         assert passes is not None
@@ -275,13 +275,13 @@ def test_auto_captures_parts_where_the_host_reads_how_many_rows_travel(tmp_path:
 
 
 def test_parts_are_captured_if_they_are_asked_for(tmp_path: Path) -> None:
-    run = tiny_run(tmp_path, device="cuda", graphs=Graphs(capture="parts"))
+    run = tiny_run(tmp_path, device="cuda", graphs=Graphs(capture="partial"))
     parts, note = choose_capture(run, GPU, (EXPERTS_BY_REFERENCE,))
     assert isinstance(parts, CapturedParts)
     assert note == "parts of layers, from the second step on"
-    with pytest.raises(KernelError, match="graphs.capture=parts cannot be had: the reference form of permute reads"):
+    with pytest.raises(KernelError, match="graphs.capture=partial cannot be had: the reference form of permute reads"):
         choose_capture(run, GPU, REFERENCE)
-    with pytest.raises(DeviceError, match="graphs.capture=parts needs a GPU; got device cpu"):
+    with pytest.raises(DeviceError, match="graphs.capture=partial needs a GPU; got device cpu"):
         choose_capture(run, CPU, ())
 
 
@@ -292,7 +292,7 @@ def test_kernels_that_read_counts_are_no_part_of_a_graph(tmp_path: Path) -> None
         None,
         "none: the reference form of permute reads counts on the host",
     )
-    asked = tiny_run(tmp_path, graphs=Graphs(capture="passes"), **changes)
+    asked = tiny_run(tmp_path, graphs=Graphs(capture="full"), **changes)
     with pytest.raises(KernelError, match="the reference form of permute reads counts on the host; fix: leave kernels"):
         choose_capture(asked, GPU, REFERENCE)
 
@@ -308,8 +308,6 @@ def test_a_cpu_has_no_graphs(tmp_path: Path) -> None:
     session.state.batches.close()
     assert session.graphs is None
     assert session.graphs_note == "none: device cpu has no graphs"
-    asked = tiny_run(tmp_path, device="auto", graphs=Graphs(capture="passes"))
-    with pytest.raises(
-        DeviceError, match="graphs.capture=passes needs a GPU; got device cpu; fix: graphs.capture=auto"
-    ):
+    asked = tiny_run(tmp_path, device="auto", graphs=Graphs(capture="full"))
+    with pytest.raises(DeviceError, match="graphs.capture=full needs a GPU; got device cpu; fix: graphs.capture=auto"):
         choose_capture(asked, CPU, ())

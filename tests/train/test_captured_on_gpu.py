@@ -58,7 +58,7 @@ def _train(session: Session, steps: int = 5) -> tuple[list[StepResult], list[flo
 )
 def test_replayed_passes_give_the_bits_of_eager_ones(overrides: tuple[str, ...], tmp_path: Path) -> None:
     eager, eager_held_out, eager_state = _train(_start(tmp_path, *overrides))
-    session = _start(tmp_path, *overrides, "graphs.capture=passes")
+    session = _start(tmp_path, *overrides, "graphs.capture=full")
     replayed, held_out, state = _train(session)
     assert session.graphs is not None
     assert session.graphs.pool_bytes > 0
@@ -78,7 +78,7 @@ def test_replayed_passes_give_the_bits_of_eager_ones(overrides: tuple[str, ...],
 )
 def test_replayed_parts_give_the_bits_of_eager_layers(overrides: tuple[str, ...], tmp_path: Path) -> None:
     eager, eager_held_out, eager_state = _train(_start(tmp_path, *overrides))
-    session = _start(tmp_path, *overrides, "graphs.capture=parts")
+    session = _start(tmp_path, *overrides, "graphs.capture=partial")
     replayed, held_out, state = _train(session)
     assert session.graphs is not None
     assert session.graphs.pool_bytes > 0
@@ -87,7 +87,7 @@ def test_replayed_parts_give_the_bits_of_eager_layers(overrides: tuple[str, ...]
         assert torch.equal(state[name], tensor), name
 
 
-@pytest.mark.parametrize("capture", ["auto", "parts"])
+@pytest.mark.parametrize("capture", ["auto", "partial"])
 def test_a_graph_that_was_given_up_is_captured_again(capture: str, tmp_path: Path) -> None:
     eager, _, _ = _train(_start(tmp_path), 4)
     session = _start(tmp_path, f"graphs.capture={capture}")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.base.errors import CheckpointError
 from penstock.layout.pieces import Piece
-from penstock.parallel.holding import Part, whole
+from penstock.parallel.param_shard import Part, whole
 from penstock.train import checkpoint, parts
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.manifest import FACTS, MANIFEST, Written, read_manifest, write_manifest

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.base.errors import CheckpointError
-from penstock.parallel.holding import Part, whole
+from penstock.parallel.param_shard import Part, whole
 from penstock.train import checkpoint
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.manifest import Written

@@ -70,7 +70,7 @@ def test_measuring_leaves_weights_loads_gradients_and_mode_alone(model: RankMode
 
 def test_an_untrained_model_costs_what_a_uniform_guess_costs(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
-    run = run.model_copy(update={"model": run.model.model_copy(update={"initial_std": 1e-4})})
+    run = run.model_copy(update={"model": run.model.model_copy(update={"initializer_range": 1e-4})})
     assert_close(measure(one_rank(run), rows_of(4)).loss, math.log(17), tolerance=1e-4)
 
 

@@ -16,7 +16,7 @@ from penstock.config.run import Run
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.weights import load_huggingface
-from penstock.parallel.holding import whole
+from penstock.parallel.param_shard import whole
 from penstock.train import export
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.export import INDEX_FILE, export_huggingface
@@ -144,8 +144,8 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_model_that_is_not_the_checkpoints_is_refused(tmp_path: Path) -> None:
     run = tiny_run(tmp_path)
     _save(_store(tmp_path / "saved"), run, _model(run))
-    other = run.model_copy(update={"model": tiny_model(norm_epsilon=1e-3)})
-    with pytest.raises(CheckpointError, match=r"of another model; got model\.norm_epsilon = 0\.001"):
+    other = run.model_copy(update={"model": tiny_model(rms_norm_eps=1e-3)})
+    with pytest.raises(CheckpointError, match=r"of another model; got model\.rms_norm_eps = 0\.001"):
         export_huggingface(other, _store(tmp_path / "saved"), 1, tmp_path / "out", "fp32")
 
 

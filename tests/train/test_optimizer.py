@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.parallel.holding import Holding
+from penstock.parallel.param_shard import ParamShard
 from penstock.train.adamw import is_decayed
 from penstock.train.optimizer import MasterAdamW, clip_divisor
 from tests.closeness import assert_close
@@ -27,7 +27,7 @@ def _step(optimizer: torch.optim.Optimizer, rate: float) -> None:
     optimizer.step()
 
 
-def _held(weight: nn.Parameter) -> list[Holding]:
+def _held(weight: nn.Parameter) -> list[ParamShard]:
     """One parameter of this name."""
     module = nn.Module()
     module.register_parameter("weight", weight)

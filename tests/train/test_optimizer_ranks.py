@@ -20,7 +20,7 @@ from penstock.config.parallel import Offload, Parallel
 from penstock.layout.grid import Grid
 from penstock.layout.pieces import Cut, Piece
 from penstock.parallel.axes import Axes, make_axes
-from penstock.parallel.holding import Holding, Part
+from penstock.parallel.param_shard import ParamShard, Part
 from penstock.parallel.shard import shard_fully
 from penstock.train.optimizer import MasterAdamW
 from tests.closeness import assert_close
@@ -146,10 +146,10 @@ def _train(case: Case) -> Outcome:
     axes = make_axes(case.grid, shard_size=case.parallel.shard_size)
     tensor = axes.tensor
 
-    def holding(name: str, parameter: nn.Parameter) -> Holding:
+    def holding(name: str, parameter: nn.Parameter) -> ParamShard:
         cuts = _cuts(name, axes)
         partial = (tensor,) if tensor.size > 1 and not cuts else ()
-        return Holding(
+        return ParamShard(
             name=name, parameter=parameter, shape=SHAPES[name], cuts=cuts, data=axes.dense_data, partial=partial
         )
 
@@ -258,7 +258,7 @@ def _load(case: Case, saved: dict[str, Tensor]) -> dict[str, Tensor]:
     axes = make_axes(case.grid)
     model = _model(case, lambda _, whole: torch.zeros_like(whole))
     holdings = [
-        Holding(name=name, parameter=one, shape=SHAPES[name], cuts=(), data=axes.dense_data)
+        ParamShard(name=name, parameter=one, shape=SHAPES[name], cuts=(), data=axes.dense_data)
         for name, one in model.named_parameters()
     ]
     offload = Offload(optimizer=case.offload)
@@ -299,7 +299,7 @@ def test_memory_is_known_before_there_is_any(
         model = nn.Linear(8, 16, bias=False, device="meta", dtype=torch.float32 if full else torch.bfloat16)
         if full:
             shard_fully([], model, data, settings, torch.device("cpu"), torch.bfloat16, ignored=set(), inner={})
-        holding = Holding(name="weight", parameter=model.weight, shape=(16, 8), cuts=(), data=data)
+        holding = ParamShard(name="weight", parameter=model.weight, shape=(16, 8), cuts=(), data=data)
         memory = MasterAdamW([holding], SETTINGS, parallel=settings, offload=Offload(optimizer=offload)).memory()
     finally:
         dist.destroy_process_group()

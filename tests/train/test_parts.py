@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from penstock.layout.pieces import Piece
-from penstock.parallel.holding import Part, whole
+from penstock.parallel.param_shard import Part, whole
 from penstock.train import parts
 from penstock.train.parts import fill_parts, write_parts
 from tests.examples import examples

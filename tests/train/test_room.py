@@ -20,7 +20,7 @@ LAYOUTS = (
     ("training.precision=bf16", "parallel.shard=full", "training.micro_batch=1"),
     ("training.precision=bf16", "parallel.shard=none", "training.micro_batch=1"),
     ("parallel.expert=2", "parallel.expert_tensor=2", "training.micro_batch=1"),
-    ("parallel.tensor=2", "model.vocabulary=258", "training.micro_batch=2"),
+    ("parallel.tensor=2", "model.vocab_size=258", "training.micro_batch=2"),
     ("training.precision=bf16", "offload.optimizer=true", "training.micro_batch=1"),
 )
 

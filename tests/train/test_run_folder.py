@@ -155,7 +155,7 @@ def test_what_a_run_is_may_not_change(override: str, field: str, run: Run) -> No
 def test_a_field_is_bound_by_whole_words_of_its_path() -> None:
     assert is_bound("model.layers")
     assert is_bound("data.files")
-    assert not is_bound("model.moe.balance.force")
+    assert not is_bound("model.moe.balance.force_load_balance")
     assert not is_bound("training.sequence")
 
 

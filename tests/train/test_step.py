@@ -75,7 +75,7 @@ def test_one_micro_batch_of_eight_rows_and_eight_of_one_give_the_same_gradients(
 def test_products_that_add_to_the_sums_give_the_gradients_of_autograd(
     is_tied: bool, recompute: tuple[str, ...], tmp_path: Path
 ) -> None:
-    model = tiny_model(tied_embeddings=is_tied)
+    model = tiny_model(tie_word_embeddings=is_tied)
     run = tiny_run(tmp_path, model=model, recompute=Recompute(modules=recompute))
     batch = random_batch(8, 12)
     expected, expected_result = gradients_of(run, batch, 2)

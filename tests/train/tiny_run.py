@@ -38,7 +38,7 @@ def tiny_model(**changes: Any) -> Model:
         "layers": 2,
         "dense_layers": 1,
         "dense_ffn_size": 24,
-        "attention": LatentAttention(heads=2, kv_latent=8, plain_head_dim=6, rotary_head_dim=4, value_head_dim=6),
+        "attention": LatentAttention(heads=2, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=6),
         "moe": Moe(
             experts=4,
             top_k=2,
@@ -48,7 +48,7 @@ def tiny_model(**changes: Any) -> Model:
             balance=Balance(auxiliary="sequence", auxiliary_weight=1e-2),
         ),
         "mtp_layers": 1,
-        "initial_std": 0.2,
+        "initializer_range": 0.2,
     }
     return Model.model_validate(fields | changes)
 

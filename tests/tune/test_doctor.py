@@ -157,7 +157,7 @@ def test_what_a_run_does_already_is_not_offered() -> None:
     overrides = (
         "dispatch.method=symmetric",
         "dispatch.sync_free=2",
-        "graphs.capture=passes",
+        "graphs.capture=full",
         "dispatch.overlap=shared",
     )
     found = costs(idle_us=30_000.0, sync_idle_us=9_000.0, **vars_of(SENT))
@@ -177,9 +177,9 @@ def test_what_the_config_would_refuse_is_not_offered() -> None:
 def test_graphs_of_a_run_whose_host_counts_rows_come_with_a_bound() -> None:
     found = evidence(costs(idle_us=50_000.0))
     counted = diagnose(with_run(found, "dispatch.method=all-gather"))
-    assert 'graphs.capture="passes" dispatch.sync_free=2' in [one.change for one in counted.remedies]
+    assert 'graphs.capture="full" dispatch.sync_free=2' in [one.change for one in counted.remedies]
     free = diagnose(with_run(found, "dispatch.method=symmetric"))
-    assert 'graphs.capture="passes"' in [one.change for one in free.remedies]
+    assert 'graphs.capture="full"' in [one.change for one in free.remedies]
 
 
 def test_kernels_that_a_graph_launched_need_no_graph() -> None:

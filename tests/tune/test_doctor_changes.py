@@ -92,10 +92,10 @@ def test_a_change_that_comes_down_to_the_same_run_is_not_offered(monkeypatch: py
 
 def test_another_form_of_a_change_is_offered_where_the_first_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     def project(run: Run) -> tuple[float, int]:
-        return 0.1, CAPACITY + (GB if run.graphs.capture == "passes" else -GB)
+        return 0.1, CAPACITY + (GB if run.graphs.capture == "full" else -GB)
 
     changes = offered(judged(monkeypatch, traced("dispatch.method=symmetric"), project))
-    assert changes.get('graphs.capture="parts"') == "launches-in-one-call"
+    assert changes.get('graphs.capture="partial"') == "launches-in-one-call"
 
 
 def test_without_a_trace_no_gain_is_more_than_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from penstock.config.load import load_run
 from penstock.tune.ladder import Ground, Outcome, balancing, climb, gains, loss_gap
-from penstock.tune.rungs import LADDER, Rung
+from penstock.tune.rungs import LADDER, LadderStep
 from penstock.tune.trial import Failure, Figures, Trial
 from tests.tune.trials import figures
 
 RUNGS = (
-    Rung(name="ground", change=("dispatch.sync_free=0",)),
-    Rung(name="one", change=("dispatch.sync_free=1",)),
-    Rung(name="two", change=("kernels.norm=torch",)),
-    Rung(name="larger", micro_batch_times=2),
-    Rung(name="top", change=("kernels.rope=reference",)),
+    LadderStep(name="ground", change=("dispatch.sync_free=0",)),
+    LadderStep(name="one", change=("dispatch.sync_free=1",)),
+    LadderStep(name="two", change=("kernels.norm=torch",)),
+    LadderStep(name="larger", micro_batch_times=2),
+    LadderStep(name="top", change=("kernels.rope=reference",)),
 )
 
 OWN = ("training.micro_batch=1",)
@@ -52,7 +52,7 @@ def ground(processes: int = 1, *, has_gpu: bool = False, own: tuple[str, ...] = 
 
 
 def climbed(
-    bench: Bench, rungs: Sequence[Rung] = RUNGS, *, wanted: Sequence[str] = (), **changes: int
+    bench: Bench, rungs: Sequence[LadderStep] = RUNGS, *, wanted: Sequence[str] = (), **changes: int
 ) -> list[Outcome]:
     names = frozenset(wanted or [rung.name for rung in rungs])
     return list(climb(rungs, names, ground(**changes), bench))
@@ -130,7 +130,7 @@ def test_what_is_slower_because_steps_were_made_twice_says_how_many(twice: int, 
 
 def test_the_ground_stays_even_if_it_fails() -> None:
     bench = Bench("ground")
-    outcomes = climbed(bench, (Rung(name="ground", change=("kernels.norm=reference",)), RUNGS[1]))
+    outcomes = climbed(bench, (LadderStep(name="ground", change=("kernels.norm=reference",)), RUNGS[1]))
     assert "kernels.norm=reference" in bench.seen["one"].overrides
     assert outcomes[1].figures is not None
     assert gains(outcomes)[1] is not None
@@ -148,8 +148,8 @@ def test_what_the_rules_refuse_is_a_row_and_starts_nothing() -> None:
     bench = Bench()
     rungs = (
         RUNGS[0],
-        Rung(name="wrong", change=("kernels.norm=magic",)),
-        Rung(name="huge", micro_batch_times=64),
+        LadderStep(name="wrong", change=("kernels.norm=magic",)),
+        LadderStep(name="huge", micro_batch_times=64),
         RUNGS[2],
     )
     outcomes = climbed(bench, rungs)
@@ -160,7 +160,7 @@ def test_what_the_rules_refuse_is_a_row_and_starts_nothing() -> None:
 
 
 def test_a_rung_that_means_nothing_here_is_left_out_with_the_reason() -> None:
-    outcomes = climbed(Bench(), (RUNGS[0], Rung(name="graphs", needs=("gpu",)), RUNGS[2]))
+    outcomes = climbed(Bench(), (RUNGS[0], LadderStep(name="graphs", needs=("gpu",)), RUNGS[2]))
     assert (outcomes[1].state, outcomes[1].reason, outcomes[1].overrides) == ("skipped", "there is no GPU", ())
 
 
@@ -187,7 +187,7 @@ def test_a_dense_model_climbs_what_is_left() -> None:
 def test_the_gains_of_both_kinds_make_up_the_gain_over_the_first(rungs: list[tuple[bool, float | None]]) -> None:
     outcomes = [
         Outcome(
-            rung=Rung(name=f"r{place}", micro_batch_times=2 if is_size else 1),
+            rung=LadderStep(name=f"r{place}", micro_batch_times=2 if is_size else 1),
             state="failed" if speed is None else "ran",
             figures=None if speed is None else figures(speed),
         )
@@ -204,10 +204,10 @@ def test_the_gains_of_both_kinds_make_up_the_gain_over_the_first(rungs: list[tup
 
 def test_the_gain_of_a_larger_micro_batch_is_kept_apart() -> None:
     outcomes = [
-        Outcome(rung=Rung(name="a"), state="ran", figures=figures(100.0)),
-        Outcome(rung=Rung(name="b"), state="ran", figures=figures(200.0)),
-        Outcome(rung=Rung(name="c"), state="failed"),
-        Outcome(rung=Rung(name="d", micro_batch_times=2), state="ran", figures=figures(300.0, [6.0, 5.0, 4.4])),
+        Outcome(rung=LadderStep(name="a"), state="ran", figures=figures(100.0)),
+        Outcome(rung=LadderStep(name="b"), state="ran", figures=figures(200.0)),
+        Outcome(rung=LadderStep(name="c"), state="failed"),
+        Outcome(rung=LadderStep(name="d", micro_batch_times=2), state="ran", figures=figures(300.0, [6.0, 5.0, 4.4])),
     ]
     *_, top = gains(outcomes)
     assert top is not None
@@ -223,7 +223,7 @@ def test_the_gap_of_losses_is_that_of_the_worst_step() -> None:
     ("overrides", "told"),
     [
         (["model.moe=none", "model.dense_layers=4"], "no experts"),
-        (["model.moe.balance.force=true"], "FORCED EVEN ROUTING, BENCHMARK ONLY"),
+        (["model.moe.balance.force_load_balance=true"], "FORCED EVEN ROUTING, BENCHMARK ONLY"),
         ([], "natural routing, auxiliary loss 0.0001 by sequence, expert bias"),
         (
             [

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.config.load import load_run
 from penstock.tune.ladder import Ground, Outcome, climb, gains
-from penstock.tune.rungs import LADDER, Change, Rung
+from penstock.tune.rungs import LADDER, Change, LadderStep
 from penstock.tune.trial import Failure, Figures, Trial
 from tests.tune.trials import figures
 
@@ -18,8 +18,8 @@ NO_KERNEL = Failure(kind="refused", reason="a kernel cannot be had", seconds=3.0
 CRASH = Failure(kind="failed", reason="RuntimeError: an illegal memory access", seconds=3.0)
 NOT_FINITE = Failure(kind="refused", reason="the loss is NaN", seconds=3.0)
 
-GROUND = Rung(name="ground", change=("dispatch.sync_free=3", "kernels.norm=reference"))
-LARGER = Rung(
+GROUND = LadderStep(name="ground", change=("dispatch.sync_free=3", "kernels.norm=reference"))
+LARGER = LadderStep(
     name="larger",
     micro_batch_times=2,
     fallbacks={
@@ -27,7 +27,7 @@ LARGER = Rung(
         "least": Change(change=("dispatch.sync_free=1",)),
     },
 )
-TOP = Rung(name="top", change=("kernels.rope=reference",))
+TOP = LadderStep(name="top", change=("kernels.rope=reference",))
 
 
 class Bench:
@@ -44,7 +44,7 @@ class Bench:
 
 
 def climbed(
-    bench: Bench, rungs: Sequence[Rung], *own: str, has_gpu: bool = False, wanted: Sequence[str] = ()
+    bench: Bench, rungs: Sequence[LadderStep], *own: str, has_gpu: bool = False, wanted: Sequence[str] = ()
 ) -> dict[str, Outcome]:
     ground = Ground(
         target="debug",
@@ -130,7 +130,7 @@ def test_a_fallback_without_meaning_is_left_out() -> None:
         "back": Change(change=("dispatch.sync_free=3", "kernels.rope=auto")),
     }
     bench = Bench(faster=NO_MEMORY, faster_less=NO_MEMORY)
-    rung = Rung(name="faster", change=("kernels.rope=reference",), fallbacks=fallbacks)
+    rung = LadderStep(name="faster", change=("kernels.rope=reference",), fallbacks=fallbacks)
     assert climbed(bench, (GROUND, rung))["faster"].state == "refused"
     assert list(bench.seen) == ["ground", "faster", "faster-less"], "`back` is the rung below once more"
 
@@ -154,7 +154,7 @@ def test_a_refusal_that_no_fallback_mends_is_told_once_and_starts_nothing() -> N
 
 
 def test_a_rung_that_is_not_measured_stays_in_the_first_form_that_the_configuration_allows() -> None:
-    refused = Rung(
+    refused = LadderStep(
         name="wrong",
         change=("kernels.norm=magic",),
         fallbacks={"right": Change(change=("kernels.norm=torch",))},
@@ -187,12 +187,12 @@ def test_the_gain_of_a_larger_micro_batch_with_a_fallback_is_counted_as_that_of_
 ON_FOUR = ("parallel.expert=2", "training.micro_batch=2")
 
 
-def ours(name: str) -> Rung:
+def ours(name: str) -> LadderStep:
     return next(rung for rung in LADDER if rung.name == name)
 
 
 def test_halves_are_measured_without_graphs_where_parts_are_captured() -> None:
-    ground = Rung(name="ground", change=("graphs.capture=parts", "dispatch.overlap=none"))
+    ground = LadderStep(name="ground", change=("graphs.capture=partial", "dispatch.overlap=none"))
     bench = Bench()
     halves = climbed(bench, (ground, ours("overlap-halves")), *ON_FOUR, has_gpu=True)["overlap-halves"]
     assert list(bench.seen) == ["ground", "overlap-halves-eager"]
@@ -204,12 +204,15 @@ def test_halves_are_measured_without_graphs_where_parts_are_captured() -> None:
 @pytest.mark.parametrize(
     ("below", "forms"),
     [
-        (("dispatch.sync_free=3", "graphs.capture=parts"), [(3, "parts"), (2, "parts"), (2, "none"), (1, "none")]),
-        (("dispatch.sync_free=2", "graphs.capture=parts"), [(2, "parts"), (2, "none"), (1, "none")]),
+        (
+            ("dispatch.sync_free=3", "graphs.capture=partial"),
+            [(3, "partial"), (2, "partial"), (2, "none"), (1, "none")],
+        ),
+        (("dispatch.sync_free=2", "graphs.capture=partial"), [(2, "partial"), (2, "none"), (1, "none")]),
         (("dispatch.sync_free=3", "graphs.capture=none"), [(3, "none"), (2, "none"), (1, "none")]),
-        (("dispatch.sync_free=1", "graphs.capture=parts"), [(1, "parts"), (1, "none")]),
+        (("dispatch.sync_free=1", "graphs.capture=partial"), [(1, "partial"), (1, "none")]),
         (("dispatch.sync_free=1", "graphs.capture=none"), [(1, "none")]),
-        (("model.moe=none", "model.dense_layers=4", "graphs.capture=parts"), [(0, "parts"), (0, "none")]),
+        (("model.moe=none", "model.dense_layers=4", "graphs.capture=partial"), [(0, "partial"), (0, "none")]),
     ],
 )
 def test_a_larger_micro_batch_gives_up_room_for_rows_and_then_graphs_but_nothing_that_takes_no_memory(
@@ -222,7 +225,7 @@ def test_a_larger_micro_batch_gives_up_room_for_rows_and_then_graphs_but_nothing
 
     bench = Full()
     own = ("training.micro_batch=1",) if "model.moe=none" in below else ON_FOUR
-    climbed(bench, (Rung(name="ground", change=below), ours("larger")), *own, has_gpu=True)
+    climbed(bench, (LadderStep(name="ground", change=below), ours("larger")), *own, has_gpu=True)
     runs = [load_run("debug", trial.overrides) for trial in list(bench.seen.values())[1:]]
     assert [(run.dispatch.sync_free, run.graphs.capture) for run in runs] == forms
     assert {run.training.micro_batch for run in runs} == {2 if "model.moe=none" in below else 4}

@@ -8,7 +8,7 @@ from penstock.base.errors import PenstockError
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.config.schema import find
-from penstock.tune.rungs import LADDER, Change, Rung, checked, chosen, load_rungs, why_skipped
+from penstock.tune.rungs import LADDER, Change, LadderStep, checked, chosen, load_rungs, why_skipped
 
 DENSE = ["model.moe=none", "model.dense_layers=4"]
 
@@ -34,7 +34,7 @@ def test_the_first_rung_sets_what_later_ones_change() -> None:
 def test_a_file_holds_a_ladder(tmp_path: Path) -> None:
     text = '[[rung]]\nname = "a"\nchange = ["seed=1"]\n\n[[rung]]\nname = "b"\nmicro_batch_times = 2\nneeds = ["gpu"]\n'
     plain, larger = load_rungs(write(tmp_path, text))
-    assert plain == Rung(name="a", change=("seed=1",))
+    assert plain == LadderStep(name="a", change=("seed=1",))
     assert (larger.is_size, larger.needs) == (True, ("gpu",))
 
 
@@ -91,10 +91,10 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 RUNGS = (
-    Rung(name="ground"),
-    Rung(name="faster", change=("seed=1",)),
-    Rung(name="larger", micro_batch_times=2),
-    Rung(name="top", change=("seed=2",)),
+    LadderStep(name="ground"),
+    LadderStep(name="faster", change=("seed=1",)),
+    LadderStep(name="larger", micro_batch_times=2),
+    LadderStep(name="top", change=("seed=2",)),
 )
 
 
@@ -121,18 +121,18 @@ def test_a_name_that_no_rung_has_is_refused() -> None:
 @pytest.mark.parametrize(
     ("rung", "overrides", "has_gpu", "reason"),
     [
-        (Rung(name="a", change=("oven.heat=3",)), [], True, "this version has no oven.heat"),
-        (Rung(name="a", needs=("experts",)), DENSE, True, "the model has no experts"),
-        (Rung(name="a", needs=("shared-expert",)), ["model.moe.shared_ffn_size=0"], True, "no shared expert"),
-        (Rung(name="a", needs=("sharing",)), [], True, "each rank holds all experts"),
-        (Rung(name="a", needs=("gpu",)), [], False, "there is no GPU"),
-        (Rung(name="a", needs=("static-rows",)), ["dispatch.sync_free=1"], True, "no buffer has room"),
-        (Rung(name="a", needs=("static-rows",)), [*DENSE, "dispatch.sync_free=3"], True, "no buffer has room"),
-        (Rung(name="a", needs=("counted-rows",)), ["dispatch.sync_free=2"], True, "buffers have room"),
-        (Rung(name="a", needs=("experts", "shared-expert", "sharing", "gpu")), ["parallel.expert=2"], True, ""),
+        (LadderStep(name="a", change=("oven.heat=3",)), [], True, "this version has no oven.heat"),
+        (LadderStep(name="a", needs=("experts",)), DENSE, True, "the model has no experts"),
+        (LadderStep(name="a", needs=("shared-expert",)), ["model.moe.shared_ffn_size=0"], True, "no shared expert"),
+        (LadderStep(name="a", needs=("sharing",)), [], True, "each rank holds all experts"),
+        (LadderStep(name="a", needs=("gpu",)), [], False, "there is no GPU"),
+        (LadderStep(name="a", needs=("static-rows",)), ["dispatch.sync_free=1"], True, "no buffer has room"),
+        (LadderStep(name="a", needs=("static-rows",)), [*DENSE, "dispatch.sync_free=3"], True, "no buffer has room"),
+        (LadderStep(name="a", needs=("counted-rows",)), ["dispatch.sync_free=2"], True, "buffers have room"),
+        (LadderStep(name="a", needs=("experts", "shared-expert", "sharing", "gpu")), ["parallel.expert=2"], True, ""),
     ],
 )
-def test_a_rung_without_meaning_is_left_out(rung: Rung, overrides: list[str], has_gpu: bool, reason: str) -> None:
+def test_a_rung_without_meaning_is_left_out(rung: LadderStep, overrides: list[str], has_gpu: bool, reason: str) -> None:
     told = why_skipped(rung, load_run("debug", overrides), has_gpu)
     assert reason in told
     assert bool(reason) == bool(told)

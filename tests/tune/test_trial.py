@@ -140,11 +140,11 @@ def test_the_reason_is_the_line_of_the_rank_that_failed_first(log: list[str], ki
     [
         (MEMORY, True, True),
         (MEMORY, False, True),
-        ("error: graphs.capture=passes finds no memory for a pass; got CUDA out of memory", True, True),
+        ("error: graphs.capture=full finds no memory for a pass; got CUDA out of memory", True, True),
         ("torch.AcceleratorError: CUDA error: out of memory", True, True),
         ("torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB", False, True),
         ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True, True),
-        ("error: graphs.capture=passes cannot be had: the reference form of permute reads counts", False, True),
+        ("error: graphs.capture=full cannot be had: the reference form of permute reads counts", False, True),
         ("error: the loss is NaN at step 3", True, False),
         (RAISED, True, False),
         (RAISED, False, False),

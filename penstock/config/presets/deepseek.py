@@ -17,15 +17,15 @@ from penstock.config.run import Run
 from penstock.config.training import Optimizer, Schedule, Training
 
 
-def _latent_attention(*, heads: int, q_latent: int, yarn_scale: float) -> LatentAttention:
+def _latent_attention(*, heads: int, q_lora_rank: int, yarn_scale: float) -> LatentAttention:
     """Head sizes and rotary scaling are the same in all three; V2's temperature factor is 0.707, V3's is 1."""
     return LatentAttention(
         heads=heads,
-        q_latent=q_latent,
-        kv_latent=512,
-        plain_head_dim=128,
-        rotary_head_dim=64,
-        value_head_dim=128,
+        q_lora_rank=q_lora_rank,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
         rope=Rope(theta=10000.0, yarn=Yarn(factor=40.0, scale=yarn_scale, scale_all_dims=yarn_scale)),
     )
 
@@ -36,12 +36,12 @@ def deepseek_v2_lite() -> Run:
         name="deepseek-v2-lite",
         model=Model(
             family="deepseek-v2",
-            vocabulary=102400,
+            vocab_size=102400,
             hidden_size=2048,
             layers=27,
             dense_layers=1,
             dense_ffn_size=10944,
-            attention=_latent_attention(heads=16, q_latent=0, yarn_scale=0.707),
+            attention=_latent_attention(heads=16, q_lora_rank=0, yarn_scale=0.707),
             moe=Moe(
                 experts=64,
                 top_k=6,
@@ -50,7 +50,7 @@ def deepseek_v2_lite() -> Run:
                 router=Router(score="softmax"),
                 balance=Balance(auxiliary="sequence", auxiliary_weight=1e-3),
             ),
-            initial_std=0.006,
+            initializer_range=0.006,
         ),
         training=Training(steps=10000, sequence_length=4096, micro_batch=1, global_batch=512),
         optimizer=Optimizer(learning_rate=4.2e-4),
@@ -64,21 +64,21 @@ def deepseek_v2() -> Run:
         name="deepseek-v2",
         model=Model(
             family="deepseek-v2",
-            vocabulary=102400,
+            vocab_size=102400,
             hidden_size=5120,
             layers=60,
             dense_layers=1,
             dense_ffn_size=12288,
-            attention=_latent_attention(heads=128, q_latent=1536, yarn_scale=0.707),
+            attention=_latent_attention(heads=128, q_lora_rank=1536, yarn_scale=0.707),
             moe=Moe(
                 experts=160,
                 top_k=6,
                 ffn_size=1536,
                 shared_ffn_size=3072,
-                router=Router(score="softmax", groups=8, groups_kept=3, group_score="max", scale=16.0),
+                router=Router(score="softmax", n_group=8, topk_group=3, group_score="max", scale=16.0),
                 balance=Balance(auxiliary="sequence", auxiliary_weight=3e-3),
             ),
-            initial_std=0.006,
+            initializer_range=0.006,
         ),
         training=Training(steps=10000, sequence_length=4096, micro_batch=1, global_batch=9216),
         optimizer=Optimizer(learning_rate=2.4e-4),
@@ -92,12 +92,12 @@ def deepseek_v3() -> Run:
         name="deepseek-v3",
         model=Model(
             family="deepseek-v3",
-            vocabulary=129280,
+            vocab_size=129280,
             hidden_size=7168,
             layers=61,
             dense_layers=3,
             dense_ffn_size=18432,
-            attention=_latent_attention(heads=128, q_latent=1536, yarn_scale=1.0),
+            attention=_latent_attention(heads=128, q_lora_rank=1536, yarn_scale=1.0),
             moe=Moe(
                 experts=256,
                 top_k=8,
@@ -105,8 +105,8 @@ def deepseek_v3() -> Run:
                 shared_ffn_size=2048,
                 router=Router(
                     score="sigmoid",
-                    groups=8,
-                    groups_kept=4,
+                    n_group=8,
+                    topk_group=4,
                     group_score="top2",
                     normalize=True,
                     scale=2.5,
@@ -116,7 +116,7 @@ def deepseek_v3() -> Run:
                 balance=Balance(auxiliary="sequence", auxiliary_weight=1e-4),
             ),
             mtp_layers=1,
-            initial_std=0.006,
+            initializer_range=0.006,
         ),
         training=Training(steps=10000, sequence_length=4096, micro_batch=1, global_batch=15360, mtp_weight=0.3),
         optimizer=Optimizer(learning_rate=2.2e-4),

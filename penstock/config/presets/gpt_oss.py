@@ -22,7 +22,7 @@ from penstock.config.run import Run
 def _gpt_oss(name: str, *, layers: int, experts: int, learning_rate: float) -> Run:
     model = Model(
         family="gpt-oss",
-        vocabulary=201088,
+        vocab_size=201088,
         hidden_size=2880,
         layers=layers,
         attention=GroupedQueryAttention(
@@ -43,7 +43,7 @@ def _gpt_oss(name: str, *, layers: int, experts: int, learning_rate: float) -> R
             router=Router(softmax_after_top_k=True, logit_bias=True),
             balance=Balance(auxiliary="micro-batch", auxiliary_weight=1e-3),
         ),
-        norm_epsilon=1e-5,
+        rms_norm_eps=1e-5,
     )
     return pretrain(name, model, learning_rate=learning_rate)
 

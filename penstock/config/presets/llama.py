@@ -15,7 +15,7 @@ def llama_3_1_8b() -> Run:
     """Llama 3.1 8B, dense: 8.0 B parameters."""
     model = Model(
         family="llama",
-        vocabulary=128256,
+        vocab_size=128256,
         hidden_size=4096,
         layers=32,
         dense_layers=32,
@@ -23,7 +23,7 @@ def llama_3_1_8b() -> Run:
         attention=GroupedQueryAttention(
             heads=32, kv_heads=8, head_dim=128, rope=Rope(theta=5e5, llama3=Llama3Rope(factor=8.0))
         ),
-        norm_epsilon=1e-5,
+        rms_norm_eps=1e-5,
     )
     return pretrain("llama3.1-8b", model, learning_rate=3e-4, sequence_length=8192)
 
@@ -34,7 +34,7 @@ def _llama4(name: str, *, experts: int, every: int, qk_norm: bool, rope: Rope) -
     )
     model = Model(
         family="llama4",
-        vocabulary=202048,
+        vocab_size=202048,
         hidden_size=5120,
         layers=48,
         dense_ffn_size=16384,
@@ -51,11 +51,11 @@ def _llama4(name: str, *, experts: int, every: int, qk_norm: bool, rope: Rope) -
             top_k=1,
             ffn_size=8192,
             shared_ffn_size=8192,
-            every=every,
+            moe_layer_freq=every,
             router=Router(score="sigmoid", weigh="input"),
             balance=Balance(auxiliary="micro-batch", auxiliary_weight=1e-3),
         ),
-        norm_epsilon=1e-5,
+        rms_norm_eps=1e-5,
     )
     return pretrain(name, model, learning_rate=2e-4, sequence_length=8192)
 

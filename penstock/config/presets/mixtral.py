@@ -14,7 +14,7 @@ def _mixtral(
 ) -> Run:
     model = Model(
         family="mixtral",
-        vocabulary=32000,
+        vocab_size=32000,
         hidden_size=hidden_size,
         layers=layers,
         attention=GroupedQueryAttention(heads=heads, kv_heads=8, head_dim=128, rope=Rope(theta=1e6)),
@@ -25,7 +25,7 @@ def _mixtral(
             router=Router(score="softmax", softmax_after_top_k=True),
             balance=Balance(auxiliary="micro-batch", auxiliary_weight=balance),
         ),
-        norm_epsilon=1e-5,
+        rms_norm_eps=1e-5,
     )
     return pretrain(name, model, learning_rate=learning_rate)
 

@@ -13,7 +13,7 @@ def olmoe_1b_7b() -> Run:
     """OLMoE-1B-7B: 6.9 B parameters, 1.3 B active."""
     model = Model(
         family="olmoe",
-        vocabulary=50304,
+        vocab_size=50304,
         hidden_size=2048,
         layers=16,
         attention=GroupedQueryAttention(
@@ -26,6 +26,6 @@ def olmoe_1b_7b() -> Run:
             router=Router(score="softmax"),
             balance=Balance(auxiliary="micro-batch", auxiliary_weight=1e-2, z_weight=1e-3),
         ),
-        norm_epsilon=1e-5,
+        rms_norm_eps=1e-5,
     )
     return pretrain("olmoe-1b-7b", model, learning_rate=4e-4, warmup=2500)

@@ -16,7 +16,7 @@ def _proxy(name: str, *, experts: int, top_k: int) -> Run:
         name=name,
         model=Model(
             family="plain",
-            vocabulary=102400,
+            vocab_size=102400,
             hidden_size=8192,
             layers=96,
             attention=GroupedQueryAttention(heads=64, kv_heads=8, head_dim=128, rope=Rope(theta=10000.0)),
@@ -28,7 +28,7 @@ def _proxy(name: str, *, experts: int, top_k: int) -> Run:
                 router=Router(score="softmax"),
                 balance=Balance(auxiliary="sequence", auxiliary_weight=1e-3),
             ),
-            initial_std=0.006,
+            initializer_range=0.006,
         ),
         training=Training(steps=10000, sequence_length=4096, micro_batch=1, global_batch=6144),
         optimizer=Optimizer(learning_rate=2.2e-4),

@@ -18,7 +18,7 @@ def _with_experts(
 ) -> Run:
     model = Model(
         family="qwen3-moe",
-        vocabulary=151936,
+        vocab_size=151936,
         hidden_size=hidden_size,
         layers=layers,
         dense_ffn_size=dense_ffn_size,
@@ -39,13 +39,13 @@ def _dense(
 ) -> Run:
     model = Model(
         family="qwen3",
-        vocabulary=151936,
+        vocab_size=151936,
         hidden_size=hidden_size,
         layers=layers,
         dense_layers=layers,
         dense_ffn_size=ffn_size,
         attention=_attention(heads, 8),
-        tied_embeddings=tied,
+        tie_word_embeddings=tied,
     )
     return pretrain(name, model, learning_rate=learning_rate)
 

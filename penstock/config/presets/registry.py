@@ -103,7 +103,7 @@ def keep_layers(run: Run, layers: int) -> Run:
         raise ConfigError(f"{name}: cannot keep {layers} layers of {run.name}", allowed=f"1 to {model.layers}")
     update: dict[str, object] = {"layers": layers, "dense_layers": layers}
     if model.moe is not None:
-        every = min(model.moe.every, layers)
-        moe = model.moe.model_copy(update={"every": every})
+        every = min(model.moe.moe_layer_freq, layers)
+        moe = model.moe.model_copy(update={"moe_layer_freq": every})
         update |= {"dense_layers": min(model.dense_layers, layers - every), "moe": moe}
     return run.model_copy(update={"name": name, "model": model.model_copy(update=update)})

@@ -53,7 +53,7 @@ from penstock.kernels.float8.formats import Format
 from penstock.kernels.float8.gathered import GatheredCopies, copies_of
 from penstock.kernels.float8.gradient_box import GradientBox
 from penstock.kernels.float8.operators import Float8Operators, Float8Rule
-from penstock.kernels.float8.quantized import Both, Quantized, WeightCopies
+from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
 from penstock.kernels.float8.recipes import Recipe
 from penstock.kernels.operators import torch_add_bias
 from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
@@ -275,17 +275,19 @@ class _Float8ExpertFfn(torch.autograd.Function):
 
 def _quantized_gradient(
     dy_RD: Tensor, box: GradientBox | None, counts_e: Tensor, extras: _Extras, *, columns: bool
-) -> Both:
+) -> RowColQuantized:
     """The output's gradient in 8 bits, and if wanted transposed; with something in the box `dy_RD` is a carrier."""
     operators, recipe, form = extras.operators, extras.recipe, extras.float8.gradient
     rows = None if box is None else box.take()
     if rows is None:
         along_rows = recipe.rows if columns else None
         dy_RD = dy_RD.contiguous()
-        made: Both = operators.quantize_rows(dy_RD, recipe, form, columns=along_rows, counts_e=counts_e)
+        made: RowColQuantized = operators.quantize_rows(dy_RD, recipe, form, columns=along_rows, counts_e=counts_e)
         return made
     _check_rows("the output's gradient", rows, dy_RD, recipe, form)
-    return Both(rows, operators.quantize_groups(rows, counts_e, recipe, form, block=recipe.rows) if columns else None)
+    return RowColQuantized(
+        rows, operators.quantize_groups(rows, counts_e, recipe, form, block=recipe.rows) if columns else None
+    )
 
 
 def _pre_activation(

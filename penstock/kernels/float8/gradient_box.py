@@ -3,16 +3,16 @@
     forward     dispatch makes a box, experts say that they expect something in it
     backward    combine puts packed gradients in and gives autograd a carrier; experts take them out
 
-Autograd casts a gradient to the dtype of what it belongs to (penstock/moe/dispatch/cargo.py). A box belongs to one call
-of `dispatch`, and both nodes of its graph hold it; what a region runs again has another, which stays empty. Experts
-that know no boxes never expect anything, and get 16 bits.
+Autograd casts a gradient to the dtype of what it belongs to (penstock/moe/dispatch/payload.py). A box belongs to one
+call of `dispatch`, and both nodes of its graph hold it; what a region runs again has another, which stays empty.
+Experts that know no boxes never expect anything, and get 16 bits.
 """
 
-from penstock.kernels.float8.handed import HandedOver
+from penstock.kernels.float8.gradient_side_channel import SideChannelHandover
 from penstock.kernels.float8.quantized import Quantized
 
 
-class GradientBox(HandedOver[Quantized]):
+class GradientBox(SideChannelHandover[Quantized]):
     """The place of dy, R x D, by the blocks of rows and in the format of gradients; rows of no place may be anything.
 
     Attributes:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.kernels.float8.formats import E4M3, E5M2, Format
 from penstock.kernels.float8.hopper_products import HAS_GLUON
-from penstock.kernels.float8.quantized import Both, Quantized
+from penstock.kernels.float8.quantized import Quantized, RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE_SQUARE, Block, Scaling
 from penstock.kernels.float8.tile_launches import BackwardLaunch, TileLaunch
 from penstock.kernels.launching import start_kernel
@@ -98,7 +98,7 @@ def launch_quantize(
 
 def launch_latent_heads(
     source: tuple[Tensor, Tensor | None, Tensor | None],
-    both: Both,
+    both: RowColQuantized,
     positions: int,
     strides: Sequence[int],
     sizes: Mapping[str, float],

@@ -138,7 +138,7 @@ def _multiply_rows(
     """Make rows PLACE * 64 and on of each tile."""
     walk, slots, target, blocks = given
     tiles = walk[4]
-    # On a shelf of many layers there are fewer than 2**31 rows, if not numbers.
+    # On a arena of many layers there are fewer than 2**31 rows, if not numbers.
     shift = 0 if target[3] is None else gl.load(target[3]).to(gl.int32)
     step = 0
     if tiles > 0:

@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 from penstock.kernels import rope
 from penstock.kernels.float8 import hopper_copies
 from penstock.kernels.float8.formats import Format
-from penstock.kernels.float8.handed import HandedHeads, carrier_of
+from penstock.kernels.float8.gradient_side_channel import HandedHeads, carrier_of
 from penstock.kernels.float8.latent_heads_kernels import latent_heads_backward_kernel, shared_key_backward_kernel
 from penstock.kernels.float8.quantize import empty_copy, memory_of, register_limit, run_of, warps_of
-from penstock.kernels.float8.quantized import Both
+from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE, DEPTH
 from penstock.kernels.float8.tile_launches import (
     TRANSPOSING,
@@ -112,8 +112,8 @@ class HeadsGradients(NamedTuple):
         k_rope_BSP: of the shared key, in its own dtype.
     """
 
-    q: Both
-    kv: Both
+    q: RowColQuantized
+    kv: RowColQuantized
     k_rope_BSP: Tensor
 
 
@@ -147,17 +147,17 @@ def mla_heads_backward(
     return HeadsGradients(q, kv, _shared_key(dk_BSHN[..., plain:], angles))
 
 
-def _room(like_BSHN: Tensor, width: int, form: Format) -> Both:
+def _room(like_BSHN: Tensor, width: int, form: Format) -> RowColQuantized:
     """Memory for a gradient of heads of so many columns, by rows and transposed."""
     batch, positions, heads, _ = like_BSHN.shape
     outer, depth = batch * positions, heads * width
     block, scaling = BLOCKWISE.rows, BLOCKWISE.scaling
     rows, columns = ((outer, depth), (depth, outer))
-    return Both(*(empty_copy(like_BSHN, shape, block, form, scaling) for shape in (rows, columns)))
+    return RowColQuantized(*(empty_copy(like_BSHN, shape, block, form, scaling) for shape in (rows, columns)))
 
 
 def _fill(
-    both: Both, x_BSHN: Tensor, first: int, angles: Angles | None, form: Format, launch: TileLaunch | None
+    both: RowColQuantized, x_BSHN: Tensor, first: int, angles: Angles | None, form: Format, launch: TileLaunch | None
 ) -> None:
     """Write some columns of each head.
 

@@ -24,7 +24,7 @@ from penstock.kernels import norm
 from penstock.kernels.float8.formats import Format
 from penstock.kernels.float8.quantize import empty_copy, memory_of, quantize_rows, register_limit, warps_of
 from penstock.kernels.float8.quantize_kernels import quantize_tile, store_scales, tile_rows, transpose_tile
-from penstock.kernels.float8.quantized import Both, Quantized
+from penstock.kernels.float8.quantized import Quantized, RowColQuantized
 from penstock.kernels.float8.recipes import DEPTH, Block, Recipe
 from penstock.kernels.float8.scaling import magnitude_bits
 from penstock.kernels.float8.tile_launches import TRANSPOSING
@@ -41,7 +41,7 @@ def rms_norm(
     *,
     columns: bool,
     keep_plain: bool = True,
-) -> tuple[Tensor, Both]:
+) -> tuple[Tensor, RowColQuantized]:
     """`penstock.kernels.float8.operators.rms_norm` in two kernels, and two backward.
 
     Args:
@@ -77,7 +77,7 @@ def rms_norm_beside(
     *,
     columns: bool,
     keep_plain: bool = True,
-) -> tuple[Tensor, Tensor, Both]:
+) -> tuple[Tensor, Tensor, RowColQuantized]:
     """`rms_norm` beside which x goes on; backward adds both of its gradients.
 
     Args:
@@ -115,7 +115,7 @@ def add_rms_norm(
     *,
     columns: bool,
     keep_plain: bool = True,
-) -> tuple[Tensor, Tensor, Both]:
+) -> tuple[Tensor, Tensor, RowColQuantized]:
     """`penstock.kernels.float8.operators.add_rms_norm` in two kernels, and two backward.
 
     Args:
@@ -237,11 +237,11 @@ def _quantize(x_TD: Tensor, scale_T: Tensor, weight_D: Tensor, normed_TD: Tensor
     return copies if columns is None else [*copies, columns.values, columns.scales]
 
 
-def _both(copies: list[Tensor], recipe: Recipe) -> Both:
+def _both(copies: list[Tensor], recipe: Recipe) -> RowColQuantized:
     rows, columns = Quantized(copies[0], copies[1], recipe.rows), None
     if len(copies) > 2:
         columns = Quantized(copies[2], copies[3], recipe.columns)
-    return Both(rows, columns)
+    return RowColQuantized(rows, columns)
 
 
 def _fits(recipe: Recipe) -> bool:

@@ -15,7 +15,7 @@ from penstock.kernels import reference as plain
 from penstock.kernels.expert_parts import bias_gradient_by_definition
 from penstock.kernels.float8 import attention_reference, packed_rows, reference
 from penstock.kernels.float8.formats import E4M3, Format
-from penstock.kernels.float8.quantized import Both, Quantized, WeightCopies
+from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
 from penstock.kernels.float8.recipes import Recipe
 from penstock.kernels.reference import ExpertRule, RowOrder
 
@@ -70,12 +70,13 @@ class Float8Operators:
         unpermute: (y_RD, order) -> y_TD, in 16 bits.
         bias_gradient: of `penstock.kernels.bias_gradient`, in 16 bits.
         mla_heads: (q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP, sin_BSP, handed, form) -> as in 16 bits; backward leaves the
-            gradients of q and kv at `handed` (`penstock.kernels.float8.handed`). None where they stay in 16 bits.
+            gradients of q and kv at `handed` (`penstock.kernels.float8.gradient_side_channel`). None where they stay in
+            16 bits.
         attention: (q_BSHN, k_BSGN, v_BSGM, *, scale, forward, gradient) -> o_BSHM, differentiable. Causal.
         keeps_rows: whether rows can stand in a buffer from a row on that only the device knows.
     """
 
-    quantize_rows: Callable[..., Both]
+    quantize_rows: Callable[..., RowColQuantized]
     quantize_weight: Callable[..., WeightCopies]
     quantize_groups: Callable[..., Quantized]
     transpose_weight: Callable[[Quantized, Quantized], None] = reference.transpose_weight
@@ -84,11 +85,11 @@ class Float8Operators:
     multiply: Callable[..., Tensor]
     multiply_groups: Callable[..., Tensor]
     multiply_columns: Callable[..., Tensor]
-    swiglu: Callable[..., Both]
+    swiglu: Callable[..., RowColQuantized]
     swiglu_backward: Callable[..., SwigluForBackward]
-    rms_norm: Callable[..., tuple[Tensor, Both]]
-    rms_norm_beside: Callable[..., tuple[Tensor, Tensor, Both]]
-    add_rms_norm: Callable[..., tuple[Tensor, Tensor, Both]]
+    rms_norm: Callable[..., tuple[Tensor, RowColQuantized]]
+    rms_norm_beside: Callable[..., tuple[Tensor, Tensor, RowColQuantized]]
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor, RowColQuantized]]
     tile_table: "Callable[[Tensor, int], TileTable | None]" = _no_tile_table
     unpermute: Callable[[Tensor, RowOrder], Tensor] = plain.unpermute
     bias_gradient: Callable[..., Tensor] = bias_gradient_by_definition
@@ -106,7 +107,7 @@ def swiglu(
     *,
     columns: bool = False,
     counts_e: Tensor | None = None,
-) -> Both:
+) -> RowColQuantized:
     """`penstock.kernels.reference.swiglu`, quantized."""
     h_RF, block = plain.swiglu(gate_up_RF, weights_R, rule), recipe.columns if columns else None
     return reference.quantize_rows(h_RF, recipe, form, columns=block, counts_e=counts_e)
@@ -161,7 +162,7 @@ def rms_norm(
     *,
     columns: bool,
     keep_plain: bool = True,
-) -> tuple[Tensor, Both]:
+) -> tuple[Tensor, RowColQuantized]:
     """`penstock.kernels.reference.rms_norm`, and the same quantized."""
     normed_TD = plain.rms_norm(x_TD, weight_D, epsilon)
     block = recipe.columns if columns else None
@@ -178,7 +179,7 @@ def rms_norm_beside(
     *,
     columns: bool,
     keep_plain: bool = True,
-) -> tuple[Tensor, Tensor, Both]:
+) -> tuple[Tensor, Tensor, RowColQuantized]:
     """`rms_norm`, and x. The norm has a view of it: its own gradients are summed first, as in the kernel."""
     view_TD = x_TD.view_as(x_TD)
     normed_TD, both = rms_norm(view_TD, weight_D, epsilon, recipe, form, columns=columns, keep_plain=keep_plain)
@@ -195,7 +196,7 @@ def add_rms_norm(
     *,
     columns: bool,
     keep_plain: bool = True,
-) -> tuple[Tensor, Tensor, Both]:
+) -> tuple[Tensor, Tensor, RowColQuantized]:
     """`penstock.kernels.reference.add_rms_norm`, and the norm quantized."""
     normed_TD, sum_TD = plain.add_rms_norm(x_TD, residual_TD, weight_D, epsilon)
     block = recipe.columns if columns else None

@@ -17,7 +17,7 @@ from penstock.base.errors import KernelError
 from penstock.kernels.float8 import hopper_copies, reference
 from penstock.kernels.float8.formats import Format
 from penstock.kernels.float8.quantize_kernels import group_tiles_kernel, measure_kernel, quantize_kernel
-from penstock.kernels.float8.quantized import Both, Quantized, WeightCopies
+from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
 from penstock.kernels.float8.recipes import ALIGNMENT, Block, Recipe, Scaling
 from penstock.kernels.float8.reference import aligned_rows
 from penstock.kernels.float8.tile_launches import (
@@ -46,7 +46,7 @@ def quantize_rows(
     columns: Block | None = None,
     counts_e: Tensor | None = None,
     launch: TileLaunch | None = None,
-) -> Both:
+) -> RowColQuantized:
     """`penstock.kernels.float8.reference.quantize_rows` in one kernel.
 
     Args:
@@ -70,7 +70,7 @@ def quantize_rows(
     if columns is not None:
         transposed = empty_copy(source.values, (source.width, source.places), columns, form, recipe.scaling)
     _quantize(source, (rows, transposed), form, recipe.scaling, launch)
-    return Both(rows, transposed)
+    return RowColQuantized(rows, transposed)
 
 
 def quantize_groups(

@@ -27,7 +27,7 @@ class Quantized(NamedTuple):
     block: Block
 
 
-class Both(NamedTuple):
+class RowColQuantized(NamedTuple):
     """A matrix as both of its products want it.
 
     Attributes:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.kernels.expert_parts import used
 from penstock.kernels.float8.formats import E4M3, Format
-from penstock.kernels.float8.quantized import Both, Quantized, WeightCopies
+from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
 from penstock.kernels.float8.recipes import ALIGNMENT, Block, Recipe, Scaling
 from penstock.kernels.launching import counts_on_host
 
@@ -58,7 +58,7 @@ def dequantize(x: Quantized) -> Tensor:
 
 def quantize_rows(
     x_RD: Tensor, recipe: Recipe, form: Format, *, columns: Block | None = None, counts_e: Tensor | None = None
-) -> Both:
+) -> RowColQuantized:
     """Activations or gradients.
 
     Args:
@@ -74,10 +74,10 @@ def quantize_rows(
         x_RD = used(x_RD, counts_e)
     rows = quantize(x_RD, recipe.rows, form, recipe.scaling)
     if columns is None:
-        return Both(rows, None)
+        return RowColQuantized(rows, None)
     if counts_e is not None:
-        return Both(rows, quantize_groups(x_RD, counts_e, recipe, form, block=columns))
-    return Both(rows, quantize(x_RD.T, columns, form, recipe.scaling))
+        return RowColQuantized(rows, quantize_groups(x_RD, counts_e, recipe, form, block=columns))
+    return RowColQuantized(rows, quantize(x_RD.T, columns, form, recipe.scaling))
 
 
 def quantize_weight(w_FD: Tensor, recipe: Recipe, form: Format, into: WeightCopies | None = None) -> WeightCopies:

@@ -21,7 +21,7 @@ from penstock.kernels.expert_parts import KeptRows
 from penstock.kernels.float8 import hopper_copies, quantize
 from penstock.kernels.float8.formats import Format
 from penstock.kernels.float8.operators import SwigluForBackward
-from penstock.kernels.float8.quantized import Both, Quantized
+from penstock.kernels.float8.quantized import Quantized, RowColQuantized
 from penstock.kernels.float8.recipes import DEPTH, Recipe
 from penstock.kernels.float8.reference import aligned_rows
 from penstock.kernels.float8.swiglu_kernels import swiglu_backward_float8_kernel, swiglu_float8_kernel
@@ -50,7 +50,7 @@ def swiglu(
     *,
     columns: bool = False,
     counts_e: Tensor | None = None,
-) -> Both:
+) -> RowColQuantized:
     """The activation of a feed-forward network, quantized.
 
     Args:
@@ -100,7 +100,7 @@ def swiglu(
         **in_16_bits.rule_constants(rule),
         num_warps=quantize.warps_of(launch, source_SF.device),
     )
-    return Both(by_row, by_column)
+    return RowColQuantized(by_row, by_column)
 
 
 def swiglu_backward(

@@ -132,9 +132,9 @@ def facts_of(config: Model) -> dict[str, Any]:
     """What a model computes, by path: its fields, less those of training and those that have no effect in it."""
     facts = {path: value for path, value in leaves(config).items() if not path.startswith(TRAINING_ONLY)}
     dense = [config.is_dense(layer) for layer in range(config.layers)]
-    facts |= {"dense_layers": dense, "moe.every": dense if config.moe is not None else None}
+    facts |= {"dense_layers": dense, "moe.moe_layer_freq": dense if config.moe is not None else None}
     silent = [] if any(dense) else ["dense_ffn_size"]
-    if config.moe is not None and config.moe.router.groups == 1:
+    if config.moe is not None and config.moe.router.n_group == 1:
         silent.append("moe.router.group_score")
     attention = config.attention
     if isinstance(attention, GroupedQueryAttention) and attention.local is not None:

@@ -32,7 +32,7 @@ def layers_with_experts(has_experts: Sequence[bool], step: int, key: str) -> Val
         for dense, n in ((0, step), (places[0] - every + 1, every)):
             expected = [layer >= dense and (layer - dense + 1) % n == 0 for layer in range(layers)]
             if dense >= 0 and expected == list(has_experts):
-                return {"dense_layers": dense, "moe.every": n}
+                return {"dense_layers": dense, "moe.moe_layer_freq": n}
     raise refused(key, places, "dense layers first, then every n-th layer with experts, the n-th first")
 
 
@@ -45,7 +45,7 @@ def _read_exceptions(keys: Keys) -> Values:
 
 def _write_exceptions(model: Model) -> Values:
     if model.dense_layers == 0:
-        return {"decoder_sparse_step": moe_of(model).every, "mlp_only_layers": []}
+        return {"decoder_sparse_step": moe_of(model).moe_layer_freq, "mlp_only_layers": []}
     return {"decoder_sparse_step": 1, "mlp_only_layers": [one for one in range(model.layers) if model.is_dense(one)]}
 
 
@@ -58,7 +58,7 @@ def _read_list(keys: Keys) -> Values:
 
 def _write_list(model: Model) -> Values:
     listed = [layer for layer in range(model.layers) if not model.is_dense(layer)]
-    return {"interleave_moe_layer_step": moe_of(model).every, "moe_layers": listed}
+    return {"interleave_moe_layer_step": moe_of(model).moe_layer_freq, "moe_layers": listed}
 
 
 def _read_dense(keys: Keys) -> Values:
@@ -103,25 +103,25 @@ ONE_SHARED = Part(_read_one_shared, _write_nothing)
 
 
 def _read_latents(keys: Keys) -> Values:
-    return {"attention.kind": "mla", "attention.q_latent": keys.whole("q_lora_rank", 0)}
+    return {"attention.kind": "mla", "attention.q_lora_rank": keys.whole("q_lora_rank", 0)}
 
 
 def _write_latents(model: Model) -> Values:
     attention = model.attention
     assert isinstance(attention, LatentAttention), "other attention lacks fields that the family needs"
-    return {"num_key_value_heads": attention.heads, "q_lora_rank": attention.q_latent or None}
+    return {"num_key_value_heads": attention.heads, "q_lora_rank": attention.q_lora_rank or None}
 
 
 def _read_groups(keys: Keys) -> Values:
     if keys.get("topk_method", "greedy") == "greedy":
         return {}
-    return {"moe.router.groups": keys.whole("n_group"), "moe.router.groups_kept": keys.whole("topk_group")}
+    return {"moe.router.n_group": keys.whole("n_group"), "moe.router.topk_group": keys.whole("topk_group")}
 
 
 def _write_groups(model: Model) -> Values:
     router = moe_of(model).router
-    method = "group_limited_greedy" if router.groups > 1 else "greedy"
-    return {"topk_method": method, "n_group": router.groups, "topk_group": router.groups_kept}
+    method = "group_limited_greedy" if router.n_group > 1 else "greedy"
+    return {"topk_method": method, "n_group": router.n_group, "topk_group": router.topk_group}
 
 
 LATENTS = Part(_read_latents, _write_latents)

@@ -32,10 +32,10 @@ KEYS_OF_PARTS = {
     "attention.heads": "num_attention_heads",
     "attention.kv_heads": "num_key_value_heads",
     "attention.head_dim": "head_dim",
-    "attention.q_latent": "q_lora_rank",
+    "attention.q_lora_rank": "q_lora_rank",
     "moe.shared_ffn_size": "n_shared_experts",
-    "moe.router.groups": "n_group",
-    "moe.router.groups_kept": "topk_group",
+    "moe.router.n_group": "n_group",
+    "moe.router.topk_group": "topk_group",
     "dense_layers": "num_hidden_layers",
 }
 """Keys behind the fields that parts read, for complaints about a range."""

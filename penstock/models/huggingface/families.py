@@ -173,9 +173,9 @@ _MODEL_VALUES = {
     "vocab_size": "vocabulary",
     "hidden_size": "hidden_size",
     "num_hidden_layers": "layers",
-    "rms_norm_eps": "norm_epsilon",
-    "tie_word_embeddings": "tied_embeddings",
-    "initializer_range": "initial_std",
+    "rms_norm_eps": "rms_norm_eps",
+    "tie_word_embeddings": "tie_word_embeddings",
+    "initializer_range": "initializer_range",
 }
 _MODEL_ABSENT: Values = {"tie_word_embeddings": False, "initializer_range": 0.02}
 _MODEL_FIXED: Values = {"hidden_act": "silu", "attention_dropout": 0.0}
@@ -191,10 +191,10 @@ _DEEPSEEK_VALUES = {
     "intermediate_size": "dense_ffn_size",
     "first_k_dense_replace": "dense_layers",
     "num_attention_heads": "attention.heads",
-    "kv_lora_rank": "attention.kv_latent",
-    "qk_nope_head_dim": "attention.plain_head_dim",
-    "qk_rope_head_dim": "attention.rotary_head_dim",
-    "v_head_dim": "attention.value_head_dim",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_nope_head_dim": "attention.qk_nope_head_dim",
+    "qk_rope_head_dim": "attention.qk_rope_head_dim",
+    "v_head_dim": "attention.v_head_dim",
     "n_routed_experts": "moe.experts",
     "moe_intermediate_size": "moe.ffn_size",
     "routed_scaling_factor": "moe.router.scale",
@@ -219,8 +219,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             prediction=_PREDICTION,
             values={
                 **_DEEPSEEK_VALUES,
-                "n_group": "moe.router.groups",
-                "topk_group": "moe.router.groups_kept",
+                "n_group": "moe.router.n_group",
+                "topk_group": "moe.router.topk_group",
                 "norm_topk_prob": "moe.router.normalize",
                 "num_nextn_predict_layers": "mtp_layers",
             },

@@ -47,7 +47,7 @@ def names_of(config: Model, names: Iterable[str]) -> dict[str, str]:
     """Names of the table that are among these, with the names as they are there; other tensors are left out."""
     family = family_of(config)
     found = {text: name for name in names if (text := family.text_name(name)) is not None}
-    if config.tied_embeddings:
+    if config.tie_word_embeddings:
         found.pop(_HEAD, None)  # some files repeat the embedding
     return found
 

@@ -7,9 +7,9 @@
                sums of all ranks added up where the token came from (reduce-scatter)
 
 A token crosses once to every other rank, needed there or not, but never once for each choice. Of all shapes only the
-number of rows depends on the routing: with a `Room` it is what that says, without one the host reads how many there
-are. The parts of an expert that several ranks share ("expert tensor parallelism") need no case of their own: each rank
-takes its part of each expert's rows, and the sum at the token adds them up.
+number of rows depends on the routing: with a `RowCapacity` it is what that says, without one the host reads how many
+there are. The parts of an expert that several ranks share ("expert tensor parallelism") need no case of their own: each
+rank takes its part of each expert's rows, and the sum at the token adds them up.
 
 Simpler than a dispatch that sends a token only where it is needed, which sends less; docs/dispatch.md has the numbers.
 Sums over ranks are taken in the dtype of the tokens, whatever they are packed in on the way out.
@@ -23,11 +23,11 @@ from torch import Tensor
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.layout.experts import ExpertPlacement
-from penstock.moe.dispatch.cargo import AS_THEY_ARE, Cargo, Packing
-from penstock.moe.dispatch.contract import ExpertRows, Receipt
+from penstock.moe.dispatch.contract import DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.gathers import pick_kept
-from penstock.moe.dispatch.host_counts import READ, HostCounts
-from penstock.moe.dispatch.room import Room
+from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat
+from penstock.moe.dispatch.row_capacity import RowCapacity
+from penstock.moe.dispatch.split_sizes import READ, SplitSizes
 from penstock.moe.routing import Routing
 from penstock.parallel.activations.region import is_replaying
 from penstock.parallel.axes import Axis
@@ -44,32 +44,32 @@ class AllGatherDispatcher:
         operators: kernels to run on.
         room: says how many rows the experts have room for; None asks the device, and the host waits.
         counts: asks it.
-        packing: in which form rows travel.
+        wire_format: in which form rows travel.
     """
 
     placement: ExpertPlacement
     axis: Axis
     operators: Operators
-    room: Room | None = None
-    counts: HostCounts = READ
-    packing: Packing = AS_THEY_ARE
+    room: RowCapacity | None = None
+    counts: SplitSizes = READ
+    wire_format: WireFormat = UNQUANTIZED
 
-    def dispatch(self, x_TD: Tensor | Cargo, routing: Routing) -> tuple[ExpertRows, Receipt]:
+    def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
-        cargo = self.packing.load(x_TD).moved(
+        payload = self.wire_format.load(x_TD).moved(
             lambda rows: all_gather(rows, self.axis, dim=0), lambda gradient: reduce_scatter(gradient, self.axis, dim=0)
         )
         weights_NK, experts_NK = _gather_choices(routing, self.axis)
         own_NK = as_local(experts_NK, self.placement.experts_of(self.axis.rank))
         order = self._make_room(self.operators.order_rows(own_NK, self.placement.per_place))
         weights_R = pick_kept(weights_NK, order)
-        x_ND, quantized = self.packing.unload(cargo)
+        x_ND, quantized = self.wire_format.unload(payload)
         index_R = order.slots_R // own_NK.shape[1]
-        return ExpertRows(x_ND, index_R, weights_R, order.counts_E, order.places_TK, quantized), Receipt(order)
+        return ExpertRows(x_ND, index_R, weights_R, order.counts_E, order.places_TK, quantized), DispatchMetadata(order)
 
-    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
+    def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
         """See `Dispatcher.combine`. All ranks of the axis call it."""
-        return reduce_scatter(self.operators.unpermute(y_RD, receipt.order), self.axis, dim=0)
+        return reduce_scatter(self.operators.unpermute(y_RD, metadata.order), self.axis, dim=0)
 
     def _make_room(self, order: RowOrder) -> RowOrder:
         """The order with as many rows as there is room for."""

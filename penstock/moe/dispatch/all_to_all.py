@@ -27,10 +27,10 @@ from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.balance import capacity
-from penstock.moe.dispatch.cargo import AS_THEY_ARE, Cargo, Packing
-from penstock.moe.dispatch.contract import ExpertRows, Receipt
+from penstock.moe.dispatch.contract import DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.gathers import collect_padded, reorder, spread, spread_padded
-from penstock.moe.dispatch.host_counts import READ, HostCounts
+from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat
+from penstock.moe.dispatch.split_sizes import READ, SplitSizes
 from penstock.moe.routing import Routing, SortedSlots
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import exchange_rows
@@ -38,8 +38,8 @@ from penstock.parallel.spans import span
 
 
 @dataclass(frozen=True)
-class Journey(Receipt):
-    """A receipt for rows that travelled. Its order is that of our own slots; R counts the rows that arrived here.
+class AllToAllMetadata(DispatchMetadata):
+    """A metadata for rows that travelled. Its order is that of our own slots; R counts the rows that arrived here.
 
     Attributes:
         arrived_R: int64, the row, in the order of arrival, that the experts read at each place.
@@ -63,16 +63,16 @@ class AllToAllDispatcher:
         axis: its places.
         operators: kernels to run on.
         counts: brings the numbers of rows to the host.
-        packing: in which form rows travel.
+        wire_format: in which form rows travel.
     """
 
     placement: ExpertPlacement
     axis: Axis
     operators: Operators
-    counts: HostCounts = READ
-    packing: Packing = AS_THEY_ARE
+    counts: SplitSizes = READ
+    wire_format: WireFormat = UNQUANTIZED
 
-    def dispatch(self, x_TD: Tensor | Cargo, routing: Routing) -> tuple[ExpertRows, Receipt]:
+    def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         # 1. Our slots in the order of the experts.
         slots = routing.sorted or self.sorted_slots(routing)
@@ -85,7 +85,7 @@ class AllToAllDispatcher:
 
         # 3. Rows and weights on their way. Dropped slots stand last and stay here.
         kept = sum(send)
-        cargo = self.packing.load(x_TD).moved(
+        payload = self.wire_format.load(x_TD).moved(
             lambda rows: exchange_rows(_first(spread(rows, order, self.operators), kept), self.axis, receive, send),
             lambda gradient: self._bring_home(gradient, order, send, receive),
         )
@@ -95,16 +95,16 @@ class AllToAllDispatcher:
         arrived_R, places_R = _by_expert(arriving_We, sum(receive))
         weights_R = reorder(weights_R, arrived_R, places_R)
         counts_e = arriving_We.sum(0, dtype=torch.int32)
-        x_RD, quantized = self.packing.unload(cargo)
+        x_RD, quantized = self.wire_format.unload(payload)
         rows = ExpertRows(x_RD, arrived_R, weights_R, counts_e, places_R[:, None], quantized)
-        return rows, Journey(order, arrived_R, places_R, tuple(receive), tuple(send))
+        return rows, AllToAllMetadata(order, arrived_R, places_R, tuple(receive), tuple(send))
 
-    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
+    def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
         """See `Dispatcher.combine`. All ranks of the axis call it."""
-        assert isinstance(receipt, Journey), f"not a receipt of this dispatcher: {receipt}"
-        assert receipt.send is not None and receipt.receive is not None, "as many rows to each as there are"
-        arrived_RD = reorder(y_RD, receipt.places_R, receipt.arrived_R)
-        return self._bring_home(arrived_RD, receipt.order, receipt.send, receipt.receive)
+        assert isinstance(metadata, AllToAllMetadata), f"not a metadata of this dispatcher: {metadata}"
+        assert metadata.send is not None and metadata.receive is not None, "as many rows to each as there are"
+        arrived_RD = reorder(y_RD, metadata.places_R, metadata.arrived_R)
+        return self._bring_home(arrived_RD, metadata.order, metadata.send, metadata.receive)
 
     def _bring_home(self, arrived_RD: Tensor, order: RowOrder, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """A row for each that arrived back to where it came from, summed for each token."""
@@ -134,16 +134,16 @@ class PaddedAllToAllDispatcher:
         axis: its places.
         factor: capacity over the fair share of one rank's tokens.
         operators: kernels to run on.
-        packing: in which form rows travel.
+        wire_format: in which form rows travel.
     """
 
     placement: ExpertPlacement
     axis: Axis
     factor: float
     operators: Operators
-    packing: Packing = AS_THEY_ARE
+    wire_format: WireFormat = UNQUANTIZED
 
-    def dispatch(self, x_TD: Tensor | Cargo, routing: Routing) -> tuple[ExpertRows, Receipt]:
+    def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
         T, K = routing.experts_TK.shape
         limit = min(T, capacity(T, K, self.placement.experts, self.factor))
@@ -151,7 +151,7 @@ class PaddedAllToAllDispatcher:
         order = _padded_order(parts, self.placement.virtual_experts, limit, self.operators)
         past = order.slots_R.numel()
 
-        cargo = self.packing.load(x_TD).moved(
+        payload = self.wire_format.load(x_TD).moved(
             lambda rows: exchange_rows(spread_padded(rows, order.slots_R, order.places_TK), self.axis),
             lambda gradient: self._bring_home(gradient, order),
         )
@@ -161,14 +161,14 @@ class PaddedAllToAllDispatcher:
         arrived_R, places_R = _by_expert_evenly(self.axis.size, self.placement.per_place, limit, weights_R.device)
         weights_R = reorder(weights_R, arrived_R, places_R)
         counts_e = order.counts_E.new_full((self.placement.per_place,), self.axis.size * limit)
-        x_RD, quantized = self.packing.unload(cargo)
+        x_RD, quantized = self.wire_format.unload(payload)
         rows = ExpertRows(x_RD, arrived_R, weights_R, counts_e, places_R[:, None], quantized)
-        return rows, Journey(order, arrived_R, places_R)
+        return rows, AllToAllMetadata(order, arrived_R, places_R)
 
-    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
+    def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
         """See `Dispatcher.combine`. All ranks of the axis call it."""
-        assert isinstance(receipt, Journey), f"not a receipt of this dispatcher: {receipt}"
-        return self._bring_home(reorder(y_RD, receipt.places_R, receipt.arrived_R), receipt.order)
+        assert isinstance(metadata, AllToAllMetadata), f"not a metadata of this dispatcher: {metadata}"
+        return self._bring_home(reorder(y_RD, metadata.places_R, metadata.arrived_R), metadata.order)
 
     def _bring_home(self, arrived_RD: Tensor, order: RowOrder) -> Tensor:
         """A row for each that arrived back to where it came from, summed for each token."""

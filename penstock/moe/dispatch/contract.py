@@ -1,7 +1,7 @@
 """The promise that every dispatcher keeps.
 
 `dispatch` brings each token's row to the experts that it chose and says how many rows each expert got; `combine`
-brings the experts' outputs back and sums them for each token. Between the two stands only the receipt, a frozen
+brings the experts' outputs back and sums them for each token. Between the two stands only the metadata, a frozen
 value: a dispatcher has no state of its own that a forward pass changes, so two micro-batches or two layers may be in
 flight at once.
 
@@ -18,9 +18,9 @@ from torch.utils._pytree import register_dataclass
 from penstock.kernels.float8.gradient_box import GradientBox
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.reference import RowOrder
-from penstock.moe.dispatch.cargo import Cargo
+from penstock.moe.dispatch.payload import DispatchPayload
 from penstock.moe.routing import Routing, SortedSlots
-from penstock.parallel.later import Aside
+from penstock.parallel.weight_grad_store import DeferredWork
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ExpertRows:
     places_NK: Tensor | None = None
     quantized: Quantized | None = None
     only_last: bool = False
-    aside: Aside | None = None
+    aside: DeferredWork | None = None
     gradients: GradientBox | None = None
 
 
@@ -62,7 +62,7 @@ register_dataclass(ExpertRows)
 
 
 @dataclass(frozen=True)
-class Receipt:
+class DispatchMetadata:
     """What `combine` must know of its `dispatch`.
 
     Attributes:
@@ -76,7 +76,7 @@ class Receipt:
 class Dispatcher(Protocol):
     """Brings tokens to experts and back."""
 
-    def dispatch(self, x_TD: Tensor | Cargo, routing: Routing) -> tuple[ExpertRows, Receipt]:
+    def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         """Bring rows to the experts.
 
         Args:
@@ -84,16 +84,16 @@ class Dispatcher(Protocol):
             routing: choices and weights; expert id E marks a dropped slot.
 
         Returns:
-            Rows for the experts of this rank, and the receipt for `combine`.
+            Rows for the experts of this rank, and the metadata for `combine`.
         """
         ...
 
-    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
+    def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
         """Sum the experts' outputs for each token.
 
         Args:
             y_RD: outputs, already weighted, at the places of the rows that `dispatch` gave.
-            receipt: what `dispatch` gave with those rows.
+            metadata: what `dispatch` gave with those rows.
 
         Returns:
             y_TD; zero for a token all of whose slots were dropped.

@@ -26,9 +26,9 @@ from penstock.kernels.operators import Operators
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import first_rows
 from penstock.moe.dispatch.all_to_all import each_part
-from penstock.moe.dispatch.cargo import AS_THEY_ARE, Cargo, Packing, carrier_like
-from penstock.moe.dispatch.contract import ExpertRows, Receipt
+from penstock.moe.dispatch.contract import DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.gathers import pick_kept
+from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat, carrier_like
 from penstock.moe.routing import Routing
 from penstock.parallel.deep_ep import DeepEpBuffer
 
@@ -37,8 +37,8 @@ NOWHERE = -1
 
 
 @dataclass(frozen=True)
-class Handled(Receipt):
-    """A receipt for rows that the library moved.
+class Handled(DispatchMetadata):
+    """A metadata for rows that the library moved.
 
     Attributes:
         handle: says where they came from; the library's own.
@@ -55,35 +55,35 @@ class DeepEpDispatcher:
         placement: who holds which experts.
         operators: kernels to run on.
         buffer: of the library, over the ranks of the placement; all layers may use the same.
-        packing: in which form rows travel.
+        wire_format: in which form rows travel.
     """
 
     placement: ExpertPlacement
     operators: Operators
     buffer: DeepEpBuffer
-    packing: Packing = AS_THEY_ARE
+    wire_format: WireFormat = UNQUANTIZED
 
-    def dispatch(self, x_TD: Tensor | Cargo, routing: Routing) -> tuple[ExpertRows, Receipt]:
+    def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         """See `Dispatcher.dispatch`. All ranks of the buffer call it."""
         parts, experts = each_part(routing, self.placement), self.placement.virtual_experts
         ids_TK = parts.experts_TK.masked_fill(parts.experts_TK == experts, NOWHERE)
-        cargo = self.packing.load(x_TD)
+        payload = self.wire_format.load(x_TD)
         x_ND, packed, weights_NK, ids_NK, counts, handle = _Dispatch.apply(
-            cargo.x_ND, cargo.packed, parts.weights_TK, ids_TK, experts, self.buffer
+            payload.x_ND, payload.packed, parts.weights_TK, ids_TK, experts, self.buffer
         )
         own_NK = torch.where(ids_NK == NOWHERE, self.placement.per_place, ids_NK)
         order = first_rows(self.operators.order_rows(own_NK, self.placement.per_place), sum(counts))
         weights_R = pick_kept(weights_NK, order)
         index_R = order.slots_R // own_NK.shape[1]
-        x_ND, quantized = self.packing.unload(Cargo(x_ND, packed))
+        x_ND, quantized = self.wire_format.unload(DispatchPayload(x_ND, packed))
         rows = ExpertRows(x_ND, index_R, weights_R, order.counts_E, order.places_TK, quantized)
         return rows, Handled(order, handle)
 
-    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
+    def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
         """See `Dispatcher.combine`. All ranks of the buffer call it."""
-        assert isinstance(receipt, Handled), f"not a receipt of this dispatcher: {receipt}"
-        y_ND = self.operators.unpermute(y_RD, receipt.order)
-        y_TD: Tensor = _Combine.apply(y_ND, receipt.handle, self.buffer)
+        assert isinstance(metadata, Handled), f"not a metadata of this dispatcher: {metadata}"
+        y_ND = self.operators.unpermute(y_RD, metadata.order)
+        y_TD: Tensor = _Combine.apply(y_ND, metadata.handle, self.buffer)
         return y_TD
 
 

@@ -29,10 +29,10 @@ from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import as_local, first_rows, packed, unpacked
-from penstock.moe.dispatch.cargo import AS_THEY_ARE, Cargo, Packing
-from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, Receipt
+from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.gathers import spread
-from penstock.moe.dispatch.host_counts import READ, HostCounts
+from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat
+from penstock.moe.dispatch.split_sizes import READ, SplitSizes
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, exchange_rows
@@ -72,8 +72,8 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class Crossing(Receipt):
-    """A receipt for tokens that crossed. Its order is that of their slots (token, node).
+class Crossing(DispatchMetadata):
+    """A metadata for tokens that crossed. Its order is that of their slots (token, node).
 
     Attributes:
         inner: of the dispatcher inside the node.
@@ -82,7 +82,7 @@ class Crossing(Receipt):
         send: tokens that went to each node; None if as many to each.
     """
 
-    inner: Receipt
+    inner: DispatchMetadata
     arrived: int
     receive: tuple[int, ...] | None = None
     send: tuple[int, ...] | None = None
@@ -99,7 +99,7 @@ class HierarchicalDispatcher:
         is_counted: send only tokens that need a node; else all.
         is_even: the inner dispatcher wants the same number of tokens on all ranks. Read only if they are counted.
         counts: brings the numbers of tokens to the host.
-        packing: in which form rows travel; the inner dispatcher has the same.
+        wire_format: in which form rows travel; the inner dispatcher has the same.
     """
 
     nodes: Nodes
@@ -107,10 +107,10 @@ class HierarchicalDispatcher:
     operators: Operators
     is_counted: bool
     is_even: bool = False
-    counts: HostCounts = READ
-    packing: Packing = AS_THEY_ARE
+    counts: SplitSizes = READ
+    wire_format: WireFormat = UNQUANTIZED
 
-    def dispatch(self, x_TD: Tensor | Cargo, routing: Routing) -> tuple[ExpertRows, Receipt]:
+    def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         """See `Dispatcher.dispatch`. All ranks of both axes call it, each with the same number of tokens."""
         # 1. Our tokens in the order of the nodes that they go to.
         order, receive, send, rows = self._count(routing) if self.is_counted else self._all(routing)
@@ -118,7 +118,7 @@ class HierarchicalDispatcher:
         more = rows - arrived
 
         # 2. Across the nodes.
-        cargo = self.packing.load(x_TD).moved(
+        payload = self.wire_format.load(x_TD).moved(
             lambda rows: _more_rows(self._cross(rows, order, receive, send), more),
             lambda gradient: self._bring_home(gradient[:arrived], order, receive, send),
         )
@@ -128,14 +128,14 @@ class HierarchicalDispatcher:
         own = self.nodes.experts_of(self.nodes.across.rank)
         experts_TK = as_local(experts_TK, own)
         inside = Routing(_more_rows(weights_TK, more), _more_rows(experts_TK, more, len(own)))
-        expert_rows, inner = self.inner.dispatch(cargo, inside)
+        expert_rows, inner = self.inner.dispatch(payload, inside)
         return expert_rows, Crossing(order, inner, arrived, receive, send)
 
-    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
+    def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
         """See `Dispatcher.combine`. All ranks of both axes call it."""
-        assert isinstance(receipt, Crossing), f"not a receipt of this dispatcher: {receipt}"
-        y_TD = self.inner.combine(y_RD, receipt.inner)[: receipt.arrived]
-        return self._bring_home(y_TD, receipt.order, receipt.receive, receipt.send)
+        assert isinstance(metadata, Crossing), f"not a metadata of this dispatcher: {metadata}"
+        y_TD = self.inner.combine(y_RD, metadata.inner)[: metadata.arrived]
+        return self._bring_home(y_TD, metadata.order, metadata.receive, metadata.send)
 
     def _count(self, routing: Routing) -> tuple[RowOrder, tuple[int, ...], tuple[int, ...], int]:
         """The order of what is sent, tokens from and to each node, and tokens of the inner dispatch.

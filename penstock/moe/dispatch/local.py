@@ -6,9 +6,9 @@ from torch import Tensor
 
 from penstock.base.spans import Span
 from penstock.kernels.operators import Operators
-from penstock.moe.dispatch.cargo import AS_THEY_ARE, Cargo, Packing
-from penstock.moe.dispatch.contract import ExpertRows, Receipt
+from penstock.moe.dispatch.contract import DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.gathers import reorder
+from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat
 from penstock.moe.routing import Routing, SortedSlots
 from penstock.parallel.spans import span
 
@@ -20,20 +20,20 @@ class LocalDispatcher:
     Attributes:
         experts: E.
         operators: kernels to run on.
-        packing: in which form experts read the rows; nothing travels.
+        wire_format: in which form experts read the rows; nothing travels.
     """
 
     experts: int
     operators: Operators
-    packing: Packing = AS_THEY_ARE
+    wire_format: WireFormat = UNQUANTIZED
 
-    def dispatch(self, x_TD: Tensor | Cargo, routing: Routing) -> tuple[ExpertRows, Receipt]:
+    def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         """See `Dispatcher.dispatch`."""
         slots = routing.sorted or self.sorted_slots(routing)
         order, tokens_R = slots.order, slots.order.slots_R // routing.experts_TK.shape[1]
-        x_ND, quantized = self.packing.unload(self.packing.load(x_TD))
+        x_ND, quantized = self.wire_format.unload(self.wire_format.load(x_TD))
         rows = ExpertRows(x_ND, tokens_R, slots.weights_R, order.counts_E, order.places_TK, quantized)
-        return rows, Receipt(order)
+        return rows, DispatchMetadata(order)
 
     def sorted_slots(self, routing: Routing) -> SortedSlots:
         """See `Sorting.sorted_slots`."""
@@ -42,6 +42,6 @@ class LocalDispatcher:
             weights_R = reorder(routing.weights_TK.reshape(-1), order.slots_R, order.places_TK.reshape(-1))
             return SortedSlots(order, weights_R)
 
-    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
+    def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
         """See `Dispatcher.combine`."""
-        return self.operators.unpermute(y_RD, receipt.order)
+        return self.operators.unpermute(y_RD, metadata.order)

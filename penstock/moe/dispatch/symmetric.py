@@ -11,7 +11,8 @@ Backward is the same the other way: gradients of the outputs are pushed to the e
 there by now) and go straight to their places, and those of the rows and weights are pushed back and added up: by copy
 engines, while the gradient of the experts' first matrix is computed (`ExpertRows.aside`). Rows may go out in 8 bits,
 and so do gradients of the outputs then, if the experts expect it; what goes home has 16 bits and uses the same slots.
-Shapes depend on nothing but the number of tokens and the `Room`, the host reads nothing, and no collective is called.
+Shapes depend on nothing but the number of tokens and the `RowCapacity`, the host reads nothing, and no collective is
+called.
 
 Simpler than DeepEP: a row's place at the receiver is its token's number, so there are no queues, counts or handles; the
 price is memory for all tokens of all ranks, and one copy of what arrived, made while the rest is on its way.
@@ -51,14 +52,14 @@ from penstock.kernels.symmetric_transfer import (
     Returned,
 )
 from penstock.layout.experts import ExpertPlacement
-from penstock.moe.dispatch.cargo import AS_THEY_ARE, Cargo, Packing, carrier_like
-from penstock.moe.dispatch.contract import ExpertRows, Receipt
-from penstock.moe.dispatch.host_counts import READ, HostCounts
-from penstock.moe.dispatch.room import Room
+from penstock.moe.dispatch.contract import DispatchMetadata, ExpertRows
+from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat, carrier_like
+from penstock.moe.dispatch.row_capacity import RowCapacity
+from penstock.moe.dispatch.split_sizes import READ, SplitSizes
 from penstock.moe.routing import Routing
 from penstock.parallel.activations.region import is_replaying
-from penstock.parallel.later import Aside
 from penstock.parallel.symmetric import Channel, Lane, Section, SymmetricBuffers, chunks_for
+from penstock.parallel.weight_grad_store import DeferredWork
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Trip(Receipt):
-    """A receipt for rows that were pushed. Its order is that of all ranks' slots, as our experts see them.
+class SymmetricMetadata(DispatchMetadata):
+    """A metadata for rows that were pushed. Its order is that of all ranks' slots, as our experts see them.
 
     Attributes:
         experts_TK: our own choices.
@@ -128,36 +129,36 @@ class SymmetricDispatcher:
         links: the buffers, and how the kernels that use them are launched.
         room: says how many rows the experts have room for; None asks the device, and the host waits.
         counts: asks it.
-        packing: in which form rows travel.
+        wire_format: in which form rows travel.
         is_filled: something of the experts' backward pass is computed while gradients of rows travel; not where
             transfers run on a stream of their own in any case.
     """
 
     placement: ExpertPlacement
     links: Links
-    room: Room | None = None
-    counts: HostCounts = READ
-    packing: Packing = AS_THEY_ARE
+    room: RowCapacity | None = None
+    counts: SplitSizes = READ
+    wire_format: WireFormat = UNQUANTIZED
     is_filled: bool = False
 
-    def dispatch(self, x_TD: Tensor | Cargo, routing: Routing) -> tuple[ExpertRows, Receipt]:
+    def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
-        cargo, choices = self.packing.load(x_TD), (routing.weights_TK, routing.experts_TK)
-        aside = Aside() if self.is_filled else None
-        x_ND, packed, *arrived = _Dispatch.apply(cargo.x_ND, cargo.packed, *choices, self.links, self._order, aside)
+        payload, choices = self.wire_format.load(x_TD), (routing.weights_TK, routing.experts_TK)
+        aside = DeferredWork() if self.is_filled else None
+        x_ND, packed, *arrived = _Dispatch.apply(payload.x_ND, payload.packed, *choices, self.links, self._order, aside)
         arrivals = Arrivals(*arrived)
         order = RowOrder(arrivals.slots_R, arrivals.places_NK, arrivals.counts_e)
-        x_ND, quantized = self.packing.unload(Cargo(x_ND, packed))
+        x_ND, quantized = self.wire_format.unload(DispatchPayload(x_ND, packed))
         placed = (arrivals.index_R, arrivals.weights_R, arrivals.counts_e, arrivals.places_NK)
         # Experts that multiply rows as they came quantize gradients in the same blocks.
         gradients = None if quantized is None else GradientBox()
         rows = ExpertRows(x_ND, *placed, quantized, only_last=True, aside=aside, gradients=gradients)
-        return rows, Trip(order, routing.experts_TK, gradients)
+        return rows, SymmetricMetadata(order, routing.experts_TK, gradients)
 
-    def combine(self, y_RD: Tensor, receipt: Receipt) -> Tensor:
+    def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
         """See `Dispatcher.combine`. All ranks of the axis call it."""
-        assert isinstance(receipt, Trip), f"not a receipt of this dispatcher: {receipt}"
-        y_TD: Tensor = _Combine.apply(y_RD, receipt, self.links, self.packing)
+        assert isinstance(metadata, SymmetricMetadata), f"not a metadata of this dispatcher: {metadata}"
+        y_TD: Tensor = _Combine.apply(y_RD, metadata, self.links, self.wire_format)
         return y_TD
 
     def _order(self, experts_NK: Tensor, weights_NK: Tensor) -> Arrivals:
@@ -242,7 +243,7 @@ def _take(own_T: Tensor, slot: int, places: Places, out: Tensor, links: Links, *
 
 
 def _bring_back(
-    returned: Returned, places: Places, experts_TK: Tensor, links: Links, aside: Aside | None = None
+    returned: Returned, places: Places, experts_TK: Tensor, links: Links, aside: DeferredWork | None = None
 ) -> Home:
     """One row (and the scalars) back for each that came; what came back to us, summed. `aside` is done meanwhile."""
     is_filled = aside is not None and not aside.is_empty
@@ -301,7 +302,7 @@ def _home(returned: Returned, experts_TK: Tensor, slot: int, links: Links) -> Ho
 class _Dispatch(torch.autograd.Function):
     """Rows of all ranks' tokens, and the order and weights of ours; backward brings gradients back, in 16 bits.
 
-    Where rows are packed they come as bytes, beside their carrier (penstock/moe/dispatch/cargo.py).
+    Where rows are packed they come as bytes, beside their carrier (penstock/moe/dispatch/payload.py).
     """
 
     @staticmethod
@@ -313,7 +314,7 @@ class _Dispatch(torch.autograd.Function):
         experts_TK: Tensor,
         links: Links,
         make_order: Callable[[Tensor, Tensor], Arrivals],
-        aside: Aside | None,
+        aside: DeferredWork | None,
     ) -> tuple[Tensor | None, ...]:
         buffers, sizes, shape = links.buffers, links.buffers.sizes, (experts_TK.shape[0], experts_TK.shape[1])
         slot = buffers.take(Lane.OUT)
@@ -366,18 +367,18 @@ class _Combine(torch.autograd.Function):
     """Outputs home and summed; backward pushes their gradients to the experts, in 8 bits if these expect that."""
 
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, trip: Trip, links: Links, packing: Packing) -> Tensor:
+    def forward(ctx: Any, y_RD: Tensor, trip: SymmetricMetadata, links: Links, wire_format: WireFormat) -> Tensor:
         ctx.save_for_backward(trip.experts_TK, trip.places.places_NK, trip.places.counts_e)
-        ctx.links, ctx.packing, ctx.gradients, ctx.rows = links, packing, trip.gradients, y_RD.shape[0]
+        ctx.links, ctx.wire_format, ctx.gradients, ctx.rows = links, wire_format, trip.gradients, y_RD.shape[0]
         return _bring_back(Returned(rows=y_RD, is_summed=True), trip.places, trip.experts_TK, links).y_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None, None]:
         experts_TK, places_NK, counts_e = ctx.saved_tensors
-        links, packing, box = ctx.links, ctx.packing, ctx.gradients
+        links, wire_format, box = ctx.links, ctx.wire_format, ctx.gradients
         is_packed = box is not None and box.is_expected
-        own_T = packing.load_gradients(dy_TD) if is_packed else dy_TD.contiguous()
+        own_T = wire_format.load_gradients(dy_TD) if is_packed else dy_TD.contiguous()
         slot = links.buffers.take(Lane.OUT)
         rows_R = own_T.new_empty(ctx.rows, own_T.shape[1])
         by_kernels, by_engines = _pusher(own_T, experts_TK, slot, links), _copier(own_T, slot, links)
@@ -386,5 +387,5 @@ class _Combine(torch.autograd.Function):
             _take(own_T, slot, places, rows_R, links, is_spread=True)
         if not is_packed:
             return rows_R, None, None, None
-        box.put(packing.unload_gradients(rows_R, dy_TD.shape[1]))
+        box.put(wire_format.unload_gradients(rows_R, dy_TD.shape[1]))
         return carrier_like(dy_TD, ctx.rows), None, None, None

@@ -2,7 +2,7 @@
 
 autograd shows every tensor that it saves to the innermost pair of saved-tensor hooks only. Freed and computed again
 (`recompute`), moved to the host (`offload`), kept plainly: more than one of them may want the same tensor, so each is a
-keeper, a function from a tensor to itself or to a `Kept` that brings it back, and a keeper that does not want a tensor
+keeper, a function from a tensor to itself or to a `Saved` that brings it back, and a keeper that does not want a tensor
 asks the one around it.
 
     with keeping(outer):             outer: Tensor -> Tensor | Kept
@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 @runtime_checkable
-class Kept(Protocol):
+class Saved(Protocol):
     """Stands in the graph for a tensor that is not there."""
 
     def bring(self) -> Tensor:
@@ -32,29 +32,29 @@ class Kept(Protocol):
         ...
 
 
-Keeper = Callable[[Tensor], Tensor | Kept]
+Saver = Callable[[Tensor], Tensor | Saved]
 
 
-def keep_plainly(tensor: Tensor) -> Tensor:
+def save_plainly(tensor: Tensor) -> Tensor:
     """The keeper of those who want nothing: the tensor stays. Detached, or its graph would hold itself."""
     return tensor.detach()
 
 
-_keeper: ContextVar[Keeper] = ContextVar("keeper", default=keep_plainly)
+_keeper: ContextVar[Saver] = ContextVar("keeper", default=save_plainly)
 
 
-def current() -> Keeper:
+def current() -> Saver:
     """The innermost keeper."""
     return _keeper.get()
 
 
-def bring(kept: Tensor | Kept) -> Tensor:
+def bring(kept: Tensor | Saved) -> Tensor:
     """The tensor that a keeper took."""
     return kept if isinstance(kept, Tensor) else kept.bring()
 
 
 @contextmanager
-def keeping(keeper: Keeper) -> Iterator[None]:
+def saving(keeper: Saver) -> Iterator[None]:
     """Show what is saved for backward to `keeper`."""
     token = _keeper.set(keeper)
     try:

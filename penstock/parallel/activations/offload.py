@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.config.parallel import OFFLOADABLE, Offload
-from penstock.parallel.activations.keeping import Geometry, Keeper, Kept, current, keeping
+from penstock.parallel.activations.keeping import Geometry, Saved, Saver, current, saving
 from penstock.parallel.activations.region import is_inside, is_parameter
 from penstock.parallel.copies import DONE, Lane, host_empty
 
@@ -66,7 +66,7 @@ class OffloadRule:
         assert kind in OFFLOADABLE, f"{kind} is not one of {OFFLOADABLE}"
         if self.store is None or kind not in self.kinds or is_inside() or not torch.is_grad_enabled():
             return function(*arguments)
-        with keeping(self.store.call().keep):
+        with saving(self.store.call().keep):
             return function(*arguments)
 
 
@@ -233,12 +233,12 @@ class _Call:
     """
 
     store: HostStore
-    outer: Keeper
+    outer: Saver
     previous: weakref.ref[_Call] | None
     moved: list[weakref.ref[_Moved]] = field(default_factory=list)
     is_open: bool = False
 
-    def keep(self, tensor: Tensor) -> Tensor | Kept:
+    def keep(self, tensor: Tensor) -> Tensor | Saved:
         kept = self.outer(tensor)
         if not isinstance(kept, Tensor) or not self.store.takes(tensor):
             return kept

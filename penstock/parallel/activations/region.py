@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.base.spans import Span
-from penstock.parallel.activations.keeping import Geometry, Keeper, Kept, bring, current, keep_plainly, keeping
+from penstock.parallel.activations.keeping import Geometry, Saved, Saver, bring, current, save_plainly, saving
 from penstock.parallel.spans import span
 
 Result = TypeVar("Result")
@@ -70,7 +70,7 @@ def is_inside() -> bool:
 
 def kept() -> AbstractContextManager[None]:
     """Inside a region: what is saved here is small, stays, and is not made again. Replays may skip this part."""
-    return keeping(keep_plainly) if is_inside() else nullcontext()
+    return saving(save_plainly) if is_inside() else nullcontext()
 
 
 def recomputed(function: Callable[..., Result], *arguments: object) -> Result:
@@ -85,7 +85,7 @@ def recomputed(function: Callable[..., Result], *arguments: object) -> Result:
     if is_inside() or not torch.is_grad_enabled():
         return function(*arguments)
     region = _Region(function, tuple(_keep(argument) for argument in arguments), _stream_of(arguments))
-    with _in_phase(_Phase.RECORDING), keeping(region.drop):
+    with _in_phase(_Phase.RECORDING), saving(region.drop):
         result = function(*arguments)
     discarded = _discarded.get()
     if discarded is not None:
@@ -117,7 +117,7 @@ def discarding_in_pieces() -> Iterator[Callable[[], AbstractContextManager[None]
 def _shown_to(discarded: _Discarded) -> Iterator[None]:
     token = _discarded.set(discarded)
     try:
-        with keeping(discarded.keep):
+        with saving(discarded.keep):
             yield
     finally:
         _discarded.reset(token)
@@ -161,7 +161,7 @@ def _tensors_in(arguments: Iterable[object]) -> Iterator[Tensor]:
 class _KeptTensor:
     """An input of a region, as it waits for the replay."""
 
-    kept: Tensor | Kept
+    kept: Tensor | Saved
     requires_grad: bool
     version: int
 
@@ -263,7 +263,7 @@ class _Region:
         replay = _Replay(self.saves, ends_early=not waiting)
         with span(Span.RECOMPUTE), torch.enable_grad(), torch.cuda.stream(self.stream), _in_phase(_Phase.REPLAYING):
             arguments = [again() for again in self.arguments]
-            with keeping(replay.take), suppress(_Enough):
+            with saving(replay.take), suppress(_Enough):
                 results = _tensors_of(self.function(*arguments))
                 replay.check_end()
                 for index, slot in waiting.items():
@@ -326,7 +326,7 @@ class _Discarded:
         outer: who keeps everything else.
     """
 
-    def __init__(self, outer: Keeper) -> None:
+    def __init__(self, outer: Saver) -> None:
         self.outer = outer
         # A weak reference keeps a storage's address from being used again, so it cannot name another one.
         self.results: dict[StorageWeakRef, _Result] = {}
@@ -339,7 +339,7 @@ class _Discarded:
                 found = _Result(region, index, Geometry.of(tensor), tensor._version)
                 self.results[_storage(tensor)] = found
 
-    def keep(self, tensor: Tensor) -> Tensor | Kept:
+    def keep(self, tensor: Tensor) -> Tensor | Saved:
         result = self.results.get(_storage(tensor))
         if result is None or result.version != tensor._version:
             return self.outer(tensor)

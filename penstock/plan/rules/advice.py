@@ -247,7 +247,7 @@ ADVICE: tuple[Rule, ...] = (
         "fullest expert had ten times its share (V2-Lite, first steps).",
         source="R11 (Megatron-Core, MoE guide); docs/layouts.md",
         check=_natural_routing,
-        fix=("model.moe.balance.force=false",),
+        fix=("model.moe.balance.force_load_balance=false",),
     ),
     Rule(
         name="optimizer-on-the-device",

@@ -212,7 +212,7 @@ def _passes_stand_beside_each_other(sizes: Sizes) -> str | None:
 
 
 def _captured_passes_are_not_cut_into_stages(sizes: Sizes) -> str | None:
-    if sizes.capture not in ("passes", "parts") or sizes.pp == 1:
+    if sizes.capture not in ("full", "partial") or sizes.pp == 1:
         return None
     return f"graphs hold one pass, and PP {sizes.pp} has several under way"
 

@@ -172,7 +172,7 @@ def facts_of(
     return ModelFacts(
         layers=model.layers,
         dense_layers=model.layers - model.moe_layers,
-        vocabulary=model.vocabulary,
+        vocabulary=model.vocab_size,
         head_counts=tuple(heads_of(model.attention).values()),
         experts=0 if moe is None else moe.experts,
         top_k=0 if moe is None else moe.top_k,
@@ -180,7 +180,7 @@ def facts_of(
         shared_width=0 if moe is None else moe.shared_ffn_size,
         dense_width=model.dense_ffn_size if model.moe_layers < model.layers else 0,
         is_latent=isinstance(model.attention, LatentAttention),
-        forces_balance=moe is not None and moe.balance.force,
+        forces_balance=moe is not None and moe.balance.force_load_balance,
         pads=moe is not None and moe.balance.pad_to_capacity,
         total_parameters=total_parameters,
         active_parameters=active_parameters,

@@ -161,7 +161,7 @@ DISPATCH = (
         "plan",
         ("deep-ep-on-nvidia", "mapped-memory-inside-node", "nodes-first-if-several"),
     ),
-    Entry("D5", "multiprocessors for dispatch", "projection", (), "`dispatch.sms`; measured, not planned"),
+    Entry("D5", "multiprocessors for dispatch", "projection", (), "`dispatch.num_sms`; measured, not planned"),
     Entry("D6", "gather only among few ranks", "plan", ("gathers-if-fewer-copies", "dispatcher-where-tokens-travel")),
     Entry(
         "D7",

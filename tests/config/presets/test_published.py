@@ -51,7 +51,7 @@ def test_a_published_model_has_its_published_size(name: str) -> None:
 def test_as_many_parameters_are_active_as_is_advertised(name: str) -> None:
     model = preset(name).model
     active = count(model, 4096).active_parameters
-    embedding = model.vocabulary * model.hidden_size if model.family == "gpt-oss" else 0  # which OpenAI leaves out
+    embedding = model.vocab_size * model.hidden_size if model.family == "gpt-oss" else 0  # which OpenAI leaves out
     assert active - embedding == pytest.approx(ACTIVE[name], rel=0.02)
 
 

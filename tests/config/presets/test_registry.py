@@ -38,7 +38,7 @@ def test_a_cut_keeps_dense_layers_between_those_with_experts(
 ) -> None:
     model = preset(f"llama4-maverick-{layers}l").model
     assert model.moe is not None
-    assert model.moe.every == every
+    assert model.moe.moe_layer_freq == every
     assert [layer for layer in range(layers) if not model.is_dense(layer)] == list(with_experts)
 
 

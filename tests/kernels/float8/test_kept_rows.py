@@ -24,8 +24,8 @@ from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.reference import SWIGLU, ExpertRule, order_rows
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import target_of
-from penstock.moe.dispatch.room import forget_left_out, make_room
-from penstock.moe.dispatch.shelf import Shelf
+from penstock.moe.dispatch.activation_arena import ActivationArena
+from penstock.moe.dispatch.row_capacity import forget_left_out, make_room
 from tests.kernels.ahead_of_time import ONE_OF_EACH_MAKER
 from tests.kernels.float8.draw_quantized import draw_rows, draw_weight, form_on, without_tail
 from tests.kernels.float8.test_product_launches import compile_product
@@ -215,11 +215,11 @@ def no_memory_is_clean() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-def shelf_of(layers: int, bound: float) -> Shelf:
-    shelf = Shelf(bound)
+def arena_of(layers: int, bound: float) -> ActivationArena:
+    arena = ActivationArena(bound)
     for _ in range(layers):
-        shelf.join()
-    return shelf
+        arena.join()
+    return arena
 
 
 class Layers:
@@ -255,12 +255,12 @@ class Layers:
     def rows(self) -> list[int]:
         return [int(order.counts_E.sum()) for order in self.orders]
 
-    def run(self, shelf: Shelf | None, *, only_last: bool = False, recompute: bool = False) -> list[Tensor]:
+    def run(self, arena: ActivationArena | None, *, only_last: bool = False, recompute: bool = False) -> list[Tensor]:
         """Outputs of rows that there are, and gradients."""
         leaves = [tensor.clone().requires_grad_() for tensor in self.leaves]
         x_TD, gate_up, down, weights = leaves
-        if shelf is not None:
-            shelf.begin()
+        if arena is not None:
+            arena.begin()
         outputs, gradients = [], []
         for layer, (order, used) in enumerate(zip(self.orders, self.rows, strict=True)):
             counts_e, index_R = order.counts_E.to(self.device), (order.slots_R // TOP_K).to(self.device)
@@ -268,7 +268,7 @@ class Layers:
             if only_last:
                 places_TK = torch.where(places_TK < used, places_TK, len(index_R) - 1)
             options = {"places_TK": places_TK, "only_last": only_last, "recompute": recompute}
-            options["keep"] = None if shelf is None else partial(shelf.place, share=20.0)
+            options["keep"] = None if arena is None else partial(arena.place, share=20.0)
             ffn = partial(expert_ffn, float8=IN_8_BITS) if layer != 1 else partial(in_16_bits, kernels=IN_16_BITS)
             y_RD = ffn(x_TD, gate_up[layer], down[layer], counts_e, weights[layer], index_R, **options)
             outputs.append(y_RD)
@@ -289,29 +289,29 @@ def test_experts_that_share_a_shelf_give_what_they_give_alone(
     parts: tuple[float, ...], only_last: bool, device: torch.device
 ) -> None:
     layers = Layers(parts, device)
-    shelf = shelf_of(layers.count, bound=1.4).to(device)
-    expected, found = layers.run(None), layers.run(shelf, only_last=only_last)
+    arena = arena_of(layers.count, bound=1.4).to(device)
+    expected, found = layers.run(None), layers.run(arena, only_last=only_last)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     assert all(one.isfinite().all() for one in found)
-    assert shelf.meter.tolist() == [0, sum(layers.rows)]
+    assert arena.meter.tolist() == [0, sum(layers.rows)]
 
 
 @pytest.mark.slow
 def test_what_finds_no_room_is_counted_and_found_the_next_time(device: torch.device) -> None:
     layers = Layers((0.9, 1.0, 0.8), device)
-    shelf = shelf_of(layers.count, bound=1.0).to(device)
-    layers.run(shelf)
-    assert shelf.meter.tolist() == [sum(layers.rows) - 60, sum(layers.rows)]
-    make_room([shelf])
-    forget_left_out([shelf])
-    assert all(torch.equal(*pair) for pair in zip(layers.run(shelf), layers.run(None), strict=True))
-    assert int(shelf.left_out) == 0
+    arena = arena_of(layers.count, bound=1.0).to(device)
+    layers.run(arena)
+    assert arena.meter.tolist() == [sum(layers.rows) - 60, sum(layers.rows)]
+    make_room([arena])
+    forget_left_out([arena])
+    assert all(torch.equal(*pair) for pair in zip(layers.run(arena), layers.run(None), strict=True))
+    assert int(arena.left_out) == 0
 
 
 @pytest.mark.slow
 def test_what_is_recomputed_takes_no_room(device: torch.device) -> None:
     layers = Layers((0.9, 0.2), device)
-    shelf = shelf_of(layers.count, bound=1.0).to(device)
-    found, expected = layers.run(shelf, recompute=True), layers.run(None)
+    arena = arena_of(layers.count, bound=1.0).to(device)
+    found, expected = layers.run(arena, recompute=True), layers.run(None)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    assert shelf.meter.tolist() == [0, 0]
+    assert arena.meter.tolist() == [0, 0]

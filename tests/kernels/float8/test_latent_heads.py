@@ -11,11 +11,11 @@ from torch import Tensor
 from penstock.kernels import reference, rope
 from penstock.kernels.float8 import hopper_copies, latent_heads
 from penstock.kernels.float8.formats import E4M3, E5M2, Format
-from penstock.kernels.float8.handed import Handed, HandedHeads, carrier_of, obstacle
+from penstock.kernels.float8.gradient_side_channel import GradientSideChannel, HandedHeads, carrier_of, obstacle
 from penstock.kernels.float8.hopper_products import HAS_GLUON
 from penstock.kernels.float8.latent_heads_kernels import latent_heads_backward_kernel, shared_key_backward_kernel
 from penstock.kernels.float8.quantize import run_of
-from penstock.kernels.float8.quantized import Both, Quantized
+from penstock.kernels.float8.quantized import Quantized, RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE
 from penstock.kernels.float8.reference import quantize_rows
 from penstock.kernels.float8.tile_launches import (
@@ -53,8 +53,8 @@ class Found(NamedTuple):
     """What both forms give."""
 
     outputs: tuple[Tensor, ...]
-    q: Both
-    kv: Both
+    q: RowColQuantized
+    kv: RowColQuantized
     dk_rope_BSP: Tensor
 
 
@@ -87,7 +87,7 @@ def case_of(
 
 def handed_over(case: Case, form: Format = E4M3, launch: TileLaunch = TRANSPOSING) -> Found:
     inputs = [one.detach().requires_grad_() for one in case.inputs]
-    handed = HandedHeads(Handed(), Handed())
+    handed = HandedHeads(GradientSideChannel(), GradientSideChannel())
     outputs = latent_heads.mla_heads(*inputs, *case.angles, handed, form, launch=launch)
     dq, dkv, dk_rope = torch.autograd.grad(outputs, inputs, case.gradients)
     assert dq.untyped_storage().nbytes() == dkv.untyped_storage().nbytes() == dq.itemsize, "carriers"
@@ -140,7 +140,7 @@ def test_a_tile_may_reach_over_rows_of_the_batch(batch: int, positions: int, hea
 
 @pytest.mark.slow
 def test_a_gradient_that_nobody_took_is_replaced_by_the_next() -> None:
-    handed, first, second = Handed(), *(by_definition(case_of()).q for _ in range(2))
+    handed, first, second = GradientSideChannel(), *(by_definition(case_of()).q for _ in range(2))
     handed.put(first)
     handed.put(second)
     assert handed.take() is second

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.kernels.float8 import attention, attention_reference, norm, operators, pack, packed_rows, reference
 from penstock.kernels.float8.formats import format_on
 from penstock.kernels.float8.quantize import quantize_groups, quantize_rows, quantize_weight
-from penstock.kernels.float8.quantized import Both, Quantized
+from penstock.kernels.float8.quantized import Quantized, RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, ROWWISE, TENSORWISE, Recipe
 from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
 from penstock.kernels.float8.transpose import transpose_weight
@@ -64,7 +64,7 @@ def assert_equal(found: Quantized | None, expected: Quantized | None, rows: int 
     assert torch.equal(values, others), f"{(values != others).float().mean().item():.1%} of the values differ"
 
 
-def assert_both_equal(found: Both, expected: Both) -> None:
+def assert_both_equal(found: RowColQuantized, expected: RowColQuantized) -> None:
     assert_equal(found.rows, expected.rows)
     assert_equal(found.columns, expected.columns)
 

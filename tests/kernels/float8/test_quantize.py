@@ -22,7 +22,7 @@ from penstock.kernels.float8.quantize import (
     run_of,
 )
 from penstock.kernels.float8.quantize_kernels import group_tiles_kernel, measure_kernel, quantize_kernel
-from penstock.kernels.float8.quantized import Both, Quantized, WeightCopies
+from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
 from penstock.kernels.float8.recipes import (
     ALIGNMENT,
     BLOCKWISE,
@@ -74,7 +74,7 @@ def skip_unless_known(form: Format, device: torch.device) -> None:
         pytest.skip("this chip has no such format")
 
 
-def both_copies(x_RD: Tensor, recipe: Recipe, form: Format) -> tuple[Both, Both]:
+def both_copies(x_RD: Tensor, recipe: Recipe, form: Format) -> tuple[RowColQuantized, RowColQuantized]:
     """Of activations, ours and those of the definition."""
     given = x_RD, recipe, form
     return quantize_rows(*given, columns=recipe.columns), reference.quantize_rows(*given, columns=recipe.columns)

@@ -33,7 +33,7 @@ def moe(**changes: object) -> Moe:
 
 def model(family: str, **changes: object) -> Model:
     """Three layers of width 32."""
-    fields = {"family": family, "vocabulary": 61, "hidden_size": 32, "layers": 3, "initial_std": 0.2}
+    fields = {"family": family, "vocabulary": 61, "hidden_size": 32, "layers": 3, "initializer_range": 0.2}
     return Model.model_validate({**fields, "attention": attention(), **changes})
 
 
@@ -84,10 +84,10 @@ def nope(every: int) -> LocalAttention:
 
 
 LATENT_YARN = tiny_attention(
-    q_latent=20, yarn=Yarn(factor=8.0, original_positions=16, scale=0.707, scale_all_dims=0.707)
+    q_lora_rank=20, yarn=Yarn(factor=8.0, original_positions=16, scale=0.707, scale_all_dims=0.707)
 )
 V2, V3 = tiny_model("deepseek-v2"), tiny_model("deepseek-v3")
-GROUPED_V2 = Router(score="softmax", groups=4, groups_kept=2, group_score="max", scale=16.0)
+GROUPED_V2 = Router(score="softmax", groups=4, topk_group=2, group_score="max", scale=16.0)
 RAW_V3 = Router(score="sigmoid", expert_bias=True, group_score="top2")
 
 VARIANTS: dict[str, Model] = {
@@ -105,9 +105,9 @@ VARIANTS: dict[str, Model] = {
         attention=attention(rope=Rope(llama3=Llama3Rope(factor=16.0, original_positions=8, slow=1.0, fast=1.0))),
     ),
     "llama, plain rotary embedding, biases": dense("llama", attention=attention(bias=True)),
-    "llama, tied embeddings, YaRN": dense("llama", tied_embeddings=True, attention=attention(rope=Rope(yarn=YARN))),
+    "llama, tied embeddings, YaRN": dense("llama", tie_word_embeddings=True, attention=attention(rope=Rope(yarn=YARN))),
     "qwen3": dense("qwen3", attention=attention(qk_norm="head", rope=Rope(theta=1e6))),
-    "qwen3, tied embeddings": dense("qwen3", attention=attention(qk_norm="head"), tied_embeddings=True),
+    "qwen3, tied embeddings": dense("qwen3", attention=attention(qk_norm="head"), tie_word_embeddings=True),
     "qwen3, window but for every 2nd layer": dense(
         "qwen3", attention=attention(qk_norm="head", local=LocalAttention(size=7, global_every=2))
     ),

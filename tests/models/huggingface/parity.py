@@ -63,7 +63,7 @@ def compare(config: Model, folder: Path, *, packed: bool = False) -> Parity:
     """
     ours = unsettled(tiny_decoder(config).train())
     theirs = in_transformers(ours, folder / "weights")
-    tokens_BS = torch.randint(config.vocabulary, (ROWS, POSITIONS), generator=torch.Generator().manual_seed(5))
+    tokens_BS = torch.randint(config.vocab_size, (ROWS, POSITIONS), generator=torch.Generator().manual_seed(5))
     logits_BSV, expected_BSV = both_logits(ours, theirs, tokens_BS, packed=packed)
     loss, expected = (
         F.cross_entropy(one[:, :-1].flatten(0, 1), tokens_BS[:, 1:].flatten()) for one in (logits_BSV, expected_BSV)

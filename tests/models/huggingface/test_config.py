@@ -48,7 +48,7 @@ def test_a_file_that_transformers_wrote_is_read(name: str, tmp_path: Path) -> No
 def test_a_published_file_is_the_preset(name: str) -> None:
     read = model_of_config(PUBLISHED[name])
     expected = preset(name).model
-    assert facts_of(read.model_copy(update={"initial_std": expected.initial_std})) == facts_of(expected)
+    assert facts_of(read.model_copy(update={"initializer_range": expected.initializer_range})) == facts_of(expected)
 
 
 def test_choices_of_training_have_their_defaults_after_reading() -> None:
@@ -146,7 +146,7 @@ CANNOT_BE_SAID = {
     ),
     "grouped queries in a V3": (
         tiny_model("deepseek-v3", attention=attention()),
-        "model.attention.kv_latent is missing: every model of the family deepseek-v3 has it",
+        "model.attention.kv_lora_rank is missing: every model of the family deepseek-v3 has it",
     ),
     "latent attention in a llama": (
         dense("llama", attention=tiny_attention()),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.parallel import OFFLOADABLE, Offload
-from penstock.parallel.activations.keeping import current, keep_plainly
+from penstock.parallel.activations.keeping import current, save_plainly
 from penstock.parallel.activations.offload import HostStore, OffloadRule, rule_for
 from penstock.parallel.activations.recompute import RecomputeRule
 from penstock.parallel.activations.region import discarding, recomputed
@@ -67,7 +67,7 @@ def test_gradients_are_the_same_to_the_bit(in_flight: int) -> None:
             assert torch.equal(found, right)
     # Of each network: its input (twice: also the last one's output), tanh's output, its own output. Never a weight.
     assert store.sent == [ONE] * (1 + 2 * 4) * 2
-    assert current() is keep_plainly
+    assert current() is save_plainly
 
 
 def test_what_moved_is_freed_and_what_came_back_goes_with_the_graph() -> None:
@@ -213,7 +213,7 @@ def test_an_error_leaves_no_hook_behind() -> None:
 
     with pytest.raises(RuntimeError, match="cannot use"):
         rule_of(Watched()).run("moe", broken, source())
-    assert current() is keep_plainly
+    assert current() is save_plainly
 
 
 def test_a_run_says_what_is_offloaded() -> None:

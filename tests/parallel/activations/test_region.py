@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.kernels import reference
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE
-from penstock.parallel.activations.keeping import current, keep_plainly
+from penstock.parallel.activations.keeping import current, save_plainly
 from penstock.parallel.activations.region import discarding, is_inside, is_replaying, kept, recomputed
 from tests.parallel.activations.regions import ONE, Counted, D, T, assert_same, gradients, linear, norm, source
 from tests.parallel.alive import Alive
@@ -21,7 +21,7 @@ from tests.parallel.alive import Alive
 def no_hook_is_left() -> Iterator[None]:
     torch.manual_seed(0)
     yield
-    assert current() is keep_plainly and not is_inside()
+    assert current() is save_plainly and not is_inside()
     saved = (torch.ones(1, requires_grad=True) * 1).exp().grad_fn._saved_result
     assert isinstance(saved, Tensor)
 
@@ -248,13 +248,13 @@ def test_an_error_in_forward_or_in_a_replay_leaves_no_hook_behind() -> None:
 
     with pytest.raises(RuntimeError, match="the region broke"), discarding():
         recomputed(region, x_TD)
-    assert not is_inside() and current() is keep_plainly
+    assert not is_inside() and current() is save_plainly
     broken.clear()
     loss = recomputed(region, x_TD).sum()
     broken.append(True)
     with pytest.raises(RuntimeError, match="the region broke"):
         loss.backward(retain_graph=True)
-    assert not is_inside() and current() is keep_plainly
+    assert not is_inside() and current() is save_plainly
     broken.clear()
     loss.backward()
     assert torch.equal(x_TD.grad, torch.autograd.grad(region(x_TD).sum(), x_TD)[0])

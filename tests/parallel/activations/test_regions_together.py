@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.parallel.activations.region import discarding, recomputed
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, reduce_scatter
-from penstock.parallel.later import Later, deferrable
+from penstock.parallel.weight_grad_store import WeightGradStore, deferrable
 from tests.distributed.pool import Pool
 from tests.examples import examples
 from tests.parallel.activations.regions import ONE, Counted, D, assert_same, gradients, linear, norm, source
@@ -82,7 +82,7 @@ def test_a_graph_that_is_asked_twice_replays_once_and_keeps_the_values_until_the
 
 def test_weight_gradients_can_be_put_off() -> None:
     x_TD, down = source(), linear()
-    later, region = Later(), Counted(norm)
+    later, region = WeightGradStore(), Counted(norm)
     with discarding():
         h_TD = recomputed(region, x_TD)
         loss = deferrable(F.linear, [h_TD], [down.weight], later).square().sum()
@@ -98,7 +98,7 @@ def test_weight_gradients_can_be_put_off() -> None:
 
 def test_a_region_may_hold_work_that_is_put_off() -> None:
     x_TD, net = source(), linear()
-    later = Later()
+    later = WeightGradStore()
     region = Counted(lambda x: deferrable(F.linear, [norm(x)], [net.weight], later).tanh())
     loss = recomputed(region, x_TD).square().sum()
     expected = gradients(F.linear(norm(x_TD), net.weight).tanh().square().sum(), x_TD, net.weight)

@@ -10,8 +10,9 @@ Autograd sees two nodes. Backward takes nodes in the reverse order of forward, a
     backward    launch: join               its grads    wait: fork, transfer's gradients
 
 so what forward did between the two runs beside the transfer's gradients too. Between the nodes travel placeholders: the
-gradients that came to `wait`, of the right shape and worth nothing; the true ones wait in the `Flight`. The transfer
-itself is any differentiable function: it is recorded as a graph of its own and differentiated on the second stream.
+gradients that came to `wait`, of the right shape and worth nothing; the true ones wait in the `AsyncTransfer`. The
+transfer itself is any differentiable function: it is recorded as a graph of its own and differentiated on the second
+stream.
 
 Memory. torch's allocator gives a freed block to the stream that it was allocated on, at once.
     Blocks of this stream that the other one reads: the flight holds their tensors (inputs, and the function with all
@@ -34,7 +35,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.parallel.later import entered
+from penstock.parallel.weight_grad_store import entered
 
 Rest = TypeVar("Rest")
 Result = TypeVar("Result")
@@ -56,7 +57,7 @@ class Transfers:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._meanwhile: Callable[[], None] | None = None
 
-    def launch(self, name: str, function: "Transfer[Rest]", *inputs: Tensor) -> "Flight[Rest]":
+    def launch(self, name: str, function: "Transfer[Rest]", *inputs: Tensor) -> "AsyncTransfer[Rest]":
         """Let a transfer leave.
 
         Args:
@@ -64,7 +65,7 @@ class Transfers:
             function: see `Transfer`; what it closes over has no gradient.
             inputs: its arguments; may have gradients.
         """
-        flight: Flight[Rest] = Flight(self, name)
+        flight: AsyncTransfer[Rest] = AsyncTransfer(self, name)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
             flight.outputs = _Launch.apply(flight, function, *inputs)
         else:
@@ -107,7 +108,7 @@ class Transfers:
             torch.cuda.current_stream(self._stream.device).wait_event(end)
 
 
-class Flight(Generic[Rest]):
+class AsyncTransfer(Generic[Rest]):
     """One transfer under way. Made by `Transfers.launch`; `wait` is called once, and backward comes once at most.
 
     Args:
@@ -192,7 +193,9 @@ class Flight(Generic[Rest]):
 
 class _Launch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, flight: Flight[Rest], function: "Transfer[Rest]", *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, flight: AsyncTransfer[Rest], function: "Transfer[Rest]", *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.flight = flight
         ctx.set_materialize_grads(False)
         return flight.leave_with_graph(function, inputs)
@@ -206,7 +209,7 @@ class _Launch(torch.autograd.Function):
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, flight: Flight[Rest], *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, flight: AsyncTransfer[Rest], *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.flight = flight
         ctx.set_materialize_grads(False)
         flight.arrive()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.parallel.turns import Steps, drain, take_turns, within
+from penstock.parallel.interleave import Steps, drain, interleave, within
 
 
 def _count(name: str, pieces: int, seen: list[str]) -> Steps[str]:
@@ -22,7 +22,7 @@ def test_one_alone_goes_straight_on() -> None:
 
 def test_works_alternate_and_the_longer_one_ends_alone() -> None:
     seen: list[str] = []
-    assert take_turns([_count("a", 2, seen), _count("b", 4, seen)]) == ["a", "b"]
+    assert interleave([_count("a", 2, seen), _count("b", 4, seen)]) == ["a", "b"]
     assert seen == ["a0", "b0", "a1", "b1", "b2", "b3"]
 
 
@@ -36,5 +36,5 @@ def test_a_context_is_left_at_every_stop() -> None:
         seen.append(")")
 
     works = [within(bracket, _count("a", 2, seen)), _count("b", 2, seen)]
-    assert take_turns(works) == ["a", "b"]
+    assert interleave(works) == ["a", "b"]
     assert "".join(seen) == "(a0)b0(a1)b1"

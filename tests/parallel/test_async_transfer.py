@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.parallel.flight import Flight, Transfers
+from penstock.parallel.async_transfer import AsyncTransfer, Transfers
 from tests.closeness import assert_close
 from tests.parallel.alive import Alive
 from tests.parallel.recorded import Recorded, mirrored
@@ -151,7 +151,7 @@ def test_what_the_function_closes_over_is_held_too() -> None:
     transfers, size = Transfers(torch.device("cpu")), T * 8
     x_TD, _ = _leaves()
 
-    def launch() -> Flight[None]:
+    def launch() -> AsyncTransfer[None]:
         order_T = torch.arange(T).flip(0)
         return transfers.launch("move", lambda x_TD: ((x_TD.sum() + order_T.sum(),), None), x_TD)
 

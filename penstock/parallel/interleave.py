@@ -6,7 +6,7 @@
         return second(flight.wait())
 
     drain(steps(x))                     one alone: nothing happens at a stop
-    take_turns([steps(a), steps(b)])    first(a), first(b), second(a), second(b)
+    interleave([steps(a), steps(b)])    first(a), first(b), second(a), second(b)
 
 No threads: whoever drives decides what comes when, so the order is the same on all ranks and in every run.
 """
@@ -31,7 +31,7 @@ def drain(steps: Steps[Result]) -> Result:
             return result
 
 
-def take_turns(works: Sequence[Steps[Result]]) -> list[Result]:
+def interleave(works: Sequence[Steps[Result]]) -> list[Result]:
     """Do a piece of each in turn until all are done; their results in the order given."""
     results: dict[int, Result] = {}
     while len(results) < len(works):

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kernels.reach import Blocks, Reach, blocks_of
+from penstock.kernels.attention_window import Blocks, Reach, blocks_of
 
 REACHES = st.builds(Reach, kind=st.sampled_from(("window", "chunk")), size=st.integers(1, 12))
 

@@ -13,7 +13,7 @@ from penstock.kernels.launching import rehearsed_wait
 
 
 @dataclass(frozen=True)
-class HostCounts:
+class SplitSizes:
     """Reads counts; the host waits for the device.
 
     Attributes:
@@ -77,7 +77,7 @@ def part_that_crosses(nodes: int, top_k: int) -> float:
     return 1 - (1 - 1 / nodes) ** top_k
 
 
-READ = HostCounts()
+READ = SplitSizes()
 
 
 def _dealt(rows: int, ranks: int) -> list[int]:

@@ -1,8 +1,8 @@
 """Gradients in 8 bits on their way from one backward to the next.
 
 Autograd passes on tensors of the dtype of what they are gradients of. Where the kernel that makes a gradient can
-quantize it, the product that reads it gets it by a `Handed` that both functions know, and autograd gets a carrier: a
-tensor of the right shape and dtype with one number of memory, which nobody may read.
+quantize it, the product that reads it gets it by a `GradientSideChannel` that both functions know, and autograd gets a
+carrier: a tensor of the right shape and dtype with one number of memory, which nobody may read.
 
     backward of who makes it       handed.put(both); return carrier_of(dy)
     backward of the product        both = handed.take(), and dy is not looked at if there is one
@@ -14,14 +14,14 @@ from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from penstock.kernels.float8.quantized import Both
+from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE, DEPTH, Recipe
 
 Gradient = TypeVar("Gradient")
 """By rows, or by rows and transposed."""
 
 
-class HandedOver(Generic[Gradient]):
+class SideChannelHandover(Generic[Gradient]):
     """The place of one gradient. No dataclass: who rebuilds one, as a region that runs again, would make another."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class HandedOver(Generic[Gradient]):
         return gradient
 
 
-class Handed(HandedOver[Both]):
+class GradientSideChannel(SideChannelHandover[RowColQuantized]):
     """The gradient of a product, for both of the products that read it."""
 
 
@@ -49,8 +49,8 @@ class HandedHeads(NamedTuple):
         kv: tokens x (H (plain + M)).
     """
 
-    q: Handed | None = None
-    kv: Handed | None = None
+    q: GradientSideChannel | None = None
+    kv: GradientSideChannel | None = None
 
 
 def carrier_of(shape: tuple[int, ...], like: Tensor) -> Tensor:

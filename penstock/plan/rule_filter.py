@@ -49,7 +49,7 @@ class Tries:
             yield Try(replace(self.pace, dispatcher=dispatcher, sync_free=sync_free), self.steps)
 
 
-class Sieve:
+class RuleFilter:
     """Lets through what no rule refuses.
 
     Args:

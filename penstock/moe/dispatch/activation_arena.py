@@ -1,7 +1,7 @@
 """One buffer for what the experts of all layers keep for backward, where row counts stay on the device.
 
 A layer that must have room for its rows before it knows them needs room for an unlucky routing; all layers together
-hardly ever have bad luck. So what lives until backward (the pre-activations) stands on a shelf, the layers' rows one
+hardly ever have bad luck. So what lives until backward (the pre-activations) stands on a arena, the layers' rows one
 behind the other, with room for `bound` times the even share of all of them; what lives for a moment only has the
 room of its layer's `Room`.
 
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from penstock.kernels.expert_parts import KeptRows
 from penstock.kernels.kept_rows import claim_rows
-from penstock.moe.dispatch.room import Bounded
+from penstock.moe.dispatch.row_capacity import CapacityTracker
 
 
-class Shelf(Bounded):
+class ActivationArena(CapacityTracker):
     """Room for what the layers of a stage keep on one rank; `share` is that of all of them together.
 
     Args:
@@ -47,7 +47,7 @@ class Shelf(Bounded):
         self._left = 0
 
     def forget(self) -> None:
-        """See `Bounded`. Also the board of a pass that was given up."""
+        """See `CapacityTracker`. Also the board of a pass that was given up."""
         super().forget()
         self.begin()
 
@@ -69,7 +69,7 @@ class Shelf(Bounded):
             self._cursor = torch.zeros(1, dtype=torch.int64, device=like.device)
             self._left = self.layers
         board = self._board
-        assert board.shape[1] == width, "all layers of a shelf are as wide"
+        assert board.shape[1] == width, "all layers of a arena are as wide"
         first = claim_rows(self._cursor, used, len(board), self.meter)
         self._left -= 1
         if self._left == 0:  # From now on the board lives as long as layers keep rows on it.

@@ -1,10 +1,10 @@
 """How many rows a rank's experts have room for, and a count of those that found none.
 
-A dispatcher that must know its shapes before it knows the routing asks its `Room`; what is kept for backward may stand
-on a `Shelf` that all layers share (penstock/moe/dispatch/shelf.py). Rows beyond it are left out of that
-pass, so the pass is worth nothing: they are counted on the device, the count is read once a step with the other
-figures, and the step is made again (penstock/train/step.py) with more room in the layers and on the ranks that were too
-small, which they keep. Passes that are not trained on are not repeated, so they always have room for all.
+A dispatcher that must know its shapes before it knows the routing asks its `RowCapacity`; what is kept for backward may
+stand on a `ActivationArena` that all layers share (penstock/moe/dispatch/activation_arena.py). Rows beyond it are left
+out of that pass, so the pass is worth nothing: they are counted on the device, the count is read once a step with the
+other figures, and the step is made again (penstock/train/step.py) with more room in the layers and on the ranks that
+were too small, which they keep. Passes that are not trained on are not repeated, so they always have room for all.
 """
 
 import math
@@ -22,7 +22,7 @@ SPARE = 1.1
 """Room over the most rows that came, so that the next step, whose routing differs a little, finds room."""
 
 
-class Bounded(nn.Module):
+class CapacityTracker(nn.Module):
     """Something that has room for so many rows and no more.
 
     Args:
@@ -64,7 +64,7 @@ class Bounded(nn.Module):
             self.bound = most / self.share * SPARE
 
 
-class Room(Bounded):
+class RowCapacity(CapacityTracker):
     """Room for the rows of one layer on one rank.
 
     Args:
@@ -125,5 +125,5 @@ def widenings(modules: Iterable[nn.Module]) -> int:
     return max((room.widenings for room in _rooms(modules)), default=0)
 
 
-def _rooms(modules: Iterable[nn.Module]) -> Iterator[Bounded]:
-    return (module for model in modules for module in model.modules() if isinstance(module, Bounded))
+def _rooms(modules: Iterable[nn.Module]) -> Iterator[CapacityTracker]:
+    return (module for model in modules for module in model.modules() if isinstance(module, CapacityTracker))

@@ -19,7 +19,7 @@ from penstock.parallel.axes import Axis
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
+class ParamShard:
     """One trained parameter, as this rank holds it.
 
     Attributes:

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
+from penstock.train.background_sink import WAITING, BackgroundSink
 from penstock.train.observer import Observer, RunStart, StepReport
-from penstock.train.sheltered import WAITING, Sheltered
 from tests.train.tiny_run import Recorder, run_start, step_report, tiny_run
 
 
@@ -31,7 +31,7 @@ def start(tmp_path) -> RunStart:  # type: ignore[no-untyped-def]
     return run_start(tiny_run(tmp_path))
 
 
-def drive(sink: Sheltered, start: RunStart, steps: int) -> None:
+def drive(sink: BackgroundSink, start: RunStart, steps: int) -> None:
     sink.started(start)
     for step in range(1, steps + 1):
         sink.stepped(step_report(step))
@@ -40,7 +40,7 @@ def drive(sink: Sheltered, start: RunStart, steps: int) -> None:
 
 def test_everything_reaches_a_sink_in_its_order(start: RunStart) -> None:
     inner, told = Sink(), list[str]()
-    sink = Sheltered("a service", lambda: inner, told.append)
+    sink = BackgroundSink("a service", lambda: inner, told.append)
     drive(sink, start, 3)
     sink.closed()
     assert inner.starts == [start]
@@ -55,7 +55,7 @@ def test_a_sink_works_in_a_thread_of_its_own(start: RunStart) -> None:
         threads.append(threading.current_thread())
         return Sink()
 
-    sink = Sheltered("a service", open_sink, lambda line: None)
+    sink = BackgroundSink("a service", open_sink, lambda line: None)
     sink.closed()
     assert threads[0] is not threading.current_thread()
     assert not threads[0].is_alive()
@@ -63,7 +63,7 @@ def test_a_sink_works_in_a_thread_of_its_own(start: RunStart) -> None:
 
 def test_a_sink_that_fails_is_told_once_and_closed(start: RunStart) -> None:
     inner, told = Sink(fails_at=2), list[str]()
-    sink = Sheltered("a service", lambda: inner, told.append)
+    sink = BackgroundSink("a service", lambda: inner, told.append)
     drive(sink, start, 9)
     sink.closed()
     sink.closed()
@@ -80,7 +80,7 @@ def test_a_sink_that_cannot_be_opened_is_told_once(start: RunStart) -> None:
     def open_sink() -> Observer:
         raise OSError(98, "Address already in use")
 
-    sink = Sheltered("the endpoint", open_sink, told.append)
+    sink = BackgroundSink("the endpoint", open_sink, told.append)
     drive(sink, start, 3)
     sink.closed()
     assert told == [
@@ -94,14 +94,14 @@ def test_even_a_sink_that_ends_its_program_ends_only_itself(start: RunStart) -> 
     def open_sink() -> Observer:
         raise SystemExit(1)
 
-    sink = Sheltered("a service", open_sink, told.append)
+    sink = BackgroundSink("a service", open_sink, told.append)
     sink.closed()
     assert told == ["a service is off from here on, the run goes on without it (SystemExit: 1)"]
 
 
 def test_a_slow_sink_misses_steps_and_the_run_does_not_wait(start: RunStart) -> None:
     inner, told = Sink(waits_at=1), list[str]()
-    sink = Sheltered("a service", lambda: inner, told.append)
+    sink = BackgroundSink("a service", lambda: inner, told.append)
     sink.started(start)
     sink.stepped(step_report(1))
     assert inner.waits.wait(10), "the sink has begun with the first step"
@@ -115,7 +115,7 @@ def test_a_slow_sink_misses_steps_and_the_run_does_not_wait(start: RunStart) -> 
 
 def test_a_sink_that_hangs_is_left_behind(start: RunStart) -> None:
     inner, told = Sink(waits_at=1), list[str]()
-    sink = Sheltered("a service", lambda: inner, told.append, close_seconds=0.05)
+    sink = BackgroundSink("a service", lambda: inner, told.append, close_seconds=0.05)
     drive(sink, start, 2)
     sink.closed()
     assert told == ["a service has not ended after 0.05 s and is left behind"]

@@ -17,13 +17,13 @@ from torch.distributed.tensor import DTensor
 from penstock.config.parallel import Parallel
 from penstock.layout.pieces import rows_of_shard
 from penstock.parallel.axes import NO_AXIS, Axis
-from penstock.parallel.holding import Holding, Part
+from penstock.parallel.param_shard import ParamShard, Part
 from penstock.parallel.shard import local_rows
 from penstock.train.adamw import is_own_master
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class OptimizerShard:
     """What one rank updates of one parameter.
 
     Attributes:
@@ -38,7 +38,7 @@ class Share:
         writes: this rank saves the rows; of those that update the same ones, one does.
     """
 
-    holding: Holding
+    holding: ParamShard
     rows: tuple[int, int] | None
     total: Tensor
     gradient: Tensor
@@ -60,7 +60,7 @@ class Share:
 
 
 @torch.no_grad()
-def share_of(holding: Holding, parallel: Parallel) -> Share:
+def optimizer_shard_of(holding: ParamShard, parallel: Parallel) -> OptimizerShard:
     """Decide what this rank updates of a parameter, and make its gradient."""
     parameter, data = holding.parameter, holding.data
     is_precise = is_own_master(parameter)
@@ -83,7 +83,7 @@ def share_of(holding: Holding, parallel: Parallel) -> Share:
             shard, replicate, writer = data.shard, data.replicate, data.replicate.rank == 0
             rows = rows_of_shard(parameter.shape[0], shard.rank, shard.size)
             gradient, values = total[slice(*rows)], values[slice(*rows)]
-    return Share(
+    return OptimizerShard(
         holding=holding,
         rows=rows,
         total=total,

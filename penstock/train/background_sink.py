@@ -24,7 +24,7 @@ Call = Callable[[Observer], None]
 """What the sink shall do next."""
 
 
-class Sheltered:
+class BackgroundSink:
     """Observer that passes everything on to a sink in a thread, until the sink fails.
 
     Args:

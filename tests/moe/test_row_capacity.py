@@ -13,7 +13,7 @@ from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import first_rows
 from penstock.moe.dispatch.gathers import pick_kept
-from penstock.moe.dispatch.room import Room, forget_left_out, make_room, widenings
+from penstock.moe.dispatch.row_capacity import RowCapacity, forget_left_out, make_room, widenings
 from penstock.moe.routing import Routing
 from tests.closeness import assert_close
 from tests.examples import examples
@@ -21,13 +21,13 @@ from tests.moe.mixture import D, random_routing, token_by_token, weights_of
 
 
 def test_a_layer_that_is_not_trained_has_room_for_all() -> None:
-    room = Room(ExpertPlacement(experts=64, expert=8), 1.0)
+    room = RowCapacity(ExpertPlacement(experts=64, expert=8), 1.0)
     assert room.rows(1000, 6) == 751  # 6,000 / 8 and nobody's, in sixteens
     assert room.eval().rows(1000, 6) == 6000
 
 
 def test_layers_that_were_too_small_keep_a_tenth_more_than_came_and_others_stay_as_they_are() -> None:
-    small, large = rooms = [Room(ExpertPlacement(experts=64, expert=8), bound) for bound in (1.0, 1.5)]
+    small, large = rooms = [RowCapacity(ExpertPlacement(experts=64, expert=8), bound) for bound in (1.0, 1.5)]
     for arriving in (900, 1000, 700):
         for room in rooms:
             room.count(torch.tensor(arriving), room.rows(1000, 6))
@@ -43,14 +43,14 @@ def test_layers_that_were_too_small_keep_a_tenth_more_than_came_and_others_stay_
 
 
 def test_more_than_the_worst_case_is_never_asked_for() -> None:
-    room = Room(ExpertPlacement(experts=4, expert=2), 1.0)
+    room = RowCapacity(ExpertPlacement(experts=4, expert=2), 1.0)
     room.rows(10, 2)
     room.widen(20)
     assert room.rows(10, 2) == 20
 
 
 def test_a_rank_never_needs_more_rows_of_a_token_than_it_has_experts() -> None:
-    assert Room(ExpertPlacement(experts=256, expert=64), math.inf).rows(1000, 8) == 4000
+    assert RowCapacity(ExpertPlacement(experts=256, expert=64), math.inf).rows(1000, 8) == 4000
 
 
 @examples(25, deadline=None)

@@ -1,4 +1,4 @@
-"""Layers whose experts keep their rows on one shelf: the same training as with a count on the host."""
+"""Layers whose experts keep their rows on one arena: the same training as with a count on the host."""
 
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.triton_operators import TRITON as TRITON_IN_8_BITS
 from penstock.kernels.operators import Operators
 from penstock.models.kernels import choose_float8, choose_operators
-from penstock.moe.dispatch.shelf import Shelf
+from penstock.moe.dispatch.activation_arena import ActivationArena
 from tests.distributed.case import layout, pipeline
 from tests.distributed.one_loss import TOLERANCES, Trace, differences, follow, put_together, saved_by, start_session
 from tests.distributed.pool import Pool
@@ -33,18 +33,21 @@ SMALL = (
 """The interpreter takes its time."""
 IN_8_BITS = ("float8.experts=blockwise", "model.moe.ffn_size=128")
 """As wide as a block, so that nothing is written in 16 bits between the products."""
-QUICK = {"no room on the shelf", "some in 8 bits"}
+QUICK = {"no room on the arena", "some in 8 bits"}
 WAYS = {
-    "room for even loads only": (layout("expert=2"), ("dispatch.bound=1.0", "dispatch.layer_bound=1.0")),
-    "no room on the shelf": (layout("expert=2"), ("dispatch.bound=1.0",)),
-    "room": (layout("expert=2"), ("dispatch.bound=2.0",)),
+    "room for even loads only": (
+        layout("expert=2"),
+        ("dispatch.row_capacity_factor=1.0", "dispatch.layer_capacity_factor=1.0"),
+    ),
+    "no room on the arena": (layout("expert=2"), ("dispatch.row_capacity_factor=1.0",)),
+    "room": (layout("expert=2"), ("dispatch.row_capacity_factor=2.0",)),
     "FSDP": (layout("expert=2", "shard=full"), ()),
     "recomputed": (layout("expert=2", "recompute.modules=moe"), ()),
     "products recomputed": (layout("expert=2", "recompute.modules=expert-activation"), ()),
     "offloaded": (layout("expert=2", "offload.activations=moe"), ()),
     "halves": (layout("expert=2"), ("dispatch.overlap=halves", "training.micro_batch=2", "training.global_batch=4")),
-    "some in 8 bits": (layout("expert=2"), ("dispatch.bound=2.0", *IN_8_BITS, "float8.first_layers=2")),
-    "in 8 bits, no room": (layout("expert=2"), ("dispatch.bound=1.0", *IN_8_BITS)),
+    "some in 8 bits": (layout("expert=2"), ("dispatch.row_capacity_factor=2.0", *IN_8_BITS, "float8.first_layers=2")),
+    "in 8 bits, no room": (layout("expert=2"), ("dispatch.row_capacity_factor=1.0", *IN_8_BITS)),
     "ZB-V": (pipeline("zb-v", 2, "expert=2"), ("model.layers=4", "training.global_batch=4")),
 }
 
@@ -61,17 +64,19 @@ def with_our_kernels(run: Run, device: torch.device) -> Float8Rule:
 
 
 def play(overrides: tuple[str, ...]) -> tuple[Trace, list, float, int]:
-    """Train on this rank; also the bound of its shelf and how many layers share it."""
+    """Train on this rank; also the bound of its arena and how many layers share it."""
     place = "penstock.models.rank_model"
     with patch(f"{place}.choose_operators", with_our_experts), patch(f"{place}.choose_float8", with_our_kernels):
         session = start_session((*SMALL, *overrides))
     seen = follow(session, steps=1)
     session.state.batches.close()
-    shelves = [module for model in session.model.modules for module in model.modules() if isinstance(module, Shelf)]
-    return seen, saved_by(session), max((one.bound for one in shelves), default=0.0), sum(one.layers for one in shelves)
+    arenas = [
+        module for model in session.model.modules for module in model.modules() if isinstance(module, ActivationArena)
+    ]
+    return seen, saved_by(session), max((one.bound for one in arenas), default=0.0), sum(one.layers for one in arenas)
 
 
-@pytest.mark.often("no room on the shelf")
+@pytest.mark.often("no room on the arena")
 @pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in QUICK else pytest.mark.slow) for way in WAYS])
 def test_experts_on_a_shelf_train_as_without(way: str, ranks: Pool) -> None:
     of_layout, settings = WAYS[way]
@@ -83,7 +88,7 @@ def test_experts_on_a_shelf_train_as_without(way: str, ranks: Pool) -> None:
     for figure, difference in differences(got, expected, start).items():
         assert difference <= TOLERANCES[figure], f"{figure}: {difference}"
     bounds, layers = zip(*[result[2:] for result in results], strict=True)
-    assert all(layers) != ("recomputed" in way or way == "offloaded"), "what nobody keeps here needs no shelf"
+    assert all(layers) != ("recomputed" in way or way == "offloaded"), "what nobody keeps here needs no arena"
     assert "8 bits" not in way or set(layers) == {2}, "in 16 bits and in 8"
     if "no room" in way or "even loads" in way:
         assert any(got.left_out) and max(bounds) > 1.0

@@ -29,16 +29,16 @@ from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
-from penstock.moe.dispatch.host_counts import HostCounts, part_that_crosses
+from penstock.moe.dispatch.split_sizes import SplitSizes, part_that_crosses
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher
 from penstock.moe.experts import Experts
 from penstock.moe.layer import MoE
 from penstock.parallel.activations import offload
 from penstock.parallel.axes import Axes
-from penstock.parallel.kit import Kit
-from penstock.parallel.later import Later
-from penstock.parallel.reach import crosses_nodes, unfit_rows, widest_row
+from penstock.parallel.dispatch_buffers import crosses_nodes, unfit_rows, widest_row
+from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
+from penstock.parallel.weight_grad_store import WeightGradStore
 from penstock.plan.conventional import Saving, conventional_operators
 from penstock.plan.tape import RehearsedLane, RehearsedLater, RehearsedTransfers
 from penstock.train.optimizer import MasterAdamW, StateBytes
@@ -66,7 +66,7 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StandIn:
+class MetaRank:
     """A rank without memory.
 
     Attributes:
@@ -94,11 +94,11 @@ class StandIn:
     optimizer: MasterAdamW | None
     keeper: MasterAdamW
     schedule: Schedule | None
-    later: Later | None
+    later: WeightGradStore | None
     shared_bytes: int
 
 
-def stand_in(run: Run, axes: Axes, target: Target, stages: Sequence[Stage] | None = None) -> StandIn:
+def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage] | None = None) -> MetaRank:
     """Build one rank.
 
     Args:
@@ -117,10 +117,10 @@ def stand_in(run: Run, axes: Axes, target: Target, stages: Sequence[Stage] | Non
         own = {number: stages[number] for number in plan.stages_of(axes.pipeline.rank)}
     later = RehearsedLater() if plan is not None and plan.splits_backward else None
     buffers = _shared_buffers(run, axes, target.device)
-    kit = _kit(run, axes, target, later, buffers)
-    decoders = meta_stages(run, kit, own)
+    layer_context = _layer_context(run, axes, target, later, buffers)
+    decoders = meta_stages(run, layer_context, own)
     set_dtypes(_unsharded(run), decoders.values(), axes, HOME)
-    divided, state_keeper = _divided_state(run, axes, kit, own)
+    divided, state_keeper = _divided_state(run, axes, layer_context, own)
     optimizer = _optimizer(run, axes, decoders, divided)
     _add_in_kernels(decoders, divided, optimizer)
     for decoder in decoders.values():
@@ -133,7 +133,7 @@ def stand_in(run: Run, axes: Axes, target: Target, stages: Sequence[Stage] | Non
         refresh_float8(decoders.values())
     if not divided:
         state = replace(state, weights=state.weights + _copied_bytes(decoders))
-    return StandIn(
+    return MetaRank(
         run=run,
         target=target,
         axes=axes,
@@ -149,9 +149,11 @@ def stand_in(run: Run, axes: Axes, target: Target, stages: Sequence[Stage] | Non
     )
 
 
-def _kit(run: Run, axes: Axes, target: Target, later: Later | None, buffers: SymmetricBuffers | None) -> Kit:
+def _layer_context(
+    run: Run, axes: Axes, target: Target, later: WeightGradStore | None, buffers: SymmetricBuffers | None
+) -> LayerContext:
     chosen = operators(kernel_choices(run, target.device))
-    return Kit(
+    return LayerContext(
         operators=chosen if target.saving == "run" else conventional_operators(chosen),
         axes=axes,
         later=later,
@@ -185,12 +187,12 @@ def _unsharded(run: Run) -> Run:
 
 
 def _divided_state(
-    run: Run, axes: Axes, kit: Kit, own: Mapping[int, Stage]
+    run: Run, axes: Axes, layer_context: LayerContext, own: Mapping[int, Stage]
 ) -> tuple[frozenset[str], MasterAdamW | None]:
     """Names of the parameters that FSDP2 divides, and an optimizer of all; nothing and None if it divides nothing."""
     if run.parallel.shard != "full":
         return frozenset(), None
-    decoders = meta_stages(run, kit, own)
+    decoders = meta_stages(run, layer_context, own)
     set_dtypes(run, decoders.values(), axes, HOME)
     held = holdings(decoders.values(), axes)
     divided = frozenset(one.name for one in held if isinstance(one.parameter, DTensor))
@@ -215,7 +217,7 @@ def _moment_bytes(run: Run, optimizer: MasterAdamW) -> int:
 def _shared_buffers(run: Run, axes: Axes, device: DeviceFacts) -> SymmetricBuffers | None:
     """Memory of a node's GPUs that write into each other's; None if tokens travel in another way, or not at all.
 
-    As `penstock.parallel.reach.shared_buffers`, for GPUs that all reach each other.
+    As `penstock.parallel.dispatch_buffers.shared_buffers`, for GPUs that all reach each other.
     """
     moe, wanted = run.model.moe, run.dispatch.method
     if moe is None or moe.balance.pad_to_capacity or wanted not in ("auto", "symmetric", "hierarchical"):
@@ -263,10 +265,10 @@ def _add_in_kernels(decoders: Mapping[int, Decoder], divided: frozenset[str], op
 def _say_counts(decoder: Decoder, imbalance: float) -> None:
     for module in decoder.modules():
         if isinstance(module, MoE):
-            module.dispatcher = with_counts(module.dispatcher, HostCounts(imbalance), module.router.top_k)
+            module.dispatcher = with_counts(module.dispatcher, SplitSizes(imbalance), module.router.top_k)
 
 
-def with_counts(dispatcher: Dispatcher, counts: HostCounts, top_k: int) -> Dispatcher:
+def with_counts(dispatcher: Dispatcher, counts: SplitSizes, top_k: int) -> Dispatcher:
     """The dispatcher, told how many rows there are where it would read it."""
     if isinstance(dispatcher, HierarchicalDispatcher):
         # A token that came for some of its choices brings those of other nodes along.

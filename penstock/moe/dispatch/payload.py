@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.kernels.float8.formats import E4M3, Format
-from penstock.kernels.float8.handed import carrier_of
+from penstock.kernels.float8.gradient_side_channel import carrier_of
 from penstock.kernels.float8.operators import REFERENCE, Float8Operators, Float8Rule
 from penstock.kernels.float8.packed_rows import as_quantized
 from penstock.kernels.float8.quantized import Quantized
@@ -33,7 +33,7 @@ Move = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Cargo:
+class DispatchPayload:
     """Rows.
 
     Attributes:
@@ -44,7 +44,7 @@ class Cargo:
     x_ND: Tensor
     packed: Tensor | None = None
 
-    def moved(self, out: Move, back: Move) -> "Cargo":
+    def moved(self, out: Move, back: Move) -> "DispatchPayload":
         """The same rows elsewhere.
 
         Args:
@@ -52,15 +52,15 @@ class Cargo:
             back: its transpose, on gradients in 16 bits. Asked only if bytes went out: else `out` knows its own.
         """
         if self.packed is None:
-            return Cargo(out(self.x_ND))
+            return DispatchPayload(out(self.x_ND))
         # Who copies number by number then copies 8 bytes at a time.
         packed = out(self.packed.view(torch.int64)).view(torch.uint8)
         carrier_ND: Tensor = _Carry.apply(self.x_ND, packed.shape[0], back)
-        return Cargo(carrier_ND, packed)
+        return DispatchPayload(carrier_ND, packed)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packing:
+class WireFormat:
     """How rows travel.
 
     Attributes:
@@ -77,25 +77,27 @@ class Packing:
     operators: Float8Operators = REFERENCE
     is_opened: bool = False
 
-    def load(self, x: Tensor | Cargo) -> Cargo:
+    def load(self, x: Tensor | DispatchPayload) -> DispatchPayload:
         """Rows, ready to travel.
 
         Args:
             x: x_TD; or what has come part of the way, which goes on as it is.
         """
-        if isinstance(x, Cargo):
+        if isinstance(x, DispatchPayload):
             return x
-        return Cargo(x, None if self.recipe is None else self.operators.pack_rows(x.detach(), self.recipe, self.form))
+        return DispatchPayload(
+            x, None if self.recipe is None else self.operators.pack_rows(x.detach(), self.recipe, self.form)
+        )
 
-    def unload(self, cargo: Cargo) -> tuple[Tensor, Quantized | None]:
+    def unload(self, payload: DispatchPayload) -> tuple[Tensor, Quantized | None]:
         """Rows that arrived, as `ExpertRows` has them: x_ND, and what experts multiply instead of it."""
-        if cargo.packed is None:
-            return cargo.x_ND, None
+        if payload.packed is None:
+            return payload.x_ND, None
         assert self.recipe is not None, "packed rows for somebody who knows no recipe"
         if self.is_opened:
-            opened_ND: Tensor = _Open.apply(cargo.x_ND, cargo.packed, self)
+            opened_ND: Tensor = _Open.apply(payload.x_ND, payload.packed, self)
             return opened_ND, None
-        return cargo.x_ND, as_quantized(cargo.packed, cargo.x_ND.shape[1], self.recipe, self.form)
+        return payload.x_ND, as_quantized(payload.packed, payload.x_ND.shape[1], self.recipe, self.form)
 
     def load_gradients(self, dy_TD: Tensor) -> Tensor:
         """Gradients of outputs, packed for experts that expect them so: uint8, T x the bytes of a row."""
@@ -113,11 +115,11 @@ class Packing:
         return as_quantized(packed, width, self.recipe, self.gradient)
 
 
-AS_THEY_ARE = Packing()
+UNQUANTIZED = WireFormat()
 """16 bits."""
 
 
-def packing_of(rule: Float8Rule) -> Packing:
+def wire_format_of(rule: Float8Rule) -> WireFormat:
     """How rows travel in a layer.
 
     Args:
@@ -125,7 +127,7 @@ def packing_of(rule: Float8Rule) -> Packing:
     """
     is_opened = _rows_by(rule.dispatch) != _rows_by(rule.experts)
     forms = {"form": rule.forward, "gradient": rule.gradient}
-    return Packing(recipe=rule.dispatch, operators=rule.operators, is_opened=is_opened, **forms)
+    return WireFormat(recipe=rule.dispatch, operators=rule.operators, is_opened=is_opened, **forms)
 
 
 def _rows_by(recipe: Recipe | None) -> tuple[object, ...] | None:
@@ -156,9 +158,11 @@ class _Open(torch.autograd.Function):
     """Packed rows in the dtype of their carrier, which takes their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, carrier_ND: Tensor, packed: Tensor, packing: Packing) -> Tensor:
+    def forward(ctx: Any, carrier_ND: Tensor, packed: Tensor, wire_format: WireFormat) -> Tensor:
         width, dtype = carrier_ND.shape[1], carrier_ND.dtype
-        opened_ND: Tensor = packing.operators.unpack_rows(packed, width, packing.recipe, packing.form, dtype)
+        opened_ND: Tensor = wire_format.operators.unpack_rows(
+            packed, width, wire_format.recipe, wire_format.form, dtype
+        )
         return opened_ND
 
     @staticmethod

@@ -30,14 +30,14 @@ from penstock.models.build import needs_embedding
 from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
 from penstock.plan.layer_kinds import first_of_kinds, layers_in_order
-from penstock.plan.stand_in import StandIn, Target, stand_in
+from penstock.plan.meta_rank import MetaRank, Target, make_meta_rank
 
 View = Literal["whole", "first", "last", "middle", "mixed", "embed", "head"]
 """See the top of the file."""
 
 
 @dataclass(frozen=True)
-class Likeness:
+class ReuseKey:
     """What two runs of one model have in common if a layer of either holds the same.
 
     Attributes:
@@ -57,15 +57,15 @@ class Likeness:
     divides: bool
 
 
-def likeness(run: Run) -> Likeness:
+def reuse_key(run: Run) -> ReuseKey:
     """Of a run; runs of other models have nothing in common."""
     parallel, dispatch = run.parallel, run.dispatch
     is_cut = parallel.pipeline > 1
-    return Likeness(
+    return ReuseKey(
         sizes=(parallel.tensor, parallel.context, parallel.expert, parallel.expert_tensor, is_cut),
         micro_batch=run.training.micro_batch,
         recompute=run.recompute.modules,
-        dispatch=(dispatch.method, dispatch.sync_free, dispatch.bound, dispatch.overlap),
+        dispatch=(dispatch.method, dispatch.sync_free, dispatch.row_capacity_factor, dispatch.overlap),
         splits=is_cut and run.pipeline.schedule in SPLITTING_SCHEDULES,
         divides=parallel.shard == "full",
     )
@@ -73,7 +73,7 @@ def likeness(run: Run) -> Likeness:
 
 @dataclass(frozen=True)
 class _Cut:
-    """How a view divides a miniature: stages, the one that is run, and the layers that this has one of each kind of."""
+    """How a view divides a proxy model: its stages, the stage that runs, and the layer kinds of that stage."""
 
     stages: int
     place: int
@@ -98,8 +98,8 @@ def later_kinds(model: Model) -> dict[str, int]:
     return first_of_kinds(model, range(model.dense_layers if model.moe_layers else 0, model.layers))
 
 
-def miniature(run: Run, view: View) -> Run:
-    """The run cut down; it fits `ranks_of` it. Its model is the same, of which `stages_of_miniature` hold a part."""
+def proxy_model(run: Run, view: View) -> Run:
+    """The run cut down; it fits `ranks_of` it. Its model is the same, of which `stages_of_proxy` hold a part."""
     schedule = "zb-1f1b" if run.pipeline.schedule in SPLITTING_SCHEDULES else "1f1b"
     small = run.model_copy(
         update={
@@ -123,7 +123,7 @@ def kinds_of(model: Model, view: View) -> tuple[str, ...]:
     return tuple(kinds[_CUTS[view].layers])
 
 
-def stages_of_miniature(model: Model, view: View, kinds: Sequence[str]) -> tuple[Stage, ...]:
+def stages_of_proxy(model: Model, view: View, kinds: Sequence[str]) -> tuple[Stage, ...]:
     """Stages of a view; only the one that is run holds layers, one of each kind."""
     cut = _CUTS[view]
     layers, last = layers_in_order(model, kinds), cut.stages - 1
@@ -139,24 +139,24 @@ def stages_of_miniature(model: Model, view: View, kinds: Sequence[str]) -> tuple
 
 
 def ranks_of(small: Run) -> int:
-    """Ranks that a miniature needs; two that hold the same where weights are divided among such."""
+    """Ranks that a proxy model needs; two that hold the same where weights are divided among such."""
     parallel = small.parallel
     dense, expert = parallel.tensor * parallel.context, parallel.expert * parallel.expert_tensor
     return parallel.pipeline * lcm(dense, expert) * (2 if parallel.shard == "full" else 1)
 
 
 @contextmanager
-def rank_of_miniature(run: Run, view: View, target: Target, kinds: Sequence[str] | None = None) -> Iterator[StandIn]:
+def rank_of_proxy(run: Run, view: View, target: Target, kinds: Sequence[str] | None = None) -> Iterator[MetaRank]:
     """The first rank that holds the stage of a view. Starts and ends a process group.
 
     Args:
-        run: whose miniature it is.
+        run: whose proxy model it is.
         view: of it.
         target: where the run will be.
         kinds: of its layers, in the order of some stage of the run; None for those that the view shows.
     """
     kinds = kinds_of(run.model, view) if kinds is None else kinds
-    small, stages = miniature(run, view), stages_of_miniature(run.model, view, kinds)
+    small, stages = proxy_model(run, view), stages_of_proxy(run.model, view, kinds)
     world = ranks_of(small)
     rank = _CUTS[view].place * world // small.parallel.pipeline
     holders = tuple(place for place, stage in enumerate(stages) if needs_embedding(run.model, stage))
@@ -164,6 +164,6 @@ def rank_of_miniature(run: Run, view: View, target: Target, kinds: Sequence[str]
         start_fake_process_group(rank, world)
     try:
         axes = make_axes(grid_of(small, world), holders, 0, target.ranks_per_node)
-        yield stand_in(small, axes, target, stages)
+        yield make_meta_rank(small, axes, target, stages)
     finally:
         stop_process_group()

@@ -10,10 +10,10 @@ from penstock.kernels.operators import REFERENCE, Operators
 from penstock.layout.sequence import Method
 from penstock.parallel.activations.offload import OffloadRule
 from penstock.parallel.activations.recompute import RecomputeRule
+from penstock.parallel.async_transfer import Transfers
 from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.deep_ep import DeepEpBuffer
-from penstock.parallel.flight import Transfers
-from penstock.parallel.later import Later
+from penstock.parallel.weight_grad_store import WeightGradStore
 
 if TYPE_CHECKING:  # it imports Triton, which may be absent
     from penstock.parallel.symmetric import SymmetricBuffers
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kit:
+class LayerContext:
     """Kernels to run on, ranks to share with, and what becomes of activations.
 
     Attributes:
@@ -45,7 +45,7 @@ class Kit:
 
     operators: Operators = REFERENCE
     axes: Axes = ALONE
-    later: Later | None = None
+    later: WeightGradStore | None = None
     context_method: Method = "ulysses"
     dispatch: Dispatch = AUTO
     buffers: "SymmetricBuffers | None" = None

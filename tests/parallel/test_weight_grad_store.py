@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from penstock.config.training import Optimizer
 from penstock.parallel.axes import Axis
-from penstock.parallel.holding import Holding
-from penstock.parallel.later import Later, deferrable
+from penstock.parallel.param_shard import ParamShard
+from penstock.parallel.weight_grad_store import WeightGradStore, deferrable
 from penstock.train.optimizer import MasterAdamW
 from tests.closeness import assert_close
 from tests.parallel.alive import Alive
@@ -30,7 +30,7 @@ def _two_products(x_TD: Tensor, scale_T: Tensor, first: Tensor, second: Tensor) 
     return F.linear(F.silu(F.linear(x_TD, first)) * scale_T[:, None], second)
 
 
-def _chain(x_TD: Tensor, weights: list[nn.Parameter], later: Later | None) -> Tensor:
+def _chain(x_TD: Tensor, weights: list[nn.Parameter], later: WeightGradStore | None) -> Tensor:
     for weight in weights:
         x_TD = deferrable(F.linear, (x_TD,), (weight,), later).tanh()
     return x_TD.square().sum()
@@ -43,7 +43,7 @@ def _ordinary(weights: list[nn.Parameter], dtype: torch.dtype = torch.float32) -
 
 
 def test_gradients_that_come_later_are_those_of_an_ordinary_backward_pass() -> None:
-    weights, x_TD, later = _weights(), _input(), Later()
+    weights, x_TD, later = _weights(), _input(), WeightGradStore()
     loss = _chain(x_TD, weights, later)
     with later.collecting() as work:
         loss.backward()
@@ -55,7 +55,7 @@ def test_gradients_that_come_later_are_those_of_an_ordinary_backward_pass() -> N
 
 
 def test_a_function_with_inner_stages_and_two_inputs_has_the_same_gradients() -> None:
-    weights, x_TD, scale_T, later = _weights(), _input(), torch.rand(T, requires_grad=True), Later()
+    weights, x_TD, scale_T, later = _weights(), _input(), torch.rand(T, requires_grad=True), WeightGradStore()
     tensors = [x_TD, scale_T, *weights]
     expected = torch.autograd.grad(_two_products(*tensors).square().sum(), tensors)
     output = deferrable(_two_products, (x_TD, scale_T), weights, later)
@@ -69,7 +69,7 @@ def test_a_function_with_inner_stages_and_two_inputs_has_the_same_gradients() ->
 
 
 def test_the_input_has_its_gradient_at_once_and_the_weights_have_none_before_their_turn() -> None:
-    weights, x_TD, later = _weights(3), _input(), Later()
+    weights, x_TD, later = _weights(3), _input(), WeightGradStore()
     loss = _chain(x_TD, weights, later)
     with later.collecting() as work:
         loss.backward()
@@ -83,7 +83,7 @@ def test_the_input_has_its_gradient_at_once_and_the_weights_have_none_before_the
 
 
 def test_tasks_may_be_done_in_any_order_and_after_other_passes() -> None:
-    weights, later = _weights(), Later()
+    weights, later = _weights(), WeightGradStore()
     twice = [2 * gradient for gradient in _ordinary(weights)[1:]]
     work = []
     for _ in range(2):
@@ -98,7 +98,7 @@ def test_tasks_may_be_done_in_any_order_and_after_other_passes() -> None:
 
 
 def test_hooks_of_a_parameter_see_its_gradient_when_it_comes() -> None:
-    (weight,), later = _weights(1), Later()
+    (weight,), later = _weights(1), WeightGradStore()
     expected = 2 * _ordinary([weight])[1]
     seen: list[Tensor] = []
 
@@ -119,9 +119,9 @@ def test_hooks_of_a_parameter_see_its_gradient_when_it_comes() -> None:
 
 
 def test_gradients_that_come_later_add_up_in_the_optimizers_float32_buffers() -> None:
-    (weight,), later = _weights(1), Later()
+    (weight,), later = _weights(1), WeightGradStore()
     weight = nn.Parameter(weight.detach().bfloat16())
-    holding = Holding(name="w", parameter=weight, shape=(D, D), cuts=(), data=Axis(name="data"))
+    holding = ParamShard(name="w", parameter=weight, shape=(D, D), cuts=(), data=Axis(name="data"))
     optimizer = MasterAdamW([holding], Optimizer(learning_rate=1e-3))
     work = []
     for _ in range(2):
@@ -137,7 +137,7 @@ def test_gradients_that_come_later_add_up_in_the_optimizers_float32_buffers() ->
 
 
 def test_when_the_work_is_done_nothing_of_the_pass_is_left_in_memory() -> None:
-    later, weight = Later(), nn.Parameter(torch.randn(WIDE, WIDE))
+    later, weight = WeightGradStore(), nn.Parameter(torch.randn(WIDE, WIDE))
     x_TD = torch.randn(T, WIDE, requires_grad=True)
     activation, gradient = T * WIDE * 4, WIDE * WIDE * 4
     with Alive() as alive:
@@ -154,7 +154,7 @@ def test_when_the_work_is_done_nothing_of_the_pass_is_left_in_memory() -> None:
 
 
 def test_where_nobody_collects_backward_is_an_ordinary_one() -> None:
-    weights, x_TD, later = _weights(), _input(), Later()
+    weights, x_TD, later = _weights(), _input(), WeightGradStore()
     _chain(x_TD, weights, later).backward()
     found = [x_TD.grad, *(weight.grad for weight in weights)]
     for one, other in zip(found, _ordinary(weights), strict=True):
@@ -165,7 +165,7 @@ def test_where_nobody_collects_backward_is_an_ordinary_one() -> None:
 
 
 def test_an_ordinary_pass_leaves_nothing_in_memory_but_gradients() -> None:
-    later, weight = Later(), nn.Parameter(torch.randn(WIDE, WIDE))
+    later, weight = WeightGradStore(), nn.Parameter(torch.randn(WIDE, WIDE))
     x_TD = torch.randn(T, WIDE, requires_grad=True)
     with Alive() as alive:
         deferrable(F.linear, (x_TD.tanh(),), (weight,), later).sum().backward()
@@ -177,11 +177,11 @@ def test_without_a_later_or_without_gradients_nothing_is_recorded() -> None:
     plain = deferrable(F.linear, (x_TD,), (weights[0],), None)
     assert type(plain.grad_fn) is type(F.linear(x_TD, weights[0]).grad_fn)
     with torch.no_grad():
-        assert deferrable(F.linear, (x_TD,), (weights[0],), Later()).grad_fn is None
+        assert deferrable(F.linear, (x_TD,), (weights[0],), WeightGradStore()).grad_fn is None
 
 
 def test_an_input_without_gradient_puts_off_all_the_work() -> None:
-    (weight,), later, x_TD = _weights(1), Later(), _input().detach()
+    (weight,), later, x_TD = _weights(1), WeightGradStore(), _input().detach()
     output = deferrable(F.linear, (x_TD,), (weight,), later)
     with later.collecting() as work:
         output.sum().backward()
@@ -192,7 +192,7 @@ def test_an_input_without_gradient_puts_off_all_the_work() -> None:
 
 
 def test_a_weight_that_is_not_trained_is_no_work() -> None:
-    (weight,), later, x_TD = _weights(1), Later(), _input()
+    (weight,), later, x_TD = _weights(1), WeightGradStore(), _input()
     weight.requires_grad_(False)
     output = deferrable(F.linear, (x_TD,), (weight,), later)
     with later.collecting() as work:
@@ -202,14 +202,14 @@ def test_a_weight_that_is_not_trained_is_no_work() -> None:
 
 
 def test_two_passes_cannot_collect_at_once() -> None:
-    later = Later()
+    later = WeightGradStore()
     with later.collecting(), pytest.raises(AssertionError, match="two backward passes"), later.collecting():
         pass
     assert not later.is_collecting
 
 
 def test_a_pass_that_fails_stops_collecting() -> None:
-    later = Later()
+    later = WeightGradStore()
     with pytest.raises(ValueError, match="too bad"), later.collecting():
         raise ValueError("too bad")
     assert not later.is_collecting

@@ -1,8 +1,8 @@
 """Weight gradients that are computed later than input gradients (zero-bubble pipelines, arXiv 2401.10241).
 
 The next stage backwards waits for the gradient of this stage's input and for nothing else. `deferrable` runs a function
-of inputs and weights so that, while a `Later` collects, backward gives the inputs' gradients at once and puts the
-weights' into a list of work, to be done when the schedule says so.
+of inputs and weights so that, while a `WeightGradStore` collects, backward gives the inputs' gradients at once and puts
+the weights' into a list of work, to be done when the schedule says so.
 
     with later.collecting() as work:
         torch.autograd.backward(...)      # input gradients; work fills up
@@ -17,7 +17,7 @@ between the output and the first weights are walked twice.
 A parameter's post-accumulate hooks are called at the end of the input pass too, with nothing new in `.grad`: to
 autograd the weights are inputs of the function, since nobody knows in forward whether backward will be split.
 
-Without a `Later`, which is every run without a split schedule, nothing here is in the way.
+Without a `WeightGradStore`, which is every run without a split schedule, nothing here is in the way.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 Task = Callable[[], None]
 
 
-class Later:
+class WeightGradStore:
     """Collects the weight gradients of one backward pass. One for each process; passes do not overlap."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Later:
         self._work.append(task)
 
 
-class Aside:
+class DeferredWork:
     """Work of one layer's backward pass that is done while something of the same pass travels.
 
     Whoever computes puts it here, and who sends what was computed last does it before it waits for the others.
@@ -86,7 +86,7 @@ class Aside:
 
 
 def deferrable(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], later: Later | None
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], later: WeightGradStore | None
 ) -> Tensor:
     """`function(*inputs, *weights)`, whose weight gradients `later` may put off.
 
@@ -109,7 +109,9 @@ class _Deferrable(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], later: Later, inputs: int, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, function: Callable[..., Tensor], later: WeightGradStore, inputs: int, *tensors: Tensor
+    ) -> Tensor:
         own = [entered(tensor) for tensor in tensors[:inputs]]
         weights = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors[inputs:]]
         with torch.enable_grad():
