@@ -17,7 +17,8 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
         rules.captured_weights_stay_where_they_are,
         (PASSES, "parallel.shard=full"),
         "parallel.shard gathers weights into new memory in every pass, and graphs.capture full reads them where they "
-        "were; got full; allowed: auto, none, optimizer; fix: set parallel.shard=optimizer, or graphs.capture=none",
+        "were; got full; allowed: auto, none, optimizer; fix: set "
+        "parallel.shard=optimizer, or graphs.capture=none",
     ),
     (
         rules.captured_activations_stay_on_the_device,
@@ -47,7 +48,8 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
         rules.captured_weights_stay_where_they_are,
         (PARTS, "parallel.shard=full"),
         "parallel.shard gathers weights into new memory in every pass, and graphs.capture partial reads them where "
-        "they were; got full; allowed: auto, none, optimizer; fix: set parallel.shard=optimizer, or graphs.capture=none",
+        "they were; got full; allowed: auto, none, optimizer; fix: set "
+        "parallel.shard=optimizer, or graphs.capture=none",
     ),
     (
         rules.captured_parts_are_kept,
