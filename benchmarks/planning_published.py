@@ -87,7 +87,7 @@ def kept_numbers(run: Run) -> dict[str, int]:
     """
     model, moe, attention = run.model, run.model.moe, run.model.attention
     assert moe is not None and isinstance(attention, GroupedQueryAttention), "one of the proxies"
-    row = model.hidden_size + 3 * moe.ffn_size
+    row = model.hidden_size + 3 * moe.moe_intermediate_size
     heads = 2 * (attention.heads + attention.kv_heads) * attention.head_dim
     return {"attention": heads + model.hidden_size, "experts": moe.top_k * row, "shared expert": row}
 
@@ -96,7 +96,7 @@ def _parameters(run: Run, layout: Layout) -> int:
     """Layers of a rank and the embedding; norms are too few to matter."""
     model, moe, attention = run.model, run.model.moe, run.model.attention
     assert moe is not None and isinstance(attention, GroupedQueryAttention), "one of the proxies"
-    expert = 3 * model.hidden_size * moe.ffn_size
+    expert = 3 * model.hidden_size * moe.moe_intermediate_size
     heads = 2 * model.hidden_size * attention.head_dim * (attention.heads + attention.kv_heads)
     layer = heads + model.hidden_size * moe.experts + expert * (moe.experts // layout.expert + 1)
     return layout.stages_per_rank * layer + model.vocab_size * model.hidden_size

@@ -67,9 +67,9 @@ QWEN3 = (
     "model.attention.kv_heads=4",
     "model.attention.rope.theta=1000000.0",
     "model.moe.experts=128",
-    "model.moe.ffn_size=768",
-    "model.moe.shared_ffn_size=0",
-    "model.moe.router.normalize=true",
+    "model.moe.moe_intermediate_size=768",
+    "model.moe.shared_expert_intermediate_size=0",
+    "model.moe.router.norm_topk_prob=true",
 )
 """Turns `moe-515b` into a model as wide."""
 

@@ -12,17 +12,17 @@ from tools.hardware_page import table
 
 SIZES = {
     "family",
-    "vocabulary",
+    "vocab_size",
     "hidden_size",
     "layers",
     "dense_layers",
-    "dense_ffn_size",
+    "intermediate_size",
     "initializer_range",
     "rms_norm_eps",
 }
 SIZES |= {f"attention.{name}" for name in ("kind", "heads", "kv_heads", "head_dim", "q_lora_rank", "kv_lora_rank")}
 SIZES |= {f"attention.{name}" for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
-SIZES |= {f"moe.{name}" for name in ("experts", "top_k", "ffn_size", "shared_ffn_size")}
+SIZES |= {f"moe.{name}" for name in ("experts", "top_k", "moe_intermediate_size", "shared_expert_intermediate_size")}
 """Fields that say how large a model is and not of what kind."""
 
 
@@ -76,10 +76,12 @@ def _layers(model: Model) -> str:
 
 
 def _widths(model: Model) -> str:
-    parts = [f"{model.dense_ffn_size} dense"] if model.moe_layers < model.layers else []
+    parts = [f"{model.intermediate_size} dense"] if model.moe_layers < model.layers else []
     if model.moe is not None:
-        parts.append(f"{model.moe.ffn_size}")
-        parts += [f"{model.moe.shared_ffn_size} shared"] if model.moe.shared_ffn_size else []
+        parts.append(f"{model.moe.moe_intermediate_size}")
+        parts += (
+            [f"{model.moe.shared_expert_intermediate_size} shared"] if model.moe.shared_expert_intermediate_size else []
+        )
     return ", ".join(parts)
 
 

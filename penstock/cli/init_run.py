@@ -229,7 +229,7 @@ def _with_vocabulary(run: Run) -> tuple[Run, tuple[str, ...]]:
         return run, ()
     room = ceil(size / ROUND) * ROUND
     return (
-        _with(run, {"model": {"vocabulary": room}}),
+        _with(run, {"model": {"vocab_size": room}}),
         (
             f"model.vocab_size is {room:,}: the tokenizer has {size:,} ids, "
             f"and the preset room for {run.model.vocab_size:,}",

@@ -121,9 +121,9 @@ def _layers(run: Run, is_written: Written) -> Values:
 def _dense_width(run: Run, _: Written) -> Values:
     """A dense layer is as wide as the experts that a token meets."""
     model, moe = run.model, run.model.moe
-    if moe is None or model.dense_ffn_size or model.layers == model.moe_layers:
+    if moe is None or model.intermediate_size or model.layers == model.moe_layers:
         return {}
-    return {"model.dense_ffn_size": moe.top_k * moe.ffn_size + moe.shared_ffn_size}
+    return {"model.intermediate_size": moe.top_k * moe.moe_intermediate_size + moe.shared_expert_intermediate_size}
 
 
 def _prediction(run: Run, _: Written) -> Values:
@@ -185,16 +185,16 @@ def _router(run: Run, _: Written) -> Values:
     if moe is None:
         return {}
     values: Values = {}
-    if moe.router.score == "softmax":
+    if moe.router.scoring_func == "softmax":
         values["model.moe.router.expert_bias"] = False
-    if moe.router.score == "sigmoid" or moe.top_k == 1:
+    if moe.router.scoring_func == "sigmoid" or moe.top_k == 1:
         values["model.moe.router.softmax_after_top_k"] = False
     if moe.top_k == 1:
-        values["model.moe.router.normalize"] = False
-    if moe.router.weigh == "input":
+        values["model.moe.router.norm_topk_prob"] = False
+    if moe.router.apply_probs_on_input:
         values["model.moe.bias"] = False
-    if moe.balance.auxiliary == "none":
-        values["model.moe.balance.auxiliary_weight"] = 0.0
+    if moe.balance.aux_loss == "none":
+        values["model.moe.balance.aux_loss_coef"] = 0.0
     if moe.balance.capacity_factor == 0:
         values["model.moe.balance.pad_to_capacity"] = False
     return values

@@ -117,17 +117,17 @@ def captured_parts_are_of_one_rank(run: Run) -> Problem | None:
 
 
 def captured_parts_are_judged_alone(run: Run) -> Problem | None:
-    """`graphs.capture` partial does not go with `model.moe.balance.auxiliary` global-batch, which sums over ranks.
+    """`graphs.capture` partial does not go with `model.moe.balance.aux_loss` global-batch, which sums over ranks.
 
-    It is read only if `model.moe.balance.auxiliary_weight` or `model.moe.balance.z_weight` is not 0.
+    It is read only if `model.moe.balance.aux_loss_coef` or `model.moe.balance.z_loss_coef` is not 0.
     """
     moe = run.model.moe
-    if not _captures(run, "partial") or moe is None or moe.balance.auxiliary != "global-batch":
+    if not _captures(run, "partial") or moe is None or moe.balance.aux_loss != "global-batch":
         return None
-    if not (moe.balance.auxiliary_weight or moe.balance.z_weight):
+    if not (moe.balance.aux_loss_coef or moe.balance.z_loss_coef):
         return None
     return Problem(
-        "model.moe.balance.auxiliary",
+        "model.moe.balance.aux_loss",
         "sums over ranks in the router, and the graphs of graphs.capture partial hold no collectives",
         got="global-batch",
         allowed="none, micro-batch, sequence",

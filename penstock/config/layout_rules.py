@@ -38,9 +38,13 @@ def expert_ranks_divide_experts(run: Run) -> Problem | None:
 
 
 def expert_tensor_ranks_divide_an_expert(run: Run) -> Problem | None:
-    """`parallel.expert_tensor` divides `model.moe.ffn_size`."""
+    """`parallel.expert_tensor` divides `model.moe.moe_intermediate_size`."""
     moe = run.model.moe
-    return None if moe is None else _must_divide(run, "expert_tensor", "model.moe.ffn_size", moe.ffn_size)
+    return (
+        None
+        if moe is None
+        else _must_divide(run, "expert_tensor", "model.moe.moe_intermediate_size", moe.moe_intermediate_size)
+    )
 
 
 def tensor_ranks_divide_heads(run: Run) -> Problem | None:
@@ -50,11 +54,11 @@ def tensor_ranks_divide_heads(run: Run) -> Problem | None:
 
 
 def tensor_ranks_divide_widths(run: Run) -> Problem | None:
-    """`parallel.tensor` divides `model.dense_ffn_size` and `model.moe.shared_ffn_size`, where there are such."""
+    """`parallel.tensor` divides `model.intermediate_size` and `model.moe.shared_expert_intermediate_size`."""
     model = run.model
-    widths = {"model.dense_ffn_size": model.dense_ffn_size} if model.moe_layers < model.layers else {}
+    widths = {"model.intermediate_size": model.intermediate_size} if model.moe_layers < model.layers else {}
     if model.moe is not None:
-        widths["model.moe.shared_ffn_size"] = model.moe.shared_ffn_size
+        widths["model.moe.shared_expert_intermediate_size"] = model.moe.shared_expert_intermediate_size
     return _first(_must_divide(run, "tensor", name, width) for name, width in widths.items())
 
 
@@ -210,9 +214,9 @@ def shards_have_something_to_divide(run: Run) -> Problem | None:
 def recomputed_modules_exist(run: Run) -> Problem | None:
     """`recompute.modules` names parts that the model has.
 
-    They are norm, latent-up, attention, expert-activation, shared-expert, dense, moe, layer. latent-up is of latent
-    attention (`model.attention.kv_lora_rank`), expert-activation and moe are of `model.moe`, shared-expert of
-    `model.moe.shared_ffn_size`, dense of `model.dense_layers` or of layers that `model.moe.moe_layer_freq` leaves.
+    They are norm, latent-up, attention, expert-activation, shared-expert, dense, moe, layer. latent-up needs
+    latent attention (`model.attention.kv_lora_rank`), expert-activation and moe need `model.moe`, shared-expert needs
+    `model.moe.shared_expert_intermediate_size`, and dense needs `model.dense_layers` or `model.moe.moe_layer_freq` > 1.
     """
     return _unknown_part(run, "recompute.modules", run.recompute.modules, RECOMPUTABLE)
 
@@ -277,8 +281,8 @@ def _missing_parts(run: Run) -> dict[str, str]:
         missing["latent-up"] = f"model.attention.kind is {model.attention.kind}"
     if model.moe is None:
         missing |= dict.fromkeys(("moe", "expert-activation", "shared-expert"), "the model has no model.moe")
-    elif model.moe.shared_ffn_size == 0:
-        missing["shared-expert"] = "model.moe.shared_ffn_size is 0"
+    elif model.moe.shared_expert_intermediate_size == 0:
+        missing["shared-expert"] = "model.moe.shared_expert_intermediate_size is 0"
     if model.moe_layers == model.layers:
         missing["dense"] = "model.dense_layers is 0"
     return missing

@@ -13,7 +13,6 @@ import os.path
 import re
 import tomllib
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,10 @@ from penstock.config.merge import NONE, Tree, merge, parse_overrides, paths_in, 
 from penstock.config.presets.registry import is_preset, preset
 from penstock.config.rules import check
 from penstock.config.run import Run
-from penstock.config.schema import every_field, fields_of
+from penstock.config.schema import fields_of
 from penstock.config.section import Section
 from penstock.config.validation import build
-from penstock.config.versions import VERSION, VERSION_KEY, brought_up_to_date, pop_version, refuse_old
+from penstock.config.versions import VERSION, VERSION_KEY, check_version
 
 RUN_FILE = "config.toml"
 """The resolved configuration in the folder of a run."""
@@ -70,7 +69,6 @@ def with_overrides(run: Run, overrides: Sequence[str]) -> Run:
 def _built(tree: Tree, overrides: Sequence[str], written: frozenset[str] | None) -> Run:
     """The run of a tree, in which values follow those at the paths that were written; None lets none follow."""
     changes = parse_overrides(Run, overrides)
-    refuse_old(changes, VERSION, "override", _paths())
     run = build(Run, merge(Run, tree, changes))
     if written is not None:
         run = follow(run, written | paths_in(changes))
@@ -103,11 +101,7 @@ def _read_file(path: Path) -> tuple[Tree, frozenset[str]]:
     The configuration in the folder of a run was written by the run.
     """
     table = _parse_file(path)
-    version = pop_version(table, str(path))
-    if path.name == RUN_FILE:
-        table = brought_up_to_date(table, version, str(path))
-    else:
-        refuse_old(table, version, str(path), _paths())
+    check_version(table, str(path))
     for key in table:
         if key not in fields_of(Run) and key != _PRESET and nearest(key, (*fields_of(Run), _PRESET)) == [_PRESET]:
             raise ConfigError(f"{path}: {key} is an unknown key", fix=asked([_PRESET]))
@@ -117,12 +111,6 @@ def _read_file(path: Path) -> tuple[Tree, frozenset[str]]:
     base: Tree = {} if name is None else preset(name).model_dump()
     own = settle(fields_of(Run), table)
     return merge(Run, {**base, "name": path.stem}, own), frozenset() if path.name == RUN_FILE else paths_in(own)
-
-
-@cache
-def _paths() -> tuple[str, ...]:
-    """Full paths of all fields and sections."""
-    return tuple(dict.fromkeys(field.path for field in every_field(Run)))
 
 
 def _parse_file(path: Path) -> dict[str, Any]:

@@ -18,28 +18,26 @@ class Yarn(Section):
     """YaRN context extension (arXiv 2309.00071), as DeepSeek uses it."""
 
     factor: float = knob(doc="How many times longer the context is than in pretraining.", low=1.0)
-    original_positions: int = knob(4096, doc="Context length of pretraining.", unit="positions", low=1)
+    original_max_position_embeddings: int = knob(4096, doc="Context length of pretraining.", unit="positions", low=1)
     beta_fast: float = knob(32.0, doc="Rotations over the original context above which a frequency is kept.", low=0.0)
     beta_slow: float = knob(
         1.0, doc="Rotations over the original context below which a frequency is divided by `factor`.", low=0.0
     )
-    scale: float = knob(1.0, doc="Factor of the logarithmic temperature on cosine and sine (`mscale`).", low=0.0)
-    scale_all_dims: float = knob(
-        0.0, doc="The same for all dims, applied to the softmax scale (`mscale_all_dim`).", low=0.0
-    )
-    whole_pairs: bool = knob(True, doc="Whether the ramp begins and ends at whole pairs (`truncate`).")
+    mscale: float = knob(1.0, doc="Factor of the logarithmic temperature on cosine and sine.", low=0.0)
+    mscale_all_dim: float = knob(0.0, doc="The same for all dims, applied to the softmax scale.", low=0.0)
+    truncate: bool = knob(True, doc="Whether the ramp begins and ends at whole pairs.")
 
 
 class Llama3Rope(Section):
     """Context extension of Llama 3.1 (arXiv 2407.21783): slow frequencies are divided, fast ones kept."""
 
     factor: float = knob(8.0, doc="What slow frequencies are divided by.", low=1.0)
-    original_positions: int = knob(8192, doc="Context length of pretraining.", unit="positions", low=1)
-    slow: float = knob(
-        1.0, doc="Rotations over the original context below which a frequency is divided (`low_freq_factor`).", low=0.0
+    original_max_position_embeddings: int = knob(8192, doc="Context length of pretraining.", unit="positions", low=1)
+    low_freq_factor: float = knob(
+        1.0, doc="Rotations over the original context below which a frequency is divided.", low=0.0
     )
-    fast: float = knob(
-        4.0, doc="Rotations over the original context above which a frequency is kept (`high_freq_factor`).", low=0.0
+    high_freq_factor: float = knob(
+        4.0, doc="Rotations over the original context above which a frequency is kept.", low=0.0
     )
 
 
@@ -114,13 +112,13 @@ class LatentAttention(Section):
     )
     kv_lora_rank: int = knob(doc="Rank of the key/value projection.", unit="features", low=1, high=MOST_FEATURES)
     qk_nope_head_dim: int = knob(
-        doc="Part of a query/key head without position (`qk_nope_head_dim`).",
+        doc="Part of a query/key head without position.",
         unit="features",
         low=1,
         high=MOST_FEATURES,
     )
     qk_rope_head_dim: int = knob(
-        doc="Part of a query/key head with position; even (`qk_rope_head_dim`).",
+        doc="Part of a query/key head with position; even.",
         unit="features",
         low=2,
         high=MOST_FEATURES,
@@ -145,7 +143,9 @@ Attention = Annotated[GroupedQueryAttention | LatentAttention, Discriminator("ki
 class Router(Section):
     """Which experts a token goes to, and with what weight. Always computed in float32."""
 
-    score: Literal["softmax", "sigmoid"] = knob("softmax", doc="What logits become: softmax over experts, or sigmoid.")
+    scoring_func: Literal["softmax", "sigmoid"] = knob(
+        "softmax", doc="What logits become: softmax over experts, or sigmoid."
+    )
     softmax_after_top_k: bool = knob(
         False, doc="Choose by logits and take the softmax over the chosen experts only (Mixtral) instead of before."
     )
@@ -154,28 +154,28 @@ class Router(Section):
     group_score: Literal["max", "top2"] = knob(
         "max", doc="Judge a group by its best expert (DeepSeek-V2) or by its best two (DeepSeek-V3)."
     )
-    normalize: bool = knob(False, doc="Divide the chosen weights by their sum.")
-    scale: float = knob(1.0, doc="Factor on the chosen weights (`routed_scaling_factor`).", low=0.0)
+    norm_topk_prob: bool = knob(False, doc="Divide the chosen weights by their sum.")
+    routed_scaling_factor: float = knob(1.0, doc="Factor on the chosen weights.", low=0.0)
     expert_bias: bool = knob(
         False, doc="Balance without auxiliary loss: a bias for each expert steers the choice (arXiv 2408.15664)."
     )
     expert_bias_rate: float = knob(1e-3, doc="Step of the bias, once per global batch.", low=0.0)
     logit_bias: bool = knob(False, doc="A learned bias on the logits (gpt-oss).")
-    weigh: Literal["output", "input"] = knob(
-        "output", doc="What a chosen weight multiplies: the expert's output, or its input (Llama 4)."
+    apply_probs_on_input: bool = knob(
+        False, doc="Multiply the chosen weight with the expert's input (Llama 4) instead of its output."
     )
 
 
 class Balance(Section):
     """What keeps the experts evenly loaded."""
 
-    auxiliary: Literal["none", "micro-batch", "sequence", "global-batch"] = knob(
+    aux_loss: Literal["none", "micro-batch", "sequence", "global-batch"] = knob(
         "none",
         doc="Over which tokens the auxiliary loss counts load: one micro-batch; one row; or (global-batch) a step's "
         "micro-batches so far, over all ranks of the stage, so only its last micro-batch sees the whole batch.",
     )
-    auxiliary_weight: float = knob(0.0, doc="Factor of the auxiliary loss; 0 switches it off.", low=0.0)
-    z_weight: float = knob(0.0, doc="Factor of the router z-loss (ST-MoE); 0 switches it off.", low=0.0)
+    aux_loss_coef: float = knob(0.0, doc="Factor of the auxiliary loss; 0 switches it off.", low=0.0)
+    z_loss_coef: float = knob(0.0, doc="Factor of the router z-loss (ST-MoE); 0 switches it off.", low=0.0)
     capacity_factor: float = knob(
         0.0, doc="Slots of an expert over its fair share; slots beyond are dropped. 0 means dropless.", low=0.0
     )
@@ -197,8 +197,8 @@ class Moe(Section):
 
     experts: int = knob(doc="Routed experts of a layer.", unit="experts", low=1, high=MOST_EXPERTS)
     top_k: int = knob(doc="Experts per token.", unit="experts", low=1, high=MOST_EXPERTS)
-    ffn_size: int = knob(doc="Width of one expert.", unit="features", low=1, high=MOST_FEATURES)
-    shared_ffn_size: int = knob(
+    moe_intermediate_size: int = knob(doc="Width of one expert.", unit="features", low=1, high=MOST_FEATURES)
+    shared_expert_intermediate_size: int = knob(
         0,
         doc="Width of the shared expert that sees every token; 0 for none.",
         unit="features",
@@ -243,7 +243,7 @@ class Model(Section):
         low=0,
         high=MOST_LAYERS,
     )
-    dense_ffn_size: int = knob(
+    intermediate_size: int = knob(
         0, doc="Width of a dense feed-forward network.", unit="features", low=0, high=MOST_FEATURES
     )
     attention: Attention = knob(doc="Attention of every layer.")

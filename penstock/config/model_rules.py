@@ -50,13 +50,13 @@ def every_nth_layer_exists(run: Run) -> Problem | None:
 
 
 def dense_layers_have_a_width(run: Run) -> Problem | None:
-    """Dense layers (`model.dense_layers` > 0 or `model.moe.moe_layer_freq` > 1) need `model.dense_ffn_size`."""
+    """Dense layers (`model.dense_layers` > 0 or `model.moe.moe_layer_freq` > 1) need `model.intermediate_size`."""
     model = run.model
     dense = model.layers - model.moe_layers
-    if dense == 0 or model.dense_ffn_size > 0:
+    if dense == 0 or model.intermediate_size > 0:
         return None
     return Problem(
-        "model.dense_ffn_size",
+        "model.intermediate_size",
         f"is the width of {dense} dense layers (model.dense_layers, model.moe.moe_layer_freq)",
         got="0",
         allowed=">= 1",
@@ -118,14 +118,17 @@ def context_is_extended_one_way(run: Run) -> Problem | None:
 
 
 def llama3_bounds_are_ordered(run: Run) -> Problem | None:
-    """`model.attention.rope.llama3.slow` is above 0 and at most `model.attention.rope.llama3.fast`."""
+    """`model.attention.rope.llama3.low_freq_factor` is above 0.
+
+    It is at most `model.attention.rope.llama3.high_freq_factor`.
+    """
     llama3 = run.model.attention.rope.llama3
-    if llama3 is None or 0 < llama3.slow <= llama3.fast:
+    if llama3 is None or 0 < llama3.low_freq_factor <= llama3.high_freq_factor:
         return None
     return Problem(
-        "model.attention.rope.llama3.slow",
-        "must be above 0 and at most fast",
-        got=f"slow {llama3.slow:g}, fast {llama3.fast:g}",
+        "model.attention.rope.llama3.low_freq_factor",
+        "must be above 0 and at most high_freq_factor",
+        got=f"low_freq_factor {llama3.low_freq_factor:g}, high_freq_factor {llama3.high_freq_factor:g}",
         fix="the usual values are 1 and 4",
     )
 
@@ -149,15 +152,18 @@ def global_layers_exist_that_differ(run: Run) -> Problem | None:
 
 
 def sequence_is_within_yarn(run: Run) -> Problem | None:
-    """YaRN bounds `training.sequence_length` to `model.attention.rope.yarn.original_positions` times its factor."""
+    """`training.sequence_length` is at most YaRN's context.
+
+    That is `model.attention.rope.yarn.original_max_position_embeddings` x `model.attention.rope.yarn.factor`.
+    """
     yarn = run.model.attention.rope.yarn
-    if yarn is None or run.training.sequence_length <= yarn.original_positions * yarn.factor:
+    if yarn is None or run.training.sequence_length <= yarn.original_max_position_embeddings * yarn.factor:
         return None
     return Problem(
         "training.sequence_length",
-        f"is beyond what YaRN stretches to ({yarn.original_positions} x {yarn.factor:g})",
+        f"is beyond what YaRN stretches to ({yarn.original_max_position_embeddings} x {yarn.factor:g})",
         got=f"{run.training.sequence_length}",
-        allowed=f"at most {int(yarn.original_positions * yarn.factor)}",
+        allowed=f"at most {int(yarn.original_max_position_embeddings * yarn.factor)}",
         fix="shorten it, or raise model.attention.rope.yarn.factor",
     )
 
@@ -229,24 +235,24 @@ def groups_judged_by_two_have_two(run: Run) -> Problem | None:
 
 
 def softmax_after_top_k_is_a_softmax(run: Run) -> Problem | None:
-    """`model.moe.router.softmax_after_top_k` needs `model.moe.router.score` softmax."""
+    """`model.moe.router.softmax_after_top_k` needs `model.moe.router.scoring_func` softmax."""
     moe = run.model.moe
-    if moe is None or not moe.router.softmax_after_top_k or moe.router.score == "softmax":
+    if moe is None or not moe.router.softmax_after_top_k or moe.router.scoring_func == "softmax":
         return None
     return Problem(
         "model.moe.router.softmax_after_top_k",
-        "needs model.moe.router.score softmax",
-        got=f"score {moe.router.score}",
+        "needs model.moe.router.scoring_func softmax",
+        got=f"score {moe.router.scoring_func}",
         fix="set one of the two",
     )
 
 
 def router_has_a_gradient(run: Run) -> Problem | None:
-    """With `model.moe.top_k` 1, neither `model.moe.router.softmax_after_top_k` nor `model.moe.router.normalize`."""
+    """`model.moe.router.softmax_after_top_k` and `model.moe.router.norm_topk_prob` need `model.moe.top_k` above 1."""
     moe = run.model.moe
-    if moe is None or moe.top_k > 1 or not (moe.router.softmax_after_top_k or moe.router.normalize):
+    if moe is None or moe.top_k > 1 or not (moe.router.softmax_after_top_k or moe.router.norm_topk_prob):
         return None
-    cause = "softmax_after_top_k" if moe.router.softmax_after_top_k else "normalize"
+    cause = "softmax_after_top_k" if moe.router.softmax_after_top_k else "norm_topk_prob"
     return Problem(
         f"model.moe.router.{cause}",
         "makes the only weight of model.moe.top_k = 1 always 1: the router would not learn",
@@ -255,27 +261,27 @@ def router_has_a_gradient(run: Run) -> Problem | None:
 
 
 def expert_bias_goes_with_sigmoid(run: Run) -> Problem | None:
-    """`model.moe.router.expert_bias` needs `model.moe.router.score` sigmoid."""
+    """`model.moe.router.expert_bias` needs `model.moe.router.scoring_func` sigmoid."""
     moe = run.model.moe
-    if moe is None or not moe.router.expert_bias or moe.router.score == "sigmoid":
+    if moe is None or not moe.router.expert_bias or moe.router.scoring_func == "sigmoid":
         return None
     return Problem(
         "model.moe.router.expert_bias",
-        "needs model.moe.router.score sigmoid",
-        got=f"score {moe.router.score}",
-        fix="use sigmoid, or balance by model.moe.balance.auxiliary",
+        "needs model.moe.router.scoring_func sigmoid",
+        got=f"score {moe.router.scoring_func}",
+        fix="use sigmoid, or balance by model.moe.balance.aux_loss",
     )
 
 
 def biases_stand_behind_unweighted_inputs(run: Run) -> Problem | None:
-    """`model.moe.bias` needs `model.moe.router.weigh` output: no weight could be put behind a product with a bias."""
+    """`model.moe.bias` does not go with `model.moe.router.apply_probs_on_input`: the weights would miss the biases."""
     moe = run.model.moe
-    if moe is None or not moe.bias or moe.router.weigh == "output":
+    if moe is None or not moe.bias or not moe.router.apply_probs_on_input:
         return None
     return Problem(
         "model.moe.bias",
-        "is given, but model.moe.router.weigh is input",
-        fix='set model.moe.bias to false, or model.moe.router.weigh to "output"',
+        "does not go with model.moe.router.apply_probs_on_input",
+        fix="set one of the two to false",
     )
 
 
@@ -293,15 +299,15 @@ def padding_needs_a_capacity(run: Run) -> Problem | None:
 
 
 def auxiliary_weight_has_a_loss(run: Run) -> Problem | None:
-    """`model.moe.balance.auxiliary_weight` above 0 needs `model.moe.balance.auxiliary` to say over which tokens."""
+    """`model.moe.balance.aux_loss_coef` above 0 needs `model.moe.balance.aux_loss` to say over which tokens."""
     moe = run.model.moe
-    if moe is None or moe.balance.auxiliary_weight == 0 or moe.balance.auxiliary != "none":
+    if moe is None or moe.balance.aux_loss_coef == 0 or moe.balance.aux_loss != "none":
         return None
     return Problem(
-        "model.moe.balance.auxiliary_weight",
-        "is given, but model.moe.balance.auxiliary is none",
-        got=f"{moe.balance.auxiliary_weight:g}",
-        allowed="0, or auxiliary micro-batch, sequence, global-batch",
+        "model.moe.balance.aux_loss_coef",
+        "is given, but model.moe.balance.aux_loss is none",
+        got=f"{moe.balance.aux_loss_coef:g}",
+        allowed="0, or aux_loss micro-batch, sequence, global-batch",
     )
 
 

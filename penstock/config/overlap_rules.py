@@ -11,11 +11,11 @@ _IN_PIECES = ("halves", "passes")
 
 
 def tokens_travel_to_experts(run: Run) -> Problem | None:
-    """`dispatch.overlap` needs `model.moe`, and with the value shared `model.moe.shared_ffn_size` too."""
+    """`dispatch.overlap` needs `model.moe`, and `model.moe.shared_expert_intermediate_size` if it is shared."""
     overlap, moe = run.dispatch.overlap, run.model.moe
-    if overlap == "none" or (moe is not None and (overlap != "shared" or moe.shared_ffn_size)):
+    if overlap == "none" or (moe is not None and (overlap != "shared" or moe.shared_expert_intermediate_size)):
         return None
-    missing = "model.moe" if moe is None else "a shared expert (model.moe.shared_ffn_size)"
+    missing = "model.moe" if moe is None else "a shared expert (model.moe.shared_expert_intermediate_size)"
     return Problem(
         "dispatch.overlap", f"needs {missing}, which the model lacks", got=overlap, fix="set dispatch.overlap=none"
     )
@@ -58,16 +58,16 @@ def halves_are_whole_rows(run: Run) -> Problem | None:
 def halves_are_routed_alone(run: Run) -> Problem | None:
     """`dispatch.overlap` halves does not go with what judges a micro-batch as a whole.
 
-    That is `model.moe.balance.capacity_factor`, and `model.moe.balance.auxiliary` micro-batch or global-batch if
-    `model.moe.balance.auxiliary_weight` is not 0.
+    That is `model.moe.balance.capacity_factor`, and `model.moe.balance.aux_loss` micro-batch or global-batch if
+    `model.moe.balance.aux_loss_coef` is not 0.
     """
     if run.dispatch.overlap != "halves" or run.model.moe is None:
         return None
     balance, section = run.model.moe.balance, "model.moe.balance"
     if balance.capacity_factor:
         field, got, fix = "capacity_factor", f"{balance.capacity_factor:g}", f"set {section}.capacity_factor=0"
-    elif balance.auxiliary in ("micro-batch", "global-batch") and balance.auxiliary_weight:
-        field, got, fix = "auxiliary", balance.auxiliary, f"set {section}.auxiliary=sequence"
+    elif balance.aux_loss in ("micro-batch", "global-batch") and balance.aux_loss_coef:
+        field, got, fix = "aux_loss", balance.aux_loss, f"set {section}.aux_loss=sequence"
     else:
         return None
     what = "judges a micro-batch as a whole, which dispatch.overlap halves divides"

@@ -33,8 +33,8 @@ steps = 5000
 experts = 16
 ```
 
-- `version` says what fields were called when the file was written; a file without it is of version 1. A file of another
-  version is refused with what to write instead, and runs that were started with it go on.
+- A file of another `version` is refused; a file without it is of the current one. A key or value that was renamed is
+  refused with its new name.
 - A file that names no `preset` must give every field without a default. A file without `name` is named after itself.
 - `"none"` in a file, `none` in an override, clears a field or a section that may be none.
 - A section of another `{KIND}` keeps the fields that both kinds know; the other fields of the new kind must be given.

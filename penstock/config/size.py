@@ -71,7 +71,10 @@ def routed_parameters(model: Model) -> int:
 
 def _of_expert(model: Model, moe: Moe) -> tuple[int, int]:
     """Numbers in the matrices of one expert, and in its biases."""
-    return 3 * model.hidden_size * moe.ffn_size, 2 * moe.ffn_size + model.hidden_size if moe.bias else 0
+    return (
+        3 * model.hidden_size * moe.moe_intermediate_size,
+        2 * moe.moe_intermediate_size + model.hidden_size if moe.bias else 0,
+    )
 
 
 def _sum(parts: Iterable[_Part]) -> _Part:
@@ -92,7 +95,7 @@ def _block(model: Model, layer: int, sequence_length: int) -> _Part:
         attends = _latent(attention, hidden, sequence_length)
     else:
         attends = _grouped(attention, hidden, layer, sequence_length)
-    feeds = _feed_forward(hidden, model.dense_ffn_size) if model.is_dense(layer) else _experts(model)
+    feeds = _feed_forward(hidden, model.intermediate_size) if model.is_dense(layer) else _experts(model)
     return _sum([attends, feeds, _Part(2 * hidden)])
 
 
@@ -136,6 +139,6 @@ def _experts(model: Model) -> _Part:
             _matrices((hidden, moe.experts)),
             _Part(moe.experts * moe.router.logit_bias),
             _Part(routed, idle=round(routed * (1 - share)), flops=2 * moe.experts * one * share),
-            _feed_forward(hidden, moe.shared_ffn_size),
+            _feed_forward(hidden, moe.shared_expert_intermediate_size),
         ]
     )

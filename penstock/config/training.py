@@ -20,7 +20,7 @@ class Training(Section):
         doc="Folder of `penstock import`, or of a run, whose weights a new run starts with; empty draws them.",
     )
     mtp_weight: float = knob(0.3, doc="Factor of the multi-token prediction loss.", low=0.0)
-    z_weight: float = knob(0.0, doc="Factor of the z-loss on the output logits.", low=0.0)
+    z_loss_coef: float = knob(0.0, doc="Factor of the z-loss on the output logits.", low=0.0)
     clip_norm: float = knob(1.0, doc="Largest global gradient norm; 0 does not clip.", low=0.0)
     deterministic: bool = knob(False, doc="Use deterministic algorithms only; slower on GPUs.")
     collect_garbage_every: int = knob(

@@ -20,6 +20,7 @@ from penstock.config.schema import (
     kind_of,
 )
 from penstock.config.section import Section
+from penstock.config.versions import RENAMED_VALUES, new_path
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -104,7 +105,9 @@ def _locate(root: type[Section], location: tuple[int | str, ...]) -> _Place:
 
 
 def _unknown_key(root: type[Section], path: str, owner: type[Section]) -> Problem:
-    """Suggest, in this order: another kind of the section, a like name beside it, the same name in another section."""
+    """Suggest the key's new name, another kind of the section, a similar name beside it, or the same name elsewhere."""
+    if renamed := new_path(path):
+        return Problem(path, f"is {renamed} now", fix="rename the key")
     parent, _, name = path.rpartition(".")
     siblings = fields_of(owner)
     what = "is an unknown key"
@@ -120,7 +123,9 @@ def _unknown_key(root: type[Section], path: str, owner: type[Section]) -> Proble
 
 def _unknown_value(path: str, value: object, choices: Iterable[str]) -> Problem:
     choices = tuple(choices)
-    return Problem(path, "has an unknown value", _shown(value), ", ".join(choices), did_you_mean(value, choices))
+    renamed = RENAMED_VALUES.get(path, {}).get(f"{value}")
+    fix = f"write {renamed}, as {value} is called now" if renamed else did_you_mean(value, choices)
+    return Problem(path, "has an unknown value", _shown(value), ", ".join(choices), fix)
 
 
 def _kinds(field: Field) -> list[str]:

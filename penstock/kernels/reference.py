@@ -293,7 +293,7 @@ def check_biases(has_biases: bool, rule: ExpertRule) -> None:
     if has_biases and rule.weighs_input:
         raise KernelError(
             "expert_ffn: experts with biases cannot have their inputs weighted",
-            fix='set model.moe.router.weigh="output", or model.moe.bias=false',
+            fix="set model.moe.router.apply_probs_on_input=false, or model.moe.bias=false",
         )
 
 

@@ -296,15 +296,24 @@ def _attention(config: Model, layer: int, layer_context: LayerContext) -> Groupe
 def _ffn(config: Model, layer: int, layer_context: LayerContext, arena: "ActivationArena | None") -> FeedForward | MoE:
     moe = config.moe
     if moe is None or config.is_dense(layer):
-        return FeedForward(config.hidden_size, config.dense_ffn_size, layer_context)
+        return FeedForward(config.hidden_size, config.intermediate_size, layer_context)
     dispatcher, room = make_dispatcher(moe, layer_context, is_shelved=is_shelved(moe, layer_context))
     # What is computed again is kept by nobody, and lives no longer than the layer.
     keeps = is_shelved(moe, layer_context) and not layer_context.recompute.kinds & {"expert-activation", "moe", "layer"}
     return MoE(
         Router(moe, config.hidden_size, layer, layer_context.operators, layer_context.axes),
         dispatcher,
-        Experts(moe.experts, config.hidden_size, moe.ffn_size, layer_context, rule=expert_rule(moe), bias=moe.bias),
-        FeedForward(config.hidden_size, moe.shared_ffn_size, layer_context) if moe.shared_ffn_size else None,
+        Experts(
+            moe.experts,
+            config.hidden_size,
+            moe.moe_intermediate_size,
+            layer_context,
+            rule=expert_rule(moe),
+            bias=moe.bias,
+        ),
+        FeedForward(config.hidden_size, moe.shared_expert_intermediate_size, layer_context)
+        if moe.shared_expert_intermediate_size
+        else None,
         layer_context,
         room,
         arena if keeps else None,

@@ -183,14 +183,16 @@ def shapes_of(run: Run) -> Shapes:
     """The sizes of one micro-batch of a run."""
     model, moe = run.model, run.model.moe
     attention = model.attention
-    dense_ffn = model.dense_ffn_size if moe is None else moe.shared_ffn_size or model.dense_ffn_size
+    dense_ffn = (
+        model.intermediate_size if moe is None else moe.shared_expert_intermediate_size or model.intermediate_size
+    )
     return Shapes(
         tokens=run.training.micro_batch * run.training.sequence_length,
         hidden=model.hidden_size,
         experts=0 if moe is None else moe.experts,
         expert_groups=1 if moe is None else moe.router.n_group,
         top_k=0 if moe is None else moe.top_k,
-        ffn=0 if moe is None else moe.ffn_size,
+        ffn=0 if moe is None else moe.moe_intermediate_size,
         dense_ffn=dense_ffn,
         attention=attention.kind,
         heads=attention.heads,

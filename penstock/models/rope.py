@@ -24,7 +24,7 @@ def frequencies(rope: Rope, rotary_dim: int, device: torch.device) -> Tensor:
         return plain
     low = _pair_that_turns(rope.yarn.beta_fast, rope, rope.yarn, rotary_dim)
     high = _pair_that_turns(rope.yarn.beta_slow, rope, rope.yarn, rotary_dim)
-    if rope.yarn.whole_pairs:
+    if rope.yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
     first, last = max(low, 0), min(high, rotary_dim - 1)
     pairs = torch.arange(rotary_dim // 2, dtype=torch.float32, device=device)
@@ -34,14 +34,18 @@ def frequencies(rope: Rope, rotary_dim: int, device: torch.device) -> Tensor:
 
 def _by_turns(plain: Tensor, llama3: Llama3Rope) -> Tensor:
     """Frequencies that turn often over the original context kept, those that turn seldom divided."""
-    turns = plain * (llama3.original_positions / (2 * math.pi))
-    kept = ((turns - llama3.slow) / (llama3.fast - llama3.slow)).clamp(0, 1)
+    turns = plain * (llama3.original_max_position_embeddings / (2 * math.pi))
+    kept = ((turns - llama3.low_freq_factor) / (llama3.high_freq_factor - llama3.low_freq_factor)).clamp(0, 1)
     return plain / llama3.factor * (1 - kept) + plain * kept
 
 
 def _pair_that_turns(rotations: float, rope: Rope, yarn: Yarn, rotary_dim: int) -> float:
     """Index of the (fractional) pair that makes so many rotations over the original context."""
-    return rotary_dim * math.log(yarn.original_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+    return (
+        rotary_dim
+        * math.log(yarn.original_max_position_embeddings / (rotations * 2 * math.pi))
+        / (2 * math.log(rope.theta))
+    )
 
 
 def _temperature(factor: float, scale: float) -> float:
@@ -52,14 +56,14 @@ def angle_scale(rope: Rope) -> float:
     """Factor on cosine and sine; 1 without YaRN, and where both of YaRN's scales are equal."""
     if rope.yarn is None:
         return 1.0
-    return _temperature(rope.yarn.factor, rope.yarn.scale) / _temperature(rope.yarn.factor, rope.yarn.scale_all_dims)
+    return _temperature(rope.yarn.factor, rope.yarn.mscale) / _temperature(rope.yarn.factor, rope.yarn.mscale_all_dim)
 
 
 def softmax_scale(rope: Rope, head_dim: int) -> float:
     """Factor on attention scores: 1 / sqrt(head_dim), times the square of YaRN's temperature for all dims."""
-    if rope.yarn is None or not rope.yarn.scale_all_dims:
+    if rope.yarn is None or not rope.yarn.mscale_all_dim:
         return head_dim**-0.5
-    return head_dim**-0.5 * _temperature(rope.yarn.factor, rope.yarn.scale_all_dims) ** 2
+    return head_dim**-0.5 * _temperature(rope.yarn.factor, rope.yarn.mscale_all_dim) ** 2
 
 
 def angles(rope: Rope, rotary_dim: int, positions_BS: Tensor) -> tuple[Tensor, Tensor]:

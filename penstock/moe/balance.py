@@ -124,9 +124,9 @@ def load_of(counts_BE: Tensor, meter: LoadMeter, balance: Balance, axes: Axes) -
         axes: of this rank.
     """
     slots_E = meter.slots_E
-    if balance.auxiliary == "global-batch":
+    if balance.aux_loss == "global-batch":
         slots_E = all_reduce(slots_E, axes.stage)
-    elif balance.auxiliary != "none":
+    elif balance.aux_loss != "none":
         counts_BE = all_reduce(counts_BE, axes.sequence)
     return Load(counts_BE, slots_E)
 
@@ -145,14 +145,16 @@ def auxiliary_loss(
         load: slots that the loss counts.
         operators: kernels to run on.
     """
-    slots_BE, factor = load.counts_BE, balance.auxiliary_weight * scope.share / tokens
-    if balance.auxiliary == "sequence":
+    slots_BE, factor = load.counts_BE, balance.aux_loss_coef * scope.share / tokens
+    if balance.aux_loss == "sequence":
         factor *= scope.sequences / len(slots_BE)
-    elif balance.auxiliary == "global-batch":
+    elif balance.aux_loss == "global-batch":
         slots_BE = load.step_slots_E[None]
     else:
         slots_BE = slots_BE.sum(0, keepdim=True)
-    return operators.balance_loss(routed.mass_BE, routed.z_B, slots_BE, factor, balance.z_weight * scope.share / tokens)
+    return operators.balance_loss(
+        routed.mass_BE, routed.z_B, slots_BE, factor, balance.z_loss_coef * scope.share / tokens
+    )
 
 
 def capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:

@@ -26,7 +26,7 @@ from penstock.parallel.weight_grad_store import Task, deferrable
 
 def expert_rule(moe: Moe) -> ExpertRule:
     """The kernel's rule of a layer's configuration."""
-    weighs_input, clamped = moe.router.weigh == "input", moe.clamped
+    weighs_input, clamped = moe.router.apply_probs_on_input, moe.clamped
     if clamped is None:
         return ExpertRule(weighs_input=weighs_input)
     return ExpertRule(weighs_input=weighs_input, limit=clamped.limit, alpha=clamped.alpha)

@@ -33,13 +33,13 @@ def router_rule(moe: Moe) -> RouterRule:
     router = moe.router
     return RouterRule(
         top_k=moe.top_k,
-        score=router.score,
+        score=router.scoring_func,
         softmax_after_top_k=router.softmax_after_top_k,
         groups=router.n_group,
         topk_group=router.topk_group,
         group_score=router.group_score,
-        normalize=router.normalize,
-        scale=router.scale,
+        normalize=router.norm_topk_prob,
+        scale=router.routed_scaling_factor,
     )
 
 
@@ -88,7 +88,7 @@ class Router(BalancedRouter):
         measured = self.training and torch.is_grad_enabled() and not is_replaying()
         if measured:
             self.meter.slots_E += routed.counts_BE.sum(0)
-        if measured and (self.balance.auxiliary_weight or self.balance.z_weight):
+        if measured and (self.balance.aux_loss_coef or self.balance.z_loss_coef):
             load = load_of(routed.counts_BE, self.meter, self.balance, self.axes)
             found = auxiliary_loss(routed, tokens, self.balance, scope, load, self.operators)
             self.meter.auxiliary_loss += found.loss

@@ -293,7 +293,7 @@ def _model(trace: Trace) -> tuple[int, int] | None:
         return None
     moe = told.get("moe")
     layers, dense = told.get("layers"), told.get("dense_layers", 0)
-    is_regular = not isinstance(moe, Mapping) or moe.get("every", 1) == 1
+    is_regular = not isinstance(moe, Mapping) or moe.get("moe_layer_freq", 1) == 1
     if not isinstance(layers, int) or not isinstance(dense, int) or not is_regular or not 0 <= dense <= layers:
         return None
     return layers, dense if isinstance(moe, Mapping) else 0

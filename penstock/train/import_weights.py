@@ -70,11 +70,11 @@ class Upcycling:
         """
         if dense.moe is not None:
             raise ConfigError("only a dense model can be made one with experts", got=f"a {dense.family} with experts")
-        if not 1 <= self.chosen <= self.copies or dense.dense_ffn_size % self.granularity:
+        if not 1 <= self.chosen <= self.copies or dense.intermediate_size % self.granularity:
             raise ConfigError(
                 "a dense model cannot be made one with such experts",
                 got=f"{self.chosen} of {self.copies} copies, each cut into {self.granularity}",
-                allowed=f"1 to {self.copies} of {self.copies}; a number that divides {dense.dense_ffn_size}",
+                allowed=f"1 to {self.copies} of {self.copies}; a number that divides {dense.intermediate_size}",
             )
         family = {"llama": "mixtral", "qwen3": "qwen3-moe"}.get(dense.family, "plain")
         after = family == "mixtral"
@@ -83,10 +83,12 @@ class Upcycling:
         moe = Moe(
             experts=self.copies * self.granularity,
             top_k=self.chosen * self.granularity,
-            ffn_size=dense.dense_ffn_size // self.granularity,
-            router=Router(softmax_after_top_k=after, normalize=normalize, scale=float(self.granularity)),
+            moe_intermediate_size=dense.intermediate_size // self.granularity,
+            router=Router(
+                softmax_after_top_k=after, norm_topk_prob=normalize, routed_scaling_factor=float(self.granularity)
+            ),
         )
-        return dense.model_copy(update={"family": family, "dense_layers": 0, "dense_ffn_size": 0, "moe": moe})
+        return dense.model_copy(update={"family": family, "dense_layers": 0, "intermediate_size": 0, "moe": moe})
 
     def pieces(self, dense: Model, pieces: Iterator[WeightPiece]) -> Iterator[WeightPiece]:
         """The weights of the model that is made, from those of the dense one."""
@@ -101,11 +103,11 @@ class Upcycling:
 
     def _experts(self, dense: Model, piece: WeightPiece, layer: str, product: str) -> Iterator[WeightPiece]:
         """One of the two halves of `gate_up`, or `down`, for every expert."""
-        width = dense.dense_ffn_size // self.granularity
+        width = dense.intermediate_size // self.granularity
         dim = 0 if product == "gate_up" else 1
         experts = self.copies * self.granularity
         shape = (experts, 2 * width, dense.hidden_size) if dim == 0 else (experts, dense.hidden_size, width)
-        half = piece.rectangle.begin[0] // dense.dense_ffn_size if dim == 0 else 0
+        half = piece.rectangle.begin[0] // dense.intermediate_size if dim == 0 else 0
         for expert in range(experts):
             part = expert % self.granularity
             begin, sizes = [expert, 0, 0], [1, *shape[1:]]

@@ -70,7 +70,7 @@ def loss_rule(run: Run, axes: Axes = ALONE) -> LossRule:
     return LossRule(
         depths=run.model.mtp_layers,
         mtp_weight=run.training.mtp_weight,
-        z_weight=run.training.z_weight,
+        z_weight=run.training.z_loss_coef,
         chunk_tokens=run.kernels.loss_chunk or None,
         tensor=axes.tensor,
     )

@@ -72,12 +72,12 @@ def even_experts(evidence: Evidence, walls: Bottlenecks) -> Remedy | None:
     """Experts get as many rows as others."""
     hot = [one for one in evidence.late if one.cause == "experts"]
     run = evidence.facts.run
-    weight = f'model.moe.balance.auxiliary="global-batch" model.moe.balance.auxiliary_weight={EXPERTS_WEIGHT:g}'
+    weight = f'model.moe.balance.aux_loss="global-batch" model.moe.balance.aux_loss_coef={EXPERTS_WEIGHT:g}'
     changes = [weight]
     if run is not None and run.model.moe is not None:
         changes.insert(0, "model.moe.router.expert_bias=true")
-        if run.model.moe.balance.auxiliary_weight > 0:
-            changes[1] = f"model.moe.balance.auxiliary_weight={2 * run.model.moe.balance.auxiliary_weight:g}"
+        if run.model.moe.balance.aux_loss_coef > 0:
+            changes[1] = f"model.moe.balance.aux_loss_coef={2 * run.model.moe.balance.aux_loss_coef:g}"
     change = first_accepted(evidence, *changes, words="a bias of the router by load, or an auxiliary loss")
     if not hot or change is None:
         return None

@@ -367,8 +367,8 @@ def balancing(run: Run) -> str:
     if balance.force_load_balance:
         return "FORCED EVEN ROUTING, BENCHMARK ONLY"
     parts = ["natural routing"]
-    if balance.auxiliary != "none" and balance.auxiliary_weight:
-        parts.append(f"auxiliary loss {balance.auxiliary_weight:g} by {balance.auxiliary}")
+    if balance.aux_loss != "none" and balance.aux_loss_coef:
+        parts.append(f"auxiliary loss {balance.aux_loss_coef:g} by {balance.aux_loss}")
     if router.expert_bias:
         parts.append("expert bias")
     if balance.capacity_factor:

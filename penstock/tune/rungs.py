@@ -88,7 +88,7 @@ NEEDS = MappingProxyType(
     {
         "experts": Need(lambda run, has_gpu: run.model.moe is not None, "the model has no experts"),
         "shared-expert": Need(
-            lambda run, has_gpu: run.model.moe is not None and run.model.moe.shared_ffn_size > 0,
+            lambda run, has_gpu: run.model.moe is not None and run.model.moe.shared_expert_intermediate_size > 0,
             "the model has no shared expert",
         ),
         "sharing": Need(

@@ -17,7 +17,7 @@ from penstock.tune.cases import Call
 
 FACTS = DeviceFacts(kind="cuda", name="NVIDIA H200", target="sm_90", packages=frozenset({"triton"}), dtype="bf16")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TINY = ["model.hidden_size=32", "model.moe.ffn_size=16", "training.sequence_length=16"]
+TINY = ["model.hidden_size=32", "model.moe.moe_intermediate_size=16", "training.sequence_length=16"]
 
 
 class RisingClock:

@@ -137,7 +137,7 @@ def test_parameters_of_all_ranks_are_the_model(capsys: pytest.CaptureFixture[str
     """Tensor-parallel ranks hold norms, routers and narrow projections whole; everything else is divided."""
     path = [f"parallel.{name}={size}" for name, size in sizes.items()]
     table = shown(capsys, "debug", *path, "model.vocab_size=260", "training.global_batch=32")["stages of ranks"]
-    whole = count(SMALL.model.model_copy(update={"vocabulary": 260}), 128).parameters
+    whole = count(SMALL.model.model_copy(update={"vocab_size": 260}), 128).parameters
     dense, experts = (sum(_number(row[column]) for row in cells(table)) for column in (4, 5))
     every_expert = 3 * 8 * 3 * 128 * 128
     assert experts * sizes.get("expert", 1) * sizes.get("expert_tensor", 1) == pytest.approx(every_expert, rel=0.01)

@@ -17,7 +17,7 @@ from tests.train.tiny_run import HELD_OUT, run_start, step_report, tiny_model, t
 def forced(folder: Path) -> Run:
     moe = tiny_model().moe
     assert moe is not None
-    return tiny_run(folder, model=tiny_model(moe=moe.model_copy(update={"balance": Balance(force=True)})))
+    return tiny_run(folder, model=tiny_model(moe=moe.model_copy(update={"balance": Balance(force_load_balance=True)})))
 
 
 def drawn(panel: RunPanel, width: int) -> list[str]:

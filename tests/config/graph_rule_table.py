@@ -77,8 +77,8 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     ),
     (
         rules.captured_parts_are_judged_alone,
-        (PARTS, "model.moe.balance.auxiliary=global-batch", "model.moe.balance.z_weight=0.1"),
-        "model.moe.balance.auxiliary sums over ranks in the router, and the graphs of graphs.capture partial hold no "
+        (PARTS, "model.moe.balance.aux_loss=global-batch", "model.moe.balance.z_loss_coef=0.1"),
+        "model.moe.balance.aux_loss sums over ranks in the router, and the graphs of graphs.capture partial hold no "
         "collectives; got global-batch; allowed: none, micro-batch, sequence; fix: set graphs.capture=full or none",
     ),
     (
@@ -121,8 +121,8 @@ FINE: dict[str, tuple[str, ...]] = {
     "parts go with shared experts beside transfers": (PARTS, "parallel.expert=2", "dispatch.overlap=shared"),
     "a loss over the global batch that nobody weighs needs no sum": (
         PARTS,
-        "model.moe.balance.auxiliary=global-batch",
-        "model.moe.balance.auxiliary_weight=0",
+        "model.moe.balance.aux_loss=global-batch",
+        "model.moe.balance.aux_loss_coef=0",
     ),
     "auto refuses nothing": ("graphs.capture=auto", "device=cpu", "parallel.pipeline=2", "parallel.shard=full"),
 }

@@ -15,9 +15,9 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     ),
     (
         rules.tokens_travel_to_experts,
-        ("model.moe.shared_ffn_size=0", "dispatch.overlap=shared"),
-        "dispatch.overlap needs a shared expert (model.moe.shared_ffn_size), which the model lacks; got shared; "
-        "fix: set dispatch.overlap=none",
+        ("model.moe.shared_expert_intermediate_size=0", "dispatch.overlap=shared"),
+        "dispatch.overlap needs a shared expert (model.moe.shared_expert_intermediate_size), which the model lacks; "
+        "got shared; fix: set dispatch.overlap=none",
     ),
     (
         rules.travels_happen_once,
@@ -45,9 +45,9 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     ),
     (
         rules.halves_are_routed_alone,
-        (*HALVES, "model.moe.balance.auxiliary=global-batch", "model.moe.balance.auxiliary_weight=0.01"),
-        "model.moe.balance.auxiliary judges a micro-batch as a whole, which dispatch.overlap halves divides; "
-        "got global-batch; fix: set model.moe.balance.auxiliary=sequence, or dispatch.overlap=shared",
+        (*HALVES, "model.moe.balance.aux_loss=global-batch", "model.moe.balance.aux_loss_coef=0.01"),
+        "model.moe.balance.aux_loss judges a micro-batch as a whole, which dispatch.overlap halves divides; "
+        "got global-batch; fix: set model.moe.balance.aux_loss=sequence, or dispatch.overlap=shared",
     ),
     (
         rules.pieces_have_their_weights,
@@ -73,12 +73,12 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
 
 FINE: dict[str, tuple[str, ...]] = {
     "the shared expert runs beside gathered weights": ("dispatch.overlap=shared", "parallel.shard=full"),
-    "halves need no shared expert": (*HALVES, "model.moe.shared_ffn_size=0"),
+    "halves need no shared expert": (*HALVES, "model.moe.shared_expert_intermediate_size=0"),
     "halves of a pipeline's micro-batches": (*HALVES, *PIPELINE),
     "a weight of 0 judges nothing": (
         *HALVES,
-        "model.moe.balance.auxiliary=micro-batch",
-        "model.moe.balance.auxiliary_weight=0",
+        "model.moe.balance.aux_loss=micro-batch",
+        "model.moe.balance.aux_loss_coef=0",
     ),
     "parts of a layer are computed again": ("dispatch.overlap=shared", 'recompute.modules=["norm", "shared-expert"]'),
     "passes of an interleaved pipeline": ("dispatch.overlap=passes", *PIPELINE),

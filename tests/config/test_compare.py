@@ -7,7 +7,7 @@ from tests.config.small import SMALL, unchecked_run
 def test_leaves_are_values_by_full_path_in_the_order_of_the_schema() -> None:
     values = leaves(SMALL)
     assert list(values)[:4] == ["name", "seed", "device", "model.family"]
-    assert values["model.moe.router.score"] == "sigmoid"
+    assert values["model.moe.router.scoring_func"] == "sigmoid"
     assert values["model.attention.rope.yarn"] is None
 
 

@@ -71,7 +71,7 @@ def test_every_field_can_be_explained(path: str) -> None:
         ("top_k", "model.moe.top_k"),
         ("topk", "model.moe.top_k"),
         ("trainig.steps", "training.steps"),
-        ("z_weight", "model.moe.balance.z_weight or training.z_weight"),
+        ("z_loss_coef", "model.moe.balance.z_loss_coef or training.z_loss_coef"),
         ("model.moes", "model.moe"),
     ],
 )

@@ -22,8 +22,17 @@ ONE_OVERRIDE = (
 )
 ONE_OVERRIDE_OF_EXPERTS = (
     *(f"model.moe.experts={experts}" for experts in (1, 2, 4, 12, 60)),
-    *("model.moe.top_k=1", "model.moe.moe_layer_freq=2", "model.moe.router.n_group=1", "model.moe.router.weigh=input"),
-    *("model.moe.router.score=softmax", "model.moe.router.score=sigmoid", "model.moe.balance.auxiliary=none"),
+    *(
+        "model.moe.top_k=1",
+        "model.moe.moe_layer_freq=2",
+        "model.moe.router.n_group=1",
+        "model.moe.router.apply_probs_on_input=true",
+    ),
+    *(
+        "model.moe.router.scoring_func=softmax",
+        "model.moe.router.scoring_func=sigmoid",
+        "model.moe.balance.aux_loss=none",
+    ),
     *("model.dense_layers=1", "model.dense_layers=2"),
 )
 
@@ -55,7 +64,7 @@ def test_one_override_of_any_preset_is_not_refused_for_what_the_user_did_not_wri
         ("llama4-maverick", ["model.layers=1"], {"model.moe.moe_layer_freq": 1}),
         ("qwen3-8b", ["model.layers=3"], {"model.dense_layers": 3}),
         ("debug", ["model.moe=none"], {"model.dense_layers": 4}),
-        ("mixtral-8x7b", ["model.dense_layers=1"], {"model.dense_ffn_size": 2 * 14336}),
+        ("mixtral-8x7b", ["model.dense_layers=1"], {"model.intermediate_size": 2 * 14336}),
         ("deepseek-v3", ["training.sequence_length=2", "model.mtp_layers=1"], {}),
         ("qwen3-8b", ["model.attention.heads=12"], {"model.attention.kv_heads": 4}),
         (
@@ -74,9 +83,9 @@ def test_one_override_of_any_preset_is_not_refused_for_what_the_user_did_not_wri
             {"model.moe.router.n_group": 2, "model.moe.router.topk_group": 2, "model.moe.top_k": 4},
         ),
         ("deepseek-v3", ["model.moe.top_k=200"], {"model.moe.router.topk_group": 7}),
-        ("debug", ["model.moe.experts=1"], {"model.moe.top_k": 1, "model.moe.router.normalize": False}),
-        ("debug", ["model.moe.router.score=softmax"], {"model.moe.router.expert_bias": False}),
-        ("gpt-oss-20b", ["model.moe.router.weigh=input"], {"model.moe.bias": False}),
+        ("debug", ["model.moe.experts=1"], {"model.moe.top_k": 1, "model.moe.router.norm_topk_prob": False}),
+        ("debug", ["model.moe.router.scoring_func=softmax"], {"model.moe.router.expert_bias": False}),
+        ("gpt-oss-20b", ["model.moe.router.apply_probs_on_input=true"], {"model.moe.bias": False}),
         ("debug", ["parallel.pipeline=2", "pipeline.schedule=zb-v"], {"pipeline.stages_per_rank": 2}),
         ("debug", ["parallel.pipeline=2", "pipeline.stages_per_rank=2"], {"pipeline.schedule": "interleaved"}),
         (

@@ -36,7 +36,8 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     (
         rules.expert_tensor_ranks_divide_an_expert,
         ("parallel.expert_tensor=3",),
-        "parallel.expert_tensor must divide model.moe.ffn_size (128); got 3; allowed: 1, 2, 4, 8, 16, 32, 64, 128",
+        "parallel.expert_tensor must divide model.moe.moe_intermediate_size (128); got 3; "
+        "allowed: 1, 2, 4, 8, 16, 32, 64, 128",
     ),
     (
         rules.tensor_ranks_divide_heads,
@@ -56,13 +57,13 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     ),
     (
         rules.tensor_ranks_divide_widths,
-        ("model.dense_ffn_size=385", "parallel.tensor=2"),
-        "parallel.tensor must divide model.dense_ffn_size (385); got 2; allowed: 1, 5, 7, 11, 35, 55, 77, 385",
+        ("model.intermediate_size=385", "parallel.tensor=2"),
+        "parallel.tensor must divide model.intermediate_size (385); got 2; allowed: 1, 5, 7, 11, 35, 55, 77, 385",
     ),
     (
         rules.tensor_ranks_divide_widths,
-        ("model.moe.shared_ffn_size=9", "parallel.tensor=2"),
-        "parallel.tensor must divide model.moe.shared_ffn_size (9); got 2; allowed: 1, 3, 9",
+        ("model.moe.shared_expert_intermediate_size=9", "parallel.tensor=2"),
+        "parallel.tensor must divide model.moe.shared_expert_intermediate_size (9); got 2; allowed: 1, 3, 9",
     ),
     (
         rules.ranks_divide_the_sequence,
@@ -178,8 +179,8 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     ),
     (
         rules.recomputed_modules_exist,
-        ("model.moe.shared_ffn_size=0", "recompute.modules=shared-expert"),
-        "recompute.modules names shared-expert, but model.moe.shared_ffn_size is 0; "
+        ("model.moe.shared_expert_intermediate_size=0", "recompute.modules=shared-expert"),
+        "recompute.modules names shared-expert, but model.moe.shared_expert_intermediate_size is 0; "
         "allowed: norm, latent-up, attention, expert-activation, dense, moe, layer; fix: leave shared-expert out",
     ),
     (
@@ -195,8 +196,8 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     ),
     (
         rules.tensor_ranks_divide_widths,
-        ("model.dense_layers=0", "model.moe.moe_layer_freq=2", "model.dense_ffn_size=383", "parallel.tensor=2"),
-        "parallel.tensor must divide model.dense_ffn_size (383); got 2; allowed: 1, 383",
+        ("model.dense_layers=0", "model.moe.moe_layer_freq=2", "model.intermediate_size=383", "parallel.tensor=2"),
+        "parallel.tensor must divide model.intermediate_size (383); got 2; allowed: 1, 383",
     ),
     (
         rules.recomputed_layers_exist,
@@ -220,11 +221,15 @@ FINE = {
     "experts over all they are": ("parallel.expert=8", "parallel.expert_tensor=4"),
     "tensor with a vocabulary that divides": ("model.vocab_size=260", "parallel.tensor=4"),
     "grouped heads": (*GROUPED, "model.vocab_size=260", "parallel.tensor=4"),
-    "no shared expert to divide": ("model.vocab_size=260", "model.moe.shared_ffn_size=0", "parallel.tensor=2"),
+    "no shared expert to divide": (
+        "model.vocab_size=260",
+        "model.moe.shared_expert_intermediate_size=0",
+        "parallel.tensor=2",
+    ),
     "a dense width that no layer has": (
         "model.vocab_size=260",
         "model.dense_layers=0",
-        "model.dense_ffn_size=385",
+        "model.intermediate_size=385",
         "parallel.tensor=2",
     ),
     "context over more ranks than heads": ("parallel.context=8",),

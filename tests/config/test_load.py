@@ -78,7 +78,7 @@ def test_a_file_starts_from_a_preset_and_its_own_keys_win(tmp_path: Path) -> Non
     assert run.training == base.training
     assert run.model.moe is not None
     assert base.model.moe is not None
-    assert run.model.moe == base.model.moe.model_copy(update={"shared_ffn_size": 96})
+    assert run.model.moe == base.model.moe.model_copy(update={"shared_expert_intermediate_size": 96})
 
 
 def test_a_file_may_start_from_a_variant(tmp_path: Path) -> None:

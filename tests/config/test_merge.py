@@ -61,7 +61,7 @@ def test_none_clears_only_what_may_be_none() -> None:
 
 
 def test_none_is_a_name_where_it_is_one_of_the_choices() -> None:
-    assert parsed("model.moe.balance.auxiliary=none") == {"model": {"moe": {"balance": {"auxiliary": "none"}}}}
+    assert parsed("model.moe.balance.aux_loss=none") == {"model": {"moe": {"balance": {"aux_loss": "none"}}}}
 
 
 def test_later_overrides_win() -> None:
@@ -103,9 +103,9 @@ def test_values_that_are_not_given_stay() -> None:
 
 
 def test_an_inline_table_is_laid_over_a_section() -> None:
-    merged = merge(Run, SMALL.model_dump(), parsed('model.moe.router={score="softmax", expert_bias=false}'))
+    merged = merge(Run, SMALL.model_dump(), parsed('model.moe.router={scoring_func="softmax", expert_bias=false}'))
     assert (
-        merged["model"]["moe"]["router"] | {"score": "sigmoid", "expert_bias": True}
+        merged["model"]["moe"]["router"] | {"scoring_func": "sigmoid", "expert_bias": True}
         == (SMALL.model_dump()["model"]["moe"]["router"])
     )
 

@@ -5,10 +5,10 @@ from penstock.config.rules import Rule
 from tests.config.small import unchecked_run
 
 GQA = ("model.attention.kind=gqa", "model.attention.kv_heads=2", "model.attention.head_dim=32")
-YARN = ("model.attention.rope.yarn.factor=2", "model.attention.rope.yarn.original_positions=64")
+YARN = ("model.attention.rope.yarn.factor=2", "model.attention.rope.yarn.original_max_position_embeddings=64")
 ROUTER = "model.moe.router."
 GROUPED = (f"{ROUTER}n_group=4", f"{ROUTER}topk_group=2", f"{ROUTER}group_score=top2")
-SOFTMAX = (f"{ROUTER}score=softmax", f"{ROUTER}expert_bias=false", f"{ROUTER}normalize=false")
+SOFTMAX = (f"{ROUTER}scoring_func=softmax", f"{ROUTER}expert_bias=false", f"{ROUTER}norm_topk_prob=false")
 
 BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     (
@@ -31,8 +31,8 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     ),
     (
         rules.dense_layers_have_a_width,
-        ("model.dense_ffn_size=0",),
-        "model.dense_ffn_size is the width of 1 dense layers (model.dense_layers, model.moe.moe_layer_freq); got 0; "
+        ("model.intermediate_size=0",),
+        "model.intermediate_size is the width of 1 dense layers (model.dense_layers, model.moe.moe_layer_freq); got 0; "
         "allowed: >= 1; fix: set it; 4 times model.hidden_size is a common choice",
     ),
     (
@@ -69,8 +69,9 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     ),
     (
         rules.llama3_bounds_are_ordered,
-        ("model.attention.rope.llama3.slow=5",),
-        "model.attention.rope.llama3.slow must be above 0 and at most fast; got slow 5, fast 4; "
+        ("model.attention.rope.llama3.low_freq_factor=5",),
+        "model.attention.rope.llama3.low_freq_factor must be above 0 and at most high_freq_factor; "
+        "got low_freq_factor 5, high_freq_factor 4; "
         "fix: the usual values are 1 and 4",
     ),
     (
@@ -123,7 +124,7 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     (
         rules.softmax_after_top_k_is_a_softmax,
         (f"{ROUTER}softmax_after_top_k=true",),
-        "model.moe.router.softmax_after_top_k needs model.moe.router.score softmax; got score sigmoid; "
+        "model.moe.router.softmax_after_top_k needs model.moe.router.scoring_func softmax; got score sigmoid; "
         "fix: set one of the two",
     ),
     (
@@ -136,20 +137,20 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     (
         rules.router_has_a_gradient,
         ("model.moe.top_k=1",),
-        "model.moe.router.normalize makes the only weight of model.moe.top_k = 1 always 1: "
-        "the router would not learn; fix: set model.moe.router.normalize to false, or model.moe.top_k to 2 or more",
+        "model.moe.router.norm_topk_prob makes the only weight of model.moe.top_k = 1 always 1: "
+        "the router would not learn; "
+        "fix: set model.moe.router.norm_topk_prob to false, or model.moe.top_k to 2 or more",
     ),
     (
         rules.expert_bias_goes_with_sigmoid,
-        (f"{ROUTER}score=softmax",),
-        "model.moe.router.expert_bias needs model.moe.router.score sigmoid; got score softmax; "
-        "fix: use sigmoid, or balance by model.moe.balance.auxiliary",
+        (f"{ROUTER}scoring_func=softmax",),
+        "model.moe.router.expert_bias needs model.moe.router.scoring_func sigmoid; got score softmax; "
+        "fix: use sigmoid, or balance by model.moe.balance.aux_loss",
     ),
     (
         rules.biases_stand_behind_unweighted_inputs,
-        ("model.moe.bias=true", f"{ROUTER}weigh=input"),
-        "model.moe.bias is given, but model.moe.router.weigh is input; "
-        'fix: set model.moe.bias to false, or model.moe.router.weigh to "output"',
+        ("model.moe.bias=true", f"{ROUTER}apply_probs_on_input=true"),
+        "model.moe.bias does not go with model.moe.router.apply_probs_on_input; fix: set one of the two to false",
     ),
     (
         rules.padding_needs_a_capacity,
@@ -159,17 +160,17 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     ),
     (
         rules.auxiliary_weight_has_a_loss,
-        ("model.moe.balance.auxiliary=none",),
-        "model.moe.balance.auxiliary_weight is given, but model.moe.balance.auxiliary is none; got 0.0001; "
-        "allowed: 0, or auxiliary micro-batch, sequence, global-batch",
+        ("model.moe.balance.aux_loss=none",),
+        "model.moe.balance.aux_loss_coef is given, but model.moe.balance.aux_loss is none; got 0.0001; "
+        "allowed: 0, or aux_loss micro-batch, sequence, global-batch",
     ),
 ]
 
 FINE = {
     "experts of gpt-oss": ("model.moe.bias=true", "model.moe.clamped.limit=7", f"{ROUTER}logit_bias=true"),
-    "experts of Llama 4": (f"{ROUTER}weigh=input", "model.moe.moe_layer_freq=3"),
+    "experts of Llama 4": (f"{ROUTER}apply_probs_on_input=true", "model.moe.moe_layer_freq=3"),
     "a dense model": ("model.moe=none", "model.dense_layers=4"),
-    "no dense layer": ("model.dense_layers=0", "model.dense_ffn_size=0"),
+    "no dense layer": ("model.dense_layers=0", "model.intermediate_size=0"),
     "grouped-query attention": GQA,
     "windows in all layers": (*GQA, "model.attention.local.size=64"),
     "attention of Llama 4": (
@@ -189,14 +190,14 @@ FINE = {
     "groups that just hold top-k": (*GROUPED, "model.moe.top_k=4"),
     "softmax after top-k": (*SOFTMAX, f"{ROUTER}softmax_after_top_k=true"),
     "softmax before top-1": (*SOFTMAX, "model.moe.top_k=1"),
-    "sigmoid top-1, raw weights": ("model.moe.top_k=1", f"{ROUTER}normalize=false"),
+    "sigmoid top-1, raw weights": ("model.moe.top_k=1", f"{ROUTER}norm_topk_prob=false"),
     "capacity and no auxiliary loss": (
         "model.moe.balance.capacity_factor=1.0",
         "model.moe.balance.pad_to_capacity=true",
-        "model.moe.balance.auxiliary=none",
-        "model.moe.balance.auxiliary_weight=0.0",
+        "model.moe.balance.aux_loss=none",
+        "model.moe.balance.aux_loss_coef=0.0",
     ),
-    "an auxiliary loss that is switched off": ("model.moe.balance.auxiliary_weight=0.0",),
+    "an auxiliary loss that is switched off": ("model.moe.balance.aux_loss_coef=0.0",),
     "tied embeddings": ("model.tie_word_embeddings=true",),
 }
 

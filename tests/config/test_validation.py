@@ -17,7 +17,7 @@ MESSAGES = {
     "training.stpes=3": "training.stpes is an unknown key; fix: did you mean training.steps?",
     "sede=3": "sede is an unknown key; fix: did you mean seed?",
     "model.moe.router.nromalize=true": (
-        "model.moe.router.nromalize is an unknown key; fix: did you mean model.moe.router.normalize?"
+        "model.moe.router.nromalize is an unknown key; fix: did you mean model.moe.router.norm_topk_prob?"
     ),
     "training.learning_rate=3": (
         "training.learning_rate is an unknown key; fix: did you mean optimizer.learning_rate?"
@@ -62,7 +62,7 @@ MESSAGES = {
     ),
     "model.moe=8": (
         "model.moe is a section, not a value; got 8; allowed: its fields, or none; "
-        "fix: set model.moe.experts, model.moe.top_k, model.moe.ffn_size, ..."
+        "fix: set model.moe.experts, model.moe.top_k, model.moe.moe_intermediate_size, ..."
     ),
     "model.attention=mla": (
         'model.attention is a section, not a value; got "mla"; allowed: its fields; '

@@ -4,7 +4,7 @@ from tests.distributed.case import DOCUMENTS, GQA, Case, layout, pipeline
 
 GPT_OSS = (
     *GQA,
-    "model.attention.rope={theta=150000.0, yarn={factor=4.0, original_positions=8, whole_pairs=false}}",
+    "model.attention.rope={theta=150000.0, yarn={factor=4.0, original_max_position_embeddings=8, truncate=false}}",
     "model.attention.bias=true",
     "model.attention.sinks=true",
     "model.attention.local={size=5, global_every=2}",

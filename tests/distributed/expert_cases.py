@@ -6,14 +6,15 @@ GPT_OSS = (
     'model.family="plain"',
     "model.moe.bias=true",
     "model.moe.clamped={alpha=1.702, limit=0.05}",
-    'model.moe.router={score="softmax", softmax_after_top_k=true, normalize=false, expert_bias=false, logit_bias=true}',
+    'model.moe.router={scoring_func="softmax", softmax_after_top_k=true, '
+    "norm_topk_prob=false, expert_bias=false, logit_bias=true}",
 )
 LLAMA4 = (
     'model.family="plain"',
     "model.dense_layers=0",
     "model.moe.moe_layer_freq=2",
     "model.moe.top_k=1",
-    'model.moe.router={score="sigmoid", normalize=false, weigh="input"}',
+    'model.moe.router={scoring_func="sigmoid", norm_topk_prob=false, apply_probs_on_input=true}',
 )
 CAPACITY = ("model.moe.balance.capacity_factor=1.0",)
 PADDED = (*CAPACITY, "model.moe.balance.pad_to_capacity=true")

@@ -19,7 +19,7 @@ from penstock.config.model import (
 from penstock.config.schema import as_toml
 from tests.distributed.case import DOCUMENTS, Case, layout, pipeline
 
-BALANCE = Balance(auxiliary="sequence", auxiliary_weight=0.01, z_weight=0.001)
+BALANCE = Balance(aux_loss="sequence", aux_loss_coef=0.01, z_loss_coef=0.001)
 
 
 def _attention(**changes: object) -> GroupedQueryAttention:
@@ -27,12 +27,12 @@ def _attention(**changes: object) -> GroupedQueryAttention:
 
 
 def _moe(router: Router, **changes: object) -> Moe:
-    sizes = {"experts": 8, "top_k": 2, "ffn_size": 32, "router": router, "balance": BALANCE}
+    sizes = {"experts": 8, "top_k": 2, "moe_intermediate_size": 32, "router": router, "balance": BALANCE}
     return Moe.model_validate(sizes | changes)
 
 
 def _overrides(family: str, **changes: object) -> tuple[str, ...]:
-    fields = {"family": family, "vocabulary": 64, "hidden_size": 32, "layers": 4, "dense_ffn_size": 64}
+    fields = {"family": family, "vocab_size": 64, "hidden_size": 32, "layers": 4, "intermediate_size": 64}
     model = Model.model_validate({**fields, "attention": _attention(), **changes})
     return tuple(f"model.{path}={as_toml(value)}" for path, value in leaves(model).items())
 
@@ -43,12 +43,17 @@ CHUNKS = LocalAttention(
 
 FAMILIES = {
     "Mixtral": _overrides("mixtral", moe=_moe(Router(softmax_after_top_k=True))),
-    "Qwen3-MoE": _overrides("qwen3-moe", moe=_moe(Router(normalize=True)), attention=_attention(qk_norm="head")),
+    "Qwen3-MoE": _overrides("qwen3-moe", moe=_moe(Router(norm_topk_prob=True)), attention=_attention(qk_norm="head")),
     "OLMoE": _overrides("olmoe", moe=_moe(Router()), attention=_attention(qk_norm="projection")),
     "Llama 4": DOCUMENTS
     + _overrides(
         "llama4",
-        moe=_moe(Router(score="sigmoid", weigh="input"), top_k=1, shared_ffn_size=32, every=2),
+        moe=_moe(
+            Router(scoring_func="sigmoid", apply_probs_on_input=True),
+            top_k=1,
+            shared_expert_intermediate_size=32,
+            moe_layer_freq=2,
+        ),
         attention=_attention(qk_norm="rotated-head", local=CHUNKS),
     ),
     "gpt-oss": DOCUMENTS
@@ -59,7 +64,7 @@ FAMILIES = {
             bias=True,
             sinks=True,
             local=LocalAttention(size=7, global_every=2),
-            rope=Rope(yarn=Yarn(factor=2.0, original_positions=16, whole_pairs=False)),
+            rope=Rope(yarn=Yarn(factor=2.0, original_max_position_embeddings=16, truncate=False)),
         ),
     ),
     "Qwen3, dense": _overrides("qwen3", dense_layers=4, attention=_attention(qk_norm="head"), tie_word_embeddings=True),

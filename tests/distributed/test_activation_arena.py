@@ -25,13 +25,13 @@ SMALL = (
     "model.layers=3",
     "model.mtp_layers=0",
     "model.hidden_size=16",
-    "model.moe.ffn_size=16",
+    "model.moe.moe_intermediate_size=16",
     "training.sequence_length=16",
     "training.global_batch=2",
     "evaluation.rows=2",
 )
 """The interpreter takes its time."""
-IN_8_BITS = ("float8.experts=blockwise", "model.moe.ffn_size=128")
+IN_8_BITS = ("float8.experts=blockwise", "model.moe.moe_intermediate_size=128")
 """As wide as a block, so that nothing is written in 16 bits between the products."""
 QUICK = {"no room on the arena", "some in 8 bits"}
 WAYS = {

@@ -48,7 +48,9 @@ def model_of(case: Case) -> tuple[str, ...]:
     is_fixed = any(word.startswith(("model.layers", "pipeline.layout")) for word in (*case.model, *case.overrides))
     if is_long or is_fixed:
         return case.model
-    needs_more = any("every" in word for word in case.model) or any("pipeline=" in word for word in case.overrides)
+    needs_more = any("moe_layer_freq" in word for word in case.model) or any(
+        "pipeline=" in word for word in case.overrides
+    )
     return case.model + (SHORT if needs_more else SHORTEST)
 
 

@@ -2,10 +2,10 @@
 
 from penstock.config.model import GroupedQueryAttention, Llama3Rope, LocalAttention, Rope, Yarn
 
-YARN = Yarn(factor=4.0, original_positions=8, whole_pairs=False)
+YARN = Yarn(factor=4.0, original_max_position_embeddings=8, truncate=False)
 ATTENTIONS = {
     "llama": GroupedQueryAttention(
-        heads=4, kv_heads=2, head_dim=8, rope=Rope(theta=5e5, llama3=Llama3Rope(original_positions=8))
+        heads=4, kv_heads=2, head_dim=8, rope=Rope(theta=5e5, llama3=Llama3Rope(original_max_position_embeddings=8))
     ),
     "qwen3": GroupedQueryAttention(heads=4, kv_heads=2, head_dim=16, qk_norm="head"),
     "olmoe": GroupedQueryAttention(heads=4, kv_heads=4, head_dim=8, qk_norm="projection"),

@@ -18,23 +18,23 @@ from tests.parallel.simulated import every_rank
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
-V3 = tiny_model(vocabulary=64, mtp_layers=2, attention=tiny_attention(q_lora_rank=20))
+V3 = tiny_model(vocab_size=64, mtp_layers=2, attention=tiny_attention(q_lora_rank=20))
 MODELS = {
     "v3": V3,
-    "tied": tiny_model(vocabulary=64, tie_word_embeddings=True, mtp_layers=1),
+    "tied": tiny_model(vocab_size=64, tie_word_embeddings=True, mtp_layers=1),
     "grouped queries": tiny_model(
-        family="plain", vocabulary=64, attention=GroupedQueryAttention(heads=4, kv_heads=2, head_dim=8)
+        family="plain", vocab_size=64, attention=GroupedQueryAttention(heads=4, kv_heads=2, head_dim=8)
     ),
     "biases in every second layer": tiny_model(
         family="plain",
-        vocabulary=64,
+        vocab_size=64,
         layers=5,
         attention=GroupedQueryAttention(heads=4, kv_heads=2, head_dim=8, bias=True, sinks=True, qk_norm="projection"),
         moe=Moe(
             experts=8,
             top_k=2,
-            ffn_size=16,
-            every=2,
+            moe_intermediate_size=16,
+            moe_layer_freq=2,
             bias=True,
             clamped=ClampedSwiglu(),
             router=Router(softmax_after_top_k=True, logit_bias=True),

@@ -36,7 +36,7 @@ ROWS, POSITIONS, HIDDEN = 2, 6, 32
 MODELS = {
     "dense": tiny_model(dense_layers=1, layers=1),
     "shared": tiny_model(dense_layers=0, layers=1),
-    "routed": moe_with(tiny_model(dense_layers=0, layers=1), shared_ffn_size=0),
+    "routed": moe_with(tiny_model(dense_layers=0, layers=1), shared_expert_intermediate_size=0),
 }
 NORMS = {field: vars(TRITON)[field] for field in FIELDS["norm"]}
 OPERATORS = {"reference": REFERENCE, "torch": TORCH}

@@ -35,7 +35,7 @@ def _layers(layout: str, balance: Balance | None = None, **dispatch: Any) -> lis
         ({"sync_free": 2}, AllGatherDispatcher, 2.0),
         ({"sync_free": 3}, AllGatherDispatcher, math.inf),
         ({"method": "all-gather"}, AllGatherDispatcher, None),
-        ({"method": "all-gather", "sync_free": 2, "bound": 1.25}, AllGatherDispatcher, 1.25),
+        ({"method": "all-gather", "sync_free": 2, "row_capacity_factor": 1.25}, AllGatherDispatcher, 1.25),
         ({"method": "all-to-all", "sync_free": 1}, AllToAllDispatcher, None),
     ],
 )

@@ -73,7 +73,7 @@ def test_a_norm_quantizes_its_rows_only_for_those_who_read_them() -> None:
     attention = {"blocks.0.attention_norm", "blocks.1.attention_norm"}
     ffn = {"blocks.0.ffn_norm", "blocks.1.ffn_norm"}
     assert readers() == attention | ffn
-    assert readers("model.moe.shared_ffn_size=0") == attention | {"blocks.0.ffn_norm"}
+    assert readers("model.moe.shared_expert_intermediate_size=0") == attention | {"blocks.0.ffn_norm"}
     assert readers("recompute.modules=shared-expert") == attention
     assert readers(*GQA) == attention | ffn
 

@@ -40,7 +40,7 @@ def test_shapes_are_those_of_a_micro_batch() -> None:
 def test_a_dense_model_has_no_experts() -> None:
     dense = SMALL.model_copy(update={"model": SMALL.model.model_copy(update={"moe": None})})
     shapes = shapes_of(dense)
-    assert (shapes.experts, shapes.top_k, shapes.ffn, shapes.dense_ffn) == (0, 0, 0, SMALL.model.dense_ffn_size)
+    assert (shapes.experts, shapes.top_k, shapes.ffn, shapes.dense_ffn) == (0, 0, 0, SMALL.model.intermediate_size)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -19,7 +19,7 @@ GQA = GroupedQueryAttention(heads=4, kv_heads=2, head_dim=32)
 
 
 def _model(attention: LatentAttention | GroupedQueryAttention) -> Model:
-    return tiny_model(attention=attention, hidden_size=64, dense_ffn_size=96, mtp_layers=1)
+    return tiny_model(attention=attention, hidden_size=64, intermediate_size=96, mtp_layers=1)
 
 
 def _gradients(config: Model, operators: Operators, precision: str, masked: bool) -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ def test_fused_operators_in_bf16_give_the_gradients_of_the_eager_fp32_model(
 @pytest.mark.parametrize("backend", ["default", "math", "efficient", "cudnn"])
 def test_every_attention_backend_gives_the_same_hidden_states(backend: str) -> None:
     # dense: where experts are near a tie, rounding alone sends a token elsewhere
-    config = tiny_model(family="plain", attention=MLA, hidden_size=64, dense_layers=3, dense_ffn_size=96, moe=None)
+    config = tiny_model(family="plain", attention=MLA, hidden_size=64, dense_layers=3, intermediate_size=96, moe=None)
     expected = _gradients(config, REFERENCE, "fp32", masked=False)["hidden"]
     found = _gradients(config, replace(TORCH, attention_backend=backend), "bf16", masked=False)["hidden"]
     assert_close(found, expected, by="norm", tolerance=0.03)

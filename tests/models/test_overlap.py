@@ -31,7 +31,7 @@ FINE = ("norm", "latent-up", "attention", "expert-activation", "shared-expert", 
 def _model(layer_context: LayerContext) -> Decoder:
     plain = tiny_model(mtp_layers=1)
     assert isinstance(plain.moe, Moe)
-    balance = Balance(auxiliary="sequence", auxiliary_weight=0.1, z_weight=0.01)
+    balance = Balance(aux_loss="sequence", aux_loss_coef=0.1, z_loss_coef=0.01)
     config = plain.model_copy(update={"moe": plain.moe.model_copy(update={"balance": balance})})
     decoder = meta_model(config, layer_context)
     decoder.to_empty(device="cpu")

@@ -28,10 +28,10 @@ D, F, EXPERTS, RANKS = 256, 128, 4, 2
 MOE = Moe(
     experts=EXPERTS,
     top_k=2,
-    ffn_size=F,
-    shared_ffn_size=0,
+    moe_intermediate_size=F,
+    shared_expert_intermediate_size=0,
     router=RouterRule(score="softmax", normalize=True, expert_bias=False),
-    balance=Balance(auxiliary="none", auxiliary_weight=0.0),
+    balance=Balance(aux_loss="none", aux_loss_coef=0.0),
 )
 READ = Float8Rule(dispatch=BLOCKWISE, experts=BLOCKWISE)
 
@@ -94,7 +94,7 @@ def layer_of(case: Case, buffers: SymmetricBuffers | None, device: torch.device)
     layer_context = LayerContext(
         axes=ALONE if buffers is None else axes_of(buffers.peers.rank),
         float8=case.rule,
-        dispatch=Dispatch(sync_free=2, bound=case.bound) if case.bound else Dispatch(),
+        dispatch=Dispatch(sync_free=2, row_capacity_factor=case.bound) if case.bound else Dispatch(),
         buffers=buffers,
         recompute=RecomputeRule(kinds=frozenset(case.recompute)),
         transfers=Transfers(device) if case.leaves else None,

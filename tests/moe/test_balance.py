@@ -57,20 +57,20 @@ def _differentiable(routed: Routed, found: LinearLoss) -> Tensor:
 
 def test_the_loss_of_a_micro_batch_is_the_switch_loss_times_its_share() -> None:
     logits_TE = _logits()
-    balance = Balance(auxiliary="micro-batch", auxiliary_weight=0.5)
+    balance = Balance(aux_loss="micro-batch", aux_loss_coef=0.5)
     assert_close(_loss(logits_TE, balance, Scope(share=0.25)), 0.125 * _switch_loss(logits_TE))
 
 
 def test_the_loss_per_sequence_is_the_mean_of_each_sequence_alone() -> None:
     logits_TE = _logits()
-    balance = Balance(auxiliary="sequence", auxiliary_weight=1.0)
+    balance = Balance(aux_loss="sequence", aux_loss_coef=1.0)
     expected = torch.stack([_switch_loss(rows) for rows in logits_TE.chunk(3)]).mean()
     assert_close(_loss(logits_TE, balance, Scope(sequences=3)), expected)
 
 
 def test_the_global_loss_counts_load_over_the_step_so_far() -> None:
     logits_TE, seen_E = _logits(), torch.tensor([5, 0, 3, 1, 0, 7])
-    balance = Balance(auxiliary="global-batch", auxiliary_weight=1.0)
+    balance = Balance(aux_loss="global-batch", aux_loss_coef=1.0)
     scores_TE = logits_TE.softmax(-1)
     slots_E = seen_E + torch.bincount(scores_TE.topk(K).indices.flatten(), minlength=E)
     expected = E * (slots_E / slots_E.sum() * scores_TE.mean(0)).sum()
@@ -79,18 +79,18 @@ def test_the_global_loss_counts_load_over_the_step_so_far() -> None:
 
 def test_the_z_loss_is_the_mean_squared_logsumexp() -> None:
     logits_TE = _logits()
-    balance = Balance(z_weight=0.1)
+    balance = Balance(z_loss_coef=0.1)
     assert_close(_loss(logits_TE, balance, Scope()), 0.1 * logits_TE.logsumexp(-1).square().mean())
 
 
 def test_even_load_and_even_scores_give_a_loss_of_one() -> None:
     logits_TE = torch.eye(E).repeat(4, 1) * 1e-4
-    loss = _loss(logits_TE, Balance(auxiliary="micro-batch", auxiliary_weight=1.0), Scope())
+    loss = _loss(logits_TE, Balance(aux_loss="micro-batch", aux_loss_coef=1.0), Scope())
     assert_close(loss, 1.0, tolerance=1e-3)
 
 
 def test_an_attached_loss_changes_gradients_and_nothing_else() -> None:
-    logits_TE, balance = _logits(), Balance(auxiliary="sequence", auxiliary_weight=0.5, z_weight=0.1)
+    logits_TE, balance = _logits(), Balance(aux_loss="sequence", aux_loss_coef=0.5, z_loss_coef=0.1)
     routed = route(logits_TE, None, RouterRule(top_k=K), 3)
     load = Load(counts_BE=routed.counts_BE, step_slots_E=routed.counts_BE.sum(0))
     found = auxiliary_loss(routed, len(logits_TE), balance, Scope(sequences=3), load, REFERENCE)
@@ -103,9 +103,9 @@ def test_an_attached_loss_changes_gradients_and_nothing_else() -> None:
 
 
 def _router(rate: float = 0.1) -> router_module.Router:
-    rule = Router(score="sigmoid", expert_bias=True, expert_bias_rate=rate)
+    rule = Router(scoring_func="sigmoid", expert_bias=True, expert_bias_rate=rate)
     router = router_module.Router(
-        Moe(experts=E, top_k=K, ffn_size=4, router=rule), hidden_size=8, layer=2, operators=REFERENCE
+        Moe(experts=E, top_k=K, moe_intermediate_size=4, router=rule), hidden_size=8, layer=2, operators=REFERENCE
     )
     nn.init.normal_(router.weight_ED, std=0.5, generator=torch.Generator().manual_seed(1))
     return router
@@ -190,7 +190,7 @@ def _loss_among_ranks(balance: Balance) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("auxiliary", ["micro-batch", "sequence", "global-batch"])
 def test_losses_of_ranks_that_share_rows_add_up_to_those_of_whole_rows(auxiliary: str, ranks: Pool) -> None:
-    balance = Balance.model_validate({"auxiliary": auxiliary, "auxiliary_weight": 0.5, "z_weight": 0.1})
+    balance = Balance.model_validate({"aux_loss": auxiliary, "aux_loss_coef": 0.5, "z_loss_coef": 0.1})
     logits_TE = _logits()
     expected = _loss(logits_TE, balance, Scope(sequences=3, share=0.5))
     expected.backward()

@@ -306,10 +306,10 @@ def test_nothing_of_8_bits_makes_the_host_wait() -> None:
 MOE = Moe(
     experts=8,
     top_k=2,
-    ffn_size=16,
-    shared_ffn_size=0,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=0,
     router=RouterRule(score="softmax", normalize=True, expert_bias=False),
-    balance=Balance(auxiliary="none", auxiliary_weight=0.0),
+    balance=Balance(aux_loss="none", aux_loss_coef=0.0),
 )
 
 

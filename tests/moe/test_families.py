@@ -45,17 +45,27 @@ FORMS: dict[str, Operators] = {
 def gpt_oss(top_k: int) -> Moe:
     router = Router(softmax_after_top_k=top_k > 1, logit_bias=True)
     clamped = ClampedSwiglu(alpha=1.702, limit=0.5)
-    return Moe(experts=E, top_k=top_k, ffn_size=F, bias=True, clamped=clamped, router=router)
+    return Moe(experts=E, top_k=top_k, moe_intermediate_size=F, bias=True, clamped=clamped, router=router)
 
 
 def llama4(top_k: int) -> Moe:
-    return Moe(experts=E, top_k=top_k, ffn_size=F, shared_ffn_size=F, router=Router(score="sigmoid", weigh="input"))
+    return Moe(
+        experts=E,
+        top_k=top_k,
+        moe_intermediate_size=F,
+        shared_expert_intermediate_size=F,
+        router=Router(scoring_func="sigmoid", apply_probs_on_input=True),
+    )
 
 
 def layer_of(moe: Moe, layer_context: LayerContext) -> MoE:
     dispatcher, room = make_dispatcher(moe, layer_context)
     experts = Experts(E, D, F, layer_context, rule=expert_rule(moe), bias=moe.bias)
-    shared = FeedForward(D, moe.shared_ffn_size, layer_context) if moe.shared_ffn_size else None
+    shared = (
+        FeedForward(D, moe.shared_expert_intermediate_size, layer_context)
+        if moe.shared_expert_intermediate_size
+        else None
+    )
     layer = MoE(
         router_module.Router(moe, D, 0, layer_context.operators), dispatcher, experts, shared, layer_context, room
     )

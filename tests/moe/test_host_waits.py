@@ -16,7 +16,7 @@ from tests.moe.host_waits import PHASES, HostWaits, unwatched_order_rows
 
 RANKS, LAYERS = 2, 8
 SMALL = layout(
-    f"expert={RANKS}", "training.global_batch=2", "evaluation.rows=0", "model.moe.balance.auxiliary=micro-batch"
+    f"expert={RANKS}", "training.global_batch=2", "evaluation.rows=0", "model.moe.balance.aux_loss=micro-batch"
 )
 REFERENCE = ("kernels.all=reference",)
 """Counts rows on the host in the permutation and in every product of the experts."""

@@ -33,10 +33,10 @@ PRE_ACTIVATION = T * K * 2 * F * 4
 MOE = Moe(
     experts=E,
     top_k=K,
-    ffn_size=F,
-    shared_ffn_size=0,
+    moe_intermediate_size=F,
+    shared_expert_intermediate_size=0,
     router=RouterRule(score="softmax", normalize=True, expert_bias=False),
-    balance=Balance(auxiliary="none", auxiliary_weight=0.0),
+    balance=Balance(aux_loss="none", aux_loss_coef=0.0),
 )
 
 

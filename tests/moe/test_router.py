@@ -87,8 +87,8 @@ def test_mass_and_z_are_sums_over_each_sequence() -> None:
 
 
 def _router(balance: Balance, **changes: object) -> router_module.Router:
-    router = Router(score="sigmoid", expert_bias=True, normalize=True)
-    moe = Moe(experts=E, top_k=3, ffn_size=8, router=router, balance=balance)
+    router = Router(scoring_func="sigmoid", expert_bias=True, norm_topk_prob=True)
+    moe = Moe(experts=E, top_k=3, moe_intermediate_size=8, router=router, balance=balance)
     module = router_module.Router(moe.model_copy(update=changes), hidden_size=16, layer=1, operators=REFERENCE)
     torch.nn.init.normal_(module.weight_ED, generator=torch.Generator().manual_seed(3))
     assert module.expert_bias_E is not None, "this router has a bias"
@@ -106,7 +106,7 @@ def test_the_router_decides_in_float32_whatever_its_input_is() -> None:
 
 
 def test_forced_balance_gives_every_expert_the_same_number_of_distinct_slots() -> None:
-    routing = _router(Balance(force=True))(_x(), Scope())
+    routing = _router(Balance(force_load_balance=True))(_x(), Scope())
     assert torch.bincount(routing.experts_TK.flatten(), minlength=E).tolist() == [6] * E
     assert all(len(set(row)) == 3 for row in routing.experts_TK.tolist()), "a token's experts differ"
 
@@ -140,7 +140,7 @@ def test_load_is_measured_in_training_only() -> None:
 
 def test_the_balance_loss_reaches_the_weights_of_the_router() -> None:
     """Through the weights of the choice, whatever the main loss makes of them; held against differences of the loss."""
-    router = _router(Balance(auxiliary="sequence", auxiliary_weight=0.1))
+    router = _router(Balance(aux_loss="sequence", aux_loss_coef=0.1))
 
     def routed() -> Tensor:
         router.meter.reset()

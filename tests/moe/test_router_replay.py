@@ -15,8 +15,8 @@ SCOPE = Scope(sequences=2, share=0.5)
 
 
 def _router(auxiliary: str, capacity_factor: float) -> Router:
-    balance = Balance(auxiliary=auxiliary, auxiliary_weight=0.7, z_weight=0.1, capacity_factor=capacity_factor)
-    router = Router(Moe(experts=E, top_k=3, ffn_size=8, balance=balance), D, 0, REFERENCE)
+    balance = Balance(aux_loss=auxiliary, aux_loss_coef=0.7, z_loss_coef=0.1, capacity_factor=capacity_factor)
+    router = Router(Moe(experts=E, top_k=3, moe_intermediate_size=8, balance=balance), D, 0, REFERENCE)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         router.weight_ED.copy_(torch.randn(E, D, generator=generator))

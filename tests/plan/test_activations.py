@@ -60,7 +60,7 @@ def test_whatever_is_recomputed_a_pass_without_memory_keeps_the_same_bytes(
 
 FAMILIES = {
     "gpt-oss": ["model.moe.bias=true", "model.moe.clamped.limit=7", "model.moe.router.logit_bias=true"],
-    "llama4": ["model.moe.router.weigh=input", "model.moe.moe_layer_freq=2", "model.dense_layers=0"],
+    "llama4": ["model.moe.router.apply_probs_on_input=true", "model.moe.moe_layer_freq=2", "model.dense_layers=0"],
 }
 
 
@@ -157,7 +157,7 @@ def _pushed(buffers: SymmetricBuffers, overrides: list[str]) -> tuple[Piece, ...
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_rows_that_are_pushed_keep_the_same_bytes(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["parallel.expert=2", "training.global_batch=2", f"dispatch.sync_free={stage}"]
-    overrides += ["model.moe.balance.auxiliary=none", "model.moe.balance.auxiliary_weight=0"]
+    overrides += ["model.moe.balance.aux_loss=none", "model.moe.balance.aux_loss_coef=0"]
     run = small_run(overrides)
     sizes = BufferSizes(tokens=32, top_k=2, row_bytes=4 * run.model.hidden_size, ranks=2)
     expected, _ = run_ranks(_pushed, sizes, overrides)

@@ -21,7 +21,7 @@ LITE, V3 = "deepseek-v2-lite-6l", "deepseek-v3-8l"
 EVERY = ["model.moe.moe_layer_freq=2"]
 LOCAL = [f"model.attention.local.{one}" for one in ("kind=window", "size=1024", "global_every=3")]
 FLOAT8 = [f"float8.{part}=blockwise" for part in ("dense", "experts", "dispatch")]
-FOUR_KINDS = [*EVERY, *LOCAL, "model.dense_ffn_size=4096", "parallel.expert=8", "parallel.pipeline=2"]
+FOUR_KINDS = [*EVERY, *LOCAL, "model.intermediate_size=4096", "parallel.expert=8", "parallel.pipeline=2"]
 
 CASES = {
     "one rank": (LITE, 1, ["training.micro_batch=2"]),
@@ -112,7 +112,13 @@ CASES = {
     "no experts": (
         "debug",
         8,
-        ["model.moe=none", "model.dense_layers=4", "model.layers=4", "model.dense_ffn_size=256", "parallel.pipeline=2"],
+        [
+            "model.moe=none",
+            "model.dense_layers=4",
+            "model.layers=4",
+            "model.intermediate_size=256",
+            "parallel.pipeline=2",
+        ],
     ),
 }
 

@@ -187,7 +187,7 @@ def runs(draw: st.DrawFn) -> tuple[Run, int]:
         f"graphs.capture={draw(st.sampled_from(('none', 'full', 'partial')))}",
         f"model.dense_layers={draw(st.sampled_from((0, 1)))}",
         f"model.moe.moe_layer_freq={draw(st.sampled_from((1, 1, 3)))}",
-        f"model.moe.shared_ffn_size={draw(st.sampled_from((0, 128)))}",
+        f"model.moe.shared_expert_intermediate_size={draw(st.sampled_from((0, 128)))}",
     ]
     kind = draw(st.sampled_from(("plain", "plain", "plain", "pads", "dense")))
     if kind == "pads":
@@ -368,7 +368,11 @@ def test_sizes_are_small_and_frozen() -> None:
 def test_the_dispatcher_of_sizes_is_the_one_that_the_model_gets(
     method: str, world: int, expert: int, expert_tensor: int, stage: int
 ) -> None:
-    overrides = [f"parallel.expert={expert}", f"parallel.expert_tensor={expert_tensor}", "model.moe.ffn_size=384"]
+    overrides = [
+        f"parallel.expert={expert}",
+        f"parallel.expert_tensor={expert_tensor}",
+        "model.moe.moe_intermediate_size=384",
+    ]
     overrides += [f"dispatch.method={method}", f"dispatch.sync_free={stage}", "training.global_batch=192"]
     run = unchecked_run([*overrides, "training.precision=bf16"])
     start_fake_process_group(0, world)

@@ -128,7 +128,7 @@ def test_another_number_of_layers_than_names_repeat_tells_nothing(told: int) -> 
 def test_experts_in_every_second_layer_are_no_equal_layers() -> None:
     recording = Recording()
     recording.replay()
-    recording.model["moe"]["every"] = 2
+    recording.model["moe"]["moe_layer_freq"] = 2
     assert inferred(recording.trace())[1] is None
 
 

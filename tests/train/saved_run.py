@@ -19,7 +19,7 @@ from tests.train.tiny_run import TRAINING, tiny_model, tiny_run
 def byte_run(folder: Path, **changes: Any) -> Run:
     """A tiny run over bytes of text, with a context of 32."""
     fields: dict[str, Any] = {
-        "model": tiny_model(vocabulary=257),
+        "model": tiny_model(vocab_size=257),
         "training": TRAINING.model_copy(update={"sequence_length": 32}),
         "data": Data(),
     }

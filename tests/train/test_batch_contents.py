@@ -23,7 +23,7 @@ def text_run(folder: Path, **data: object) -> Run:
         lines = [json.dumps({"text": f"{name} {number} " * (number % 5)}) for number in range(40)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     settings = {"source": "jsonl", "files": (f"{folder}/a.jsonl",), **data}
-    return tiny_run(folder, model=tiny_model(vocabulary=257), data=Data(**settings))
+    return tiny_run(folder, model=tiny_model(vocab_size=257), data=Data(**settings))
 
 
 def ids_of(contents: BatchContents) -> list[list[int]]:

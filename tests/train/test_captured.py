@@ -127,7 +127,7 @@ def test_a_run_tells_of_its_graph_and_gives_it_back_at_the_end(tmp_path: Path) -
     "changes",
     [
         {},
-        moe_of(auxiliary="global-batch", auxiliary_weight=0.1),
+        moe_of(aux_loss="global-batch", aux_loss_coef=0.1),
         moe_of(capacity_factor=0.5),
         {"model": tiny_model(attention=ATTENTIONS["gpt-oss"])},
         {"model": tiny_model(attention=ATTENTIONS["llama4"])},

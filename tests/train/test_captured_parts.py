@@ -72,7 +72,7 @@ def captured(graphs: SameAddresses, *, is_asked_for: bool = True) -> CapturedPar
     "changes",
     [
         {},
-        moe_of(auxiliary="micro-batch", auxiliary_weight=0.1, z_weight=0.1),
+        moe_of(aux_loss="micro-batch", aux_loss_coef=0.1, z_loss_coef=0.1),
         moe_of(capacity_factor=0.5),
         {"recompute": Recompute(modules=("expert-activation", "shared-expert", "dense"))},
         {"offload": Offload(activations=("dense",))},

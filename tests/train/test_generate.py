@@ -49,9 +49,9 @@ def test_greedy_tokens_are_those_with_the_largest_logit_of_the_evaluated_model(t
 
 
 def test_experts_take_every_token_however_the_run_bounded_them(tmp_path: Path) -> None:
-    model = tiny_model(vocabulary=257)
+    model = tiny_model(vocab_size=257)
     assert model.moe is not None
-    balance = model.moe.balance.model_copy(update={"capacity_factor": 0.25, "force": True})
+    balance = model.moe.balance.model_copy(update={"capacity_factor": 0.25, "force_load_balance": True})
     bounded = model.model_copy(update={"moe": model.moe.model_copy(update={"balance": balance})})
     (free, _), (other, _) = (
         _loaded(byte_run(tmp_path / name, model=one)) for name, one in (("free", model), ("bounded", bounded))

@@ -164,7 +164,7 @@ def test_forced_balance_is_marked_in_every_report(tmp_path: Path) -> None:
     recorder = Recorder()
     moe = tiny_model().moe
     assert moe is not None
-    moe = moe.model_copy(update={"balance": Balance(force=True)})
+    moe = moe.model_copy(update={"balance": Balance(force_load_balance=True)})
     _, folder = start(tiny_run(tmp_path, model=tiny_model(moe=moe)), [recorder])
     assert all(report.forced_balance for report in recorder.reports)
     assert all(line["forced_balance"] is True for line in lines_of(folder))

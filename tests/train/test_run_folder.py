@@ -126,7 +126,7 @@ def test_a_run_that_is_not_there_cannot_go_on(tmp_path: Path) -> None:
         "checkpoint.every=1",
         "training.micro_batch=1",
         "training.sequence_length=8",
-        "model.moe.balance.auxiliary_weight=0.5",
+        "model.moe.balance.aux_loss_coef=0.5",
         "model.moe.router.expert_bias_rate=0.0",
     ],
 )

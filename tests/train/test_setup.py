@@ -91,6 +91,6 @@ def test_held_out_documents_of_one_token_are_refused(tmp_path: Path) -> None:
         document_mask=True,
     )
     run = tiny_run(tmp_path, data=data, evaluation=Evaluation(rows=2))
-    run = run.model_copy(update={"model": run.model.model_copy(update={"vocabulary": 257})})
+    run = run.model_copy(update={"model": run.model.model_copy(update={"vocab_size": 257})})
     with pytest.raises(DataError, match="predict no text.*evaluation.rows"):
         open_texts(run)

@@ -244,7 +244,7 @@ def test_a_dense_model_has_no_layers_to_report(tmp_path: Path) -> None:
 def test_layers_with_experts_are_reported_by_their_numbers(tmp_path: Path) -> None:
     moe = tiny_model().moe
     assert moe is not None
-    run = tiny_run(tmp_path, model=tiny_model(layers=6, moe=moe.model_copy(update={"every": 2})))
+    run = tiny_run(tmp_path, model=tiny_model(layers=6, moe=moe.model_copy(update={"moe_layer_freq": 2})))
     model, optimizer, rule = fresh(run)
     result = train_step(model, optimizer, random_batch(4, 12), rule, 1e-2)
     assert [layer.layer for layer in result.layers] == [2, 4, 6], "every second one behind the first, and a prediction"

@@ -20,8 +20,8 @@ TOLERANCE = 0.02 if ON_GPU else 1e-5
 
 TINY = (
     "model.hidden_size=32",
-    "model.moe.ffn_size=16",
-    "model.moe.shared_ffn_size=16",
+    "model.moe.moe_intermediate_size=16",
+    "model.moe.shared_expert_intermediate_size=16",
     "training.sequence_length=16",
     f"training.precision={'bf16' if ON_GPU else 'fp32'}",
 )

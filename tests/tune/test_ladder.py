@@ -227,8 +227,8 @@ def test_the_gap_of_losses_is_that_of_the_worst_step() -> None:
         ([], "natural routing, auxiliary loss 0.0001 by sequence, expert bias"),
         (
             [
-                "model.moe.balance.auxiliary=none",
-                "model.moe.balance.auxiliary_weight=0",
+                "model.moe.balance.aux_loss=none",
+                "model.moe.balance.aux_loss_coef=0",
                 "model.moe.balance.capacity_factor=1.5",
                 "model.moe.router.expert_bias=false",
             ],

@@ -123,7 +123,12 @@ def test_a_name_that_no_rung_has_is_refused() -> None:
     [
         (LadderStep(name="a", change=("oven.heat=3",)), [], True, "this version has no oven.heat"),
         (LadderStep(name="a", needs=("experts",)), DENSE, True, "the model has no experts"),
-        (LadderStep(name="a", needs=("shared-expert",)), ["model.moe.shared_ffn_size=0"], True, "no shared expert"),
+        (
+            LadderStep(name="a", needs=("shared-expert",)),
+            ["model.moe.shared_expert_intermediate_size=0"],
+            True,
+            "no shared expert",
+        ),
         (LadderStep(name="a", needs=("sharing",)), [], True, "each rank holds all experts"),
         (LadderStep(name="a", needs=("gpu",)), [], False, "there is no GPU"),
         (LadderStep(name="a", needs=("static-rows",)), ["dispatch.sync_free=1"], True, "no buffer has room"),

@@ -21,7 +21,7 @@ def debug() -> Run:
             hidden_size=128,
             layers=4,
             dense_layers=1,
-            dense_ffn_size=384,
+            intermediate_size=384,
             attention=LatentAttention(
                 heads=4,
                 q_lora_rank=0,
@@ -34,10 +34,10 @@ def debug() -> Run:
             moe=Moe(
                 experts=8,
                 top_k=2,
-                ffn_size=128,
-                shared_ffn_size=128,
-                router=Router(score="sigmoid", normalize=True, expert_bias=True, expert_bias_rate=1e-2),
-                balance=Balance(auxiliary="sequence", auxiliary_weight=1e-4),
+                moe_intermediate_size=128,
+                shared_expert_intermediate_size=128,
+                router=Router(scoring_func="sigmoid", norm_topk_prob=True, expert_bias=True, expert_bias_rate=1e-2),
+                balance=Balance(aux_loss="sequence", aux_loss_coef=1e-4),
             ),
         ),
         training=Training(steps=1200, sequence_length=128, micro_batch=4, global_batch=4, precision="fp32"),
@@ -54,8 +54,8 @@ def debug_softmax() -> Run:
     assert base.model.moe is not None, "the debug model has experts"
     moe = base.model.moe.model_copy(
         update={
-            "router": Router(score="softmax"),
-            "balance": Balance(auxiliary="sequence", auxiliary_weight=1e-2),
+            "router": Router(scoring_func="softmax"),
+            "balance": Balance(aux_loss="sequence", aux_loss_coef=1e-2),
         }
     )
     model = base.model.model_copy(update={"family": "deepseek-v2", "moe": moe})

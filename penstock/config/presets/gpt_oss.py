@@ -29,7 +29,7 @@ def _gpt_oss(name: str, *, layers: int, experts: int, learning_rate: float) -> R
             heads=64,
             kv_heads=8,
             head_dim=64,
-            rope=Rope(theta=150000.0, yarn=Yarn(factor=32.0, whole_pairs=False)),
+            rope=Rope(theta=150000.0, yarn=Yarn(factor=32.0, truncate=False)),
             bias=True,
             sinks=True,
             local=LocalAttention(size=128, global_every=2),
@@ -37,11 +37,11 @@ def _gpt_oss(name: str, *, layers: int, experts: int, learning_rate: float) -> R
         moe=Moe(
             experts=experts,
             top_k=4,
-            ffn_size=2880,
+            moe_intermediate_size=2880,
             bias=True,
             clamped=ClampedSwiglu(),
             router=Router(softmax_after_top_k=True, logit_bias=True),
-            balance=Balance(auxiliary="micro-batch", auxiliary_weight=1e-3),
+            balance=Balance(aux_loss="micro-batch", aux_loss_coef=1e-3),
         ),
         rms_norm_eps=1e-5,
     )

@@ -19,7 +19,7 @@ def llama_3_1_8b() -> Run:
         hidden_size=4096,
         layers=32,
         dense_layers=32,
-        dense_ffn_size=14336,
+        intermediate_size=14336,
         attention=GroupedQueryAttention(
             heads=32, kv_heads=8, head_dim=128, rope=Rope(theta=5e5, llama3=Llama3Rope(factor=8.0))
         ),
@@ -37,7 +37,7 @@ def _llama4(name: str, *, experts: int, every: int, qk_norm: bool, rope: Rope) -
         vocab_size=202048,
         hidden_size=5120,
         layers=48,
-        dense_ffn_size=16384,
+        intermediate_size=16384,
         attention=GroupedQueryAttention(
             heads=40,
             kv_heads=8,
@@ -49,11 +49,11 @@ def _llama4(name: str, *, experts: int, every: int, qk_norm: bool, rope: Rope) -
         moe=Moe(
             experts=experts,
             top_k=1,
-            ffn_size=8192,
-            shared_ffn_size=8192,
+            moe_intermediate_size=8192,
+            shared_expert_intermediate_size=8192,
             moe_layer_freq=every,
-            router=Router(score="sigmoid", weigh="input"),
-            balance=Balance(auxiliary="micro-batch", auxiliary_weight=1e-3),
+            router=Router(scoring_func="sigmoid", apply_probs_on_input=True),
+            balance=Balance(aux_loss="micro-batch", aux_loss_coef=1e-3),
         ),
         rms_norm_eps=1e-5,
     )

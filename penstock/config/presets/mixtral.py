@@ -21,9 +21,9 @@ def _mixtral(
         moe=Moe(
             experts=8,
             top_k=2,
-            ffn_size=ffn_size,
-            router=Router(score="softmax", softmax_after_top_k=True),
-            balance=Balance(auxiliary="micro-batch", auxiliary_weight=balance),
+            moe_intermediate_size=ffn_size,
+            router=Router(scoring_func="softmax", softmax_after_top_k=True),
+            balance=Balance(aux_loss="micro-batch", aux_loss_coef=balance),
         ),
         rms_norm_eps=1e-5,
     )

@@ -22,9 +22,9 @@ def olmoe_1b_7b() -> Run:
         moe=Moe(
             experts=64,
             top_k=8,
-            ffn_size=1024,
-            router=Router(score="softmax"),
-            balance=Balance(auxiliary="micro-batch", auxiliary_weight=1e-2, z_weight=1e-3),
+            moe_intermediate_size=1024,
+            router=Router(scoring_func="softmax"),
+            balance=Balance(aux_loss="micro-batch", aux_loss_coef=1e-2, z_loss_coef=1e-3),
         ),
         rms_norm_eps=1e-5,
     )

@@ -14,21 +14,21 @@ def _attention(heads: int, kv_heads: int) -> GroupedQueryAttention:
 
 
 def _with_experts(
-    name: str, *, hidden_size: int, layers: int, heads: int, ffn_size: int, dense_ffn_size: int, learning_rate: float
+    name: str, *, hidden_size: int, layers: int, heads: int, ffn_size: int, intermediate_size: int, learning_rate: float
 ) -> Run:
     model = Model(
         family="qwen3-moe",
         vocab_size=151936,
         hidden_size=hidden_size,
         layers=layers,
-        dense_ffn_size=dense_ffn_size,
+        intermediate_size=intermediate_size,
         attention=_attention(heads, 4),
         moe=Moe(
             experts=128,
             top_k=8,
-            ffn_size=ffn_size,
-            router=Router(score="softmax", normalize=True),
-            balance=Balance(auxiliary="global-batch", auxiliary_weight=1e-3),
+            moe_intermediate_size=ffn_size,
+            router=Router(scoring_func="softmax", norm_topk_prob=True),
+            balance=Balance(aux_loss="global-batch", aux_loss_coef=1e-3),
         ),
     )
     return pretrain(name, model, learning_rate=learning_rate)
@@ -43,7 +43,7 @@ def _dense(
         hidden_size=hidden_size,
         layers=layers,
         dense_layers=layers,
-        dense_ffn_size=ffn_size,
+        intermediate_size=ffn_size,
         attention=_attention(heads, 8),
         tie_word_embeddings=tied,
     )
@@ -53,7 +53,7 @@ def _dense(
 def qwen3_30b_a3b() -> Run:
     """Qwen3-30B-A3B: 30.5 B parameters, 3.4 B active."""
     return _with_experts(
-        "qwen3-30b-a3b", hidden_size=2048, layers=48, heads=32, ffn_size=768, dense_ffn_size=6144, learning_rate=3e-4
+        "qwen3-30b-a3b", hidden_size=2048, layers=48, heads=32, ffn_size=768, intermediate_size=6144, learning_rate=3e-4
     )
 
 
@@ -65,7 +65,7 @@ def qwen3_235b_a22b() -> Run:
         layers=94,
         heads=64,
         ffn_size=1536,
-        dense_ffn_size=12288,
+        intermediate_size=12288,
         learning_rate=2e-4,
     )
 

@@ -112,7 +112,9 @@ def _built(said: Values, keys: Mapping[str, str]) -> Model:
 def _positions(config: Model, positions: int | None) -> int:
     rope = config.attention.rope
     stretch = rope.yarn or rope.llama3
-    return positions or _POSITIONS if stretch is None else round(stretch.original_positions * stretch.factor)
+    return (
+        positions or _POSITIONS if stretch is None else round(stretch.original_max_position_embeddings * stretch.factor)
+    )
 
 
 def _refuse_another(config: Model, returned: Model) -> None:
@@ -133,7 +135,7 @@ def facts_of(config: Model) -> dict[str, Any]:
     facts = {path: value for path, value in leaves(config).items() if not path.startswith(TRAINING_ONLY)}
     dense = [config.is_dense(layer) for layer in range(config.layers)]
     facts |= {"dense_layers": dense, "moe.moe_layer_freq": dense if config.moe is not None else None}
-    silent = [] if any(dense) else ["dense_ffn_size"]
+    silent = [] if any(dense) else ["intermediate_size"]
     if config.moe is not None and config.moe.router.n_group == 1:
         silent.append("moe.router.group_score")
     attention = config.attention

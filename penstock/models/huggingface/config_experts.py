@@ -81,16 +81,18 @@ DENSE = Part(_read_dense, _write_nothing)
 
 
 def _read_shared(keys: Keys) -> Values:
-    return {"moe.shared_ffn_size": keys.whole("n_shared_experts", 0) * keys.whole("moe_intermediate_size")}
+    return {
+        "moe.shared_expert_intermediate_size": keys.whole("n_shared_experts", 0) * keys.whole("moe_intermediate_size")
+    }
 
 
 def _write_shared(model: Model) -> Values:
     moe = moe_of(model)
-    return {"n_shared_experts": moe.shared_ffn_size // moe.ffn_size}
+    return {"n_shared_experts": moe.shared_expert_intermediate_size // moe.moe_intermediate_size}
 
 
 def _read_one_shared(keys: Keys) -> Values:
-    return {"moe.shared_ffn_size": keys.whole("intermediate_size")}
+    return {"moe.shared_expert_intermediate_size": keys.whole("intermediate_size")}
 
 
 SHARED = Part(_read_shared, _write_shared)

@@ -21,19 +21,22 @@ _MOST_LAYERS = 10_000
 KEYS_OF_PARTS = {
     "attention.rope.theta": "rope_theta",
     **{f"attention.rope.{kind}.factor": "factor" for kind in ("yarn", "llama3")},
-    **{f"attention.rope.{kind}.original_positions": "original_max_position_embeddings" for kind in ("yarn", "llama3")},
+    **{
+        f"attention.rope.{kind}.original_max_position_embeddings": "original_max_position_embeddings"
+        for kind in ("yarn", "llama3")
+    },
     "attention.rope.yarn.beta_fast": "beta_fast",
     "attention.rope.yarn.beta_slow": "beta_slow",
-    "attention.rope.yarn.scale": "mscale",
-    "attention.rope.yarn.scale_all_dims": "mscale_all_dim",
-    "attention.rope.llama3.slow": "low_freq_factor",
-    "attention.rope.llama3.fast": "high_freq_factor",
+    "attention.rope.yarn.mscale": "mscale",
+    "attention.rope.yarn.mscale_all_dim": "mscale_all_dim",
+    "attention.rope.llama3.low_freq_factor": "low_freq_factor",
+    "attention.rope.llama3.high_freq_factor": "high_freq_factor",
     "attention.local.global_temperature": "attn_scale",
     "attention.heads": "num_attention_heads",
     "attention.kv_heads": "num_key_value_heads",
     "attention.head_dim": "head_dim",
     "attention.q_lora_rank": "q_lora_rank",
-    "moe.shared_ffn_size": "n_shared_experts",
+    "moe.shared_expert_intermediate_size": "n_shared_experts",
     "moe.router.n_group": "n_group",
     "moe.router.topk_group": "topk_group",
     "dense_layers": "num_hidden_layers",
@@ -202,24 +205,24 @@ def _read_yarn(scaling: Keys, scales_scores: bool) -> Values:
         raise refused("attention_factor", given, "none: it follows from the factor")
     return {
         "factor": scaling.number("factor"),
-        "original_positions": scaling.whole("original_max_position_embeddings"),
+        "original_max_position_embeddings": scaling.whole("original_max_position_embeddings"),
         "beta_fast": scaling.number("beta_fast", 32.0),
         "beta_slow": scaling.number("beta_slow", 1.0),
-        "scale": scale if scale and scale_all else 1.0,
-        "scale_all_dims": scale_all,
-        "whole_pairs": bool(scaling.get("truncate", True)),
+        "mscale": scale if scale and scale_all else 1.0,
+        "mscale_all_dim": scale_all,
+        "truncate": bool(scaling.get("truncate", True)),
     }
 
 
 def _write_yarn(yarn: Yarn) -> Values:
-    scales = {"mscale": yarn.scale, "mscale_all_dim": yarn.scale_all_dims} if yarn.scale_all_dims else {}
+    scales = {"mscale": yarn.mscale, "mscale_all_dim": yarn.mscale_all_dim} if yarn.mscale_all_dim else {}
     return {
         "rope_type": "yarn",
         "factor": yarn.factor,
-        "original_max_position_embeddings": yarn.original_positions,
+        "original_max_position_embeddings": yarn.original_max_position_embeddings,
         "beta_fast": yarn.beta_fast,
         "beta_slow": yarn.beta_slow,
-        "truncate": yarn.whole_pairs,
+        "truncate": yarn.truncate,
         **scales,
     }
 
@@ -227,9 +230,9 @@ def _write_yarn(yarn: Yarn) -> Values:
 def _read_llama3(scaling: Keys) -> Values:
     return {
         "factor": scaling.number("factor"),
-        "original_positions": scaling.whole("original_max_position_embeddings"),
-        "slow": scaling.number("low_freq_factor"),
-        "fast": scaling.number("high_freq_factor"),
+        "original_max_position_embeddings": scaling.whole("original_max_position_embeddings"),
+        "low_freq_factor": scaling.number("low_freq_factor"),
+        "high_freq_factor": scaling.number("high_freq_factor"),
     }
 
 
@@ -237,9 +240,9 @@ def _write_llama3(llama3: Llama3Rope) -> Values:
     return {
         "rope_type": "llama3",
         "factor": llama3.factor,
-        "original_max_position_embeddings": llama3.original_positions,
-        "low_freq_factor": llama3.slow,
-        "high_freq_factor": llama3.fast,
+        "original_max_position_embeddings": llama3.original_max_position_embeddings,
+        "low_freq_factor": llama3.low_freq_factor,
+        "high_freq_factor": llama3.high_freq_factor,
     }
 
 

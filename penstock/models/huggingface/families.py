@@ -170,7 +170,7 @@ _PREDICTION: Names = {
 # ---------------------------------------------------------------------------------------------- keys of config.json
 
 _MODEL_VALUES = {
-    "vocab_size": "vocabulary",
+    "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "num_hidden_layers": "layers",
     "rms_norm_eps": "rms_norm_eps",
@@ -182,13 +182,13 @@ _MODEL_FIXED: Values = {"hidden_act": "silu", "attention_dropout": 0.0}
 
 _BIAS = {"attention_bias": "attention.bias"}
 _BIAS_ABSENT: Values = {"attention_bias": False}
-_DENSE_VALUES = {**_MODEL_VALUES, **_BIAS, "intermediate_size": "dense_ffn_size"}
+_DENSE_VALUES = {**_MODEL_VALUES, **_BIAS, "intermediate_size": "intermediate_size"}
 _TOP_K = {"num_experts_per_tok": "moe.top_k"}
 
 _DEEPSEEK_VALUES = {
     **_MODEL_VALUES,
     **_TOP_K,
-    "intermediate_size": "dense_ffn_size",
+    "intermediate_size": "intermediate_size",
     "first_k_dense_replace": "dense_layers",
     "num_attention_heads": "attention.heads",
     "kv_lora_rank": "attention.kv_lora_rank",
@@ -196,8 +196,8 @@ _DEEPSEEK_VALUES = {
     "qk_rope_head_dim": "attention.qk_rope_head_dim",
     "v_head_dim": "attention.v_head_dim",
     "n_routed_experts": "moe.experts",
-    "moe_intermediate_size": "moe.ffn_size",
-    "routed_scaling_factor": "moe.router.scale",
+    "moe_intermediate_size": "moe.moe_intermediate_size",
+    "routed_scaling_factor": "moe.router.routed_scaling_factor",
 }
 _DEEPSEEK_FIXED: Values = {**_MODEL_FIXED, "attention_bias": False, "moe_layer_freq": 1}
 
@@ -221,12 +221,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 **_DEEPSEEK_VALUES,
                 "n_group": "moe.router.n_group",
                 "topk_group": "moe.router.topk_group",
-                "norm_topk_prob": "moe.router.normalize",
+                "norm_topk_prob": "moe.router.norm_topk_prob",
                 "num_nextn_predict_layers": "mtp_layers",
             },
             absent={**_MODEL_ABSENT, "num_nextn_predict_layers": 0},
             always={
-                "moe.router.score": "sigmoid",
+                "moe.router.scoring_func": "sigmoid",
                 "moe.router.expert_bias": True,
                 "moe.router.group_score": "top2",
             },
@@ -249,7 +249,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 **_MODEL_VALUES,
                 **_TOP_K,
                 "num_local_experts": "moe.experts",
-                "intermediate_size": "moe.ffn_size",
+                "intermediate_size": "moe.moe_intermediate_size",
             },
             absent=_MODEL_ABSENT,
             always={"moe.router.softmax_after_top_k": True},
@@ -265,8 +265,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 **_DENSE_VALUES,
                 **_TOP_K,
                 "num_experts": "moe.experts",
-                "moe_intermediate_size": "moe.ffn_size",
-                "norm_topk_prob": "moe.router.normalize",
+                "moe_intermediate_size": "moe.moe_intermediate_size",
+                "norm_topk_prob": "moe.router.norm_topk_prob",
             },
             renamed={"num_local_experts": "num_experts"},
             absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "norm_topk_prob": False},
@@ -284,8 +284,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 **_BIAS,
                 **_TOP_K,
                 "num_experts": "moe.experts",
-                "intermediate_size": "moe.ffn_size",
-                "norm_topk_prob": "moe.router.normalize",
+                "intermediate_size": "moe.moe_intermediate_size",
+                "norm_topk_prob": "moe.router.norm_topk_prob",
             },
             absent={**_MODEL_ABSENT, **_BIAS_ABSENT, "norm_topk_prob": False},
             always={"attention.qk_norm": "projection"},
@@ -307,11 +307,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 **_BIAS,
                 **_TOP_K,
                 "num_local_experts": "moe.experts",
-                "intermediate_size": "moe.ffn_size",
-                "intermediate_size_mlp": "dense_ffn_size",
+                "intermediate_size": "moe.moe_intermediate_size",
+                "intermediate_size_mlp": "intermediate_size",
             },
             absent={**_MODEL_ABSENT, **_BIAS_ABSENT},
-            always={"moe.router.score": "sigmoid", "moe.router.weigh": "input"},
+            always={"moe.router.scoring_func": "sigmoid", "moe.router.apply_probs_on_input": True},
             fixed={**_MODEL_FIXED, "router_jitter_noise": 0.0},
             parts=(HEADS, rotary(500000.0), CHUNKS, QK_NORM_OF_LLAMA4, LIST, ONE_SHARED),
             prefix="language_model.",
@@ -332,7 +332,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 **_BIAS,
                 **_TOP_K,
                 "num_local_experts": "moe.experts",
-                "intermediate_size": "moe.ffn_size",
+                "intermediate_size": "moe.moe_intermediate_size",
                 "swiglu_alpha": "moe.clamped.alpha",
                 "swiglu_limit": "moe.clamped.limit",
             },

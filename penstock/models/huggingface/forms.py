@@ -83,4 +83,4 @@ def transposed(config: Model) -> Form:
 def interleaved(config: Model) -> Form:
     """Second dim: a row of the gate, then the same row of the up projection, and so on."""
     assert config.moe is not None, "only experts are interleaved"
-    return Turned(1, config.moe.ffn_size, 2)
+    return Turned(1, config.moe.moe_intermediate_size, 2)

@@ -16,8 +16,8 @@ from penstock.config.model import (
 )
 from tests.models.families import moe_with, tiny_attention, tiny_model
 
-YARN = Yarn(factor=8.0, original_positions=16)
-LLAMA3 = Llama3Rope(factor=4.0, original_positions=32, slow=1.0, fast=4.0)
+YARN = Yarn(factor=8.0, original_max_position_embeddings=16)
+LLAMA3 = Llama3Rope(factor=4.0, original_max_position_embeddings=32, low_freq_factor=1.0, high_freq_factor=4.0)
 WINDOW = LocalAttention(size=7)
 
 
@@ -28,18 +28,18 @@ def attention(**changes: object) -> GroupedQueryAttention:
 
 def moe(**changes: object) -> Moe:
     """Top 2 of 8 experts of width 16."""
-    return Moe.model_validate({"experts": 8, "top_k": 2, "ffn_size": 16} | changes)
+    return Moe.model_validate({"experts": 8, "top_k": 2, "moe_intermediate_size": 16} | changes)
 
 
 def model(family: str, **changes: object) -> Model:
     """Three layers of width 32."""
-    fields = {"family": family, "vocabulary": 61, "hidden_size": 32, "layers": 3, "initializer_range": 0.2}
+    fields = {"family": family, "vocab_size": 61, "hidden_size": 32, "layers": 3, "initializer_range": 0.2}
     return Model.model_validate({**fields, "attention": attention(), **changes})
 
 
 def dense(family: str, **changes: object) -> Model:
     """The same with dense layers only."""
-    return model(family, **{"dense_layers": 3, "dense_ffn_size": 48, **changes})
+    return model(family, **{"dense_layers": 3, "intermediate_size": 48, **changes})
 
 
 def mixtral(**changes: object) -> Model:
@@ -49,8 +49,8 @@ def mixtral(**changes: object) -> Model:
 
 def qwen3_moe(**changes: object) -> Model:
     """Norms of heads; weights divided by their sum."""
-    experts = changes.pop("moe", moe(router=Router(normalize=True)))
-    fields = {"attention": attention(qk_norm="head"), "moe": experts, "dense_ffn_size": 48}
+    experts = changes.pop("moe", moe(router=Router(norm_topk_prob=True)))
+    fields = {"attention": attention(qk_norm="head"), "moe": experts, "intermediate_size": 48}
     return model("qwen3-moe", **{**fields, **changes})
 
 
@@ -61,10 +61,12 @@ def olmoe(**changes: object) -> Model:
 
 def llama4(*, local: LocalAttention | None, qk_norm: str, rope: Rope, **changes: object) -> Model:
     """One expert of 4 by sigmoid, weighed on its input, and a shared one."""
-    router = Router(score="sigmoid", weigh="input")
-    experts = moe(experts=4, top_k=1, shared_ffn_size=16, router=router, every=changes.pop("every", 1))
+    router = Router(scoring_func="sigmoid", apply_probs_on_input=True)
+    experts = moe(
+        experts=4, top_k=1, shared_expert_intermediate_size=16, router=router, moe_layer_freq=changes.pop("every", 1)
+    )
     heads = attention(qk_norm=qk_norm, local=local, rope=rope)
-    return model("llama4", **{"layers": 4, "dense_ffn_size": 48, "attention": heads, "moe": experts, **changes})
+    return model("llama4", **{"layers": 4, "intermediate_size": 48, "attention": heads, "moe": experts, **changes})
 
 
 def gpt_oss(*, rope: Rope, **changes: object) -> Model:
@@ -84,11 +86,11 @@ def nope(every: int) -> LocalAttention:
 
 
 LATENT_YARN = tiny_attention(
-    q_lora_rank=20, yarn=Yarn(factor=8.0, original_positions=16, scale=0.707, scale_all_dims=0.707)
+    q_lora_rank=20, yarn=Yarn(factor=8.0, original_max_position_embeddings=16, mscale=0.707, mscale_all_dim=0.707)
 )
 V2, V3 = tiny_model("deepseek-v2"), tiny_model("deepseek-v3")
-GROUPED_V2 = Router(score="softmax", groups=4, topk_group=2, group_score="max", scale=16.0)
-RAW_V3 = Router(score="sigmoid", expert_bias=True, group_score="top2")
+GROUPED_V2 = Router(scoring_func="softmax", n_group=4, topk_group=2, group_score="max", routed_scaling_factor=16.0)
+RAW_V3 = Router(scoring_func="sigmoid", expert_bias=True, group_score="top2")
 
 VARIANTS: dict[str, Model] = {
     "deepseek-v2": V2,
@@ -102,7 +104,13 @@ VARIANTS: dict[str, Model] = {
     "llama": dense("llama", attention=attention(rope=Rope(llama3=LLAMA3))),
     "llama, frequencies divided or kept": dense(
         "llama",
-        attention=attention(rope=Rope(llama3=Llama3Rope(factor=16.0, original_positions=8, slow=1.0, fast=1.0))),
+        attention=attention(
+            rope=Rope(
+                llama3=Llama3Rope(
+                    factor=16.0, original_max_position_embeddings=8, low_freq_factor=1.0, high_freq_factor=1.0
+                )
+            )
+        ),
     ),
     "llama, plain rotary embedding, biases": dense("llama", attention=attention(bias=True)),
     "llama, tied embeddings, YaRN": dense("llama", tie_word_embeddings=True, attention=attention(rope=Rope(yarn=YARN))),
@@ -117,14 +125,18 @@ VARIANTS: dict[str, Model] = {
         moe=moe(top_k=4, router=Router(softmax_after_top_k=True)), attention=attention(rope=Rope(yarn=YARN))
     ),
     "qwen3-moe": qwen3_moe(),
-    "qwen3-moe, experts every 2nd layer": qwen3_moe(layers=4, moe=moe(every=2, router=Router(normalize=True))),
+    "qwen3-moe, experts every 2nd layer": qwen3_moe(
+        layers=4, moe=moe(moe_layer_freq=2, router=Router(norm_topk_prob=True))
+    ),
     "qwen3-moe, raw weights, first layer dense, window": qwen3_moe(
         moe=moe(), dense_layers=1, attention=attention(qk_norm="head", local=WINDOW)
     ),
     "olmoe": olmoe(),
-    "olmoe, weights divided by their sum": olmoe(moe=moe(router=Router(normalize=True))),
+    "olmoe, weights divided by their sum": olmoe(moe=moe(router=Router(norm_topk_prob=True))),
     "llama4": llama4(local=nope(4), qk_norm="rotated-head", rope=Rope(theta=5e5, llama3=LLAMA3)),
     "llama4, experts every 2nd layer, no norm": llama4(local=nope(2), qk_norm="none", rope=Rope(theta=5e5), every=2),
-    "gpt-oss": gpt_oss(rope=Rope(theta=1.5e5, yarn=Yarn(factor=8.0, original_positions=16, whole_pairs=False))),
+    "gpt-oss": gpt_oss(
+        rope=Rope(theta=1.5e5, yarn=Yarn(factor=8.0, original_max_position_embeddings=16, truncate=False))
+    ),
     "gpt-oss, plain rotary embedding": gpt_oss(rope=Rope()),
 }

@@ -54,8 +54,8 @@ def test_a_published_file_is_the_preset(name: str) -> None:
 def test_choices_of_training_have_their_defaults_after_reading() -> None:
     config = moe_with(
         V3,
-        balance=Balance(auxiliary="sequence", auxiliary_weight=0.1),
-        router=Router(score="sigmoid", expert_bias=True, expert_bias_rate=0.5, group_score="top2"),
+        balance=Balance(aux_loss="sequence", aux_loss_coef=0.1),
+        router=Router(scoring_func="sigmoid", expert_bias=True, expert_bias_rate=0.5, group_score="top2"),
     )
     read = model_of_config(huggingface_config(config)).moe
     assert read is not None
@@ -69,7 +69,11 @@ def test_any_model_that_is_written_comes_back(data: st.DataObject) -> None:
     layers, every = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
     dense_first, heads = data.draw(st.integers(0, 3)), data.draw(st.sampled_from((2, 4, 8)))
     kv_heads, head_dim = data.draw(st.sampled_from((1, 2))), data.draw(st.sampled_from((4, 16)))
-    experts = moe(every=every, experts=data.draw(st.integers(2, 9)), router=Router(normalize=data.draw(st.booleans())))
+    experts = moe(
+        moe_layer_freq=every,
+        experts=data.draw(st.integers(2, 9)),
+        router=Router(norm_topk_prob=data.draw(st.booleans())),
+    )
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
     if dense_first + every > layers:
         return
@@ -80,7 +84,7 @@ def test_any_model_that_is_written_comes_back(data: st.DataObject) -> None:
         local=nope(data.draw(st.integers(1, layers))) if layers > 1 else None,
         qk_norm=data.draw(st.sampled_from(("none", "rotated-head"))),
         rope=attention().rope,
-        every=every,
+        moe_layer_freq=every,
         **counts,
     )
     for config in (one, other):
@@ -109,8 +113,8 @@ CANNOT_BE_SAID = {
         'model.attention.qk_norm cannot be said in the config.json of mixtral; got "head"; allowed: "none"',
     ),
     "a shared expert in a mixtral": (
-        mixtral(moe=moe(shared_ffn_size=16, router=Router(softmax_after_top_k=True))),
-        "model.moe.shared_ffn_size cannot be said in the config.json of mixtral; got 16; allowed: 0",
+        mixtral(moe=moe(shared_expert_intermediate_size=16, router=Router(softmax_after_top_k=True))),
+        "model.moe.shared_expert_intermediate_size cannot be said in the config.json of mixtral; got 16; allowed: 0",
     ),
     "softmax over all experts in a mixtral": (
         mixtral(moe=moe()),
@@ -129,7 +133,7 @@ CANNOT_BE_SAID = {
         "model.dense_layers cannot be said in the config.json of llama",
     ),
     "no experts in a mixtral": (
-        mixtral(moe=None, dense_layers=3, dense_ffn_size=8),
+        mixtral(moe=None, dense_layers=3, intermediate_size=8),
         "model.moe.top_k is missing: every model of the family mixtral has it",
     ),
     "prediction of more tokens in a V2": (
@@ -137,12 +141,13 @@ CANNOT_BE_SAID = {
         "model.mtp_layers cannot be said in the config.json of deepseek-v2; got 1; allowed: 0",
     ),
     "a V3 without expert bias": (
-        moe_with(V3, router=Router(score="sigmoid", group_score="top2")),
+        moe_with(V3, router=Router(scoring_func="sigmoid", group_score="top2")),
         "model.moe.router.expert_bias cannot be said in the config.json of deepseek-v3; got false; allowed: true",
     ),
     "a shared expert of one and a half": (
-        moe_with(V3, shared_ffn_size=24),
-        "model.moe.shared_ffn_size cannot be said in the config.json of deepseek-v3; got 24; allowed: 16",
+        moe_with(V3, shared_expert_intermediate_size=24),
+        "model.moe.shared_expert_intermediate_size cannot be said in the config.json of deepseek-v3; "
+        "got 24; allowed: 16",
     ),
     "grouped queries in a V3": (
         tiny_model("deepseek-v3", attention=attention()),
@@ -153,7 +158,7 @@ CANNOT_BE_SAID = {
         "model.attention.bias is missing: every model of the family llama has it",
     ),
     "scores scaled by YaRN in a llama": (
-        dense("llama", attention=attention(rope={"yarn": Yarn(factor=2.0, scale_all_dims=1.0)})),
+        dense("llama", attention=attention(rope={"yarn": Yarn(factor=2.0, mscale_all_dim=1.0)})),
         "config.json: mscale_all_dim cannot be used; got 1.0; allowed: none, or beside mscale in a DeepSeek model",
     ),
     "chunks in a gpt-oss": (

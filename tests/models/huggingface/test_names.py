@@ -92,7 +92,9 @@ def test_a_model_of_no_family_has_no_names() -> None:
 def test_a_parameter_that_the_family_does_not_have_is_named() -> None:
     shared = VARIANTS["mixtral"].moe
     assert shared is not None
-    config = VARIANTS["mixtral"].model_copy(update={"moe": shared.model_copy(update={"shared_ffn_size": 16})})
+    config = VARIANTS["mixtral"].model_copy(
+        update={"moe": shared.model_copy(update={"shared_expert_intermediate_size": 16})}
+    )
     with pytest.raises(
         ConfigError, match=r"mixtral has no Hugging Face name for blocks\.0\.ffn\.shared\.gate_up\.weight"
     ):

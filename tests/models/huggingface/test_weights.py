@@ -88,7 +88,7 @@ def test_what_published_files_repeat_is_left_out() -> None:
 def test_experts_of_four_bits_are_loaded_as_what_they_stand_for(tmp_path: Path) -> None:
     base = gpt_oss(rope=FIRSTS["gpt-oss"].attention.rope)
     assert base.moe is not None
-    config = base.model_copy(update={"moe": base.moe.model_copy(update={"ffn_size": 32})})
+    config = base.model_copy(update={"moe": base.moe.model_copy(update={"moe_intermediate_size": 32})})
     ours, other = unsettled(tiny_decoder(config)), tiny_decoder(config, seed=9)
     weights = {name: tensor.contiguous() for name, tensor in to_huggingface(ours)}
     stored = dict(weights)
@@ -118,7 +118,9 @@ def test_weights_of_another_model_are_refused_and_nothing_is_copied() -> None:
 
 def test_shapes_of_files_are_checked_before_anything_is_copied(tmp_path: Path) -> None:
     model = tiny_decoder(FIRSTS["mixtral"])
-    narrow = VARIANTS["mixtral"].model_copy(update={"moe": moe(ffn_size=8, router=VARIANTS["mixtral"].moe.router)})
+    narrow = VARIANTS["mixtral"].model_copy(
+        update={"moe": moe(moe_intermediate_size=8, router=VARIANTS["mixtral"].moe.router)}
+    )
     save_huggingface(tiny_decoder(narrow, seed=9), tmp_path)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(
