@@ -15,34 +15,17 @@ COUNTS_STAY = 2
 
 
 def sent_rows_are_counted_by_the_host(run: Run) -> Problem | None:
-    """`dispatch.method` all-to-all and deep-ep go with `dispatch.sync_free` 0 or 1; all-to-all at any with padding.
+    """`dispatch.method` all-to-all goes with `dispatch.sync_free` 0 or 1, and with any value if it sends padding.
 
-    The host must know how many rows to send or receive. Padding is `model.moe.balance.pad_to_capacity`.
+    The host must know how many rows to send and receive. Padding is `model.moe.balance.pad_to_capacity`.
     """
-    method = run.dispatch.method
-    if method not in ("all-to-all", "deep-ep") or run.dispatch.sync_free < COUNTS_STAY or _pads(run):
+    if run.dispatch.method != "all-to-all" or run.dispatch.sync_free < COUNTS_STAY or _pads(run):
         return None
     return Problem(
         "dispatch.sync_free",
-        f"cannot be had with dispatch.method {method}, whose row counts the host reads",
+        "cannot be had with dispatch.method all-to-all, whose row counts the host reads",
         got=f"{run.dispatch.sync_free}",
         allowed="0, 1",
-        fix="set dispatch.method=auto",
-    )
-
-
-def the_library_moves_bfloat16(run: Run) -> Problem | None:
-    """`dispatch.method` deep-ep goes with `training.precision` bf16.
-
-    The library's kernels add up no other type.
-    """
-    if run.dispatch.method != "deep-ep" or run.training.precision == "bf16":
-        return None
-    return Problem(
-        "dispatch.method",
-        "moves rows in bfloat16 only",
-        got=f"deep-ep with training.precision {run.training.precision}",
-        allowed="training.precision=bf16",
         fix="set dispatch.method=auto",
     )
 
@@ -67,4 +50,4 @@ def _pads(run: Run) -> bool:
     return run.model.moe is not None and run.model.moe.balance.pad_to_capacity
 
 
-DISPATCH_RULES = (sent_rows_are_counted_by_the_host, the_library_moves_bfloat16, padded_rows_are_sent)
+DISPATCH_RULES = (sent_rows_are_counted_by_the_host, padded_rows_are_sent)

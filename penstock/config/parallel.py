@@ -60,14 +60,13 @@ class Parallel(Section):
 class Dispatch(Section):
     """How tokens reach experts that other ranks hold; of one rank that holds all, only `sync_free` is read."""
 
-    method: Literal["auto", "all-to-all", "all-gather", "symmetric", "hierarchical", "deep-ep"] = knob(
+    method: Literal["auto", "all-to-all", "all-gather", "symmetric", "hierarchical"] = knob(
         "auto",
         doc="Send each row to the ranks of its experts (all-to-all); all tokens to all ranks that share the experts "
         "(all-gather); each token once to each rank that it needs, written by our own kernels into the memory of the "
-        "other GPUs of the node (symmetric); each token once to each node, and there in one of these ways "
-        "(hierarchical); or leave it to the DeepEP library where it is installed (deep-ep). auto takes hierarchical "
-        "if several ranks of each of several nodes share experts, and symmetric where it can run; elsewhere it sends "
-        "rows at `sync_free` 0 and 1, and gathers from 2 on.",
+        "other GPUs of the node (symmetric); or each token once to each node, and there in one of these ways "
+        "(hierarchical). auto takes hierarchical if several ranks of each of several nodes share experts, and "
+        "symmetric where it can run; elsewhere it sends rows at `sync_free` 0 and 1, and gathers from 2 on.",
     )
     sync_free: int = knob(
         0,

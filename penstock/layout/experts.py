@@ -48,7 +48,7 @@ class ExpertPlacement:
 
     def divides_into(self, places: int) -> bool:
         """Whether blocks of so many neighbouring places hold whole experts, or equal parts of the same."""
-        return self.places % places == 0 and (places % self.expert_tensor == 0 or self.expert_tensor % places == 0)
+        return divides_into(self.places, self.expert_tensor, places)
 
     def block(self, places: int) -> "ExpertPlacement":
         """How one of those blocks places its experts, counted from its first.
@@ -63,3 +63,14 @@ class ExpertPlacement:
         """Experts of which a place holds a part."""
         first = place // self.expert_tensor * self.per_place
         return range(first, first + self.per_place)
+
+
+def divides_into(places: int, expert_tensor: int, block: int) -> bool:
+    """`ExpertPlacement.divides_into` from plain numbers.
+
+    Args:
+        places: size of the expert axis.
+        expert_tensor: places that share each expert.
+        block: neighbouring places that form a block, such as the ranks of a node.
+    """
+    return places % block == 0 and (block % expert_tensor == 0 or expert_tensor % block == 0)

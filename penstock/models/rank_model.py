@@ -26,7 +26,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.kernels import choose_float8, choose_operators
 from penstock.parallel.activations import offload
 from penstock.parallel.axes import ALONE, Axes
-from penstock.parallel.dispatch_buffers import library_buffer, shared_buffers
+from penstock.parallel.dispatch_buffers import shared_buffers
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.pipeline import Message, Pipeline
 from penstock.parallel.weight_grad_store import WeightGradStore
@@ -94,7 +94,7 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
     Raises:
         ConfigError: the layout does not fit the model.
         KernelError: the run asks for kernels that the device cannot run.
-        DeviceError: the run asks for memory that GPUs share, or for a library, which cannot be had.
+        DeviceError: the run asks for memory that GPUs share, which cannot be had.
     """
     plan = schedule_of(run, axes)
     own = {0: whole_model(run.model)}
@@ -113,7 +113,6 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
         context_method=method,
         dispatch=run.dispatch,
         buffers=buffers,
-        deep_ep=library_buffer(run, axes, device),
         transfers=transfers,
         float8=choose_float8(run, home),
         offload=offload.rule_for(run.offload, home),

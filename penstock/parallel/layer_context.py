@@ -12,7 +12,6 @@ from penstock.parallel.activations.offload import OffloadRule
 from penstock.parallel.activations.recompute import RecomputeRule
 from penstock.parallel.async_transfer import Transfers
 from penstock.parallel.axes import ALONE, Axes
-from penstock.parallel.deep_ep import DeepEpBuffer
 from penstock.parallel.weight_grad_store import WeightGradStore
 
 if TYPE_CHECKING:  # it imports Triton, which may be absent
@@ -36,7 +35,6 @@ class LayerContext:
         context_method: how ranks that share a row attend.
         dispatch: how tokens reach their experts.
         buffers: memory that the node's GPUs write into, if tokens travel through it.
-        deep_ep: the DeepEP library's buffer, if it moves the tokens.
         transfers: where tokens travel while something else is computed; None if nothing is.
         float8: what the layer does in 8 bits.
         recompute: what the layer frees after forward and computes again.
@@ -49,7 +47,6 @@ class LayerContext:
     context_method: Method = "ulysses"
     dispatch: Dispatch = AUTO
     buffers: "SymmetricBuffers | None" = None
-    deep_ep: DeepEpBuffer | None = None
     transfers: Transfers | None = None
     float8: Float8Rule = NO_FLOAT8
     recompute: RecomputeRule = NOTHING_AGAIN

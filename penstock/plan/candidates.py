@@ -17,11 +17,11 @@ from math import prod
 from typing import Any, get_args
 
 from penstock.base.errors import ConfigError
+from penstock.config.dispatcher import DispatchFacts, choose_dispatcher, ranks_on_a_node
 from penstock.config.merge import parse_overrides
 from penstock.config.model import LatentAttention, Model
 from penstock.config.parallel import Graphs, Offload, Overlap, Pipeline, Recompute
 from penstock.config.run import Run
-from penstock.layout.experts import ExpertPlacement
 from penstock.layout.schedules import SCHEDULES
 from penstock.models.decoder import IN_PIECES
 from penstock.plan.asked_layout import FIELDS, check_name, settled
@@ -299,21 +299,24 @@ def _modules(text: str) -> tuple[str, ...]:
 
 def _ways(grid: Sizes) -> Sequence[tuple[str, int]]:
     """Dispatchers of a grid with their sync-free stages, the usual one first."""
-    ranks, node = grid.expert_ranks, grid.node_devices
-    if ranks == 1 or grid.model.experts == 0:
+    if grid.expert_ranks == 1 or grid.model.experts == 0:
         return (("local", 0),)
-    if grid.model.pads or grid.vendor == "cpu":
+    if grid.vendor == "cpu":
         return (("all-to-all", 0),)
-    if grid.is_inside_node(ranks):
-        return (("symmetric", 2), ("symmetric", 0), ("symmetric", ROOM_FOR_ALL), ("all-to-all", 0))
-    inside = max(size for size in range(1, node + 1) if ranks % size == 0 and node % size == 0)
-    if inside == 1 or grid.model.experts % grid.ep or not _placement(grid).divides_into(inside):
-        return (("all-to-all", 0),)
-    return (("hierarchical", 0), ("hierarchical", 2), ("hierarchical", ROOM_FOR_ALL), ("all-to-all", 0))
-
-
-def _placement(grid: Sizes) -> ExpertPlacement:
-    return ExpertPlacement(experts=grid.model.experts, expert=grid.ep, expert_tensor=grid.etp)
+    node_ranks = ranks_on_a_node(grid.expert_ranks, grid.node_devices)
+    facts = DispatchFacts(
+        method="auto",
+        pads=grid.model.pads,
+        ranks=grid.expert_ranks,
+        node_ranks=node_ranks,
+        expert_tensor=grid.etp,
+    )
+    name = choose_dispatcher(facts).name
+    if name == "symmetric":
+        return ((name, 2), (name, 0), (name, ROOM_FOR_ALL), ("all-to-all", 0))
+    if name == "hierarchical":
+        return ((name, 0), (name, 2), (name, ROOM_FOR_ALL), ("all-to-all", 0))
+    return (("all-to-all", 0),)
 
 
 def _divisors(number: int) -> list[int]:

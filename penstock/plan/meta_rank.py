@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.tensor import DTensor
 
+from penstock.config.dispatcher import choose_dispatcher, dispatch_facts
 from penstock.config.fit import context_method
 from penstock.config.run import Run
 from penstock.kernels.choose import operators
 from penstock.kernels.device_facts import DeviceFacts
-from penstock.kernels.symmetric_transfer import MOST_RANKS
 from penstock.layout.actions import Schedule
-from penstock.layout.experts import ExpertPlacement
 from penstock.layout.stages import Stage
 from penstock.models.build import meta_stages, set_dtypes, transfers_of
 from penstock.models.decoder import Decoder
@@ -35,9 +34,9 @@ from penstock.moe.experts import Experts
 from penstock.moe.layer import MoE
 from penstock.parallel.activations import offload
 from penstock.parallel.axes import Axes
-from penstock.parallel.dispatch_buffers import crosses_nodes, unfit_rows, widest_row
+from penstock.parallel.dispatch_buffers import buffer_sizes
 from penstock.parallel.layer_context import LayerContext
-from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
+from penstock.parallel.symmetric import SymmetricBuffers
 from penstock.parallel.weight_grad_store import WeightGradStore
 from penstock.plan.conventional import Saving, conventional_operators
 from penstock.plan.tape import RehearsedLane, RehearsedLater, RehearsedTransfers
@@ -215,37 +214,13 @@ def _moment_bytes(run: Run, optimizer: MasterAdamW) -> int:
 
 
 def _shared_buffers(run: Run, axes: Axes, device: DeviceFacts) -> SymmetricBuffers | None:
-    """Memory of a node's GPUs that write into each other's; None if tokens travel in another way, or not at all.
-
-    As `penstock.parallel.dispatch_buffers.shared_buffers`, for GPUs that all reach each other.
-    """
-    moe, wanted = run.model.moe, run.dispatch.method
-    if moe is None or moe.balance.pad_to_capacity or wanted not in ("auto", "symmetric", "hierarchical"):
-        return None
-    if device.kind == "cpu":
+    """`penstock.parallel.dispatch_buffers.shared_buffers` for GPUs that all reach each other's memory."""
+    facts = dispatch_facts(run, axes.expert_node.size, "no GPUs" if device.kind == "cpu" else "")
+    if run.model.moe is None or not choose_dispatcher(facts).writes_to_peers:
         return None
     sizes = buffer_sizes(run, axes)
-    if sizes is None:
-        return None
     memory = torch.empty(sizes.total_bytes, dtype=torch.uint8, device=META)
     return SymmetricBuffers(sizes, memory, [0] * sizes.ranks, axes.expert_node.rank)
-
-
-def buffer_sizes(run: Run, axes: Axes) -> BufferSizes | None:
-    """What such memory must hold; None where ranks that share experts cannot all write into each other's."""
-    grid = axes.grid
-    node, across = axes.expert_node.size, axes.expert_across.size
-    assert run.model.moe is not None, "no experts, no tokens on their way"
-    placement = ExpertPlacement(experts=run.model.moe.experts, expert=grid.expert, expert_tensor=grid.expert_tensor)
-    reaches = across == 1 or crosses_nodes(run.dispatch.method, placement, axes)
-    if node == 1 or node > MOST_RANKS or not reaches or unfit_rows(run):
-        return None
-    return BufferSizes(
-        tokens=run.training.micro_batch * run.training.sequence_length // axes.sequence.size * across,
-        top_k=run.model.moe.top_k * grid.expert_tensor,
-        row_bytes=widest_row(run),
-        ranks=node,
-    )
 
 
 def _add_in_kernels(decoders: Mapping[int, Decoder], divided: frozenset[str], optimizer: MasterAdamW | None) -> None:

@@ -8,11 +8,6 @@ from penstock.config.fit import grid_of
 from penstock.config.fit import shard as shard_of
 from penstock.config.run import Run
 from penstock.kernels.device_facts import DeviceFacts, named_device
-from penstock.moe.dispatch.all_gather import AllGatherDispatcher
-from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
-from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
-from penstock.moe.dispatch.local import LocalDispatcher
-from penstock.moe.dispatch.symmetric import SymmetricDispatcher
 from penstock.moe.layer import MoE
 from penstock.plan.conventional import Saving, conventional
 from penstock.plan.hardware import Cluster, Hardware
@@ -39,15 +34,6 @@ class Assumptions:
 
 
 USUAL = Assumptions()
-
-_NAMES = (
-    (LocalDispatcher, "local"),
-    (SymmetricDispatcher, "symmetric"),
-    (HierarchicalDispatcher, "hierarchical"),
-    (AllGatherDispatcher, "all-gather"),
-    (PaddedAllToAllDispatcher, "padded"),
-    (AllToAllDispatcher, "all-to-all"),
-)
 
 
 def project(run: Run, cluster: Cluster, assumptions: Assumptions = USUAL) -> Projection:
@@ -114,5 +100,5 @@ def dispatcher_of(rehearsal: Rehearsal) -> str:
     for decoder in rehearsal.rank.decoders.values():
         for module in decoder.modules():
             if isinstance(module, MoE):
-                return next(name for kind, name in _NAMES if isinstance(module.dispatcher, kind))
+                return module.dispatcher.name
     return "none"

@@ -43,7 +43,7 @@ COMPONENTS = (
 CANNOT_START = "cannot-start"
 """Rule of what no rule of the config refuses, and the run itself does when it is built for the cluster."""
 
-DISPATCHERS = ("all-to-all", "all-gather", "symmetric", "hierarchical", "deep-ep")
+DISPATCHERS = ("all-to-all", "all-gather", "symmetric", "hierarchical")
 """Ways to send tokens that a sweep of expert ranks compares."""
 
 SHORT: Mapping[str, str] = {"sequence_length": "training.sequence_length", "global_batch": "training.global_batch"}

@@ -13,18 +13,6 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
         "allowed: 0, 1; fix: set dispatch.method=auto",
     ),
     (
-        rules.sent_rows_are_counted_by_the_host,
-        ("dispatch.method=deep-ep", "training.precision=bf16", "dispatch.sync_free=3"),
-        "dispatch.sync_free cannot be had with dispatch.method deep-ep, whose row counts the host reads; got 3; "
-        "allowed: 0, 1; fix: set dispatch.method=auto",
-    ),
-    (
-        rules.the_library_moves_bfloat16,
-        ("dispatch.method=deep-ep", "training.precision=fp32"),
-        "dispatch.method moves rows in bfloat16 only; got deep-ep with training.precision fp32; "
-        "allowed: training.precision=bf16; fix: set dispatch.method=auto",
-    ),
-    (
         rules.padded_rows_are_sent,
         (*PADDED, "dispatch.method=hierarchical"),
         "dispatch.method sends no padding, but model.moe.balance.pad_to_capacity does; got hierarchical; "
@@ -44,7 +32,6 @@ FINE: dict[str, tuple[str, ...]] = {
     "what is gathered has every stage": ("dispatch.method=all-gather", "dispatch.sync_free=0"),
     "what is written into other GPUs' memory has every stage": ("dispatch.method=symmetric", "dispatch.sync_free=0"),
     "what goes to nodes first has every stage": ("dispatch.method=hierarchical", "dispatch.sync_free=3"),
-    "the library moves bfloat16": ("dispatch.method=deep-ep", "training.precision=bf16", "dispatch.sync_free=1"),
     "auto has every stage": ("dispatch.sync_free=3",),
     "a dense model dispatches nothing": (
         "model.moe=none",

@@ -1,9 +1,5 @@
 """Who gets which dispatcher, where ranks that share experts are on several nodes, and the memory that it takes."""
 
-import importlib
-import sys
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,17 +14,14 @@ from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
 from penstock.moe.dispatch.choose import make_dispatcher
 from penstock.moe.dispatch.contract import Dispatcher
-from penstock.moe.dispatch.deep_ep import DeepEpDispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher
-from penstock.parallel import deep_ep, dispatch_buffers
+from penstock.parallel import dispatch_buffers
 from penstock.parallel.axes import Axes, Axis, make_axes
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
-from penstock.plan.meta_rank import buffer_sizes
 from tests.distributed.pool import Pool
-from tests.moe import simulated_deep_ep
 from tests.parallel.simulated import every_rank
 
 CPU, GPU, META = torch.device("cpu"), torch.device("cuda", 0), torch.device("meta")
@@ -65,25 +58,6 @@ def test_several_ranks_on_several_nodes_go_to_nodes_first(method: str, stage: in
         assert room.placement.expert == 8, "the even share is that of all ranks, because all their tokens come"
 
 
-@pytest.mark.parametrize(
-    ("method", "per_node", "stage", "kind"),
-    [
-        ("auto", 8, 0, AllToAllDispatcher),
-        ("hierarchical", 8, 0, AllToAllDispatcher),
-        ("hierarchical", 8, 3, AllGatherDispatcher),
-        ("auto", 1, 0, AllToAllDispatcher),
-        ("auto", 3, 2, AllGatherDispatcher),  # unequal nodes
-        ("hierarchical", 1, 0, HierarchicalDispatcher),
-        ("all-to-all", 4, 0, AllToAllDispatcher),
-        ("all-gather", 4, 0, AllGatherDispatcher),
-    ],
-)
-def test_who_is_on_one_node_or_asks_for_something_else_does_not(
-    method: str, per_node: int, stage: int, kind: type
-) -> None:
-    assert isinstance(_made(_axes(EP8, per_node), method, stage)[0], kind)
-
-
 def test_auto_never_divides_an_expert_unequally_and_hierarchical_says_why() -> None:
     axes = _axes(Grid(world=12, expert=4, expert_tensor=3), 4)
     assert axes.expert_node.size == 4
@@ -112,21 +86,14 @@ def test_inside_a_node_rows_are_written_into_other_gpus_memory_where_it_is_mappe
 def test_buffers_hold_what_may_come_from_all_nodes(
     monkeypatch: pytest.MonkeyPatch, method: str, per_node: int, tokens: int, ranks: int
 ) -> None:
-    monkeypatch.setattr(dispatch_buffers, "why_not", lambda *_: "")
+    monkeypatch.setattr(dispatch_buffers, "peer_obstacle", lambda *_: "")
     monkeypatch.setattr("penstock.parallel.symmetric.allocate", lambda sizes, axis, device: (sizes, axis))
     axes = _axes(EP8, per_node)
-    run = load_run("deepseek-v2-lite", ("training.sequence_length=4096", f"dispatch.method={method}"))
+    asked = ("training.sequence_length=4096", "parallel.expert=8", f"dispatch.method={method}")
+    run = load_run("deepseek-v2-lite", asked)
     found: Any = dispatch_buffers.shared_buffers(run, axes, GPU)
     assert found == (BufferSizes(tokens=tokens, top_k=6, row_bytes=2 * 2048, ranks=ranks), axes.expert_node)
     assert dispatch_buffers.shared_buffers(run, axes, META) is None
-
-
-@pytest.mark.parametrize(
-    ("per_node", "is_crossing", "reason"),
-    [(4, True, "device cpu, which is no GPU"), (4, False, "device cpu, which is no GPU")],
-)
-def test_no_memory_is_shared_without_gpus(per_node: int, is_crossing: bool, reason: str) -> None:
-    assert dispatch_buffers.why_not(LITE, _axes(EP8, per_node), CPU, is_crossing) == reason
 
 
 def _answers_itself(value: Any, _: Axis) -> list[Any]:
@@ -134,45 +101,33 @@ def _answers_itself(value: Any, _: Axis) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("per_node", "is_crossing", "reason"),
+    ("grid", "per_node", "device", "overrides", "reason"),
     [
-        (4, False, "ranks 0, 1, 2, 3, 4, 5, 6, 7 on several nodes"),
-        (1, True, "one rank on each node"),
+        (EP8, 4, CPU, (), "device cpu, which is no GPU"),
+        (EP8, 4, GPU, (), "8 ranks on several nodes, 4 on each"),
+        (EP8, 1, GPU, (), "one rank on each node"),
+        (EP8, 0, GPU, ("model.hidden_size=2052",), "rows of 4104 bytes, no multiple of 16"),
+        (EP8, 0, GPU, ("model.hidden_size=2054", "training.precision=fp32"), "rows of 8216 bytes, no multiple of 16"),
+        (Grid(world=32, expert=32), 0, GPU, ("parallel.expert=32",), "32 ranks on a node, and 31 are the most"),
     ],
 )
-def test_no_memory_is_shared_between_nodes(
-    monkeypatch: pytest.MonkeyPatch, per_node: int, is_crossing: bool, reason: str
-) -> None:
-    monkeypatch.setattr(dispatch_buffers, "exchange_json", _answers_itself)
-    assert dispatch_buffers.why_not(LITE, _axes(EP8, per_node), GPU, is_crossing) == reason
-
-
-@pytest.mark.parametrize(
-    ("grid", "overrides", "reason"),
-    [
-        (EP8, ("model.hidden_size=2052",), "rows of 4104 bytes, no multiple of 16 (model.hidden_size 2052)"),
-        (EP8, ("model.hidden_size=2054", "training.precision=fp32"), "rows of 8216 bytes, no multiple of 16"),
-        (Grid(world=32, expert=32), (), "32 ranks on a node, and 31 are the most"),
-        (EP8, (), ""),
-    ],
-)
-def test_no_memory_is_shared_for_what_the_kernels_do_not_send(
-    monkeypatch: pytest.MonkeyPatch, grid: Grid, overrides: tuple[str, ...], reason: str
+def test_no_memory_is_mapped_where_the_kernels_cannot_write(
+    monkeypatch: pytest.MonkeyPatch,
+    grid: Grid,
+    per_node: int,
+    device: torch.device,
+    overrides: tuple[str, ...],
+    reason: str,
 ) -> None:
     _pretend_gpus(monkeypatch, seen=8)
     monkeypatch.setattr(dispatch_buffers, "exchange_json", _answers_itself)
-    monkeypatch.setattr("penstock.parallel.symmetric.allocate", lambda sizes, axis, device: sizes)
-    axes = _axes(grid, 0)
-    found = dispatch_buffers.shared_buffers(load_run("deepseek-v2-lite", overrides), axes, GPU)
-    assert (found is None) == bool(reason)
-    assert buffer_sizes(load_run("deepseek-v2-lite", overrides), axes) == found, "the plan says something else"
-    by_name = load_run("deepseek-v2-lite", (*overrides, "dispatch.method=symmetric"))
-    if not reason:
-        assert dispatch_buffers.shared_buffers(by_name, axes, GPU) == found
-        return
+    axes, expert = _axes(grid, per_node), f"parallel.expert={grid.expert}"
+    by_name = load_run("deepseek-v2-lite", (expert, *overrides, "dispatch.method=symmetric"))
     with pytest.raises(DeviceError) as raised:
-        dispatch_buffers.shared_buffers(by_name, axes, GPU)
+        dispatch_buffers.shared_buffers(by_name, axes, device)
     assert f"dispatch.method=symmetric cannot be had; got {reason}" in str(raised.value)
+    if per_node != 4 or device == CPU:
+        assert dispatch_buffers.shared_buffers(load_run("deepseek-v2-lite", (expert, *overrides)), axes, device) is None
 
 
 def _pretend_gpus(patch: pytest.MonkeyPatch, *, seen: int, has_triton: bool = True) -> None:
@@ -193,7 +148,7 @@ def _asked(method: str, seen: int, one_lacks_triton: bool) -> str:
     with pytest.MonkeyPatch.context() as patch:
         _pretend_gpus(patch, seen=seen, has_triton=not (one_lacks_triton and axes.rank))
         patch.setattr("penstock.parallel.symmetric.allocate", allocate)
-        run = load_run("deepseek-v2-lite", (f"dispatch.method={method}",))
+        run = load_run("deepseek-v2-lite", ("parallel.expert=2", f"dispatch.method={method}"))
         try:
             return str(dispatch_buffers.shared_buffers(run, axes, torch.device("cuda", axes.rank if seen > 1 else 0)))
         except DeviceError as error:
@@ -222,69 +177,3 @@ def test_all_ranks_go_without_shared_memory_for_the_same_reason(
     one, other = ranks.run(2, _asked, method, seen, one_lacks_triton)
     assert one == other
     assert outcome in one
-
-
-DEEP_EP = load_run("deepseek-v2-lite", ("dispatch.method=deep-ep",))
-
-
-def _without(name: str) -> Callable[[str], Any]:
-    def load(asked: str) -> Any:
-        if asked == name:
-            raise ModuleNotFoundError(f"No module named '{name}'")
-        return importlib.import_module(asked)
-
-    return load
-
-
-@pytest.mark.parametrize(
-    ("world", "per_node", "device", "message"),
-    [
-        (8, 8, CPU, "dispatch.method=deep-ep runs on GPUs; got device cpu; fix: set dispatch.method=auto"),
-        (
-            8,
-            4,
-            GPU,
-            "over these nodes; got 4 on each; allowed: 8 on each, or all on one; fix: set dispatch.method=hier",
-        ),
-        (8, 8, GPU, "needs the DeepEP library; got No module named 'deep_ep'; allowed: a build of github.com"),
-    ],
-)
-def test_where_the_library_cannot_run_one_line_says_why(
-    monkeypatch: pytest.MonkeyPatch, world: int, per_node: int, device: torch.device, message: str
-) -> None:
-    monkeypatch.setattr(deep_ep, "import_module", _without("deep_ep"))
-    with pytest.raises(DeviceError) as raised:
-        dispatch_buffers.library_buffer(DEEP_EP, _axes(Grid(world=world, expert=world), per_node), device)
-    assert message in str(raised.value)
-
-
-def test_the_library_is_asked_for_a_buffer_of_the_size_that_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "deep_ep", simulated_deep_ep)
-    found = [
-        (buffer.num_nvl_bytes, buffer.num_rdma_bytes, buffer.group_size)
-        for axes in every_rank(EP8)
-        if isinstance(buffer := dispatch_buffers.library_buffer(DEEP_EP, axes, GPU), simulated_deep_ep.Buffer)
-    ]
-    assert found == [(2 * 2048 * 8 * 256, 0, 8)] * 8
-
-
-def test_the_library_has_no_settings_for_any_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "deep_ep", simulated_deep_ep)
-    with pytest.raises(DeviceError, match="no settings for so many ranks that share experts; got 32"):
-        dispatch_buffers.library_buffer(DEEP_EP, _axes(Grid(world=32, expert=32), 8), GPU)
-
-
-def test_who_asks_for_something_else_or_has_one_rank_or_shapes_only_never_loads_the_library() -> None:
-    axes = _axes(EP8, 8)
-    assert dispatch_buffers.library_buffer(load_run("deepseek-v2-lite", ()), axes, GPU) is None
-    assert dispatch_buffers.library_buffer(DEEP_EP, axes, META) is None
-    assert dispatch_buffers.library_buffer(DEEP_EP, replace(axes, expert=_axes(Grid(world=8), 8).expert), GPU) is None
-
-
-def test_the_librarys_buffer_moves_the_tokens() -> None:
-    assert MOE is not None
-    buffer: Any = object()
-    dispatcher, room = _made(_axes(EP8, 8), "deep-ep", 0, deep_ep=buffer)
-    assert isinstance(dispatcher, DeepEpDispatcher)
-    assert dispatcher.buffer is buffer
-    assert room is None

@@ -142,13 +142,13 @@ KINDS = (
 )
 SIMULATED: tuple[Way, ...] = ("pushed", "by node, pushed")
 BY_NODE = tuple(way for way in OVER_GLOO if way.startswith("by node"))
-FLAT = tuple(way for way in OVER_GLOO if way not in BY_NODE and way != "DeepEP")
+FLAT = tuple(way for way in OVER_GLOO if way not in BY_NODE)
 FEW = ("skewed", "some dropped")
 
 # Ranks that share the experts, and ranks that share each of them: their products divide F and are at most 8 ranks.
 PROMISES: tuple[tuple[int, int, tuple[Way, ...], tuple[str, ...]], ...] = (
     (1, 1, ("alone", *FLAT), KINDS),
-    (2, 1, (*FLAT, "DeepEP"), KINDS),
+    (2, 1, FLAT, KINDS),
     (1, 2, FLAT, KINDS),
     (4, 1, (*OVER_GLOO, "pushed"), KINDS),
     (4, 1, ("by node, pushed",), (*FEW, "one sender", "all experts")),
@@ -176,7 +176,7 @@ def _hold(ranks: Pool, way: Way, flights: list[list[Problem]], **options: Any) -
     "4-2-*",
     "1-1-alone-",
     "1-2-sent-",
-    "2-1-DeepEP-",
+    "2-1-sent-",
     "4-1-pushed-",
     "2-2-by node, pushed-",
     "1-4-sent-",
@@ -200,7 +200,7 @@ def test_whatever_was_chosen_ranks_that_share_the_experts_give_what_one_rank_giv
 
 @pytest.mark.often("*-2-2", "sent-2-1", "pushed-1-2")
 @pytest.mark.parametrize(("expert", "expert_tensor"), [(2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("way", [*FLAT, "DeepEP", "by node, sent", "by node, bounded", "pushed"])
+@pytest.mark.parametrize("way", [*FLAT, "by node, sent", "by node, bounded", "pushed"])
 def test_experts_of_any_family_are_divided_by_every_way(ranks: Pool, way: Way, expert: int, expert_tensor: int) -> None:
     """Biases are added once, by whichever rank, and weights on inputs find their rows."""
     placement = ExpertPlacement(experts=8, expert=expert, expert_tensor=expert_tensor)
@@ -255,7 +255,6 @@ def test_any_number_of_tokens_and_experts_travels(
         ("sent", 2),
         ("gathered, counted", 2),
         ("gathered, worst case", 2),
-        ("DeepEP", 2),
         ("by node, sent", 4),
         ("by node, bounded", 4),
     ],

@@ -65,9 +65,7 @@ def _same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
-@pytest.mark.often(
-    "sent-*", "gathered, bounded-blockwise", "by node, worst case-blockwise", "padded-blockwise", "DeepEP-blockwise"
-)
+@pytest.mark.often("sent-*", "gathered, bounded-blockwise", "by node, worst case-blockwise", "padded-blockwise")
 @pytest.mark.parametrize(
     ("way", "recipe"),
     [*((way, BLOCKWISE) for way in OVER_GLOO), ("sent", MXFP8), ("by node, bounded", MXFP8)],
@@ -154,9 +152,7 @@ def _arrives_over_gloo(way: Gloo, x_TD: Tensor, experts_TK: Tensor, wire_format:
     return found == _expected(x_TD, experts_TK, own, wire_format)
 
 
-@pytest.mark.often(
-    "sent-*", "gathered, bounded-blockwise", "by node, worst case-mxfp8", "padded-blockwise", "DeepEP-blockwise"
-)
+@pytest.mark.often("sent-*", "gathered, bounded-blockwise", "by node, worst case-mxfp8", "padded-blockwise")
 @pytest.mark.parametrize("recipe", [BLOCKWISE, MXFP8], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("way", OVER_GLOO)
 def test_experts_read_the_bytes_that_were_packed(ranks: Pool, way: Gloo, recipe: Recipe) -> None:
@@ -225,7 +221,7 @@ def _sent(way: Gloo, x_TD: Tensor, experts_TK: Tensor, wire_format: WireFormat) 
     return out.bytes, back.bytes
 
 
-@pytest.mark.parametrize("way", [way for way in OVER_GLOO if way != "DeepEP"])
+@pytest.mark.parametrize("way", OVER_GLOO)
 def test_half_the_bytes_go_out_and_all_of_them_come_back(ranks: Pool, way: Gloo) -> None:
     x_TD, experts_TK = torch.randn(16, WIDE).bfloat16(), adversarial("even", 16).experts_TK
     plain = ranks.run(4, _sent, way, x_TD, experts_TK, UNQUANTIZED)

@@ -4,7 +4,6 @@ way                     ranks                       nodes
 alone                   this process
 sent ... worst case     a process each, over gloo
 by node, ...            a process each, over gloo   half of the ranks are on each
-DeepEP                  a process each, over gloo   the library is simulated
 pushed                  a thread each, of which one runs at a time (tests/parallel/symmetric_ranks)
 by node, pushed         threads of two processes    a process is a node
 """
@@ -23,17 +22,14 @@ from penstock.layout.grid import Grid
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
-from penstock.moe.dispatch.deep_ep import DeepEpDispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, Nodes
 from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.dispatch.payload import UNQUANTIZED, WireFormat
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.dispatch.symmetric import Links, SymmetricDispatcher, links_of
 from penstock.parallel.axes import Axes, Axis, make_axes
-from penstock.parallel.deep_ep import sized_buffer
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
 from tests.distributed.pool import Pool
-from tests.moe import simulated_deep_ep
 from tests.moe.mixture import D, Problem, mix
 from tests.parallel.symmetric_ranks import run_ranks
 
@@ -47,7 +43,6 @@ Gloo = Literal[
     "by node, gathered",
     "by node, bounded",
     "by node, worst case",
-    "DeepEP",
 ]
 Way = Gloo | Literal["alone", "pushed", "by node, pushed"]
 OVER_GLOO: tuple[Gloo, ...] = get_args(Gloo)
@@ -123,9 +118,6 @@ def dispatchers_on_a_rank(
     grid = Grid(world=placement.places, expert=placement.expert, expert_tensor=placement.expert_tensor)
     axes = make_axes(grid, ranks_per_node=per_node or max(1, placement.places // 2))
     operators: Operators = TRITON if triton else REFERENCE
-    if way == "DeepEP":
-        buffer = sized_buffer(simulated_deep_ep, axes.expert, D * 2)
-        return [DeepEpDispatcher(placement, operators, buffer, wire_format) for _ in rooms], axes.expert.rank
     return [_dispatcher(way, placement, axes, operators, room, wire_format) for room in rooms], axes.expert.rank
 
 

@@ -20,7 +20,6 @@ from penstock.config.rules import RULES as CONFIG_RULES
 from penstock.config.run import Run
 from penstock.config.validation import build
 from penstock.kernels.device_facts import named_device
-from penstock.kernels.symmetric_transfer import MOST_RANKS
 from penstock.layout.schedules import SCHEDULES
 from penstock.models.kernels import kernel_choices, most_sync_free
 from penstock.models.rank_model import embedding_places
@@ -47,7 +46,7 @@ from penstock.plan.rules.book import (
 )
 from penstock.plan.rules.order import ORDER
 from penstock.plan.rules.rule import Rule
-from penstock.plan.rules.sizes import MOST_MAPPED, Sizes, facts_of, sizes_of
+from penstock.plan.rules.sizes import Sizes, facts_of, sizes_of
 from penstock.plan.rules.table import TABLE
 from tests.config.small import SMALL, unchecked_run
 from tests.examples import examples
@@ -145,7 +144,7 @@ def random_sizes() -> st.SearchStrategy[Sizes]:
         schedule=st.sampled_from(("none", *SCHEDULES)),
         recompute=st.lists(st.sampled_from(RECOMPUTABLE), max_size=3).map(tuple),
         sync_free=st.integers(0, 3),
-        dispatcher=st.sampled_from(("local", "all-to-all", "all-gather", "symmetric", "hierarchical", "deep-ep")),
+        dispatcher=st.sampled_from(("local", "all-to-all", "all-gather", "symmetric", "hierarchical")),
         shard=st.sampled_from(("none", "optimizer", "full")),
         overlap=st.sampled_from(("none", "shared", "halves", "passes")),
         context_method=st.sampled_from(("auto", "all-gather", "ulysses")),
@@ -182,7 +181,7 @@ def runs(draw: st.DrawFn) -> tuple[Run, int]:
         f"training.sequence_length={draw(st.sampled_from((96, 192, 100)))}",
         f"recompute.modules={json.dumps(draw(st.lists(st.sampled_from(RECOMPUTABLE), max_size=2)))}",
         f"dispatch.sync_free={draw(st.integers(0, 3))}",
-        f"dispatch.method={draw(st.sampled_from(('auto', 'all-to-all', 'all-gather', 'symmetric', 'deep-ep')))}",
+        f"dispatch.method={draw(st.sampled_from(('auto', 'all-to-all', 'all-gather', 'symmetric', 'hierarchical')))}",
         f"dispatch.overlap={draw(st.sampled_from(('none', 'shared', 'halves', 'passes')))}",
         f"graphs.capture={draw(st.sampled_from(('none', 'full', 'partial')))}",
         f"model.dense_layers={draw(st.sampled_from((0, 1)))}",
@@ -353,7 +352,6 @@ def test_rules_are_asked_without_pytorch() -> None:
 
 def test_sizes_are_small_and_frozen() -> None:
     assert not hasattr(PLAIN, "__dict__") and len(fields(PLAIN)) < 30
-    assert MOST_MAPPED == MOST_RANKS
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,12 @@ Sums over ranks are taken in the dtype of the tokens, whatever they are packed i
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from penstock.config.dispatcher import DispatcherName
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.layout.experts import ExpertPlacement
@@ -46,6 +48,8 @@ class AllGatherDispatcher:
         counts: asks it.
         wire_format: in which form rows travel.
     """
+
+    name: ClassVar[DispatcherName] = "all-gather"
 
     placement: ExpertPlacement
     axis: Axis

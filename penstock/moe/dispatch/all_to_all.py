@@ -17,12 +17,14 @@ serves one rank that holds all experts; nothing is sent there.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.base.spans import Span
+from penstock.config.dispatcher import DispatcherName
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.layout.experts import ExpertPlacement
@@ -65,6 +67,8 @@ class AllToAllDispatcher:
         counts: brings the numbers of rows to the host.
         wire_format: in which form rows travel.
     """
+
+    name: ClassVar[DispatcherName] = "all-to-all"
 
     placement: ExpertPlacement
     axis: Axis
@@ -136,6 +140,8 @@ class PaddedAllToAllDispatcher:
         operators: kernels to run on.
         wire_format: in which form rows travel.
     """
+
+    name: ClassVar[DispatcherName] = "padded"
 
     placement: ExpertPlacement
     axis: Axis

@@ -1,82 +1,84 @@
-"""Which dispatcher a layer gets: what the run asks for, or with `auto` the best that can run here.
-
-all experts here        local, or padded if every expert is given its capacity
-padded                  all-to-all of the capacity
-deep-ep                 as asked
-hierarchical            as asked, if there are several nodes; with auto, if several ranks of each share the experts
-symmetric               where memory is mapped (`LayerContext.buffers`)
-all-to-all, all-gather  as asked; else gathers where the host must not read how many rows to send
-
-The last two rows also say who spreads tokens inside a node for `hierarchical`.
-"""
+"""Makes the dispatcher of a layer, as `penstock.config.dispatcher.choose_dispatcher` decides it."""
 
 import math
 from importlib import import_module
 
 from penstock.config.dispatch_rules import COUNTS_STAY
+from penstock.config.dispatcher import DispatcherName, DispatchFacts, choose_dispatcher
 from penstock.config.model import Moe
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
-from penstock.moe.dispatch.deep_ep import DeepEpDispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, Nodes
 from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.dispatch.payload import wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.parallel.axes import Axis
-from penstock.parallel.dispatch_buffers import crosses_nodes
+from penstock.parallel.dispatch_buffers import refuse
 from penstock.parallel.layer_context import LayerContext
 
 
 def make_dispatcher(
     moe: Moe, layer_context: LayerContext, *, is_shelved: bool = False
 ) -> tuple[Dispatcher, RowCapacity | None]:
-    """The dispatcher of one layer, and what it asks for its number of rows.
+    """The dispatcher of one layer, and the capacity for rows that it asks, if it asks any.
 
     Args:
         moe: the layer.
-        layer_context: kernels, ranks, the run's choice, and the memory that GPUs of the node share if there is any.
-        is_shelved: what the experts keep stands with that of other layers, see `is_shelved`.
+        layer_context: kernels, ranks, the run's method, and the memory that GPUs of the node map, if there is any.
+        is_shelved: pre-activations are saved together with those of other layers, see `is_shelved`.
+
+    Raises:
+        DeviceError: hierarchical dispatch was asked for by name and the nodes hold unequal parts of the experts.
     """
-    grid, axis, operators = layer_context.axes.grid, layer_context.axes.expert, layer_context.operators
+    axes, dispatch, operators = layer_context.axes, layer_context.dispatch, layer_context.operators
+    grid, axis, wire_format = axes.grid, axes.expert, wire_format_of(layer_context.float8)
     placement = ExpertPlacement(experts=moe.experts, expert=grid.expert, expert_tensor=grid.expert_tensor)
-    wire_format = wire_format_of(layer_context.float8)
-    if moe.balance.pad_to_capacity:
+    choice = choose_dispatcher(
+        DispatchFacts(
+            method=dispatch.method,
+            sync_free=dispatch.sync_free,
+            pads=moe.balance.pad_to_capacity,
+            ranks=axis.size,
+            node_ranks=axes.expert_node.size,
+            expert_tensor=grid.expert_tensor,
+            obstacle="" if layer_context.buffers is not None else "no memory is mapped",
+        )
+    )
+    if dispatch.method == "hierarchical":
+        refuse(choice)
+    if choice.name == "padded":
         # Ranks that share rows share their capacity too, and all of it may fall to one of them.
-        factor = moe.balance.capacity_factor * layer_context.axes.sequence.size
+        factor = moe.balance.capacity_factor * axes.sequence.size
         return PaddedAllToAllDispatcher(placement, axis, factor, operators, wire_format), None
-    if axis.size == 1:
+    if choice.name == "local":
         return LocalDispatcher(moe.experts, operators, wire_format), None
-    if layer_context.deep_ep is not None:
-        return DeepEpDispatcher(placement, operators, layer_context.deep_ep, wire_format), None
     room = _room(placement, layer_context, is_shelved=is_shelved)
-    if crosses_nodes(layer_context.dispatch.method, placement, layer_context.axes):
-        nodes = Nodes(placement, layer_context.axes.expert_node, layer_context.axes.expert_across)
-        inner = _inside(placement.block(nodes.node.size), nodes.node, layer_context, room)
-        is_even, is_counted = not isinstance(inner, AllToAllDispatcher), room is None
-        return HierarchicalDispatcher(nodes, inner, operators, is_counted, is_even, wire_format=wire_format), room
-    return _inside(placement, axis, layer_context, room), room
+    if choice.inner is None:
+        return _flat(choice.name, placement, axis, layer_context, room), room
+    nodes = Nodes(placement, axes.expert_node, axes.expert_across)
+    inner = _flat(choice.inner, placement.block(nodes.node.size), nodes.node, layer_context, room)
+    is_even, is_counted = not isinstance(inner, AllToAllDispatcher), room is None
+    return HierarchicalDispatcher(nodes, inner, operators, is_counted, is_even, wire_format=wire_format), room
 
 
-def _inside(
-    placement: ExpertPlacement, axis: Axis, layer_context: LayerContext, room: RowCapacity | None
+def _flat(
+    name: DispatcherName, placement: ExpertPlacement, axis: Axis, layer_context: LayerContext, room: RowCapacity | None
 ) -> Dispatcher:
-    """Among ranks none of which is special."""
-    method, counts_stay = layer_context.dispatch.method, layer_context.dispatch.sync_free >= COUNTS_STAY
+    """A dispatcher that treats all ranks of an axis alike."""
     wire_format = wire_format_of(layer_context.float8)
-    if layer_context.buffers is not None:
+    if name == "symmetric":
         # By name, because it needs Triton, which may be absent.
         symmetric = import_module("penstock.moe.dispatch.symmetric")
-        links = symmetric.links_of(
-            placement, layer_context.buffers, layer_context.dispatch.num_sms, by_engines=layer_context.dispatch.engines
-        )
+        dispatch = layer_context.dispatch
+        links = symmetric.links_of(placement, layer_context.buffers, dispatch.num_sms, by_engines=dispatch.engines)
         is_filled = layer_context.transfers is None
         mapped: Dispatcher = symmetric.SymmetricDispatcher(
             placement, links, room, wire_format=wire_format, is_filled=is_filled
         )
         return mapped
-    if method == "all-gather" or (method != "all-to-all" and counts_stay):
+    if name == "all-gather":
         return AllGatherDispatcher(placement, axis, layer_context.operators, room, wire_format=wire_format)
     return AllToAllDispatcher(placement, axis, layer_context.operators, wire_format=wire_format)
 
@@ -98,7 +100,7 @@ def is_shelved(moe: Moe, layer_context: LayerContext) -> bool:
         keeps_rows = layer_context.operators.keeps_rows
     else:
         keeps_rows = layer_context.float8.operators.keeps_rows and not moe.bias
-    return is_bounded and layer_context.deep_ep is None and keeps_rows
+    return is_bounded and keeps_rows
 
 
 def _room(placement: ExpertPlacement, layer_context: LayerContext, *, is_shelved: bool) -> RowCapacity | None:

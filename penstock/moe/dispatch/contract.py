@@ -10,11 +10,12 @@ Rows carry their routing weights to the expert, which applies them before its la
 """
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.utils._pytree import register_dataclass
 
+from penstock.config.dispatcher import DispatcherName
 from penstock.kernels.float8.gradient_box import GradientBox
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.reference import RowOrder
@@ -75,6 +76,8 @@ class DispatchMetadata:
 
 class Dispatcher(Protocol):
     """Brings tokens to experts and back."""
+
+    name: ClassVar[DispatcherName]
 
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         """Bring rows to the experts.

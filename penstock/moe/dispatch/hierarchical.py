@@ -20,11 +20,13 @@ other.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.config.dispatcher import DispatcherName
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.layout.experts import ExpertPlacement
@@ -101,6 +103,8 @@ class HierarchicalDispatcher:
         counts: brings the numbers of tokens to the host.
         wire_format: in which form rows travel; the inner dispatcher has the same.
     """
+
+    name: ClassVar[DispatcherName] = "hierarchical"
 
     nodes: Nodes
     inner: Dispatcher

@@ -1,10 +1,12 @@
 """The promise kept on one rank that holds all experts: a sort by expert, and a gather and sum back."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from penstock.base.spans import Span
+from penstock.config.dispatcher import DispatcherName
 from penstock.kernels.operators import Operators
 from penstock.moe.dispatch.contract import DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.gathers import reorder
@@ -22,6 +24,8 @@ class LocalDispatcher:
         operators: kernels to run on.
         wire_format: in which form experts read the rows; nothing travels.
     """
+
+    name: ClassVar[DispatcherName] = "local"
 
     experts: int
     operators: Operators

@@ -20,12 +20,13 @@ price is memory for all tokens of all ranks, and one copy of what arrived, made 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from penstock.config.dispatcher import DispatcherName
 from penstock.kernels.arrivals import Arrivals, order_arrivals
 from penstock.kernels.float8.gradient_box import GradientBox
 from penstock.kernels.reference import RowOrder
@@ -133,6 +134,8 @@ class SymmetricDispatcher:
         is_filled: something of the experts' backward pass is computed while gradients of rows travel; not where
             transfers run on a stream of their own in any case.
     """
+
+    name: ClassVar[DispatcherName] = "symmetric"
 
     placement: ExpertPlacement
     links: Links

@@ -101,12 +101,6 @@ def _overlap_if_exposed(sizes: Sizes) -> str | None:
     return f"overlap {sizes.overlap} for tokens that stay among {sizes.expert_ranks} ranks of a node"
 
 
-def _bring_up_without_deep_ep(sizes: Sizes) -> str | None:
-    if sizes.dispatcher != "deep-ep":
-        return None
-    return "our way through the DeepEP library has only run with a simulation of its buffer"
-
-
 def _room_for_the_worst_case(sizes: Sizes) -> str | None:
     model, ranks = sizes.model, sizes.expert_ranks
     if sizes.sync_free < 3 or ranks == 1 or not model.experts:
@@ -213,15 +207,6 @@ ADVICE: tuple[Rule, ...] = (
         source="O3, O4 (Megatron Bridge, communication overlap); docs/decisions/0018-graphs-and-overlap.md",
         check=_overlap_if_exposed,
         fix=("dispatch.overlap=none",),
-    ),
-    Rule(
-        name="bring-up-without-deep-ep",
-        kind="advice",
-        doc="A run begins with a dispatcher of ours; DeepEP is compared with it on the final settings. We have never "
-        "run the library itself.",
-        source="D1, D10 (Megatron Bridge, dispatcher); docs/dispatch.md",
-        check=_bring_up_without_deep_ep,
-        fix=("dispatch.method=auto",),
     ),
     Rule(
         name="room-for-the-worst-case",

@@ -158,8 +158,7 @@ def _recomputed_modules_exist(sizes: Sizes) -> str | None:
 
 
 def _sent_rows_are_counted_by_the_host(sizes: Sizes) -> str | None:
-    counts = sizes.dispatcher in ("all-to-all", "deep-ep") and not sizes.model.pads
-    if not counts or sizes.sync_free < COUNTS_STAY:
+    if sizes.dispatcher != "all-to-all" or sizes.model.pads or sizes.sync_free < COUNTS_STAY:
         return None
     return f"the host reads row counts of {sizes.dispatcher}, and stage {sizes.sync_free} lets it read none"
 

@@ -63,12 +63,6 @@ def _dispatcher_where_tokens_travel(sizes: Sizes) -> str | None:
     return f"a rank has all experts: {sizes.dispatcher} is local"
 
 
-def _deep_ep_on_nvidia(sizes: Sizes) -> str | None:
-    if sizes.dispatcher != "deep-ep" or sizes.vendor == "nvidia":
-        return None
-    return f"the DeepEP library is for NVIDIA's GPUs, and these are {sizes.vendor}"
-
-
 def _stage_one_is_stage_zero(sizes: Sizes) -> str | None:
     if sizes.sync_free != 1:
         return None
@@ -153,14 +147,6 @@ PRUNE: tuple[Rule, ...] = (
         doc="Tokens travel if several ranks share the experts, and only then: one layout has one name.",
         source="our dispatchers",
         check=_dispatcher_where_tokens_travel,
-        fix=("dispatch.method=auto",),
-    ),
-    Rule(
-        name="deep-ep-on-nvidia",
-        kind="prune",
-        doc="The DeepEP library runs on NVIDIA's GPUs (compute capability 8.0, 9.0 and 10.x).",
-        source="D4 (Megatron Bridge, parallelisms)",
-        check=_deep_ep_on_nvidia,
         fix=("dispatch.method=auto",),
     ),
     Rule(

@@ -12,19 +12,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config.dispatch_rules import STAGES
+from penstock.config.dispatcher import choose_dispatcher, dispatch_facts, ranks_on_a_node
 from penstock.config.fit import heads_of, shard
 from penstock.config.model import LatentAttention, Model
 from penstock.config.parallel import Overlap
 from penstock.config.run import Run
-from penstock.layout.experts import ExpertPlacement
 from penstock.layout.sequence import Method
 from penstock.plan.hardware import Cluster
 
 NO_PIPELINE = "none"
 """`Sizes.schedule` of a run without a pipeline."""
-
-MOST_MAPPED = 31
-"""Ranks that can write into each other's memory; penstock/kernels/symmetric_transfer.py has the same, with Triton."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,39 +222,19 @@ def sizes_of(run: Run, cluster: Cluster, model: ModelFacts) -> Sizes:
 
 
 def settled_dispatcher(run: Run, cluster: Cluster) -> str:
-    """What `dispatch.method` comes down to on a cluster, as `penstock.moe.dispatch.choose` decides it there.
+    """The dispatcher of a run on a cluster, by the names of `dispatch.method`.
+
+    A method that was asked for and cannot be had is returned as it is, for a rule to refuse it.
 
     Args:
-        run: which one.
-        cluster: where; its GPUs are taken to reach each other's memory inside a node.
+        run: its configuration.
+        cluster: its GPUs are taken to reach each other's memory inside a node.
     """
-    ranks, moe = run.parallel.expert * run.parallel.expert_tensor, run.model.moe
-    if moe is None or ranks == 1:
+    ranks = run.parallel.expert * run.parallel.expert_tensor
+    if run.model.moe is None or ranks == 1:
         return "local"
-    method, node = run.dispatch.method, _together(ranks, cluster.node_devices)
-    if method != "auto" and (method != "hierarchical" or node < ranks):
-        return method
-    if moe.balance.pad_to_capacity:
-        return "all-to-all"
-    if node < ranks and node > 1 and _divides(run, node):
-        return "hierarchical"
-    if node == ranks and ranks <= MOST_MAPPED and cluster.hardware.vendor != "cpu":
-        return "symmetric"
-    return "all-gather" if run.dispatch.sync_free > 1 else "all-to-all"
-
-
-def _together(ranks: int, node: int) -> int:
-    """Ranks of a group that share a node; 1 if for some group nodes hold unequal parts (`penstock.parallel.axes`)."""
-    if node % ranks == 0:
-        return ranks
-    return node if ranks % node == 0 else 1
-
-
-def _divides(run: Run, node: int) -> bool:
-    """Whether nodes hold whole experts, or equal parts of the same."""
-    parallel, moe = run.parallel, run.model.moe
-    assert moe is not None, "no experts to divide"
-    if moe.experts % parallel.expert:
-        return False
-    placement = ExpertPlacement(experts=moe.experts, expert=parallel.expert, expert_tensor=parallel.expert_tensor)
-    return placement.divides_into(node)
+    obstacle = "no GPUs" if cluster.hardware.vendor == "cpu" else ""
+    choice = choose_dispatcher(dispatch_facts(run, ranks_on_a_node(ranks, cluster.node_devices), obstacle))
+    if choice.name == "padded":
+        return "all-to-all" if run.dispatch.method == "auto" else run.dispatch.method
+    return run.dispatch.method if choice.refusal is not None else choice.name

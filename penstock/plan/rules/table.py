@@ -152,14 +152,14 @@ ROUTER = (
 )
 
 DISPATCH = (
-    Entry("D1", "begin with all-to-all, compare on the final settings", "plan", ("bring-up-without-deep-ep",)),
+    Entry("D1", "begin with all-to-all, compare on the final settings", "moot", (), "all dispatchers are ours"),
     Entry("D2", "a backend needs the right type beside it", "moot", (), "`dispatch.method` is one choice"),
     Entry("D3", "a missing package fails when the model is built", "moot", (), "so it does, in one line"),
     Entry(
         "D4",
         "which GPUs a backend has",
         "plan",
-        ("deep-ep-on-nvidia", "mapped-memory-inside-node", "nodes-first-if-several"),
+        ("mapped-memory-inside-node", "nodes-first-if-several"),
     ),
     Entry("D5", "multiprocessors for dispatch", "projection", (), "`dispatch.num_sms`; measured, not planned"),
     Entry("D6", "gather only among few ranks", "plan", ("gathers-if-fewer-copies", "dispatcher-where-tokens-travel")),
@@ -171,8 +171,8 @@ DISPATCH = (
         "copies are padded on the device; every dispatcher sends 8 bits",
     ),
     Entry("D8", "rows of several lengths", "moot", (), "all rows of a run have one length"),
-    Entry("D9", "DeepEP's network settings", "theirs", (), "the library's, on the cluster's side"),
-    Entry("D10", "versions of DeepEP that hang", "plan", ("bring-up-without-deep-ep",)),
+    Entry("D9", "DeepEP's network settings", "theirs"),
+    Entry("D10", "versions of DeepEP that hang", "theirs"),
 )
 
 OVERLAP = (
