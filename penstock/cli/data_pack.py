@@ -29,6 +29,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from penstock.base.numbers import bytes_text, count_text, duration_text
 from penstock.cli.data_texts import (
     CACHE,
     CacheOption,
@@ -41,7 +42,6 @@ from penstock.cli.data_texts import (
     open_texts,
     print_left_out,
 )
-from penstock.cli.figures import bytes_text, count_text, duration_text
 from penstock.cli.next import print_next
 from penstock.data.pack_files import Done, Packed, pack
 from penstock.data.packed_files import prefix_of

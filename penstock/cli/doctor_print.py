@@ -1,6 +1,6 @@
 """A verdict as text: the conclusion first, then evidence, remedies by gain, and what is missing."""
 
-from penstock.cli.figures import bytes_text
+from penstock.base.numbers import bytes_text
 from penstock.cli.table import print_table
 from penstock.cli.trace_print import print_host_tables
 from penstock.trace.host_table import HostTable

@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from penstock.base.errors import ConfigError
-from penstock.cli.figures import count_text
+from penstock.base.numbers import count_text
 from penstock.cli.next import print_next
 from penstock.config.load import load_run, with_overrides
 from penstock.config.model import Model

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.base.errors import ConfigError
-from penstock.cli.figures import count_text
+from penstock.base.numbers import count_text
 from penstock.cli.init_run import Made
 from penstock.cli.plan_print import cluster_text, conclusion
 from penstock.config.compare import leaves

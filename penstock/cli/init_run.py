@@ -20,7 +20,7 @@ import torch
 
 from penstock.base.devices import chip_named
 from penstock.base.errors import ConfigError, DataError, DeviceError
-from penstock.cli.figures import bytes_text, count_text
+from penstock.base.numbers import bytes_text, count_text
 from penstock.config.data import SourceName
 from penstock.config.merge import Tree, merge, parse_overrides, settle
 from penstock.config.presets.registry import preset

@@ -14,8 +14,8 @@ from typing import Annotated
 import typer
 from torch import nn
 
+from penstock.base.numbers import count_text, counted
 from penstock.cli.config import Target
-from penstock.cli.figures import count_text
 from penstock.cli.next import print_next
 from penstock.cli.table import print_table
 from penstock.config.fit import context_method, grid_of, micro_batches, shard, smallest_world
@@ -77,7 +77,7 @@ def _facts(run: Run, grid: Grid, stages: tuple[Stage, ...]) -> dict[str, str]:
     moe, training = run.model.moe, run.training
     rows = f"{training.global_batch} rows = data {grid.data} x {micro_batches(run, grid)} micro-batches"
     facts = {
-        "run": f"{run.name} on {_counted(grid.world)}",
+        "run": f"{run.name} on {counted(grid.world, 'rank')}",
         "dense": f"{grid.world} = {_product(grid, DENSE_AXES)}",
         "experts": f"{grid.world} = {_product(grid, EXPERT_AXES)}",
         "batch": f"{rows} x {training.micro_batch}, of {training.sequence_length} positions",
@@ -95,10 +95,6 @@ def _facts(run: Run, grid: Grid, stages: tuple[Stage, ...]) -> dict[str, str]:
     return facts
 
 
-def _counted(ranks: int) -> str:
-    return f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
-
-
 def _product(grid: Grid, axes: tuple[str, ...]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in zip(axes, grid.shape(axes), strict=True))
 
@@ -109,10 +105,10 @@ def _shard_text(run: Run, grid: Grid) -> str:
     if run.model.moe is not None:
         copies["experts"] = grid.expert_data
     if shard(run) == "none":
-        return ", ".join(f"{what} on {_counted(ranks)}" for what, ranks in copies.items())
+        return ", ".join(f"{what} on {counted(ranks, 'rank')}" for what, ranks in copies.items())
     sizes = {what: min(run.parallel.shard_size or ranks, ranks) for what, ranks in copies.items()}
     return ", ".join(
-        f"{what} by {_counted(ranks) if sizes[what] == ranks else f'{sizes[what]} of {ranks} ranks'}"
+        f"{what} by {counted(ranks, 'rank') if sizes[what] == ranks else f'{sizes[what]} of {ranks} ranks'}"
         for what, ranks in copies.items()
     )
 

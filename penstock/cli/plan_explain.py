@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from penstock.base.errors import PenstockError
 from penstock.base.meant import did_you_mean
-from penstock.cli.figures import bytes_text
-from penstock.cli.plan_print import cluster_text, conclusion, moment_text, refused_text, seconds_text, sourced_tables
+from penstock.base.numbers import bytes_text, time_text
+from penstock.cli.plan_print import cluster_text, conclusion, moment_text, refused_text, sourced_tables
 from penstock.cli.table import print_table
 from penstock.plan.projection import Plan, Projection
 from penstock.plan.what_if import COMPONENTS, components
@@ -115,14 +115,14 @@ def _time(plan: Plan) -> None:
     best = plan.candidates[0]
     ranks = best.time.ranks
     names = sorted({name for rank in ranks for name in rank.terms}, key=lambda name: -_most(best, name))
-    rows = [(name, *(seconds_text(rank.terms.get(name, 0.0)) for rank in ranks)) for name in names]
-    rows.append(("together", *(seconds_text(sum(rank.terms.values())) for rank in ranks)))
+    rows = [(name, *(time_text(rank.terms.get(name, 0.0)) for rank in ranks)) for name in names]
+    rows.append(("together", *(time_text(sum(rank.terms.values())) for rank in ranks)))
     for name, word in (
         ("communication", "communication"),
         ("exposed_communication", "exposed"),
         ("host", "host-bound"),
     ):
-        rows.append((f"({word})", *(seconds_text(vars(rank)[name]) for rank in ranks)))
+        rows.append((f"({word})", *(time_text(vars(rank)[name]) for rank in ranks)))
     _print_places(best, "term", rows)
     print("terms add up to the time of a place; those in brackets are part of others")
 

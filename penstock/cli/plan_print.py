@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from penstock.cli.figures import bytes_text, shortened
+from penstock.base.numbers import bytes_text, shortened, time_text
 from penstock.cli.table import print_table
 from penstock.plan.asked_layout import FOLLOW, differing_fields, field_label
 from penstock.plan.hardware import ORIGINS, Cluster, Hardware, Sourced
@@ -55,13 +55,6 @@ KNOWN_ERROR = KnownError(
 """From benchmarks/results/projection-h200.json, as docs/plan.md quotes it."""
 
 
-def seconds_text(seconds: float) -> str:
-    """A time of one step: `11.2 s`, `1.24 s`, `34.5 ms`."""
-    if seconds and abs(seconds) < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.1f} s" if abs(seconds) >= 10 else f"{seconds:.2f} s"
-
-
 def moment_text(moment: str) -> str:
     """A moment of a step, its passes by name: `backward of stage 3`."""
     return re.sub(r"\b[FBIW](?= of stage)", lambda found: _PASSES[found[0]], moment)
@@ -90,7 +83,7 @@ def conclusion(projection: Projection) -> str:
     """The one line that matters, of one candidate."""
     time, capacity = projection.time, bytes_text(projection.capacity_bytes)
     each = f"{time.tokens_per_second_per_device:,.0f} {projection.cluster.speed_unit}"
-    speed = f"{seconds_text(time.step_seconds)} a step, {each}"
+    speed = f"{time_text(time.step_seconds)} a step, {each}"
     if projection.fits:
         return f"{projection.layout}: {speed}, {bytes_text(projection.memory.total)} of {capacity}"
     parts = components(projection.memory)
@@ -144,9 +137,9 @@ def print_candidates(candidates: Sequence[Projection]) -> None:
     for number, one in enumerate(candidates, start=1):
         time = one.time
         row = [f"{number}", sizes_text(one.layout), *(texts[number - 1] for texts in told.values())]
-        row += [seconds_text(time.step_seconds), f"{time.tokens_per_second_per_device:,.0f}"]
+        row += [time_text(time.step_seconds), f"{time.tokens_per_second_per_device:,.0f}"]
         row += [f"{time.model_flops_utilization:.1%}", f"{time.bubble:.1%}"]
-        row += [seconds_text(time.exposed_communication_seconds), bytes_text(one.memory.total)]
+        row += [time_text(time.exposed_communication_seconds), bytes_text(one.memory.total)]
         row += [bytes_text(-one.over_bytes) if one.fits else f"{bytes_text(one.over_bytes)} too much"]
         rows.append(row)
     print_table(head, rows, _LEAST)
@@ -160,14 +153,14 @@ def _facts(best: Projection) -> dict[str, str]:
     run, layout, memory, place = best.run, best.layout, best.memory, slowest(best)
     training = run.training
     parts = {name: size for name, size in components(memory).items() if size}
-    passes = f"passes {seconds_text(place.passes)}, waiting {seconds_text(place.waiting)}"
+    passes = f"passes {time_text(place.passes)}, waiting {time_text(place.waiting)}"
     return {
         "batch": f"{training.global_batch:,} rows of {training.sequence_length:,} = {run.tokens_per_step:,} tokens a "
         f"step: {layout.dp} x {training.global_batch // (layout.dp * training.micro_batch)} micro-batches of "
         f"{training.micro_batch}",
         "memory": f"{', '.join(f'{name} {bytes_text(size)}' for name, size in parts.items())}; rank {memory.rank} at "
         f"its fullest, {moment_text(memory.moment)}",
-        "time": f"{passes}, update {seconds_text(place.update)}; rank {place.rank}, which waits least",
+        "time": f"{passes}, update {time_text(place.update)}; rank {place.rank}, which waits least",
     }
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from penstock.cli.figures import bytes_text
-from penstock.cli.plan_print import conclusion, seconds_text
+from penstock.base.numbers import bytes_text, time_text
+from penstock.cli.plan_print import conclusion
 from penstock.cli.table import print_table
 from penstock.plan.projection import Projection, Refusal, candidate_json
 from penstock.plan.what_if import Change, Comparison, Point
@@ -38,8 +38,8 @@ def print_comparison(comparison: Comparison, left: str, right: str) -> None:
         print_table(("activations of", left, right, "more"), rows)
         print()
     step = _step_change(comparison)
-    seconds = _change_rows(comparison.seconds, seconds_text)
-    print_table(("time", left, right, "more"), [*seconds, *_change_rows([step], seconds_text, all_of_them=True)])
+    seconds = _change_rows(comparison.seconds, time_text)
+    print_table(("time", left, right, "more"), [*seconds, *_change_rows([step], time_text, all_of_them=True)])
     print(f"terms of the place that waits least; {_speed_text(comparison, left, right)}")
 
 
@@ -125,12 +125,12 @@ def _cells(point: Point, *, with_efficiency: bool) -> list[str]:
     if (way := one.layout.dispatcher) != point.asked.get("dispatcher", way):
         return [*[""] * (7 + with_efficiency), f"comes down to {way}"]
     time = one.time
-    cells = [f"{one.run.training.global_batch:,}", seconds_text(time.step_seconds)]
+    cells = [f"{one.run.training.global_batch:,}", time_text(time.step_seconds)]
     cells += [f"{time.tokens_per_second_per_device:,.0f}"]
     if with_efficiency:
         cells += ["" if point.efficiency is None else f"{point.efficiency:.1%}"]
     cells += [f"{time.model_flops_utilization:.1%}", f"{time.bubble:.1%}"]
-    cells += [seconds_text(time.exposed_communication_seconds), bytes_text(one.memory.total)]
+    cells += [time_text(time.exposed_communication_seconds), bytes_text(one.memory.total)]
     return [*cells, "" if one.fits else f"{bytes_text(one.over_bytes)} too much"]
 
 

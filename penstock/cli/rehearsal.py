@@ -1,6 +1,6 @@
 """`penstock train --fake-world N --rank R`: one rank of a world that is not there, and what it holds."""
 
-from penstock.cli.figures import bytes_text, count_text
+from penstock.base.numbers import bytes_text, count_text
 from penstock.config.run import Run
 from penstock.layout.actions import text
 from penstock.layout.grid import DENSE_AXES, EXPERT_AXES

@@ -1,13 +1,13 @@
 """`penstock config show`: a run in full, and what the model that it describes weighs and costs."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from penstock.base.errors import PenstockError
+from penstock.base.numbers import count_text, flops_text
 from penstock.cli.config import Json, Target
 from penstock.config.load import dump_toml, load_run
 from penstock.config.run import Run
@@ -37,21 +37,11 @@ def show(
 def _count_lines(run: Run, counted: Count) -> str:
     """Comments in TOML, so that the output as a whole is a file."""
     length = run.training.sequence_length
-    lines = [f"parameters  {_scaled(counted.parameters, _COUNTS)}"]
+    lines = [f"parameters  {count_text(counted.parameters)}"]
     if counted.mtp_parameters:
-        lines += [f"prediction  {_scaled(counted.mtp_parameters, _COUNTS)} more, for multi-token prediction"]
+        lines += [f"prediction  {count_text(counted.mtp_parameters)} more, for multi-token prediction"]
     lines += [
-        f"active      {_scaled(counted.active_parameters, _COUNTS)} parameters for each token",
-        f"training    {_scaled(counted.flops_per_token, _FLOPS)} for each token, at sequence length {length}",
+        f"active      {count_text(counted.active_parameters)} parameters for each token",
+        f"training    {flops_text(counted.flops_per_token)} for each token, at sequence length {length}",
     ]
     return "\n".join(f"# {line}" for line in lines)
-
-
-_COUNTS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3), ("", 1.0))
-_FLOPS = (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("KFLOP", 1e3), ("FLOP", 1.0))
-
-
-def _scaled(number: float, units: Sequence[tuple[str, float]]) -> str:
-    """Four digits and the largest unit that leaves at least one before the point: `15.71 B`."""
-    unit, size = next(((unit, size) for unit, size in units if number >= size), units[-1])
-    return f"{number / size:#.4g} {unit}"

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.base.errors import TraceError
-from penstock.cli.figures import shortened
+from penstock.base.numbers import counted, shortened
 from penstock.cli.next import print_next
 from penstock.cli.table import print_table
 from penstock.trace.compare import CLOSING, Comparison, Row, Verdict, compare
@@ -89,14 +89,10 @@ def _print(compared: Comparison, top: int) -> None:
     for verdict, title in _TITLES.items():
         rows = [row for row in compared.rows if row.verdict is verdict and row.key not in CLOSING]
         if rows:
-            print(f"\n{title}: {sum(row.change_us for row in rows) / 1e3:+,.3f} ms in {_counted(rows)}")
+            print(f"\n{title}: {sum(row.change_us for row in rows) / 1e3:+,.3f} ms in {counted(len(rows), 'row')}")
             _print_rows(rows[:top], steps)
     print("\nwhat is no event")
     _print_rows([row for row in compared.rows if row.key in CLOSING], steps)
-
-
-def _counted(rows: Sequence[Row]) -> str:
-    return "1 row" if len(rows) == 1 else f"{len(rows)} rows"
 
 
 def _headline(compared: Comparison) -> str:

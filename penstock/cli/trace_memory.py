@@ -1,6 +1,6 @@
 """Memory of a trace as text: the fullest moment, what is held then, and what each phase does to it."""
 
-from penstock.cli.figures import bytes_text
+from penstock.base.numbers import bytes_text
 from penstock.cli.table import print_table
 from penstock.trace.memory import Memory, MemoryRow
 

@@ -6,8 +6,8 @@ asked for. Tables are cut, and the last row says what was left out: `--json` has
 
 from collections.abc import Callable, Sequence
 
+from penstock.base.numbers import bytes_text, shortened
 from penstock.base.spans import Span
-from penstock.cli.figures import bytes_text, shortened
 from penstock.cli.table import print_table
 from penstock.cli.trace_memory import print_memory
 from penstock.trace.answer import Answer, RankAnswer

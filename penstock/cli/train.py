@@ -30,11 +30,11 @@ import typer
 from rich.console import Console
 
 from penstock.base.errors import DeviceError, RunFolderError
-from penstock.cli.figures import DOT, bytes_text, count_text, duration_text
+from penstock.base.numbers import bytes_text, count_text, duration_text, flops_text
 from penstock.cli.main import main
 from penstock.cli.next import next_line
 from penstock.cli.rehearsal import print_rehearsal
-from penstock.cli.view import FORCED_BALANCE, LiveView, PlainView
+from penstock.cli.view import DOT, FORCED_BALANCE, LiveView, PlainView
 from penstock.cli.warnings import warn, warn_of_unfilled
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
@@ -359,7 +359,7 @@ def _print_plan(console: Console, launch: Launch, grid: Grid, local_ranks: int) 
     held_out = held_out if shortage is None else "rows not cut,"
     facts = {
         "model": f"{parameters} parameters, {active} active for a token {DOT} {run.training.precision}",
-        "compute": f"{count_text(flops)}FLOP a token, {count_text(flops * tokens)}FLOP in all",
+        "compute": f"{flops_text(flops)} a token, {flops_text(flops * tokens)} in all",
         "memory": f"{bytes_text(state_bytes(run))} for weights, gradients and optimizer, before activations",
         "data": f"{texts.train}, {held_out} held out",
         "batch": f"{run.tokens_per_step:,} tokens a step, {count_text(tokens)} in {run.training.steps:,} steps",

@@ -7,8 +7,9 @@ every `SLOWEST_LINE_SECONDS` later on, so that a long run leaves a log that can 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rich.box import ROUNDED
 from rich.console import Console, Group, RenderableType
@@ -18,9 +19,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from penstock.cli.figures import DOT, Trail, bytes_text, count_text, duration_text, load_bars, spark_line
+from penstock.base.numbers import bytes_text, count_text, duration_text
 from penstock.config.run import Run
 from penstock.train.observer import LayerReport, RunStart, StepReport
+
+BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+"""One cell, from an eighth to full."""
+
+DOT = "\u00b7"
+"""Stands between facts of one line."""
 
 FORCED_BALANCE = "FORCED BALANCE, BENCHMARK ONLY"
 """Stands wherever a figure of such a run is shown."""
@@ -389,3 +396,69 @@ def _cells(report: StepReport) -> list[str]:
         bytes_text(report.peak_memory_bytes),
         "-" if worst is None else f"{worst.max_over_mean:.2f}",
     ]
+
+
+def spark_line(values: Sequence[float], width: int) -> str:
+    """Values as a row of blocks, the lowest an eighth high and the highest full.
+
+    Args:
+        values: any number of them; if more than `width`, means of neighbours are drawn.
+        width: most characters.
+    """
+    means = _bins(values, width)
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    if high == low:
+        return BLOCKS[0] * len(means)
+    return "".join(BLOCKS[round((mean - low) / (high - low) * (len(BLOCKS) - 1))] for mean in means)
+
+
+def load_bars(slots: Sequence[int], width: int) -> str:
+    """Load of each expert as a bar: half high is the mean, full is twice the mean or more.
+
+    Args:
+        slots: load of each expert.
+        width: most characters; if there are more experts, a bar is the fullest of its neighbours.
+    """
+    mean = sum(slots) / len(slots) or 1.0
+    group = -(-len(slots) // width)
+    fullest = [max(slots[start : start + group]) for start in range(0, len(slots), group)]
+    cell = 3 if len(fullest) * 3 <= width else 1
+    half = len(BLOCKS) // 2
+    bars = (BLOCKS[min(max(round(load / mean * half), 1), len(BLOCKS)) - 1] for load in fullest)
+    return "".join(bar if cell == 1 else bar * 2 + " " for bar in bars).rstrip()
+
+
+def _bins(values: Sequence[float], width: int) -> list[float]:
+    """At most `width` means of neighbours, equally many in each but for rounding."""
+    bins = min(len(values), width)
+    edges = [round(index * len(values) / bins) for index in range(bins + 1)] if bins else []
+    return [sum(values[low:high]) / (high - low) for low, high in pairwise(edges)]
+
+
+class Trail:
+    """A history of any length in bounded memory: when it is full, neighbours are joined into their mean.
+
+    Args:
+        capacity: most values that are kept; even.
+    """
+
+    def __init__(self, capacity: int = 512) -> None:
+        self._capacity = capacity
+        self._stride = 1
+        self._pending: list[float] = []
+        self._means: list[float] = []
+
+    def add(self, value: float) -> None:
+        """Append a value."""
+        self._pending.append(value)
+        if len(self._pending) == self._stride:
+            self._means.append(sum(self._pending) / self._stride)
+            self._pending = []
+        if len(self._means) == self._capacity:
+            self._means = [(a + b) / 2 for a, b in zip(self._means[::2], self._means[1::2], strict=True)]
+            self._stride *= 2
+
+    @property
+    def values(self) -> list[float]:
+        """What is kept, oldest first."""
+        return [*self._means, *([sum(self._pending) / len(self._pending)] if self._pending else [])]

@@ -7,6 +7,7 @@ over by the sizes of `parallel` is data parallelism, so the sizes must divide.
 from math import gcd, lcm, prod
 from typing import Literal
 
+from penstock.base.numbers import counted
 from penstock.config.model import Attention, GroupedQueryAttention
 from penstock.config.problem import Problem, divisors, refuse
 from penstock.config.run import Run
@@ -94,7 +95,7 @@ def _ranks(run: Run, world: int) -> list[Problem]:
             Problem(
                 "parallel",
                 f"needs more ranks: {which} {_product(dense)} and {_product(expert)}",
-                got=_counted(world),
+                got=counted(world, "rank"),
                 allowed=f"a multiple of {least}",
                 fix=f"start {least} processes: penstock train ... --processes {least}",
             )
@@ -106,7 +107,7 @@ def _ranks(run: Run, world: int) -> list[Problem]:
                 Problem(
                     "parallel",
                     f"does not divide the ranks: {_product(sizes)}",
-                    got=_counted(world),
+                    got=counted(world, "rank"),
                     allowed=f"a multiple of {least}",
                     fix=f"run on {below} or {below + least} ranks, or change these sizes",
                 )
@@ -127,10 +128,6 @@ def _product(sizes: dict[str, int]) -> str:
     return f"{' x '.join(f'{name} {size}' for name, size in sizes.items())} = {prod(sizes.values())}"
 
 
-def _counted(ranks: int) -> str:
-    return f"{ranks} rank" if ranks == 1 else f"{ranks} ranks"
-
-
 def _batch(run: Run, grid: Grid) -> list[Problem]:
     """Every data-parallel rank gets whole micro-batches, the same number."""
     training = run.training
@@ -143,7 +140,7 @@ def _batch(run: Run, grid: Grid) -> list[Problem]:
         Problem(
             "training.global_batch",
             f"must be a multiple of training.micro_batch x data-parallel ranks ({training.micro_batch} x {grid.data})",
-            got=f"{training.global_batch} on {_counted(grid.world)}",
+            got=f"{training.global_batch} on {counted(grid.world, 'rank')}",
             fix=f"set training.global_batch to {near}{_smaller_micro_batch(run, grid)}",
         )
     ]
@@ -182,7 +179,7 @@ def _shards(run: Run, grid: Grid) -> list[Problem]:
                 Problem(
                     "parallel.shard_size",
                     f"must divide the ranks that hold the same {what} ({ranks})",
-                    got=f"{size} on {_counted(grid.world)}",
+                    got=f"{size} on {counted(grid.world, 'rank')}",
                     allowed=f"{divisors(ranks)}, or 0 for all",
                 )
             ]

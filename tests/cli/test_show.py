@@ -21,8 +21,8 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("name", "parameters", "rest"),
     [
-        ("deepseek-v2-lite", "15.71 B", ["active      2.661 B parameters for each token", "training    16.41 GFLOP"]),
-        ("deepseek-v3", "671.0 B", ["prediction  11.61 B more, for multi-token prediction", "active      37.55 B"]),
+        ("deepseek-v2-lite", "15.7 B", ["active      2.66 B parameters for each token", "training    16.4 GFLOP"]),
+        ("deepseek-v3", "671.0 B", ["prediction  11.6 B more, for multi-token prediction", "active      37.6 B"]),
     ],
 )
 def test_a_preset_is_shown_with_what_it_weighs(

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from penstock.cli.figures import bytes_text
+from penstock.base.numbers import bytes_text
 from penstock.cli.table import print_table
 
 ROWS = [("steps", "10"), ("a-long-name", "")]

@@ -302,7 +302,7 @@ def test_what_cannot_start_leaves_nothing_behind(
 ) -> None:
     Path("empty.txt").write_bytes(b"")
     Path("latin.txt").write_bytes("caf\N{LATIN SMALL LETTER E WITH ACUTE}".encode("latin-1"))
-    text = dump_toml(tiny_run(Path("runs"))).replace("vocabulary = 17", "vocabulary = 257")
+    text = dump_toml(tiny_run(Path("runs"))).replace("vocab_size = 17", "vocab_size = 257")
     Path("tiny.toml").write_text(text, encoding="utf-8")
     before = everything()
     assert message in refused(capsys, *arguments)

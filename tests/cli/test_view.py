@@ -1,13 +1,27 @@
 """The two views: what stands in them, and that they fit."""
 
 import io
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from penstock.cli.view import COLUMNS, FORCED_BALANCE, PANEL_WIDTH, STOPPING, LiveView, PlainView, RunPanel, facts_of
+from penstock.cli.view import (
+    BLOCKS,
+    COLUMNS,
+    FORCED_BALANCE,
+    PANEL_WIDTH,
+    STOPPING,
+    LiveView,
+    PlainView,
+    RunPanel,
+    Trail,
+    facts_of,
+    load_bars,
+    spark_line,
+)
 from penstock.config.model import Balance
 from penstock.config.run import Run
 from penstock.train.observer import LayerReport
@@ -209,3 +223,54 @@ def test_the_live_view_does_not_draw_at_every_step(tmp_path: Path) -> None:
 
 def test_a_view_that_never_started_can_be_closed() -> None:
     LiveView(Console(file=io.StringIO(), force_terminal=True)).closed()
+
+
+def test_a_spark_line_goes_from_its_lowest_to_its_highest() -> None:
+    assert spark_line([1, 2, 3], 10) == BLOCKS[0] + BLOCKS[4] + BLOCKS[7]
+    assert spark_line([2, 2], 10) == BLOCKS[0] * 2
+    assert spark_line([], 10) == ""
+
+
+def test_a_spark_line_fits() -> None:
+    for count in (1, 9, 10, 11, 25, 1000):
+        line = spark_line([float(index) for index in range(count)], 10)
+        assert len(line) == min(count, 10)
+        assert list(line) == sorted(line)
+
+
+def test_a_bar_is_half_high_at_the_mean_and_full_at_twice_it() -> None:
+    assert load_bars([2, 2, 2, 2], 4) == BLOCKS[3] * 4
+    assert load_bars([4, 0, 2, 2], 4) == BLOCKS[7] + BLOCKS[0] + BLOCKS[3] * 2
+    assert load_bars([80, 0, 0, 0], 4) == BLOCKS[7] + BLOCKS[0] * 3
+    assert load_bars([0, 0], 2) == BLOCKS[0] * 2
+
+
+def test_few_experts_get_wide_bars() -> None:
+    assert load_bars([1, 1], 6) == f"{BLOCKS[3] * 2} {BLOCKS[3] * 2}"
+
+
+def test_many_experts_share_bars_and_the_fullest_is_seen() -> None:
+    slots = [1] * 256
+    slots[100] = 1000
+    bars = load_bars(slots, 40)
+    assert len(bars) <= 40
+    assert bars.count(BLOCKS[7]) == 1
+
+
+def test_a_trail_keeps_its_shape_in_bounded_memory() -> None:
+    trail = Trail(capacity=8)
+    for step in range(1000):
+        trail.add(float(step))
+    values = trail.values
+    assert len(values) <= 9
+    assert values == sorted(values)
+    assert values[0] < 200
+    assert values[-1] > 900
+
+
+def test_a_short_trail_is_exact() -> None:
+    trail = Trail(capacity=8)
+    for step in range(5):
+        trail.add(float(step))
+    assert trail.values == [0, 1, 2, 3, 4]
+    assert math.isclose(sum(trail.values), 10)

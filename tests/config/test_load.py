@@ -71,7 +71,7 @@ def test_a_file_needs_no_ending(tmp_path: Path) -> None:
 
 
 def test_a_file_starts_from_a_preset_and_its_own_keys_win(tmp_path: Path) -> None:
-    text = 'preset = "debug"\nseed = 7\n[model.moe]\nshared_ffn_size = 96\n'
+    text = 'preset = "debug"\nseed = 7\n[model.moe]\nshared_expert_intermediate_size = 96\n'
     run = load_run(write(tmp_path / "mine.toml", text))
     base = debug()
     assert (run.name, run.seed) == ("mine", 7)

@@ -16,8 +16,8 @@ MESSAGES = {
     # Unknown keys: a like name beside it, the same name elsewhere, another kind's field, no idea.
     "training.stpes=3": "training.stpes is an unknown key; fix: did you mean training.steps?",
     "sede=3": "sede is an unknown key; fix: did you mean seed?",
-    "model.moe.router.nromalize=true": (
-        "model.moe.router.nromalize is an unknown key; fix: did you mean model.moe.router.norm_topk_prob?"
+    "model.moe.router.scoring_fnuc=softmax": (
+        "model.moe.router.scoring_fnuc is an unknown key; fix: did you mean model.moe.router.scoring_func?"
     ),
     "training.learning_rate=3": (
         "training.learning_rate is an unknown key; fix: did you mean optimizer.learning_rate?"

@@ -139,8 +139,8 @@ LEGAL = (
     ),
     Case(
         "passes-stand-beside-each-other",
-        {**EP8, **PP16, "overlap": "full"},
-        {**EP8, **PP8X2, "overlap": "full"},
+        {**EP8, **PP16, "overlap": "passes"},
+        {**EP8, **PP8X2, "overlap": "passes"},
         "not 1f1b on 16 ranks",
     ),
     Case(
