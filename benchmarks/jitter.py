@@ -29,7 +29,7 @@ GARBAGE = {
     "whenever Python likes": "training.collect_garbage_every=0",
 }
 
-GRAPHS = ("none", "passes")
+GRAPHS = ("none", "full")
 
 
 def main() -> None:
