@@ -30,7 +30,7 @@ from penstock.plan.conventional import Saving, conventional
 from penstock.plan.hardware import cluster_of
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.memory import Memory, memory_of, ranks_that_differ, worst_rank
-from penstock.plan.meta_rank import Target, stand_in
+from penstock.plan.meta_rank import Target, make_meta_rank
 
 MODELS = ("moe-1t", "moe-2t")
 CHIPS = ("MI300X", "MI355X")
@@ -184,7 +184,7 @@ def kept(model: str, variant: Variant) -> dict[str, Any]:
     try:
         target = target_of(variant)
         axes = make_axes(grid_of(run, WORLD), embedding_places(run), run.parallel.shard_size, target.ranks_per_node)
-        stage = activations_of(stand_in(run, axes, target))[0]
+        stage = activations_of(make_meta_rank(run, axes, target))[0]
     finally:
         stop_process_group()
     return {"variant": variant.name, "numbers": _by_part(stage.kept, 2 * run.training.sequence_length)}

@@ -98,7 +98,7 @@ def _tensor_ranks_divide_widths(sizes: Sizes) -> str | None:
 
 
 def _tensor_ranks_divide_the_vocabulary(sizes: Sizes) -> str | None:
-    ids = sizes.model.vocabulary
+    ids = sizes.model.vocab_size
     return f"TP {sizes.tp} does not divide a vocabulary of {ids}" if ids % sizes.tp else None
 
 

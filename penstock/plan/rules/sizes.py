@@ -31,7 +31,7 @@ class ModelFacts:
     Attributes:
         layers: of the decoder.
         dense_layers: of them, without experts.
-        vocabulary: token ids.
+        vocab_size: token ids.
         head_counts: heads, and key/value heads where there are such; what tensor-parallel ranks divide.
         experts: routed ones of a layer; 0 in a dense model.
         top_k: of them, for a token.
@@ -48,7 +48,7 @@ class ModelFacts:
 
     layers: int
     dense_layers: int
-    vocabulary: int
+    vocab_size: int
     head_counts: tuple[int, ...]
     experts: int
     top_k: int
@@ -169,7 +169,7 @@ def facts_of(
     return ModelFacts(
         layers=model.layers,
         dense_layers=model.layers - model.moe_layers,
-        vocabulary=model.vocab_size,
+        vocab_size=model.vocab_size,
         head_counts=tuple(heads_of(model.attention).values()),
         experts=0 if moe is None else moe.experts,
         top_k=0 if moe is None else moe.top_k,
