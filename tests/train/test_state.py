@@ -244,5 +244,5 @@ def test_a_state_on_a_gpu_is_saved_and_restored(tmp_path: Path, asynchronous: bo
 def test_a_checkpoint_from_before_there_was_a_choice_has_its_default() -> None:
     today = {"model.layers": 2, "model.moe.moe_layer_freq": 1, "model.attention.qk_norm": "none"}
     check_same_model(7, {"model.layers": 2}, today)
-    with pytest.raises(CheckpointError, match=r"another model; got model\.moe\.every = 2; allowed: .* = None"):
+    with pytest.raises(CheckpointError, match=r"another model; got model\.moe\.moe_layer_freq = 2; allowed: .* = None"):
         check_same_model(7, {"model.layers": 2}, today | {"model.moe.moe_layer_freq": 2})
