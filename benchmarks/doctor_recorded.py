@@ -14,8 +14,8 @@ from typing import Any
 from benchmarks import record
 from penstock.cli.doctor import examine
 from penstock.trace.answer import answer_to
-from penstock.tune.doctor import diagnose
-from penstock.tune.doctor_run import facts_of
+from penstock.tune.doctor.diagnosis import diagnose
+from penstock.tune.doctor.run_facts import facts_of
 
 DONE = {
     "all-to-all": "tokens travel by all-to-all; three steps, and nothing was done to them",
@@ -42,24 +42,24 @@ def judged(folder: Path) -> dict[str, Any]:
         "ranks": len(evidence.ranks),
         "layers": run.model.layers,
         "steps": evidence.steps,
-        "step_ms": verdict.walls.total_us / 1e3,
-        "wall": verdict.wall,
-        "then": list(verdict.then),
+        "step_ms": verdict.times.total_us / 1e3,
+        "wall": verdict.bottleneck,
+        "then": list(verdict.others),
         "verdict": verdict.sentence,
-        "recording_share": verdict.walls.share(verdict.walls.recording_us),
-        "shares": {name: verdict.walls.share(loss) for name, loss in verdict.walls.losses.items()},
+        "recording_share": verdict.times.share(verdict.times.recording_us),
+        "shares": {name: verdict.times.share(loss) for name, loss in verdict.times.losses.items()},
         "late": [
             {
                 "rank": one.rank,
                 "cause": one.cause,
                 "times_last": one.times_last,
-                "share": verdict.walls.share(one.caused_wait_us / others),
+                "share": verdict.times.share(one.caused_wait_us / others),
                 "detail": one.detail,
             }
             for one in evidence.late
         ],
         "remedies": [
-            {"change": one.change, "rule": one.rule, "share": verdict.walls.share(one.gain_us)}
+            {"change": one.change, "rule": one.rule, "share": verdict.times.share(one.gain_us)}
             for one in verdict.remedies
         ],
         "unmatched": evidence.unmatched,

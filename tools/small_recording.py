@@ -31,10 +31,10 @@ from penstock.trace.answer import answer_to
 from penstock.trace.events import NONE
 from penstock.trace.launches import WAITS
 from penstock.trace.load import PROFILE, read_text, trace_files
-from penstock.tune.doctor import Verdict, diagnose
-from penstock.tune.doctor_evidence import Evidence
-from penstock.tune.doctor_run import METRICS, facts_of
-from penstock.tune.doctor_trace import evidence_of
+from penstock.tune.doctor.diagnosis import Diagnosis, diagnose
+from penstock.tune.doctor.evidence import Evidence
+from penstock.tune.doctor.from_trace import evidence_of
+from penstock.tune.doctor.run_facts import METRICS, facts_of
 
 Event = dict[str, Any]
 
@@ -170,20 +170,20 @@ def differences(whole: Path, small: Path) -> list[str]:
     """What the doctor says of one folder and not of the other, where it is more than rounding; empty if nothing."""
     (first, one), (second, two) = judged(whole), judged(small)
     pairs = {
-        "wall": (one.wall, two.wall),
-        "then": (one.then, two.then),
+        "wall": (one.bottleneck, two.bottleneck),
+        "then": (one.others, two.others),
         "late": tuple([(late.rank, late.cause, late.times_last) for late in each.late] for each in (first, second)),
         "remedies": tuple([remedy.change for remedy in each.remedies] for each in (one, two)),
-        "evidence": tuple([fact.what.split("(")[0] for fact in each.facts] for each in (one, two)),
+        "evidence": tuple([line.what.split("(")[0] for line in each.lines] for each in (one, two)),
         "launches": (first.launches, second.launches),
     }
     found = [f"{name}: {ours} and {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
-    times = zip(one.facts, two.facts, strict=False)
+    times = zip(one.lines, two.lines, strict=False)
     far = [(ours, theirs) for ours, theirs in times if abs((ours.share or 0.0) - (theirs.share or 0.0)) > ROUNDING]
     return found + [f"{ours.what}: {ours.share:.5f} and {theirs.share:.5f} of the step" for ours, theirs in far]
 
 
-def judged(folder: Path) -> tuple[Evidence, Verdict]:
+def judged(folder: Path) -> tuple[Evidence, Diagnosis]:
     """What the doctor says of the folder of a run without a plan, which the traces do not change."""
     facts, missing = facts_of(folder)
     evidence = evidence_of(answer_to([folder]), facts, missing)

@@ -22,11 +22,11 @@ from penstock.cli.next import print_next
 from penstock.cli.verbs import load_by_name
 from penstock.config.load import RUN_FILE
 from penstock.trace.answer import answer_to
-from penstock.tune.doctor import diagnose, verdict_json
-from penstock.tune.doctor_cpu import cpu_changes, cpu_json
-from penstock.tune.doctor_evidence import Evidence, Facts
-from penstock.tune.doctor_remedy import accepted
-from penstock.tune.doctor_run import (
+from penstock.tune.doctor.diagnosis import cpu_changes, cpu_json, diagnose, diagnosis_json
+from penstock.tune.doctor.evidence import Evidence, RunFacts
+from penstock.tune.doctor.from_trace import evidence_of
+from penstock.tune.doctor.remedies import accepted
+from penstock.tune.doctor.run_facts import (
     cluster_for,
     compared,
     facts_of,
@@ -35,7 +35,6 @@ from penstock.tune.doctor_run import (
     is_run,
     recording_command,
 )
-from penstock.tune.doctor_trace import evidence_of
 
 Place = Annotated[list[Path], typer.Argument(metavar="PATH...", help="The folder of a run, its TOML file, or traces.")]
 On = Annotated[str | None, typer.Option("--on", metavar="NxCHIP", help="What the run is on: 8xH200, or 8xmine.toml.")]
@@ -61,7 +60,7 @@ def doctor(paths: Place, on: On = None, step: Step = None, as_json: Json = False
             raise TraceError(error.what, fix=fix) from error
         raise
     if as_json:
-        print(json.dumps(verdict_json(verdict), indent=2, allow_nan=False))
+        print(json.dumps(diagnosis_json(verdict), indent=2, allow_nan=False))
     else:
         print_verdict(verdict, evidence)
         _print_next(paths, evidence, [one.change for one in verdict.remedies])
@@ -102,7 +101,7 @@ def examine(paths: list[Path], *, on: str | None = None, step: int | None = None
         facts, missing = facts_of_plan(path)
         evidence = Evidence(source="none", ranks=(), facts=facts, missing=missing)
     elif on is None:
-        return evidence_of(answer_to(paths, step=step), Facts())
+        return evidence_of(answer_to(paths, step=step), RunFacts())
     else:
         raise TraceError(
             "--on is for the folder of a run, of which it makes a plan",
@@ -117,7 +116,7 @@ def examine(paths: list[Path], *, on: str | None = None, step: int | None = None
         told = "no plan: nothing says what the run is on; give --on 8xH200"
         return replace(evidence, missing=(*evidence.missing, told))
     evidence = replace(evidence, notes=compared(evidence.facts, cluster))
-    planned: Evidence = load_by_name("penstock.tune.doctor_plan", "with_plan")(evidence, cluster)
+    planned: Evidence = load_by_name("penstock.tune.doctor.planned", "with_plan")(evidence, cluster)
     return planned
 
 

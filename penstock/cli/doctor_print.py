@@ -4,15 +4,14 @@ from penstock.base.numbers import bytes_text
 from penstock.cli.table import print_table
 from penstock.cli.trace_print import print_host_tables
 from penstock.trace.host_table import HostTable
-from penstock.tune.doctor import Fact, Verdict, ms_text, spent_text
-from penstock.tune.doctor_cpu import cpu_changes, cpu_sentence
-from penstock.tune.doctor_evidence import Evidence
+from penstock.tune.doctor.diagnosis import Diagnosis, EvidenceLine, cpu_changes, cpu_sentence, ms_text, spent_text
+from penstock.tune.doctor.evidence import Evidence
 
 ROWS = 8
 """Of each table of a CPU."""
 
 
-def print_verdict(verdict: Verdict, evidence: Evidence) -> None:
+def print_verdict(verdict: Diagnosis, evidence: Evidence) -> None:
     """Print a verdict.
 
     Args:
@@ -26,13 +25,13 @@ def print_verdict(verdict: Verdict, evidence: Evidence) -> None:
         print(spent_text(verdict, evidence))
     per = "ms per step" if evidence.steps or not evidence.ranks else "ms"
     print()
-    print_table(("wall", "evidence", per, "share", "bytes"), [_row(fact) for fact in verdict.facts])
+    print_table(("wall", "evidence", per, "share", "bytes"), [_row(fact) for fact in verdict.lines])
     print()
     if verdict.remedies:
         rows = []
         for one in verdict.remedies:
             gain = f"-{bytes_text(one.gain_bytes)}" if one.gain_bytes else ms_text(one.gain_us)
-            rows.append((gain, f"{verdict.walls.share(one.gain_us):.1%}", one.change, one.rule))
+            rows.append((gain, f"{verdict.times.share(one.gain_us):.1%}", one.change, one.rule))
         print_table((f"gains {per}, at most", "of step", "change", "rule"), rows)
         print()
         for one in verdict.remedies:
@@ -64,9 +63,9 @@ def print_cpu(table: HostTable, evidence: Evidence) -> None:
         print(f"missing: {line}")
 
 
-def _row(fact: Fact) -> tuple[str, ...]:
+def _row(fact: EvidenceLine) -> tuple[str, ...]:
     return (
-        fact.wall,
+        fact.bottleneck,
         fact.what,
         "" if fact.time_us is None else ms_text(fact.time_us),
         "" if fact.share is None else f"{fact.share:.1%}",

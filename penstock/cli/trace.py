@@ -87,7 +87,7 @@ def read(paths: Paths, as_json: Json = False, rank: Rank = None, step: Step = No
         answer = answer_to(paths, step=step, rank=rank)
     except TraceError as error:
         if "holds no trace" in error.what and (paths[0] / RUN_FILE).is_file():
-            command = load_by_name("penstock.tune.doctor_run", "recording_command")(paths[0])
+            command = load_by_name("penstock.tune.doctor.run_facts", "recording_command")(paths[0])
             raise TraceError(error.what, fix=f"record some steps: {command}") from error
         raise
     if as_json:

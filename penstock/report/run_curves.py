@@ -9,7 +9,7 @@ from penstock.plan.projection import Projection
 from penstock.report.colours import LIMIT, PHASES, SERIES, part_colours
 from penstock.report.figure import Figure, share_text, three_digits, time_text, time_unit
 from penstock.report.thin import Points, curve, thinned
-from penstock.tune.doctor_run import USUAL
+from penstock.tune.doctor.run_facts import USUAL
 
 Line = Mapping[str, Any]
 

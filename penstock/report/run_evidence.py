@@ -19,11 +19,11 @@ from penstock.plan.hardware import Cluster
 from penstock.plan.project import project
 from penstock.plan.projection import Projection
 from penstock.trace.answer import Answer, RankAnswer, answer_of, read_traces
-from penstock.tune.doctor import Verdict, diagnose
-from penstock.tune.doctor_cpu import cpu_sentence
-from penstock.tune.doctor_evidence import Evidence, Facts
-from penstock.tune.doctor_plan import with_projection
-from penstock.tune.doctor_run import (
+from penstock.tune.doctor.diagnosis import Diagnosis, cpu_sentence, diagnose
+from penstock.tune.doctor.evidence import Evidence, RunFacts
+from penstock.tune.doctor.from_trace import evidence_of
+from penstock.tune.doctor.planned import with_projection
+from penstock.tune.doctor.run_facts import (
     METRICS,
     STARTS,
     cluster_for,
@@ -33,7 +33,6 @@ from penstock.tune.doctor_run import (
     json_lines,
     recording_command,
 )
-from penstock.tune.doctor_trace import evidence_of
 
 LAYERS = 400
 """Recorded steps whose layers are looked at, evenly, the last among them."""
@@ -79,11 +78,11 @@ class RunEvidence:
     answer: Answer | None = None
     is_host: bool = False
     projection: Projection | None = None
-    verdict: Verdict | None = None
+    verdict: Diagnosis | None = None
     lacks: Lacks = field(default_factory=Lacks)
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> RunFacts:
         """What is known of the run besides times."""
         return self.judged.facts
 
@@ -137,7 +136,7 @@ def gather(path: Path, *, on: str | None = None, plans: bool = True) -> RunEvide
         RunFolderError: its metrics or starts cannot be read.
         HardwareError: `on` is no hardware.
     """
-    found = _of_run(path) if is_run(path) else RunEvidence(path=path, judged=_judged_by(Facts()), lacks=_NO_RUN)
+    found = _of_run(path) if is_run(path) else RunEvidence(path=path, judged=_judged_by(RunFacts()), lacks=_NO_RUN)
     found = _with_traces(found)
     if found.answer is None and not is_run(path):
         raise TraceError(found.lacks.trace)
@@ -156,7 +155,7 @@ def gather(path: Path, *, on: str | None = None, plans: bool = True) -> RunEvide
     )
 
 
-def _judged_by(facts: Facts) -> Evidence:
+def _judged_by(facts: RunFacts) -> Evidence:
     """Evidence without times."""
     return Evidence(source="none", ranks=(), facts=facts)
 
@@ -209,7 +208,7 @@ def _projected(evidence: Evidence, cluster: Cluster | None, *, plans: bool) -> t
         return None, f"no plan on {cluster.devices} x {cluster.hardware.name}: {error}"
 
 
-def _verdict(evidence: Evidence, found: RunEvidence) -> tuple[Verdict | None, str]:
+def _verdict(evidence: Evidence, found: RunEvidence) -> tuple[Diagnosis | None, str]:
     """The doctor's, or why there is none."""
     try:
         return diagnose(evidence), ""

@@ -12,8 +12,8 @@ from penstock.report.frame import scrolling
 from penstock.report.run_curves import usual_of
 from penstock.report.run_evidence import RunEvidence, sentence
 from penstock.trace.host_table import HostRow, HostTable
-from penstock.tune.doctor import Fact, Verdict, ms_text, spent_text
-from penstock.tune.doctor_evidence import Evidence
+from penstock.tune.doctor.diagnosis import Diagnosis, EvidenceLine, ms_text, spent_text
+from penstock.tune.doctor.evidence import Evidence
 
 FACTS = 12
 """Lines of evidence that are shown; the rest is folded away."""
@@ -36,7 +36,7 @@ def summary(evidence: RunEvidence) -> dict[str, str]:
     if evidence.facts.peak_bytes is not None:
         facts["peak memory"] = bytes_text(evidence.facts.peak_bytes)
     if evidence.verdict is not None:
-        facts["wall"] = evidence.verdict.wall
+        facts["wall"] = evidence.verdict.bottleneck
     return facts
 
 
@@ -78,7 +78,7 @@ def count_text(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def verdict_html(verdict: Verdict, judged: Evidence) -> str:
+def verdict_html(verdict: Diagnosis, judged: Evidence) -> str:
     """The sentence, the remedies, the evidence, and what could not be looked at.
 
     Args:
@@ -88,10 +88,10 @@ def verdict_html(verdict: Verdict, judged: Evidence) -> str:
     notes = "".join(f"<p>{escape(sentence(note))}</p>" for note in verdict.notes)
     words = f'<p class="faint">{sentence(spent_text(verdict, judged))}</p>' if judged.ranks else ""
     remedies = _remedies(verdict) if verdict.remedies else "<p>No change that is known wins more than noise.</p>"
-    shown, folded = verdict.facts[:FACTS], verdict.facts[FACTS:]
+    shown, folded = verdict.lines[:FACTS], verdict.lines[FACTS:]
     more = f"<details><summary>{len(folded)} more</summary>{_facts(folded)}</details>" if folded else ""
     lacking = "".join(f"<li>{escape(line)}</li>" for line in verdict.missing)
-    return f"""<p class="verdict"><b class="wall {verdict.wall}">{escape(verdict.wall)}</b>
+    return f"""<p class="verdict"><b class="wall {verdict.bottleneck}">{escape(verdict.bottleneck)}</b>
 {escape(verdict.sentence.partition(": ")[2])}</p>
 {notes}{words}
 <h3>Remedies</h3>{remedies}
@@ -99,10 +99,10 @@ def verdict_html(verdict: Verdict, judged: Evidence) -> str:
 {f'<h3>Not looked at</h3><ul class="faint">{lacking}</ul>' if lacking else ""}"""
 
 
-def _remedies(verdict: Verdict) -> str:
+def _remedies(verdict: Diagnosis) -> str:
     rows = "".join(
         f"<tr><td>{f'-{bytes_text(one.gain_bytes)}' if one.gain_bytes else f'{ms_text(one.gain_us)} ms'}</td>"
-        f"<td>{share_text(verdict.walls.share(one.gain_us))}</td><td class=text><code>{escape(one.change)}</code></td>"
+        f"<td>{share_text(verdict.times.share(one.gain_us))}</td><td class=text><code>{escape(one.change)}</code></td>"
         f"<td class=reason>{escape(one.what)}</td><td class=text><code>{escape(one.rule)}</code></td></tr>"
         for one in verdict.remedies
     )
@@ -112,7 +112,7 @@ def _remedies(verdict: Verdict) -> str:
     return scrolling(f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>") + note
 
 
-def _facts(facts: Sequence[Fact]) -> str:
+def _facts(facts: Sequence[EvidenceLine]) -> str:
     columns = {
         "per step": ["" if fact.time_us is None else f"{ms_text(fact.time_us)} ms" for fact in facts],
         "of the step": ["" if fact.share is None else share_text(fact.share) for fact in facts],
@@ -120,7 +120,7 @@ def _facts(facts: Sequence[Fact]) -> str:
     }
     shown = {name: texts for name, texts in columns.items() if any(texts)}
     rows = "".join(
-        f"<tr><td class=text>{escape(fact.wall)}</td><td class=reason>{escape(fact.what)}</td>"
+        f"<tr><td class=text>{escape(fact.bottleneck)}</td><td class=reason>{escape(fact.what)}</td>"
         f"{''.join(f'<td>{texts[place]}</td>' for texts in shown.values())}</tr>"
         for place, fact in enumerate(facts)
     )

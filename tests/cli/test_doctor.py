@@ -13,8 +13,8 @@ from penstock.plan.hardware_file import load_hardware, write_hardware
 from penstock.report.run_evidence import gather
 from penstock.report.run_page import run_page
 from penstock.trace.answer import answer_to
-from penstock.tune.doctor import ms_text
-from penstock.tune.doctor_run import recording_command
+from penstock.tune.doctor.diagnosis import ms_text
+from penstock.tune.doctor.run_facts import recording_command
 from tests.report.made_runs import host_folder
 from tests.trace.synthetic import Job, make
 

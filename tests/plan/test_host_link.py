@@ -17,8 +17,8 @@ from penstock.plan.project import Assumptions, project
 from penstock.plan.projection import Projection, candidate_json
 from penstock.plan.streams import Streams, Timing, steady
 from penstock.plan.tape import ARRIVE, FROM_HOST, TO_HOST, Operator, Work
-from penstock.tune.doctor_evidence import Evidence, Facts
-from penstock.tune.doctor_plan import with_projection
+from penstock.tune.doctor.evidence import Evidence, RunFacts
+from penstock.tune.doctor.planned import with_projection
 
 LITE = ("deepseek-v2-lite-2l", "training.global_batch=16", "training.micro_batch=2", "training.sequence_length=4096")
 OPTIMIZER, ACTIVATIONS = "offload.optimizer=true", 'offload.activations=["layer"]'
@@ -102,7 +102,7 @@ def test_activations_that_travel_beside_the_passes_cost_next_to_nothing_and_over
 def test_a_doctor_without_a_trace_hears_of_the_link() -> None:
     away = project(load_run("debug", ("training.precision=bf16", OPTIMIZER)), parse_cluster("1xH200"))
     assert away.time.host_link_seconds > 0
-    evidence = with_projection(Evidence(source="none", ranks=(), facts=Facts(run=away.run)), away)
+    evidence = with_projection(Evidence(source="none", ranks=(), facts=RunFacts(run=away.run)), away)
     (rank,) = evidence.ranks
     assert rank.exposed_copies_us == pytest.approx(away.time.ranks[0].host_link * 1e6)
     parts = rank.compute_us + rank.exposed_communication_us + rank.exposed_copies_us + rank.idle_us

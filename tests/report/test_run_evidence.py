@@ -50,7 +50,7 @@ def test_the_user_says_better_where_a_run_is(tmp_path: Path) -> None:
 def test_traces_of_devices_are_judged(tmp_path: Path) -> None:
     found = gather(traced_folder(tmp_path / "run"))
     assert [one.rank for one in found.ranks] == [0, 1, 2, 3] and not found.is_host
-    assert found.verdict is not None and found.verdict.wall == "communication"
+    assert found.verdict is not None and found.verdict.bottleneck == "communication"
     assert found.projection is not None and found.lacks.plan == ""
 
 

@@ -8,9 +8,17 @@ import pytest
 from penstock.base.errors import TraceError
 from penstock.config.load import load_run
 from penstock.config.run import Run
-from penstock.tune.doctor import Verdict, diagnose, verdict_json
-from penstock.tune.doctor_evidence import Evidence, Facts, Late, Launches, RankCosts
-from penstock.tune.doctor_walls import ALSO, STANDS, walls_of
+from penstock.tune.doctor.diagnosis import Diagnosis, diagnose, diagnosis_json
+from penstock.tune.doctor.evidence import (
+    ALSO,
+    STANDS,
+    Evidence,
+    KernelLaunches,
+    LateRank,
+    RankCosts,
+    RunFacts,
+    bottlenecks_of,
+)
 
 TOTAL = 100_000.0
 
@@ -35,12 +43,12 @@ def with_run(found: Evidence, *overrides: str, world: int = 8) -> Evidence:
     return replace(found, facts=replace(found.facts, run=run_of(*overrides), world=world))
 
 
-def gain(verdict: Verdict, rule: str) -> float:
+def gain(verdict: Diagnosis, rule: str) -> float:
     (one,) = [remedy for remedy in verdict.remedies if remedy.rule == rule]
     return one.gain_us
 
 
-def rules(verdict: Verdict) -> list[str]:
+def rules(verdict: Diagnosis) -> list[str]:
     return [remedy.rule for remedy in verdict.remedies]
 
 
@@ -59,30 +67,30 @@ SENT = costs(exposed_communication_us=40_000.0, communication_us={"all-to-all": 
 )
 def test_the_largest_loss_is_the_wall_if_it_is_large_enough(spent: dict[str, float], wall: str) -> None:
     verdict = diagnose(evidence(costs(**spent)))
-    assert verdict.wall == wall
+    assert verdict.bottleneck == wall
     assert verdict.sentence.startswith(f"{wall}: ")
 
 
 def test_a_loss_stands_from_its_threshold_on() -> None:
-    assert diagnose(evidence(costs(idle_us=STANDS * TOTAL))).wall == "host"
-    assert diagnose(evidence(costs(idle_us=STANDS * TOTAL - 1))).wall == "compute"
+    assert diagnose(evidence(costs(idle_us=STANDS * TOTAL))).bottleneck == "host"
+    assert diagnose(evidence(costs(idle_us=STANDS * TOTAL - 1))).bottleneck == "compute"
 
 
 def test_smaller_losses_are_told_beside_the_wall() -> None:
     verdict = diagnose(evidence(costs(idle_us=55_000.0, exposed_communication_us=27_000.0)))
-    assert verdict.then == ("communication",)
+    assert verdict.others == ("communication",)
     assert "then communication 27.0%" in verdict.sentence
     small = diagnose(evidence(costs(idle_us=55_000.0, exposed_communication_us=ALSO * TOTAL - 1)))
-    assert small.then == ()
+    assert small.others == ()
 
 
 def test_the_four_walls_add_up_to_the_step() -> None:
-    late = (Late(rank=1, times_last=3, caused_wait_us=9_000.0, cause="host"),)
+    late = (LateRank(rank=1, times_last=3, caused_wait_us=9_000.0, cause="host"),)
     ranks = (
         costs(0, exposed_communication_us=30_000.0, wait_us=18_000.0, idle_us=7_000.0, recompute_us=2_000.0),
         costs(1, exposed_communication_us=10_000.0, wait_us=0.0, idle_us=25_000.0, exposed_copies_us=1_500.0),
     )
-    walls = walls_of(evidence(*ranks, late=late))
+    walls = bottlenecks_of(evidence(*ranks, late=late))
     parts = walls.communication_us + walls.host_us + walls.memory_us + walls.compute_us
     assert parts == pytest.approx(walls.total_us)
 
@@ -90,21 +98,21 @@ def test_the_four_walls_add_up_to_the_step() -> None:
 def test_waiting_for_a_rank_whose_host_is_late_is_the_hosts() -> None:
     waits = costs(0, exposed_communication_us=36_000.0, wait_us=30_000.0)
     stalls = costs(1, exposed_communication_us=6_000.0, wait_us=0.0, idle_us=30_000.0)
-    late = Late(rank=1, times_last=20, caused_wait_us=30_000.0, cause="host", detail="idle 30 ms longer")
+    late = LateRank(rank=1, times_last=20, caused_wait_us=30_000.0, cause="host", detail="idle 30 ms longer")
     verdict = diagnose(evidence(waits, stalls, late=(late,)))
-    assert verdict.wall == "host"
-    assert verdict.walls.late_host_us == 15_000.0
+    assert verdict.bottleneck == "host"
+    assert verdict.times.late_host_us == 15_000.0
     assert gain(verdict, "no-host-is-late") == 15_000.0
     assert "rank 1 (its host)" in verdict.sentence
     slow = diagnose(evidence(waits, stalls, late=(replace(late, cause="compute"),)))
-    assert slow.wall == "communication"
+    assert slow.bottleneck == "communication"
 
 
 def test_each_late_rank_wins_what_others_wait_for_it() -> None:
     ranks = [costs(rank, exposed_communication_us=50_000.0, wait_us=20_000.0) for rank in range(4)]
     late = (
-        Late(rank=2, times_last=24, caused_wait_us=60_000.0, cause="experts", detail="1.62 times the mean rows"),
-        Late(rank=3, times_last=24, caused_wait_us=20_000.0, cause="compute", detail="attention 15 % slower"),
+        LateRank(rank=2, times_last=24, caused_wait_us=60_000.0, cause="experts", detail="1.62 times the mean rows"),
+        LateRank(rank=3, times_last=24, caused_wait_us=20_000.0, cause="compute", detail="attention 15 % slower"),
     )
     verdict = diagnose(evidence(*ranks, late=late))
     assert gain(verdict, "even-experts") == 15_000.0
@@ -183,7 +191,7 @@ def test_graphs_of_a_run_whose_host_counts_rows_come_with_a_bound() -> None:
 
 
 def test_kernels_that_a_graph_launched_need_no_graph() -> None:
-    launches = Launches(kernels=1_000, small_kernels=700, from_graphs=900)
+    launches = KernelLaunches(kernels=1_000, small_kernels=700, from_graphs=900)
     assert "launches-in-one-call" not in rules(diagnose(evidence(costs(idle_us=50_000.0), launches=launches)))
 
 
@@ -194,7 +202,7 @@ def test_overlap_is_not_offered_among_few_ranks() -> None:
 
 
 def test_a_full_device_is_not_given_larger_passes() -> None:
-    facts = Facts(peak_bytes=90_000_000_000, capacity_bytes=141_000_000_000)
+    facts = RunFacts(peak_bytes=90_000_000_000, capacity_bytes=141_000_000_000)
     found = evidence(costs(idle_us=50_000.0), facts=facts)
     assert "larger-passes" not in rules(diagnose(found))
     assert "larger-passes" in rules(diagnose(replace(found, facts=replace(facts, peak_bytes=20_000_000_000))))
@@ -211,7 +219,7 @@ def test_full_recomputation_has_a_cheaper_form() -> None:
 
 def test_slow_kernels_are_what_a_computing_run_changes() -> None:
     verdict = diagnose(with_run(evidence(costs()), "kernels.all=reference"))
-    assert (verdict.wall, rules(verdict)) == ("compute", ["kernels-by-measurement"])
+    assert (verdict.bottleneck, rules(verdict)) == ("compute", ["kernels-by-measurement"])
 
 
 SAVED = {"float8.dense=auto float8.experts=auto": 0.1, "float8.dense=auto": -0.1}
@@ -231,7 +239,7 @@ SAVED = {"float8.dense=auto float8.experts=auto": 0.1, "float8.dense=auto": -0.1
 def test_products_in_8_bits_are_offered_only_where_plan_and_evidence_say_that_they_pay(
     spent: dict[str, float], saved: dict[str, float], gain_us: float | None
 ) -> None:
-    found = evidence(costs(**spent), facts=Facts(planned_step_seconds=0.5, saved_seconds=saved))
+    found = evidence(costs(**spent), facts=RunFacts(planned_step_seconds=0.5, saved_seconds=saved))
     verdict = diagnose(found)
     if gain_us is None:
         assert "eight-bits-where-they-pay" not in rules(verdict)
@@ -246,17 +254,17 @@ def test_a_pipeline_wins_by_stages() -> None:
 
 
 def test_a_run_that_does_not_fit_stands_before_memory() -> None:
-    facts = Facts(
+    facts = RunFacts(
         planned_bytes=160_000_000_000,
         capacity_bytes=141_000_000_000,
         freed_bytes={"training.micro_batch=1": 12_000_000_000, "offload.optimizer=true": 30_000_000_000},
         has_steps=False,
     )
     verdict = diagnose(evidence(facts=facts))
-    assert verdict.wall == "memory"
+    assert verdict.bottleneck == "memory"
     assert "lacks 19.0 GB" in verdict.sentence
     assert [one.change for one in verdict.remedies] == ["offload.optimizer=true", "training.micro_batch=1"]
-    assert diagnose(evidence(facts=replace(facts, has_steps=True))).wall == "compute"
+    assert diagnose(evidence(facts=replace(facts, has_steps=True))).bottleneck == "compute"
 
 
 def test_nothing_known_is_an_error() -> None:
@@ -266,11 +274,11 @@ def test_nothing_known_is_an_error() -> None:
 
 def test_the_same_evidence_gives_the_same_verdict() -> None:
     found = with_run(evidence(replace(SENT, idle_us=20_000.0, compute_us=40_000.0)))
-    assert verdict_json(diagnose(found)) == verdict_json(diagnose(found))
+    assert diagnosis_json(diagnose(found)) == diagnosis_json(diagnose(found))
 
 
 def test_json_has_the_names_of_the_contract() -> None:
-    told = verdict_json(diagnose(evidence(SENT, missing=("no memory was recorded",))))
+    told = diagnosis_json(diagnose(evidence(SENT, missing=("no memory was recorded",))))
     assert told["wall"] == "communication"
     assert told["missing"] == ["no memory was recorded"]
     assert {"change", "gain_us", "rule", "source"} <= set(told["remedies"][0])
@@ -278,42 +286,42 @@ def test_json_has_the_names_of_the_contract() -> None:
 
 
 def test_sizes_of_memory_are_evidence() -> None:
-    facts = Facts(peak_bytes=70_500_000_000, capacity_bytes=141_000_000_000)
-    (line,) = [one for one in verdict_json(diagnose(evidence(facts=facts)))["evidence"] if one["bytes"]]
+    facts = RunFacts(peak_bytes=70_500_000_000, capacity_bytes=141_000_000_000)
+    (line,) = [one for one in diagnosis_json(diagnose(evidence(facts=facts)))["evidence"] if one["bytes"]]
     assert line["bytes"] == 70_500_000_000
     assert "50% of the device" in line["what"]
 
 
 def test_uneven_experts_are_evidence_by_trace_or_by_metrics() -> None:
-    for found in (evidence(max_over_mean=1.62), evidence(facts=Facts(expert_load=1.62))):
-        whats = [one["what"] for one in verdict_json(diagnose(found))["evidence"]]
+    for found in (evidence(max_over_mean=1.62), evidence(facts=RunFacts(expert_load=1.62))):
+        whats = [one["what"] for one in diagnosis_json(diagnose(found))["evidence"]]
         assert "rows of the fullest rank's experts: 1.62 times the mean" in whats
 
 
 SLOWED = evidence(
     costs(0, idle_us=10_000.0, exposed_communication_us=30_000.0, wait_us=24_000.0),
     costs(1, idle_us=40_000.0, exposed_communication_us=6_000.0, wait_us=0.0),
-    late=(Late(rank=1, times_last=9, caused_wait_us=24_000.0, cause="host", detail="idle 30 ms longer"),),
+    late=(LateRank(rank=1, times_last=9, caused_wait_us=24_000.0, cause="host", detail="idle 30 ms longer"),),
     steps=2,
 )
 """A host that is late for 37 ms of 100: idle 25, waited for 12."""
 
 
 def beside(milliseconds: float) -> Evidence:
-    return replace(SLOWED, facts=Facts(beside_seconds=milliseconds / 1e3))
+    return replace(SLOWED, facts=RunFacts(beside_seconds=milliseconds / 1e3))
 
 
 def test_what_recorded_steps_take_longer_than_those_beside_them_is_no_wall() -> None:
-    assert diagnose(SLOWED).wall == "host"
+    assert diagnose(SLOWED).bottleneck == "host"
     verdict = diagnose(beside(80.0))
-    walls = verdict.walls
+    walls = verdict.times
     assert walls.recording_us == pytest.approx(20_000.0)
     assert walls.host_us == pytest.approx(17_000.0)
-    assert verdict.wall == "compute"
+    assert verdict.bottleneck == "compute"
     parts = walls.communication_us + walls.host_us + walls.memory_us + walls.compute_us + walls.recording_us
     assert parts == pytest.approx(walls.total_us)
-    (line,) = [one for one in verdict.facts if one.what.startswith("taken off")]
-    assert (line.wall, line.time_us) == ("host", pytest.approx(20_000.0))
+    (line,) = [one for one in verdict.lines if one.what.startswith("taken off")]
+    assert (line.bottleneck, line.time_us) == ("host", pytest.approx(20_000.0))
 
 
 def test_a_late_host_wins_no_more_than_what_is_not_the_recordings() -> None:
@@ -324,10 +332,10 @@ def test_a_late_host_wins_no_more_than_what_is_not_the_recordings() -> None:
 
 
 def test_recording_costs_what_the_host_costs_at_most_and_nothing_where_steps_are_as_long() -> None:
-    assert diagnose(beside(63.0)).walls.host_us == 0
+    assert diagnose(beside(63.0)).times.host_us == 0
     assert rules(diagnose(beside(63.0))) == []
-    assert diagnose(beside(100.0)).walls == diagnose(SLOWED).walls
-    assert diagnose(beside(140.0)).walls.recording_us == 0
+    assert diagnose(beside(100.0)).times == diagnose(SLOWED).times
+    assert diagnose(beside(140.0)).times.recording_us == 0
 
 
 def test_a_sentence_about_a_late_host_says_what_the_recording_costs() -> None:
@@ -352,28 +360,28 @@ def test_passes_in_one_call_wait_for_no_counts_either() -> None:
 
 def test_even_experts_win_the_part_of_the_waiting_that_is_theirs() -> None:
     ranks = [costs(rank, exposed_communication_us=50_000.0, wait_us=20_000.0) for rank in range(4)]
-    late = Late(rank=2, times_last=24, caused_wait_us=80_000.0, cause="experts", share=0.75)
+    late = LateRank(rank=2, times_last=24, caused_wait_us=80_000.0, cause="experts", share=0.75)
     assert gain(diagnose(evidence(*ranks, late=(late,))), "even-experts") == 15_000.0
 
 
 def test_a_rank_that_is_late_for_two_reasons_is_named_once_with_both() -> None:
     ranks = [costs(rank, exposed_communication_us=50_000.0, wait_us=20_000.0) for rank in range(4)]
     causes = ((2, "host"), (1, "experts"), (2, "experts"))
-    late = tuple(Late(rank=rank, times_last=9, caused_wait_us=9_000.0, cause=cause) for rank, cause in causes)  # type: ignore[arg-type]
+    late = tuple(LateRank(rank=rank, times_last=9, caused_wait_us=9_000.0, cause=cause) for rank, cause in causes)  # type: ignore[arg-type]
     sentence = diagnose(evidence(*ranks, late=late)).sentence
     assert "late: rank 2 (its host and its experts), rank 1 (its experts)" in sentence
 
 
 def test_every_rank_that_a_remedy_is_about_is_evidence() -> None:
     ranks = [costs(rank, exposed_communication_us=50_000.0, wait_us=20_000.0) for rank in range(8)]
-    late = tuple(Late(rank=rank, times_last=9, caused_wait_us=9_000.0, cause="experts") for rank in range(6))
-    whats = " ".join(one.what for one in diagnose(evidence(*ranks, late=late)).facts)
+    late = tuple(LateRank(rank=rank, times_last=9, caused_wait_us=9_000.0, cause="experts") for rank in range(6))
+    whats = " ".join(one.what for one in diagnose(evidence(*ranks, late=late)).lines)
     assert all(f"waits for rank {rank}," in whats for rank in range(6))
 
 
 def test_phases_that_take_much_of_the_computing_are_evidence() -> None:
     times = {"experts": 30_000.0, "attention": 20_000.0, "norm": 1_000.0}
-    facts = diagnose(evidence(costs(computing_us=times))).facts
+    facts = diagnose(evidence(costs(computing_us=times))).lines
     assert [(one.what, one.time_us) for one in facts if one.what.startswith("of it")] == [
         ("of it experts, activations and permuting", 30_000.0),
         ("of it attention", 20_000.0),
@@ -381,13 +389,13 @@ def test_phases_that_take_much_of_the_computing_are_evidence() -> None:
 
 
 def test_launches_are_told_for_a_step_of_a_rank() -> None:
-    launches = Launches(kernels=12_000, small_kernels=6_000, synchronizations=30)
+    launches = KernelLaunches(kernels=12_000, small_kernels=6_000, synchronizations=30)
     found = evidence(costs(0), costs(1), launches=launches, steps=3)
-    (line,) = [one.what for one in diagnose(found).facts if "kernels" in one.what]
+    (line,) = [one.what for one in diagnose(found).lines if "kernels" in one.what]
     assert line == "a rank's step: 2,000 kernels, 50% under 10 us; waits of the host: 5"
 
 
 def test_a_part_of_a_loss_that_is_noise_is_not_told() -> None:
     spent = {"sync_idle_us": 20.0, "exposed_copies_us": 60.0, "recompute_us": 30.0}
-    whats = " ".join(one.what for one in diagnose(evidence(costs(idle_us=30_000.0, **spent))).facts)
+    whats = " ".join(one.what for one in diagnose(evidence(costs(idle_us=30_000.0, **spent))).lines)
     assert "had waited for the device" not in whats and "copies" not in whats and "forward had computed" not in whats

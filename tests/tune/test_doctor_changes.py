@@ -10,10 +10,10 @@ import pytest
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.plan.rules.advice import MANY_COPIES
-from penstock.tune import doctor_changes
-from penstock.tune.doctor import diagnose
-from penstock.tune.doctor_changes import with_changes
-from penstock.tune.doctor_evidence import Evidence, Facts, Late, RankCosts
+from penstock.tune.doctor import planned as doctor_planned
+from penstock.tune.doctor.diagnosis import diagnose
+from penstock.tune.doctor.evidence import Evidence, LateRank, RankCosts, RunFacts
+from penstock.tune.doctor.planned import with_changes
 
 GB = 1_000_000_000
 CAPACITY = 140 * GB
@@ -51,7 +51,7 @@ def judged(
     monkeypatch: pytest.MonkeyPatch, evidence: Evidence, project: Callable[[Run], tuple[float, int]], **facts: Any
 ) -> Evidence:
     """With what such a plan says of changes."""
-    monkeypatch.setattr(doctor_changes, "project", lambda run, cluster: projection(*project(run)))
+    monkeypatch.setattr(doctor_planned, "project", lambda run, cluster: projection(*project(run)))
     run = evidence.facts.run
     assert run is not None
     planned = projection(*project(run))
@@ -61,7 +61,7 @@ def judged(
 
 
 def traced(*overrides: str, rank: RankCosts = IDLE) -> Evidence:
-    return Evidence(source="trace", ranks=(rank,), steps=1, facts=Facts(run=run_of(*overrides)))
+    return Evidence(source="trace", ranks=(rank,), steps=1, facts=RunFacts(run=run_of(*overrides)))
 
 
 def offered(evidence: Evidence) -> dict[str, str]:
@@ -77,7 +77,7 @@ def test_a_change_that_does_not_fit_by_the_plan_is_not_offered_and_says_what_it_
 
     found = judged(monkeypatch, traced("training.micro_batch=2"), project)
     assert "larger-passes" not in offered(found).values()
-    (line,) = [one for one in diagnose(found).facts if "is not offered" in one.what]
+    (line,) = [one for one in diagnose(found).lines if "is not offered" in one.what]
     assert (line.what.split()[0], line.size) == ("training.micro_batch=4", 100 * GB)
     assert "training.micro_batch=2" in offered(judged(monkeypatch, traced("training.micro_batch=1"), project))
 
@@ -114,14 +114,14 @@ def test_a_run_that_has_made_steps_has_room_for_changes_that_need_no_more(monkey
 @pytest.mark.parametrize(("world", "is_offered"), [(MANY_COPIES // 2, True), (MANY_COPIES, False), (None, False)])
 def test_gradients_are_summed_in_two_bytes_only_where_few_ranks_sum(world: int | None, is_offered: bool) -> None:
     rank = replace(SENT, communication_us={"reduce-scatter": 50_000.0})
-    facts = Facts(run=run_of("training.global_batch=256", "parallel.reduce=fp32"), world=world)
+    facts = RunFacts(run=run_of("training.global_batch=256", "parallel.reduce=fp32"), world=world)
     found = offered(Evidence(source="trace", ranks=(rank,), facts=facts))
     assert ('parallel.reduce="bf16"' in found) == is_offered
 
 
 def not_fitting(saved: Mapping[str, float]) -> Evidence:
     freed = {"training.micro_batch=1": 12 * GB, 'recompute.modules=["layer"]': 110 * GB, "selective": 26 * GB}
-    facts = Facts(
+    facts = RunFacts(
         planned_bytes=165 * GB, capacity_bytes=CAPACITY, freed_bytes=freed, saved_seconds=saved, has_steps=False
     )
     return Evidence(source="plan", ranks=(replace(SENT, communication_us={}),), facts=facts)
@@ -159,9 +159,9 @@ def test_a_trace_that_trains_nothing_is_not_given_larger_passes() -> None:
 
 def test_the_part_of_exposed_communication_that_counts_for_the_host_is_told() -> None:
     waits = replace(SENT, wait_us=40_000.0)
-    late = (Late(rank=1, times_last=9, caused_wait_us=40_000.0, cause="host"),)
+    late = (LateRank(rank=1, times_last=9, caused_wait_us=40_000.0, cause="host"),)
     verdict = diagnose(foreign(waits, late=late))
-    (line,) = [one for one in verdict.facts if "counts as the host's" in one.what]
-    (exposed,) = [one for one in verdict.facts if one.what.startswith("exposed communication")]
+    (line,) = [one for one in verdict.lines if "counts as the host's" in one.what]
+    (exposed,) = [one for one in verdict.lines if one.what.startswith("exposed communication")]
     assert exposed.time_us is not None and line.time_us is not None
-    assert exposed.time_us - line.time_us == pytest.approx(verdict.walls.communication_us)
+    assert exposed.time_us - line.time_us == pytest.approx(verdict.times.communication_us)

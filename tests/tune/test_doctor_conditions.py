@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from penstock.trace.answer import Answer, answer_to
-from penstock.tune.doctor import Verdict, diagnose
-from penstock.tune.doctor_evidence import Evidence, Facts
-from penstock.tune.doctor_trace import evidence_of
-from penstock.tune.doctor_walls import STANDS
+from penstock.tune.doctor.diagnosis import Diagnosis, diagnose
+from penstock.tune.doctor.evidence import STANDS, Evidence, RunFacts
+from penstock.tune.doctor.from_trace import evidence_of
 from tests.trace.synthetic import make
 from tests.trace.synthetic_job import V2_LITE
 from tests.trace.synthetic_truth import Truth
@@ -46,19 +45,19 @@ class Case:
     truth: Truth
     answer: Answer
     evidence: Evidence
-    verdict: Verdict
+    verdict: Diagnosis
 
 
 @pytest.fixture(scope="module", params=CONDITIONS, ids=lambda name: name.replace(" ", "-"))
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     traces = make(CONDITIONS[request.param])
     answer = answer_to([traces.write(tmp_path_factory.mktemp("ranks"))])
-    evidence = evidence_of(answer, Facts())
+    evidence = evidence_of(answer, RunFacts())
     return Case(name=request.param, truth=traces.truth, answer=answer, evidence=evidence, verdict=diagnose(evidence))
 
 
 def test_the_wall_is_the_one_that_was_built(case: Case) -> None:
-    assert case.verdict.wall == WALLS[case.name]
+    assert case.verdict.bottleneck == WALLS[case.name]
 
 
 def test_the_wall_is_the_largest_loss_of_the_truth(case: Case) -> None:
@@ -68,7 +67,7 @@ def test_the_wall_is_the_largest_loss_of_the_truth(case: Case) -> None:
     }
     largest = max(shares, key=lambda name: shares[name])
     expected = {"exposed_communication": "communication", "idle": "host"}[largest]
-    assert case.verdict.wall == (expected if shares[largest] >= STANDS else "compute")
+    assert case.verdict.bottleneck == (expected if shares[largest] >= STANDS else "compute")
 
 
 def test_only_the_rank_that_is_to_blame_is_named_and_why(case: Case) -> None:
@@ -96,5 +95,5 @@ def test_a_rank_that_is_slow_at_everything_is_not_taken_for_one_with_hot_experts
     both = replace(V2_LITE, slow_rank=1, slow=1.2, slows_all=True, hot_rank=1, hot=2.0)
     for job, cause in ((replace(both, hot=1.0), "compute"), (both, "experts")):
         folder = make(job).write(tmp_path / cause)
-        (late,) = evidence_of(answer_to([folder]), Facts()).late
+        (late,) = evidence_of(answer_to([folder]), RunFacts()).late
         assert (late.rank, late.cause) == (1, cause)

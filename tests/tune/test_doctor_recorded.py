@@ -12,10 +12,10 @@ from penstock.config.fit import grid_of, micro_batches
 from penstock.trace.answer import Answer, answer_to
 from penstock.trace.calls import Way
 from penstock.trace.events import NONE
-from penstock.tune.doctor import Verdict, diagnose
-from penstock.tune.doctor_evidence import Evidence
-from penstock.tune.doctor_run import facts_of
-from penstock.tune.doctor_trace import evidence_of
+from penstock.tune.doctor.diagnosis import Diagnosis, diagnose
+from penstock.tune.doctor.evidence import Evidence
+from penstock.tune.doctor.from_trace import evidence_of
+from penstock.tune.doctor.run_facts import facts_of
 from tools.small_recording import contents, unpack
 
 DATA = Path(__file__).parent / "data" / "recorded"
@@ -54,7 +54,7 @@ class Case:
     name: str
     answer: Answer
     evidence: Evidence
-    verdict: Verdict
+    verdict: Diagnosis
 
     @property
     def counts(self) -> int:
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def late(self) -> list[tuple[int, str]]:
-        others, total_us = len(self.evidence.ranks) - 1, self.verdict.walls.total_us
+        others, total_us = len(self.evidence.ranks) - 1, self.verdict.times.total_us
         return [(one.rank, one.cause) for one in self.evidence.late if one.caused_wait_us / others >= COSTS * total_us]
 
 
@@ -78,7 +78,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_the_wall_is_that_of_the_condition(case: Case) -> None:
-    assert case.verdict.wall == WALLS[case.name]
+    assert case.verdict.bottleneck == WALLS[case.name]
     assert case.verdict.sentence.startswith(f"{WALLS[case.name]}: ")
 
 
@@ -108,7 +108,7 @@ def test_hosts_that_read_no_counts_are_not_late_by_that(case: Case) -> None:
 
 
 def test_recording_costs_less_than_a_tenth_where_the_device_is_busy_and_only_what_the_host_costs(case: Case) -> None:
-    walls = case.verdict.walls
+    walls = case.verdict.times
     # A step that launches decide is slowed by each launch that is written down.
     assert 0 <= walls.share(walls.recording_us) < (0.3 if case.name == "host-stalls" else 0.1)
     assert walls.host_us + walls.communication_us + walls.memory_us + walls.compute_us + walls.recording_us == (

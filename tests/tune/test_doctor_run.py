@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from penstock.config.load import RUN_FILE, dump_toml, load_run
-from penstock.tune.doctor_evidence import Facts
-from penstock.tune.doctor_run import facts_of
+from penstock.tune.doctor.evidence import RunFacts
+from penstock.tune.doctor.run_facts import facts_of
 
 
-def facts(folder: Path, milliseconds: list[float], *overrides: str, **more: Any) -> Facts:
+def facts(folder: Path, milliseconds: list[float], *overrides: str, **more: Any) -> RunFacts:
     """Of a run with steps of these times; the phases of a line are those of the step before."""
     run = load_run("debug", overrides)
     (folder / RUN_FILE).write_text(dump_toml(run))

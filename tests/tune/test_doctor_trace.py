@@ -6,14 +6,14 @@ import pytest
 
 from penstock.config.load import load_run
 from penstock.trace.answer import answer_to
-from penstock.tune.doctor import Verdict, diagnose
-from penstock.tune.doctor_evidence import Evidence, Facts
-from penstock.tune.doctor_trace import evidence_of, kind_of
+from penstock.tune.doctor.diagnosis import Diagnosis, diagnose
+from penstock.tune.doctor.evidence import Evidence, RunFacts
+from penstock.tune.doctor.from_trace import evidence_of, kind_of
 from tests.trace.synthetic import Job, Traces, _Run, make
 
 
-def examined(traces: Traces, folder: Path) -> tuple[Evidence, Verdict]:
-    evidence = evidence_of(answer_to([traces.write(folder)]), Facts())
+def examined(traces: Traces, folder: Path) -> tuple[Evidence, Diagnosis]:
+    evidence = evidence_of(answer_to([traces.write(folder)]), RunFacts())
     return evidence, diagnose(evidence)
 
 
@@ -41,7 +41,7 @@ def test_a_slow_rank_is_named_and_its_cost_is_the_truth(tmp_path: Path) -> None:
     assert (late.rank, late.cause) == (2, "compute")
     assert "attention" in late.detail
     assert late.caused_wait_us == pytest.approx(traces.truth.caused_wait_us()[2] / evidence.steps, abs=1.0)
-    assert verdict.wall == "communication"
+    assert verdict.bottleneck == "communication"
     assert "rank 2 (its computing)" in verdict.sentence
 
 
@@ -66,8 +66,8 @@ def test_a_job_without_faults_names_nobody(tmp_path: Path) -> None:
 
 def test_hosts_that_stall_are_the_wall(tmp_path: Path) -> None:
     evidence, verdict = examined(make(Job(stall_us=1_300.0)), tmp_path)
-    assert verdict.wall == "host"
-    assert verdict.then == ("communication",)
+    assert verdict.bottleneck == "host"
+    assert verdict.others == ("communication",)
     assert verdict.remedies[0].rule == "launches-in-one-call"
     assert 0 < evidence.mean("sync_idle_us") < evidence.mean("idle_us")
 
@@ -75,7 +75,7 @@ def test_hosts_that_stall_are_the_wall(tmp_path: Path) -> None:
 def test_one_host_that_stalls_is_the_wall_though_others_wait_in_collectives(tmp_path: Path) -> None:
     evidence, verdict = examined(one_host_stalls(Job()), tmp_path)
     assert [(late.rank, late.cause) for late in evidence.late] == [(1, "host")]
-    assert verdict.wall == "host"
+    assert verdict.bottleneck == "host"
     assert verdict.remedies[0].rule == "no-host-is-late"
     idle = [one.idle_us / one.total_us for one in evidence.ranks]
     assert max(idle[:1] + idle[2:]) < idle[1], "the others wait, and are not idle"
@@ -123,12 +123,12 @@ def test_a_host_whose_launches_take_longer_is_told_so(tmp_path: Path) -> None:
 def test_computing_is_told_by_phase_and_adds_up(tmp_path: Path) -> None:
     evidence, verdict = examined(make(Job()), tmp_path)
     assert next(iter(evidence.computing)) == "experts"
-    assert sum(evidence.computing.values()) == pytest.approx(verdict.walls.compute_us, rel=1e-3)
+    assert sum(evidence.computing.values()) == pytest.approx(verdict.times.compute_us, rel=1e-3)
 
 
 def test_a_step_that_is_judged_alone_is_one_step(tmp_path: Path) -> None:
     folder = make(Job(stall_us=1_300.0)).write(tmp_path)
-    whole, one = (evidence_of(answer_to([folder], step=step), Facts()) for step in (None, 5))
+    whole, one = (evidence_of(answer_to([folder], step=step), RunFacts()) for step in (None, 5))
     assert (whole.steps, one.steps) == (2, 1)
     assert whole.launches is not None and one.launches is not None
     assert 0 < one.launches.synchronizations < whole.launches.synchronizations
@@ -153,17 +153,17 @@ def test_tokens_that_no_library_of_collectives_sends_are_communication(
 ) -> None:
     evidence, verdict = examined(make(Job(dispatch=dispatch, hot_rank=3)), tmp_path)  # type: ignore[arg-type]
     assert evidence.communication(kind) > 0
-    assert verdict.wall == "communication"
+    assert verdict.bottleneck == "communication"
     assert "tokens-travel-once" not in [one.rule for one in verdict.remedies]
     assert [(late.rank, late.cause) for late in evidence.late] == [(3, "experts")]
 
 
 def test_one_rank_cannot_tell_waiting_from_transfer(tmp_path: Path) -> None:
     folder = make(Job(hot_rank=1)).write(tmp_path)
-    evidence = evidence_of(answer_to([folder / "rank0_trace.json.gz"]), Facts())
+    evidence = evidence_of(answer_to([folder / "rank0_trace.json.gz"]), RunFacts())
     verdict = diagnose(evidence)
-    assert not evidence.waits_are_known
-    assert verdict.walls.waiting_us == 0
+    assert all(one.wait_us is None for one in evidence.ranks)
+    assert verdict.times.waiting_us == 0
     assert any(line.startswith("one rank of 4") for line in verdict.missing)
 
 

@@ -1,4 +1,4 @@
-"""What the folder of a run says: configuration, and what its metrics have recorded. Nothing here imports PyTorch."""
+"""Facts of a run from its folder: configuration and metrics. Imports no PyTorch."""
 
 import re
 from collections.abc import Sequence
@@ -11,24 +11,23 @@ import msgspec
 from penstock.base.devices import chip_named
 from penstock.base.errors import RunFolderError
 from penstock.config.load import RUN_FILE, load_run
-from penstock.config.run import Run
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import known_hardware, load_hardware, parse_cluster
-from penstock.tune.doctor_evidence import Facts
+from penstock.tune.doctor.evidence import RunFacts
 
 METRICS = "metrics.jsonl"
 
 STARTS = "starts.jsonl"
-"""A line for each process that made steps of a run; older runs have none (penstock/train/starts.py)."""
+"""One line for each process start of a run (penstock/train/run_folder.py); older runs have no such file."""
 
 WARM_UP, RECORDED = 5, 2
-"""Steps of a process before those that are recorded, which compile and allocate; and how many are recorded."""
+"""Steps before the recorded ones, which compile and allocate; and the number of recorded steps."""
 
 USUAL = 0.5
-"""Share of the steps in the metrics, the last ones, that stand for the usual step: the first compile and warm up."""
+"""Share of the metrics, the last part, that the medians are of: the first steps compile and warm up."""
 
 BESIDE = 4
-"""Steps nearest to the profiled ones that say how long these would have taken without the profiler."""
+"""Number of steps next to the recorded ones that tell their time without a profiler."""
 
 
 def is_run(path: Path) -> bool:
@@ -41,24 +40,25 @@ def is_planned(path: Path) -> bool:
     return path.suffix == ".toml" and path.is_file()
 
 
-def facts_of_plan(path: Path) -> tuple[Facts, tuple[str, ...]]:
-    """What is known of a run that is only planned, and what is missing.
+def facts_of_plan(path: Path) -> tuple[RunFacts, tuple[str, ...]]:
+    """Facts of a run that is only planned, and the missing inputs.
 
     Args:
-        path: its TOML file.
+        path: TOML file of the run.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
-    return Facts(run=load_run(str(path.absolute())), has_steps=False), ("the run is only planned: no step is recorded",)
+    run = load_run(str(path.absolute()))
+    return RunFacts(run=run, has_steps=False), ("the run is only planned: no step is recorded",)
 
 
-def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tuple[Facts, tuple[str, ...]]:
-    """What is known of a run, and what is missing.
+def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tuple[RunFacts, tuple[str, ...]]:
+    """Facts of a run, and the missing inputs.
 
     Args:
-        folder: with its configuration in it.
-        lines: of its metrics, if they are read already.
+        folder: of the run, with its configuration.
+        lines: of metrics.jsonl; None reads them.
 
     Raises:
         ConfigError: the configuration cannot be read.
@@ -68,36 +68,36 @@ def facts_of(folder: Path, lines: Sequence[dict[str, Any]] | None = None) -> tup
     lines = json_lines(folder / METRICS) if lines is None else lines
     device = next((one["device"] for one in reversed(json_lines(folder / STARTS)) if "device" in one), None)
     if not lines:
-        return Facts(run=run, device=device, has_steps=False), (
-            f"no step of the run is recorded: {folder / METRICS} has no line",
-        )
-    disturbed = _disturbed(run)
+        missing = f"no step of the run is recorded: {folder / METRICS} has no line"
+        return RunFacts(run=run, device=device, has_steps=False), (missing,)
+    # The profiler slows the steps that it records, and the next one, in which ranks wait for others' files.
+    start = run.profile.start
+    disturbed = range(start, start + run.profile.steps + 1) if start else range(0)
     calm = [line for line in lines[1:] if _step(line) not in disturbed]
     usual = _last(calm) or _last(lines)
     step_seconds = _median(usual, "step_seconds")
     speed = _median(usual, "tokens_per_second_per_device")
     peaks = [line["peak_memory_bytes"] for line in lines if isinstance(line.get("peak_memory_bytes"), int)]
-    return (
-        Facts(
-            run=run,
-            device=device,
-            world=round(run.tokens_per_step / (speed * step_seconds)) if speed and step_seconds else None,
-            peak_bytes=max(peaks, default=None),
-            step_seconds=step_seconds,
-            beside_seconds=_beside(calm, disturbed),
-            phase_seconds=_phases(_last([one for one in lines if _step(one) - 1 not in disturbed])),
-            repeated_steps=sum(bool(line.get("rows_left_out")) for line in lines),
-            expert_load=_median(usual, "expert_rank_load_max_over_mean"),
-        ),
-        () if peaks else ("no memory is in the metrics",),
+    facts = RunFacts(
+        run=run,
+        device=device,
+        world=round(run.tokens_per_step / (speed * step_seconds)) if speed and step_seconds else None,
+        peak_bytes=max(peaks, default=None),
+        step_seconds=step_seconds,
+        beside_seconds=_beside(calm, disturbed),
+        # A line's phases are those of the step before it.
+        phase_seconds=_phases(_last([one for one in lines if _step(one) - 1 not in disturbed])),
+        repeated_steps=sum(bool(line.get("rows_left_out")) for line in lines),
+        expert_load=_median(usual, "expert_rank_load_max_over_mean"),
     )
+    return facts, () if peaks else ("no memory is in the metrics",)
 
 
 def recording_command(folder: Path) -> str:
-    """The command that records two steps of a run: it goes on from the newest checkpoint, or begins anew without one.
+    """Command that records two steps of a run, from its newest checkpoint if there is one.
 
     Args:
-        folder: of the run, with its configuration in it.
+        folder: of the run, with its configuration.
 
     Raises:
         ConfigError: the configuration cannot be read.
@@ -114,12 +114,12 @@ def recording_command(folder: Path) -> str:
     return f"penstock train {target}{more} profile.start={start} profile.steps={RECORDED}{ranks}"
 
 
-def cluster_for(facts: Facts, on: str | None) -> Cluster | None:
-    """What a run is on, or None if nobody knows.
+def cluster_for(facts: RunFacts, on: str | None) -> Cluster | None:
+    """The cluster of a run, or None if it is unknown.
 
     Args:
-        facts: with the device and the number of ranks, if a trace or the metrics say.
-        on: what the user says, which counts more.
+        facts: device and number of ranks, by a trace or the metrics.
+        on: the user's `--on`, which takes precedence.
 
     Raises:
         HardwareError: `on` is no hardware, or the ranks do not fill their nodes.
@@ -132,13 +132,8 @@ def cluster_for(facts: Facts, on: str | None) -> Cluster | None:
     return cluster_of(facts.world, load_hardware(chip.pattern))
 
 
-def compared(facts: Facts, cluster: Cluster) -> tuple[str, ...]:
-    """A line if the plan is of another device than the run; none if both are the same.
-
-    Args:
-        facts: with the device of the run, if it is known.
-        cluster: of the plan.
-    """
+def compared(facts: RunFacts, cluster: Cluster) -> tuple[str, ...]:
+    """A note if the plan is of another device than the run; otherwise none."""
     device, planned = facts.device, cluster.hardware.name
     if device is None or device == planned:
         return ()
@@ -152,15 +147,14 @@ def compared(facts: Facts, cluster: Cluster) -> tuple[str, ...]:
 
 
 def json_lines(path: Path, layers: int = 0) -> list[dict[str, Any]]:
-    """The lines of a file of a run that are whole: one that was killed may have left half of one, at the end.
+    """The complete lines of a JSON lines file; a killed run may leave an incomplete last line.
 
     Args:
-        path: one JSON object a line; none if it is not there.
-        layers: of the lines of metrics, so many keep their `layers`, evenly, the last among them: they are most of what
-            a long run has written down.
+        path: the file; a missing one has no lines.
+        layers: number of lines that keep their `layers` entry, evenly spaced; the entry is most of a long run's file.
 
     Raises:
-        RunFolderError: it cannot be read, or a line before the last is damaged.
+        RunFolderError: the file cannot be read, or a line before the last is damaged.
     """
     try:
         rows = path.read_bytes().splitlines()
@@ -184,12 +178,6 @@ def json_lines(path: Path, layers: int = 0) -> list[dict[str, Any]]:
     return found
 
 
-def _disturbed(run: Run) -> range:
-    """Steps that a profiler makes longer: those that it records, and the one in which ranks wait for others' files."""
-    start = run.profile.start
-    return range(start, start + run.profile.steps + 1) if start else range(0)
-
-
 def _step(line: dict[str, Any]) -> int:
     number = line.get("step")
     return number if isinstance(number, int) else 0
@@ -200,7 +188,7 @@ def _last(lines: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
 
 
 def _beside(calm: Sequence[dict[str, Any]], disturbed: range) -> float | None:
-    """How long the longest of the nearest steps took; None if no step was profiled, or none besides is known."""
+    """Longest time among the steps nearest to the recorded ones; None without a recording or such steps."""
     if not disturbed:
         return None
     nearest = sorted(calm, key=lambda line: abs(_step(line) - disturbed.start))[:BESIDE]

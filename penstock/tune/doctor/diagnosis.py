@@ -1,0 +1,371 @@
+"""The diagnosis of a run: its bottleneck, the evidence as lines of text, and the remedies by gain.
+
+A recording of a CPU gets no bottleneck, because the four are judged from kernels and idle time of a device. Its
+operators are listed (`penstock.trace.host_table`), with the changes that follow from them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from penstock.base.errors import TraceError
+from penstock.trace.host_table import HostTable
+from penstock.tune.doctor.evidence import ALSO, Bottleneck, Bottlenecks, Evidence, LateRank, bottlenecks_of
+from penstock.tune.doctor.remedies import Remedy, accepted, remedies
+
+NAMED_LATE, TOLD_LATE = 4, 8
+"""Late ranks, by cause, at most in the conclusion and in the evidence."""
+
+PART = 0.05
+"""Share of the step from which a compute phase is evidence."""
+
+LEAST = 0.005
+"""Share of the step below which a part of a loss is noise."""
+
+WORTH_NAMING = 0.2
+"""Share of the most expensive late rank's cost from which the conclusion names another one."""
+
+OUTSIDE = 0.2
+"""Share of a CPU's step outside of operators from which fewer passes are worth a try."""
+
+AGAIN = 0.05
+"""Share of a CPU's step in recomputation from which it is reported."""
+
+
+@dataclass(frozen=True)
+class EvidenceLine:
+    """One line of evidence.
+
+    Attributes:
+        time_us: per step; None if the line is about no time.
+        share: of the step; None if the line is about no time.
+        size: bytes; None if the line is about no size.
+    """
+
+    what: str
+    bottleneck: Bottleneck
+    _: KW_ONLY
+    time_us: float | None = None
+    share: float | None = None
+    size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Result of the doctor.
+
+    Attributes:
+        others: further losses that are worth a look, the largest first.
+        sentence: the conclusion.
+        lines: evidence, starting with the bottleneck's.
+        remedies: the largest gain first.
+        missing: unavailable inputs and how to get them.
+        notes: remarks for the reader.
+    """
+
+    bottleneck: Bottleneck
+    others: tuple[Bottleneck, ...]
+    sentence: str
+    times: Bottlenecks
+    lines: tuple[EvidenceLine, ...]
+    remedies: tuple[Remedy, ...]
+    missing: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+
+def diagnose(evidence: Evidence) -> Diagnosis:
+    """The diagnosis of a run.
+
+    Raises:
+        TraceError: there are no times, and the run is not known to exceed the memory.
+    """
+    if not evidence.ranks and evidence.fits:
+        raise TraceError(
+            "there is neither a trace nor a plan to judge by",
+            fix="record one, or say what the run is on: --on 8xH200",
+        )
+    times = bottlenecks_of(evidence)
+    order = (times.largest, *(name for name in times.losses if name != times.largest))
+    lines = sorted(
+        _lines(evidence, times),
+        key=lambda line: order.index(line.bottleneck) if line.bottleneck in order else len(order),
+    )
+    return Diagnosis(
+        bottleneck=times.largest,
+        others=times.others,
+        sentence=_sentence(evidence, times),
+        times=times,
+        lines=tuple(lines),
+        remedies=remedies(evidence, times),
+        missing=evidence.missing,
+        notes=evidence.notes,
+    )
+
+
+def ms_text(time_us: float) -> str:
+    """Milliseconds, as the command line and the page of a run print them."""
+    return f"{time_us / 1e3:,.2f}"
+
+
+def spent_text(diagnosis: Diagnosis, evidence: Evidence) -> str:
+    """The source of the times, and what they are means of."""
+    source = {"trace": "the traces", "plan": "the plan", "none": "nothing"}[evidence.source]
+    mean = f"the mean of {evidence.steps} steps and of ranks" if evidence.steps > 1 else "the mean of ranks"
+    per = "per step" if evidence.steps else "of all that was recorded"
+    return f"times are of {source}, {per}: {ms_text(diagnosis.times.total_us)} ms, {mean}"
+
+
+def diagnosis_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The JSON contract of `penstock doctor --json`. Times are per step."""
+    return {
+        "wall": diagnosis.bottleneck,
+        "then": list(diagnosis.others),
+        "verdict": diagnosis.sentence,
+        "total_us": diagnosis.times.total_us,
+        "evidence": [
+            {
+                "what": line.what,
+                "wall": line.bottleneck,
+                "milliseconds": None if line.time_us is None else line.time_us / 1e3,
+                "share": line.share,
+                "bytes": line.size,
+            }
+            for line in diagnosis.lines
+        ],
+        "remedies": [
+            {
+                "change": one.change,
+                "what": one.what,
+                "gain_us": one.gain_us,
+                "gain_share": diagnosis.times.share(one.gain_us),
+                "gain_bytes": one.gain_bytes,
+                "rule": one.rule,
+                "source": one.source,
+            }
+            for one in diagnosis.remedies
+        ],
+        "missing": list(diagnosis.missing),
+        "notes": list(diagnosis.notes),
+    }
+
+
+def cpu_sentence(evidence: Evidence) -> str:
+    """The conclusion for a recording of a CPU."""
+    device = f" ({evidence.facts.device})" if evidence.facts.device else ""
+    return (
+        "no wall is judged: memory, communication, compute and host are judged from kernels of a device, and this is "
+        f"a recording of a CPU{device}"
+    )
+
+
+def cpu_changes(table: HostTable, evidence: Evidence) -> Iterator[tuple[str, str]]:
+    """Changes, as overrides, with their reason.
+
+    Args:
+        table: operators of the first rank.
+        evidence: with the configuration, if it is known.
+    """
+    run = evidence.facts.run
+    if run is None:
+        return
+    training, ranks = run.training, evidence.facts.world or 1
+    rows = training.global_batch // ranks
+    change = f"training.micro_batch={rows}"
+    if table.outside >= OUTSIDE and rows > training.micro_batch and accepted(run, change, evidence.facts.world):
+        passes = rows // training.micro_batch
+        yield change, f"one pass a step instead of {passes}: no operator runs in {table.outside:.0%} of the step"
+    again = sum(row.share for row in table.phases if row.pass_ == "recompute")
+    change = "recompute.modules=[]"
+    if again >= AGAIN and accepted(run, change, evidence.facts.world):
+        yield change, f"nothing is computed twice, if memory allows: now {again:.0%} of the step"
+
+
+def cpu_json(table: HostTable, evidence: Evidence) -> dict[str, Any]:
+    """The keys of `diagnosis_json`, without a bottleneck, and the table."""
+    return {
+        "wall": None,
+        "then": [],
+        "verdict": cpu_sentence(evidence),
+        "total_us": table.step_us,
+        "evidence": [],
+        "remedies": [{"change": change, "what": what} for change, what in cpu_changes(table, evidence)],
+        "missing": list(evidence.missing),
+        "host": table.as_json(),
+    }
+
+
+def _sentence(evidence: Evidence, times: Bottlenecks) -> str:
+    """One line: the bottleneck, its size, the late ranks and the other losses."""
+    facts = evidence.facts
+    if not times.fits:
+        assert facts.planned_bytes is not None and facts.capacity_bytes is not None, "a plan found that it does not fit"
+        over = facts.planned_bytes - facts.capacity_bytes
+        return f"memory: the fullest rank lacks {over / 1e9:.1f} GB of {facts.capacity_bytes / 1e9:.1f} GB, by the plan"
+    late: list[LateRank] = []
+    if evidence.late and times.largest in ("communication", "host"):
+        least_us = WORTH_NAMING * evidence.late[0].caused_wait_us
+        late = [one for one in evidence.late[:NAMED_LATE] if one.caused_wait_us >= least_us]
+    named = f"; late: {_late_text(late)}" if late else ""
+    then = f"; then {', '.join(f'{name} {times.share(times.losses[name]):.1%}' for name in times.others)}"
+    return f"{times.largest}: {_size_text(evidence, times)}{named}{then if times.others else ''}"
+
+
+def _size_text(evidence: Evidence, times: Bottlenecks) -> str:
+    """The size of the bottleneck, and its parts."""
+    match times.largest:
+        case "communication":
+            text = f"exposed communication takes {times.share(times.communication_us):.1%} of the step"
+            text += _waiting_text(evidence, times)
+        case "host":
+            text = f"the device is idle {times.share(evidence.mean('idle_us')):.1%} of the step"
+            if times.late_host_us:
+                text += f", and others wait {times.share(times.late_host_us):.1%} for ranks whose host is late"
+            if times.share(times.recording_us) >= LEAST:
+                text += f"; of both, {times.share(times.recording_us):.1%} is the recording's"
+        case "memory":
+            text = f"computing again and copying take {times.share(times.memory_us):.1%} of the step"
+        case "compute":
+            text = f"the device computes {times.share(times.compute_us):.1%} of the step"
+    return text
+
+
+def _waiting_text(evidence: Evidence, times: Bottlenecks) -> str:
+    """The share of waiting, on the mean rank and on the rank that waits most."""
+    waits = {one.rank: one.wait_us / one.total_us for one in evidence.ranks if one.wait_us is not None}
+    if not waits:
+        return ", transfers and waiting not told apart"
+    most = max(waits, key=lambda rank: waits[rank])
+    mean = times.share(times.waiting_us)
+    return f"; {mean:.1%} of the step is waiting for late ranks ({waits[most]:.1%} on rank {most}, which waits most)"
+
+
+def _late_text(late: Sequence[LateRank]) -> str:
+    """Each rank once, with all causes."""
+    why = {"host": "its host", "experts": "its experts", "compute": "its computing", "unknown": "unknown why"}
+    causes: dict[int, list[str]] = {}
+    for one in late:
+        causes.setdefault(one.rank, []).append(why[one.cause])
+    return ", ".join(f"rank {rank} ({' and '.join(told)})" for rank, told in causes.items())
+
+
+def _lines(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
+    """All evidence, by bottleneck."""
+    if evidence.ranks:
+        yield from _communication(evidence, times)
+        yield from _host(evidence, times)
+        yield from _memory_times(evidence, times)
+        yield _time("computing, each thing once", "compute", times.compute_us, times)
+        words = {"experts": "experts, activations and permuting", "shared": "shared experts"}
+        for name, time_us in evidence.computing.items():
+            if times.share(time_us) >= PART:
+                yield _time(f"of it {words.get(name, name)}", "compute", time_us, times)
+    yield from _memory_sizes(evidence)
+    yield from _steps(evidence)
+
+
+def _communication(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
+    exposed = evidence.mean("exposed_communication_us")
+    yield _time("exposed communication, mean of ranks", "communication", exposed, times)
+    if times.share(times.late_host_us) >= LEAST:
+        what = "of it waiting for ranks whose host is late, which counts as the host's"
+        yield _time(what, "communication", times.late_host_us, times)
+    for kind in evidence.kinds:
+        if times.share(evidence.communication(kind)) >= 0.01:
+            yield _time(f"of it {kind}", "communication", evidence.communication(kind), times)
+    waits = [(one.wait_us, one) for one in evidence.ranks if one.wait_us is not None]
+    if waits:
+        waiting = times.waiting_us + times.late_host_us
+        yield _time("of it waiting for ranks that come later", "communication", waiting, times)
+        most, rank = max(waits, key=lambda item: item[0])
+        share = most / rank.total_us
+        yield EvidenceLine(
+            f"waiting for ranks that come later, on rank {rank.rank}, which waits most",
+            "communication",
+            time_us=most,
+            share=share,
+        )
+        if rank.pure_us is not None:
+            what = f"bytes under way (computed beside or not), on rank {rank.rank}"
+            yield EvidenceLine(what, "communication", time_us=rank.pure_us, share=rank.pure_us / rank.total_us)
+    for one in evidence.late[:TOLD_LATE]:
+        others = max(1, len(evidence.ranks) - 1)
+        yield _time(
+            f"that each other rank waits for rank {one.rank}, last {one.times_last} times ({one.detail})",
+            "host" if one.cause == "host" else "communication",
+            one.caused_wait_us / others,
+            times,
+        )
+    loads = [one for one in (evidence.max_over_mean, evidence.facts.expert_load) if one is not None]
+    if loads:  # a trace shows no imbalance if rows are padded to a bound
+        yield EvidenceLine(f"rows of the fullest rank's experts: {max(loads):.2f} times the mean", "communication")
+    if evidence.unmatched:
+        yield EvidenceLine(f"collectives of which no waiting is told: {evidence.unmatched}", "communication")
+
+
+def _host(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
+    yield _time("the device idle, mean of ranks", "host", evidence.mean("idle_us"), times)
+    behind = evidence.mean("sync_idle_us")
+    if times.share(behind) >= LEAST:
+        yield _time("of it because the host had waited for the device", "host", behind, times)
+    if times.share(times.recording_us) >= LEAST:
+        what = (
+            "taken off: the traced steps take longer than those beside them, by the metrics; recording slows the host"
+        )
+        yield _time(what, "host", times.recording_us, times)
+    launches = evidence.launches
+    if launches is not None and launches.kernels:
+        many = max(1, evidence.steps) * len(evidence.ranks)  # launches are counts over the whole recording
+        small = launches.small_kernels / launches.kernels
+        graphs = f", {launches.from_graphs / launches.kernels:.0%} from graphs" if launches.from_graphs else ""
+        waits = f"; waits of the host: {launches.synchronizations / many:,.0f}"
+        of = "a rank's step" if evidence.steps else "a rank"
+        yield EvidenceLine(
+            f"{of}: {launches.kernels / many:,.0f} kernels{graphs}, {small:.0%} under 10 us{waits}",
+            "host",
+        )
+
+
+def _memory_times(evidence: Evidence, times: Bottlenecks) -> Iterator[EvidenceLine]:
+    if times.share(evidence.mean("recompute_us")) >= LEAST:
+        yield _time("computing what forward had computed", "memory", evidence.mean("recompute_us"), times)
+    if times.share(evidence.mean("exposed_copies_us")) >= LEAST:
+        yield _time("copies with nothing beside them", "memory", evidence.mean("exposed_copies_us"), times)
+
+
+def _memory_sizes(evidence: Evidence) -> Iterator[EvidenceLine]:
+    facts = evidence.facts
+    if facts.peak_bytes is not None:
+        of = "" if facts.capacity_bytes is None else f", {facts.peak_bytes / facts.capacity_bytes:.0%} of the device"
+        yield EvidenceLine(f"most memory allocated{of}", "memory", size=facts.peak_bytes)
+    if facts.planned_bytes is not None:
+        yield EvidenceLine("memory of the fullest rank, by the plan", "memory", size=facts.planned_bytes)
+    for name, size in sorted(facts.planned_terms.items(), key=lambda item: -item[1])[:3]:
+        yield EvidenceLine(f"of it {name}", "memory", size=size)
+    for change, size in facts.lacking_bytes.items():
+        if size > 0:
+            yield EvidenceLine(f"{change} is not offered: the fullest rank lacks, by the plan", "memory", size=size)
+    if facts.repeated_steps:
+        yield EvidenceLine(
+            f"{facts.repeated_steps} recorded steps ran twice (dispatch.row_capacity_factor is too small)",
+            "memory",
+        )
+
+
+def _steps(evidence: Evidence) -> Iterator[EvidenceLine]:
+    """The median step of the metrics, compared with the plan's."""
+    facts = evidence.facts
+    if facts.step_seconds is None:
+        return
+    plan = ""
+    if facts.planned_step_seconds is not None:
+        ratio = facts.step_seconds / facts.planned_step_seconds
+        plan = f"; the plan says {facts.planned_step_seconds * 1e3:,.1f} ms, so it takes {ratio:.2f} times as long"
+    yield EvidenceLine(f"the usual step, by the metrics{plan}", "compute", time_us=facts.step_seconds * 1e6)
+    for name, seconds in facts.phase_seconds.items():
+        share = seconds / facts.step_seconds
+        if share >= ALSO:
+            yield EvidenceLine(f"of it {name}, first rank", "compute", time_us=seconds * 1e6, share=share)
+
+
+def _time(what: str, bottleneck: Bottleneck, time_us: float, times: Bottlenecks) -> EvidenceLine:
+    return EvidenceLine(what, bottleneck, time_us=time_us, share=times.share(time_us))

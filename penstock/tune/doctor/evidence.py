@@ -1,0 +1,327 @@
+"""Measured or projected costs of a run, and how they divide into bottlenecks.
+
+    communication   exposed communication, without the waiting for ranks that were late because of their host
+    host            idle time of the device, and that waiting; without the cost of recording
+    memory          recomputation, and copies that no other work hides
+    compute         the rest
+
+The largest of the first three is the bottleneck if it takes `STANDS` of the step; otherwise computing is. If the plan
+says that the run does not fit its device, memory is the bottleneck. Costs are means over ranks: every rank's step takes
+as long as the slowest rank's.
+
+A profiler records every operator, so it slows the host. If the metrics hold steps near the traced ones, the time by
+which the traced steps exceed the longest of them is subtracted from the host.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Literal
+
+from penstock.config.run import Run
+from penstock.trace.host_table import HostTable
+
+Bottleneck = Literal["memory", "communication", "host", "compute"]
+
+Cause = Literal["host", "experts", "compute", "unknown"]
+"""Why a rank is late: its device was idle, its experts had more rows, or it computes more slowly."""
+
+STANDS = 0.2
+"""Share of the step from which a loss is the bottleneck. The rules of a plan accept as much pipeline waiting without a
+warning; below it, faster kernels help more than another layout."""
+
+ALSO = 0.1
+"""Share of the step from which a loss is reported beside the bottleneck."""
+
+NO_TIMES: Mapping[str, float] = MappingProxyType({})
+NO_BYTES: Mapping[str, int] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCosts:
+    """Microseconds per step of one rank, as means of the traced steps.
+
+    `compute_us`, `exposed_communication_us`, `exposed_copies_us` and `idle_us` add up to `total_us`.
+
+    Attributes:
+        total_us: from the start of the first device event to the end of the last.
+        compute_us: compute kernels, recomputation included.
+        exposed_communication_us: communication without concurrent computing.
+        exposed_copies_us: copies without concurrent computing or communication.
+        wait_us: part of all communication that waits for later ranks; None if ranks were not compared.
+        pure_us: part of all communication that moves bytes; None if ranks were not compared.
+        sync_idle_us: idle time caused by the host's waits for the device.
+        counts_idle_us: the part of it at waits around experts, where the host reads row counts; None if the trace has
+            no spans that show where the host waits.
+        launched_idle_us: idle time before kernels that the host had launched already.
+        recompute_us: part of `compute_us` that repeats the forward pass.
+        computing_us: computing without recomputation, by phase; all expert phases are `experts`.
+        communication_us: exposed communication by kind (`all-to-all`, `all-reduce`, ...).
+    """
+
+    rank: int
+    total_us: float
+    compute_us: float
+    exposed_communication_us: float
+    exposed_copies_us: float
+    idle_us: float
+    wait_us: float | None = None
+    pure_us: float | None = None
+    sync_idle_us: float = 0.0
+    counts_idle_us: float | None = None
+    launched_idle_us: float = 0.0
+    recompute_us: float = 0.0
+    computing_us: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)
+    communication_us: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)
+
+    def times(self, factor: float) -> "RankCosts":
+        """The same costs with every time multiplied."""
+        scaled: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Mapping):
+                scaled[name] = {key: us * factor for key, us in value.items()}
+            elif name != "rank" and value is not None:
+                scaled[name] = value * factor
+        return replace(self, **scaled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LateRank:
+    """A rank for which other ranks waited.
+
+    Attributes:
+        times_last: number of collectives that this rank joined last.
+        caused_wait_us: sum of the other ranks' waiting for it, per step.
+        detail: the measurement that shows the cause, in words.
+        share: share of `caused_wait_us` that disappears with the cause.
+    """
+
+    rank: int
+    times_last: int
+    caused_wait_us: float
+    cause: Cause = "unknown"
+    detail: str = ""
+    share: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelLaunches:
+    """Counts over all traced steps and ranks.
+
+    Attributes:
+        kernels: all kernels that ran.
+        small_kernels: kernels under 10 us.
+        from_graphs: kernels launched by a CUDA or HIP graph.
+        synchronizations: waits of the host for the device inside of steps.
+    """
+
+    kernels: int
+    small_kernels: int
+    from_graphs: int = 0
+    synchronizations: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Configuration, metrics and plan of a run; None and empty where they are unknown.
+
+    Attributes:
+        device: its name.
+        world: number of ranks.
+        peak_bytes: the allocator's highest figure.
+        capacity_bytes: device memory.
+        step_seconds: median step by the metrics, recorded steps excluded.
+        beside_seconds: the longest of the steps nearest to the recorded ones, by the metrics.
+        phase_seconds: median by phase on the first rank's device, by the metrics.
+        repeated_steps: steps that ran twice because the rows exceeded their buffers.
+        expert_load: rows of the fullest expert rank over the mean.
+        planned_bytes: need of the fullest rank by the plan, context and reserve included.
+        planned_terms: the same by component.
+        freed_bytes: by change, memory that it frees on the fullest rank by the plan; only if the run does not fit.
+        lacking_bytes: by change that the plan refuses, missing memory on the fullest rank; 0 if it has no effect.
+        planned_step_seconds: step time by the plan.
+        saved_seconds: by change, time that it saves by the plan for the tokens of one step.
+        has_steps: at least one step of the run completed.
+    """
+
+    run: Run | None = None
+    device: str | None = None
+    world: int | None = None
+    peak_bytes: int | None = None
+    capacity_bytes: int | None = None
+    step_seconds: float | None = None
+    beside_seconds: float | None = None
+    phase_seconds: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)
+    repeated_steps: int = 0
+    expert_load: float | None = None
+    planned_bytes: int | None = None
+    planned_terms: Mapping[str, int] = field(default_factory=lambda: NO_BYTES)
+    freed_bytes: Mapping[str, int] = field(default_factory=lambda: NO_BYTES)
+    lacking_bytes: Mapping[str, int] = field(default_factory=lambda: NO_BYTES)
+    planned_step_seconds: float | None = None
+    saved_seconds: Mapping[str, float] = field(default_factory=lambda: NO_TIMES)
+    has_steps: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """All input of a diagnosis.
+
+    Attributes:
+        source: of the times in `ranks`.
+        steps: number of steps that the times are means of; 0 if the trace marks no step, and then times are sums over
+            the whole recording.
+        late: late ranks, the most expensive first.
+        other_wait_us: waiting for ranks that are too cheap to be in `late`.
+        unmatched: collectives without a partner on another rank.
+        max_over_mean: rows of the fullest expert rank over the mean, by the trace.
+        trains: gradients are computed.
+        missing: unavailable inputs and how to get them, one line each.
+        notes: remarks for the reader, one line each.
+        host: operators of a CPU trace; `ranks` is then empty unless a plan fills it.
+    """
+
+    source: Literal["trace", "plan", "none"]
+    ranks: tuple[RankCosts, ...]
+    steps: int = 0
+    late: tuple[LateRank, ...] = ()
+    other_wait_us: float = 0.0
+    unmatched: int = 0
+    launches: KernelLaunches | None = None
+    max_over_mean: float | None = None
+    trains: bool = True
+    facts: RunFacts = RunFacts()
+    missing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    host: HostTable | None = None
+
+    @property
+    def has_experts(self) -> bool:
+        """By the configuration, or else by the trace."""
+        run = self.facts.run
+        return "experts" in self.computing if run is None else run.model.moe is not None
+
+    def mean(self, name: str) -> float:
+        """Mean over ranks of a field of `RankCosts`; None counts as 0."""
+        values = [vars(one)[name] or 0.0 for one in self.ranks]
+        return sum(values) / len(values) if values else 0.0
+
+    def communication(self, kind: str) -> float:
+        """Mean over ranks of the exposed communication of a kind."""
+        values = [one.communication_us.get(kind, 0.0) for one in self.ranks]
+        return sum(values) / len(values) if values else 0.0
+
+    @property
+    def computing(self) -> dict[str, float]:
+        """Mean over ranks of the computing by phase, the longest first."""
+        names = {name for one in self.ranks for name in one.computing_us}
+        found = {name: sum(one.computing_us.get(name, 0.0) for one in self.ranks) / len(self.ranks) for name in names}
+        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+    @property
+    def caused_wait_us(self) -> float:
+        """Sum of all ranks' waiting for other ranks."""
+        return sum(one.caused_wait_us for one in self.late) + self.other_wait_us
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of communication, the most expensive first."""
+        names = {name for one in self.ranks for name in one.communication_us}
+        return tuple(sorted(names, key=lambda name: (-self.communication(name), name)))
+
+    @property
+    def fits(self) -> bool:
+        """A run that completed a step fits; any other fits unless the plan says otherwise."""
+        facts = self.facts
+        if facts.has_steps or facts.planned_bytes is None or facts.capacity_bytes is None:
+            return True
+        return facts.planned_bytes <= facts.capacity_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bottlenecks:
+    """Mean microseconds of a rank; the four bottlenecks and `recording_us` add up to `total_us`.
+
+    Attributes:
+        communication_us: exposed, without `late_host_us`.
+        host_us: idle time and `late_host_us`, without `recording_us`.
+        memory_us: recomputation and exposed copies.
+        compute_us: all other computing.
+        waiting_us: part of `communication_us` that waits for later ranks; 0 if unknown.
+        late_host_us: waiting for ranks whose device was idle before they came.
+        recording_us: time by which recording delays the host; 0 if unknown.
+        fits: see `Evidence.fits`.
+    """
+
+    total_us: float
+    communication_us: float
+    host_us: float
+    memory_us: float
+    compute_us: float
+    waiting_us: float
+    late_host_us: float
+    recording_us: float
+    fits: bool
+
+    @property
+    def transfer_us(self) -> float:
+        """Communication that is not known to be waiting."""
+        return self.communication_us - self.waiting_us
+
+    @property
+    def usual_host(self) -> float:
+        """Share of the host's cost that recording does not explain."""
+        return self.host_us / (self.host_us + self.recording_us) if self.host_us else 0.0
+
+    @property
+    def losses(self) -> dict[Bottleneck, float]:
+        """All but computing, the largest first."""
+        found: dict[Bottleneck, float] = {
+            "communication": self.communication_us,
+            "host": self.host_us,
+            "memory": self.memory_us,
+        }
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def share(self, time_us: float) -> float:
+        """Share of the step."""
+        return time_us / self.total_us if self.total_us else 0.0
+
+    @property
+    def largest(self) -> Bottleneck:
+        """The bottleneck of the run."""
+        if not self.fits:
+            return "memory"
+        name, time_us = next(iter(self.losses.items()))
+        return name if self.share(time_us) >= STANDS else "compute"
+
+    @property
+    def others(self) -> tuple[Bottleneck, ...]:
+        """Other losses from `ALSO` of the step on, the largest first."""
+        return tuple(name for name, us in self.losses.items() if name != self.largest and self.share(us) >= ALSO)
+
+
+def bottlenecks_of(evidence: Evidence) -> Bottlenecks:
+    """Divide the step time among the four bottlenecks."""
+    exposed = evidence.mean("exposed_communication_us")
+    waiting = min(evidence.mean("wait_us"), exposed)
+    caused = evidence.caused_wait_us
+    by_host = sum(one.caused_wait_us for one in evidence.late if one.cause == "host")
+    late_host = waiting * by_host / caused if caused else 0.0
+    recompute = min(evidence.mean("recompute_us"), evidence.mean("compute_us"))
+    host = evidence.mean("idle_us") + late_host
+    recording = 0.0
+    beside = evidence.facts.beside_seconds
+    if evidence.source == "trace" and evidence.steps and beside is not None:
+        recording = min(host, max(0.0, evidence.mean("total_us") - beside * 1e6))
+    return Bottlenecks(
+        total_us=evidence.mean("total_us"),
+        communication_us=exposed - late_host,
+        host_us=host - recording,
+        memory_us=recompute + evidence.mean("exposed_copies_us"),
+        compute_us=evidence.mean("compute_us") - recompute,
+        waiting_us=waiting - late_host,
+        late_host_us=late_host,
+        recording_us=recording,
+        fits=evidence.fits,
+    )

@@ -1,0 +1,448 @@
+"""Evidence from traces: costs of each rank, late ranks, and the reason why each was late.
+
+Between two collectives every rank works alone, so the work between them shows why a rank came late to the second, by
+comparison with the median of the other ranks:
+
+    idle longer, for at least half of the delay    its host was late
+    computed longer                                its experts, if they explain most of the additional computing beyond
+                                                   a general slowness of the rank; otherwise its computing
+
+A kernel that writes to other ranks without waiting counts as work, not as a collective. Only the work before
+collectives that the rank joined last is compared: over a whole step, a rank with full experts in one layer and empty
+experts in the next computes as long as the others, although they wait for it. A rank that was late by its host in some
+collectives and by its work in others appears twice, each time with its own cost.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from penstock.base.errors import ConfigError
+from penstock.config.merge import settle
+from penstock.config.run import Run
+from penstock.config.schema import fields_of
+from penstock.config.validation import build
+from penstock.trace.answer import Answer, RankAnswer
+from penstock.trace.calls import Calls, Way
+from penstock.trace.collectives import any_row
+from penstock.trace.events import NONE, Flags, Floats, GpuKind, HostKind, Integers, Trace
+from penstock.trace.host_table import host_table
+from penstock.trace.kinds import OWN, library_of
+from penstock.trace.launches import idle_behind_waits
+from penstock.trace.phases import EXPERTS as EXPERT_SPANS
+from penstock.trace.phases import PASSES
+from penstock.trace.timeline import busy_of
+from penstock.tune.doctor.evidence import Evidence, KernelLaunches, LateRank, RankCosts, RunFacts
+
+MATCHED = 0.5
+"""Share of the collectives that must be matched across ranks before a rank is called late."""
+
+TELLS = 0.01
+"""Share of the step that others must wait for a rank before it is reported: some rank is always last by chance."""
+
+IDLE_DECIDES = 0.5
+"""Share of a delay that idle time must explain for the host to be the cause."""
+
+HALF = 0.5
+
+TELLS_TOO = 0.1
+"""Share by which launches, or all work besides experts, must take longer to be reported with the cause."""
+
+EXPERTS = frozenset({"experts", "experts input gradient", "experts weight gradient"})
+
+AROUND_EXPERTS = EXPERTS | {"activation", "permute"}
+"""Phases whose time grows with the rows of a rank's experts, where there are experts."""
+
+_KINDS: tuple[tuple[str, str], ...] = (
+    ("all_to_all", "all-to-all"),
+    ("alltoall", "all-to-all"),
+    ("reduce_scatter", "reduce-scatter"),
+    ("reducescatter", "reduce-scatter"),
+    ("all_gather", "all-gather"),
+    ("allgather", "all-gather"),
+    ("all_reduce", "all-reduce"),
+    ("allreduce", "all-reduce"),
+    ("broadcast", "broadcast"),
+    ("sendrecv", "send-recv"),
+    ("send", "send-recv"),
+    ("recv", "send-recv"),
+)
+"""Parts of names of collectives and kernels; the first match counts."""
+
+
+def evidence_of(answer: Answer, facts: RunFacts, missing: Sequence[str] = ()) -> Evidence:
+    """Evidence from the analysis of traces.
+
+    Args:
+        answer: analysis of all ranks that were read.
+        facts: of the run, from other sources.
+        missing: unavailable inputs that are known already.
+    """
+    if answer.is_host:
+        facts = replace(facts, world=facts.world or len(answer.loaded))
+        return Evidence(source="none", ranks=(), facts=facts, missing=tuple(missing), host=host_table(answer.ranks[0]))
+    collectives = answer.collectives
+    totals = collectives.totals_us() if len(answer.loaded) > 1 and len(collectives.meetings) else {}
+    per_step = answer.per_step
+    ranks = tuple(_costs(one, collectives.calls, totals).times(per_step) for one in answer.ranks)
+    late = tuple(replace(one, caused_wait_us=one.caused_wait_us * per_step) for one in late_ranks(answer))
+    caused_us = sum(one.caused_wait_us for one in collectives.stragglers()) * per_step
+    return Evidence(
+        source="trace",
+        ranks=ranks,
+        steps=answer.steps,
+        late=late,
+        other_wait_us=caused_us - sum(one.caused_wait_us for one in late),
+        unmatched=len(collectives.unmatched),
+        launches=_launches(answer.ranks),
+        max_over_mean=answer.experts.max_over_mean,
+        trains=any(row.pass_ == "backward" for one in answer.ranks for row in one.phases.rows(by_layer=False)),
+        facts=_facts(answer, facts),
+        missing=(*missing, *_missing(answer)),
+    )
+
+
+def _facts(answer: Answer, facts: RunFacts) -> RunFacts:
+    """Facts completed with device, ranks and memory of the traces."""
+    trace = answer.ranks[0].trace
+    device = trace.device_name
+    sizes = [one.get("totalGlobalMem") for one in trace.devices if one.get("name") == device]
+    peaks = [int(memory.allocated.max()) for one in answer.ranks for memory in one.memory]
+    return replace(
+        facts,
+        run=facts.run or _run(trace),
+        device=device,
+        world=facts.world or _world(answer) or None,
+        peak_bytes=facts.peak_bytes or max(peaks, default=None),
+        capacity_bytes=next((size for size in sizes if isinstance(size, int)), facts.capacity_bytes),
+    )
+
+
+def _run(trace: Trace) -> Run | None:
+    """The configuration in a recording of ours; None in others, and if this version does not accept it."""
+    told = trace.header.get(OWN)
+    config = told.get("config") if isinstance(told, Mapping) else None
+    if not isinstance(config, Mapping):
+        return None
+    try:
+        return build(Run, settle(fields_of(Run), config))
+    except ConfigError:
+        return None
+
+
+def _world(answer: Answer) -> int:
+    """Number of ranks of the run by the traces; 0 if they do not tell."""
+    groups = [group.size for group in answer.collectives.calls.groups]
+    told = [one.trace.world for one in answer.ranks if one.trace.world is not None]
+    return max([*groups, *told], default=0)
+
+
+def _costs(one: RankAnswer, calls: Calls, totals: Mapping[int, tuple[float, float]]) -> RankCosts:
+    timeline = one.timelines["all"]
+    pure_us, wait_us = totals.get(one.rank, (None, None))
+    is_expert_span = np.array([name in EXPERT_SPANS for name in one.trace.names], dtype=bool)
+    host = one.trace.host
+    has_expert_spans = bool((is_expert_span[host.name_id] & (host.kind == HostKind.SPAN)).any())
+    return RankCosts(
+        rank=one.rank,
+        total_us=timeline.total_us,
+        compute_us=timeline.compute_us,
+        exposed_communication_us=timeline.exposed_communication_us,
+        exposed_copies_us=timeline.exposed_memcpy_us,
+        idle_us=timeline.idle_us,
+        wait_us=wait_us,
+        pure_us=pure_us,
+        sync_idle_us=idle_behind_waits(one.trace),
+        counts_idle_us=idle_behind_waits(one.trace, EXPERT_SPANS) if has_expert_spans else None,
+        launched_idle_us=one.launches.gaps.devices_us,
+        recompute_us=sum(row.exposed_us for row in one.phases.rows(by_layer=False) if row.pass_ == "recompute"),
+        computing_us=_computing(one),
+        communication_us=_by_kind(one, calls),
+    )
+
+
+def _launches(ranks: Sequence[RankAnswer]) -> KernelLaunches:
+    """Sums over all ranks."""
+    return KernelLaunches(
+        kernels=sum(one.launches.kernel_count for one in ranks),
+        small_kernels=sum(one.launches.short_count for one in ranks),
+        from_graphs=sum(int((one.phases.placement.is_replayed & one.trace.gpu.is_kernel).sum()) for one in ranks),
+        synchronizations=sum(_waited(one) for one in ranks),
+    )
+
+
+def _waited(one: RankAnswer) -> int:
+    """Number of waits of the host; a copy and the call that waits for it are one wait, the recorder's own are none."""
+    times: dict[tuple[str, ...], int] = {}
+    for wait in one.launches.waits:
+        if wait.where or OWN not in one.trace.header:
+            times[wait.where] = max(times.get(wait.where, 0), wait.count)
+    return sum(times.values())
+
+
+def _computing(one: RankAnswer) -> dict[str, float]:
+    """Exposed computing by phase, without recomputation."""
+    phases = one.phases
+    computes = np.isin(one.trace.gpu.kind[phases.event], [GpuKind.COMPUTE, GpuKind.SET])
+    computes &= phases.pass_id != PASSES.index("recompute")
+    times = np.bincount(phases.name_id[computes], phases.exposed_us[computes], len(phases.names))
+    found: dict[str, float] = {}
+    for name, us in zip(phases.names, times.tolist(), strict=True):
+        key = "experts" if name in AROUND_EXPERTS and EXPERTS & set(phases.names) else name
+        found[key] = found.get(key, 0.0) + us
+    return found
+
+
+def _by_kind(one: RankAnswer, calls: Calls) -> dict[str, float]:
+    """Exposed communication by kind."""
+    exposed_us = np.bincount(one.phases.event, one.phases.exposed_us, len(one.trace.gpu))
+    found: dict[str, float] = {}
+    for row in np.flatnonzero(calls.rank == calls.ranks.index(one.rank)):
+        event = int(calls.gpu_row[row])
+        kind = kind_of(calls.name(int(row)), one.trace.gpu.name(event))
+        found[kind] = found.get(kind, 0.0) + float(exposed_us[event])
+    return found
+
+
+def kind_of(collective: str, kernel: str) -> str:
+    """Kind of a collective by its name or its kernel's; for our own kernels and DeepEP's the dispatcher."""
+    library = library_of(kernel)
+    if library == OWN:
+        return "symmetric"
+    if library == "deep_ep":
+        return "deep-ep"
+    texts = (collective.lower(), kernel.lower())
+    return next((kind for text in texts for part, kind in _KINDS if part in text), "without a name")
+
+
+def _missing(answer: Answer) -> list[str]:
+    """Information that the traces do not have."""
+    told = []
+    world, loaded = _world(answer), len(answer.loaded)
+    has_communication = len(answer.collectives.calls) > 0
+    if loaded == 1 and has_communication:
+        of = f" of {world}" if world > 1 else ""
+        told.append(f"one rank{of}: waiting for others and slow links look the same; give the traces of all ranks")
+    elif loaded < world:
+        told.append(f"{loaded} of {world} ranks: others may have come later still, so waiting is a lower bound")
+    if unmatched := answer.collectives.unmatched:
+        told.append(
+            f"collectives that match none of another rank: {len(unmatched)} ({unmatched[0].why}); "
+            "no waiting is told of them"
+        )
+    if not any(one.steps for one in answer.ranks):
+        told.append("no step is marked: figures are of all that was recorded")
+    unlinked = sum(int((~one.trace.gpu.is_linked).sum()) for one in answer.ranks)
+    if unlinked:
+        told.append(f"{unlinked} events of the device were launched before the recording began; they are counted")
+    return told
+
+
+def late_ranks(answer: Answer) -> tuple[LateRank, ...]:
+    """Late ranks and their causes, the most expensive first; waiting is of the whole recording."""
+    collectives = answer.collectives
+    if len(collectives.meetings) < MATCHED * (len(collectives.meetings) + len(collectives.unmatched)):
+        return ()
+    others = max(1, len(answer.loaded) - 1)
+    least_us = others * TELLS * float(np.mean([one.timelines["all"].total_us for one in answer.ranks]))
+    between = _between(answer)
+    found = [
+        late
+        for one in collectives.stragglers()
+        if one.caused_wait_us >= least_us
+        for late in _by_cause(answer, between, one.rank)
+        if late.caused_wait_us >= least_us
+    ]
+    return tuple(sorted(found, key=lambda one: one.caused_wait_us, reverse=True))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Between:
+    """Microseconds of each rank between the end of the previous collective and the start of collective M.
+
+    Attributes:
+        idle_MR: time without device work.
+        busy_MR: time with device work.
+        before: for each rank in the order of `Answer.ranks`, the collective that follows each entry of its phases;
+            NONE for an entry after the last collective or concurrent with one.
+    """
+
+    idle_MR: Floats
+    busy_MR: Floats
+    before: tuple[Integers, ...]
+
+
+def _between(answer: Answer) -> _Between:
+    calls, rows_MR = answer.collectives.calls, answer.collectives.meetings.met
+    idle_MR, busy_MR = np.full(rows_MR.shape, np.nan), np.full(rows_MR.shape, np.nan)
+    waits_M = calls.way[any_row(rows_MR)] != Way.ALONE
+    first_us, before = _first_work(answer), []
+    for one in answer.ranks:
+        number = calls.ranks.index(one.rank)
+        met = np.flatnonzero((rows_MR[:, number] != NONE) & waits_M)
+        rows = rows_MR[met, number]
+        order = np.argsort(calls.start_us[rows], kind="stable")
+        met, rows = met[order], rows[order]
+        starts_us = calls.start_us[rows]
+        # The previous collective may end after this one starts, on another stream.
+        ends_us = np.append(first_us[one.rank], np.maximum.accumulate(calls.end_us[rows]))[: len(rows)]
+        begins_us = np.minimum(ends_us, starts_us)
+        busy = busy_of(one.trace.gpu)
+        working = (busy.compute | busy.communication | busy.copies).covered_us(begins_us, starts_us)
+        busy_MR[met, number] = working
+        idle_MR[met, number] = np.maximum(starts_us - begins_us, 0.0) - working
+        before.append(_collective_after(one, met, begins_us, starts_us))
+    return _Between(idle_MR=idle_MR, busy_MR=busy_MR, before=tuple(before))
+
+
+def _first_work(answer: Answer) -> dict[int, float]:
+    """By rank and on its clock, the first device work of any rank whose clock can be compared with it."""
+    calls, clocks = answer.collectives.calls, answer.collectives.meetings.clocks
+    number = {one.rank: calls.ranks.index(one.rank) for one in answer.ranks}
+    firsts = {one.rank: float(one.trace.gpu.start_us[0] - clocks.ahead_us[number[one.rank]]) for one in answer.ranks}
+    return {
+        rank: float(clocks.ahead_us[own])
+        + min(firsts[other] for other in firsts if clocks.island[number[other]] == clocks.island[own])
+        for rank, own in number.items()
+    }
+
+
+def _collective_after(one: RankAnswer, met: Integers, begins_us: Floats, starts_us: Floats) -> Integers:
+    """For each entry of a rank's phases, the collective that follows its middle, if it is between two."""
+    gpu = one.trace.gpu
+    middle_us = (gpu.start_us + gpu.duration_us / 2)[one.phases.event]
+    place = np.searchsorted(starts_us, middle_us)
+    inside = place < len(met)
+    inside[inside] = middle_us[inside] >= begins_us[place[inside]]
+    meeting = np.full(len(middle_us), NONE)
+    meeting[inside] = met[place[inside]]
+    return meeting
+
+
+def _by_cause(answer: Answer, between: _Between, rank: int) -> Iterator[LateRank]:
+    """The cost of a rank's host, and the cost of its work."""
+    collectives = answer.collectives
+    number = collectives.calls.ranks.index(rank)
+    mine = np.flatnonzero(collectives.last == number)
+    cost_M = np.nansum(collectives.wait_us[mine], axis=1)
+    is_host, idle_us = _is_host(between, mine, number)
+    for of_host in (True, False):
+        chosen = is_host == of_host
+        if not chosen.any():
+            continue
+        found = LateRank(rank=rank, times_last=int(chosen.sum()), caused_wait_us=float(cost_M[chosen].sum()))
+        if of_host:
+            yield replace(found, cause="host", detail=_idle_text(answer, rank, idle_us[chosen] * answer.per_step))
+        else:
+            computed = _computed(answer, between, mine[chosen])
+            per_step = {
+                one: {name: us * answer.per_step for name, us in times.items()} for one, times in computed.items()
+            }
+            yield _with_work(found, answer, per_step)
+
+
+def _is_host(between: _Between, mine: Integers, number: int) -> tuple[Flags, Floats]:
+    """For collectives that a rank joined last, whether idle time explains it, and the rank's additional idle time."""
+    others = np.arange(between.idle_MR.shape[1]) != number
+    idle = between.idle_MR[mine, number] - np.nanmedian(between.idle_MR[mine][:, others], axis=1)
+    busy = between.busy_MR[mine, number] - np.nanmedian(between.busy_MR[mine][:, others], axis=1)
+    idle, busy = np.maximum(idle, 0.0), np.maximum(busy, 0.0)
+    by_host: Flags = idle > IDLE_DECIDES * (idle + busy)
+    return by_host, idle
+
+
+def _with_work(late: LateRank, answer: Answer, times: dict[int, dict[str, float]]) -> LateRank:
+    """Find the cause in the work that took longer than on the median rank.
+
+    The experts of a generally slow rank are slow too, so they are the cause only if they exceed that slowness.
+
+    Args:
+        late: without a cause.
+        answer: analysis of all ranks.
+        times: of each rank before the collectives that the late rank joined last, by phase, per step.
+    """
+    if len(answer.ranks) == 1:
+        return replace(late, detail="others were not read")
+    mine, others = _usual(times, late.rank)
+    rest_us, rest_usual_us = _sum(mine, of_experts=False), _sum(others, of_experts=False)
+    expert_us, expert_usual_us = _sum(mine, of_experts=True), _sum(others, of_experts=True)
+    rest_more_us = max(rest_us - rest_usual_us, 0.0)
+    experts_more_us = expert_us - expert_usual_us * _slowness(answer, late.rank)
+    more_us = rest_more_us + expert_us - expert_usual_us
+    if experts_more_us > more_us - experts_more_us:
+        rest = f", all else {rest_more_us / 1e3:.2f} ms" if rest_more_us > TELLS_TOO * more_us else ""
+        detail = f"its experts take {_longer_text(expert_us, expert_usual_us)}{rest}"
+        return replace(late, cause="experts", detail=detail, share=experts_more_us / more_us)
+    longer = {name: us - others[name] for name, us in mine.items() if name not in AROUND_EXPERTS}
+    name = max(longer, key=lambda one: longer[one], default="")
+    if not name or longer[name] <= 0:
+        return replace(late, detail="it computes no longer than others")
+    most = "most of that" if longer[name] > HALF * more_us else "the most"
+    took = _longer_text(rest_us + expert_us, rest_usual_us + expert_usual_us)
+    return replace(late, cause="compute", detail=f"it computes {took}, {most} in {name}")
+
+
+def _longer_text(mine_us: float, usual_us: float) -> str:
+    ratio = f", {mine_us / usual_us - 1:+.0%}" if usual_us else ""
+    return f"{(mine_us - usual_us) / 1e3:.2f} ms per step longer than on the median rank{ratio}"
+
+
+def _idle_text(answer: Answer, rank: int, idle_us: Floats) -> str:
+    """The additional idle time, and its possible origin: one stall, or slow launches."""
+    text = f"its device was idle {idle_us.sum() / 1e3:.2f} ms per step longer than others' before it came"
+    if idle_us.max() > HALF * idle_us.sum():
+        text += f", {idle_us.max() / 1e3:.2f} ms of it at once"
+    calls = {one.rank: _launch_us(one.trace) for one in answer.ranks}
+    usual_us = float(np.median([us for one, us in calls.items() if one != rank] or [np.nan]))
+    if calls[rank] > (1 + TELLS_TOO) * usual_us:
+        text += f"; a launch takes its host {calls[rank]:.1f} us, {calls[rank] / usual_us - 1:.0%} longer than others'"
+    return text
+
+
+def _launch_us(trace: Trace) -> float:
+    """Median time of a kernel launch on the host; nan without a launch in the trace."""
+    launches = trace.gpu.launch[trace.gpu.is_linked & trace.gpu.is_kernel]
+    return float(np.median(trace.host.duration_us[launches])) if len(launches) else float("nan")
+
+
+def _slowness(answer: Answer, rank: int) -> float:
+    """Factor by which a rank is slower in work that does not depend on expert rows, in the whole trace; at least 1."""
+    mine, others = _usual({one.rank: _computed_by_phase(one) for one in answer.ranks}, rank)
+    usual_us = _sum(others, of_experts=False)
+    return max(_sum(mine, of_experts=False) / usual_us, 1.0) if usual_us else 1.0
+
+
+def _usual(times: dict[int, dict[str, float]], rank: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Times of a rank by phase, and the median of the other ranks for each of its phases."""
+    mine = times[rank]
+    return mine, {name: float(np.median([times[one].get(name, 0.0) for one in times if one != rank])) for name in mine}
+
+
+def _sum(times: dict[str, float], *, of_experts: bool) -> float:
+    return sum(us for name, us in times.items() if (name in AROUND_EXPERTS) == of_experts)
+
+
+def _computed(answer: Answer, between: _Between, meetings: Integers) -> dict[int, dict[str, float]]:
+    """Computing before some collectives, by rank and phase.
+
+    Only ranks that took part in most of these collectives count, and of these collectives the ones that they share.
+    """
+    calls, rows_MR = answer.collectives.calls, answer.collectives.meetings.met
+    present_MR = rows_MR[meetings] != NONE
+    shared = present_MR.sum(axis=0) == present_MR.sum(axis=0).max()
+    common = meetings[present_MR[:, shared].all(axis=1)]
+    return {
+        one.rank: _computed_by_phase(one, np.isin(before, common))
+        for one, before in zip(answer.ranks, between.before, strict=True)
+        if shared[calls.ranks.index(one.rank)]
+    }
+
+
+def _computed_by_phase(one: RankAnswer, chosen: Flags | None = None) -> dict[str, float]:
+    """Exposed time of all, or of chosen, entries of a rank's phases; without communication, which contains waiting."""
+    computes = one.trace.gpu.kind[one.phases.event] != GpuKind.COMMUNICATION
+    if chosen is not None:
+        computes = computes & chosen
+    sums = np.bincount(one.phases.name_id[computes], one.phases.exposed_us[computes], len(one.phases.names))
+    return dict(zip(one.phases.names, sums.tolist(), strict=True))

@@ -1,0 +1,200 @@
+"""Adds the plan of a run to the evidence: memory by component, step time, and the projection of each change.
+
+Imports PyTorch, so the command line loads it by name and only for a run with a configuration.
+
+A change is refused if the changed run would not fit the fullest rank, or if it resolves to the same run. A trace knows
+more of a step than the plan does, so the saving that the plan projects counts only without a trace.
+"""
+
+from dataclasses import dataclass, replace
+
+from penstock.base.errors import ConfigError, HardwareError, KernelError
+from penstock.config.run import Run
+from penstock.plan.hardware import Cluster
+from penstock.plan.project import project
+from penstock.plan.projection import Projection, RankTime
+from penstock.plan.what_if import components
+from penstock.tune.doctor.evidence import Evidence, RankCosts, RunFacts, bottlenecks_of
+from penstock.tune.doctor.remedies import FLOAT8, FLOAT8_DISPATCH, SELECTIVE, accepted, remedies
+
+_KINDS = {"weights": "all-gather", "gradients": "reduce-scatter", "exchange": "exchange", "bubble": "send-recv"}
+"""Kind of communication of each term of the plan; the kind of `dispatch` is the dispatcher."""
+
+NOT_PROJECTED = ("model.moe.", "host.", "training.collect_garbage_every")
+"""Prefixes of changes that act on late ranks, which a plan does not model."""
+
+LAUNCHES = "graphs."
+"""Prefix of changes that save only launches: a trace may show a gain that the plan hides."""
+
+
+def with_plan(evidence: Evidence, cluster: Cluster) -> Evidence:
+    """The evidence with the plan of the run; without it, and a line in `missing`, if the plan fails.
+
+    Args:
+        evidence: of a run with a known configuration.
+        cluster: of the run.
+    """
+    run = evidence.facts.run
+    assert run is not None, "a plan needs a configuration"
+    try:
+        planned = project(run, cluster)
+    except (ConfigError, HardwareError, KernelError) as error:
+        return replace(evidence, missing=(*evidence.missing, f"no plan of the run: {error}"))
+    return with_projection(evidence, planned)
+
+
+def with_projection(evidence: Evidence, planned: Projection) -> Evidence:
+    """The evidence with a plan: its memory always, its times if there is no trace.
+
+    Args:
+        evidence: of a run with a known configuration.
+        planned: projection of that run.
+    """
+    facts = replace(
+        evidence.facts,
+        world=planned.cluster.devices,
+        device=evidence.facts.device or planned.cluster.hardware.name,
+        capacity_bytes=evidence.facts.capacity_bytes or planned.capacity_bytes,
+        planned_bytes=planned.memory.total,
+        planned_terms=components(planned.memory),
+        planned_step_seconds=planned.time.step_seconds,
+    )
+    evidence = replace(evidence, facts=facts)
+    if not evidence.ranks:
+        step_us = planned.time.step_seconds * 1e6
+        ranks = tuple(_costs(one, step_us, planned.layout.dispatcher) for one in planned.time.ranks)
+        reason = "no trace was recorded" if evidence.host is None else "the trace is of a CPU"
+        missing = (*evidence.missing, f"times are those of the plan: {reason}")
+        evidence = replace(evidence, source="plan", ranks=ranks, steps=1, missing=missing)
+    return with_changes(evidence, planned)
+
+
+def _costs(time: RankTime, step_us: float, dispatcher: str) -> RankCosts:
+    """Costs of one pipeline rank; waiting for other stages counts as exposed communication."""
+    exposed = (time.exposed_communication + time.waiting) * 1e6
+    host, copies = time.host * 1e6, time.host_link * 1e6
+    terms = {kind: time.terms.get(term, 0.0) for term, kind in (_KINDS | {"dispatch": dispatcher}).items()}
+    # A term includes the hidden part of its transfers, so the exposed time is divided in proportion to the terms.
+    scale = exposed / sum(terms.values()) if sum(terms.values()) else 0.0
+    return RankCosts(
+        rank=time.rank,
+        total_us=step_us,
+        compute_us=max(0.0, step_us - exposed - host - copies),
+        exposed_communication_us=exposed,
+        exposed_copies_us=copies,
+        idle_us=host,
+        communication_us={kind: value * scale for kind, value in terms.items() if value},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Projected:
+    """A change by the plan, for the tokens of one step of the unchanged run.
+
+    Attributes:
+        lacking_bytes: missing memory on the fullest rank; at most 0 if the run fits.
+    """
+
+    saved_seconds: float
+    freed_bytes: int
+    lacking_bytes: int
+
+    @property
+    def is_none(self) -> bool:
+        """The changed run is the same run."""
+        return self.saved_seconds == 0 and self.freed_bytes == 0
+
+
+def with_changes(evidence: Evidence, planned: Projection) -> Evidence:
+    """The evidence with the projection of each change that a rule offers.
+
+    Args:
+        evidence: with the plan's memory, and its times if there is no trace.
+        planned: projection of the unchanged run.
+    """
+    run, facts = evidence.facts.run, evidence.facts
+    assert run is not None, "a plan needs a configuration"
+    if not facts.has_steps and not planned.fits:
+        facts = _with_freed(facts, run, planned)
+    elif run.training.precision == "bf16" and not run.float8.is_used:
+        facts = _with_float8(facts, run, planned)
+    evidence = replace(evidence, facts=facts)
+    bottlenecks = bottlenecks_of(evidence)
+    # Refusing a change may make a rule offer its next form, so this repeats until no offer is new.
+    while asked := [one.change for one in remedies(evidence, bottlenecks) if _is_open(one.change, evidence, run)]:
+        evidence = replace(evidence, facts=_with_projected(evidence, run, planned, asked))
+    return evidence
+
+
+def _is_open(change: str, evidence: Evidence, run: Run) -> bool:
+    """Whether the plan can project a change and has not done so."""
+    facts = evidence.facts
+    if change in facts.saved_seconds or change.startswith(NOT_PROJECTED):
+        return False
+    return accepted(run, change, facts.world) is not None
+
+
+def _with_projected(evidence: Evidence, run: Run, planned: Projection, changes: list[str]) -> RunFacts:
+    facts = evidence.facts
+    saved, lacking = dict(facts.saved_seconds), dict(facts.lacking_bytes)
+    # A run that completed steps fits, so a changed run may need as much more as the plan overestimates this one.
+    spare = max(0, planned.over_bytes) if facts.has_steps else 0
+    for change in changes:
+        found = _projected(run, change, planned)
+        saved[change] = 0.0 if found is None else found.saved_seconds
+        if found is None or _is_vain(change, found, evidence):
+            lacking[change] = 0
+        elif found.lacking_bytes > spare:
+            lacking[change] = found.lacking_bytes
+    return replace(facts, saved_seconds=saved, lacking_bytes=lacking)
+
+
+def _is_vain(change: str, found: _Projected, evidence: Evidence) -> bool:
+    """Whether a change has no effect, or no gain by the plan where there is no trace."""
+    if evidence.source == "plan":
+        return found.saved_seconds <= 0
+    return found.is_none and not change.startswith(LAUNCHES)
+
+
+def _with_float8(facts: RunFacts, run: Run, planned: Projection) -> RunFacts:
+    """Savings of float8 products where chip and model support them and they fit."""
+    changes = (FLOAT8_DISPATCH, FLOAT8) if run.parallel.expert > 1 else (FLOAT8,)
+    found = {change: _projected(run, change, planned) for change in changes}
+    room = max(0, planned.over_bytes)
+    saved = {name: one.saved_seconds for name, one in found.items() if one is not None and one.lacking_bytes <= room}
+    return replace(facts, saved_seconds={**facts.saved_seconds, **saved})
+
+
+def _with_freed(facts: RunFacts, run: Run, planned: Projection) -> RunFacts:
+    """Memory that the changes free which cost the least speed for their bytes."""
+    changes = (
+        SELECTIVE,
+        f"training.micro_batch={run.training.micro_batch // 2}",
+        'recompute.modules=["layer"]',
+        'parallel.shard="optimizer"',
+        "offload.optimizer=true",
+    )
+    asked = {change: _projected(run, change, planned) for change in changes}
+    found = {change: one for change, one in asked.items() if one is not None and one.freed_bytes > 0}
+    return replace(
+        facts,
+        freed_bytes={change: one.freed_bytes for change, one in found.items()},
+        saved_seconds={change: one.saved_seconds for change, one in found.items()},
+    )
+
+
+def _projected(run: Run, change: str, planned: Projection) -> _Projected | None:
+    """Projection of a change; None if the run, the chip or the model does not support it."""
+    changed = accepted(run, change, planned.cluster.devices)
+    if changed is None:
+        return None
+    try:
+        found = project(changed, planned.cluster)
+    except (ConfigError, HardwareError, KernelError):
+        return None
+    tokens = run.tokens_per_step / changed.tokens_per_step
+    return _Projected(
+        saved_seconds=planned.time.step_seconds - found.time.step_seconds * tokens,
+        freed_bytes=planned.memory.total - found.memory.total,
+        lacking_bytes=found.over_bytes,
+    )

@@ -1,0 +1,543 @@
+"""Remedies: one function for each change that can help, with the time that it saves at most.
+
+A rule reads the evidence and the bottlenecks and offers a remedy or None. Its gain is the lost time times the share
+that the same change was measured, or computed, to save, so never more than the lost time. Gains do not add up: two
+changes may save the same time.
+
+A change is a list of overrides of the run, as `penstock train` takes them. If the configuration of the run is known, a
+change that it would reject, or that has no effect, is not offered, and neither is one that the plan refuses
+(`penstock.tune.doctor.planned`). If the times are the plan's, the plan's saving limits the gain. For another program's
+trace the change is in words; `what` always has the words. Rules that the plan has too keep their names and sources
+(`penstock.plan.rules`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import comb
+
+from penstock.base.errors import ConfigError
+from penstock.config.fit import grid_of, micro_batches
+from penstock.config.merge import merge, parse_overrides
+from penstock.config.rules import check
+from penstock.config.run import Run
+from penstock.config.validation import build
+from penstock.plan.rules.advice import ADVICE, FEW_PEERS, MANY_COPIES
+from penstock.plan.rules.order import ORDER
+from penstock.tune.doctor.evidence import STANDS, Bottlenecks, Evidence, LateRank
+
+WORTH_SAYING = 0.005
+"""Share of the step below which a gain is noise."""
+
+DOUBLED = 0.5
+"""Share of the cost of a pass, or of a step, that disappears if it has twice the rows."""
+
+PLAN_SOURCES: Mapping[str, str] = {rule.name: rule.source for rule in (*ADVICE, *ORDER)}
+"""Sources of the plan's rules, by name."""
+
+LEAST_SPARED = 0.24
+"""Saved share of token copies if each token goes to a rank once, for an unknown model: DeepSeek-V2-Lite on 8 ranks,
+3.97 of 5.25 (docs/dispatch.md, computed). Every other model and number of ranks there saves more."""
+
+OVERLAP_GAINS = 1 - 1 / 1.17
+"""Share of the step that overlap saves at most: Megatron trained 17 to 32 % faster at EP 16; this is the lower end."""
+
+EXPERTS_WEIGHT = 0.001
+"""Weight of an auxiliary loss for a run without one: the order of published weights; a larger one costs quality."""
+
+LAUNCHES_OF_PASSES = 0.81
+"""Launches that captured passes save: from 2,541 to 477 (graphs-h200.json), the least of three cases (most: 0.92)."""
+
+LAUNCHES_OF_PARTS = 0.55
+"""Launches that captured parts of layers save: from 4,021 to 1,805 (graphs-parts-h200.json)."""
+
+WAITS_OF_STAGE_2 = 6 / 7
+"""Waits of the host that sync-free stage 2 saves: from 7 to 1 in a step (host-waits-h200x2.json)."""
+
+REFERENCE_COSTS = 1 - 14307 / 78946
+"""Share of the computing that our kernels save in a run with eager operators (one-gpu.json, tokens/s)."""
+
+TORCH_COSTS = 1 - 51188 / 78946
+"""The same for a run with PyTorch's fused operators (one-gpu.json)."""
+
+SELECTIVE = 'recompute.modules=["norm","expert-activation"]'
+"""Recomputation that is cheap for the activations that it frees."""
+
+FLOAT8 = "float8.dense=auto float8.experts=auto"
+FLOAT8_DISPATCH = f"{FLOAT8} float8.dispatch=auto"
+
+_PASSES = (
+    'graphs.capture="full"',
+    'graphs.capture="full" dispatch.sync_free=2',
+    'graphs.capture="full" dispatch.sync_free=2 dispatch.method="auto"',
+)
+_PARTS = 'graphs.capture="partial"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A change and its gain.
+
+    Attributes:
+        change: overrides of the run, separated by blanks; words if no override makes the change.
+        what: the change in words.
+        gain_us: upper bound per step.
+        rule: name of the rule.
+        source: of the gain or of the rule.
+        gain_bytes: freed memory, for a run that does not fit.
+    """
+
+    change: str
+    what: str
+    gain_us: float
+    rule: str
+    source: str
+    gain_bytes: int = 0
+
+
+def remedies(evidence: Evidence, bottlenecks: Bottlenecks) -> tuple[Remedy, ...]:
+    """All offered remedies, the largest gain first; a run that does not fit gets changes that free memory first."""
+    found = [one for rule in RULES if (one := rule(evidence, bottlenecks)) is not None]
+    offered = [_as_planned(one, evidence) for one in found if one.change not in evidence.facts.lacking_bytes]
+    worth = [one for one in offered if bottlenecks.share(one.gain_us) >= WORTH_SAYING]
+    fitting = [] if bottlenecks.fits else make_it_fit(evidence)
+    return (*fitting, *sorted(worth, key=lambda one: -one.gain_us))
+
+
+def _as_planned(offered: Remedy, evidence: Evidence) -> Remedy:
+    """If the times are the plan's, limit the gain to the plan's saving."""
+    saved = evidence.facts.saved_seconds.get(offered.change)
+    if evidence.source != "plan" or saved is None:
+        return offered
+    return replace(offered, gain_us=min(offered.gain_us, saved * 1e6))
+
+
+def accepted(run: Run, change: str, world: int | None = None) -> Run | None:
+    """The run with a change, or None if that run could not start or is the same run.
+
+    Args:
+        run: the unchanged run.
+        change: overrides, separated by blanks.
+        world: number of ranks; None skips the rules that need it.
+    """
+    try:
+        changed = build(Run, merge(Run, run.model_dump(), parse_overrides(Run, change.split())))
+        check(changed)
+        if world is not None:
+            grid_of(changed, world)
+    except ConfigError:
+        return None
+    return None if changed == run else changed
+
+
+def first_accepted(evidence: Evidence, *changes: str, words: str = "") -> str | None:
+    """The first change that the run accepts and the plan does not refuse.
+
+    Args:
+        evidence: with the run, and the changes that the plan refused.
+        changes: alternatives, each a list of overrides separated by blanks.
+        words: returned for another program's run, which has no overrides.
+    """
+    facts = evidence.facts
+    if facts.run is None:
+        return words or None
+    asked = (one for one in changes if one not in facts.lacking_bytes)
+    return next((one for one in asked if accepted(facts.run, one, facts.world) is not None), None)
+
+
+# Communication: fewer bytes, transfers during computing, no late rank.
+
+
+def symmetric(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+    """Symmetric dispatch sends each token once to each rank that needs it."""
+    run = evidence.facts.run
+    change = first_accepted(evidence, 'dispatch.method="symmetric"', words="each token once to each rank that needs it")
+    if change is None or not evidence.has_experts or (run is not None and run.parallel.expert == 1):
+        return None
+    spared = spared_copies(evidence)
+    return Remedy(
+        change=change,
+        what=f"send each token once to each rank that needs it, inside a node: {spared:.0%} fewer copies",
+        gain_us=spared * _transfers(evidence, bottlenecks, "all-to-all"),
+        rule="tokens-travel-once",
+        source="docs/dispatch.md, What each sends (computed)",
+    )
+
+
+def spared_copies(evidence: Evidence) -> float:
+    """Share of an all-to-all's token copies that disappears if each token goes to a rank once (docs/dispatch.md)."""
+    run = evidence.facts.run
+    if run is None or run.model.moe is None:
+        return LEAST_SPARED
+    experts, chosen, ranks = run.model.moe.experts, run.model.moe.top_k, run.parallel.expert
+    if ranks == 1 or experts % ranks:
+        return LEAST_SPARED
+    # Expected number of other ranks that a token needs, over its copies that leave the rank.
+    needed = (ranks - 1) * (1 - comb(experts - experts // ranks, chosen) / comb(experts, chosen))
+    return 1 - needed / (chosen * (ranks - 1) / ranks)
+
+
+def overlap(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+    """Computing continues while tokens travel."""
+    run = evidence.facts.run
+    ranks = evidence.facts.world if run is None else run.parallel.expert * run.parallel.expert_tensor
+    overlaps = run is not None and run.dispatch.overlap != "none"
+    if overlaps or not evidence.has_experts or (ranks is not None and ranks <= FEW_PEERS):
+        return None
+    changes = ('dispatch.overlap="passes"', 'dispatch.overlap="halves"', 'dispatch.overlap="shared"')
+    change = first_accepted(evidence, *changes, words="transfers of tokens beside computing")
+    if change is None:
+        return None
+    tokens = ("all-to-all",) if run is not None and run.parallel.pipeline > 1 else ("all-to-all", "send-recv")
+    transfers = _transfers(evidence, bottlenecks, *tokens)
+    return Remedy(
+        change=change,
+        what="compute while tokens travel: the other half of the rows, or another micro-batch",
+        gain_us=min(transfers, OVERLAP_GAINS * bottlenecks.total_us, bottlenecks.compute_us),
+        rule="overlap-if-exposed",
+        source=PLAN_SOURCES["overlap-if-exposed"],
+    )
+
+
+def even_experts(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+    """A router bias or an auxiliary loss evens out the rows of the experts."""
+    hot = [one for one in evidence.late if one.cause == "experts"]
+    run = evidence.facts.run
+    weight = f'model.moe.balance.aux_loss="global-batch" model.moe.balance.aux_loss_coef={EXPERTS_WEIGHT:g}'
+    changes = [weight]
+    if run is not None and run.model.moe is not None:
+        changes.insert(0, "model.moe.router.expert_bias=true")
+        if run.model.moe.balance.aux_loss_coef > 0:
+            changes[1] = f"model.moe.balance.aux_loss_coef={2 * run.model.moe.balance.aux_loss_coef:g}"
+    change = first_accepted(evidence, *changes, words="a bias of the router by load, or an auxiliary loss")
+    if not hot or change is None:
+        return None
+    return Remedy(
+        change=change,
+        what=f"even out the experts of {_named(hot)}: {hot[0].detail}",
+        gain_us=_waits_for(hot, evidence, bottlenecks),
+        rule="even-experts",
+        source="waiting that these ranks caused; arXiv 2408.15664 (bias), arXiv 2101.03961 (auxiliary loss)",
+    )
+
+
+def late_rank(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+    """A rank that computes the same work more slowly needs repair."""
+    slow = [one for one in evidence.late if one.cause in ("compute", "unknown")]
+    if not slow:
+        return None
+    return Remedy(
+        change=f"mend or leave out {_named(slow)}",
+        what=f"find out why {_named(slow)} comes last ({slow[0].detail}): clocks, heat, power, more rows",
+        gain_us=_waits_for(slow, evidence, bottlenecks),
+        rule="no-rank-is-late",
+        source="waiting that these ranks caused",
+    )
+
+
+def gathers(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+    """Sharding only the optimizer keeps the weights whole on each rank."""
+    run = evidence.facts.run
+    if run is None or evidence.facts.world is None or run.parallel.shard != "full":
+        return None
+    change = first_accepted(evidence, 'parallel.shard="optimizer"')
+    passes = micro_batches(run, grid_of(run, evidence.facts.world))
+    if change is None:
+        return None
+    return Remedy(
+        change=change,
+        what=f"gather weights once a step, not in each of {passes} micro-batches; they stay whole",
+        gain_us=(1 - 1 / passes) * _transfers(evidence, bottlenecks, "all-gather", "reduce-scatter"),
+        rule="gathers-once-a-step",
+        source=PLAN_SOURCES["gathers-once-a-step"],
+    )
+
+
+def fewer_sums(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+    """A global batch twice as large needs half as many gradient sums for the same tokens."""
+    run = evidence.facts.run
+    if not evidence.trains or (run is not None and run.parallel.tensor * run.parallel.context > 1):
+        return None
+    changes = () if run is None else (f"training.global_batch={2 * run.training.global_batch}",)
+    change = first_accepted(evidence, *changes, words="twice the rows for each sum of gradients")
+    if change is None:
+        return None
+    return Remedy(
+        change=change,
+        what="sum gradients once for twice the rows: half as many sums for the same tokens; it trains differently",
+        gain_us=DOUBLED * _transfers(evidence, bottlenecks, "all-reduce"),
+        rule="sums-once-for-more-rows",
+        source="bytes of a sum do not depend on rows",
+    )
+
+
+def sums_in_two_bytes(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+    """Few ranks can sum gradients in bfloat16."""
+    run, world = evidence.facts.run, evidence.facts.world
+    if run is None or world is None or run.parallel.reduce != "fp32":
+        return None
+    change = first_accepted(evidence, 'parallel.reduce="bf16"')
+    if change is None:
+        return None
+    grid = grid_of(run, world)
+    if grid.data * grid.context >= MANY_COPIES:
+        return None
+    return Remedy(
+        change=change,
+        what=f"sum gradients in bfloat16: half the bytes; below {MANY_COPIES} ranks",
+        gain_us=DOUBLED * _transfers(evidence, bottlenecks, "all-reduce", "reduce-scatter"),
+        rule="sums-over-many-in-fp32",
+        source=PLAN_SOURCES["sums-over-many-in-fp32"],
+    )
+
+
+def more_stages(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+    """Two stages on each pipeline rank halve the bubble."""
+    run = evidence.facts.run
+    if run is None or run.parallel.pipeline == 1 or run.pipeline.stages_per_rank > 1:
+        return None
+    change = first_accepted(evidence, 'pipeline.schedule="interleaved" pipeline.stages_per_rank=2')
+    if change is None:
+        return None
+    return Remedy(
+        change=change,
+        what="two stages on each pipeline rank: ranks wait half as long at both ends of a step",
+        gain_us=DOUBLED * evidence.communication("send-recv"),
+        rule="stages-when-pipeline",
+        source=PLAN_SOURCES["stages-when-pipeline"],
+    )
+
+
+# Host: fewer launches, no waits, no late host.
+
+
+def graphs(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+    """A graph launches the kernels of a pass in one call."""
+    run, launches = evidence.facts.run, evidence.launches
+    if launches is not None and launches.from_graphs > DOUBLED * launches.kernels:
+        return None
+    change = first_accepted(evidence, *_PASSES, _PARTS, words="graphs of whole passes")
+    if change is None or (run is not None and run.graphs.capture != "none"):
+        return None
+    gain = LAUNCHES_OF_PARTS * _late_launches(evidence, bottlenecks)
+    if change != _PARTS:  # a whole pass in one launch contains no wait
+        gain = LAUNCHES_OF_PASSES * _late_launches(evidence, bottlenecks) + _behind_counts(evidence, bottlenecks)
+    return Remedy(
+        change=change,
+        what="launch the kernels of a pass in one call (CUDA or HIP graphs), if memory allows; a compiler that fuses "
+        "them spares a part",
+        gain_us=gain,
+        rule="launches-in-one-call",
+        source="G1 (Megatron Bridge, CUDA graphs); docs/graphs.md",
+    )
+
+
+def larger_passes(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+    """Larger micro-batches need fewer launches for the same tokens."""
+    facts = evidence.facts
+    if facts.peak_bytes is not None and facts.capacity_bytes and facts.peak_bytes > DOUBLED * facts.capacity_bytes:
+        return None
+    if facts.run is None and not evidence.trains:  # a server does not choose its number of requests
+        return None
+    changes = () if facts.run is None else (f"training.micro_batch={2 * facts.run.training.micro_batch}",)
+    change = first_accepted(evidence, *changes, words="twice the rows in a pass")
+    if change is None:
+        return None
+    return Remedy(
+        change=change,
+        what="twice the rows in a pass: half as many launches for the same tokens, if memory allows",
+        gain_us=DOUBLED * _late_launches(evidence, bottlenecks),
+        rule="larger-passes",
+        source="launches of a pass do not depend on rows",
+    )
+
+
+def sync_free(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+    """With bounded buffers the host reads no row counts, so it never waits for the device."""
+    run = evidence.facts.run
+    if not evidence.has_experts or (run is not None and run.dispatch.sync_free >= 2):
+        return None
+    changes = ("dispatch.sync_free=2", 'dispatch.sync_free=2 dispatch.method="auto"')
+    change = first_accepted(evidence, *changes, words="buffers of the experts with a bound")
+    if change is None:
+        return None
+    return Remedy(
+        change=change,
+        what="bound the buffers of the experts, so that the host need not read how many rows come",
+        gain_us=_behind_counts(evidence, bottlenecks),
+        rule="host-never-waits",
+        source="the trace, idle time behind waits; docs/dispatch.md, Sync-free stages; host-waits-h200x2.json",
+    )
+
+
+def late_host(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+    """All ranks wait for a rank with a late host."""
+    late = [one for one in evidence.late if one.cause == "host"]
+    if not late:
+        return None
+    change = None
+    if evidence.facts.run is not None:
+        change = first_accepted(evidence, "host.numa=true", "training.collect_garbage_every=50")
+    return Remedy(
+        change=change or f"mend the host of {_named(late)}",
+        what=f"find out what the host of {_named(late)} does meanwhile ({late[0].detail}): other processes, data, "
+        "garbage, cores far from the device",
+        gain_us=bottlenecks.usual_host * bottlenecks.late_host_us,
+        rule="no-host-is-late",
+        source="waiting that these ranks caused",
+    )
+
+
+# Memory and computing: less recomputation, fewer copies, faster kernels.
+
+
+def recompute_less(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+    """Selective recomputation replaces that of whole layers."""
+    run = evidence.facts.run
+    change = first_accepted(evidence, SELECTIVE, words="compute less of forward again in backward")
+    if change is None or (run is not None and not {"layer", "moe"} & set(run.recompute.modules)):
+        return None
+    return Remedy(
+        change=change,
+        what="compute again only what is cheap for its bytes (norms, activations), if memory allows",
+        gain_us=min(evidence.mean("recompute_us"), bottlenecks.memory_us),
+        rule="selective-before-full",
+        source=PLAN_SOURCES["selective-before-full"],
+    )
+
+
+def optimizer_on_device(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+    """Without offloading there are no copies to the host and back."""
+    run = evidence.facts.run
+    if run is None or not (run.offload.optimizer or run.offload.activations):
+        return None
+    return Remedy(
+        change="offload.optimizer=false" if run.offload.optimizer else "offload.activations=[]",
+        what="keep on the device what is copied to the host and back, if memory allows",
+        gain_us=min(evidence.mean("exposed_copies_us"), bottlenecks.memory_us),
+        rule="optimizer-on-the-device",
+        source=PLAN_SOURCES["optimizer-on-the-device"],
+    )
+
+
+def kernels(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+    """Our kernels replace eager or fused PyTorch operators."""
+    run = evidence.facts.run
+    if run is None or run.kernels.all not in ("reference", "torch"):
+        return None
+    share = REFERENCE_COSTS if run.kernels.all == "reference" else TORCH_COSTS
+    return Remedy(
+        change='kernels.all="auto"',
+        what=f"compute with our kernels instead of {run.kernels.all} forms",
+        gain_us=share * bottlenecks.compute_us,
+        rule="kernels-by-measurement",
+        source="README.md, How fast; one-gpu.json",
+    )
+
+
+def float8(evidence: Evidence, bottlenecks: Bottlenecks) -> Remedy | None:
+    """Products in 8 bits, where computing takes the time and the plan projects a saving.
+
+    On Hopper many published MoE models are slower in 8 bits than tuned ones in 16, because of quantization and
+    launches, so no fixed share is assumed: the plan projects the same step in 8 bits with all quantization passes.
+    """
+    planned, facts = evidence.facts.planned_step_seconds, evidence.facts
+    computes = bottlenecks.share(bottlenecks.host_us) < STANDS and bottlenecks.share(bottlenecks.waiting_us) < STANDS
+    in_8_bits = {change: saved for change, saved in facts.saved_seconds.items() if change.startswith("float8.")}
+    if not in_8_bits or not planned or not computes:
+        return None
+    change, saved = max(in_8_bits.items(), key=lambda item: item[1])
+    if saved <= 0:
+        return None
+    return Remedy(
+        change=change,
+        what="compute products in 8 bits; look at the loss beside one in 16 (docs/float8.md)",
+        gain_us=min(saved / planned * bottlenecks.total_us, bottlenecks.compute_us),
+        rule="eight-bits-where-they-pay",
+        source="penstock plan of the same run in 8 bits; rules P3, P6",
+    )
+
+
+def make_it_fit(evidence: Evidence) -> list[Remedy]:
+    """Changes that free memory: those sufficient alone first, by step time; then the others, by bytes."""
+    facts = evidence.facts
+    lacks = (facts.planned_bytes or 0) - (facts.capacity_bytes or 0)
+    freed = sorted(facts.freed_bytes.items(), key=lambda item: -item[1])
+    enough = sorted(
+        [item for item in freed if item[1] >= lacks], key=lambda item: -facts.saved_seconds.get(item[0], 0.0)
+    )
+    others = [item for item in freed if 0 < item[1] < lacks]
+    return [
+        Remedy(
+            change=change,
+            what=f"{verdict}: needs {size / 1e9:.1f} GB less on the fullest rank, by the plan",
+            gain_us=0.0,
+            gain_bytes=size,
+            rule="selective-before-full" if change == SELECTIVE else "fits-by-plan",
+            source="penstock plan, memory of the fullest rank",
+        )
+        for verdict, changes in (("fits then", enough), ("not enough alone", others))
+        for change, size in changes
+    ]
+
+
+RULES: tuple[Callable[[Evidence, Bottlenecks], Remedy | None], ...] = (
+    symmetric,
+    overlap,
+    even_experts,
+    late_rank,
+    gathers,
+    fewer_sums,
+    sums_in_two_bytes,
+    more_stages,
+    graphs,
+    larger_passes,
+    sync_free,
+    late_host,
+    recompute_less,
+    optimizer_on_device,
+    kernels,
+    float8,
+)
+"""In the order in which remedies with equal gains are listed."""
+
+
+def _named(ranks: list[LateRank]) -> str:
+    """Such as `ranks 5 and 3`."""
+    numbers = [f"{one.rank}" for one in ranks]
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
+
+
+def _transfers(evidence: Evidence, bottlenecks: Bottlenecks, *kinds: str) -> float:
+    """Exposed communication of some kinds, without the share that is known to be waiting."""
+    exposed = evidence.mean("exposed_communication_us")
+    moving = bottlenecks.transfer_us / exposed if exposed else 0.0
+    return moving * sum(evidence.communication(kind) for kind in kinds)
+
+
+def _waits_for(ranks: list[LateRank], evidence: Evidence, bottlenecks: Bottlenecks) -> float:
+    """Waiting of the mean rank for these ranks."""
+    caused = evidence.caused_wait_us - sum(one.caused_wait_us for one in evidence.late if one.cause == "host")
+    return bottlenecks.waiting_us * sum(one.share * one.caused_wait_us for one in ranks) / caused if caused else 0.0
+
+
+def _late_launches(evidence: Evidence, bottlenecks: Bottlenecks) -> float:
+    """Idle time before kernels that the host launched late, without the idle time after its waits for the device."""
+    other = evidence.mean("sync_idle_us") + evidence.mean("launched_idle_us")
+    return bottlenecks.usual_host * max(0.0, evidence.mean("idle_us") - other)
+
+
+def _behind_counts(evidence: Evidence, bottlenecks: Bottlenecks) -> float:
+    """Idle time after waits for row counts, and the other ranks' waiting for hosts that this makes late.
+
+    If no span shows which waits these are, they are taken as the measured share of all waits.
+    """
+    behind = {
+        one.rank: WAITS_OF_STAGE_2 * one.sync_idle_us if one.counts_idle_us is None else one.counts_idle_us
+        for one in evidence.ranks
+    }
+    idle = {one.rank: one.idle_us for one in evidence.ranks}
+    late = [one for one in evidence.late if one.cause == "host" and idle.get(one.rank)]
+    caused = sum(one.caused_wait_us for one in late)
+    explained = sum(one.caused_wait_us * min(1.0, behind[one.rank] / idle[one.rank]) for one in late)
+    waited = bottlenecks.late_host_us * explained / caused if caused else 0.0
+    return bottlenecks.usual_host * (sum(behind.values()) / max(1, len(behind)) + waited)
