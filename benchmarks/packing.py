@@ -40,12 +40,12 @@ from tokenizers import Tokenizer
 
 from benchmarks import record
 from benchmarks.layouts import make_tokenizer
-from penstock.data.corrupt import Corrupt
+from penstock.data.corrupt import CorruptRecords
+from penstock.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, PackedMetadata
 from penstock.data.loader import Loader
 from penstock.data.pack_files import pack
 from penstock.data.packed import PackedTokens, open_packed
-from penstock.data.packed_files import Origin, Pair, PairWriter
-from penstock.data.sources import Keep
+from penstock.data.sources import SplitFilter
 from penstock.data.text import JsonLines
 from penstock.data.tokenizer import open_tokenizer
 
@@ -156,19 +156,21 @@ def write_copies(folder: Path) -> None:
     made = folder / "made"
     if not made.with_suffix(".idx").exists():
         pack(lines_of(folder), made, tokenizer=tokenizer)
-    one = Pair(made)
+    one = IndexedDataset(made)
     documents = [one.document(number) for number in range(len(one))]
     opened = open_tokenizer(tokenizer)
-    with PairWriter(folder / "read", opened.vocabulary_size) as writer:
+    with IndexedDatasetWriter(folder / "read", opened.vocabulary_size) as writer:
         for _ in range(COPIES):
             writer.write(np.concatenate(documents), np.array([len(document) for document in documents]))
         origin = one.origin()
-        assert isinstance(origin, Origin), "a pair of ours says what it is"
+        assert isinstance(origin, PackedMetadata), "a pair of ours says what it is"
         writer.finish(origin)
 
 
 def lines_of(folder: Path) -> JsonLines:
-    return JsonLines([folder / "corpus.jsonl"], open_tokenizer(str(folder / "tokenizer.json")), corrupt=Corrupt())
+    return JsonLines(
+        [folder / "corpus.jsonl"], open_tokenizer(str(folder / "tokenizer.json")), corrupt=CorruptRecords()
+    )
 
 
 @contextmanager
@@ -259,7 +261,7 @@ Reader = tuple[Callable[[int], Any], int]
 
 
 def packed_of(folder: Path) -> PackedTokens:
-    return open_packed([folder / "read"], keep=Keep(), vocabulary_size=1 << 20)
+    return open_packed([folder / "read"], keep=SplitFilter(), vocabulary_size=1 << 20)
 
 
 def our_reader(folder: Path, megatron: Path | None) -> Reader:

@@ -28,18 +28,18 @@ import pyarrow.parquet
 import zstandard
 
 from benchmarks import record
-from penstock.data.corrupt import Corrupt
+from penstock.data.corrupt import CorruptRecords
 from penstock.data.decompress import readable_copies
 from penstock.data.documents import TextDocuments
-from penstock.data.hub import DatasetOnDisk, Name, StreamedDataset
+from penstock.data.hub import DatasetName, DatasetOnDisk, StreamedDataset
 from penstock.data.order import order_of
-from penstock.data.sources import Keep
+from penstock.data.sources import SplitFilter
 from penstock.data.tables import Tables
 from penstock.data.text import JsonLines
 from penstock.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
-KEEP = Keep("train", 0.02)
+KEEP = SplitFilter("train", 0.02)
 OTHER_SCRIPT = "\u4e16"
 
 
@@ -100,8 +100,8 @@ def lines(path: Path, texts: Iterator[str] | list[str]) -> None:
 
 def ways(folder: Path) -> Iterator[tuple[str, Callable[[], object], Callable[[], object]]]:
     """What is timed, and what comes before."""
-    corrupt = Corrupt()
-    name = Name(str(folder / "set"), "", "train", "")
+    corrupt = CorruptRecords()
+    name = DatasetName(str(folder / "set"), "", "train", "")
 
     def open_lines(stem: str) -> JsonLines:
         return JsonLines([folder / f"{stem}.jsonl"], BYTES, keep=KEEP)

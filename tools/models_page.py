@@ -7,7 +7,7 @@ from penstock.config.schema import as_toml, every_field, find
 from penstock.models.count import count
 from penstock.models.huggingface.config import TRAINING_ONLY
 from penstock.models.huggingface.families import FAMILIES, Family
-from penstock.models.huggingface.forms import halves
+from penstock.models.huggingface.forms import rotary_halves
 from tools.hardware_page import table
 
 SIZES = {
@@ -117,12 +117,14 @@ def _forms() -> list[tuple[str, ...]]:
         experts = family.names.get("ffn.experts.gate_up_eFD", ())
         kept = "one tensor each" if any("{expert}" in one for one in experts) else "stacked" if experts else "none"
         forms = (
-            ["queries and keys: halves"] if halves in {one for many in family.forms.values() for one in many} else []
+            ["queries and keys: halves"]
+            if rotary_halves in {one for many in family.forms.values() for one in many}
+            else []
         )
         forms += [
             f"`{ours}`: {', '.join(maker.__name__ for maker in makers)}"
             for ours, makers in family.forms.items()
-            if makers != (halves,)
+            if makers != (rotary_halves,)
         ]
         rows.append((name, f"`{family.model_type}`", f"`{family.architecture}`", kept, "; ".join(forms) or "nothing"))
     return rows

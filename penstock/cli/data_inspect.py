@@ -19,7 +19,7 @@ from penstock.base.errors import ConfigError
 from penstock.cli.table import print_table
 from penstock.config.load import load_run
 from penstock.config.run import Run
-from penstock.data.contents import Piece, Row
+from penstock.data.contents import DocumentSpan, RowContents
 from penstock.train.batch_contents import BatchContents, held_out_contents, training_contents
 from penstock.train.loop import open_store
 from penstock.train.run_folder import RunFolder
@@ -133,7 +133,7 @@ def _print_summary(run: Run, contents: BatchContents) -> None:
         )
 
 
-def _print_row(number: int, row: Row, part: str, full: bool) -> None:
+def _print_row(number: int, row: RowContents, part: str, full: bool) -> None:
     count = f"{len(row.pieces)} piece" + ("" if len(row.pieces) == 1 else "s")
     print(f"\nrow {number}" + (f" of {part}" if part else "") + f": {count}")
     for piece in row.pieces:
@@ -142,7 +142,7 @@ def _print_row(number: int, row: Row, part: str, full: bool) -> None:
         print(f"  {row.tokens - row.padding}..{row.tokens - 1}: padding")
 
 
-def _place(piece: Piece) -> str:
+def _place(piece: DocumentSpan) -> str:
     """Where a piece stands, what the model is told of it, and how it ends."""
     first, last = piece.positions
     facts = [f"{piece.first}..{piece.first + piece.tokens - 1}", f"positions {first}..{last}"]
@@ -152,7 +152,7 @@ def _place(piece: Piece) -> str:
     return ", ".join(facts)
 
 
-def _text(piece: Piece, full: bool) -> str:
+def _text(piece: DocumentSpan, full: bool) -> str:
     """The text as Python writes it; ids where there is none."""
     shown = repr(piece.text) if piece.text is not None else f"ids {' '.join(map(str, piece.ids))}"
     if full or len(shown) <= _SHOWN:

@@ -43,8 +43,8 @@ from penstock.cli.data_texts import (
     print_left_out,
 )
 from penstock.cli.next import print_next
-from penstock.data.pack_files import Done, Packed, pack
-from penstock.data.packed_files import prefix_of
+from penstock.data.indexed_dataset import prefix_of
+from penstock.data.pack_files import PackProgress, PackResult, pack
 from penstock.parallel.launch.host import allowed_cores
 
 STOPPED = 143
@@ -100,7 +100,7 @@ def pack_texts(  # noqa: PLR0913 - one argument for each option
         print_next("train", "debug", "data.source=packed", f"data.files={prefix}", size)
 
 
-def _print_summary(prefix: Path, packed: Packed, seconds: float) -> None:
+def _print_summary(prefix: Path, packed: PackResult, seconds: float) -> None:
     origin = packed.origin
     print(
         f"wrote {prefix}.bin and {prefix}.idx: {origin.documents:,} documents, {origin.tokens:,} tokens, "
@@ -116,7 +116,7 @@ def _print_summary(prefix: Path, packed: Packed, seconds: float) -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[int], Callable[[Done], None]]]:
+def _progress() -> Iterator[Callable[[int], Callable[[PackProgress], None]]]:
     """Gives what draws a bar on a terminal, and nothing elsewhere: called with the texts that there are."""
     console = Console(stderr=True)
     columns: list[ProgressColumn] = [MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn()]
@@ -124,11 +124,11 @@ def _progress() -> Iterator[Callable[[int], Callable[[Done], None]]]:
         columns = [TextColumn("packing"), BarColumn(None), *columns[:2], TimeElapsedColumn(), columns[2]]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
 
-        def show(texts: int) -> Callable[[Done], None]:
+        def show(texts: int) -> Callable[[PackProgress], None]:
             task = bars.add_task("", total=texts, speed="")
             begin, text_bytes = time.perf_counter(), 0
 
-            def advance(done: Done) -> None:
+            def advance(done: PackProgress) -> None:
                 nonlocal text_bytes
                 text_bytes += done.text_bytes
                 speed = text_bytes / (time.perf_counter() - begin) / 1e6

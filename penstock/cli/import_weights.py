@@ -26,7 +26,7 @@ from penstock.config.run import Run
 from penstock.config.training import Optimizer, Schedule, Training
 from penstock.models.count import count
 from penstock.models.huggingface.config import facts_of
-from penstock.models.huggingface.stored import WeightFolder
+from penstock.models.huggingface.weight_folder import WeightFolder
 from penstock.train.import_weights import Upcycling, import_weights, model_in
 from penstock.train.saved_weights import RUN_FILE
 

@@ -22,7 +22,7 @@ from penstock.config.fit import context_method, grid_of, micro_batches, shard, s
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.layout.actions import Schedule
-from penstock.layout.clock import Costs, play
+from penstock.layout.clock import ActionCosts, play
 from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import DENSE_AXES, EXPERT_AXES, Grid
 from penstock.layout.schedules import schedule
@@ -126,12 +126,12 @@ def _schedule_text(run: Run, grid: Grid, stages: tuple[Stage, ...]) -> str:
     costs = stage_costs(run.model, run.training.sequence_length)
     once = tuple(costs.of(stage) for stage in stages)
     twice = tuple(2 * time for time in once)
-    bubble, live = step_figures(run, grid, Costs(forward=once, backward=twice, input=once, weight=once))
+    bubble, live = step_figures(run, grid, ActionCosts(forward=once, backward=twice, input=once, weight=once))
     alive = f"{max(live):.4g}" if min(live) == max(live) else f"{min(live):.4g} to {max(live):.4g}"
     return f"{run.pipeline.schedule}, bubble {bubble:.1%}, {alive} micro-batches alive on a rank"
 
 
-def step_figures(run: Run, grid: Grid, costs: Costs) -> tuple[float, tuple[float, ...]]:
+def step_figures(run: Run, grid: Grid, costs: ActionCosts) -> tuple[float, tuple[float, ...]]:
     """Bubble of a step, and the most micro-batches whose activations each rank keeps.
 
     A step may have thousands of micro-batches, and from some number on each further round of them, one for each rank,

@@ -19,7 +19,7 @@ from penstock.kernels.reference import IGNORED_LABEL
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class DocumentSpan:
     """A part of a document in a row.
 
     Attributes:
@@ -42,7 +42,7 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class RowContents:
     """A row of a batch.
 
     Attributes:
@@ -53,14 +53,14 @@ class Row:
         text_bytes: that its tokens stand for; None if nobody knows.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[DocumentSpan, ...]
     tokens: int
     padding: int
     ignored: int
     text_bytes: int | None
 
 
-def row_of(batch: Batch, number: int, *, end_of_document: int, tokenizer: Tokenizer | None) -> Row:
+def row_of(batch: Batch, number: int, *, end_of_document: int, tokenizer: Tokenizer | None) -> RowContents:
     """Takes a row of a batch apart.
 
     Args:
@@ -75,7 +75,7 @@ def row_of(batch: Batch, number: int, *, end_of_document: int, tokenizer: Tokeni
     filled = len(tokens) - padding
     ends = np.flatnonzero(tokens[:filled] == end_of_document) + 1
     pieces = tuple(
-        Piece(
+        DocumentSpan(
             first=first,
             tokens=stop - first,
             text=None if tokenizer is None else tokenizer.decode(tokens[first:stop]),
@@ -86,7 +86,7 @@ def row_of(batch: Batch, number: int, *, end_of_document: int, tokenizer: Tokeni
         )
         for first, stop in pairwise(sorted({0, *ends.tolist(), filled}))
     )
-    return Row(
+    return RowContents(
         pieces=pieces,
         tokens=len(tokens),
         padding=padding,

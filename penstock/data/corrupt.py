@@ -21,7 +21,7 @@ NOTHING: Tokens = np.zeros(0, dtype=np.int64)
 """The tokens of a skipped record."""
 
 
-class Corrupt:
+class CorruptRecords:
     """Meets records that cannot be read.
 
     Attributes:

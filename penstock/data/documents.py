@@ -7,8 +7,8 @@ document without tokens, which a stream passes over: numbers of documents do not
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from penstock.data.corrupt import NOTHING, Corrupt
-from penstock.data.sources import Keep, RecordError, Stretch, Tokens, fingerprint_of
+from penstock.data.corrupt import NOTHING, CorruptRecords
+from penstock.data.sources import DocumentPart, RecordError, SplitFilter, Tokens, fingerprint_of
 from penstock.data.tokenizer import Tokenizer
 
 
@@ -16,7 +16,13 @@ class TextDocuments(ABC):
     """A source of documents of text. Subclasses say what one is."""
 
     def __init__(
-        self, tokenizer: Tokenizer, content: int, *, corrupt: Corrupt, keep: Keep, stretch: Stretch | None = None
+        self,
+        tokenizer: Tokenizer,
+        content: int,
+        *,
+        corrupt: CorruptRecords,
+        keep: SplitFilter,
+        stretch: DocumentPart | None = None,
     ) -> None:
         """Takes what encodes the text.
 

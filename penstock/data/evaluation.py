@@ -28,7 +28,7 @@ from penstock.data.rows import Rows
 from penstock.data.sample import Sample
 from penstock.data.shards import Shards
 from penstock.data.sources import Source
-from penstock.data.texts import Part, Text
+from penstock.data.texts import Text, TextPart
 from penstock.kernels.reference import IGNORED_LABEL
 
 _ORDER_SEED = 0
@@ -45,7 +45,7 @@ _ENOUGH_TOKENS = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class EvaluationRows:
     """Rows to judge by.
 
     Attributes:
@@ -68,7 +68,7 @@ def evaluation_batches(
     document_mask: bool,
     rank: int = 0,
     ranks: int = 1,
-) -> Evaluation:
+) -> EvaluationRows:
     """Chooses at most `limit_rows` rows, spread over the documents; the whole text, if it has fewer.
 
     Of a mixture, rows are shared among the parts by their weights. A row that the text does not fill, and rows that
@@ -90,7 +90,7 @@ def evaluation_batches(
     assert limit_rows > 0, "an evaluation needs at least one row"
 
     # 1. Take rows of each part, and behind them as many empty ones as the last batch wants.
-    parts = text.parts if isinstance(text, Text) else (Part(documents=text),)
+    parts = text.parts if isinstance(text, Text) else (TextPart(documents=text),)
     shares = zip(parts, _shared(limit_rows, [part.weight for part in parts]), strict=True)
     chosen = [_choose(part.documents, limit, sequence_length) for part, limit in shares if limit > 0]
     taken = sum(len(one.rows.tokens) for one in chosen)
@@ -104,7 +104,7 @@ def evaluation_batches(
 
     # 3. Keep our part.
     ours = rows // ranks
-    return Evaluation(
+    return EvaluationRows(
         batches=tuple(batch.between(rank * ours, (rank + 1) * ours) for batch in whole.micro_batches(rows)),
         tokens=int(counted_BS.sum()),
         text_bytes=int(text_bytes[:, 1:][counted_BS].sum()),

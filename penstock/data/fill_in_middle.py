@@ -33,7 +33,7 @@ _TAG = 0xF1
 """Keeps these random numbers apart from those of the order of documents."""
 
 
-class Marks(NamedTuple):
+class FimTokens(NamedTuple):
     """Ids of the tokens before each part."""
 
     prefix: int
@@ -44,7 +44,7 @@ class Marks(NamedTuple):
 class FillInMiddle:
     """Encodes training documents, some of them cut."""
 
-    def __init__(self, tokenizer: Tokenizer, marks: Marks, *, rate: float, spm: float, seed: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, marks: FimTokens, *, rate: float, spm: float, seed: int) -> None:
         """Takes what encodes the parts.
 
         Args:
@@ -87,7 +87,7 @@ class FillInMiddle:
         return self._tokenizer.encode(text) if text else np.zeros(0, dtype=np.int64)
 
 
-def find_marks(tokenizer: Tokenizer, name: str, names: Sequence[str] = ()) -> Marks:
+def find_marks(tokenizer: Tokenizer, name: str, names: Sequence[str] = ()) -> FimTokens:
     """Returns the tokens before prefix, suffix and middle.
 
     Args:
@@ -102,7 +102,7 @@ def find_marks(tokenizer: Tokenizer, name: str, names: Sequence[str] = ()) -> Ma
         ids = [tokenizer.token_id(candidate) for candidate in candidates]
         found = [one for one in ids if one is not None]
         if len(found) == len(ids):
-            return Marks(*found)
+            return FimTokens(*found)
         if names:
             missing = ", ".join(one for one, number in zip(candidates, ids, strict=True) if number is None)
             raise DataError(f"data.tokenizer {name} has no token {missing}", fix="correct data.fill_in_middle_tokens")

@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from penstock.base.errors import DataError
-from penstock.data.corrupt import Corrupt
+from penstock.data.corrupt import CorruptRecords
 from penstock.data.documents import TextDocuments, checked_text
 from penstock.data.optional import require
 from penstock.data.shards import Shards
-from penstock.data.sources import Keep, fingerprint_of
+from penstock.data.sources import SplitFilter, fingerprint_of
 from penstock.data.tokenizer import Tokenizer
 
 REACH_SECONDS = 3.0
@@ -33,7 +33,7 @@ _SAVED = ("state.json", "dataset_dict.json")
 """Files that `save_to_disk` leaves."""
 
 
-class Name(NamedTuple):
+class DatasetName(NamedTuple):
     """Which dataset.
 
     Attributes:
@@ -56,7 +56,9 @@ class Name(NamedTuple):
 class DatasetOnDisk(TextDocuments):
     """The rows of a dataset."""
 
-    def __init__(self, name: Name, tokenizer: Tokenizer, *, text_field: str, keep: Keep, corrupt: Corrupt) -> None:
+    def __init__(
+        self, name: DatasetName, tokenizer: Tokenizer, *, text_field: str, keep: SplitFilter, corrupt: CorruptRecords
+    ) -> None:
         """Opens the dataset; fetches it first if it is not on this machine.
 
         Args:
@@ -98,7 +100,14 @@ class StreamedDataset(Shards):
     """The documents of a dataset that is read over the network."""
 
     def __init__(
-        self, name: Name, tokenizer: Tokenizer, *, text_field: str, block: int, keep: Keep, corrupt: Corrupt
+        self,
+        name: DatasetName,
+        tokenizer: Tokenizer,
+        *,
+        text_field: str,
+        block: int,
+        keep: SplitFilter,
+        corrupt: CorruptRecords,
     ) -> None:
         """Finds out which shards there are, and reads the first documents.
 
@@ -146,7 +155,7 @@ class StreamedDataset(Shards):
         return f"{self._name}, {self._name.split}: document {document} of shard {shard}: field {self._field!a}"
 
 
-def _load(name: Name, *, streaming: bool) -> Any:
+def _load(name: DatasetName, *, streaming: bool) -> Any:
     """Returns a Dataset or IterableDataset."""
     datasets = require("datasets", extra="huggingface", purpose="data.source huggingface")
     datasets.disable_progress_bars()
@@ -195,7 +204,7 @@ def _hub_answers() -> bool:
     return bool(answers)
 
 
-def _saved_split(name: Name, saved: Any, *, streaming: bool) -> Any:
+def _saved_split(name: DatasetName, saved: Any, *, streaming: bool) -> Any:
     """Returns a split of what `save_to_disk` has written: one, or all of them by name."""
     splits = saved if isinstance(saved, dict) else {"train": saved}
     if name.split not in splits:
@@ -211,7 +220,7 @@ def _errors(purpose: str) -> tuple[type[Exception], ...]:
     return OSError, ValueError, RuntimeError, exceptions.DatasetsError, hub.HfHubHTTPError
 
 
-def _check_columns(name: Name, columns: Sequence[str], text_field: str) -> None:
+def _check_columns(name: DatasetName, columns: Sequence[str], text_field: str) -> None:
     if text_field not in columns:
         raise DataError(
             f"{name} has no column {text_field!a}",
@@ -220,11 +229,11 @@ def _check_columns(name: Name, columns: Sequence[str], text_field: str) -> None:
         )
 
 
-def _no_documents(name: Name) -> DataError:
+def _no_documents(name: DatasetName) -> DataError:
     return DataError(f"split {name.split} of {name} is empty", fix="correct data.split")
 
 
-def _unreachable(name: Name, error: Exception) -> DataError:
+def _unreachable(name: DatasetName, error: Exception) -> DataError:
     return DataError(
         f"{name} cannot be read: {_first_line(error)}", fix="resume the run when the dataset can be reached"
     )

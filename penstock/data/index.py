@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
 from penstock.data.files import unreadable
-from penstock.data.sources import Keep, RecordError, Stretch, divided, fingerprint_of
+from penstock.data.sources import DocumentPart, RecordError, SplitFilter, divided, fingerprint_of
 
 _BLOCK = 512 << 10
 """Bytes that are looked at together: they stay in a core's cache."""
@@ -30,7 +30,7 @@ _WHITESPACE = np.zeros(256, dtype=np.bool_)
 _WHITESPACE[[*b" \t\n\r\x0b\x0c"]] = True
 
 
-class Found(NamedTuple):
+class FoundDocuments(NamedTuple):
     """Some documents of a file, one entry a document in each array.
 
     Attributes:
@@ -62,30 +62,34 @@ class DocumentIndex:
     files: tuple[Path, ...]
     copies: tuple[Path, ...]
     file_of: NDArray[np.int64]
-    found: Found
+    found: FoundDocuments
     fingerprint: int
-    stretch: Stretch | None = None
+    stretch: DocumentPart | None = None
 
     @staticmethod
     def build(
         files: Sequence[Path],
         copies: Sequence[Path],
-        documents_in: Callable[[Path, Path], Iterable[Found]],
-        keep: Keep,
+        documents_in: Callable[[Path, Path], Iterable[FoundDocuments]],
+        keep: SplitFilter,
     ) -> "DocumentIndex":
         """Lists the documents that `documents_in` finds in each file, given its name and what to read in its place."""
-        parts: list[Found] = []
+        parts: list[FoundDocuments] = []
         numbers: list[NDArray[np.int64]] = []
         for number, (path, copy) in enumerate(zip(files, copies, strict=True)):
             for found in documents_in(path, copy):
                 parts.append(found)
                 numbers.append(np.full(len(found.sizes), number))
-        found = Found(*(np.concatenate([_NONE, *columns]) for columns in zip(*parts, strict=True))) if parts else _NO
+        found = (
+            FoundDocuments(*(np.concatenate([_NONE, *columns]) for columns in zip(*parts, strict=True)))
+            if parts
+            else _NO
+        )
         file_of = np.concatenate([_NONE, *numbers])
         kept = keep.each(found.checksums)
         stretch = divided(kept, keep)
         if stretch is None:
-            found, file_of = Found(*(column[kept] for column in found)), file_of[kept]
+            found, file_of = FoundDocuments(*(column[kept] for column in found)), file_of[kept]
         digest = blake2b(found.checksums.tobytes(), digest_size=16)
         fingerprint = fingerprint_of(digest.digest(), found.sizes.tobytes(), *([] if stretch is None else [stretch]))
         found = found._replace(checksums=_NONE)
@@ -124,10 +128,10 @@ class DocumentIndex:
 
 
 _NONE = np.zeros(0, dtype=np.int64)
-_NO = Found(_NONE, _NONE, _NONE, _NONE)
+_NO = FoundDocuments(_NONE, _NONE, _NONE, _NONE)
 
 
-def lines_in(path: Path, copy: Path, check: Callable[[bytes, str], object]) -> Iterator[Found]:
+def lines_in(path: Path, copy: Path, check: Callable[[bytes, str], object]) -> Iterator[FoundDocuments]:
     """Yields the lines that are not blank, without the white space at their ends.
 
     Args:
@@ -153,7 +157,7 @@ def lines_in(path: Path, copy: Path, check: Callable[[bytes, str], object]) -> I
                 check(bytes(block[first:last]), f"{path}:{number + line}")
         checksums = np.array([crc32(block[first:last]) for first, last in bounds], dtype=np.int64)
         first_bytes = starts[filled]
-        yield Found(number + filled, start + first_bytes, stops[filled] - first_bytes, checksums)
+        yield FoundDocuments(number + filled, start + first_bytes, stops[filled] - first_bytes, checksums)
         start += len(block)
         number += len(ends)
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from penstock.base.errors import DataError
 from penstock.data.rows import RowStream
-from penstock.data.saved import SavedPlace, damaged, number, numbers
+from penstock.data.saved import LoaderState, damaged, number, numbers
 from penstock.data.sources import Tokens
 
 
@@ -120,7 +120,7 @@ class LaneStream(RowStream[Position]):
         lanes = (*position.lanes[:lane], before_last, *position.lanes[lane + 1 :])
         return parts, Position(undealt, lanes, position.rows + 1)
 
-    def save(self, position: Position) -> SavedPlace:
+    def save(self, position: Position) -> LoaderState:
         """Returns a position as plain integers.
 
         `epoch` and `place` are of what is dealt next; the lists have one entry a lane.
@@ -130,7 +130,7 @@ class LaneStream(RowStream[Position]):
         lanes = {f"lane_{name}s": list(by_name[name]) for name in self.saved}
         return {"epoch": position.undealt.epoch, "place": position.undealt.place, **lanes, "rows": position.rows}
 
-    def restore(self, state: SavedPlace) -> Position:
+    def restore(self, state: LoaderState) -> Position:
         """Returns the position in a state; an error if no stream over these documents can be there."""
         undealt = Cursor(number(state, "epoch"), number(state, "place"))
         columns = [numbers(state, f"lane_{name}s", self._lanes) for name in self.saved]

@@ -20,9 +20,9 @@ from penstock.base.errors import DataError
 from penstock.data.batch import Batch
 from penstock.data.packing import pack
 from penstock.data.rows import RowStream
-from penstock.data.saved import SavedPlace, check_names, number
+from penstock.data.saved import LoaderState, check_names, number
 from penstock.data.sources import Source
-from penstock.data.texts import Part, Text, stream_of
+from penstock.data.texts import Text, TextPart, stream_of
 
 
 class Batches(Protocol):
@@ -35,10 +35,10 @@ class Batches(Protocol):
             DataError: a document cannot be read.
         """
 
-    def state(self) -> SavedPlace:
+    def state(self) -> LoaderState:
         """Returns the place after the batch that was handed out last, and what it is a place in."""
 
-    def restore(self, state: SavedPlace) -> None:
+    def restore(self, state: LoaderState) -> None:
         """Continues where a state was taken.
 
         Raises:
@@ -84,7 +84,7 @@ class Loader:
         """
         assert rows % ranks == 0, f"a global batch of {rows} rows does not divide among {ranks} ranks"
         assert 0 <= rank < ranks, f"rank {rank} is not one of {ranks}"
-        text = text if isinstance(text, Text) else Text((Part(documents=text),))
+        text = text if isinstance(text, Text) else Text((TextPart(documents=text),))
         self._stream: RowStream[Any] = stream_of(text, seed=seed, shuffle=shuffle)
         self._identity = {"seed": seed, "shuffle": int(shuffle), "source": self._stream.fingerprint}
         self._corrupt = text.corrupt
@@ -108,7 +108,7 @@ class Loader:
         self._tokens_handed_out += self._tokens_per_batch
         return pack(rows, document_mask=self._document_mask)
 
-    def state(self) -> SavedPlace:
+    def state(self) -> LoaderState:
         """Returns the position, the tokens handed out to all ranks so far, and what tells these data from others."""
         return {
             **self._stream.save(self._position),
@@ -117,7 +117,7 @@ class Loader:
             **self._identity,
         }
 
-    def restore(self, state: SavedPlace) -> None:
+    def restore(self, state: LoaderState) -> None:
         """Continues where a state was taken.
 
         Raises:
@@ -151,7 +151,7 @@ class _Ready(NamedTuple):
     """A batch, and the loader right after it."""
 
     batch: Batch
-    state: SavedPlace
+    state: LoaderState
     skipped: int
     notices: tuple[str, ...]
 
@@ -185,11 +185,11 @@ class Prefetch:
         self._ahead = self._start()
         return batch
 
-    def state(self) -> SavedPlace:
+    def state(self) -> LoaderState:
         """Returns the loader's state after the batch that was handed out last."""
         return dict(self._state)
 
-    def restore(self, state: SavedPlace) -> None:
+    def restore(self, state: LoaderState) -> None:
         """Drops the batch that is ahead and continues where a state was taken.
 
         Raises:

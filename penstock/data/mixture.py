@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from penstock.data.rows import RowStream
-from penstock.data.saved import SavedPlace, damaged, number, numbers
+from penstock.data.saved import LoaderState, damaged, number, numbers
 from penstock.data.sources import Tokens, fingerprint_of
 
 
@@ -73,15 +73,15 @@ class Mixture(RowStream[MixedPosition]):
         tokens[turn] += sequence_length
         return row, MixedPosition(tuple(parts), tuple(tokens), position.rows + 1)
 
-    def save(self, position: MixedPosition) -> SavedPlace:
+    def save(self, position: MixedPosition) -> LoaderState:
         """Returns the place in every part by its name, and how many tokens each has given."""
-        parts: SavedPlace = {
+        parts: LoaderState = {
             component.name: component.stream.save(place) | {"source": component.stream.fingerprint}
             for component, place in zip(self._components, position.parts, strict=True)
         }
         return {"parts": parts, "part_tokens": list(position.tokens), "rows": position.rows}
 
-    def restore(self, state: SavedPlace) -> MixedPosition:
+    def restore(self, state: LoaderState) -> MixedPosition:
         """Returns the position in a state; an error if no mixture of these parts can be there."""
         parts = state["parts"]
         if not isinstance(parts, dict) or list(parts) != [component.name for component in self._components]:
@@ -96,7 +96,7 @@ class Mixture(RowStream[MixedPosition]):
         tokens = tuple(numbers(state, "part_tokens", len(places)))
         return MixedPosition(tuple(places), tokens, number(state, "rows"))
 
-    def changed(self, state: SavedPlace) -> str:
+    def changed(self, state: LoaderState) -> str:
         """Returns which part is another text."""
         parts = state["parts"]
         if not isinstance(parts, dict) or list(parts) != [component.name for component in self._components]:

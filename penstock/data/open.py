@@ -10,19 +10,19 @@ from pathlib import Path
 
 from penstock.base.errors import DataError
 from penstock.config.data import Data, Documents
-from penstock.data.corrupt import Corrupt
+from penstock.data.corrupt import CorruptRecords
 from penstock.data.files import matched
 from penstock.data.fill_in_middle import FillInMiddle, find_marks
-from penstock.data.hub import DatasetOnDisk, Name, StreamedDataset
+from penstock.data.hub import DatasetName, DatasetOnDisk, StreamedDataset
+from penstock.data.indexed_dataset import IndexedDataset, prefix_of
 from penstock.data.packed import open_packed
-from penstock.data.packed_files import Pair, prefix_of
 from penstock.data.shards import Shards
-from penstock.data.sources import Keep, Source, Split
+from penstock.data.sources import Source, Split, SplitFilter
 from penstock.data.standard_library import open_standard_library
 from penstock.data.synthetic import MarkovTokens, RandomTokens
 from penstock.data.tables import ARROW, PARQUET, Tables
 from penstock.data.text import JsonLines, PlainText
-from penstock.data.texts import Part, Text
+from penstock.data.texts import Text, TextPart
 from penstock.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 
 SUFFIXES = {
@@ -92,7 +92,7 @@ def vocabulary_of(data: Data) -> Vocabulary:
     setting, end = data.tokenizer, data.end_of_document
     if setting == BYTES and all(place.source == "packed" for place in places):
         files = matched(places[0].files, SUFFIXES["packed"])
-        origin = next((one for path in files if (one := Pair(prefix_of(path)).origin()) is not None), None)
+        origin = next((one for path in files if (one := IndexedDataset(prefix_of(path)).origin()) is not None), None)
         if origin is None:
             raise DataError(f"nothing says which tokenizer packed {files[0]}", fix="set data.tokenizer")
         setting, end = origin.tokenizer, end or origin.end_of_document_name
@@ -113,9 +113,9 @@ class _Opener:
         self._vocabulary_size = vocabulary_size
         self._seed = seed
         self._cache = cache
-        self.corrupt = Corrupt(data.corrupt)
+        self.corrupt = CorruptRecords(data.corrupt)
 
-    def part(self, name: str, place: Documents, weight: float) -> Part:
+    def part(self, name: str, place: Documents, weight: float) -> TextPart:
         """Opens one part."""
         path = f"data.mixture.{name}" if name else "data"
         documents = self._documents(place, path)
@@ -125,7 +125,7 @@ class _Opener:
                 got=f"data.validation_share {self._data.validation_share:g}",
                 fix="raise data.validation_share, or hold out nothing: data.validation_share=0 evaluation.rows=0",
             )
-        return Part(name=name, weight=weight, documents=documents, middle=self._middle)
+        return TextPart(name=name, weight=weight, documents=documents, middle=self._middle)
 
     def _documents(self, place: Documents, path: str) -> Source | Shards:
         match place.source:
@@ -150,7 +150,7 @@ class _Opener:
             )
         return self._text(place, files, keep)
 
-    def _text(self, place: Documents, files: list[Path], keep: Keep) -> Source:
+    def _text(self, place: Documents, files: list[Path], keep: SplitFilter) -> Source:
         field, corrupt, cache = place.text_field, self.corrupt, self._cache
         if place.source == "text":
             return PlainText(files, self._tokenizer, keep=keep, corrupt=corrupt, cache=cache)
@@ -161,7 +161,7 @@ class _Opener:
     def _dataset(self, place: Documents) -> Source | Shards:
         is_apart = bool(place.validation_split)
         split = place.validation_split if is_apart and self._split == "validation" else place.split
-        name = Name(place.dataset, place.dataset_config, split, place.revision)
+        name = DatasetName(place.dataset, place.dataset_config, split, place.revision)
         keep, field = self._keep(is_apart=is_apart), place.text_field
         if place.streaming:
             block = self._data.shuffle_block
@@ -170,9 +170,9 @@ class _Opener:
             )
         return DatasetOnDisk(name, self._tokenizer, text_field=field, keep=keep, corrupt=self.corrupt)
 
-    def _keep(self, *, is_apart: bool) -> Keep:
+    def _keep(self, *, is_apart: bool) -> SplitFilter:
         """Returns which documents belong to the split: all, if held-out ones are apart from the others."""
-        return Keep() if is_apart else Keep(self._split, self._data.validation_share)
+        return SplitFilter() if is_apart else SplitFilter(self._split, self._data.validation_share)
 
     def _files(self, place: Documents, path: str) -> list[Path]:
         """Returns the files of the split."""

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
-from penstock.data.packed_files import Origin, PairWriter
+from penstock.data.indexed_dataset import IndexedDatasetWriter, PackedMetadata
 from penstock.data.sources import RecordError, Tokens
 from penstock.data.tokenizer import Tokenizer, open_tokenizer
 
@@ -49,7 +49,7 @@ class Texts(Protocol):
         """
 
 
-class Done(NamedTuple):
+class PackProgress(NamedTuple):
     """What has been packed since the last report.
 
     Attributes:
@@ -64,7 +64,7 @@ class Done(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
+class PackResult:
     """What was packed.
 
     Attributes:
@@ -72,7 +72,7 @@ class Packed:
         empty: texts without a token.
     """
 
-    origin: Origin
+    origin: PackedMetadata
     empty: int
 
 
@@ -102,8 +102,8 @@ def pack(
     end_of_document: str | None = None,
     processes: int = 1,
     skip_corrupt: bool = False,
-    report: Callable[[Done], None] = lambda done: None,
-) -> Packed:
+    report: Callable[[PackProgress], None] = lambda done: None,
+) -> PackResult:
     """Writes the tokens of all texts to PREFIX.bin and PREFIX.idx, whole or not at all.
 
     Args:
@@ -121,7 +121,7 @@ def pack(
     opened = open_tokenizer(tokenizer, end_of_document)
     written = tokens = text_bytes = empty = 0
     left_out: list[str] = []
-    with PairWriter(prefix, opened.vocabulary_size) as writer, _encoders(processes) as submit:
+    with IndexedDatasetWriter(prefix, opened.vocabulary_size) as writer, _encoders(processes) as submit:
         encode = partial(_encode, tokenizer, end_of_document, writer.type.str)
         for batch, encoded in _in_order(_batches(texts, skip_corrupt), encode, submit, _AHEAD * processes):
             faults = batch.faults | {
@@ -136,10 +136,10 @@ def pack(
             tokens += len(encoded.tokens)
             text_bytes += encoded.text_bytes
             empty += encoded.empty
-            report(Done(len(batch.texts) + len(batch.faults), len(encoded.tokens), encoded.text_bytes))
+            report(PackProgress(len(batch.texts) + len(batch.faults), len(encoded.tokens), encoded.text_bytes))
         if written == 0:
             raise DataError("there is nothing to pack", got=f"{empty} empty and {len(left_out)} corrupt documents")
-        origin = Origin(
+        origin = PackedMetadata(
             tokenizer=tokenizer,
             fingerprint=opened.fingerprint,
             vocabulary_size=opened.vocabulary_size,
@@ -151,7 +151,7 @@ def pack(
             left_out=tuple(left_out),
         )
         writer.finish(origin)
-    return Packed(origin=origin, empty=empty)
+    return PackResult(origin=origin, empty=empty)
 
 
 def _batches(texts: Texts, skip_corrupt: bool) -> Iterator[_Batch]:

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
-from penstock.data.packed_files import Origin, Pair, prefix_of
-from penstock.data.sources import Keep, Stretch, Tokens, divided, fingerprint_of
+from penstock.data.indexed_dataset import IndexedDataset, PackedMetadata, prefix_of
+from penstock.data.sources import DocumentPart, SplitFilter, Tokens, divided, fingerprint_of
 from penstock.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 
 
@@ -30,13 +30,13 @@ class PackedTokens:
 
     def __init__(
         self,
-        pairs: Sequence[Pair],
+        pairs: Sequence[IndexedDataset],
         *,
         vocabulary_size: int,
         end_of_document: int,
         tokenizer: Tokenizer | None = None,
         documents: NDArray[np.int64] | None = None,
-        stretch: Stretch | None = None,
+        stretch: DocumentPart | None = None,
     ) -> None:
         """Takes pairs that are open.
 
@@ -109,7 +109,7 @@ class PackedTokens:
                 fix="set data.tokenizer and model.vocab_size to what the file was packed with",
             )
 
-    def _find(self, index: int) -> tuple[Pair, int]:
+    def _find(self, index: int) -> tuple[IndexedDataset, int]:
         """Returns the pair that a document is in, and its number there."""
         number = index if self._documents is None else int(self._documents[index])
         place = bisect_right(self._firsts, number) - 1
@@ -119,7 +119,7 @@ class PackedTokens:
 def open_packed(
     paths: Sequence[Path],
     *,
-    keep: Keep,
+    keep: SplitFilter,
     vocabulary_size: int,
     tokenizer: str = BYTES,
     end_of_document: str | None = None,
@@ -138,7 +138,7 @@ def open_packed(
         DataError: a file is missing, damaged or empty; the files were packed with different tokenizers, or with
             another one than is set; nobody says what their ids are; the ids do not fit the model.
     """
-    pairs = [Pair(prefix) for prefix in dict.fromkeys(map(prefix_of, paths))]
+    pairs = [IndexedDataset(prefix) for prefix in dict.fromkeys(map(prefix_of, paths))]
     origin = _common_origin(pairs)
     opened = _open_fitting_tokenizer(pairs[0], origin, tokenizer, end_of_document)
     size, end = _meaning(pairs[0], origin, opened, end_of_document, vocabulary_size)
@@ -156,7 +156,7 @@ def open_packed(
     )
 
 
-def _common_origin(pairs: Sequence[Pair]) -> Origin | None:
+def _common_origin(pairs: Sequence[IndexedDataset]) -> PackedMetadata | None:
     """Returns what the pairs say of their tokens; one that says nothing is taken to be like the others."""
     origins = [(pair, origin) for pair in pairs if (origin := pair.origin()) is not None]
     for pair, origin in origins:
@@ -170,7 +170,7 @@ def _common_origin(pairs: Sequence[Pair]) -> Origin | None:
 
 
 def _open_fitting_tokenizer(
-    pair: Pair, origin: Origin | None, tokenizer: str, end_of_document: str | None
+    pair: IndexedDataset, origin: PackedMetadata | None, tokenizer: str, end_of_document: str | None
 ) -> Tokenizer | None:
     """Returns the tokenizer that made the ids, None if it is not at hand."""
     name = None if end_of_document is not None and end_of_document.isdecimal() else end_of_document
@@ -188,7 +188,7 @@ def _open_fitting_tokenizer(
     return opened
 
 
-def _tokenizer_of(origin: Origin) -> Tokenizer | None:
+def _tokenizer_of(origin: PackedMetadata) -> Tokenizer | None:
     """Returns the tokenizer that was used, if it is still where it was, and the same."""
     try:
         opened = open_tokenizer(origin.tokenizer, origin.end_of_document_name)
@@ -198,7 +198,11 @@ def _tokenizer_of(origin: Origin) -> Tokenizer | None:
 
 
 def _meaning(
-    pair: Pair, origin: Origin | None, tokenizer: Tokenizer | None, end_of_document: str | None, vocabulary_size: int
+    pair: IndexedDataset,
+    origin: PackedMetadata | None,
+    tokenizer: Tokenizer | None,
+    end_of_document: str | None,
+    vocabulary_size: int,
 ) -> tuple[int, int]:
     """Returns the size of the vocabulary and the id that ends documents, by whoever knows them."""
     stated = int(end_of_document) if end_of_document is not None and end_of_document.isdecimal() else None

@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.data.saved import SavedPlace
+from penstock.data.saved import LoaderState
 from penstock.data.sources import Tokens
 
 LANES = 32
@@ -56,18 +56,18 @@ class RowStream(ABC, Generic[PositionT]):
         """
 
     @abstractmethod
-    def save(self, position: PositionT) -> SavedPlace:
+    def save(self, position: PositionT) -> LoaderState:
         """Returns a position as plain integers, the number of rows behind it among them as `rows`."""
 
     @abstractmethod
-    def restore(self, state: SavedPlace) -> PositionT:
+    def restore(self, state: LoaderState) -> PositionT:
         """Returns the position in a state, which may hold more.
 
         Raises:
             DataError: no stream over this text can be there.
         """
 
-    def changed(self, state: SavedPlace) -> str:
+    def changed(self, state: LoaderState) -> str:
         """Returns in words what is another text, given the state of a stream with another fingerprint."""
         return "its documents"
 

@@ -4,11 +4,11 @@ from typing import TypeAlias
 
 from penstock.base.errors import DataError
 
-SavedPlace: TypeAlias = "dict[str, int | list[int] | SavedPlace]"
+LoaderState: TypeAlias = "dict[str, int | list[int] | LoaderState]"
 """A place in the data, and what it is a place in, as a checkpoint stores it. Of a mixture, places are by part."""
 
 
-def number(state: SavedPlace, name: str) -> int:
+def number(state: LoaderState, name: str) -> int:
     """Returns a whole number >= 0 of a state.
 
     Raises:
@@ -20,7 +20,7 @@ def number(state: SavedPlace, name: str) -> int:
     return value
 
 
-def numbers(state: SavedPlace, name: str, count: int) -> list[int]:
+def numbers(state: LoaderState, name: str, count: int) -> list[int]:
     """Returns `count` whole numbers >= 0 of a state.
 
     Raises:
@@ -32,7 +32,7 @@ def numbers(state: SavedPlace, name: str, count: int) -> list[int]:
     return [number({name: value}, name) for value in values]
 
 
-def check_names(state: SavedPlace, expected: SavedPlace) -> None:
+def check_names(state: LoaderState, expected: LoaderState) -> None:
     """Refuses a state that has other names than one that was just taken.
 
     Raises:

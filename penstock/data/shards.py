@@ -14,19 +14,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from penstock.data.corrupt import NOTHING, Corrupt
+from penstock.data.corrupt import NOTHING, CorruptRecords
 from penstock.data.documents import checked_text
 from penstock.data.fill_in_middle import FillInMiddle
 from penstock.data.lanes import Cursor, LaneStream, with_end
 from penstock.data.order import document_order, permutation
-from penstock.data.sources import Keep, Tokens, fingerprint_of
+from penstock.data.sources import SplitFilter, Tokens, fingerprint_of
 from penstock.data.tokenizer import Tokenizer
 
 
 class Shards(ABC):
     """Documents of text in shards. Subclasses say where they are."""
 
-    def __init__(self, tokenizer: Tokenizer, content: int, *, block: int, corrupt: Corrupt, keep: Keep) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, content: int, *, block: int, corrupt: CorruptRecords, keep: SplitFilter
+    ) -> None:
         """Takes what encodes the text.
 
         Args:

@@ -8,7 +8,7 @@ Training and validation documents are told apart by a hash of the document (its 
 stable), not by its number, so that the split stays the same when documents are added, removed or moved. A source either
 looks at every document when it is opened and leaves out those of the other split, or, where that would take too long,
 holds them as documents without tokens. Where documents are so few that one split would have none, such as the one file
-of a book, each document is divided instead: its end is held out (`Stretch`).
+of a book, each document is divided instead: its end is held out (`DocumentPart`).
 """
 
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class RecordError(DataError):
 
 
 @dataclass(frozen=True)
-class Keep:
+class SplitFilter:
     """Which documents belong to a split, by a hash of their content.
 
     Attributes:
@@ -90,7 +90,7 @@ class Keep:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class DocumentPart:
     """The part of every document that belongs to a split: the end of each is held out, what is before it trains.
 
     Attributes:
@@ -109,7 +109,7 @@ class Stretch:
         return document[:cut] if self.split == "train" else document[cut:]
 
 
-def divided(kept: NDArray[np.bool_], keep: Keep) -> Stretch | None:
+def divided(kept: NDArray[np.bool_], keep: SplitFilter) -> DocumentPart | None:
     """Returns how documents are divided if they are too few to be told apart as wholes; None if each has its split.
 
     Args:
@@ -118,7 +118,7 @@ def divided(kept: NDArray[np.bool_], keep: Keep) -> Stretch | None:
     """
     if keep.split is None or keep.validation_share == 0 or len(kept) == 0 or 0 < kept.sum() < len(kept):
         return None
-    return Stretch(keep.split, keep.validation_share)
+    return DocumentPart(keep.split, keep.validation_share)
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.base.errors import DataError
-from penstock.data.corrupt import Corrupt
+from penstock.data.corrupt import CorruptRecords
 from penstock.data.documents import TextDocuments, checked_text
 from penstock.data.files import empty, unreadable
 from penstock.data.optional import require
 from penstock.data.order import InBlocks
-from penstock.data.sources import Keep, RecordError, fingerprint_of
+from penstock.data.sources import RecordError, SplitFilter, fingerprint_of
 from penstock.data.tokenizer import Tokenizer
 
 PARQUET, ARROW = ".parquet", (".arrow", ".feather", ".ipc")
@@ -37,7 +37,7 @@ _SAMPLES = 64
 _OPEN = 16
 
 
-class Block(NamedTuple):
+class TableBlock(NamedTuple):
     """A row group or a record batch.
 
     Attributes:
@@ -75,8 +75,8 @@ class Tables(TextDocuments, InBlocks):
         tokenizer: Tokenizer,
         *,
         text_field: str = "text",
-        keep: Keep,
-        corrupt: Corrupt,
+        keep: SplitFilter,
+        corrupt: CorruptRecords,
     ) -> None:
         """Opens all files once.
 
@@ -96,11 +96,11 @@ class Tables(TextDocuments, InBlocks):
         self._text_field = text_field
         self._open: OrderedDict[int, Table] = OrderedDict()
         self._columns: OrderedDict[int, Any] = OrderedDict()
-        self._blocks: list[Block] = []
+        self._blocks: list[TableBlock] = []
         digest = blake2b(digest_size=16)
         for number in range(len(self._files)):
             table = self._table(number)
-            self._blocks += [Block(number, place, *sizes) for place, sizes in enumerate(table.blocks())]
+            self._blocks += [TableBlock(number, place, *sizes) for place, sizes in enumerate(table.blocks())]
             digest.update(table.fingerprint())
         self._block_sizes = np.array([block.rows for block in self._blocks], dtype=np.int64)
         self._ends = np.cumsum(self._block_sizes)

@@ -17,15 +17,15 @@ from zlib import crc32
 import numpy as np
 
 from penstock.base.errors import DataError
-from penstock.data.corrupt import Corrupt
+from penstock.data.corrupt import CorruptRecords
 from penstock.data.decompress import contents, readable_copies
 from penstock.data.documents import TextDocuments, checked_text
 from penstock.data.files import empty, unreadable
-from penstock.data.index import DocumentIndex, Found, lines_in, require_utf8
-from penstock.data.sources import Keep, RecordError
+from penstock.data.index import DocumentIndex, FoundDocuments, lines_in, require_utf8
+from penstock.data.sources import RecordError, SplitFilter
 from penstock.data.tokenizer import Tokenizer
 
-KEEP_ALL = Keep()
+KEEP_ALL = SplitFilter()
 CACHE = Path("cache")
 """Where decompressed copies go if nobody says where."""
 
@@ -39,7 +39,7 @@ _TRIED = 100
 class IndexedText(TextDocuments):
     """Documents that are stretches of files."""
 
-    def __init__(self, index: DocumentIndex, tokenizer: Tokenizer, corrupt: Corrupt) -> None:
+    def __init__(self, index: DocumentIndex, tokenizer: Tokenizer, corrupt: CorruptRecords) -> None:
         """Takes the index of the documents."""
         super().__init__(tokenizer, index.fingerprint, corrupt=corrupt, keep=KEEP_ALL, stretch=index.stretch)
         self._index = index
@@ -57,8 +57,8 @@ class PlainText(IndexedText):
         files: Sequence[Path],
         tokenizer: Tokenizer,
         *,
-        keep: Keep = KEEP_ALL,
-        corrupt: Corrupt | None = None,
+        keep: SplitFilter = KEEP_ALL,
+        corrupt: CorruptRecords | None = None,
         cache: Path = CACHE,
     ) -> None:
         """Reads all files once.
@@ -73,10 +73,10 @@ class PlainText(IndexedText):
         Raises:
             DataError: a file cannot be read or is not UTF-8, or all are empty.
         """
-        corrupt = corrupt or Corrupt()
+        corrupt = corrupt or CorruptRecords()
         is_filled = False
 
-        def documents_in(path: Path, copy: Path) -> Iterator[Found]:
+        def documents_in(path: Path, copy: Path) -> Iterator[FoundDocuments]:
             nonlocal is_filled
             try:
                 content = copy.read_bytes()
@@ -86,7 +86,7 @@ class PlainText(IndexedText):
                 is_filled = True
                 if not corrupt.skips:
                     require_utf8(content, str(path))
-                yield Found(*(np.array([value]) for value in (1, 0, len(content), crc32(content))))
+                yield FoundDocuments(*(np.array([value]) for value in (1, 0, len(content), crc32(content))))
 
         super().__init__(
             DocumentIndex.build(files, readable_copies(files, cache), documents_in, keep), tokenizer, corrupt
@@ -108,8 +108,8 @@ class JsonLines(IndexedText):
         tokenizer: Tokenizer,
         *,
         text_field: str = "text",
-        keep: Keep = KEEP_ALL,
-        corrupt: Corrupt | None = None,
+        keep: SplitFilter = KEEP_ALL,
+        corrupt: CorruptRecords | None = None,
         cache: Path = CACHE,
     ) -> None:
         """Reads all files once, line by line, and the first document of each as JSON.
@@ -125,10 +125,10 @@ class JsonLines(IndexedText):
         Raises:
             DataError: a file cannot be read, holds no line, is not UTF-8, or does not begin with such an object.
         """
-        corrupt = corrupt or Corrupt()
+        corrupt = corrupt or CorruptRecords()
         self._text_field = text_field
 
-        def documents_in(path: Path, copy: Path) -> Iterator[Found]:
+        def documents_in(path: Path, copy: Path) -> Iterator[FoundDocuments]:
             is_filled = False
             for found in lines_in(path, copy, _ignore if corrupt.skips else require_utf8):
                 is_filled |= len(found.lines) > 0

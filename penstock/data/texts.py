@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.data.corrupt import Corrupt
+from penstock.data.corrupt import CorruptRecords
 from penstock.data.fill_in_middle import FillInMiddle
 from penstock.data.mixture import Component, Mixture
 from penstock.data.rows import LANES, RowStream
@@ -13,7 +13,7 @@ from penstock.data.stream import Stream
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class TextPart:
     """Documents and how they are read.
 
     Attributes:
@@ -38,8 +38,8 @@ class Text:
         corrupt: counts the records that their sources skip.
     """
 
-    parts: tuple[Part, ...]
-    corrupt: Corrupt = field(default_factory=Corrupt)
+    parts: tuple[TextPart, ...]
+    corrupt: CorruptRecords = field(default_factory=CorruptRecords)
 
     def __str__(self) -> str:
         """How much there is, in words."""
@@ -68,7 +68,7 @@ def stream_of(text: Text, *, seed: int, shuffle: bool) -> RowStream[Any]:
     return Mixture(components)
 
 
-def _stream_of(part: Part, seed: int, shuffle: bool) -> RowStream[Any]:
+def _stream_of(part: TextPart, seed: int, shuffle: bool) -> RowStream[Any]:
     lanes = min(LANES, len(part.documents)) if shuffle else 1
     if isinstance(part.documents, Shards):
         return ShardStream(part.documents, seed=seed, shuffle=shuffle, lanes=lanes, middle=part.middle)

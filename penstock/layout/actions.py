@@ -104,9 +104,9 @@ class Schedule:
         )
 
     @cached_property
-    def passage(self) -> "Passage":
-        """`run_through`, once for all clocks that play the schedule."""
-        return run_through(self)
+    def execution_order(self) -> "ExecutionOrder":
+        """`execution_order`, once for all clocks that play the schedule."""
+        return execution_order(self)
 
     @property
     def stages(self) -> int:
@@ -142,7 +142,7 @@ def text(schedule: Schedule, rank: int) -> str:
 
 
 class Step(NamedTuple):
-    """A unit in the order of `run_through`.
+    """A unit in the order of `execution_order`.
 
     Attributes:
         rank: that does it.
@@ -156,7 +156,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Passage:
+class ExecutionOrder:
     """How far the ranks of a schedule come.
 
     Attributes:
@@ -168,7 +168,7 @@ class Passage:
     blocked: Mapping[int, Unit]
 
 
-def run_through(schedule: Schedule) -> Passage:
+def execution_order(schedule: Schedule) -> ExecutionOrder:
     """Do every action as soon as its rank's list and its needs allow, without looking at a clock."""
     done: list[Step] = []
     links = _links(schedule)
@@ -188,7 +188,7 @@ def run_through(schedule: Schedule) -> Passage:
                 gives.steps[micro_batch] = len(done)
                 awake.extend(gives.waiting.pop(micro_batch, ()))
             done.append(Step(rank, unit, tuple([source for source in sources if done[source].rank != rank])))
-    return Passage(tuple(done), {rank: units[0] for rank, units in enumerate(lists) if units})
+    return ExecutionOrder(tuple(done), {rank: units[0] for rank, units in enumerate(lists) if units})
 
 
 class _Gift:
@@ -242,7 +242,7 @@ def pair_up(schedule: Schedule) -> Schedule:
         for actions in schedule.actions
     )
     paired = replace(schedule, pairs=pairs)
-    while blocked := run_through(paired).blocked:
+    while blocked := execution_order(paired).blocked:
         rank, (begin, *_) = min((rank, unit) for rank, unit in blocked.items() if len(unit) > 1)
         own = pairs[rank] - {schedule.actions[rank].index(begin)}
         pairs = (*pairs[:rank], own, *pairs[rank + 1 :])
@@ -280,6 +280,6 @@ def _miscounted(schedule: Schedule) -> Iterator[str]:
 
 
 def _blocked(schedule: Schedule) -> Iterator[str]:
-    for rank, unit in run_through(schedule).blocked.items():
+    for rank, unit in execution_order(schedule).blocked.items():
         needs = " and ".join(str(need) for action in unit for need in action.needs(schedule.stages))
         yield f"rank {rank} never starts {' with '.join(map(str, unit))}: it needs {needs}"

@@ -22,7 +22,7 @@ class DeadlockError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class ActionCosts:
     """How long each kind of action takes, by stage, and what a stage holds.
 
     Attributes:
@@ -66,16 +66,16 @@ class Costs:
         return alone - sum(self.hidden[action.stage][action.kind is not Kind.FORWARD] for action in unit)
 
 
-def even_costs(stages: int, times: tuple[float, float, float] = (1.0, 1.0, 1.0), *, send: float = 0.0) -> Costs:
+def even_costs(stages: int, times: tuple[float, float, float] = (1.0, 1.0, 1.0), *, send: float = 0.0) -> ActionCosts:
     """Costs of stages that are all alike.
 
     Args:
         stages: of the whole pipeline.
         times: of a forward, an input gradient and weight gradients; a whole backward takes the last two.
-        send: see `Costs`.
+        send: see `ActionCosts`.
     """
     forward, input_gradient, weight = times
-    return Costs(
+    return ActionCosts(
         forward=(forward,) * stages,
         backward=(input_gradient + weight,) * stages,
         input=(input_gradient,) * stages,
@@ -85,7 +85,7 @@ def even_costs(stages: int, times: tuple[float, float, float] = (1.0, 1.0, 1.0),
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class TimedAction:
     """An action with its times."""
 
     rank: int
@@ -101,32 +101,32 @@ class Playback:
     Attributes:
         schedule: that was played.
         costs: of its stages.
-        starts: of the steps of its passage.
+        starts: of each step of `schedule.execution_order`.
         ends: likewise.
         span: end of the last action.
         busy: time that each rank works.
     """
 
     schedule: Schedule
-    costs: Costs
+    costs: ActionCosts
     starts: tuple[float, ...]
     ends: tuple[float, ...]
     span: float
     busy: tuple[float, ...]
 
     @cached_property
-    def events(self) -> tuple[Event, ...]:
+    def events(self) -> tuple[TimedAction, ...]:
         """Every action, by start and then rank."""
         events = [
-            Event(rank=step.rank, action=action, start=start, end=end)
-            for step, start, end in zip(self.schedule.passage.done, self.starts, self.ends, strict=True)
+            TimedAction(rank=step.rank, action=action, start=start, end=end)
+            for step, start, end in zip(self.schedule.execution_order.done, self.starts, self.ends, strict=True)
             for action in step.unit
         ]
         return tuple(sorted(events, key=lambda event: (event.start, event.rank)))
 
     @cached_property
     def peak_live(self) -> tuple[float, ...]:
-        """The most that each rank holds, in the unit of `Costs.activation`."""
+        """The most that each rank holds, in the unit of `ActionCosts.activation`."""
         return tuple(_peak_live(self.schedule, self.costs, rank) for rank in range(self.schedule.ranks))
 
     @property
@@ -135,7 +135,7 @@ class Playback:
         return 1 - sum(self.busy) / (len(self.busy) * self.span) if self.span else 0.0
 
 
-def play(schedule: Schedule, costs: Costs) -> Playback:
+def play(schedule: Schedule, costs: ActionCosts) -> Playback:
     """Play a schedule.
 
     Args:
@@ -146,7 +146,7 @@ def play(schedule: Schedule, costs: Costs) -> Playback:
         DeadlockError: with the actions that are never started.
     """
     assert len(costs.forward) == schedule.stages, f"costs of {len(costs.forward)} stages for {schedule.stages}"
-    steps, blocked = schedule.passage.done, schedule.passage.blocked
+    steps, blocked = schedule.execution_order.done, schedule.execution_order.blocked
     if blocked:
         waits = ", ".join(
             f"rank {rank} at {action} (needs {' and '.join(map(str, action.needs(schedule.stages)))})"
@@ -178,7 +178,7 @@ def play(schedule: Schedule, costs: Costs) -> Playback:
     )
 
 
-def _peak_live(schedule: Schedule, costs: Costs, rank: int) -> float:
+def _peak_live(schedule: Schedule, costs: ActionCosts, rank: int) -> float:
     """The most that a rank holds at a time."""
     # Without sizes whole stages are counted and divided at the end: a sum of thirds is no whole number.
     sizes, unit = (costs.activation, 1) if costs.activation else ((1.0,) * schedule.stages, schedule.stages_per_rank)

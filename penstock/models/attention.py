@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from penstock.config.model import GroupedQueryAttention, LocalAttention
 from penstock.kernels.attention_window import Reach
 from penstock.kernels.float8.quantized import RowColQuantized
-from penstock.models.frame import Frame
 from penstock.models.linear import Linear, cut_over
-from penstock.models.norm import RMSNorm, SplitNorm, norm_together
+from penstock.models.model_inputs import ForwardContext
+from penstock.models.norm import RMSNorm, TensorParallelNorm, norm_together
 from penstock.models.rope import softmax_scale
 from penstock.parallel.collectives import all_gather, reduce_scatter
 from penstock.parallel.context import attend, attend_locally
@@ -73,7 +73,9 @@ class GroupedQueryLayer(nn.Module):
         """The norm with weights of queries or keys, if they have one."""
         if self.config.qk_norm == "head":
             return RMSNorm(self.config.head_dim, self.epsilon, self.layer_context.operators)
-        return SplitNorm(width, self.epsilon, self.layer_context) if self.config.qk_norm == "projection" else None
+        return (
+            TensorParallelNorm(width, self.epsilon, self.layer_context) if self.config.qk_norm == "projection" else None
+        )
 
     @property
     def reads_ready(self) -> bool:
@@ -85,7 +87,7 @@ class GroupedQueryLayer(nn.Module):
         """Whether something reads it in 16 bits."""
         return not self.reads_ready or any(one.float8 is None for one in (self.key, self.value))
 
-    def forward(self, x_BSD: Tensor, frame: Frame, ready: RowColQuantized | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, frame: ForwardContext, ready: RowColQuantized | None = None) -> Tensor:
         """Attend. Returns B x S x D, our own positions.
 
         Args:
@@ -106,7 +108,7 @@ class GroupedQueryLayer(nn.Module):
         """Queries and keys by head, normed if they are so before they are rotated."""
         q, k, split = self.query(x_BSD, ready), self.key(x_BSD, ready), (-1, self.config.head_dim)
         query_norm, key_norm = self.query_norm, self.key_norm
-        if isinstance(query_norm, SplitNorm) and isinstance(key_norm, SplitNorm):
+        if isinstance(query_norm, TensorParallelNorm) and isinstance(key_norm, TensorParallelNorm):
             q, k = norm_together(((query_norm, q), (key_norm, k)), self.layer_context.axes.tensor)
         q_BSHN, k_BSGN = q.unflatten(-1, split), k.unflatten(-1, split)
         if self.config.qk_norm == "head":
@@ -114,7 +116,7 @@ class GroupedQueryLayer(nn.Module):
             q_BSHN, k_BSGN = query_norm(q_BSHN), key_norm(k_BSGN)
         return q_BSHN, k_BSGN
 
-    def _positioned(self, q_BSHN: Tensor, k_BSGN: Tensor, frame: Frame) -> tuple[Tensor, Tensor]:
+    def _positioned(self, q_BSHN: Tensor, k_BSGN: Tensor, frame: ForwardContext) -> tuple[Tensor, Tensor]:
         """Queries and keys that know where they stand, as far as they do in this layer."""
         if self.is_rotated:
             rotate = self.layer_context.operators.rotate
@@ -130,7 +132,7 @@ class GroupedQueryLayer(nn.Module):
         """The norm of each head without weights."""
         return self.layer_context.operators.rms_norm(x_BSHN, x_BSHN.new_ones(x_BSHN.shape[-1]), self.epsilon)
 
-    def _attended(self, q_BSHN: Tensor, k_BSGN: Tensor, v_BSGN: Tensor, frame: Frame) -> Tensor:
+    def _attended(self, q_BSHN: Tensor, k_BSGN: Tensor, v_BSGN: Tensor, frame: ForwardContext) -> Tensor:
         """Core attention. Sinks are read here, because weights that ranks divide are elsewhere when it runs again."""
         sinks_H = self.sinks_H
         heads, layer_context, scale = (q_BSHN, k_BSGN, v_BSGN), self.layer_context, self.scale

@@ -1,7 +1,7 @@
 """One decoder layer: attention and a feed-forward network, each behind a norm and around a residual sum.
 
 Up to where tokens leave for their experts, shapes and addresses are the same in every pass: attention, both norms, the
-router, and the order of the slots. That part may be a captured graph (`Frame.parts`).
+router, and the order of the slots. That part may be a captured graph (`ForwardContext.parts`).
 
 A norm that gives its rows in 8 bits besides gives them as a value of its own (`ready`), beside the rows.
 """
@@ -14,8 +14,8 @@ from penstock.base.spans import Span
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.models.attention import GroupedQueryLayer
 from penstock.models.ffn import FeedForward
-from penstock.models.frame import Frame
 from penstock.models.mla import LatentLayer
+from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import PreNorm
 from penstock.moe.layer import MoE, Terms
 from penstock.moe.routing import Routing
@@ -51,12 +51,12 @@ class Block(nn.Module):
         self.ffn = ffn
         self.layer_context = layer_context
 
-    def forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
+    def forward(self, x_BSD: Tensor, frame: ForwardContext) -> Tensor:
         """Returns the residual stream after the layer, B x S x D."""
         with self.layer_context.recompute.discarding():
             return self.layer_context.run("layer", self._forward, x_BSD, frame)
 
-    def steps(self, x_BSD: Tensor, frame: Frame) -> Steps[Tensor]:
+    def steps(self, x_BSD: Tensor, frame: ForwardContext) -> Steps[Tensor]:
         """`forward` that stops where a transfer is under way; a layer that is no region and not on the host."""
         with self.layer_context.recompute.discarding_in_pieces() as piece:
             with piece():
@@ -64,7 +64,7 @@ class Block(nn.Module):
             terms = yield from within(piece, self._mix(x_TD, ready, frame))
             return self._add(x_BSD, terms)
 
-    def _mix(self, x_TD: Tensor, ready: RowColQuantized | None, frame: Frame) -> Steps[Terms]:
+    def _mix(self, x_TD: Tensor, ready: RowColQuantized | None, frame: ForwardContext) -> Steps[Terms]:
         if isinstance(self.ffn, MoE):
             return (yield from self.ffn.steps(x_TD, frame.scope, ready))
         return self._dense(x_TD, ready)
@@ -73,7 +73,7 @@ class Block(nn.Module):
         with span(Span.DENSE):
             return (self.layer_context.run("dense", self.ffn, x_TD, ready),)
 
-    def _forward(self, x_BSD: Tensor, frame: Frame) -> Tensor:
+    def _forward(self, x_BSD: Tensor, frame: ForwardContext) -> Tensor:
         if frame.parts is not None:
             return self._behind_part(x_BSD, frame, frame.parts)
         x_BSD, x_TD, ready = self._attend(x_BSD, frame)
@@ -83,7 +83,7 @@ class Block(nn.Module):
             terms = self._dense(x_TD, ready)
         return self._add(x_BSD, terms)
 
-    def _behind_part(self, x_BSD: Tensor, frame: Frame, parts: Parts) -> Tensor:
+    def _behind_part(self, x_BSD: Tensor, frame: ForwardContext, parts: Parts) -> Tensor:
         """`_forward` whose first part is replayed. What a part gives stays for good, so it gives nothing twice.
 
         Who reads its tokens reads them from an output of his own, though of one memory: their gradients come to the
@@ -103,7 +103,7 @@ class Block(nn.Module):
         return self._add(x_BSD, mixture.mix(x_TD, shared_TD, Routing.of(*routing)))
 
     def _attend(
-        self, x_BSD: Tensor, frame: Frame, *, ready: bool = True
+        self, x_BSD: Tensor, frame: ForwardContext, *, ready: bool = True
     ) -> tuple[Tensor, Tensor, RowColQuantized | None]:
         """The residual stream after attention, and what the feed-forward network reads, T x D; also in 8 bits."""
         run, is_again = self.layer_context.run, self.layer_context.recompute.recomputes("norm")

@@ -204,10 +204,10 @@ def materialize(run: Run, device: torch.device, decoders: Collection[Decoder]) -
         initialize(decoder, run.seed, run.model.initializer_range)
 
 
-def gather_in_8_bits(run: Run, decoders: Iterable[Decoder], axes: Axes) -> None:
+def gather_in_float8(run: Run, decoders: Iterable[Decoder], axes: Axes) -> None:
     """Have FSDP2 gather in 8 bits what all products read so: matrices of blocks, and the experts' (`float8.gather`).
 
-    Call it when there is memory and before the first pass, and `penstock.models.holdings.refresh_float8` after it.
+    Call it when there is memory and before the first pass, and `penstock.models.parameters.refresh_float8` after it.
 
     Args:
         run: reads `float8.gather` and precision.

@@ -18,8 +18,8 @@ from penstock.config.model import GroupedQueryAttention, LocalAttention, Model
 from penstock.config.parallel import Overlap
 from penstock.models.attention import GroupedQueryLayer, reach_of, temperature
 from penstock.models.block import Block
-from penstock.models.frame import Frame, Reading, ahead_of
 from penstock.models.linear import Embedding, Linear
+from penstock.models.model_inputs import ForwardContext, ModelInputs, shifted_tokens
 from penstock.models.mtp import MultiTokenPrediction
 from penstock.models.norm import RMSNorm
 from penstock.models.rope import angles
@@ -105,7 +105,7 @@ class Decoder(nn.Module):
         assert owner is not None, "this stage has no output projection"
         return owner.weight
 
-    def forward(self, reading: Reading, x_BSD: Tensor | None = None) -> Hidden:
+    def forward(self, reading: ModelInputs, x_BSD: Tensor | None = None) -> Hidden:
         """Hidden states of our positions.
 
         Args:
@@ -121,7 +121,7 @@ class Decoder(nn.Module):
         mtp = tuple(torch.cat(depth) for depth in zip(one.mtp, other.mtp, strict=True))
         return Hidden(torch.cat((one.main_BSD, other.main_BSD)), mtp)
 
-    def call_in_steps(self, reading: Reading, x_BSD: Tensor | None = None) -> Steps[Hidden]:
+    def call_in_steps(self, reading: ModelInputs, x_BSD: Tensor | None = None) -> Steps[Hidden]:
         """The module called, with all its hooks; or, if another pass runs in its stops, `steps`."""
         if self.overlap == "passes":
             self._begin()
@@ -129,7 +129,7 @@ class Decoder(nn.Module):
         hidden: Hidden = self(reading, x_BSD)
         return hidden
 
-    def steps(self, reading: Reading, x_BSD: Tensor | None = None) -> Steps[Hidden]:
+    def steps(self, reading: ModelInputs, x_BSD: Tensor | None = None) -> Steps[Hidden]:
         """`forward`; if the run's overlap has pieces, it stops where the transfers of a layer are under way."""
         frame = self.frame(reading)
         if self.is_first:
@@ -161,18 +161,18 @@ class Decoder(nn.Module):
             x_BSD: Tensor = self.embed(tokens_BS)
             return x_BSD
 
-    def frame(self, reading: Reading) -> Frame:
+    def frame(self, reading: ModelInputs) -> ForwardContext:
         """Angles, borders and share of a micro-batch, computed once for all layers."""
         attention, positions_BS = self.config.attention, reading.positions_BS
         scope = Scope(sequences=positions_BS.shape[0], share=reading.share)
         with span(Span.EMBED):
             cos_BSP, sin_BSP = angles(attention.rope, attention.rotary_dim, positions_BS)
-            frame = Frame(cos_BSP, sin_BSP, reading.allowed_BSS(), scope, reading.parts)
+            frame = ForwardContext(cos_BSP, sin_BSP, reading.allowed_BSS(), scope, reading.parts)
             if isinstance(attention, GroupedQueryAttention) and attention.local is not None:
                 frame = self._with_local(frame, attention.local, positions_BS)
             return frame.staying()
 
-    def _with_local(self, frame: Frame, local: LocalAttention, positions_BS: Tensor) -> Frame:
+    def _with_local(self, frame: ForwardContext, local: LocalAttention, positions_BS: Tensor) -> ForwardContext:
         """What layers that see a part of the row must know besides, and those between them."""
         (rows, held), device = positions_BS.shape, positions_BS.device
         if self.has_reach:
@@ -185,5 +185,7 @@ class Decoder(nn.Module):
 
     def logits(self, tokens_BS: Tensor, positions_BS: Tensor) -> Tensor:
         """All logits of the main prediction, B x S x V, in the compute dtype. For tests, not for training."""
-        reading = Reading(tokens_BS=tokens_BS, positions_BS=positions_BS, ahead=ahead_of(tokens_BS, len(self.mtp)))
+        reading = ModelInputs(
+            tokens_BS=tokens_BS, positions_BS=positions_BS, ahead=shifted_tokens(tokens_BS, len(self.mtp))
+        )
         return F.linear(self(reading).main_BSD, self.head_VD)

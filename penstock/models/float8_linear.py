@@ -44,7 +44,7 @@ def recipe_of(rule: Float8Rule) -> Recipe:
     return rule.dense
 
 
-def quantized(x_D: Tensor, rule: Float8Rule) -> RowColQuantized:
+def quantize_input(x_D: Tensor, rule: Float8Rule) -> RowColQuantized:
     """The input of one product or several, whatever stands before its last dim; columns only if backward may come."""
     x_TD, recipe = x_D.detach().flatten(0, -2).contiguous(), recipe_of(rule)
     columns = recipe.columns if torch.is_grad_enabled() else None
@@ -126,7 +126,7 @@ def float8_linear(
         In the dtype of x.
     """
     assert handed is None or bias is None, "the gradient of a bias is a sum of 16 bits"
-    ready = quantized(x_D, weight.rule) if ready is None else ready
+    ready = quantize_input(x_D, weight.rule) if ready is None else ready
     y: Tensor = _Float8Linear.apply(x_D, weight.parameter_FD, bias, ready.columns, weight, handed)
     with torch.no_grad():
         forward = weight.copies(weight.parameter_FD).forward
@@ -152,7 +152,7 @@ def float8_swiglu_network(
     """
     rule = gate_up.rule
     operators = rule.operators
-    ready = quantized(x_TD, rule) if ready is None else ready
+    ready = quantize_input(x_TD, rule) if ready is None else ready
     with torch.no_grad():
         gate_up_T2F = operators.multiply(ready.rows, gate_up.copies(gate_up.parameter_FD).forward, x_TD.dtype)
     parameters = gate_up.parameter_FD, down.parameter_FD

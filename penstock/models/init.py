@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penstock.layout.pieces import Piece, pieces, whole_shape
-from penstock.models.holdings import cuts_of
+from penstock.layout.sharding import LocalSlice, global_shape, local_slices
 from penstock.models.norm import Norm
+from penstock.models.parameters import cuts_of
 from penstock.moe.experts import Experts
 from penstock.moe.router import Router
 from penstock.parallel.param_shard import Part
@@ -26,7 +26,7 @@ from penstock.parallel.shard import own_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draw:
+class ParamInit:
     """The values of one parameter of the whole model.
 
     Attributes:
@@ -66,16 +66,16 @@ class Draw:
         return torch.empty(shape, device=self.device).normal_(0.0, self.std, generator=generator)
 
 
-def _by_row(rectangles: Iterable[Piece]) -> Iterator[tuple[int, list[tuple[int, Piece]]]]:
+def _by_row(rectangles: Iterable[LocalSlice]) -> Iterator[tuple[int, list[tuple[int, LocalSlice]]]]:
     """Each row of the whole that is here, with the local row and the rectangle of each of its pieces."""
-    rows: dict[int, list[tuple[int, Piece]]] = {}
+    rows: dict[int, list[tuple[int, LocalSlice]]] = {}
     for piece in rectangles:
         for offset in range(piece.sizes[0]):
             rows.setdefault(piece.whole[0] + offset, []).append((piece.here[0] + offset, piece))
     yield from rows.items()
 
 
-def _region(offsets: tuple[int, ...], piece: Piece) -> tuple[slice, ...]:
+def _region(offsets: tuple[int, ...], piece: LocalSlice) -> tuple[slice, ...]:
     """A rectangle's place; without dim 0 if `offsets` are."""
     sizes = piece.sizes[len(piece.sizes) - len(offsets) :]
     return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
@@ -93,8 +93,8 @@ def initialize(model: nn.Module, seed: int, std: float) -> None:
     for module, name, parameter, draw in _draws(model, seed, std):
         local, rows = own_rows(parameter)
         cuts = cuts_of(module, name)
-        shape = whole_shape(tuple(parameter.shape), cuts)
-        draw.fill(Part(tensor=local, shape=shape, pieces=pieces(shape, cuts, rows)))
+        shape = global_shape(tuple(parameter.shape), cuts)
+        draw.fill(Part(tensor=local, shape=shape, local_slices=local_slices(shape, cuts, rows)))
     for buffer in model.buffers():
         buffer.zero_()
 
@@ -115,11 +115,11 @@ def initialize_masters(models: Iterable[nn.Module], parts: Mapping[str, Part], s
                 draw.fill(parts[f"model.{draw.name}"])
 
 
-def _draws(model: nn.Module, seed: int, std: float) -> Iterator[tuple[nn.Module, str, nn.Parameter, Draw]]:
+def _draws(model: nn.Module, seed: int, std: float) -> Iterator[tuple[nn.Module, str, nn.Parameter, ParamInit]]:
     """Every parameter, with its module, its name there, and its values."""
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            draw = Draw(
+            draw = ParamInit(
                 seed=seed,
                 name=f"{path}.{name}",
                 std=std,

@@ -1,12 +1,12 @@
 """Matrices and the embedding as modules that may hold a part of the whole.
 
-`cuts` says for each parameter which part (penstock/layout/pieces.py); initial weights, checkpoints and gradient sums
+`cuts` says for each parameter which part (penstock/layout/sharding.py); initial weights, checkpoints and gradient sums
 read it there. A module without `cuts` holds its parameters whole.
 
-Whoever owns the float32 sums of gradients may set `total` (penstock/models/holdings.py): backward then adds to it what
-autograd would round to bfloat16, hand to a hook, and have added in another pass. Whoever changes weights may have them
-quantized once for all passes that follow (`Linear.refresh_float8`); a matrix in 8 bits that has no copies quantizes its
-weights in each pass.
+Whoever owns the float32 sums of gradients may set `total` (penstock/models/parameters.py): backward then adds to it
+what autograd would round to bfloat16, hand to a hook, and have added in another pass. Whoever changes weights may have
+them quantized once for all passes that follow (`Linear.refresh_float8`); a matrix in 8 bits that has no copies
+quantizes its weights in each pass.
 """
 
 from functools import partial
@@ -22,8 +22,8 @@ from penstock.kernels.float8.gradient_side_channel import GradientSideChannel
 from penstock.kernels.float8.quantized import RowColQuantized, WeightCopies
 from penstock.kernels.float32_products import add_product
 from penstock.kernels.launching import on_gpu
-from penstock.layout.pieces import Cut, local_shape
-from penstock.models.float8_linear import Float8Weight, fits, float8_linear, quantized, recipe_of
+from penstock.layout.sharding import Cut, local_shape
+from penstock.models.float8_linear import Float8Weight, fits, float8_linear, quantize_input, recipe_of
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import reduce_scatter
 from penstock.parallel.float8_gather import EightBitRows
@@ -85,7 +85,7 @@ class Linear(nn.Linear):
 
         Args:
             x_D: input.
-            ready: the same in 8 bits, if it is there already; see `quantized`.
+            ready: the same in 8 bits, if it is there already; see `quantize_input`.
             handed: where the gradient of the product may come in 8 bits, if this one is in 8 bits.
         """
         bias = None if self.is_summed else self.bias
@@ -96,9 +96,9 @@ class Linear(nn.Linear):
             return deferrable(F.linear, (x_D,), (self.weight,) if bias is None else (self.weight, bias), self.later)
         return linear_into(self.total, x_D, self.weight, self.later, bias)
 
-    def quantized(self, x_D: Tensor) -> RowColQuantized | None:
+    def quantize_input(self, x_D: Tensor) -> RowColQuantized | None:
         """An input in 8 bits, for this product and others that read it; None if this one is in 16 bits."""
-        return None if self.float8 is None else quantized(x_D, self.float8)
+        return None if self.float8 is None else quantize_input(x_D, self.float8)
 
     def float8_weight(self) -> Float8Weight:
         """The weight as products in 8 bits take it."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from penstock.config.model import LatentAttention
 from penstock.kernels.float8.gradient_side_channel import GradientSideChannel, HandedHeads, obstacle
 from penstock.kernels.float8.quantized import RowColQuantized
-from penstock.models.frame import Frame
 from penstock.models.linear import Linear
+from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import RMSNorm
 from penstock.models.rope import softmax_scale
 from penstock.parallel.collectives import all_gather, reduce_scatter
@@ -133,7 +133,7 @@ class LatentLayer(nn.Module):
         """Whether something reads it in 16 bits."""
         return self.kv_down.float8 is None or self.query.reads_plain
 
-    def forward(self, x_BSD: Tensor, frame: Frame, ready: RowColQuantized | None = None) -> Tensor:
+    def forward(self, x_BSD: Tensor, frame: ForwardContext, ready: RowColQuantized | None = None) -> Tensor:
         """Attend. Returns B x S x D, our own positions.
 
         Args:
@@ -181,7 +181,7 @@ class LatentLayer(nn.Module):
         return latent_BSC, k_rotary_BSP
 
     def _heads(
-        self, query: Tensor, latent_BSC: Tensor, k_rotary_BSP: Tensor, frame: Frame, handed: HandedHeads
+        self, query: Tensor, latent_BSC: Tensor, k_rotary_BSP: Tensor, frame: ForwardContext, handed: HandedHeads
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries, keys and values at the positions that this rank holds."""
         float8 = self.layer_context.float8
@@ -193,7 +193,7 @@ class LatentLayer(nn.Module):
         return float8.operators.mla_heads(*inputs, handed, float8.gradient)
 
     def _heads_of_row(
-        self, query: Tensor, latent_BSC: Tensor, k_rotary_BSP: Tensor, frame: Frame
+        self, query: Tensor, latent_BSC: Tensor, k_rotary_BSP: Tensor, frame: ForwardContext
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries at the positions that this rank holds, keys and values at every position of the row."""
         config, rotate = self.config, self.layer_context.operators.rotate

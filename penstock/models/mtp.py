@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.models.block import Block
-from penstock.models.frame import Frame
 from penstock.models.linear import Linear
+from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import RMSNorm
 from penstock.parallel.layer_context import LayerContext
 
@@ -34,7 +34,7 @@ class MultiTokenPrediction(nn.Module):
         self.block = block
         self.norm = RMSNorm(hidden_size, epsilon, layer_context.operators)
 
-    def forward(self, previous_BSD: Tensor, ahead_BSD: Tensor, frame: Frame) -> Tensor:
+    def forward(self, previous_BSD: Tensor, ahead_BSD: Tensor, frame: ForwardContext) -> Tensor:
         """Predict one token further.
 
         Args:

@@ -7,7 +7,7 @@ from penstock.base.spans import Span
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.operators import Operators
-from penstock.layout.pieces import local_shape
+from penstock.layout.sharding import local_shape
 from penstock.models.float8_linear import recipe_of
 from penstock.models.linear import cut_over
 from penstock.parallel.axes import Axis
@@ -129,7 +129,7 @@ class PreNorm(Norm):
             return normed_TD.view_as(x_D), sum_TD.view_as(x_D), both
 
 
-class SplitNorm(RMSNorm):
+class TensorParallelNorm(RMSNorm):
     """RMSNorm over a width of which each tensor-parallel rank has a part, with its part of the scale.
 
     Args:
@@ -145,7 +145,7 @@ class SplitNorm(RMSNorm):
         self.cuts = {"weight_D": cuts}
 
 
-def norm_together(pairs: tuple[tuple[SplitNorm, Tensor], ...], axis: Axis) -> tuple[Tensor, ...]:
+def norm_together(pairs: tuple[tuple[TensorParallelNorm, Tensor], ...], axis: Axis) -> tuple[Tensor, ...]:
     """Several norms of the same positions; the ranks exchange all their sums of squares at once.
 
     Args:
@@ -164,7 +164,7 @@ def norm_together(pairs: tuple[tuple[SplitNorm, Tensor], ...], axis: Axis) -> tu
         )
 
 
-def _scaled(norm: SplitNorm, x_BSD: Tensor, mean_BS1: Tensor) -> Tensor:
+def _scaled(norm: TensorParallelNorm, x_BSD: Tensor, mean_BS1: Tensor) -> Tensor:
     """As `penstock.kernels.reference.rms_norm`, with the mean square of the whole width."""
     normed_BSD = x_BSD.float() * torch.rsqrt(mean_BS1 + norm.epsilon)
     return norm.weight_D * normed_BSD.to(x_BSD.dtype)

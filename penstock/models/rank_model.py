@@ -13,7 +13,7 @@ from penstock.layout.schedules import schedule
 from penstock.layout.sequence import Method, SequenceLayout
 from penstock.layout.stages import Stage, StageCosts, balanced_stages, parse_stages
 from penstock.models.build import (
-    gather_in_8_bits,
+    gather_in_float8,
     materialize,
     meta_stages,
     needs_embedding,
@@ -121,7 +121,7 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
     set_dtypes(run, decoders.values(), axes, home)
     if device.type != "meta":
         materialize(run, device, decoders.values())
-        gather_in_8_bits(run, decoders.values(), axes)
+        gather_in_float8(run, decoders.values(), axes)
     return RankModel(
         decoders=decoders,
         axes=axes,

@@ -17,7 +17,7 @@ from penstock.config.model import Moe
 from penstock.kernels.expert_parts import GATE_UP, Keep, PutOff
 from penstock.kernels.float8.expert_ffn import ExpertCopies, copy_experts, expert_ffn
 from penstock.kernels.reference import SWIGLU, ExpertRule
-from penstock.layout.pieces import Cut, local_shape
+from penstock.layout.sharding import Cut, local_shape
 from penstock.moe.dispatch.contract import ExpertRows
 from penstock.parallel.float8_gather import EightBitRows
 from penstock.parallel.layer_context import LayerContext

@@ -2,7 +2,7 @@
 
 A parameter of the whole model reaches a rank in three steps:
 
-    cuts      tensor and expert parallelism give the rank a part of it (penstock/layout/pieces.py)
+    cuts      tensor and expert parallelism give the rank a part of it (penstock/layout/sharding.py)
     data      ranks on this axis hold the same part and see different tokens; they may divide its rows ("shard")
     partial   ranks on these axes hold the same part too, and each has only a part of its gradient: a norm's weight
               under tensor parallelism (each rank sees some positions), an embedding that two pipeline stages use
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from penstock.layout.pieces import Cut, Piece, local_shape, pieces
+from penstock.layout.sharding import Cut, LocalSlice, local_shape, local_slices
 from penstock.parallel.axes import Axis
 
 
@@ -43,9 +43,9 @@ class ParamShard:
         """Shape of our part, before `data` divides it."""
         return local_shape(self.shape, self.cuts)
 
-    def pieces(self, rows: tuple[int, int] | None = None) -> tuple[Piece, ...]:
+    def local_slices(self, rows: tuple[int, int] | None = None) -> tuple[LocalSlice, ...]:
         """Where our part, or some of its rows, lies in the whole."""
-        return pieces(self.shape, self.cuts, rows)
+        return local_slices(self.shape, self.cuts, rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,11 @@ class Part:
 
     tensor: Tensor
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    local_slices: tuple[LocalSlice, ...]
     writes: bool = True
 
 
 def whole(tensor: Tensor, *, writes: bool = True) -> Part:
     """A tensor that this rank holds whole."""
     shape = tuple(tensor.shape)
-    return Part(tensor=tensor, shape=shape, pieces=pieces(shape, ()), writes=writes)
+    return Part(tensor=tensor, shape=shape, local_slices=local_slices(shape, ()), writes=writes)

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from penstock.config.parallel import Parallel
-from penstock.layout.pieces import rows_of_shard
+from penstock.layout.sharding import rows_of_shard
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import reduce_flat
 

@@ -22,9 +22,9 @@ from penstock.config.fit import context_method
 from penstock.kernels.float8.operators import NO_FLOAT8
 from penstock.models.block import Block
 from penstock.models.decoder import IN_PIECES, Decoder
-from penstock.models.frame import Reading
-from penstock.models.holdings import head_total
+from penstock.models.model_inputs import ModelInputs
 from penstock.models.mtp import MultiTokenPrediction
+from penstock.models.parameters import head_main_grad
 from penstock.models.rank_model import message_of
 from penstock.moe.layer import MoE
 from penstock.parallel.weight_grad_store import Task
@@ -63,7 +63,7 @@ def micro_batch_of(rank: MetaRank) -> MicroBatch:
         return torch.empty(shape or (rows, here), dtype=torch.int64, device=META)
 
     is_masked, is_part = rank.run.data.document_mask, axes.context.size > 1 and context_method(rank.run) != "ulysses"
-    reading = Reading(
+    reading = ModelInputs(
         tokens_BS=numbers(),
         positions_BS=numbers(),
         ahead=tuple(numbers() for _ in range(depths)),
@@ -179,7 +179,7 @@ class _Pass:
             return hidden.main_BSD
         with self.ledger.named("loss"):
             rule = loss_rule(rank.run, rank.axes)
-            return batch_loss(hidden, decoder.head_VD, batch.labels, counted, rule, head_total(decoder)).total
+            return batch_loss(hidden, decoder.head_VD, batch.labels, counted, rule, head_main_grad(decoder)).total
 
     def _backward(self, end: Tensor | GradientEdge) -> None:
         gradient, later = None, self.rank.later

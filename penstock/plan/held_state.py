@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from penstock.config.parallel import Parallel
-from penstock.layout.pieces import rows_of_shard
-from penstock.models.holdings import copy_bytes, holdings
+from penstock.layout.sharding import rows_of_shard
+from penstock.models.parameters import copy_bytes, param_shards
 from penstock.parallel.buckets import BUCKET_VALUES, IN_FLIGHT, ROW_VALUES
 from penstock.plan.layer_kinds import layer_kind
 from penstock.plan.meta_rank import MetaRank
@@ -195,7 +195,7 @@ def facts_of(rank: MetaRank) -> Facts:
     """Parameters of the parts of a rank that holds everything."""
     found: dict[str, dict[str, Fact]] = {}
     kind_of, copied = _kinds(rank), _copied(rank)
-    for one in holdings(rank.decoders.values(), rank.axes):
+    for one in param_shards(rank.decoders.values(), rank.axes):
         kind, path = kind_of(one.name)
         facts = found.setdefault(kind, {})
         # One layer of each kind is enough.

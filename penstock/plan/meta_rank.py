@@ -20,9 +20,9 @@ from penstock.layout.actions import Schedule
 from penstock.layout.stages import Stage
 from penstock.models.build import meta_stages, set_dtypes, transfers_of
 from penstock.models.decoder import Decoder
-from penstock.models.holdings import add_in_kernels, copy_bytes, holdings, refresh_float8
 from penstock.models.kernels import float8_rule, kernel_choices
 from penstock.models.linear import Embedding, Linear
+from penstock.models.parameters import copy_bytes, fuse_wgrad_accumulation, param_shards, refresh_float8
 from penstock.models.rank_model import schedule_of, stages_of
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
@@ -193,14 +193,14 @@ def _divided_state(
         return frozenset(), None
     decoders = meta_stages(run, layer_context, own)
     set_dtypes(run, decoders.values(), axes, HOME)
-    held = holdings(decoders.values(), axes)
+    held = param_shards(decoders.values(), axes)
     divided = frozenset(one.name for one in held if isinstance(one.parameter, DTensor))
     return divided, MasterAdamW(held, run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload)
 
 
 def _optimizer(run: Run, axes: Axes, decoders: Mapping[int, Decoder], divided: frozenset[str]) -> MasterAdamW | None:
     """The optimizer of what FSDP2 leaves alone, of which nothing is divided; None if it leaves nothing."""
-    held = [one for one in holdings(decoders.values(), axes) if one.name not in divided]
+    held = [one for one in param_shards(decoders.values(), axes) if one.name not in divided]
     if not held:
         return None
     parallel = _unsharded(run).parallel if divided else run.parallel
@@ -224,11 +224,11 @@ def _shared_buffers(run: Run, axes: Axes, device: DeviceFacts) -> SymmetricBuffe
 
 
 def _add_in_kernels(decoders: Mapping[int, Decoder], divided: frozenset[str], optimizer: MasterAdamW | None) -> None:
-    """`add_in_kernels` for what is not divided."""
+    """`fuse_wgrad_accumulation` for what is not divided."""
     nobody = torch.empty(0, device=META)
     if optimizer is not None:
         gradient_of = optimizer.gradient_of
-        add_in_kernels(decoders.values(), lambda name: nobody if name in divided else gradient_of(name))
+        fuse_wgrad_accumulation(decoders.values(), lambda name: nobody if name in divided else gradient_of(name))
     for decoder in decoders.values():
         for path, module in decoder.named_modules():
             if isinstance(module, Experts) and f"{path}.gate_up_eFD" in divided:

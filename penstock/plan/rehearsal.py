@@ -16,7 +16,7 @@ from penstock.layout.actions import stages_of as stage_numbers
 from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage
 from penstock.models.decoder import Decoder
-from penstock.models.holdings import refresh_float8
+from penstock.models.parameters import refresh_float8
 from penstock.models.rank_model import embedding_places, stages_of
 from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group

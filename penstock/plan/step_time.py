@@ -19,11 +19,11 @@ from types import MappingProxyType
 from penstock.config.fit import grid_of, micro_batches
 from penstock.config.run import Run
 from penstock.layout.actions import Kind, Schedule
-from penstock.layout.clock import Costs as ClockCosts
+from penstock.layout.clock import ActionCosts as ClockCosts
 from penstock.layout.clock import play
 from penstock.models.count import count
 from penstock.models.rank_model import message_of
-from penstock.plan.costs import HOST_LINK, Costs, experts_of, rooms_of
+from penstock.plan.costs import HOST_LINK, ActionCosts, experts_of, rooms_of
 from penstock.plan.hardware import Cluster, Group
 from penstock.plan.meta_rank import META
 from penstock.plan.pieces import StageActivations
@@ -73,7 +73,7 @@ class Clockwork:
         hardware = cluster.hardware
         self._run = run
         self._cluster = cluster
-        self._costs = Costs(hardware, experts_of(run, imbalance), rooms_of(tuple(works)))
+        self._costs = ActionCosts(hardware, experts_of(run, imbalance), rooms_of(tuple(works)))
         self._transfers = Transfers(hardware)
         self._launch = hardware.host.launch_seconds * _LAUNCHED[run.graphs.capture]
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from penstock.base.errors import CheckpointError
 from penstock.config.run import Run
-from penstock.data.contents import Row, row_of
+from penstock.data.contents import RowContents, row_of
 from penstock.data.evaluation import evaluation_batches
 from penstock.data.loader import Loader
 from penstock.data.packed import PackedTokens
-from penstock.data.saved import SavedPlace
+from penstock.data.saved import LoaderState
 from penstock.data.synthetic import SyntheticTokens
 from penstock.data.texts import Text
 from penstock.data.tokenizer import Tokenizer, open_tokenizer
@@ -37,7 +37,7 @@ class BatchContents:
         notices: which ones, a line each.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[RowContents, ...]
     parts: tuple[str, ...]
     weights: dict[str, float]
     batch_rows: int
@@ -154,7 +154,7 @@ def tokenizer_of(run: Run, text: Text) -> Tokenizer | None:
     return open_tokenizer(run.data.tokenizer, run.data.end_of_document or None)
 
 
-def _place_before(run: Run, text: Text, step: int, store: CheckpointStore | None) -> tuple[SavedPlace, int]:
+def _place_before(run: Run, text: Text, step: int, store: CheckpointStore | None) -> tuple[LoaderState, int]:
     """Returns the place before a step, and how many records had been skipped where reading began."""
     # Of as many ranks as rows, the first takes one row and passes over the others, which is quicker than to make them.
     loader = _loader(run, text, rows=run.training.global_batch, ranks=run.training.global_batch)
@@ -182,7 +182,7 @@ def _loader(run: Run, text: Text, *, rows: int, ranks: int = 1) -> Loader:
     )
 
 
-def _part_read(text: Text, before: SavedPlace, behind: SavedPlace) -> str:
+def _part_read(text: Text, before: LoaderState, behind: LoaderState) -> str:
     """Returns the name of the part that the row between two states is of."""
     tokens = [state.get("part_tokens") for state in (before, behind)]
     if not all(isinstance(one, list) for one in tokens):

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from penstock.base.errors import CheckpointError, LostRankError, NonFiniteError
 from penstock.data.batch import Batch
-from penstock.data.evaluation import Evaluation
+from penstock.data.evaluation import EvaluationRows
 from penstock.models.decoder import Decoder
-from penstock.models.holdings import gradients_by_autograd
+from penstock.models.parameters import gradients_by_autograd
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import reset_loads
 from penstock.parallel.axes import Axis
@@ -202,7 +202,7 @@ def find_origin(model: RankModel, optimizer: MasterAdamW, batch: Batch, rule: St
     return _if_it_ends(look)
 
 
-def find_held_out_origin(model: RankModel, rows: Evaluation, rule: StepRule) -> Origin | None:
+def find_held_out_origin(model: RankModel, rows: EvaluationRows, rule: StepRule) -> Origin | None:
     """Find where the held-out loss stopped being finite; as `find_origin`."""
 
     def look() -> Origin:

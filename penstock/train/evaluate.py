@@ -14,7 +14,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from penstock.data.evaluation import Evaluation
+from penstock.data.evaluation import EvaluationRows
 from penstock.models.rank_model import RankModel
 from penstock.train.global_batch import CutRule, read
 from penstock.train.loss import LossRule
@@ -24,7 +24,7 @@ from penstock.train.step import refuse_late
 
 
 @torch.no_grad()
-def evaluate(model: RankModel, rows: Evaluation, cut: CutRule, rule: LossRule) -> HeldOutLoss:
+def evaluate(model: RankModel, rows: EvaluationRows, cut: CutRule, rule: LossRule) -> HeldOutLoss:
     """Measure a model. Its weights, expert loads and mode are what they were before. All ranks measure together.
 
     Args:

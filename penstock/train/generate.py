@@ -22,8 +22,8 @@ from penstock.data.tokenizer import Tokenizer
 from penstock.layout.rectangles import Rectangle
 from penstock.models.build import meta_model, to_dtype
 from penstock.models.decoder import Decoder
-from penstock.models.frame import Reading
 from penstock.models.kernels import choose_operators
+from penstock.models.model_inputs import ModelInputs
 from penstock.parallel.launch.process import free_memory_bytes
 from penstock.parallel.layer_context import LayerContext
 from penstock.train.checkpoint import CheckpointStore
@@ -97,7 +97,7 @@ def generate(
     tokens = list(prompt)
     for _ in range(most):
         tokens_BS = torch.tensor([tokens], device=device)
-        reading = Reading(tokens_BS=tokens_BS, positions_BS=torch.arange(len(tokens), device=device)[None])
+        reading = ModelInputs(tokens_BS=tokens_BS, positions_BS=torch.arange(len(tokens), device=device)[None])
         last_D = decoder(reading).main_BSD[0, -1]
         logits_V = F.linear(last_D, decoder.head_VD)[:vocabulary].float().cpu()
         token = _chosen(logits_V, rule, generator)

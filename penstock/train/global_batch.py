@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.base.errors import DataError
 from penstock.data.batch import Batch
 from penstock.kernels.reference import IGNORED_LABEL
-from penstock.models.frame import Reading, ahead_of
+from penstock.models.model_inputs import ModelInputs, shifted_tokens
 from penstock.parallel.axes import Axis
 
 
@@ -51,7 +51,7 @@ class MicroBatch:
         labels: int64 B x S of the main loss, then of each depth; IGNORED_LABEL where nothing is predicted.
     """
 
-    reading: Reading
+    reading: ModelInputs
     labels: tuple[Tensor, ...]
 
 
@@ -127,10 +127,10 @@ def read(batch: Batch, rule: CutRule, share: float = 1.0) -> MicroBatch:
     if batch.documents_BS is not None:
         documents_BS = _sent(batch.documents_BS, rule.device)
         places_S = None if places is None or rule.sees_row else _sent(places, rule.device)
-    reading = Reading(
+    reading = ModelInputs(
         tokens_BS=ours(batch.tokens_BS),
         positions_BS=ours(batch.positions_BS),
-        ahead=tuple(map(ours, ahead_of(batch.tokens_BS, rule.depths))),
+        ahead=tuple(map(ours, shifted_tokens(batch.tokens_BS, rule.depths))),
         documents_BS=documents_BS,
         places_S=places_S,
         share=share,

@@ -29,9 +29,9 @@ from penstock.config.run import Run
 from penstock.layout.rectangles import Rectangle
 from penstock.models.huggingface.config import model_of_config
 from penstock.models.huggingface.names import WeightName, weight_names
-from penstock.models.huggingface.stored import WeightFolder
+from penstock.models.huggingface.weight_folder import WeightFolder
 from penstock.models.huggingface.weights import names_of, refuse_other_weights
-from penstock.models.init import Draw
+from penstock.models.init import ParamInit
 from penstock.parallel.param_shard import whole
 from penstock.train.run_folder import sync, write_whole
 from penstock.train.saved_weights import RUN_FILE, STEP, WEIGHTS, WeightPiece, write_weights
@@ -125,7 +125,7 @@ class Upcycling:
 
         def make() -> Tensor:
             copies = torch.zeros(self.copies, dense.hidden_size)
-            draw = Draw(seed=self.seed, name=name, std=dense.initializer_range, device=torch.device("cpu"))
+            draw = ParamInit(seed=self.seed, name=name, std=dense.initializer_range, device=torch.device("cpu"))
             draw.fill(whole(copies))
             return copies.repeat_interleave(self.granularity, 0)
 

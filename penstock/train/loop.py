@@ -33,8 +33,8 @@ from penstock.base.spans import NUMBERED_STEP, Span
 from penstock.config.fit import micro_batches
 from penstock.config.run import Run
 from penstock.data.batch import Batch
-from penstock.data.evaluation import Evaluation
-from penstock.data.saved import SavedPlace
+from penstock.data.evaluation import EvaluationRows
+from penstock.data.saved import LoaderState
 from penstock.parallel.axes import ALONE, Axis
 from penstock.parallel.spans import span
 from penstock.parallel.stopwatch import Stopwatch
@@ -70,7 +70,7 @@ class Progress:
 class Place:
     """Where data and random numbers stand between two steps."""
 
-    data: SavedPlace
+    data: LoaderState
     random: dict[str, Any]
 
 
@@ -326,7 +326,7 @@ class _Loop:
         )
         return self._end(finding, save, lambda: find_origin(model, state.optimizer, batch, self._rule))
 
-    def _halt_after(self, step: int, rows: Evaluation, held_out: HeldOutLoss) -> NonFiniteError:
+    def _halt_after(self, step: int, rows: EvaluationRows, held_out: HeldOutLoss) -> NonFiniteError:
         """The step itself was finite, but its update spoiled the model: there is no state to save any more."""
         model, finding = self._session.model, Finding(figure="held-out loss", value=str(held_out.loss), step=step)
         return self._end(finding, self._store.wait, lambda: find_held_out_origin(model, rows, self._rule))

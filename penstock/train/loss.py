@@ -26,7 +26,7 @@ from penstock.base.spans import Span
 from penstock.config.run import Run
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.models.decoder import Decoder, Hidden
-from penstock.models.holdings import head_total
+from penstock.models.parameters import head_main_grad
 from penstock.parallel.axes import ALONE, Axes, Axis
 from penstock.parallel.collectives import all_gather
 from penstock.parallel.spans import span
@@ -125,4 +125,4 @@ def model_loss(model: Decoder, batch: MicroBatch, counted: Tensor, rule: LossRul
     """
     hidden = model(batch.reading)
     with span(Span.LOSS):
-        return batch_loss(hidden, model.head_VD, batch.labels, counted, rule, head_total(model))
+        return batch_loss(hidden, model.head_VD, batch.labels, counted, rule, head_main_grad(model))

@@ -9,7 +9,7 @@ and two moments. A float32 parameter is its own master. A bfloat16 parameter is 
 
 So a gradient that is summed over many micro-batches loses nothing, and neither does an update that is smaller than a
 bfloat16 can tell. What makes weight gradients itself may add to the buffer (`gradient_of`) and leave the parameter's
-own gradient alone, as matrices and experts do (penstock/models/holdings.py).
+own gradient alone, as matrices and experts do (penstock/models/parameters.py).
 
 With `offload.optimizer`, moments, and masters that are not the parameters themselves, stay in host memory and pass
 through the device during the step (`penstock/train/streamed_adamw.py`).

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.config.parallel import Parallel
-from penstock.layout.pieces import rows_of_shard
+from penstock.layout.sharding import rows_of_shard
 from penstock.parallel.axes import NO_AXIS, Axis
 from penstock.parallel.param_shard import ParamShard, Part
 from penstock.parallel.shard import local_rows

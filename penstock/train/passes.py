@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.base.spans import MICRO_BATCH, Span
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.models.decoder import Decoder, Hidden
-from penstock.models.holdings import head_total
+from penstock.models.parameters import head_main_grad
 from penstock.models.rank_model import RankModel
 from penstock.parallel.collectives import all_gather
 from penstock.parallel.interleave import Steps
@@ -44,7 +44,7 @@ def forward_backward(model: RankModel, batch: GlobalBatch, rule: LossRule, enter
     def loss_of(number: int, hidden: Hidden, decoder: Decoder) -> Tensor:
         labels = batch.micro_batches[number].labels
         with span(Span.LOSS):
-            loss = batch_loss(hidden, decoder.head_VD, labels, batch.counted, rule, head_total(decoder))
+            loss = batch_loss(hidden, decoder.head_VD, labels, batch.counted, rule, head_main_grad(decoder))
             sums.add_(loss.parts)
         return loss.total
 

@@ -12,7 +12,7 @@ from penstock.base.errors import ConfigError
 from penstock.config.fit import grid_of
 from penstock.config.run import Run
 from penstock.layout.stages import Stage
-from penstock.models.holdings import holdings
+from penstock.models.parameters import param_shards
 from penstock.models.rank_model import RankModel, build_rank, embedding_places, stages_of
 from penstock.moe.experts import Experts
 from penstock.parallel.axes import make_axes
@@ -63,7 +63,7 @@ def rehearse(run: Run, *, world: int, rank: int) -> Rehearsal:
     try:
         axes = make_axes(grid, embedding_places(run), run.parallel.shard_size)
         model = build_rank(run, axes, torch.device("meta"))
-        held = holdings(model.modules, axes)
+        held = param_shards(model.modules, axes)
         optimizer = MasterAdamW(held, run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload)
         memory = optimizer.memory()
     finally:

@@ -21,9 +21,9 @@ from torch import Tensor
 from penstock.base.errors import CheckpointError, RunFolderError
 from penstock.config.load import load_run
 from penstock.config.run import Run
-from penstock.layout.pieces import Piece
 from penstock.layout.rectangles import Rectangle
-from penstock.models.holdings import refresh_float8
+from penstock.layout.sharding import LocalSlice
+from penstock.models.parameters import refresh_float8
 from penstock.parallel.param_shard import Part
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.manifest import (
@@ -140,7 +140,7 @@ class SavedWeights:
         saved = self._tensors[PREFIX + name]
         tensor = torch.empty(rectangle.sizes, dtype=torch.float32)
         here = (0,) * len(rectangle.sizes)
-        piece = Piece(here=here, whole=rectangle.begin, sizes=rectangle.sizes)
+        piece = LocalSlice(here=here, whole=rectangle.begin, sizes=rectangle.sizes)
         part = Part(tensor=tensor, shape=saved.shape, pieces=(piece,))
         try:
             fill_parts(self._folder, self._tensors, {PREFIX + name: part})

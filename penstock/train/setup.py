@@ -13,7 +13,7 @@ from penstock.base.errors import DataError
 from penstock.config.fit import grid_of
 from penstock.config.run import Run
 from penstock.config.size import Count
-from penstock.data.evaluation import Evaluation, evaluation_batches
+from penstock.data.evaluation import EvaluationRows, evaluation_batches
 from penstock.data.loader import Loader, Prefetch
 from penstock.data.open import open_text
 from penstock.data.sources import Split
@@ -23,9 +23,9 @@ from penstock.kernels.choose import summary
 from penstock.kernels.device_facts import device_facts
 from penstock.models.build import meta_model
 from penstock.models.count import count
-from penstock.models.holdings import add_in_kernels, holdings, refresh_float8
 from penstock.models.init import initialize_masters
 from penstock.models.kernels import kernel_choices
+from penstock.models.parameters import fuse_wgrad_accumulation, param_shards, refresh_float8
 from penstock.models.rank_model import RankModel, build_rank, embedding_places
 from penstock.moe.router import Router
 from penstock.parallel.axes import ALONE, Axes, make_axes
@@ -69,7 +69,7 @@ class Session:
     model: RankModel
     rule: StepRule
     state: TrainState
-    held_out: Evaluation | None
+    held_out: EvaluationRows | None
     graphs: CapturedPasses | CapturedParts | None = None
     graphs_note: str = ""
     notices: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class Texts:
     """
 
     train: Text
-    held_out: Evaluation | None
+    held_out: EvaluationRows | None
     notices: tuple[str, ...] = ()
 
 
@@ -126,10 +126,10 @@ def prepare(run: Run, environment: Environment) -> Session:
         ranks=axes.data.size,
     )
     optimizer = MasterAdamW(
-        holdings(model.modules, axes), run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload
+        param_shards(model.modules, axes), run.optimizer, parallel=run.parallel, world=axes.world, offload=run.offload
     )
     initialize_masters(model.modules, optimizer.parts(), run.seed, run.model.initializer_range)
-    add_in_kernels(model.modules, optimizer.gradient_of)
+    fuse_wgrad_accumulation(model.modules, optimizer.gradient_of)
     refresh_float8(model.modules)
     choices = kernel_choices(run, device_facts(device, run.training.precision))
     graphs, graphs_note = choose_capture(run, device, choices)

@@ -30,7 +30,7 @@ from penstock.config.compare import leaves
 from penstock.config.run import Run
 from penstock.config.schema import every_field
 from penstock.data.loader import Batches
-from penstock.models.holdings import refresh_float8
+from penstock.models.parameters import refresh_float8
 from penstock.parallel.axes import ALONE, Axis
 from penstock.parallel.param_shard import Part, whole
 from penstock.train.checkpoint import CheckpointStore

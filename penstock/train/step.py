@@ -23,7 +23,7 @@ from penstock.base.errors import DeviceError
 from penstock.base.spans import Span
 from penstock.config.run import Run
 from penstock.data.batch import Batch
-from penstock.models.holdings import refresh_float8
+from penstock.models.parameters import refresh_float8
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import LayerLoad, layer_loads, reset_loads, update_expert_bias
 from penstock.moe.dispatch.row_capacity import forget_left_out, make_room, rows_left_out

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import main
+from penstock.data.indexed_dataset import IndexedDataset
 from penstock.data.packed import open_packed
-from penstock.data.packed_files import Pair
-from penstock.data.sources import Keep
+from penstock.data.sources import SplitFilter
 from penstock.data.tokenizer import open_tokenizer
 from tests.data.vocabularies import RANKS, tiktoken_lines
 
@@ -35,7 +35,7 @@ def outcome(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, st
 
 
 def packed_texts(prefix: Path) -> list[str]:
-    source = open_packed([prefix], keep=Keep(), vocabulary_size=100_000)
+    source = open_packed([prefix], keep=SplitFilter(), vocabulary_size=100_000)
     assert source.tokenizer is not None
     return [source.tokenizer.decode(source.read(number)) for number in range(len(source))]
 
@@ -103,7 +103,7 @@ def test_corrupt_lines_stop_or_are_named(corpus: Path, tmp_path: Path, capsys: p
     assert code == 0
     assert "1 empty documents were left out\n2 corrupt documents were left out, all of them named in" in out
     assert f"{corpus}:31 is not UTF-8" in out
-    origin = Pair(tmp_path / "out" / "a").origin()
+    origin = IndexedDataset(tmp_path / "out" / "a").origin()
     assert [fault.split(" ")[0] for fault in origin.left_out] == [f"{corpus}:31", f"{corpus}:33"]
 
 

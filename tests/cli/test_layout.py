@@ -7,7 +7,7 @@ import pytest
 from penstock.cli.layout import step_figures
 from penstock.cli.main import main
 from penstock.config.fit import grid_of, micro_batches
-from penstock.layout.clock import Costs, play
+from penstock.layout.clock import ActionCosts, play
 from penstock.layout.schedules import SCHEDULES, schedule
 from penstock.models.count import count
 from tests.config.small import SMALL, unchecked_run
@@ -159,7 +159,7 @@ def test_a_long_step_is_told_from_short_ones_exactly(name: str, batch: int) -> N
     grid = grid_of(run, 2)
     once = (1.0, 1.5, 0.5, 2.0)[: 2 * per_rank]
     twice = tuple(2 * time for time in once)
-    costs = Costs(forward=once, backward=twice, input=once, weight=once)
+    costs = ActionCosts(forward=once, backward=twice, input=once, weight=once)
     plan = schedule(name, ranks=2, stages_per_rank=per_rank, micro_batches=micro_batches(run, grid))
     played = play(plan, costs)
     bubble, live = step_figures(run, grid, costs)

@@ -16,7 +16,7 @@ import zstandard
 from penstock.cli.main import main
 from penstock.config.data import Data
 from penstock.config.load import dump_toml
-from penstock.data.sources import Keep
+from penstock.data.sources import SplitFilter
 from tests.train.tiny_run import tiny_run
 
 MIXTURE = """
@@ -48,7 +48,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Path("web/a.jsonl").write_text("\n".join(lines[:30]))
     Path("web/b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[30:]).encode()))
     pq.write_table(pa.table({"content": texts}), "code.parquet", row_group_size=8)
-    bad = next(f"no json {number}" for number in range(99) if Keep("train", 0.2).document(f"no json {number}"))
+    bad = next(f"no json {number}" for number in range(99) if SplitFilter("train", 0.2).document(f"no json {number}"))
     Path("bad.jsonl").write_text("\n".join([*lines[:4], bad, *lines[4:]]))
     Path("latin.jsonl").write_bytes(b"\n".join([*(line.encode() for line in lines), b'{"text": "caf\xe9"}']))
     Path("junk.parquet").write_bytes(b"no table")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.data.batch import Batch
-from penstock.data.contents import Row, row_of
+from penstock.data.contents import RowContents, row_of
 from penstock.data.evaluation import evaluation_batches
 from penstock.data.loader import Loader
 from penstock.data.tokenizer import ByteTokenizer
@@ -15,7 +15,7 @@ from tests.data.in_memory import END, InMemory, numbered, sources
 BYTES = ByteTokenizer()
 
 
-def rows_of(batch: Batch, end: int = END) -> list[Row]:
+def rows_of(batch: Batch, end: int = END) -> list[RowContents]:
     return [row_of(batch, number, end_of_document=end, tokenizer=None) for number in range(batch.rows)]
 
 

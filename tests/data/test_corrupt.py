@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from penstock.base.errors import DataError
-from penstock.data.corrupt import NAMED, Corrupt
+from penstock.data.corrupt import NAMED, CorruptRecords
 from penstock.data.loader import Loader, Prefetch
-from penstock.data.sources import Keep, RecordError
+from penstock.data.sources import RecordError, SplitFilter
 from penstock.data.text import JsonLines, PlainText
-from penstock.data.texts import Part, Text
+from penstock.data.texts import Text, TextPart
 from penstock.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -30,7 +30,7 @@ def corpus(path: Path, *, every: int = 3, documents: int = 40) -> list[Path]:
 
 
 def test_skipped_lines_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
-    corrupt = Corrupt("skip")
+    corrupt = CorruptRecords("skip")
     source = JsonLines(corpus(tmp_path / "c.jsonl"), BYTES, corrupt=corrupt)
     texts = [BYTES.decode(source.read(index)) for index in range(len(source))]
     assert [text for text in texts if text] == [f"document {number} " * 3 for number in range(40)]
@@ -56,16 +56,16 @@ def test_a_line_that_is_not_utf8_stops_before_the_run_and_another_when_it_is_rea
 def test_a_file_in_which_nothing_can_be_read_is_refused_also_where_records_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text('{"body": "a"}\n' * 200)
     with pytest.raises(DataError, match=r"c\.jsonl:1 has no field 'text'; got 'body'; fix: set data\.text_field"):
-        JsonLines([tmp_path / "c.jsonl"], BYTES, corrupt=Corrupt("skip"))
+        JsonLines([tmp_path / "c.jsonl"], BYTES, corrupt=CorruptRecords("skip"))
     (tmp_path / "c.jsonl").write_text('{"body": "a"}\n' * 20 + '{"text": "a"}\n')
-    assert len(JsonLines([tmp_path / "c.jsonl"], BYTES, corrupt=Corrupt("skip"))) == 21
+    assert len(JsonLines([tmp_path / "c.jsonl"], BYTES, corrupt=CorruptRecords("skip"))) == 21
 
 
 def test_a_file_of_plain_text_that_is_not_utf8_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("good")
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
-    corrupt = Corrupt("skip")
+    corrupt = CorruptRecords("skip")
     source = PlainText(files, BYTES, corrupt=corrupt)
     assert [len(source.read(index)) for index in range(2)] == [4, 0]
     assert corrupt.skipped == 1
@@ -74,8 +74,8 @@ def test_a_file_of_plain_text_that_is_not_utf8_is_skipped(tmp_path: Path) -> Non
 
 
 def loader_of(path: Path, *, rows: int = 4, rank: int = 0, ranks: int = 1) -> Loader:
-    corrupt = Corrupt("skip")
-    text = Text((Part(documents=JsonLines(corpus(path), BYTES, corrupt=corrupt)),), corrupt)
+    corrupt = CorruptRecords("skip")
+    text = Text((TextPart(documents=JsonLines(corpus(path), BYTES, corrupt=corrupt)),), corrupt)
     return Loader(text, rows=rows, sequence_length=50, seed=0, document_mask=True, rank=rank, ranks=ranks)
 
 
@@ -98,11 +98,11 @@ def test_a_run_that_stopped_at_a_record_goes_on_without_it(tmp_path: Path) -> No
     lines[-1] = "no json"
     (tmp_path / "c.jsonl").write_text("\n".join(lines))
 
-    def loader(corrupt: Corrupt) -> Loader:
-        text = Text((Part(documents=JsonLines([tmp_path / "c.jsonl"], BYTES, corrupt=corrupt)),), corrupt)
+    def loader(corrupt: CorruptRecords) -> Loader:
+        text = Text((TextPart(documents=JsonLines([tmp_path / "c.jsonl"], BYTES, corrupt=corrupt)),), corrupt)
         return Loader(text, rows=1, sequence_length=50, seed=0, document_mask=True, shuffle=False)
 
-    stopping, whole = loader(Corrupt("stop")), loader(Corrupt("skip"))
+    stopping, whole = loader(CorruptRecords("stop")), loader(CorruptRecords("skip"))
     while whole.skipped() == 0:
         before = whole.state()
         expected = whole.next_batch().tokens_BS
@@ -111,7 +111,7 @@ def test_a_run_that_stopped_at_a_record_goes_on_without_it(tmp_path: Path) -> No
     with pytest.raises(RecordError, match=r"c\.jsonl:40 is not JSON"):
         stopping.next_batch()
     assert stopping.state() == before
-    going_on = loader(Corrupt("skip"))
+    going_on = loader(CorruptRecords("skip"))
     going_on.restore(stopping.state())
     assert torch.equal(going_on.next_batch().tokens_BS, expected)
     assert going_on.skipped() == 1
@@ -130,9 +130,9 @@ def test_a_prefetched_loader_tells_what_was_handed_out(tmp_path: Path) -> None:
 
 
 def test_documents_of_the_other_split_are_not_met(tmp_path: Path) -> None:
-    corrupt = Corrupt("skip")
+    corrupt = CorruptRecords("skip")
     sources = [
-        JsonLines(corpus(tmp_path / "c.jsonl"), BYTES, keep=Keep(split, 0.4), corrupt=corrupt)
+        JsonLines(corpus(tmp_path / "c.jsonl"), BYTES, keep=SplitFilter(split, 0.4), corrupt=corrupt)
         for split in ("train", "validation")
     ]
     for source in sources:

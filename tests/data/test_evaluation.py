@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import DataError
-from penstock.data.evaluation import Evaluation, evaluation_batches
+from penstock.data.evaluation import EvaluationRows, evaluation_batches
 from penstock.data.order import document_order
 from penstock.kernels.reference import IGNORED_LABEL
 from tests.data.in_memory import END, InMemory, numbered, sources
@@ -16,17 +16,17 @@ NINETY = InMemory(tuple((number,) * 29 for number in range(90)))
 """Documents of 30 tokens with their end, which is the only token that is not the document's number."""
 
 
-def evaluate(source: InMemory, *, limit_rows: int = 1000, document_mask: bool = False, **other: int) -> Evaluation:
+def evaluate(source: InMemory, *, limit_rows: int = 1000, document_mask: bool = False, **other: int) -> EvaluationRows:
     sizes = {"rows": 2, "sequence_length": 4} | other
     return evaluation_batches(source, limit_rows=limit_rows, document_mask=document_mask, **sizes)
 
 
-def counted_labels(evaluation: Evaluation) -> list[int]:
+def counted_labels(evaluation: EvaluationRows) -> list[int]:
     labels = torch.cat([batch.labels_BS.flatten() for batch in evaluation.batches])
     return labels[labels != IGNORED_LABEL].tolist()
 
 
-def documents_in(evaluation: Evaluation) -> set[int]:
+def documents_in(evaluation: EvaluationRows) -> set[int]:
     return set(torch.cat([batch.tokens_BS.flatten() for batch in evaluation.batches]).tolist()) - {END}
 
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.data.corrupt import Corrupt
+from penstock.data.corrupt import CorruptRecords
 from penstock.data.fill_in_middle import USUAL_NAMES, FillInMiddle, find_marks
 from penstock.data.loader import Loader
 from penstock.data.text import PlainText
-from penstock.data.texts import Part, Text
+from penstock.data.texts import Text, TextPart
 from penstock.data.tokenizer import Tokenizer
 from tests.data.words import MARKS, InShards, letters
 
@@ -91,7 +91,7 @@ def test_a_stream_cuts_documents_otherwise_in_each_epoch_and_resumes(
             documents = InShards([[path.read_text() for path in paths]], block=4)
             documents.tokenizer, documents.vocabulary_size = tokenizer, tokenizer.vocabulary_size
             documents.end_of_document = tokenizer.end_of_document
-        text = Text((Part(documents=documents, middle=cutter(tokenizer, rate=0.7)),))
+        text = Text((TextPart(documents=documents, middle=cutter(tokenizer, rate=0.7)),))
         return Loader(text, rows=2, sequence_length=16, seed=1, document_mask=True)
 
     one = loader()
@@ -108,8 +108,8 @@ def test_a_stream_cuts_documents_otherwise_in_each_epoch_and_resumes(
 
 
 def test_an_empty_document_stays_empty(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    shards = InShards([["", "ab"]], corrupt=Corrupt())
+    shards = InShards([["", "ab"]], corrupt=CorruptRecords())
     shards.tokenizer, shards.vocabulary_size, shards.end_of_document = tokenizer, tokenizer.vocabulary_size, 0
-    text = Text((Part(documents=shards, middle=cutter(tokenizer)),))
+    text = Text((TextPart(documents=shards, middle=cutter(tokenizer)),))
     tokens = Loader(text, rows=1, sequence_length=30, seed=0, document_mask=False).next_batch().tokens_BS[0].tolist()
     assert [token for token in tokens if token == 0] == [0] * (30 // 6), "three marks, two letters, one end"

@@ -12,11 +12,11 @@ import pytest
 
 from penstock.base.errors import DataError
 from penstock.data import hub
-from penstock.data.corrupt import Corrupt
-from penstock.data.hub import DatasetOnDisk, Name, StreamedDataset
+from penstock.data.corrupt import CorruptRecords
+from penstock.data.hub import DatasetName, DatasetOnDisk, StreamedDataset
 from penstock.data.loader import Loader
-from penstock.data.sources import Keep
-from penstock.data.texts import Part, Text
+from penstock.data.sources import SplitFilter
+from penstock.data.texts import Text, TextPart
 from penstock.data.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -59,18 +59,20 @@ KINDS = pytest.mark.parametrize("write", [parquet, lines, saved])
 Write = Callable[[Path, list[str | None]], None]
 
 
-def name_of(folder: Path, *, split: str = "train", config: str = "") -> Name:
-    return Name(str(folder), config, split, "")
+def name_of(folder: Path, *, split: str = "train", config: str = "") -> DatasetName:
+    return DatasetName(str(folder), config, split, "")
 
 
-def on_disk(name: Name, *, text_field: str = "text", corrupt: Corrupt | None = None) -> DatasetOnDisk:
-    return DatasetOnDisk(name, BYTES, text_field=text_field, keep=Keep(), corrupt=corrupt or Corrupt())
+def on_disk(name: DatasetName, *, text_field: str = "text", corrupt: CorruptRecords | None = None) -> DatasetOnDisk:
+    return DatasetOnDisk(name, BYTES, text_field=text_field, keep=SplitFilter(), corrupt=corrupt or CorruptRecords())
 
 
 def streamed(
-    name: Name, *, text_field: str = "text", block: int = 7, corrupt: Corrupt | None = None
+    name: DatasetName, *, text_field: str = "text", block: int = 7, corrupt: CorruptRecords | None = None
 ) -> StreamedDataset:
-    return StreamedDataset(name, BYTES, text_field=text_field, block=block, keep=Keep(), corrupt=corrupt or Corrupt())
+    return StreamedDataset(
+        name, BYTES, text_field=text_field, block=block, keep=SplitFilter(), corrupt=corrupt or CorruptRecords()
+    )
 
 
 @KINDS
@@ -104,8 +106,8 @@ def test_a_stream_has_every_document_once_an_epoch(tmp_path: Path, write: Write)
         assert list(source.blocks(shard, 2)) == whole[2:], "going on passes over blocks"
 
 
-def loader_of(name: Name, *, rows: int = 4, rank: int = 0, ranks: int = 1) -> Loader:
-    text = Text((Part(documents=streamed(name)),))
+def loader_of(name: DatasetName, *, rows: int = 4, rank: int = 0, ranks: int = 1) -> Loader:
+    text = Text((TextPart(documents=streamed(name)),))
     return Loader(text, rows=rows, sequence_length=20, seed=1, document_mask=True, rank=rank, ranks=ranks)
 
 
@@ -131,8 +133,8 @@ def test_a_stream_goes_on_at_the_very_token_on_any_number_of_ranks(tmp_path: Pat
 def test_a_row_without_text_stops_or_is_skipped(tmp_path: Path, open_it: Callable[..., object]) -> None:
     parquet(tmp_path / "set", ["a", None, *DOCUMENTS])
     name = name_of(tmp_path / "set")
-    for corrupt in (Corrupt("skip"), Corrupt("stop")):
-        text = Text((Part(documents=open_it(name, corrupt=corrupt)),), corrupt)
+    for corrupt in (CorruptRecords("skip"), CorruptRecords("stop")):
+        text = Text((TextPart(documents=open_it(name, corrupt=corrupt)),), corrupt)
         loader = Loader(text, rows=1, sequence_length=40, seed=0, document_mask=False, shuffle=False)
         if corrupt.skips:
             loader.next_batch()
@@ -198,4 +200,10 @@ def test_a_hub_that_does_not_answer_is_said_without_retries(monkeypatch: pytest.
     monkeypatch.setattr(hub, "getproxies", dict)
     monkeypatch.setattr(hub.socket, "create_connection", refuse)
     with pytest.raises(DataError, match="the hub cannot be reached, and this machine has no copy"):
-        DatasetOnDisk(Name("nobody/nothing", "", "train", ""), BYTES, text_field="text", keep=Keep(), corrupt=Corrupt())
+        DatasetOnDisk(
+            DatasetName("nobody/nothing", "", "train", ""),
+            BYTES,
+            text_field="text",
+            keep=SplitFilter(),
+            corrupt=CorruptRecords(),
+        )

@@ -13,7 +13,7 @@ from penstock.base.errors import DataError
 from penstock.data.batch import Batch
 from penstock.data.loader import Batches, Loader, Prefetch
 from penstock.data.rows import LANES
-from penstock.data.saved import SavedPlace
+from penstock.data.saved import LoaderState
 from tests.data.in_memory import END, InMemory, larger_sources, numbered, sources
 
 
@@ -169,7 +169,7 @@ def test_without_shuffling_rows_follow_each_other_in_one_line(source: InMemory, 
         ({"tokens": -1}, "damaged; got tokens -1"),
     ],
 )
-def test_a_state_of_other_data_is_refused_and_changes_nothing(change: SavedPlace, message: str) -> None:
+def test_a_state_of_other_data_is_refused_and_changes_nothing(change: LoaderState, message: str) -> None:
     loader = loader_of(numbered(30, 40))
     take(loader, 1)
     before = loader.state()

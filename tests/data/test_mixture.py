@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.base.errors import DataError
 from penstock.data.evaluation import evaluation_batches
 from penstock.data.loader import Loader
-from penstock.data.texts import Part, Text
+from penstock.data.texts import Text, TextPart
 from tests.data.in_memory import InMemory, numbered, sources
 from tests.data.words import InShards
 
@@ -22,7 +22,7 @@ BOOKS = InMemory(((3,) * 2000,))
 def mixed(*parts: tuple[InMemory, float]) -> Text:
     return Text(
         tuple(
-            Part(documents=source, name=name, weight=weight)
+            TextPart(documents=source, name=name, weight=weight)
             for name, (source, weight) in zip("abcdef", parts, strict=False)
         )
     )
@@ -81,7 +81,9 @@ def test_any_number_of_ranks_goes_on_with_every_part(
 
 
 def test_a_part_in_shards_goes_with_others() -> None:
-    text = Text((Part(documents=InShards([["abc"] * 9]), name="a"), Part(documents=InShards([["xyz"] * 9]), name="b")))
+    text = Text(
+        (TextPart(documents=InShards([["abc"] * 9]), name="a"), TextPart(documents=InShards([["xyz"] * 9]), name="b"))
+    )
     batch = loader_of(text, rows=2).next_batch()
     assert [bytes(row[:3]) for row in batch.tokens_BS.tolist()] == [b"abc", b"xyz"]
 
@@ -133,7 +135,7 @@ def test_a_part_with_little_held_out_text_gives_all_it_has() -> None:
 
 
 def test_held_out_rows_of_shards_are_read_from_a_sample() -> None:
-    text = Text((Part(documents=InShards([["abcdefgh"] * 9] * 3)),))
+    text = Text((TextPart(documents=InShards([["abcdefgh"] * 9] * 3)),))
     evaluation = evaluation_batches(text, rows=2, sequence_length=4, limit_rows=4, document_mask=False)
     assert evaluation.tokens == 16
     assert 12 <= evaluation.text_bytes <= 16

@@ -8,10 +8,10 @@ import pytest
 
 from penstock.base.errors import DataError
 from penstock.data import pack_files
-from penstock.data.pack_files import Done, pack
+from penstock.data.indexed_dataset import IndexedDataset
+from penstock.data.pack_files import PackProgress, pack
 from penstock.data.packed import open_packed
-from penstock.data.packed_files import Pair
-from penstock.data.sources import Keep, RecordError
+from penstock.data.sources import RecordError, SplitFilter
 from penstock.data.tokenizer import open_tokenizer
 from tests.data.vocabularies import HARD_TEXTS, json_file, tiktoken_file
 
@@ -34,7 +34,7 @@ class InMemory:
         return text
 
 
-def packed(folder: Path, *texts: str | None, **settings: object) -> pack_files.Packed:
+def packed(folder: Path, *texts: str | None, **settings: object) -> pack_files.PackResult:
     return pack(InMemory(texts), folder / "a", **{"tokenizer": "bytes", **settings})
 
 
@@ -46,14 +46,14 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_was_packed_is_what_the_tokenizer_gives(tmp_path: Path) -> None:
     tokenizer = str(json_file(tmp_path / "tokenizer.json"))
     done = packed(tmp_path, *TEXTS, tokenizer=tokenizer)
-    source = open_packed([tmp_path / "a"], keep=Keep(), vocabulary_size=500)
+    source = open_packed([tmp_path / "a"], keep=SplitFilter(), vocabulary_size=500)
     encode = open_tokenizer(tokenizer).encode
     wanted = [encode(text).tolist() for text in TEXTS if text]
     assert [source.read(number).tolist() for number in range(len(source))] == wanted
     assert [source.bytes_per_token(number).sum() for number in range(len(source))] == [
         len(text.encode()) for text in TEXTS if text
     ]
-    origin = Pair(tmp_path / "a").origin()
+    origin = IndexedDataset(tmp_path / "a").origin()
     assert origin == done.origin
     assert (origin.documents, done.empty) == (len(wanted), TEXTS.count(""))
     assert origin.tokens == sum(map(len, wanted)) + len(wanted)
@@ -64,11 +64,15 @@ def test_a_token_that_was_named_to_end_documents_need_not_be_named_again(tmp_pat
     tokenizer = str(json_file(tmp_path / "tokenizer.json", special=["<|endoftext|>", "<stop>"]))
     packed(tmp_path, "the town", tokenizer=tokenizer, end_of_document="<stop>")
     for settings in ({}, {"tokenizer": tokenizer}, {"tokenizer": tokenizer, "end_of_document": "<stop>"}):
-        source = open_packed([tmp_path / "a"], keep=Keep(), vocabulary_size=500, **settings)
+        source = open_packed([tmp_path / "a"], keep=SplitFilter(), vocabulary_size=500, **settings)
         assert (source.end_of_document, source.bytes_per_token(0).sum()) == (1, len("the town"))
     with pytest.raises(DataError, match="packed with another tokenizer, or another end of a document"):
         open_packed(
-            [tmp_path / "a"], keep=Keep(), vocabulary_size=500, tokenizer=tokenizer, end_of_document="<|endoftext|>"
+            [tmp_path / "a"],
+            keep=SplitFilter(),
+            vocabulary_size=500,
+            tokenizer=tokenizer,
+            end_of_document="<|endoftext|>",
         )
 
 
@@ -84,7 +88,7 @@ def test_the_files_are_the_same_for_any_number_of_processes(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("small_batches")
 def test_progress_adds_up(tmp_path: Path) -> None:
-    reports: list[Done] = []
+    reports: list[PackProgress] = []
     done = packed(tmp_path, *TEXTS, report=reports.append)
     assert len(reports) > 3
     assert np.sum(reports, axis=0).tolist() == [len(TEXTS), done.origin.tokens, done.origin.text_bytes]
@@ -121,7 +125,7 @@ def test_nothing_to_pack_is_an_error(tmp_path: Path, texts: tuple[str | None, ..
 @pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_interruption_leaves_nothing_and_no_process(tmp_path: Path, processes: int) -> None:
-    def interrupt(done: Done) -> None:
+    def interrupt(done: PackProgress) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from penstock.base.errors import DataError
 from penstock.data.evaluation import evaluation_batches
+from penstock.data.indexed_dataset import PackedMetadata
 from penstock.data.packed import PackedTokens, open_packed
-from penstock.data.packed_files import Origin
-from penstock.data.sources import Keep, Source
+from penstock.data.sources import Source, SplitFilter
 from penstock.data.stream import Stream
 from penstock.data.tokenizer import ByteTokenizer, open_tokenizer
 from tests.data.megatron_files import write_pair
 from tests.data.vocabularies import json_file
 
-ALL = Keep()
+ALL = SplitFilter()
 END = 256
-BYTES = Origin(
+BYTES = PackedMetadata(
     tokenizer="bytes",
     fingerprint=ByteTokenizer.fingerprint,
     vocabulary_size=257,
@@ -32,14 +32,14 @@ BYTES = Origin(
 )
 
 
-def write(prefix: Path, *documents: list[int], origin: Origin | None = BYTES) -> Path:
+def write(prefix: Path, *documents: list[int], origin: PackedMetadata | None = BYTES) -> Path:
     write_pair(prefix, [[document] for document in documents])
     if origin is not None:
         prefix.with_name(f"{prefix.name}.packed.json").write_text(json.dumps(asdict(origin)))
     return prefix
 
 
-def opened(*prefixes: Path, keep: Keep = ALL, vocabulary: int = 1000, **settings: str) -> PackedTokens:
+def opened(*prefixes: Path, keep: SplitFilter = ALL, vocabulary: int = 1000, **settings: str) -> PackedTokens:
     return open_packed(prefixes, keep=keep, vocabulary_size=vocabulary, **settings)
 
 
@@ -75,7 +75,7 @@ def test_splits_share_no_document_and_stay_when_documents_are_appended(tmp_path:
     documents = [[number % 200, number // 200, END] for number in range(1000)]
     short, long = write(tmp_path / "short", *documents[:600]), write(tmp_path / "long", *documents)
     found = {
-        (prefix, split): tokens_of(opened(prefix, keep=Keep(split, 0.1)))
+        (prefix, split): tokens_of(opened(prefix, keep=SplitFilter(split, 0.1)))
         for prefix in (short, long)
         for split in ("train", "validation")
     }
@@ -83,7 +83,10 @@ def test_splits_share_no_document_and_stay_when_documents_are_appended(tmp_path:
     assert 60 <= len(found[long, "validation"]) <= 140
     kept = found[short, "validation"]
     assert found[long, "validation"][: len(kept)] == kept
-    assert opened(long, keep=Keep("train", 0.1)).fingerprint != opened(long, keep=Keep("validation", 0.1)).fingerprint
+    assert (
+        opened(long, keep=SplitFilter("train", 0.1)).fingerprint
+        != opened(long, keep=SplitFilter("validation", 0.1)).fingerprint
+    )
 
 
 def test_files_of_ours_name_their_tokenizer(tmp_path: Path) -> None:
@@ -92,7 +95,7 @@ def test_files_of_ours_name_their_tokenizer(tmp_path: Path) -> None:
     assert source.bytes_per_token(0).tolist() == [1, 1]
 
 
-def origin_of(tokenizer: Path) -> Origin:
+def origin_of(tokenizer: Path) -> PackedMetadata:
     read = open_tokenizer(str(tokenizer))
     return replace(
         BYTES,

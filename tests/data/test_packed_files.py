@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import DataError
-from penstock.data.packed_files import Origin, Pair, PairWriter, prefix_of
+from penstock.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter, PackedMetadata, prefix_of
 from tests.data.megatron_files import TYPES, write_pair
 
-ORIGIN = Origin(
+ORIGIN = PackedMetadata(
     tokenizer="bytes",
     fingerprint=7,
     vocabulary_size=257,
@@ -27,21 +27,21 @@ ORIGIN = Origin(
 SEQUENCES = st.lists(st.lists(st.integers(0, 127), max_size=5), min_size=1, max_size=4)
 
 
-def documents_of(pair: Pair) -> list[list[int]]:
+def documents_of(pair: IndexedDataset) -> list[list[int]]:
     return [pair.document(number).tolist() for number in range(len(pair))]
 
 
 @pytest.mark.parametrize("code", TYPES)
 @given(documents=st.lists(SEQUENCES, min_size=1, max_size=5).filter(lambda chosen: any(map(any, chosen))))
 def test_what_megatron_wrote_is_read(tmp_path_factory: pytest.TempPathFactory, code: int, documents: list) -> None:
-    pair = Pair(write_pair(tmp_path_factory.mktemp("pair") / "a.b", documents, code))
+    pair = IndexedDataset(write_pair(tmp_path_factory.mktemp("pair") / "a.b", documents, code))
     assert documents_of(pair) == [[token for sequence in document for token in sequence] for document in documents]
 
 
 def test_ids_of_every_type_keep_their_value(tmp_path: Path) -> None:
     largest = {1: 255, 2: 127, 3: 2**15 - 1, 4: 2**31 - 1, 5: 2**40, 6: 2**40, 7: 2**20, 8: 2**16 - 1}
     for code, token in largest.items():
-        tokens = Pair(write_pair(tmp_path / f"{code}", [[[token, 0]]], code)).document(0)
+        tokens = IndexedDataset(write_pair(tmp_path / f"{code}", [[[token, 0]]], code)).document(0)
         assert tokens.tolist() == [token, 0]
         assert np.issubdtype(tokens.dtype, np.integer)
 
@@ -51,7 +51,7 @@ def test_ids_of_every_type_keep_their_value(tmp_path: Path) -> None:
 )
 def test_what_is_written_is_what_megatron_would_have_written(tmp_path: Path, vocabulary: int, name: str) -> None:
     documents = [[1, 2, 256], [256], [*range(200), 256]]
-    with PairWriter(tmp_path / "folder" / "ours", vocabulary) as writer:
+    with IndexedDatasetWriter(tmp_path / "folder" / "ours", vocabulary) as writer:
         assert writer.type == np.dtype(name)
         for part in (documents[:1], documents[1:]):
             writer.write(np.concatenate(part), np.array([len(document) for document in part]))
@@ -59,23 +59,23 @@ def test_what_is_written_is_what_megatron_would_have_written(tmp_path: Path, voc
     write_pair(tmp_path / "theirs", [[document] for document in documents], {"uint16": 8, "int32": 4}[name])
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"folder/ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
-    pair = Pair(tmp_path / "folder" / "ours")
+    pair = IndexedDataset(tmp_path / "folder" / "ours")
     assert documents_of(pair) == documents
     assert pair.origin() == ORIGIN
 
 
-def write_some(prefix: Path, then: Callable[[PairWriter], None]) -> None:
-    with PairWriter(prefix, 300) as writer:
+def write_some(prefix: Path, then: Callable[[IndexedDatasetWriter], None]) -> None:
+    with IndexedDatasetWriter(prefix, 300) as writer:
         writer.write(np.array([1, 2]), np.array([2]))
         assert [path.name[0] for path in prefix.parent.iterdir()] == ["."]
         then(writer)
 
 
-def interrupt(writer: PairWriter) -> None:
+def interrupt(writer: IndexedDatasetWriter) -> None:
     raise KeyboardInterrupt
 
 
-def fill_the_disk(writer: PairWriter) -> None:
+def fill_the_disk(writer: IndexedDatasetWriter) -> None:
     class Full:
         def write(self, content: bytes) -> int:
             raise OSError(28, "No space left on device")
@@ -104,14 +104,14 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
 def test_a_pair_that_is_there_is_not_written_over(tmp_path: Path, suffix: str) -> None:
     (tmp_path / f"a{suffix}").write_text("mine")
     with pytest.raises(DataError, match=f"a{suffix} is there already; fix: give another name, or remove it"):
-        PairWriter(tmp_path / "a", 300)
+        IndexedDatasetWriter(tmp_path / "a", 300)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="cannot write .*: (Not a directory|File exists)"):
-        PairWriter(tmp_path / "file" / "a", 300)
+        IndexedDatasetWriter(tmp_path / "file" / "a", 300)
 
 
 def test_an_index_may_leave_sequences_out_and_order_them_anew(tmp_path: Path) -> None:
@@ -120,14 +120,14 @@ def test_an_index_may_leave_sequences_out_and_order_them_anew(tmp_path: Path) ->
     index[34:46] = struct.pack("<3i", 3, 2, 0)
     index[46:70] = struct.pack("<3q", 6, 0, 0)
     (tmp_path / "a.idx").write_bytes(index)
-    assert documents_of(Pair(prefix)) == [[4, 5, 6], [1, 2], []]
+    assert documents_of(IndexedDataset(prefix)) == [[4, 5, 6], [1, 2], []]
 
 
 def test_fingerprints_follow_tokens_and_bounds_and_not_names(tmp_path: Path) -> None:
-    base = Pair(write_pair(tmp_path / "a", [[[1, 2]], [[3]]])).fingerprint()
-    assert Pair(write_pair(tmp_path / "b", [[[1, 2]], [[3]]])).fingerprint() == base
+    base = IndexedDataset(write_pair(tmp_path / "a", [[[1, 2]], [[3]]])).fingerprint()
+    assert IndexedDataset(write_pair(tmp_path / "b", [[[1, 2]], [[3]]])).fingerprint() == base
     others = [[[[1, 2]], [[4]]], [[[1]], [[2, 3]]], [[[1, 2], [3]]], [[[1, 2]], [[3]], [[]]]]
-    assert len({base, *(Pair(write_pair(tmp_path / "c", other)).fingerprint() for other in others)}) == 5
+    assert len({base, *(IndexedDataset(write_pair(tmp_path / "c", other)).fingerprint() for other in others)}) == 5
 
 
 @pytest.mark.parametrize("name", ["a.b", "a.b.bin", "a.b.idx", "a.b.packed.json"])
@@ -159,7 +159,7 @@ def test_a_damaged_index_is_refused_in_one_line(tmp_path: Path, index: bytes, me
     prefix = write_pair(tmp_path / "a", [[[1, 2]], [[3]]])
     (tmp_path / "a.idx").write_bytes(index)
     with pytest.raises(DataError, match=message) as caught:
-        Pair(prefix)
+        IndexedDataset(prefix)
     assert "\n" not in str(caught.value)
 
 
@@ -168,25 +168,25 @@ def test_half_a_pair_is_refused(tmp_path: Path, suffix: str) -> None:
     prefix = write_pair(tmp_path / "a", [[[1, 2]]])
     (tmp_path / f"a{suffix}").unlink()
     with pytest.raises(DataError, match=rf"cannot read data file .*a\{suffix}: No such file or directory; fix: give"):
-        Pair(prefix)
+        IndexedDataset(prefix)
 
 
 def test_content_that_was_cut_is_refused(tmp_path: Path) -> None:
     prefix = write_pair(tmp_path / "a", [[[1, 2]], [[3]]])
     (tmp_path / "a.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:-1])
     with pytest.raises(DataError, match="not of one pair, or cut"):
-        Pair(prefix)
+        IndexedDataset(prefix)
 
 
 def test_numbers_with_fractions_are_no_tokens(tmp_path: Path) -> None:
     prefix = write_pair(tmp_path / "a", [[[1.5]]], 7)
     with pytest.raises(DataError, match=r"document 0 of .*a\.bin is no tokens: its numbers have fractions"):
-        Pair(prefix).document(0)
+        IndexedDataset(prefix).document(0)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", json.dumps({"tokenizer": "bytes", "colour": 1})])
 def test_a_damaged_description_is_refused(tmp_path: Path, content: str) -> None:
-    pair = Pair(write_pair(tmp_path / "a", [[[1, 2]]]))
+    pair = IndexedDataset(write_pair(tmp_path / "a", [[[1, 2]]]))
     assert pair.origin() is None
     (tmp_path / "a.packed.json").write_text(content)
     with pytest.raises(DataError, match=r"a\.packed\.json does not describe packed tokens"):

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import DataError
-from penstock.data.corrupt import Corrupt
+from penstock.data.corrupt import CorruptRecords
 from penstock.data.sample import Sample
 from penstock.data.shards import ShardStream
-from penstock.data.sources import Keep
+from penstock.data.sources import SplitFilter
 from tests.data.words import InShards
 
 END = 256
@@ -90,7 +90,7 @@ def test_lanes_read_shards_side_by_side() -> None:
 
 @pytest.mark.parametrize("documents", [[[]], [[""], []], [["", ""], [None]]])
 def test_shards_without_text_are_an_error_and_not_a_hang(documents: list[list[object]]) -> None:
-    stream = stream_of(InShards(documents, corrupt=Corrupt("skip")))
+    stream = stream_of(InShards(documents, corrupt=CorruptRecords("skip")))
     with pytest.raises(DataError, match=rf"every document is empty; got {len(documents)} shards"):
         stream.read(stream.start(), 1, 1)
 
@@ -99,7 +99,7 @@ def test_a_corrupt_document_stops_or_is_skipped_and_named() -> None:
     documents = [["one", None, "two"]]
     with pytest.raises(DataError, match="document 1 of shard 0 is not text; got NoneType"):
         texts_of(stream_of(InShards(documents), shuffle=False), 2)
-    corrupt = Corrupt("skip")
+    corrupt = CorruptRecords("skip")
     assert texts_of(stream_of(InShards(documents, corrupt=corrupt), shuffle=False), 2) == ["one", "two"]
     assert corrupt.skipped == 1
     assert corrupt.take_notices() == ("data: skipped a record: document 1 of shard 0 is not text",)
@@ -107,9 +107,9 @@ def test_a_corrupt_document_stops_or_is_skipped_and_named() -> None:
 
 def test_the_two_splits_of_a_stream_share_no_document_and_cover_all() -> None:
     documents = [[f"document {shard} {number}" for number in range(30)] for shard in range(4)]
-    train = stream_of(InShards(documents, block=7, keep=Keep("train", 0.3)))
+    train = stream_of(InShards(documents, block=7, keep=SplitFilter("train", 0.3)))
     sample = Sample(
-        InShards(documents, block=7, keep=Keep("validation", 0.3)), documents=200, tokens=1, most_tokens=10**6
+        InShards(documents, block=7, keep=SplitFilter("validation", 0.3)), documents=200, tokens=1, most_tokens=10**6
     )
     held_out = {bytes(sample.read(index).tolist()).decode() for index in range(len(sample))}
     trained = texts_of(train, 120 - len(held_out))

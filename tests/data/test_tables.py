@@ -11,8 +11,8 @@ import pytest
 
 from penstock.base.errors import DataError
 from penstock.data import tables
-from penstock.data.corrupt import Corrupt
-from penstock.data.sources import Keep
+from penstock.data.corrupt import CorruptRecords
+from penstock.data.sources import SplitFilter
 from penstock.data.stream import Stream
 from penstock.data.tables import Tables
 from penstock.data.tokenizer import ByteTokenizer
@@ -57,8 +57,10 @@ def written(folder: Path, kind: str, table: pa.Table, block: int = 10) -> Path:
     return folder / name
 
 
-def opened(*files: Path, text_field: str = "text", keep: Keep | None = None, corrupt: Corrupt | None = None) -> Tables:
-    return Tables(files, BYTES, text_field=text_field, keep=keep or Keep(), corrupt=corrupt or Corrupt())
+def opened(
+    *files: Path, text_field: str = "text", keep: SplitFilter | None = None, corrupt: CorruptRecords | None = None
+) -> Tables:
+    return Tables(files, BYTES, text_field=text_field, keep=keep or SplitFilter(), corrupt=corrupt or CorruptRecords())
 
 
 @KINDS
@@ -108,7 +110,7 @@ def test_an_epoch_reads_each_block_once(tmp_path: Path, kind: str, monkeypatch: 
 
 def test_rows_of_the_other_split_are_documents_without_tokens(tmp_path: Path) -> None:
     path = written(tmp_path, "Parquet", rows(100))
-    train, held_out = (opened(path, keep=Keep(split, 0.3)) for split in ("train", "validation"))
+    train, held_out = (opened(path, keep=SplitFilter(split, 0.3)) for split in ("train", "validation"))
     filled = [{index for index in range(100) if len(source.read(index))} for source in (train, held_out)]
     assert filled[0] ^ filled[1] == set(range(100))
     assert 10 < len(filled[1]) < 60
@@ -119,7 +121,7 @@ def test_a_row_without_text_stops_or_is_skipped_and_named(tmp_path: Path) -> Non
     table = pa.table({"text": ["a", None, "b"]})
     with pytest.raises(DataError, match=r"a\.parquet: row 1 of block 0: column 'text' is not text; got NoneType"):
         opened(written(tmp_path, "Parquet", table)).read(1)
-    corrupt = Corrupt("skip")
+    corrupt = CorruptRecords("skip")
     source = opened(written(tmp_path, "Parquet", table), corrupt=corrupt)
     assert [len(source.read(index)) for index in range(3)] == [1, 0, 1]
     assert corrupt.skipped == 1
@@ -133,7 +135,7 @@ def test_a_damaged_block_is_named(tmp_path: Path) -> None:
         chunk.data_page_offset - chunk.dictionary_page_offset
     )
     path.write_bytes(content)
-    corrupt = Corrupt("skip")
+    corrupt = CorruptRecords("skip")
     source = opened(path, corrupt=corrupt)
     assert source.record(150) == "row 150"
     assert len(source.read(3)) == 0

@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from penstock.data.corrupt import Corrupt
+from penstock.data.corrupt import CorruptRecords
 from penstock.data.shards import Shards
-from penstock.data.sources import Keep, fingerprint_of
+from penstock.data.sources import SplitFilter, fingerprint_of
 from penstock.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 
 MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
@@ -33,11 +33,15 @@ class InShards(Shards):
         shards: Sequence[Sequence[object]],
         *,
         block: int = 2,
-        corrupt: Corrupt | None = None,
-        keep: Keep | None = None,
+        corrupt: CorruptRecords | None = None,
+        keep: SplitFilter | None = None,
     ) -> None:
         super().__init__(
-            ByteTokenizer(), fingerprint_of(shards), block=block, corrupt=corrupt or Corrupt(), keep=keep or Keep()
+            ByteTokenizer(),
+            fingerprint_of(shards),
+            block=block,
+            corrupt=corrupt or CorruptRecords(),
+            keep=keep or SplitFilter(),
         )
         self._shards = shards
         self.opened: list[tuple[int, int]] = []

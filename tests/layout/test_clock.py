@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.layout.actions import Action, Kind, Schedule
-from penstock.layout.clock import Costs, DeadlockError, even_costs, play
+from penstock.layout.clock import ActionCosts, DeadlockError, even_costs, play
 from penstock.layout.schedules import forward_only
 from tests.layout.schedule_sizes import even, schedules
 
@@ -73,7 +73,7 @@ def test_no_schedule_is_faster_than_its_work_and_the_way_to_the_last_rank(one: S
 @given(schedules(largest=6), st.floats(0, 3), st.randoms(use_true_random=False))
 def test_every_action_starts_after_what_it_needs_and_a_rank_does_one_at_a_time(one: Schedule, send: float, random):
     times = [tuple(random.uniform(0.1, 2) for _ in range(one.stages)) for _ in range(4)]
-    costs = Costs(forward=times[0], backward=times[1], input=times[2], weight=times[3], send=send)
+    costs = ActionCosts(forward=times[0], backward=times[1], input=times[2], weight=times[3], send=send)
     playback = play(one, costs)
     given_by = {event.action.gives: event for event in playback.events}
     for event in playback.events:
@@ -97,7 +97,9 @@ def test_a_message_delays_only_what_another_rank_waits_for():
 
 def test_stages_that_differ_are_timed_and_weighed_one_by_one():
     one = even("1f1b", 2, 2)
-    costs = Costs(forward=(1.0, 3.0), backward=(2.0, 6.0), input=(1.0, 3.0), weight=(1.0, 3.0), activation=(10.0, 7.0))
+    costs = ActionCosts(
+        forward=(1.0, 3.0), backward=(2.0, 6.0), input=(1.0, 3.0), weight=(1.0, 3.0), activation=(10.0, 7.0)
+    )
     playback = play(one, costs)
     assert playback.busy == (6, 18)
     assert playback.span == 1 + 18 + 2
@@ -141,7 +143,7 @@ def test_a_schedule_of_nothing_takes_no_time():
 
 @given(schedules(largest=6))
 def test_each_step_of_a_passage_stands_behind_the_steps_of_other_ranks_that_it_needs(one: Schedule):
-    steps = one.passage.done
+    steps = one.execution_order.done
     assert sorted(action for step in steps for action in step.unit) == sorted(
         action for actions in one.actions for action in actions
     )
@@ -155,5 +157,5 @@ def test_each_step_of_a_passage_stands_behind_the_steps_of_other_ranks_that_it_n
 def test_a_schedule_is_run_through_once_for_all_costs():
     one = even("zb-1f1b", 4, 8)
     slow, fast = play(one, even_costs(4)), play(one, even_costs(4, (0.5, 0.5, 0.5)))
-    assert slow.schedule.passage is fast.schedule.passage
+    assert slow.schedule.execution_order is fast.schedule.execution_order
     assert slow.span == 2 * fast.span

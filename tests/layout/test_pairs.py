@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.layout.actions import Kind, pair_up, run_through
+from penstock.layout.actions import Kind, execution_order, pair_up
 from penstock.layout.clock import even_costs, play
 from penstock.layout.schedules import BESIDE, SCHEDULES, Schedule, problems, schedule
 from tests.layout.schedule_sizes import bound, even, schedules
@@ -72,7 +72,7 @@ def test_one_more_forward_ahead_costs_the_memory_of_one_stage(one: Schedule) -> 
 
 @given(schedules())
 def test_whatever_is_paired_up_never_blocks(one: Schedule) -> None:
-    assert run_through(pair_up(one)).blocked == {}
+    assert execution_order(pair_up(one)).blocked == {}
 
 
 def test_where_another_rank_waits_for_the_forward_it_goes_first() -> None:

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.layout.pieces import Cut, Piece, local_shape, pieces, rows_of_shard
+from penstock.layout.sharding import Cut, LocalSlice, local_shape, local_slices, rows_of_shard
 
 Index = tuple[int, ...]
 
 
-def elements(piece: Piece) -> list[tuple[Index, Index]]:
+def elements(piece: LocalSlice) -> list[tuple[Index, Index]]:
     """(place here, place in the whole) of every element of a piece."""
     offsets = product(*(range(size) for size in piece.sizes))
     return [
@@ -47,7 +47,7 @@ def test_pieces_of_all_ranks_and_shards_are_the_whole_each_element_once(
     for part in all_parts(cuts):
         rows = local_shape(shape, part)[0]
         for index in range(shards):
-            held = pieces(shape, part, rows_of_shard(rows, index, shards))
+            held = local_slices(shape, part, rows_of_shard(rows, index, shards))
             found += [whole for piece in held for _, whole in elements(piece)]
     assert sorted(found) == list(product(*(range(size) for size in shape)))
 
@@ -59,7 +59,7 @@ def test_pieces_fill_the_local_part_each_element_once(division: tuple[Index, lis
         here = local_shape(shape, part)
         for index in range(shards):
             first, end = rows_of_shard(here[0], index, shards)
-            found = [place for piece in pieces(shape, part, (first, end)) for place, _ in elements(piece)]
+            found = [place for piece in local_slices(shape, part, (first, end)) for place, _ in elements(piece)]
             assert sorted(found) == list(product(range(end - first), *(range(size) for size in here[1:])))
 
 
@@ -72,26 +72,26 @@ def test_rows_of_a_part_are_those_rows_of_all_its_pieces(
     rows = local_shape(shape, part)[0]
     first = data.draw(st.integers(0, rows))
     end = data.draw(st.integers(first, rows))
-    whole = dict(pair for piece in pieces(shape, part) for pair in elements(piece))
-    some = dict(pair for piece in pieces(shape, part, (first, end)) for pair in elements(piece))
+    whole = dict(pair for piece in local_slices(shape, part) for pair in elements(piece))
+    some = dict(pair for piece in local_slices(shape, part, (first, end)) for pair in elements(piece))
     assert some == {(row - first, *rest): at for (row, *rest), at in whole.items() if first <= row < end}
 
 
 def test_each_block_is_cut_by_itself() -> None:
-    held = [pieces((8, 3), (Cut(0, index, 2, blocks=2),)) for index in range(2)]
-    assert held[0] == (Piece((0, 0), (0, 0), (2, 3)), Piece((2, 0), (4, 0), (2, 3)))
-    assert held[1] == (Piece((0, 0), (2, 0), (2, 3)), Piece((2, 0), (6, 0), (2, 3)))
+    held = [local_slices((8, 3), (Cut(0, index, 2, blocks=2),)) for index in range(2)]
+    assert held[0] == (LocalSlice((0, 0), (0, 0), (2, 3)), LocalSlice((2, 0), (4, 0), (2, 3)))
+    assert held[1] == (LocalSlice((0, 0), (2, 0), (2, 3)), LocalSlice((2, 0), (6, 0), (2, 3)))
 
 
 def test_a_shard_may_hold_the_end_of_one_block_and_the_begin_of_the_next() -> None:
-    assert pieces((8, 3), (Cut(0, 1, 2, blocks=2),), rows=(1, 3)) == (
-        Piece((0, 0), (3, 0), (1, 3)),
-        Piece((1, 0), (6, 0), (1, 3)),
+    assert local_slices((8, 3), (Cut(0, 1, 2, blocks=2),), rows=(1, 3)) == (
+        LocalSlice((0, 0), (3, 0), (1, 3)),
+        LocalSlice((1, 0), (6, 0), (1, 3)),
     )
 
 
 def test_a_number_is_one_piece() -> None:
-    assert pieces((), ()) == (Piece((), (), ()),)
+    assert local_slices((), ()) == (LocalSlice((), (), ()),)
 
 
 def test_a_shape_that_a_cut_does_not_divide_is_refused() -> None:
@@ -101,7 +101,7 @@ def test_a_shape_that_a_cut_does_not_divide_is_refused() -> None:
 
 def test_a_dim_is_cut_once() -> None:
     with pytest.raises(AssertionError, match="cut twice"):
-        pieces((4, 4), (Cut(0, 0, 2), Cut(0, 1, 2)))
+        local_slices((4, 4), (Cut(0, 0, 2), Cut(0, 1, 2)))
 
 
 @given(rows=st.integers(1, 40), count=st.integers(1, 12))

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.layout.pieces import Cut, pieces
 from penstock.layout.rectangles import Rectangle, not_the_whole, parse_rectangle
+from penstock.layout.sharding import Cut, local_slices
 
 SHAPES = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 
@@ -45,7 +45,9 @@ def test_the_overlap_is_what_both_hold(data: st.DataObject, shape: tuple[int, ..
 @pytest.mark.parametrize(("blocks", "count"), [(1, 4), (2, 2), (3, 4)])
 def test_the_pieces_of_all_ranks_are_the_whole(blocks: int, count: int) -> None:
     shape = (24, 6)
-    ranks = [pieces(shape, (Cut(0, rank, count, blocks), Cut(1, side, 2))) for rank in range(count) for side in (0, 1)]
+    ranks = [
+        local_slices(shape, (Cut(0, rank, count, blocks), Cut(1, side, 2))) for rank in range(count) for side in (0, 1)
+    ]
     parts = [Rectangle(piece.whole, piece.sizes) for own in ranks for piece in own]
     assert not_the_whole(shape, parts) is None
     assert not_the_whole(shape, parts[1:]) is not None

@@ -12,7 +12,7 @@ from penstock.config.training import Optimizer, Training
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
-from penstock.models.frame import Reading, ahead_of
+from penstock.models.model_inputs import ModelInputs, shifted_tokens
 from tests.models.huggingface.saved import save_huggingface
 
 
@@ -78,12 +78,12 @@ def tiny_decoder(model: Model, operators: Operators = REFERENCE, *, precision: s
 
 def reading_of(
     tokens_BS: Tensor, positions_BS: Tensor, documents_BS: Tensor | None = None, *, depths: int = 0
-) -> Reading:
+) -> ModelInputs:
     """Whole rows, as one rank reads them."""
-    return Reading(
+    return ModelInputs(
         tokens_BS=tokens_BS,
         positions_BS=positions_BS,
-        ahead=ahead_of(tokens_BS, depths),
+        ahead=shifted_tokens(tokens_BS, depths),
         documents_BS=documents_BS,
     )
 

@@ -15,7 +15,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from penstock.config.model import GroupedQueryAttention
 from penstock.kernels.attention_window import Reach
 from penstock.models.attention import GroupedQueryLayer, temperature
-from penstock.models.frame import attention_borders
+from penstock.models.model_inputs import attention_mask
 from tests.closeness import assert_close
 from tests.kernels.eager_attention import eager_attention, random_documents, seen_by, with_gradients
 from tests.models.attentions import ATTENTIONS
@@ -212,7 +212,7 @@ def test_borders_and_reach_meet_in_a_block() -> None:
     )
     x_BSD, _, positions_BS, documents_BS = _inputs(True)
     frame = decoder.frame(reading_of(torch.zeros(ROWS, LENGTH, dtype=torch.int64), positions_BS, documents_BS))
-    assert torch.equal(frame.allowed_BSS, attention_borders(documents_BS))
+    assert torch.equal(frame.allowed_BSS, attention_mask(documents_BS))
     q_BSHN, k_BSGN = ours._positioned(*ours._projected(x_BSD), frame)
     v_BSGN = ours.value(x_BSD).unflatten(-1, (-1, 8))
     seen = seen_by(Reach(kind="window", size=4), LENGTH, documents_BS)

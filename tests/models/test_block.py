@@ -18,8 +18,8 @@ from penstock.kernels.triton_operators import TRITON
 from penstock.models.block import Block
 from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
-from penstock.models.frame import Frame
 from penstock.models.init import initialize
+from penstock.models.model_inputs import ForwardContext
 from penstock.moe.layer import MoE
 from penstock.parallel.activations.recompute import RecomputeRule
 from penstock.parallel.async_transfer import Transfers
@@ -45,7 +45,7 @@ if not torch.cuda.is_available():  # else nobody interprets kernels
 BY_MODEL = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 
 
-def a_block(model: Model, layer_context: LayerContext, device: torch.device = CPU) -> tuple[Block, Frame]:
+def a_block(model: Model, layer_context: LayerContext, device: torch.device = CPU) -> tuple[Block, ForwardContext]:
     decoder = meta_model(model, layer_context)
     if device == CPU:
         decoder.to_empty(device=CPU)
@@ -53,12 +53,12 @@ def a_block(model: Model, layer_context: LayerContext, device: torch.device = CP
     return decoder.train().blocks["0"], frame_of(decoder, device)  # type: ignore[return-value]
 
 
-def frame_of(decoder: Decoder, device: torch.device) -> Frame:
+def frame_of(decoder: Decoder, device: torch.device) -> ForwardContext:
     positions_BS = torch.arange(POSITIONS, device=device).expand(ROWS, -1)
     return decoder.frame(reading_of(torch.zeros(ROWS, POSITIONS, dtype=torch.int64, device=device), positions_BS))
 
 
-def by_plain_sums(block: Block, x_BSD: Tensor, frame: Frame) -> Tensor:
+def by_plain_sums(block: Block, x_BSD: Tensor, frame: ForwardContext) -> Tensor:
     """A pre-norm layer as papers write it."""
     x_BSD = x_BSD + block.attention(block.attention_norm(x_BSD)[0], frame, None)
     x_TD = block.ffn_norm(x_BSD)[0].flatten(0, 1)
@@ -88,7 +88,7 @@ def expected(model: Model) -> dict[str, Tensor]:
 
 
 @contextmanager
-def in_parts(frame: Frame) -> Iterator[Frame]:
+def in_parts(frame: ForwardContext) -> Iterator[ForwardContext]:
     parts = Parts(SameAddresses().capture)
     yield replace(frame, parts=parts)
     parts.release()

@@ -17,8 +17,8 @@ from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, ROWWISE, Recipe
 from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.operators import REFERENCE as PLAIN
-from penstock.models.frame import Frame
 from penstock.models.mla import LatentLayer
+from penstock.models.model_inputs import ForwardContext
 from penstock.moe.routing import Scope
 from penstock.parallel.activations.recompute import RecomputeRule
 from penstock.parallel.activations.region import discarding
@@ -55,9 +55,9 @@ def layer_of(layer_context: LayerContext, q_lora_rank: int = 128, config: Latent
     return layer
 
 
-def frame() -> Frame:
+def frame() -> ForwardContext:
     angles_BSP = torch.arange(LENGTH)[None, :, None] * torch.logspace(0, -3, CONFIG.qk_rope_head_dim // 2)
-    return Frame(angles_BSP.cos(), angles_BSP.sin(), None, Scope())
+    return ForwardContext(angles_BSP.cos(), angles_BSP.sin(), None, Scope())
 
 
 def passes(layer: LatentLayer) -> list[Tensor]:

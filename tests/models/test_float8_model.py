@@ -18,10 +18,10 @@ from penstock.kernels.float8.formats import E4M3_FNUZ, E5M2, E5M2_FNUZ
 from penstock.kernels.float8.operators import NO_FLOAT8, REFERENCE
 from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8
 from penstock.models.build import build_model
-from penstock.models.holdings import refresh_float8
 from penstock.models.kernels import choose_float8, float8_rule
 from penstock.models.linear import Linear
 from penstock.models.norm import PreNorm
+from penstock.models.parameters import refresh_float8
 from penstock.parallel.launch.environment import Environment
 from penstock.train import step as step_module
 from penstock.train.captured_parts import CapturedParts

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
-from penstock.models.holdings import add_in_kernels, gradients_by_autograd, head_total, holdings
 from penstock.models.linear import Embedding, Linear
+from penstock.models.parameters import fuse_wgrad_accumulation, gradients_by_autograd, head_main_grad, param_shards
 from penstock.moe.experts import Experts
 from penstock.parallel.axes import ALONE
 from penstock.parallel.param_shard import ParamShard
@@ -24,7 +24,7 @@ def _held(model: str, layout: str) -> dict[str, Held]:
     held: dict[str, Held] = {}
     run, world = laid_out(MODELS[model], layout)
     for rank, rank_model in enumerate(every_rank_model(run, world, META)):
-        for holding in holdings(rank_model.modules, rank_model.axes):
+        for holding in param_shards(rank_model.modules, rank_model.axes):
             held.setdefault(holding.name, []).append((rank, holding))
     return held
 
@@ -35,7 +35,7 @@ def _held(model: str, layout: str) -> dict[str, Held]:
 def test_every_rank_holds_each_of_its_parameters_once(model: str, layout: str) -> None:
     run, world = laid_out(MODELS[model], layout)
     for rank_model in every_rank_model(run, world, META):
-        found = holdings(rank_model.modules, rank_model.axes)
+        found = param_shards(rank_model.modules, rank_model.axes)
         assert {one.name: id(one.parameter) for one in found} == {
             name: id(parameter) for name, parameter in rank_model.named_parameters()
         }
@@ -136,7 +136,7 @@ def _sums_of(decoder: Decoder) -> list[Tensor | tuple[Tensor, ...] | None]:
 def test_experts_add_to_the_sums_of_all_their_parameters_in_their_order() -> None:
     decoder = meta_model(MODELS["biases in every second layer"])
     sums = {name: torch.zeros_like(one) for name, one in decoder.named_parameters()}
-    add_in_kernels([decoder], sums.__getitem__)
+    fuse_wgrad_accumulation([decoder], sums.__getitem__)
     path, experts = next((path, one) for path, one in decoder.named_modules() if isinstance(one, Experts))
     names = ("gate_up_eFD", "down_eDF", "gate_up_bias_eF", "down_bias_eD")
     assert experts.sums is not None and len(experts.sums) == len(names)
@@ -146,7 +146,7 @@ def test_experts_add_to_the_sums_of_all_their_parameters_in_their_order() -> Non
 def test_products_add_to_the_sums_of_their_own_weights_unless_all_goes_to_autograd() -> None:
     decoder = meta_model(MODELS["v3"])
     sums = {name: torch.zeros_like(one) for name, one in decoder.named_parameters()}
-    add_in_kernels([decoder], sums.__getitem__)
+    fuse_wgrad_accumulation([decoder], sums.__getitem__)
     assert len(_sums_of(decoder)) > 10
     assert None not in _sums_of(decoder)
     for path, module in decoder.named_modules():
@@ -154,7 +154,7 @@ def test_products_add_to_the_sums_of_their_own_weights_unless_all_goes_to_autogr
             assert module.total is sums[f"{path}.weight"]
     with gradients_by_autograd(decoder):
         assert set(_sums_of(decoder)) == {None}
-        assert head_total(decoder) is None
+        assert head_main_grad(decoder) is None
     assert None not in _sums_of(decoder)
 
 
@@ -162,19 +162,19 @@ def test_products_add_to_the_sums_of_their_own_weights_unless_all_goes_to_autogr
 def test_the_loss_adds_to_the_sum_of_whose_weights_are_the_output_projection(model: str, owner: str) -> None:
     decoder = meta_model(MODELS[model])
     sums = {name: torch.zeros_like(one) for name, one in decoder.named_parameters()}
-    add_in_kernels([decoder], sums.__getitem__)
-    assert head_total(decoder) is sums[owner]
+    fuse_wgrad_accumulation([decoder], sums.__getitem__)
+    assert head_main_grad(decoder) is sums[owner]
 
 
 def test_what_is_not_trained_has_no_sum() -> None:
     decoder = meta_model(MODELS["v3"])
     decoder.requires_grad_(False)
-    add_in_kernels([decoder], lambda name: pytest.fail(f"{name} has no sum"))
+    fuse_wgrad_accumulation([decoder], lambda name: pytest.fail(f"{name} has no sum"))
     assert set(_sums_of(decoder)) == {None}
 
 
 def test_one_rank_holds_everything_whole_and_alone() -> None:
-    for holding in holdings([meta_model(MODELS["v3"])], ALONE):
+    for holding in param_shards([meta_model(MODELS["v3"])], ALONE):
         tensor: Tensor = holding.parameter
         assert (holding.shape, holding.cuts, holding.partial) == (tuple(tensor.shape), (), ())
         assert holding.data.size == 1

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from penstock.config.fit import grid_of
 from penstock.models.build import build_model
-from penstock.models.holdings import holdings
 from penstock.models.init import initialize
+from penstock.models.parameters import param_shards
 from penstock.models.rank_model import build_rank
 from penstock.parallel.axes import make_axes
 from penstock.parallel.shard import own_rows
@@ -24,7 +24,7 @@ def test_a_part_of_the_model_has_the_values_of_the_whole_one(model: str, layout:
     run, world = laid_out(MODELS[model], layout)
     whole = dict(build_model(run, CPU).named_parameters())
     for rank_model in every_rank_model(run, world, CPU):
-        for holding in holdings(rank_model.modules, rank_model.axes):
+        for holding in param_shards(rank_model.modules, rank_model.axes):
             expected = part_of(whole[holding.name].detach(), holding)
             assert torch.equal(holding.parameter, expected), f"{holding.name} on rank {rank_model.axes.rank}"
 
@@ -33,7 +33,7 @@ def test_parts_are_rounded_as_the_whole_is() -> None:
     run, world = laid_out(V3, "experts folded over tensor and data", "bf16")
     whole = dict(build_model(run, CPU).named_parameters())
     for rank_model in every_rank_model(run, world, CPU):
-        for holding in holdings(rank_model.modules, rank_model.axes):
+        for holding in param_shards(rank_model.modules, rank_model.axes):
             expected = part_of(whole[holding.name].detach(), holding)
             assert holding.parameter.dtype == expected.dtype
             assert torch.equal(holding.parameter, expected), f"{holding.name} on rank {rank_model.axes.rank}"
@@ -44,7 +44,7 @@ def _sharded(layout: str) -> list[tuple[str, tuple[int, int], Tensor]]:
     run, world = laid_out(V3, layout, "bf16")
     run = run.model_copy(update={"parallel": run.parallel.model_copy(update={"shard": "full"})})
     model = build_rank(run, make_axes(grid_of(run, world)), CPU)
-    return [(one.name, *own_rows(one.parameter)[::-1]) for one in holdings(model.modules, model.axes)]
+    return [(one.name, *own_rows(one.parameter)[::-1]) for one in param_shards(model.modules, model.axes)]
 
 
 def test_rows_that_data_parallel_ranks_divide_have_the_values_of_the_whole_in_float32(ranks: Pool) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.layout.grid import Grid
-from penstock.layout.pieces import Cut
+from penstock.layout.sharding import Cut
 from penstock.models.ffn import FeedForward
 from penstock.models.linear import Embedding, Linear, cut_over, look_up_into
 from penstock.parallel.activations.region import recomputed

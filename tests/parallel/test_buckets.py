@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.layout.pieces import rows_of_shard
+from penstock.layout.sharding import rows_of_shard
 from penstock.parallel.axes import Axis
 from penstock.parallel.buckets import BucketEntry, empty_rows, gather_rows, reduce_rows, stripes_in_buckets
 from tests.distributed.pool import Pool

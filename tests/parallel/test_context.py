@@ -10,7 +10,7 @@ from penstock.kernels.attention import causal_attention
 from penstock.kernels.attention_window import Reach
 from penstock.layout.grid import Grid
 from penstock.layout.sequence import Method, SequenceLayout
-from penstock.models.frame import attention_borders
+from penstock.models.model_inputs import attention_mask
 from penstock.parallel.axes import ALONE, Axes, make_axes
 from penstock.parallel.context import (
     attend,
@@ -52,7 +52,7 @@ def _borders(documents: bool, rows: int) -> Tensor | None:
     documents_BS = torch.stack(
         [torch.searchsorted(starts + row, torch.arange(LENGTH), right=True) for row in range(rows)]
     )
-    return attention_borders(documents_BS if documents else None)
+    return attention_mask(documents_BS if documents else None)
 
 
 def _axes(size: int) -> Axes:
@@ -143,7 +143,7 @@ def _near_on_a_rank(size: int, method: Method, documents: bool) -> list[list[Ten
     axes = _axes(size)
     own = _own(axes, method)
     q, k, v, direction = (whole[:, own] for whole in _heads("grouped-query"))
-    allowed_BSS = attention_borders(_documents(1)) if documents else None
+    allowed_BSS = attention_mask(_documents(1)) if documents else None
     if allowed_BSS is not None and method == "all-gather":
         allowed_BSS = allowed_BSS[:, own]
     layer_context = replace(LayerContext(), axes=axes, context_method=method)

@@ -23,8 +23,8 @@ from penstock.kernels.operators import REFERENCE, TORCH, Operators
 from penstock.kernels.triton_operators import TRITON
 from penstock.layout.grid import Grid
 from penstock.models.build import materialize, meta_stages, set_dtypes, transfers_of, whole_model
-from penstock.models.frame import Reading
-from penstock.models.holdings import add_in_kernels, holdings
+from penstock.models.model_inputs import ModelInputs
+from penstock.models.parameters import fuse_wgrad_accumulation, param_shards
 from penstock.models.rank_model import embedding_places
 from penstock.moe import router
 from penstock.parallel.axes import Axes, Axis, make_axes
@@ -99,8 +99,10 @@ def _pieces_of(run: Run, axes: Axes, kernels: str, buffers: SymmetricBuffers | N
     decoders = meta_stages(run, layer_context, {0: whole_model(run.model)})
     set_dtypes(run, decoders.values(), axes, CPU)
     materialize(run, CPU, decoders.values())
-    optimizer = MasterAdamW(holdings(decoders.values(), axes), run.optimizer, parallel=run.parallel, world=axes.world)
-    add_in_kernels(decoders.values(), optimizer.gradient_of)
+    optimizer = MasterAdamW(
+        param_shards(decoders.values(), axes), run.optimizer, parallel=run.parallel, world=axes.world
+    )
+    fuse_wgrad_accumulation(decoders.values(), optimizer.gradient_of)
     rank = MetaRank(
         run=run,
         target=Target(device=FACTS),
@@ -145,7 +147,7 @@ def _batch(run: Run, axes: Axes) -> MicroBatch:
     shape = run.training.micro_batch, run.training.sequence_length // axes.context.size
     depths = run.model.mtp_layers
     draw = partial(torch.randint, run.model.vocab_size, shape)
-    reading = Reading(tokens_BS=draw(), positions_BS=draw(), ahead=tuple(draw() for _ in range(depths)))
+    reading = ModelInputs(tokens_BS=draw(), positions_BS=draw(), ahead=tuple(draw() for _ in range(depths)))
     return MicroBatch(reading=reading, labels=tuple(draw() for _ in range(depths + 1)))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.layout.pieces import Cut, local_shape, pieces, rows_of_shard
+from penstock.layout.sharding import Cut, local_shape, local_slices, rows_of_shard
 from penstock.parallel.param_shard import Part
 from penstock.train.manifest import Written, merge
 from penstock.train.parts import write_parts
@@ -51,8 +51,12 @@ def _part(whole: Tensor, cuts: tuple[Cut, ...], rows: tuple[int, int], copy: int
         local = torch.cat([block.chunk(cut.count, cut.dim)[cut.index] for block in blocks], cut.dim)
     shape = tuple(whole.shape)
     if not shape:
-        return Part(tensor=whole.clone(), shape=shape, pieces=pieces(shape, ()), writes=copy == 0 and rows == (0, 1))
-    return Part(tensor=local[slice(*rows)].clone(), shape=shape, pieces=pieces(shape, cuts, rows), writes=copy == 0)
+        return Part(
+            tensor=whole.clone(), shape=shape, local_slices=local_slices(shape, ()), writes=copy == 0 and rows == (0, 1)
+        )
+    return Part(
+        tensor=local[slice(*rows)].clone(), shape=shape, local_slices=local_slices(shape, cuts, rows), writes=copy == 0
+    )
 
 
 def ranks_of(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], ranks: int) -> list[dict[str, Part]]:

@@ -15,7 +15,7 @@ from penstock.config.parallel import Dispatch, Graphs, Offload, Parallel
 from penstock.config.run import Kernels, Run
 from penstock.kernels.choose import Choice
 from penstock.layout.experts import ExpertPlacement
-from penstock.models.holdings import holdings
+from penstock.models.parameters import param_shards
 from penstock.models.rank_model import RankModel
 from penstock.moe.dispatch.row_capacity import RowCapacity, make_room
 from penstock.train.captured import CapturedPasses, copy_of, fill
@@ -70,7 +70,7 @@ class Recorded:
 def started(run: Run, passes: CapturedPasses | None) -> tuple[RankModel, MasterAdamW, StepRule]:
     torch.manual_seed(0)
     model = one_rank(run)
-    optimizer = MasterAdamW(holdings(model.modules, model.axes), run.optimizer)
+    optimizer = MasterAdamW(param_shards(model.modules, model.axes), run.optimizer)
     rule = step_rule(run, model, CPU) if passes is None else step_rule(run, model, CPU, passes)
     return model, optimizer, rule
 

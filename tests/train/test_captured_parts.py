@@ -12,7 +12,7 @@ from penstock.base.errors import DeviceError
 from penstock.config.model import Balance
 from penstock.config.parallel import Offload, Recompute
 from penstock.config.run import Run
-from penstock.models.holdings import add_in_kernels, holdings
+from penstock.models.parameters import fuse_wgrad_accumulation, param_shards
 from penstock.train.captured_parts import CapturedParts
 from penstock.train.evaluate import evaluate
 from penstock.train.optimizer import MasterAdamW
@@ -41,8 +41,8 @@ def steps(
     """Some steps over other data each, with an evaluation after each; products add to the sums of gradients."""
     torch.manual_seed(0)
     model = one_rank(run)
-    optimizer = MasterAdamW(holdings(model.modules, model.axes), run.optimizer)
-    add_in_kernels(model.modules, optimizer.gradient_of)
+    optimizer = MasterAdamW(param_shards(model.modules, model.axes), run.optimizer)
+    fuse_wgrad_accumulation(model.modules, optimizer.gradient_of)
     rule = step_rule(run, model, CPU) if passes is None else step_rule(run, model, CPU, passes)
     results, held_out = [], []
     for seed in range(count):

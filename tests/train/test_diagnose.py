@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.config.training import Optimizer
 from penstock.data.batch import Batch
 from penstock.models.decoder import Decoder
-from penstock.models.holdings import holdings
+from penstock.models.parameters import param_shards
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import layer_loads
 from penstock.train.diagnose import NO_ORIGIN, Finding, Origin, find_origin, layer_of
@@ -54,7 +54,7 @@ class _Spoil(torch.autograd.Function):
 
 def search(model: Decoder, batch: Batch) -> Origin | None:
     rank_model = RankModel(decoders={0: model})
-    optimizer = MasterAdamW(holdings(rank_model.modules, rank_model.axes), Optimizer(learning_rate=1e-3))
+    optimizer = MasterAdamW(param_shards(rank_model.modules, rank_model.axes), Optimizer(learning_rate=1e-3))
     for _, gradient in optimizer.gradients():
         gradient.fill_(7)
     origin = find_origin(rank_model, optimizer, batch, RULE)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.base.errors import DeviceError
-from penstock.data.evaluation import Evaluation
+from penstock.data.evaluation import EvaluationRows
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import layer_loads
 from penstock.parallel.symmetric import BufferSizes, Channel, SymmetricBuffers
@@ -29,13 +29,13 @@ def model(tmp_path: Path) -> RankModel:
     return one_rank(tiny_run(tmp_path))
 
 
-def rows_of(size: int) -> Evaluation:
+def rows_of(size: int) -> EvaluationRows:
     batch = random_batch(4, 12)
     counted = int((batch.labels_BS != -100).sum())
-    return Evaluation(batches=tuple(batch.micro_batches(size)), tokens=counted, text_bytes=3 * counted)
+    return EvaluationRows(batches=tuple(batch.micro_batches(size)), tokens=counted, text_bytes=3 * counted)
 
 
-def measure(model: RankModel, rows: Evaluation) -> HeldOutLoss:
+def measure(model: RankModel, rows: EvaluationRows) -> HeldOutLoss:
     return evaluate(model, rows, cut_rule(1), RULE)
 
 

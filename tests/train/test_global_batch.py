@@ -13,7 +13,7 @@ from penstock.base.errors import DataError
 from penstock.kernels.reference import IGNORED_LABEL
 from penstock.layout.grid import Grid
 from penstock.layout.sequence import Method, SequenceLayout
-from penstock.models.frame import ahead_of, attention_borders
+from penstock.models.model_inputs import attention_mask, shifted_tokens
 from penstock.parallel.axes import Axis, make_axes
 from penstock.train.global_batch import CutRule, cut, labels_at_depth, read
 from tests.distributed.pool import Pool
@@ -71,7 +71,7 @@ def test_tokens_ahead_are_those_of_the_whole_row() -> None:
     for places in [None, *_places(2)]:
         reading = read(batch, replace(cut_rule(1, DEPTHS), places=places)).reading
         assert len(reading.ahead) == DEPTHS
-        for ahead_BS, whole_BS in zip(reading.ahead, ahead_of(batch.tokens_BS, DEPTHS), strict=True):
+        for ahead_BS, whole_BS in zip(reading.ahead, shifted_tokens(batch.tokens_BS, DEPTHS), strict=True):
             assert torch.equal(ahead_BS, whole_BS if places is None else whole_BS[:, places])
 
 
@@ -85,7 +85,7 @@ def test_labels_ahead_stop_at_a_document_even_where_that_is_another_ranks() -> N
 
 def test_borders_are_for_our_queries_and_all_keys() -> None:
     batch = random_batch(2, LENGTH, documents=True)
-    whole_BSS = attention_borders(batch.documents_BS)
+    whole_BSS = attention_mask(batch.documents_BS)
     assert whole_BSS is not None
     for places in _places(2):
         allowed_BSS = read(batch, _of(places)).reading.allowed_BSS()
@@ -96,14 +96,14 @@ def test_borders_are_for_our_queries_and_all_keys() -> None:
 def test_borders_are_whole_where_ranks_divide_heads() -> None:
     batch = random_batch(2, LENGTH, documents=True)
     allowed_BSS = read(batch, _of(_places(2, "ulysses")[1], sees_row=True)).reading.allowed_BSS()
-    whole_BSS = attention_borders(batch.documents_BS)
+    whole_BSS = attention_mask(batch.documents_BS)
     assert allowed_BSS is not None and whole_BSS is not None
     assert torch.equal(allowed_BSS, whole_BSS)
 
 
 def test_borders_are_causal_and_inside_a_document() -> None:
     documents_BS = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 2]])
-    allowed_BSS = attention_borders(documents_BS)
+    allowed_BSS = attention_mask(documents_BS)
     assert allowed_BSS is not None
     causal_SS = torch.ones(4, 4, dtype=torch.bool).tril()
     assert torch.equal(allowed_BSS, (documents_BS[:, :, None] == documents_BS[:, None, :]) & causal_SS)
@@ -145,7 +145,7 @@ def test_the_host_does_not_wait_for_a_gpu() -> None:
         allowed_BSS = [part.reading.allowed_BSS() for part in cut(batch, rule).micro_batches]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    whole_BSS = attention_borders(batch.documents_BS)
+    whole_BSS = attention_mask(batch.documents_BS)
     assert whole_BSS is not None
     found = [one.cpu() for one in allowed_BSS if one is not None]
     assert torch.equal(torch.cat(found), whole_BSS[:, _places(2)[1]])

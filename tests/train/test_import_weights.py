@@ -13,7 +13,7 @@ from penstock.config.model import Model
 from penstock.config.training import Training
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
-from penstock.models.huggingface.stored import WeightFolder
+from penstock.models.huggingface.weight_folder import WeightFolder
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.export import export_huggingface
 from penstock.train.import_weights import Upcycling, import_weights, model_in

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from penstock.config.parallel import Offload, Parallel
 from penstock.layout.grid import Grid
-from penstock.layout.pieces import Cut, Piece
+from penstock.layout.sharding import Cut, LocalSlice
 from penstock.parallel.axes import Axes, make_axes
 from penstock.parallel.param_shard import ParamShard, Part
 from penstock.parallel.shard import shard_fully
@@ -112,7 +112,7 @@ def _cuts(name: str, axes: Axes) -> tuple[Cut, ...]:
     return (Cut(dim=cut.dim, index=axes.tensor.rank, count=cut.count, blocks=cut.blocks),)
 
 
-def _take(whole: Tensor, pieces: tuple[Piece, ...], shape: tuple[int, ...]) -> Tensor:
+def _take(whole: Tensor, pieces: tuple[LocalSlice, ...], shape: tuple[int, ...]) -> Tensor:
     taken = torch.empty(shape)
     for piece in pieces:
         taken[_box(piece.here, piece.sizes)] = whole[_box(piece.whole, piece.sizes)]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
-from penstock.layout.pieces import Piece
+from penstock.layout.sharding import LocalSlice
 from penstock.parallel.param_shard import Part, whole
 from penstock.train import parts
 from penstock.train.parts import fill_parts, write_parts
@@ -83,7 +83,9 @@ def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(parts, "safe_open", Spy)
     target = torch.zeros(4, 4)
     fill_parts(
-        tmp_path, written.tensors, {"w": Part(tensor=target, shape=(8, 8), pieces=(Piece((0, 0), (1, 2), (4, 4)),))}
+        tmp_path,
+        written.tensors,
+        {"w": Part(tensor=target, shape=(8, 8), pieces=(LocalSlice((0, 0), (1, 2), (4, 4)),))},
     )
     assert torch.equal(target, tensor[1:5, 2:6])
     columns = slice(2, 6)

@@ -15,7 +15,7 @@ from penstock.config.parallel import Recompute
 from penstock.config.run import Run
 from penstock.config.training import Training
 from penstock.data.batch import Batch
-from penstock.models.holdings import add_in_kernels, holdings
+from penstock.models.parameters import fuse_wgrad_accumulation, param_shards
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import layer_loads
 from penstock.parallel.launch.process import peak_memory_bytes
@@ -33,7 +33,7 @@ Snapshot = dict[str, Tensor]
 
 def fresh(run: Run) -> tuple[RankModel, MasterAdamW, StepRule]:
     model = one_rank(run)
-    optimizer = MasterAdamW(holdings(model.modules, model.axes), run.optimizer)
+    optimizer = MasterAdamW(param_shards(model.modules, model.axes), run.optimizer)
     return model, optimizer, step_rule(run, model, CPU)
 
 
@@ -49,7 +49,7 @@ def snapshot(model: RankModel, optimizer: MasterAdamW) -> Snapshot:
 def gradients_of(run: Run, batch: Batch, rows: int, *, adds: bool = False) -> tuple[dict[str, Tensor], StepResult]:
     model, optimizer, rule = fresh(run)
     if adds:
-        add_in_kernels(model.modules, optimizer.gradient_of)
+        fuse_wgrad_accumulation(model.modules, optimizer.gradient_of)
     rule = replace(cut_into(rule, rows), clip_norm=0.0)
     result = train_step(model, optimizer, batch, rule, learning_rate=0.0)
     return {name: gradient.clone() for name, gradient in optimizer.gradients()}, result

@@ -38,7 +38,7 @@ from penstock.models.huggingface.config_parts import (
     Values,
     rotary,
 )
-from penstock.models.huggingface.forms import FormOf, halves, interleaved, transposed
+from penstock.models.huggingface.forms import RearrangementOf, interleaved, rotary_halves, transposed
 
 Names = Mapping[str, tuple[str, ...]]
 
@@ -66,7 +66,7 @@ class Family:
     model_type: str
     architecture: str
     names: Names
-    forms: Mapping[str, tuple[FormOf, ...]] = field(default_factory=dict)
+    forms: Mapping[str, tuple[RearrangementOf, ...]] = field(default_factory=dict)
     prediction: Names = field(default_factory=dict)
     values: Mapping[str, str]
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -107,8 +107,8 @@ _ATTENTION: Names = {
     "attention.sinks_H": ("self_attn.sinks",),
 }
 
-_HALVES: Mapping[str, tuple[FormOf, ...]] = {
-    f"attention.{ours}": (halves,)
+_HALVES: Mapping[str, tuple[RearrangementOf, ...]] = {
+    f"attention.{ours}": (rotary_halves,)
     for ours in ("query.weight", "query.bias", "key.weight", "key.bias", "query_norm.weight_D", "key_norm.weight_D")
 }
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.config.model import Model
 
 
-class Form(Protocol):
+class Rearrangement(Protocol):
     """One rearrangement; `write` undoes `read`."""
 
     def read(self, theirs: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ class Form(Protocol):
         """From our order to theirs."""
 
 
-FormOf: TypeAlias = Callable[[Model], Form]
+RearrangementOf: TypeAlias = Callable[[Model], Rearrangement]
 """A form whose sizes are those of a model."""
 
 
@@ -70,17 +70,17 @@ def _turn(tensor: Tensor, dim: int, rows: int, columns: int) -> Tensor:
     return tensor.unflatten(dim, (-1, rows, columns)).transpose(dim + 1, dim + 2).flatten(dim, dim + 2)
 
 
-def halves(config: Model) -> Form:
+def rotary_halves(config: Model) -> Rearrangement:
     """First dim: heads, each of them first and second members of its pairs."""
     return Turned(0, 2, config.attention.head_dim // 2)
 
 
-def transposed(config: Model) -> Form:
+def transposed(config: Model) -> Rearrangement:
     """A stack of matrices, input x output there."""
     return Transposed()
 
 
-def interleaved(config: Model) -> Form:
+def interleaved(config: Model) -> Rearrangement:
     """Second dim: a row of the gate, then the same row of the up projection, and so on."""
     assert config.moe is not None, "only experts are interleaved"
     return Turned(1, config.moe.moe_intermediate_size, 2)

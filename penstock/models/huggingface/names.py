@@ -18,7 +18,7 @@ from penstock.config.model import Model
 from penstock.layout.rectangles import Rectangle
 from penstock.models.build import meta_model
 from penstock.models.huggingface.families import MODEL, Family, family_of
-from penstock.models.huggingface.forms import Form
+from penstock.models.huggingface.forms import Rearrangement
 
 _LAYER = re.compile(r"(?:blocks\.(?P<layer>\d+)|mtp\.(?P<depth>\d+)\.block)\.(?P<rest>.+)")
 _PREDICTION = re.compile(r"mtp\.(?P<depth>\d+)\.(?P<rest>.+)")
@@ -41,7 +41,7 @@ class WeightName:
     theirs: str
     expert: int | None = None
     part: tuple[int, int] = (0, 1)
-    forms: tuple[Form, ...] = ()
+    forms: tuple[Rearrangement, ...] = ()
     whole: tuple[int, ...]
 
     def place(self, ours: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from penstock.config.model import Model
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.families import family_of
 from penstock.models.huggingface.names import WeightName, weight_names
-from penstock.models.huggingface.stored import WeightFolder
+from penstock.models.huggingface.weight_folder import WeightFolder
 
 WEIGHTS_FILE = "model.safetensors"
 _HEAD = "lm_head.weight"

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.models.huggingface.forms import Form, Transposed, Turned, halves, interleaved
+from penstock.models.huggingface.forms import Rearrangement, Transposed, Turned, interleaved, rotary_halves
 from tests.models.huggingface.family_models import VARIANTS
 
 FORMS = st.builds(Turned, dim=st.integers(0, 1), rows=st.integers(1, 5), columns=st.integers(1, 5)) | st.just(
@@ -25,7 +25,7 @@ def test_rows_of_gate_and_up_are_told_apart() -> None:
 
 
 @given(form=FORMS, blocks=st.integers(1, 3))
-def test_what_was_read_is_written_as_it_was(form: Form, blocks: int) -> None:
+def test_what_was_read_is_written_as_it_was(form: Rearrangement, blocks: int) -> None:
     length = blocks * (form.rows * form.columns if isinstance(form, Turned) else 2)
     theirs = torch.arange(length * length * 2).view(length, length, 2)
     assert torch.equal(form.write(form.read(theirs)), theirs)
@@ -33,5 +33,5 @@ def test_what_was_read_is_written_as_it_was(form: Form, blocks: int) -> None:
 
 
 def test_sizes_of_a_form_are_those_of_the_model() -> None:
-    assert halves(VARIANTS["mixtral"]) == Turned(0, 2, 4)
+    assert rotary_halves(VARIANTS["mixtral"]) == Turned(0, 2, 4)
     assert interleaved(VARIANTS["gpt-oss"]) == Turned(1, 16, 2)

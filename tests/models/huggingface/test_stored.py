@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from penstock.base.errors import CheckpointError
-from penstock.models.huggingface.stored import WeightFolder, from_float8, from_mxfp4
+from penstock.models.huggingface.weight_folder import WeightFolder, from_float8, from_mxfp4
 
 ONE_BLOCK = torch.tensor([[[[*range(16)]]]], dtype=torch.uint8) * 17  # bytes 0x00, 0x11, ..., 0xff
 

@@ -11,7 +11,7 @@ from penstock.parallel.parts import Parts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ModelInputs:
     """A micro-batch as one rank reads it. Where ranks share rows, S is the positions that this one holds.
 
     Attributes:
@@ -44,17 +44,17 @@ class Reading:
         return found
 
     def allowed_BSS(self) -> Tensor | None:
-        """Where attention may look, see `attention_borders`. Made anew by each call, for one pass: it is large."""
-        return attention_borders(self.documents_BS, self.places_S)
+        """Where attention may look, see `attention_mask`. Made anew by each call, for one pass: it is large."""
+        return attention_mask(self.documents_BS, self.places_S)
 
-    def halves(self) -> tuple["Reading", "Reading"]:
+    def halves(self) -> tuple["ModelInputs", "ModelInputs"]:
         """The first rows and the last; of an even number."""
         rows = self.tokens_BS.shape[0]
         assert rows % 2 == 0, f"{rows} rows have no halves"
         assert self.parts is None, "parts that are graphs have memory for one pass, and halves are two"
 
-        def of(part: slice) -> Reading:
-            return Reading(
+        def of(part: slice) -> ModelInputs:
+            return ModelInputs(
                 tokens_BS=self.tokens_BS[part],
                 positions_BS=self.positions_BS[part],
                 ahead=tuple(ahead_BS[part] for ahead_BS in self.ahead),
@@ -67,7 +67,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Frame:
+class ForwardContext:
     """Angles, attention borders and share of a micro-batch.
 
     Attributes:
@@ -75,7 +75,7 @@ class Frame:
         sin_BSP: float32 sine.
         allowed_BSS: boolean, True where a query position (first S) may look at a key position; None for plain causal.
         scope: what balance losses must know.
-        parts: as in `Reading`.
+        parts: as in `ModelInputs`.
         nears: what layers may look at that see a part of the row; empty if there are none, or they see all of it.
         tempered_S: float32, what queries of our positions grow by in layers that see the whole row; None for nothing.
     """
@@ -88,7 +88,7 @@ class Frame:
     nears: tuple[Near, ...] = ()
     tempered_S: Tensor | None = None
 
-    def staying(self) -> "Frame":
+    def staying(self) -> "ForwardContext":
         """The same values; if parts of the layers are graphs, where these read them."""
         if self.parts is None:
             return self
@@ -110,12 +110,12 @@ class Frame:
         )
 
 
-def ahead_of(tokens_BS: Tensor, depths: int) -> tuple[Tensor, ...]:
+def shifted_tokens(tokens_BS: Tensor, depths: int) -> tuple[Tensor, ...]:
     """Tokens 1, 2, ... positions further on; at the row's end, where nothing is predicted, they wrap around."""
     return tuple(tokens_BS.roll(-depth, dims=1) for depth in range(1, depths + 1))
 
 
-def attention_borders(documents_BS: Tensor | None, places_S: Tensor | None = None) -> Tensor | None:
+def attention_mask(documents_BS: Tensor | None, places_S: Tensor | None = None) -> Tensor | None:
     """Where attention may look when it stays inside a document. The host waits for nothing.
 
     Args:

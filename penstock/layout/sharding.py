@@ -6,8 +6,8 @@ of an 8-row matrix go
 
     rank 0: 0 1 | 4 5        rank 1: 2 3 | 6 7
 
-so what lies together on a rank need not lie together in the whole. `pieces` lists the rectangles that do; data-parallel
-sharding then takes a range of the local rows, which is one more cut on top (`rows`).
+so what lies together on a rank need not lie together in the whole. `local_slices` lists the rectangles that do;
+data-parallel sharding then takes a range of the local rows, which is one more cut on top (`rows`).
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalSlice:
     """A rectangle that lies together both here and in the whole.
 
     Attributes:
@@ -56,7 +56,7 @@ def local_shape(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[int, ...
     return tuple(sizes)
 
 
-def whole_shape(local: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[int, ...]:
+def global_shape(local: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[int, ...]:
     """The inverse of `local_shape`."""
     sizes = list(local)
     for cut in cuts:
@@ -64,14 +64,16 @@ def whole_shape(local: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[int, ...
     return tuple(sizes)
 
 
-def pieces(shape: tuple[int, ...], cuts: tuple[Cut, ...], rows: tuple[int, int] | None = None) -> tuple[Piece, ...]:
+def local_slices(
+    shape: tuple[int, ...], cuts: tuple[Cut, ...], rows: tuple[int, int] | None = None
+) -> tuple[LocalSlice, ...]:
     """The rectangles of the whole that a rank holds.
 
     Args:
         shape: of the whole parameter.
         cuts: at most one for each dim.
-        rows: first and last + 1 of the LOCAL rows (dim 0) that are meant; None for all. Offsets in `Piece.here` count
-            from the first of them.
+        rows: first and last + 1 of the LOCAL rows (dim 0) that are meant; None for all. Offsets in `LocalSlice.here`
+            count from the first of them.
     """
     assert len({cut.dim for cut in cuts}) == len(cuts), f"a dim is cut twice: {cuts}"
     own = {cut.dim: cut for cut in cuts}
@@ -79,7 +81,8 @@ def pieces(shape: tuple[int, ...], cuts: tuple[Cut, ...], rows: tuple[int, int] 
     if rows is not None and shape:
         ranges[0] = [part for one in ranges[0] if (part := _within(one, *rows)) is not None]
     return tuple(
-        Piece(tuple(r[0] for r in one), tuple(r[1] for r in one), tuple(r[2] for r in one)) for one in product(*ranges)
+        LocalSlice(tuple(r[0] for r in one), tuple(r[1] for r in one), tuple(r[2] for r in one))
+        for one in product(*ranges)
     )
 
 

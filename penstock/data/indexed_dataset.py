@@ -43,7 +43,7 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class PackedMetadata:
     """What the ids of a pair stand for.
 
     Attributes:
@@ -69,7 +69,7 @@ class Origin:
     left_out: tuple[str, ...] = ()
 
 
-class Pair:
+class IndexedDataset:
     """One `.bin` with its `.idx`."""
 
     def __init__(self, prefix: Path) -> None:
@@ -119,7 +119,7 @@ class Pair:
             digest.update(self._content[start : start + _SAMPLE_BYTES].tobytes())
         return fingerprint_of(digest.digest(), size)
 
-    def origin(self) -> Origin | None:
+    def origin(self) -> PackedMetadata | None:
         """Returns what PREFIX.packed.json says, None if there is no such file.
 
         Raises:
@@ -128,7 +128,7 @@ class Pair:
         path = _beside(self.prefix, ".packed.json")
         try:
             values = read_json(path)
-            return Origin(**{**values, "left_out": tuple(values.get("left_out", ()))})
+            return PackedMetadata(**{**values, "left_out": tuple(values.get("left_out", ()))})
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -179,7 +179,7 @@ class Pair:
                 )
 
 
-class PairWriter:
+class IndexedDatasetWriter:
     """Writes a pair: used in a `with`, at whose end the files are there whole, or not at all."""
 
     def __init__(self, prefix: Path, vocabulary_size: int) -> None:
@@ -223,7 +223,7 @@ class PairWriter:
         with _disk_errors(self._finals[".bin"]):
             self._content.write(np.ascontiguousarray(tokens, dtype=self.type).data)
 
-    def finish(self, origin: Origin) -> None:
+    def finish(self, origin: PackedMetadata) -> None:
         """Writes the other files and gives all their names.
 
         Raises:

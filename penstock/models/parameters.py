@@ -7,18 +7,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.kernels.float8.quantized import WeightCopies
-from penstock.layout.pieces import Cut, whole_shape
+from penstock.layout.sharding import Cut, global_shape
 from penstock.models.attention import GroupedQueryLayer
 from penstock.models.decoder import Decoder
 from penstock.models.linear import Embedding, Linear
-from penstock.models.norm import SplitNorm
+from penstock.models.norm import TensorParallelNorm
 from penstock.moe.experts import Experts
 from penstock.parallel.axes import Axes, Axis
 from penstock.parallel.float8_gather import EightBitRows, refresh
 from penstock.parallel.param_shard import ParamShard
 
 
-def holdings(decoders: Iterable[Decoder], axes: Axes) -> list[ParamShard]:
+def param_shards(decoders: Iterable[Decoder], axes: Axes) -> list[ParamShard]:
     """Every trained parameter of a rank, once each.
 
     Args:
@@ -40,12 +40,12 @@ def cuts_of(module: nn.Module, name: str) -> tuple[Cut, ...]:
         module: that owns the parameter.
         name: of the parameter in the module.
     """
-    if isinstance(module, (Linear, Embedding, Experts, GroupedQueryLayer, SplitNorm)):
+    if isinstance(module, (Linear, Embedding, Experts, GroupedQueryLayer, TensorParallelNorm)):
         return module.cuts[name]
     return ()
 
 
-def add_in_kernels(decoders: Iterable[Decoder], sum_of: Callable[[str], Tensor]) -> None:
+def fuse_wgrad_accumulation(decoders: Iterable[Decoder], sum_of: Callable[[str], Tensor]) -> None:
     """Let products add weight gradients to their float32 sums, which saves a bfloat16 copy, its rounding and a pass.
 
     Args:
@@ -111,7 +111,7 @@ def gradients_by_autograd(decoder: Decoder) -> Iterator[None]:
             module.total = total
 
 
-def head_total(decoder: Decoder) -> Tensor | None:
+def head_main_grad(decoder: Decoder) -> Tensor | None:
     """Where the loss adds the gradient of the output projection; None leaves it to autograd."""
     owner = decoder.embed if decoder.head is None else decoder.head
     return None if owner is None else owner.total
@@ -133,7 +133,7 @@ def _holding(name: str, module: nn.Module, own_name: str, parameter: nn.Paramete
     return ParamShard(
         name=name,
         parameter=parameter,
-        shape=whole_shape(tuple(parameter.shape), cuts),
+        shape=global_shape(tuple(parameter.shape), cuts),
         cuts=cuts,
         data=axes.expert_data if is_expert else axes.dense_data,
         partial=tuple(axis for axis in partial if axis.size > 1),
