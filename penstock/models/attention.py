@@ -98,7 +98,7 @@ class GroupedQueryLayer(nn.Module):
         tensor = self.layer_context.axes.tensor
         if tensor.size > 1:
             x_BSD = all_gather(x_BSD, tensor, dim=1)
-            ready = self.query.quantized(x_BSD)
+            ready = self.query.quantize_input(x_BSD)
         q_BSHN, k_BSGN = self._positioned(*self._projected(x_BSD, ready), frame)
         v_BSGN = self.value(x_BSD, ready).unflatten(-1, (-1, self.config.head_dim))
         o_BSHN = self.layer_context.run("attention", partial(self._attended, frame=frame), q_BSHN, k_BSGN, v_BSGN)

@@ -94,7 +94,7 @@ def initialize(model: nn.Module, seed: int, std: float) -> None:
         local, rows = own_rows(parameter)
         cuts = cuts_of(module, name)
         shape = global_shape(tuple(parameter.shape), cuts)
-        draw.fill(Part(tensor=local, shape=shape, local_slices=local_slices(shape, cuts, rows)))
+        draw.fill(Part(tensor=local, shape=shape, pieces=local_slices(shape, cuts, rows)))
     for buffer in model.buffers():
         buffer.zero_()
 

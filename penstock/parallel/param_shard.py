@@ -43,7 +43,7 @@ class ParamShard:
         """Shape of our part, before `data` divides it."""
         return local_shape(self.shape, self.cuts)
 
-    def local_slices(self, rows: tuple[int, int] | None = None) -> tuple[LocalSlice, ...]:
+    def pieces(self, rows: tuple[int, int] | None = None) -> tuple[LocalSlice, ...]:
         """Where our part, or some of its rows, lies in the whole."""
         return local_slices(self.shape, self.cuts, rows)
 
@@ -61,11 +61,11 @@ class Part:
 
     tensor: Tensor
     shape: tuple[int, ...]
-    local_slices: tuple[LocalSlice, ...]
+    pieces: tuple[LocalSlice, ...]
     writes: bool = True
 
 
 def whole(tensor: Tensor, *, writes: bool = True) -> Part:
     """A tensor that this rank holds whole."""
     shape = tuple(tensor.shape)
-    return Part(tensor=tensor, shape=shape, local_slices=local_slices(shape, ()), writes=writes)
+    return Part(tensor=tensor, shape=shape, pieces=local_slices(shape, ()), writes=writes)

@@ -19,11 +19,10 @@ from types import MappingProxyType
 from penstock.config.fit import grid_of, micro_batches
 from penstock.config.run import Run
 from penstock.layout.actions import Kind, Schedule
-from penstock.layout.clock import ActionCosts as ClockCosts
-from penstock.layout.clock import play
+from penstock.layout.clock import ActionCosts, play
 from penstock.models.count import count
 from penstock.models.rank_model import message_of
-from penstock.plan.costs import HOST_LINK, ActionCosts, experts_of, rooms_of
+from penstock.plan.costs import HOST_LINK, Costs, experts_of, rooms_of
 from penstock.plan.hardware import Cluster, Group
 from penstock.plan.meta_rank import META
 from penstock.plan.pieces import StageActivations
@@ -73,7 +72,7 @@ class Clockwork:
         hardware = cluster.hardware
         self._run = run
         self._cluster = cluster
-        self._costs = ActionCosts(hardware, experts_of(run, imbalance), rooms_of(tuple(works)))
+        self._costs = Costs(hardware, experts_of(run, imbalance), rooms_of(tuple(works)))
         self._transfers = Transfers(hardware)
         self._launch = hardware.host.launch_seconds * _LAUNCHED[run.graphs.capture]
 
@@ -230,9 +229,9 @@ def _timing_of(kind: Kind, stage: StageTime) -> Timing:
             return stage.weight
 
 
-def _clock_costs(stages: Mapping[int, StageTime], send: float, kept: tuple[int, ...]) -> ClockCosts:
+def _clock_costs(stages: Mapping[int, StageTime], send: float, kept: tuple[int, ...]) -> ActionCosts:
     ordered = [stages[number] for number in sorted(stages)]
-    return ClockCosts(
+    return ActionCosts(
         forward=tuple(one.forward.seconds for one in ordered),
         backward=tuple(one.backward.seconds + one.weight.seconds for one in ordered),
         input=tuple(one.backward.seconds for one in ordered),

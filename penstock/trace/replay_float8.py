@@ -43,7 +43,7 @@ _WEIGHT = """{name} = float8_linear.Float8Weight(
     rule=rule,
 )
 """
-_READY = "ready = float8_linear.quantized(arguments[0], rule)\n"
+_READY = "ready = float8_linear.quantize_input(arguments[0], rule)\n"
 
 LINEAR = _WEIGHT.format(name="weight", place=1) + _READY
 """Behind the rule, of a matrix."""

@@ -139,7 +139,7 @@ def test_a_nan_that_comes_in_comes_out() -> None:
 def test_widths_that_8_bit_products_do_not_take_stay_in_16_bits(shape: tuple[int, int]) -> None:
     matrix, plain = matrix_of(layer_context_of(), *shape), matrix_of(LayerContext(), *shape)
     x = random(T, shape[1], seed=7)
-    assert matrix.float8 is None and matrix.quantized(x) is None
+    assert matrix.float8 is None and matrix.quantize_input(x) is None
     assert torch.equal(matrix(x), plain(x))
 
 
@@ -191,7 +191,7 @@ def test_without_gradients_nothing_is_kept_or_transposed() -> None:
     matrix = matrix_of(layer_context_of())
     x = random(T, D, seed=3)
     with torch.no_grad():
-        ready = matrix.quantized(x)
+        ready = matrix.quantize_input(x)
         assert ready is not None and ready.columns is None
         y = matrix(x)
     assert torch.equal(y, matrix(x).detach())
@@ -219,7 +219,7 @@ def test_products_of_one_input_share_what_is_kept_of_it() -> None:
     x = random(T, D, seed=3).requires_grad_()
     expected = one(x), other(x)
     with counted_bytes(nn.ModuleList((one, other))) as sizes:
-        ready = one.quantized(x)
+        ready = one.quantize_input(x)
         found = one(x, ready), other(x, ready)
     assert sum(sizes) == T * D + 4 * D * 2
     assert_equal(found, expected)

@@ -52,10 +52,10 @@ def _part(whole: Tensor, cuts: tuple[Cut, ...], rows: tuple[int, int], copy: int
     shape = tuple(whole.shape)
     if not shape:
         return Part(
-            tensor=whole.clone(), shape=shape, local_slices=local_slices(shape, ()), writes=copy == 0 and rows == (0, 1)
+            tensor=whole.clone(), shape=shape, pieces=local_slices(shape, ()), writes=copy == 0 and rows == (0, 1)
         )
     return Part(
-        tensor=local[slice(*rows)].clone(), shape=shape, local_slices=local_slices(shape, cuts, rows), writes=copy == 0
+        tensor=local[slice(*rows)].clone(), shape=shape, pieces=local_slices(shape, cuts, rows), writes=copy == 0
     )
 
 
