@@ -47,47 +47,6 @@ def _difference(share: float | None, error: float | None) -> str:
     return _figure(share, "+.2%") + (f" +- {error:.2%}" if error else "")
 
 
-INPUTS = {
-    "normal": "normal numbers",
-    "means": "means that all positions share",
-    "first key": "queries that see the first key almost alone",
-}
-
-
-def attention_errors(result: Result) -> str:
-    """Signal over noise of attention's output and gradients, by kind of numbers."""
-    errors = result["numbers"]["errors"]
-    lines = [f"{origin(result)} dB: output, gradients of queries, keys, values.", ""]
-    lines += ["| | " + " | ".join(INPUTS.values()) + " |", "|---|" + "---:|" * len(INPUTS)]
-    for way in errors["normal"]:
-        cells = (", ".join(f"{decibels:.1f}" for decibels in errors[kind][way].values()) for kind in INPUTS)
-        lines.append(f"| {way} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def attention_speed(result: Result) -> str:
-    """Milliseconds of attention in 8 bits, its quantization in them, beside 16 bits."""
-    lines = [
-        f"{origin(result)} Milliseconds forward and backward, TFLOP/s.",
-        "",
-        "| shape | cuDNN, 16 bits | 8 bits | of it quantization | speed of 8 bits over 16 |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for name, ways in result["numbers"]["times"].items():
-        plain, ours, passes = ways["16 bits, cuDNN"], ways["E4M3"], ways["quantization"]
-        cells = (f"{_both(plain)}, {_rates(plain)}", f"{_both(ours)}, {_rates(ours)}", _both(passes))
-        lines.append(f"| {name} | " + " | ".join(cells) + f" | {ours['speed_of_16_bits']:.2f} |")
-    return "\n".join(lines)
-
-
-def _both(times: dict[str, float]) -> str:
-    return f"{times['forward_ms']:.2f} + {times['backward_ms']:.2f}"
-
-
-def _rates(times: dict[str, float]) -> str:
-    return f"{times['forward_tflops']:.0f} and {times['backward_tflops']:.0f}"
-
-
 def launches(result: Result) -> str:
     """TFLOP/s of bare grouped products, for each launch that was tried, beside ours in 16 bits."""
     rows = result["numbers"]["rows"]
@@ -233,7 +192,5 @@ TABLES: dict[str, Callable[[Result], str]] = {
     "float8-ffn-errors": network_errors,
     "float8-quantize": quantization,
     "float8-power": power,
-    "float8-attention-errors": attention_errors,
-    "float8-attention-speed": attention_speed,
 }
 """By the name that a document calls them."""

@@ -107,7 +107,7 @@ def in_float32(q_BSHN: Tensor, k_BSGN: Tensor, v_BSGM: Tensor) -> Tensor:
 
 
 def in_16_bits(q_BSHN: Tensor, k_BSGN: Tensor, v_BSGM: Tensor, backend: str) -> Tensor:
-    """What runs without float8.attention."""
+    """Causal attention as a run computes it."""
     scale = q_BSHN.shape[-1] ** -0.5
     return causal_attention(q_BSHN, k_BSGN, v_BSGM, scale=scale, allowed_BSS=None, backend=backend)
 

@@ -21,9 +21,6 @@ class Float8(Section):
         doc="In whose blocks rows travel to their experts, by symmetric dispatch gradients of outputs too; outputs and "
         "gradients of rows come back in 16 bits.",
     )
-    attention: Literal["none", "blockwise"] = knob(
-        "none", doc="Experimental: scores, and products with the values, forward and backward."
-    )
     gradients: Literal["e4m3", "e5m2"] = knob("e4m3", doc="Format of the gradients of outputs.")
     first_layers: int = knob(0, doc="Layers at the beginning that stay in 16 bits.", unit="layers", low=0)
     last_layers: int = knob(0, doc="Layers at the end that stay in 16 bits.", unit="layers", low=0)
@@ -34,4 +31,4 @@ class Float8(Section):
     @property
     def is_used(self) -> bool:
         """Whether anything is computed or sent in 8 bits."""
-        return any(one != "none" for one in (self.dense, self.experts, self.dispatch, self.attention))
+        return any(one != "none" for one in (self.dense, self.experts, self.dispatch))

@@ -3,8 +3,7 @@
 Which recipes a chip has is judged where kernels are chosen (`penstock.models.kernels`).
 """
 
-from penstock.config.fit import context_method, shard
-from penstock.config.model import GroupedQueryAttention
+from penstock.config.fit import shard
 from penstock.config.problem import Problem
 from penstock.config.run import Run
 
@@ -65,36 +64,9 @@ def gathered_blocks_are_squares(run: Run) -> Problem | None:
     return None
 
 
-def attention_in_eight_bits_sees_all_before_it(run: Run) -> Problem | None:
-    """`float8.attention` blockwise goes with plain causal attention.
-
-    So with neither `data.document_mask`, nor `parallel.context_method` all-gather, nor `model.attention.local`, nor
-    `model.attention.sinks`.
-    """
-    if run.float8.attention == "none":
-        return None
-    asking, attention = None, run.model.attention
-    if run.data.document_mask:
-        asking = "data.document_mask"
-    elif run.parallel.context > 1 and context_method(run) == "all-gather":
-        asking = "parallel.context_method all-gather"
-    elif isinstance(attention, GroupedQueryAttention) and (attention.local is not None or attention.sinks):
-        asking = "model.attention.local" if attention.local is not None else "model.attention.sinks"
-    if asking is None:
-        return None
-    return Problem(
-        "float8.attention",
-        f"has no masks, windows or sinks, and {asking} asks for one",
-        got=run.float8.attention,
-        allowed="none",
-        fix="set float8.attention=none",
-    )
-
-
 FLOAT8_RULES = (
     eight_bits_have_experts,
     layers_are_left_for_eight_bits,
     gathered_bits_are_multiplied,
     gathered_blocks_are_squares,
-    attention_in_eight_bits_sees_all_before_it,
 )

@@ -13,7 +13,6 @@ from penstock.config.run import Kernels, Run
 from penstock.kernels.backends import float8_operators_of
 from penstock.kernels.choose import AUTO, Choice, choose, operators
 from penstock.kernels.device_facts import DeviceFacts, device_facts
-from penstock.kernels.float8.attention_limits import obstacle as attention_obstacle
 from penstock.kernels.float8.formats import format_on
 from penstock.kernels.float8.operators import NO_FLOAT8, Float8Rule
 from penstock.kernels.float8.recipes import NVFP4, RECIPES, Recipe, default_recipe, refuse
@@ -85,18 +84,14 @@ def float8_rule(run: Run, device: DeviceFacts) -> Float8Rule:
     if not wanted.is_used:
         return NO_FLOAT8
     target = "cpu" if device.kind == "cpu" else device.target
-    parts = wanted.dense, wanted.experts, wanted.dispatch, wanted.attention
-    dense, experts, dispatch, attention = (_recipe_on(part, target) for part in parts)
+    dense, experts, dispatch = (_recipe_on(part, target) for part in (wanted.dense, wanted.experts, wanted.dispatch))
     backend = _float8_backend(run, device, (dense, experts))
     if backend == "reference" and device.kind != "cpu" and experts is not None:
         _refuse_reading(run.dispatch.sync_free)
-    if attention is not None and backend != "reference":
-        _refuse_heads(run, target)
     return Float8Rule(
         dense=dense,
         experts=experts,
         dispatch=dispatch,
-        attention=attention is not None,
         forward=format_on("e4m3", target),
         gradient=format_on(wanted.gradients, target),
         operators=float8_operators_of(backend),
@@ -110,18 +105,6 @@ def _recipe_on(knob: RecipeKnob, target: str) -> Recipe | None:
         return default_recipe(target)
     refuse(RECIPES[knob], target)
     return RECIPES[knob]
-
-
-def _refuse_heads(run: Run, target: str) -> None:
-    shapes = shapes_of(run)
-    problem = attention_obstacle(target, shapes.head_dim, shapes.value_dim)
-    if problem is not None:
-        raise KernelError(
-            "float8.attention=blockwise cannot be had",
-            got=problem,
-            allowed="none",
-            fix="set float8.attention=none",
-        )
 
 
 def _float8_backend(run: Run, device: DeviceFacts, recipes: Sequence[Recipe | None]) -> str:

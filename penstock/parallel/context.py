@@ -58,20 +58,9 @@ def attend(
         )
     q_BSHN, k_BSGN, v_BSGM = (swap(x, axis, split_dim=2, join_dim=1) for x in (q_BSHN, k_BSGN, v_BSGM))
     sinks_H = _of_own_heads(sinks_H, axis)
-    if layer_context.float8.attention:
-        assert allowed_BSS is None and sinks_H is None, "a rule refuses masks and sinks with float8.attention"
-        o_BSHM = layer_context.float8.operators.attention(
-            q_BSHN,
-            k_BSGN,
-            v_BSGM,
-            scale=scale,
-            forward=layer_context.float8.forward,
-            gradient=layer_context.float8.gradient,
-        )
-    else:
-        o_BSHM = causal_attention(
-            q_BSHN, k_BSGN, v_BSGM, scale=scale, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H
-        )
+    o_BSHM = causal_attention(
+        q_BSHN, k_BSGN, v_BSGM, scale=scale, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H
+    )
     return swap(o_BSHM, axis, split_dim=1, join_dim=2)
 
 
@@ -99,7 +88,6 @@ def attend_locally(
     Returns:
         o_BSHM of our positions.
     """
-    assert not layer_context.float8.attention, "a rule refuses windows and chunks with float8.attention"
     axis, backend = layer_context.axes.context, layer_context.operators.attention_backend
     gathers = axis.size > 1 and layer_context.context_method == "all-gather"
     if gathers:
@@ -206,7 +194,6 @@ def attend_to_row(
     Returns:
         o_BSHM of our positions.
     """
-    assert not layer_context.float8.attention, "a rule refuses all-gather with float8.attention"
     axis = layer_context.axes.context
     size = q_BSHN.shape[1] // 2
     assert k_BSGN.shape[1] == 2 * size * axis.size, (

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from penstock.config.run import Run
 from penstock.plan.hardware import Dtype, Group, Hardware
-from penstock.plan.rates import SUM_BYTES, GroupedProduct, Pass, Rates
+from penstock.plan.rates import SUM_BYTES, GroupedProduct, Rates
 from penstock.plan.tape import FROM_HOST, TO_HOST, Operator, Work
 from penstock.plan.transfers import Kind, Transfers, Travel
 
@@ -124,8 +124,6 @@ class Costs:
             return Cost(self._float8_rows(operator), "experts")
         if name == "float8_matrices_kernel":
             return self._float8_matrices(operator)
-        if name in _FLOAT8_ATTENTION:
-            return Cost(self._float8_attention(operator), "attention")
         if name.startswith("_scaled_dot_product") and name != "_scaled_dot_product_attention_math":
             return Cost(self._attention(operator), "attention")
         if name in _SENDERS:
@@ -217,21 +215,6 @@ class Costs:
         )
         return estimate.seconds
 
-    def _float8_attention(self, operator: Operator) -> float:
-        """One of our two long kernels; both make the scores again in backward, so they have 7 products, not 5."""
-        is_backward = operator.name == "attention_keys_kernel" or "BACKWARD" in operator.switches
-        query, value = operator.shapes[_FLOAT8_ATTENTION[operator.name]], operator.shapes[3]
-        batch, heads, positions, width = query
-        value_width = value[-1] if is_backward else value[-2]
-        direction: Pass = "backward" if is_backward else "forward"
-        whole = self._rates.attention(
-            direction, batch * heads, positions, positions, (width, value_width), dtype="fp8"
-        ).seconds
-        if not is_backward:
-            return whole
-        done = 2 * (width + value_width) if operator.name == "attention_keys_kernel" else 2 * width + value_width
-        return whole * done / (3 * width + 2 * value_width)
-
     def _send(self, operator: Operator) -> float:
         """A kernel that writes rows into the memory of others, and those that wait for it."""
         experts = self._experts
@@ -312,9 +295,6 @@ _WAITS = frozenset({"wait_kernel", "hold_kernel", "signal_kernel"})
 
 _NOTHING = _WAITS | {"set_"}
 """These, and what the host alone does: another tensor gets a storage that is there."""
-
-_FLOAT8_ATTENTION: Mapping[str, int] = MappingProxyType({"attention_queries_kernel": 0, "attention_keys_kernel": 1})
-"""Kernels of attention in 8 bits, and which of their tensors are the queries."""
 
 
 def _is_by_rows(operator: Operator, *, scales: int, rows: int) -> bool:

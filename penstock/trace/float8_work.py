@@ -4,11 +4,10 @@ Operands are quantized before a product or inside its function, and results are 
 bytes that are no part of this: what it costs shows as a share of the roof that is not reached.
 """
 
-import math
 from collections.abc import Mapping
 
 from penstock.trace.operators import Call
-from penstock.trace.work_arguments import Found, Model, Tensor, UnknownShapeError, need, optional, tensor_at
+from penstock.trace.work_arguments import Found, Model, Tensor, UnknownShapeError, need, optional
 
 
 def _linear(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
@@ -32,18 +31,6 @@ def _networks(call: Call, tensors: list[Tensor | None], used_rows: float) -> Fou
     return 2 * rows * hidden * (wide + narrow), moved
 
 
-def _attention(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
-    """Causal, of q_BSHN, k_BSGN, v_BSGM; two products forward, five backward, as in 16 bits."""
-    made = call if call.made_by is None else call.made_by
-    q, k, v = (need([tensor_at(made, place) for place in range(len(made.shapes))], one, 4) for one in range(3))
-    _refuse_others(made, most=3)
-    scores, width, values = float(math.prod(q.shape[:3]) * k.shape[1]) / 2, q.shape[-1], v.shape[-1]
-    moved = q.bytes + k.bytes + v.bytes + math.prod(q.shape[:3]) * values * v.width
-    if made is call:
-        return 2 * scores * (width + values), moved
-    return 2 * scores * (3 * width + 2 * values), 2 * moved
-
-
 def _latent_heads_backward(call: Call, tensors: list[Tensor | None], used_rows: float) -> Found:
     """Gradients of queries, keys and values, read in 16 bits and written in 8, twice; a rotation has few FLOPs."""
     given = [need(tensors, place, 4) for place in range(3)]
@@ -60,12 +47,8 @@ FORWARD: Mapping[str, Model] = {
     "_Float8ExpertFfn": _networks,
     "_Float8Linear": _linear,
     "_Float8Network": _networks,
-    "_Float8Attention": _attention,
 }
-"""By the name of the autograd function."""
-
-ATTENTION_BACKWARD: Model = _attention
-"""That of attention; the other functions' is twice the forward."""
+"""By the name of the autograd function; the backward of each has twice its work."""
 
 LATENT_HEADS_BACKWARD: Model = _latent_heads_backward
 """Of heads that hand their gradients over in 8 bits; forward they are those of 16 bits."""

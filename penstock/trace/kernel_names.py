@@ -92,9 +92,7 @@ TELLING: tuple[tuple[Part, str], ...] = (
     (Part.NORM, r"^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm|^_Float8Norm(Beside)?(Backward)?$"),
     (
         Part.ATTENTION,
-        r"^(mla|latent)_heads_(backward_)?kernel$|^shared_key_backward_kernel$|^_(Mla|Latent)Heads(Backward)?$"
-        r"|^_Float8Attention(Backward)?$"
-        r"|^(attention_(queries|keys)|quantize_(heads|output_gradient))_kernel$",
+        r"^(mla|latent)_heads_(backward_)?kernel$|^shared_key_backward_kernel$|^_(Mla|Latent)Heads(Backward)?$",
     ),
     (Part.POSITIONS, r"^rotate_kernel$|^_Rotate"),
     (Part.LOSS, r"^linear_cross_entropy_kernel$|^scale_kernel$|^_LinearCrossEntropy"),

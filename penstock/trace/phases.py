@@ -325,12 +325,10 @@ def _phase(event: _Event, own: Part | None, does: Part, pass_: str) -> str:
 
 
 def _own(event: _Event) -> Part | None:
-    """What a kernel's name tells, with what stands around it where several parts have one kernel."""
+    """The part that a kernel's name tells; the span decides where several parts have one kernel."""
     own = telling(event.kernel)
     if event.kernel == MATRICES and (event.span is Span.EXPERTS or event.part is Part.GROUPED):
         return Part.GROUPED_WEIGHTS
-    if own is Part.QUANTIZE and event.operator and telling(event.operator) is Part.ATTENTION:
-        return Part.ATTENTION
     return own
 
 

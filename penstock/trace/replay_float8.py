@@ -8,7 +8,7 @@ else quantizes. On a CPU the definitions run instead of kernels.
 from collections.abc import Mapping
 from typing import Any, Literal
 
-Knob = Literal["dense", "experts", "attention"]
+Knob = Literal["dense", "experts"]
 """Of the section `float8` of a configuration."""
 
 RECIPE_NAMES = ("tensorwise", "rowwise", "blockwise", "blockwise-square", "mxfp8", "nvfp4")

@@ -123,13 +123,6 @@ RECIPES: dict[str, Recipe] = {
         float8="dense",
         setup=replay_float8.HANDED,
     ),
-    "_Float8Attention": Recipe(
-        package="kernels.float8",
-        module="attention",
-        call="attention({0}, {1}, {2}, scale={0}.shape[-1] ** -0.5, forward=rule.forward, gradient=rule.gradient)",
-        most=3,
-        float8="attention",
-    ),
 }
 """By the name of the autograd function."""
 

@@ -255,7 +255,6 @@ _MODELS: Mapping[str, Model] = {
     "_ExpertFfnBackward": _twice_the_forward,
     **float8_work.FORWARD,
     **{f"{name}Backward": _twice_the_forward for name in float8_work.FORWARD},
-    "_Float8AttentionBackward": float8_work.ATTENTION_BACKWARD,
     **dict.fromkeys(_ATTENTION, _attention),
     "aten::miopen_convolution": _convolution(3),
     "aten::cudnn_convolution": _convolution(2),

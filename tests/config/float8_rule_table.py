@@ -3,8 +3,6 @@
 from penstock.config import float8_rules as rules
 from penstock.config.rules import Rule
 
-GROUPED = "model.attention={kind='gqa', heads=4, kv_heads=2, head_dim=32, sinks=true}"
-
 BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     (
         rules.eight_bits_have_experts,
@@ -36,18 +34,6 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
         "float8.experts has two copies of each weight, and float8.gather sends one; got mxfp8; "
         "allowed: none, auto, tensorwise, blockwise, blockwise-square; fix: set float8.gather=false",
     ),
-    (
-        rules.attention_in_eight_bits_sees_all_before_it,
-        ("float8.attention=blockwise", "data.document_mask=true"),
-        "float8.attention has no masks, windows or sinks, and data.document_mask asks for one; got blockwise; "
-        "allowed: none; fix: set float8.attention=none",
-    ),
-    (
-        rules.attention_in_eight_bits_sees_all_before_it,
-        ("float8.attention=blockwise", "model.family=plain", GROUPED),
-        "float8.attention has no masks, windows or sinks, and model.attention.sinks asks for one; got blockwise; "
-        "allowed: none; fix: set float8.attention=none",
-    ),
 ]
 
 FINE: dict[str, tuple[str, ...]] = {
@@ -66,6 +52,5 @@ FINE: dict[str, tuple[str, ...]] = {
         "float8.gather=true",
         "parallel.shard=full",
     ),
-    "plain attention may be in 8 bits": ("float8.attention=blockwise",),
     "a dense model has dense products in 8 bits": ("model.moe=none", "model.dense_layers=4", "float8.dense=rowwise"),
 }

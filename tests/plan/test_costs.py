@@ -163,19 +163,6 @@ def test_room_is_known_by_products_in_8_bits_too() -> None:
     assert rooms_of(((rows,),)) == {4096}
 
 
-def test_attention_in_8_bits_makes_the_scores_twice_in_backward() -> None:
-    rows, columns = (2, 16, 4096, 192), (2, 16, 192, 4096)
-    values = (2, 16, 4096, 128), (2, 16, 128, 4096)
-    forward = in_8_bits("attention_queries_kernel", rows, rows, rows, values[1])
-    expected = RATES.attention("forward", 32, 4096, 4096, (192, 128), dtype="fp8").seconds
-    assert COSTS.of(forward) == (expected, "attention", False)
-    queries = in_8_bits("attention_queries_kernel", rows, rows, columns, values[0], switches=("BACKWARD",))
-    keys = in_8_bits("attention_keys_kernel", rows, rows, columns, values[0])
-    whole = RATES.attention("backward", 32, 4096, 4096, (192, 128), dtype="fp8").seconds
-    products = (4 * 192 + 3 * 128) / (3 * 192 + 2 * 128)
-    assert COSTS.of(queries).seconds + COSTS.of(keys).seconds == pytest.approx(whole * products)
-
-
 @pytest.mark.parametrize(
     ("ranks", "imbalance", "uneven"),
     [

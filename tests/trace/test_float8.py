@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import penstock.kernels.float8
 from penstock.base.spans import Span
-from penstock.kernels.float8 import attention_reference, expert_ffn, packed_rows
+from penstock.kernels.float8 import expert_ffn, packed_rows
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8
 from penstock.models.float8_linear import Float8Weight, float8_linear, float8_swiglu_network
@@ -53,7 +53,7 @@ def float8_kernels() -> Iterator[str]:
 
 def test_every_kernel_of_8_bits_has_a_part_of_its_own() -> None:
     parts = {name: telling(name) for name in float8_kernels()}
-    assert len(parts) >= 15
+    assert len(parts) >= 12
     assert [name for name, part in parts.items() if part is None] == [MATRICES]
     assert general(MATRICES) is Part.PRODUCTS
 
@@ -70,8 +70,6 @@ def test_every_kernel_of_8_bits_has_a_part_of_its_own() -> None:
         (Span.NORM, "norm_quantize_kernel", "norm"),
         (Span.NORM, "quantize_kernel", "norm"),
         (Span.ATTENTION, "quantize_kernel", "quantize"),
-        (Span.ATTENTION, "quantize_heads_kernel", "attention"),
-        (Span.ATTENTION, "attention_queries_kernel", "attention"),
         (Span.ATTENTION, "latent_heads_backward_kernel", "attention"),
         (None, "shared_key_backward_kernel", "attention"),
         (Span.ATTENTION, MATRICES, "attention"),
@@ -80,7 +78,6 @@ def test_every_kernel_of_8_bits_has_a_part_of_its_own() -> None:
         (None, "norm_quantize_kernel", "quantize"),
         (None, "transpose_kernel", "quantize"),
         (None, "swiglu_backward_float8_kernel", "activation"),
-        (None, "quantize_output_gradient_kernel", "attention"),
         (None, MATRICES, "matrix products"),
     ],
 )
@@ -100,12 +97,6 @@ def test_a_product_of_matrices_among_experts_is_their_weight_gradient(around: di
     node = operator(NODE + "_Float8ExpertFfnBackward", 200, 50, **{"Sequence number": 8, "Fwd thread id": 1})
     trace = decoded(around, node, *started(205, 1, "float8_rows_kernel"), *started(220, 2, MATRICES))
     assert named(trace) == [("experts input gradient", "backward"), ("experts weight gradient", "backward")]
-
-
-def test_bytes_transposed_by_attention_are_of_attention_and_those_of_its_weights_are_quantization() -> None:
-    inside = [operator("_Float8AttentionBackward", 2, 10), *started(5, 1, "transpose_kernel")]
-    trace = decoded(span(Span.ATTENTION, 0, 50), *inside, *started(20, 2, "transpose_kernel"))
-    assert [phase for phase, _ in named(trace)] == ["attention", "quantize"]
 
 
 # --------------------------------------------------------------------------------------------- products and their work
@@ -207,13 +198,6 @@ def test_experts_in_8_bits_compute_as_much_as_in_16_and_move_less() -> None:
     assert (work(backward).flops, work(backward).dtype) == (2 * work(small).flops, "fp8")
 
 
-def test_attention_in_8_bits_is_causal_and_shares_keys() -> None:
-    forward = call("_Float8Attention", *tensors((2, 64, 4, 24), (2, 64, 1, 24), (2, 64, 1, 16)))
-    backward = call("_Float8AttentionBackward", *tensors((2, 64, 4, 16)), made_by=forward)
-    assert work(forward).flops == 2 * 4 * 64 * 64 * (24 + 16)
-    assert work(backward).flops == 2 * 4 * 64 * 64 * (3 * 24 + 2 * 16)
-
-
 def test_gradients_of_latent_heads_are_read_in_16_bits_and_written_twice_in_8() -> None:
     backward = work(call("_LatentHeadsBackward", *tensors((2, 64, 4, 192), (2, 64, 4, 192), (2, 64, 4, 128))))
     assert backward.bytes == 2 * 2 * 2 * 64 * 4 * (192 + 192 + 128)
@@ -300,9 +284,6 @@ def profiled() -> Trace:
         expert_ffn.expert_ffn(x_TD, *experts, counts_e, torch.rand(12), float8=RULE).sum().backward()
         float8_linear(x_TD, weight(32, 64)).sum().backward()
         float8_swiglu_network(x_TD, weight(64, 64), weight(64, 32)).sum().backward()
-        heads = torch.randn(1, 8, 2, 64, requires_grad=True)
-        formats = {"forward": RULE.forward, "gradient": RULE.gradient}
-        attention_reference.attention(heads, heads, heads, scale=0.1, **formats).sum().backward()
 
     return decode_trace(recorded(work).encode(), gpu_required=False)
 
@@ -318,7 +299,6 @@ def test_our_functions_in_8_bits_are_run_again_forward_and_backward(tmp_path: Pa
     # One process for all. No interpreter: on a CPU these are definitions.
     whole = "\n".join(f"exec({text.replace('warm_up=10, times=50', 'warm_up=1, times=1')!r}, {{}})" for text in texts)
     assert [line.split(":")[0] for line in run(whole, tmp_path).splitlines()] == ops
-    assert "scale=arguments[0].shape[-1] ** -0.5" in replay({0: trace}, Question(op="_Float8Attention"))
 
 
 def test_what_a_profile_holds_of_our_functions_is_what_models_of_their_work_read() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.kernels import reference as plain
 from penstock.kernels.expert_parts import bias_gradient_by_definition
-from penstock.kernels.float8 import attention_reference, packed_rows, reference
+from penstock.kernels.float8 import packed_rows, reference
 from penstock.kernels.float8.formats import E4M3, Format
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
 from penstock.kernels.float8.recipes import Recipe
@@ -72,7 +72,6 @@ class Float8Operators:
         mla_heads: (q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP, sin_BSP, handed, form) -> as in 16 bits; backward leaves the
             gradients of q and kv at `handed` (`penstock.kernels.float8.gradient_side_channel`). None where they stay in
             16 bits.
-        attention: (q_BSHN, k_BSGN, v_BSGM, *, scale, forward, gradient) -> o_BSHM, differentiable. Causal.
         keeps_rows: whether rows can stand in a buffer from a row on that only the device knows.
     """
 
@@ -94,7 +93,6 @@ class Float8Operators:
     unpermute: Callable[[Tensor, RowOrder], Tensor] = plain.unpermute
     bias_gradient: Callable[..., Tensor] = bias_gradient_by_definition
     mla_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
-    attention: Callable[..., Tensor] = attention_reference.attention
     keeps_rows: bool = False
 
 
@@ -242,7 +240,6 @@ class Float8Rule:
         dense: recipe of the products of attention, dense networks and shared experts; None leaves them in 16 bits.
         experts: of the routed experts' products.
         dispatch: in whose blocks rows travel to their experts; None sends 16 bits.
-        attention: whether scores and values are multiplied in 8 bits too.
         forward: format of activations and weights.
         gradient: format of the gradients of outputs.
         operators: kernels.
@@ -251,7 +248,6 @@ class Float8Rule:
     dense: Recipe | None = None
     experts: Recipe | None = None
     dispatch: Recipe | None = None
-    attention: bool = False
     forward: Format = E4M3
     gradient: Format = E4M3
     operators: Float8Operators = REFERENCE

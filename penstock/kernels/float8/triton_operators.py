@@ -11,7 +11,6 @@ from torch import Tensor
 
 from penstock.kernels.bias_gradient import bias_gradient
 from penstock.kernels.float8 import torch_products
-from penstock.kernels.float8.attention import attention
 from penstock.kernels.float8.hopper_products import obstacle as hopper_obstacle
 from penstock.kernels.float8.latent_heads import mla_heads
 from penstock.kernels.float8.norm import add_rms_norm, rms_norm, rms_norm_beside
@@ -46,7 +45,6 @@ TRITON = Float8Operators(
     unpermute=unpermute,
     bias_gradient=bias_gradient,
     mla_heads=mla_heads,
-    attention=attention,
     keeps_rows=True,
 )
 
