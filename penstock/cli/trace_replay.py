@@ -1,4 +1,4 @@
-"""`penstock trace replay PATH --op NAME`: a script that runs one operator, collective or kernel of a trace again."""
+"""`penstock trace replay PATH --op NAME`: write a script that runs one operator of a trace again."""
 
 import shlex
 from pathlib import Path
@@ -9,34 +9,36 @@ import typer
 from penstock.base.errors import TraceError
 from penstock.cli.outputs import Force, check_output
 from penstock.trace.load import load_ranks
-from penstock.trace.replay import Question
-from penstock.trace.replay import replay as script_of
+from penstock.trace.replay import replay_script
 
 
 def replay(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, a folder of ranks, or the folder of a run.")],
-    op: Annotated[str, typer.Option("--op", help="An operator, a collective, or a part of a kernel's name.")],
+    op: Annotated[str, typer.Option("--op", help="An operator, or a part of a kernel's name.")],
     shape: Annotated[
         str | None, typer.Option("--shape", help="Sizes, as `888x2880 2880x640`; else those that took most time.")
     ] = None,
     counts: Annotated[
         str | None,
-        typer.Option("--counts", metavar="N,N,...", help="Rows of each expert; else as the trace has them, or even."),
+        typer.Option(
+            "--counts",
+            metavar="N,N,...",
+            help="Rows of each expert; else as the trace has them, or even.",
+        ),
     ] = None,
-    rank: Annotated[int | None, typer.Option("--rank", help="Whose call, of several; else the lowest.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", help="Which rank of several; else the lowest.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="File to write; else the script is printed.")] = None,
     force: Force = False,
 ) -> None:
-    """Write a script that runs one call of a trace again, with its sizes, dtypes and splits, and times it."""
+    """Write a script that runs one call of a trace again, with its sizes, strides and dtypes, and times it."""
     if out is not None:
         check_output(out, "--out", force=force)
-    question = Question(op=op, shape=shape, counts=None if counts is None else _numbers(counts))
+    given = None if counts is None else _numbers(counts)
     traces = load_ranks(path, gpu_required=False)
-    if rank is not None:
-        if rank not in traces:
-            raise TraceError(f"{path} has no trace of this rank", got=rank, allowed=", ".join(map(str, traces)))
-        traces = {rank: traces[rank]} | traces
-    script = script_of(traces, question)
+    rank = next(iter(traces)) if rank is None else rank
+    if rank not in traces:
+        raise TraceError(f"{path} has no trace of this rank", got=rank, allowed=", ".join(map(str, traces)))
+    script = replay_script(traces[rank], op, shape=shape, counts=given)
     if out is None:
         print(script, end="")
         return

@@ -9,9 +9,6 @@ products say how large the buffer is. What was in it is told, in this order, by
 Not every all-to-all in dispatch brings rows: counts go before them, and the weights of routing behind them. Rows are
 what has the type and the width of what experts multiply, or is of 8 bits. A dispatcher that waits for the host hands
 over the rows that came and no others, so all of them count.
-
-Values of tensors, such as counts of rows by expert, are never in a trace. Programs that split rows into lists hand
-counts over as numbers, and these are (`aten::split_with_sizes`).
 """
 
 from collections.abc import Mapping
@@ -26,9 +23,6 @@ from penstock.trace.calls import Calls
 from penstock.trace.events import NONE, Floats, HostEvents, HostKind, Integers, Trace
 from penstock.trace.kernel_names import Part, telling
 from penstock.trace.phases import PASSES, Phases
-from penstock.trace.tree import SPANS, place
-
-SPLIT = "aten::split_with_sizes"
 
 AGREE = 0.005
 """Shares that differ by less are the same."""
@@ -282,54 +276,3 @@ def _config(header: Mapping[str, Any]) -> Any:
     """The configuration in a recording of ours, or nothing."""
     told = header.get("penstock")
     return (told.get("config") if isinstance(told, Mapping) else None) or {}
-
-
-# ------------------------------------------------------------------------------------------------------ of one product
-
-
-def split_counts(trace: Trace, row: int, groups: int, most: int) -> tuple[int, ...] | None:
-    """Rows of each expert in one product: the list of numbers that rows were split by nearest to it, if it fits.
-
-    Args:
-        trace: of one rank.
-        row: of the product in `Trace.host`.
-        groups: experts.
-        most: rows that they have room for.
-    """
-    host = trace.host
-    near = np.flatnonzero(host.called(SPLIT) & (host.thread == host.thread[row]) & (host.kind == HostKind.OPERATOR))
-    for one in near[np.argsort(np.abs(host.start_us[near] - host.start_us[row]), kind="stable")].tolist():
-        counts = _listed(host, one)
-        if len(counts) == groups and 0 < sum(counts) <= most and min(counts) >= 0:
-            return counts
-    return None
-
-
-def _listed(host: HostEvents, row: int) -> tuple[int, ...]:
-    """The sizes that an operator was given as a list of numbers."""
-    plain = host.args(row).get("Concrete Inputs")
-    if not isinstance(plain, list) or len(plain) < 2 or not isinstance(plain[1], str):
-        return ()
-    try:
-        return tuple(msgspec.json.decode(plain[1], type=list[int]))
-    except msgspec.MsgspecError:
-        return ()
-
-
-def rows_before(trace: Trace, calls: Calls, row: int) -> int | None:
-    """Rows that the last all-to-all of rows brought which was launched before one product; None if not known.
-
-    Args:
-        trace: of one rank.
-        calls: of that rank alone.
-        row: of the product in `Trace.host`.
-    """
-    if not rows_travel(trace.header):
-        return None
-    # A combine may bring rows of that width as well: back to their tokens.
-    is_back = place(trace).span[calls.gpu_row] == SPANS.index(Span.COMBINE)
-    exchanges = np.flatnonzero(is_exchange(calls) & ~is_back)
-    came = received_rows(trace, calls, exchanges, products_of(trace))
-    launched_us = _launched_us(trace, calls, exchanges)
-    before = np.flatnonzero((launched_us < trace.host.start_us[row]) & np.isfinite(came))
-    return int(came[before[launched_us[before].argmax()]]) if len(before) else None

@@ -74,7 +74,7 @@ _INDEXES: dict[str, tuple[int, int, int]] = {
 GROUPED = {"aten::_grouped_mm": 2, "aten::_scaled_grouped_mm": 4}
 """Position of the group offsets."""
 
-MOST_GROUPS = 1 << 20
+_MOST_GROUPS = 1 << 20
 """Calls that say to have more experts are damaged."""
 
 _NUMBERS = ("double", "long int")
@@ -171,7 +171,7 @@ def _tensor(where: str, dtype: str, size: Any, stride: Any) -> TensorArgument:
     if not _are_sizes(size):
         raise TraceError(f"{where} is damaged in this trace", got=f"size {size}", allowed="whole numbers")
     if not _are_sizes(stride) or len(stride) != len(size):
-        stride = contiguous(size)
+        stride = _contiguous(size)
     below = _SMALL if dtype in INTEGERS else None
     return TensorArgument(dtype=dtype, size=tuple(size), stride=tuple(stride), below=below)
 
@@ -180,7 +180,7 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(one, int) and one >= 0 for one in values)
 
 
-def contiguous(size: Sequence[int]) -> tuple[int, ...]:
+def _contiguous(size: Sequence[int]) -> tuple[int, ...]:
     """Strides of a tensor without gaps."""
     return tuple(math.prod(max(1, one) for one in size[dim + 1 :]) for dim in range(len(size)))
 
@@ -220,36 +220,41 @@ def _below(one: Argument, bound: int) -> Argument:
     return replace(one, below=min(bound, 2) if one.dtype == "bool" else bound)
 
 
+def grouped_size(name: str, args: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Experts and rows of a grouped product; None for other operators or damaged arguments."""
+    dims, place = args.get("Input Dims"), GROUPED.get(name)
+    if place is None or not isinstance(dims, list) or len(dims) <= place:
+        return None
+    left, right, offsets = dims[0], dims[1], dims[place]
+    if not all(map(_are_sizes, (left, right, offsets))) or len(left) != 2 or len(offsets) != 1:
+        return None
+    # Two matrices make a weight gradient: [D, T] @ [T, F], whose rows are the second dim of the first.
+    return offsets[0], left[1 if len(right) == 2 else 0]
+
+
 def _with_offsets(name: str, found: list[Argument], counts: Sequence[int] | None) -> list[Argument]:
-    """Where each group of a grouped product ends."""
+    """Arguments with the end of each group of a grouped product as exact values."""
     position = GROUPED.get(name)
     offsets = found[position] if position is not None and position < len(found) else None
     if position is None or not isinstance(offsets, TensorArgument):
         if counts is not None:
             raise TraceError(f"{name} takes no rows of experts", fix="leave --counts out")
         return found
-    left = found[0]
+    left, right = found[0], found[1]
     if not isinstance(left, TensorArgument) or len(left.size) != 2 or len(offsets.size) != 1:
         raise TraceError(f"{name} is replayed only with a matrix and one offset for each group")
-    right = found[1]
     is_weight_gradient = isinstance(right, TensorArgument) and len(right.size) == 2
-    rows = left.size[1 if is_weight_gradient else 0]
-    values = tuple(accumulate(rows_of_groups(rows, offsets.size[0], counts)))
+    values = tuple(accumulate(_group_rows(left.size[1 if is_weight_gradient else 0], offsets.size[0], counts)))
     return [*found[:position], replace(offsets, dtype="int32", values=values), *found[position + 1 :]]
 
 
-def rows_of_groups(rows: int, groups: int, counts: Sequence[int] | None) -> list[int]:
-    """Rows of each expert: those given, or as even as can be.
-
-    Args:
-        rows: of all of them.
-        groups: how many experts there are.
-        counts: what is known.
+def _group_rows(rows: int, groups: int, counts: Sequence[int] | None) -> list[int]:
+    """Rows of each expert: the given counts, or `rows` divided as evenly as possible.
 
     Raises:
-        TraceError: the counts are of another number of experts, or of more rows, or nobody has so many experts.
+        TraceError: the counts are for another number of experts or for more rows, or the number of experts is absurd.
     """
-    if groups > MOST_GROUPS:
+    if groups > _MOST_GROUPS:
         raise TraceError("the sizes of a grouped product are damaged in this trace", got=f"{groups:.3g} experts")
     if counts is None:
         share, more = divmod(rows, max(1, groups))

@@ -73,7 +73,7 @@ def test_a_script_is_written_or_printed(recorded: str, tmp_path: Path, capsys: p
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (["--op", "aten::nothing"], "no operator, collective or kernel of this trace has this name"),
+        (["--op", "aten::nothing"], "no operator or kernel of this trace has this name"),
         (["--op", "mm", "--shape", "1x1"], "has no such shape"),
         (["--op", "mm", "--counts", "1,x"], "--counts takes whole numbers"),
         (["--op", "mm", "--rank", "3"], "has no trace of this rank"),

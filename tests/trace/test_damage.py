@@ -11,11 +11,12 @@ from penstock.base.errors import TraceError
 from penstock.cli.trace_print import print_answer
 from penstock.trace.answer import answer_json, answer_of
 from penstock.trace.load import decode_trace
-from penstock.trace.replay import Question, replay
+from penstock.trace.replay import replay_script
 from tests.trace.mutation import STRANGE, places
 from tests.trace.synthetic_graph import Recording
 from tests.trace.test_expert_rows import grouped_events, recording
 from tests.trace.test_memory import a_step
+from tests.trace.test_replay import split
 from tests.trace.tiny import kernel, text_of, trace_of
 
 MORE = (*STRANGE, 3, 12, "[3, 4]", [7, 8], [[1]])
@@ -30,7 +31,7 @@ def graphs() -> dict[str, Any]:
 BASES = {
     "memory": trace_of(kernel("a", 0, 10, correlation=1), *a_step()),
     "graphs": graphs(),
-    "counts": trace_of(*grouped_events()) | {"penstock": recording()},
+    "counts": trace_of(split(80, [7, 0, 5]), *grouped_events()) | {"penstock": recording()},
 }
 
 
@@ -55,7 +56,7 @@ def test_damaged_arguments_never_end_in_a_traceback(name: str, capsys: pytest.Ca
             print_answer(answer, by_layer=True)
             readable += 1
             if name == "counts":
-                replay({0: trace}, Question(op="aten::_grouped_mm"))
+                replay_script(trace, "aten::_grouped_mm")
         except TraceError as error:
             refusal = str(error)
         assert "\n" not in refusal, seed

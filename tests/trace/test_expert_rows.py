@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 
-from penstock.base.errors import TraceError
 from penstock.base.spans import Span
 from penstock.trace.answer import answer_json, answer_of
 from penstock.trace.calls import calls_of
 from penstock.trace.events import Trace
-from penstock.trace.expert_rows import UsedRows, products_of, rows_before, split_counts, used_rows
+from penstock.trace.expert_rows import UsedRows, products_of, used_rows
 from penstock.trace.load import decode_trace, load_ranks
 from penstock.trace.phases import find_phases
-from penstock.trace.recorded_call import rows_of_groups
-from penstock.trace.replay import Question, replay
 from tests.trace.synthetic import make
 from tests.trace.synthetic_job import Job
 from tests.trace.test_replay import BF16, LONG, shapes
@@ -91,7 +88,6 @@ def test_a_dispatcher_that_waits_for_the_host_gives_experts_no_row_too_many(stag
     sent = [span(Span.DISPATCH, 0, 80), *exchange(50, [3, 4])]
     assert used({0: grouped_trace(*sent, penstock=told)}, 0) == UsedRows(share=1.0, source="all-to-all")
     assert used({0: grouped_trace(penstock=told)}, 0) is not None
-    assert "Rows: all 12 that there was room for" in script(grouped_trace(penstock=told))
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -101,12 +97,6 @@ def test_recorded_steps_of_an_exchange_without_room_have_no_empty_rows(rank: int
     # And by the exchanges alone, as in a recording that says nothing of its configuration.
     alone = {one: replace(trace, header={}) for one, trace in traces.items()}
     assert used(alone, rank) == UsedRows(share=1.0, source="all-to-all")
-    given = products_of(alone[rank]).rows
-    calls = calls_of({rank: alone[rank]})
-    found = [rows_before(alone[rank], calls, int(row)) for row in products_of(alone[rank]).row]
-    assert found == given.tolist()
-    text = replay({rank: traces[rank]}, Question(op="_ExpertFfn"))
-    assert "Rows: all " in text
 
 
 def test_without_a_bound_every_row_holds_a_token() -> None:
@@ -184,16 +174,7 @@ def product(rows: int = 12, dtype: str = BF16) -> list[dict[str, Any]]:
 
 def grouped_events() -> list[dict[str, Any]]:
     """A grouped product, and everything that may tell its rows."""
-    return [split(80, [7, 0, 5]), *exchange(50, [3, 4]), *product()]
-
-
-def script(trace: Trace, op: str = "aten::_grouped_mm", **question: Any) -> str:
-    return replay({0: trace}, Question(op=op, **question))
-
-
-def split(at: float, sizes: list[int]) -> dict[str, Any]:
-    args = shapes([BF16, "ScalarList", "Scalar"], [[sum(sizes), 16], [], []], texts=["", str(sizes), "0"])
-    return event("cpu_op", "aten::split_with_sizes", at, 3, **args)
+    return [*exchange(50, [3, 4]), *product()]
 
 
 def exchange(
@@ -215,70 +196,3 @@ def exchange(
         launch(at, correlation=correlation),
         event("kernel", "ncclDevKernel_SendRecv(x)", at + 5, 9, stream=20, correlation=correlation, **args),
     ]
-
-
-def test_a_list_that_rows_were_split_by_is_what_a_script_takes() -> None:
-    text = script(grouped_trace(split(40, [1, 1, 10]), split(80, [7, 0, 5]), split(90, [6, 6])))
-    assert "torch.tensor([7, 7, 12], dtype=torch.int32" in text
-    assert "Rows of each expert: real ones, of the aten::split_with_sizes nearest to it." in text
-
-
-def test_a_list_of_another_number_of_experts_or_of_too_many_rows_is_not_taken() -> None:
-    trace = grouped_trace(split(80, [7, 5]), split(85, [7, 5, 1]))
-    assert split_counts(trace, int(products_of(trace).row[0]), 3, 12) is None
-    text = script(trace)
-    assert "torch.tensor([4, 8, 12]" in text
-    assert "Rows: all 12 that there was room for, even among experts" in text
-
-
-def test_rows_that_an_exchange_brought_are_what_is_in_use() -> None:
-    text = script(grouped_trace(*exchange(50, [3, 4])))
-    assert "torch.tensor([3, 5, 7]" in text
-    assert "Rows: 7 of 12 held tokens, by the all-to-all before it; even among experts" in text
-
-
-def test_a_script_goes_by_the_rows_that_came_and_not_by_their_weights_or_what_went_back() -> None:
-    sent = [*exchange(50, [8, 8]), *exchange(60, [8, 8], dtype="Float", width=1, correlation=60)]
-    back = [span(Span.COMBINE, 70, 9), *exchange(72, [5, 6], correlation=70)]
-    assert "Rows: 16 of 32 held tokens, by the all-to-all before it" in script(grouped_trace(*sent, *back, rows=32))
-
-
-def test_an_exchange_behind_the_product_says_nothing_of_it() -> None:
-    assert "Rows: all 12" in script(grouped_trace(*exchange(150, [3, 4])))
-
-
-def test_the_configuration_tells_the_mean_where_nothing_else_does() -> None:
-    told = recording(training={"micro_batch": 1, "sequence_length": 2})
-    text = script(grouped_trace(penstock=told))
-    assert "torch.tensor([3, 6, 8]" in text
-    assert "Rows: 8 of 12 held tokens, by the configuration (a rank's mean)" in text
-
-
-def test_given_counts_count_more_than_recorded_ones() -> None:
-    text = script(grouped_trace(split(80, [7, 0, 5])), counts=(1, 2, 3))
-    assert "torch.tensor([1, 3, 6]" in text
-    assert "real ones" not in text
-
-
-def test_a_permutation_takes_a_list_only_if_it_has_all_slots() -> None:
-    def permuted(sizes: list[int]) -> str:
-        args = shapes(["float", LONG, "int", ""], [[6, 8], [6, 2], [3], []])
-        call = [
-            event("cpu_op", "_Permute", 100, 20, **args),
-            launch(105, correlation=1),
-            kernel("a", 130, 9, correlation=1),
-        ]
-        return script(decode_trace(text_of(trace_of(split(80, sizes), *call))), op="_Permute")
-
-    assert "order = shuffled_order([9, 1, 2], 6, 2)" in permuted([9, 1, 2])
-    assert "order = shuffled_order([4, 4, 4], 6, 2)" in permuted([9, 1, 1])
-
-
-def test_a_script_of_an_exchange_says_whose_parts_are_real() -> None:
-    text = script(grouped_trace(*exchange(50, [3, 4])), op="all_to_allv")
-    assert "Parts: real ones, as 1 of 2 ranks recorded them." in text
-
-
-def test_a_number_of_experts_that_nobody_has_is_refused_at_once() -> None:
-    with pytest.raises(TraceError, match="damaged in this trace"):
-        rows_of_groups(12, 10**12, None)

@@ -1,4 +1,4 @@
-"""A run in 8 bits: phases, products behind their functions, work, rows that travel packed, scripts."""
+"""A run in 8 bits: phases, products behind their functions, work, rows that travel packed."""
 
 import ast
 from collections.abc import Iterator
@@ -25,14 +25,11 @@ from penstock.trace.kernel_names import MATRICES, Part, general, telling
 from penstock.trace.load import decode_trace
 from penstock.trace.operators import Call
 from penstock.trace.phases import find_phases
-from penstock.trace.replay import Question, replay
-from penstock.trace.replay_float8 import rule_text
-from penstock.trace.replay_kernels import RECIPES
 from penstock.trace.roofline import Roofline, Row, roofline
 from penstock.trace.tree import place
 from penstock.trace.work import work_of
 from tests.trace.test_phases import named
-from tests.trace.test_replay import BF16, recorded, refusal, run, shapes
+from tests.trace.test_replay import BF16, recorded, shapes
 from tests.trace.test_roofline import EXPERTS, call, tensors, work
 from tests.trace.test_tree import NODE, decoded, names_at, operator, span, started
 from tests.trace.tiny import event, kernel, launch, text_of, trace_of
@@ -207,7 +204,6 @@ def test_a_function_of_another_library_that_has_the_same_name_is_not_ours() -> N
     others = tensors((512, 256), (64, 256), *[(4,)] * 12)
     assert work_of(call("_Float8Linear", *others)) is None
     assert work_of(call("_Float8LinearBackward", *tensors((64, 512)))) is None
-    assert "has 14 arguments" in refusal(("_Float8Linear", shapes([BF16] * 14, [[4, 4]] * 14)), op="_Float8Linear")
 
 
 # ------------------------------------------------------------------------------------------------ rows on their way
@@ -266,9 +262,6 @@ def test_rows_that_came_in_8_bits_are_counted_with_their_scales(
     assert received_rows(trace, calls, np.array([0]), products_of(trace)) == pytest.approx([rows], nan_ok=True)
 
 
-# ------------------------------------------------------------------------------------------------------------ scripts
-
-
 def profiled() -> Trace:
     """Our functions by their definitions, which have the names of those with kernels."""
 
@@ -288,73 +281,13 @@ def profiled() -> Trace:
     return decode_trace(recorded(work).encode(), gpu_required=False)
 
 
-FUNCTIONS = [name for name, recipe in RECIPES.items() if recipe.float8 is not None]
-
-
-def test_our_functions_in_8_bits_are_run_again_forward_and_backward(tmp_path: Path) -> None:
-    trace = profiled()
-    ops = [name for one in ("_Float8ExpertFfn", "_Float8Linear", "_Float8Network") for name in (one, f"{one}Backward")]
-    texts = [replay({0: trace}, Question(op=op)) for op in ops]
-    assert "Recipe: that of the machine on which this runs; nothing in the trace says which it was." in texts[0]
-    # One process for all. No interpreter: on a CPU these are definitions.
-    whole = "\n".join(f"exec({text.replace('warm_up=10, times=50', 'warm_up=1, times=1')!r}, {{}})" for text in texts)
-    assert [line.split(":")[0] for line in run(whole, tmp_path).splitlines()] == ops
-
-
 def test_what_a_profile_holds_of_our_functions_is_what_models_of_their_work_read() -> None:
     trace = profiled()
     host = trace.host
-    # Norms and heads have no definition whose function has that name.
-    for name in (one for one in FUNCTIONS if not one.startswith(("_Float8Norm", "_LatentHeads"))):
+    for name in ("_Float8ExpertFfn", "_Float8Linear", "_Float8Network"):
         args = host.args(int(np.flatnonzero(host.called(name))[0]))
         dims = tuple(tuple(one) for one in args["Input Dims"])
         assert work(Call(name=name, shapes=dims, types=tuple(args["Input type"]))).flops > 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="runs our kernels under Triton's interpreter")
-def test_latent_heads_are_run_again_and_hand_over_to_nobody(tmp_path: Path) -> None:
-    dims: list[Any] = [[1, 128, 2, 192], [1, 128, 2, 256], [1, 128, 64], [1, 128, 32], [1, 128, 32], []]
-    numbered = {"Sequence number": 7}
-    forward = event("cpu_op", "_LatentHeads", 0, 20, **shapes([BF16] * 3 + ["float"] * 2 + [""], dims), **numbered)
-    backward = event("cpu_op", "_LatentHeadsBackward", 50, 20, **shapes([BF16], [[1, 128, 2, 192]]), **numbered)
-    text = replay(
-        {0: decode_trace(text_of(trace_of(forward, backward)), gpu_required=False)}, Question(op="_LatentHeadsBackward")
-    )
-    found = run(text.replace("warm_up=10, times=50", "warm_up=1, times=1"), tmp_path)
-    assert found.startswith("_LatentHeadsBackward:")
-
-
-def test_a_dense_product_leads_to_its_function_whose_time_is_its_products() -> None:
-    text = replay({0: step()}, Question(op=MATRICES))
-    assert "float8_linear.float8_swiglu_network(arguments[0], gate_up, down, ready)" in text
-    assert f"It launched {MATRICES}" in text and "50.0 us in the trace" in text
-    text = replay({0: step()}, Question(op="_Float8Linear"))
-    assert "float8_linear.float8_linear(arguments[0], weight, arguments[2], ready)" in text
-    assert "20.0 us in the trace" in text
-
-
-def test_a_norm_is_run_again_with_its_residual_if_it_had_one() -> None:
-    args = shapes([BF16, BF16, "float", "Scalar"], [[4, 8], [4, 8], [8], []], texts=["", "", "", "1e-05"])
-    trace = decode_trace(text_of(trace_of(event("cpu_op", "_Float8Norm", 0, 9, **args))), gpu_required=False)
-    text = replay({0: trace}, Question(op="_Float8Norm"))
-    assert "norm.add_rms_norm(arguments[0], arguments[1], arguments[2], arguments[3], RECIPE" in text
-
-
-@pytest.mark.parametrize(
-    ("section", "recipe", "told"),
-    [
-        ({"dense": "mxfp8", "gradients": "e5m2"}, 'RECIPES["mxfp8"]', "mxfp8, by the configuration"),
-        ({"dense": "blockwise-square"}, 'RECIPES["blockwise-square"]', "blockwise-square, by the configuration"),
-        ({"dense": "auto"}, "default_recipe(TARGET)", "the configuration says so"),
-        ({"dense": "x'); import os"}, "default_recipe(TARGET)", "nothing in the trace"),
-        (7, "default_recipe(TARGET)", "nothing in the trace"),
-    ],
-)
-def test_a_script_computes_by_the_recipe_of_the_recording(section: Any, recipe: str, told: str) -> None:
-    lines, line = rule_text({"penstock": {"config": {"float8": section}}}, "dense")
-    assert f"RECIPE = {recipe}\n" in lines and told in line
-    assert ('"e5m2"' in lines) == (recipe == 'RECIPES["mxfp8"]')
 
 
 def test_phases_of_a_step_in_8_bits_leave_nothing_unnamed() -> None:

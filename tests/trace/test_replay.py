@@ -1,10 +1,7 @@
 """Scripts written from traces: they hold what was recorded, and they run."""
 
-import json
 import os
 import subprocess
-import sys
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,21 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from penstock.base.errors import TraceError
-from penstock.kernels import norm, permute
 from penstock.trace.load import decode_trace
 from penstock.trace.recorded_call import DTYPES, recorded_arguments
-from penstock.trace.replay import Question, replay
-from penstock.trace.replay_collective import Collective, collective_of, exchanged
-from penstock.trace.replay_kernels import RECIPES
-from penstock.trace.replay_script import literal
+from penstock.trace.replay import literal, replay_script
 from tests import warm
 from tests.trace.tiny import event, kernel, launch, text_of, trace_of
 
-ROOT = Path(__file__).resolve().parents[2]
 BF16, FP8, LONG = "c10::BFloat16", "c10::Float8_e4m3fn", "long int"
 
 
@@ -39,7 +30,7 @@ def shapes(kinds: list[str], dims: list[Any], strides: list[Any] | None = None, 
     }
 
 
-def script(*calls: tuple[str, Any], op: str, rank: int = 0, **question: Any) -> str:
+def script(*calls: tuple[str, Any], op: str, **question: Any) -> str:
     """The script for one of some operators, each of which launched a kernel that ran ten times its place."""
     events = []
     for at, (name, args) in enumerate(calls, start=1):
@@ -48,8 +39,7 @@ def script(*calls: tuple[str, Any], op: str, rank: int = 0, **question: Any) -> 
             launch(100.0 * at + 5, correlation=at),
             kernel(f"some_{name.rpartition(':')[2]}_kernel", 100.0 * at + 30, 10.0 * at, correlation=at),
         ]
-    trace = decode_trace(text_of(trace_of(*events, rank=rank)))
-    return replay({rank: trace}, Question(op=op, **question))
+    return replay_script(decode_trace(text_of(trace_of(*events))), op, **question)
 
 
 def started_warm(path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -58,16 +48,11 @@ def started_warm(path: Path, **environment: str) -> subprocess.CompletedProcess[
     return warm.run(warm.script, str(path), folder=path.parent, environment=variables)
 
 
-def run(text: str, folder: Path, *, is_warm: bool = True) -> str:
-    """What a script prints, in a process of its own; with few repetitions."""
+def run(text: str, folder: Path) -> str:
+    """The output of a script in a process of its own, with few repetitions."""
     path = folder / "replayed.py"
     path.write_text(text.replace("warm_up=10, times=50", "warm_up=1, times=2"), encoding="utf-8")
-    if is_warm:
-        found = started_warm(path)
-    else:
-        variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, str(path)]
-        found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=variables)
+    found = started_warm(path)
     assert found.returncode == 0, found.stderr
     return found.stdout
 
@@ -120,6 +105,35 @@ def test_offsets_of_a_weight_gradient_count_columns() -> None:
     assert "torch.tensor([4, 8, 12]" in script(call, op="aten::_grouped_mm")
 
 
+def split(at: float, sizes: list[int]) -> dict[str, Any]:
+    args = shapes([BF16, "ScalarList", "Scalar"], [[sum(sizes), 16], [], []], texts=["", str(sizes), "0"])
+    return event("cpu_op", "aten::split_with_sizes", at, 3, **args)
+
+
+@pytest.mark.parametrize(
+    ("splits", "given", "offsets", "source"),
+    [
+        ([(40, [1, 1, 9]), (80, [7, 0, 4]), (90, [6, 5])], None, [7, 7, 11], "real, from the nearest split"),
+        ([(80, [7, 5]), (85, [7, 5, 1])], None, [4, 8, 11], "even, because the trace"),
+        ([(80, [7, 0, 4])], (1, 2, 3), [1, 3, 6], None),
+    ],
+)
+def test_rows_of_experts_come_from_the_nearest_split_that_fits_unless_counts_are_given(
+    splits: list[tuple[float, list[int]]], given: Any, offsets: list[int], source: str | None
+) -> None:
+    name, args = GROUPED
+    product = [event("cpu_op", name, 100, 20, **args), launch(105, correlation=1), kernel("gmm", 130, 9, correlation=1)]
+    trace = decode_trace(text_of(trace_of(*(split(*one) for one in splits), *product)))
+    text = replay_script(trace, name, counts=given)
+    assert f"torch.tensor({offsets}, dtype=torch.int32" in text
+    assert ("Rows of each expert:" in text) == (source is not None) and (source or "") in text
+
+
+def test_an_absurd_number_of_experts_is_refused_at_once() -> None:
+    call = ("aten::_grouped_mm", shapes([BF16, BF16, "int"], [[12, 16], [3, 16, 32], [10**12]]))
+    assert "damaged in this trace" in refusal(call, op="_grouped_mm")
+
+
 def test_counts_are_refused_where_there_are_no_experts() -> None:
     assert "leave --counts out" in refusal(MM, op="aten::mm", counts=(1, 2))
 
@@ -168,11 +182,19 @@ def test_an_unknown_name_is_refused_with_one_that_is_near() -> None:
     assert "did you mean aten::addmm" in refusal(ADDMM, op="aten::adm")
 
 
+@pytest.mark.parametrize(
+    "name", ["c10d::allreduce_", "nccl:all_to_all", "record_param_comms", "_RmsNorm", "_GroupedGemm"]
+)
+def test_collectives_and_autograd_functions_are_refused_with_what_can_be_replayed(name: str) -> None:
+    found = refusal((name, shapes([BF16], [[4, 8]])), op=name)
+    assert "cannot be replayed" in found and "operators of PyTorch or of another library" in found and "\n" not in found
+
+
 def test_a_node_of_the_backward_graph_is_refused_with_what_is_inside() -> None:
     events = [event("cpu_op", "MmBackward0", 0, 50), event("cpu_op", "aten::mm", 10, 20, **MM[1])]
     trace = decode_trace(text_of(trace_of(*events)), gpu_required=False)
-    with pytest.raises(TraceError, match="name one of those inside it: aten::mm"):
-        replay({0: trace}, Question(op="MmBackward0"))
+    with pytest.raises(TraceError, match="name an operator inside it: aten::mm"):
+        replay_script(trace, "MmBackward0")
 
 
 def recorded(work: Any) -> str:
@@ -187,7 +209,7 @@ def recorded(work: Any) -> str:
 
 def cpu_script(work: Any, op: str, **question: Any) -> str:
     trace = decode_trace(recorded(work).encode(), gpu_required=False)
-    return replay({0: trace}, Question(op=op, **question))
+    return replay_script(trace, op, **question)
 
 
 def a_step() -> None:
@@ -229,8 +251,7 @@ def test_scripts_of_operators_run_and_print_their_time(tmp_path: Path) -> None:
     text = recorded(a_step)
     trace = decode_trace(text.encode(), gpu_required=False)
     whole = "\n".join(
-        f"exec({replay({0: trace}, Question(op=op)).replace('warm_up=10, times=50', 'warm_up=1, times=2')!r}, {{}})"
-        for op in OPS
+        f"exec({replay_script(trace, op).replace('warm_up=10, times=50', 'warm_up=1, times=2')!r}, {{}})" for op in OPS
     )
     lines = run(whole, tmp_path).splitlines()
     assert [line.split(":", 3)[2] for line in lines] == [op.split("::")[1] for op in OPS]
@@ -259,117 +280,6 @@ def test_an_argument_that_was_not_recorded_ends_the_script_with_a_line(tmp_path:
     assert "no overload of aten::einsum takes what the trace holds" in found.stderr
 
 
-def test_every_recipe_is_of_a_function_that_we_have() -> None:
-    for name, recipe in RECIPES.items():
-        module = import_module(f"penstock.{recipe.package}.{recipe.module}")
-        assert issubclass(vars(module)[name], torch.autograd.Function)
-        assert callable(vars(module)[recipe.call.partition("(")[0]])
-    assert all(name.startswith("_") for name in RECIPES)
-
-
-needs_interpreter = pytest.mark.skipif(torch.cuda.is_available(), reason="runs our kernels under Triton's interpreter")
-
-
-@pytest.mark.slow
-@needs_interpreter
-def test_our_norm_is_replayed_backward_with_the_arguments_of_forward(tmp_path: Path) -> None:
-    arguments = shapes(["float", "", "float", "Scalar", ""], [[4, 8], [], [8], [], []], texts=["", "", "", "1e-05", ""])
-    forward = event("cpu_op", "_RmsNorm", 0, 20, **arguments, **{"Sequence number": 7})
-    backward = event("cpu_op", "_RmsNormBackward", 50, 20, **shapes(["float"], [[4, 8]]), **{"Sequence number": 7})
-    trace = decode_trace(text_of(trace_of(forward, backward)), gpu_required=False)
-    text = replay({0: trace}, Question(op="_RmsNormBackward"))
-    assert "norm.rms_norm(arguments[0], arguments[2], arguments[3])" in text
-    assert run(text, tmp_path, is_warm=False).startswith("_RmsNormBackward: ")
-
-
-@needs_interpreter
-def test_our_permutation_is_replayed_with_the_rows_of_each_expert(tmp_path: Path) -> None:
-    call = ("_Permute", shapes(["float", LONG, "int", ""], [[6, 8], [6, 2], [4], []]))
-    text = script(call, op="_Permute", counts=(5, 0, 6, 1))
-    assert "order = shuffled_order([5, 0, 6, 1], 6, 2)" in text
-    assert run(text, tmp_path).startswith("_Permute: ")
-
-
-def test_our_grouped_product_is_replayed_with_the_rows_of_each_expert() -> None:
-    call = ("_GroupedGemm", shapes([BF16, BF16, "int", LONG], [[6, 8], [3, 16, 8], [3], [12]]))
-    text = script(call, op="_GroupedGemm")
-    assert "torch.tensor([4, 4, 4], dtype=torch.int32" in text
-    assert "tensor(torch.int64, (12,), (1,), below=6)" in text
-
-
-def about(rank: int, name: str = "all_to_allv", **changed: Any) -> dict[str, Any]:
-    """Metadata of a rank's collective: rank r sends r + 1 rows of two to itself and 3 to the other."""
-    sends = [rank + 1 if other == rank else 3 for other in range(2)]
-    known = {
-        "Collective name": name,
-        "dtype": "Float",
-        "In msg nelems": 2 * sum(sends),
-        "Out msg nelems": 2 * sum(sends),
-        "In split size": json.dumps(sends),
-        "Out split size": json.dumps(sends),
-        "Group size": 2,
-        "Process Group Name": "5",
-        "Process Group Ranks": "[0, 1]",
-        "Seq": 4,
-    }
-    return known | changed
-
-
-def collective_trace(rank: int, **changed: Any) -> Any:
-    call = event("cpu_op", "record_param_comms", 10, 20, **about(rank, **changed))
-    ran = kernel("ncclDevKernel_SendRecv(x)", 50, 33, correlation=9, stream=20)
-    return decode_trace(text_of(trace_of(call, launch(15, correlation=9), ran, rank=rank)))
-
-
-@pytest.mark.parametrize("op", ["all_to_allv", "record_param_comms", "SendRecv", "c10d::alltoall_base_"])
-def test_an_exchange_has_the_splits_of_all_ranks_in_elements(op: str) -> None:
-    text = replay({rank: collective_trace(rank) for rank in range(2)}, Question(op=op))
-    assert "SENT = [\n    [2, 6],\n    [6, 4],\n]" in text
-    assert "33.0 us, waiting for other ranks included" in text
-    assert "even shares" not in text
-
-
-def test_what_other_ranks_sent_each_other_is_guessed_only_where_it_is_not_recorded() -> None:
-    lone = Collective(
-        name="all_to_allv", dtype="float32", sent=9, got=6, ranks=3, place=1, sends=(4, 3, 2), gets=(1, 3, 2)
-    )
-    assert exchanged([lone]) == ([[3, 1, 3], [4, 3, 2], [3, 2, 3]], False)
-    text = replay(
-        {0: collective_trace(0, **{"Group size": 3, "Process Group Ranks": "[0, 1, 2]"})}, Question(op="SendRecv")
-    )
-    assert "even shares" in text
-
-
-def test_a_collective_without_sizes_cannot_be_replayed() -> None:
-    call = event("cpu_op", "c10d::allreduce_", 10, 20)
-    ran = kernel("ncclKernel_AllReduce", 50, 33, correlation=9, stream=20)
-    trace = decode_trace(text_of(trace_of(call, launch(15, correlation=9), ran)))
-    for op in ("c10d::allreduce_", "ncclKernel"):
-        with pytest.raises(TraceError, match="sizes of collectives are not in this trace"):
-            replay({0: trace}, Question(op=op))
-
-
-def test_damaged_metadata_of_a_collective_are_a_clear_error() -> None:
-    with pytest.raises(TraceError, match="damaged"):
-        collective_of(about(0, **{"Group size": "many"}), 0)
-    with pytest.raises(TraceError, match="dtype"):
-        collective_of(about(0, dtype="Odd"), 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["all_to_allv", "allreduce", "_allgather_base", "_reduce_scatter_base"])
-def test_the_script_of_a_collective_runs_under_torchrun(name: str, tmp_path: Path) -> None:
-    sizes = {"_allgather_base": (6, 12), "_reduce_scatter_base": (12, 6)}.get(name)
-    changed = {} if sizes is None else dict(zip(("In msg nelems", "Out msg nelems"), sizes, strict=True))
-    text = replay({rank: collective_trace(rank, name=name, **changed) for rank in range(2)}, Question(op=name))
-    path = tmp_path / "replayed.py"
-    path.write_text(text)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert found.returncode == 0, found.stderr
-    assert f"{name}: " in found.stdout and "on 2 ranks of cpu, 33.0 us on 2 in the trace" in found.stdout
-
-
 def test_a_recorded_value_comes_back_as_it_was() -> None:
     args = shapes(
         ["TensorList", "ScalarList", "Scalar", "double", FP8],
@@ -383,19 +293,3 @@ def test_a_recorded_value_comes_back_as_it_was() -> None:
     assert (flags, low) == ([True, False], float("-inf"))
     assert literal(number) == "torch.tensor(1, dtype=torch.float64)"
     assert literal(small) == "tensor(torch.float8_e4m3fn, (5,), (2,))"
-
-
-def test_a_name_in_a_profile_of_our_norm_is_the_one_that_recipes_know() -> None:
-    """The interpreter runs the kernels; what counts is what the profiler calls the function and what it records."""
-    pytest.importorskip("triton")
-
-    def work() -> None:
-        x_TD: Tensor = torch.randn(4, 8, requires_grad=True)
-        norm.rms_norm(x_TD, torch.ones(8), 1e-5).sum().backward()
-        permute.permute(x_TD.detach(), permute.order_rows(torch.tensor([[0, 1]] * 4), 3))
-
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter is for machines without a GPU")
-    trace = decode_trace(recorded(work).encode(), gpu_required=False)
-    for op in ("_RmsNorm", "_RmsNormBackward", "_Permute"):
-        assert f'"""{op} as a trace has it' in replay({0: trace}, Question(op=op))
