@@ -7,8 +7,8 @@ from penstock.plan.rules.legal import LEGAL, rule_name
 from penstock.plan.rules.order import ORDER
 from penstock.plan.rules.prune import PRUNE
 from penstock.plan.rules.rule import Rule
-from penstock.plan.rules.table import TABLE, Entry
 from tools.hardware_page import table
+from tools.megatron_rules import TABLE, Entry
 
 COLUMNS = ("name", "rule", "change", "from")
 
@@ -71,7 +71,7 @@ against them is one line with the numbers of the case. There are four kinds.
 ## Legal
 
 The run's own config refuses it when the run is loaded or started. A search asks these first, because they cost less
-than a run; tests hold them to the functions that decide. Names are those of the functions, which
+than a run. Each is the function that the config itself calls, by its name, which
 [config.md](config.md) has all of; a plan uses them for the others too.
 """
 

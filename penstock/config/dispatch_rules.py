@@ -1,9 +1,10 @@
-"""Rules between fields of dispatch. Each docstring is the rule as users read it.
+"""Rules of `dispatch`: the dispatcher, and work that overlaps it. Each docstring is the rule as users read it.
 
-What kernels must leave out at a stage is judged where they are chosen, because that depends on the device
-(`penstock.models.kernels`).
+The rule that kernels must never wait at a stage of `dispatch.sync_free` depends on the device and is applied where
+kernels are chosen (`penstock.models.kernels`).
 """
 
+from penstock.config.fit import LayoutSizes, rule_of_sizes
 from penstock.config.problem import Problem
 from penstock.config.run import Run
 
@@ -13,41 +14,146 @@ STAGES = 4
 COUNTS_STAY = 2
 """The first value of `dispatch.sync_free` at which row counts stay on the device."""
 
+OVERLAPPING_SCHEDULES = ("interleaved", "dualpipe-v")
+"""Schedules that run a forward pass beside the backward pass of another micro-batch."""
 
-def sent_rows_are_counted_by_the_host(run: Run) -> Problem | None:
+
+@rule_of_sizes
+def sent_rows_are_counted_by_the_host(sizes: LayoutSizes) -> Problem | None:
     """`dispatch.method` all-to-all goes with `dispatch.sync_free` 0 or 1, and with any value if it sends padding.
 
     The host must know how many rows to send and receive. Padding is `model.moe.balance.pad_to_capacity`.
     """
-    if run.dispatch.method != "all-to-all" or run.dispatch.sync_free < COUNTS_STAY or _pads(run):
+    if sizes.dispatcher != "all-to-all" or sizes.sync_free < COUNTS_STAY or sizes.model.pads:
         return None
     return Problem(
         "dispatch.sync_free",
         "cannot be had with dispatch.method all-to-all, whose row counts the host reads",
-        got=f"{run.dispatch.sync_free}",
+        got=f"{sizes.sync_free}",
         allowed="0, 1",
         fix="set dispatch.method=auto",
     )
 
 
-def padded_rows_are_sent(run: Run) -> Problem | None:
+@rule_of_sizes
+def padded_rows_are_sent(sizes: LayoutSizes) -> Problem | None:
     """`model.moe.balance.pad_to_capacity` goes with `dispatch.method` auto or all-to-all.
 
-    It sends the capacity of every expert, and has static shapes already.
+    It sends the capacity of every expert, so its shapes are static already.
     """
-    if run.dispatch.method in ("auto", "all-to-all") or not _pads(run):
+    if sizes.dispatcher in ("auto", "all-to-all", "local") or not sizes.model.pads:
         return None
     return Problem(
         "dispatch.method",
         "sends no padding, but model.moe.balance.pad_to_capacity does",
-        got=run.dispatch.method,
+        got=sizes.dispatcher,
         allowed="auto, all-to-all",
         fix="set dispatch.method=auto, or model.moe.balance.pad_to_capacity=false",
     )
 
 
-def _pads(run: Run) -> bool:
-    return run.model.moe is not None and run.model.moe.balance.pad_to_capacity
+@rule_of_sizes
+def tokens_travel_to_experts(sizes: LayoutSizes) -> Problem | None:
+    """`dispatch.overlap` needs `model.moe`, and `model.moe.shared_expert_intermediate_size` if it is shared."""
+    overlap, model = sizes.overlap, sizes.model
+    if overlap == "none" or (model.experts and (overlap != "shared" or model.shared_width)):
+        return None
+    missing = "a shared expert (model.moe.shared_expert_intermediate_size)" if model.experts else "model.moe"
+    return Problem(
+        "dispatch.overlap", f"needs {missing}, which the model lacks", got=overlap, fix="set dispatch.overlap=none"
+    )
 
 
-DISPATCH_RULES = (sent_rows_are_counted_by_the_host, padded_rows_are_sent)
+@rule_of_sizes
+def travels_happen_once(sizes: LayoutSizes) -> Problem | None:
+    """`dispatch.overlap` does not go with moe or layer in `recompute.modules` or `offload.activations`.
+
+    They include the dispatch, which would run again.
+    """
+    if sizes.overlap == "none":
+        return None
+    for field, names in (("recompute.modules", sizes.recompute), ("offload.activations", sizes.offloaded)):
+        for name in names:
+            if name in ("moe", "layer"):
+                return Problem(
+                    field,
+                    f"names {name}, which does not go with dispatch.overlap {sizes.overlap}",
+                    fix=f"name parts of a {name}, such as attention, or set dispatch.overlap=none",
+                )
+    return None
+
+
+@rule_of_sizes
+def halves_are_whole_rows(sizes: LayoutSizes) -> Problem | None:
+    """`dispatch.overlap` halves needs an even `training.micro_batch`."""
+    rows = sizes.micro_batch
+    if sizes.overlap != "halves" or rows % 2 == 0:
+        return None
+    return Problem(
+        "training.micro_batch",
+        "must be even with dispatch.overlap halves",
+        got=f"{rows}",
+        fix=f"set training.micro_batch={rows + 1}, or dispatch.overlap=shared",
+    )
+
+
+def halves_are_routed_alone(run: Run) -> Problem | None:
+    """`dispatch.overlap` halves does not go with choices over a whole micro-batch.
+
+    These are `model.moe.balance.capacity_factor`, and `model.moe.balance.aux_loss` micro-batch or global-batch if
+    `model.moe.balance.aux_loss_coef` is not 0.
+    """
+    if run.dispatch.overlap != "halves" or run.model.moe is None:
+        return None
+    balance, section = run.model.moe.balance, "model.moe.balance"
+    if balance.capacity_factor:
+        field, got, fix = "capacity_factor", f"{balance.capacity_factor:g}", f"set {section}.capacity_factor=0"
+    elif balance.aux_loss in ("micro-batch", "global-batch") and balance.aux_loss_coef:
+        field, got, fix = "aux_loss", balance.aux_loss, f"set {section}.aux_loss=sequence"
+    else:
+        return None
+    what = "judges a micro-batch as a whole, which dispatch.overlap halves divides"
+    return Problem(f"{section}.{field}", what, got=got, fix=f"{fix}, or dispatch.overlap=shared")
+
+
+@rule_of_sizes
+def pieces_have_their_weights(sizes: LayoutSizes) -> Problem | None:
+    """`dispatch.overlap` halves and passes do not go with `parallel.shard` full.
+
+    Other work runs between the pieces of a layer, so gathered weights of both would be held.
+    """
+    if sizes.overlap not in ("halves", "passes") or sizes.shard != "full":
+        return None
+    return Problem(
+        "parallel.shard",
+        f"full does not go with dispatch.overlap {sizes.overlap}",
+        got="full",
+        allowed="auto, none, optimizer",
+        fix="set parallel.shard=optimizer, or dispatch.overlap=shared",
+    )
+
+
+@rule_of_sizes
+def passes_stand_beside_each_other(sizes: LayoutSizes) -> Problem | None:
+    """`dispatch.overlap` passes needs `parallel.pipeline` above 1 and `pipeline.schedule` interleaved or dualpipe-v."""
+    if sizes.overlap != "passes" or (sizes.pp > 1 and sizes.schedule in OVERLAPPING_SCHEDULES):
+        return None
+    return Problem(
+        "dispatch.overlap",
+        "passes needs a pipeline whose schedule has forward and backward passes side by side",
+        got="parallel.pipeline 1" if sizes.pp == 1 else f"pipeline.schedule {sizes.schedule} on {sizes.pp} ranks",
+        allowed=f"{', '.join(OVERLAPPING_SCHEDULES)} on 2 or more",
+        fix="set dispatch.overlap=halves" if sizes.pp == 1 else "set pipeline.schedule=interleaved",
+    )
+
+
+DISPATCH_RULES = (
+    sent_rows_are_counted_by_the_host,
+    padded_rows_are_sent,
+    tokens_travel_to_experts,
+    travels_happen_once,
+    halves_are_whole_rows,
+    halves_are_routed_alone,
+    pieces_have_their_weights,
+    passes_stand_beside_each_other,
+)

@@ -1,14 +1,19 @@
-"""What a run needs to know about its ranks: whether it fits a number of them, and what follows from that number.
+"""A run as plain numbers, and whether it fits a number of ranks.
 
-Rules (`penstock.config.rules`) judge a run by itself; here it meets the ranks that there are. Everything that is left
-over by the sizes of `parallel` is data parallelism, so the sizes must divide.
+`LayoutSizes` is what rules between sizes read. The same rule judges a run when it is loaded and a candidate of a
+search, which makes tens of thousands of `LayoutSizes` and no `Run`; `rule_of_sizes` lets it take either. All ranks
+beyond the sizes of `parallel` are data parallelism, so the sizes must divide the ranks (`grid_of`).
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
 from math import gcd, lcm, prod
 from typing import Literal
 
 from penstock.base.numbers import counted
-from penstock.config.model import Attention, GroupedQueryAttention
+from penstock.config.model import Attention, GroupedQueryAttention, LatentAttention, Model
+from penstock.config.parallel import Overlap
 from penstock.config.problem import Problem, divisors, refuse
 from penstock.config.run import Run
 from penstock.layout.grid import MOST_RANKS, Grid
@@ -18,12 +23,189 @@ from penstock.layout.sequence import Method
 SPLITTING_SCHEDULES = ("zb-1f1b", "zb-v", "v-half", "v-min", "dualpipe-v")
 """Schedules that compute the gradients of inputs and of weights apart."""
 
+NO_PIPELINE = "none"
+"""`LayoutSizes.schedule` of a run without a pipeline."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSizes:
+    """Sizes of a model that layouts divide.
+
+    Attributes:
+        layers: decoder layers.
+        dense_layers: decoder layers without experts.
+        vocab_size: token ids.
+        head_counts: heads, then key/value heads of grouped-query attention.
+        experts: routed experts of a layer; 0 in a dense model.
+        expert_width: features of one expert.
+        shared_width: features of the shared expert; 0 for none.
+        dense_width: features of a dense network; 0 if no layer is dense.
+        is_latent: multi-head latent attention.
+        pads: every expert gets exactly its capacity of rows.
+    """
+
+    layers: int
+    dense_layers: int
+    vocab_size: int
+    head_counts: tuple[int, ...]
+    experts: int
+    expert_width: int
+    shared_width: int
+    dense_width: int
+    is_latent: bool
+    pads: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutSizes:
+    """Sizes and choices of a layout, and its model.
+
+    Attributes:
+        model: sizes of the model.
+        global_batch: rows of a step.
+        sequence_length: positions of a row.
+        tp: ranks that share each dense matrix.
+        cp: ranks that share a row of tokens.
+        pp: pipeline ranks.
+        vpp: stages of each pipeline rank; 1 without a pipeline.
+        ep: ranks that share the experts of a layer.
+        etp: ranks that share each expert's matrices.
+        micro_batch: rows of a pass.
+        schedule: schedule of the pipeline; `none` without one.
+        recompute: `recompute.modules`.
+        offloaded: `offload.activations`.
+        sync_free: `dispatch.sync_free`.
+        dispatcher: `dispatch.method`; in a plan the dispatcher that runs, `local` if a rank has all experts.
+        shard: none, optimizer or full.
+        overlap: `dispatch.overlap`.
+        context_method: `parallel.context_method`; `settled_context_method` settles `auto`.
+        capture: `graphs.capture`.
+    """
+
+    model: ModelSizes
+    global_batch: int
+    sequence_length: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+    micro_batch: int = 1
+    schedule: str = NO_PIPELINE
+    recompute: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+    sync_free: int = 0
+    dispatcher: str = "local"
+    shard: str = "optimizer"
+    overlap: Overlap = "none"
+    context_method: Literal["auto", "all-gather", "ulysses"] = "auto"
+    capture: str = "none"
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks between which tokens travel."""
+        return self.ep * self.etp
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline, virtual ones counted."""
+        return self.pp * self.vpp
+
+    @property
+    def settled_context_method(self) -> Method:
+        """`context_method` with `auto` settled: ulysses if the ranks that share a row divide all heads."""
+        if self.context_method != "auto":
+            return self.context_method
+        return "all-gather" if any(heads % (self.tp * self.cp) for heads in self.model.head_counts) else "ulysses"
+
+
+def model_sizes(model: Model) -> ModelSizes:
+    """The sizes of a model."""
+    moe = model.moe
+    return ModelSizes(
+        layers=model.layers,
+        dense_layers=model.layers - model.moe_layers,
+        vocab_size=model.vocab_size,
+        head_counts=tuple(heads_of(model.attention).values()),
+        experts=0 if moe is None else moe.experts,
+        expert_width=0 if moe is None else moe.moe_intermediate_size,
+        shared_width=0 if moe is None else moe.shared_expert_intermediate_size,
+        dense_width=model.intermediate_size if model.moe_layers < model.layers else 0,
+        is_latent=isinstance(model.attention, LatentAttention),
+        pads=moe is not None and moe.balance.pad_to_capacity,
+    )
+
+
+def layout_sizes(run: Run) -> LayoutSizes:
+    """The sizes of a run, which may break any rule."""
+    parallel, has_pipeline = run.parallel, run.parallel.pipeline > 1
+    return LayoutSizes(
+        model=model_sizes(run.model),
+        global_batch=run.training.global_batch,
+        sequence_length=run.training.sequence_length,
+        tp=parallel.tensor,
+        cp=parallel.context,
+        pp=parallel.pipeline,
+        vpp=run.pipeline.stages_per_rank if has_pipeline else 1,
+        ep=parallel.expert,
+        etp=parallel.expert_tensor,
+        micro_batch=run.training.micro_batch,
+        schedule=run.pipeline.schedule if has_pipeline else NO_PIPELINE,
+        recompute=run.recompute.modules,
+        offloaded=run.offload.activations,
+        sync_free=run.dispatch.sync_free,
+        dispatcher=run.dispatch.method,
+        shard=shard(run),
+        overlap=run.dispatch.overlap,
+        context_method=parallel.context_method,
+        capture=run.graphs.capture,
+    )
+
+
+def rule_of_sizes(rule: Callable[[LayoutSizes], Problem | None]) -> Callable[[Run | LayoutSizes], Problem | None]:
+    """A rule between sizes, which can be asked about a run too."""
+
+    @wraps(rule)
+    def asked(subject: Run | LayoutSizes) -> Problem | None:
+        return rule(layout_sizes(subject) if isinstance(subject, Run) else subject)
+
+    return asked
+
+
+def heads_of(attention: Attention) -> dict[str, int]:
+    """Numbers of heads that ranks may have to divide, by the name of their field."""
+    heads = {"heads": attention.heads}
+    return heads | {"kv_heads": attention.kv_heads} if isinstance(attention, GroupedQueryAttention) else heads
+
+
+def shard(run: Run) -> Literal["none", "optimizer", "full"]:
+    """`parallel.shard` with `auto` settled."""
+    return "optimizer" if run.parallel.shard == "auto" else run.parallel.shard
+
+
+def context_method(run: Run) -> Method:
+    """`parallel.context_method` with `auto` settled."""
+    return layout_sizes(run).settled_context_method
+
+
+def stage_count(run: Run) -> int:
+    """Stages of the pipeline, virtual ones counted; 1 without a pipeline."""
+    return layout_sizes(run).stages
+
+
+def micro_batches(run: Run, grid: Grid) -> int:
+    """Forward passes of each rank for one optimizer step."""
+    return run.training.global_batch // (run.training.micro_batch * grid.data)
+
 
 def smallest_world(run: Run) -> int:
-    """Fewest ranks that the sizes of `parallel` fit, one data-parallel replica or as many as folding needs."""
-    parallel = run.parallel
-    dense, expert = parallel.tensor * parallel.context, parallel.expert * parallel.expert_tensor
-    return parallel.pipeline * lcm(dense, expert)
+    """Fewest ranks that the sizes of `parallel` fit: one data-parallel replica of both views."""
+    return _least_ranks(layout_sizes(run))
+
+
+def _least_ranks(sizes: LayoutSizes) -> int:
+    return sizes.pp * lcm(sizes.tp * sizes.cp, sizes.expert_ranks)
 
 
 def grid_of(run: Run, world: int) -> Grid:
@@ -34,144 +216,105 @@ def grid_of(run: Run, world: int) -> Grid:
         world: ranks.
 
     Raises:
-        ConfigError: the sizes do not divide the ranks, or what is left does not divide the batch or the shards.
+        ConfigError: the sizes do not divide the ranks, or the remaining data-parallel ranks do not divide the batch or
+            the shards.
     """
-    refuse(_ranks(run, world) + _recording(run, world))
-    parallel = run.parallel
+    sizes = layout_sizes(run)
+    refuse([problem for problem in (sizes_divide_the_ranks(sizes, world), _recording(run, world)) if problem])
     grid = Grid(
         world=world,
-        tensor=parallel.tensor,
-        context=parallel.context,
-        pipeline=parallel.pipeline,
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
+        tensor=sizes.tp,
+        context=sizes.cp,
+        pipeline=sizes.pp,
+        expert=sizes.ep,
+        expert_tensor=sizes.etp,
     )
-    refuse(_batch(run, grid) + _schedule(run, grid) + _shards(run, grid))
+    batch, order = micro_batches_are_whole(sizes, world), schedule_has_its_micro_batches(sizes, world)
+    refuse([problem for problem in (batch, order, *_shards(run, grid)) if problem])
     return grid
 
 
-def micro_batches(run: Run, grid: Grid) -> int:
-    """Forward passes of each rank for one optimizer step."""
-    return run.training.global_batch // (run.training.micro_batch * grid.data)
-
-
-def stage_count(run: Run) -> int:
-    """Stages of the pipeline, virtual ones counted; 1 without a pipeline."""
-    return run.parallel.pipeline * run.pipeline.stages_per_rank if run.parallel.pipeline > 1 else 1
-
-
-def shard(run: Run) -> Literal["none", "optimizer", "full"]:
-    """What data-parallel ranks divide, `auto` settled."""
-    return "optimizer" if run.parallel.shard == "auto" else run.parallel.shard
-
-
-def context_method(run: Run) -> Method:
-    """How ranks that share a row attend, `auto` settled: they exchange positions for heads where heads divide."""
-    if run.parallel.context_method != "auto":
-        return run.parallel.context_method
-    ranks = run.parallel.tensor * run.parallel.context
-    return "all-gather" if any(heads % ranks for heads in heads_of(run.model.attention).values()) else "ulysses"
-
-
-def heads_of(attention: Attention) -> dict[str, int]:
-    """Numbers of heads that ranks may have to divide, by the name of their field."""
-    heads = {"heads": attention.heads}
-    return heads | {"kv_heads": attention.kv_heads} if isinstance(attention, GroupedQueryAttention) else heads
-
-
-def _ranks(run: Run, world: int) -> list[Problem]:
-    """The sizes divide the ranks, in both views."""
-    parallel, least = run.parallel, smallest_world(run)
+def sizes_divide_the_ranks(sizes: LayoutSizes, world: int) -> Problem | None:
+    """PP x CP x TP divides the ranks, and so does PP x EP x ETP: two views of the same ranks."""
+    least = _least_ranks(sizes)
     if max(world, least) > MOST_RANKS:
-        return [
-            Problem("parallel", "is for too many ranks", got=f"{max(world, least):,}", allowed=f"at most {MOST_RANKS}")
-        ]
-    dense = {"pipeline": parallel.pipeline, "tensor": parallel.tensor, "context": parallel.context}
-    expert = {"pipeline": parallel.pipeline, "expert": parallel.expert, "expert_tensor": parallel.expert_tensor}
+        got = f"{max(world, least):,}"
+        return Problem("parallel", "is for too many ranks", got=got, allowed=f"at most {MOST_RANKS}")
+    dense = {"pipeline": sizes.pp, "tensor": sizes.tp, "context": sizes.cp}
+    expert = {"pipeline": sizes.pp, "expert": sizes.ep, "expert_tensor": sizes.etp}
     if world < least:
         larger = max(prod(dense.values()), prod(expert.values()))
         which = "the larger of" if least == larger else "the least common multiple of"
-        return [
-            Problem(
+        return Problem(
+            "parallel",
+            f"needs more ranks: {which} {_product(dense)} and {_product(expert)}",
+            got=counted(world, "rank"),
+            allowed=f"a multiple of {least}",
+            fix=f"start {least} processes: penstock train ... --processes {least}",
+        )
+    for view in (dense, expert):
+        if world % prod(view.values()):
+            below = world - world % least
+            return Problem(
                 "parallel",
-                f"needs more ranks: {which} {_product(dense)} and {_product(expert)}",
+                f"does not divide the ranks: {_product(view)}",
                 got=counted(world, "rank"),
                 allowed=f"a multiple of {least}",
-                fix=f"start {least} processes: penstock train ... --processes {least}",
+                fix=f"run on {below} or {below + least} ranks, or change these sizes",
             )
-        ]
-    for sizes in (dense, expert):
-        if world % prod(sizes.values()):
-            below = world - world % least
-            return [
-                Problem(
-                    "parallel",
-                    f"does not divide the ranks: {_product(sizes)}",
-                    got=counted(world, "rank"),
-                    allowed=f"a multiple of {least}",
-                    fix=f"run on {below} or {below + least} ranks, or change these sizes",
-                )
-            ]
-    return []
-
-
-def _recording(run: Run, world: int) -> list[Problem]:
-    """If steps are recorded, then on a rank that there is."""
-    ranks = run.profile.ranks
-    if run.profile.start == 0 or not ranks or min(ranks) < world:
-        return []
-    got = ", ".join(map(str, ranks))
-    return [Problem("profile.ranks", "names no rank that there is", got=got, allowed=f"0 to {world - 1}")]
+    return None
 
 
 def _product(sizes: dict[str, int]) -> str:
     return f"{' x '.join(f'{name} {size}' for name, size in sizes.items())} = {prod(sizes.values())}"
 
 
-def _batch(run: Run, grid: Grid) -> list[Problem]:
-    """Every data-parallel rank gets whole micro-batches, the same number."""
-    training = run.training
-    least = training.micro_batch * grid.data
-    if training.global_batch % least == 0:
-        return []
-    below = training.global_batch - training.global_batch % least
+def _recording(run: Run, world: int) -> Problem | None:
+    """Steps are recorded on a rank that exists."""
+    ranks = run.profile.ranks
+    if run.profile.start == 0 or not ranks or min(ranks) < world:
+        return None
+    got = ", ".join(map(str, ranks))
+    return Problem("profile.ranks", "names no rank of this run", got=got, allowed=f"0 to {world - 1}")
+
+
+def micro_batches_are_whole(sizes: LayoutSizes, world: int) -> Problem | None:
+    """Micro-batch x DP divides the global batch: every data-parallel rank gets the same number of micro-batches."""
+    rows, data = sizes.global_batch, world // (sizes.tp * sizes.cp * sizes.pp)
+    least = sizes.micro_batch * data
+    if least and rows % least == 0:
+        return None
+    below = rows - rows % least if least else 0
     near = " or ".join(f"{batch}" for batch in (below, below + least) if batch)
-    return [
-        Problem(
-            "training.global_batch",
-            f"must be a multiple of training.micro_batch x data-parallel ranks ({training.micro_batch} x {grid.data})",
-            got=f"{training.global_batch} on {counted(grid.world, 'rank')}",
-            fix=f"set training.global_batch to {near}{_smaller_micro_batch(run, grid)}",
-        )
-    ]
+    each, left = divmod(rows, data) if data else (0, 0)
+    smaller = f", or training.micro_batch to {gcd(each, sizes.micro_batch)}" if each and not left else ""
+    return Problem(
+        "training.global_batch",
+        f"must be a multiple of training.micro_batch x data-parallel ranks ({sizes.micro_batch} x {data})",
+        got=f"{rows} on {counted(world, 'rank')}",
+        fix=f"set training.global_batch to {near}{smaller}",
+    )
 
 
-def _smaller_micro_batch(run: Run, grid: Grid) -> str:
-    """What else helps if the batch is right."""
-    rows, left = divmod(run.training.global_batch, grid.data)
-    size = gcd(rows, run.training.micro_batch)
-    return f", or training.micro_batch to {size}" if rows and not left else ""
-
-
-def _schedule(run: Run, grid: Grid) -> list[Problem]:
-    """A step has the micro-batches that its schedule needs."""
-    least = SCHEDULES[run.pipeline.schedule].micro_batches_per_rank * grid.pipeline
-    count = micro_batches(run, grid)
-    if grid.pipeline == 1 or count >= least:
-        return []
-    return [
-        Problem(
-            "pipeline.schedule",
-            f"{run.pipeline.schedule} on {grid.pipeline} pipeline ranks has too few micro-batches",
-            got=f"{count}",
-            allowed=f"{least} or more",
-            fix=f"set training.global_batch={least * run.training.micro_batch * grid.data}, or pipeline.schedule=zb-v",
-        )
-    ]
+def schedule_has_its_micro_batches(sizes: LayoutSizes, world: int) -> Problem | None:
+    """dualpipe-v needs two micro-batches for each pipeline rank."""
+    if sizes.pp == 1 or sizes.schedule not in SCHEDULES:
+        return None
+    rows = sizes.micro_batch * (world // (sizes.tp * sizes.cp * sizes.pp))
+    least, count = SCHEDULES[sizes.schedule].micro_batches_per_rank * sizes.pp, sizes.global_batch // max(1, rows)
+    if count >= least:
+        return None
+    return Problem(
+        "pipeline.schedule",
+        f"{sizes.schedule} on {sizes.pp} pipeline ranks has too few micro-batches",
+        got=f"{count}",
+        allowed=f"{least} or more",
+        fix=f"set training.global_batch={least * rows}, or pipeline.schedule=zb-v",
+    )
 
 
 def _shards(run: Run, grid: Grid) -> list[Problem]:
-    """Copies that are divided are divided among as many ranks each; fewer ranks than that divide one among all."""
+    """`parallel.shard_size` divides the ranks that hold the same parameters, unless they are fewer."""
     size = run.parallel.shard_size
     for ranks, what in ((grid.data * grid.context, "dense matrices"), (grid.expert_data, "experts")):
         if 0 < size < ranks and ranks % size:

@@ -15,10 +15,10 @@ from math import gcd
 from typing import Any, TypeVar
 
 from penstock.config.data_rules import evaluation_has_text
+from penstock.config.dispatch_rules import passes_stand_beside_each_other
 from penstock.config.graph_rules import captured_shapes_are_known
 from penstock.config.layout_rules import schedule_has_its_stages
 from penstock.config.model import GroupedQueryAttention
-from penstock.config.overlap_rules import passes_stand_beside_each_other
 from penstock.config.run import Run
 from penstock.config.section import Section
 from penstock.layout.schedules import SCHEDULES

@@ -6,7 +6,7 @@ the host, is judged where they are chosen (penstock/train/choose_capture.py).
 """
 
 from penstock.config.dispatch_rules import COUNTS_STAY
-from penstock.config.fit import shard
+from penstock.config.fit import LayoutSizes, rule_of_sizes, shard
 from penstock.config.problem import Problem
 from penstock.config.run import Run
 
@@ -17,17 +17,18 @@ _NOT_BEHIND_PARTS = {
 """Modules that reach into the captured parts of a layer."""
 
 
-def captured_passes_are_not_cut_into_stages(run: Run) -> Problem | None:
+@rule_of_sizes
+def captured_passes_are_not_cut_into_stages(sizes: LayoutSizes) -> Problem | None:
     """`graphs.capture` full and partial need `parallel.pipeline` 1.
 
-    Ranks of a pipeline have passes of several micro-batches under way, each with activations of its own.
+    Ranks of a pipeline have several micro-batches in flight, each with activations of its own.
     """
-    if not _captures(run) or run.parallel.pipeline == 1:
+    if sizes.capture not in ("full", "partial") or sizes.pp == 1:
         return None
     return Problem(
         "parallel.pipeline",
-        f"has passes of several micro-batches under way, and graphs.capture {run.graphs.capture} has memory for one",
-        got=f"{run.parallel.pipeline}",
+        f"has several micro-batches in flight, and graphs.capture {sizes.capture} has memory for one",
+        got=f"{sizes.pp}",
         allowed="1",
         fix="set graphs.capture=none",
     )

@@ -3,12 +3,11 @@
 What depends on the number of ranks is not here but in `penstock.config.fit`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from penstock.base.errors import ConfigError
 from penstock.base.meant import did_you_mean
-from penstock.config.fit import SPLITTING_SCHEDULES, context_method, heads_of, shard, stage_count
-from penstock.config.model import LatentAttention
+from penstock.config.fit import SPLITTING_SCHEDULES, LayoutSizes, ModelSizes, rule_of_sizes, stage_count
 from penstock.config.parallel import OFFLOADABLE, RECOMPUTABLE
 from penstock.config.problem import Problem, divisors
 from penstock.config.run import Run
@@ -16,11 +15,15 @@ from penstock.layout.schedules import SCHEDULES
 from penstock.layout.sequence import multiple_of
 from penstock.layout.stages import parse_stages
 
+_HEAD_FIELDS = ("heads", "kv_heads")
+"""Fields of `ModelSizes.head_counts`."""
 
-def experts_have_ranks_only_if_there_are_any(run: Run) -> Problem | None:
+
+@rule_of_sizes
+def experts_have_ranks_only_if_there_are_any(sizes: LayoutSizes) -> Problem | None:
     """`parallel.expert` and `parallel.expert_tensor` above 1 need `model.moe`."""
-    for name, size in (("expert", run.parallel.expert), ("expert_tensor", run.parallel.expert_tensor)):
-        if size > 1 and run.model.moe is None:
+    for name, size in (("expert", sizes.ep), ("expert_tensor", sizes.etp)):
+        if size > 1 and not sizes.model.experts:
             return Problem(
                 f"parallel.{name}",
                 "shares experts, but the model has none (model.moe)",
@@ -31,80 +34,80 @@ def experts_have_ranks_only_if_there_are_any(run: Run) -> Problem | None:
     return None
 
 
-def expert_ranks_divide_experts(run: Run) -> Problem | None:
+@rule_of_sizes
+def expert_ranks_divide_experts(sizes: LayoutSizes) -> Problem | None:
     """`parallel.expert` divides `model.moe.experts`."""
-    moe = run.model.moe
-    return None if moe is None else _must_divide(run, "expert", "model.moe.experts", moe.experts)
+    return _must_divide("expert", sizes.ep, "model.moe.experts", sizes.model.experts)
 
 
-def expert_tensor_ranks_divide_an_expert(run: Run) -> Problem | None:
+@rule_of_sizes
+def expert_tensor_ranks_divide_an_expert(sizes: LayoutSizes) -> Problem | None:
     """`parallel.expert_tensor` divides `model.moe.moe_intermediate_size`."""
-    moe = run.model.moe
-    return (
-        None
-        if moe is None
-        else _must_divide(run, "expert_tensor", "model.moe.moe_intermediate_size", moe.moe_intermediate_size)
+    return _must_divide("expert_tensor", sizes.etp, "model.moe.moe_intermediate_size", sizes.model.expert_width)
+
+
+@rule_of_sizes
+def tensor_ranks_divide_heads(sizes: LayoutSizes) -> Problem | None:
+    """`parallel.tensor` divides `model.attention.heads`, and `model.attention.kv_heads` if there are any."""
+    for name, count in zip(_HEAD_FIELDS, sizes.model.head_counts, strict=False):
+        if problem := _must_divide("tensor", sizes.tp, f"model.attention.{name}", count):
+            return problem
+    return None
+
+
+@rule_of_sizes
+def tensor_ranks_divide_widths(sizes: LayoutSizes) -> Problem | None:
+    """`parallel.tensor` divides `model.intermediate_size` and `model.moe.shared_expert_intermediate_size`."""
+    model = sizes.model
+    return _must_divide("tensor", sizes.tp, "model.intermediate_size", model.dense_width) or _must_divide(
+        "tensor", sizes.tp, "model.moe.shared_expert_intermediate_size", model.shared_width
     )
 
 
-def tensor_ranks_divide_heads(run: Run) -> Problem | None:
-    """`parallel.tensor` divides `model.attention.heads`, and `model.attention.kv_heads` where there are such."""
-    heads = {f"model.attention.{name}": count for name, count in heads_of(run.model.attention).items()}
-    return _first(_must_divide(run, "tensor", name, count) for name, count in heads.items())
-
-
-def tensor_ranks_divide_widths(run: Run) -> Problem | None:
-    """`parallel.tensor` divides `model.intermediate_size` and `model.moe.shared_expert_intermediate_size`."""
-    model = run.model
-    widths = {"model.intermediate_size": model.intermediate_size} if model.moe_layers < model.layers else {}
-    if model.moe is not None:
-        widths["model.moe.shared_expert_intermediate_size"] = model.moe.shared_expert_intermediate_size
-    return _first(_must_divide(run, "tensor", name, width) for name, width in widths.items())
-
-
-def tensor_ranks_divide_the_vocabulary(run: Run) -> Problem | None:
-    """`parallel.tensor` divides `model.vocab_size`; ids that no token has may fill it up."""
-    ranks, vocabulary = run.parallel.tensor, run.model.vocab_size
-    if vocabulary % ranks == 0:
+@rule_of_sizes
+def tensor_ranks_divide_the_vocabulary(sizes: LayoutSizes) -> Problem | None:
+    """`parallel.tensor` divides `model.vocab_size`; unused token ids may fill it up."""
+    ranks, ids = sizes.tp, sizes.model.vocab_size
+    if ids % ranks == 0:
         return None
     return Problem(
         "model.vocab_size",
         f"must be a multiple of parallel.tensor ({ranks})",
-        got=f"{vocabulary}",
-        fix=f"set model.vocab_size={vocabulary + -vocabulary % ranks}; ids that no token has do no harm",
+        got=f"{ids}",
+        fix=f"set model.vocab_size={ids + -ids % ranks}; unused token ids do no harm",
     )
 
 
-def ranks_divide_the_sequence(run: Run) -> Problem | None:
+@rule_of_sizes
+def ranks_divide_the_sequence(sizes: LayoutSizes) -> Problem | None:
     """`parallel.context` x `parallel.tensor` divide `training.sequence_length`.
 
-    Twice that many do with `parallel.context_method` all-gather, which gives a rank two chunks of each row.
+    With `parallel.context_method` all-gather, twice that many do, because a rank has two chunks of each row.
     """
-    parallel, length = run.parallel, run.training.sequence_length
-    method = context_method(run)
-    least = multiple_of(parallel.context, parallel.tensor, method)
+    length, ranks = sizes.sequence_length, sizes.cp * sizes.tp
+    least = multiple_of(sizes.cp, sizes.tp, sizes.settled_context_method)
     if length % least == 0:
         return None
-    twice = least > parallel.context * parallel.tensor
     below = length - length % least
     near = " or ".join(f"{one}" for one in (below, below + least) if one)
     return Problem(
         "training.sequence_length",
-        f"must be a multiple of {'2 x ' if twice else ''}parallel.context x parallel.tensor ({least})",
+        f"must be a multiple of {'2 x ' if least > ranks else ''}parallel.context x parallel.tensor ({least})",
         got=f"{length}",
         fix=f"set training.sequence_length to {near}",
     )
 
 
-def ulysses_divides_heads(run: Run) -> Problem | None:
+@rule_of_sizes
+def ulysses_divides_heads(sizes: LayoutSizes) -> Problem | None:
     """With `parallel.context_method` ulysses, `parallel.context` x `parallel.tensor` divide the heads.
 
-    That is `model.attention.heads`, and `model.attention.kv_heads` where there are such.
+    These are `model.attention.heads`, and `model.attention.kv_heads` if there are any.
     """
-    ranks = run.parallel.context * run.parallel.tensor
-    if run.parallel.context_method != "ulysses" or run.parallel.context == 1:
+    ranks = sizes.cp * sizes.tp
+    if sizes.context_method != "ulysses" or sizes.cp == 1:
         return None
-    for name, heads in heads_of(run.model.attention).items():
+    for name, heads in zip(_HEAD_FIELDS, sizes.model.head_counts, strict=False):
         if heads % ranks:
             return Problem(
                 "parallel.context_method",
@@ -115,40 +118,42 @@ def ulysses_divides_heads(run: Run) -> Problem | None:
     return None
 
 
-def schedule_has_its_stages(run: Run) -> Problem | None:
+@rule_of_sizes
+def schedule_has_its_stages(sizes: LayoutSizes) -> Problem | None:
     """`pipeline.stages_per_rank` is what `pipeline.schedule` needs.
 
     1 for 1f1b and zb-1f1b, 2 for zb-v, v-half, v-min and dualpipe-v, at least 2 for interleaved, any number for gpipe.
     It is read only if `parallel.pipeline` is above 1.
     """
-    name, stages = run.pipeline.schedule, run.pipeline.stages_per_rank
-    shape = SCHEDULES[name]
-    if run.parallel.pipeline == 1 or (shape.fewest <= stages and (shape.most is None or stages <= shape.most)):
+    if sizes.pp == 1 or sizes.schedule not in SCHEDULES:
+        return None
+    shape, stages = SCHEDULES[sizes.schedule], sizes.vpp
+    if shape.fewest <= stages and (shape.most is None or stages <= shape.most):
         return None
     other = "interleaved" if stages > 1 else "1f1b"
     return Problem(
         "pipeline.stages_per_rank",
-        f"does not go with pipeline.schedule {name}",
+        f"does not go with pipeline.schedule {sizes.schedule}",
         got=f"{stages}",
         allowed=f"{shape.fewest}" if shape.most else f">= {shape.fewest}",
         fix=f"set pipeline.stages_per_rank={shape.fewest}, or pipeline.schedule={other}",
     )
 
 
-def pipeline_has_enough_layers(run: Run) -> Problem | None:
+@rule_of_sizes
+def pipeline_has_enough_layers(sizes: LayoutSizes) -> Problem | None:
     """`parallel.pipeline` x `pipeline.stages_per_rank` is at most `model.layers` + 2.
 
     No stage is empty; the embedding and the head may have stages of their own.
     """
-    stages, most = stage_count(run), run.model.layers + 2
-    if stages <= most:
+    layers = sizes.model.layers
+    if sizes.pp == 1 or sizes.stages <= layers + 2:
         return None
-    ranks, of_rank = run.parallel.pipeline, run.pipeline.stages_per_rank
     return Problem(
         "parallel.pipeline",
-        f"makes more stages than model.layers ({run.model.layers}), the embedding and the head can fill",
-        got=f"{ranks} ranks x {of_rank} stages = {stages}",
-        allowed=f"up to {most}",
+        f"makes more stages than model.layers ({layers}), the embedding and the head can fill",
+        got=f"{sizes.pp} ranks x {sizes.vpp} stages = {sizes.stages}",
+        allowed=f"up to {layers + 2}",
         fix="lower parallel.pipeline or pipeline.stages_per_rank",
     )
 
@@ -182,17 +187,18 @@ def layout_can_be_read(run: Run) -> Problem | None:
     return None
 
 
-def gathered_weights_meet_whole_backwards(run: Run) -> Problem | None:
+@rule_of_sizes
+def gathered_weights_meet_whole_backwards(sizes: LayoutSizes) -> Problem | None:
     """`parallel.shard` full does not go with a `pipeline.schedule` that splits backward.
 
-    These are zb-1f1b, zb-v, v-half, v-min and dualpipe-v: weights that were gathered for one half would be gone when
-    the other comes.
+    These are zb-1f1b, zb-v, v-half, v-min and dualpipe-v: weights that were gathered for one half are freed before the
+    other half runs.
     """
-    if run.parallel.pipeline == 1 or shard(run) != "full" or run.pipeline.schedule not in SPLITTING_SCHEDULES:
+    if sizes.pp == 1 or sizes.shard != "full" or sizes.schedule not in SPLITTING_SCHEDULES:
         return None
     return Problem(
         "parallel.shard",
-        f"full does not go with pipeline.schedule {run.pipeline.schedule}, which splits backward",
+        f"full does not go with pipeline.schedule {sizes.schedule}, which splits backward",
         got="full",
         allowed="auto, none, optimizer",
         fix="set parallel.shard=optimizer",
@@ -211,19 +217,21 @@ def shards_have_something_to_divide(run: Run) -> Problem | None:
     )
 
 
-def recomputed_modules_exist(run: Run) -> Problem | None:
+@rule_of_sizes
+def recomputed_modules_exist(sizes: LayoutSizes) -> Problem | None:
     """`recompute.modules` names parts that the model has.
 
     They are norm, latent-up, attention, expert-activation, shared-expert, dense, moe, layer. latent-up needs
     latent attention (`model.attention.kv_lora_rank`), expert-activation and moe need `model.moe`, shared-expert needs
     `model.moe.shared_expert_intermediate_size`, and dense needs `model.dense_layers` or `model.moe.moe_layer_freq` > 1.
     """
-    return _unknown_part(run, "recompute.modules", run.recompute.modules, RECOMPUTABLE)
+    return _unknown_part(sizes.model, "recompute.modules", sizes.recompute, RECOMPUTABLE)
 
 
-def offloaded_modules_exist(run: Run) -> Problem | None:
+@rule_of_sizes
+def offloaded_modules_exist(sizes: LayoutSizes) -> Problem | None:
     """`offload.activations` names parts that the model has: attention, dense, moe, layer."""
-    return _unknown_part(run, "offload.activations", run.offload.activations, OFFLOADABLE)
+    return _unknown_part(sizes.model, "offload.activations", sizes.offloaded, OFFLOADABLE)
 
 
 def recomputed_layers_exist(run: Run) -> Problem | None:
@@ -249,20 +257,15 @@ def recompute_says_what(run: Run) -> Problem | None:
     return None
 
 
-def _first(problems: Iterable[Problem | None]) -> Problem | None:
-    return next((problem for problem in problems if problem is not None), None)
-
-
-def _must_divide(run: Run, name: str, whole: str, count: int) -> Problem | None:
+def _must_divide(name: str, ranks: int, whole: str, count: int) -> Problem | None:
     """A size of `parallel` divides what its ranks share."""
-    sizes = {"tensor": run.parallel.tensor, "expert": run.parallel.expert, "expert_tensor": run.parallel.expert_tensor}
-    if count % sizes[name] == 0:
+    if count % ranks == 0:
         return None
-    return Problem(f"parallel.{name}", f"must divide {whole} ({count})", f"{sizes[name]}", divisors(count))
+    return Problem(f"parallel.{name}", f"must divide {whole} ({count})", f"{ranks}", divisors(count))
 
 
-def _unknown_part(run: Run, field: str, names: Sequence[str], known: Sequence[str]) -> Problem | None:
-    missing = _missing_parts(run)
+def _unknown_part(model: ModelSizes, field: str, names: Sequence[str], known: Sequence[str]) -> Problem | None:
+    missing = _missing_parts(model)
     for name in names:
         if name not in known:
             fix = did_you_mean(name, known)
@@ -273,17 +276,14 @@ def _unknown_part(run: Run, field: str, names: Sequence[str], known: Sequence[st
     return None
 
 
-def _missing_parts(run: Run) -> dict[str, str]:
-    """Parts that could be named and that this model lacks, and why."""
-    model = run.model
-    missing = {}
-    if not isinstance(model.attention, LatentAttention):
-        missing["latent-up"] = f"model.attention.kind is {model.attention.kind}"
-    if model.moe is None:
+def _missing_parts(model: ModelSizes) -> dict[str, str]:
+    """Parts of layers that this model lacks, each with the reason."""
+    missing = {} if model.is_latent else {"latent-up": "model.attention.kind is not mla"}
+    if not model.experts:
         missing |= dict.fromkeys(("moe", "expert-activation", "shared-expert"), "the model has no model.moe")
-    elif model.moe.shared_expert_intermediate_size == 0:
+    elif model.shared_width == 0:
         missing["shared-expert"] = "model.moe.shared_expert_intermediate_size is 0"
-    if model.moe_layers == model.layers:
+    if model.dense_layers == 0:
         missing["dense"] = "model.dense_layers is 0"
     return missing
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from penstock.base.errors import ConfigError
 
@@ -43,6 +44,7 @@ def refuse(problems: Sequence[Problem]) -> None:
     raise ConfigError(f"{first.field} {first.what}{also}", got=first.got, allowed=first.allowed, fix=first.fix)
 
 
+@cache
 def divisors(number: int) -> str:
     """The divisors of a number in words, or a few of them if they are many."""
     found = [f"{one}" for one in range(1, number + 1) if number % one == 0]

@@ -14,7 +14,6 @@ from penstock.config.float8_rules import FLOAT8_RULES
 from penstock.config.graph_rules import GRAPH_RULES
 from penstock.config.layout_rules import LAYOUT_RULES
 from penstock.config.model_rules import MODEL_RULES
-from penstock.config.overlap_rules import OVERLAP_RULES
 from penstock.config.parallel import Captured, Graphs
 from penstock.config.problem import Problem, refuse
 from penstock.config.run import Run
@@ -28,7 +27,6 @@ RULES: tuple[Rule, ...] = (
     *DATA_RULES,
     *LAYOUT_RULES,
     *DISPATCH_RULES,
-    *OVERLAP_RULES,
     *GRAPH_RULES,
     *FLOAT8_RULES,
 )
@@ -55,7 +53,7 @@ def capture_problem(run: Run, what: Captured) -> Problem | None:
     return next((problem for rule in GRAPH_RULES if (problem := rule(asked)) is not None), None)
 
 
-def rule_text(rule: Rule) -> str:
+def rule_text(rule: Callable[..., object]) -> str:
     """The rule in words."""
     assert rule.__doc__ is not None, f"{rule} is documented"
     return " ".join(rule.__doc__.split())

@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 from penstock.base.errors import ConfigError
 from penstock.config.dispatcher import DispatchFacts, choose_dispatcher, ranks_on_a_node
+from penstock.config.fit import NO_PIPELINE
 from penstock.config.merge import parse_overrides
 from penstock.config.model import LatentAttention, Model
 from penstock.config.parallel import Graphs, Offload, Overlap, Pipeline, Recompute
@@ -25,7 +26,7 @@ from penstock.config.run import Run
 from penstock.layout.schedules import SCHEDULES
 from penstock.models.decoder import IN_PIECES
 from penstock.plan.asked_layout import FIELDS, check_name, settled
-from penstock.plan.rules.sizes import NO_PIPELINE, Sizes
+from penstock.plan.rules.sizes import Sizes
 from penstock.plan.transfers import Dispatcher
 
 GRID = ("tp", "cp", "pp", "ep", "etp")

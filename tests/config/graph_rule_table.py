@@ -10,7 +10,7 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     (
         rules.captured_passes_are_not_cut_into_stages,
         (PASSES, "parallel.pipeline=2"),
-        "parallel.pipeline has passes of several micro-batches under way, and graphs.capture full has memory for "
+        "parallel.pipeline has several micro-batches in flight, and graphs.capture full has memory for "
         "one; got 2; allowed: 1; fix: set graphs.capture=none",
     ),
     (
@@ -41,7 +41,7 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     (
         rules.captured_passes_are_not_cut_into_stages,
         (PARTS, "parallel.pipeline=2"),
-        "parallel.pipeline has passes of several micro-batches under way, and graphs.capture partial has memory for "
+        "parallel.pipeline has several micro-batches in flight, and graphs.capture partial has memory for "
         "one; got 2; allowed: 1; fix: set graphs.capture=none",
     ),
     (

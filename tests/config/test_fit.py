@@ -38,7 +38,7 @@ REFUSED = {
         "allowed: a multiple of 4; fix: run on 4 or 8 ranks, or change these sizes"
     ),
     ("recording", 4, ("profile.start=3", "profile.ranks=[4, 7]")): (
-        "profile.ranks names no rank that there is; got 4, 7; allowed: 0 to 3"
+        "profile.ranks names no rank of this run; got 4, 7; allowed: 0 to 3"
     ),
     ("batch", 4, ("training.global_batch=24",)): (
         "training.global_batch must be a multiple of training.micro_batch x data-parallel ranks (4 x 4); "

@@ -53,7 +53,7 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
         rules.tensor_ranks_divide_the_vocabulary,
         ("parallel.tensor=4",),
         "model.vocab_size must be a multiple of parallel.tensor (4); got 257; "
-        "fix: set model.vocab_size=260; ids that no token has do no harm",
+        "fix: set model.vocab_size=260; unused token ids do no harm",
     ),
     (
         rules.tensor_ranks_divide_widths,
@@ -168,7 +168,7 @@ BROKEN: list[tuple[Rule, tuple[str, ...], str]] = [
     (
         rules.recomputed_modules_exist,
         (*GROUPED, "recompute.modules=latent-up"),
-        "recompute.modules names latent-up, but model.attention.kind is gqa; "
+        "recompute.modules names latent-up, but model.attention.kind is not mla; "
         "allowed: norm, attention, expert-activation, shared-expert, dense, moe, layer; fix: leave latent-up out",
     ),
     (

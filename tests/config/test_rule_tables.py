@@ -1,8 +1,6 @@
 """Every rule between fields breaks as its table says, and what is possible passes them all.
 
-The tables stand in test_model_rules, test_run_rules and test_layout_rules, beside what else is tested of their rules,
-and in data_rule_table, dispatch_rule_table, overlap_rule_table, graph_rule_table and
-float8_rule_table.
+The tables are in test_model_rules, test_run_rules, test_layout_rules, and in the modules *_rule_table.
 """
 
 import pytest
@@ -15,7 +13,6 @@ from tests.config import (
     dispatch_rule_table,
     float8_rule_table,
     graph_rule_table,
-    overlap_rule_table,
     test_layout_rules,
     test_model_rules,
     test_run_rules,
@@ -28,7 +25,6 @@ TABLES = (
     test_layout_rules,
     data_rule_table,
     dispatch_rule_table,
-    overlap_rule_table,
     graph_rule_table,
     float8_rule_table,
 )

@@ -1,7 +1,6 @@
-"""What a planner and a doctor know before anything is projected: rules with names, reasons and sources.
+"""Rules that a planner and a doctor apply before a projection, each with a name, a reason and a source.
 
-Reading order: `sizes` (what rules look at), `rule` (what a rule is), `legal` (what a run's own config would refuse, by
-the same names), `prune` (layouts that are not worth a projection), `order` (what is only tried where nothing else
-fits), `advice` (what stays, and is told), `book` (all of them, and how they are asked), `table` (the rules of others,
-and what became of each). docs/rules.md is written from them.
+Reading order: `sizes` (the numbers that rules read), `rule`, `legal` (rules of the config, by the same functions),
+`prune` (layouts that are not worth a projection), `order` (layouts that are tried only if nothing else fits), `advice`
+(told about layouts that stay), `book` (all rules, and how they are asked). docs/rules.md is written from them.
 """
