@@ -26,7 +26,7 @@ from benchmarks import record
 from benchmarks.projection_cases import Case, Chosen, named
 from penstock.base.errors import PenstockError
 from penstock.train.run_folder import RunFolder
-from penstock.tune import evidence
+from penstock.tune.result_file import commit_of_code
 from penstock.tune.trial import Failure, Trial, run_trial
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -106,7 +106,7 @@ def measured(options: argparse.Namespace, case: Case, folder: Path) -> Row:
     row: Row = {
         **asdict(case),
         "overrides": list(case.overrides),
-        "commit": options.commit or evidence.commit_of_code(),
+        "commit": options.commit or commit_of_code(),
         "device": facts["device"],
         "torch": facts["torch"],
         "reason": "",

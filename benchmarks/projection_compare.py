@@ -21,7 +21,7 @@ from benchmarks.projection_cases import FROZEN, MADE, Case
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.project import Assumptions, project
 from penstock.train.run_folder import write_whole
-from penstock.tune import evidence
+from penstock.tune.result_file import commit_of_code
 
 ALLOWED = {"step": 0.10, "memory": 0.05}
 """Errors that no run may exceed."""
@@ -44,7 +44,7 @@ def main() -> None:
         if row["figures"] is not None and (not options.only or row["name"] in options.only):
             row |= compared(row, options.hardware, result["environment"]["steps"])
             print_row(row, with_terms=options.terms)
-    numbers["projected_by"] = {"commit": options.commit or evidence.commit_of_code(), "hardware": options.hardware}
+    numbers["projected_by"] = {"commit": options.commit or commit_of_code(), "hardware": options.hardware}
     numbers["errors"] = summary(numbers["cases"])
     for name, found in numbers["errors"].items():
         print(f"{name}: {found['runs']} runs, {_in_words(found)}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from penstock.tune import evidence
+from penstock.tune.result_file import write_result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def write(options: argparse.Namespace, numbers: Mapping[str, Any], **environment
     """
     if options.output is None:
         return
-    evidence.write(
+    write_result(
         options.output,
         command=" ".join(["python", "-m", _module(), *sys.argv[1:]]),
         commit=options.commit,

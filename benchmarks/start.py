@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import record
 from penstock.cli.main import VERBS
-from penstock.tune.evidence import commit_of_code
+from penstock.tune.result_file import commit_of_code
 from tests.fresh_machine import ROOT, bare_environment
 
 TIMES = 5

@@ -10,22 +10,22 @@ Result = dict[str, Any]
 
 
 def ladder(result: Result) -> str:
-    """Every rung, those that did not run with the reason."""
+    """One row for each ladder step; those that did not run show the reason."""
     numbers, environment = result["numbers"], result["environment"]
     lines = [
-        f"{origin(result)}; {environment['steps']} steps a rung, medians after {environment['warm_up_steps']}. "
+        f"{origin(result)}; {environment['steps']} training steps each, medians after {environment['warm_up_steps']}. "
         f"`{' '.join([numbers['target'], *numbers['overrides']])}`; {numbers['routing']}.",
         "",
-        "| rung | tokens/s/GPU | step, p99/p50 | MFU, TFLOP/s | peak memory | loss, largest gap | x before | by "
+        "| step | tokens/s/GPU | ms, p99/p50 | MFU, TFLOP/s | peak memory | loss, largest gap | x before | by "
         "optimization | by size | x first |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    for rung in numbers["rungs"]:
-        name = f"{rung['name']} (size)" if rung["kind"] == "size" else rung["name"]
-        name += " (slower, left out)" if rung["state"] == "slower" else ""
-        figures, gain = rung["figures"], rung["gain"]
+    for step in _steps(numbers):
+        name = f"{step['name']} (size)" if step["kind"] == "size" else step["name"]
+        name += " (slower, left out)" if step["state"] == "slower" else ""
+        figures, gain = step["figures"], step["gain"]
         if figures is None:
-            lines.append(f"| {name} | {rung['state']}: {_in_cell(rung['reason'])} |" + " |" * 8)
+            lines.append(f"| {name} | {step['state']}: {_in_cell(step['reason'])} |" + " |" * 8)
             continue
         loss = f"{figures['losses'][0]:.4f} -> {figures['losses'][-1]:.4f}, {gain['loss_gap']:.1e}"
         ratios = " | ".join(f"{gain[key]:.2f}" for key in ("before", "by_optimization", "by_size", "first"))
@@ -38,11 +38,11 @@ def ladder(result: Result) -> str:
 
 
 def ladder_changes(result: Result) -> str:
-    """What each rung is, and what it changed."""
-    lines = ["| rung | what | changed |", "|---|---|---|"]
-    for rung in result["numbers"]["rungs"]:
-        changed = " ".join(f"`{one}`" for one in rung["changed"])
-        lines.append(f"| {rung['name']} | {rung['what']} | {changed or 'nothing: ' + rung['state']} |")
+    """The description and the changes of each ladder step."""
+    lines = ["| step | what | changed |", "|---|---|---|"]
+    for step in _steps(result["numbers"]):
+        changed = " ".join(f"`{one}`" for one in step["changed"])
+        lines.append(f"| {step['name']} | {step['what']} | {changed or 'nothing: ' + step['state']} |")
     return "\n".join(lines)
 
 
@@ -136,6 +136,12 @@ def whole(result: Result) -> str:
             f"{median(own) / median(speeds[0]):.2f} |"
         )
     return "\n".join(lines)
+
+
+def _steps(numbers: dict[str, Any]) -> list[dict[str, Any]]:
+    """Ladder steps of a result; older results call them rungs."""
+    found: list[dict[str, Any]] = numbers["ladder_steps"] if "ladder_steps" in numbers else numbers["rungs"]
+    return found
 
 
 def _compute(figures: dict[str, Any]) -> str:

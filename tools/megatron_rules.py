@@ -145,7 +145,7 @@ ROUTER = (
         (),
         "a fault of their releases; docs/float8.md has our curves",
     ),
-    Entry("R14", "losses are compared on the same rows", "moot", (), "the ladder gives all rungs the same rows"),
+    Entry("R14", "losses are compared on the same rows", "moot", (), "the ladder gives all steps the same rows"),
     Entry("R15", "weights before the second product need scaled biases", "moot", (), "experts have no biases"),
     Entry("R16", "a logged loss is divided in place", "theirs"),
     Entry("R17", "settings of deterministic runs", "environment", (), "`training.deterministic`"),
@@ -195,7 +195,7 @@ OVERLAP = (
         "plan",
         ("experts-over-nodes-want-overlap", "overlap-if-exposed"),
     ),
-    Entry("O4", "try one kind at a time", "doctor", ("overlap-if-exposed",), "rungs of the ladder"),
+    Entry("O4", "try one kind at a time", "doctor", ("overlap-if-exposed",), "steps of the ladder"),
     Entry(
         "O5", "shared-expert overlap or EP overlap", "moot", (), "`dispatch.overlap` is one choice; halves hold both"
     ),

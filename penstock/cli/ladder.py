@@ -2,12 +2,12 @@
 
     penstock ladder deepseek-v2-lite parallel.expert=4 training.global_batch=64 --processes 4 --json ladder.json
     penstock ladder debug training.micro_batch=1 parallel.expert=2 --processes 2       on a laptop
-    penstock ladder debug --rungs mine.toml --only baseline,mine                       rungs of one's own
+    penstock ladder debug --ladder mine.toml --only baseline,mine                      a ladder of one's own
     penstock ladder ... --json ladder.json --resume                                    go on where a ladder was ended
 
-A ladder trains one configuration after another, each the one below and a change, for some steps on the same rows with
-the same seed, and puts their speed, memory and losses into one table. Every rung is `penstock train` in processes of
-its own. What a rung is stands in penstock/tune/rungs.py, how to read the table in docs/ladder.md.
+A ladder trains one configuration after another, each the one before with one change, for some training steps on the
+same rows with the same seed, and compares speed, memory and losses in one table. Every ladder step is `penstock
+train` in its own processes. The steps are in penstock/tune/ladder_steps.py; docs/ladder.md explains the table.
 """
 
 import shlex
@@ -31,10 +31,21 @@ from penstock.models.count import count
 from penstock.parallel.launch.environment import read_environment
 from penstock.parallel.launch.local import processes_to_start
 from penstock.train.run_folder import free_name
-from penstock.tune import evidence
-from penstock.tune.ladder import Gain, Ground, Measure, Outcome, balancing, climb, gains
-from penstock.tune.ladder_file import NOTHING_KEPT, Kept, read_kept, recalling, rungs_as_json
-from penstock.tune.rungs import LADDER, LadderStep, chosen, load_rungs
+from penstock.tune.ladder import (
+    NO_TRIALS,
+    LadderGain,
+    LadderOptions,
+    Measure,
+    Outcome,
+    SavedTrials,
+    balancing,
+    climb,
+    gains,
+    read_saved_trials,
+    steps_as_json,
+)
+from penstock.tune.ladder_steps import LADDER, LadderStep, chosen, load_ladder_steps
+from penstock.tune.result_file import commit_of_code, describe_machine, write_result
 from penstock.tune.trial import first_steps, run_trial
 
 _LEAST = ("x size", "x optimization", "gap", "TFLOP/s", "p99/p50", "changed", "loss", "peak GiB", "MFU", "x before")
@@ -42,27 +53,24 @@ _LEAST = ("x size", "x optimization", "gap", "TFLOP/s", "p99/p50", "changed", "l
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A ladder and all that is said about it.
+class LadderPlan:
+    """A ladder and its options.
 
     Attributes:
-        rungs: all of them.
-        wanted: names of those that are measured.
-        ground: below them.
+        wanted: names of the ladder steps to measure.
         own: the user's overrides.
-        steps: of each rung.
-        routing: how tokens find their experts.
-        flops_per_token: of the model.
-        output: JSON file to write, or None.
-        commit: of the code; empty finds out.
-        resumes: take from the file what it has.
+        training_steps: of each ladder step.
+        routing: how tokens choose their experts.
+        output: JSON file, or None.
+        commit: of the code; empty asks git.
+        resumes: take trials back from the file.
     """
 
-    rungs: tuple[LadderStep, ...]
+    steps: tuple[LadderStep, ...]
     wanted: frozenset[str]
-    ground: Ground
+    options: LadderOptions
     own: tuple[str, ...]
-    steps: int
+    training_steps: int
     routing: str
     flops_per_token: float
     output: Path | None
@@ -74,23 +82,23 @@ def ladder(  # noqa: PLR0913 - one argument for each option
     target: Annotated[str, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
     processes: Annotated[
-        int | None, typer.Option("--processes", min=1, help="Ranks of each rung; without it, one for each GPU.")
+        int | None, typer.Option("--processes", min=1, help="Number of ranks; without it, one for each GPU.")
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps of each rung.")] = 30,
-    warm_up: Annotated[int, typer.Option("--warm-up", min=0, help="First steps that are not timed.")] = 10,
-    rungs: Annotated[Path | None, typer.Option("--rungs", help="TOML file with a ladder of one's own.")] = None,
-    only: Annotated[str, typer.Option("--only", help="Names of the rungs to measure: baseline,grouped.")] = "",
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps of each ladder step.")] = 30,
+    warm_up: Annotated[int, typer.Option("--warm-up", min=0, help="First training steps, which are not timed.")] = 10,
+    file: Annotated[Path | None, typer.Option("--ladder", help="TOML file with a ladder of one's own.")] = None,
+    only: Annotated[str, typer.Option("--only", help="Names of the ladder steps to measure: baseline,grouped.")] = "",
     output: Annotated[Path | None, typer.Option("--json", help="File to write everything to.")] = None,
     resumes: Annotated[bool, typer.Option("--resume", help="Keep what the file of --json has measured.")] = False,
     most_seconds: Annotated[
-        float, typer.Option("--timeout", min=0, help="Seconds after which a rung is ended; 0 never.")
+        float, typer.Option("--timeout", min=0, help="Seconds after which a ladder step is ended; 0 never.")
     ] = 0.0,
     force: Force = False,
     commit: Annotated[str, typer.Option("--commit", help="Commit to write down, where there is no repository.")] = "",
 ) -> int:
     """Measure what each optimization is worth: one configuration after another, each in processes of its own.
 
-    Exit codes: 0 a rung ran, 1 none did, 2 something is wrong that you can mend.
+    Exit codes: 0 a ladder step ran, 1 none did, 2 something is wrong that you can mend.
     """
     environment = read_environment()
     if environment.started_by:
@@ -106,9 +114,9 @@ def ladder(  # noqa: PLR0913 - one argument for each option
     if output is not None:
         check_output(output, "--json", force=force or resumes)
     whole, own = load_run(target, overrides or ()), tuple(overrides or ())
-    table = LADDER if rungs is None else load_rungs(rungs)
+    table = LADDER if file is None else load_ladder_steps(file)
     parent = Path(whole.record.folder)
-    ground = Ground(
+    options = LadderOptions(
         target=target,
         overrides=(*own, *first_steps(whole, steps)),
         processes=processes_to_start(whole, environment, processes),
@@ -117,13 +125,13 @@ def ladder(  # noqa: PLR0913 - one argument for each option
         most_seconds=most_seconds,
         has_gpu=whole.device != "cpu" and torch.cuda.device_count() > 0,
     )
-    grid_of(load_run(target, ground.overrides), ground.processes)
-    plan = Plan(
-        rungs=table,
+    grid_of(load_run(target, options.overrides), options.processes)
+    plan = LadderPlan(
+        steps=table,
         wanted=chosen(table, [name.strip() for name in only.split(",") if name.strip()]),
-        ground=ground,
+        options=options,
         own=own,
-        steps=steps,
+        training_steps=steps,
         routing=balancing(whole),
         flops_per_token=count(whole.model, whole.training.sequence_length).flops_per_token,
         output=output,
@@ -135,93 +143,94 @@ def ladder(  # noqa: PLR0913 - one argument for each option
     return 0 if any(outcome.state == "ran" for outcome in outcomes) else FAILED
 
 
-def climb_and_print(plan: Plan, measure: Measure) -> list[Outcome]:
-    """Measure every rung, print a line as each ends and the table last, and keep the file up to date.
+def climb_and_print(plan: LadderPlan, measure: Measure) -> list[Outcome]:
+    """Measure every ladder step, print a line after each and the table last, and keep the file up to date.
 
     Args:
         plan: the ladder.
         measure: runs a trial.
     """
-    ground = plan.ground
-    run = load_run(ground.target, ground.overrides)
+    options = plan.options
+    run = load_run(options.target, options.overrides)
     tokens = f"{run.training.global_batch} x {run.training.sequence_length} tokens"
-    where = f"{ground.processes} GPU(s)" if ground.has_gpu else f"{ground.processes} CPU process(es)"
-    print(f"ladder of {run.name}: {len(plan.wanted)} rungs on {where}, {plan.steps} steps of {tokens} each")
+    where = f"{options.processes} GPU(s)" if options.has_gpu else f"{options.processes} CPU process(es)"
+    length = f"{plan.training_steps} steps of {tokens} each"
+    print(f"ladder of {run.name}: {len(plan.wanted)} ladder steps on {where}, {length}")
     print(f"routing: {plan.routing}")
-    print(f"runs and what they print: {ground.folder}", flush=True)
-    kept = NOTHING_KEPT
+    print(f"runs and what they print: {options.folder}", flush=True)
+    saved = NO_TRIALS
     if plan.resumes and plan.output is not None:
-        kept = read_kept(plan.output, _environment(plan), plan.commit or evidence.commit_of_code())
+        saved = read_saved_trials(plan.output, _environment(plan), plan.commit or commit_of_code())
     outcomes: list[Outcome] = []
-    for outcome in climb(plan.rungs, plan.wanted, ground, recalling(kept, measure)):
+    for outcome in climb(plan.steps, plan.wanted, options, saved.or_measured(measure)):
         outcomes.append(outcome)
         print("\n".join(_lines(outcome, gains(outcomes)[-1], plan)), flush=True)
         if plan.output is not None:
-            _write(plan, plan.output, outcomes, kept)
+            _write(plan, plan.output, outcomes, saved)
     print()
     print_table(*_table(outcomes, plan), _LEAST)
-    timed = f"medians after {ground.warm_up} of {plan.steps} steps"
-    print(f"\n{plan.routing}; {timed}; gap: largest relative difference of a step's loss from the first rung's")
+    timed = f"medians after {options.warm_up} of {plan.training_steps} steps"
+    print(f"\n{plan.routing}; {timed}; gap: largest relative difference of a step's loss from the first ladder step's")
     return outcomes
 
 
-def _noun(plan: Plan) -> str:
-    return "GPU" if plan.ground.has_gpu else "process"
+def _noun(plan: LadderPlan) -> str:
+    return "GPU" if plan.options.has_gpu else "process"
 
 
-def _environment(plan: Plan) -> dict[str, Any]:
-    return evidence.describe_machine(on_gpu=plan.ground.has_gpu) | {
-        "ranks": plan.ground.processes,
-        "steps": plan.steps,
-        "warm_up_steps": plan.ground.warm_up,
+def _environment(plan: LadderPlan) -> dict[str, Any]:
+    return describe_machine(on_gpu=plan.options.has_gpu) | {
+        "ranks": plan.options.processes,
+        "steps": plan.training_steps,
+        "warm_up_steps": plan.options.warm_up,
     }
 
 
-def _write(plan: Plan, path: Path, outcomes: Sequence[Outcome], kept: Kept) -> None:
-    evidence.write(
+def _write(plan: LadderPlan, path: Path, outcomes: Sequence[Outcome], saved: SavedTrials) -> None:
+    write_result(
         path,
         command=shlex.join(["penstock", *sys.argv[1:]]),
         commit=plan.commit,
         environment=_environment(plan),
         numbers={
-            "target": plan.ground.target,
+            "target": plan.options.target,
             "overrides": list(plan.own),
             "routing": plan.routing,
             "flops_per_token": plan.flops_per_token,
-            "rungs": rungs_as_json(outcomes, plan.flops_per_token),
-            "still_ahead": kept.still_ahead(outcomes),
+            "ladder_steps": steps_as_json(outcomes, plan.flops_per_token),
+            "still_ahead": saved.still_ahead(outcomes),
         },
     )
 
 
-def _lines(outcome: Outcome, gain: Gain | None, plan: Plan) -> list[str]:
-    """What is said as soon as a rung has ended: how it went, and below it what else was tried."""
+def _lines(outcome: Outcome, gain: LadderGain | None, plan: LadderPlan) -> list[str]:
+    """Lines for a finished ladder step: its result, then its failed attempts."""
     others = [f"{'':<16}not with {' '.join(one.change)}: {one.reason}" for one in outcome.others]
     return [_line(outcome, gain, plan), *others]
 
 
-def _line(outcome: Outcome, gain: Gain | None, plan: Plan) -> str:
+def _line(outcome: Outcome, gain: LadderGain | None, plan: LadderPlan) -> str:
     if outcome.figures is None or gain is None:
-        return f"{outcome.rung.name:<16}{outcome.state}: {outcome.reason}"
+        return f"{outcome.step.name:<16}{outcome.state}: {outcome.reason}"
     notes = [f"  with {' '.join(outcome.fallback)}"] if outcome.fallback else []
     notes += [f"  {outcome.reason}"] if outcome.reason else []
     return (
-        f"{outcome.rung.name:<16}{outcome.figures.tokens_per_second_per_device:>9,.0f} tokens/s/{_noun(plan)}  "
-        f"{gain.before:.2f} x the rung before, {gain.first:.2f} x the first  ({outcome.seconds:.0f} s){''.join(notes)}"
+        f"{outcome.step.name:<16}{outcome.figures.tokens_per_second_per_device:>9,.0f} tokens/s/{_noun(plan)}  "
+        f"{gain.before:.2f} x the step before, {gain.first:.2f} x the first  ({outcome.seconds:.0f} s){''.join(notes)}"
     )
 
 
-def _table(outcomes: Sequence[Outcome], plan: Plan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def _table(outcomes: Sequence[Outcome], plan: LadderPlan) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Columns and rows."""
     measured = (f"tokens/s/{_noun(plan)}", "step ms", "p99/p50", "MFU", "TFLOP/s", "peak GiB", "loss", "gap")
-    columns = ("rung", *measured, "x before", "x optimization", "x size", "x first", "changed")
+    columns = ("ladder step", *measured, "x before", "x optimization", "x size", "x first", "changed")
     rows = [_row(outcome, gain, plan) for outcome, gain in zip(outcomes, gains(outcomes), strict=True)]
     return columns, [(*row, *("" for _ in range(len(columns) - len(row) - 1)), last) for *row, last in rows]
 
 
-def _row(outcome: Outcome, gain: Gain | None, plan: Plan) -> tuple[str, ...]:
-    """Cells of a rung; of one that did not run, its name, how that is called, and why."""
-    name = f"{outcome.rung.name} (size)" if outcome.rung.is_size else outcome.rung.name
+def _row(outcome: Outcome, gain: LadderGain | None, plan: LadderPlan) -> tuple[str, ...]:
+    """Cells of a ladder step; if it did not run, its name, state and reason."""
+    name = f"{outcome.step.name} (size)" if outcome.step.is_size else outcome.step.name
     figures = outcome.figures
     if figures is None or gain is None:
         return name, outcome.state, " ".join([outcome.reason, *_others(outcome)])
@@ -229,7 +238,7 @@ def _row(outcome: Outcome, gain: Gain | None, plan: Plan) -> tuple[str, ...]:
     if outcome.reason:
         notes.append(f"({outcome.reason})")
     elif figures.repeated_steps:
-        notes.append(f"({figures.repeated_steps} steps made twice)")
+        notes.append(f"({figures.repeated_steps} steps repeated)")
     utilization = figures.model_flops_utilization
     return (
         name,
@@ -250,5 +259,5 @@ def _row(outcome: Outcome, gain: Gain | None, plan: Plan) -> tuple[str, ...]:
 
 
 def _others(outcome: Outcome) -> list[str]:
-    """What else was tried, and in a few words why it did not do."""
+    """Failed attempts with short reasons."""
     return [f"(not with {' '.join(one.change)}: {one.reason.partition('; ')[0]})" for one in outcome.others]

@@ -1,56 +1,58 @@
-"""Climbs a ladder: one configuration after another, each the last one that ran and a change, on the same data and seed.
+"""Runs a ladder: each step is the configuration of the last successful step and one change, on the same data and seed.
 
-    baseline   ran       the ground, which stays even if it fails itself
+    baseline   ran       the base of comparison, which stays even if it fails
     grouped    ran       baseline, grouped
     symmetric  skipped   the machine has no GPU
-    sync-free  failed    baseline, grouped, sync-free: no memory
+    sync-free  failed    baseline, grouped, sync-free: out of memory
     halves     slower    baseline, grouped, halves: it costs more than it gains here
-    larger     ran       baseline, grouped, larger, and its fallback eager, because it found no memory as it was
+    larger     ran       baseline, grouped, larger, and its fallback eager, because it ran out of memory without
 
-So a failure costs its own rung and no other, and what does not pay is not carried upwards. What is refused by
-configuration or finds no memory is tried again with each fallback of the rung, until a form of it runs, slow or fast;
-what fails otherwise is not. A rung that the user has left out (`--only`) is not measured, and stays in what comes after
-it, in the first form that the configuration allows.
+A failed or slow step is left out of the later ones. A step that is refused or runs out of memory is tried again with
+each of its fallbacks until one runs; other failures have no fallback. A step that the user excludes (`--only`) is not
+measured but stays in the later ones, in the first variant that the configuration allows.
 
-A rung that only makes the micro-batch larger is of another kind: it gives the device more work at once, and memory pays
-for it. The gains of both kinds are multiplied up apart, and the two products together are the gain over the first rung.
-The gain of a rung that ran with a fallback is that of both, and counts as the rung's kind: of a larger micro-batch it
-is what the size gains, less what was given up for it.
+A step that only makes the micro-batch larger is of another kind, because it gives the device more work at once and
+needs memory for it. Gains of the two kinds are multiplied separately; the two products together are the gain over the
+first step. The gain of a step that ran with a fallback is that of both and counts as the step's kind.
+
+The results are also written as JSON, and `--resume` takes trials back from the file: figures, refusals and trials that
+ran out of memory, which would end the same way. Trials that crashed or timed out run again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from penstock.base.errors import PenstockError
+from penstock.base.errors import ConfigError, PenstockError
+from penstock.base.files import read_json
 from penstock.config.compare import differences
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.run import Run
-from penstock.tune.rungs import MICRO_BATCH, Change, LadderStep, why_skipped, why_unmet
+from penstock.tune.ladder_steps import MICRO_BATCH, LadderChange, LadderStep, why_skipped, why_unmet
 from penstock.tune.trial import Failure, Figures, Trial
 
 Measure = Callable[[Trial], Figures | Failure]
-"""`run_trial`, or what stands in for it."""
+"""`run_trial`, or a replacement."""
 
 State = Literal["ran", "slower", "skipped", "refused", "failed"]
 
 NOISE = 0.02
-"""Part of the throughput by which a rung may seem slower without being it."""
+"""Share of the throughput by which a step may seem slower by chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ground:
-    """What all rungs have in common.
+class LadderOptions:
+    """Options that all steps share.
 
     Attributes:
         target: preset, TOML file or folder of a run.
-        overrides: of the user and of `first_steps`, below those of all rungs.
-        processes: ranks.
-        warm_up: first steps that are not counted.
-        folder: that gets the folders of the runs.
-        most_seconds: of one rung; 0 waits as long as it takes.
+        overrides: the user's and those of `first_steps`; the steps' overrides come after them.
+        processes: number of ranks.
+        warm_up: first training steps, which are not timed.
+        folder: parent of the folders of the runs.
+        most_seconds: time limit of one step; 0 for none.
         has_gpu: the ranks are on GPUs.
     """
 
@@ -65,15 +67,13 @@ class Ground:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """A form of a rung that another one may stand in for: it was refused by configuration, or found no memory.
+    """A variant of a step that was refused or ran out of memory.
 
     Attributes:
-        trial: name of its run, whether there was one or not.
-        change: what the rung sets and, after it, what the fallback sets.
-        overrides: all that are laid over the target, those of the ground included.
-        state: of the trial.
-        reason: one line.
-        seconds: that it took.
+        trial: name of its run, even if it was not started.
+        change: overrides of the step, then those of the fallback.
+        overrides: all overrides of the target.
+        seconds: duration of the trial.
     """
 
     trial: str
@@ -86,23 +86,21 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a rung: of the form that ran or broke, or of its own if all were refused or found no memory.
+    """Result of a step: of the variant that ran or crashed, or of the plain step if no variant could run.
 
     Attributes:
-        rung: the rung.
-        state: `ran`; or it ran and was slower than the last one that counts, so that later ones go without it; else it
-            was left out, refused, or failed, with the reason.
+        state: `slower` if it ran but is left out of later steps.
         reason: one line; empty if it ran.
         trial: name of its run.
-        fallback: overrides of the fallback that it ran with; empty without one.
-        changed: what differs from the last rung that ran, `field=value` each; of the first one what it sets.
-        overrides: all that are laid over the target, those of the ground included.
-        figures: if it ran.
-        seconds: that it took, without what was tried before.
-        tried: all forms that were refused by configuration or found no memory, in order.
+        fallback: overrides of the fallback; empty without one.
+        changed: differences from the last step that ran, `field=value` each; for the first step its overrides.
+        overrides: all overrides of the target.
+        figures: None if it did not run.
+        seconds: duration, without earlier attempts.
+        tried: variants that were refused or ran out of memory, in order.
     """
 
-    rung: LadderStep
+    step: LadderStep
     state: State
     reason: str = ""
     trial: str = ""
@@ -114,27 +112,22 @@ class Outcome:
     tried: tuple[Attempt, ...] = ()
 
     @property
-    def speed(self) -> float:
-        """Tokens per second of each device; 0 if it did not run."""
-        return 0.0 if self.figures is None else self.figures.tokens_per_second_per_device
-
-    @property
     def others(self) -> tuple[Attempt, ...]:
-        """What was tried besides the form that this is about."""
+        """Attempts besides the variant that this is the result of."""
         return tuple(one for one in self.tried if one.trial != self.trial)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Form:
-    """A rung as it is, or with a fallback.
+class _Variant:
+    """A step, plain or with a fallback.
 
     Attributes:
         trial: name of its run.
-        own: overrides of the rung.
-        fallback: those of the fallback, laid over them.
-        held: those of the rungs below, and of this one.
-        overrides: all that are laid over the target.
-        run: what they describe, or why it cannot be had.
+        own: overrides of the step.
+        fallback: overrides of the fallback.
+        held: overrides of the steps before and of this one.
+        overrides: all overrides of the target.
+        run: the configuration, or the reason why it is refused.
     """
 
     trial: str
@@ -146,16 +139,15 @@ class _Form:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gain:
-    """A rung's throughput for each device, as a ratio.
+class LadderGain:
+    """Throughput ratios of a step, for each device.
 
     Attributes:
-        before: over the last rung that ran and was kept.
-        first: over the first that ran.
-        by_optimization: product of the gains of this rung and of all that it stands on, but for those that change the
-            micro-batch.
-        by_size: product of the gains of those.
-        loss_gap: largest relative difference of its losses from those of the first that ran, step by step.
+        before: over the last step that ran and was kept.
+        first: over the first step that ran.
+        by_optimization: product of the gains up to here, without steps that change the micro-batch.
+        by_size: product of the gains of the others.
+        loss_gap: largest relative difference from the losses of the first step that ran.
     """
 
     before: float
@@ -165,130 +157,131 @@ class Gain:
     loss_gap: float
 
 
-def climb(rungs: Sequence[LadderStep], wanted: frozenset[str], ground: Ground, measure: Measure) -> Iterator[Outcome]:
-    """Measure one rung after another; a generator, so that somebody can watch.
+def climb(
+    steps: Sequence[LadderStep], wanted: frozenset[str], options: LadderOptions, measure: Measure
+) -> Iterator[Outcome]:
+    """Measure one step after another; a generator, so that the caller can report progress.
 
     Args:
-        rungs: the ladder, checked.
-        wanted: names of those that are measured (`penstock.tune.rungs.chosen`).
-        ground: below all of them.
+        steps: the ladder, checked.
+        wanted: names of the steps to measure (`penstock.tune.ladder_steps.chosen`).
+        options: of all steps.
         measure: runs a trial.
     """
     held: tuple[str, ...] = ()
-    below, last, best = load_run(ground.target, ground.overrides), None, None
-    for place, rung in enumerate(rungs):
-        skipped = why_skipped(rung, below, ground.has_gpu)
-        forms = [] if skipped else _forms(rung, held, below, ground)
-        form = next((form for form in forms if isinstance(form.run, Run)), None)
+    below, last, best = load_run(options.target, options.overrides), None, None
+    for place, step in enumerate(steps):
+        skipped = why_skipped(step, below, options.has_gpu)
+        variants = [] if skipped else _variants(step, held, below, options)
+        variant = next((one for one in variants if isinstance(one.run, Run)), None)
         pays = False
-        if rung.name in wanted:
-            outcome = Outcome(rung=rung, state="skipped", reason=skipped)
-            if forms:
-                outcome, form = _measured(rung, forms, last, ground, measure)
+        if step.name in wanted:
+            outcome = Outcome(step=step, state="skipped", reason=skipped)
+            if variants:
+                outcome, variant = _measured(step, variants, last, options, measure)
             outcome = _judged(outcome, best)
             yield outcome
             pays = outcome.state == "ran"
             best = outcome.figures if pays else best
-        if form is None or isinstance(form.run, Failure):
+        if variant is None or isinstance(variant.run, Failure):
             continue
-        last = form.run if pays else last
-        if pays or place == 0 or rung.name not in wanted:
-            held, below = form.held, form.run
+        last = variant.run if pays else last
+        if pays or place == 0 or step.name not in wanted:
+            held, below = variant.held, variant.run
 
 
-def _forms(rung: LadderStep, held: tuple[str, ...], below: Run, ground: Ground) -> list[_Form]:
-    """The rung as it is, and with each fallback that means something and makes another run of it.
-
-    A fallback that is refused for a reason that is known already is left out.
-    """
-    own = rung.change
-    if rung.micro_batch_times > 1:
-        own = (*own, f"{MICRO_BATCH}={below.training.micro_batch * rung.micro_batch_times}")
-    forms: list[_Form] = []
-    for name, fallback in {"": Change(), **rung.fallbacks}.items():
-        if why_unmet(fallback, below, ground.has_gpu):
+def _variants(step: LadderStep, held: tuple[str, ...], below: Run, options: LadderOptions) -> list[_Variant]:
+    """The plain step, and the step with each fallback that applies and makes a different run or refusal."""
+    own = step.change
+    if step.micro_batch_times > 1:
+        own = (*own, f"{MICRO_BATCH}={below.training.micro_batch * step.micro_batch_times}")
+    found: list[_Variant] = []
+    for name, fallback in {"": LadderChange(), **step.fallbacks}.items():
+        if why_unmet(fallback, below, options.has_gpu):
             continue
         mine = (*held, *own, *fallback.change)
-        overrides = (*ground.overrides, *mine)
-        run = _describe(overrides, ground)
+        overrides = (*options.overrides, *mine)
+        run = _describe(overrides, options)
         if isinstance(run, Run) and run.training.global_batch != below.training.global_batch:
-            # Rungs are compared at one global batch; written down, it does not follow the micro-batch.
+            # All steps use one global batch; written out, it does not follow the micro-batch.
             overrides = (*overrides, f"training.global_batch={below.training.global_batch}")
-            run = _describe(overrides, ground)
-        if name and run in (below, *(form.run for form in forms)):
+            run = _describe(overrides, options)
+        if name and run in (below, *(one.run for one in found)):
             continue
-        trial = rung.trial_name(name)
-        forms.append(_Form(trial=trial, own=own, fallback=fallback.change, held=mine, overrides=overrides, run=run))
-    return forms
+        trial = step.trial_name(name)
+        found.append(_Variant(trial=trial, own=own, fallback=fallback.change, held=mine, overrides=overrides, run=run))
+    return found
 
 
-def _describe(overrides: tuple[str, ...], ground: Ground) -> Run | Failure:
-    """The run that overrides make; if there cannot be one, the reason, before anything is started."""
+def _describe(overrides: tuple[str, ...], options: LadderOptions) -> Run | Failure:
+    """The run of these overrides, or the reason why the configuration is refused."""
     try:
-        run = load_run(ground.target, overrides)
-        grid_of(run, ground.processes)
+        run = load_run(options.target, overrides)
+        grid_of(run, options.processes)
     except PenstockError as error:
         return Failure(kind="refused", reason=str(error), had_begun=False)
     return run
 
 
 def _measured(
-    rung: LadderStep, forms: Sequence[_Form], last: Run | None, ground: Ground, measure: Measure
-) -> tuple[Outcome, _Form]:
-    """What became of a rung, and the form that this is about.
+    step: LadderStep, variants: Sequence[_Variant], last: Run | None, options: LadderOptions, measure: Measure
+) -> tuple[Outcome, _Variant]:
+    """The outcome of a step, and the variant that it belongs to.
 
     Args:
-        rung: the rung.
-        forms: of it, its own first.
-        last: the last rung that ran and was kept.
-        ground: below all rungs.
+        step: the step.
+        variants: of the step, the plain one first.
+        last: run of the last step that was kept.
+        options: of all steps.
         measure: runs a trial.
     """
     tried: list[Attempt] = []
     outcomes: list[Outcome] = []
-    for form in forms:
-        found = form.run if isinstance(form.run, Failure) else measure(_trial(form, ground))
-        outcome = _outcome(rung, form, last, found)
+    for variant in variants:
+        found = variant.run if isinstance(variant.run, Failure) else measure(_trial(variant, options))
+        outcome = _outcome(step, variant, last, found)
         if isinstance(found, Figures) or not found.is_mendable:
-            return replace(outcome, tried=tuple(tried)), form
+            return replace(outcome, tried=tuple(tried)), variant
         outcomes.append(outcome)
         tried.append(
             Attempt(
-                trial=form.trial,
-                change=(*form.own, *form.fallback),
-                overrides=form.overrides,
+                trial=variant.trial,
+                change=(*variant.own, *variant.fallback),
+                overrides=variant.overrides,
                 state=found.kind,
                 reason=found.reason,
                 seconds=found.seconds,
             )
         )
-    return replace(outcomes[0], tried=tuple(tried)), forms[0]
+    return replace(outcomes[0], tried=tuple(tried)), variants[0]
 
 
-def _trial(form: _Form, ground: Ground) -> Trial:
+def _trial(variant: _Variant, options: LadderOptions) -> Trial:
     return Trial(
-        name=form.trial,
-        target=ground.target,
-        overrides=form.overrides,
-        processes=ground.processes,
-        warm_up=ground.warm_up,
-        folder=ground.folder,
-        most_seconds=ground.most_seconds,
+        name=variant.trial,
+        target=options.target,
+        overrides=variant.overrides,
+        processes=options.processes,
+        warm_up=options.warm_up,
+        folder=options.folder,
+        most_seconds=options.most_seconds,
     )
 
 
-def _outcome(rung: LadderStep, form: _Form, last: Run | None, found: Figures | Failure) -> Outcome:
-    """What a trial of a form makes of the rung."""
+def _outcome(step: LadderStep, variant: _Variant, last: Run | None, found: Figures | Failure) -> Outcome:
+    """The outcome of a step from the trial of a variant."""
     changed: tuple[str, ...] = ()
-    if isinstance(form.run, Run):
-        changed = (*form.own, *form.fallback) if last is None else _changes(last, form.run)
+    if isinstance(variant.run, Run):
+        changed = (*variant.own, *variant.fallback)
+        if last is not None:
+            changed = tuple(f"{one.field}={one.right}".replace('"', "") for one in differences(last, variant.run))
     outcome = Outcome(
-        rung=rung,
+        step=step,
         state="ran",
-        trial=form.trial,
-        fallback=form.fallback,
+        trial=variant.trial,
+        fallback=variant.fallback,
         changed=changed,
-        overrides=form.overrides,
+        overrides=variant.overrides,
         seconds=found.seconds,
     )
     if isinstance(found, Failure):
@@ -296,39 +289,30 @@ def _outcome(rung: LadderStep, form: _Form, last: Run | None, found: Figures | F
     return replace(outcome, figures=found)
 
 
-def _changes(last: Run, run: Run) -> tuple[str, ...]:
-    """The fields in which two runs differ, as overrides without quotes."""
-    return tuple(f"{one.field}={one.right}".replace('"', "") for one in differences(last, run))
-
-
 def _judged(outcome: Outcome, best: Figures | None) -> Outcome:
-    """Whether it pays: it does unless even its fastest step is slower than the slowest without it, and more than NOISE.
+    """Mark an outcome as slower if its fastest training step is slower than the slowest one without it, beyond NOISE.
 
     Args:
-        outcome: of a rung.
-        best: figures of the last one that did; None if there is none.
+        outcome: of a step.
+        best: figures of the last step that was kept; None if there is none.
     """
     figures = outcome.figures
     if figures is None or best is None or _ratio(figures, best) >= 1 - NOISE:
         return outcome
-    most, least = _ratio(figures, best) * _spread(figures, min), _spread(best, max)
-    if most >= least:
+    fastest = _ratio(figures, best) * figures.step_seconds_median / min(figures.step_seconds)
+    slowest = best.step_seconds_median / max(best.step_seconds)
+    if fastest >= slowest:
         return outcome
     timed, twice = len(figures.step_seconds), figures.repeated_steps
-    because = f", {twice} of {timed} timed steps were made twice" if twice else ""
-    return replace(outcome, state="slower", reason=f"slower than without it{because}; later rungs go without it")
+    because = f", {twice} of {timed} timed training steps were repeated" if twice else ""
+    return replace(outcome, state="slower", reason=f"slower than without it{because}; later steps go without it")
 
 
-def _spread(figures: Figures, which: Callable[[Sequence[float]], float]) -> float:
-    """Speed of one step, the fastest or slowest, over that of the middle one."""
-    return figures.step_seconds_median / which(figures.step_seconds)
-
-
-def gains(outcomes: Sequence[Outcome]) -> list[Gain | None]:
-    """The gain of each rung; None for those that did not run."""
-    found: list[Gain | None] = []
+def gains(outcomes: Sequence[Outcome]) -> list[LadderGain | None]:
+    """The gain of each step; None for steps that did not run."""
+    found: list[LadderGain | None] = []
     first: Figures | None = None
-    last: tuple[Figures, Gain] | None = None
+    last: tuple[Figures, LadderGain] | None = None
     for outcome in outcomes:
         figures = outcome.figures
         if figures is None:
@@ -336,8 +320,8 @@ def gains(outcomes: Sequence[Outcome]) -> list[Gain | None]:
             continue
         first = first or figures
         before = 1.0 if last is None else _ratio(figures, last[0])
-        sizes, others = (before, 1.0) if outcome.rung.is_size else (1.0, before)
-        gain = Gain(
+        sizes, others = (before, 1.0) if outcome.step.is_size else (1.0, before)
+        gain = LadderGain(
             before=before,
             first=_ratio(figures, first),
             by_optimization=others * (1.0 if last is None else last[1].by_optimization),
@@ -355,12 +339,12 @@ def _ratio(one: Figures, other: Figures) -> float:
 
 
 def loss_gap(losses: Sequence[float], others: Sequence[float]) -> float:
-    """Largest relative difference between the losses of the same steps."""
+    """Largest relative difference between the losses of the same training steps."""
     return max(abs(one - other) / abs(other) for one, other in zip(losses, others, strict=True))
 
 
 def balancing(run: Run) -> str:
-    """How tokens find their experts, and what keeps these evenly loaded, in a few words."""
+    """How tokens choose their experts, and the balancing of the load, in a few words."""
     if run.model.moe is None:
         return "no experts"
     balance, router = run.model.moe.balance, run.model.moe.router
@@ -374,3 +358,104 @@ def balancing(run: Run) -> str:
     if balance.capacity_factor:
         parts.append(f"tokens beyond capacity {balance.capacity_factor:g} dropped")
     return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTrials:
+    """Content of an earlier ladder's file.
+
+    Attributes:
+        trials: by name and all overrides.
+        steps: entries of the file.
+    """
+
+    trials: Mapping[tuple[str, tuple[str, ...]], Figures | Failure]
+    steps: Sequence[Mapping[str, Any]] = ()
+
+    def still_ahead(self, outcomes: Sequence[Outcome]) -> list[Mapping[str, Any]]:
+        """Entries of steps that this ladder has not reached yet; they stay in the file in case it is interrupted."""
+        names = {outcome.step.name for outcome in outcomes}
+        return [step for step in self.steps if step["name"] not in names]
+
+    def or_measured(self, measure: Measure) -> Measure:
+        """Measure only trials that are not in the file."""
+
+        def recall(trial: Trial) -> Figures | Failure:
+            found = self.trials.get((trial.name, trial.overrides))
+            return measure(trial) if found is None else found
+
+        return recall
+
+
+NO_TRIALS = SavedTrials(trials={})
+
+
+def steps_as_json(outcomes: Sequence[Outcome], flops_per_token: float) -> list[dict[str, Any]]:
+    """Outcomes as JSON entries.
+
+    Args:
+        outcomes: of the steps so far.
+        flops_per_token: of the model.
+    """
+    found = []
+    for outcome, gain in zip(outcomes, gains(outcomes), strict=True):
+        figures = outcome.figures
+        found.append(
+            {
+                "name": outcome.step.name,
+                "what": outcome.step.what,
+                "kind": "size" if outcome.step.is_size else "optimization",
+                "state": outcome.state,
+                "reason": outcome.reason,
+                "trial": outcome.trial,
+                "fallback": list(outcome.fallback),
+                "tried": [asdict(one) for one in outcome.tried],
+                "changed": list(outcome.changed),
+                "overrides": list(outcome.overrides),
+                "seconds": outcome.seconds,
+                "figures": None if figures is None else figures.as_json(flops_per_token),
+                "gain": None if gain is None else asdict(gain),
+            }
+        )
+    return found
+
+
+def read_saved_trials(path: Path, environment: Mapping[str, Any], commit: str) -> SavedTrials:
+    """The trials of an interrupted ladder.
+
+    Args:
+        path: file of the earlier ladder; may be missing.
+        environment: of this ladder.
+        commit: of this ladder.
+
+    Raises:
+        ConfigError: the file is no ladder, or has another environment.
+    """
+    if not path.exists():
+        return NO_TRIALS
+    try:
+        result = read_json(path)
+        numbers = result["numbers"]
+        steps = [*numbers["ladder_steps"], *numbers["still_ahead"]]
+        trials = dict(trial for step in steps for trial in _trials_of(step))
+        then = {**result["environment"], "commit": result["commit"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is no ladder to go on with", got=error, fix="leave out --resume") from error
+    now = {**environment, "commit": commit}
+    if then != now:
+        others = [f"{key} {then.get(key)}" for key in {**then, **now} if then.get(key) != now.get(key)]
+        raise ConfigError(f"{path} was measured with another environment", got=", ".join(others), fix="another --json")
+    return SavedTrials(trials=trials, steps=steps)
+
+
+def _trials_of(step: Mapping[str, Any]) -> Iterator[tuple[tuple[str, tuple[str, ...]], Figures | Failure]]:
+    """Trials in the entry of a step, by name and overrides."""
+    for one in step["tried"]:
+        failure = Failure(kind=one["state"], reason=one["reason"], seconds=one["seconds"], had_begun=False)
+        yield (one["trial"], tuple(one["overrides"])), failure
+    if table := step["figures"]:
+        lists = {"step_seconds", "losses"}
+        values: dict[str, Any] = {
+            name: tuple(table[name]) if name in lists else table[name] for name in Figures.__dataclass_fields__
+        }
+        yield (step["trial"], tuple(step["overrides"])), Figures(**values)

@@ -1,14 +1,11 @@
-"""One configuration, trained for some steps in fresh processes of the product, and what its metrics say.
+"""Trains one configuration for some steps in fresh processes, and reads its metrics.
 
-A trial is `penstock train` as a user would type it, so that what is measured is what is delivered: every rank is a new
-process, and nothing of one trial is there in the next but caches on disk. What the ranks print goes to a file beside
-the folder of the run; of a run that fails, one line of it is the reason.
+A trial is `penstock train` as a user would type it: every rank is a new process, so trials share nothing but caches on
+disk. The ranks print to a file beside the folder of the run; if the run fails, one line of that file is the reason.
 
-The steps of a trial are the first ones of the run that it is cut from: its own warm-up as far as they reach, then the
-peak rate, no decay. Nothing is evaluated or saved.
-
-A trial ends with the process that asked for it, and after `most_seconds` in any case: ranks that wait for each other
-would hold their GPUs for half an hour (`host.timeout_minutes`).
+A trial makes the first steps of the full run: its warm-up as far as they reach, then the peak rate without decay, and
+no evaluation or checkpoint. It ends with the process that asked for it, and after `most_seconds` in any case, because
+ranks that wait for each other would hold their GPUs for half an hour (`host.timeout_minutes`).
 """
 
 import json
@@ -21,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn
@@ -33,24 +30,24 @@ from penstock.config.schema import as_toml
 from penstock.train.run_folder import RunFolder
 
 GRACE_SECONDS = 10.0
-"""Time that processes have to end when they are asked to."""
+"""Time between the request to end and SIGKILL."""
 
 MOST_LETTERS = 300
-"""Of a reason."""
+"""Maximum length of a reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What is to be trained.
+    """A short run.
 
     Attributes:
         name: of the run and its folder.
         target: preset, TOML file or folder of a run.
-        overrides: laid over it; those of `first_steps` among them.
-        processes: ranks, all on this machine.
-        warm_up: first steps that are not counted.
-        folder: that gets the folder of the run, and what its ranks print.
-        most_seconds: after which it is ended; 0 waits as long as it takes.
+        overrides: including those of `first_steps`.
+        processes: number of ranks, all on this machine.
+        warm_up: first steps, which are not timed.
+        folder: parent of the run's folder and of its log.
+        most_seconds: time limit; 0 for none.
     """
 
     name: str
@@ -64,20 +61,18 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What a trial has shown; times and rates are those of the steps after warm-up.
+    """Results of a trial; times and rates are of the steps after warm-up.
 
     Attributes:
         tokens_per_second_per_device: median.
         step_seconds: of every step, in order.
-        step_seconds_median: of them.
-        step_seconds_p99: of them, between the two nearest.
-        step_seconds_highest: of them.
-        model_flops_utilization: median; None where the peak of the device is unknown.
-        peak_memory_bytes: most of any rank, warm-up included.
+        step_seconds_p99: interpolated.
+        model_flops_utilization: median; None if the device's peak is unknown.
+        peak_memory_bytes: maximum over ranks, warm-up included.
         expert_load_max_over_mean: median; None for a dense model.
-        repeated_steps: steps that were made twice because rows found no room (dispatch.row_capacity_factor).
+        repeated_steps: steps that ran twice because rows exceeded their buffers (dispatch.row_capacity_factor).
         losses: of all steps, warm-up included.
-        seconds: that the trial took, start and end of the processes included.
+        seconds: duration of the trial, start and end of the processes included.
     """
 
     tokens_per_second_per_device: float
@@ -94,23 +89,28 @@ class Figures:
 
     @property
     def jitter(self) -> float:
-        """How much longer than usual a step in a hundred takes."""
+        """The 99th percentile of the step time over its median."""
         return self.step_seconds_p99 / self.step_seconds_median
 
     def flops_per_second(self, flops_per_token: float) -> float:
-        """Achieved by each device, of a model that takes so many FLOPs for a token."""
+        """FLOP/s of each device for a model with this number of FLOPs per token."""
         return self.tokens_per_second_per_device * flops_per_token
+
+    def as_json(self, flops_per_token: float) -> dict[str, Any]:
+        """All fields, the jitter and the FLOP/s."""
+        rate = self.flops_per_second(flops_per_token)
+        return asdict(self) | {"jitter": self.jitter, "flops_per_second_per_device": rate}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A trial that did not come to its end.
+    """A trial that did not complete.
 
     Attributes:
-        kind: the product has refused it with a line for the user, or it failed.
+        kind: `refused` if the run ended with an error message for the user.
         reason: one line.
-        seconds: that it took.
-        had_begun: it was about to make its first step, or had made some.
+        seconds: duration.
+        had_begun: the run folder existed, so all checks before the first step had passed.
     """
 
     kind: Literal["refused", "failed"]
@@ -120,28 +120,28 @@ class Failure:
 
     @property
     def is_mendable(self) -> bool:
-        """Whether another configuration may do: this one was refused before the first step, or found no memory.
+        """Whether a fallback may be tried: the run was refused before its first step, or ran out of memory.
 
-        A run that crashes, hangs, or ends because its loss is not finite must not hide behind one that does not.
+        A run that crashes, hangs or ends with a non-finite loss must be reported, not replaced.
         """
         return bool(_NO_MEMORY.search(self.reason)) or (self.kind == "refused" and not self.had_begun)
 
 
 _NO_MEMORY = re.compile(r"out of memory|finds no memory|_ALLOC_FAILED", re.IGNORECASE)
-"""As PyTorch, the drivers, the launcher of kernels and this product say it (graphs: penstock/train/captured.py)."""
+"""Messages of PyTorch, the drivers, Triton's launcher and Penstock (graphs: penstock/train/captured.py)."""
 
 
 def first_steps(run: Run, steps: int) -> tuple[str, ...]:
-    """Overrides that cut a run down to its first steps, without anything that is not a step.
+    """Overrides that reduce a run to its first steps, without evaluation, checkpoints and other output.
 
     Args:
-        run: the whole run.
-        steps: that are made of it.
+        run: the full run.
+        steps: number of steps.
     """
     peak, warmup = run.optimizer.learning_rate, run.schedule.warmup_steps
     if warmup > steps:
         peak, warmup = peak * steps / warmup, steps
-    # Where the run itself would keep them: a copy in the folder of the trials would be made for each folder.
+    # The cache of the full run, so that the trials of other folders share it.
     cache = run.data.cache or str(Path(run.record.folder, "cache"))
     return (
         f"training.steps={steps}",
@@ -161,7 +161,7 @@ def first_steps(run: Run, steps: int) -> tuple[str, ...]:
 
 
 def run_trial(trial: Trial) -> Figures | Failure:
-    """Train, and read what is left."""
+    """Train, and read the metrics."""
     begin = time.perf_counter()
     trial.folder.mkdir(parents=True, exist_ok=True)
     log = trial.folder / f"{trial.name}.log"
@@ -170,12 +170,12 @@ def run_trial(trial: Trial) -> Figures | Failure:
     seconds = time.perf_counter() - begin
     folder = RunFolder(trial.folder / trial.name)
     if code is None:
-        # A run may have made all of them: to give back much pinned memory takes many seconds, too.
+        # The run may have made all steps: freeing much pinned memory takes many seconds, too.
         made = len(folder.metrics.read_text(encoding="utf-8").splitlines()) if folder.metrics.exists() else 0
         reason = f"not done after {trial.most_seconds:.0f} s, in which it made {made} steps"
         return Failure(kind="failed", reason=reason, seconds=seconds)
     if code:
-        # The folder is made last, before the first step: what is wrong with the configuration shows earlier.
+        # The folder is made just before the first step, after all checks of the configuration.
         return failure_of(log.read_text(encoding="utf-8", errors="replace"), code, seconds, had_begun=folder.exists)
     lines = folder.metrics.read_text(encoding="utf-8").splitlines()
     return figures_of([json.loads(line) for line in lines], trial.warm_up, seconds)
@@ -186,8 +186,8 @@ def figures_of(lines: Sequence[dict[str, Any]], warm_up: int, seconds: float) ->
 
     Args:
         lines: of metrics.jsonl, one for each step.
-        warm_up: first steps that are not counted.
-        seconds: that the run took with all around it.
+        warm_up: number of first steps that are not timed.
+        seconds: duration of the trial.
     """
     timed = lines[warm_up:]
     times = tuple(float(line["step_seconds"]) for line in timed)
@@ -207,21 +207,21 @@ def figures_of(lines: Sequence[dict[str, Any]], warm_up: int, seconds: float) ->
 
 
 def _median(lines: Sequence[dict[str, Any]], key: str) -> float | None:
-    """None if the metrics have none."""
+    """None if the metrics have no value."""
     values = [line[key] for line in lines]
     return None if None in values else statistics.median(values)
 
 
 def failure_of(log: str, code: int, seconds: float, *, had_begun: bool = True) -> Failure:
-    """Why a run has failed, from what its ranks have printed.
+    """The reason of a failure, from the output of its ranks.
 
-    A rank that loses another one says so, and may say it first: its line counts only if there is no other.
+    A rank that loses another rank reports that, possibly first, so its line counts only if there is no other.
 
     Args:
-        log: what they have printed.
-        code: exit code of the product.
-        seconds: that the run took.
-        had_begun: it was about to make its first step, or had made some.
+        log: output of all ranks.
+        code: exit code.
+        seconds: duration of the trial.
+        had_begun: see `Failure`.
     """
     lines = [line.strip() for line in log.splitlines()]
     told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
@@ -230,7 +230,7 @@ def failure_of(log: str, code: int, seconds: float, *, had_begun: bool = True) -
     if causes:
         return Failure(kind="refused", reason=_shortened(causes[0]), seconds=seconds, had_begun=had_begun)
     reasons = [*raised, *(line for line in lines if _ENDED.match(line)), *told]
-    reason = reasons[0] if reasons else f"exit code {code}, and not a word about it"
+    reason = reasons[0] if reasons else f"exit code {code} without a message"
     return Failure(kind="failed", reason=_shortened(reason), seconds=seconds, had_begun=had_begun)
 
 
@@ -240,7 +240,7 @@ _ENDED = re.compile(r"rank \d+ \(process \d+\)")
 
 
 def _shortened(text: str) -> str:
-    """Whole words, or the beginning of a single long one."""
+    """Cut at a blank, or inside of a single long word."""
     if len(text) <= MOST_LETTERS:
         return text
     beginning = text[:MOST_LETTERS]
@@ -248,7 +248,7 @@ def _shortened(text: str) -> str:
 
 
 def _train(trial: Trial, output: int) -> int | None:
-    """Exit code of the product; None if it was not done in time."""
+    """Exit code; None after the time limit."""
     words = ["train", trial.target, *trial.overrides, f"record.folder={trial.folder}", "--name", trial.name]
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock", *words, "--processes", str(trial.processes)],
@@ -257,7 +257,7 @@ def _train(trial: Trial, output: int) -> int | None:
         stderr=output,
         start_new_session=True,
     )
-    with _ends_with_us(process):
+    with _ended_with_us(process):
         try:
             return process.wait(trial.most_seconds or None)
         except subprocess.TimeoutExpired:
@@ -265,8 +265,8 @@ def _train(trial: Trial, output: int) -> int | None:
 
 
 @contextmanager
-def _ends_with_us(process: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """While it is entered, what ends us ends the process and all that it has started."""
+def _ended_with_us(process: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """Inside of this context, the end of this process also ends the trial and its ranks."""
     previous = signal.signal(signal.SIGTERM, _leave)
     try:
         yield
@@ -277,7 +277,7 @@ def _ends_with_us(process: "subprocess.Popen[bytes]") -> Iterator[None]:
             try:
                 process.wait(GRACE_SECONDS)
             except subprocess.TimeoutExpired:
-                # The launcher leads a group of its own, in which the ranks are.
+                # The launcher leads its own process group, which contains the ranks.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 

@@ -354,7 +354,7 @@ def wrong_files() -> Iterator[BadCall]:
         "import {} --output out": (*_files("json"), "M/weights", "M/damaged-weights", "M/folder", "M/run"),
         "import {} --output out --preset debug": ("M/weights", "M/damaged-weights", "M/folder", "M/nothing"),
         "report {}": ("M/folder", "M/damaged-run", "M/nothing", "M/binary.json", "M/run --on 8xBanana"),
-        f"ladder {RUN} --rungs {{}}": HARDWARE,
+        f"ladder {RUN} --ladder {{}}": HARDWARE,
         "preflight --hardware {}": HARDWARE,
         f"kernels list {RUN} --device {{}}": ("banana", "", LONG),
         "config explain {}": ("banana", "", "model.banana", LONG, "."),

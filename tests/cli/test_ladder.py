@@ -15,20 +15,20 @@ from tests.tune.trials import figures
 SHORT = ("--steps", "3", "--warm-up", "1", "--processes", "1")
 
 MINE = """
-[[rung]]
+[[step]]
 name = "ground"
 change = ["kernels.norm=reference"]
-[[rung]]
+[[step]]
 name = "faster"
 what = "torch's norm"
 change = ["kernels.norm=torch"]
-[[rung]]
+[[step]]
 name = "broken"
 change = ["kernels.rope=reference"]
-[[rung]]
+[[step]]
 name = "later"
 change = ["oven.heat=3"]
-[[rung]]
+[[step]]
 name = "larger"
 micro_batch_times = 2
 """
@@ -55,7 +55,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def climb(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
     own = ("training.micro_batch=1", "device=cpu")
-    assert main(["ladder", "debug", *own, *SHORT, "--rungs", "mine.toml", *arguments]) == code
+    assert main(["ladder", "debug", *own, *SHORT, "--ladder", "mine.toml", *arguments]) == code
     captured = capsys.readouterr()
     assert captured.err == ""
     return captured.out
@@ -70,9 +70,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def table(text: str) -> dict[str, dict[str, str]]:
-    """Cells by rung and column. A column begins where its name does."""
+    """Cells by step and column. A column begins where its name does."""
     lines = text.splitlines()
-    top = next(place for place, line in enumerate(lines) if line.startswith("rung "))
+    top = next(place for place, line in enumerate(lines) if line.startswith("ladder step "))
     names = [name.strip() for name in lines[top].split("  ") if name.strip()]
     edges = [*(lines[top].index(name) for name in names), None]
     rows = {}
@@ -84,7 +84,7 @@ def table(text: str) -> dict[str, dict[str, str]]:
     return rows
 
 
-def test_the_table_has_a_row_for_every_rung(capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
+def test_the_table_has_a_row_for_every_step(capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
     rows = table(climb(capsys))
     assert list(rows) == ["ground", "faster", "broken", "later", "larger (size)"]
     assert asked == ["ground", "faster", "broken", "larger"]
@@ -95,25 +95,25 @@ def test_the_table_has_a_row_for_every_rung(capsys: pytest.CaptureFixture[str], 
     assert (top["loss"], top["gap"], top["changed"]) == ("6.0000 -> 4.0000", "0.0e+00", "training.micro_batch=2")
 
 
-def test_a_rung_that_did_not_run_says_why(capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
+def test_a_step_that_did_not_run_says_why(capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
     rows = table(climb(capsys))
     assert (rows["broken"]["tokens/s/process"], rows["broken"]["changed"]) == ("failed", "no memory")
     assert (rows["later"]["tokens/s/process"], rows["later"]["changed"]) == ("skipped", "this version has no oven.heat")
 
 
-def test_steps_that_were_made_twice_are_told(capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
-    assert table(climb(capsys))["faster"]["changed"] == "kernels.norm=torch (2 steps made twice)"
+def test_repeated_training_steps_are_told(capsys: pytest.CaptureFixture[str], asked: list[str]) -> None:
+    assert table(climb(capsys))["faster"]["changed"] == "kernels.norm=torch (2 steps repeated)"
 
 
-def test_a_line_comes_as_soon_as_a_rung_has_ended_and_routing_is_told(
+def test_a_line_comes_as_soon_as_a_step_has_ended_and_routing_is_told(
     capsys: pytest.CaptureFixture[str], asked: list[str]
 ) -> None:
     head = climb(capsys).partition("\n\n")[0].splitlines()
-    assert head[0] == "ladder of debug: 5 rungs on 1 CPU process(es), 3 steps of 4 x 128 tokens each"
+    assert head[0] == "ladder of debug: 5 ladder steps on 1 CPU process(es), 3 steps of 4 x 128 tokens each"
     assert head[1] == "routing: natural routing, auxiliary loss 0.0001 by sequence, expert bias"
     assert head[2] == "runs and what they print: runs/ladder-debug"
     assert [line.split()[0] for line in head[3:]] == ["ground", "faster", "broken", "later", "larger"]
-    assert "2.00 x the rung before, 2.00 x the first  (2 s)" in head[4]
+    assert "2.00 x the step before, 2.00 x the first  (2 s)" in head[4]
 
 
 def read(path: str) -> dict[str, Any]:
@@ -129,12 +129,12 @@ def test_everything_is_written_down(
     found = read("l.json")
     assert (found["command"], found["commit"]) == ("penstock ladder debug --json l.json", "0123abc")
     assert {"device", "torch", "python", "ranks", "steps", "warm_up_steps"} <= found["environment"].keys()
-    rungs = {rung["name"]: rung for rung in found["numbers"]["rungs"]}
-    assert rungs["larger"]["kind"] == "size"
-    assert rungs["larger"]["gain"]["by_size"] == 1.5
-    assert rungs["larger"]["figures"]["jitter"] == pytest.approx(1.2)
-    assert rungs["larger"]["figures"]["flops_per_second_per_device"] == 3000.0 * found["numbers"]["flops_per_token"]
-    assert (rungs["broken"]["state"], rungs["broken"]["figures"]) == ("failed", None)
+    steps = {step["name"]: step for step in found["numbers"]["ladder_steps"]}
+    assert steps["larger"]["kind"] == "size"
+    assert steps["larger"]["gain"]["by_size"] == 1.5
+    assert steps["larger"]["figures"]["jitter"] == pytest.approx(1.2)
+    assert steps["larger"]["figures"]["flops_per_second_per_device"] == 3000.0 * found["numbers"]["flops_per_token"]
+    assert (steps["broken"]["state"], steps["broken"]["figures"]) == ("failed", None)
 
 
 def test_a_ladder_that_was_ended_goes_on_and_measures_nothing_twice(
@@ -147,22 +147,22 @@ def test_a_ladder_that_was_ended_goes_on_and_measures_nothing_twice(
     asked.clear()
     climb(capsys, "--json", "l.json", "--resume")
     assert asked == ["broken"], "what broke may not break again"
-    names = [rung["name"] for rung in read("l.json")["numbers"]["rungs"]]
+    names = [step["name"] for step in read("l.json")["numbers"]["ladder_steps"]]
     assert names == ["ground", "faster", "broken", "later", "larger"]
 
 
 TIGHT = """
-[[rung]]
+[[step]]
 name = "ground"
 change = ["kernels.norm=reference", "dispatch.sync_free=3"]
-[[rung]]
+[[step]]
 name = "larger"
 micro_batch_times = 2
-[rung.fallbacks.less]
+[step.fallbacks.less]
 change = ["dispatch.sync_free=2"]
-[rung.fallbacks.least]
+[step.fallbacks.least]
 change = ["dispatch.sync_free=1"]
-[[rung]]
+[[step]]
 name = "faster"
 change = ["kernels.norm=torch"]
 """
@@ -185,13 +185,13 @@ def tight(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_what_a_rung_gave_up_and_what_was_tried_before_is_told(
+def test_what_a_step_gave_up_and_what_was_tried_before_is_told(
     capsys: pytest.CaptureFixture[str], tight: list[str]
 ) -> None:
     text = climb(capsys)
     head = text.partition("\n\n")[0].splitlines()[4:7]
     assert head[0].startswith("larger ")
-    assert "1.20 x the rung before, 1.20 x the first  (2 s)  with dispatch.sync_free=1" in head[0]
+    assert "1.20 x the step before, 1.20 x the first  (2 s)  with dispatch.sync_free=1" in head[0]
     assert [line.strip() for line in head[1:]] == [
         f"not with training.micro_batch=2: {FULL}",
         f"not with training.micro_batch=2 dispatch.sync_free=2: {FULL}",
@@ -207,7 +207,7 @@ def test_what_a_rung_gave_up_and_what_was_tried_before_is_told(
 
 def test_what_was_tried_is_written_down(capsys: pytest.CaptureFixture[str], tight: list[str]) -> None:
     climb(capsys, "--json", "l.json")
-    ground, larger, _ = read("l.json")["numbers"]["rungs"]
+    ground, larger, _ = read("l.json")["numbers"]["ladder_steps"]
     assert (ground["trial"], ground["fallback"], ground["tried"]) == ("ground", [], [])
     assert (larger["trial"], larger["fallback"], larger["kind"]) == ("larger-least", ["dispatch.sync_free=1"], "size")
     assert [(one["trial"], one["change"], one["reason"]) for one in larger["tried"]] == [
@@ -234,18 +234,18 @@ def test_what_a_ladder_that_goes_on_has_not_come_to_stays_in_the_file(
     climb(capsys, "--json", "l.json")
     climb(capsys, "--json", "l.json", "--resume", "--only", "ground")
     numbers = read("l.json")["numbers"]
-    assert [rung["name"] for rung in numbers["rungs"]] == ["ground"]
-    assert [rung["name"] for rung in numbers["still_ahead"]] == ["larger", "faster"]
+    assert [step["name"] for step in numbers["ladder_steps"]] == ["ground"]
+    assert [step["name"] for step in numbers["still_ahead"]] == ["larger", "faster"]
     tight.clear()
     climb(capsys, "--json", "l.json", "--resume")
     assert tight == []
     assert read("l.json")["numbers"]["still_ahead"] == []
 
 
-def test_of_a_rung_of_which_no_form_finds_memory_all_forms_are_told_and_none_is_tried_again(
+def test_of_a_step_of_which_no_form_finds_memory_all_forms_are_told_and_none_is_tried_again(
     capsys: pytest.CaptureFixture[str], tight: list[str]
 ) -> None:
-    text = Path("mine.toml").read_text().replace('[rung.fallbacks.least]\nchange = ["dispatch.sync_free=1"]\n', "")
+    text = Path("mine.toml").read_text().replace('[step.fallbacks.least]\nchange = ["dispatch.sync_free=1"]\n', "")
     Path("mine.toml").write_text(text, encoding="utf-8")
     first = climb(capsys, "--json", "l.json")
     row = table(first)["larger (size)"]
@@ -289,8 +289,8 @@ def test_a_ladder_of_which_nothing_ran_ends_with_one(capsys: pytest.CaptureFixtu
         (("nothing",), "no preset is called 'nothing'"),
         (("debug", "--steps", "5", "--warm-up", "5"), "--warm-up leaves no step to time; got 5 of 5; allowed: 0 to 4"),
         (("debug", "--resume"), "fix: --json FILE"),
-        (("debug", "--only", "oven"), "--only names no rung of the ladder; got oven"),
-        (("debug", "--rungs", "gone.toml"), "cannot read gone.toml"),
+        (("debug", "--only", "oven"), "--only names no step of the ladder; got oven"),
+        (("debug", "--ladder", "gone.toml"), "cannot read gone.toml"),
         (("debug", "device=cpu", "--processes", "3"), "training.global_batch must be a multiple"),
     ],
 )
@@ -310,14 +310,14 @@ def test_a_rank_cannot_climb(
 
 
 @pytest.mark.slow
-def test_two_real_rungs_on_two_ranks_have_one_loss(
+def test_two_real_steps_on_two_ranks_have_one_loss(
     capsys: pytest.CaptureFixture[str], asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verb, "run_trial", run_trial)
     own = ("debug-2l", "training.micro_batch=1", "parallel.expert=2", "device=cpu", "--processes", "2")
     words = ["ladder", *own, "--steps", "3", "--warm-up", "1", "--only", "baseline,sync-free-2", "--json", "l.json"]
     assert main(words) == 0
-    rungs = read("l.json")["numbers"]["rungs"]
+    steps = read("l.json")["numbers"]["ladder_steps"]
     # On a busy machine the second may be slower by more than noise is taken to be; that it ran is what is asked.
-    assert rungs[0]["state"] == "ran" and rungs[1]["state"] in ("ran", "slower")
-    assert rungs[1]["gain"]["loss_gap"] < 1e-4
+    assert steps[0]["state"] == "ran" and steps[1]["state"] in ("ran", "slower")
+    assert steps[1]["gain"]["loss_gap"] < 1e-4

@@ -18,7 +18,7 @@ def result(**numbers: Any) -> dict[str, Any]:
     return {"commit": "0123abc", "environment": ENVIRONMENT, "numbers": common | numbers}
 
 
-def rung(name: str, **changes: Any) -> dict[str, Any]:
+def step(name: str, **changes: Any) -> dict[str, Any]:
     measured = asdict(figures(16_894.0)) | {"jitter": 1.2, "flops_per_second_per_device": 2.5e14}
     fields = {"name": name, "what": f"the {name}", "kind": "optimization", "state": "ran", "reason": ""}
     return fields | {"changed": ["seed=2"], "figures": measured, "gain": GAIN} | changes
@@ -36,12 +36,12 @@ def assert_is_table(text: str) -> None:
     assert {row.count("|") for row in rows} == {rows[0].count("|")}
 
 
-def test_a_ladder_tells_every_rung_and_why_one_did_not_run() -> None:
-    failed = rung("graphs", state="failed", reason="a | b", figures=None, gain=None, changed=[])
-    made = result(rungs=[rung("baseline"), failed, rung("larger", kind="size")])
+def test_a_ladder_tells_every_step_and_why_one_did_not_run() -> None:
+    failed = step("graphs", state="failed", reason="a | b", figures=None, gain=None, changed=[])
+    made = result(ladder_steps=[step("baseline"), failed, step("larger", kind="size")])
     text = ladder_tables.ladder(made)
     assert_is_table(text)
-    assert "Measured on 4 x H200 (torch 2.11), commit `0123abc`; 30 steps a rung, medians after 10." in text
+    assert "Measured on 4 x H200 (torch 2.11), commit `0123abc`; 30 training steps each, medians after 10." in text
     assert "`small seed=1`; natural routing" in text
     assert row_of(text, "graphs")[1] == "failed: a / b"
     assert row_of(text, "larger (size)")[1:] == [

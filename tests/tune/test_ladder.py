@@ -1,4 +1,4 @@
-"""Climbing, with trials that are made up: what each rung stands on, and what its gain is called."""
+"""Climbing, with trials that are made up: what each step stands on, and what its gain is called."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.load import load_run
-from penstock.tune.ladder import Ground, Outcome, balancing, climb, gains, loss_gap
-from penstock.tune.rungs import LADDER, LadderStep
+from penstock.tune.ladder import LadderOptions, Outcome, balancing, climb, gains, loss_gap
+from penstock.tune.ladder_steps import LADDER, LadderStep
 from penstock.tune.trial import Failure, Figures, Trial
 from tests.tune.trials import figures
 
-RUNGS = (
+STEPS = (
     LadderStep(name="ground", change=("dispatch.sync_free=0",)),
     LadderStep(name="one", change=("dispatch.sync_free=1",)),
     LadderStep(name="two", change=("kernels.norm=torch",)),
@@ -39,8 +39,8 @@ class Bench:
         return figures(self.speeds.get(trial.name, 100.0 * len(self.seen)))
 
 
-def ground(processes: int = 1, *, has_gpu: bool = False, own: tuple[str, ...] = OWN) -> Ground:
-    return Ground(
+def ground(processes: int = 1, *, has_gpu: bool = False, own: tuple[str, ...] = OWN) -> LadderOptions:
+    return LadderOptions(
         target="debug",
         overrides=own,
         processes=processes,
@@ -52,22 +52,22 @@ def ground(processes: int = 1, *, has_gpu: bool = False, own: tuple[str, ...] = 
 
 
 def climbed(
-    bench: Bench, rungs: Sequence[LadderStep] = RUNGS, *, wanted: Sequence[str] = (), **changes: int
+    bench: Bench, steps: Sequence[LadderStep] = STEPS, *, wanted: Sequence[str] = (), **changes: int
 ) -> list[Outcome]:
-    names = frozenset(wanted or [rung.name for rung in rungs])
-    return list(climb(rungs, names, ground(**changes), bench))
+    names = frozenset(wanted or [step.name for step in steps])
+    return list(climb(steps, names, ground(**changes), bench))
 
 
-def test_every_rung_is_the_one_below_and_a_change() -> None:
+def test_every_step_is_the_one_below_and_a_change() -> None:
     bench = Bench()
     outcomes = climbed(bench)
     assert [outcome.state for outcome in outcomes] == ["ran"] * 5
     held: list[str] = [*OWN]
-    for rung, change in zip(
-        RUNGS, [*(r.change for r in RUNGS[:3]), ("training.micro_batch=2",), RUNGS[4].change], strict=True
+    for step, change in zip(
+        STEPS, [*(r.change for r in STEPS[:3]), ("training.micro_batch=2",), STEPS[4].change], strict=True
     ):
         held += change
-        assert bench.seen[rung.name].overrides == tuple(held)
+        assert bench.seen[step.name].overrides == tuple(held)
 
 
 def test_what_changed_is_told_field_by_field() -> None:
@@ -76,7 +76,7 @@ def test_what_changed_is_told_field_by_field() -> None:
     assert changed[1:4] == [("dispatch.sync_free=1",), ("kernels.norm=torch",), ("training.micro_batch=2",)]
 
 
-def test_after_a_failure_the_ladder_goes_on_from_the_last_rung_that_ran() -> None:
+def test_after_a_failure_the_ladder_goes_on_from_the_last_step_that_ran() -> None:
     bench = Bench("one")
     outcomes = climbed(bench)
     assert [(outcome.state, outcome.reason) for outcome in outcomes[:3]] == [
@@ -94,9 +94,9 @@ def test_a_larger_micro_batch_that_fails_is_forgotten() -> None:
     assert load_run("debug", bench.seen["top"].overrides).training.micro_batch == 1
 
 
-def test_what_is_slower_is_told_and_left_out_of_later_rungs() -> None:
+def test_what_is_slower_is_told_and_left_out_of_later_steps() -> None:
     bench = Bench(speeds={"one": 70.0, "two": 99.0, "larger": 200.0})
-    outcomes = climbed(bench, RUNGS[:4])
+    outcomes = climbed(bench, STEPS[:4])
     assert [outcome.state for outcome in outcomes] == ["ran", "slower", "ran", "ran"], "one in a hundred is noise"
     assert "dispatch.sync_free=1" not in bench.seen["two"].overrides
     assert outcomes[2].changed == ("kernels.norm=torch",)
@@ -107,60 +107,60 @@ def test_what_is_slower_is_told_and_left_out_of_later_rungs() -> None:
 
 def test_what_is_slower_by_less_than_steps_differ_is_not_told_apart() -> None:
     bench = Bench(speeds={"one": 85.0, "two": 60.0})
-    states = [outcome.state for outcome in climbed(bench, RUNGS[:3])]
+    states = [outcome.state for outcome in climbed(bench, STEPS[:3])]
     assert states == ["ran", "ran", "slower"], (
-        "the slowest step of the first rung took a quarter longer than the middle one"
+        "the slowest step of the first step took a quarter longer than the middle one"
     )
 
 
 @pytest.mark.parametrize(
     ("twice", "reason"),
     [
-        (0, "slower than without it; later rungs go without it"),
-        (2, "slower than without it, 2 of 3 timed steps were made twice; later rungs go without it"),
+        (0, "slower than without it; later steps go without it"),
+        (2, "slower than without it, 2 of 3 timed training steps were repeated; later steps go without it"),
     ],
 )
 def test_what_is_slower_because_steps_were_made_twice_says_how_many(twice: int, reason: str) -> None:
     def measure(trial: Trial) -> Figures:
         return figures(70.0, repeated_steps=twice) if trial.name == "one" else figures(100.0)
 
-    _, one = climb(RUNGS[:2], frozenset({"ground", "one"}), ground(), measure)
+    _, one = climb(STEPS[:2], frozenset({"ground", "one"}), ground(), measure)
     assert (one.state, one.reason) == ("slower", reason)
 
 
 def test_the_ground_stays_even_if_it_fails() -> None:
     bench = Bench("ground")
-    outcomes = climbed(bench, (LadderStep(name="ground", change=("kernels.norm=reference",)), RUNGS[1]))
+    outcomes = climbed(bench, (LadderStep(name="ground", change=("kernels.norm=reference",)), STEPS[1]))
     assert "kernels.norm=reference" in bench.seen["one"].overrides
     assert outcomes[1].figures is not None
     assert gains(outcomes)[1] is not None
 
 
-def test_a_rung_that_is_not_wanted_is_not_measured_and_stays_in_those_above_it() -> None:
+def test_a_step_that_is_not_wanted_is_not_measured_and_stays_in_those_above_it() -> None:
     bench = Bench()
     outcomes = climbed(bench, wanted=["ground", "two"])
-    assert [outcome.rung.name for outcome in outcomes] == ["ground", "two"] == list(bench.seen)
+    assert [outcome.step.name for outcome in outcomes] == ["ground", "two"] == list(bench.seen)
     assert "dispatch.sync_free=1" in bench.seen["two"].overrides
     assert set(outcomes[1].changed) == {"dispatch.sync_free=1", "kernels.norm=torch"}
 
 
 def test_what_the_rules_refuse_is_a_row_and_starts_nothing() -> None:
     bench = Bench()
-    rungs = (
-        RUNGS[0],
+    steps = (
+        STEPS[0],
         LadderStep(name="wrong", change=("kernels.norm=magic",)),
         LadderStep(name="huge", micro_batch_times=64),
-        RUNGS[2],
+        STEPS[2],
     )
-    outcomes = climbed(bench, rungs)
+    outcomes = climbed(bench, steps)
     assert [outcome.state for outcome in outcomes] == ["ran", "refused", "refused", "ran"]
     assert "kernels.norm has an unknown value" in outcomes[1].reason
     assert "training.global_batch must be a multiple" in outcomes[2].reason
     assert list(bench.seen) == ["ground", "two"]
 
 
-def test_a_rung_that_means_nothing_here_is_left_out_with_the_reason() -> None:
-    outcomes = climbed(Bench(), (RUNGS[0], LadderStep(name="graphs", needs=("gpu",)), RUNGS[2]))
+def test_a_step_that_means_nothing_here_is_left_out_with_the_reason() -> None:
+    outcomes = climbed(Bench(), (STEPS[0], LadderStep(name="graphs", needs=("gpu",)), STEPS[2]))
     assert (outcomes[1].state, outcomes[1].reason, outcomes[1].overrides) == ("skipped", "there is no GPU", ())
 
 
@@ -168,15 +168,15 @@ def test_our_ladder_can_be_climbed_on_a_laptop_and_on_four_gpus() -> None:
     own = ("training.micro_batch=2", "training.global_batch=16", "parallel.expert=2")
     on_cpu = list(climb(LADDER, frozenset(r.name for r in LADDER), ground(2, own=own), Bench()))
     on_gpus = list(climb(LADDER, frozenset(r.name for r in LADDER), ground(4, has_gpu=True, own=own), Bench()))
-    left_out = {outcome.rung.name for outcome in on_cpu if outcome.state != "ran"}
-    assert left_out == {rung.name for rung in LADDER if "gpu" in rung.needs}
+    left_out = {outcome.step.name for outcome in on_cpu if outcome.state != "ran"}
+    assert left_out == {step.name for step in LADDER if "gpu" in step.needs}
     assert {outcome.state for outcome in on_gpus} == {"ran"}
 
 
 def test_a_dense_model_climbs_what_is_left() -> None:
     own = ("model.moe=none", "model.dense_layers=4", "training.micro_batch=1")
     outcomes = list(climb(LADDER, frozenset(r.name for r in LADDER), ground(own=own), Bench()))
-    assert [o.rung.name for o in outcomes if o.state == "ran"] == ["baseline", "fused", "chunked-loss", "larger"]
+    assert [o.step.name for o in outcomes if o.state == "ran"] == ["baseline", "fused", "chunked-loss", "larger"]
 
 
 @given(
@@ -184,17 +184,17 @@ def test_a_dense_model_climbs_what_is_left() -> None:
         st.tuples(st.booleans(), st.one_of(st.none(), st.floats(min_value=1.0, max_value=1e6))), min_size=1, max_size=8
     )
 )
-def test_the_gains_of_both_kinds_make_up_the_gain_over_the_first(rungs: list[tuple[bool, float | None]]) -> None:
+def test_the_gains_of_both_kinds_make_up_the_gain_over_the_first(steps: list[tuple[bool, float | None]]) -> None:
     outcomes = [
         Outcome(
-            rung=LadderStep(name=f"r{place}", micro_batch_times=2 if is_size else 1),
+            step=LadderStep(name=f"r{place}", micro_batch_times=2 if is_size else 1),
             state="failed" if speed is None else "ran",
             figures=None if speed is None else figures(speed),
         )
-        for place, (is_size, speed) in enumerate(rungs)
+        for place, (is_size, speed) in enumerate(steps)
     ]
     found = gains(outcomes)
-    assert [gain is None for gain in found] == [speed is None for _, speed in rungs]
+    assert [gain is None for gain in found] == [speed is None for _, speed in steps]
     ran = [gain for gain in found if gain is not None]
     for gain in ran:
         assert gain.by_optimization * gain.by_size == pytest.approx(gain.first)
@@ -204,10 +204,10 @@ def test_the_gains_of_both_kinds_make_up_the_gain_over_the_first(rungs: list[tup
 
 def test_the_gain_of_a_larger_micro_batch_is_kept_apart() -> None:
     outcomes = [
-        Outcome(rung=LadderStep(name="a"), state="ran", figures=figures(100.0)),
-        Outcome(rung=LadderStep(name="b"), state="ran", figures=figures(200.0)),
-        Outcome(rung=LadderStep(name="c"), state="failed"),
-        Outcome(rung=LadderStep(name="d", micro_batch_times=2), state="ran", figures=figures(300.0, [6.0, 5.0, 4.4])),
+        Outcome(step=LadderStep(name="a"), state="ran", figures=figures(100.0)),
+        Outcome(step=LadderStep(name="b"), state="ran", figures=figures(200.0)),
+        Outcome(step=LadderStep(name="c"), state="failed"),
+        Outcome(step=LadderStep(name="d", micro_batch_times=2), state="ran", figures=figures(300.0, [6.0, 5.0, 4.4])),
     ]
     *_, top = gains(outcomes)
     assert top is not None

@@ -1,4 +1,4 @@
-"""What a rung gives up to run at all: which fallbacks are tried, in which order, after what, and what stays of them."""
+"""What a step gives up to run at all: which fallbacks are tried, in which order, after what, and what stays of them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.load import load_run
-from penstock.tune.ladder import Ground, Outcome, climb, gains
-from penstock.tune.rungs import LADDER, Change, LadderStep
+from penstock.tune.ladder import LadderOptions, Outcome, climb, gains
+from penstock.tune.ladder_steps import LADDER, LadderChange, LadderStep
 from penstock.tune.trial import Failure, Figures, Trial
 from tests.tune.trials import figures
 
@@ -23,8 +23,8 @@ LARGER = LadderStep(
     name="larger",
     micro_batch_times=2,
     fallbacks={
-        "less": Change(change=("dispatch.sync_free=2",)),
-        "least": Change(change=("dispatch.sync_free=1",)),
+        "less": LadderChange(change=("dispatch.sync_free=2",)),
+        "least": LadderChange(change=("dispatch.sync_free=1",)),
     },
 )
 TOP = LadderStep(name="top", change=("kernels.rope=reference",))
@@ -44,9 +44,9 @@ class Bench:
 
 
 def climbed(
-    bench: Bench, rungs: Sequence[LadderStep], *own: str, has_gpu: bool = False, wanted: Sequence[str] = ()
+    bench: Bench, steps: Sequence[LadderStep], *own: str, has_gpu: bool = False, wanted: Sequence[str] = ()
 ) -> dict[str, Outcome]:
-    ground = Ground(
+    ground = LadderOptions(
         target="debug",
         overrides=("training.micro_batch=1", "training.global_batch=16", *own),
         processes=2,
@@ -55,8 +55,8 @@ def climbed(
         most_seconds=0.0,
         has_gpu=has_gpu,
     )
-    names = frozenset(wanted or [rung.name for rung in rungs])
-    return {outcome.rung.name: outcome for outcome in climb(rungs, names, ground, bench)}
+    names = frozenset(wanted or [step.name for step in steps])
+    return {outcome.step.name: outcome for outcome in climb(steps, names, ground, bench)}
 
 
 @pytest.mark.parametrize("end", [NO_MEMORY, NO_KERNEL])
@@ -80,14 +80,14 @@ def test_the_first_form_that_runs_is_the_last_that_is_tried() -> None:
     assert list(bench.seen) == ["ground", "larger", "larger-less"]
 
 
-def test_later_rungs_stand_on_the_form_that_ran() -> None:
+def test_later_steps_stand_on_the_form_that_ran() -> None:
     bench = Bench(larger=NO_MEMORY)
     climbed(bench, (GROUND, LARGER, TOP))
     top = load_run("debug", bench.seen["top"].overrides)
     assert (top.training.micro_batch, top.dispatch.sync_free) == (2, 2)
 
 
-def test_a_form_that_runs_slowly_is_left_out_of_later_rungs_with_its_fallback_and_no_other_is_tried() -> None:
+def test_a_form_that_runs_slowly_is_left_out_of_later_steps_with_its_fallback_and_no_other_is_tried() -> None:
     bench = Bench(larger=NO_MEMORY, larger_less=figures(50.0))
     assert climbed(bench, (GROUND, LARGER, TOP))["larger"].state == "slower"
     assert list(bench.seen) == ["ground", "larger", "larger-less", "top"]
@@ -103,7 +103,7 @@ def test_what_breaks_does_not_hide_behind_a_fallback(end: Failure) -> None:
     assert (larger.state, larger.reason, larger.tried) == (end.kind, end.reason, ())
 
 
-def test_a_fallback_that_breaks_is_what_became_of_the_rung_and_ends_the_search() -> None:
+def test_a_fallback_that_breaks_is_what_became_of_the_step_and_ends_the_search() -> None:
     bench = Bench(larger=NO_MEMORY, larger_less=CRASH)
     larger = climbed(bench, (GROUND, LARGER))["larger"]
     assert list(bench.seen) == ["ground", "larger", "larger-less"]
@@ -111,7 +111,7 @@ def test_a_fallback_that_breaks_is_what_became_of_the_rung_and_ends_the_search()
     assert [one.trial for one in larger.others] == ["larger"]
 
 
-def test_if_no_form_runs_the_rung_is_told_as_it_is_and_later_ones_go_without_it() -> None:
+def test_if_no_form_runs_the_step_is_told_as_it_is_and_later_ones_go_without_it() -> None:
     bench = Bench(larger=NO_MEMORY, larger_less=NO_KERNEL, larger_least=NO_MEMORY)
     larger = climbed(bench, (GROUND, LARGER, TOP))["larger"]
     assert (larger.state, larger.reason, larger.trial) == ("refused", NO_MEMORY.reason, "larger")
@@ -123,22 +123,22 @@ def test_if_no_form_runs_the_rung_is_told_as_it_is_and_later_ones_go_without_it(
 
 def test_a_fallback_without_meaning_is_left_out() -> None:
     fallbacks = {
-        "same": Change(change=("dispatch.sync_free=3",)),
-        "needy": Change(change=("dispatch.sync_free=1",), needs=("gpu",)),
-        "less": Change(change=("dispatch.sync_free=2",)),
-        "again": Change(change=("dispatch.sync_free=2", "kernels.norm=reference")),
-        "back": Change(change=("dispatch.sync_free=3", "kernels.rope=auto")),
+        "same": LadderChange(change=("dispatch.sync_free=3",)),
+        "needy": LadderChange(change=("dispatch.sync_free=1",), needs=("gpu",)),
+        "less": LadderChange(change=("dispatch.sync_free=2",)),
+        "again": LadderChange(change=("dispatch.sync_free=2", "kernels.norm=reference")),
+        "back": LadderChange(change=("dispatch.sync_free=3", "kernels.rope=auto")),
     }
     bench = Bench(faster=NO_MEMORY, faster_less=NO_MEMORY)
-    rung = LadderStep(name="faster", change=("kernels.rope=reference",), fallbacks=fallbacks)
-    assert climbed(bench, (GROUND, rung))["faster"].state == "refused"
-    assert list(bench.seen) == ["ground", "faster", "faster-less"], "`back` is the rung below once more"
+    step = LadderStep(name="faster", change=("kernels.rope=reference",), fallbacks=fallbacks)
+    assert climbed(bench, (GROUND, step))["faster"].state == "refused"
+    assert list(bench.seen) == ["ground", "faster", "faster-less"], "`back` is the step below once more"
 
 
 def test_a_fallback_that_is_misspelled_says_so() -> None:
-    rung = LARGER.model_copy(update={"fallbacks": {"less": Change(change=("dispatch.sync_fre=2",))}})
+    step = LARGER.model_copy(update={"fallbacks": {"less": LadderChange(change=("dispatch.sync_fre=2",))}})
     bench = Bench(larger=NO_MEMORY)
-    told = [one.reason for one in climbed(bench, (GROUND, rung))["larger"].others]
+    told = [one.reason for one in climbed(bench, (GROUND, step))["larger"].others]
     assert len(told) == 1
     assert "did you mean dispatch.sync_free?" in told[0]
     assert list(bench.seen) == ["ground", "larger"]
@@ -153,11 +153,11 @@ def test_a_refusal_that_no_fallback_mends_is_told_once_and_starts_nothing() -> N
     assert list(bench.seen) == ["ground"]
 
 
-def test_a_rung_that_is_not_measured_stays_in_the_first_form_that_the_configuration_allows() -> None:
+def test_a_step_that_is_not_measured_stays_in_the_first_form_that_the_configuration_allows() -> None:
     refused = LadderStep(
         name="wrong",
         change=("kernels.norm=magic",),
-        fallbacks={"right": Change(change=("kernels.norm=torch",))},
+        fallbacks={"right": LadderChange(change=("kernels.norm=torch",))},
     )
     bench = Bench()
     climbed(bench, (GROUND, refused, TOP), wanted=["ground", "top"])
@@ -167,7 +167,7 @@ def test_a_rung_that_is_not_measured_stays_in_the_first_form_that_the_configurat
 @given(st.integers(min_value=0, max_value=4), st.integers(min_value=0, max_value=4))
 def test_as_many_forms_are_tried_as_fail_before_one_runs(fallbacks: int, failing: int) -> None:
     names = ["larger", *(f"larger-{place}" for place in range(fallbacks))]
-    changes = {f"{place}": Change(change=(f"seed={place + 1}",)) for place in range(fallbacks)}
+    changes = {f"{place}": LadderChange(change=(f"seed={place + 1}",)) for place in range(fallbacks)}
     bench = Bench(**dict.fromkeys(names[:failing], NO_MEMORY))
     larger = climbed(bench, (GROUND, LARGER.model_copy(update={"fallbacks": changes})))["larger"]
     assert list(bench.seen) == ["ground", *names[: failing + 1]]
@@ -188,7 +188,7 @@ ON_FOUR = ("parallel.expert=2", "training.micro_batch=2")
 
 
 def ours(name: str) -> LadderStep:
-    return next(rung for rung in LADDER if rung.name == name)
+    return next(step for step in LADDER if step.name == name)
 
 
 def test_halves_are_measured_without_graphs_where_parts_are_captured() -> None:

@@ -128,7 +128,7 @@ ENDED = "rank 2 (process 4242) was ended by SIGKILL"
         ([LOST, ENDED], "failed", ENDED),
         ([LOST], "failed", LOST.removeprefix("error: ")),
         (["KeyboardInterrupt"], "failed", "KeyboardInterrupt"),
-        (["nothing at all"], "failed", "exit code 7, and not a word about it"),
+        (["nothing at all"], "failed", "exit code 7 without a message"),
     ],
 )
 def test_the_reason_is_the_line_of_the_rank_that_failed_first(log: list[str], kind: str, reason: str) -> None:

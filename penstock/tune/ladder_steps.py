@@ -1,23 +1,23 @@
-"""The rungs of a ladder, as data: what each changes of the one below it, and what it needs to mean anything.
+"""The steps of a ladder, as data: the change of each over the step before it, and its requirements.
 
-    [[rung]]
+    [[step]]
     name = "chunked-loss"
     what = "logits of some thousand tokens at once"
     change = ["kernels.loss_chunk=0"]
 
-A ladder is a list of such tables in a TOML file, or `LADDER`, which is for models with experts and leaves out what does
-not apply to others. The first rung is the ground: it sets what the later ones improve. A later rung either makes the
-same work faster (`change`), or gives the device more work at once (`micro_batch_times`): never both, because nobody
-could tell the two gains apart.
+A ladder is a list of such tables in a TOML file, or `LADDER`, which is for MoE models and skips steps that do not apply
+to others. The first step is the base of comparison: it sets every option that later steps improve. A later step either
+makes the same work faster (`change`) or gives the device more work at once (`micro_batch_times`), never both, because
+the two gains could not be told apart.
 
-    [rung.fallbacks.eager]
+    [step.fallbacks.eager]
     change = ["graphs.capture=none"]
 
-A rung may have fallbacks, tried in their order where it is refused by configuration or finds no memory: they give up
-what stands in its way. Its gain is then that of both together.
+A step may have fallbacks, tried in order if the configuration is refused or runs out of memory. The gain is then that
+of step and fallback together.
 
-A new optimization is a row here. A knob that this version does not have yet may stand in it: the rung is left out, and
-says so.
+To measure a new optimization, add an entry here. An entry may name an option that this version does not have: the step
+is then skipped with that reason.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,76 +39,76 @@ from penstock.train.run_folder import check_name
 MICRO_BATCH = "training.micro_batch"
 
 
-class Change(Section):
-    """Overrides, and where they mean anything."""
+class LadderChange(Section):
+    """Overrides and their requirements."""
 
-    change: tuple[str, ...] = knob((), doc="Overrides `a.b=c`, laid over all that there are.")
-    needs: tuple[str, ...] = knob((), doc="What the rungs below must have, by the names of `NEEDS`.")
+    change: tuple[str, ...] = knob((), doc="Overrides `a.b=c`, applied last.")
+    needs: tuple[str, ...] = knob((), doc="Requirements of the run so far, by the names of `REQUIREMENTS`.")
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Paths of what it changes."""
+        """Paths of the changed options."""
         return tuple(override.partition("=")[0].strip() for override in self.change)
 
 
-class LadderStep(Change):
+class LadderStep(LadderChange):
     """One step of a ladder."""
 
     name: str = knob(doc="Short name, also of the folder of its run.")
     what: str = knob("", doc="What it is, in a few words.")
-    micro_batch_times: int = knob(1, doc="Factor on the micro-batch of the rung below.", low=1)
-    fallbacks: dict[str, Change] = knob(
-        {}, doc="By name, what is laid over it in turn, as long as it is refused by configuration or finds no memory."
+    micro_batch_times: int = knob(1, doc="Factor on the micro-batch of the step before.", low=1)
+    fallbacks: dict[str, LadderChange] = knob(
+        {}, doc="By name, further changes to try in order while the run is refused or runs out of memory."
     )
 
     @property
     def is_size(self) -> bool:
-        """It only makes the micro-batch larger."""
+        """The step only makes the micro-batch larger."""
         return self.micro_batch_times > 1 or MICRO_BATCH in self.fields
 
     def trial_name(self, fallback: str = "") -> str:
-        """Name of its run; with a fallback, of the run that this has."""
+        """Name of the run of this step, or of the step with a fallback."""
         return f"{self.name}-{fallback}" if fallback else self.name
 
 
 @dataclass(frozen=True)
-class Need:
-    """Something that a rung may ask of a run.
+class Requirement:
+    """A requirement of a step.
 
     Attributes:
         is_met: by a run, on a machine with or without a GPU.
-        otherwise: why the rung is left out.
+        otherwise: reason for skipping the step.
     """
 
     is_met: Callable[[Run, bool], bool]
     otherwise: str
 
 
-NEEDS = MappingProxyType(
+def _has_static_rows(run: Run) -> bool:
+    """Row counts stay on the device, so buffers have the size of a bound or of the worst case."""
+    return run.model.moe is not None and run.dispatch.sync_free >= COUNTS_STAY
+
+
+REQUIREMENTS = MappingProxyType(
     {
-        "experts": Need(lambda run, has_gpu: run.model.moe is not None, "the model has no experts"),
-        "shared-expert": Need(
+        "experts": Requirement(lambda run, has_gpu: run.model.moe is not None, "the model has no experts"),
+        "shared-expert": Requirement(
             lambda run, has_gpu: run.model.moe is not None and run.model.moe.shared_expert_intermediate_size > 0,
             "the model has no shared expert",
         ),
-        "sharing": Need(
+        "sharing": Requirement(
             lambda run, has_gpu: run.parallel.expert * run.parallel.expert_tensor > 1,
             "each rank holds all experts (parallel.expert is 1)",
         ),
-        "gpu": Need(lambda run, has_gpu: has_gpu, "there is no GPU"),
-        "static-rows": Need(
+        "gpu": Requirement(lambda run, has_gpu: has_gpu, "there is no GPU"),
+        "static-rows": Requirement(
             lambda run, has_gpu: _has_static_rows(run), "no buffer has room for rows that may not come"
         ),
-        "counted-rows": Need(
+        "counted-rows": Requirement(
             lambda run, has_gpu: not _has_static_rows(run), "buffers have room for rows that may not come"
         ),
     }
 )
-
-
-def _has_static_rows(run: Run) -> bool:
-    """Row counts stay on the device, so that buffers are as large as a bound or the worst case says."""
-    return run.model.moe is not None and run.dispatch.sync_free >= COUNTS_STAY
 
 
 LADDER = (
@@ -131,7 +131,7 @@ LADDER = (
             "kernels.norm=reference",
             "kernels.rope=reference",
             "kernels.attention=default",
-            # The loss has no eager form; with a chunk larger than any micro-batch its logits are whole.
+            # The loss has no eager form; a chunk larger than any micro-batch keeps its logits whole.
             "kernels.loss_chunk=1048576",
         ),
     ),
@@ -168,7 +168,7 @@ LADDER = (
     LadderStep(
         name="sync-free-2",
         what="nor in dispatch and experts; bounded buffers",
-        # auto is symmetric where that runs, and elsewhere all-gather: all-to-all makes the host wait.
+        # auto is symmetric where it can run, otherwise all-gather; all-to-all makes the host wait.
         change=("dispatch.sync_free=2", "dispatch.method=auto"),
         needs=("experts",),
     ),
@@ -201,19 +201,23 @@ LADDER = (
         what="and half of the micro-batch's rows while the other half travels",
         change=("dispatch.overlap=halves",),
         needs=("experts", "sharing"),
-        # Two passes are under way, and captured parts have memory for one.
-        fallbacks={"eager": Change(change=("graphs.capture=none",))},
+        # Two passes run at once, and captured parts have memory for one.
+        fallbacks={"eager": LadderChange(change=("graphs.capture=none",))},
     ),
     LadderStep(
         name="larger",
         what="twice the rows in a micro-batch",
         micro_batch_times=2,
-        # Room for the worst case and the memory that graphs keep are twice as large with it.
+        # It doubles the buffers for the worst case and the memory that graphs keep.
         fallbacks={
-            "bounded": Change(change=("dispatch.sync_free=2",), needs=("static-rows",)),
-            "bounded-eager": Change(change=("dispatch.sync_free=2", "graphs.capture=none"), needs=("static-rows",)),
-            "counted-eager": Change(change=("dispatch.sync_free=1", "graphs.capture=none"), needs=("static-rows",)),
-            "eager": Change(change=("graphs.capture=none",), needs=("counted-rows",)),
+            "bounded": LadderChange(change=("dispatch.sync_free=2",), needs=("static-rows",)),
+            "bounded-eager": LadderChange(
+                change=("dispatch.sync_free=2", "graphs.capture=none"), needs=("static-rows",)
+            ),
+            "counted-eager": LadderChange(
+                change=("dispatch.sync_free=1", "graphs.capture=none"), needs=("static-rows",)
+            ),
+            "eager": LadderChange(change=("graphs.capture=none",), needs=("counted-rows",)),
         },
     ),
     LadderStep(
@@ -235,103 +239,103 @@ LADDER = (
         needs=("experts", "sharing", "gpu"),
     ),
 )
-"""From the plainest form of everything to the fastest that there is."""
+"""From eager operators to the fastest configuration."""
 
 
-def load_rungs(path: Path) -> tuple[LadderStep, ...]:
-    """The ladder of a TOML file.
+def load_ladder_steps(path: Path) -> tuple[LadderStep, ...]:
+    """The ladder in a TOML file.
 
     Raises:
-        ConfigError: the file cannot be read or is no list of rungs.
+        ConfigError: the file cannot be read or is no list of steps.
     """
     try:
         tables = read_toml(path)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", fix="check --rungs") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror}", fix="check --ladder") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    rungs = tables.pop("rung", None)
-    if tables or not isinstance(rungs, list) or not all(isinstance(rung, dict) for rung in rungs):
-        raise ConfigError(f"{path} is no ladder", got=", ".join(tables) or None, allowed="[[rung]] tables only")
+    steps = tables.pop("step", None)
+    if tables or not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+        raise ConfigError(f"{path} is no ladder", got=", ".join(tables) or None, allowed="[[step]] tables only")
     found = []
-    for number, rung in enumerate(rungs, start=1):
+    for number, step in enumerate(steps, start=1):
         try:
-            found.append(build(LadderStep, settle(fields_of(LadderStep), rung)))
+            found.append(build(LadderStep, settle(fields_of(LadderStep), step)))
         except ConfigError as error:
             raise ConfigError(
-                f"{path}, rung {number}: {error.what}", got=error.got, allowed=error.allowed, fix=error.fix
+                f"{path}, step {number}: {error.what}", got=error.got, allowed=error.allowed, fix=error.fix
             ) from error
     return checked(found)
 
 
-def checked(rungs: Sequence[LadderStep]) -> tuple[LadderStep, ...]:
-    """The same rungs, if they make a ladder.
+def checked(steps: Sequence[LadderStep]) -> tuple[LadderStep, ...]:
+    """The same steps, if they make a ladder.
 
     Raises:
-        PenstockError: a name is no folder's or comes twice, a need is unknown, or two gains would be one.
+        PenstockError: a name is unusable or doubled, a requirement is unknown, or a step would mix two gains.
     """
-    if not rungs:
-        raise ConfigError("a ladder has no rung", fix="write at least one [[rung]] table")
+    if not steps:
+        raise ConfigError("a ladder has no step", fix="write at least one [[step]] table")
     taken: set[str] = set()
-    for place, rung in enumerate(rungs):
-        for name, change in {"": rung, **rung.fallbacks}.items():
-            _check_form(rung.trial_name(name), change, taken)
-        if name := next((name for name, one in rung.fallbacks.items() if MICRO_BATCH in one.fields), ""):
+    for place, step in enumerate(steps):
+        for name, change in {"": step, **step.fallbacks}.items():
+            _check_change(step.trial_name(name), change, taken)
+        if name := next((name for name, one in step.fallbacks.items() if MICRO_BATCH in one.fields), ""):
             raise ConfigError(
-                f"fallback {name} of rung {rung.name} sets {MICRO_BATCH}, and only rungs do", fix="make a rung of it"
+                f"fallback {name} of step {step.name} sets {MICRO_BATCH}, and only steps do", fix="make a step of it"
             )
-        if place and rung.is_size and set(rung.fields) - {MICRO_BATCH}:
+        if place and step.is_size and set(step.fields) - {MICRO_BATCH}:
             raise ConfigError(
-                f"rung {rung.name} makes the micro-batch larger and changes something else, so its gain has two causes",
-                fix="make two rungs of it",
+                f"step {step.name} makes the micro-batch larger and changes something else, so its gain has two causes",
+                fix="make two steps of it",
             )
-    return tuple(rungs)
+    return tuple(steps)
 
 
-def _check_form(name: str, change: Change, taken: set[str]) -> None:
-    """Refuse a form of a rung whose run cannot have its name, or that needs what nobody knows.
+def _check_change(name: str, change: LadderChange, taken: set[str]) -> None:
+    """Check the name of a run and its requirements.
 
     Args:
-        name: of its run.
-        change: the rung, or a fallback of it.
-        taken: names of other runs; gets this one.
+        name: of the run.
+        change: a step or a fallback.
+        taken: names of other runs; receives this one.
     """
     check_name(name)
     if name in taken:
-        raise ConfigError(f"two rungs are called {name}", fix="give each its own name; RUNG-FALLBACK is one, too")
+        raise ConfigError(f"two steps are called {name}", fix="give each its own name; STEP-FALLBACK is one, too")
     taken.add(name)
-    if unknown := set(change.needs) - set(NEEDS):
+    if unknown := set(change.needs) - set(REQUIREMENTS):
         raise ConfigError(
-            f"rung {name} needs what nobody knows", got=", ".join(sorted(unknown)), allowed=", ".join(NEEDS)
+            f"step {name} has unknown needs", got=", ".join(sorted(unknown)), allowed=", ".join(REQUIREMENTS)
         )
 
 
-def chosen(rungs: Sequence[LadderStep], names: Sequence[str]) -> frozenset[str]:
-    """Names of the rungs that are to be measured.
+def chosen(steps: Sequence[LadderStep], names: Sequence[str]) -> frozenset[str]:
+    """Names of the steps to measure.
 
     Args:
-        rungs: the ladder.
-        names: what the user wants; empty for all.
+        steps: the ladder.
+        names: the user's `--only`; empty for all steps.
 
     Raises:
-        PenstockError: there is no such rung, or a rung that is left out would hide the cause of a gain.
+        PenstockError: a name is unknown, or a left out step would give a gain two causes.
     """
-    known = [rung.name for rung in rungs]
+    known = [step.name for step in steps]
     if unknown := [name for name in names if name not in known]:
         told = did_you_mean(unknown[0], known)
         got, allowed = ", ".join(unknown), ", ".join(known)
-        raise ConfigError("--only names no rung of the ladder", got=got, allowed=allowed, fix=told)
+        raise ConfigError("--only names no step of the ladder", got=got, allowed=allowed, fix=told)
     wanted = frozenset(names or known)
     first = min(known.index(name) for name in wanted)
     left_out: list[LadderStep] = []
-    for rung in rungs[first + 1 :]:
-        if rung.name not in wanted:
-            left_out.append(rung)
+    for step in steps[first + 1 :]:
+        if step.name not in wanted:
+            left_out.append(step)
             continue
-        mixed = [one.name for one in left_out if one.is_size != rung.is_size]
+        mixed = [one.name for one in left_out if one.is_size != step.is_size]
         if mixed:
             raise ConfigError(
-                f"the gain of rung {rung.name} would have two causes, micro-batch and optimization",
+                f"the gain of step {step.name} would have two causes, micro-batch and optimization",
                 got=f"--only leaves out {', '.join(mixed)}",
                 fix=f"name {mixed[-1]} as well",
             )
@@ -339,26 +343,21 @@ def chosen(rungs: Sequence[LadderStep], names: Sequence[str]) -> frozenset[str]:
     return wanted
 
 
-def why_skipped(rung: LadderStep, run: Run, has_gpu: bool) -> str:
-    """Why a rung means nothing for a run; empty if it means something.
+def why_skipped(step: LadderStep, run: Run, has_gpu: bool) -> str:
+    """Reason for skipping a step; empty if it applies.
 
     Args:
-        rung: the rung.
-        run: of the rung below.
+        step: a step.
+        run: of the step before.
         has_gpu: the run is on a GPU.
     """
-    for field in rung.fields:
+    for field in step.fields:
         if not find(Run, field):
             return f"this version has no {field}"
-    return why_unmet(rung, run, has_gpu)
+    return why_unmet(step, run, has_gpu)
 
 
-def why_unmet(change: Change, run: Run, has_gpu: bool) -> str:
-    """What a change needs and a run does not have; empty if there is nothing.
-
-    Args:
-        change: a rung or a fallback.
-        run: of the rung below.
-        has_gpu: the run is on a GPU.
-    """
-    return next((NEEDS[need].otherwise for need in change.needs if not NEEDS[need].is_met(run, has_gpu)), "")
+def why_unmet(change: LadderChange, run: Run, has_gpu: bool) -> str:
+    """The first unmet requirement of a step or a fallback; empty if there is none."""
+    unmet = (REQUIREMENTS[need].otherwise for need in change.needs if not REQUIREMENTS[need].is_met(run, has_gpu))
+    return next(unmet, "")

@@ -1,7 +1,4 @@
-"""How a measurement is written down: command, commit, environment, numbers, in one JSON file.
-
-The same form as in benchmarks/results, so that a document can quote it.
-"""
+"""Writes a measurement as JSON with command, commit and environment, in the form of benchmarks/results."""
 
 import json
 import platform
@@ -19,18 +16,20 @@ from penstock.train.run_folder import write_whole
 from penstock.tune.kernels import environment as versions
 
 UNKNOWN = "unknown"
-"""Commit of files without a history."""
+"""Commit of a package outside of a repository."""
 
 
-def write(path: Path, *, command: str, commit: str, environment: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
-    """Write a measurement, whole or not at all.
+def write_result(
+    path: Path, *, command: str, commit: str, environment: Mapping[str, Any], numbers: Mapping[str, Any]
+) -> None:
+    """Write a measurement atomically.
 
     Args:
         path: JSON file.
-        command: that makes it.
-        commit: of the code; empty finds out.
-        environment: what the numbers depend on.
-        numbers: the measurement.
+        command: that repeats the measurement.
+        commit: of the code; empty asks git.
+        environment: conditions of the measurement.
+        numbers: results.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -49,7 +48,7 @@ def write(path: Path, *, command: str, commit: str, environment: Mapping[str, An
 
 
 def commit_of_code() -> str:
-    """Commit of the repository that this package runs from, with -dirty if files were changed; `unknown` without."""
+    """Commit of the repository of this package, with -dirty if files were changed; `unknown` outside of one."""
     root = Path(penstock.__path__[0]).parent
     if not (root / ".git").exists():
         return UNKNOWN
@@ -65,7 +64,7 @@ def describe_machine(*, on_gpu: bool) -> dict[str, Any]:
     """The machine and the versions that decide speed.
 
     Args:
-        on_gpu: what is measured runs on GPUs.
+        on_gpu: the measurement runs on GPUs.
     """
     return {
         "device": device_name(torch.device("cuda" if on_gpu else "cpu")),
