@@ -20,7 +20,7 @@ from penstock.layout.grid import Grid
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.payload import UNQUANTIZED, WireFormat
 from penstock.moe.dispatch.row_capacity import RowCapacity
-from penstock.moe.dispatch.symmetric import Links, SymmetricDispatcher, links_of
+from penstock.moe.dispatch.symmetric import SymmetricDispatcher, SymmetricTransport, transport_of
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis, make_axes
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers, allocate
@@ -81,7 +81,7 @@ def symmetric(
     packing: WireFormat = UNQUANTIZED,
 ) -> SymmetricDispatcher:
     placement = machine.placement(shape)
-    links = links_of(placement, buffers)
+    links = transport_of(placement, buffers)
     room = RowCapacity(placement, bound).to(machine.device) if bound else None
     return SymmetricDispatcher(placement, links if change is None else change.of(links), room, packing=packing)
 
@@ -103,7 +103,7 @@ class Change:
         pairs = [field.split("=") for field in rest.split("/")]
         return Change(launch=launch, fields=tuple((name, int(value)) for name, value in pairs))
 
-    def of(self, links: Links) -> Links:
+    def of(self, links: SymmetricTransport) -> SymmetricTransport:
         if self.chunks:
             return replace(links, chunks=self.chunks)
         now = {"push": links.push, "take": links.take, "back": links.back, "sum": links.sum}[self.launch]

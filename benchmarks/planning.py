@@ -24,7 +24,7 @@ from penstock.config.run import Run
 from penstock.kernels.device_facts import named_device
 from penstock.models.rank_model import embedding_places
 from penstock.parallel.axes import make_axes
-from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
+from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.plan.activations import activations_of
 from penstock.plan.conventional import Saving, conventional
 from penstock.plan.hardware import cluster_of

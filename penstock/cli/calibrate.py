@@ -33,8 +33,8 @@ from penstock.parallel.launch.environment import (
 )
 from penstock.parallel.launch.host import gpu_vendor
 from penstock.parallel.launch.local import MOST_PROCESSES, LocalLaunch, run_processes
-from penstock.parallel.launch.meeting import Meeting, start_process_group, stop_process_group
 from penstock.parallel.launch.process import choose_device, device_name, prepare_process
+from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
 from penstock.plan.calibrate import LARGE, SMALL, measure_device, memory_of
 from penstock.plan.calibrate_transfers import LARGE_BYTES, SMALL_BYTES, measure_transfers
 from penstock.plan.calibrated import Transfers, calibrated, rounded
@@ -86,7 +86,7 @@ def _launch(environment: Environment, processes: int, *, on_cpu: bool) -> LocalL
 
 def _measure(environment: Environment, device_kind: str, name: str | None) -> Hardware:
     """What all ranks do; the devices are measured at the same time, as a step would load them."""
-    with Meeting(environment) as meeting:
+    with Rendezvous(environment) as meeting:
         prepare_environment(facts_of_machine(environment))
         device = choose_device(device_kind, environment)
         meeting.open(TIMEOUT_MINUTES)

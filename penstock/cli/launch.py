@@ -19,9 +19,9 @@ from penstock.cli.outputs import Force, check_output
 from penstock.cli.warnings import warn_of_unfilled
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
+from penstock.parallel.launch.environment import LaunchFacts
 from penstock.parallel.launch.jobs import Job, kubernetes_manifest, kubernetes_name, slurm_script
 from penstock.parallel.launch.local import facts_of_run
-from penstock.parallel.launch.variables import Facts
 
 
 class Vendor(StrEnum):
@@ -116,7 +116,7 @@ def _job(
     run = load_run(target, overrides)
     world = nodes * gpus
     grid_of(run, world)
-    machine = Facts(vendor=vendor.value, world=world, local_world=gpus, cores=cpus or 0)
+    machine = LaunchFacts(vendor=vendor.value, world=world, local_world=gpus, cores=cpus or 0)
     return Job(
         name=run.name if name is None else name,
         words=("train", target, *overrides),

@@ -31,7 +31,7 @@ from penstock.layout.stages import Stage, stages_text
 from penstock.models.build import meta_stages
 from penstock.models.count import stage_costs
 from penstock.models.rank_model import stages_of
-from penstock.moe.experts import Experts
+from penstock.moe.experts import GroupedExperts
 from penstock.parallel.axes import Axes, Axis
 from penstock.parallel.layer_context import LayerContext
 
@@ -188,7 +188,7 @@ def _parameters(run: Run, grid: Grid, rank: int, stages: dict[int, Stage]) -> tu
     # Two stages of a rank share their embedding.
     modules = {id(module): module for decoder in decoders.values() for module in decoder.modules()}
     own = [(module, _own_parameters(module)) for module in modules.values()]
-    experts = sum(count for module, count in own if isinstance(module, Experts))
+    experts = sum(count for module, count in own if isinstance(module, GroupedExperts))
     return sum(count for _, count in own) - experts, experts
 
 

@@ -18,8 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock import __version__
-from penstock.base.errors import WRONG_INPUT, PenstockError
-from penstock.base.meant import asked, did_you_mean
+from penstock.base.errors import WRONG_INPUT, PenstockError, asked, did_you_mean
 from penstock.cli.help import on_one_screen
 from penstock.cli.interrupts import INTERRUPTED, raise_again
 from penstock.cli.verbs import Verb, group_of

@@ -24,8 +24,7 @@ from typing import Literal
 from rich.console import Console
 from rich.status import Status
 
-from penstock.base.errors import PenstockError
-from penstock.base.meant import did_you_mean
+from penstock.base.errors import PenstockError, did_you_mean
 from penstock.cli.config import Json
 from penstock.cli.next import print_next
 from penstock.cli.outputs import Force

@@ -9,8 +9,7 @@ hardware             where each figure of the hardware comes from
 
 from collections.abc import Callable, Mapping, Sequence
 
-from penstock.base.errors import PenstockError
-from penstock.base.meant import did_you_mean
+from penstock.base.errors import PenstockError, did_you_mean
 from penstock.base.numbers import bytes_text, time_text
 from penstock.cli.plan_print import cluster_text, conclusion, moment_text, refused_text, sourced_tables
 from penstock.cli.table import print_table

@@ -43,8 +43,8 @@ from penstock.parallel.launch.environment import (
 )
 from penstock.parallel.launch.host import gpu_vendor
 from penstock.parallel.launch.local import MOST_PROCESSES, LocalLaunch, run_processes
-from penstock.parallel.launch.meeting import Meeting, start_process_group, stop_process_group
 from penstock.parallel.launch.process import choose_device, prepare_process
+from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
 from penstock.plan.hardware import Hardware
 from penstock.plan.hardware_file import known_hardware, load_hardware, read_hardware
 from penstock.tune.preflight.check import Check, Status
@@ -163,7 +163,7 @@ def _measured(environment: Environment, ranks: int, gpus: int) -> str:
 def _be_a_rank(environment: Environment, expected: int) -> str:
     """Measure, alone or with others."""
     assert expected in (0, environment.world_size), "the launcher starts as many ranks as it was asked for"
-    with Meeting(environment) as meeting:
+    with Rendezvous(environment) as meeting:
         prepare_environment(facts_of_machine(environment))
         device = choose_device("auto", environment)
         meeting.open(TIMEOUT_MINUTES)

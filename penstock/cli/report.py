@@ -16,8 +16,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from penstock.base.errors import PenstockError
-from penstock.base.meant import did_you_mean_path
+from penstock.base.errors import PenstockError, did_you_mean_path
 from penstock.cli.plan_files import check_file
 from penstock.report.run_evidence import gather
 from penstock.report.run_page import write_run_page

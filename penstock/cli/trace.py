@@ -18,8 +18,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.base.errors import TraceError
-from penstock.base.meant import did_you_mean
+from penstock.base.errors import TraceError, did_you_mean
 from penstock.cli.next import print_next
 from penstock.cli.trace_print import print_answer
 from penstock.cli.verbs import Verb, group_of, load_by_name

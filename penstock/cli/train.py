@@ -42,6 +42,7 @@ from penstock.config.presets.registry import is_preset
 from penstock.config.run import Run
 from penstock.layout.grid import Grid
 from penstock.models.count import count
+from penstock.parallel.collectives import lost_ranks
 from penstock.parallel.launch.environment import (
     Environment,
     environment_line,
@@ -50,9 +51,8 @@ from penstock.parallel.launch.environment import (
     read_environment,
 )
 from penstock.parallel.launch.local import LocalLaunch, facts_of_run, processes_to_start, run_processes
-from penstock.parallel.launch.meeting import Meeting, start_process_group, stop_process_group
 from penstock.parallel.launch.process import bind_near, choose_device, device_name
-from penstock.parallel.messages import lost_ranks
+from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
 from penstock.train.loop import open_store, resume, start, train_run
 from penstock.train.observer import RunEnd
 from penstock.train.room import find_shortage
@@ -119,7 +119,7 @@ def train(  # noqa: PLR0913 - one argument for each option
     overrides = overrides or []
     environment = read_environment()
     console = Console(no_color=not environment.color, highlight=False, quiet=environment.rank > 0)
-    with Meeting(environment) as meeting:
+    with Rendezvous(environment) as meeting:
         launch = (_find_run if resumes else _new_run)(target, overrides, name)
         if fake_world is not None:
             print_rehearsal(launch.run, world=fake_world, rank=rank or 0)
@@ -167,7 +167,7 @@ def _start_ranks(
     return run_processes(main, words, launch)
 
 
-def _be_a_rank(console: Console, environment: Environment, meeting: Meeting, launch: Launch) -> int:
+def _be_a_rank(console: Console, environment: Environment, meeting: Rendezvous, launch: Launch) -> int:
     """Train, as one of the ranks or as the only one."""
     run = launch.run
     if meeting.agree(lambda: _is_finished(launch)):
@@ -202,7 +202,7 @@ def _be_a_rank(console: Console, environment: Environment, meeting: Meeting, lau
     return code
 
 
-def _launch_of_all(environment: Environment, meeting: Meeting, launch: Launch, overrides: list[str]) -> Launch:
+def _launch_of_all(environment: Environment, meeting: Rendezvous, launch: Launch, overrides: list[str]) -> Launch:
     """What all ranks do: what the command line asks for, or go on with the folder that they made before a restart.
 
     A rank that sees other folders than the first, as a network file system may show them, goes on with the first one's.
@@ -270,7 +270,7 @@ def _is_finished(launch: Launch) -> bool:
     return latest is not None and latest >= launch.run.training.steps
 
 
-def _run(console: Console, launch: Launch, session: Session, environment: Environment, meeting: Meeting) -> int:
+def _run(console: Console, launch: Launch, session: Session, environment: Environment, meeting: Rendezvous) -> int:
     """Take or make the folder, then train."""
     if launch.folder is None:
         begin = start(session)  # before there is a folder: weights that it names may not be there

@@ -15,8 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from penstock.cli.help import HELP, screen_asked_for
 from penstock.cli.interrupts import imports_end_at_once
-from penstock.parallel.launch.environment import prepare_environment
-from penstock.parallel.launch.variables import Facts
+from penstock.parallel.launch.environment import LaunchFacts, prepare_environment
 
 PROGRAM = "penstock"
 
@@ -48,7 +47,7 @@ class Verb:
     def load(self) -> Any:
         """The command itself; its type is private to typer."""
         if not self.computes:
-            prepare_environment(Facts(computes=False))
+            prepare_environment(LaunchFacts(computes=False))
         target = load_by_name(self.module, self.attribute)
         if not isinstance(target, typer.Typer):
             function, target = target, typer.Typer(add_completion=False)

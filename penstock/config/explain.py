@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from penstock.base.errors import ConfigError
-from penstock.base.meant import asked, nearest
+from penstock.base.errors import ConfigError, asked, nearest
 from penstock.config.compare import leaves
 from penstock.config.presets.registry import PRESETS
 from penstock.config.rules import RULES, rule_text

@@ -5,8 +5,7 @@ What depends on the number of ranks is not here but in `penstock.config.fit`.
 
 from collections.abc import Sequence
 
-from penstock.base.errors import ConfigError
-from penstock.base.meant import did_you_mean
+from penstock.base.errors import ConfigError, did_you_mean
 from penstock.config.fit import SPLITTING_SCHEDULES, LayoutSizes, ModelSizes, rule_of_sizes, stage_count
 from penstock.config.parallel import OFFLOADABLE, RECOMPUTABLE
 from penstock.config.problem import Problem, divisors

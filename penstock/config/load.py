@@ -18,9 +18,8 @@ from typing import Any
 
 import tomli_w
 
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, asked, did_you_mean_path, nearest
 from penstock.base.files import MOST_TOML_BYTES, parse_toml, read_bounded
-from penstock.base.meant import asked, did_you_mean_path, nearest
 from penstock.config.follow import follow
 from penstock.config.merge import NONE, Tree, merge, parse_overrides, paths_in, settle
 from penstock.config.presets.registry import is_preset, preset

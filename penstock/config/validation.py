@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from penstock.base.meant import asked, did_you_mean, nearest
+from penstock.base.errors import asked, did_you_mean, nearest
 from penstock.config.problem import Problem, refuse
 from penstock.config.schema import (
     KIND,

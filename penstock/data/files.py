@@ -10,8 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from penstock.base.errors import DataError
-from penstock.base.meant import did_you_mean_path
+from penstock.base.errors import DataError, did_you_mean_path
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of files that are decompressed before they are read."""

@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 
 from penstock.base.devices import CHIPS, chip_named
-from penstock.base.errors import DeviceError
-from penstock.base.meant import did_you_mean
+from penstock.base.errors import DeviceError, did_you_mean
 from penstock.kernels.tuning import target_of
 
 Dtype = Literal["bf16", "fp32"]

@@ -9,7 +9,7 @@ kept rows load it (`penstock.kernels.expert_parts.KeptRows`).
     first    0         cursor after 0            cursor now
 
 A layer that does not fit is counted and written over the first ones: the pass is worth nothing then, and whoever counts
-makes it again (penstock/moe/dispatch/activation_arena.py).
+makes it again (penstock/moe/dispatch/row_capacity.py).
 """
 
 import torch

@@ -19,9 +19,9 @@ from penstock.models.model_inputs import ForwardContext
 from penstock.models.norm import PreNorm
 from penstock.moe.layer import MoE, Terms
 from penstock.moe.routing import Routing
-from penstock.parallel.interleave import Steps, within
+from penstock.parallel.async_transfer import Steps, within
+from penstock.parallel.graphs import PartialGraphs
 from penstock.parallel.layer_context import LayerContext
-from penstock.parallel.parts import Parts
 from penstock.parallel.spans import span
 
 
@@ -83,7 +83,7 @@ class Block(nn.Module):
             terms = self._dense(x_TD, ready)
         return self._add(x_BSD, terms)
 
-    def _behind_part(self, x_BSD: Tensor, frame: ForwardContext, parts: Parts) -> Tensor:
+    def _behind_part(self, x_BSD: Tensor, frame: ForwardContext, parts: PartialGraphs) -> Tensor:
         """`_forward` whose first part is replayed. What a part gives stays for good, so it gives nothing twice.
 
         Who reads its tokens reads them from an output of his own, though of one memory: their gradients come to the

@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -31,20 +29,18 @@ from penstock.models.linear import Embedding, Linear
 from penstock.models.mla import LatentLayer
 from penstock.models.mtp import MultiTokenPrediction
 from penstock.models.norm import PreNorm, RMSNorm
-from penstock.moe.dispatch.choose import is_shelved, make_dispatcher
-from penstock.moe.experts import Experts, expert_rule
+from penstock.moe.dispatch.build import make_dispatcher, shares_arena
+from penstock.moe.dispatch.row_capacity import ActivationArena
+from penstock.moe.experts import GroupedExperts, expert_rule
 from penstock.moe.layer import MoE
-from penstock.moe.router import Router
-from penstock.parallel.activations import offload
-from penstock.parallel.activations.recompute import rule_for
-from penstock.parallel.async_transfer import Transfers
+from penstock.moe.router import TopKRouter
+from penstock.parallel import offload
+from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.axes import ALONE, Axes
-from penstock.parallel.float8_gather import EightBitRows
+from penstock.parallel.float8_gather import Float8Shard
 from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.recompute import rule_for
 from penstock.parallel.shard import shard_fully
-
-if TYPE_CHECKING:  # it imports Triton, which may be absent
-    from penstock.moe.dispatch.activation_arena import ActivationArena
 
 
 def whole_model(config: Model) -> Stage:
@@ -81,7 +77,7 @@ def meta_model(
         config.rms_norm_eps,
     )
     layer_context_of = layer_context_of or (lambda layer: layer_context)
-    arena = _shelf(config, layer_context)
+    arena = _arena(config, layer_context)
     has_head = stage.norm_and_head and not config.tie_word_embeddings
     with torch.device("meta"):
         return Decoder(
@@ -124,9 +120,9 @@ def build_model(run: Run, device: torch.device, operators: Operators | None = No
     return decoders[0]
 
 
-def transfers_of(run: Run, device: torch.device) -> Transfers | None:
+def transfers_of(run: Run, device: torch.device) -> TransferStream | None:
     """Where the tokens of a run travel beside what it computes; None if it computes nothing meanwhile."""
-    return None if run.dispatch.overlap == "none" else Transfers(device)
+    return None if run.dispatch.overlap == "none" else TransferStream(device)
 
 
 def meta_stages(run: Run, layer_context: LayerContext, stages: Mapping[int, Stage]) -> dict[int, Decoder]:
@@ -188,9 +184,9 @@ def set_dtypes(run: Run, decoders: Collection[Decoder], axes: Axes, device: torc
                 settings=run.parallel,
                 device=device,
                 compute_dtype=dtype,
-                ignored={one for module in modules if isinstance(module, Router) for one in module.parameters()}
+                ignored={one for module in modules if isinstance(module, TopKRouter) for one in module.parameters()}
                 | shared,
-                inner={module: axes.expert_data for module in modules if isinstance(module, Experts)},
+                inner={module: axes.expert_data for module in modules if isinstance(module, GroupedExperts)},
             )
     for decoder in decoders:
         to_dtype(decoder, dtype)
@@ -224,14 +220,14 @@ def gather_in_float8(run: Run, decoders: Iterable[Decoder], axes: Axes) -> None:
             matrices: tuple[Tensor, ...]
             if isinstance(module, Linear) and module.float8 is not None:
                 rule, recipe, axis, matrices = module.float8, module.float8.dense, axes.dense_data, (module.weight,)
-            elif isinstance(module, Experts):
+            elif isinstance(module, GroupedExperts):
                 rule, recipe, axis = module.float8, module.float8.experts, axes.expert_data
                 matrices = (module.gate_up_eFD, module.down_eDF)
             else:
                 continue
             if recipe is not None and all(isinstance(one, DTensor) for one in matrices):
                 dtype = _compute_dtype(run)
-                module.gathered = tuple(EightBitRows(one, axis, recipe, rule, dtype) for one in matrices)
+                module.gathered = tuple(Float8Shard(one, axis, recipe, rule, dtype) for one in matrices)
 
 
 def _compute_dtype(run: Run) -> torch.dtype:
@@ -244,7 +240,7 @@ def to_dtype(model: nn.Module, dtype: torch.dtype) -> None:
     A router decides in float32, and its buffers count in it.
     """
     for module in model.modules():
-        if not isinstance(module, Router):
+        if not isinstance(module, TopKRouter):
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.dtype != dtype and not isinstance(parameter, DTensor):
                     module.register_parameter(name, nn.Parameter(parameter.to(dtype)))
@@ -254,22 +250,16 @@ _READ_TWICE = frozenset({"dense", "moe", "shared-expert"})
 """Parts that keep what they read to run again. They keep it once, in 16 bits, and quantize it by themselves."""
 
 
-def _shelf(config: Model, layer_context: LayerContext) -> "ActivationArena | None":
-    """Where the experts of a stage keep their rows together; None if none of them may."""
-    kits = (
-        layer_context,
-        replace(layer_context, float8=NO_FLOAT8),
-    )  # some layers may compute in 16 bits, whatever the others do
-    if config.moe is None or not any(is_shelved(config.moe, one) for one in kits):
+def _arena(config: Model, layer_context: LayerContext) -> ActivationArena | None:
+    """The buffer in which the experts of a stage save their pre-activations together; None if none of them may."""
+    # Some layers may compute in 16 bits even if the others do not.
+    contexts = (layer_context, replace(layer_context, float8=NO_FLOAT8))
+    if config.moe is None or not any(shares_arena(config.moe, one) for one in contexts):
         return None
-    # By name, because it needs Triton, which may be absent.
-    arena: ActivationArena = import_module("penstock.moe.dispatch.activation_arena").ActivationArena(
-        layer_context.dispatch.row_capacity_factor
-    )
-    return arena
+    return ActivationArena(layer_context.dispatch.row_capacity_factor)
 
 
-def _block(config: Model, layer: int, layer_context: LayerContext, arena: "ActivationArena | None" = None) -> Block:
+def _block(config: Model, layer: int, layer_context: LayerContext, arena: ActivationArena | None = None) -> Block:
     attention, ffn = _attention(config, layer, layer_context), _ffn(config, layer, layer_context, arena)
     reader = ffn.shared if isinstance(ffn, MoE) else ffn
     is_ready = (
@@ -293,17 +283,21 @@ def _attention(config: Model, layer: int, layer_context: LayerContext) -> Groupe
     )
 
 
-def _ffn(config: Model, layer: int, layer_context: LayerContext, arena: "ActivationArena | None") -> FeedForward | MoE:
+def _ffn(config: Model, layer: int, layer_context: LayerContext, arena: ActivationArena | None) -> FeedForward | MoE:
     moe = config.moe
     if moe is None or config.is_dense(layer):
         return FeedForward(config.hidden_size, config.intermediate_size, layer_context)
-    dispatcher, room = make_dispatcher(moe, layer_context, is_shelved=is_shelved(moe, layer_context))
+    dispatcher, room = make_dispatcher(moe, layer_context, in_arena=shares_arena(moe, layer_context))
     # What is computed again is kept by nobody, and lives no longer than the layer.
-    keeps = is_shelved(moe, layer_context) and not layer_context.recompute.kinds & {"expert-activation", "moe", "layer"}
+    keeps = shares_arena(moe, layer_context) and not layer_context.recompute.kinds & {
+        "expert-activation",
+        "moe",
+        "layer",
+    }
     return MoE(
-        Router(moe, config.hidden_size, layer, layer_context.operators, layer_context.axes),
+        TopKRouter(moe, config.hidden_size, layer, layer_context.operators, layer_context.axes),
         dispatcher,
-        Experts(
+        GroupedExperts(
             moe.experts,
             config.hidden_size,
             moe.moe_intermediate_size,
@@ -320,9 +314,7 @@ def _ffn(config: Model, layer: int, layer_context: LayerContext, arena: "Activat
     )
 
 
-def _mtp(
-    config: Model, layer: int, layer_context: LayerContext, arena: "ActivationArena | None"
-) -> MultiTokenPrediction:
+def _mtp(config: Model, layer: int, layer_context: LayerContext, arena: ActivationArena | None) -> MultiTokenPrediction:
     return MultiTokenPrediction(
         config.hidden_size, config.rms_norm_eps, _block(config, layer, layer_context, arena), layer_context
     )

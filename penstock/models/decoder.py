@@ -24,13 +24,13 @@ from penstock.models.mtp import MultiTokenPrediction
 from penstock.models.norm import RMSNorm
 from penstock.models.rope import angles
 from penstock.moe.routing import Scope
+from penstock.parallel.async_transfer import Steps, drain, interleave, within
 from penstock.parallel.context import held_positions, nears_of
-from penstock.parallel.interleave import Steps, drain, interleave, within
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.spans import span
 
 if TYPE_CHECKING:  # it imports Triton, which may be absent
-    from penstock.moe.dispatch.activation_arena import ActivationArena
+    from penstock.moe.dispatch.row_capacity import ActivationArena
 
 IN_PIECES: tuple[Overlap, ...] = ("halves", "passes")
 """Overlaps in which other work is done between the pieces of a layer."""

@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from penstock.layout.sharding import LocalSlice, global_shape, local_slices
 from penstock.models.norm import Norm
 from penstock.models.parameters import cuts_of
-from penstock.moe.experts import Experts
-from penstock.moe.router import Router
-from penstock.parallel.param_shard import Part
-from penstock.parallel.shard import own_rows
+from penstock.moe.experts import GroupedExperts
+from penstock.moe.router import TopKRouter
+from penstock.parallel.shard import ShardedTensor, own_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ class ParamInit:
     constant: float | None = None
     by_row: bool = False
 
-    def fill(self, part: Part) -> None:
+    def fill(self, part: ShardedTensor) -> None:
         """Put the values of a part in place."""
         if self.constant is not None:
             part.tensor.fill_(self.constant)
@@ -94,13 +93,13 @@ def initialize(model: nn.Module, seed: int, std: float) -> None:
         local, rows = own_rows(parameter)
         cuts = cuts_of(module, name)
         shape = global_shape(tuple(parameter.shape), cuts)
-        draw.fill(Part(tensor=local, shape=shape, pieces=local_slices(shape, cuts, rows)))
+        draw.fill(ShardedTensor(tensor=local, shape=shape, pieces=local_slices(shape, cuts, rows)))
     for buffer in model.buffers():
         buffer.zero_()
 
 
 @torch.no_grad()
-def initialize_masters(models: Iterable[nn.Module], parts: Mapping[str, Part], seed: int, std: float) -> None:
+def initialize_masters(models: Iterable[nn.Module], parts: Mapping[str, ShardedTensor], seed: int, std: float) -> None:
     """Give masters the values that bfloat16 parameters were rounded from.
 
     Args:
@@ -125,7 +124,7 @@ def _draws(model: nn.Module, seed: int, std: float) -> Iterator[tuple[nn.Module,
                 std=std,
                 device=parameter.device,
                 constant=_constant(module, name),
-                by_row=isinstance(module, Experts),
+                by_row=isinstance(module, GroupedExperts),
             )
             yield module, name, parameter, draw
 
@@ -134,4 +133,4 @@ def _constant(module: nn.Module, name: str) -> float | None:
     """What a parameter begins with if it is not drawn. A router's bias is: its experts must not begin alike."""
     if isinstance(module, Norm):
         return 1.0
-    return 0.0 if "bias" in name and not isinstance(module, Router) else None
+    return 0.0 if "bias" in name and not isinstance(module, TopKRouter) else None

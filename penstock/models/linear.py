@@ -26,7 +26,7 @@ from penstock.layout.sharding import Cut, local_shape
 from penstock.models.float8_linear import Float8Weight, fits, float8_linear, quantize_input, recipe_of
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import reduce_scatter
-from penstock.parallel.float8_gather import EightBitRows
+from penstock.parallel.float8_gather import Float8Shard
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.weight_grad_store import WeightGradStore, deferrable
 
@@ -52,7 +52,7 @@ class Linear(nn.Linear):
 
     total: Tensor | None = None
     copies: WeightCopies | None = None
-    gathered: tuple[EightBitRows, ...] = ()
+    gathered: tuple[Float8Shard, ...] = ()
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ def linear_into(
     """
     y: Tensor = _LinearInto.apply(x_D, weight, bias, total, later)
     # Only now, behind the saves: a region that runs again to have them back ends with the last one, so it makes no
-    # product that nobody reads (penstock/parallel/activations/region.py).
+    # product that nobody reads (penstock/parallel/recompute.py).
     with torch.no_grad():
         if bias is None:
             torch.mm(x_D.flatten(0, -2), weight.T, out=y.flatten(0, -2))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.kernels.local_attention import Near
 from penstock.moe.routing import Scope
-from penstock.parallel.parts import Parts
+from penstock.parallel.graphs import PartialGraphs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class ModelInputs:
     documents_BS: Tensor | None = None
     places_S: Tensor | None = None
     share: float = 1.0
-    parts: Parts | None = None
+    parts: PartialGraphs | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ class ForwardContext:
     sin_BSP: Tensor
     allowed_BSS: Tensor | None
     scope: Scope
-    parts: Parts | None = None
+    parts: PartialGraphs | None = None
     nears: tuple[Near, ...] = ()
     tempered_S: Tensor | None = None
 

@@ -12,10 +12,10 @@ from penstock.models.attention import GroupedQueryLayer
 from penstock.models.decoder import Decoder
 from penstock.models.linear import Embedding, Linear
 from penstock.models.norm import TensorParallelNorm
-from penstock.moe.experts import Experts
+from penstock.moe.experts import GroupedExperts
 from penstock.parallel.axes import Axes, Axis
-from penstock.parallel.float8_gather import EightBitRows, refresh
-from penstock.parallel.param_shard import ParamShard
+from penstock.parallel.float8_gather import Float8Shard, refresh
+from penstock.parallel.shard import ParamShard
 
 
 def param_shards(decoders: Iterable[Decoder], axes: Axes) -> list[ParamShard]:
@@ -40,7 +40,7 @@ def cuts_of(module: nn.Module, name: str) -> tuple[Cut, ...]:
         module: that owns the parameter.
         name: of the parameter in the module.
     """
-    if isinstance(module, (Linear, Embedding, Experts, GroupedQueryLayer, TensorParallelNorm)):
+    if isinstance(module, (Linear, Embedding, GroupedExperts, GroupedQueryLayer, TensorParallelNorm)):
         return module.cuts[name]
     return ()
 
@@ -57,7 +57,7 @@ def fuse_wgrad_accumulation(decoders: Iterable[Decoder], sum_of: Callable[[str],
             # FSDP2 reduces what autograd gives it, and what is not trained has no sum.
             if any(isinstance(one, DTensor) or not one.requires_grad for one in module.parameters(recurse=False)):
                 continue
-            if isinstance(module, Experts):
+            if isinstance(module, GroupedExperts):
                 module.sums = tuple(sum_of(f"{path}.{name}") for name, _ in module.named_parameters(recurse=False))
             elif isinstance(module, (Linear, Embedding)):
                 module.total = sum_of(f"{path}.weight")
@@ -71,10 +71,10 @@ def refresh_float8(stages: Iterable[nn.Module]) -> None:
     Args:
         stages: of the rank.
     """
-    gathered: list[EightBitRows] = []
+    gathered: list[Float8Shard] = []
     for stage in stages:
         for module in stage.modules():
-            if isinstance(module, (Linear, Experts)):
+            if isinstance(module, (Linear, GroupedExperts)):
                 module.refresh_float8()
                 gathered += module.gathered
     refresh(gathered)
@@ -85,7 +85,7 @@ def copy_bytes(module: nn.Module) -> dict[str, int]:
     copies: dict[str, WeightCopies] = {}
     if isinstance(module, Linear) and module.copies is not None:
         copies = {"weight": module.copies}
-    elif isinstance(module, Experts) and module.float8_copies is not None:
+    elif isinstance(module, GroupedExperts) and module.float8_copies is not None:
         copies = {"gate_up_eFD": module.float8_copies.gate_up, "down_eDF": module.float8_copies.down}
     return {
         name: sum(one.values.untyped_storage().nbytes() + one.scales.untyped_storage().nbytes() for one in both)
@@ -96,7 +96,7 @@ def copy_bytes(module: nn.Module) -> dict[str, int]:
 @contextmanager
 def gradients_by_autograd(decoder: Decoder) -> Iterator[None]:
     """While it lasts, all gradients go to autograd, and no sum changes."""
-    experts = {one: one.sums for one in decoder.modules() if isinstance(one, Experts)}
+    experts = {one: one.sums for one in decoder.modules() if isinstance(one, GroupedExperts)}
     others = {one: one.total for one in decoder.modules() if isinstance(one, (Linear, Embedding))}
     for layer in experts:
         layer.sums = None
@@ -125,7 +125,7 @@ def _parameters(decoder: Decoder) -> Iterator[tuple[str, nn.Module, str, nn.Para
 
 def _holding(name: str, module: nn.Module, own_name: str, parameter: nn.Parameter, axes: Axes) -> ParamShard:
     cuts = cuts_of(module, own_name)
-    is_expert = isinstance(module, Experts)
+    is_expert = isinstance(module, GroupedExperts)
     # What tensor-parallel ranks hold whole they apply to different positions, so each has a part of its gradient.
     partial: tuple[Axis, ...] = () if is_expert or cuts else (axes.tensor,)
     if isinstance(module, Embedding):

@@ -24,11 +24,11 @@ from penstock.models.build import (
 from penstock.models.count import stage_costs
 from penstock.models.decoder import Decoder
 from penstock.models.kernels import choose_float8, choose_operators
-from penstock.parallel.activations import offload
+from penstock.parallel import offload
 from penstock.parallel.axes import ALONE, Axes
 from penstock.parallel.dispatch_buffers import shared_buffers
 from penstock.parallel.layer_context import LayerContext
-from penstock.parallel.pipeline import Message, Pipeline
+from penstock.parallel.pipeline import Message, PipelineRunner
 from penstock.parallel.weight_grad_store import WeightGradStore
 
 if TYPE_CHECKING:  # it imports Triton, which may be absent
@@ -50,7 +50,7 @@ class RankModel:
 
     decoders: Mapping[int, Decoder]
     axes: Axes = ALONE
-    pipeline: Pipeline | None = None
+    pipeline: PipelineRunner | None = None
     places: tuple[int, ...] | None = None
     context_method: Method = "ulysses"
     buffers: "SymmetricBuffers | None" = None
@@ -125,7 +125,7 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
     return RankModel(
         decoders=decoders,
         axes=axes,
-        pipeline=None if plan is None else Pipeline(plan, axes, message_of(run, axes, device), later, transfers),
+        pipeline=None if plan is None else PipelineRunner(plan, axes, message_of(run, axes, device), later, transfers),
         places=_places(run, axes, method),
         context_method=method,
         buffers=buffers,

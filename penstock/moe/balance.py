@@ -100,7 +100,7 @@ def attach(carrier: Tensor, routed: Routed, loss: LinearLoss) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Load:
+class SlotCounts:
     """Slots that a balance loss counts, over all ranks whose tokens belong to it.
 
     Attributes:
@@ -114,7 +114,7 @@ class Load:
     step_slots_E: Tensor
 
 
-def load_of(counts_BE: Tensor, meter: LoadMeter, balance: Balance, axes: Axes) -> Load:
+def slot_counts(counts_BE: Tensor, meter: LoadMeter, balance: Balance, axes: Axes) -> SlotCounts:
     """Sum what the balance loss counts over ranks; no collective where it does not need one.
 
     Args:
@@ -128,12 +128,12 @@ def load_of(counts_BE: Tensor, meter: LoadMeter, balance: Balance, axes: Axes) -
         slots_E = all_reduce(slots_E, axes.stage)
     elif balance.aux_loss != "none":
         counts_BE = all_reduce(counts_BE, axes.sequence)
-    return Load(counts_BE, slots_E)
+    return SlotCounts(counts_BE, slots_E)
 
 
 @torch.no_grad()
 def auxiliary_loss(
-    routed: Routed, tokens: int, balance: Balance, scope: Scope, load: Load, operators: Operators
+    routed: Routed, tokens: int, balance: Balance, scope: Scope, load: SlotCounts, operators: Operators
 ) -> LinearLoss:
     """Weighted balance loss plus router z-loss of our tokens, scaled by their share of the global batch.
 
@@ -198,7 +198,7 @@ def spread_evenly(routing: Routing, experts: int) -> Routing:
 
 
 class BalancedRouter(nn.Module):
-    """The part of a router that balance needs: its meter and its bias. `penstock.moe.router.Router` is the only heir.
+    """The part of a router that balance needs: its meter and its bias. Only `TopKRouter` inherits it.
 
     Attributes:
         layer: index of the decoder layer, for reports.

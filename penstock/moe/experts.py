@@ -19,7 +19,7 @@ from penstock.kernels.float8.expert_ffn import ExpertCopies, copy_experts, exper
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.layout.sharding import Cut, local_shape
 from penstock.moe.dispatch.contract import ExpertRows
-from penstock.parallel.float8_gather import EightBitRows
+from penstock.parallel.float8_gather import Float8Shard
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.weight_grad_store import Task, deferrable
 
@@ -32,7 +32,7 @@ def expert_rule(moe: Moe) -> ExpertRule:
     return ExpertRule(weighs_input=weighs_input, limit=clamped.limit, alpha=clamped.alpha)
 
 
-class Experts(nn.Module):
+class GroupedExperts(nn.Module):
     """The experts that this rank holds, or its part of each of them.
 
     Args:
@@ -53,7 +53,7 @@ class Experts(nn.Module):
 
     sums: tuple[Tensor, ...] | None = None
     float8_copies: ExpertCopies | None = None
-    gathered: tuple[EightBitRows, ...] = ()
+    gathered: tuple[Float8Shard, ...] = ()
     _copied: tuple[tuple[int, int], ...] = ()
 
     def __init__(

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,18 +9,15 @@ from torch import Tensor, nn
 from penstock.base.spans import Span
 from penstock.kernels.expert_parts import Keep
 from penstock.kernels.float8.quantized import RowColQuantized
-from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, Sorting
-from penstock.moe.dispatch.row_capacity import RowCapacity
-from penstock.moe.experts import Experts
+from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, SlotSorter
+from penstock.moe.dispatch.row_capacity import ActivationArena, RowCapacity
+from penstock.moe.experts import GroupedExperts
 from penstock.moe.overlap import AsyncDispatcher, SharedExpert
-from penstock.moe.router import Router
+from penstock.moe.router import TopKRouter
 from penstock.moe.routing import Routing, Scope
-from penstock.parallel.interleave import Steps, drain
+from penstock.parallel.async_transfer import Steps, drain
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.spans import span
-
-if TYPE_CHECKING:  # it imports Triton, which may be absent
-    from penstock.moe.dispatch.activation_arena import ActivationArena
 
 Terms = tuple[Tensor, ...]
 """What a network adds to the residual stream, T x D: of the routed experts, and of the shared expert if there is one.
@@ -43,13 +39,13 @@ class MoE(nn.Module):
 
     def __init__(
         self,
-        router: Router,
+        router: TopKRouter,
         dispatcher: Dispatcher,
-        experts: Experts,
+        experts: GroupedExperts,
         shared: SharedExpert | None,
         layer_context: LayerContext,
         room: RowCapacity | None = None,
-        arena: "ActivationArena | None" = None,
+        arena: ActivationArena | None = None,
     ) -> None:
         super().__init__()
         self.router = router
@@ -92,7 +88,7 @@ class MoE(nn.Module):
         """
         with span(Span.ROUTE):
             routing: Routing = self.router(x_TD, scope)
-            if self.layer_context.transfers is None and isinstance(self.dispatcher, Sorting):
+            if self.layer_context.transfers is None and isinstance(self.dispatcher, SlotSorter):
                 return replace(routing, sorted=self.dispatcher.sorted_slots(routing))
             return routing
 

@@ -21,7 +21,7 @@ from penstock.base.spans import Span
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
 from penstock.moe.routing import Routing
-from penstock.parallel.async_transfer import Transfers
+from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.spans import span
 
 
@@ -51,7 +51,7 @@ class AsyncDispatcher:
     """
 
     dispatcher: Dispatcher
-    transfers: Transfers
+    transfers: TransferStream
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], tuple[ExpertRows, DispatchMetadata]]:
         """`Dispatcher.dispatch`, to be waited for."""

@@ -20,12 +20,12 @@ from penstock.moe.balance import (
     auxiliary_loss,
     capacity,
     drop_over_capacity,
-    load_of,
+    slot_counts,
     spread_evenly,
 )
 from penstock.moe.routing import Routing, Scope
-from penstock.parallel.activations.region import is_replaying, kept
 from penstock.parallel.axes import ALONE, Axes
+from penstock.parallel.recompute import is_recomputing, saved_as_is
 
 
 def router_rule(moe: Moe) -> RouterRule:
@@ -43,7 +43,7 @@ def router_rule(moe: Moe) -> RouterRule:
     )
 
 
-class Router(BalancedRouter):
+class TopKRouter(BalancedRouter):
     """Chooses experts for every token.
 
     Args:
@@ -85,14 +85,14 @@ class Router(BalancedRouter):
         routing = Routing(routed.weights_TK, routed.experts_TK)
         tokens = x_TD.shape[0] * self.axes.sequence.size
         # A replay sees tokens that were counted already; their loss hangs on the weights of the first time.
-        measured = self.training and torch.is_grad_enabled() and not is_replaying()
+        measured = self.training and torch.is_grad_enabled() and not is_recomputing()
         if measured:
             self.meter.slots_E += routed.counts_BE.sum(0)
         if measured and (self.balance.aux_loss_coef or self.balance.z_loss_coef):
-            load = load_of(routed.counts_BE, self.meter, self.balance, self.axes)
+            load = slot_counts(routed.counts_BE, self.meter, self.balance, self.axes)
             found = auxiliary_loss(routed, tokens, self.balance, scope, load, self.operators)
             self.meter.auxiliary_loss += found.loss
-            with kept():
+            with saved_as_is():
                 routing = Routing(attach(routing.weights_TK, routed, found), routing.experts_TK)
         if self.balance.force_load_balance:
             routing = spread_evenly(routing, self.experts)

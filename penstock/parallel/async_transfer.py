@@ -26,8 +26,8 @@ Nobody calls `record_stream`, which would keep blocks of a captured graph from e
 On a CPU there is one order of events: the transfer runs at its launch.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -45,7 +45,7 @@ Transfer = Callable[..., tuple[tuple[Tensor, ...], Rest]]
 when the flight's stream is another."""
 
 
-class Transfers:
+class TransferStream:
     """The stream of one process that transfers run on, beside the one that computes.
 
     Args:
@@ -109,7 +109,7 @@ class Transfers:
 
 
 class AsyncTransfer(Generic[Rest]):
-    """One transfer under way. Made by `Transfers.launch`; `wait` is called once, and backward comes once at most.
+    """One transfer under way. Made by `TransferStream.launch`; `wait` is called once, and backward comes once at most.
 
     Args:
         transfers: where it runs.
@@ -119,7 +119,7 @@ class AsyncTransfer(Generic[Rest]):
         outputs: what the transfer gave; not to be read before `wait`.
     """
 
-    def __init__(self, transfers: Transfers, name: str) -> None:
+    def __init__(self, transfers: TransferStream, name: str) -> None:
         self.transfers = transfers
         self.name = name
         self.outputs: tuple[Tensor, ...] = ()
@@ -220,3 +220,42 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.flight.leave_back(gradients)
         return None, *gradients
+
+
+Steps = Generator[None, None, Result]
+"""Work in pieces; a piece ends where something is under way that the next one waits for."""
+
+
+def drain(steps: Steps[Result]) -> Result:
+    """Do all pieces, one after the other."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
+def interleave(works: Sequence[Steps[Result]]) -> list[Result]:
+    """Do a piece of each in turn until all are done; their results in the order given."""
+    results: dict[int, Result] = {}
+    while len(results) < len(works):
+        for number, steps in enumerate(works):
+            if number not in results:
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    results[number] = end.value
+    return [results[number] for number in range(len(works))]
+
+
+def within(context: Callable[[], AbstractContextManager[object]], steps: Steps[Result]) -> Steps[Result]:
+    """The same pieces, each inside a context of its own: what a context sets must not last over a stop."""
+    while True:
+        with context():
+            try:
+                next(steps)
+            except StopIteration as end:
+                result: Result = end.value
+                return result
+        yield

@@ -21,7 +21,7 @@ from penstock.kernels.attention_window import Reach
 from penstock.kernels.local_attention import Near, local_attention, near
 from penstock.layout.sequence import SequenceLayout
 from penstock.parallel.axes import Axis
-from penstock.parallel.collectives import all_gather, swap
+from penstock.parallel.collectives import all_gather, all_to_all
 from penstock.parallel.layer_context import LayerContext
 
 
@@ -56,12 +56,12 @@ def attend(
         return attend_to_row(
             q_BSHN, k_BSGN, v_BSGM, layer_context, scale=scale, allowed_BSS=allowed_BSS, sinks_H=sinks_H
         )
-    q_BSHN, k_BSGN, v_BSGM = (swap(x, axis, split_dim=2, join_dim=1) for x in (q_BSHN, k_BSGN, v_BSGM))
+    q_BSHN, k_BSGN, v_BSGM = (all_to_all(x, axis, split_dim=2, join_dim=1) for x in (q_BSHN, k_BSGN, v_BSGM))
     sinks_H = _of_own_heads(sinks_H, axis)
     o_BSHM = causal_attention(
         q_BSHN, k_BSGN, v_BSGM, scale=scale, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H
     )
-    return swap(o_BSHM, axis, split_dim=1, join_dim=2)
+    return all_to_all(o_BSHM, axis, split_dim=1, join_dim=2)
 
 
 def attend_locally(
@@ -93,13 +93,13 @@ def attend_locally(
     if gathers:
         k_BSGN, v_BSGM = gather_positions(k_BSGN, axis), gather_positions(v_BSGM, axis)
     else:
-        q_BSHN, k_BSGN, v_BSGM = (swap(x, axis, split_dim=2, join_dim=1) for x in (q_BSHN, k_BSGN, v_BSGM))
+        q_BSHN, k_BSGN, v_BSGM = (all_to_all(x, axis, split_dim=2, join_dim=1) for x in (q_BSHN, k_BSGN, v_BSGM))
         sinks_H = _of_own_heads(sinks_H, axis)
     found = [
         local_attention(own_BSHN, k_BSGN, v_BSGM, one, scale=scale, backend=backend, sinks_H=sinks_H)
         for own_BSHN, one in zip(q_BSHN.chunk(len(nears), dim=1), nears, strict=True)
     ]
-    return torch.cat(found, dim=1) if gathers else swap(found[0], axis, split_dim=1, join_dim=2)
+    return torch.cat(found, dim=1) if gathers else all_to_all(found[0], axis, split_dim=1, join_dim=2)
 
 
 def nears_of(

@@ -20,7 +20,7 @@ ALIGNMENT = 512
 
 
 @dataclass(frozen=True)
-class Copied:
+class PendingCopy:
     """A copy that may still run.
 
     Attributes:
@@ -44,11 +44,11 @@ class Copied:
             self.event.synchronize()
 
 
-DONE = Copied()
+DONE = PendingCopy()
 """A copy that nobody has to wait for."""
 
 
-class Lane:
+class CopyStream:
     """One direction between host and device.
 
     Args:
@@ -58,7 +58,7 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, after: Copied = DONE) -> Copied:
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, after: PendingCopy = DONE) -> PendingCopy:
         """Copy after all that the current stream was given so far, and after another copy.
 
         Args:
@@ -74,7 +74,7 @@ class Lane:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return self.copy_early(pairs, after=after)
 
-    def copy_early(self, pairs: Sequence[tuple[Tensor, Tensor]], *, after: Copied) -> Copied:
+    def copy_early(self, pairs: Sequence[tuple[Tensor, Tensor]], *, after: PendingCopy) -> PendingCopy:
         """The same without waiting for the current stream: both ends are free as soon as `after` is over."""
         if self._stream is None:
             return self.copy(pairs)
@@ -82,7 +82,7 @@ class Lane:
         with torch.cuda.stream(self._stream):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
-            return Copied(self._stream.record_event())
+            return PendingCopy(self._stream.record_event())
 
 
 class _Block:
@@ -147,7 +147,7 @@ def host_tensors(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: 
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorSlice:
     """Consecutive elements of one tensor of a list.
 
     Attributes:
@@ -165,7 +165,7 @@ class Piece:
         return tensors[self.index].view(-1)[self.start : self.stop]
 
 
-def cut_into_chunks(sizes: Sequence[int], limit: int) -> list[list[Piece]]:
+def cut_into_chunks(sizes: Sequence[int], limit: int) -> list[list[TensorSlice]]:
     """Cut a list of tensors into chunks of equal size but for the last; only element-wise work can be cut like this.
 
     Args:
@@ -173,7 +173,7 @@ def cut_into_chunks(sizes: Sequence[int], limit: int) -> list[list[Piece]]:
         limit: elements of a chunk.
     """
     assert limit > 0, f"a chunk of {limit} elements"
-    chunks: list[list[Piece]] = [[]]
+    chunks: list[list[TensorSlice]] = [[]]
     room = limit
     for index, size in enumerate(sizes):
         start = 0
@@ -182,7 +182,7 @@ def cut_into_chunks(sizes: Sequence[int], limit: int) -> list[list[Piece]]:
                 chunks.append([])
                 room = limit
             stop = min(size, start + room)
-            chunks[-1].append(Piece(index, start, stop))
+            chunks[-1].append(TensorSlice(index, start, stop))
             room -= stop - start
             start = stop
     return chunks if chunks[0] else []
@@ -203,7 +203,7 @@ class ChunkStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._inward, self._outward = Lane(device), Lane(device)
+        self._inward, self._outward = CopyStream(device), CopyStream(device)
         self._buffers: list[Tensor] = []
         self._left = [DONE, DONE]
 
@@ -236,10 +236,14 @@ class ChunkStream:
                 left.wait()
             self._buffers = [torch.empty(most, dtype=torch.uint8, device=self._device) for _ in range(2)]
             # A block that was freed on the current stream may still be in use there.
-            fresh = Copied(torch.cuda.current_stream(self._device).record_event()) if self._buffers[0].is_cuda else DONE
+            fresh = (
+                PendingCopy(torch.cuda.current_stream(self._device).record_event())
+                if self._buffers[0].is_cuda
+                else DONE
+            )
             self._left = [fresh, fresh]
 
-    def _bring(self, index: int, chunk: Sequence[Tensor]) -> tuple[list[Tensor], Copied]:
+    def _bring(self, index: int, chunk: Sequence[Tensor]) -> tuple[list[Tensor], PendingCopy]:
         """Copy a chunk into its buffer once the chunk before it in there has left."""
         buffer, start, tensors = self._buffers[index % 2], 0, []
         for tensor in chunk:

@@ -15,7 +15,7 @@ from penstock.kernels.device_facts import TRITON, installed
 from penstock.kernels.float8.packed_rows import row_bytes
 from penstock.kernels.float8.recipes import BLOCKWISE, MXFP8
 from penstock.parallel.axes import Axes
-from penstock.parallel.messages import exchange_json
+from penstock.parallel.collectives import all_gather_json
 
 if TYPE_CHECKING:  # it imports Triton, which may be absent
     from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
@@ -101,7 +101,7 @@ def peer_obstacle(choice: DispatcherChoice, axes: Axes, device: torch.device) ->
     if device.type != "cuda":
         return f"device {device.type}, which is no GPU"
     own = choice.obstacle or _machine_obstacle(device)
-    said = exchange_json([own, axes.expert_node.ranks[0], device.index], axes.world)
+    said = all_gather_json([own, axes.expert_node.ranks[0], device.index], axes.world)
     obstacle = next((one for one, *_ in said if one), "")
     return obstacle or _shared_index((first, index) for _, first, index in said)
 

@@ -33,7 +33,7 @@ from penstock.parallel.axes import Axis
 from penstock.parallel.shard import local_rows
 
 
-class EightBitRows:
+class Float8Shard:
     """The rows of a weight that this rank sends, in 8 bits, and the scales of the whole.
 
     Args:
@@ -131,13 +131,13 @@ class EightBitRows:
 
 
 @torch.no_grad()
-def refresh(weights: Sequence[EightBitRows]) -> None:
+def refresh(weights: Sequence[Float8Shard]) -> None:
     """Quantize the masters of weights as they are now. All ranks that share any of them call it together.
 
     Args:
         weights: in the same order on all ranks that share them; those of one axis have one recipe and format.
     """
-    by_axis: dict[str, list[EightBitRows]] = defaultdict(list)
+    by_axis: dict[str, list[Float8Shard]] = defaultdict(list)
     for weight in weights:
         by_axis[weight.axis.name].append(weight)
     for _, together in sorted(by_axis.items()):

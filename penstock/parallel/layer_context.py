@@ -8,10 +8,10 @@ from penstock.config.parallel import OFFLOADABLE, Dispatch
 from penstock.kernels.float8.operators import NO_FLOAT8, Float8Rule
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.layout.sequence import Method
-from penstock.parallel.activations.offload import OffloadRule
-from penstock.parallel.activations.recompute import RecomputeRule
-from penstock.parallel.async_transfer import Transfers
+from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.axes import ALONE, Axes
+from penstock.parallel.offload import OffloadRule
+from penstock.parallel.recompute import RecomputeRule
 from penstock.parallel.weight_grad_store import WeightGradStore
 
 if TYPE_CHECKING:  # it imports Triton, which may be absent
@@ -47,7 +47,7 @@ class LayerContext:
     context_method: Method = "ulysses"
     dispatch: Dispatch = AUTO
     buffers: "SymmetricBuffers | None" = None
-    transfers: Transfers | None = None
+    transfers: TransferStream | None = None
     float8: Float8Rule = NO_FLOAT8
     recompute: RecomputeRule = NOTHING_AGAIN
     offload: OffloadRule = NOTHING_AWAY
@@ -57,7 +57,7 @@ class LayerContext:
 
         Args:
             kind: of the part, as `recompute.modules` and `offload.activations` name it.
-            function: returns a tensor or a tuple with tensors; see `penstock.parallel.activations.region`.
+            function: returns a tensor or a tuple with tensors; see `penstock.parallel.recompute`.
             arguments: of the function.
         """
         if kind in OFFLOADABLE:

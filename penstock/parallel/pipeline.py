@@ -6,7 +6,7 @@
     W   that work
 
 A pair of the schedule, F and B, is done at once: whenever the backward pass has let a transfer leave, the forward pass
-goes on to its next stop (penstock/parallel/interleave.py), inside autograd's own pass and on its thread.
+goes on to its next stop (penstock/parallel/async_transfer.py), inside autograd's own pass and on its thread.
 
     compute     B loss | F attention   | B experts      | F experts     | B attention   | ...
     transfers          | B combine     | F dispatch     | B dispatch    | F combine     | ...
@@ -34,11 +34,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from penstock.base.spans import ACTIONS, Span
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.schedules import forward_only
-from penstock.parallel.async_transfer import Transfers
+from penstock.parallel.async_transfer import Steps, TransferStream, drain, within
 from penstock.parallel.axes import Axes, Axis
-from penstock.parallel.interleave import Steps, drain, within
-from penstock.parallel.spans import span
-from penstock.parallel.stopwatch import EnterPhase, untimed
+from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.parallel.weight_grad_store import Task, WeightGradStore
 
 StageCall = Callable[[int, Tensor | None], Steps[Tensor]]
@@ -70,7 +68,7 @@ class _Letter:
     micro_batch: int
 
 
-class Pipeline:
+class PipelineRunner:
     """One rank's part of a pipeline.
 
     Args:
@@ -87,7 +85,7 @@ class Pipeline:
         axes: Axes,
         message: Message,
         later: WeightGradStore | None = None,
-        transfers: Transfers | None = None,
+        transfers: TransferStream | None = None,
     ) -> None:
         assert later is not None or not schedule.splits_backward, f"{schedule.name} puts weight gradients off"
         assert transfers is not None or not schedule.pairs, f"{schedule.name} computes while tokens travel"
@@ -125,7 +123,7 @@ class Pipeline:
 
 
 class _Run:
-    """What one run of a schedule holds; arguments as those of `Pipeline`."""
+    """What one run of a schedule holds; arguments as those of `PipelineRunner`."""
 
     def __init__(
         self,
@@ -133,7 +131,7 @@ class _Run:
         post: "_Post",
         calls: Mapping[int, StageCall],
         later: WeightGradStore | None = None,
-        transfers: Transfers | None = None,
+        transfers: TransferStream | None = None,
     ) -> None:
         self._schedule = schedule
         self._later = later
@@ -188,7 +186,7 @@ class _Run:
         Autograd runs nodes in the reverse order of their numbers, which each thread counts by itself: so all stays on
         this one, or the forward pass, once it is differentiated, would be no mirror image of itself.
         """
-        assert self._transfers is not None, "Pipeline.__init__ checks it"
+        assert self._transfers is not None, "PipelineRunner.__init__ checks it"
         steps = within(partial(_span_of, forward), self._forward(forward))
         with self._transfers.beside(partial(next, steps, None)), torch.autograd.set_multithreading_enabled(False):
             self._backward(backward, before_sending=partial(drain, steps))
@@ -205,7 +203,7 @@ class _Run:
             self._post.send(_Letter(stage - 1, True, micro_batch), x.grad)
 
     def _backward_input(self, action: Action) -> None:
-        assert self._later is not None, "Pipeline.__init__ checks it"
+        assert self._later is not None, "PipelineRunner.__init__ checks it"
         with self._later.collecting() as work:
             self._backward(action)
         self._work[action.stage, action.micro_batch] = work

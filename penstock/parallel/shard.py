@@ -14,6 +14,7 @@ has one rank to divide among.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,62 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from penstock.config.parallel import Parallel
-from penstock.layout.sharding import rows_of_shard
+from penstock.layout.sharding import Cut, LocalSlice, local_shape, local_slices, rows_of_shard
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import reduce_flat
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamShard:
+    """One trained parameter, as this rank holds it.
+
+    Attributes:
+        name: in the whole model; the same on every rank and layout.
+        parameter: as its module has it: the local part as a plain tensor, or as FSDP2's DTensor over `data`.
+        shape: of the whole parameter.
+        cuts: which part of it is ours, before `data` divides it.
+        data: ranks that hold the same part and see different tokens.
+        partial: further axes over which the gradient is summed.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...]
+    data: Axis
+    partial: tuple[Axis, ...] = ()
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of our part, before `data` divides it."""
+        return local_shape(self.shape, self.cuts)
+
+    def pieces(self, rows: tuple[int, int] | None = None) -> tuple[LocalSlice, ...]:
+        """Where our part, or some of its rows, lies in the whole."""
+        return local_slices(self.shape, self.cuts, rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedTensor:
+    """A tensor of a checkpoint, as this rank holds it.
+
+    Attributes:
+        tensor: the local values; plain, on any device.
+        shape: of the whole tensor.
+        pieces: the rectangles of `tensor` and their places in the whole; together they are all of `tensor`.
+        writes: this rank saves it; of the ranks that hold the same values one does. All of them load it.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    pieces: tuple[LocalSlice, ...]
+    writes: bool = True
+
+
+def whole(tensor: Tensor, *, writes: bool = True) -> ShardedTensor:
+    """A tensor that this rank holds whole."""
+    shape = tuple(tensor.shape)
+    return ShardedTensor(tensor=tensor, shape=shape, pieces=local_slices(shape, ()), writes=writes)
 
 
 def shard_fully(

@@ -58,7 +58,7 @@ LOOKS = 1 << 29
 rank may still compile a kernel, or write a checkpoint."""
 
 
-class Lane(IntEnum):
+class TransferDirection(IntEnum):
     """A way with slots of its own."""
 
     OUT = 0
@@ -73,7 +73,7 @@ class Channel(IntEnum):
     BACK = 2
 
 
-class Section(IntEnum):
+class BufferSection(IntEnum):
     """What a slot has memory for; those of both lanes have the same number of slots."""
 
     OUT_ROWS = 0
@@ -117,7 +117,7 @@ class BufferSizes:
 
     @cached_property
     def section_bytes(self) -> tuple[int, ...]:
-        """Of one slot, by `Section`."""
+        """Of one slot, by `BufferSection`."""
         received = self.ranks * self.tokens
         rows, numbers = received * self.row_bytes, received * self.top_k * 4
         return tuple(_aligned(size) for size in (rows, numbers, numbers, rows, numbers))
@@ -127,7 +127,7 @@ class BufferSizes:
         """Of one rank."""
         return self.flag_bytes + self.slots * sum(self.section_bytes)
 
-    def offset(self, section: Section, slot: int) -> int:
+    def offset(self, section: BufferSection, slot: int) -> int:
         """Where a section of a slot begins, in bytes."""
         assert 0 <= slot < self.slots, f"slot {slot} of {self.slots}"
         return self.flag_bytes + slot * sum(self.section_bytes) + sum(self.section_bytes[:section])
@@ -183,13 +183,13 @@ class SymmetricBuffers:
         self._expected = torch.zeros(len(Channel), MOST_CHUNKS, dtype=torch.int64, device=memory.device).unbind()
         self._left = torch.zeros(len(Channel), dtype=torch.int32, device=memory.device)
         self._looks = looks
-        self._views: dict[tuple[Section, int, tuple[int, int], torch.dtype], Tensor] = {}
-        self._turns = dict.fromkeys(Lane, 0)
-        self._last: tuple[Lane, int] | None = None
-        self._recorded: list[tuple[Lane, int]] | None = None
+        self._views: dict[tuple[BufferSection, int, tuple[int, int], torch.dtype], Tensor] = {}
+        self._turns = dict.fromkeys(TransferDirection, 0)
+        self._last: tuple[TransferDirection, int] | None = None
+        self._recorded: list[tuple[TransferDirection, int]] | None = None
         self._beside = torch.cuda.Stream(memory.device) if memory.is_cuda else None
 
-    def take(self, lane: Lane) -> int:
+    def take(self, lane: TransferDirection) -> int:
         """The slot of the next transfer.
 
         Returns:
@@ -204,7 +204,7 @@ class SymmetricBuffers:
         return slot
 
     @contextmanager
-    def recording(self) -> Iterator[list[tuple[Lane, int]]]:
+    def recording(self) -> Iterator[list[tuple[TransferDirection, int]]]:
         """What is taken inside belongs to a graph that is captured: nothing moves until it is replayed.
 
         Returns:
@@ -219,7 +219,7 @@ class SymmetricBuffers:
             self._recorded = None
             self._turns, self._last = before
 
-    def replayed(self, transfers: Sequence[tuple[Lane, int]]) -> None:
+    def replayed(self, transfers: Sequence[tuple[TransferDirection, int]]) -> None:
         """Take what a captured graph takes, whenever it is put on the stream.
 
         Args:
@@ -284,7 +284,9 @@ class SymmetricBuffers:
         """
         wait(self._awaited(channel, signals))
 
-    def copy_to_others(self, section: Section, slot: int, rows_of: Callable[[int], Tensor], channel: Channel) -> None:
+    def copy_to_others(
+        self, section: BufferSection, slot: int, rows_of: Callable[[int], Tensor], channel: Channel
+    ) -> None:
         """Have the GPU's copy engines write our block of a section at all other ranks, then say that it is written.
 
         Args:
@@ -330,7 +332,7 @@ class SymmetricBuffers:
             looks=self._looks,
         )
 
-    def view(self, section: Section, slot: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    def view(self, section: BufferSection, slot: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Our own memory of a section; to be read inside the transfer that fills it."""
         key = section, slot, shape, dtype
         if key not in self._views:

@@ -10,8 +10,7 @@ from dataclasses import asdict, fields
 from itertools import chain
 from math import floor
 
-from penstock.base.errors import ConfigError
-from penstock.base.meant import did_you_mean
+from penstock.base.errors import ConfigError, did_you_mean
 from penstock.config.compare import leaves
 from penstock.config.fit import grid_of
 from penstock.config.merge import merge, parse_overrides

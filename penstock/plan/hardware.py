@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, get_args
 
-from penstock.base.errors import HardwareError
-from penstock.base.meant import asked
+from penstock.base.errors import HardwareError, asked
 from penstock.config.section import Section, knob
 from penstock.layout.grid import MOST_RANKS
 

@@ -21,9 +21,8 @@ from typing import Any, Literal, TypeVar
 import tomli_w
 
 from penstock.base.devices import chip_named
-from penstock.base.errors import ConfigError, HardwareError
+from penstock.base.errors import ConfigError, HardwareError, did_you_mean, did_you_mean_path
 from penstock.base.files import read_toml
-from penstock.base.meant import did_you_mean, did_you_mean_path
 from penstock.config.merge import settle
 from penstock.config.schema import fields_of
 from penstock.config.section import Section, knob

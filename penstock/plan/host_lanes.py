@@ -1,6 +1,6 @@
 """When copies between a device and its host's memory run, and for how long what is computed waits for them.
 
-It is what `penstock.parallel.activations.offload` does, in time. There is a lane for each direction, which takes one
+It is what `penstock.parallel.offload` does, in time. There is a lane for each direction, which takes one
 storage after another and disturbs neither the other lane nor the compute. Compute waits in two places only:
 
     out     for room, where more bytes would be on their way than may be
@@ -9,7 +9,7 @@ storage after another and disturbs neither the other lane nor the compute. Compu
 What backward asks for while it is still on its way out is still on the device, and does not travel.
 """
 
-from penstock.parallel.activations.offload import IN_FLIGHT_BYTES
+from penstock.parallel.offload import IN_FLIGHT_BYTES
 
 
 class HostLanes:

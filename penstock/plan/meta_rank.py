@@ -28,11 +28,11 @@ from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
-from penstock.moe.dispatch.split_sizes import SplitSizes, part_that_crosses
+from penstock.moe.dispatch.row_capacity import SplitSizes, part_that_crosses
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher
-from penstock.moe.experts import Experts
+from penstock.moe.experts import GroupedExperts
 from penstock.moe.layer import MoE
-from penstock.parallel.activations import offload
+from penstock.parallel import offload
 from penstock.parallel.axes import Axes
 from penstock.parallel.dispatch_buffers import buffer_sizes
 from penstock.parallel.layer_context import LayerContext
@@ -231,7 +231,7 @@ def _add_in_kernels(decoders: Mapping[int, Decoder], divided: frozenset[str], op
         fuse_wgrad_accumulation(decoders.values(), lambda name: nobody if name in divided else gradient_of(name))
     for decoder in decoders.values():
         for path, module in decoder.named_modules():
-            if isinstance(module, Experts) and f"{path}.gate_up_eFD" in divided:
+            if isinstance(module, GroupedExperts) and f"{path}.gate_up_eFD" in divided:
                 module.sums = None
             elif isinstance(module, (Linear, Embedding)) and f"{path}.weight" in divided:
                 module.total = None

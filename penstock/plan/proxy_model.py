@@ -28,7 +28,7 @@ from penstock.config.run import Run
 from penstock.layout.stages import Stage
 from penstock.models.build import needs_embedding
 from penstock.parallel.axes import make_axes
-from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
+from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.plan.layer_kinds import first_of_kinds, layers_in_order
 from penstock.plan.meta_rank import MetaRank, Target, make_meta_rank
 

@@ -19,7 +19,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.parameters import refresh_float8
 from penstock.models.rank_model import embedding_places, stages_of
 from penstock.parallel.axes import make_axes
-from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
+from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.plan.activations import activations_of, micro_batch_of
 from penstock.plan.layer_kinds import layer_kind
 from penstock.plan.ledger import Ledger

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.parallel.async_transfer import Result, Transfers
-from penstock.parallel.copies import DONE, Copied, Lane
+from penstock.parallel.async_transfer import Result, TransferStream
+from penstock.parallel.copies import DONE, CopyStream, PendingCopy
 from penstock.parallel.weight_grad_store import Task, WeightGradStore
 from penstock.plan.hardware import Group
 from penstock.plan.ledger import Ledger
@@ -142,7 +142,7 @@ class RehearsedLater(WeightGradStore):
         super().add(task)
 
 
-class RehearsedTransfers(Transfers):
+class RehearsedTransfers(TransferStream):
     """Transfers that are written down as work of a second stream."""
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class RehearsedTransfers(Transfers):
         self._number = 0
 
     def fork(self, label: str, work: Callable[[], Result]) -> tuple[Result, Any]:
-        """See `Transfers`; the end is a number."""
+        """See `TransferStream`; the end is a number."""
         self._number += 1
         number = self._number
         torch.ops.penstock.marked(FORK, number)
@@ -159,13 +159,13 @@ class RehearsedTransfers(Transfers):
         return result, number
 
     def join(self, label: str, end: Any) -> None:
-        """See `Transfers`."""
+        """See `TransferStream`."""
         if end is not None:
             torch.ops.penstock.marked(JOIN, end)
 
 
 @dataclass(frozen=True)
-class RehearsedCopy(Copied):
+class RehearsedCopy(PendingCopy):
     """A copy of a `RehearsedLane`; here it is over at once.
 
     Attributes:
@@ -177,12 +177,12 @@ class RehearsedCopy(Copied):
     is_back: bool = False
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        """See `Copied`."""
+        """See `PendingCopy`."""
         if self.is_back:
             torch.ops.penstock.marked(ARRIVE, self.number)
 
 
-class RehearsedLane(Lane):
+class RehearsedLane(CopyStream):
     """Copies that are written down.
 
     Args:
@@ -194,8 +194,8 @@ class RehearsedLane(Lane):
         self._is_back = is_back
         self._number = 0
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, after: Copied = DONE) -> RehearsedCopy:
-        """See `Lane`; what comes back has the number under which it left."""
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], *, after: PendingCopy = DONE) -> RehearsedCopy:
+        """See `CopyStream`; what comes back has the number under which it left."""
         self._number += 1
         number = after.number if isinstance(after, RehearsedCopy) else self._number
         size = sum(source.nbytes for source, _ in pairs)

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from penstock.base.errors import ConfigError, PenstockError
-from penstock.base.meant import did_you_mean
+from penstock.base.errors import ConfigError, PenstockError, did_you_mean
 from penstock.config.compare import Difference, differences
 from penstock.config.run import Run
 from penstock.config.schema import find

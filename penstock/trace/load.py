@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.base.errors import TraceError
-from penstock.base.meant import did_you_mean_path
+from penstock.base.errors import TraceError, did_you_mean_path
 from penstock.trace.columns import columns_of
 from penstock.trace.decode import parse
 from penstock.trace.events import Trace

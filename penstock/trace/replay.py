@@ -24,8 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.base.errors import TraceError
-from penstock.base.meant import asked, nearest
+from penstock.base.errors import TraceError, asked, nearest
 from penstock.trace.events import NONE, HostEvents, HostKind, Trace
 from penstock.trace.named_work import shape_text
 from penstock.trace.recorded_call import Argument, TensorArgument, grouped_size, recorded_arguments

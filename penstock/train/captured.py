@@ -32,16 +32,15 @@ from penstock.base.spans import MICRO_BATCH, Span
 from penstock.models.rank_model import RankModel
 from penstock.moe.dispatch.row_capacity import widenings
 from penstock.parallel.axes import Axis
+from penstock.parallel.collectives import all_gather_json
 from penstock.parallel.graphs import Capture, Replayable, capture
-from penstock.parallel.messages import exchange_json
-from penstock.parallel.spans import span
-from penstock.parallel.stopwatch import EnterPhase, untimed
+from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.train.global_batch import GlobalBatch, MicroBatch
 from penstock.train.loss import LossRule
 from penstock.train.passes import differentiate, forward_backward
 
 if TYPE_CHECKING:  # it imports Triton, which may be absent
-    from penstock.parallel.symmetric import Lane
+    from penstock.parallel.symmetric import TransferDirection
 
 
 class CapturedPasses:
@@ -124,7 +123,7 @@ class CapturedPasses:
 
 def first_obstacle(obstacle: str, world: Axis) -> str:
     """What keeps any rank from a graph; empty if nothing does. All ranks call it."""
-    return next((one for one in exchange_json(obstacle, world) if one), "")
+    return next((one for one in all_gather_json(obstacle, world) if one), "")
 
 
 def no_memory(what: str, obstacle: str) -> DeviceError:
@@ -149,7 +148,7 @@ class _CapturedPass:
     model: RankModel
     batch: GlobalBatch
     parts: Tensor
-    transfers: "Sequence[tuple[Lane, int]]"
+    transfers: "Sequence[tuple[TransferDirection, int]]"
 
     def replay(self, micro_batch: MicroBatch, counted: Tensor) -> Tensor:
         """A pass over another micro-batch. Returns its losses, which the next pass overwrites."""
@@ -169,7 +168,7 @@ def _capture_pass(capture: Capture, model: RankModel, batch: GlobalBatch, rule: 
     def work() -> None:
         parts.copy_(differentiate(model, own, counted, rule))
 
-    transfers: list[tuple[Lane, int]] = []
+    transfers: list[tuple[TransferDirection, int]] = []
     with ExitStack() as around:
         if model.buffers is not None:
             transfers = around.enter_context(model.buffers.recording())

@@ -5,7 +5,7 @@
     later          replayed
 
 A part is attention with the norms on both sides of it, the router, and the order of our own slots, forward or backward
-(penstock/models/block.py, penstock/parallel/parts.py). What lies between stays eager: dispatch with its wait for the
+(penstock/models/block.py, penstock/parallel/graphs.py). What lies between stays eager: dispatch with its wait for the
 device, the experts, combine, the networks that every token passes. A pass that can be captured whole launches still
 less (penstock/train/captured.py).
 
@@ -22,10 +22,8 @@ from torch import Tensor
 
 from penstock.base.spans import MICRO_BATCH
 from penstock.models.rank_model import RankModel
-from penstock.parallel.graphs import Capture, one_pool
-from penstock.parallel.parts import Parts
-from penstock.parallel.spans import span
-from penstock.parallel.stopwatch import EnterPhase, untimed
+from penstock.parallel.graphs import Capture, PartialGraphs, one_pool
+from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.train.captured import first_obstacle, no_memory
 from penstock.train.global_batch import GlobalBatch, MicroBatch
 from penstock.train.loss import LossRule
@@ -49,7 +47,7 @@ class CapturedParts:
         self._begin_pool = begin_pool
         self._is_warm = False
         self._is_given_up = False
-        self._parts: Parts | None = None
+        self._parts: PartialGraphs | None = None
         self._notices: list[str] = []
 
     def __call__(self, model: RankModel, batch: GlobalBatch, rule: LossRule, enter: EnterPhase = untimed) -> Tensor:
@@ -85,14 +83,14 @@ class CapturedParts:
             return differentiate(model, micro_batch, counted, rule, enter)
         is_new = self._parts is None
         if self._parts is None:
-            self._parts = Parts(self._begin_pool())
+            self._parts = PartialGraphs(self._begin_pool())
         reading = replace(micro_batch.reading, parts=self._parts)
         losses = differentiate(model, replace(micro_batch, reading=reading), counted, rule, enter)
         if is_new:
             self._judge(self._parts, model)
         return losses
 
-    def _judge(self, parts: Parts, model: RankModel) -> None:
+    def _judge(self, parts: PartialGraphs, model: RankModel) -> None:
         """Keep the parts on all ranks, or on none. The pass that captured them is right in any case."""
         obstacle = first_obstacle(parts.obstacle, model.axes.world)
         if not obstacle:

@@ -36,9 +36,9 @@ from torch import Tensor
 
 from penstock.base.errors import CheckpointError, PenstockError
 from penstock.parallel.axes import ALONE, Axis
+from penstock.parallel.collectives import JsonGroup
 from penstock.parallel.copies import host_tensors
-from penstock.parallel.messages import Messages
-from penstock.parallel.param_shard import Part
+from penstock.parallel.shard import ShardedTensor
 from penstock.train.manifest import (
     FACTS,
     Written,
@@ -78,7 +78,7 @@ class CheckpointStore:
         self._running: Future[None] | None = None
         self._staged: dict[str, Tensor] = {}
         # Used by the thread while it runs, and else by `load`: never by two at once.
-        self._messages = Messages(world)
+        self._messages = JsonGroup(world)
         self._owner = self._messages.from_first(os.getpid())
 
     @property
@@ -124,7 +124,7 @@ class CheckpointStore:
         """Folder of the checkpoint of a step, which may not be there."""
         return self._folder / f"step-{step:06d}"
 
-    def save(self, step: int, parts: Mapping[str, Part], facts: Mapping[str, Any]) -> None:
+    def save(self, step: int, parts: Mapping[str, ShardedTensor], facts: Mapping[str, Any]) -> None:
         """Save a checkpoint; one of the same step is replaced.
 
         Args:
@@ -143,7 +143,7 @@ class CheckpointStore:
         else:
             self._running = self._thread.submit(self._write, step, self._stage(parts), text)
 
-    def load(self, step: int, into: Mapping[str, Part], *, all_of_it: bool = True) -> dict[str, Any]:
+    def load(self, step: int, into: Mapping[str, ShardedTensor], *, all_of_it: bool = True) -> dict[str, Any]:
         """Fill tensors from a checkpoint of any layout. None of them is touched unless all of it is good.
 
         Args:
@@ -220,7 +220,7 @@ class CheckpointStore:
             raise CheckpointError(f"there is no checkpoint of step {step} in {self._folder}", allowed=steps or "none")
         return folder
 
-    def _stage(self, parts: Mapping[str, Part]) -> dict[str, Part]:
+    def _stage(self, parts: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
         """Phase 1: copy what we write into host memory that is kept for the next save, since pinning is slow."""
         written = {name: part.tensor.detach() for name, part in parts.items() if part.writes}
         if _sizes(written) != _sizes(self._staged):
@@ -232,7 +232,7 @@ class CheckpointStore:
             torch.cuda.current_stream(device).synchronize()
         return {name: replace(part, tensor=self._staged.get(name, part.tensor)) for name, part in parts.items()}
 
-    def _write(self, step: int, parts: Mapping[str, Part], facts: str) -> None:
+    def _write(self, step: int, parts: Mapping[str, ShardedTensor], facts: str) -> None:
         """Phases 2 to 5. All ranks leave together, after the first one has cleaned up."""
         partial = self._hidden(step, "partial")
         with self._phase(f"cannot write {self.path(step)}"):
@@ -242,7 +242,7 @@ class CheckpointStore:
                 if self.rank == 0:
                     shutil.rmtree(partial, ignore_errors=True)  # not there any more if all went well
 
-    def _write_phases(self, step: int, parts: Mapping[str, Part], facts: str, partial: Path) -> None:
+    def _write_phases(self, step: int, parts: Mapping[str, ShardedTensor], facts: str, partial: Path) -> None:
         is_first = self.rank == 0
         what = f"cannot write {self.path(step)}"
         with self._phase(what):
@@ -300,7 +300,7 @@ class _Phase:
         what: cannot be done, if there is an error.
     """
 
-    def __init__(self, messages: Messages, what: str) -> None:
+    def __init__(self, messages: JsonGroup, what: str) -> None:
         self._messages = messages
         self._what = what
 

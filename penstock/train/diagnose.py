@@ -38,7 +38,7 @@ from penstock.models.parameters import gradients_by_autograd
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import reset_loads
 from penstock.parallel.axes import Axis
-from penstock.parallel.messages import exchange_json, lost_ranks
+from penstock.parallel.collectives import all_gather_json, lost_ranks
 from penstock.parallel.shard import own_rows
 from penstock.train.global_batch import GlobalBatch, MicroBatch, cut, read
 from penstock.train.loss import LossRule, model_loss
@@ -163,7 +163,7 @@ def report_figure(
         finding = replace(finding, checkpoint=None if (saved := newest()) is None else str(saved))
     unwritten = finding.write(path) if is_first else None
     # The last time that all ranks are there for certain.
-    checkpoint, unwritten = exchange_json([finding.checkpoint, unwritten], world)[0]
+    checkpoint, unwritten = all_gather_json([finding.checkpoint, unwritten], world)[0]
     finding = replace(finding, checkpoint=checkpoint, origin=look())
     if is_first and finding.origin is not None:
         finding.write(path)
@@ -241,7 +241,7 @@ def _first_broken(
         own = [name for name, tensor in tensors.items() if not is_finite(own_rows(tensor)[0])]
     except torch.OutOfMemoryError:
         own = None  # Here all can hear it: the search ends on every rank.
-    found = exchange_json(own, model.axes.world)
+    found = all_gather_json(own, model.axes.world)
     if None in found:
         raise torch.OutOfMemoryError("a rank has no memory left to look")
     names = sorted({name for names in found for name in names}, key=_depth)
@@ -265,7 +265,7 @@ def _first_output(model: RankModel, batches: Sequence[MicroBatch], rule: StepRul
         model.train(False)
         nats = held_out_nats(model, batches, rule.loss)
         model.train()
-    found = exchange_json([min(broken, default=None), is_finite(nats)], model.axes.world)
+    found = all_gather_json([min(broken, default=None), is_finite(nats)], model.axes.world)
     if outputs := [output for output, _ in found if output is not None]:
         name = min(outputs)[-1]
         return Origin(place="output", name=name, layer=layer_of(name))

@@ -32,7 +32,7 @@ from penstock.models.huggingface.names import WeightName, weight_names
 from penstock.models.huggingface.weight_folder import WeightFolder
 from penstock.models.huggingface.weights import names_of, refuse_other_weights
 from penstock.models.init import ParamInit
-from penstock.parallel.param_shard import whole
+from penstock.parallel.shard import whole
 from penstock.train.run_folder import sync, write_whole
 from penstock.train.saved_weights import RUN_FILE, STEP, WEIGHTS, WeightPiece, write_weights
 from penstock.train.state import identity_of

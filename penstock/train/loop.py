@@ -36,8 +36,7 @@ from penstock.data.batch import Batch
 from penstock.data.evaluation import EvaluationRows
 from penstock.data.saved import LoaderState
 from penstock.parallel.axes import ALONE, Axis
-from penstock.parallel.spans import span
-from penstock.parallel.stopwatch import Stopwatch
+from penstock.parallel.spans import Stopwatch, span
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.diagnose import Finding, Origin, find_held_out_origin, find_origin, report_figure
 from penstock.train.evaluate import evaluate

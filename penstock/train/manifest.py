@@ -26,7 +26,7 @@ from penstock import __version__
 from penstock.base.errors import CheckpointError
 from penstock.base.files import read_json
 from penstock.layout.rectangles import Rectangle, not_the_whole, parse_rectangle
-from penstock.parallel.param_shard import Part
+from penstock.parallel.shard import ShardedTensor
 from penstock.train.run_folder import write_whole
 from penstock.train.tensor_files import fingerprint
 
@@ -108,7 +108,7 @@ class Manifest:
         return {name: tensor.kind for name, tensor in self.tensors.items()}
 
 
-def describe(parts: Mapping[str, Part]) -> dict[str, str]:
+def describe(parts: Mapping[str, ShardedTensor]) -> dict[str, str]:
     """Type and whole shape of each tensor, by name."""
     return {name: f"{str(part.tensor.dtype).removeprefix('torch.')} {list(part.shape)}" for name, part in parts.items()}
 

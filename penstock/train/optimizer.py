@@ -36,7 +36,7 @@ from penstock.config.parallel import Offload, Parallel
 from penstock.config.training import Optimizer
 from penstock.parallel.axes import ALONE, NO_AXIS, Axis
 from penstock.parallel.buckets import BucketEntry, gather_rows, reduce_rows
-from penstock.parallel.param_shard import ParamShard, Part, whole
+from penstock.parallel.shard import ParamShard, ShardedTensor, whole
 from penstock.train.adamw import FusedAdamW
 from penstock.train.optimizer_shard import OptimizerShard, optimizer_shard_of
 from penstock.train.streamed_adamw import StreamedAdamW
@@ -159,7 +159,7 @@ class MasterAdamW:
         self._adamw.update(learning_rate, divisor)
         self._gather_values()
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, ShardedTensor]:
         """All that a checkpoint needs of parameters and optimizer, in float32, by name; the very own tensors.
 
         `model.*` is the master, `moment1.*` and `moment2.*` go with it, `step` counts updates. Call `loaded` after

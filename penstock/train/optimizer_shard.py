@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor
 from penstock.config.parallel import Parallel
 from penstock.layout.sharding import rows_of_shard
 from penstock.parallel.axes import NO_AXIS, Axis
-from penstock.parallel.param_shard import ParamShard, Part
-from penstock.parallel.shard import local_rows
+from penstock.parallel.shard import ParamShard, ShardedTensor, local_rows
 from penstock.train.adamw import is_own_master
 
 
@@ -53,10 +52,10 @@ class OptimizerShard:
         """What modules compute with."""
         return self.holding.parameter
 
-    def part(self, tensor: Tensor) -> Part:
+    def part(self, tensor: Tensor) -> ShardedTensor:
         """A tensor of the rows that we update, as a part of a checkpoint."""
         holding = self.holding
-        return Part(tensor=tensor, shape=holding.shape, pieces=holding.pieces(self.rows), writes=self.writes)
+        return ShardedTensor(tensor=tensor, shape=holding.shape, pieces=holding.pieces(self.rows), writes=self.writes)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from penstock.layout.rectangles import Rectangle
-from penstock.parallel.param_shard import Part
+from penstock.parallel.shard import ShardedTensor
 from penstock.train.manifest import SavedTensor, Written, describe
 from penstock.train.tensor_files import write_tensors
 
@@ -40,7 +40,7 @@ class Read:
     target: Tensor
 
 
-def write_parts(folder: Path, parts: Mapping[str, Part], rank: int) -> Written:
+def write_parts(folder: Path, parts: Mapping[str, ShardedTensor], rank: int) -> Written:
     """Write what this rank has to write, and sync it to disk.
 
     Args:
@@ -73,7 +73,7 @@ def _file_name(rank: int, number: int) -> str:
     return f"tensors-{rank:05d}-{number:05d}.safetensors"
 
 
-def _rectangles(parts: Mapping[str, Part]) -> Iterator[tuple[str, Rectangle, Tensor]]:
+def _rectangles(parts: Mapping[str, ShardedTensor]) -> Iterator[tuple[str, Rectangle, Tensor]]:
     """Name, place in the whole and values of every rectangle that we write; empty ones are left out."""
     for name, part in parts.items():
         check_part(name, part)
@@ -84,7 +84,7 @@ def _rectangles(parts: Mapping[str, Part]) -> Iterator[tuple[str, Rectangle, Ten
 
 
 @torch.no_grad()
-def fill_parts(folder: Path, saved: Mapping[str, SavedTensor], into: Mapping[str, Part]) -> None:
+def fill_parts(folder: Path, saved: Mapping[str, SavedTensor], into: Mapping[str, ShardedTensor]) -> None:
     """Read what this rank holds.
 
     Args:
@@ -107,7 +107,7 @@ def fill_parts(folder: Path, saved: Mapping[str, SavedTensor], into: Mapping[str
                 read.target.copy_(content.get_slice(read.key)[read.source])
 
 
-def _reads(name: str, part: Part, saved: SavedTensor) -> Iterator[tuple[str, Read]]:
+def _reads(name: str, part: ShardedTensor, saved: SavedTensor) -> Iterator[tuple[str, Read]]:
     """Files, and what is to be read of them, for one tensor."""
     places = saved.places()
     for piece in part.pieces:
@@ -121,7 +121,7 @@ def _reads(name: str, part: Part, saved: SavedTensor) -> Iterator[tuple[str, Rea
                 yield file, Read(f"{name}{theirs}", common.within(theirs.begin), target)
 
 
-def check_part(name: str, part: Part) -> None:
+def check_part(name: str, part: ShardedTensor) -> None:
     """Assert that the rectangles of a part are as many elements as it has."""
     elements = sum(prod(piece.sizes) for piece in part.pieces)
     assert elements == part.tensor.numel(), f"{name}: rectangles of {elements} elements in {part.tensor.numel()}"

@@ -10,11 +10,10 @@ from penstock.kernels.linear_cross_entropy import linear_cross_entropy
 from penstock.models.decoder import Decoder, Hidden
 from penstock.models.parameters import head_main_grad
 from penstock.models.rank_model import RankModel
+from penstock.parallel.async_transfer import Steps
 from penstock.parallel.collectives import all_gather
-from penstock.parallel.interleave import Steps
 from penstock.parallel.pipeline import StageCall
-from penstock.parallel.spans import span
-from penstock.parallel.stopwatch import EnterPhase, untimed
+from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.train.global_batch import GlobalBatch, MicroBatch
 from penstock.train.loss import LossRule, batch_loss, model_loss
 

@@ -14,9 +14,9 @@ from penstock.config.run import Run
 from penstock.layout.stages import Stage
 from penstock.models.parameters import param_shards
 from penstock.models.rank_model import RankModel, build_rank, embedding_places, stages_of
-from penstock.moe.experts import Experts
+from penstock.moe.experts import GroupedExperts
 from penstock.parallel.axes import make_axes
-from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
+from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.train.optimizer import MasterAdamW
 
 
@@ -74,7 +74,7 @@ def rehearse(run: Run, *, world: int, rank: int) -> Rehearsal:
         parameter.numel()
         for decoder in model.modules
         for module in decoder.modules()
-        if isinstance(module, Experts)
+        if isinstance(module, GroupedExperts)
         for parameter in module.parameters()
     )
     return Rehearsal(

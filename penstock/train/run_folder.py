@@ -28,8 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.base.errors import CheckpointError, RunFolderError
-from penstock.base.meant import did_you_mean_path
+from penstock.base.errors import CheckpointError, RunFolderError, did_you_mean_path
 from penstock.config.compare import differences
 from penstock.config.load import RUN_FILE, dump_toml
 from penstock.config.run import Run

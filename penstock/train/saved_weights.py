@@ -24,7 +24,7 @@ from penstock.config.run import Run
 from penstock.layout.rectangles import Rectangle
 from penstock.layout.sharding import LocalSlice
 from penstock.models.parameters import refresh_float8
-from penstock.parallel.param_shard import Part
+from penstock.parallel.shard import ShardedTensor
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.manifest import (
     FACTS,
@@ -141,7 +141,7 @@ class SavedWeights:
         tensor = torch.empty(rectangle.sizes, dtype=torch.float32)
         here = (0,) * len(rectangle.sizes)
         piece = LocalSlice(here=here, whole=rectangle.begin, sizes=rectangle.sizes)
-        part = Part(tensor=tensor, shape=saved.shape, pieces=(piece,))
+        part = ShardedTensor(tensor=tensor, shape=saved.shape, pieces=(piece,))
         try:
             fill_parts(self._folder, self._tensors, {PREFIX + name: part})
         except (OSError, SafetensorError) as error:

@@ -27,7 +27,7 @@ from penstock.models.init import initialize_masters
 from penstock.models.kernels import kernel_choices
 from penstock.models.parameters import fuse_wgrad_accumulation, param_shards, refresh_float8
 from penstock.models.rank_model import RankModel, build_rank, embedding_places
-from penstock.moe.router import Router
+from penstock.moe.router import TopKRouter
 from penstock.parallel.axes import ALONE, Axes, make_axes
 from penstock.parallel.launch.environment import Environment
 from penstock.parallel.launch.process import choose_device, device_name, prepare_process
@@ -206,7 +206,7 @@ def state_bytes(run: Run) -> int:
     in_bf16 = run.training.precision == "bf16"
     total = 0
     for module in meta_model(run.model).modules():
-        rounded = in_bf16 and not isinstance(module, Router)
+        rounded = in_bf16 and not isinstance(module, TopKRouter)
         # Moments and gradient are 12 bytes; a weight is 4, or 2 for its bfloat16 and 4 for its master.
         total += (18 if rounded else 16) * sum(parameter.numel() for parameter in module.parameters(recurse=False))
     return total

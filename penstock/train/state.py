@@ -32,7 +32,7 @@ from penstock.config.schema import every_field
 from penstock.data.loader import Batches
 from penstock.models.parameters import refresh_float8
 from penstock.parallel.axes import ALONE, Axis
-from penstock.parallel.param_shard import Part, whole
+from penstock.parallel.shard import ShardedTensor, whole
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.run_folder import is_bound
@@ -57,7 +57,7 @@ class TrainState:
     batches: Batches
     stage: Axis = ALONE.stage
 
-    def parts(self) -> dict[str, Part]:
+    def parts(self) -> dict[str, ShardedTensor]:
         """What this rank holds, by names in a checkpoint: the live tensors. A tied parameter comes once."""
         parts = self.optimizer.parts()
         for module in self.modules:

@@ -28,8 +28,7 @@ from penstock.models.rank_model import RankModel
 from penstock.moe.balance import LayerLoad, layer_loads, reset_loads, update_expert_bias
 from penstock.moe.dispatch.row_capacity import forget_left_out, make_room, rows_left_out
 from penstock.parallel.launch.process import peak_memory_bytes
-from penstock.parallel.spans import span
-from penstock.parallel.stopwatch import EnterPhase, untimed
+from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.train.global_batch import CutRule, GlobalBatch, cut
 from penstock.train.loss import LossRule, loss_rule
 from penstock.train.observer import LayerReport

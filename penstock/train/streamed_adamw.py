@@ -27,7 +27,7 @@ from penstock.parallel.copies import (
     ALIGNMENT,
     CHUNK_BYTES,
     ChunkStream,
-    Piece,
+    TensorSlice,
     buffer_bytes,
     cut_into_chunks,
     host_tensors,
@@ -133,7 +133,9 @@ class StreamedAdamW:
         for chunk in cut_into_chunks([-(-flat[name].numel() // UNIT) for name in names], units):
             yield [self._slice(names[piece.index], flat, gradients, piece) for piece in chunk]
 
-    def _slice(self, name: str, flat: Mapping[str, Tensor], gradients: Mapping[str, Tensor], piece: Piece) -> _Slice:
+    def _slice(
+        self, name: str, flat: Mapping[str, Tensor], gradients: Mapping[str, Tensor], piece: TensorSlice
+    ) -> _Slice:
         """The values of a piece, which is counted in units."""
         part = slice(piece.start * UNIT, piece.stop * UNIT)
         state = [self.moments1[name], self.moments2[name]]

@@ -25,9 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from penstock.base.errors import ConfigError
+from penstock.base.errors import ConfigError, did_you_mean
 from penstock.base.files import read_toml
-from penstock.base.meant import did_you_mean
 from penstock.config.dispatch_rules import COUNTS_STAY
 from penstock.config.merge import settle
 from penstock.config.run import Run

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.base.meant import did_you_mean, did_you_mean_path
+from penstock.base.errors import did_you_mean, did_you_mean_path
 from penstock.cli.main import main
 
 

@@ -16,7 +16,7 @@ import torch
 
 from penstock.cli.main import main
 from penstock.config.load import dump_toml, load_run
-from penstock.parallel.launch.meeting import Meeting
+from penstock.parallel.launch.rendezvous import Rendezvous
 from penstock.train import parts, run_folder, stop
 from penstock.train.metrics import FIELDS, MetricsFile
 from penstock.train.observer import StepReport
@@ -341,7 +341,7 @@ def test_a_rank_goes_on_with_the_folder_of_the_first_and_stops_where_that_does(
     for _ in range(2):
         printed(capsys, "tiny.toml", "checkpoint.enabled=false")
     answers = iter(["runs/tiny", True])
-    monkeypatch.setattr(Meeting, "agree", lambda *arguments: next(answers))
+    monkeypatch.setattr(Rendezvous, "agree", lambda *arguments: next(answers))
     assert "runs/tiny is finished" in printed(capsys, "tiny.toml", "--resume")
 
 

@@ -14,7 +14,7 @@ from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.triton_operators import TRITON as TRITON_IN_8_BITS
 from penstock.kernels.operators import Operators
 from penstock.models.kernels import choose_float8, choose_operators
-from penstock.moe.dispatch.activation_arena import ActivationArena
+from penstock.moe.dispatch.row_capacity import ActivationArena
 from tests.distributed.case import layout, pipeline
 from tests.distributed.one_loss import TOLERANCES, Trace, differences, follow, put_together, saved_by, start_session
 from tests.distributed.pool import Pool

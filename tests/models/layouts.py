@@ -12,7 +12,7 @@ from penstock.config.parallel import Parallel, Pipeline
 from penstock.config.run import Run
 from penstock.config.training import Optimizer, Training
 from penstock.models.rank_model import RankModel, build_rank, embedding_places
-from penstock.parallel.param_shard import ParamShard
+from penstock.parallel.shard import ParamShard
 from tests.models.families import tiny_attention, tiny_model
 from tests.parallel.simulated import every_rank
 

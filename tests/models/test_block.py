@@ -21,11 +21,10 @@ from penstock.models.decoder import Decoder
 from penstock.models.init import initialize
 from penstock.models.model_inputs import ForwardContext
 from penstock.moe.layer import MoE
-from penstock.parallel.activations.recompute import RecomputeRule
-from penstock.parallel.async_transfer import Transfers
-from penstock.parallel.interleave import drain
+from penstock.parallel.async_transfer import TransferStream, drain
+from penstock.parallel.graphs import PartialGraphs
 from penstock.parallel.layer_context import LayerContext
-from penstock.parallel.parts import Parts
+from penstock.parallel.recompute import RecomputeRule
 from penstock.plan.tape import Tape
 from tests.closeness import assert_close
 from tests.models.families import moe_with, reading_of, tiny_model
@@ -89,7 +88,7 @@ def expected(model: Model) -> dict[str, Tensor]:
 
 @contextmanager
 def in_parts(frame: ForwardContext) -> Iterator[ForwardContext]:
-    parts = Parts(SameAddresses().capture)
+    parts = PartialGraphs(SameAddresses().capture)
     yield replace(frame, parts=parts)
     parts.release()
 
@@ -118,7 +117,7 @@ def test_a_layer_and_its_gradients_are_those_of_plain_sums(
 @pytest.mark.parametrize("operators", OPERATORS.values(), ids=OPERATORS)
 @BY_MODEL
 def test_so_are_a_layer_in_pieces_and_one_behind_a_graph(model: Model, operators: Operators) -> None:
-    travelling = LayerContext(operators=operators, dispatch=Dispatch(overlap="shared"), transfers=Transfers(CPU))
+    travelling = LayerContext(operators=operators, dispatch=Dispatch(overlap="shared"), transfers=TransferStream(CPU))
     found = []
     for layer_context in (travelling, replace(travelling, dispatch=Dispatch(overlap="halves"))):
         block, frame = a_block(model, layer_context)
@@ -141,7 +140,7 @@ def test_so_are_a_layer_in_pieces_and_one_behind_a_graph(model: Model, operators
 def test_a_layer_behind_a_graph_rounds_where_an_eager_one_does(
     model: Model, operators: Operators, overlap: Literal["none", "shared"]
 ) -> None:
-    transfers = None if overlap == "none" else Transfers(CPU)
+    transfers = None if overlap == "none" else TransferStream(CPU)
     found = []
     for is_captured in (False, True):
         block, frame = a_block(

@@ -20,9 +20,8 @@ from penstock.kernels.operators import REFERENCE as PLAIN
 from penstock.models.mla import LatentLayer
 from penstock.models.model_inputs import ForwardContext
 from penstock.moe.routing import Scope
-from penstock.parallel.activations.recompute import RecomputeRule
-from penstock.parallel.activations.region import discarding
 from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.recompute import RecomputeRule, discarding
 from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_equal
 

@@ -15,10 +15,8 @@ from penstock.kernels.float8.triton_operators import TRITON
 from penstock.models.ffn import FeedForward
 from penstock.models.linear import Linear
 from penstock.models.norm import PreNorm
-from penstock.parallel.activations.keeping import saving
-from penstock.parallel.activations.recompute import RecomputeRule
-from penstock.parallel.activations.region import discarding, recomputed
 from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.recompute import RecomputeRule, discarding, recomputed, saving
 from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_close, assert_equal, decibels
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from penstock.kernels.float8.quantized import Quantized
 from penstock.models.block import Block
 from penstock.moe.dispatch.contract import ExpertRows
-from penstock.moe.experts import Experts
+from penstock.moe.experts import GroupedExperts
 from penstock.moe.layer import MoE
 from tests.distributed.one_loss import follow, start_session
 from tests.distributed.pool import Pool
@@ -46,7 +46,7 @@ def _watch(block: Block, seen: list[tuple[bool, bool]]) -> None:
     """Note, when the gradient of a block's input is there: its experts are divided again, and have their gradients."""
     assert isinstance(block.ffn, MoE)
 
-    def look(experts: Experts, _: Tensor) -> None:
+    def look(experts: GroupedExperts, _: Tensor) -> None:
         held = list(experts.parameters())
         has_gradients = all(isinstance(one.grad, DTensor) and bool(one.grad.to_local().any()) for one in held)
         seen.append((all(isinstance(one, DTensor) for one in held), has_gradients))

@@ -10,9 +10,9 @@ from penstock.models.build import meta_model
 from penstock.models.decoder import Decoder
 from penstock.models.linear import Embedding, Linear
 from penstock.models.parameters import fuse_wgrad_accumulation, gradients_by_autograd, head_main_grad, param_shards
-from penstock.moe.experts import Experts
+from penstock.moe.experts import GroupedExperts
 from penstock.parallel.axes import ALONE
-from penstock.parallel.param_shard import ParamShard
+from penstock.parallel.shard import ParamShard
 from tests.models.layouts import LAYOUTS, META, MODELS, every_rank_model, laid_out, rectangles
 
 Held = list[tuple[int, ParamShard]]
@@ -130,14 +130,14 @@ def test_an_embedding_on_one_pipeline_rank_is_nobody_elses(model: str, layout: s
 
 def _sums_of(decoder: Decoder) -> list[Tensor | tuple[Tensor, ...] | None]:
     matrices = [module.total for module in decoder.modules() if isinstance(module, (Linear, Embedding))]
-    return [*matrices, *(module.sums for module in decoder.modules() if isinstance(module, Experts))]
+    return [*matrices, *(module.sums for module in decoder.modules() if isinstance(module, GroupedExperts))]
 
 
 def test_experts_add_to_the_sums_of_all_their_parameters_in_their_order() -> None:
     decoder = meta_model(MODELS["biases in every second layer"])
     sums = {name: torch.zeros_like(one) for name, one in decoder.named_parameters()}
     fuse_wgrad_accumulation([decoder], sums.__getitem__)
-    path, experts = next((path, one) for path, one in decoder.named_modules() if isinstance(one, Experts))
+    path, experts = next((path, one) for path, one in decoder.named_modules() if isinstance(one, GroupedExperts))
     names = ("gate_up_eFD", "down_eDF", "gate_up_bias_eF", "down_bias_eD")
     assert experts.sums is not None and len(experts.sums) == len(names)
     assert all(total is sums[f"{path}.{name}"] for total, name in zip(experts.sums, names, strict=True))

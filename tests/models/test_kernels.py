@@ -16,7 +16,7 @@ from penstock.kernels.operators import REFERENCE, TORCH
 from penstock.kernels.questions import shape_of
 from penstock.models.build import build_model
 from penstock.models.kernels import choose_operators, kernel_choices, shapes_of
-from penstock.moe.experts import Experts
+from penstock.moe.experts import GroupedExperts
 from tests.config.small import SMALL
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_a_model_is_built_on_what_the_run_asks_for() -> None:
     kernels = SMALL.kernels.model_copy(update={"all": "reference"})
     for run, expected in ((SMALL, TORCH), (SMALL.model_copy(update={"kernels": kernels}), REFERENCE)):
         model = build_model(run, CPU)
-        experts = [module for module in model.modules() if isinstance(module, Experts)]
+        experts = [module for module in model.modules() if isinstance(module, GroupedExperts)]
         assert {module.operators.expert_ffn for module in experts} == {expected.expert_ffn}
 
 

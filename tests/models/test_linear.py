@@ -12,9 +12,9 @@ from penstock.layout.grid import Grid
 from penstock.layout.sharding import Cut
 from penstock.models.ffn import FeedForward
 from penstock.models.linear import Embedding, Linear, cut_over, look_up_into
-from penstock.parallel.activations.region import recomputed
 from penstock.parallel.axes import ALONE, Axes, Axis, make_axes
 from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.recompute import recomputed
 from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool

@@ -14,8 +14,8 @@ from penstock.models.decoder import Decoder
 from penstock.models.init import initialize
 from penstock.moe.dispatch.contract import ExpertRows
 from penstock.moe.layer import MoE
-from penstock.parallel.activations.recompute import RecomputeRule
 from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.recompute import RecomputeRule
 from tests.closeness import assert_close
 from tests.models.families import reading_of, tiny_model
 from tests.parallel.alive import Alive

@@ -11,16 +11,16 @@ from penstock.config.parallel import Dispatch
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.recipes import BLOCKWISE
 from penstock.layout.grid import Grid
-from penstock.moe.dispatch.choose import make_dispatcher
+from penstock.moe.dispatch.build import make_dispatcher
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
-from penstock.moe.experts import Experts
+from penstock.moe.experts import GroupedExperts
 from penstock.moe.layer import MoE
-from penstock.moe.router import Router
+from penstock.moe.router import TopKRouter
 from penstock.moe.routing import Routing, Scope
-from penstock.parallel.activations.recompute import RecomputeRule
-from penstock.parallel.async_transfer import Transfers
+from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.axes import ALONE, Axes, Axis
 from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.recompute import RecomputeRule
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
 
 D, F, EXPERTS, RANKS = 256, 128, 4, 2
@@ -30,7 +30,7 @@ MOE = Moe(
     top_k=2,
     moe_intermediate_size=F,
     shared_expert_intermediate_size=0,
-    router=RouterRule(score="softmax", normalize=True, expert_bias=False),
+    router=RouterRule(scoring_func="softmax", norm_topk_prob=True, expert_bias=False),
     balance=Balance(aux_loss="none", aux_loss_coef=0.0),
 )
 READ = Float8Rule(dispatch=BLOCKWISE, experts=BLOCKWISE)
@@ -97,11 +97,11 @@ def layer_of(case: Case, buffers: SymmetricBuffers | None, device: torch.device)
         dispatch=Dispatch(sync_free=2, row_capacity_factor=case.bound) if case.bound else Dispatch(),
         buffers=buffers,
         recompute=RecomputeRule(kinds=frozenset(case.recompute)),
-        transfers=Transfers(device) if case.leaves else None,
+        transfers=TransferStream(device) if case.leaves else None,
     )
     dispatcher, room = make_dispatcher(MOE, layer_context)
-    experts = Experts(EXPERTS, D, F, layer_context, bias=case.bias)
-    layer = MoE(Router(MOE, D, 0, layer_context.operators), dispatcher, experts, None, layer_context, room)
+    experts = GroupedExperts(EXPERTS, D, F, layer_context, bias=case.bias)
+    layer = MoE(TopKRouter(MOE, D, 0, layer_context.operators), dispatcher, experts, None, layer_context, room)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in layer.named_parameters():
         is_experts = name.startswith("experts")

@@ -9,8 +9,7 @@ from torch import Tensor
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import TRITON
 from penstock.kernels.expert_parts import KeptRows
-from penstock.moe.dispatch.activation_arena import ActivationArena
-from penstock.moe.dispatch.row_capacity import forget_left_out, make_room, rows_left_out, widenings
+from penstock.moe.dispatch.row_capacity import ActivationArena, forget_left_out, make_room, rows_left_out, widenings
 from tests.closeness import assert_close
 
 LIKE = torch.empty(0, 4)

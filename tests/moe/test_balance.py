@@ -11,15 +11,15 @@ from penstock.kernels.reference import Routed, RouterRule, route
 from penstock.layout.grid import Grid
 from penstock.moe import router as router_module
 from penstock.moe.balance import (
-    Load,
     LoadMeter,
+    SlotCounts,
     attach,
     auxiliary_loss,
     capacity,
     drop_over_capacity,
     layer_loads,
-    load_of,
     reset_loads,
+    slot_counts,
     spread_evenly,
     update_expert_bias,
 )
@@ -45,7 +45,7 @@ def _switch_loss(logits_TE: Tensor) -> Tensor:
 def _loss(logits_TE: Tensor, balance: Balance, scope: Scope, seen_E: Tensor | None = None) -> Tensor:
     routed = route(logits_TE, None, RouterRule(top_k=K), scope.sequences)
     slots_E = routed.counts_BE.sum(0) if seen_E is None else seen_E + routed.counts_BE.sum(0)
-    load = Load(counts_BE=routed.counts_BE, step_slots_E=slots_E)
+    load = SlotCounts(counts_BE=routed.counts_BE, step_slots_E=slots_E)
     return _differentiable(routed, auxiliary_loss(routed, logits_TE.shape[0], balance, scope, load, REFERENCE))
 
 
@@ -92,7 +92,7 @@ def test_even_load_and_even_scores_give_a_loss_of_one() -> None:
 def test_an_attached_loss_changes_gradients_and_nothing_else() -> None:
     logits_TE, balance = _logits(), Balance(aux_loss="sequence", aux_loss_coef=0.5, z_loss_coef=0.1)
     routed = route(logits_TE, None, RouterRule(top_k=K), 3)
-    load = Load(counts_BE=routed.counts_BE, step_slots_E=routed.counts_BE.sum(0))
+    load = SlotCounts(counts_BE=routed.counts_BE, step_slots_E=routed.counts_BE.sum(0))
     found = auxiliary_loss(routed, len(logits_TE), balance, Scope(sequences=3), load, REFERENCE)
     expected = routed.weights_TK.sum() + _differentiable(routed, found)
     (wanted,) = torch.autograd.grad(expected, logits_TE, retain_graph=True)
@@ -180,7 +180,7 @@ def _loss_among_ranks(balance: Balance) -> tuple[Tensor, Tensor]:
     routed = route(logits_TE, None, RouterRule(top_k=K), 3)
     meter = LoadMeter(E)
     meter.slots_E += routed.counts_BE.sum(0)
-    load = load_of(routed.counts_BE, meter, balance, axes)
+    load = slot_counts(routed.counts_BE, meter, balance, axes)
     scope = Scope(sequences=3, share=0.5)
     loss = _differentiable(routed, auxiliary_loss(routed, size * len(logits_TE), balance, scope, load, REFERENCE))
     loss.backward()

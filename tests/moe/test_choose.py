@@ -12,7 +12,7 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher
-from penstock.moe.dispatch.choose import make_dispatcher
+from penstock.moe.dispatch.build import make_dispatcher
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
 from penstock.moe.dispatch.row_capacity import RowCapacity
@@ -120,7 +120,7 @@ def test_no_memory_is_mapped_where_the_kernels_cannot_write(
     reason: str,
 ) -> None:
     _pretend_gpus(monkeypatch, seen=8)
-    monkeypatch.setattr(dispatch_buffers, "exchange_json", _answers_itself)
+    monkeypatch.setattr(dispatch_buffers, "all_gather_json", _answers_itself)
     axes, expert = _axes(grid, per_node), f"parallel.expert={grid.expert}"
     by_name = load_run("deepseek-v2-lite", (expert, *overrides, "dispatch.method=symmetric"))
     with pytest.raises(DeviceError) as raised:

@@ -20,17 +20,17 @@ from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, 
 from penstock.kernels.operators import REFERENCE as PLAIN
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
-from penstock.moe.dispatch.choose import make_dispatcher
+from penstock.moe.dispatch.build import make_dispatcher
 from penstock.moe.dispatch.contract import Dispatcher
 from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.dispatch.payload import UNQUANTIZED, WireFormat, wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity
-from penstock.moe.dispatch.symmetric import SymmetricDispatcher, links_of
-from penstock.moe.experts import Experts
+from penstock.moe.dispatch.symmetric import SymmetricDispatcher, transport_of
+from penstock.moe.experts import GroupedExperts
 from penstock.moe.layer import MoE
-from penstock.moe.router import Router
+from penstock.moe.router import TopKRouter
 from penstock.moe.routing import Routing, Scope
-from penstock.parallel.async_transfer import Transfers
+from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.axes import ALONE
 from penstock.parallel.dispatch_buffers import widest_row
 from penstock.parallel.layer_context import LayerContext
@@ -176,7 +176,7 @@ def test_pushed_bytes_take_half_the_memory_on_their_way(recipe: Recipe) -> None:
 def _arrives_pushed(buffers: SymmetricBuffers, x_TD: Tensor, experts_TK: Tensor, wire_format: WireFormat) -> bool:
     placement, place = ExpertPlacement(experts=8, expert=2), buffers.peers.rank
     dispatcher = SymmetricDispatcher(
-        placement, links_of(placement, buffers), RowCapacity(placement, 2.0), wire_format=wire_format
+        placement, transport_of(placement, buffers), RowCapacity(placement, 2.0), wire_format=wire_format
     )
     own_TK = experts_TK.chunk(2)[place]
     routing = Routing(torch.ones(own_TK.shape).masked_fill(own_TK == 8, 0), own_TK)
@@ -304,15 +304,17 @@ MOE = Moe(
     top_k=2,
     moe_intermediate_size=16,
     shared_expert_intermediate_size=0,
-    router=RouterRule(score="softmax", normalize=True, expert_bias=False),
+    router=RouterRule(scoring_func="softmax", norm_topk_prob=True, expert_bias=False),
     balance=Balance(aux_loss="none", aux_loss_coef=0.0),
 )
 
 
-def _layer(rule: Float8Rule, transfers: Transfers | None) -> MoE:
+def _layer(rule: Float8Rule, transfers: TransferStream | None) -> MoE:
     layer_context = LayerContext(float8=rule, transfers=transfers)
     dispatcher, room = make_dispatcher(MOE, layer_context)
-    layer = MoE(Router(MOE, D, 0, PLAIN), dispatcher, Experts(8, D, 16, layer_context), None, layer_context, room)
+    layer = MoE(
+        TopKRouter(MOE, D, 0, PLAIN), dispatcher, GroupedExperts(8, D, 16, layer_context), None, layer_context, room
+    )
     torch.manual_seed(1)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -322,7 +324,7 @@ def _layer(rule: Float8Rule, transfers: Transfers | None) -> MoE:
 @pytest.mark.parametrize("experts", [None, BLOCKWISE], ids=["opened", "read"])
 def test_rows_in_8_bits_leave_beside_other_work_too(experts: Recipe | None) -> None:
     rule, results = Float8Rule(dispatch=BLOCKWISE, experts=experts), []
-    for transfers in (None, Transfers(torch.device("cpu"))):
+    for transfers in (None, TransferStream(torch.device("cpu"))):
         layer, x_TD = _layer(rule, transfers), torch.randn(12, D, generator=torch.Generator().manual_seed(0))
         (y_TD,) = layer(x_TD.requires_grad_(), Scope())
         y_TD.square().sum().backward()

@@ -19,12 +19,12 @@ from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON
 from penstock.kernels.operators import Operators
 from penstock.models.ffn import FeedForward
 from penstock.moe import router as router_module
-from penstock.moe.dispatch.choose import make_dispatcher
-from penstock.moe.experts import Experts, expert_rule
+from penstock.moe.dispatch.build import make_dispatcher
+from penstock.moe.experts import GroupedExperts, expert_rule
 from penstock.moe.layer import MoE
 from penstock.moe.routing import Scope
-from penstock.parallel.activations.recompute import RecomputeRule
 from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.recompute import RecomputeRule
 from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_close
 
@@ -60,7 +60,7 @@ def llama4(top_k: int) -> Moe:
 
 def layer_of(moe: Moe, layer_context: LayerContext) -> MoE:
     dispatcher, room = make_dispatcher(moe, layer_context)
-    experts = Experts(E, D, F, layer_context, rule=expert_rule(moe), bias=moe.bias)
+    experts = GroupedExperts(E, D, F, layer_context, rule=expert_rule(moe), bias=moe.bias)
     shared = (
         FeedForward(D, moe.shared_expert_intermediate_size, layer_context)
         if moe.shared_expert_intermediate_size

@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.recipes import BLOCKWISE
 from penstock.moe.dispatch.contract import ExpertRows
-from penstock.moe.experts import Experts
+from penstock.moe.experts import GroupedExperts
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.weight_grad_store import DeferredWork, WeightGradStore
 from tests.closeness import decibels
@@ -19,9 +19,9 @@ HIDDEN, WIDTH, EXPERTS = 32, 48, 3
 IN_8_BITS = Float8Rule(experts=BLOCKWISE)
 
 
-def make(layer_context: LayerContext) -> Experts:
+def make(layer_context: LayerContext) -> GroupedExperts:
     torch.manual_seed(3)
-    experts = Experts(EXPERTS, HIDDEN, WIDTH, layer_context)
+    experts = GroupedExperts(EXPERTS, HIDDEN, WIDTH, layer_context)
     with torch.no_grad():
         for one in experts.parameters():
             one.normal_(std=one.shape[-1] ** -0.5)
@@ -83,7 +83,7 @@ def test_a_split_backward_puts_weight_gradients_off(with_sums: bool) -> None:
     for experts in (at_once, split):
         experts.sums = tuple(torch.zeros_like(one) for one in experts.parameters()) if with_sums else None
 
-    def gradients(experts: Experts) -> list[Tensor | None]:
+    def gradients(experts: GroupedExperts) -> list[Tensor | None]:
         return list(experts.sums or [one.grad for one in experts.parameters()])
 
     rows, again = draw(), draw()

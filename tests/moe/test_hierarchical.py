@@ -10,7 +10,7 @@ from penstock.kernels.operators import REFERENCE
 from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
-from penstock.moe.dispatch.hierarchical import Crossing, HierarchicalDispatcher, Nodes
+from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, HierarchicalMetadata, NodePlacement
 from penstock.moe.dispatch.row_capacity import RowCapacity
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis, make_axes
@@ -30,7 +30,7 @@ def test_a_token_needs_the_nodes_that_hold_a_part_of_its_experts(
     expert, expert_tensor, per_node = sizes
     placement = ExpertPlacement(experts=per_place * expert, expert=expert, expert_tensor=expert_tensor)
     count = placement.places // per_node
-    nodes = Nodes(placement, _axis("node", per_node), _axis("across", count))
+    nodes = NodePlacement(placement, _axis("node", per_node), _axis("across", count))
     experts_TK = random_routing(9, placement.experts, min(2, placement.experts), seed, dropped=0.3).experts_TK
     for choices, found in zip(experts_TK.tolist(), nodes.needed(experts_TK).tolist(), strict=True):
         needed = {
@@ -59,7 +59,7 @@ def _crossed(way: Gloo, experts_TK: Tensor) -> tuple[tuple[int, ...] | None, int
     (dispatcher,), place = dispatchers_on_a_rank(way, placement, [RowCapacity(placement, 4.0)], triton=False)
     own = problem(placement, Routing(torch.ones(experts_TK.shape), experts_TK)).of(place)
     rows, metadata = dispatcher.dispatch(own.x_TD, Routing(own.weights_TK, own.experts_TK))
-    assert isinstance(metadata, Crossing)
+    assert isinstance(metadata, HierarchicalMetadata)
     return metadata.send, metadata.arrived, tuple(rows.x_ND.shape)
 
 
@@ -102,7 +102,7 @@ def test_sums_over_nodes_are_taken_in_float32(ranks: Pool, is_counted: bool) -> 
 def _summed(is_counted: bool) -> tuple[Tensor, Tensor]:
     """On a rank, alone on its node: every expert gives 256 or 1 for every row, and the same as gradient."""
     axes = make_axes(Grid(world=4, expert=4), ranks_per_node=1)
-    nodes = Nodes(ExpertPlacement(experts=4, expert=4), axes.expert_node, axes.expert_across)
+    nodes = NodePlacement(ExpertPlacement(experts=4, expert=4), axes.expert_node, axes.expert_across)
     inner = AllGatherDispatcher(nodes.placement.block(1), axes.expert_node, REFERENCE)
     dispatcher = HierarchicalDispatcher(nodes, inner, REFERENCE, is_counted=is_counted)
     x_TD = torch.zeros(2, D, dtype=torch.bfloat16, requires_grad=True)

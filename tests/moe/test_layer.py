@@ -18,13 +18,13 @@ from penstock.kernels.expert_kernels import REFERENCE
 from penstock.kernels.operators import Operators
 from penstock.kernels.reference import RowOrder
 from penstock.moe.dispatch.local import LocalDispatcher
-from penstock.moe.experts import Experts
+from penstock.moe.experts import GroupedExperts
 from penstock.moe.layer import MoE, Terms
-from penstock.moe.router import Router
+from penstock.moe.router import TopKRouter
 from penstock.moe.routing import Routing, Scope
-from penstock.parallel.activations.recompute import RecomputeRule
-from penstock.parallel.async_transfer import Transfers
+from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.layer_context import LayerContext
+from penstock.parallel.recompute import RecomputeRule
 from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.parallel.alive import Alive
 
@@ -35,7 +35,7 @@ MOE = Moe(
     top_k=K,
     moe_intermediate_size=F,
     shared_expert_intermediate_size=0,
-    router=RouterRule(score="softmax", normalize=True, expert_bias=False),
+    router=RouterRule(scoring_func="softmax", norm_topk_prob=True, expert_bias=False),
     balance=Balance(aux_loss="none", aux_loss_coef=0.0),
 )
 
@@ -43,7 +43,11 @@ MOE = Moe(
 def _layer(network: Operators, kinds: tuple[str, ...], *, later: WeightGradStore | None = None) -> MoE:
     layer_context = LayerContext(operators=network, recompute=RecomputeRule(kinds=frozenset(kinds)), later=later)
     layer = MoE(
-        Router(MOE, D, 0, network), LocalDispatcher(E, network), Experts(E, D, F, layer_context), None, layer_context
+        TopKRouter(MOE, D, 0, network),
+        LocalDispatcher(E, network),
+        GroupedExperts(E, D, F, layer_context),
+        None,
+        layer_context,
     )
     torch.manual_seed(1)
     for parameter in layer.parameters():
@@ -140,5 +144,5 @@ def test_slots_are_sorted_once_and_by_the_router_if_dispatch_begins_with_that() 
 
 def test_slots_are_sorted_by_a_dispatch_that_leaves_alone() -> None:
     layer = _layer(operators.REFERENCE, ())
-    layer.layer_context = replace(layer.layer_context, transfers=Transfers(torch.device("cpu")))
+    layer.layer_context = replace(layer.layer_context, transfers=TransferStream(torch.device("cpu")))
     assert layer.route(torch.ones(T, D), Scope()).sorted is None

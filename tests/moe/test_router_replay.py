@@ -6,17 +6,17 @@ from torch import Tensor
 
 from penstock.config.model import Balance, Moe
 from penstock.kernels.operators import REFERENCE
-from penstock.moe.router import Router
+from penstock.moe.router import TopKRouter
 from penstock.moe.routing import Scope
-from penstock.parallel.activations.region import recomputed
+from penstock.parallel.recompute import recomputed
 
 T, D, E = 24, 16, 8
 SCOPE = Scope(sequences=2, share=0.5)
 
 
-def _router(auxiliary: str, capacity_factor: float) -> Router:
+def _router(auxiliary: str, capacity_factor: float) -> TopKRouter:
     balance = Balance(aux_loss=auxiliary, aux_loss_coef=0.7, z_loss_coef=0.1, capacity_factor=capacity_factor)
-    router = Router(Moe(experts=E, top_k=3, moe_intermediate_size=8, balance=balance), D, 0, REFERENCE)
+    router = TopKRouter(Moe(experts=E, top_k=3, moe_intermediate_size=8, balance=balance), D, 0, REFERENCE)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         router.weight_ED.copy_(torch.randn(E, D, generator=generator))
@@ -25,7 +25,7 @@ def _router(auxiliary: str, capacity_factor: float) -> Router:
     return router
 
 
-def _train(router: Router, *, recompute: bool) -> list[Tensor]:
+def _train(router: TopKRouter, *, recompute: bool) -> list[Tensor]:
     """Two micro-batches forward, then both backward: gradients and what the meter says."""
 
     def mix(x_TD: Tensor) -> Tensor:

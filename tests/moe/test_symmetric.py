@@ -18,7 +18,7 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.dispatch.row_capacity import RowCapacity
-from penstock.moe.dispatch.symmetric import Links, SymmetricDispatcher, links_of
+from penstock.moe.dispatch.symmetric import SymmetricDispatcher, SymmetricTransport, transport_of
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
@@ -85,7 +85,7 @@ def _output_and_gradients(y_TD: Tensor, layer: Layer, leaves: list[Tensor]) -> l
     return [y_TD.detach(), *torch.autograd.grad((y_TD * layer.direction_TD).sum(), leaves)]
 
 
-def _in_large_tiles(links: Links) -> Links:
+def _in_large_tiles(links: SymmetricTransport) -> SymmetricTransport:
     """The interpreter's time is that of the tiles, whatever is in them. Small ones are in tests/kernels."""
     launch = PersistentLaunch(block_rows=8, block_columns=64, warps=1, programs=3)
     return replace(links, **dict.fromkeys(("push", "take", "take_all", "back", "sum", "sum_all"), launch))
@@ -99,7 +99,7 @@ def _all_layers(
     for whole in layers:
         layer = whole.of(buffers.peers.rank)
         room = RowCapacity(layer.placement, bound) if bound else None
-        links = replace(_in_large_tiles(links_of(layer.placement, buffers, by_engines=by_engines)), chunks=chunks)
+        links = replace(_in_large_tiles(transport_of(layer.placement, buffers, by_engines=by_engines)), chunks=chunks)
         dispatcher = SymmetricDispatcher(layer.placement, links, room)
         leaves = layer.leaves
         flying.append((dispatcher, leaves, *dispatcher.dispatch(leaves[0], Routing(leaves[1], layer.experts_TK))))
@@ -234,7 +234,7 @@ def _left_aside(buffers: SymmetricBuffers, layer: Layer, log: list[str]) -> list
 
         setattr(buffers, name, call)
 
-    links = _in_large_tiles(links_of(layer.placement, buffers))
+    links = _in_large_tiles(transport_of(layer.placement, buffers))
     dispatcher, leaves = SymmetricDispatcher(layer.placement, links, is_filled=True), layer.leaves
     rows, metadata = dispatcher.dispatch(leaves[0], Routing(leaves[1], layer.experts_TK))
     aside = rows.aside
@@ -265,7 +265,7 @@ def test_how_many_programs_run_can_be_chosen() -> None:
 
 
 def _programs(buffers: SymmetricBuffers, programs: int) -> set[int]:
-    links = links_of(ExpertPlacement(experts=EXPERTS, expert=2), buffers, programs)
+    links = transport_of(ExpertPlacement(experts=EXPERTS, expert=2), buffers, programs)
     return {
         launch.programs for launch in (links.push, links.take, links.take_all, links.back, links.sum, links.sum_all)
     }
@@ -323,7 +323,7 @@ def test_rows_that_find_no_room_are_counted_and_the_others_are_right() -> None:
 def _left_out(buffers: SymmetricBuffers, whole: Layer) -> int:
     layer = whole.of(buffers.peers.rank)
     room = RowCapacity(layer.placement, 1.2)
-    dispatcher = SymmetricDispatcher(layer.placement, links_of(layer.placement, buffers), room)
+    dispatcher = SymmetricDispatcher(layer.placement, transport_of(layer.placement, buffers), room)
     _mix(dispatcher, layer.leaves, layer.experts_TK)
     return int(room.left_out)
 
@@ -351,6 +351,6 @@ def test_the_benchmarks_whole_numbers_are_right_and_a_wrong_one_is_counted() -> 
 def _wrong_in_whole_numbers(buffers: SymmetricBuffers) -> int:
     shape, axis = replace(SMALL, D=4), Axis(name="expert", ranks=(0, 1), rank=buffers.peers.rank)
     placement = ExpertPlacement(experts=shape.E, expert=2)
-    dispatcher = SymmetricDispatcher(placement, _in_large_tiles(links_of(placement, buffers)))
+    dispatcher = SymmetricDispatcher(placement, _in_large_tiles(transport_of(placement, buffers)))
     drawn = [choices(kind, shape, 6, axis, torch.device("cpu"), seed) for seed, kind in enumerate(ROUTINGS)]
     return int(wrong_numbers(dispatcher, [Exact.draw(shape, experts_TK) for experts_TK in drawn]))

@@ -22,11 +22,11 @@ from penstock.layout.grid import Grid
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
-from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, Nodes
+from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, NodePlacement
 from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.dispatch.payload import UNQUANTIZED, WireFormat
 from penstock.moe.dispatch.row_capacity import RowCapacity
-from penstock.moe.dispatch.symmetric import Links, SymmetricDispatcher, links_of
+from penstock.moe.dispatch.symmetric import SymmetricDispatcher, SymmetricTransport, transport_of
 from penstock.parallel.axes import Axes, Axis, make_axes
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
 from tests.distributed.pool import Pool
@@ -132,7 +132,7 @@ def _dispatcher(
     if way.startswith("gathered"):
         asked = None if way == "gathered, counted" else room
         return AllGatherDispatcher(placement, axes.expert, operators, asked, wire_format=wire_format)
-    nodes = Nodes(placement, axes.expert_node, axes.expert_across)
+    nodes = NodePlacement(placement, axes.expert_node, axes.expert_across)
     block = placement.block(nodes.node.size)
     if way == "by node, sent":
         inner: Dispatcher = AllToAllDispatcher(block, nodes.node, operators, wire_format=wire_format)
@@ -156,10 +156,10 @@ def _sizes(flights: Flights, nodes: int) -> BufferSizes:
     )
 
 
-def _links(placement: ExpertPlacement, buffers: SymmetricBuffers) -> Links:
+def _links(placement: ExpertPlacement, buffers: SymmetricBuffers) -> SymmetricTransport:
     """In large tiles: the interpreter's time is that of the tiles, whatever is in them."""
     launch = PersistentLaunch(block_rows=8, block_columns=64, warps=1, programs=3)
-    return replace(links_of(placement, buffers), push=launch, take=launch, back=launch, sum=launch)
+    return replace(transport_of(placement, buffers), push=launch, take=launch, back=launch, sum=launch)
 
 
 def _pushed(buffers: SymmetricBuffers, flights: Flights, bound: float, wire_format: WireFormat) -> Results:
@@ -183,7 +183,7 @@ def _by_node_pushed(
     buffers: SymmetricBuffers, flights: Flights, bound: float, across: Axis, wire_format: WireFormat
 ) -> Results:
     placement, rank, per_node = flights[0][0].placement, buffers.peers.rank, buffers.peers.size
-    nodes = Nodes(placement, Axis(name="expert_node", ranks=tuple(range(per_node)), rank=rank), across)
+    nodes = NodePlacement(placement, Axis(name="expert_node", ranks=tuple(range(per_node)), rank=rank), across)
     block = placement.block(per_node)
     inner = SymmetricDispatcher(
         block, _links(block, buffers), room=RowCapacity(placement, bound), wire_format=wire_format

@@ -6,12 +6,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.parallel.async_transfer import AsyncTransfer, Transfer, Transfers
+from penstock.parallel.async_transfer import AsyncTransfer, Transfer, TransferStream
 
 Result = TypeVar("Result")
 
 
-class Recorded(Transfers):
+class Recorded(TransferStream):
     """On a CPU, so a transfer runs when it leaves.
 
     Attributes:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.symmetric_transfer import Awaited, Chunks
-from penstock.parallel.symmetric import BufferSizes, Channel, Lane, SymmetricBuffers
+from penstock.parallel.symmetric import BufferSizes, Channel, SymmetricBuffers, TransferDirection
 
 PATIENCE = 60.0
 """Seconds until a thread that does not come back counts as lost."""
@@ -88,7 +88,7 @@ class SimulatedBuffers(SymmetricBuffers):
         super().__init__(sizes, memories[rank], addresses, rank, looks=1, memories=memories)
         self._baton, self._careless = turns, careless
 
-    def take(self, lane: Lane) -> int:
+    def take(self, lane: TransferDirection) -> int:
         if self._careless:
             return 0
         return super().take(lane)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.parallel.async_transfer import AsyncTransfer, Transfers
+from penstock.parallel.async_transfer import AsyncTransfer, TransferStream
 from tests.closeness import assert_close
 from tests.parallel.alive import Alive
 from tests.parallel.recorded import Recorded, mirrored
@@ -38,7 +38,7 @@ def test_a_flight_gives_the_outputs_the_rest_and_the_gradients_of_its_function()
     (y_TD, square_T), _ = _scaled(x_TD, scale_T)
     (y_TD.sin().sum() + square_T.sum()).backward()
     found = _leaves()
-    (got_TD, got_T), tokens = Transfers(torch.device("cpu")).launch("scale", _scaled, *found).wait()
+    (got_TD, got_T), tokens = TransferStream(torch.device("cpu")).launch("scale", _scaled, *found).wait()
     assert torch.equal(got_TD, y_TD) and torch.equal(got_T, square_T) and tokens == T
     (got_TD.sin().sum() + got_T.sum()).backward()
     for one, other in zip(found, expected, strict=True):
@@ -48,7 +48,7 @@ def test_a_flight_gives_the_outputs_the_rest_and_the_gradients_of_its_function()
 def test_an_input_without_gradient_and_an_output_that_nobody_reads_are_left_out() -> None:
     x_TD, scale_T = _inputs()
     scale_T.requires_grad_()
-    transfers = Transfers(torch.device("cpu"))
+    transfers = TransferStream(torch.device("cpu"))
 
     def transfer(x_TD: Tensor, scale_T: Tensor) -> tuple[tuple[Tensor, Tensor], None]:
         return (x_TD * scale_T[:, None], scale_T.exp()), None
@@ -61,7 +61,7 @@ def test_an_input_without_gradient_and_an_output_that_nobody_reads_are_left_out(
 def test_an_output_may_be_the_input_itself() -> None:
     """Local dispatch gives the tokens as they are."""
     x_TD, _ = _leaves()
-    (y_TD,), _ = Transfers(torch.device("cpu")).launch("nothing", lambda x_TD: ((x_TD,), None), x_TD).wait()
+    (y_TD,), _ = TransferStream(torch.device("cpu")).launch("nothing", lambda x_TD: ((x_TD,), None), x_TD).wait()
     (3 * y_TD).sum().backward()
     assert torch.equal(x_TD.grad, torch.full_like(x_TD, 3))
 
@@ -126,14 +126,14 @@ def test_work_beside_a_backward_pass_is_done_whenever_a_transfer_has_left_and_re
 
 
 def test_two_works_cannot_run_beside_one_pass() -> None:
-    transfers = Transfers(torch.device("cpu"))
+    transfers = TransferStream(torch.device("cpu"))
     one, other = (transfers.beside(lambda: None) for _ in range(2))
     with one, pytest.raises(AssertionError, match="two works"), other:
         pass
 
 
 def test_what_the_transfer_reads_is_held_until_it_arrives_and_not_longer() -> None:
-    transfers, size = Transfers(torch.device("cpu")), T * D * 4
+    transfers, size = TransferStream(torch.device("cpu")), T * D * 4
     x_TD, _ = _leaves()
     with Alive() as alive:
         flight = transfers.launch("move", lambda y_TD: ((y_TD + 1,), None), x_TD * 1)
@@ -148,7 +148,7 @@ def test_what_the_transfer_reads_is_held_until_it_arrives_and_not_longer() -> No
 
 
 def test_what_the_function_closes_over_is_held_too() -> None:
-    transfers, size = Transfers(torch.device("cpu")), T * 8
+    transfers, size = TransferStream(torch.device("cpu")), T * 8
     x_TD, _ = _leaves()
 
     def launch() -> AsyncTransfer[None]:
@@ -164,7 +164,7 @@ def test_what_the_function_closes_over_is_held_too() -> None:
 
 def test_a_flight_goes_back_once() -> None:
     x_TD, _ = _leaves()
-    (y_TD,), _ = Transfers(torch.device("cpu")).launch("move", lambda x_TD: ((x_TD * 2,), None), x_TD).wait()
+    (y_TD,), _ = TransferStream(torch.device("cpu")).launch("move", lambda x_TD: ((x_TD * 2,), None), x_TD).wait()
     total = y_TD.sum()
     total.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="goes back once"):
@@ -173,7 +173,7 @@ def test_a_flight_goes_back_once() -> None:
 
 def test_what_has_no_gradient_is_no_output() -> None:
     with pytest.raises(AssertionError, match="is of the rest"):
-        Transfers(torch.device("cpu")).launch("move", lambda x_TD: ((x_TD.argmax(1),), None), _leaves()[0])
+        TransferStream(torch.device("cpu")).launch("move", lambda x_TD: ((x_TD.argmax(1),), None), _leaves()[0])
 
 
 class _Slow(torch.autograd.Function):
@@ -206,7 +206,7 @@ class _Noise(torch.autograd.Function):
         return gradient
 
 
-def _chain(x_TD: Tensor, transfers: Transfers | None) -> Tensor:
+def _chain(x_TD: Tensor, transfers: TransferStream | None) -> Tensor:
     """Transfers with other work beside them, which sees to it that blocks are wanted while they are read."""
     for _ in range(6):
         beside_TD = x_TD.sin()
@@ -228,7 +228,7 @@ def test_on_a_gpu_nothing_is_read_before_it_is_there_and_no_block_is_used_again_
     expected, found = (start_TD.clone().requires_grad_() for _ in range(2))
     plain = _chain(expected, None)
     plain.backward()
-    loss = _chain(found, Transfers(device))
+    loss = _chain(found, TransferStream(device))
     loss.backward()
     assert torch.equal(loss, plain) and torch.equal(found.grad, expected.grad)
 
@@ -237,7 +237,7 @@ def test_on_a_gpu_nothing_is_read_before_it_is_there_and_no_block_is_used_again_
 @needs_gpu
 def test_on_a_gpu_both_directions_are_captured_and_replayed_with_other_inputs() -> None:
     device = torch.device("cuda")
-    transfers, generator = Transfers(device), torch.Generator(device).manual_seed(0)
+    transfers, generator = TransferStream(device), torch.Generator(device).manual_seed(0)
     x_TD = torch.randn(512, 1024, device=device, generator=generator).requires_grad_()
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())

@@ -12,9 +12,9 @@ from penstock.parallel.axes import ALONE, Axis, make_axes
 from penstock.parallel.collectives import (
     all_gather,
     all_reduce,
+    all_to_all,
     exchange_rows,
     reduce_scatter,
-    swap,
 )
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
@@ -95,7 +95,7 @@ def test_swap_joins_one_dim_and_splits_the_other(ranks: Pool, size: int, split: 
     def math(xs: list[Tensor]) -> list[Tensor]:
         return list(torch.cat(xs, join).chunk(size, split))
 
-    _check(ranks, partial(swap, split_dim=split, join_dim=join), _inputs(size), math)
+    _check(ranks, partial(all_to_all, split_dim=split, join_dim=join), _inputs(size), math)
 
 
 def test_swapping_back_gives_what_was(ranks: Pool) -> None:
@@ -104,7 +104,7 @@ def test_swapping_back_gives_what_was(ranks: Pool) -> None:
 
 
 def _there_and_back(x: Tensor, axis: Axis) -> Tensor:
-    return swap(swap(x, axis, split_dim=2, join_dim=1), axis, split_dim=1, join_dim=2)
+    return all_to_all(all_to_all(x, axis, split_dim=2, join_dim=1), axis, split_dim=1, join_dim=2)
 
 
 # Row counts from each rank (row of the matrix) to each (column); ranks and pairs with nothing to send among them.
@@ -141,7 +141,7 @@ def _in_bfloat16(x: Tensor) -> list[Tensor]:
         reduce_scatter(x, axis, 0),
         all_reduce(x, axis),
         exchange_rows(x, axis),
-        swap(x, axis, 1, 0),
+        all_to_all(x, axis, 1, 0),
     ]
 
 
@@ -160,6 +160,6 @@ def test_an_axis_of_one_rank_changes_nothing() -> None:
         all_reduce(x, axis),
         exchange_rows(x, axis),
         exchange_rows(x, axis, [2], [2]),
-        swap(x, axis, 0, 1),
+        all_to_all(x, axis, 0, 1),
     ):
         assert y is x

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.parallel.copies import ALIGNMENT, ChunkStream, Lane, Piece, cut_into_chunks, host_tensors
+from penstock.parallel.copies import ALIGNMENT, ChunkStream, CopyStream, TensorSlice, cut_into_chunks, host_tensors
 from tests.closeness import assert_close
 
 CPU = torch.device("cpu")
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 def test_a_lane_copies() -> None:
     target = torch.zeros(3)
-    copied = Lane(CPU).copy([(torch.ones(3), target)])
+    copied = CopyStream(CPU).copy([(torch.ones(3), target)])
     copied.wait()
     copied.wait_on_host()
     assert copied.is_over() and target.tolist() == [1, 1, 1]
@@ -31,7 +31,7 @@ def test_chunks_hold_every_element_once_in_order_and_are_full_but_for_the_last(s
 
 def test_a_piece_is_a_part_of_its_tensor() -> None:
     tensors = [torch.zeros(2), torch.arange(6.0).view(2, 3)]
-    Piece(1, 2, 5).of(tensors).add_(10)
+    TensorSlice(1, 2, 5).of(tensors).add_(10)
     assert tensors[1].flatten().tolist() == [0, 1, 12, 13, 14, 5]
 
 

@@ -22,7 +22,7 @@ from penstock.kernels.float8.recipes import BLOCKWISE, RECIPES, Recipe
 from penstock.kernels.float8.reference import dequantize, quantize_weight
 from penstock.layout.grid import Grid
 from penstock.parallel.axes import Axes, make_axes
-from penstock.parallel.float8_gather import EightBitRows, refresh
+from penstock.parallel.float8_gather import Float8Shard, refresh
 from penstock.parallel.shard import local_rows, shard_fully
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.state import restore_state, save_state
@@ -102,7 +102,7 @@ def _gathered(shape: tuple[int, ...], recipe: Recipe, rule: Float8Rule) -> list[
         model = nn.Sequential(Product(shape))
     _divided(model, axes)
     layer = model[0]
-    refresh([EightBitRows(layer.weight, axes.dense_data, recipe, rule, torch.bfloat16)])
+    refresh([Float8Shard(layer.weight, axes.dense_data, recipe, rule, torch.bfloat16)])
     whole = quantize_weight(_drawn(torch.Size(shape), 0).bfloat16(), recipe, rule.forward)
     layer.unshard()
     weight = layer.weight
@@ -145,13 +145,13 @@ class _Gathers(TorchDispatchMode):
         return result
 
 
-def _one_matrix(shape: tuple[int, int], recipe: Recipe = BLOCKWISE) -> tuple[Any, EightBitRows]:
+def _one_matrix(shape: tuple[int, int], recipe: Recipe = BLOCKWISE) -> tuple[Any, Float8Shard]:
     """A unit that is divided, and what is gathered of it."""
     axes = make_axes(Grid(world=dist.get_world_size()))
     with torch.device("meta"):
         model = nn.Sequential(Product(shape))
     layer = _divided(model, axes)[0]
-    return layer, EightBitRows(layer.weight, axes.dense_data, recipe, Float8Rule(), torch.bfloat16)
+    return layer, Float8Shard(layer.weight, axes.dense_data, recipe, Float8Rule(), torch.bfloat16)
 
 
 def _largest() -> int:
@@ -201,7 +201,7 @@ def _trained(in_8_bits: bool, reshard: str) -> tuple[dict[str, Tensor], int]:
         model = nn.Sequential(Product((416, 48)), Product((48, 416)), Product((2, 16, 48)))
     _divided(model, axes, reshard)
     layers = list(model) if in_8_bits else []
-    rows = [EightBitRows(one.weight, axes.dense_data, BLOCKWISE, Float8Rule(), torch.bfloat16) for one in layers]
+    rows = [Float8Shard(one.weight, axes.dense_data, BLOCKWISE, Float8Rule(), torch.bfloat16) for one in layers]
     refresh(rows)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x_TD = torch.randn(3, 6, 48, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from penstock.parallel.interleave import Steps, drain, interleave, within
+from penstock.parallel.async_transfer import Steps, drain, interleave, within
 
 
 def _count(name: str, pieces: int, seen: list[str]) -> Steps[str]:

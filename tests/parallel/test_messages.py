@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from penstock.base.errors import DeviceError
 from penstock.parallel.axes import Axis
-from penstock.parallel.messages import Messages, exchange_json
+from penstock.parallel.collectives import JsonGroup, all_gather_json
 from tests.distributed.pool import Pool
 
 
@@ -19,7 +19,7 @@ def world() -> Axis:
 
 
 def _talk() -> list[Any]:
-    messages = Messages(world())
+    messages = JsonGroup(world())
     rank = messages.rank
     said = {"rank": rank, "text": "\u00e9" * 5000 * rank}
     heard = [
@@ -29,7 +29,7 @@ def _talk() -> list[Any]:
         messages.all_gather(None),
     ]
     messages.close()
-    return [*heard, exchange_json(rank, world())]
+    return [*heard, all_gather_json(rank, world())]
 
 
 def test_every_rank_hears_what_every_rank_says(ranks: Pool) -> None:
@@ -39,7 +39,7 @@ def test_every_rank_hears_what_every_rank_says(ranks: Pool) -> None:
 
 
 def _talk_while_training() -> tuple[list[int], float]:
-    messages = Messages(world())
+    messages = JsonGroup(world())
     total = torch.ones(())
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(lambda: [sum(messages.all_gather(messages.rank + n)) for n in range(50)])
@@ -57,7 +57,7 @@ def test_a_thread_talks_while_training_uses_its_own_group(ranks: Pool) -> None:
 
 
 def _last_one_leaves() -> str:
-    messages = Messages(world())
+    messages = JsonGroup(world())
     if messages.rank == 1:
         messages.close()
         return "left"
@@ -76,7 +76,7 @@ def test_a_rank_that_is_gone_is_one_line(ranks: Pool) -> None:
 
 
 def test_a_rank_that_is_alone_hears_itself() -> None:
-    messages = Messages(Axis(name="world"))
+    messages = JsonGroup(Axis(name="world"))
     assert (messages.all_gather(3), messages.gather("a"), messages.from_first([1])) == ([3], ["a"], [1])
-    assert exchange_json(5, Axis(name="world")) == [5]
+    assert all_gather_json(5, Axis(name="world")) == [5]
     messages.close()

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.grid import Grid
 from penstock.layout.schedules import BESIDE, schedule
-from penstock.parallel.async_transfer import Transfers
+from penstock.parallel.async_transfer import Steps, TransferStream, drain
 from penstock.parallel.axes import ALONE, make_axes
-from penstock.parallel.interleave import Steps, drain
-from penstock.parallel.pipeline import Message, Pipeline
+from penstock.parallel.pipeline import Message, PipelineRunner
 from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
@@ -38,7 +37,7 @@ def _twice(x_BSD: Tensor) -> tuple[tuple[Tensor], None]:
 
 
 def _stage(
-    weights: Weights, transfers: Transfers, last: int, stage: int, number: int, x_BSD: Tensor | None
+    weights: Weights, transfers: TransferStream, last: int, stage: int, number: int, x_BSD: Tensor | None
 ) -> Steps[Tensor]:
     """A product, a way, another product, a way back; the last stage weighs the micro-batch."""
     attention, experts = weights[stage]
@@ -60,9 +59,9 @@ def _gradients(weights: Weights) -> dict[int, list[Tensor | None]]:
 
 def _train(plan: Schedule) -> dict[int, list[Tensor | None]]:
     axes = make_axes(Grid(world=plan.ranks, pipeline=plan.ranks))
-    weights, transfers = _weights(plan.stages_of(axes.pipeline.rank)), Transfers(torch.device("cpu"))
+    weights, transfers = _weights(plan.stages_of(axes.pipeline.rank)), TransferStream(torch.device("cpu"))
     calls = {stage: partial(_stage, weights, transfers, plan.stages - 1, stage) for stage in weights}
-    pipeline = Pipeline(plan, axes, MESSAGE, later=None, transfers=transfers)
+    pipeline = PipelineRunner(plan, axes, MESSAGE, later=None, transfers=transfers)
     pipeline.train(calls)
     return _gradients(weights)
 
@@ -72,7 +71,7 @@ def _one_after_the_other(plan: Schedule) -> dict[int, list[Tensor | None]]:
     for number in range(plan.micro_batches):
         x_BSD = None
         for stage in range(plan.stages):
-            x_BSD = drain(_stage(weights, Transfers(torch.device("cpu")), plan.stages - 1, stage, number, x_BSD))
+            x_BSD = drain(_stage(weights, TransferStream(torch.device("cpu")), plan.stages - 1, stage, number, x_BSD))
         assert x_BSD is not None
         x_BSD.backward()
     return _gradients(weights)
@@ -91,7 +90,7 @@ def test_pairs_give_the_gradients_of_one_after_the_other(micro_batches: int, cou
             assert_close(one, other, tolerance=1e-5)
 
 
-def _alone(transfers: Transfers | None) -> Pipeline:
+def _alone(transfers: TransferStream | None) -> PipelineRunner:
     """One stage; the second forward is done with the first backward."""
     actions = tuple(Action(0, kind, number) for kind in (Kind.FORWARD, Kind.BACKWARD) for number in range(2))
     plan = Schedule(
@@ -103,7 +102,7 @@ def _alone(transfers: Transfers | None) -> Pipeline:
         actions=(actions,),
         pairs=(frozenset({1}),),
     )
-    return Pipeline(plan, ALONE, MESSAGE, transfers=transfers)
+    return PipelineRunner(plan, ALONE, MESSAGE, transfers=transfers)
 
 
 def test_each_pass_computes_while_the_other_travels() -> None:
@@ -145,5 +144,5 @@ def test_an_evaluation_has_no_pairs(name: str) -> None:
         return output
 
     calls = {stage: partial(call, stage) for stage in weights}
-    Pipeline(plan, ALONE, MESSAGE, later=WeightGradStore(), transfers=transfers).evaluate(calls, 3)
+    PipelineRunner(plan, ALONE, MESSAGE, later=WeightGradStore(), transfers=transfers).evaluate(calls, 3)
     assert len(losses) == 6 and not any(output.requires_grad for output in losses)

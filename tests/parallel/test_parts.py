@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.parallel.parts import Parts
+from penstock.parallel.graphs import PartialGraphs
 from tests.parallel.same_addresses import SameAddresses
 
 
@@ -13,7 +13,7 @@ def layers(count: int) -> list[nn.Linear]:
     return [nn.Linear(4, 4) for _ in range(count)]
 
 
-def through(parts: Parts | None, stack: list[nn.Linear], x_TD: Tensor) -> Tensor:
+def through(parts: PartialGraphs | None, stack: list[nn.Linear], x_TD: Tensor) -> Tensor:
     """Layers with a part that gives two tensors and a choice, and eager work behind each."""
     for layer in stack:
 
@@ -26,7 +26,7 @@ def through(parts: Parts | None, stack: list[nn.Linear], x_TD: Tensor) -> Tensor
     return x_TD
 
 
-def gradients(parts: Parts | None, stack: list[nn.Linear], seed: int) -> list[Tensor]:
+def gradients(parts: PartialGraphs | None, stack: list[nn.Linear], seed: int) -> list[Tensor]:
     """Of the input and of all weights, and the output."""
     for layer in stack:
         layer.zero_grad()
@@ -39,7 +39,7 @@ def gradients(parts: Parts | None, stack: list[nn.Linear], seed: int) -> list[Te
 
 
 def test_replayed_parts_give_the_values_and_gradients_of_eager_ones_pass_after_pass() -> None:
-    parts, stack = Parts(SameAddresses().capture), layers(3)
+    parts, stack = PartialGraphs(SameAddresses().capture), layers(3)
     for seed in range(4):
         expected, found = gradients(None, stack, seed), gradients(parts, stack, seed)
         assert len(found) == 2 + 6
@@ -48,7 +48,7 @@ def test_replayed_parts_give_the_values_and_gradients_of_eager_ones_pass_after_p
 
 def test_parts_are_captured_in_the_order_in_which_they_are_replayed_from_then_on() -> None:
     graphs = SameAddresses()
-    parts, stack = Parts(graphs.capture), layers(2)
+    parts, stack = PartialGraphs(graphs.capture), layers(2)
     gradients(parts, stack, 0)
     assert graphs.log == [f"{what} {number}" for number in range(4) for what in ("capture", "replay")]
     graphs.log.clear()
@@ -59,7 +59,7 @@ def test_parts_are_captured_in_the_order_in_which_they_are_replayed_from_then_on
 
 
 def test_what_another_graph_wrote_is_read_where_it_is() -> None:
-    parts, stack = Parts(SameAddresses().capture), layers(2)
+    parts, stack = PartialGraphs(SameAddresses().capture), layers(2)
 
     def chained(x_TD: Tensor) -> Tensor:
         for layer in stack:
@@ -73,14 +73,14 @@ def test_what_another_graph_wrote_is_read_where_it_is() -> None:
 
 
 def test_incoming_gradients_share_their_memory_and_inputs_do_not() -> None:
-    parts, stack = Parts(SameAddresses().capture), layers(3)
+    parts, stack = PartialGraphs(SameAddresses().capture), layers(3)
     gradients(parts, stack, 0)
     row = 5 * 4 * 4
     assert parts.pool_bytes == 6 * 100_000_000 + 3 * row + 2 * row
 
 
 def test_a_part_none_of_whose_inputs_has_a_gradient_still_trains_its_weights() -> None:
-    parts, (layer,) = Parts(SameAddresses().capture), layers(1)
+    parts, (layer,) = PartialGraphs(SameAddresses().capture), layers(1)
     for _ in range(2):
         layer.zero_grad()
         (y_TD,) = parts.run(layer, lambda x_TD: (layer(x_TD),), torch.ones(5, 4))
@@ -89,7 +89,7 @@ def test_a_part_none_of_whose_inputs_has_a_gradient_still_trains_its_weights() -
 
 
 def test_held_values_are_read_anew_by_every_pass() -> None:
-    parts, (layer,) = Parts(SameAddresses().capture), layers(1)
+    parts, (layer,) = PartialGraphs(SameAddresses().capture), layers(1)
     for angle in (2.0, 3.0):
         own = parts.hold("angle", torch.tensor([angle]))
         (y_TD,) = parts.run(layer, lambda x_TD, own=own: (x_TD * own,), torch.ones(5, 4, requires_grad=True))
@@ -98,7 +98,7 @@ def test_held_values_are_read_anew_by_every_pass() -> None:
 
 
 def test_other_shapes_facts_and_a_second_pass_are_refused() -> None:
-    parts, (layer,) = Parts(SameAddresses().capture), layers(1)
+    parts, (layer,) = PartialGraphs(SameAddresses().capture), layers(1)
 
     def run(rows: int) -> Tensor:
         return parts.run(layer, lambda x_TD: (layer(x_TD),), torch.ones(rows, 4))[0]
@@ -106,7 +106,7 @@ def test_other_shapes_facts_and_a_second_pass_are_refused() -> None:
     run(5).sum().backward()
     with pytest.raises(AssertionError, match=r"tensor 0 of a graph is torch.float32 \(5, 4\), and .* \(6, 4\) came"):
         run(6)
-    parts, (layer,) = Parts(SameAddresses().capture), layers(1)
+    parts, (layer,) = PartialGraphs(SameAddresses().capture), layers(1)
     run(5)
     with pytest.raises(AssertionError, match="begins a pass before the last one was differentiated"):
         run(5)
@@ -122,7 +122,7 @@ def test_other_shapes_facts_and_a_second_pass_are_refused() -> None:
 @pytest.mark.parametrize("fails_at", range(6))
 def test_a_pass_in_which_memory_ends_is_right_all_the_same(fails_at: int) -> None:
     graphs, stack = SameAddresses(fails_at=fails_at), layers(3)
-    parts = Parts(graphs.capture)
+    parts = PartialGraphs(graphs.capture)
     expected, found = gradients(None, stack, 0), gradients(parts, stack, 0)
     assert all(map(torch.equal, found, expected))
     assert parts.obstacle == "tried to allocate 2 GiB"
@@ -130,7 +130,7 @@ def test_a_pass_in_which_memory_ends_is_right_all_the_same(fails_at: int) -> Non
 
 def test_released_parts_give_back_every_graph_once() -> None:
     graphs = SameAddresses()
-    parts, stack = Parts(graphs.capture), layers(2)
+    parts, stack = PartialGraphs(graphs.capture), layers(2)
     gradients(parts, stack, 0)
     graphs.log.clear()
     parts.release()

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from penstock.layout.actions import Action, Kind, Schedule
 from penstock.layout.grid import Grid
 from penstock.layout.schedules import SCHEDULES, schedule
+from penstock.parallel.async_transfer import Steps, drain
 from penstock.parallel.axes import ALONE, Axes, Axis, make_axes
-from penstock.parallel.interleave import Steps, drain
-from penstock.parallel.pipeline import Message, Pipeline, StageCall
+from penstock.parallel.pipeline import Message, PipelineRunner, StageCall
 from penstock.parallel.weight_grad_store import WeightGradStore, deferrable
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
@@ -99,7 +99,7 @@ def _train(plan: Schedule, dtype: torch.dtype) -> list[Result]:
     for _ in range(2):
         later = WeightGradStore() if plan.splits_backward else None
         seen = Seen(plan.stages_of(axes.pipeline.rank), plan.stages, later, dtype)
-        Pipeline(plan, axes, _message(dtype), later).train(seen.calls())
+        PipelineRunner(plan, axes, _message(dtype), later).train(seen.calls())
         results.append((seen.gradients(), seen.losses))
     return results
 
@@ -135,7 +135,7 @@ def test_stages_of_one_rank_hand_over_without_a_message(name: str) -> None:
     plan = schedule(name, ranks=1, stages_per_rank=2, micro_batches=MICRO_BATCHES)
     later = WeightGradStore() if plan.splits_backward else None
     seen = Seen((0, 1), 2, later, torch.float32)
-    Pipeline(plan, ALONE, _message(), later).train(seen.calls())
+    PipelineRunner(plan, ALONE, _message(), later).train(seen.calls())
     _assert_same((seen.gradients(), seen.losses), _in_one_process(plan))
 
 
@@ -143,7 +143,7 @@ def _evaluate(plan: Schedule, micro_batches: int) -> tuple[dict[int, float], set
     axes = make_axes(Grid(world=plan.ranks, pipeline=plan.ranks))
     later = WeightGradStore() if plan.splits_backward else None
     seen = Seen(plan.stages_of(axes.pipeline.rank), plan.stages, later, torch.float32)
-    Pipeline(plan, axes, _message(), later).evaluate(seen.calls(), micro_batches)
+    PipelineRunner(plan, axes, _message(), later).evaluate(seen.calls(), micro_batches)
     return seen.losses, seen.modes, [gradient is None for gradient in seen.gradients().values()]
 
 
@@ -165,7 +165,7 @@ def test_an_evaluation_runs_forward_only_on_any_number_of_micro_batches(
 # What is wrong is said
 
 
-def _alone(actions: str, stages: int, later: WeightGradStore | None = None) -> Pipeline:
+def _alone(actions: str, stages: int, later: WeightGradStore | None = None) -> PipelineRunner:
     """A pipeline of one rank that does what is written: `0F0 1F0 1B0 0B0`."""
     spelled = tuple(Action(int(word[0]), Kind(word[1]), int(word[2:])) for word in actions.split())
     plan = Schedule(
@@ -176,7 +176,7 @@ def _alone(actions: str, stages: int, later: WeightGradStore | None = None) -> P
         micro_batches=1,
         actions=(spelled,),
     )
-    return Pipeline(plan, ALONE, _message(), later)
+    return PipelineRunner(plan, ALONE, _message(), later)
 
 
 def _calls(stages: int, later: WeightGradStore | None = None) -> dict[int, StageCall]:
@@ -185,7 +185,7 @@ def _calls(stages: int, later: WeightGradStore | None = None) -> dict[int, Stage
 
 def test_a_schedule_that_splits_needs_stages_that_can() -> None:
     with pytest.raises(AssertionError, match="zb-1f1b puts weight gradients off"):
-        Pipeline(_plan("zb-1f1b", 2), ALONE, _message())
+        PipelineRunner(_plan("zb-1f1b", 2), ALONE, _message())
 
 
 @pytest.mark.parametrize("actions", ["0F0", "0F0 0I0"])
@@ -231,7 +231,7 @@ def test_a_message_that_has_left_gives_up_its_memory(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("torch.distributed.isend", send)
     axes = Axes(pipeline=Axis(name="pipeline", ranks=(0, 1)))
     seen = Seen((0,), 2, None, torch.float32)
-    Pipeline(_plan("1f1b", 2), axes, _message()).evaluate(seen.calls(), 3)
+    PipelineRunner(_plan("1f1b", 2), axes, _message()).evaluate(seen.calls(), 3)
     assert alive == ([1, 1, 1] if has_left else [1, 2, 3])
 
 
@@ -242,7 +242,7 @@ def test_weight_gradients_wait_for_their_turn() -> None:
     seen.weights[0].register_post_accumulate_grad_hook(partial(_take, order))
     calls = {0: _told(seen.calls()[0], order)}
     plan = replace(_plan("1f1b", 1), actions=(tuple(_split(3)),), micro_batches=3)
-    Pipeline(plan, ALONE, _message(), later).train(calls)
+    PipelineRunner(plan, ALONE, _message(), later).train(calls)
     assert order == ["forward", "forward", "forward", "weight", "weight", "weight"]
 
 

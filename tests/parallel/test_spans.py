@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from penstock.base.spans import ACTIONS, LAYER, Span
 from penstock.layout.actions import Kind
-from penstock.parallel.activations.region import recomputed
+from penstock.parallel.recompute import recomputed
 from penstock.parallel.spans import span
 
 

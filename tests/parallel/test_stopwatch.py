@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from penstock.base.spans import Span
-from penstock.parallel import stopwatch
-from penstock.parallel.stopwatch import Stopwatch, untimed
+from penstock.parallel import spans
+from penstock.parallel.spans import Stopwatch, untimed
 
 CPU = torch.device("cpu")
 
 
 def test_times_are_those_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 3.0, 7.0, 8.0, 100.0, 101.0, 200.0, 201.0])
-    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(spans.time, "perf_counter", lambda: next(clock))
     watch = Stopwatch(CPU)
     watch.start(Span.DATA)
     watch.enter(Span.FORWARD)

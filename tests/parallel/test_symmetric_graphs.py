@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from penstock.parallel.symmetric import BufferSizes, Lane, SymmetricBuffers
+from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers, TransferDirection
 
-OUT, BACK = Lane.OUT, Lane.BACK
+OUT, BACK = TransferDirection.OUT, TransferDirection.BACK
 
 
 def buffers(slots: int = 2) -> SymmetricBuffers:
@@ -14,7 +14,7 @@ def buffers(slots: int = 2) -> SymmetricBuffers:
     return SymmetricBuffers(sizes, memory, [memory.data_ptr()], 0)
 
 
-def take_pass(one: SymmetricBuffers, layers: int = 3) -> list[tuple[Lane, int]]:
+def take_pass(one: SymmetricBuffers, layers: int = 3) -> list[tuple[TransferDirection, int]]:
     """Forward and backward through some layers: out and back, for each."""
     return [(lane, one.take(lane)) for _ in range(2 * layers) for lane in (OUT, BACK)]
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from penstock.config.training import Optimizer
 from penstock.parallel.axes import Axis
-from penstock.parallel.param_shard import ParamShard
+from penstock.parallel.shard import ParamShard
 from penstock.parallel.weight_grad_store import WeightGradStore, deferrable
 from penstock.train.optimizer import MasterAdamW
 from tests.closeness import assert_close

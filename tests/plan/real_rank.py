@@ -28,7 +28,7 @@ from penstock.models.parameters import fuse_wgrad_accumulation, param_shards
 from penstock.models.rank_model import embedding_places
 from penstock.moe import router
 from penstock.parallel.axes import Axes, Axis, make_axes
-from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
+from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.symmetric import SymmetricBuffers
 from penstock.plan import meta_rank

@@ -29,7 +29,7 @@ from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher
 from penstock.moe.dispatch.symmetric import SymmetricDispatcher
 from penstock.moe.layer import MoE
 from penstock.parallel.axes import make_axes
-from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
+from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.meta_rank import Target, make_meta_rank

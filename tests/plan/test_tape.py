@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.kernels.launching import counts_on_host, start_kernel
-from penstock.parallel.async_transfer import Transfers
-from penstock.parallel.launch.meeting import start_fake_process_group, stop_process_group
+from penstock.parallel.async_transfer import TransferStream
+from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.plan.hardware import Group
 from penstock.plan.ledger import Ledger
 from penstock.plan.tape import END, FORK, JOIN, WAIT, RehearsedTransfers, Tape, Work
@@ -86,7 +86,7 @@ def test_where_the_host_would_read_counts_it_waits() -> None:
 
 
 def test_a_transfer_stands_between_its_fork_and_its_end_and_is_joined_later() -> None:
-    transfers: Transfers = RehearsedTransfers()
+    transfers: TransferStream = RehearsedTransfers()
 
     def work() -> None:
         flight = transfers.launch("dispatch", lambda x: ((x + 1,), None), rows(4, 8))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
+from penstock.parallel.launch.environment import LaunchFacts
 from penstock.parallel.launch.jobs import Job, kubernetes_manifest
-from penstock.parallel.launch.variables import Facts
 
 ROOT = Path(__file__).parents[2]
 INSTRUCTIONS = {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN", "CMD"}
@@ -55,7 +55,7 @@ def test_the_image_has_what_building_the_package_reads() -> None:
 
 
 def test_the_image_works_where_the_manifest_mounts_its_volume() -> None:
-    facts = Facts(vendor="nvidia", world=8, local_world=8)
+    facts = LaunchFacts(vendor="nvidia", world=8, local_world=8)
     job = Job(name="a", words=("train", "debug"), nodes=1, gpus=8, cpus=None, restarts=0, facts=facts)
     manifest = kubernetes_manifest(job, "registry/penstock:1", "shared")
     *_, last = [words for name, words in instructions() if name == "WORKDIR"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.layout.sharding import Cut, local_shape, local_slices, rows_of_shard
-from penstock.parallel.param_shard import Part
+from penstock.parallel.shard import ShardedTensor
 from penstock.train.manifest import Written, merge
 from penstock.train.parts import write_parts
 
@@ -30,7 +30,7 @@ class Layout:
     shards: int = 1
     copies: int = 1
 
-    def parts(self, whole: Tensor) -> Iterator[Part]:
+    def parts(self, whole: Tensor) -> Iterator[ShardedTensor]:
         """What each rank holds of a tensor; the values are copies."""
         shape = tuple(whole.shape)
         for indexes in product(*(range(count) for count in self.counts)):
@@ -43,7 +43,7 @@ class Layout:
                 yield _part(whole, cuts, rows_of_shard((local_shape(shape, cuts) or (1,))[0], shard, self.shards), copy)
 
 
-def _part(whole: Tensor, cuts: tuple[Cut, ...], rows: tuple[int, int], copy: int) -> Part:
+def _part(whole: Tensor, cuts: tuple[Cut, ...], rows: tuple[int, int], copy: int) -> ShardedTensor:
     """By torch.chunk, not by the arithmetic of penstock.layout."""
     local = whole
     for cut in cuts:
@@ -51,17 +51,19 @@ def _part(whole: Tensor, cuts: tuple[Cut, ...], rows: tuple[int, int], copy: int
         local = torch.cat([block.chunk(cut.count, cut.dim)[cut.index] for block in blocks], cut.dim)
     shape = tuple(whole.shape)
     if not shape:
-        return Part(
+        return ShardedTensor(
             tensor=whole.clone(), shape=shape, pieces=local_slices(shape, ()), writes=copy == 0 and rows == (0, 1)
         )
-    return Part(
+    return ShardedTensor(
         tensor=local[slice(*rows)].clone(), shape=shape, pieces=local_slices(shape, cuts, rows), writes=copy == 0
     )
 
 
-def ranks_of(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], ranks: int) -> list[dict[str, Part]]:
+def ranks_of(
+    tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], ranks: int
+) -> list[dict[str, ShardedTensor]]:
     """What each of some ranks holds of several tensors: parts are dealt out, one after another."""
-    held: list[dict[str, Part]] = [{} for _ in range(ranks)]
+    held: list[dict[str, ShardedTensor]] = [{} for _ in range(ranks)]
     for name, tensor in tensors.items():
         for number, part in enumerate(layouts[name].parts(tensor)):
             assert name not in held[number % ranks], f"{name} has more parts than there are ranks"
@@ -69,6 +71,6 @@ def ranks_of(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], ranks
     return held
 
 
-def write_ranks(folder: Path, ranks: list[dict[str, Part]]) -> Written:
+def write_ranks(folder: Path, ranks: list[dict[str, ShardedTensor]]) -> Written:
     """What all ranks together write."""
     return merge([write_parts(folder, parts, rank) for rank, parts in enumerate(ranks)])

@@ -9,7 +9,7 @@ from penstock.config.data import Data
 from penstock.config.run import Run
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
-from penstock.parallel.param_shard import whole
+from penstock.parallel.shard import whole
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.run_folder import RunFolder
 from penstock.train.state import identity_of

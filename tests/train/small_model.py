@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from penstock.config.training import Optimizer
 from penstock.parallel.axes import Axis
-from penstock.parallel.param_shard import ParamShard
+from penstock.parallel.shard import ParamShard
 
 SETTINGS = Optimizer(learning_rate=1e-2, weight_decay=0.1)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.base.errors import CheckpointError
 from penstock.layout.sharding import LocalSlice
-from penstock.parallel.param_shard import Part, whole
+from penstock.parallel.shard import ShardedTensor, whole
 from penstock.train import checkpoint, parts
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.manifest import FACTS, MANIFEST, Written, read_manifest, write_manifest
@@ -38,7 +38,7 @@ def _tensors(step: int) -> dict[str, Tensor]:
     }
 
 
-def _parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+def _parts(tensors: Mapping[str, Tensor]) -> dict[str, ShardedTensor]:
     """All of them, held whole."""
     return {name: whole(tensor) for name, tensor in tensors.items()}
 
@@ -345,7 +345,7 @@ def test_a_damaged_file_that_the_manifest_vouches_for_is_one_line_too(saved: Che
 
 
 def test_parts_that_are_not_the_whole_are_our_fault_and_leave_no_trace(saved: CheckpointStore) -> None:
-    half = Part(tensor=torch.zeros(2, 3), shape=(4, 3), pieces=(LocalSlice((0, 0), (0, 0), (2, 3)),))
+    half = ShardedTensor(tensor=torch.zeros(2, 3), shape=(4, 3), pieces=(LocalSlice((0, 0), (0, 0), (2, 3)),))
     with pytest.raises(AssertionError, match=r"do not write half once, float32 \[4, 3\]: 6 of 12 elements are there"):
         saved.save(3, {"half": half}, {})
     with pytest.raises(AssertionError, match="nobody once, .*: 0 of 2 elements"):
@@ -370,9 +370,9 @@ def test_what_waits_in_host_memory_shares_blocks_of_sizes_that_pinning_does_not_
 ) -> None:
     tensors = {f"w{number}": torch.ones(3, 1 << 13) for number in range(40)}
     tensors |= {f"low{number}": torch.ones(3, 1 << 13).bfloat16() for number in range(40)}
-    staged: dict[str, Part] = {}
+    staged: dict[str, ShardedTensor] = {}
 
-    def write(folder: Path, parts: Mapping[str, Part], rank: int) -> Written:
+    def write(folder: Path, parts: Mapping[str, ShardedTensor], rank: int) -> Written:
         staged.update(parts)
         return write_parts(folder, parts, rank)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.base.errors import CheckpointError
-from penstock.parallel.param_shard import Part, whole
+from penstock.parallel.shard import ShardedTensor, whole
 from penstock.train import checkpoint
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.manifest import Written
@@ -54,7 +54,7 @@ def _store(folder: str, *, asynchronous: bool = True) -> CheckpointStore:
     return CheckpointStore(Path(folder), keep=2, asynchronous=asynchronous, world=world())
 
 
-def _ours(step: int, layouts: dict[str, Layout]) -> dict[str, Part]:
+def _ours(step: int, layouts: dict[str, Layout]) -> dict[str, ShardedTensor]:
     return ranks_of(_tensors(step), layouts, dist.get_world_size())[dist.get_rank()]
 
 
@@ -75,7 +75,7 @@ def _load(folder: str, step: int) -> dict[str, Any]:
     store = _store(folder)
     expected = _ours(step, ON_2)
     into = {
-        name: Part(tensor=torch.zeros_like(part.tensor), shape=part.shape, pieces=part.pieces)
+        name: ShardedTensor(tensor=torch.zeros_like(part.tensor), shape=part.shape, pieces=part.pieces)
         for name, part in expected.items()
     }
     facts = store.load(step, into)

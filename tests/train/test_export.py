@@ -16,7 +16,7 @@ from penstock.config.run import Run
 from penstock.models.build import build_model
 from penstock.models.decoder import Decoder
 from penstock.models.huggingface.weights import load_huggingface
-from penstock.parallel.param_shard import whole
+from penstock.parallel.shard import whole
 from penstock.train import export
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.export import INDEX_FILE, export_huggingface

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.base.errors import CheckpointError
-from penstock.parallel.param_shard import whole
+from penstock.parallel.shard import whole
 from penstock.train.manifest import (
     FORMAT,
     MANIFEST,

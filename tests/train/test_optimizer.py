@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.parallel.param_shard import ParamShard
+from penstock.parallel.shard import ParamShard
 from penstock.train.adamw import is_decayed
 from penstock.train.optimizer import MasterAdamW, clip_divisor
 from tests.closeness import assert_close

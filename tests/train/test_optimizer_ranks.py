@@ -20,8 +20,7 @@ from penstock.config.parallel import Offload, Parallel
 from penstock.layout.grid import Grid
 from penstock.layout.sharding import Cut, LocalSlice
 from penstock.parallel.axes import Axes, make_axes
-from penstock.parallel.param_shard import ParamShard, Part
-from penstock.parallel.shard import shard_fully
+from penstock.parallel.shard import ParamShard, ShardedTensor, shard_fully
 from penstock.train.optimizer import MasterAdamW
 from tests.closeness import assert_close
 from tests.distributed.pool import Pool
@@ -63,7 +62,7 @@ class Case:
 class Outcome:
     """What some steps led to on one rank; gradients are those of the last step."""
 
-    parts: dict[str, Part]
+    parts: dict[str, ShardedTensor]
     gradients: dict[str, Tensor]
     norms: list[float]
     parameters: dict[str, Tensor]

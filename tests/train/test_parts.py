@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from penstock.layout.sharding import LocalSlice
-from penstock.parallel.param_shard import Part, whole
+from penstock.parallel.shard import ShardedTensor, whole
 from penstock.train import parts
 from penstock.train.parts import fill_parts, write_parts
 from tests.examples import examples
@@ -50,7 +50,9 @@ def test_what_one_layout_wrote_every_other_reads(case: tuple[Tensor, Layout, Lay
         for expected in after.parts(tensor):
             target = torch.zeros_like(expected.tensor)
             fill_parts(
-                folder, written.tensors, {"w": Part(tensor=target, shape=expected.shape, pieces=expected.pieces)}
+                folder,
+                written.tensors,
+                {"w": ShardedTensor(tensor=target, shape=expected.shape, pieces=expected.pieces)},
             )
             assert torch.equal(target, expected.tensor)
 
@@ -85,7 +87,7 @@ def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     fill_parts(
         tmp_path,
         written.tensors,
-        {"w": Part(tensor=target, shape=(8, 8), pieces=(LocalSlice((0, 0), (1, 2), (4, 4)),))},
+        {"w": ShardedTensor(tensor=target, shape=(8, 8), pieces=(LocalSlice((0, 0), (1, 2), (4, 4)),))},
     )
     assert torch.equal(target, tensor[1:5, 2:6])
     columns = slice(2, 6)

@@ -9,8 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from penstock.base.errors import ConfigError
-from penstock.base.meant import asked, nearest
+from penstock.base.errors import ConfigError, asked, nearest
 from penstock.config.presets.debug import debug, debug_softmax
 from penstock.config.presets.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
 from penstock.config.presets.gpt_oss import gpt_oss_20b, gpt_oss_120b

@@ -28,12 +28,11 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.contract import DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.gathers import pick_kept
 from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat
-from penstock.moe.dispatch.row_capacity import RowCapacity
-from penstock.moe.dispatch.split_sizes import READ, SplitSizes
+from penstock.moe.dispatch.row_capacity import READ, RowCapacity, SplitSizes
 from penstock.moe.routing import Routing
-from penstock.parallel.activations.region import is_replaying
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, reduce_scatter
+from penstock.parallel.recompute import is_recomputing
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class AllGatherDispatcher:
             share = tokens * top_k / self.placement.expert
             return first_rows(order, self.counts.total(order.counts_E, share, tokens * top_k))
         rows = self.room.rows(tokens, top_k)
-        if self.room.training and not is_replaying():
+        if self.room.training and not is_recomputing():
             self.room.count(order.counts_E.sum(), rows)
         return first_rows(order, rows)
 

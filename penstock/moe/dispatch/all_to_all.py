@@ -32,7 +32,7 @@ from penstock.moe.balance import capacity
 from penstock.moe.dispatch.contract import DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.gathers import collect_padded, reorder, spread, spread_padded
 from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat
-from penstock.moe.dispatch.split_sizes import READ, SplitSizes
+from penstock.moe.dispatch.row_capacity import READ, SplitSizes
 from penstock.moe.routing import Routing, SortedSlots
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import exchange_rows

@@ -105,7 +105,7 @@ class Dispatcher(Protocol):
 
 
 @runtime_checkable
-class Sorting(Protocol):
+class SlotSorter(Protocol):
     """A dispatcher that begins with a sort of our own slots; whoever has the routing may make it earlier."""
 
     def sorted_slots(self, routing: Routing) -> SortedSlots:

@@ -34,14 +34,14 @@ from penstock.moe.dispatch.all_gather import as_local, first_rows, packed, unpac
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.gathers import spread
 from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat
-from penstock.moe.dispatch.split_sizes import READ, SplitSizes
+from penstock.moe.dispatch.row_capacity import READ, SplitSizes
 from penstock.moe.routing import Routing
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, exchange_rows
 
 
 @dataclass(frozen=True)
-class Nodes:
+class NodePlacement:
     """The ranks that share the experts of a layer, by node.
 
     Attributes:
@@ -74,7 +74,7 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class Crossing(DispatchMetadata):
+class HierarchicalMetadata(DispatchMetadata):
     """A metadata for tokens that crossed. Its order is that of their slots (token, node).
 
     Attributes:
@@ -106,7 +106,7 @@ class HierarchicalDispatcher:
 
     name: ClassVar[DispatcherName] = "hierarchical"
 
-    nodes: Nodes
+    nodes: NodePlacement
     inner: Dispatcher
     operators: Operators
     is_counted: bool
@@ -133,11 +133,11 @@ class HierarchicalDispatcher:
         experts_TK = as_local(experts_TK, own)
         inside = Routing(_more_rows(weights_TK, more), _more_rows(experts_TK, more, len(own)))
         expert_rows, inner = self.inner.dispatch(payload, inside)
-        return expert_rows, Crossing(order, inner, arrived, receive, send)
+        return expert_rows, HierarchicalMetadata(order, inner, arrived, receive, send)
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
         """See `Dispatcher.combine`. All ranks of both axes call it."""
-        assert isinstance(metadata, Crossing), f"not a metadata of this dispatcher: {metadata}"
+        assert isinstance(metadata, HierarchicalMetadata), f"not a metadata of this dispatcher: {metadata}"
         y_TD = self.inner.combine(y_RD, metadata.inner)[: metadata.arrived]
         return self._bring_home(y_TD, metadata.order, metadata.receive, metadata.send)
 

@@ -1,7 +1,7 @@
 """How many rows a rank's experts have room for, and a count of those that found none.
 
 A dispatcher that must know its shapes before it knows the routing asks its `RowCapacity`; what is kept for backward may
-stand on a `ActivationArena` that all layers share (penstock/moe/dispatch/activation_arena.py). Rows beyond it are left
+stand on a `ActivationArena` that all layers share (penstock/moe/dispatch/row_capacity.py). Rows beyond it are left
 out of that pass, so the pass is worth nothing: they are counted on the device, the count is read once a step with the
 other figures, and the step is made again (penstock/train/step.py) with more room in the layers and on the ranks that
 were too small, which they keep. Passes that are not trained on are not repeated, so they always have room for all.
@@ -9,11 +9,90 @@ were too small, which they keep. Passes that are not trained on are not repeated
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 from torch import Tensor, nn
 
+from penstock.kernels.expert_parts import KeptRows
+from penstock.kernels.launching import rehearsed_wait
 from penstock.layout.experts import ExpertPlacement
+
+
+@dataclass(frozen=True)
+class SplitSizes:
+    """Reads counts; the host waits for the device.
+
+    Attributes:
+        imbalance: where nothing can be read, the rows of this rank's experts over the even share.
+        part: where nothing can be read, of the choices that a dispatcher sees those that are not dropped.
+    """
+
+    imbalance: float = 1.0
+    part: float = 1.0
+
+    def total(self, counts_E: Tensor, share: float, most: int) -> int:
+        """Rows of all experts here.
+
+        Args:
+            counts_E: rows of each.
+            share: this rank's, if all ranks had the same number.
+            most: that there can be.
+        """
+        if not counts_E.is_meta:
+            return int(counts_E.sum())
+        rehearsed_wait(counts_E)
+        return self.stated(share, most)
+
+    def exchanged(self, sent_W: Tensor, arriving_W: Tensor, share: int) -> tuple[list[int], list[int]]:
+        """Rows that go to each rank, and rows that come from each.
+
+        Args:
+            sent_W: integers on the device.
+            arriving_W: likewise.
+            share: all rows that we send.
+        """
+        if not sent_W.is_meta:
+            send, receive = torch.stack((sent_W, arriving_W)).tolist()
+            return send, receive
+        rehearsed_wait(sent_W)
+        ranks = sent_W.numel()
+        return _dealt(math.ceil(share * self.part), ranks), _dealt(self.stated(share, share * ranks), ranks)
+
+    def crossing(self, counts: Tensor, choices: tuple[int, ...]) -> list[int]:
+        """Tokens that come from each node, tokens that go to each, and tokens to make room for.
+
+        Args:
+            counts: all of these, on the device.
+            choices: T x K of ours, which are of all nodes.
+        """
+        if not counts.is_meta:
+            read: list[int] = counts.tolist()
+            return read
+        rehearsed_wait(counts)
+        nodes = counts.numel() // 2
+        each = math.ceil(choices[0] * part_that_crosses(nodes, choices[1]))
+        return [each] * (2 * nodes) + [each * nodes]
+
+    def stated(self, share: float, most: int) -> int:
+        """Rows where nothing can be read."""
+        return min(most, math.ceil(share * self.part * self.imbalance))
+
+
+def part_that_crosses(nodes: int, top_k: int) -> float:
+    """Of the tokens, those of whose choices at least one is on a given node, if choices know nothing of nodes."""
+    return 1 - (1 - 1 / nodes) ** top_k
+
+
+READ = SplitSizes()
+
+
+def _dealt(rows: int, ranks: int) -> list[int]:
+    """As even as whole numbers are."""
+    each, more = divmod(rows, ranks)
+    return [each + (rank < more) for rank in range(ranks)]
+
 
 MULTIPLE = 16
 """A buffer with a bound has a multiple of this, rounded up; its last row is nobody's."""
@@ -127,3 +206,65 @@ def widenings(modules: Iterable[nn.Module]) -> int:
 
 def _rooms(modules: Iterable[nn.Module]) -> Iterator[CapacityTracker]:
     return (module for model in modules for module in model.modules() if isinstance(module, CapacityTracker))
+
+
+class ActivationArena(CapacityTracker):
+    """Room for what the layers of a stage keep on one rank; `share` is that of all of them together.
+
+    Args:
+        bound: rows over the even share to begin with.
+
+    Attributes:
+        layers: that keep rows here.
+    """
+
+    def __init__(self, bound: float) -> None:
+        super().__init__(bound)
+        self.layers = 0
+        self._board: Tensor | None = None
+        self._cursor: Tensor | None = None
+        self._left = 0
+        # By name, because it needs Triton, which may be absent.
+        self._claim_rows = import_module("penstock.kernels.kept_rows").claim_rows
+
+    def join(self) -> None:
+        """Say that one more layer keeps its rows here."""
+        self.layers += 1
+
+    def begin(self) -> None:
+        """A pass begins: its rows go to a board of its own."""
+        self._board = self._cursor = None
+        self._left = 0
+
+    def forget(self) -> None:
+        """See `CapacityTracker`. Also the board of a pass that was given up."""
+        super().forget()
+        self.begin()
+
+    def place(self, used: Tensor, room: int, like: Tensor, *, share: float) -> KeptRows:
+        """A place for the rows of the next layer.
+
+        Args:
+            used: int32, one number: rows that it has, on the device.
+            room: most rows that it can have.
+            like: of the width, dtype and device of the rows.
+            share: the layer's even share of rows.
+        """
+        width = like.shape[1]
+        if like.is_meta:  # Layers are planned one at a time, so each counts for itself.
+            return KeptRows(like.new_empty(self._rows(share), width), used.new_empty(1, dtype=torch.int64), room)
+        if self._left == 0 or self._board is None or self._cursor is None:
+            self.share = share * self.layers
+            self._board = like.new_empty(max(self._rows(self.share), room), width)
+            self._cursor = torch.zeros(1, dtype=torch.int64, device=like.device)
+            self._left = self.layers
+        board = self._board
+        assert board.shape[1] == width, "all layers of a arena are as wide"
+        first: Tensor = self._claim_rows(self._cursor, used, len(board), self.meter)
+        self._left -= 1
+        if self._left == 0:  # From now on the board lives as long as layers keep rows on it.
+            self.begin()
+        return KeptRows(board, first, room)
+
+    def _rows(self, share: float) -> int:
+        return math.ceil(share * self.bound)

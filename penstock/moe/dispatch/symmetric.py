@@ -55,16 +55,15 @@ from penstock.kernels.symmetric_transfer import (
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.contract import DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.payload import UNQUANTIZED, DispatchPayload, WireFormat, carrier_like
-from penstock.moe.dispatch.row_capacity import RowCapacity
-from penstock.moe.dispatch.split_sizes import READ, SplitSizes
+from penstock.moe.dispatch.row_capacity import READ, RowCapacity, SplitSizes
 from penstock.moe.routing import Routing
-from penstock.parallel.activations.region import is_replaying
-from penstock.parallel.symmetric import Channel, Lane, Section, SymmetricBuffers, chunks_for
+from penstock.parallel.recompute import is_recomputing
+from penstock.parallel.symmetric import BufferSection, Channel, SymmetricBuffers, TransferDirection, chunks_for
 from penstock.parallel.weight_grad_store import DeferredWork
 
 
 @dataclass(frozen=True)
-class Links:
+class SymmetricTransport:
     """What both directions need.
 
     Attributes:
@@ -138,7 +137,7 @@ class SymmetricDispatcher:
     name: ClassVar[DispatcherName] = "symmetric"
 
     placement: ExpertPlacement
-    links: Links
+    links: SymmetricTransport
     room: RowCapacity | None = None
     counts: SplitSizes = READ
     wire_format: WireFormat = UNQUANTIZED
@@ -171,14 +170,14 @@ class SymmetricDispatcher:
             arrivals = order_arrivals(experts_NK, weights_NK, own, tokens * min(top_k, len(own)))
             share = tokens * top_k / self.placement.expert
             return _used(arrivals, self.counts.total(arrivals.counts_e, share, tokens * top_k))
-        is_counted = self.room.training and not is_replaying()
+        is_counted = self.room.training and not is_recomputing()
         meter = self.room.meter if is_counted else None
         return order_arrivals(experts_NK, weights_NK, own, self.room.rows(tokens, top_k), meter)
 
 
-def links_of(
+def transport_of(
     placement: ExpertPlacement, buffers: SymmetricBuffers, programs: int = 0, *, by_engines: bool = False
-) -> Links:
+) -> SymmetricTransport:
     """Links of a layer with launches that were chosen beforehand.
 
     Args:
@@ -190,7 +189,7 @@ def links_of(
     """
     assert placement.places == buffers.peers.size, f"{placement} on {buffers.peers.size} ranks"
     homes = Homes(per_rank=placement.per_place, parts=placement.expert_tensor)
-    links = Links(buffers, homes, by_engines=by_engines and bool(buffers.memories))
+    links = SymmetricTransport(buffers, homes, by_engines=by_engines and bool(buffers.memories))
     if not programs:
         return links
     names = ("push", "take", "take_all", "back", "sum", "sum_all")
@@ -203,17 +202,19 @@ def _used(arrivals: Arrivals, rows: int) -> Arrivals:
     return Arrivals(slots_R, index_R, weights_R, arrivals.places_NK.clamp(max=rows), arrivals.counts_e)
 
 
-def _arrived(shape: tuple[int, int], dtype: torch.dtype, section: Section, slot: int, links: Links) -> Tensor:
+def _arrived(
+    shape: tuple[int, int], dtype: torch.dtype, section: BufferSection, slot: int, links: SymmetricTransport
+) -> Tensor:
     """A section of our slot, as what W ranks sent of this shape."""
     return links.buffers.view(section, slot, (links.buffers.peers.size * shape[0], shape[1]), dtype)
 
 
 def _pusher(
-    rows_T: Tensor, experts_TK: Tensor, slot: int, links: Links, choices: Choices | None = None
+    rows_T: Tensor, experts_TK: Tensor, slot: int, links: SymmetricTransport, choices: Choices | None = None
 ) -> Callable[[Chunks], None]:
     """Launches the kernel that writes our rows, of any dtype, into everybody's slot of the way out, choices first."""
     buffers = links.buffers
-    offsets = buffers.sizes.offset(Section.OUT_ROWS, slot), buffers.flags_at(Channel.ROWS)
+    offsets = buffers.sizes.offset(BufferSection.OUT_ROWS, slot), buffers.flags_at(Channel.ROWS)
 
     def send(chunks: Chunks) -> None:
         push_rows(rows_T, experts_TK, links.homes, buffers.peers, offsets, chunks, choices, launch=links.push)
@@ -221,19 +222,19 @@ def _pusher(
     return send
 
 
-def _copier(rows_T: Tensor, slot: int, links: Links) -> Callable[[Chunks], None]:
+def _copier(rows_T: Tensor, slot: int, links: SymmetricTransport) -> Callable[[Chunks], None]:
     """Has copy engines do so, without choices."""
 
     def send(chunks: Chunks) -> None:
-        links.buffers.copy_to_others(Section.OUT_ROWS, slot, lambda peer: rows_T, Channel.ROWS)
+        links.buffers.copy_to_others(BufferSection.OUT_ROWS, slot, lambda peer: rows_T, Channel.ROWS)
 
     return send
 
 
-def _take(own_T: Tensor, slot: int, places: Places, out: Tensor, links: Links, *, is_spread: bool) -> None:
+def _take(own_T: Tensor, slot: int, places: Places, out: Tensor, links: SymmetricTransport, *, is_spread: bool) -> None:
     """Rows of all ranks out of the slot; `own_T` are our own."""
     buffers, tokens = links.buffers, own_T.shape[0]
-    rows_N = _arrived((tokens, own_T.shape[1]), own_T.dtype, Section.OUT_ROWS, slot, links)
+    rows_N = _arrived((tokens, own_T.shape[1]), own_T.dtype, BufferSection.OUT_ROWS, slot, links)
 
     def take(awaited: Awaited, chunks: Chunks) -> None:
         rank, launch = buffers.peers.rank, links.take_all if links.by_engines else links.take
@@ -246,7 +247,7 @@ def _take(own_T: Tensor, slot: int, places: Places, out: Tensor, links: Links, *
 
 
 def _bring_back(
-    returned: Returned, places: Places, experts_TK: Tensor, links: Links, aside: DeferredWork | None = None
+    returned: Returned, places: Places, experts_TK: Tensor, links: SymmetricTransport, aside: DeferredWork | None = None
 ) -> Home:
     """One row (and the scalars) back for each that came; what came back to us, summed. `aside` is done meanwhile."""
     is_filled = aside is not None and not aside.is_empty
@@ -254,10 +255,10 @@ def _bring_back(
         # All rows to all ranks are more bytes, but what is computed meanwhile hides them and loses no multiprocessor.
         links = replace(links, by_engines=bool(links.buffers.memories))
     buffers, tokens = links.buffers, len(experts_TK)
-    slot = buffers.take(Lane.BACK)
+    slot = buffers.take(TransferDirection.BACK)
     sizes, home = buffers.sizes, _home(returned, experts_TK, slot, links)
     flags_at = buffers.flags_at(Channel.BACK)
-    offsets = sizes.offset(Section.BACK_ROWS, slot), sizes.offset(Section.SCALARS, slot), flags_at
+    offsets = sizes.offset(BufferSection.BACK_ROWS, slot), sizes.offset(BufferSection.SCALARS, slot), flags_at
     chunks, signals = links.cut(home.y_TD), links.signals(links.back, buffers.peers.size * tokens)
     staged_ND = None
     if links.by_engines:
@@ -269,7 +270,7 @@ def _bring_back(
         if staged_ND is None or returned.is_summed or returned.scalars_R is not None:
             return_rows(returned, places, buffers.peers, offsets, chunks, staged_ND=staged_ND, launch=links.back)
         if staged_ND is not None:
-            buffers.copy_to_others(Section.BACK_ROWS, slot, staged_ND.split(tokens).__getitem__, Channel.BACK)
+            buffers.copy_to_others(BufferSection.BACK_ROWS, slot, staged_ND.split(tokens).__getitem__, Channel.BACK)
 
     def add(awaited: Awaited, chunks: Chunks) -> None:
         launch = links.sum_all if links.by_engines else links.sum
@@ -290,14 +291,14 @@ def _bring_back(
     return home
 
 
-def _home(returned: Returned, experts_TK: Tensor, slot: int, links: Links) -> Home:
+def _home(returned: Returned, experts_TK: Tensor, slot: int, links: SymmetricTransport) -> Home:
     """Where rows and scalars come to us, and where their sums go."""
     tokens, width = len(experts_TK), returned.rows.shape[1]
     y_TD = returned.rows.new_empty(tokens, width)
-    parts_ND = _arrived((tokens, width), y_TD.dtype, Section.BACK_ROWS, slot, links)
+    parts_ND = _arrived((tokens, width), y_TD.dtype, BufferSection.BACK_ROWS, slot, links)
     if returned.scalars_R is None:
         return Home(parts_ND=parts_ND, y_TD=y_TD)
-    scalars_NK = _arrived((tokens, experts_TK.shape[1]), torch.float32, Section.SCALARS, slot, links)
+    scalars_NK = _arrived((tokens, experts_TK.shape[1]), torch.float32, BufferSection.SCALARS, slot, links)
     scalars_TK = returned.scalars_R.new_empty(experts_TK.shape)
     return Home(parts_ND=parts_ND, y_TD=y_TD, scalars_NK=scalars_NK, scalars_TK=scalars_TK)
 
@@ -315,18 +316,18 @@ class _Dispatch(torch.autograd.Function):
         packed: Tensor | None,
         weights_TK: Tensor,
         experts_TK: Tensor,
-        links: Links,
+        links: SymmetricTransport,
         make_order: Callable[[Tensor, Tensor], Arrivals],
         aside: DeferredWork | None,
     ) -> tuple[Tensor | None, ...]:
         buffers, sizes, shape = links.buffers, links.buffers.sizes, (experts_TK.shape[0], experts_TK.shape[1])
-        slot = buffers.take(Lane.OUT)
+        slot = buffers.take(TransferDirection.OUT)
         own_T = (x_TD if packed is None else packed).contiguous()
         rows_N = own_T.new_empty(buffers.peers.size * shape[0], own_T.shape[1])
         choices = Choices(
             weights_TK=weights_TK,
-            ids_offset=sizes.offset(Section.IDS, slot),
-            weights_offset=sizes.offset(Section.WEIGHTS, slot),
+            ids_offset=sizes.offset(BufferSection.IDS, slot),
+            weights_offset=sizes.offset(BufferSection.WEIGHTS, slot),
             flags_offset=buffers.flags_at(Channel.CHOICES),
         )
         push, chunks = _pusher(own_T, experts_TK, slot, links, choices), links.cut(own_T)
@@ -336,8 +337,8 @@ class _Dispatch(torch.autograd.Function):
                 push(replace(chunks, last=chunks.first))
             buffers.wait(Channel.CHOICES, links.push.programs_for(shape[0]))
             arrivals = make_order(
-                _arrived(shape, torch.int32, Section.IDS, slot, links),
-                _arrived(shape, torch.float32, Section.WEIGHTS, slot, links),
+                _arrived(shape, torch.int32, BufferSection.IDS, slot, links),
+                _arrived(shape, torch.float32, BufferSection.WEIGHTS, slot, links),
             )
             places = Places(places_NK=arrivals.places_NK, counts_e=arrivals.counts_e)
             _take(own_T, slot, places, rows_N, links, is_spread=False)
@@ -370,7 +371,9 @@ class _Combine(torch.autograd.Function):
     """Outputs home and summed; backward pushes their gradients to the experts, in 8 bits if these expect that."""
 
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, trip: SymmetricMetadata, links: Links, wire_format: WireFormat) -> Tensor:
+    def forward(
+        ctx: Any, y_RD: Tensor, trip: SymmetricMetadata, links: SymmetricTransport, wire_format: WireFormat
+    ) -> Tensor:
         ctx.save_for_backward(trip.experts_TK, trip.places.places_NK, trip.places.counts_e)
         ctx.links, ctx.wire_format, ctx.gradients, ctx.rows = links, wire_format, trip.gradients, y_RD.shape[0]
         return _bring_back(Returned(rows=y_RD, is_summed=True), trip.places, trip.experts_TK, links).y_TD
@@ -382,7 +385,7 @@ class _Combine(torch.autograd.Function):
         links, wire_format, box = ctx.links, ctx.wire_format, ctx.gradients
         is_packed = box is not None and box.is_expected
         own_T = wire_format.load_gradients(dy_TD) if is_packed else dy_TD.contiguous()
-        slot = links.buffers.take(Lane.OUT)
+        slot = links.buffers.take(TransferDirection.OUT)
         rows_R = own_T.new_empty(ctx.rows, own_T.shape[1])
         by_kernels, by_engines = _pusher(own_T, experts_TK, slot, links), _copier(own_T, slot, links)
         with links.buffers.transfer(by_engines if links.by_engines else by_kernels, links.cut(own_T)):

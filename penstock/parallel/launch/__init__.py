@@ -1,6 +1,5 @@
-"""How ranks begin: the environment they find, the machine around them, where they meet, who starts them.
+"""How ranks start: environment variables, CPU cores, rendezvous, and the launchers.
 
-Reading order: `variables` (what is set), `environment` (what is read), `host` (cores near a GPU), `process` (device,
-threads, seeds), `meeting` (ranks find each other and agree), `local` (starts ranks here), `jobs` (scripts that start
-them elsewhere).
+Reading order: `environment` (variables that are set and read), `host` (cores near a GPU), `process` (device, threads,
+seeds), `rendezvous` (ranks find each other and agree), `local` (starts ranks here), `jobs` (scripts for clusters).
 """

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.base.errors import ConfigError
-from penstock.parallel.launch.environment import FIRST_PORT, PORTS
+from penstock.parallel.launch.environment import FIRST_PORT, PORTS, LaunchFacts, settings
 from penstock.parallel.launch.host import Vendor
-from penstock.parallel.launch.variables import Facts, settings
 
 STOP_SECONDS = 120
 """Time for the step that runs and its checkpoint: Slurm asks for a stop so long before the end, a pod is given it."""
@@ -57,7 +56,7 @@ class Job:
     gpus: int
     cpus: int | None
     restarts: int
-    facts: Facts
+    facts: LaunchFacts
 
     @property
     def variables(self) -> dict[str, str]:

@@ -29,8 +29,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from penstock.base.errors import FAILED, WRONG_INPUT, ConfigError, DeviceError
 from penstock.config.fit import grid_of
 from penstock.config.run import Run
-from penstock.parallel.launch.environment import Environment, environment_for_children
-from penstock.parallel.launch.variables import Facts
+from penstock.parallel.launch.environment import Environment, LaunchFacts, environment_for_children
 
 INTERRUPTED = 130
 """Exit code of a rank that Ctrl-C ended."""
@@ -41,7 +40,7 @@ MOST_PROCESSES = 1024
 LOCALHOST = "127.0.0.1"
 """An address, not a name: nothing is looked up."""
 
-Work = Callable[[Sequence[str]], int]
+RankFunction = Callable[[Sequence[str]], int]
 """What a rank does: takes the words of a command line, returns an exit code. It must stand at the top of a module."""
 
 
@@ -60,11 +59,11 @@ class LocalLaunch:
     processes: int
     restarts: int
     name: str
-    facts: Facts
+    facts: LaunchFacts
     say: Callable[[str], None]
 
 
-def facts_of_run(run: Run, machine: Facts) -> Facts:
+def facts_of_run(run: Run, machine: LaunchFacts) -> LaunchFacts:
     """What the rules of the environment depend on, machine and run together."""
     return replace(
         machine,
@@ -113,7 +112,7 @@ def _fits(run: Run, ranks: int) -> bool:
     return True
 
 
-def run_processes(work: Work, words: Sequence[str], launch: LocalLaunch) -> int:
+def run_processes(work: RankFunction, words: Sequence[str], launch: LocalLaunch) -> int:
     """Start the ranks and wait for them.
 
     Args:
@@ -141,7 +140,7 @@ def run_processes(work: Work, words: Sequence[str], launch: LocalLaunch) -> int:
     return FAILED
 
 
-def _run_once(work: Work, words: Sequence[str], launch: LocalLaunch) -> dict[int, int]:
+def _run_once(work: RankFunction, words: Sequence[str], launch: LocalLaunch) -> dict[int, int]:
     """Exit code of each rank, all of which ended well or on request."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         config = LaunchConfig(
@@ -161,7 +160,7 @@ def _run_once(work: Work, words: Sequence[str], launch: LocalLaunch) -> dict[int
         return codes
 
 
-def _be_a_rank(work: Work, words: Sequence[str]) -> int:
+def _be_a_rank(work: RankFunction, words: Sequence[str]) -> int:
     """Runs in the new process. A code that asks for an end of all ranks ends the process; others are handed back."""
     with _Told():
         try:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from penstock.base.errors import DeviceError
-from penstock.parallel.launch.environment import Environment, prepare_environment
+from penstock.parallel.launch.environment import Environment, LaunchFacts, prepare_environment
 from penstock.parallel.launch.host import Binding, allowed_cores, bind, choose_binding, free_host_bytes, usable_cores
-from penstock.parallel.launch.variables import Facts
 
 CPU_INFO = Path("/proc/cpuinfo")
 """Linux: one `model name` line for each core."""
@@ -101,7 +100,7 @@ def prepare_process(environment: Environment, *, seed: int, deterministic: bool)
     torch.set_num_threads(environment.threads or min(torch.get_num_threads(), usable_cores()))
     random.seed(seed)
     torch.manual_seed(seed)
-    prepare_environment(Facts(deterministic=deterministic))
+    prepare_environment(LaunchFacts(deterministic=deterministic))
     if deterministic != torch.are_deterministic_algorithms_enabled():  # asking imports the compiler: over a second
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = False

@@ -24,8 +24,7 @@ from penstock.kernels.float8.triton_operators import TRITON
 from penstock.kernels.reference import SWIGLU, ExpertRule, order_rows
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import target_of
-from penstock.moe.dispatch.activation_arena import ActivationArena
-from penstock.moe.dispatch.row_capacity import forget_left_out, make_room
+from penstock.moe.dispatch.row_capacity import ActivationArena, forget_left_out, make_room
 from tests.kernels.ahead_of_time import ONE_OF_EACH_MAKER
 from tests.kernels.float8.draw_quantized import draw_rows, draw_weight, form_on, without_tail
 from tests.kernels.float8.test_product_launches import compile_product

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.parallel import OFFLOADABLE, Offload
-from penstock.parallel.activations.keeping import current, save_plainly
-from penstock.parallel.activations.offload import HostStore, OffloadRule, rule_for
-from penstock.parallel.activations.recompute import RecomputeRule
-from penstock.parallel.activations.region import discarding, recomputed
+from penstock.parallel.offload import HostStore, OffloadRule, rule_for
+from penstock.parallel.recompute import RecomputeRule, current, discarding, recomputed, save_plainly
 from tests.parallel.alive import Alive
 
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.config.parallel import OFFLOADABLE
-from penstock.parallel.activations.offload import HostStore, OffloadRule
-from penstock.parallel.activations.region import discarding, is_replaying, recomputed
 from penstock.parallel.copies import ChunkStream
+from penstock.parallel.offload import HostStore, OffloadRule
+from penstock.parallel.recompute import discarding, is_recomputing, recomputed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,7 +81,7 @@ def test_a_replay_knows_that_it_is_one_in_the_thread_of_autograd() -> None:
     x_TD, seen = torch.randn(8, D, device="cuda", requires_grad=True), []
 
     def part(x_TD: Tensor) -> Tensor:
-        seen.append((threading.get_ident(), is_replaying()))
+        seen.append((threading.get_ident(), is_recomputing()))
         return x_TD.tanh()
 
     recomputed(part, x_TD).sum().backward()

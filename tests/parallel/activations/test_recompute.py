@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config.parallel import RECOMPUTABLE, Recompute
-from penstock.parallel.activations.recompute import RecomputeRule, rule_for
-from penstock.parallel.activations.region import recomputed
+from penstock.parallel.recompute import RecomputeRule, recomputed, rule_for
 
 
 def test_every_layer_of_every_stage_recomputes_if_none_is_named() -> None:

@@ -11,8 +11,15 @@ from torch import Tensor, nn
 from penstock.kernels import reference
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE
-from penstock.parallel.activations.keeping import current, save_plainly
-from penstock.parallel.activations.region import discarding, is_inside, is_replaying, kept, recomputed
+from penstock.parallel.recompute import (
+    current,
+    discarding,
+    is_inside,
+    is_recomputing,
+    recomputed,
+    save_plainly,
+    saved_as_is,
+)
 from tests.parallel.activations.regions import ONE, Counted, D, T, assert_same, gradients, linear, norm, source
 from tests.parallel.alive import Alive
 
@@ -212,9 +219,9 @@ def test_a_replay_counts_nothing_twice_and_an_attached_loss_survives_it() -> Non
 
     def route(x_TD: Tensor) -> Tensor:
         weights_TD = net(x_TD).sigmoid()
-        if not is_replaying():
+        if not is_recomputing():
             meter.add_(1)
-            with kept():
+            with saved_as_is():
                 loss = (weights_TD.square() * meter.clone()).sum() / T
             weights_TD = Attach.apply(weights_TD, loss)
         return weights_TD * x_TD

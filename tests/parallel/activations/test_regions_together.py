@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from penstock.parallel.activations.region import discarding, recomputed
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, reduce_scatter
+from penstock.parallel.recompute import discarding, recomputed
 from penstock.parallel.weight_grad_store import WeightGradStore, deferrable
 from tests.distributed.pool import Pool
 from tests.examples import examples

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from penstock.base.errors import DataError, PenstockError
 from penstock.parallel.launch.environment import read_environment
-from penstock.parallel.launch.meeting import Meeting, start_process_group, stop_process_group
+from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
 from penstock.train.stop import StopRequest
 
 
@@ -21,7 +21,7 @@ def add_up(words: Sequence[str]) -> int:
     word, folder = words[0], Path(words[1])
     environment = read_environment()
     try:
-        with Meeting(environment) as meeting:
+        with Rendezvous(environment) as meeting:
             meeting.open(1)
             attempt = meeting.agree(lambda: len(list(folder.glob("attempt-*-0"))))
             start_process_group(meeting, torch.device("cpu"))

@@ -12,15 +12,18 @@ from hypothesis import strategies as st
 from penstock.base.errors import DeviceError
 from penstock.parallel.launch.environment import (
     READ,
+    RULES,
+    SPIN_COUNT,
     Environment,
+    LaunchFacts,
     environment_for_children,
     environment_line,
     environment_page,
     facts_of_machine,
     prepare_environment,
     read_environment,
+    settings,
 )
-from penstock.parallel.launch.variables import RULES, SPIN_COUNT, Facts, settings
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1",
@@ -31,7 +34,7 @@ SRUN = {
     "SLURM_STEP_TASKS_PER_NODE": "4(x3)", "SLURM_STEP_NODELIST": "gpu[03-05],spare7", "SLURM_JOB_ID": "20077",
     "SLURM_STEP_ID": "0", "SLURM_CPUS_PER_TASK": "6", "SLURM_RESTART_COUNT": "1",
 }  # fmt: skip
-NVIDIA = Facts(vendor="nvidia", world=16, local_world=8, cores=96)
+NVIDIA = LaunchFacts(vendor="nvidia", world=16, local_world=8, cores=96)
 
 
 @pytest.fixture(autouse=True)
@@ -153,33 +156,37 @@ def test_waiting_threads_sleep_soon_unless_the_shell_says_otherwise(monkeypatch:
 @pytest.mark.parametrize(
     ("facts", "there", "not_there"),
     [
-        (Facts(), {"GOMP_SPINCOUNT": SPIN_COUNT}, {"OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "GLOO_SOCKET_IFNAME"}),
         (
-            Facts(world=4, local_world=4, cores=10),
+            LaunchFacts(),
+            {"GOMP_SPINCOUNT": SPIN_COUNT},
+            {"OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "GLOO_SOCKET_IFNAME"},
+        ),
+        (
+            LaunchFacts(world=4, local_world=4, cores=10),
             {"OMP_NUM_THREADS": "2", "GLOO_SOCKET_IFNAME": "lo"},
             {"NCCL_NVLS_ENABLE", "HSA_KERNARG_POOL_SIZE"},
         ),
-        (Facts(world=8, local_world=4), {}, {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"}),
+        (LaunchFacts(world=8, local_world=4), {}, {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"}),
         (
             NVIDIA,
             {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "12"},
             {"HSA_KERNARG_POOL_SIZE", "GPU_MAX_HW_QUEUES", "NCCL_ALGO"},
         ),
-        (Facts(vendor="nvidia"), {}, {"NCCL_NVLS_ENABLE"}),
-        (Facts(vendor="amd"), {"HSA_KERNARG_POOL_SIZE": "12582912"}, {"GPU_MAX_HW_QUEUES", "NCCL_NVLS_ENABLE"}),
-        (Facts(vendor="amd", world=8), {"GPU_MAX_HW_QUEUES": "2", "TORCH_NCCL_HIGH_PRIORITY": "1"}, set()),
-        (Facts(deterministic=True), {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, {"NCCL_ALGO"}),
-        (Facts(vendor="amd", world=2, deterministic=True), {"NCCL_ALGO": "Ring"}, set()),
+        (LaunchFacts(vendor="nvidia"), {}, {"NCCL_NVLS_ENABLE"}),
+        (LaunchFacts(vendor="amd"), {"HSA_KERNARG_POOL_SIZE": "12582912"}, {"GPU_MAX_HW_QUEUES", "NCCL_NVLS_ENABLE"}),
+        (LaunchFacts(vendor="amd", world=8), {"GPU_MAX_HW_QUEUES": "2", "TORCH_NCCL_HIGH_PRIORITY": "1"}, set()),
+        (LaunchFacts(deterministic=True), {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, {"NCCL_ALGO"}),
+        (LaunchFacts(vendor="amd", world=2, deterministic=True), {"NCCL_ALGO": "Ring"}, set()),
     ],
 )
-def test_the_facts_decide_what_is_set(facts: Facts, there: dict[str, str], not_there: set[str]) -> None:
+def test_the_facts_decide_what_is_set(facts: LaunchFacts, there: dict[str, str], not_there: set[str]) -> None:
     wanted = settings(facts)
     assert there.items() <= wanted.items()
     assert not not_there & set(wanted)
 
 
 def test_every_rule_can_be_overridden_by_every_name_of_its_variable() -> None:
-    facts = Facts(vendor="nvidia", world=4, local_world=4, cores=8, deterministic=True)
+    facts = LaunchFacts(vendor="nvidia", world=4, local_world=4, cores=8, deterministic=True)
     for rule in RULES:
         for name in (rule.name, *rule.also):
             os.environ.clear()
@@ -199,7 +206,9 @@ def test_a_launcher_sets_it_for_its_ranks_only() -> None:
 
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_processes_of_a_machine_never_start_more_threads_than_it_has_cores(cores: int, processes: int) -> None:
-    threads = int(settings(Facts(world=processes + 1, local_world=processes, cores=cores)).get("OMP_NUM_THREADS", "1"))
+    threads = int(
+        settings(LaunchFacts(world=processes + 1, local_world=processes, cores=cores)).get("OMP_NUM_THREADS", "1")
+    )
     assert threads >= 1
     assert threads * processes <= max(cores, processes)
 
@@ -210,8 +219,10 @@ def test_slurm_says_how_many_cores_a_rank_has() -> None:
 
 def test_one_line_says_what_is_in_force() -> None:
     variables = {"GOMP_SPINCOUNT": SPIN_COUNT, "OMP_NUM_THREADS": "3", "PATH": "/bin"}
-    assert environment_line(Facts(), variables) == f"GOMP_SPINCOUNT={SPIN_COUNT}; from the shell: OMP_NUM_THREADS=3"
-    assert environment_line(Facts(), {"OMP_WAIT_POLICY": "PASSIVE"}) == "from the shell: OMP_WAIT_POLICY=PASSIVE"
+    assert (
+        environment_line(LaunchFacts(), variables) == f"GOMP_SPINCOUNT={SPIN_COUNT}; from the shell: OMP_NUM_THREADS=3"
+    )
+    assert environment_line(LaunchFacts(), {"OMP_WAIT_POLICY": "PASSIVE"}) == "from the shell: OMP_WAIT_POLICY=PASSIVE"
 
 
 def test_the_page_names_every_variable_that_is_set_or_read() -> None:

@@ -10,8 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.parallel.launch.environment import LaunchFacts, settings
 from penstock.parallel.launch.jobs import Job, kubernetes_manifest, kubernetes_name, slurm_script, yaml_lines
-from penstock.parallel.launch.variables import Facts, settings
 
 JOB = Job(
     name="deep-seek-v2",
@@ -20,7 +20,7 @@ JOB = Job(
     gpus=8,
     cpus=96,
     restarts=3,
-    facts=Facts(vendor="nvidia", world=16, local_world=8, cores=96),
+    facts=LaunchFacts(vendor="nvidia", world=16, local_world=8, cores=96),
 )
 
 FAKE_SRUN = """#!/bin/bash
@@ -109,7 +109,7 @@ def test_the_manifest_is_a_pytorchjob_of_as_many_workers_as_machines() -> None:
 
 
 def test_amd_gpus_have_a_name_of_their_own() -> None:
-    job = Job(name="x", words=("train", "x"), nodes=1, gpus=8, cpus=None, restarts=0, facts=Facts(vendor="amd"))
+    job = Job(name="x", words=("train", "x"), nodes=1, gpus=8, cpus=None, restarts=0, facts=LaunchFacts(vendor="amd"))
     container = manifest(job)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
     assert container["resources"]["limits"] == {"amd.com/gpu": 8}
     assert "namespace" not in manifest(job)["metadata"]

@@ -15,9 +15,8 @@ import torch
 
 from penstock.base.errors import DeviceError
 from penstock.config.load import load_run
-from penstock.parallel.launch.environment import Environment
+from penstock.parallel.launch.environment import Environment, LaunchFacts
 from penstock.parallel.launch.local import LocalLaunch, facts_of_run, processes_to_start, run_processes
-from penstock.parallel.launch.variables import Facts
 from tests.parallel.launch.ranks import add_up
 
 SHELL = Environment(color=False, threads=None, world_size=1)
@@ -30,7 +29,7 @@ def launch(word: str, folder: Path, *, restarts: int = 0) -> tuple[int, list[str
         processes=2,
         restarts=restarts,
         name="launch-1",
-        facts=Facts(world=2, local_world=2, cores=2),
+        facts=LaunchFacts(world=2, local_world=2, cores=2),
         say=said.append,
     )
     others = set(multiprocessing.active_children())  # of the pool that other tests share
@@ -135,7 +134,7 @@ def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_run_adds_its_facts_to_the_machines() -> None:
-    machine = Facts(vendor="nvidia", world=4, local_world=4)
+    machine = LaunchFacts(vendor="nvidia", world=4, local_world=4)
     run = load_run("debug", ["training.deterministic=true"])
     facts = facts_of_run(run, machine)
     assert (facts.vendor, facts.world, facts.deterministic) == ("nvidia", 4, True)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from penstock.base.errors import ConfigError, DeviceError, PenstockError, RunFolderError
-from penstock.parallel.launch import meeting as module
+from penstock.parallel.launch import rendezvous as module
 from penstock.parallel.launch.environment import Environment
-from penstock.parallel.launch.meeting import (
-    Meeting,
+from penstock.parallel.launch.rendezvous import (
+    Rendezvous,
     start_fake_process_group,
     start_process_group,
     stop_process_group,
@@ -37,7 +37,7 @@ class LeavesError(Exception):
     """Stands for the end of the process."""
 
 
-def meeting_of(rank: int, world: int, store: TCPStore) -> Meeting:
+def meeting_of(rank: int, world: int, store: TCPStore) -> Rendezvous:
     """The meeting of one rank; when the process should end, it raises."""
 
     def leave(code: int) -> None:
@@ -51,10 +51,10 @@ def meeting_of(rank: int, world: int, store: TCPStore) -> Meeting:
         started_by="torchrun",
         meeting_point=f"127.0.0.1:{store.port}",
     )
-    return Meeting(environment, leave)
+    return Rendezvous(environment, leave)
 
 
-def on_ranks(world: int, store: TCPStore, act: Callable[[Meeting], Any]) -> list[Future[Any]]:
+def on_ranks(world: int, store: TCPStore, act: Callable[[Rendezvous], Any]) -> list[Future[Any]]:
     """What each rank did, in a thread of its own."""
 
     def run(rank: int) -> Any:
@@ -66,7 +66,7 @@ def on_ranks(world: int, store: TCPStore, act: Callable[[Meeting], Any]) -> list
 
 
 def test_one_rank_asks_nobody() -> None:
-    with Meeting(ALONE) as meeting:
+    with Rendezvous(ALONE) as meeting:
         meeting.open(1)
         assert meeting.agree(lambda: {"folder": "runs/x"}) == {"folder": "runs/x"}
         start_process_group(meeting, torch.device("cpu"))
@@ -78,7 +78,7 @@ def test_one_rank_asks_nobody() -> None:
 def test_rank_0_decides_and_all_get_its_answer(store: TCPStore) -> None:
     asked = []
 
-    def act(meeting: Meeting) -> list[Any]:
+    def act(meeting: Rendezvous) -> list[Any]:
         meeting.open(1)
 
         def decide() -> list[Any]:
@@ -93,7 +93,7 @@ def test_rank_0_decides_and_all_get_its_answer(store: TCPStore) -> None:
 
 
 def test_an_error_of_rank_0_is_everybodys_and_one_rank_says_it(store: TCPStore) -> None:
-    def act(meeting: Meeting) -> None:
+    def act(meeting: Rendezvous) -> None:
         meeting.open(1)
 
         def fail() -> None:
@@ -115,7 +115,7 @@ def test_every_kind_of_error_travels() -> None:
 def test_the_first_to_fail_speaks_and_the_others_leave(store: TCPStore) -> None:
     spoken = threading.Event()
 
-    def act(meeting: Meeting) -> None:
+    def act(meeting: Rendezvous) -> None:
         meeting.open(1)
         if meeting.rank == 2:
             spoken.set()
@@ -130,7 +130,7 @@ def test_the_first_to_fail_speaks_and_the_others_leave(store: TCPStore) -> None:
 
 
 def test_the_others_leave_with_the_code_of_the_first(store: TCPStore) -> None:
-    def act(meeting: Meeting) -> None:
+    def act(meeting: Rendezvous) -> None:
         meeting.open(1)
         if meeting.rank == 1:
             raise ConfigError("a mistake that only rank 1 sees")
@@ -143,7 +143,7 @@ def test_the_others_leave_with_the_code_of_the_first(store: TCPStore) -> None:
 
 
 def test_an_error_before_the_meeting_is_said_once(store: TCPStore) -> None:
-    def act(meeting: Meeting) -> None:
+    def act(meeting: Rendezvous) -> None:
         raise ConfigError("an unknown field")
 
     errors = [future.exception() for future in on_ranks(4, store, act)]
@@ -157,7 +157,7 @@ def test_an_error_before_the_meeting_is_said_once(store: TCPStore) -> None:
 
 def test_under_srun_rank_0_says_what_is_wrong_before_the_meeting() -> None:
     ranks = [
-        Meeting(Environment(color=False, threads=1, world_size=2, rank=rank, started_by="srun", meeting_point="x:1"))
+        Rendezvous(Environment(color=False, threads=1, world_size=2, rank=rank, started_by="srun", meeting_point="x:1"))
         for rank in range(2)
     ]
     assert [meeting.first_to_fail() for meeting in ranks] == [True, False]
@@ -166,7 +166,7 @@ def test_under_srun_rank_0_says_what_is_wrong_before_the_meeting() -> None:
 def test_restarted_ranks_do_not_believe_what_the_store_still_says(store: TCPStore) -> None:
     for round_number in range(3):
 
-        def act(meeting: Meeting, number: int = round_number) -> int:
+        def act(meeting: Rendezvous, number: int = round_number) -> int:
             if meeting.rank == 0:
                 time.sleep(0.3)  # the others find the old name first
             meeting.open(1)
@@ -176,7 +176,7 @@ def test_restarted_ranks_do_not_believe_what_the_store_still_says(store: TCPStor
 
 
 def test_ranks_that_do_not_come_are_named(store: TCPStore) -> None:
-    def act(meeting: Meeting) -> None:
+    def act(meeting: Rendezvous) -> None:
         if meeting.rank not in (1, 3):
             meeting.open(0.5 / 60)
 
@@ -193,7 +193,7 @@ def test_a_meeting_point_that_nobody_holds_is_an_error(store: TCPStore) -> None:
         color=False, threads=1, world_size=2, rank=1, started_by="torchrun", meeting_point="127.0.0.1:1"
     )
     with pytest.raises(DeviceError, match="rank 1 does not find the others at 127.0.0.1:1"):
-        Meeting(environment).open(1 / 60)
+        Rendezvous(environment).open(1 / 60)
 
 
 def test_a_fake_group_is_whatever_rank_it_is_told() -> None:

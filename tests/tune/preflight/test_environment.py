@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.parallel.launch.variables import Facts, settings
+from penstock.parallel.launch.environment import LaunchFacts, settings
 from penstock.tune.preflight.environment import HURTFUL, check_environment
 
 
@@ -43,5 +43,5 @@ def test_every_variable_that_hurts_is_told() -> None:
 
 @pytest.mark.parametrize("vendor", ["nvidia", "amd", "cpu"])
 def test_what_penstock_sets_itself_hurts_nowhere(vendor: str) -> None:
-    set_here = settings(Facts(vendor=vendor, world=16, local_world=8, cores=64))  # type: ignore[arg-type]
+    set_here = settings(LaunchFacts(vendor=vendor, world=16, local_world=8, cores=64))  # type: ignore[arg-type]
     assert [one.name for one in check_environment(set_here, has_gpu=True) if one.status != "ok"] == []

@@ -31,9 +31,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.config.parallel import OFFLOADABLE, Offload
-from penstock.parallel.activations.keeping import Geometry, Saved, Saver, current, saving
-from penstock.parallel.activations.region import is_inside, is_parameter
-from penstock.parallel.copies import DONE, Lane, host_empty
+from penstock.parallel.copies import DONE, CopyStream, host_empty
+from penstock.parallel.recompute import Geometry, Saved, Saver, current, is_inside, is_parameter, saving
 
 SMALLEST_BYTES = 1 << 20
 """Of a storage that moves. At 50 GB/s 1 MiB takes 20 us, less than the host needs to start its two copies; and what is
@@ -91,7 +90,7 @@ class HostStore:
         self.device = device
         self.smallest = smallest
         self.in_flight = in_flight
-        self.outward, self.inward = Lane(device), Lane(device)
+        self.outward, self.inward = CopyStream(device), CopyStream(device)
         self._leaving: deque[tuple[weakref.ref[_Moved], int]] = deque()
         self._leaving_bytes = 0
         self._moved: dict[StorageWeakRef, weakref.ref[_Moved]] = {}

@@ -47,7 +47,7 @@ LEAVE_SECONDS = 1.0
 _ERRORS: dict[str, type[PenstockError]] = {kind.__name__: kind for kind in PenstockError.__subclasses__()}
 
 
-class Meeting:
+class Rendezvous:
     """See the top of the file.
 
     Args:
@@ -136,7 +136,7 @@ class Meeting:
         except RuntimeError:
             return own
 
-    def __enter__(self) -> "Meeting":
+    def __enter__(self) -> "Rendezvous":
         return self
 
     def __exit__(
@@ -203,7 +203,7 @@ def _opened(message: dict[str, Any]) -> Any:
     return message["value"]
 
 
-def start_process_group(meeting: Meeting, device: torch.device) -> None:
+def start_process_group(meeting: Rendezvous, device: torch.device) -> None:
     """Make the group of all ranks: NCCL (on AMD, RCCL) between GPUs, gloo between CPUs. One rank needs none.
 
     Args:

@@ -13,8 +13,8 @@ way back of an exchange between ranks, does not run again.
 layer is kept, or each layer's replay would begin with the replay of all layers before it. A region inside a region is
 part of the outer one.
 
-The function must do the same when it runs again: same saves in the same order. It draws no random numbers, and what it
-counts on the side it counts only `if not is_replaying()`, with the operators of that part under `kept`. Tensors that it
+The function must do the same when it runs again: same saves in the same order. It draws no random numbers. It counts
+on the side only `if not is_recomputing()`, and runs the operators of that part under `saved_as_is`. Tensors that it
 needs come as arguments; one that it closes over is held for as long as the region. State is per call, so calls of one
 module may wait for backward in any number. Nothing here waits for the device.
 
@@ -32,15 +32,78 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock.base.spans import Span
-from penstock.parallel.activations.keeping import Geometry, Saved, Saver, bring, current, save_plainly, saving
+from penstock.config.parallel import RECOMPUTABLE, Recompute
 from penstock.parallel.spans import span
+
+
+@runtime_checkable
+class Saved(Protocol):
+    """Stands in the graph for a tensor that is not there."""
+
+    def bring(self) -> Tensor:
+        """The tensor, ready for the current stream. Called from autograd's threads, any number of times."""
+        ...
+
+
+Saver = Callable[[Tensor], Tensor | Saved]
+
+
+def save_plainly(tensor: Tensor) -> Tensor:
+    """The keeper of those who want nothing: the tensor stays. Detached, or its graph would hold itself."""
+    return tensor.detach()
+
+
+_keeper: ContextVar[Saver] = ContextVar("keeper", default=save_plainly)
+
+
+def current() -> Saver:
+    """The innermost keeper."""
+    return _keeper.get()
+
+
+def bring(kept: Tensor | Saved) -> Tensor:
+    """The tensor that a keeper took."""
+    return kept if isinstance(kept, Tensor) else kept.bring()
+
+
+@contextmanager
+def saving(keeper: Saver) -> Iterator[None]:
+    """Show what is saved for backward to `keeper`."""
+    token = _keeper.set(keeper)
+    try:
+        with saved_tensors_hooks(keeper, bring):
+            yield
+    finally:
+        _keeper.reset(token)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a tensor lies in its storage; enough to have it again from another storage with the same bytes."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Geometry:
+        """That of a strided tensor."""
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        """A tensor that lies like this in `storage`."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
 
 Result = TypeVar("Result")
 
@@ -58,7 +121,7 @@ _phase: ContextVar[_Phase] = ContextVar("phase", default=_Phase.OUTSIDE)
 _discarded: ContextVar[_Discarded | None] = ContextVar("discarded", default=None)
 
 
-def is_replaying() -> bool:
+def is_recomputing() -> bool:
     """Whether a region runs for the second time: what was counted and attached in forward must not be so again."""
     return _phase.get() is _Phase.REPLAYING
 
@@ -68,7 +131,7 @@ def is_inside() -> bool:
     return _phase.get() is not _Phase.OUTSIDE
 
 
-def kept() -> AbstractContextManager[None]:
+def saved_as_is() -> AbstractContextManager[None]:
     """Inside a region: what is saved here is small, stays, and is not made again. Replays may skip this part."""
     return saving(save_plainly) if is_inside() else nullcontext()
 
@@ -161,7 +224,7 @@ def _tensors_in(arguments: Iterable[object]) -> Iterator[Tensor]:
 class _KeptTensor:
     """An input of a region, as it waits for the replay."""
 
-    kept: Tensor | Saved
+    saved: Tensor | Saved
     requires_grad: bool
     version: int
 
@@ -170,8 +233,8 @@ class _KeptTensor:
         return cls(current()(tensor), tensor.requires_grad, tensor._version)
 
     def again(self) -> Tensor:
-        tensor = bring(self.kept)
-        changed = isinstance(self.kept, Tensor) and tensor._version != self.version
+        tensor = bring(self.saved)
+        changed = isinstance(self.saved, Tensor) and tensor._version != self.version
         assert not changed, "an input of a recomputed region was changed in place"
         return tensor.detach().requires_grad_(self.requires_grad)
 
@@ -366,3 +429,46 @@ def _leaves(result: object) -> Iterator[object]:
 def is_parameter(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter or a view of one."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeRule:
+    """What a layer recomputes; models call `run` around each part that has a kind.
+
+    Attributes:
+        kinds: some of `RECOMPUTABLE`.
+    """
+
+    kinds: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        assert self.kinds <= {*RECOMPUTABLE}, f"{sorted(self.kinds)} are not all of {RECOMPUTABLE}"
+
+    def run(self, kind: str, function: Callable[..., Result], *arguments: object) -> Result:
+        """`function(*arguments)`, recomputed in backward if the rule names the kind."""
+        return recomputed(function, *arguments) if self.recomputes(kind) else function(*arguments)
+
+    def recomputes(self, kind: str) -> bool:
+        """Whether a part recomputes by itself: the rule names it, and it is not inside a region already."""
+        assert kind in RECOMPUTABLE, f"{kind} is not one of {RECOMPUTABLE}"
+        return kind in self.kinds and not is_inside()
+
+    def discarding(self) -> AbstractContextManager[None]:
+        """`discarding` if the layer recomputes a part of itself. Stands around a layer's forward."""
+        return discarding() if self.kinds else nullcontext()
+
+    def discarding_in_pieces(self) -> AbstractContextManager[Callable[[], AbstractContextManager[None]]]:
+        """The same around a layer that runs in pieces; gives what stands around each."""
+        return discarding_in_pieces() if self.kinds else nullcontext(nullcontext)
+
+
+def rule_for(config: Recompute, layer: int, stage: int) -> RecomputeRule:
+    """What one layer recomputes.
+
+    Args:
+        config: kinds, and the layers and stages where they are recomputed; both must name the layer.
+        layer: decoder layer; multi-token prediction layers count on after the last.
+        stage: pipeline stage that holds it.
+    """
+    is_here = (not config.layers or layer in config.layers) and (not config.stages or stage in config.stages)
+    return RecomputeRule(kinds=frozenset(config.modules) if is_here else frozenset())

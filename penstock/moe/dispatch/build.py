@@ -10,7 +10,7 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.all_gather import AllGatherDispatcher
 from penstock.moe.dispatch.all_to_all import AllToAllDispatcher, PaddedAllToAllDispatcher
 from penstock.moe.dispatch.contract import Dispatcher
-from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, Nodes
+from penstock.moe.dispatch.hierarchical import HierarchicalDispatcher, NodePlacement
 from penstock.moe.dispatch.local import LocalDispatcher
 from penstock.moe.dispatch.payload import wire_format_of
 from penstock.moe.dispatch.row_capacity import RowCapacity
@@ -20,14 +20,14 @@ from penstock.parallel.layer_context import LayerContext
 
 
 def make_dispatcher(
-    moe: Moe, layer_context: LayerContext, *, is_shelved: bool = False
+    moe: Moe, layer_context: LayerContext, *, in_arena: bool = False
 ) -> tuple[Dispatcher, RowCapacity | None]:
     """The dispatcher of one layer, and the capacity for rows that it asks, if it asks any.
 
     Args:
         moe: the layer.
         layer_context: kernels, ranks, the run's method, and the memory that GPUs of the node map, if there is any.
-        is_shelved: pre-activations are saved together with those of other layers, see `is_shelved`.
+        in_arena: pre-activations are saved together with those of other layers, see `shares_arena`.
 
     Raises:
         DeviceError: hierarchical dispatch was asked for by name and the nodes hold unequal parts of the experts.
@@ -54,10 +54,10 @@ def make_dispatcher(
         return PaddedAllToAllDispatcher(placement, axis, factor, operators, wire_format), None
     if choice.name == "local":
         return LocalDispatcher(moe.experts, operators, wire_format), None
-    room = _room(placement, layer_context, is_shelved=is_shelved)
+    room = _room(placement, layer_context, in_arena=in_arena)
     if choice.inner is None:
         return _flat(choice.name, placement, axis, layer_context, room), room
-    nodes = Nodes(placement, axes.expert_node, axes.expert_across)
+    nodes = NodePlacement(placement, axes.expert_node, axes.expert_across)
     inner = _flat(choice.inner, placement.block(nodes.node.size), nodes.node, layer_context, room)
     is_even, is_counted = not isinstance(inner, AllToAllDispatcher), room is None
     return HierarchicalDispatcher(nodes, inner, operators, is_counted, is_even, wire_format=wire_format), room
@@ -72,7 +72,7 @@ def _flat(
         # By name, because it needs Triton, which may be absent.
         symmetric = import_module("penstock.moe.dispatch.symmetric")
         dispatch = layer_context.dispatch
-        links = symmetric.links_of(placement, layer_context.buffers, dispatch.num_sms, by_engines=dispatch.engines)
+        links = symmetric.transport_of(placement, layer_context.buffers, dispatch.num_sms, by_engines=dispatch.engines)
         is_filled = layer_context.transfers is None
         mapped: Dispatcher = symmetric.SymmetricDispatcher(
             placement, links, room, wire_format=wire_format, is_filled=is_filled
@@ -83,7 +83,7 @@ def _flat(
     return AllToAllDispatcher(placement, axis, layer_context.operators, wire_format=wire_format)
 
 
-def is_shelved(moe: Moe, layer_context: LayerContext) -> bool:
+def shares_arena(moe: Moe, layer_context: LayerContext) -> bool:
     """Whether the experts of a layer keep their rows together with those of other layers.
 
     So it is where only the device knows how many there are, and our own kernels compute with them; but not if what a
@@ -103,7 +103,7 @@ def is_shelved(moe: Moe, layer_context: LayerContext) -> bool:
     return is_bounded and keeps_rows
 
 
-def _room(placement: ExpertPlacement, layer_context: LayerContext, *, is_shelved: bool) -> RowCapacity | None:
+def _room(placement: ExpertPlacement, layer_context: LayerContext, *, in_arena: bool) -> RowCapacity | None:
     """None where the host reads how many rows there are. Of all ranks together, also if nodes come first."""
     dispatch = layer_context.dispatch
     if dispatch.sync_free < COUNTS_STAY:
@@ -112,7 +112,5 @@ def _room(placement: ExpertPlacement, layer_context: LayerContext, *, is_shelved
         return RowCapacity(placement, math.inf)
     return RowCapacity(
         placement,
-        max(dispatch.row_capacity_factor, dispatch.layer_capacity_factor)
-        if is_shelved
-        else dispatch.row_capacity_factor,
+        max(dispatch.row_capacity_factor, dispatch.layer_capacity_factor) if in_arena else dispatch.row_capacity_factor,
     )
