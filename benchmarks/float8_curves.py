@@ -39,7 +39,7 @@ from penstock.config.load import load_run
 Case = dict[str, Any]
 """As in the file: its name, the figures of each seed, means over the seeds, and what they are beside the first case."""
 
-CASES = ("none", "blockwise", "blockwise-e5m2", "blockwise-square", "tensorwise", "rowwise", "mxfp8", "nvfp4")
+CASES = ("none", "blockwise", "blockwise-e5m2", "blockwise-square", "tensorwise", "rowwise", "mxfp8")
 E5M2 = "-e5m2"
 """Behind a recipe."""
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from penstock.config.section import Section, knob
 
-RecipeKnob = Literal["none", "auto", "tensorwise", "rowwise", "blockwise", "blockwise-square", "mxfp8", "nvfp4"]
+RecipeKnob = Literal["none", "auto", "tensorwise", "rowwise", "blockwise", "blockwise-square", "mxfp8"]
 
 
 class Float8(Section):

@@ -52,7 +52,7 @@ def gathered_blocks_are_squares(run: Run) -> Problem | None:
     if not run.float8.gather:
         return None
     for field, value in (("dense", run.float8.dense), ("experts", run.float8.experts)):
-        if value in ("rowwise", "mxfp8", "nvfp4"):
+        if value in ("rowwise", "mxfp8"):
             what = "has two copies of each weight, and float8.gather sends one"
             return Problem(
                 f"float8.{field}",

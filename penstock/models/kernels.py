@@ -15,7 +15,7 @@ from penstock.kernels.choose import AUTO, Choice, choose, operators
 from penstock.kernels.device_facts import DeviceFacts, device_facts
 from penstock.kernels.float8.formats import format_on
 from penstock.kernels.float8.operators import NO_FLOAT8, Float8Rule
-from penstock.kernels.float8.recipes import NVFP4, RECIPES, Recipe, default_recipe, refuse
+from penstock.kernels.float8.recipes import RECIPES, Recipe, default_recipe, refuse
 from penstock.kernels.float8.torch_products import obstacle as torch_obstacle
 from penstock.kernels.measured import Measurements, find
 from penstock.kernels.operators import Operators
@@ -85,7 +85,7 @@ def float8_rule(run: Run, device: DeviceFacts) -> Float8Rule:
         return NO_FLOAT8
     target = "cpu" if device.kind == "cpu" else device.target
     dense, experts, dispatch = (_recipe_on(part, target) for part in (wanted.dense, wanted.experts, wanted.dispatch))
-    backend = _float8_backend(run, device, (dense, experts))
+    backend = _float8_backend(run, device, dense)
     if backend == "reference" and device.kind != "cpu" and experts is not None:
         _refuse_reading(run.dispatch.sync_free)
     return Float8Rule(
@@ -107,20 +107,19 @@ def _recipe_on(knob: RecipeKnob, target: str) -> Recipe | None:
     return RECIPES[knob]
 
 
-def _float8_backend(run: Run, device: DeviceFacts, recipes: Sequence[Recipe | None]) -> str:
+def _float8_backend(run: Run, device: DeviceFacts, dense: Recipe | None) -> str:
     wanted: str = run.kernels.float8
     if wanted == AUTO:
-        wanted = "reference" if device.kind == "cpu" or run.kernels.all == "reference" else _fastest(recipes[0], device)
-    # Its 4-bit products have a definition and no kernel.
-    if wanted == "reference" or NVFP4 in recipes:
+        wanted = "reference" if device.kind == "cpu" or run.kernels.all == "reference" else _fastest(dense, device)
+    if wanted == "reference":
         return "reference"
     problem = None
     if device.kind == "cpu":
         problem = "no GPU"
     elif not device.has_triton:
         problem = "Triton is not installed"
-    elif wanted == "torch" and recipes[0] is not None:
-        problem = torch_obstacle(recipes[0], device.target, torch.version.cuda)
+    elif wanted == "torch" and dense is not None:
+        problem = torch_obstacle(dense, device.target, torch.version.cuda)
     if problem is not None:
         raise KernelError(
             f"kernels.float8={wanted} cannot be had", got=problem, allowed="auto, reference", fix="kernels.float8=auto"
@@ -140,7 +139,7 @@ def _refuse_reading(stage: int) -> None:
         raise KernelError(
             f"dispatch.sync_free={stage} cannot be had: experts in 8 bits by their definition wait for the device",
             allowed=", ".join(f"{one}" for one in range(COUNTS_STAY)),
-            fix=f"set dispatch.sync_free={COUNTS_STAY - 1}, or another recipe for float8.experts",
+            fix=f"set dispatch.sync_free={COUNTS_STAY - 1}, or kernels.float8=auto",
         )
 
 

@@ -127,11 +127,11 @@ def test_dense_products_of_torch_are_taken_where_they_are_and_refused_elsewhere(
         choose_float8(run, CPU)
 
 
-def test_four_bits_are_computed_by_their_definition_which_must_be_let_wait() -> None:
-    four = ["float8.experts=nvfp4", "dispatch.sync_free=1"]
-    assert float8_rule(run_of(*four), named_device("B200", "bf16")).operators is REFERENCE
+def test_experts_by_their_definition_wait_for_the_device_and_are_refused_where_it_must_not_wait() -> None:
+    experts = "float8.experts=auto", "kernels.float8=reference"
+    assert float8_rule(run_of(*experts, "dispatch.sync_free=1"), named_device("B200", "bf16")).operators is REFERENCE
     with pytest.raises(KernelError, match="sync_free=2 cannot be had"):
-        float8_rule(run_of("float8.experts=nvfp4", "dispatch.sync_free=2"), named_device("B200", "bf16"))
+        float8_rule(run_of(*experts, "dispatch.sync_free=2"), named_device("B200", "bf16"))
 
 
 # Training

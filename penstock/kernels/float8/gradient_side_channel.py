@@ -73,7 +73,7 @@ def obstacle(recipe: Recipe, heads: int, plain: int, rotary: int, value: int) ->
         rotary: width of that.
         value: width of a head of values.
     """
-    if (recipe.rows, recipe.scaling, recipe.bits) != (BLOCKWISE.rows, BLOCKWISE.scaling, BLOCKWISE.bits):
+    if (recipe.rows, recipe.scaling) != (BLOCKWISE.rows, BLOCKWISE.scaling):
         return f"gradients are quantized tile by tile in blocks of 1 x {DEPTH}, and {recipe.name} has others"
     if plain % DEPTH or value % DEPTH:
         return f"keys of {plain} and values of {value} columns share a tile of {DEPTH}"

@@ -246,7 +246,7 @@ def _both(copies: list[Tensor], recipe: Recipe) -> RowColQuantized:
 
 def _fits(recipe: Recipe) -> bool:
     """Whether a tile finds its scales by itself."""
-    return recipe.bits == 8 and recipe.rows[0] == 1 and recipe.rows[1] > 0 and _is_tiled(recipe.columns)
+    return recipe.rows[0] == 1 and recipe.rows[1] > 0 and _is_tiled(recipe.columns)
 
 
 def _is_tiled(block: Block) -> bool:

@@ -31,7 +31,7 @@ def blocks_of(width: int, recipe: Recipe) -> int:
         recipe: one whose blocks lie in one row, and are not all of it.
     """
     rows, depth = recipe.rows
-    assert rows == 1 and depth > 0 and recipe.bits == 8, f"rows do not travel by the recipe {recipe.name}"
+    assert rows == 1 and depth > 0, f"rows do not travel by the recipe {recipe.name}"
     return -(-width // depth)
 
 

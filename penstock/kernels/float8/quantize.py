@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.float8 import hopper_copies, reference
+from penstock.kernels.float8 import hopper_copies
 from penstock.kernels.float8.formats import Format
 from penstock.kernels.float8.quantize_kernels import group_tiles_kernel, measure_kernel, quantize_kernel
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
@@ -61,8 +61,6 @@ def quantize_rows(
     Raises:
         KernelError: not a matrix.
     """
-    if recipe.bits != 8:
-        return reference.quantize_rows(x_RD, recipe, form, columns=columns, counts_e=counts_e)
     # Which rows count matters to what is aligned by experts, and to scales that reach over rows.
     source = _source(x_RD, None, None if columns is None and recipe.rows[1] else counts_e)
     rows = empty_copy(source.values, (source.rows, source.width), recipe.rows, form, recipe.scaling)
@@ -98,8 +96,6 @@ def quantize_groups(
     Raises:
         KernelError: not a matrix, or 8-bit numbers whose scales do not fit into tiles.
     """
-    if recipe.bits != 8:
-        return reference.quantize_groups(x_RD, counts_e, recipe, form, index_R, block=block)
     source = _source(x_RD, index_R, counts_e)
     block = block or recipe.columns
     columns = empty_copy(source.values, (source.width, source.places), block, form, recipe.scaling)
@@ -127,8 +123,6 @@ def quantize_weight(
     Raises:
         KernelError: neither a matrix nor a stack of matrices.
     """
-    if recipe.bits != 8:
-        return reference.quantize_weight(w_FD, recipe, form, into)
     if w_FD.ndim not in (2, 3):
         raise KernelError("quantize_weight: takes a matrix or a stack of them", got=tuple(w_FD.shape))
     w_FD = w_FD.contiguous()

@@ -9,7 +9,6 @@ contract over different dims is quantized twice, except where its blocks are squ
     blockwise    activations and gradients 1 x 128, weights 128 x 128       (DeepSeek-V3, arXiv 2412.19437, section 3.3)
     blockwise-square   the same, and 128 x 128 for activations in the gradient of a weight
     mxfp8        1 x 32, scales are powers of two in 8 bits (E8M0)          (OCP Microscaling formats 1.0)
-    nvfp4        1 x 16 numbers of 4 bits (E2M1), scales E4M3 under one float32 for a tensor; experimental
 
 Where both operands of a product have scales of single rows, as in the gradient of a weight, each number of each partial
 sum has a scale of its own, and Hopper's matrix units wait for those who multiply with them. With squares on one side a
@@ -24,8 +23,8 @@ from typing import Literal
 
 from penstock.base.errors import KernelError
 
-RecipeName = Literal["tensorwise", "rowwise", "blockwise", "blockwise-square", "mxfp8", "nvfp4"]
-Scaling = Literal["float32", "power-of-two", "e8m0", "e4m3"]
+RecipeName = Literal["tensorwise", "rowwise", "blockwise", "blockwise-square", "mxfp8"]
+Scaling = Literal["float32", "power-of-two", "e8m0"]
 Block = tuple[int, int]
 """Rows and columns of numbers that share a scale; 0 for all there are."""
 
@@ -46,7 +45,6 @@ class Recipe:
         columns: block of activations that are contracted over their rows, in the gradient of a weight.
         weights: block of weights.
         scaling: form of the scales.
-        bits: of a value.
     """
 
     name: RecipeName
@@ -54,7 +52,6 @@ class Recipe:
     columns: Block
     weights: Block
     scaling: Scaling
-    bits: Literal[8, 4] = 8
 
 
 TENSORWISE = Recipe(name="tensorwise", rows=(0, 0), columns=(0, 0), weights=(0, 0), scaling="float32")
@@ -62,10 +59,9 @@ ROWWISE = Recipe(name="rowwise", rows=(1, 0), columns=(1, 0), weights=(1, 0), sc
 BLOCKWISE = Recipe(name="blockwise", rows=(1, 128), columns=(1, 128), weights=(128, 128), scaling="power-of-two")
 BLOCKWISE_SQUARE = replace(BLOCKWISE, name="blockwise-square", columns=(128, 128))
 MXFP8 = Recipe(name="mxfp8", rows=(1, 32), columns=(1, 32), weights=(1, 32), scaling="e8m0")
-NVFP4 = Recipe(name="nvfp4", rows=(1, 16), columns=(1, 16), weights=(1, 16), scaling="e4m3", bits=4)
 
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
-    {recipe.name: recipe for recipe in (TENSORWISE, ROWWISE, BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, NVFP4)}
+    {recipe.name: recipe for recipe in (TENSORWISE, ROWWISE, BLOCKWISE, BLOCKWISE_SQUARE, MXFP8)}
 )
 
 HAS_FLOAT8 = frozenset({"sm_89", "sm_90", "sm_100", "sm_103", "gfx942", "gfx950"})
@@ -73,9 +69,6 @@ HAS_FLOAT8 = frozenset({"sm_89", "sm_90", "sm_100", "sm_103", "gfx942", "gfx950"
 
 HAS_MICROSCALING = frozenset({"sm_100", "sm_103", "gfx950"})
 """Chips whose matrix units apply a scale to every 32 numbers by themselves."""
-
-HAS_NVFP4 = frozenset({"sm_100", "sm_103"})
-"""Chips whose matrix units know NVIDIA's 4-bit blocks."""
 
 
 def default_recipe(target: str) -> Recipe:
@@ -100,8 +93,6 @@ def obstacle(recipe: Recipe, target: str) -> str | None:
         return f"{target} has no products of 8-bit floating-point numbers"
     if recipe.name == "mxfp8" and target not in HAS_MICROSCALING:
         return f"the matrix units of {target} do not apply scales of 32 numbers"
-    if recipe.name == "nvfp4" and target not in HAS_NVFP4:
-        return f"the matrix units of {target} do not know NVIDIA's 4-bit blocks"
     return None
 
 

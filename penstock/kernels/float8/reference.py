@@ -11,16 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.expert_parts import used
-from penstock.kernels.float8.formats import E4M3, Format
+from penstock.kernels.float8.formats import Format
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
 from penstock.kernels.float8.recipes import ALIGNMENT, Block, Recipe, Scaling
 from penstock.kernels.launching import counts_on_host
 
 LEAST_SCALE = 2.0**-126
 """Of a block of zeros, and below which 1 / scale would overflow. A power of two that E8M0 has."""
-
-LARGEST_4_BITS = 6.0
-"""Of E2M1."""
 
 
 def quantize(x: Tensor, block: Block, form: Format, scaling: Scaling) -> Quantized:
@@ -29,22 +26,18 @@ def quantize(x: Tensor, block: Block, form: Format, scaling: Scaling) -> Quantiz
     Args:
         x: ... x outer x depth, any floating dtype.
         block: rows and columns that share a scale; 0 for all.
-        form: of the values; nvfp4's are the numbers of E2M1, which E4M3 has too.
-        scaling: form of the scales; `e4m3` is nvfp4's.
+        form: of the values.
+        scaling: form of the scales.
     """
     outer, depth = x.shape[-2:]
     rows, columns = block[0] or max(outer, 1), block[1] or max(depth, 1)
     padded = F.pad(x.float(), (0, -depth % columns, 0, -outer % rows))
     blocks = padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))  # ... blocks x rows x blocks x columns
     amax = blocks.abs().amax(dim=(-3, -1))
-    if scaling == "e4m3":
-        scales = _scales_of_4_bits(amax)
-        values = _nearest_of_4_bits(blocks / scales[..., :, None, :, None])
-    else:
-        # By a tensor: a GPU multiplies with 1 / number instead of dividing by it, and that is not as exact.
-        scales = _scales(amax / torch.full_like(amax, form.largest), scaling)
-        values = blocks / scales[..., :, None, :, None]
-    values = values.flatten(-2).flatten(-3, -2)[..., :outer, :depth].clamp(-form.largest, form.largest)
+    # By a tensor: a GPU multiplies with 1 / number instead of dividing by it, and that is not as exact.
+    scales = _scales(amax / torch.full_like(amax, form.largest), scaling)
+    values = (blocks / scales[..., :, None, :, None]).flatten(-2).flatten(-3, -2)
+    values = values[..., :outer, :depth].clamp(-form.largest, form.largest)
     return Quantized(values.to(form.dtype), scales.to(_scale_dtype(scaling)), block)
 
 
@@ -240,17 +233,3 @@ def _scales(ratio: Tensor, scaling: Scaling) -> Tensor:
 
 def _scale_dtype(scaling: Scaling) -> torch.dtype:
     return torch.float8_e8m0fnu if scaling == "e8m0" else torch.float32
-
-
-def _scales_of_4_bits(amax: Tensor) -> Tensor:
-    """A scale of 8 bits for each block, under one of the whole tensor, which brings the largest of them to 448."""
-    whole = (amax.amax() / (LARGEST_4_BITS * E4M3.largest)).clamp(min=LEAST_SCALE)
-    local = (amax / LARGEST_4_BITS / whole).clamp(min=2.0**-9, max=E4M3.largest)
-    return local.to(E4M3.dtype).float() * whole
-
-
-def _nearest_of_4_bits(x: Tensor) -> Tensor:
-    """The nearest number of E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6; halves to even."""
-    size = x.abs().clamp(max=LARGEST_4_BITS)
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    return torch.copysign((size / step).round() * step, x)

@@ -254,7 +254,7 @@ def _is_fused(recipe: Recipe, width: int) -> bool:
     """Whether a tile has whole blocks of rows, of columns, and of gate."""
     outer, depth = recipe.rows
     fits = recipe.columns in (recipe.rows, (TRANSPOSING.block_columns, TRANSPOSING.block_rows))
-    return recipe.bits == 8 and outer == 1 and depth in (32, 128) and fits and (width == 1 or width % depth == 0)
+    return outer == 1 and depth in (32, 128) and fits and (width == 1 or width % depth == 0)
 
 
 def _constants(recipe: Recipe, launch: Launch) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Our Triton kernels as one set of float8 operators. Import this only where Triton is installed.
 
-`WITH_TORCH` leaves dense products to torch's own where it has them. The recipe `nvfp4` has no kernels: whoever chooses
-takes the definitions for it.
+`WITH_TORCH` leaves dense products to torch's own where it has them.
 """
 
 from dataclasses import replace

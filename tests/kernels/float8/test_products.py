@@ -13,7 +13,7 @@ from penstock.kernels.float8.launches import ProductLaunch
 from penstock.kernels.float8.packed_rows import as_quantized, pack_rows, row_bytes, scale_dtype
 from penstock.kernels.float8.products import _gather, multiply, multiply_columns, multiply_groups
 from penstock.kernels.float8.quantized import Quantized
-from penstock.kernels.float8.recipes import BLOCKWISE, DEPTH, MXFP8, NVFP4, ROWWISE, TENSORWISE, Recipe
+from penstock.kernels.float8.recipes import BLOCKWISE, DEPTH, MXFP8, ROWWISE, TENSORWISE, Recipe
 from penstock.kernels.grouped_gemm import GATHER_LIMIT
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import target_of
@@ -216,7 +216,6 @@ def test_scales_behind_rows_are_copied_where_32_bits_cannot_count_them(recipe: R
 def test_operands_that_do_not_fit_are_refused_by_name() -> None:
     a, b = draw_rows(8, 128, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, 64, 128)
     for one, other, says in (
-        (draw_rows(8, 128, NVFP4, CPU), b, "blocks do not fit"),
         (draw_rows(8, 128, ROWWISE, CPU), b, "blocks do not fit"),
         (draw_rows(8, 64, BLOCKWISE, CPU), b, "b does not fit"),
         (a, draw_weight(BLOCKWISE, CPU, 36, 128), "the result cannot be written"),

@@ -28,7 +28,6 @@ from penstock.kernels.float8.recipes import (
     BLOCKWISE,
     BLOCKWISE_SQUARE,
     MXFP8,
-    NVFP4,
     ROWWISE,
     TENSORWISE,
     Recipe,
@@ -257,13 +256,6 @@ def test_a_tile_holds_rows_of_one_expert_and_all_rows_have_a_place(
     assert all(filled == 0 for _, filled in found[len(expected) :])
     assert found.pop() == [len(expected), 0], "behind all tiles"
     assert len(found) * ALIGNMENT == reference.aligned_rows(sum(counts) + spare, len(counts))
-
-
-def test_four_bits_are_quantized_by_the_definition(device: torch.device) -> None:
-    x_RD = torch.randn(20, 64, device=device)
-    assert_equal(quantize_rows(x_RD, NVFP4, E4M3).rows, reference.quantize_rows(x_RD, NVFP4, E4M3).rows)
-    assert quantize_groups(x_RD, torch.tensor([20], device=device), NVFP4, E4M3).block == (1, 16)
-    assert quantize_weight(x_RD, NVFP4, E4M3).backward.values.shape == (64, 20)
 
 
 @every_recipe
