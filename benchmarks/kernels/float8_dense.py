@@ -105,8 +105,8 @@ def in_16_bits(operands: Operands) -> Tensor:
 def in_8_bits(operands: Operands, *weights: Float8Weight) -> Tensor:
     """The same by what a layer in 8 bits calls."""
     rule = weights[0].rule
-    given = operands.x_TD, operands.scale_D, EPSILON, recipe_of(rule), rule.forward
-    normed_TD, both = rule.operators.rms_norm(*given, columns=True, keep_plain=False)
+    given = operands.x_TD, None, operands.scale_D, EPSILON, recipe_of(rule), rule.forward
+    normed_TD, _, both = rule.operators.rms_norm(*given, columns=True, keep_plain=False)
     network = float8_linear if len(weights) == 1 else float8_swiglu_network
     return network(normed_TD, *weights, ready=both)
 

@@ -79,16 +79,8 @@ class PreNorm(Norm):
         with span(Span.NORM):
             if self.float8 is None or not ready:
                 return self.operators.rms_norm(x_D, self.weight_D, self.epsilon), None
-            normed_TD, both = self.float8.operators.rms_norm(
-                x_D.flatten(0, -2),
-                self.weight_D,
-                self.epsilon,
-                recipe_of(self.float8),
-                self.float8.forward,
-                columns=torch.is_grad_enabled(),
-                keep_plain=self.keep_plain,
-            )
-            return normed_TD.view_as(x_D), both
+            normed_TD, _, both = self._in_8_bits(self.float8, x_D, None)
+            return normed_TD, both
 
     def beside(self, x_D: Tensor, *, ready: bool = True) -> tuple[Tensor, Tensor, RowColQuantized | None]:
         """Normalize a residual stream that goes on: returns (normed, x, normed in 8 bits or None).
@@ -98,16 +90,7 @@ class PreNorm(Norm):
         with span(Span.NORM):
             if self.float8 is None or not ready:
                 return *self.operators.rms_norm_beside(x_D, self.weight_D, self.epsilon), None
-            normed_TD, x_TD, both = self.float8.operators.rms_norm_beside(
-                x_D.flatten(0, -2),
-                self.weight_D,
-                self.epsilon,
-                recipe_of(self.float8),
-                self.float8.forward,
-                columns=torch.is_grad_enabled(),
-                keep_plain=self.keep_plain,
-            )
-            return normed_TD.view_as(x_D), x_TD.view_as(x_D), both
+            return self._in_8_bits(self.float8, x_D, None)
 
     def add(
         self, x_D: Tensor, residual_D: Tensor, *, ready: bool = True
@@ -116,17 +99,22 @@ class PreNorm(Norm):
         with span(Span.NORM):
             if self.float8 is None or not ready:
                 return *self.operators.add_rms_norm(x_D, residual_D, self.weight_D, self.epsilon), None
-            normed_TD, sum_TD, both = self.float8.operators.add_rms_norm(
-                x_D.flatten(0, -2),
-                residual_D.flatten(0, -2),
-                self.weight_D,
-                self.epsilon,
-                recipe_of(self.float8),
-                self.float8.forward,
-                columns=torch.is_grad_enabled(),
-                keep_plain=self.keep_plain,
-            )
-            return normed_TD.view_as(x_D), sum_TD.view_as(x_D), both
+            return self._in_8_bits(self.float8, x_D, residual_D)
+
+    def _in_8_bits(
+        self, float8: Float8Rule, x_D: Tensor, residual_D: Tensor | None
+    ) -> tuple[Tensor, Tensor, RowColQuantized]:
+        normed_TD, sum_TD, both = float8.operators.rms_norm(
+            x_D.flatten(0, -2),
+            None if residual_D is None else residual_D.flatten(0, -2),
+            self.weight_D,
+            self.epsilon,
+            recipe_of(float8),
+            float8.forward,
+            columns=torch.is_grad_enabled(),
+            keep_plain=self.keep_plain,
+        )
+        return normed_TD.view_as(x_D), sum_TD.view_as(x_D), both
 
 
 class TensorParallelNorm(RMSNorm):

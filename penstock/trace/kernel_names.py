@@ -89,7 +89,7 @@ TELLING: tuple[tuple[Part, str], ...] = (
     (Part.ACTIVATION, r"^swiglu(_backward)?(_float8)?_kernel$|^_Swiglu"),
     (Part.QUANTIZE, r"^(quantize|measure|group_tiles|norm_quantize|pack_rows|unpack_rows|transpose)_kernel$"),
     (Part.EXPERTS, r"^bias_(parts|sums)_kernel$"),
-    (Part.NORM, r"^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm|^_Float8Norm(Beside)?(Backward)?$"),
+    (Part.NORM, r"^rms_norm_(backward_)?kernel$|^sum_table_kernel$|^_RmsNorm|^_Float8Norm(Backward)?$"),
     (
         Part.ATTENTION,
         r"^(mla|latent)_heads_(backward_)?kernel$|^shared_key_backward_kernel$|^_(Mla|Latent)Heads(Backward)?$",

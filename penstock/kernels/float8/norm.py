@@ -34,6 +34,7 @@ from penstock.kernels.launching import start_kernel
 
 def rms_norm(
     x_TD: Tensor,
+    residual_TD: Tensor | None,
     weight_D: Tensor,
     epsilon: float,
     recipe: Recipe,
@@ -41,107 +42,40 @@ def rms_norm(
     *,
     columns: bool,
     keep_plain: bool = True,
-) -> tuple[Tensor, RowColQuantized]:
-    """`penstock.kernels.float8.operators.rms_norm` in two kernels, and two backward.
+) -> tuple[Tensor, Tensor, RowColQuantized]:
+    """`penstock.kernels.float8.operators.rms_norm` in two kernels, and two more in backward.
 
     Args:
         x_TD: rows may lie apart, but each must be contiguous.
+        residual_TD: of the same shape, added before the norm; None adds nothing.
         weight_D: float32 or the dtype of x.
         epsilon: added to the mean square.
-        recipe: whose blocks.
-        form: of the values.
-        columns: also transposed, in the blocks of activations.
-        keep_plain: whether somebody reads the rows in 16 bits.
+        recipe: block sizes.
+        form: dtype of the values.
+        columns: also quantize the transposed rows, in the blocks of activations.
+        keep_plain: also write the rows in 16 bits. Without it they are a carrier of gradients with one element of
+            memory.
 
     Returns:
-        Rows, or without `keep_plain` their carrier, to which gradients are given; and both copies.
-
-    Raises:
-        KernelError: not a matrix, or the weight does not fit.
-    """
-    _check(x_TD, weight_D)
-    if not _fits(recipe):
-        normed_TD = norm.rms_norm(x_TD, weight_D, epsilon)
-        block = recipe.columns if columns else None
-        return normed_TD, quantize_rows(normed_TD.detach(), recipe, form, columns=block)
-    normed_TD, _, *copies = _Float8Norm.apply(x_TD, None, weight_D, epsilon, _How(recipe, form, columns, keep_plain))
-    return normed_TD, _both(copies, recipe)
-
-
-def rms_norm_beside(
-    x_TD: Tensor,
-    weight_D: Tensor,
-    epsilon: float,
-    recipe: Recipe,
-    form: Format,
-    *,
-    columns: bool,
-    keep_plain: bool = True,
-) -> tuple[Tensor, Tensor, RowColQuantized]:
-    """`rms_norm` beside which x goes on; backward adds both of its gradients.
-
-    Args:
-        x_TD: as in `rms_norm`.
-        weight_D: likewise.
-        epsilon: likewise.
-        recipe: likewise.
-        form: likewise.
-        columns: likewise.
-        keep_plain: likewise.
-
-    Returns:
-        (rows or their carrier, x, both copies).
-
-    Raises:
-        KernelError: not a matrix, or the weight does not fit.
-    """
-    _check(x_TD, weight_D)
-    if not _fits(recipe):
-        normed_TD, x_TD = norm.rms_norm_beside(x_TD, weight_D, epsilon)
-        block = recipe.columns if columns else None
-        return normed_TD, x_TD, quantize_rows(normed_TD.detach(), recipe, form, columns=block)
-    how = _How(recipe, form, columns, keep_plain)
-    normed_TD, x_TD, *copies = _Float8NormBeside.apply(x_TD, None, weight_D, epsilon, how)
-    return normed_TD, x_TD, _both(copies, recipe)
-
-
-def add_rms_norm(
-    x_TD: Tensor,
-    residual_TD: Tensor,
-    weight_D: Tensor,
-    epsilon: float,
-    recipe: Recipe,
-    form: Format,
-    *,
-    columns: bool,
-    keep_plain: bool = True,
-) -> tuple[Tensor, Tensor, RowColQuantized]:
-    """`penstock.kernels.float8.operators.add_rms_norm` in two kernels, and two backward.
-
-    Args:
-        x_TD: as in `rms_norm`.
-        residual_TD: in the shape of x.
-        weight_D: as in `rms_norm`.
-        epsilon: likewise.
-        recipe: likewise.
-        form: likewise.
-        columns: likewise.
-        keep_plain: likewise.
-
-    Returns:
-        (rows or their carrier, x + residual, both copies).
+        (normed rows or their carrier, x + residual or x itself, both 8-bit copies). Backward adds the gradients of the
+        first two.
 
     Raises:
         KernelError: the shapes do not fit.
     """
-    _check(x_TD, weight_D)
+    norm.check_weight(x_TD, weight_D)
+    if x_TD.ndim != 2:
+        raise KernelError("rms_norm in 8 bits takes a matrix of rows", got=tuple(x_TD.shape))
+    if residual_TD is not None and x_TD.shape != residual_TD.shape:
+        given = f"{tuple(x_TD.shape)} and {tuple(residual_TD.shape)}"
+        raise KernelError("rms_norm: x and residual must have one shape", got=given)
     if not _fits(recipe):
-        normed_TD, sum_TD = norm.add_rms_norm(x_TD, residual_TD, weight_D, epsilon)
+        if residual_TD is None:
+            normed_TD, sum_TD = norm.rms_norm_beside(x_TD, weight_D, epsilon)
+        else:
+            normed_TD, sum_TD = norm.add_rms_norm(x_TD, residual_TD, weight_D, epsilon)
         block = recipe.columns if columns else None
         return normed_TD, sum_TD, quantize_rows(normed_TD.detach(), recipe, form, columns=block)
-    if x_TD.shape != residual_TD.shape:
-        given = f"{tuple(x_TD.shape)} and {tuple(residual_TD.shape)}"
-        raise KernelError("add_rms_norm: x and residual must have one shape", got=given)
     how = _How(recipe, form, columns, keep_plain)
     normed_TD, sum_TD, *copies = _Float8Norm.apply(x_TD, residual_TD, weight_D, epsilon, how)
     return normed_TD, sum_TD, _both(copies, recipe)
@@ -163,7 +97,7 @@ class _How(NamedTuple):
 
 
 class _Float8Norm(torch.autograd.Function):
-    """Both forms. Copies come out as tensors that have no gradient."""
+    """Outputs the normed rows, their sum (or x), and the 8-bit copies, which have no gradient."""
 
     @staticmethod
     def forward(
@@ -178,7 +112,7 @@ class _Float8Norm(torch.autograd.Function):
         copies = _quantize(x_TD if sum_TD is None else sum_TD, scale_T, weight_D, normed_TD, how)
         norm.save_normalized(ctx, x_TD, residual_TD, weight_D, sum_TD, scale_T)
         ctx.mark_non_differentiable(*copies)
-        return normed_TD, sum_TD, *copies
+        return normed_TD, x_TD.view_as(x_TD) if sum_TD is None else sum_TD, *copies
 
     @staticmethod
     @once_differentiable
@@ -186,17 +120,6 @@ class _Float8Norm(torch.autograd.Function):
         ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None, *of_copies: None
     ) -> tuple[Tensor | None, ...]:
         return *norm.normalized_gradients(ctx, dnormed_TD, dsum_TD), None, None
-
-
-class _Float8NormBeside(_Float8Norm):
-    """The form without a residual, whose second output is x."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, epsilon: float, how: _How
-    ) -> tuple[Tensor | None, ...]:
-        normed_TD, _, *copies = _Float8Norm.forward(ctx, x_TD, residual_TD, weight_D, epsilon, how)
-        return normed_TD, x_TD.view_as(x_TD), *copies
 
 
 def _quantize(x_TD: Tensor, scale_T: Tensor, weight_D: Tensor, normed_TD: Tensor, how: _How) -> list[Tensor]:
@@ -252,12 +175,6 @@ def _fits(recipe: Recipe) -> bool:
 def _is_tiled(block: Block) -> bool:
     """Whether a transposed tile has whole blocks: of single columns, or itself."""
     return block[0] == 1 or block == (TRANSPOSING.block_columns, TRANSPOSING.block_rows)
-
-
-def _check(x_TD: Tensor, weight_D: Tensor) -> None:
-    norm.check_weight(x_TD, weight_D)
-    if x_TD.ndim != 2:
-        raise KernelError("rms_norm in 8 bits takes a matrix of rows", got=tuple(x_TD.shape))
 
 
 @triton.jit

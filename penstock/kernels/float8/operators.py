@@ -60,12 +60,9 @@ class Float8Operators:
             Rows past those of `counts_e` are not looked at, and may be anything in what comes back.
         swiglu_backward: (gate_up_RF, weights_R, dh_RF, counts_e, rule, recipe, forward, gradient, *, keep_plain=False)
             -> SwigluForBackward; `counts_e` aligns the columns as `quantize_groups` does.
-        rms_norm: (x_TD, weight_D, epsilon, recipe, form, *, columns, keep_plain=True) -> (normed_TD, Both);
-            differentiable in x and weight by normed_TD. Without `keep_plain` that is a carrier of gradients with one
-            number of memory, which nobody may read.
-        rms_norm_beside: as `rms_norm`, with x behind the rows: -> (normed_TD, x_TD, Both).
-        add_rms_norm: (x_TD, residual_TD, weight_D, epsilon, recipe, form, *, columns, keep_plain=True)
-            -> (normed_TD, sum_TD, Both).
+        rms_norm: (x_TD, residual_TD or None, weight_D, epsilon, recipe, form, *, columns, keep_plain=True)
+            -> (normed_TD, x + residual or x, RowColQuantized); differentiable by the first two. Without `keep_plain`
+            normed_TD is a carrier of gradients with one element of memory, which must not be read.
         tile_table: (counts_e, rows) -> what a layer's grouped products share, as their `tiles`; None if nothing.
         unpermute: (y_RD, order) -> y_TD, in 16 bits.
         bias_gradient: of `penstock.kernels.bias_gradient`, in 16 bits.
@@ -86,9 +83,7 @@ class Float8Operators:
     multiply_columns: Callable[..., Tensor]
     swiglu: Callable[..., RowColQuantized]
     swiglu_backward: Callable[..., SwigluForBackward]
-    rms_norm: Callable[..., tuple[Tensor, RowColQuantized]]
-    rms_norm_beside: Callable[..., tuple[Tensor, Tensor, RowColQuantized]]
-    add_rms_norm: Callable[..., tuple[Tensor, Tensor, RowColQuantized]]
+    rms_norm: Callable[..., tuple[Tensor, Tensor, RowColQuantized]]
     tile_table: "Callable[[Tensor, int], TileTable | None]" = _no_tile_table
     unpermute: Callable[[Tensor, RowOrder], Tensor] = plain.unpermute
     bias_gradient: Callable[..., Tensor] = bias_gradient_by_definition
@@ -153,23 +148,7 @@ def swiglu_backward(
 
 def rms_norm(
     x_TD: Tensor,
-    weight_D: Tensor,
-    epsilon: float,
-    recipe: Recipe,
-    form: Format,
-    *,
-    columns: bool,
-    keep_plain: bool = True,
-) -> tuple[Tensor, RowColQuantized]:
-    """`penstock.kernels.reference.rms_norm`, and the same quantized."""
-    normed_TD = plain.rms_norm(x_TD, weight_D, epsilon)
-    block = recipe.columns if columns else None
-    both = reference.quantize_rows(normed_TD.detach(), recipe, form, columns=block)
-    return normed_TD if keep_plain else _Carrier.apply(normed_TD), both
-
-
-def rms_norm_beside(
-    x_TD: Tensor,
+    residual_TD: Tensor | None,
     weight_D: Tensor,
     epsilon: float,
     recipe: Recipe,
@@ -178,27 +157,13 @@ def rms_norm_beside(
     columns: bool,
     keep_plain: bool = True,
 ) -> tuple[Tensor, Tensor, RowColQuantized]:
-    """`rms_norm`, and x. The norm has a view of it: its own gradients are summed first, as in the kernel."""
-    view_TD = x_TD.view_as(x_TD)
-    normed_TD, both = rms_norm(view_TD, weight_D, epsilon, recipe, form, columns=columns, keep_plain=keep_plain)
-    return normed_TD, x_TD, both
-
-
-def add_rms_norm(
-    x_TD: Tensor,
-    residual_TD: Tensor,
-    weight_D: Tensor,
-    epsilon: float,
-    recipe: Recipe,
-    form: Format,
-    *,
-    columns: bool,
-    keep_plain: bool = True,
-) -> tuple[Tensor, Tensor, RowColQuantized]:
-    """`penstock.kernels.reference.add_rms_norm`, and the norm quantized."""
-    normed_TD, sum_TD = plain.add_rms_norm(x_TD, residual_TD, weight_D, epsilon)
-    block = recipe.columns if columns else None
-    both = reference.quantize_rows(normed_TD.detach(), recipe, form, columns=block)
+    """`penstock.kernels.reference.add_rms_norm` (or `rms_norm_beside` without a residual), and the norm quantized."""
+    if residual_TD is None:
+        # The norm reads a view of x, so that its own gradients are summed first, as in the kernel.
+        normed_TD, sum_TD = plain.rms_norm(x_TD.view_as(x_TD), weight_D, epsilon), x_TD
+    else:
+        normed_TD, sum_TD = plain.add_rms_norm(x_TD, residual_TD, weight_D, epsilon)
+    both = reference.quantize_rows(normed_TD.detach(), recipe, form, columns=recipe.columns if columns else None)
     return normed_TD if keep_plain else _Carrier.apply(normed_TD), sum_TD, both
 
 
@@ -226,8 +191,6 @@ REFERENCE = Float8Operators(
     swiglu=swiglu,
     swiglu_backward=swiglu_backward,
     rms_norm=rms_norm,
-    rms_norm_beside=rms_norm_beside,
-    add_rms_norm=add_rms_norm,
 )
 """From the definitions."""
 

@@ -12,7 +12,7 @@ from penstock.kernels.bias_gradient import bias_gradient
 from penstock.kernels.float8 import torch_products
 from penstock.kernels.float8.hopper_products import obstacle as hopper_obstacle
 from penstock.kernels.float8.latent_heads import mla_heads
-from penstock.kernels.float8.norm import add_rms_norm, rms_norm, rms_norm_beside
+from penstock.kernels.float8.norm import rms_norm
 from penstock.kernels.float8.operators import Float8Operators
 from penstock.kernels.float8.pack import pack_rows, unpack_rows
 from penstock.kernels.float8.products import multiply, multiply_columns, multiply_groups
@@ -38,8 +38,6 @@ TRITON = Float8Operators(
     swiglu=swiglu,
     swiglu_backward=swiglu_backward,
     rms_norm=rms_norm,
-    rms_norm_beside=rms_norm_beside,
-    add_rms_norm=add_rms_norm,
     tile_table=tile_table,
     unpermute=unpermute,
     bias_gradient=bias_gradient,

@@ -1,6 +1,8 @@
 """RMSNorm into 8 bits equals a norm and quantization behind it, and compiles for every chip."""
 
+from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from penstock.kernels.float8 import norm, operators
 from penstock.kernels.float8.formats import E4M3, E4M3_FNUZ, Format
 from penstock.kernels.float8.norm import RUN, norm_quantize_kernel
 from penstock.kernels.float8.quantize import WAVE_FACTOR
-from penstock.kernels.float8.quantized import Quantized, RowColQuantized
+from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, Recipe
 from penstock.kernels.float8.reference import quantize_rows
 from penstock.kernels.float8.tile_launches import TRANSPOSING
@@ -50,7 +52,7 @@ def test_both_copies_are_of_the_very_rows_that_come_out(
 ) -> None:
     x_TD, residual_TD, weight_D = inputs(130, 160, device, dtype)
     expected_TD, expected_sum_TD = plain_norm.add_rms_norm(x_TD, residual_TD, weight_D, EPSILON)
-    normed_TD, sum_TD, found = norm.add_rms_norm(x_TD, residual_TD, weight_D, EPSILON, recipe, E4M3, columns=columns)
+    normed_TD, sum_TD, found = norm.rms_norm(x_TD, residual_TD, weight_D, EPSILON, recipe, E4M3, columns=columns)
     assert torch.equal(normed_TD, expected_TD) and torch.equal(sum_TD, expected_sum_TD)
     expected = quantize_rows(expected_TD, recipe, E4M3, columns=recipe.columns if columns else None)
     assert_equal(found.rows, expected.rows)
@@ -58,48 +60,44 @@ def test_both_copies_are_of_the_very_rows_that_come_out(
 
 
 @pytest.mark.parametrize("form", [E4M3, E4M3_FNUZ], ids=["ocp", "fnuz"])
-def test_rows_that_nobody_reads_in_16_bits_are_not_written(form: Format, device: torch.device) -> None:
+def test_rows_are_not_written_in_16_bits_without_keep_plain(form: Format, device: torch.device) -> None:
     x_TD, residual_TD, weight_D = inputs(20, 144, device, torch.float32)
-    kept_TD, expected = norm.rms_norm(x_TD, weight_D, EPSILON, BLOCKWISE, form, columns=True)
-    carrier_TD, found = norm.rms_norm(x_TD, weight_D, EPSILON, BLOCKWISE, form, columns=True, keep_plain=False)
-    assert (carrier_TD.shape, carrier_TD.dtype) == (kept_TD.shape, kept_TD.dtype)
-    assert carrier_TD.untyped_storage().nbytes() == 4
-    assert_equal(found.rows, expected.rows)
-    assert_equal(found.columns, expected.columns)
-    carrier_TD, beside_TD, found = norm.rms_norm_beside(
-        x_TD, weight_D, EPSILON, BLOCKWISE, form, columns=True, keep_plain=False
-    )
-    assert carrier_TD.untyped_storage().nbytes() == 4 and torch.equal(beside_TD, x_TD)
-    assert_equal(found.columns, expected.columns)
-    carrier_TD, _, _ = norm.add_rms_norm(
-        x_TD, residual_TD, weight_D, EPSILON, BLOCKWISE, form, columns=True, keep_plain=False
-    )
-    assert carrier_TD.untyped_storage().nbytes() == 4
+    for residual in (None, residual_TD):
+        given = x_TD, residual, weight_D, EPSILON, BLOCKWISE, form
+        kept_TD, sum_TD, expected = norm.rms_norm(*given, columns=True)
+        carrier_TD, same_TD, found = norm.rms_norm(*given, columns=True, keep_plain=False)
+        assert (carrier_TD.shape, carrier_TD.dtype) == (kept_TD.shape, kept_TD.dtype)
+        assert carrier_TD.untyped_storage().nbytes() == 4
+        assert torch.equal(same_TD, sum_TD) and (residual is not None or torch.equal(sum_TD, x_TD))
+        assert_equal(found.rows, expected.rows)
+        assert_equal(found.columns, expected.columns)
 
 
 @pytest.mark.parametrize("keep_plain", [True, False])
 @pytest.mark.parametrize("module", [norm, operators], ids=["triton", "reference"])
-def test_gradients_are_those_of_the_norm(module: object, keep_plain: bool, device: torch.device) -> None:
+def test_gradients_are_those_of_the_norm(module: ModuleType, keep_plain: bool, device: torch.device) -> None:
     x_TD, residual_TD, weight_D = inputs(20, 144, device, torch.float32)
     given_TD = torch.randn_like(x_TD)
-    how = {"recipe": BLOCKWISE, "form": E4M3, "columns": True, "keep_plain": keep_plain}
 
-    def gradients(function: object, *tensors: Tensor) -> list[Tensor]:
+    def gradients(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor, outputs: int = 2) -> list[Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-        outputs = [one for one in as_tuple(function(*leaves)) if not isinstance(one, RowColQuantized)]  # type: ignore[operator]
-        torch.autograd.backward(outputs, [given_TD * (1 + place) for place in range(len(outputs))])
+        torch.autograd.backward(function(*leaves)[:outputs], [given_TD, given_TD * 2][:outputs])
         return [leaf.grad for leaf in leaves]  # type: ignore[misc]
 
-    def as_tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return result if isinstance(result, tuple) else (result,)
+    how = {"epsilon": EPSILON, "recipe": BLOCKWISE, "form": E4M3, "columns": True, "keep_plain": keep_plain}
+    summed = partial(module.rms_norm, **how)
+    plain = partial(plain_norm.add_rms_norm, epsilon=EPSILON)
+    pairs = [(gradients(f, x_TD, residual_TD, weight_D) for f in (summed, plain))]
 
-    both, alone = (x_TD, residual_TD, weight_D), (x_TD, weight_D)
-    for name, tensors in (("rms_norm", alone), ("rms_norm_beside", alone), ("add_rms_norm", both)):
-        fast, exact = (
-            partial(vars(module)[name], epsilon=EPSILON, **how),
-            partial(vars(plain_norm)[name], epsilon=EPSILON),
-        )
-        for mine, other in zip(gradients(fast, *tensors), gradients(exact, *tensors), strict=True):
+    def alone(x_TD: Tensor, weight_D: Tensor) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = summed(x_TD, None, weight_D)
+        return found
+
+    plain = partial(plain_norm.rms_norm_beside, epsilon=EPSILON)
+    for outputs in (1, 2):
+        pairs.append(gradients(f, x_TD, weight_D, outputs=outputs) for f in (alone, plain))
+    for found, expected in pairs:
+        for mine, other in zip(found, expected, strict=True):
             assert_close(mine, other, tolerance=1e-5)
 
 
@@ -107,8 +105,8 @@ def test_rows_that_lie_apart_are_read_where_they_are(device: torch.device) -> No
     x_TD, _, weight_D = inputs(20, 160, device, torch.float32)
     wide_TD = torch.randn(20, 200, device=device)
     wide_TD[:, :160] = x_TD
-    _, expected = norm.rms_norm(x_TD, weight_D, EPSILON, BLOCKWISE, E4M3, columns=True)
-    _, found = norm.rms_norm(wide_TD[:, :160], weight_D, EPSILON, BLOCKWISE, E4M3, columns=True)
+    _, _, expected = norm.rms_norm(x_TD, None, weight_D, EPSILON, BLOCKWISE, E4M3, columns=True)
+    _, _, found = norm.rms_norm(wide_TD[:, :160], None, weight_D, EPSILON, BLOCKWISE, E4M3, columns=True)
     assert_equal(found.columns, expected.columns)
 
 
@@ -116,10 +114,10 @@ def test_a_norm_in_8_bits_has_parity_with_its_reference(device: torch.device) ->
     x_TD, residual_TD, weight_D = inputs(20, 144, device, torch.bfloat16)
 
     def truth(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
-        return operators.add_rms_norm(x_TD, residual_TD, weight_D, EPSILON, BLOCKWISE, E4M3, columns=False)[:2]
+        return operators.rms_norm(x_TD, residual_TD, weight_D, EPSILON, BLOCKWISE, E4M3, columns=False)[:2]
 
     def fast(x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
-        return norm.add_rms_norm(x_TD, residual_TD, weight_D, EPSILON, BLOCKWISE, E4M3, columns=False)[:2]
+        return norm.rms_norm(x_TD, residual_TD, weight_D, EPSILON, BLOCKWISE, E4M3, columns=False)[:2]
 
     assert_parity(fast, truth, [x_TD, residual_TD, weight_D])
 
@@ -127,9 +125,9 @@ def test_a_norm_in_8_bits_has_parity_with_its_reference(device: torch.device) ->
 def test_misfits_are_refused(device: torch.device) -> None:
     weight_D = torch.ones(16, device=device)
     with pytest.raises(KernelError, match="takes a matrix"):
-        norm.rms_norm(torch.zeros(2, 3, 16), weight_D, EPSILON, BLOCKWISE, E4M3, columns=True)
+        norm.rms_norm(torch.zeros(2, 3, 16), None, weight_D, EPSILON, BLOCKWISE, E4M3, columns=True)
     with pytest.raises(KernelError, match="one shape"):
-        norm.add_rms_norm(torch.zeros(2, 16), torch.zeros(1, 16), weight_D, EPSILON, BLOCKWISE, E4M3, columns=True)
+        norm.rms_norm(torch.zeros(2, 16), torch.zeros(1, 16), weight_D, EPSILON, BLOCKWISE, E4M3, columns=True)
 
 
 @pytest.mark.often("sm_90-blockwise", "gfx942-mxfp8")

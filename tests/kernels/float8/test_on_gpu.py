@@ -152,10 +152,8 @@ def test_bytes_are_transposed() -> None:
 @with_squares
 def test_normed_rows_are_quantized_as_they_are(recipe: Recipe) -> None:
     x_TD, weight_D = normal(300, 2048), 1 + 0.1 * torch.randn(2048, device=DEVICE)
-    normed_TD, sum_TD, found = norm.add_rms_norm(x_TD, x_TD.flip(0), weight_D, 1e-5, recipe, FORM, columns=True)
-    expected_TD, expected_sum_TD, _ = operators.add_rms_norm(
-        x_TD, x_TD.flip(0), weight_D, 1e-5, recipe, FORM, columns=True
-    )
+    normed_TD, sum_TD, found = norm.rms_norm(x_TD, x_TD.flip(0), weight_D, 1e-5, recipe, FORM, columns=True)
+    expected_TD, expected_sum_TD, _ = operators.rms_norm(x_TD, x_TD.flip(0), weight_D, 1e-5, recipe, FORM, columns=True)
     assert min(decibels(sum_TD, expected_sum_TD), decibels(normed_TD, expected_TD)) > BAR_DB
     assert_both_equal(found, reference.quantize_rows(normed_TD, recipe, FORM, columns=recipe.columns))
 
