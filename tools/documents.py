@@ -26,7 +26,7 @@ from typing import Any
 
 from penstock.base.shapes import LEGEND
 from penstock.base.spans import Span
-from penstock.config.reference import reference_markdown
+from penstock.config.explain import reference_markdown
 from penstock.parallel.launch.environment import environment_page
 from penstock.train.metrics_page import metrics_page
 from tools import (

@@ -1,9 +1,8 @@
 """docs/models.md: the families, their presets, what each is made of, and how Hugging Face keeps it."""
 
-from penstock.config.compare import leaves
 from penstock.config.model import LatentAttention, Model
 from penstock.config.presets.registry import PRESETS
-from penstock.config.schema import as_toml, every_field, find
+from penstock.config.schema import as_toml, every_field, find, leaves
 from penstock.models.count import count
 from penstock.models.huggingface.config import TRAINING_ONLY
 from penstock.models.huggingface.families import FAMILIES, Family

@@ -13,12 +13,12 @@ from penstock.cli.next import print_next
 from penstock.cli.table import print_table
 from penstock.cli.verbs import Verb, group_of
 from penstock.cli.warnings import warn_of_unfilled
-from penstock.config.compare import differences
 from penstock.config.explain import explain as explain_field
+from penstock.config.explain import json_schema, reference_markdown
 from penstock.config.load import load_run
 from penstock.config.presets.registry import PRESETS
-from penstock.config.reference import json_schema, reference_markdown
 from penstock.config.run import Run
+from penstock.config.schema import differences
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -13,12 +13,11 @@ from penstock.base.errors import ConfigError
 from penstock.base.numbers import count_text
 from penstock.cli.init_run import Made
 from penstock.cli.plan_print import cluster_text, conclusion
-from penstock.config.compare import leaves
 from penstock.config.load import load_run
-from penstock.config.merge import NONE
 from penstock.config.presets.registry import PRESETS, preset
 from penstock.config.run import Run
-from penstock.config.schema import as_toml, find
+from penstock.config.schema import as_toml, find, leaves
+from penstock.config.tree import NONE
 from penstock.config.versions import VERSION
 
 SHOWN = (

@@ -22,12 +22,11 @@ from penstock.base.devices import chip_named
 from penstock.base.errors import ConfigError, DataError, DeviceError
 from penstock.base.numbers import bytes_text, count_text
 from penstock.config.data import SourceName
-from penstock.config.merge import Tree, merge, parse_overrides, settle
 from penstock.config.presets.registry import preset
 from penstock.config.rules import check
 from penstock.config.run import Run
 from penstock.config.schema import fields_of
-from penstock.config.validation import build
+from penstock.config.tree import Tree, build, merge, parse_overrides, settle
 from penstock.data.files import matched, stem
 from penstock.data.open import SUFFIXES
 from penstock.data.tokenizer import BYTES, open_tokenizer

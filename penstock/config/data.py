@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from penstock.config.section import Section, knob
+from penstock.config.schema import Section, knob
 
 SourceOfText = Literal["standard-library", "text", "jsonl", "parquet", "packed", "huggingface"]
 """Sources that hold text, or tokens of text."""

@@ -20,7 +20,7 @@ from penstock.config.graph_rules import captured_shapes_are_known
 from penstock.config.layout_rules import schedule_has_its_stages
 from penstock.config.model import GroupedQueryAttention
 from penstock.config.run import Run
-from penstock.config.section import Section
+from penstock.config.schema import Section
 from penstock.layout.schedules import SCHEDULES
 
 _WARMUP_SHARE = 10

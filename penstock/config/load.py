@@ -21,13 +21,11 @@ import tomli_w
 from penstock.base.errors import ConfigError, asked, did_you_mean_path, nearest
 from penstock.base.files import MOST_TOML_BYTES, parse_toml, read_bounded
 from penstock.config.follow import follow
-from penstock.config.merge import NONE, Tree, merge, parse_overrides, paths_in, settle
 from penstock.config.presets.registry import is_preset, preset
 from penstock.config.rules import check
 from penstock.config.run import Run
-from penstock.config.schema import fields_of
-from penstock.config.section import Section
-from penstock.config.validation import build
+from penstock.config.schema import Section, fields_of
+from penstock.config.tree import NONE, Tree, build, merge, parse_overrides, paths_in, settle
 from penstock.config.versions import VERSION, VERSION_KEY, check_version
 
 RUN_FILE = "config.toml"

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator
 
-from penstock.config.section import Section, knob
+from penstock.config.schema import Section, knob
 
 # Far above any model that was ever trained, and low enough that the product of a few still counts in 64 bits.
 MOST_FEATURES = 2**20

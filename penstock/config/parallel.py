@@ -3,7 +3,7 @@
 from typing import Literal
 
 from penstock.config.model import MOST_LAYERS
-from penstock.config.section import Section, knob
+from penstock.config.schema import Section, knob
 from penstock.layout.grid import MOST_RANKS
 
 RECOMPUTABLE = ("norm", "latent-up", "attention", "expert-activation", "shared-expert", "dense", "moe", "layer")

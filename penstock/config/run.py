@@ -6,7 +6,7 @@ from penstock.config.data import Data
 from penstock.config.float8 import Float8
 from penstock.config.model import Model
 from penstock.config.parallel import Dispatch, Graphs, Host, Offload, Parallel, Pipeline, Recompute
-from penstock.config.section import Section, knob
+from penstock.config.schema import Section, knob
 from penstock.config.training import (
     Checkpoint,
     Evaluation,

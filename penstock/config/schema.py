@@ -1,9 +1,10 @@
-"""The schema read as data: which fields a section has, and what may be written in each.
+"""Sections of a configuration, and the schema read as data: the fields of a section and their allowed values.
 
-Overrides, error messages, `penstock config explain` and the reference all ask here, so that none of them repeats the
-schema. It knows exactly the types that sections use: bool, int, float, str, `Literal` of texts, `tuple[str, ...]`,
-`tuple[int, ...]`, a section, alternative sections told apart by their field `kind`, `dict[str, Section]` (any number of
-them, each under a name that a user chose), and any of these or None.
+A section is frozen and strict: no field changes after loading, no unknown key passes, no type is guessed, no number is
+infinite or NaN. `knob` is the one way to declare a field. Overrides, error messages, `penstock config explain` and the
+reference all read `Field`. Sections use exactly these types: bool, int, float, str, `Literal` of texts,
+`tuple[str, ...]`, `tuple[int, ...]`, a section, alternative sections that differ in their field `kind`,
+`dict[str, Section]` (any number of sections under names of the user's choice), and any of these or None.
 """
 
 import json
@@ -13,10 +14,33 @@ from functools import cache
 from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import pydantic
 from annotated_types import Ge, Le
+from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
-from penstock.config.section import Section
+
+class Section(BaseModel):
+    """One part of a run's configuration."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
+
+
+def knob(default: Any = ..., *, doc: str, unit: str = "", low: float | None = None, high: float | None = None) -> Any:
+    """Declare a field of a section.
+
+    Args:
+        default: value when none is given; `...` makes the field required.
+        doc: one or two sentences for the reference.
+        unit: what the number counts, such as `rows` or `steps`; empty for names and switches.
+        low: smallest allowed value.
+        high: largest allowed value.
+
+    Returns:
+        A pydantic field.
+    """
+    return pydantic.Field(default, description=doc, ge=low, le=high, json_schema_extra={"unit": unit})
+
 
 KIND = "kind"
 """The field that tells the alternatives of a section apart."""
@@ -195,3 +219,47 @@ def as_toml(value: object) -> str:
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key} = {as_toml(one)}' for key, one in value.items())}}}"
     return str(value)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A field whose value is not the same.
+
+    Attributes:
+        field: full path.
+        left: its value in the first run as in TOML; None if that run has no such field.
+        right: the same of the second run.
+    """
+
+    field: str
+    left: str | None
+    right: str | None
+
+
+def leaves(section: Section, prefix: str = "") -> dict[str, Any]:
+    """Every value by its full path, in the order of the schema; a section that is none is a value too."""
+    values: dict[str, Any] = {}
+    for name, value in section:
+        path = f"{prefix}{name}"
+        if isinstance(value, Section):
+            values |= leaves(value, f"{path}.")
+        elif fields_of(type(section))[name].named:
+            for one, inner in value.items():
+                values |= leaves(inner, f"{path}.{one}.")
+        else:
+            values[path] = value
+    return values
+
+
+def differences(left: Section, right: Section) -> list[Difference]:
+    """The fields in which two runs differ, in the order of the schema."""
+    lefts, rights = leaves(left), leaves(right)
+    return [
+        Difference(field, _text(lefts, field), _text(rights, field))
+        for field in {**lefts, **rights}
+        if field not in lefts or field not in rights or lefts[field] != rights[field]
+    ]
+
+
+def _text(values: Mapping[str, Any], field: str) -> str | None:
+    return as_toml(values[field]) if field in values else None

@@ -11,11 +11,10 @@ from itertools import chain
 from math import floor
 
 from penstock.base.errors import ConfigError, did_you_mean
-from penstock.config.compare import leaves
 from penstock.config.fit import grid_of
-from penstock.config.merge import merge, parse_overrides
 from penstock.config.run import Run
-from penstock.config.validation import build
+from penstock.config.schema import leaves
+from penstock.config.tree import build, merge, parse_overrides
 from penstock.layout.schedules import SCHEDULES
 from penstock.plan.projection import Layout, Projection
 

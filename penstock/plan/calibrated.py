@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, TypeVar, get_args
 
-from penstock.config.section import Section
+from penstock.config.schema import Section
 from penstock.plan.calibrate import Findings
 from penstock.plan.hardware import (
     USUAL_HOST_LINK,

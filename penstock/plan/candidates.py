@@ -19,10 +19,10 @@ from typing import Any, get_args
 from penstock.base.errors import ConfigError
 from penstock.config.dispatcher import DispatchFacts, choose_dispatcher, ranks_on_a_node
 from penstock.config.fit import NO_PIPELINE
-from penstock.config.merge import parse_overrides
 from penstock.config.model import LatentAttention, Model
 from penstock.config.parallel import Graphs, Offload, Overlap, Pipeline, Recompute
 from penstock.config.run import Run
+from penstock.config.tree import parse_overrides
 from penstock.layout.schedules import SCHEDULES
 from penstock.models.decoder import IN_PIECES
 from penstock.plan.asked_layout import FIELDS, check_name, settled

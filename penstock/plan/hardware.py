@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 from penstock.base.errors import HardwareError, asked
-from penstock.config.section import Section, knob
+from penstock.config.schema import Section, knob
 from penstock.layout.grid import MOST_RANKS
 
 Dtype = Literal["bf16", "fp8", "fp32"]

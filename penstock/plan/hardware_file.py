@@ -23,10 +23,8 @@ import tomli_w
 from penstock.base.devices import chip_named
 from penstock.base.errors import ConfigError, HardwareError, did_you_mean, did_you_mean_path
 from penstock.base.files import read_toml
-from penstock.config.merge import settle
-from penstock.config.schema import fields_of
-from penstock.config.section import Section, knob
-from penstock.config.validation import build
+from penstock.config.schema import Section, fields_of, knob
+from penstock.config.tree import build, settle
 from penstock.plan.hardware import (
     ORIGINS,
     POINTS,

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.base.errors import ConfigError, PenstockError, did_you_mean
-from penstock.config.compare import Difference, differences
 from penstock.config.run import Run
-from penstock.config.schema import find
+from penstock.config.schema import Difference, differences, find
 from penstock.plan.asked_layout import FIELDS, FOLLOW, revised, settled, with_layout
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.memory import Memory

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.base.errors import CheckpointError, RunFolderError, did_you_mean_path
-from penstock.config.compare import differences
 from penstock.config.load import RUN_FILE, dump_toml
 from penstock.config.run import Run
+from penstock.config.schema import differences
 from penstock.train.metrics import last_step
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")

@@ -26,9 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.errors import CheckpointError
-from penstock.config.compare import leaves
 from penstock.config.run import Run
-from penstock.config.schema import every_field
+from penstock.config.schema import every_field, leaves
 from penstock.data.loader import Batches
 from penstock.models.parameters import refresh_float8
 from penstock.parallel.axes import ALONE, Axis

@@ -26,10 +26,10 @@ from typing import Any, Literal
 
 from penstock.base.errors import ConfigError, PenstockError
 from penstock.base.files import read_json
-from penstock.config.compare import differences
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.config.run import Run
+from penstock.config.schema import differences
 from penstock.tune.ladder_steps import MICRO_BATCH, LadderChange, LadderStep, why_skipped, why_unmet
 from penstock.tune.trial import Failure, Figures, Trial
 

@@ -28,11 +28,9 @@ from types import MappingProxyType
 from penstock.base.errors import ConfigError, did_you_mean
 from penstock.base.files import read_toml
 from penstock.config.dispatch_rules import COUNTS_STAY
-from penstock.config.merge import settle
 from penstock.config.run import Run
-from penstock.config.schema import fields_of, find
-from penstock.config.section import Section, knob
-from penstock.config.validation import build
+from penstock.config.schema import Section, fields_of, find, knob
+from penstock.config.tree import build, settle
 from penstock.train.run_folder import check_name
 
 MICRO_BATCH = "training.micro_batch"

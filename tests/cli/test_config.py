@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import main
-from penstock.config.explain import explain
+from penstock.config.explain import explain, json_schema, reference_markdown
 from penstock.config.load import dump_toml
 from penstock.config.presets.debug import debug
 from penstock.config.presets.registry import PRESETS
-from penstock.config.reference import json_schema, reference_markdown
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from penstock.config.merge import merge, parse_overrides
 from penstock.config.model import Balance, LatentAttention, Model, Moe, Router
 from penstock.config.run import Run
 from penstock.config.training import Optimizer, Schedule, Training
-from penstock.config.validation import build
+from penstock.config.tree import build, merge, parse_overrides
 
 SMALL = Run(
     name="small",

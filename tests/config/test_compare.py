@@ -1,6 +1,6 @@
 """Two runs side by side."""
 
-from penstock.config.compare import Difference, differences, leaves
+from penstock.config.schema import Difference, differences, leaves
 from tests.config.small import SMALL, unchecked_run
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from penstock.base.errors import ConfigError
-from penstock.config.compare import leaves
 from penstock.config.load import RUN_FILE, dump_toml, load_run, with_overrides
 from penstock.config.presets.debug import debug
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
+from penstock.config.schema import leaves
 
 ONE_OVERRIDE = (
     *(f"training.steps={steps}" for steps in (1, 2, 5, 12, 100)),

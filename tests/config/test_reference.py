@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from penstock.config.explain import REGENERATE, json_schema, reference_markdown
 from penstock.config.load import load_run
 from penstock.config.presets.debug import debug
-from penstock.config.reference import REGENERATE, json_schema, reference_markdown
 from penstock.config.rules import RULES, rule_text
 from penstock.config.run import Run
 from penstock.config.schema import every_field

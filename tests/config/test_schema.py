@@ -5,8 +5,17 @@ from typing import Annotated, Literal
 from pydantic import Discriminator
 
 from penstock.config.run import Run
-from penstock.config.schema import alternative, as_toml, every_field, fields_of, fields_under, find, kind_of
-from penstock.config.section import Section, knob
+from penstock.config.schema import (
+    Section,
+    alternative,
+    as_toml,
+    every_field,
+    fields_of,
+    fields_under,
+    find,
+    kind_of,
+    knob,
+)
 
 
 class Round(Section):

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from penstock.base.errors import ConfigError
-from penstock.config.merge import Tree, merge, parse_overrides
 from penstock.config.run import Run
-from penstock.config.validation import build
+from penstock.config.tree import Tree, build, merge, parse_overrides
 from tests.config.small import SMALL
 
 SOURCES = "standard-library, text, jsonl, parquet, packed, huggingface, synthetic-random, synthetic-learnable"

@@ -4,7 +4,6 @@ Rows are 32 tokens, so windows and chunks are shorter than a row; where there ar
 Experts have a balance loss, as the run has.
 """
 
-from penstock.config.compare import leaves
 from penstock.config.model import (
     Balance,
     ClampedSwiglu,
@@ -16,7 +15,7 @@ from penstock.config.model import (
     Router,
     Yarn,
 )
-from penstock.config.schema import as_toml
+from penstock.config.schema import as_toml, leaves
 from tests.distributed.case import DOCUMENTS, Case, layout, pipeline
 
 BALANCE = Balance(aux_loss="sequence", aux_loss_coef=0.01, z_loss_coef=0.001)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.config.compare import differences
 from penstock.config.load import load_run
+from penstock.config.schema import differences
 from penstock.kernels import reference
 from penstock.kernels.device_facts import named_device
 from penstock.kernels.expert_ffn import expert_ffn

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from penstock.base.errors import ConfigError, KernelError
 from penstock.config.fit import grid_of, smallest_world
-from penstock.config.merge import merge, parse_overrides
 from penstock.config.parallel import RECOMPUTABLE
 from penstock.config.rules import RULES as CONFIG_RULES
 from penstock.config.run import Run
-from penstock.config.validation import build
+from penstock.config.tree import build, merge, parse_overrides
 from penstock.kernels.device_facts import named_device
 from penstock.layout.schedules import SCHEDULES
 from penstock.models.kernels import kernel_choices, most_sync_free

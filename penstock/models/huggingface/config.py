@@ -13,9 +13,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from penstock.base.errors import ConfigError
-from penstock.config.compare import leaves
 from penstock.config.model import GroupedQueryAttention, Model
-from penstock.config.schema import as_toml, find
+from penstock.config.schema import as_toml, find, leaves
 from penstock.models.huggingface.config_parts import KEYS_OF_PARTS, Keys, Values, refused
 from penstock.models.huggingface.families import FAMILIES, Family, family_of
 

@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.base.errors import ConfigError
-from penstock.config.merge import settle
 from penstock.config.run import Run
 from penstock.config.schema import fields_of
-from penstock.config.validation import build
+from penstock.config.tree import build, settle
 from penstock.trace.answer import Answer, RankAnswer
 from penstock.trace.calls import Calls, Way
 from penstock.trace.collectives import any_row

@@ -17,10 +17,9 @@ from math import comb
 
 from penstock.base.errors import ConfigError
 from penstock.config.fit import grid_of, micro_batches
-from penstock.config.merge import merge, parse_overrides
 from penstock.config.rules import check
 from penstock.config.run import Run
-from penstock.config.validation import build
+from penstock.config.tree import build, merge, parse_overrides
 from penstock.plan.rules.advice import ADVICE, FEW_PEERS, MANY_COPIES
 from penstock.plan.rules.order import ORDER
 from penstock.tune.doctor.evidence import STANDS, Bottlenecks, Evidence, LateRank

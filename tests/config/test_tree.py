@@ -3,9 +3,9 @@
 import pytest
 
 from penstock.base.errors import ConfigError
-from penstock.config.merge import merge, parse_overrides, settle
 from penstock.config.run import Run
 from penstock.config.schema import fields_of
+from penstock.config.tree import merge, parse_overrides, settle
 from tests.config.small import SMALL
 
 

@@ -1,0 +1,274 @@
+"""Trees of values: overrides parsed, trees laid over one another, and the section that a tree describes.
+
+A tree is nested tables of plain values, as TOML gives them. `settle` converts values to the types of the schema: lists
+become tuples, a lone text becomes a list if a list is wanted, and the text "none" becomes None if a field may be none.
+`build` judges the values, after all trees are merged, and turns pydantic's errors into field, what, got, allowed, fix.
+"""
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from penstock.base.errors import ConfigError, asked, did_you_mean, nearest
+from penstock.base.files import parse_toml
+from penstock.config.problem import Problem, refuse
+from penstock.config.schema import (
+    KIND,
+    NAME,
+    Field,
+    Section,
+    alternative,
+    as_toml,
+    every_field,
+    fields_of,
+    fields_under,
+    find,
+    kind_of,
+)
+from penstock.config.versions import RENAMED_VALUES, new_path
+
+Tree = dict[str, Any]
+
+NONE = "none"
+"""How None is written in files and overrides."""
+
+
+def parse_overrides(root: type[Section], overrides: Sequence[str]) -> Tree:
+    """The tree that a list of `a.b=c` describes. Where two speak of the same field, the later one wins.
+
+    A value is written as in TOML, and a text that is no TOML value needs no quotes: `training.precision=bf16`.
+
+    Raises:
+        ConfigError: an override is not of the form `a.b=c`, or its value starts like TOML but is not.
+    """
+    tree: Tree = {}
+    for override in overrides:
+        path, equals, text = (part.strip() for part in override.partition("="))
+        names = path.split(".")
+        if not equals or not all(names):
+            raise ConfigError(
+                f"override {override!r} is not an assignment", allowed="a.b=c, such as training.steps=100"
+            )
+        if any("\ud800" <= letter <= "\udfff" for letter in text):  # How Python passes on bytes that are not UTF-8.
+            raise ConfigError(f"override {path} is not UTF-8 text", got=ascii(text))
+        *parents, last = names
+        table = tree
+        for name in parents:
+            inner = table.get(name)
+            if not isinstance(inner, dict):
+                inner = table[name] = {}
+            table = inner
+        table[last] = _parse_value(path, text, takes_text=any(field.takes_text for field in find(root, path)))
+    return settle(fields_of(root), tree)
+
+
+def _parse_value(path: str, text: str, *, takes_text: bool) -> Any:
+    """A TOML value, or the text itself. A field that takes text takes `2024` and `true` for texts too."""
+    try:
+        table = parse_toml(f"value = {text}")
+    except tomllib.TOMLDecodeError as error:
+        if text[:1] in ("[", "{", '"', "'"):
+            raise ConfigError(
+                f"override {path}: {text} is not a TOML value: {error}", fix="mind the shell's quotes"
+            ) from error
+        return text
+    value = table.pop("value")
+    is_several = bool(table)  # `1`, a new line, `seed = 2` is no single value.
+    return text if is_several or (takes_text and not isinstance(value, (str, list, dict))) else value
+
+
+def settle(fields: Mapping[str, Field], tree: Mapping[str, Any]) -> Tree:
+    """A copy of a tree in the types that the schema takes; unknown keys stay, to be refused later with a suggestion.
+
+    Args:
+        fields: fields that may stand at the top of the tree, by name.
+        tree: as TOML gives it.
+    """
+    return {key: _settle_value(fields.get(key), value) for key, value in tree.items()}
+
+
+def _settle_value(field: Field | None, value: Any) -> Any:
+    if field is None:
+        return value
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ConfigError(f"{field.path} is more than 64 bits can hold", got=value)
+    if field.optional and value == NONE:
+        return None
+    if field.sections and isinstance(value, Mapping):
+        fields = fields_under(field.sections)
+        if field.named:
+            return {name: settle(fields, one) if isinstance(one, Mapping) else one for name, one in value.items()}
+        return settle(fields, value)
+    if field.takes_list and isinstance(value, (str, int)):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def paths_in(tree: Mapping[str, Any], above: str = "") -> frozenset[str]:
+    """Full paths of all values in a tree; an empty table is a value.
+
+    Args:
+        tree: of tables.
+        above: path of the table itself, with a dot at its end; empty for the whole tree.
+    """
+    found: set[str] = set()
+    for key, value in tree.items():
+        path = f"{above}{key}"
+        found |= paths_in(value, f"{path}.") if isinstance(value, Mapping) and value else {path}
+    return frozenset(found)
+
+
+def merge(section: type[Section], base: Mapping[str, Any], overlay: Mapping[str, Any]) -> Tree:
+    """`base` with the values of `overlay`, table by table.
+
+    Where the overlay gives a section another `kind`, the base keeps what the new kind knows as well and loses the rest.
+
+    Args:
+        section: whose fields the trees hold.
+        base: a settled tree.
+        overlay: a settled tree; its values win.
+    """
+    merged = dict(base)
+    for key, value in overlay.items():
+        below = base.get(key)
+        field = fields_of(section).get(key)
+        if field is not None and field.sections and isinstance(value, Mapping) and isinstance(below, Mapping):
+            merged[key] = _merge_section(field, below, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _merge_section(field: Field, base: Mapping[str, Any], overlay: Mapping[str, Any]) -> Tree:
+    if field.named:
+        return dict(base) | {name: _merge_named(field, base.get(name), one) for name, one in overlay.items()}
+    kind = overlay.get(KIND, base.get(KIND))
+    section = alternative(field.sections, kind)
+    if section is None:  # An unknown kind: the schema will refuse it and name the known ones.
+        return {**base, **overlay}
+    if kind != base.get(KIND):
+        base = {key: value for key, value in base.items() if key in fields_of(section) and key != KIND}
+    return merge(section, base, overlay)
+
+
+def _merge_named(field: Field, below: Any, value: Any) -> Any:
+    both = isinstance(below, Mapping) and isinstance(value, Mapping)
+    return merge(field.sections[0], below, value) if both else value
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+_LONGEST_VALUE = 60
+_RANGE_ERRORS = ("greater_than_equal", "less_than_equal", "finite_number")
+
+
+def build(root: type[AnySection], tree: Mapping[str, Any]) -> AnySection:
+    """The section that a settled tree describes.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value is of the wrong type or out of range.
+    """
+    try:
+        return root.model_validate(tree)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    # A misspelled key is often a missing one as well: tell the misspelling first.
+    details.sort(key=lambda detail: detail["type"] != "extra_forbidden")
+    refuse([_problem(root, detail) for detail in details])
+    raise AssertionError("pydantic refused the tree and named no fault")
+
+
+def _problem(root: type[Section], detail: ErrorDetails) -> Problem:
+    path, field, owner, wants_name = _locate(root, detail["loc"])
+    fault, value = detail["type"], detail["input"]
+    if field is None:
+        return _unknown_key(root, path, owner)
+    if fault == "missing":
+        fix = 'write its fields, or start the file with preset = "debug"' if field.sections else None
+        return Problem(path, "is missing", allowed=field.allowed_text, fix=fix)
+    if fault == "union_tag_not_found":
+        return Problem(f"{path}.{KIND}", "is missing", allowed=", ".join(_kinds(field)))
+    if fault == "union_tag_invalid":
+        return _unknown_value(f"{path}.{KIND}", value[KIND], _kinds(field))
+    if field.choices:
+        return _unknown_value(path, value, field.choices)
+    if field.sections:
+        inside = f"{path}.{NAME}" if wants_name else path
+        examples = ", ".join(f"{inside}.{name}" for name in list(fields_under(field.sections))[:3])
+        allowed = "its fields, or none" if field.optional else "its fields"
+        return Problem(path, "is a section, not a value", _shown(value), allowed, fix=f"set {examples}, ...")
+    what = "is out of range" if fault in _RANGE_ERRORS else "has the wrong type"
+    return Problem(path, what, _shown(value), field.allowed_text)
+
+
+class _Place(NamedTuple):
+    """Where a fault is: the path, its field (None for an unknown key), and the section that has or lacks the field.
+
+    After the path of sections by name, `wants_name` says that none of them is named.
+    """
+
+    path: str
+    field: Field | None
+    owner: type[Section]
+    wants_name: bool
+
+
+def _locate(root: type[Section], location: tuple[int | str, ...]) -> _Place:
+    """Follow pydantic's location, which names a kind after a section with alternatives, and the index in a list."""
+    names: list[str] = []
+    field: Field | None = None
+    wants_name = False
+    owner = root
+    sections: tuple[type[Section], ...] = (root,)
+    for part in location:
+        if isinstance(part, int):
+            break
+        if wants_name:
+            names.append(part)
+            wants_name = False
+            continue
+        if len(sections) > 1:
+            sections = tuple(section for section in sections if kind_of(section) == part)
+            continue
+        (owner,) = sections
+        names.append(part)
+        field = fields_of(owner).get(part)
+        sections = () if field is None else field.sections
+        wants_name = field is not None and field.named
+    return _Place(".".join(names), field, owner, wants_name)
+
+
+def _unknown_key(root: type[Section], path: str, owner: type[Section]) -> Problem:
+    """Suggest the key's new name, another kind of the section, a similar name beside it, or the same name elsewhere."""
+    if renamed := new_path(path):
+        return Problem(path, f"is {renamed} now", fix="rename the key")
+    parent, _, name = path.rpartition(".")
+    siblings = fields_of(owner)
+    what = "is an unknown key"
+    if elsewhere := find(root, path):
+        kinds = " or ".join(str(kind_of(field.owner)) for field in elsewhere)
+        return Problem(path, what, fix=f"leave it out: it belongs to {parent}.{KIND} = {kinds}")
+    if near := nearest(name, siblings):
+        return Problem(path, what, fix=asked(f"{parent}.{one}".lstrip(".") for one in near))
+    if namesakes := {field.path: None for field in every_field(root) if field.path.rpartition(".")[2] == name}:
+        return Problem(path, what, fix=asked(namesakes))
+    return Problem(path, what, allowed=", ".join(siblings))
+
+
+def _unknown_value(path: str, value: object, choices: Iterable[str]) -> Problem:
+    choices = tuple(choices)
+    renamed = RENAMED_VALUES.get(path, {}).get(f"{value}")
+    fix = f"write {renamed}, as {value} is called now" if renamed else did_you_mean(value, choices)
+    return Problem(path, "has an unknown value", _shown(value), ", ".join(choices), fix)
+
+
+def _kinds(field: Field) -> list[str]:
+    return [str(kind_of(section)) for section in field.sections]
+
+
+def _shown(value: object) -> str:
+    text = as_toml(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
