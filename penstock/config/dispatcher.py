@@ -20,7 +20,7 @@ from penstock.layout.experts import divides_into
 DispatcherName = Literal["local", "padded", "all-to-all", "all-gather", "symmetric", "hierarchical"]
 
 MOST_PEERS = 31
-"""Ranks that can write to each other's memory; penstock/kernels/symmetric_transfer.py has the same, with Triton."""
+"""Ranks that can write to each other's memory; penstock/kernels/symmetric.py has the same, with Triton."""
 
 PEER_ROW_MULTIPLE = 16
 """Bytes that a row written to another GPU must be a multiple of; said there too."""

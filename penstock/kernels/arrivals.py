@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.kernels.language import tl, triton
+from penstock.kernels.language import ceil_div, power_of_two, tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.permute import CHUNKS, ORDER_LAUNCH, scan_kernel
-from penstock.kernels.symmetric_transfer import ceil_div, power_of_two
 from penstock.kernels.tuning import Launch
 
 

@@ -13,13 +13,25 @@ For tensors of the meta device torch would take the backend that writes all scor
 backend is called by its own name; all of them keep query, key, value, output, and one float32 number for each row.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend
 
 from penstock.kernels import flash_4
-from penstock.kernels.attention_backends import Scores, aten, for_each_head, in_order, with_own_keys
-from penstock.kernels.attention_sinks import attention_with_sinks
+from penstock.kernels.attention_backends import (
+    Scores,
+    Softmax,
+    aten,
+    backward,
+    for_each_head,
+    forward,
+    in_order,
+    with_own_keys,
+)
 
 
 def causal_attention(
@@ -89,3 +101,96 @@ def _without_memory(
     else:
         o_BHSM = aten._scaled_dot_product_efficient_attention(*own, mask, True, 0.0, is_causal, scale=scale)[0]
     return o_BHSM
+
+
+def attention_with_sinks(
+    q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, sinks_H: Tensor, scores: Scores, backend: str
+) -> Tensor:
+    """Attention whose softmax has one more logit for each head.
+
+    Args:
+        q_BHSN: queries.
+        k_BGSN: keys; G divides H.
+        v_BGSM: values.
+        sinks_H: logits.
+        scores: scale, and which keys a query looks at.
+        backend: as of `penstock.kernels.attention.causal_attention`.
+
+    Returns:
+        o_BHSM in the dtype of q.
+    """
+    found, k_BGSN, v_BGSM = with_own_keys(q_BHSN, k_BGSN, v_BGSM, scores, backend)
+    if found == SDPBackend.MATH:
+        return _by_products(q_BHSN, k_BGSN, v_BGSM, sinks_H, scores)
+    width = v_BGSM.shape[-1]
+    if found == SDPBackend.FLASH_ATTENTION and q_BHSN.is_cuda:
+        q_BHSN, k_BGSN, v_BGSM = (_in_eights(x) for x in (q_BHSN, k_BGSN, v_BGSM))
+    o_BHSM: Tensor = _WithSinks.apply(q_BHSN, k_BGSN, v_BGSM, sinks_H, scores, found)
+    return o_BHSM[..., :width]
+
+
+def _in_eights(x: Tensor) -> Tensor:
+    """Heads as wide as flash asks for; torch widens them too, and zeros change nothing."""
+    missing = -x.shape[-1] % 8
+    return F.pad(x, (0, missing)) if missing else x
+
+
+class _WithSinks(torch.autograd.Function):
+    """See the top of the file. Keeps what the fused backend would, with the sink in it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BHSN: Tensor,
+        k_BGSN: Tensor,
+        v_BGSM: Tensor,
+        sinks_H: Tensor,
+        scores: Scores,
+        backend: SDPBackend,
+    ) -> Tensor:
+        plain = forward(backend, q_BHSN, k_BGSN, v_BGSM, scores)
+        log_sums = torch.logaddexp(plain.log_sums, _beside(sinks_H, plain.log_sums))
+        o_BHSM = plain.o_BHSM.mul_(_by_query((plain.log_sums - log_sums).exp(), plain.o_BHSM))
+        rest = [one if isinstance(one, Tensor) else None for one in plain.rest]
+        ctx.save_for_backward(q_BHSN, k_BGSN, v_BGSM, sinks_H, o_BHSM, log_sums, scores.allowed, *rest)
+        ctx.numbers = tuple(None if isinstance(one, Tensor) else one for one in plain.rest)
+        ctx.how = backend, scores.scale
+        return o_BHSM
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do_BHSM: Tensor) -> tuple[Tensor | None, ...]:
+        q_BHSN, k_BGSN, v_BGSM, sinks_H, o_BHSM, log_sums, allowed, *rest = ctx.saved_tensors
+        backend, scale = ctx.how
+        together = tuple(number if tensor is None else tensor for tensor, number in zip(rest, ctx.numbers, strict=True))
+        softmax = Softmax(o_BHSM, log_sums, together)
+        operands = (q_BHSN, k_BGSN, v_BGSM)
+        gradients = backward(backend, do_BHSM, operands, Scores(scale=scale, allowed=allowed), softmax)
+        weights_BHS1 = _by_query((_beside(sinks_H, log_sums) - log_sums).exp(), o_BHSM)
+        product_BHS1 = (do_BHSM.to(log_sums.dtype) * o_BHSM).sum(-1, keepdim=True)
+        dsinks_H = -(weights_BHS1 * product_BHS1).sum((0, 2, 3))
+        return *gradients, dsinks_H.to(sinks_H.dtype), None, None
+
+
+def _beside(sinks_H: Tensor, log_sums: Tensor) -> Tensor:
+    """Sinks in the dtype and dims of logarithms of sums, whose dim 1 is that of heads."""
+    return sinks_H.to(log_sums.dtype).reshape(-1, *(1 for _ in log_sums.shape[2:]))
+
+
+def _by_query(x: Tensor, o_BHSM: Tensor) -> Tensor:
+    """A number of each query as B x H x S x 1, without what a backend has behind the last."""
+    return x.reshape(*x.shape[:2], -1, 1)[:, :, : o_BHSM.shape[2]]
+
+
+def _by_products(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, sinks_H: Tensor, scores: Scores) -> Tensor:
+    """The same with all scores in memory, in float32 or wider."""
+    heads, dtype = q_BHSN.shape[1], torch.promote_types(q_BHSN.dtype, torch.float32)
+    k_BHSN, v_BHSM = (for_each_head(x, heads) for x in (k_BGSN, v_BGSM))
+    scores_BHSS = (q_BHSN @ k_BHSN.transpose(-2, -1)).to(dtype) * scores.scale
+    allowed = scores.allowed
+    if allowed is None:
+        allowed = torch.ones(scores_BHSS.shape[-2:], dtype=torch.bool, device=q_BHSN.device).tril()
+    scores_BHSS = scores_BHSS.masked_fill(~allowed, float("-inf"))
+    sinks_BHS1 = _beside(sinks_H, scores_BHSS).expand(*scores_BHSS.shape[:-1], 1)
+    weights = torch.cat((scores_BHSS, sinks_BHS1), dim=-1).softmax(dim=-1)
+    return weights[..., :-1].to(v_BHSM.dtype) @ v_BHSM

@@ -2,7 +2,7 @@
 
 `F.scaled_dot_product_attention` chooses one of them, and its backward pass reads what forward kept: the output and, for
 each query, the logarithm of the sum of the exponentials of its scores. Whoever changes the two between forward and
-backward (penstock/kernels/attention_sinks.py) calls the operators here. Torch's own context parallelism merges partial
+backward (penstock/kernels/attention.py) calls the operators here. Torch's own context parallelism merges partial
 softmaxes in the same way, so the logarithm is a natural one in all of them.
 """
 

@@ -20,11 +20,22 @@ from typing import Any
 
 from penstock.base.errors import KernelError
 from penstock.kernels import flash_4
-from penstock.kernels.backends import BACKENDS, FIELDS, experts_of, operators_of
+from penstock.kernels.backends import (
+    BACKENDS,
+    FIELDS,
+    QUESTIONS,
+    Direction,
+    Part,
+    Question,
+    Shapes,
+    experts_of,
+    has,
+    operators_of,
+    shape_of,
+)
 from penstock.kernels.device_facts import FLASH_4, DeviceFacts
 from penstock.kernels.measured import Entry, Measurements
 from penstock.kernels.operators import REFERENCE, Operators
-from penstock.kernels.questions import QUESTIONS, Direction, Part, Question, Shapes, has, shape_of
 from penstock.kernels.tuning import GROUPED_GEMM
 
 AUTO = "auto"

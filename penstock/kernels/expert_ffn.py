@@ -17,7 +17,7 @@ product of two rows of width F that are at hand, and not of the outputs, and h c
     d_gate_up  = d_gate_up_RF^T @ x_ND[index_R]
 
 Where only the device knows how many rows there are, `keep` lets many layers keep them in one buffer, one behind the
-other (penstock/kernels/kept_rows.py).
+other (penstock/kernels/expert_parts.py).
 
 For DeepSeek-V2-Lite (D 2,048, F 1,408, 6 experts a token) this keeps 38 kB a token and layer; keeping the rows, both
 halves of the activation, h and the outputs as well would keep 104 kB. With `recompute` the pre-activation is freed too

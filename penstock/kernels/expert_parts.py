@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.launching import counts_on_host
+from penstock.kernels.language import tl, triton
+from penstock.kernels.launching import counts_on_host, start_kernel
 from penstock.kernels.operators import torch_add_bias
 from penstock.kernels.reference import RowOrder
 
@@ -29,7 +30,7 @@ will call it."""
 
 @dataclass(frozen=True)
 class KeptRows:
-    """Where one layer's rows stand in a buffer of several layers (penstock/kernels/kept_rows.py).
+    """Where one layer's rows stand in a buffer of several layers (penstock/kernels/expert_parts.py).
 
     Attributes:
         rows_SF: the buffer, contiguous.
@@ -183,3 +184,32 @@ def check_operands(
             "expert_ffn: places_TK must have one row for each source row, and index_R beside it",
             got=f"{len(places_TK)} rows for {len(x_ND)}, index_R {'missing' if index_R is None else 'given'}",
         )
+
+
+def claim_rows(cursor: Tensor, used: Tensor, capacity: int, meter: Tensor) -> Tensor:
+    """The first row of a layer's place in a buffer; moves the cursor on.
+
+    Args:
+        cursor: int64 [1]: rows that were taken so far, also of layers that did not fit.
+        used: int32, one number: rows of the layer, at most `capacity`.
+        capacity: S, rows of the buffer.
+        meter: int64 [2]: rows that found no room are added to the first, the second becomes the most that were taken.
+
+    Returns:
+        int64 [1].
+    """
+    first = torch.empty_like(cursor)
+    start_kernel(claim_rows_kernel, (1,), cursor, used, first, meter, capacity, num_warps=1)
+    return first
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def claim_rows_kernel(cursor_ptr, used_ptr, first_ptr, meter_ptr, capacity):
+    """Example: cursor 5, 3 rows, capacity 7: cursor 8, the layer at row 0, and 1 row more that found no room."""
+    begin = tl.load(cursor_ptr)
+    end = begin + tl.load(used_ptr)
+    tl.store(cursor_ptr, end)
+    tl.store(first_ptr, tl.where(end <= capacity, begin, 0))
+    missing = tl.maximum(end - tl.maximum(begin, capacity), 0)
+    tl.store(meter_ptr, tl.load(meter_ptr) + missing)
+    tl.store(meter_ptr + 1, tl.maximum(tl.load(meter_ptr + 1), end))

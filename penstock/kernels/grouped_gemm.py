@@ -23,10 +23,10 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels import hopper_expert_rows, hopper_weight_gradient
 from penstock.kernels.expert_parts import KeptRows
-from penstock.kernels.gather_rows import gather_rows
 from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
 from penstock.kernels.language import TensorDescriptor, create_ragged_descriptor
 from penstock.kernels.launching import start_kernel
+from penstock.kernels.permute import gather_rows
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
 from penstock.kernels.tuning import (
     GemmLaunch,

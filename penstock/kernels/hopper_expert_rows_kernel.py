@@ -6,8 +6,8 @@ two multipliers take whole tiles in turns in `penstock.kernels.hopper_weight_gra
 The weight is read as the model has it. Where its contracted dim is the last one, as the rows' is, the matrix unit gets
 a block's transpose; for the gradient of the input it is the first of the two, and a block is taken as it lies.
 
-Descriptors of the result are ragged (`penstock.kernels.output_tiles`): rows past an expert's last are multiplied,
-whatever they hold, and never written.
+Descriptors of the result are ragged (`penstock.kernels.grouped_gemm_kernels`): rows past an expert's last are
+multiplied, whatever they hold, and never written.
 """
 
 from triton.experimental import gluon

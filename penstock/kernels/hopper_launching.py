@@ -41,7 +41,7 @@ def blocks_of(memory: Tensor, *block: int) -> "TensorDescriptor":
 
 
 def ragged_blocks_of(rows: Tensor, *block: int) -> "TensorDescriptor":
-    """Blocks that end with the rows of an expert (`penstock.kernels.output_tiles`).
+    """Blocks that end with the rows of an expert (`penstock.kernels.grouped_gemm_kernels`).
 
     Args:
         rows: R x columns, contiguous.

@@ -26,7 +26,7 @@ MULTIPLIER_REGISTERS = gl.constexpr(240)
 LOADER_REGISTERS = gl.constexpr(24)
 """Of a thread: 65536 of a multiprocessor, handed out to multiples of four warps."""
 SPAN = gl.constexpr(2**30)
-"""Where a ragged descriptor's rows end; see `penstock.kernels.output_tiles`."""
+"""Where a ragged descriptor's rows end; see `penstock.kernels.grouped_gemm_kernels`."""
 LINE = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))
 """How a row's numbers are spread over threads."""
 
@@ -72,7 +72,7 @@ def make_turns():
 
 @gluon.jit
 def swizzle(tile, tiles_down, tiles_across, GROUP: gl.constexpr):
-    """As `penstock.kernels.output_tiles.swizzle`."""
+    """As `penstock.kernels.grouped_gemm_kernels.swizzle`."""
     group = tile // (GROUP * tiles_across)
     height = gl.minimum(tiles_down - group * GROUP, GROUP)
     within = tile % (GROUP * tiles_across)

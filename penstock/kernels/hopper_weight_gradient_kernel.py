@@ -7,8 +7,8 @@ stay in the matrix unit's registers for all of a tile, and one product is always
 slot is free when the product after its own has been started and its own is done.
 
 Both operands have the contracted dim, an expert's rows, first in memory. So a slot holds columns of dy and of x for
-some rows, and the matrix unit reads the first transposed. Descriptors are ragged (`penstock.kernels.output_tiles`):
-past an expert's last row they give zeros, whatever stands there.
+some rows, and the matrix unit reads the first transposed. Descriptors are ragged
+(`penstock.kernels.grouped_gemm_kernels`): past an expert's last row they give zeros, whatever stands there.
 """
 
 from triton.experimental import gluon

@@ -14,9 +14,21 @@ from types import SimpleNamespace
 from typing import Any
 
 from penstock.base.errors import KernelError
-from penstock.kernels.symmetric_transfer import ceil_div, power_of_two
 
-__all__ = ["HAS_TRITON", "TensorDescriptor", "create_ragged_descriptor", "tl", "triton"]
+__all__ = ["HAS_TRITON", "TensorDescriptor", "ceil_div", "create_ragged_descriptor", "power_of_two", "tl", "triton"]
+
+
+# Triton's `cdiv` and `next_power_of_2` take several microseconds on the host, and every launch needs some.
+
+
+def ceil_div(size: int, part: int) -> int:
+    """Number of parts that hold `size`."""
+    return -(-size // part)
+
+
+def power_of_two(size: int) -> int:
+    """Smallest power of two that is at least `size`."""
+    return 1 << max(0, size - 1).bit_length()
 
 
 @dataclass(frozen=True)

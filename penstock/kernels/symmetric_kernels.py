@@ -7,12 +7,72 @@ at it, so no kernel needs a prefix sum or an atomic to know where to write.
 Rows travel as 32-bit words, whatever their numbers are; rows that are summed are read and written as numbers. Programs
 are few and walk over tiles of rows, and each begins at another peer, so that all links are busy at once.
 
-Tokens are cut into chunks (penstock/kernels/symmetric_flags.py). `first` and `last` bound those of a launch: all of
+Tokens are cut into chunks (penstock/kernels/symmetric_kernels.py). `first` and `last` bound those of a launch: all of
 them, but in simulations.
 """
 
 from penstock.kernels.language import tl, triton
-from penstock.kernels.symmetric_flags import await_chunk, first_tile, leave, peer_pointer, signal
+
+MOST_CHUNKS = tl.constexpr(16)
+"""Chunks that a channel has flags for."""
+
+
+@triton.jit
+def peer_pointer(addresses_ptr, rank, offset, dtype: tl.constexpr):
+    """Pointer into the memory of one rank. All sections begin at multiples of 16 bytes; only we know that."""
+    address = tl.multiple_of(tl.load(addresses_ptr + rank), 16) + tl.multiple_of(offset, 16)
+    return tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def signal(addresses_ptr, flags_offset, rank, chunk, W: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Count our flag of a chunk up by one at every rank, after all that this program wrote before."""
+    tl.debug_barrier()
+    peer_W = tl.arange(0, BLOCK_W)
+    address_W = tl.load(addresses_ptr + peer_W, mask=peer_W < W, other=0) + flags_offset + (chunk * W + rank) * 8
+    flags_ptr = address_W.to(tl.pointer_type(tl.int64))
+    one_W = tl.full([BLOCK_W], 1, tl.int64)
+    tl.atomic_add(flags_ptr, one_W, mask=peer_W < W, sem="release", scope="sys")
+
+
+@triton.jit
+def await_chunk(flags_ptr, wanted, late_ptr, channel, limit, W: tl.constexpr, BLOCK_W: tl.constexpr):
+    """Spin until the flags of all ranks have grown to `wanted`.
+
+    After `limit` looks the channel's number, plus one, is left in `late`, and nobody waits again: a wait in vain must
+    end, and whoever reads `late` will not trust what was computed.
+    """
+    peer_W = tl.arange(0, BLOCK_W)
+    looks = tl.where(tl.load(late_ptr) == 0, limit, 1).to(tl.int64)
+    here = tl.full([], 0, tl.int32)
+    while (here == 0) & (looks > 0):
+        # An addition of zero is Triton's only load that acquires.
+        zero_W = tl.zeros([BLOCK_W], tl.int64)
+        count_W = tl.atomic_add(flags_ptr + peer_W, zero_W, mask=peer_W < W, sem="acquire", scope="sys")
+        here = tl.min(tl.where(peer_W < W, count_W >= wanted, True).to(tl.int32), 0)
+        looks -= 1
+    if here == 0:
+        tl.store(late_ptr, channel + 1)
+    tl.debug_barrier()
+
+
+@triton.jit
+def leave(expected_ptr, left_ptr, channel, signals, chunks):
+    """The last program of a launch leaves behind what flags had grown to; the others still read the old numbers."""
+    tl.debug_barrier()
+    before = tl.atomic_add(left_ptr + channel, 1, sem="acq_rel", scope="gpu")
+    if before == tl.num_programs(0) - 1:
+        tl.store(left_ptr + channel, 0)
+        chunk_C = tl.arange(0, MOST_CHUNKS)
+        expected_C = tl.load(expected_ptr + chunk_C, mask=chunk_C < chunks, other=0)
+        tl.store(expected_ptr + chunk_C, expected_C + signals, mask=chunk_C < chunks)
+
+
+@triton.jit
+def first_tile(chunk, tiles):
+    """Of the tiles of a chunk, the first one of this program, if tiles of all chunks go round among the programs."""
+    programs = tl.num_programs(0)
+    return (tl.program_id(0) + programs - chunk * tiles % programs) % programs
 
 
 @triton.jit

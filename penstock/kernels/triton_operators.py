@@ -3,15 +3,13 @@
 `TRITON` differs from the other sets in every operator; attention stays with torch, whose cuDNN backend is the fast one.
 """
 
-from penstock.kernels.balance_loss import balance_loss
 from penstock.kernels.expert_ffn import expert_ffn
-from penstock.kernels.norm import add_rms_norm, rms_norm, rms_norm_beside
+from penstock.kernels.norm import add_rms_norm, add_three, fan_out, rms_norm, rms_norm_beside
 from penstock.kernels.operators import Operators
 from penstock.kernels.permute import order_rows, unpermute
 from penstock.kernels.rope import mla_heads, rotate
-from penstock.kernels.sums import add_three, fan_out
 from penstock.kernels.swiglu import swiglu
-from penstock.kernels.topk import route
+from penstock.kernels.topk import balance_loss, route
 
 TRITON = Operators(
     attention_backend="auto",

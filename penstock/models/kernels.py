@@ -10,7 +10,7 @@ from penstock.config.dispatch_rules import COUNTS_STAY, STAGES
 from penstock.config.float8 import RecipeKnob
 from penstock.config.model import LatentAttention
 from penstock.config.run import Kernels, Run
-from penstock.kernels.backends import float8_operators_of
+from penstock.kernels.backends import Shapes, float8_operators_of
 from penstock.kernels.choose import AUTO, Choice, choose, operators
 from penstock.kernels.device_facts import DeviceFacts, device_facts
 from penstock.kernels.float8.formats import format_on
@@ -19,7 +19,6 @@ from penstock.kernels.float8.recipes import RECIPES, Recipe, default_recipe, ref
 from penstock.kernels.float8.torch_products import obstacle as torch_obstacle
 from penstock.kernels.measured import Measurements, find
 from penstock.kernels.operators import Operators
-from penstock.kernels.questions import Shapes
 
 
 def choose_operators(run: Run, device: torch.device) -> Operators:

@@ -39,12 +39,11 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory
 
 from penstock.base.errors import DeviceError
-from penstock.kernels import symmetric_flags
-from penstock.kernels.symmetric import hold, signal, wait
-from penstock.kernels.symmetric_transfer import MOST_RANKS, ROW_MULTIPLE, Awaited, Chunks, Peers
+from penstock.kernels import symmetric_kernels
+from penstock.kernels.symmetric import MOST_RANKS, ROW_MULTIPLE, Awaited, Chunks, Peers, hold, signal, wait
 from penstock.parallel.axes import Axis
 
-MOST_CHUNKS: int = symmetric_flags.MOST_CHUNKS.value
+MOST_CHUNKS: int = symmetric_kernels.MOST_CHUNKS.value
 """Chunks that a channel has flags for."""
 
 ALIGNMENT = 256

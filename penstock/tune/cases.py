@@ -1,6 +1,6 @@
 """What is timed to choose kernels: each part of a model's step, on inputs like those of the step.
 
-Parts and sizes are those of `penstock.kernels.questions`. Experts are loaded evenly in one case and unevenly in
+Parts and sizes are those of `penstock.kernels.backends`. Experts are loaded evenly in one case and unevenly in
 another: the popularity of an expert is then lognormal, and a token still goes to `top_k` different experts. A case
 draws new inputs each time that it is asked, so a clock can take turns among several and none is found in a cache.
 """
@@ -15,11 +15,10 @@ from torch import Tensor
 
 from penstock.config.run import Run
 from penstock.kernels import reference
-from penstock.kernels.backends import BACKENDS, expert_kernels_of, operators_of
+from penstock.kernels.backends import BACKENDS, QUESTIONS, Part, Shapes, expert_kernels_of, has, operators_of, shape_of
 from penstock.kernels.choose import obstacle
 from penstock.kernels.device_facts import DeviceFacts
 from penstock.kernels.operators import Operators
-from penstock.kernels.questions import QUESTIONS, Part, Shapes, has, shape_of
 from penstock.kernels.reference import RouterRule
 from penstock.models.kernels import shapes_of
 from penstock.moe.router import router_rule

@@ -12,7 +12,7 @@ from penstock.config.dispatcher import (
     choose_dispatcher,
     ranks_on_a_node,
 )
-from penstock.kernels.symmetric_transfer import MOST_RANKS, ROW_MULTIPLE
+from penstock.kernels.symmetric import MOST_RANKS, ROW_MULTIPLE
 
 SEVERAL_NODES: dict[str, Any] = {"ranks": 8, "node_ranks": 4}
 ONE_NODE: dict[str, Any] = {"ranks": 8, "node_ranks": 8}

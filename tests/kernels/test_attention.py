@@ -139,8 +139,8 @@ def test_padding_of_logarithms_is_not_read(monkeypatch: pytest.MonkeyPatch) -> N
         kept = Softmax(softmax.o_BHSM, softmax.log_sums[..., :LENGTH].contiguous(), softmax.rest)
         return backward(backend, do, operands, scores, kept)
 
-    monkeypatch.setattr("penstock.kernels.attention_sinks.forward", widened)
-    monkeypatch.setattr("penstock.kernels.attention_sinks.backward", narrowed)
+    monkeypatch.setattr("penstock.kernels.attention.forward", widened)
+    monkeypatch.setattr("penstock.kernels.attention.backward", narrowed)
     q, k, v, sinks_H, direction = random_heads(ROWS, LENGTH)
     leaves = [x.requires_grad_() for x in (q, k, v, sinks_H)]
     expected = with_gradients(eager_attention(q, k, v, seen_by(None, LENGTH), SCALE, sinks_H), direction, leaves)

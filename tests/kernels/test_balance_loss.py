@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.balance_loss import balance_loss, balance_loss_kernel
 from penstock.kernels.operators import LinearLoss, reference_balance_loss
+from penstock.kernels.topk import balance_loss, balance_loss_kernel
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 

@@ -11,12 +11,11 @@ from penstock.base.devices import CHIPS
 from penstock.base.errors import DeviceError, KernelError
 from penstock.config.run import Kernels
 from penstock.kernels import backends, reference
-from penstock.kernels.backends import BACKENDS, FIELDS
+from penstock.kernels.backends import BACKENDS, FIELDS, PART_SIZES, PRODUCTS, QUESTIONS, Shapes, has, shape_of
 from penstock.kernels.choose import Choice, choose, obstacle, operators, shown, summary
 from penstock.kernels.device_facts import DeviceFacts, device_facts, installed, named_device
 from penstock.kernels.measured import Entry, Measurements
 from penstock.kernels.operators import REFERENCE, TORCH
-from penstock.kernels.questions import PART_SIZES, PRODUCTS, QUESTIONS, Shapes, has, shape_of
 from penstock.kernels.tuning import GROUPED_GEMM
 from tests.closeness import assert_close
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.expert_parts import KeptRows
-from penstock.kernels.gather_rows import gather_columns, gather_columns_kernel, gather_rows, gather_rows_kernel
+from penstock.kernels.expert_parts import KeptRows, claim_rows, claim_rows_kernel
 from penstock.kernels.grouped_gemm import _launch_rows, grouped_gemm_forward
 from penstock.kernels.grouped_gemm_kernels import rows_kernel
-from penstock.kernels.kept_rows import claim_rows, claim_rows_kernel
+from penstock.kernels.permute import gather_columns, gather_columns_kernel, gather_rows, gather_rows_kernel
 from penstock.kernels.reference import SWIGLU
 from penstock.kernels.swiglu import LAUNCH, rule_constants, swiglu_backward, swiglu_forward, swiglu_kernel
 from penstock.kernels.tile_table import tile_table

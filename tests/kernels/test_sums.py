@@ -6,7 +6,7 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
-from penstock.kernels.sums import BLOCK, add_three, add_three_kernel, fan_out
+from penstock.kernels.norm import BLOCK, add_three, add_three_kernel, fan_out
 from penstock.plan.tape import Tape
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_for

@@ -18,6 +18,15 @@ from penstock.kernels.symmetric import (
     SUM_ALL_LAUNCH,
     SUM_LAUNCH,
     TAKE_LAUNCH,
+    Awaited,
+    Choices,
+    Chunks,
+    Home,
+    Homes,
+    Peers,
+    PersistentLaunch,
+    Places,
+    Returned,
     push_rows,
     return_rows,
     sum_ranks,
@@ -32,17 +41,6 @@ from penstock.kernels.symmetric_kernels import (
     sum_ranks_kernel,
     take_rows_kernel,
     wait_kernel,
-)
-from penstock.kernels.symmetric_transfer import (
-    Awaited,
-    Choices,
-    Chunks,
-    Home,
-    Homes,
-    Peers,
-    PersistentLaunch,
-    Places,
-    Returned,
 )
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_for

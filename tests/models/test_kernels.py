@@ -10,10 +10,10 @@ import torch
 from penstock.base.errors import KernelError
 from penstock.config.load import load_run
 from penstock.config.presets.registry import PRESETS
+from penstock.kernels.backends import shape_of
 from penstock.kernels.device_facts import DeviceFacts, device_facts, named_device
 from penstock.kernels.measured import Entry, Measurements, save
 from penstock.kernels.operators import REFERENCE, TORCH
-from penstock.kernels.questions import shape_of
 from penstock.models.build import build_model
 from penstock.models.kernels import choose_operators, kernel_choices, shapes_of
 from penstock.moe.experts import GroupedExperts

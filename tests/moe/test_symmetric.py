@@ -13,7 +13,7 @@ from benchmarks.dispatch_cases import KINDS as ROUTINGS
 from benchmarks.dispatch_cases import SMALL, Exact, choices, wrong_numbers
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.operators import REFERENCE
-from penstock.kernels.symmetric_transfer import PersistentLaunch
+from penstock.kernels.symmetric import PersistentLaunch
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.contract import Dispatcher, DispatchMetadata, ExpertRows
 from penstock.moe.dispatch.local import LocalDispatcher

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from penstock.kernels.operators import REFERENCE, Operators
-from penstock.kernels.symmetric_transfer import PersistentLaunch
+from penstock.kernels.symmetric import PersistentLaunch
 from penstock.kernels.triton_operators import TRITON
 from penstock.layout.experts import ExpertPlacement
 from penstock.layout.grid import Grid

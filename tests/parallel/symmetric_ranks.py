@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.symmetric_transfer import Awaited, Chunks
+from penstock.kernels.symmetric import Awaited, Chunks
 from penstock.parallel.symmetric import BufferSizes, Channel, SymmetricBuffers, TransferDirection
 
 PATIENCE = 60.0

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.config.load import load_run
+from penstock.kernels.backends import QUESTIONS, shape_of
 from penstock.kernels.device_facts import DeviceFacts
-from penstock.kernels.questions import QUESTIONS, shape_of
 from penstock.tune.cases import SKEWS, Case, Workload, cases, draw_choices, workload_of
 from tests.closeness import assert_close
 from tests.config.small import SMALL

@@ -22,8 +22,8 @@ A block past the last one, if STEPS does not divide them, is zeros times a scale
 """
 
 from penstock.kernels.float8.recipes import DEPTH as RECIPE_DEPTH
+from penstock.kernels.grouped_gemm_kernels import locate_rows, store_matrix, store_rows, swizzle, zero_tail
 from penstock.kernels.language import tl, triton
-from penstock.kernels.output_tiles import locate_rows, store_matrix, store_rows, swizzle, zero_tail
 
 DEPTH = tl.constexpr(RECIPE_DEPTH)
 MICRO = tl.constexpr(32)

@@ -24,10 +24,10 @@ from penstock.kernels.float8.launches import Product, ProductLaunch, dense_launc
 from penstock.kernels.float8.product_kernels import float8_matrices_kernel, float8_rows_kernel
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import DEPTH
-from penstock.kernels.gather_rows import gather_columns, gather_rows
 from penstock.kernels.grouped_gemm import GATHER_LIMIT
 from penstock.kernels.language import TensorDescriptor, create_ragged_descriptor
 from penstock.kernels.launching import start_kernel
+from penstock.kernels.permute import gather_columns, gather_rows
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
 from penstock.kernels.tuning import programs_of, target_of
 

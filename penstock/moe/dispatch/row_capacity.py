@@ -225,7 +225,7 @@ class ActivationArena(CapacityTracker):
         self._cursor: Tensor | None = None
         self._left = 0
         # By name, because it needs Triton, which may be absent.
-        self._claim_rows = import_module("penstock.kernels.kept_rows").claim_rows
+        self._claim_rows = import_module("penstock.kernels.expert_parts").claim_rows
 
     def join(self) -> None:
         """Say that one more layer keeps its rows here."""

@@ -37,12 +37,6 @@ from penstock.kernels.symmetric import (
     SUM_LAUNCH,
     TAKE_ALL_LAUNCH,
     TAKE_LAUNCH,
-    push_rows,
-    return_rows,
-    sum_ranks,
-    take_rows,
-)
-from penstock.kernels.symmetric_transfer import (
     Awaited,
     Choices,
     Chunks,
@@ -51,6 +45,10 @@ from penstock.kernels.symmetric_transfer import (
     PersistentLaunch,
     Places,
     Returned,
+    push_rows,
+    return_rows,
+    sum_ranks,
+    take_rows,
 )
 from penstock.layout.experts import ExpertPlacement
 from penstock.moe.dispatch.contract import DispatchMetadata, ExpertRows
