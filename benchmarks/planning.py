@@ -25,12 +25,11 @@ from penstock.kernels.device_facts import named_device
 from penstock.models.rank_model import embedding_places
 from penstock.parallel.axes import make_axes
 from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
-from penstock.plan.activations import activations_of
-from penstock.plan.conventional import Saving, conventional
 from penstock.plan.hardware import cluster_of
 from penstock.plan.hardware_file import load_hardware
-from penstock.plan.memory import Memory, memory_of, ranks_that_differ, worst_rank
-from penstock.plan.meta_rank import Target, make_meta_rank
+from penstock.plan.memory import RankMemory, fullest_rank, memory_of, ranks_that_differ
+from penstock.plan.meta_rank import Saving, Target, conventional, make_meta_rank
+from penstock.plan.meta_run import activations_of
 
 MODELS = ("moe-1t", "moe-2t")
 CHIPS = ("MI300X", "MI355X")
@@ -104,7 +103,7 @@ def target_of(variant: Variant) -> Target:
 
 
 @cache
-def memory(model: str, layout: Layout, variant: Variant = ROWS_SENT) -> Memory:
+def memory(model: str, layout: Layout, variant: Variant = ROWS_SENT) -> RankMemory:
     """Of the first rank of the pipeline, whose micro-batches wait longest.
 
     Args:
@@ -116,7 +115,7 @@ def memory(model: str, layout: Layout, variant: Variant = ROWS_SENT) -> Memory:
 
 
 @cache
-def memory_of_the_last(model: str, layout: Layout, variant: Variant = ROWS_SENT) -> Memory:
+def memory_of_the_last(model: str, layout: Layout, variant: Variant = ROWS_SENT) -> RankMemory:
     """The same of the last rank, which has the logits."""
     run = run_of(model, layout, variant)
     return memory_of(run, world=WORLD, rank=ranks_that_differ(run, WORLD)[-1], target=target_of(variant))
@@ -129,7 +128,7 @@ def usable_bytes(chip: str) -> int:
 
 def memory_row(model: str, layout: Layout, variant: Variant) -> dict[str, Any]:
     """Bytes of the rank that needs most."""
-    found = worst_rank((memory(model, layout, variant), memory_of_the_last(model, layout, variant)))
+    found = fullest_rank((memory(model, layout, variant), memory_of_the_last(model, layout, variant)))
     names = ("parameters", "gradients", "master", "moments", "gathered", "activations", "buffers", "logits", "total")
     sizes = {name: getattr(found, name) for name in names}
     return {"model": model, "layout": str(layout), "variant": variant.name, "rank": found.rank, **sizes}

@@ -11,7 +11,7 @@ from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.project import Assumptions, project
 from penstock.plan.projection import Projection
-from penstock.plan.transfers import Dispatcher, Transfers, Travel, copies
+from penstock.plan.transfers import DispatchMethod, TokenTraffic, TransferTimes, copies
 from penstock.plan.what_if import scale, slowest
 
 EVEN = Assumptions(imbalance=1.0)
@@ -82,7 +82,7 @@ def _in_turn(row: dict[str, Any], run: Run, cluster: Cluster) -> float:
 
     Stages wait for each other by as much less as they are shorter.
     """
-    group, transfers = cluster.group(run.parallel.expert), Transfers(cluster.hardware)
+    group, transfers = cluster.group(run.parallel.expert), TransferTimes(cluster.hardware)
     even, turn = (
         transfers.dispatch(row["dispatcher"], "dispatch", travel, group).seconds for travel in travels_of(run)
     )
@@ -92,22 +92,26 @@ def _in_turn(row: dict[str, Any], run: Run, cluster: Cluster) -> float:
     return speed
 
 
-def travels_of(run: Run) -> tuple[Travel, Travel]:
+def travels_of(run: Run) -> tuple[TokenTraffic, TokenTraffic]:
     """What goes to the experts of a layer, with choices that are equally likely, and with experts in turn."""
     moe = run.model.moe
     assert moe is not None, "a model with experts"
     tokens = run.training.micro_batch * run.training.sequence_length // run.parallel.context
-    even = Travel(tokens=tokens, copy_bytes=2 * run.model.hidden_size, experts=moe.experts, top_k=moe.top_k)
+    even = TokenTraffic(tokens=tokens, copy_bytes=2 * run.model.hidden_size, experts=moe.experts, top_k=moe.top_k)
     return even, replace(even, in_turn=True)
 
 
 def sent() -> list[dict[str, Any]]:
     """Copies of a token that leave its node, and seconds of one way, for each way to send and kind of routing."""
     cluster, rows = cluster_of(1024, load_hardware("MI300X")), []
-    transfers = Transfers(cluster.hardware)
+    transfers = TransferTimes(cluster.hardware)
     for ranks in SWEPT:
         group = cluster.group(ranks)
-        methods: Sequence[Dispatcher] = ("all-to-all", "symmetric" if group.nodes == 1 else "hierarchical", "deep-ep")
+        methods: Sequence[DispatchMethod] = (
+            "all-to-all",
+            "symmetric" if group.nodes == 1 else "hierarchical",
+            "deep-ep",
+        )
         for travel in travels_of(load_run("moe-2t", SWEEP)):
             rows.append(
                 {

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks import record
 from penstock.config.load import load_run
 from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.search import Question, search
+from penstock.plan.search import SearchRequest, search
 
 DEVICES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 LAYERS = (8, 16, 32, 48, 61)
@@ -36,7 +36,7 @@ def cases() -> list[dict[str, str]]:
 def one(model: str, on: str) -> dict[str, Any]:
     """Search here; seconds are those of the search alone."""
     begin = time.perf_counter()
-    plan = search(Question(run=load_run(model), cluster=parse_cluster(on)))
+    plan = search(SearchRequest(run=load_run(model), cluster=parse_cluster(on)))
     best = plan.candidates[0] if plan.candidates else None
     return {
         "search_seconds": time.perf_counter() - begin,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import get_args
 
-from penstock.plan.hardware import CollectiveKind, Efficiency, Hardware, Operator
+from penstock.plan.hardware import CollectiveKind, Efficiency, Hardware, OperatorKind
 from penstock.plan.hardware_file import known_hardware, load_hardware
 
 KINDS = get_args(CollectiveKind)
@@ -74,7 +74,7 @@ def _gigabytes(rate: float | None) -> str:
 
 
 def _shares(chips: Sequence[Hardware]) -> list[tuple[str, ...]]:
-    names = (*get_args(Operator), "memory", "optimizer", "float8", "float8_grouped", "float8_by_rows")
+    names = (*get_args(OperatorKind), "memory", "optimizer", "float8", "float8_grouped", "float8_by_rows")
     rows = [(_words(name), *(f"{dict(iter(chip.efficiency))[name]:.2f}" for chip in chips)) for name in names]
     assert {name for name in Efficiency.model_fields if name != "source"} == set(names), "every share has a row"
     return [*rows, ("source", *(chip.efficiency.origin for chip in chips))]

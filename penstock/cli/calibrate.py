@@ -35,9 +35,18 @@ from penstock.parallel.launch.host import gpu_vendor
 from penstock.parallel.launch.local import MOST_PROCESSES, LocalLaunch, run_processes
 from penstock.parallel.launch.process import choose_device, device_name, prepare_process
 from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
-from penstock.plan.calibrate import LARGE, SMALL, measure_device, memory_of
-from penstock.plan.calibrate_transfers import LARGE_BYTES, SMALL_BYTES, measure_transfers
-from penstock.plan.calibrated import Transfers, calibrated, rounded
+from penstock.plan.calibrate import (
+    CPU_BUFFERS,
+    CPU_SIZES,
+    GPU_BUFFERS,
+    GPU_SIZES,
+    TransferPoints,
+    device_memory,
+    measure_device,
+    measure_transfers,
+    measured_hardware,
+    rounded,
+)
 from penstock.plan.hardware import Hardware
 from penstock.plan.hardware_file import hardware_text, known_hardware, load_hardware, write_hardware
 
@@ -94,20 +103,20 @@ def _measure(environment: Environment, device_kind: str, name: str | None) -> Ha
         prepare_process(environment, seed=0, deterministic=False)
         on_gpu = device.type == "cuda"
         facts = device_facts(device, "bf16" if on_gpu else "fp32")
-        findings = measure_device(device, facts, LARGE if on_gpu else SMALL)
-        transfers: Transfers = {}
+        findings = measure_device(device, facts, GPU_SIZES if on_gpu else CPU_SIZES)
+        transfers: TransferPoints = {}
         if environment.world_size > 1:
-            buffers = LARGE_BYTES if on_gpu else SMALL_BYTES
+            buffers = GPU_BUFFERS if on_gpu else CPU_BUFFERS
             transfers = measure_transfers(device, environment.local_world_size, buffers)
             if on_gpu:  # the collectives' library has buffers of its own
-                findings = replace(findings, context_bytes=memory_of(device)[1])
+                findings = replace(findings, context_bytes=device_memory(device)[1])
         stop_process_group()
     chip = chip_named(facts.name) if on_gpu else None
     known = chip is not None and chip.pattern in known_hardware()
     shown = device_name(device)
     described = f"{environment.world_size} x {shown}, torch {torch.__version__}"
     return rounded(
-        calibrated(
+        measured_hardware(
             name or (chip.pattern if chip else shown),
             gpu_vendor() if on_gpu else "cpu",
             findings,

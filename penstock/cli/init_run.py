@@ -31,11 +31,11 @@ from penstock.data.files import matched, stem
 from penstock.data.open import SUFFIXES
 from penstock.data.tokenizer import BYTES, open_tokenizer
 from penstock.parallel.launch.process import device_name
-from penstock.plan.calibrate import memory_of
+from penstock.plan.calibrate import device_memory
 from penstock.plan.hardware import Cluster, cluster_of
 from penstock.plan.hardware_file import known_hardware, load_hardware, parse_cluster
 from penstock.plan.projection import Projection
-from penstock.plan.search import Question, search
+from penstock.plan.search import SearchRequest, search
 from penstock.train.setup import open_texts, state_bytes
 
 HERE = "here"
@@ -147,7 +147,7 @@ def cluster_named(on: str) -> Cluster | None:
 
 def _planned(run: Run, cluster: Cluster) -> Projection:
     """The fastest layout of a run on a cluster."""
-    found = search(Question(run=run, cluster=cluster, top=1))
+    found = search(SearchRequest(run=run, cluster=cluster, top=1))
     if not found.candidates:
         raise ConfigError(
             f"no layout of {run.name} fits {cluster.devices} x {cluster.hardware.name}",
@@ -169,7 +169,7 @@ def _check_memory(run: Run) -> None:
     """Refuse what this machine cannot hold."""
     needed = state_bytes(run)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    there = memory_of(device)[0] * max(1, torch.cuda.device_count())
+    there = device_memory(device)[0] * max(1, torch.cuda.device_count())
     if needed > there:
         raise DeviceError(
             f"{run.name} needs {bytes_text(needed)} for weights, gradients and optimizer alone",

@@ -54,14 +54,13 @@ from penstock.cli.plan_what_ifs import comparison_json, points_json, print_compa
 from penstock.cli.warnings import warn_of_unfilled
 from penstock.config.load import load_run
 from penstock.config.run import Run
-from penstock.plan.advised import advice_for
 from penstock.plan.asked_layout import parse_layout, rows_to_share, with_layout
 from penstock.plan.candidates import fixed_by
 from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.project import Assumptions, project
+from penstock.plan.project import Assumptions, advice_for, project
 from penstock.plan.projection import Plan, Projection, Refusal, plan_json
-from penstock.plan.search import Question, search
+from penstock.plan.search import SearchRequest, search
 from penstock.plan.what_if import Planner, answer_to, compare, scale, sweep
 from penstock.report.figure import Figure
 from penstock.report.what_ifs import scaling_pictures, sweep_pictures
@@ -109,7 +108,9 @@ def plan(  # noqa: PLR0913 - one argument for each option
     if layout is None:
         fixed = fixed_by(run, overrides or (), parse_layout(only) if only else {})
         rows = None if tokens is None else rows_to_share(tokens / run.training.sequence_length, cluster.devices)
-        question = Question(run=run, cluster=cluster, global_batch=rows, fixed=fixed, top=top, assumptions=assumptions)
+        question = SearchRequest(
+            run=run, cluster=cluster, global_batch=rows, fixed=fixed, top=top, assumptions=assumptions
+        )
         found = _searched(question)
     else:
         found = _asked(run, cluster, {} if layout == OWN else parse_layout(layout), planner, tokens)
@@ -149,7 +150,7 @@ def _check(questions: Mapping[str, object], files: Mapping[str, Path | None], *,
             check_file(path, option, force=force)
 
 
-def _searched(question: Question) -> Plan:
+def _searched(question: SearchRequest) -> Plan:
     """The answer; on a terminal one sees how far it is."""
     with _working() as status:
         return search(question, status.update)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from penstock.base.numbers import bytes_text, shortened, time_text
 from penstock.cli.table import print_table
 from penstock.plan.asked_layout import FOLLOW, differing_fields, field_label
-from penstock.plan.hardware import ORIGINS, Cluster, Hardware, Sourced
+from penstock.plan.hardware import ORIGINS, Cluster, Hardware, SourcedTable
 from penstock.plan.projection import Layout, Plan, Projection, Refusal
 from penstock.plan.what_if import components, slowest
 
@@ -210,12 +210,12 @@ def origins_text(cluster: Cluster) -> str:
     return "; ".join(told)
 
 
-def sourced_tables(cluster: Cluster) -> dict[str, Sourced]:
+def sourced_tables(cluster: Cluster) -> dict[str, SourcedTable]:
     """All that has a source, by name."""
     return _tables(cluster.hardware) | _collectives(cluster)
 
 
-def _tables(hardware: Hardware) -> dict[str, Sourced]:
+def _tables(hardware: Hardware) -> dict[str, SourcedTable]:
     return {
         "memory": hardware.memory,
         "peaks": hardware.peaks,
@@ -227,7 +227,7 @@ def _tables(hardware: Hardware) -> dict[str, Sourced]:
     }
 
 
-def _collectives(cluster: Cluster) -> dict[str, Sourced]:
+def _collectives(cluster: Cluster) -> dict[str, SourcedTable]:
     """Those between nodes only where there are several."""
     return {
         f"{one.kind} in a {one.reach}": one

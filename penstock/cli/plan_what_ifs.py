@@ -7,12 +7,12 @@ from penstock.base.numbers import bytes_text, time_text
 from penstock.cli.plan_print import conclusion
 from penstock.cli.table import print_table
 from penstock.plan.projection import Projection, Refusal, candidate_json
-from penstock.plan.what_if import Change, Comparison, Point
+from penstock.plan.what_if import ProjectionComparison, SweepPoint, TermChange
 
 _LARGEST_TERMS = 12
 
 
-def print_comparison(comparison: Comparison, left: str, right: str) -> None:
+def print_comparison(comparison: ProjectionComparison, left: str, right: str) -> None:
     """Print what differs between two runs, and by how much.
 
     Args:
@@ -28,7 +28,7 @@ def print_comparison(comparison: Comparison, left: str, right: str) -> None:
         print_table(("field", left, right), fields)
         print()
     memory = _change_rows(comparison.memory, bytes_text)
-    totals = Change(name="total", left=comparison.left.memory.total, right=comparison.right.memory.total)
+    totals = TermChange(name="total", left=comparison.left.memory.total, right=comparison.right.memory.total)
     places = f"of the fullest ranks, {comparison.left.memory.rank} and {comparison.right.memory.rank}"
     print_table(("memory", left, right, "more"), [*memory, *_change_rows([totals], bytes_text, all_of_them=True)])
     print(places)
@@ -43,18 +43,18 @@ def print_comparison(comparison: Comparison, left: str, right: str) -> None:
     print(f"terms of the place that waits least; {_speed_text(comparison, left, right)}")
 
 
-def _step_change(comparison: Comparison) -> Change:
+def _step_change(comparison: ProjectionComparison) -> TermChange:
     left, right = comparison.left.time.step_seconds, comparison.right.time.step_seconds
-    return Change(name="step", left=left, right=right)
+    return TermChange(name="step", left=left, right=right)
 
 
-def _speed_text(comparison: Comparison, left: str, right: str) -> str:
+def _speed_text(comparison: ProjectionComparison, left: str, right: str) -> str:
     speeds = [one.time.tokens_per_second_per_device for one in (comparison.left, comparison.right)]
     return f"{right} trains {speeds[1] / speeds[0]:.2f} x the tokens per second of {left}"
 
 
 def _change_rows(
-    changes: Sequence[Change], text: Callable[[float], str], *, all_of_them: bool = False
+    changes: Sequence[TermChange], text: Callable[[float], str], *, all_of_them: bool = False
 ) -> list[tuple[str, ...]]:
     """Rows of what differs, the largest difference first; what is equal on both sides is left out."""
     told = [change for change in changes if change.more or all_of_them]
@@ -66,7 +66,7 @@ def _signed(more: float, text: Callable[[float], str]) -> str:
     return f"{'-' if more < 0 else '+'}{text(abs(more))}"
 
 
-def comparison_json(comparison: Comparison) -> dict[str, Any]:
+def comparison_json(comparison: ProjectionComparison) -> dict[str, Any]:
     """Everything of a comparison."""
     terms = {"memory": comparison.memory, "activations": comparison.activations, "seconds": comparison.seconds}
     return {
@@ -80,7 +80,7 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def print_scaling(kinds: Mapping[str, Sequence[Point]], base: Projection) -> None:
+def print_scaling(kinds: Mapping[str, Sequence[SweepPoint]], base: Projection) -> None:
     """Print one layout on several numbers of devices.
 
     Args:
@@ -98,13 +98,13 @@ def print_scaling(kinds: Mapping[str, Sequence[Point]], base: Projection) -> Non
         _print_points(points, base.cluster.speed_unit)
 
 
-def print_sweep(points: Sequence[Point], base: Projection) -> None:
+def print_sweep(points: Sequence[SweepPoint], base: Projection) -> None:
     """Print one run with several values of one thing."""
     print(f"from: {conclusion(base)}\n")
     _print_points(points, base.cluster.speed_unit)
 
 
-def _print_points(points: Sequence[Point], speed: str) -> None:
+def _print_points(points: Sequence[SweepPoint], speed: str) -> None:
     asked = list(dict.fromkeys(name for point in points for name in point.asked))
     with_efficiency = any(point.efficiency is not None for point in points)
     words = ["step", speed, *(["efficiency"] if with_efficiency else []), "MFU", "bubble", "exposed", "memory"]
@@ -118,7 +118,7 @@ def _print_points(points: Sequence[Point], speed: str) -> None:
         print(reason)
 
 
-def _cells(point: Point, *, with_efficiency: bool) -> list[str]:
+def _cells(point: SweepPoint, *, with_efficiency: bool) -> list[str]:
     one = point.answer
     if isinstance(one, Refusal):
         return [*[""] * (7 + with_efficiency), one.rule]
@@ -134,7 +134,7 @@ def _cells(point: Point, *, with_efficiency: bool) -> list[str]:
     return [*cells, "" if one.fits else f"{bytes_text(one.over_bytes)} too much"]
 
 
-def points_json(points: Sequence[Point]) -> list[dict[str, Any]]:
+def points_json(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
     """What was asked, and a candidate of the contract with its rows, or the refusal."""
     found: list[dict[str, Any]] = []
     for point in points:

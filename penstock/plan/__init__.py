@@ -1,13 +1,13 @@
-"""What a run will need and how fast it will be, before anything is started.
+"""Memory and step time of a run on a cluster, computed without the cluster.
 
-Reading order: `hardware` and `hardware_file` (chips, nodes and links as data), `rates` and `transfers` (seconds of an
-operator or a collective), `calibrate`, `calibrate_transfers` and `calibrated` (the same measured here). A rank is
-rehearsed without memory: `meta_rank`, `ledger` (its bytes), `tape` (its operators), `pieces` and `activations`,
-`rehearsal`. From that come `memory`, and by `costs` and `streams` the `step_time`; `project` says both of a run on a
-cluster, as values of `projection`.
+Reading order. Hardware: `hardware` and `hardware_file` (chips, nodes and links as data), `rates` and `transfers`
+(seconds of an operator or a collective), `calibrate` (the same figures measured on this machine).
 
-The search: `candidates` and `rules` (what is legal and what is worth looking at, in whole numbers), `rule_filter`,
-`bound`, `refusals`, `search`. It composes layouts from pieces that were rehearsed once: `proxy_model`, `held`,
-`held_state`, `composed`, `composer`, `composed_update`, `composed_time`. Questions behind it: `asked_layout`,
-`what_if`, `conventional`.
+One run: `meta_rank` builds a rank on the meta device, `meta_run` runs its passes and its update there, and
+`op_recorder` records their operators and bytes. From the result follow `memory`, and with `costs` and `streams` the
+`step_time`. `project` returns both as the values of `projection`.
+
+The search: `candidates` and `rules` (legal layouts, in whole numbers), `rule_filter`, `search`. The search runs one
+stage of each kind (`composer`) and adds up the others from its layers: `liveness`, `param_state`, `composed_run`.
+`asked_layout` and `what_if` answer questions about one run.
 """

@@ -109,12 +109,12 @@ def with_layout(run: Run, choices: Mapping[str, str], world: int, tokens: float 
         run: any.
         choices: texts by the names of a layout.
         world: ranks.
-        tokens: of a step, as for `revised`.
+        tokens: of a step, as for `with_overrides`.
 
     Raises:
         ConfigError: a value is not one that its field takes, or `dp` or `edp` is another.
     """
-    changed = revised(run, list(_overrides(run, choices)), world, tokens)
+    changed = with_overrides(run, list(_overrides(run, choices)), world, tokens)
     for name, axis in FOLLOW.items():
         if name in choices:
             (size,) = grid_of(changed, world).shape((axis,))
@@ -123,7 +123,7 @@ def with_layout(run: Run, choices: Mapping[str, str], world: int, tokens: float 
     return changed
 
 
-def settled(run: Run) -> dict[str, object]:
+def layout_fields(run: Run) -> dict[str, object]:
     """The parts of a run's layout that it says itself, for a refusal."""
     parallel, pipeline = run.parallel, run.pipeline
     return {
@@ -142,7 +142,7 @@ def settled(run: Run) -> dict[str, object]:
     }
 
 
-def revised(run: Run, overrides: Sequence[str], world: int, tokens: float | None = None) -> Run:
+def with_overrides(run: Run, overrides: Sequence[str], world: int, tokens: float | None = None) -> Run:
     """The run with overrides `a.b=c`; rules are asked by whoever projects it.
 
     Args:

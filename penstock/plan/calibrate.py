@@ -14,22 +14,46 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from os import sysconf
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.config.schema import Section
 from penstock.kernels import reference
 from penstock.kernels.attention import causal_attention
 from penstock.kernels.backends import expert_kernels_of
 from penstock.kernels.device_facts import DeviceFacts
 from penstock.kernels.tuning import GROUPED_GEMM
-from penstock.plan.hardware import AttentionPoint, ComputePoint, Dtype, GroupedPoint, ProductPoint
+from penstock.parallel.collectives import gather_flat, reduce_flat
+from penstock.plan.hardware import (
+    USUAL_HOST_LINK,
+    AttentionPoint,
+    CollectiveKind,
+    CollectiveRate,
+    ComputePoint,
+    DeviceMemory,
+    Dtype,
+    Efficiency,
+    GroupedPoint,
+    Hardware,
+    HostLink,
+    LaunchOverhead,
+    MeasuredPoint,
+    MeasuredPoints,
+    MemoryOverhead,
+    Node,
+    OperatorKind,
+    Peaks,
+    ProductPoint,
+    TransferPoint,
+)
 
 Call = Callable[[], object]
 
@@ -46,7 +70,7 @@ GROUPED_PRODUCTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class BenchmarkSizes:
     """What is measured.
 
     Attributes:
@@ -64,7 +88,7 @@ class Sizes:
     round_seconds: float
 
 
-LARGE = Sizes(
+GPU_SIZES = BenchmarkSizes(
     products=(
         (8192, 8192, 8192),
         (8192, 2048, 2048),
@@ -89,7 +113,7 @@ LARGE = Sizes(
 )
 """For a GPU."""
 
-SMALL = Sizes(
+CPU_SIZES = BenchmarkSizes(
     products=((256, 256, 256), (512, 384, 128), (512, 1024, 512)),
     grouped=((8, 64, 256, 128), (8, 64, 128, 128)),
     attention=((4, 4, 128, 48, 32), (1, 4, 512, 64, 64)),
@@ -100,7 +124,7 @@ SMALL = Sizes(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Findings:
+class DeviceFigures:
     """What the device of this process is and does.
 
     Attributes:
@@ -120,7 +144,7 @@ class Findings:
     launch_seconds: float
 
 
-def measure_device(device: torch.device, facts: DeviceFacts, sizes: Sizes) -> Findings:
+def measure_device(device: torch.device, facts: DeviceFacts, sizes: BenchmarkSizes) -> DeviceFigures:
     """Measure everything that one process can.
 
     Args:
@@ -129,8 +153,8 @@ def measure_device(device: torch.device, facts: DeviceFacts, sizes: Sizes) -> Fi
         sizes: what to measure.
     """
     torch.manual_seed(0)
-    before = memory_of(device)
-    bench = Bench(device, facts, sizes.round_seconds)
+    before = device_memory(device)
+    bench = DeviceBenchmark(device, facts, sizes.round_seconds)
     points: dict[str, tuple[ComputePoint, ...]] = {"product": tuple(bench.products(sizes))}
     grouped = list(bench.grouped(sizes))
     for product in GROUPED_PRODUCTS:
@@ -139,10 +163,10 @@ def measure_device(device: torch.device, facts: DeviceFacts, sizes: Sizes) -> Fi
     for direction in ("forward", "backward"):
         points[f"attention_{direction}"] = tuple(point for name, point in attention if name == direction)
     # A GPU's context grows with the kernels that are loaded; a CPU's process with the tensors that were measured.
-    capacity, context = memory_of(device) if device.type == "cuda" else before
+    capacity, context = device_memory(device) if device.type == "cuda" else before
     source = torch.randn(sizes.copy_bytes // 4, device=device)
     target = torch.empty_like(source)
-    return Findings(
+    return DeviceFigures(
         points={name: found for name, found in points.items() if found},
         capacity_bytes=capacity,
         context_bytes=context,
@@ -152,7 +176,7 @@ def measure_device(device: torch.device, facts: DeviceFacts, sizes: Sizes) -> Fi
     )
 
 
-class Bench:
+class DeviceBenchmark:
     """Times calls on one device.
 
     Args:
@@ -189,7 +213,7 @@ class Bench:
     def _normal(self, *size: int, dtype: Dtype | None = None) -> Tensor:
         return torch.randn(*size, device=self._device, dtype=TORCH_DTYPES[dtype or self._facts.dtype])
 
-    def products(self, sizes: Sizes) -> Iterator[ProductPoint]:
+    def products(self, sizes: BenchmarkSizes) -> Iterator[ProductPoint]:
         """PyTorch's matrix products; on a CPU in bfloat16 too, which some have units for and some have not."""
         dtypes: tuple[Dtype, ...] = ("fp32", "bf16") if self._device.type == "cpu" else (self._facts.dtype,)
         for dtype in dtypes:
@@ -198,7 +222,7 @@ class Bench:
                 rate = 2 * m * n * k / self.seconds(partial(F.linear, x, w))
                 yield ProductPoint(dtype=dtype, flops_per_second=rate, m=m, n=n, k=k)
 
-    def grouped(self, sizes: Sizes) -> Iterator[tuple[str, GroupedPoint]]:
+    def grouped(self, sizes: BenchmarkSizes) -> Iterator[tuple[str, GroupedPoint]]:
         """The experts' products, with as many rows for each."""
         has_kernels = self._facts.target in GROUPED_GEMM and self._facts.has_triton
         make = self._by_kernels if has_kernels else self._by_definition
@@ -240,7 +264,7 @@ class Bench:
             "weight_gradient": lambda: torch.autograd.grad(y_RF, w_eFD, dy_RF, retain_graph=True),
         }
 
-    def attention(self, sizes: Sizes) -> Iterator[tuple[str, AttentionPoint]]:
+    def attention(self, sizes: BenchmarkSizes) -> Iterator[tuple[str, AttentionPoint]]:
         """Causal attention over whole rows."""
         backend = "default" if self._device.type == "cpu" else "auto"
         for batch, heads, length, width, value_width in sizes.attention:
@@ -301,10 +325,244 @@ class Bench:
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def memory_of(device: torch.device) -> tuple[int, int]:
+def device_memory(device: torch.device) -> tuple[int, int]:
     """Bytes of its memory, and those of them that no tensor can have: on a CPU, all that this process ever had."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total, total - free - torch.cuda.memory_reserved(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return sysconf("SC_PHYS_PAGES") * sysconf("SC_PAGE_SIZE"), peak if sys.platform == "darwin" else peak * 1024
+
+
+GPU_BUFFERS = (2**18, 2**20, 2**22, 2**24, 2**26, 2**28)
+"""Buffers on GPUs."""
+
+CPU_BUFFERS = (2**14, 2**17, 2**20, 2**23)
+"""Buffers on CPUs."""
+
+
+def measure_transfers(
+    device: torch.device, node_ranks: int, buffers: Sequence[int]
+) -> Mapping[CollectiveKind, tuple[TransferPoint, ...]]:
+    """Measure each collective between all ranks, and a message from the first rank to the last.
+
+    Args:
+        device: of this rank; the process group is started.
+        node_ranks: ranks of each machine.
+        buffers: sizes in bytes.
+
+    Returns:
+        The same on all ranks.
+    """
+    world, found = dist.get_world_size(), {}
+    kinds: tuple[CollectiveKind, ...] = ("all-to-all", "all-gather", "reduce-scatter", "point-to-point")
+    for kind in kinds:
+        points = []
+        for size in buffers:
+            numbers = size // 4 // world * world
+            call = _calls(kind, torch.zeros(numbers, device=device))
+            leaving = 4 * numbers if kind == "point-to-point" else 4 * numbers * (world - 1) // world
+            seconds = _seconds(call, device, times=4 if size < 2**24 else 1)
+            points.append(TransferPoint(ranks=world, node_ranks=node_ranks, leaving_bytes=leaving, seconds=seconds))
+        found[kind] = tuple(points)
+    return found
+
+
+def _calls(kind: CollectiveKind, whole: Tensor) -> Call:
+    """One collective on a buffer of its own; what a rank does in it may be nothing."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    part = whole.new_zeros(len(whole) // world)
+    if kind == "all-to-all":
+        target = torch.empty_like(whole)
+        return lambda: dist.all_to_all_single(target, whole)
+    if kind == "all-gather":
+        return lambda: gather_flat(whole, part)
+    if kind == "reduce-scatter":
+        return lambda: reduce_flat(part, whole)
+    if rank == 0:
+        return lambda: dist.send(whole, world - 1)
+    return (lambda: dist.recv(whole, 0)) if rank == world - 1 else (lambda: None)
+
+
+def _seconds(call: Call, device: torch.device, times: int) -> float:
+    """Seconds of one call on the slowest rank."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    rounds = []
+    for number in range(ROUNDS + 2):
+        wait()
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(times):
+            call()
+        wait()
+        slowest = torch.tensor((time.perf_counter() - began) / times, dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        if number >= 2:
+            rounds.append(slowest.item())
+    return statistics.median(rounds)
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+TransferPoints = Mapping[CollectiveKind, tuple[TransferPoint, ...]]
+
+RESERVE_SHARE = 0.03
+"""Of a chip that is not known; no single process can measure it."""
+
+
+def measured_hardware(
+    name: str,
+    vendor: Literal["nvidia", "amd", "cpu"],
+    findings: DeviceFigures,
+    transfers: TransferPoints,
+    *,
+    known: Hardware | None,
+    where: str,
+) -> Hardware:
+    """The hardware that was measured.
+
+    Args:
+        name: that the file shall have.
+        vendor: of the device.
+        findings: of one device.
+        transfers: between devices; may be empty.
+        known: the same chip as the package knows it, or None.
+        where: device and versions, for the sources.
+    """
+    measured = f"measured: {where}"
+    peaks = Peaks(**_peaks(findings), source=f"{measured}; the fastest that was seen") if known is None else known.peaks
+    node = _node(transfers, measured) if known is None else known.node
+    collectives = tuple(_collective(kind, points, node, measured) for kind, points in transfers.items())
+    fresh = {(one.kind, one.reach) for one in collectives}
+    kept = () if known is None else known.collectives
+    reserve = RESERVE_SHARE if known is None else known.overhead.reserve_share
+    points: list[tuple[str, tuple[MeasuredPoint, ...]]] = [*findings.points.items(), *transfers.items()]
+    return Hardware(
+        name=name,
+        vendor=vendor,
+        memory=DeviceMemory(capacity_bytes=findings.capacity_bytes, source=measured),
+        peaks=peaks,
+        node=node,
+        overhead=MemoryOverhead(
+            context_bytes=findings.context_bytes,
+            reserve_share=reserve,
+            source=f"{measured}; the reserve is assumed",
+        ),
+        host=LaunchOverhead(
+            launch_seconds=findings.launch_seconds,
+            kernel_seconds=findings.kernel_seconds,
+            source=f"{measured}; the launch of operators of a small network",
+        ),
+        efficiency=_efficiency(findings, peaks, measured),
+        host_link=_host_link(vendor, findings, measured) if known is None else known.host_link,
+        collectives=(*collectives, *(one for one in kept if (one.kind, one.reach) not in fresh)),
+        measured=tuple(MeasuredPoints(operator=operator, source=measured, points=found) for operator, found in points),
+    )
+
+
+def _host_link(vendor: str, findings: DeviceFigures, source: str) -> HostLink:
+    """Nobody measures that of a GPU; a CPU's host memory is its own."""
+    if vendor != "cpu":
+        return USUAL_HOST_LINK
+    return HostLink(
+        bytes_per_second=findings.memory_bytes_per_second / 4,
+        source=f"{source}; of the memory a quarter, as a copy reads and writes and both ways share it",
+    )
+
+
+def fit(points: Sequence[TransferPoint]) -> tuple[float, float]:
+    """Latency in seconds and bandwidth in bytes per second that the points agree with best, by relative error.
+
+    Minimizes the sum of ((latency + bytes / bandwidth) / seconds - 1)^2 with no latency below 0.
+    """
+    ones = [1 / point.seconds for point in points]
+    sizes = [point.leaving_bytes / point.seconds for point in points]
+    a, b = sum(ones), sum(sizes)
+    aa, bb = (sum(x * x for x in values) for values in (ones, sizes))
+    ab = sum(x * y for x, y in zip(ones, sizes, strict=True))
+    determinant = aa * bb - ab * ab
+    latency = (a * bb - b * ab) / determinant if determinant > 0 else 0.0
+    per_byte = (b - latency * ab) / bb
+    if latency < 0 or per_byte <= 0:
+        latency, per_byte = 0.0, b / bb
+    return latency, 1 / per_byte
+
+
+def _collective(kind: CollectiveKind, points: Sequence[TransferPoint], node: Node, source: str) -> CollectiveRate:
+    latency, bandwidth = fit(points)
+    reach: Literal["node", "cluster"] = "node" if points[0].ranks == points[0].node_ranks else "cluster"
+    peak = node.link_bytes_per_second if reach == "node" else node.network_bytes_per_second
+    if reach == "node" and node.links == "mesh" and peak is not None:
+        peak *= (1 if kind == "point-to-point" else points[0].ranks - 1) / (node.devices - 1)
+    share = 1.0 if peak is None else max(0.001, min(1.0, bandwidth / peak))
+    return CollectiveRate(
+        kind=kind, reach=reach, latency_seconds=latency, efficiency=share, source=f"{source}; fitted to its points"
+    )
+
+
+def _node(transfers: TransferPoints, source: str) -> Node:
+    """The machine of an unknown chip: its fastest transfer stands for what it promises."""
+    points = [point for found in transfers.values() for point in found]
+    fastest = max((fit(found)[1] for found in transfers.values()), default=None)
+    if points and points[0].ranks > points[0].node_ranks:
+        text = f"{source}; the network as fast as its fastest transfer, the links not measured"
+        return Node(devices=points[0].node_ranks, links="switch", network_bytes_per_second=fastest, source=text)
+    text = f"{source}; links as fast as their fastest transfer, the network not measured"
+    devices = points[0].ranks if points else 1
+    return Node(devices=devices, links="switch", link_bytes_per_second=fastest, source=text)
+
+
+def _peaks(findings: DeviceFigures) -> dict[str, float]:
+    rates: dict[str, float] = {"memory_bytes_per_second": findings.memory_bytes_per_second}
+    for found in findings.points.values():
+        for point in found:
+            rates[point.dtype] = max(point.flops_per_second, rates.get(point.dtype, 0.0))
+    rates.setdefault("bf16", max(rate for name, rate in rates.items() if name in get_args(Dtype)))
+    return rates
+
+
+def _efficiency(findings: DeviceFigures, peaks: Peaks, source: str) -> Efficiency:
+    """Medians of the points' shares; what was not measured takes the share of what is most like it."""
+
+    def share(operator: str) -> float:
+        found = findings.points.get(operator)
+        if not found:
+            return share(_LIKE[operator])
+        shares = [point.flops_per_second / (peaks.flops_per_second(point.dtype) or 1) for point in found]
+        return max(0.001, min(1.0, statistics.median(shares)))
+
+    memory = min(1.0, findings.memory_bytes_per_second / peaks.memory_bytes_per_second)
+    return Efficiency(
+        **{operator: share(operator) for operator in get_args(OperatorKind)},
+        memory=memory,
+        source=f"{source}; medians of its points",
+    )
+
+
+_LIKE = {
+    "grouped_forward_gathered": "grouped_forward",
+    "grouped_weight_gradient_gathered": "grouped_weight_gradient",
+}
+"""Measured on GPUs with our kernels only."""
+
+
+def rounded(hardware: Hardware) -> Hardware:
+    """The same with four digits of every figure: more are noise, and a file should be read."""
+    names = ("peaks", "node", "overhead", "host", "efficiency")
+    return replace(
+        hardware,
+        **{name: _short(vars(hardware)[name]) for name in names},
+        collectives=tuple(map(_short, hardware.collectives)),
+        measured=tuple(replace(one, points=tuple(map(_short, one.points))) for one in hardware.measured),
+    )
+
+
+def _short(section: AnySection) -> AnySection:
+    """A section with four digits of its numbers; whole ones are kept."""
+    return section.model_copy(
+        update={name: float(f"{value:.4g}") for name, value in section if isinstance(value, float)}
+    )

@@ -25,9 +25,9 @@ from penstock.config.run import Run
 from penstock.config.tree import parse_overrides
 from penstock.layout.schedules import SCHEDULES
 from penstock.models.decoder import IN_PIECES
-from penstock.plan.asked_layout import FIELDS, check_name, settled
+from penstock.plan.asked_layout import FIELDS, check_name, layout_fields
 from penstock.plan.rules.sizes import Sizes
-from penstock.plan.transfers import Dispatcher
+from penstock.plan.transfers import DispatchMethod
 
 GRID = ("tp", "cp", "pp", "ep", "etp")
 """Sizes of a grid, by their names in a layout."""
@@ -42,7 +42,7 @@ ORDERS = ("1f1b", "interleaved", "zb-1f1b", "zb-v", "v-half", "v-min", "dualpipe
 
 _TEXTS: Mapping[str, tuple[str, ...]] = {
     "schedule": (NO_PIPELINE, *SCHEDULES),
-    "dispatcher": ("local", *get_args(Dispatcher)),
+    "dispatcher": ("local", *get_args(DispatchMethod)),
     "shard": ("auto", "none", "optimizer", "full"),
 }
 """Parts of a layout that are no numbers."""
@@ -95,7 +95,9 @@ def fixed_by(run: Run, overrides: Sequence[str], only: Mapping[str, str]) -> dic
     """
     said = parse_overrides(Run, overrides)
     _check_searched(run, said)
-    own = {name: f"{value}" for name, value in settled(run).items() if _says(said, FIELDS[name]) and value != "auto"}
+    own = {
+        name: f"{value}" for name, value in layout_fields(run).items() if _says(said, FIELDS[name]) and value != "auto"
+    }
     for name, value in own.items():
         if only.get(name, value) != value:
             got = f"{name}={only[name]} and {FIELDS[name]}={value}"
@@ -121,7 +123,7 @@ def _says(tree: Mapping[str, Any], path: str) -> bool:
     return name in tree.get(section, {})
 
 
-class Space:
+class SearchSpace:
     """What is looked at.
 
     Args:

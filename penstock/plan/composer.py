@@ -1,43 +1,197 @@
-"""Memory of every rank of a run, put together from a proxy model of it: what a search asks for thousands of layouts.
+"""A run on the fewest ranks and layers that show all that a stage of it holds: what it is rehearsed on.
 
-`penstock.plan.memory` builds a rank with all of its layers and runs it. Here each kind of part is run once, on the
-fewest ranks that show it (`penstock.plan.proxy_model`), and kept by what it depends on (`ReuseKey`). A stage is a list
-of such pieces, a rank holds its stages as its schedule has it (`penstock.plan.held`), and its state is a sum over its
-parameters (`penstock.plan.held_state`). Tests hold the result to half a percent of `memory_of`.
+What a layer holds depends on its kind (`penstock.plan.liveness`), on who shares it (tensor, context, expert,
+expert_tensor ranks), on the micro-batch and on what is done to activations; not on how many layers and stages there
+are, and not on data-parallel ranks. So a run is cut down to one replica, and one stage of it is run, with one layer of
+a kind. Which stage is its `View`; t t are all kinds, t those behind the first dense layers, or others if asked for:
 
-What lets layers of one kind differ, or lets neighbours matter, cannot be composed: `is_composable`.
+    whole     E t t m L               no pipeline
+    first     E t t |                 begins with the embedding
+    last            | t m L           ends with the head
+    middle    E | t | m L             has neither
+    mixed     E | t t | m L           has neither, and first dense layers before others
+    embed     E | | m L               the embedding alone
+    head      E | | m L               the head alone
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import lcm
 from types import MappingProxyType
+from typing import Literal
 
-from penstock.config.fit import micro_batches
-from penstock.config.parallel import Pipeline
+from penstock.config.fit import SPLITTING_SCHEDULES, grid_of, micro_batches
+from penstock.config.model import Model
+from penstock.config.parallel import Graphs, Offload, Pipeline
 from penstock.config.run import Run
 from penstock.layout.actions import stages_of
 from penstock.layout.grid import Grid
 from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage, balanced_stages, parse_stages
-from penstock.models.build import whole_model
+from penstock.models.build import needs_embedding, whole_model
 from penstock.models.count import stage_costs
 from penstock.models.decoder import IN_PIECES
-from penstock.plan.activations import activations_of, micro_batch_of
-from penstock.plan.bound import Load
-from penstock.plan.composed import Composed, Contents, RankState, Shown, Sizes, contents_of
-from penstock.plan.held import Shape, enough
-from penstock.plan.held_state import (
-    Facts,
+from penstock.parallel.axes import make_axes
+from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
+from penstock.plan.composed_run import (
+    ComposedRun,
+    PlaceLoad,
+    ProxyStage,
+    RankState,
+    StageBytes,
+    StageContents,
+    contents_of,
+)
+from penstock.plan.liveness import PipelineShape, StageActivations, enough, first_of_kinds, layers_in_order
+from penstock.plan.memory import NO_OVERHEADS, Overheads, RankMemory
+from penstock.plan.meta_rank import MetaRank, Target, make_meta_rank
+from penstock.plan.meta_run import activations_of, micro_batch_of
+from penstock.plan.param_state import (
+    ParamsByKind,
     PartState,
-    Shards,
+    ShardCounts,
     facts_of,
     part_state,
     shards_of,
 )
-from penstock.plan.layer_kinds import first_of_kinds
-from penstock.plan.memory import NO_OVERHEADS, Memory, Overheads
-from penstock.plan.meta_rank import MetaRank, Target
-from penstock.plan.pieces import StageActivations
-from penstock.plan.proxy_model import ReuseKey, View, kinds_of, later_kinds, rank_of_proxy, reuse_key
+
+View = Literal["whole", "first", "last", "middle", "mixed", "embed", "head"]
+"""See the top of the file."""
+
+
+@dataclass(frozen=True)
+class ReuseKey:
+    """What two runs of one model have in common if a layer of either holds the same.
+
+    Attributes:
+        sizes: tensor, context, expert, expert_tensor, and whether there is a pipeline.
+        micro_batch: rows.
+        recompute: `recompute.modules`.
+        dispatch: method, stage, bound, overlap.
+        splits: whether weight gradients are put off.
+        divides: whether weights are gathered (`parallel.shard` full).
+    """
+
+    sizes: tuple[int, int, int, int, bool]
+    micro_batch: int
+    recompute: tuple[str, ...]
+    dispatch: tuple[str, int, float, str]
+    splits: bool
+    divides: bool
+
+
+def reuse_key(run: Run) -> ReuseKey:
+    """Of a run; runs of other models have nothing in common."""
+    parallel, dispatch = run.parallel, run.dispatch
+    is_cut = parallel.pipeline > 1
+    return ReuseKey(
+        sizes=(parallel.tensor, parallel.context, parallel.expert, parallel.expert_tensor, is_cut),
+        micro_batch=run.training.micro_batch,
+        recompute=run.recompute.modules,
+        dispatch=(dispatch.method, dispatch.sync_free, dispatch.row_capacity_factor, dispatch.overlap),
+        splits=is_cut and run.pipeline.schedule in SPLITTING_SCHEDULES,
+        divides=parallel.shard == "full",
+    )
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How a view divides a proxy model: its stages, the stage that runs, and the layer kinds of that stage."""
+
+    stages: int
+    place: int
+    layers: Literal["all", "later", "none"]
+
+
+_CUTS: Mapping[View, _Cut] = MappingProxyType(
+    {
+        "whole": _Cut(1, 0, "all"),
+        "first": _Cut(2, 0, "all"),
+        "last": _Cut(2, 1, "later"),
+        "middle": _Cut(3, 1, "later"),
+        "mixed": _Cut(3, 1, "all"),
+        "embed": _Cut(3, 0, "none"),
+        "head": _Cut(3, 2, "none"),
+    }
+)
+
+
+def later_kinds(model: Model) -> dict[str, int]:
+    """Kinds of the layers behind the first dense ones, and the first layer of each: what most stages hold."""
+    return first_of_kinds(model, range(model.dense_layers if model.moe_layers else 0, model.layers))
+
+
+def proxy_model(run: Run, view: View) -> Run:
+    """The run cut down; it fits `ranks_of` it. Its model is the same, of which `stages_of_proxy` hold a part."""
+    schedule = "zb-1f1b" if run.pipeline.schedule in SPLITTING_SCHEDULES else "1f1b"
+    small = run.model_copy(
+        update={
+            "parallel": run.parallel.model_copy(update={"pipeline": _CUTS[view].stages, "shard_size": 0}),
+            "pipeline": Pipeline().model_copy(update={"schedule": schedule} if _CUTS[view].stages > 1 else {}),
+            "graphs": Graphs(),
+            "offload": Offload(),
+            # Few layers at both ends stay in 16 bits; here every layer stands for many.
+            "float8": run.float8.model_copy(update={"first_layers": 0, "last_layers": 0}),
+            "recompute": run.recompute.model_copy(update={"layers": (), "stages": ()}),
+        }
+    )
+    # Rows of one pass of every rank: a replica more or less changes nothing.
+    rows = run.training.micro_batch * ranks_of(small)
+    return small.model_copy(update={"training": run.training.model_copy(update={"global_batch": rows})})
+
+
+def kinds_of(model: Model, view: View) -> tuple[str, ...]:
+    """Kinds of the layers that a view shows, in their order."""
+    kinds = {"all": first_of_kinds(model, range(model.layers)), "later": later_kinds(model), "none": {}}
+    return tuple(kinds[_CUTS[view].layers])
+
+
+def stages_of_proxy(model: Model, view: View, kinds: Sequence[str]) -> tuple[Stage, ...]:
+    """Stages of a view; only the one that is run holds layers, one of each kind."""
+    cut = _CUTS[view]
+    layers, last = layers_in_order(model, kinds), cut.stages - 1
+    return tuple(
+        Stage(
+            embed=place == 0,
+            layers=layers if place == cut.place else (),
+            mtp=tuple(range(model.mtp_layers)) if place == last else (),
+            norm_and_head=place == last,
+        )
+        for place in range(cut.stages)
+    )
+
+
+def ranks_of(small: Run) -> int:
+    """Ranks that a proxy model needs; two that hold the same where weights are divided among such."""
+    parallel = small.parallel
+    dense, expert = parallel.tensor * parallel.context, parallel.expert * parallel.expert_tensor
+    return parallel.pipeline * lcm(dense, expert) * (2 if parallel.shard == "full" else 1)
+
+
+@contextmanager
+def rank_of_proxy(run: Run, view: View, target: Target, kinds: Sequence[str] | None = None) -> Iterator[MetaRank]:
+    """The first rank that holds the stage of a view. Starts and ends a process group.
+
+    Args:
+        run: whose proxy model it is.
+        view: of it.
+        target: where the run will be.
+        kinds: of its layers, in the order of some stage of the run; None for those that the view shows.
+    """
+    kinds = kinds_of(run.model, view) if kinds is None else kinds
+    small, stages = proxy_model(run, view), stages_of_proxy(run.model, view, kinds)
+    world = ranks_of(small)
+    rank = _CUTS[view].place * world // small.parallel.pipeline
+    holders = tuple(place for place, stage in enumerate(stages) if needs_embedding(run.model, stage))
+    if world > 1:
+        start_fake_process_group(rank, world)
+    try:
+        axes = make_axes(grid_of(small, world), holders, 0, target.ranks_per_node)
+        yield make_meta_rank(small, axes, target, stages)
+    finally:
+        stop_process_group()
+
 
 _Sharing = tuple[int, int, int, bool]
 
@@ -80,12 +234,12 @@ class Composer:
         self.rehearsals = 0
         self._kinds_of_views: dict[View, tuple[str, ...]] = {}
         self._stages: dict[int, tuple[Stage, ...]] = {}
-        self._rehearsed: dict[tuple[ReuseKey, View, tuple[str, ...]], Shown] = {}
-        self._facts: dict[_Sharing, Facts] = {}
-        self._states: dict[tuple[_Sharing, Shards], dict[str, PartState]] = {}
-        self._contents: dict[tuple[str, int, int], tuple[Contents, ...]] = {}
-        self._places: dict[tuple[str, int, int, str], tuple[tuple[tuple[Contents, ...], Load], ...]] = {}
-        self._activations: dict[tuple[ReuseKey, Contents, bool], tuple[StageActivations, Sizes]] = {}
+        self._rehearsed: dict[tuple[ReuseKey, View, tuple[str, ...]], ProxyStage] = {}
+        self._facts: dict[_Sharing, ParamsByKind] = {}
+        self._states: dict[tuple[_Sharing, ShardCounts], dict[str, PartState]] = {}
+        self._contents: dict[tuple[str, int, int], tuple[StageContents, ...]] = {}
+        self._places: dict[tuple[str, int, int, str], tuple[tuple[tuple[StageContents, ...], PlaceLoad], ...]] = {}
+        self._activations: dict[tuple[ReuseKey, StageContents, bool], tuple[StageActivations, StageBytes]] = {}
 
     def stages(self, run: Run) -> tuple[Stage, ...]:
         """As `penstock.models.rank_model.stages_of`, with costs that are counted once.
@@ -104,14 +258,14 @@ class Composer:
             )
         return self._stages[count]
 
-    def contents(self, run: Run) -> tuple[Contents, ...]:
+    def contents(self, run: Run) -> tuple[StageContents, ...]:
         """Of every stage, in short."""
         key = run.pipeline.layout, run.parallel.pipeline, run.pipeline.stages_per_rank
         if key not in self._contents:
             self._contents[key] = tuple(contents_of(stage, self.run.model) for stage in self.stages(run))
         return self._contents[key]
 
-    def places(self, run: Run) -> tuple[tuple[tuple[Contents, ...], Load], ...]:
+    def places(self, run: Run) -> tuple[tuple[tuple[StageContents, ...], PlaceLoad], ...]:
         """Of every place on the pipeline: what its stages hold, and what they do."""
         ranks, count = run.parallel.pipeline, run.pipeline.stages_per_rank
         placement = SCHEDULES[run.pipeline.schedule].placement
@@ -124,11 +278,11 @@ class Composer:
                 held = tuple(contents[number] for number in own)
                 flops = sum(self.costs.of(stages[number]) for number in own)
                 moe = sum(one.moe for one in held)
-                found.append((held, Load(flops, moe, sum(one.count for one in held))))
+                found.append((held, PlaceLoad(flops, moe, sum(one.count for one in held))))
             self._places[key] = tuple(found)
         return self._places[key]
 
-    def memories(self, run: Run, grid: Grid) -> tuple[Memory, ...]:
+    def memories(self, run: Run, grid: Grid) -> tuple[RankMemory, ...]:
         """Of the first rank of each place on the pipeline, first to last.
 
         Args:
@@ -138,7 +292,7 @@ class Composer:
         composed = self.composed(run, grid)
         return tuple(composed.memory(place) for place in range(grid.pipeline))
 
-    def composed(self, run: Run, grid: Grid, *, closely: bool = True) -> Composed:
+    def composed(self, run: Run, grid: Grid, *, closely: bool = True) -> ComposedRun:
         """A run put together.
 
         Args:
@@ -150,7 +304,7 @@ class Composer:
         assert is_composable(run), f"{run.name} has layers that differ from others of their kind"
         return self._compose(run, grid, run, closely=closely)
 
-    def closer_and_closer(self, run: Run, grid: Grid) -> Iterator[Composed]:
+    def closer_and_closer(self, run: Run, grid: Grid) -> Iterator[ComposedRun]:
         """The run put together of pieces that are nearly its own, and at last of its own.
 
         They are needed by more layouts. Pieces of a whole backward pass hold no more than those of one in two halves,
@@ -164,11 +318,11 @@ class Composer:
                 seen.append(reuse_key(played))
                 yield self._compose(run, grid, played, closely=False)
 
-    def _compose(self, run: Run, grid: Grid, played: Run, *, closely: bool) -> Composed:
+    def _compose(self, run: Run, grid: Grid, played: Run, *, closely: bool) -> ComposedRun:
         alike, contents = reuse_key(played), self.contents(run)
         by_contents = {one: self._stage(played, alike, one, closely) for one in dict.fromkeys(contents)}
         times = run.training.micro_batch // played.training.micro_batch
-        return Composed(
+        return ComposedRun(
             run=run,
             grid=grid,
             contents=contents,
@@ -181,6 +335,7 @@ class Composer:
             target=self.target,
             overheads=self.overheads,
             played=played,
+            alike=alike,
         )
 
     def state(self, run: Run, grid: Grid) -> RankState:
@@ -192,7 +347,7 @@ class Composer:
             self._states[key] = {kind: part_state(parameters, shards) for kind, parameters in facts.items()}
         return RankState(run, facts, shards, self._states[key])
 
-    def shown(self, run: Run, view: View, kinds: tuple[str, ...] = ()) -> Shown:
+    def shown(self, run: Run, view: View, kinds: tuple[str, ...] = ()) -> ProxyStage:
         """One stage of a proxy model of the run, made once for all runs that are alike.
 
         Args:
@@ -205,7 +360,7 @@ class Composer:
             self.rehearsals += 1
             with rank_of_proxy(run, view, self.target, key[2]) as rank:
                 (stage,) = activations_of(rank)
-                self._rehearsed[key] = Shown(
+                self._rehearsed[key] = ProxyStage(
                     rank=rank, stage=stage, shared_bytes=rank.shared_bytes, batch_bytes=_bytes_of_rows(rank)
                 )
         return self._rehearsed[key]
@@ -215,7 +370,7 @@ class Composer:
             self._kinds_of_views[view] = kinds_of(self.run.model, view)
         return self._kinds_of_views[view]
 
-    def _facts_of(self, run: Run) -> Facts:
+    def _facts_of(self, run: Run) -> ParamsByKind:
         parallel, key = run.parallel, _sharing(run)
         if key not in self._facts:
             # Others that share a layer change nothing about its parameters.
@@ -224,14 +379,16 @@ class Composer:
                 self._facts[key] = facts_of(rank)
         return self._facts[key]
 
-    def _stage(self, run: Run, alike: ReuseKey, contents: Contents, closely: bool) -> tuple[StageActivations, Sizes]:
+    def _stage(
+        self, run: Run, alike: ReuseKey, contents: StageContents, closely: bool
+    ) -> tuple[StageActivations, StageBytes]:
         key = alike, contents, closely
         if key not in self._activations:
             stage = self._put_together(run, alike, contents, closely)
             self._activations[key] = stage, _sizes_of(stage)
         return self._activations[key]
 
-    def _put_together(self, run: Run, alike: ReuseKey, contents: Contents, closely: bool) -> StageActivations:
+    def _put_together(self, run: Run, alike: ReuseKey, contents: StageContents, closely: bool) -> StageActivations:
         view = view_of(contents, self.leading)
         if not closely:
             view = _COMMON.get(view, view)
@@ -256,7 +413,7 @@ class Composer:
         middle = [by_kind[kind] for kind, count in contents.layers for _ in range(count)]
         return StageActivations(number=0, pieces=(begin, *middle, end), weight=weight)
 
-    def _is_usual(self, view: View, contents: Contents) -> bool:
+    def _is_usual(self, view: View, contents: StageContents) -> bool:
         """Whether a view shows its layers in the order of a stage; what it does not show stands elsewhere."""
         usual, kinds = self._kinds(view), contents.kinds
         return kinds == usual[: len(kinds)] or not set(kinds) <= set(usual)
@@ -266,7 +423,7 @@ _COMMON: Mapping[View, View] = MappingProxyType({"mixed": "middle", "embed": "fi
 """Views of rare stages, and those that show nearly the same."""
 
 
-def view_of(contents: Contents, leading: frozenset[str]) -> View:
+def view_of(contents: StageContents, leading: frozenset[str]) -> View:
     """Which stage of a proxy model shows a stage.
 
     Args:
@@ -282,8 +439,8 @@ def view_of(contents: Contents, leading: frozenset[str]) -> View:
     return "mixed" if len({kind in leading for kind, _ in contents.layers}) > 1 else "middle"
 
 
-def _sizes_of(stage: StageActivations) -> Sizes:
-    return Sizes(
+def _sizes_of(stage: StageActivations) -> StageBytes:
+    return StageBytes(
         kept=stage.kept_bytes,
         left=stage.left,
         forward=stage.forward.bytes,
@@ -298,12 +455,12 @@ def _bytes_of_rows(rank: MetaRank) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def shape_of(run: Run, grid: Grid) -> Shape | None:
+def shape_of(run: Run, grid: Grid) -> PipelineShape | None:
     """A run's schedule, as far as memory depends on it; None without a pipeline."""
     if grid.pipeline == 1:
         return None
     name, ranks = run.pipeline.schedule, grid.pipeline
-    return Shape(
+    return PipelineShape(
         name=name,
         ranks=ranks,
         stages_per_rank=run.pipeline.stages_per_rank,

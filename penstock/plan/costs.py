@@ -18,16 +18,16 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from penstock.config.run import Run
-from penstock.plan.hardware import Dtype, Group, Hardware
+from penstock.plan.hardware import Dtype, Hardware, RankGroup
+from penstock.plan.op_recorder import FROM_HOST, TO_HOST, RecordedOp, RecordedOps
 from penstock.plan.rates import SUM_BYTES, GroupedProduct, Rates
-from penstock.plan.tape import FROM_HOST, TO_HOST, Operator, Work
-from penstock.plan.transfers import Kind, Transfers, Travel
+from penstock.plan.transfers import CollectiveName, TokenTraffic, TransferTimes
 
 HOST_LINK = "host link"
 """What copies between the device and its host's memory count as, where something waits for them."""
 
 
-class Cost(NamedTuple):
+class OpCost(NamedTuple):
     """What an operator costs.
 
     Attributes:
@@ -42,7 +42,7 @@ class Cost(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
+class RoutedRows:
     """What goes to the experts of one rank in one pass.
 
     Attributes:
@@ -60,7 +60,7 @@ class Experts:
     imbalance: float
 
 
-def experts_of(run: Run, imbalance: float) -> Experts | None:
+def routed_rows(run: Run, imbalance: float) -> RoutedRows | None:
     """Of a run with experts.
 
     Args:
@@ -77,7 +77,7 @@ def experts_of(run: Run, imbalance: float) -> Experts | None:
         tokens //= 2
     slots = moe.top_k * parallel.expert_tensor
     rows = round(tokens * slots * uneven)
-    return Experts(tokens=tokens, experts=moe.experts, top_k=slots, rows=rows, imbalance=uneven)
+    return RoutedRows(tokens=tokens, experts=moe.experts, top_k=slots, rows=rows, imbalance=uneven)
 
 
 def _most_uneven(experts: int, top_k: int, ranks: int) -> float:
@@ -85,56 +85,56 @@ def _most_uneven(experts: int, top_k: int, ranks: int) -> float:
     return ranks * min(top_k, experts // ranks) / top_k
 
 
-def rooms_of(works: tuple[Work, ...]) -> frozenset[int]:
+def buffer_rows(works: tuple[RecordedOps, ...]) -> frozenset[int]:
     """Rows that the experts' buffers have room for; what is kept for backward may have less of it."""
     return frozenset(one.shapes[2][0] for work in works for one in work if one.name in _OF_ROWS)
 
 
-class Costs:
+class OpCosts:
     """Costs of the operators of a run on one kind of hardware; each is computed once.
 
     Args:
         hardware: of the devices.
         experts: that the run has; None without.
-        rooms: see `rooms_of`.
+        rooms: see `buffer_rows`.
     """
 
-    def __init__(self, hardware: Hardware, experts: Experts | None, rooms: frozenset[int]) -> None:
+    def __init__(self, hardware: Hardware, experts: RoutedRows | None, rooms: frozenset[int]) -> None:
         self._rates = Rates(hardware)
-        self._transfers = Transfers(hardware)
+        self._transfers = TransferTimes(hardware)
         self._experts = experts
         self._rooms = rooms
         self._room = max(rooms, default=0)
         self.of = cache(self._of)
         """An operator's cost."""
 
-    def _of(self, operator: Operator) -> Cost:
+    def _of(self, operator: RecordedOp) -> OpCost:
         name = operator.name
         if operator.group is not None:
             return self._collective(operator)
         if name in (TO_HOST, FROM_HOST):
-            return Cost(operator.moved_bytes / self._rates.hardware.host_link.bytes_per_second, HOST_LINK)
+            return OpCost(operator.moved_bytes / self._rates.hardware.host_link.bytes_per_second, HOST_LINK)
         if name in _PRODUCTS:
-            return Cost(self._product(operator), "products")
+            return OpCost(self._product(operator), "products")
         if name == "_grouped_mm":
-            return Cost(self._torch_grouped(operator), "experts")
+            return OpCost(self._torch_grouped(operator), "experts")
         if name in ("rows_kernel", "weights_kernel"):
-            return Cost(self._grouped(operator), "experts")
+            return OpCost(self._grouped(operator), "experts")
         if name == "float8_rows_kernel":
-            return Cost(self._float8_rows(operator), "experts")
+            return OpCost(self._float8_rows(operator), "experts")
         if name == "float8_matrices_kernel":
             return self._float8_matrices(operator)
         if name.startswith("_scaled_dot_product") and name != "_scaled_dot_product_attention_math":
-            return Cost(self._attention(operator), "attention")
+            return OpCost(self._attention(operator), "attention")
         if name in _SENDERS:
-            return Cost(self._send(operator), _SENDERS[name], is_communication=True)
+            return OpCost(self._send(operator), _SENDERS[name], is_communication=True)
         if name in _NOTHING:
-            return Cost(0.0, _TERMS.get(name, "elementwise"))
+            return OpCost(0.0, _TERMS.get(name, "elementwise"))
         term = _TERMS.get(name, "elementwise")
         moved = self._bytes(operator)
-        return Cost(self._rates.memory_bound(moved, is_update=term == "optimizer").seconds, term)
+        return OpCost(self._rates.memory_bound(moved, is_update=term == "optimizer").seconds, term)
 
-    def _product(self, operator: Operator) -> float:
+    def _product(self, operator: RecordedOp) -> float:
         given = _PRODUCTS[operator.name]
         left, right = operator.shapes[given - 2 : given]
         (m, k), n = left[-2:], right[-1]
@@ -149,7 +149,7 @@ class Costs:
         hardware = self._rates.hardware
         return hardware.peaks.memory_bytes_per_second * hardware.efficiency.memory
 
-    def _grouped(self, operator: Operator) -> float:
+    def _grouped(self, operator: RecordedOp) -> float:
         first, second, third = operator.shapes[:3]
         gathers, dtype = "GATHER" in operator.switches, _DTYPES[operator.itemsize]
         if operator.name == "rows_kernel":
@@ -169,26 +169,26 @@ class Costs:
         summed = seconds("weight_gradient_accumulated") - plain if "ACCUMULATE" in operator.switches else 0.0
         return plain + more + summed
 
-    def _float8_rows(self, operator: Operator) -> float:
+    def _float8_rows(self, operator: RecordedOp) -> float:
         """Each expert's rows times its matrix, in 8 bits: forward, or the gradient of the rows."""
         (_, depth), (groups, columns, _), (room, _) = operator.shapes[:3]
         product: GroupedProduct = "forward_gathered" if "GATHER" in operator.switches else "forward"
         rows = max(1, self._rows(room) // groups)
         return self._rates.grouped(product, groups, rows, columns, depth, "fp8").seconds
 
-    def _float8_matrices(self, operator: Operator) -> Cost:
+    def _float8_matrices(self, operator: RecordedOp) -> OpCost:
         """A dense product in 8 bits, or the gradients of the experts' matrices, which are contracted over rows."""
         (n, depth), _, (groups, _, k) = operator.shapes[:3]
         is_sum, by_rows = "ACCUMULATE" in operator.switches, _is_by_rows(operator, scales=4, rows=k)
         if groups == 1:
             seconds = self._rates.product(n, k, depth, "fp8", by_rows=by_rows).seconds
-            return Cost(max(seconds, SUM_BYTES * n * k / self._bandwidth) if is_sum else seconds, "products")
+            return OpCost(max(seconds, SUM_BYTES * n * k / self._bandwidth) if is_sum else seconds, "products")
         # Beside the experts' rows there is room between them, which is not computed.
         rows = max(1, min(depth, self._rows(self._room)) // groups) if self._room else max(1, depth // groups)
         product: GroupedProduct = "weight_gradient_accumulated" if is_sum else "weight_gradient"
-        return Cost(self._rates.grouped(product, groups, rows, n, k, "fp8", by_rows=by_rows).seconds, "experts")
+        return OpCost(self._rates.grouped(product, groups, rows, n, k, "fp8", by_rows=by_rows).seconds, "experts")
 
-    def _torch_grouped(self, operator: Operator) -> float:
+    def _torch_grouped(self, operator: RecordedOp) -> float:
         """`torch.nn.functional.grouped_mm`: rows times a matrix for each expert, or both by rows."""
         first, second = operator.shapes[:2]
         if len(second) == 3:
@@ -199,7 +199,7 @@ class Costs:
         rows = max(1, self._rows(first[1]) // groups)
         return self._rates.grouped("weight_gradient", groups, rows, n, k, _DTYPES[operator.itemsize]).seconds
 
-    def _attention(self, operator: Operator) -> float:
+    def _attention(self, operator: RecordedOp) -> float:
         is_backward = "backward" in operator.name
         query, key, value = operator.shapes[is_backward : is_backward + 3]
         (rows, heads, queries, width), keys = query, key[-2]
@@ -215,25 +215,25 @@ class Costs:
         )
         return estimate.seconds
 
-    def _send(self, operator: Operator) -> float:
+    def _send(self, operator: RecordedOp) -> float:
         """A kernel that writes rows into the memory of others, and those that wait for it."""
         experts = self._experts
         assert experts is not None, "rows travel to experts"
         rows, ranks = operator.shapes[0][0], operator.shapes[-1][0]
         row_bytes = operator.sizes[0] // rows
         tokens = round(experts.tokens * experts.imbalance)
-        travel = Travel(tokens=tokens, copy_bytes=row_bytes, experts=experts.experts, top_k=experts.top_k)
-        way = self._transfers.dispatch("symmetric", "dispatch", travel, Group(ranks, ranks)).seconds
+        travel = TokenTraffic(tokens=tokens, copy_bytes=row_bytes, experts=experts.experts, top_k=experts.top_k)
+        way = self._transfers.dispatch("symmetric", "dispatch", travel, RankGroup(ranks, ranks)).seconds
         return way if operator.name == "push_rows_kernel" else max(way, self._moving(operator, 0))
 
-    def _collective(self, operator: Operator) -> Cost:
+    def _collective(self, operator: RecordedOp) -> OpCost:
         assert operator.group is not None, operator
         kind = _COLLECTIVES.get(operator.name, "all-reduce")
         term = "dispatch" if kind == "all-to-all" else "exchange"
         estimate = self._transfers.collective(kind, max(operator.sizes, default=0), operator.group)
-        return Cost(estimate.seconds, term, is_communication=True)
+        return OpCost(estimate.seconds, term, is_communication=True)
 
-    def _bytes(self, operator: Operator) -> float:
+    def _bytes(self, operator: RecordedOp) -> float:
         """That the memory moves."""
         moved = sum(self._filled(operator, place) for place in range(len(operator.sizes)))
         times = _BYTES.get(operator.name)
@@ -243,10 +243,10 @@ class Costs:
             return moved + self._filled(operator, 0)
         return moved
 
-    def _moving(self, operator: Operator, place: int) -> float:
+    def _moving(self, operator: RecordedOp, place: int) -> float:
         return self._filled(operator, place) / self._bandwidth
 
-    def _filled(self, operator: Operator, place: int) -> float:
+    def _filled(self, operator: RecordedOp, place: int) -> float:
         """Bytes of a tensor that hold something."""
         shape, size = operator.shapes[place], operator.sizes[place]
         if shape and shape[0] in self._rooms:
@@ -258,17 +258,17 @@ class Costs:
         return room if self._experts is None or room not in self._rooms else min(room, self._experts.rows)
 
 
-def _last_twice(operator: Operator, moved: float) -> float:
+def _last_twice(operator: RecordedOp, moved: float) -> float:
     """What is picked is read and written."""
     return 2.0 * operator.sizes[-1]
 
 
-def _all(operator: Operator, moved: float) -> float:
+def _all(operator: RecordedOp, moved: float) -> float:
     """Each tensor is read or written, none both."""
     return moved
 
 
-_BYTES: Mapping[str, Callable[[Operator, float], float]] = MappingProxyType(
+_BYTES: Mapping[str, Callable[[RecordedOp, float], float]] = MappingProxyType(
     {
         "embedding": _last_twice,
         "index_select": _last_twice,
@@ -297,7 +297,7 @@ _NOTHING = _WAITS | {"set_"}
 """These, and what the host alone does: another tensor gets a storage that is there."""
 
 
-def _is_by_rows(operator: Operator, *, scales: int, rows: int) -> bool:
+def _is_by_rows(operator: RecordedOp, *, scales: int, rows: int) -> bool:
     """Whether each row of a product's second operand has scales of its own; the place of its scales is told."""
     return len(operator.shapes) > scales and operator.shapes[scales][0] == rows
 
@@ -323,7 +323,7 @@ _TERMS: Mapping[str, str] = MappingProxyType(
 )
 """What operators that compute little count as, if not as elementwise."""
 
-_COLLECTIVES: Mapping[str, Kind] = MappingProxyType(
+_COLLECTIVES: Mapping[str, CollectiveName] = MappingProxyType(
     {
         "alltoall_base_": "all-to-all",
         "alltoall_": "all-to-all",

@@ -25,7 +25,7 @@ from penstock.layout.grid import MOST_RANKS
 
 Dtype = Literal["bf16", "fp8", "fp32"]
 
-Operator = Literal[
+OperatorKind = Literal[
     "product",
     "grouped_forward",
     "grouped_forward_gathered",
@@ -37,7 +37,7 @@ Operator = Literal[
 ]
 """What has an efficiency of its own. Gathered: the kernel looks its rows up among the tokens while it loads them."""
 
-Accumulated = Literal["grouped_weight_gradient_accumulated"]
+AccumulatedKind = Literal["grouped_weight_gradient_accumulated"]
 """A weight gradient that is added to a float32 sum: it computes as fast as the plain one, and moves more bytes."""
 
 CollectiveKind = Literal["all-to-all", "all-gather", "reduce-scatter", "point-to-point", "symmetric", "deep-ep"]
@@ -49,7 +49,7 @@ ORIGINS = ("measured", "reported", "datasheet", "assumed")
 _SOURCE = "Where the figures come from; begins with measured:, reported:, datasheet: or assumed:."
 
 
-class Sourced(Section):
+class SourcedTable(Section):
     """A table whose figures come from one place."""
 
     source: str = knob(doc=_SOURCE)
@@ -60,13 +60,13 @@ class Sourced(Section):
         return self.source.partition(":")[0]
 
 
-class Memory(Sourced):
+class DeviceMemory(SourcedTable):
     """Memory of one device."""
 
     capacity_bytes: int = knob(doc="All of it, as the driver reports it.", unit="bytes", low=1)
 
 
-class Peaks(Sourced):
+class Peaks(SourcedTable):
     """What a device can do at most."""
 
     bf16: float = knob(doc="Dense bfloat16 products.", unit="FLOP/s", low=1)
@@ -79,7 +79,7 @@ class Peaks(Sourced):
         return {"bf16": self.bf16, "fp8": self.fp8, "fp32": self.fp32}[dtype]
 
 
-class Node(Sourced):
+class Node(SourcedTable):
     """Devices that fast links join, and their way to other nodes."""
 
     devices: int = knob(doc="Devices of a node.", unit="devices", low=1)
@@ -90,7 +90,7 @@ class Node(Sourced):
     network_bytes_per_second: float | None = knob(None, doc="Out of one device, to other nodes.", unit="bytes/s", low=1)
 
 
-class Overhead(Sourced):
+class MemoryOverhead(SourcedTable):
     """Memory that no tensor can have."""
 
     context_bytes: int = knob(doc="Driver context and libraries of one process.", unit="bytes", low=0)
@@ -99,7 +99,7 @@ class Overhead(Sourced):
     )
 
 
-class Host(Sourced):
+class LaunchOverhead(SourcedTable):
     """What starting work costs."""
 
     launch_seconds: float = knob(
@@ -126,7 +126,7 @@ class Host(Sourced):
     )
 
 
-class HostLink(Sourced):
+class HostLink(SourcedTable):
     """The way between a device and its host's memory."""
 
     bytes_per_second: float = knob(
@@ -140,7 +140,7 @@ USUAL_HOST_LINK = HostLink(
 """Of a device of which a file says nothing else."""
 
 
-class Efficiency(Sourced):
+class Efficiency(SourcedTable):
     """Shares of the peak that operators of training size reach, where no measured point is near."""
 
     product: float = knob(doc="Matrix product.", low=0.001, high=1)
@@ -169,12 +169,12 @@ class Efficiency(Sourced):
         high=1,
     )
 
-    def of(self, operator: Operator) -> float:
+    def of(self, operator: OperatorKind) -> float:
         """The share of an operator."""
         return float(dict(self)[operator])
 
 
-class Collective(Sourced):
+class CollectiveRate(SourcedTable):
     """How one collective behaves: latency + peers x peer latency + bytes / (efficiency x bandwidth)."""
 
     kind: CollectiveKind = knob(doc="Which one.")
@@ -184,7 +184,7 @@ class Collective(Sourced):
     efficiency: float = knob(doc="Share of the links' or the network's bandwidth.", low=0.001, high=1)
 
 
-class Point(Section):
+class MeasuredPoint(Section):
     """One measurement."""
 
     @property
@@ -193,7 +193,7 @@ class Point(Section):
         return tuple(value for _, value in self if isinstance(value, int))
 
 
-class ComputePoint(Point):
+class ComputePoint(MeasuredPoint):
     """How fast a product ran."""
 
     dtype: Dtype = knob("bf16", doc="What it computes in.")
@@ -227,7 +227,7 @@ class AttentionPoint(ComputePoint):
     value_width: int = knob(doc="Of a value.", low=1)
 
 
-class TransferPoint(Point):
+class TransferPoint(MeasuredPoint):
     """How long a collective took."""
 
     ranks: int = knob(doc="That took part.", low=2)
@@ -241,10 +241,14 @@ class TransferPoint(Point):
         return self.ranks, self.ranks // self.node_ranks, self.leaving_bytes
 
 
-POINTS: Mapping[str, type[Point]] = MappingProxyType(
+POINTS: Mapping[str, type[MeasuredPoint]] = MappingProxyType(
     {
         "product": ProductPoint,
-        **{name: GroupedPoint for name in (*get_args(Operator), *get_args(Accumulated)) if name.startswith("grouped")},
+        **{
+            name: GroupedPoint
+            for name in (*get_args(OperatorKind), *get_args(AccumulatedKind))
+            if name.startswith("grouped")
+        },
         "attention_forward": AttentionPoint,
         "attention_backward": AttentionPoint,
         **dict.fromkeys(get_args(CollectiveKind), TransferPoint),
@@ -254,18 +258,18 @@ POINTS: Mapping[str, type[Point]] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredPoints:
     """Measurements of one operator or collective from one place.
 
     Attributes:
         operator: a key of `POINTS`.
-        source: as in `Sourced`.
+        source: as in `SourcedTable`.
         points: of the class that `POINTS` has for the operator.
     """
 
     operator: str
     source: str
-    points: tuple[Point, ...]
+    points: tuple[MeasuredPoint, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,14 +292,14 @@ class Hardware:
 
     name: str
     vendor: Literal["nvidia", "amd", "cpu"]
-    memory: Memory
+    memory: DeviceMemory
     peaks: Peaks
     node: Node
-    overhead: Overhead
-    host: Host
+    overhead: MemoryOverhead
+    host: LaunchOverhead
     efficiency: Efficiency
-    collectives: tuple[Collective, ...]
-    measured: tuple[Measured, ...]
+    collectives: tuple[CollectiveRate, ...]
+    measured: tuple[MeasuredPoints, ...]
     host_link: HostLink = USUAL_HOST_LINK
 
     @property
@@ -306,7 +310,7 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """Ranks of one collective, as far as its time depends on who they are.
 
     Attributes:
@@ -350,7 +354,7 @@ class Cluster:
         """Of a device's speed."""
         return "tokens/s/CPU" if self.hardware.vendor == "cpu" else "tokens/s/GPU"
 
-    def group(self, ranks: int, stride: int = 1) -> Group:
+    def group(self, ranks: int, stride: int = 1) -> RankGroup:
         """Ranks that stand `stride` apart, the first at the beginning of a node.
 
         Args:
@@ -360,7 +364,7 @@ class Cluster:
         inside = max(1, min(ranks, self.node_devices // stride))
         while ranks % inside:
             inside -= 1
-        return Group(ranks, inside)
+        return RankGroup(ranks, inside)
 
 
 CLUSTER = re.compile(r"\s*(?P<devices>[0-9]{1,40})\s*[xX]\s*(?P<hardware>\S.*?)\s*")

@@ -30,17 +30,17 @@ from penstock.plan.hardware import (
     POINTS,
     USUAL_HOST_LINK,
     Cluster,
-    Collective,
+    CollectiveRate,
+    DeviceMemory,
     Efficiency,
     Hardware,
-    Host,
     HostLink,
-    Measured,
-    Memory,
+    LaunchOverhead,
+    MeasuredPoints,
+    MemoryOverhead,
     Node,
-    Overhead,
     Peaks,
-    Sourced,
+    SourcedTable,
     cluster_of,
     split_cluster,
 )
@@ -58,11 +58,11 @@ class _Head(Section):
 
     name: str = knob(doc="By which people know it.")
     vendor: Literal["nvidia", "amd", "cpu"] = knob(doc="Whose it is.")
-    memory: Memory = knob(doc="Memory of a device.")
+    memory: DeviceMemory = knob(doc="DeviceMemory of a device.")
     peaks: Peaks = knob(doc="What it can do at most.")
     node: Node = knob(doc="What fast links join.")
-    overhead: Overhead = knob(doc="Memory that no tensor can have.")
-    host: Host = knob(doc="What starting work costs.")
+    overhead: MemoryOverhead = knob(doc="DeviceMemory that no tensor can have.")
+    host: LaunchOverhead = knob(doc="What starting work costs.")
     efficiency: Efficiency = knob(doc="Shares of the peak.")
     host_link: HostLink = knob(USUAL_HOST_LINK, doc="The way to the host's memory.")
 
@@ -120,7 +120,7 @@ def read_hardware(path: Path) -> Hardware:
             raise HardwareError(f"{path}: {name} is no list of tables", fix=f"write [[{name}]]")
     head = _built(_Head, tree, f"{path}: ")
     for name, table in head:
-        if isinstance(table, Sourced):
+        if isinstance(table, SourcedTable):
             _check_source(table.source, f"{path}: {name}.source")
     collectives = tuple(_collectives(lists["collective"], path))
     measured = tuple(_measured(table, f"{path}: measured {at}") for at, table in enumerate(lists["measured"], start=1))
@@ -194,11 +194,11 @@ def _check_source(source: str, place: str) -> None:
         )
 
 
-def _collectives(tables: Sequence[Mapping[str, Any]], path: Path) -> list[Collective]:
-    found: list[Collective] = []
+def _collectives(tables: Sequence[Mapping[str, Any]], path: Path) -> list[CollectiveRate]:
+    found: list[CollectiveRate] = []
     for number, table in enumerate(tables, start=1):
         place = f"{path}: collective {number}"
-        one = _built(Collective, table, f"{place}: ")
+        one = _built(CollectiveRate, table, f"{place}: ")
         _check_source(one.source, f"{place}: source")
         if any((one.kind, one.reach) == (other.kind, other.reach) for other in found):
             raise HardwareError(f"{place}: {one.kind} in a {one.reach} comes twice", fix="leave one out")
@@ -206,7 +206,7 @@ def _collectives(tables: Sequence[Mapping[str, Any]], path: Path) -> list[Collec
     return found
 
 
-def _measured(table: Mapping[str, Any], place: str) -> Measured:
+def _measured(table: Mapping[str, Any], place: str) -> MeasuredPoints:
     keys = ("operator", "source", "points")
     if (strange := next((key for key in table if key not in keys), None)) is not None:
         raise HardwareError(f"{place}: {strange} is an unknown key", allowed=", ".join(keys))
@@ -219,4 +219,4 @@ def _measured(table: Mapping[str, Any], place: str) -> Measured:
     if not isinstance(points, list) or not all(isinstance(point, dict) for point in points):
         raise HardwareError(f"{place}: points is no list of tables")
     built = (_built(POINTS[operator], one, f"{place}, point {at}: ") for at, one in enumerate(points, start=1))
-    return Measured(operator=operator, source=source, points=tuple(built))
+    return MeasuredPoints(operator=operator, source=source, points=tuple(built))

@@ -1,7 +1,7 @@
 """Memory of every rank over one step, by component, from the objects that the run itself is made of.
 
     state           weights, float32 sums of gradients, masters, moments: what the optimizer says it holds
-    activations     what the passes hold (penstock/plan/activations.py), in the order of the rank's own schedule
+    activations     what the passes hold (penstock/plan/meta_run.py), in the order of the rank's own schedule
     gathered        whole weights of the blocks around the one that computes, with FSDP2
     buffers         memory that GPUs of a node write into; the rows of the step
     communication   buckets of gradients and new weights: the optimizer's own methods, run without memory
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, replace
 
 from penstock.config.run import Run
 from penstock.layout.actions import Kind
+from penstock.plan.liveness import PUT_OFF, StageActivations
 from penstock.plan.meta_rank import Target
-from penstock.plan.pieces import PUT_OFF, StageActivations
-from penstock.plan.rehearsal import Rehearsal, rehearsal_of
+from penstock.plan.meta_run import MetaRun, meta_run_of
 
 LOSS = "loss"
 """Name under which the ledger has logits and the loss's gradients."""
@@ -44,7 +44,7 @@ NO_OVERHEADS = Overheads()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class RankMemory:
     """What one rank needs at the fullest moment of a step, in bytes.
 
     Attributes:
@@ -105,7 +105,7 @@ class _Moment:
     terms: Counter[str]
 
 
-def memory_of(run: Run, *, world: int, rank: int, target: Target, overheads: Overheads = NO_OVERHEADS) -> Memory:
+def memory_of(run: Run, *, world: int, rank: int, target: Target, overheads: Overheads = NO_OVERHEADS) -> RankMemory:
     """What one rank of a run needs. Starts and ends a process group, so there must be none.
 
     Args:
@@ -119,10 +119,10 @@ def memory_of(run: Run, *, world: int, rank: int, target: Target, overheads: Ove
         ConfigError: the layout does not fit the ranks or the model.
         KernelError: the run asks for kernels that the target cannot run.
     """
-    return memory_of_rehearsal(rehearsal_of(run, world=world, rank=rank, target=target), overheads)
+    return memory_of_meta_run(meta_run_of(run, world=world, rank=rank, target=target), overheads)
 
 
-def worst_rank(memories: Iterable[Memory]) -> Memory:
+def fullest_rank(memories: Iterable[RankMemory]) -> RankMemory:
     """The one that needs most; the first of several."""
     return max(memories, key=lambda memory: memory.total)
 
@@ -136,7 +136,7 @@ def ranks_that_differ(run: Run, world: int) -> tuple[int, ...]:
     return tuple(range(0, world, stage))
 
 
-def memory_of_rehearsal(rehearsal: Rehearsal, overheads: Overheads = NO_OVERHEADS) -> Memory:
+def memory_of_meta_run(rehearsal: MetaRun, overheads: Overheads = NO_OVERHEADS) -> RankMemory:
     """The same of a rank that was rehearsed."""
     rank = rehearsal.rank
     state, buffers = rank.state, rank.shared_bytes + rehearsal.batch_bytes
@@ -145,7 +145,7 @@ def memory_of_rehearsal(rehearsal: Rehearsal, overheads: Overheads = NO_OVERHEAD
     is_captured = rank.run.graphs.capture == "full"
     is_update = update > fullest.bytes + gathered and not is_captured
     logits = fullest.terms[LOSS]
-    memory = Memory(
+    memory = RankMemory(
         rank=rehearsal.first_rank,
         parameters=state.weights,
         gradients=state.gradients,
@@ -166,7 +166,7 @@ def memory_of_rehearsal(rehearsal: Rehearsal, overheads: Overheads = NO_OVERHEAD
     return replace(memory, reserve=overheads.context + round(overheads.unused * memory.allocated))
 
 
-def _moments(rehearsal: Rehearsal) -> list[_Moment]:
+def _moments(rehearsal: MetaRun) -> list[_Moment]:
     """Every pass of the step at its fullest, with what other micro-batches hold meanwhile."""
     schedule, stages = rehearsal.rank.schedule, rehearsal.stages
     by_number = {stage.number: stage for stage in stages}

@@ -1,14 +1,28 @@
-"""One rank of a run on the meta device, ready for passes: built as a real one is, for a device that is not here.
+"""The same run as a trainer would make it whose kernels each keep what they read: for comparison with others' plans.
 
-What differs from `penstock.models.rank_model.build_rank`: kernels are those that the target would choose; the memory
-that GPUs of a node share has a size and no addresses; dispatchers that read row counts are told how many there are; and
-nothing is sharded, because FSDP2 gives a module whole weights whenever it computes.
+Published plans of memory count what separate operators save for backward. Ours save less, so to tell a difference of
+models from a difference of arithmetic the plan can count both. Nothing is estimated here either: the run is changed,
+two operators are put together from smaller ones, and the same meta model runs under the same ledger.
+
+    experts    tokens are copied into the experts' order, and each of product, SwiGLU and product keeps what it read:
+               K (D + 3 F) numbers a token. Ours read tokens through an index and make SwiGLU again: K 2 F, and the
+               tokens that arrived, which de-duplicating dispatch has fewer of than K.
+    weight     gradients of the experts are tensors of their own, added to the sums by autograd
+    dispatch   `auto` is all-to-all, one row for each choice
+    logits     of all tokens at once
+
+All else that is kept is the same in both: residual sums, what products of attention and of dense networks read,
+queries, keys, values and the result of attention. Kernels are ours, so a fused form that many trainers have (SwiGLU
+with the routing weight, norms, attention) counts as one. A trainer that fuses less keeps more: `kernels.experts=torch`
+and `kernels.all=reference` are runs of ours that show how much.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from penstock.config.dispatcher import choose_dispatcher, dispatch_facts
@@ -16,6 +30,10 @@ from penstock.config.fit import context_method
 from penstock.config.run import Run
 from penstock.kernels.choose import operators
 from penstock.kernels.device_facts import DeviceFacts
+from penstock.kernels.grouped_gemm import grouped_gemm
+from penstock.kernels.operators import Operators, torch_add_bias
+from penstock.kernels.reference import SWIGLU, ExpertRule, check_biases
+from penstock.kernels.swiglu import swiglu
 from penstock.layout.actions import Schedule
 from penstock.layout.stages import Stage
 from penstock.models.build import meta_stages, set_dtypes, transfers_of
@@ -38,9 +56,75 @@ from penstock.parallel.dispatch_buffers import buffer_sizes
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.symmetric import SymmetricBuffers
 from penstock.parallel.weight_grad_store import WeightGradStore
-from penstock.plan.conventional import Saving, conventional_operators
-from penstock.plan.tape import RehearsedLane, RehearsedLater, RehearsedTransfers
+from penstock.plan.op_recorder import RecordedLane, RecordedTransfers, RecordedWeightGradStore
 from penstock.train.optimizer import MasterAdamW, StateBytes
+
+Saving = Literal["run", "conventional"]
+"""What is kept for backward: as the run's operators do, or as separate ones would."""
+
+
+def conventional(run: Run) -> Run:
+    """The run with the options that keep more. It trains as it is; the experts' operators are changed besides.
+
+    Args:
+        run: its configuration.
+    """
+    tokens = run.training.micro_batch * run.training.sequence_length
+    method = "all-to-all" if run.dispatch.method == "auto" and run.dispatch.sync_free < 2 else run.dispatch.method
+    return run.model_copy(
+        update={
+            "kernels": run.kernels.model_copy(update={"loss_chunk": tokens}),
+            "dispatch": run.dispatch.model_copy(update={"method": method}),
+        }
+    )
+
+
+def conventional_operators(operators: Operators) -> Operators:
+    """The operators with experts whose parts keep what they read.
+
+    Args:
+        operators: as the run chooses them.
+    """
+    return replace(operators, expert_ffn=separate_expert_ffn, expert_ffn_is_ours=False, keeps_rows=False)
+
+
+def separate_expert_ffn(  # noqa: PLR0913 (it stands in for an operator)
+    x_ND: Tensor,
+    gate_up_eFD: Tensor,
+    down_eDF: Tensor,
+    counts_e: Tensor,
+    weights_R: Tensor | None = None,
+    index_R: Tensor | None = None,
+    *,
+    places_TK: Tensor | None = None,
+    biases: tuple[Tensor, Tensor | None] | None = None,
+    rule: ExpertRule = SWIGLU,
+) -> Tensor:
+    """`penstock.kernels.expert_ffn.expert_ffn` as a copy and three operators, of which each saves its inputs.
+
+    Args:
+        x_ND: source rows.
+        gate_up_eFD: gate and up projections stacked.
+        down_eDF: down projection.
+        counts_e: int32 rows of each expert.
+        weights_R: float32 routing weight of each row, or None for 1.
+        index_R: source row of each place, or None if x stands in the experts' order already.
+        places_TK: not read; autograd finds the gradient of the copy by itself.
+        biases: of gate and up, and of down; the second None where others add it.
+        rule: what is computed between the products.
+
+    Returns:
+        y_RD; rows past the last expert's are zero.
+    """
+    check_biases(biases is not None, rule)
+    x_RD = x_ND if index_R is None else x_ND.index_select(0, index_R)
+    gate_up_bias_eF, down_bias_eD = biases or (None, None)
+    gate_up_RF = grouped_gemm(x_RD, gate_up_eFD, counts_e)
+    if gate_up_bias_eF is not None:
+        gate_up_RF = torch_add_bias(gate_up_RF, gate_up_bias_eF, counts_e)
+    y_RD = grouped_gemm(swiglu(gate_up_RF, weights_R, rule), down_eDF, counts_e)
+    return y_RD if down_bias_eD is None else torch_add_bias(y_RD, down_bias_eD, counts_e, weights_R)
+
 
 META = torch.device("meta")
 HOME = torch.device("cpu")
@@ -55,7 +139,7 @@ class Target:
         device: the chip.
         ranks_per_node: that the fast links join; 0 for all.
         imbalance: rows of the fullest rank's experts over the even share, for dispatchers that send what there is.
-        saving: what backward needs as our operators keep it, or as separate ones do (penstock/plan/conventional.py).
+        saving: what backward needs as our operators keep it, or as separate ones do (penstock/plan/meta_rank.py).
     """
 
     device: DeviceFacts
@@ -114,7 +198,7 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
     own = {0: stages[0]}
     if plan is not None:
         own = {number: stages[number] for number in plan.stages_of(axes.pipeline.rank)}
-    later = RehearsedLater() if plan is not None and plan.splits_backward else None
+    later = RecordedWeightGradStore() if plan is not None and plan.splits_backward else None
     buffers = _shared_buffers(run, axes, target.device)
     layer_context = _layer_context(run, axes, target, later, buffers)
     decoders = meta_stages(run, layer_context, own)
@@ -159,7 +243,7 @@ def _layer_context(
         context_method=context_method(run),
         dispatch=run.dispatch,
         buffers=buffers,
-        transfers=None if transfers_of(run, HOME) is None else RehearsedTransfers(),
+        transfers=None if transfers_of(run, HOME) is None else RecordedTransfers(),
         float8=float8_rule(run, target.device),
         offload=_offload(run),
     )
@@ -169,7 +253,7 @@ def _offload(run: Run) -> offload.OffloadRule:
     """What of activations waits on the host, with copies that are written down."""
     rule = offload.rule_for(run.offload, META)
     if rule.store is not None:
-        rule.store.outward, rule.store.inward = RehearsedLane(is_back=False), RehearsedLane(is_back=True)
+        rule.store.outward, rule.store.inward = RecordedLane(is_back=False), RecordedLane(is_back=True)
     return rule
 
 

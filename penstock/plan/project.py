@@ -8,13 +8,15 @@ from penstock.config.fit import grid_of
 from penstock.config.fit import shard as shard_of
 from penstock.config.run import Run
 from penstock.kernels.device_facts import DeviceFacts, named_device
+from penstock.models.count import count
 from penstock.moe.layer import MoE
-from penstock.plan.conventional import Saving, conventional
 from penstock.plan.hardware import Cluster, Hardware
-from penstock.plan.memory import Overheads, memory_of_rehearsal
-from penstock.plan.meta_rank import Target
-from penstock.plan.projection import Projection, layout_of
-from penstock.plan.rehearsal import Rehearsal, rehearsals_of
+from penstock.plan.memory import Overheads, memory_of_meta_run
+from penstock.plan.meta_rank import Saving, Target, conventional
+from penstock.plan.meta_run import MetaRun, meta_runs_of
+from penstock.plan.projection import Advice, Projection, layout_of
+from penstock.plan.rules.book import advice
+from penstock.plan.rules.sizes import facts_of, sizes_of
 from penstock.plan.step_time import step_time
 
 
@@ -33,10 +35,10 @@ class Assumptions:
     saving: Saving = "run"
 
 
-USUAL = Assumptions()
+DEFAULT_ASSUMPTIONS = Assumptions()
 
 
-def project(run: Run, cluster: Cluster, assumptions: Assumptions = USUAL) -> Projection:
+def project(run: Run, cluster: Cluster, assumptions: Assumptions = DEFAULT_ASSUMPTIONS) -> Projection:
     """Project one run.
 
     Args:
@@ -51,12 +53,12 @@ def project(run: Run, cluster: Cluster, assumptions: Assumptions = USUAL) -> Pro
     """
     if assumptions.saving == "conventional":
         run = conventional(run)
-    rehearsals = rehearsals_of(run, cluster.devices, target_of(run, cluster, assumptions))
+    rehearsals = meta_runs_of(run, cluster.devices, target_of(run, cluster, assumptions))
     return Projection(
         run=run,
         cluster=cluster,
         layout=layout_of(run, grid_of(run, cluster.devices), dispatcher_of(rehearsals[0]), shard_of(run)),
-        memories=tuple(memory_of_rehearsal(one, overheads_of(cluster.hardware)) for one in rehearsals),
+        memories=tuple(memory_of_meta_run(one, overheads_of(cluster.hardware)) for one in rehearsals),
         time=step_time(run, cluster, rehearsals, assumptions.imbalance),
     )
 
@@ -95,10 +97,23 @@ def overheads_of(hardware: Hardware) -> Overheads:
     return Overheads(context=hardware.memory.capacity_bytes - hardware.usable_bytes)
 
 
-def dispatcher_of(rehearsal: Rehearsal) -> str:
+def dispatcher_of(rehearsal: MetaRun) -> str:
     """By what way tokens reach their experts; `none` if there are no experts."""
     for decoder in rehearsal.rank.decoders.values():
         for module in decoder.modules():
             if isinstance(module, MoE):
                 return module.dispatcher.name
     return "none"
+
+
+def advice_for(run: Run, cluster: Cluster) -> tuple[Advice, ...]:
+    """Advice of a run on a cluster, in the order of the rules.
+
+    Args:
+        run: can start on the cluster.
+        cluster: where.
+    """
+    counted = count(run.model, run.training.sequence_length)
+    facts = facts_of(run.model, total_parameters=counted.parameters, active_parameters=counted.active_parameters)
+    told = advice(sizes_of(run, cluster, facts))
+    return tuple(Advice(rule=rule.name, reason=reason, source=rule.source, changes=rule.fix) for rule, reason in told)

@@ -18,7 +18,7 @@ from penstock.layout.actions import Schedule
 from penstock.layout.clock import Playback
 from penstock.layout.grid import Grid
 from penstock.plan.hardware import Cluster
-from penstock.plan.memory import Memory, worst_rank
+from penstock.plan.memory import RankMemory, fullest_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,13 +176,13 @@ class Projection:
     run: Run
     cluster: Cluster
     layout: Layout
-    memories: tuple[Memory, ...]
+    memories: tuple[RankMemory, ...]
     time: StepTime
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> RankMemory:
         """Of the rank that needs most."""
-        return worst_rank(self.memories)
+        return fullest_rank(self.memories)
 
     @property
     def capacity_bytes(self) -> int:

@@ -20,7 +20,7 @@ from functools import cache
 from typing import Literal, NamedTuple, cast
 
 from penstock.base.errors import HardwareError
-from penstock.plan.hardware import Accumulated, ComputePoint, Dtype, Hardware, Operator
+from penstock.plan.hardware import AccumulatedKind, ComputePoint, Dtype, Hardware, OperatorKind
 
 NEAR = math.log(4)
 """A measured point that is farther away counts less than the roofline."""
@@ -47,7 +47,7 @@ GroupedProduct = Literal[
 """Products of experts; the names are those of `penstock.kernels.tuning.GemmProduct`."""
 
 Pass = Literal["forward", "backward"]
-Sizes = tuple[int, ...]
+OpSizes = tuple[int, ...]
 
 
 class Estimate(NamedTuple):
@@ -64,7 +64,7 @@ class Estimate(NamedTuple):
     source: str
 
 
-class Correction(NamedTuple):
+class MeasuredRatio(NamedTuple):
     """What one measured point says about the roofline.
 
     Attributes:
@@ -78,7 +78,7 @@ class Correction(NamedTuple):
     source: str
 
 
-def corrected(seconds: float, sizes: Sequence[int], points: Sequence[Correction], source: str) -> Estimate:
+def corrected(seconds: float, sizes: Sequence[int], points: Sequence[MeasuredRatio], source: str) -> Estimate:
     """A roofline, corrected by measured points.
 
     Args:
@@ -117,7 +117,7 @@ class Rates:
         self._product = cache(self._make_product)
         self._grouped = cache(self._make_grouped)
         self._attention = cache(self._make_attention)
-        self._points: dict[tuple[str, Dtype], tuple[Correction, ...]] = {}
+        self._points: dict[tuple[str, Dtype], tuple[MeasuredRatio, ...]] = {}
 
     def product(self, m: int, n: int, k: int, dtype: Dtype = "bf16", *, by_rows: bool = False) -> Estimate:
         """A matrix product: m x k times k x n.
@@ -199,7 +199,7 @@ class Rates:
         return moved_bytes / (self.hardware.peaks.memory_bytes_per_second * self.hardware.efficiency.memory)
 
     def _roofline(
-        self, flops: float, moved_bytes: float, operator: Operator, dtype: Dtype, *, by_rows: bool = False
+        self, flops: float, moved_bytes: float, operator: OperatorKind, dtype: Dtype, *, by_rows: bool = False
     ) -> float:
         """Seconds by the stated share of the peak."""
         peak = self.hardware.peaks.flops_per_second(dtype)
@@ -217,12 +217,12 @@ class Rates:
         return max(computing, self._moving(moved_bytes) + self.hardware.host.kernel_seconds)
 
     def _corrections(
-        self, name: str, dtype: Dtype, flops: Callable[[Sizes], float], roofline: Callable[[Sizes], float]
-    ) -> tuple[Correction, ...]:
+        self, name: str, dtype: Dtype, flops: Callable[[OpSizes], float], roofline: Callable[[OpSizes], float]
+    ) -> tuple[MeasuredRatio, ...]:
         """What the measured points of an operator say; computed once."""
         if (name, dtype) not in self._points:
             self._points[name, dtype] = tuple(
-                Correction(
+                MeasuredRatio(
                     tuple(map(math.log, point.sizes)),
                     math.log(flops(point.sizes) / point.flops_per_second / roofline(point.sizes)),
                     measured.source,
@@ -235,7 +235,7 @@ class Rates:
         return self._points[name, dtype]
 
     def _make_product(self, m: int, n: int, k: int, dtype: Dtype, by_rows: bool) -> Estimate:
-        def roofline(sizes: Sizes) -> float:
+        def roofline(sizes: OpSizes) -> float:
             m, n, k = sizes
             moved = BYTES[dtype] * (m * k + n * k) + RESULT_BYTES[dtype] * m * n
             return self._roofline(2.0 * m * n * k, moved, "product", dtype, by_rows=by_rows)
@@ -247,10 +247,10 @@ class Rates:
         self, product: GroupedProduct, groups: int, rows: int, n: int, k: int, dtype: Dtype, by_rows: bool
     ) -> Estimate:
         is_sum = product == "weight_gradient_accumulated"
-        operator = cast(Operator, "grouped_weight_gradient" if is_sum else f"grouped_{product}")
-        name = cast("Operator | Accumulated", f"grouped_{product}")
+        operator = cast(OperatorKind, "grouped_weight_gradient" if is_sum else f"grouped_{product}")
+        name = cast("OperatorKind | AccumulatedKind", f"grouped_{product}")
 
-        def roofline(sizes: Sizes) -> float:
+        def roofline(sizes: OpSizes) -> float:
             groups, rows, n, k = sizes
             weights, given, found = groups * n * k, groups * rows * k, groups * rows * n
             if product in ("forward", "forward_gathered", "input_gradient"):
@@ -275,14 +275,14 @@ class Rates:
         causal: bool,
         dtype: Dtype,
     ) -> Estimate:
-        operator = cast(Operator, f"attention_{direction}")
+        operator = cast(OperatorKind, f"attention_{direction}")
 
-        def flops(sizes: Sizes, causal: bool = True) -> float:
+        def flops(sizes: OpSizes, causal: bool = True) -> float:
             heads, queries, keys, width, value_width = sizes
             products = width + value_width if direction == "forward" else 3 * width + 2 * value_width
             return 2.0 * heads * pairs(queries, keys, causal) * products
 
-        def roofline(sizes: Sizes, causal: bool = True) -> float:
+        def roofline(sizes: OpSizes, causal: bool = True) -> float:
             heads, queries, keys, width, value_width = sizes
             rows = heads * (queries + keys) * (width + value_width)
             moved = BYTES[dtype] * rows * (1 if direction == "forward" else 2)

@@ -1,16 +1,9 @@
-"""Which layouts of a run fit a cluster, which of them are fastest, and why all others are refused.
+"""A rough step time of a layout from its sizes alone: in which order a search looks, and when it may stop.
 
-    1. rules        refuse grids of ranks by whole numbers alone (penstock/plan/rules)
-    2. state        weights, sums and optimizer of the fullest rank refuse schedules on a grid, activations unseen
-    3. order        what is left is walked through in the order of the workflow: least model parallelism first, little
-                    computed twice before everything, the hot path inside the fast link. Behind the first rank of that
-                    order at which something fits, nothing more is looked at
-    4. bound        inside a rank, those that promise most come first (penstock/plan/bound.py). A layout is composed
-                    (penstock/plan/composed.py) with as little computed twice as fits
-    5. clock        the best are played over the actions of their schedules, and ranked by tokens/s
-
-A search ends when what it has not looked at promises less than the last of its best; the promise is corrected by how
-far it was off where it was least off. Every layout is counted once: as a candidate, or in a refusal with a reason.
+Products at the stated share of the peak, tokens on their way, what tensor and context ranks exchange, the ramp of the
+pipeline, sums of gradients. Kernels that are bound by memory, launches and waits are left out, so a step takes longer
+than this; layouts of one question are off by much the same factor, which the search reads off those that it has
+projected.
 """
 
 import gc
@@ -20,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from penstock.config.fit import SPLITTING_SCHEDULES
@@ -30,21 +24,112 @@ from penstock.layout.grid import Grid
 from penstock.layout.schedules import SCHEDULES
 from penstock.models.count import count
 from penstock.models.kernels import most_sync_free
-from penstock.plan.bound import Bound, Load, Promises
-from penstock.plan.candidates import GRID, Space, check_fixed, run_of, searched_overlap, with_recompute
-from penstock.plan.composed import Composed, memory_of_state
-from penstock.plan.composed_time import Timekeeper
+from penstock.plan.candidates import GRID, SearchSpace, check_fixed, run_of, searched_overlap, with_recompute
+from penstock.plan.composed_run import RAMP, ComposedRun, ComposedTimes, PlaceLoad, memory_of_state
 from penstock.plan.composer import Composer
-from penstock.plan.conventional import conventional
-from penstock.plan.hardware import Cluster
-from penstock.plan.held_state import PartState
-from penstock.plan.memory import Memory
-from penstock.plan.project import USUAL, Assumptions, device_of, overheads_of, project, target_of
+from penstock.plan.hardware import Cluster, Dtype
+from penstock.plan.memory import RankMemory
+from penstock.plan.meta_rank import conventional
+from penstock.plan.param_state import PartState
+from penstock.plan.project import DEFAULT_ASSUMPTIONS, Assumptions, device_of, overheads_of, project, target_of
 from penstock.plan.projection import Plan, Projection, layout_of
-from penstock.plan.refusals import MEMORY, SLOWER, Refusals, overflow
-from penstock.plan.rule_filter import RuleFilter, Tries, Try
+from penstock.plan.rates import BYTES
+from penstock.plan.rule_filter import MEMORY, SLOWER, Candidate, CandidateGroup, Refusals, RuleFilter, overflow
 from penstock.plan.rules.book import first_refusal, illegal, order_key
 from penstock.plan.rules.sizes import Sizes, facts_of, sizes_of
+from penstock.plan.transfers import DispatchMethod, TokenTraffic, TransferTimes
+
+AGAIN: Mapping[str, float] = MappingProxyType(
+    {"norm": 0.01, "expert-activation": 0.01, "latent-up": 0.05, "moe": 0.6, "layer": 1.0}
+)
+"""Share of a forward pass that is computed twice; a guess."""
+
+EXCHANGES = 4
+"""Of a layer's tokens between tensor-parallel, and between context-parallel, ranks; in each direction of a pass."""
+
+
+class RoughTimes:
+    """Rough times of one question.
+
+    Args:
+        cluster: where.
+        hidden: width of a token.
+        dtype: what is computed in.
+    """
+
+    def __init__(self, cluster: Cluster, hidden: int, dtype: Dtype) -> None:
+        self._cluster = cluster
+        self._transfers = TransferTimes(cluster.hardware)
+        peak = cluster.hardware.peaks.flops_per_second(dtype) or cluster.hardware.peaks.bf16
+        self._rate = peak * cluster.hardware.efficiency.product
+        self._token_bytes = hidden * BYTES[dtype]
+
+    def seconds(self, sizes: Sizes, load: PlaceLoad, state: PartState) -> float:
+        """Of a step.
+
+        Args:
+            sizes: the layout.
+            load: of the place on the pipeline that has most to do.
+            state: of the place that has most.
+        """
+        tokens = sizes.micro_batch * sizes.sequence_length / (sizes.cp * sizes.tp)
+        again = max((AGAIN.get(name, 0.0) for name in sizes.recompute), default=0.0)
+        compute = (3 + again) * load.flops * tokens / self._rate
+        travel = (4 + 2 * (again >= AGAIN["moe"])) * load.moe * self._way(sizes, tokens)
+        exchange = 2 * EXCHANGES * load.layers * self._exchange(sizes, tokens)
+        micro_batch = compute + travel + exchange
+        ramp = RAMP[sizes.schedule] * (sizes.pp - 1) / (3 * sizes.vpp)
+        return (sizes.micro_batches + ramp) * micro_batch + self._update(sizes, state)
+
+    def _way(self, sizes: Sizes, tokens: float) -> float:
+        """Of tokens to their experts, or back."""
+        if sizes.expert_ranks == 1:
+            return 0.0
+        travel = TokenTraffic(
+            tokens=max(1, round(tokens)),
+            copy_bytes=self._token_bytes,
+            experts=sizes.model.experts,
+            top_k=sizes.model.top_k * sizes.etp,
+        )
+        method: DispatchMethod = sizes.dispatcher  # type: ignore[assignment]
+        return self._transfers.dispatch(method, "dispatch", travel, self._cluster.group(sizes.expert_ranks)).seconds
+
+    def _exchange(self, sizes: Sizes, tokens: float) -> float:
+        found = 0.0
+        if sizes.tp > 1:
+            whole = tokens * sizes.tp * self._token_bytes
+            found += self._transfers.collective("all-gather", whole, self._cluster.group(sizes.tp)).seconds
+        if sizes.cp > 1:
+            group = self._cluster.group(sizes.cp, sizes.tp)
+            found += self._transfers.collective("all-to-all", tokens * self._token_bytes, group).seconds
+        return found
+
+    def _update(self, sizes: Sizes, state: PartState) -> float:
+        """Sums of gradients, and new weights: as if all were shared like the experts, who have most."""
+        group = self._cluster.group(max(1, sizes.edp), sizes.expert_ranks)
+        if group.ranks == 1:
+            return 0.0
+        sums = self._transfers.collective("reduce-scatter", state.gradients, group).seconds
+        return sums + self._transfers.collective("all-gather", state.weights, group).seconds
+
+
+class EstimateRatio:
+    """How long steps took that were promised to take less.
+
+    Attributes:
+        least: of their ratios; 1 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.least = 1.0
+        self._is_new = True
+
+    def note(self, promised: float, seconds: float) -> None:
+        """One that is known now."""
+        ratio = seconds / promised
+        self.least = ratio if self._is_new else min(self.least, ratio)
+        self._is_new = False
+
 
 Progress = Callable[[str], None]
 """Told what a search is doing, in a few words."""
@@ -60,7 +145,7 @@ ALL = ("pp", "vpp", "ep", "etp", "cp", "tp", "schedule", "micro_batch", "recompu
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class SearchRequest:
     """What is sought.
 
     Attributes:
@@ -77,10 +162,10 @@ class Question:
     global_batch: int | None = None
     fixed: Mapping[str, str] = field(default_factory=dict)
     top: int = 10
-    assumptions: Assumptions = USUAL
+    assumptions: Assumptions = DEFAULT_ASSUMPTIONS
 
 
-def search(question: Question, progress: Progress | None = None) -> Plan:
+def search(question: SearchRequest, progress: Progress | None = None) -> Plan:
     """Answer a question.
 
     Args:
@@ -110,7 +195,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _prepared(question: Question) -> Run:
+def _prepared(question: SearchRequest) -> Run:
     """The run without what the search decides."""
     check_fixed(question.fixed)
     rows = question.global_batch
@@ -125,9 +210,9 @@ def _with(run: Run, section: str, **values: object) -> Run:
     return run.model_copy(update={section: dict(run)[section].model_copy(update=values)})
 
 
-def _one(question: Question, run: Run) -> Plan | None:
+def _one(question: SearchRequest, run: Run) -> Plan | None:
     """A plan of one layout; None if its sizes do not fill the cluster."""
-    space = Space(_neutral(question, run), run, question.fixed)
+    space = SearchSpace(_neutral(question, run), run, question.fixed)
     if (grid := next(space.grids(), None)) is None:
         return None
     (order,), (way,) = space.orders(grid), space.with_ways(grid)
@@ -139,7 +224,7 @@ def _one(question: Question, run: Run) -> Plan | None:
     return Plan(model=run.name, cluster=question.cluster, candidates=(found,), refused=(), considered=1)
 
 
-def _neutral(question: Question, run: Run) -> Sizes:
+def _neutral(question: SearchRequest, run: Run) -> Sizes:
     """One rank for everything."""
     counted = count(run.model, run.training.sequence_length)
     facts = facts_of(
@@ -183,7 +268,7 @@ class _Found:
     """A layout that fits, and roughly how long its step takes."""
 
     sizes: Sizes
-    composed: Composed
+    composed: ComposedRun
     seconds: float
 
 
@@ -197,27 +282,27 @@ class _Frame:
         state: the same.
     """
 
-    load: Load
-    memory: Memory
+    load: PlaceLoad
+    memory: RankMemory
     state: PartState
 
 
 class _Search:
-    def __init__(self, question: Question, run: Run, progress: Progress) -> None:
+    def __init__(self, question: SearchRequest, run: Run, progress: Progress) -> None:
         cluster, assumptions = question.cluster, question.assumptions
         self._question = question
         self._run = run
         self._progress = progress
         self._capacity = cluster.hardware.memory.capacity_bytes
         self._composer = Composer(run, target_of(run, cluster, assumptions), overheads_of(cluster.hardware))
-        self._times = Timekeeper(cluster, assumptions.imbalance)
-        self._bound = Bound(cluster, run.model.hidden_size, run.training.precision)
-        self._space = Space(_neutral(question, run), run, question.fixed)
+        self._times = ComposedTimes(cluster, assumptions.imbalance)
+        self._bound = RoughTimes(cluster, run.model.hidden_size, run.training.precision)
+        self._space = SearchSpace(_neutral(question, run), run, question.fixed)
         self._refusals = Refusals()
         self._sieve = RuleFilter(self._space, self._refusals)
         self._frames: dict[tuple[object, ...], _Frame] = {}
         self._too_many: dict[Sizes, int] = {}
-        self._promises: defaultdict[str, Promises] = defaultdict(Promises)
+        self._promises: defaultdict[str, EstimateRatio] = defaultdict(EstimateRatio)
         self._found: list[_Found] = []
 
     def plan(self) -> Plan:
@@ -243,7 +328,7 @@ class _Search:
             considered=self._refusals.count + len(best),
         )
 
-    def _is_hopeless(self, tries: Tries) -> bool:
+    def _is_hopeless(self, tries: CandidateGroup) -> bool:
         """Whether the state alone is too much, which is noted."""
         memory = self._frame(tries.pace).memory
         if memory.total <= self._capacity:
@@ -266,7 +351,7 @@ class _Search:
             )
         return self._frames[key]
 
-    def _walk(self, group: Sequence[Tries]) -> None:
+    def _walk(self, group: Sequence[CandidateGroup]) -> None:
         """Look at layouts of one place in the order, those first that promise most.
 
         A promise is first rough, then made of pieces that are nearly the layout's own. A layout that does not fit goes
@@ -295,7 +380,7 @@ class _Search:
                 near = self._times.rough(self._nearly(one.at(one.steps[step + 1])))
                 heapq.heappush(waiting, _Waiting(near, number, step + 1, kind))
 
-    def _nearly(self, sizes: Sizes) -> Composed:
+    def _nearly(self, sizes: Sizes) -> ComposedRun:
         return next(iter(self._composer.closer_and_closer(run_of(self._run, sizes), _grid_of(sizes))))
 
     def _promise(self, sizes: Sizes) -> float:
@@ -307,7 +392,7 @@ class _Search:
         top = self._question.top
         return len(self._found) >= top and seconds > heapq.nsmallest(top, (one.seconds for one in self._found))[-1]
 
-    def _fits(self, one: Try, step: int) -> bool:
+    def _fits(self, one: Candidate, step: int) -> bool:
         """Whether a step of a ladder fits; if not, it is refused."""
         sizes = one.at(one.steps[step])
         key = replace(sizes, micro_batch=1)
@@ -322,7 +407,7 @@ class _Search:
         self._too_many[key] = sizes.micro_batch
         return False
 
-    def _keep(self, one: Try, step: int) -> _Found:
+    def _keep(self, one: Candidate, step: int) -> _Found:
         """A layout fits."""
         sizes, more = one.at(one.steps[step]), len(one.steps) - step - 1
         composed = self._composer.composed(run_of(self._run, sizes), _grid_of(sizes), closely=False)
@@ -377,7 +462,7 @@ class _Search:
         """Trained in a second by a device."""
         return self._run.tokens_per_step / seconds / self._question.cluster.devices
 
-    def _refuse_unseen(self, one: Try, step: int, seconds: float) -> None:
+    def _refuse_unseen(self, one: Candidate, step: int, seconds: float) -> None:
         tokens = self._tokens(seconds)
         others = f"{self._question.top} others have more"
         reason = f"promises {tokens:.0f} tokens/s on a device at most, and {others}"

@@ -22,15 +22,15 @@ from penstock.layout.actions import Kind, Schedule
 from penstock.layout.clock import ActionCosts, play
 from penstock.models.count import count
 from penstock.models.rank_model import message_of
-from penstock.plan.costs import HOST_LINK, Costs, experts_of, rooms_of
-from penstock.plan.hardware import Cluster, Group
+from penstock.plan.costs import HOST_LINK, OpCosts, buffer_rows, routed_rows
+from penstock.plan.hardware import Cluster, RankGroup
+from penstock.plan.liveness import StageActivations
 from penstock.plan.meta_rank import META
-from penstock.plan.pieces import StageActivations
+from penstock.plan.meta_run import MetaRun, UpdateOps
+from penstock.plan.op_recorder import RecordedOp, RecordedOps
 from penstock.plan.projection import RankTime, StepTime
-from penstock.plan.rehearsal import Rehearsal, Update
-from penstock.plan.streams import OVERLAP_GAIN, Streams, Timing, added, steady
-from penstock.plan.tape import Operator, Work
-from penstock.plan.transfers import Transfers
+from penstock.plan.streams import OVERLAP_GAIN, Streams, Timing, add_timing, steady_state
+from penstock.plan.transfers import TransferTimes
 
 NOTHING = Timing()
 
@@ -55,10 +55,10 @@ class StageTime:
     @property
     def all(self) -> Timing:
         """One after the other."""
-        return added(added(self.forward, self.backward), self.weight)
+        return add_timing(add_timing(self.forward, self.backward), self.weight)
 
 
-class Clockwork:
+class StageTimer:
     """Times of one run on one cluster.
 
     Args:
@@ -68,15 +68,15 @@ class Clockwork:
         works: of its passes, for the room that experts have.
     """
 
-    def __init__(self, run: Run, cluster: Cluster, imbalance: float, works: Iterable[Work]) -> None:
+    def __init__(self, run: Run, cluster: Cluster, imbalance: float, works: Iterable[RecordedOps]) -> None:
         hardware = cluster.hardware
         self._run = run
         self._cluster = cluster
-        self._costs = Costs(hardware, experts_of(run, imbalance), rooms_of(tuple(works)))
-        self._transfers = Transfers(hardware)
+        self._costs = OpCosts(hardware, routed_rows(run, imbalance), buffer_rows(tuple(works)))
+        self._transfers = TransferTimes(hardware)
         self._launch = hardware.host.launch_seconds * _LAUNCHED[run.graphs.capture]
 
-    def stage(self, stage: StageActivations, gathers: Sequence[int], shards: Group) -> StageTime:
+    def stage(self, stage: StageActivations, gathers: Sequence[int], shards: RankGroup) -> StageTime:
         """Passes of a stage.
 
         Args:
@@ -85,7 +85,7 @@ class Clockwork:
             shards: ranks that divide them.
         """
         pieces, back = stage.pieces, stage.pieces[::-1]
-        forward, backward, weight = steady(
+        forward, backward, weight = steady_state(
             (
                 [piece.forward_work for piece in pieces],
                 [piece.backward_work for piece in back],
@@ -98,7 +98,7 @@ class Clockwork:
             forward, backward = _beside(forward, fetch), _beside(_beside(backward, fetch), reduce)
         return StageTime(forward=forward, backward=backward, weight=weight)
 
-    def _fsdp(self, whole_bytes: int, shards: Group) -> tuple[Timing, Timing]:
+    def _fsdp(self, whole_bytes: int, shards: RankGroup) -> tuple[Timing, Timing]:
         """Fetching whole weights, and reducing their float32 gradients: what is sent, and what is copied for it.
 
         Weights are rounded from their float32 shards into the message, and copied out of it; gradients are copied into
@@ -117,7 +117,7 @@ class Clockwork:
         host = self._cluster.hardware.host
         return Streams(self._costs.of, launch_seconds, host.gap_seconds, host.put_off_seconds)
 
-    def update(self, update: Update) -> tuple[Timing, Timing]:
+    def update(self, update: UpdateOps) -> tuple[Timing, Timing]:
         """Sums of gradients and new weights; and what is computed for the optimizer."""
         reduce = self._bucketed(update.reduce)
         gather = self._bucketed(tuple(one for one in update.step if _is_message(one)))
@@ -126,10 +126,10 @@ class Clockwork:
         for work in (update.zero, update.norm, rest):
             streams.play(work)
         still = self._cluster.hardware.host.step_seconds
-        computed = added(streams.timing, Timing(seconds=still, idle=still, terms={"host": still} if still else {}))
-        return added(reduce, gather), added(computed, self._through_host_link(update.host_bytes, rest))
+        computed = add_timing(streams.timing, Timing(seconds=still, idle=still, terms={"host": still} if still else {}))
+        return add_timing(reduce, gather), add_timing(computed, self._through_host_link(update.host_bytes, rest))
 
-    def _through_host_link(self, host_bytes: int, step: Work) -> Timing:
+    def _through_host_link(self, host_bytes: int, step: RecordedOps) -> Timing:
         """What the optimizer's kernels wait for, with masters and moments that come from the host and go back.
 
         Both ways run at once, and there are two buffers (penstock/parallel/copies.py). In each a chunk comes, is
@@ -141,7 +141,7 @@ class Clockwork:
         waited = max(0.0, host_bytes / self._cluster.hardware.host_link.bytes_per_second - kernels / 2)
         return Timing(seconds=waited, host_link=waited, terms={HOST_LINK: waited}) if waited else Timing()
 
-    def _bucketed(self, work: Work) -> Timing:
+    def _bucketed(self, work: RecordedOps) -> Timing:
         """Messages, and copies into and out of them: at the same time."""
         costs = [self._costs.of(one) for one in work]
         sent = sum(cost.seconds for cost in costs if cost.is_communication)
@@ -164,7 +164,7 @@ class Clockwork:
         return self._transfers.collective("point-to-point", message_bytes, group).seconds
 
 
-def step_time(run: Run, cluster: Cluster, rehearsals: Sequence[Rehearsal], imbalance: float) -> StepTime:
+def step_time(run: Run, cluster: Cluster, rehearsals: Sequence[MetaRun], imbalance: float) -> StepTime:
     """Time of a step.
 
     Args:
@@ -176,7 +176,7 @@ def step_time(run: Run, cluster: Cluster, rehearsals: Sequence[Rehearsal], imbal
     grid = grid_of(run, cluster.devices)
     every = {stage.number: (place, stage) for place in rehearsals for stage in place.stages}
     works = (piece.forward_work for _, stage in every.values() for piece in stage.pieces)
-    clockwork = Clockwork(run, cluster, imbalance, works)
+    clockwork = StageTimer(run, cluster, imbalance, works)
     shards = cluster.group(min(run.parallel.shard_size or grid.data * grid.context, grid.data * grid.context))
     known: dict[int, StageTime] = {}
     stages = {}
@@ -204,17 +204,17 @@ def step_time(run: Run, cluster: Cluster, rehearsals: Sequence[Rehearsal], imbal
     )
 
 
-def _passes(place: Rehearsal, stages: Mapping[int, StageTime], schedule: Schedule | None, micro_batches: int) -> Timing:
+def _passes(place: MetaRun, stages: Mapping[int, StageTime], schedule: Schedule | None, micro_batches: int) -> Timing:
     """All passes of a place in a step."""
     if schedule is None:
-        return added(Timing(), stages[0].all, times=micro_batches)
+        return add_timing(Timing(), stages[0].all, times=micro_batches)
     total = Timing()
     for (stage, kind), times in Counter((stage, kind) for stage, kind, _ in schedule.actions[place.place]).items():
-        total = added(total, _timing_of(kind, stages[stage]), times=times)
+        total = add_timing(total, _timing_of(kind, stages[stage]), times=times)
     units = schedule.units(place.place) if schedule.pairs else ()
     paired = [action for unit in units if len(unit) > 1 for action in unit]
     hidden = sum(_hidden(_timing_of(action.kind, stages[action.stage])) for action in paired)
-    return added(total, Timing(seconds=-hidden, exposed=-hidden, terms={"dispatch": -hidden} if hidden else {}))
+    return add_timing(total, Timing(seconds=-hidden, exposed=-hidden, terms={"dispatch": -hidden} if hidden else {}))
 
 
 def _timing_of(kind: Kind, stage: StageTime) -> Timing:
@@ -222,7 +222,7 @@ def _timing_of(kind: Kind, stage: StageTime) -> Timing:
         case Kind.FORWARD:
             return stage.forward
         case Kind.BACKWARD:
-            return added(stage.backward, stage.weight)
+            return add_timing(stage.backward, stage.weight)
         case Kind.INPUT:
             return stage.backward
         case Kind.WEIGHT:
@@ -247,8 +247,8 @@ def _hidden(passes: Timing) -> float:
     return OVERLAP_GAIN * passes.exposed
 
 
-def _rank_time(place: Rehearsal, passes: Timing, span: float, update: tuple[Timing, Timing]) -> RankTime:
-    whole = added(passes, added(*update))
+def _rank_time(place: MetaRun, passes: Timing, span: float, update: tuple[Timing, Timing]) -> RankTime:
+    whole = add_timing(passes, add_timing(*update))
     waiting = max(0.0, span - passes.seconds)
     terms = {**whole.terms, "bubble": waiting}
     return RankTime(
@@ -285,9 +285,9 @@ def _beside(passes: Timing, moved: Timing) -> Timing:
     hidden = min(moved.communication, passes.compute)
     exposed = moved.communication - OVERLAP_GAIN * hidden
     seconds = exposed + moved.compute
-    return added(passes, replace(moved, seconds=seconds, exposed=exposed, terms={"weights": seconds}))
+    return add_timing(passes, replace(moved, seconds=seconds, exposed=exposed, terms={"weights": seconds}))
 
 
-def _is_message(operator: Operator) -> bool:
+def _is_message(operator: RecordedOp) -> bool:
     """It is a collective of the update, or a copy into or out of its buffer."""
     return operator.group is not None or operator.name == "copy_"

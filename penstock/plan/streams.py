@@ -8,7 +8,7 @@ launched and the one before is done.
     host-bound       the device waits for launches; the time is that of the host
     a wait           the host stops until the device has done all so far, and the device then waits for the host
 
-Copies to the host's memory and back run on lanes of their own (penstock/plan/host_lanes.py), and slow nothing down.
+Copies to the host's memory and back run on lanes of their own (penstock/plan/streams.py), and slow nothing down.
 A second stream carries transfers between `fork` and `join`; what the first one computes meanwhile hides them. Each
 slows the other down while both run: of what is hidden only `OVERLAP_GAIN` is gained. Work that was captured as a graph
 takes no time of the host.
@@ -18,9 +18,20 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.plan.costs import HOST_LINK, Cost
-from penstock.plan.host_lanes import HostLanes
-from penstock.plan.tape import ARRIVE, END, FORK, FROM_HOST, JOIN, PUT_OFF, TO_HOST, WAIT, Operator, Work
+from penstock.parallel.offload import IN_FLIGHT_BYTES
+from penstock.plan.costs import HOST_LINK, OpCost
+from penstock.plan.op_recorder import (
+    ARRIVE,
+    END,
+    FORK,
+    FROM_HOST,
+    JOIN,
+    PUT_OFF,
+    TO_HOST,
+    WAIT,
+    RecordedOp,
+    RecordedOps,
+)
 
 OVERLAP_GAIN = 0.25
 """Of the time that a transfer and computation run side by side, what is gained by it; fitted to one run with FSDP2 on
@@ -50,6 +61,56 @@ class Timing:
     terms: Mapping[str, float] = field(default_factory=dict)
 
 
+class HostLanes:
+    """Both lanes of one device. Times are seconds on its clock; storages have a number.
+
+    Args:
+        room: bytes that may be on their way out.
+    """
+
+    def __init__(self, room: int = IN_FLIGHT_BYTES) -> None:
+        self._room = room
+        self._out = self._back = 0.0
+        self._leaving: dict[str, tuple[float, int]] = {}
+        self._came: dict[str, float] = {}
+
+    def leave(self, number: str, size: int, seconds: float, *, launched: float, done: float) -> float:
+        """A storage begins its way out.
+
+        Args:
+            number: of the storage; one that had the same before is gone.
+            size: its bytes.
+            seconds: that the copy takes.
+            launched: when the host starts it.
+            done: when compute has done all so far.
+
+        Returns:
+            Until when compute waits for room.
+        """
+        self._leaving.pop(number, None)
+        while self._leaving:
+            oldest, (end, _) = next(iter(self._leaving.items()))
+            has_room = sum(other for _, other in self._leaving.values()) + size <= self._room
+            if has_room and end > launched:
+                break
+            del self._leaving[oldest]
+            done = max(done, end)
+        self._out = max(self._out, done, launched) + seconds
+        self._leaving[number] = self._out, size
+        return done
+
+    def come_back(self, number: str, seconds: float, *, launched: float, done: float) -> None:
+        """A storage begins its way back; arguments as of `leave`."""
+        if self._leaving.pop(number, None) is not None:
+            self._came[number] = done
+            return
+        self._back = self._came[number] = max(self._back, done, launched) + seconds
+
+    def arrival(self, number: str) -> float:
+        """When a storage is on the device that has begun its way back."""
+        return self._came[number]
+
+
 class Streams:
     """A host and a device.
 
@@ -63,7 +124,7 @@ class Streams:
 
     def __init__(
         self,
-        cost_of: Callable[[Operator], Cost],
+        cost_of: Callable[[RecordedOp], OpCost],
         launch_seconds: float,
         gap_seconds: float = 0.0,
         put_off_seconds: float = 0.0,
@@ -93,7 +154,7 @@ class Streams:
             terms=dict(self._terms),
         )
 
-    def play(self, work: Work) -> None:
+    def play(self, work: RecordedOps) -> None:
         """Go on with more work."""
         is_side = False
         for operator in work:
@@ -116,7 +177,7 @@ class Streams:
             else:
                 self._run(self._cost_of(operator))
 
-    def _run(self, cost: Cost) -> None:
+    def _run(self, cost: OpCost) -> None:
         """One operator of the first stream."""
         self._host += self._launch * (1 + cost.is_communication)
         wait = max(self._gap, self._host - self._main)
@@ -130,14 +191,14 @@ class Streams:
         else:
             self._compute += cost.seconds
 
-    def _travel(self, cost: Cost) -> None:
+    def _travel(self, cost: OpCost) -> None:
         """One of the second."""
         self._host += 2 * self._launch
         self._side = max(self._side, self._host) + cost.seconds
         self._hidden += cost.seconds
         self._communication += cost.seconds
 
-    def _copy(self, operator: Operator) -> None:
+    def _copy(self, operator: RecordedOp) -> None:
         """A storage begins its way to the host, or back."""
         self._host += self._launch
         number, seconds = operator.switches[0], self._cost_of(operator).seconds
@@ -164,7 +225,7 @@ class Streams:
         self._terms["dispatch"] += late + lost
 
 
-def steady(parts: Sequence[Sequence[Work]], streams: Streams) -> list[Timing]:
+def steady_state(parts: Sequence[Sequence[RecordedOps]], streams: Streams) -> list[Timing]:
     """Time of some parts in their order, after the same parts: the host is as far ahead as it gets.
 
     Args:
@@ -178,11 +239,11 @@ def steady(parts: Sequence[Sequence[Work]], streams: Streams) -> list[Timing]:
             before = streams.timing
             for work in works:
                 streams.play(work)
-            found.append(added(streams.timing, before, times=-1))
+            found.append(add_timing(streams.timing, before, times=-1))
     return found
 
 
-def added(one: Timing, other: Timing, times: float = 1) -> Timing:
+def add_timing(one: Timing, other: Timing, times: float = 1) -> Timing:
     """One timing and so many of another."""
     terms = dict(one.terms)
     for name, seconds in other.terms.items():

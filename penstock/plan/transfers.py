@@ -19,20 +19,20 @@ from functools import cache
 from typing import Literal, cast
 
 from penstock.base.errors import HardwareError
-from penstock.plan.hardware import Collective, CollectiveKind, Group, Hardware, TransferPoint
-from penstock.plan.rates import Correction, Estimate, corrected
+from penstock.plan.hardware import CollectiveKind, CollectiveRate, Hardware, RankGroup, TransferPoint
+from penstock.plan.rates import Estimate, MeasuredRatio, corrected
 
-Kind = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce", "point-to-point"]
+CollectiveName = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce", "point-to-point"]
 
-Dispatcher = Literal["all-to-all", "all-gather", "symmetric", "hierarchical", "deep-ep"]
+DispatchMethod = Literal["all-to-all", "all-gather", "symmetric", "hierarchical", "deep-ep"]
 
-Way = Literal["dispatch", "combine"]
+DispatchDirection = Literal["dispatch", "combine"]
 
 NOTHING = Estimate(0.0, "measured", "measured: one rank sends nothing")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Travel:
+class TokenTraffic:
     """What goes to the experts of a layer.
 
     Attributes:
@@ -51,7 +51,7 @@ class Travel:
     in_turn: bool = False
 
 
-class Transfers:
+class TransferTimes:
     """Answers for one kind of hardware; each is computed once.
 
     Args:
@@ -65,7 +65,7 @@ class Transfers:
         self._rate = cache(self._find)
         self._corrections = cache(self._make_corrections)
 
-    def collective(self, kind: Kind, buffer_bytes: float, group: Group) -> Estimate:
+    def collective(self, kind: CollectiveName, buffer_bytes: float, group: RankGroup) -> Estimate:
         """One collective.
 
         Args:
@@ -79,7 +79,9 @@ class Transfers:
         """
         return self._collective(kind, buffer_bytes, group)
 
-    def dispatch(self, method: Dispatcher, way: Way, travel: Travel, group: Group) -> Estimate:
+    def dispatch(
+        self, method: DispatchMethod, way: DispatchDirection, travel: TokenTraffic, group: RankGroup
+    ) -> Estimate:
         """Tokens to their experts, or the sums back; the backward pass does the same the other way round.
 
         Args:
@@ -90,7 +92,7 @@ class Transfers:
         """
         return self._dispatch(method, way, travel, group)
 
-    def _make_collective(self, kind: Kind, buffer_bytes: float, group: Group) -> Estimate:
+    def _make_collective(self, kind: CollectiveName, buffer_bytes: float, group: RankGroup) -> Estimate:
         ranks, inside, nodes = group.ranks, group.node_ranks, group.nodes
         if ranks == 1:
             return NOTHING
@@ -106,7 +108,7 @@ class Transfers:
             )
         return self._carry(kind, buffer_bytes * (ranks - 1) / ranks, buffer_bytes * (nodes - 1) / nodes / inside, group)
 
-    def _carry(self, kind: CollectiveKind, near: float, far: float, group: Group) -> Estimate:
+    def _carry(self, kind: CollectiveKind, near: float, far: float, group: RankGroup) -> Estimate:
         """So many bytes out of each rank to its own node, and so many to others, at the same time."""
         if group.nodes == 1:
             seconds = self._inside(kind, near, group)
@@ -119,7 +121,7 @@ class Transfers:
         sizes = (group.ranks, group.nodes, max(1, round(near + far)))
         return corrected(start + max(crossing, staying), sizes, self._corrections(kind), rate.source)
 
-    def _inside(self, kind: CollectiveKind, leaving: float, group: Group, *, starts: bool = True) -> float:
+    def _inside(self, kind: CollectiveKind, leaving: float, group: RankGroup, *, starts: bool = True) -> float:
         """Seconds of bytes that stay in a node; without the latency where something slower starts them."""
         rate, node = self._rate(kind, "node"), self._hardware.node
         links = self._known(node.link_bytes_per_second, "link")
@@ -140,7 +142,7 @@ class Transfers:
             )
         return bandwidth
 
-    def _find(self, kind: CollectiveKind, reach: Literal["node", "cluster"]) -> Collective:
+    def _find(self, kind: CollectiveKind, reach: Literal["node", "cluster"]) -> CollectiveRate:
         for one in self._hardware.collectives:
             if (one.kind, one.reach) == (kind, reach):
                 return one
@@ -149,7 +151,7 @@ class Transfers:
             fix="measure it with `penstock calibrate --processes N`, or write a [[collective]] into a file of your own",
         )
 
-    def _make_corrections(self, kind: CollectiveKind) -> tuple[Correction, ...]:
+    def _make_corrections(self, kind: CollectiveKind) -> tuple[MeasuredRatio, ...]:
         """What the measured points of a collective say."""
         found = []
         for measured in self._hardware.measured:
@@ -157,12 +159,12 @@ class Transfers:
                 one = cast(TransferPoint, point)
                 seconds = self._model(kind, one)
                 logs = tuple(map(math.log, one.sizes))
-                found.append(Correction(logs, math.log(one.seconds / seconds), measured.source))
+                found.append(MeasuredRatio(logs, math.log(one.seconds / seconds), measured.source))
         return tuple(found)
 
     def _model(self, kind: CollectiveKind, point: TransferPoint) -> float:
         """What we would say of a point if nobody had measured it: everything that leaves goes the point's way."""
-        group = Group(point.ranks, point.node_ranks)
+        group = RankGroup(point.ranks, point.node_ranks)
         if group.nodes == 1:
             return self._inside(kind, point.leaving_bytes, group)
         rate = self._rate(kind, "cluster")
@@ -170,14 +172,16 @@ class Transfers:
         crossing = share * point.leaving_bytes / (self._network() * rate.efficiency)
         return rate.latency_seconds + rate.peer_seconds * (group.ranks - 2) + crossing
 
-    def _make_dispatch(self, method: Dispatcher, way: Way, travel: Travel, group: Group) -> Estimate:
+    def _make_dispatch(
+        self, method: DispatchMethod, way: DispatchDirection, travel: TokenTraffic, group: RankGroup
+    ) -> Estimate:
         if group.ranks == 1:
             return NOTHING
         token_bytes = float(travel.tokens * travel.copy_bytes)
         if method == "all-to-all":
             return self.collective("all-to-all", token_bytes * travel.top_k, group)
         if method == "all-gather":
-            kind: Kind = "all-gather" if way == "dispatch" else "reduce-scatter"
+            kind: CollectiveName = "all-gather" if way == "dispatch" else "reduce-scatter"
             return self.collective(kind, token_bytes * group.ranks, group)
         if group.nodes == 1:
             kind_inside: CollectiveKind = "deep-ep" if method == "deep-ep" else "symmetric"
@@ -185,21 +189,23 @@ class Transfers:
         assert method != "symmetric", "symmetric dispatch stays inside a node"
         return self._over_nodes(method, token_bytes, travel, group)
 
-    def _over_nodes(self, method: Dispatcher, token_bytes: float, travel: Travel, group: Group) -> Estimate:
+    def _over_nodes(
+        self, method: DispatchMethod, token_bytes: float, travel: TokenTraffic, group: RankGroup
+    ) -> Estimate:
         """Once to each node that is needed, and spread there: one after the other, or at the same time (DeepEP)."""
         crossing = token_bytes * copies(travel, group.nodes)
         reached = copies(travel, group.ranks) * (group.node_ranks - 1) / (group.ranks - 1)
         spread = token_bytes * reached * group.nodes
         if method == "deep-ep":
             return self._carry("deep-ep", spread, crossing, group)
-        between = self._carry("all-to-all", 0.0, crossing, Group(group.nodes, 1))
+        between = self._carry("all-to-all", 0.0, crossing, RankGroup(group.nodes, 1))
         if group.node_ranks == 1:
             return between
-        inside = self._carry("symmetric", spread, 0.0, Group(group.node_ranks, group.node_ranks))
+        inside = self._carry("symmetric", spread, 0.0, RankGroup(group.node_ranks, group.node_ranks))
         return Estimate(between.seconds + inside.seconds, between.basis, between.source)
 
 
-def copies(travel: Travel, places: int) -> float:
+def copies(travel: TokenTraffic, places: int) -> float:
     """Other places than its own that a token needs, when experts lie evenly on them.
 
     Args:

@@ -13,9 +13,9 @@ from typing import Literal
 from penstock.base.errors import ConfigError, PenstockError, did_you_mean
 from penstock.config.run import Run
 from penstock.config.schema import Difference, differences, find
-from penstock.plan.asked_layout import FIELDS, FOLLOW, revised, settled, with_layout
+from penstock.plan.asked_layout import FIELDS, FOLLOW, layout_fields, with_layout, with_overrides
 from penstock.plan.hardware import Cluster, cluster_of
-from penstock.plan.memory import Memory
+from penstock.plan.memory import RankMemory
 from penstock.plan.projection import Projection, RankTime, Refusal
 from penstock.plan.rules.book import config_refusal
 
@@ -36,7 +36,7 @@ COMPONENTS = (
     "libraries",
     "reserve",
 )
-"""Parts of a rank's memory; they add up to `Memory.total`."""
+"""Parts of a rank's memory; they add up to `RankMemory.total`."""
 
 CANNOT_START = "cannot-start"
 """Rule of what no rule of the config refuses, and the run itself does when it is built for the cluster."""
@@ -48,7 +48,7 @@ SHORT: Mapping[str, str] = {"sequence_length": "training.sequence_length", "glob
 """What may be swept by a short name, besides the parts of a layout."""
 
 
-def components(memory: Memory) -> dict[str, int]:
+def components(memory: RankMemory) -> dict[str, int]:
     """Bytes by component."""
     return {name: vars(memory)[name] for name in COMPONENTS}
 
@@ -59,7 +59,7 @@ def slowest(projection: Projection) -> RankTime:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class TermChange:
     """One term of two runs, in bytes or seconds; 0 where a run does not have it."""
 
     name: str
@@ -73,7 +73,7 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class ProjectionComparison:
     """Two runs side by side.
 
     Attributes:
@@ -88,14 +88,14 @@ class Comparison:
     left: Projection
     right: Projection
     fields: tuple[Difference, ...]
-    memory: tuple[Change, ...]
-    activations: tuple[Change, ...]
-    seconds: tuple[Change, ...]
+    memory: tuple[TermChange, ...]
+    activations: tuple[TermChange, ...]
+    seconds: tuple[TermChange, ...]
 
 
-def compare(left: Projection, right: Projection) -> Comparison:
+def compare(left: Projection, right: Projection) -> ProjectionComparison:
     """Which terms differ between two projections."""
-    return Comparison(
+    return ProjectionComparison(
         left=left,
         right=right,
         fields=tuple(differences(left.run, right.run)),
@@ -105,13 +105,13 @@ def compare(left: Projection, right: Projection) -> Comparison:
     )
 
 
-def _changes(left: Mapping[str, float], right: Mapping[str, float]) -> tuple[Change, ...]:
+def _changes(left: Mapping[str, float], right: Mapping[str, float]) -> tuple[TermChange, ...]:
     names = dict.fromkeys((*left, *right))
-    return tuple(Change(name=name, left=left.get(name, 0), right=right.get(name, 0)) for name in names)
+    return tuple(TermChange(name=name, left=left.get(name, 0), right=right.get(name, 0)) for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class SweepPoint:
     """One answer of a row of questions.
 
     Attributes:
@@ -134,12 +134,12 @@ def answer_to(run: Run, cluster: Cluster, plan: Planner) -> Projection | Refusal
         except PenstockError as error:
             refusal = CANNOT_START, f"{error}"
     rule, reason = refusal
-    return Refusal(layout=settled(run), rule=rule, reason=reason)
+    return Refusal(layout=layout_fields(run), rule=rule, reason=reason)
 
 
 def scale(
     run: Run, cluster: Cluster, worlds: Sequence[int], plan: Planner, kind: Literal["strong", "weak"]
-) -> tuple[Point, ...]:
+) -> tuple[SweepPoint, ...]:
     """One layout on several numbers of devices, which differ in their data-parallel ranks.
 
     Args:
@@ -155,21 +155,21 @@ def scale(
     points = []
     for world in worlds:
         share = world / cluster.devices if kind == "weak" else 1.0
-        there = revised(run, (), world, run.tokens_per_step * share)
+        there = with_overrides(run, (), world, run.tokens_per_step * share)
         answer = answer_to(there, cluster_of(world, cluster.hardware), plan)
-        points.append(Point(asked={"devices": f"{world}"}, answer=answer))
+        points.append(SweepPoint(asked={"devices": f"{world}"}, answer=answer))
     first = next((point.answer for point in points if isinstance(point.answer, Projection)), None)
     return tuple(point if first is None else _with_efficiency(point, first) for point in points)
 
 
-def _with_efficiency(point: Point, first: Projection) -> Point:
+def _with_efficiency(point: SweepPoint, first: Projection) -> SweepPoint:
     if isinstance(point.answer, Refusal):
         return point
     speed = point.answer.time.tokens_per_second_per_device
     return replace(point, efficiency=speed / first.time.tokens_per_second_per_device)
 
 
-def sweep(run: Run, cluster: Cluster, name: str, values: Sequence[str], plan: Planner) -> tuple[Point, ...]:
+def sweep(run: Run, cluster: Cluster, name: str, values: Sequence[str], plan: Planner) -> tuple[SweepPoint, ...]:
     """One run with several values of one thing, at about the tokens of a step that it has.
 
     Args:
@@ -185,7 +185,8 @@ def sweep(run: Run, cluster: Cluster, name: str, values: Sequence[str], plan: Pl
     field = _field(name)
     questions = [asked for value in values for asked in _asked(name, value)]
     return tuple(
-        Point(asked=asked, answer=answer_to(_with(run, cluster, field, asked), cluster, plan)) for asked in questions
+        SweepPoint(asked=asked, answer=answer_to(_with(run, cluster, field, asked), cluster, plan))
+        for asked in questions
     )
 
 
@@ -201,7 +202,7 @@ def _with(run: Run, cluster: Cluster, field: str | None, asked: Mapping[str, str
         return with_layout(run, asked, cluster.devices, run.tokens_per_step)
     (value,) = asked.values()
     keeps_batch = field == SHORT["global_batch"]
-    return revised(run, [f"{field}={value}"], cluster.devices, None if keeps_batch else run.tokens_per_step)
+    return with_overrides(run, [f"{field}={value}"], cluster.devices, None if keeps_batch else run.tokens_per_step)
 
 
 def _field(name: str) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from penstock.plan.memory import Memory
+from penstock.plan.memory import RankMemory
 from penstock.plan.projection import Layout, Projection, RankTime
 from penstock.plan.what_if import components, slowest
 from penstock.report.colours import LIMIT, MEMORY_PARTS, TIME_PARTS, part_colours
@@ -21,7 +21,7 @@ SIZES = ("pp", "vpp", "ep", "etp", "cp", "tp", "dp")
 """Settings of a layout that are written as PP8."""
 
 
-def memory_parts(memory: Memory) -> dict[str, int]:
+def memory_parts(memory: RankMemory) -> dict[str, int]:
     """The components of a rank's memory in bytes, in the order of a bar; they add up to its total."""
     return {name.replace("_", " "): size for name, size in components(memory).items()}
 
@@ -67,7 +67,7 @@ def memory_figure(projections: Sequence[Projection]) -> Figure:
     return stacked(
         Figure(
             name="memory",
-            title="Memory of the fullest rank",
+            title="RankMemory of the fullest rank",
             caption=f"At the fullest moment of a step. Dashed: the capacity of {hardware}, {capacity:.0f} GB.",
             data=part_bars(names, bars, ranks, "GB", MEMORY_PARTS),
             layout=memory_layout(names, bars, capacity),

@@ -6,12 +6,12 @@ What was asked and answered comes from penstock/plan/what_if.py; a question that
 from collections.abc import Mapping, Sequence
 
 from penstock.plan.projection import Projection
-from penstock.plan.what_if import Point
+from penstock.plan.what_if import SweepPoint
 from penstock.report.curves import Axes, Curve, Scaling, curves_figure, scaling_figure
 from penstock.report.figure import Figure, gigabytes, time_text
 
 
-def scaling_pictures(kinds: Mapping[str, Sequence[Point]], base: Projection) -> list[Figure]:
+def scaling_pictures(kinds: Mapping[str, Sequence[SweepPoint]], base: Projection) -> list[Figure]:
     """Speed and efficiency over devices.
 
     Args:
@@ -30,7 +30,7 @@ def scaling_pictures(kinds: Mapping[str, Sequence[Point]], base: Projection) -> 
     return [scaling_figure("scaling", "Scaling", caption, scalings, base.cluster.speed_unit)]
 
 
-def sweep_pictures(points: Sequence[Point], base: Projection) -> list[Figure]:
+def sweep_pictures(points: Sequence[SweepPoint], base: Projection) -> list[Figure]:
     """Speed, and memory of the fullest rank, over what is swept; a curve for each dispatcher where they are asked for.
 
     Args:
@@ -40,7 +40,7 @@ def sweep_pictures(points: Sequence[Point], base: Projection) -> list[Figure]:
     name = next((name for point in points for name in point.asked if name != "dispatcher"), "")
     if not points or not all(point.asked[name].isdecimal() for point in points):
         return []
-    groups: dict[str, list[Point]] = {}
+    groups: dict[str, list[SweepPoint]] = {}
     for point in points:
         groups.setdefault(point.asked.get("dispatcher", base.layout.dispatcher), []).append(point)
     label = name.rpartition(".")[2].replace("_", " ")
@@ -59,12 +59,12 @@ def sweep_pictures(points: Sequence[Point], base: Projection) -> list[Figure]:
     ]
 
 
-def _speed(point: Point) -> float | None:
+def _speed(point: SweepPoint) -> float | None:
     """Tokens per second of a device, or nothing."""
     return point.answer.time.tokens_per_second_per_device if isinstance(point.answer, Projection) else None
 
 
-def _curve(points: Sequence[Point], name: str, dispatcher: str, what: str) -> Curve:
+def _curve(points: Sequence[SweepPoint], name: str, dispatcher: str, what: str) -> Curve:
     """Answers as one curve."""
     ys: list[float | None] = []
     for point in points:
@@ -74,7 +74,7 @@ def _curve(points: Sequence[Point], name: str, dispatcher: str, what: str) -> Cu
     return Curve(name=dispatcher, xs=xs, ys=ys, notes=notes)
 
 
-def _note(point: Point) -> str:
+def _note(point: SweepPoint) -> str:
     """What is written beside a point on hover."""
     one = point.answer
     if not isinstance(one, Projection):

@@ -9,7 +9,7 @@ from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.plan.hardware import Cluster
 from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.memory import Memory
+from penstock.plan.memory import RankMemory
 from penstock.plan.projection import Plan, Projection, RankTime, Refusal, StepTime, layout_of
 
 CLUSTER = parse_cluster("16xMI300X")
@@ -20,14 +20,14 @@ def run_of(*overrides: str) -> Run:
     return load_run("debug", ["parallel.pipeline=2", "parallel.expert=4", "training.global_batch=64", *overrides])
 
 
-def memory(rank: int, activations: int, **changed: Any) -> Memory:
+def memory(rank: int, activations: int, **changed: Any) -> RankMemory:
     sizes = dict.fromkeys(
         ("gathered", "buffers", "logits", "communication", "graph_pool", "libraries", "reserve", "host"), 0
     )
     state = {"parameters": 10 * GB, "gradients": 20 * GB, "master": 5 * GB, "moments": 10 * GB}
     terms = {"held": activations - 3 * GB, "layers.1.moe": 2 * GB, "layers.1.attention": GB}
     values = {**sizes, **state, "activations": activations, "moment": "forward of stage 0", "terms": terms}
-    return Memory(rank=rank, **(values | changed))
+    return RankMemory(rank=rank, **(values | changed))
 
 
 def rank_time(rank: int, step: float, waiting: float) -> RankTime:

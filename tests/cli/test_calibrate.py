@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import main
-from penstock.plan.calibrate import Sizes
+from penstock.plan.calibrate import BenchmarkSizes
 from penstock.plan.hardware_file import read_hardware
 from tests.plan.test_calibrate import TINY
 
 
 @pytest.fixture(autouse=True)
-def small_sizes(monkeypatch: pytest.MonkeyPatch) -> Sizes:
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> BenchmarkSizes:
     monkeypatch.setattr("penstock.cli.calibrate.SMALL", TINY)
     return TINY
 

@@ -13,7 +13,7 @@ from penstock.cli.main import main
 from penstock.config.load import load_run
 from penstock.plan.hardware_file import load_hardware, write_hardware
 from penstock.plan.projection import Plan
-from penstock.plan.search import Progress, Question
+from penstock.plan.search import Progress, SearchRequest
 from tests.cli.made_plans import GB, MadeUp, projection, refusal, run_of
 
 ON = ("--on", "16xMI300X")
@@ -24,9 +24,9 @@ class Searched:
     """A search that finds two layouts and refuses some, and keeps what it was asked."""
 
     def __init__(self) -> None:
-        self.questions: list[Question] = []
+        self.questions: list[SearchRequest] = []
 
-    def __call__(self, question: Question, progress: Progress) -> Plan:
+    def __call__(self, question: SearchRequest, progress: Progress) -> Plan:
         self.questions.append(question)
         progress("looking")
         return Plan(

@@ -12,8 +12,8 @@ from penstock.kernels import operators, reference
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON, ExpertKernels
 from penstock.kernels.reference import SWIGLU, ExpertRule
-from penstock.plan.conventional import separate_expert_ffn
-from penstock.plan.tape import WAIT, Tape
+from penstock.plan.meta_rank import separate_expert_ffn
+from penstock.plan.op_recorder import WAIT, OpRecorder
 from tests.kernels.parity import assert_near, assert_parity
 from tests.kernels.test_expert_ffn import BACKENDS, HIDDEN, ROUTINGS, WIDTH, Batch, draw
 
@@ -173,7 +173,7 @@ def launches_of(rule: ExpertRule, *, has_biases: bool) -> list[str]:
     weights_R = torch.empty(64, device="meta", requires_grad=True)
     counts_e = torch.empty(4, device="meta", dtype=torch.int32)
     biases = (leaves[2], leaves[3]) if has_biases else None
-    with Tape(8) as tape:
+    with OpRecorder(8) as tape:
         options = {"biases": biases, "rule": rule, "accumulate_into": sums}
         expert_ffn(x_TD, leaves[0], leaves[1], counts_e, weights_R, **options).sum().backward()
     return [operator.name for operator in tape.cut() if operator.name.endswith("_kernel") or operator.name == WAIT]

@@ -7,7 +7,7 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
 from penstock.kernels.norm import BLOCK, add_three, add_three_kernel, fan_out
-from penstock.plan.tape import Tape
+from penstock.plan.op_recorder import OpRecorder
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 from tests.kernels.parity import assert_parity
@@ -69,7 +69,7 @@ def test_three_readers_of_one_tensor_give_it_the_sum_of_their_gradients(
 def test_three_readers_share_memory_and_their_gradients_are_one_kernel() -> None:
     x_TD = torch.randn(4, 8, requires_grad=True)
     assert {copy.data_ptr() for copy in fan_out(x_TD)} == {x_TD.data_ptr()}
-    tape = Tape()
+    tape = OpRecorder()
     with tape:
         copies = fan_out(torch.empty(4, 8, device="meta", requires_grad=True))
         assert tape.cut() == ()

@@ -25,7 +25,7 @@ from penstock.parallel.async_transfer import TransferStream, drain
 from penstock.parallel.graphs import PartialGraphs
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.recompute import RecomputeRule
-from penstock.plan.tape import Tape
+from penstock.plan.op_recorder import OpRecorder
 from tests.closeness import assert_close
 from tests.models.families import moe_with, reading_of, tiny_model
 from tests.parallel.same_addresses import SameAddresses
@@ -160,7 +160,7 @@ def sums_of(model: Model, *, part: str = "layer") -> Counter[str]:
     """How often which operator adds tensors of the residual stream's size, in both passes, if kernels are ours."""
     block, frame = a_block(model, LayerContext(operators=TRITON), META)
     x_BSD = torch.empty(ROWS, POSITIONS, HIDDEN, device=META, requires_grad=True)
-    tape = Tape()
+    tape = OpRecorder()
     with tape:
         y_BSD = block(x_BSD, frame) if part == "layer" else block.attention(x_BSD, frame, None)
         torch.autograd.backward(y_BSD, torch.empty_like(y_BSD))

@@ -21,7 +21,7 @@ from penstock.kernels.float8.triton_operators import TRITON
 from penstock.moe.dispatch import symmetric
 from penstock.moe.routing import Scope
 from penstock.parallel.symmetric import SymmetricBuffers
-from penstock.plan.tape import Tape
+from penstock.plan.op_recorder import OpRecorder
 from tests.closeness import decibels
 from tests.moe.packed_gradients import RANKS, READ, Case, D, F, layer_of, results_of
 from tests.parallel.symmetric_ranks import run_ranks
@@ -161,7 +161,7 @@ def test_a_plan_counts_their_bytes() -> None:
     memory = torch.empty(case.sizes.total_bytes, dtype=torch.uint8, device=META)
     buffers, pushed, tokens = SymmetricBuffers(case.sizes, memory, [0] * RANKS, 0), [], case.sizes.tokens
     for one in (case, replace(case, in_sixteen=True)):
-        layer, tape = layer_of(one, buffers, META), Tape()
+        layer, tape = layer_of(one, buffers, META), OpRecorder()
         with tape:
             (y_TD,) = layer(torch.empty(tokens, D, device=META, requires_grad=True), Scope())
             y_TD.sum().backward()

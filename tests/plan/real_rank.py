@@ -32,10 +32,10 @@ from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_p
 from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.symmetric import SymmetricBuffers
 from penstock.plan import meta_rank
-from penstock.plan.activations import activations_of
-from penstock.plan.ledger import Ledger, Section
+from penstock.plan.liveness import StagePiece
 from penstock.plan.meta_rank import MetaRank, Target, make_meta_rank
-from penstock.plan.pieces import Piece
+from penstock.plan.meta_run import activations_of
+from penstock.plan.op_recorder import MemoryTracker, TrackedSection
 from penstock.train.global_batch import MicroBatch
 from penstock.train.optimizer import MasterAdamW
 
@@ -68,7 +68,7 @@ def small_run(overrides: Sequence[str] = ()) -> Run:
 
 def pieces_with_memory(
     overrides: Sequence[str], kernels: str, world: int, per_node: int = 0, buffers: SymmetricBuffers | None = None
-) -> tuple[Piece, ...]:
+) -> tuple[StagePiece, ...]:
     """On a rank: its pieces, of tensors that are there."""
     run = small_run(overrides)
     axes = _axes_without_groups(buffers) if buffers is not None else _axes(run, world, per_node)
@@ -87,7 +87,7 @@ def _axes_without_groups(buffers: SymmetricBuffers) -> Axes:
     return Axes(grid=grid, rank=rank, expert=expert, expert_node=replace(expert, name="expert_node"))
 
 
-def _pieces_of(run: Run, axes: Axes, kernels: str, buffers: SymmetricBuffers | None) -> tuple[Piece, ...]:
+def _pieces_of(run: Run, axes: Axes, kernels: str, buffers: SymmetricBuffers | None) -> tuple[StagePiece, ...]:
     layer_context = LayerContext(
         operators=OPERATORS[kernels],
         axes=axes,
@@ -117,12 +117,12 @@ def _pieces_of(run: Run, axes: Axes, kernels: str, buffers: SymmetricBuffers | N
         later=None,
         shared_bytes=0,
     )
-    with patch.object(Ledger, "mark", _collect_and_mark), patch.object(router, "float32_linear", _as_a_gpu):
+    with patch.object(MemoryTracker, "mark", _collect_and_mark), patch.object(router, "float32_linear", _as_a_gpu):
         (stage,) = activations_of(rank, _batch(run, axes))
     return stage.pieces
 
 
-_mark = Ledger.mark
+_mark = MemoryTracker.mark
 
 
 LET_GO = 0.03
@@ -130,7 +130,7 @@ LET_GO = 0.03
 machine, seen in one of four collectives."""
 
 
-def _collect_and_mark(ledger: Ledger, name: str) -> Section:
+def _collect_and_mark(ledger: MemoryTracker, name: str) -> TrackedSection:
     """Mark when all have let go: the interpreter leaves tensors in cycles, gloo's threads are late."""
     gc.collect()
     if dist.is_initialized():
@@ -153,7 +153,7 @@ def _batch(run: Run, axes: Axes) -> MicroBatch:
 
 def pieces_without_memory(
     overrides: Sequence[str], kernels: str, world: int, monkeypatch: pytest.MonkeyPatch, per_node: int = 0
-) -> tuple[Piece, ...]:
+) -> tuple[StagePiece, ...]:
     """The same by the plan."""
     run = small_run(overrides)
     monkeypatch.setattr(meta_rank, "kernel_choices", lambda run, device: ())

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from penstock.parallel.symmetric import BufferSizes, SymmetricBuffers
-from penstock.plan import activations, meta_rank
-from penstock.plan.pieces import Piece
+from penstock.plan import meta_rank, meta_run
+from penstock.plan.liveness import StagePiece
 from tests.distributed.pool import Pool
 from tests.parallel.symmetric_ranks import run_ranks
 from tests.plan.real_rank import pieces_with_memory, pieces_without_memory, small_run
@@ -18,7 +18,7 @@ SEEDS = 1024
 """Bytes of the two scalars that a GPU's fused attention saves for dropout, and a CPU's does not."""
 
 
-def compare(expected: Sequence[Piece], found: Sequence[Piece], *, also_peaks: bool = False) -> None:
+def compare(expected: Sequence[StagePiece], found: Sequence[StagePiece], *, also_peaks: bool = False) -> None:
     assert [piece.name for piece in found] == [piece.name for piece in expected]
     for real, planned in zip(expected, found, strict=True):
         differences = {
@@ -149,7 +149,7 @@ def test_tokens_that_cross_nodes_keep_the_same_bytes(ranks: Pool, monkeypatch: p
     compare(expected, pieces_without_memory(overrides, "reference", 4, monkeypatch, per_node=2))
 
 
-def _pushed(buffers: SymmetricBuffers, overrides: list[str]) -> tuple[Piece, ...]:
+def _pushed(buffers: SymmetricBuffers, overrides: list[str]) -> tuple[StagePiece, ...]:
     torch.manual_seed(buffers.peers.rank)
     return pieces_with_memory(overrides, "triton", world=2, buffers=buffers)
 
@@ -167,5 +167,5 @@ def test_rows_that_are_pushed_keep_the_same_bytes(stage: int, monkeypatch: pytes
 def test_a_stage_of_many_layers_is_put_together_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["model.layers=6", "model.dense_layers=2"]
     together = pieces_without_memory(overrides, "reference", 1, monkeypatch)
-    monkeypatch.setattr(activations, "kind_of", lambda decoder, layer, block: layer)
+    monkeypatch.setattr(meta_run, "kind_of", lambda decoder, layer, block: layer)
     assert pieces_without_memory(overrides, "reference", 1, monkeypatch) == together

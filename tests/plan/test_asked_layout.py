@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.base.errors import ConfigError
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
-from penstock.plan.asked_layout import parse_layout, revised, rows_to_share, with_layout
+from penstock.plan.asked_layout import parse_layout, rows_to_share, with_layout, with_overrides
 from penstock.plan.projection import layout_of
 
 V3 = load_run("deepseek-v3")
@@ -46,13 +46,13 @@ def test_schedule_and_stages_that_are_not_both_said_are_made_to_fit(words: str, 
 
 
 def test_stages_of_another_pipeline_lose_their_division() -> None:
-    divided = revised(V3, ["parallel.pipeline=2", "pipeline.layout=Et*31|t*30,mL"], 2)
+    divided = with_overrides(V3, ["parallel.pipeline=2", "pipeline.layout=Et*31|t*30,mL"], 2)
     assert with_layout(divided, {"ep": "2"}, 2).pipeline.layout == "Et*31|t*30,mL"
     assert with_layout(divided, {"pp": "4"}, 4).pipeline.layout == ""
 
 
 def test_another_recomputation_begins_with_all_layers() -> None:
-    some = revised(V3, ["recompute.modules=moe", "recompute.layers=3"], 1)
+    some = with_overrides(V3, ["recompute.modules=moe", "recompute.layers=3"], 1)
     assert with_layout(some, {"recompute": "none"}, 1).recompute == V3.recompute
     assert with_layout(some, {"recompute": "norm"}, 1).recompute.layers == ()
 
@@ -91,7 +91,7 @@ def test_a_batch_of_about_so_many_tokens_is_one_that_ranks_can_share(
     data: int, micro_batch: int, tokens: int, length: int
 ) -> None:
     sizes = [f"training.micro_batch={micro_batch}", f"training.sequence_length={length}", "parallel.pipeline=2"]
-    batch = revised(V3, sizes, 2 * data, tokens).training.global_batch
+    batch = with_overrides(V3, sizes, 2 * data, tokens).training.global_batch
     unit = data * micro_batch
     assert batch % unit == 0
     assert abs(batch * length - tokens) <= unit * length / 2 or batch == unit

@@ -8,17 +8,25 @@ import torch
 
 from penstock.base.errors import HardwareError
 from penstock.kernels.device_facts import device_facts
-from penstock.plan.calibrate import GROUPED_PRODUCTS, Findings, Sizes, measure_device, memory_of
-from penstock.plan.calibrate_transfers import measure_transfers
-from penstock.plan.calibrated import calibrated, fit, rounded
+from penstock.plan.calibrate import (
+    GROUPED_PRODUCTS,
+    BenchmarkSizes,
+    DeviceFigures,
+    device_memory,
+    fit,
+    measure_device,
+    measure_transfers,
+    measured_hardware,
+    rounded,
+)
 from penstock.plan.hardware import GroupedPoint, Hardware, ProductPoint, TransferPoint
 from penstock.plan.hardware_file import load_hardware, read_hardware, write_hardware
 from penstock.plan.rates import Rates
-from penstock.plan.transfers import Group, Transfers
+from penstock.plan.transfers import Group, TransferTimes
 from tests.distributed.pool import Pool
 
 CPU = torch.device("cpu")
-TINY = Sizes(
+TINY = BenchmarkSizes(
     products=((16, 8, 32), (32, 32, 32)),
     grouped=((2, 8, 16, 8),),
     attention=((1, 2, 16, 12, 8),),
@@ -28,7 +36,7 @@ TINY = Sizes(
 WHERE = "1 x a test, torch 0"
 
 
-def findings(**changes: object) -> Findings:
+def findings(**changes: object) -> DeviceFigures:
     """What an invented GPU might have shown."""
     points = {
         "product": (
@@ -43,7 +51,7 @@ def findings(**changes: object) -> Findings:
     }
     real = measure_device(CPU, device_facts(CPU, "fp32"), replace(TINY, products=(), grouped=()))
     points |= {name: real.points[name] for name in ("attention_forward", "attention_backward")}  # type: ignore[dict-item]
-    found = Findings(
+    found = DeviceFigures(
         points=points,
         capacity_bytes=150 * 10**9,
         context_bytes=10**9,
@@ -54,8 +62,10 @@ def findings(**changes: object) -> Findings:
     return replace(found, **changes)
 
 
-def described(found: Findings, transfers: dict[str, tuple[TransferPoint, ...]], known: Hardware | None) -> Hardware:
-    return calibrated("Ours", "nvidia", found, transfers, known=known, where=WHERE)  # type: ignore[arg-type]
+def described(
+    found: DeviceFigures, transfers: dict[str, tuple[TransferPoint, ...]], known: Hardware | None
+) -> Hardware:
+    return measured_hardware("Ours", "nvidia", found, transfers, known=known, where=WHERE)  # type: ignore[arg-type]
 
 
 def test_a_cpu_is_measured_in_every_operator_that_runs_on_it() -> None:
@@ -73,7 +83,7 @@ def test_a_cpu_is_measured_in_every_operator_that_runs_on_it() -> None:
 
 def test_what_is_measured_here_is_a_file_that_rates_read(tmp_path: Path) -> None:
     found = measure_device(CPU, device_facts(CPU, "fp32"), TINY)
-    hardware = rounded(calibrated("A CPU", "cpu", found, {}, known=None, where=WHERE))
+    hardware = rounded(measured_hardware("A CPU", "cpu", found, {}, known=None, where=WHERE))
     write_hardware(tmp_path / "cpu.toml", hardware)
     again = read_hardware(tmp_path / "cpu.toml")
     assert again == hardware
@@ -85,11 +95,11 @@ def test_what_is_measured_here_is_a_file_that_rates_read(tmp_path: Path) -> None
     assert rates.grouped("forward_gathered", 2, 8, 16, 8, "fp32").seconds > 0
     assert again.host_link.bytes_per_second == pytest.approx(found.memory_bytes_per_second / 4, rel=1e-3)
     with pytest.raises(HardwareError, match=r"nothing is known of all-to-all.*penstock calibrate --processes"):
-        Transfers(again).collective("all-to-all", 1e6, Group(2, 2))
+        TransferTimes(again).collective("all-to-all", 1e6, Group(2, 2))
 
 
 def test_memory_of_a_cpu_is_that_of_the_machine() -> None:
-    capacity, gone = memory_of(CPU)
+    capacity, gone = device_memory(CPU)
     assert 2**20 < gone < capacity
 
 

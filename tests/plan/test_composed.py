@@ -7,14 +7,13 @@ from penstock.config.load import load_run
 from penstock.kernels.device_facts import named_device
 from penstock.layout.schedules import SCHEDULES
 from penstock.layout.stages import Stage
-from penstock.plan.composed import contents_of
-from penstock.plan.composed_time import Timekeeper
+from penstock.plan.composed_run import ComposedTimes, contents_of
 from penstock.plan.composer import Composer, is_composable
 from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.layer_kinds import first_of_kinds, layers_in_order
+from penstock.plan.liveness import first_of_kinds, layers_in_order
 from penstock.plan.memory import memory_of, ranks_that_differ
 from penstock.plan.meta_rank import Target
-from penstock.plan.project import USUAL, overheads_of, project, target_of
+from penstock.plan.project import DEFAULT_ASSUMPTIONS, overheads_of, project, target_of
 
 TARGET = Target(device=named_device("H200", "bf16"))
 LITE, V3 = "deepseek-v2-lite-6l", "deepseek-v3-8l"
@@ -162,8 +161,8 @@ TIMED += ["experts in every second layer", "local layers", "four kinds, zb-v", "
 def test_a_composed_run_takes_as_long_as_the_run(name: str) -> None:
     preset, world, overrides = CASES[name]
     run, cluster = load_run(preset, [*overrides, "training.global_batch=256"]), parse_cluster(f"{world}xH200")
-    composer = Composer(run, target_of(run, cluster, USUAL), overheads_of(cluster.hardware))
-    composed, times = composer.composed(run, grid_of(run, world)), Timekeeper(cluster, USUAL.imbalance)
+    composer = Composer(run, target_of(run, cluster, DEFAULT_ASSUMPTIONS), overheads_of(cluster.hardware))
+    composed, times = composer.composed(run, grid_of(run, world)), ComposedTimes(cluster, DEFAULT_ASSUMPTIONS.imbalance)
     exact = project(run, cluster).time
     assert times.exact(composed).step_seconds == pytest.approx(exact.step_seconds, rel=1e-2)
     assert times.exact(composed).bubble == pytest.approx(exact.bubble, abs=1e-3)

@@ -27,7 +27,7 @@ from benchmarks.planning_times import SWEPT, dispatch_sweep, travels_of, weak_sc
 from penstock.config.load import load_run
 from penstock.plan.hardware import cluster_of
 from penstock.plan.hardware_file import load_hardware
-from penstock.plan.transfers import Dispatcher, Transfers, Travel, copies
+from penstock.plan.transfers import DispatchMethod, TokenTraffic, TransferTimes, copies
 
 PLAIN = Layout(24, 8, 1)
 HALVED = Layout(24, 8, 2)
@@ -144,11 +144,11 @@ def test_the_variants_are_of_one_model_on_as_many_ranks() -> None:
     assert target_of(CONVENTIONAL).saving == "conventional" and WORLD % (24 * 16) == 0
 
 
-def one_way(method: Dispatcher, ranks: int, *, in_turn: bool) -> float:
+def one_way(method: DispatchMethod, ranks: int, *, in_turn: bool) -> float:
     """Seconds to the experts of a layer of MoE-2T."""
     travel = next(one for one in travels_of(load_run("moe-2t", [])) if one.in_turn == in_turn)
     cluster = cluster_of(1024, load_hardware("MI300X"))
-    return Transfers(cluster.hardware).dispatch(method, "dispatch", travel, cluster.group(ranks)).seconds
+    return TransferTimes(cluster.hardware).dispatch(method, "dispatch", travel, cluster.group(ranks)).seconds
 
 
 def test_rows_that_are_sent_take_longer_with_each_node_and_tokens_that_take_experts_in_turn_hardly_do() -> None:
@@ -167,7 +167,7 @@ def test_where_every_choice_is_as_likely_de_duplication_saves_half_and_no_more()
 def test_experts_in_turn_lie_on_as_few_places_as_can_be_and_never_on_more_than_by_chance(
     experts: int, top_k: int, places: int
 ) -> None:
-    even = Travel(tokens=1, copy_bytes=1, experts=experts, top_k=top_k)
+    even = TokenTraffic(tokens=1, copy_bytes=1, experts=experts, top_k=top_k)
     turn = replace(even, in_turn=True)
     fewest = -(-top_k // (experts // places)) * (places - 1) / places
     assert fewest <= copies(turn, places) <= copies(even, places) + 1e-9

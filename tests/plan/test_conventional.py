@@ -11,9 +11,8 @@ from penstock.config.schema import differences
 from penstock.kernels import reference
 from penstock.kernels.device_facts import named_device
 from penstock.kernels.expert_ffn import expert_ffn
-from penstock.plan.conventional import conventional, separate_expert_ffn
 from penstock.plan.memory import memory_of
-from penstock.plan.meta_rank import Target
+from penstock.plan.meta_rank import Target, conventional, separate_expert_ffn
 from tests.closeness import assert_close
 
 TOKENS, TOP_K, HIDDEN, WIDTH, EXPERTS = 24, 2, 32, 16, 3

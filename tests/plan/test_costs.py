@@ -5,27 +5,27 @@ from dataclasses import replace
 import pytest
 
 from penstock.config.load import load_run
-from penstock.plan.costs import Costs, Experts, experts_of, rooms_of
-from penstock.plan.hardware import Group
+from penstock.plan.costs import OpCosts, RoutedRows, buffer_rows, routed_rows
+from penstock.plan.hardware import RankGroup
 from penstock.plan.hardware_file import load_hardware
+from penstock.plan.op_recorder import RecordedOp
 from penstock.plan.rates import Rates
-from penstock.plan.tape import Operator
-from penstock.plan.transfers import Transfers, Travel
+from penstock.plan.transfers import TokenTraffic, TransferTimes
 
 H200 = load_hardware("H200")
-RATES, TRANSFERS = Rates(H200), Transfers(H200)
-EXPERTS = Experts(tokens=1024, experts=8, top_k=2, rows=2048, imbalance=1.0)
-COSTS = Costs(H200, EXPERTS, rooms=frozenset({4096}))
+RATES, TRANSFERS = Rates(H200), TransferTimes(H200)
+EXPERTS = RoutedRows(tokens=1024, experts=8, top_k=2, rows=2048, imbalance=1.0)
+COSTS = OpCosts(H200, EXPERTS, rooms=frozenset({4096}))
 BANDWIDTH = H200.peaks.memory_bytes_per_second * H200.efficiency.memory
 
 
-def of_bf16(name: str, *shapes: tuple[int, ...], switches: tuple[str, ...] = ()) -> Operator:
+def of_bf16(name: str, *shapes: tuple[int, ...], switches: tuple[str, ...] = ()) -> RecordedOp:
     sizes = tuple(2 * shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes)
-    return Operator(name, shapes, sizes, 2, switches)
+    return RecordedOp(name, shapes, sizes, 2, switches)
 
 
-def experts_product(name: str, *shapes: tuple[int, ...], switches: tuple[str, ...] = ()) -> Operator:
-    return Operator(name, shapes, tuple(2 for _ in shapes), 2, switches)
+def experts_product(name: str, *shapes: tuple[int, ...], switches: tuple[str, ...] = ()) -> RecordedOp:
+    return RecordedOp(name, shapes, tuple(2 for _ in shapes), 2, switches)
 
 
 def test_a_product_takes_what_rates_say() -> None:
@@ -35,10 +35,10 @@ def test_a_product_takes_what_rates_say() -> None:
 
 def test_a_weight_gradient_of_few_rows_takes_as_long_as_its_sum_moves() -> None:
     shapes = ((8192, 8192), (8192, 16), (16, 8192))
-    few = Operator("addmm", shapes, (4 * 8192**2, 2 * 8192 * 16, 2 * 16 * 8192), 4)
+    few = RecordedOp("addmm", shapes, (4 * 8192**2, 2 * 8192 * 16, 2 * 16 * 8192), 4)
     assert COSTS.of(few).seconds == pytest.approx(8 * 8192**2 / BANDWIDTH)
     shapes = ((2048, 2048), (2048, 65536), (65536, 2048))
-    many = Operator("addmm", shapes, (4 * 2048**2, 2 * 2048 * 65536, 2 * 2048 * 65536), 4)
+    many = RecordedOp("addmm", shapes, (4 * 2048**2, 2 * 2048 * 65536, 2 * 2048 * 65536), 4)
     assert COSTS.of(many).seconds == RATES.product(2048, 2048, 65536).seconds
 
 
@@ -47,7 +47,7 @@ def test_experts_compute_the_rows_that_came_whatever_room_there_is() -> None:
     cost = COSTS.of(experts_product("rows_kernel", *shapes))
     assert cost == (RATES.grouped("forward", 8, 2048 // 8, 1024, 512).seconds, "experts", False)
     every = replace(EXPERTS, rows=9999)
-    crowded = Costs(H200, every, rooms=frozenset({4096}))
+    crowded = OpCosts(H200, every, rooms=frozenset({4096}))
     assert crowded.of(experts_product("rows_kernel", *shapes)).seconds > cost.seconds
 
 
@@ -64,8 +64,8 @@ def test_the_experts_products_are_told_apart() -> None:
 
 def test_the_room_is_that_of_the_rows_of_the_experts_kernels() -> None:
     work = (of_bf16("mm", (9999, 8), (8, 8)), experts_product("rows_kernel", (64, 8), (2, 8, 8), (80, 8)))
-    assert rooms_of((work,)) == {80}
-    assert rooms_of(()) == frozenset()
+    assert buffer_rows((work,)) == {80}
+    assert buffer_rows(()) == frozenset()
 
 
 def test_attention_is_causal_unless_it_is_given_a_mask() -> None:
@@ -92,41 +92,41 @@ def test_rows_that_nobody_filled_are_not_moved() -> None:
 
 def test_heads_that_hand_their_gradients_over_write_as_many_bytes_as_they_read() -> None:
     part = ((2, 4096, 16, 128), (65536, 4096), (65536, 4096))
-    cost = COSTS.of(Operator("latent_heads_backward_kernel", part, (1 << 25, 1 << 28, 1 << 28), 2))
+    cost = COSTS.of(RecordedOp("latent_heads_backward_kernel", part, (1 << 25, 1 << 28, 1 << 28), 2))
     assert cost.seconds == pytest.approx(H200.host.kernel_seconds + 2 * (1 << 25) / BANDWIDTH)
 
 
 def test_another_storage_for_a_tensor_is_no_work_of_the_device() -> None:
-    whole = Operator("set_", ((1 << 20,), (1 << 20,)), (1 << 21, 1 << 21), 2)
+    whole = RecordedOp("set_", ((1 << 20,), (1 << 20,)), (1 << 21, 1 << 21), 2)
     assert COSTS.of(whole).seconds == 0
 
 
 def test_the_optimizer_has_a_rate_of_its_own() -> None:
-    cost = COSTS.of(Operator("_foreach_norm", ((1000, 1000),), (4_000_000,), 4))
+    cost = COSTS.of(RecordedOp("_foreach_norm", ((1000, 1000),), (4_000_000,), 4))
     rate = H200.peaks.memory_bytes_per_second * H200.efficiency.optimizer
     assert cost.seconds == pytest.approx(H200.host.kernel_seconds + 4e6 / rate)
     assert cost.term == "optimizer"
 
 
 def test_collectives_take_what_transfers_say() -> None:
-    group = Group(4, 4)
-    cost = COSTS.of(Operator("alltoall_base_", ((8,), (8,)), (3_000_000, 4_000_000), 2, group=group))
+    group = RankGroup(4, 4)
+    cost = COSTS.of(RecordedOp("alltoall_base_", ((8,), (8,)), (3_000_000, 4_000_000), 2, group=group))
     assert cost == (TRANSFERS.collective("all-to-all", 4e6, group).seconds, "dispatch", True)
-    cost = COSTS.of(Operator("_reduce_scatter_base_", ((8,), (32,)), (1_000_000, 4_000_000), 4, group=group))
+    cost = COSTS.of(RecordedOp("_reduce_scatter_base_", ((8,), (32,)), (1_000_000, 4_000_000), 4, group=group))
     assert cost == (TRANSFERS.collective("reduce-scatter", 4e6, group).seconds, "exchange", True)
 
 
 def test_rows_that_a_kernel_sends_cross_once_to_each_rank_that_needs_them() -> None:
-    sent = Operator("push_rows_kernel", ((1024, 256), (1024, 2), (4,)), (1024 * 1024, 8192, 32), 4)
-    travel = Travel(tokens=1024, copy_bytes=1024, experts=8, top_k=2)
+    sent = RecordedOp("push_rows_kernel", ((1024, 256), (1024, 2), (4,)), (1024 * 1024, 8192, 32), 4)
+    travel = TokenTraffic(tokens=1024, copy_bytes=1024, experts=8, top_k=2)
     cost = COSTS.of(sent)
-    assert cost == (TRANSFERS.dispatch("symmetric", "dispatch", travel, Group(4, 4)).seconds, "dispatch", True)
-    uneven = Costs(H200, replace(EXPERTS, imbalance=2.0), rooms=frozenset({4096}))
+    assert cost == (TRANSFERS.dispatch("symmetric", "dispatch", travel, RankGroup(4, 4)).seconds, "dispatch", True)
+    uneven = OpCosts(H200, replace(EXPERTS, imbalance=2.0), rooms=frozenset({4096}))
     assert uneven.of(sent).seconds > cost.seconds
 
 
-def in_8_bits(name: str, *shapes: tuple[int, ...], switches: tuple[str, ...] = ()) -> Operator:
-    return Operator(name, shapes, tuple(1 for _ in shapes), 1, switches)
+def in_8_bits(name: str, *shapes: tuple[int, ...], switches: tuple[str, ...] = ()) -> RecordedOp:
+    return RecordedOp(name, shapes, tuple(1 for _ in shapes), 1, switches)
 
 
 def test_products_in_8_bits_take_the_rates_of_8_bits() -> None:
@@ -160,7 +160,7 @@ def test_scales_of_single_rows_on_both_sides_are_what_a_product_in_8_bits_waits_
 
 def test_room_is_known_by_products_in_8_bits_too() -> None:
     rows = in_8_bits("float8_rows_kernel", (300, 512), (8, 1024, 512), (4096, 1024))
-    assert rooms_of(((rows,),)) == {4096}
+    assert buffer_rows(((rows,),)) == {4096}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_room_is_known_by_products_in_8_bits_too() -> None:
 )
 def test_no_rank_gets_more_rows_than_there_are(ranks: int, imbalance: float, uneven: float) -> None:
     run = load_run("deepseek-v2-lite", [f"parallel.expert={ranks}", "training.micro_batch=1"])
-    experts = experts_of(run, imbalance)
+    experts = routed_rows(run, imbalance)
     assert experts is not None
     assert experts.imbalance == pytest.approx(uneven)
     assert experts.rows == round(4096 * 6 * uneven)

@@ -10,7 +10,7 @@ import tomli_w
 
 from penstock.base.devices import CHIPS, peak_flops
 from penstock.base.errors import HardwareError
-from penstock.plan.hardware import ORIGINS, POINTS, Group, TransferPoint
+from penstock.plan.hardware import ORIGINS, POINTS, RankGroup, TransferPoint
 from penstock.plan.hardware_file import (
     PACKAGED,
     hardware_text,
@@ -196,8 +196,8 @@ def test_devices_that_do_not_fill_their_nodes_are_refused() -> None:
     [(8, 1, 8), (16, 1, 8), (64, 1, 8), (2, 4, 2), (4, 4, 2), (16, 8, 1), (4, 64, 1), (1, 1, 1), (6, 2, 3), (6, 1, 6)],
 )
 def test_a_group_knows_how_many_of_its_ranks_share_a_node(ranks: int, stride: int, inside: int) -> None:
-    assert parse_cluster("64xH200").group(ranks, stride) == Group(ranks, inside)
+    assert parse_cluster("64xH200").group(ranks, stride) == RankGroup(ranks, inside)
 
 
 def test_a_part_of_a_node_is_a_node() -> None:
-    assert parse_cluster("4xH200").group(4) == Group(4, 4)
+    assert parse_cluster("4xH200").group(4) == RankGroup(4, 4)

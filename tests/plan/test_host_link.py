@@ -9,14 +9,13 @@ import pytest
 import tomli_w
 
 from penstock.config.load import load_run
-from penstock.plan.costs import HOST_LINK, Cost
+from penstock.plan.costs import HOST_LINK, OpCost
 from penstock.plan.hardware import Cluster, HostLink
 from penstock.plan.hardware_file import PACKAGED, hardware_text, known_hardware, load_hardware, parse_cluster
-from penstock.plan.host_lanes import HostLanes
+from penstock.plan.op_recorder import ARRIVE, FROM_HOST, TO_HOST, RecordedOp, RecordedOps
 from penstock.plan.project import Assumptions, project
 from penstock.plan.projection import Projection, candidate_json
-from penstock.plan.streams import Streams, Timing, steady
-from penstock.plan.tape import ARRIVE, FROM_HOST, TO_HOST, Operator, Work
+from penstock.plan.streams import HostLanes, Streams, Timing, steady_state
 from penstock.tune.doctor.evidence import Evidence, RunFacts
 from penstock.tune.doctor.planned import with_projection
 
@@ -127,28 +126,28 @@ def test_a_file_without_a_link_has_the_usual_one(tmp_path: Path) -> None:
     assert "[host_link]" in hardware_text(old)
 
 
-def compute(seconds: float) -> Operator:
-    return Operator("compute", switches=(str(seconds),))
+def compute(seconds: float) -> RecordedOp:
+    return RecordedOp("compute", switches=(str(seconds),))
 
 
-def out(number: int, bytes_: int) -> Operator:
-    return Operator(TO_HOST, sizes=(bytes_,), switches=(str(number),))
+def out(number: int, bytes_: int) -> RecordedOp:
+    return RecordedOp(TO_HOST, sizes=(bytes_,), switches=(str(number),))
 
 
-def back(number: int, bytes_: int) -> Operator:
-    return Operator(FROM_HOST, sizes=(bytes_,), switches=(str(number),))
+def back(number: int, bytes_: int) -> RecordedOp:
+    return RecordedOp(FROM_HOST, sizes=(bytes_,), switches=(str(number),))
 
 
-def opened(number: int) -> Operator:
-    return Operator(ARRIVE, switches=(str(number),))
+def opened(number: int) -> RecordedOp:
+    return RecordedOp(ARRIVE, switches=(str(number),))
 
 
-def cost_of(operator: Operator) -> Cost:
+def cost_of(operator: RecordedOp) -> OpCost:
     """A byte takes a second."""
-    return Cost(float(operator.switches[0]) if operator.name == "compute" else operator.sizes[0], operator.name)
+    return OpCost(float(operator.switches[0]) if operator.name == "compute" else operator.sizes[0], operator.name)
 
 
-def played(*work: Operator, room: int = 0, launch: float = 0.0) -> Timing:
+def played(*work: RecordedOp, room: int = 0, launch: float = 0.0) -> Timing:
     streams = Streams(cost_of, launch, lanes=HostLanes(room))
     streams.play(work)
     return streams.timing
@@ -179,8 +178,8 @@ def test_what_is_asked_for_before_its_place_was_given_up_is_still_there() -> Non
 
 
 def test_a_micro_batch_after_another_takes_as_long() -> None:
-    work: Work = (out(1, 5), compute(6), out(2, 5), compute(6), back(1, 5), compute(2), opened(1), compute(2))
-    (timing,) = steady([[work]], Streams(cost_of, 0.0, lanes=HostLanes(5)))
+    work: RecordedOps = (out(1, 5), compute(6), out(2, 5), compute(6), back(1, 5), compute(2), opened(1), compute(2))
+    (timing,) = steady_state([[work]], Streams(cost_of, 0.0, lanes=HostLanes(5)))
     assert (timing.seconds, timing.host_link) == (16 + 3, 3)
 
 

@@ -6,14 +6,14 @@ import pytest
 
 from penstock.config.load import load_run
 from penstock.kernels.device_facts import named_device
-from penstock.plan.memory import Memory, Overheads, memory_of, ranks_that_differ, worst_rank
+from penstock.plan.memory import Overheads, RankMemory, fullest_rank, memory_of, ranks_that_differ
 from penstock.plan.meta_rank import Target
 
 TARGET = Target(device=named_device("H200", "bf16"), imbalance=1.0)
 FOUR_LAYERS = ("deepseek-v2-lite-4l", ["training.global_batch=8", "training.micro_batch=2"])
 
 
-def planned(*overrides: str, world: int = 1, rank: int = 0, target: Target = TARGET) -> Memory:
+def planned(*overrides: str, world: int = 1, rank: int = 0, target: Target = TARGET) -> RankMemory:
     preset, base = FOUR_LAYERS
     return memory_of(load_run(preset, [*base, *overrides]), world=world, rank=rank, target=target)
 
@@ -73,7 +73,7 @@ def test_the_first_rank_of_a_pipeline_holds_a_micro_batch_while_it_works_on_anot
     first, last = (planned(*PIPELINE, "pipeline.schedule=1f1b", world=2, rank=rank) for rank in range(2))
     assert first.terms["attention"] == 2 * last.terms["attention"], "two micro-batches, and one"
     assert sum(first.terms.values()) == first.activations + first.logits
-    assert worst_rank((first, last)) == max((first, last), key=lambda memory: memory.total)
+    assert fullest_rank((first, last)) == max((first, last), key=lambda memory: memory.total)
 
 
 def test_weight_gradients_that_are_put_off_hold_what_they_need() -> None:

@@ -14,7 +14,7 @@ from penstock.base.errors import HardwareError
 from penstock.kernels.tuning import GemmProduct
 from penstock.plan.hardware import AttentionPoint, GroupedPoint, ProductPoint
 from penstock.plan.hardware_file import known_hardware, load_hardware
-from penstock.plan.rates import NEAR, Correction, GroupedProduct, Rates, corrected, pairs
+from penstock.plan.rates import NEAR, GroupedProduct, MeasuredRatio, Rates, corrected, pairs
 from tests.examples import examples
 
 H200 = load_hardware("H200")
@@ -122,7 +122,7 @@ def test_attention_counts_the_triangle_that_it_computes() -> None:
 
 
 def test_points_count_by_nearness_and_the_roofline_as_one_a_factor_of_4_away() -> None:
-    at = Correction((math.log(100),), math.log(2), "here")
+    at = MeasuredRatio((math.log(100),), math.log(2), "here")
     exact, near, far = (corrected(1.0, (size,), [at], "stated") for size in (100, 110, 10**9))
     assert exact == (pytest.approx(2.0), "measured", "here")
     assert near.seconds == pytest.approx(2.0, rel=0.01)

@@ -11,13 +11,13 @@ from penstock.base.errors import ConfigError
 from penstock.config.fit import grid_of
 from penstock.config.load import dump_toml, load_run
 from penstock.config.run import Run
-from penstock.plan.candidates import GRID, Space, fixed_by, ladder_of, run_of, with_recompute
+from penstock.plan.candidates import GRID, SearchSpace, fixed_by, ladder_of, run_of, with_recompute
 from penstock.plan.hardware_file import parse_cluster
 from penstock.plan.project import project
 from penstock.plan.projection import Plan
 from penstock.plan.rules.book import config_refusal, illegal, order_key
 from penstock.plan.rules.sizes import Sizes, facts_of, sizes_of
-from penstock.plan.search import Question, search
+from penstock.plan.search import SearchRequest, search
 from tests.examples import examples
 
 LITE = load_run("deepseek-v2-lite-6l", ["training.global_batch=64"])
@@ -26,7 +26,7 @@ V3 = load_run("deepseek-v3")
 
 @cache
 def found(devices: str = "8xH200", top: int = 5, **fixed: str) -> Plan:
-    return search(Question(run=LITE, cluster=parse_cluster(devices), fixed=fixed, top=top))
+    return search(SearchRequest(run=LITE, cluster=parse_cluster(devices), fixed=fixed, top=top))
 
 
 def test_the_best_come_first_and_fit() -> None:
@@ -48,7 +48,7 @@ def test_the_best_come_first_and_fit() -> None:
     ],
 )
 def test_what_a_search_finds_fits_on_every_rank(preset: str, devices: str, fixed: dict[str, str]) -> None:
-    plan = search(Question(run=load_run(preset), cluster=parse_cluster(devices), fixed=fixed))
+    plan = search(SearchRequest(run=load_run(preset), cluster=parse_cluster(devices), fixed=fixed))
     assert plan.candidates and all(one.fits for one in plan.candidates)
 
 
@@ -62,7 +62,7 @@ def test_what_is_printed_is_what_the_run_itself_projects() -> None:
 
 def test_every_layout_is_counted_once() -> None:
     plan = found()
-    space = Space(neutral("8xH200"), LITE, {})
+    space = SearchSpace(neutral("8xH200"), LITE, {})
     assert plan.considered == sum(space.size_of_grid(grid) for grid in space.grids())
     assert plan.considered == len(plan.candidates) + sum(one.count for one in plan.refused)
 
@@ -75,7 +75,7 @@ def test_every_refusal_has_a_reason_and_they_are_few() -> None:
 
 def test_what_does_not_fit_says_what_overflows_and_by_how_much() -> None:
     run = load_run("deepseek-v3-16l")
-    plan = search(Question(run=run, cluster=parse_cluster("8xH100"), top=3))
+    plan = search(SearchRequest(run=run, cluster=parse_cluster("8xH100"), top=3))
     assert plan.candidates == ()
     reasons = [one.reason for one in plan.refused if one.rule == "memory"]
     assert reasons and all("overflow by" in reason and "GB" in reason for reason in reasons)
@@ -108,7 +108,7 @@ def test_what_is_fixed_need_not_be_worth_it() -> None:
 def test_a_layout_with_every_part_fixed_is_one_candidate_even_if_it_does_not_fit() -> None:
     fixed = {"tp": "1", "cp": "1", "pp": "1", "vpp": "1", "ep": "1", "etp": "1", "schedule": "none"}
     fixed |= {"micro_batch": "8", "recompute": "none", "sync_free_stage": "0", "dispatcher": "local"}
-    plan = search(Question(run=load_run("deepseek-v2-lite"), cluster=parse_cluster("8xH100"), fixed=fixed))
+    plan = search(SearchRequest(run=load_run("deepseek-v2-lite"), cluster=parse_cluster("8xH100"), fixed=fixed))
     (only,) = plan.candidates
     assert not only.fits and only.over_bytes > 0 and plan.considered == 1
 
@@ -118,7 +118,7 @@ def test_a_layout_with_every_part_fixed_is_one_candidate_even_if_it_does_not_fit
 )
 def test_a_fixed_value_that_is_none_is_refused(fixed: dict[str, str]) -> None:
     with pytest.raises(ConfigError):
-        search(Question(run=LITE, cluster=parse_cluster("8xH200"), fixed=fixed))
+        search(SearchRequest(run=LITE, cluster=parse_cluster("8xH200"), fixed=fixed))
 
 
 def test_layouts_of_a_rank_in_the_order_are_looked_at_only_if_none_before_fits() -> None:
@@ -133,8 +133,8 @@ def neutral(devices: str) -> Sizes:
 
 
 @cache
-def every_pace(devices: str) -> list[tuple[Space, Sizes]]:
-    space = Space(neutral(devices), LITE, {})
+def every_pace(devices: str) -> list[tuple[SearchSpace, Sizes]]:
+    space = SearchSpace(neutral(devices), LITE, {})
     return [
         (space, pace)
         for grid in space.grids()
@@ -184,7 +184,7 @@ def test_a_ladder_ends_with_whole_layers() -> None:
 def test_a_search_among_what_overrides_say_finds_only_that() -> None:
     overrides = ["parallel.expert=8", "training.micro_batch=2", 'recompute.modules=["layer"]']
     run = load_run("deepseek-v2-lite-6l", ["training.global_batch=64", *overrides])
-    plan = search(Question(run=run, cluster=parse_cluster("8xH200"), fixed=fixed_by(run, overrides, {}), top=3))
+    plan = search(SearchRequest(run=run, cluster=parse_cluster("8xH200"), fixed=fixed_by(run, overrides, {}), top=3))
     layouts = {(one.layout.ep, one.layout.micro_batch, one.layout.recompute) for one in plan.candidates}
     assert layouts == {(8, 2, "layer")}
 

@@ -4,31 +4,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.plan.costs import Cost
-from penstock.plan.streams import OVERLAP_GAIN, Streams, Timing, steady
-from penstock.plan.tape import END, FORK, JOIN, WAIT, Operator, Work
+from penstock.plan.costs import OpCost
+from penstock.plan.op_recorder import END, FORK, JOIN, WAIT, RecordedOp, RecordedOps
+from penstock.plan.streams import OVERLAP_GAIN, Streams, Timing, steady_state
 
 
-def compute(seconds: float) -> Operator:
-    return Operator("compute", switches=(str(seconds),))
+def compute(seconds: float) -> RecordedOp:
+    return RecordedOp("compute", switches=(str(seconds),))
 
 
-def send(seconds: float) -> Operator:
-    return Operator("send", switches=(str(seconds),))
+def send(seconds: float) -> RecordedOp:
+    return RecordedOp("send", switches=(str(seconds),))
 
 
-def cost_of(operator: Operator) -> Cost:
-    return Cost(float(operator.switches[0]), operator.name, is_communication=operator.name == "send")
+def cost_of(operator: RecordedOp) -> OpCost:
+    return OpCost(float(operator.switches[0]), operator.name, is_communication=operator.name == "send")
 
 
-def played(*work: Operator, launch: float = 0.0, gap: float = 0.0) -> Timing:
+def played(*work: RecordedOp, launch: float = 0.0, gap: float = 0.0) -> Timing:
     streams = Streams(cost_of, launch, gap)
     streams.play(work)
     return streams.timing
 
 
-def again(*work: Operator, launch: float) -> Timing:
-    (timing,) = steady([[work]], Streams(cost_of, launch))
+def again(*work: RecordedOp, launch: float) -> Timing:
+    (timing,) = steady_state([[work]], Streams(cost_of, launch))
     return timing
 
 
@@ -49,10 +49,12 @@ def test_a_host_that_is_ahead_pays_for_a_later_operator() -> None:
 
 def test_a_host_that_waits_is_ahead_no_more() -> None:
     # Five seconds of the device, then the host launches four times what takes no time.
-    assert again(compute(5), Operator(WAIT), *[compute(0)] * 4, launch=1).seconds == pytest.approx(1 + 5 + 4 - 1, abs=1)
+    assert again(compute(5), RecordedOp(WAIT), *[compute(0)] * 4, launch=1).seconds == pytest.approx(
+        1 + 5 + 4 - 1, abs=1
+    )
     assert (
         again(compute(5), *[compute(0)] * 4, launch=1).seconds
-        < again(compute(5), Operator(WAIT), *[compute(0)] * 4, launch=1).seconds
+        < again(compute(5), RecordedOp(WAIT), *[compute(0)] * 4, launch=1).seconds
     )
 
 
@@ -60,13 +62,13 @@ def test_between_two_operators_there_is_a_gap() -> None:
     assert played(compute(1), compute(1), gap=0.25).seconds == 2.5
 
 
-def flight(travel: float, *beside: Operator) -> Work:
+def flight(travel: float, *beside: RecordedOp) -> RecordedOps:
     return (
-        Operator(FORK, switches=("1",)),
+        RecordedOp(FORK, switches=("1",)),
         send(travel),
-        Operator(END, switches=("1",)),
+        RecordedOp(END, switches=("1",)),
         *beside,
-        Operator(JOIN, switches=("1",)),
+        RecordedOp(JOIN, switches=("1",)),
     )
 
 
@@ -86,7 +88,7 @@ works = st.lists(
     st.one_of(
         st.floats(0, 4).map(compute),
         st.floats(0, 4).map(send),
-        st.just(Operator(WAIT)),
+        st.just(RecordedOp(WAIT)),
     ),
     max_size=12,
 )
@@ -94,7 +96,7 @@ works = st.lists(
 
 @given(works, st.floats(0, 2), st.floats(0, 0.1))
 def test_what_is_spent_adds_up_and_nobody_is_faster_than_the_device_or_the_host(
-    work: list[Operator], launch: float, gap: float
+    work: list[RecordedOp], launch: float, gap: float
 ) -> None:
     timing = played(*work, launch=launch, gap=gap)
     launched = [one for one in work if one.name != WAIT]
@@ -104,6 +106,6 @@ def test_what_is_spent_adds_up_and_nobody_is_faster_than_the_device_or_the_host(
 
 
 @given(works, st.floats(0, 2))
-def test_a_wait_makes_nothing_faster(work: list[Operator], launch: float) -> None:
+def test_a_wait_makes_nothing_faster(work: list[RecordedOp], launch: float) -> None:
     without = [one for one in work if one.name != WAIT]
     assert played(*work, launch=launch).seconds >= played(*without, launch=launch).seconds - 1e-9

@@ -10,17 +10,16 @@ from torch import Tensor
 from penstock.kernels.launching import counts_on_host, start_kernel
 from penstock.parallel.async_transfer import TransferStream
 from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
-from penstock.plan.hardware import Group
-from penstock.plan.ledger import Ledger
-from penstock.plan.tape import END, FORK, JOIN, WAIT, RehearsedTransfers, Tape, Work
+from penstock.plan.hardware import RankGroup
+from penstock.plan.op_recorder import END, FORK, JOIN, WAIT, MemoryTracker, OpRecorder, RecordedOps, RecordedTransfers
 
 
 def rows(*shape: int, trained: bool = False) -> Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=trained)
 
 
-def written(work: Callable[[], object], ranks_per_node: int = 0) -> Work:
-    tape = Tape(ranks_per_node)
+def written(work: Callable[[], object], ranks_per_node: int = 0) -> RecordedOps:
+    tape = OpRecorder(ranks_per_node)
     with tape:
         work()
     return tape.cut()
@@ -31,10 +30,10 @@ def test_a_tape_with_a_ledger_says_what_both_say_alone() -> None:
         weight = rows(8, 2, trained=True)
         (rows(4, 8) @ weight).float().sum().backward()
 
-    alone, kept = Ledger(), Ledger()
+    alone, kept = MemoryTracker(), MemoryTracker()
     with alone:
         work()
-    tape = Tape(ledger=kept)
+    tape = OpRecorder(ledger=kept)
     with tape:
         work()
     assert tape.cut() == written(work)
@@ -86,7 +85,7 @@ def test_where_the_host_would_read_counts_it_waits() -> None:
 
 
 def test_a_transfer_stands_between_its_fork_and_its_end_and_is_joined_later() -> None:
-    transfers: TransferStream = RehearsedTransfers()
+    transfers: TransferStream = RecordedTransfers()
 
     def work() -> None:
         flight = transfers.launch("dispatch", lambda x: ((x + 1,), None), rows(4, 8))
@@ -107,6 +106,6 @@ def test_a_collective_knows_how_many_of_its_ranks_share_a_node(sixteen_ranks: No
     del sixteen_ranks
     every_fourth = dist.new_group([0, 4, 8, 12])
     (one,) = written(lambda: dist.all_reduce(rows(4, 8), group=every_fourth), ranks_per_node=8)
-    assert (one.name, one.group) == ("allreduce_", Group(4, 2))
+    assert (one.name, one.group) == ("allreduce_", RankGroup(4, 2))
     (other,) = written(lambda: dist.all_reduce(rows(4, 8)), ranks_per_node=0)
-    assert other.group == Group(16, 16)
+    assert other.group == RankGroup(16, 16)

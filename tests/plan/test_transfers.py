@@ -8,26 +8,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.base.errors import HardwareError
-from penstock.plan.hardware import Collective, Group, Hardware, Measured, TransferPoint
+from penstock.plan.hardware import CollectiveRate, Hardware, MeasuredPoints, RankGroup, TransferPoint
 from penstock.plan.hardware_file import load_hardware
-from penstock.plan.transfers import Kind, Transfers, Travel, copies
+from penstock.plan.transfers import CollectiveName, TokenTraffic, TransferTimes, copies
 from tests.examples import examples
 
 H200 = load_hardware("H200")
 MI300X = load_hardware("MI300X")
-ON_H200 = Transfers(H200)
-V2_LITE = Travel(tokens=8192, copy_bytes=4096, experts=64, top_k=6)
-MOE_2T = Travel(tokens=4096, copy_bytes=16384, experts=448, top_k=16)
-KINDS: tuple[Kind, ...] = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce", "point-to-point")
+ON_H200 = TransferTimes(H200)
+V2_LITE = TokenTraffic(tokens=8192, copy_bytes=4096, experts=64, top_k=6)
+MOE_2T = TokenTraffic(tokens=4096, copy_bytes=16384, experts=448, top_k=16)
+KINDS: tuple[CollectiveName, ...] = ("all-to-all", "all-gather", "reduce-scatter", "all-reduce", "point-to-point")
 
 
-def plain(hardware: Hardware) -> Transfers:
+def plain(hardware: Hardware) -> TransferTimes:
     """Without points, latencies or losses: only bytes and bandwidths count."""
     ideal = [
-        Collective(kind=one.kind, reach=one.reach, latency_seconds=0.0, efficiency=1.0, source=one.source)
+        CollectiveRate(kind=one.kind, reach=one.reach, latency_seconds=0.0, efficiency=1.0, source=one.source)
         for one in hardware.collectives
     ]
-    return Transfers(replace(hardware, collectives=tuple(ideal), measured=()))
+    return TransferTimes(replace(hardware, collectives=tuple(ideal), measured=()))
 
 
 def test_a_measured_collective_takes_what_was_measured() -> None:
@@ -36,49 +36,49 @@ def test_a_measured_collective_takes_what_was_measured() -> None:
             if isinstance(point, TransferPoint):
                 whole = point.leaving_bytes * point.ranks / (point.ranks - 1)
                 sent = point.leaving_bytes if measured.operator == "point-to-point" else whole
-                found = ON_H200.collective(measured.operator, sent, Group(point.ranks, point.node_ranks))  # type: ignore[arg-type]
+                found = ON_H200.collective(measured.operator, sent, RankGroup(point.ranks, point.node_ranks))  # type: ignore[arg-type]
                 assert found.seconds == pytest.approx(point.seconds)
                 assert found == (found.seconds, "measured", measured.source)
 
 
 def test_the_fit_of_all_to_all_is_near_its_points_without_them() -> None:
-    fitted = Transfers(replace(H200, measured=()))
+    fitted = TransferTimes(replace(H200, measured=()))
     for measured in H200.measured:
         for point in measured.points:
             if measured.operator == "all-to-all" and isinstance(point, TransferPoint) and point.ranks == 4:
-                found = fitted.collective("all-to-all", point.leaving_bytes * 4 / 3, Group(4, 4))
+                found = fitted.collective("all-to-all", point.leaving_bytes * 4 / 3, RankGroup(4, 4))
                 assert found.seconds == pytest.approx(point.seconds, rel=0.15)
                 assert found.basis == "roofline"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_sends_nothing(kind: Kind) -> None:
-    assert ON_H200.collective(kind, 1e9, Group(1, 1)).seconds == 0
-    assert ON_H200.dispatch("all-to-all", "dispatch", V2_LITE, Group(1, 1)).seconds == 0
+def test_one_rank_sends_nothing(kind: CollectiveName) -> None:
+    assert ON_H200.collective(kind, 1e9, RankGroup(1, 1)).seconds == 0
+    assert ON_H200.dispatch("all-to-all", "dispatch", V2_LITE, RankGroup(1, 1)).seconds == 0
 
 
 def test_inside_a_node_what_leaves_a_rank_crosses_its_links() -> None:
     for kind in ("all-to-all", "all-gather", "reduce-scatter"):
-        assert plain(H200).collective(kind, 8e9, Group(8, 8)).seconds == pytest.approx(7e9 / 450e9)  # type: ignore[arg-type]
-    assert plain(H200).collective("all-reduce", 8e9, Group(8, 8)).seconds == pytest.approx(14e9 / 450e9)
-    assert plain(H200).collective("point-to-point", 8e9, Group(2, 2)).seconds == pytest.approx(8e9 / 450e9)
+        assert plain(H200).collective(kind, 8e9, RankGroup(8, 8)).seconds == pytest.approx(7e9 / 450e9)  # type: ignore[arg-type]
+    assert plain(H200).collective("all-reduce", 8e9, RankGroup(8, 8)).seconds == pytest.approx(14e9 / 450e9)
+    assert plain(H200).collective("point-to-point", 8e9, RankGroup(2, 2)).seconds == pytest.approx(8e9 / 450e9)
 
 
 def test_in_a_mesh_only_links_to_ranks_that_take_part_carry() -> None:
     mesh = plain(MI300X)
-    assert mesh.collective("all-to-all", 8e9, Group(8, 8)).seconds == pytest.approx(7e9 / 448e9)
-    assert mesh.collective("all-to-all", 4e9, Group(4, 4)).seconds == pytest.approx(3e9 / (3 * 64e9))
-    assert mesh.collective("point-to-point", 1e9, Group(2, 2)).seconds == pytest.approx(1e9 / 64e9)
+    assert mesh.collective("all-to-all", 8e9, RankGroup(8, 8)).seconds == pytest.approx(7e9 / 448e9)
+    assert mesh.collective("all-to-all", 4e9, RankGroup(4, 4)).seconds == pytest.approx(3e9 / (3 * 64e9))
+    assert mesh.collective("point-to-point", 1e9, RankGroup(2, 2)).seconds == pytest.approx(1e9 / 64e9)
 
 
 def test_over_nodes_the_slower_way_counts() -> None:
     transfers = plain(H200)
     # all-to-all: 56 of 64 parts cross, each over its rank's own network card
-    assert transfers.collective("all-to-all", 64e6, Group(64, 8)).seconds == pytest.approx(56e6 / 50e9)
+    assert transfers.collective("all-to-all", 64e6, RankGroup(64, 8)).seconds == pytest.approx(56e6 / 50e9)
     # all-gather: the other 7 nodes' parts enter once, by 8 cards
-    assert transfers.collective("all-gather", 64e6, Group(64, 8)).seconds == pytest.approx(7e6 / 50e9)
-    assert transfers.collective("all-gather", 64e6, Group(8, 1)).seconds == pytest.approx(56e6 / 50e9)
-    assert transfers.collective("point-to-point", 1e6, Group(2, 1)).seconds == pytest.approx(1e6 / 50e9)
+    assert transfers.collective("all-gather", 64e6, RankGroup(64, 8)).seconds == pytest.approx(7e6 / 50e9)
+    assert transfers.collective("all-gather", 64e6, RankGroup(8, 1)).seconds == pytest.approx(56e6 / 50e9)
+    assert transfers.collective("point-to-point", 1e6, RankGroup(2, 1)).seconds == pytest.approx(1e6 / 50e9)
 
 
 @examples(100, deadline=None)
@@ -89,9 +89,9 @@ def test_over_nodes_the_slower_way_counts() -> None:
     inside=st.integers(1, 8),
 )
 def test_more_bytes_never_take_less_time_and_no_way_beats_its_bandwidth(
-    kind: Kind, size: float, nodes: int, inside: int
+    kind: CollectiveName, size: float, nodes: int, inside: int
 ) -> None:
-    group = Group(nodes * inside, inside)
+    group = RankGroup(nodes * inside, inside)
     few, many = (ON_H200.collective(kind, bytes_, group).seconds for bytes_ in (size, 2 * size))
     assert 0 <= few <= many * 1.0001
     assert few >= plain(H200).collective(kind, size, group).seconds * 0.999
@@ -99,21 +99,23 @@ def test_more_bytes_never_take_less_time_and_no_way_beats_its_bandwidth(
 
 def test_a_point_over_nodes_corrects_its_own_size() -> None:
     point = TransferPoint(ranks=16, node_ranks=8, leaving_bytes=15_000_000, seconds=1e-3)
-    hardware = replace(MI300X, measured=(Measured(operator="all-to-all", source="measured: a test", points=(point,)),))
-    found = Transfers(hardware).collective("all-to-all", 16e6, Group(16, 8))
+    hardware = replace(
+        MI300X, measured=(MeasuredPoints(operator="all-to-all", source="measured: a test", points=(point,)),)
+    )
+    found = TransferTimes(hardware).collective("all-to-all", 16e6, RankGroup(16, 8))
     assert found == (pytest.approx(1e-3), "measured", "measured: a test")
 
 
 def test_copies_of_a_token_are_those_of_the_dispatch_page() -> None:
     assert copies(V2_LITE, 4) == pytest.approx(2.51, abs=0.005)
     assert copies(V2_LITE, 8) == pytest.approx(3.97, abs=0.005)
-    assert copies(Travel(tokens=1, copy_bytes=1, experts=256, top_k=8), 8) == pytest.approx(4.63, abs=0.005)
-    assert copies(Travel(tokens=1, copy_bytes=1, experts=8, top_k=8), 8) == 7
+    assert copies(TokenTraffic(tokens=1, copy_bytes=1, experts=256, top_k=8), 8) == pytest.approx(4.63, abs=0.005)
+    assert copies(TokenTraffic(tokens=1, copy_bytes=1, experts=8, top_k=8), 8) == 7
 
 
 def test_dispatchers_send_what_they_send() -> None:
     transfers = plain(H200)
-    token_bytes, group = 8192 * 4096, Group(4, 4)
+    token_bytes, group = 8192 * 4096, RankGroup(4, 4)
     times = {
         method: transfers.dispatch(method, "dispatch", V2_LITE, group).seconds * 450e9 / token_bytes  # type: ignore[arg-type]
         for method in ("all-to-all", "all-gather", "symmetric", "hierarchical", "deep-ep")
@@ -126,37 +128,37 @@ def test_dispatchers_send_what_they_send() -> None:
 
 
 def test_a_way_over_nodes_sends_a_token_once_to_each_node_and_spreads_it_there() -> None:
-    transfers, group = plain(H200), Group(16, 8)
+    transfers, group = plain(H200), RankGroup(16, 8)
     token_bytes = 8192 * 4096
     crossing = token_bytes * copies(V2_LITE, 2) / 50e9
     inside = token_bytes * 4.65 / 450e9  # docs/dispatch.md
     found = transfers.dispatch("hierarchical", "combine", V2_LITE, group).seconds
     assert found == pytest.approx(crossing + inside, rel=1e-3)
     assert transfers.dispatch("deep-ep", "combine", V2_LITE, group).seconds == pytest.approx(max(crossing, inside))
-    alone = transfers.dispatch("hierarchical", "dispatch", V2_LITE, Group(2, 1)).seconds
+    alone = transfers.dispatch("hierarchical", "dispatch", V2_LITE, RankGroup(2, 1)).seconds
     assert alone == pytest.approx(crossing)
 
 
 def test_across_nodes_sending_once_to_each_beats_sending_each_choice() -> None:
-    transfers = Transfers(MI300X)
+    transfers = TransferTimes(MI300X)
     for ranks in (16, 32, 64):
         ways = [
-            transfers.dispatch(method, "dispatch", MOE_2T, Group(ranks, 8)).seconds
+            transfers.dispatch(method, "dispatch", MOE_2T, RankGroup(ranks, 8)).seconds
             for method in ("hierarchical", "all-to-all")
         ]
         assert ways[0] < 0.6 * ways[1]
 
 
 def test_what_a_file_does_not_say_is_refused_with_a_way_to_measure_it() -> None:
-    silent = Transfers(replace(H200, collectives=()))
+    silent = TransferTimes(replace(H200, collectives=()))
     with pytest.raises(HardwareError, match=r"nothing is known of all-gather in a node of H200; fix: measure it"):
-        silent.collective("all-gather", 1e6, Group(4, 4))
+        silent.collective("all-gather", 1e6, RankGroup(4, 4))
     node = H200.node.model_copy(update={"network_bytes_per_second": None})
     with pytest.raises(HardwareError, match="the network bandwidth of H200 is not known"):
-        Transfers(replace(H200, node=node)).collective("all-to-all", 1e6, Group(16, 8))
+        TransferTimes(replace(H200, node=node)).collective("all-to-all", 1e6, RankGroup(16, 8))
 
 
 def test_answers_are_finite_and_kept() -> None:
-    first = ON_H200.dispatch("all-gather", "combine", V2_LITE, Group(4, 4))
+    first = ON_H200.dispatch("all-gather", "combine", V2_LITE, RankGroup(4, 4))
     assert math.isfinite(first.seconds)
-    assert ON_H200.dispatch("all-gather", "combine", V2_LITE, Group(4, 4)) is first
+    assert ON_H200.dispatch("all-gather", "combine", V2_LITE, RankGroup(4, 4)) is first

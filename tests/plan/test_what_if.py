@@ -5,25 +5,25 @@ from dataclasses import replace
 import pytest
 
 from penstock.base.errors import ConfigError, HardwareError
-from penstock.plan.memory import Memory
+from penstock.plan.memory import RankMemory
 from penstock.plan.projection import Projection, Refusal
-from penstock.plan.what_if import COMPONENTS, DISPATCHERS, Point, compare, components, scale, slowest, sweep
+from penstock.plan.what_if import COMPONENTS, DISPATCHERS, SweepPoint, compare, components, scale, slowest, sweep
 from tests.cli.made_plans import CLUSTER, GB, MadeUp, projection, rank_time, run_of
 
 
-def projected(point: Point) -> Projection:
+def projected(point: SweepPoint) -> Projection:
     assert isinstance(point.answer, Projection)
     return point.answer
 
 
-def refused(point: Point) -> Refusal:
+def refused(point: SweepPoint) -> Refusal:
     assert isinstance(point.answer, Refusal)
     return point.answer
 
 
 def test_components_are_all_of_a_rank_s_memory() -> None:
     places = {name: 2**at for at, name in enumerate(COMPONENTS)}
-    memory = Memory(rank=0, host=3, moment="update", **places)
+    memory = RankMemory(rank=0, host=3, moment="update", **places)
     assert sum(components(memory).values()) == memory.total == 2 ** len(COMPONENTS) - 1
 
 

@@ -11,7 +11,7 @@ from penstock.layout.actions import Schedule
 from penstock.layout.clock import even_costs, play
 from penstock.layout.schedules import schedule
 from penstock.plan.hardware_file import parse_cluster
-from penstock.plan.memory import Memory, memory_of, ranks_that_differ
+from penstock.plan.memory import RankMemory, memory_of, ranks_that_differ
 from penstock.plan.meta_rank import Target
 from penstock.plan.projection import Plan, Projection, RankTime, Refusal, StepTime, layout_of
 
@@ -27,7 +27,7 @@ REFUSALS = (
 
 
 @cache
-def memories(*overrides: str) -> tuple[Memory, ...]:
+def memories(*overrides: str) -> tuple[RankMemory, ...]:
     """Memory of each place of the run on H200s."""
     run = load_run(PRESET, [*BASE, *overrides])
     target = Target(device=named_device("H200", "bf16"), imbalance=1.0)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.plan.projection import Plan, Refusal
-from penstock.plan.what_if import Point
+from penstock.plan.what_if import SweepPoint
 from penstock.report.curves import Check, Scaling, checks_figure, scaling_figure
 from penstock.report.what_ifs import scaling_pictures, sweep_pictures
 
@@ -41,9 +41,9 @@ def test_an_error_has_its_sign() -> None:
 
 def test_a_point_without_an_answer_is_a_gap(plan: Plan) -> None:
     one, speed = plan.candidates[0], plan.candidates[0].time.tokens_per_second_per_device
-    points = [Point(asked={"ep": "1", "dispatcher": "symmetric"}, answer=one)]
-    points.append(Point(asked={"ep": "48", "dispatcher": "symmetric"}, answer=REFUSED))
-    points.append(Point(asked={"ep": "8", "dispatcher": "all-to-all"}, answer=one))
+    points = [SweepPoint(asked={"ep": "1", "dispatcher": "symmetric"}, answer=one)]
+    points.append(SweepPoint(asked={"ep": "48", "dispatcher": "symmetric"}, answer=REFUSED))
+    points.append(SweepPoint(asked={"ep": "8", "dispatcher": "all-to-all"}, answer=one))
     speeds, memories = sweep_pictures(points, one)
     assert trace_of(speeds.data, "symmetric")["y"] == [pytest.approx(speed, rel=1e-5), None]
     assert trace_of(speeds.data, "symmetric")["text"][1] == "<br>experts-divide"
@@ -52,12 +52,12 @@ def test_a_point_without_an_answer_is_a_gap(plan: Plan) -> None:
 
 def test_a_sweep_of_words_is_not_drawn(plan: Plan) -> None:
     one = plan.candidates[0]
-    assert sweep_pictures([Point(asked={"pipeline.schedule": "1f1b"}, answer=one)], one) == []
+    assert sweep_pictures([SweepPoint(asked={"pipeline.schedule": "1f1b"}, answer=one)], one) == []
 
 
 def test_both_kinds_of_scaling_are_in_one_picture(plan: Plan) -> None:
     one = plan.candidates[0]
-    points = [Point(asked={"devices": "2"}, answer=one), Point(asked={"devices": "4"}, answer=REFUSED)]
+    points = [SweepPoint(asked={"devices": "2"}, answer=one), SweepPoint(asked={"devices": "4"}, answer=REFUSED)]
     (figure,) = scaling_pictures({"strong": points, "weak": points}, one)
     assert [trace["name"] for trace in figure.data] == ["strong", "strong", "weak", "weak"]
     assert figure.data[1]["y"] == [1.0, None]

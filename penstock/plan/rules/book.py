@@ -3,7 +3,7 @@
 A search asks `first_refusal` of every layout that it can think of, walks through what is left in the order of
 `order_key`, and stops behind the first key at which something fits: what comes later is refused by `out_of_order`, with
 the name of the rule that put it there. Whoever has one run only asks `config_refusal` and `advice`, as `penstock plan
---layout` does (penstock/plan/advised.py).
+--layout` does (penstock/plan/project.py).
 """
 
 from penstock.base.errors import ConfigError

@@ -1,6 +1,6 @@
 """Speed of devices and links, and whether sums over ranks are right: what ranks measure together.
 
-Every rank multiplies a large matrix, all of them time the collectives of `penstock.plan.calibrate_transfers`, and sum
+Every rank multiplies a large matrix, all of them time the collectives of `penstock.plan.calibrate`, and sum
 numbers whose sum is known: links that lose or mix up data are found here and not in a loss curve. What was measured is
 compared with what plans expect of the hardware, and devices with each other, since all wait for the slowest.
 """
@@ -16,11 +16,10 @@ import torch.nn.functional as F
 
 from penstock.base.errors import HardwareError
 from penstock.kernels.device_facts import Dtype, device_facts
-from penstock.plan.calibrate import TORCH_DTYPES, Bench
-from penstock.plan.calibrate_transfers import measure_transfers
-from penstock.plan.hardware import CollectiveKind, Group, Hardware, TransferPoint
+from penstock.plan.calibrate import TORCH_DTYPES, DeviceBenchmark, measure_transfers
+from penstock.plan.hardware import CollectiveKind, Hardware, RankGroup, TransferPoint
 from penstock.plan.rates import Rates
-from penstock.plan.transfers import Transfers
+from penstock.plan.transfers import TransferTimes
 from penstock.tune.preflight.check import Check, fine
 
 GPU_SIDE, CPU_SIDE = 8192, 512
@@ -73,7 +72,7 @@ def measure(device: torch.device, node_ranks: int) -> Measured:
     dtype: Dtype = "bf16" if on_gpu else "fp32"
     side = GPU_SIDE if on_gpu else CPU_SIDE
     x, w = (torch.randn(side, side, device=device, dtype=TORCH_DTYPES[dtype]) for _ in range(2))
-    seconds = Bench(device, device_facts(device, dtype), round_seconds=0.02).seconds(partial(F.linear, x, w))
+    seconds = DeviceBenchmark(device, device_facts(device, dtype), round_seconds=0.02).seconds(partial(F.linear, x, w))
     flops = 2 * side**3 / seconds
     if not dist.is_initialized():
         return Measured(dtype=dtype, side=side, flops=(flops,), transfers={}, wrong_sums=(0,))
@@ -207,11 +206,11 @@ def _slow(
     """Points that took longer than plans expect, with what they expect."""
     if kind == "symmetric" or kind == "deep-ep":  # ways of tokens and not collectives; nobody measures them here
         return
-    transfers = Transfers(known)
+    transfers = TransferTimes(known)
     for point in points:
         # What leaves a rank is all of its buffer but its own part.
         share = 1 if kind == "point-to-point" else point.ranks / (point.ranks - 1)
-        group = Group(ranks=point.ranks, node_ranks=point.node_ranks)
+        group = RankGroup(ranks=point.ranks, node_ranks=point.node_ranks)
         try:
             expected = transfers.collective(kind, point.leaving_bytes * share, group).seconds
         except HardwareError:

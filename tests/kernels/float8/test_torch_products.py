@@ -7,8 +7,7 @@ from penstock.kernels.float8 import reference, torch_products, triton_operators
 from penstock.kernels.float8.formats import E4M3
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, ROWWISE, Recipe
 from penstock.kernels.tuning import target_of
-from penstock.plan.ledger import Ledger
-from penstock.plan.tape import Tape
+from penstock.plan.op_recorder import MemoryTracker, OpRecorder
 from tests.closeness import assert_close
 from tests.kernels.float8.draw_quantized import draw_rows, draw_weight, lay_out, without_memory
 
@@ -57,8 +56,8 @@ def test_a_rehearsed_product_with_a_place_is_one_product_and_no_copy(recipe: Rec
     a, b = without_memory(draw_rows(52, 512, recipe, CPU)), without_memory(draw_weight(recipe, CPU, 384, 512))
     out, works = torch.empty(52, 384, dtype=torch.bfloat16, device="meta"), []
     for given in (None, out):
-        ledger = Ledger()
-        tape = Tape(ledger=ledger)
+        ledger = MemoryTracker()
+        tape = OpRecorder(ledger=ledger)
         with tape:
             torch_products.multiply(a, b, torch.bfloat16, out=given)
         works.append([one for one in tape.cut() if one.name == "_scaled_mm_v2" or one.name.startswith("copy")])

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.plan.hardware import CollectiveKind, Group, TransferPoint
+from penstock.plan.hardware import CollectiveKind, RankGroup, TransferPoint
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.rates import Rates
-from penstock.plan.transfers import Transfers
+from penstock.plan.transfers import TransferTimes
 from penstock.tune.preflight import transfers
 from penstock.tune.preflight.transfers import (
     GPU_BUFFERS,
@@ -28,7 +28,7 @@ KINDS: tuple[CollectiveKind, ...] = ("all-to-all", "all-gather", "reduce-scatter
 
 def expected_point(kind: CollectiveKind, buffer: int) -> TransferPoint:
     """A point that took exactly what plans expect."""
-    seconds = Transfers(H200).collective(kind, buffer, Group(ranks=RANKS, node_ranks=RANKS)).seconds
+    seconds = TransferTimes(H200).collective(kind, buffer, RankGroup(ranks=RANKS, node_ranks=RANKS)).seconds
     leaving = buffer if kind == "point-to-point" else buffer * (RANKS - 1) // RANKS
     return TransferPoint(ranks=RANKS, node_ranks=RANKS, leaving_bytes=leaving, seconds=seconds)
 

@@ -1,14 +1,14 @@
-"""What forward and backward hold beyond weights and sums, and what they do, found by running them on the meta device.
+"""One rank of a run, rehearsed without memory: what a step holds there, and what it does.
 
-The rank's own decoder runs forward and backward once, with each kind of layer once, under a `Ledger` and a `Tape`.
-Marks cut it into pieces (penstock/plan/pieces.py). What overlaps or leaves for the host depends on its neighbours:
-there all layers run.
+Memory (penstock/plan/memory.py) and time (penstock/plan/step_time.py) read the same rehearsal, so they speak of the
+same step. Places on the pipeline whose stages hold the same parts differ only in their order of passes: one rehearsal
+serves them all (`at_place`).
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -18,23 +18,233 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.config.fit import context_method
+from penstock.config.fit import context_method, grid_of, micro_batches
+from penstock.config.run import Run
 from penstock.kernels.float8.operators import NO_FLOAT8
+from penstock.layout.actions import stages_of as stage_numbers
+from penstock.layout.schedules import SCHEDULES
+from penstock.layout.stages import Stage
 from penstock.models.block import Block
 from penstock.models.decoder import IN_PIECES, Decoder
 from penstock.models.model_inputs import ModelInputs
 from penstock.models.mtp import MultiTokenPrediction
-from penstock.models.parameters import head_main_grad
-from penstock.models.rank_model import message_of
+from penstock.models.parameters import head_main_grad, refresh_float8
+from penstock.models.rank_model import embedding_places, message_of, stages_of
 from penstock.moe.layer import MoE
+from penstock.parallel.axes import make_axes
+from penstock.parallel.launch.rendezvous import start_fake_process_group, stop_process_group
 from penstock.parallel.weight_grad_store import Task
-from penstock.plan.layer_kinds import layer_kind
-from penstock.plan.ledger import Ledger, Section
-from penstock.plan.meta_rank import META, MetaRank
-from penstock.plan.pieces import Piece, StageActivations
-from penstock.plan.tape import Tape, Work
+from penstock.plan.liveness import StageActivations, StagePiece, layer_kind
+from penstock.plan.meta_rank import META, MetaRank, Target, make_meta_rank
+from penstock.plan.op_recorder import MemoryTracker, OpRecorder, RecordedOps, TrackedSection
 from penstock.train.global_batch import MicroBatch
 from penstock.train.loss import batch_loss, loss_rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateOps:
+    """What follows the passes of a step.
+
+    Attributes:
+        peak_bytes: the most that sums over ranks, norm and update hold.
+        zero: before the passes: gradients become zero.
+        reduce: sums over ranks.
+        norm: of the gradient.
+        step: of the optimizer, and new weights for the others.
+        host_bytes: of masters and moments that come from the host for it, and go back.
+    """
+
+    peak_bytes: int = 0
+    zero: RecordedOps = ()
+    reduce: RecordedOps = ()
+    norm: RecordedOps = ()
+    step: RecordedOps = ()
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetaRun:
+    """A rank of a run.
+
+    Attributes:
+        rank: without memory.
+        first_rank: number of the first rank of its place on the pipeline.
+        place: on the pipeline.
+        stages: what their passes hold and do.
+        batch_bytes: rows of the whole step, which are all on the device.
+        gathered_bytes: whole weights with FSDP2, and gradients that are being reduced.
+        gathers: bytes of whole weights that FSDP2 fetches for each piece of each stage; empty without it.
+        update: what follows the passes.
+    """
+
+    rank: MetaRank
+    first_rank: int
+    place: int
+    stages: tuple[StageActivations, ...]
+    batch_bytes: int
+    gathered_bytes: int
+    gathers: Mapping[int, tuple[int, ...]]
+    update: UpdateOps
+
+    def at_place(self, place: int, world: int) -> "MetaRun":
+        """The same parts at another place of the pipeline."""
+        schedule = self.rank.schedule
+        if schedule is None or place == self.place:
+            return self
+        numbers = schedule.stages_of(place)
+        pairs = list(zip(self.stages, numbers, strict=True))
+        return replace(
+            self,
+            first_rank=place * (world // schedule.ranks),
+            place=place,
+            stages=tuple(replace(stage, number=number) for stage, number in pairs),
+            gathers={number: self.gathers[stage.number] for stage, number in pairs if self.gathers},
+        )
+
+
+def meta_run_of(run: Run, *, world: int, rank: int, target: Target) -> MetaRun:
+    """Rehearse one rank. Starts and ends a process group, so there must be none.
+
+    Args:
+        run: its configuration.
+        world: ranks of the run.
+        rank: which of them.
+        target: where it will run.
+
+    Raises:
+        ConfigError: the layout does not fit the ranks or the model.
+        KernelError: the run asks for kernels that the target cannot run.
+    """
+    grid = grid_of(run, world)
+    if world > 1:
+        start_fake_process_group(rank, world)
+    try:
+        axes = make_axes(grid, embedding_places(run), run.parallel.shard_size, target.ranks_per_node)
+        return run_meta_rank(make_meta_rank(run, axes, target))
+    finally:
+        stop_process_group()
+
+
+def run_meta_rank(rank: MetaRank) -> MetaRun:
+    """The same of a rank that was built."""
+    return MetaRun(
+        rank=rank,
+        first_rank=rank.axes.rank,
+        place=rank.axes.pipeline.rank,
+        stages=activations_of(rank),
+        batch_bytes=_batch_bytes(rank),
+        gathered_bytes=_gathered(rank),
+        gathers=_gathers(rank),
+        update=_update(rank),
+    )
+
+
+def meta_runs_of(run: Run, world: int, target: Target) -> tuple[MetaRun, ...]:
+    """Every place of the pipeline: one rank of each is rehearsed that holds other parts than those before.
+
+    With equal tokens all ranks of a stage need the same, or less: where rows do not divide, the first ranks have the
+    larger part, so the first is taken.
+    """
+    stages, places = stages_of(run), run.parallel.pipeline
+    if places == 1:
+        return (meta_run_of(run, world=world, rank=0, target=target),)
+    by_parts: dict[Hashable, MetaRun] = {}
+    found = []
+    for place in range(places):
+        parts = _parts_of(run, stages, place)
+        if parts not in by_parts:
+            by_parts[parts] = meta_run_of(run, world=world, rank=place * (world // places), target=target)
+        found.append(by_parts[parts].at_place(place, world))
+    return tuple(found)
+
+
+def _parts_of(run: Run, stages: tuple[Stage, ...], place: int) -> Hashable:
+    """Equal for places whose stages hold the same parts, and do the same with them."""
+    ranks, again = run.parallel.pipeline, run.recompute
+
+    def parts(number: int) -> Hashable:
+        stage = stages[number]
+        layers = tuple((layer_kind(run.model, layer), layer in again.layers) for layer in stage.layers)
+        return stage.embed, layers, len(stage.mtp), stage.norm_and_head, number in again.stages
+
+    placement = SCHEDULES[run.pipeline.schedule].placement
+    numbers = stage_numbers(place, ranks=ranks, stages_per_rank=len(stages) // ranks, placement=placement)
+    return tuple(map(parts, numbers))
+
+
+def _batch_bytes(rank: MetaRank) -> int:
+    batch = micro_batch_of(rank)
+    tensors = [*batch.reading.tensors.values(), *batch.labels]
+    return micro_batches(rank.run, rank.axes.grid) * sum(tensor.nbytes for tensor in tensors)
+
+
+def _update(rank: MetaRank) -> UpdateOps:
+    """Sums over ranks, norm and update, run without memory."""
+    tape, ledger, peak = OpRecorder(rank.target.ranks_per_node), MemoryTracker(), 0
+    if rank.optimizer is not None:
+        if rank.run.offload.optimizer:
+            rank.optimizer.step(0.0)  # Makes the buffers that the optimizer counts itself.
+        with ledger, tape:
+            rank.optimizer.reduce_gradients()
+            reduce = tape.cut()
+            rank.optimizer.gradient_norm()
+            rank.optimizer.step(0.0)
+            peak = ledger.mark("update").peak
+    else:
+        reduce = ()
+    # What FSDP2 divides has its sums already; it takes part in all else.
+    with tape:
+        tape.cut()
+        rank.keeper.zero_gradients()
+        zero = tape.cut()
+        rank.keeper.gradient_norm()
+        norm = tape.cut()
+        rank.keeper.step(0.0)
+        if not rank.divided or rank.run.float8.gather:
+            refresh_float8(rank.decoders.values())
+        step = tape.cut()
+    return UpdateOps(peak_bytes=peak, zero=zero, reduce=reduce, norm=norm, step=step, host_bytes=rank.state.host)
+
+
+def _gathered(rank: MetaRank) -> int:
+    """Whole weights with FSDP2, and gradients that are being reduced.
+
+    What belongs to no block stays from the start of forward to the end of backward. Of blocks there are: the weights of
+    the one that computes, the flat buffer that they came in, and those of the blocks gathered ahead; behind it the
+    float32 gradients of the block before, in one buffer.
+    """
+    if not rank.divided:
+        return 0
+    whole = 0
+    most = 0
+    for decoder in rank.decoders.values():
+        units = [*decoder.blocks.values(), *decoder.mtp.values()]
+        sizes = [_divided_bytes(rank, decoder, unit) for unit in units]
+        whole += _divided_bytes(rank, decoder, decoder) - sum(sizes)
+        most = max([most, *sizes])  # A stage may have no block.
+    values = most // (2 if rank.run.training.precision == "bf16" else 4)
+    return whole + most * (2 + rank.run.parallel.prefetch) + 4 * values
+
+
+def _gathers(rank: MetaRank) -> dict[int, tuple[int, ...]]:
+    if not rank.divided:
+        return {}
+    found = {}
+    for number, decoder in rank.decoders.items():
+        blocks = [_divided_bytes(rank, decoder, block) for block in decoder.blocks.values()]
+        depths = sum(_divided_bytes(rank, decoder, depth) for depth in decoder.mtp.values())
+        rest = _divided_bytes(rank, decoder, decoder) - sum(blocks) - depths
+        found[number] = (rest, *blocks, depths)
+    return found
+
+
+def _divided_bytes(rank: MetaRank, decoder: Decoder, part: torch.nn.Module) -> int:
+    own = {id(parameter) for parameter in part.parameters()}
+    return sum(
+        parameter.nbytes
+        for name, parameter in decoder.named_parameters()
+        if id(parameter) in own and name in rank.divided
+    )
 
 
 def activations_of(rank: MetaRank, batch: MicroBatch | None = None) -> tuple[StageActivations, ...]:
@@ -112,10 +322,10 @@ class _Pass:
         self.batch = batch
         self.device = batch.reading.tokens_BS.device
         self.decoder = decoder
-        self.ledger = Ledger()
-        self.tape = Tape(rank.target.ranks_per_node, self.ledger)
+        self.ledger = MemoryTracker()
+        self.tape = OpRecorder(rank.target.ranks_per_node, self.ledger)
         self.weight = 0
-        self.works: list[Work] = []
+        self.works: list[RecordedOps] = []
         self.work: list[Task] = []
         self.tasks: list[int] = []
         # Halves of a micro-batch pass a layer in turns, so there a layer has no piece of its own.
@@ -123,7 +333,7 @@ class _Pass:
         self.blocks = [block for block in decoder.blocks.values() if isinstance(block, Block)] if is_cut else []
         self.kinds = [layer_kind(decoder.config, int(layer)) for layer in decoder.blocks] if is_cut else []
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[StagePiece]:
         """Run, and put the sections together."""
         run = self.rank.run
         counted = torch.ones(1 + run.model.mtp_layers, dtype=torch.float64, device=self.device)
@@ -159,9 +369,9 @@ class _Pass:
         self._mark("backward")
         self.tasks.append(len(self.work))
 
-    def _weights(self) -> list[Work]:
+    def _weights(self) -> list[RecordedOps]:
         """Do what was put off; its operators, by section of backward."""
-        works: list[Work] = []
+        works: list[RecordedOps] = []
         for first, last in pairwise((0, *self.tasks)):
             for _ in range(first, last):
                 self.work.pop(0)()
@@ -226,7 +436,7 @@ class _Pass:
 
 
 @contextmanager
-def _labelled(decoder: Decoder, ledger: Ledger) -> Iterator[None]:
+def _labelled(decoder: Decoder, ledger: MemoryTracker) -> Iterator[None]:
     """What a module allocates is put down to it."""
 
     def enter(name: str, *_: object) -> None:
@@ -262,8 +472,8 @@ def _label(path: str, module: nn.Module) -> str:
 
 
 def _pieces(
-    names: Sequence[str], forward: Sequence[Section], backward: Sequence[Section], travelling: int
-) -> list[Piece]:
+    names: Sequence[str], forward: Sequence[TrackedSection], backward: Sequence[TrackedSection], travelling: int
+) -> list[StagePiece]:
     """From sections to pieces; those of backward in the order of forward.
 
     Args:
@@ -273,12 +483,12 @@ def _pieces(
         travelling: bytes of the gradient that a piece hands to the one before it, if weight gradients are put off;
             else nothing is left behind, and nobody asks.
     """
-    pieces: list[Piece] = []
+    pieces: list[StagePiece] = []
     behind = travelling
     for name, there, back in reversed(list(zip(names, forward, backward, strict=True))):
         left = back.end - there.start - behind + (travelling if name == names[0] else 0) if travelling else 0
         pieces.append(
-            Piece(
+            StagePiece(
                 name=name,
                 kept=_less(there.held, there.before),
                 forward=there.passing,

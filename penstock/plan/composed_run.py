@@ -1,39 +1,76 @@
 """A run put together from pieces: which stages hold what, which places hold which stages, and the memory of each.
 
 `penstock.plan.composer` finds the pieces. Here they are added up: the state of a rank from its parameters
-(penstock/plan/held_state.py), its passes from what its schedule holds (penstock/plan/held.py), as
+(penstock/plan/param_state.py), its passes from what its schedule holds (penstock/plan/liveness.py), as
 `penstock.plan.memory` does it with a rank that was built.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from types import MappingProxyType
 
 from penstock.config.fit import micro_batches
 from penstock.config.model import Model
+from penstock.config.parallel import Pipeline
 from penstock.config.run import Run
-from penstock.layout.actions import Kind
+from penstock.layout.actions import Kind, Schedule
 from penstock.layout.grid import Grid
 from penstock.layout.stages import Stage
-from penstock.plan.held import PeakPoint, Shape, peak_points
-from penstock.plan.held_state import (
+from penstock.models.rank_model import schedule_of
+from penstock.parallel.axes import Axes, Axis
+from penstock.plan.hardware import Cluster, RankGroup
+from penstock.plan.liveness import PeakPoint, PipelineShape, StageActivations, has_experts, layer_kind, peak_points
+from penstock.plan.memory import LOSS, Overheads, RankMemory
+from penstock.plan.meta_rank import MetaRank, Target
+from penstock.plan.meta_run import MetaRun, UpdateOps
+from penstock.plan.param_state import (
     OTHERS,
-    Facts,
+    ParamsByKind,
+    Partners,
     PartState,
-    Shards,
+    ShardCounts,
     together,
     update_bytes,
+    update_of,
 )
-from penstock.plan.layer_kinds import has_experts, layer_kind
-from penstock.plan.memory import LOSS, Memory, Overheads
-from penstock.plan.meta_rank import MetaRank, Target
-from penstock.plan.pieces import StageActivations
-from penstock.plan.proxy_model import ReuseKey, reuse_key
+from penstock.plan.projection import StepTime
+from penstock.plan.step_time import StageTime, StageTimer, step_time
+
+RAMP: Mapping[str, float] = MappingProxyType(
+    {
+        "none": 0.0,
+        "gpipe": 3.0,
+        "1f1b": 3.0,
+        "interleaved": 3.0,
+        "zb-1f1b": 1.0,
+        "zb-v": 1.0,
+        "dualpipe-v": 1.0,
+        "v-half": 2.43,
+        "v-min": 3.29,
+    }
+)
+"""Forwards of one stage that ranks wait for, for each rank but one of the pipeline (docs/schedules.md)."""
+
+
+@dataclass(frozen=True)
+class PlaceLoad:
+    """What a place on the pipeline does.
+
+    Attributes:
+        flops: of a token's forward pass.
+        moe: layers with experts.
+        layers: all.
+    """
+
+    flops: float
+    moe: int
+    layers: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class ProxyStage:
     """What a proxy model showed.
 
     Attributes:
@@ -50,7 +87,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Contents:
+class StageContents:
     """Of a stage, what decides its size.
 
     Attributes:
@@ -79,14 +116,14 @@ class Contents:
         return tuple(dict.fromkeys(kind for kind, _ in self.layers))
 
 
-def contents_of(stage: Stage, model: Model) -> Contents:
+def contents_of(stage: Stage, model: Model) -> StageContents:
     """Of a stage of a model."""
     together = groupby(layer_kind(model, layer) for layer in stage.layers)
-    return Contents(stage.embed, tuple((kind, len(list(same))) for kind, same in together), stage.norm_and_head)
+    return StageContents(stage.embed, tuple((kind, len(list(same))) for kind, same in together), stage.norm_and_head)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class StageBytes:
     """A stage in bytes; see `StageActivations` for what they are."""
 
     kept: int
@@ -101,11 +138,11 @@ class Sizes:
             return self.forward
         return self.weight if kind is Kind.WEIGHT else self.backward - self.kept
 
-    def times(self, count: int) -> "Sizes":
+    def times(self, count: int) -> "StageBytes":
         """With so many times the rows."""
         if count == 1:
             return self
-        return Sizes(*(count * size for size in (self.kept, self.left, self.forward, self.backward, self.weight)))
+        return StageBytes(*(count * size for size in (self.kept, self.left, self.forward, self.backward, self.weight)))
 
     def most(self, kind: Kind) -> int:
         """The most of a pass of one micro-batch alone."""
@@ -117,11 +154,11 @@ class RankState:
     """What ranks of a run hold from step to step."""
 
     run: Run
-    facts: Facts
-    shards: Shards
+    facts: ParamsByKind
+    shards: ShardCounts
     states: Mapping[str, PartState]
 
-    def parts(self, stages: Sequence[Contents]) -> dict[str, int]:
+    def parts(self, stages: Sequence[StageContents]) -> dict[str, int]:
         """Parts of a rank that holds some stages, and how many of each; an embedding is never held twice."""
         mtp = self.run.model.mtp_layers
         has_head = any(one.head for one in stages)
@@ -134,15 +171,15 @@ class RankState:
                 counts[kind] += count
         return {kind: count for kind, count in counts.items() if count}
 
-    def of(self, stages: Sequence[Contents]) -> PartState:
+    def of(self, stages: Sequence[StageContents]) -> PartState:
         """All together."""
         return together([(self.states[kind], count) for kind, count in self.parts(stages).items()])
 
-    def update_bytes(self, stages: Sequence[Contents]) -> int:
+    def update_bytes(self, stages: Sequence[StageContents]) -> int:
         """What the update passes through."""
         return update_bytes([(self.facts[kind], count) for kind, count in self.parts(stages).items()], self.shards)
 
-    def gathered(self, stages: Sequence[Contents]) -> int:
+    def gathered(self, stages: Sequence[StageContents]) -> int:
         """Whole weights with FSDP2, and gradients on their way, as `penstock.plan.memory` counts them."""
         parts = self.parts(stages)
         if not any(self.states[kind].whole for kind in parts):
@@ -156,7 +193,7 @@ class RankState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Composed:
+class ComposedRun:
     """A run put together from its pieces.
 
     Attributes:
@@ -176,32 +213,28 @@ class Composed:
 
     run: Run
     grid: Grid
-    contents: tuple[Contents, ...]
-    activations: Mapping[Contents, StageActivations]
-    sizes: Mapping[Contents, Sizes]
-    shown: Shown
+    contents: tuple[StageContents, ...]
+    activations: Mapping[StageContents, StageActivations]
+    sizes: Mapping[StageContents, StageBytes]
+    shown: ProxyStage
     times: int
     state: RankState
-    shape: Shape | None
+    shape: PipelineShape | None
     target: Target
     overheads: Overheads
     played: Run
+    alike: Hashable
 
     @property
     def is_exact(self) -> bool:
         """Pieces are the run's own."""
         return self.played is self.run
 
-    @property
-    def alike(self) -> ReuseKey:
-        """What runs with the same pieces have in common."""
-        return reuse_key(self.played)
-
     def stage(self, number: int) -> StageActivations:
         """A stage by its number."""
         return replace(self.activations[self.contents[number]], number=number)
 
-    def size(self, number: int) -> Sizes:
+    def size(self, number: int) -> StageBytes:
         """Of a stage by its number."""
         return self.sizes[self.contents[number]]
 
@@ -229,7 +262,7 @@ class Composed:
         places = range(self.grid.pipeline)
         if self.shape is None or not self.shape.holds_most_first:
             return max(places, key=self.total)
-        first: dict[tuple[Contents, ...], int] = {}
+        first: dict[tuple[StageContents, ...], int] = {}
         for place in places:
             first.setdefault(tuple(self.contents[number] for number in self.stages_of(place)), place)
         return max(first.values(), key=self.total)
@@ -238,7 +271,7 @@ class Composed:
         """The most that forward and backward hold at a place."""
         return max(size for size, _ in self._moments(place))
 
-    def memory(self, place: int) -> Memory:
+    def memory(self, place: int) -> RankMemory:
         """Of the first rank at a place on the pipeline."""
         held = [self.contents[number] for number in self.stages_of(place)]
         state, gathered, update = self.state.of(held), self.state.gathered(held), self.state.update_bytes(held)
@@ -246,7 +279,7 @@ class Composed:
         terms = self._terms(size, standing)
         logits, is_captured = terms[LOSS], self.run.graphs.capture == "full"
         is_update = update > size + gathered and not is_captured
-        memory = Memory(
+        memory = RankMemory(
             rank=place * self.grid.world // self.grid.pipeline,
             parameters=state.weights,
             gradients=state.gradients,
@@ -306,7 +339,7 @@ def _name_of(standing: PeakPoint, *, is_alone: bool) -> str:
     return " and ".join(f"{kind} of stage {stage}" for stage, kind in standing.work)
 
 
-def memory_of_state(state: PartState, rank: int, overheads: Overheads) -> Memory:
+def memory_of_state(state: PartState, rank: int, overheads: Overheads) -> RankMemory:
     """Of a rank that does nothing.
 
     Args:
@@ -314,7 +347,7 @@ def memory_of_state(state: PartState, rank: int, overheads: Overheads) -> Memory
         rank: its number.
         overheads: of the hardware.
     """
-    memory = Memory(
+    memory = RankMemory(
         rank=rank,
         parameters=state.weights,
         gradients=state.gradients,
@@ -332,3 +365,134 @@ def memory_of_state(state: PartState, rank: int, overheads: Overheads) -> Memory
         moment="state",
     )
     return replace(memory, reserve=overheads.context + round(overheads.unused * memory.allocated))
+
+
+class ComposedTimes:
+    """Times of composed runs of one model on one cluster; remembers those of stages, and schedules.
+
+    Args:
+        cluster: where.
+        imbalance: rows of the fullest rank's experts over the even share.
+    """
+
+    def __init__(self, cluster: Cluster, imbalance: float) -> None:
+        self._cluster = cluster
+        self._imbalance = imbalance
+        self._clockworks: dict[Hashable, StageTimer] = {}
+        self._updates: dict[tuple[Grid, tuple[StageContents, ...], ShardCounts], float] = {}
+        self._stages: dict[tuple[Hashable, StageContents], StageTime] = {}
+        self._schedules: dict[tuple[Pipeline, int, int, bool], Schedule | None] = {}
+
+    def rough(self, composed: ComposedRun) -> float:
+        """Seconds of a step; the busiest place on the pipeline decides."""
+        run, grid = composed.run, composed.grid
+        # Pieces of one row take their time for each row of a micro-batch.
+        first = {one: number for number, one in reversed(list(enumerate(composed.contents)))}
+        seconds = {one: composed.times * self._stage(composed, number).all.seconds for one, number in first.items()}
+        stages = [seconds[one] for one in composed.contents]
+        if composed.shape is None:
+            return micro_batches(run, grid) * stages[0] + self._update(composed, 0)
+        places = [sum(stages[number] for number in composed.stages_of(place)) for place in range(grid.pipeline)]
+        mean = sum(stages) / len(stages)
+        ramp = RAMP[run.pipeline.schedule] / 3 * (grid.pipeline - 1) * mean
+        return micro_batches(run, grid) * max(places) + ramp + self._update(composed, 0)
+
+    def exact(self, composed: ComposedRun) -> StepTime:
+        """As `penstock.plan.step_time` has it."""
+        return step_time(composed.run, self._cluster, self.rehearsals(composed), self._imbalance)
+
+    def rehearsals(self, composed: ComposedRun) -> tuple[MetaRun, ...]:
+        """What `penstock.plan.meta_run` would have found at each place, as far as time depends on it."""
+        grid = composed.grid
+        axes = Axes(
+            grid=grid,
+            pipeline=Axis(name="pipeline", ranks=tuple(range(grid.pipeline))),
+            sequence=Axis(name="sequence", ranks=tuple(range(grid.context * grid.tensor))),
+        )
+        schedule = self._schedule(composed.run, axes)
+        # A rank of the proxy model speaks for all; how much they hold is not asked here.
+        rank = replace(composed.shown.rank, run=composed.run, axes=axes, schedule=schedule)
+        found = []
+        for place in range(grid.pipeline):
+            numbers = composed.stages_of(place)
+            found.append(
+                MetaRun(
+                    rank=rank,
+                    first_rank=place * grid.world // grid.pipeline,
+                    place=place,
+                    stages=tuple(composed.stage(number) for number in numbers),
+                    batch_bytes=0,
+                    gathered_bytes=0,
+                    gathers={number: composed.gathers(number) for number in numbers if composed.gathers(number)},
+                    update=self.update(composed, place),
+                )
+            )
+        return tuple(found)
+
+    def _schedule(self, run: Run, axes: Axes) -> Schedule | None:
+        """Layouts that differ in what they compute twice, or in how tokens travel, share it."""
+        key = run.pipeline, axes.grid.pipeline, micro_batches(run, axes.grid), run.dispatch.overlap == "passes"
+        if key not in self._schedules:
+            self._schedules[key] = schedule_of(run, axes)
+        return self._schedules[key]
+
+    def update(self, composed: ComposedRun, place: int) -> UpdateOps:
+        """What follows the passes at a place."""
+        grid, shards, cluster = composed.grid, composed.state.shards, self._cluster
+        held = [composed.contents[number] for number in composed.stages_of(place)]
+        parts = [(composed.state.facts[kind], count) for kind, count in composed.state.parts(held).items()]
+        dense, experts = grid.data * grid.context, grid.expert * grid.expert_tensor
+        return update_of(
+            parts,
+            shards,
+            Partners(
+                cluster.group(shards.dense, grid.tensor),
+                cluster.group(dense // shards.dense, grid.tensor * shards.dense),
+            ),
+            Partners(
+                cluster.group(shards.expert, experts),
+                cluster.group(grid.expert_data // shards.expert, experts * shards.expert),
+            ),
+            self._embedding(composed, place),
+        )
+
+    def _embedding(self, composed: ComposedRun, place: int) -> tuple[RankGroup, int] | None:
+        """Who shares the embedding's gradient with a place, and how much of it."""
+        grid, state = composed.grid, composed.state
+        holders = [
+            other
+            for other in range(grid.pipeline)
+            if "embed" in state.parts([composed.contents[number] for number in composed.stages_of(other)])
+        ]
+        if place not in holders or len(holders) == 1:
+            return None
+        between = (holders[-1] - holders[0]) * grid.world // grid.pipeline
+        own = sum(fact.own(state.shards.of(fact)) for fact in state.facts["embed"])
+        return self._cluster.group(len(holders), between), own
+
+    def _update(self, composed: ComposedRun, place: int) -> float:
+        grid, held = composed.grid, tuple(composed.contents[number] for number in composed.stages_of(place))
+        key = grid, held, composed.state.shards
+        if key not in self._updates:
+            timings = self._clockwork(composed).update(self.update(composed, place))
+            self._updates[key] = sum(timing.seconds for timing in timings)
+        return self._updates[key]
+
+    def _clockwork(self, composed: ComposedRun) -> StageTimer:
+        alike = composed.alike
+        if alike not in self._clockworks:
+            works = [piece.forward_work for stage in composed.activations.values() for piece in stage.pieces]
+            self._clockworks[alike] = StageTimer(composed.played, self._cluster, self._imbalance, works)
+        return self._clockworks[alike]
+
+    def _stage(self, composed: ComposedRun, number: int) -> StageTime:
+        alike, contents = composed.alike, composed.contents[number]
+        gathers = composed.gathers(number)
+        key = alike, contents
+        if not gathers and key in self._stages:
+            return self._stages[key]
+        shards = self._cluster.group(composed.state.shards.dense)
+        if gathers:  # Who divides weights depends on the whole layout.
+            return self._clockwork(composed).stage(composed.stage(number), gathers, shards)
+        self._stages[key] = self._clockwork(composed).stage(composed.stage(number), (), shards)
+        return self._stages[key]

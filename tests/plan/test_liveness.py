@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from penstock.layout.actions import Kind
 from penstock.layout.schedules import BESIDE, SCHEDULES, schedule
-from penstock.plan.held import Shape, enough, peak_points
+from penstock.plan.liveness import PipelineShape, enough, peak_points
 
 SIZES = st.lists(st.integers(0, 1000), min_size=4, max_size=4)
 
 
-def most_held(shape: Shape, rank: int, kept: Sequence[int], left: Sequence[int]) -> int:
+def most_held(shape: PipelineShape, rank: int, kept: Sequence[int], left: Sequence[int]) -> int:
     sizes = [*kept[: shape.stages_per_rank], *left[: shape.stages_per_rank]]
     return max(
         sum(count * size for count, size in zip((*one.kept, *one.left), sizes, strict=True))
@@ -22,7 +22,7 @@ def most_held(shape: Shape, rank: int, kept: Sequence[int], left: Sequence[int])
     )
 
 
-def walked(shape: Shape, rank: int, kept: Sequence[int], left: Sequence[int]) -> int:
+def walked(shape: PipelineShape, rank: int, kept: Sequence[int], left: Sequence[int]) -> int:
     """The same by the schedule's own list."""
     plan = schedule(
         shape.name, ranks=shape.ranks, stages_per_rank=shape.stages_per_rank, micro_batches=shape.micro_batches
@@ -50,14 +50,14 @@ def test_a_short_step_holds_as_much_as_a_long_one(
     name: str, ranks: int, more: int, rounds: int, extra: int, kept: list[int], left: list[int], data: st.DataObject
 ) -> None:
     stages = SCHEDULES[name].fewest + (more if SCHEDULES[name].most is None else 0)
-    long = Shape(name, ranks, stages, rounds * ranks + extra)
-    short = Shape(name, ranks, stages, enough(name, ranks, long.micro_batches))
+    long = PipelineShape(name, ranks, stages, rounds * ranks + extra)
+    short = PipelineShape(name, ranks, stages, enough(name, ranks, long.micro_batches))
     rank = data.draw(st.integers(0, ranks - 1))
     assert most_held(short, rank, kept, left) == walked(long, rank, kept, left)
 
 
 def test_a_list_of_hundreds_of_actions_has_few_standings() -> None:
-    assert len(peak_points(Shape("1f1b", 16, 1, enough("1f1b", 16, 512)), 0)) == 2
+    assert len(peak_points(PipelineShape("1f1b", 16, 1, enough("1f1b", 16, 512)), 0)) == 2
 
 
 @given(
@@ -68,27 +68,29 @@ def test_a_list_of_hundreds_of_actions_has_few_standings() -> None:
 def test_no_standing_is_left_beside_which_another_holds_as_much_everywhere(
     name: str, ranks: int, data: st.DataObject
 ) -> None:
-    shape = Shape(name, ranks, SCHEDULES[name].fewest, 2 * ranks)
+    shape = PipelineShape(name, ranks, SCHEDULES[name].fewest, 2 * ranks)
     found = peak_points(shape, data.draw(st.integers(0, ranks - 1)))
     for one in found:
         others = [other for other in found if other.work == one.work and other is not one]
         assert not any(all(map(ge, other.counts, one.counts)) for other in others)
 
 
-def alike(shape: Shape, rank: int) -> list[tuple[list[tuple[int, Kind]], tuple[int, ...]]]:
+def alike(shape: PipelineShape, rank: int) -> list[tuple[list[tuple[int, Kind]], tuple[int, ...]]]:
     """Standings of a rank, its stages counted from 0."""
     place = {stage: number for number, stage in enumerate(shape.stages_of(rank))}
     return [([(place[stage], kind) for stage, kind in one.work], one.counts) for one in peak_points(shape, rank)]
 
 
-def holds_as_much(shape: Shape, rank: int, other: int) -> bool:
+def holds_as_much(shape: PipelineShape, rank: int, other: int) -> bool:
     """Whether a rank holds what another holds, whenever that does what both do."""
     own = alike(shape, rank)
     return all(any(does == work and all(map(ge, has, held)) for does, has in own) for work, held in alike(shape, other))
 
 
 @given(
-    name=st.sampled_from([name for name in SCHEDULES if Shape(name, 2, SCHEDULES[name].fewest, 8).holds_most_first]),
+    name=st.sampled_from(
+        [name for name in SCHEDULES if PipelineShape(name, 2, SCHEDULES[name].fewest, 8).holds_most_first]
+    ),
     ranks=st.integers(2, 6),
     more=st.integers(0, 2),
     micro_batches=st.integers(1, 20),
@@ -98,7 +100,7 @@ def test_an_earlier_rank_holds_what_a_later_one_holds_where_that_is_said(
     name: str, ranks: int, more: int, micro_batches: int, data: st.DataObject
 ) -> None:
     stages = SCHEDULES[name].fewest + (more if SCHEDULES[name].most is None else 0)
-    shape = Shape(name, ranks, stages, enough(name, ranks, micro_batches))
+    shape = PipelineShape(name, ranks, stages, enough(name, ranks, micro_batches))
     earlier = data.draw(st.integers(0, ranks - 2))
     assert holds_as_much(shape, earlier, data.draw(st.integers(earlier + 1, ranks - 1)))
 
@@ -107,5 +109,5 @@ def test_an_earlier_rank_holds_what_a_later_one_holds_where_that_is_said(
     ("name", "pairs"), [*((name, False) for name in SCHEDULES), *((name, True) for name in BESIDE)]
 )
 def test_where_it_is_not_said_some_later_rank_holds_more(name: str, pairs: bool) -> None:
-    shape = Shape(name, 4, SCHEDULES[name].fewest, 8, pairs=pairs)
+    shape = PipelineShape(name, 4, SCHEDULES[name].fewest, 8, pairs=pairs)
     assert shape.holds_most_first == all(holds_as_much(shape, 0, later) for later in range(1, 4))
