@@ -39,12 +39,12 @@ from benchmarks.kernels.grouped_gemm import SHARES, Share, burn, skewed_counts
 from benchmarks.kernels.replays import replay_in_turns
 from penstock.kernels import expert_ffn as in_16_bits
 from penstock.kernels import reference
-from penstock.kernels.arrivals import order_arrivals
 from penstock.kernels.float8 import expert_ffn as in_8_bits
 from penstock.kernels.float8.operators import Float8Rule
 from penstock.kernels.float8.packed_rows import as_quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, Recipe
 from penstock.kernels.float8.triton_operators import TRITON
+from penstock.kernels.local_order import order_local_rows
 
 TOP_K = {"V3 8 experts": 8, "V2-Lite EP4": 6, "Qwen3 EP4": 8, "tiny": 2}
 """Experts that a token chooses, of all ranks'; of the shares that are measured."""
@@ -181,7 +181,7 @@ def draw_rows(share: Share, generator: torch.Generator, skewed: bool) -> Rows:
     others_NK[:, : experts_NK.shape[1]] = torch.where(is_chosen_NK > 0, experts_NK, experts)
     weights_NK = torch.rand(tokens, top_k, generator=generator, device=DEVICE) + 0.1
     room = math.ceil(ROOM * rows)
-    arrivals = order_arrivals(others_NK, weights_NK, range(experts), room)
+    arrivals = order_local_rows(others_NK, weights_NK, range(experts), room)
     x_ND = normal(generator, tokens, share.hidden)
     weights_R = arrivals.weights_R.requires_grad_()
     return Rows(x_ND.requires_grad_(), arrivals.counts_e, weights_R, arrivals.index_R, arrivals.places_NK, True)

@@ -43,7 +43,7 @@ from benchmarks.kernels.hopper_weight_gradient import (
     relative,
     summarize,
 )
-from penstock.kernels.expert_parts import KeptRows
+from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8.hopper_products import HAS_GLUON
 from penstock.kernels.grouped_gemm import grouped_gemm_forward, grouped_gemm_input_gradient
 from penstock.kernels.tile_table import TileTable, tile_table
@@ -53,8 +53,8 @@ from penstock.kernels.tuning import (
     GemmProduct,
     grouped_gemm_launch,
     in_triton,
+    multiprocessors_of,
     target_of,
-    units_of,
 )
 
 MEASURED = ("V2-Lite EP4", "V3 8 experts", "Qwen3 EP4")
@@ -84,7 +84,7 @@ class Case:
         """Of any of the products."""
         return 2 * len(self.x_RD) * self.w_eFD[0].numel()
 
-    def multiply(self, product: GemmProduct, launch: GemmLaunch | None, keep: KeptRows | None = None) -> Tensor:
+    def multiply(self, product: GemmProduct, launch: GemmLaunch | None, keep: SavedRows | None = None) -> Tensor:
         """By a launch, or by Triton's kernel as the table has it. As in training nobody reads a gradient's tail."""
         if launch is None:
             matrix = self.w_eFD[0].numel()
@@ -159,7 +159,7 @@ def check_launch(launch: GemmLaunch) -> dict[str, float]:
         for widths in CHECKED_WIDTHS:
             case = draw(f"{counts} {widths}", counts, *widths, tail=TAIL)
             for programs in CHECKED_PROGRAMS:
-                one = replace(launch, idle_units=units_of(DEVICE) - programs)
+                one = replace(launch, idle_units=multiprocessors_of(DEVICE) - programs)
                 check_same_bits(case, one, sum(counts))
                 for product, error in errors_of(case, one, counts).items():
                     worst[product] = max(worst[product], error)
@@ -189,7 +189,7 @@ def check_same_bits(case: Case, launch: GemmLaunch, used: int) -> None:
     in_place = replace(case, x_RD=case.x_RD[case.index_R]).multiply("forward", launch)
     assert torch.equal(gathered, in_place), f"{case.name}: gathered rows differ from rows in place"
     kept_SF = y_RF.new_full((BEFORE + len(y_RF) + TAIL, y_RF.shape[1]), 5.0)
-    case.multiply("forward", launch, KeptRows(kept_SF, torch.tensor([BEFORE], device=DEVICE), len(y_RF)))
+    case.multiply("forward", launch, SavedRows(kept_SF, torch.tensor([BEFORE], device=DEVICE), len(y_RF)))
     end = BEFORE + used
     assert torch.equal(kept_SF[BEFORE:end], y_RF[:used]), f"{case.name}: kept rows differ"
     assert kept_SF[:BEFORE].eq(5).all() and kept_SF[end:].eq(5).all(), f"{case.name}: other layers' rows were touched"

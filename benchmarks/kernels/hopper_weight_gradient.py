@@ -39,8 +39,8 @@ from penstock.kernels.tuning import (
     GemmProduct,
     grouped_gemm_launch,
     in_triton,
+    multiprocessors_of,
     target_of,
-    units_of,
 )
 
 DEVICE = torch.device("cuda")
@@ -181,7 +181,7 @@ def check_launch(launch: GemmLaunch) -> dict[str, float]:
             case = draw(f"{counts} {widths}", counts, *widths, tail=TAIL)
             true_eFD = true_gradient(case, counts)
             for programs in CHECKED_PROGRAMS:
-                one = replace(launch, idle_units=units_of(DEVICE) - programs)
+                one = replace(launch, idle_units=multiprocessors_of(DEVICE) - programs)
                 for kind, error in errors_of(case, one, true_eFD).items():
                     worst[kind] = max(worst[kind], error)
     worst["against Triton"] = error_against_triton(launch)

@@ -23,12 +23,12 @@ from torch import Tensor
 from benchmarks import record
 from penstock.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_kernel
 from penstock.kernels.reference import IGNORED_LABEL
-from penstock.kernels.tuning import Launch
+from penstock.kernels.tuning import KernelLaunch
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 SWEEP = [
-    Launch(block_rows=1, block_columns=columns, warps=warps, stages=stages)
+    KernelLaunch(block_rows=1, block_columns=columns, warps=warps, stages=stages)
     for columns, warps in ((2048, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 16), (16384, 32))
     for stages in (1, 2, 3, 4)
 ]
@@ -166,7 +166,7 @@ def timed(action: Callable[[], object]) -> float:
     return start.elapsed_time(stop)
 
 
-def time_row_kernel(launch: Launch, vocabulary: int, tokens: int = 4096) -> dict[str, float]:
+def time_row_kernel(launch: KernelLaunch, vocabulary: int, tokens: int = 4096) -> dict[str, float]:
     """The row kernel on one chunk; bandwidth counts one read and one write, which is what must move."""
     logits_TV = torch.randn(tokens, vocabulary, device="cuda", dtype=torch.bfloat16)
     labels_T = torch.randint(vocabulary, (tokens,), device="cuda")

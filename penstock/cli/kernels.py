@@ -26,7 +26,7 @@ from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.kernels.choose import shown
 from penstock.kernels.device_facts import DeviceFacts, device_facts, named_device
-from penstock.kernels.measured import Entry, Measurements, load, save, user_file
+from penstock.kernels.measured import Measurements, OperatorTimes, load, save, user_file
 from penstock.models.kernels import kernel_choices, shapes_of
 from penstock.parallel.launch.environment import read_environment
 from penstock.parallel.launch.process import choose_device
@@ -99,7 +99,7 @@ def tune_on(run: Run, facts: DeviceFacts, device: torch.device, clock: Clock, pa
     """
     old = load(path) if path.exists() else None
     console = Console(no_color=not read_environment().color, highlight=False)
-    entries: list[Entry] = []
+    entries: list[OperatorTimes] = []
     with console.status("measuring") as status:
         for entry in measure(workload_of(run, device), facts, clock):
             entries.append(entry)
@@ -113,7 +113,7 @@ def tune_on(run: Run, facts: DeviceFacts, device: torch.device, clock: Clock, pa
         print(f"it takes effect with kernels.measured={path}")
 
 
-def print_entries(entries: Sequence[Entry]) -> None:
+def print_entries(entries: Sequence[OperatorTimes]) -> None:
     """A line for each entry: microseconds of each backend, and which is the fastest."""
     backends = list(dict.fromkeys(name for entry in entries for name in entry.microseconds))
     rows = []

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.config.model import GroupedQueryAttention, LatentAttention, Model, Moe
-from penstock.kernels.attention_window import Reach
+from penstock.kernels.attention_window import AttentionWindow
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _grouped(attention: GroupedQueryAttention, hidden: int, layer: int, sequence
     queries, keys = attention.heads * width, attention.kv_heads * width
     seen = sequence_length / 2
     if local is not None and not attention.is_global(layer):
-        seen = Reach(kind=local.kind, size=local.size).pairs(sequence_length) / sequence_length
+        seen = AttentionWindow(kind=local.kind, size=local.size).pairs(sequence_length) / sequence_length
     norms = {"head": 2 * width, "projection": queries + keys}.get(attention.qk_norm, 0)
     biases = queries + 2 * keys + hidden if attention.bias else 0
     rest = _Part(norms + biases + attention.heads * attention.sinks, flops=2 * 2 * queries * seen)

@@ -23,14 +23,14 @@ from torch.nn.attention import SDPBackend
 
 from penstock.kernels import flash_4
 from penstock.kernels.attention_backends import (
-    Scores,
-    Softmax,
+    AttentionOutput,
+    ScoreOptions,
     aten,
+    backend_and_keys,
+    backend_order,
     backward,
-    for_each_head,
     forward,
-    in_order,
-    with_own_keys,
+    repeat_kv,
 )
 
 
@@ -63,14 +63,14 @@ def causal_attention(
     if backend == flash_4.NAME and allowed_BSS is None and sinks_H is None and flash_4.takes(q_BSHN, v_BSGM):
         return flash_4.attention(q_BSHN, k_BSGN, v_BSGM, scale=scale)
     q_BHSN, k_BGSN, v_BGSM = q_BSHN.transpose(1, 2), k_BSGN.transpose(1, 2), v_BSGM.transpose(1, 2)
-    scores = Scores(scale=scale, allowed=None if allowed_BSS is None else allowed_BSS[:, None])
+    scores = ScoreOptions(scale=scale, allowed=None if allowed_BSS is None else allowed_BSS[:, None])
     if sinks_H is not None:
         return attention_with_sinks(q_BHSN, k_BGSN, v_BGSM, sinks_H, scores, backend).transpose(1, 2)
     if q_BHSN.is_meta:
         return _without_memory(q_BHSN, k_BGSN, v_BGSM, scale, allowed_BSS, backend).transpose(1, 2)
     if q_BHSN.is_cuda and scores.allowed is not None and q_BHSN.shape[1] != k_BGSN.shape[1]:
-        _, k_BGSN, v_BGSM = with_own_keys(q_BHSN, k_BGSN, v_BGSM, scores, backend)
-    with in_order(backend):
+        _, k_BGSN, v_BGSM = backend_and_keys(q_BHSN, k_BGSN, v_BGSM, scores, backend)
+    with backend_order(backend):
         o_BHSM = F.scaled_dot_product_attention(
             q_BHSN,
             k_BGSN,
@@ -95,7 +95,7 @@ def _without_memory(
         operands = (q_BHSN, k_BGSN, v_BGSM)
         o_BHSM = aten._scaled_dot_product_cudnn_attention(*operands, mask, True, 0.0, is_causal, False, scale=scale)[0]
         return o_BHSM
-    own = (q_BHSN, *(for_each_head(x, q_BHSN.shape[1]) for x in (k_BGSN, v_BGSM)))
+    own = (q_BHSN, *(repeat_kv(x, q_BHSN.shape[1]) for x in (k_BGSN, v_BGSM)))
     if backend == "math":
         o_BHSM = aten._scaled_dot_product_attention_math(*own, mask, 0.0, is_causal, scale=scale)[0]
     else:
@@ -104,7 +104,7 @@ def _without_memory(
 
 
 def attention_with_sinks(
-    q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, sinks_H: Tensor, scores: Scores, backend: str
+    q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, sinks_H: Tensor, scores: ScoreOptions, backend: str
 ) -> Tensor:
     """Attention whose softmax has one more logit for each head.
 
@@ -119,7 +119,7 @@ def attention_with_sinks(
     Returns:
         o_BHSM in the dtype of q.
     """
-    found, k_BGSN, v_BGSM = with_own_keys(q_BHSN, k_BGSN, v_BGSM, scores, backend)
+    found, k_BGSN, v_BGSM = backend_and_keys(q_BHSN, k_BGSN, v_BGSM, scores, backend)
     if found == SDPBackend.MATH:
         return _by_products(q_BHSN, k_BGSN, v_BGSM, sinks_H, scores)
     width = v_BGSM.shape[-1]
@@ -145,7 +145,7 @@ class _WithSinks(torch.autograd.Function):
         k_BGSN: Tensor,
         v_BGSM: Tensor,
         sinks_H: Tensor,
-        scores: Scores,
+        scores: ScoreOptions,
         backend: SDPBackend,
     ) -> Tensor:
         plain = forward(backend, q_BHSN, k_BGSN, v_BGSM, scores)
@@ -163,9 +163,9 @@ class _WithSinks(torch.autograd.Function):
         q_BHSN, k_BGSN, v_BGSM, sinks_H, o_BHSM, log_sums, allowed, *rest = ctx.saved_tensors
         backend, scale = ctx.how
         together = tuple(number if tensor is None else tensor for tensor, number in zip(rest, ctx.numbers, strict=True))
-        softmax = Softmax(o_BHSM, log_sums, together)
+        softmax = AttentionOutput(o_BHSM, log_sums, together)
         operands = (q_BHSN, k_BGSN, v_BGSM)
-        gradients = backward(backend, do_BHSM, operands, Scores(scale=scale, allowed=allowed), softmax)
+        gradients = backward(backend, do_BHSM, operands, ScoreOptions(scale=scale, allowed=allowed), softmax)
         weights_BHS1 = _by_query((_beside(sinks_H, log_sums) - log_sums).exp(), o_BHSM)
         product_BHS1 = (do_BHSM.to(log_sums.dtype) * o_BHSM).sum(-1, keepdim=True)
         dsinks_H = -(weights_BHS1 * product_BHS1).sum((0, 2, 3))
@@ -182,10 +182,10 @@ def _by_query(x: Tensor, o_BHSM: Tensor) -> Tensor:
     return x.reshape(*x.shape[:2], -1, 1)[:, :, : o_BHSM.shape[2]]
 
 
-def _by_products(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, sinks_H: Tensor, scores: Scores) -> Tensor:
+def _by_products(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, sinks_H: Tensor, scores: ScoreOptions) -> Tensor:
     """The same with all scores in memory, in float32 or wider."""
     heads, dtype = q_BHSN.shape[1], torch.promote_types(q_BHSN.dtype, torch.float32)
-    k_BHSN, v_BHSM = (for_each_head(x, heads) for x in (k_BGSN, v_BGSM))
+    k_BHSN, v_BHSM = (repeat_kv(x, heads) for x in (k_BGSN, v_BGSM))
     scores_BHSS = (q_BHSN @ k_BHSN.transpose(-2, -1)).to(dtype) * scores.scale
     allowed = scores.allowed
     if allowed is None:

@@ -49,7 +49,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scores:
+class ScoreOptions:
     """What becomes of products of queries and keys before the softmax.
 
     Attributes:
@@ -67,7 +67,7 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Softmax:
+class AttentionOutput:
     """What a fused backend gives.
 
     Attributes:
@@ -81,13 +81,13 @@ class Softmax:
     rest: tuple[Any, ...] = ()
 
 
-def in_order(backend: str) -> AbstractContextManager[None]:
+def backend_order(backend: str) -> AbstractContextManager[None]:
     """While it is entered, torch tries the backends of a name in their order."""
     order = ORDERS[backend]
     return sdpa_kernel(order, set_priority=True) if order else nullcontext()
 
 
-def backend_for(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scores: Scores, backend: str) -> SDPBackend:
+def backend_for(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scores: ScoreOptions, backend: str) -> SDPBackend:
     """The backend that scaled_dot_product_attention would take; of the meta device, a GPU's.
 
     Args:
@@ -105,7 +105,7 @@ def backend_for(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scores: Scores, 
         if backend == "math":
             return SDPBackend.MATH
         return SDPBackend.CUDNN_ATTENTION if q_BHSN.dtype.itemsize == 2 else SDPBackend.EFFICIENT_ATTENTION
-    with in_order(backend):
+    with backend_order(backend):
         number = torch._fused_sdp_choice(
             q_BHSN,
             k_BGSN,
@@ -122,14 +122,14 @@ def backend_for(q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scores: Scores, 
     return found
 
 
-def for_each_head(x_BGSN: Tensor, heads: int) -> Tensor:
+def repeat_kv(x_BGSN: Tensor, heads: int) -> Tensor:
     """Keys or values once for each query head."""
     groups = heads // x_BGSN.shape[1]
     return x_BGSN if groups == 1 else x_BGSN.repeat_interleave(groups, dim=1)
 
 
-def with_own_keys(
-    q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scores: Scores, backend: str
+def backend_and_keys(
+    q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scores: ScoreOptions, backend: str
 ) -> tuple[SDPBackend, Tensor, Tensor]:
     """The backend that runs, and keys and values as it wants them: for each head if it does not know shared ones.
 
@@ -141,11 +141,11 @@ def with_own_keys(
         found = backend_for(q_BHSN, k_BGSN, v_BGSM, scores, backend)
         if not is_shared or found in _KNOW_SHARED or backend == "math":
             return found, k_BGSN, v_BGSM
-    k_BHSN, v_BHSM = for_each_head(k_BGSN, heads), for_each_head(v_BGSM, heads)
+    k_BHSN, v_BHSM = repeat_kv(k_BGSN, heads), repeat_kv(v_BGSM, heads)
     return backend_for(q_BHSN, k_BHSN, v_BHSM, scores, backend), k_BHSN, v_BHSM
 
 
-def bias_of(scores: Scores, q_BHSN: Tensor, backend: SDPBackend) -> Tensor | None:
+def bias_of(scores: ScoreOptions, q_BHSN: Tensor, backend: SDPBackend) -> Tensor | None:
     """What is added to the scores, in the dtype of the queries: 0 where a query looks, and far below elsewhere."""
     if scores.allowed is None:
         return None
@@ -157,7 +157,9 @@ def bias_of(scores: Scores, q_BHSN: Tensor, backend: SDPBackend) -> Tensor | Non
     return F.pad(bias, (0, -keys % BIAS_STRIDE))[..., :keys].expand(-1, q_BHSN.shape[1], -1, -1)
 
 
-def forward(backend: SDPBackend, q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scores: Scores) -> Softmax:
+def forward(
+    backend: SDPBackend, q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor, scores: ScoreOptions
+) -> AttentionOutput:
     """Softmax attention by a fused backend."""
     operands, bias, causal = (q_BHSN, k_BGSN, v_BGSM), bias_of(scores, q_BHSN, backend), scores.is_causal
     scale = scores.scale
@@ -171,15 +173,15 @@ def forward(backend: SDPBackend, q_BHSN: Tensor, k_BGSN: Tensor, v_BGSM: Tensor,
     else:
         results = aten._scaled_dot_product_flash_attention(*operands, 0.0, causal, False, scale=scale)
     o_BHSM, log_sums, *rest = results
-    return Softmax(o_BHSM, log_sums, tuple(rest))
+    return AttentionOutput(o_BHSM, log_sums, tuple(rest))
 
 
 def backward(
     backend: SDPBackend,
     do_BHSM: Tensor,
     operands: tuple[Tensor, Tensor, Tensor],
-    scores: Scores,
-    softmax: Softmax,
+    scores: ScoreOptions,
+    softmax: AttentionOutput,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values.
 

@@ -22,7 +22,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reach:
+class AttentionWindow:
     """How far back a position looks.
 
     Attributes:
@@ -48,7 +48,7 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class QueryBlocks:
     """Equal blocks of queries behind one another.
 
     Attributes:
@@ -74,7 +74,7 @@ class Blocks:
         return self.keys == self.queries
 
 
-def blocks_of(reach: Reach, first: int, count: int, *, by_document: bool = False) -> tuple[Blocks, ...]:
+def blocks_of(reach: AttentionWindow, first: int, count: int, *, by_document: bool = False) -> tuple[QueryBlocks, ...]:
     """Blocks for a range of queries.
 
     Args:
@@ -88,21 +88,21 @@ def blocks_of(reach: Reach, first: int, count: int, *, by_document: bool = False
     return tuple(_of_chunks(reach, first, count))
 
 
-def _of_window(size: int, first: int, count: int) -> Blocks:
+def _of_window(size: int, first: int, count: int) -> QueryBlocks:
     if count <= size:
-        return Blocks(first, 1, count, min(first, size - 1) + count)
-    return Blocks(first, -(-count // size), size, 2 * size)
+        return QueryBlocks(first, 1, count, min(first, size - 1) + count)
+    return QueryBlocks(first, -(-count // size), size, 2 * size)
 
 
-def _of_chunks(reach: Reach, first: int, count: int) -> Iterator[Blocks]:
+def _of_chunks(reach: AttentionWindow, first: int, count: int) -> Iterator[QueryBlocks]:
     """The end of a chunk that began before, whole chunks, the beginning of one."""
     end = first + count
     before = min(-first % reach.size, count)
     whole = (count - before) // reach.size
     behind = count - before - whole * reach.size
     if before:
-        yield Blocks(first, 1, before, first + before - reach.first_seen(first))
+        yield QueryBlocks(first, 1, before, first + before - reach.first_seen(first))
     if whole:
-        yield Blocks(first + before, whole, reach.size, reach.size)
+        yield QueryBlocks(first + before, whole, reach.size, reach.size)
     if behind:
-        yield Blocks(end - behind, 1, behind, behind)
+        yield QueryBlocks(end - behind, 1, behind, behind)

@@ -61,7 +61,7 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Part:
+class TimedPart:
     """What is measured as one thing.
 
     Attributes:
@@ -74,7 +74,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class ChoicePoint:
     """One thing to choose.
 
     Attributes:
@@ -87,29 +87,29 @@ class Question:
     op: str
     direction: Direction = "both"
     knobs: tuple[str, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TimedPart, ...]
 
 
-def _passes(*ops: str) -> tuple[Part, ...]:
-    return tuple(Part(op, direction) for op in ops for direction in ("forward", "backward"))
+def _passes(*ops: str) -> tuple[TimedPart, ...]:
+    return tuple(TimedPart(op, direction) for op in ops for direction in ("forward", "backward"))
 
 
-QUESTIONS: tuple[Question, ...] = (
-    Question(op="route", knobs=("route",), parts=_passes("route")),
+CHOICE_POINTS: tuple[ChoicePoint, ...] = (
+    ChoicePoint(op="route", knobs=("route",), parts=_passes("route")),
     # The order of rows is integers, which have no gradient.
-    Question(op="permute", knobs=("permute",), parts=(Part("order_rows", "forward"), *_passes("unpermute"))),
+    ChoicePoint(op="permute", knobs=("permute",), parts=(TimedPart("order_rows", "forward"), *_passes("unpermute"))),
     *(
-        Question(
+        ChoicePoint(
             op="experts",
             direction=product,
             knobs=(f"experts_{product}", "experts"),
-            parts=(Part("gate_up", product), Part("down", product)),
+            parts=(TimedPart("gate_up", product), TimedPart("down", product)),
         )
         for product in PRODUCTS
     ),
-    Question(op="swiglu", knobs=("swiglu",), parts=_passes("swiglu")),
-    Question(op="norm", knobs=("norm",), parts=_passes("rms_norm", "add_rms_norm")),
-    Question(op="rope", knobs=("rope",), parts=_passes("rotate", "mla_heads")),
+    ChoicePoint(op="swiglu", knobs=("swiglu",), parts=_passes("swiglu")),
+    ChoicePoint(op="norm", knobs=("norm",), parts=_passes("rms_norm", "add_rms_norm")),
+    ChoicePoint(op="rope", knobs=("rope",), parts=_passes("rotate", "mla_heads")),
 )
 
 PART_SIZES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -147,10 +147,10 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "route": ("route", "balance_loss"),
         "permute": ("order_rows", "unpermute"),
-        "experts": ("expert_ffn", "expert_ffn_is_ours", "keeps_rows"),
+        "experts": ("expert_ffn", "expert_ffn_is_fused", "saves_rows"),
         "swiglu": ("swiglu",),
         "norm": ("rms_norm", "rms_norm_beside", "add_rms_norm", "add_three", "fan_out"),
-        "rope": ("rotate", "mla_heads", "mla_heads_is_ours"),
+        "rope": ("rotate", "mla_heads", "mla_heads_is_fused"),
     }
 )
 """The operators that have a choice, and the fields of `Operators` that each stands for."""
@@ -245,9 +245,9 @@ def experts_of(products: Mapping[str, str]) -> dict[str, Any]:
     expert_ffn = _load("penstock.kernels.expert_ffn:expert_ffn")
     kernels = replace(expert_kernels_of(frame), **parts)
     # What is kept comes from the first product, and SwiGLU reads it, which is the frame's.
-    kernels = replace(kernels, keeps_rows=kernels.keeps_rows and products["forward"] == frame)
+    kernels = replace(kernels, saves_rows=kernels.saves_rows and products["forward"] == frame)
     ffn = partial(expert_ffn, kernels=kernels)
-    return {"expert_ffn": ffn, "expert_ffn_is_ours": True, "keeps_rows": kernels.keeps_rows}
+    return {"expert_ffn": ffn, "expert_ffn_is_fused": True, "saves_rows": kernels.saves_rows}
 
 
 def _load(place: str) -> Any:

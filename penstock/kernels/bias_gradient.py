@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.expert_parts import Weighed
+from penstock.kernels.expert_parts import WeightedBias
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable, tile_table
@@ -35,7 +35,7 @@ BLOCK_PARTS = 32
 def bias_gradient(
     dy_RF: Tensor,
     counts_e: Tensor,
-    weighed: Weighed | None = None,
+    weighed: WeightedBias | None = None,
     *,
     accumulate_into: Tensor | None = None,
     tiles: TileTable | None = None,
@@ -78,7 +78,7 @@ def bias_gradient(
     return dbias_eF
 
 
-def _parts(dy_RF: Tensor, weighed: Weighed | None, tiles: TileTable) -> Tensor:
+def _parts(dy_RF: Tensor, weighed: WeightedBias | None, tiles: TileTable) -> Tensor:
     """Sums of blocks of rows, float32; those past the last block hold anything."""
     width, blocks = dy_RF.shape[1], tiles.owners.shape[1]
     parts_PF = torch.empty(blocks, width, dtype=torch.float32, device=dy_RF.device)
@@ -102,7 +102,7 @@ def _parts(dy_RF: Tensor, weighed: Weighed | None, tiles: TileTable) -> Tensor:
     return parts_PF
 
 
-def _check(dy_RF: Tensor, experts: int, weighed: Weighed | None, accumulate_into: Tensor | None) -> None:
+def _check(dy_RF: Tensor, experts: int, weighed: WeightedBias | None, accumulate_into: Tensor | None) -> None:
     rows, width = dy_RF.shape
     sums: list[tuple[str, Tensor, tuple[int, ...]]] = []
     if accumulate_into is not None:

@@ -22,19 +22,19 @@ from penstock.base.errors import KernelError
 from penstock.kernels import flash_4
 from penstock.kernels.backends import (
     BACKENDS,
+    CHOICE_POINTS,
     FIELDS,
-    QUESTIONS,
+    ChoicePoint,
     Direction,
-    Part,
-    Question,
     Shapes,
+    TimedPart,
     experts_of,
     has,
     operators_of,
     shape_of,
 )
 from penstock.kernels.device_facts import FLASH_4, DeviceFacts
-from penstock.kernels.measured import Entry, Measurements
+from penstock.kernels.measured import Measurements, OperatorTimes
 from penstock.kernels.operators import REFERENCE, Operators
 from penstock.kernels.tuning import GROUPED_GEMM
 
@@ -78,7 +78,7 @@ def choose(
     Raises:
         KernelError: something was asked for that cannot run.
     """
-    answers = tuple(_answer(question, wanted, device, shapes, measured) for question in QUESTIONS)
+    answers = tuple(_answer(question, wanted, device, shapes, measured) for question in CHOICE_POINTS)
     _refuse_mixture_without_triton(answers, device)
     return (*answers, _attention(wanted, device), _loss(device))
 
@@ -143,7 +143,7 @@ def _router_obstacle(shapes: Shapes) -> str | None:
 
 
 def _answer(
-    question: Question,
+    question: ChoicePoint,
     wanted: Mapping[str, str],
     device: DeviceFacts,
     shapes: Shapes,
@@ -196,11 +196,11 @@ def _as_asked(op: str, knob: str, backend: str, obstacles: Mapping[str, str | No
 
 
 def _fastest(
-    parts: Sequence[Part], possible: Sequence[str], device: DeviceFacts, shapes: Shapes, measured: Measurements
+    parts: Sequence[TimedPart], possible: Sequence[str], device: DeviceFacts, shapes: Shapes, measured: Measurements
 ) -> tuple[str, str] | None:
     """Backend and reason of the least sum over the parts; None if a part is not measured."""
     sums = dict.fromkeys(possible, 0.0)
-    nearest: Sequence[Entry] = ()
+    nearest: Sequence[OperatorTimes] = ()
     for part in parts:
         nearest = measured.nearest(part.op, part.direction, device.dtype, shape_of(part.op, shapes))
         sums = {

@@ -42,10 +42,10 @@ from penstock.kernels.expert_parts import (
     DOWN,
     GATE_UP,
     MATRICES,
-    Keep,
-    KeptRows,
-    PutOff,
-    Weighed,
+    DeferGradient,
+    SavedRows,
+    SaveRows,
+    WeightedBias,
     check_operands,
     put_gradient,
     sum_over_places,
@@ -66,9 +66,9 @@ def expert_ffn(
     rule: ExpertRule = SWIGLU,
     places_TK: Tensor | None = None,
     accumulate_into: tuple[Tensor, ...] | None = None,
-    put_off: PutOff | None = None,
+    put_off: DeferGradient | None = None,
     recompute: bool = False,
-    keep: Keep | None = None,
+    keep: SaveRows | None = None,
     only_last: bool = False,
     kernels: ExpertKernels | None = None,
 ) -> Tensor:
@@ -107,7 +107,7 @@ def expert_ffn(
         parameters=(gate_up_eFD, down_eDF),
         put_off=put_off,
         recompute=recompute,
-        keep=keep if kernels.keeps_rows and not recompute else None,
+        keep=keep if kernels.saves_rows and not recompute else None,
         only_last=only_last,
         rule=rule,
         kernels=kernels,
@@ -123,9 +123,9 @@ class _Extras:
     places_TK: Tensor | None
     given_sums: tuple[Tensor, ...]
     parameters: tuple[Tensor, Tensor]
-    put_off: PutOff | None
+    put_off: DeferGradient | None
     recompute: bool
-    keep: Keep | None
+    keep: SaveRows | None
     only_last: bool
     rule: ExpertRule
     kernels: ExpertKernels
@@ -184,7 +184,7 @@ class _ExpertFfn(torch.autograd.Function):
         if kept_RF is None:
             kept_RF = kernels.forward(x_ND, gate_up_eFD, counts_e, index_R, bias_eF=gate_up_bias, tiles=tiles)
         dh_RF = kernels.input_gradient(dy_RD, down_eDF, counts_e, tiles=tiles)
-        kept_RF = kept_RF if first is None else KeptRows(kept_RF, first, len(dy_RD))
+        kept_RF = kept_RF if first is None else SavedRows(kept_RF, first, len(dy_RD))
         d_gate_up_RF, dweights_R, h_RF = kernels.swiglu_backward(
             kept_RF, weights_R, dh_RF, extras.rule, recompute=wants_down, tiles=tiles
         )
@@ -196,7 +196,7 @@ class _ExpertFfn(torch.autograd.Function):
             del rows, make
         del h_RF
         if down_bias is not None:
-            weighed = None if dweights_R is None else Weighed(down_bias, weights_R, dweights_R)
+            weighed = None if dweights_R is None else WeightedBias(down_bias, weights_R, dweights_R)
             d_down_bias_eD = kernels.bias_gradient(dy_RD, counts_e, weighed, accumulate_into=down_bias_sum, tiles=tiles)
         if gate_up_bias is not None:
             d_gate_up_bias_eF = kernels.bias_gradient(

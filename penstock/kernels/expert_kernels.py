@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.kernels import reference
 from penstock.kernels.bias_gradient import bias_gradient
 from penstock.kernels.expert_parts import (
-    KeptRows,
+    SavedRows,
     add_or_return,
     bias_gradient_by_definition,
     bias_gradient_in_torch,
@@ -40,11 +40,11 @@ class ExpertKernels:
 
     The three products have the signatures of `penstock.kernels.grouped_gemm` without `launch`; all take `tiles`, which
     those of other backends have no use for. Rows past the last expert's are zero in what they give and unread in what
-    they take. Only where `keeps_rows` can the pre-activation be where `KeptRows` say.
+    they take. Only where `saves_rows` can the pre-activation be where `SavedRows` say.
 
     Attributes:
         forward: (x_RD, w_eFD, counts_e, index_R, *, bias_eF, weights_R, tiles) -> y_RF; the weights are the bias's. And
-            where `keeps_rows`, with `keep`.
+            where `saves_rows`, with `keep`.
         input_gradient: (dy_RF, w_eFD, counts_e, *, tiles) -> dx_RD.
         weight_gradient: (dy_RF, x_RD, counts_e, index_R, *, accumulate_into, tiles) -> dw_eFD.
         swiglu: (gate_up_RF, weights_R, rule, *, tiles) -> h_RF, whose rows past the last expert's hold anything.
@@ -54,7 +54,7 @@ class ExpertKernels:
             `penstock.kernels.bias_gradient`.
         unpermute: (y_RD, order) -> y_TD, the sum over each token's places.
         tile_table: (counts_e, rows) -> what the products of both passes share, None if they share nothing.
-        keeps_rows: whether rows can stand in a buffer from a row on that only the device knows.
+        saves_rows: whether rows can stand in a buffer from a row on that only the device knows.
     """
 
     forward: Callable[..., Tensor]
@@ -65,7 +65,7 @@ class ExpertKernels:
     bias_gradient: Callable[..., Tensor]
     unpermute: Callable[[Tensor, RowOrder], Tensor]
     tile_table: Callable[[Tensor, int], TileTable | None]
-    keeps_rows: bool = False
+    saves_rows: bool = False
 
 
 def _no_tile_table(counts_e: Tensor, rows: int) -> None:
@@ -173,7 +173,7 @@ def _weight_gradient_by_grouped_mm(
 
 
 def _swiglu_of_used_rows(
-    gate_up_RF: Tensor | KeptRows, weights_R: Tensor | None, rule: ExpertRule, *, tiles: TileTable | None = None
+    gate_up_RF: Tensor | SavedRows, weights_R: Tensor | None, rule: ExpertRule, *, tiles: TileTable | None = None
 ) -> Tensor:
     """Room for twice the rows that came costs no time."""
     used = None if tiles is None else tiles.used
@@ -181,7 +181,7 @@ def _swiglu_of_used_rows(
 
 
 def _swiglu_backward_of_used_rows(
-    gate_up_RF: Tensor | KeptRows,
+    gate_up_RF: Tensor | SavedRows,
     weights_R: Tensor | None,
     dh_RF: Tensor,
     rule: ExpertRule,
@@ -226,6 +226,6 @@ TRITON = ExpertKernels(
     bias_gradient=bias_gradient,
     unpermute=unpermute,
     tile_table=tile_table,
-    keeps_rows=True,
+    saves_rows=True,
 )
 """Our kernels."""

@@ -23,13 +23,13 @@ MATRICES, BIASES = 2, 2
 GATE_UP, DOWN = range(MATRICES)
 """Places of the matrices among the parameters."""
 
-PutOff = Callable[[int, Callable[[], None]], bool]
+DeferGradient = Callable[[int, Callable[[], None]], bool]
 """Is offered the gradient of the matrix at a place, as a function that puts it where it belongs, and says whether it
 will call it."""
 
 
 @dataclass(frozen=True)
-class KeptRows:
+class SavedRows:
     """Where one layer's rows stand in a buffer of several layers (penstock/kernels/expert_parts.py).
 
     Attributes:
@@ -43,12 +43,12 @@ class KeptRows:
     room: int
 
 
-Keep = Callable[[Tensor, int, Tensor], KeptRows]
+SaveRows = Callable[[Tensor, int, Tensor], SavedRows]
 """(used, room, like) -> a place for at most `room` rows. `used`, int32, is their number on the device; `like` is of
 their width, dtype and device."""
 
 
-class Weighed(NamedTuple):
+class WeightedBias(NamedTuple):
     """What belongs to a bias that stands in each row times the row's weight.
 
     Attributes:
@@ -65,7 +65,7 @@ class Weighed(NamedTuple):
 def bias_gradient_by_definition(
     dy_RF: Tensor,
     counts_e: Tensor,
-    weighed: Weighed | None = None,
+    weighed: WeightedBias | None = None,
     *,
     accumulate_into: Tensor | None = None,
     tiles: object = None,
@@ -85,7 +85,7 @@ def bias_gradient_by_definition(
 def bias_gradient_in_torch(
     dy_RF: Tensor,
     counts_e: Tensor,
-    weighed: Weighed | None = None,
+    weighed: WeightedBias | None = None,
     *,
     accumulate_into: Tensor | None = None,
     tiles: object = None,
@@ -117,7 +117,7 @@ def add_or_return(dw_eFD: Tensor, accumulate_into: Tensor | None) -> Tensor:
 
 
 def put_gradient(
-    make: Callable[[], Tensor], place: int, parameter: Tensor, total: Tensor | None, put_off: PutOff | None
+    make: Callable[[], Tensor], place: int, parameter: Tensor, total: Tensor | None, put_off: DeferGradient | None
 ) -> Tensor | None:
     """Make the gradient of a matrix, or leave that to somebody else.
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from penstock.kernels.launching import on_gpu, rehearsed
+from penstock.kernels.launching import on_gpu, record_launch
 
 PARTS = 3
 """Of a float32 value: bfloat16 has a third of its bits."""
@@ -52,7 +52,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool =
     beta = 0 if overwrite else 1
     if left.is_meta:
         # Torch finds the shape of this product in a tenth of the time that a search over layouts has.
-        rehearsed("addmm", total, left, right)
+        record_launch("addmm", total, left, right)
     elif on_gpu(left) and left.dtype != total.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
     else:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels import hopper_expert_rows, hopper_weight_gradient
-from penstock.kernels.expert_parts import KeptRows
+from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
 from penstock.kernels.language import TensorDescriptor, create_ragged_descriptor
 from penstock.kernels.launching import start_kernel
@@ -95,7 +95,7 @@ def grouped_gemm_forward(
     bias_eF: Tensor | None = None,
     weights_R: Tensor | None = None,
     tiles: TileTable | None = None,
-    keep: KeptRows | None = None,
+    keep: SavedRows | None = None,
     launch: GemmLaunch | None = None,
 ) -> Tensor:
     """y_RF = x_RD @ w_eFD^T, without autograd.

@@ -59,12 +59,12 @@ def start_kernel(kernel: Kernel, grid: tuple[int, ...], *arguments: Any, **const
     kernel[grid](*arguments, **constants)
 
 
-def rehearsed(name: str, *tensors: Tensor) -> None:
+def record_launch(name: str, *tensors: Tensor) -> None:
     """Say that an operator would have run here which makes no new tensor."""
     torch.ops.penstock.launched(name, list(tensors), [])
 
 
-def rehearsed_wait(counts: Tensor) -> None:
+def record_wait(counts: Tensor) -> None:
     """Say that the host would have waited here for a tensor that has no memory."""
     torch.ops.penstock.waited(counts)
 
@@ -84,7 +84,7 @@ def counts_on_host(counts_e: Tensor, rows: int) -> list[int]:
     if not counts_e.is_meta:
         counts: list[int] = counts_e.tolist()
         return counts
-    rehearsed_wait(counts_e)
+    record_wait(counts_e)
     share, more = divmod(rows, counts_e.numel())
     return [share + (expert < more) for expert in range(counts_e.numel())]
 
@@ -98,5 +98,5 @@ def count_values(values: Tensor, bins: int) -> Tensor:
     """
     if not values.is_meta:
         return torch.bincount(values, minlength=bins)
-    rehearsed_wait(values)
+    record_wait(values)
     return values.new_empty(bins)

@@ -32,12 +32,12 @@ from penstock.kernels.float32_products import add_product
 from penstock.kernels.language import HAS_TRITON, tl, triton
 from penstock.kernels.launching import on_gpu, start_kernel
 from penstock.kernels.reference import IGNORED_LABEL
-from penstock.kernels.tuning import Launch
+from penstock.kernels.tuning import KernelLaunch
 
 LOGITS_BYTES = 2**30
 """A chunk of 4,096 tokens is taken while its logits fit into this, else one of 2,048."""
 
-LAUNCH = Launch(block_rows=1, block_columns=8192, warps=16, stages=3)
+LAUNCH = KernelLaunch(block_rows=1, block_columns=8192, warps=16, stages=3)
 """The row kernel: a program holds one row, `block_columns` of it at a time; loads run `stages` blocks ahead."""
 
 SCALE_BLOCK = 4096
@@ -53,7 +53,7 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     group: dist.ProcessGroup | None = None,
     accumulate_into: Tensor | None = None,
-    launch: Launch | None = None,
+    launch: KernelLaunch | None = None,
 ) -> Tensor:
     """Output projection and cross entropy, summed (not averaged) over the counted tokens.
 
@@ -119,7 +119,7 @@ class _Plan:
     chunk_tokens: int
     group: dist.ProcessGroup | None
     accumulate_into: Tensor | None
-    launch: Launch | None
+    launch: KernelLaunch | None
 
 
 class _Outcome(NamedTuple):
@@ -262,7 +262,7 @@ def _rows_in_triton(
     rule: _RowRule,
     statistics: bool,
     gradient: bool,
-    launch: Launch,
+    launch: KernelLaunch,
 ) -> None:
     """Launch `linear_cross_entropy_kernel`, one program for each row."""
     start_kernel(

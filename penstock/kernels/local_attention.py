@@ -4,8 +4,8 @@
 blocks as rows of a batch: without a mask for whole chunks of one document, with a small one elsewhere. So memory and
 work grow with what is seen and not with the square of the row, and every backend of plain attention serves.
 
-What they need to know about a micro-batch is made once (`near`) and read by all layers with one reach: masks that
-combine reach, causality and borders of documents.
+What they need to know about a micro-batch is made once (`block_masks`) and read by all layers with one reach: masks
+that combine reach, causality and borders of documents.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.attention import causal_attention
-from penstock.kernels.attention_window import Blocks, Reach, blocks_of
+from penstock.kernels.attention_window import AttentionWindow, QueryBlocks, blocks_of
 
 
 @dataclass(frozen=True)
-class Near:
+class BlockMasks:
     """What a range of queries may look at.
 
     Attributes:
@@ -28,11 +28,13 @@ class Near:
             counting slowest; None where every query sees the keys of its own block up to itself.
     """
 
-    blocks: tuple[Blocks, ...]
+    blocks: tuple[QueryBlocks, ...]
     masks: tuple[Tensor | None, ...]
 
 
-def near(reach: Reach, first: int, count: int, allowed_BSS: Tensor | None, *, rows: int, device: torch.device) -> Near:
+def block_masks(
+    reach: AttentionWindow, first: int, count: int, allowed_BSS: Tensor | None, *, rows: int, device: torch.device
+) -> BlockMasks:
     """What a range of queries may look at.
 
     Args:
@@ -47,12 +49,12 @@ def near(reach: Reach, first: int, count: int, allowed_BSS: Tensor | None, *, ro
     blocks = blocks_of(reach, first, count, by_document=allowed_BSS is not None)
     if allowed_BSS is None:
         masks = tuple(None if one.is_square else _mask(reach, one, rows, device) for one in blocks)
-        return Near(blocks, masks)
+        return BlockMasks(blocks, masks)
     (one,) = blocks
-    return Near(blocks, (_mask_of_documents(reach, one, allowed_BSS),))
+    return BlockMasks(blocks, (_mask_of_documents(reach, one, allowed_BSS),))
 
 
-def _places(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
+def _places(blocks: QueryBlocks, device: torch.device) -> tuple[Tensor, Tensor]:
     """Positions of the queries of each block (blocks x queries x 1), and of its keys (blocks x 1 x keys)."""
     number = torch.arange(blocks.count, device=device)[:, None, None]
     ends = blocks.first + (number + 1) * blocks.queries
@@ -60,7 +62,7 @@ def _places(blocks: Blocks, device: torch.device) -> tuple[Tensor, Tensor]:
     return query, ends - blocks.keys + torch.arange(blocks.keys, device=device)
 
 
-def _mask(reach: Reach, blocks: Blocks, rows: int, device: torch.device) -> Tensor:
+def _mask(reach: AttentionWindow, blocks: QueryBlocks, rows: int, device: torch.device) -> Tensor:
     """Of rows that are one document each."""
     query, key = _places(blocks, device)
     first = query - reach.size + 1 if reach.kind == "window" else query - query % reach.size
@@ -68,7 +70,7 @@ def _mask(reach: Reach, blocks: Blocks, rows: int, device: torch.device) -> Tens
     return seen.expand(rows, -1, -1, -1).flatten(0, 1)
 
 
-def _mask_of_documents(reach: Reach, blocks: Blocks, allowed_BSS: Tensor) -> Tensor:
+def _mask_of_documents(reach: AttentionWindow, blocks: QueryBlocks, allowed_BSS: Tensor) -> Tensor:
     """Of the blocks of a window; a query's document begins where it may look first."""
     _, queries, keys = allowed_BSS.shape
     query, key = _places(blocks, allowed_BSS.device)
@@ -87,7 +89,7 @@ def local_attention(
     q_BSHN: Tensor,
     k_BSGN: Tensor,
     v_BSGM: Tensor,
-    near: Near,
+    masks: BlockMasks,
     *,
     scale: float,
     backend: str,
@@ -99,7 +101,7 @@ def local_attention(
         q_BSHN: queries of the range.
         k_BSGN: keys of every position of the row.
         v_BSGM: values of every position.
-        near: of the range.
+        masks: of the range.
         scale: factor on the scores.
         backend: as of `causal_attention`.
         sinks_H: likewise.
@@ -107,9 +109,9 @@ def local_attention(
     Returns:
         o_BSHM of the range.
     """
-    begin, count = near.blocks[0].first, q_BSHN.shape[1]
+    begin, count = masks.blocks[0].first, q_BSHN.shape[1]
     found = []
-    for one, mask in zip(near.blocks, near.masks, strict=True):
+    for one, mask in zip(masks.blocks, masks.masks, strict=True):
         o_BSHM = causal_attention(
             _cut(q_BSHN, one.first - begin, one),
             *(_with_keys_before(x, one) for x in (k_BSGN, v_BSGM)),
@@ -122,13 +124,13 @@ def local_attention(
     return found[0][:, :count] if len(found) == 1 else torch.cat(found, dim=1)
 
 
-def _cut(x_BS: Tensor, first: int, blocks: Blocks) -> Tensor:
+def _cut(x_BS: Tensor, first: int, blocks: QueryBlocks) -> Tensor:
     """Positions from a first one on as rows of blocks, zeros behind the last; any dims may follow."""
     end = first + blocks.count * blocks.queries
     return _padded(x_BS, first, end).unflatten(1, (blocks.count, blocks.queries)).flatten(0, 1)
 
 
-def _with_keys_before(x_BS: Tensor, blocks: Blocks) -> Tensor:
+def _with_keys_before(x_BS: Tensor, blocks: QueryBlocks) -> Tensor:
     """The keys of each block, from positions of the whole row."""
     if blocks.count == 1:
         return x_BS[:, blocks.end - blocks.keys : blocks.end]

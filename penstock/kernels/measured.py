@@ -29,7 +29,7 @@ PACKAGED = Path(__file__).with_name("measured_data")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class OperatorTimes:
     """One operator in one direction on one shape.
 
     Attributes:
@@ -66,9 +66,9 @@ class Measurements:
 
     device: str
     environment: Mapping[str, str]
-    entries: tuple[Entry, ...]
+    entries: tuple[OperatorTimes, ...]
 
-    def nearest(self, op: str, direction: str, dtype: str, shape: Mapping[str, int]) -> tuple[Entry, ...]:
+    def nearest(self, op: str, direction: str, dtype: str, shape: Mapping[str, int]) -> tuple[OperatorTimes, ...]:
         """The entries, one for each skew, of the measured shape that is nearest by ratio; empty if there is none.
 
         Nearness is the sum over sizes of |log(measured / wanted)|: half as many tokens is as far as twice as many.
@@ -84,7 +84,7 @@ class Measurements:
         by_skew = {entry.skew: entry for entry in reversed(alike) if entry.shape == best.shape}
         return tuple(by_skew[skew] for skew in sorted(by_skew))
 
-    def with_entries(self, found: Sequence[Entry]) -> "Measurements":
+    def with_entries(self, found: Sequence[OperatorTimes]) -> "Measurements":
         """The same with new entries, which take the place of old ones of the same thing."""
         keys = {entry.key for entry in found}
         kept = (entry for entry in self.entries if entry.key not in keys)
@@ -150,7 +150,7 @@ def load(path: Path) -> Measurements:
     return Measurements(
         device=tree["device"],
         environment=tree["environment"],
-        entries=tuple(Entry(**entry) for entry in tree["entries"]),
+        entries=tuple(OperatorTimes(**entry) for entry in tree["entries"]),
     )
 
 
@@ -186,7 +186,7 @@ def _fault(tree: Any) -> str | None:
 
 
 def _is_entry(entry: Any) -> bool:
-    fields = Entry.__dataclass_fields__.keys()
+    fields = OperatorTimes.__dataclass_fields__.keys()
     return (
         isinstance(entry, dict)
         and entry.keys() == fields

@@ -21,13 +21,13 @@ from torch.autograd.function import once_differentiable
 from penstock.base.errors import KernelError
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
-from penstock.kernels.tuning import Launch
+from penstock.kernels.tuning import KernelLaunch
 
-LAUNCH = Launch(block_rows=1, block_columns=2048, warps=4)
+LAUNCH = KernelLaunch(block_rows=1, block_columns=2048, warps=4)
 """A tile of 2,048 elements by 4 warps; narrow rows (heads) share a tile, wide ones take a tile and its warps as often
 as they need."""
 
-BACKWARD_LAUNCH = Launch(block_rows=4, block_columns=2048, warps=8, stages=3)
+BACKWARD_LAUNCH = KernelLaunch(block_rows=4, block_columns=2048, warps=8, stages=3)
 """The same for backward, which loads tiles ahead of their use and needs more in flight (docs/decisions/0111)."""
 
 PROGRAMS = 256
@@ -43,7 +43,7 @@ MOST_WARPS = 16
 """1,024 threads of 64-wide waves, the largest program there is."""
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: Launch | None = None) -> Tensor:
+def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: KernelLaunch | None = None) -> Tensor:
     """`penstock.kernels.reference.rms_norm` in one kernel, and two backward.
 
     Args:
@@ -61,7 +61,7 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: Launch |
 
 
 def rms_norm_beside(
-    x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: Launch | None = None
+    x_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: KernelLaunch | None = None
 ) -> tuple[Tensor, Tensor]:
     """`penstock.kernels.reference.rms_norm_beside` in one kernel, and two backward, which add both gradients of x.
 
@@ -82,7 +82,7 @@ def rms_norm_beside(
 
 
 def add_rms_norm(
-    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: Launch | None = None
+    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, epsilon: float, *, launch: KernelLaunch | None = None
 ) -> tuple[Tensor, Tensor]:
     """`penstock.kernels.reference.add_rms_norm` in one kernel, and two backward.
 
@@ -113,7 +113,12 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, epsilon: float, launch: Launch | None
+        ctx: Any,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        weight_D: Tensor,
+        epsilon: float,
+        launch: KernelLaunch | None,
     ) -> tuple[Tensor, Tensor | None]:
         normed_TD = x_TD.new_empty(x_TD.shape, dtype=normed_dtype(x_TD, residual_TD, weight_D))
         sum_TD, scale_T = normalize(x_TD, residual_TD, weight_D, epsilon, normed_TD, launch)
@@ -134,7 +139,12 @@ class _RmsNormBeside(_RmsNorm):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, epsilon: float, launch: Launch | None
+        ctx: Any,
+        x_TD: Tensor,
+        residual_TD: Tensor | None,
+        weight_D: Tensor,
+        epsilon: float,
+        launch: KernelLaunch | None,
     ) -> tuple[Tensor, Tensor]:
         normed_TD, _ = _RmsNorm.forward(ctx, x_TD, residual_TD, weight_D, epsilon, launch)
         return normed_TD, x_TD.view_as(x_TD)
@@ -152,7 +162,7 @@ def normalize(
     weight_D: Tensor,
     epsilon: float,
     normed_TD: Tensor | None,
-    launch: Launch | None = None,
+    launch: KernelLaunch | None = None,
 ) -> tuple[Tensor | None, Tensor]:
     """Forward, without autograd.
 
@@ -206,7 +216,7 @@ def save_normalized(
 
 
 def normalized_gradients(
-    ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None, launch: Launch | None = None
+    ctx: Any, dnormed_TD: Tensor | None, dsum_TD: Tensor | None, launch: KernelLaunch | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, residual and weight, from those of the normed rows and of the sum, as far as there are some.
 
@@ -225,7 +235,7 @@ def normalized_gradients(
 
 
 def _backward(
-    x_TD: Tensor, weight_D: Tensor, scale_T: Tensor, dnormed_TD: Tensor, dsum_TD: Tensor | None, launch: Launch
+    x_TD: Tensor, weight_D: Tensor, scale_T: Tensor, dnormed_TD: Tensor, dsum_TD: Tensor | None, launch: KernelLaunch
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the normed tensor's input (the residual's part added) and of the weight."""
     x_rows, dnormed_rows = _rows(x_TD), _rows(dnormed_TD)
@@ -264,7 +274,7 @@ def _backward(
     return dx_TD, dweight_D
 
 
-def tile_of(width: int, launch: Launch) -> tuple[int, int, int]:
+def tile_of(width: int, launch: KernelLaunch) -> tuple[int, int, int]:
     """Rows, columns and warps of the tile for rows of this width: (1, 2048, 4) makes (16, 128, 4) and (1, 8192, 16)."""
     columns = triton.next_power_of_2(width)
     elements = launch.block_rows * launch.block_columns
@@ -272,7 +282,7 @@ def tile_of(width: int, launch: Launch) -> tuple[int, int, int]:
     return max(1, elements // columns), columns, min(warps, MOST_WARPS)
 
 
-def stages_of(tile_bytes: int, launch: Launch) -> int:
+def stages_of(tile_bytes: int, launch: KernelLaunch) -> int:
     """Pipeline depth of backward: one tile of each of its three inputs is staged for every stage past the first."""
     return min(launch.stages, 1 + STAGED_BYTES // (3 * tile_bytes))
 

@@ -39,10 +39,10 @@ class Operators:
     Attributes:
         attention_backend: see `penstock.kernels.attention.causal_attention`.
         expert_ffn: takes `places_TK` besides, the inverse of its index (see `penstock.kernels.expert_ffn`).
-        expert_ffn_is_ours: it is one autograd function, and takes `recompute` and `accumulate_into` besides.
-        keeps_rows: what it keeps can stand where it is told (`keep` of `penstock.kernels.expert_ffn`).
+        expert_ffn_is_fused: it is one autograd function, and takes `recompute` and `accumulate_into` besides.
+        saves_rows: what it keeps can stand where it is told (`keep` of `penstock.kernels.expert_ffn`).
         swiglu: without weights, for the dense networks.
-        mla_heads_is_ours: a kernel of ours that also quantizes its gradients may take its place.
+        mla_heads_is_fused: a kernel of ours that also quantizes its gradients may take its place.
     """
 
     attention_backend: str
@@ -51,8 +51,8 @@ class Operators:
     order_rows: Callable[[Tensor, int], RowOrder]
     unpermute: Callable[[Tensor, RowOrder], Tensor]
     expert_ffn: Callable[..., Tensor]
-    expert_ffn_is_ours: bool
-    keeps_rows: bool
+    expert_ffn_is_fused: bool
+    saves_rows: bool
     swiglu: Callable[[Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     rms_norm_beside: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -61,7 +61,7 @@ class Operators:
     fan_out: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
     mla_heads: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    mla_heads_is_ours: bool
+    mla_heads_is_fused: bool
 
 
 def reference_balance_loss(
@@ -198,8 +198,8 @@ REFERENCE = Operators(
     order_rows=reference.order_rows,
     unpermute=reference.unpermute,
     expert_ffn=reference_expert_ffn,
-    expert_ffn_is_ours=False,
-    keeps_rows=False,
+    expert_ffn_is_fused=False,
+    saves_rows=False,
     swiglu=reference.swiglu,
     rms_norm=reference.rms_norm,
     rms_norm_beside=reference.rms_norm_beside,
@@ -208,7 +208,7 @@ REFERENCE = Operators(
     fan_out=reference.fan_out,
     rotate=reference.rotate,
     mla_heads=reference.mla_heads,
-    mla_heads_is_ours=False,
+    mla_heads_is_fused=False,
 )
 
 TORCH = replace(

@@ -22,19 +22,19 @@ from penstock.base.errors import KernelError
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import RowOrder
-from penstock.kernels.tuning import Launch, turns_of
+from penstock.kernels.tuning import KernelLaunch, capped_programs
 
-LAUNCH = Launch(block_rows=1, block_columns=2048, warps=4)
+LAUNCH = KernelLaunch(block_rows=1, block_columns=2048, warps=4)
 """Columns of K rows moved at a time: whole rows lie along the threads, so a sum over K needs no other thread."""
 
-ORDER_LAUNCH = Launch(block_rows=128, block_columns=4, warps=4)
+ORDER_LAUNCH = KernelLaunch(block_rows=128, block_columns=4, warps=4)
 """Slots of a tile, whose ranks take a comparison of each with each, and experts of a program that scans the chunks."""
 
 CHUNKS = 512
 """Chunks of slots before each takes a second tile: more fill the chip, fewer make the scan over them short."""
 
 
-def order_rows(experts_TK: Tensor, experts: int, *, launch: Launch = ORDER_LAUNCH) -> RowOrder:
+def order_rows(experts_TK: Tensor, experts: int, *, launch: KernelLaunch = ORDER_LAUNCH) -> RowOrder:
     """`penstock.kernels.reference.order_rows` in three small kernels, deterministic.
 
     Args:
@@ -65,7 +65,7 @@ def order_rows(experts_TK: Tensor, experts: int, *, launch: Launch = ORDER_LAUNC
     return RowOrder(slots_R, places_TK, counts_E)
 
 
-def permute(x_TD: Tensor, order: RowOrder, *, launch: Launch = LAUNCH) -> Tensor:
+def permute(x_TD: Tensor, order: RowOrder, *, launch: KernelLaunch = LAUNCH) -> Tensor:
     """`penstock.kernels.reference.permute` in one kernel, and one kernel backward.
 
     Args:
@@ -77,7 +77,9 @@ def permute(x_TD: Tensor, order: RowOrder, *, launch: Launch = LAUNCH) -> Tensor
     return _Permute.apply(x_TD, order.places_TK, order.counts_E, launch)
 
 
-def unpermute(y_RD: Tensor, order: RowOrder, weights_TK: Tensor | None = None, *, launch: Launch = LAUNCH) -> Tensor:
+def unpermute(
+    y_RD: Tensor, order: RowOrder, weights_TK: Tensor | None = None, *, launch: KernelLaunch = LAUNCH
+) -> Tensor:
     """`penstock.kernels.reference.unpermute` in one kernel, and one kernel backward for both gradients.
 
     Args:
@@ -103,7 +105,7 @@ class _Permute(torch.autograd.Function):
     """Spread; backward is a sum without weights."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, places_TK: Tensor, counts_E: Tensor, launch: Launch) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, places_TK: Tensor, counts_E: Tensor, launch: KernelLaunch) -> Tensor:
         ctx.save_for_backward(places_TK, counts_E)
         ctx.launch = launch
         return _spread(x_TD, places_TK, counts_E, launch, places_TK.numel())
@@ -120,7 +122,7 @@ class _Unpermute(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y_RD: Tensor, weights_TK: Tensor | None, places_TK: Tensor, counts_E: Tensor, launch: Launch
+        ctx: Any, y_RD: Tensor, weights_TK: Tensor | None, places_TK: Tensor, counts_E: Tensor, launch: KernelLaunch
     ) -> Tensor:
         ctx.save_for_backward(None if weights_TK is None else y_RD, weights_TK, places_TK, counts_E)
         ctx.launch, ctx.rows = launch, y_RD.shape[0]
@@ -136,7 +138,7 @@ class _Unpermute(torch.autograd.Function):
         return dy_RD, dweights_TK, None, None, None
 
 
-def _spread(x_TD: Tensor, places_TK: Tensor, counts_E: Tensor, launch: Launch, rows: int) -> Tensor:
+def _spread(x_TD: Tensor, places_TK: Tensor, counts_E: Tensor, launch: KernelLaunch, rows: int) -> Tensor:
     """x_RD: each token's row at the places of its slots."""
     x_TD = x_TD.contiguous()
     width = x_TD.shape[1]
@@ -146,7 +148,7 @@ def _spread(x_TD: Tensor, places_TK: Tensor, counts_E: Tensor, launch: Launch, r
 
 
 def _spread_with_weights(
-    dy_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, places_TK: Tensor, counts_E: Tensor, launch: Launch
+    dy_TD: Tensor, y_RD: Tensor, weights_TK: Tensor, places_TK: Tensor, counts_E: Tensor, launch: KernelLaunch
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `unpermute`: dy_RD = weight dy_T and dweight = <y_R, dy_T>."""
     y_RD, weights_TK = y_RD.contiguous(), weights_TK.contiguous()
@@ -156,7 +158,9 @@ def _spread_with_weights(
     return dy_RD, dweights_TK
 
 
-def _sum_rows(y_RD: Tensor, weights_TK: Tensor | None, places_TK: Tensor, counts_E: Tensor, launch: Launch) -> Tensor:
+def _sum_rows(
+    y_RD: Tensor, weights_TK: Tensor | None, places_TK: Tensor, counts_E: Tensor, launch: KernelLaunch
+) -> Tensor:
     """y_TD: the rows of each token's slots, times their weights, summed."""
     y_RD = y_RD.contiguous()
     weights_TK = None if weights_TK is None else weights_TK.contiguous()
@@ -171,7 +175,7 @@ def _launch_by_token(
     width: int,
     places_TK: Tensor,
     counts_E: Tensor,
-    launch: Launch,
+    launch: KernelLaunch,
 ) -> None:
     """One program for each token; `tensors` are the kernel's own, which stand before the order."""
     tokens, top_k = places_TK.shape
@@ -352,14 +356,16 @@ def sum_rows_kernel(
         tl.store(out_ptr + token * D + column_D, out_D.to(out_ptr.dtype.element_ty), mask=column_D < D)
 
 
-LAUNCH = Launch(block_rows=1, block_columns=2048, warps=4)
+LAUNCH = KernelLaunch(block_rows=1, block_columns=2048, warps=4)
 """Sixteen bytes for each thread, load and store."""
 
-SCALES = Launch(block_rows=16, block_columns=256, warps=4)
+SCALES = KernelLaunch(block_rows=16, block_columns=256, warps=4)
 """Of numbers that stand in columns, as scales do."""
 
 
-def gather_rows(x_ND: Tensor, index_R: Tensor, used: Tensor, *, multiple: int = 1, launch: Launch = LAUNCH) -> Tensor:
+def gather_rows(
+    x_ND: Tensor, index_R: Tensor, used: Tensor, *, multiple: int = 1, launch: KernelLaunch = LAUNCH
+) -> Tensor:
     """x_ND[index_R], of which the first rows are copied and the others hold anything.
 
     Args:
@@ -374,7 +380,7 @@ def gather_rows(x_ND: Tensor, index_R: Tensor, used: Tensor, *, multiple: int = 
     blocks = triton.cdiv(rows, launch.block_rows)
     start_kernel(
         gather_rows_kernel,
-        (turns_of(blocks, x_ND.device), triton.cdiv(width, launch.block_columns)),
+        (capped_programs(blocks, x_ND.device), triton.cdiv(width, launch.block_columns)),
         x_ND,
         index_R,
         gathered_RD,
@@ -390,7 +396,7 @@ def gather_rows(x_ND: Tensor, index_R: Tensor, used: Tensor, *, multiple: int = 
     return gathered_RD
 
 
-def gather_columns(x_DN: Tensor, index_R: Tensor, used: Tensor, *, launch: Launch = SCALES) -> Tensor:
+def gather_columns(x_DN: Tensor, index_R: Tensor, used: Tensor, *, launch: KernelLaunch = SCALES) -> Tensor:
     """x_DN[:, index_R], of which the first columns are copied and the others hold anything.
 
     Args:

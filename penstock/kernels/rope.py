@@ -19,13 +19,13 @@ from torch.autograd.function import once_differentiable
 from penstock.base.errors import KernelError
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
-from penstock.kernels.tuning import Launch
+from penstock.kernels.tuning import KernelLaunch
 
-LAUNCH = Launch(block_rows=16, block_columns=0, warps=8)
+LAUNCH = KernelLaunch(block_rows=16, block_columns=0, warps=8)
 """Heads that a program turns at a time: 16 heads of 128 in bfloat16 are one 16-byte load for each of 256 threads."""
 
 
-def rotate(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, launch: Launch = LAUNCH) -> Tensor:
+def rotate(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, *, launch: KernelLaunch = LAUNCH) -> Tensor:
     """`penstock.kernels.reference.rotate` in one kernel, and one kernel backward (none for the angles).
 
     Args:
@@ -51,7 +51,7 @@ def mla_heads(
     cos_BSP: Tensor,
     sin_BSP: Tensor,
     *,
-    launch: Launch = LAUNCH,
+    launch: KernelLaunch = LAUNCH,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`penstock.kernels.reference.mla_heads` in one kernel, and one kernel backward.
 
@@ -82,7 +82,7 @@ class _Rotate(torch.autograd.Function):
     """Saves the angles."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: Launch) -> Tensor:
+    def forward(ctx: Any, x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: KernelLaunch) -> Tensor:
         ctx.save_for_backward(cos_BSP, sin_BSP)
         ctx.launch = launch
         return _turn(x_BSHP, cos_BSP, sin_BSP, launch, direction=1.0)
@@ -94,7 +94,7 @@ class _Rotate(torch.autograd.Function):
         return _turn(dout_BSHP, cos_BSP, sin_BSP, ctx.launch, direction=-1.0), None, None, None
 
 
-def _turn(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: Launch, direction: float) -> Tensor:
+def _turn(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, launch: KernelLaunch, direction: float) -> Tensor:
     """Rotate by the angles times `direction`, which is 1 or -1."""
     batch, positions, heads, width = x_BSHP.shape
     x_BSHP = with_contiguous_rows(x_BSHP)
@@ -128,7 +128,7 @@ class _MlaHeads(torch.autograd.Function):
         k_rope_BSP: Tensor,
         cos_BSP: Tensor,
         sin_BSP: Tensor,
-        launch: Launch,
+        launch: KernelLaunch,
     ) -> tuple[Tensor, Tensor, Tensor]:
         (batch, positions, heads, width), rotary = q_BSHN.shape, k_rope_BSP.shape[-1]
         q_BSHN, kv_BSHN, k_rope_BSP = map(with_contiguous_rows, (q_BSHN, kv_BSHN, k_rope_BSP))
@@ -202,7 +202,7 @@ def angle_strides(cos_BSP: Tensor, batch: int) -> tuple[int, int]:
     return 0 if cos_BSP.shape[0] < batch else cos_BSP.stride(0), cos_BSP.stride(1)
 
 
-def heads_at_a_time(heads: int, launch: Launch) -> dict[str, int]:
+def heads_at_a_time(heads: int, launch: KernelLaunch) -> dict[str, int]:
     """Heads of a block and warps; a few heads take as many fewer warps."""
     block = min(launch.block_rows, triton.next_power_of_2(heads))
     return {"BLOCK_H": block, "num_warps": max(1, launch.warps * block // launch.block_rows)}
@@ -224,7 +224,7 @@ def _check(x_BSHP: Tensor, cos_BSP: Tensor, sin_BSP: Tensor, rotary: int) -> Non
 
 
 @triton.jit
-def turn_pairs(x_HP, cos_P, sin_P, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr):
+def rotate_pairs(x_HP, cos_P, sin_P, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr):
     """Neighbours (a, b) become (a cos - b sin, a sin + b cos); both lie in one thread, so nothing moves."""
     even, odd = tl.split(tl.reshape(x_HP.to(tl.float32), [BLOCK_H, BLOCK_P // 2, 2]))
     cos, sin = cos_P[None, :], sin_P[None, :]
@@ -273,7 +273,7 @@ def rotate_kernel(
         head_H1 = start + tl.arange(0, BLOCK_H)[:, None]
         inside = (head_H1 < H) & (column_1P < P)
         x_HP = tl.load(x_ptr + head_H1 * x_head + column_1P, mask=inside, other=0.0)
-        out_HP = turn_pairs(x_HP, cos_P, sin_P, BLOCK_H, BLOCK_P)
+        out_HP = rotate_pairs(x_HP, cos_P, sin_P, BLOCK_H, BLOCK_P)
         tl.store(out_ptr + head_H1 * P + column_1P, out_HP.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -317,7 +317,7 @@ def mla_heads_kernel(
     plain_1N = tl.arange(0, BLOCK_N)[None, :]
     rotary_1P = tl.arange(0, BLOCK_P)[None, :]
     shared_1P = tl.load(k_rope_ptr + rotary_1P, mask=rotary_1P < P, other=0.0)
-    turned_1P = turn_pairs(shared_1P, cos_P, sin_P, 1, BLOCK_P).to(k_out_ptr.dtype.element_ty)
+    turned_1P = rotate_pairs(shared_1P, cos_P, sin_P, 1, BLOCK_P).to(k_out_ptr.dtype.element_ty)
     for start in range(0, H, BLOCK_H):
         head_H1 = start + tl.arange(0, BLOCK_H)[:, None]
         is_plain = (head_H1 < H) & (plain_1N < PLAIN)
@@ -327,7 +327,7 @@ def mla_heads_kernel(
         q_HN = tl.load(q_ptr + head_H1 * q_head + plain_1N, mask=is_plain)
         q_HP = tl.load(q_ptr + head_H1 * q_head + PLAIN + rotary_1P, mask=is_rotary, other=0.0)
         k_HN = tl.load(kv_ptr + head_H1 * kv_head + plain_1N, mask=is_plain)
-        q_HP = turn_pairs(q_HP, cos_P, sin_P, BLOCK_H, BLOCK_P)
+        q_HP = rotate_pairs(q_HP, cos_P, sin_P, BLOCK_H, BLOCK_P)
         tl.store(q_out_ptr + plain_out, q_HN, mask=is_plain)
         tl.store(q_out_ptr + rotary_out, q_HP.to(q_out_ptr.dtype.element_ty), mask=is_rotary)
         tl.store(k_out_ptr + plain_out, k_HN, mask=is_plain)
@@ -390,10 +390,10 @@ def mla_heads_backward_kernel(
         dk_HP = tl.load(dk_ptr + head_H1 * dk_head + PLAIN + rotary_1P, mask=is_rotary, other=0.0)
         dv_HM = tl.load(dv_ptr + head_H1 * dv_head + value_1M, mask=is_value)
         shared_HP += dk_HP.to(tl.float32)
-        dq_HP = turn_pairs(dq_HP, cos_P, -sin_P, BLOCK_H, BLOCK_P)
+        dq_HP = rotate_pairs(dq_HP, cos_P, -sin_P, BLOCK_H, BLOCK_P)
         tl.store(dq_in_ptr + head_H1 * N + plain_1N, dq_HN, mask=is_plain)
         tl.store(dq_in_ptr + head_H1 * N + PLAIN + rotary_1P, dq_HP.to(dq_in_ptr.dtype.element_ty), mask=is_rotary)
         tl.store(dkv_ptr + head_H1 * WIDE + plain_1N, dk_HN, mask=is_plain)
         tl.store(dkv_ptr + head_H1 * WIDE + PLAIN + value_1M, dv_HM, mask=is_value)
-    shared_1P = turn_pairs(tl.sum(shared_HP, 0)[None, :], cos_P, -sin_P, 1, BLOCK_P)
+    shared_1P = rotate_pairs(tl.sum(shared_HP, 0)[None, :], cos_P, -sin_P, 1, BLOCK_P)
     tl.store(dk_rope_ptr + rotary_1P, shared_1P.to(dk_rope_ptr.dtype.element_ty), mask=rotary_1P < P)

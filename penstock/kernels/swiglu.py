@@ -19,21 +19,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.base.errors import KernelError
-from penstock.kernels.expert_parts import KeptRows
+from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import SWIGLU, ExpertRule
-from penstock.kernels.tuning import Launch, turns_of
+from penstock.kernels.tuning import KernelLaunch, capped_programs
 
-LAUNCH = Launch(block_rows=1, block_columns=2048, warps=4)
+LAUNCH = KernelLaunch(block_rows=1, block_columns=2048, warps=4)
 """Sixteen bytes for each thread and load, two loads of gate and of up."""
 
-BACKWARD_LAUNCH = Launch(block_rows=2, block_columns=512, warps=4)
+BACKWARD_LAUNCH = KernelLaunch(block_rows=2, block_columns=512, warps=4)
 """One load of each of three tensors is enough; of 3 x 512 columns 1,408 (DeepSeek-V2-Lite) leave only 8 % idle."""
 
 
 def swiglu(
-    gate_up_RF: Tensor, weights_R: Tensor | None = None, rule: ExpertRule = SWIGLU, *, launch: Launch | None = None
+    gate_up_RF: Tensor,
+    weights_R: Tensor | None = None,
+    rule: ExpertRule = SWIGLU,
+    *,
+    launch: KernelLaunch | None = None,
 ) -> Tensor:
     """`penstock.kernels.reference.swiglu` in one kernel, and one kernel backward.
 
@@ -68,14 +72,14 @@ class SwigluGradients(NamedTuple):
 
 
 def swiglu_backward(
-    gate_up_RF: Tensor | KeptRows,
+    gate_up_RF: Tensor | SavedRows,
     weights_R: Tensor | None,
     dh_RF: Tensor,
     rule: ExpertRule = SWIGLU,
     *,
     recompute: bool = False,
     used: Tensor | None = None,
-    launch: Launch = BACKWARD_LAUNCH,
+    launch: KernelLaunch = BACKWARD_LAUNCH,
 ) -> SwigluGradients:
     """Gradients of `swiglu` from its inputs, without autograd.
 
@@ -120,12 +124,12 @@ def swiglu_backward(
 
 
 def swiglu_forward(
-    gate_up_RF: Tensor | KeptRows,
+    gate_up_RF: Tensor | SavedRows,
     weights_R: Tensor | None = None,
     rule: ExpertRule = SWIGLU,
     *,
     used: Tensor | None = None,
-    launch: Launch = LAUNCH,
+    launch: KernelLaunch = LAUNCH,
 ) -> Tensor:
     """`swiglu` without autograd.
 
@@ -137,7 +141,7 @@ def swiglu_forward(
             for all.
         launch: rows and columns that a program holds at a time.
     """
-    leading = (gate_up_RF.room,) if isinstance(gate_up_RF, KeptRows) else gate_up_RF.shape[:-1]
+    leading = (gate_up_RF.room,) if isinstance(gate_up_RF, SavedRows) else gate_up_RF.shape[:-1]
     gate_up_RF, first = _given(gate_up_RF, weights_R)
     width = gate_up_RF.shape[-1] // 2
     h_RF = gate_up_RF.new_empty(*leading, width)
@@ -160,9 +164,9 @@ def swiglu_forward(
     return h_RF
 
 
-def _given(gate_up_RF: Tensor | KeptRows, weights_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _given(gate_up_RF: Tensor | SavedRows, weights_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The rows, and the number of the first one on the device if it is not 0."""
-    if isinstance(gate_up_RF, KeptRows):
+    if isinstance(gate_up_RF, SavedRows):
         _check(gate_up_RF.rows_SF, None)
         return gate_up_RF.rows_SF, gate_up_RF.first
     _check(gate_up_RF, weights_R)
@@ -171,7 +175,7 @@ def _given(gate_up_RF: Tensor | KeptRows, weights_R: Tensor | None) -> tuple[Ten
 
 def _programs(blocks: int, used: Tensor | None) -> int:
     """One for each block of rows; or fewer that take turns where most blocks may be empty."""
-    return blocks if used is None else turns_of(blocks, used.device)
+    return blocks if used is None else capped_programs(blocks, used.device)
 
 
 def rule_constants(rule: ExpertRule) -> dict[str, Any]:
@@ -184,7 +188,7 @@ class _Swiglu(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, gate_up_RF: Tensor, weights_R: Tensor | None, rule: ExpertRule, launch: Launch | None
+        ctx: Any, gate_up_RF: Tensor, weights_R: Tensor | None, rule: ExpertRule, launch: KernelLaunch | None
     ) -> Tensor:
         gate_up_RF = gate_up_RF.contiguous()
         ctx.save_for_backward(gate_up_RF, weights_R)

@@ -37,7 +37,7 @@ from penstock.kernels.symmetric_kernels import (
     take_rows_kernel,
     wait_kernel,
 )
-from penstock.kernels.tuning import Launch
+from penstock.kernels.tuning import KernelLaunch
 
 ROW_MULTIPLE = 16
 """Bytes that a row must be a multiple of: the widest store of one thread."""
@@ -47,7 +47,7 @@ MOST_RANKS = 31
 
 
 @dataclass(frozen=True, kw_only=True)
-class PersistentLaunch(Launch):
+class PersistentLaunch(KernelLaunch):
     """How a kernel that walks over tiles of rows is launched; columns are words of 4 bytes, or numbers if it sums.
 
     Attributes:
@@ -82,7 +82,7 @@ class Peers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Homes:
+class ExpertRanks:
     """Where experts live: id i on the ranks from i // per_rank x parts on, as many as there are parts.
 
     Attributes:
@@ -95,7 +95,7 @@ class Homes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chunks:
+class TokenChunks:
     """How the tokens of each rank are cut, and which of the chunks a launch is for.
 
     Attributes:
@@ -116,13 +116,13 @@ class Chunks:
         return self.rows, self.count, self.first, self.last
 
     @staticmethod
-    def cut(tokens: int, count: int) -> "Chunks":
+    def cut(tokens: int, count: int) -> "TokenChunks":
         """All of so many chunks."""
-        return Chunks(rows=ceil_div(tokens, count), count=count, first=0, last=count)
+        return TokenChunks(rows=ceil_div(tokens, count), count=count, first=0, last=count)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Awaited:
+class ChannelWait:
     """What a kernel that waits must know of those who send.
 
     Attributes:
@@ -150,7 +150,7 @@ class Awaited:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choices:
+class RoutingPayload:
     """What goes to everybody before the rows; offsets are bytes.
 
     Attributes:
@@ -167,7 +167,7 @@ class Choices:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
+class LocalPlaces:
     """Where the experts of this rank have the rows of all ranks' tokens.
 
     Attributes:
@@ -191,7 +191,7 @@ class Places:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Returned:
+class ReturnPayload:
     """What `return_rows` sends.
 
     Attributes:
@@ -206,7 +206,7 @@ class Returned:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Home:
+class CombineBuffers:
     """What came back to the tokens' own rank, and what becomes of it.
 
     Attributes:
@@ -248,11 +248,11 @@ SUM_ALL_LAUNCH = PersistentLaunch(block_rows=4, block_columns=1024, warps=4, pro
 def push_rows(
     x_TD: Tensor,
     experts_TK: Tensor,
-    homes: Homes,
+    homes: ExpertRanks,
     peers: Peers,
     offsets: tuple[int, int],
-    chunks: Chunks,
-    choices: Choices | None = None,
+    chunks: TokenChunks,
+    choices: RoutingPayload | None = None,
     *,
     launch: PersistentLaunch = PUSH_LAUNCH,
 ) -> None:
@@ -300,12 +300,12 @@ def push_rows(
     )
 
 
-def wait(awaited: Awaited) -> None:
+def wait(awaited: ChannelWait) -> None:
     """Hold this stream until every rank has written the first chunk of a channel."""
     start_kernel(wait_kernel, (1,), *awaited.arguments, **_ranks(awaited.flags_CW.shape[1]), num_warps=1)
 
 
-def hold(awaited: Awaited) -> None:
+def hold(awaited: ChannelWait) -> None:
     """The same for a channel on which `take_rows` or `sum_ranks` comes next: that waits again, and finds all there."""
     flags, expected, _, late, *numbers = awaited.arguments
     start_kernel(hold_kernel, (1,), flags, expected, late, *numbers, **_ranks(awaited.flags_CW.shape[1]), num_warps=1)
@@ -324,10 +324,10 @@ def signal(peers: Peers, flags_offset: int) -> None:
 def take_rows(
     rows_ND: Tensor,
     own_TD: Tensor,
-    places: Places,
+    places: LocalPlaces,
     out: Tensor,
-    awaited: Awaited,
-    chunks: Chunks,
+    awaited: ChannelWait,
+    chunks: TokenChunks,
     *,
     rank: int,
     is_spread: bool,
@@ -372,11 +372,11 @@ def take_rows(
 
 
 def return_rows(
-    returned: Returned,
-    places: Places,
+    returned: ReturnPayload,
+    places: LocalPlaces,
     peers: Peers,
     offsets: tuple[int, int, int],
-    chunks: Chunks,
+    chunks: TokenChunks,
     *,
     staged_ND: Tensor | None = None,
     launch: PersistentLaunch = RETURN_LAUNCH,
@@ -427,11 +427,11 @@ def return_rows(
 
 
 def sum_ranks(
-    home: Home,
+    home: CombineBuffers,
     experts_TK: Tensor,
-    homes: Homes,
-    awaited: Awaited,
-    chunks: Chunks,
+    homes: ExpertRanks,
+    awaited: ChannelWait,
+    chunks: TokenChunks,
     *,
     launch: PersistentLaunch = SUM_LAUNCH,
 ) -> None:

@@ -21,9 +21,9 @@ from penstock.kernels.launching import start_kernel
 from penstock.kernels.operators import LinearLoss
 from penstock.kernels.reference import Routed, RouterRule
 from penstock.kernels.topk_kernels import MOST_COLUMNS, route_backward_kernel, route_kernel, sum_parts_kernel
-from penstock.kernels.tuning import Launch
+from penstock.kernels.tuning import KernelLaunch
 
-LAUNCH = Launch(block_rows=4, block_columns=64, warps=1)
+LAUNCH = KernelLaunch(block_rows=4, block_columns=64, warps=1)
 """A tile of 256 elements, eight for each thread of one warp: all stays in registers, and no warp waits for another."""
 
 PROGRAMS = 2048
@@ -31,7 +31,7 @@ PROGRAMS = 2048
 
 
 def route(
-    logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int, *, launch: Launch = LAUNCH
+    logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int, *, launch: KernelLaunch = LAUNCH
 ) -> Routed:
     """`penstock.kernels.reference.route`: one kernel and a small sum forward, one kernel backward.
 
@@ -54,7 +54,7 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int, launch: Launch
+        ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, rule: RouterRule, sequences: int, launch: KernelLaunch
     ) -> tuple[Tensor, ...]:
         logits_TE = logits_TE.contiguous()
         (tokens, experts), device = logits_TE.shape, logits_TE.device
@@ -134,7 +134,7 @@ class _Route(torch.autograd.Function):
         return dlogits_TE, None, None, None, None
 
 
-def kernel_constants(experts: int, rule: RouterRule, launch: Launch) -> dict[str, Any]:
+def kernel_constants(experts: int, rule: RouterRule, launch: KernelLaunch) -> dict[str, Any]:
     """The constants of `route_kernel`: the rule, and a tile of BLOCK_T rows x BLOCK_Q groups x BLOCK_G columns."""
     groups = triton.next_power_of_2(rule.groups)
     columns = triton.next_power_of_2(experts // rule.groups)
@@ -155,7 +155,7 @@ def kernel_constants(experts: int, rule: RouterRule, launch: Launch) -> dict[str
     }
 
 
-def backward_constants(experts: int, rule: RouterRule, launch: Launch) -> dict[str, Any]:
+def backward_constants(experts: int, rule: RouterRule, launch: KernelLaunch) -> dict[str, Any]:
     """The constants of `route_backward_kernel`, which knows no groups: a tile of BLOCK_T rows x BLOCK_E columns."""
     constants = kernel_constants(experts, rule, launch)
     width = triton.next_power_of_2(experts)
@@ -163,7 +163,7 @@ def backward_constants(experts: int, rule: RouterRule, launch: Launch) -> dict[s
     return {name: constants[name] for name in kept} | {"BLOCK_T": _rows_of_tile(width, launch), "BLOCK_E": width}
 
 
-def _rows_of_tile(width: int, launch: Launch) -> int:
+def _rows_of_tile(width: int, launch: KernelLaunch) -> int:
     return max(1, launch.block_rows * launch.block_columns // width)
 
 

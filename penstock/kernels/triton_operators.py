@@ -18,8 +18,8 @@ TRITON = Operators(
     order_rows=order_rows,
     unpermute=unpermute,
     expert_ffn=expert_ffn,
-    expert_ffn_is_ours=True,
-    keeps_rows=True,
+    expert_ffn_is_fused=True,
+    saves_rows=True,
     swiglu=swiglu,
     rms_norm=rms_norm,
     rms_norm_beside=rms_norm_beside,
@@ -28,5 +28,5 @@ TRITON = Operators(
     fan_out=fan_out,
     rotate=rotate,
     mla_heads=mla_heads,
-    mla_heads_is_ours=True,
+    mla_heads_is_fused=True,
 )

@@ -1,7 +1,7 @@
 """How kernels are launched, as data: block sizes, warps and pipeline depth by chip and shape class.
 
-A `Launch` never changes what a kernel computes, only how fast. The tables are filled from measurements by hand or by
-`penstock kernels tune`; nothing here is tried out inside a training step.
+A `KernelLaunch` never changes what a kernel computes, only how fast. The tables are filled from measurements by hand or
+by `penstock kernels tune`; nothing here is tried out inside a training step.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ GemmProduct = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class KernelLaunch:
     """How one kernel is cut into programs.
 
     Attributes:
@@ -44,7 +44,7 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmLaunch(Launch):
+class GemmLaunch(KernelLaunch):
     """How a persistent matrix product is cut and ordered.
 
     Attributes:
@@ -96,7 +96,7 @@ def target_of(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-def units_of(device: torch.device) -> int:
+def multiprocessors_of(device: torch.device) -> int:
     """Multiprocessors of a device; a few in the interpreter, so that each program sees several tiles there too."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
@@ -105,14 +105,14 @@ RESIDENCY = 16
 """Programs of four warps that a multiprocessor holds at a time."""
 
 
-def turns_of(blocks: int, device: torch.device) -> int:
+def capped_programs(blocks: int, device: torch.device) -> int:
     """Programs of four warps that take turns over blocks of which only the device knows how many are empty."""
-    return min(blocks, RESIDENCY * units_of(device))
+    return min(blocks, RESIDENCY * multiprocessors_of(device))
 
 
 def programs_of(launch: GemmLaunch, device: torch.device) -> int:
     """Programs that a persistent kernel starts."""
-    return max(units_of(device) - launch.idle_units, 1) * launch.residency
+    return max(multiprocessors_of(device) - launch.idle_units, 1) * launch.residency
 
 
 LaunchBySize = tuple[tuple[int, GemmLaunch], ...]

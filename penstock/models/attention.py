@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config.model import GroupedQueryAttention, LocalAttention
-from penstock.kernels.attention_window import Reach
+from penstock.kernels.attention_window import AttentionWindow
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.models.linear import Linear, cut_over
 from penstock.models.model_inputs import ForwardContext
@@ -141,9 +141,9 @@ class GroupedQueryLayer(nn.Module):
         return attend_locally(*heads, layer_context, scale=scale, nears=frame.nears, sinks_H=sinks_H)
 
 
-def reach_of(local: LocalAttention) -> Reach:
+def reach_of(local: LocalAttention) -> AttentionWindow:
     """How far back layers look that see a part of the row."""
-    return Reach(kind=local.kind, size=local.size)
+    return AttentionWindow(kind=local.kind, size=local.size)
 
 
 def temperature(local: LocalAttention, places_S: Tensor) -> Tensor:

@@ -168,7 +168,7 @@ class LatentLayer(nn.Module):
         widths = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
         are_in_8_bits = self.query.is_in_8_bits and self.kv_up.float8 is not None
         have_kernel = (
-            self.layer_context.operators.mla_heads_is_ours and operators.mla_heads is not None and not self.is_by_row
+            self.layer_context.operators.mla_heads_is_fused and operators.mla_heads is not None and not self.is_by_row
         )
         if recipe is None or not are_in_8_bits or not have_kernel or obstacle(recipe, self.heads, *widths) is not None:
             return HandedHeads()

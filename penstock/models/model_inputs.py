@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from penstock.kernels.local_attention import Near
+from penstock.kernels.local_attention import BlockMasks
 from penstock.moe.routing import Scope
 from penstock.parallel.graphs import PartialGraphs
 
@@ -85,7 +85,7 @@ class ForwardContext:
     allowed_BSS: Tensor | None
     scope: Scope
     parts: PartialGraphs | None = None
-    nears: tuple[Near, ...] = ()
+    nears: tuple[BlockMasks, ...] = ()
     tempered_S: Tensor | None = None
 
     def staying(self) -> "ForwardContext":

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.config.model import Moe
-from penstock.kernels.expert_parts import GATE_UP, Keep, PutOff
+from penstock.kernels.expert_parts import GATE_UP, DeferGradient, SaveRows
 from penstock.kernels.float8.expert_ffn import ExpertCopies, copy_experts, expert_ffn
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.layout.sharding import Cut, local_shape
@@ -99,7 +99,7 @@ class GroupedExperts(nn.Module):
     @property
     def is_one_function(self) -> bool:
         """Whether backward makes the pre-activation again by itself, if it is asked to."""
-        return self.operators.expert_ffn_is_ours or self.float8.experts is not None
+        return self.operators.expert_ffn_is_fused or self.float8.experts is not None
 
     @torch.no_grad()
     def refresh_float8(self) -> None:
@@ -117,7 +117,7 @@ class GroupedExperts(nn.Module):
         self.float8_copies = copy_experts(*held, self.float8, into)
         self._copied = _versions(*held)
 
-    def forward(self, rows: ExpertRows, *, recompute: bool = False, keep: Keep | None = None) -> Tensor:
+    def forward(self, rows: ExpertRows, *, recompute: bool = False, keep: SaveRows | None = None) -> Tensor:
         """Apply each expert to its rows, times their routing weights.
 
         Args:
@@ -132,7 +132,7 @@ class GroupedExperts(nn.Module):
         parameters = tuple(parameter for parameter in held if parameter is not None)
         if self.float8.experts is not None:
             return self._ffn_in_float8(rows, recompute, keep, *parameters)
-        if self.operators.expert_ffn_is_ours:
+        if self.operators.expert_ffn_is_fused:
             # It puts its weight gradients off by itself; walked twice, half of its backward would be made twice.
             return self._ffn(rows, recompute, keep, rows.x_ND, rows.weights_R, *parameters)
         function = partial(self._ffn, rows, recompute, None)
@@ -142,7 +142,7 @@ class GroupedExperts(nn.Module):
         self,
         rows: ExpertRows,
         recompute: bool,
-        keep: Keep | None,
+        keep: SaveRows | None,
         x_ND: Tensor,
         weights_R: Tensor,
         *parameters: Tensor,
@@ -150,12 +150,12 @@ class GroupedExperts(nn.Module):
         """The network, of parameters in the order in which the module has them."""
         gate_up_eFD, down_eDF, *of_biases = parameters
         ffn = partial(self.operators.expert_ffn, biases=_pair(of_biases), rule=self.rule, places_TK=rows.places_NK)
-        if self.operators.expert_ffn_is_ours:
+        if self.operators.expert_ffn_is_fused:
             ours = partial(ffn, recompute=recompute, accumulate_into=self.sums, put_off=self._put_off_to(rows))
             ffn = partial(ours, keep=keep, only_last=rows.only_last)
         return ffn(x_ND, gate_up_eFD, down_eDF, rows.counts_e, weights_R, rows.index_R)
 
-    def _ffn_in_float8(self, rows: ExpertRows, recompute: bool, keep: Keep | None, *parameters: Tensor) -> Tensor:
+    def _ffn_in_float8(self, rows: ExpertRows, recompute: bool, keep: SaveRows | None, *parameters: Tensor) -> Tensor:
         """The same in 8 bits, which puts its weight gradients off by itself."""
         gate_up_eFD, down_eDF, *of_biases = parameters
         copies = self.float8_copies
@@ -182,7 +182,7 @@ class GroupedExperts(nn.Module):
             only_last=rows.only_last,
         )
 
-    def _put_off_to(self, rows: ExpertRows) -> PutOff:
+    def _put_off_to(self, rows: ExpertRows) -> DeferGradient:
         """Leaves a weight gradient to whoever collects; or the first matrix's to the journey of the rows' gradients.
 
         The second matrix's could go with it, but what it reads would be held until then.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.base.spans import Span
-from penstock.kernels.expert_parts import Keep
+from penstock.kernels.expert_parts import SaveRows
 from penstock.kernels.float8.quantized import RowColQuantized
 from penstock.moe.dispatch.contract import Dispatcher, ExpertRows, SlotSorter
 from penstock.moe.dispatch.row_capacity import ActivationArena, RowCapacity
@@ -143,7 +143,7 @@ class MoE(nn.Module):
             y_RD: Tensor = self.experts(rows, recompute=recompute, keep=self._keep())
             return y_RD
 
-    def _keep(self) -> Keep | None:
+    def _keep(self) -> SaveRows | None:
         """Where this pass keeps its pre-activation; None for a tensor of its own."""
         if self.arena is None or self.room is None or not self.training or not torch.is_grad_enabled():
             return None

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import causal_attention
-from penstock.kernels.attention_window import Reach
-from penstock.kernels.local_attention import Near, local_attention, near
+from penstock.kernels.attention_window import AttentionWindow
+from penstock.kernels.local_attention import BlockMasks, block_masks, local_attention
 from penstock.layout.sequence import SequenceLayout
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather, all_to_all
@@ -71,7 +71,7 @@ def attend_locally(
     layer_context: LayerContext,
     *,
     scale: float,
-    nears: tuple[Near, ...],
+    nears: tuple[BlockMasks, ...],
     sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention of our own positions over the part of the row that each sees, by the method of the layer_context.
@@ -103,8 +103,13 @@ def attend_locally(
 
 
 def nears_of(
-    layer_context: LayerContext, reach: Reach, held: int, rows: int, allowed_BSS: Tensor | None, device: torch.device
-) -> tuple[Near, ...]:
+    layer_context: LayerContext,
+    reach: AttentionWindow,
+    held: int,
+    rows: int,
+    allowed_BSS: Tensor | None,
+    device: torch.device,
+) -> tuple[BlockMasks, ...]:
     """What `attend_locally` needs to know about a micro-batch, the same for all layers of one reach.
 
     Args:
@@ -126,7 +131,7 @@ def nears_of(
     ranges = whole if layer_context.context_method == "ulysses" else layout.chunks(layer_context.axes.context.rank)
     allowed = (None,) * len(ranges) if allowed_BSS is None else allowed_BSS.chunk(len(ranges), dim=1)
     return tuple(
-        near(reach, queries.start, len(queries), own, rows=rows, device=device)
+        block_masks(reach, queries.start, len(queries), own, rows=rows, device=device)
         for queries, own in zip(ranges, allowed, strict=True)
     )
 

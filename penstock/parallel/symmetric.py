@@ -40,7 +40,7 @@ from torch.distributed import _symmetric_memory
 
 from penstock.base.errors import DeviceError
 from penstock.kernels import symmetric_kernels
-from penstock.kernels.symmetric import MOST_RANKS, ROW_MULTIPLE, Awaited, Chunks, Peers, hold, signal, wait
+from penstock.kernels.symmetric import MOST_RANKS, ROW_MULTIPLE, ChannelWait, Peers, TokenChunks, hold, signal, wait
 from penstock.parallel.axes import Axis
 
 MOST_CHUNKS: int = symmetric_kernels.MOST_CHUNKS.value
@@ -132,14 +132,14 @@ class BufferSizes:
         return self.flag_bytes + slot * sum(self.section_bytes) + sum(self.section_bytes[:section])
 
 
-def chunks_for(tokens: int, row_bytes: int) -> Chunks:
+def chunks_for(tokens: int, row_bytes: int) -> TokenChunks:
     """How tokens are cut.
 
     Args:
         tokens: of a rank.
         row_bytes: of one of them.
     """
-    return Chunks.cut(tokens, max(1, min(tokens * row_bytes // CHUNK_BYTES, MOST_CHUNKS)))
+    return TokenChunks.cut(tokens, max(1, min(tokens * row_bytes // CHUNK_BYTES, MOST_CHUNKS)))
 
 
 def _aligned(size: int) -> int:
@@ -236,7 +236,7 @@ class SymmetricBuffers:
         return channel * self.sizes.channel_bytes
 
     @contextmanager
-    def transfer(self, send: Callable[[Chunks], None], chunks: Chunks) -> Iterator[None]:
+    def transfer(self, send: Callable[[TokenChunks], None], chunks: TokenChunks) -> Iterator[None]:
         """Launch `send`; what is launched inside runs beside it, after everything before it. Both are done after it.
 
         Args:
@@ -256,7 +256,7 @@ class SymmetricBuffers:
         stream.wait_stream(self._beside)
 
     @contextmanager
-    def departure(self, send: Callable[[Chunks], None], chunks: Chunks) -> Iterator[None]:
+    def departure(self, send: Callable[[TokenChunks], None], chunks: TokenChunks) -> Iterator[None]:
         """Launch `send`, and what is launched inside beside it; who reads what arrives is launched afterwards.
 
         Args:
@@ -306,7 +306,9 @@ class SymmetricBuffers:
         """Hold the stream until all ranks have written the first chunk of a channel that `read` comes to next."""
         hold(self._awaited(channel, signals))
 
-    def read(self, function: Callable[[Awaited, Chunks], None], channel: Channel, signals: int, chunks: Chunks) -> None:
+    def read(
+        self, function: Callable[[ChannelWait, TokenChunks], None], channel: Channel, signals: int, chunks: TokenChunks
+    ) -> None:
         """Launch a kernel that waits for chunks and reads them.
 
         Args:
@@ -317,11 +319,11 @@ class SymmetricBuffers:
         """
         function(self._awaited(channel, signals), chunks)
 
-    def _send(self, send: Callable[[Chunks], None], chunks: Chunks) -> None:
+    def _send(self, send: Callable[[TokenChunks], None], chunks: TokenChunks) -> None:
         send(chunks)
 
-    def _awaited(self, channel: Channel, signals: int) -> Awaited:
-        return Awaited(
+    def _awaited(self, channel: Channel, signals: int) -> ChannelWait:
+        return ChannelWait(
             flags_CW=self._flags[channel],
             expected=self._expected[channel],
             left=self._left,

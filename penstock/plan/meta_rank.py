@@ -85,7 +85,7 @@ def conventional_operators(operators: Operators) -> Operators:
     Args:
         operators: as the run chooses them.
     """
-    return replace(operators, expert_ffn=separate_expert_ffn, expert_ffn_is_ours=False, keeps_rows=False)
+    return replace(operators, expert_ffn=separate_expert_ffn, expert_ffn_is_fused=False, saves_rows=False)
 
 
 def separate_expert_ffn(  # noqa: PLR0913 (it stands in for an operator)

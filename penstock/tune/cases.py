@@ -15,7 +15,16 @@ from torch import Tensor
 
 from penstock.config.run import Run
 from penstock.kernels import reference
-from penstock.kernels.backends import BACKENDS, QUESTIONS, Part, Shapes, expert_kernels_of, has, operators_of, shape_of
+from penstock.kernels.backends import (
+    BACKENDS,
+    CHOICE_POINTS,
+    Shapes,
+    TimedPart,
+    expert_kernels_of,
+    has,
+    operators_of,
+    shape_of,
+)
 from penstock.kernels.choose import obstacle
 from penstock.kernels.device_facts import DeviceFacts
 from penstock.kernels.operators import Operators
@@ -68,7 +77,7 @@ class Case:
         bind: the call of a backend on such inputs; whatever need not be timed has run before.
     """
 
-    part: Part
+    part: TimedPart
     shape: dict[str, int]
     skew: float
     backends: tuple[str, ...]
@@ -90,7 +99,7 @@ def workload_of(run: Run, device: torch.device) -> Workload:
 
 def cases(work: Workload, facts: DeviceFacts) -> Iterator[Case]:
     """Every case that the model has, in the order of the questions."""
-    for question in QUESTIONS:
+    for question in CHOICE_POINTS:
         able = [name for name, backend in BACKENDS.items() if question.op in backend.ops]
         able = [name for name in able if obstacle(question.op, name, facts, work.shapes) is None]
         # The products are taken from `penstock.kernels.expert_ffn`, which imports Triton.
@@ -135,7 +144,7 @@ class _Operator:
     leaves: int = 0
 
 
-def _operator(work: Workload, part: Part, skew: float) -> Made:
+def _operator(work: Workload, part: TimedPart, skew: float) -> Made:
     """A whole operator in one of its two passes."""
     operator = _OPERATORS[part.op]
 
@@ -152,7 +161,7 @@ def _operator(work: Workload, part: Part, skew: float) -> Made:
     return partial(operator.draw, work, skew), bind
 
 
-def _product(work: Workload, part: Part, skew: float) -> Made:
+def _product(work: Workload, part: TimedPart, skew: float) -> Made:
     """One product of the experts in one direction. All of them share one table of tiles, so that is not timed."""
     sizes, gathers = work.shapes, part.op == "gate_up"
     columns, depth = (2 * sizes.ffn, sizes.hidden) if gathers else (sizes.hidden, sizes.ffn)

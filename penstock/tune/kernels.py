@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from penstock.kernels.device_facts import DeviceFacts
-from penstock.kernels.measured import Entry, Measurements
+from penstock.kernels.measured import Measurements, OperatorTimes
 from penstock.tune.cases import Call, Case, Workload, cases
 
 MOST_COPIES = 16
@@ -84,7 +84,7 @@ class GpuClock:
         return queued, start.elapsed_time(stop)
 
 
-def measure(work: Workload, facts: DeviceFacts, clock: Clock) -> Iterator[Entry]:
+def measure(work: Workload, facts: DeviceFacts, clock: Clock) -> Iterator[OperatorTimes]:
     """Time every case of a workload; a generator, so that somebody can watch.
 
     Args:
@@ -94,7 +94,7 @@ def measure(work: Workload, facts: DeviceFacts, clock: Clock) -> Iterator[Entry]
     """
     for case in cases(work, facts):
         times = {backend: _time(case, backend, clock) for backend in case.backends}
-        yield Entry(
+        yield OperatorTimes(
             op=case.part.op,
             direction=case.part.direction,
             dtype=facts.dtype,
@@ -132,6 +132,6 @@ def merged(old: Measurements | None, new: Measurements) -> Measurements:
     return old.with_entries(new.entries)
 
 
-def winner(entry: Entry) -> str:
+def winner(entry: OperatorTimes) -> str:
     """The fastest backend of an entry."""
     return min(entry.microseconds, key=lambda backend: entry.microseconds[backend])

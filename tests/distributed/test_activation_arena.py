@@ -55,7 +55,7 @@ WAYS = {
 def with_our_experts(run: Run, device: torch.device) -> Operators:
     """The run's operators, but for the experts' network: that of Triton's kernels, which the interpreter runs."""
     ffn = partial(expert_ffn, kernels=TRITON)
-    return replace(choose_operators(run, device), expert_ffn=ffn, expert_ffn_is_ours=True, keeps_rows=True)
+    return replace(choose_operators(run, device), expert_ffn=ffn, expert_ffn_is_fused=True, saves_rows=True)
 
 
 def with_our_kernels(run: Run, device: torch.device) -> Float8Rule:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention_window import Reach
+from penstock.kernels.attention_window import AttentionWindow
 
 
 def eager_attention(
@@ -19,7 +19,7 @@ def eager_attention(
     return torch.einsum("bhqk,bkhm->bqhm", weights_BHSS / sums_BHS1, v_BSHM)
 
 
-def seen_by(reach: Reach | None, length: int, documents_BS: Tensor | None = None) -> Tensor:
+def seen_by(reach: AttentionWindow | None, length: int, documents_BS: Tensor | None = None) -> Tensor:
     """Which position (first S) sees which (second S): boolean, 1 or B x S x S. Chunks begin with documents."""
     if documents_BS is None:
         documents_BS = torch.zeros(1, length, dtype=torch.int64)

@@ -8,9 +8,16 @@ from torch.nn.attention import SDPBackend
 from penstock.base.errors import KernelError
 from penstock.kernels import attention_backends
 from penstock.kernels.attention import causal_attention
-from penstock.kernels.attention_backends import Scores, Softmax, backend_for, backward, forward, with_own_keys
-from penstock.kernels.attention_window import Reach
-from penstock.kernels.local_attention import local_attention, near
+from penstock.kernels.attention_backends import (
+    AttentionOutput,
+    ScoreOptions,
+    backend_and_keys,
+    backend_for,
+    backward,
+    forward,
+)
+from penstock.kernels.attention_window import AttentionWindow
+from penstock.kernels.local_attention import block_masks, local_attention
 from tests.closeness import assert_close
 from tests.kernels.eager_attention import eager_attention, random_documents, random_heads, seen_by, with_gradients
 
@@ -50,12 +57,12 @@ def test_rounding_costs_no_more_than_rounding(backend: str) -> None:
 def test_a_far_sink_changes_nothing_and_a_near_one_leaves_nothing() -> None:
     q, k, v, sinks_H, _ = random_heads(ROWS, LENGTH)
     plain = causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend="auto")
-    far, near = (
+    far, block_masks = (
         causal_attention(q, k, v, scale=SCALE, allowed_BSS=None, backend="auto", sinks_H=torch.full_like(sinks_H, s))
         for s in (-1e4, 1e4)
     )
     assert_close(far, plain)
-    assert not near.any()
+    assert not block_masks.any()
 
 
 def test_a_named_backend_that_cannot_run_is_not_replaced() -> None:
@@ -68,7 +75,7 @@ def test_where_torch_says_that_nothing_runs_so_do_we(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **kwargs: SDPBackend.ERROR.value)
     q, k, v, _, _ = (x.transpose(1, 2) if x.ndim == 4 else x for x in random_heads(ROWS, LENGTH))
     with pytest.raises(KernelError, match="backend cudnn cannot"):
-        backend_for(q, k, v, Scores(scale=SCALE), "cudnn")
+        backend_for(q, k, v, ScoreOptions(scale=SCALE), "cudnn")
 
 
 def test_heads_get_their_own_keys_rather_than_all_scores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +98,10 @@ def test_heads_get_their_own_keys_rather_than_all_scores(monkeypatch: pytest.Mon
 def test_keys_stay_shared_where_that_is_known_or_all_scores_are_asked_for() -> None:
     q, k, v = (x.transpose(1, 2) for x in random_heads(ROWS, LENGTH)[:3])
     for backend, expected in (("auto", SDPBackend.FLASH_ATTENTION), ("math", SDPBackend.MATH)):
-        found, own_k, own_v = with_own_keys(q, k, v, Scores(scale=SCALE), backend)
+        found, own_k, own_v = backend_and_keys(q, k, v, ScoreOptions(scale=SCALE), backend)
         assert found == expected and own_k is k and own_v is v
     meta = [x.to("meta") for x in (q.float(), k.float(), v.float())]
-    assert with_own_keys(*meta, Scores(scale=SCALE), "efficient")[1].shape == q.shape
+    assert backend_and_keys(*meta, ScoreOptions(scale=SCALE), "efficient")[1].shape == q.shape
 
 
 GPU_BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
@@ -108,7 +115,7 @@ def test_backends_of_a_gpu_take_what_they_are_given(backend: SDPBackend, has_mas
         pytest.skip("flash has no masks")
     operands = tuple(torch.empty(2, 4, 24, 8, dtype=torch.bfloat16, device="meta") for _ in range(3))
     allowed = torch.empty(2, 1, 24, 24, dtype=torch.bool, device="meta") if has_mask else None
-    scores = Scores(scale=SCALE, allowed=allowed)
+    scores = ScoreOptions(scale=SCALE, allowed=allowed)
     softmax = forward(backend, *operands, scores)
     assert softmax.o_BHSM.shape == operands[0].shape
     assert softmax.log_sums.dtype == torch.float32
@@ -130,13 +137,17 @@ def test_a_plan_has_sinks_without_memory(dtype: torch.dtype, backend: str) -> No
 def test_padding_of_logarithms_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The efficient backend has more logarithms than queries, infinite ones at the end; cuDNN's have one more dim."""
 
-    def widened(*arguments: object) -> Softmax:
+    def widened(*arguments: object) -> AttentionOutput:
         plain = forward(*arguments)  # type: ignore[arg-type]
-        return Softmax(plain.o_BHSM, torch.nn.functional.pad(plain.log_sums, (0, 8), value=float("inf")), plain.rest)
+        return AttentionOutput(
+            plain.o_BHSM, torch.nn.functional.pad(plain.log_sums, (0, 8), value=float("inf")), plain.rest
+        )
 
-    def narrowed(backend: SDPBackend, do: Tensor, operands: tuple, scores: Scores, softmax: Softmax) -> tuple:
+    def narrowed(
+        backend: SDPBackend, do: Tensor, operands: tuple, scores: ScoreOptions, softmax: AttentionOutput
+    ) -> tuple:
         assert softmax.log_sums.shape[-1] == LENGTH + 8
-        kept = Softmax(softmax.o_BHSM, softmax.log_sums[..., :LENGTH].contiguous(), softmax.rest)
+        kept = AttentionOutput(softmax.o_BHSM, softmax.log_sums[..., :LENGTH].contiguous(), softmax.rest)
         return backward(backend, do, operands, scores, kept)
 
     monkeypatch.setattr("penstock.kernels.attention.forward", widened)
@@ -149,7 +160,7 @@ def test_padding_of_logarithms_is_not_read(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_bias_is_as_its_backend_wants_it() -> None:
-    scores = Scores(scale=SCALE, allowed=seen_by(None, 9)[:, None])
+    scores = ScoreOptions(scale=SCALE, allowed=seen_by(None, 9)[:, None])
     q_BHSN = torch.zeros(1, 4, 9, 8)
     efficient = attention_backends.bias_of(scores, q_BHSN, SDPBackend.EFFICIENT_ATTENTION)
     assert efficient is not None
@@ -158,17 +169,19 @@ def test_a_bias_is_as_its_backend_wants_it() -> None:
     cudnn = attention_backends.bias_of(scores, q_BHSN, SDPBackend.CUDNN_ATTENTION)
     assert cudnn is not None
     assert cudnn.isfinite().all() and (cudnn < -65000).sum() == 36
-    assert attention_backends.bias_of(Scores(scale=SCALE), q_BHSN, SDPBackend.CUDNN_ATTENTION) is None
+    assert attention_backends.bias_of(ScoreOptions(scale=SCALE), q_BHSN, SDPBackend.CUDNN_ATTENTION) is None
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("backend", ["auto", "cudnn", "flash", "efficient"])
-@pytest.mark.parametrize("reach", [None, Reach(kind="window", size=32), Reach(kind="chunk", size=48)])
+@pytest.mark.parametrize(
+    "reach", [None, AttentionWindow(kind="window", size=32), AttentionWindow(kind="chunk", size=48)]
+)
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("has_documents", [False, True], ids=["one document", "documents"])
 def test_a_gpu_gives_what_the_definition_says(
-    backend: str, reach: Reach | None, has_sinks: bool, has_documents: bool
+    backend: str, reach: AttentionWindow | None, has_sinks: bool, has_documents: bool
 ) -> None:
     has_mask = has_documents or (reach is not None and reach.kind == "window")
     if backend == "flash" and has_mask:
@@ -191,7 +204,7 @@ def test_a_gpu_gives_what_the_definition_says(
     if reach is None:
         o_BSHM = causal_attention(q, k, v, scale=0.125, allowed_BSS=allowed_BSS, backend=backend, sinks_H=sinks_H)
     else:
-        seen = near(reach, 0, length, allowed_BSS, rows=rows, device=device)
+        seen = block_masks(reach, 0, length, allowed_BSS, rows=rows, device=device)
         o_BSHM = local_attention(q, k, v, seen, scale=0.125, backend=backend, sinks_H=sinks_H)
     for got, truth in zip(with_gradients(o_BSHM, direction, leaves), expected, strict=True):
         assert_close(got, truth, by="norm", tolerance=0.02, same_dtype=False)

@@ -10,7 +10,7 @@ from penstock.kernels.bias_gradient import (
     BLOCK_PARTS,
     BLOCK_ROWS,
     WALKED_COLUMNS,
-    Weighed,
+    WeightedBias,
     bias_gradient,
     bias_parts_kernel,
     bias_sums_kernel,
@@ -30,13 +30,15 @@ WIDTH, TAIL = 72, 7
 BACKENDS = {"reference": REFERENCE, "torch": TORCH, "triton": TRITON}
 
 
-def draw(counts: list[int], device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Weighed]:
+def draw(
+    counts: list[int], device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, WeightedBias]:
     """Gradients with a tail of NaN, counts, and what a weighted bias has."""
     rows = sum(counts) + TAIL
     dy_RF = torch.randn(rows, WIDTH, device=device, dtype=dtype)
     weights_R, dweights_R = torch.rand(rows, device=device), torch.randn(rows, device=device)
     dy_RF[sum(counts) :] = weights_R[sum(counts) :] = torch.nan
-    weighed = Weighed(torch.randn(len(counts), WIDTH, device=device, dtype=dtype), weights_R, dweights_R)
+    weighed = WeightedBias(torch.randn(len(counts), WIDTH, device=device, dtype=dtype), weights_R, dweights_R)
     return dy_RF, torch.tensor(counts, dtype=torch.int32, device=device), weighed
 
 
@@ -110,7 +112,7 @@ def test_the_order_of_a_sum_is_always_the_same(device: torch.device) -> None:
     ],
 )
 def test_parts_that_do_not_fit_are_refused(changes: dict[str, Tensor], says: str) -> None:
-    weighed = Weighed(torch.zeros(2, 16), torch.zeros(6), torch.zeros(6))
+    weighed = WeightedBias(torch.zeros(2, 16), torch.zeros(6), torch.zeros(6))
     with pytest.raises(KernelError, match=says):
         bias_gradient(torch.zeros(6, 16), torch.zeros(2, dtype=torch.int32), weighed._replace(**changes))
     with pytest.raises(KernelError, match="accumulate_into"):

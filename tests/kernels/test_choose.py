@@ -11,10 +11,10 @@ from penstock.base.devices import CHIPS
 from penstock.base.errors import DeviceError, KernelError
 from penstock.config.run import Kernels
 from penstock.kernels import backends, reference
-from penstock.kernels.backends import BACKENDS, FIELDS, PART_SIZES, PRODUCTS, QUESTIONS, Shapes, has, shape_of
+from penstock.kernels.backends import BACKENDS, CHOICE_POINTS, FIELDS, PART_SIZES, PRODUCTS, Shapes, has, shape_of
 from penstock.kernels.choose import Choice, choose, obstacle, operators, shown, summary
 from penstock.kernels.device_facts import DeviceFacts, device_facts, installed, named_device
-from penstock.kernels.measured import Entry, Measurements
+from penstock.kernels.measured import Measurements, OperatorTimes
 from penstock.kernels.operators import REFERENCE, TORCH
 from penstock.kernels.tuning import GROUPED_GEMM
 from tests.closeness import assert_close
@@ -64,7 +64,7 @@ def measured(times: Mapping[tuple[str, str], Mapping[str, float]], **changes: ob
     """Times of parts at half the tokens of `SHAPES`."""
     half = replace(SHAPES, tokens=SHAPES.tokens // 2)
     entries = tuple(
-        Entry(
+        OperatorTimes(
             **{
                 "op": op,
                 "direction": direction,
@@ -318,17 +318,17 @@ def test_every_operator_has_a_reference_and_every_backend_can_be_loaded() -> Non
 
 def test_the_knobs_offer_what_the_backends_have() -> None:
     fields = Kernels.model_fields
-    for question in QUESTIONS:
+    for question in CHOICE_POINTS:
         offered = {"auto", *(name for name, backend in BACKENDS.items() if question.op in backend.ops)}
         for knob in question.knobs:
             assert set(get_args(fields[knob].annotation)) == offered, knob
     assert set(get_args(fields["all"].annotation)) == {"auto", *BACKENDS}
-    knobs = {knob for question in QUESTIONS for knob in question.knobs}
+    knobs = {knob for question in CHOICE_POINTS for knob in question.knobs}
     assert fields.keys() == knobs | {"all", "attention", "float8", "loss_chunk", "measured"}
 
 
 def test_every_part_has_sizes_and_belongs_to_a_question() -> None:
-    assert {part.op for question in QUESTIONS for part in question.parts} == PART_SIZES.keys()
+    assert {part.op for question in CHOICE_POINTS for part in question.parts} == PART_SIZES.keys()
     assert has("mla_heads", SHAPES)
     assert not has("rotate", SHAPES)
     assert not has("route", DENSE)

@@ -13,7 +13,7 @@ from penstock.base.errors import KernelError
 from penstock.kernels import reference
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import REFERENCE, TORCH, TRITON, ExpertKernels
-from penstock.kernels.expert_parts import PutOff
+from penstock.kernels.expert_parts import DeferGradient
 from penstock.kernels.permute import order_rows, unpermute
 from penstock.kernels.reference import RouterRule, RowOrder
 from penstock.kernels.topk import route
@@ -324,7 +324,7 @@ def test_weight_gradients_that_are_put_off_are_the_same_and_nothing_is_made_twic
     products = ("forward", "input_gradient", "weight_gradient")
     kernels = replace(REFERENCE, **{name: counted(name) for name in products})
 
-    def gradients(put_off: PutOff | None) -> list[Tensor]:
+    def gradients(put_off: DeferGradient | None) -> list[Tensor]:
         matrices = [one.detach().clone().requires_grad_() for one in (batch.gate_up_eFD, batch.down_eDF)]
         x_TD = batch.x_TD.detach().clone().requires_grad_()
         into = tuple(torch.zeros_like(one) for one in matrices) if sums else None

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import grouped_gemm, hopper_expert_rows, reference
-from penstock.kernels.expert_parts import KeptRows
+from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8.hopper_products import HAS_GLUON, REGISTERS
 from penstock.kernels.grouped_gemm import grouped_gemm_forward, grouped_gemm_input_gradient
 from penstock.kernels.hopper_expert_rows import obstacle
 from penstock.kernels.hopper_launching import PIECE_ROWS
 from penstock.kernels.tile_table import tile_table
-from penstock.kernels.tuning import ROWS_RINGS, RowsRingLaunch, in_triton, target_of, units_of
+from penstock.kernels.tuning import ROWS_RINGS, RowsRingLaunch, in_triton, multiprocessors_of, target_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for, those_taken_first
 from tests.kernels.hopper_in_torch import launched_on_cpu
 from tests.kernels.parity import assert_near
@@ -72,7 +72,7 @@ def check(counts: list[int], width: int, depth: int, launch: RowsRingLaunch, dev
     assert_near(y_RF, true_RF, f"{launch}")
     assert not y_RF[sum(counts) :].any(), "rows of the tail must be zero"
     kept_SF = torch.full((37 + len(x_RD) + 3, width), 5.0, dtype=torch.bfloat16, device=device)
-    place = KeptRows(kept_SF, torch.tensor([37], device=device), len(x_RD))
+    place = SavedRows(kept_SF, torch.tensor([37], device=device), len(x_RD))
     assert grouped_gemm_forward(x_RD, w_eFD, counts_e, keep=place, launch=launch) is kept_SF
     assert torch.equal(kept_SF[37 : 37 + sum(counts)], y_RF[: sum(counts)])
     assert kept_SF[:37].eq(5).all() and kept_SF[37 + sum(counts) :].eq(5).all(), "also what would be its tail"
@@ -204,5 +204,5 @@ def test_every_launch_multiplies_rows_on_a_hopper(counts: list[int], programs: i
     if target_of(device) != "sm_90":
         pytest.skip("the kernel is Hopper's")
     for launch in ROWS_RINGS.values():
-        launch = replace(launch, idle_units=units_of(device) - programs)
+        launch = replace(launch, idle_units=multiprocessors_of(device) - programs)
         check(counts, 712, 328, launch, device, back)

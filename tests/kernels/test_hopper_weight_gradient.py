@@ -17,7 +17,15 @@ from penstock.kernels.float8.hopper_products import HAS_GLUON, REGISTERS
 from penstock.kernels.grouped_gemm import grouped_gemm_weight_gradient
 from penstock.kernels.hopper_launching import PIECE_ROWS
 from penstock.kernels.hopper_weight_gradient import obstacle
-from penstock.kernels.tuning import GROUPED_GEMM, RINGS, RingLaunch, RowsRingLaunch, in_triton, target_of, units_of
+from penstock.kernels.tuning import (
+    GROUPED_GEMM,
+    RINGS,
+    RingLaunch,
+    RowsRingLaunch,
+    in_triton,
+    multiprocessors_of,
+    target_of,
+)
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for, those_taken_first
 from tests.kernels.hopper_in_torch import launched_on_cpu
@@ -193,5 +201,5 @@ def test_every_launch_gives_the_gradients_on_a_hopper(counts: list[int], program
     if target_of(device) != "sm_90":
         pytest.skip("the kernel is Hopper's")
     for launch in RINGS.values():
-        launch = replace(launch, idle_units=units_of(device) - programs)
+        launch = replace(launch, idle_units=multiprocessors_of(device) - programs)
         check(counts, 712, 328, launch, device, added=added)

@@ -6,28 +6,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.expert_parts import KeptRows, claim_rows, claim_rows_kernel
+from penstock.kernels.expert_parts import SavedRows, claim_rows, claim_rows_kernel
 from penstock.kernels.grouped_gemm import _launch_rows, grouped_gemm_forward
 from penstock.kernels.grouped_gemm_kernels import rows_kernel
 from penstock.kernels.permute import gather_columns, gather_columns_kernel, gather_rows, gather_rows_kernel
 from penstock.kernels.reference import SWIGLU
 from penstock.kernels.swiglu import LAUNCH, rule_constants, swiglu_backward, swiglu_forward, swiglu_kernel
 from penstock.kernels.tile_table import tile_table
-from penstock.kernels.tuning import GemmLaunch, Launch
+from penstock.kernels.tuning import GemmLaunch, KernelLaunch
 from tests.kernels.ahead_of_time import ONE_OF_EACH_MAKER, TARGETS, compile_for
 
 POINTERS = GemmLaunch(block_rows=64, block_columns=64, block_depth=32, stages=2, group=2, descriptors=False)
 DESCRIPTORS = GemmLaunch(block_rows=64, block_columns=32, block_depth=32, stages=2, group=2, pieces=2)
-SMALL = Launch(block_rows=4, block_columns=16, warps=1)
+SMALL = KernelLaunch(block_rows=4, block_columns=16, warps=1)
 ROOM, TAIL = 190, 7
 COUNTS = [64, 0, 100, 19]
 
 
 @pytest.fixture
-def place(device: torch.device) -> KeptRows:
+def place(device: torch.device) -> SavedRows:
     """Behind 37 rows of another layer, in a buffer of a few rows more than there is room for; all hold 5."""
     rows_SF = torch.full((37 + ROOM + 3, 48), 5.0, device=device)
-    return KeptRows(rows_SF, torch.tensor([37], device=device), ROOM)
+    return SavedRows(rows_SF, torch.tensor([37], device=device), ROOM)
 
 
 def spoiled(rows: int, width: int, device: torch.device) -> Tensor:
@@ -49,7 +49,7 @@ def test_layers_stand_one_behind_the_other_and_what_does_not_fit_is_counted(devi
 
 @pytest.mark.parametrize("launch", [POINTERS, DESCRIPTORS], ids=["pointers", "descriptors"])
 def test_a_product_is_written_where_rows_are_kept_and_nothing_beside_it(
-    launch: GemmLaunch, place: KeptRows, device: torch.device
+    launch: GemmLaunch, place: SavedRows, device: torch.device
 ) -> None:
     x_RD, counts_e = spoiled(ROOM, 32, device), torch.tensor(COUNTS, dtype=torch.int32, device=device)
     w_eFD = torch.randn(len(COUNTS), 48, 32, device=device)
@@ -61,7 +61,7 @@ def test_a_product_is_written_where_rows_are_kept_and_nothing_beside_it(
     assert kept_SF[:37].eq(5).all() and kept_SF[37 + used :].eq(5).all(), "also what would be its tail"
 
 
-def test_the_activation_and_its_gradients_are_those_of_the_kept_rows(place: KeptRows, device: torch.device) -> None:
+def test_the_activation_and_its_gradients_are_those_of_the_kept_rows(place: SavedRows, device: torch.device) -> None:
     place.rows_SF.normal_()
     own_RF = place.rows_SF[37 : 37 + ROOM].clone()
     weights_R, dh_RF = torch.rand(ROOM, device=device), torch.randn(ROOM, 24, device=device)

@@ -22,12 +22,12 @@ from penstock.kernels.linear_cross_entropy import (
     scale_kernel,
 )
 from penstock.kernels.reference import IGNORED_LABEL
-from penstock.kernels.tuning import Launch
+from penstock.kernels.tuning import KernelLaunch
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 from tests.kernels.parity import assert_near
 
-SMALL = Launch(block_rows=1, block_columns=32)
+SMALL = KernelLaunch(block_rows=1, block_columns=32)
 """Several blocks in a small row, the last one ragged."""
 
 
@@ -63,7 +63,7 @@ CASES = {
 
 
 @pytest.fixture(params=["torch", "triton"])
-def launch(request: pytest.FixtureRequest, device: torch.device) -> Launch | None:
+def launch(request: pytest.FixtureRequest, device: torch.device) -> KernelLaunch | None:
     """Both row passes; the GPU has no use for the one in torch."""
     if request.param == "torch" and device.type == "cuda":
         pytest.skip("the row pass in torch is for CPUs")
@@ -79,7 +79,7 @@ def loss_and_gradients(function, x_TD: Tensor, head_VD: Tensor, *arguments, scal
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_loss_and_gradients_equal_the_reference(case: Case, launch: Launch | None, device: torch.device) -> None:
+def test_loss_and_gradients_equal_the_reference(case: Case, launch: KernelLaunch | None, device: torch.device) -> None:
     x_TD, head_VD, labels_T = case.draw(device)
     expected = loss_and_gradients(
         reference.linear_cross_entropy, x_TD.double(), head_VD.double(), labels_T, case.z_weight, scale=0.37
@@ -91,7 +91,7 @@ def test_loss_and_gradients_equal_the_reference(case: Case, launch: Launch | Non
         assert_close(other.double(), one.double(), tolerance=2e-5)
 
 
-def test_bfloat16_stays_near_float64(launch: Launch | None, device: torch.device) -> None:
+def test_bfloat16_stays_near_float64(launch: KernelLaunch | None, device: torch.device) -> None:
     case = Case(tokens=32, ignored=5, hidden=64, vocabulary=128, z_weight=1e-3)
     x_TD, head_VD, labels_T = case.draw(device, torch.bfloat16)
     head_VD = head_VD / 8
@@ -107,7 +107,7 @@ def test_bfloat16_stays_near_float64(launch: Launch | None, device: torch.device
         assert_near(other.bfloat16(), one, name)
 
 
-def test_large_logits_and_masked_words_stay_finite(launch: Launch | None, device: torch.device) -> None:
+def test_large_logits_and_masked_words_stay_finite(launch: KernelLaunch | None, device: torch.device) -> None:
     """logsumexp must not overflow, and a word whose logit is -inf has probability 0 even if it fills a whole block."""
     x_TD = torch.ones(2, 1, device=device)
     head_VD = torch.full((80, 1), float("-inf"), device=device)
@@ -117,7 +117,7 @@ def test_large_logits_and_masked_words_stay_finite(launch: Launch | None, device
     assert_close(loss, torch.tensor(2 * 0.6931472, device=device), tolerance=0.01)
 
 
-def test_a_label_outside_the_vocabulary_makes_the_loss_nan(launch: Launch | None, device: torch.device) -> None:
+def test_a_label_outside_the_vocabulary_makes_the_loss_nan(launch: KernelLaunch | None, device: torch.device) -> None:
     x_TD, head_VD, labels_T = Case(ignored=0).draw(device)
     for wrong in (-1, 75, 10**12):
         labels_T[3] = wrong
@@ -125,7 +125,7 @@ def test_a_label_outside_the_vocabulary_makes_the_loss_nan(launch: Launch | None
 
 
 def test_evaluation_makes_no_gradients(
-    launch: Launch | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    launch: KernelLaunch | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x_TD, head_VD, labels_T = Case().draw(device)
     head_VD.requires_grad_()
@@ -137,7 +137,7 @@ def test_evaluation_makes_no_gradients(
 
 
 @pytest.mark.parametrize("wanted", ["x", "head"])
-def test_only_the_wanted_gradient_is_made(wanted: str, launch: Launch | None, device: torch.device) -> None:
+def test_only_the_wanted_gradient_is_made(wanted: str, launch: KernelLaunch | None, device: torch.device) -> None:
     x_TD, head_VD, labels_T = Case().draw(device)
     tensors = {"x": x_TD, "head": head_VD}
     tensors[wanted].requires_grad_()
@@ -146,7 +146,7 @@ def test_only_the_wanted_gradient_is_made(wanted: str, launch: Launch | None, de
     assert_close(actual, expected, tolerance=1e-4)
 
 
-def test_head_gradients_of_two_batches_add_up_in_float32(launch: Launch | None, device: torch.device) -> None:
+def test_head_gradients_of_two_batches_add_up_in_float32(launch: KernelLaunch | None, device: torch.device) -> None:
     _, head_VD, _ = Case().draw(device, torch.bfloat16)
     head_VD.requires_grad_()
     sum_VD = torch.zeros_like(head_VD, dtype=torch.float32)
@@ -163,7 +163,7 @@ def test_head_gradients_of_two_batches_add_up_in_float32(launch: Launch | None, 
     assert_near(sum_VD.bfloat16(), expected_VD, "sum of gradients")
 
 
-def test_backward_can_run_twice(launch: Launch | None, device: torch.device) -> None:
+def test_backward_can_run_twice(launch: KernelLaunch | None, device: torch.device) -> None:
     x_TD, head_VD, labels_T = Case().draw(device)
     x_TD.requires_grad_()
     loss = linear_cross_entropy(x_TD, head_VD, labels_T, launch=launch)
@@ -205,7 +205,7 @@ def test_a_cpu_needs_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 # A vocabulary that is split over two ranks.
 
 
-def run_shard(rank: int, folder: str, device: torch.device, launches: list[Launch | None]) -> None:
+def run_shard(rank: int, folder: str, device: torch.device, launches: list[KernelLaunch | None]) -> None:
     """One of two processes: its half of the vocabulary; what it finds is saved for the test."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.kernels.attention_window import Reach
-from penstock.kernels.local_attention import local_attention, near
+from penstock.kernels.attention_window import AttentionWindow
+from penstock.kernels.local_attention import block_masks, local_attention
 from tests.closeness import assert_close
 from tests.examples import examples
 from tests.kernels.eager_attention import eager_attention, random_documents, random_heads, seen_by, with_gradients
@@ -17,11 +17,11 @@ CPU = torch.device("cpu")
 
 
 def _by_blocks(
-    leaves: list[Tensor], reach: Reach, part: slice, documents_BS: Tensor | None, backend: str = "auto"
+    leaves: list[Tensor], reach: AttentionWindow, part: slice, documents_BS: Tensor | None, backend: str = "auto"
 ) -> Tensor:
     q, k, v, *sinks = leaves
     allowed_BSS = None if documents_BS is None else seen_by(None, k.shape[1], documents_BS)[:, part]
-    seen = near(reach, part.start, part.stop - part.start, allowed_BSS, rows=q.shape[0], device=CPU)
+    seen = block_masks(reach, part.start, part.stop - part.start, allowed_BSS, rows=q.shape[0], device=CPU)
     sinks_H = sinks[0] if sinks else None
     return local_attention(q[:, part], k, v, seen, scale=SCALE, backend=backend, sinks_H=sinks_H)
 
@@ -38,7 +38,7 @@ def _by_blocks(
 def test_any_range_of_queries_attends_as_if_all_scores_were_there(
     kind: str, size: int, ends: tuple[int, int], rows: int, has_documents: bool, has_sinks: bool
 ) -> None:
-    reach, length = Reach(kind=kind, size=size), 13
+    reach, length = AttentionWindow(kind=kind, size=size), 13
     part = slice(ends[0], min(length, sum(ends)))
     q, k, v, sinks_H, direction = random_heads(rows, length)
     documents_BS = random_documents(rows, length) if has_documents else None
@@ -52,8 +52,10 @@ def test_any_range_of_queries_attends_as_if_all_scores_were_there(
         assert_close(one, other, least=0.1, what=name)
 
 
-@pytest.mark.parametrize("reach", [Reach(kind="window", size=3), Reach(kind="chunk", size=5)], ids=lambda x: x.kind)
-def test_all_scores_may_be_asked_for(reach: Reach) -> None:
+@pytest.mark.parametrize(
+    "reach", [AttentionWindow(kind="window", size=3), AttentionWindow(kind="chunk", size=5)], ids=lambda x: x.kind
+)
+def test_all_scores_may_be_asked_for(reach: AttentionWindow) -> None:
     q, k, v, sinks_H, direction = random_heads(2, 11)
     leaves = [x.requires_grad_() for x in (q, k, v, sinks_H)]
     documents_BS = random_documents(2, 11)
@@ -65,14 +67,14 @@ def test_all_scores_may_be_asked_for(reach: Reach) -> None:
 
 
 def test_whole_chunks_of_one_document_need_no_mask() -> None:
-    reach = Reach(kind="chunk", size=4)
-    assert near(reach, 0, 12, None, rows=2, device=CPU).masks == (None,)
-    assert near(reach, 0, 10, None, rows=2, device=CPU).masks == (None, None)
+    reach = AttentionWindow(kind="chunk", size=4)
+    assert block_masks(reach, 0, 12, None, rows=2, device=CPU).masks == (None,)
+    assert block_masks(reach, 0, 10, None, rows=2, device=CPU).masks == (None, None)
 
 
 def test_masks_grow_with_what_is_seen_and_not_with_the_square_of_the_row() -> None:
-    reach = Reach(kind="window", size=8)
-    (mask,) = near(reach, 0, 800, None, rows=1, device=CPU).masks
+    reach = AttentionWindow(kind="window", size=8)
+    (mask,) = block_masks(reach, 0, 800, None, rows=1, device=CPU).masks
     assert mask is not None
     assert mask.numel() == 800 * 16
 
@@ -80,7 +82,7 @@ def test_masks_grow_with_what_is_seen_and_not_with_the_square_of_the_row() -> No
 @pytest.mark.parametrize("kind", ["window", "chunk"])
 def test_no_tensor_of_a_pass_has_the_square_of_the_row(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     length, largest = 64, 0
-    reach = Reach(kind=kind, size=4)
+    reach = AttentionWindow(kind=kind, size=4)
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]

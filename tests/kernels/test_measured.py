@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 
 from penstock.base.errors import KernelError
-from penstock.kernels.measured import PACKAGED, Entry, Measurements, find, load, save, slug, user_file
+from penstock.kernels.measured import PACKAGED, Measurements, OperatorTimes, find, load, save, slug, user_file
 
 DEVICE = "NVIDIA H200"
 
 
-def entry(tokens: int = 1024, skew: float = 0.0, torch: float = 2.0, triton: float = 1.0, op: str = "swiglu") -> Entry:
-    return Entry(
+def entry(
+    tokens: int = 1024, skew: float = 0.0, torch: float = 2.0, triton: float = 1.0, op: str = "swiglu"
+) -> OperatorTimes:
+    return OperatorTimes(
         op=op,
         direction="forward",
         dtype="bf16",
@@ -22,7 +24,7 @@ def entry(tokens: int = 1024, skew: float = 0.0, torch: float = 2.0, triton: flo
     )
 
 
-def measurements(*entries: Entry, device: str = DEVICE) -> Measurements:
+def measurements(*entries: OperatorTimes, device: str = DEVICE) -> Measurements:
     return Measurements(device=device, environment={"torch": "2.11.0", "triton": "3.6.0"}, entries=entries)
 
 

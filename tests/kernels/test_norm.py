@@ -20,12 +20,12 @@ from penstock.kernels.norm import (
     sum_table_kernel,
     tile_of,
 )
-from penstock.kernels.tuning import Launch
+from penstock.kernels.tuning import KernelLaunch
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 from tests.kernels.parity import assert_parity
 
-SMALL = Launch(block_rows=2, block_columns=16, warps=1)
+SMALL = KernelLaunch(block_rows=2, block_columns=16, warps=1)
 EPSILON = 1e-5
 
 

@@ -22,12 +22,12 @@ from penstock.kernels.permute import (
     unpermute,
 )
 from penstock.kernels.reference import RowOrder
-from penstock.kernels.tuning import Launch
+from penstock.kernels.tuning import KernelLaunch
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 from tests.kernels.parity import assert_near, assert_parity
 
-TILES_OF_8 = Launch(block_rows=8, block_columns=4, warps=1)
-SMALL = Launch(block_rows=1, block_columns=16, warps=1)
+TILES_OF_8 = KernelLaunch(block_rows=8, block_columns=4, warps=1)
+SMALL = KernelLaunch(block_rows=1, block_columns=16, warps=1)
 
 
 def _experts(tokens: int, top_k: int, experts: int, device: torch.device, dropped: float = 0.0) -> Tensor:

@@ -9,11 +9,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from penstock.base.errors import KernelError
 from penstock.kernels import reference
 from penstock.kernels.rope import LAUNCH, mla_heads, mla_heads_backward_kernel, mla_heads_kernel, rotate, rotate_kernel
-from penstock.kernels.tuning import Launch
+from penstock.kernels.tuning import KernelLaunch
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 from tests.kernels.parity import assert_near, assert_parity
 
-SMALL = Launch(block_rows=2, block_columns=0, warps=1)
+SMALL = KernelLaunch(block_rows=2, block_columns=0, warps=1)
 
 
 def _angles(batch: int, positions: int, rotary: int, device: torch.device) -> tuple[Tensor, Tensor]:

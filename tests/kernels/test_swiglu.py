@@ -19,12 +19,12 @@ from penstock.kernels.swiglu import (
     swiglu_forward,
     swiglu_kernel,
 )
-from penstock.kernels.tuning import Launch
+from penstock.kernels.tuning import KernelLaunch
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 from tests.kernels.parity import assert_near, assert_parity
 
-SMALL = Launch(block_rows=4, block_columns=16, warps=1)
+SMALL = KernelLaunch(block_rows=4, block_columns=16, warps=1)
 RULES = {
     "weighted inputs": ExpertRule(weighs_input=True),
     "clamped": ExpertRule(limit=0.7, alpha=1.702),

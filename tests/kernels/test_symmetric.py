@@ -18,15 +18,15 @@ from penstock.kernels.symmetric import (
     SUM_ALL_LAUNCH,
     SUM_LAUNCH,
     TAKE_LAUNCH,
-    Awaited,
-    Choices,
-    Chunks,
-    Home,
-    Homes,
+    ChannelWait,
+    CombineBuffers,
+    ExpertRanks,
+    LocalPlaces,
     Peers,
     PersistentLaunch,
-    Places,
-    Returned,
+    ReturnPayload,
+    RoutingPayload,
+    TokenChunks,
     push_rows,
     return_rows,
     sum_ranks,
@@ -49,7 +49,7 @@ W, T, D = 2, 5, 12
 FEW = PersistentLaunch(block_rows=2, block_columns=8, warps=1, programs=2)
 """Tiles that end inside rows and columns, and more of them than programs."""
 
-ONE = Chunks.cut(T, 1)
+ONE = TokenChunks.cut(T, 1)
 FLAGS_AT = 4096
 """Bytes; flags stand behind everything else."""
 
@@ -67,9 +67,9 @@ def _flags(memory: Tensor) -> Tensor:
     return memory[1024:].view(torch.int64).view(-1, W)
 
 
-def _awaited(flags_CW: Tensor, signals: int, looks: int = 1) -> Awaited:
+def _awaited(flags_CW: Tensor, signals: int, looks: int = 1) -> ChannelWait:
     device = flags_CW.device
-    return Awaited(
+    return ChannelWait(
         flags_CW=flags_CW,
         expected=torch.zeros(16, dtype=torch.int64, device=device),
         left=torch.zeros(3, dtype=torch.int32, device=device),
@@ -85,7 +85,7 @@ def test_a_row_goes_once_to_each_other_rank_that_holds_one_of_its_experts(rank: 
     memories, peers = _peers(rank, device)
     x_TD = torch.randn(T, D, device=device)
     experts_TK = torch.tensor([[0, 1], [1, 2], [3, 2], [4, 4], [4, 0]], device=device)
-    push_rows(x_TD, experts_TK, Homes(per_rank=2), peers, (64, FLAGS_AT), ONE, launch=FEW)
+    push_rows(x_TD, experts_TK, ExpertRanks(per_rank=2), peers, (64, FLAGS_AT), ONE, launch=FEW)
     wanted = ([0, 1, 4], [1, 2])[1 - rank]
     rows_ND = memories[1 - rank][16 : 16 + W * T * D].view(W, T, D)
     assert torch.equal(rows_ND[rank, wanted], x_TD[wanted])
@@ -99,16 +99,16 @@ def test_a_row_goes_to_all_ranks_that_share_its_expert(device: torch.device) -> 
     memories, peers = _peers(0, device)
     x_TD = torch.randn(2, D, device=device)
     experts_TK = torch.tensor([[3], [4]], device=device)
-    push_rows(x_TD, experts_TK, Homes(per_rank=4, parts=2), peers, (0, FLAGS_AT), ONE, launch=FEW)
+    push_rows(x_TD, experts_TK, ExpertRanks(per_rank=4, parts=2), peers, (0, FLAGS_AT), ONE, launch=FEW)
     assert torch.equal(memories[1][:D], x_TD[0]) and (memories[1][D:1024] == -1).all()
 
 
 def test_choices_and_weights_go_to_everybody_with_the_first_chunk(device: torch.device) -> None:
     memories, peers = _peers(1, device)
     experts_TK, weights_TK = torch.tensor([[3, 0], [1, 2]], device=device), torch.rand(2, 2, device=device)
-    choices = Choices(weights_TK=weights_TK, ids_offset=0, weights_offset=64, flags_offset=FLAGS_AT + 64)
-    x_TD, homes = torch.zeros(2, D, device=device), Homes(per_rank=2)
-    for part in (Chunks(rows=16, count=2, first=0, last=1), Chunks(rows=16, count=2, first=1, last=2)):
+    choices = RoutingPayload(weights_TK=weights_TK, ids_offset=0, weights_offset=64, flags_offset=FLAGS_AT + 64)
+    x_TD, homes = torch.zeros(2, D, device=device), ExpertRanks(per_rank=2)
+    for part in (TokenChunks(rows=16, count=2, first=0, last=1), TokenChunks(rows=16, count=2, first=1, last=2)):
         push_rows(x_TD, experts_TK, homes, peers, (256, FLAGS_AT), part, choices, launch=FEW)
     for memory in memories:
         assert memory.view(torch.int32)[4:8].tolist() == [3, 0, 1, 2]
@@ -118,15 +118,15 @@ def test_choices_and_weights_go_to_everybody_with_the_first_chunk(device: torch.
 
 @pytest.mark.parametrize("programs", [1, 2, 5])
 def test_chunks_cover_every_token_once_however_many_programs_walk(programs: int, device: torch.device) -> None:
-    tokens, chunks = 39, Chunks.cut(39, 3)
+    tokens, chunks = 39, TokenChunks.cut(39, 3)
     flags = torch.zeros(16, W, dtype=torch.int64, device=device)
     launch = replace(FEW, programs=programs)
     x_TD = torch.arange(1.0, 1 + tokens * 4, device=device).view(tokens, 4)
-    assert chunks == Chunks(rows=13, count=3, first=0, last=3)
+    assert chunks == TokenChunks(rows=13, count=3, first=0, last=3)
     awaited = _awaited(flags.fill_(programs), programs)
     out = torch.full((W * tokens, 4), -1.0, device=device)
     places_NK = torch.arange(W * tokens, device=device)[:, None]
-    places = Places(places_NK=places_NK, counts_e=torch.tensor([W * tokens], dtype=torch.int32, device=device))
+    places = LocalPlaces(places_NK=places_NK, counts_e=torch.tensor([W * tokens], dtype=torch.int32, device=device))
     came = torch.randn(W * tokens, 4, device=device)
     take_rows(came, x_TD, places, out, awaited, chunks, rank=1, is_spread=False, launch=launch)
     assert torch.equal(out, torch.cat((came[:tokens], x_TD))) and int(awaited.late) == 0
@@ -137,9 +137,9 @@ def test_sums_and_scalars_return_to_the_rows_they_belong_to(device: torch.device
     memories, peers = _peers(0, device)
     y_RD, scalars_R = torch.randn(4, D, device=device), torch.rand(4, device=device)
     places_NK = torch.tensor([[0, 3], [3, 3], [2, 1], [3, 1]], device=device)
-    places = Places(places_NK=places_NK, counts_e=torch.tensor([1, 2], dtype=torch.int32, device=device))
-    returned = Returned(rows=y_RD, is_summed=True, scalars_R=scalars_R)
-    return_rows(returned, places, peers, (0, 512, FLAGS_AT), Chunks.cut(2, 1), launch=FEW)
+    places = LocalPlaces(places_NK=places_NK, counts_e=torch.tensor([1, 2], dtype=torch.int32, device=device))
+    returned = ReturnPayload(rows=y_RD, is_summed=True, scalars_R=scalars_R)
+    return_rows(returned, places, peers, (0, 512, FLAGS_AT), TokenChunks.cut(2, 1), launch=FEW)
     assert_close(memories[0][:D], y_RD[0])
     assert (memories[0][D : 4 * D] == -1).all()
     assert_close(memories[1][: 2 * D].view(2, D), torch.stack((y_RD[2] + y_RD[1], y_RD[1])))
@@ -155,9 +155,9 @@ def test_sums_over_ranks_leave_out_those_that_had_no_expert_of_the_token(device:
     experts_TK = torch.tensor([[0, 1], [1, 2], [4, 4]], device=device)
     scalars_NK, scalars_TK = torch.arange(12.0, device=device).view(6, 2), torch.empty(3, 2, device=device)
     y_TD = torch.empty(3, D, device=device)
-    home = Home(parts_ND=parts_ND, y_TD=y_TD, scalars_NK=scalars_NK, scalars_TK=scalars_TK)
+    home = CombineBuffers(parts_ND=parts_ND, y_TD=y_TD, scalars_NK=scalars_NK, scalars_TK=scalars_TK)
     awaited = _awaited(torch.ones(16, W, dtype=torch.int64, device=device), 1)
-    sum_ranks(home, experts_TK, Homes(per_rank=2), awaited, Chunks.cut(3, 1), launch=FEW)
+    sum_ranks(home, experts_TK, ExpertRanks(per_rank=2), awaited, TokenChunks.cut(3, 1), launch=FEW)
     assert_close(y_TD, torch.stack((parts_ND[0], parts_ND[1] + parts_ND[4], torch.zeros_like(y_TD[0]))))
     assert scalars_TK.tolist() == [[0, 1], [2, 9], [0, 0]]
 
@@ -165,36 +165,36 @@ def test_sums_over_ranks_leave_out_those_that_had_no_expert_of_the_token(device:
 def test_our_own_part_of_a_sum_may_stand_elsewhere(device: torch.device) -> None:
     parts_ND, own_TD = torch.randn(6, D, device=device), torch.randn(3, D, device=device)
     experts_TK = torch.tensor([[0, 1], [1, 2], [3, 4]], device=device)
-    home = Home(parts_ND=parts_ND, y_TD=torch.empty(3, D, device=device), own_TD=own_TD, rank=1)
+    home = CombineBuffers(parts_ND=parts_ND, y_TD=torch.empty(3, D, device=device), own_TD=own_TD, rank=1)
     awaited = _awaited(torch.ones(16, W, dtype=torch.int64, device=device), 1)
-    sum_ranks(home, experts_TK, Homes(per_rank=2), awaited, Chunks.cut(3, 1), launch=FEW)
+    sum_ranks(home, experts_TK, ExpertRanks(per_rank=2), awaited, TokenChunks.cut(3, 1), launch=FEW)
     assert_close(home.y_TD, torch.stack((parts_ND[0], parts_ND[1] + own_TD[1], own_TD[2])))
 
 
 def test_packed_bytes_are_taken_to_their_places_as_they_are(device: torch.device) -> None:
     came, own = torch.randint(0, 255, (2, 4, 48), dtype=torch.uint8, device=device)
     places_NK = torch.tensor([[4, 0], [1, 4], [4, 4], [2, 3]], device=device)
-    places = Places(places_NK=places_NK, counts_e=torch.tensor([1, 0, 3], dtype=torch.int32, device=device))
+    places = LocalPlaces(places_NK=places_NK, counts_e=torch.tensor([1, 0, 3], dtype=torch.int32, device=device))
     out = torch.zeros(5, 48, dtype=torch.uint8, device=device)
     awaited = _awaited(torch.ones(16, W, dtype=torch.int64, device=device), 1)
-    take_rows(came, own[:2], places, out, awaited, Chunks.cut(2, 1), rank=0, is_spread=True, launch=FEW)
+    take_rows(came, own[:2], places, out, awaited, TokenChunks.cut(2, 1), rank=0, is_spread=True, launch=FEW)
     assert torch.equal(out, torch.stack((own[0], own[1], came[3], came[3], torch.zeros_like(own[0]))))
 
 
 def test_a_chunk_that_one_rank_has_not_written_is_noticed(device: torch.device) -> None:
     awaited = _awaited(torch.full((16, W), 2, dtype=torch.int64, device=device), 2)
     awaited.flags_CW[1, 1] = 1
-    home = Home(parts_ND=torch.zeros(6, D, device=device), y_TD=torch.empty(3, D, device=device))
-    experts_TK, homes = torch.zeros(3, 1, dtype=torch.int64, device=device), Homes(per_rank=2)
+    home = CombineBuffers(parts_ND=torch.zeros(6, D, device=device), y_TD=torch.empty(3, D, device=device))
+    experts_TK, homes = torch.zeros(3, 1, dtype=torch.int64, device=device), ExpertRanks(per_rank=2)
     for last, late in ((1, 0), (2, 3)):
-        sum_ranks(home, experts_TK, homes, awaited, Chunks(rows=2, count=2, first=0, last=last), launch=FEW)
+        sum_ranks(home, experts_TK, homes, awaited, TokenChunks(rows=2, count=2, first=0, last=last), launch=FEW)
         assert int(awaited.late) == late
 
 
 def test_rows_of_odd_width_are_refused(device: torch.device) -> None:
     _, peers = _peers(0, device)
     with pytest.raises(KernelError, match="16 bytes"):
-        push_rows(torch.zeros(2, 6), torch.zeros(2, 1).long(), Homes(per_rank=1), peers, (0, 0), ONE)
+        push_rows(torch.zeros(2, 6), torch.zeros(2, 1).long(), ExpertRanks(per_rank=1), peers, (0, 0), ONE)
 
 
 def test_a_wait_ends_when_all_have_written_and_gives_up_when_one_has_not(device: torch.device) -> None:

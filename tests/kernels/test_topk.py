@@ -9,11 +9,11 @@ from penstock.kernels import reference
 from penstock.kernels.reference import RouterRule
 from penstock.kernels.topk import LAUNCH, backward_constants, kernel_constants, route
 from penstock.kernels.topk_kernels import route_backward_kernel, route_kernel, sum_parts_kernel
-from penstock.kernels.tuning import Launch
+from penstock.kernels.tuning import KernelLaunch
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 from tests.kernels.parity import assert_parity
 
-SMALL = Launch(block_rows=16, block_columns=8, warps=1)
+SMALL = KernelLaunch(block_rows=16, block_columns=8, warps=1)
 
 RULES = {
     "V2-Lite": RouterRule(top_k=6),

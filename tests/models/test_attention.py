@@ -13,7 +13,7 @@ from transformers.models.olmoe import modeling_olmoe as olmoe
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from penstock.config.model import GroupedQueryAttention
-from penstock.kernels.attention_window import Reach
+from penstock.kernels.attention_window import AttentionWindow
 from penstock.models.attention import GroupedQueryLayer, temperature
 from penstock.models.model_inputs import attention_mask
 from tests.closeness import assert_close
@@ -152,7 +152,7 @@ def test_a_layer_equals_that_of_transformers(family: str, layer: int, has_docume
     assert {*pairs.values()} == {name for name, _ in theirs.named_parameters()}
 
     reach = None if attention.is_global(layer) or attention.local is None else attention.local
-    seen = seen_by(reach and Reach(kind=reach.kind, size=reach.size), LENGTH, documents_BS)
+    seen = seen_by(reach and AttentionWindow(kind=reach.kind, size=reach.size), LENGTH, documents_BS)
     mask = torch.where(seen[:, None], 0.0, float("-inf"))
     leaves = [x_BSD.clone().requires_grad_(), *(theirs.get_parameter(name) for name in pairs.values())]
     out, _ = theirs(
@@ -215,6 +215,6 @@ def test_borders_and_reach_meet_in_a_block() -> None:
     assert torch.equal(frame.allowed_BSS, attention_mask(documents_BS))
     q_BSHN, k_BSGN = ours._positioned(*ours._projected(x_BSD), frame)
     v_BSGN = ours.value(x_BSD).unflatten(-1, (-1, 8))
-    seen = seen_by(Reach(kind="window", size=4), LENGTH, documents_BS)
+    seen = seen_by(AttentionWindow(kind="window", size=4), LENGTH, documents_BS)
     expected = eager_attention(q_BSHN, k_BSGN, v_BSGN, seen, ours.scale, ours.sinks_H)
     assert_close(ours._attended(q_BSHN, k_BSGN, v_BSGN, frame), expected)

@@ -26,7 +26,7 @@ from penstock.parallel.weight_grad_store import WeightGradStore
 from tests.closeness import assert_equal
 
 ROWS, LENGTH, D = 2, 64, 256
-OURS = replace(PLAIN, mla_heads=rope.mla_heads, mla_heads_is_ours=True)
+OURS = replace(PLAIN, mla_heads=rope.mla_heads, mla_heads_is_fused=True)
 CONFIG = LatentAttention(
     heads=2, q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
 )

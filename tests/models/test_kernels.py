@@ -12,7 +12,7 @@ from penstock.config.load import load_run
 from penstock.config.presets.registry import PRESETS
 from penstock.kernels.backends import shape_of
 from penstock.kernels.device_facts import DeviceFacts, device_facts, named_device
-from penstock.kernels.measured import Entry, Measurements, save
+from penstock.kernels.measured import Measurements, OperatorTimes, save
 from penstock.kernels.operators import REFERENCE, TORCH
 from penstock.models.build import build_model
 from penstock.models.kernels import choose_operators, kernel_choices, shapes_of
@@ -86,7 +86,7 @@ def test_what_cannot_run_is_refused_before_the_model_is_made() -> None:
 def test_a_runs_own_measurements_decide(tmp_path: Path) -> None:
     shape = shape_of("swiglu", shapes_of(SMALL))
     entries = tuple(
-        Entry(
+        OperatorTimes(
             op="swiglu",
             direction=direction,
             dtype="bf16",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.kernels.expert_ffn import expert_ffn
 from penstock.kernels.expert_kernels import TRITON
-from penstock.kernels.expert_parts import KeptRows
+from penstock.kernels.expert_parts import SavedRows
 from penstock.moe.dispatch.row_capacity import ActivationArena, forget_left_out, make_room, rows_left_out, widenings
 from tests.closeness import assert_close
 
@@ -22,7 +22,7 @@ def arena_of(layers: int, bound: float) -> ActivationArena:
     return arena
 
 
-def put(arena: ActivationArena, rows: int, room: int = 20, share: float = 10.0) -> KeptRows:
+def put(arena: ActivationArena, rows: int, room: int = 20, share: float = 10.0) -> SavedRows:
     return arena.place(torch.tensor([rows], dtype=torch.int32), room, LIKE, share=share)
 
 

@@ -35,7 +35,7 @@ FORMS: dict[str, Operators] = {
     "torch": operators.TORCH,
     **{
         f"one function, {name}": replace(
-            operators.REFERENCE, expert_ffn=partial(expert_ffn, kernels=kernels), expert_ffn_is_ours=True
+            operators.REFERENCE, expert_ffn=partial(expert_ffn, kernels=kernels), expert_ffn_is_fused=True
         )
         for name, kernels in {"reference": REFERENCE, "torch": TORCH, "triton": TRITON}.items()
     },

@@ -76,7 +76,7 @@ def _by_itself(products: Counter[str]) -> Operators:
         return run
 
     kernels = replace(REFERENCE, forward=count("forward"), input_gradient=count("input_gradient"))
-    return replace(operators.REFERENCE, expert_ffn=partial(expert_ffn, kernels=kernels), expert_ffn_is_ours=True)
+    return replace(operators.REFERENCE, expert_ffn=partial(expert_ffn, kernels=kernels), expert_ffn_is_fused=True)
 
 
 @pytest.mark.parametrize(

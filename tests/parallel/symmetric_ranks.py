@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.symmetric import Awaited, Chunks
+from penstock.kernels.symmetric import ChannelWait, TokenChunks
 from penstock.parallel.symmetric import BufferSizes, Channel, SymmetricBuffers, TransferDirection
 
 PATIENCE = 60.0
@@ -98,7 +98,9 @@ class SimulatedBuffers(SymmetricBuffers):
         super().wait(channel, signals)
         self._pass_on()
 
-    def read(self, function: Callable[[Awaited, Chunks], None], channel: Channel, signals: int, chunks: Chunks) -> None:
+    def read(
+        self, function: Callable[[ChannelWait, TokenChunks], None], channel: Channel, signals: int, chunks: TokenChunks
+    ) -> None:
         for one in _one_by_one(chunks):
             self._pass_on(self._is_written(channel, signals, one.first))
             super().read(function, channel, signals, one)
@@ -109,7 +111,7 @@ class SimulatedBuffers(SymmetricBuffers):
         super().hold(channel, signals)
         self._pass_on()
 
-    def _send(self, send: Callable[[Chunks], None], chunks: Chunks) -> None:
+    def _send(self, send: Callable[[TokenChunks], None], chunks: TokenChunks) -> None:
         for one in _one_by_one(chunks):
             self._pass_on()
             super()._send(send, one)
@@ -123,7 +125,7 @@ class SimulatedBuffers(SymmetricBuffers):
         self._baton.pass_on(self.peers.rank, ready)
 
 
-def _one_by_one(chunks: Chunks) -> Iterator[Chunks]:
+def _one_by_one(chunks: TokenChunks) -> Iterator[TokenChunks]:
     """A launch for each chunk, so that others see some of them written and others not."""
     return (replace(chunks, first=chunk, last=chunk + 1) for chunk in range(chunks.first, chunks.last))
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import causal_attention
-from penstock.kernels.attention_window import Reach
+from penstock.kernels.attention_window import AttentionWindow
 from penstock.layout.grid import Grid
 from penstock.layout.sequence import Method, SequenceLayout
 from penstock.models.model_inputs import attention_mask
@@ -124,10 +124,10 @@ def test_one_rank_alone_attends_to_its_row() -> None:
 
 
 REACHES = {
-    "window within a chunk of a rank": Reach(kind="window", size=3),
-    "window over several": Reach(kind="window", size=7),
-    "chunks within one": Reach(kind="chunk", size=2),
-    "chunks over several": Reach(kind="chunk", size=6),
+    "window within a chunk of a rank": AttentionWindow(kind="window", size=3),
+    "window over several": AttentionWindow(kind="window", size=7),
+    "chunks within one": AttentionWindow(kind="chunk", size=2),
+    "chunks over several": AttentionWindow(kind="chunk", size=6),
     "the whole row": None,
 }
 SINKS_H = torch.tensor([0.5, -1.0, 2.0, 0.0, 0.1, 0.2, -0.3, 1.0], dtype=torch.float64)
@@ -184,5 +184,5 @@ def test_ranks_see_a_part_of_the_row_together_as_one_does_alone(
 
 def test_a_row_no_longer_than_the_reach_needs_no_masks() -> None:
     layer_context, device = LayerContext(), torch.device("cpu")
-    assert nears_of(layer_context, Reach(kind="window", size=LENGTH), LENGTH, 1, None, device) == ()
-    assert len(nears_of(layer_context, Reach(kind="window", size=LENGTH - 1), LENGTH, 1, None, device)) == 1
+    assert nears_of(layer_context, AttentionWindow(kind="window", size=LENGTH), LENGTH, 1, None, device) == ()
+    assert len(nears_of(layer_context, AttentionWindow(kind="window", size=LENGTH - 1), LENGTH, 1, None, device)) == 1

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.config.load import load_run
-from penstock.kernels.backends import QUESTIONS, shape_of
+from penstock.kernels.backends import CHOICE_POINTS, shape_of
 from penstock.kernels.device_facts import DeviceFacts
 from penstock.tune.cases import SKEWS, Case, Workload, cases, draw_choices, workload_of
 from tests.closeness import assert_close
@@ -46,7 +46,7 @@ def name(case: Case) -> str:
 
 
 def test_every_part_that_the_model_has_is_a_case() -> None:
-    parts = {part for question in QUESTIONS for part in question.parts if part.op != "rotate"}
+    parts = {part for question in CHOICE_POINTS for part in question.parts if part.op != "rotate"}
     assert {case.part for case in ALL} == parts
     assert {case.skew for case in ALL if case.part.op == "down"} == set(SKEWS)
     assert {case.skew for case in ALL if case.part.op == "swiglu"} == {0.0}

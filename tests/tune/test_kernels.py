@@ -9,7 +9,7 @@ import torch
 from penstock.config.load import load_run
 from penstock.kernels.choose import choose
 from penstock.kernels.device_facts import device_facts, installed
-from penstock.kernels.measured import Entry, Measurements
+from penstock.kernels.measured import Measurements, OperatorTimes
 from penstock.tune.cases import Call, cases, workload_of
 from penstock.tune.kernels import GpuClock, environment, measure, merged, winner
 from tests.tune.test_cases import AS_GPU, work
@@ -27,7 +27,7 @@ class CountingClock:
         return 10.0 * len(self.copies)
 
 
-def entry(**changes: object) -> Entry:
+def entry(**changes: object) -> OperatorTimes:
     fields = {
         "op": "swiglu",
         "direction": "forward",
@@ -36,7 +36,7 @@ def entry(**changes: object) -> Entry:
         "shape": {"tokens": 4, "dense_ffn": 8},
         "microseconds": {"torch": 2.0, "triton": 1.0},
     }
-    return Entry(**(fields | changes))  # type: ignore[arg-type]
+    return OperatorTimes(**(fields | changes))  # type: ignore[arg-type]
 
 
 def test_every_case_becomes_an_entry_with_a_time_for_each_backend() -> None:

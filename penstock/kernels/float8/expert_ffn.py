@@ -41,10 +41,10 @@ from penstock.kernels.expert_parts import (
     DOWN,
     GATE_UP,
     MATRICES,
-    Keep,
-    KeptRows,
-    PutOff,
-    Weighed,
+    DeferGradient,
+    SavedRows,
+    SaveRows,
+    WeightedBias,
     check_operands,
     put_gradient,
     sum_over_places,
@@ -104,9 +104,9 @@ def expert_ffn(
     rule: ExpertRule = SWIGLU,
     places_TK: Tensor | None = None,
     accumulate_into: tuple[Tensor, ...] | None = None,
-    put_off: PutOff | None = None,
+    put_off: DeferGradient | None = None,
     recompute: bool = False,
-    keep: Keep | None = None,
+    keep: SaveRows | None = None,
     only_last: bool = False,
 ) -> Tensor:
     """`penstock.kernels.expert_ffn.expert_ffn` in 8 bits, which gives the same; differentiable in all but integers.
@@ -142,7 +142,7 @@ def expert_ffn(
         sums=(*(accumulate_into or ()), *[None] * (MATRICES + BIASES))[: MATRICES + BIASES],
         put_off=put_off,
         recompute=recompute,
-        keep=keep if float8.operators.keeps_rows and not recompute and biases is None else None,
+        keep=keep if float8.operators.saves_rows and not recompute and biases is None else None,
         only_last=only_last,
         rule=rule,
     )
@@ -159,9 +159,9 @@ class _Extras:
     places_TK: Tensor | None
     parameters: tuple[Tensor, Tensor]
     sums: tuple[Tensor | None, ...]
-    put_off: PutOff | None
+    put_off: DeferGradient | None
     recompute: bool
-    keep: Keep | None
+    keep: SaveRows | None
     only_last: bool
     rule: ExpertRule
 
@@ -250,7 +250,7 @@ class _Float8ExpertFfn(torch.autograd.Function):
         dy = _quantized_gradient(dy_RD, ctx.gradients, counts_e, extras, columns=wants_down)
         dh_RF = operators.multiply_groups(dy.rows, extras.down(down_eDF).backward, counts_e, **options)
         formats, keep_plain = (float8.forward, float8.gradient), biases[0] is not None
-        kept_RF = kept_RF if first is None else KeptRows(kept_RF, first, len(dy_RD))
+        kept_RF = kept_RF if first is None else SavedRows(kept_RF, first, len(dy_RD))
         d_gate_up, d_gate_up_columns, h_columns, dweights_R, d_gate_up_RF = operators.swiglu_backward(
             kept_RF, weights_R, dh_RF, counts_e, extras.rule, recipe, *formats, keep_plain=keep_plain
         )
@@ -298,7 +298,7 @@ def _pre_activation(
     bias_eF: Tensor | None,
     operators: Float8Operators,
     options: dict[str, Any],
-    keep: KeptRows | None = None,
+    keep: SavedRows | None = None,
 ) -> Tensor:
     """The first product, in 16 bits; with `keep` the whole buffer. Options are the product's."""
     to_kept = {} if keep is None else {"keep": keep}
@@ -342,7 +342,7 @@ def _bias_gradients(
     if d_gate_up_RF is not None:
         found[0] = gradient(d_gate_up_RF, counts_e, accumulate_into=sums[0])
     if biases[1] is not None:
-        weighed = None if weights_R is None or dweights_R is None else Weighed(biases[1], weights_R, dweights_R)
+        weighed = None if weights_R is None or dweights_R is None else WeightedBias(biases[1], weights_R, dweights_R)
         found[1] = gradient(dy_RD.contiguous(), counts_e, weighed, accumulate_into=sums[1])
     return [None if total is not None else one for one, total in zip(found, sums, strict=True)]
 

@@ -121,7 +121,7 @@ def _turned_back(words, angles, start, turn, WIDTH: gl.constexpr, PLAIN: gl.cons
 
 @gluon.jit
 def _turned(even, odd, cos_ptr, sin_ptr, offset, is_turned):
-    """As `penstock.kernels.rope.turn_pairs`."""
+    """As `penstock.kernels.rope.rotate_pairs`."""
     cos = gl.load(cos_ptr + offset, mask=is_turned, other=0.0)
     sin = -gl.load(sin_ptr + offset, mask=is_turned, other=0.0)
     return even * cos - odd * sin, even * sin + odd * cos

@@ -8,7 +8,7 @@ heads.
 from penstock.kernels.float8.quantize_kernels import pair_neighbours, quantize_tile, tile_rows, transpose_tile
 from penstock.kernels.float8.scaling import to_float32
 from penstock.kernels.language import tl, triton
-from penstock.kernels.rope import load_angles, token_offset, turn_pairs
+from penstock.kernels.rope import load_angles, rotate_pairs, token_offset
 
 
 @triton.jit
@@ -107,5 +107,5 @@ def shared_key_backward_kernel(
         is_rotary = (head_H1 < H) & (rotary_1P < P)
         dk_HP = tl.load(dk_ptr + head_H1 * dk_head + rotary_1P, mask=is_rotary, other=0.0)
         shared_HP += dk_HP.to(tl.float32)
-    shared_1P = turn_pairs(tl.sum(shared_HP, 0)[None, :], cos_P, -sin_P, 1, BLOCK_P)
+    shared_1P = rotate_pairs(tl.sum(shared_HP, 0)[None, :], cos_P, -sin_P, 1, BLOCK_P)
     tl.store(dk_rope_ptr + rotary_1P, shared_1P.to(dk_rope_ptr.dtype.element_ty), mask=rotary_1P < P)

@@ -49,7 +49,7 @@ def _no_tile_table(counts_e: Tensor, rows: int) -> None:
 class Float8Operators:
     """Callables; see the functions of the same name in `penstock.kernels.float8.reference`, and below.
 
-    Only where `keeps_rows` does `multiply_groups` take `keep`, and do `swiglu` and `swiglu_backward` take `KeptRows`.
+    Only where `saves_rows` does `multiply_groups` take `keep`, and do `swiglu` and `swiglu_backward` take `SavedRows`.
     There `tile_table` gives one.
 
     Attributes:
@@ -69,7 +69,7 @@ class Float8Operators:
         mla_heads: (q_BSHN, kv_BSHN, k_rope_BSP, cos_BSP, sin_BSP, handed, form) -> as in 16 bits; backward leaves the
             gradients of q and kv at `handed` (`penstock.kernels.float8.gradient_side_channel`). None where they stay in
             16 bits.
-        keeps_rows: whether rows can stand in a buffer from a row on that only the device knows.
+        saves_rows: whether rows can stand in a buffer from a row on that only the device knows.
     """
 
     quantize_rows: Callable[..., RowColQuantized]
@@ -88,7 +88,7 @@ class Float8Operators:
     unpermute: Callable[[Tensor, RowOrder], Tensor] = plain.unpermute
     bias_gradient: Callable[..., Tensor] = bias_gradient_by_definition
     mla_heads: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
-    keeps_rows: bool = False
+    saves_rows: bool = False
 
 
 def swiglu(

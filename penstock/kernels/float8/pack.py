@@ -17,13 +17,13 @@ from penstock.kernels.float8.recipes import Recipe
 from penstock.kernels.float8.scaling import exponent_of, magnitude_bits, power_of, scale_of, to_float8, to_float32
 from penstock.kernels.language import tl, triton
 from penstock.kernels.launching import start_kernel
-from penstock.kernels.tuning import Launch
+from penstock.kernels.tuning import KernelLaunch
 
-LAUNCH = Launch(block_rows=32, block_columns=128, warps=4)
+LAUNCH = KernelLaunch(block_rows=32, block_columns=128, warps=4)
 """Blocks of 128 numbers at a time; of smaller ones as many more. Not measured yet."""
 
 
-def pack_rows(x_TD: Tensor, recipe: Recipe, form: Format, *, launch: Launch = LAUNCH) -> Tensor:
+def pack_rows(x_TD: Tensor, recipe: Recipe, form: Format, *, launch: KernelLaunch = LAUNCH) -> Tensor:
     """`penstock.kernels.float8.packed_rows.pack_rows` in one kernel.
 
     Args:
@@ -43,7 +43,7 @@ def pack_rows(x_TD: Tensor, recipe: Recipe, form: Format, *, launch: Launch = LA
 
 
 def unpack_rows(
-    packed: Tensor, width: int, recipe: Recipe, form: Format, dtype: torch.dtype, *, launch: Launch = LAUNCH
+    packed: Tensor, width: int, recipe: Recipe, form: Format, dtype: torch.dtype, *, launch: KernelLaunch = LAUNCH
 ) -> Tensor:
     """`penstock.kernels.float8.packed_rows.unpack_rows` in one kernel.
 
@@ -70,7 +70,7 @@ def _start(
     packed: Tensor,
     recipe: Recipe,
     form: Format,
-    launch: Launch,
+    launch: KernelLaunch,
     **options: float,
 ) -> None:
     rows, width = x_TD.shape

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.expert_parts import KeptRows
+from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import hopper_products
 from penstock.kernels.float8.launches import Product, ProductLaunch, dense_launch, in_triton, product_launch
 from penstock.kernels.float8.product_kernels import float8_matrices_kernel, float8_rows_kernel
@@ -84,7 +84,7 @@ def multiply_groups(
     *,
     dtype: torch.dtype,
     tiles: TileTable | None = None,
-    keep: KeptRows | None = None,
+    keep: SavedRows | None = None,
     launch: ProductLaunch | None = None,
 ) -> Tensor:
     """Each expert's rows times the transpose of its matrix: R x N.

@@ -29,7 +29,7 @@ from penstock.kernels.float8.tile_launches import (
 )
 from penstock.kernels.language import triton
 from penstock.kernels.launching import start_kernel
-from penstock.kernels.tuning import Launch, target_of
+from penstock.kernels.tuning import KernelLaunch, target_of
 
 WAVE_FACTOR = 2
 """AMD's waves have twice the threads of a warp, so half as many hold a tile in as many registers."""
@@ -334,7 +334,7 @@ def _measure(source: _Source, rows: Quantized | None, columns: Quantized | None)
     return (by_row, by_column) if whole is None else (whole, whole)
 
 
-def _grid(source: _Source, launch: Launch) -> tuple[int, ...]:
+def _grid(source: _Source, launch: KernelLaunch) -> tuple[int, ...]:
     columns = triton.cdiv(source.width, launch.block_columns)
     return columns, triton.cdiv(source.places, launch.block_rows), source.matrices
 
@@ -361,12 +361,12 @@ def _lie_alike(given: Quantized, made: Quantized) -> bool:
     return given.values.stride() == made.values.stride() and given.scales.stride() == made.scales.stride()
 
 
-def warps_of(launch: Launch, device: torch.device) -> int:
+def warps_of(launch: KernelLaunch, device: torch.device) -> int:
     """Warps, or waves, of one program."""
     return launch.warps // (WAVE_FACTOR if target_of(device).startswith("gfx") else 1)
 
 
-def run_of(launch: Launch) -> int:
+def run_of(launch: KernelLaunch) -> int:
     """Loads that a thread makes of a tile, which are rows that it has: it stores 16 bytes, so 16 numbers of each."""
     return max(1, launch.block_rows * launch.block_columns // (launch.warps * 32 * 16))
 

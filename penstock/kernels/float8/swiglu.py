@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.base.errors import KernelError
 from penstock.kernels import swiglu as in_16_bits
-from penstock.kernels.expert_parts import KeptRows
+from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import hopper_copies, quantize
 from penstock.kernels.float8.formats import Format
 from penstock.kernels.float8.operators import SwigluForBackward
@@ -29,12 +29,12 @@ from penstock.kernels.float8.tile_launches import BACKWARD, BACKWARD_TAKEN, Back
 from penstock.kernels.language import triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import ExpertRule
-from penstock.kernels.tuning import Launch, target_of
+from penstock.kernels.tuning import KernelLaunch, target_of
 
-ROWS_ONLY = Launch(block_rows=32, block_columns=128, warps=4)
+ROWS_ONLY = KernelLaunch(block_rows=32, block_columns=128, warps=4)
 """Where nothing is transposed: two loads of 16 bytes of gate and of up for each thread."""
 
-TRANSPOSING = Launch(block_rows=128, block_columns=128, warps=16)
+TRANSPOSING = KernelLaunch(block_rows=128, block_columns=128, warps=16)
 """A block of rows by a block of columns, 32 numbers a thread. Of twice as many a thread of sm_90 spills."""
 
 RUN = 2
@@ -42,7 +42,7 @@ RUN = 2
 
 
 def swiglu(
-    gate_up_RF: Tensor | KeptRows,
+    gate_up_RF: Tensor | SavedRows,
     weights_R: Tensor | None,
     rule: ExpertRule,
     recipe: Recipe,
@@ -104,7 +104,7 @@ def swiglu(
 
 
 def swiglu_backward(
-    gate_up_RF: Tensor | KeptRows,
+    gate_up_RF: Tensor | SavedRows,
     weights_R: Tensor | None,
     dh_RF: Tensor,
     counts_e: Tensor,
@@ -145,7 +145,7 @@ def swiglu_backward(
 
 
 def _in_one_pass(
-    gate_up_RF: Tensor | KeptRows,
+    gate_up_RF: Tensor | SavedRows,
     weights_R: Tensor | None,
     dh_RF: Tensor,
     counts_e: Tensor,
@@ -224,7 +224,7 @@ def _start_tritons(
 
 
 def _in_passes(
-    gate_up_RF: Tensor | KeptRows,
+    gate_up_RF: Tensor | SavedRows,
     weights_R: Tensor | None,
     dh_RF: Tensor,
     counts_e: Tensor,
@@ -257,7 +257,7 @@ def _is_fused(recipe: Recipe, width: int) -> bool:
     return outer == 1 and depth in (32, 128) and fits and (width == 1 or width % depth == 0)
 
 
-def _constants(recipe: Recipe, launch: Launch) -> dict[str, Any]:
+def _constants(recipe: Recipe, launch: KernelLaunch) -> dict[str, Any]:
     """What both kernels are compiled with."""
     return {
         "DEPTH": recipe.rows[1],
@@ -272,9 +272,9 @@ def _used(counts_e: Tensor | None) -> Tensor | None:
     return None if counts_e is None else counts_e.sum(dtype=torch.int32)
 
 
-def _given(gate_up_RF: Tensor | KeptRows, weights_R: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
+def _given(gate_up_RF: Tensor | SavedRows, weights_R: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
     """The rows, the number of the first one on the device if it is not 0, and how many there are at most."""
-    if isinstance(gate_up_RF, KeptRows):
+    if isinstance(gate_up_RF, SavedRows):
         source_SF, first, rows = gate_up_RF.rows_SF, gate_up_RF.first, gate_up_RF.room
     else:
         source_SF, first, rows = gate_up_RF, None, gate_up_RF.shape[0]

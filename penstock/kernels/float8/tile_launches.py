@@ -10,11 +10,11 @@ from types import MappingProxyType
 from typing import Literal
 
 from penstock.kernels.float8.recipes import ALIGNMENT
-from penstock.kernels.tuning import GemmLaunch, Launch
+from penstock.kernels.tuning import GemmLaunch, KernelLaunch
 
 
 @dataclass(frozen=True, kw_only=True)
-class TileLaunch(Launch):
+class TileLaunch(KernelLaunch):
     """How quantization is cut.
 
     Attributes:

@@ -21,7 +21,7 @@ from torch.nn.functional import ScalingType
 
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import DEPTH, Recipe
-from penstock.kernels.launching import rehearsed
+from penstock.kernels.launching import record_launch
 
 _PADDED = 4
 """Depth blocks of which a 128 x 128 weight's scales must have a multiple."""
@@ -107,7 +107,7 @@ def _write(a: Quantized, b: Quantized, scales_a: Tensor, scales_b: Tensor, out: 
     """The product where it belongs; scales as `_scales` gives them."""
     if out.is_meta:
         # Torch rehearses only the form that makes a new tensor.
-        rehearsed("_scaled_mm_v2", a.values, b.values.T, scales_a, scales_b, out)
+        record_launch("_scaled_mm_v2", a.values, b.values.T, scales_a, scales_b, out)
         return out
     left, right, no_swizzle = [_KINDS[a.block].value], [_KINDS[b.block].value], list[int]()
     return torch._scaled_mm_v2(

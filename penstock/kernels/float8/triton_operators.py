@@ -42,7 +42,7 @@ TRITON = Float8Operators(
     unpermute=unpermute,
     bias_gradient=bias_gradient,
     mla_heads=mla_heads,
-    keeps_rows=True,
+    saves_rows=True,
 )
 
 

@@ -97,10 +97,10 @@ def shares_arena(moe: Moe, layer_context: LayerContext) -> bool:
         and not moe.balance.pad_to_capacity
     )
     if layer_context.float8.experts is None:
-        keeps_rows = layer_context.operators.keeps_rows
+        saves_rows = layer_context.operators.saves_rows
     else:
-        keeps_rows = layer_context.float8.operators.keeps_rows and not moe.bias
-    return is_bounded and keeps_rows
+        saves_rows = layer_context.float8.operators.saves_rows and not moe.bias
+    return is_bounded and saves_rows
 
 
 def _room(placement: ExpertPlacement, layer_context: LayerContext, *, in_arena: bool) -> RowCapacity | None:

@@ -15,8 +15,8 @@ from importlib import import_module
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.expert_parts import KeptRows
-from penstock.kernels.launching import rehearsed_wait
+from penstock.kernels.expert_parts import SavedRows
+from penstock.kernels.launching import record_wait
 from penstock.layout.experts import ExpertPlacement
 
 
@@ -42,7 +42,7 @@ class SplitSizes:
         """
         if not counts_E.is_meta:
             return int(counts_E.sum())
-        rehearsed_wait(counts_E)
+        record_wait(counts_E)
         return self.stated(share, most)
 
     def exchanged(self, sent_W: Tensor, arriving_W: Tensor, share: int) -> tuple[list[int], list[int]]:
@@ -56,7 +56,7 @@ class SplitSizes:
         if not sent_W.is_meta:
             send, receive = torch.stack((sent_W, arriving_W)).tolist()
             return send, receive
-        rehearsed_wait(sent_W)
+        record_wait(sent_W)
         ranks = sent_W.numel()
         return _dealt(math.ceil(share * self.part), ranks), _dealt(self.stated(share, share * ranks), ranks)
 
@@ -70,7 +70,7 @@ class SplitSizes:
         if not counts.is_meta:
             read: list[int] = counts.tolist()
             return read
-        rehearsed_wait(counts)
+        record_wait(counts)
         nodes = counts.numel() // 2
         each = math.ceil(choices[0] * part_that_crosses(nodes, choices[1]))
         return [each] * (2 * nodes) + [each * nodes]
@@ -241,7 +241,7 @@ class ActivationArena(CapacityTracker):
         super().forget()
         self.begin()
 
-    def place(self, used: Tensor, room: int, like: Tensor, *, share: float) -> KeptRows:
+    def place(self, used: Tensor, room: int, like: Tensor, *, share: float) -> SavedRows:
         """A place for the rows of the next layer.
 
         Args:
@@ -252,7 +252,7 @@ class ActivationArena(CapacityTracker):
         """
         width = like.shape[1]
         if like.is_meta:  # Layers are planned one at a time, so each counts for itself.
-            return KeptRows(like.new_empty(self._rows(share), width), used.new_empty(1, dtype=torch.int64), room)
+            return SavedRows(like.new_empty(self._rows(share), width), used.new_empty(1, dtype=torch.int64), room)
         if self._left == 0 or self._board is None or self._cursor is None:
             self.share = share * self.layers
             self._board = like.new_empty(max(self._rows(self.share), room), width)
@@ -264,7 +264,7 @@ class ActivationArena(CapacityTracker):
         self._left -= 1
         if self._left == 0:  # From now on the board lives as long as layers keep rows on it.
             self.begin()
-        return KeptRows(board, first, room)
+        return SavedRows(board, first, room)
 
     def _rows(self, share: float) -> int:
         return math.ceil(share * self.bound)

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.config.dispatcher import DispatcherName
-from penstock.kernels.arrivals import Arrivals, order_arrivals
 from penstock.kernels.float8.gradient_box import GradientBox
+from penstock.kernels.local_order import LocalOrder, order_local_rows
 from penstock.kernels.reference import RowOrder
 from penstock.kernels.symmetric import (
     PUSH_LAUNCH,
@@ -37,14 +37,14 @@ from penstock.kernels.symmetric import (
     SUM_LAUNCH,
     TAKE_ALL_LAUNCH,
     TAKE_LAUNCH,
-    Awaited,
-    Choices,
-    Chunks,
-    Home,
-    Homes,
+    ChannelWait,
+    CombineBuffers,
+    ExpertRanks,
+    LocalPlaces,
     PersistentLaunch,
-    Places,
-    Returned,
+    ReturnPayload,
+    RoutingPayload,
+    TokenChunks,
     push_rows,
     return_rows,
     sum_ranks,
@@ -78,7 +78,7 @@ class SymmetricTransport:
     """
 
     buffers: SymmetricBuffers
-    homes: Homes
+    homes: ExpertRanks
     push: PersistentLaunch = PUSH_LAUNCH
     take: PersistentLaunch = TAKE_LAUNCH
     take_all: PersistentLaunch = TAKE_ALL_LAUNCH
@@ -88,12 +88,14 @@ class SymmetricTransport:
     chunks: int = 0
     by_engines: bool = False
 
-    def cut(self, rows_T: Tensor) -> Chunks:
+    def cut(self, rows_T: Tensor) -> TokenChunks:
         """The tokens of a rank in chunks, whatever their rows are made of."""
         tokens, width = rows_T.shape
         if self.by_engines:
-            return Chunks.cut(tokens, 1)
-        return Chunks.cut(tokens, self.chunks) if self.chunks else chunks_for(tokens, width * rows_T.element_size())
+            return TokenChunks.cut(tokens, 1)
+        return (
+            TokenChunks.cut(tokens, self.chunks) if self.chunks else chunks_for(tokens, width * rows_T.element_size())
+        )
 
     def signals(self, launch: PersistentLaunch, rows: int) -> int:
         """By how much a flag grows when rows are written."""
@@ -113,9 +115,9 @@ class SymmetricMetadata(DispatchMetadata):
     gradients: GradientBox | None = None
 
     @property
-    def places(self) -> Places:
+    def places(self) -> LocalPlaces:
         """Where our experts have the rows of all ranks' tokens."""
-        return Places(places_NK=self.order.places_TK, counts_e=self.order.counts_E)
+        return LocalPlaces(places_NK=self.order.places_TK, counts_e=self.order.counts_E)
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class SymmetricDispatcher:
         payload, choices = self.wire_format.load(x_TD), (routing.weights_TK, routing.experts_TK)
         aside = DeferredWork() if self.is_filled else None
         x_ND, packed, *arrived = _Dispatch.apply(payload.x_ND, payload.packed, *choices, self.links, self._order, aside)
-        arrivals = Arrivals(*arrived)
+        arrivals = LocalOrder(*arrived)
         order = RowOrder(arrivals.slots_R, arrivals.places_NK, arrivals.counts_e)
         x_ND, quantized = self.wire_format.unload(DispatchPayload(x_ND, packed))
         placed = (arrivals.index_R, arrivals.weights_R, arrivals.counts_e, arrivals.places_NK)
@@ -161,16 +163,16 @@ class SymmetricDispatcher:
         y_TD: Tensor = _Combine.apply(y_RD, metadata, self.links, self.wire_format)
         return y_TD
 
-    def _order(self, experts_NK: Tensor, weights_NK: Tensor) -> Arrivals:
+    def _order(self, experts_NK: Tensor, weights_NK: Tensor) -> LocalOrder:
         """Places of all ranks' slots among our experts, as many as there is room for."""
         own, (tokens, top_k) = self.placement.experts_of(self.links.buffers.peers.rank), experts_NK.shape
         if self.room is None:
-            arrivals = order_arrivals(experts_NK, weights_NK, own, tokens * min(top_k, len(own)))
+            arrivals = order_local_rows(experts_NK, weights_NK, own, tokens * min(top_k, len(own)))
             share = tokens * top_k / self.placement.expert
             return _used(arrivals, self.counts.total(arrivals.counts_e, share, tokens * top_k))
         is_counted = self.room.training and not is_recomputing()
         meter = self.room.meter if is_counted else None
-        return order_arrivals(experts_NK, weights_NK, own, self.room.rows(tokens, top_k), meter)
+        return order_local_rows(experts_NK, weights_NK, own, self.room.rows(tokens, top_k), meter)
 
 
 def transport_of(
@@ -186,7 +188,7 @@ def transport_of(
         by_engines: copy engines send the rows, where there are some: a plan has none, and counts kernels.
     """
     assert placement.places == buffers.peers.size, f"{placement} on {buffers.peers.size} ranks"
-    homes = Homes(per_rank=placement.per_place, parts=placement.expert_tensor)
+    homes = ExpertRanks(per_rank=placement.per_place, parts=placement.expert_tensor)
     links = SymmetricTransport(buffers, homes, by_engines=by_engines and bool(buffers.memories))
     if not programs:
         return links
@@ -194,10 +196,10 @@ def transport_of(
     return replace(links, **{name: replace(getattr(links, name), programs=programs) for name in names})
 
 
-def _used(arrivals: Arrivals, rows: int) -> Arrivals:
+def _used(arrivals: LocalOrder, rows: int) -> LocalOrder:
     """Without the places that hold nothing, but for one."""
     slots_R, index_R, weights_R = (values_R[: rows + 1] for values_R in arrivals[:3])
-    return Arrivals(slots_R, index_R, weights_R, arrivals.places_NK.clamp(max=rows), arrivals.counts_e)
+    return LocalOrder(slots_R, index_R, weights_R, arrivals.places_NK.clamp(max=rows), arrivals.counts_e)
 
 
 def _arrived(
@@ -208,33 +210,35 @@ def _arrived(
 
 
 def _pusher(
-    rows_T: Tensor, experts_TK: Tensor, slot: int, links: SymmetricTransport, choices: Choices | None = None
-) -> Callable[[Chunks], None]:
+    rows_T: Tensor, experts_TK: Tensor, slot: int, links: SymmetricTransport, choices: RoutingPayload | None = None
+) -> Callable[[TokenChunks], None]:
     """Launches the kernel that writes our rows, of any dtype, into everybody's slot of the way out, choices first."""
     buffers = links.buffers
     offsets = buffers.sizes.offset(BufferSection.OUT_ROWS, slot), buffers.flags_at(Channel.ROWS)
 
-    def send(chunks: Chunks) -> None:
+    def send(chunks: TokenChunks) -> None:
         push_rows(rows_T, experts_TK, links.homes, buffers.peers, offsets, chunks, choices, launch=links.push)
 
     return send
 
 
-def _copier(rows_T: Tensor, slot: int, links: SymmetricTransport) -> Callable[[Chunks], None]:
+def _copier(rows_T: Tensor, slot: int, links: SymmetricTransport) -> Callable[[TokenChunks], None]:
     """Has copy engines do so, without choices."""
 
-    def send(chunks: Chunks) -> None:
+    def send(chunks: TokenChunks) -> None:
         links.buffers.copy_to_others(BufferSection.OUT_ROWS, slot, lambda peer: rows_T, Channel.ROWS)
 
     return send
 
 
-def _take(own_T: Tensor, slot: int, places: Places, out: Tensor, links: SymmetricTransport, *, is_spread: bool) -> None:
+def _take(
+    own_T: Tensor, slot: int, places: LocalPlaces, out: Tensor, links: SymmetricTransport, *, is_spread: bool
+) -> None:
     """Rows of all ranks out of the slot; `own_T` are our own."""
     buffers, tokens = links.buffers, own_T.shape[0]
     rows_N = _arrived((tokens, own_T.shape[1]), own_T.dtype, BufferSection.OUT_ROWS, slot, links)
 
-    def take(awaited: Awaited, chunks: Chunks) -> None:
+    def take(awaited: ChannelWait, chunks: TokenChunks) -> None:
         rank, launch = buffers.peers.rank, links.take_all if links.by_engines else links.take
         take_rows(rows_N, own_T, places, out, awaited, chunks, rank=rank, is_spread=is_spread, launch=launch)
 
@@ -245,8 +249,12 @@ def _take(own_T: Tensor, slot: int, places: Places, out: Tensor, links: Symmetri
 
 
 def _bring_back(
-    returned: Returned, places: Places, experts_TK: Tensor, links: SymmetricTransport, aside: DeferredWork | None = None
-) -> Home:
+    returned: ReturnPayload,
+    places: LocalPlaces,
+    experts_TK: Tensor,
+    links: SymmetricTransport,
+    aside: DeferredWork | None = None,
+) -> CombineBuffers:
     """One row (and the scalars) back for each that came; what came back to us, summed. `aside` is done meanwhile."""
     is_filled = aside is not None and not aside.is_empty
     if is_filled:
@@ -264,13 +272,13 @@ def _bring_back(
         staged_ND = rows.new_empty(buffers.peers.size * tokens, rows.shape[1]) if returned.is_summed else rows
         home = replace(home, own_TD=staged_ND.split(tokens)[buffers.peers.rank], rank=buffers.peers.rank)
 
-    def send(chunks: Chunks) -> None:
+    def send(chunks: TokenChunks) -> None:
         if staged_ND is None or returned.is_summed or returned.scalars_R is not None:
             return_rows(returned, places, buffers.peers, offsets, chunks, staged_ND=staged_ND, launch=links.back)
         if staged_ND is not None:
             buffers.copy_to_others(BufferSection.BACK_ROWS, slot, staged_ND.split(tokens).__getitem__, Channel.BACK)
 
-    def add(awaited: Awaited, chunks: Chunks) -> None:
+    def add(awaited: ChannelWait, chunks: TokenChunks) -> None:
         launch = links.sum_all if links.by_engines else links.sum
         sum_ranks(home, experts_TK, links.homes, awaited, chunks, launch=launch)
 
@@ -289,16 +297,16 @@ def _bring_back(
     return home
 
 
-def _home(returned: Returned, experts_TK: Tensor, slot: int, links: SymmetricTransport) -> Home:
+def _home(returned: ReturnPayload, experts_TK: Tensor, slot: int, links: SymmetricTransport) -> CombineBuffers:
     """Where rows and scalars come to us, and where their sums go."""
     tokens, width = len(experts_TK), returned.rows.shape[1]
     y_TD = returned.rows.new_empty(tokens, width)
     parts_ND = _arrived((tokens, width), y_TD.dtype, BufferSection.BACK_ROWS, slot, links)
     if returned.scalars_R is None:
-        return Home(parts_ND=parts_ND, y_TD=y_TD)
+        return CombineBuffers(parts_ND=parts_ND, y_TD=y_TD)
     scalars_NK = _arrived((tokens, experts_TK.shape[1]), torch.float32, BufferSection.SCALARS, slot, links)
     scalars_TK = returned.scalars_R.new_empty(experts_TK.shape)
-    return Home(parts_ND=parts_ND, y_TD=y_TD, scalars_NK=scalars_NK, scalars_TK=scalars_TK)
+    return CombineBuffers(parts_ND=parts_ND, y_TD=y_TD, scalars_NK=scalars_NK, scalars_TK=scalars_TK)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -315,14 +323,14 @@ class _Dispatch(torch.autograd.Function):
         weights_TK: Tensor,
         experts_TK: Tensor,
         links: SymmetricTransport,
-        make_order: Callable[[Tensor, Tensor], Arrivals],
+        make_order: Callable[[Tensor, Tensor], LocalOrder],
         aside: DeferredWork | None,
     ) -> tuple[Tensor | None, ...]:
         buffers, sizes, shape = links.buffers, links.buffers.sizes, (experts_TK.shape[0], experts_TK.shape[1])
         slot = buffers.take(TransferDirection.OUT)
         own_T = (x_TD if packed is None else packed).contiguous()
         rows_N = own_T.new_empty(buffers.peers.size * shape[0], own_T.shape[1])
-        choices = Choices(
+        choices = RoutingPayload(
             weights_TK=weights_TK,
             ids_offset=sizes.offset(BufferSection.IDS, slot),
             weights_offset=sizes.offset(BufferSection.WEIGHTS, slot),
@@ -338,7 +346,7 @@ class _Dispatch(torch.autograd.Function):
                 _arrived(shape, torch.int32, BufferSection.IDS, slot, links),
                 _arrived(shape, torch.float32, BufferSection.WEIGHTS, slot, links),
             )
-            places = Places(places_NK=arrivals.places_NK, counts_e=arrivals.counts_e)
+            places = LocalPlaces(places_NK=arrivals.places_NK, counts_e=arrivals.counts_e)
             _take(own_T, slot, places, rows_N, links, is_spread=False)
 
         ctx.save_for_backward(experts_TK, arrivals.places_NK, arrivals.counts_e)
@@ -359,8 +367,8 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[Tensor, None, Tensor | None, None, None, None, None]:
         experts_TK, places_NK, counts_e = ctx.saved_tensors
         assert dx_ND is not None, "experts give their rows a gradient"
-        returned = Returned(rows=dx_ND, is_summed=False, scalars_R=dweights_R)
-        places = Places(places_NK=places_NK, counts_e=counts_e)
+        returned = ReturnPayload(rows=dx_ND, is_summed=False, scalars_R=dweights_R)
+        places = LocalPlaces(places_NK=places_NK, counts_e=counts_e)
         home = _bring_back(returned, places, experts_TK, ctx.links, ctx.aside)
         return home.y_TD, None, home.scalars_TK, None, None, None, None
 
@@ -374,7 +382,7 @@ class _Combine(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(trip.experts_TK, trip.places.places_NK, trip.places.counts_e)
         ctx.links, ctx.wire_format, ctx.gradients, ctx.rows = links, wire_format, trip.gradients, y_RD.shape[0]
-        return _bring_back(Returned(rows=y_RD, is_summed=True), trip.places, trip.experts_TK, links).y_TD
+        return _bring_back(ReturnPayload(rows=y_RD, is_summed=True), trip.places, trip.experts_TK, links).y_TD
 
     @staticmethod
     @once_differentiable
@@ -387,7 +395,7 @@ class _Combine(torch.autograd.Function):
         rows_R = own_T.new_empty(ctx.rows, own_T.shape[1])
         by_kernels, by_engines = _pusher(own_T, experts_TK, slot, links), _copier(own_T, slot, links)
         with links.buffers.transfer(by_engines if links.by_engines else by_kernels, links.cut(own_T)):
-            places = Places(places_NK=places_NK, counts_e=counts_e)
+            places = LocalPlaces(places_NK=places_NK, counts_e=counts_e)
             _take(own_T, slot, places, rows_R, links, is_spread=True)
         if not is_packed:
             return rows_R, None, None, None

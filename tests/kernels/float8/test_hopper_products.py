@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.expert_parts import KeptRows
+from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import hopper_products, launches, products, triton_operators
 from penstock.kernels.float8.formats import E4M3, format_on
 from penstock.kernels.float8.launches import CANDIDATES, Product, ProductLaunch, dense_launch, in_triton
@@ -16,7 +16,7 @@ from penstock.kernels.float8.packed_rows import as_quantized, pack_rows
 from penstock.kernels.float8.products import multiply, multiply_columns, multiply_groups
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, ROWWISE
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable
-from penstock.kernels.tuning import target_of, units_of
+from penstock.kernels.tuning import multiprocessors_of, target_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
 from tests.kernels.float8.draw_quantized import TAIL, draw_columns, draw_rows, draw_weight
 
@@ -221,7 +221,7 @@ def test_rows_that_travelled_are_launched_where_they_lie(launched: list[dict[str
 def test_rows_that_are_kept_are_launched_with_their_first(launched: list[dict[str, object]]) -> None:
     counts, launch = [70, 0, 3], CANDIDATES["sm_90"]["rows"]["gluon_double"]
     x, w = draw_rows(sum(counts) + TAIL, 200, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, len(counts), 136, 200)
-    place = KeptRows(torch.empty(400, 136, dtype=torch.bfloat16), torch.tensor([37]), len(x.values))
+    place = SavedRows(torch.empty(400, 136, dtype=torch.bfloat16), torch.tensor([37]), len(x.values))
     given, tiles = (x, w, torch.tensor(counts)), replace(table_of(counts), only_last=True)
     for keep in (place, None):
         multiply_groups(*given, dtype=torch.bfloat16, tiles=tiles, keep=keep, launch=launch)
@@ -334,7 +334,7 @@ def test_results_are_those_of_triton_bit_for_bit(counts: list[int], width: int, 
         weights, gradients, of_squares = names
 
         def by(product: Product, name: str) -> ProductLaunch:
-            return replace(of[product][name], idle_units=units_of(device) - programs)
+            return replace(of[product][name], idle_units=multiprocessors_of(device) - programs)
 
         drawn = torch.Generator(device).manual_seed(0)
         sums = torch.randn(2, len(counts), width, depth, generator=drawn, device=device)

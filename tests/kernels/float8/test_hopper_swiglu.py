@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.expert_parts import KeptRows
+from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import hopper_copies, operators, swiglu
 from penstock.kernels.float8.formats import E4M3, E5M2, Format
 from penstock.kernels.float8.hopper_products import HAS_GLUON
@@ -117,11 +117,11 @@ def test_copies_are_those_of_the_definition_byte_for_byte(
         assert not found.dweights_R[sum(counts) :].any()
 
 
-def kept(gate_up_RF: Tensor, used: int, before: int) -> KeptRows:
+def kept(gate_up_RF: Tensor, used: int, before: int) -> SavedRows:
     """The rows among others, which are no numbers."""
     rows_SF = gate_up_RF.new_full((before + len(gate_up_RF) + 3, gate_up_RF.shape[1]), math.nan)
     rows_SF[before : before + used] = gate_up_RF[:used]
-    return KeptRows(rows_SF, torch.tensor([before], device=gate_up_RF.device), len(gate_up_RF))
+    return SavedRows(rows_SF, torch.tensor([before], device=gate_up_RF.device), len(gate_up_RF))
 
 
 def assert_same(found: SwigluForBackward, expected: SwigluForBackward, counts_e: Tensor) -> None:

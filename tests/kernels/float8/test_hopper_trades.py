@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.expert_parts import KeptRows
+from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8 import hopper_products, products, reference
 from penstock.kernels.float8.formats import E4M3, E5M2
 from penstock.kernels.float8.launches import CANDIDATES, Product, ProductLaunch
@@ -107,7 +107,7 @@ def test_rows_that_are_kept_are_written_from_the_first_one_on_and_nowhere_else(
     expected = reference.multiply_groups(x, w, torch.tensor(counts), dtype=torch.float32)[: sum(counts)]
     for dtype in (torch.bfloat16, torch.float32):
         kept_SF = torch.full((first + len(expected) + 200, WIDTH), 5.0, dtype=dtype)
-        keep = KeptRows(kept_SF, torch.tensor([first]), sum(counts) + TAIL)
+        keep = SavedRows(kept_SF, torch.tensor([first]), sum(counts) + TAIL)
         assert multiply_groups(x, w, torch.tensor(counts), dtype=dtype, keep=keep, launch=launch) is kept_SF
         assert_near(kept_SF[first : first + sum(counts)], expected, f"{dtype}")
         assert kept_SF[:first].eq(5).all() and kept_SF[first + sum(counts) :].eq(5).all()

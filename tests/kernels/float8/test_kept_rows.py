@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.kernels.expert_ffn import expert_ffn as in_16_bits
 from penstock.kernels.expert_kernels import TRITON as IN_16_BITS
-from penstock.kernels.expert_parts import KeptRows
+from penstock.kernels.expert_parts import SavedRows
 from penstock.kernels.float8.expert_ffn import expert_ffn
 from penstock.kernels.float8.launches import CANDIDATES, PRODUCTS, Product, ProductLaunch, in_triton
 from penstock.kernels.float8.operators import Float8Rule
@@ -39,10 +39,10 @@ WIDTH = 128
 CLAMPED = ExpertRule(limit=0.7, alpha=1.702)
 
 
-def board(width: int, device: torch.device, numbers: float = 5.0) -> KeptRows:
+def board(width: int, device: torch.device, numbers: float = 5.0) -> SavedRows:
     """A few rows more than there is room for, that all hold the same; ours begin behind another layer's."""
     rows_SF = torch.full((BEFORE + ROOM + 3, width), numbers, device=device)
-    return KeptRows(rows_SF, torch.tensor([BEFORE], device=device), ROOM)
+    return SavedRows(rows_SF, torch.tensor([BEFORE], device=device), ROOM)
 
 
 @pytest.mark.often("pointers-blockwise-gathered", "descriptors-blockwise-in place", "pointers-mxfp8-in place")
@@ -96,7 +96,7 @@ def test_every_launch_of_a_gpu_writes_where_rows_are_kept_and_nothing_beside_it(
     counts_e, used, room = torch.tensor(counts, device=device), sum(counts), sum(counts) + 13
     x, w = draw_rows(room, 640, BLOCKWISE, device), draw_weight(BLOCKWISE, device, len(counts), 384, 640)
     rows_SF = torch.full((before + room + 200, 384), 5.0, dtype=dtype, device=device)
-    place, first = KeptRows(rows_SF, torch.tensor([before], device=device), room), min(before, 300)
+    place, first = SavedRows(rows_SF, torch.tensor([before], device=device), room), min(before, 300)
     around = rows_SF[before - first :]
     index: dict[Product, Tensor | None] = {"rows": None, "rows_gathered": torch.randint(room, (room,), device=device)}
     for product, index_R in index.items():
@@ -136,7 +136,7 @@ def test_a_gpu_reads_kept_rows_of_16_bits_where_they_stand(before: int, device: 
     own_RF[used:] = math.nan
     rows_SF = torch.full((before + room + 3, 2816), math.nan, dtype=torch.bfloat16, device=device)
     rows_SF[before : before + used] = own_RF[:used]
-    place = KeptRows(rows_SF, torch.tensor([before], device=device), room)
+    place = SavedRows(rows_SF, torch.tensor([before], device=device), room)
     weights_R, dh_RF = torch.rand(room, device=device), torch.randn(room, 1408, device=device).bfloat16()
     own, kept = (swiglu(one, weights_R, SWIGLU, BLOCKWISE, form, counts_e=counts_e) for one in (own_RF, place))
     assert_same(kept.rows, own.rows, used)

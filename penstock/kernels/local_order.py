@@ -16,10 +16,10 @@ from torch import Tensor
 from penstock.kernels.language import ceil_div, power_of_two, tl, triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.permute import CHUNKS, ORDER_LAUNCH, scan_kernel
-from penstock.kernels.tuning import Launch
+from penstock.kernels.tuning import KernelLaunch
 
 
-class Arrivals(NamedTuple):
+class LocalOrder(NamedTuple):
     """The order of all ranks' slots, as our experts see them.
 
     Attributes:
@@ -37,15 +37,15 @@ class Arrivals(NamedTuple):
     counts_e: Tensor
 
 
-def order_arrivals(
+def order_local_rows(
     experts_NK: Tensor,
     weights_NK: Tensor,
     own: range,
     rows: int,
     meter: Tensor | None = None,
     *,
-    launch: Launch = ORDER_LAUNCH,
-) -> Arrivals:
+    launch: KernelLaunch = ORDER_LAUNCH,
+) -> LocalOrder:
     """Order slots by our experts, stable in the slot number. With room for all it is `reference.order_rows`.
 
     With experts_NK = [[1, 0], [1, 2], [3, 1]], own = 1 2 and 3 rows there are 4 places, of which the last is nobody's:
@@ -66,7 +66,7 @@ def order_arrivals(
     weights_R = torch.empty(places, dtype=torch.float32, device=device)
     places_NK = torch.empty(experts_NK.shape, dtype=torch.int64, device=device)
     counts_e, totals_e = torch.empty(2, experts, dtype=torch.int32, device=device)
-    arrivals = Arrivals(slots_R, index_R, weights_R, places_NK, counts_e)
+    arrivals = LocalOrder(slots_R, index_R, weights_R, places_NK, counts_e)
     tiles = max(1, ceil_div(slots, CHUNKS * launch.block_rows))
     chunks = ceil_div(slots, tiles * launch.block_rows)
     tallies_CE = torch.empty(chunks, experts + 1, dtype=torch.int32, device=device)

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.kernels import reference
-from penstock.kernels.arrivals import count_arrivals_kernel, order_arrivals, place_arrivals_kernel
-from penstock.kernels.tuning import Launch
+from penstock.kernels.local_order import count_arrivals_kernel, order_local_rows, place_arrivals_kernel
+from penstock.kernels.tuning import KernelLaunch
 from tests.examples import examples
 from tests.kernels.ahead_of_time import TARGETS, compile_for
 
-SMALL = Launch(block_rows=4, block_columns=2, warps=1)
+SMALL = KernelLaunch(block_rows=4, block_columns=2, warps=1)
 """Many chunks, and tiles that end inside rows."""
 
 
@@ -21,7 +21,7 @@ def test_the_example_of_the_docstring(device: torch.device) -> None:
     experts_NK = torch.tensor([[1, 0], [1, 2], [3, 1]], dtype=torch.int32, device=device)
     meter = torch.tensor([1, 3], device=device)
     weights_NK = torch.arange(6.0, device=device).view(3, 2)
-    arrivals = order_arrivals(experts_NK, weights_NK, range(1, 3), 3, meter, launch=SMALL)
+    arrivals = order_local_rows(experts_NK, weights_NK, range(1, 3), 3, meter, launch=SMALL)
     assert arrivals.places_NK.tolist() == [[0, 3], [1, 3], [3, 2]] and arrivals.counts_e.tolist() == [3, 0]
     assert arrivals.slots_R.tolist() == [0, 2, 5, 0] and arrivals.index_R.tolist() == [0, 1, 2, 0]
     assert arrivals.weights_R.tolist() == [0, 2, 5, 0] and meter.tolist() == [2, 4]
@@ -41,7 +41,7 @@ def test_with_room_for_all_it_is_the_reference_order(
     torch.manual_seed(seed)
     experts_NK = torch.randint(0, 3 * per_rank + 1, (tokens, top_k), dtype=torch.int32, device=device)
     own, weights_NK = range(rank * per_rank, (rank + 1) * per_rank), torch.rand(tokens, top_k, device=device)
-    arrivals = order_arrivals(experts_NK, weights_NK, own, tokens * top_k, launch=SMALL)
+    arrivals = order_local_rows(experts_NK, weights_NK, own, tokens * top_k, launch=SMALL)
     local_NK = torch.where((experts_NK >= own.start) & (experts_NK < own.stop), experts_NK - own.start, per_rank)
     order = reference.order_rows(local_NK.long(), per_rank)
     used = int(order.counts_E.sum())
