@@ -15,9 +15,8 @@ from typing import Any
 
 import typer
 
-from penstock.cli.help import COLUMNS, HELP, MARGIN
 from penstock.cli.main import VERBS
-from penstock.cli.verbs import PROGRAM
+from penstock.cli.verbs import COLUMNS, HELP, MARGIN, PROGRAM
 
 _KINDS = {"str": "TEXT", "int": "N", "float": "X", "path": "PATH"}
 

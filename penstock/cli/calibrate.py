@@ -21,9 +21,7 @@ import typer
 from penstock.base.devices import chip_named
 from penstock.base.errors import DeviceError
 from penstock.cli.main import main
-from penstock.cli.next import print_next
-from penstock.cli.outputs import Force, check_output
-from penstock.cli.table import print_table
+from penstock.cli.output import Force, check_output, print_next, print_table
 from penstock.kernels.device_facts import device_facts
 from penstock.parallel.launch.environment import (
     Environment,

@@ -10,8 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.cli.help import COMMANDS
-from penstock.cli.verbs import load_by_name
+from penstock.cli.verbs import COMMANDS, load_by_name
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.schema import NAME, every_field

@@ -1,7 +1,4 @@
-"""`penstock config`: look at configurations without running anything.
-
-`show` counts parameters and so needs the model code and PyTorch; it has its own module, which only it loads.
-"""
+"""`penstock config`: list, show, explain, compare and check configurations. Nothing here imports PyTorch."""
 
 import json
 from dataclasses import asdict
@@ -9,23 +6,25 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.next import print_next
-from penstock.cli.table import print_table
-from penstock.cli.verbs import Verb, group_of
-from penstock.cli.warnings import warn_of_unfilled
+from penstock.base.errors import PenstockError
+from penstock.base.numbers import count_text, flops_text
+from penstock.cli.output import print_next, print_table, warn
+from penstock.config.data_rules import bytes_are_encoded
 from penstock.config.explain import explain as explain_field
 from penstock.config.explain import json_schema, reference_markdown
-from penstock.config.load import load_run
+from penstock.config.load import dump_toml, load_run
 from penstock.config.presets.registry import PRESETS
 from penstock.config.run import Run
 from penstock.config.schema import differences
+from penstock.config.size import Count, size_of
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-_SHOW = Verb("show", "penstock.cli.show", "show", "Print a run in full, with its parameters and FLOPs per token.")
+BYTES_IDS = 257
+"""256 values of a byte and the end of a document."""
 
-app = typer.Typer(cls=group_of(_SHOW), add_completion=False)
+app = typer.Typer(add_completion=False)
 
 
 @app.callback(invoke_without_command=True)
@@ -33,6 +32,40 @@ def config(context: typer.Context) -> None:
     """List, show, explain, compare and check configurations."""
     if context.invoked_subcommand is None:
         print(context.get_help())
+
+
+@app.command()
+def show(
+    target: Target,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")] = None,
+    as_json: Json = False,
+    as_toml: Annotated[bool, typer.Option("--toml", help="Print the file alone, without the counts below it.")] = False,
+) -> None:
+    """Print a run in full, with its parameters and FLOPs per token. The output is a TOML file that can be trained."""
+    if as_json and as_toml:
+        raise PenstockError("--json and --toml are two forms of one answer", fix="leave one of them out")
+    run = load_run(target, overrides or ())
+    if as_toml:
+        print(dump_toml(run), end="")
+        return
+    counted = size_of(run.model, run.training.sequence_length)
+    if as_json:
+        print(json.dumps({"run": run.model_dump(), "count": asdict(counted)}, indent=2))
+    else:
+        print(f"{dump_toml(run)}\n{_count_lines(run, counted)}")
+
+
+def _count_lines(run: Run, counted: Count) -> str:
+    """Comments in TOML, so that the output as a whole is a file."""
+    length = run.training.sequence_length
+    lines = [f"parameters  {count_text(counted.parameters)}"]
+    if counted.mtp_parameters:
+        lines += [f"prediction  {count_text(counted.mtp_parameters)} more, for multi-token prediction"]
+    lines += [
+        f"active      {count_text(counted.active_parameters)} parameters for each token",
+        f"training    {flops_text(counted.flops_per_token)} for each token, at sequence length {length}",
+    ]
+    return "\n".join(f"# {line}" for line in lines)
 
 
 @app.command("list")
@@ -97,3 +130,16 @@ def schema() -> None:
 def reference() -> None:
     """Print the reference of all fields as Markdown: docs/config.md."""
     print(reference_markdown(), end="")
+
+
+def warn_of_unfilled(run: Run) -> None:
+    """Warn of a vocabulary of which the tokenizer fills less than half, as far as that is known of no file."""
+    if not bytes_are_encoded(run) or run.model.vocab_size < 2 * BYTES_IDS:
+        return
+    library = run.data.source == "standard-library" and not run.data.mixture
+    text = " and data.source standard-library is 30 MB of Python" if library else ""
+    own = ", and data.source and data.files to your text" if library else ""
+    warn(
+        f"data.tokenizer bytes has {BYTES_IDS} ids of model.vocab_size {run.model.vocab_size:,}: the others are never "
+        f"trained{text}; fix: set data.tokenizer to the model's tokenizer{own}, or model.vocab_size={BYTES_IDS}"
+    )

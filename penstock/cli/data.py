@@ -1,23 +1,271 @@
 """`penstock data`: look at what a model is fed, and encode text once for many runs.
 
-    penstock data inspect TARGET                        what batches of a run hold
-    penstock data pack FILES --output PREFIX ...        text to tokens, in Megatron's .bin and .idx
-    penstock data tokenizer train FILES ...             a tokenizer from text
+    penstock data inspect TARGET                        contents of the batches of a run
+    penstock data pack corpus/*.jsonl --output packed/corpus --tokenizer tokenizer.json
+    penstock data tokenizer train corpus/*.jsonl --vocabulary 32000 --output tokenizer.json
+    penstock train debug data.source=packed 'data.files=["packed/corpus"]' ...
 
-Each verb has its own module, which only it loads: packing needs no PyTorch.
+`inspect` needs PyTorch and has its own module. A pack does not depend on `--processes`; interrupted, it leaves no file.
 """
 
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
 import typer
-
-from penstock.cli.verbs import Verb, group_of
-
-VERBS = (
-    Verb("inspect", "penstock.cli.data_inspect", "inspect", "Show what the batches of a run really hold."),
-    Verb("pack", "penstock.cli.data_pack", "pack_texts", "Encode text once, into files that Megatron reads too."),
-    Verb("tokenizer", "penstock.cli.data_tokenizer", "app", "Train a tokenizer."),
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
 )
 
-app = typer.Typer(cls=group_of(*VERBS), add_completion=False)
+from penstock.base.numbers import bytes_text, count_text, duration_text
+from penstock.cli.output import Force, check_output, print_next
+from penstock.cli.verbs import Verb, group_of
+from penstock.config.data import Data
+from penstock.data.documents import TextDocuments
+from penstock.data.indexed_dataset import prefix_of
+from penstock.data.open import open_text
+from penstock.data.pack_files import PackProgress, PackResult, pack
+from penstock.data.sources import RecordError
+from penstock.data.tokenizer_train import END_OF_DOCUMENT, train_tokenizer
+from penstock.parallel.launch.host import allowed_cores
+
+
+class TextSource(StrEnum):
+    """What the files are."""
+
+    JSONL = "jsonl"
+    TEXT = "text"
+    PARQUET = "parquet"
+
+
+class CorruptTexts(StrEnum):
+    """What becomes of a text that cannot be used."""
+
+    STOP = "stop"
+    SKIP = "skip"
+
+
+Files = Annotated[list[str], typer.Argument(metavar="FILES", help="Files, folders or globs.")]
+SourceOption = Annotated[TextSource, typer.Option("--source", help="Lines, whole files, or rows.")]
+FieldOption = Annotated[str, typer.Option("--text-field", help="Field or column that holds the text.")]
+CorruptOption = Annotated[CorruptTexts, typer.Option("--corrupt", help="Stop at a damaged text, or leave it out.")]
+CacheOption = Annotated[Path, typer.Option("--cache", help="Folder for decompressed copies of compressed files.")]
+
+CACHE = Path("runs/cache")
+"""Where runs keep theirs."""
+
+_NAMED = 5
+
+_ANY_VOCABULARY = 2**31
+
+
+def open_texts(
+    files: list[str], source: TextSource, text_field: str, corrupt: CorruptTexts, cache: Path
+) -> TextDocuments:
+    """Returns the texts of files, in their order, as a run would read them.
+
+    Raises:
+        DataError: a file is missing, damaged or empty.
+    """
+    settings = Data(
+        source=source.value, files=tuple(files), text_field=text_field, corrupt=corrupt.value, validation_share=0.0
+    )
+    text = open_text(settings, "train", vocabulary_size=_ANY_VOCABULARY, seed=0, cache=cache)
+    documents = text.parts[0].documents
+    assert isinstance(documents, TextDocuments), f"{source} is a source of text"
+    return documents
+
+
+def print_left_out(faults: Sequence[str], where: str = "") -> None:
+    """Names some of the texts that were left out; `where` says what names them all."""
+    if faults:
+        print(f"{len(faults):,} corrupt documents were left out{where}:")
+    for fault in faults[:_NAMED]:
+        print(f"  {fault}")
+
+
+STOPPED = 143
+
+WIDE = 64
+"""Columns of a terminal from which on progress has a bar; what it counts must never be cut."""
+
+Output = Annotated[Path, typer.Option("--output", help="Prefix of the files: PREFIX.bin, PREFIX.idx.")]
+TokenizerName = Annotated[str, typer.Option("--tokenizer", help="As data.tokenizer: a file or folder, or `bytes`.")]
+End = Annotated[str | None, typer.Option("--end-of-document", help="Name of the token, if it is not a usual one.")]
+Processes = Annotated[
+    int | None, typer.Option("--processes", min=1, max=1024, help="That encode; one a core if left out.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def pack_texts(  # noqa: PLR0913 - one argument for each option
+    files: Files,
+    output: Output,
+    tokenizer: TokenizerName,
+    source: SourceOption = TextSource.JSONL,
+    text_field: FieldOption = "text",
+    end_of_document: End = None,
+    processes: Processes = None,
+    corrupt: CorruptOption = CorruptTexts.STOP,
+    cache: CacheOption = CACHE,
+    as_json: Json = False,
+) -> None:
+    """Encode text once, into PREFIX.bin and PREFIX.idx, which Megatron reads too.
+
+    Each document ends with the end-of-document token. PREFIX.packed.json says which tokenizer it was.
+    """
+    prefix = prefix_of(output)
+    with _ended_by_signals(), _progress() as show:
+        texts = open_texts(files, source, text_field, corrupt, cache)
+        begin = time.perf_counter()
+        packed = pack(
+            texts,
+            prefix,
+            tokenizer=tokenizer,
+            end_of_document=end_of_document,
+            processes=processes or len(allowed_cores()),
+            skip_corrupt=corrupt is CorruptTexts.SKIP,
+            report=show(len(texts)),
+        )
+        seconds = time.perf_counter() - begin
+    if as_json:
+        summary = {"prefix": str(prefix), "seconds": seconds, "empty": packed.empty, **asdict(packed.origin)}
+        print(json.dumps(summary, indent=2))
+    else:
+        _print_summary(prefix, packed, seconds)
+        size = f"model.vocab_size={packed.origin.vocabulary_size}"
+        print_next("train", "debug", "data.source=packed", f"data.files={prefix}", size)
+
+
+def _print_summary(prefix: Path, packed: PackResult, seconds: float) -> None:
+    origin = packed.origin
+    print(
+        f"wrote {prefix}.bin and {prefix}.idx: {origin.documents:,} documents, {origin.tokens:,} tokens, "
+        f"{bytes_text(origin.text_bytes)} of text"
+    )
+    print(
+        f"{duration_text(seconds)}, {origin.text_bytes / seconds / 1e6:.2f} MB/s, "
+        f"{count_text(origin.tokens / seconds)} tokens/s, {origin.text_bytes / origin.tokens:.2f} bytes a token"
+    )
+    if packed.empty:
+        print(f"{packed.empty:,} empty documents were left out")
+    print_left_out(origin.left_out, f", all of them named in {prefix}.packed.json")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int], Callable[[PackProgress], None]]]:
+    """Gives what draws a bar on a terminal, and nothing elsewhere: called with the texts that there are."""
+    console = Console(stderr=True)
+    columns: list[ProgressColumn] = [MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn()]
+    if console.width >= WIDE:
+        columns = [TextColumn("packing"), BarColumn(None), *columns[:2], TimeElapsedColumn(), columns[2]]
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+
+        def show(texts: int) -> Callable[[PackProgress], None]:
+            task = bars.add_task("", total=texts, speed="")
+            begin, text_bytes = time.perf_counter(), 0
+
+            def advance(done: PackProgress) -> None:
+                nonlocal text_bytes
+                text_bytes += done.text_bytes
+                speed = text_bytes / (time.perf_counter() - begin) / 1e6
+                bars.update(task, advance=done.texts, speed=f"{speed:.1f} MB/s")
+
+            return advance
+
+        yield show
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Lets SIGTERM end this process as Ctrl-C does: the other processes are ended, and nothing is left."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        sys.exit(STOPPED)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+Vocabulary = Annotated[
+    int, typer.Option("--vocabulary", max=10_000_000, help="Tokens, 256 bytes and special ones among them.")
+]
+TokenizerOutput = Annotated[Path, typer.Option("--output", help="File to write, such as tokenizer.json.")]
+Special = Annotated[list[str] | None, typer.Option("--special", help="One more special token; any number of times.")]
+
+tokenizer_app = typer.Typer(add_completion=False)
+
+
+@tokenizer_app.callback(invoke_without_command=True)
+def tokenizer(context: typer.Context) -> None:
+    """Train a tokenizer."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@tokenizer_app.command("train")
+def train_on_text(  # noqa: PLR0913 - one argument for each option
+    files: Files,
+    vocabulary: Vocabulary,
+    output: TokenizerOutput,
+    source: SourceOption = TextSource.JSONL,
+    text_field: FieldOption = "text",
+    special: Special = None,
+    corrupt: CorruptOption = CorruptTexts.STOP,
+    cache: CacheOption = CACHE,
+    force: Force = False,
+) -> None:
+    """Train a byte-level BPE tokenizer on text and write its tokenizer.json."""
+    check_output(output, "--output", force=force, makes_folder=True)
+    texts = open_texts(files, source, text_field, corrupt, cache)
+    left_out: list[str] = []
+    size = train_tokenizer(
+        _readable(texts, left_out, skip=corrupt is CorruptTexts.SKIP),
+        output,
+        vocabulary_size=vocabulary,
+        special_tokens=special or (),
+        show_progress=sys.stderr.isatty(),
+    )
+    print(f"wrote {output}: {size:,} tokens, {END_OF_DOCUMENT} ends a document")
+    print_left_out(left_out)
+    kind = [] if source is TextSource.JSONL else ["--source", source.value]
+    print_next("data", "pack", *files, *kind, "--output", "packed/text", "--tokenizer", output)
+
+
+def _readable(texts: TextDocuments, left_out: list[str], *, skip: bool) -> Iterator[str]:
+    """Yields all texts but those that cannot be read, whose faults are noted."""
+    for number in range(len(texts)):
+        try:
+            yield texts.record(number)
+        except RecordError as error:
+            if not skip:
+                raise
+            left_out.append(str(error))
+
+
+_INSPECT = Verb("inspect", "penstock.cli.data_inspect", "inspect", "Show what the batches of a run really hold.")
+
+app = typer.Typer(cls=group_of(_INSPECT), add_completion=False)
+app.command("pack", short_help="Encode text once, into files that Megatron reads too.")(pack_texts)
+app.add_typer(tokenizer_app, name="tokenizer", help="Train a tokenizer.")
 
 
 @app.callback(invoke_without_command=True)

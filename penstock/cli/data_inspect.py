@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.base.errors import ConfigError
-from penstock.cli.table import print_table
+from penstock.cli.output import print_table
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.data.contents import DocumentSpan, RowContents

@@ -19,7 +19,7 @@ import typer
 
 from penstock.base.errors import ConfigError
 from penstock.base.numbers import count_text
-from penstock.cli.next import print_next
+from penstock.cli.output import print_next
 from penstock.config.load import load_run, with_overrides
 from penstock.config.model import Model
 from penstock.config.run import Run

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from penstock.base.errors import DeviceError, KernelError
 from penstock.cli.config import Json
-from penstock.cli.table import print_table
+from penstock.cli.output import print_table
 from penstock.config.load import load_run
 from penstock.config.run import Run
 from penstock.kernels.choose import shown

@@ -22,9 +22,7 @@ import torch
 import typer
 
 from penstock.base.errors import FAILED, ConfigError, DeviceError
-from penstock.cli.next import print_next
-from penstock.cli.outputs import Force, check_output
-from penstock.cli.table import print_table
+from penstock.cli.output import Force, check_output, print_next, print_table
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.models.count import count

@@ -15,8 +15,8 @@ from typing import Annotated
 import typer
 
 from penstock.base.errors import RunFolderError
-from penstock.cli.outputs import Force, check_output
-from penstock.cli.warnings import warn_of_unfilled
+from penstock.cli.config import warn_of_unfilled
+from penstock.cli.output import Force, check_output
 from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.parallel.launch.environment import LaunchFacts

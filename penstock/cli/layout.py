@@ -16,8 +16,7 @@ from torch import nn
 
 from penstock.base.numbers import count_text, counted
 from penstock.cli.config import Target
-from penstock.cli.next import print_next
-from penstock.cli.table import print_table
+from penstock.cli.output import print_next, print_table
 from penstock.config.fit import context_method, grid_of, micro_batches, shard, smallest_world
 from penstock.config.load import load_run
 from penstock.config.run import Run

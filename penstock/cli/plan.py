@@ -14,45 +14,34 @@ is asked; the answers come from penstock/plan/search.py (many layouts), project.
 """
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import typer
 from rich.console import Console
 from rich.status import Status
 
 from penstock.base.errors import PenstockError, did_you_mean
-from penstock.cli.config import Json
-from penstock.cli.next import print_next
-from penstock.cli.outputs import Force
-from penstock.cli.plan_explain import check_topic, explain
-from penstock.cli.plan_files import check_file, write_pictures, write_run
-from penstock.cli.plan_options import (
-    Compared,
-    Html,
-    Imbalance,
-    Layout,
-    On,
-    Only,
-    Overrides,
-    Png,
-    Saving,
-    Scales,
-    Svg,
-    Swept,
-    Target,
-    Tokens,
-    Top,
-    Topic,
-    Write,
+from penstock.cli.config import Json, warn_of_unfilled
+from penstock.cli.output import Force, check_output, print_next
+from penstock.cli.plan_print import (
+    check_topic,
+    cluster_text,
+    comparison_json,
+    conclusion,
+    explain,
+    points_json,
+    print_comparison,
+    print_plan,
+    print_scaling,
+    print_sweep,
 )
-from penstock.cli.plan_print import print_plan
-from penstock.cli.plan_what_ifs import comparison_json, points_json, print_comparison, print_scaling, print_sweep
-from penstock.cli.warnings import warn_of_unfilled
-from penstock.config.load import load_run
+from penstock.config.load import dump_toml, load_run
 from penstock.config.run import Run
 from penstock.plan.asked_layout import parse_layout, rows_to_share, with_layout
 from penstock.plan.candidates import fixed_by
@@ -62,8 +51,46 @@ from penstock.plan.project import Assumptions, advice_for, project
 from penstock.plan.projection import Plan, Projection, Refusal, plan_json
 from penstock.plan.search import SearchRequest, search
 from penstock.plan.what_if import Planner, answer_to, compare, scale, sweep
+from penstock.report.export import find_browser, write_image
 from penstock.report.figure import Figure
+from penstock.report.page import write_page
+from penstock.report.plotly_script import plotly_script
 from penstock.report.what_ifs import scaling_pictures, sweep_pictures
+
+Target = Annotated[str | None, typer.Argument(metavar="TARGET", help="A preset, a TOML file, or a run folder.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[a.b=c]...", help="Overrides.")]
+On = Annotated[str, typer.Option("--on", metavar="NxCHIP", help="Where: 768xMI300X, or 8xmine.toml.")]
+Layout = Annotated[
+    str | None, typer.Option("--layout", metavar="A=B,...", help="Only this one: pp=24,ep=8,cp=2; own: as it is.")
+]
+Only = Annotated[str, typer.Option("--only", metavar="A=B,...", help="Search layouts that have this.")]
+Tokens = Annotated[
+    int | None, typer.Option("--global-batch-tokens", metavar="N", min=1, help="Tokens of a step, about.")
+]
+Top = Annotated[int, typer.Option("--top", metavar="N", min=1, help="Candidates to show.")]
+Topic = Annotated[
+    str | None,
+    typer.Option("--explain", metavar="TOPIC", help="memory, memory.activations, time, refused, hardware."),
+]
+Compared = Annotated[
+    tuple[str, str] | None, typer.Option("--compare", metavar="A B", help="Two runs: which term differs.")
+]
+Scales = Annotated[str | None, typer.Option("--scale", metavar="N,N,...", help="The layout on so many devices.")]
+Swept = Annotated[
+    str | None, typer.Option("--sweep", metavar="A=B,C,...", help="sequence_length, micro_batch, ep, or a field.")
+]
+Imbalance = Annotated[
+    float,
+    typer.Option(
+        "--imbalance", metavar="X", min=1.0, help="Rows of the fullest rank over the even share; at most all."
+    ),
+]
+Saving = Annotated[str, typer.Option("--saving", metavar="HOW", help="run, or conventional: as unfused kernels keep.")]
+Write = Annotated[Path | None, typer.Option("--write", metavar="F.toml", help="The first candidate, to be trained.")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="F.html", help="A page with pictures.")]
+Png = Annotated[Path | None, typer.Option("--png", metavar="F.png", help="The pictures as an image.")]
+Svg = Annotated[Path | None, typer.Option("--svg", metavar="F.svg", help="The same.")]
+
 
 OWN = "own"
 """Asks for the layout that the run has."""
@@ -270,3 +297,74 @@ def _write(found: Plan, more: Sequence[Figure], files: Mapping[str, Path | None]
             written = write_pictures(path, found, more)
         # Standard output may be JSON that a program reads.
         print(f"written to {', '.join(str(one) for one in written)}", file=sys.stderr)
+
+
+_SUFFIXES: Mapping[str, str] = {"--write": ".toml", "--html": ".html", "--png": ".png", "--svg": ".svg"}
+
+
+def check_file(path: Path, option: str, *, force: bool = False) -> None:
+    """Refuse a file that could not be written, and pictures that nothing here could draw, before anything is computed.
+
+    Args:
+        path: of the file.
+        option: that asks for it.
+        force: write over a run.
+
+    Raises:
+        PenstockError: it has another suffix, is a folder or a run that is there, or its folder is not there.
+        PicturesError: Plotly is not installed, or no browser that draws images.
+    """
+    if path.suffix != _SUFFIXES[option]:
+        raise PenstockError(f"{option} writes a file that ends in {_SUFFIXES[option]}", got=path)
+    check_output(path, option, force=force or option != "--write")
+    if option != "--write":
+        plotly_script()
+    if option in ("--png", "--svg"):
+        find_browser()
+
+
+def write_run(path: Path, plan: Plan) -> None:
+    """Write the run of a plan's first candidate.
+
+    Args:
+        path: of the TOML file.
+        plan: with a candidate.
+
+    Raises:
+        PenstockError: there is no candidate, or the file cannot be written.
+    """
+    if not plan.candidates:
+        raise PenstockError(f"no layout of {plan.model} fits, so {path} is not written", fix="see --explain refused")
+    text = run_text(plan.candidates[0])
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise PenstockError(f"the run cannot be written to {path}", got=error.strerror) from error
+
+
+def run_text(projection: Projection) -> str:
+    """A file that loads as the run of a projection, and says what was projected."""
+    head = (f"planned by penstock for {cluster_text(projection.cluster)}", conclusion(projection))
+    return "".join(f"# {line}\n" for line in head) + f"\n{dump_toml(projection.run)}"
+
+
+def write_pictures(path: Path, plan: Plan, more: Sequence[Figure]) -> list[Path]:
+    """Write a page of a plan, or an image of each of its pictures, by the suffix of the path.
+
+    Args:
+        path: of the page; names of images begin with its stem.
+        plan: what was found.
+        more: pictures of what-ifs.
+
+    Returns:
+        The files.
+
+    Raises:
+        PicturesError: what draws pictures is not installed, or a file cannot be written.
+    """
+    if path.suffix == ".html":
+        write_page(plan, path, more=more)
+        return [path]
+    return write_image(plan, path, more=more)

@@ -2,15 +2,17 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
+from penstock.base.errors import PenstockError, did_you_mean
 from penstock.base.numbers import bytes_text, shortened, time_text
-from penstock.cli.table import print_table
+from penstock.cli.output import print_table
 from penstock.plan.asked_layout import FOLLOW, differing_fields, field_label
 from penstock.plan.hardware import ORIGINS, Cluster, Hardware, SourcedTable
-from penstock.plan.projection import Layout, Plan, Projection, Refusal
-from penstock.plan.what_if import components, slowest
+from penstock.plan.projection import Layout, Plan, Projection, Refusal, candidate_json
+from penstock.plan.what_if import COMPONENTS, ProjectionComparison, SweepPoint, TermChange, components, slowest
 
 _SIZES = ("tp", "cp", "pp", "ep", "etp")
 _CHOICES = ("schedule", "micro_batch", "recompute", "sync_free_stage", "dispatcher", "shard")
@@ -234,3 +236,280 @@ def _collectives(cluster: Cluster) -> dict[str, SourcedTable]:
         for one in cluster.hardware.collectives
         if one.reach == "node" or cluster.nodes > 1
     }
+
+
+_HELD = "held"
+_NEEDS_CANDIDATE = ("memory", "memory.activations", "time")
+
+
+def check_topic(topic: str) -> None:
+    """Refuse a topic that there is not, before anything is computed.
+
+    Raises:
+        PenstockError: with those that there are.
+    """
+    if topic not in TOPICS:
+        told = did_you_mean(topic, TOPICS)
+        raise PenstockError("--explain knows no such topic", got=topic, allowed=", ".join(TOPICS), fix=told)
+
+
+def explain(plan: Plan, topic: str) -> None:
+    """Print what a plan's first candidate, or the plan, is made of.
+
+    Raises:
+        PenstockError: the topic is of a candidate, and there is none.
+    """
+    check_topic(topic)
+    print(f"{plan.model} on {cluster_text(plan.cluster)}")
+    if topic in _NEEDS_CANDIDATE:
+        if not plan.candidates:
+            raise PenstockError("no layout fits, so none can be explained", fix="--explain refused, or name a --layout")
+        print(conclusion(plan.candidates[0]))
+    print()
+    TOPICS[topic](plan)
+
+
+def _memory(plan: Plan) -> None:
+    best = plan.candidates[0]
+    columns = [components(memory) for memory in best.memories]
+    rows = [
+        (name, *(bytes_text(column[name]) for column in columns))
+        for name in COMPONENTS
+        if any(column[name] for column in columns)
+    ]
+    rows.append(("total", *(bytes_text(memory.total) for memory in best.memories)))
+    rows.append(("host", *(bytes_text(memory.host) for memory in best.memories)))
+    rows.append(("fullest at", *(moment_text(memory.moment) for memory in best.memories)))
+    _print_places(best, "component", rows)
+    print(f"a place on the pipeline is named by its first rank; a device has {bytes_text(best.capacity_bytes)}")
+
+
+def _print_places(best: Projection, what: str, rows: Sequence[Sequence[str]]) -> None:
+    """A column for each place on the pipeline; a long pipeline lies on its side, a row for each."""
+    names = [f"rank {memory.rank}" for memory in best.memories]
+    if len(names) <= 4:
+        print_table((what, *names), rows)
+        return
+    heads = ("place", *(row[0] for row in rows))
+    print_table(heads, [(name, *(row[at] for row in rows)) for at, name in enumerate(names, start=1)])
+
+
+def _activations(plan: Plan) -> None:
+    memory = plan.candidates[0].memory
+    whole = memory.activations + memory.logits
+    print(
+        f"rank {memory.rank} at its fullest, {moment_text(memory.moment)}: activations {bytes_text(memory.activations)}"
+    )
+    terms = sorted(memory.terms.items(), key=lambda term: -term[1])
+    rows = [(_term_name(name), bytes_text(size), _share(size, whole)) for name, size in terms if size]
+    rows.append(("together", bytes_text(sum(memory.terms.values())), ""))
+    print_table(("allocated by", "bytes", "share"), rows)
+    if memory.logits:
+        print(f"of that logits and what the loss holds, a component of its own: {bytes_text(memory.logits)}")
+    _moments(plan.candidates[0])
+
+
+def _moments(best: Projection) -> None:
+    """The fullest moment of every place, which need not be the same."""
+    rows = [
+        (
+            f"rank {memory.rank}",
+            moment_text(memory.moment),
+            bytes_text(memory.terms.get(_HELD, 0)),
+            bytes_text(memory.activations),
+        )
+        for memory in best.memories
+    ]
+    print()
+    print_table(("place", "fullest at", "of other micro-batches", "activations"), rows)
+
+
+def _term_name(name: str) -> str:
+    return "other micro-batches" if name == _HELD else name
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else ""
+
+
+def _time(plan: Plan) -> None:
+    best = plan.candidates[0]
+    ranks = best.time.ranks
+    names = sorted({name for rank in ranks for name in rank.terms}, key=lambda name: -_most(best, name))
+    rows = [(name, *(time_text(rank.terms.get(name, 0.0)) for rank in ranks)) for name in names]
+    rows.append(("together", *(time_text(sum(rank.terms.values())) for rank in ranks)))
+    for name, word in (
+        ("communication", "communication"),
+        ("exposed_communication", "exposed"),
+        ("host", "host-bound"),
+    ):
+        rows.append((f"({word})", *(time_text(vars(rank)[name]) for rank in ranks)))
+    _print_places(best, "term", rows)
+    print("terms add up to the time of a place; those in brackets are part of others")
+
+
+def _most(best: Projection, name: str) -> float:
+    return max(rank.terms.get(name, 0.0) for rank in best.time.ranks)
+
+
+def _refused(plan: Plan) -> None:
+    if not plan.refused:
+        print("nothing was refused")
+        return
+    rows = [(one.rule, f"{one.count:,}", refused_text(one.layout), one.reason) for one in plan.refused]
+    print_table(("rule", "layouts", "where", "because"), sorted(rows, key=lambda row: row[0]), ("where",))
+
+
+def _hardware(plan: Plan) -> None:
+    hardware = plan.cluster.hardware
+    rows = [(name, table.source) for name, table in sourced_tables(plan.cluster).items()]
+    rows += [(f"{one.operator}, {len(one.points)} points", one.source) for one in hardware.measured]
+    print_table(("figures", "source"), rows)
+
+
+TOPICS: Mapping[str, Callable[[Plan], None]] = {
+    "memory": _memory,
+    "memory.activations": _activations,
+    "time": _time,
+    "refused": _refused,
+    "hardware": _hardware,
+}
+"""What can be explained."""
+
+
+_LARGEST_TERMS = 12
+
+
+def print_comparison(comparison: ProjectionComparison, left: str, right: str) -> None:
+    """Print what differs between two runs, and by how much.
+
+    Args:
+        comparison: of them.
+        left: name of the first.
+        right: of the second.
+    """
+    for name, one in ((left, comparison.left), (right, comparison.right)):
+        print(f"{name}: {conclusion(one)}")
+    print()
+    if comparison.fields:
+        fields = [(one.field, one.left or "-", one.right or "-") for one in comparison.fields]
+        print_table(("field", left, right), fields)
+        print()
+    memory = _change_rows(comparison.memory, bytes_text)
+    totals = TermChange(name="total", left=comparison.left.memory.total, right=comparison.right.memory.total)
+    places = f"of the fullest ranks, {comparison.left.memory.rank} and {comparison.right.memory.rank}"
+    print_table(("memory", left, right, "more"), [*memory, *_change_rows([totals], bytes_text, all_of_them=True)])
+    print(places)
+    print()
+    terms = sorted(comparison.activations, key=lambda change: -abs(change.more))[:_LARGEST_TERMS]
+    if rows := _change_rows(terms, bytes_text):
+        print_table(("activations of", left, right, "more"), rows)
+        print()
+    step = _step_change(comparison)
+    seconds = _change_rows(comparison.seconds, time_text)
+    print_table(("time", left, right, "more"), [*seconds, *_change_rows([step], time_text, all_of_them=True)])
+    print(f"terms of the place that waits least; {_speed_text(comparison, left, right)}")
+
+
+def _step_change(comparison: ProjectionComparison) -> TermChange:
+    left, right = comparison.left.time.step_seconds, comparison.right.time.step_seconds
+    return TermChange(name="step", left=left, right=right)
+
+
+def _speed_text(comparison: ProjectionComparison, left: str, right: str) -> str:
+    speeds = [one.time.tokens_per_second_per_device for one in (comparison.left, comparison.right)]
+    return f"{right} trains {speeds[1] / speeds[0]:.2f} x the tokens per second of {left}"
+
+
+def _change_rows(
+    changes: Sequence[TermChange], text: Callable[[float], str], *, all_of_them: bool = False
+) -> list[tuple[str, ...]]:
+    """Rows of what differs, the largest difference first; what is equal on both sides is left out."""
+    told = [change for change in changes if change.more or all_of_them]
+    told.sort(key=lambda change: -abs(change.more))
+    return [(one.name, text(one.left), text(one.right), _signed(one.more, text)) for one in told]
+
+
+def _signed(more: float, text: Callable[[float], str]) -> str:
+    return f"{'-' if more < 0 else '+'}{text(abs(more))}"
+
+
+def comparison_json(comparison: ProjectionComparison) -> dict[str, Any]:
+    """Everything of a comparison."""
+    terms = {"memory": comparison.memory, "activations": comparison.activations, "seconds": comparison.seconds}
+    return {
+        "left": candidate_json(comparison.left),
+        "right": candidate_json(comparison.right),
+        "fields": [{"field": one.field, "left": one.left, "right": one.right} for one in comparison.fields],
+        "changes": {
+            what: [{"name": one.name, "left": one.left, "right": one.right, "more": one.more} for one in changes]
+            for what, changes in terms.items()
+        },
+    }
+
+
+def print_scaling(kinds: Mapping[str, Sequence[SweepPoint]], base: Projection) -> None:
+    """Print one layout on several numbers of devices.
+
+    Args:
+        kinds: points of strong and of weak scaling.
+        base: whose layout it is.
+    """
+    print(f"layout: {base.layout}")
+    batch = f"{base.run.training.global_batch:,} rows"
+    titles = {
+        "strong": f"strong scaling: {batch} a step on any number of devices, as far as they can share them",
+        "weak": f"weak scaling: {batch} a step on {base.cluster.devices} devices, as many for each on all",
+    }
+    for kind, points in kinds.items():
+        print(f"\n{titles[kind]}")
+        _print_points(points, base.cluster.speed_unit)
+
+
+def print_sweep(points: Sequence[SweepPoint], base: Projection) -> None:
+    """Print one run with several values of one thing."""
+    print(f"from: {conclusion(base)}\n")
+    _print_points(points, base.cluster.speed_unit)
+
+
+def _print_points(points: Sequence[SweepPoint], speed: str) -> None:
+    asked = list(dict.fromkeys(name for point in points for name in point.asked))
+    with_efficiency = any(point.efficiency is not None for point in points)
+    words = ["step", speed, *(["efficiency"] if with_efficiency else []), "MFU", "bubble", "exposed", "memory"]
+    rows = []
+    for point in points:
+        row = [point.asked.get(name, "") for name in asked]
+        rows.append([*row, *_cells(point, with_efficiency=with_efficiency)])
+    print_table((*(name.rpartition(".")[2] for name in asked), "rows", *words, ""), rows, ("exposed", "bubble", "MFU"))
+    refusals = [point.answer for point in points if isinstance(point.answer, Refusal)]
+    for reason in dict.fromkeys(f"{one.rule}: {one.reason}" for one in refusals):
+        print(reason)
+
+
+def _cells(point: SweepPoint, *, with_efficiency: bool) -> list[str]:
+    one = point.answer
+    if isinstance(one, Refusal):
+        return [*[""] * (7 + with_efficiency), one.rule]
+    if (way := one.layout.dispatcher) != point.asked.get("dispatcher", way):
+        return [*[""] * (7 + with_efficiency), f"comes down to {way}"]
+    time = one.time
+    cells = [f"{one.run.training.global_batch:,}", time_text(time.step_seconds)]
+    cells += [f"{time.tokens_per_second_per_device:,.0f}"]
+    if with_efficiency:
+        cells += ["" if point.efficiency is None else f"{point.efficiency:.1%}"]
+    cells += [f"{time.model_flops_utilization:.1%}", f"{time.bubble:.1%}"]
+    cells += [time_text(time.exposed_communication_seconds), bytes_text(one.memory.total)]
+    return [*cells, "" if one.fits else f"{bytes_text(one.over_bytes)} too much"]
+
+
+def points_json(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
+    """What was asked, and a candidate of the contract with its rows, or the refusal."""
+    found: list[dict[str, Any]] = []
+    for point in points:
+        one = point.answer
+        if isinstance(one, Refusal):
+            found.append({"asked": dict(point.asked), "refused": {"rule": one.rule, "reason": one.reason}})
+        else:
+            batch = {"global_batch": one.run.training.global_batch, "efficiency": point.efficiency}
+            found.append({"asked": dict(point.asked), **batch, "candidate": candidate_json(one)})
+    return found

@@ -29,7 +29,7 @@ from penstock.base.devices import chip_named
 from penstock.base.errors import FAILED, DeviceError
 from penstock.cli.config import Json
 from penstock.cli.main import main
-from penstock.cli.next import print_next
+from penstock.cli.output import print_next
 from penstock.cli.verbs import load_by_name
 from penstock.config.load import load_run
 from penstock.config.run import Run

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from penstock.base.errors import DataError
-from penstock.cli.next import print_next
+from penstock.cli.output import print_next
 from penstock.config.run import Run
 from penstock.data.open import Vocabulary, vocabulary_of
 from penstock.parallel.launch.environment import read_environment

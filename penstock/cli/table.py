@@ -1,28 +1,99 @@
-"""Tables for people: drawn on a terminal, aligned plain text everywhere else.
+"""A table with lines around its cells, for a terminal of any width.
 
-Plain text has no width: every column is there, however long the lines become. A terminal has one; which columns it gets
-is decided in table_drawn.py, which is imported when a terminal is there: it takes longer than to print all tables of a
-small trace.
+A number is never cut and never broken over lines. Where the width is short, columns of text are wrapped first, at
+words; then whole columns are left out, and a line below the table names them.
 """
 
-import sys
+import re
 from collections.abc import Sequence
 
-from penstock.cli.verbs import load_by_name
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+
+FRAME, PADDING = 1, 3
+"""Columns of the terminal for the frame's left line, and for each cell's spaces with the line at its right."""
+
+LONGEST_WORD = 24
+"""A longer word, such as a kernel's name, may be broken unless it is a number."""
+
+READABLE = 16
+"""Columns that text gets at least before a whole column is left out."""
+
+_SIGNS = r"[-+~<>=(\[]*"
+_FIGURE = re.compile(rf"{_SIGNS}\d\S*( \S{{1,9}})?")
+"""A number, and its unit: `26.8 GB`, `-1,204.5 ms`, `12.3%`."""
+
+_NUMBER = re.compile(rf"{_SIGNS}\d\S*")
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], least: Sequence[str] = ()) -> None:
-    """Print rows under their columns' names to stdout.
+def draw_table(columns: Sequence[str], rows: Sequence[Sequence[str]], least: Sequence[str]) -> None:
+    """Draw rows under their columns' names to stdout; brackets are text, not markup.
 
     Args:
         columns: names.
         rows: a cell for each column.
-        least: columns that a narrow terminal misses least, the first of them first; after them the last ones go. The
-            first column always stays.
+        least: columns that are missed least.
     """
-    if sys.stdout.isatty():
-        load_by_name("penstock.cli.table_drawn", "draw_table")(columns, rows, least)
-        return
-    widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
-    for row in (columns, *rows):
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    console = Console(markup=False, highlight=False)
+    cells = [tuple(column) for column in zip(columns, *rows, strict=True)]
+    kept = _kept(cells, least, console.width)
+    widths = _widths([cells[place] for place in kept], console.width)
+    table = Table()
+    for place, width in zip(kept, widths, strict=True):
+        table.add_column(columns[place], width=width, overflow="fold")
+    for row in rows:
+        table.add_row(*(row[place] for place in kept))
+    # One column always stays; where it is wider than the terminal, that breaks its lines, and nothing is lost.
+    console.width = max(console.width, _drawn(widths))
+    console.print(table)
+    if left_out := [name or "notes" for place, name in enumerate(columns) if place not in kept]:
+        how = "a wider terminal shows them, and so does `| cat`"
+        print(f"{len(left_out)} of {len(columns)} columns left out ({', '.join(left_out)}): {how}")
+
+
+def _kept(cells: Sequence[Sequence[str]], least: Sequence[str], width: int) -> list[int]:
+    """Places of the columns that fit, at their narrowest: the first one, then from what is missed most."""
+    places = range(1, len(cells))
+    missed_least = [place for name in least for place in places if cells[place][0] == name]
+    missed_most = [place for place in places if place not in missed_least]
+    narrowest = [_narrowest(column) for column in cells]
+    kept = [0]
+    for place in (*missed_most, *reversed(missed_least)):
+        if _drawn([narrowest[one] for one in (*kept, place)]) <= width:
+            kept.append(place)
+    return sorted(kept)
+
+
+def _widths(cells: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Of each column: what it needs, or an even share of what the others leave, but never less than its narrowest."""
+    widths = [_narrowest(column) for column in cells]
+    spare = width - _drawn(widths)
+    wishes = {place: _natural(column) - widths[place] for place, column in enumerate(cells)}
+    for number, place in enumerate(sorted(wishes, key=lambda place: wishes[place])):
+        more = min(wishes[place], max(spare, 0) // (len(wishes) - number))
+        widths[place] += more
+        spare -= more
+    return widths
+
+
+def _drawn(widths: Sequence[int]) -> int:
+    """Columns of the terminal that a table takes."""
+    return FRAME + sum(width + PADDING for width in widths)
+
+
+def _natural(column: Sequence[str]) -> int:
+    """Width at which nothing is wrapped."""
+    return max(max((cell_len(line) for line in cell.splitlines()), default=0) for cell in column)
+
+
+def _narrowest(column: Sequence[str]) -> int:
+    """Width at which every number is whole, with its unit, and text can be read."""
+    return max(map(_narrowest_of_cell, column))
+
+
+def _narrowest_of_cell(cell: str) -> int:
+    if _FIGURE.fullmatch(cell):
+        return cell_len(cell)
+    words = [cell_len(word) if _NUMBER.match(word) else min(cell_len(word), LONGEST_WORD) for word in cell.split()]
+    return max([*words, min(cell_len(cell), READABLE)])

@@ -13,17 +13,25 @@ training program would have started.
 """
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from penstock.base.errors import TraceError, did_you_mean
-from penstock.cli.next import print_next
-from penstock.cli.trace_print import print_answer
+from penstock.base.numbers import bytes_text, shortened
+from penstock.base.spans import Span
+from penstock.cli.output import print_next, print_table
 from penstock.cli.verbs import Verb, group_of, load_by_name
-from penstock.trace.answer import answer_json, answer_to
-from penstock.trace.host_table import host_table
+from penstock.trace.answer import Answer, RankAnswer, answer_json, answer_to
+from penstock.trace.collectives import bandwidths
+from penstock.trace.host_table import HostRow, HostTable, host_table
+from penstock.trace.launches import Wait
+from penstock.trace.memory import Memory, MemoryRow
+from penstock.trace.named_work import shape_text
+from penstock.trace.phases import Phase
+from penstock.trace.timeline import Timeline
 
 READ, READ_ALL = "PATH", "PATHS"
 """Stand for the verb where none is named: the second if nothing but paths and flags follow."""
@@ -104,3 +112,358 @@ def read_all(context: typer.Context, as_json: Json = False, layers: Layers = Fal
     typer checks all other values with pydantic, and to import that takes as long as to answer for a small trace.
     """
     read([Path(word) for word in context.args], as_json=as_json, layers=layers)
+
+
+PHASES, STEPS, ROOFS, WAITS, ROWS = 24, 12, 12, 6, 12
+"""Rows of each table."""
+
+SHORT_NAME = 48
+
+
+def ms(time_us: float) -> str:
+    """Milliseconds, to a microsecond."""
+    return f"{time_us / 1e3:,.3f}"
+
+
+def print_answer(answer: Answer, *, by_layer: bool) -> None:
+    """Print all tables.
+
+    Args:
+        answer: what was said of the traces.
+        by_layer: a row of phases for each layer.
+    """
+    first = answer.ranks[0]
+    if answer.is_host:
+        several = len(answer.loaded) > 1
+        print(f"{first.trace.path.parent if several else first.trace.path}: a CPU, no kernel of a device")
+        print_host_tables([host_table(one) for one in answer.ranks], most=PHASES)
+        return
+    device = first.trace.device_name or "an unknown device"
+    others = "" if len(answer.loaded) == 1 else f", {len(answer.loaded)} ranks"
+    print(f"{first.trace.path.parent if others else first.trace.path}: {device}{others}")
+    if answer.steps > 1:
+        print(f"times are sums over {answer.steps} recorded steps, but for the table of steps; --step N gives one")
+    for one in answer.ranks:
+        for note in one.trace.notes:
+            print(f"note: rank {one.rank}: {note}")
+    _timelines(answer.ranks)
+    _steps(first)
+    _phases(first, by_layer=by_layer, of=_of(answer, first))
+    _communication(answer)
+    _experts(answer)
+    _launches(first, _of(answer, first))
+    for memory in first.memory:
+        print_memory(memory, _of(answer, first))
+    _roofline(first, _of(answer, first))
+
+
+def print_host_tables(tables: Sequence[HostTable], *, most: int) -> None:
+    """Print what CPUs did per step: operators, then phases, both of the first rank.
+
+    Args:
+        tables: of each rank.
+        most: rows of a table.
+    """
+    first, several = tables[0], len(tables) > 1
+    for one in tables:
+        rank = f"rank {one.rank}: " if several else ""
+        outside = f"{ms(one.outside_us)} ms ({one.outside:.1%}) outside of operators (Python, waiting)"
+        print(f"{rank}{ms(one.step_us)} ms {one.span}, of which {outside}")
+    of, per = (f" of rank {first.rank}" if several else ""), (" per step" if first.steps else "")
+    _head(f"operators{of}, by the time that they take themselves, without operators that they call")
+    head = (f"calls{per}", f"ms{per}", "share")
+    print_table(("operator", *head), _host_rows(first.operators, most, lambda row: (row.name,)))
+    _head(f"phases{of}, by the same time")
+    print_table(("phase", "pass", *head), _host_rows(first.phases, most, lambda row: (row.name, row.pass_)))
+
+
+def _host_rows(rows: Sequence[HostRow], most: int, names: Callable[[HostRow], tuple[str, ...]]) -> list[Sequence[str]]:
+    texts = [(*names(row), f"{row.calls:,.0f}", ms(row.own_us), f"{row.share:.1%}") for row in rows]
+    left = rows[most:]
+    calls, own_us = sum(row.calls for row in left), sum(row.own_us for row in left)
+    share = sum(row.share for row in left)
+    blank = [""] * (len(texts[0]) - 4) if texts else []
+    return _cut(texts, most, lambda more: (f"{more} more", *blank, f"{calls:,.0f}", ms(own_us), f"{share:.1%}"))
+
+
+def _of(answer: Answer, first: RankAnswer) -> str:
+    return "" if len(answer.loaded) == 1 else f" of rank {first.rank}"
+
+
+def _head(title: str) -> None:
+    print()
+    print(title)
+
+
+def _cut(rows: Sequence[Sequence[str]], most: int, last: Callable[[int], Sequence[str]]) -> list[Sequence[str]]:
+    """At most so many rows, and one that says what was left out."""
+    return [*rows[:most], last(len(rows) - most)] if len(rows) > most else list(rows)
+
+
+def _timelines(ranks: Sequence[RankAnswer]) -> None:
+    _head("time on the device, ms; linked: only what was launched inside the recording")
+    rows = []
+    for one in ranks:
+        same = one.timelines["all"] == one.timelines["linked"]
+        for name, timeline in one.timelines.items():
+            if name == "all" or not same:
+                rows.append((f"{one.rank}", "all, linked" if same else name, *_spent(timeline)))
+    head = (
+        "rank",
+        "events",
+        "total",
+        "busy",
+        "compute",
+        "communication",
+        "exposed",
+        "copies",
+        "exposed copies",
+        "idle",
+    )
+    print_table(head, rows, ("exposed copies", "copies", "busy", "communication"))
+
+
+def _spent(one: Timeline) -> tuple[str, ...]:
+    def share(time_us: float) -> str:
+        return f"{ms(time_us)} ({time_us / one.total_us:.1%})" if one.total_us else ms(time_us)
+
+    return (
+        ms(one.total_us),
+        ms(one.busy_us),
+        share(one.compute_us),
+        ms(one.communication_us),
+        share(one.exposed_communication_us),
+        ms(one.memcpy_us),
+        ms(one.exposed_memcpy_us),
+        share(one.idle_us),
+    )
+
+
+def _steps(first: RankAnswer) -> None:
+    if not first.steps:
+        return
+    _head(f"steps of rank {first.rank}, ms on the device")
+    rows = [(step.name, *(ms(time) for time in _of_step(step.timeline))) for step in first.steps]
+    head = ("step", "total", "compute", "exposed communication", "exposed copies", "idle")
+    print_table(head, _cut(rows, STEPS, lambda left: (f"{left} more", *[""] * 5)))
+
+
+def _of_step(one: Timeline) -> tuple[float, ...]:
+    return (one.total_us, one.compute_us, one.exposed_communication_us, one.exposed_memcpy_us, one.idle_us)
+
+
+def _phases(first: RankAnswer, *, by_layer: bool, of: str) -> None:
+    found = first.phases.rows(by_layer=by_layer)
+    _head(f"phases{of}; exposed: device time that nothing before it in the order compute, communication, copies fills")
+    rows = [_phase(one) for one in found]
+    left = found[PHASES:]
+    rest = (
+        f"{len(left)} more",
+        *[""] * 2,
+        ms(sum(one.kernel_us for one in left)),
+        ms(sum(one.exposed_us for one in left)),
+        f"{sum(one.share for one in left):.1%}",
+        f"{sum(one.count for one in left):,}",
+    )
+    print_table(
+        ("phase", "layer", "pass", "kernels ms", "exposed ms", "share", "events"),
+        _cut(rows, PHASES, lambda _: rest),
+        ("events", "kernels ms"),
+    )
+    print(f"other: {first.phases.other_share:.1%} of this time has no name")
+    if first.phases.replays is not None:
+        print(first.phases.replays.told)
+
+
+def _phase(one: Phase) -> tuple[str, ...]:
+    layer = "" if one.layer is None else f"{one.layer}"
+    return (one.name, layer, one.pass_, ms(one.kernel_us), ms(one.exposed_us), f"{one.share:.1%}", f"{one.count:,}")
+
+
+def _communication(answer: Answer) -> None:
+    collectives = answer.collectives
+    if not len(collectives.calls):
+        return
+    if len(answer.loaded) == 1:
+        _head("communication: one rank cannot tell waiting from transfer; give a folder with all ranks")
+        return
+    _head("communication across ranks, ms: pure is transfer, waiting is for ranks that came later")
+    totals = collectives.totals_us()
+    late = {one.rank: one for one in collectives.stragglers()}
+    rows = []
+    for rank, (pure_us, wait_us) in totals.items():
+        last = (f"{late[rank].times_last}", ms(late[rank].caused_wait_us)) if rank in late else ("0", ms(0.0))
+        rows.append((f"{rank}", ms(pure_us), ms(wait_us), *last))
+    print_table(("rank", "pure", "waiting", "times last", "others waited for it"), _cut(rows, 4 * ROWS, _more(5)))
+    _bandwidths(answer)
+    _unmatched(answer)
+
+
+def _bandwidths(answer: Answer) -> None:
+    told = sorted(bandwidths(answer.collectives), key=lambda one: -one.pure_us * one.count)
+    if not told:
+        return
+    _head("matched collectives by size")
+    rows = [
+        (
+            one.name,
+            f"{one.ranks}",
+            f"{one.count}",
+            bytes_text(one.message_bytes),
+            ms(one.pure_us),
+            f"{one.algorithm_gb_s:.1f}",
+            f"{one.bus_gb_s:.1f}",
+        )
+        for one in told
+    ]
+    print_table(("name", "ranks", "count", "bytes", "pure ms", "GB/s", "bus GB/s"), _cut(rows, ROWS, _more(7)))
+
+
+def _unmatched(answer: Answer) -> None:
+    calls, unmatched = answer.collectives.calls, answer.collectives.unmatched
+    if not unmatched:
+        print("unmatched: none")
+        return
+    _head(f"unmatched: {len(unmatched)} collectives, of which no waiting is told")
+    rows = [
+        (
+            one.group,
+            f"{one.seq}",
+            _short(one.name),
+            ", ".join(f"{calls.ranks[calls.rank[row]]}" for row in one.rows),
+            one.why,
+        )
+        for one in unmatched
+    ]
+    print_table(("group", "number", "name", "ranks", "because"), _cut(rows, ROWS, _more(5)))
+
+
+def _more(columns: int) -> Callable[[int], Sequence[str]]:
+    return lambda left: (f"{left} more", *[""] * (columns - 1))
+
+
+def _experts(answer: Answer) -> None:
+    load = answer.experts
+    rows_text = None if load.max_over_mean is None else f"{load.max_over_mean:.2f} in {load.unit} ({load.source})"
+    time_text = None if load.kernel_max_over_mean is None else f"{load.kernel_max_over_mean:.2f} in time of products"
+    texts = [text for text in (rows_text, time_text) if text]
+    if texts:
+        full = "" if load.fullest_rank is None else f"; rank {load.fullest_rank} has most"
+        _head(f"experts: fullest rank over the mean {', '.join(texts)}{full}")
+    for one in answer.recorded[-1:]:
+        if one.layers:
+            layer = max(one.layers, key=lambda layer: one.layers[layer])
+            print(f"by the metrics of step {one.step}: in layer {layer} the fullest expert has ", end="")
+            print(f"{one.layers[layer]:.2f} times the mean, the most of all layers")
+
+
+def _launches(first: RankAnswer, of: str) -> None:
+    one = first.launches
+    gaps, queue = one.gaps, one.queue
+    _head(f"launches{of}")
+    print(f"  {one.short_count:,} of {one.kernel_count:,} kernels under 10 us, {ms(one.short_us)} ms together")
+    print(
+        f"  {gaps.count:,} gaps over 10 us, {gaps.long_count:,} over 100 us, the longest {ms(gaps.max_us)} ms; of "
+        f"{ms(gaps.total_us)} ms idle the host was late in {ms(gaps.hosts_us)}, work was there in {ms(gaps.devices_us)}"
+    )
+    if queue is not None:
+        print(
+            f"  queue: {queue.mean:.1f} deep in the mean, {queue.max:,} at most, empty {queue.empty_share:.1%} of the "
+            f"time; from launch to start {ms(queue.median_delay_us)} ms in the median"
+        )
+    if one.waits:
+        print_table(("the host waits in", "times", "ms", "from"), _cut(_waits(one.waits), WAITS, _more(4)))
+
+
+def _waits(waits: Sequence[Wait]) -> list[tuple[str, ...]]:
+    """A row for each call, span and pair of operators around it; layers and steps added up."""
+    times: dict[tuple[str, str], tuple[int, float]] = {}
+    for one in waits:
+        spans = [name for name in one.where if name in tuple(Span)]
+        around = dict.fromkeys((*spans[-1:], *one.where[-2:]))
+        place = (one.call, " > ".join(_short(name) for name in around))
+        count, us = times.get(place, (0, 0.0))
+        times[place] = (count + one.count, us + one.total_us)
+    longest = sorted(times.items(), key=lambda item: -item[1][1])
+    return [(call, f"{count:,}", ms(us), where) for (call, where), (count, us) in longest]
+
+
+def _roofline(first: RankAnswer, of: str) -> None:
+    found = first.roofline
+    if not found.rows:
+        return
+    chip = "a device whose peaks are not known" if found.chip is None else found.chip.name
+    _head(f"roofline{of}, on {chip}: {found.modelled_share:.0%} of the computing has a model")
+    rows = [
+        (
+            _short(row.operator),
+            _short(shape_text([one for one in row.shapes if isinstance(one, tuple) and not _is_list(one)])),
+            f"{row.count:,}",
+            ms(row.kernel_us),
+            f"{row.share:.1%}",
+            "" if row.flops_per_second is None else f"{row.flops_per_second / 1e12:,.0f}",
+            "" if row.bytes_per_second is None else f"{row.bytes_per_second / 1e9:,.0f}",
+            row.bound or "",
+            "" if row.reached is None else f"{row.reached:.0%}",
+        )
+        for row in found.rows
+    ]
+    head = ("operator", "shapes", "calls", "ms", "share", "TFLOP/s", "GB/s", "bound by", "reached")
+    print_table(head, _cut(rows, ROOFS, _more(9)), ("GB/s", "TFLOP/s", "calls", "shapes"))
+    if first.used_rows is not None:
+        print(first.used_rows.told)
+
+
+def _is_list(shape: tuple[object, ...]) -> bool:
+    """Whether these are shapes of a list of tensors."""
+    return bool(shape) and isinstance(shape[0], tuple)
+
+
+def _short(text: str) -> str:
+    return shortened(text, SHORT_NAME)
+
+
+ROWS = 16
+
+
+def print_memory(memory: Memory, of: str) -> None:
+    """Print the tables of one device.
+
+    Args:
+        memory: of the device.
+        of: whose it is, as it stands in titles.
+    """
+    peak = memory.peak
+    phase = " ".join(filter(None, (peak.phase, peak.pass_)))
+    where = f"{phase}: {' > '.join(peak.spans)}" if peak.spans else phase
+    print(f"\nmemory{of}, device {memory.device}, at the time of the host")
+    print(
+        f"  {bytes_text(peak.allocated_bytes)} handed out at most ({bytes_text(peak.reserved_bytes)} reserved then, "
+        f"{bytes_text(int(memory.reserved.max()))} at most), in {where}"
+    )
+    if peak.components:
+        print_table(
+            ("held then", "bytes", "share"),
+            [
+                (name, bytes_text(size), f"{size / max(peak.allocated_bytes, 1):.1%}")
+                for name, size in peak.components.items()
+            ],
+        )
+    rows = sorted(memory.rows(), key=lambda row: -max(row.at_peak_bytes or 0, abs(row.kept_bytes)))
+    shown = [row for row in memory.rows() if row in rows[:ROWS]]
+    table = [_row(row) for row in shown]
+    if len(rows) > ROWS:
+        table.append((f"{len(rows) - ROWS} smaller ones", *[""] * 5))
+    print_table(("phase", "pass", "of it at the peak", "handed out", "more after than before", "most held"), table)
+
+
+def _row(row: MemoryRow) -> tuple[str, ...]:
+    sign = "-" if row.kept_bytes < 0 else ""
+    return (
+        row.name,
+        row.pass_,
+        "" if row.at_peak_bytes is None else bytes_text(row.at_peak_bytes),
+        bytes_text(row.handed_out_bytes),
+        f"{sign}{bytes_text(abs(row.kept_bytes))}",
+        bytes_text(row.most_bytes),
+    )

@@ -10,8 +10,7 @@ import typer
 
 from penstock.base.errors import TraceError
 from penstock.base.numbers import counted, shortened
-from penstock.cli.next import print_next
-from penstock.cli.table import print_table
+from penstock.cli.output import print_next, print_table
 from penstock.trace.compare import CLOSING, Comparison, Row, Verdict, compare
 from penstock.trace.events import Trace
 from penstock.trace.load import load_ranks

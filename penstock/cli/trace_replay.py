@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from penstock.base.errors import TraceError
-from penstock.cli.outputs import Force, check_output
+from penstock.cli.output import Force, check_output
 from penstock.trace.load import load_ranks
 from penstock.trace.replay import replay_script
 

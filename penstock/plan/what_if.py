@@ -1,7 +1,7 @@
 """What changes if: two runs side by side, one run on more devices, one run with another value.
 
 Every question takes a `Planner`, which says what a run on a cluster needs (`penstock.plan.project.project` with its
-assumptions), and gives values; `penstock.cli.plan_what_ifs` prints them. What is not asked about stays: the layout, so
+assumptions), and gives values; `penstock.cli.plan_print` prints them. What is not asked about stays: the layout, so
 that further devices are further data-parallel ranks, and about the tokens of a step, so that a longer sequence is fewer
 rows. A question without an answer, such as more expert ranks than experts, gives a point with the refusal.
 """

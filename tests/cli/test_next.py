@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import main
-from penstock.cli.next import next_line
+from penstock.cli.output import next_line
 from tests.promises.test_documents import parse_penstock
 from tests.report.made_runs import host_folder, run_folder
 from tests.train.saved_run import byte_run, random_model, save_run

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from penstock.cli import plan as verb
-from penstock.cli import plan_files
 from penstock.cli.main import main
 from penstock.config.load import load_run
 from penstock.plan.hardware_file import load_hardware, write_hardware
@@ -231,7 +230,7 @@ def test_pictures_are_written_by_their_suffix(
     capsys: pytest.CaptureFixture[str], searched: Searched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[tuple[Plan, Path]] = []
-    monkeypatch.setattr(plan_files, "write_page", lambda plan, path, more: written.append((plan, path)))
+    monkeypatch.setattr("penstock.cli.plan.write_page", lambda plan, path, more: written.append((plan, path)))
     page = tmp_path / "plan.html"
     assert main(["plan", "debug", *ON, "--html", str(page)]) == 0
     assert [(plan.model, path) for plan, path in written] == [("debug", page)]

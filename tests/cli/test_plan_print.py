@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.plan_explain import TOPICS, check_topic, explain
 from penstock.cli.plan_print import (
     KNOWN_ERROR,
+    TOPICS,
     KnownError,
+    check_topic,
     conclusion,
+    explain,
     origins_text,
     print_plan,
     sizes_text,

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from penstock.base.numbers import bytes_text
-from penstock.cli.table import print_table
+from penstock.cli.output import print_table
 
 ROWS = [("steps", "10"), ("a-long-name", "")]
 WORDS = ("pipeline", "of", "every", "micro-batch", "model.moe.router.expert_bias", "rank", "gfx942", "the", "because")

@@ -1,0 +1,76 @@
+"""Output of verbs: tables, warnings, the proposed next command, and checks of files that a user asks for.
+
+A table is drawn on a terminal (`penstock.cli.output`, loaded only then, because its import takes longer than to print
+all tables of a small trace) and is aligned plain text elsewhere, with every column however long the lines become.
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.base.errors import PenstockError
+from penstock.cli.verbs import load_by_name
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], least: Sequence[str] = ()) -> None:
+    """Print rows under their columns' names to stdout.
+
+    Args:
+        columns: names.
+        rows: a cell for each column.
+        least: columns that a narrow terminal misses least, the first of them first; after them the last ones go. The
+            first column always stays.
+    """
+    if sys.stdout.isatty():
+        load_by_name("penstock.cli.output", "draw_table")(columns, rows, least)
+        return
+    widths = [max(len(cell) for cell in column) for column in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+Force = Annotated[bool, typer.Option("--force", help="Write over a file that is there.")]
+
+
+def check_output(path: Path, option: str, *, force: bool, makes_folder: bool = False) -> None:
+    """Refuse a file that could not or should not be written, before anything is computed.
+
+    Args:
+        path: of the file.
+        option: that names it.
+        force: write over it.
+        makes_folder: the folder is made where it is missing.
+
+    Raises:
+        PenstockError: it is a folder, its folder is not there, or it is there and `force` is not given.
+    """
+    if path.is_dir():
+        raise PenstockError(f"{option}: {path} is a folder", fix="name a file in it")
+    if path.is_file() and not force:
+        raise PenstockError(f"{option}: {path} is there already", fix="another name, or --force to write over it")
+    if not makes_folder and not path.absolute().parent.is_dir():
+        raise PenstockError(f"{option}: there is no folder {path.parent}", fix="make it first")
+
+
+def next_line(*words: object) -> str:
+    """The line for one command of ours, its words quoted for a shell."""
+    return f"next:  {shlex.join(['penstock', *map(str, words)])}"
+
+
+def print_next(*words: object, to_stderr: bool = False) -> None:
+    """Print the line.
+
+    Args:
+        words: of a command, without `penstock`.
+        to_stderr: for verbs whose standard output may be read by a program.
+    """
+    print(next_line(*words), file=sys.stderr if to_stderr else sys.stdout)
+
+
+def warn(message: str) -> None:
+    """Print a warning, in one line."""
+    print(f"warning: {' '.join(message.split())}", file=sys.stderr)
