@@ -3,8 +3,8 @@
     python -m benchmarks.graphs --output benchmarks/results/graphs-h200.json
     python -m benchmarks.graphs --cases small,short --output benchmarks/results/graph-parts-h200.json
 
-Every case runs the same steps three times: eager, with passes captured (penstock/train/captured.py), and with the
-static parts of layers captured (penstock/train/captured_parts.py). `small` compares bits: it is
+Every case runs the same steps three times: eager, with passes captured (penstock/train/capture.py), and with the
+static parts of layers captured (penstock/train/capture.py). `small` compares bits: it is
 deterministic, and losses, norms, loads, held-out loss and the sums of weights and moments must be equal; `masked` has a
 document mask and recomputes every layer. The others are DeepSeek-V2-Lite of few layers, with work for the GPU (`long`),
 or so little that the host decides (`short`); these are not deterministic, so a second eager run says how far apart
@@ -25,9 +25,8 @@ from benchmarks import record
 from penstock.config.load import load_run
 from penstock.parallel.launch.environment import read_environment
 from penstock.parallel.launch.process import peak_memory_bytes
-from penstock.train.evaluate import evaluate
 from penstock.train.setup import Session, prepare
-from penstock.train.step import StepResult, train_step
+from penstock.train.step import StepResult, evaluate, train_step
 
 FIXED = ["data.source=synthetic-random", "checkpoint.enabled=false", "training.precision=bf16"]
 SMALL = ["training.deterministic=true", "training.global_batch=8", "evaluation.rows=8", "model.mtp_layers=1"]

@@ -32,7 +32,7 @@ from penstock.config.load import load_run
 from penstock.models.count import count
 from penstock.models.huggingface.config import huggingface_config
 from penstock.models.huggingface.names import weight_names
-from penstock.train.tensor_files import Entry, write_entries
+from penstock.train.tensor_files import TensorEntry, write_entries
 
 PRESET = "qwen3-235b-a22b-1l"
 FILE_BYTES = 5 << 30
@@ -45,11 +45,11 @@ def make(preset: str, folder: Path) -> int:
     model = load_run(preset).model
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(huggingface_config(model)))
-    file: list[Entry] = []
+    file: list[TensorEntry] = []
     total = 0
     for number, line in enumerate(weight_names(model)):
         values = partial(_random, number, line.shape)
-        file.append(Entry(name=line.theirs, dtype=torch.bfloat16, shape=line.shape, make=values))
+        file.append(TensorEntry(name=line.theirs, dtype=torch.bfloat16, shape=line.shape, make=values))
         total += file[-1].nbytes
         if sum(entry.nbytes for entry in file) > FILE_BYTES:
             write_entries(folder / f"model-{number:05d}.safetensors", file)

@@ -28,7 +28,6 @@ from penstock.base.shapes import LEGEND
 from penstock.base.spans import Span
 from penstock.config.explain import reference_markdown
 from penstock.parallel.launch.environment import environment_page
-from penstock.train.metrics_page import metrics_page
 from tools import (
     dispatch_tables,
     doctor_tables,
@@ -46,6 +45,7 @@ from tools import (
 from tools.commands_page import commands_json, commands_page
 from tools.grafana import dashboard
 from tools.hardware_page import hardware_page
+from tools.metrics_page import metrics_page
 from tools.models_page import models_page
 from tools.rules_page import rules_page
 

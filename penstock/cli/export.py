@@ -16,9 +16,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.train.export import Precision, export_huggingface
+from penstock.train.export import Precision, export_huggingface, import_transformers, verify_export
 from penstock.train.saved_weights import chosen_step, open_saved
-from penstock.train.verify_export import import_transformers, verify_export
 
 
 def export(

@@ -30,8 +30,7 @@ from penstock.kernels.measured import Measurements, OperatorTimes, load, save, u
 from penstock.models.kernels import kernel_choices, shapes_of
 from penstock.parallel.launch.environment import read_environment
 from penstock.parallel.launch.process import choose_device
-from penstock.tune.cases import workload_of
-from penstock.tune.kernels import Clock, GpuClock, environment, measure, merged, winner
+from penstock.tune.kernels import CallTimer, GpuCallTimer, environment, measure, merged, winner, workload_of
 
 app = typer.Typer(add_completion=False)
 
@@ -84,10 +83,10 @@ def tune(
     path = output or user_file(facts.name)
     if path is None:
         raise KernelError("this user has no home folder to write to", fix="--output FILE")
-    tune_on(run, facts, choose_device("cuda"), GpuClock(), path)
+    tune_on(run, facts, choose_device("cuda"), GpuCallTimer(), path)
 
 
-def tune_on(run: Run, facts: DeviceFacts, device: torch.device, clock: Clock, path: Path) -> None:
+def tune_on(run: Run, facts: DeviceFacts, device: torch.device, clock: CallTimer, path: Path) -> None:
     """Measure, print and write.
 
     Args:

@@ -47,13 +47,18 @@ from penstock.parallel.launch.process import choose_device, prepare_process
 from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group, stop_process_group
 from penstock.plan.hardware import Hardware
 from penstock.plan.hardware_file import known_hardware, load_hardware, read_hardware
-from penstock.tune.preflight.check import Check, Status
-from penstock.tune.preflight.devices import Gpu, judge_gpus, read_gpus
-from penstock.tune.preflight.disk import judge_disk, read_disk
-from penstock.tune.preflight.environment import HURTFUL, check_environment
-from penstock.tune.preflight.host import judge_host, read_host
-from penstock.tune.preflight.transfers import judge_measured, measure, measured_json, parse_measured
-from penstock.tune.preflight.versions import check_versions
+from penstock.tune.preflight.check import PreflightCheck, Status
+from penstock.tune.preflight.gpus import (
+    Gpu,
+    judge_gpus,
+    judge_measured,
+    measure,
+    measured_json,
+    parse_measured,
+    read_gpus,
+)
+from penstock.tune.preflight.host import judge_disk, judge_host, read_disk, read_host
+from penstock.tune.preflight.versions import HARMFUL, check_environment, check_versions
 
 CPU_RANKS = 2
 """Started where there is no GPU: enough to see that processes find each other."""
@@ -120,14 +125,14 @@ def _known(gpus: Sequence[Gpu], file: Path | None) -> Hardware | None:
     return load_hardware(chip.pattern) if chip is not None and chip.pattern in known_hardware() else None
 
 
-def _look(run: Run | None, gpus: Sequence[Gpu], known: Hardware | None) -> list[Check]:
+def _look(run: Run | None, gpus: Sequence[Gpu], known: Hardware | None) -> list[PreflightCheck]:
     """Everything that needs no other process."""
     record = Record() if run is None else run.record
     checkpoint = 0 if run is None else _checkpoint_bytes(run)
     kept = 1 if run is None else max(1, run.checkpoint.keep)
     return [
         *check_versions(),
-        *check_environment(shell_variables(one.name for one in HURTFUL), has_gpu=bool(gpus)),
+        *check_environment(shell_variables(one.name for one in HARMFUL), has_gpu=bool(gpus)),
         *judge_host(read_host(len(gpus), sum(gpu.total_bytes for gpu in gpus))),
         *judge_disk(read_disk(Path(record.folder)), checkpoint, kept),
         *judge_gpus(gpus, gpu_vendor(), known),
@@ -174,8 +179,8 @@ def _be_a_rank(environment: Environment, expected: int) -> str:
     return measured_json(found)
 
 
-def _broken() -> Check:
-    return Check(
+def _broken() -> PreflightCheck:
+    return PreflightCheck(
         area="transfers",
         name="ranks together",
         status="failed",
@@ -185,7 +190,7 @@ def _broken() -> Check:
     )
 
 
-def print_checks(checks: Sequence[Check], environment: Environment, *, as_json: bool) -> None:
+def print_checks(checks: Sequence[PreflightCheck], environment: Environment, *, as_json: bool) -> None:
     """Print what was found, in one piece, so that several machines do not speak into each other's words.
 
     Args:

@@ -58,7 +58,6 @@ from penstock.parallel.launch.rendezvous import Rendezvous, start_process_group,
 from penstock.train.loop import open_store, resume, start, train_run
 from penstock.train.observer import RunEnd
 from penstock.train.rehearsal import Rehearsal, rehearse
-from penstock.train.room import find_shortage
 from penstock.train.run_folder import (
     RunFolder,
     check_is_free,
@@ -69,7 +68,7 @@ from penstock.train.run_folder import (
     find_launched,
     find_run_folder,
 )
-from penstock.train.setup import Session, Texts, open_split, open_texts, prepare, state_bytes
+from penstock.train.setup import RunData, Session, find_shortage, open_split, open_texts, prepare, state_bytes
 from penstock.train.sinks import check_sinks, open_sinks
 from penstock.train.stop import StopRequest
 
@@ -353,7 +352,7 @@ def _print_plan(console: Console, launch: Launch, grid: Grid, local_ranks: int) 
     warn_of_unfilled(run)
     if shortage is not None:
         warn(str(shortage))
-    texts = open_texts(run) if shortage is None else Texts(train=open_split(run, "train"), held_out=None)
+    texts = open_texts(run) if shortage is None else RunData(train=open_split(run, "train"), held_out=None)
     size = count(run.model, run.training.sequence_length)
     parameters, active = count_text(size.parameters + size.mtp_parameters), count_text(size.active_parameters)
     tokens = run.tokens_per_step * run.training.steps

@@ -2,7 +2,7 @@
 
 A graph is replayed with the addresses and the shapes that it was captured with, and the host takes no part in it. The
 same rules say where `graphs.capture` auto does without. What depends on the device, such as kernels that read counts on
-the host, is judged where they are chosen (penstock/train/choose_capture.py).
+the host, is judged where they are chosen (penstock/train/capture.py).
 """
 
 from penstock.config.dispatch_rules import COUNTS_STAY

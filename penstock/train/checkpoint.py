@@ -41,18 +41,19 @@ from penstock.parallel.copies import host_tensors
 from penstock.parallel.shard import ShardedTensor
 from penstock.train.manifest import (
     FACTS,
-    Written,
+    WrittenFiles,
     check_files,
     check_no_more_tensors,
     check_tensors,
     describe,
     files_of,
+    fill_parts,
     merge,
     parse_json,
     read_manifest,
     write_manifest,
+    write_parts,
 )
-from penstock.train.parts import fill_parts, write_parts
 from penstock.train.run_folder import sync, write_whole
 from penstock.train.tensor_files import fingerprint
 
@@ -253,7 +254,7 @@ class CheckpointStore:
             written = write_parts(partial, parts, self.rank)
         ranks = self._messages.gather(asdict(written))
         if is_first:
-            everything = merge([Written.from_json(one) for one in ranks])
+            everything = merge([WrittenFiles.from_json(one) for one in ranks])
             write_whole(partial / FACTS, facts)
             everything.files[FACTS] = fingerprint(partial / FACTS)
             write_manifest(partial, step, everything)

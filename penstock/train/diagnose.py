@@ -54,7 +54,7 @@ NO_ORIGIN = "where it began is not known, as a GPU had no memory left to look or
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class NonFiniteOrigin:
     """Where values stopped being finite.
 
     Attributes:
@@ -81,7 +81,7 @@ class Origin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class NonFiniteFinding:
     """A figure that is not finite, and what is known about it: content of nonfinite.json.
 
     Attributes:
@@ -96,7 +96,7 @@ class Finding:
     figure: Literal["loss", "gradient norm", "held-out loss"]
     value: str
     step: int
-    origin: Origin | None = None
+    origin: NonFiniteOrigin | None = None
     checkpoint: str | None = None
     unsaved: str | None = None
 
@@ -131,13 +131,13 @@ class Finding:
 
 
 def report_figure(
-    finding: Finding,
+    finding: NonFiniteFinding,
     path: Path,
     world: Axis,
     *,
     save: Callable[[], None],
     newest: Callable[[], Path | None],
-    look: Callable[[], Origin | None],
+    look: Callable[[], NonFiniteOrigin | None],
 ) -> NonFiniteError:
     """Tell of a figure that is not finite. The first rank writes it down at once, and adds what is found out later.
 
@@ -170,7 +170,7 @@ def report_figure(
     return finding.error(path, unwritten)
 
 
-def find_origin(model: RankModel, optimizer: MasterAdamW, batch: Batch, rule: StepRule) -> Origin | None:
+def find_origin(model: RankModel, optimizer: MasterAdamW, batch: Batch, rule: StepRule) -> NonFiniteOrigin | None:
     """Find where the values of a step stopped being finite. Expert loads are reset.
 
     A run on one device runs its micro-batches again under watch, until something breaks. Several ranks run only forward
@@ -188,7 +188,7 @@ def find_origin(model: RankModel, optimizer: MasterAdamW, batch: Batch, rule: St
         other ranks may still be in the middle of it, and there is nothing more to be done together.
     """
 
-    def look() -> Origin:
+    def look() -> NonFiniteOrigin:
         whole = cut(batch, rule.cut)
         if model.axes.world.size == 1:
             return _watch_all(model.whole, whole, rule.loss)
@@ -196,16 +196,16 @@ def find_origin(model: RankModel, optimizer: MasterAdamW, batch: Batch, rule: St
             _first_broken(model, dict(model.named_parameters()), "parameter")
             or _first_output(model, whole.micro_batches, rule)
             or _first_broken(model, dict(optimizer.gradients()), "gradient")
-            or Origin(place="sum of gradients", name="")
+            or NonFiniteOrigin(place="sum of gradients", name="")
         )
 
     return _if_it_ends(look)
 
 
-def find_held_out_origin(model: RankModel, rows: EvaluationRows, rule: StepRule) -> Origin | None:
+def find_held_out_origin(model: RankModel, rows: EvaluationRows, rule: StepRule) -> NonFiniteOrigin | None:
     """Find where the held-out loss stopped being finite; as `find_origin`."""
 
-    def look() -> Origin:
+    def look() -> NonFiniteOrigin:
         micro_batches = tuple(read(batch, rule.cut) for batch in rows.batches)
         if model.axes.world.size == 1:
             counted = torch.full((1 + rule.loss.depths,), rows.tokens, dtype=torch.float64, device=rule.cut.device)
@@ -213,13 +213,13 @@ def find_held_out_origin(model: RankModel, rows: EvaluationRows, rule: StepRule)
         return (
             _first_broken(model, dict(model.named_parameters()), "parameter")
             or _first_output(model, micro_batches, rule)
-            or Origin(place="sum of gradients", name="")
+            or NonFiniteOrigin(place="sum of gradients", name="")
         )
 
     return _if_it_ends(look)
 
 
-def _if_it_ends(look: Callable[[], Origin]) -> Origin | None:
+def _if_it_ends(look: Callable[[], NonFiniteOrigin]) -> NonFiniteOrigin | None:
     """What a search finds.
 
     It needs much memory only in its passes, which are full of waits for other ranks. There, who has none left cannot
@@ -234,7 +234,7 @@ def _if_it_ends(look: Callable[[], Origin]) -> Origin | None:
 
 def _first_broken(
     model: RankModel, tensors: Mapping[str, Tensor], place: Literal["parameter", "gradient"]
-) -> Origin | None:
+) -> NonFiniteOrigin | None:
     """Of all ranks. NaN goes from a layer's gradient to those of all before it, so of gradients the last one counts."""
     own: list[str] | None
     try:
@@ -248,10 +248,10 @@ def _first_broken(
     if not names:
         return None
     name = names[0] if place == "parameter" else names[-1]
-    return Origin(place=place, name=name, layer=layer_of(name), parameters=tuple(names))
+    return NonFiniteOrigin(place=place, name=name, layer=layer_of(name), parameters=tuple(names))
 
 
-def _first_output(model: RankModel, batches: Sequence[MicroBatch], rule: StepRule) -> Origin | None:
+def _first_output(model: RankModel, batches: Sequence[MicroBatch], rule: StepRule) -> NonFiniteOrigin | None:
     """Of all ranks: the module, earliest in the order of forward, whose output is not finite, or else the loss."""
     order = {name: number for number, name in enumerate(name for one in model.modules for name in _inner_first(one))}
     broken: list[tuple[int, int, int, str]] = []
@@ -268,8 +268,8 @@ def _first_output(model: RankModel, batches: Sequence[MicroBatch], rule: StepRul
     found = all_gather_json([min(broken, default=None), is_finite(nats)], model.axes.world)
     if outputs := [output for output, _ in found if output is not None]:
         name = min(outputs)[-1]
-        return Origin(place="output", name=name, layer=layer_of(name))
-    return None if all(is_good for _, is_good in found) else Origin(place="loss", name="the output projection")
+        return NonFiniteOrigin(place="output", name=name, layer=layer_of(name))
+    return None if all(is_good for _, is_good in found) else NonFiniteOrigin(place="loss", name="the output projection")
 
 
 @contextmanager
@@ -296,21 +296,21 @@ def _depth(name: str) -> tuple[int, int, str]:
     return (0, 0, name) if name.startswith("embed") else (2, 0, name) if layer is None else (1, layer, name)
 
 
-def _watch_all(model: Decoder, whole: GlobalBatch, rule: LossRule) -> Origin:
+def _watch_all(model: Decoder, whole: GlobalBatch, rule: LossRule) -> NonFiniteOrigin:
     broken = tuple(name for name, parameter in model.named_parameters() if not is_finite(parameter))
     if broken:
-        return Origin(place="parameter", name=broken[0], layer=layer_of(broken[0]), parameters=broken)
+        return NonFiniteOrigin(place="parameter", name=broken[0], layer=layer_of(broken[0]), parameters=broken)
     reset_loads([model])
     origins = (_watch(model, batch, whole.counted, rule) for batch in whole.micro_batches)
     with gradients_by_autograd(model):
         found = next(((index, origin) for index, origin in enumerate(origins) if origin is not None), None)
     reset_loads([model])
     if found is None:
-        return Origin(place="sum of gradients", name="")
+        return NonFiniteOrigin(place="sum of gradients", name="")
     return replace(found[1], micro_batch=found[0])
 
 
-def _watch(model: Decoder, batch: MicroBatch, counted: Tensor, rule: LossRule) -> Origin | None:
+def _watch(model: Decoder, batch: MicroBatch, counted: Tensor, rule: LossRule) -> NonFiniteOrigin | None:
     """Forward and backward of one micro-batch; None if everything is finite."""
     broken: list[str] = []
 
@@ -321,9 +321,9 @@ def _watch(model: Decoder, batch: MicroBatch, counted: Tensor, rule: LossRule) -
     with _watched(model.named_modules(), look):
         total = model_loss(model, batch, counted, rule).total
     if broken:
-        return Origin(place="output", name=broken[0], layer=layer_of(broken[0]))
+        return NonFiniteOrigin(place="output", name=broken[0], layer=layer_of(broken[0]))
     if not is_finite(total):
-        return Origin(place="loss", name="the output projection")
+        return NonFiniteOrigin(place="loss", name="the output projection")
     names, parameters = zip(*model.named_parameters(), strict=True)
     gradients = torch.autograd.grad(total, parameters, allow_unused=True)
     broken = [
@@ -332,7 +332,7 @@ def _watch(model: Decoder, batch: MicroBatch, counted: Tensor, rule: LossRule) -
         if gradient is not None and not is_finite(gradient)
     ]
     if broken:
-        return Origin(place="gradient", name=broken[-1], layer=layer_of(broken[-1]), parameters=tuple(broken))
+        return NonFiniteOrigin(place="gradient", name=broken[-1], layer=layer_of(broken[-1]), parameters=tuple(broken))
     return None
 
 

@@ -10,26 +10,27 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from penstock.base.errors import CheckpointError
+from penstock.base.errors import CheckpointError, DeviceError
 from penstock.config.model import Model
 from penstock.config.run import Run
 from penstock.data.tokenizer_export import export_tokenizer
-from penstock.models.build import meta_model, to_dtype
+from penstock.models.build import build_model, meta_model, to_dtype
 from penstock.models.huggingface.config import huggingface_config
 from penstock.models.huggingface.names import WeightName, weight_names
-from penstock.models.huggingface.weights import WEIGHTS_FILE
+from penstock.models.huggingface.weights import WEIGHTS_FILE, load_huggingface
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.run_folder import sync
 from penstock.train.saved_weights import SavedWeights
 from penstock.train.state import check_same_model, identity_of
-from penstock.train.tensor_files import Entry, write_entries
+from penstock.train.tensor_files import TensorEntry, write_entries
 
 Precision: TypeAlias = Literal["bf16", "fp32"]
 """As in `training.precision`."""
@@ -79,7 +80,7 @@ def export_huggingface(
     return tokenizer.why_not
 
 
-def _entries(model: Model, store: CheckpointStore, step: int, dtype: torch.dtype) -> list[Entry]:
+def _entries(model: Model, store: CheckpointStore, step: int, dtype: torch.dtype) -> list[TensorEntry]:
     """Every weight in their form, to be made when it is written."""
     decoder = meta_model(model)
     kinds = {name: f"float32 {list(tensor.shape)}" for name, tensor in decoder.state_dict().items()}
@@ -87,7 +88,7 @@ def _entries(model: Model, store: CheckpointStore, step: int, dtype: torch.dtype
     dtypes = {name: tensor.dtype for name, tensor in decoder.state_dict().items()}
     saved = SavedWeights(store, step, kinds)
     return [
-        Entry(
+        TensorEntry(
             name=line.theirs,
             dtype=dtypes[line.ours],
             shape=line.shape,
@@ -102,7 +103,7 @@ def _values(line: WeightName, saved: SavedWeights, dtype: torch.dtype) -> Tensor
     return line.write(ours if line.expert is None else ours[0])
 
 
-def _write(entries: list[Entry], texts: Mapping[str, str], folder: Path, shard_bytes: int) -> None:
+def _write(entries: list[TensorEntry], texts: Mapping[str, str], folder: Path, shard_bytes: int) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -118,7 +119,7 @@ def _write(entries: list[Entry], texts: Mapping[str, str], folder: Path, shard_b
         shutil.rmtree(draft, ignore_errors=True)  # not there any more if all went well
 
 
-def _write_files(entries: list[Entry], folder: Path, shard_bytes: int) -> None:
+def _write_files(entries: list[TensorEntry], folder: Path, shard_bytes: int) -> None:
     shards = list(_shards(entries, shard_bytes))
     if len(shards) == 1:
         write_entries(folder / WEIGHTS_FILE, entries, _METADATA)
@@ -134,9 +135,9 @@ def _write_files(entries: list[Entry], folder: Path, shard_bytes: int) -> None:
     sync(folder / INDEX_FILE)
 
 
-def _shards(entries: list[Entry], most_bytes: int) -> Iterator[list[Entry]]:
+def _shards(entries: list[TensorEntry], most_bytes: int) -> Iterator[list[TensorEntry]]:
     """Entries that share a file, in order."""
-    shard: list[Entry] = []
+    shard: list[TensorEntry] = []
     size = 0
     for entry in entries:
         if shard and size + entry.nbytes > most_bytes:
@@ -145,3 +146,57 @@ def _shards(entries: list[Entry], most_bytes: int) -> Iterator[list[Entry]]:
         shard.append(entry)
         size += entry.nbytes
     yield shard
+
+
+ROWS, POSITIONS = 2, 64
+TOLERANCE = 1e-4
+"""Of the largest difference of two logits, over the largest logit."""
+
+
+@torch.no_grad()
+def verify_export(run: Run, folder: Path) -> float:
+    """Compare logits of random tokens.
+
+    Args:
+        run: the configuration of what was exported.
+        folder: the export.
+
+    Returns:
+        The largest difference over the largest logit.
+
+    Raises:
+        DeviceError: `transformers` is not installed.
+        CheckpointError: it cannot read the folder, or computes something else.
+    """
+    library = import_transformers()
+    try:
+        theirs = library.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"transformers cannot read {folder}", got=error) from error
+    training = run.training.model_copy(update={"precision": "fp32"})
+    ours = build_model(run.model_copy(update={"training": training, "device": "cpu"}), torch.device("cpu")).eval()
+    load_huggingface(ours, folder)
+    positions = min(POSITIONS, run.training.sequence_length)
+    tokens_BS = torch.randint(run.model.vocab_size, (ROWS, positions), generator=torch.Generator().manual_seed(0))
+    logits_BSV = ours.logits(tokens_BS, torch.arange(positions).expand(ROWS, -1))
+    expected_BSV = theirs(tokens_BS, use_cache=False).logits
+    apart = float((logits_BSV - expected_BSV).abs().max() / expected_BSV.abs().max())
+    if not apart <= TOLERANCE:
+        raise CheckpointError(
+            f"transformers computes other logits from {folder}", got=f"{apart:.1e} apart", allowed=f"{TOLERANCE:g}"
+        )
+    return apart
+
+
+def import_transformers() -> Any:
+    """The library.
+
+    Raises:
+        DeviceError: it is not installed.
+    """
+    try:
+        return import_module("transformers")
+    except ImportError as error:
+        raise DeviceError(
+            "--verify needs transformers", got=str(error), fix="pip install transformers, or leave --verify out"
+        ) from error

@@ -38,8 +38,7 @@ from penstock.data.saved import LoaderState
 from penstock.parallel.axes import ALONE, Axis
 from penstock.parallel.spans import Stopwatch, span
 from penstock.train.checkpoint import CheckpointStore
-from penstock.train.diagnose import Finding, Origin, find_held_out_origin, find_origin, report_figure
-from penstock.train.evaluate import evaluate
+from penstock.train.diagnose import NonFiniteFinding, NonFiniteOrigin, find_held_out_origin, find_origin, report_figure
 from penstock.train.metrics import drop_after
 from penstock.train.observer import HeldOutLoss, Observer, RunEnd, RunStart, StepReport
 from penstock.train.profile import Recorder
@@ -48,7 +47,7 @@ from penstock.train.saved_weights import load_initial_weights
 from penstock.train.schedule import learning_rate
 from penstock.train.setup import Session
 from penstock.train.state import random_state, restore_random_state, restore_state, save_state
-from penstock.train.step import StepResult, train_step
+from penstock.train.step import StepResult, evaluate, train_step
 from penstock.train.stop import StopRequest
 
 
@@ -66,7 +65,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Place:
+class ResumePoint:
     """Where data and random numbers stand between two steps."""
 
     data: LoaderState
@@ -233,7 +232,7 @@ class _Loop:
     def _step(self, done: Progress, stop: StopRequest) -> tuple[StepReport, bool]:
         """Make the next step, evaluate if that is due, and report; also whether a rank wants to stop."""
         state, step = self._session.state, done.steps + 1
-        before = Place(state.batches.state(), random_state())
+        before = ResumePoint(state.batches.state(), random_state())
         rate = learning_rate(
             done.steps, self._run.training.steps, self._run.optimizer.learning_rate, self._run.schedule
         )
@@ -305,7 +304,7 @@ class _Loop:
         for observer in self._observers:
             observer.saved(done.steps)
 
-    def _halt(self, done: Progress, before: Place, batch: Batch, result: StepResult) -> NonFiniteError:
+    def _halt(self, done: Progress, before: ResumePoint, batch: Batch, result: StepResult) -> NonFiniteError:
         """A step was not applied: the state before it can be saved."""
         model, state = self._session.model, self._session.state
 
@@ -318,7 +317,7 @@ class _Loop:
                 self._save(done)
                 self._store.wait()
 
-        finding = Finding(
+        finding = NonFiniteFinding(
             figure="gradient norm" if math.isfinite(result.loss) else "loss",
             value=str(result.gradient_norm if math.isfinite(result.loss) else result.loss),
             step=done.steps + 1,
@@ -327,10 +326,15 @@ class _Loop:
 
     def _halt_after(self, step: int, rows: EvaluationRows, held_out: HeldOutLoss) -> NonFiniteError:
         """The step itself was finite, but its update spoiled the model: there is no state to save any more."""
-        model, finding = self._session.model, Finding(figure="held-out loss", value=str(held_out.loss), step=step)
+        model, finding = (
+            self._session.model,
+            NonFiniteFinding(figure="held-out loss", value=str(held_out.loss), step=step),
+        )
         return self._end(finding, self._store.wait, lambda: find_held_out_origin(model, rows, self._rule))
 
-    def _end(self, finding: Finding, save: Callable[[], None], look: Callable[[], Origin | None]) -> NonFiniteError:
+    def _end(
+        self, finding: NonFiniteFinding, save: Callable[[], None], look: Callable[[], NonFiniteOrigin | None]
+    ) -> NonFiniteError:
         """Report a figure that is not finite; see `report_figure`."""
 
         def save_all() -> None:
@@ -342,7 +346,7 @@ class _Loop:
             step = self._store.latest()
             return None if step is None else self._store.path(step)
 
-        def look_with_all_memory() -> Origin | None:
+        def look_with_all_memory() -> NonFiniteOrigin | None:
             if self._session.graphs is not None:
                 self._session.graphs.release()
             return look()

@@ -19,8 +19,13 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
 
 from penstock import __version__
 from penstock.base.errors import CheckpointError
@@ -28,7 +33,7 @@ from penstock.base.files import read_json
 from penstock.layout.rectangles import Rectangle, not_the_whole, parse_rectangle
 from penstock.parallel.shard import ShardedTensor
 from penstock.train.run_folder import write_whole
-from penstock.train.tensor_files import fingerprint
+from penstock.train.tensor_files import fingerprint, write_tensors
 
 FORMAT = "penstock-checkpoint"
 VERSION = 2
@@ -62,7 +67,7 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenFiles:
     """What one rank has of a checkpoint.
 
     Attributes:
@@ -74,7 +79,7 @@ class Written:
     files: dict[str, str]
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "Written":
+    def from_json(cls, content: Mapping[str, Any]) -> "WrittenFiles":
         """The inverse of `dataclasses.asdict`. Raises KeyError or TypeError if that is not what it is."""
         return cls(
             {name: SavedTensor(one["kind"], dict(one["rectangles"])) for name, one in content["tensors"].items()},
@@ -113,7 +118,7 @@ def describe(parts: Mapping[str, ShardedTensor]) -> dict[str, str]:
     return {name: f"{str(part.tensor.dtype).removeprefix('torch.')} {list(part.shape)}" for name, part in parts.items()}
 
 
-def merge(ranks: Sequence[Written]) -> Written:
+def merge(ranks: Sequence[WrittenFiles]) -> WrittenFiles:
     """What all ranks have of a checkpoint together. That it is not each tensor exactly once is a fault of ours."""
     tensors: dict[str, SavedTensor] = {}
     files: dict[str, str] = {}
@@ -129,10 +134,10 @@ def merge(ranks: Sequence[Written]) -> Written:
     for name, tensor in tensors.items():
         reason = not_the_whole(tensor.shape, (rectangle for rectangle, _ in tensor.places()))
         assert reason is None, f"the ranks together do not write {name} once, {tensor.kind}: {reason}"
-    return Written(tensors, files)
+    return WrittenFiles(tensors, files)
 
 
-def write_manifest(folder: Path, step: int, written: Written) -> None:
+def write_manifest(folder: Path, step: int, written: WrittenFiles) -> None:
     """Seal a folder whose other files are all written.
 
     Args:
@@ -176,7 +181,7 @@ def read_manifest(folder: Path) -> Manifest:
 def _checked(path: Path, content: dict[str, Any]) -> Manifest:
     """The manifest, if each of its tensors is whole."""
     try:
-        written = Written.from_json(content)
+        written = WrittenFiles.from_json(content)
         manifest = Manifest(step=content["step"], penstock=content["penstock"], **vars(written))
         fault = next(_faults(manifest), None)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -278,3 +283,109 @@ def _damaged(path: Path, got: str) -> CheckpointError:
 def _seal(manifest: Mapping[str, Any]) -> str:
     """CRC-32 of a manifest's values, however its text is indented."""
     return f"crc32 {zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):08x}"
+
+
+FILE_BYTES = 1 << 30
+"""Tensors that share a file. Files are what ranks divide among themselves to check a checkpoint."""
+
+
+@dataclass(frozen=True)
+class PartRead:
+    """What one of our rectangles gets from one in a file.
+
+    Attributes:
+        key: of the rectangle in the file.
+        source: the index of what is needed, in it.
+        target: where that goes: a view of our tensor.
+    """
+
+    key: str
+    source: tuple[slice, ...]
+    target: Tensor
+
+
+def write_parts(folder: Path, parts: Mapping[str, ShardedTensor], rank: int) -> WrittenFiles:
+    """Write what this rank has to write, and sync it to disk.
+
+    Args:
+        folder: of the checkpoint.
+        parts: all that the rank holds.
+        rank: part of the names of files.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    written = WrittenFiles({name: SavedTensor(kind) for name, kind in describe(parts).items()}, {})
+    file: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        name = _file_name(rank, len(written.files))
+        written.files[name] = write_tensors(folder / name, file)
+        file.clear()
+
+    for name, rectangle, tensor in _rectangles(parts):
+        if file and sum(other.nbytes for other in file.values()) + tensor.nbytes > FILE_BYTES:
+            flush()
+        written.tensors[name].rectangles[str(rectangle)] = _file_name(rank, len(written.files))
+        file[f"{name}{rectangle}"] = tensor
+    if file:
+        flush()
+    return written
+
+
+def _file_name(rank: int, number: int) -> str:
+    return f"tensors-{rank:05d}-{number:05d}.safetensors"
+
+
+def _rectangles(parts: Mapping[str, ShardedTensor]) -> Iterator[tuple[str, Rectangle, Tensor]]:
+    """Name, place in the whole and values of every rectangle that we write; empty ones are left out."""
+    for name, part in parts.items():
+        check_part(name, part)
+        for piece in part.pieces:
+            rectangle = Rectangle(piece.whole, piece.sizes)
+            if part.writes and rectangle.elements:
+                yield name, rectangle, part.tensor[Rectangle(piece.here, piece.sizes).within((0,) * len(piece.here))]
+
+
+@torch.no_grad()
+def fill_parts(folder: Path, saved: Mapping[str, SavedTensor], into: Mapping[str, ShardedTensor]) -> None:
+    """Read what this rank holds.
+
+    Args:
+        folder: of the checkpoint.
+        saved: every tensor of `into`, and where its rectangles are.
+        into: filled in place, on any device.
+
+    Raises:
+        OSError: a file cannot be read.
+        SafetensorError: a file is not what it should be.
+    """
+    files: dict[str, list[PartRead]] = {}
+    for name, part in into.items():
+        check_part(name, part)
+        for file, read in _reads(name, part, saved[name]):
+            files.setdefault(file, []).append(read)
+    for file, reads in files.items():
+        with safe_open(folder / file, framework="pt") as content:
+            for read in reads:
+                read.target.copy_(content.get_slice(read.key)[read.source])
+
+
+def _reads(name: str, part: ShardedTensor, saved: SavedTensor) -> Iterator[tuple[str, PartRead]]:
+    """Files, and what is to be read of them, for one tensor."""
+    places = saved.places()
+    for piece in part.pieces:
+        ours = Rectangle(piece.whole, piece.sizes)
+        # Where the whole tensor begins, as seen from the first element of ours.
+        origin = tuple(whole - here for whole, here in zip(piece.whole, piece.here, strict=True))
+        for theirs, file in places:
+            common = ours.overlap(theirs)
+            if common is not None:
+                target = part.tensor.detach()[common.within(origin)]
+                yield file, PartRead(f"{name}{theirs}", common.within(theirs.begin), target)
+
+
+def check_part(name: str, part: ShardedTensor) -> None:
+    """Assert that the rectangles of a part are as many elements as it has."""
+    elements = sum(prod(piece.sizes) for piece in part.pieces)
+    assert elements == part.tensor.numel(), f"{name}: rectangles of {elements} elements in {part.tensor.numel()}"

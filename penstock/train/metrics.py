@@ -4,7 +4,7 @@ metrics.jsonl holds one JSON object a line, in the order of steps, with the fiel
 system in one unbuffered write, so a killed run leaves whole lines. Lines after the checkpoint that a run resumes from
 tell of steps that will be made again: `drop_after` cuts them off, and each step stands in the file once.
 
-The other sinks are opened in penstock/train/sinks.py, docs/metrics.md is made in penstock/train/metrics_page.py.
+The other sinks are opened in penstock/train/sinks.py, docs/metrics.md is made in tools/metrics_page.py.
 """
 
 import json
@@ -20,7 +20,7 @@ from penstock.train.observer import LayerReport, RunStart, StepReport
 
 
 @dataclass(frozen=True)
-class Field:
+class MetricField:
     """A key of a line of metrics.jsonl.
 
     Attributes:
@@ -32,52 +32,58 @@ class Field:
     doc: str
 
 
-FIELDS: dict[str, Field] = {
-    "step": Field("steps", "Optimizer steps done, this one included."),
-    "loss": Field("nats/token", "Mean over the counted tokens of the global batch, z-loss on the logits included."),
-    "mtp_losses": Field("nats/token", "The same for each depth of multi-token prediction, without their factor."),
-    "gradient_norm": Field("", "L2 norm of all gradients together, before clipping."),
-    "learning_rate": Field("", "Learning rate of the step."),
-    "tokens_seen": Field("tokens", "Tokens of all steps so far."),
-    "tokens_per_second_per_device": Field("tokens/s", "Tokens of the step over its time and the number of devices."),
-    "step_seconds": Field("s", "Time of the step, data included; evaluation, checkpoint and records are not."),
-    "phase_seconds": Field(
+FIELDS: dict[str, MetricField] = {
+    "step": MetricField("steps", "Optimizer steps done, this one included."),
+    "loss": MetricField(
+        "nats/token", "Mean over the counted tokens of the global batch, z-loss on the logits included."
+    ),
+    "mtp_losses": MetricField("nats/token", "The same for each depth of multi-token prediction, without their factor."),
+    "gradient_norm": MetricField("", "L2 norm of all gradients together, before clipping."),
+    "learning_rate": MetricField("", "Learning rate of the step."),
+    "tokens_seen": MetricField("tokens", "Tokens of all steps so far."),
+    "tokens_per_second_per_device": MetricField(
+        "tokens/s", "Tokens of the step over its time and the number of devices."
+    ),
+    "step_seconds": MetricField("s", "Time of the step, data included; evaluation, checkpoint and records are not."),
+    "phase_seconds": MetricField(
         "s",
         "Time of each phase of the STEP BEFORE on the first rank's device, see below; null in a process's first step.",
     ),
-    "model_flops_utilization": Field(
+    "model_flops_utilization": MetricField(
         "",
         "Model FLOPs of the step over what the device could have done in bf16 meanwhile; null where that is unknown.",
     ),
-    "peak_memory_bytes": Field(
+    "peak_memory_bytes": MetricField(
         "bytes", "Most memory so far: handed out by the allocator on a GPU, resident set of the process on a CPU."
     ),
-    "graph_pool_bytes": Field("bytes", "Device memory that captured work keeps (graphs.capture); 0 without any."),
-    "expert_load_max_over_mean": Field("", "Of the least even layer; 1 is even. Null for a dense model."),
-    "expert_rank_load_max_over_mean": Field(
+    "graph_pool_bytes": MetricField("bytes", "Device memory that captured work keeps (graphs.capture); 0 without any."),
+    "expert_load_max_over_mean": MetricField("", "Of the least even layer; 1 is even. Null for a dense model."),
+    "expert_rank_load_max_over_mean": MetricField(
         "",
         "Load of the fullest expert rank over the mean, as a mean of layers: what the time sees. Over all groups of "
         "expert ranks together. Null if ranks do not share experts.",
     ),
-    "expert_rank_load_fullest": Field(
+    "expert_rank_load_fullest": MetricField(
         "",
         "The same of one rank, the one whose mean of layers is highest: what its memory sees. At most the field above.",
     ),
-    "dropped_slots": Field("slots", "(token, expert) pairs over capacity, all layers together."),
-    "rows_left_out": Field(
+    "dropped_slots": MetricField("slots", "(token, expert) pairs over capacity, all layers together."),
+    "rows_left_out": MetricField(
         "rows",
         "Rows that found no room at their experts (dispatch.row_capacity_factor); if any, the step was made again.",
     ),
-    "records_skipped": Field(
+    "records_skipped": MetricField(
         "records", "Records of text that could not be read and were skipped so far (data.corrupt); each epoch anew."
     ),
-    "auxiliary_loss": Field("", "Balance losses, weighted, all layers together. Not part of `loss`."),
-    "forced_balance": Field(
+    "auxiliary_loss": MetricField("", "Balance losses, weighted, all layers together. Not part of `loss`."),
+    "forced_balance": MetricField(
         "", "True if the router's choice is ignored (model.moe.balance.force_load_balance): benchmark only."
     ),
-    "layers": Field("", "One object for each MoE layer, see below."),
-    "evaluation_loss": Field("nats/token", "On held-out text after this step; only in lines of steps that evaluate."),
-    "evaluation_bits_per_byte": Field("bits/byte", "The same over the bytes of text that the tokens stand for."),
+    "layers": MetricField("", "One object for each MoE layer, see below."),
+    "evaluation_loss": MetricField(
+        "nats/token", "On held-out text after this step; only in lines of steps that evaluate."
+    ),
+    "evaluation_bits_per_byte": MetricField("bits/byte", "The same over the bytes of text that the tokens stand for."),
 }
 """Keys of a line, in order."""
 
@@ -93,12 +99,12 @@ PHASE_FIELDS: Mapping[Span, str] = MappingProxyType(
 )
 """Keys of `phase_seconds`: what the device does, or waits for, until the next phase begins; together, the step."""
 
-LAYER_FIELDS: dict[str, Field] = {
-    "layer": Field("", "Index of the decoder layer; multi-token prediction layers count on after the last one."),
-    "max_over_mean": Field("", "Load of the fullest expert over the mean: 1 is even."),
-    "entropy": Field("", "Entropy of the load over that of an even one: 1 is even, 0 is all on one expert."),
-    "dropped_slots": Field("slots", "(token, expert) pairs over capacity."),
-    "auxiliary_loss": Field("", "Balance losses of the layer, weighted."),
+LAYER_FIELDS: dict[str, MetricField] = {
+    "layer": MetricField("", "Index of the decoder layer; multi-token prediction layers count on after the last one."),
+    "max_over_mean": MetricField("", "Load of the fullest expert over the mean: 1 is even."),
+    "entropy": MetricField("", "Entropy of the load over that of an even one: 1 is even, 0 is all on one expert."),
+    "dropped_slots": MetricField("slots", "(token, expert) pairs over capacity."),
+    "auxiliary_loss": MetricField("", "Balance losses of the layer, weighted."),
 }
 """Keys of each object in `layers`, in order."""
 

@@ -12,9 +12,9 @@ bfloat16 can tell. What makes weight gradients itself may add to the buffer (`gr
 own gradient alone, as matrices and experts do (penstock/models/parameters.py).
 
 With `offload.optimizer`, moments, and masters that are not the parameters themselves, stay in host memory and pass
-through the device during the step (`penstock/train/streamed_adamw.py`).
+through the device during the step (`penstock/train/adamw.py`).
 
-Ranks that hold the same parameter may divide its rows (`penstock/train/optimizer_shard.py`): each then has masters and
+Ranks that hold the same parameter may divide its rows (`penstock/train/optimizer.py`): each then has masters and
 moments of its own rows only, and after a step the new values are gathered.
 
 A parameter that took no part in a step has a gradient of zeros, not none: its moments fade, and it decays. This is what
@@ -29,17 +29,91 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.config.parallel import Offload, Parallel
 from penstock.config.training import Optimizer
+from penstock.layout.sharding import rows_of_shard
 from penstock.parallel.axes import ALONE, NO_AXIS, Axis
 from penstock.parallel.buckets import BucketEntry, gather_rows, reduce_rows
-from penstock.parallel.shard import ParamShard, ShardedTensor, whole
-from penstock.train.adamw import FusedAdamW
-from penstock.train.optimizer_shard import OptimizerShard, optimizer_shard_of
-from penstock.train.streamed_adamw import StreamedAdamW
+from penstock.parallel.shard import ParamShard, ShardedTensor, local_rows, whole
+from penstock.train.adamw import FusedAdamW, StreamedAdamW, is_own_master
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerShard:
+    """What one rank updates of one parameter.
+
+    Attributes:
+        holding: the parameter.
+        rows: first and last + 1 of the rows of our part that we update; None for all.
+        total: float32 sum of the gradients of our backward passes, of the shape of what the rank holds.
+        gradient: the rows of `total` that we update.
+        values: these rows of the parameter itself; their own master if they are float32 (`penstock.train.adamw`).
+        attached: what `parameter.grad` is outside of backward: autograd adds to it, or a hook takes it away (None).
+        shard: ranks that divide the rows, if reducing the gradient is left to us.
+        replicate: ranks that update the same rows; the gradient is summed over them too, if that is left to us.
+        writes: this rank saves the rows; of those that update the same ones, one does.
+    """
+
+    holding: ParamShard
+    rows: tuple[int, int] | None
+    total: Tensor
+    gradient: Tensor
+    values: Tensor
+    attached: Tensor | None
+    shard: Axis
+    replicate: Axis
+    writes: bool
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """What modules compute with."""
+        return self.holding.parameter
+
+    def part(self, tensor: Tensor) -> ShardedTensor:
+        """A tensor of the rows that we update, as a part of a checkpoint."""
+        holding = self.holding
+        return ShardedTensor(tensor=tensor, shape=holding.shape, pieces=holding.pieces(self.rows), writes=self.writes)
+
+
+@torch.no_grad()
+def optimizer_shard_of(holding: ParamShard, parallel: Parallel) -> OptimizerShard:
+    """Decide what this rank updates of a parameter, and make its gradient."""
+    parameter, data = holding.parameter, holding.data
+    is_precise = is_own_master(parameter)
+    rows: tuple[int, int] | None = None
+    shard, replicate = NO_AXIS, data
+    attached: Tensor | None = None
+    if isinstance(parameter, DTensor):
+        assert is_precise, f"{holding.name} is sharded, so it must be its own float32 master"
+        rows, writer = local_rows(parameter), data.replicate.rank == 0
+        attached = torch.zeros_like(parameter)
+        assert isinstance(attached, DTensor), "zeros like a DTensor are one"
+        total = gradient = attached.to_local()
+        values = parameter.to_local().detach()
+        replicate = NO_AXIS
+    else:
+        total = torch.zeros_like(parameter, dtype=parameter.dtype if is_precise else torch.float32)
+        attached = total if is_precise else None
+        gradient, values, writer = total, parameter.detach(), data.rank == 0
+        if parallel.shard in ("auto", "optimizer") and data.shard.size > 1 and parameter.ndim:
+            shard, replicate, writer = data.shard, data.replicate, data.replicate.rank == 0
+            rows = rows_of_shard(parameter.shape[0], shard.rank, shard.size)
+            gradient, values = total[slice(*rows)], values[slice(*rows)]
+    return OptimizerShard(
+        holding=holding,
+        rows=rows,
+        total=total,
+        gradient=gradient,
+        values=values,
+        attached=attached,
+        shard=shard,
+        replicate=replicate,
+        writes=writer and all(axis.rank == 0 for axis in holding.partial) and values.numel() > 0,
+    )
+
 
 _DEFAULTS = Parallel()
 _ON_DEVICE = Offload()

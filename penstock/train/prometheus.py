@@ -15,7 +15,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from penstock.train.metrics import FIELDS, LAYER_FIELDS, Field, record
+from penstock.train.metrics import FIELDS, LAYER_FIELDS, MetricField, record
 from penstock.train.observer import RunStart, StepReport
 
 EXPORTED: Mapping[str, str] = MappingProxyType(
@@ -62,13 +62,15 @@ STEP_TIME = "penstock_step_timestamp_seconds"
 SAVED_STEP = "penstock_saved_step"
 SAVED_TIME = "penstock_checkpoint_timestamp_seconds"
 
-ENDPOINT_FIELDS: Mapping[str, Field] = MappingProxyType(
+ENDPOINT_FIELDS: Mapping[str, MetricField] = MappingProxyType(
     {
-        RUN_INFO: Field("", "Always 1; its labels are the model's family, the device, the ranks, and the run's name."),
-        WANTED_STEPS: Field("steps", "Steps that the run asks for."),
-        STEP_TIME: Field("s", "When the last step ended, since 1970; of a run that hangs it stays behind."),
-        SAVED_STEP: Field("steps", "Step of the newest checkpoint of this process; absent before the first."),
-        SAVED_TIME: Field("s", "When that was handed to the writer, since 1970."),
+        RUN_INFO: MetricField(
+            "", "Always 1; its labels are the model's family, the device, the ranks, and the run's name."
+        ),
+        WANTED_STEPS: MetricField("steps", "Steps that the run asks for."),
+        STEP_TIME: MetricField("s", "When the last step ended, since 1970; of a run that hangs it stays behind."),
+        SAVED_STEP: MetricField("steps", "Step of the newest checkpoint of this process; absent before the first."),
+        SAVED_TIME: MetricField("s", "When that was handed to the writer, since 1970."),
     }
 )
 """What only the endpoint tells."""

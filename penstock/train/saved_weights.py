@@ -28,20 +28,21 @@ from penstock.parallel.shard import ShardedTensor
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.manifest import (
     FACTS,
+    FILE_BYTES,
     Manifest,
     SavedTensor,
-    Written,
+    WrittenFiles,
     check_files,
     check_tensors,
     files_of,
+    fill_parts,
     merge,
     read_manifest,
     write_manifest,
 )
-from penstock.train.parts import FILE_BYTES, fill_parts
 from penstock.train.run_folder import RunFolder, sync, write_whole
 from penstock.train.state import TrainState, check_same_model
-from penstock.train.tensor_files import Entry, fingerprint, write_entries
+from penstock.train.tensor_files import TensorEntry, fingerprint, write_entries
 
 RUN_FILE = "run.toml"
 WEIGHTS = "weights"
@@ -79,7 +80,7 @@ def write_weights(folder: Path, pieces: Iterable[WeightPiece], facts: Mapping[st
         OSError: it cannot be written.
     """
     folder.mkdir(parents=True)
-    written = Written({}, {})
+    written = WrittenFiles({}, {})
     for number, group in enumerate(_files(pieces)):
         name = f"tensors-{number:05d}.safetensors"
         entries = [_entry(piece) for piece in group]
@@ -94,9 +95,9 @@ def write_weights(folder: Path, pieces: Iterable[WeightPiece], facts: Mapping[st
     sync(folder)
 
 
-def _entry(piece: WeightPiece) -> Entry:
+def _entry(piece: WeightPiece) -> TensorEntry:
     name = f"{PREFIX}{piece.name}{piece.rectangle}"
-    return Entry(name=name, dtype=torch.float32, shape=piece.rectangle.sizes, make=piece.make)
+    return TensorEntry(name=name, dtype=torch.float32, shape=piece.rectangle.sizes, make=piece.make)
 
 
 def _files(pieces: Iterable[WeightPiece]) -> Iterable[list[WeightPiece]]:

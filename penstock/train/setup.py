@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from penstock.base.devices import peak_flops
-from penstock.base.errors import DataError
-from penstock.config.fit import grid_of
+from penstock.base.errors import DataError, DeviceError
+from penstock.config.fit import grid_of, shard
 from penstock.config.run import Run
-from penstock.config.size import Count
+from penstock.config.size import Count, routed_parameters, size_of
 from penstock.data.evaluation import EvaluationRows, evaluation_batches
 from penstock.data.loader import Loader, Prefetch
 from penstock.data.open import open_text
@@ -21,6 +21,7 @@ from penstock.data.texts import Text
 from penstock.data.tokenizer import BYTES
 from penstock.kernels.choose import summary
 from penstock.kernels.device_facts import device_facts
+from penstock.layout.grid import Grid
 from penstock.models.build import meta_model
 from penstock.models.count import count
 from penstock.models.init import initialize_masters
@@ -30,10 +31,9 @@ from penstock.models.rank_model import RankModel, build_rank, embedding_places
 from penstock.moe.router import TopKRouter
 from penstock.parallel.axes import ALONE, Axes, make_axes
 from penstock.parallel.launch.environment import Environment
+from penstock.parallel.launch.host import host_bytes
 from penstock.parallel.launch.process import choose_device, device_name, prepare_process
-from penstock.train.captured import CapturedPasses
-from penstock.train.captured_parts import CapturedParts
-from penstock.train.choose_capture import choose_capture
+from penstock.train.capture import CapturedParts, CapturedPasses, choose_capture
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.passes import forward_backward
 from penstock.train.state import TrainState, identity_of
@@ -81,7 +81,7 @@ class Session:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Texts:
+class RunData:
     """The data of a run.
 
     Attributes:
@@ -165,14 +165,14 @@ def _unfilled(run: Run, text: Text) -> tuple[str, ...]:
     return (f"data.tokenizer has {ids:,} ids of model.vocab_size {size:,}: the others are never trained",)
 
 
-def open_texts(run: Run, axes: Axes = ALONE) -> Texts:
+def open_texts(run: Run, axes: Axes = ALONE) -> RunData:
     """Open the data of a run, as one rank reads them.
 
     Raises:
         DataError: they cannot be used.
     """
     if run.evaluation.rows == 0:
-        return Texts(train=open_split(run, "train"), held_out=None)
+        return RunData(train=open_split(run, "train"), held_out=None)
     text = open_split(run, "validation")
     held_out = evaluation_batches(
         text,
@@ -188,7 +188,7 @@ def open_texts(run: Run, axes: Axes = ALONE) -> Texts:
             "the held-out rows predict no text: each of their documents is one token long",
             fix="hold out longer documents, or set evaluation.rows to 0",
         )
-    return Texts(train=open_split(run, "train"), held_out=held_out, notices=text.corrupt.take_notices())
+    return RunData(train=open_split(run, "train"), held_out=held_out, notices=text.corrupt.take_notices())
 
 
 def open_split(run: Run, split: Split) -> Text:
@@ -210,3 +210,85 @@ def state_bytes(run: Run) -> int:
         # Moments and gradient are 12 bytes; a weight is 4, or 2 for its bfloat16 and 4 for its master.
         total += (18 if rounded else 16) * sum(parameter.numel() for parameter in module.parameters(recurse=False))
     return total
+
+
+_ID_BYTES = 8
+"""Of an id; the rows of a step are held with the numbers of their documents beside the ids."""
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """What one rank needs at least, in bytes.
+
+    Attributes:
+        state: weights, gradients and optimizer.
+        activations: inputs of layers.
+        rows: ids of all rows of a step, in host memory.
+    """
+
+    state: int
+    activations: int
+    rows: int
+
+
+def least_memory_need(run: Run, grid: Grid) -> MemoryNeed:
+    """What a rank of a run needs at least, on average over the stages of a pipeline."""
+    training, model = run.training, run.model
+    size = size_of(model, training.sequence_length)
+    routed = routed_parameters(model)
+    dense = size.parameters + size.mtp_parameters - routed
+    state = _state(run, dense / (grid.tensor * grid.pipeline), grid.data * grid.context)
+    state += _state(run, routed / (grid.expert * grid.expert_tensor * grid.pipeline), grid.expert_data)
+    width = model.hidden_size * (2 if training.precision == "bf16" else 4)
+    positions = training.micro_batch * training.sequence_length / (grid.tensor * grid.context)
+    kept = 0 if run.offload.activations else model.layers / grid.pipeline * positions * width
+    return MemoryNeed(int(state), int(kept), 2 * training.global_batch * (training.sequence_length + 1) * _ID_BYTES)
+
+
+def find_shortage(run: Run, grid: Grid, device: torch.device, local_ranks: int) -> DeviceError | None:
+    """What is wrong if a run cannot fit into the memory of its ranks here; None if it can, or nobody asks.
+
+    Args:
+        run: the run.
+        grid: its ranks.
+        device: of this rank.
+        local_ranks: ranks of this machine, which share its memory.
+    """
+    if not run.host.check_memory:
+        return None
+    need = least_memory_need(run, grid)
+    wanted = need.state + need.activations
+    if device.type == "cuda":
+        where = "GPU"
+        there: int | None = torch.cuda.get_device_properties(device).total_memory
+    else:
+        where, there = "machine", host_bytes()
+        wanted = (wanted + need.rows) * local_ranks
+    if there is None or wanted <= there:
+        return None
+    of_ranks = f" of {local_ranks} ranks" if where == "machine" and local_ranks > 1 else ""
+    larger = max(("state", "activations", "rows"), key=lambda name: vars(need)[name])
+    cause = {
+        "state": "weights, gradients and optimizer",
+        "activations": f"activations of training.sequence_length {run.training.sequence_length:,}",
+        "rows": f"{run.training.global_batch:,} rows of training.sequence_length {run.training.sequence_length:,}",
+    }[larger]
+    smaller = "a smaller model, such as its first layers (NAME-4l)" if larger == "state" else "shorter or fewer rows"
+    return DeviceError(
+        f"run {run.name} does not fit into the memory of this {where}: {cause}{of_ranks} are most of what it needs",
+        got=f"a need of {wanted / 1e9:,.1f} GB or more, and {there / 1e9:,.1f} GB",
+        fix=f"{smaller}, or more ranks: `penstock plan {run.name} --on 8xH200` says where it fits; "
+        "host.check_memory=false tries it all the same",
+    )
+
+
+def _state(run: Run, parameters: float, copies: int) -> float:
+    """Bytes of a rank's weights, gradients and optimizer of so many parameters that so many ranks have."""
+    divides, shards = shard(run), min(run.parallel.shard_size or copies, copies)
+    # Weight, gradient, and what the optimizer holds: two moments, and masters of weights in bfloat16.
+    weight, gradient, optimizer = (2, 4, 12) if run.training.precision == "bf16" and divides != "full" else (4, 4, 8)
+    if run.offload.optimizer:
+        optimizer = 0
+    if divides == "full":
+        return parameters * (weight + gradient + optimizer) / shards
+    return parameters * (weight + gradient + optimizer / (shards if divides == "optimizer" else 1))

@@ -11,6 +11,7 @@ A step in which rows found no room at their experts, on any rank, is made again 
 """
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -23,17 +24,18 @@ from penstock.base.errors import DeviceError
 from penstock.base.spans import Span
 from penstock.config.run import Run
 from penstock.data.batch import Batch
+from penstock.data.evaluation import EvaluationRows
 from penstock.models.parameters import refresh_float8
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import LayerLoad, layer_loads, reset_loads, update_expert_bias
 from penstock.moe.dispatch.row_capacity import forget_left_out, make_room, rows_left_out
 from penstock.parallel.launch.process import peak_memory_bytes
 from penstock.parallel.spans import EnterPhase, span, untimed
-from penstock.train.global_batch import CutRule, GlobalBatch, cut
+from penstock.train.global_batch import CutRule, GlobalBatch, cut, read
 from penstock.train.loss import LossRule, loss_rule
-from penstock.train.observer import LayerReport
+from penstock.train.observer import HeldOutLoss, LayerReport
 from penstock.train.optimizer import MasterAdamW, clip_divisor
-from penstock.train.passes import forward_backward
+from penstock.train.passes import forward_backward, held_out_nats
 from penstock.train.stop import StopRequest
 
 Passes = Callable[[RankModel, GlobalBatch, LossRule, EnterPhase], Tensor]
@@ -292,3 +294,37 @@ def _read(figures: _Figures, norm: Tensor) -> tuple[StepResult, bool]:
         left_out=int(left_out),
     )
     return result, late > 0
+
+
+@torch.no_grad()
+def evaluate(model: RankModel, rows: EvaluationRows, cut: CutRule, rule: LossRule) -> HeldOutLoss:
+    """Measure a model. Its weights, expert loads and mode are what they were before. All ranks measure together.
+
+    Args:
+        model: in training mode.
+        rows: our held-out rows on the CPU, with the text that all ranks' rows stand for.
+        cut: how rows are cut.
+        rule: of the loss.
+
+    Raises:
+        DeviceError: a GPU of a node did not come in time to where others waited for its rows.
+    """
+    begin = time.perf_counter()
+    model.train(False)  # routers do not count load
+    nats = held_out_nats(model, [read(batch, cut) for batch in rows.batches], rule)
+    model.train()
+    is_late = torch.zeros_like(nats) if model.buffers is None else model.buffers.late.bool().to(nats.dtype)
+    world = model.axes.world
+    # Ranks that share the vocabulary have the same sum; one of them says it.
+    figures = torch.stack((nats if model.axes.tensor.rank == 0 else torch.zeros_like(nats), is_late))
+    if world.group is not None:
+        dist.all_reduce(figures, group=world.group)
+    total, late = figures.tolist()
+    if late:
+        refuse_late(model)
+    return HeldOutLoss(
+        loss=total / rows.tokens,
+        bits_per_byte=total / math.log(2) / rows.text_bytes,
+        tokens=rows.tokens,
+        seconds=time.perf_counter() - begin,
+    )

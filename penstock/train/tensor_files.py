@@ -43,7 +43,7 @@ BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class TensorEntry:
     """A tensor of a file that is made when it is its turn to be written.
 
     Attributes:
@@ -78,13 +78,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         OSError: the file cannot be written.
     """
     entries = [
-        Entry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), make=partial(torch.Tensor.detach, tensor))
+        TensorEntry(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), make=partial(torch.Tensor.detach, tensor))
         for name, tensor in tensors.items()
     ]
     return write_entries(path, entries)
 
 
-def write_entries(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) -> str:
+def write_entries(path: Path, entries: Iterable[TensorEntry], metadata: Mapping[str, str] | None = None) -> str:
     """`write_tensors` of tensors that are never in memory together.
 
     Args:
@@ -115,7 +115,7 @@ def write_entries(path: Path, entries: Iterable[Entry], metadata: Mapping[str, s
     return describe_file(size, checksum)
 
 
-def _values(entries: Iterable[Entry]) -> Iterator[memoryview]:
+def _values(entries: Iterable[TensorEntry]) -> Iterator[memoryview]:
     for entry in entries:
         tensor = entry.make()
         assert (tensor.dtype, tuple(tensor.shape)) == (entry.dtype, entry.shape), f"{entry.name} is not what it said"

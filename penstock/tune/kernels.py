@@ -1,24 +1,268 @@
-"""Times every implementation of every operator on this GPU, for the shapes of one run: `penstock kernels tune`.
+"""What is timed to choose kernels: each part of a model's step, on inputs like those of the step.
 
-A clock times calls that take turns, each on inputs of its own, so that together they move several times what the L2
-cache holds. `GpuClock` keeps the device busy while the host queues them, so what is measured is the device and not how
-fast Python launches; an implementation that waits for the host is charged for that. Times are medians of some rounds.
-
-Here and not in a training step: a first step that searches is slow, differs between ranks, and is not the same twice.
+Parts and sizes are those of `penstock.kernels.backends`. Experts are loaded evenly in one case and unevenly in
+another: the popularity of an expert is then lognormal, and a token still goes to `top_k` different experts. A case
+draws new inputs each time that it is asked, so a clock can take turns among several and none is found in a cache.
 """
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from penstock.config.run import Run
+from penstock.kernels import reference
+from penstock.kernels.backends import (
+    BACKENDS,
+    CHOICE_POINTS,
+    Shapes,
+    TimedPart,
+    expert_kernels_of,
+    has,
+    operators_of,
+    shape_of,
+)
+from penstock.kernels.choose import obstacle
 from penstock.kernels.device_facts import DeviceFacts
 from penstock.kernels.measured import Measurements, OperatorTimes
-from penstock.tune.cases import Call, Case, Workload, cases
+from penstock.kernels.operators import Operators
+from penstock.kernels.reference import RouterRule
+from penstock.models.kernels import shapes_of
+from penstock.moe.router import router_rule
+
+SKEWS = (0.0, 0.6)
+"""Standard deviations of the logarithm of an expert's popularity: even, and as uneven as early training is."""
+
+Tensors = tuple[Tensor, ...]
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model's step, as far as the operators see it.
+
+    Attributes:
+        shapes: sizes.
+        rule: of the router; None for a dense model.
+        sequences: rows of the micro-batch.
+        epsilon: of the norms.
+        dtype: that the model computes in.
+        device: where.
+    """
+
+    shapes: Shapes
+    rule: RouterRule | None
+    sequences: int
+    epsilon: float
+    dtype: torch.dtype
+    device: torch.device
+
+    def normal(self, *size: int) -> Tensor:
+        """Random numbers in the compute dtype."""
+        return torch.randn(*size, device=self.device, dtype=self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One part under one load.
+
+    Attributes:
+        part: what.
+        shape: the sizes that it is looked up by.
+        skew: of the experts' load.
+        backends: that can run it here.
+        draw: new inputs, the same for every backend.
+        bind: the call of a backend on such inputs; whatever need not be timed has run before.
+    """
+
+    part: TimedPart
+    shape: dict[str, int]
+    skew: float
+    backends: tuple[str, ...]
+    draw: Callable[[], Tensors]
+    bind: Callable[[str, Tensors], Call]
+
+
+def workload_of(run: Run, device: torch.device) -> Workload:
+    """The workload of a run's micro-batch."""
+    return Workload(
+        shapes=shapes_of(run),
+        rule=None if run.model.moe is None else router_rule(run.model.moe),
+        sequences=run.training.micro_batch,
+        epsilon=run.model.rms_norm_eps,
+        dtype=torch.bfloat16 if run.training.precision == "bf16" else torch.float32,
+        device=device,
+    )
+
+
+def cases(work: Workload, facts: DeviceFacts) -> Iterator[Case]:
+    """Every case that the model has, in the order of the questions."""
+    for question in CHOICE_POINTS:
+        able = [name for name, backend in BACKENDS.items() if question.op in backend.ops]
+        able = [name for name in able if obstacle(question.op, name, facts, work.shapes) is None]
+        # The products are taken from `penstock.kernels.expert_ffn`, which imports Triton.
+        if question.op == "experts" and not facts.has_triton:
+            continue
+        for part in question.parts:
+            if not has(part.op, work.shapes):
+                continue
+            for skew in SKEWS if part.op in _LOADED else SKEWS[:1]:
+                draw, bind = (_product if question.op == "experts" else _operator)(work, part, skew)
+                shape = shape_of(part.op, work.shapes)
+                yield Case(part=part, shape=shape, skew=skew, backends=tuple(able), draw=draw, bind=bind)
+
+
+def draw_choices(tokens: int, experts: int, top_k: int, skew: float, device: torch.device) -> Tensor:
+    """experts_TK: `top_k` different experts of each token; with skew 0 every expert has as many tokens as any other."""
+    if skew == 0:
+        shuffled_T1 = torch.randperm(tokens, device=device)[:, None]
+        return (shuffled_T1 * top_k + torch.arange(top_k, device=device)) % experts
+    # The largest of log popularity plus Gumbel noise are a draw by popularity without putting back.
+    popularity_E = skew * torch.randn(experts, device=device)
+    gumbel_TE = -torch.empty(tokens, experts, device=device).exponential_().log()
+    return (popularity_E + gumbel_TE).topk(top_k).indices
+
+
+_DrawAndBind = tuple[Callable[[], Tensors], Callable[[str, Tensors], Call]]
+"""`draw` and `bind` of a case."""
+
+
+@dataclass(frozen=True)
+class _Operator:
+    """An operator as the model calls it.
+
+    Attributes:
+        draw: inputs under a load.
+        apply: one call.
+        leaves: how many of the inputs, from the first, are differentiated.
+    """
+
+    draw: Callable[[Workload, float], Tensors]
+    apply: Callable[[Operators, Workload, Tensors], Any]
+    leaves: int = 0
+
+
+def _operator(work: Workload, part: TimedPart, skew: float) -> _DrawAndBind:
+    """A whole operator in one of its two passes."""
+    operator = _OPERATORS[part.op]
+
+    def bind(backend: str, inputs: Tensors) -> Call:
+        call = partial(operator.apply, operators_of(backend), work, inputs)
+        if part.direction == "forward":
+            return torch.no_grad()(call)
+        leaves = [x.requires_grad_() for x in inputs[: operator.leaves]]
+        found = call()
+        outputs = [x for x in ((found,) if isinstance(found, Tensor) else found) if x.requires_grad]
+        incoming = [torch.randn_like(output) for output in outputs]
+        return lambda: torch.autograd.grad(outputs, leaves, incoming, retain_graph=True)
+
+    return partial(operator.draw, work, skew), bind
+
+
+def _product(work: Workload, part: TimedPart, skew: float) -> _DrawAndBind:
+    """One product of the experts in one direction. All of them share one table of tiles, so that is not timed."""
+    sizes, gathers = work.shapes, part.op == "gate_up"
+    columns, depth = (2 * sizes.ffn, sizes.hidden) if gathers else (sizes.hidden, sizes.ffn)
+    rows = sizes.tokens * sizes.top_k
+    operands: dict[str, tuple[int, ...]] = {
+        "x": (sizes.tokens if gathers else rows, depth),
+        "w": (sizes.experts, columns, depth),
+        "dy": (rows, columns),
+    }
+    needed = {"forward": ("x", "w"), "input_gradient": ("dy", "w"), "weight_gradient": ("dy", "x")}[part.direction]
+
+    def draw() -> Tensors:
+        experts_TK = draw_choices(sizes.tokens, sizes.experts, sizes.top_k, skew, work.device)
+        order = reference.order_rows(experts_TK, sizes.experts)
+        return order.counts_E, order.slots_R // sizes.top_k, *(work.normal(*operands[name]) for name in needed)
+
+    def bind(backend: str, inputs: Tensors) -> Call:
+        kernels = expert_kernels_of(backend)
+        counts_e, index_R, first, second = inputs
+        tiles = kernels.tile_table(counts_e, rows)
+        product = vars(kernels)[part.direction]
+        gathered = () if part.direction == "input_gradient" else (index_R if gathers else None,)
+        return lambda: product(first, second, counts_e, *gathered, tiles=tiles)
+
+    return draw, bind
+
+
+def _draw_choices(work: Workload, skew: float) -> Tensors:
+    sizes = work.shapes
+    return (draw_choices(sizes.tokens, sizes.experts, sizes.top_k, skew, work.device),)
+
+
+def _draw_rows(work: Workload, skew: float) -> Tensors:
+    order = reference.order_rows(_draw_choices(work, skew)[0], work.shapes.experts)
+    return (work.normal(len(order.slots_R), work.shapes.hidden), *order)
+
+
+def _draw_hidden(work: Workload, skew: float, *, states: int) -> Tensors:
+    tokens, hidden = work.shapes.tokens, work.shapes.hidden
+    return (*(work.normal(tokens, hidden) for _ in range(states)), work.normal(hidden))
+
+
+def _draw_heads(work: Workload, skew: float) -> Tensors:
+    return (_heads(work, work.shapes.head_dim), *_angles(work))
+
+
+def _draw_latent_heads(work: Workload, skew: float) -> Tensors:
+    sizes = work.shapes
+    kv_BSHN = _heads(work, sizes.head_dim - sizes.rotary_dim + sizes.value_dim)
+    k_rope_BSP = work.normal(work.sequences, sizes.tokens // work.sequences, sizes.rotary_dim)
+    return _heads(work, sizes.head_dim), kv_BSHN, k_rope_BSP, *_angles(work)
+
+
+def _heads(work: Workload, width: int) -> Tensor:
+    return work.normal(work.sequences, work.shapes.tokens // work.sequences, work.shapes.heads, width)
+
+
+def _angles(work: Workload) -> tuple[Tensor, Tensor]:
+    positions, pairs = work.shapes.tokens // work.sequences, work.shapes.rotary_dim // 2
+    angles_BSP = torch.rand(1, positions, pairs, device=work.device)
+    return angles_BSP.cos(), angles_BSP.sin()
+
+
+def _route(operators: Operators, work: Workload, inputs: Tensors) -> Any:
+    assert work.rule is not None, "a model with experts has a rule"
+    return operators.route(inputs[0], None, work.rule, work.sequences)
+
+
+_OPERATORS: dict[str, _Operator] = {
+    "route": _Operator(
+        lambda work, skew: (torch.randn(work.shapes.tokens, work.shapes.experts, device=work.device),), _route, 1
+    ),
+    "order_rows": _Operator(_draw_choices, lambda ops, work, inputs: ops.order_rows(inputs[0], work.shapes.experts)),
+    "unpermute": _Operator(
+        _draw_rows, lambda ops, work, inputs: ops.unpermute(inputs[0], reference.RowOrder(*inputs[1:])), 1
+    ),
+    "swiglu": _Operator(
+        lambda work, skew: (work.normal(work.shapes.tokens, 2 * work.shapes.dense_ffn),),
+        lambda ops, work, inputs: ops.swiglu(inputs[0]),
+        1,
+    ),
+    "rms_norm": _Operator(
+        partial(_draw_hidden, states=1), lambda ops, work, inputs: ops.rms_norm(inputs[0], inputs[1], work.epsilon), 2
+    ),
+    "add_rms_norm": _Operator(
+        partial(_draw_hidden, states=2),
+        lambda ops, work, inputs: ops.add_rms_norm(inputs[0], inputs[1], inputs[2], work.epsilon),
+        3,
+    ),
+    "rotate": _Operator(_draw_heads, lambda ops, work, inputs: ops.rotate(*inputs), 1),
+    "mla_heads": _Operator(_draw_latent_heads, lambda ops, work, inputs: ops.mla_heads(*inputs), 3),
+}
+
+_LOADED = ("order_rows", "unpermute", "gate_up", "down")
+"""Parts whose time depends on how evenly experts are loaded."""
+
 
 MOST_COPIES = 16
 """Sets of inputs at most."""
@@ -27,7 +271,7 @@ MOST_BUSY_SECONDS = 0.02
 """The device is kept busy no longer; calls that take the host so long wait for the device anyway."""
 
 
-class Clock(Protocol):
+class CallTimer(Protocol):
     """Times calls that do the same on different inputs.
 
     Attributes:
@@ -41,7 +285,7 @@ class Clock(Protocol):
         ...
 
 
-class GpuClock:
+class GpuCallTimer:
     """Times calls on the current GPU by events of its stream; inputs are several times as large as its L2 cache.
 
     Args:
@@ -58,7 +302,7 @@ class GpuClock:
         self._most_calls = most_calls
 
     def __call__(self, calls: Sequence[Call]) -> float:
-        """See `Clock`."""
+        """See `CallTimer`."""
         for call in (*calls, *calls):  # compiles, and finds the device's clock rates
             call()
         calls = [*calls] * math.ceil(4 / len(calls))
@@ -84,7 +328,7 @@ class GpuClock:
         return queued, start.elapsed_time(stop)
 
 
-def measure(work: Workload, facts: DeviceFacts, clock: Clock) -> Iterator[OperatorTimes]:
+def measure(work: Workload, facts: DeviceFacts, clock: CallTimer) -> Iterator[OperatorTimes]:
     """Time every case of a workload; a generator, so that somebody can watch.
 
     Args:
@@ -104,7 +348,7 @@ def measure(work: Workload, facts: DeviceFacts, clock: Clock) -> Iterator[Operat
         )
 
 
-def _time(case: Case, backend: str, clock: Clock) -> float | None:
+def _time(case: Case, backend: str, clock: CallTimer) -> float | None:
     """Microseconds, or None if it does not fit into the device's memory."""
     try:
         torch.manual_seed(0)

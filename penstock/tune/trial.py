@@ -128,7 +128,7 @@ class Failure:
 
 
 _NO_MEMORY = re.compile(r"out of memory|finds no memory|_ALLOC_FAILED", re.IGNORECASE)
-"""Messages of PyTorch, the drivers, Triton's launcher and Penstock (graphs: penstock/train/captured.py)."""
+"""Messages of PyTorch, the drivers, Triton's launcher and Penstock (graphs: penstock/train/capture.py)."""
 
 
 def first_steps(run: Run, steps: int) -> tuple[str, ...]:

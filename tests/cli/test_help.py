@@ -11,7 +11,7 @@ import pytest
 from penstock.cli.main import VERBS, main
 from penstock.cli.preflight import print_checks
 from penstock.parallel.launch.environment import read_environment
-from penstock.tune.preflight.check import Check
+from penstock.tune.preflight.check import PreflightCheck
 from tools.commands_page import commands_page
 
 COLOR = re.compile(r"\x1b\[(?:[0-9;]*;)?(?:3[0-9]|4[0-9]|9[0-7])[;m]")
@@ -67,7 +67,7 @@ def test_colors_are_for_who_wants_them(
 ) -> None:
     for name, value in {"FORCE_COLOR": "1", "NO_COLOR": no_color, "TERM": "xterm-256color"}.items():
         monkeypatch.setenv(name, value)  # The first makes rich believe in a terminal.
-    bad = Check(area="disk", name="room", status="failed", got="none")
+    bad = PreflightCheck(area="disk", name="room", status="failed", got="none")
     print_checks([bad], read_environment(), as_json=False)
     out = capsys.readouterr().out
     assert "failed" in out

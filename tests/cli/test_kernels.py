@@ -13,7 +13,7 @@ from penstock.cli.main import main
 from penstock.config.load import load_run
 from penstock.kernels.device_facts import DeviceFacts
 from penstock.kernels.measured import load
-from penstock.tune.cases import Call
+from penstock.tune.kernels import Call
 
 FACTS = DeviceFacts(kind="cuda", name="NVIDIA H200", target="sm_90", packages=frozenset({"triton"}), dtype="bf16")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -14,8 +14,8 @@ import torch
 
 from penstock.cli import preflight
 from penstock.cli.main import main
-from penstock.tune.preflight.check import Check
-from penstock.tune.preflight.disk import read_disk
+from penstock.tune.preflight.check import PreflightCheck
+from penstock.tune.preflight.host import read_disk
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_people_read_a_line_for_each_check_and_a_sum(capsys: pytest.CaptureFixtu
 
 
 def test_what_failed_is_exit_code_1(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    bad = Check(area="disk", name="room", status="failed", got="none", expected="some", fix="buy a disk")
+    bad = PreflightCheck(area="disk", name="room", status="failed", got="none", expected="some", fix="buy a disk")
     monkeypatch.setattr(preflight, "judge_disk", lambda *_: [bad])
     text = printed(capsys, code=1)
     assert "failed   disk         room             none\n" in text

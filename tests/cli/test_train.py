@@ -17,7 +17,7 @@ import torch
 from penstock.cli.main import main
 from penstock.config.load import dump_toml, load_run
 from penstock.parallel.launch.rendezvous import Rendezvous
-from penstock.train import parts, run_folder, stop
+from penstock.train import manifest, run_folder, stop
 from penstock.train.metrics import FIELDS, MetricsFile
 from penstock.train.observer import StepReport
 from tests import warm
@@ -399,7 +399,7 @@ def test_a_full_disk_is_one_line_and_the_run_can_go_on(capsys: pytest.CaptureFix
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "write_tensors", no_space)
+        patch.setattr(manifest, "write_tensors", no_space)
         message = refused(capsys, "tiny.toml")
     assert message == "cannot write runs/tiny/checkpoints/step-000002; got No space left on device"
     assert list(Path("runs/tiny/checkpoints").iterdir()) == []

@@ -19,9 +19,8 @@ from benchmarks import record
 from penstock.config.load import load_run
 from penstock.config.parallel import RECOMPUTABLE
 from penstock.parallel.launch.environment import Environment
-from penstock.train.evaluate import evaluate
 from penstock.train.setup import Session, prepare
-from penstock.train.step import train_step
+from penstock.train.step import evaluate, train_step
 from tests.distributed.attention_cases import ATTENTION_CASES
 from tests.distributed.case import DOCUMENTS, GQA, Case, layout, pipeline
 from tests.distributed.expert_cases import EXPERT_CASES

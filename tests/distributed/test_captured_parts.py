@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.train.captured_parts import CapturedParts
+from penstock.train.capture import CapturedParts
 from tests.distributed.one_loss import Saved, Trace, follow, put_together, saved_by, start_session
 from tests.distributed.pool import Pool
 from tests.parallel.recorded_graph import Graphs

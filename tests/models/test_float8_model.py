@@ -24,7 +24,7 @@ from penstock.models.norm import PreNorm
 from penstock.models.parameters import refresh_float8
 from penstock.parallel.launch.environment import Environment
 from penstock.train import step as step_module
-from penstock.train.captured_parts import CapturedParts
+from penstock.train.capture import CapturedParts
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.setup import Session, prepare
 from penstock.train.state import restore_state, save_state

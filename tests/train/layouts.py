@@ -10,8 +10,7 @@ from torch import Tensor
 
 from penstock.layout.sharding import Cut, local_shape, local_slices, rows_of_shard
 from penstock.parallel.shard import ShardedTensor
-from penstock.train.manifest import Written, merge
-from penstock.train.parts import write_parts
+from penstock.train.manifest import WrittenFiles, merge, write_parts
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,6 @@ def ranks_of(
     return held
 
 
-def write_ranks(folder: Path, ranks: list[dict[str, ShardedTensor]]) -> Written:
+def write_ranks(folder: Path, ranks: list[dict[str, ShardedTensor]]) -> WrittenFiles:
     """What all ranks together write."""
     return merge([write_parts(folder, parts, rank) for rank, parts in enumerate(ranks)])

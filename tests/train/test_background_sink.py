@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from penstock.train.background_sink import WAITING, BackgroundSink
 from penstock.train.observer import Observer, RunStart, StepReport
+from penstock.train.sinks import WAITING, BackgroundSink
 from tests.train.tiny_run import Recorder, run_start, step_report, tiny_run
 
 

@@ -18,16 +18,13 @@ from penstock.layout.experts import ExpertPlacement
 from penstock.models.parameters import param_shards
 from penstock.models.rank_model import RankModel
 from penstock.moe.dispatch.row_capacity import RowCapacity, make_room
-from penstock.train.captured import CapturedPasses, copy_of, fill
-from penstock.train.captured_parts import CapturedParts
-from penstock.train.choose_capture import choose_capture, why_not
-from penstock.train.evaluate import evaluate
+from penstock.train.capture import CapturedParts, CapturedPasses, choose_capture, copy_of, fill, why_not
 from penstock.train.global_batch import cut
 from penstock.train.loop import Progress, open_store, train_run
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.run_folder import create_run_folder
 from penstock.train.setup import prepare
-from penstock.train.step import StepResult, StepRule, step_rule, train_step
+from penstock.train.step import StepResult, StepRule, evaluate, step_rule, train_step
 from penstock.train.stop import StopRequest
 from tests.models.attentions import ATTENTIONS
 from tests.train.tiny_run import CPU, ENVIRONMENT, Recorder, held_out_rows, one_rank, random_batch, tiny_model, tiny_run
@@ -251,7 +248,7 @@ def test_on_a_gpu_passes_are_captured_whether_asked_for_or_left_to_us(tmp_path: 
 REFERENCE = (Choice("permute", "both", "reference", "kernels.all=reference"),)
 EXPERTS_BY_REFERENCE = Choice("experts", "both", "reference", "kernels.experts=reference")
 OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
-    "pipeline": ({"parallel": Parallel(pipeline=2)}, "parallel.pipeline has passes of several micro-batches under way"),
+    "pipeline": ({"parallel": Parallel(pipeline=2)}, "parallel.pipeline has several micro-batches in flight"),
     "shards": ({"parallel": Parallel(shard="full")}, "parallel.shard gathers weights into new memory"),
     "host": ({"offload": Offload(activations=("moe",))}, "offload.activations starts copies from the host"),
 }

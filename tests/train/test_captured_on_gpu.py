@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from penstock.config.load import load_run
-from penstock.train.evaluate import evaluate
 from penstock.train.setup import Session, prepare
-from penstock.train.step import StepResult, train_step
+from penstock.train.step import StepResult, evaluate, train_step
 from tests.train.tiny_run import ENVIRONMENT
 
 pytestmark = [

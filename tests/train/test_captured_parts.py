@@ -13,10 +13,9 @@ from penstock.config.model import Balance
 from penstock.config.parallel import Offload, Recompute
 from penstock.config.run import Run
 from penstock.models.parameters import fuse_wgrad_accumulation, param_shards
-from penstock.train.captured_parts import CapturedParts
-from penstock.train.evaluate import evaluate
+from penstock.train.capture import CapturedParts
 from penstock.train.optimizer import MasterAdamW
-from penstock.train.step import Passes, StepResult, step_rule, train_step
+from penstock.train.step import Passes, StepResult, evaluate, step_rule, train_step
 from tests.models.attentions import ATTENTIONS
 from tests.parallel.recorded_graph import Graphs
 from tests.parallel.same_addresses import SameAddresses

@@ -17,9 +17,9 @@ from torch import Tensor
 from penstock.base.errors import CheckpointError
 from penstock.layout.sharding import LocalSlice
 from penstock.parallel.shard import ShardedTensor, whole
-from penstock.train import checkpoint, parts
+from penstock.train import checkpoint, manifest
 from penstock.train.checkpoint import CheckpointStore
-from penstock.train.manifest import FACTS, MANIFEST, Written, read_manifest, write_manifest
+from penstock.train.manifest import FACTS, MANIFEST, WrittenFiles, read_manifest, write_manifest
 from penstock.train.tensor_files import fingerprint
 
 
@@ -117,7 +117,7 @@ def test_only_safetensors_and_json_are_in_a_checkpoint(saved: CheckpointStore) -
 
 
 def test_large_states_are_split_into_files(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "FILE_BYTES", 400)
+    monkeypatch.setattr(manifest, "FILE_BYTES", 400)
     _save(store, 1)
     assert len(list(store.path(1).glob("*.safetensors"))) == 3
     _assert_holds(store, 1)
@@ -187,7 +187,7 @@ def test_training_may_change_tensors_while_they_are_written(tmp_path: Path, monk
     may_write = Event()
     write_parts = checkpoint.write_parts
 
-    def wait_and_write(*arguments: Any) -> Written:
+    def wait_and_write(*arguments: Any) -> WrittenFiles:
         assert may_write.wait(20), "nobody let the writer go on"
         return write_parts(*arguments)
 
@@ -339,7 +339,7 @@ def test_a_damaged_file_that_the_manifest_vouches_for_is_one_line_too(saved: Che
     path.write_bytes(changed)
     written = read_manifest(saved.path(2))
     files = written.files | {path.name: fingerprint(path)}
-    write_manifest(saved.path(2), 2, Written(written.tensors, files))
+    write_manifest(saved.path(2), 2, WrittenFiles(written.tensors, files))
     with pytest.raises(CheckpointError, match="cannot read .*step-000002; got SafetensorError"):
         saved.load(2, _parts(_tensors(2)))
 
@@ -372,7 +372,7 @@ def test_what_waits_in_host_memory_shares_blocks_of_sizes_that_pinning_does_not_
     tensors |= {f"low{number}": torch.ones(3, 1 << 13).bfloat16() for number in range(40)}
     staged: dict[str, ShardedTensor] = {}
 
-    def write(folder: Path, parts: Mapping[str, ShardedTensor], rank: int) -> Written:
+    def write(folder: Path, parts: Mapping[str, ShardedTensor], rank: int) -> WrittenFiles:
         staged.update(parts)
         return write_parts(folder, parts, rank)
 

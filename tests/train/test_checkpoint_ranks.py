@@ -15,7 +15,7 @@ from penstock.base.errors import CheckpointError
 from penstock.parallel.shard import ShardedTensor, whole
 from penstock.train import checkpoint
 from penstock.train.checkpoint import CheckpointStore
-from penstock.train.manifest import Written
+from penstock.train.manifest import WrittenFiles
 from tests.distributed.pool import Pool, WorkerError
 from tests.parallel.test_messages import world
 from tests.train.layouts import Layout, ranks_of
@@ -114,7 +114,7 @@ def _fail_on_rank_1(folder: str, *, is_ours: bool) -> tuple[str, str]:
     store.save(1, _ours(1, ON_4), {})
     store.wait()
 
-    def fail(*arguments: Any) -> Written:
+    def fail(*arguments: Any) -> WrittenFiles:
         write_parts(*arguments)
         raise AssertionError("what a mess") if is_ours else OSError(errno.ENOSPC, "No space left on device")
 

@@ -15,7 +15,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.parameters import param_shards
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import layer_loads
-from penstock.train.diagnose import NO_ORIGIN, Finding, Origin, find_origin, layer_of
+from penstock.train.diagnose import NO_ORIGIN, NonFiniteFinding, NonFiniteOrigin, find_origin, layer_of
 from penstock.train.loss import LossRule
 from penstock.train.optimizer import MasterAdamW
 from penstock.train.step import StepRule
@@ -52,7 +52,7 @@ class _Spoil(torch.autograd.Function):
         return gradients[0] * math.inf
 
 
-def search(model: Decoder, batch: Batch) -> Origin | None:
+def search(model: Decoder, batch: Batch) -> NonFiniteOrigin | None:
     rank_model = RankModel(decoders={0: model})
     optimizer = MasterAdamW(param_shards(rank_model.modules, rank_model.axes), Optimizer(learning_rate=1e-3))
     for _, gradient in optimizer.gradients():
@@ -62,7 +62,7 @@ def search(model: Decoder, batch: Batch) -> Origin | None:
     return origin
 
 
-def origin_in(model: Decoder, batch: Batch) -> Origin:
+def origin_in(model: Decoder, batch: Batch) -> NonFiniteOrigin:
     origin = search(model, batch)
     assert origin is not None
     return origin
@@ -147,7 +147,7 @@ def test_a_path_holds_its_layer(name: str, layer: int | None) -> None:
 
 
 def test_a_phrase_without_layer_and_micro_batch() -> None:
-    assert str(Origin(place="parameter", name="embed.weight")) == "it began in the parameter of embed.weight"
+    assert str(NonFiniteOrigin(place="parameter", name="embed.weight")) == "it began in the parameter of embed.weight"
 
 
 def test_a_gpu_without_memory_for_the_search_is_no_fault(
@@ -161,9 +161,11 @@ def test_a_gpu_without_memory_for_the_search_is_no_fault(
 
 
 def test_a_finding_is_a_report_and_one_line(tmp_path: Path) -> None:
-    origin = Origin(place="output", name="blocks.1.ffn", layer=1, micro_batch=0)
+    origin = NonFiniteOrigin(place="output", name="blocks.1.ffn", layer=1, micro_batch=0)
     path = tmp_path / "nonfinite.json"
-    finding = Finding(figure="loss", value="nan", step=7, origin=origin, checkpoint="runs/a/checkpoints/step-000006")
+    finding = NonFiniteFinding(
+        figure="loss", value="nan", step=7, origin=origin, checkpoint="runs/a/checkpoints/step-000006"
+    )
     assert finding.write(path) is None
     assert str(finding.error(path)) == (
         "the loss of step 7 is nan: it began in the output of blocks.1.ffn (layer 1), micro-batch 0; "
@@ -173,13 +175,15 @@ def test_a_finding_is_a_report_and_one_line(tmp_path: Path) -> None:
     assert report["origin"] == {
         "place": "output", "name": "blocks.1.ffn", "layer": 1, "micro_batch": 0, "parameters": [],
     }  # fmt: skip
-    nothing = Finding(figure="loss", value="inf", step=1).error(path)
+    nothing = NonFiniteFinding(figure="loss", value="inf", step=1).error(path)
     assert f"is inf: {NO_ORIGIN}; fix: read {path}; newest checkpoint: none" in str(nothing)
 
 
 def test_a_finding_that_cannot_be_written_is_an_error_that_says_both(tmp_path: Path) -> None:
     path = tmp_path / "gone" / "nonfinite.json"
-    finding = Finding(figure="loss", value="nan", step=7, unsaved="cannot write step-000006; got No space left")
+    finding = NonFiniteFinding(
+        figure="loss", value="nan", step=7, unsaved="cannot write step-000006; got No space left"
+    )
     unwritten = finding.write(path)
     assert unwritten == f"cannot write {path}: No such file or directory"
     assert str(finding.error(path, unwritten)) == (

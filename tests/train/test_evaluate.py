@@ -13,9 +13,9 @@ from penstock.data.evaluation import EvaluationRows
 from penstock.models.rank_model import RankModel
 from penstock.moe.balance import layer_loads
 from penstock.parallel.symmetric import BufferSizes, Channel, SymmetricBuffers
-from penstock.train.evaluate import evaluate
 from penstock.train.loss import LossRule
 from penstock.train.observer import HeldOutLoss
+from penstock.train.step import evaluate
 from tests.closeness import assert_close
 from tests.distributed.one_loss import layout, start_session
 from tests.distributed.pool import Pool

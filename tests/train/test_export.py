@@ -21,7 +21,7 @@ from penstock.train import export
 from penstock.train.checkpoint import CheckpointStore
 from penstock.train.export import INDEX_FILE, export_huggingface
 from penstock.train.state import identity_of
-from penstock.train.tensor_files import Entry, write_entries
+from penstock.train.tensor_files import TensorEntry, write_entries
 from tests.distributed.pool import Pool
 from tests.models.huggingface.saved import save_huggingface
 from tests.parallel.test_messages import world
@@ -131,7 +131,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run = tiny_run(tmp_path)
     _save(_store(tmp_path / "saved"), run, _model(run))
 
-    def fail(path: Path, entries: list[Entry], metadata: object) -> None:
+    def fail(path: Path, entries: list[TensorEntry], metadata: object) -> None:
         write_entries(path, entries[:3])
         raise OSError("No space left on device")
 

@@ -20,7 +20,7 @@ from penstock.config.training import Checkpoint, Evaluation, Training
 from penstock.models.rank_model import RankModel
 from penstock.train import checkpoint, loop
 from penstock.train.loop import Progress, open_store, resume, train_run
-from penstock.train.manifest import Written
+from penstock.train.manifest import WrittenFiles
 from penstock.train.metrics import MetricsFile
 from penstock.train.observer import Observer, RunEnd, StepReport
 from penstock.train.run_folder import RunFolder, create_run_folder
@@ -321,7 +321,7 @@ def test_a_full_disk_does_not_hide_a_step_that_is_not_finite(
     path = RunFolder(tmp_path / "tiny").nonfinite
     known: list[dict[str, object]] = []
 
-    def no_space(*arguments: object) -> Written:
+    def no_space(*arguments: object) -> WrittenFiles:
         known.append(json.loads(path.read_text()))
         raise OSError(errno.ENOSPC, "No space left on device")
 

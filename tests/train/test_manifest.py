@@ -14,7 +14,7 @@ from penstock.train.manifest import (
     MANIFEST,
     VERSION,
     SavedTensor,
-    Written,
+    WrittenFiles,
     check_files,
     check_no_more_tensors,
     check_tensors,
@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 
 def _seal(folder: Path, tensors: dict[str, SavedTensor]) -> None:
     files = {path.name: fingerprint(path) for path in folder.iterdir() if path.name != MANIFEST}
-    write_manifest(folder, 7, Written(tensors, files))
+    write_manifest(folder, 7, WrittenFiles(tensors, files))
 
 
 def _describe(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -189,13 +189,13 @@ def test_a_sealed_manifest_of_tensors_that_are_not_whole_is_refused(
 
 
 def test_a_manifest_that_points_out_of_its_folder_is_refused(folder: Path) -> None:
-    write_manifest(folder, 7, Written({}, {"../secret": "2 bytes, crc32 00000000"}))
+    write_manifest(folder, 7, WrittenFiles({}, {"../secret": "2 bytes, crc32 00000000"}))
     with pytest.raises(CheckpointError, match=r"a file outside of the folder: \.\./secret"):
         read_manifest(folder)
 
 
-def _rank(kind: str, *rectangles: str, file: str) -> Written:
-    return Written({"a": SavedTensor(kind, dict.fromkeys(rectangles, file))}, {file: "1 bytes, crc32 00000000"})
+def _rank(kind: str, *rectangles: str, file: str) -> WrittenFiles:
+    return WrittenFiles({"a": SavedTensor(kind, dict.fromkeys(rectangles, file))}, {file: "1 bytes, crc32 00000000"})
 
 
 def test_what_the_ranks_wrote_is_merged() -> None:
@@ -214,6 +214,6 @@ def test_what_the_ranks_wrote_is_merged() -> None:
         (_rank("float32 [4]", "[2:4]", file="x"), "ranks wrote the same files"),
     ],
 )
-def test_ranks_that_do_not_write_each_tensor_once_are_our_fault(other: Written, message: str) -> None:
+def test_ranks_that_do_not_write_each_tensor_once_are_our_fault(other: WrittenFiles, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         merge([_rank("float32 [4]", "[0:2]", file="x"), other])

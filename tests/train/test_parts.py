@@ -13,8 +13,8 @@ from torch import Tensor
 
 from penstock.layout.sharding import LocalSlice
 from penstock.parallel.shard import ShardedTensor, whole
-from penstock.train import parts
-from penstock.train.parts import fill_parts, write_parts
+from penstock.train import manifest
+from penstock.train.manifest import fill_parts, write_parts
 from tests.examples import examples
 from tests.train.layouts import Layout, ranks_of, write_ranks
 
@@ -82,7 +82,7 @@ def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
             read.append((self.spy.name, self.key, index))
             return self.spy.file.get_slice(self.key)[index]
 
-    monkeypatch.setattr(parts, "safe_open", Spy)
+    monkeypatch.setattr(manifest, "safe_open", Spy)
     target = torch.zeros(4, 4)
     fill_parts(
         tmp_path,
@@ -106,7 +106,7 @@ def test_a_rank_that_writes_nothing_leaves_no_file_and_says_what_it_holds(tmp_pa
 
 
 def test_files_hold_as_many_tensors_as_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "FILE_BYTES", 100)
+    monkeypatch.setattr(manifest, "FILE_BYTES", 100)
     sizes = [10, 15, 1, 60, 5, 20]  # floats: 40 60 | 4 | 240 | 20 80
     tensors = {str(index): torch.full((size,), float(index)) for index, size in enumerate(sizes)}
     written = write_parts(tmp_path, {name: whole(tensor) for name, tensor in tensors.items()}, 1)

@@ -9,8 +9,7 @@ from penstock.config.fit import grid_of
 from penstock.config.load import load_run
 from penstock.parallel.launch.host import host_bytes
 from penstock.train.rehearsal import rehearse
-from penstock.train.room import find_shortage, least_need
-from penstock.train.setup import state_bytes
+from penstock.train.setup import find_shortage, least_memory_need, state_bytes
 
 CPU = torch.device("cpu")
 LAYOUTS = (
@@ -31,14 +30,14 @@ def test_the_state_of_a_rank_is_what_it_holds_or_little_less(overrides: tuple[st
     world = 4 if overrides[1:] or "parallel" in "".join(overrides) else 1
     held = rehearse(run, world=world, rank=0)
     holds = held.weight_bytes + held.gradient_bytes + held.optimizer_bytes
-    needs = least_need(run, grid_of(run, world)).state
+    needs = least_memory_need(run, grid_of(run, world)).state
     passing_through = 0.5 if run.offload.optimizer else 0  # Room for what is on its way between host and device.
     assert (0.85 - passing_through) * holds <= needs <= 1.001 * holds
 
 
 def test_one_rank_needs_the_state_of_the_run() -> None:
     run = load_run("deepseek-v2-lite-2l")
-    assert least_need(run, grid_of(run, 1)).state == pytest.approx(state_bytes(run), rel=1e-3)
+    assert least_memory_need(run, grid_of(run, 1)).state == pytest.approx(state_bytes(run), rel=1e-3)
 
 
 @pytest.mark.parametrize(

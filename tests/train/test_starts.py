@@ -9,7 +9,7 @@ import torch
 from penstock.base.errors import RunFolderError
 from penstock.config.load import load_run
 from penstock.train.observer import RunStart
-from penstock.train.starts import StartsFile, start_record
+from penstock.train.sinks import StartsFile, start_record
 
 
 def start(steps_done: int = 0) -> RunStart:

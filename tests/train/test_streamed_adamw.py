@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from penstock.config.parallel import Offload
-from penstock.train.adamw import FusedAdamW
+from penstock.train.adamw import BYTES, UNIT, FusedAdamW, StreamedAdamW
 from penstock.train.optimizer import MasterAdamW, clip_divisor
-from penstock.train.streamed_adamw import BYTES, UNIT, StreamedAdamW
 from tests.examples import examples
 from tests.train.small_model import SETTINGS, SmallModel, holdings_of, tokens
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from penstock.train.tensorboard import TensorBoard
+from penstock.train.sinks import TensorBoard
 from tests.train.tiny_run import HELD_OUT, run_start, step_report, tiny_run
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from penstock.config.load import load_run
 from penstock.kernels.backends import CHOICE_POINTS, shape_of
 from penstock.kernels.device_facts import DeviceFacts
-from penstock.tune.cases import SKEWS, Case, Workload, cases, draw_choices, workload_of
+from penstock.tune.kernels import SKEWS, Case, Workload, cases, draw_choices, workload_of
 from tests.closeness import assert_close
 from tests.config.small import SMALL
 

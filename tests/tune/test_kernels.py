@@ -10,8 +10,7 @@ from penstock.config.load import load_run
 from penstock.kernels.choose import choose
 from penstock.kernels.device_facts import device_facts, installed
 from penstock.kernels.measured import Measurements, OperatorTimes
-from penstock.tune.cases import Call, cases, workload_of
-from penstock.tune.kernels import GpuClock, environment, measure, merged, winner
+from penstock.tune.kernels import Call, GpuCallTimer, cases, environment, measure, merged, winner, workload_of
 from tests.tune.test_cases import AS_GPU, work
 
 
@@ -105,7 +104,7 @@ def test_the_environment_names_the_versions() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_is_timed_as_long_as_it_works() -> None:
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    clock = GpuClock(rounds=3)
+    clock = GpuCallTimer(rounds=3)
     one, four = clock([lambda: x @ x]), clock([lambda: [x @ x for _ in range(4)]])
     assert 20 < one < 2000
     assert 3 < four / one < 5
@@ -117,7 +116,7 @@ def test_every_case_runs_on_a_gpu() -> None:
     device = torch.device("cuda")
     run = load_run("debug", ["training.precision=bf16"])
     facts = device_facts(device, "bf16")
-    found = list(measure(workload_of(run, device), facts, GpuClock(rounds=1, least_ms=0.1)))
+    found = list(measure(workload_of(run, device), facts, GpuCallTimer(rounds=1, least_ms=0.1)))
     assert all(one.microseconds for one in found)
     assert ("triton" in installed()) == any("triton" in one.microseconds for one in found)
 

@@ -10,7 +10,7 @@ Area = Literal["versions", "environment", "host", "disk", "devices", "transfers"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check:
+class PreflightCheck:
     """A thing that was looked at.
 
     Attributes:
@@ -30,6 +30,6 @@ class Check:
     fix: str = ""
 
 
-def fine(area: Area, name: str, got: str) -> Check:
+def fine(area: Area, name: str, got: str) -> PreflightCheck:
     """A thing that is right."""
-    return Check(area=area, name=name, status="ok", got=got)
+    return PreflightCheck(area=area, name=name, status="ok", got=got)

@@ -11,13 +11,16 @@ adjtimex(2)                             whether anything keeps the clock right
 import ctypes
 import os
 import resource
+import shutil
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.parallel.launch.host import ROOT, free_host_bytes, usable_cores
-from penstock.tune.preflight.check import Check, fine
+from penstock.tune.preflight.check import PreflightCheck, fine
 
 CORES_EACH = 4
 """Of a rank: one runs the model, one its backward pass, and data and collectives want the others."""
@@ -121,7 +124,7 @@ def _clock_is_kept() -> bool | None:
     return None if state < 0 else state != CLOCK_ERROR
 
 
-def judge_host(facts: HostFacts) -> list[Check]:
+def judge_host(facts: HostFacts) -> list[PreflightCheck]:
     """Everything about the machine."""
     return [
         _cores(facts),
@@ -135,12 +138,12 @@ def judge_host(facts: HostFacts) -> list[Check]:
     ]
 
 
-def _cores(facts: HostFacts) -> Check:
+def _cores(facts: HostFacts) -> PreflightCheck:
     ranks = max(1, facts.gpus)
     each = facts.cores / ranks
     if facts.gpus == 0 or each >= CORES_EACH:
         return fine("host", "cores", f"{facts.cores}")
-    return Check(
+    return PreflightCheck(
         area="host",
         name="cores",
         status="failed" if each < 1 else "warning",
@@ -150,9 +153,9 @@ def _cores(facts: HostFacts) -> Check:
     )
 
 
-def _numa(facts: HostFacts) -> Iterator[Check]:
+def _numa(facts: HostFacts) -> Iterator[PreflightCheck]:
     if facts.numa_nodes > 1 and facts.numa_balancing and facts.gpus:
-        yield Check(
+        yield PreflightCheck(
             area="host",
             name="NUMA balancing",
             status="warning",
@@ -164,7 +167,7 @@ def _numa(facts: HostFacts) -> Iterator[Check]:
         yield fine("host", "NUMA nodes", f"{facts.numa_nodes}")
 
 
-def _memory(facts: HostFacts) -> Iterator[Check]:
+def _memory(facts: HostFacts) -> Iterator[PreflightCheck]:
     if facts.free_bytes is None:
         return
     got = f"{facts.free_bytes / 1e9:.0f} GB free"
@@ -173,7 +176,7 @@ def _memory(facts: HostFacts) -> Iterator[Check]:
         yield fine("host", "memory", got)
         return
     reason = "half of the GPUs' memory, for checkpoints on their way to disk" if facts.gpus else "for a rank"
-    yield Check(
+    yield PreflightCheck(
         area="host",
         name="memory",
         status="failed" if facts.free_bytes < LEAST_BYTES / 4 else "warning",
@@ -185,11 +188,11 @@ def _memory(facts: HostFacts) -> Iterator[Check]:
     )
 
 
-def _open_files(facts: HostFacts) -> Check:
+def _open_files(facts: HostFacts) -> PreflightCheck:
     files, wanted = facts.open_files, OPEN_FILES if facts.gpus else FEWEST_OPEN_FILES
     if files is None or files >= wanted:
         return fine("host", "open files", "any number" if files is None else f"{files:,}")
-    return Check(
+    return PreflightCheck(
         area="host",
         name="open files",
         status="failed" if facts.gpus and files < FEWEST_OPEN_FILES else "warning",
@@ -199,11 +202,11 @@ def _open_files(facts: HostFacts) -> Check:
     )
 
 
-def _locked(facts: HostFacts) -> Iterator[Check]:
+def _locked(facts: HostFacts) -> Iterator[PreflightCheck]:
     if facts.locked_bytes is None:
         yield fine("host", "locked memory", "any amount")
     elif facts.has_infiniband:
-        yield Check(
+        yield PreflightCheck(
             area="host",
             name="locked memory",
             status="failed",
@@ -213,7 +216,7 @@ def _locked(facts: HostFacts) -> Iterator[Check]:
         )
 
 
-def _shared(facts: HostFacts) -> Iterator[Check]:
+def _shared(facts: HostFacts) -> Iterator[PreflightCheck]:
     shared = facts.shared_bytes
     if shared is None:
         return
@@ -221,7 +224,7 @@ def _shared(facts: HostFacts) -> Iterator[Check]:
     if facts.gpus < 2 or shared >= SHARED_BYTES:
         yield fine("host", "shared memory", got)
         return
-    yield Check(
+    yield PreflightCheck(
         area="host",
         name="shared memory",
         status="failed" if shared < LEAST_SHARED_BYTES else "warning",
@@ -231,13 +234,13 @@ def _shared(facts: HostFacts) -> Iterator[Check]:
     )
 
 
-def _governor(facts: HostFacts) -> Iterator[Check]:
+def _governor(facts: HostFacts) -> Iterator[PreflightCheck]:
     if not facts.governor:
         return
     if facts.governor == "performance" or not facts.gpus:
         yield fine("host", "clock of cores", facts.governor)
         return
-    yield Check(
+    yield PreflightCheck(
         area="host",
         name="clock of cores",
         status="warning",
@@ -247,17 +250,167 @@ def _governor(facts: HostFacts) -> Iterator[Check]:
     )
 
 
-def _clock(facts: HostFacts) -> Iterator[Check]:
+def _clock(facts: HostFacts) -> Iterator[PreflightCheck]:
     if facts.clock_is_kept is None:
         return
     if facts.clock_is_kept:
         yield fine("host", "time", "kept right")
         return
-    yield Check(
+    yield PreflightCheck(
         area="host",
         name="time",
         status="warning",
         got="nobody keeps the clock right",
         expected="chrony, systemd-timesyncd or the like: machines are compared by their times",
         fix="timedatectl set-ntp true",
+    )
+
+
+FILE_BYTES = 256 << 20
+PIECE_BYTES = 8 << 20
+LONGEST_SECONDS = 2.0
+"""Writing ends here however little was written."""
+
+FREE_BYTES = 10_000_000_000
+"""Room for a small run, where nobody has said which run it will be."""
+
+SLOW = 100e6
+"""Bytes per second below which the checkpoint of a model of a few billion parameters takes minutes."""
+
+APART_SECONDS = 2.0
+"""Clocks that differ by more make files look newer than they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskFacts:
+    """What the disk is like.
+
+    Attributes:
+        folder: that was looked at.
+        trouble: why it cannot be written, or empty.
+        free_bytes: of it.
+        written: bytes per second, until they are on disk.
+        read: bytes per second, from disk where the page cache could be dropped.
+        ahead_seconds: how far the file system's clock is ahead of ours.
+    """
+
+    folder: Path
+    trouble: str = ""
+    free_bytes: int = 0
+    written: float = 0.0
+    read: float = 0.0
+    ahead_seconds: float = 0.0
+
+
+def read_disk(folder: Path, size: int = FILE_BYTES) -> DiskFacts:
+    """Facts of the disk that holds a folder, or will hold it; what is not there yet is not made.
+
+    Args:
+        folder: where runs are kept.
+        size: bytes of the file that is written.
+    """
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".penstock-preflight-", buffering=0) as file:
+            began, before = time.perf_counter(), time.time()
+            size = _write_file(file.fileno(), size)
+            written = size / (time.perf_counter() - began)
+            stamp, after = os.fstat(file.fileno()).st_mtime, time.time()
+            return DiskFacts(
+                folder=there,
+                free_bytes=shutil.disk_usage(there).free,
+                written=written,
+                read=_read_rate(file.fileno(), size),
+                ahead_seconds=max(0.0, stamp - after) + min(0.0, stamp - before),
+            )
+    except OSError as error:
+        return DiskFacts(folder=there, trouble=error.strerror or str(error))
+
+
+def _write_file(file: int, size: int) -> int:
+    """Bytes that were written and are on disk."""
+    piece, done, began = os.urandom(PIECE_BYTES), 0, time.perf_counter()
+    while done < size and time.perf_counter() - began < LONGEST_SECONDS:
+        done += os.write(file, piece[: size - done])
+    os.fsync(file)
+    return done
+
+
+def _read_rate(file: int, size: int) -> float:
+    """Bytes per second."""
+    if sys.platform == "linux":
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.lseek(file, 0, os.SEEK_SET)
+    began = time.perf_counter()
+    while os.read(file, PIECE_BYTES):
+        pass
+    return size / (time.perf_counter() - began)
+
+
+def judge_disk(facts: DiskFacts, checkpoint_bytes: int = 0, kept: int = 0) -> list[PreflightCheck]:
+    """Everything about the disk.
+
+    Args:
+        facts: of it.
+        checkpoint_bytes: of one checkpoint of the run that is meant; 0 if none is.
+        kept: checkpoints that the run keeps, beside the one that it writes.
+    """
+    if facts.trouble:
+        return [
+            PreflightCheck(
+                area="disk",
+                name=f"{facts.folder}",
+                status="failed",
+                got=facts.trouble,
+                expected="a folder that can be written",
+                fix="record.folder=ANOTHER, or its permissions",
+            )
+        ]
+    return [_room(facts, checkpoint_bytes, kept), _speed(facts, checkpoint_bytes), *_clocks(facts)]
+
+
+def _room(facts: DiskFacts, checkpoint_bytes: int, kept: int) -> PreflightCheck:
+    wanted = max(FREE_BYTES, checkpoint_bytes * (kept + 1))
+    got = f"{facts.free_bytes / 1e9:,.0f} GB free in {facts.folder}"
+    if facts.free_bytes >= wanted:
+        return fine("disk", "room", got)
+    return PreflightCheck(
+        area="disk",
+        name="room",
+        status="failed" if facts.free_bytes < checkpoint_bytes else "warning",
+        got=got,
+        expected=f">= {wanted / 1e9:,.0f} GB"
+        + (f": {kept + 1} checkpoints of {checkpoint_bytes / 1e9:,.1f} GB" if checkpoint_bytes else ""),
+        fix="record.folder=ANOTHER, or checkpoint.keep=1",
+    )
+
+
+def _speed(facts: DiskFacts, checkpoint_bytes: int) -> PreflightCheck:
+    got = f"writes {facts.written / 1e6:,.0f} MB/s, reads {facts.read / 1e6:,.0f} MB/s"
+    if checkpoint_bytes:
+        seconds = checkpoint_bytes / facts.written
+        got += f"; a checkpoint of {checkpoint_bytes / 1e9:,.1f} GB by one writer in {seconds:,.0f} s"
+    if min(facts.written, facts.read) >= SLOW:
+        return fine("disk", "speed", got)
+    return PreflightCheck(
+        area="disk",
+        name="speed",
+        status="warning",
+        got=got,
+        expected=f">= {SLOW / 1e6:.0f} MB/s",
+        fix="record.folder on a faster file system, or a larger checkpoint.every",
+    )
+
+
+def _clocks(facts: DiskFacts) -> Iterator[PreflightCheck]:
+    if abs(facts.ahead_seconds) <= APART_SECONDS:
+        return
+    way = "ahead of" if facts.ahead_seconds > 0 else "behind"
+    yield PreflightCheck(
+        area="disk",
+        name="its clock",
+        status="warning",
+        got=f"{abs(facts.ahead_seconds):.1f} s {way} this machine's",
+        expected="the same time",
+        fix="let the file server and this machine keep their clocks by the same source",
     )

@@ -8,7 +8,7 @@ releases back and forth, and PyTorch sees no GPU where that does not hold.
 import platform
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from penstock.parallel.launch.host import ROOT, Vendor, gpu_vendor
-from penstock.tune.preflight.check import Check, fine
+from penstock.tune.preflight.check import PreflightCheck, Status, fine
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TRITON = "3.6"
@@ -53,7 +53,7 @@ class Builds:
     driver: str
 
 
-def check_versions() -> list[Check]:
+def check_versions() -> list[PreflightCheck]:
     """Everything that has a version."""
     return [_python(), *_packages(_requirements()), *judge_builds(read_builds())]
 
@@ -90,11 +90,11 @@ def _read(path: Path) -> str:
     return path.read_text(errors="replace").strip() if path.is_file() else ""
 
 
-def _python() -> Check:
+def _python() -> PreflightCheck:
     got, oldest = platform.python_version(), ".".join(map(str, OLDEST_PYTHON))
     if sys.version_info >= OLDEST_PYTHON:
         return fine("versions", "Python", got)
-    return Check(
+    return PreflightCheck(
         area="versions", name="Python", status="failed", got=got, expected=f">= {oldest}", fix="make a new environment"
     )
 
@@ -107,7 +107,7 @@ def _requirements() -> list[str]:
         return []
 
 
-def _packages(requirements: Sequence[str]) -> Iterator[Check]:
+def _packages(requirements: Sequence[str]) -> Iterator[PreflightCheck]:
     """Packages that are missing or too old, or that all are there."""
     wrong = 0
     for requirement in requirements:
@@ -117,7 +117,7 @@ def _packages(requirements: Sequence[str]) -> Iterator[Check]:
         got = _version(bound["name"])
         if not got or is_older(got, bound["version"]):
             wrong += 1
-            yield Check(
+            yield PreflightCheck(
                 area="versions",
                 name=bound["name"],
                 status="failed",
@@ -148,18 +148,18 @@ def is_older(got: str, bound: str) -> bool:
     return left + [0] * (width - len(left)) < right + [0] * (width - len(right))
 
 
-def judge_builds(builds: Builds) -> list[Check]:
+def judge_builds(builds: Builds) -> list[PreflightCheck]:
     """PyTorch and what is below it."""
     return [_torch(builds), *_cuda_driver(builds), *_triton(builds), *_collectives(builds)]
 
 
-def _torch(builds: Builds) -> Check:
+def _torch(builds: Builds) -> PreflightCheck:
     built = f"CUDA {builds.cuda}" if builds.cuda else f"ROCm {builds.hip}" if builds.hip else "no GPU"
     got = f"{builds.torch} for {built}"
     wanted = {"nvidia": "a build for CUDA", "amd": "a build for ROCm", "cpu": ""}[builds.vendor]
     fits = {"nvidia": builds.cuda, "amd": builds.hip, "cpu": "any"}[builds.vendor]
     if not fits:
-        return Check(
+        return PreflightCheck(
             area="versions",
             name="PyTorch",
             status="failed",
@@ -168,7 +168,7 @@ def _torch(builds: Builds) -> Check:
             fix="install PyTorch for them (https://pytorch.org/get-started), then pip install penstock again",
         )
     if builds.vendor != "cpu" and not builds.finds_gpus:
-        return Check(
+        return PreflightCheck(
             area="versions",
             name="PyTorch",
             status="failed",
@@ -179,12 +179,12 @@ def _torch(builds: Builds) -> Check:
     return fine("versions", "PyTorch", got)
 
 
-def _cuda_driver(builds: Builds) -> Iterator[Check]:
+def _cuda_driver(builds: Builds) -> Iterator[PreflightCheck]:
     if not builds.driver:
         return
     oldest = DRIVERS.get(int(builds.cuda.split(".")[0])) if builds.cuda else None
     if oldest is not None and is_older(builds.driver, str(oldest)):
-        yield Check(
+        yield PreflightCheck(
             area="versions",
             name="driver",
             status="failed",
@@ -196,10 +196,10 @@ def _cuda_driver(builds: Builds) -> Iterator[Check]:
         yield fine("versions", "driver", builds.driver)
 
 
-def _triton(builds: Builds) -> Iterator[Check]:
+def _triton(builds: Builds) -> Iterator[PreflightCheck]:
     """A CPU needs none; a GPU without runs the reference operators, which is slow."""
     if not builds.triton and builds.finds_gpus:
-        yield Check(
+        yield PreflightCheck(
             area="versions",
             name="Triton",
             status="failed",
@@ -208,7 +208,7 @@ def _triton(builds: Builds) -> Iterator[Check]:
             fix="install the Triton that belongs to this PyTorch; its GPU builds bring it",
         )
     elif builds.triton and is_older(builds.triton, OLDEST_TRITON):
-        yield Check(
+        yield PreflightCheck(
             area="versions",
             name="Triton",
             status="warning",
@@ -220,6 +220,78 @@ def _triton(builds: Builds) -> Iterator[Check]:
         yield fine("versions", "Triton", builds.triton or "none, and a CPU needs none")
 
 
-def _collectives(builds: Builds) -> Iterator[Check]:
+def _collectives(builds: Builds) -> Iterator[PreflightCheck]:
     if builds.finds_gpus:
         yield fine("versions", "RCCL" if builds.hip else "NCCL", builds.collectives or "unknown")
+
+
+ON = r"1|true|on|yes|y"
+
+
+@dataclass(frozen=True)
+class HarmfulVariable:
+    """A variable that hurts.
+
+    Attributes:
+        name: of it.
+        when: values that do, as a pattern of the whole, in any case.
+        what: that they do.
+        status: how bad that is.
+    """
+
+    name: str
+    when: str
+    what: str
+    status: Status = "warning"
+
+
+HARMFUL: tuple[HarmfulVariable, ...] = (
+    HarmfulVariable("CUDA_LAUNCH_BLOCKING", ON, "the host waits for every kernel"),
+    HarmfulVariable("HIP_LAUNCH_BLOCKING", ON, "the host waits for every kernel"),
+    HarmfulVariable("AMD_SERIALIZE_KERNEL", "[1-3]", "the host waits for every kernel"),
+    HarmfulVariable("AMD_SERIALIZE_COPY", "[1-3]", "the host waits for every copy"),
+    HarmfulVariable("CUDA_DEVICE_MAX_CONNECTIONS", "1", "kernels that could overlap run one after the other"),
+    HarmfulVariable("GPU_MAX_HW_QUEUES", "1", "kernels that could overlap run one after the other"),
+    HarmfulVariable("NCCL_P2P_DISABLE", r"(?!0$).+", "GPUs of a node speak through host memory"),
+    HarmfulVariable("NCCL_SHM_DISABLE", r"(?!0$).+", "GPUs without a direct link speak over the network"),
+    HarmfulVariable("NCCL_IB_DISABLE", r"(?!0$).+", "nodes speak over TCP and not over InfiniBand or RoCE"),
+    HarmfulVariable("NCCL_NET_GDR_LEVEL", "0|LOC", "what goes to other nodes is copied to host memory first"),
+    HarmfulVariable("NCCL_DEBUG", "INFO|TRACE", "every collective is logged"),
+    HarmfulVariable("NCCL_ALGO", ".+", "one algorithm for all sizes; right for training.deterministic only"),
+    HarmfulVariable("NCCL_PROTO", ".+", "one protocol for all sizes"),
+    HarmfulVariable("NCCL_LAUNCH_MODE", "GROUP", "collectives of different groups wait for each other"),
+    HarmfulVariable("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "every collective is checked by another one"),
+    HarmfulVariable("TORCH_NCCL_BLOCKING_WAIT", ON, "the host waits for every collective"),
+    HarmfulVariable("PYTORCH_NO_CUDA_MEMORY_CACHING", ".+", "the driver is asked for every tensor"),
+    HarmfulVariable("PYTORCH_NO_HIP_MEMORY_CACHING", ".+", "the driver is asked for every tensor"),
+    HarmfulVariable("TRITON_INTERPRET", ON, "Triton's kernels are run by Python, number by number", status="failed"),
+    HarmfulVariable("TRITON_ALWAYS_COMPILE", ON, "kernels are compiled anew in every process"),
+    HarmfulVariable("PYTHONDEVMODE", ".+", "Python checks itself at every step"),
+    HarmfulVariable("PYTHONMALLOC", ".*debug", "Python checks its memory at every step"),
+)
+"""Sources: NCCL, PyTorch, CUDA, HIP, Triton and Python, each on its own variables."""
+
+
+def check_environment(variables: Mapping[str, str], *, has_gpu: bool) -> list[PreflightCheck]:
+    """Variables that hurt, or that there is none.
+
+    Args:
+        variables: those of `HARMFUL` that are set.
+        has_gpu: the run would be on GPUs; without one, Triton's interpreter is how tests run kernels.
+    """
+    found = []
+    for one in HARMFUL:
+        value = variables.get(one.name)
+        if value is None or not re.fullmatch(one.when, value.strip(), re.IGNORECASE):
+            continue
+        found.append(
+            PreflightCheck(
+                area="environment",
+                name=one.name,
+                status=one.status if has_gpu or one.status != "failed" else "warning",
+                got=f"{value.strip()}: {one.what}",
+                expected="not set",
+                fix=f"unset {one.name}",
+            )
+        )
+    return found or [fine("environment", "variables", f"none of {len(HARMFUL)} that hurt is set")]

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from penstock.plan.hardware_file import load_hardware
-from penstock.tune.preflight.check import Check
-from penstock.tune.preflight.devices import Gpu, judge_gpus, read_gpus
+from penstock.tune.preflight.check import PreflightCheck
+from penstock.tune.preflight.gpus import Gpu, judge_gpus, read_gpus
 
 H200 = load_hardware("H200")
 TOTAL = H200.memory.capacity_bytes
@@ -19,7 +19,7 @@ EIGHT = tuple(
 )
 
 
-def wrong(gpus: tuple[Gpu, ...]) -> list[Check]:
+def wrong(gpus: tuple[Gpu, ...]) -> list[PreflightCheck]:
     return [one for one in judge_gpus(gpus, "nvidia", H200) if one.status != "ok"]
 
 

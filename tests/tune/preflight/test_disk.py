@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.tune.preflight.disk import DiskFacts, judge_disk, read_disk
+from penstock.tune.preflight.host import DiskFacts, judge_disk, read_disk
 
 GOOD = DiskFacts(folder=Path("/runs"), free_bytes=10**12, written=2e9, read=4e9)
 
@@ -26,7 +26,7 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path: Path, monkeypatch: pyte
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("penstock.tune.preflight.disk.tempfile.NamedTemporaryFile", refuse)
+    monkeypatch.setattr("penstock.tune.preflight.host.tempfile.NamedTemporaryFile", refuse)
     (check,) = judge_disk(read_disk(tmp_path))
     assert (check.status, check.got) == ("failed", "Permission denied")
 

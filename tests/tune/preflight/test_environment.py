@@ -3,12 +3,12 @@
 import pytest
 
 from penstock.parallel.launch.environment import LaunchFacts, settings
-from penstock.tune.preflight.environment import HURTFUL, check_environment
+from penstock.tune.preflight.versions import HARMFUL, check_environment
 
 
 def test_a_clean_shell_passes() -> None:
     (check,) = check_environment({}, has_gpu=True)
-    assert (check.status, check.got) == ("ok", f"none of {len(HURTFUL)} that hurt is set")
+    assert (check.status, check.got) == ("ok", f"none of {len(HARMFUL)} that hurt is set")
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from penstock.plan.hardware import CollectiveKind, RankGroup, TransferPoint
 from penstock.plan.hardware_file import load_hardware
 from penstock.plan.rates import Rates
 from penstock.plan.transfers import TransferTimes
-from penstock.tune.preflight import transfers
-from penstock.tune.preflight.transfers import (
+from penstock.tune.preflight import gpus
+from penstock.tune.preflight.gpus import (
     GPU_BUFFERS,
     GPU_SIDE,
-    Measured,
+    NodeMeasurements,
     judge_measured,
     measure,
     measured_json,
@@ -34,7 +34,7 @@ def expected_point(kind: CollectiveKind, buffer: int) -> TransferPoint:
 
 
 FLOPS = 2 * GPU_SIDE**3 / Rates(H200).product(GPU_SIDE, GPU_SIDE, GPU_SIDE).seconds
-GOOD = Measured(
+GOOD = NodeMeasurements(
     dtype="bf16",
     side=GPU_SIDE,
     flops=(FLOPS,) * RANKS,
@@ -43,11 +43,11 @@ GOOD = Measured(
 )
 
 
-def wrong(found: Measured) -> dict[str, tuple[str, str]]:
+def wrong(found: NodeMeasurements) -> dict[str, tuple[str, str]]:
     return {one.name: (one.status, one.got) for one in judge_measured(found, H200) if one.status != "ok"}
 
 
-def slower(found: Measured, kind: CollectiveKind, times: float) -> Measured:
+def slower(found: NodeMeasurements, kind: CollectiveKind, times: float) -> NodeMeasurements:
     *others, last = found.transfers[kind]
     late = last.model_copy(update={"seconds": last.seconds * times})
     return replace(found, transfers={**found.transfers, kind: (*others, late)})
@@ -99,7 +99,7 @@ def test_what_was_measured_survives_as_text() -> None:
 
 
 def test_one_process_measures_its_device_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "CPU_SIDE", 32)
+    monkeypatch.setattr(gpus, "CPU_SIDE", 32)
     found = measure(torch.device("cpu"), 1)
     assert (len(found.flops), found.transfers, found.wrong_sums) == (1, {}, (0,))
     assert found.flops[0] > 0

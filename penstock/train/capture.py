@@ -19,7 +19,7 @@ Transfers through the memory that GPUs share count on the device (penstock/paral
 replayed; which slots they use is part of the graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -27,13 +27,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.base.errors import DeviceError
+from penstock.base.errors import DeviceError, KernelError
 from penstock.base.spans import MICRO_BATCH, Span
+from penstock.config.parallel import Captured
+from penstock.config.rules import capture_problem
+from penstock.config.run import Run
+from penstock.kernels.choose import Choice
 from penstock.models.rank_model import RankModel
 from penstock.moe.dispatch.row_capacity import widenings
 from penstock.parallel.axes import Axis
 from penstock.parallel.collectives import all_gather_json
-from penstock.parallel.graphs import Capture, Replayable, capture
+from penstock.parallel.graphs import Capture, PartialGraphs, Replayable, capture, one_pool
 from penstock.parallel.spans import EnterPhase, span, untimed
 from penstock.train.global_batch import GlobalBatch, MicroBatch
 from penstock.train.loss import LossRule
@@ -216,3 +220,146 @@ def _tensors(micro_batch: MicroBatch, counted: Tensor) -> dict[str, Tensor]:
     """Everything that a pass reads of its micro-batch, by name."""
     labels = {f"labels {depth}": labels_BS for depth, labels_BS in enumerate(micro_batch.labels)}
     return micro_batch.reading.tensors | labels | {"counted": counted}
+
+
+class CapturedParts:
+    """`forward_backward` with parts that are replayed; called the same way.
+
+    Args:
+        is_asked_for: a part that finds no memory is an error; else passes go on eagerly and a notice says so.
+        begin_pool: gives what captures parts into a pool of their own.
+
+    Attributes:
+        pool_bytes: device memory that the parts hold; 0 while there are none.
+    """
+
+    def __init__(self, *, is_asked_for: bool, begin_pool: Callable[[], Capture] = one_pool) -> None:
+        self.pool_bytes = 0
+        self._is_asked_for = is_asked_for
+        self._begin_pool = begin_pool
+        self._is_warm = False
+        self._is_given_up = False
+        self._parts: PartialGraphs | None = None
+        self._notices: list[str] = []
+
+    def __call__(self, model: RankModel, batch: GlobalBatch, rule: LossRule, enter: EnterPhase = untimed) -> Tensor:
+        """See `forward_backward`.
+
+        Raises:
+            DeviceError: there is no memory for a part, on any rank, and it was asked for.
+        """
+        if not self._is_warm or self._is_given_up:
+            self._is_warm = True
+            return forward_backward(model, batch, rule, enter)
+        sums = torch.zeros(1 + rule.depths, device=model.device)
+        for number, micro_batch in enumerate(batch.micro_batches):
+            with span(MICRO_BATCH, number):
+                sums += self._differentiate(model, micro_batch, batch.counted, rule, enter)
+        return sums
+
+    def take_notices(self) -> tuple[str, ...]:
+        """What a user should know and has not been told yet."""
+        notices, self._notices = tuple(self._notices), []
+        return notices
+
+    def release(self) -> None:
+        """Give the parts up, if there are any; the next step captures others."""
+        if self._parts is not None:
+            self._parts.release()
+        self._parts, self.pool_bytes = None, 0
+
+    def _differentiate(
+        self, model: RankModel, micro_batch: MicroBatch, counted: Tensor, rule: LossRule, enter: EnterPhase
+    ) -> Tensor:
+        if self._is_given_up:
+            return differentiate(model, micro_batch, counted, rule, enter)
+        is_new = self._parts is None
+        if self._parts is None:
+            self._parts = PartialGraphs(self._begin_pool())
+        reading = replace(micro_batch.reading, parts=self._parts)
+        losses = differentiate(model, replace(micro_batch, reading=reading), counted, rule, enter)
+        if is_new:
+            self._judge(self._parts, model)
+        return losses
+
+    def _judge(self, parts: PartialGraphs, model: RankModel) -> None:
+        """Keep the parts on all ranks, or on none. The pass that captured them is right in any case."""
+        obstacle = first_obstacle(parts.obstacle, model.axes.world)
+        if not obstacle:
+            self.pool_bytes = parts.pool_bytes
+            self._notices.append(
+                f"graphs: {parts.count} parts captured in {parts.seconds:.1f} s; they keep "
+                f"{self.pool_bytes / 1e9:.2f} GB"
+            )
+            return
+        self.release()
+        if self._is_asked_for:
+            raise no_memory("graphs.capture=partial finds no memory for a part", obstacle)
+        self._is_given_up = True
+        self._notices.append(f"graphs: layers stay eager, there is no memory for a part ({obstacle})")
+
+
+READS_COUNTS: dict[Captured, tuple[str, ...]] = {"full": ("permute", "experts"), "partial": ("permute",)}
+"""Operators of what is captured whose reference form brings row counts to the host."""
+
+
+def choose_capture(
+    run: Run, device: torch.device, choices: Sequence[Choice]
+) -> tuple[CapturedPasses | CapturedParts | None, str]:
+    """How a run makes its passes.
+
+    Args:
+        run: says what is asked for.
+        device: where.
+        choices: of kernels there.
+
+    Returns:
+        The passes, or None if they are eager; and a word on it for the user, empty if nobody asked.
+
+    Raises:
+        DeviceError: graphs are asked for, and the device has none.
+        KernelError: they are asked for, and a kernel waits for the device.
+    """
+    wanted = run.graphs.capture
+    if wanted == "none":
+        return None, ""
+    if wanted != "auto":
+        _refuse(wanted, run, device, choices)
+    obstacle = why_not("full", run, device, choices)
+    if wanted == "full" or (wanted == "auto" and not obstacle):
+        return CapturedPasses(is_asked_for=wanted == "full"), "passes, from the second step on"
+    if wanted == "partial":
+        return CapturedParts(is_asked_for=True), "parts of layers, from the second step on"
+    if why_not("partial", run, device, choices):
+        return None, f"none: {obstacle}"
+    return CapturedParts(is_asked_for=False), f"parts of layers, from the second step on; no passes: {obstacle}"
+
+
+def why_not(what: Captured, run: Run, device: torch.device, choices: Sequence[Choice]) -> str:
+    """What keeps the passes of a run, or the parts of its layers, from being captured; empty if nothing does."""
+    if device.type != "cuda":
+        return f"device {device.type} has no graphs"
+    problem = capture_problem(run, what)
+    if problem is not None:
+        return f"{problem.field} {problem.what}"
+    waiting = _waiting(what, run, choices)
+    return f"the reference form of {waiting} reads counts on the host" if waiting else ""
+
+
+def _refuse(what: Captured, run: Run, device: torch.device, choices: Sequence[Choice]) -> None:
+    """Raise if what was asked for cannot be had here; what cannot be had anywhere has been refused by a rule."""
+    if device.type != "cuda":
+        raise DeviceError(f"graphs.capture={what} needs a GPU", got=f"device {device.type}", fix="graphs.capture=auto")
+    waiting = _waiting(what, run, choices)
+    if waiting:
+        raise KernelError(
+            f"graphs.capture={what} cannot be had: the reference form of {waiting} reads counts on the host",
+            fix=f"leave kernels.{waiting} and kernels.all at auto, or set graphs.capture=none",
+        )
+
+
+def _waiting(what: Captured, run: Run, choices: Sequence[Choice]) -> str:
+    """An operator that waits for the device in the form that was chosen; empty if there is none."""
+    if run.model.moe is None:
+        return ""
+    return next((one.op for one in choices if one.op in READS_COUNTS[what] and one.backend == "reference"), "")

@@ -1,8 +1,7 @@
-"""Speed of devices and links, and whether sums over ranks are right: what ranks measure together.
+"""GPUs: how many, of one kind, whole, free, and whether each reaches the others without the host.
 
-Every rank multiplies a large matrix, all of them time the collectives of `penstock.plan.calibrate`, and sum
-numbers whose sum is known: links that lose or mix up data are found here and not in a loss curve. What was measured is
-compared with what plans expect of the hardware, and devices with each other, since all wait for the slowest.
+Everything is asked of PyTorch, which answers for NVIDIA and AMD alike; names and sizes are compared with what the
+package knows of a chip (docs/hardware.md).
 """
 
 import json
@@ -14,13 +13,162 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from penstock.base.devices import chip_named
 from penstock.base.errors import HardwareError
 from penstock.kernels.device_facts import Dtype, device_facts
+from penstock.parallel.launch.host import Vendor
 from penstock.plan.calibrate import TORCH_DTYPES, DeviceBenchmark, measure_transfers
 from penstock.plan.hardware import CollectiveKind, Hardware, RankGroup, TransferPoint
 from penstock.plan.rates import Rates
 from penstock.plan.transfers import TransferTimes
-from penstock.tune.preflight.check import Check, fine
+from penstock.tune.preflight.check import PreflightCheck, fine
+
+OTHERS_BYTES = 3 << 30
+"""Of a GPU that has nothing to do: driver, firmware, and our own context. What is beyond belongs to somebody."""
+
+WHOLE = 0.95
+"""Share of a chip's memory; what has less is a part of one (MIG, CPX)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU.
+
+    Attributes:
+        name: as the driver reports it.
+        total_bytes: of its memory.
+        free_bytes: of it now.
+        reaches: numbers of the GPUs whose memory it can read and write by itself.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    reaches: frozenset[int]
+
+
+def read_gpus() -> list[Gpu]:
+    """Every GPU that PyTorch finds."""
+    numbers = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    return [_read_gpu(number, numbers) for number in numbers]
+
+
+def _read_gpu(number: int, numbers: Sequence[int]) -> Gpu:
+    free, total = torch.cuda.mem_get_info(number)
+    reaches = {other for other in numbers if other != number and torch.cuda.can_device_access_peer(number, other)}
+    return Gpu(name=torch.cuda.get_device_name(number), total_bytes=total, free_bytes=free, reaches=frozenset(reaches))
+
+
+def judge_gpus(gpus: Sequence[Gpu], vendor: Vendor, known: Hardware | None) -> list[PreflightCheck]:
+    """Everything about the GPUs.
+
+    Args:
+        gpus: that PyTorch finds.
+        vendor: whose the machine has, by their driver.
+        known: the chip as the package, or a file, knows it; None if nothing does.
+    """
+    if not gpus:
+        return [_none(vendor)]
+    return [*_kind(gpus), *_known(gpus, known), *_whole(gpus, known), *_free(gpus), *_reach(gpus)]
+
+
+def _none(vendor: Vendor) -> PreflightCheck:
+    if vendor == "cpu":
+        return fine("devices", "GPUs", "none; runs use the CPU")
+    return PreflightCheck(
+        area="devices",
+        name="GPUs",
+        status="failed",
+        got=f"none that PyTorch can use, though there is a driver of {vendor}",
+        expected="the GPUs of this machine",
+        fix="see the versions above, CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES, and the container's devices",
+    )
+
+
+def _kind(gpus: Sequence[Gpu]) -> Iterator[PreflightCheck]:
+    kinds = {gpu.name: sum(other.name == gpu.name for other in gpus) for gpu in gpus}
+    got = ", ".join(f"{count} x {name}" for name, count in kinds.items())
+    if len(kinds) == 1:
+        yield fine("devices", "GPUs", got)
+        return
+    yield PreflightCheck(
+        area="devices",
+        name="GPUs",
+        status="warning",
+        got=got,
+        expected="one kind: all wait for the slowest",
+        fix="leave the others out: CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES",
+    )
+
+
+def _known(gpus: Sequence[Gpu], known: Hardware | None) -> Iterator[PreflightCheck]:
+    if known is None and chip_named(gpus[0].name) is None:
+        yield PreflightCheck(
+            area="devices",
+            name="chip",
+            status="warning",
+            got=f"nothing is known of {gpus[0].name}",
+            expected="its peak, for model FLOPs utilization and for plans",
+            fix="penstock calibrate --output mine.toml, and penstock preflight --hardware mine.toml",
+        )
+
+
+def _whole(gpus: Sequence[Gpu], known: Hardware | None) -> Iterator[PreflightCheck]:
+    if known is None:
+        return
+    wanted = known.memory.capacity_bytes
+    for number, gpu in enumerate(gpus):
+        if gpu.total_bytes < WHOLE * wanted:
+            yield PreflightCheck(
+                area="devices",
+                name=f"GPU {number}",
+                status="warning",
+                got=f"{gpu.total_bytes / 1e9:.0f} GB of memory",
+                expected=f"{wanted / 1e9:.0f} GB: this is a part of an {known.name}",
+                fix="switch partitions off (nvidia-smi -mig 0, amd-smi set --compute-partition SPX), if you may",
+            )
+
+
+def _free(gpus: Sequence[Gpu]) -> Iterator[PreflightCheck]:
+    busy = 0
+    for number, gpu in enumerate(gpus):
+        used = gpu.total_bytes - gpu.free_bytes
+        if used <= OTHERS_BYTES:
+            continue
+        busy += 1
+        yield PreflightCheck(
+            area="devices",
+            name=f"GPU {number}",
+            status="failed" if used > gpu.total_bytes / 2 else "warning",
+            got=f"{used / 1e9:.1f} of {gpu.total_bytes / 1e9:.1f} GB are taken",
+            expected=f"<= {OTHERS_BYTES / 1e9:.1f} GB: no other process",
+            fix="end it; nvidia-smi or amd-smi process names it",
+        )
+    if not busy:
+        yield fine("devices", "memory", f"{min(gpu.free_bytes for gpu in gpus) / 1e9:.1f} GB free on each")
+
+
+def _reach(gpus: Sequence[Gpu]) -> Iterator[PreflightCheck]:
+    pairs = len(gpus) * (len(gpus) - 1)
+    apart = [
+        f"{number} to {other}"
+        for number, gpu in enumerate(gpus)
+        for other in range(len(gpus))
+        if other != number and other not in gpu.reaches
+    ]
+    if pairs and not apart:
+        yield fine("devices", "peer access", f"all {pairs} ways between {len(gpus)} GPUs")
+    elif apart:
+        more = f" and {len(apart) - 4} more" if len(apart) > 4 else ""
+        yield PreflightCheck(
+            area="devices",
+            name="peer access",
+            status="warning",
+            got=f"none from GPU {', '.join(apart[:4])}{more}",
+            expected="every GPU reads and writes the others' memory; else all goes through the host's",
+            fix="nvidia-smi topo -m or amd-smi topology; IOMMU off or in passthrough (iommu=pt), ACS off",
+        )
+
 
 GPU_SIDE, CPU_SIDE = 8192, 512
 """Of the square matrices."""
@@ -40,7 +188,7 @@ SUMMED = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class NodeMeasurements:
     """What the ranks have found.
 
     Attributes:
@@ -58,7 +206,7 @@ class Measured:
     wrong_sums: tuple[int, ...]
 
 
-def measure(device: torch.device, node_ranks: int) -> Measured:
+def measure(device: torch.device, node_ranks: int) -> NodeMeasurements:
     """What each rank does, all at the same time.
 
     Args:
@@ -75,10 +223,10 @@ def measure(device: torch.device, node_ranks: int) -> Measured:
     seconds = DeviceBenchmark(device, device_facts(device, dtype), round_seconds=0.02).seconds(partial(F.linear, x, w))
     flops = 2 * side**3 / seconds
     if not dist.is_initialized():
-        return Measured(dtype=dtype, side=side, flops=(flops,), transfers={}, wrong_sums=(0,))
+        return NodeMeasurements(dtype=dtype, side=side, flops=(flops,), transfers={}, wrong_sums=(0,))
     transfers = measure_transfers(device, node_ranks, GPU_BUFFERS if on_gpu else CPU_BUFFERS)
     wrong = _of_every_rank(_wrong_sums(device), device)
-    return Measured(
+    return NodeMeasurements(
         dtype=dtype,
         side=side,
         flops=_of_every_rank(flops, device),
@@ -104,21 +252,21 @@ def _wrong_sums(device: torch.device) -> int:
     return int((summed != small * world + world * (world - 1) // 2).sum().item())
 
 
-def measured_json(found: Measured) -> str:
+def measured_json(found: NodeMeasurements) -> str:
     """As text, for another process."""
     transfers = {kind: [point.model_dump() for point in points] for kind, points in found.transfers.items()}
     return json.dumps({**vars(found), "transfers": transfers})
 
 
-def parse_measured(text: str) -> Measured:
+def parse_measured(text: str) -> NodeMeasurements:
     """The inverse of `measured_json`."""
     found = json.loads(text)
     transfers = {kind: tuple(map(TransferPoint.model_validate, points)) for kind, points in found["transfers"].items()}
     lists = {name: tuple(found[name]) for name in ("flops", "wrong_sums")}
-    return Measured(**{**found, **lists, "transfers": transfers})
+    return NodeMeasurements(**{**found, **lists, "transfers": transfers})
 
 
-def judge_measured(found: Measured, known: Hardware | None) -> list[Check]:
+def judge_measured(found: NodeMeasurements, known: Hardware | None) -> list[PreflightCheck]:
     """Everything that was measured.
 
     Args:
@@ -128,13 +276,13 @@ def judge_measured(found: Measured, known: Hardware | None) -> list[Check]:
     return [*_products(found, known), *_sums(found), *_collectives(found, known)]
 
 
-def _products(found: Measured, known: Hardware | None) -> Iterator[Check]:
+def _products(found: NodeMeasurements, known: Hardware | None) -> Iterator[PreflightCheck]:
     fastest, slowest = max(found.flops), min(found.flops)
     got = f"{slowest / 1e12:.3g} TFLOP/s in {found.dtype}" + (" on the slowest" if len(found.flops) > 1 else "")
     rate = None if known is None else _expected_flops(found, known)
     behind = [f"rank {rank}" for rank, flops in enumerate(found.flops) if flops < BEHIND * fastest]
     if rate is not None and rate > SLOW * slowest:
-        yield Check(
+        yield PreflightCheck(
             area="transfers",
             name="products",
             status="failed" if rate > VERY_SLOW * slowest else "warning",
@@ -143,7 +291,7 @@ def _products(found: Measured, known: Hardware | None) -> Iterator[Check]:
             fix="look for other processes, power limits and temperature (nvidia-smi -q, amd-smi metric)",
         )
     elif behind and known is not None:
-        yield Check(
+        yield PreflightCheck(
             area="transfers",
             name="products",
             status="warning",
@@ -155,21 +303,21 @@ def _products(found: Measured, known: Hardware | None) -> Iterator[Check]:
         yield fine("transfers", "products", got)
 
 
-def _expected_flops(found: Measured, known: Hardware) -> float | None:
+def _expected_flops(found: NodeMeasurements, known: Hardware) -> float | None:
     try:
         return 2 * found.side**3 / Rates(known).product(found.side, found.side, found.side, found.dtype).seconds
     except HardwareError:
         return None
 
 
-def _sums(found: Measured) -> Iterator[Check]:
+def _sums(found: NodeMeasurements) -> Iterator[PreflightCheck]:
     if len(found.flops) == 1:
         return
     wrong = {rank: count for rank, count in enumerate(found.wrong_sums) if count}
     if not wrong:
         yield fine("transfers", "sums over ranks", f"right on all {len(found.flops)}")
         return
-    yield Check(
+    yield PreflightCheck(
         area="transfers",
         name="sums over ranks",
         status="failed",
@@ -179,7 +327,7 @@ def _sums(found: Measured) -> Iterator[Check]:
     )
 
 
-def _collectives(found: Measured, known: Hardware | None) -> Iterator[Check]:
+def _collectives(found: NodeMeasurements, known: Hardware | None) -> Iterator[PreflightCheck]:
     for kind, points in found.transfers.items():
         largest = points[-1]
         rate = largest.leaving_bytes / largest.seconds
@@ -189,7 +337,7 @@ def _collectives(found: Measured, known: Hardware | None) -> Iterator[Check]:
             yield fine("transfers", kind, got)
             continue
         times = max(point.seconds / expected for point, expected in slow)
-        yield Check(
+        yield PreflightCheck(
             area="transfers",
             name=kind,
             status="failed" if times > VERY_SLOW else "warning",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from penstock.train.metrics import FIELDS, LAYER_FIELDS, PHASE_FIELDS, Field
+from penstock.train.metrics import FIELDS, LAYER_FIELDS, PHASE_FIELDS, MetricField
 from penstock.train.prometheus import ENDPOINT_FIELDS, EXPORTED, EXPORTED_OF_LAYER
 
 _OPENING = """# Metrics
@@ -17,7 +17,7 @@ label `run`.
 
 def metrics_page() -> str:
     """The whole page."""
-    phases = {str(phase): Field("s", doc) for phase, doc in PHASE_FIELDS.items()}
+    phases = {str(phase): MetricField("s", doc) for phase, doc in PHASE_FIELDS.items()}
     sections = {
         "## Fields of a line": _table(FIELDS, EXPORTED),
         "## `layers`": _table(LAYER_FIELDS, EXPORTED_OF_LAYER),
@@ -28,7 +28,7 @@ def metrics_page() -> str:
     return f"{_OPENING}\n{body}\nWritten by `make docs` from [penstock/train](../penstock/train); change it there.\n"
 
 
-def _table(fields: Mapping[str, Field], exported: Mapping[str, str] | None = None) -> str:
+def _table(fields: Mapping[str, MetricField], exported: Mapping[str, str] | None = None) -> str:
     """Rows of Markdown, with the endpoint's names in a last column if there are any."""
     rows = [f"| `{name}` | {field.unit} | {field.doc} |" for name, field in fields.items()]
     head, line = "| field | unit | meaning |", "|---|---|---|"
