@@ -44,7 +44,7 @@ from benchmarks.kernels.hopper_weight_gradient import (
     summarize,
 )
 from penstock.kernels.expert_parts import SavedRows
-from penstock.kernels.float8.hopper_products import HAS_GLUON
+from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.grouped_gemm import grouped_gemm_forward, grouped_gemm_input_gradient
 from penstock.kernels.tile_table import TileTable, tile_table
 from penstock.kernels.tuning import (

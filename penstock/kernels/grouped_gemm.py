@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels import hopper_expert_rows, hopper_weight_gradient
 from penstock.kernels.expert_parts import SavedRows
+from penstock.kernels.gluon import grouped_gemm as hopper
 from penstock.kernels.grouped_gemm_kernels import rows_kernel, weights_kernel
 from penstock.kernels.language import TensorDescriptor, create_ragged_descriptor
 from penstock.kernels.launching import start_kernel
@@ -267,7 +267,7 @@ def _rows_launch(
     index: Tensor | None = None,
 ) -> GemmLaunch:
     """The launch, or Triton's where Hopper's own kernel cannot be had: those gather differently."""
-    if isinstance(launch, RowsRingLaunch) and hopper_expert_rows.obstacle(
+    if isinstance(launch, RowsRingLaunch) and hopper.rows_obstacle(
         x, y, launch, target_of(x.device), bias=bias, index=index
     ):
         return in_triton(launch, w[0].numel())
@@ -291,7 +291,7 @@ def _launch_rows(
     The bias comes with the rows' weights, which nobody reads without it. `first` is the first row of y that is ours.
     """
     if isinstance(launch, RowsRingLaunch):
-        hopper_expert_rows.launch_rows(x, w, y, tiles, launch, depth_first=depth_first, first=first)
+        hopper.launch_rows(x, w, y, tiles, launch, depth_first=depth_first, first=first)
         return
     bias_eF, weights_R = bias
     (rows, columns), (experts, depth) = y.shape, (len(w), x.shape[1])
@@ -341,8 +341,8 @@ def _launch_weights(
     accumulate: bool,
 ) -> None:
     """Run `weights_kernel`, or Hopper's own."""
-    if isinstance(launch, RingLaunch) and hopper_weight_gradient.obstacle(dy, index, target_of(dy.device)) is None:
-        hopper_weight_gradient.launch_weights(dy, x, dw, tiles, launch, accumulate=accumulate)
+    if isinstance(launch, RingLaunch) and hopper.weights_obstacle(dy, index, target_of(dy.device)) is None:
+        hopper.launch_weights(dy, x, dw, tiles, launch, accumulate=accumulate)
         return
     launch = in_triton(launch)
     experts, rows, columns = dw.shape

@@ -5,7 +5,7 @@ have no memory, which `penstock.kernels.launching` never launches; so a wrapper 
 and of a kernel only the name. The stand-ins have that and no more. A launch of one says what to install.
 
 Modules in Gluon's language import Triton itself: they are imported only where `HAS_GLUON`
-(`penstock.kernels.float8.hopper_products`), which is never without Triton.
+(`penstock.kernels.gluon.support`), which is never without Triton.
 """
 
 from collections.abc import Callable

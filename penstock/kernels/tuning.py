@@ -66,7 +66,7 @@ class GemmLaunch(KernelLaunch):
 
 @dataclass(frozen=True, kw_only=True)
 class RingLaunch(GemmLaunch):
-    """How Hopper's own kernel for weight gradients is cut (`penstock.kernels.hopper_weight_gradient`).
+    """How Hopper's own kernel for weight gradients is cut (`penstock.kernels.gluon.grouped_gemm`).
 
     A loader fills a ring of `stages` slots for two multipliers of four warps, `warps`, which take tiles in turns. Where
     the kernel cannot be had, `in_triton` says what is taken.
@@ -77,7 +77,7 @@ class RingLaunch(GemmLaunch):
 
 @dataclass(frozen=True, kw_only=True)
 class RowsRingLaunch(GemmLaunch):
-    """How Hopper's own kernel for experts' rows is cut (`penstock.kernels.hopper_expert_rows`), like a `RingLaunch`."""
+    """How Hopper's own kernel for experts' rows is cut (`penstock.kernels.gluon.grouped_gemm`), like a `RingLaunch`."""
 
     copy_gathered: bool = True
 

@@ -5,7 +5,7 @@ once and writes them in 8 bits only, by rows and transposed, as `quantize_rows` 
 16 bits. They are handed over (`handed`). One kernel does it for each of dq, dk and dv, another one sums the gradient of
 the shared rotary key.
 
-Hopper has its own form of that kernel (`hopper_latent_heads`), for rows of the batch that are a multiple of 128 tokens.
+Hopper has its own form of that kernel (`penstock.kernels.gluon`), for a multiple of 128 tokens in each sequence.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from penstock.kernels import rope
-from penstock.kernels.float8 import hopper_copies
 from penstock.kernels.float8.formats import Format
 from penstock.kernels.float8.gradient_side_channel import HandedHeads, carrier_of
 from penstock.kernels.float8.latent_heads_kernels import latent_heads_backward_kernel, shared_key_backward_kernel
@@ -29,6 +28,7 @@ from penstock.kernels.float8.tile_launches import (
     TURNING_TAKEN,
     TileLaunch,
 )
+from penstock.kernels.gluon import float8_quantize
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import target_of
 
@@ -184,9 +184,9 @@ def _fill(
     launch = launch or (TRANSPOSING_TAKEN if angles is None else TURNING_TAKEN)
     if launch.engine == "gluon":
         target = target_of(x_BSHN.device)
-        problem = hopper_copies.obstacle([BLOCKWISE.rows] * 2, BLOCKWISE.scaling, [form], heads * width, target)
+        problem = float8_quantize.obstacle([BLOCKWISE.rows] * 2, BLOCKWISE.scaling, [form], heads * width, target)
         if problem is None and x_BSHN.dtype == torch.bfloat16 and positions % DEPTH == 0:
-            hopper_copies.launch_latent_heads(source, both, positions, strides, sizes, launch)
+            float8_quantize.launch_latent_heads(source, both, positions, strides, sizes, launch)
             return
         launch = TRANSPOSING if angles is None else TURNING
     start_kernel(

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from penstock.base.errors import KernelError
-from penstock.kernels.float8 import hopper_copies
 from penstock.kernels.float8.formats import Format
 from penstock.kernels.float8.quantize_kernels import group_tiles_kernel, measure_kernel, quantize_kernel
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized, WeightCopies
@@ -27,6 +26,7 @@ from penstock.kernels.float8.tile_launches import (
     BackwardLaunch,
     TileLaunch,
 )
+from penstock.kernels.gluon import float8_quantize
 from penstock.kernels.language import triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import KernelLaunch, target_of
@@ -247,7 +247,7 @@ def _quantize(
     if launch.engine == "gluon":
         if columns is not None and _is_hoppers(source, (rows, columns), form, scaling):
             x_RD = source.values if source.scales is None else Quantized(source.values, source.scales, source.block)
-            hopper_copies.launch_quantize(x_RD, source.index_R, source.tiles, (rows, columns), form, launch)
+            float8_quantize.launch_quantize(x_RD, source.index_R, source.tiles, (rows, columns), form, launch)
             return
         launch = TRANSPOSING
     power = scaling != "float32"
@@ -297,7 +297,7 @@ def _is_hoppers(source: _Source, copies: tuple[Quantized | None, Quantized], for
         fits = source.scales.dtype == torch.float32 and rows is None
         blocks = (source.block, columns.block)
     is_whole = source.tiles is not None or source.rows % ALIGNMENT == 0
-    problem = hopper_copies.obstacle(blocks, scaling, [form], source.width, target_of(values.device))
+    problem = float8_quantize.obstacle(blocks, scaling, [form], source.width, target_of(values.device))
     return fits and is_whole and values.ndim == 2 and problem is None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.base.errors import KernelError
 from penstock.kernels import swiglu as in_16_bits
 from penstock.kernels.expert_parts import SavedRows
-from penstock.kernels.float8 import hopper_copies, quantize
+from penstock.kernels.float8 import quantize
 from penstock.kernels.float8.formats import Format
 from penstock.kernels.float8.operators import SwigluForBackward
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized
@@ -26,6 +26,7 @@ from penstock.kernels.float8.recipes import DEPTH, Recipe
 from penstock.kernels.float8.reference import aligned_rows
 from penstock.kernels.float8.swiglu_kernels import swiglu_backward_float8_kernel, swiglu_float8_kernel
 from penstock.kernels.float8.tile_launches import BACKWARD, BACKWARD_TAKEN, BackwardLaunch
+from penstock.kernels.gluon import float8_quantize
 from penstock.kernels.language import triton
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.reference import ExpertRule
@@ -171,7 +172,7 @@ def _in_one_pass(
     sources = source_SF.contiguous(), first, None if weights_R is None else weights_R.contiguous(), dh_RF
     given, forms = (sources, quantize.group_tiles(counts_e, rows), copies, products_PR), (forward, gradient)
     if _is_hoppers(source_SF, recipe, forms, launch):
-        hopper_copies.launch_swiglu_backward(*given, forms, launch, weighs_input=rule.weighs_input)
+        float8_quantize.launch_swiglu_backward(*given, forms, launch, weighs_input=rule.weighs_input)
     else:
         launch = BACKWARD if launch.engine == "gluon" else launch
         _start_tritons(*given, recipe, forms, launch, weighs_input=rule.weighs_input)
@@ -184,7 +185,7 @@ def _is_hoppers(gate_up_RF: Tensor, recipe: Recipe, forms: tuple[Format, Format]
     if launch.engine != "gluon" or gate_up_RF.dtype != torch.bfloat16:
         return False
     width, target = gate_up_RF.shape[1] // 2, target_of(gate_up_RF.device)
-    return hopper_copies.obstacle((recipe.rows, recipe.columns), recipe.scaling, forms, width, target) is None
+    return float8_quantize.obstacle((recipe.rows, recipe.columns), recipe.scaling, forms, width, target) is None
 
 
 def _start_tritons(
@@ -198,7 +199,7 @@ def _start_tritons(
     *,
     weighs_input: bool,
 ) -> None:
-    """Run the kernel of `swiglu_kernels`; as `hopper_copies.launch_swiglu_backward`."""
+    """Run the kernel of `swiglu_kernels`; as `float8_quantize.launch_swiglu_backward`."""
     by_row, by_column, _ = copies
     rows, width = sources[3].shape
     start_kernel(

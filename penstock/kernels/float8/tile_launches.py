@@ -1,6 +1,6 @@
 """How kernels that quantize tiles are launched, as data; see `penstock.kernels.tuning`.
 
-Hopper has kernels of its own for tiles that are also transposed (`hopper_tiles`), which a launch may name. Runs take
+A launch may name Hopper's own kernels for tiles that are also transposed (`penstock.kernels.gluon`). Runs take
 what was fastest on an H200 (benchmarks/results/float8-swiglu-h200.json, float8-quantize-launches-h200.json).
 """
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from penstock.kernels.bias_gradient import bias_gradient
 from penstock.kernels.float8 import torch_products
-from penstock.kernels.float8.hopper_products import obstacle as hopper_obstacle
 from penstock.kernels.float8.latent_heads import mla_heads
 from penstock.kernels.float8.norm import rms_norm
 from penstock.kernels.float8.operators import Float8Operators
@@ -21,6 +20,7 @@ from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import DEPTH
 from penstock.kernels.float8.swiglu import swiglu, swiglu_backward
 from penstock.kernels.float8.transpose import transpose_weight
+from penstock.kernels.gluon.float8_gemm import obstacle as hopper_obstacle
 from penstock.kernels.permute import unpermute
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import target_of

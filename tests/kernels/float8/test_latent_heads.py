@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from penstock.kernels import reference, rope
-from penstock.kernels.float8 import hopper_copies, latent_heads
+from penstock.kernels.float8 import latent_heads
 from penstock.kernels.float8.formats import E4M3, E5M2, Format
 from penstock.kernels.float8.gradient_side_channel import GradientSideChannel, HandedHeads, carrier_of, obstacle
-from penstock.kernels.float8.hopper_products import HAS_GLUON
 from penstock.kernels.float8.latent_heads_kernels import latent_heads_backward_kernel, shared_key_backward_kernel
 from penstock.kernels.float8.quantize import run_of
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized
@@ -25,14 +24,16 @@ from penstock.kernels.float8.tile_launches import (
     TURNING_TAKEN,
     TileLaunch,
 )
+from penstock.kernels.gluon import float8_quantize
+from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.tuning import target_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
-from tests.kernels.float8.gluon_in_torch import interpreted, launch
+from tests.kernels.gluon.gluon_in_torch import QUANTIZING, interpreted, launch
 
 needs_gluon = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
 
 if HAS_GLUON:
-    from penstock.kernels.float8 import hopper_latent_heads
+    from penstock.kernels.gluon import float8_quantize_kernels
 
 SPILLED_BY_TRITON_3_9 = 24
 """Bytes, with 96 registers, of a tile that is turned. Runs take 128 for it."""
@@ -172,11 +173,11 @@ def test_hoppers_kernel_gives_the_same(heads_first: bool, form: Format, monkeypa
     """On a CPU that is taken for a Hopper, where torch runs its source."""
     if torch.cuda.is_available():
         pytest.skip("the other kernels run on the GPU that there is")
-    folder, launched = "penstock.kernels.float8", []
-    module = interpreted(f"{folder}.scaling", f"{folder}.hopper_tiles", f"{folder}.hopper_latent_heads")[-1]
+    launched = []
+    module = interpreted(*QUANTIZING)[-1]
 
     def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        assert kernel is hopper_latent_heads.latent_heads_backward_kernel
+        assert kernel is float8_quantize_kernels.latent_heads_backward_kernel
         launched.append(grid)
         source, *rest = arguments
         constants = {name: value for name, value in constants.items() if name.isupper()}
@@ -184,7 +185,7 @@ def test_hoppers_kernel_gives_the_same(heads_first: bool, form: Format, monkeypa
         whole = source.as_strided((source.untyped_storage().nbytes() // source.itemsize,), (1,), 0)
         launch(module.latent_heads_backward_kernel, grid, whole[source.storage_offset() :], *rest, **constants)
 
-    monkeypatch.setattr(hopper_copies, "start_kernel", start_kernel)
+    monkeypatch.setattr(float8_quantize, "start_kernel", start_kernel)
     monkeypatch.setattr(latent_heads, "target_of", lambda device: "sm_90")
     case = case_of(2, 128, 2, heads_first=heads_first, rows_of_angles=2)
     found = handed_over(case, form, GLUON["gluon"])
@@ -289,7 +290,7 @@ def test_the_kernel_of_the_shared_key_compiles_for_every_chip(target: str) -> No
 def test_hoppers_kernel_moves_tiles_in_wide_pieces_without_spills(launch: TileLaunch, turns: bool) -> None:
     signature, constants = signature_of(turns=turns, hoppers=True)
     found = compile_for(
-        hopper_latent_heads.latent_heads_backward_kernel,
+        float8_quantize_kernels.latent_heads_backward_kernel,
         signature,
         constants,
         TARGETS["sm_90"],

@@ -117,7 +117,7 @@ EVERY_KERNEL = [
     if launch.engine == "triton"
     for scaling in SCALED_BY[target]
 ]
-"""In Triton; `test_hopper_products` has the rest."""
+"""In Triton; `tests/kernels/gluon` has the rest."""
 
 
 @pytest.mark.often("sm_90-table-rows_gathered-promoted", "gfx942-table-rows-promoted")

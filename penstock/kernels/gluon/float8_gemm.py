@@ -8,46 +8,26 @@ Gluon is an experiment of Triton's: it changes from version to version. So it is
 that these kernels have been compiled with, and never on AMD's chips.
 """
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from penstock.kernels.float8.launches import ProductLaunch
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, DEPTH
-from penstock.kernels.language import create_ragged_descriptor, triton
+from penstock.kernels.gluon import support
+from penstock.kernels.gluon.support import HAS_GLUON, PIECE_ROWS, REGISTERS, blocks_of, ragged_blocks_of
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable
 from penstock.kernels.tuning import programs_of
 
-VERSIONS = ("3.6", "3.9")
-"""Of Triton, whose Gluon takes the kernels."""
-
-PART = 64
-"""Rows of a tile that one multiplier has."""
-
 WIDTH = 128
 """Columns of a tile."""
-
-REGISTERS = 168
-"""Of a thread at the start: twelve warps share a multiprocessor, which then hand them from one to the other."""
 
 TRIOS_REGISTERS = 128
 """The same of sixteen warps, where there are three multipliers."""
 
-HAS_GLUON = (
-    torch.version.hip is None
-    and ".".join(triton.__version__.split(".")[:2]) in VERSIONS
-    and find_spec("triton.experimental.gluon") is not None
-)
-
 if HAS_GLUON:
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from penstock.kernels.float8.hopper_matrices import float8_matrices_kernel
-    from penstock.kernels.float8.hopper_rows import float8_rows_kernel
+    from penstock.kernels.gluon.float8_gemm_kernels import float8_matrices_kernel, float8_rows_kernel
 
 
 def obstacle(a: Quantized, b: Quantized, target: str) -> str | None:
@@ -58,10 +38,8 @@ def obstacle(a: Quantized, b: Quantized, target: str) -> str | None:
         b: a weight, a stack of experts' weights, or rows.
         target: chip as compilers name it.
     """
-    if target != "sm_90":
-        return f"the kernels are Hopper's, this is {target}"
-    if not HAS_GLUON:
-        return f"Triton {triton.__version__} has no Gluon of the versions {', '.join(VERSIONS)}"
+    if (reason := support.obstacle(target)) is not None:
+        return reason
     if a.block != BLOCKWISE.rows or b.block not in (BLOCKWISE.rows, BLOCKWISE.weights):
         return f"scales of {a.block} and {b.block} are not those of the recipe {BLOCKWISE.name}"
     if a.values.shape[-1] == 0:
@@ -94,9 +72,9 @@ def launch_rows(
     start_kernel(
         float8_rows_kernel,
         (programs_of(launch, y.device),),
-        _blocks_of(x.values, PART),
-        _blocks_of(values, 1, WIDTH),
-        _ragged_pieces_of(y, launch) if y.dtype == torch.bfloat16 else None,
+        blocks_of(x.values, PIECE_ROWS, DEPTH),
+        blocks_of(values, 1, WIDTH, DEPTH),
+        ragged_blocks_of(y, PIECE_ROWS, WIDTH // launch.pieces) if y.dtype == torch.bfloat16 else None,
         y,
         x.scales,
         w.scales,
@@ -114,7 +92,7 @@ def launch_rows(
         STAGES=launch.stages,
         STEPS=launch.steps,
         GROUP=launch.group,
-        MULTIPLIERS=launch.block_rows // PART,
+        MULTIPLIERS=launch.block_rows // PIECE_ROWS,
         ONLY_LAST=tiles is not None and tiles.only_last,
         **_warps_of(launch),
     )
@@ -139,9 +117,9 @@ def launch_matrices(
     start_kernel(
         float8_matrices_kernel,
         (programs_of(launch, c.device),),
-        _blocks_of(a.values, PART),
-        _blocks_of(b.values, WIDTH),
-        _pieces_of(c, launch) if accumulate else None,
+        blocks_of(a.values, PIECE_ROWS, DEPTH),
+        blocks_of(b.values, WIDTH, DEPTH),
+        blocks_of(c, 1, PIECE_ROWS, WIDTH // launch.pieces) if accumulate else None,
         c,
         a.scales,
         b.scales,
@@ -155,37 +133,13 @@ def launch_matrices(
         STAGES=launch.stages,
         STEPS=launch.steps if is_square else 1,
         GROUP=launch.group,
-        MULTIPLIERS=launch.block_rows // PART,
+        MULTIPLIERS=launch.block_rows // PIECE_ROWS,
         SQUARE=is_square,
         WHOLE=rows % launch.block_rows == 0 and columns % WIDTH == 0,
         **_warps_of(launch),
     )
 
 
-def _blocks_of(values: Tensor, *block: int) -> "TensorDescriptor":
-    """Blocks of depth as matrix units want them in shared memory."""
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=values.ndim)
-    return TensorDescriptor.from_tensor(values, [*block, DEPTH], layout)
-
-
-def _ragged_pieces_of(y: Tensor, launch: ProductLaunch) -> "TensorDescriptor":
-    """Pieces of a multiplier's part of a tile, of which rows past an expert's last are not written."""
-    ragged = create_ragged_descriptor(y, [PART, WIDTH // launch.pieces])
-    return TensorDescriptor(
-        ragged.base, ragged.shape, ragged.strides, ragged.block_shape, _layout_of_pieces(y, launch, len(ragged.shape))
-    )
-
-
-def _pieces_of(c: Tensor, launch: ProductLaunch) -> "TensorDescriptor":
-    """Pieces of a multiplier's part of a tile that are added to."""
-    return TensorDescriptor.from_tensor(c, [1, PART, WIDTH // launch.pieces], _layout_of_pieces(c, launch, 3))
-
-
-def _layout_of_pieces(memory: Tensor, launch: ProductLaunch, rank: int) -> "NVMMASharedLayout":
-    width = min(128, WIDTH // launch.pieces * memory.itemsize)
-    return NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * memory.itemsize, rank=rank)
-
-
 def _warps_of(launch: ProductLaunch) -> dict[str, int]:
     """Warps of a multiplier, and registers of a thread before warps hand them on."""
-    return {"num_warps": launch.warps, "maxnreg": REGISTERS if launch.block_rows == 2 * PART else TRIOS_REGISTERS}
+    return {"num_warps": launch.warps, "maxnreg": REGISTERS if launch.block_rows == 2 * PIECE_ROWS else TRIOS_REGISTERS}

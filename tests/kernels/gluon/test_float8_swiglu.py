@@ -13,25 +13,26 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.expert_parts import SavedRows
-from penstock.kernels.float8 import hopper_copies, operators, swiglu
+from penstock.kernels.float8 import operators, swiglu
 from penstock.kernels.float8.formats import E4M3, E5M2, Format
-from penstock.kernels.float8.hopper_products import HAS_GLUON
 from penstock.kernels.float8.operators import SwigluForBackward
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe
 from penstock.kernels.float8.swiglu import swiglu_backward
 from penstock.kernels.float8.tile_launches import BACKWARD_LAUNCHES, BACKWARD_TAKEN, BackwardLaunch
+from penstock.kernels.gluon import float8_quantize
+from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.reference import SWIGLU, ExpertRule
 from penstock.kernels.tuning import target_of
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
 from tests.kernels.float8.draw_quantized import without_tail
-from tests.kernels.float8.gluon_in_torch import interpreted, launch
+from tests.kernels.gluon.gluon_in_torch import QUANTIZING, interpreted, launch
 
 pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
 
 if HAS_GLUON:
-    from penstock.kernels.float8.hopper_swiglu import swiglu_backward_float8_kernel
+    from penstock.kernels.gluon.float8_quantize_kernels import swiglu_backward_float8_kernel
 
 TAIL = 9
 """Rows behind the last expert's."""
@@ -45,15 +46,14 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The kernel's module, run by torch whenever the kernel is launched, on a CPU that is taken for a Hopper."""
     if torch.cuda.is_available():
         pytest.skip("tables of tiles are made on the GPU that there is")
-    folder = "penstock.kernels.float8"
-    module = interpreted(f"{folder}.scaling", f"{folder}.hopper_tiles", f"{folder}.hopper_swiglu")[-1]
+    module = interpreted(*QUANTIZING)[-1]
 
     def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         assert kernel is swiglu_backward_float8_kernel
         constants = {name: value for name, value in constants.items() if name.isupper()}
         launch(module.swiglu_backward_float8_kernel, grid, *arguments, **constants)
 
-    monkeypatch.setattr(hopper_copies, "start_kernel", start_kernel)
+    monkeypatch.setattr(float8_quantize, "start_kernel", start_kernel)
     monkeypatch.setattr(swiglu, "target_of", lambda device: "sm_90")
     return module
 

@@ -1,6 +1,6 @@
 """What Hopper's kernels of 8 bits do with blocks of depth: bring their scales, multiply them, scale and sum in float32.
 
-Who does what, and how slots change hands, is told in `penstock.kernels.hopper_ring`. Two or three multipliers have 64
+Who does what, and how slots change hands, is told in `penstock.kernels.gluon.ring`. Two or three multipliers have 64
 rows of a tile each: each multiplies a block, frees its slot, scales its sum and adds it, while another's product is in
 the matrix unit. Three share what they multiply with: a tile of 192 rows asks the L2 cache for a sixth less than one of
 128, of the same numbers. Who has no row of a tile lets its slots pass.
@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from penstock.kernels.hopper_ring import make_barriers, ring
+from penstock.kernels.gluon.ring import make_barriers, ring
 
 DEPTH = gl.constexpr(128)
 HALF = gl.constexpr(64)

@@ -1,6 +1,6 @@
 """Hopper's own kernel for gradients of experts' weights: its numbers, and what the compiler makes of it.
 
-On a CPU its source is run by `hopper_in_torch`.
+On a CPU its source is run by `warps_in_torch`.
 """
 
 import re
@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import grouped_gemm, hopper_weight_gradient
-from penstock.kernels.float8.hopper_products import HAS_GLUON, REGISTERS
+from penstock.kernels import grouped_gemm
+from penstock.kernels.gluon import grouped_gemm as hopper
+from penstock.kernels.gluon.grouped_gemm import weights_obstacle as obstacle
+from penstock.kernels.gluon.support import HAS_GLUON, PIECE_ROWS, REGISTERS
 from penstock.kernels.grouped_gemm import grouped_gemm_weight_gradient
-from penstock.kernels.hopper_launching import PIECE_ROWS
-from penstock.kernels.hopper_weight_gradient import obstacle
 from penstock.kernels.tuning import (
     GROUPED_GEMM,
     RINGS,
@@ -28,7 +28,7 @@ from penstock.kernels.tuning import (
 )
 from tests.closeness import assert_close
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for, those_taken_first
-from tests.kernels.hopper_in_torch import launched_on_cpu
+from tests.kernels.gluon.warps_in_torch import launched_on_cpu
 from tests.kernels.parity import assert_near
 
 pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernel knows")
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernel 
 if HAS_GLUON:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    from penstock.kernels.hopper_weight_gradient_kernel import weight_gradient_kernel
+    from penstock.kernels.gluon.grouped_gemm_kernels import weight_gradient_kernel
 
 RING = RINGS["ring"]
 SMALL = replace(RING, block_depth=16, stages=3, group=2)
@@ -90,7 +90,7 @@ def check(counts: list[int], width: int, depth: int, launch: RingLaunch, device:
 def cpu_as_hopper(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
     """What the kernel was launched with; torch runs it, on a CPU that is taken for a Hopper."""
     monkeypatch.setattr(grouped_gemm, "target_of", lambda device: "sm_90")
-    return launched_on_cpu(monkeypatch, hopper_weight_gradient, "weight_gradient_kernel")
+    return launched_on_cpu(monkeypatch, hopper, "weight_gradient_kernel")
 
 
 @either_result

@@ -1,6 +1,6 @@
 """Hopper's own kernel for products of experts' rows: its numbers, and what the compiler makes of it.
 
-On a CPU its source is run by `hopper_in_torch`.
+On a CPU its source is run by `warps_in_torch`.
 """
 
 import re
@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels import grouped_gemm, hopper_expert_rows, reference
+from penstock.kernels import grouped_gemm, reference
 from penstock.kernels.expert_parts import SavedRows
-from penstock.kernels.float8.hopper_products import HAS_GLUON, REGISTERS
+from penstock.kernels.gluon import grouped_gemm as hopper
+from penstock.kernels.gluon.grouped_gemm import rows_obstacle as obstacle
+from penstock.kernels.gluon.support import HAS_GLUON, PIECE_ROWS, REGISTERS
 from penstock.kernels.grouped_gemm import grouped_gemm_forward, grouped_gemm_input_gradient
-from penstock.kernels.hopper_expert_rows import obstacle
-from penstock.kernels.hopper_launching import PIECE_ROWS
 from penstock.kernels.tile_table import tile_table
 from penstock.kernels.tuning import ROWS_RINGS, RowsRingLaunch, in_triton, multiprocessors_of, target_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for, those_taken_first
-from tests.kernels.hopper_in_torch import launched_on_cpu
+from tests.kernels.gluon.warps_in_torch import launched_on_cpu
 from tests.kernels.parity import assert_near
 
 pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernel knows")
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernel 
 if HAS_GLUON:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    from penstock.kernels.hopper_expert_rows_kernel import expert_rows_kernel
+    from penstock.kernels.gluon.grouped_gemm_kernels import expert_rows_kernel
 
 RING = ROWS_RINGS["ring"]
 SMALL = replace(RING, block_depth=16, stages=3, group=2)
@@ -82,7 +82,7 @@ def check(counts: list[int], width: int, depth: int, launch: RowsRingLaunch, dev
 def cpu_as_hopper(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
     """What the kernel was launched with; torch runs it, on a CPU that is taken for a Hopper."""
     monkeypatch.setattr(grouped_gemm, "target_of", lambda device: "sm_90")
-    return launched_on_cpu(monkeypatch, hopper_expert_rows, "expert_rows_kernel")
+    return launched_on_cpu(monkeypatch, hopper, "expert_rows_kernel")
 
 
 @either_product

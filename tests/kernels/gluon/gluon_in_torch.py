@@ -5,8 +5,8 @@ and gives them back; `launch` runs a kernel of one of them. Layouts mean nothing
 memory and places in it. Assembly is read, instruction by instruction, by PTX's own definitions: what is approximated
 there is computed.
 
-    swiglu = interpreted("penstock.kernels.float8.scaling", "penstock.kernels.float8.hopper_swiglu")[-1]
-    launch(swiglu.some_kernel, (3,), x, 16, LARGEST=448.0)
+    module = interpreted(*QUANTIZING)[-1]
+    launch(module.some_kernel, (3,), x, 16, LARGEST=448.0)
 
 Loads and stores outside of a tensor, and a mask that is missing, are mistakes here.
 """
@@ -24,6 +24,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+QUANTIZING = (
+    "penstock.kernels.float8.scaling",
+    "penstock.kernels.gluon.float8_tiles",
+    "penstock.kernels.gluon.float8_quantize_kernels",
+)
+"""Modules of the kernels that quantize tiles, in the order of their imports."""
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 GRID: list[int] = []

@@ -1,7 +1,7 @@
 """Launches of Hopper's own kernels that quantize tiles along both of their sides, as the blockwise recipes have it.
 
 `penstock.kernels.float8.quantize`, `swiglu` and `latent_heads` make room for copies, and come here where a launch's
-engine is `gluon` and nothing stands in the way. When Gluon is there at all, `hopper_products` says.
+engine is `gluon` and nothing stands in the way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.float8.formats import E4M3, E5M2, Format
-from penstock.kernels.float8.hopper_products import HAS_GLUON
 from penstock.kernels.float8.quantized import Quantized, RowColQuantized
 from penstock.kernels.float8.recipes import BLOCKWISE_SQUARE, Block, Scaling
 from penstock.kernels.float8.tile_launches import BackwardLaunch, TileLaunch
+from penstock.kernels.gluon import support
+from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.launching import start_kernel
 from penstock.kernels.tuning import programs_of
 
 if HAS_GLUON:
-    from penstock.kernels.float8 import hopper_latent_heads, hopper_quantize, hopper_swiglu
+    from penstock.kernels.gluon import float8_quantize_kernels as kernels
 
 TILE = 128
 
@@ -37,8 +38,8 @@ def obstacle(blocks: Sequence[Block], scaling: Scaling, forms: Sequence[Format],
         width: columns of what is quantized.
         target: chip as compilers name it.
     """
-    if target != "sm_90" or not HAS_GLUON:
-        return f"the kernels are Hopper's and Gluon's, this is {target}"
+    if (reason := support.obstacle(target)) is not None:
+        return reason
     *by_row, by_column = blocks
     fits = {*by_row} <= {RECIPE.rows} and by_column in (RECIPE.rows, RECIPE.columns)
     if not fits or scaling != RECIPE.scaling or not {*forms} <= {E4M3, E5M2}:
@@ -73,7 +74,7 @@ def launch_quantize(
     if columns.numel() == 0:
         return
     start_kernel(
-        hopper_quantize.quantize_kernel,
+        kernels.quantize_kernel,
         (values.shape[1] // TILE, places // TILE),
         values,
         scales,
@@ -119,7 +120,7 @@ def launch_latent_heads(
     columns = by_column.values.view(torch.int64)
     batch, _, heads, width = source[0].shape
     start_kernel(
-        hopper_latent_heads.latent_heads_backward_kernel,
+        kernels.latent_heads_backward_kernel,
         (heads * width // TILE, batch * positions // TILE),
         *source,
         by_row.values.view(torch.int8),
@@ -166,7 +167,7 @@ def launch_swiglu_backward(
     if h_columns.numel() == 0:
         return
     start_kernel(
-        hopper_swiglu.swiglu_backward_float8_kernel,
+        kernels.swiglu_backward_float8_kernel,
         (programs_of(launch, tiles.device),),
         *sources,
         tiles,

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.float8.gluon_in_torch import (
+from tests.kernels.gluon.gluon_in_torch import (
     BITS,
     Language,
     Layout,
@@ -295,7 +295,7 @@ def interpret_trades(*names: str) -> ModuleType:
     vars(nvidia).update(hopper=hopper, ampere=ampere)
     more = {f"{root}._core": core, f"{root}.nvidia": nvidia}
     more |= {f"{root}.nvidia.{module.__name__}": module for module in (hopper, ampere)}
-    ring = "penstock.kernels.hopper_ring"
+    ring = "penstock.kernels.gluon.ring"
     return interpreted(ring, *names, language=HoppersLanguage("language"), more=more)[-1]
 
 

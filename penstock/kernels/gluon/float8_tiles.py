@@ -13,7 +13,7 @@ columns from there (`store_columns`), eight threads all 128, so that a column's 
 whole tile, where such is the block, needs a few words. Turn t has the pairs t, t + 4, t + 8 ..., so the four words that
 a thread has of four turns become 8 neighbouring bytes.
 
-The kernels that do so are in `hopper_swiglu` and `hopper_quantize`.
+The kernels that do so are in `float8_quantize_kernels`.
 """
 
 from triton import constexpr_function

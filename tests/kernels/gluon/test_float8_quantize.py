@@ -11,23 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.float8 import hopper_copies, quantize, reference
+from penstock.kernels.float8 import quantize, reference
 from penstock.kernels.float8.formats import E4M3, E5M2, Format
-from penstock.kernels.float8.hopper_products import HAS_GLUON
 from penstock.kernels.float8.packed_rows import as_quantized, pack_rows
 from penstock.kernels.float8.quantize import quantize_groups, quantize_rows
 from penstock.kernels.float8.quantized import Quantized
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, MXFP8, Recipe
 from penstock.kernels.float8.tile_launches import TRANSPOSING_LAUNCHES, TileLaunch
+from penstock.kernels.gluon import float8_quantize
+from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.tuning import target_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
 from tests.kernels.float8.draw_quantized import without_tail
-from tests.kernels.float8.gluon_in_torch import interpreted, launch
+from tests.kernels.gluon.gluon_in_torch import QUANTIZING, interpreted, launch
 
 pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
 
 if HAS_GLUON:
-    from penstock.kernels.float8.hopper_quantize import quantize_kernel
+    from penstock.kernels.gluon.float8_quantize_kernels import quantize_kernel
 
 SPILLED_BY_TRITON_3_9 = 16
 """Bytes. Triton 3.6 makes all fit."""
@@ -44,8 +45,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Grids of the kernel, which torch runs whenever it is launched, on a CPU that is taken for a Hopper."""
     if torch.cuda.is_available():
         pytest.skip("tables of tiles are made on the GPU that there is")
-    folder, found = "penstock.kernels.float8", []
-    module = interpreted(f"{folder}.scaling", f"{folder}.hopper_tiles", f"{folder}.hopper_quantize")[-1]
+    found = []
+    module = interpreted(*QUANTIZING)[-1]
 
     def start_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
         assert kernel is quantize_kernel
@@ -53,7 +54,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         constants = {name: value for name, value in constants.items() if name.isupper()}
         launch(module.quantize_kernel, grid, *arguments, **constants)
 
-    monkeypatch.setattr(hopper_copies, "start_kernel", start_kernel)
+    monkeypatch.setattr(float8_quantize, "start_kernel", start_kernel)
     monkeypatch.setattr(quantize, "target_of", lambda device: "sm_90")
     return found
 
@@ -130,9 +131,9 @@ def test_on_another_chip_triton_does_all() -> None:
         (MXFP8, "sm_90", "recipe"),
     ):
         blocks = recipe.rows, recipe.columns
-        assert problem in str(hopper_copies.obstacle(blocks, recipe.scaling, [E4M3], 256, target))
+        assert problem in str(float8_quantize.obstacle(blocks, recipe.scaling, [E4M3], 256, target))
     squares = [BLOCKWISE.weights, BLOCKWISE.weights]
-    assert "recipe" in str(hopper_copies.obstacle(squares, BLOCKWISE.scaling, [E4M3], 256, "sm_90"))
+    assert "recipe" in str(float8_quantize.obstacle(squares, BLOCKWISE.scaling, [E4M3], 256, "sm_90"))
 
 
 @pytest.mark.gpu

@@ -9,24 +9,25 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.expert_parts import SavedRows
-from penstock.kernels.float8 import hopper_products, launches, products, triton_operators
+from penstock.kernels.float8 import launches, products, triton_operators
 from penstock.kernels.float8.formats import E4M3, format_on
 from penstock.kernels.float8.launches import CANDIDATES, Product, ProductLaunch, dense_launch, in_triton
 from penstock.kernels.float8.packed_rows import as_quantized, pack_rows
 from penstock.kernels.float8.products import multiply, multiply_columns, multiply_groups
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE, ROWWISE
+from penstock.kernels.gluon import float8_gemm
+from penstock.kernels.gluon.support import HAS_GLUON, PIECE_ROWS, REGISTERS
 from penstock.kernels.tile_table import BLOCK_SIZES, TileTable
 from penstock.kernels.tuning import multiprocessors_of, target_of
 from tests.kernels.ahead_of_time import TARGETS, Compiled, compile_for
 from tests.kernels.float8.draw_quantized import TAIL, draw_columns, draw_rows, draw_weight
 
-pytestmark = pytest.mark.skipif(not hopper_products.HAS_GLUON, reason="no Gluon that the kernels know")
+pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
 
-if hopper_products.HAS_GLUON:
+if HAS_GLUON:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    from penstock.kernels.float8.hopper_matrices import float8_matrices_kernel
-    from penstock.kernels.float8.hopper_rows import float8_rows_kernel
+    from penstock.kernels.gluon.float8_gemm_kernels import float8_matrices_kernel, float8_rows_kernel
 
 QUICKLY_COMPILED = {
     ("rows", "gluon_three"),
@@ -54,7 +55,7 @@ HOPPERS_OF_ROWS = [
 ]
 
 
-MOST_REGISTERS = {2: hopper_products.REGISTERS, 3: hopper_products.TRIOS_REGISTERS}
+MOST_REGISTERS = {2: REGISTERS, 3: float8_gemm.TRIOS_REGISTERS}
 """Of a thread at the start, by how many multipliers there are."""
 
 SPILLED_BY_TRITON_3_9 = 8
@@ -82,7 +83,7 @@ def test_multipliers_never_wait_for_each_other_and_nothing_spills(product: Produ
 
 def check_warps(compiled: Compiled, launch: ProductLaunch) -> None:
     instructions = re.findall(r"wgmma\.mma_async\S*m64n128k32\.f32\.e4m3\.e4m3", compiled.asm)
-    multipliers = launch.block_rows // hopper_products.PART
+    multipliers = launch.block_rows // PIECE_ROWS
     assert len(instructions) >= 4 * multipliers * launch.steps, compiled.summary
     assert compiled.spills <= SPILLED_BY_TRITON_3_9, compiled.summary
     assert compiled.registers == MOST_REGISTERS[multipliers], compiled.summary
@@ -118,9 +119,9 @@ def compile_kernel(
         "STAGES": launch.stages,
         "STEPS": launch.steps,
         "GROUP": launch.group,
-        "MULTIPLIERS": launch.block_rows // hopper_products.PART,
+        "MULTIPLIERS": launch.block_rows // PIECE_ROWS,
     }
-    piece = hopper_products.WIDTH // launch.pieces
+    piece = float8_gemm.WIDTH // launch.pieces
     signature = {"rows": "i32", "columns": "i32:16", "depth": "i32:16", "experts": "i32"}
     is_dense = product.startswith("dense")
     if is_dense:
@@ -157,7 +158,7 @@ def compile_kernel(
         constants |= dict.fromkeys(table)
     else:
         signature |= dict.fromkeys(table, "*i32:16")
-    registers = MOST_REGISTERS[launch.block_rows // hopper_products.PART]
+    registers = MOST_REGISTERS[launch.block_rows // PIECE_ROWS]
     return compile_for(kernel, signature, constants, TARGETS["sm_90"], launch.warps, maxnreg=registers)
 
 
@@ -174,7 +175,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
         assert list(kernel.arg_names[len(arguments) :]) == list(constants), "constants follow the arguments"
         found.append(dict(zip(kernel.arg_names, arguments, strict=False)) | constants | {"kernel": kernel.__name__})
 
-    monkeypatch.setattr(hopper_products, "start_kernel", start_kernel)
+    monkeypatch.setattr(float8_gemm, "start_kernel", start_kernel)
     for module in (products, launches):
         monkeypatch.setattr(module, "target_of", lambda device: "sm_90")
     return found
@@ -304,10 +305,10 @@ def test_torch_multiplies_what_no_kernel_of_ours_does_as_fast(
 
 def test_what_the_kernels_cannot_do_is_said_and_done_in_triton() -> None:
     x, w = draw_rows(70, 200, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, 136, 200)
-    assert hopper_products.obstacle(x, w, "sm_90") is None
-    assert "sm_100" in str(hopper_products.obstacle(x, w, "sm_100"))
+    assert float8_gemm.obstacle(x, w, "sm_90") is None
+    assert "sm_100" in str(float8_gemm.obstacle(x, w, "sm_100"))
     by_rows = draw_rows(70, 200, ROWWISE, CPU), draw_weight(ROWWISE, CPU, 136, 200)
-    assert "blockwise" in str(hopper_products.obstacle(*by_rows, "sm_90"))
+    assert "blockwise" in str(float8_gemm.obstacle(*by_rows, "sm_90"))
     assert in_triton(CANDIDATES["sm_90"]["rows"]["gluon"]).engine == "triton"
 
 

@@ -1,5 +1,5 @@
 """Hopper's own kernels for products in 8 bits, whose warps have trades: their numbers, on a CPU, where torch runs their
-source (`tests.kernels.hopper_in_torch`)."""
+source (`tests.kernels.gluon.warps_in_torch`)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,18 +10,20 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.expert_parts import SavedRows
-from penstock.kernels.float8 import hopper_products, products, reference
+from penstock.kernels.float8 import products, reference
 from penstock.kernels.float8.formats import E4M3, E5M2
 from penstock.kernels.float8.launches import CANDIDATES, Product, ProductLaunch
 from penstock.kernels.float8.packed_rows import as_quantized, pack_rows
 from penstock.kernels.float8.products import multiply, multiply_columns, multiply_groups
 from penstock.kernels.float8.recipes import BLOCKWISE, BLOCKWISE_SQUARE
+from penstock.kernels.gluon import float8_gemm
+from penstock.kernels.gluon.support import HAS_GLUON
 from penstock.kernels.tile_table import tile_table
 from tests.kernels.float8.draw_quantized import TAIL, draw_columns, draw_rows, draw_weight
-from tests.kernels.hopper_in_torch import launched_on_cpu
+from tests.kernels.gluon.warps_in_torch import launched_on_cpu
 from tests.kernels.parity import assert_near
 
-pytestmark = pytest.mark.skipif(not hopper_products.HAS_GLUON, reason="no Gluon that the kernels know")
+pytestmark = pytest.mark.skipif(not HAS_GLUON, reason="no Gluon that the kernels know")
 
 CPU = torch.device("cpu")
 COUNTS = {
@@ -52,7 +54,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
     """What kernels were launched with; torch runs them, on a CPU that is taken for a Hopper."""
     monkeypatch.setattr(products, "target_of", lambda device: "sm_90")
     names = ("float8_rows_kernel", "float8_matrices_kernel")
-    return launched_on_cpu(monkeypatch, hopper_products, *names, parts=["penstock.kernels.float8.hopper_blocks"])
+    return launched_on_cpu(monkeypatch, float8_gemm, *names, parts=["penstock.kernels.gluon.float8_blocks"])
 
 
 def spoil(x: Tensor, scales: Tensor) -> None:
@@ -119,7 +121,7 @@ def test_where_nobody_reads_the_tail_only_its_last_row_is_set_to_zero(launched: 
     x, w = draw_rows(sum(counts) + TAIL, DEPTH, BLOCKWISE, CPU), draw_weight(BLOCKWISE, CPU, len(counts), WIDTH, DEPTH)
     tiles = replace(tile_table(torch.tensor(counts), len(x.values)), only_last=True)
     y_RF = torch.full((len(x.values), WIDTH), 7.0, dtype=torch.bfloat16)
-    hopper_products.launch_rows(x, w, y_RF, tiles, launch)
+    float8_gemm.launch_rows(x, w, y_RF, tiles, launch)
     assert y_RF[133:-1].eq(7).all() and y_RF[-1].eq(0).all()
     assert launched[0]["ONLY_LAST"] is True
 

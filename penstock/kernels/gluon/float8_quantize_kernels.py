@@ -1,0 +1,379 @@
+"""Hopper kernels that quantize tiles of 128 x 128 numbers along both sides; `float8_tiles` describes a tile.
+
+`quantize_kernel` reads rows in 16 bits and writes both copies, or rows that are already in 8 bits and writes their
+transposed copy, gathered if wanted: an 8-bit number times a power of two is exact in bfloat16, unless it is subnormal.
+
+`swiglu_backward_float8_kernel` makes the gradients of the experts' activation. Two programs share a multiprocessor, so
+that one computes while the other waits for its loads or stores, and each walks over tiles. With AHEAD a turn's numbers
+are loaded during the turn before, and those of a tile's first turn while the tile before is transposed, which takes
+more registers.
+
+`latent_heads_backward_kernel` makes the gradients of latent attention's heads. It is `quantize_kernel` with other
+places of a tile's columns, and with the rotation: a thread has eight neighbouring columns of two rows, so both numbers
+of a rotated pair. Words of two rows are unpacked for it and packed again, which rounds as the 16-bit kernel does.
+"""
+
+from triton import constexpr_function
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from penstock.kernels.gluon.float8_tiles import (
+    PAIRS,
+    TILE,
+    TURNS,
+    columns_of_tile,
+    maker_of,
+    pack,
+    pair,
+    places_of,
+    room_for_words,
+    store_columns,
+    store_rows,
+    unpack,
+)
+
+
+@gluon.jit(do_not_specialize=["R", "x_scales_depth"])
+def quantize_kernel(
+    x_ptr,
+    x_scales_ptr,
+    x_scales_outer,
+    x_scales_depth,
+    index_ptr,
+    tiles_ptr,
+    rows_ptr,
+    row_scales_ptr,
+    columns_ptr,
+    column_scales_ptr,
+    R,
+    x_stride,
+    rows_stride,
+    columns_stride,
+    D,
+    LARGEST: gl.constexpr,
+    SQUARE: gl.constexpr,
+):
+    """One tile, as `penstock.kernels.float8.quantize_kernels.quantize_kernel` makes it; D is a multiple of 128.
+
+    Without `tiles_ptr` R is one, too. The pointer of columns, and their stride, are in units of 8 bytes. With SQUARE
+    their scales are those of whole tiles. A tile without rows is passed over.
+    """
+    block, down = gl.program_id(0), gl.program_id(1)
+    first, filled = down * TILE, TILE
+    if tiles_ptr is not None:
+        first, filled = gl.load(tiles_ptr + 2 * down), gl.load(tiles_ptr + 2 * down + 1)
+        if filled == 0:
+            return
+    source = (x_ptr, x_stride, x_scales_ptr, x_scales_outer, x_scales_depth, index_ptr)
+    # All of a tile is on its way before any of it is looked at.
+    loaded = (
+        _load_words(source, first, filled, block, 0),
+        _load_words(source, first, filled, block, 1),
+        _load_words(source, first, filled, block, 2),
+        _load_words(source, first, filled, block, 3),
+    )
+    room = room_for_words()
+    for turn in gl.static_range(TURNS):
+        room.index(turn).store(loaded[turn])
+        if rows_ptr is not None:
+            rows = rows_ptr + first.to(gl.int64) * rows_stride + block * TILE
+            store_rows(rows, row_scales_ptr + block * R + first, loaded[turn], turn, filled, rows_stride, LARGEST)
+    at = block.to(gl.int64) * TILE * columns_stride + down * (TILE // 8)
+    scale = down * (D // TILE) + block if SQUARE else down * D + block * TILE
+    store_columns(columns_ptr + at, column_scales_ptr + scale, room, columns_stride, LARGEST, SQUARE)
+
+
+@gluon.jit
+def _load_words(source, first, filled, block, turn):
+    """Load the pairs of a turn, of 16 or of 8 bits."""
+    lower = _load_rows(source, first, filled, block, places_of(turn))
+    upper = _load_rows(source, first, filled, block, places_of(turn) + 1)
+    return pair(lower, upper) if source[2] is None else pack(lower, upper)
+
+
+@gluon.jit
+def _load_rows(source, first, filled, block, place):
+    """Load some rows of a tile, as they are, or those of 8 bits as float32; zero where the tile has none."""
+    x_ptr, x_stride, scales_ptr, scales_outer, scales_depth, index_ptr = source
+    is_row = place < filled
+    row = first + place
+    if index_ptr is not None:
+        row = gl.load(index_ptr + row, mask=is_row, other=0)
+    x_ptrs = x_ptr + block * TILE + gl.expand_dims(row.to(gl.int64) * x_stride, 1) + columns_of_tile()
+    x = gl.load(x_ptrs, mask=gl.expand_dims(is_row, 1), other=0.0)
+    if scales_ptr is not None:
+        scale = gl.load(scales_ptr + row.to(gl.int64) * scales_outer + block * scales_depth, mask=is_row, other=0.0)
+        x = x.to(gl.float32) * gl.expand_dims(scale, 1)
+    return x
+
+
+@gluon.jit(do_not_specialize=["R", "tiles"])
+def swiglu_backward_float8_kernel(
+    gate_up_ptr,
+    first_ptr,
+    weights_ptr,
+    dh_ptr,
+    tiles_ptr,
+    d_rows_ptr,
+    d_row_scales_ptr,
+    d_columns_ptr,
+    d_column_scales_ptr,
+    h_columns_ptr,
+    h_column_scales_ptr,
+    products_ptr,
+    R,
+    rows_stride,
+    columns_stride,
+    F,
+    tiles,
+    LARGEST: gl.constexpr,
+    H_LARGEST: gl.constexpr,
+    WEIGHS_INPUT: gl.constexpr,
+    AHEAD: gl.constexpr,
+    SQUARE: gl.constexpr,
+):
+    """All five copies, and parts of the weights' gradient, as `penstock.kernels.float8.swiglu_kernels` makes them.
+
+    F is a multiple of 128, and there are `tiles` blocks of 128 places, of which those without rows are passed over.
+    Columns' pointers and their stride are in units of 8 bytes. With SQUARE scales of the transposed h are those of
+    whole tiles. With `first_ptr` gate and up begin at the row that is said there.
+    """
+    if first_ptr is not None:
+        gate_up_ptr += gl.load(first_ptr) * (2 * F)
+    across = F // TILE
+    rooms = (room_for_words(), room_for_words(), room_for_words())
+    sources = (gate_up_ptr, dh_ptr, F)
+    end = gl.load(tiles_ptr + 2 * tiles) * across
+    start = gl.maximum(gl.minimum(gl.program_id(0), end - 1), 0)
+    first, filled = _load_place(tiles_ptr, start // across)
+    if AHEAD:
+        ahead = _load_turn(sources, first, filled, start % across, 0)
+    for tile in range(gl.program_id(0), end, gl.num_programs(0)):
+        down, block = tile // across, tile % across
+        # Past the last tile it is the last one again, whose numbers nobody uses.
+        following = gl.minimum(tile + gl.num_programs(0), end - 1)
+        next_first, next_filled = _load_place(tiles_ptr, following // across)
+        weights = (weights_ptr, first, products_ptr, block * R + first)
+        rows = d_rows_ptr + first.to(gl.int64) * rows_stride + block * TILE
+        targets = (rows, d_row_scales_ptr + block * R + first, F, R, rows_stride)
+        for turn in range(TURNS):
+            if AHEAD:
+                loaded = ahead
+                is_last = turn + 1 == TURNS
+                ahead = _load_turn(
+                    sources,
+                    gl.where(is_last, next_first, first),
+                    gl.where(is_last, next_filled, filled),
+                    gl.where(is_last, following % across, block),
+                    gl.where(is_last, 0, turn + 1),
+                )
+            else:
+                loaded = _load_turn(sources, first, filled, block, turn)
+            _make_turn(loaded, turn, weights, targets, rooms, filled, LARGEST, WEIGHS_INPUT)
+        column = block * TILE
+        at = column.to(gl.int64) * columns_stride + down * (TILE // 8)
+        below = F.to(gl.int64) * columns_stride
+        scales = d_column_scales_ptr + 2 * down * F + column
+        h_scales = h_column_scales_ptr + (tile if SQUARE else down * F + column)
+        store_columns(h_columns_ptr + at, h_scales, rooms[0], columns_stride, H_LARGEST, SQUARE)
+        store_columns(d_columns_ptr + at, scales, rooms[1], columns_stride, LARGEST, False)
+        store_columns(d_columns_ptr + below + at, scales + F, rooms[2], columns_stride, LARGEST, False)
+        first, filled = next_first, next_filled
+
+
+@gluon.jit
+def _load_place(tiles_ptr, down):
+    """Load the first row of a block of places, and how many rows it has."""
+    return gl.load(tiles_ptr + 2 * down), gl.load(tiles_ptr + 2 * down + 1)
+
+
+@gluon.jit
+def _load_turn(sources, first, filled, block, turn):
+    """Load gate, up and dh of the pairs of a turn: three of their lower rows, three of their upper ones."""
+    gate_up_ptr, dh_ptr, F = sources
+    gate_ptr = gate_up_ptr + first.to(gl.int64) * (2 * F) + block * TILE
+    dh_ptr += first.to(gl.int64) * F + block * TILE
+    place = places_of(turn)
+    column = columns_of_tile()
+    wide = gl.expand_dims(place, 1) * (2 * F) + column
+    narrow = gl.expand_dims(place, 1) * F + column
+    is_lower, is_upper = gl.expand_dims(place < filled, 1), gl.expand_dims(place + 1 < filled, 1)
+    return (
+        gl.load(gate_ptr + wide, mask=is_lower, other=0.0),
+        gl.load(gate_ptr + F + wide, mask=is_lower, other=0.0),
+        gl.load(dh_ptr + narrow, mask=is_lower, other=0.0),
+        gl.load(gate_ptr + 2 * F + wide, mask=is_upper, other=0.0),
+        gl.load(gate_ptr + 3 * F + wide, mask=is_upper, other=0.0),
+        gl.load(dh_ptr + F + narrow, mask=is_upper, other=0.0),
+    )
+
+
+@gluon.jit
+def _make_turn(loaded, turn, weights, targets, rooms, filled, LARGEST: gl.constexpr, WEIGHS_INPUT: gl.constexpr):
+    """Compute a turn's gradients, write their rows, and leave its words in shared memory."""
+    rows_ptr, scales_ptr, F, R, stride = targets
+    place = places_of(turn)
+    h, dgate, dup = _gradients(loaded[:3], place, weights, filled, WEIGHS_INPUT)
+    upper_h, upper_dgate, upper_dup = _gradients(loaded[3:], place + 1, weights, filled, WEIGHS_INPUT)
+    h, dgate, dup = pack(h, upper_h), pack(dgate, upper_dgate), pack(dup, upper_dup)
+    rooms[0].index(turn).store(h)
+    rooms[1].index(turn).store(dgate)
+    rooms[2].index(turn).store(dup)
+    store_rows(rows_ptr, scales_ptr, dgate, turn, filled, stride, LARGEST)
+    store_rows(rows_ptr + F, scales_ptr + F // TILE * R, dup, turn, filled, stride, LARGEST)
+
+
+@gluon.jit
+def _gradients(loaded, place, weights, filled, WEIGHS_INPUT: gl.constexpr):
+    """As `penstock.kernels.swiglu.activation_gradients`, of some rows; writes its part of their weights' gradients."""
+    weights_ptr, first, products_ptr, products = weights
+    gate, up, dh = unpack(loaded[0]), unpack(loaded[1]), unpack(loaded[2])
+    given_gate, given_up = gate, up
+    is_row = place < filled
+    if weights_ptr is not None:
+        weight = gl.expand_dims(gl.load(weights_ptr + first + place, mask=is_row, other=0.0), 1)
+        if WEIGHS_INPUT:
+            gate *= weight
+            up *= weight
+    sigmoid = _sigmoid(gate)
+    silu = gate * sigmoid
+    h = silu * up
+    product = dh * h
+    if weights_ptr is not None:  # noqa: SIM102 (the compiler decides both)
+        if not WEIGHS_INPUT:
+            h *= weight
+            dh *= weight
+    dgate = dh * up * (sigmoid + silu * (1.0 - sigmoid))
+    dup = dh * silu
+    if weights_ptr is not None:
+        if WEIGHS_INPUT:
+            product = dgate * given_gate + dup * given_up
+            dgate *= weight
+            dup *= weight
+        gl.store(products_ptr + products + place, gl.sum(product, 1), mask=is_row)
+    return h, dgate, dup
+
+
+@gluon.jit
+def _sigmoid(x):
+    """1 / (1 + 2**(-x log2 e)), in four instructions: no case is kept apart, infinities come out right."""
+    asm: gl.constexpr = (
+        "{.reg .f32 a; mul.f32 a, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 a, a; "
+        "add.f32 a, a, 0f3F800000; rcp.approx.ftz.f32 $0, a;}"
+    )
+    return gl.inline_asm_elementwise(asm, "=f,f", [x], gl.float32, True, 1)
+
+
+@constexpr_function
+def turner_of(warps: int) -> gl.BlockedLayout:
+    """Who has which pairs of neighbouring columns, of the rows of a turn: half of what `maker_of` says."""
+    return gl.BlockedLayout([1, 4], [16 // warps, 2 * warps], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def latent_heads_backward_kernel(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    rows_ptr,
+    row_scales_ptr,
+    columns_ptr,
+    column_scales_ptr,
+    R,
+    positions,
+    x_batch,
+    x_position,
+    x_head,
+    cos_batch,
+    cos_position,
+    rows_stride,
+    columns_stride,
+    D,
+    WIDTH: gl.constexpr,
+    APART: gl.constexpr,
+    FIRST: gl.constexpr,
+    PLAIN: gl.constexpr,
+    LARGEST: gl.constexpr,
+):
+    """One tile, as `penstock.kernels.float8.latent_heads_kernels.latent_heads_backward_kernel` makes it.
+
+    `positions`, and so R, are multiples of 128. The pointer of columns, and their stride, are in units of 8 bytes.
+    """
+    start, first = gl.program_id(0) * TILE, gl.program_id(1) * TILE
+    batch, position = (first // positions).to(gl.int64), (first % positions).to(gl.int64)
+    column = start + columns_of_tile()
+    x_ptr += batch * x_batch + position * x_position
+    column = column // WIDTH * x_head + column % WIDTH
+    # All of a tile is on its way before any of it is looked at.
+    loaded = (
+        _load_heads(x_ptr, column, x_position, 0),
+        _load_heads(x_ptr, column, x_position, 1),
+        _load_heads(x_ptr, column, x_position, 2),
+        _load_heads(x_ptr, column, x_position, 3),
+    )
+    out = gl.program_id(0)
+    if APART != WIDTH:
+        # By tiles, so that compilers see that it is a multiple of their width.
+        out = out // (WIDTH // TILE) * (APART // TILE) + out % (WIDTH // TILE) + FIRST // TILE
+    out *= TILE
+    room = room_for_words()
+    rows = rows_ptr + first.to(gl.int64) * rows_stride + out
+    row_scales = row_scales_ptr + out // TILE * R + first
+    for turn in gl.static_range(TURNS):
+        words = loaded[turn]
+        if cos_ptr is not None:  # noqa: SIM102 (the compiler decides this one)
+            if start % WIDTH + TILE > PLAIN:
+                angle = batch * cos_batch + position * cos_position
+                angles = (cos_ptr + angle, sin_ptr + angle, cos_position)
+                words = _turned_back(words, angles, start, turn, WIDTH, PLAIN)
+        room.index(turn).store(words)
+        store_rows(rows, row_scales, words, turn, TILE, rows_stride, LARGEST)
+    at = out.to(gl.int64) * columns_stride + first // 8
+    scales = column_scales_ptr + first // TILE * D + out
+    store_columns(columns_ptr + at, scales, room, columns_stride, LARGEST, False)
+
+
+@gluon.jit
+def _load_heads(x_ptr, column, stride, turn):
+    """Load the pairs of a turn."""
+    offset = gl.expand_dims(places_of(turn).to(gl.int64) * stride, 1) + column
+    return pair(gl.load(x_ptr + offset), gl.load(x_ptr + stride + offset))
+
+
+@gluon.jit
+def _turned_back(words, angles, start, turn, WIDTH: gl.constexpr, PLAIN: gl.constexpr):
+    """The pairs of a turn, whose columns from PLAIN of a head on are turned back by the angles of their tokens."""
+    cos_ptr, sin_ptr, stride = angles
+    turner: gl.constexpr = turner_of(gl.num_warps())
+    even, odd = gl.split(gl.reshape(words, [PAIRS, TILE // 2, 2]))
+    even, odd = gl.convert_layout(even, turner), gl.convert_layout(odd, turner)
+    place = turn * 2 + gl.arange(0, PAIRS, gl.SliceLayout(1, turner)) * (2 * TURNS)
+    column = start // 2 + gl.expand_dims(gl.arange(0, TILE // 2, gl.SliceLayout(0, turner)), 0)
+    column = column % (WIDTH // 2) - PLAIN // 2
+    offset = gl.expand_dims(place, 1) * stride + column
+    is_turned = column >= 0
+    lower_even, lower_odd = _turned(_lower(even), _lower(odd), cos_ptr, sin_ptr, offset, is_turned)
+    upper_even, upper_odd = _turned(_upper(even), _upper(odd), cos_ptr, sin_ptr, offset + stride, is_turned)
+    even = gl.where(is_turned, pack(lower_even, upper_even), even)
+    odd = gl.where(is_turned, pack(lower_odd, upper_odd), odd)
+    return gl.convert_layout(gl.reshape(gl.join(even, odd), [PAIRS, TILE]), maker_of(gl.num_warps()))
+
+
+@gluon.jit
+def _turned(even, odd, cos_ptr, sin_ptr, offset, is_turned):
+    """As `penstock.kernels.rope.rotate_pairs`."""
+    cos = gl.load(cos_ptr + offset, mask=is_turned, other=0.0)
+    sin = -gl.load(sin_ptr + offset, mask=is_turned, other=0.0)
+    return even * cos - odd * sin, even * sin + odd * cos
+
+
+@gluon.jit
+def _lower(words):
+    """Numbers in the lower halves, as float32."""
+    return (words << 16).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _upper(words):
+    """Those in the upper ones."""
+    return (words & -65536).to(gl.float32, bitcast=True)

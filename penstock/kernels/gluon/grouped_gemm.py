@@ -1,0 +1,146 @@
+"""Launches of the Hopper kernels for grouped products in 16 bits (`grouped_gemm_kernels`).
+
+`penstock.kernels.grouped_gemm` checks the operands, allocates the result and calls a launch here where the launch
+table names one of these kernels and its obstacle is None.
+"""
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.gluon.support import HAS_GLUON, PIECE_ROWS, REGISTERS, blocks_of, obstacle, ragged_blocks_of
+from penstock.kernels.launching import start_kernel
+from penstock.kernels.tile_table import BLOCK_SIZES, TileTable
+from penstock.kernels.tuning import RingLaunch, RowsRingLaunch, programs_of
+
+if HAS_GLUON:
+    from penstock.kernels.gluon.grouped_gemm_kernels import expert_rows_kernel, weight_gradient_kernel
+
+
+def rows_obstacle(
+    x: Tensor,
+    y: Tensor,
+    launch: RowsRingLaunch,
+    target: str,
+    *,
+    bias: Tensor | None = None,
+    index: Tensor | None = None,
+) -> str | None:
+    """Why `launch_rows` cannot multiply operands that fit each other, or None.
+
+    Args:
+        x: rows.
+        y: the result.
+        launch: how the product is cut.
+        target: chip as compilers name it.
+        bias: added to the rows of each expert, or None.
+        index: source row of each place, or None.
+    """
+    if (reason := obstacle(target)) is not None:
+        return reason
+    if not x.dtype == y.dtype == torch.bfloat16:
+        return f"operands are {x.dtype} and the result is {y.dtype}, not bfloat16"
+    if bias is not None:
+        return "a bias is added"
+    if index is not None and not launch.copy_gathered:
+        return "rows are gathered while they are loaded"
+    return None
+
+
+def launch_rows(
+    x: Tensor,
+    w: Tensor,
+    y: Tensor,
+    tiles: TileTable,
+    launch: RowsRingLaunch,
+    *,
+    depth_first: bool,
+    first: Tensor | None = None,
+) -> None:
+    """Write each row times the matrix of its expert, and zeros behind the last expert's rows.
+
+    Args:
+        x: R x K, bfloat16, contiguous; rows past the last expert's may hold anything.
+        w: e x N x K, or e x K x N if depth_first; bfloat16, contiguous.
+        y: R x N, bfloat16, contiguous; with `first` a larger buffer.
+        tiles: tile table of the experts' counts.
+        launch: how the product is cut.
+        depth_first: the contracted dim of w is the first of each matrix.
+        first: int64 [1], the first row of y to write; then only the experts' rows are written.
+    """
+    (rows, depth), experts, columns = x.shape, len(w), y.shape[1]
+    size = BLOCK_SIZES.index(launch.block_rows)
+    w_block = (launch.block_depth, launch.block_columns) if depth_first else (launch.block_columns, launch.block_depth)
+    piece_columns = launch.block_rows * launch.block_columns // launch.pieces // PIECE_ROWS
+    start_kernel(
+        expert_rows_kernel,
+        (programs_of(launch, y.device),),
+        blocks_of(x, launch.block_rows, launch.block_depth),
+        blocks_of(w, 1, *w_block),
+        ragged_blocks_of(y, PIECE_ROWS, piece_columns),
+        y,
+        tiles.starts_e,
+        tiles.owners[size],
+        tiles.block_counts[size:],
+        first,
+        rows,
+        columns,
+        depth,
+        experts,
+        DEPTH_FIRST=depth_first,
+        STAGES=launch.stages,
+        GROUP=launch.group,
+        ONLY_LAST=tiles.only_last,
+        num_warps=launch.warps,
+        maxnreg=REGISTERS,
+    )
+
+
+def weights_obstacle(dy: Tensor, index: Tensor | None, target: str) -> str | None:
+    """Why `launch_weights` cannot multiply operands that fit each other, or None.
+
+    Args:
+        dy: gradient of the output.
+        index: rows of x that are gathered while they are loaded, or None.
+        target: chip as compilers name it.
+    """
+    if (reason := obstacle(target)) is not None:
+        return reason
+    if dy.dtype != torch.bfloat16:
+        return f"operands are {dy.dtype}, not bfloat16"
+    if index is not None:
+        return "rows are gathered while they are loaded"
+    return None
+
+
+def launch_weights(
+    dy: Tensor, x: Tensor, dw: Tensor, tiles: TileTable, launch: RingLaunch, *, accumulate: bool
+) -> None:
+    """Write or add the transpose of each expert's rows of dy times its rows of x.
+
+    Args:
+        dy: R x M, bfloat16, contiguous; rows past the last expert's may hold anything.
+        x: R x N, like dy.
+        dw: e x M x N, contiguous; bfloat16 or float32.
+        tiles: tile table of the experts' counts.
+        launch: how the product is cut.
+        accumulate: add to dw, which is then float32.
+    """
+    experts, rows, columns = dw.shape
+    # Pieces of a 16-bit result are twice as wide, so they have as many bytes.
+    piece_columns = launch.block_rows * launch.block_columns // launch.pieces // PIECE_ROWS * 4 // dw.itemsize
+    start_kernel(
+        weight_gradient_kernel,
+        (programs_of(launch, dw.device),),
+        ragged_blocks_of(dy, launch.block_depth, launch.block_rows),
+        ragged_blocks_of(x, launch.block_depth, launch.block_columns),
+        blocks_of(dw, 1, PIECE_ROWS, piece_columns),
+        tiles.starts_e,
+        rows,
+        columns,
+        experts,
+        STAGES=launch.stages,
+        GROUP=launch.group,
+        ACCUMULATE=accumulate,
+        num_warps=launch.warps,
+        maxnreg=REGISTERS,
+    )
