@@ -99,7 +99,7 @@ class Exact:
 
 def wrong_numbers(dispatcher: SymmetricDispatcher, layers: list[Exact]) -> Tensor:
     """Forward and backward of layers that are all in flight at once; how many numbers are wrong."""
-    first = dispatcher.placement.experts_of(dispatcher.links.buffers.peers.rank).start
+    first = dispatcher.placement.experts_of(dispatcher.transport.buffers.peers.rank).start
     outputs = [finish() for finish in [layer.begin(dispatcher, first) for layer in layers]]
     leaves = [leaf for layer in layers for leaf in (layer.x_TD, layer.weights_TK)]
     gradients = torch.autograd.grad(outputs, leaves, [layer.direction_TD for layer in layers])

@@ -69,7 +69,7 @@ def begin() -> Machine:
 
 def opened(payload: str) -> WireFormat:
     """Numbers from -4 to 4 are whole in 8 bits too, so what is right in 16 is right in 8."""
-    return replace(PAYLOADS[payload], is_opened=True)
+    return replace(PAYLOADS[payload], dequantizes=True)
 
 
 def symmetric(
@@ -81,9 +81,9 @@ def symmetric(
     packing: WireFormat = UNQUANTIZED,
 ) -> SymmetricDispatcher:
     placement = machine.placement(shape)
-    links = transport_of(placement, buffers)
+    transport = transport_of(placement, buffers)
     room = RowCapacity(placement, bound).to(machine.device) if bound else None
-    return SymmetricDispatcher(placement, links if change is None else change.of(links), room, packing=packing)
+    return SymmetricDispatcher(placement, transport if change is None else change.of(transport), room, packing=packing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +103,13 @@ class Change:
         pairs = [field.split("=") for field in rest.split("/")]
         return Change(launch=launch, fields=tuple((name, int(value)) for name, value in pairs))
 
-    def of(self, links: SymmetricTransport) -> SymmetricTransport:
+    def of(self, transport: SymmetricTransport) -> SymmetricTransport:
         if self.chunks:
-            return replace(links, chunks=self.chunks)
-        now = {"push": links.push, "take": links.take, "back": links.back, "sum": links.sum}[self.launch]
-        return replace(links, **{self.launch: replace(now, **dict(self.fields))})
+            return replace(transport, chunks=self.chunks)
+        now = {"push": transport.push, "take": transport.take, "back": transport.back, "sum": transport.sum}[
+            self.launch
+        ]
+        return replace(transport, **{self.launch: replace(now, **dict(self.fields))})
 
 
 @dataclass(frozen=True, kw_only=True)

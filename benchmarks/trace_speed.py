@@ -111,10 +111,10 @@ def _repetitions(events: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         round_ += 1
 
 
-def _moved(event: dict[str, Any], later: float, higher: int, round_: int) -> dict[str, Any]:
+def _moved(event: dict[str, Any], weight_grads: float, higher: int, round_: int) -> dict[str, Any]:
     """The same event later, with numbers of its own and, if it is a step, another number."""
     moved = copy.copy(event)
-    moved["ts"] = event["ts"] + later if "ts" in event else 0
+    moved["ts"] = event["ts"] + weight_grads if "ts" in event else 0
     if isinstance(event.get("id"), int):
         moved["id"] = event["id"] + higher
     moved["name"] = re.sub(

@@ -72,7 +72,7 @@ def meta_model(
     layer_context, stage = layer_context or LayerContext(), stage or whole_model(config)
     # Embedding, final norm and output projection are never in 8 bits.
     plain, hidden, epsilon = (
-        replace(layer_context, later=None, float8=NO_FLOAT8),
+        replace(layer_context, weight_grads=None, float8=NO_FLOAT8),
         config.hidden_size,
         config.rms_norm_eps,
     )
@@ -287,7 +287,7 @@ def _ffn(config: Model, layer: int, layer_context: LayerContext, arena: Activati
     moe = config.moe
     if moe is None or config.is_dense(layer):
         return FeedForward(config.hidden_size, config.intermediate_size, layer_context)
-    dispatcher, room = make_dispatcher(moe, layer_context, in_arena=shares_arena(moe, layer_context))
+    dispatcher, row_capacity = make_dispatcher(moe, layer_context, in_arena=shares_arena(moe, layer_context))
     # What is computed again is kept by nobody, and lives no longer than the layer.
     keeps = shares_arena(moe, layer_context) and not layer_context.recompute.kinds & {
         "expert-activation",
@@ -309,7 +309,7 @@ def _ffn(config: Model, layer: int, layer_context: LayerContext, arena: Activati
         if moe.shared_expert_intermediate_size
         else None,
         layer_context,
-        room,
+        row_capacity,
         arena if keeps else None,
     )
 

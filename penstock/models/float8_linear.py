@@ -59,14 +59,14 @@ class Float8Weight:
         parameter_FD: in 16 bits, or float32.
         kept: copies of its values now; None quantizes it here, and once more in backward, if it is not gathered so.
         total: float32 sums, for backward to add to; None gives the gradient to autograd.
-        later: while it collects, the gradient is a task of it.
+        weight_grads: while it collects, the gradient is a task of it.
         rule: recipe, formats and kernels.
     """
 
     parameter_FD: Tensor
     kept: WeightCopies | None
     total: Tensor | None
-    later: WeightGradStore | None
+    weight_grads: WeightGradStore | None
     rule: Float8Rule
 
     def copies(self, parameter_FD: Tensor) -> WeightCopies | GatheredCopies:
@@ -88,8 +88,8 @@ class Float8Weight:
         Returns:
             What is left to autograd.
         """
-        if self.later is not None and self.later.is_collecting:
-            self.later.add(partial(self._put_late, dy, x))
+        if self.weight_grads is not None and self.weight_grads.is_collecting:
+            self.weight_grads.add(partial(self._put_late, dy, x))
             return None
         return self._gradient(dy, x)
 

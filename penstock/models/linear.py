@@ -74,7 +74,7 @@ class Linear(nn.Linear):
         self.cuts = {"weight": cuts}
         if bias:
             self.cuts["bias"] = cuts if split == "outputs" else ()
-        self.later = layer_context.later
+        self.weight_grads = layer_context.weight_grads
         self.is_summed = split == "inputs"
         self.float8 = layer_context.float8 if layer_context.float8.dense is not None and fits(rows, columns) else None
 
@@ -93,8 +93,10 @@ class Linear(nn.Linear):
             return float8_linear(x_D, self.float8_weight(), bias, ready, handed)
         assert handed is None, "a product in 16 bits reads its gradient in 16 bits"
         if self.total is None or not torch.is_grad_enabled():
-            return deferrable(F.linear, (x_D,), (self.weight,) if bias is None else (self.weight, bias), self.later)
-        return linear_into(self.total, x_D, self.weight, self.later, bias)
+            return deferrable(
+                F.linear, (x_D,), (self.weight,) if bias is None else (self.weight, bias), self.weight_grads
+            )
+        return linear_into(self.total, x_D, self.weight, self.weight_grads, bias)
 
     def quantize_input(self, x_D: Tensor) -> RowColQuantized | None:
         """An input in 8 bits, for this product and others that read it; None if this one is in 16 bits."""
@@ -104,7 +106,11 @@ class Linear(nn.Linear):
         """The weight as products in 8 bits take it."""
         assert self.float8 is not None, "a matrix in 16 bits"
         return Float8Weight(
-            parameter_FD=self.weight, kept=self.copies, total=self.total, later=self.later, rule=self.float8
+            parameter_FD=self.weight,
+            kept=self.copies,
+            total=self.total,
+            weight_grads=self.weight_grads,
+            rule=self.float8,
         )
 
     @torch.no_grad()
@@ -167,7 +173,7 @@ class Embedding(nn.Embedding):
 
 
 def linear_into(
-    total: Tensor, x_D: Tensor, weight: Tensor, later: WeightGradStore | None = None, bias: Tensor | None = None
+    total: Tensor, x_D: Tensor, weight: Tensor, weight_grads: WeightGradStore | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """`F.linear(x, weight, bias)` whose backward adds the weight's gradient to `total` and gives autograd none.
 
@@ -175,10 +181,10 @@ def linear_into(
         total: in the shape of the weight, float32 or the weight's dtype.
         x_D: whatever stands before its last dim.
         weight: output x input.
-        later: while it collects, the weight's gradient is a task of it.
+        weight_grads: while it collects, the weight's gradient is a task of it.
         bias: its gradient goes to autograd.
     """
-    y: Tensor = _LinearInto.apply(x_D, weight, bias, total, later)
+    y: Tensor = _LinearInto.apply(x_D, weight, bias, total, weight_grads)
     # Only now, behind the saves: a region that runs again to have them back ends with the last one, so it makes no
     # product that nobody reads (penstock/parallel/recompute.py).
     with torch.no_grad():
@@ -194,10 +200,10 @@ class _LinearInto(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_D: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor, later: WeightGradStore | None
+        ctx: Any, x_D: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor, weight_grads: WeightGradStore | None
     ) -> Tensor:
         ctx.save_for_backward(x_D, weight)
-        ctx.total, ctx.later = total, later
+        ctx.total, ctx.weight_grads = total, weight_grads
         return x_D.new_empty(*x_D.shape[:-1], len(weight))
 
     @staticmethod
@@ -207,8 +213,8 @@ class _LinearInto(torch.autograd.Function):
         dx_D = dy @ weight if ctx.needs_input_grad[0] else None
         dbias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         add = partial(add_product, ctx.total, dy.flatten(0, -2).T, x_D.flatten(0, -2))
-        if ctx.later is not None and ctx.later.is_collecting:
-            ctx.later.add(add)
+        if ctx.weight_grads is not None and ctx.weight_grads.is_collecting:
+            ctx.weight_grads.add(add)
         else:
             add()
         return dx_D, None, dbias, None, None

@@ -101,7 +101,7 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
     if plan is not None:
         stages = stages_of(run)
         own = {number: stages[number] for number in plan.stages_of(axes.pipeline.rank)}
-    later = WeightGradStore() if plan is not None and plan.splits_backward else None
+    weight_grads = WeightGradStore() if plan is not None and plan.splits_backward else None
     method = context_method(run)
     home = torch.device("cpu") if device.type == "meta" else device
     buffers = shared_buffers(run, axes, device)
@@ -109,7 +109,7 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
     layer_context = LayerContext(
         operators=choose_operators(run, home),
         axes=axes,
-        later=later,
+        weight_grads=weight_grads,
         context_method=method,
         dispatch=run.dispatch,
         buffers=buffers,
@@ -125,7 +125,9 @@ def build_rank(run: Run, axes: Axes, device: torch.device) -> RankModel:
     return RankModel(
         decoders=decoders,
         axes=axes,
-        pipeline=None if plan is None else PipelineRunner(plan, axes, message_of(run, axes, device), later, transfers),
+        pipeline=None
+        if plan is None
+        else PipelineRunner(plan, axes, message_of(run, axes, device), weight_grads, transfers),
         places=_places(run, axes, method),
         context_method=method,
         buffers=buffers,

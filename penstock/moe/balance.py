@@ -1,17 +1,16 @@
-"""What keeps experts evenly loaded: auxiliary losses, the expert bias, capacity, and the meter that counts load.
+"""Expert balance: auxiliary losses, the expert bias, capacity, and the meter that counts load.
 
-An auxiliary loss never travels through the model's return values. `attach` hangs it onto the routing weights: they
-pass unchanged, and on the way back the loss gets a gradient of one, so it takes part wherever the weights do, on
-every pipeline stage and under recomputation. It must therefore be scaled like the main loss already, by the share of
-the global batch.
+An auxiliary loss is not returned by the model. `attach` hangs it on the routing weights: they pass unchanged, and in
+backward the loss gets a gradient of 1. So it works on every pipeline stage and under recomputation, and it must be
+scaled like the main loss, by the share of the global batch.
 
-With f the fraction of slots that expert e received and P the mean of its normalized scores, the loss of a set of
-tokens is E * sum_e f_e P_e, which is 1 when both are even (Switch Transformer, arXiv 2101.03961; per sequence:
+With f_e the fraction of slots that expert e received and P_e the mean of its normalized scores, the loss of a set of
+tokens is E * sum_e f_e P_e, which is 1 if both are even (Switch Transformer, arXiv 2101.03961; per sequence:
 DeepSeek-V3, section 2.1.2). The expert bias moves by a fixed step against the sign of each expert's excess load (arXiv
 2408.15664).
 
-Where several ranks share a row of tokens (tensor and context parallelism), f is counted over all of them and P over our
-own tokens: the ranks' losses add up to that of the whole row, and so do the gradients.
+Under tensor and context parallelism f is counted over all ranks that share a row and P over the rank's own tokens: the
+ranks' losses, and their gradients, add up to those of the whole row.
 """
 
 import math
@@ -32,11 +31,7 @@ from penstock.parallel.collectives import all_gather, all_reduce
 
 
 class LoadMeter(nn.Module):
-    """Counts of one layer since the last reset; they live on the device and are read once a step.
-
-    Args:
-        experts: E.
-    """
+    """Load of one layer since the last reset; on the device, read once a step."""
 
     slots_E: Tensor
     dropped: Tensor
@@ -64,7 +59,7 @@ class LayerLoad:
         layer: index of the decoder layer; multi-token prediction layers count on after the last one.
         slots_E: int64, slots that chose each expert, dropped ones too.
         dropped: int64 scalar, slots over capacity.
-        auxiliary_loss: float32 scalar, already scaled by its weight.
+        auxiliary_loss: float32 scalar, scaled by its weight.
     """
 
     layer: int
@@ -74,7 +69,7 @@ class LayerLoad:
 
 
 class _Attach(torch.autograd.Function):
-    """Identity on the first argument; the others receive gradients that are known already."""
+    """Identity on the first argument; the others receive precomputed gradients."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, mass_BE: Tensor, z_B: Tensor, loss: LinearLoss) -> Tensor:
@@ -88,11 +83,11 @@ class _Attach(torch.autograd.Function):
 
 
 def attach(carrier: Tensor, routed: Routed, loss: LinearLoss) -> Tensor:
-    """Return `carrier` unchanged, with `loss` added to whatever is differentiated through it.
+    """Return `carrier` unchanged, and add `loss` to the loss that is differentiated through it.
 
     Args:
-        carrier: any differentiable tensor that reaches the main loss.
-        routed: what the loss was computed from.
+        carrier: a differentiable tensor that the main loss depends on.
+        routed: inputs of the auxiliary loss.
         loss: scaled like the main loss.
     """
     attached: Tensor = _Attach.apply(carrier, routed.mass_BE, routed.z_B, loss)
@@ -101,13 +96,13 @@ def attach(carrier: Tensor, routed: Routed, loss: LinearLoss) -> Tensor:
 
 @dataclass(frozen=True)
 class SlotCounts:
-    """Slots that a balance loss counts, over all ranks whose tokens belong to it.
+    """Slots that a balance loss counts, summed over all ranks whose tokens belong to it.
 
     Attributes:
         counts_BE: int64, of each sequence of the micro-batch.
         step_slots_E: int64, of all micro-batches since the step began, this one included, over the ranks of the stage.
-            The first micro-batches of a step thus see only their own part of it, as in Megatron-Core and in the paper
-            (arXiv 2501.11873). So this loss depends on how many micro-batches a step is cut into for each rank.
+            The first micro-batches of a step thus see only a part of it, as in Megatron-Core and in arXiv 2501.11873,
+            and the loss depends on the number of micro-batches.
     """
 
     counts_BE: Tensor
@@ -115,11 +110,11 @@ class SlotCounts:
 
 
 def slot_counts(counts_BE: Tensor, meter: LoadMeter, balance: Balance, axes: Axes) -> SlotCounts:
-    """Sum what the balance loss counts over ranks; no collective where it does not need one.
+    """Sum the counts of the balance loss over ranks; no collective if the loss needs none.
 
     Args:
-        counts_BE: slots of our own tokens.
-        meter: with this micro-batch counted in.
+        counts_BE: slots of this rank's tokens.
+        meter: this micro-batch is counted already.
         balance: which loss.
         axes: of this rank.
     """
@@ -135,15 +130,15 @@ def slot_counts(counts_BE: Tensor, meter: LoadMeter, balance: Balance, axes: Axe
 def auxiliary_loss(
     routed: Routed, tokens: int, balance: Balance, scope: Scope, load: SlotCounts, operators: Operators
 ) -> LinearLoss:
-    """Weighted balance loss plus router z-loss of our tokens, scaled by their share of the global batch.
+    """Weighted balance loss plus router z-loss of this rank's tokens, scaled by their share of the global batch.
 
     Args:
-        routed: sums over our tokens that the router kernel gave.
+        routed: sums over our tokens, from the router kernel.
         tokens: of the micro-batch, over all ranks that share its rows.
         balance: which loss, and its weight.
         scope: sequences and share of the micro-batch.
         load: slots that the loss counts.
-        operators: kernels to run on.
+        operators: kernels.
     """
     slots_BE, factor = load.counts_BE, balance.aux_loss_coef * scope.share / tokens
     if balance.aux_loss == "sequence":
@@ -158,7 +153,7 @@ def auxiliary_loss(
 
 
 def capacity(tokens: int, top_k: int, experts: int, factor: float) -> int:
-    """Slots that one expert takes at most: its fair share times the factor, rounded up, at least one."""
+    """Most slots that one expert takes: its even share times the factor, rounded up, at least one."""
     return max(1, math.ceil(tokens * top_k * factor / experts))
 
 
@@ -166,13 +161,13 @@ def drop_over_capacity(routing: Routing, experts: int, limit: int, axis: Axis = 
     """Drop the slots with the smallest weights of every expert that has more than `limit`.
 
     Args:
-        routing: choices; slots already dropped stay dropped.
+        routing: slots already dropped stay dropped.
         experts: E.
-        limit: slots of an expert that are kept, over all ranks of `axis`.
-        axis: ranks whose tokens compete for the same slots: each sees the choices of all.
+        limit: slots that an expert keeps, over all ranks of `axis`.
+        axis: ranks whose tokens compete for the same capacity.
 
     Returns:
-        A routing whose dropped slots have expert id E and weight 0.
+        A routing in which dropped slots have expert id E and weight 0.
     """
     weights_TK = all_gather(routing.weights_TK.detach().float(), axis, dim=0)
     experts_TK = all_gather(routing.experts_TK, axis, dim=0)
@@ -189,8 +184,8 @@ def drop_over_capacity(routing: Routing, experts: int, limit: int, axis: Axis = 
 def spread_evenly(routing: Routing, experts: int) -> Routing:
     """Replace the choice by one that loads every expert and every rank alike. For benchmarks only.
 
-    Slot i goes to expert i * stride mod E with a stride near the golden section of E and coprime to it: the K experts
-    of a token differ, neighbours are far apart, and every run of E slots meets every expert once.
+    Slot i goes to expert i * stride mod E, with a stride near the golden section of E and coprime to it: the K experts
+    of a token differ, and every E consecutive slots use every expert once.
     """
     stride = next(s for s in range(max(1, round(experts * 0.618)), 2 * experts + 1) if math.gcd(s, experts) == 1)
     slots = torch.arange(routing.experts_TK.numel(), device=routing.experts_TK.device)
@@ -198,12 +193,12 @@ def spread_evenly(routing: Routing, experts: int) -> Routing:
 
 
 class BalancedRouter(nn.Module):
-    """The part of a router that balance needs: its meter and its bias. Only `TopKRouter` inherits it.
+    """The part of a router that balance needs. Only `TopKRouter` inherits it.
 
     Attributes:
         layer: index of the decoder layer, for reports.
         meter: load since the last reset.
-        expert_bias_E: float32 buffer, saved with the model; None where the layer balances otherwise.
+        expert_bias_E: float32 buffer, saved with the model; None if the layer has no expert bias.
         expert_bias_rate: step of the bias.
     """
 
@@ -218,7 +213,7 @@ def _routers(modules: Iterable[nn.Module]) -> Iterator[BalancedRouter]:
 
 
 def layer_loads(modules: Iterable[nn.Module]) -> list[LayerLoad]:
-    """Load of every MoE layer of these modules since the last reset, by this rank; tensors stay on their device."""
+    """This rank's load of every MoE layer since the last reset; tensors stay on their device."""
     return [
         LayerLoad(router.layer, router.meter.slots_E, router.meter.dropped, router.meter.auxiliary_loss)
         for router in _routers(modules)
@@ -230,7 +225,7 @@ def update_expert_bias(modules: Iterable[nn.Module], loads: Iterable[LayerLoad])
     """Move every expert bias against the load of the global batch. Call once a step.
 
     Args:
-        modules: whose routers move.
+        modules: with the routers.
         loads: of the whole global batch, over all ranks.
     """
     slots = {load.layer: load.slots_E for load in loads}
@@ -241,6 +236,6 @@ def update_expert_bias(modules: Iterable[nn.Module], loads: Iterable[LayerLoad])
 
 
 def reset_loads(modules: Iterable[nn.Module]) -> None:
-    """Start counting anew in every MoE layer."""
+    """Reset the meter of every MoE layer."""
     for router in _routers(modules):
         router.meter.reset()

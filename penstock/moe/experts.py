@@ -1,10 +1,10 @@
-"""Routed experts: one feed-forward network for each, held as two stacked matrices so that one launch serves all.
+"""Routed experts: the FFNs of all experts of a rank as two stacked matrices, so that grouped GEMMs serve all of them.
 
-In 8 bits (`LayerContext.float8.experts`) both matrices have copies, made by `refresh_float8` once an optimizer step.
-Where FSDP divides the matrices there are none: whoever has gathered them for a pass quantizes them in it.
+With `LayerContext.float8.experts` both matrices have 8-bit copies, which `refresh_float8` makes once an optimizer step.
+Under FSDP there are no copies: the gathered matrices are quantized in each pass.
 
-Ranks that hold a part of each expert sum what they give ("expert tensor parallelism"), so the down projection's bias is
-held, whole, by the first of them alone. That of gate and up is cut as its matrix is.
+With expert tensor parallelism each rank computes a part of each expert and `combine` sums the parts. So only the first
+of these ranks holds the down projection's bias; the bias of gate and up is cut like its matrix.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ from penstock.parallel.weight_grad_store import Task, deferrable
 
 
 def expert_rule(moe: Moe) -> ExpertRule:
-    """The kernel's rule of a layer's configuration."""
+    """The kernel's rule for a layer's configuration."""
     weighs_input, clamped = moe.router.apply_probs_on_input, moe.clamped
     if clamped is None:
         return ExpertRule(weighs_input=weighs_input)
@@ -33,22 +33,22 @@ def expert_rule(moe: Moe) -> ExpertRule:
 
 
 class GroupedExperts(nn.Module):
-    """The experts that this rank holds, or its part of each of them.
+    """The experts of this rank, or its part of each of them.
 
     Args:
-        experts: of the whole layer, E.
+        experts: routed experts of the whole layer, E.
         hidden_size: D.
         ffn_size: width of a whole expert, F.
         layer_context: kernels, and the ranks that share the experts.
-        rule: what is computed between the two products, and what a routing weight multiplies.
-        bias: whether both products have biases.
+        rule: activation function, and the factor that the routing weight multiplies.
+        bias: both products have biases.
 
     Attributes:
-        sums: float32 sums of the gradients of our parameters, in their order, for backward to add to instead of giving
-            gradients to autograd; None leaves that to autograd. Set by whoever owns the sums.
-        float8_copies: of the matrices as they were at the last `refresh_float8`. Neither parameters nor buffers:
-            nothing saves, divides or moves them.
-        gathered: the matrices as FSDP2 gathers them, if it does so in 8 bits.
+        sums: float32 gradient sums of the parameters, in their order. Backward adds to them instead of returning
+            gradients to autograd. The optimizer sets them; None leaves gradients to autograd.
+        float8_copies: 8-bit copies of the matrices at the last `refresh_float8`; neither parameters nor buffers, so
+            they are not saved, sharded or moved.
+        gathered: the shards that FSDP2 gathers in 8 bits, if it does.
     """
 
     sums: tuple[Tensor, ...] | None = None
@@ -69,7 +69,7 @@ class GroupedExperts(nn.Module):
         super().__init__()
         self.operators = layer_context.operators
         self.float8 = layer_context.float8
-        self.later = layer_context.later
+        self.weight_grads = layer_context.weight_grads
         self.rule = rule
         grid = layer_context.axes.grid
         group, part = divmod(layer_context.axes.expert.rank, grid.expert_tensor)
@@ -93,20 +93,19 @@ class GroupedExperts(nn.Module):
 
     @property
     def matrix_values(self) -> int:
-        """Numbers of both matrices, without biases."""
+        """Elements of both matrices, without biases."""
         return self.gate_up_eFD.numel() + self.down_eDF.numel()
 
     @property
     def is_one_function(self) -> bool:
-        """Whether backward makes the pre-activation again by itself, if it is asked to."""
+        """Whether one autograd function computes the network and can recompute the pre-activation by itself."""
         return self.operators.expert_ffn_is_fused or self.float8.experts is not None
 
     @torch.no_grad()
     def refresh_float8(self) -> None:
-        """Make the copies in 8 bits of the matrices as they are now, in the same memory if there are some already.
+        """Quantize the matrices as they are now, into the same memory if there are copies already.
 
-        To be called whenever somebody has changed the matrices. Without products in 8 bits, and where FSDP divides the
-        matrices, there are no copies.
+        Call it after every change of the matrices. There are no copies without 8-bit products and under FSDP.
         """
         held = self.gate_up_eFD, self.down_eDF
         if self.float8.experts is None or any(isinstance(one, DTensor) for one in held):
@@ -121,9 +120,9 @@ class GroupedExperts(nn.Module):
         """Apply each expert to its rows, times their routing weights.
 
         Args:
-            rows: what the dispatcher brought.
-            recompute: keep no pre-activation; only if the network `is_one_function`.
-            keep: where the pre-activation stands, for operators that keep it where they are told.
+            rows: from the dispatcher.
+            recompute: save no pre-activation; only if the network `is_one_function`.
+            keep: allocates the memory of the pre-activation, for operators that write it where they are told.
 
         Returns:
             y_RD in the dtype of the rows.
@@ -136,7 +135,7 @@ class GroupedExperts(nn.Module):
             # It puts its weight gradients off by itself; walked twice, half of its backward would be made twice.
             return self._ffn(rows, recompute, keep, rows.x_ND, rows.weights_R, *parameters)
         function = partial(self._ffn, rows, recompute, None)
-        return deferrable(function, (rows.x_ND, rows.weights_R), parameters, self.later)
+        return deferrable(function, (rows.x_ND, rows.weights_R), parameters, self.weight_grads)
 
     def _ffn(
         self,
@@ -147,7 +146,6 @@ class GroupedExperts(nn.Module):
         weights_R: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        """The network, of parameters in the order in which the module has them."""
         gate_up_eFD, down_eDF, *of_biases = parameters
         ffn = partial(self.operators.expert_ffn, biases=_pair(of_biases), rule=self.rule, places_TK=rows.places_NK)
         if self.operators.expert_ffn_is_fused:
@@ -156,7 +154,6 @@ class GroupedExperts(nn.Module):
         return ffn(x_ND, gate_up_eFD, down_eDF, rows.counts_e, weights_R, rows.index_R)
 
     def _ffn_in_float8(self, rows: ExpertRows, recompute: bool, keep: SaveRows | None, *parameters: Tensor) -> Tensor:
-        """The same in 8 bits, which puts its weight gradients off by itself."""
         gate_up_eFD, down_eDF, *of_biases = parameters
         copies = self.float8_copies
         # Somebody who has changed the matrices and did not refresh the copies gets the right numbers all the same.
@@ -183,32 +180,32 @@ class GroupedExperts(nn.Module):
         )
 
     def _put_off_to(self, rows: ExpertRows) -> DeferGradient:
-        """Leaves a weight gradient to whoever collects; or the first matrix's to the journey of the rows' gradients.
+        """A callback that defers a weight gradient: to the pipeline's store, or until the rows' gradients travel.
 
-        The second matrix's could go with it, but what it reads would be held until then.
+        Only the first matrix's gradient waits for that transfer: the second one's would hold its inputs until then.
         """
         # Not the rows: the graph's nodes hold this until all of the backward pass is done.
-        aside = rows.aside if self.sums is not None and rows.x_ND.requires_grad else None
+        deferred = rows.deferred if self.sums is not None and rows.x_ND.requires_grad else None
 
         def put_off(place: int, task: Task) -> bool:
-            if self.later is not None and self.later.is_collecting:
-                self.later.add(task)
+            if self.weight_grads is not None and self.weight_grads.is_collecting:
+                self.weight_grads.add(task)
                 return True
-            if aside is None or place != GATE_UP:
+            if deferred is None or place != GATE_UP:
                 return False
-            aside.add(task)
+            deferred.add(task)
             return True
 
         return put_off
 
 
 def _pair(of_biases: list[Tensor]) -> tuple[Tensor, Tensor | None] | None:
-    """Biases of both products; the second may be another rank's."""
+    """Biases of both products; the second may be on another rank."""
     if not of_biases:
         return None
     return of_biases[0], of_biases[1] if len(of_biases) > 1 else None
 
 
 def _versions(*matrices: Tensor) -> tuple[tuple[int, int], ...]:
-    """What is another one after torch has changed a matrix. What kernels of ours write it does not see."""
+    """Changes when torch writes a matrix in place. Writes by our own kernels do not show."""
     return tuple((id(matrix), matrix._version) for matrix in matrices)

@@ -1,4 +1,21 @@
-"""The mixture-of-experts layer: route, dispatch, experts, combine, and the shared expert beside them."""
+"""The mixture-of-experts layer.
+
+    x_TD ── router ──▶ experts_TK, weights_TK             T tokens choose K of E experts
+      │                     │
+      ├─────── dispatch ────┘        x_ND, counts_e      rows go to the ranks that hold their experts
+      │           │
+      │        experts               y_RD                each expert's FFN, times the routing weight
+      │           │
+      │        combine               y_TD                rows go back, K rows are summed for each token
+      │           │
+      └─ shared expert               shared_TD           a dense FFN that every token passes
+                  ▼
+              y_TD, shared_TD                            the caller adds both to the residual stream
+
+With one rank, dispatch is a sort and combine is a sum. With several, `penstock.moe.dispatch` has five ways to exchange
+rows; this file is the same for all of them. If `dispatch.overlap` is set, the layer runs in steps: it yields while
+tokens travel, so that the shared expert, the other half of the micro-batch or another micro-batch can compute.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -20,21 +37,20 @@ from penstock.parallel.layer_context import LayerContext
 from penstock.parallel.spans import span
 
 Terms = tuple[Tensor, ...]
-"""What a network adds to the residual stream, T x D: of the routed experts, and of the shared expert if there is one.
-Who owns the stream adds all at once."""
+"""Summands for the residual stream, each T x D: the routed experts' output, and the shared expert's if there is one."""
 
 
 class MoE(nn.Module):
     """A mixture-of-experts feed-forward network.
 
     Args:
-        router: chooses experts.
-        dispatcher: brings tokens to them and back.
-        experts: those of this rank.
-        shared: network that every token passes, or None.
-        layer_context: what becomes of activations, and what runs beside what.
-        room: what the dispatcher asks for its number of rows, so that the layer's owner finds it; None if nothing.
-        arena: where the experts keep their pre-activations together with other layers'; None if each keeps its own.
+        router: chooses experts for every token.
+        dispatcher: exchanges rows between ranks.
+        experts: the experts of this rank.
+        shared: dense FFN that every token passes, or None.
+        layer_context: kernels, recomputation, and the stream on which rows travel.
+        row_capacity: limit of the dispatcher's row count, registered here so that the trainer finds it; or None.
+        arena: buffer that the experts of several layers share for their pre-activations; None if each saves its own.
     """
 
     def __init__(
@@ -44,7 +60,7 @@ class MoE(nn.Module):
         experts: GroupedExperts,
         shared: SharedExpert | None,
         layer_context: LayerContext,
-        room: RowCapacity | None = None,
+        row_capacity: RowCapacity | None = None,
         arena: ActivationArena | None = None,
     ) -> None:
         super().__init__()
@@ -53,52 +69,51 @@ class MoE(nn.Module):
         self.experts = experts
         self.shared = shared
         self.layer_context = layer_context
-        self.room = room
+        self.row_capacity = row_capacity
         self.arena = arena
         if arena is not None:
             arena.join()
 
     @property
     def active_share(self) -> float:
-        """Part of the layer's routed experts that one token meets."""
+        """Fraction of the routed experts that one token activates, K / E."""
         return self.router.top_k / self.router.experts
 
     def forward(self, x_TD: Tensor, scope: Scope, ready: RowColQuantized | None = None) -> Terms:
-        """Mix the chosen experts for every token.
+        """Route every token, and return the summands of its output.
 
         Args:
-            x_TD: tokens.
-            scope: where they come from.
-            ready: the same in 8 bits for the shared expert, if they are there.
+            x_TD: normalized hidden states.
+            scope: number of sequences in the micro-batch, and its share of the global batch.
+            ready: x_TD in 8 bits for the shared expert, if the norm has made it.
         """
         if self.layer_context.transfers is not None:
             return drain(self.steps(x_TD, scope, ready))
+        # One copy of x_TD for each reader, so that a single kernel sums their three gradients.
         routed_TD, x_TD, shared_TD = self.layer_context.operators.fan_out(x_TD)
         return self._mix(x_TD, shared_TD, self.route(routed_TD, scope), ready)
 
     def steps(self, x_TD: Tensor, scope: Scope, ready: RowColQuantized | None = None) -> Steps[Terms]:
-        """`forward` with its transfers beside the shared expert; stops where they are under way."""
+        """`forward` as a generator that yields while rows travel."""
         routed_TD, x_TD, shared_TD = self.layer_context.operators.fan_out(x_TD)
         return (yield from self._mix_in_steps(x_TD, shared_TD, self.route(routed_TD, scope), ready))
 
     def route(self, x_TD: Tensor, scope: Scope) -> Routing:
-        """Choose experts, and sort the slots if dispatch would begin with that in any case.
-
-        A dispatch that leaves on a stream of its own sorts there.
-        """
+        """Choose experts, and sort the slots by expert if the dispatcher begins with that sort."""
         with span(Span.ROUTE):
             routing: Routing = self.router(x_TD, scope)
+            # With overlap the dispatcher sorts on its own stream instead.
             if self.layer_context.transfers is None and isinstance(self.dispatcher, SlotSorter):
                 return replace(routing, sorted=self.dispatcher.sorted_slots(routing))
             return routing
 
     def mix(self, x_TD: Tensor, shared_TD: Tensor, routing: Routing) -> Terms:
-        """`forward` behind a `fan_out` and a `route` that somebody else has called.
+        """The part of `forward` after routing, for callers that have called `fan_out` and `route` themselves.
 
         Args:
-            x_TD: tokens, for dispatch.
-            shared_TD: the same, for the shared expert.
-            routing: what `route` gave.
+            x_TD: hidden states for dispatch.
+            shared_TD: hidden states for the shared expert.
+            routing: from `route`.
         """
         if self.layer_context.transfers is not None:
             return drain(self._mix_in_steps(x_TD, shared_TD, routing, None))
@@ -106,8 +121,8 @@ class MoE(nn.Module):
 
     def _mix(self, x_TD: Tensor, shared_TD: Tensor, routing: Routing, ready: RowColQuantized | None) -> Terms:
         with span(Span.DISPATCH):
-            rows, metadata = self.dispatcher.dispatch(x_TD, routing)
-        y_RD = self._run_experts(rows)
+            rows, metadata = self.dispatcher.dispatch(x_TD, routing)  # x_ND, and index_R that sorts it by expert
+        y_RD = self._run_experts(rows)  # one row for each slot of our experts
         with span(Span.COMBINE):
             y_TD = self.dispatcher.combine(y_RD, metadata)
         if self.shared is None:
@@ -118,33 +133,39 @@ class MoE(nn.Module):
     def _mix_in_steps(
         self, x_TD: Tensor, shared_TD: Tensor, routing: Routing, ready: RowColQuantized | None
     ) -> Steps[Terms]:
-        assert self.layer_context.transfers is not None, "nothing here leaves"
-        leaving, h_TF, beside_TD = AsyncDispatcher(self.dispatcher, self.layer_context.transfers), None, None
-        wait_for_rows = leaving.dispatch(x_TD, routing)
+        """`_mix` with both transfers on their own stream. The shared expert is cut in two, one half beside each."""
+        assert self.layer_context.transfers is not None, "overlap needs a transfer stream"
+        dispatcher = AsyncDispatcher(self.dispatcher, self.layer_context.transfers)
+        h_TF = narrowed_TD = None
+
+        wait_for_rows = dispatcher.dispatch(x_TD, routing)
         if self.shared is not None:
             with span(Span.SHARED):
                 h_TF = self.layer_context.run("shared-expert", self.shared.widen, shared_TD, ready)
-        yield
+        yield  # rows are on their way to the experts
+
         rows, metadata = wait_for_rows()
-        wait_for_sums = leaving.combine(self._run_experts(rows), metadata)
+        wait_for_sums = dispatcher.combine(self._run_experts(rows), metadata)
         if self.shared is not None and h_TF is not None:
             with span(Span.SHARED):
-                beside_TD = self.shared.narrow(h_TF)
-        yield
+                narrowed_TD = self.shared.narrow(h_TF)
+        yield  # outputs are on their way back
+
         y_TD = wait_for_sums()
-        return (y_TD,) if beside_TD is None else (y_TD, beside_TD)
+        return (y_TD,) if narrowed_TD is None else (y_TD, narrowed_TD)
 
     def _run_experts(self, rows: ExpertRows) -> Tensor:
-        """A recomputed region repeats both products; a network that recomputes by itself repeats only the first."""
         with span(Span.EXPERTS):
             if not self.experts.is_one_function:
+                # A recomputed region runs both products again.
                 return self.layer_context.run("expert-activation", self.experts, rows)
+            # A fused network recomputes by itself, and runs only the first product again.
             recompute = self.layer_context.recompute.recomputes("expert-activation")
-            y_RD: Tensor = self.experts(rows, recompute=recompute, keep=self._keep())
+            y_RD: Tensor = self.experts(rows, recompute=recompute, keep=self._place_in_arena())
             return y_RD
 
-    def _keep(self) -> SaveRows | None:
-        """Where this pass keeps its pre-activation; None for a tensor of its own."""
-        if self.arena is None or self.room is None or not self.training or not torch.is_grad_enabled():
+    def _place_in_arena(self) -> SaveRows | None:
+        """Allocates the pre-activation of this pass in the arena; None for a tensor of its own."""
+        if self.arena is None or self.row_capacity is None or not self.training or not torch.is_grad_enabled():
             return None
-        return partial(self.arena.place, share=self.room.share)
+        return partial(self.arena.place, even_share=self.row_capacity.even_share)

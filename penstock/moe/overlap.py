@@ -1,14 +1,12 @@
-"""A mixture of experts in pieces: its two transfers leave, something else is computed, they are waited for.
+"""Asynchronous dispatch: the transfers of an MoE layer run on a second stream while this one computes.
 
-    route, dispatch leaves     | first product of the shared expert
-    wait, experts, combine leaves | its last product
+    route, start dispatch                 | first product of the shared expert
+    wait, experts, start combine          | second product of the shared expert
     wait, sum
 
-A stop (`yield`) stands after each piece; a layer that runs alone goes straight on. Backward is the mirror image
-(penstock/parallel/async_transfer.py): combine's gradients travel beside those of the shared expert's last product,
-dispatch's beside those of its first.
-
-Dispatchers know nothing of it, and neither does the contract.
+The layer yields after each line, so other work can run too; alone it goes straight on. Backward is the mirror image
+(penstock/parallel/async_transfer.py): gradients of combine travel beside the second product's, those of dispatch beside
+the first's. Dispatchers need no change.
 """
 
 from collections.abc import Callable
@@ -26,35 +24,30 @@ from penstock.parallel.spans import span
 
 
 class SharedExpert(Protocol):
-    """A network that every token passes; it comes apart. Tokens may be ready in 8 bits."""
+    """A dense FFN that every token passes, callable in two halves. Its input may be there in 8 bits already."""
 
     def __call__(self, x_TD: Tensor, ready: RowColQuantized | None = None) -> Tensor:
-        """All of it."""
+        """Both halves."""
         ...
 
     def widen(self, x_TD: Tensor, ready: RowColQuantized | None = None) -> Tensor:
-        """Up to its width, activation included. Returns h_TF."""
+        """The first product and the activation. Returns h_TF."""
         ...
 
     def narrow(self, h_TF: Tensor) -> Tensor:
-        """The rest. Returns y_TD."""
+        """The second product. Returns y_TD."""
         ...
 
 
 @dataclass(frozen=True)
 class AsyncDispatcher:
-    """A dispatcher whose two halves leave when they are called, and give what is to be called for their result.
-
-    Attributes:
-        dispatcher: any.
-        transfers: where they run.
-    """
+    """A dispatcher whose methods start a transfer and return a function that waits for it."""
 
     dispatcher: Dispatcher
     transfers: TransferStream
 
     def dispatch(self, x_TD: Tensor, routing: Routing) -> Callable[[], tuple[ExpertRows, DispatchMetadata]]:
-        """`Dispatcher.dispatch`, to be waited for."""
+        """Start `Dispatcher.dispatch`."""
 
         def transfer(
             x_TD: Tensor, weights_TK: Tensor
@@ -64,27 +57,27 @@ class AsyncDispatcher:
             return (rows.x_ND, rows.weights_R), (plain, metadata)
 
         with span(Span.DISPATCH):
-            flight = self.transfers.launch("dispatch", transfer, x_TD, routing.weights_TK)
+            handle = self.transfers.launch("dispatch", transfer, x_TD, routing.weights_TK)
 
         def wait() -> tuple[ExpertRows, DispatchMetadata]:
             with span(Span.DISPATCH):
-                (x_ND, weights_R), (rows, metadata) = flight.wait()
+                (x_ND, weights_R), (rows, metadata) = handle.wait()
             return replace(rows, x_ND=x_ND, weights_R=weights_R), metadata
 
         return wait
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Callable[[], Tensor]:
-        """`Dispatcher.combine`, to be waited for."""
+        """Start `Dispatcher.combine`."""
 
         def transfer(y_RD: Tensor) -> tuple[tuple[Tensor], None]:
             return (self.dispatcher.combine(y_RD, metadata),), None
 
         with span(Span.COMBINE):
-            flight = self.transfers.launch("combine", transfer, y_RD)
+            handle = self.transfers.launch("combine", transfer, y_RD)
 
         def wait() -> Tensor:
             with span(Span.COMBINE):
-                (y_TD,), _ = flight.wait()
+                (y_TD,), _ = handle.wait()
             return y_TD
 
         return wait

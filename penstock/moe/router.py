@@ -1,9 +1,12 @@
-"""Router: hidden states to expert choices. Always in float32, whatever the model computes in.
+"""Router: hidden states to expert choices, in float32 even if the model computes in bfloat16.
 
-1. Logits, one for each expert, and their biases if these are learned.
+1. Logits for each expert, plus a learned bias if there is one.
+
 2. Choice and weights by the layer's rule (`penstock.kernels.reference.route`).
+
 3. Auxiliary losses, attached to the weights.
-4. Forced balance (benchmarks) or capacity, if asked for.
+
+4. Forced balance (benchmarks) or capacity, if configured.
 """
 
 import torch
@@ -29,7 +32,7 @@ from penstock.parallel.recompute import is_recomputing, saved_as_is
 
 
 def router_rule(moe: Moe) -> RouterRule:
-    """The kernel's rule of a layer's configuration."""
+    """The kernel's rule for a layer's configuration."""
     router = moe.router
     return RouterRule(
         top_k=moe.top_k,
@@ -44,14 +47,14 @@ def router_rule(moe: Moe) -> RouterRule:
 
 
 class TopKRouter(BalancedRouter):
-    """Chooses experts for every token.
+    """Chooses K experts for every token.
 
     Args:
-        moe: experts, rule and balance of the layer.
+        moe: configuration of the layer.
         hidden_size: D.
         layer: index of the decoder layer, for reports.
-        operators: kernels to run on.
-        axes: this rank's groups; ranks that share a row judge its balance and its capacity together.
+        operators: kernels.
+        axes: of this rank; ranks that share a row compute its balance and its capacity together.
     """
 
     def __init__(self, moe: Moe, hidden_size: int, layer: int, operators: Operators, axes: Axes = ALONE) -> None:
@@ -75,8 +78,8 @@ class TopKRouter(BalancedRouter):
         """Route tokens.
 
         Args:
-            x_TD: hidden states of our own tokens in the compute dtype.
-            scope: rows and share of the micro-batch.
+            x_TD: hidden states of this rank's tokens in the compute dtype.
+            scope: sequences and share of the micro-batch.
         """
         logits_TE = float32_linear(x_TD, self.weight_ED)
         if self.logit_bias_E is not None:

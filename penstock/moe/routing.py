@@ -1,4 +1,4 @@
-"""What the router decides about one micro-batch, and what it must know about it."""
+"""The router's decision for one micro-batch, as frozen values."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ from penstock.kernels.reference import RowOrder
 
 @dataclass(frozen=True)
 class Scope:
-    """What balance losses must know about a micro-batch.
+    """Facts of a micro-batch that balance losses need.
 
     Attributes:
         sequences: rows B; the T tokens are B sequences of equal length, one after the other (or our part of each).
-        share: part of the global batch that this micro-batch is, so that losses of micro-batches sum to their mean.
+        share: the micro-batch's share of the global batch, so that the losses of micro-batches sum to their mean.
     """
 
     sequences: int = 1
@@ -22,7 +22,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class SortedSlots:
-    """Our slots in the order of the experts.
+    """Slots of this rank, sorted by expert.
 
     Attributes:
         order: of the slots, by expert or by part of an expert.
@@ -35,12 +35,12 @@ class SortedSlots:
 
 @dataclass(frozen=True)
 class Routing:
-    """Which experts each token goes to.
+    """The experts of each token.
 
     Attributes:
-        weights_TK: float32, differentiable; 0 where the slot was dropped.
-        experts_TK: int64 expert ids; E (one past the last) where the slot was dropped.
-        sorted: the same as the layer's dispatcher will want it, if it begins with a sort and that has been made.
+        weights_TK: float32, differentiable; 0 for a dropped slot.
+        experts_TK: int64 expert ids; E (one past the last) for a dropped slot.
+        sorted: the slots sorted for the layer's dispatcher, if that has been done.
     """
 
     weights_TK: Tensor
@@ -48,13 +48,13 @@ class Routing:
     sorted: SortedSlots | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that it holds."""
+        """All tensors, for `Routing.of`."""
         own = (self.weights_TK, self.experts_TK)
         return own if self.sorted is None else (*own, *self.sorted.order, self.sorted.weights_R)
 
     @classmethod
     def of(cls, weights_TK: Tensor, experts_TK: Tensor, *rest: Tensor) -> "Routing":
-        """From what `tensors` gave."""
+        """The inverse of `tensors`."""
         if not rest:
             return cls(weights_TK, experts_TK)
         slots_R, places_TK, counts_E, weights_R = rest

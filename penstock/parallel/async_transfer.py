@@ -55,7 +55,7 @@ class TransferStream:
     def __init__(self, device: torch.device) -> None:
         # Small kernels that others wait for: they go first wherever there is room.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self._meanwhile: Callable[[], None] | None = None
+        self._work_meanwhile: Callable[[], None] | None = None
 
     def launch(self, name: str, function: "Transfer[Rest]", *inputs: Tensor) -> "AsyncTransfer[Rest]":
         """Let a transfer leave.
@@ -65,28 +65,28 @@ class TransferStream:
             function: see `Transfer`; what it closes over has no gradient.
             inputs: its arguments; may have gradients.
         """
-        flight: AsyncTransfer[Rest] = AsyncTransfer(self, name)
+        handle: AsyncTransfer[Rest] = AsyncTransfer(self, name)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-            flight.outputs = _Launch.apply(flight, function, *inputs)
+            handle.outputs = _Launch.apply(handle, function, *inputs)
         else:
-            flight.outputs = flight.leave(function, inputs)
-        return flight
+            handle.outputs = handle.start(function, inputs)
+        return handle
 
     @contextmanager
-    def beside(self, work: Callable[[], None]) -> Iterator[None]:
+    def during_transfers(self, work: Callable[[], None]) -> Iterator[None]:
         """Do `work` once whenever a backward pass inside has let a transfer leave."""
-        assert self._meanwhile is None, "two works beside one backward pass"
-        self._meanwhile = work
+        assert self._work_meanwhile is None, "two works beside one backward pass"
+        self._work_meanwhile = work
         try:
             yield
         finally:
-            self._meanwhile = None
+            self._work_meanwhile = None
 
-    def meanwhile(self) -> None:
+    def run_meanwhile(self) -> None:
         """Do what is to be done beside a transfer of the backward pass, if there is anything."""
-        if self._meanwhile is not None:
+        if self._work_meanwhile is not None:
             with torch.enable_grad():
-                self._meanwhile()
+                self._work_meanwhile()
 
     def fork(self, label: str, work: Callable[[], Result]) -> "tuple[Result, torch.cuda.Event | None]":
         """Run `work` on the other stream, after all that the current one was given.
@@ -135,16 +135,16 @@ class AsyncTransfer(Generic[Rest]):
         if any(output.requires_grad for output in outputs):
             outputs = _Wait.apply(self, *outputs)
         else:
-            self.arrive()
+            self.finish()
         return outputs, self._rest.pop()
 
-    def leave(self, function: "Transfer[Rest]", inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def start(self, function: "Transfer[Rest]", inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Begin, without a gradient."""
         (outputs, rest), self._end = self.transfers.fork(self.name, lambda: function(*inputs))
         self._rest, self._held = [rest], (function, *inputs)
         return outputs
 
-    def leave_with_graph(self, function: "Transfer[Rest]", inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def start_recorded(self, function: "Transfer[Rest]", inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Begin, and keep the graph of the transfer."""
 
         def work() -> tuple[tuple[Tensor, ...], Rest, list[GradientEdge], list[GradientEdge | None]]:
@@ -160,12 +160,12 @@ class AsyncTransfer(Generic[Rest]):
         self._rest, self._held, self._graph = [rest], (function, *inputs), (ends, begins)
         return outputs
 
-    def arrive(self) -> None:
+    def finish(self) -> None:
         """End."""
         self.transfers.join(self.name, self._end)
         self._held, self._end = (), None
 
-    def leave_back(self, gradients: tuple[Tensor | None, ...]) -> None:
+    def start_backward(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Begin the way back: the gradients of the inputs, from those of the outputs."""
         assert self._graph is not None, f"{self.name}: a flight goes back once"
         ends, begins = self._graph
@@ -181,9 +181,9 @@ class AsyncTransfer(Generic[Rest]):
         by_input = iter(found)
         self._held = gradients
         self._gradients = tuple(None if begin is None else next(by_input) for begin in begins)
-        self.transfers.meanwhile()
+        self.transfers.run_meanwhile()
 
-    def arrive_back(self) -> tuple[Tensor | None, ...]:
+    def finish_backward(self) -> tuple[Tensor | None, ...]:
         """End the way back. Returns the gradients of the inputs."""
         self.transfers.join(f"{self.name} back", self._end)
         gradients, self._gradients = self._gradients, ()
@@ -194,31 +194,31 @@ class AsyncTransfer(Generic[Rest]):
 class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, flight: AsyncTransfer[Rest], function: "Transfer[Rest]", *inputs: Tensor
+        ctx: Any, handle: AsyncTransfer[Rest], function: "Transfer[Rest]", *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.flight = flight
+        ctx.handle = handle
         ctx.set_materialize_grads(False)
-        return flight.leave_with_graph(function, inputs)
+        return handle.start_recorded(function, inputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *placeholders: Tensor | None) -> tuple[Tensor | None, ...]:
         del placeholders
-        return None, None, *ctx.flight.arrive_back()
+        return None, None, *ctx.handle.finish_backward()
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, flight: AsyncTransfer[Rest], *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.flight = flight
+    def forward(ctx: Any, handle: AsyncTransfer[Rest], *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.handle = handle
         ctx.set_materialize_grads(False)
-        flight.arrive()
+        handle.finish()
         return tuple(output.view_as(output) for output in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.flight.leave_back(gradients)
+        ctx.handle.start_backward(gradients)
         return None, *gradients
 
 

@@ -55,7 +55,7 @@ class BucketEntry:
 class Stripe:
     """Columns `first` to `end` of a tensor that is dealt out in rows of `width`; they stand at `offset` in a bucket."""
 
-    cargo: BucketEntry
+    entry: BucketEntry
     width: int
     first: int
     end: int
@@ -63,7 +63,7 @@ class Stripe:
 
     def all_rows(self, bucket_RC: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Places in the bucket, and the values of the whole tensor that belong there."""
-        values_N = self.cargo.whole.view(-1)
+        values_N = self.entry.whole.view(-1)
         full, rest = divmod(values_N.numel(), self.width)
         there_RC = bucket_RC[:, self.offset : self.offset + self.end - self.first]
         yield there_RC[:full], values_N[: full * self.width].view(full, self.width)[:, self.first : self.end]
@@ -73,39 +73,39 @@ class Stripe:
 
     def own_row(self, row_C: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """The same for our row of the bucket and our rows of the tensor."""
-        end = min(self.end, self.cargo.own.numel())
+        end = min(self.end, self.entry.own.numel())
         if end > self.first:
-            yield row_C[self.offset : self.offset + end - self.first], self.cargo.own.view(-1)[self.first : end]
+            yield row_C[self.offset : self.offset + end - self.first], self.entry.own.view(-1)[self.first : end]
 
 
 @torch.no_grad()
 def reduce_rows(
-    cargo: Sequence[BucketEntry], shard: Axis, replicate: Axis, dtype: torch.dtype, values: int | None = None
+    entries: Sequence[BucketEntry], shard: Axis, replicate: Axis, dtype: torch.dtype, values: int | None = None
 ) -> None:
     """Sum tensors over ranks; each rank gets its own rows of the sum.
 
     Args:
-        cargo: `whole` is added up and left as it was, `own` is filled with the sum.
+        entries: `whole` is added up and left as it was, `own` is filled with the sum.
         shard: ranks that divide the sum. One rank alone gets all of it.
         replicate: ranks that hold the same rows: the sum goes over them too.
         dtype: in which values travel and are added.
         values: of a bucket; None for the usual size.
     """
     if shard.group is not None or replicate.group is not None:
-        buckets = stripes_in_buckets(cargo, shard.size, values)
+        buckets = stripes_in_buckets(entries, shard.size, values)
         _overlap(_reduce(bucket, shard, replicate, dtype) for bucket in buckets)
 
 
 @torch.no_grad()
-def gather_rows(cargo: Sequence[BucketEntry], shard: Axis, values: int | None = None) -> None:
+def gather_rows(entries: Sequence[BucketEntry], shard: Axis, values: int | None = None) -> None:
     """Fill tensors from the rows that the ranks own.
 
     Args:
-        cargo: `own` is sent and `whole` is filled; values travel in the dtype of `whole`, the same for all.
+        entries: `own` is sent and `whole` is filled; values travel in the dtype of `whole`, the same for all.
         shard: ranks that own the rows.
         values: of a bucket; None for the usual size.
     """
-    _overlap(_gather(bucket, shard) for bucket in stripes_in_buckets(cargo, shard.size, values))
+    _overlap(_gather(bucket, shard) for bucket in stripes_in_buckets(entries, shard.size, values))
 
 
 def _reduce(bucket: list[Stripe], shard: Axis, replicate: Axis, dtype: torch.dtype) -> Iterator[None]:
@@ -129,7 +129,7 @@ def _reduce(bucket: list[Stripe], shard: Axis, replicate: Axis, dtype: torch.dty
 
 
 def _gather(bucket: list[Stripe], shard: Axis) -> Iterator[None]:
-    bucket_RC = empty_rows(bucket, shard.size, bucket[0].cargo.whole.dtype)
+    bucket_RC = empty_rows(bucket, shard.size, bucket[0].entry.whole.dtype)
     row_C = bucket_RC[shard.rank]
     for stripe in bucket:
         for there, here in stripe.own_row(row_C):
@@ -142,12 +142,12 @@ def _gather(bucket: list[Stripe], shard: Axis) -> Iterator[None]:
             here.copy_(there)
 
 
-def stripes_in_buckets(cargo: Sequence[BucketEntry], ranks: int, values: int | None) -> Iterator[list[Stripe]]:
+def stripes_in_buckets(entries: Sequence[BucketEntry], ranks: int, values: int | None) -> Iterator[list[Stripe]]:
     """Cut all columns into buckets of equal size; the last one is smaller."""
     columns = max(BUCKET_VALUES // ranks, ROW_VALUES) if values is None else max(values // ranks, 1)
     bucket: list[Stripe] = []
     filled = 0
-    for one in cargo:
+    for one in entries:
         width = _width(one.whole, ranks)
         first = 0
         while first < width:
@@ -172,16 +172,16 @@ def empty_rows(bucket: list[Stripe], ranks: int, dtype: torch.dtype) -> Tensor:
     """Memory for a bucket: a row for each rank, as long as its stripes together."""
     last = bucket[-1]
     columns = last.offset + last.end - last.first
-    return torch.empty(ranks, columns, dtype=dtype, device=last.cargo.whole.device)
+    return torch.empty(ranks, columns, dtype=dtype, device=last.entry.whole.device)
 
 
-def _overlap(journeys: Iterator[Iterator[None]]) -> None:
+def _overlap(transfers: Iterator[Iterator[None]]) -> None:
     """Send off a bucket while those before it travel. A journey yields whenever it is on the way."""
     under_way: deque[Iterator[None]] = deque()
-    for journey in journeys:
-        next(journey)
-        under_way.append(journey)
+    for transfer in transfers:
+        next(transfer)
+        under_way.append(transfer)
         if len(under_way) == IN_FLIGHT:
             deque(under_way.popleft(), maxlen=0)
-    for journey in under_way:
-        deque(journey, maxlen=0)
+    for transfer in under_way:
+        deque(transfer, maxlen=0)

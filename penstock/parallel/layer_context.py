@@ -31,7 +31,7 @@ class LayerContext:
     Attributes:
         operators: kernels.
         axes: this rank's groups.
-        later: puts off weight gradients; None where the schedule never does.
+        weight_grads: puts off weight gradients; None where the schedule never does.
         context_method: how ranks that share a row attend.
         dispatch: how tokens reach their experts.
         buffers: memory that the node's GPUs write into, if tokens travel through it.
@@ -43,7 +43,7 @@ class LayerContext:
 
     operators: Operators = REFERENCE
     axes: Axes = ALONE
-    later: WeightGradStore | None = None
+    weight_grads: WeightGradStore | None = None
     context_method: Method = "ulysses"
     dispatch: Dispatch = AUTO
     buffers: "SymmetricBuffers | None" = None

@@ -91,20 +91,20 @@ class HostStore:
         self.smallest = smallest
         self.in_flight = in_flight
         self.outward, self.inward = CopyStream(device), CopyStream(device)
-        self._leaving: deque[tuple[weakref.ref[_Moved], int]] = deque()
+        self._leaving: deque[tuple[weakref.ref[_OffloadedStorage], int]] = deque()
         self._leaving_bytes = 0
-        self._moved: dict[StorageWeakRef, weakref.ref[_Moved]] = {}
-        self._last_call: weakref.ref[_Call] | None = None
+        self._moved: dict[StorageWeakRef, weakref.ref[_OffloadedStorage]] = {}
+        self._last_call: weakref.ref[_ModuleCall] | None = None
 
     @property
     def leaving_bytes(self) -> int:
         """Device memory that waited for its copy when somebody last looked."""
         return self._leaving_bytes
 
-    def call(self) -> _Call:
+    def call(self) -> _ModuleCall:
         """A keeper for one call of a module."""
         self._moved = {storage: moved for storage, moved in self._moved.items() if moved() is not None}
-        call = _Call(self, current(), self._last_call)
+        call = _ModuleCall(self, current(), self._last_call)
         self._last_call = weakref.ref(call)
         return call
 
@@ -113,7 +113,7 @@ class HostStore:
         is_plain = tensor.layout is torch.strided and tensor.device.type == self.device.type
         return is_plain and tensor.untyped_storage().nbytes() >= self.smallest and not is_parameter(tensor)
 
-    def send(self, tensor: Tensor) -> _Moved:
+    def send(self, tensor: Tensor) -> _OffloadedStorage:
         """Start a storage on its way, or find it there."""
         key = StorageWeakRef(tensor.untyped_storage())
         reference = self._moved.get(key)
@@ -122,7 +122,7 @@ class HostStore:
             return moved
         size = tensor.untyped_storage().nbytes()
         self._make_room(size)
-        moved = _Moved(self, tensor.detach())
+        moved = _OffloadedStorage(self, tensor.detach())
         self._moved[key] = weakref.ref(moved)
         self._leaving.append((weakref.ref(moved), size))
         self._leaving_bytes += size
@@ -140,7 +140,7 @@ class HostStore:
                 moved.leave()
 
 
-class _Moved:
+class _OffloadedStorage:
     """One storage that went to the host. Dies with the last slot in the graph that stands for a part of it.
 
     Args:
@@ -207,12 +207,12 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Away:
+class _OffloadedTensor:
     """Stands in the graph for a tensor whose storage is on the host."""
 
-    moved: _Moved
+    moved: _OffloadedStorage
     geometry: Geometry
-    call: _Call
+    call: _ModuleCall
 
     def bring(self) -> Tensor:
         self.call.open()
@@ -220,7 +220,7 @@ class _Away:
 
 
 @dataclass(eq=False)
-class _Call:
+class _ModuleCall:
     """The keeper of one call of a module.
 
     Attributes:
@@ -233,17 +233,17 @@ class _Call:
 
     store: HostStore
     outer: Saver
-    previous: weakref.ref[_Call] | None
-    moved: list[weakref.ref[_Moved]] = field(default_factory=list)
+    previous: weakref.ref[_ModuleCall] | None
+    moved: list[weakref.ref[_OffloadedStorage]] = field(default_factory=list)
     is_open: bool = False
 
     def keep(self, tensor: Tensor) -> Tensor | Saved:
-        kept = self.outer(tensor)
-        if not isinstance(kept, Tensor) or not self.store.takes(tensor):
-            return kept
+        saved = self.outer(tensor)
+        if not isinstance(saved, Tensor) or not self.store.takes(tensor):
+            return saved
         moved = self.store.send(tensor)
         self.moved.append(weakref.ref(moved))
-        return _Away(moved, Geometry.of(tensor), self)
+        return _OffloadedTensor(moved, Geometry.of(tensor), self)
 
     def open(self) -> None:
         """Backward has come here: bring what is left of this call, and begin with the one before it."""

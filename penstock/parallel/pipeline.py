@@ -60,7 +60,7 @@ class Message:
 
 
 @dataclass(frozen=True)
-class _Letter:
+class _MessageTag:
     """One message: the input of a stage (upwards), or the gradient of its output (downwards), for a micro-batch."""
 
     stage: int
@@ -75,7 +75,7 @@ class PipelineRunner:
         schedule: for all ranks.
         axes: of this rank.
         message: what travels.
-        later: that the stages were built with; needed by schedules that split the backward pass.
+        weight_grads: that the stages were built with; needed by schedules that split the backward pass.
         transfers: that the stages were built with; needed by schedules with pairs.
     """
 
@@ -84,15 +84,15 @@ class PipelineRunner:
         schedule: Schedule,
         axes: Axes,
         message: Message,
-        later: WeightGradStore | None = None,
+        weight_grads: WeightGradStore | None = None,
         transfers: TransferStream | None = None,
     ) -> None:
-        assert later is not None or not schedule.splits_backward, f"{schedule.name} puts weight gradients off"
+        assert weight_grads is not None or not schedule.splits_backward, f"{schedule.name} puts weight gradients off"
         assert transfers is not None or not schedule.pairs, f"{schedule.name} computes while tokens travel"
         self.schedule = schedule
         self._axes = axes
         self._message = message
-        self._later = later
+        self._weight_grads = weight_grads
         self._transfers = transfers
 
     @property
@@ -107,8 +107,8 @@ class PipelineRunner:
             calls: for each stage of this rank.
             enter: is told the phase of each action: forward, or backward, which a pair counts as too.
         """
-        post = _Post(self.schedule, self._axes, self._message)
-        _Run(self.schedule, post, calls, self._later, self._transfers).play(self.rank, enter)
+        messenger = _Messenger(self.schedule, self._axes, self._message)
+        _Run(self.schedule, messenger, calls, self._weight_grads, self._transfers).play(self.rank, enter)
 
     @torch.no_grad()
     def evaluate(self, calls: Mapping[int, StageCall], micro_batches: int) -> None:
@@ -119,7 +119,7 @@ class PipelineRunner:
             micro_batches: how many, on every rank.
         """
         schedule = forward_only(self.schedule, micro_batches)
-        _Run(schedule, _Post(schedule, self._axes, self._message), calls).play(self.rank)
+        _Run(schedule, _Messenger(schedule, self._axes, self._message), calls).play(self.rank)
 
 
 class _Run:
@@ -128,17 +128,17 @@ class _Run:
     def __init__(
         self,
         schedule: Schedule,
-        post: "_Post",
+        messenger: "_Messenger",
         calls: Mapping[int, StageCall],
-        later: WeightGradStore | None = None,
+        weight_grads: WeightGradStore | None = None,
         transfers: TransferStream | None = None,
     ) -> None:
         self._schedule = schedule
-        self._later = later
+        self._weight_grads = weight_grads
         self._transfers = transfers
         self._calls = calls
         self._last = schedule.stages - 1
-        self._post = post
+        self._messenger = messenger
         self._passes: dict[tuple[int, int], tuple[Tensor | None, Tensor | GradientEdge]] = {}
         self._work: dict[tuple[int, int], list[Task]] = {}
 
@@ -149,11 +149,11 @@ class _Run:
             with _span_of(unit[-1]):
                 self._do(*unit)
         assert not self._passes and not self._work, "the schedule left something undone"
-        self._post.finish()
+        self._messenger.finish()
 
     def _do(self, *unit: Action) -> None:
         if len(unit) > 1:
-            self._both(*unit)
+            self._forward_in_backward(*unit)
             return
         (action,) = unit
         match action.kind:
@@ -171,16 +171,16 @@ class _Run:
         stage, _, micro_batch = action
         x = None
         if stage > 0:
-            x = self._post.take(_Letter(stage, False, micro_batch))
+            x = self._messenger.take(_MessageTag(stage, False, micro_batch))
             x.requires_grad_(torch.is_grad_enabled())
         output = yield from self._calls[stage](micro_batch, x)
         if torch.is_grad_enabled():
             # Behind the last stage is a scalar. Of others backward needs the place in the graph, not what was computed.
             self._passes[stage, micro_batch] = (x, output if stage == self._last else get_gradient_edge(output))
         if stage < self._last:
-            self._post.send(_Letter(stage + 1, False, micro_batch), output.detach())
+            self._messenger.send(_MessageTag(stage + 1, False, micro_batch), output.detach())
 
-    def _both(self, forward: Action, backward: Action) -> None:
+    def _forward_in_backward(self, forward: Action, backward: Action) -> None:
         """A forward pass in the gaps of a backward pass.
 
         Autograd runs nodes in the reverse order of their numbers, which each thread counts by itself: so all stays on
@@ -188,23 +188,26 @@ class _Run:
         """
         assert self._transfers is not None, "PipelineRunner.__init__ checks it"
         steps = within(partial(_span_of, forward), self._forward(forward))
-        with self._transfers.beside(partial(next, steps, None)), torch.autograd.set_multithreading_enabled(False):
+        with (
+            self._transfers.during_transfers(partial(next, steps, None)),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             self._backward(backward, before_sending=partial(drain, steps))
 
     def _backward(self, action: Action, before_sending: Callable[[], None] | None = None) -> None:
         stage, _, micro_batch = action
         x, end = self._passes.pop((stage, micro_batch))
-        gradient = None if stage == self._last else self._post.take(_Letter(stage, True, micro_batch))
+        gradient = None if stage == self._last else self._messenger.take(_MessageTag(stage, True, micro_batch))
         torch.autograd.backward(end, gradient)
         if before_sending is not None:
             before_sending()
         if x is not None:
             assert x.grad is not None, f"stage {stage} does not depend on its input"
-            self._post.send(_Letter(stage - 1, True, micro_batch), x.grad)
+            self._messenger.send(_MessageTag(stage - 1, True, micro_batch), x.grad)
 
     def _backward_input(self, action: Action) -> None:
-        assert self._later is not None, "PipelineRunner.__init__ checks it"
-        with self._later.collecting() as work:
+        assert self._weight_grads is not None, "PipelineRunner.__init__ checks it"
+        with self._weight_grads.collecting() as work:
             self._backward(action)
         self._work[action.stage, action.micro_batch] = work
 
@@ -213,7 +216,7 @@ def _span_of(action: Action) -> AbstractContextManager[object]:
     return span(ACTIONS[action.kind], action.stage, action.micro_batch)
 
 
-class _Post:
+class _Messenger:
     """Messages of one rank: sent as they are made, received in the sender's order."""
 
     def __init__(self, schedule: Schedule, axes: Axes, message: Message) -> None:
@@ -221,38 +224,38 @@ class _Post:
         self._axes = axes
         self._message = message
         self._own = axes.pipeline.rank
-        self._local: dict[_Letter, Tensor] = {}
+        self._local: dict[_MessageTag, Tensor] = {}
         self._sent: list[tuple[Tensor, dist.Work]] = []
-        self._posted: dict[_Letter, tuple[Tensor, dist.Work]] = {}
-        self._coming: dict[int, Iterator[_Letter]] = {
-            peer: iter(_letters_between(schedule, peer, self._own)) for peer in range(schedule.ranks)
+        self._posted: dict[_MessageTag, tuple[Tensor, dist.Work]] = {}
+        self._coming: dict[int, Iterator[_MessageTag]] = {
+            peer: iter(_tags_between(schedule, peer, self._own)) for peer in range(schedule.ranks)
         }
 
-    def send(self, letter: _Letter, tensor: Tensor) -> None:
+    def send(self, tag: _MessageTag, tensor: Tensor) -> None:
         """Start a message, or put it aside if it is for ourselves. The tensor is not changed afterwards."""
-        peer = self._schedule.rank_of(letter.stage)
+        peer = self._schedule.rank_of(tag.stage)
         if peer == self._own:
-            self._local[letter] = tensor
+            self._local[tag] = tensor
             return
-        self._let_go()
+        self._release_sent()
         axis = self._axis(peer > self._own)
         tensor = tensor.contiguous()
         work = dist.isend(tensor, axis.ranks[peer], group=axis.group)
         assert work is not None, "isend gives work to every rank of its group"
         self._sent.append((tensor, work))
 
-    def take(self, letter: _Letter) -> Tensor:
+    def take(self, tag: _MessageTag) -> Tensor:
         """Wait for a message. On a GPU the stream waits, not the host."""
-        if letter in self._local:
-            return self._local.pop(letter).detach()
-        peer = self._sender(letter)
-        while letter not in self._posted:
-            self._post_next(peer, letter)
-        tensor, work = self._posted.pop(letter)
+        if tag in self._local:
+            return self._local.pop(tag).detach()
+        peer = self._sender(tag)
+        while tag not in self._posted:
+            self._receive_next(peer, tag)
+        tensor, work = self._posted.pop(tag)
         work.wait()
         return tensor
 
-    def _let_go(self) -> None:
+    def _release_sent(self) -> None:
         """Give up the memory of messages that have left. Gloo cannot tell before a wait, so there they stay."""
         under_way = []
         for tensor, work in self._sent:
@@ -267,29 +270,29 @@ class _Post:
         for _, work in self._sent:
             work.wait()
 
-    def _sender(self, letter: _Letter) -> int:
-        return self._schedule.rank_of(letter.stage + 1 if letter.is_gradient else letter.stage - 1)
+    def _sender(self, tag: _MessageTag) -> int:
+        return self._schedule.rank_of(tag.stage + 1 if tag.is_gradient else tag.stage - 1)
 
     def _axis(self, upwards: bool) -> Axis:
         return self._axes.pipeline if upwards else self._axes.pipeline_back
 
-    def _post_next(self, peer: int, wanted: _Letter) -> None:
+    def _receive_next(self, peer: int, wanted: _MessageTag) -> None:
         """Post the receive of the next message from a rank, which may not be the one that is wanted."""
-        letter = next(self._coming[peer], None)
-        assert letter is not None, f"nobody sends {wanted}"
+        tag = next(self._coming[peer], None)
+        assert tag is not None, f"nobody sends {wanted}"
         axis = self._axis(self._own > peer)
         tensor = torch.empty(self._message.shape, dtype=self._message.dtype, device=self._message.device)
         work = dist.irecv(tensor, axis.ranks[peer], group=axis.group)
         assert work is not None, "irecv gives work to every rank of its group"
-        self._posted[letter] = (tensor, work)
+        self._posted[tag] = (tensor, work)
 
 
-def _letters_between(schedule: Schedule, sender: int, receiver: int) -> list[_Letter]:
+def _tags_between(schedule: Schedule, sender: int, receiver: int) -> list[_MessageTag]:
     """All messages from one rank to another, in the order in which the sender makes them."""
-    letters = []
+    tags = []
     for stage, kind, micro_batch in schedule.actions[sender]:
         if kind is Kind.FORWARD and stage + 1 < schedule.stages:
-            letters.append(_Letter(stage + 1, False, micro_batch))
+            tags.append(_MessageTag(stage + 1, False, micro_batch))
         elif kind in (Kind.BACKWARD, Kind.INPUT) and stage > 0:
-            letters.append(_Letter(stage - 1, True, micro_batch))
-    return [letter for letter in letters if sender != receiver == schedule.rank_of(letter.stage)]
+            tags.append(_MessageTag(stage - 1, True, micro_batch))
+    return [tag for tag in tags if sender != receiver == schedule.rank_of(tag.stage)]

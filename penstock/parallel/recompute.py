@@ -61,28 +61,28 @@ def save_plainly(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-_keeper: ContextVar[Saver] = ContextVar("keeper", default=save_plainly)
+_saver: ContextVar[Saver] = ContextVar("keeper", default=save_plainly)
 
 
 def current() -> Saver:
     """The innermost keeper."""
-    return _keeper.get()
+    return _saver.get()
 
 
-def bring(kept: Tensor | Saved) -> Tensor:
+def bring(saved: Tensor | Saved) -> Tensor:
     """The tensor that a keeper took."""
-    return kept if isinstance(kept, Tensor) else kept.bring()
+    return saved if isinstance(saved, Tensor) else saved.bring()
 
 
 @contextmanager
-def saving(keeper: Saver) -> Iterator[None]:
-    """Show what is saved for backward to `keeper`."""
-    token = _keeper.set(keeper)
+def saving(saver: Saver) -> Iterator[None]:
+    """Show what is saved for backward to `saver`."""
+    token = _saver.set(saver)
     try:
-        with saved_tensors_hooks(keeper, bring):
+        with saved_tensors_hooks(saver, bring):
             yield
     finally:
-        _keeper.reset(token)
+        _saver.reset(token)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def recomputed(function: Callable[..., Result], *arguments: object) -> Result:
     """
     if is_inside() or not torch.is_grad_enabled():
         return function(*arguments)
-    region = _Region(function, tuple(_keep(argument) for argument in arguments), _stream_of(arguments))
+    region = _Region(function, tuple(_save_argument(argument) for argument in arguments), _stream_of(arguments))
     with _in_phase(_Phase.RECORDING), saving(region.drop):
         result = function(*arguments)
     discarded = _discarded.get()
@@ -201,12 +201,15 @@ def _stream_of(arguments: tuple[object, ...]) -> torch.cuda.Stream | None:
     return None if device is None else torch.cuda.current_stream(device)
 
 
-def _keep(argument: object) -> Callable[[], object]:
+def _save_argument(argument: object) -> Callable[[], object]:
     """Keep what a replay needs of an argument; returns what gives it again."""
     if isinstance(argument, Tensor):
-        return _KeptTensor.of(argument).again
+        return _SavedInput.of(argument).again
     if is_dataclass(argument) and not isinstance(argument, type):
-        kind, parts = type(argument), {part.name: _keep(getattr(argument, part.name)) for part in fields(argument)}
+        kind, parts = (
+            type(argument),
+            {part.name: _save_argument(getattr(argument, part.name)) for part in fields(argument)},
+        )
         return lambda: kind(**{name: again() for name, again in parts.items()})
     return lambda: argument
 
@@ -221,7 +224,7 @@ def _tensors_in(arguments: Iterable[object]) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class _KeptTensor:
+class _SavedInput:
     """An input of a region, as it waits for the replay."""
 
     saved: Tensor | Saved
@@ -229,7 +232,7 @@ class _KeptTensor:
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _KeptTensor:
+    def of(cls, tensor: Tensor) -> _SavedInput:
         return cls(current()(tensor), tensor.requires_grad, tensor._version)
 
     def again(self) -> Tensor:

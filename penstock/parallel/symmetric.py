@@ -183,10 +183,10 @@ class SymmetricBuffers:
         self._left = torch.zeros(len(Channel), dtype=torch.int32, device=memory.device)
         self._looks = looks
         self._views: dict[tuple[BufferSection, int, tuple[int, int], torch.dtype], Tensor] = {}
-        self._turns = dict.fromkeys(TransferDirection, 0)
+        self._uses = dict.fromkeys(TransferDirection, 0)
         self._last: tuple[TransferDirection, int] | None = None
         self._recorded: list[tuple[TransferDirection, int]] | None = None
-        self._beside = torch.cuda.Stream(memory.device) if memory.is_cuda else None
+        self._side_stream = torch.cuda.Stream(memory.device) if memory.is_cuda else None
 
     def take(self, lane: TransferDirection) -> int:
         """The slot of the next transfer.
@@ -194,8 +194,8 @@ class SymmetricBuffers:
         Returns:
             Its number, the same on all ranks.
         """
-        slot = self._turns[lane] % self.sizes.slots
-        self._turns[lane] += 1
+        slot = self._uses[lane] % self.sizes.slots
+        self._uses[lane] += 1
         assert self._last != (lane, slot), f"two transfers in a row in slot {slot} of {lane.name}"
         self._last = lane, slot
         if self._recorded is not None:
@@ -210,13 +210,13 @@ class SymmetricBuffers:
             The graph's transfers, complete at the end; `take` has then forgotten them.
         """
         assert self._recorded is None, "one graph is captured at a time"
-        before = dict(self._turns), self._last
+        before = dict(self._uses), self._last
         self._recorded = []
         try:
             yield self._recorded
         finally:
             self._recorded = None
-            self._turns, self._last = before
+            self._uses, self._last = before
 
     def replayed(self, transfers: Sequence[tuple[TransferDirection, int]]) -> None:
         """Take what a captured graph takes, whenever it is put on the stream.
@@ -243,36 +243,36 @@ class SymmetricBuffers:
             send: launches a kernel that writes to all ranks.
             chunks: of the tokens.
         """
-        if self._beside is None:
+        if self._side_stream is None:
             self._send(send, chunks)
             yield
             return
-        stream = torch.cuda.current_stream(self._beside.device)
+        stream = torch.cuda.current_stream(self._side_stream.device)
         before = stream.record_event()
         self._send(send, chunks)
-        self._beside.wait_event(before)
-        with torch.cuda.stream(self._beside):
+        self._side_stream.wait_event(before)
+        with torch.cuda.stream(self._side_stream):
             yield
-        stream.wait_stream(self._beside)
+        stream.wait_stream(self._side_stream)
 
     @contextmanager
-    def departure(self, send: Callable[[TokenChunks], None], chunks: TokenChunks) -> Iterator[None]:
+    def overlapped_send(self, send: Callable[[TokenChunks], None], chunks: TokenChunks) -> Iterator[None]:
         """Launch `send`, and what is launched inside beside it; who reads what arrives is launched afterwards.
 
         Args:
             send: as in `transfer`.
             chunks: likewise.
         """
-        if self._beside is None:
+        if self._side_stream is None:
             self._send(send, chunks)
             yield
             return
-        stream = torch.cuda.current_stream(self._beside.device)
-        self._beside.wait_stream(stream)
-        with torch.cuda.stream(self._beside):
+        stream = torch.cuda.current_stream(self._side_stream.device)
+        self._side_stream.wait_stream(stream)
+        with torch.cuda.stream(self._side_stream):
             self._send(send, chunks)
         yield
-        stream.wait_stream(self._beside)
+        stream.wait_stream(self._side_stream)
 
     def wait(self, channel: Channel, signals: int) -> None:
         """Hold the stream until all ranks have written the first chunk.

@@ -86,19 +86,22 @@ class DeferredWork:
 
 
 def deferrable(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor], later: WeightGradStore | None
+    function: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    weight_grads: WeightGradStore | None,
 ) -> Tensor:
-    """`function(*inputs, *weights)`, whose weight gradients `later` may put off.
+    """`function(*inputs, *weights)`, whose weight gradients `weight_grads` may put off.
 
     Args:
         function: of tensors only, differentiable; whatever else it needs it has already.
         inputs: tensors whose gradients are needed at once.
         weights: parameters.
-        later: None computes everything at once.
+        weight_grads: None computes everything at once.
     """
-    if later is None or not torch.is_grad_enabled():
+    if weight_grads is None or not torch.is_grad_enabled():
         return function(*inputs, *weights)
-    output: Tensor = _Deferrable.apply(function, later, len(inputs), *inputs, *weights)
+    output: Tensor = _Deferrable.apply(function, weight_grads, len(inputs), *inputs, *weights)
     return output
 
 
@@ -110,13 +113,13 @@ class _Deferrable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, function: Callable[..., Tensor], later: WeightGradStore, inputs: int, *tensors: Tensor
+        ctx: Any, function: Callable[..., Tensor], weight_grads: WeightGradStore, inputs: int, *tensors: Tensor
     ) -> Tensor:
         own = [entered(tensor) for tensor in tensors[:inputs]]
         weights = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors[inputs:]]
         with torch.enable_grad():
             output = function(*own, *weights)
-        ctx.later, ctx.output = later, get_gradient_edge(output)
+        ctx.weight_grads, ctx.output = weight_grads, get_gradient_edge(output)
         ctx.inputs = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in own]
         ctx.weights = list(zip(weights, tensors[inputs:], strict=True))
         return output.detach()
@@ -127,12 +130,12 @@ class _Deferrable(torch.autograd.Function):
         inputs = [edge for edge in ctx.inputs if edge is not None]
         weights = [(own, parameter) for own, parameter in ctx.weights if own.requires_grad]
         output, ctx.output = ctx.output, None
-        is_split = ctx.later.is_collecting
+        is_split = ctx.weight_grads.is_collecting
         wanted = inputs if is_split else [*inputs, *(own for own, _ in weights)]
         found = iter(torch.autograd.grad((output,), wanted, (gradient,), retain_graph=is_split) if wanted else ())
         by_input = tuple(None if edge is None else next(found) for edge in ctx.inputs)
         if is_split and weights:
-            ctx.later.add(lambda: _weight_gradients(output, weights, gradient))
+            ctx.weight_grads.add(lambda: _weight_gradients(output, weights, gradient))
         by_weight = (next(found) if own.requires_grad and not is_split else None for own, _ in ctx.weights)
         return None, None, None, *by_input, *by_weight
 

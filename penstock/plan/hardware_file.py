@@ -138,11 +138,11 @@ def write_hardware(path: Path, hardware: Hardware, comment: Sequence[str] = ()) 
     Raises:
         HardwareError: it cannot be written.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    during_transfers = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(hardware_text(hardware, comment), encoding="utf-8")
-        beside.replace(path)
+        during_transfers.write_text(hardware_text(hardware, comment), encoding="utf-8")
+        during_transfers.replace(path)
     except OSError as error:
         raise HardwareError(f"hardware cannot be written to {path}", got=error.strerror) from error
 

@@ -352,7 +352,7 @@ class _Pass:
         assert len(backward) == len(names), f"{len(sections)} sections of {names}"
         self.weight = self.ledger.mark("weight").passing
         message = message_of(run, self.rank.axes, META)
-        travelling = 0 if self.rank.later is None else prod(message.shape) * message.dtype.itemsize
+        travelling = 0 if self.rank.weight_grads is None else prod(message.shape) * message.dtype.itemsize
         works = zip(self.works[: len(names)], self.works[len(names) :][::-1], weight_works[::-1], strict=True)
         return [
             replace(piece, forward_work=there, backward_work=back, weight_work=weights)
@@ -392,15 +392,15 @@ class _Pass:
             return batch_loss(hidden, decoder.head_VD, batch.labels, counted, rule, head_main_grad(decoder)).total
 
     def _backward(self, end: Tensor | GradientEdge) -> None:
-        gradient, later = None, self.rank.later
+        gradient, weight_grads = None, self.rank.weight_grads
         if self.decoder.norm is None:
             message = message_of(self.rank.run, self.rank.axes, self.device)
             with self.ledger.named("message"):
                 gradient = torch.zeros(message.shape, dtype=message.dtype, device=self.device)
         with ExitStack() as around:
             around.enter_context(self.ledger.named("gradients"))
-            if later is not None:
-                self.work = around.enter_context(later.collecting())
+            if weight_grads is not None:
+                self.work = around.enter_context(weight_grads.collecting())
             torch.autograd.backward(end, gradient)
 
     @contextmanager

@@ -95,7 +95,7 @@ class StageTimer:
         )
         if gathers:
             fetch, reduce = self._fsdp(sum(gathers), shards)
-            forward, backward = _beside(forward, fetch), _beside(_beside(backward, fetch), reduce)
+            forward, backward = _side_stream(forward, fetch), _side_stream(_side_stream(backward, fetch), reduce)
         return StageTime(forward=forward, backward=backward, weight=weight)
 
     def _fsdp(self, whole_bytes: int, shards: RankGroup) -> tuple[Timing, Timing]:
@@ -280,7 +280,7 @@ def _step(run: Run, cluster: Cluster, ranks: Sequence[RankTime]) -> StepTime:
     )
 
 
-def _beside(passes: Timing, moved: Timing) -> Timing:
+def _side_stream(passes: Timing, moved: Timing) -> Timing:
     """Passes while something is sent; it is copied on the device that computes."""
     hidden = min(moved.communication, passes.compute)
     exposed = moved.communication - OVERLAP_GAIN * hidden

@@ -46,9 +46,9 @@ def test_the_stage_decides_who_brings_tokens_and_with_how_much_room(
     assert layers
     for layer in layers:
         assert isinstance(layer.dispatcher, kind)
-        assert (None if layer.room is None else layer.room.bound) == bound
+        assert (None if layer.row_capacity is None else layer.row_capacity.bound) == bound
         if isinstance(layer.dispatcher, AllGatherDispatcher):
-            assert layer.dispatcher.room is layer.room, "what a layer asks is what the step looks at"
+            assert layer.dispatcher.row_capacity is layer.row_capacity, "what a layer asks is what the step looks at"
 
 
 @pytest.mark.parametrize("stage", [0, 3])

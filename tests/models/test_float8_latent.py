@@ -36,13 +36,13 @@ queries = pytest.mark.parametrize("q_lora_rank", [128, 0], ids=["queries from a 
 
 
 def layer_context_of(
-    *, hands_over: bool, recipe: Recipe = BLOCKWISE, later: WeightGradStore | None = None, again: bool = False
+    *, hands_over: bool, recipe: Recipe = BLOCKWISE, weight_grads: WeightGradStore | None = None, again: bool = False
 ) -> LayerContext:
     """Definitions, but for the heads."""
     operators = replace(REFERENCE, mla_heads=latent_heads.mla_heads if hands_over else None)
     recompute = RecomputeRule(kinds=frozenset({"latent-up"} if again else ()))
     rule = Float8Rule(dense=recipe, operators=operators)
-    return LayerContext(operators=OURS, float8=rule, later=later, recompute=recompute)
+    return LayerContext(operators=OURS, float8=rule, weight_grads=weight_grads, recompute=recompute)
 
 
 def layer_of(layer_context: LayerContext, q_lora_rank: int = 128, config: LatentAttention = CONFIG) -> LatentLayer:
@@ -113,10 +113,12 @@ def test_a_layer_that_hands_gradients_over_is_the_one_that_does_not(
 @pytest.mark.slow
 @queries
 def test_weight_gradients_may_come_later(q_lora_rank: int) -> None:
-    later = WeightGradStore()
-    plain, layer = (layer_of(layer_context_of(hands_over=one, later=later), q_lora_rank) for one in (False, True))
+    weight_grads = WeightGradStore()
+    plain, layer = (
+        layer_of(layer_context_of(hands_over=one, weight_grads=weight_grads), q_lora_rank) for one in (False, True)
+    )
     expected = passes(plain)
-    with later.collecting() as work:
+    with weight_grads.collecting() as work:
         found = passes(layer)
     assert layer.kv_up.weight.grad is None
     for task in work:

@@ -28,9 +28,9 @@ T, D, OUT = 192, 256, 144
 
 
 def layer_context_of(
-    recipe: Recipe = BLOCKWISE, gradient: Format = E4M3, later: WeightGradStore | None = None
+    recipe: Recipe = BLOCKWISE, gradient: Format = E4M3, weight_grads: WeightGradStore | None = None
 ) -> LayerContext:
-    return LayerContext(float8=Float8Rule(dense=recipe, gradient=gradient), later=later)
+    return LayerContext(float8=Float8Rule(dense=recipe, gradient=gradient), weight_grads=weight_grads)
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -157,14 +157,14 @@ def test_any_number_of_rows_is_multiplied(rows: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_weights_gradient_is_the_same_by_autograd_in_a_sum_and_later(dtype: torch.dtype) -> None:
     x, dy = random(2, T // 2, D, seed=3).to(dtype), random(2, T // 2, OUT, seed=4).to(dtype)
-    later = WeightGradStore()
-    matrix = matrix_of(layer_context_of(later=later), bias=True).to(dtype)
+    weight_grads = WeightGradStore()
+    matrix = matrix_of(layer_context_of(weight_grads=weight_grads), bias=True).to(dtype)
     expected = passes(matrix, x, dy)
     by_autograd = matrix.weight.grad, matrix.bias.grad
     assert by_autograd[0] is not None and by_autograd[1] is not None
 
     matrix.weight.grad = matrix.bias.grad = None
-    with later.collecting() as work:
+    with weight_grads.collecting() as work:
         found = passes(matrix, x, dy)
         assert matrix.weight.grad is None
     for task in work:
@@ -175,7 +175,7 @@ def test_a_weights_gradient_is_the_same_by_autograd_in_a_sum_and_later(dtype: to
     matrix.weight.grad = matrix.bias.grad = None
     matrix.total = torch.ones(OUT, D)
     passes(matrix, x, dy)
-    with later.collecting() as work:
+    with weight_grads.collecting() as work:
         passes(matrix, x, dy)
     for task in work:
         task()
@@ -312,12 +312,12 @@ def test_a_network_keeps_its_input_in_8_bits_and_gate_and_up() -> None:
 
 
 def test_weight_gradients_of_a_network_may_come_later() -> None:
-    later = WeightGradStore()
-    network = network_of(layer_context_of(later=later))
+    weight_grads = WeightGradStore()
+    network = network_of(layer_context_of(weight_grads=weight_grads))
     x, dy = random(T, D, seed=3), random(T, D, seed=4)
     expected = network_passes(network, x, dy)
     x = x.requires_grad_()
-    with later.collecting() as work:
+    with weight_grads.collecting() as work:
         network(x).backward(dy)
     assert network.gate_up.weight.grad is None and len(work) == 2
     for task in work:

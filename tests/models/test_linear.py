@@ -126,15 +126,15 @@ def test_a_bias_has_its_gradient_when_that_of_the_matrix_goes_into_a_sum(dtype: 
 
 
 def test_a_bias_has_its_gradient_when_that_of_the_matrix_comes_later() -> None:
-    later = WeightGradStore()
-    matrix = Linear(INPUTS, OUTPUTS, LayerContext(later=later), bias=True)
+    weight_grads = WeightGradStore()
+    matrix = Linear(INPUTS, OUTPUTS, LayerContext(weight_grads=weight_grads), bias=True)
     _fill(matrix.weight, _whole(OUTPUTS, INPUTS))
     _fill(matrix.bias, torch.randn(OUTPUTS))
     x = torch.randn(2, 3, INPUTS)
     _passes(matrix, x, 1)
     expected = matrix.weight.grad, matrix.bias.grad
     matrix.weight.grad = matrix.bias.grad = None
-    with later.collecting() as work:
+    with weight_grads.collecting() as work:
         _passes(matrix, x, 1)
     for task in work:
         task()
@@ -144,8 +144,8 @@ def test_a_bias_has_its_gradient_when_that_of_the_matrix_comes_later() -> None:
 # Into a sum
 
 
-def _matrix_and_input(dtype: torch.dtype, later: WeightGradStore | None = None) -> tuple[Linear, Tensor]:
-    matrix = Linear(INPUTS, OUTPUTS, LayerContext(later=later)).to(dtype)
+def _matrix_and_input(dtype: torch.dtype, weight_grads: WeightGradStore | None = None) -> tuple[Linear, Tensor]:
+    matrix = Linear(INPUTS, OUTPUTS, LayerContext(weight_grads=weight_grads)).to(dtype)
     _fill(matrix.weight, _whole(OUTPUTS, INPUTS))
     return matrix, torch.randn(2, 3, INPUTS, generator=torch.Generator().manual_seed(5)).to(dtype)
 
@@ -194,12 +194,12 @@ def test_without_gradients_a_matrix_with_a_sum_is_a_plain_product() -> None:
 
 
 def test_a_gradient_that_comes_later_goes_into_the_sum_when_it_comes() -> None:
-    later = WeightGradStore()
-    matrix, x = _matrix_and_input(torch.bfloat16, later)
+    weight_grads = WeightGradStore()
+    matrix, x = _matrix_and_input(torch.bfloat16, weight_grads)
     matrix.total = torch.zeros(OUTPUTS, INPUTS)
     _, expected = _passes(matrix, x, 1)
     at_once = matrix.total.clone()
-    with later.collecting() as work:
+    with weight_grads.collecting() as work:
         _, found = _passes(matrix, x, 1)
     assert torch.equal(found, expected)
     assert torch.equal(matrix.total, at_once), "nothing yet"

@@ -149,8 +149,8 @@ def test_weight_gradients_come_later_only_where_the_schedule_wants_it(
         model = build_rank(run, axes, META)
         layers = [layer for decoder in model.modules for layer in (*decoder.blocks.values(), *decoder.mtp.values())]
         matrices = [module for layer in layers for module in layer.modules() if isinstance(module, Linear)]
-        assert len({id(matrix.later) for matrix in matrices}) == 1, "one for each process"
-        assert (matrices[0].later is not None) == puts_off
+        assert len({id(matrix.weight_grads) for matrix in matrices}) == 1, "one for each process"
+        assert (matrices[0].weight_grads is not None) == puts_off
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,9 @@ def layer_of(case: Case, buffers: SymmetricBuffers | None, device: torch.device)
         recompute=RecomputeRule(kinds=frozenset(case.recompute)),
         transfers=TransferStream(device) if case.leaves else None,
     )
-    dispatcher, room = make_dispatcher(MOE, layer_context)
+    dispatcher, row_capacity = make_dispatcher(MOE, layer_context)
     experts = GroupedExperts(EXPERTS, D, F, layer_context, bias=case.bias)
-    layer = MoE(TopKRouter(MOE, D, 0, layer_context.operators), dispatcher, experts, None, layer_context, room)
+    layer = MoE(TopKRouter(MOE, D, 0, layer_context.operators), dispatcher, experts, None, layer_context, row_capacity)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in layer.named_parameters():
         is_experts = name.startswith("experts")

@@ -22,8 +22,8 @@ def arena_of(layers: int, bound: float) -> ActivationArena:
     return arena
 
 
-def put(arena: ActivationArena, rows: int, room: int = 20, share: float = 10.0) -> SavedRows:
-    return arena.place(torch.tensor([rows], dtype=torch.int32), room, LIKE, share=share)
+def put(arena: ActivationArena, rows: int, row_capacity: int = 20, share: float = 10.0) -> SavedRows:
+    return arena.place(torch.tensor([rows], dtype=torch.int32), row_capacity, LIKE, share=share)
 
 
 def test_a_layer_may_have_twice_its_share_as_long_as_all_of_them_have_not() -> None:
@@ -58,21 +58,21 @@ def test_rows_without_room_are_counted_and_the_next_pass_has_room_for_them() -> 
 
 
 def test_a_board_has_room_for_one_layer_in_any_case() -> None:
-    assert len(put(arena_of(2, 1.0), 1, room=35).rows_SF) == 35
+    assert len(put(arena_of(2, 1.0), 1, row_capacity=35).rows_SF) == 35
 
 
 def test_a_planned_layer_has_its_share_for_itself() -> None:
     arena, like = arena_of(5, 1.5), torch.empty(0, 4, device="meta")
     place = arena.place(torch.empty(1, dtype=torch.int32, device="meta"), 40, like, share=10.0)
-    assert place.rows_SF.shape == (15, 4) and place.room == 40
+    assert place.rows_SF.shape == (15, 4) and place.row_capacity == 40
 
 
 @pytest.mark.parametrize("counts", [((5, 0, 6), (9, 3, 1)), ((0, 0, 0), (4, 4, 4))])
 def test_experts_that_share_a_shelf_give_what_they_give_alone(counts: tuple[tuple[int, ...], ...]) -> None:
-    arena, room = arena_of(2, 1.6), 20
+    arena, row_capacity = arena_of(2, 1.6), 20
     matrices = torch.randn(2, 3, 32, 16), torch.randn(2, 3, 16, 16)
-    x_ND, dy_RD = torch.randn(7, 16), torch.randn(2, room, 16)
-    index_R, weights_R = torch.randint(7, (2, room)), torch.rand(2, room)
+    x_ND, dy_RD = torch.randn(7, 16), torch.randn(2, row_capacity, 16)
+    index_R, weights_R = torch.randint(7, (2, row_capacity)), torch.rand(2, row_capacity)
 
     def run(*, shelved: bool) -> list[Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in (x_ND, *matrices)]

@@ -102,9 +102,9 @@ def test_an_attached_loss_changes_gradients_and_nothing_else() -> None:
     assert_close(got, wanted)
 
 
-def _router(rate: float = 0.1) -> router_module.Router:
+def _router(rate: float = 0.1) -> router_module.TopKRouter:
     rule = Router(scoring_func="sigmoid", expert_bias=True, expert_bias_rate=rate)
-    router = router_module.Router(
+    router = router_module.TopKRouter(
         Moe(experts=E, top_k=K, moe_intermediate_size=4, router=rule), hidden_size=8, layer=2, operators=REFERENCE
     )
     nn.init.normal_(router.weight_ED, std=0.5, generator=torch.Generator().manual_seed(1))

@@ -45,17 +45,17 @@ def _made(axes: Axes, method: str, stage: int, **more: Any) -> tuple[Dispatcher,
     ("stage", "inner"), [(0, AllToAllDispatcher), (1, AllToAllDispatcher), (2, AllGatherDispatcher)]
 )
 def test_several_ranks_on_several_nodes_go_to_nodes_first(method: str, stage: int, inner: type) -> None:
-    dispatcher, room = _made(_axes(EP8, 4), method, stage)
+    dispatcher, row_capacity = _made(_axes(EP8, 4), method, stage)
     assert isinstance(dispatcher, HierarchicalDispatcher)
     assert isinstance(dispatcher.inner, inner)
     assert (dispatcher.is_counted, dispatcher.is_even) == (stage < 2, stage >= 2)
     block = ExpertPlacement(experts=32, expert=4)
     assert dispatcher.inner.placement == block
-    assert (room is None) == (stage < 2)
+    assert (row_capacity is None) == (stage < 2)
     if isinstance(dispatcher.inner, AllGatherDispatcher):
-        assert dispatcher.inner.room is room
-        assert room is not None
-        assert room.placement.expert == 8, "the even share is that of all ranks, because all their tokens come"
+        assert dispatcher.inner.row_capacity is row_capacity
+        assert row_capacity is not None
+        assert row_capacity.placement.expert == 8, "the even share is that of all ranks, because all their tokens come"
 
 
 def test_auto_never_divides_an_expert_unequally_and_hierarchical_says_why() -> None:
@@ -72,10 +72,10 @@ def test_inside_a_node_rows_are_written_into_other_gpus_memory_where_it_is_mappe
     memory = torch.zeros(sizes.total_bytes + 256, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 256 :][: sizes.total_bytes]
     buffers = SymmetricBuffers(sizes, memory, [memory.data_ptr()] * 4, rank=0)
-    dispatcher, room = _made(_axes(EP8, 4), "auto", stage, buffers=buffers)
+    dispatcher, row_capacity = _made(_axes(EP8, 4), "auto", stage, buffers=buffers)
     assert isinstance(dispatcher, HierarchicalDispatcher)
     assert isinstance(dispatcher.inner, SymmetricDispatcher)
-    assert dispatcher.inner.room is room
+    assert dispatcher.inner.row_capacity is row_capacity
     assert (dispatcher.is_counted, dispatcher.is_even) == (is_counted, True)
 
 

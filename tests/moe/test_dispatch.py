@@ -291,12 +291,12 @@ def test_rows_that_find_no_room_are_counted_and_pass_when_there_is_as_much_as_ca
     placement = ExpertPlacement(experts=8, expert=2, expert_tensor=expert_tensor)
     whole = problem(placement, adversarial(kind, 64))
     results = ranks.run(placement.places, _without_and_with_room, way, whole, triton)
-    room = RowCapacity(placement, 1.0).rows(64, 2)
-    assert room == 79  # 64 x 2 / 2 rows and nobody's, in sixteens
+    row_capacity = RowCapacity(placement, 1.0).rows(64, 2)
+    assert row_capacity == 79  # 64 x 2 / 2 rows and nobody's, in sixteens
     for place, (left_out, still_left_out, _) in enumerate(results):
         experts = placement.experts_of(place)
         arriving = int(((whole.experts_TK >= experts.start) & (whole.experts_TK < experts.stop)).sum())
-        assert (left_out, still_left_out) == (max(0, arriving - room), 0)
+        assert (left_out, still_left_out) == (max(0, arriving - row_capacity), 0)
     if kind == "all on the last rank":
         assert any(left_out for left_out, _, _ in results)
     compare(whole, [tensors for _, _, tensors in results])
@@ -304,15 +304,15 @@ def test_rows_that_find_no_room_are_counted_and_pass_when_there_is_as_much_as_ca
 
 def _without_and_with_room(way: Gloo, whole: Problem, triton: bool) -> tuple[int, int, list[Tensor]]:
     """On a rank: rows that found no room, those that found none with room for them, and what came out then."""
-    room = RowCapacity(whole.placement, 1.0)
-    dispatchers, place = dispatchers_on_a_rank(way, whole.placement, [room], triton)
+    row_capacity = RowCapacity(whole.placement, 1.0)
+    dispatchers, place = dispatchers_on_a_rank(way, whole.placement, [row_capacity], triton)
     (first,) = mix(dispatchers, [whole], place)
     assert all(torch.isfinite(tensor).all() for tensor in first), "rows without room spoil others"
-    left_out = int(room.left_out)
-    make_room([room])
-    forget_left_out([room])
+    left_out = int(row_capacity.left_out)
+    make_room([row_capacity])
+    forget_left_out([row_capacity])
     (again,) = mix(dispatchers, [whole], place)
-    return left_out, int(room.left_out), again
+    return left_out, int(row_capacity.left_out), again
 
 
 def test_a_padded_rank_sends_and_gets_the_same_whatever_the_routing() -> None:

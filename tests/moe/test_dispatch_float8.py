@@ -44,7 +44,7 @@ from tests.moe.test_dispatch import adversarial
 from tests.moe.ways import OVER_GLOO, Gloo, Way, dispatchers_on_a_rank, solve
 from tests.parallel.symmetric_ranks import run_ranks
 
-OPENED = WireFormat(recipe=BLOCKWISE, is_opened=True)
+OPENED = WireFormat(recipe=BLOCKWISE, dequantizes=True)
 READ = WireFormat(recipe=BLOCKWISE)
 TRITON: Float8Operators = replace(REFERENCE, pack_rows=pack.pack_rows, unpack_rows=pack.unpack_rows)
 EP4 = ExpertPlacement(experts=8, expert=4)
@@ -54,7 +54,7 @@ SIMULATED = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are simu
 
 def _representable(whole: Problem, wire_format: WireFormat) -> Problem:
     """The same problem with tokens that 8 bits hold exactly."""
-    payload = wire_format.load(whole.x_TD)
+    payload = wire_format.encode(whole.x_TD)
     assert payload.packed is not None and wire_format.recipe is not None
     width, dtype = whole.x_TD.shape[1], whole.x_TD.dtype
     return replace(whole, x_TD=unpack_rows(payload.packed, width, wire_format.recipe, wire_format.form, dtype))
@@ -76,7 +76,7 @@ def test_what_8_bits_hold_gives_the_bits_that_16_bits_give(ranks: Pool, way: Way
     wire_format = WireFormat(recipe=recipe)
     problems = [_representable(problem(EP4, adversarial(kind, 16)), wire_format) for kind in KINDS]
     plain = solve(ranks, way, [problems])
-    for packed in (replace(wire_format, is_opened=True), wire_format):
+    for packed in (replace(wire_format, dequantizes=True), wire_format):
         found = solve(ranks, way, [problems], wire_format=packed)
         assert all(_same(one, other) for one, other in zip(found, plain, strict=True))
 
@@ -238,7 +238,7 @@ def test_half_the_bytes_go_out_and_all_of_them_come_back(ranks: Pool, way: Gloo)
 
 def test_the_carrier_has_one_number_of_memory_and_takes_the_gradient() -> None:
     x_TD = torch.randn(6, D, requires_grad=True)
-    payload = READ.load(x_TD).moved(lambda rows: rows[:4], lambda gradient: torch.cat((gradient, gradient[:2])))
+    payload = READ.load(x_TD).move(lambda rows: rows[:4], lambda gradient: torch.cat((gradient, gradient[:2])))
     assert payload.packed is not None and payload.packed.shape[0] == 4
     assert payload.x_ND.shape == (4, D) and payload.x_ND.untyped_storage().nbytes() == 4
     direction_ND = torch.randn(4, D)
@@ -251,7 +251,7 @@ def test_the_carrier_has_one_number_of_memory_and_takes_the_gradient() -> None:
 def test_the_benchmarks_whole_numbers_are_whole_in_8_bits(recipe: Recipe) -> None:
     layer = Exact.draw(SMALL, adversarial("some dropped", 12).experts_TK)
     layer = replace(layer, experts_TK=layer.experts_TK.masked_fill(layer.experts_TK == 8, SMALL.E))
-    dispatcher = LocalDispatcher(SMALL.E, PLAIN, WireFormat(recipe=recipe, operators=TRITON, is_opened=True))
+    dispatcher = LocalDispatcher(SMALL.E, PLAIN, WireFormat(recipe=recipe, operators=TRITON, dequantizes=True))
     y_TD = layer.begin(dispatcher, 0)()
     gradients = torch.autograd.grad((y_TD * layer.direction_TD).sum(), (layer.x_TD, layer.weights_TK))
     assert int(layer.wrong(y_TD, *gradients)) == 0
@@ -265,19 +265,19 @@ def test_slots_hold_the_widest_row_that_goes_through_them(precision: str, width:
 
 
 @pytest.mark.parametrize(
-    ("experts", "is_opened"),
+    ("experts", "dequantizes"),
     [(BLOCKWISE, False), (BLOCKWISE_SQUARE, False), (MXFP8, True), (None, True)],
     ids=["same", "squares of the same rows", "other", "none"],
 )
 def test_rows_stay_in_8_bits_where_experts_read_them_in_the_same_blocks(
-    experts: Recipe | None, is_opened: bool
+    experts: Recipe | None, dequantizes: bool
 ) -> None:
     rule = Float8Rule(dispatch=BLOCKWISE, experts=experts)
-    assert wire_format_of(rule) == WireFormat(recipe=BLOCKWISE, is_opened=is_opened)
+    assert wire_format_of(rule) == WireFormat(recipe=BLOCKWISE, dequantizes=dequantizes)
     dispatcher, _ = make_dispatcher(MOE, LayerContext(float8=rule))
     assert isinstance(dispatcher, LocalDispatcher)
     rows, _ = dispatcher.dispatch(torch.randn(4, D), random_routing(4, 8, 2, seed=0))
-    assert (rows.quantized is None) == is_opened
+    assert (rows.quantized is None) == dequantizes
     assert wire_format_of(Float8Rule(experts=experts)).recipe is None
 
 
@@ -311,9 +311,14 @@ MOE = Moe(
 
 def _layer(rule: Float8Rule, transfers: TransferStream | None) -> MoE:
     layer_context = LayerContext(float8=rule, transfers=transfers)
-    dispatcher, room = make_dispatcher(MOE, layer_context)
+    dispatcher, row_capacity = make_dispatcher(MOE, layer_context)
     layer = MoE(
-        TopKRouter(MOE, D, 0, PLAIN), dispatcher, GroupedExperts(8, D, 16, layer_context), None, layer_context, room
+        TopKRouter(MOE, D, 0, PLAIN),
+        dispatcher,
+        GroupedExperts(8, D, 16, layer_context),
+        None,
+        layer_context,
+        row_capacity,
     )
     torch.manual_seed(1)
     for parameter in layer.parameters():

@@ -59,7 +59,7 @@ def llama4(top_k: int) -> Moe:
 
 
 def layer_of(moe: Moe, layer_context: LayerContext) -> MoE:
-    dispatcher, room = make_dispatcher(moe, layer_context)
+    dispatcher, row_capacity = make_dispatcher(moe, layer_context)
     experts = GroupedExperts(E, D, F, layer_context, rule=expert_rule(moe), bias=moe.bias)
     shared = (
         FeedForward(D, moe.shared_expert_intermediate_size, layer_context)
@@ -67,7 +67,12 @@ def layer_of(moe: Moe, layer_context: LayerContext) -> MoE:
         else None
     )
     layer = MoE(
-        router_module.Router(moe, D, 0, layer_context.operators), dispatcher, experts, shared, layer_context, room
+        router_module.TopKRouter(moe, D, 0, layer_context.operators),
+        dispatcher,
+        experts,
+        shared,
+        layer_context,
+        row_capacity,
     )
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -181,13 +186,13 @@ def test_what_is_recomputed_gives_the_same_bits(forms: Operators, kinds: tuple[s
 @FAMILIES
 @pytest.mark.parametrize("forms", FORMS.values(), ids=FORMS)
 def test_gradients_of_matrices_may_be_put_off_beside_those_of_biases(forms: Operators, moe: Moe) -> None:
-    later = WeightGradStore()
+    weight_grads = WeightGradStore()
     torch.manual_seed(0)
     at_once = layer_of(moe, LayerContext(operators=forms))
     torch.manual_seed(0)
-    layer = layer_of(moe, LayerContext(operators=forms, later=later))
+    layer = layer_of(moe, LayerContext(operators=forms, weight_grads=weight_grads))
     expected = [*trained(at_once), *gradients(at_once)]
-    with later.collecting() as work:
+    with weight_grads.collecting() as work:
         found = trained(layer)
     assert layer.experts.gate_up_eFD.grad is None and layer.experts.down_eDF.grad is None
     for task in work:

@@ -78,8 +78,11 @@ def test_without_8_bits_there_are_no_copies() -> None:
 
 @pytest.mark.parametrize("with_sums", [True, False], ids=["sums", "autograd"])
 def test_a_split_backward_puts_weight_gradients_off(with_sums: bool) -> None:
-    later = WeightGradStore()
-    at_once, split = make(LayerContext(float8=IN_8_BITS)), make(LayerContext(float8=IN_8_BITS, later=later))
+    weight_grads = WeightGradStore()
+    at_once, split = (
+        make(LayerContext(float8=IN_8_BITS)),
+        make(LayerContext(float8=IN_8_BITS, weight_grads=weight_grads)),
+    )
     for experts in (at_once, split):
         experts.sums = tuple(torch.zeros_like(one) for one in experts.parameters()) if with_sums else None
 
@@ -88,7 +91,7 @@ def test_a_split_backward_puts_weight_gradients_off(with_sums: bool) -> None:
 
     rows, again = draw(), draw()
     at_once(rows).square().sum().backward()
-    with later.collecting() as work:
+    with weight_grads.collecting() as work:
         split(again).square().sum().backward()
     assert again.x_ND.grad is not None and rows.x_ND.grad is not None
     assert torch.equal(again.x_ND.grad, rows.x_ND.grad), "the rows' gradient waits for nobody"
@@ -101,14 +104,14 @@ def test_a_split_backward_puts_weight_gradients_off(with_sums: bool) -> None:
 
 @pytest.mark.parametrize("lacks", ["nothing", "sums", "a gradient of the rows"])
 def test_the_first_matrixs_gradient_is_left_aside_where_the_rows_gradients_travel_after_it(lacks: str) -> None:
-    experts, aside = make(LayerContext(float8=IN_8_BITS)), DeferredWork()
+    experts, deferred = make(LayerContext(float8=IN_8_BITS)), DeferredWork()
     totals = tuple(torch.zeros_like(one) for one in experts.parameters())
     experts.sums = None if lacks == "sums" else totals
-    rows = replace(draw(), aside=aside)
+    rows = replace(draw(), deferred=deferred)
     rows.x_ND.requires_grad_(lacks != "a gradient of the rows")
     experts(rows).square().sum().backward()
     gate_up, down = experts.sums or [one.grad for one in experts.parameters()]
     assert down is not None and down.any()
-    assert aside.is_empty == (lacks != "nothing") == (gate_up is not None and bool(gate_up.any()))
-    aside.do()
-    assert gate_up is not None and gate_up.any() and aside.is_empty
+    assert deferred.is_empty == (lacks != "nothing") == (gate_up is not None and bool(gate_up.any()))
+    deferred.do()
+    assert gate_up is not None and gate_up.any() and deferred.is_empty

@@ -40,8 +40,10 @@ MOE = Moe(
 )
 
 
-def _layer(network: Operators, kinds: tuple[str, ...], *, later: WeightGradStore | None = None) -> MoE:
-    layer_context = LayerContext(operators=network, recompute=RecomputeRule(kinds=frozenset(kinds)), later=later)
+def _layer(network: Operators, kinds: tuple[str, ...], *, weight_grads: WeightGradStore | None = None) -> MoE:
+    layer_context = LayerContext(
+        operators=network, recompute=RecomputeRule(kinds=frozenset(kinds)), weight_grads=weight_grads
+    )
     layer = MoE(
         TopKRouter(MOE, D, 0, network),
         LocalDispatcher(E, network),
@@ -109,10 +111,10 @@ def test_expert_activations_are_freed_whatever_the_network_is(network: Operators
 
 
 def test_recomputed_experts_may_put_their_weight_gradients_off() -> None:
-    later, products = WeightGradStore(), Counter()
+    weight_grads, products = WeightGradStore(), Counter()
     expected = _whole(_layer(_by_itself(Counter()), ()))
-    layer = _layer(_by_itself(products), ("expert-activation",), later=later)
-    with later.collecting() as work:
+    layer = _layer(_by_itself(products), ("expert-activation",), weight_grads=weight_grads)
+    with weight_grads.collecting() as work:
         found = _whole(layer)[:2]
     assert layer.experts.down_eDF.grad is None
     for task in work:

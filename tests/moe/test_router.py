@@ -86,10 +86,10 @@ def test_mass_and_z_are_sums_over_each_sequence() -> None:
     assert_close(routed.z_B[0], logits_TE[:4].exp().sum(-1).log().square().sum())
 
 
-def _router(balance: Balance, **changes: object) -> router_module.Router:
+def _router(balance: Balance, **changes: object) -> router_module.TopKRouter:
     router = Router(scoring_func="sigmoid", expert_bias=True, norm_topk_prob=True)
     moe = Moe(experts=E, top_k=3, moe_intermediate_size=8, router=router, balance=balance)
-    module = router_module.Router(moe.model_copy(update=changes), hidden_size=16, layer=1, operators=REFERENCE)
+    module = router_module.TopKRouter(moe.model_copy(update=changes), hidden_size=16, layer=1, operators=REFERENCE)
     torch.nn.init.normal_(module.weight_ED, generator=torch.Generator().manual_seed(3))
     assert module.expert_bias_E is not None, "this router has a bias"
     module.meter.reset()

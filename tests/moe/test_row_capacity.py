@@ -21,32 +21,34 @@ from tests.moe.mixture import D, random_routing, token_by_token, weights_of
 
 
 def test_a_layer_that_is_not_trained_has_room_for_all() -> None:
-    room = RowCapacity(ExpertPlacement(experts=64, expert=8), 1.0)
-    assert room.rows(1000, 6) == 751  # 6,000 / 8 and nobody's, in sixteens
-    assert room.eval().rows(1000, 6) == 6000
+    row_capacity = RowCapacity(ExpertPlacement(experts=64, expert=8), 1.0)
+    assert row_capacity.rows(1000, 6) == 751  # 6,000 / 8 and nobody's, in sixteens
+    assert row_capacity.eval().rows(1000, 6) == 6000
 
 
 def test_layers_that_were_too_small_keep_a_tenth_more_than_came_and_others_stay_as_they_are() -> None:
-    small, large = rooms = [RowCapacity(ExpertPlacement(experts=64, expert=8), bound) for bound in (1.0, 1.5)]
+    small, large = row_capacities = [RowCapacity(ExpertPlacement(experts=64, expert=8), bound) for bound in (1.0, 1.5)]
     for arriving in (900, 1000, 700):
-        for room in rooms:
-            room.count(torch.tensor(arriving), room.rows(1000, 6))
-    assert [int(room.left_out) for room in rooms] == [900 - 751 + 1000 - 751, 0]
-    make_room(rooms)
+        for row_capacity in row_capacities:
+            row_capacity.count(torch.tensor(arriving), row_capacity.rows(1000, 6))
+    assert [int(row_capacity.left_out) for row_capacity in row_capacities] == [900 - 751 + 1000 - 751, 0]
+    make_room(row_capacities)
     assert small.rows(1000, 6) == 1103  # 1,100 and nobody's, in sixteens
     assert large.rows(1000, 6) == 1135
-    assert widenings(rooms) == 1, "of both: ranks that were large enough capture their graphs anew with the others"
-    forget_left_out(rooms)
+    assert widenings(row_capacities) == 1, (
+        "of both: ranks that were large enough capture their graphs anew with the others"
+    )
+    forget_left_out(row_capacities)
     assert small.meter.tolist() == [0, 0]
-    make_room(rooms)
+    make_room(row_capacities)
     assert small.rows(1000, 6) == 1103, "room is never taken back"
 
 
 def test_more_than_the_worst_case_is_never_asked_for() -> None:
-    room = RowCapacity(ExpertPlacement(experts=4, expert=2), 1.0)
-    room.rows(10, 2)
-    room.widen(20)
-    assert room.rows(10, 2) == 20
+    row_capacity = RowCapacity(ExpertPlacement(experts=4, expert=2), 1.0)
+    row_capacity.rows(10, 2)
+    row_capacity.widen(20)
+    assert row_capacity.rows(10, 2) == 20
 
 
 def test_a_rank_never_needs_more_rows_of_a_token_than_it_has_experts() -> None:

@@ -85,10 +85,10 @@ def _output_and_gradients(y_TD: Tensor, layer: Layer, leaves: list[Tensor]) -> l
     return [y_TD.detach(), *torch.autograd.grad((y_TD * layer.direction_TD).sum(), leaves)]
 
 
-def _in_large_tiles(links: SymmetricTransport) -> SymmetricTransport:
+def _in_large_tiles(transport: SymmetricTransport) -> SymmetricTransport:
     """The interpreter's time is that of the tiles, whatever is in them. Small ones are in tests/kernels."""
     launch = PersistentLaunch(block_rows=8, block_columns=64, warps=1, programs=3)
-    return replace(links, **dict.fromkeys(("push", "take", "take_all", "back", "sum", "sum_all"), launch))
+    return replace(transport, **dict.fromkeys(("push", "take", "take_all", "back", "sum", "sum_all"), launch))
 
 
 def _all_layers(
@@ -98,9 +98,11 @@ def _all_layers(
     flying = []
     for whole in layers:
         layer = whole.of(buffers.peers.rank)
-        room = RowCapacity(layer.placement, bound) if bound else None
-        links = replace(_in_large_tiles(transport_of(layer.placement, buffers, by_engines=by_engines)), chunks=chunks)
-        dispatcher = SymmetricDispatcher(layer.placement, links, room)
+        row_capacity = RowCapacity(layer.placement, bound) if bound else None
+        transport = replace(
+            _in_large_tiles(transport_of(layer.placement, buffers, by_engines=by_engines)), chunks=chunks
+        )
+        dispatcher = SymmetricDispatcher(layer.placement, transport, row_capacity)
         leaves = layer.leaves
         flying.append((dispatcher, leaves, *dispatcher.dispatch(leaves[0], Routing(leaves[1], layer.experts_TK))))
     outputs = [_finish(*one) for one in flying]
@@ -234,19 +236,19 @@ def _left_aside(buffers: SymmetricBuffers, layer: Layer, log: list[str]) -> list
 
         setattr(buffers, name, call)
 
-    links = _in_large_tiles(transport_of(layer.placement, buffers))
-    dispatcher, leaves = SymmetricDispatcher(layer.placement, links, is_filled=True), layer.leaves
+    transport = _in_large_tiles(transport_of(layer.placement, buffers))
+    dispatcher, leaves = SymmetricDispatcher(layer.placement, transport, overlaps_backward=True), layer.leaves
     rows, metadata = dispatcher.dispatch(leaves[0], Routing(leaves[1], layer.experts_TK))
-    aside = rows.aside
-    assert aside is not None
-    rows.x_ND.register_hook(lambda gradient: aside.add(lambda: log.append("task")))
+    deferred = rows.deferred
+    assert deferred is not None
+    rows.x_ND.register_hook(lambda gradient: deferred.add(lambda: log.append("task")))
     y_TD = _finish(dispatcher, leaves, rows, metadata)
     for name in ("_send", "hold", "read"):
         logged(name)
     found = _output_and_gradients(y_TD, layer, leaves)
     for name in ("_send", "hold", "read"):
         delattr(buffers, name)
-    assert aside.is_empty
+    assert deferred.is_empty
     return found
 
 
@@ -265,9 +267,17 @@ def test_how_many_programs_run_can_be_chosen() -> None:
 
 
 def _programs(buffers: SymmetricBuffers, programs: int) -> set[int]:
-    links = transport_of(ExpertPlacement(experts=EXPERTS, expert=2), buffers, programs)
+    transport = transport_of(ExpertPlacement(experts=EXPERTS, expert=2), buffers, programs)
     return {
-        launch.programs for launch in (links.push, links.take, links.take_all, links.back, links.sum, links.sum_all)
+        launch.programs
+        for launch in (
+            transport.push,
+            transport.take,
+            transport.take_all,
+            transport.back,
+            transport.sum,
+            transport.sum_all,
+        )
     }
 
 
@@ -322,10 +332,10 @@ def test_rows_that_find_no_room_are_counted_and_the_others_are_right() -> None:
 
 def _left_out(buffers: SymmetricBuffers, whole: Layer) -> int:
     layer = whole.of(buffers.peers.rank)
-    room = RowCapacity(layer.placement, 1.2)
-    dispatcher = SymmetricDispatcher(layer.placement, transport_of(layer.placement, buffers), room)
+    row_capacity = RowCapacity(layer.placement, 1.2)
+    dispatcher = SymmetricDispatcher(layer.placement, transport_of(layer.placement, buffers), row_capacity)
     _mix(dispatcher, layer.leaves, layer.experts_TK)
-    return int(room.left_out)
+    return int(row_capacity.left_out)
 
 
 def test_a_rank_that_never_comes_is_noticed() -> None:

@@ -100,16 +100,16 @@ def over_gloo(
 ) -> tuple[Results, list[int]]:
     """On a rank: what `mix` gives, and rows of each layer that found no room."""
     placement = flights[0][0].placement
-    rooms = [RowCapacity(placement, bound) for _ in flights[0]]
-    dispatchers, place = dispatchers_on_a_rank(way, placement, rooms, triton, per_node, wire_format)
+    row_capacities = [RowCapacity(placement, bound) for _ in flights[0]]
+    dispatchers, place = dispatchers_on_a_rank(way, placement, row_capacities, triton, per_node, wire_format)
     results = [one for problems in flights for one in mix(dispatchers, problems, place)]
-    return results, [int(room.left_out) for room in rooms]
+    return results, [int(row_capacity.left_out) for row_capacity in row_capacities]
 
 
 def dispatchers_on_a_rank(
     way: Gloo,
     placement: ExpertPlacement,
-    rooms: Sequence[RowCapacity],
+    row_capacities: Sequence[RowCapacity],
     triton: bool,
     per_node: int = 0,
     wire_format: WireFormat = UNQUANTIZED,
@@ -118,11 +118,18 @@ def dispatchers_on_a_rank(
     grid = Grid(world=placement.places, expert=placement.expert, expert_tensor=placement.expert_tensor)
     axes = make_axes(grid, ranks_per_node=per_node or max(1, placement.places // 2))
     operators: Operators = TRITON if triton else REFERENCE
-    return [_dispatcher(way, placement, axes, operators, room, wire_format) for room in rooms], axes.expert.rank
+    return [
+        _dispatcher(way, placement, axes, operators, row_capacity, wire_format) for row_capacity in row_capacities
+    ], axes.expert.rank
 
 
 def _dispatcher(
-    way: Gloo, placement: ExpertPlacement, axes: Axes, operators: Operators, room: RowCapacity, wire_format: WireFormat
+    way: Gloo,
+    placement: ExpertPlacement,
+    axes: Axes,
+    operators: Operators,
+    row_capacity: RowCapacity,
+    wire_format: WireFormat,
 ) -> Dispatcher:
     if way == "padded":
         # a factor of E gives every expert room for all slots, so padding itself drops none
@@ -130,7 +137,7 @@ def _dispatcher(
     if way == "sent":
         return AllToAllDispatcher(placement, axes.expert, operators, wire_format=wire_format)
     if way.startswith("gathered"):
-        asked = None if way == "gathered, counted" else room
+        asked = None if way == "gathered, counted" else row_capacity
         return AllGatherDispatcher(placement, axes.expert, operators, asked, wire_format=wire_format)
     nodes = NodePlacement(placement, axes.expert_node, axes.expert_across)
     block = placement.block(nodes.node.size)
@@ -140,7 +147,7 @@ def _dispatcher(
     if way == "by node, gathered":
         inner = AllGatherDispatcher(block, nodes.node, operators, wire_format=wire_format)
         return HierarchicalDispatcher(nodes, inner, operators, is_counted=True, is_even=True, wire_format=wire_format)
-    inner = AllGatherDispatcher(block, nodes.node, operators, room, wire_format=wire_format)
+    inner = AllGatherDispatcher(block, nodes.node, operators, row_capacity, wire_format=wire_format)
     return HierarchicalDispatcher(nodes, inner, operators, is_counted=False, wire_format=wire_format)
 
 
@@ -156,7 +163,7 @@ def _sizes(flights: Flights, nodes: int) -> BufferSizes:
     )
 
 
-def _links(placement: ExpertPlacement, buffers: SymmetricBuffers) -> SymmetricTransport:
+def _transport(placement: ExpertPlacement, buffers: SymmetricBuffers) -> SymmetricTransport:
     """In large tiles: the interpreter's time is that of the tiles, whatever is in them."""
     launch = PersistentLaunch(block_rows=8, block_columns=64, warps=1, programs=3)
     return replace(transport_of(placement, buffers), push=launch, take=launch, back=launch, sum=launch)
@@ -164,8 +171,11 @@ def _links(placement: ExpertPlacement, buffers: SymmetricBuffers) -> SymmetricTr
 
 def _pushed(buffers: SymmetricBuffers, flights: Flights, bound: float, wire_format: WireFormat) -> Results:
     placement = flights[0][0].placement
-    links, rooms = _links(placement, buffers), [RowCapacity(placement, bound) for _ in flights[0]]
-    dispatchers = [SymmetricDispatcher(placement, links, room=room, wire_format=wire_format) for room in rooms]
+    transport, row_capacities = _transport(placement, buffers), [RowCapacity(placement, bound) for _ in flights[0]]
+    dispatchers = [
+        SymmetricDispatcher(placement, transport, row_capacity=row_capacity, wire_format=wire_format)
+        for row_capacity in row_capacities
+    ]
     return [one for problems in flights for one in mix(dispatchers, problems, buffers.peers.rank)]
 
 
@@ -186,7 +196,7 @@ def _by_node_pushed(
     nodes = NodePlacement(placement, Axis(name="expert_node", ranks=tuple(range(per_node)), rank=rank), across)
     block = placement.block(per_node)
     inner = SymmetricDispatcher(
-        block, _links(block, buffers), room=RowCapacity(placement, bound), wire_format=wire_format
+        block, _transport(block, buffers), row_capacity=RowCapacity(placement, bound), wire_format=wire_format
     )
     outer = HierarchicalDispatcher(nodes, inner, REFERENCE, is_counted=False, wire_format=wire_format)
     dispatchers = [outer for _ in flights[0]]

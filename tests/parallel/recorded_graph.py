@@ -41,9 +41,9 @@ class Recorder(TorchDispatchMode):
         options = kwargs or {}
         if function._schema.is_mutable:
             for argument, value in zip(function._schema.arguments, args, strict=False):
-                self._keep(argument, value)
+                self._save_argument(argument, value)
             for argument in function._schema.arguments[len(args) :]:
-                self._keep(argument, options.get(argument.name))
+                self._save_argument(argument, options.get(argument.name))
         result = function(*args, **options)
         given = {pointer(tensor) for tensor in tensors_in((args, options))}
         made = tuple(tensor for tensor in tensors_in(result) if pointer(tensor) not in given)
@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
         self.operations.append(Operation(function, plain(args), plain(options), tuple(one.data for one in made)))
         return result
 
-    def _keep(self, argument: Any, value: Any) -> None:
+    def _save_argument(self, argument: Any, value: Any) -> None:
         if argument.alias_info is None or not argument.alias_info.is_write:
             return
         for tensor in tensors_in(value):

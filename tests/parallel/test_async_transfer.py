@@ -69,8 +69,8 @@ def test_an_output_may_be_the_input_itself() -> None:
 def test_without_gradients_nothing_is_recorded() -> None:
     transfers = Recorded()
     with torch.no_grad():
-        flight = transfers.launch("scale", _scaled, *_leaves())
-        (y_TD, _), tokens = flight.wait()
+        handle = transfers.launch("scale", _scaled, *_leaves())
+        (y_TD, _), tokens = handle.wait()
     assert y_TD.grad_fn is None and tokens == T
     assert transfers.events == ["scale 0 leaves", "scale 0 arrives"]
 
@@ -79,9 +79,9 @@ def test_what_runs_beside_a_transfer_in_forward_has_its_gradients_beside_it_in_b
     transfers, (x_TD, _) = Recorded(), _leaves()
     mark = transfers.mark
     before_TD = mark("before", x_TD)
-    flight = transfers.launch("dispatch", lambda x_TD: ((x_TD.sin(),), None), before_TD)
+    handle = transfers.launch("dispatch", lambda x_TD: ((x_TD.sin(),), None), before_TD)
     beside_TD = mark("beside", before_TD)
-    (y_TD,), _ = flight.wait()
+    (y_TD,), _ = handle.wait()
     out_TD = mark("after", y_TD)
     assert transfers.events == ["before", "dispatch 0 leaves", "beside", "dispatch 0 arrives", "after"]
     transfers.events.clear()
@@ -93,7 +93,7 @@ def test_what_runs_beside_a_transfer_in_forward_has_its_gradients_beside_it_in_b
 def test_two_flights_at_once_come_back_in_mirrored_order() -> None:
     transfers, inputs = Recorded(), [_leaves()[0] for _ in range(2)]
     flights = [transfers.launch("dispatch", lambda x_TD: ((x_TD.sin(),), None), x_TD) for x_TD in inputs]
-    outputs = [flight.wait()[0][0] for flight in flights]
+    outputs = [handle.wait()[0][0] for handle in flights]
     forward, transfers.events = transfers.events, []
     torch.cat(outputs).sum().backward()
     assert transfers.events == mirrored(forward)
@@ -113,7 +113,7 @@ def test_work_beside_a_backward_pass_is_done_whenever_a_transfer_has_left_and_re
     for _ in range(2):
         (hidden_TD,), _ = transfers.launch("dispatch", lambda x_TD: ((x_TD.sin(),), None), hidden_TD).wait()
     transfers.events.clear()
-    with transfers.beside(work):
+    with transfers.during_transfers(work):
         hidden_TD.sum().backward()
     assert transfers.events == [
         event
@@ -127,7 +127,7 @@ def test_work_beside_a_backward_pass_is_done_whenever_a_transfer_has_left_and_re
 
 def test_two_works_cannot_run_beside_one_pass() -> None:
     transfers = TransferStream(torch.device("cpu"))
-    one, other = (transfers.beside(lambda: None) for _ in range(2))
+    one, other = (transfers.during_transfers(lambda: None) for _ in range(2))
     with one, pytest.raises(AssertionError, match="two works"), other:
         pass
 
@@ -136,11 +136,11 @@ def test_what_the_transfer_reads_is_held_until_it_arrives_and_not_longer() -> No
     transfers, size = TransferStream(torch.device("cpu")), T * D * 4
     x_TD, _ = _leaves()
     with Alive() as alive:
-        flight = transfers.launch("move", lambda y_TD: ((y_TD + 1,), None), x_TD * 1)
+        handle = transfers.launch("move", lambda y_TD: ((y_TD + 1,), None), x_TD * 1)
         gc.collect()
         assert alive.bytes() == 2 * size, "its input, which nobody else has, and its output"
-        (y_TD,), _ = flight.wait()
-        del flight
+        (y_TD,), _ = handle.wait()
+        del handle
         assert alive.bytes() == size
         y_TD.sum().backward()
         del y_TD
@@ -156,9 +156,9 @@ def test_what_the_function_closes_over_is_held_too() -> None:
         return transfers.launch("move", lambda x_TD: ((x_TD.sum() + order_T.sum(),), None), x_TD)
 
     with Alive() as alive:
-        flight = launch()
+        handle = launch()
         before = alive.bytes()
-        flight.wait()
+        handle.wait()
         assert before - alive.bytes() >= size
 
 
@@ -213,9 +213,9 @@ def _chain(x_TD: Tensor, transfers: TransferStream | None) -> Tensor:
         if transfers is None:
             x_TD = 2 * (x_TD * 0.3) + beside_TD
             continue
-        flight = transfers.launch("slow", lambda x_TD: ((_Slow.apply(x_TD),), None), x_TD * 0.3)
+        handle = transfers.launch("slow", lambda x_TD: ((_Slow.apply(x_TD),), None), x_TD * 0.3)
         beside_TD = _Noise.apply(beside_TD)
-        (y_TD,), _ = flight.wait()
+        (y_TD,), _ = handle.wait()
         x_TD = y_TD + beside_TD
     return x_TD.cos().sum()
 
@@ -239,11 +239,11 @@ def test_on_a_gpu_both_directions_are_captured_and_replayed_with_other_inputs() 
     device = torch.device("cuda")
     transfers, generator = TransferStream(device), torch.Generator(device).manual_seed(0)
     x_TD = torch.randn(512, 1024, device=device, generator=generator).requires_grad_()
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
+    deferred = torch.cuda.Stream()
+    deferred.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(deferred):
         _chain(x_TD, transfers).backward()
-    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.current_stream().wait_stream(deferred)
     x_TD.grad, graph = None, torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = _chain(x_TD, transfers)

@@ -64,13 +64,13 @@ def _summed(values: int | None, dtype: torch.dtype) -> tuple[list[Tensor], list[
     axis = Axis(name="data", ranks=tuple(range(ranks)), rank=rank, group=world)
     generator = torch.Generator().manual_seed(rank)
     tensors = [torch.randn(shape, generator=generator) for shape in ((5, 3), (1,), (64,), (3, 2, 4))]
-    cargo = [
+    entries = [
         BucketEntry(whole=tensor, own=_rows(tensor, rank, ranks)) for tensor in tensors
     ]  # sums fall into the summands
-    reduce_rows(cargo, axis, Axis(name="alone"), dtype, values)
+    reduce_rows(entries, axis, Axis(name="alone"), dtype, values)
     everything = [torch.empty(tensor.shape, dtype=torch.bfloat16) for tensor in tensors]
-    gather_rows([BucketEntry(whole, one.own) for whole, one in zip(everything, cargo, strict=True)], axis, values)
-    return [one.own.clone() for one in cargo], everything
+    gather_rows([BucketEntry(whole, one.own) for whole, one in zip(everything, entries, strict=True)], axis, values)
+    return [one.own.clone() for one in entries], everything
 
 
 def test_sums_do_not_depend_on_the_size_of_buckets_or_on_the_run(ranks: Pool) -> None:

@@ -44,12 +44,12 @@ def _stage(
     mark = transfers.mark if isinstance(transfers, Recorded) else lambda name, x: x
     if x_BSD is None:
         x_BSD = torch.randn(B, S, D, generator=torch.Generator().manual_seed(1000 + number))
-    flight = transfers.launch("dispatch", _twice, mark(f"attention of {number}", F.linear(x_BSD, attention).tanh()))
+    handle = transfers.launch("dispatch", _twice, mark(f"attention of {number}", F.linear(x_BSD, attention).tanh()))
     yield
-    (y_BSD,), _ = flight.wait()
-    flight = transfers.launch("combine", _twice, mark(f"experts of {number}", F.linear(y_BSD, experts).tanh()))
+    (y_BSD,), _ = handle.wait()
+    handle = transfers.launch("combine", _twice, mark(f"experts of {number}", F.linear(y_BSD, experts).tanh()))
     yield
-    (y_BSD,), _ = flight.wait()
+    (y_BSD,), _ = handle.wait()
     return y_BSD if stage < last else (y_BSD * (number + 1)).sum()
 
 
@@ -61,7 +61,7 @@ def _train(plan: Schedule) -> dict[int, list[Tensor | None]]:
     axes = make_axes(Grid(world=plan.ranks, pipeline=plan.ranks))
     weights, transfers = _weights(plan.stages_of(axes.pipeline.rank)), TransferStream(torch.device("cpu"))
     calls = {stage: partial(_stage, weights, transfers, plan.stages - 1, stage) for stage in weights}
-    pipeline = PipelineRunner(plan, axes, MESSAGE, later=None, transfers=transfers)
+    pipeline = PipelineRunner(plan, axes, MESSAGE, weight_grads=None, transfers=transfers)
     pipeline.train(calls)
     return _gradients(weights)
 
@@ -144,5 +144,5 @@ def test_an_evaluation_has_no_pairs(name: str) -> None:
         return output
 
     calls = {stage: partial(call, stage) for stage in weights}
-    PipelineRunner(plan, ALONE, MESSAGE, later=WeightGradStore(), transfers=transfers).evaluate(calls, 3)
+    PipelineRunner(plan, ALONE, MESSAGE, weight_grads=WeightGradStore(), transfers=transfers).evaluate(calls, 3)
     assert len(losses) == 6 and not any(output.requires_grad for output in losses)

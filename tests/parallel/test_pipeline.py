@@ -38,31 +38,33 @@ def _data(number: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _stage(
-    weight: Tensor, later: WeightGradStore | None, stage: int, last: int, number: int, x_BSD: Tensor | None
+    weight: Tensor, weight_grads: WeightGradStore | None, stage: int, last: int, number: int, x_BSD: Tensor | None
 ) -> Steps[Tensor]:
     """One product; the first stage reads the micro-batch, the last one weighs it."""
     yield
     assert (x_BSD is None) == (stage == 0), f"stage {stage} got {x_BSD}"
     x_BSD = _data(number, weight.dtype) if x_BSD is None else x_BSD
-    y_BSD = deferrable(F.linear, (x_BSD,), (weight,), later).tanh()
+    y_BSD = deferrable(F.linear, (x_BSD,), (weight,), weight_grads).tanh()
     return y_BSD if stage < last else (y_BSD.float() * (number + 1)).sum()
 
 
 class Seen:
     """Stages of a rank, and what came out of the last one."""
 
-    def __init__(self, stages: tuple[int, ...], count: int, later: WeightGradStore | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, stages: tuple[int, ...], count: int, weight_grads: WeightGradStore | None, dtype: torch.dtype
+    ) -> None:
         self.weights = {stage: _weight(stage, dtype) for stage in stages}
         self.losses: dict[int, float] = {}
         self.modes: set[bool] = set()
         self.last = count - 1
-        self.later = later
+        self.weight_grads = weight_grads
 
     def calls(self) -> dict[int, StageCall]:
         return {stage: partial(self._call, stage) for stage in self.weights}
 
     def _call(self, stage: int, number: int, x_BSD: Tensor | None) -> Steps[Tensor]:
-        output = yield from _stage(self.weights[stage], self.later, stage, self.last, number, x_BSD)
+        output = yield from _stage(self.weights[stage], self.weight_grads, stage, self.last, number, x_BSD)
         self.modes.add(output.requires_grad)
         if stage == self.last:
             self.losses[number] = float(output.detach())
@@ -97,9 +99,9 @@ def _train(plan: Schedule, dtype: torch.dtype) -> list[Result]:
     axes = make_axes(Grid(world=plan.ranks, pipeline=plan.ranks))
     results = []
     for _ in range(2):
-        later = WeightGradStore() if plan.splits_backward else None
-        seen = Seen(plan.stages_of(axes.pipeline.rank), plan.stages, later, dtype)
-        PipelineRunner(plan, axes, _message(dtype), later).train(seen.calls())
+        weight_grads = WeightGradStore() if plan.splits_backward else None
+        seen = Seen(plan.stages_of(axes.pipeline.rank), plan.stages, weight_grads, dtype)
+        PipelineRunner(plan, axes, _message(dtype), weight_grads).train(seen.calls())
         results.append((seen.gradients(), seen.losses))
     return results
 
@@ -133,17 +135,17 @@ def test_messages_travel_in_the_compute_dtype(ranks: Pool) -> None:
 @pytest.mark.parametrize("name", ["gpipe", "interleaved", "zb-v", "dualpipe-v"])
 def test_stages_of_one_rank_hand_over_without_a_message(name: str) -> None:
     plan = schedule(name, ranks=1, stages_per_rank=2, micro_batches=MICRO_BATCHES)
-    later = WeightGradStore() if plan.splits_backward else None
-    seen = Seen((0, 1), 2, later, torch.float32)
-    PipelineRunner(plan, ALONE, _message(), later).train(seen.calls())
+    weight_grads = WeightGradStore() if plan.splits_backward else None
+    seen = Seen((0, 1), 2, weight_grads, torch.float32)
+    PipelineRunner(plan, ALONE, _message(), weight_grads).train(seen.calls())
     _assert_same((seen.gradients(), seen.losses), _in_one_process(plan))
 
 
 def _evaluate(plan: Schedule, micro_batches: int) -> tuple[dict[int, float], set[bool], list[bool]]:
     axes = make_axes(Grid(world=plan.ranks, pipeline=plan.ranks))
-    later = WeightGradStore() if plan.splits_backward else None
-    seen = Seen(plan.stages_of(axes.pipeline.rank), plan.stages, later, torch.float32)
-    PipelineRunner(plan, axes, _message(), later).evaluate(seen.calls(), micro_batches)
+    weight_grads = WeightGradStore() if plan.splits_backward else None
+    seen = Seen(plan.stages_of(axes.pipeline.rank), plan.stages, weight_grads, torch.float32)
+    PipelineRunner(plan, axes, _message(), weight_grads).evaluate(seen.calls(), micro_batches)
     return seen.losses, seen.modes, [gradient is None for gradient in seen.gradients().values()]
 
 
@@ -165,7 +167,7 @@ def test_an_evaluation_runs_forward_only_on_any_number_of_micro_batches(
 # What is wrong is said
 
 
-def _alone(actions: str, stages: int, later: WeightGradStore | None = None) -> PipelineRunner:
+def _alone(actions: str, stages: int, weight_grads: WeightGradStore | None = None) -> PipelineRunner:
     """A pipeline of one rank that does what is written: `0F0 1F0 1B0 0B0`."""
     spelled = tuple(Action(int(word[0]), Kind(word[1]), int(word[2:])) for word in actions.split())
     plan = Schedule(
@@ -176,11 +178,11 @@ def _alone(actions: str, stages: int, later: WeightGradStore | None = None) -> P
         micro_batches=1,
         actions=(spelled,),
     )
-    return PipelineRunner(plan, ALONE, _message(), later)
+    return PipelineRunner(plan, ALONE, _message(), weight_grads)
 
 
-def _calls(stages: int, later: WeightGradStore | None = None) -> dict[int, StageCall]:
-    return Seen(tuple(range(stages)), stages, later, torch.float32).calls()
+def _calls(stages: int, weight_grads: WeightGradStore | None = None) -> dict[int, StageCall]:
+    return Seen(tuple(range(stages)), stages, weight_grads, torch.float32).calls()
 
 
 def test_a_schedule_that_splits_needs_stages_that_can() -> None:
@@ -190,9 +192,9 @@ def test_a_schedule_that_splits_needs_stages_that_can() -> None:
 
 @pytest.mark.parametrize("actions", ["0F0", "0F0 0I0"])
 def test_a_schedule_that_leaves_a_pass_or_work_undone_is_refused(actions: str) -> None:
-    later = WeightGradStore()
+    weight_grads = WeightGradStore()
     with pytest.raises(AssertionError, match="left something undone"):
-        _alone(actions, 1, later).train(_calls(1, later))
+        _alone(actions, 1, weight_grads).train(_calls(1, weight_grads))
 
 
 def _at_once(output: Tensor) -> Steps[Tensor]:
@@ -236,13 +238,13 @@ def test_a_message_that_has_left_gives_up_its_memory(monkeypatch: pytest.MonkeyP
 
 
 def test_weight_gradients_wait_for_their_turn() -> None:
-    later = WeightGradStore()
-    seen = Seen((0,), 1, later, torch.float32)
+    weight_grads = WeightGradStore()
+    seen = Seen((0,), 1, weight_grads, torch.float32)
     order: list[str] = []
     seen.weights[0].register_post_accumulate_grad_hook(partial(_take, order))
     calls = {0: _told(seen.calls()[0], order)}
     plan = replace(_plan("1f1b", 1), actions=(tuple(_split(3)),), micro_batches=3)
-    PipelineRunner(plan, ALONE, _message(), later).train(calls)
+    PipelineRunner(plan, ALONE, _message(), weight_grads).train(calls)
     assert order == ["forward", "forward", "forward", "weight", "weight", "weight"]
 
 

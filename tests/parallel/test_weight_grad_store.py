@@ -30,9 +30,9 @@ def _two_products(x_TD: Tensor, scale_T: Tensor, first: Tensor, second: Tensor) 
     return F.linear(F.silu(F.linear(x_TD, first)) * scale_T[:, None], second)
 
 
-def _chain(x_TD: Tensor, weights: list[nn.Parameter], later: WeightGradStore | None) -> Tensor:
+def _chain(x_TD: Tensor, weights: list[nn.Parameter], weight_grads: WeightGradStore | None) -> Tensor:
     for weight in weights:
-        x_TD = deferrable(F.linear, (x_TD,), (weight,), later).tanh()
+        x_TD = deferrable(F.linear, (x_TD,), (weight,), weight_grads).tanh()
     return x_TD.square().sum()
 
 
@@ -43,9 +43,9 @@ def _ordinary(weights: list[nn.Parameter], dtype: torch.dtype = torch.float32) -
 
 
 def test_gradients_that_come_later_are_those_of_an_ordinary_backward_pass() -> None:
-    weights, x_TD, later = _weights(), _input(), WeightGradStore()
-    loss = _chain(x_TD, weights, later)
-    with later.collecting() as work:
+    weights, x_TD, weight_grads = _weights(), _input(), WeightGradStore()
+    loss = _chain(x_TD, weights, weight_grads)
+    with weight_grads.collecting() as work:
         loss.backward()
     for task in work:
         task()
@@ -55,11 +55,11 @@ def test_gradients_that_come_later_are_those_of_an_ordinary_backward_pass() -> N
 
 
 def test_a_function_with_inner_stages_and_two_inputs_has_the_same_gradients() -> None:
-    weights, x_TD, scale_T, later = _weights(), _input(), torch.rand(T, requires_grad=True), WeightGradStore()
+    weights, x_TD, scale_T, weight_grads = _weights(), _input(), torch.rand(T, requires_grad=True), WeightGradStore()
     tensors = [x_TD, scale_T, *weights]
     expected = torch.autograd.grad(_two_products(*tensors).square().sum(), tensors)
-    output = deferrable(_two_products, (x_TD, scale_T), weights, later)
-    with later.collecting() as work:
+    output = deferrable(_two_products, (x_TD, scale_T), weights, weight_grads)
+    with weight_grads.collecting() as work:
         output.square().sum().backward()
     assert x_TD.grad is not None and scale_T.grad is not None
     for task in work:
@@ -69,9 +69,9 @@ def test_a_function_with_inner_stages_and_two_inputs_has_the_same_gradients() ->
 
 
 def test_the_input_has_its_gradient_at_once_and_the_weights_have_none_before_their_turn() -> None:
-    weights, x_TD, later = _weights(3), _input(), WeightGradStore()
-    loss = _chain(x_TD, weights, later)
-    with later.collecting() as work:
+    weights, x_TD, weight_grads = _weights(3), _input(), WeightGradStore()
+    loss = _chain(x_TD, weights, weight_grads)
+    with weight_grads.collecting() as work:
         loss.backward()
     assert x_TD.grad is not None
     assert len(work) == 3
@@ -83,12 +83,12 @@ def test_the_input_has_its_gradient_at_once_and_the_weights_have_none_before_the
 
 
 def test_tasks_may_be_done_in_any_order_and_after_other_passes() -> None:
-    weights, later = _weights(), WeightGradStore()
+    weights, weight_grads = _weights(), WeightGradStore()
     twice = [2 * gradient for gradient in _ordinary(weights)[1:]]
     work = []
     for _ in range(2):
-        loss = _chain(_input(), weights, later)
-        with later.collecting() as tasks:
+        loss = _chain(_input(), weights, weight_grads)
+        with weight_grads.collecting() as tasks:
             loss.backward()
         work += tasks
     for task in reversed(work):
@@ -98,7 +98,7 @@ def test_tasks_may_be_done_in_any_order_and_after_other_passes() -> None:
 
 
 def test_hooks_of_a_parameter_see_its_gradient_when_it_comes() -> None:
-    (weight,), later = _weights(1), WeightGradStore()
+    (weight,), weight_grads = _weights(1), WeightGradStore()
     expected = 2 * _ordinary([weight])[1]
     seen: list[Tensor] = []
 
@@ -109,8 +109,8 @@ def test_hooks_of_a_parameter_see_its_gradient_when_it_comes() -> None:
 
     weight.register_post_accumulate_grad_hook(look)
     weight.register_hook(lambda gradient: None if gradient is None else 2 * gradient)
-    loss = _chain(_input(), [weight], later)
-    with later.collecting() as work:
+    loss = _chain(_input(), [weight], weight_grads)
+    with weight_grads.collecting() as work:
         loss.backward()
     assert seen == []
     work[0]()
@@ -119,14 +119,14 @@ def test_hooks_of_a_parameter_see_its_gradient_when_it_comes() -> None:
 
 
 def test_gradients_that_come_later_add_up_in_the_optimizers_float32_buffers() -> None:
-    (weight,), later = _weights(1), WeightGradStore()
+    (weight,), weight_grads = _weights(1), WeightGradStore()
     weight = nn.Parameter(weight.detach().bfloat16())
     holding = ParamShard(name="w", parameter=weight, shape=(D, D), cuts=(), data=Axis(name="data"))
     optimizer = MasterAdamW([holding], Optimizer(learning_rate=1e-3))
     work = []
     for _ in range(2):
-        loss = _chain(_input().bfloat16(), [weight], later)
-        with later.collecting() as tasks:
+        loss = _chain(_input().bfloat16(), [weight], weight_grads)
+        with weight_grads.collecting() as tasks:
             loss.backward()
         work += tasks
     assert not optimizer.gradient_of("w").any()
@@ -137,13 +137,13 @@ def test_gradients_that_come_later_add_up_in_the_optimizers_float32_buffers() ->
 
 
 def test_when_the_work_is_done_nothing_of_the_pass_is_left_in_memory() -> None:
-    later, weight = WeightGradStore(), nn.Parameter(torch.randn(WIDE, WIDE))
+    weight_grads, weight = WeightGradStore(), nn.Parameter(torch.randn(WIDE, WIDE))
     x_TD = torch.randn(T, WIDE, requires_grad=True)
     activation, gradient = T * WIDE * 4, WIDE * WIDE * 4
     with Alive() as alive:
-        output = deferrable(F.linear, (x_TD.tanh(),), (weight,), later)
+        output = deferrable(F.linear, (x_TD.tanh(),), (weight,), weight_grads)
         direction = torch.ones_like(output)
-        with later.collecting() as work:
+        with weight_grads.collecting() as work:
             output.backward(direction)
         del output, direction
         assert alive.bytes() > 2 * activation, "the work needs what forward has left"
@@ -154,21 +154,21 @@ def test_when_the_work_is_done_nothing_of_the_pass_is_left_in_memory() -> None:
 
 
 def test_where_nobody_collects_backward_is_an_ordinary_one() -> None:
-    weights, x_TD, later = _weights(), _input(), WeightGradStore()
-    _chain(x_TD, weights, later).backward()
+    weights, x_TD, weight_grads = _weights(), _input(), WeightGradStore()
+    _chain(x_TD, weights, weight_grads).backward()
     found = [x_TD.grad, *(weight.grad for weight in weights)]
     for one, other in zip(found, _ordinary(weights), strict=True):
         assert one is not None and torch.equal(one, other)
-    with later.collecting() as work:
+    with weight_grads.collecting() as work:
         pass
     assert work == []
 
 
 def test_an_ordinary_pass_leaves_nothing_in_memory_but_gradients() -> None:
-    later, weight = WeightGradStore(), nn.Parameter(torch.randn(WIDE, WIDE))
+    weight_grads, weight = WeightGradStore(), nn.Parameter(torch.randn(WIDE, WIDE))
     x_TD = torch.randn(T, WIDE, requires_grad=True)
     with Alive() as alive:
-        deferrable(F.linear, (x_TD.tanh(),), (weight,), later).sum().backward()
+        deferrable(F.linear, (x_TD.tanh(),), (weight,), weight_grads).sum().backward()
         assert alive.bytes() <= T * WIDE * 4 + WIDE * WIDE * 4
 
 
@@ -181,9 +181,9 @@ def test_without_a_later_or_without_gradients_nothing_is_recorded() -> None:
 
 
 def test_an_input_without_gradient_puts_off_all_the_work() -> None:
-    (weight,), later, x_TD = _weights(1), WeightGradStore(), _input().detach()
-    output = deferrable(F.linear, (x_TD,), (weight,), later)
-    with later.collecting() as work:
+    (weight,), weight_grads, x_TD = _weights(1), WeightGradStore(), _input().detach()
+    output = deferrable(F.linear, (x_TD,), (weight,), weight_grads)
+    with weight_grads.collecting() as work:
         output.sum().backward()
     assert weight.grad is None
     (task,) = work
@@ -192,26 +192,30 @@ def test_an_input_without_gradient_puts_off_all_the_work() -> None:
 
 
 def test_a_weight_that_is_not_trained_is_no_work() -> None:
-    (weight,), later, x_TD = _weights(1), WeightGradStore(), _input()
+    (weight,), weight_grads, x_TD = _weights(1), WeightGradStore(), _input()
     weight.requires_grad_(False)
-    output = deferrable(F.linear, (x_TD,), (weight,), later)
-    with later.collecting() as work:
+    output = deferrable(F.linear, (x_TD,), (weight,), weight_grads)
+    with weight_grads.collecting() as work:
         output.sum().backward()
     assert work == []
     assert_close(x_TD.grad, weight.sum(0).expand(T, -1))
 
 
 def test_two_passes_cannot_collect_at_once() -> None:
-    later = WeightGradStore()
-    with later.collecting(), pytest.raises(AssertionError, match="two backward passes"), later.collecting():
+    weight_grads = WeightGradStore()
+    with (
+        weight_grads.collecting(),
+        pytest.raises(AssertionError, match="two backward passes"),
+        weight_grads.collecting(),
+    ):
         pass
-    assert not later.is_collecting
+    assert not weight_grads.is_collecting
 
 
 def test_a_pass_that_fails_stops_collecting() -> None:
-    later = WeightGradStore()
-    with pytest.raises(ValueError, match="too bad"), later.collecting():
+    weight_grads = WeightGradStore()
+    with pytest.raises(ValueError, match="too bad"), weight_grads.collecting():
         raise ValueError("too bad")
-    assert not later.is_collecting
+    assert not weight_grads.is_collecting
     with pytest.raises(AssertionError, match="nobody collects"):
-        later.add(lambda: None)
+        weight_grads.add(lambda: None)

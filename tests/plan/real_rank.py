@@ -114,7 +114,7 @@ def _pieces_of(run: Run, axes: Axes, kernels: str, buffers: SymmetricBuffers | N
         optimizer=optimizer,
         keeper=optimizer,
         schedule=None,
-        later=None,
+        weight_grads=None,
         shared_bytes=0,
     )
     with patch.object(MemoryTracker, "mark", _collect_and_mark), patch.object(router, "float32_linear", _as_a_gpu):

@@ -161,7 +161,7 @@ def test_the_memory_of_a_graph_is_told_once(tmp_path: Path) -> None:
 def test_a_step_that_is_made_again_gives_the_graph_up_and_the_next_one_captures_another(tmp_path: Path) -> None:
     recorded = Recorded()
     model, optimizer, rule = started(tiny_run(tmp_path), CapturedPasses(is_asked_for=True, capture=recorded.capture))
-    model.whole.room = RowCapacity(ExpertPlacement(experts=4), 1.0)
+    model.whole.row_capacity = RowCapacity(ExpertPlacement(experts=4), 1.0)
     whole = [cut(random_batch(4, 12, seed=seed), rule.cut) for seed in range(4)]
     for batch in whole[:2]:
         rule.passes(model, batch, rule.loss)

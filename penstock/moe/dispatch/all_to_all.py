@@ -89,7 +89,7 @@ class AllToAllDispatcher:
 
         # 3. Rows and weights on their way. Dropped slots stand last and stay here.
         kept = sum(send)
-        payload = self.wire_format.load(x_TD).moved(
+        payload = self.wire_format.encode(x_TD).move(
             lambda rows: exchange_rows(_first(spread(rows, order, self.operators), kept), self.axis, receive, send),
             lambda gradient: self._bring_home(gradient, order, send, receive),
         )
@@ -99,7 +99,7 @@ class AllToAllDispatcher:
         arrived_R, places_R = _by_expert(arriving_We, sum(receive))
         weights_R = reorder(weights_R, arrived_R, places_R)
         counts_e = arriving_We.sum(0, dtype=torch.int32)
-        x_RD, quantized = self.wire_format.unload(payload)
+        x_RD, quantized = self.wire_format.decode(payload)
         rows = ExpertRows(x_RD, arrived_R, weights_R, counts_e, places_R[:, None], quantized)
         return rows, AllToAllMetadata(order, arrived_R, places_R, tuple(receive), tuple(send))
 
@@ -157,7 +157,7 @@ class PaddedAllToAllDispatcher:
         order = _padded_order(parts, self.placement.virtual_experts, limit, self.operators)
         past = order.slots_R.numel()
 
-        payload = self.wire_format.load(x_TD).moved(
+        payload = self.wire_format.encode(x_TD).move(
             lambda rows: exchange_rows(spread_padded(rows, order.slots_R, order.places_TK), self.axis),
             lambda gradient: self._bring_home(gradient, order),
         )
@@ -167,7 +167,7 @@ class PaddedAllToAllDispatcher:
         arrived_R, places_R = _by_expert_evenly(self.axis.size, self.placement.per_place, limit, weights_R.device)
         weights_R = reorder(weights_R, arrived_R, places_R)
         counts_e = order.counts_E.new_full((self.placement.per_place,), self.axis.size * limit)
-        x_RD, quantized = self.wire_format.unload(payload)
+        x_RD, quantized = self.wire_format.decode(payload)
         rows = ExpertRows(x_RD, arrived_R, weights_R, counts_e, places_R[:, None], quantized)
         return rows, AllToAllMetadata(order, arrived_R, places_R)
 

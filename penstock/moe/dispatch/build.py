@@ -22,12 +22,12 @@ from penstock.parallel.layer_context import LayerContext
 def make_dispatcher(
     moe: Moe, layer_context: LayerContext, *, in_arena: bool = False
 ) -> tuple[Dispatcher, RowCapacity | None]:
-    """The dispatcher of one layer, and the capacity for rows that it asks, if it asks any.
+    """The dispatcher of one layer, and the limit of its row count if it has one.
 
     Args:
         moe: the layer.
-        layer_context: kernels, ranks, the run's method, and the memory that GPUs of the node map, if there is any.
-        in_arena: pre-activations are saved together with those of other layers, see `shares_arena`.
+        layer_context: kernels, ranks, `dispatch.method`, and the memory that GPUs of the node map.
+        in_arena: pre-activations are saved in an arena, see `shares_arena`.
 
     Raises:
         DeviceError: hierarchical dispatch was asked for by name and the nodes hold unequal parts of the experts.
@@ -54,17 +54,21 @@ def make_dispatcher(
         return PaddedAllToAllDispatcher(placement, axis, factor, operators, wire_format), None
     if choice.name == "local":
         return LocalDispatcher(moe.experts, operators, wire_format), None
-    room = _room(placement, layer_context, in_arena=in_arena)
+    row_capacity = _row_capacity(placement, layer_context, in_arena=in_arena)
     if choice.inner is None:
-        return _flat(choice.name, placement, axis, layer_context, room), room
+        return _flat(choice.name, placement, axis, layer_context, row_capacity), row_capacity
     nodes = NodePlacement(placement, axes.expert_node, axes.expert_across)
-    inner = _flat(choice.inner, placement.block(nodes.node.size), nodes.node, layer_context, room)
-    is_even, is_counted = not isinstance(inner, AllToAllDispatcher), room is None
-    return HierarchicalDispatcher(nodes, inner, operators, is_counted, is_even, wire_format=wire_format), room
+    inner = _flat(choice.inner, placement.block(nodes.node.size), nodes.node, layer_context, row_capacity)
+    is_even, is_counted = not isinstance(inner, AllToAllDispatcher), row_capacity is None
+    return HierarchicalDispatcher(nodes, inner, operators, is_counted, is_even, wire_format=wire_format), row_capacity
 
 
 def _flat(
-    name: DispatcherName, placement: ExpertPlacement, axis: Axis, layer_context: LayerContext, room: RowCapacity | None
+    name: DispatcherName,
+    placement: ExpertPlacement,
+    axis: Axis,
+    layer_context: LayerContext,
+    row_capacity: RowCapacity | None,
 ) -> Dispatcher:
     """A dispatcher that treats all ranks of an axis alike."""
     wire_format = wire_format_of(layer_context.float8)
@@ -72,22 +76,24 @@ def _flat(
         # By name, because it needs Triton, which may be absent.
         symmetric = import_module("penstock.moe.dispatch.symmetric")
         dispatch = layer_context.dispatch
-        links = symmetric.transport_of(placement, layer_context.buffers, dispatch.num_sms, by_engines=dispatch.engines)
-        is_filled = layer_context.transfers is None
+        transport = symmetric.transport_of(
+            placement, layer_context.buffers, dispatch.num_sms, by_engines=dispatch.engines
+        )
+        overlaps_backward = layer_context.transfers is None
         mapped: Dispatcher = symmetric.SymmetricDispatcher(
-            placement, links, room, wire_format=wire_format, is_filled=is_filled
+            placement, transport, row_capacity, wire_format=wire_format, overlaps_backward=overlaps_backward
         )
         return mapped
     if name == "all-gather":
-        return AllGatherDispatcher(placement, axis, layer_context.operators, room, wire_format=wire_format)
+        return AllGatherDispatcher(placement, axis, layer_context.operators, row_capacity, wire_format=wire_format)
     return AllToAllDispatcher(placement, axis, layer_context.operators, wire_format=wire_format)
 
 
 def shares_arena(moe: Moe, layer_context: LayerContext) -> bool:
-    """Whether the experts of a layer keep their rows together with those of other layers.
+    """Whether the experts of a layer save their pre-activations in one buffer with those of other layers.
 
-    So it is where only the device knows how many there are, and our own kernels compute with them; but not if what a
-    layer keeps goes to the host, one layer after another, nor in 8 bits with biases, which passes of their own add.
+    They do if only the device knows the row counts and our own kernels compute; not if the layer is offloaded to the
+    host, and not in 8 bits with biases, which a separate pass adds.
     """
     if layer_context.offload.kinds & {"moe", "layer"}:
         return False
@@ -103,8 +109,8 @@ def shares_arena(moe: Moe, layer_context: LayerContext) -> bool:
     return is_bounded and saves_rows
 
 
-def _room(placement: ExpertPlacement, layer_context: LayerContext, *, in_arena: bool) -> RowCapacity | None:
-    """None where the host reads how many rows there are. Of all ranks together, also if nodes come first."""
+def _row_capacity(placement: ExpertPlacement, layer_context: LayerContext, *, in_arena: bool) -> RowCapacity | None:
+    """None if the host reads row counts. Counts the rows of all ranks, also with hierarchical dispatch."""
     dispatch = layer_context.dispatch
     if dispatch.sync_free < COUNTS_STAY:
         return None

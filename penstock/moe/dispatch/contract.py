@@ -1,12 +1,11 @@
-"""The promise that every dispatcher keeps.
+"""The contract of every token dispatcher.
 
-`dispatch` brings each token's row to the experts that it chose and says how many rows each expert got; `combine`
-brings the experts' outputs back and sums them for each token. Between the two stands only the metadata, a frozen
-value: a dispatcher has no state of its own that a forward pass changes, so two micro-batches or two layers may be in
-flight at once.
+`dispatch` brings each token's row to the experts that it chose; `combine` brings the experts' outputs back and sums
+them for each token. All that `combine` needs is in the metadata, a frozen value: a forward pass changes no state of the
+dispatcher, so several micro-batches or layers may be in flight.
 
-Rows carry their routing weights to the expert, which applies them before its last (linear) product, or to its input, so
-`combine` is a plain sum. An expert may live on several ranks and a rank may hold any experts: nothing here says which.
+Rows carry their routing weights to the expert, which applies them before its second product or to its input, so
+`combine` is a plain sum. An expert may be on several ranks, and a rank may hold any experts.
 """
 
 from dataclasses import dataclass
@@ -26,24 +25,24 @@ from penstock.parallel.weight_grad_store import DeferredWork
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """What the experts of this rank work on.
+    """Input of the experts of this rank.
 
     Attributes:
-        x_ND: source rows in the compute dtype. With `quantized` nothing reads it: it has their shape and dtype, and
-            takes their gradient.
+        x_ND: source rows in the compute dtype. If there is `quantized`, x_ND only has shape and dtype, and takes the
+            gradient.
         index_R: int64 source row of each place, or None if row i of `x_ND` is place i.
-        weights_R: float32 routing weight of each place, differentiable; 0 at places that hold padding.
-        counts_e: int32 places of each local expert, in order; may sum to less than R, and places past them hold
-            nothing.
-        places_NK: int64, the inverse of `index_R`: the places that read each source row. None if that is not one number
-            of places for every row.
-        quantized: the source rows in 8 bits, in the recipe of the experts, if they travelled so; rows stand apart, each
-            with its scales behind it. Rows that no place reads may hold anything.
-        only_last: of the places that hold nothing, nobody reads any but the very last one.
-        aside: takes work of the experts' backward pass that is done while the gradients of the rows travel; None if
-            nothing travels, or nothing is done meanwhile.
-        gradients: where experts may find the gradients of their outputs in 8 bits, by the blocks of `quantized` and in
-            the format of gradients, if they say in forward that they expect them; None where these come in 16 bits.
+        weights_R: float32 routing weight of each place, differentiable; 0 at padding.
+        counts_e: int32 places of each local expert, in order; may sum to less than R, and places past the sum are
+            empty.
+        places_NK: int64, the inverse of `index_R`: the places that read each source row. None if rows have different
+            numbers of places.
+        quantized: source rows in 8 bits, in the recipe of the experts, if they travelled so; each row with its scales
+            behind it. Rows that no place reads may hold anything.
+        only_last: the only empty place that may be read is the very last one.
+        deferred: takes work of the experts' backward pass to run while the rows' gradients travel; None if there is no
+            such transfer.
+        gradients: side channel for output gradients in 8 bits, in the blocks of `quantized`, if the experts announce in
+            forward that they expect them; None if gradients come in 16 bits.
     """
 
     x_ND: Tensor
@@ -53,7 +52,7 @@ class ExpertRows:
     places_NK: Tensor | None = None
     quantized: Quantized | None = None
     only_last: bool = False
-    aside: DeferredWork | None = None
+    deferred: DeferredWork | None = None
     gradients: GradientBox | None = None
 
 
@@ -64,18 +63,18 @@ register_dataclass(ExpertRows)
 
 @dataclass(frozen=True)
 class DispatchMetadata:
-    """What `combine` must know of its `dispatch`.
+    """State that `combine` needs from its `dispatch`.
 
     Attributes:
-        order: places of the slots' rows among those that the experts give back. The place of a dropped slot's row lies
-            past the last expert's, so it counts as zero.
+        order: places of the slots among the rows that the experts return. A dropped slot's place lies past the last
+            expert's, so it counts as zero.
     """
 
     order: RowOrder
 
 
 class Dispatcher(Protocol):
-    """Brings tokens to experts and back."""
+    """Exchanges rows between tokens and experts."""
 
     name: ClassVar[DispatcherName]
 
@@ -83,8 +82,8 @@ class Dispatcher(Protocol):
         """Bring rows to the experts.
 
         Args:
-            x_TD: hidden states; or rows that another dispatcher has brought part of the way.
-            routing: choices and weights; expert id E marks a dropped slot.
+            x_TD: hidden states; or rows that an outer dispatcher has brought part of the way.
+            routing: expert id E marks a dropped slot.
 
         Returns:
             Rows for the experts of this rank, and the metadata for `combine`.
@@ -95,24 +94,22 @@ class Dispatcher(Protocol):
         """Sum the experts' outputs for each token.
 
         Args:
-            y_RD: outputs, already weighted, at the places of the rows that `dispatch` gave.
-            metadata: what `dispatch` gave with those rows.
+            y_RD: outputs, already weighted, at the places of the dispatched rows.
+            metadata: from `dispatch`.
 
         Returns:
-            y_TD; zero for a token all of whose slots were dropped.
+            y_TD; zero for a token whose slots were all dropped.
         """
         ...
 
 
 @runtime_checkable
 class SlotSorter(Protocol):
-    """A dispatcher that begins with a sort of our own slots; whoever has the routing may make it earlier."""
+    """A dispatcher that begins with a sort of this rank's slots, which the caller may run earlier."""
 
     def sorted_slots(self, routing: Routing) -> SortedSlots:
-        """What `dispatch` makes first, and finds in `Routing.sorted` if it is there.
+        """The sort. `dispatch` uses `Routing.sorted` instead if it is there.
 
-        Args:
-            routing: as for `dispatch`. Nobody is asked for anything: neither another rank nor, with our kernels, the
-                host.
+        No collective, and with our kernels no wait of the host.
         """
         ...

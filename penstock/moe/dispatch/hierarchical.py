@@ -122,7 +122,7 @@ class HierarchicalDispatcher:
         more = rows - arrived
 
         # 2. Across the nodes.
-        payload = self.wire_format.load(x_TD).moved(
+        payload = self.wire_format.encode(x_TD).move(
             lambda rows: _more_rows(self._cross(rows, order, receive, send), more),
             lambda gradient: self._bring_home(gradient[:arrived], order, receive, send),
         )

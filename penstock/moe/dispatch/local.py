@@ -1,4 +1,4 @@
-"""The promise kept on one rank that holds all experts: a sort by expert, and a gather and sum back."""
+"""Local dispatch: one rank holds all experts, so dispatch is a sort by expert and combine is a sum."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,12 +17,12 @@ from penstock.parallel.spans import span
 
 @dataclass(frozen=True)
 class LocalDispatcher:
-    """All experts are here; rows are read from where the tokens stand.
+    """Sorts slots by expert; experts read rows from where the tokens are.
 
     Attributes:
         experts: E.
-        operators: kernels to run on.
-        wire_format: in which form experts read the rows; nothing travels.
+        operators: kernels.
+        wire_format: format in which the experts read the rows; nothing travels.
     """
 
     name: ClassVar[DispatcherName] = "local"
@@ -35,7 +35,7 @@ class LocalDispatcher:
         """See `Dispatcher.dispatch`."""
         slots = routing.sorted or self.sorted_slots(routing)
         order, tokens_R = slots.order, slots.order.slots_R // routing.experts_TK.shape[1]
-        x_ND, quantized = self.wire_format.unload(self.wire_format.load(x_TD))
+        x_ND, quantized = self.wire_format.decode(self.wire_format.encode(x_TD))
         rows = ExpertRows(x_ND, tokens_R, slots.weights_R, order.counts_E, order.places_TK, quantized)
         return rows, DispatchMetadata(order)
 

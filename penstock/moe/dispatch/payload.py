@@ -44,7 +44,7 @@ class DispatchPayload:
     x_ND: Tensor
     packed: Tensor | None = None
 
-    def moved(self, out: Move, back: Move) -> "DispatchPayload":
+    def move(self, out: Move, back: Move) -> "DispatchPayload":
         """The same rows elsewhere.
 
         Args:
@@ -55,7 +55,7 @@ class DispatchPayload:
             return DispatchPayload(out(self.x_ND))
         # Who copies number by number then copies 8 bytes at a time.
         packed = out(self.packed.view(torch.int64)).view(torch.uint8)
-        carrier_ND: Tensor = _Carry.apply(self.x_ND, packed.shape[0], back)
+        carrier_ND: Tensor = _MoveCarrier.apply(self.x_ND, packed.shape[0], back)
         return DispatchPayload(carrier_ND, packed)
 
 
@@ -68,16 +68,16 @@ class WireFormat:
         form: of the values.
         gradient: likewise, where the rows are gradients of outputs.
         operators: quantize and dequantize.
-        is_opened: where they arrive they are dequantized; else experts multiply them as they came.
+        dequantizes: where they arrive they are dequantized; else experts multiply them as they came.
     """
 
     recipe: Recipe | None = None
     form: Format = E4M3
     gradient: Format = E4M3
     operators: Float8Operators = REFERENCE
-    is_opened: bool = False
+    dequantizes: bool = False
 
-    def load(self, x: Tensor | DispatchPayload) -> DispatchPayload:
+    def encode(self, x: Tensor | DispatchPayload) -> DispatchPayload:
         """Rows, ready to travel.
 
         Args:
@@ -89,22 +89,22 @@ class WireFormat:
             x, None if self.recipe is None else self.operators.pack_rows(x.detach(), self.recipe, self.form)
         )
 
-    def unload(self, payload: DispatchPayload) -> tuple[Tensor, Quantized | None]:
+    def decode(self, payload: DispatchPayload) -> tuple[Tensor, Quantized | None]:
         """Rows that arrived, as `ExpertRows` has them: x_ND, and what experts multiply instead of it."""
         if payload.packed is None:
             return payload.x_ND, None
         assert self.recipe is not None, "packed rows for somebody who knows no recipe"
-        if self.is_opened:
-            opened_ND: Tensor = _Open.apply(payload.x_ND, payload.packed, self)
+        if self.dequantizes:
+            opened_ND: Tensor = _Dequantize.apply(payload.x_ND, payload.packed, self)
             return opened_ND, None
         return payload.x_ND, as_quantized(payload.packed, payload.x_ND.shape[1], self.recipe, self.form)
 
-    def load_gradients(self, dy_TD: Tensor) -> Tensor:
+    def encode_gradients(self, dy_TD: Tensor) -> Tensor:
         """Gradients of outputs, packed for experts that expect them so: uint8, T x the bytes of a row."""
         assert self.recipe is not None, "gradients are packed where rows are"
         return self.operators.pack_rows(dy_TD, self.recipe, self.gradient)
 
-    def unload_gradients(self, packed: Tensor, width: int) -> Quantized:
+    def decode_gradients(self, packed: Tensor, width: int) -> Quantized:
         """Packed gradients that arrived, as experts multiply them.
 
         Args:
@@ -125,9 +125,9 @@ def wire_format_of(rule: Float8Rule) -> WireFormat:
     Args:
         rule: of the layer.
     """
-    is_opened = _rows_by(rule.dispatch) != _rows_by(rule.experts)
+    dequantizes = _rows_by(rule.dispatch) != _rows_by(rule.experts)
     forms = {"form": rule.forward, "gradient": rule.gradient}
-    return WireFormat(recipe=rule.dispatch, operators=rule.operators, is_opened=is_opened, **forms)
+    return WireFormat(recipe=rule.dispatch, operators=rule.operators, dequantizes=dequantizes, **forms)
 
 
 def _rows_by(recipe: Recipe | None) -> tuple[object, ...] | None:
@@ -140,7 +140,7 @@ def carrier_like(x_TD: Tensor, rows: int) -> Tensor:
     return carrier_of((rows, x_TD.shape[1]), x_TD)
 
 
-class _Carry(torch.autograd.Function):
+class _MoveCarrier(torch.autograd.Function):
     """Carriers of rows that moved; the gradient moves back."""
 
     @staticmethod
@@ -154,7 +154,7 @@ class _Carry(torch.autograd.Function):
         return ctx.back(gradient_ND), None, None
 
 
-class _Open(torch.autograd.Function):
+class _Dequantize(torch.autograd.Function):
     """Packed rows in the dtype of their carrier, which takes their gradient."""
 
     @staticmethod

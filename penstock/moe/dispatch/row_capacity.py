@@ -10,12 +10,11 @@ were too small, which they keep. Passes that are not trained on are not repeated
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.expert_parts import SavedRows
+from penstock.kernels.expert_parts import SavedRows, claim_rows
 from penstock.kernels.launching import record_wait
 from penstock.layout.experts import ExpertPlacement
 
@@ -32,33 +31,35 @@ class SplitSizes:
     imbalance: float = 1.0
     part: float = 1.0
 
-    def total(self, counts_E: Tensor, share: float, most: int) -> int:
+    def total(self, counts_E: Tensor, even_share: float, most: int) -> int:
         """Rows of all experts here.
 
         Args:
             counts_E: rows of each.
-            share: this rank's, if all ranks had the same number.
+            even_share: this rank's, if all ranks had the same number.
             most: that there can be.
         """
         if not counts_E.is_meta:
             return int(counts_E.sum())
         record_wait(counts_E)
-        return self.stated(share, most)
+        return self.stated(even_share, most)
 
-    def exchanged(self, sent_W: Tensor, arriving_W: Tensor, share: int) -> tuple[list[int], list[int]]:
+    def exchanged(self, sent_W: Tensor, arriving_W: Tensor, even_share: int) -> tuple[list[int], list[int]]:
         """Rows that go to each rank, and rows that come from each.
 
         Args:
             sent_W: integers on the device.
             arriving_W: likewise.
-            share: all rows that we send.
+            even_share: all rows that we send.
         """
         if not sent_W.is_meta:
             send, receive = torch.stack((sent_W, arriving_W)).tolist()
             return send, receive
         record_wait(sent_W)
         ranks = sent_W.numel()
-        return _dealt(math.ceil(share * self.part), ranks), _dealt(self.stated(share, share * ranks), ranks)
+        return _dealt(math.ceil(even_share * self.part), ranks), _dealt(
+            self.stated(even_share, even_share * ranks), ranks
+        )
 
     def crossing(self, counts: Tensor, choices: tuple[int, ...]) -> list[int]:
         """Tokens that come from each node, tokens that go to each, and tokens to make room for.
@@ -75,9 +76,9 @@ class SplitSizes:
         each = math.ceil(choices[0] * part_that_crosses(nodes, choices[1]))
         return [each] * (2 * nodes) + [each * nodes]
 
-    def stated(self, share: float, most: int) -> int:
+    def stated(self, even_share: float, most: int) -> int:
         """Rows where nothing can be read."""
-        return min(most, math.ceil(share * self.part * self.imbalance))
+        return min(most, math.ceil(even_share * self.part * self.imbalance))
 
 
 def part_that_crosses(nodes: int, top_k: int) -> float:
@@ -105,21 +106,21 @@ class CapacityTracker(nn.Module):
     """Something that has room for so many rows and no more.
 
     Args:
-        bound: rows over the even share to begin with.
+        factor: rows over the even share to begin with.
 
     Attributes:
-        bound: now.
-        share: rows of the last pass, had all ranks had as many.
+        factor: now.
+        even_share: rows of the last pass, had all ranks had as many.
         widenings: how often shapes may have changed, the same on all ranks.
         meter: int64 [2]: rows that found no room, and the most rows that came in a pass, since `forget`.
     """
 
     meter: Tensor
 
-    def __init__(self, bound: float) -> None:
+    def __init__(self, factor: float) -> None:
         super().__init__()
-        self.bound = bound
-        self.share = 0.0
+        self.factor = factor
+        self.even_share = 0.0
         self.widenings = 0
         self.register_buffer("meter", torch.zeros(2, dtype=torch.int64), persistent=False)
 
@@ -139,8 +140,8 @@ class CapacityTracker(nn.Module):
             most: rows of a pass.
         """
         self.widenings += 1
-        if most > self.share * self.bound:
-            self.bound = most / self.share * SPARE
+        if most > self.even_share * self.factor:
+            self.factor = most / self.even_share * SPARE
 
 
 class RowCapacity(CapacityTracker):
@@ -148,11 +149,11 @@ class RowCapacity(CapacityTracker):
 
     Args:
         placement: of the layer's experts.
-        bound: rows over the even share to begin with; infinity for the worst case.
+        factor: rows over the even share to begin with; infinity for the worst case.
     """
 
-    def __init__(self, placement: ExpertPlacement, bound: float) -> None:
-        super().__init__(bound)
+    def __init__(self, placement: ExpertPlacement, factor: float) -> None:
+        super().__init__(factor)
         self.placement = placement
 
     def rows(self, tokens: int, top_k: int) -> int:
@@ -163,69 +164,69 @@ class RowCapacity(CapacityTracker):
             top_k: slots of each, all of different experts.
         """
         worst = tokens * min(top_k, self.placement.per_place)
-        if math.isinf(self.bound) or not self.training:
+        if math.isinf(self.factor) or not self.training:
             return worst
-        self.share = tokens * top_k / self.placement.expert
-        return min(worst, math.ceil((self.share * self.bound + 1) / MULTIPLE) * MULTIPLE - 1)
+        self.even_share = tokens * top_k / self.placement.expert
+        return min(worst, math.ceil((self.even_share * self.factor + 1) / MULTIPLE) * MULTIPLE - 1)
 
-    def count(self, rows: Tensor, room: int) -> None:
+    def count(self, rows: Tensor, capacity: int) -> None:
         """Note on the device that a pass brought so many rows.
 
         Args:
             rows: integer scalar.
-            room: for how many there was room.
+            capacity: for how many there was room.
         """
-        self.meter[0] += (rows - room).clamp(min=0)
+        self.meter[0] += (rows - capacity).clamp(min=0)
         self.meter[1] = torch.maximum(self.meter[1], rows)
 
 
 def rows_left_out(modules: Iterable[nn.Module], device: torch.device) -> Tensor:
     """Rows of this rank that found no room, over all layers: int64 scalar on the device."""
-    counts = [room.left_out for room in _rooms(modules)]
+    counts = [capacity.left_out for capacity in _trackers(modules)]
     return torch.stack(counts).sum() if counts else torch.zeros((), dtype=torch.int64, device=device)
 
 
 @torch.no_grad()
 def forget_left_out(modules: Iterable[nn.Module]) -> None:
     """Start counting anew in every layer."""
-    for room in _rooms(modules):
-        room.forget()
+    for capacity in _trackers(modules):
+        capacity.forget()
 
 
 def make_room(modules: Iterable[nn.Module]) -> None:
     """Room for what came since `forget_left_out`, in every layer. All ranks call it when any left out a row."""
-    rooms = list(_rooms(modules))
-    for room, most in zip(rooms, torch.stack([room.meter[1] for room in rooms]).tolist() if rooms else (), strict=True):
-        room.widen(most)
+    trackers = list(_trackers(modules))
+    for capacity, most in zip(
+        trackers, torch.stack([capacity.meter[1] for capacity in trackers]).tolist() if trackers else (), strict=True
+    ):
+        capacity.widen(most)
 
 
 def widenings(modules: Iterable[nn.Module]) -> int:
     """How often shapes may have changed since the modules were made, the same on all ranks."""
-    return max((room.widenings for room in _rooms(modules)), default=0)
+    return max((capacity.widenings for capacity in _trackers(modules)), default=0)
 
 
-def _rooms(modules: Iterable[nn.Module]) -> Iterator[CapacityTracker]:
+def _trackers(modules: Iterable[nn.Module]) -> Iterator[CapacityTracker]:
     return (module for model in modules for module in model.modules() if isinstance(module, CapacityTracker))
 
 
 class ActivationArena(CapacityTracker):
-    """Room for what the layers of a stage keep on one rank; `share` is that of all of them together.
+    """Room for what the layers of a stage keep on one rank; `even_share` is that of all of them together.
 
     Args:
-        bound: rows over the even share to begin with.
+        factor: rows over the even share to begin with.
 
     Attributes:
         layers: that keep rows here.
     """
 
-    def __init__(self, bound: float) -> None:
-        super().__init__(bound)
+    def __init__(self, factor: float) -> None:
+        super().__init__(factor)
         self.layers = 0
-        self._board: Tensor | None = None
+        self._buffer: Tensor | None = None
         self._cursor: Tensor | None = None
         self._left = 0
-        # By name, because it needs Triton, which may be absent.
-        self._claim_rows = import_module("penstock.kernels.expert_parts").claim_rows
 
     def join(self) -> None:
         """Say that one more layer keeps its rows here."""
@@ -233,7 +234,7 @@ class ActivationArena(CapacityTracker):
 
     def begin(self) -> None:
         """A pass begins: its rows go to a board of its own."""
-        self._board = self._cursor = None
+        self._buffer = self._cursor = None
         self._left = 0
 
     def forget(self) -> None:
@@ -241,30 +242,32 @@ class ActivationArena(CapacityTracker):
         super().forget()
         self.begin()
 
-    def place(self, used: Tensor, room: int, like: Tensor, *, share: float) -> SavedRows:
+    def place(self, used: Tensor, capacity: int, like: Tensor, *, even_share: float) -> SavedRows:
         """A place for the rows of the next layer.
 
         Args:
             used: int32, one number: rows that it has, on the device.
-            room: most rows that it can have.
+            capacity: most rows that it can have.
             like: of the width, dtype and device of the rows.
-            share: the layer's even share of rows.
+            even_share: the layer's even share of rows.
         """
         width = like.shape[1]
         if like.is_meta:  # Layers are planned one at a time, so each counts for itself.
-            return SavedRows(like.new_empty(self._rows(share), width), used.new_empty(1, dtype=torch.int64), room)
-        if self._left == 0 or self._board is None or self._cursor is None:
-            self.share = share * self.layers
-            self._board = like.new_empty(max(self._rows(self.share), room), width)
+            return SavedRows(
+                like.new_empty(self._rows(even_share), width), used.new_empty(1, dtype=torch.int64), capacity
+            )
+        if self._left == 0 or self._buffer is None or self._cursor is None:
+            self.even_share = even_share * self.layers
+            self._buffer = like.new_empty(max(self._rows(self.even_share), capacity), width)
             self._cursor = torch.zeros(1, dtype=torch.int64, device=like.device)
             self._left = self.layers
-        board = self._board
-        assert board.shape[1] == width, "all layers of a arena are as wide"
-        first: Tensor = self._claim_rows(self._cursor, used, len(board), self.meter)
+        buffer = self._buffer
+        assert buffer.shape[1] == width, "all layers of a arena are as wide"
+        first = claim_rows(self._cursor, used, len(buffer), self.meter)
         self._left -= 1
         if self._left == 0:  # From now on the board lives as long as layers keep rows on it.
             self.begin()
-        return SavedRows(board, first, room)
+        return SavedRows(buffer, first, capacity)
 
-    def _rows(self, share: float) -> int:
-        return math.ceil(share * self.bound)
+    def _rows(self, even_share: float) -> int:
+        return math.ceil(even_share * self.factor)

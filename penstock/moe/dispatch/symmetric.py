@@ -9,7 +9,7 @@
 
 Backward is the same the other way: gradients of the outputs are pushed to the experts like rows (the choices are known
 there by now) and go straight to their places, and those of the rows and weights are pushed back and added up: by copy
-engines, while the gradient of the experts' first matrix is computed (`ExpertRows.aside`). Rows may go out in 8 bits,
+engines, while the gradient of the experts' first matrix is computed (`ExpertRows.deferred`). Rows may go out in 8 bits,
 and so do gradients of the outputs then, if the experts expect it; what goes home has 16 bits and uses the same slots.
 Shapes depend on nothing but the number of tokens and the `RowCapacity`, the host reads nothing, and no collective is
 called.
@@ -126,53 +126,55 @@ class SymmetricDispatcher:
 
     Attributes:
         placement: who holds which experts.
-        links: the buffers, and how the kernels that use them are launched.
-        room: says how many rows the experts have room for; None asks the device, and the host waits.
+        transport: the buffers, and how the kernels that use them are launched.
+        row_capacity: says how many rows the experts have room for; None asks the device, and the host waits.
         counts: asks it.
         wire_format: in which form rows travel.
-        is_filled: something of the experts' backward pass is computed while gradients of rows travel; not where
+        overlaps_backward: something of the experts' backward pass is computed while gradients of rows travel; not where
             transfers run on a stream of their own in any case.
     """
 
     name: ClassVar[DispatcherName] = "symmetric"
 
     placement: ExpertPlacement
-    links: SymmetricTransport
-    room: RowCapacity | None = None
+    transport: SymmetricTransport
+    row_capacity: RowCapacity | None = None
     counts: SplitSizes = READ
     wire_format: WireFormat = UNQUANTIZED
-    is_filled: bool = False
+    overlaps_backward: bool = False
 
     def dispatch(self, x_TD: Tensor | DispatchPayload, routing: Routing) -> tuple[ExpertRows, DispatchMetadata]:
         """See `Dispatcher.dispatch`. All ranks of the axis call it."""
-        payload, choices = self.wire_format.load(x_TD), (routing.weights_TK, routing.experts_TK)
-        aside = DeferredWork() if self.is_filled else None
-        x_ND, packed, *arrived = _Dispatch.apply(payload.x_ND, payload.packed, *choices, self.links, self._order, aside)
+        payload, choices = self.wire_format.encode(x_TD), (routing.weights_TK, routing.experts_TK)
+        deferred = DeferredWork() if self.overlaps_backward else None
+        x_ND, packed, *arrived = _Dispatch.apply(
+            payload.x_ND, payload.packed, *choices, self.transport, self._order, deferred
+        )
         arrivals = LocalOrder(*arrived)
         order = RowOrder(arrivals.slots_R, arrivals.places_NK, arrivals.counts_e)
-        x_ND, quantized = self.wire_format.unload(DispatchPayload(x_ND, packed))
+        x_ND, quantized = self.wire_format.decode(DispatchPayload(x_ND, packed))
         placed = (arrivals.index_R, arrivals.weights_R, arrivals.counts_e, arrivals.places_NK)
         # Experts that multiply rows as they came quantize gradients in the same blocks.
         gradients = None if quantized is None else GradientBox()
-        rows = ExpertRows(x_ND, *placed, quantized, only_last=True, aside=aside, gradients=gradients)
+        rows = ExpertRows(x_ND, *placed, quantized, only_last=True, deferred=deferred, gradients=gradients)
         return rows, SymmetricMetadata(order, routing.experts_TK, gradients)
 
     def combine(self, y_RD: Tensor, metadata: DispatchMetadata) -> Tensor:
         """See `Dispatcher.combine`. All ranks of the axis call it."""
         assert isinstance(metadata, SymmetricMetadata), f"not a metadata of this dispatcher: {metadata}"
-        y_TD: Tensor = _Combine.apply(y_RD, metadata, self.links, self.wire_format)
+        y_TD: Tensor = _Combine.apply(y_RD, metadata, self.transport, self.wire_format)
         return y_TD
 
     def _order(self, experts_NK: Tensor, weights_NK: Tensor) -> LocalOrder:
         """Places of all ranks' slots among our experts, as many as there is room for."""
-        own, (tokens, top_k) = self.placement.experts_of(self.links.buffers.peers.rank), experts_NK.shape
-        if self.room is None:
+        own, (tokens, top_k) = self.placement.experts_of(self.transport.buffers.peers.rank), experts_NK.shape
+        if self.row_capacity is None:
             arrivals = order_local_rows(experts_NK, weights_NK, own, tokens * min(top_k, len(own)))
             share = tokens * top_k / self.placement.expert
             return _used(arrivals, self.counts.total(arrivals.counts_e, share, tokens * top_k))
-        is_counted = self.room.training and not is_recomputing()
-        meter = self.room.meter if is_counted else None
-        return order_local_rows(experts_NK, weights_NK, own, self.room.rows(tokens, top_k), meter)
+        is_counted = self.row_capacity.training and not is_recomputing()
+        meter = self.row_capacity.meter if is_counted else None
+        return order_local_rows(experts_NK, weights_NK, own, self.row_capacity.rows(tokens, top_k), meter)
 
 
 def transport_of(
@@ -189,11 +191,11 @@ def transport_of(
     """
     assert placement.places == buffers.peers.size, f"{placement} on {buffers.peers.size} ranks"
     homes = ExpertRanks(per_rank=placement.per_place, parts=placement.expert_tensor)
-    links = SymmetricTransport(buffers, homes, by_engines=by_engines and bool(buffers.memories))
+    transport = SymmetricTransport(buffers, homes, by_engines=by_engines and bool(buffers.memories))
     if not programs:
-        return links
+        return transport
     names = ("push", "take", "take_all", "back", "sum", "sum_all")
-    return replace(links, **{name: replace(getattr(links, name), programs=programs) for name in names})
+    return replace(transport, **{name: replace(getattr(transport, name), programs=programs) for name in names})
 
 
 def _used(arrivals: LocalOrder, rows: int) -> LocalOrder:
@@ -203,93 +205,93 @@ def _used(arrivals: LocalOrder, rows: int) -> LocalOrder:
 
 
 def _arrived(
-    shape: tuple[int, int], dtype: torch.dtype, section: BufferSection, slot: int, links: SymmetricTransport
+    shape: tuple[int, int], dtype: torch.dtype, section: BufferSection, slot: int, transport: SymmetricTransport
 ) -> Tensor:
     """A section of our slot, as what W ranks sent of this shape."""
-    return links.buffers.view(section, slot, (links.buffers.peers.size * shape[0], shape[1]), dtype)
+    return transport.buffers.view(section, slot, (transport.buffers.peers.size * shape[0], shape[1]), dtype)
 
 
 def _pusher(
-    rows_T: Tensor, experts_TK: Tensor, slot: int, links: SymmetricTransport, choices: RoutingPayload | None = None
+    rows_T: Tensor, experts_TK: Tensor, slot: int, transport: SymmetricTransport, choices: RoutingPayload | None = None
 ) -> Callable[[TokenChunks], None]:
     """Launches the kernel that writes our rows, of any dtype, into everybody's slot of the way out, choices first."""
-    buffers = links.buffers
+    buffers = transport.buffers
     offsets = buffers.sizes.offset(BufferSection.OUT_ROWS, slot), buffers.flags_at(Channel.ROWS)
 
     def send(chunks: TokenChunks) -> None:
-        push_rows(rows_T, experts_TK, links.homes, buffers.peers, offsets, chunks, choices, launch=links.push)
+        push_rows(rows_T, experts_TK, transport.homes, buffers.peers, offsets, chunks, choices, launch=transport.push)
 
     return send
 
 
-def _copier(rows_T: Tensor, slot: int, links: SymmetricTransport) -> Callable[[TokenChunks], None]:
+def _copier(rows_T: Tensor, slot: int, transport: SymmetricTransport) -> Callable[[TokenChunks], None]:
     """Has copy engines do so, without choices."""
 
     def send(chunks: TokenChunks) -> None:
-        links.buffers.copy_to_others(BufferSection.OUT_ROWS, slot, lambda peer: rows_T, Channel.ROWS)
+        transport.buffers.copy_to_others(BufferSection.OUT_ROWS, slot, lambda peer: rows_T, Channel.ROWS)
 
     return send
 
 
 def _take(
-    own_T: Tensor, slot: int, places: LocalPlaces, out: Tensor, links: SymmetricTransport, *, is_spread: bool
+    own_T: Tensor, slot: int, places: LocalPlaces, out: Tensor, transport: SymmetricTransport, *, is_spread: bool
 ) -> None:
     """Rows of all ranks out of the slot; `own_T` are our own."""
-    buffers, tokens = links.buffers, own_T.shape[0]
-    rows_N = _arrived((tokens, own_T.shape[1]), own_T.dtype, BufferSection.OUT_ROWS, slot, links)
+    buffers, tokens = transport.buffers, own_T.shape[0]
+    rows_N = _arrived((tokens, own_T.shape[1]), own_T.dtype, BufferSection.OUT_ROWS, slot, transport)
 
     def take(awaited: ChannelWait, chunks: TokenChunks) -> None:
-        rank, launch = buffers.peers.rank, links.take_all if links.by_engines else links.take
+        rank, launch = buffers.peers.rank, transport.take_all if transport.by_engines else transport.take
         take_rows(rows_N, own_T, places, out, awaited, chunks, rank=rank, is_spread=is_spread, launch=launch)
 
-    signals = links.signals(links.push, tokens)
-    if links.by_engines:
+    signals = transport.signals(transport.push, tokens)
+    if transport.by_engines:
         buffers.hold(Channel.ROWS, signals)
-    buffers.read(take, Channel.ROWS, signals, links.cut(own_T))
+    buffers.read(take, Channel.ROWS, signals, transport.cut(own_T))
 
 
 def _bring_back(
     returned: ReturnPayload,
     places: LocalPlaces,
     experts_TK: Tensor,
-    links: SymmetricTransport,
-    aside: DeferredWork | None = None,
+    transport: SymmetricTransport,
+    deferred: DeferredWork | None = None,
 ) -> CombineBuffers:
-    """One row (and the scalars) back for each that came; what came back to us, summed. `aside` is done meanwhile."""
-    is_filled = aside is not None and not aside.is_empty
-    if is_filled:
+    """One row (and the scalars) back for each that came; what came back to us, summed. `deferred` is done meanwhile."""
+    overlaps_backward = deferred is not None and not deferred.is_empty
+    if overlaps_backward:
         # All rows to all ranks are more bytes, but what is computed meanwhile hides them and loses no multiprocessor.
-        links = replace(links, by_engines=bool(links.buffers.memories))
-    buffers, tokens = links.buffers, len(experts_TK)
+        transport = replace(transport, by_engines=bool(transport.buffers.memories))
+    buffers, tokens = transport.buffers, len(experts_TK)
     slot = buffers.take(TransferDirection.BACK)
-    sizes, home = buffers.sizes, _home(returned, experts_TK, slot, links)
+    sizes, home = buffers.sizes, _home(returned, experts_TK, slot, transport)
     flags_at = buffers.flags_at(Channel.BACK)
     offsets = sizes.offset(BufferSection.BACK_ROWS, slot), sizes.offset(BufferSection.SCALARS, slot), flags_at
-    chunks, signals = links.cut(home.y_TD), links.signals(links.back, buffers.peers.size * tokens)
+    chunks, signals = transport.cut(home.y_TD), transport.signals(transport.back, buffers.peers.size * tokens)
     staged_ND = None
-    if links.by_engines:
+    if transport.by_engines:
         rows = returned.rows.contiguous()
         staged_ND = rows.new_empty(buffers.peers.size * tokens, rows.shape[1]) if returned.is_summed else rows
         home = replace(home, own_TD=staged_ND.split(tokens)[buffers.peers.rank], rank=buffers.peers.rank)
 
     def send(chunks: TokenChunks) -> None:
         if staged_ND is None or returned.is_summed or returned.scalars_R is not None:
-            return_rows(returned, places, buffers.peers, offsets, chunks, staged_ND=staged_ND, launch=links.back)
+            return_rows(returned, places, buffers.peers, offsets, chunks, staged_ND=staged_ND, launch=transport.back)
         if staged_ND is not None:
             buffers.copy_to_others(BufferSection.BACK_ROWS, slot, staged_ND.split(tokens).__getitem__, Channel.BACK)
 
     def add(awaited: ChannelWait, chunks: TokenChunks) -> None:
-        launch = links.sum_all if links.by_engines else links.sum
-        sum_ranks(home, experts_TK, links.homes, awaited, chunks, launch=launch)
+        launch = transport.sum_all if transport.by_engines else transport.sum
+        sum_ranks(home, experts_TK, transport.homes, awaited, chunks, launch=launch)
 
     def receive() -> None:
-        if links.by_engines:
+        if transport.by_engines:
             buffers.hold(Channel.BACK, signals)
         buffers.read(add, Channel.BACK, signals, chunks)
 
-    if aside is not None and is_filled:
-        with buffers.departure(send, chunks):
-            aside.do()
+    if deferred is not None and overlaps_backward:
+        with buffers.overlapped_send(send, chunks):
+            deferred.do()
         receive()
     else:
         with buffers.transfer(send, chunks):
@@ -297,14 +299,14 @@ def _bring_back(
     return home
 
 
-def _home(returned: ReturnPayload, experts_TK: Tensor, slot: int, links: SymmetricTransport) -> CombineBuffers:
+def _home(returned: ReturnPayload, experts_TK: Tensor, slot: int, transport: SymmetricTransport) -> CombineBuffers:
     """Where rows and scalars come to us, and where their sums go."""
     tokens, width = len(experts_TK), returned.rows.shape[1]
     y_TD = returned.rows.new_empty(tokens, width)
-    parts_ND = _arrived((tokens, width), y_TD.dtype, BufferSection.BACK_ROWS, slot, links)
+    parts_ND = _arrived((tokens, width), y_TD.dtype, BufferSection.BACK_ROWS, slot, transport)
     if returned.scalars_R is None:
         return CombineBuffers(parts_ND=parts_ND, y_TD=y_TD)
-    scalars_NK = _arrived((tokens, experts_TK.shape[1]), torch.float32, BufferSection.SCALARS, slot, links)
+    scalars_NK = _arrived((tokens, experts_TK.shape[1]), torch.float32, BufferSection.SCALARS, slot, transport)
     scalars_TK = returned.scalars_R.new_empty(experts_TK.shape)
     return CombineBuffers(parts_ND=parts_ND, y_TD=y_TD, scalars_NK=scalars_NK, scalars_TK=scalars_TK)
 
@@ -322,11 +324,11 @@ class _Dispatch(torch.autograd.Function):
         packed: Tensor | None,
         weights_TK: Tensor,
         experts_TK: Tensor,
-        links: SymmetricTransport,
+        transport: SymmetricTransport,
         make_order: Callable[[Tensor, Tensor], LocalOrder],
-        aside: DeferredWork | None,
+        deferred: DeferredWork | None,
     ) -> tuple[Tensor | None, ...]:
-        buffers, sizes, shape = links.buffers, links.buffers.sizes, (experts_TK.shape[0], experts_TK.shape[1])
+        buffers, sizes, shape = transport.buffers, transport.buffers.sizes, (experts_TK.shape[0], experts_TK.shape[1])
         slot = buffers.take(TransferDirection.OUT)
         own_T = (x_TD if packed is None else packed).contiguous()
         rows_N = own_T.new_empty(buffers.peers.size * shape[0], own_T.shape[1])
@@ -336,21 +338,21 @@ class _Dispatch(torch.autograd.Function):
             weights_offset=sizes.offset(BufferSection.WEIGHTS, slot),
             flags_offset=buffers.flags_at(Channel.CHOICES),
         )
-        push, chunks = _pusher(own_T, experts_TK, slot, links, choices), links.cut(own_T)
-        with buffers.transfer(_copier(own_T, slot, links) if links.by_engines else push, chunks):
-            if links.by_engines:
+        push, chunks = _pusher(own_T, experts_TK, slot, transport, choices), transport.cut(own_T)
+        with buffers.transfer(_copier(own_T, slot, transport) if transport.by_engines else push, chunks):
+            if transport.by_engines:
                 # Not before the rows: engines need no multiprocessor, and may be done before one is free for this.
                 push(replace(chunks, last=chunks.first))
-            buffers.wait(Channel.CHOICES, links.push.programs_for(shape[0]))
+            buffers.wait(Channel.CHOICES, transport.push.programs_for(shape[0]))
             arrivals = make_order(
-                _arrived(shape, torch.int32, BufferSection.IDS, slot, links),
-                _arrived(shape, torch.float32, BufferSection.WEIGHTS, slot, links),
+                _arrived(shape, torch.int32, BufferSection.IDS, slot, transport),
+                _arrived(shape, torch.float32, BufferSection.WEIGHTS, slot, transport),
             )
             places = LocalPlaces(places_NK=arrivals.places_NK, counts_e=arrivals.counts_e)
-            _take(own_T, slot, places, rows_N, links, is_spread=False)
+            _take(own_T, slot, places, rows_N, transport, is_spread=False)
 
         ctx.save_for_backward(experts_TK, arrivals.places_NK, arrivals.counts_e)
-        ctx.links, ctx.aside = links, aside
+        ctx.transport, ctx.deferred = transport, deferred
         # Else autograd fills a gradient of zeros for everything that has none, packed rows too.
         ctx.set_materialize_grads(False)
         integers = (arrivals.slots_R, arrivals.index_R, arrivals.places_NK, arrivals.counts_e)
@@ -369,7 +371,7 @@ class _Dispatch(torch.autograd.Function):
         assert dx_ND is not None, "experts give their rows a gradient"
         returned = ReturnPayload(rows=dx_ND, is_summed=False, scalars_R=dweights_R)
         places = LocalPlaces(places_NK=places_NK, counts_e=counts_e)
-        home = _bring_back(returned, places, experts_TK, ctx.links, ctx.aside)
+        home = _bring_back(returned, places, experts_TK, ctx.transport, ctx.deferred)
         return home.y_TD, None, home.scalars_TK, None, None, None, None
 
 
@@ -378,26 +380,33 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y_RD: Tensor, trip: SymmetricMetadata, links: SymmetricTransport, wire_format: WireFormat
+        ctx: Any, y_RD: Tensor, metadata: SymmetricMetadata, transport: SymmetricTransport, wire_format: WireFormat
     ) -> Tensor:
-        ctx.save_for_backward(trip.experts_TK, trip.places.places_NK, trip.places.counts_e)
-        ctx.links, ctx.wire_format, ctx.gradients, ctx.rows = links, wire_format, trip.gradients, y_RD.shape[0]
-        return _bring_back(ReturnPayload(rows=y_RD, is_summed=True), trip.places, trip.experts_TK, links).y_TD
+        ctx.save_for_backward(metadata.experts_TK, metadata.places.places_NK, metadata.places.counts_e)
+        ctx.transport, ctx.wire_format, ctx.gradients, ctx.rows = (
+            transport,
+            wire_format,
+            metadata.gradients,
+            y_RD.shape[0],
+        )
+        return _bring_back(
+            ReturnPayload(rows=y_RD, is_summed=True), metadata.places, metadata.experts_TK, transport
+        ).y_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor, None, None, None]:
         experts_TK, places_NK, counts_e = ctx.saved_tensors
-        links, wire_format, box = ctx.links, ctx.wire_format, ctx.gradients
+        transport, wire_format, box = ctx.transport, ctx.wire_format, ctx.gradients
         is_packed = box is not None and box.is_expected
-        own_T = wire_format.load_gradients(dy_TD) if is_packed else dy_TD.contiguous()
-        slot = links.buffers.take(TransferDirection.OUT)
+        own_T = wire_format.encode_gradients(dy_TD) if is_packed else dy_TD.contiguous()
+        slot = transport.buffers.take(TransferDirection.OUT)
         rows_R = own_T.new_empty(ctx.rows, own_T.shape[1])
-        by_kernels, by_engines = _pusher(own_T, experts_TK, slot, links), _copier(own_T, slot, links)
-        with links.buffers.transfer(by_engines if links.by_engines else by_kernels, links.cut(own_T)):
+        by_kernels, by_engines = _pusher(own_T, experts_TK, slot, transport), _copier(own_T, slot, transport)
+        with transport.buffers.transfer(by_engines if transport.by_engines else by_kernels, transport.cut(own_T)):
             places = LocalPlaces(places_NK=places_NK, counts_e=counts_e)
-            _take(own_T, slot, places, rows_R, links, is_spread=True)
+            _take(own_T, slot, places, rows_R, transport, is_spread=True)
         if not is_packed:
             return rows_R, None, None, None
-        box.put(wire_format.unload_gradients(rows_R, dy_TD.shape[1]))
+        box.put(wire_format.decode_gradients(rows_R, dy_TD.shape[1]))
         return carrier_like(dy_TD, ctx.rows), None, None, None

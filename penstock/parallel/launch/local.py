@@ -123,7 +123,7 @@ def run_processes(work: RankFunction, words: Sequence[str], launch: LocalLaunch)
     Returns:
         The exit code: the ranks' own, or 1 if one died too often.
     """
-    with environment_for_children(launch.facts), _quiet_agent(), _Passing() as passing:
+    with environment_for_children(launch.facts), _quiet_agent(), _SignalForwarder() as forwarder:
         for attempt in range(launch.restarts + 1):
             try:
                 codes = _run_once(work, words, launch)
@@ -131,8 +131,8 @@ def run_processes(work: RankFunction, words: Sequence[str], launch: LocalLaunch)
                 rank, failure = error.get_first_failure()
             else:
                 return max(codes.values())
-            if passing.signal is not None:
-                return 128 + passing.signal
+            if forwarder.signal is not None:
+                return 128 + forwarder.signal
             if failure.exitcode == WRONG_INPUT:
                 return WRONG_INPUT
             again = f"; restart {attempt + 1} of {launch.restarts}" if attempt < launch.restarts else ""
@@ -162,7 +162,7 @@ def _run_once(work: RankFunction, words: Sequence[str], launch: LocalLaunch) -> 
 
 def _be_a_rank(work: RankFunction, words: Sequence[str]) -> int:
     """Runs in the new process. A code that asks for an end of all ranks ends the process; others are handed back."""
-    with _Told():
+    with _TracebackPrinter():
         try:
             code = work(words)
         except KeyboardInterrupt:
@@ -172,7 +172,7 @@ def _be_a_rank(work: RankFunction, words: Sequence[str]) -> int:
     return code
 
 
-class _Told:
+class _TracebackPrinter:
     """Prints the traceback of what leaves it: multiprocessing keeps that to itself."""
 
     def __enter__(self) -> None:
@@ -191,7 +191,7 @@ def _end_of(failure: ProcessFailure) -> str:
     return f"(process {failure.pid}) failed with exit code {failure.exitcode}"
 
 
-class _Passing:
+class _SignalForwarder:
     """While it is entered, SIGINT and SIGTERM go on to processes started since, instead of ending the launcher.
 
     Attributes:
@@ -201,16 +201,16 @@ class _Passing:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
 
-    def __enter__(self) -> "_Passing":
+    def __enter__(self) -> "_SignalForwarder":
         self._others = multiprocessing.active_children()
-        self._previous = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._previous = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward(self, number: int, frame: FrameType | None) -> None:
         if self.signal is None:
             self.signal = signal.Signals(number)
         for child in multiprocessing.active_children():

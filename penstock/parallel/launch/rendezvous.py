@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous as open_store
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from penstock.base.errors import FAILED, DeviceError, PenstockError
@@ -84,7 +84,7 @@ class Rendezvous:
             return
         try:
             store = PrefixStore("penstock", self._connect())
-            name = self._call_the_roll(store) if self.rank == 0 else self._answer(store)
+            name = self._collect_ranks(store) if self.rank == 0 else self._register(store)
         except RuntimeError as error:  # torch's DistError; its first line says what happened
             raise DeviceError(
                 f"rank {self.rank} does not find the others at {self._environment.meeting_point}",
@@ -108,7 +108,7 @@ class Rendezvous:
         self._agreements += 1
         key = f"agreed/{self._agreements}"
         if self.rank > 0:
-            return _opened(json.loads(self.store.get(key)))
+            return _unpacked(json.loads(self.store.get(key)))
         try:
             value = make()
         except PenstockError as error:
@@ -155,10 +155,10 @@ class Rendezvous:
 
     def _connect(self) -> Store:
         address = f"tcp://{self._environment.meeting_point}"
-        store, _, _ = next(rendezvous(address, self.rank, self.world, timeout=self.timeout))
+        store, _, _ = next(open_store(address, self.rank, self.world, timeout=self.timeout))
         return store
 
-    def _call_the_roll(self, store: Store) -> str:
+    def _collect_ranks(self, store: Store) -> str:
         """Rank 0's part of the opening."""
         name = uuid.uuid4().hex
         store.set("name", name)
@@ -175,7 +175,7 @@ class Rendezvous:
         store.set(f"{name}/list", json.dumps([store.get(answer).decode() for answer in answers]))
         return name
 
-    def _answer(self, store: Store) -> str:
+    def _register(self, store: Store) -> str:
         """Everybody else's."""
         word, deadline = uuid.uuid4().hex, time.monotonic() + self.timeout.total_seconds()
         answered = ""
@@ -196,28 +196,28 @@ def _facts(error: PenstockError) -> dict[str, str | None]:
     return {"what": error.what, **{name: None if text is None else str(text) for name, text in texts.items()}}
 
 
-def _opened(message: dict[str, Any]) -> Any:
+def _unpacked(message: dict[str, Any]) -> Any:
     """What rank 0 has sent: its value, or its error."""
     if "error" in message:
         raise _ERRORS[message["error"]](message["facts"].pop("what"), **message["facts"])
     return message["value"]
 
 
-def start_process_group(meeting: Rendezvous, device: torch.device) -> None:
+def start_process_group(rendezvous: Rendezvous, device: torch.device) -> None:
     """Make the group of all ranks: NCCL (on AMD, RCCL) between GPUs, gloo between CPUs. One rank needs none.
 
     Args:
-        meeting: open.
+        rendezvous: open.
         device: of this rank.
     """
-    if meeting.store is None:
+    if rendezvous.store is None:
         return
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore("group", meeting.store),
-        rank=meeting.rank,
-        world_size=meeting.world,
-        timeout=meeting.timeout,
+        store=PrefixStore("group", rendezvous.store),
+        rank=rendezvous.rank,
+        world_size=rendezvous.world,
+        timeout=rendezvous.timeout,
         device_id=device if device.type == "cuda" else None,
     )
 

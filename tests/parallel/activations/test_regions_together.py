@@ -82,12 +82,12 @@ def test_a_graph_that_is_asked_twice_replays_once_and_keeps_the_values_until_the
 
 def test_weight_gradients_can_be_put_off() -> None:
     x_TD, down = source(), linear()
-    later, region = WeightGradStore(), Counted(norm)
+    weight_grads, region = WeightGradStore(), Counted(norm)
     with discarding():
         h_TD = recomputed(region, x_TD)
-        loss = deferrable(F.linear, [h_TD], [down.weight], later).square().sum()
+        loss = deferrable(F.linear, [h_TD], [down.weight], weight_grads).square().sum()
     expected = gradients(F.linear(norm(x_TD), down.weight).square().sum(), x_TD, down.weight)
-    with later.collecting() as work:
+    with weight_grads.collecting() as work:
         loss.backward()
     assert torch.equal(x_TD.grad, expected[0]) and down.weight.grad is None
     for task in work:
@@ -98,11 +98,11 @@ def test_weight_gradients_can_be_put_off() -> None:
 
 def test_a_region_may_hold_work_that_is_put_off() -> None:
     x_TD, net = source(), linear()
-    later = WeightGradStore()
-    region = Counted(lambda x: deferrable(F.linear, [norm(x)], [net.weight], later).tanh())
+    weight_grads = WeightGradStore()
+    region = Counted(lambda x: deferrable(F.linear, [norm(x)], [net.weight], weight_grads).tanh())
     loss = recomputed(region, x_TD).square().sum()
     expected = gradients(F.linear(norm(x_TD), net.weight).tanh().square().sum(), x_TD, net.weight)
-    with later.collecting() as work:
+    with weight_grads.collecting() as work:
         loss.backward()
     for task in work:
         task()
