@@ -163,7 +163,7 @@ class MetaRank:
         optimizer: of the weights that are not gathered; None if all are.
         keeper: the optimizer of all weights.
         schedule: of the pipeline, or None.
-        later: collects weight gradients, if the schedule splits backward passes.
+        weight_grads: collects weight gradients, if the schedule splits backward passes.
         shared_bytes: of the memory that GPUs of the node write into.
     """
 
@@ -177,7 +177,7 @@ class MetaRank:
     optimizer: MasterAdamW | None
     keeper: MasterAdamW
     schedule: Schedule | None
-    later: WeightGradStore | None
+    weight_grads: WeightGradStore | None
     shared_bytes: int
 
 
@@ -198,9 +198,9 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
     own = {0: stages[0]}
     if plan is not None:
         own = {number: stages[number] for number in plan.stages_of(axes.pipeline.rank)}
-    later = RecordedWeightGradStore() if plan is not None and plan.splits_backward else None
+    weight_grads = RecordedWeightGradStore() if plan is not None and plan.splits_backward else None
     buffers = _shared_buffers(run, axes, target.device)
-    layer_context = _layer_context(run, axes, target, later, buffers)
+    layer_context = _layer_context(run, axes, target, weight_grads, buffers)
     decoders = meta_stages(run, layer_context, own)
     set_dtypes(_unsharded(run), decoders.values(), axes, HOME)
     divided, state_keeper = _divided_state(run, axes, layer_context, own)
@@ -227,19 +227,19 @@ def make_meta_rank(run: Run, axes: Axes, target: Target, stages: Sequence[Stage]
         optimizer=optimizer,
         keeper=state_keeper,
         schedule=plan,
-        later=later,
+        weight_grads=weight_grads,
         shared_bytes=0 if buffers is None else buffers.sizes.total_bytes,
     )
 
 
 def _layer_context(
-    run: Run, axes: Axes, target: Target, later: WeightGradStore | None, buffers: SymmetricBuffers | None
+    run: Run, axes: Axes, target: Target, weight_grads: WeightGradStore | None, buffers: SymmetricBuffers | None
 ) -> LayerContext:
     chosen = operators(kernel_choices(run, target.device))
     return LayerContext(
         operators=chosen if target.saving == "run" else conventional_operators(chosen),
         axes=axes,
-        later=later,
+        weight_grads=weight_grads,
         context_method=context_method(run),
         dispatch=run.dispatch,
         buffers=buffers,

@@ -110,4 +110,4 @@ def test_an_earlier_rank_holds_what_a_later_one_holds_where_that_is_said(
 )
 def test_where_it_is_not_said_some_later_rank_holds_more(name: str, pairs: bool) -> None:
     shape = PipelineShape(name, 4, SCHEDULES[name].fewest, 8, pairs=pairs)
-    assert shape.holds_most_first == all(holds_as_much(shape, 0, later) for later in range(1, 4))
+    assert shape.holds_most_first == all(holds_as_much(shape, 0, weight_grads) for weight_grads in range(1, 4))

@@ -62,12 +62,12 @@ def test_between_two_operators_there_is_a_gap() -> None:
     assert played(compute(1), compute(1), gap=0.25).seconds == 2.5
 
 
-def flight(travel: float, *beside: RecordedOp) -> RecordedOps:
+def flight(travel: float, *during_transfers: RecordedOp) -> RecordedOps:
     return (
         RecordedOp(FORK, switches=("1",)),
         send(travel),
         RecordedOp(END, switches=("1",)),
-        *beside,
+        *during_transfers,
         RecordedOp(JOIN, switches=("1",)),
     )
 
