@@ -1,16 +1,16 @@
 """The mixture-of-experts layer.
 
-    x_TD ── router ──▶ experts_TK, weights_TK             T tokens choose K of E experts
-      │                     │
-      ├─────── dispatch ────┘        x_ND, counts_e      rows go to the ranks that hold their experts
-      │           │
-      │        experts               y_RD                each expert's FFN, times the routing weight
-      │           │
-      │        combine               y_TD                rows go back, K rows are summed for each token
-      │           │
-      └─ shared expert               shared_TD           a dense FFN that every token passes
-                  ▼
-              y_TD, shared_TD                            the caller adds both to the residual stream
+    x_TD ---+--- router         weights_TK, experts_TK    each of T tokens chooses K of E experts
+            |       |
+            +--- dispatch       x_ND, index_R, counts_e   rows go to the ranks that hold their experts
+            |       |
+            |    experts        y_RD                      each expert's FFN on its rows, times the routing weight
+            |       |
+            |    combine        y_TD                      rows go back; the K rows of each token are summed
+            |
+            +--- shared expert  shared_TD                 a dense FFN that every token passes
+
+    returns (y_TD, shared_TD), which the caller adds to the residual stream
 
 With one rank, dispatch is a sort and combine is a sum. With several, `penstock.moe.dispatch` has five ways to exchange
 rows; this file is the same for all of them. If `dispatch.overlap` is set, the layer runs in steps: it yields while
